@@ -1,0 +1,1 @@
+"""offdrift: measure, correct and certify off-policy drift in RL of language models."""

@@ -1,0 +1,83 @@
+"""What every rollout engine promises, whatever is behind it.
+
+An engine draws tokens from its own copy of the weights and says with which probability it drew
+them. The contract (`tests/engines/contract.py` runs it on every engine):
+
+- `logp_rollout` is the log-prob under the distribution that was sampled: after temperature, top-k
+  and top-p, at the engine's own precision. So is the evidence.
+- The response ends with the stop token it sampled, if it sampled one; its length is what was
+  drawn, never what a comparison with a pad id says. A pad id that was sampled is a token.
+- The same weights, prompts, sampling and seed give the same tokens; the host's random state is
+  neither read nor changed.
+- After `load_weights` the engine samples from those weights, all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from offdrift.errors import EngineError
+from offdrift.rollouts.records import EvidenceKind, Rollouts, Sampling
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A source of rollouts at a known policy version."""
+
+    name: str
+    vocab_size: int
+    version: int
+    """Trainer version (optimizer steps) of the weights this engine holds."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seed: int,
+        evidence: EvidenceKind = "sampled",
+    ) -> Rollouts:
+        """One response per prompt, in order; repeat a prompt to draw several.
+
+        Raises `EngineError` if the engine cannot give the evidence asked for.
+        """
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Take these named weights (the trainer's `named_parameters`) and this version."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds. Idempotent."""
+        ...
+
+
+def check_evidence(
+    evidence: EvidenceKind, *, sequences: int, max_tokens: int, vocab_size: int, limit_mib: int
+) -> None:
+    """Refuse evidence that could outgrow its memory limit, before anything is drawn.
+
+    Full-vocabulary evidence takes `sequences * max_tokens * vocab_size` float32, top-k evidence
+    `sequences * max_tokens * k` pairs of float32 and int32.
+
+    Raises: `EngineError` with the number of MiB it would take and the way out.
+    """
+    if evidence == "sampled":
+        return
+    if isinstance(evidence, int) and not 0 < evidence <= vocab_size:
+        raise EngineError(
+            f"evidence = {evidence} top log-probs, but the vocabulary has {vocab_size} tokens; "
+            'ask for 1 to that many, or for "full"'
+        )
+    per_token = 4 * vocab_size if evidence == "full" else 8 * evidence
+    need = sequences * max_tokens * per_token / 2**20
+    if need > limit_mib:
+        raise EngineError(
+            f"evidence = {evidence!r} could take {need:,.0f} MiB for {sequences} sequences of up to "
+            f"{max_tokens} tokens over a vocabulary of {vocab_size:,} (limit {limit_mib:,} MiB); "
+            "record fewer (evidence = 20 keeps the top 20), draw smaller batches, "
+            "or raise evidence_limit_mib"
+        )

@@ -1,0 +1,46 @@
+"""Every error this library raises on purpose.
+
+One tree, so that `except OffdriftError` catches all of them; each member also inherits the builtin
+that it refines, so code that never heard of this library still catches it. A message says what was
+expected, what was found (field, sequence, value) and what to do.
+"""
+
+
+class OffdriftError(Exception):
+    """Base of all errors of this library."""
+
+
+class ShapeError(OffdriftError, ValueError):
+    """Tensors that should describe the same tokens do not have matching shapes."""
+
+
+class BadValueError(OffdriftError, ValueError):
+    """A number that no policy or reward can produce (NaN, +inf, a log-prob above zero, ...)."""
+
+
+class EvidenceError(OffdriftError, LookupError):
+    """A method needs evidence (old log-probs, exact divergences, ...) that the batch does not carry."""
+
+
+class MethodError(OffdriftError, ValueError):
+    """A name that is not in the method table, or a composition that cannot mean anything."""
+
+
+class RecordError(OffdriftError, ValueError):
+    """A rollout file that cannot be written, or whose content is not what it claims to be."""
+
+
+class EngineError(OffdriftError, RuntimeError):
+    """A rollout engine that is missing, or cannot do what was asked of it."""
+
+
+class SyncError(EngineError):
+    """The engine's weights are not the trainer's weights although they were just synchronised."""
+
+
+class RecipeError(OffdriftError, ValueError):
+    """A recipe with an unknown key, a wrong type, or values that contradict each other."""
+
+
+class CheckpointError(OffdriftError, RuntimeError):
+    """A checkpoint that cannot be read back, or does not belong to this recipe."""

@@ -1,0 +1,187 @@
+"""`Rollouts`: what an engine sampled, how it sampled it, and the evidence it left.
+
+The layout is packed: one flat stream of response tokens, cut into sequences by `cu_seqlens`. That
+is also the layout of an Arrow list column, so a batch goes to disk and comes back without copies.
+Provenance travels with the tokens: which engine, at which precision, under which sampling, at which
+policy version, and whether the log-probs are those of the distribution that was really sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.errors import ShapeError
+from offdrift.segments import Segments
+
+EvidenceKind = Literal["full", "sampled"] | int
+"""What an engine is asked to record per token: "full" vocabulary, an integer k for the top k
+log-probs, or "sampled" for the sampled token's log-prob alone."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. The defaults sample the model's own distribution, unfiltered."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens with at least this mass; 1 keeps all."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the sequence; the token itself is part of the response."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a batch of rollouts comes from: what is needed to say how far off-policy it is."""
+
+    engine: str
+    engine_version: str
+    model: str
+    dtype: str
+    quantization: str | None
+    sampling: Sampling
+    logprobs: Literal["processed", "raw"] = "processed"
+    """"processed": log-probs of the tempered, filtered distribution the token was drawn from."""
+
+
+@dataclass(frozen=True)
+class FullVocab:
+    """log mu(a) for every token a of the vocabulary, at every response token. Grade: exact."""
+
+    logp: Float[Tensor, "n v"]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k largest log mu(a) and their token ids, at every response token. Grade: interval."""
+
+    ids: Int[Tensor, "n k"]
+    logp: Float[Tensor, "n k"]
+
+
+Evidence = FullVocab | TopK
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A batch of sampled sequences on the packed layout.
+
+    `n` response tokens in `b` sequences; `m` prompt tokens. `group_ids` says which sequences answer
+    the same prompt. `rewards` and the texts are optional and filled in by whoever knows them.
+    """
+
+    tokens: Int[Tensor, " n"]
+    logp_rollout: Float[Tensor, " n"]
+    cu_seqlens: Int[Tensor, " cuts"]
+    rollout_version: Int[Tensor, " n"]
+    prompt_tokens: Int[Tensor, " m"]
+    prompt_cu_seqlens: Int[Tensor, " cuts"]
+    group_ids: Int[Tensor, " b"]
+    finish: tuple[Literal["stop", "length"], ...]
+    provenance: Provenance
+    evidence: Evidence | None = None
+    rewards: Float[Tensor, " b"] | None = None
+    prompts: tuple[str, ...] | None = field(default=None, repr=False)
+    completions: tuple[str, ...] | None = field(default=None, repr=False)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.finish)
+
+    @property
+    def segments(self) -> Segments:
+        """Which token belongs to which sequence and prompt group."""
+        return Segments(self.cu_seqlens, group_ids=self.group_ids)
+
+    @property
+    def lengths(self) -> Int[Tensor, " b"]:
+        """Response tokens per sequence."""
+        return self.cu_seqlens.diff()
+
+    def with_(self, **changes: object) -> Rollouts:
+        """The same rollouts with some fields replaced (rewards, group ids, texts, ...)."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def select(self, sequences: Int[Tensor, " s"]) -> Rollouts:
+        """The given sequences, in the given order, as a batch of their own."""
+        rows, cu_seqlens = _ragged_index(self.cu_seqlens, sequences)
+        prompt_rows, prompt_cu_seqlens = _ragged_index(self.prompt_cu_seqlens, sequences)
+        order = sequences.tolist()
+        evidence = self.evidence
+        if isinstance(evidence, FullVocab):
+            evidence = FullVocab(evidence.logp[rows])
+        elif isinstance(evidence, TopK):
+            evidence = TopK(evidence.ids[rows], evidence.logp[rows])
+        return Rollouts(
+            tokens=self.tokens[rows],
+            logp_rollout=self.logp_rollout[rows],
+            cu_seqlens=cu_seqlens,
+            rollout_version=self.rollout_version[rows],
+            prompt_tokens=self.prompt_tokens[prompt_rows],
+            prompt_cu_seqlens=prompt_cu_seqlens,
+            group_ids=self.group_ids[sequences],
+            finish=tuple(self.finish[i] for i in order),
+            provenance=self.provenance,
+            evidence=evidence,
+            rewards=None if self.rewards is None else self.rewards[sequences],
+            prompts=None if self.prompts is None else tuple(self.prompts[i] for i in order),
+            completions=None
+            if self.completions is None
+            else tuple(self.completions[i] for i in order),
+        )
+
+
+def pack_sequences(
+    sequences: Sequence[Sequence[int]],
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " cuts"]]:
+    """Token lists as one flat stream and its cuts."""
+    lengths = torch.tensor([0, *map(len, sequences)], dtype=torch.int64)
+    flat = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)
+    return flat, lengths.cumsum(0)
+
+
+def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
+    """Several batches of one provenance and one kind of evidence as a single batch."""
+    first = batches[0]
+    if any(b.provenance != first.provenance for b in batches):
+        raise ShapeError(
+            "cannot concatenate rollouts of different provenance: "
+            f"{first.provenance} and {next(b.provenance for b in batches if b.provenance != first.provenance)}; "
+            "keep them as separate batches"
+        )
+
+    def joined(name: str) -> object:
+        values = [getattr(b, name) for b in batches]
+        if any(v is None for v in values):
+            return None
+        if isinstance(values[0], Tensor):
+            if name.endswith("cu_seqlens"):
+                lengths = torch.cat([v.diff() for v in values])
+                return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            return torch.cat(values)
+        if isinstance(values[0], FullVocab):
+            return FullVocab(torch.cat([v.logp for v in values]))
+        if isinstance(values[0], TopK):
+            return TopK(torch.cat([v.ids for v in values]), torch.cat([v.logp for v in values]))
+        return sum(values, ()) if isinstance(values[0], tuple) else values[0]
+
+    return Rollouts(**{f.name: joined(f.name) for f in fields(Rollouts)})  # type: ignore[arg-type]
+
+
+def _ragged_index(
+    cu_seqlens: Int[Tensor, " cuts"], sequences: Int[Tensor, " s"]
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " newcuts"]]:
+    """Positions of the given sequences' tokens in the flat stream, and the new cuts."""
+    starts = cu_seqlens[:-1][sequences]
+    lengths = cu_seqlens.diff()[sequences]
+    new_cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    offsets = torch.arange(int(new_cuts[-1]), device=cu_seqlens.device)
+    return offsets + torch.repeat_interleave(starts - new_cuts[:-1], lengths), new_cuts
