@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.errors import ShapeError
@@ -45,10 +45,10 @@ class Segments:
 
     @staticmethod
     def from_lengths(
-        lengths: Sequence[int] | Int[Tensor, " b"],
+        lengths: Sequence[int] | Tensor,
         *,
         turns: Segments | None = None,
-        group_ids: Int[Tensor, " b"] | None = None,
+        group_ids: Tensor | None = None,
     ) -> Segments:
         """Segments of the given lengths (tokens per sequence).
 
@@ -191,7 +191,7 @@ class Groups:
         """Mean over each group. Gradient: to `x`."""
         return self.sum(x) / self.sizes.to(x.dtype)
 
-    def spread(self, x: Float[Tensor, " g"]) -> Float[Tensor, " b"]:
+    def spread(self, x: Shaped[Tensor, " g"]) -> Shaped[Tensor, " b"]:
         """Give every sequence the number of its group. Gradient: to `x`."""
         return x[self.index]
 

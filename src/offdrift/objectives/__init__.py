@@ -1,1 +1,7 @@
+"""Objectives: what is pushed, and how hard."""
 
+from offdrift.objectives.base import Objective as Objective
+from offdrift.objectives.base import TokenLoss as TokenLoss
+from offdrift.objectives.clipped import Clipped as Clipped
+from offdrift.objectives.reinforce import ImportanceSampled as ImportanceSampled
+from offdrift.objectives.reinforce import Reinforce as Reinforce

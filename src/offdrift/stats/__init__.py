@@ -1,1 +1,6 @@
+"""Mergeable statistics and the metrics computed from them."""
 
+from offdrift.stats.drift import DriftStats as DriftStats
+from offdrift.stats.summary import METRICS as METRICS
+from offdrift.stats.summary import Metric as Metric
+from offdrift.stats.summary import summarize as summarize

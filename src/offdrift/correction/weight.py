@@ -1,0 +1,78 @@
+"""`Weight`: how much does a token count? A number >= 0 without gradient.
+
+An importance weight corrects for having sampled from another policy; its limits trade variance for
+bias. A weight never receives a gradient: where the ratio itself should be differentiated, that is
+an objective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from offdrift.errors import MethodError
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import ratio
+from offdrift.ratios import RatioName, log_ratio, per_unit
+
+WeightUnit = Literal["token", "sequence", "geometric"]
+
+
+class Weighted(NamedTuple):
+    """What a weight decided: the weights, and which tokens its limits changed."""
+
+    weight: Float[Tensor, " n"]
+    limited: Bool[Tensor, " n"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """Importance weight of each token's unit, limited to `[floor, cap]`.
+
+        W = exp(l)   with l the log-ratio of the unit (summed first, then clamped to +-20)
+        outside="truncate": W <- min(max(W, floor), cap)
+        outside="mask":     W <- 0 where W is outside
+
+    Args:
+        on: which ratio; `mismatch` in decoupled form, `full` in bypass form.
+        unit: token, sequence (product) or geometric (mean in log space).
+        cap: upper limit, a ratio; None for none.
+        floor: lower limit, a ratio; None for none.
+        outside: what happens beyond the limits.
+
+    Example:
+        >>> token_tis = Weight(on="mismatch", unit="token", cap=2.0)
+
+    Reference: truncated importance sampling: Yao et al., "Your efficient RL framework secretly
+    brings you off-policy RL training", 2025; sequence form and mask: Liu et al., "When speed kills
+    stability", 2025; Ionides, 2008.
+    """
+
+    on: RatioName
+    unit: WeightUnit = "token"
+    cap: float | None = None
+    floor: float | None = None
+    outside: Literal["truncate", "mask"] = "truncate"
+
+    def __post_init__(self) -> None:
+        if self.cap is not None and self.cap <= 0:
+            raise MethodError(f"cap={self.cap} must be positive")
+        if self.floor is not None and not 0 <= self.floor <= (self.cap or float("inf")):
+            raise MethodError(f"floor={self.floor} must lie in [0, cap={self.cap}]")
+
+    def __call__(self, logprobs: LogProbs) -> Weighted:
+        """Weights of the batch and which tokens the limits touched. Gradient: none."""
+        with torch.no_grad():
+            raw = ratio(per_unit(log_ratio(logprobs, on=self.on), logprobs.segments, unit=self.unit))
+            limited = torch.zeros_like(raw, dtype=torch.bool)
+            if self.cap is not None:
+                limited |= raw > self.cap
+            if self.floor is not None:
+                limited |= raw < self.floor
+            if self.outside == "mask":
+                return Weighted(raw.where(~limited, 0.0), limited)
+            return Weighted(raw.clamp(self.floor or 0.0, self.cap), limited)

@@ -1,0 +1,135 @@
+"""Score: what does the training engine say about tokens that were already drawn?
+
+Teacher forcing: prompts are padded on the left, responses on the right, so that all responses begin
+in the same column and only those columns' logits are computed. Lengths decide what is real, never
+`ids != pad`: a policy can sample the pad id.
+
+Memory: the logits of one call are `rows x (longest response + 1) x vocabulary` in the model's dtype
+plus one float32 copy of the rows that hold response tokens; callers bound it by how many tokens they
+score at once (`chunks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from offdrift.numerics import at_least_float32
+from offdrift.rollouts.records import Rollouts
+
+
+class Score(NamedTuple):
+    """The training engine's view of `n` response tokens."""
+
+    logp: Float[Tensor, " n"]
+    """log-prob of each token, nats; carries the gradient if the model does."""
+    entropy: Float[Tensor, " n"]
+    """Entropy of the whole distribution at each token, nats; no gradient."""
+    logits: Float[Tensor, "n v"]
+    """Tempered float32 logits, detached: evidence for exact divergences."""
+
+
+def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0) -> Score:
+    """Log-probs, entropies and logits of every response token, on the packed layout.
+
+        logp_t = log softmax(logits_t / temperature)[token_t]
+
+    Args:
+        model: a causal language model with the `transformers` call signature.
+        rollouts: prompts and responses; only tokens and cuts are read.
+        temperature: the sampling temperature, so that both policies are tempered alike. Top-k and
+            top-p filters are not replayed: mass they removed counts as drift.
+
+    Gradient: to the model's parameters through `logp` only.
+
+    Example:
+        score(model, rollouts).logp  # Float[n]
+    """
+    device = next(model.parameters()).device
+    inputs = left_right_padded(rollouts, device=device)
+    width = int(rollouts.lengths.max()) + 1
+    output = model(
+        input_ids=inputs.ids,
+        attention_mask=inputs.attention,
+        position_ids=inputs.positions,
+        logits_to_keep=width,
+        use_cache=False,
+    )
+    # Column j of the kept logits predicts response token j.
+    rows, columns = inputs.rows, inputs.columns
+    logits = at_least_float32(output.logits[rows, columns]) / temperature  # [n, v]
+    tokens = rollouts.tokens.to(device=device, dtype=torch.int64)
+    log_total = logits.logsumexp(-1)
+    logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
+    return Score(logp, entropy(logits.detach(), log_total.detach()), logits.detach())
+
+
+def entropy(
+    logits: Float[Tensor, "n v"], log_total: Float[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """H = log sum e^x - sum p x, in nats; a token of probability 0 adds nothing. Gradient: none."""
+    p = (logits - log_total[:, None]).exp()
+    return log_total - (p * logits.where(p > 0, 0.0)).sum(-1)
+
+
+class Padded(NamedTuple):
+    """A model's input, and where in its output each response token is predicted."""
+
+    ids: Int[Tensor, "b t"]
+    attention: Int[Tensor, "b t"]
+    positions: Int[Tensor, "b t"]
+    rows: Int[Tensor, " n"]
+    columns: Int[Tensor, " n"]
+
+
+def left_right_padded(rollouts: Rollouts, *, device: torch.device | str = "cpu") -> Padded:
+    """Prompts flush right, responses flush left, meeting in one column of every row."""
+    prompts, responses = rollouts.prompt_cu_seqlens.diff(), rollouts.lengths
+    widest, longest, b = int(prompts.max()), int(responses.max()), len(responses)
+    rows, columns = _cells(rollouts.cu_seqlens)
+    prompt_rows, prompt_columns = _cells(rollouts.prompt_cu_seqlens)
+    prompt_columns = prompt_columns + (widest - prompts)[prompt_rows]
+    ids = torch.zeros(b, widest + longest, dtype=torch.int64)
+    attention = torch.zeros_like(ids)
+    ids[prompt_rows, prompt_columns] = rollouts.prompt_tokens.long()
+    ids[rows, widest + columns] = rollouts.tokens.long()
+    attention[prompt_rows, prompt_columns] = 1
+    attention[rows, widest + columns] = 1
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    return Padded(*(x.to(device) for x in (ids, attention, positions, rows, columns)))
+
+
+def chunks(rollouts: Rollouts, *, token_budget: int) -> Iterator[Int[Tensor, " s"]]:
+    """Cut a batch into pieces of at most `token_budget` padded tokens, similar lengths together.
+
+    A piece costs `sequences x (widest prompt + longest response)`; a single sequence longer than
+    the budget is a piece of its own. Every sequence is in exactly one piece.
+
+    Example:
+        >>> [len(piece) for piece in chunks(rollouts, token_budget=4096)]  # doctest: +SKIP
+        [128, 128]
+    """
+    prompts, responses = rollouts.prompt_cu_seqlens.diff(), rollouts.lengths
+    order = torch.argsort(prompts + responses, stable=True).tolist()
+    piece: list[int] = []
+    widest = longest = 0
+    for i in order:
+        p, r = int(prompts[i]), int(responses[i])
+        if piece and (len(piece) + 1) * (max(widest, p) + max(longest, r)) > token_budget:
+            yield torch.tensor(piece)
+            piece, widest, longest = [], 0, 0
+        piece.append(i)
+        widest, longest = max(widest, p), max(longest, r)
+    if piece:
+        yield torch.tensor(piece)
+
+
+def _cells(cu_seqlens: Int[Tensor, " cuts"]) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+    """Row and column of every token of a ragged stream."""
+    lengths = cu_seqlens.diff().long()
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return rows, torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long()[rows]

@@ -1,0 +1,194 @@
+"""`LogProbs`: the log-probs of one batch under up to three policies, and the door they enter by.
+
+Rollout policy mu, old policy pi_old, current policy pi; see `ratios` for what is computed between
+them. The door packs padded input, drops masked tokens, refuses values that no policy can produce
+(by field and sequence), and remembers the caller's shape. Behind it every number is finite and
+every token counts, which is what lets the rest of the library do without masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from offdrift.errors import BadValueError, EvidenceError, ShapeError
+from offdrift.numerics import at_least_float32
+from offdrift.segments import Segments
+
+FLOORS = {"logp_rollout": -1e4, "logp_old": -2e4, "logp": -3e4}
+"""log 0 at the door, in nats. The floors differ so that two policies that both call a sampled token
+impossible never look as if they agreed: the log-ratio stays far outside every trust region."""
+
+POSITIVE_SLACK = 1e-3
+"""Nats by which a log-prob may exceed 0 through rounding before it is refused."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Clean, packed log-probs of the sampled tokens: `n` trainable tokens in `b` sequences.
+
+    Make one with `LogProbs.pack`; the constructor checks nothing.
+    """
+
+    logp_rollout: Float[Tensor, " n"]
+    """log mu: what the engine says it sampled from. No gradient."""
+    segments: Segments
+    logp: Float[Tensor, " n"] | None = None
+    """log pi: the policy being trained; the only one with gradient."""
+    logp_old: Float[Tensor, " n"] | None = None
+    """log pi_old: the training engine at the weights that sampled. No gradient."""
+    kept: Int[Tensor, " n"] | None = None
+    """Flat positions of these tokens in the caller's tensor; None means all of them."""
+    shape: tuple[int, ...] | None = None
+    """The shape the caller's token tensors had."""
+
+    @staticmethod
+    def pack(
+        logp_rollout: Float[Tensor, "..."],
+        logp: Float[Tensor, "..."] | None = None,
+        logp_old: Float[Tensor, "..."] | None = None,
+        *,
+        mask: Shaped[Tensor, "..."] | None = None,
+        segments: Segments | None = None,
+        group_ids: Int[Tensor, " b"] | None = None,
+    ) -> LogProbs:
+        """Take log-probs in, either padded `[b, time]` with `mask`, or packed `[n]` with `segments`.
+
+        Args:
+            logp_rollout: log mu of the sampled tokens, nats.
+            logp: log pi; receives the gradient.
+            logp_old: log pi_old.
+            mask: nonzero where a token may train. Padded input needs it (all-ones is fine); packed
+                input may have it. Masked positions may hold anything, NaN included.
+            segments: where sequences begin and end, for packed input.
+            group_ids: prompt group of each sequence, for padded input.
+
+        Raises:
+            ShapeError: fields of different shapes, or padded and packed arguments mixed.
+            BadValueError: NaN, +inf or a positive log-prob on a trainable token, or an empty batch.
+                -inf is legal: it becomes a finite floor, and the ratio 0 or a violation.
+
+        Example:
+            >>> lp = LogProbs.pack(torch.tensor([[-1.0, -2.0, float("nan")]]), mask=torch.tensor([[1, 1, 0]]))
+            >>> lp.logp_rollout, lp.unpack(torch.tensor([5.0, 6.0]))
+            (tensor([-1., -2.]), tensor([[5., 6., 0.]]))
+        """
+        named = {"logp_rollout": logp_rollout, "logp": logp, "logp_old": logp_old}
+        given = {name: x for name, x in named.items() if x is not None}
+        _check_shapes(given, mask, segments)
+        if mask is not None:
+            kept = mask.reshape(-1).nonzero().squeeze(-1)
+            given = {name: x.reshape(-1)[kept] for name, x in given.items()}
+            segments = _cut(mask, segments, group_ids)
+        else:
+            kept = None
+        assert segments is not None
+        clean = _refuse_bad_values(given, segments)
+        return LogProbs(
+            clean["logp_rollout"].detach(),
+            segments,
+            clean.get("logp"),
+            None if logp_old is None else clean["logp_old"].detach(),
+            kept,
+            tuple(logp_rollout.shape),
+        )
+
+    @property
+    def current(self) -> Float[Tensor, " n"]:
+        """`logp`, or `EvidenceError` if the batch has none."""
+        return self._required("logp", "run the current policy's forward pass and give logp=")
+
+    @property
+    def old(self) -> Float[Tensor, " n"]:
+        """`logp_old`, or `EvidenceError` if the batch has none."""
+        return self._required(
+            "logp_old",
+            "score the tokens with the training engine before the first update, or choose a method "
+            'on="full", which compares the current policy with the rollout policy directly',
+        )
+
+    def like_caller(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, " n"]:
+        """Any other per-token tensor of the caller (advantages, ...), packed the same way."""
+        if self.shape is not None and tuple(x.shape) != self.shape:
+            raise ShapeError(f"expected the log-probs' shape {self.shape}, got {tuple(x.shape)}")
+        flat = x.reshape(-1)
+        return flat if self.kept is None else flat[self.kept]
+
+    def unpack(self, x: Shaped[Tensor, " n"], *, fill: float = 0.0) -> Shaped[Tensor, "..."]:
+        """Give a per-token result the caller's shape back; `fill` where tokens were masked."""
+        if self.kept is None or self.shape is None:
+            return x
+        flat = x.new_full((torch.Size(self.shape).numel(),), fill)
+        return flat.index_put((self.kept,), x).reshape(self.shape)
+
+    def _required(self, name: str, way_out: str) -> Tensor:
+        value = getattr(self, name)
+        if value is None:
+            raise EvidenceError(f"this method needs {name}, which the batch does not have; {way_out}")
+        return value
+
+
+def _check_shapes(
+    given: dict[str, Tensor], mask: Tensor | None, segments: Segments | None
+) -> None:
+    shape = given["logp_rollout"].shape
+    for name, x in {**given, **({} if mask is None else {"mask": mask})}.items():
+        if x.shape != shape:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, logp_rollout has {tuple(shape)}; "
+                "all fields must describe the same tokens"
+            )
+    if (len(shape) == 2) == (segments is not None) or len(shape) not in (1, 2):
+        raise ShapeError(
+            f"logp_rollout has shape {tuple(shape)}: give padded [sequences, time] with mask=, or "
+            "packed [tokens] with segments="
+        )
+    if len(shape) == 2 and mask is None:
+        raise ShapeError("padded input needs mask= (nonzero where a token may train)")
+    if segments is not None and segments.num_tokens != shape[0]:
+        raise ShapeError(
+            f"logp_rollout has {shape[0]} tokens, cu_seqlens ends at {segments.num_tokens}; "
+            "both must come from the same packing"
+        )
+
+
+def _cut(mask: Tensor, segments: Segments | None, group_ids: Tensor | None) -> Segments:
+    """The segments of the tokens that the mask keeps."""
+    if segments is None:
+        return Segments.from_lengths((mask != 0).sum(-1), group_ids=group_ids)
+    trains = (mask != 0).to(torch.float64)
+    turns = None if segments.turns is None else _cut(mask, segments.turns, None)
+    kept = segments.sum(trains).round().long()
+    return Segments.from_lengths(kept, turns=turns, group_ids=segments.group_ids)
+
+
+def _refuse_bad_values(given: dict[str, Tensor], segments: Segments) -> dict[str, Tensor]:
+    if len(segments) == 0 or next(iter(given.values())).numel() == 0:
+        raise BadValueError(
+            f"empty batch: {len(segments)} sequences and no trainable token; skip this batch, or "
+            "check the mask"
+        )
+    upcast = {name: at_least_float32(x) for name, x in given.items()}
+    # One transfer for all fields: NaN fails both comparisons, so `not <=` catches it too.
+    bad = torch.stack([~(x.detach() <= POSITIVE_SLACK) for x in upcast.values()])
+    if bool(bad.any()):
+        _raise_bad_value(bad, upcast, segments)
+    return {name: x.clamp(min=FLOORS[name]) for name, x in upcast.items()}
+
+
+def _raise_bad_value(
+    bad: Bool[Tensor, "fields n"], upcast: dict[str, Tensor], segments: Segments
+) -> None:
+    row = int(bad.any(1).nonzero()[0])
+    token = int(bad[row].nonzero()[0])
+    sequence = int(segments.seq_ids[token])
+    name = list(upcast)[row]
+    start = int(segments.cu_seqlens[sequence])
+    raise BadValueError(
+        f"{name} of sequence {sequence} is {upcast[name][token].item()} at trainable token "
+        f"{token - start} ({int(bad[row].sum())} bad values in this field); a log-prob is a number "
+        "<= 0. Mask the token, drop the sequence, or find out why the engine returned it"
+    )

@@ -1,0 +1,70 @@
+"""The policy gradient in its two plain forms: score function, and importance-sampled ratio.
+
+They have the same gradient where the ratio is 1. `Reinforce` contains no ratio: correct it with a
+`Weight`. `ImportanceSampled` differentiates the ratio to the rollout policy itself: it is the
+surrogate of the Trust Region Masking paper, and needs no weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import ratio
+from offdrift.objectives.base import TokenLoss
+from offdrift.ratios import RatioName, log_ratio
+
+
+def reinforce(
+    logp: Float[Tensor, " n"], advantages: Float[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """Score-function loss, L_t = -A_t log pi(y_t). Gradient: to `logp`, -A_t.
+
+    Example:
+        >>> import torch
+        >>> reinforce(torch.tensor([-0.5]), torch.tensor([2.0]))
+        tensor([1.])
+
+    Reference: Williams, "Simple statistical gradient-following algorithms", 1992.
+    """
+    return -advantages * logp
+
+
+def importance_sampled(
+    log_ratio: Float[Tensor, " n"], advantages: Float[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """Importance-sampled surrogate, L_t = -A_t w_t with w_t = exp(log_ratio_t).
+
+    Gradient: to `log_ratio`, -A_t w_t; zero where |log_ratio| > 20.
+
+    Example:
+        >>> import torch
+        >>> importance_sampled(torch.tensor([0.0]), torch.tensor([2.0]))
+        tensor([-2.])
+
+    Reference: Li et al., Trust Region Masking, arXiv:2512.23075v5, eq. 2 and Algorithm 1, line 6.
+    """
+    return -advantages * ratio(log_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce:
+    """`reinforce` as an objective; contains no ratio."""
+
+    on: None = None
+
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"]) -> TokenLoss:
+        return TokenLoss(reinforce(logprobs.current, advantages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceSampled:
+    """`importance_sampled` as an objective on the given ratio."""
+
+    on: RatioName = "full"
+
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"]) -> TokenLoss:
+        return TokenLoss(importance_sampled(log_ratio(logprobs, on=self.on), advantages))

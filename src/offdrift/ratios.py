@@ -1,0 +1,90 @@
+"""The three ratios between the three policies, and the units they are taken over.
+
+    full = mismatch + staleness        log w = log rho + log r
+
+`mismatch` compares two engines at the same weights, `staleness` two versions of the weights in one
+engine, `full` the policy being trained with the policy that sampled. Every function that accepts
+"a ratio" takes `on=` and nothing guesses. All of it happens in log space: a product over a sequence
+is a sum of log-ratios, exponentiated once at the end (`numerics.ratio`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.errors import MethodError
+from offdrift.logprobs import LogProbs
+from offdrift.segments import Segments
+
+RatioName = Literal["full", "mismatch", "staleness"]
+Unit = Literal["token", "sequence", "geometric", "worst"]
+
+
+def log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:
+    """Per-token log-ratio of two of the three policies, in nats.
+
+        full       log w   = log pi     - log mu
+        mismatch   log rho = log pi_old - log mu
+        staleness  log r   = log pi     - log pi_old
+
+    Gradient: to `logprobs.logp` for full and staleness; none for mismatch.
+
+    Raises: `EvidenceError` if the batch lacks one of the two policies.
+
+    Example:
+        >>> import torch
+        >>> lp = LogProbs.pack(torch.tensor([-1.0]), torch.tensor([-0.5]), segments=Segments.from_lengths([1]))
+        >>> log_ratio(lp, on="full")
+        tensor([0.5000])
+
+    Reference: Li et al., Trust Region Masking, arXiv:2512.23075v5, eq. 2 (full); three-policy form:
+    "From Two Policies to Three", 2025.
+    """
+    if on == "full":
+        return logprobs.current - logprobs.logp_rollout
+    if on == "mismatch":
+        return logprobs.old - logprobs.logp_rollout
+    if on == "staleness":
+        return logprobs.current - logprobs.old
+    raise MethodError(f"on={on!r} is not a ratio; choose one of {get_args(RatioName)}")
+
+
+def per_unit(
+    log_ratio: Float[Tensor, " n"], segments: Segments, *, unit: Unit
+) -> Float[Tensor, " n"]:
+    """The log-ratio of each token's unit, given to every token of that unit.
+
+        token      l_t
+        sequence   sum_t l_t                 product of ratios; unbiased for a sequence reward
+        geometric  (1/T) sum_t l_t           length-invariant; not an importance weight
+        worst      l_t with the largest |l_t| of the sequence
+
+    Gradient: to `log_ratio`.
+
+    Example:
+        >>> import torch
+        >>> s = Segments.from_lengths([2])
+        >>> per_unit(torch.tensor([0.1, -0.3]), s, unit="sequence")
+        tensor([-0.2000, -0.2000])
+
+    Reference: units of sections 3-4 of Li et al., arXiv:2512.23075v5; geometric: GSPO,
+    arXiv:2507.18071, eq. 7.
+    """
+    if unit == "token":
+        return log_ratio
+    if unit == "sequence":
+        return segments.spread(segments.sum(log_ratio))
+    if unit == "geometric":
+        return segments.spread(segments.mean(log_ratio))
+    if unit == "worst":
+        return segments.spread(worst(log_ratio, segments))
+    raise MethodError(f"unit={unit!r} is not a unit; choose one of {get_args(Unit)}")
+
+
+def worst(log_ratio: Float[Tensor, " n"], segments: Segments) -> Float[Tensor, " b"]:
+    """Per sequence, the log-ratio of largest absolute value, with its sign. Gradient: to it."""
+    high, low = segments.max(log_ratio), segments.min(log_ratio)
+    return high.where(high.abs() >= low.abs(), low)

@@ -1,0 +1,184 @@
+"""Rollouts on disk: one Parquet file per batch, written whole or not at all, read without copies.
+
+One row per sequence; token-valued columns are Arrow lists, whose flat value buffer *is* the packed
+stream and whose offsets *are* `cu_seqlens`. Provenance and format version travel in the schema's
+metadata as JSON. Nothing is unpickled and nothing is evaluated: a file from elsewhere is data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from offdrift.errors import RecordError
+from offdrift.rollouts.records import Evidence, FullVocab, Provenance, Rollouts, Sampling, TopK
+
+FORMAT = 1
+KEY = b"offdrift"
+
+TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
+"""Per response token. `prompt_tokens` is cut by its own lengths; evidence is `width` per token."""
+
+
+def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
+    """Write a batch to `path`, atomically: a killed run leaves the old file or the new one.
+
+    Raises: `RecordError` naming the file if the disk is full or the folder cannot be written.
+    """
+    path = Path(path)
+    table = _to_table(rollouts)
+    # Zstandard at level 1 halves token columns; log-probs hardly compress, whatever the level.
+    write_atomically(
+        path, lambda tmp: pq.write_table(table, tmp, compression="zstd", compression_level=1)
+    )
+    return path
+
+
+def write_atomically(path: Path, write_to: Callable[[str], object]) -> None:
+    """Let `write_to` fill a temporary file beside `path`, then move it there in one step."""
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_to(str(tmp))
+        with open(tmp, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except OSError as e:
+        raise RecordError(
+            f"cannot write {path}: {e.strerror or e}; free disk space or choose another run folder"
+        ) from e
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str]) -> Rollouts:
+    """Read a batch back; tensors share memory with the decoded Arrow buffers.
+
+    Raises: `RecordError` naming the file if it is missing, corrupt, or not one of ours.
+    """
+    path = Path(path)
+    try:
+        table = pq.read_table(path, memory_map=True)
+    except (OSError, pa.ArrowException) as e:
+        raise RecordError(
+            f"cannot read {path}: {e}; the file is corrupt or incomplete. Delete it and draw the "
+            "batch again, or restore it from a copy"
+        ) from e
+    header = _header(table, path)
+    try:
+        return _from_table(table.combine_chunks(), header)
+    except (KeyError, TypeError, ValueError, pa.ArrowException) as e:
+        raise RecordError(f"{path} does not hold what its header says: {e!r}") from e
+
+
+def _to_table(r: Rollouts) -> pa.Table:
+    offsets, prompt_offsets = r.cu_seqlens, r.prompt_cu_seqlens
+    columns: dict[str, pa.Array] = {
+        name: _list(getattr(r, name), offsets, kind) for name, kind in TOKEN_COLUMNS.items()
+    }
+    columns["prompt_tokens"] = _list(r.prompt_tokens, prompt_offsets, pa.int32())
+    columns["group_id"] = pa.array(r.group_ids.numpy(), pa.int64())
+    columns["finish"] = pa.array(r.finish, pa.string())
+    if r.rewards is not None:
+        columns["reward"] = pa.array(r.rewards.numpy(), pa.float32())
+    for name, texts in (("prompt", r.prompts), ("completion", r.completions)):
+        if texts is not None:
+            columns[name] = pa.array([_clean(t) for t in texts], pa.string())
+    width = 0
+    if isinstance(r.evidence, FullVocab):
+        width = r.evidence.logp.shape[1]
+        columns["evidence_logp"] = _list(r.evidence.logp, offsets * width, pa.float32())
+    elif isinstance(r.evidence, TopK):
+        width = r.evidence.logp.shape[1]
+        columns["evidence_logp"] = _list(r.evidence.logp, offsets * width, pa.float32())
+        columns["evidence_ids"] = _list(r.evidence.ids, offsets * width, pa.int32())
+    header = {
+        "format": FORMAT,
+        "provenance": asdict(r.provenance),
+        "evidence": {"kind": type(r.evidence).__name__, "width": width},
+    }
+    table = pa.table(columns)
+    return table.replace_schema_metadata({KEY: json.dumps(header).encode()})
+
+
+def _list(values: Tensor, offsets: Tensor, kind: pa.DataType) -> pa.Array:
+    flat = pa.array(values.reshape(-1).numpy()).cast(kind)
+    return pa.LargeListArray.from_arrays(pa.array(offsets.to(torch.int64).numpy()), flat)
+
+
+def _clean(text: str) -> str:
+    """Model output may hold lone surrogates, which no Parquet string can."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _header(table: pa.Table, path: Path) -> dict[str, Any]:
+    metadata = table.schema.metadata or {}
+    if KEY not in metadata:
+        raise RecordError(
+            f"{path} is a Parquet file, but not of this library (columns {table.column_names[:8]})"
+        )
+    header = json.loads(metadata[KEY])
+    if header.get("format") != FORMAT:
+        raise RecordError(
+            f"{path} has record format {header.get('format')}, this version reads {FORMAT}"
+        )
+    return header
+
+
+def _from_table(table: pa.Table, header: dict[str, Any]) -> Rollouts:
+    tokens, cu_seqlens = _stream(table, "tokens")
+    prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
+    stated = dict(header["provenance"])
+    stated["sampling"]["stop_token_ids"] = tuple(stated["sampling"]["stop_token_ids"])
+    sampling = Sampling(**stated.pop("sampling"))
+    return Rollouts(
+        tokens=tokens,
+        logp_rollout=_stream(table, "logp_rollout")[0],
+        cu_seqlens=cu_seqlens,
+        rollout_version=_stream(table, "rollout_version")[0],
+        prompt_tokens=prompt_tokens,
+        prompt_cu_seqlens=prompt_cu_seqlens,
+        group_ids=_tensor(table.column("group_id").chunk(0)) if len(table) else torch.zeros(0).long(),
+        finish=tuple(table.column("finish").to_pylist()),
+        provenance=Provenance(sampling=sampling, **stated),
+        evidence=_evidence(table, header["evidence"]),
+        rewards=_tensor(table.column("reward").chunk(0)) if "reward" in table.column_names else None,
+        prompts=_texts(table, "prompt"),
+        completions=_texts(table, "completion"),
+    )
+
+
+def _evidence(table: pa.Table, stated: dict[str, Any]) -> Evidence | None:
+    kind, width = stated["kind"], stated["width"]
+    if kind == "NoneType":
+        return None
+    logp = _stream(table, "evidence_logp")[0].reshape(-1, width)
+    if kind == "FullVocab":
+        return FullVocab(logp)
+    if kind == "TopK":
+        return TopK(_stream(table, "evidence_ids")[0].reshape(-1, width), logp)
+    raise ValueError(f"unknown evidence {kind!r}")
+
+
+def _stream(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:
+    """A list column as its flat values and its cuts."""
+    chunk = table.column(name).chunk(0)
+    return _tensor(chunk.values), _tensor(chunk.offsets)
+
+
+def _tensor(array: pa.Array) -> Tensor:
+    """A null-free Arrow array as a tensor on the same memory (never written to in place)."""
+    return torch.from_dlpack(array)
+
+
+def _texts(table: pa.Table, name: str) -> tuple[str, ...] | None:
+    return tuple(table.column(name).to_pylist()) if name in table.column_names else None

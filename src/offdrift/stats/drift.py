@@ -1,0 +1,254 @@
+"""`DriftStats`: everything the metrics need from a batch, as numbers that can be added.
+
+Sums are added, extremes are compared: one batch, many micro-batches, many ranks, many files and
+many workers all combine with the same `merge`, and any split gives what one pass gives. A batch is
+summarized on its own device in one pass and comes to the host in one transfer (`to_host`).
+Statistics describe the *sampled* tokens, before any gate; what gates and weights did is counted
+beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.correction import Corrected
+from offdrift.divergence.evidence import Divergence
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import LOG_RATIO_LIMIT, clamped
+from offdrift.ratios import log_ratio
+
+Named = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class DriftStats:
+    """Mergeable sufficient statistics of any number of batches.
+
+    `sums` and `maxima` follow `sum_names` and `max_names`; `by_position` holds, per response
+    position, the summed divergence of each exact or interval evidence and the number of tokens.
+    """
+
+    sum_names: tuple[str, ...]
+    sums: Float[Tensor, " s"]
+    max_names: tuple[str, ...]
+    maxima: Float[Tensor, " m"]
+    by_position: Mapping[str, Float[Tensor, " horizon"]]
+    grade: str = "sampled"
+    """Grade of the divergences summed here; the weakest, if batches differ."""
+
+    @staticmethod
+    def of(
+        logprobs: LogProbs,
+        corrected: Corrected | None = None,
+        *,
+        divergences: Mapping[str, Divergence] | None = None,
+        clipped: Tensor | None = None,
+    ) -> DriftStats:
+        """Summarize one batch. No gradient, no host transfer beyond the segments' own.
+
+        Args:
+            logprobs: the batch; ratios whose policies are absent are left out.
+            corrected: what gates and weight decided.
+            divergences: exact or interval divergences of the batch.
+            clipped: tokens whose loss a clip changed.
+
+        Example:
+            >>> from offdrift.segments import Segments
+            >>> lp = LogProbs.pack(torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.9]),
+            ...                    segments=Segments.from_lengths([2]))
+            >>> DriftStats.of(lp).to_host()["full/n"]
+            2.0
+
+        Reference: metrics of verl's rollout correction; log-PPL gap: Li et al.,
+        arXiv:2512.23075v5, eq. 25.
+        """
+        with torch.no_grad():
+            sums: Named = {}
+            maxima: Named = {}
+            _policies(logprobs, sums)
+            for on in ("mismatch", "staleness", "full"):
+                if _available(logprobs, on):
+                    _pair(on, logprobs, sums, maxima)
+            if corrected is not None:
+                _decisions(logprobs, corrected, sums, maxima)
+            if clipped is not None:
+                sums["objective/clipped"] = clipped.sum()
+            by_position = _divergences(logprobs, divergences or {}, sums, maxima)
+        grades = [str(d.grade) for d in (divergences or {}).values()]
+        return DriftStats(
+            tuple(sums),
+            torch.stack([x.double() for x in sums.values()]),
+            tuple(maxima),
+            torch.stack([x.double() for x in maxima.values()])
+            if maxima
+            else logprobs.logp_rollout.new_zeros(0).double(),
+            by_position,
+            _weakest(grades) if grades else "sampled",
+        )
+
+    def merge(self, other: DriftStats) -> DriftStats:
+        """The statistics of both together. Associative and commutative, up to rounding."""
+        sum_names, sums = _joined(self.sum_names, self.sums, other.sum_names, other.sums, torch.add)
+        max_names, maxima = _joined(
+            self.max_names, self.maxima, other.max_names, other.maxima, torch.maximum
+        )
+        positions = dict(self.by_position)
+        for name, x in other.by_position.items():
+            positions[name] = _add_padded(positions[name], x) if name in positions else x
+        grade = _weakest([self.grade, other.grade])
+        return replace(
+            self,
+            sum_names=sum_names,
+            sums=sums,
+            max_names=max_names,
+            maxima=maxima,
+            by_position=positions,
+            grade=grade,
+        )
+
+    @staticmethod
+    def merge_all(stats: Iterable[DriftStats]) -> DriftStats:
+        """Merge any number (at least one) of statistics."""
+        first, *rest = stats
+        for s in rest:
+            first = first.merge(s)
+        return first
+
+    def to_host(self) -> dict[str, float]:
+        """All sums and extremes by name: the one transfer to the host."""
+        values = torch.cat([self.sums, self.maxima]).tolist()
+        return dict(zip((*self.sum_names, *self.max_names), values))
+
+
+def _available(logprobs: LogProbs, on: str) -> bool:
+    has_current, has_old = logprobs.logp is not None, logprobs.logp_old is not None
+    return {"full": has_current, "mismatch": has_old, "staleness": has_current and has_old}[on]
+
+
+def _policies(logprobs: LogProbs, sums: Named) -> None:
+    """Per policy: negative log-likelihood per sequence and its exponential (perplexity)."""
+    segments = logprobs.segments
+    filled = segments.lengths > 0
+    sums["n"], sums["b"] = segments.cu_seqlens[-1], filled.sum()
+    for name, x in (
+        ("rollout", logprobs.logp_rollout),
+        ("old", logprobs.logp_old),
+        ("current", logprobs.logp),
+    ):
+        if x is not None:
+            nll = -segments.mean(x.detach())
+            sums[f"{name}/nll"] = nll.sum()
+            sums[f"{name}/ppl"] = nll.clamp(max=LOG_RATIO_LIMIT).exp().where(filled, 0.0).sum()
+
+
+def _pair(on: str, logprobs: LogProbs, sums: Named, maxima: Named) -> None:
+    """Statistics of one ratio; `exp` is taken once for the ratio and once for the probability."""
+    raw = log_ratio(logprobs, on=on).detach()  # type: ignore[arg-type]
+    first = logprobs.old if on == "staleness" else logprobs.logp_rollout
+    limited = clamped(raw)
+    excess = limited.expm1()  # ratio - 1, exact for small log-ratios
+    ratios = excess + 1
+    p = first.exp()
+    d = p * excess  # second - first, as probabilities
+    token: Named = {
+        "n": raw.new_tensor(raw.numel()),
+        "l": raw.sum(),
+        "l_limited": limited.sum(),
+        "l2": torch.dot(limited, limited),
+        "abs": raw.abs().sum(),
+        "k3": (excess - limited).sum(),
+        "excess_abs": excess.abs().sum(),
+        "w": ratios.sum(),
+        "w2": torch.dot(ratios, ratios),
+        "p": p.sum(),
+        "p2": torch.dot(p, p),
+        "d": d.sum(),
+        "d2": torch.dot(d, d),
+        "pd": torch.dot(p, d),
+        "d_abs": d.abs().sum(),
+    }
+    sums.update({f"{on}/{k}": v for k, v in token.items()})
+    maxima[f"{on}/l_max"], maxima[f"{on}/-l_min"] = raw.max(), -raw.min()
+    maxima[f"{on}/d_abs_max"] = d.abs().max()
+    _pair_sequences(on, raw, logprobs, sums, maxima)
+
+
+def _pair_sequences(
+    on: str, raw: Tensor, logprobs: LogProbs, sums: Named, maxima: Named
+) -> None:
+    segments = logprobs.segments
+    filled = segments.lengths > 0
+    total = segments.sum(raw)
+    mean = total / segments.lengths.clamp(min=1)
+    product = clamped(total)
+    sums[f"{on}/mean"] = mean.sum()
+    sums[f"{on}/mean_abs"] = mean.abs().sum()
+    sums[f"{on}/ppl_ratio"] = clamped(-mean).exp().where(filled, 0.0).sum()
+    sums[f"{on}/product"] = product.exp().where(filled, 0.0).sum()
+    sums[f"{on}/product2"] = (2 * product).exp().where(filled, 0.0).sum()
+    nothing = -torch.inf
+    maxima[f"{on}/mean_max"] = mean.where(filled, nothing).max()
+    maxima[f"{on}/-mean_min"] = (-mean).where(filled, nothing).max()
+
+
+def _decisions(
+    logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named
+) -> None:
+    segments, weight = logprobs.segments, corrected.weight
+    sums["gate/kept_tokens"] = corrected.keep.sum()
+    kept = segments.max(corrected.keep.to(weight.dtype))
+    sums["gate/kept_sequences"] = (kept > 0).sum()
+    for i, rejected in enumerate(corrected.rejected_by.values()):
+        sums[f"gate/{i}/rejected_tokens"] = rejected.sum()
+    sums["weight/w"], sums["weight/w2"] = weight.sum(), torch.dot(weight, weight)
+    sums["weight/limited"] = corrected.limited.sum()
+    maxima["weight/w_max"], maxima["weight/-w_min"] = weight.max(), -weight.min()
+
+
+def _divergences(
+    logprobs: LogProbs,
+    divergences: Mapping[str, Divergence],
+    sums: Named,
+    maxima: Named,
+) -> dict[str, Tensor]:
+    """Totals, extremes and per-position sums of divergences (their lower ends, if intervals)."""
+    if not divergences:
+        return {}
+    position = logprobs.segments.position
+    horizon = int(logprobs.segments.lengths.max())
+
+    def at_position(x: Tensor) -> Tensor:
+        return torch.zeros(horizon, dtype=torch.float64, device=x.device).index_add(
+            0, position, x.double()
+        )
+
+    by_position = {"n": at_position(torch.ones_like(logprobs.logp_rollout))}
+    for name, d in divergences.items():
+        sums[f"divergence/{name}"], maxima[f"divergence/{name}_max"] = d.lo.sum(), d.lo.max()
+        by_position[name] = at_position(d.lo)
+    return by_position
+
+
+def _joined(names_a, a, names_b, b, combine):  # noqa: ANN001, ANN202
+    """Combine two named vectors; a name that only one has is taken from it."""
+    if names_a == names_b:
+        return names_a, combine(a, b)
+    left, right = dict(zip(names_a, a)), dict(zip(names_b, b))
+    merged = {**left, **right}
+    merged.update({k: combine(left[k], right[k]) for k in left.keys() & right.keys()})
+    return tuple(merged), torch.stack(list(merged.values()))
+
+
+def _add_padded(a: Tensor, b: Tensor) -> Tensor:
+    if len(a) < len(b):
+        a, b = b, a
+    return a + torch.cat([b, b.new_zeros(len(a) - len(b))])
+
+
+def _weakest(grades: list[str]) -> str:
+    return max(grades, key=("exact", "interval", "sampled").index)

@@ -1,0 +1,132 @@
+"""Gates on FX-A and FX-V: decisions of the methods table, membership at every bound, one-sidedness."""
+
+import math
+
+import pytest
+import torch
+
+from offdrift.correction import Gate
+from offdrift.divergence.evidence import Divergence
+from offdrift.errors import EvidenceError, MethodError
+from offdrift.logprobs import LogProbs
+from offdrift.segments import Segments
+from tests.oracles.fixtures import FX_V_KL, FX_V_TV, double, fx_a
+
+# statistic, on, unit, low, high -> keep per token of sequence 1 (4 tokens) and 2 (3 tokens)
+TABLE = [
+    ("ratio", "mismatch", "token", 0.6, 1.6, [1, 1, 1, 0, 1, 1, 1]),
+    ("ratio", "mismatch", "token", 0.7, 1.6, [1, 1, 1, 0, 1, 1, 1]),
+    ("k2", "mismatch", "token", None, 0.1, [1, 1, 1, 0, 1, 1, 1]),
+    ("k3", "mismatch", "token", None, 0.1, [1, 1, 1, 0, 1, 1, 1]),
+    ("ratio", "mismatch", "seq_sum", 0.5, 2.0, [1] * 7),
+    ("ratio", "mismatch", "seq_mean", 0.9, 1.2, [0] * 4 + [1] * 3),
+    ("ratio", "mismatch", "seq_mean", 0.99, 1.01, [0] * 7),
+    ("k2", "mismatch", "seq_sum", None, 0.1, [0] * 4 + [1] * 3),
+    ("k3", "mismatch", "seq_sum", None, 0.1, [0] * 4 + [1] * 3),
+    ("k2", "mismatch", "seq_mean", None, 0.1, [0] * 4 + [1] * 3),
+    ("k3", "mismatch", "seq_mean", None, 0.1, [0] * 4 + [1] * 3),
+    ("k2", "mismatch", "seq_max", None, 0.1, [0] * 4 + [1] * 3),
+    ("k3", "mismatch", "seq_max", None, 0.1, [0] * 4 + [1] * 3),
+    ("k2", "full", "seq_max", None, 0.05, [0] * 4 + [1] * 3),
+    ("abs_log_ratio", "full", "seq_max", None, 0.316228, [0] * 4 + [1] * 3),
+    ("k3", "full", "seq_mean", None, 0.02, [0] * 7),
+    ("k3", "full", "seq_mean", None, 0.001, [0] * 7),
+    ("ratio", "mismatch", "seq_max", 0.5, 2.0, [0] * 4 + [1] * 3),
+    ("ratio", "mismatch", "seq_max", 1e-5, None, [1] * 7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("statistic", "on", "unit", "low", "high", "expected"), TABLE)
+def test_decisions_of_the_methods_table(statistic, on, unit, low, high, expected):
+    lp, _, _ = fx_a()
+    gate = Gate(statistic=statistic, on=on, unit=unit, low=low, high=high)
+    assert gate.keep(lp).int().tolist() == expected
+
+
+def one_sequence(n: int, kl: list[float], tv: list[float]):
+    lp = LogProbs.pack(torch.full((n,), -1.0), torch.full((n,), -1.0), segments=Segments.from_lengths([n]))  # fmt: skip
+    return lp, {
+        "kl_rollout_current": Divergence.exact("kl_rollout_current", torch.tensor(kl)),
+        "tv_rollout_current": Divergence.exact("tv_rollout_current", torch.tensor(tv)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("statistic", "unit", "high", "expected"),
+    [
+        ("kl", "token", 0.05, [1, 1, 0]),
+        ("tv", "token", 0.08, [0, 1, 0]),
+        ("kl", "seq_sum", 0.1, [1, 1, 1]),
+        ("kl", "seq_max", 0.05, [0, 0, 0]),
+        ("kl", "seq_max", 0.1, [1, 1, 1]),
+        ("kl", "seq_mean", 0.001, [0, 0, 0]),
+        ("kl", "seq_mean", 0.03, [1, 1, 1]),
+        ("tv", "seq_max", 0.08, [0, 0, 0]),
+        ("tv", "seq_max", 0.12, [1, 1, 1]),
+    ],
+)
+def test_exact_gates_on_fx_v(statistic, unit, high, expected):
+    lp, divergences = one_sequence(3, FX_V_KL, FX_V_TV)
+    gate = Gate(statistic=statistic, on="full", unit=unit, high=high)
+    assert gate.keep(lp, divergences).int().tolist() == expected
+
+
+@pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
+@pytest.mark.parametrize(("value", "inside"), [(0.49, 0), (0.5, 1), (0.7, 1), (2.0, 1), (2.02, 0)])
+def test_membership_below_on_inside_on_and_above_the_bounds(unit, value, inside):
+    lp = LogProbs.pack(double([-3.0]), double([math.log(value) - 3.0]), segments=Segments.from_lengths([1]))  # fmt: skip
+    # on the bound itself the log-ratio of two float64 log-probs carries one rounding
+    low, high = 0.5 * (1 - 1e-12), 2.0 * (1 + 1e-12)
+    keep = Gate(statistic="ratio", on="full", unit=unit, low=low, high=high).keep(lp)
+    assert keep.int().tolist() == [inside]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
+def test_nan_and_infinite_divergence_are_never_inside(unit, bad):
+    lp, divergences = one_sequence(2, [0.0, bad], [0.0, 0.0])
+    keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(lp, divergences)
+    assert keep.tolist() == ([True, False] if unit == "token" else [False, False])
+
+
+def test_an_empty_sequence_between_others_changes_nothing():
+    segments = Segments.from_lengths([1, 0, 2])
+    lp = LogProbs.pack(torch.full((3,), -1.0), torch.tensor([-1.0, -0.2, -1.0]), segments=segments)
+    keep = Gate(statistic="k2", on="full", unit="seq_max", high=0.05).keep(lp)
+    assert keep.tolist() == [True, False, False]
+
+
+def test_a_one_sided_gate_spares_positive_and_zero_advantages():
+    lp, _, _ = fx_a()
+    gate = Gate(statistic="ratio", on="full", unit="seq_mean", low=0.99, advantage="negative")
+    advantages = torch.tensor([1.0, 1, 1, 1, -0.5, 0.0, -0.5]).double()
+    assert gate.keep(lp, advantages=advantages).int().tolist() == [1, 1, 1, 1, 0, 1, 0]
+    with pytest.raises(MethodError, match="needs advantages"):
+        gate.keep(lp)
+
+
+def test_an_interval_rejects_by_its_lower_end():
+    lp, _ = one_sequence(2, [0.0, 0.0], [0.0, 0.0])
+    kl = Divergence.interval("kl_rollout_current", torch.tensor([0.01, 0.02]), torch.tensor([9.0, 9.0]))  # fmt: skip
+    gate = Gate(statistic="kl", on="full", unit="seq_max", high=0.015)
+    assert gate.keep(lp, {kl.name: kl}).tolist() == [False, False]
+
+
+def test_a_gate_without_its_evidence_says_what_to_record():
+    lp, _, _ = fx_a()
+    with pytest.raises(EvidenceError, match="kl_rollout_current.*evidence = \"full\".*trm_max_k2"):
+        Gate(statistic="kl", on="full", unit="seq_max", high=0.05).keep(lp)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"statistic": "k2"}, "needs low=, high="),
+        ({"statistic": "k2", "low": 2.0, "high": 1.0}, "nothing could pass"),
+        ({"statistic": "ratio", "low": -1.0}, "must be positive"),
+        ({"statistic": "kl", "on": "staleness", "high": 1.0}, "not defined"),
+    ],
+)
+def test_a_gate_that_cannot_mean_anything_is_refused(parts, words):
+    with pytest.raises(MethodError, match=words):
+        Gate(**{"on": "full", "unit": "token", **parts})

@@ -1,0 +1,105 @@
+"""The door: what comes in, what is refused and how, and that the caller's shape comes back."""
+
+import pytest
+import torch
+
+from offdrift.errors import BadValueError, EvidenceError, ShapeError
+from offdrift.logprobs import FLOORS, LogProbs
+from offdrift.segments import Segments
+
+NAN, INF = float("nan"), float("inf")
+
+
+def padded(**fields) -> LogProbs:
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    base = torch.tensor([[-1.0, NAN, -2.0], [-3.0, -4.0, INF]])
+    return LogProbs.pack(fields.pop("logp_rollout", base), mask=mask, **fields)
+
+
+def test_padded_input_is_packed_and_masked_tokens_are_gone():
+    lp = padded()
+    assert lp.logp_rollout.tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert lp.segments.lengths.tolist() == [2, 2]
+
+
+def test_what_comes_back_has_the_shape_that_came_in():
+    lp = padded()
+    assert lp.unpack(torch.tensor([5.0, 6.0, 7.0, 8.0]), fill=-1.0).tolist() == [
+        [5.0, -1.0, 6.0],
+        [7.0, 8.0, -1.0],
+    ]
+    assert lp.unpack(torch.tensor([True, False, True, True])).tolist() == [
+        [True, False, False],
+        [True, True, False],
+    ]
+
+
+def test_packed_input_with_a_mask_shrinks_sequences_turns_and_groups_alike():
+    segments = Segments.from_lengths(
+        [3, 2], turns=Segments.from_lengths([1, 2, 2]), group_ids=torch.tensor([4, 4])
+    )
+    x = torch.tensor([-1.0, NAN, -3.0, -4.0, -5.0])
+    lp = LogProbs.pack(x, segments=segments, mask=torch.tensor([1, 0, 1, 1, 1]))
+    assert lp.segments.lengths.tolist() == [2, 2]
+    assert lp.segments.turns is not None and lp.segments.turns.lengths.tolist() == [1, 1, 2]
+    assert lp.segments.groups.sizes.tolist() == [2]
+    assert lp.unpack(torch.ones(4)).tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_only_the_current_policy_carries_gradient():
+    leaves = [torch.full((1, 2), -1.0, requires_grad=True) for _ in range(3)]
+    lp = LogProbs.pack(*leaves, mask=torch.ones(1, 2))
+    assert lp.current.requires_grad
+    assert not lp.logp_rollout.requires_grad
+    assert not lp.old.requires_grad
+
+
+def test_a_masked_nan_poisons_neither_loss_nor_gradient():
+    leaf = torch.tensor([[-1.0, NAN]], requires_grad=True)
+    lp = LogProbs.pack(torch.tensor([[-1.0, NAN]]), leaf, mask=torch.tensor([[1, 0]]))
+    (lp.current - lp.logp_rollout).exp().sum().backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precisions_are_upcast_and_double_is_kept(dtype):
+    one = torch.full((1, 1), -1.0)
+    assert LogProbs.pack(one.to(dtype), mask=one).logp_rollout.dtype == torch.float32
+    assert LogProbs.pack(one.double(), mask=one).logp_rollout.dtype == torch.float64
+
+
+@pytest.mark.parametrize("field", ["logp_rollout", "logp", "logp_old"])
+@pytest.mark.parametrize("value", [NAN, INF, 0.5])
+def test_a_bad_value_is_refused_with_field_sequence_and_value(field, value):
+    fields = {name: torch.full((5,), -1.0) for name in ("logp_rollout", "logp", "logp_old")}
+    fields[field][3] = value
+    with pytest.raises(BadValueError, match=rf"{field} of sequence 1 is {value} at trainable token 1"):
+        LogProbs.pack(**fields, segments=Segments.from_lengths([2, 3]))
+
+
+def test_two_policies_that_call_a_token_impossible_never_look_as_if_they_agreed():
+    lowest = torch.full((2,), -INF)
+    lp = LogProbs.pack(lowest, lowest, lowest, segments=Segments.from_lengths([2]))
+    assert set(FLOORS) == {"logp_rollout", "logp", "logp_old"}
+    for first, second in ((lp.logp_rollout, lp.old), (lp.old, lp.current), (lp.logp_rollout, lp.current)):
+        assert ((first - second).abs() > 1e3).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda x: LogProbs.pack(x, x[:, :2], mask=torch.ones(2, 3)), ShapeError, r"logp has shape \(2, 2\)"),
+        (lambda x: LogProbs.pack(x), ShapeError, "needs mask="),
+        (lambda x: LogProbs.pack(x, mask=torch.ones(2, 2)), ShapeError, "mask has shape"),
+        (lambda x: LogProbs.pack(x[0]), ShapeError, "packed .tokens. with segments="),
+        (lambda x: LogProbs.pack(x[0], segments=Segments.from_lengths([2])), ShapeError, "cu_seqlens ends at 2"),
+        (lambda x: LogProbs.pack(x, mask=torch.zeros(2, 3)), BadValueError, "empty batch"),
+        (lambda x: LogProbs.pack(x[:0], mask=torch.ones(0, 3)), BadValueError, "empty batch"),
+        (lambda x: LogProbs.pack(x, mask=torch.ones(2, 3)).old, EvidenceError, "needs logp_old"),
+        (lambda x: LogProbs.pack(x, mask=torch.ones(2, 3)).current, EvidenceError, "needs logp"),
+        (lambda x: LogProbs.pack(x, mask=torch.ones(2, 3)).like_caller(x[0]), ShapeError, "expected the log-probs' shape"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_packed_is_refused_with_the_way_out(call, error, words):
+    with pytest.raises(error, match=words):
+        call(torch.full((2, 3), -1.0))

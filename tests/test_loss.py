@@ -1,0 +1,81 @@
+"""`policy_loss` against the methods table, and what it refuses."""
+
+import pytest
+import torch
+
+from offdrift.correction import Correction, Weight
+from offdrift.divergence.evidence import Divergence
+from offdrift.errors import EvidenceError, ShapeError
+from offdrift.logprobs import LogProbs
+from offdrift.loss import policy_loss
+from offdrift.methods import METHODS, Method, override
+from offdrift.objectives import Clipped, Reinforce
+from offdrift.segments import Segments
+from tests.oracles.fixtures import double, fx_a
+
+DUAL = Clipped(dual_clip=3.0)
+BYPASS = Clipped(on="full", dual_clip=3.0)
+DECOUPLED = Correction(weight=Weight(on="mismatch", cap=2.0))
+ICEPOP = Correction(weight=Weight(on="mismatch", floor=0.5, cap=5.0, outside="mask"))
+
+
+@pytest.mark.parametrize(
+    ("method", "loss", "grad"),
+    [
+        (Method(objective=DUAL, aggregate="token_mean"), -0.369155, [[-0.150182, 0, -0.111257, -0.157882], [0.06147914, 0.08724305, 0.07287152, 0]]),
+        (Method(objective=DUAL, correction=DECOUPLED, aggregate="token_mean"), -0.355262, [[-0.165976, 0, -0.165976, -0.06418985], [0.0627211, 0.08724305, 0.05398455, 0]]),
+        (Method(objective=DUAL, correction=ICEPOP, aggregate="token_mean"), -0.291072, [[-0.165976, 0, -0.165976, 0], [0.0627211, 0.08724305, 0.05398455, 0]]),
+        (Method(objective=BYPASS, aggregate="token_mean"), -0.360464, [[-0.165976, 0, -0.165976, -0.06418985], [0.0627211, 0.08724305, 0, 0]]),
+        (METHODS["token_tis"], 0.226821, [[-0.165976, -0.183432, -0.165976, -0.06418985], [0.0627211, 0.08724305, 0.05398455, 0]]),
+        (METHODS["seq_tis"], 0.988961, [[-0.3894] * 4, [0.202646] * 3 + [0]]),
+        (METHODS["none"], 0.370714, [[-0.142857] * 4, [0.07142857] * 3 + [0]]),
+        (override(METHODS["trm_max_k2"], {"gate.high": 0.31}), None, [[0, 0, 0, 0], [0.219524, 0.305351, 0.188946, 0]]),
+    ],
+    ids=["ppo", "decoupled_token_is", "icepop", "bypass_ppo_clip", "token_tis", "seq_tis", "none", "trm_max_k2"],
+)  # fmt: skip
+def test_loss_and_gradient_of_the_methods_table(method, loss, grad):
+    lp, advantages, leaf = fx_a()
+    result = policy_loss(lp, method, advantages)
+    result.loss.backward()
+    if loss is not None:
+        assert result.loss.item() == pytest.approx(loss, abs=1e-6)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, double(grad), rtol=0, atol=1e-6)
+
+
+def test_algorithm_1_divides_by_what_was_sampled_not_by_what_was_accepted():
+    lp, advantages, leaf = fx_a()
+    kl = double([0.01] * 4 + [0.01, 0.01, 0.06])  # the second sequence has one token above 0.05
+    result = policy_loss(lp, METHODS["trm_max"], advantages, divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)})  # fmt: skip
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-2.028511, abs=1e-6)  # accepted only: -4.057023
+    assert leaf.grad is not None
+    expected = double([[-0.580917, -0.642013, -0.580917, -0.224664], [0, 0, 0, 0]])
+    torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-6)
+
+
+def test_missing_evidence_is_an_error_never_a_quiet_no_op():
+    lp, advantages, _ = fx_a()
+    with pytest.raises(EvidenceError, match="needs kl_rollout_current"):
+        policy_loss(lp, METHODS["trm_max"], advantages)
+    no_old = LogProbs.pack(lp.logp_rollout, lp.current, segments=lp.segments)
+    with pytest.raises(EvidenceError, match="needs logp_old"):
+        policy_loss(no_old, Method(objective=Reinforce(), correction=DECOUPLED), advantages)
+
+
+def test_advantages_of_another_shape_are_refused():
+    lp, _, _ = fx_a()
+    with pytest.raises(ShapeError, match="7 tokens"):
+        policy_loss(lp, METHODS["none"], torch.ones(2))
+
+
+def test_advantages_get_no_gradient():
+    lp, advantages, _ = fx_a()
+    advantages = advantages.requires_grad_()
+    policy_loss(lp, METHODS["none"], advantages).loss.backward()
+    assert advantages.grad is None
+
+
+def test_one_token_in_one_sequence():
+    lp = LogProbs.pack(double([-1.0]), double([-0.9]).requires_grad_(), segments=Segments.from_lengths([1]))  # fmt: skip
+    assert policy_loss(lp, METHODS["seq_tis"], double([2.0])).loss.item() == pytest.approx(2 * 0.9 * 1.105171, abs=1e-5)  # fmt: skip

@@ -1,0 +1,79 @@
+"""The method table: exactly the rows it should have, overrides, and compositions that make no sense."""
+
+import pytest
+
+from offdrift.correction import Correction, Weight
+from offdrift.errors import MethodError
+from offdrift.methods import METHODS, Method, method, override
+from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
+
+PUBLISHED = {"trm_max": [0.05], "trm_avg": [0.001], "trm_max_avg": [0.1, 0.002], "trm_max_k2": [0.05], "trm_avg_k3": [0.001], "trm_max_avg_k2_k3": [0.1, 0.002]}  # fmt: skip
+
+
+def test_the_rows():
+    assert set(METHODS) == {"none", "token_tis", "seq_tis", *PUBLISHED}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_row_says_what_it_does_when_it_fails_and_where_it_is_from(name):
+    row = method(name)
+    assert row.summary and row.fails and row.reference
+    assert len(row.describe().split("; ")) >= 2
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_thresholds_are_the_papers(name):
+    row = METHODS[name]
+    assert [g.high for g in row.correction.gates] == PUBLISHED[name]
+    assert row.aggregate == "seq_mean_token_sum"
+    assert row.needs_divergences == (not name.endswith(("k2", "k3")))
+    assert not row.needs_old
+
+
+def test_overrides_change_one_value_and_leave_the_table_alone():
+    changed = override(method("trm_max_avg"), {"gate.1.high": 0.5, "aggregate": "token_mean"})
+    assert [g.high for g in changed.correction.gates] == [0.1, 0.5]
+    assert changed.aggregate == "token_mean"
+    assert [g.high for g in METHODS["trm_max_avg"].correction.gates] == [0.1, 0.002]
+    assert override(method("token_tis"), {"weight.on": "mismatch"}).needs_old
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "words"),
+    [
+        ("trm_max", "gate.hihg", "no 'hihg', only"),
+        ("trm_max_avg", "gate.high", "has 2 gates, say which"),
+        ("trm_max", "gate.3.high", "numbered 0 to 0"),
+        ("none", "weight.cap", "not a part of this method"),
+        ("none", "learning_rate", "not a part of this method"),
+    ],
+)
+def test_an_override_that_hits_nothing_is_an_error(name, path, words):
+    with pytest.raises(MethodError, match=words):
+        override(method(name), {path: 1.0})
+
+
+def test_unknown_method_names_the_table():
+    with pytest.raises(MethodError, match="no method 'ppo'; the table has none"):
+        method("ppo")
+
+
+@pytest.mark.parametrize(
+    ("objective", "on", "fine"),
+    [
+        (Reinforce(), "full", True),
+        (Clipped(), "mismatch", True),
+        (Clipped(), "full", False),
+        (Clipped(), "staleness", False),
+        (Clipped(on="full"), "mismatch", False),
+        (ImportanceSampled(), "full", False),
+        (ImportanceSampled(on="mismatch"), "staleness", True),
+    ],
+)
+def test_no_ratio_may_count_twice(objective, on, fine):
+    correction = Correction(weight=Weight(on=on, cap=2.0))
+    if fine:
+        assert Method(objective=objective, correction=correction).correction.weight is not None
+    else:
+        with pytest.raises(MethodError, match="count it twice"):
+            Method(objective=objective, correction=correction)
