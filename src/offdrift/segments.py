@@ -115,6 +115,13 @@ class Segments:
             ids = torch.arange(len(self), device=self.cu_seqlens.device)
         return Groups.from_ids(ids)
 
+    def rows(self, sequences: Int[Tensor, " s"]) -> Int[Tensor, " k"]:
+        """Positions in the stream of all tokens of the given segments, in the given order."""
+        starts, lengths = self.cu_seqlens[:-1][sequences], self.lengths[sequences]
+        new_starts = _cumulative(lengths)
+        steps = torch.arange(int(new_starts[-1]), device=self.cu_seqlens.device)
+        return steps + torch.repeat_interleave(starts - new_starts[:-1], lengths)
+
     # -- reductions: one number per segment ---------------------------------------------------
 
     def sum(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:

@@ -12,14 +12,19 @@ score at once (`chunks`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.fused import exact_divergences
+from offdrift.divergence.interval import topk_divergences
+from offdrift.errors import EvidenceError
 from offdrift.numerics import at_least_float32
-from offdrift.rollouts.records import Rollouts
+from offdrift.rollouts.records import FullVocab, Rollouts, TopK
 
 
 class Score(NamedTuple):
@@ -133,3 +138,42 @@ def _cells(cu_seqlens: Int[Tensor, " cuts"]) -> tuple[Int[Tensor, " n"], Int[Ten
     lengths = cu_seqlens.diff().long()
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     return rows, torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long()[rows]
+
+
+def divergences(rollouts: Rollouts, logits: Float[Tensor, "n v"]) -> dict[str, Divergence]:
+    """Divergences of the current policy from the recorded rollout policy, by name.
+
+    Full-vocabulary evidence gives exact values, top-k evidence certified intervals, and no evidence
+    gives none.
+
+    Args:
+        rollouts: the batch, with whatever evidence its engine recorded.
+        logits: `Score.logits` of the same tokens.
+
+    Raises: `EvidenceError` if the evidence is over another vocabulary.
+    """
+    evidence = rollouts.evidence
+    if isinstance(evidence, FullVocab):
+        if evidence.logp.shape[1] != logits.shape[1]:
+            raise EvidenceError(
+                f"the rollouts' evidence covers {evidence.logp.shape[1]} tokens, the model has "
+                f"{logits.shape[1]}; both must share one vocabulary"
+            )
+        kl, tv = exact_divergences(evidence.logp.to(logits.device), logits)
+        return {
+            "kl_rollout_current": Divergence.exact("kl_rollout_current", kl),
+            "tv_rollout_current": Divergence.exact("tv_rollout_current", tv),
+        }
+    if isinstance(evidence, TopK):
+        kl, tv = topk_divergences(
+            evidence.ids.to(logits.device).long(),
+            evidence.logp.to(logits.device),
+            rollouts.tokens.to(logits.device).long(),
+            rollouts.logp_rollout.to(logits.device),
+            logits,
+        )
+        return {
+            "kl_rollout_current": kl,
+            "tv_rollout_current": replace(tv, name="tv_rollout_current"),
+        }
+    return {}

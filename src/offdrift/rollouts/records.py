@@ -112,8 +112,8 @@ class Rollouts:
 
     def select(self, sequences: Int[Tensor, " s"]) -> Rollouts:
         """The given sequences, in the given order, as a batch of their own."""
-        rows, cu_seqlens = _ragged_index(self.cu_seqlens, sequences)
-        prompt_rows, prompt_cu_seqlens = _ragged_index(self.prompt_cu_seqlens, sequences)
+        rows = Segments(self.cu_seqlens).rows(sequences)
+        prompt_rows = Segments(self.prompt_cu_seqlens).rows(sequences)
         order = sequences.tolist()
         evidence = self.evidence
         if isinstance(evidence, FullVocab):
@@ -123,10 +123,10 @@ class Rollouts:
         return Rollouts(
             tokens=self.tokens[rows],
             logp_rollout=self.logp_rollout[rows],
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=_cuts(self.lengths[sequences]),
             rollout_version=self.rollout_version[rows],
             prompt_tokens=self.prompt_tokens[prompt_rows],
-            prompt_cu_seqlens=prompt_cu_seqlens,
+            prompt_cu_seqlens=_cuts(self.prompt_cu_seqlens.diff()[sequences]),
             group_ids=self.group_ids[sequences],
             finish=tuple(self.finish[i] for i in order),
             provenance=self.provenance,
@@ -143,9 +143,9 @@ def pack_sequences(
     sequences: Sequence[Sequence[int]],
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, " cuts"]]:
     """Token lists as one flat stream and its cuts."""
-    lengths = torch.tensor([0, *map(len, sequences)], dtype=torch.int64)
+    lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
     flat = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)
-    return flat, lengths.cumsum(0)
+    return flat, _cuts(lengths)
 
 
 def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
@@ -164,8 +164,7 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             return None
         if isinstance(values[0], Tensor):
             if name.endswith("cu_seqlens"):
-                lengths = torch.cat([v.diff() for v in values])
-                return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+                return _cuts(torch.cat([v.diff() for v in values]))
             return torch.cat(values)
         if isinstance(values[0], FullVocab):
             return FullVocab(torch.cat([v.logp for v in values]))
@@ -176,12 +175,5 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
     return Rollouts(**{f.name: joined(f.name) for f in fields(Rollouts)})  # type: ignore[arg-type]
 
 
-def _ragged_index(
-    cu_seqlens: Int[Tensor, " cuts"], sequences: Int[Tensor, " s"]
-) -> tuple[Int[Tensor, " n"], Int[Tensor, " newcuts"]]:
-    """Positions of the given sequences' tokens in the flat stream, and the new cuts."""
-    starts = cu_seqlens[:-1][sequences]
-    lengths = cu_seqlens.diff()[sequences]
-    new_cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    offsets = torch.arange(int(new_cuts[-1]), device=cu_seqlens.device)
-    return offsets + torch.repeat_interleave(starts - new_cuts[:-1], lengths), new_cuts
+def _cuts(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

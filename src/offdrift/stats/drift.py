@@ -119,6 +119,23 @@ class DriftStats:
             first = first.merge(s)
         return first
 
+    def with_sum(self, name: str, value: Float[Tensor, ""]) -> DriftStats:
+        """The same with one more sum, under a name of its own."""
+        sums = torch.cat([self.sums, value.double().reshape(1).to(self.sums.device)])
+        return replace(self, sum_names=(*self.sum_names, name), sums=sums)
+
+    def with_max(self, name: str, value: Float[Tensor, ""]) -> DriftStats:
+        """The same with one more maximum, under a name of its own."""
+        maxima = torch.cat([self.maxima, value.double().reshape(1).to(self.maxima.device)])
+        return replace(self, max_names=(*self.max_names, name), maxima=maxima)
+
+    def cpu(self) -> DriftStats:
+        """The same on the CPU, to be sent to another process."""
+        positions = {name: x.cpu() for name, x in self.by_position.items()}
+        return replace(
+            self, sums=self.sums.cpu(), maxima=self.maxima.cpu(), by_position=positions
+        )
+
     def to_host(self) -> dict[str, float]:
         """All sums and extremes by name: the one transfer to the host."""
         values = torch.cat([self.sums, self.maxima]).tolist()

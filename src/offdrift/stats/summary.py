@@ -160,6 +160,9 @@ _ROWS = [
     Metric("gate/acceptance_seq", "1", "share of sequences with a kept token", "better", _mean("gate/kept_sequences", "b")),
     Metric("gate/drop_frac_seq", "1", "share of sequences rejected whole", "worse", lambda s: 1 - s["gate/kept_sequences"] / s["b"]),
     Metric("gate/drop_frac_token", "1", "share of tokens rejected", "worse", lambda s: 1 - s["gate/kept_tokens"] / s["n"]),
+    Metric("current/entropy", "nat", "mean entropy of the current policy", "neither", _mean("current/entropy")),
+    Metric("optim/loss", "task", "loss of the step, over all pieces and processes", "neither", lambda s: s["optim/loss"]),
+    Metric("optim/grad_norm", "1", "global gradient norm before clipping", "neither", lambda s: s["optim/grad_norm"]),
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse", _mean("objective/clipped")),
 ]  # fmt: skip
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}

@@ -1,0 +1,325 @@
+"""How far the surrogate can be from the true return: every bound, paper and sharp constants.
+
+For rewards in [0, 1] and `Error = J(pi) - J(mu) - L'(pi)`, with the surrogate
+`L' = E_mu[R sum_t (w_t - 1)]`, each bound is `4 x advantage factor x summed context shift` in the
+paper. `constants="sharp"` puts 2 in place of 4, for all of them:
+
+- `g_t(c) = sum_y (pi - mu)(y|c) Q_t(c, y)` does not change when a constant is taken off Q. With Q
+  in [0, 1] take 1/2: `|g_t| <= sum_y |pi - mu| / 2 = TV(c)`, where the paper has 2 TV(c).
+- In the adaptive route `|E_mu[R|c] - E_pi[R|c]|` is at most one TV of the two futures, not two.
+
+At T = 2 the sharp constants are attained, so they cannot be improved in general. Names: T horizon,
+delta and eps the largest token KL and TV, kl_seq and tv_seq those of whole sequences, mean_tv the
+mean TV per position; all are limits, checked and completed by `premises`. The functions for one
+bound are its formula and check nothing.
+
+Reference: Li et al., arXiv:2512.23075v5, Sections 3.1-3.4 and Table 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from offdrift.certificate.inequalities import pinsker, total_shift, weighted_shift
+from offdrift.certificate.premises import Premises, premises
+from offdrift.errors import BadValueError, MethodError
+
+CONSTANTS = {"paper": 4.0, "sharp": 2.0}
+"""What multiplies advantage factor and context shift."""
+
+
+# -- worst-case bounds, Section 3.2 -----------------------------------------------------------
+
+
+def classical_tv(*, horizon: int, eps: float, constants: str = "paper") -> float:
+    """No caps, TV: 4 eps^2 sum_t (t-1) = 2 T (T-1) eps^2 (eq. 11)."""
+    return CONSTANTS[constants] * (horizon * (horizon - 1) // 2) * eps * eps
+
+
+def classical_kl(*, horizon: int, delta: float, constants: str = "paper") -> float:
+    """`classical_tv` with eps^2 <= delta/2: T (T-1) delta (eq. 11)."""
+    pairs = horizon * (horizon - 1) // 2
+    return CONSTANTS[constants] * pairs * delta / 2 if pairs else 0.0
+
+
+def pinsker_marginal_kl(*, horizon: int, delta: float, constants: str = "paper") -> float:
+    """4 min(1, sqrt(delta/2)) sum_t min(1, sqrt((t-1) delta/2)) (Theorem 3.3, eq. 12)."""
+    return CONSTANTS[constants] * pinsker(delta) * total_shift(horizon, delta=delta)
+
+
+def pinsker_marginal_tv(
+    *, horizon: int, delta: float, eps: float, constants: str = "paper"
+) -> float:
+    """4 min(1, eps) sum_t min(1, sqrt((t-1) delta/2)) (Theorem 3.3, eq. 13)."""
+    return CONSTANTS[constants] * eps * total_shift(horizon, delta=delta)
+
+
+def mixed_kl(*, horizon: int, delta: float, kl_seq: float, constants: str = "paper") -> float:
+    """4 T min(1, sqrt(delta/2)) min(1, sqrt(kl_seq/2)) (Theorem 3.4, eq. 15)."""
+    return CONSTANTS[constants] * horizon * pinsker(delta) * pinsker(kl_seq)
+
+
+def mixed_tv(*, horizon: int, eps: float, tv_seq: float, constants: str = "paper") -> float:
+    """4 T min(1, eps) min(1, tv_seq) (Theorem 3.4, eq. 16)."""
+    return CONSTANTS[constants] * horizon * eps * tv_seq
+
+
+def coupling(*, horizon: int, eps: float, constants: str = "paper") -> float:
+    """4 min(1, eps) sum_t min(1, (t-1) eps) (Theorem 3.5, eq. 17)."""
+    return CONSTANTS[constants] * eps * total_shift(horizon, delta=math.inf, eps=eps)
+
+
+def pointwise(
+    *,
+    horizon: int,
+    delta: float,
+    eps: float,
+    kl_seq: float,
+    tv_seq: float,
+    constants: str = "sharp",
+) -> float:
+    """The minimum inside the sum; never above a Pinsker-Marginal, Mixed or Coupling bound.
+
+        2 min(1, eps, sqrt(delta/2)) sum_t min(1, (t-1) eps, sqrt((t-1) delta/2), tv_seq,
+                                               sqrt(kl_seq/2))
+
+    Lemma 3.2 bounds the shift at each t by five terms; the paper takes one term for all t and then
+    the minimum over the sums. Not in the paper.
+
+    Example:
+        >>> round(pointwise(horizon=4096, delta=1e-4, eps=5e-3, kl_seq=0.01, tv_seq=0.05), 4)
+        2.0394
+    """
+    factor, cap = min(eps, pinsker(delta)), min(tv_seq, pinsker(kl_seq))
+    return CONSTANTS[constants] * factor * total_shift(horizon, delta=delta, eps=eps, cap=cap)
+
+
+# -- data-dependent bounds, Section 3.3 -------------------------------------------------------
+
+MeanTV = Float[np.ndarray, " t"] | float
+
+
+def adaptive_kl(*, horizon: int, delta: float, mean_tv: MeanTV, constants: str = "paper") -> float:
+    """4 sum_t Dbar_t min(1, sqrt((T-t) delta/2)) (Theorem 3.6, eq. 18)."""
+    return CONSTANTS[constants] * weighted_shift(mean_tv, horizon=horizon, delta=delta)
+
+
+def adaptive_tv(*, horizon: int, eps: float, mean_tv: MeanTV, constants: str = "paper") -> float:
+    """4 sum_t Dbar_t min(1, (T-t) eps) (Theorem 3.6, eq. 19)."""
+    return CONSTANTS[constants] * weighted_shift(mean_tv, horizon=horizon, delta=math.inf, eps=eps)
+
+
+def adaptive(
+    *, horizon: int, delta: float, eps: float, mean_tv: MeanTV, constants: str = "paper"
+) -> float:
+    """4 sum_t Dbar_t min(1, (T-t) eps, sqrt((T-t) delta/2)), the hybrid (Theorem 3.6, eq. 20)."""
+    return CONSTANTS[constants] * weighted_shift(mean_tv, horizon=horizon, delta=delta, eps=eps)
+
+
+def route_crossover(*, delta: float, eps: float) -> float:
+    """Remaining tokens beyond which the KL route beats the TV route, delta / (2 eps^2)."""
+    return delta / (2 * eps * eps) if eps else math.inf
+
+
+# -- closed forms: looser than the sums, easy to read -----------------------------------------
+
+
+def pinsker_marginal_kl_upper(*, horizon: int, delta: float, constants: str = "paper") -> float:
+    """(4/3) T^(3/2) delta >= `pinsker_marginal_kl`; eq. 14 writes an equality."""
+    eps = pinsker(delta)
+    return pinsker_marginal_tv_upper(horizon=horizon, delta=delta, eps=eps, constants=constants)
+
+
+def pinsker_marginal_tv_upper(
+    *, horizon: int, delta: float, eps: float, constants: str = "paper"
+) -> float:
+    """(8/3) T^(3/2) eps sqrt(delta/2) >= `pinsker_marginal_tv`; eq. 14 writes an equality.
+
+    sqrt(delta/2) is capped at 1, above which it changes no term of the sum.
+    """
+    return CONSTANTS[constants] * 2 / 3 * horizon**1.5 * eps * pinsker(delta)
+
+
+def coupling_upper(*, horizon: int, eps: float, constants: str = "paper") -> float:
+    """min(2 T (T-1) eps^2, 4 T eps) >= `coupling`: uncapped, or capped throughout (Thm. 3.5)."""
+    capped = CONSTANTS[constants] * horizon * eps
+    return min(classical_tv(horizon=horizon, eps=eps, constants=constants), capped)
+
+
+# -- all of them, and their minimum, Section 3.4 ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of Table 1: a formula, the premises it takes, and how it is listed."""
+
+    formula: Callable[..., float]
+    uses: tuple[str, ...]
+    route: str
+    scaling: str
+    equation: str
+    unified: bool = True
+    """Whether the unified bound takes the minimum over it too."""
+    closed: Callable[..., float] | None = None
+    """The closed form above the exact sum, where the paper gives one."""
+
+
+ROWS = {
+    "classical_kl": Row(classical_kl, ("delta",), "KL, no caps", "T²", "eq. 11", False),
+    "classical_tv": Row(classical_tv, ("eps",), "TV, no caps", "T²", "eq. 11", False),
+    "coupling": Row(coupling, ("eps",), "TV", "T", "eq. 17", closed=coupling_upper),
+    "pinsker_marginal_kl": Row(
+        pinsker_marginal_kl, ("delta",), "KL", "T^1.5", "eq. 12", closed=pinsker_marginal_kl_upper
+    ),
+    "pinsker_marginal_tv": Row(
+        pinsker_marginal_tv,
+        ("delta", "eps"),
+        "TV + KL",
+        "T^1.5",
+        "eq. 13",
+        closed=pinsker_marginal_tv_upper,
+    ),
+    "mixed_kl": Row(mixed_kl, ("delta", "kl_seq"), "KL", "T", "eq. 15"),
+    "mixed_tv": Row(mixed_tv, ("eps", "tv_seq"), "TV", "T", "eq. 16"),
+    "adaptive_kl": Row(adaptive_kl, ("delta", "mean_tv"), "KL", "data", "eq. 18", False),
+    "adaptive_tv": Row(adaptive_tv, ("eps", "mean_tv"), "TV", "data", "eq. 19", False),
+    "adaptive": Row(adaptive, ("delta", "eps", "mean_tv"), "TV + KL", "data", "eq. 20"),
+    "pointwise": Row(pointwise, ("delta", "eps", "kl_seq", "tv_seq"), "TV + KL", "T", "Lemma 3.2"),
+}
+"""Every bound, in the order of Table 1; the last is not in the paper and has sharp constants."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """|Error| <= value, and where that comes from."""
+
+    name: str
+    value: float
+    """In units of the reward."""
+    route: str
+    scaling: str
+    """Growth with the horizon T; "data" if it depends on where the divergence is."""
+    equation: str
+    unified: bool = True
+    """Whether the unified bound takes the minimum over it too."""
+    closed_form: float | None = None
+    """The paper's closed form, never below the exact `value`."""
+    note: str = ""
+    """Which premises were tightened, and why."""
+
+
+def all_bounds(
+    *,
+    horizon: int,
+    delta: float,
+    eps: float | None = None,
+    kl_seq: float | None = None,
+    tv_seq: float | None = None,
+    mean_tv: Float[np.ndarray, " t"] | float | None = None,
+    constants: str = "paper",
+    reward_range: float = 1.0,
+) -> list[Bound]:
+    """Every bound on |J(pi) - J(mu) - L'(pi)| that the given divergences allow.
+
+    Args:
+        horizon: tokens of the longest sequence.
+        delta: maximum over contexts of KL(rollout || current), nats; `inf` if not known.
+        eps: maximum over contexts of TV; absent, Pinsker's of `delta`.
+        kl_seq: KL of whole sequences, nats; absent, `horizon * delta`.
+        tv_seq: TV of whole sequences; absent, Pinsker's of `kl_seq`.
+        mean_tv: mean TV per position, or one number for all; absent, no adaptive rows.
+        constants: "paper", or "sharp": half of them, and the pointwise row too.
+        reward_range: largest minus smallest possible reward.
+
+    Returns: one `Bound` per row, in the order of Table 1.
+
+    Raises: `BadValueError` or `ShapeError` for divergences that no pair of policies can have;
+        `MethodError` for other constants.
+
+    Example:
+        >>> {b.name: round(b.value, 1) for b in all_bounds(horizon=4096, delta=1e-4, kl_seq=0.01)
+        ...     if b.name.endswith("kl")}
+        {'classical_kl': 1677.3, 'pinsker_marginal_kl': 34.9, 'mixed_kl': 8.2}
+
+    Reference: Li et al., arXiv:2512.23075v5, Table 1.
+    """
+    if constants not in CONSTANTS:
+        raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
+    if not 0 < reward_range < math.inf:
+        raise BadValueError(f"reward_range = {reward_range}; give largest minus smallest reward")
+    known = premises(
+        horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq, mean_tv=mean_tv
+    )
+    return [
+        _bound(name, row, known, constants, reward_range)
+        for name, row in ROWS.items()
+        if not ("mean_tv" in row.uses and mean_tv is None)
+        and not (name == "pointwise" and constants == "paper")
+    ]
+
+
+def tightest(bounds: list[Bound]) -> Bound:
+    """The unified bound among these rows: the smallest of the candidates, the first on ties.
+
+    Reference: Li et al., arXiv:2512.23075v5, Theorem 3.8, eq. 21.
+    """
+    return min((b for b in bounds if b.unified), key=lambda b: b.value)
+
+
+def unified(
+    *,
+    horizon: int,
+    delta: float,
+    eps: float | None = None,
+    kl_seq: float | None = None,
+    tv_seq: float | None = None,
+    mean_tv: Float[np.ndarray, " t"] | float | None = None,
+    constants: str = "paper",
+    reward_range: float = 1.0,
+) -> Bound:
+    """The unified bound B*, as the row that attains it; `L' - B* > 0` certifies improvement.
+
+        B* = min{PM-KL, PM-TV, Mixed-KL, Mixed-TV, Coupling, Adaptive}
+
+    and with sharp constants the pointwise bound too. Without `mean_tv` the adaptive row is omitted.
+
+    Args, Raises: as in `all_bounds`.
+
+    Example:
+        >>> best = unified(horizon=4096, delta=1e-4, eps=5e-3, kl_seq=0.01, tv_seq=0.05)
+        >>> best.name, round(best.value, 3)
+        ('mixed_tv', 4.096)
+
+    Reference: Li et al., arXiv:2512.23075v5, Theorem 3.8, eq. 21.
+    """
+    return tightest(
+        all_bounds(
+            horizon=horizon,
+            delta=delta,
+            eps=eps,
+            kl_seq=kl_seq,
+            tv_seq=tv_seq,
+            mean_tv=mean_tv,
+            constants=constants,
+            reward_range=reward_range,
+        )
+    )
+
+
+def _bound(name: str, row: Row, known: Premises, constants: str, reward_range: float) -> Bound:
+    inputs = {field: getattr(known, field) for field in ("horizon", *row.uses)}
+    return Bound(
+        name=name,
+        value=reward_range * row.formula(**inputs, constants=constants),
+        route=row.route,
+        scaling=row.scaling,
+        equation=row.equation,
+        unified=row.unified,
+        closed_form=row.closed and reward_range * row.closed(**inputs, constants=constants),
+        note="; ".join(known.notes[field] for field in row.uses if field in known.notes),
+    )

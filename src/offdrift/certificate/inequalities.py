@@ -1,0 +1,183 @@
+"""Inequalities between divergences, and how far the contexts of two policies can drift apart.
+
+Everything here is worst-case mathematics on plain numbers: no batch, no estimate, no reward. The
+error bounds of `offdrift.certificate.bounds` are products of what this file returns. Divergences
+are in nats, total variation (TV) is half the L1 distance, `kl` is KL(rollout || current). An
+infinite `kl` is legal and means "not known": the TV routes still hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from jaxtyping import Float
+
+_CHUNK = 1 << 16  # remaining steps per block: two float64 temporaries stay in the L2 cache
+
+
+def pinsker(kl: float) -> float:
+    """Pinsker's inequality, the largest TV that a KL divergence allows.
+
+        TV <= min(1, sqrt(KL / 2))
+
+    Args:
+        kl: KL divergence in either direction, nats.
+
+    Example:
+        >>> pinsker(1e-4)
+        0.007071067811865475
+
+    Reference: Li et al., arXiv:2512.23075v5, Definition 2.3 and Appendix B.
+    """
+    return min(1.0, math.sqrt(kl / 2))
+
+
+def bretagnolle_huber(kl: float) -> float:
+    """The Bretagnolle-Huber inequality: below 1 for every finite KL, where Pinsker is not.
+
+        TV <= sqrt(1 - exp(-KL))
+
+    Tighter than Pinsker from about 1.6 nats upwards.
+
+    Args:
+        kl: KL divergence in either direction, nats.
+
+    Example:
+        >>> round(bretagnolle_huber(2.0), 4)
+        0.9299
+
+    Reference: C. Canonne, arXiv:2202.07198, Theorem 1.
+    """
+    return math.sqrt(-math.expm1(-kl))
+
+
+def tv_from_chi2(chi2: float) -> float:
+    """The largest TV that a chi-squared divergence allows (Cauchy-Schwarz).
+
+        TV <= min(1, sqrt(chi2) / 2)
+
+    Args:
+        chi2: E[ratio^2] - 1 under the distribution that was sampled.
+
+    Example:
+        >>> tv_from_chi2(0.04)
+        0.1
+    """
+    return min(1.0, math.sqrt(chi2) / 2)
+
+
+def kl_from_chi2(chi2: float) -> float:
+    """The largest KL(current || rollout) that chi2(current || rollout) allows (Jensen), nats.
+
+        KL <= log(1 + chi2)
+
+    The direction matters: this is not the KL(rollout || current) that the bounds take.
+
+    Args:
+        chi2: E[ratio^2] - 1 under the rollout policy, ratio = current / rollout.
+
+    Example:
+        >>> round(kl_from_chi2(0.04), 6)
+        0.039221
+    """
+    return math.log1p(chi2)
+
+
+def marginal_kl(horizon: int, delta: float) -> float:
+    """Chain rule: the largest KL between two laws of `horizon` tokens, nats.
+
+        KL(d_mu || d_pi) = sum_t E_mu[KL(c_t)] <= T delta
+
+    Args:
+        horizon: number of tokens T.
+        delta: maximum over contexts of the token KL, nats.
+
+    Reference: Li et al., arXiv:2512.23075v5, Definition 2.3 and Appendix B.
+    """
+    return horizon * delta if horizon else 0.0
+
+
+def context_shift(
+    steps: Float[np.ndarray, " k"], *, delta: float, eps: float = 1.0, cap: float = 1.0
+) -> Float[np.ndarray, " k"]:
+    """TV between the two policies' laws of what `steps` tokens can write.
+
+        shift(k) = min(cap, k eps, sqrt(k delta / 2))
+
+    With k = t - 1 it bounds the shift of the context at position t (Lemma 3.2), with k = T - t that
+    of the future after it (Theorem 3.6).
+
+    Args:
+        steps: numbers of tokens k.
+        delta: maximum over contexts of the token KL, nats; infinite leaves the TV route alone.
+        eps: maximum over contexts of the token TV; 1 leaves the KL route alone.
+        cap: whatever bounds every shift: 1, or the TV of whole sequences.
+
+    Returns: the shift for each k, non-decreasing in k, 0 at k = 0.
+
+    Example:
+        >>> context_shift(np.array([0.0, 1.0, 4.0, 900.0]), delta=0.02)
+        array([0. , 0.1, 0.2, 1. ])
+
+    Reference: Li et al., arXiv:2512.23075v5, Lemma 3.2, eq. 10.
+    """
+    # From k = 1 on, eps = 1 and delta = 2 reach the cap as any larger value does; limiting them
+    # keeps an infinite delta from meeting k = 0.
+    limited = math.sqrt(min(delta, 2.0) / 2)
+    return np.minimum(np.minimum(steps * min(eps, 1.0), np.sqrt(steps) * limited), cap)
+
+
+def total_shift(horizon: int, *, delta: float, eps: float = 1.0, cap: float = 1.0) -> float:
+    """The context shift summed over all positions of a sequence.
+
+        S = sum_{t=1}^T min(cap, (t-1) eps, sqrt((t-1) delta / 2))
+
+    The exact sum, not its closed form: summed in blocks, without a long accumulator, up to where
+    the cap is reached; from there on every term is the cap.
+
+    Args:
+        horizon: number of tokens T.
+        delta, eps, cap: as in `context_shift`.
+
+    Example:
+        >>> round(total_shift(4096, delta=float("inf"), eps=0.00707106781), 5)
+        4024.78846
+
+    Reference: Li et al., arXiv:2512.23075v5, eqs. 12, 13 and 17.
+    """
+    if min(delta, eps, cap) == 0:
+        return 0.0
+    rising = math.ceil(min(horizon - 1, max(cap / eps, 2 * cap * cap / delta)))
+    blocks = (
+        float(context_shift(k, delta=delta, eps=eps, cap=cap).sum()) for k in _steps(1, rising + 1)
+    )
+    return math.fsum(blocks) + (horizon - 1 - rising) * cap
+
+
+def weighted_shift(
+    mean_tv: Float[np.ndarray, " t"] | float, *, horizon: int, delta: float, eps: float = 1.0
+) -> float:
+    """The shift of the future, weighted with the mean TV at each position.
+
+        sum_{t=1}^T Dbar_t min(1, (T-t) eps, sqrt((T-t) delta / 2))
+
+    Args:
+        mean_tv: Dbar_t = E_rollout[TV(c_t)] for t = 1 .. T, or one number for all positions.
+        horizon, delta, eps: as in `total_shift`.
+
+    Reference: Li et al., arXiv:2512.23075v5, Theorem 3.6, eqs. 18-20.
+    """
+    if not isinstance(mean_tv, np.ndarray):
+        return mean_tv * total_shift(horizon, delta=delta, eps=eps) if mean_tv else 0.0
+    weights = mean_tv[::-1]  # entry k belongs to the position with k tokens to come
+    return math.fsum(
+        float(weights[int(k[0]) : int(k[-1]) + 1] @ context_shift(k, delta=delta, eps=eps))
+        for k in _steps(0, horizon)
+    )
+
+
+def _steps(start: int, stop: int) -> Iterator[Float[np.ndarray, " k"]]:
+    for low in range(start, stop, _CHUNK):
+        yield np.arange(low, min(low + _CHUNK, stop), dtype=np.float64)

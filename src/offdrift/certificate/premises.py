@@ -1,0 +1,128 @@
+"""`Premises`: what is known about how far apart two policies are, checked and completed.
+
+The bounds take five divergences. Only the worst token KL is required; what is missing follows from
+Pinsker's inequality and the chain rule. All of them are upper limits, so where one is looser than
+another implies, the tighter one is used and `notes` says so. Numbers that no pair of policies can
+have are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from offdrift.certificate.inequalities import marginal_kl, pinsker
+from offdrift.errors import BadValueError, ShapeError
+
+_SLACK = 1e-6  # relative; a mean and a maximum taken in float32 may cross by a rounding
+
+
+@dataclass(frozen=True)
+class Premises:
+    """Upper limits on the divergence of two policies over `horizon` tokens.
+
+    `notes` maps the name of a field that was tightened to the reason, in words.
+    """
+
+    horizon: int
+    """Tokens of the longest sequence, T."""
+    delta: float
+    """Maximum over contexts of KL(rollout || current), nats; infinite if not known."""
+    eps: float
+    """Maximum over contexts of TV."""
+    kl_seq: float
+    """KL of whole sequences, the sum over positions of the mean token KL, nats."""
+    tv_seq: float
+    """TV of whole sequences."""
+    mean_tv: Float[np.ndarray, " t"] | float | None
+    """Mean TV under the rollout policy, per position or one for all; None if not known."""
+    notes: dict[str, str]
+
+
+def premises(
+    *,
+    horizon: int,
+    delta: float,
+    eps: float | None = None,
+    kl_seq: float | None = None,
+    tv_seq: float | None = None,
+    mean_tv: Float[np.ndarray, " t"] | float | None = None,
+) -> Premises:
+    """Check what is known about two policies and complete it.
+
+        eps <= sqrt(delta/2),  kl_seq <= T delta,  tv_seq <= sqrt(kl_seq/2),  mean_tv <= eps
+
+    Args:
+        horizon: tokens of the longest sequence.
+        delta: maximum over contexts of KL(rollout || current), nats; `inf` if not known.
+        eps: maximum over contexts of TV; absent, Pinsker's.
+        kl_seq: KL of whole sequences, nats; absent, `horizon * delta`.
+        tv_seq: TV of whole sequences; absent, Pinsker's of `kl_seq`.
+        mean_tv: mean TV at each of `horizon` positions, or one number for all of them.
+
+    Raises: `BadValueError` for a number that no pair of policies can have; `ShapeError` if
+        `mean_tv` does not have one entry per position.
+
+    Example:
+        >>> p = premises(horizon=4096, delta=1e-4, eps=0.3)
+        >>> p.notes["eps"]
+        'eps = 0.3 exceeds sqrt(delta/2) = 0.00707107, which holds too and was used'
+    """
+    _refuse(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq)
+    notes: dict[str, str] = {}
+    token_tv = _tightened("eps", eps, pinsker(delta), "sqrt(delta/2)", notes)
+    kl = _tightened("kl_seq", kl_seq, marginal_kl(horizon, delta), "horizon * delta", notes)
+    tv = _tightened("tv_seq", tv_seq, pinsker(kl), "sqrt(kl_seq/2)", notes)
+    mean = None if mean_tv is None else _checked_mean_tv(mean_tv, horizon, eps)
+    if mean is not None and np.max(mean) > token_tv * (1 + _SLACK):
+        notes["mean_tv"] = (
+            f"mean_tv up to {float(np.max(mean)):g} exceeds eps <= {token_tv:g}, which was used there"
+        )
+    capped = np.minimum(mean, token_tv) if isinstance(mean, np.ndarray) else mean
+    capped = min(capped, token_tv) if isinstance(capped, float) else capped
+    return Premises(horizon, delta, token_tv, kl, tv, capped, notes)
+
+
+def _refuse(*, horizon: int, **divergences: float | None) -> None:
+    if horizon < 1:
+        raise BadValueError(f"horizon = {horizon}; a sequence has at least 1 token")
+    for name, value in divergences.items():
+        largest = 1.0 if name in ("eps", "tv_seq") else math.inf
+        if value is not None and not 0 <= value <= largest:
+            kind = "a total variation lies in [0, 1]" if largest == 1 else "a KL is never negative"
+            raise BadValueError(f"{name} = {value}; {kind}, omit what was not measured")
+
+
+def _tightened(
+    name: str, given: float | None, limit: float, limit_name: str, notes: dict[str, str]
+) -> float:
+    """The smaller of what was given and what the other premises imply, with a note if that."""
+    if given is not None and given > limit * (1 + _SLACK):
+        notes[name] = (
+            f"{name} = {given:g} exceeds {limit_name} = {limit:g}, which holds too and was used"
+        )
+    return limit if given is None else min(given, limit)
+
+
+def _checked_mean_tv(
+    mean_tv: Float[np.ndarray, " t"] | float, horizon: int, eps: float | None
+) -> Float[np.ndarray, " t"] | float:
+    """`mean_tv` in float64, one number or one per position; refused if no pair can have it."""
+    mean = np.asarray(mean_tv, dtype=np.float64)
+    if mean.shape not in ((), (horizon,)):
+        raise ShapeError(
+            f"mean_tv has shape {mean.shape} for horizon = {horizon}; give one mean TV per "
+            "position (0 where no sequence is that long), or one number for all"
+        )
+    limit = 1.0 if eps is None else eps
+    wrong = ~((mean >= 0) & (mean <= limit * (1 + _SLACK) + 1e-9))
+    if wrong.any():
+        where = int(np.flatnonzero(wrong)[0])
+        raise BadValueError(
+            f"mean_tv[{where}] = {mean.flat[where]}; a mean TV lies between 0 and the maximum "
+            f"eps = {limit:g} over the same contexts"
+        )
+    return mean if mean.ndim else float(mean)

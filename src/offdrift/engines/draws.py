@@ -1,0 +1,164 @@
+"""From what an engine drew to `Rollouts`: the checks before and the packing after, for every engine.
+
+An engine file only knows how its backend samples. What may be asked (`check_request`), which
+responses answer the same prompt, how a response ended and where its tokens stand in the packed
+stream (`rollouts_from`) is decided here once, so that two engines cannot differ in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.engines.base import check_evidence
+from offdrift.errors import EngineError
+from offdrift.rollouts.records import (
+    Evidence,
+    EvidenceKind,
+    FullVocab,
+    Provenance,
+    Rollouts,
+    Sampling,
+    TopK,
+    pack_sequences,
+)
+
+MIN_TEMPERATURE = 0.01
+"""Below it vLLM clamps in silence and float32 softmax overflows; greedy is `top_k=1`."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Responses of a few consecutive prompts, packed: `n` tokens in `b` sequences."""
+
+    tokens: Int[Tensor, " n"]
+    lengths: Int[Tensor, " b"]
+    logp: Float[Tensor, " n"]
+    evidence: Evidence | None
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    evidence: EvidenceKind,
+    *,
+    vocab_size: int,
+    limit_mib: int,
+) -> None:
+    """Refuse a request that no engine should answer, before anything is drawn.
+
+    Args:
+        evidence: what is to be recorded per token.
+        limit_mib: memory that the evidence may take, MiB.
+
+    Raises: `EngineError` naming the prompt or the sampling parameter, its value and the way out.
+    """
+    if not prompts:
+        raise EngineError("prompts is empty; give at least one list of token ids")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise EngineError(f"prompts[{i}] has no tokens; give at least a start token")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            bad = next(t for t in prompt if not 0 <= t < vocab_size)
+            raise EngineError(f"prompts[{i}] has token id {bad}, the vocabulary has {vocab_size}")
+    _check_sampling(sampling, vocab_size)
+    if isinstance(evidence, str) and evidence not in ("full", "sampled"):
+        raise EngineError(f'evidence is "full", "sampled" or a number of tokens, got {evidence!r}')
+    check_evidence(
+        evidence,
+        sequences=len(prompts),
+        max_tokens=sampling.max_tokens,
+        vocab_size=vocab_size,
+        limit_mib=limit_mib,
+    )
+
+
+def rollouts_from(
+    draws: Sequence[Draws],
+    prompts: Sequence[Sequence[int]],
+    *,
+    version: int,
+    provenance: Provenance,
+) -> Rollouts:
+    """One batch from the draws of consecutive chunks of `prompts`.
+
+    Equal prompts share a group. A response ended with "stop" if its last token is a stop token.
+
+    Args:
+        version: trainer version of the weights that drew every token, optimizer steps.
+
+    Raises: `EngineError` if a sampled token has a log-prob that is not finite.
+    """
+    tokens = _joined([d.tokens for d in draws])
+    lengths = torch.cat([d.lengths for d in draws])
+    logp = _joined([d.logp for d in draws])
+    cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    _check_finite(logp, cuts, provenance.engine)
+    ended = torch.isin(tokens[cuts[1:] - 1], torch.tensor(provenance.sampling.stop_token_ids))
+    first_seen: dict[tuple[int, ...], int] = {}
+    groups = [first_seen.setdefault(tuple(p), len(first_seen)) for p in prompts]
+    prompt_tokens, prompt_cuts = pack_sequences(prompts)
+    return Rollouts(
+        tokens=tokens,
+        logp_rollout=logp,
+        cu_seqlens=cuts,
+        rollout_version=torch.full_like(tokens, version),
+        prompt_tokens=prompt_tokens,
+        prompt_cu_seqlens=prompt_cuts,
+        group_ids=torch.tensor(groups),
+        finish=tuple("stop" if e else "length" for e in ended.tolist()),
+        provenance=provenance,
+        evidence=_joined_evidence([d.evidence for d in draws]),
+    )
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    t = sampling.temperature
+    if not (math.isfinite(t) and t >= MIN_TEMPERATURE):
+        raise EngineError(
+            f"sampling.temperature = {t}, must be at least {MIN_TEMPERATURE}; "
+            "for greedy decoding use top_k=1, whose log-probs are those of what is drawn"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"sampling.top_p = {sampling.top_p}, must be in (0, 1]; 1 keeps all")
+    if sampling.top_k < 0:
+        raise EngineError(f"sampling.top_k = {sampling.top_k}, must be 0 (keeps all) or more")
+    if sampling.max_tokens < 1:
+        raise EngineError(f"sampling.max_tokens = {sampling.max_tokens}, must be at least 1")
+    for stop in sampling.stop_token_ids:
+        if not 0 <= stop < vocab_size:
+            raise EngineError(
+                f"sampling.stop_token_ids has {stop}, the vocabulary has {vocab_size} tokens"
+            )
+
+
+def _check_finite(logp: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"], engine: str) -> None:
+    bad = (~logp.isfinite()).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        sequence = int(torch.searchsorted(cuts, token, right=True)) - 1
+        raise EngineError(
+            f"engine {engine!r} sampled a token with log-prob {float(logp[token])} "
+            f"(sequence {sequence}); its weights or activations are not finite at this dtype: "
+            "check the weights it was given, or use a wider dtype"
+        )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    # A lone part stays where it is: full-vocabulary rows are too large to copy for nothing.
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _joined_evidence(parts: list[Evidence | None]) -> Evidence | None:
+    full = [p.logp for p in parts if isinstance(p, FullVocab)]
+    top = [p for p in parts if isinstance(p, TopK)]
+    if full:
+        return FullVocab(_joined(full))
+    if top:
+        return TopK(_joined([p.ids for p in top]), _joined([p.logp for p in top]))
+    return None

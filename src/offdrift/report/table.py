@@ -1,0 +1,295 @@
+"""The table of a run, an arm a row, and the one sentence that it amounts to.
+
+Every column says its unit, which direction is better and what it means. The sentence is built from
+the same numbers and claims no more than they do: a lead that the number of held-out prompts cannot
+tell from chance is called that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from offdrift.report.stored import Arm, Run, number
+
+ACCEPTANCE_FLOOR = 0.70
+"""Below this share the precondition of the bound is called refuted (TRM paper, Remark 4.3)."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in one cell: the value, a smaller line under it, and whether to mark it."""
+
+    text: str
+    note: str = ""
+    flagged: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its name, unit and better direction, and how an arm fills it."""
+
+    id: str
+    title: str
+    unit: str
+    better: str
+    meaning: str
+    cell: Callable[[Arm], Cell]
+
+
+def short(value: float | None) -> str:
+    """A measured number to three significant digits, as a power of ten where that is shorter.
+
+    Example:
+        >>> short(0.71234), short(0.00291), short(0.00012), short(-3.0), short(0.0), short(None)
+        ('0.712', '0.00291', '1.20e−4', '−3.00', '0', '–')
+    """
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e4:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa}e{int(exponent)}".replace("-", "−")
+    text = f"{value:.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
+    return text.replace("-", "−")
+
+
+def fixed(value: float | None) -> str:
+    """A reward: three decimals, so that a column of them can be compared.
+
+    Example:
+        >>> fixed(0.5), fixed(-0.25), fixed(None)
+        ('0.500', '−0.250', '–')
+    """
+    return "–" if value is None else f"{value:.3f}".replace("-", "−")
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage, never rounded up to a 100 % that it is not.
+
+    Example:
+        >>> percent(0.61234), percent(0.9999), percent(1.0), percent(None)
+        ('61.2 %', '99.9 %', '100 %', '–')
+    """
+    if value is None:
+        return "–"
+    return "100 %" if value == 1 else f"{math.floor(value * 1000 + 1e-6) / 10:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """A time for people.
+
+    Example:
+        >>> duration(48.2), duration(301.0), duration(7260.0), duration(None)
+        ('48 s', '5 min 1 s', '2 h 1 min', '–')
+    """
+    if seconds is None:
+        return "–"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _reward(arm: Arm) -> Cell:
+    before, after = arm.figure("reward_before"), arm.figure("reward_after")
+    if before is None or after is None:
+        return Cell(fixed(after if before is None else before))
+    change = after - before
+    return Cell(f"{fixed(before)} → {fixed(after)}", f"{'+' if change >= 0 else ''}{fixed(change)}")
+
+
+def _acceptance(arm: Arm) -> Cell:
+    share = arm.figure("acceptance")
+    low = share is not None and share < ACCEPTANCE_FLOOR
+    return Cell(percent(share), "below 70 %" if low else "", flagged=low)
+
+
+def _precondition(arm: Arm) -> Cell:
+    falsified = arm.figure("falsified_updates")
+    if falsified is None:
+        return Cell("–")
+    if falsified == 0:
+        return Cell("not falsified", f"in {arm.updates} updates")
+    return Cell("falsified", f"at {falsified:.0f} of {arm.updates} updates", flagged=True)
+
+
+def _speed(arm: Arm) -> Cell:
+    speed, seconds = arm.figure("tokens_per_s"), arm.figure("seconds")
+    text = "–" if speed is None else f"{speed:,.0f}"
+    return Cell(text, "" if seconds is None else duration(seconds))
+
+
+COLUMNS = (
+    Column(
+        "reward",
+        "Held-out reward",
+        "task",
+        "higher is better",
+        "Mean reward on held-out prompts before the first and after the last update, and the "
+        "change.",
+        _reward,
+    ),
+    Column(
+        "kl_mean",
+        "KL mean",
+        "nat",
+        "lower is closer to on-policy",
+        "KL(rollout || current) of a token, averaged over all tokens and updates: how far the "
+        "distribution that drew the tokens is from the one being trained. Its grade is below it: "
+        "exact, certified interval or sampled.",
+        lambda arm: Cell(short(arm.figure("kl_mean")), arm.label("grade")),
+    ),
+    Column(
+        "kl_max",
+        "KL max",
+        "nat",
+        "lower is closer to on-policy",
+        "Largest KL(rollout || current) of any token in the run. Trust Region Masking gates on "
+        "this quantity.",
+        lambda arm: Cell(short(arm.figure("kl_max"))),
+    ),
+    Column(
+        "acceptance",
+        "Acceptance",
+        "of sequences",
+        "watch: 70 % or more",
+        "Share of sampled sequences that the gate let take part. A low share refutes the "
+        "precondition of the bound; a high one is not evidence that masking changed little "
+        "(Remark 4.3).",
+        _acceptance,
+    ),
+    Column(
+        "ess",
+        "ESS",
+        "of the batch",
+        "higher is better",
+        "Effective sample size (Σw)² / Σw² of the importance weights, over their count: how much "
+        "of the batch the update really used.",
+        lambda arm: Cell(percent(arm.figure("ess_frac"))),
+    ),
+    Column(
+        "ppl_gap",
+        "PPL gap",
+        "nat",
+        "lower is better",
+        "Mean over sequences of the absolute difference of mean log-prob between current and "
+        "rollout policy (eq. 25).",
+        lambda arm: Cell(short(arm.figure("log_ppl_gap"))),
+    ),
+    Column(
+        "bound",
+        "Bound B*",
+        "reward",
+        "lower is tighter",
+        "Unified bound on the error of the surrogate (Theorem 3.8), in units of reward, and the "
+        "row of it that was smallest. It is a guarantee only where its precondition holds.",
+        lambda arm: Cell(short(arm.figure("bound")), arm.label("bound_row")),
+    ),
+    Column(
+        "precondition",
+        "Precondition",
+        "",
+        "watch: not falsified",
+        "Whether some sampled token already had more divergence than the bound assumes of every "
+        "reachable one, and at how many updates. There the bound proves nothing.",
+        _precondition,
+    ),
+    Column(
+        "speed",
+        "Speed",
+        "tokens/s",
+        "higher is faster",
+        "Response tokens per second of wall time, all of training included, and the time the arm "
+        "took.",
+        _speed,
+    ),
+)
+
+
+def verdict(run: Run) -> str:
+    """One sentence: who ended with the highest held-out reward, and whose acceptance is too low.
+
+    Example:
+        >>> arm = Arm("trm_max", True, {"reward_before": 0.25, "reward_after": 0.5})
+        >>> verdict(Run("demo", {}, "", None, {}, {}, (arm,)))
+        'trm_max went from 0.250 to 0.500 in held-out reward.'
+
+    Reference: Li et al., Trust Region Masking, Remark 4.3 (the 70 % diagnostic).
+    """
+    if not run.arms:
+        return "No arm has started yet."
+    running = [arm.name for arm in run.arms if not arm.finished]
+    opening = f"So far ({_listed(running)} still running): " if running else ""
+    outcome = _outcome(run.arms)
+    if not outcome:
+        outcome = f"{'no' if opening else 'No'} held-out reward has been recorded yet"
+    clauses = [outcome, _low_acceptance(run.arms)]
+    return opening + "; ".join(clause for clause in clauses if clause) + "."
+
+
+def _outcome(arms: Sequence[Arm]) -> str:
+    scored = [(after, arm) for arm in arms if (after := arm.figure("reward_after")) is not None]
+    if not scored:
+        return ""
+    best, winner = max(scored, key=lambda pair: pair[0])
+    level = [arm.name for after, arm in scored if after == best]
+    if len(scored) == 1:
+        before = winner.figure("reward_before")
+        came = "ended at" if before is None else f"went from {fixed(before)} to"
+        return f"{winner.name} {came} {fixed(best)} in held-out reward"
+    if len(level) > 1:
+        return f"{_listed(level)} ended level, with the highest held-out reward, {fixed(best)}"
+    _, second = max((pair for pair in scored if pair[1] is not winner), key=lambda pair: pair[0])
+    return (
+        f"{winner.name} ended with the highest held-out reward, {fixed(best)}, "
+        f"{_lead(winner, second)}"
+    )
+
+
+def _lead(winner: Arm, second: Arm) -> str:
+    lead = (winner.figure("reward_after") or 0.0) - (second.figure("reward_after") or 0.0)
+    clause = f"{fixed(lead)} ahead of {second.name}"
+    error = _error_of_difference(winner, second)
+    if error is None or lead > 2 * error:
+        return clause
+    return (
+        f"{clause} (within the noise of {_prompts(winner):.0f} held-out prompts: two standard "
+        f"errors are {fixed(2 * error)})"
+    )
+
+
+def _error_of_difference(a: Arm, b: Arm) -> float | None:
+    """Standard error of a difference of mean rewards in [0, 1]: at most sqrt(Σ p(1 - p) / n)."""
+    variance = 0.0
+    for arm in (a, b):
+        reward, prompts = arm.figure("reward_after"), _prompts(arm)
+        if reward is None or not prompts or not 0 <= reward <= 1:
+            return None
+        variance += reward * (1 - reward) / prompts
+    return math.sqrt(variance)
+
+
+def _prompts(arm: Arm) -> float | None:
+    return number(arm.evals[-1].get("prompts")) if arm.evals else None
+
+
+def _low_acceptance(arms: Sequence[Arm]) -> str:
+    shares = [(arm.name, share) for arm in arms if (share := arm.figure("acceptance")) is not None]
+    low = [(name, percent(share)) for name, share in shares if share < ACCEPTANCE_FLOOR]
+    if not low:
+        return ""
+    who = _listed([f"{name} accepted {share}" for name, share in low])
+    return (
+        f"{who} of its sequences, less than the 70 % below which the precondition of the bound "
+        "counts as refuted (Remark 4.3)"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names as prose: "a", "a and b", "a, b and c"."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

@@ -1,0 +1,89 @@
+"""Checkpoints: written whole or not at all, always at a moment when the engine has the trainer's weights.
+
+Taken right after a weight synchronization, a checkpoint need not store the engine's weights: they
+are the trainer's. Model, optimizer and random states are accelerate's business; where the run stood
+is ours. Prompts and samples need no random state, they are functions of the recipe's seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from offdrift.errors import CheckpointError, RecordError
+
+KEPT = 2
+"""Checkpoints kept: the newest, and one to fall back to."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands between two batches."""
+
+    batch: int
+    """Index of the next batch."""
+    version: int
+    """Optimizer steps taken."""
+    waiting: tuple[int, ...] = ()
+    """Batches already drawn and not yet trained on."""
+
+
+def save(accelerator: Accelerator, folder: Path, position: Position) -> None:
+    """Write a checkpoint; the older of more than two is removed.
+
+    Raises: `RecordError` if it cannot be written; the previous checkpoint is untouched.
+    """
+    final = folder / f"batch-{position.batch:06d}"
+    partial = folder / f".partial-{position.batch:06d}"
+    try:
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(partial))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (partial / "position.json").write_text(json.dumps(asdict(position)))
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            for old in found(folder)[:-KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+    except OSError as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RecordError(
+            f"cannot write checkpoint {final}: {e.strerror or e}; free disk space, then continue "
+            "from the previous checkpoint with --resume"
+        ) from e
+    accelerator.wait_for_everyone()
+
+
+def found(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(p for p in folder.glob("batch-*") if p.is_dir())
+
+
+def load(accelerator: Accelerator, folder: Path) -> Position | None:
+    """Restore the newest checkpoint into what accelerate has prepared; None if there is none.
+
+    Raises: `CheckpointError` naming the folder if it cannot be read back.
+    """
+    checkpoints = found(folder)
+    if not checkpoints:
+        return None
+    newest = checkpoints[-1]
+    try:
+        stated = json.loads((newest / "position.json").read_text())
+        position = Position(stated["batch"], stated["version"], tuple(stated["waiting"]))
+        accelerator.load_state(str(newest))
+    except Exception as e:  # whatever a damaged file provokes in the libraries that read it
+        fall_back = f"the run continues from {checkpoints[-2].name}" if len(checkpoints) > 1 else "the arm starts over"
+        raise CheckpointError(
+            f"checkpoint {newest} cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}); "
+            f"remove that folder and --resume again: {fall_back}"
+        ) from e
+    return position

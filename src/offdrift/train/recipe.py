@@ -1,0 +1,236 @@
+"""The recipe: everything that decides what a training run does, in one frozen, checked object.
+
+Read from TOML, overridable from the command line (`--set rollout.dtype=float16`), stored with the
+run. An unknown key, a wrong type or values that contradict each other are refused before anything
+starts, with the key, the file and what was expected.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from offdrift.advantages import AdvantageName
+from offdrift.correction import Correction
+from offdrift.errors import MethodError, RecipeError
+from offdrift.methods import Method, method, override
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class Part(BaseModel):
+    """Base of all parts: unknown keys are errors, values cannot change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class WarmStart(Part):
+    steps: Natural = 0
+    """Supervised steps on the task's demonstrations before RL; 0 for a pretrained model."""
+    batch_size: Positive = 128
+    """Demonstrations per step."""
+    lr: float = Field(2e-3, gt=0)
+    """Peak learning rate."""
+
+
+class Rollout(Part):
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Which engine draws the tokens."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """The engine's precision; the trainer's is float32 (or what accelerate is told)."""
+    quantization: str | None = None
+    """transformers: "int8". vllm: its own names, for instance "fp8_per_channel"."""
+    prompts: Positive = 32
+    """Prompts per rollout batch, over all processes."""
+    samples: Positive = 8
+    """Responses per prompt: the group whose mean is the baseline."""
+    max_tokens: Positive = 14
+    """Longest response, tokens; also the horizon T of the bounds."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer tempers its own distribution alike."""
+    evidence: Literal["full", "sampled"] | Positive = "full"
+    """What is recorded of the rollout policy: "full" vocabulary, the top k (a number), or "sampled"."""
+    evidence_limit_mib: Positive = 1024
+    """Refuse to record more evidence than this per batch, MiB."""
+
+
+class Lag(Part):
+    sync_every: Positive = 1
+    """Trainer updates between weight synchronizations: the engine is 0 to this many behind."""
+    queue: Natural = 0
+    """Batches drawn ahead of the one being trained on: every batch is this many batches stale."""
+
+
+class Optim(Part):
+    lr: float = Field(1e-4, gt=0)
+    """AdamW learning rate, constant; betas 0.9 and 0.95, no weight decay."""
+    epochs: Positive = 1
+    """Passes over each rollout batch."""
+    minibatches: Positive = 1
+    """Optimizer steps per pass."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Global gradient norm is clipped to this."""
+    token_budget: Positive = 16384
+    """Padded tokens per forward pass; smaller is slower, uses less memory, and changes nothing else."""
+    advantage: AdvantageName = "group_mean_std"
+    """Baseline of the policy gradient."""
+
+
+class Log(Part):
+    eval_every: Positive = 16
+    """Rollout batches between evaluations on held-out prompts."""
+    eval_prompts: Positive = 512
+    """Held-out prompts per evaluation, one response each."""
+    checkpoint_every: Positive = 16
+    """Rollout batches between checkpoints (taken at the next weight synchronization)."""
+    samples_every: Positive = 8
+    """Updates between sample rollouts kept for the report."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """accelerate trackers by name: tensorboard, wandb, mlflow, trackio, ..."""
+
+
+class Arm(Part):
+    method: str
+    """A row of the method table (`offdrift methods`)."""
+    gates_of: str | None = None
+    """Another row whose gates are added to this one's."""
+    override: dict[str, Any] = {}
+    """Single values changed, by dotted path: {"gate.high" = 0.1, "aggregate" = "token_mean"}."""
+
+    def build(self) -> Method:
+        """The method this arm trains with."""
+        row = method(self.method)
+        if self.gates_of is not None:
+            gates = Correction(method(self.gates_of).correction.gates)
+            row = replace(row, correction=row.correction & gates)
+        return override(row, self.override)
+
+
+class Recipe(Part):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run folder."""
+    model: str
+    """tiny-qwen3, tiny-qwen3-moe, smollm2-135m, or any path or hub id of a causal LM."""
+    task: str = "arithmetic"
+    """What is learned: arithmetic, chat-arithmetic, or reasoning_gym:NAME."""
+    seed: int = 0
+    """Decides prompts, samples and initial weights; every arm sees the same."""
+    batches: Positive
+    """Rollout batches to train on, per arm."""
+    delta: float = Field(0.05, gt=0)
+    """The trust region whose precondition, max KL(rollout || current) <= delta nat, is tested."""
+    warm_start: WarmStart = WarmStart()
+    rollout: Rollout = Rollout()
+    lag: Lag = Lag()
+    optim: Optim = Optim()
+    log: Log = Log()
+    arms: dict[str, Arm] = Field(min_length=1)
+    """What is compared: name -> method. They run one after the other on the same prompts and drift."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        for name, arm in self.arms.items():
+            try:
+                row = arm.build()
+            except MethodError as e:
+                raise ValueError(f"arms.{name}: {e}") from e
+            if row.needs_divergences and self.rollout.evidence == "sampled":
+                raise ValueError(
+                    f'arms.{name}: {arm.gates_of or arm.method} gates on exact KL, but rollout.evidence = "sampled" '
+                    'records none; set rollout.evidence = "full" (or a number of top log-probs), or '
+                    "use trm_max_k2"
+                )
+        if self.rollout.prompts * self.rollout.samples < self.optim.minibatches:
+            raise ValueError(
+                f"optim.minibatches = {self.optim.minibatches} is more than the "
+                f"{self.rollout.prompts * self.rollout.samples} sequences of a batch"
+            )
+        return self
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a whole arm."""
+        return self.batches * self.optim.epochs * self.optim.minibatches
+
+
+def load_recipe(path: str | Path, *, changes: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        path: a TOML file.
+        changes: "dotted.key=value" pairs that replace values of the file; values are TOML, or bare
+            words taken as text.
+
+    Raises: `RecipeError` naming key, file and what was expected.
+
+    Example:
+        >>> load_recipe("recipes/tiny.toml", changes=["rollout.dtype=float16"]).rollout.dtype
+        'float16'
+    """
+    path = Path(path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise RecipeError(f"cannot read recipe {path}: {e.strerror}; see recipes/ for examples") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise RecipeError(f"{path} is not valid TOML: {e}") from e
+    for change in changes:
+        _apply(content, change)
+    return check_recipe(content, source=str(path))
+
+
+def check_recipe(content: Mapping[str, Any], *, source: str) -> Recipe:
+    """A recipe from plain values. Raises: `RecipeError` listing every problem."""
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as e:
+        problems = [_explain(p, content) for p in e.errors()]
+        raise RecipeError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from e
+
+
+def _explain(problem: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    key = ".".join(str(x) for x in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; {_known_keys(problem['loc'][:-1])}"
+    if problem["type"] == "missing":
+        return f"{key} is missing"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _known_keys(location: Sequence[Any]) -> str:
+    """The keys that exist where an unknown one was found."""
+    part: Any = Recipe
+    for step in location:
+        field = getattr(part, "model_fields", {}).get(step)
+        part = Arm if field is None else field.annotation
+    names = ", ".join(getattr(part, "model_fields", {}))
+    where = ".".join(map(str, location))
+    return f"{where + ' has' if where else 'a recipe has'} {names}"
+
+
+def _apply(content: dict[str, Any], change: str) -> None:
+    key, equals, text = change.partition("=")
+    if not equals or not key.strip():
+        raise RecipeError(f"--set {change!r}: expected key=value, for instance lag.sync_every=4")
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        content = content.setdefault(parent, {})
+        if not isinstance(content, dict):
+            raise RecipeError(f"--set {change!r}: {parent!r} is a value, not a table")
+    content[last] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+

@@ -1,0 +1,142 @@
+"""Where batches come from: an engine that lags behind the trainer, on a schedule.
+
+Two kinds of staleness, both real: the engine takes new weights only every `sync_every` updates, and
+batches may wait in a queue of fixed length before they are trained on. Every draw is a pure function
+of the recipe's seed, the batch's index and the engine's weights: no random state is carried, so a
+resumed run draws what the uninterrupted one would have drawn. Every batch is on disk before it is
+trained on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from offdrift.engines.base import Engine
+from offdrift.rollouts import store
+from offdrift.rollouts.records import Rollouts, Sampling
+from offdrift.train.models import prompt_ids
+from offdrift.train.recipe import Recipe
+from offdrift.train.tasks import Problem, Task
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of every batch this process draws and trains on."""
+
+    rank: int = 0
+    world: int = 1
+
+
+@dataclass
+class Source:
+    """Batches of rewarded rollouts, in order.
+
+    Args:
+        folder: where batches are written, one Parquet file each.
+        publish: gives the engine the trainer's current weights.
+        start: index of the first batch to return.
+        queued: indices of batches that an interrupted run had already drawn and not yet used.
+    """
+
+    engine: Engine
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    recipe: Recipe
+    sampling: Sampling
+    folder: Path
+    publish: Callable[[], None]
+    shard: Shard = Shard()
+    start: int = 0
+    queued: tuple[int, ...] = ()
+    _waiting: deque[tuple[int, Rollouts]] = field(default_factory=deque, init=False)
+    _drawn: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for index in self.queued:
+            self._waiting.append((index, store.read(self.path(index))))
+        self._drawn = self.start + len(self.queued)
+
+    def due(self, version: int) -> bool:
+        """Whether the next batch will be preceded by a weight synchronization."""
+        return version - self.engine.version >= self.recipe.lag.sync_every
+
+    def waiting(self) -> tuple[int, ...]:
+        """Indices of the batches that are drawn and not yet used."""
+        return tuple(index for index, _ in self._waiting)
+
+    def next(self, version: int) -> Rollouts:
+        """The next batch; draws and synchronizes as the lag asks.
+
+        Args:
+            version: optimizer steps the trainer has taken.
+        """
+        if self.due(version):
+            self.publish()
+        while len(self._waiting) <= self.recipe.lag.queue and self._drawn < self.recipe.batches:
+            self._waiting.append((self._drawn, self.draw(self._drawn)))
+            self._drawn += 1
+        return self._waiting.popleft()[1]
+
+    def draw(self, index: int) -> Rollouts:
+        """Sample, reward and store one batch with the weights the engine has now."""
+        problems = self.task.sample(self.recipe.rollout.prompts, seed=batch_seed(self.recipe.seed, index))
+        mine = list(enumerate(problems))[self.shard.rank :: self.shard.world]
+        rollouts = rollout(
+            self.engine,
+            [p for _, p in mine],
+            self.task,
+            self.tokenizer,
+            self.sampling,
+            samples=self.recipe.rollout.samples,
+            seed=batch_seed(self.recipe.seed, index, self.shard.rank),
+            evidence=self.recipe.rollout.evidence,
+        )
+        group_of = torch.tensor([i for i, _ in mine])
+        rollouts = rollouts.with_(group_ids=group_of[rollouts.group_ids])
+        store.write(rollouts, self.path(index))
+        return rollouts
+
+    def path(self, index: int) -> Path:
+        """The file of a batch."""
+        part = f"-rank{self.shard.rank}" if self.shard.world > 1 else ""
+        return self.folder / f"batch-{index:06d}{part}.parquet"
+
+
+def rollout(
+    engine: Engine,
+    problems: list[Problem],
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    *,
+    samples: int,
+    seed: int,
+    evidence: int | str = "sampled",
+) -> Rollouts:
+    """Draw `samples` responses per problem and reward them.
+
+    Returns: rollouts with texts, rewards, and the problem's index as group id.
+    """
+    prompts = [prompt_ids(p, tokenizer) for p in problems for _ in range(samples)]
+    drawn = engine.generate(prompts, sampling, seed=seed, evidence=evidence)  # type: ignore[arg-type]
+    responses = drawn.tokens.split(drawn.lengths.tolist())
+    completions = tuple(tokenizer.decode(r.tolist(), skip_special_tokens=True) for r in responses)
+    asked = [p for p in problems for _ in range(samples)]
+    rewards = [task.reward(c, p) for c, p in zip(completions, asked, strict=True)]
+    return drawn.with_(
+        group_ids=torch.arange(len(problems)).repeat_interleave(samples),
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        prompts=tuple(p.prompt for p in asked),
+        completions=completions,
+    )
+
+
+def batch_seed(seed: int, index: int, rank: int = 0) -> int:
+    """A seed for one batch of one process: the same in every arm and every resumed run."""
+    return (seed * 1_000_003 + index) * 4_099 + rank

@@ -1,0 +1,93 @@
+"""An arm's row of the final table, from what the arm stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offdrift.methods import Method
+
+ACCEPTANCE_FLOOR = 0.7
+"""Below this share of accepted sequences the paper asks to call it out (Remark 4.3)."""
+
+Row = Mapping[str, Any]
+
+
+def summarize_arm(
+    name: str,
+    row: Method,
+    method_name: str,
+    metrics: Sequence[Row],
+    evals: Sequence[Row],
+    *,
+    seconds: float,
+) -> dict[str, Any]:
+    """What happened in an arm, in one row; what was not measured is None.
+
+    Means over updates are weighted by tokens (divergences) or plain (shares); the bound is the mean
+    over updates, with the row that attained it most often.
+    """
+    tokens = [m["batch/tokens"] for m in metrics]
+    rows = Counter(m["certificate/row"] for m in metrics if m.get("certificate/row"))
+    summary = {
+        "arm": name,
+        "method": method_name,
+        "description": row.describe(),
+        "updates": len(metrics),
+        "reward_before": evals[0]["reward"] if evals else None,
+        "reward_after": evals[-1]["reward"] if evals else None,
+        "eval_prompts": evals[-1]["prompts"] if evals else None,
+        "reward_train_last": metrics[-1]["reward/mean"] if metrics else None,
+        "kl_mean": _mean(metrics, "divergence/kl_rollout_current_mean", tokens),
+        "kl_max": _largest(metrics, "divergence/kl_rollout_current_max"),
+        "acceptance": _mean(metrics, "gate/acceptance_seq"),
+        "acceptance_min": _smallest(metrics, "gate/acceptance_seq"),
+        "ess_frac": _mean(metrics, "weight/ess_frac"),
+        "bound": _mean(metrics, "certificate/bound"),
+        "bound_row": rows.most_common(1)[0][0] if rows else None,
+        "falsified_updates": sum(_known(metrics, "certificate/falsified")) if _known(metrics, "certificate/falsified") else None,
+        "log_ppl_gap": _mean(metrics, "full/log_ppl_gap"),
+        "tokens_per_s": sum(tokens) / seconds if seconds > 0 else None,
+        "seconds": seconds,
+        "grade": metrics[-1]["divergence/grade"] if metrics else None,
+    }
+    return {**summary, "notes": notes(row, metrics)}
+
+
+def notes(row: Method, metrics: Sequence[Row]) -> list[str]:
+    """What a reader of the row must know: low acceptance, and configured parts that never acted."""
+    said = []
+    acceptance = _mean(metrics, "gate/acceptance_seq")
+    if acceptance is not None and acceptance < ACCEPTANCE_FLOOR:
+        said.append(
+            f"accepted {acceptance:.0%} of the sequences, below the 70 % that the Trust Region Masking "
+            "paper asks to monitor (Remark 4.3): the precondition is refuted and little was learned from"
+        )
+    for i, gate in enumerate(row.correction.gates):
+        if metrics and not any(_known(metrics, f"gate/{i}/drop_frac_token")):
+            said.append(f"gate {i} ({gate.statistic}, {gate.unit}) never rejected a token")
+    weight = row.correction.weight
+    if metrics and weight is not None and weight.cap is not None and not any(_known(metrics, "weight/cap_frac")):
+        said.append(f"the weight's cap {weight.cap:g} was never reached")
+    if any(m.get("divergence/grade") == "interval" for m in metrics):
+        said.append("divergences are lower ends of certified intervals (top-k evidence)")
+    return said
+
+
+def _known(metrics: Sequence[Row], key: str) -> list[float]:
+    return [m[key] for m in metrics if m.get(key) is not None]
+
+
+def _mean(metrics: Sequence[Row], key: str, by: Sequence[float] | None = None) -> float | None:
+    pairs = [(m[key], w) for m, w in zip(metrics, by or [1.0] * len(metrics), strict=True) if m.get(key) is not None]
+    total = sum(w for _, w in pairs)
+    return sum(v * w for v, w in pairs) / total if total else None
+
+
+def _largest(metrics: Sequence[Row], key: str) -> float | None:
+    return max(_known(metrics, key), default=None)
+
+
+def _smallest(metrics: Sequence[Row], key: str) -> float | None:
+    return min(_known(metrics, key), default=None)

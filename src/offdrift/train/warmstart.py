@@ -1,0 +1,251 @@
+"""A supervised start: teach a model to answer at all, so that a reward has something to reward.
+
+Reinforcement learning from random weights never sees a right answer. `warm_start` fits the task's
+demonstrations until a sampled completion is right more often than not, and stops well before it
+always is. The result is cached under a key made of everything that shaped it: the initial weights
+and configuration themselves, the very batches, the hyperparameters and the library versions; so a
+changed task, tokenizer or seed can't be answered from an old file.
+
+What is simplified: batches are padded (lengths of one task differ by a few tokens), one process
+trains, and there is no evaluation inside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from offdrift.errors import RecipeError
+from offdrift.train.models import default_cache_dir, prompt_ids, publish_file
+from offdrift.train.tasks import Problem, Task
+
+CODE_VERSION = 1
+"""Raise it when the same arguments start to give another model."""
+
+IGNORED = -100
+Progress = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The hyperparameters of one start; all of them are in its cache key."""
+
+    steps: int
+    batch_size: int
+    lr: float
+    seed: int
+    warmup_frac: float = 0.05
+    final_lr_frac: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+
+    def lr_at(self, step: int) -> float:
+        """Linear warm-up, then linear decay to `final_lr_frac` of the peak."""
+        warmup = max(1, round(self.warmup_frac * self.steps))
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        left = (self.steps - step) / max(1, self.steps - warmup)
+        return self.lr * (self.final_lr_frac + (1 - self.final_lr_frac) * left)
+
+
+def warm_start(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    *,
+    steps: int,
+    batch_size: int = 128,
+    lr: float = 2e-3,
+    seed: int,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """Fit the demonstrations of a task, in place, or take the result of an earlier identical start.
+
+    Minimizes the mean over completion and end tokens of -log pi(token) with AdamW, on a fresh batch
+    of problems at every step.
+
+    Args:
+        steps: optimizer steps; 0 leaves the model as it is.
+        batch_size: demonstrations per step.
+        lr: peak learning rate.
+        seed: of the problems drawn.
+        cache_dir: where finished starts are kept; `default_cache_dir()` if not given.
+        progress: called after every step with the steps done and the loss (nat per token).
+
+    Returns: the same model, trained, in the mode (train or eval) that it came in.
+
+    Raises: `RecipeError` if the task shows no demonstrations.
+    """
+    plan = _Plan(steps, batch_size, lr, seed)
+    if steps == 0:
+        return model
+    file = (
+        (cache_dir or default_cache_dir()) / "warmstart" / _file_name(model, tokenizer, task, plan)
+    )
+    if not _restored(model, file):
+        _fit(model, tokenizer, task, plan, progress)
+        _keep(model, file)
+    return model
+
+
+# -- training ---------------------------------------------------------------------------------
+
+
+def _fit(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    plan: _Plan,
+    progress: Progress | None,
+) -> None:
+    was_training = model.training
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.lr, betas=plan.betas, weight_decay=plan.weight_decay
+    )
+    try:
+        model.eval()  # no dropout: nothing here draws from the host's random state
+        for step in range(plan.steps):
+            tokens, labels = _batch(tokenizer, task, plan, step)
+            for group in optimizer.param_groups:
+                group["lr"] = plan.lr_at(step)
+            loss = _loss(model, tokens.to(model.device), labels.to(model.device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            if progress is not None:
+                progress(step + 1, loss.item())
+    finally:
+        optimizer.zero_grad()
+        model.train(was_training)
+
+
+def _loss(
+    model: PreTrainedModel, tokens: Int[Tensor, "b t"], labels: Int[Tensor, "b t"]
+) -> Float[Tensor, ""]:
+    """Mean -log pi over the labeled tokens. Gradient: to the model.
+
+    No attention mask: padding stands on the right, where a causal model cannot see it.
+    """
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED
+    )
+
+
+def _batch(
+    tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan, step: int
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Prompts with their demonstrations, and the same tokens as labels where they are trained."""
+    problems = task.sample(plan.batch_size, seed=_problem_seed(plan.seed, step))
+    prompts = [prompt_ids(p, tokenizer) for p in problems]
+    answers = [_demonstration_ids(p, task, tokenizer) for p in problems]
+    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    tokens = torch.full((len(problems), longest), int(tokenizer.eos_token_id))  # type: ignore[arg-type]
+    labels = torch.full_like(tokens, IGNORED)
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        tokens[i, :end] = torch.tensor(prompt + answer)
+        labels[i, len(prompt) : end] = tokens[i, len(prompt) : end]
+    return tokens, labels
+
+
+def _demonstration_ids(
+    problem: Problem, task: Task, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    if problem.demonstration is None:
+        raise RecipeError(
+            f"task {task.name!r} shows no demonstrations to start from; set the warm start's "
+            "steps to 0 and begin with a model that already solves some of it"
+        )
+    text = tokenizer.encode(problem.demonstration, add_special_tokens=False)
+    return [*text, int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
+
+
+def _problem_seed(seed: int, step: int) -> int:
+    """A seed that no step of the trainer uses, so that what it draws later is new."""
+    return int.from_bytes(hashlib.sha256(f"warm start {seed} {step}".encode()).digest()[:8], "big")
+
+
+# -- cache ------------------------------------------------------------------------------------
+
+
+def _file_name(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan
+) -> str:
+    """A name that differs whenever the result could."""
+    facts = {
+        "code": CODE_VERSION,
+        "torch": torch.__version__.split("+")[0].split(".")[:2],
+        "transformers": transformers.__version__.split(".")[:2],
+        "config": model.config.to_diff_dict(),
+        "task": task.name,
+        "plan": asdict(plan),
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    for tensor in (*_named(model).values(), *_first_and_last(tokenizer, task, plan)):
+        key.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+        key.update(tensor.flatten().view(torch.uint8).numpy())
+    return f"{task.name.replace(':', '-').replace('/', '-')}-{key.hexdigest()[:32]}.safetensors"
+
+
+def _first_and_last(
+    tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan
+) -> Iterator[Tensor]:
+    for step in (0, plan.steps - 1):
+        yield from _batch(tokenizer, task, plan, step)
+
+
+def _named(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Every parameter once (a tied head is the embedding), on the host."""
+    return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(w.shape) for name, w in weights.items()}
+
+
+def _keep(model: PreTrainedModel, file: Path) -> None:
+    try:
+        publish_file(file, lambda part: save_file(_named(model), part))
+    except OSError as error:
+        warnings.warn(
+            f"the warm start is not cached and will be repeated next time: {error}; "
+            "set OFFDRIFT_CACHE to a folder that can be written",
+            stacklevel=3,
+        )
+
+
+def _restored(model: PreTrainedModel, file: Path) -> bool:
+    """Whether a cached start was found, was whole, and is now in the model."""
+    if not file.is_file():
+        return False
+    try:
+        weights = load_file(file)
+        if _shapes(weights) != _shapes(dict(model.named_parameters())):
+            raise SafetensorError("it holds the weights of another model")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+    except (SafetensorError, OSError, RuntimeError) as error:
+        warnings.warn(
+            f"the cached warm start {file} cannot be read ({error}); training it again",
+            stacklevel=3,
+        )
+        return False
+    return True
