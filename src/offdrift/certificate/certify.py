@@ -15,6 +15,10 @@ import numpy as np
 from offdrift.certificate.bounds import Bound, unified
 from offdrift.stats.drift import DriftStats
 
+ACCEPTANCE_FLOOR = 0.70
+"""Share of accepted sequences below which the precondition counts as refuted (the paper's Remark
+4.3 asks to monitor it; a share above it proves nothing)."""
+
 KL, TV = "kl_rollout_current", "tv_rollout_current"
 
 

@@ -32,7 +32,7 @@ class Divergence:
     """One divergence at every token, and how surely it is known.
 
     Args:
-        name: what it is, in the order of its arguments ("kl_rollout_current", "tv", ...).
+        name: what it is, first distribution first ("kl_rollout_current", "tv_rollout_current").
         grade: where the numbers come from.
         lo: lower end, nats (KL) or probability (TV). Rejection by `lo` is rigorous unless sampled.
         hi: upper end, the same tensor as `lo` unless the grade is interval; may be +inf.

@@ -60,13 +60,14 @@ def kl_and_tv(
     Reference: Li et al., Trust Region Masking, arXiv:2512.23075v5, eq. 23 (KL) and
     Definition 2.2 (TV).
     """
-    dtype = torch.promote_types(torch.promote_types(logits_rollout.dtype, logits.dtype), torch.float32)
+    dtype = torch.promote_types(logits_rollout.dtype, logits.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
     log_mu_nv = _normalized(_below_top(logits_rollout.to(dtype)))
     # Divided after the largest is subtracted: no overflow, and no `[tokens, vocab]` temporary, which
     # torch's compiler makes when it recognizes the softmax of a quotient.
     log_pi_nv = _normalized(_below_top(logits.to(dtype)) / temperature)
     kl_nv, tv_nv = terms(log_mu_nv, log_pi_nv)
-    return kl_nv.sum(-1), tv_nv.sum(-1)
+    return kl_nv.sum(-1), tv_nv.sum(-1).clamp(max=1.0)
 
 
 @no_type_check

@@ -26,7 +26,7 @@ COMPILE_FROM = 2**24
 """Entries of one input from which compiling (10 to 20 s, once per process and dtype) pays."""
 
 COMPILED_CHUNK = 2**21
-"""Entries per compiled call: two rows sets of 8 MiB, read three times, stay in a last-level cache."""
+"""Entries per compiled call: 8 MiB of each input, read three times, stay in a last-level cache."""
 
 PLAIN_CHUNK = {"cpu": 2**18}
 """Entries per plain call: temporaries of 1 MiB each stay in the cache of a core."""
@@ -51,8 +51,8 @@ def exact_divergences(
         KL = sum_a mu(a) log(mu(a) / pi(a))        TV = 1/2 sum_a |mu(a) - pi(a)|
 
     Zeros, infinities and rows that are no distribution behave as in `exact.kl_and_tv`. Beyond the
-    two results: compiled, five numbers per token of a chunk; plain, about twelve temporaries of
-    1 MiB on a CPU (at least two rows). Neither grows with `n`.
+    two results: compiled, about a dozen numbers per token of a chunk; plain, about twelve temporaries
+    of 1 to 2 MiB on a CPU (of two rows, if larger). Neither grows with `n`.
 
     Args:
         logits_rollout: scores of the rollout policy as it was sampled, logits or log-probs, any
@@ -78,22 +78,21 @@ def exact_divergences(
     Definition 2.2 (TV).
     """
     _check(logits_rollout, logits, temperature)
-    # A detached view has no base: one less thing for the compiler to specialize on.
-    pair = (logits_rollout.detach(), logits.detach())
+    # A tensor, so that one compiled kernel serves every temperature.
     scale = torch.tensor(temperature, dtype=torch.float32, device=logits.device)
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or compiled is False:
-        return _plain(*pair, scale)
+        return _plain(logits_rollout, logits, scale)
     if compiled:
-        return _compiled(*pair, scale)
+        return _compiled(logits_rollout, logits, scale)
     device = logits.device.type
     if logits.numel() < COMPILE_FROM or len(logits) == 1 or device in _broken:
-        return _plain(*pair, scale)
+        return _plain(logits_rollout, logits, scale)
     try:
-        return _compiled(*pair, scale)
+        return _compiled(logits_rollout, logits, scale)
     except Exception:
         # No compiler, or one that fails: whatever the reason, the plain path is right, only slower.
         _broken.add(device)
-        return _plain(*pair, scale)
+        return _plain(logits_rollout, logits, scale)
 
 
 def _plain(logits_rollout: Tensor, logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,11 +124,9 @@ def _by_rows(
     """
     n, v = logits.shape
     pieces = max(1, n // max(2, chunk // v))
-    parts = [
-        # tensor_split makes views of a view; detach again, see above.
-        divergences(a.detach(), b.detach(), temperature)
-        for a, b in zip(logits_rollout.tensor_split(pieces), logits.tensor_split(pieces), strict=True)
-    ]
+    chunks = zip(logits_rollout.tensor_split(pieces), logits.tensor_split(pieces), strict=True)
+    # The compiler would specialize on whatever tensor a view is a view of: detach, and there is none.
+    parts = [divergences(a.detach(), b.detach(), temperature) for a, b in chunks]
     return torch.cat([kl for kl, _ in parts]), torch.cat([tv for _, tv in parts])
 
 

@@ -64,8 +64,8 @@ def topk_divergences(
         logits: scores of the current policy, before its temperature.
         temperature: what the current policy's logits are divided by, > 0.
 
-    Returns: "kl_rollout_current" in nats and "tv", both of grade interval, float32 or better.
-        A row with NaN in it gives NaN. Gradient: none, it is evidence.
+    Returns: "kl_rollout_current" in nats and "tv_rollout_current", of grade interval, float32 or
+        better. A row with NaN in it gives NaN. Gradient: none, it is evidence.
 
     Raises: `ShapeError` if the arguments describe different tokens.
 
@@ -92,10 +92,11 @@ def topk_divergences(
     log_mu_lo, log_mu_hi = _bucketed_rollout(log_mu, empty_tail, slack)
     kl_lo, tv_lo = _lower_ends(log_mu_lo, log_mu_hi, log_pi)
     kl_hi, tv_hi = _upper_ends(log_mu_lo, log_mu_hi, log_pi, empty_tail)
-    dtype = torch.promote_types(torch.promote_types(topk_logp.dtype, logits.dtype), torch.float32)
+    dtype = torch.promote_types(topk_logp.dtype, logits.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
     return (
         Divergence.interval("kl_rollout_current", kl_lo.to(dtype), kl_hi.to(dtype)),
-        Divergence.interval("tv", tv_lo.to(dtype), tv_hi.to(dtype)),
+        Divergence.interval("tv_rollout_current", tv_lo.to(dtype), tv_hi.to(dtype)),
     )
 
 
@@ -105,7 +106,7 @@ def _lower_ends(
     """KL and TV of the buckets, each with the mass of mu that agrees best with pi's."""
     # Every term is convex in mu's mass and 0 where the two masses are equal.
     kl, tv = terms(log_pi.clamp(log_mu_lo, log_mu_hi), log_pi)
-    return kl.sum(1), tv.sum(1)
+    return kl.sum(1), tv.sum(1).clamp(max=1.0)
 
 
 def _upper_ends(
@@ -153,7 +154,8 @@ def _bucketed_current(
 def _bucketed_rows(
     logits: Float[Tensor, "n v"], known_ids: Int[Tensor, "n s"], temperature: float
 ) -> Float[Tensor, "n s+1"]:
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).div_(temperature)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    scores = logits.to(dtype, copy=True).div_(temperature)
     known = scores.gather(1, known_ids).double()
     total = scores.logsumexp(1, keepdim=True).double()
     tail = scores.scatter_(1, known_ids, -math.inf).logsumexp(1, keepdim=True).double()

@@ -347,7 +347,9 @@ def _host_kept() -> Iterator[None]:
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     try:
         with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-            warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+            # What vLLM's own imports deprecate is nothing that a caller could mend.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         torch.set_num_threads = set_threads

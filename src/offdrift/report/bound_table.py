@@ -202,11 +202,12 @@ def _cells(row: dict[str, Any], decimals: int | None, reward_range: float) -> li
 
 
 def _shown(value: float | None, decimals: int | None) -> str:
+    """Aligned decimals where they tell the value in nine characters, an exponent elsewhere."""
     if value is None:
         return ""
-    if value != 0 and (decimals is None or not 0.5 * 10**-decimals <= value < 1e7):
-        return f"{value:.2e}"
-    return f"{value:,.{decimals or 3}f}"
+    plain = f"{value:,.{3 if decimals is None else decimals}f}"
+    lost = decimals is None or value < 0.5 * 10**-decimals or len(plain) > 9
+    return f"{value:.2e}" if value and lost else plain
 
 
 def _decimals(unified: dict[str, Any]) -> int | None:
@@ -215,7 +216,7 @@ def _decimals(unified: dict[str, Any]) -> int | None:
     if smallest == 0:
         return 3
     needed = 3 - math.floor(math.log10(smallest))
-    return max(3, needed) if needed <= 6 else None
+    return max(1, needed) if needed <= 6 else None
 
 
 def _title(known: Premises, given: dict[str, Any], reward_range: float) -> Text:
@@ -265,4 +266,4 @@ def _verdict(rows: Sequence[dict[str, Any]], reward_range: float) -> Text:
 
 def _attained_by(rows: Sequence[dict[str, Any]], constants: str) -> str:
     first, *others = [LABELS[row["bound"]] for row in rows if constants in row["attains"]]
-    return f"{first} and {len(others)} more" if others else first
+    return f"{first}, {len(others)} more" if others else first

@@ -8,10 +8,12 @@ the same in all charts.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offdrift.report.stored import Arm
+from offdrift.report.text import visible
 
 SMOOTHING = 5
 """Updates in the moving average of the reward."""
@@ -170,7 +172,7 @@ def _line(
         "type": "scatter",
         # A single point draws no line.
         "mode": "lines" if len(x) > 1 else "markers",
-        "name": html.escape(arm.name),  # plotly reads some markup in names
+        "name": html.escape(visible(arm.name), quote=False),  # plotly reads some markup in names
         "x": x,
         "y": [_rounded(v) for v in y],
         "line": {"width": width, "dash": "solid" if index < len(SYMBOLS) else "dash"},
@@ -190,12 +192,8 @@ def _markers(index: int, arm: Arm, x: list[int], y: list[float]) -> dict:
 
 
 def _chart(quantity: Quantity, traces: list[dict]) -> dict:
-    yaxis: dict = {"type": "log", "dtick": 1} if quantity.log else {"rangemode": "tozero"}
-    if quantity.share:
-        yaxis = {"range": [0, 1.04], "tickformat": ".0%", "dtick": 0.25}
-    layout: dict = {"yaxis": yaxis, "xaxis": {"rangemode": "tozero"}}
+    layout: dict = {"yaxis": _y_axis(quantity, traces), "xaxis": _x_axis(traces)}
     if quantity.line_at is not None:
-        yaxis["tickvals"] = [0, 0.25, 0.5, quantity.line_at, 1]
         across = {"xref": "paper", "x0": 0, "x1": 1, "y0": quantity.line_at, "y1": quantity.line_at}
         layout["shapes"] = [{"type": "line", **across, "line": {"width": 1.5, "dash": "dash"}}]
     return {
@@ -203,9 +201,30 @@ def _chart(quantity: Quantity, traces: list[dict]) -> dict:
         "title": quantity.title,
         "unit": quantity.unit,
         "meaning": quantity.meaning,
+        "if_empty": "No value above 0 was recorded." if quantity.log else "Not recorded.",
         "data": traces,
         "layout": layout,
     }
+
+
+def _x_axis(traces: list[dict]) -> dict:
+    last = max((trace["x"][-1] for trace in traces), default=0)
+    # There is no update 1.5.
+    return {"rangemode": "tozero"} | ({"dtick": 1} if last <= 8 else {})
+
+
+def _y_axis(quantity: Quantity, traces: list[dict]) -> dict:
+    if quantity.share:
+        middle = [0.75] if quantity.line_at is None else [quantity.line_at]
+        return {"range": [0, 1.04], "tickformat": ".0%", "tickvals": [0, 0.25, 0.5, *middle, 1]}
+    if not quantity.log:
+        return {"rangemode": "tozero"}
+    values = [y for trace in traces for y in trace["y"]]
+    if not values or max(values) >= 100 * min(values):
+        return {"type": "log", "dtick": 1}
+    # Within two decades an axis that hugs its values could end up without a single tick.
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    return {"type": "log", "dtick": "D2", "range": [low, max(high, low + 1)]}
 
 
 def _rounded(value: float) -> float:

@@ -77,7 +77,7 @@
   const showToken = token => {
     const [arm, sample] = token.parentElement.dataset.sample.split(",").map(Number);
     const index = Array.prototype.indexOf.call(token.parentElement.children, token);
-    const [tv, kl, logp] = data.samples[arm][sample][index];
+    const [kl, tv, logp, weight] = data.samples[arm][sample][index];
     hide();
     marked = token;
     token.classList.add("now");

@@ -11,9 +11,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import tempfile
-import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +22,8 @@ from plotly.offline import get_plotlyjs
 from offdrift.report.charts import SYMBOLS, all_charts
 from offdrift.report.stored import Arm, Run, Sample, read_run
 from offdrift.report.table import COLUMNS, duration, fixed, short, verdict
+from offdrift.report.text import visible, visible_token
+from offdrift.rollouts.store import write_atomically
 
 FILE_NAME = "report.html"
 SAMPLES_PER_ARM = 8
@@ -37,7 +36,6 @@ GLYPHS = dict(zip(SYMBOLS, "●■◆▲✚★⬢⬟"))
 """The plotted marker symbols as text, for legend and table."""
 
 _HERE = Path(__file__).parent
-_JOINERS = "\u200c\u200d"  # invisible, but scripts and emoji need them
 
 
 def write_report(run_dir: Path) -> Path:
@@ -49,20 +47,11 @@ def write_report(run_dir: Path) -> Path:
         run_dir: folder of the run (`run.json`, `arms/<arm>/...`).
 
     Returns: path of the page.
-    Raises: `RecordError` if the folder is not a run.
+    Raises: `RecordError` if the folder is not a run, or cannot be written.
     """
     html = render(read_run(run_dir))
     path = run_dir / FILE_NAME
-    handle, partial = tempfile.mkstemp(dir=run_dir, prefix=f".{FILE_NAME}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            # A lone surrogate, which JSON may hold, has no UTF-8; it is shown as \udXXX.
-            file.write(html.encode("utf-8", "backslashreplace"))
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    write_atomically(path, lambda partial: Path(partial).write_text(html, encoding="utf-8"))
     return path
 
 
@@ -135,21 +124,6 @@ def kl_level(kl: float | None) -> int:
     return 0 if kl is None else bisect_right(KL_EDGES, kl)
 
 
-def visible(text: str) -> str:
-    """The text with characters that have no look, or reorder others, written as their code.
-
-    Example:
-        >>> visible("a\\u202eb")
-        'a\\\\u202eb'
-    """
-    return "".join(map(_visible_character, text))
-
-
-def visible_token(text: str) -> str:
-    """A token as it is shown: a newline also as a sign, an empty token as one."""
-    return visible(text).replace("\n", "↵\n") or "∅"
-
-
 def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
     """A nested mapping as dotted keys and texts.
 
@@ -163,13 +137,6 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
             yield from flatten(value, f"{path}.")
         else:
             yield path, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _visible_character(character: str) -> str:
-    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    if not hidden or character in "\n\t" or character in _JOINERS:
-        return character
-    return f"\\u{ord(character):04x}"
 
 
 def _shown_as_text(value: object) -> object:

@@ -27,7 +27,7 @@ LIVE_SUMMARY: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "kl_max": ("divergence/kl_rollout_current_max", max),
     "acceptance": ("gate/acceptance_seq", lambda v: sum(v) / len(v)),
     "ess_frac": ("weight/ess_frac", lambda v: sum(v) / len(v)),
-    "bound": ("certificate/bound", lambda v: v[-1]),
+    "bound": ("certificate/bound", lambda v: sum(v) / len(v)),
     "falsified_updates": ("certificate/falsified", sum),
     "log_ppl_gap": ("full/log_ppl_gap", lambda v: sum(v) / len(v)),
     "tokens_per_s": ("throughput/tokens_per_s", lambda v: sum(v) / len(v)),
@@ -134,7 +134,8 @@ def read_run(run_dir: Path) -> Run:
     arms += [
         Arm(name, finished=True, summary=row) for name, row in table.items() if name not in found
     ]
-    order = {name: i for i, name in enumerate(table)}
+    planned = _dict(_dict(head.get("recipe")).get("arms"))  # in this order they run
+    order = {name: i for i, name in enumerate({**planned, **table})}
     return Run(
         name=str(head.get("name") or run_dir.name),
         recipe=_dict(head.get("recipe")),

@@ -11,10 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from offdrift.certificate.certify import ACCEPTANCE_FLOOR
 from offdrift.report.stored import Arm, Run, number
-
-ACCEPTANCE_FLOOR = 0.70
-"""Below this share the precondition of the bound is called refuted (TRM paper, Remark 4.3)."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,14 @@ def duration(seconds: float | None) -> str:
     """A time for people.
 
     Example:
-        >>> duration(48.2), duration(301.0), duration(7260.0), duration(None)
-        ('48 s', '5 min 1 s', '2 h 1 min', '–')
+        >>> duration(1.25), duration(48.2), duration(301.0), duration(7260.0), duration(None)
+        ('1.2 s', '48 s', '5 min 1 s', '2 h 1 min', '–')
     """
     if seconds is None:
         return "–"
     whole = round(seconds)
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
@@ -186,8 +186,9 @@ COLUMNS = (
         "Bound B*",
         "reward",
         "lower is tighter",
-        "Unified bound on the error of the surrogate (Theorem 3.8), in units of reward, and the "
-        "row of it that was smallest. It is a guarantee only where its precondition holds.",
+        "Unified bound on the error of the surrogate (Theorem 3.8), in units of reward: its mean "
+        "over updates, and the bound that was smallest most often. It is a guarantee only where "
+        "its precondition holds.",
         lambda arm: Cell(short(arm.figure("bound")), arm.label("bound_row")),
     ),
     Column(
@@ -242,6 +243,8 @@ def _outcome(arms: Sequence[Arm]) -> str:
         before = winner.figure("reward_before")
         came = "ended at" if before is None else f"went from {fixed(before)} to"
         return f"{winner.name} {came} {fixed(best)} in held-out reward"
+    if len(level) == len(scored):
+        return f"{_listed(level)} ended level, at {fixed(best)} in held-out reward"
     if len(level) > 1:
         return f"{_listed(level)} ended level, with the highest held-out reward, {fixed(best)}"
     _, second = max((pair for pair in scored if pair[1] is not winner), key=lambda pair: pair[0])

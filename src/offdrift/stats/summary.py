@@ -16,6 +16,9 @@ from offdrift.stats.drift import DriftStats
 
 Numbers = dict[str, float]
 
+MAX_GATES = 8
+"""Gates of one method that are counted apart; all of them count together in `gate/drop_frac_*`."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -112,6 +115,7 @@ def _pair(on: str, second: str, first: str) -> list[Metric]:
         row("chi2_token", "1", "mean(e^2l) - 1", "worse", _chi2(f"{on}/w2", f"{on}/n")),
         row("chi2_seq", "1", "mean over sequences(e^(2 sum l)) - 1", "worse", _chi2(f"{on}/product2", "b")),
         row("tv_sampled", "1", "mean |e^l - 1| / 2: total variation, unbiased", "worse", lambda s: s[f"{on}/excess_abs"] / s[f"{on}/n"] / 2),
+        row("ess_frac", "1", "(sum w)^2 / (n sum w^2), w = e^l per token, untruncated", "better", _ess(f"{on}/w", f"{on}/w2", f"{on}/n")),
         row("ess_seq_frac", "1", "(sum W)^2 / (b sum W^2), W = e^(sum l), untruncated", "better", _ess(f"{on}/product", f"{on}/product2", "b")),
         row("pearson", "1", f"correlation of the probabilities under {first} and {second}", "better", _pearson(on)),
         row("prob_diff_mean", "1", f"mean |{second} - {first}| probability", "worse", _mean(f"{on}/d_abs", f"{on}/n")),
@@ -163,6 +167,10 @@ _ROWS = [
     Metric("current/entropy", "nat", "mean entropy of the current policy", "neither", _mean("current/entropy")),
     Metric("optim/loss", "task", "loss of the step, over all pieces and processes", "neither", lambda s: s["optim/loss"]),
     Metric("optim/grad_norm", "1", "global gradient norm before clipping", "neither", lambda s: s["optim/grad_norm"]),
+    *(
+        Metric(f"gate/{i}/drop_frac_token", "1", f"share of tokens that gate {i} alone rejects", "worse", _mean(f"gate/{i}/rejected_tokens"))
+        for i in range(MAX_GATES)
+    ),
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse", _mean("objective/clipped")),
 ]  # fmt: skip
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}

@@ -8,8 +8,11 @@ is ours. Prompts and samples need no random state, they are functions of the rec
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,7 +48,8 @@ def save(accelerator: Accelerator, folder: Path, position: Position) -> None:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
-        accelerator.save_state(str(partial))
+        with _quiet():
+            accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             (partial / "position.json").write_text(json.dumps(asdict(position)))
@@ -87,3 +91,15 @@ def load(accelerator: Accelerator, folder: Path) -> Position | None:
             f"remove that folder and --resume again: {fall_back}"
         ) from e
     return position
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """accelerate warns at every save that tied weights are stored once; they are meant to be."""
+    log = logging.getLogger("accelerate.utils.other")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

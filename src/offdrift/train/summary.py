@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offdrift.certificate.certify import ACCEPTANCE_FLOOR
 from offdrift.methods import Method
-
-ACCEPTANCE_FLOOR = 0.7
-"""Below this share of accepted sequences the paper asks to call it out (Remark 4.3)."""
 
 Row = Mapping[str, Any]
 
@@ -43,10 +41,10 @@ def summarize_arm(
         "kl_max": _largest(metrics, "divergence/kl_rollout_current_max"),
         "acceptance": _mean(metrics, "gate/acceptance_seq"),
         "acceptance_min": _smallest(metrics, "gate/acceptance_seq"),
-        "ess_frac": _mean(metrics, "weight/ess_frac"),
+        "ess_frac": _mean(metrics, "full/ess_frac"),
         "bound": _mean(metrics, "certificate/bound"),
         "bound_row": rows.most_common(1)[0][0] if rows else None,
-        "falsified_updates": sum(_known(metrics, "certificate/falsified")) if _known(metrics, "certificate/falsified") else None,
+        "falsified_updates": _count(metrics, "certificate/falsified"),
         "log_ppl_gap": _mean(metrics, "full/log_ppl_gap"),
         "tokens_per_s": sum(tokens) / seconds if seconds > 0 else None,
         "seconds": seconds,
@@ -75,19 +73,24 @@ def notes(row: Method, metrics: Sequence[Row]) -> list[str]:
     return said
 
 
-def _known(metrics: Sequence[Row], key: str) -> list[float]:
+def _known(metrics: Sequence[Row], key: str) -> list[Any]:
     return [m[key] for m in metrics if m.get(key) is not None]
 
 
-def _mean(metrics: Sequence[Row], key: str, by: Sequence[float] | None = None) -> float | None:
+def _mean(metrics: Sequence[Row], key: str, by: Sequence[int | float] | None = None) -> float | None:
     pairs = [(m[key], w) for m, w in zip(metrics, by or [1.0] * len(metrics), strict=True) if m.get(key) is not None]
     total = sum(w for _, w in pairs)
     return sum(v * w for v, w in pairs) / total if total else None
 
 
+def _count(metrics: Sequence[Row], key: str) -> int | None:
+    known = _known(metrics, key)
+    return sum(known) if known else None
+
+
 def _largest(metrics: Sequence[Row], key: str) -> float | None:
-    return max(_known(metrics, key), default=None)
+    return max(map(float, _known(metrics, key)), default=None)
 
 
 def _smallest(metrics: Sequence[Row], key: str) -> float | None:
-    return min(_known(metrics, key), default=None)
+    return min(map(float, _known(metrics, key)), default=None)

@@ -1,0 +1,5 @@
+"""`python -m offdrift` is the command line."""
+
+from offdrift.cli import main
+
+main()

@@ -1,0 +1,194 @@
+"""The command line: parse, call, print. No mathematics."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from offdrift.errors import OffdriftError
+
+app = typer.Typer(
+    name="offdrift",
+    help="Measure, correct and certify off-policy drift in reinforcement learning of language models.",
+    epilog="Start with:  offdrift train recipes/tiny.toml",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+INTERRUPTED = 130
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe (TOML); see recipes/ for examples.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the recipe, for instance lag.sync_every=4 or rollout.engine=vllm. Repeatable."),
+    ] = None,
+    arms: Annotated[
+        str | None, typer.Option(help="Only these arms of the recipe, comma-separated.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Instead of the recipe's arms, one arm with this method (see `offdrift methods`).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder; default runs/NAME, or runs/NAME-2, ... if taken.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the newest run of this recipe (or --out) from its last checkpoint.")
+    ] = False,
+) -> None:
+    """Train each arm of a recipe under real drift, compare them, and write a report.
+
+    Every arm sees the same prompts, seeds and drift. The run folder holds everything: metrics,
+    rollouts with provenance, checkpoints, the trained models, and report.html.
+
+    Several GPUs:  accelerate launch -m offdrift train recipes/tiny.toml
+    """  # fmt: skip
+    from offdrift.report.page import write_report
+    from offdrift.report.stored import read_run
+    from offdrift.report.terminal import LiveProgress, run_summary
+    from offdrift.train.loop import train as train_recipe
+    from offdrift.train.recipe import load_recipe
+
+    chosen = load_recipe(recipe, changes=[*(changes or []), *_arms(arms, method)])
+    if arms is not None:
+        chosen = _only(chosen, arms)
+    folder = _run_folder(out, chosen.name, resume)
+    main_process = int(os.environ.get("RANK", "0")) == 0
+    screen = console if main_process else Console(quiet=True)
+    screen.print(f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; run folder {folder}")  # fmt: skip
+    # A polite kill ends like Ctrl-C: the live display is put away and the way back is printed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with LiveProgress(screen) as watch:
+            train_recipe(chosen, folder, resume=resume, watch=watch)
+    except KeyboardInterrupt:
+        screen.print(f"\ninterrupted; nothing before the last checkpoint is lost. Continue with:\n  offdrift train {recipe} --out {folder} --resume")  # fmt: skip
+        raise typer.Exit(INTERRUPTED) from None
+    if main_process:
+        page = write_report(folder)
+        screen.print(run_summary(read_run(folder)))
+        screen.print(f"\nreport: {page}")
+
+
+@app.command()
+def bound(
+    horizon: Annotated[int, typer.Option("--T", help="Horizon: tokens of the longest sequence.")],
+    delta: Annotated[float, typer.Option(help="Largest token KL(rollout || current), nat.")],
+    eps: Annotated[float | None, typer.Option(help="Largest token TV; default sqrt(delta/2).")] = None,
+    kl_seq: Annotated[float | None, typer.Option(help="KL of whole sequences, nat; default T delta.")] = None,
+    tv_seq: Annotated[float | None, typer.Option(help="TV of whole sequences; default sqrt(kl-seq/2).")] = None,
+    mean_tv: Annotated[float | None, typer.Option(help="Mean TV per position, for the adaptive rows.")] = None,
+    reward_range: Annotated[float, typer.Option(help="Largest minus smallest possible reward.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Every bound on how far the surrogate can be from the true return, with its minimum B*.
+
+    Table 1 of the Trust Region Masking paper:
+    offdrift bound --T 4096 --delta 1e-4 --eps 5e-3 --kl-seq 0.01 --tv-seq 0.05
+    """  # fmt: skip
+    from offdrift.report.bound_table import bound_rows, bound_table
+
+    given = {"horizon": horizon, "delta": delta, "eps": eps, "kl_seq": kl_seq, "tv_seq": tv_seq, "mean_tv": mean_tv, "reward_range": reward_range}  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(bound_rows(**given), indent=1))
+    else:
+        console.print(bound_table(**given))
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method, in full.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The method table: what each correction does, when it fails, where it comes from."""
+    from offdrift.methods import METHODS
+    from offdrift.methods import method as find
+
+    rows = METHODS if name is None else {name: find(name)}
+    facts = {
+        n: {"summary": r.summary, "parts": r.describe(), "fails": r.fails, "reference": r.reference}
+        for n, r in rows.items()
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    if name is not None:
+        for key, text in facts[name].items():
+            console.print(f"[bold]{key:>10}[/]  {text}", highlight=False)
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("method", "what it does", "when it fails"):
+        table.add_column(title)
+    for n, row in facts.items():
+        table.add_row(f"[bold]{n}[/]", row["summary"], f"[dim]{row['fails']}[/]")
+    console.print(table)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder, finished or not.")],
+) -> None:
+    """Write a run's report.html again from what it stored, and print its table."""
+    from offdrift.report.page import write_report
+    from offdrift.report.stored import read_run
+    from offdrift.report.terminal import run_summary
+
+    page = write_report(run)
+    console.print(run_summary(read_run(run)))
+    console.print(f"\nreport: {page}")
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one message and exit status 1, never a traceback."""
+    try:
+        app()
+    except OffdriftError as error:
+        _fail(error)
+
+
+def _fail(error: OffdriftError) -> NoReturn:
+    Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)  # fmt: skip
+    raise SystemExit(1)
+
+
+def _arms(arms: str | None, method: str | None) -> list[str]:
+    if method is None:
+        return []
+    if arms is not None:
+        raise typer.BadParameter("--arms chooses among the recipe's arms, --method replaces them; give one")  # fmt: skip
+    return [f'arms={{{method} = {{method = "{method}"}}}}']
+
+
+def _only(recipe, arms: str):  # noqa: ANN001, ANN202
+    names = [a.strip() for a in arms.split(",") if a.strip()]
+    unknown = [n for n in names if n not in recipe.arms]
+    if unknown or not names:
+        raise typer.BadParameter(f"{recipe.name} has the arms {', '.join(recipe.arms)}; not {', '.join(unknown) or 'none'}")  # fmt: skip
+    return recipe.model_copy(update={"arms": {n: recipe.arms[n] for n in names}})
+
+
+def _run_folder(out: Path | None, name: str, resume: bool) -> Path:
+    """The folder to run in: the one asked for, the newest to resume, or the next free one."""
+    if out is not None:
+        if not resume and (out / "run.json").exists():
+            raise typer.BadParameter(f"{out} already holds a run; add --resume to continue it, or choose another --out")  # fmt: skip
+        return out
+    taken = [p for p in (Path("runs") / name, *(Path("runs") / f"{name}-{i}" for i in range(2, 10_000)))]
+    existing = [p for p in taken if (p / "run.json").exists()]
+    if resume:
+        if not existing:
+            raise typer.BadParameter(f"there is no run of {name} under runs/; start it without --resume")  # fmt: skip
+        return max(existing, key=lambda p: (p / "run.json").stat().st_mtime)
+    return next(p for p in taken if not p.exists())

@@ -1,0 +1,182 @@
+"""The same facts in the terminal: live progress while a run trains, and its table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from offdrift.certificate.certify import ACCEPTANCE_FLOOR
+from offdrift.report.stored import Run, number
+from offdrift.report.table import COLUMNS, percent, short, verdict
+
+
+class Happening(Protocol):
+    """What a trainer reports; `offdrift.train.loop.Event` is one."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def arm(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def metrics(self) -> Mapping[str, Any] | None: ...
+
+
+LIVE: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    "reward": ("reward/mean", short),
+    "KL mean": ("divergence/kl_rollout_current_mean", short),
+    "KL max": ("divergence/kl_rollout_current_max", short),
+    "accepted": ("gate/acceptance_seq", percent),
+    "ESS": ("full/ess_frac", percent),
+    "lag": ("version_lag/max", lambda x: "–" if x is None else f"{x:.0f}"),
+    "tokens/s": ("throughput/tokens_per_s", lambda x: "–" if x is None else f"{x:,.0f}"),
+}
+"""What is shown live of each update: column -> metric and how it is written."""
+
+
+class LiveProgress:
+    """Shows a run as it happens: a bar and the newest numbers per arm, or plain lines off a terminal.
+
+    Args:
+        console: where to print; not a terminal means one line every `every` updates.
+
+    Example:
+        >>> with LiveProgress(Console(quiet=True)) as watch:
+        ...     watch  # doctest: +ELLIPSIS
+        <offdrift.report.terminal.LiveProgress object at ...>
+    """
+
+    def __init__(self, console: Console, *, every: int = 8) -> None:
+        self.console, self.every = console, every
+        self.newest: dict[str, Mapping[str, Any]] = {}
+        self.held_out: dict[str, list[float]] = {}
+        self.progress = Progress(
+            TextColumn("{task.description}", justify="right"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.bars: dict[str, Any] = {}
+        self.warned: set[str] = set()
+        self.live = Live(console=console, get_renderable=self._picture, refresh_per_second=4)
+
+    def __enter__(self) -> LiveProgress:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def __call__(self, event: Happening) -> None:
+        """Take note of an event."""
+        getattr(self, f"_on_{event.kind}", self._on_setup)(event)
+
+    def _on_setup(self, event: Happening) -> None:
+        self._say(Text(event.text, style="dim"))
+
+    def _on_warm_start(self, event: Happening) -> None:
+        self._bar("warm start", event)
+        loss = number((event.metrics or {}).get("loss"))
+        if not self.console.is_terminal and event.step % 100 == 0:
+            self._say(Text(f"warm start {event.step}/{event.total}  loss {short(loss)} nat"))
+
+    def _on_arm(self, event: Happening) -> None:
+        self._bar(event.arm, event)
+        self._say(Text.assemble((event.arm, "bold"), f"  {event.text}"))
+
+    def _on_resume(self, event: Happening) -> None:
+        self._say(Text(f"{event.arm}: resumed at update {event.step} {event.text}", style="cyan"))
+
+    def _on_eval(self, event: Happening) -> None:
+        reward = number((event.metrics or {}).get("reward"))
+        if reward is not None:
+            self.held_out.setdefault(event.arm, []).append(reward)
+        if not self.console.is_terminal:
+            self._say(Text(f"{event.arm} {event.step}/{event.total}  held-out reward {short(reward)}"))
+
+    def _on_update(self, event: Happening) -> None:
+        self._bar(event.arm, event)
+        self.newest[event.arm] = event.metrics or {}
+        accepted = number(self.newest[event.arm].get("gate/acceptance_seq"))
+        if accepted is not None and accepted < ACCEPTANCE_FLOOR and event.arm not in self.warned:
+            self.warned.add(event.arm)
+            self._say(
+                Text(
+                    f"{event.arm}: update {event.step} accepted {percent(accepted)} of its sequences; "
+                    "below 70 % the bound's precondition counts as refuted (TRM paper, Remark 4.3)",
+                    style="yellow",
+                )
+            )
+        if not self.console.is_terminal and event.step % self.every == 0:
+            words = [f"{name} {show}" for name, show in self._numbers(event.arm)]
+            self._say(Text(f"{event.arm} {event.step}/{event.total}  " + "  ".join(words)))
+
+    def _on_arm_done(self, event: Happening) -> None:
+        after = number((event.metrics or {}).get("reward_after"))
+        self._say(Text.assemble((event.arm, "bold"), f"  done: held-out reward {short(after)} {event.text}"))
+
+    def _bar(self, name: str, event: Happening) -> None:
+        if name not in self.bars:
+            self.bars[name] = self.progress.add_task(name, total=event.total)
+        self.progress.update(self.bars[name], completed=event.step, total=event.total)
+
+    def _numbers(self, arm: str) -> list[tuple[str, str]]:
+        newest = self.newest.get(arm, {})
+        return [(name, show(number(newest.get(key)))) for name, (key, show) in LIVE.items()]
+
+    def _picture(self) -> Group:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("arm")
+        table.add_column("update", justify="right")
+        for name in LIVE:
+            table.add_column(name, justify="right")
+        table.add_column("held-out", justify="right")
+        for arm, newest in self.newest.items():
+            evals = " → ".join(short(r) for r in (self.held_out.get(arm) or [])[:: max(1, len(self.held_out.get(arm, [])) - 1)])
+            table.add_row(arm, str(newest.get("update", "")), *(v for _, v in self._numbers(arm)), evals)
+        return Group(self.progress, table) if self.newest else Group(self.progress)
+
+    def _say(self, text: Text) -> None:
+        self.console.print(Text(time.strftime("%H:%M:%S "), style="dim") + text, soft_wrap=True)
+
+
+def run_table(run: Run) -> Table:
+    """The run's table, an arm a row: value above, its small print below."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
+    table.add_column("arm", style="bold")
+    for column in COLUMNS:
+        unit = f"\n[dim]{column.unit}[/]" if column.unit else ""
+        table.add_column(column.title + unit, justify="right")
+    for arm in run.arms:
+        cells = []
+        for column in COLUMNS:
+            cell = column.cell(arm)
+            style = "yellow" if cell.flagged else ""
+            cells.append(Text(cell.text, style=style) + Text(f"\n{cell.note}" if cell.note else "", style="dim"))
+        table.add_row(arm.name, *cells)
+    return table
+
+
+def run_summary(run: Run) -> Group:
+    """Table, notes and the one sentence."""
+    notes = [Text(f"{arm.name}: {note}", style="dim") for arm in run.arms for note in arm.notes]
+    return Group(run_table(run), Text(verdict(run)), *notes)

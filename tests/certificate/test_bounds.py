@@ -1,0 +1,310 @@
+"""The bounds' numbers: Table 1, hand values, limits, remarks 3.7 and 3.9, monotonicity."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offdrift.certificate import Bound, all_bounds, bounds, tightest, unified
+from offdrift.errors import BadValueError, MethodError
+
+KL_ONLY = {"horizon": 4096, "delta": 1e-4, "kl_seq": 0.01}
+KL_TV = KL_ONLY | {"eps": 5e-3, "tv_seq": 0.05}
+SIX = ["pinsker_marginal_kl", "pinsker_marginal_tv", "mixed_kl", "mixed_tv", "coupling", "adaptive"]
+
+
+def values(**given: object) -> dict[str, float]:
+    return {b.name: b.value for b in all_bounds(**given)}  # type: ignore[arg-type]
+
+
+# -- numbers ----------------------------------------------------------------------------------
+
+# Table 1 as printed: KL-only and KL+TV. For the Pinsker-Marginal rows, and the worst case of the
+# adaptive one, the paper prints the closed form of eq. 14.
+PRINTED = {
+    "classical_tv": ("1,677", "839"),
+    "coupling": ("113.8", "79.9"),
+    "pinsker_marginal_kl": ("35.0", "35.0"),
+    "pinsker_marginal_tv": ("35.0", "24.7"),
+    "mixed_kl": ("8.2", "8.2"),
+    "mixed_tv": ("8.2", "4.1"),
+}
+
+
+@pytest.mark.parametrize(("column", "known"), [(0, KL_ONLY), (1, KL_TV)])
+def test_table_1_to_every_printed_digit(column: int, known: dict[str, float]):
+    rows = {b.name: b for b in all_bounds(**known)}  # type: ignore[arg-type]
+    for name, printed in PRINTED.items():
+        row = rows[name]
+        value = row.closed_form if name.startswith("pinsker") else row.value
+        assert value is not None
+        digits = 1 if "." in printed[column] else 0
+        assert f"{value:,.{digits}f}" == printed[column], name
+    assert f"{unified(**known).value:.1f}" == PRINTED["mixed_tv"][column]  # type: ignore[arg-type]
+    assert len(PRINTED) == 6
+
+
+def test_table_1_recomputed():
+    # Methods table, keys b.*: exact sums, D-bar uniform at eps for the adaptive row.
+    kt = values(**KL_TV, mean_tv=5e-3)
+    k = values(**KL_ONLY, mean_tv=math.sqrt(1e-4 / 2))
+    assert [kt[n] for n in SIX] == pytest.approx(
+        [34.946092, 24.710619, 8.192, 4.096, 79.91, 24.710577], abs=1e-6
+    )
+    assert [k[n] for n in SIX] == pytest.approx(
+        [34.946092, 34.946092, 8.192, 8.192, 113.838209, 34.946092], abs=1e-6
+    )
+    assert kt["classical_kl"] == k["classical_kl"] == pytest.approx(1677.312, rel=1e-12)
+    assert k["classical_tv"] == pytest.approx(1677.312, rel=1e-12)
+    assert kt["classical_tv"] == pytest.approx(838.656, rel=1e-12)
+    assert kt["classical_kl"] / unified(**KL_TV).value == pytest.approx(409.5, rel=1e-12)
+
+
+def test_closed_forms_recomputed():
+    # Methods table: b.pmkl.closed, b.pmtv.closed, b.coup.cap, b.cross, b.cross.P.
+    eps = math.sqrt(1e-4 / 2)
+    assert bounds.pinsker_marginal_kl_upper(horizon=4096, delta=1e-4) == pytest.approx(
+        34.952533, abs=1e-6
+    )
+    assert bounds.pinsker_marginal_tv_upper(horizon=4096, delta=1e-4, eps=5e-3) == pytest.approx(
+        24.715173, abs=1e-6
+    )
+    assert bounds.coupling_upper(horizon=4096, eps=eps) == pytest.approx(115.852375, abs=1e-6)
+    assert bounds.route_crossover(delta=1e-4, eps=5e-3) == pytest.approx(2.0)
+    assert bounds.route_crossover(delta=1e-4, eps=eps) == pytest.approx(1.0)
+    assert bounds.route_crossover(delta=1e-4, eps=0.0) == math.inf
+
+
+SMALL = {
+    "horizon": 4,
+    "delta": 0.02,
+    "eps": 0.05,
+    "kl_seq": 0.05,
+    "tv_seq": 0.1,
+    "mean_tv": np.array([0.01, 0.05, 0.0, 0.02]),
+}
+
+
+def test_small_check_by_hand():
+    # sqrt(delta/2) = .1; S = .1 (1 + sqrt2 + sqrt3); future limits at T-t = 3, 2, 1, 0 are
+    # .1 sqrt3, .1 sqrt2, .1, 0 by KL and .15, .1, .05, 0 by TV. Methods table, keys b.s.*.
+    root = 0.1 * (1 + math.sqrt(2) + math.sqrt(3))
+    want = {
+        "classical_kl": 4 * 3 * 0.02,
+        "classical_tv": 2 * 4 * 3 * 0.05**2,
+        "pinsker_marginal_kl": 4 * 0.1 * root,
+        "pinsker_marginal_tv": 4 * 0.05 * root,
+        "mixed_kl": 4 * 4 * 0.1 * math.sqrt(0.025),
+        "mixed_tv": 4 * 4 * 0.05 * 0.1,
+        "coupling": 4 * 0.05 * (0.05 + 0.1 + 0.15),
+        "adaptive_kl": 4 * (0.01 * 0.1 * math.sqrt(3) + 0.05 * 0.1 * math.sqrt(2)),
+        "adaptive_tv": 4 * (0.01 * 0.15 + 0.05 * 0.1),
+        "adaptive": 4 * (0.01 * 0.15 + 0.05 * 0.1),
+    }
+    got = values(**SMALL)
+    assert got == pytest.approx(want, rel=1e-12)
+    assert [got[n] for n in SIX] == pytest.approx(
+        [0.165851, 0.08292529, 0.252982, 0.08, 0.06, 0.026], abs=1e-6
+    )
+    best = unified(**SMALL)  # type: ignore[arg-type]
+    assert (best.name, best.value) == ("adaptive", pytest.approx(0.026))
+
+
+def test_pointwise_by_hand():
+    # min(.05, .1) * sum of min((t-1) .05, .1 sqrt(t-1), tv_seq = .1, sqrt(.025)): 0 .05 .1 .1
+    got = values(**SMALL, constants="sharp")["pointwise"]
+    assert got == pytest.approx(2 * 0.05 * (0.05 + 0.1 + 0.1), rel=1e-12)
+    kl_capped = bounds.pointwise(horizon=4, delta=0.02, eps=0.05, kl_seq=0.0032, tv_seq=0.1)
+    assert kl_capped == pytest.approx(2 * 0.05 * 3 * 0.04, rel=1e-12)
+
+
+def test_one_token_is_exact_except_for_the_mixed_rows():
+    got = values(horizon=1, delta=0.02, kl_seq=0.02, mean_tv=0.05)
+    assert got.pop("mixed_kl") == pytest.approx(0.04)  # 4 * .1 * .1; methods table, b.T1.mixkl
+    assert got.pop("mixed_tv") == pytest.approx(0.04)
+    assert set(got.values()) == {0.0}
+    assert len(got) == 8
+    for constants in ("paper", "sharp"):
+        assert unified(horizon=1, delta=0.02, constants=constants).value == 0
+
+
+def test_equal_policies_have_no_error():
+    got = values(horizon=100, delta=0.0, mean_tv=np.zeros(100), constants="sharp")
+    assert set(got.values()) == {0.0}
+    assert len(got) == 11
+
+
+def test_unknown_kl_leaves_the_tv_rows():
+    got = values(horizon=100, delta=math.inf, eps=1e-3, tv_seq=0.02)
+    assert got["classical_kl"] == math.inf
+    assert got["coupling"] == pytest.approx(4 * 1e-6 * 99 * 100 / 2)
+    assert got["mixed_tv"] == pytest.approx(4 * 100 * 1e-3 * 0.02)
+    zero = all_bounds(horizon=100, delta=math.inf, eps=0.0, kl_seq=0.0, mean_tv=0.0)
+    assert not any(math.isnan(b.value) or math.isnan(b.closed_form or 0) for b in zero)
+    assert values(horizon=1, delta=math.inf)["classical_kl"] == 0
+
+
+def test_ten_million_tokens():
+    horizon = 10**7
+    mean_tv = np.full(horizon, 1e-6)
+    got = {
+        b.name: b
+        for b in all_bounds(
+            horizon=horizon, delta=1e-9, eps=2e-6, mean_tv=mean_tv, constants="sharp"
+        )
+    }
+    assert len(got) == 11
+    # The caps are reached at k = 2e9 by KL (never) and k = 5e5 by TV; crossover at k = 125.
+    coupling = 2 * 2e-6 * (2e-6 * 5e5 * (5e5 + 1) / 2 + (horizon - 1 - 5e5))
+    assert got["coupling"].value == pytest.approx(coupling, rel=1e-12)
+    closed = got["pinsker_marginal_kl"].closed_form
+    assert closed is not None
+    assert got["pinsker_marginal_kl"].value == pytest.approx(closed, rel=1e-6)
+    assert got["adaptive"].value == pytest.approx(got["adaptive_kl"].value, rel=1e-4)
+
+
+# -- what a row says --------------------------------------------------------------------------
+
+
+def test_reward_range_scales_every_row():
+    one = all_bounds(**SMALL)  # type: ignore[arg-type]
+    three = all_bounds(**SMALL, reward_range=3.0)  # type: ignore[arg-type]
+    assert [b.value for b in three] == pytest.approx([3 * b.value for b in one])
+    assert [b.closed_form for b in three if b.closed_form] == pytest.approx(
+        [3 * b.closed_form for b in one if b.closed_form]
+    )
+    assert unified(**SMALL, reward_range=3.0).value == pytest.approx(3 * 0.026)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reward_range", [0.0, -1.0, math.inf, math.nan])
+def test_impossible_reward_ranges_are_refused(reward_range: float):
+    with pytest.raises(BadValueError, match=f"reward_range = {reward_range}"):
+        all_bounds(horizon=4, delta=0.1, reward_range=reward_range)
+
+
+def test_other_constants_are_refused():
+    with pytest.raises(MethodError, match="constants = 'half'"):
+        all_bounds(horizon=4, delta=0.1, constants="half")
+
+
+def test_sharp_halves_every_row_and_adds_pointwise():
+    paper, sharp = values(**SMALL), values(**SMALL, constants="sharp")
+    assert set(sharp) - set(paper) == {"pointwise"}
+    assert {n: 2 * sharp[n] for n in paper} == pytest.approx(paper)
+    assert len(paper) == 10
+
+
+def test_without_mean_tv_there_are_no_adaptive_rows():
+    names = set(values(**KL_TV))
+    assert len(names) == 7
+    assert not any(n.startswith("adaptive") for n in names)
+
+
+def test_the_unified_bound_is_the_minimum_of_the_papers_six():
+    rows = all_bounds(**SMALL)  # type: ignore[arg-type]
+    assert sorted(b.name for b in rows if b.unified) == sorted(SIX)
+    sharp = all_bounds(**SMALL, constants="sharp")  # type: ignore[arg-type]
+    assert sorted(b.name for b in sharp if b.unified) == sorted([*SIX, "pointwise"])
+    for six in range(6):
+        marked = [_bound(n, 0.5 if i == six else 1.0) for i, n in enumerate(SIX)]
+        assert tightest([_bound("classical_tv", 0.1, unified=False), *marked]).name == SIX[six]
+
+
+def _bound(name: str, value: float, *, unified: bool = True) -> Bound:
+    return Bound(name, value, route="", scaling="", equation="", unified=unified)
+
+
+def test_a_row_says_which_of_its_premises_were_tightened():
+    rows = {b.name: b for b in all_bounds(horizon=8, delta=0.02, eps=0.5)}
+    assert {n for n, b in rows.items() if b.note} == {
+        "classical_tv", "coupling", "pinsker_marginal_tv", "mixed_tv",
+    }  # fmt: skip
+    assert rows["coupling"].note.startswith("eps = 0.5 exceeds sqrt(delta/2) = 0.1")
+
+
+# -- relations, on random premises ------------------------------------------------------------
+
+
+@st.composite
+def known(draw: st.DrawFn) -> dict:
+    """Consistent premises, from certain agreement to certain disagreement."""
+    horizon = draw(st.integers(1, 300))
+    delta = 10 ** draw(st.floats(-8, 1))
+    share = st.floats(0.01, 1)
+    eps = draw(share) * min(1.0, math.sqrt(delta / 2))
+    kl_seq = draw(share) * horizon * delta
+    tv_seq = draw(share) * min(1.0, math.sqrt(kl_seq / 2))
+    seed = draw(st.integers(0, 2**16))
+    mean_tv = eps * np.random.default_rng(seed).random(horizon)
+    return {
+        "horizon": horizon, "delta": delta, "eps": eps,
+        "kl_seq": kl_seq, "tv_seq": tv_seq, "mean_tv": mean_tv,
+    }  # fmt: skip
+
+
+many = settings(max_examples=100, deadline=None)
+
+
+@given(known())
+@many
+def test_remark_3_9_adaptive_subsumes(k: dict):
+    got = values(**k)
+    fallback = min(got[n] for n in ("pinsker_marginal_kl", "pinsker_marginal_tv", "coupling"))
+    assert got["adaptive"] <= fallback * (1 + 1e-12)
+    assert got["adaptive"] <= min(got["adaptive_kl"], got["adaptive_tv"]) * (1 + 1e-12)
+    assert unified(**k).name in ("mixed_kl", "mixed_tv", "adaptive") or fallback == 0
+
+
+@given(known())
+@many
+def test_pointwise_is_never_worse(k: dict):
+    got = values(**k, constants="sharp")
+    others = ["pinsker_marginal_kl", "pinsker_marginal_tv", "coupling", "mixed_kl", "mixed_tv"]
+    assert got["pointwise"] <= min(got[n] for n in others) * (1 + 1e-12)
+
+
+@given(known())
+@many
+def test_remark_3_7_worst_case_substitutions(k: dict):
+    horizon, delta, eps = k["horizon"], k["delta"], k["eps"]
+    worst = np.full(horizon, min(1.0, math.sqrt(delta / 2)))
+    assert bounds.adaptive_kl(horizon=horizon, delta=delta, mean_tv=worst) == pytest.approx(
+        bounds.pinsker_marginal_kl(horizon=horizon, delta=delta), rel=1e-12
+    )
+    assert bounds.adaptive_tv(
+        horizon=horizon, eps=eps, mean_tv=np.full(horizon, eps)
+    ) == pytest.approx(bounds.coupling(horizon=horizon, eps=eps), rel=1e-12)
+
+
+@given(known())
+@many
+def test_order_of_the_rows(k: dict):
+    got = values(**k)
+    assert got["coupling"] <= got["classical_tv"] * (1 + 1e-12)
+    assert got["classical_tv"] <= got["classical_kl"] * (1 + 1e-12)
+    assert got["pinsker_marginal_tv"] <= got["pinsker_marginal_kl"] * (1 + 1e-12)
+    assert got["mixed_tv"] <= got["mixed_kl"] * (1 + 1e-12)
+    closed = [b for b in all_bounds(**k) if b.closed_form is not None]
+    assert len(closed) == 3
+    for b in closed:
+        assert b.value <= b.closed_form * (1 + 1e-12)  # type: ignore[operator]
+
+
+@given(known(), st.floats(1.0, 3.0))
+@many
+def test_more_drift_never_lowers_a_bound(k: dict, factor: float):
+    wider = {n: factor * k[n] for n in ("eps", "tv_seq", "mean_tv")}
+    more = {"delta": factor**2 * k["delta"], "kl_seq": factor**2 * k["kl_seq"]}
+    capped = {n: np.minimum(v, 1.0) if n == "mean_tv" else min(v, 1.0) for n, v in wider.items()}
+    before, after = values(**k, constants="sharp"), values(**k | more | capped, constants="sharp")
+    longer = k | {
+        "horizon": k["horizon"] + 1,
+        "mean_tv": np.concatenate([k["mean_tv"], [0.0]]),
+    }
+    extended = values(**longer, constants="sharp")
+    assert len(before) == 11
+    for name, value in before.items():
+        assert after[name] >= value * (1 - 1e-12), name
+        assert extended[name] >= value * (1 - 1e-12), name

@@ -1,0 +1,36 @@
+"""Pairs of policies to measure: golden, random, and every awkward row we know of."""
+
+import math
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+# FX-V of the methods table: three positions, three tokens, and the token drawn at each.
+FX_V_MU = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.9, 0.05, 0.05]], dtype=torch.float64)
+FX_V_PI = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.25, 0.25], [0.8, 0.15, 0.05]], dtype=torch.float64)
+FX_V_TOKENS = torch.tensor([0, 1, 1])
+
+
+def random_pair(
+    n: int, v: int, *, drift: float, scale: float = 3.0, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Logits of two policies, the second the first plus noise of size `drift` (float64)."""
+    generator = torch.Generator().manual_seed(seed)
+    mu = scale * torch.randn(n, v, generator=generator, dtype=torch.float64)
+    return mu, mu + drift * torch.randn(n, v, generator=generator, dtype=torch.float64)
+
+
+@st.composite
+def pairs(draw: st.DrawFn, max_rows: int = 4, max_vocab: int = 9) -> tuple[Tensor, Tensor]:
+    """Two float64 score matrices of one shape; -inf, ties, shared rows and empty batches included.
+
+    Every row has at least one finite score, so that it is a distribution.
+    """
+    n, v = draw(st.integers(0, max_rows)), draw(st.integers(1, max_vocab))
+    score = st.one_of(st.floats(-30, 30, width=32), st.sampled_from([0.0, 1.0]), st.just(-math.inf))
+    row = st.lists(score, min_size=v, max_size=v).filter(lambda r: max(r) > -math.inf)
+    mu = [draw(row) for _ in range(n)]
+    pi = [draw(st.one_of(row, st.just(r))) for r in mu]
+    as_matrix = lambda rows: torch.tensor(rows, dtype=torch.float64).reshape(n, v)  # noqa: E731
+    return as_matrix(mu), as_matrix(pi)

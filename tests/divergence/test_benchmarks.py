@@ -1,0 +1,51 @@
+"""The benchmarks run (for errors, not for time) and the numbers they compare agree."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark_named(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_exact_kl(benchmark_named, tmp_path):
+    path = tmp_path / "exact_kl.json"
+    tiny = ["--rows", "200", "--vocab", "8192", "--repeats", "1", "--plain-only"]
+    found = benchmark_named("exact_kl").main([*tiny, "--json", str(path)])
+    assert json.loads(path.read_text()) == found
+    for dtype in ("float32", "bfloat16"):
+        ways = found[dtype]
+        assert ways["plain"]["kl_relative_error"] < 1e-4
+        assert ways["plain"]["tv_error"] < 1e-6
+        assert 0 < ways["plain"]["peak_mib"] < ways["naive"]["peak_mib"]
+
+
+def test_correction(benchmark_named, tmp_path):
+    path = tmp_path / "correction.json"
+    correction = benchmark_named("correction")
+    tiny = ["--sequences", "8", "--longest", "64", "--repeats", "1", "--json", str(path)]
+    found = correction.main(tiny)
+    assert json.loads(path.read_text()) == found
+    assert found["tokens"] > 64
+    for mode in correction.MODES:
+        assert {"read", "ours, packed", "ours, padded"} <= set(found[mode]["seconds"])
+
+
+def test_correction_gives_packed_and_padded_input_the_same_numbers(benchmark_named):
+    correction = benchmark_named("correction")
+    batch = correction.ragged(8, 64)
+    for how, _ in correction.MODES.values():
+        corrected, metrics = correction.ours_packed(batch, how)
+        keep, weight, padded_metrics = correction.ours_padded(batch, how)
+        inside = batch.mask.bool()
+        assert keep[inside].bool().equal(corrected.keep)
+        assert weight[inside].equal(corrected.weight)
+        assert padded_metrics == pytest.approx(metrics, nan_ok=True)
+        assert len(metrics) > 10

@@ -1,0 +1,54 @@
+"""Engines and checkpoints that are built once per session."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from tests.engines.models import tiny
+
+pytest.register_assert_rewrite("tests.engines.contract")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread():
+    """Models this small lose eight times their time to waking a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """Folder of a saved tiny model, by kind."""
+    folders = {}
+    for kind in ("dense", "moe"):
+        folders[kind] = str(tmp_path_factory.mktemp(kind))
+        tiny(kind).save_pretrained(folders[kind])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(checkpoints):
+    """A vLLM engine by checkpoint kind and options; one per combination and session."""
+    if importlib.util.find_spec("vllm") is None:
+        if os.environ.get("CI"):
+            pytest.fail("vLLM is not installed; run `make install-vllm`", pytrace=False)
+        pytest.skip("vLLM is not installed; run `make install-vllm`")
+    from offdrift.engines.vllm import VLLMEngine
+
+    built = {}
+
+    def engine(kind: str, **options) -> VLLMEngine:
+        key = (kind, *sorted(options.items()))
+        if key not in built:
+            built[key] = VLLMEngine(checkpoints[kind], max_model_len=64, **options)
+        return built[key]
+
+    yield engine
+    for each in built.values():
+        each.close()

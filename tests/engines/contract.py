@@ -1,0 +1,310 @@
+"""What every rollout engine must keep (`offdrift.engines.base`), as one suite run on each engine.
+
+A test class inherits from `EngineContract` and provides three fixtures: `engine`, `model` (the
+trainer's float32 model, whose weights the engine holds when a test begins and ends) and `exact`
+(whether the engine computes in float32, so that it must agree with the oracle to rounding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from offdrift.engines.base import Engine
+from offdrift.engines.sync import FLOAT32_CAP, GROUPS, check_sync, verify_sync, weight_groups
+from offdrift.errors import EngineError, SyncError
+from offdrift.rollouts.records import FullVocab, Sampling, TopK
+from tests.engines.models import VOCAB
+from tests.engines.oracles import logp_rows
+
+PROMPTS = [[(7 * i + 3) % VOCAB, (5 * i) % VOCAB, i % VOCAB][: 1 + i % 3] for i in range(8)]
+PLAIN = Sampling(max_tokens=12)
+SAMPLINGS = {
+    "plain": PLAIN,
+    "cold": replace(PLAIN, temperature=0.7),
+    "top_k": replace(PLAIN, top_k=5),
+    "top_p": replace(PLAIN, top_p=0.9),
+    "all": replace(PLAIN, temperature=0.7, top_k=9, top_p=0.8),
+}
+INEXACT_TV = 0.25
+"""A reduced-precision row may be this far from the oracle in total variation at worst."""
+
+
+class Forgetful:
+    """An engine that keeps the first weights it ever got of one group, and says nothing."""
+
+    def __init__(self, engine: Engine, model: torch.nn.Module, group: str) -> None:
+        self._engine = engine
+        kept = {id(w) for w in weight_groups(model)[group]}
+        self._old = {n: w.detach().clone() for n, w in model.named_parameters() if id(w) in kept}
+        assert self._old, f"the model has no {group}"
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def load_weights(self, weights, *, version):
+        stale = ((name, self._old.get(name, weight)) for name, weight in weights)
+        self._engine.load_weights(stale, version=version)
+
+
+class EngineContract:
+    # -- what is recorded is what was sampled --------------------------------------------------
+
+    @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+    def test_evidence_is_the_distribution_of_the_weights_tempered_and_filtered(
+        self, engine, model, exact, sampling
+    ):
+        rollouts = engine.generate(PROMPTS, sampling, seed=3, evidence="full")
+        truth = logp_rows(model, rollouts, sampling)
+        rows = rollouts.evidence.logp
+        assert rows.shape == truth.shape == (8 * 12, VOCAB)
+        tv = 0.5 * (rows.double().exp() - truth.exp()).abs().sum(-1)
+        if exact:
+            assert torch.equal(rows.isinf(), truth.isinf())
+            assert tv.max() < 1e-5
+        elif sampling in (PLAIN, SAMPLINGS["cold"]):
+            assert 0 < tv.mean() < tv.max() < INEXACT_TV
+
+    @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+    def test_log_probs_are_the_evidence_at_the_sampled_token(self, engine, sampling):
+        rollouts = engine.generate(PROMPTS, sampling, seed=4, evidence="full")
+        rows = rollouts.evidence.logp
+        assert isinstance(rollouts.evidence, FullVocab)
+        assert len(rows) == len(rollouts.tokens) == len(rollouts.logp_rollout) == 8 * 12
+        assert rollouts.provenance.logprobs == "processed"
+        assert rollouts.provenance.sampling == sampling
+        picked = rows.gather(1, rollouts.tokens[:, None]).squeeze(1)
+        torch.testing.assert_close(rollouts.logp_rollout, picked, atol=1e-6, rtol=0)
+        torch.testing.assert_close(rows.logsumexp(-1), torch.zeros(96), atol=1e-5, rtol=0)
+        if sampling.top_k > 0 and sampling.top_p == 1:
+            # Equal scores at the k-th place all stay, in every engine.
+            kept = rows.isfinite().sum(-1)
+            assert kept.min() == sampling.top_k
+            assert kept.max() <= sampling.top_k + (0 if exact_rows(rows) else 3)
+
+    @pytest.mark.parametrize("k", [1, 5, VOCAB])
+    def test_top_k_evidence_is_the_head_of_the_full_rows(self, engine, k):
+        sampling = SAMPLINGS["cold"]
+        top = engine.generate(PROMPTS, sampling, seed=5, evidence=k)
+        full = engine.generate(PROMPTS, sampling, seed=5, evidence="full")
+        assert isinstance(top.evidence, TopK)
+        assert torch.equal(top.tokens, full.tokens)
+        assert top.evidence.ids.shape == top.evidence.logp.shape == (96, k)
+        largest = full.evidence.logp.topk(k).values
+        torch.testing.assert_close(top.evidence.logp, largest, atol=1e-6, rtol=0)
+        at_ids = full.evidence.logp.gather(1, top.evidence.ids.long())
+        torch.testing.assert_close(top.evidence.logp, at_ids, atol=1e-6, rtol=0)
+        seen = top.evidence.ids == top.tokens[:, None]
+        assert seen.any()
+        at_token = top.logp_rollout[:, None].expand(-1, k)[seen]
+        torch.testing.assert_close(top.evidence.logp[seen], at_token, atol=1e-6, rtol=0)
+
+    def test_frequencies_are_those_of_the_recorded_distribution(self, engine):
+        # Chi-squared over cells that expect at least 5 of 2000 draws: mean df, variance 2 df.
+        # Raw log-probs would be off by the temperature and the filter: thousands.
+        sampling = Sampling(max_tokens=1, temperature=0.7, top_p=0.9)
+        draws = 2000
+        rollouts = engine.generate([PROMPTS[2]] * draws, sampling, seed=6)
+        row = engine.generate([PROMPTS[2]], sampling, seed=6, evidence="full").evidence.logp[0]
+        expected = draws * row.double().exp()
+        seen = torch.bincount(rollouts.tokens, minlength=VOCAB).double()
+        cells = expected >= 5
+        df = int(cells.sum()) - 1
+        assert df >= 5
+        assert seen[row.isinf()].sum() == 0
+        chi2 = float(((seen - expected).square() / expected)[cells].sum())
+        assert chi2 < df + 5 * (2 * df) ** 0.5
+
+    # -- lengths ------------------------------------------------------------------------------
+
+    def test_without_stop_tokens_every_response_has_the_maximal_length(self, engine):
+        rollouts = engine.generate(PROMPTS, PLAIN, seed=7)
+        assert rollouts.lengths.tolist() == [12] * 8
+        assert rollouts.finish == ("length",) * 8
+
+    def test_a_response_ends_with_the_first_stop_token_and_contains_it(self, engine, model, exact):
+        stops = tuple(range(0, VOCAB, 8))
+        sampling = replace(PLAIN, stop_token_ids=stops)
+        rollouts = engine.generate(PROMPTS, sampling, seed=8, evidence="full")
+        responses = rollouts.tokens.split(rollouts.lengths.tolist())
+        for response, finish in zip(responses, rollouts.finish, strict=True):
+            assert not set(response[:-1].tolist()) & set(stops)
+            assert (int(response[-1]) in stops) == (finish == "stop")
+            assert finish == "stop" or len(response) == 12
+        assert rollouts.finish.count("stop") >= 3
+        assert len(set(rollouts.lengths.tolist())) >= 3
+        picked = rollouts.evidence.logp.gather(1, rollouts.tokens[:, None]).squeeze(1)
+        torch.testing.assert_close(rollouts.logp_rollout, picked, atol=1e-6, rtol=0)
+        truth = logp_rows(model, rollouts, sampling).gather(1, rollouts.tokens[:, None]).squeeze(1)
+        worst = float((truth - rollouts.logp_rollout).abs().max())
+        assert worst < (1e-4 if exact else 1.0)
+
+    def test_a_stop_token_sampled_first_is_a_response_of_one_token(self, engine):
+        sampling = replace(PLAIN, stop_token_ids=tuple(range(VOCAB)))
+        rollouts = engine.generate(PROMPTS, sampling, seed=9, evidence=3)
+        assert rollouts.lengths.tolist() == [1] * 8
+        assert rollouts.finish == ("stop",) * 8
+        assert rollouts.evidence.ids.shape == (8, 3)
+
+    def test_a_stop_token_in_the_last_place_is_a_stop(self, engine):
+        rollouts = engine.generate([PROMPTS[0]] * 64, replace(PLAIN, max_tokens=2), seed=10)
+        last = rollouts.tokens[1::2]
+        stop = int(last[(rollouts.tokens[::2] != last)][0])
+        sampling = replace(PLAIN, max_tokens=2, stop_token_ids=(stop,))
+        again = engine.generate([PROMPTS[0]] * 64, sampling, seed=10)
+        full = again.lengths == 2
+        ends = again.tokens[again.cu_seqlens[1:] - 1] == stop
+        assert (full & ends).any()
+        assert [f == "stop" for f in again.finish] == ends.tolist()
+
+    def test_a_sampled_pad_id_is_a_token_like_any_other(self, engine, model, exact):
+        # Id 0 fills rectangles in most backends. A head that likes it makes it frequent.
+        keen = keen_on_zero(model)
+        engine.load_weights(keen.items(), version=1)
+        try:
+            sampling = replace(PLAIN, stop_token_ids=(1, 2))
+            rollouts = engine.generate(PROMPTS * 4, sampling, seed=11)
+            zeros = rollouts.tokens == 0
+            assert zeros.sum() >= 32
+            lengths = rollouts.lengths
+            assert (lengths < 12).any()
+            assert ((lengths == 12) == torch.tensor([f == "length" for f in rollouts.finish])).all()
+            ends = rollouts.tokens[rollouts.cu_seqlens[1:] - 1]
+            assert set(ends[lengths < 12].tolist()) <= {1, 2}
+            if exact:
+                truth = with_weights(model, keen, lambda m: logp_rows(m, rollouts, sampling))
+                picked = truth.gather(1, rollouts.tokens[:, None]).squeeze(1).float()
+                torch.testing.assert_close(rollouts.logp_rollout, picked, atol=1e-4, rtol=0)
+        finally:
+            engine.load_weights(model.named_parameters(), version=0)
+
+    # -- seeds and state ----------------------------------------------------------------------
+
+    def test_a_seed_decides_the_tokens_and_nothing_else_does(self, engine):
+        first = engine.generate(PROMPTS, PLAIN, seed=12)
+        torch.manual_seed(99)
+        again = engine.generate(PROMPTS, PLAIN, seed=12)
+        other = engine.generate(PROMPTS, PLAIN, seed=13)
+        assert torch.equal(first.tokens, again.tokens)
+        assert torch.equal(first.logp_rollout, again.logp_rollout)
+        assert (first.tokens != other.tokens).float().mean() > 0.5
+
+    def test_equal_prompts_draw_different_responses(self, engine):
+        rollouts = engine.generate([PROMPTS[1]] * 8, PLAIN, seed=14)
+        assert len({tuple(r.tolist()) for r in rollouts.tokens.split(12)}) == 8
+
+    def test_the_random_state_of_the_host_stays_as_it_is(self, engine, model):
+        # Not Python's own `random`: the checks of the test run draw from it.
+        torch.manual_seed(1)
+        np.random.seed(1)
+        before = torch.get_rng_state(), str(np.random.get_state())
+        threads = torch.get_num_threads()
+        engine.generate(PROMPTS, PLAIN, seed=15, evidence="full")
+        engine.load_weights(model.named_parameters(), version=0)
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1] == str(np.random.get_state())
+        assert torch.get_num_threads() == threads
+        assert torch.set_num_threads is torch._C.set_num_threads
+
+    # -- bookkeeping --------------------------------------------------------------------------
+
+    def test_prompts_groups_and_versions_are_recorded(self, engine, model):
+        engine.load_weights(model.named_parameters(), version=41)
+        try:
+            rollouts = engine.generate([[1, 2], [3], [1, 2], [3, 4]], PLAIN, seed=16)
+        finally:
+            engine.load_weights(model.named_parameters(), version=0)
+        assert rollouts.prompt_tokens.tolist() == [1, 2, 3, 1, 2, 3, 4]
+        assert rollouts.prompt_cu_seqlens.tolist() == [0, 2, 3, 5, 7]
+        assert rollouts.group_ids.tolist() == [0, 1, 0, 2]
+        assert rollouts.rollout_version.tolist() == [41] * 48
+        assert rollouts.provenance.engine == engine.name
+        assert rollouts.provenance.dtype == engine.dtype
+        assert isinstance(engine, Engine)
+
+    @pytest.mark.parametrize("evidence", ["full", 20])
+    def test_evidence_above_the_memory_limit_is_refused_with_the_way_out(
+        self, engine, evidence, monkeypatch
+    ):
+        monkeypatch.setattr(engine, "evidence_limit_mib", 0)
+        with pytest.raises(EngineError, match=r"limit 0 MiB.*evidence = 20.*evidence_limit_mib"):
+            engine.generate(PROMPTS, PLAIN, seed=17, evidence=evidence)
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def test_a_synchronisation_is_verified_and_leaves_no_trace(self, engine, model):
+        weights = {name: w.detach().clone() for name, w in model.named_parameters()}
+        model.train()
+        before = engine.generate(PROMPTS, PLAIN, seed=18)
+        report = verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
+        assert all(module.training for module in model.modules())
+        model.eval()
+        assert tuple(g.name for g in report.groups) == GROUPS
+        assert report.unverified == ()
+        assert report.tokens == 8 * 12
+        assert 0 < report.noise <= report.cap
+        assert all(g.effect >= 10 * report.noise and g.gap <= g.limit for g in report.groups)
+        changed = [n for n, w in model.named_parameters() if not torch.equal(w, weights[n])]
+        assert changed == []
+        assert len(weights) > 20
+        after = engine.generate(PROMPTS, PLAIN, seed=18)
+        assert engine.version == 0
+        assert torch.equal(before.logp_rollout, after.logp_rollout)
+
+    @pytest.mark.parametrize("group", GROUPS)
+    def test_a_group_that_stays_behind_is_caught_and_named(self, engine, model, group):
+        weights = {name: w.detach().clone() for name, w in model.named_parameters()}
+        with pytest.raises(SyncError, match=f"{group}: differ by") as caught:
+            verify_sync(Forgetful(engine, model, group), model, PROMPTS, PLAIN, seed=0)
+        others = [g for g in GROUPS if g != group and f"{g}: differ" in str(caught.value)]
+        assert others == []
+        changed = [n for n, w in model.named_parameters() if not torch.equal(w, weights[n])]
+        assert changed == []
+
+    def test_the_cheap_check_passes_after_a_load_and_fails_without_one(self, engine, model, exact):
+        baseline = verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
+        gap = check_sync(engine, model, PROMPTS, PLAIN, seed=1, baseline=baseline)
+        assert 0 < gap <= baseline.cap
+        assert baseline.cap == FLOAT32_CAP or not exact
+        # One update of 10 % of each weight moves log-probs far; the engine has not been told.
+        ahead = {n: w * 1.0 + 0.3 * w.roll(1, 0) for n, w in model.named_parameters()}
+
+        def stale(moved):
+            return check_sync(engine, moved, PROMPTS, PLAIN, seed=1, baseline=baseline)
+
+        with pytest.raises(SyncError, match="at version 0; the limit is"):
+            with_weights(model, ahead, stale)
+
+
+def exact_rows(rows: torch.Tensor) -> bool:
+    """Whether no two finite log-probs of a row are equal, so that no k-th place is shared."""
+    return not any(len(set(f := r[r.isfinite()].tolist())) < len(f) for r in rows)
+
+
+def keen_on_zero(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Weights whose head prefers token 0: its row points along the average final state."""
+    weights = {name: w.detach().clone() for name, w in model.named_parameters()}
+    with torch.no_grad():
+        states = model.model(input_ids=torch.arange(VOCAB)[None]).last_hidden_state[0]
+    head = "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
+    weights[head][0] = 3 * states.mean(0) / states.mean(0).norm()
+    return weights
+
+
+def with_weights(model, weights, call):
+    """`call(model)` while the model holds other weights; they are put back afterwards."""
+    own = {name: w.detach().clone() for name, w in model.named_parameters()}
+
+    @torch.no_grad()
+    def put(values):
+        for name, weight in model.named_parameters():
+            weight.copy_(values[name])
+
+    put(weights)
+    try:
+        return call(model)
+    finally:
+        put(own)

@@ -1,0 +1,53 @@
+"""Two tiny policies with distributions that are far from flat: dense and tied, sparse and untied."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCAB = 64
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny(kind: str) -> PreTrainedModel:
+    """A fresh copy of the "dense" or the "moe" model, float32, eval mode; always the same weights."""
+    return copy.deepcopy(_original(kind))
+
+
+@cache
+def _original(kind: str) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "dense":
+            return Qwen3ForCausalLM(Qwen3Config(**_SIZES, tie_word_embeddings=True)).eval()
+        config = Qwen3MoeConfig(
+            **_SIZES,
+            tie_word_embeddings=False,
+            moe_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+        )
+        return Qwen3MoeForCausalLM(config).eval()

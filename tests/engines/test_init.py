@@ -1,0 +1,45 @@
+"""The factory, and what importing the engines must not drag in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from offdrift.engines import Engine, make_engine
+from offdrift.errors import EngineError
+from tests.engines.models import tiny
+
+
+def test_importing_the_engines_imports_no_backend():
+    code = (
+        "import sys, offdrift.engines, offdrift.engines.draws, offdrift.engines.sync, "
+        "offdrift.engines.vllm; "
+        "print(sorted({'transformers', 'vllm'} & {m for m in sys.modules}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_the_factory_passes_options_on():
+    engine = make_engine("transformers", tiny("dense"), dtype="bfloat16", name="rollout")
+    assert isinstance(engine, Engine)
+    assert (engine.name, engine.dtype, engine.vocab_size) == ("rollout", "bfloat16", 64)
+
+
+def test_an_unknown_kind_is_refused_by_name():
+    with pytest.raises(EngineError, match="'sglang'; there are"):
+        make_engine("sglang", "path")
+
+
+def test_a_model_is_not_a_checkpoint_folder():
+    with pytest.raises(EngineError, match="got Qwen3ForCausalLM; save the model"):
+        make_engine("vllm", tiny("dense"))
+
+
+@pytest.mark.parametrize("module", ["offdrift.engines.transformers"])
+def test_a_missing_backend_says_how_to_install_it(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(EngineError, match=r"pip install offdrift\[train\]"):
+        make_engine("transformers", "path")

@@ -1,0 +1,217 @@
+"""The transformers engine: the contract, and what only it promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from offdrift.engines.transformers import TransformersEngine, int8_grid, matrices
+from offdrift.errors import EngineError
+from offdrift.rollouts.records import Sampling
+from tests.engines.contract import PLAIN, PROMPTS, EngineContract
+from tests.engines.models import VOCAB, tiny
+from tests.engines.oracles import logp_rows
+
+
+@pytest.fixture(
+    scope="class",
+    params=[
+        ("dense", {}),
+        ("moe", {}),
+        ("dense", {"dtype": "bfloat16"}),
+        ("moe", {"quantization": "int8"}),
+    ],
+    ids=["dense-fp32", "moe-fp32", "dense-bf16", "moe-int8"],
+)
+def built(request):
+    kind, options = request.param
+    model = tiny(kind)
+    return model, TransformersEngine(model, **options), not options
+
+
+class TestContract(EngineContract):
+    @pytest.fixture
+    def model(self, built):
+        return built[0]
+
+    @pytest.fixture
+    def engine(self, built):
+        return built[1]
+
+    @pytest.fixture
+    def exact(self, built):
+        return built[2]
+
+
+def exact_against(model, engine, sampling=PLAIN):
+    """Assert that the engine samples the model's own distribution, to float32 rounding."""
+    rollouts = engine.generate(PROMPTS, sampling, seed=1, evidence="full")
+    truth = logp_rows(model, rollouts, sampling)
+    assert len(truth) == len(rollouts.tokens) > 0
+    torch.testing.assert_close(rollouts.evidence.logp.double(), truth, atol=1e-4, rtol=0)
+
+
+# -- its own copy ---------------------------------------------------------------------------------
+
+
+def test_dropout_train_mode_and_checkpointing_of_the_trainer_do_not_reach_the_engine():
+    model = tiny("dense")
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()
+    model.gradient_checkpointing_enable()
+    engine = TransformersEngine(model)
+    assert model.training
+    assert model.is_gradient_checkpointing
+    assert not engine.model.is_gradient_checkpointing
+    exact_against(tiny("dense"), engine)
+
+
+def test_gradients_and_updates_of_the_trainer_do_not_reach_the_engine_until_loaded():
+    model = tiny("dense")
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    engine = TransformersEngine(model)
+    assert all(p.grad is None and not p.requires_grad for p in engine.model.parameters())
+    assert all(p.grad is not None and p.requires_grad for p in model.parameters())
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * weight.roll(1, 0))
+    exact_against(tiny("dense"), engine)
+    engine.load_weights(model.named_parameters(), version=7)
+    exact_against(model, engine)
+    assert engine.version == 7
+
+
+def test_the_models_own_generation_settings_do_not_leak():
+    model = tiny("dense")
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        top_k=3,
+        top_p=0.5,
+        temperature=0.3,
+        repetition_penalty=2.0,
+        eos_token_id=list(range(0, VOCAB, 2)),
+        min_new_tokens=2,
+        suppress_tokens=[5],
+    )
+    exact_against(model, TransformersEngine(model))
+    assert model.generation_config.top_k == 3
+
+
+def test_a_reduced_dtype_keeps_ties_and_the_rotary_frequencies():
+    engine = TransformersEngine(tiny("dense"), dtype="bfloat16")
+    weights = dict(engine.model.named_parameters(remove_duplicate=False))
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+    assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
+    assert engine.model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_checkpoint_folder_gives_the_same_engine_as_its_model(checkpoints):
+    exact_against(tiny("moe"), TransformersEngine(checkpoints["moe"]))
+
+
+def test_a_batch_is_drawn_in_chunks_of_batch_size(monkeypatch):
+    engine = TransformersEngine(tiny("dense"), batch_size=3)
+    sizes = []
+    generate = engine.model.generate
+    monkeypatch.setattr(
+        engine.model,
+        "generate",
+        lambda **kw: (sizes.append(len(kw["input_ids"])), generate(**kw))[1],
+    )
+    exact_against(tiny("dense"), engine, Sampling(max_tokens=5, stop_token_ids=tuple(range(9))))
+    assert sizes == [3, 3, 2]
+
+
+def test_a_closed_engine_says_so():
+    engine = TransformersEngine(tiny("dense"))
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError, match="'transformers' is closed"):
+        engine.generate(PROMPTS, PLAIN, seed=0)
+
+
+def test_a_module_that_cannot_generate_is_refused():
+    with pytest.raises(EngineError, match=r"Qwen3Model.*unwrap"):
+        TransformersEngine(torch.nn.DataParallel(tiny("dense")).module.model)
+
+
+# -- loading weights ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "1 weights .* model.norm.weight"),
+        (lambda w: w.update({"module.x": torch.zeros(1)}), "'module.x' is not one of"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(3)}), r"shape \(3,\).* \(64,\)"),
+        (lambda w: w.clear(), "weights .* were not given"),
+    ],
+    ids=["missing", "unknown", "shape", "empty"],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(change, message):
+    model = tiny("dense")
+    engine = TransformersEngine(model, version=3)
+    weights = dict(model.named_parameters())
+    change(weights)
+    with pytest.raises(EngineError, match=message):
+        engine.load_weights(weights.items(), version=4)
+    assert engine.version == 3
+
+
+def test_a_tied_head_may_be_given_under_both_names():
+    model = tiny("dense")
+    engine = TransformersEngine(model)
+    engine.load_weights(model.state_dict().items(), version=1)
+    exact_against(model, engine)
+
+
+# -- int8 -----------------------------------------------------------------------------------------
+
+
+def test_the_grid_has_one_scale_per_output_channel():
+    # Row 1: scale 2.54/127 = 0.02, so 0.013 -> 1 step, -0.009 -> 0 steps, 0.031 -> 2 steps.
+    # Row 2: scale 127/127 = 1, so 0.6 -> 1, -0.4 -> 0, 3.5 -> 4 (half to even). Row 3: zeros.
+    weight = torch.tensor([[2.54, 0.013, -0.009, 0.031], [127, 0.6, -0.4, 3.5], [0, 0, 0, 0]])
+    expected = torch.tensor([[2.54, 0.02, 0.0, 0.04], [127, 1.0, 0.0, 4.0], [0, 0, 0, 0]])
+    torch.testing.assert_close(int8_grid(weight, dim=-1), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(int8_grid(weight.T, dim=-2), expected.T, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("dense", 2 * (4 + 3)), ("moe", 2 * (4 + 2))])
+def test_int8_rounds_every_matrix_and_nothing_else(kind, count):
+    model = tiny(kind)
+    engine = TransformersEngine(model, quantization="int8")
+    rounded = matrices(engine.model)
+    assert len(rounded) == count  # per layer: q, k, v, o and gate, up, down (experts: two fused)
+    original = dict(model.named_parameters())
+    for name, weight in engine.model.named_parameters():
+        error = (weight - original[name]).abs()
+        if name not in rounded:
+            assert torch.equal(weight, original[name]), name
+            continue
+        step = original[name].abs().amax(-1, keepdim=True) / 127
+        assert (error <= step * 0.5001).all(), name
+        assert (error > 0).float().mean() > 0.9, name
+        levels = weight / step
+        torch.testing.assert_close(levels, levels.round(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_int8_drifts_by_a_little_and_again_after_every_load(kind):
+    model = tiny(kind)
+    engine = TransformersEngine(model, quantization="int8")
+    ahead = tiny(kind)
+    with torch.no_grad():
+        for weight in ahead.parameters():
+            weight.add_(0.1 * weight.roll(1, 0))
+    for trainer in (model, ahead):
+        engine.load_weights(trainer.named_parameters(), version=1)
+        rollouts = engine.generate(PROMPTS, PLAIN, seed=2, evidence="full")
+        logp_mu = rollouts.evidence.logp.double()
+        kl = (logp_mu.exp() * (logp_mu - logp_rows(trainer, rollouts, PLAIN))).sum(-1)
+        assert len(kl) == 96
+        # bf16 gives about 1e-4 here, destroyed weights several nats.
+        assert 1e-4 < kl.mean() < 0.05

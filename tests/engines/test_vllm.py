@@ -1,0 +1,215 @@
+"""The vLLM engine: the contract, and what only it promises."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import offdrift.engines.vllm as vllm_engine_module
+from offdrift.engines.sync import QUANTIZED_CAP, verify_sync
+from offdrift.engines.vllm import request_seed
+from offdrift.errors import EngineError, SyncError
+from offdrift.rollouts.records import Sampling
+from tests.engines.contract import PLAIN, PROMPTS, EngineContract
+from tests.engines.models import tiny
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(
+    scope="class",
+    params=[("dense", "float32"), ("moe", "float32"), ("dense", "bfloat16")],
+    ids=["dense-fp32", "moe-fp32", "dense-bf16"],
+)
+def built(request, vllm_engine):
+    kind, dtype = request.param
+    return tiny(kind), vllm_engine(kind, dtype=dtype), dtype == "float32"
+
+
+class TestContract(EngineContract):
+    @pytest.fixture
+    def model(self, built):
+        return built[0]
+
+    @pytest.fixture
+    def engine(self, built):
+        return built[1]
+
+    @pytest.fixture
+    def exact(self, built):
+        return built[2]
+
+
+@pytest.fixture
+def dense(vllm_engine):
+    return vllm_engine("dense", dtype="float32")
+
+
+# -- synchronisation: vLLM's own reload is wrong on CPUs ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("dense", "keeps old weights.*embeddings: differ by"), ("moe", "without the mlp weights")],
+    ids=["tied head", "experts"],
+)
+def test_the_plain_reload_is_caught_and_the_group_named(vllm_engine, kind, message, monkeypatch):
+    model, engine = tiny(kind), vllm_engine(kind, dtype="float32")
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_engine_module, "_repack", lambda llm: None)
+        with pytest.raises(SyncError, match=message) as caught:
+            verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
+    assert "attention: differ" not in str(caught.value)
+    assert "norms: differ" not in str(caught.value)
+    engine.load_weights(model.named_parameters(), version=0)
+    assert verify_sync(engine, model, PROMPTS, PLAIN, seed=0).noise < 1e-5
+
+
+def test_cached_prefixes_of_old_weights_are_dropped(dense):
+    # Prompts longer than a cache block, so that their keys and values are kept between calls.
+    model, ahead = tiny("dense"), tiny("dense")
+    with torch.no_grad():
+        for weight in ahead.parameters():
+            weight.add_(0.3 * weight.roll(1, 0))
+    prompt = [[i % 64 for i in range(3, 43)]]
+    sampling = Sampling(max_tokens=1)
+    old = dense.generate(prompt, sampling, seed=0, evidence="full").evidence.logp
+    try:
+        dense.load_weights(ahead.named_parameters(), version=1)
+        new = dense.generate(prompt, sampling, seed=0, evidence="full").evidence.logp
+    finally:
+        dense.load_weights(model.named_parameters(), version=0)
+    truth = ahead(input_ids=torch.tensor(prompt)).logits[0, -1:].log_softmax(-1).detach()
+    torch.testing.assert_close(new, truth, atol=1e-4, rtol=0)
+    assert (old - truth).abs().max() > 0.1
+
+
+def test_no_weights_at_all_are_refused(dense):
+    with pytest.raises(EngineError, match="no weights were given"):
+        dense.load_weights(iter(()), version=9)
+    assert dense.version == 0
+    dense.load_weights(tiny("dense").named_parameters(), version=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        ({"quantization": "fp8_per_channel"}, "fp8_per_channel"),
+        ({"kv_cache_dtype": "fp8"}, "kv_fp8"),
+    ],
+    ids=["weights", "cache"],
+)
+def test_fp8_drifts_but_takes_new_weights(vllm_engine, options, label):
+    engine = vllm_engine("dense", **options)
+    report = verify_sync(engine, tiny("dense"), PROMPTS, PLAIN, seed=0)
+    assert engine.generate(PROMPTS, PLAIN, seed=0).provenance.quantization == label
+    # bf16 alone is about 0.015 here.
+    assert 0.05 < report.noise < report.cap == QUANTIZED_CAP
+
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+def test_a_response_does_not_depend_on_what_else_is_in_the_batch(dense):
+    together = dense.generate(PROMPTS, PLAIN, seed=1)
+    first = dense.generate(PROMPTS[:3], PLAIN, seed=1)
+    assert torch.equal(together.tokens[:36], first.tokens)
+
+
+def test_long_lists_of_log_probs_are_fetched_in_pieces(dense, monkeypatch):
+    whole = dense.generate(PROMPTS, PLAIN, seed=2, evidence="full")
+    sizes = []
+    draw = dense._draw
+    monkeypatch.setattr(dense, "evidence_limit_mib", 1)
+    monkeypatch.setattr(vllm_engine_module, "_BYTES_PER_ENTRY", 2**20 // (3 * 12 * 65))
+    monkeypatch.setattr(
+        dense, "_draw", lambda p, *a, **k: (sizes.append(len(p)), draw(p, *a, **k))[1]
+    )
+    pieces = dense.generate(PROMPTS, PLAIN, seed=2, evidence="full")
+    assert sizes == [3, 3, 2]
+    assert torch.equal(whole.tokens, pieces.tokens)
+    torch.testing.assert_close(whole.evidence.logp, pieces.evidence.logp, atol=1e-5, rtol=0)
+
+
+def test_every_request_of_every_seed_has_its_own_stream():
+    seeds = {request_seed(seed, index) for seed in range(-5, 45) for index in range(100)}
+    assert len(seeds) == 50 * 100
+    assert 0 <= min(seeds) < max(seeds) < 2**63
+
+
+def test_what_vllm_does_to_its_host_is_undone():
+    random.seed(2)
+    before = random.getstate(), torch.get_rng_state(), str(np.random.get_state())
+    threads = torch.get_num_threads()
+    with vllm_engine_module._host_kept():
+        _ = random.random(), torch.rand(1), np.random.rand()
+        torch.set_num_threads(threads + 1)
+        torch.set_num_threads = lambda n: None
+    after = random.getstate(), torch.get_rng_state(), str(np.random.get_state())
+    assert torch.set_num_threads is torch._C.set_num_threads
+    assert torch.get_num_threads() == threads
+    assert (before[0], before[2]) == (after[0], after[2])
+    assert torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "message"),
+    [
+        (
+            [[1] * 60],
+            Sampling(max_tokens=5),
+            "60 tokens .*max_tokens = 5 exceed max_model_len = 64",
+        ),
+        (
+            [[1]],
+            Sampling(max_tokens=5, temperature=2.5),
+            r"temperature = 2.5, vLLM samples up to 2",
+        ),
+    ],
+    ids=["length", "temperature"],
+)
+def test_what_vllm_would_cut_or_refuse_is_refused_by_name(dense, prompts, sampling, message):
+    with pytest.raises(EngineError, match=message):
+        dense.generate(prompts, sampling, seed=0)
+
+
+def test_the_longest_request_that_fits_is_not_cut(dense):
+    assert dense.generate([[1] * 60], Sampling(max_tokens=4), seed=0).lengths.tolist() == [4]
+
+
+# -- construction ---------------------------------------------------------------------------------
+
+
+def test_a_missing_vllm_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EngineError, match="make install-vllm"):
+        vllm_engine_module.VLLMEngine("anywhere")
+
+
+def test_a_model_that_cannot_be_loaded_so_is_refused_with_the_options(checkpoints):
+    with pytest.raises(EngineError, match=r"cannot load .*'dtype': 'float7'"):
+        vllm_engine_module.VLLMEngine(checkpoints["dense"], dtype="float7")
+
+
+def test_raw_log_probs_are_refused(checkpoints, monkeypatch):
+    import vllm
+
+    whole = vllm.LLM
+    monkeypatch.setattr(
+        vllm, "LLM", lambda path, **kw: whole(path, **kw | {"logprobs_mode": "raw_logprobs"})
+    )
+    with pytest.raises(EngineError, match="raw_logprobs, not the log-probs"):
+        vllm_engine_module.VLLMEngine(checkpoints["dense"], max_model_len=64)
+
+
+def test_a_closed_engine_says_so_and_the_others_go_on(checkpoints, dense):
+    other = vllm_engine_module.VLLMEngine(checkpoints["dense"], max_model_len=64)
+    other.close()
+    other.close()
+    with pytest.raises(EngineError, match="'vllm' is closed"):
+        other.generate(PROMPTS, PLAIN, seed=0)
+    assert len(dense.generate(PROMPTS, PLAIN, seed=0).tokens) == 96

@@ -1,0 +1,184 @@
+"""Enumeration agrees with the toy of the methods table and with a loop over sequences."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from offdrift.certificate import all_bounds
+from offdrift.errors import ShapeError
+from offdrift.lab import (
+    TabularPolicy,
+    divergences,
+    perturbed,
+    random_policies,
+    returns,
+    worst_rewards,
+)
+from offdrift.lab.enumerate import error_weights, surrogate_weights
+
+# Two independent binary tokens, P(1) = .6, .3 under mu and .5, .4 under pi; reward
+# (2 y1 + 3 y2 + y1 y2) / 6. Methods table, keys toy.*.
+MU = TabularPolicy.independent([[0.4, 0.6], [0.7, 0.3]])
+PI = TabularPolicy.independent([[0.5, 0.5], [0.6, 0.4]])
+REWARDS = torch.tensor([[0.0, 3.0, 2.0, 6.0]], dtype=torch.float64) / 6
+
+
+def test_toy_returns():
+    r = returns(MU, PI, REWARDS)
+    assert float(r.current - r.rollout) == pytest.approx(0.02, abs=1e-8)
+    assert float(r.surrogate) == pytest.approx(0.02166667, abs=1e-8)
+    assert float(r.error) == pytest.approx(-0.00166667, abs=1e-8)  # minus toy.Delta
+
+
+def test_toy_divergences():
+    d = divergences(MU, PI)
+    kl = [0.02013551, 0.02160085]
+    assert float(d.kl_max) == pytest.approx(max(kl), abs=1e-8)
+    assert float(d.kl_seq) == pytest.approx(sum(kl), abs=1e-8)
+    assert float(d.tv_max) == pytest.approx(0.1)
+    assert d.mean_tv[0].tolist() == pytest.approx([0.1, 0.1])
+    assert float(d.tv_seq) == pytest.approx(0.12)
+
+
+def test_toy_bounds():
+    d = divergences(MU, PI)
+    rows = {
+        b.name: b.value
+        for b in all_bounds(
+            horizon=2,
+            delta=float(d.kl_max),
+            eps=float(d.tv_max),
+            kl_seq=float(d.kl_seq),
+            tv_seq=float(d.tv_seq),
+            mean_tv=d.mean_tv[0].numpy(),
+        )
+        if b.unified
+    }
+    names = ["pinsker_marginal_kl", "pinsker_marginal_tv", "mixed_kl", "mixed_tv", "coupling"]
+    assert [rows[n] for n in [*names, "adaptive"]] == pytest.approx(
+        [0.04320171, 0.04157004, 0.120103, 0.096, 0.04, 0.04], abs=1e-6
+    )
+    assert min(rows.values()) == pytest.approx(0.04)  # toy.Bstar; not certified: 0.0217 < 0.04
+
+
+def _by_loop(mu: TabularPolicy, pi: TabularPolicy, rewards: torch.Tensor, i: int) -> dict:
+    """Every quantity from its definition, sequence by sequence, with ratios, for one pair."""
+    v, horizon = mu.vocab, mu.horizon
+    out = dict.fromkeys(("rollout", "current", "surrogate", "kl_seq", "tv_seq"), 0.0)
+    kl_max = tv_max = 0.0
+    mean_tv = [0.0] * horizon
+    for number, tokens in enumerate(itertools.product(range(v), repeat=horizon)):
+        context, p_mu, p_pi, ratio_sum = 0, 1.0, 1.0, 0.0
+        for t, token in enumerate(tokens):
+            a, b = mu.levels[t][i, context].tolist(), pi.levels[t][i, context].tolist()
+            kl_max = max(kl_max, sum(x * math.log(x / y) for x, y in zip(a, b)))
+            tv_max = max(tv_max, sum(abs(x - y) for x, y in zip(a, b)) / 2)
+            # Every sequence below a context adds its share of that context's probability.
+            below = v ** (horizon - t)
+            mean_tv[t] += p_mu * sum(abs(x - y) for x, y in zip(a, b)) / 2 / below
+            p_mu, p_pi = p_mu * a[token], p_pi * b[token]
+            ratio_sum += b[token] / a[token] - 1
+            context = context * v + token
+        reward = float(rewards[i, number])
+        out["rollout"] += p_mu * reward
+        out["current"] += p_pi * reward
+        out["surrogate"] += p_mu * reward * ratio_sum
+        out["kl_seq"] += p_mu * math.log(p_mu / p_pi)
+        out["tv_seq"] += abs(p_mu - p_pi) / 2
+    return out | {"kl_max": kl_max, "tv_max": tv_max, "mean_tv": mean_tv}
+
+
+@pytest.mark.parametrize(("vocab", "horizon"), [(2, 1), (2, 4), (3, 3), (5, 2)])
+def test_agrees_with_a_loop_over_sequences(vocab: int, horizon: int):
+    g = torch.Generator().manual_seed(vocab * 10 + horizon)
+    mu = random_policies(3, vocab=vocab, horizon=horizon, generator=g)
+    pi = perturbed(mu, scale=0.7, generator=g)
+    rewards = torch.rand(3, vocab**horizon, generator=g, dtype=torch.float64)
+    d, r = divergences(mu, pi), returns(mu, pi, rewards)
+    for i in range(3):
+        want = _by_loop(mu, pi, rewards, i)
+        got = {n: float(getattr(r, n)[i]) for n in ("rollout", "current", "surrogate")}
+        got |= {n: float(getattr(d, n)[i]) for n in ("kl_max", "tv_max", "kl_seq", "tv_seq")}
+        assert d.mean_tv[i].tolist() == pytest.approx(want.pop("mean_tv"), abs=1e-12)
+        assert got == pytest.approx(want, abs=1e-12)
+        assert float(r.error[i]) == pytest.approx(
+            want["current"] - want["rollout"] - want["surrogate"], abs=1e-12
+        )
+
+
+def test_the_worst_reward_is_the_worst_of_all_binary_rewards():
+    g = torch.Generator().manual_seed(1)
+    mu = random_policies(1, vocab=2, horizon=3, generator=g)
+    pi = perturbed(mu, scale=1.0, generator=g)
+    all_binary = torch.tensor(list(itertools.product((0.0, 1.0), repeat=8)), dtype=torch.float64)
+    assert all_binary.shape == (256, 8)
+    errors = (all_binary @ error_weights(mu, pi)[0]).abs()
+    worst = returns(mu, pi, worst_rewards(mu, pi)).error
+    assert float(worst) == pytest.approx(float(errors.max()), rel=1e-12)
+    assert float(worst) > float(errors.median()) > 0
+
+
+def test_weights_sum_to_zero():
+    g = torch.Generator().manual_seed(2)
+    mu = random_policies(50, vocab=3, horizon=3, generator=g)
+    pi = random_policies(50, vocab=3, horizon=3, generator=g)
+    for weights in (error_weights(mu, pi), surrogate_weights(mu, pi)):
+        assert weights.shape == (50, 27)
+        assert float(weights.abs().max()) > 0.01
+        assert float(weights.sum(1).abs().max()) < 1e-14
+
+
+def test_equal_policies_have_no_divergence_and_no_error():
+    mu = random_policies(5, vocab=3, horizon=3, generator=torch.Generator().manual_seed(3))
+    d = divergences(mu, mu)
+    for name in ("kl_max", "tv_max", "kl_seq", "tv_seq", "mean_tv"):
+        assert float(getattr(d, name).abs().max()) < 1e-14, name
+    assert float(error_weights(mu, mu).abs().max()) < 1e-14
+
+
+def test_tokens_that_one_policy_cannot_draw():
+    # Rollout never draws 0 first, so what follows 0 counts for the maxima and not for the means.
+    first = torch.tensor([[[0.0, 1.0]]], dtype=torch.float64)
+    second = torch.tensor([[[1.0, 0.0], [0.5, 0.5]]], dtype=torch.float64)
+    mu = TabularPolicy((first, second))
+    pi = TabularPolicy.independent([[0.1, 0.9], [0.0, 1.0]])
+    d = divergences(mu, pi)
+    assert float(d.kl_max) == math.inf
+    assert float(d.tv_max) == 1
+    assert d.mean_tv[0].tolist() == pytest.approx([0.1, 0.5])
+    assert float(d.tv_seq) == pytest.approx(0.5)  # (0, 0, .5, .5) against (0, .1, 0, .9)
+    half = TabularPolicy.independent([[0.1, 0.9], [0.5, 0.5]])
+    d = divergences(mu, half)
+    assert float(d.kl_max) == pytest.approx(math.log(2))  # at the context that never occurs
+    assert float(d.kl_seq) == pytest.approx(-math.log(0.9))
+    never = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]], dtype=torch.float64)
+    d = divergences(mu, TabularPolicy((half.levels[0], never)))
+    assert float(d.kl_max) == math.inf  # at that context too, where it costs the mean nothing
+    assert float(d.kl_seq) == pytest.approx(-math.log(0.9))
+
+
+def test_the_surrogate_has_the_gradient_of_the_return_on_policy():
+    g = torch.Generator().manual_seed(4)
+    mu = random_policies(1, vocab=2, horizon=3, generator=g)
+    rewards = torch.rand(1, 8, generator=g, dtype=torch.float64)
+    logits = [level.log().requires_grad_() for level in mu.levels]
+    pi = TabularPolicy(tuple(x.softmax(-1) for x in logits))
+    r = returns(mu, pi, rewards)
+    first = torch.autograd.grad(r.surrogate.sum(), logits, retain_graph=True)
+    second = torch.autograd.grad(r.current.sum(), logits)
+    for a, b in zip(first, second, strict=True):
+        assert torch.allclose(a, b, atol=1e-14)
+        assert float(a.abs().max()) > 1e-4
+
+
+def test_different_trees_are_refused():
+    g = torch.Generator().manual_seed(5)
+    mu = random_policies(2, vocab=2, horizon=3, generator=g)
+    for vocab, horizon, pairs in ((3, 3, 2), (2, 2, 2), (2, 3, 1)):
+        other = random_policies(pairs, vocab=vocab, horizon=horizon, generator=g)
+        with pytest.raises(ShapeError, match=r"\(2, 2, 3\)"):
+            divergences(mu, other)
+    with pytest.raises(ShapeError, match=r"rewards has shape \(2, 4\), expected \(2, 8\)"):
+        returns(mu, mu, torch.zeros(2, 4, dtype=torch.float64))

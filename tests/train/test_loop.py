@@ -1,0 +1,209 @@
+"""Whole runs on a tiny model: what is stored, real staleness, and resuming step for step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from offdrift.engines.transformers import TransformersEngine
+from offdrift.errors import CheckpointError, RecordError, SyncError
+from offdrift.rollouts import FullVocab, TopK
+from offdrift.rollouts.store import read
+from offdrift.train import loop
+from offdrift.train.loop import Event, train
+from tests.train.conftest import small_recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+TIMING = ("throughput/seconds", "throughput/tokens_per_s")
+
+
+def rows(run: Path, arm: str = "trm_max", file: str = "metrics") -> list[dict[str, Any]]:
+    text = (run / "arms" / arm / f"{file}.jsonl").read_text()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in text.splitlines()]
+
+
+def weights(run: Path, arm: str = "trm_max") -> dict[str, torch.Tensor]:
+    return load_file(run / "arms" / arm / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One uninterrupted run of two arms that everything else is compared with."""
+    with pytest.MonkeyPatch.context() as patch:
+        from offdrift.train.tasks import TASKS
+        from tests.train.conftest import Digits
+
+        patch.setitem(TASKS, "digits", Digits())
+        run = tmp_path_factory.mktemp("runs") / "small"
+        train(two_arms(), run)
+    return run
+
+
+def two_arms(**changes: Any):
+    arms = {"trm_max": {"method": "trm_max", "override": {"gate.high": 0.004}}, "none": {"method": "none"}}
+    return small_recipe(arms=arms, **changes)
+
+
+def test_a_run_stores_everything_a_reader_needs(finished: Path):
+    head = json.loads((finished / "run.json").read_text())
+    assert head["format"] == 1
+    assert [row["arm"] for row in head["table"]] == ["trm_max", "none"]
+    assert head["model"]["vocab_size"] == 64
+    for arm in ("trm_max", "none"):
+        assert [r["update"] for r in rows(finished, arm)] == [1, 2, 3, 4, 5, 6]
+        assert [r["update"] for r in rows(finished, arm, "eval")] == [0, 2, 4, 6]
+        assert rows(finished, arm, "samples")
+        assert len(list((finished / "arms" / arm / "rollouts").glob("*.parquet"))) == 6
+        assert weights(finished, arm)
+
+
+def test_staleness_is_real_and_stored_with_every_token(finished: Path):
+    assert [r["version_lag/max"] for r in rows(finished)] == [0, 1, 0, 1, 0, 1]
+    files = sorted((finished / "arms" / "trm_max" / "rollouts").glob("*.parquet"))
+    assert [int(read(f).rollout_version.max()) for f in files] == [0, 0, 2, 2, 4, 4]
+    kl = [r["divergence/kl_rollout_current_max"] for r in rows(finished, "none")]
+    assert kl[1] > 10 * kl[0], "one update old must be further away than freshly synchronized"
+
+
+def test_rollouts_carry_provenance_and_full_vocabulary_evidence(finished: Path):
+    r = read(finished / "arms" / "none" / "rollouts" / "batch-000001.parquet")
+    assert r.provenance.dtype == "bfloat16"
+    assert r.provenance.logprobs == "processed"
+    assert isinstance(r.evidence, FullVocab)
+    assert r.evidence.logp.shape == (len(r.tokens), 64)
+    picked = r.evidence.logp.gather(1, r.tokens.long()[:, None]).squeeze(1)
+    torch.testing.assert_close(picked, r.logp_rollout)
+    torch.testing.assert_close(r.evidence.logp.exp().sum(1), torch.ones(len(r.tokens)))
+
+
+def test_arms_see_the_same_first_batch_and_then_go_their_own_way(finished: Path):
+    first, last = "batch-000000.parquet", "batch-000005.parquet"
+    a, b = (finished / "arms" / arm / "rollouts" for arm in ("trm_max", "none"))
+    assert torch.equal(read(a / first).tokens, read(b / first).tokens)
+    assert read(a / last).prompts == read(b / last).prompts
+    moved = [(weights(finished)[k] - w).abs().max() for k, w in weights(finished, "none").items()]
+    assert max(moved) > 0
+
+
+def test_the_gate_acts_and_the_table_says_so(finished: Path):
+    summary = json.loads((finished / "arms" / "trm_max" / "summary.json").read_text())
+    assert 0 < summary["acceptance"] < 1
+    assert summary["falsified_updates"] == 0  # delta of the recipe is 0.05, the gate's 0.004
+    assert summary["bound"] > 0
+    assert summary["grade"] == "exact"
+
+
+class Stop(Exception):
+    """Stands for a kill: raised out of the loop at a chosen event."""
+
+
+def stop_at(arm: str, update: int):
+    def watch(event: Event) -> None:
+        if event.kind == "update" and event.arm == arm and event.step == update:
+            raise Stop
+
+    return watch
+
+
+@pytest.mark.parametrize(("arm", "update"), [("trm_max", 3), ("trm_max", 5), ("none", 4)])
+def test_a_resumed_run_equals_an_uninterrupted_one_step_for_step(finished, tmp_path, arm, update):
+    run = tmp_path / "run"
+    with pytest.raises(Stop):
+        train(two_arms(), run, watch=stop_at(arm, update))
+    resumed = []
+    train(two_arms(), run, resume=True, watch=lambda e: resumed.append(e.kind))
+    assert ("resume" in resumed) == (update > 2), "there is a checkpoint after two batches"
+    for name in ("trm_max", "none"):
+        for file in ("metrics", "eval", "samples"):
+            assert rows(run, name, file) == rows(finished, name, file), (name, file)
+        expected = weights(finished, name)
+        assert len(expected) > 20
+        assert all(torch.equal(w, expected[k]) for k, w in weights(run, name).items())
+
+
+def test_a_queue_of_drawn_batches_survives_an_interruption(tmp_path):
+    recipe = small_recipe(lag={"sync_every": 1, "queue": 2}, batches=7)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(recipe, whole)
+    assert [r["version_lag/max"] for r in rows(whole)] == [0, 1, 2, 2, 2, 2, 2]
+    with pytest.raises(Stop):
+        train(recipe, cut, watch=stop_at("trm_max", 5))
+    train(recipe, cut, resume=True)
+    assert rows(cut) == rows(whole)
+
+
+def test_epochs_and_minibatches_take_their_steps_and_grow_stale_within_a_batch(tmp_path):
+    recipe = small_recipe(batches=2, optim__epochs=2, optim__minibatches=2, lag__sync_every=4)
+    train(recipe, tmp_path / "run")
+    found = rows(tmp_path / "run")
+    assert [r["version_lag/max"] for r in found] == [0, 1, 2, 3, 0, 1, 2, 3]
+    # two minibatches make up the batch, in every epoch
+    tokens = [r["batch/tokens"] for r in found]
+    assert tokens[0] + tokens[1] == tokens[2] + tokens[3]
+
+
+def test_methods_on_the_old_policy_get_their_old_log_probs(tmp_path):
+    arm = {"method": "token_tis", "override": {"weight.on": "mismatch"}}
+    train(small_recipe(arms={"tis": arm}, batches=2), tmp_path / "run")
+    found = rows(tmp_path / "run", "tis")
+    assert all("mismatch/k3" in r and "staleness/k3" in r for r in found)
+    assert found[0]["staleness/k3"] == pytest.approx(0.0, abs=1e-9)
+    assert found[0]["mismatch/k3"] > 0  # bfloat16 against float32
+
+
+def test_top_k_evidence_trains_and_is_called_an_interval(tmp_path):
+    train(small_recipe(batches=2, rollout__evidence=8), tmp_path / "run")
+    assert {r["divergence/grade"] for r in rows(tmp_path / "run")} == {"interval"}
+    assert all(r["certificate/bound"] is None for r in rows(tmp_path / "run"))
+    r = read(next((tmp_path / "run" / "arms" / "trm_max" / "rollouts").glob("*.parquet")))
+    assert isinstance(r.evidence, TopK)
+
+
+def test_resuming_nothing_or_another_recipe_is_refused(finished, tmp_path):
+    with pytest.raises(CheckpointError, match="no run to resume"):
+        train(small_recipe(), tmp_path / "nowhere", resume=True)
+    with pytest.raises(CheckpointError, match="another recipe .optim differ"):
+        train(two_arms(optim={"lr": 5.0}), finished, resume=True)
+
+
+def test_an_engine_that_ignores_weights_stops_the_run(tmp_path, monkeypatch):
+    load = TransformersEngine.load_weights
+
+    def stale_head(self, weights, *, version):
+        load(self, ((k, w) for k, w in weights if "embed_tokens" not in k), version=version)
+
+    monkeypatch.setattr(TransformersEngine, "load_weights", stale_head)
+    with pytest.raises(SyncError, match="embeddings"):
+        train(small_recipe(), tmp_path / "run")
+
+
+def test_a_read_only_run_folder_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RecordError, match="cannot write .*run.json"):
+        train(small_recipe(), tmp_path / "file" / "run")
+
+
+def test_a_full_disk_stops_with_the_file_and_the_way_out(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("offdrift.rollouts.store.pq.write_table", full)
+    with pytest.raises(RecordError, match=r"batch-000000.parquet: No space left.*free disk space"):
+        train(small_recipe(), tmp_path / "run")
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert not list(tmp_path.rglob("batch-*"))
+
+
+def test_seeds_decide_everything(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(small_recipe(batches=1, seed=seed), tmp_path / name)
+    a, b, c = (rows(tmp_path / n) for n in "abc")
+    assert a == b
+    assert a != c
+
+

@@ -1,0 +1,237 @@
+"""Tasks: pure functions of their arguments, disjoint splits, verifiers that untrusted text can't move."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from reasoning_gym.factory import DATASETS
+
+from offdrift.errors import RecipeError
+from offdrift.train import tasks
+from offdrift.train.tasks import (
+    EVAL_SHARE,
+    TASKS,
+    Problem,
+    ProceduralTask,
+    Task,
+    evaluates,
+    exact_number,
+    find_task,
+    last_number,
+    split_of,
+)
+
+NAMES = [*TASKS, "reasoning_gym:gcd"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sampling_is_a_pure_function_and_a_prefix(name: str) -> None:
+    task = find_task(name)
+    assert isinstance(task, Task)
+    random.seed(0)
+    first = task.sample(40, seed=7)
+    random.seed(1)
+    task.sample(5, seed=8)
+    assert len(first) == 40
+    assert task.sample(40, seed=7) == first
+    assert task.sample(13, seed=7) == first[:13]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_seeds_give_other_problems(name: str) -> None:
+    """Neighboring seeds must not be one stream shifted by an entry."""
+    task = find_task(name)
+    batches = [{p.prompt for p in task.sample(32, seed=seed)} for seed in range(4)]
+    shared = [len(a & b) for i, a in enumerate(batches) for b in batches[:i]]
+    assert len(shared) == 6
+    assert max(shared) <= 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_held_out_problem_is_ever_trained_on(name: str) -> None:
+    task = find_task(name)
+    train = {p.prompt for seed in range(5) for p in task.sample(100, seed=seed)}
+    held_out = {p.prompt for seed in range(5) for p in task.sample(20, seed=seed, split="eval")}
+    assert len(train) > 100
+    assert len(held_out) > 20
+    assert not train & held_out
+
+
+def test_the_held_out_share_is_what_it_says() -> None:
+    """Binomial(10000, 1/10) has a standard deviation of 30."""
+    held_out = sum(split_of(f"{i}+0+0=") == "eval" for i in range(10_000))
+    assert abs(held_out - 10_000 / EVAL_SHARE) < 150
+
+
+def test_arithmetic_is_the_sum_of_its_prompt() -> None:
+    problems = find_task("arithmetic").sample(300, seed=0)
+    terms = [
+        tuple(map(int, re.fullmatch(r"(\d+)\+(\d+)\+(\d)=", p.prompt).groups())) for p in problems
+    ]  # type: ignore[union-attr]
+    assert len(terms) == 300
+    assert all(a < 100 and b < 100 for a, b, _ in terms)
+    assert max(max(a, b) for a, b, _ in terms) > 95
+    assert len({c for _, _, c in terms}) == 10
+    for (a, b, c), problem in zip(terms, problems, strict=True):
+        assert problem.answer == str(a + b + c)
+        assert problem.demonstration == f"{a + b}+{c}={a + b + c}\n"
+        assert not problem.chat
+
+
+def test_the_documented_demonstration() -> None:
+    entry = {"metadata": {"expression": "12+34+5"}, "answer": "51"}
+    assert tasks._written_sum(entry) == Problem("12+34+5=", "51", demonstration="46+5=51\n")
+
+
+def test_every_demonstration_earns_the_full_reward() -> None:
+    task = find_task("arithmetic")
+    problems = task.sample(50, seed=3) + task.sample(50, seed=3, split="eval")
+    assert [task.reward(p.demonstration or "", p) for p in problems] == [1.0] * 100
+
+
+ANSWER_51 = Problem("12+34+5=", "51")
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("46+5=51\n", 1.0),
+        ("51", 1.0),
+        ("so it is 51.", 1.0),
+        ("051", 1.0),
+        ("51.0", 1.0),
+        ("60-51", 1.0),
+        ("(60)-51", 1.0),
+        ("", 0.0),
+        ("46+5=", 0.0),
+        ("46+5=52", 0.0),
+        ("-51", 0.0),
+        ("510", 0.0),
+        ("151", 0.0),
+        ("5.1", 0.0),
+        ("1.51", 0.0),
+        ("5 1", 0.0),
+        ("51\n7", 0.0),
+        ("12+34+5", 0.0),  # worth 51 to whoever evaluates it
+        ("__import__('os').abort()", 0.0),
+        ("٥١", 0.0),
+        ("5" * 100_000, 0.0),
+        ("0" * 100_000 + "51", 0.0),
+        ("51e9", 0.0),
+    ],
+)
+def test_the_last_number_must_be_the_answer(completion: str, reward: float) -> None:
+    assert exact_number(completion, ANSWER_51) == reward
+
+
+def test_negative_answers() -> None:
+    problem = Problem("5 - 9 =", "-4", chat=True)
+    assert exact_number("5 - 9 = -4", problem) == 1.0
+    assert exact_number("The answer is 4", problem) == 0.0
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "chat-arithmetic", "reasoning_gym:gcd"])
+@given(text=st.text(alphabet=st.characters(), max_size=200))
+@example(text="\x00\ud800")
+@example(text="<answer>" * 50)
+@example(text="\\boxed{9**9**9**9}")
+@settings(max_examples=60, deadline=None)
+def test_no_text_breaks_a_verifier(name: str, text: str) -> None:
+    task = find_task(name)
+    reward = task.reward(text, Problem("12+34+5=", "51"))
+    assert 0.0 <= reward <= 1.0
+    if "51" not in text.replace(",", ""):
+        assert reward < 1.0
+
+
+def test_long_text_is_read_in_linear_time() -> None:
+    """A backtracking pattern takes minutes on these; a linear one, milliseconds."""
+    hostile = ["1" * 10**6, "1," * 10**6, "1.-" * 10**6, "-" * 10**6, "\\boxed{" * 10**5]
+    start = time.perf_counter()
+    assert [exact_number(text, ANSWER_51) for text in hostile] == [0.0] * 5
+    assert time.perf_counter() - start < 10
+
+
+def test_last_number_of_nothing() -> None:
+    assert last_number("no digits") is None
+
+
+def test_chat_arithmetic_asks_in_words() -> None:
+    problem = find_task("chat-arithmetic").sample(1, seed=0)[0]
+    assert problem.chat
+    assert problem.demonstration is None
+    left, operator, right = re.search(r"(\d+) ([+-]) (\d+) =", problem.prompt).groups()  # type: ignore[union-attr]
+    sign = 1 if operator == "+" else -1
+    assert problem.answer == str(int(left) + sign * int(right))
+
+
+def test_a_reasoning_gym_task_uses_its_own_score() -> None:
+    """decimal scoring of gcd gives partial credit to text that contains the answer."""
+    task = find_task("reasoning_gym:gcd")
+    problem = task.sample(1, seed=0)[0]
+    assert task.reward(problem.answer, problem) == 1.0
+    assert task.reward(f"I think <answer>{problem.answer}</answer>.", problem) == 1.0
+    assert task.reward("none", problem) == 0.0
+    assert problem.metadata
+
+
+def test_scorers_that_run_completions_are_refused() -> None:
+    """The list was read off the sources of reasoning-gym 0.1.25; any newer one must be refused too."""
+    known = {
+        "binary_matrix", "countdown", "intermediate_integration", "n_queens", "number_sorting",
+        "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
+        "string_insertion",
+    }  # fmt: skip
+    assert known & set(DATASETS) == known
+    refused = {name for name, (dataset, _) in DATASETS.items() if evaluates(dataset.score_answer)}
+    assert known <= refused
+    assert "chain_sum" not in refused
+    with pytest.raises(RecipeError, match=r"spiral_matrix.*runs the completion as code"):
+        find_task("reasoning_gym:spiral_matrix")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("arithmetics", r"task = 'arithmetics' is not known.*'arithmetic'.*reasoning_gym:NAME"),
+        ("reasoning_gym:", r"not known"),
+        ("reasoning_gym:nope", r"no data set 'nope'; it has .*chain_sum"),
+        ("reasoning_gym:composite", r"cannot build it from its defaults \(Must specify"),
+    ],
+)
+def test_unknown_tasks_are_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        find_task(name)
+
+
+def test_a_generator_with_too_few_questions_is_named() -> None:
+    """One question is all there is, and it is in one of the splits."""
+    one = {"question": "1+1=", "answer": "2"}
+    task = ProceduralTask("one", lambda seed, size: [one] * size, tasks._question, exact_number)
+    other = "eval" if split_of("1+1=") == "train" else "train"
+    assert len(task.sample(3, seed=0, split=split_of("1+1="))) == 3
+    with pytest.raises(RecipeError, match=r"'one' gave 0 of 3 "):
+        task.sample(3, seed=0, split=other)
+
+
+def test_a_task_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "mine", TASKS["arithmetic"])
+    assert find_task("mine") is TASKS["arithmetic"]
+
+
+def test_a_scorer_that_chokes_gives_nothing() -> None:
+    class Broken:
+        def score_answer(self, answer: str, entry: dict) -> float:
+            raise RecursionError(answer)
+
+    class Generous:
+        def score_answer(self, answer: str, entry: dict) -> float:
+            return 7.0
+
+    assert tasks._own_score(Broken(), "51", ANSWER_51) == 0.0
+    assert tasks._own_score(Generous(), "51", ANSWER_51) == 1.0

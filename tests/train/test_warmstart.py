@@ -1,0 +1,313 @@
+"""The supervised start: it learns, it is deterministic, and its cache can be trusted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from offdrift.errors import RecipeError
+from offdrift.train import warmstart
+from offdrift.train.models import load_model, tiny_tokenizer
+from offdrift.train.tasks import TASKS, Problem, find_task
+from offdrift.train.warmstart import IGNORED, warm_start
+
+TOKENIZER = tiny_tokenizer()
+TASK = find_task("arithmetic")
+
+
+class Fixed:
+    """A task of given problems; `asked` records the seeds it was sampled with."""
+
+    name = "fixed"
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems, self.asked = problems, []
+
+    def sample(self, n: int, *, seed: int, split: str = "train") -> list[Problem]:
+        self.asked.append((seed, split))
+        return [self.problems[i % len(self.problems)] for i in range(n)]
+
+    def reward(self, completion: str, problem: Problem) -> float:
+        return float(completion == problem.answer)
+
+
+ONE = Problem("1+1=", "2", demonstration="2\n")
+LONGER = Problem("10+10=", "20", demonstration="20\n")
+
+
+def start(cache: Path, *, model_seed: int = 0, **changes: object) -> tuple[PreTrainedModel, list]:
+    """A short start of the tiny model, and the losses it reported (none if it came from cache)."""
+    settings = {"task": TASK, "steps": 2, "batch_size": 4, "seed": 0, "cache_dir": cache} | changes
+    model, _ = load_model("tiny-qwen3", seed=model_seed)
+    losses: list[tuple[int, float]] = []
+    settings.setdefault("progress", lambda step, loss: losses.append((step, loss)))
+    return warm_start(model, TOKENIZER, settings.pop("task"), **settings), losses
+
+
+def flat(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# -- training ---------------------------------------------------------------------------------
+
+
+def test_the_batch_labels_completions_and_their_end() -> None:
+    tokens, labels = warmstart._batch(
+        TOKENIZER, Fixed(ONE, LONGER), warmstart._Plan(1, 2, 1e-3, 0), 0
+    )
+    e, x = TOKENIZER.eos_token_id, IGNORED
+    assert TOKENIZER.decode(tokens[0, :6]) == "1+1=2\n"
+    two, zero, line = TOKENIZER.encode("20\n")
+    assert labels.tolist() == [
+        [x, x, x, x, two, line, e, x, x, x],
+        [x, x, x, x, x, x, two, zero, line, e],
+    ]
+    assert torch.equal(tokens[labels != x], labels[labels != x])
+
+
+def test_the_loss_is_the_mean_over_completion_tokens() -> None:
+    """Against one sequence at a time without padding; a loss over prompts or padding differs."""
+    model, _ = load_model("tiny-qwen3", seed=0)
+    tokens, labels = warmstart._batch(
+        TOKENIZER, Fixed(ONE, LONGER), warmstart._Plan(1, 2, 1e-3, 0), 0
+    )
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for problem in (ONE, LONGER):
+            prompt = TOKENIZER.encode(problem.prompt)
+            answer = [*TOKENIZER.encode(problem.demonstration), TOKENIZER.eos_token_id]
+            logp = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+            total -= sum(float(logp[len(prompt) - 1 + i, a]) for i, a in enumerate(answer))
+            count += len(answer)
+        assert count == 3 + 4
+        assert float(warmstart._loss(model, tokens, labels)) == pytest.approx(total / count, 1e-5)
+
+
+def test_the_learning_rate_rises_then_falls() -> None:
+    plan = warmstart._Plan(steps=100, batch_size=1, lr=1.0, seed=0)
+    rates = [plan.lr_at(step) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5] == pytest.approx(1.0)
+    assert rates[99] == pytest.approx(0.1 + 0.9 / 95)
+    assert all(a > b for a, b in itertools.pairwise(rates[5:]))
+    assert [warmstart._Plan(1, 1, 1.0, 0).lr_at(0)] == [1.0]
+
+
+@pytest.mark.parametrize("source", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_it_learns_one_answer(source: str, tmp_path: Path) -> None:
+    """From about log 64 = 4.16 nats per token at random to an answer that greedy decoding gives."""
+    model, _ = load_model(source, seed=0)
+    losses: list[float] = []
+    task = Fixed(ONE, LONGER)
+    warm_start(
+        model, TOKENIZER, task, steps=25, batch_size=4, seed=0, cache_dir=tmp_path,
+        progress=lambda step, loss: losses.append(loss),
+    )  # fmt: skip
+    assert len(losses) == 25
+    assert losses[0] == pytest.approx(math.log(64), abs=0.5)
+    assert losses[-1] < 0.1
+    for problem in (ONE, LONGER):
+        ids = torch.tensor([TOKENIZER.encode(problem.prompt)])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+        )
+        assert TOKENIZER.decode(out[0, ids.shape[1] :]) == f"{problem.demonstration}<eos>"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_works_in_place_and_leaves_no_trace(training: bool, tmp_path: Path) -> None:
+    model, _ = load_model("tiny-qwen3", seed=0)
+    before = flat(model).clone()
+    model.train(training)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    result = warm_start(model, TOKENIZER, TASK, steps=2, batch_size=4, seed=0, cache_dir=tmp_path)
+    assert torch.equal(torch.rand(3), expected), "the host's random state moved"
+    assert result is model
+    assert not torch.equal(flat(model), before)
+    assert model.training is training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_every_step_draws_new_training_problems(tmp_path: Path) -> None:
+    task = Fixed(ONE)
+    start(tmp_path, task=task, steps=5)
+    drawn = set(task.asked)
+    assert len(drawn) == 5
+    assert {split for _, split in drawn} == {"train"}
+    assert all(seed > 10**6 for seed, _ in drawn), "the trainer's own steps use small seeds"
+
+
+def test_zero_steps_change_nothing(tmp_path: Path) -> None:
+    model, losses = start(tmp_path, steps=0)
+    fresh, _ = load_model("tiny-qwen3", seed=0)
+    assert torch.equal(flat(model), flat(fresh))
+    assert losses == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_without_demonstrations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"'fixed' shows no demonstrations.*steps to 0"):
+        start(tmp_path, task=Fixed(replace(ONE, demonstration=None)))
+
+
+# -- cache ------------------------------------------------------------------------------------
+
+
+def test_the_same_start_is_trained_once_and_is_the_same(tmp_path: Path) -> None:
+    first, losses = start(tmp_path / "a")
+    assert [step for step, _ in losses] == [1, 2]
+    cached, none = start(tmp_path / "a")
+    assert none == []
+    again, _ = start(tmp_path / "b")
+    assert torch.equal(flat(first), flat(cached))
+    assert torch.equal(flat(first), flat(again))
+    (file,) = (tmp_path / "a" / "warmstart").iterdir()
+    assert file.name.startswith("arithmetic-")
+
+
+class Renamed(Fixed):
+    name = "another"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 3},
+        {"batch_size": 5},
+        {"lr": 1e-3},
+        {"seed": 1},
+        {"model_seed": 1},
+        {"task": Renamed(ONE)},
+        {"task": Fixed(replace(ONE, demonstration="3\n"))},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_matters_is_in_the_key(change: dict, tmp_path: Path) -> None:
+    start(tmp_path, **({"task": Fixed(ONE)}))
+    _, losses = start(tmp_path, **({"task": Fixed(ONE)} | change))
+    assert losses, "taken from the cache of another start"
+    assert len(list((tmp_path / "warmstart").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("CODE_VERSION", 10**6), ("torch.__version__", "99.1.0")]
+)
+def test_versions_are_in_the_key(
+    name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(tmp_path)
+    monkeypatch.setattr(f"offdrift.train.warmstart.{name}", value)
+    _, losses = start(tmp_path)
+    assert len(losses) == 2
+
+
+def test_a_config_without_weights_of_its_own_is_in_the_key() -> None:
+    model, _ = load_model("tiny-qwen3", seed=0)
+    plan = warmstart._Plan(1, 1, 1e-3, 0)
+    before = warmstart._file_name(model, TOKENIZER, TASK, plan)
+    assert warmstart._file_name(model, TOKENIZER, TASK, plan) == before
+    model.config.rms_norm_eps = 0.1
+    assert warmstart._file_name(model, TOKENIZER, TASK, plan) != before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: b"\xff" * len(whole),
+    ],
+    ids=["empty", "half", "noise"],
+)
+def test_a_damaged_cache_is_found_and_replaced(damage: object, tmp_path: Path) -> None:
+    first, _ = start(tmp_path)
+    (file,) = (tmp_path / "warmstart").iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.warns(UserWarning, match=r"cannot be read.*training it again"):
+        second, losses = start(tmp_path)
+    assert len(losses) == 2
+    assert torch.equal(flat(first), flat(second))
+    _, losses = start(tmp_path)
+    assert losses == []
+
+
+def other_names(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {f"other.{name}": w for name, w in warmstart._named(model).items()}
+
+
+def other_shapes(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    weights = warmstart._named(model)
+    return weights | {list(weights)[-1]: torch.zeros(3)}
+
+
+@pytest.mark.parametrize("weights", [other_names, other_shapes])
+def test_the_cache_of_another_model_is_not_taken(weights: Callable, tmp_path: Path) -> None:
+    """A file with other weights, or other shapes at the end, is refused before any is copied."""
+    first, _ = start(tmp_path)
+    (file,) = (tmp_path / "warmstart").iterdir()
+    warmstart.save_file(weights(first), file)
+    with pytest.warns(UserWarning, match="weights of another model"):
+        second, _ = start(tmp_path)
+    assert torch.equal(flat(first), flat(second))
+
+
+def test_an_interrupted_start_leaves_no_cache(tmp_path: Path) -> None:
+    def interrupt(step: int, loss: float) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, steps=3, progress=interrupt)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_an_interrupted_write_leaves_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(tensors: dict, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warmstart, "save_file", half)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path)
+    assert list((tmp_path / "warmstart").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with pytest.warns(UserWarning, match=r"not cached.*OFFDRIFT_CACHE"):
+        model, losses = start(blocked)
+    assert len(losses) == 2
+    assert bool(flat(model).isfinite().all())
+
+
+def test_two_processes_may_race(tmp_path: Path) -> None:
+    """Another process with the same start finishes while this one is still training."""
+    others: list[PreTrainedModel] = []
+
+    def overtaken(step: int, loss: float) -> None:
+        if step == 2:
+            model, losses = start(tmp_path)
+            assert len(losses) == 2
+            others.append(model)
+
+    mine, _ = start(tmp_path, progress=overtaken)
+    assert len(others) == 1
+    assert torch.equal(flat(mine), flat(others[0]))
+    (file,) = (tmp_path / "warmstart").iterdir()
+    assert warmstart._restored(load_model("tiny-qwen3", seed=1)[0], file)
+
+
+def test_the_default_task_can_be_started_from() -> None:
+    assert all(p.demonstration for p in TASKS["arithmetic"].sample(3, seed=0))
