@@ -58,14 +58,15 @@ def train(
     from offdrift.report.page import write_report
     from offdrift.report.stored import read_run
     from offdrift.report.terminal import LiveProgress, run_summary
+    from offdrift.train.loop import agree
     from offdrift.train.loop import train as train_recipe
     from offdrift.train.recipe import load_recipe
 
     chosen = load_recipe(recipe, changes=[*(changes or []), *_arms(arms, method)])
     if arms is not None:
         chosen = _only(chosen, arms)
-    folder = _run_folder(out, chosen.name, resume)
     main_process = int(os.environ.get("RANK", "0")) == 0
+    folder = agree(_run_folder(out, chosen.name, resume) if main_process else None)
     screen = console if main_process else Console(quiet=True)
     screen.print(f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; run folder {folder}")  # fmt: skip
     # A polite kill ends like Ctrl-C: the live display is put away and the way back is printed.

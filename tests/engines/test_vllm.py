@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
+import gc
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -141,21 +140,6 @@ def test_every_request_of_every_seed_has_its_own_stream():
     assert 0 <= min(seeds) < max(seeds) < 2**63
 
 
-def test_what_vllm_does_to_its_host_is_undone():
-    random.seed(2)
-    before = random.getstate(), torch.get_rng_state(), str(np.random.get_state())
-    threads = torch.get_num_threads()
-    with vllm_engine_module._host_kept():
-        _ = random.random(), torch.rand(1), np.random.rand()
-        torch.set_num_threads(threads + 1)
-        torch.set_num_threads = lambda n: None
-    after = random.getstate(), torch.get_rng_state(), str(np.random.get_state())
-    assert torch.set_num_threads is torch._C.set_num_threads
-    assert torch.get_num_threads() == threads
-    assert (before[0], before[2]) == (after[0], after[2])
-    assert torch.equal(before[1], after[1])
-
-
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
@@ -190,12 +174,13 @@ def test_a_missing_vllm_says_how_to_install_it(monkeypatch):
         vllm_engine_module.VLLMEngine("anywhere")
 
 
-def test_a_model_that_cannot_be_loaded_so_is_refused_with_the_options(checkpoints):
+def test_a_model_that_cannot_be_loaded_so_is_refused_with_the_options(checkpoints, dense):
     with pytest.raises(EngineError, match=r"cannot load .*'dtype': 'float7'"):
         vllm_engine_module.VLLMEngine(checkpoints["dense"], dtype="float7")
+    assert len(dense.generate(PROMPTS, PLAIN, seed=0).tokens) == 96
 
 
-def test_raw_log_probs_are_refused(checkpoints, monkeypatch):
+def test_raw_log_probs_are_refused(checkpoints, dense, monkeypatch):
     import vllm
 
     whole = vllm.LLM
@@ -204,12 +189,20 @@ def test_raw_log_probs_are_refused(checkpoints, monkeypatch):
     )
     with pytest.raises(EngineError, match="raw_logprobs, not the log-probs"):
         vllm_engine_module.VLLMEngine(checkpoints["dense"], max_model_len=64)
+    gc.collect()
+    assert len(dense.generate(PROMPTS, PLAIN, seed=0).tokens) == 96
 
 
-def test_a_closed_engine_says_so_and_the_others_go_on(checkpoints, dense):
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_one_engine_can_go_and_the_others_go_on(checkpoints, dense, how):
     other = vllm_engine_module.VLLMEngine(checkpoints["dense"], max_model_len=64)
-    other.close()
-    other.close()
-    with pytest.raises(EngineError, match="'vllm' is closed"):
-        other.generate(PROMPTS, PLAIN, seed=0)
+    if how == "closed":
+        other.close()
+        other.close()
+        with pytest.raises(EngineError, match="'vllm' is closed"):
+            other.generate(PROMPTS, PLAIN, seed=0)
+    else:
+        del other
+        gc.collect()
+    assert torch.distributed.is_initialized()
     assert len(dense.generate(PROMPTS, PLAIN, seed=0).tokens) == 96

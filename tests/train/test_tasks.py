@@ -57,6 +57,8 @@ def test_no_held_out_problem_is_ever_trained_on(name: str) -> None:
     task = find_task(name)
     train = {p.prompt for seed in range(5) for p in task.sample(100, seed=seed)}
     held_out = {p.prompt for seed in range(5) for p in task.sample(20, seed=seed, split="eval")}
+    assert {split_of(prompt) for prompt in train} == {"train"}
+    assert {split_of(prompt) for prompt in held_out} == {"eval"}
     assert len(train) > 100
     assert len(held_out) > 20
     assert not train & held_out

@@ -51,6 +51,11 @@ def start(cache: Path, *, model_seed: int = 0, **changes: object) -> tuple[PreTr
     return warm_start(model, TOKENIZER, settings.pop("task"), **settings), losses
 
 
+def plan(**changes: object) -> warmstart._Plan:
+    settings = {"steps": 1, "batch_size": 1, "lr": 1e-3, "target": 2.0, "seed": 0}
+    return warmstart._Plan(**(settings | changes))
+
+
 def flat(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -59,9 +64,7 @@ def flat(model: PreTrainedModel) -> torch.Tensor:
 
 
 def test_the_batch_labels_completions_and_their_end() -> None:
-    tokens, labels = warmstart._batch(
-        TOKENIZER, Fixed(ONE, LONGER), warmstart._Plan(1, 2, 1e-3, 0), 0
-    )
+    tokens, labels = warmstart._batch(TOKENIZER, Fixed(ONE, LONGER), plan(batch_size=2), 0)
     e, x = TOKENIZER.eos_token_id, IGNORED
     assert TOKENIZER.decode(tokens[0, :6]) == "1+1=2\n"
     two, zero, line = TOKENIZER.encode("20\n")
@@ -72,53 +75,71 @@ def test_the_batch_labels_completions_and_their_end() -> None:
     assert torch.equal(tokens[labels != x], labels[labels != x])
 
 
-def test_the_loss_is_the_mean_over_completion_tokens() -> None:
-    """Against one sequence at a time without padding; a loss over prompts or padding differs."""
-    model, _ = load_model("tiny-qwen3", seed=0)
-    tokens, labels = warmstart._batch(
-        TOKENIZER, Fixed(ONE, LONGER), warmstart._Plan(1, 2, 1e-3, 0), 0
-    )
-    total, count = 0.0, 0
+def demonstration_logp(model: PreTrainedModel, problem: Problem) -> tuple[float, int]:
+    """log-prob of one demonstration and its tokens, without padding or batches."""
+    prompt = TOKENIZER.encode(problem.prompt)
+    answer = [*TOKENIZER.encode(problem.demonstration), TOKENIZER.eos_token_id]
     with torch.no_grad():
-        for problem in (ONE, LONGER):
-            prompt = TOKENIZER.encode(problem.prompt)
-            answer = [*TOKENIZER.encode(problem.demonstration), TOKENIZER.eos_token_id]
-            logp = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
-            total -= sum(float(logp[len(prompt) - 1 + i, a]) for i, a in enumerate(answer))
-            count += len(answer)
-        assert count == 3 + 4
-        assert float(warmstart._loss(model, tokens, labels)) == pytest.approx(total / count, 1e-5)
+        logp = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+    return sum(float(logp[len(prompt) - 1 + i, a]) for i, a in enumerate(answer)), len(answer)
+
+
+def test_the_loss_is_that_of_each_completion_alone() -> None:
+    """Loss: the mean over completion tokens, not prompts, padding or sequences. Chance: exp(-sum)."""
+    model, _ = load_model("tiny-qwen3", seed=0)
+    tokens, labels = warmstart._batch(TOKENIZER, Fixed(ONE, LONGER), plan(batch_size=2), 0)
+    alone = [demonstration_logp(model, problem) for problem in (ONE, LONGER)]
+    assert [count for _, count in alone] == [3, 4]
+    losses = warmstart._token_losses(model, tokens, labels).detach()
+    assert losses.sum(1).tolist() == pytest.approx([-logp for logp, _ in alone], 1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss, chance = warmstart._step(model, optimizer, plan(), tokens, labels)
+    assert loss == pytest.approx(-sum(logp for logp, _ in alone) / 7, 1e-5)
+    assert chance == pytest.approx(sum(math.exp(logp) for logp, _ in alone) / 2, 1e-4)
 
 
 def test_the_learning_rate_rises_then_falls() -> None:
-    plan = warmstart._Plan(steps=100, batch_size=1, lr=1.0, seed=0)
-    rates = [plan.lr_at(step) for step in range(100)]
+    rates = [plan(steps=100, lr=1.0).lr_at(step) for step in range(100)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5] == pytest.approx(1.0)
     assert rates[99] == pytest.approx(0.1 + 0.9 / 95)
     assert all(a > b for a, b in itertools.pairwise(rates[5:]))
-    assert [warmstart._Plan(1, 1, 1.0, 0).lr_at(0)] == [1.0]
+    assert plan(steps=1, lr=1.0).lr_at(0) == 1.0
 
 
 @pytest.mark.parametrize("source", ["tiny-qwen3", "tiny-qwen3-moe"])
-def test_it_learns_one_answer(source: str, tmp_path: Path) -> None:
-    """From about log 64 = 4.16 nats per token at random to an answer that greedy decoding gives."""
+def test_it_learns_from_nothing_to_the_target(source: str, tmp_path: Path) -> None:
+    """From log 64 = 4.16 nats per token to a chance of 0.65, and it stops there."""
     model, _ = load_model(source, seed=0)
     losses: list[float] = []
-    task = Fixed(ONE, LONGER)
+    problems = (ONE, LONGER)
     warm_start(
-        model, TOKENIZER, task, steps=25, batch_size=4, seed=0, cache_dir=tmp_path,
+        model,
+        TOKENIZER,
+        Fixed(*problems),
+        steps=60,
+        batch_size=4,
+        seed=0,
+        cache_dir=tmp_path,
         progress=lambda step, loss: losses.append(loss),
-    )  # fmt: skip
-    assert len(losses) == 25
+    )
     assert losses[0] == pytest.approx(math.log(64), abs=0.5)
-    assert losses[-1] < 0.1
-    for problem in (ONE, LONGER):
+    assert 10 <= len(losses) < 60
+    chances = [math.exp(demonstration_logp(model, problem)[0]) for problem in problems]
+    assert sum(chances) / 2 > 0.65
+    for problem in problems:
         ids = torch.tensor([TOKENIZER.encode(problem.prompt)])
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
         )
         assert TOKENIZER.decode(out[0, ids.shape[1] :]) == f"{problem.demonstration}<eos>"
+
+
+@pytest.mark.parametrize(("target", "steps"), [(0.0, 10), (2.0, 12)])
+def test_the_target_must_hold_over_a_window(target: float, steps: int, tmp_path: Path) -> None:
+    """A target met at once still takes a full window of 10 batches; one above 1 is never met."""
+    _, losses = start(tmp_path, target=target, steps=12)
+    assert len(losses) == steps
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -184,6 +205,7 @@ class Renamed(Fixed):
         {"steps": 3},
         {"batch_size": 5},
         {"lr": 1e-3},
+        {"target": 0.5},
         {"seed": 1},
         {"model_seed": 1},
         {"task": Renamed(ONE)},
@@ -212,11 +234,10 @@ def test_versions_are_in_the_key(
 
 def test_a_config_without_weights_of_its_own_is_in_the_key() -> None:
     model, _ = load_model("tiny-qwen3", seed=0)
-    plan = warmstart._Plan(1, 1, 1e-3, 0)
-    before = warmstart._file_name(model, TOKENIZER, TASK, plan)
-    assert warmstart._file_name(model, TOKENIZER, TASK, plan) == before
+    before = warmstart._file_name(model, TOKENIZER, TASK, plan())
+    assert warmstart._file_name(model, TOKENIZER, TASK, plan()) == before
     model.config.rms_norm_eps = 0.1
-    assert warmstart._file_name(model, TOKENIZER, TASK, plan) != before
+    assert warmstart._file_name(model, TOKENIZER, TASK, plan()) != before
 
 
 @pytest.mark.parametrize(

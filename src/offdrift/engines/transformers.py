@@ -110,11 +110,6 @@ class TransformersEngine:
             raise EngineError(f"engine {self.name!r} is closed; construct another one")
         return self._model
 
-    @property
-    def provenance_model(self) -> str:
-        """Where the weights come from: the checkpoint's name, or the architecture's."""
-        return self.model.config.name_or_path or type(self.model).__name__
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -137,7 +132,7 @@ class TransformersEngine:
         provenance = Provenance(
             engine=self.name,
             engine_version=transformers.__version__,
-            model=self.provenance_model,
+            model=self.model.config.name_or_path or type(self.model).__name__,
             dtype=self.dtype,
             quantization=self.quantization,
             sampling=sampling,

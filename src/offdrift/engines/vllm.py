@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import gc
 import os
-import random
-import warnings
+import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from offdrift.engines.draws import Draws, check_request, rollouts_from
+from offdrift.engines.host import host_kept
 from offdrift.errors import EngineError
 from offdrift.rollouts.records import (
     Evidence,
@@ -48,12 +49,15 @@ _ENVIRONMENT = {
 }
 
 
+_live: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
+
+
 class VLLMEngine:
     """Rollouts from vLLM, in this process and without compilation.
 
     Args:
         path: checkpoint folder.
-        dtype: vLLM's name of the weights' and activations' dtype.
+        dtype: of weights and activations; "auto" is the checkpoint's.
         quantization: vLLM's name, for instance "fp8_per_channel".
         kv_cache_dtype: "auto" is `dtype`; "fp8" makes the cache a source of mismatch.
         max_model_len: longest prompt and response together, tokens; absent: what the model allows.
@@ -80,11 +84,14 @@ class VLLMEngine:
         version: int = 0,
     ) -> None:
         self.name, self.version, self.path = name, version, str(path)
-        self.dtype, self.evidence_limit_mib = dtype, evidence_limit_mib
+        self.evidence_limit_mib = evidence_limit_mib
         self.quantization = _quantization_label(quantization, kv_cache_dtype)
+        # vLLM starts a process group of one where there is none; the last engine in it ends it.
+        started = torch.distributed.is_initialized()
+        self._owns_world = not started or any(e._owns_world for e in _live)
         vllm = _import_vllm()
         self.engine_version: str = vllm.__version__
-        with _host_kept():
+        with host_kept():
             self._llm: Any = _build(
                 vllm,
                 self.path,
@@ -95,8 +102,10 @@ class VLLMEngine:
                 max_num_seqs=max_num_seqs,
             )
         config = self._llm.llm_engine.vllm_config.model_config
+        self.dtype = str(config.dtype).removeprefix("torch.")
         self.vocab_size: int = config.get_vocab_size()
         self.max_model_len: int = config.max_model_len
+        _live.add(self)
 
     @property
     def llm(self) -> Any:
@@ -122,7 +131,7 @@ class VLLMEngine:
         check_request(prompts, sampling, evidence, vocab_size=self.vocab_size, limit_mib=limit)
         self._check_fits(prompts, sampling)
         size = self._requests_at_once(sampling, evidence)
-        with _host_kept():
+        with host_kept():
             draws = [
                 self._draw(prompts[i : i + size], sampling, evidence, seed=seed, first=i)
                 for i in range(0, len(prompts), size)
@@ -153,7 +162,7 @@ class VLLMEngine:
                 count += 1
                 yield name, weight.detach()
 
-        with _host_kept():
+        with host_kept():
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
             if not count:
                 raise EngineError(
@@ -169,11 +178,18 @@ class VLLMEngine:
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
-        llm.llm_engine.engine_core.shutdown()
+        _live.discard(self)
+        with _world_kept(keep=bool(_live) or not self._owns_world):
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def __del__(self) -> None:
+        # Left to itself, vLLM's own finalizer would also end the process groups of others.
+        if not sys.is_finalizing() and getattr(self, "_llm", None) is not None:
+            self.close()
 
     def _draw(
         self,
@@ -292,7 +308,7 @@ def _import_vllm() -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        with _host_kept():
+        with host_kept():
             import vllm
     except ImportError as error:
         raise EngineError(
@@ -304,22 +320,19 @@ def _import_vllm() -> Any:
 
 def _build(vllm: Any, path: str, **options: Any) -> Any:
     """A `vllm.LLM` that reports processed log-probs, or an error that says why there is none."""
-    # Groups of an earlier engine lack what a mixture-of-experts model needs; they are rebuilt.
-    from vllm.distributed.parallel_state import destroy_model_parallel
-
-    destroy_model_parallel()
     try:
-        llm = vllm.LLM(
-            path,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            max_logprobs=-1,
-            seed=0,
-            use_tqdm_on_load=False,
-            **options,
-        )
+        with _own_groups():
+            llm = vllm.LLM(
+                path,
+                enforce_eager=True,
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                max_logprobs=-1,
+                seed=0,
+                use_tqdm_on_load=False,
+                **options,
+            )
     except Exception as error:
         raise EngineError(
             f"vLLM {vllm.__version__} cannot load {path} with {options}: {error}; "
@@ -327,6 +340,8 @@ def _build(vllm: Any, path: str, **options: Any) -> Any:
         ) from error
     mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
     if mode != "processed_logprobs":
+        with _world_kept(keep=True):
+            llm.llm_engine.engine_core.shutdown()
         raise EngineError(
             f"vLLM reports {mode}, not the log-probs of the distribution that it samples; "
             "install the pinned version with `make install-vllm`"
@@ -340,22 +355,39 @@ def _quantization_label(quantization: str | None, kv_cache_dtype: str) -> str | 
 
 
 @contextmanager
-def _host_kept() -> Iterator[None]:
-    """Run vLLM without compiling, and undo what it does to random states and torch's threads."""
-    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+def _own_groups() -> Iterator[None]:
+    """Let a new engine make its own groups; if it fails, earlier engines find theirs again.
+
+    Those of an earlier engine lack what a mixture-of-experts model needs.
+    """
+    from vllm.distributed import parallel_state
+
+    kinds = parallel_state.GroupCoordinator
+    groups = {
+        name: group
+        for name, group in vars(parallel_state).items()
+        if isinstance(group, kinds) and name != "_WORLD"
+    }
+    for name in groups:
+        setattr(parallel_state, name, None)
     try:
-        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-            # What vLLM's own imports deprecate is nothing that a caller could mend.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
+        yield
+    except BaseException:
+        for name, group in groups.items():
+            setattr(parallel_state, name, group)
+        raise
+
+
+@contextmanager
+def _world_kept(*, keep: bool) -> Iterator[None]:
+    """Shut an engine down without ending the process groups that others still use."""
+    from vllm.v1.engine import core
+
+    name = "cleanup_dist_env_and_memory"
+    clean_up = getattr(core, name)
+    if keep:
+        setattr(core, name, lambda *_, **__: None)
+    try:
+        yield
     finally:
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_state)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        setattr(core, name, clean_up)

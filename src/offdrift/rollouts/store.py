@@ -7,6 +7,7 @@ metadata as JSON. Nothing is unpickled and nothing is evaluated: a file from els
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -57,7 +58,8 @@ def write_atomically(path: Path, write_to: Callable[[str], object]) -> None:
             f"cannot write {path}: {e.strerror or e}; free disk space or choose another run folder"
         ) from e
     finally:
-        tmp.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            tmp.unlink()
 
 
 def read(path: str | os.PathLike[str]) -> Rollouts:

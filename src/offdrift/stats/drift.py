@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.correction import Corrected
@@ -119,12 +119,12 @@ class DriftStats:
             first = first.merge(s)
         return first
 
-    def with_sum(self, name: str, value: Float[Tensor, ""]) -> DriftStats:
+    def with_sum(self, name: str, value: Shaped[Tensor, ""]) -> DriftStats:
         """The same with one more sum, under a name of its own."""
         sums = torch.cat([self.sums, value.double().reshape(1).to(self.sums.device)])
         return replace(self, sum_names=(*self.sum_names, name), sums=sums)
 
-    def with_max(self, name: str, value: Float[Tensor, ""]) -> DriftStats:
+    def with_max(self, name: str, value: Shaped[Tensor, ""]) -> DriftStats:
         """The same with one more maximum, under a name of its own."""
         maxima = torch.cat([self.maxima, value.double().reshape(1).to(self.maxima.device)])
         return replace(self, max_names=(*self.max_names, name), maxima=maxima)

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -110,7 +111,8 @@ def train(
     head = _begin(recipe, folder, resume)
     shop = _set_up(recipe, folder, watch)
     head |= {"model": _model_facts(recipe, shop.model)}
-    folder.create(head)
+    if shop.accelerator.is_main_process:
+        folder.create(head)
     table = []
     try:
         for name in recipe.arms:
@@ -228,11 +230,11 @@ class Learner:
                     self.row,
                     token_budget=optim.token_budget,
                     max_grad_norm=optim.max_grad_norm,
+                    version=self.version,
                     view=view,
                 )
-                lag = self.version - rollouts.rollout_version.double()
                 self.version += 1
-                self._record(index, part.rollouts, update, lag)
+                self._record(index, part.rollouts, update)
 
     def evaluate(self) -> None:
         """Mean reward of the current policy on held-out prompts, drawn at float32 by transformers."""
@@ -260,6 +262,7 @@ class Learner:
         """Store the model and the arm's row of the table."""
         shop = self.shop
         model = shop.accelerator.unwrap_model(self.model)
+        shop.accelerator.wait_for_everyone()
         metrics = self.files.rows("metrics")
         seconds = sum(m["throughput/seconds"] for m in metrics)
         summary = summarize_arm(
@@ -282,28 +285,21 @@ class Learner:
         g = torch.Generator().manual_seed(batch_seed(seed, index, epoch))
         return torch.randperm(sequences, generator=g).tensor_split(optim.minibatches)
 
-    def _record(self, index: int, rollouts: Rollouts, update: Update, lag: Tensor) -> None:
+    def _record(self, index: int, rollouts: Rollouts, update: Update) -> None:
         shop, now = self.shop, time.perf_counter()
         seconds, self.tick = now - self.tick, now
         proof = certify(update.stats, delta=shop.recipe.delta, horizon=shop.sampling.max_tokens)
-        tokens = len(rollouts.tokens)
-        assert rollouts.rewards is not None
+        found = summarize(update.stats)
         row = {
             "update": self.version,
             "batch": index,
-            "batch/tokens": tokens,
-            "reward/mean": float(rollouts.rewards.mean()),
-            "response/length_mean": tokens / rollouts.num_sequences,
-            "response/length_max": int(rollouts.lengths.max()),
-            "version_lag/mean": float(lag.mean()),
-            "version_lag/max": int(lag.max()),
             "divergence/grade": update.stats.grade,
-            **summarize(update.stats),
+            **found,
             "certificate/bound": None if proof.bound is None else proof.bound.value,
             "certificate/row": None if proof.bound is None else proof.bound.name,
             "certificate/falsified": {"falsified": 1, "not falsified": 0}.get(proof.precondition),
             "throughput/seconds": seconds,
-            "throughput/tokens_per_s": tokens / seconds,
+            "throughput/tokens_per_s": found["batch/tokens"] / seconds,
         }
         if shop.accelerator.is_main_process:
             self.files.append("metrics", row)
@@ -312,6 +308,14 @@ class Learner:
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         shop.accelerator.log(numbers, step=self.version)
         shop.watch(Event("update", self.name, self.version, shop.recipe.updates, metrics=row))
+
+
+def agree(choice: Path | None) -> Path:
+    """The main process's choice, in every process of the run."""
+    if AcceleratorState().num_processes > 1:
+        (choice,) = broadcast_object_list([choice])
+    assert choice is not None
+    return choice
 
 
 def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
@@ -336,7 +340,8 @@ def _begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
             "versions": {p: v for p in packages if (v := _version(p))},
             "table": [],
         }
-        folder.create(head)
+        if AcceleratorState().is_main_process:
+            folder.create(head)
         return head
     head = folder.head()
     changed = sorted(k for k in stated if head["recipe"].get(k) != stated[k])

@@ -72,6 +72,7 @@ def train_step(
     *,
     token_budget: int,
     max_grad_norm: float,
+    version: int = 0,
     view: bool = False,
 ) -> Update:
     """Take one optimizer step on a batch.
@@ -79,6 +80,7 @@ def train_step(
     Args:
         batch: this process's share of the step's sequences.
         token_budget: padded tokens per forward pass.
+        version: optimizer steps taken before this one.
         view: also give per-token values, for samples.
 
     Returns: statistics over all processes; the gradient norm before clipping is `optim/grad_norm`.
@@ -104,7 +106,8 @@ def train_step(
             if shown is not None:
                 _show(shown, batch.rollouts.segments.rows(piece), result, evidence)
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    total = gather_stats(accelerator, DriftStats.merge_all(stats))
+    local = _with_batch_facts(DriftStats.merge_all(stats), batch.rollouts, version)
+    total = gather_stats(accelerator, local)
     norm = torch.as_tensor(0.0 if norm is None else norm).cpu()
     if not bool(norm.isfinite()):
         raise EngineError(
@@ -173,6 +176,16 @@ def _push(
     return replace(
         result, stats=result.stats.with_sum("current/entropy", scored.entropy.sum())
     ), evidence
+
+
+def _with_batch_facts(stats: DriftStats, rollouts: Rollouts, version: int) -> DriftStats:
+    """Rewards, lengths and version lags, in a form that adds up over processes."""
+    lag = version - rollouts.rollout_version.double()
+    stats = stats.with_sum("version_lag", lag.sum()).with_max("version_lag_max", lag.max())
+    stats = stats.with_max("length_max", rollouts.lengths.max())
+    if rollouts.rewards is None:
+        return stats
+    return stats.with_sum("reward", rollouts.rewards.sum())
 
 
 def _show(

@@ -2,7 +2,8 @@
 
 Reinforcement learning from random weights never sees a right answer. `warm_start` fits the task's
 demonstrations until a sampled completion is right more often than not, and stops well before it
-always is. The result is cached under a key made of everything that shaped it: the initial weights
+always is. When that happens differs between seeds by hundreds of steps, and accuracy then rises
+from 0.2 to 0.9 within a hundred: a number of steps cannot aim at it, so a target does. The result is cached under a key made of everything that shaped it: the initial weights
 and configuration themselves, the very batches, the hyperparameters and the library versions; so a
 changed task, tokenizer or seed can't be answered from an old file.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,12 +48,15 @@ class _Plan:
     steps: int
     batch_size: int
     lr: float
+    target: float
     seed: int
     warmup_frac: float = 0.05
     final_lr_frac: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    window: int = 10
+    """Batches over which the target must be reached on average."""
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up, then linear decay to `final_lr_frac` of the peak."""
@@ -70,6 +75,7 @@ def warm_start(
     steps: int,
     batch_size: int = 128,
     lr: float = 2e-3,
+    target: float = 0.65,
     seed: int,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
@@ -80,9 +86,11 @@ def warm_start(
     of problems at every step.
 
     Args:
-        steps: optimizer steps; 0 leaves the model as it is.
+        steps: at most this many optimizer steps; 0 leaves the model as it is.
         batch_size: demonstrations per step.
         lr: peak learning rate.
+        target: stop when a completion sampled at temperature 1 is this likely to be the
+            demonstration, on problems not seen before; above 1, never.
         seed: of the problems drawn.
         cache_dir: where finished starts are kept; `default_cache_dir()` if not given.
         progress: called after every step with the steps done and the loss (nat per token).
@@ -91,7 +99,7 @@ def warm_start(
 
     Raises: `RecipeError` if the task shows no demonstrations.
     """
-    plan = _Plan(steps, batch_size, lr, seed)
+    plan = _Plan(steps, batch_size, lr, target, seed)
     if steps == 0:
         return model
     file = (
@@ -117,34 +125,51 @@ def _fit(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=plan.lr, betas=plan.betas, weight_decay=plan.weight_decay
     )
+    chances: deque[float] = deque(maxlen=plan.window)
     try:
         model.eval()  # no dropout: nothing here draws from the host's random state
         for step in range(plan.steps):
-            tokens, labels = _batch(tokenizer, task, plan, step)
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr_at(step)
-            loss = _loss(model, tokens.to(model.device), labels.to(model.device))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+            loss, chance = _step(model, optimizer, plan, *_batch(tokenizer, task, plan, step))
+            chances.append(chance)
             if progress is not None:
-                progress(step + 1, loss.item())
+                progress(step + 1, loss)
+            if len(chances) == plan.window and sum(chances) >= plan.window * plan.target:
+                break
     finally:
         optimizer.zero_grad()
         model.train(was_training)
 
 
-def _loss(
-    model: PreTrainedModel, tokens: Int[Tensor, "b t"], labels: Int[Tensor, "b t"]
-) -> Float[Tensor, ""]:
-    """Mean -log pi over the labeled tokens. Gradient: to the model.
+def _step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    plan: _Plan,
+    tokens: Int[Tensor, "b t"],
+    labels: Int[Tensor, "b t"],
+) -> tuple[float, float]:
+    """One update; the loss and the mean chance to sample the demonstration, both before it."""
+    losses = _token_losses(model, tokens.to(model.device), labels.to(model.device))
+    loss = losses.sum() / (labels != IGNORED).sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), losses.detach().sum(1).neg().exp().mean().item()
 
-    No attention mask: padding stands on the right, where a causal model cannot see it.
+
+def _token_losses(
+    model: PreTrainedModel, tokens: Int[Tensor, "b t"], labels: Int[Tensor, "b t"]
+) -> Float[Tensor, "b t-1"]:
+    """-log pi of the labeled tokens, 0 elsewhere. Gradient: to the model.
+
+    The sum over a row is -log of the chance to sample that demonstration. No attention mask:
+    padding stands on the right, where a causal model cannot see it.
     """
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
     return functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED
+        logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none"
     )
 
 

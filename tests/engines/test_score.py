@@ -1,0 +1,105 @@
+"""Scoring: log-probs and entropies against one unpadded forward pass per sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offdrift.engines.score import divergences, score
+from offdrift.errors import EvidenceError
+from offdrift.rollouts import FullVocab, Provenance, Rollouts, Sampling, TopK
+from offdrift.rollouts.records import pack_sequences
+
+PROMPTS = [[3], [4, 5, 6], [7, 8]]
+RESPONSES = [[0, 0, 9, 2], [1], [5, 0, 0]]  # id 0 is the pad id of the model below
+
+
+def rollouts(**changes) -> Rollouts:
+    tokens, cu_seqlens = pack_sequences(RESPONSES)
+    prompt_tokens, prompt_cu_seqlens = pack_sequences(PROMPTS)
+    made = Rollouts(
+        tokens=tokens,
+        logp_rollout=torch.full((len(tokens),), -1.0),
+        cu_seqlens=cu_seqlens,
+        rollout_version=torch.zeros_like(tokens),
+        prompt_tokens=prompt_tokens,
+        prompt_cu_seqlens=prompt_cu_seqlens,
+        group_ids=torch.arange(3),
+        finish=("length",) * 3,
+        provenance=Provenance(engine="t", engine_version="0", model="m", dtype="float32", quantization=None, sampling=Sampling(max_tokens=4)),
+    )  # fmt: skip
+    return made.with_(**changes)
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16, initializer_range=0.3, pad_token_id=0)
+    ).eval()  # fmt: skip
+
+
+def one_by_one(model, temperature: float) -> torch.Tensor:
+    """Log-softmax rows of every response token, from forward passes without any padding."""
+    found = []
+    for p, r in zip(PROMPTS, RESPONSES):
+        logits = model(torch.tensor([p + r])).logits[0, len(p) - 1 : -1] / temperature
+        found.append(logits.log_softmax(-1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_padding_changes_nothing_and_a_sampled_pad_id_is_a_token(model, temperature):
+    with torch.no_grad():
+        got = score(model, rollouts(), temperature=temperature)
+        rows = one_by_one(model, temperature)
+    tokens = rollouts().tokens
+    torch.testing.assert_close(got.logp, rows[range(8), tokens], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.entropy, -(rows.exp() * rows).sum(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.logits.log_softmax(-1), rows, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_flows_through_logp_alone(model):
+    got = score(model, rollouts())
+    assert got.logp.requires_grad
+    assert not got.entropy.requires_grad
+    assert not got.logits.requires_grad
+
+
+def test_identical_policies_have_no_divergence_and_perturbed_ones_have(model):
+    with torch.no_grad():
+        rows = one_by_one(model, 1.0)
+        logits = score(model, rollouts()).logits
+    same = divergences(rollouts(evidence=FullVocab(rows)), logits)
+    assert {str(d.grade) for d in same.values()} == {"exact"}
+    assert float(same["kl_rollout_current"].lo.max()) < 1e-6
+    other = divergences(rollouts(evidence=FullVocab(rows.roll(1, dims=1))), logits)
+    expected = (rows.roll(1, 1).exp() * (rows.roll(1, 1) - logits.log_softmax(-1))).sum(-1)
+    torch.testing.assert_close(other["kl_rollout_current"].lo, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_top_k_evidence_gives_intervals_around_the_exact_value(model):
+    with torch.no_grad():
+        rows = one_by_one(model, 1.0).roll(1, dims=1)
+        logits = score(model, rollouts()).logits
+    top = rows.topk(4)
+    drawn = rows[range(8), rollouts().tokens]
+    exact = divergences(rollouts(evidence=FullVocab(rows)), logits)
+    found = divergences(
+        rollouts(evidence=TopK(top.indices, top.values), logp_rollout=drawn), logits
+    )
+    assert found.keys() == exact.keys()
+    for name, d in found.items():
+        assert str(d.grade) == "interval"
+        assert d.name == name
+        assert (d.lo <= exact[name].lo + 1e-5).all()
+        assert (d.hi >= exact[name].lo - 1e-5).all()
+
+
+def test_no_evidence_gives_none_and_another_vocabulary_is_refused(model):
+    logits = torch.zeros(8, 16)
+    assert divergences(rollouts(), logits) == {}
+    with pytest.raises(EvidenceError, match="covers 9 tokens, the model has 16"):
+        divergences(rollouts(evidence=FullVocab(torch.zeros(8, 9))), logits)

@@ -1,0 +1,203 @@
+"""The checks of a synchronisation, where the contract does not reach: the right claim each time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from offdrift.engines.sync import (
+    EFFECT_TO_NOISE,
+    FLOAT32_CAP,
+    GROUPS,
+    HALF_CAP,
+    QUANTIZED_CAP,
+    check_sync,
+    precision_cap,
+    verify_sync,
+    weight_groups,
+)
+from offdrift.engines.transformers import TransformersEngine
+from offdrift.errors import SyncError
+from offdrift.rollouts.records import Provenance, Sampling
+from tests.engines.contract import PLAIN, PROMPTS, Forgetful
+from tests.engines.models import tiny
+
+
+class Deaf:
+    """An engine whose `load_weights` does nothing at all."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def load_weights(self, weights, *, version):
+        pass
+
+
+class Spoiled(Deaf):
+    """An engine that takes every weight, but whose log-probs are off by a constant."""
+
+    def __init__(self, engine, by):
+        super().__init__(engine)
+        self.by = by
+        self.load_weights = engine.load_weights
+
+    def generate(self, *args, **kwargs):
+        rollouts = self._engine.generate(*args, **kwargs)
+        return rollouts.with_(logp_rollout=rollouts.logp_rollout + self.by)
+
+
+def gpt2():
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+
+
+def moved(model):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.3 * weight.roll(1, 0))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"),
+    [
+        # Per layer: q, k, v, o; gate, up, down (experts: two fused, one router);
+        # norms of q, k, input, mlp; then the last norm. The tied head counts once.
+        (lambda: tiny("dense"), {"embeddings": 1, "attention": 8, "mlp": 6, "norms": 9}),
+        (lambda: tiny("moe"), {"embeddings": 2, "attention": 8, "mlp": 6, "norms": 9}),
+        # Tokens and positions; c_attn and c_proj, c_fc and c_proj, ln_1, ln_2, ln_f, with biases.
+        (gpt2, {"embeddings": 2, "attention": 4, "mlp": 4, "norms": 6}),
+    ],
+    ids=["dense", "moe", "gpt2"],
+)
+def test_every_weight_is_in_the_group_of_what_it_does(model, counts):
+    model = model()
+    groups = weight_groups(model)
+    assert {name: len(weights) for name, weights in groups.items()} == counts
+    grouped = [id(w) for weights in groups.values() for w in weights]
+    assert sorted(grouped) == sorted(id(w) for w in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "trainer", "cap"),
+    [
+        ("float32", None, torch.float32, FLOAT32_CAP),
+        ("float32", None, torch.bfloat16, HALF_CAP),
+        ("bfloat16", None, torch.float32, HALF_CAP),
+        ("float16", None, torch.float32, HALF_CAP),
+        ("float32", "int8", torch.float32, QUANTIZED_CAP),
+        ("bfloat16", "kv_fp8", torch.bfloat16, QUANTIZED_CAP),
+    ],
+)
+def test_the_cap_is_that_of_the_coarser_side(dtype, quantization, trainer, cap):
+    provenance = Provenance("e", "1", "m", dtype, quantization, PLAIN)
+    assert precision_cap(provenance, torch.nn.Linear(1, 1, dtype=trainer)) == cap
+
+
+def test_the_probe_drops_filters_and_stops_and_keeps_the_temperature():
+    # Filters would show as a difference that is not the weights'; a stop on every token as one
+    # token per prompt; a forgotten temperature as tenths of a nat.
+    sampling = Sampling(100, temperature=0.7, top_k=3, top_p=0.5, stop_token_ids=tuple(range(64)))
+    report = verify_sync(
+        TransformersEngine(tiny("dense")), tiny("dense"), PROMPTS, sampling, seed=0
+    )
+    assert report.tokens == 8 * 16
+    assert report.noise < 1e-5
+    assert report.unverified == ()
+
+
+def test_an_engine_that_takes_nothing_is_caught_at_once():
+    engine = Deaf(TransformersEngine(tiny("dense")))
+    with pytest.raises(SyncError, match=r"right after load_weights.*no single group explains it"):
+        verify_sync(engine, moved(tiny("dense")), PROMPTS, PLAIN, seed=0)
+    # With the weights it already has, only perturbing them can tell.
+    with pytest.raises(SyncError, match="keeps old weights") as caught:
+        verify_sync(engine, tiny("dense"), PROMPTS, PLAIN, seed=0)
+    assert all(f"{group}: differ by" in str(caught.value) for group in GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("group", "kind"), [("attention", "dense"), ("mlp", "dense"), ("mlp", "moe")]
+)
+def test_a_group_that_is_taken_wrongly_is_named_by_what_agrees_without_it(group, kind):
+    class Garbling(Deaf):
+        def load_weights(self, weights, *, version):
+            bad = {id(w) for w in weight_groups(model)[group]}
+            self._engine.load_weights(
+                ((n, w.flip(-1) if id(w) in bad else w) for n, w in weights), version=version
+            )
+
+    model = tiny(kind)
+    with pytest.raises(SyncError, match=f"without the {group} weights they agree"):
+        verify_sync(Garbling(TransformersEngine(model)), model, PROMPTS, PLAIN, seed=0)
+    exact = tiny(kind)
+    assert all(map(torch.equal, model.parameters(), exact.parameters()))
+
+
+@pytest.mark.parametrize("by", [-2e-3, float("nan")])
+def test_log_probs_off_by_a_constant_are_a_mismatch(by):
+    model = tiny("dense")
+    engine = Spoiled(TransformersEngine(model), by)
+    with pytest.raises(SyncError, match=r"cap at this precision is 0\.001"):
+        verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
+
+
+def test_a_group_whose_effect_drowns_in_the_noise_is_reported_as_unverified():
+    # Attention that writes nothing: whatever its other weights are, no log-prob moves.
+    model = tiny("dense")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.forward = lambda x: x.new_zeros(*x.shape[:-1], 64)
+    report = verify_sync(TransformersEngine(model), model, PROMPTS, PLAIN, seed=0)
+    assert report.unverified == ("attention",)
+    assert all(g.conclusive == (g.effect >= EFFECT_TO_NOISE * report.noise) for g in report.groups)
+
+
+def test_a_failing_engine_leaves_the_trainer_its_weights_and_modes():
+    class Broken(Deaf):
+        loads = 0
+
+        def load_weights(self, weights, *, version):
+            self.loads += 1
+            if self.loads == 3:
+                raise RuntimeError("lost connection")
+            self._engine.load_weights(weights, version=version)
+
+    model = tiny("dense").train()
+    model.model.layers[0].eval()
+    modes = [m.training for m in model.modules()]
+    engine = Broken(TransformersEngine(model))
+    with pytest.raises(RuntimeError, match="lost connection"):
+        verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
+    assert all(map(torch.equal, model.parameters(), tiny("dense").parameters()))
+    assert all(map(torch.equal, engine.model.parameters(), model.parameters()))
+    assert [m.training for m in model.modules()] == modes
+    assert engine.loads == 4
+
+
+@pytest.mark.parametrize(("noise", "limit"), [(1e-9, FLOAT32_CAP / 10), (1e-5, 1e-4), (1.0, 1e-3)])
+def test_a_later_difference_is_held_against_noise_and_cap(noise, limit):
+    model = tiny("dense")
+    engine = TransformersEngine(model)
+    baseline = replace(verify_sync(engine, model, PROMPTS, PLAIN, seed=0), noise=noise)
+    below = check_sync(
+        Spoiled(engine, -0.9 * limit), model, PROMPTS, PLAIN, seed=1, baseline=baseline
+    )
+    assert math.isclose(below, 0.9 * limit, rel_tol=0.05)
+    with pytest.raises(SyncError, match=f"the limit is {limit:.3g}"):
+        check_sync(Spoiled(engine, -1.1 * limit), model, PROMPTS, PLAIN, seed=1, baseline=baseline)
+
+
+def test_one_stale_layer_of_a_group_is_enough():
+    model = tiny("dense")
+    engine = Forgetful(TransformersEngine(model), model, "attention")
+    engine._old = {n: w for n, w in engine._old.items() if n.startswith("model.layers.1.")}
+    assert len(engine._old) == 4
+    with pytest.raises(SyncError, match="attention: differ by"):
+        verify_sync(engine, model, PROMPTS, PLAIN, seed=0)

@@ -1,0 +1,89 @@
+"""Runs in processes of their own: killed and resumed, and spread over two of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from offdrift.advantages import advantages
+from offdrift.rollouts.records import concatenate
+from offdrift.rollouts.store import read
+from offdrift.stats import summarize
+from offdrift.train.loop import train
+from offdrift.train.models import load_model
+from offdrift.train.step import Batch, train_step
+from tests.train.conftest import small_recipe
+from tests.train.test_loop import rows
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def worker(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+    command = [sys.executable, *launcher, "-m", "tests.train.worker", *words]
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+
+
+def test_a_process_killed_without_warning_is_resumed_step_for_step(tmp_path):
+    torch.set_num_threads(1)
+    train(small_recipe(), tmp_path / "whole")
+    with worker(str(tmp_path / "cut")) as killed:
+        assert killed.stdout is not None
+        for line in killed.stdout:
+            if line.startswith("update trm_max 4"):
+                killed.send_signal(signal.SIGKILL)
+                break
+    assert killed.returncode == -signal.SIGKILL
+    assert len(rows(tmp_path / "cut")) < 6
+    with worker(str(tmp_path / "cut"), "--resume") as resumed:
+        output = resumed.communicate(timeout=120)[0]
+    assert resumed.returncode == 0, output
+    assert "resume trm_max" in output
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_two_processes_take_the_step_that_one_takes_on_the_same_rollouts(tmp_path):
+    """Each process draws and scores half of the batch; normalizer and statistics are of the whole."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+    run = tmp_path / "two"
+    command = [sys.executable, *launcher, "tests.train.worker", str(run), "batches=1"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    drawn = run / "arms" / "trm_max" / "rollouts"
+    halves = [read(drawn / f"batch-000000-rank{r}.parquet") for r in (0, 1)]
+    assert [h.num_sequences for h in halves] == [8, 8]
+    assert not set(halves[0].group_ids.tolist()) & set(halves[1].group_ids.tolist())
+    expected, weights = one_process_step(concatenate(halves))
+    (found,) = rows(run)
+    shared = expected.keys() & found.keys()
+    assert len(shared) > 40
+    for name in shared:
+        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+    moved = load_file(run / "arms" / "trm_max" / "model" / "model.safetensors")
+    # Adam's first step is +-lr: where a gradient is rounding noise its sign is noise, too
+    agree = torch.cat([(moved[k] - weights[k]).abs().flatten() < 1e-5 for k in moved])
+    assert agree.numel() > 800_000
+    assert agree.double().mean() > 0.99
+
+
+def one_process_step(rollouts):
+    """What the first step of that run must be, computed here on both halves together."""
+    model, _ = load_model("tiny-qwen3", seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    batch = Batch(rollouts, advantages(rollouts.rewards, rollouts.segments))
+    row = small_recipe().arms["trm_max"].build()
+    update = train_step(Accelerator(cpu=True), model, optimizer, batch, row, token_budget=16384, max_grad_norm=1.0)  # fmt: skip
+    return summarize(update.stats), dict(model.state_dict())

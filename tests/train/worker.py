@@ -1,0 +1,28 @@
+"""A training run in a process of its own, for tests that kill it or start several.
+
+    python -m tests.train.worker RUN_FOLDER [--resume] [key=value ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from offdrift.train.loop import train
+from offdrift.train.tasks import TASKS
+from tests.train.conftest import Digits, small_recipe
+
+
+def main(folder: str, *words: str) -> None:
+    TASKS["digits"] = Digits()
+    changes = {k: json.loads(v) for k, v in (w.split("=", 1) for w in words if "=" in w)}
+
+    def watch(event) -> None:
+        print(event.kind, event.arm, event.step, flush=True)
+
+    train(small_recipe(**changes), Path(folder), resume="--resume" in words, watch=watch)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
