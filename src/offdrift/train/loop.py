@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -312,7 +311,7 @@ class Learner:
 
 def agree(choice: Path | None) -> Path:
     """The main process's choice, in every process of the run."""
-    if AcceleratorState().num_processes > 1:
+    if Accelerator().num_processes > 1:
         (choice,) = broadcast_object_list([choice])
     assert choice is not None
     return choice
@@ -340,7 +339,7 @@ def _begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
             "versions": {p: v for p in packages if (v := _version(p))},
             "table": [],
         }
-        if AcceleratorState().is_main_process:
+        if Accelerator().is_main_process:
             folder.create(head)
         return head
     head = folder.head()
