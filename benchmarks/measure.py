@@ -9,6 +9,8 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints its own life to stderr
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 

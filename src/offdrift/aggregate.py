@@ -43,7 +43,7 @@ def aggregate(
         >>> import torch
         >>> s = Segments.from_lengths([4, 3])
         >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0, 10.0, 20.0, 30.0])
-        >>> aggregate(x, s, how="seq_mean_token_mean", normalizer=2)
+        >>> aggregate(x, s, how="seq_mean_token_mean", normalizer=2.0)
         tensor(11.2500)
 
     Reference: Li et al., arXiv:2512.23075v5, Algorithm 1 (divide by N sampled); GRPO,

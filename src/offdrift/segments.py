@@ -144,7 +144,7 @@ class Segments:
 
     # -- one number per token -----------------------------------------------------------------
 
-    def spread(self, x: Float[Tensor, " b"]) -> Float[Tensor, " n"]:
+    def spread(self, x: Shaped[Tensor, " b"]) -> Shaped[Tensor, " n"]:
         """Give every token the number of its segment. Gradient: to `x`, summed per segment."""
         return _Spread.apply(x, self)
 

@@ -46,7 +46,7 @@ def vllm_engine(checkpoints):
     def engine(kind: str, **options) -> VLLMEngine:
         key = (kind, *sorted(options.items()))
         if key not in built:
-            built[key] = VLLMEngine(checkpoints[kind], max_model_len=64, **options)
+            built[key] = VLLMEngine(checkpoints[kind], max_model_len=256, **options)
         return built[key]
 
     yield engine

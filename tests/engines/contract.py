@@ -20,7 +20,8 @@ from offdrift.rollouts.records import FullVocab, Sampling, TopK
 from tests.engines.models import VOCAB
 from tests.engines.oracles import logp_rows
 
-PROMPTS = [[(7 * i + 3) % VOCAB, (5 * i) % VOCAB, i % VOCAB][: 1 + i % 3] for i in range(8)]
+# Ragged, and with id 0, which fills rectangles, as a first, a last and a lone token.
+PROMPTS = [[(7 * i) % VOCAB, (5 * i + 3) % VOCAB, 0][: 1 + i % 3] for i in range(8)]
 PLAIN = Sampling(max_tokens=12)
 SAMPLINGS = {
     "plain": PLAIN,

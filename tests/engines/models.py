@@ -24,7 +24,7 @@ _SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
     "initializer_range": 0.2,
     "bos_token_id": None,
     "eos_token_id": None,

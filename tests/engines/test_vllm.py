@@ -69,14 +69,16 @@ def test_the_plain_reload_is_caught_and_the_group_named(vllm_engine, kind, messa
 
 
 def test_cached_prefixes_of_old_weights_are_dropped(dense):
-    # Prompts longer than a cache block, so that their keys and values are kept between calls.
+    # A prompt longer than a cache block of 128, so that keys and values are kept between calls.
     model, ahead = tiny("dense"), tiny("dense")
     with torch.no_grad():
         for weight in ahead.parameters():
             weight.add_(0.3 * weight.roll(1, 0))
-    prompt = [[i % 64 for i in range(3, 43)]]
+    prompt = [[i % 64 for i in range(3, 153)]]
     sampling = Sampling(max_tokens=1)
     old = dense.generate(prompt, sampling, seed=0, evidence="full").evidence.logp
+    (again,) = dense.llm.generate({"prompt_token_ids": prompt[0]}, use_tqdm=False)
+    assert again.num_cached_tokens >= 128
     try:
         dense.load_weights(ahead.named_parameters(), version=1)
         new = dense.generate(prompt, sampling, seed=0, evidence="full").evidence.logp
@@ -144,9 +146,9 @@ def test_every_request_of_every_seed_has_its_own_stream():
     ("prompts", "sampling", "message"),
     [
         (
-            [[1] * 60],
-            Sampling(max_tokens=5),
-            "60 tokens .*max_tokens = 5 exceed max_model_len = 64",
+            [[1] * 250],
+            Sampling(max_tokens=7),
+            "250 tokens .*max_tokens = 7 exceed max_model_len = 256",
         ),
         (
             [[1]],
@@ -162,7 +164,7 @@ def test_what_vllm_would_cut_or_refuse_is_refused_by_name(dense, prompts, sampli
 
 
 def test_the_longest_request_that_fits_is_not_cut(dense):
-    assert dense.generate([[1] * 60], Sampling(max_tokens=4), seed=0).lengths.tolist() == [4]
+    assert dense.generate([[1] * 250], Sampling(max_tokens=6), seed=0).lengths.tolist() == [6]
 
 
 # -- construction ---------------------------------------------------------------------------------

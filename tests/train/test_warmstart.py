@@ -104,12 +104,14 @@ def test_the_learning_rate_rises_then_falls() -> None:
     assert rates[5] == pytest.approx(1.0)
     assert rates[99] == pytest.approx(0.1 + 0.9 / 95)
     assert all(a > b for a, b in itertools.pairwise(rates[5:]))
+    landing = [plan(steps=100, lr=1.0).lr_at(50, landed=i) / rates[50] for i in (0, 1, 10, 19)]
+    assert landing == pytest.approx([1.0, 0.95, 0.5, 0.05])
     assert plan(steps=1, lr=1.0).lr_at(0) == 1.0
 
 
 @pytest.mark.parametrize("source", ["tiny-qwen3", "tiny-qwen3-moe"])
 def test_it_learns_from_nothing_to_the_target(source: str, tmp_path: Path) -> None:
-    """From log 64 = 4.16 nats per token to a chance of 0.65, and it stops there."""
+    """From log 64 = 4.16 nats per token to a chance of 0.5 or more, and it stops there."""
     model, _ = load_model(source, seed=0)
     losses: list[float] = []
     problems = (ONE, LONGER)
@@ -124,9 +126,9 @@ def test_it_learns_from_nothing_to_the_target(source: str, tmp_path: Path) -> No
         progress=lambda step, loss: losses.append(loss),
     )
     assert losses[0] == pytest.approx(math.log(64), abs=0.5)
-    assert 10 <= len(losses) < 60
+    assert 29 <= len(losses) < 60
     chances = [math.exp(demonstration_logp(model, problem)[0]) for problem in problems]
-    assert sum(chances) / 2 > 0.65
+    assert sum(chances) / 2 > 0.5
     for problem in problems:
         ids = torch.tensor([TOKENIZER.encode(problem.prompt)])
         out = model.generate(
@@ -135,10 +137,10 @@ def test_it_learns_from_nothing_to_the_target(source: str, tmp_path: Path) -> No
         assert TOKENIZER.decode(out[0, ids.shape[1] :]) == f"{problem.demonstration}<eos>"
 
 
-@pytest.mark.parametrize(("target", "steps"), [(0.0, 10), (2.0, 12)])
+@pytest.mark.parametrize(("target", "steps"), [(0.0, 29), (2.0, 31)])
 def test_the_target_must_hold_over_a_window(target: float, steps: int, tmp_path: Path) -> None:
-    """A target met at once still takes a full window of 10 batches; one above 1 is never met."""
-    _, losses = start(tmp_path, target=target, steps=12)
+    """Met at once: 10 batches to see it, then 19 at 19/20, ..., 1/20 of the rate. Above 1: never."""
+    _, losses = start(tmp_path, target=target, steps=31, batch_size=1)
     assert len(losses) == steps
 
 
@@ -205,7 +207,7 @@ class Renamed(Fixed):
         {"steps": 3},
         {"batch_size": 5},
         {"lr": 1e-3},
-        {"target": 0.5},
+        {"target": 0.6},
         {"seed": 1},
         {"model_seed": 1},
         {"task": Renamed(ONE)},

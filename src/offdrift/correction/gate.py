@@ -113,7 +113,7 @@ class Gate:
             kept &= smallest >= low
         if self.high is not None:
             kept &= largest <= high
-        return kept if self.unit == "token" else kept[segments.seq_ids]
+        return kept if self.unit == "token" else segments.spread(kept)
 
     def _bound(self, value: float | None) -> float:
         """The bound on the scale the statistic has: log for ratios."""

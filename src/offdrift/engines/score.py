@@ -12,7 +12,6 @@ score at once (`chunks`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -172,8 +171,5 @@ def divergences(rollouts: Rollouts, logits: Float[Tensor, "n v"]) -> dict[str, D
             rollouts.logp_rollout.to(logits.device),
             logits,
         )
-        return {
-            "kl_rollout_current": kl,
-            "tv_rollout_current": replace(tv, name="tv_rollout_current"),
-        }
+        return {kl.name: kl, tv.name: tv}
     return {}

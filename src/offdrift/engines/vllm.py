@@ -220,8 +220,7 @@ class VLLMEngine:
             )
 
     def _requests_at_once(self, sampling: Sampling, evidence: EvidenceKind) -> int:
-        width = {"sampled": 0, "full": self.vocab_size}.get(evidence, evidence)  # type: ignore[arg-type]
-        per_request = sampling.max_tokens * (1 + int(width)) * _BYTES_PER_ENTRY
+        per_request = sampling.max_tokens * _width(evidence, self.vocab_size) * _BYTES_PER_ENTRY
         return max(1, self.evidence_limit_mib * 2**20 // per_request)
 
 
@@ -236,7 +235,7 @@ def _sampling_params(
 ) -> list[Any]:
     from vllm import SamplingParams
 
-    count = {"sampled": 0, "full": -1}.get(evidence, evidence)  # type: ignore[arg-type]
+    likeliest = -1 if evidence == "full" else _width(evidence, 0) - 1
     return [
         SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -246,7 +245,7 @@ def _sampling_params(
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
             seed=request_seed(seed, index),
-            logprobs=count,  # type: ignore[arg-type]
+            logprobs=likeliest,
             flat_logprobs=True,
             detokenize=False,
         )
@@ -258,7 +257,7 @@ def _read(outputs: list[Any], evidence: EvidenceKind, vocab_size: int) -> Draws:
     """vLLM's flat lists as tensors: per token the sampled entry, then the likeliest in order."""
     lengths = torch.tensor([len(o.token_ids) for o in outputs])
     tokens = torch.tensor([t for o in outputs for t in o.token_ids])
-    width = 1 + {"sampled": 0, "full": vocab_size}.get(evidence, evidence)  # type: ignore[arg-type,operator]
+    width = _width(evidence, vocab_size)
     logp = _concatenated([o.logprobs.logprobs for o in outputs], torch.float32).view(-1, width)
     ids = _concatenated([o.logprobs.token_ids for o in outputs], torch.int32).view(-1, width)
     if not torch.equal(ids[:, 0].long(), tokens):
@@ -273,6 +272,13 @@ def _read(outputs: list[Any], evidence: EvidenceKind, vocab_size: int) -> Draws:
     elif isinstance(evidence, int):
         found = TopK(ids[:, 1:].clone(), logp[:, 1:].clone())
     return Draws(tokens, lengths, logp[:, 0].clone(), found)
+
+
+def _width(evidence: EvidenceKind, vocab_size: int) -> int:
+    """Entries per token: the sampled one, then the likeliest that were asked for."""
+    if isinstance(evidence, int):
+        return 1 + evidence
+    return 1 + vocab_size if evidence == "full" else 1
 
 
 def _concatenated(lists: list[list[Any]], dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich import box
 from rich.console import Console, Group
@@ -19,6 +19,7 @@ from offdrift.report.stored import Run, number
 from offdrift.report.table import COLUMNS, percent, short, verdict
 
 
+@runtime_checkable
 class Happening(Protocol):
     """What a trainer reports; `offdrift.train.loop.Event` is one."""
 

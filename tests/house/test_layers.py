@@ -1,0 +1,106 @@
+"""Imports point one way, and each heavy package is imported where it belongs and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "offdrift"
+
+# A room may import rooms of a lower level, and its own. Moving a file means editing this on purpose.
+LEVELS = [
+    {"errors"},
+    {"numerics", "segments"},
+    {"logprobs"},
+    {"ratios", "divergence"},
+    {"correction"},
+    {"objectives", "advantages", "aggregate", "stats"},
+    {"methods"},
+    {"loss"},
+    {"certificate"},
+    {"rollouts"},
+    {"engines"},
+    {"train", "lab"},
+    {"report"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
+CORE = {room for rooms in LEVELS[:9] for room in rooms} | {"lab", "__init__"}
+
+# third party -> the only places that may import it
+ALLOWED = {
+    "vllm": {"engines/vllm.py"},
+    "transformers": {"engines/transformers.py", "train/"},
+    "accelerate": {"train/"},
+    "pyarrow": {"rollouts/store.py"},
+    "pydantic": {"train/recipe.py"},
+    "typer": {"cli.py"},
+    "rich": {"cli.py", "report/"},
+    "jinja2": {"report/page.py"},
+    "plotly": {"report/page.py", "report/charts.py"},
+    "reasoning_gym": {"train/tasks.py"},
+    "math_verify": {"train/tasks.py"},
+}
+LIBRARIES_OF_THE_CORE = {"torch", "numpy", "jaxtyping", "offdrift"} | set(sys.stdlib_module_names)
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in it the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} uses a relative import"
+            found.add(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_point_downwards(path):
+    room = room_of(path)
+    if room == "__init__":
+        return
+    for module in imported(path):
+        if module.startswith("offdrift."):
+            other = module.split(".")[1]
+            assert other == room or LEVEL[other] < LEVEL[room], f"{name_of(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_third_parties_stay_where_they_belong(path):
+    name = name_of(path)
+    for module in imported(path):
+        top = module.split(".")[0]
+        if top in ALLOWED:
+            assert any(name.startswith(p) for p in ALLOWED[top]), f"{name} imports {module}"
+        if room_of(path) in CORE:
+            assert top in LIBRARIES_OF_THE_CORE, f"{name} is core and imports {module}"
+
+
+def test_every_room_has_a_level_and_every_level_a_room():
+    assert len(FILES) > 40
+    rooms = {room_of(p) for p in FILES} - {"__init__"}
+    assert rooms == set(LEVEL)
+
+
+def test_importing_the_library_loads_no_engine_framework_or_report():
+    heavy = sorted(ALLOWED)
+    program = f"import sys, offdrift; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

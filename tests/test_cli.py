@@ -1,0 +1,99 @@
+"""The command line as a person uses it: in a subprocess, reading what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--set", "warm_start.steps=0", "--set", "batches=4", "--set", "rollout.prompts=2", "--set", "rollout.samples=2", "--set", "log.eval_prompts=2", "--set", "lag.sync_every=1", "--set", "log.checkpoint_every=1"]  # fmt: skip
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", "TERM": "dumb", "NO_COLOR": "1", **more}
+
+
+def offdrift(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "offdrift", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180)  # fmt: skip
+
+
+def test_help_teaches():
+    text = offdrift("--help").stdout
+    for word in ("train", "bound", "methods", "report", "offdrift train recipes/tiny.toml"):
+        assert word in text, word
+    assert "--resume" in offdrift("train", "--help").stdout
+
+
+def test_bound_prints_the_papers_table_to_every_digit():
+    done = offdrift("bound", "--T", "4096", "--delta", "1e-4", "--eps", "5e-3", "--kl-seq", "0.01", "--tv-seq", "0.05")  # fmt: skip
+    assert done.returncode == 0
+    # Table 1, column KL+TV: 839, 79.9, 35.0, 24.7, 8.2, 4.1
+    for digits in ("838.656", "79.910", "34.953", "24.715", "8.192", "4.096"):
+        assert digits in done.stdout, digits
+    rows = json.loads(offdrift("bound", "--T", "4096", "--delta", "1e-4", "--json").stdout)
+    assert len(rows) >= 9
+
+
+def test_methods_lists_the_table():
+    rows = json.loads(offdrift("methods", "--json").stdout)
+    assert len(rows) == 9
+    assert rows["trm_max"]["parts"].startswith("importance_sampled(full); keep if seq_max kl(full)")
+    assert "trm_avg_k3" in offdrift("methods").stdout
+    assert "section 4.3" in offdrift("methods", "trm_max").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["methods", "trm_mx"], 1, "MethodError: no method 'trm_mx'; the table has"),
+        (["train", "nowhere.toml"], 1, "RecipeError: cannot read recipe nowhere.toml"),
+        (["train", "recipes/tiny.toml", "--set", "foo=1"], 1, "unknown key 'foo'"),
+        (["train", "recipes/tiny.toml", "--arms", "nope"], 2, "tiny has the arms none, trm_max"),
+        (["train", "recipes/tiny.toml", "--method", "none", "--arms", "none"], 2, "give one"),
+        (["bound", "--T", "0", "--delta", "1"], 1, "horizon"),
+        (["report", "nowhere"], 1, "RecordError"),
+    ],
+)
+def test_a_mistake_is_one_message_without_a_traceback(words, code, said):
+    done = offdrift(*words)
+    assert done.returncode == code
+    assert said in re.sub(r"\s*│?\n│?\s*", " ", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_train_interrupt_and_resume(tmp_path):
+    run = tmp_path / "run"
+    words = ["train", "recipes/tiny.toml", *SMALL, "--out", str(run), "--arms", "none,trm_max"]
+    command = [sys.executable, "-u", "-m", "offdrift", *words]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:  # fmt: skip
+        assert started.stdout is not None
+        seen = []
+        for line in started.stdout:
+            seen.append(line)
+            if "trm_max  importance_sampled" in line:  # the second arm begins
+                started.send_signal(signal.SIGINT)
+    output = "".join(seen)
+    assert started.returncode == 130, output
+    assert f"--out {run} --resume" in output.replace("\n", "")
+    assert "Traceback" not in output
+    refused = offdrift(*words)
+    assert refused.returncode == 2
+    assert "already holds a run" in refused.stderr
+    done = offdrift(*words, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "already finished" in done.stdout
+    assert str(run / "report.html") in done.stdout.replace("\n", "")
+    table = json.loads((run / "run.json").read_text())["table"]
+    assert [row["arm"] for row in table] == ["none", "trm_max"]
+    assert (run / "report.html").stat().st_size > 1_000_000
+    again = offdrift("report", str(run))
+    assert again.returncode == 0
+    assert "Held-out reward" in again.stdout

@@ -1,0 +1,89 @@
+"""Recipes: every shipped one loads, and every mistake is refused with key, file and what was expected."""
+
+from pathlib import Path
+
+import pytest
+
+from offdrift.errors import RecipeError
+from offdrift.train.recipe import Recipe, load_recipe
+from tests.train.conftest import small_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+TINY = next(p for p in RECIPES if p.name == "tiny.toml")
+
+
+def test_there_are_recipes():
+    assert {p.stem for p in RECIPES} >= {"tiny", "tiny-moe", "smollm2"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_shipped_recipe_loads_and_its_arms_build(path):
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    assert all(arm.build().describe() for arm in recipe.arms.values())
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+
+
+def test_the_tiny_recipe_compares_the_four_arms_under_drift():
+    recipe = load_recipe(TINY)
+    rows = {name: arm.build() for name, arm in recipe.arms.items()}
+    assert recipe.lag.sync_every == 8
+    assert recipe.rollout.dtype == "bfloat16"
+    assert not rows["none"].correction.gates
+    assert rows["none"].correction.weight is None
+    assert rows["trm_max"].needs_divergences
+    both = rows["trm_tis"].correction
+    assert both.gates == rows["trm_max"].correction.gates
+    assert both.weight == rows["token_tis"].correction.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("rollout.dtypo=float16", "unknown key 'rollout.dtypo'; rollout has engine, dtype"),
+        ("arms.none.x=1", "unknown key 'arms.none.x'; arms.none has method"),
+        ("foo=1", "unknown key 'foo'; a recipe has name, model"),
+        ("batches=many", "batches = 'many': input should be a valid integer"),
+        ("batches=0", "batches = 0: input should be greater than or equal to 1"),
+        ("rollout.dtype=int4", "rollout.dtype = 'int4': input should be 'float32', 'bfloat16'"),
+        ("optim.lr=-1", "optim.lr = -1: input should be greater than 0"),
+        ("arms.none.method=nope", "arms.none: no method 'nope'; the table has none"),
+        ('arms.none.override={"gate.high" = 1}', "arms.none: 'gate.high' is not a part"),
+        ("rollout.evidence=sampled", 'records none; set rollout.evidence = "full"'),
+        ("optim.minibatches=1000", "more than the 256 sequences of a batch"),
+        ("name=../up", "name = '../up': string should match"),
+        ("delta", "expected key=value"),
+        ("batches.x=1", "'batches' is a value, not a table"),
+    ],
+)
+def test_a_mistake_is_refused_with_key_and_expectation(change, words):
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(TINY, changes=[change])
+    assert words in str(refused.value)
+    assert "tiny.toml" in str(refused.value) or "--set" in str(refused.value)
+
+
+def test_a_missing_key_a_missing_file_and_a_broken_file(tmp_path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text('name = "x\n')
+    with pytest.raises(RecipeError, match=r"broken.toml is not valid TOML"):
+        load_recipe(broken)
+    with pytest.raises(RecipeError, match=r"cannot read recipe .*nowhere.toml"):
+        load_recipe(tmp_path / "nowhere.toml")
+    (tmp_path / "short.toml").write_text('name = "x"')
+    with pytest.raises(RecipeError, match="model is missing; batches is missing; arms is missing"):
+        load_recipe(tmp_path / "short.toml")
+
+
+def test_values_on_the_command_line_are_toml_or_words():
+    recipe = load_recipe(TINY, changes=["lag.sync_every=3", "rollout.dtype=float16", "rollout.evidence=20"])  # fmt: skip
+    assert (recipe.lag.sync_every, recipe.rollout.dtype, recipe.rollout.evidence) == (3, "float16", 20)
+
+
+def test_updates_count_epochs_and_minibatches():
+    assert small_recipe(batches=3, optim__epochs=2, optim__minibatches=4).updates == 24
+
+
+def test_a_recipe_cannot_be_changed_once_checked():
+    with pytest.raises(Exception, match="frozen"):
+        small_recipe().batches = 3  # type: ignore[misc]

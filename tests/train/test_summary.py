@@ -1,0 +1,62 @@
+"""An arm's row: weighted means, what is missing is None, and notes on what a reader must know."""
+
+import pytest
+
+from offdrift.methods import METHODS
+from offdrift.train.summary import summarize_arm
+
+
+def metrics(**changes) -> dict:
+    row = {
+        "update": 1, "batch/tokens": 10, "reward/mean": 0.5, "gate/acceptance_seq": 0.9,
+        "divergence/kl_rollout_current_mean": 0.1, "divergence/kl_rollout_current_max": 0.4,
+        "full/ess_frac": 0.8, "full/log_ppl_gap": 0.02, "certificate/bound": 1.0,
+        "certificate/row": "adaptive", "certificate/falsified": 0, "divergence/grade": "exact",
+        "gate/0/drop_frac_token": 0.1, "weight/cap_frac": 0.0,
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+def summary(name: str, rows: list[dict]) -> dict:
+    evals = [{"update": 0, "reward": 0.2, "prompts": 64}, {"update": 2, "reward": 0.6, "prompts": 64}]
+    return summarize_arm("arm", METHODS[name], name, rows, evals, seconds=2.0)
+
+
+def test_divergences_are_weighted_by_tokens_and_extremes_are_extremes():
+    got = summary("trm_max", [
+        metrics(),
+        metrics(**{"batch/tokens": 30, "divergence/kl_rollout_current_mean": 0.5, "divergence/kl_rollout_current_max": 0.2, "certificate/falsified": 1, "certificate/bound": 3.0}),
+    ])  # fmt: skip
+    assert got["kl_mean"] == pytest.approx((10 * 0.1 + 30 * 0.5) / 40)
+    assert got["kl_max"] == 0.4
+    assert got["falsified_updates"] == 1
+    assert got["bound"] == 2.0
+    assert (got["reward_before"], got["reward_after"]) == (0.2, 0.6)
+    assert got["tokens_per_s"] == 20.0
+    assert got["notes"] == []
+
+
+def test_what_was_not_measured_is_none():
+    row = metrics()
+    for key in [k for k in row if k.startswith(("divergence/kl", "certificate"))]:
+        row[key] = None
+    got = summary("none", [row])
+    assert got["kl_mean"] is got["kl_max"] is got["bound"] is got["falsified_updates"] is None
+    assert summary("none", [])["acceptance"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("trm_max", {"gate/acceptance_seq": 0.5}, "accepted 50% of the sequences, below the 70 %"),
+        ("trm_max", {"gate/0/drop_frac_token": 0.0}, "gate 0 (kl, seq_max) never rejected a token"),
+        ("token_tis", {}, "the weight's cap 2 was never reached"),
+        ("none", {"divergence/grade": "interval"}, "lower ends of certified intervals"),
+    ],
+)
+def test_notes(name, changes, words):
+    assert words in summary(name, [metrics(**changes)])["notes"][0]
+
+
+def test_acceptance_at_seventy_percent_is_not_called_out():
+    assert summary("trm_max", [metrics(**{"gate/acceptance_seq": 0.7})])["notes"] == []
