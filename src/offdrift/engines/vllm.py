@@ -57,7 +57,7 @@ class VLLMEngine:
 
     Args:
         path: checkpoint folder.
-        dtype: of weights and activations; "auto" is the checkpoint's.
+        dtype: of weights and activations; "auto" leaves the choice to vLLM.
         quantization: vLLM's name, for instance "fp8_per_channel".
         kv_cache_dtype: "auto" is `dtype`; "fp8" makes the cache a source of mismatch.
         max_model_len: longest prompt and response together, tokens; absent: what the model allows.

@@ -1,0 +1,59 @@
+"""The README: its command by line 12, its snippet runs, its commands parse, its claims have files."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
+COMMANDS = sorted({
+    line.strip()
+    for kind, block in BLOCKS
+    if kind in ("", "sh", "bash", "console")
+    for line in block.splitlines()
+    if re.match(r"\s*(make|offdrift|accelerate) ", line)
+})  # fmt: skip
+
+
+def test_the_command_stands_by_line_12():
+    assert any("make train" in line for line in README.splitlines()[:12])
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("code", [b for kind, b in BLOCKS if kind == "python"], ids=lambda b: b[:30])
+def test_python_snippets_run(code):
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_snippets_and_commands():
+    assert any(kind == "python" for kind, _ in BLOCKS)
+    assert len(COMMANDS) >= 4
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist(command):
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    words = words[words.index("train") if "train" in words else 1 :]
+    done = subprocess.run([sys.executable, "-m", "offdrift", words[0], "--help"], cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0
+    for option in (w for w in words if w.startswith("--")):
+        assert option.split("=")[0] in done.stdout, option
+    for path in (w for w in words if w.endswith(".toml")):
+        assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
+def test_links_lead_somewhere(target):
+    assert target.startswith("http") or (ROOT / target).exists()
