@@ -1,4 +1,4 @@
-"""Tasks: pure functions of their arguments, disjoint splits, verifiers that untrusted text can't move."""
+"""Tasks: pure functions, disjoint splits, and verifiers that untrusted text can't move."""
 
 from __future__ import annotations
 
@@ -167,7 +167,9 @@ def test_chat_arithmetic_asks_in_words() -> None:
     problem = find_task("chat-arithmetic").sample(1, seed=0)[0]
     assert problem.chat
     assert problem.demonstration is None
-    left, operator, right = re.search(r"(\d+) ([+-]) (\d+) =", problem.prompt).groups()  # type: ignore[union-attr]
+    question = re.search(r"(\d+) ([+-]) (\d+) =", problem.prompt)
+    assert question
+    left, operator, right = question.groups()
     sign = 1 if operator == "+" else -1
     assert problem.answer == str(int(left) + sign * int(right))
 
@@ -183,7 +185,7 @@ def test_a_reasoning_gym_task_uses_its_own_score() -> None:
 
 
 def test_scorers_that_run_completions_are_refused() -> None:
-    """The list was read off the sources of reasoning-gym 0.1.25; any newer one must be refused too."""
+    """The list was read off the sources of reasoning-gym 0.1.25; newer ones are refused too."""
     known = {
         "binary_matrix", "countdown", "intermediate_integration", "n_queens", "number_sorting",
         "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,15 @@ from offdrift.train.warmstart import IGNORED, warm_start
 
 TOKENIZER = tiny_tokenizer()
 TASK = find_task("arithmetic")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Steps this small spend their time waiting for a second thread when tests run in parallel."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Fixed:
@@ -85,7 +94,7 @@ def demonstration_logp(model: PreTrainedModel, problem: Problem) -> tuple[float,
 
 
 def test_the_loss_is_that_of_each_completion_alone() -> None:
-    """Loss: the mean over completion tokens, not prompts, padding or sequences. Chance: exp(-sum)."""
+    """Loss: the mean over completion tokens, not over prompts or padding. Chance: exp(-sum)."""
     model, _ = load_model("tiny-qwen3", seed=0)
     tokens, labels = warmstart._batch(TOKENIZER, Fixed(ONE, LONGER), plan(batch_size=2), 0)
     alone = [demonstration_logp(model, problem) for problem in (ONE, LONGER)]
@@ -139,9 +148,17 @@ def test_it_learns_from_nothing_to_the_target(source: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("target", "steps"), [(0.0, 29), (2.0, 31)])
 def test_the_target_must_hold_over_a_window(target: float, steps: int, tmp_path: Path) -> None:
-    """Met at once: 10 batches to see it, then 19 at 19/20, ..., 1/20 of the rate. Above 1: never."""
+    """Met at once: 10 batches to see it, then 19 at 19/20, ..., 1/20 of the rate."""
     _, losses = start(tmp_path, target=target, steps=31, batch_size=1)
     assert len(losses) == steps
+
+
+def test_a_landing_once_begun_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target is met at batch 10 and lost at once; the rate must not go up again."""
+    chances = iter([1.0] * 10 + [0.0] * 50)
+    monkeypatch.setattr(warmstart, "_step", lambda *batch: (0.0, next(chances)))
+    _, losses = start(tmp_path, target=1.0, steps=60)
+    assert len(losses) == 29
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -223,7 +223,7 @@ def _smollm2(cache_dir: Path) -> Loaded:
 
 
 def _packaged_gguf(package: str) -> Path:
-    """The GGUF inside an installed package, found without importing it: it may lack dependencies."""
+    """The GGUF inside an installed package, not imported: its dependencies may be absent."""
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or []) if spec else []
     found = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))

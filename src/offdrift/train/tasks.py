@@ -95,9 +95,9 @@ class ProceduralTask:
         found = list(itertools.islice((p for p in draws if split_of(p.prompt) == split), n))
         if len(found) < n:
             raise RecipeError(
-                f"task {self.name!r} gave {len(found)} of {n} {split} problems in {limit} draws; it "
-                "has too few different questions for a held-out split: ask for fewer, or configure "
-                "the generator to vary more"
+                f"task {self.name!r} gave {len(found)} of {n} {split} problems in {limit} draws; "
+                "it has too few different questions for a held-out split: ask for fewer, or "
+                "configure the generator to vary more"
             )
         return found
 
@@ -168,9 +168,9 @@ def _two_digit_sums() -> tuple[type, type]:
     from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
     class TwoDigitSums(ChainSumDataset):
-        """chain_sum draws all terms of a problem with one number of digits; here the last is < 10."""
+        """chain_sum gives all terms of a problem as many digits; here the last has one."""
 
-        def _generate_task(self, rng, num_terms, min_value, max_value):  # type: ignore[no-untyped-def]
+        def _generate_task(self, rng, num_terms, min_value, max_value):  # type: ignore
             a, b, c = rng.randrange(100), rng.randrange(100), rng.randrange(10)
             return f"{a}+{b}+{c}", a + b + c
 

@@ -3,8 +3,10 @@
 Reinforcement learning from random weights never sees a right answer. `warm_start` fits the task's
 demonstrations until a sampled completion is right more often than not, and stops well before it
 always is. When that happens differs between seeds by hundreds of steps, and accuracy then rises
-from 0.2 to 0.9 within a hundred: a number of steps cannot aim at it, so a target does. The result is cached under a key made of everything that shaped it: the initial weights
-and configuration themselves, the very batches, the hyperparameters and the library versions; so a
+from 0.2 to 0.9 within a hundred: a number of steps cannot aim at it, so a target does.
+
+The result is cached under a key made of everything that shaped it: the initial weights and
+configuration themselves, the very batches, the hyperparameters and the library versions; so a
 changed task, tokenizer or seed can't be answered from an old file.
 
 What is simplified: batches are padded (lengths of one task differ by a few tokens), one process
@@ -146,7 +148,6 @@ def _fit(
             if landed == plan.landing:
                 break
     finally:
-        optimizer.zero_grad()
         model.train(was_training)
 
 
@@ -189,7 +190,8 @@ def _batch(
     prompts = [prompt_ids(p, tokenizer) for p in problems]
     answers = [_demonstration_ids(p, task, tokenizer) for p in problems]
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    tokens = torch.full((len(problems), longest), int(tokenizer.eos_token_id))  # type: ignore[arg-type]
+    end_id = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    tokens = torch.full((len(problems), longest), end_id)
     labels = torch.full_like(tokens, IGNORED)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         end = len(prompt) + len(answer)
@@ -227,7 +229,6 @@ def _file_name(
         "torch": torch.__version__.split("+")[0].split(".")[:2],
         "transformers": transformers.__version__.split(".")[:2],
         "config": model.config.to_diff_dict(),
-        "task": task.name,
         "plan": asdict(plan),
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
