@@ -33,9 +33,9 @@ QUANTIZED_CAP = 0.5
 """Largest difference with the weights just loaded, by the coarser side's precision, nats per token.
 Measured on tiny models with a sharp distribution: up to 1e-6, 0.02 and 0.18."""
 
-EFFECT_TO_NOISE = 10.0
+EFFECT_TO_NOISE = 15.0
 """A perturbation must move the trainer's own log-probs by this many times the noise."""
-LIMIT_TO_NOISE = 3.0
+LIMIT_TO_NOISE = 5.0
 LIMIT_TO_EFFECT = 0.15
 """A group is stale if the difference exceeds both: this many times the noise (which grows a little
 under perturbed weights), and this share of what a group left behind would show."""
