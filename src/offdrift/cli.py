@@ -79,7 +79,7 @@ def train(
         raise typer.Exit(INTERRUPTED) from None
     if main_process:
         page = write_report(folder)
-        screen.print(run_summary(read_run(folder)))
+        screen.print(run_summary(read_run(folder), width=screen.width))
         screen.print(f"\nreport: {page}")
 
 
@@ -147,7 +147,7 @@ def report(
     from offdrift.report.terminal import run_summary
 
     page = write_report(run)
-    console.print(run_summary(read_run(run)))
+    console.print(run_summary(read_run(run), width=console.width))
     console.print(f"\nreport: {page}")
 
 

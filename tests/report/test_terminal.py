@@ -75,7 +75,8 @@ def test_every_kind_of_event_can_be_shown(kind):
     shown(Event(kind, "a", 100, 200, "words", {"reward": 0.5, "reward_after": 0.5, "loss": 1.0}))
 
 
-def test_the_table_has_an_arm_a_row_and_the_notes(tmp_path: Path):
+@pytest.mark.parametrize("width", [140, 80])
+def test_the_table_and_the_notes_at_both_widths(tmp_path: Path, width: int):
     summary = {
         "arm": "trm_max", "updates": 64, "reward_before": 0.6, "reward_after": 0.7, "kl_mean": 0.001,
         "kl_max": 0.2, "acceptance": 0.55, "ess_frac": 0.9, "bound": 1.234, "bound_row": "adaptive",
@@ -86,7 +87,8 @@ def test_the_table_has_an_arm_a_row_and_the_notes(tmp_path: Path):
     (tmp_path / "arms" / "trm_max" / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, "name": "x", "table": [summary]}))
     screen = io.StringIO()
-    Console(file=screen, width=140, color_system=None).print(run_summary(read_run(tmp_path)))
+    Console(file=screen, width=width, color_system=None).print(run_summary(read_run(tmp_path), width=width))
     text = screen.getvalue()
+    assert max(map(len, text.splitlines())) <= width
     for words in ("0.600 → 0.700", "55.0 %", "below 70 %", "1.23", "adaptive", "falsified", "at 40 of 64", "something a reader must know", "Remark 4.3"):  # fmt: skip
         assert words in text, words

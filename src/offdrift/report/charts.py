@@ -87,8 +87,9 @@ QUANTITIES = (
         "ess",
         "Effective sample size",
         "of the batch",
-        "weight/ess_frac",
-        "(Σw)² / Σw² over the count: 100 % when all weights are equal.",
+        "full/ess_frac",
+        "(Σw)² / Σw² over the count, w the raw token ratio of current to rollout policy: 100 % when "
+        "they agree.",
         share=True,
         digits=".1%",
     ),

@@ -26,7 +26,7 @@ LIVE_SUMMARY: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "kl_mean": ("divergence/kl_rollout_current_mean", lambda v: sum(v) / len(v)),
     "kl_max": ("divergence/kl_rollout_current_max", max),
     "acceptance": ("gate/acceptance_seq", lambda v: sum(v) / len(v)),
-    "ess_frac": ("weight/ess_frac", lambda v: sum(v) / len(v)),
+    "ess_frac": ("full/ess_frac", lambda v: sum(v) / len(v)),
     "bound": ("certificate/bound", lambda v: sum(v) / len(v)),
     "falsified_updates": ("certificate/falsified", sum),
     "log_ppl_gap": ("full/log_ppl_gap", lambda v: sum(v) / len(v)),

@@ -168,8 +168,8 @@ COLUMNS = (
         "ESS",
         "of the batch",
         "higher is better",
-        "Effective sample size (Σw)² / Σw² of the importance weights, over their count: how much "
-        "of the batch the update really used.",
+        "Effective sample size (Σw)² / Σw² over the count, w the raw token ratio of current to "
+        "rollout policy: how much of the batch an importance-weighted update can use.",
         lambda arm: Cell(percent(arm.figure("ess_frac"))),
     ),
     Column(

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from offdrift.certificate.certify import ACCEPTANCE_FLOOR
-from offdrift.report.stored import Run, number
-from offdrift.report.table import COLUMNS, percent, short, verdict
+from offdrift.report.stored import Arm, Run, number
+from offdrift.report.table import COLUMNS, Column, percent, short, verdict
 
 
 @runtime_checkable
@@ -36,6 +36,9 @@ class Happening(Protocol):
     @property
     def metrics(self) -> Mapping[str, Any] | None: ...
 
+
+WIDE = 132
+"""Terminal columns from which the table has an arm a row; below, an arm a column."""
 
 LIVE: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "reward": ("reward/mean", short),
@@ -160,24 +163,36 @@ class LiveProgress:
         self.console.print(Text(time.strftime("%H:%M:%S "), style="dim") + text, soft_wrap=True)
 
 
-def run_table(run: Run) -> Table:
-    """The run's table, an arm a row: value above, its small print below."""
+def run_table(run: Run, *, width: int = 140) -> Table:
+    """The run's table: an arm a row, or an arm a column where the terminal is narrow."""
+    arms, titles = run.arms, [_titled(c) for c in COLUMNS]
+    grid = [[_written(c, arm) for c in COLUMNS] for arm in arms]
+    names = [Text(arm.name, style="bold") for arm in arms]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
-    table.add_column("arm", style="bold")
-    for column in COLUMNS:
-        unit = f"\n[dim]{column.unit}[/]" if column.unit else ""
-        table.add_column(column.title + unit, justify="right")
-    for arm in run.arms:
-        cells = []
-        for column in COLUMNS:
-            cell = column.cell(arm)
-            style = "yellow" if cell.flagged else ""
-            cells.append(Text(cell.text, style=style) + Text(f"\n{cell.note}" if cell.note else "", style="dim"))
-        table.add_row(arm.name, *cells)
+    if width >= WIDE:
+        rows, head = [[name, *cells] for name, cells in zip(names, grid, strict=True)], titles
+    else:
+        columns = [list(cells) for cells in zip(*grid, strict=True)]
+        rows, head = [[t, *cells] for t, cells in zip(titles, columns, strict=True)], names
+    table.add_column("arm" if width >= WIDE else "")
+    for title in head:
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def run_summary(run: Run) -> Group:
-    """Table, notes and the one sentence."""
+def _titled(column: Column) -> Text:
+    return Text(column.title) + Text(f"\n{column.unit}" if column.unit else "", style="dim")
+
+
+def _written(column: Column, arm: Arm) -> Text:
+    cell = column.cell(arm)
+    text = Text(cell.text, style="yellow" if cell.flagged else "")
+    return text + Text(f"\n{cell.note}" if cell.note else "", style="dim")
+
+
+def run_summary(run: Run, *, width: int = 140) -> Group:
+    """Table, notes and the one sentence, for a terminal of so many columns."""
     notes = [Text(f"{arm.name}: {note}", style="dim") for arm in run.arms for note in arm.notes]
-    return Group(run_table(run), Text(verdict(run)), *notes)
+    return Group(run_table(run, width=width), Text(verdict(run)), *notes)

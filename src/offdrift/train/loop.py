@@ -436,7 +436,7 @@ def _samples(
         return []
     cuts = rollouts.cu_seqlens.tolist()
     found = []
-    for i in range(min(SAMPLES_KEPT, rollouts.num_sequences)):
+    for i in _worth_showing(rollouts, view.kl):
         s = slice(cuts[i], cuts[i + 1])
         found.append({
             "update": version,
@@ -451,6 +451,13 @@ def _samples(
             "weight": view.weight[s].tolist(),
         })  # fmt: skip
     return found
+
+
+def _worth_showing(rollouts: Rollouts, kl: Tensor) -> list[int]:
+    """The sequence with the worst token, and some spread evenly over the batch's prompts."""
+    worst = int(rollouts.segments.max(kl.nan_to_num(0.0)).argmax())
+    spread = torch.linspace(0, rollouts.num_sequences - 1, SAMPLES_KEPT - 1).long().tolist()
+    return list(dict.fromkeys([worst, *spread]))
 
 
 def _model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:

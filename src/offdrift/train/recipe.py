@@ -89,8 +89,8 @@ class Log(Part):
     """Held-out prompts per evaluation, one response each."""
     checkpoint_every: Positive = 16
     """Rollout batches between checkpoints (taken at the next weight synchronization)."""
-    samples_every: Positive = 8
-    """Updates between sample rollouts kept for the report."""
+    samples_every: Positive = 7
+    """Updates between sample rollouts kept for the report; coprime to the lag shows every staleness."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """accelerate trackers by name: tensorboard, wandb, mlflow, trackio, ..."""
 
