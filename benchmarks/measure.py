@@ -16,10 +16,15 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def interleaved_medians(arms: dict[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
-    """Median seconds of each arm. One call of every arm per round, so that all see the same weather."""
+    """Median seconds of each arm in its own steady state, all arms in turn under the same weather.
+
+    One call before each timed one is not counted: it takes back from the system the memory that the
+    arm before it made the allocator give up, which is that arm's doing and not this one's.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(repeats):
         for name, run in arms.items():
+            run()
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)

@@ -1,6 +1,6 @@
 """Three log-probs of the same tokens, and what they say about how far the policies have drifted.
 
-    python examples/01_see_the_drift.py
+python examples/01_see_the_drift.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The same batch under three corrections: a row of the table, a composition, and one's own.
 
-    python examples/02_correct_it.py
+python examples/02_correct_it.py
 """
 
 import torch
@@ -23,7 +23,11 @@ mine = od.Method(
     & od.Gate(statistic="ratio", on="full", unit="seq_mean", low=0.9, high=1.1),
     aggregate="token_mean",
 )
-rows = {"none": od.method("none"), "trm_max_k2": od.override(od.method("trm_max_k2"), {"gate.high": 0.5}), "mine": mine}
+rows = {
+    "none": od.method("none"),
+    "trm_max_k2": od.override(od.method("trm_max_k2"), {"gate.high": 0.5}),
+    "mine": mine,
+}
 
 for name, row in rows.items():
     result = od.policy_loss(lp, row, advantages)

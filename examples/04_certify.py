@@ -1,6 +1,6 @@
 """Exact divergences of one batch, and what they allow to be said about the surrogate's error.
 
-    python examples/04_certify.py
+python examples/04_certify.py
 """
 
 import torch

@@ -17,7 +17,14 @@ SMALL = ["--set", "warm_start.steps=0", "--set", "batches=4", "--set", "rollout.
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", "TERM": "dumb", "NO_COLOR": "1", **more}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "140",
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+        **more,
+    }
 
 
 def offdrift(*words: str) -> subprocess.CompletedProcess:

@@ -41,7 +41,8 @@ def test_packed_input_with_a_mask_shrinks_sequences_turns_and_groups_alike():
     x = torch.tensor([-1.0, NAN, -3.0, -4.0, -5.0])
     lp = LogProbs.pack(x, segments=segments, mask=torch.tensor([1, 0, 1, 1, 1]))
     assert lp.segments.lengths.tolist() == [2, 2]
-    assert lp.segments.turns is not None and lp.segments.turns.lengths.tolist() == [1, 1, 2]
+    assert lp.segments.turns is not None
+    assert lp.segments.turns.lengths.tolist() == [1, 1, 2]
     assert lp.segments.groups.sizes.tolist() == [2]
     assert lp.unpack(torch.ones(4)).tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
 
@@ -58,7 +59,8 @@ def test_a_masked_nan_poisons_neither_loss_nor_gradient():
     leaf = torch.tensor([[-1.0, NAN]], requires_grad=True)
     lp = LogProbs.pack(torch.tensor([[-1.0, NAN]]), leaf, mask=torch.tensor([[1, 0]]))
     (lp.current - lp.logp_rollout).exp().sum().backward()
-    assert leaf.grad is not None and leaf.grad.tolist() == [[1.0, 0.0]]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [[1.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -73,7 +75,9 @@ def test_half_precisions_are_upcast_and_double_is_kept(dtype):
 def test_a_bad_value_is_refused_with_field_sequence_and_value(field, value):
     fields = {name: torch.full((5,), -1.0) for name in ("logp_rollout", "logp", "logp_old")}
     fields[field][3] = value
-    with pytest.raises(BadValueError, match=rf"{field} of sequence 1 is {value} at trainable token 1"):
+    with pytest.raises(
+        BadValueError, match=rf"{field} of sequence 1 is {value} at trainable token 1"
+    ):
         LogProbs.pack(**fields, segments=Segments.from_lengths([2, 3]))
 
 
@@ -81,7 +85,11 @@ def test_two_policies_that_call_a_token_impossible_never_look_as_if_they_agreed(
     lowest = torch.full((2,), -INF)
     lp = LogProbs.pack(lowest, lowest, lowest, segments=Segments.from_lengths([2]))
     assert set(FLOORS) == {"logp_rollout", "logp", "logp_old"}
-    for first, second in ((lp.logp_rollout, lp.old), (lp.old, lp.current), (lp.logp_rollout, lp.current)):
+    for first, second in (
+        (lp.logp_rollout, lp.old),
+        (lp.old, lp.current),
+        (lp.logp_rollout, lp.current),
+    ):
         assert ((first - second).abs() > 1e3).all()
 
 

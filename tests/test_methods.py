@@ -17,7 +17,9 @@ def test_the_rows():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_row_says_what_it_does_when_it_fails_and_where_it_is_from(name):
     row = method(name)
-    assert row.summary and row.fails and row.reference
+    assert row.summary
+    assert row.fails
+    assert row.reference
     assert len(row.describe().split("; ")) >= 2
 
 

@@ -56,9 +56,7 @@ def aggregate(
     return token_loss.sum() / normalizer
 
 
-def normalizer_of(
-    segments: Segments, *, how: AggregateName, horizon: int | None = None
-) -> float:
+def normalizer_of(segments: Segments, *, how: AggregateName, horizon: int | None = None) -> float:
     """What this piece of a batch contributes to the denominator (tokens or sequences).
 
     Args:

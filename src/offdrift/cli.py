@@ -33,19 +33,31 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML); see recipes/ for examples.")],
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the recipe, for instance lag.sync_every=4 or rollout.engine=vllm. Repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace a value of the recipe, for instance lag.sync_every=4 or rollout.engine=vllm. Repeatable.",
+        ),
     ] = None,
     arms: Annotated[
         str | None, typer.Option(help="Only these arms of the recipe, comma-separated.")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Instead of the recipe's arms, one arm with this method (see `offdrift methods`).")
+        str | None,
+        typer.Option(
+            help="Instead of the recipe's arms, one arm with this method (see `offdrift methods`)."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run folder; default runs/NAME, or runs/NAME-2, ... if taken.")
+        Path | None,
+        typer.Option(help="Run folder; default runs/NAME, or runs/NAME-2, ... if taken."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the newest run of this recipe (or --out) from its last checkpoint.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the newest run of this recipe (or --out) from its last checkpoint.",
+        ),
     ] = False,
 ) -> None:
     """Train each arm of a recipe under real drift, compare them, and write a report.
@@ -87,11 +99,21 @@ def train(
 def bound(
     horizon: Annotated[int, typer.Option("--T", help="Horizon: tokens of the longest sequence.")],
     delta: Annotated[float, typer.Option(help="Largest token KL(rollout || current), nat.")],
-    eps: Annotated[float | None, typer.Option(help="Largest token TV; default sqrt(delta/2).")] = None,
-    kl_seq: Annotated[float | None, typer.Option(help="KL of whole sequences, nat; default T delta.")] = None,
-    tv_seq: Annotated[float | None, typer.Option(help="TV of whole sequences; default sqrt(kl-seq/2).")] = None,
-    mean_tv: Annotated[float | None, typer.Option(help="Mean TV per position, for the adaptive rows.")] = None,
-    reward_range: Annotated[float, typer.Option(help="Largest minus smallest possible reward.")] = 1.0,
+    eps: Annotated[
+        float | None, typer.Option(help="Largest token TV; default sqrt(delta/2).")
+    ] = None,
+    kl_seq: Annotated[
+        float | None, typer.Option(help="KL of whole sequences, nat; default T delta.")
+    ] = None,
+    tv_seq: Annotated[
+        float | None, typer.Option(help="TV of whole sequences; default sqrt(kl-seq/2).")
+    ] = None,
+    mean_tv: Annotated[
+        float | None, typer.Option(help="Mean TV per position, for the adaptive rows.")
+    ] = None,
+    reward_range: Annotated[
+        float, typer.Option(help="Largest minus smallest possible reward.")
+    ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Every bound on how far the surrogate can be from the true return, with its minimum B*.
@@ -172,7 +194,7 @@ def _arms(arms: str | None, method: str | None) -> list[str]:
     return [f'arms={{{method} = {{method = "{method}"}}}}']
 
 
-def _only(recipe, arms: str):  # noqa: ANN001, ANN202
+def _only(recipe, arms: str):
     names = [a.strip() for a in arms.split(",") if a.strip()]
     unknown = [n for n in names if n not in recipe.arms]
     if unknown or not names:
@@ -186,7 +208,7 @@ def _run_folder(out: Path | None, name: str, resume: bool) -> Path:
         if not resume and (out / "run.json").exists():
             raise typer.BadParameter(f"{out} already holds a run; add --resume to continue it, or choose another --out")  # fmt: skip
         return out
-    taken = [p for p in (Path("runs") / name, *(Path("runs") / f"{name}-{i}" for i in range(2, 10_000)))]
+    taken = [Path("runs") / name, *(Path("runs") / f"{name}-{i}" for i in range(2, 10_000))]
     existing = [p for p in taken if (p / "run.json").exists()]
     if resume:
         if not existing:

@@ -9,6 +9,7 @@ every token counts, which is what lets the rest of the library do without masks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -47,11 +48,11 @@ class LogProbs:
 
     @staticmethod
     def pack(
-        logp_rollout: Float[Tensor, "..."],
-        logp: Float[Tensor, "..."] | None = None,
-        logp_old: Float[Tensor, "..."] | None = None,
+        logp_rollout: Float[Tensor, ...],
+        logp: Float[Tensor, ...] | None = None,
+        logp_old: Float[Tensor, ...] | None = None,
         *,
-        mask: Shaped[Tensor, "..."] | None = None,
+        mask: Shaped[Tensor, ...] | None = None,
         segments: Segments | None = None,
         group_ids: Int[Tensor, " b"] | None = None,
     ) -> LogProbs:
@@ -96,6 +97,11 @@ class LogProbs:
             tuple(logp_rollout.shape),
         )
 
+    @cached_property
+    def stopped(self) -> dict[str, Float[Tensor, " n"]]:
+        """Log-ratios without gradient that were computed before (see `ratios.stopped_log_ratio`)."""
+        return {}
+
     @property
     def current(self) -> Float[Tensor, " n"]:
         """`logp`, or `EvidenceError` if the batch has none."""
@@ -110,14 +116,14 @@ class LogProbs:
             'on="full", which compares the current policy with the rollout policy directly',
         )
 
-    def like_caller(self, x: Shaped[Tensor, "..."]) -> Shaped[Tensor, " n"]:
+    def like_caller(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, " n"]:
         """Any other per-token tensor of the caller (advantages, ...), packed the same way."""
         if self.shape is not None and tuple(x.shape) != self.shape:
             raise ShapeError(f"expected the log-probs' shape {self.shape}, got {tuple(x.shape)}")
         flat = x.reshape(-1)
         return flat if self.kept is None else flat[self.kept]
 
-    def unpack(self, x: Shaped[Tensor, " n"], *, fill: float = 0.0) -> Shaped[Tensor, "..."]:
+    def unpack(self, x: Shaped[Tensor, " n"], *, fill: float = 0.0) -> Shaped[Tensor, ...]:
         """Give a per-token result the caller's shape back; `fill` where tokens were masked."""
         if self.kept is None or self.shape is None:
             return x
@@ -127,13 +133,13 @@ class LogProbs:
     def _required(self, name: str, way_out: str) -> Tensor:
         value = getattr(self, name)
         if value is None:
-            raise EvidenceError(f"this method needs {name}, which the batch does not have; {way_out}")
+            raise EvidenceError(
+                f"this method needs {name}, which the batch does not have; {way_out}"
+            )
         return value
 
 
-def _check_shapes(
-    given: dict[str, Tensor], mask: Tensor | None, segments: Segments | None
-) -> None:
+def _check_shapes(given: dict[str, Tensor], mask: Tensor | None, segments: Segments | None) -> None:
     shape = given["logp_rollout"].shape
     for name, x in {**given, **({} if mask is None else {"mask": mask})}.items():
         if x.shape != shape:
@@ -172,11 +178,16 @@ def _refuse_bad_values(given: dict[str, Tensor], segments: Segments) -> dict[str
             "check the mask"
         )
     upcast = {name: at_least_float32(x) for name, x in given.items()}
-    # One transfer for all fields: NaN fails both comparisons, so `not <=` catches it too.
-    bad = torch.stack([~(x.detach() <= POSITIVE_SLACK) for x in upcast.values()])
-    if bool(bad.any()):
+    # One pass and one transfer for all fields; NaN spreads to both extremes and fails every `<=`.
+    extremes = torch.stack([x for f in upcast.values() for x in f.detach().aminmax()]).tolist()
+    if not all(high <= POSITIVE_SLACK for high in extremes[1::2]):
+        bad = torch.stack([~(x.detach() <= POSITIVE_SLACK) for x in upcast.values()])
         _raise_bad_value(bad, upcast, segments)
-    return {name: x.clamp(min=FLOORS[name]) for name, x in upcast.items()}
+    lowest = dict(zip(upcast, extremes[::2], strict=True))
+    return {
+        name: x if lowest[name] >= FLOORS[name] else x.clamp(min=FLOORS[name])
+        for name, x in upcast.items()
+    }
 
 
 def _raise_bad_value(

@@ -17,6 +17,7 @@ from offdrift.errors import MethodError
 from offdrift.objectives import ImportanceSampled, Objective, Reinforce
 from offdrift.ratios import RatioName
 
+UNCORRECTED = Correction()
 TRM = "Li et al., Trust Region Masking, arXiv:2512.23075v5"
 TIS = "Yao et al., Your efficient RL framework secretly brings you off-policy RL training, 2025"
 
@@ -35,7 +36,7 @@ class Method:
     """
 
     objective: Objective
-    correction: Correction = Correction()
+    correction: Correction = UNCORRECTED
     aggregate: AggregateName = "seq_mean_token_sum"
     summary: str = ""
     fails: str = ""
@@ -221,7 +222,11 @@ def _factors(on: RatioName) -> set[str]:
 
 
 def _short(objective: Objective) -> str:
-    names = {"Reinforce": "reinforce", "ImportanceSampled": "importance_sampled", "Clipped": "ppo_clip"}
+    names = {
+        "Reinforce": "reinforce",
+        "ImportanceSampled": "importance_sampled",
+        "Clipped": "ppo_clip",
+    }
     name = names.get(type(objective).__name__, type(objective).__name__)
     return f"{name}({objective.on})" if objective.on else name
 

@@ -52,6 +52,16 @@ def log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:
     raise MethodError(f"on={on!r} is not a ratio; choose one of {get_args(RatioName)}")
 
 
+def stopped_log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:
+    """`log_ratio` without gradient, computed once per batch: gates, weights and statistics share it.
+
+    Never write into it. Gradient: none.
+    """
+    if on not in logprobs.stopped:
+        logprobs.stopped[on] = log_ratio(logprobs, on=on).detach()
+    return logprobs.stopped[on]
+
+
 def per_unit(
     log_ratio: Float[Tensor, " n"], segments: Segments, *, unit: Unit
 ) -> Float[Tensor, " n"]:

@@ -215,7 +215,9 @@ class _Spread(torch.autograd.Function):
         return torch.repeat_interleave(x, segments.lengths, output_size=segments.num_tokens)
 
     @staticmethod
-    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    def setup_context(
+        ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor
+    ) -> None:
         ctx.segments = inputs[1]  # type: ignore[attr-defined]
 
     @staticmethod

@@ -24,7 +24,9 @@ def test_positions_after_a_sequences_end_count_as_zero_divergence():
     got = certify(stats(), delta=0.05, horizon=5)
     # position 0: both sequences; positions 1, 2: the first alone; 3, 4: none
     mean_tv = np.array([(0.05 + 0.08) / 2, 0.06 / 2, 0.07 / 2, 0.0, 0.0])
-    expected = unified(horizon=5, delta=0.05, kl_seq=(0.01 + 0.02 + 0.03 + 0.04) / 2, mean_tv=mean_tv)
+    expected = unified(
+        horizon=5, delta=0.05, kl_seq=(0.01 + 0.02 + 0.03 + 0.04) / 2, mean_tv=mean_tv
+    )
     assert got.bound is not None
     assert got.bound.value == pytest.approx(expected.value, rel=1e-9)
     assert got.precondition == "not falsified"

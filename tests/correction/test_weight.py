@@ -42,7 +42,9 @@ def test_limited_counts_what_the_limits_changed_and_nothing_on_the_limit():
 
 def test_a_log_ratio_of_ten_thousand_has_a_finite_weight():
     lp = LogProbs.pack(torch.tensor([-1e4, -1.0]), torch.tensor([-1.0, -1e4]), segments=Segments.from_lengths([1, 1]))  # fmt: skip
-    assert Weight(on="full")(lp).weight.tolist() == pytest.approx([4.851652e8, 2.061154e-9], rel=1e-5)
+    assert Weight(on="full")(lp).weight.tolist() == pytest.approx(
+        [4.851652e8, 2.061154e-9], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(("parts", "words"), [({"cap": 0.0}, "positive"), ({"cap": 1.0, "floor": 2.0}, "floor")])  # fmt: skip

@@ -17,7 +17,9 @@ FUNCTIONS = sorted(n for n in NAMES if inspect.isfunction(getattr(offdrift, n, N
 
 
 def exported() -> set[str]:
-    return {n for n, v in vars(offdrift).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    return {
+        n for n, v in vars(offdrift).items() if not n.startswith("_") and not inspect.ismodule(v)
+    }
 
 
 def test_exactly_these_names_are_exported():

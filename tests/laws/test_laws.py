@@ -221,7 +221,9 @@ def test_padded_input_gives_what_packed_input_gives(name, seed):
 def test_the_batches_of_these_laws_are_neither_all_kept_nor_all_rejected():
     """Otherwise the gates of the table would not take part in the laws at all."""
     kept = [
-        policy_loss(lp, row, random_advantages(lp, s), divergences=divergences_of(lp)).corrected.keep
+        policy_loss(
+            lp, row, random_advantages(lp, s), divergences=divergences_of(lp)
+        ).corrected.keep
         for row in ROWS.values()
         if row.correction.gates
         for s in SEEDS

@@ -12,7 +12,8 @@ def test_reinforce_on_fx_a():
     loss = Reinforce()(lp, advantages).loss
     loss.sum().backward()
     assert loss.mean().item() == pytest.approx(0.370714, abs=1e-6)
-    assert leaf.grad is not None and leaf.grad.tolist() == [[-1.0] * 4, [0.5] * 3 + [0.0]]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [[-1.0] * 4, [0.5] * 3 + [0.0]]
 
 
 def test_algorithm_1_on_fx_a():

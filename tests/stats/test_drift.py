@@ -1,5 +1,7 @@
 """`DriftStats`: any split into pieces gives what one pass gives."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ def split(lp: LogProbs, sizes: list[int]) -> list[LogProbs]:
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
     assert ends[-1] == len(lp.segments)
     out = []
-    for a, b in zip(ends, ends[1:]):
+    for a, b in itertools.pairwise(ends):
         s = slice(cuts[a], cuts[b])
         out.append(LogProbs.pack(lp.logp_rollout[s], lp.current[s], lp.old[s], segments=Segments.from_lengths(lp.segments.lengths[a:b])))  # fmt: skip
     return out

@@ -61,7 +61,9 @@ def test_a_damaged_checkpoint_names_its_folder_and_the_way_out(prepared, tmp_pat
         file.unlink()
     else:
         file.write_bytes(b"\x00garbage" if how == "garbage" else data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match=r"batch-000002 cannot be read .*continues from batch-000001"):
+    with pytest.raises(
+        CheckpointError, match=r"batch-000002 cannot be read .*continues from batch-000001"
+    ):
         checkpoint.load(accelerator, tmp_path)
 
 
@@ -89,6 +91,6 @@ def test_a_full_disk_leaves_the_previous_checkpoint(prepared, tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Accelerator, "save_state", full)
-    with pytest.raises(RecordError, match="No space left.*previous checkpoint"):
+    with pytest.raises(RecordError, match=r"No space left.*previous checkpoint"):
         checkpoint.save(accelerator, tmp_path, Position(2, 2))
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["batch-000001"]

@@ -14,7 +14,6 @@ from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import CheckpointError, RecordError, SyncError
 from offdrift.rollouts import FullVocab, TopK
 from offdrift.rollouts.store import read
-from offdrift.train import loop
 from offdrift.train.loop import Event, train
 from tests.train.conftest import small_recipe
 
@@ -24,7 +23,9 @@ TIMING = ("throughput/seconds", "throughput/tokens_per_s")
 
 def rows(run: Path, arm: str = "trm_max", file: str = "metrics") -> list[dict[str, Any]]:
     text = (run / "arms" / arm / f"{file}.jsonl").read_text()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in text.splitlines()]
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in TIMING} for line in text.splitlines()
+    ]
 
 
 def weights(run: Path, arm: str = "trm_max") -> dict[str, torch.Tensor]:
@@ -45,7 +46,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def two_arms(**changes: Any):
-    arms = {"trm_max": {"method": "trm_max", "override": {"gate.high": 0.004}}, "none": {"method": "none"}}
+    arms = {
+        "trm_max": {"method": "trm_max", "override": {"gate.high": 0.004}},
+        "none": {"method": "none"},
+    }
     return small_recipe(arms=arms, **changes)
 
 
@@ -167,7 +171,7 @@ def test_top_k_evidence_trains_and_is_called_an_interval(tmp_path):
 def test_resuming_nothing_or_another_recipe_is_refused(finished, tmp_path):
     with pytest.raises(CheckpointError, match="no run to resume"):
         train(small_recipe(), tmp_path / "nowhere", resume=True)
-    with pytest.raises(CheckpointError, match="another recipe .optim differ"):
+    with pytest.raises(CheckpointError, match=r"another recipe .optim differ"):
         train(two_arms(optim={"lr": 5.0}), finished, resume=True)
 
 
@@ -186,7 +190,7 @@ def test_an_engine_that_ignores_weights_stops_the_run(tmp_path, monkeypatch):
 
 def test_a_run_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RecordError, match="cannot write .*run.json"):
+    with pytest.raises(RecordError, match=r"cannot write .*run.json"):
         train(small_recipe(), tmp_path / "file" / "run")
 
 
@@ -207,5 +211,3 @@ def test_seeds_decide_everything(tmp_path):
     a, b, c = (rows(tmp_path / n) for n in "abc")
     assert a == b
     assert a != c
-
-

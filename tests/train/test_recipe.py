@@ -77,7 +77,11 @@ def test_a_missing_key_a_missing_file_and_a_broken_file(tmp_path):
 
 def test_values_on_the_command_line_are_toml_or_words():
     recipe = load_recipe(TINY, changes=["lag.sync_every=3", "rollout.dtype=float16", "rollout.evidence=20"])  # fmt: skip
-    assert (recipe.lag.sync_every, recipe.rollout.dtype, recipe.rollout.evidence) == (3, "float16", 20)
+    assert (recipe.lag.sync_every, recipe.rollout.dtype, recipe.rollout.evidence) == (
+        3,
+        "float16",
+        20,
+    )
 
 
 def test_updates_count_epochs_and_minibatches():

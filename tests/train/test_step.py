@@ -55,7 +55,9 @@ def step(world, name: str, *, token_budget: int, **options):
     accelerator = Accelerator(cpu=True)
     row = override(METHODS[name], GATES.get(name, {}))
     if row.needs_old:
-        batch = Batch(batch.rollouts, batch.advantages, score_old(model, batch.rollouts, token_budget=64))
+        batch = Batch(
+            batch.rollouts, batch.advantages, score_old(model, batch.rollouts, token_budget=64)
+        )
     update = train_step(
         accelerator, model, optimizer, batch, row,
         token_budget=token_budget, max_grad_norm=1e9, **options,
@@ -65,7 +67,9 @@ def step(world, name: str, *, token_budget: int, **options):
 
 @pytest.mark.parametrize("name", ["none", "token_tis", "seq_tis", "trm_max", "trm_avg_k3"])
 @pytest.mark.parametrize("token_budget", [1, 30, 64])
-def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(world, name, token_budget):
+def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(
+    world, name, token_budget
+):
     whole, once = step(world, name, token_budget=10_000)
     cut, many = step(world, name, token_budget=token_budget)
     assert len(list(chunks(world[1].rollouts, token_budget=token_budget))) > 1
@@ -74,7 +78,9 @@ def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(world,
         torch.testing.assert_close(a - start, b - start, rtol=1e-3, atol=2e-6)
         compared += a.numel()
     assert compared > 200_000
-    assert max((a - b).abs().max() for a, b in zip(whole.parameters(), world[0].parameters())) > 1e-3
+    assert (
+        max((a - b).abs().max() for a, b in zip(whole.parameters(), world[0].parameters())) > 1e-3
+    )
     expected, got = summarize(once.stats), summarize(many.stats)
     assert got.keys() == expected.keys()
     for key in expected:
@@ -105,7 +111,9 @@ def test_the_view_shows_each_token_in_the_batchs_order(world):
     from offdrift.engines.score import divergences
 
     with torch.no_grad():
-        kl = divergences(batch.rollouts, score(model, batch.rollouts).logits)["kl_rollout_current"].lo
+        kl = divergences(batch.rollouts, score(model, batch.rollouts).logits)[
+            "kl_rollout_current"
+        ].lo
     torch.testing.assert_close(update.tokens.kl, kl, rtol=1e-3, atol=1e-6)
     worst = batch.rollouts.segments.max(kl)
     kept = batch.rollouts.segments.max(update.tokens.keep.float()) > 0

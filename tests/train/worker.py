@@ -1,6 +1,6 @@
 """A training run in a process of its own, for tests that kill it or start several.
 
-    python -m tests.train.worker RUN_FOLDER [--resume] [key=value ...]
+python -m tests.train.worker RUN_FOLDER [--resume] [key=value ...]
 """
 
 from __future__ import annotations

@@ -59,9 +59,7 @@ class Gate:
 
     def __post_init__(self) -> None:
         if self.statistic not in (*SAMPLED, *EXACT):
-            raise MethodError(
-                f"statistic={self.statistic!r} is not one of {[*SAMPLED, *EXACT]}"
-            )
+            raise MethodError(f"statistic={self.statistic!r} is not one of {[*SAMPLED, *EXACT]}")
         if self.unit not in get_args(GateUnit):
             raise MethodError(f"unit={self.unit!r} is not one of {get_args(GateUnit)}")
         if self.low is None and self.high is None:

@@ -17,8 +17,8 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.sampled import abs_log_ratio, k2, k3
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import clamped
-from offdrift.ratios import RatioName, log_ratio
+from offdrift.numerics import blockwise, clamped
+from offdrift.ratios import RatioName, stopped_log_ratio
 
 StatisticName = Literal["ratio", "k2", "k3", "abs_log_ratio", "kl", "tv"]
 
@@ -72,11 +72,9 @@ def statistic(
     Reference: Li et al., arXiv:2512.23075v5, section 4.3 and Appendix E.
     """
     if name in SAMPLED:
-        return SAMPLED[name](log_ratio(logprobs, on=on).detach())
+        return blockwise(SAMPLED[name], stopped_log_ratio(logprobs, on=on))
     if name not in EXACT:
-        raise MethodError(
-            f"{name!r} is not a statistic; choose one of {[*SAMPLED, *EXACT]}"
-        )
+        raise MethodError(f"{name!r} is not a statistic; choose one of {[*SAMPLED, *EXACT]}")
     wanted = divergence_name(name, on)
     found = (divergences or {}).get(wanted)
     if found is None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import ratio
-from offdrift.ratios import RatioName, log_ratio, per_unit
+from offdrift.numerics import blocks, ratio
+from offdrift.ratios import RatioName, per_unit, stopped_log_ratio
 
 WeightUnit = Literal["token", "sequence", "geometric"]
 
@@ -67,12 +67,19 @@ class Weight:
     def __call__(self, logprobs: LogProbs) -> Weighted:
         """Weights of the batch and which tokens the limits touched. Gradient: none."""
         with torch.no_grad():
-            raw = ratio(per_unit(log_ratio(logprobs, on=self.on), logprobs.segments, unit=self.unit))
-            limited = torch.zeros_like(raw, dtype=torch.bool)
-            if self.cap is not None:
-                limited |= raw > self.cap
-            if self.floor is not None:
-                limited |= raw < self.floor
-            if self.outside == "mask":
-                return Weighted(raw.where(~limited, 0.0), limited)
-            return Weighted(raw.clamp(self.floor or 0.0, self.cap), limited)
+            unit = per_unit(
+                stopped_log_ratio(logprobs, on=self.on), logprobs.segments, unit=self.unit
+            )
+            parts = [self._limit(ratio(block)) for (block,) in blocks(unit)]
+            return Weighted(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _limit(self, raw: Float[Tensor, " k"]) -> tuple[Tensor, Tensor]:
+        """Weights inside the limits, and which ones the limits changed."""
+        limited = torch.zeros_like(raw, dtype=torch.bool)
+        if self.cap is not None:
+            limited |= raw > self.cap
+        if self.floor is not None:
+            limited |= raw < self.floor
+        if self.outside == "mask":
+            return raw.where(~limited, 0.0), limited
+        return raw.clamp(self.floor or 0.0, self.cap), limited

@@ -72,9 +72,7 @@ def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0) -> 
     return Score(logp, entropy(logits.detach(), log_total.detach()), logits.detach())
 
 
-def entropy(
-    logits: Float[Tensor, "n v"], log_total: Float[Tensor, " n"]
-) -> Float[Tensor, " n"]:
+def entropy(logits: Float[Tensor, "n v"], log_total: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """H = log sum e^x - sum p x, in nats; a token of probability 0 adds nothing. Gradient: none."""
     p = (logits - log_total[:, None]).exp()
     return log_total - (p * logits.where(p > 0, 0.0)).sum(-1)

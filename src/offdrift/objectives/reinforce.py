@@ -18,9 +18,7 @@ from offdrift.objectives.base import TokenLoss
 from offdrift.ratios import RatioName, log_ratio
 
 
-def reinforce(
-    logp: Float[Tensor, " n"], advantages: Float[Tensor, " n"]
-) -> Float[Tensor, " n"]:
+def reinforce(logp: Float[Tensor, " n"], advantages: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Score-function loss, L_t = -A_t log pi(y_t). Gradient: to `logp`, -A_t.
 
     Example:

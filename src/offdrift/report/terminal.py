@@ -85,7 +85,10 @@ class LiveProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.console.is_terminal:
             self.live.stop()
@@ -115,7 +118,9 @@ class LiveProgress:
         if reward is not None:
             self.held_out.setdefault(event.arm, []).append(reward)
         if not self.console.is_terminal:
-            self._say(Text(f"{event.arm} {event.step}/{event.total}  held-out reward {short(reward)}"))
+            self._say(
+                Text(f"{event.arm} {event.step}/{event.total}  held-out reward {short(reward)}")
+            )
 
     def _on_update(self, event: Happening) -> None:
         self._bar(event.arm, event)
@@ -136,7 +141,11 @@ class LiveProgress:
 
     def _on_arm_done(self, event: Happening) -> None:
         after = number((event.metrics or {}).get("reward_after"))
-        self._say(Text.assemble((event.arm, "bold"), f"  done: held-out reward {short(after)} {event.text}"))
+        self._say(
+            Text.assemble(
+                (event.arm, "bold"), f"  done: held-out reward {short(after)} {event.text}"
+            )
+        )
 
     def _bar(self, name: str, event: Happening) -> None:
         if name not in self.bars:
@@ -155,8 +164,15 @@ class LiveProgress:
             table.add_column(name, justify="right")
         table.add_column("held-out", justify="right")
         for arm, newest in self.newest.items():
-            evals = " → ".join(short(r) for r in (self.held_out.get(arm) or [])[:: max(1, len(self.held_out.get(arm, [])) - 1)])
-            table.add_row(arm, str(newest.get("update", "")), *(v for _, v in self._numbers(arm)), evals)
+            evals = " → ".join(
+                short(r)
+                for r in (self.held_out.get(arm) or [])[
+                    :: max(1, len(self.held_out.get(arm, [])) - 1)
+                ]
+            )
+            table.add_row(
+                arm, str(newest.get("update", "")), *(v for _, v in self._numbers(arm)), evals
+            )
         return Group(self.progress, table) if self.newest else Group(self.progress)
 
     def _say(self, text: Text) -> None:

@@ -149,11 +149,15 @@ def _from_table(table: pa.Table, header: dict[str, Any]) -> Rollouts:
         rollout_version=_stream(table, "rollout_version")[0],
         prompt_tokens=prompt_tokens,
         prompt_cu_seqlens=prompt_cu_seqlens,
-        group_ids=_tensor(table.column("group_id").chunk(0)) if len(table) else torch.zeros(0).long(),
+        group_ids=_tensor(table.column("group_id").chunk(0))
+        if len(table)
+        else torch.zeros(0).long(),
         finish=tuple(table.column("finish").to_pylist()),
         provenance=Provenance(sampling=sampling, **stated),
         evidence=_evidence(table, header["evidence"]),
-        rewards=_tensor(table.column("reward").chunk(0)) if "reward" in table.column_names else None,
+        rewards=_tensor(table.column("reward").chunk(0))
+        if "reward" in table.column_names
+        else None,
         prompts=_texts(table, "prompt"),
         completions=_texts(table, "completion"),
     )

@@ -19,10 +19,14 @@ from torch import Tensor
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, clamped
-from offdrift.ratios import log_ratio
+from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped
+from offdrift.ratios import stopped_log_ratio
+from offdrift.segments import Segments
 
 Named = dict[str, Tensor]
+
+SECOND = {"mismatch": "old", "full": "current"}
+"""The policy that each ratio compares the rollout policy with."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,16 @@ class DriftStats:
         with torch.no_grad():
             sums: Named = {}
             maxima: Named = {}
-            _policies(logprobs, sums)
+            nll = _rollout_policy(logprobs, sums)
             for on in ("mismatch", "staleness", "full"):
                 if _available(logprobs, on):
-                    _pair(on, logprobs, sums, maxima)
+                    mean = _pair(on, logprobs, sums, maxima)
+                    if on in SECOND:  # mean log second = mean log rollout + mean log-ratio
+                        _perplexity(SECOND[on], nll - mean, logprobs.segments, sums)
             if corrected is not None:
                 _decisions(logprobs, corrected, sums, maxima)
             if clipped is not None:
-                sums["objective/clipped"] = clipped.sum()
+                sums["objective/clipped"] = clipped.count_nonzero()
             by_position = _divergences(logprobs, divergences or {}, sums, maxima)
         grades = [str(d.grade) for d in (divergences or {}).values()]
         return DriftStats(
@@ -132,9 +138,7 @@ class DriftStats:
     def cpu(self) -> DriftStats:
         """The same on the CPU, to be sent to another process."""
         positions = {name: x.cpu() for name, x in self.by_position.items()}
-        return replace(
-            self, sums=self.sums.cpu(), maxima=self.maxima.cpu(), by_position=positions
-        )
+        return replace(self, sums=self.sums.cpu(), maxima=self.maxima.cpu(), by_position=positions)
 
     def to_host(self) -> dict[str, float]:
         """All sums and extremes by name: the one transfer to the host."""
@@ -147,58 +151,59 @@ def _available(logprobs: LogProbs, on: str) -> bool:
     return {"full": has_current, "mismatch": has_old, "staleness": has_current and has_old}[on]
 
 
-def _policies(logprobs: LogProbs, sums: Named) -> None:
-    """Per policy: negative log-likelihood per sequence and its exponential (perplexity)."""
+def _rollout_policy(logprobs: LogProbs, sums: Named) -> Float[Tensor, " b"]:
+    """Tokens, sequences, perplexity; returns each sequence's mean negative log-likelihood."""
     segments = logprobs.segments
-    filled = segments.lengths > 0
-    sums["n"], sums["b"] = segments.cu_seqlens[-1], filled.sum()
-    for name, x in (
-        ("rollout", logprobs.logp_rollout),
-        ("old", logprobs.logp_old),
-        ("current", logprobs.logp),
-    ):
-        if x is not None:
-            nll = -segments.mean(x.detach())
-            sums[f"{name}/nll"] = nll.sum()
-            sums[f"{name}/ppl"] = nll.clamp(max=LOG_RATIO_LIMIT).exp().where(filled, 0.0).sum()
+    sums["n"], sums["b"] = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
+    nll = -segments.mean(logprobs.logp_rollout)
+    _perplexity("rollout", nll, segments, sums)
+    return nll
 
 
-def _pair(on: str, logprobs: LogProbs, sums: Named, maxima: Named) -> None:
-    """Statistics of one ratio; `exp` is taken once for the ratio and once for the probability."""
-    raw = log_ratio(logprobs, on=on).detach()  # type: ignore[arg-type]
+def _perplexity(policy: str, nll: Tensor, segments: Segments, sums: Named) -> None:
+    """Mean negative log-likelihood of each sequence, and its exponential."""
+    limited = nll.clamp(max=LOG_RATIO_LIMIT)
+    sums[f"{policy}/nll"] = nll.sum()
+    sums[f"{policy}/ppl"] = limited.exp().where(segments.lengths > 0, 0.0).sum()
+
+
+TOKEN_SUMS = ("l", "l_limited", "l2", "abs", "k3", "excess_abs", "w", "w2", "p", "p2", "d", "d2", "pd", "d_abs")  # fmt: skip
+TOKEN_MAXIMA = ("l_max", "-l_min", "d_abs_max")
+
+
+def _pair(on: str, logprobs: LogProbs, sums: Named, maxima: Named) -> Float[Tensor, " b"]:
+    """Statistics of one ratio, by token and by sequence; returns each sequence's mean log-ratio."""
+    raw = stopped_log_ratio(logprobs, on=on)  # type: ignore[arg-type]
     first = logprobs.old if on == "staleness" else logprobs.logp_rollout
+    added, largest = zip(*(_token_pass(*block) for block in blocks(first, raw)), strict=True)
+    totals, extremes = torch.stack(added).sum(0), torch.stack(largest).amax(0)
+    sums[f"{on}/n"] = logprobs.segments.cu_seqlens[-1]
+    sums.update({f"{on}/{name}": x for name, x in zip(TOKEN_SUMS, totals, strict=True)})
+    maxima.update({f"{on}/{name}": x for name, x in zip(TOKEN_MAXIMA, extremes, strict=True)})
+    return _pair_sequences(on, raw, logprobs.segments, sums, maxima)
+
+
+def _token_pass(
+    first: Float[Tensor, " k"], raw: Float[Tensor, " k"]
+) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"]]:
+    """`TOKEN_SUMS` and `TOKEN_MAXIMA` of a block; two exponentials per token in all."""
     limited = clamped(raw)
     excess = limited.expm1()  # ratio - 1, exact for small log-ratios
-    ratios = excess + 1
+    w = excess + 1
     p = first.exp()
     d = p * excess  # second - first, as probabilities
-    token: Named = {
-        "n": raw.new_tensor(raw.numel()),
-        "l": raw.sum(),
-        "l_limited": limited.sum(),
-        "l2": torch.dot(limited, limited),
-        "abs": raw.abs().sum(),
-        "k3": (excess - limited).sum(),
-        "excess_abs": excess.abs().sum(),
-        "w": ratios.sum(),
-        "w2": torch.dot(ratios, ratios),
-        "p": p.sum(),
-        "p2": torch.dot(p, p),
-        "d": d.sum(),
-        "d2": torch.dot(d, d),
-        "pd": torch.dot(p, d),
-        "d_abs": d.abs().sum(),
-    }
-    sums.update({f"{on}/{k}": v for k, v in token.items()})
-    maxima[f"{on}/l_max"], maxima[f"{on}/-l_min"] = raw.max(), -raw.min()
-    maxima[f"{on}/d_abs_max"] = d.abs().max()
-    _pair_sequences(on, raw, logprobs, sums, maxima)
+    d_abs = d.abs()
+    added = [
+        raw.sum(), limited.sum(), torch.dot(limited, limited), raw.abs().sum(),
+        (excess - limited).sum(), excess.abs().sum(), w.sum(), torch.dot(w, w),
+        p.sum(), torch.dot(p, p), d.sum(), torch.dot(d, d), torch.dot(p, d), d_abs.sum(),
+    ]  # fmt: skip
+    return torch.stack(added).double(), torch.stack([raw.max(), -raw.min(), d_abs.max()]).double()
 
 
 def _pair_sequences(
-    on: str, raw: Tensor, logprobs: LogProbs, sums: Named, maxima: Named
-) -> None:
-    segments = logprobs.segments
+    on: str, raw: Tensor, segments: Segments, sums: Named, maxima: Named
+) -> Float[Tensor, " b"]:
     filled = segments.lengths > 0
     total = segments.sum(raw)
     mean = total / segments.lengths.clamp(min=1)
@@ -211,19 +216,22 @@ def _pair_sequences(
     nothing = -torch.inf
     maxima[f"{on}/mean_max"] = mean.where(filled, nothing).max()
     maxima[f"{on}/-mean_min"] = (-mean).where(filled, nothing).max()
+    return mean
 
 
-def _decisions(
-    logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named
-) -> None:
+def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named) -> None:
     segments, weight = logprobs.segments, corrected.weight
-    sums["gate/kept_tokens"] = corrected.keep.sum()
-    kept = segments.max(corrected.keep.to(weight.dtype))
-    sums["gate/kept_sequences"] = (kept > 0).sum()
+    # count_nonzero: the sum of a bool tensor would first copy it to int64.
+    sums["gate/kept_tokens"] = corrected.keep.count_nonzero()
+    if corrected.rejected_by:
+        kept = segments.sum(corrected.keep.to(weight.dtype)) > 0
+    else:
+        kept = segments.lengths > 0
+    sums["gate/kept_sequences"] = kept.sum()
     for i, rejected in enumerate(corrected.rejected_by.values()):
-        sums[f"gate/{i}/rejected_tokens"] = rejected.sum()
+        sums[f"gate/{i}/rejected_tokens"] = rejected.count_nonzero()
     sums["weight/w"], sums["weight/w2"] = weight.sum(), torch.dot(weight, weight)
-    sums["weight/limited"] = corrected.limited.sum()
+    sums["weight/limited"] = corrected.limited.count_nonzero()
     maxima["weight/w_max"], maxima["weight/-w_min"] = weight.max(), -weight.min()
 
 
@@ -251,7 +259,7 @@ def _divergences(
     return by_position
 
 
-def _joined(names_a, a, names_b, b, combine):  # noqa: ANN001, ANN202
+def _joined(names_a, a, names_b, b, combine):
     """Combine two named vectors; a name that only one has is taken from it."""
     if names_a == names_b:
         return names_a, combine(a, b)

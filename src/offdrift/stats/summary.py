@@ -102,37 +102,145 @@ def _ess(total: str, square: str, count: str) -> Callable[[Numbers], float]:
 def _pair(on: str, second: str, first: str) -> list[Metric]:
     """The metrics of one ratio; l = log second - log first, on tokens drawn from the rollout."""
 
-    def row(name, unit, formula, larger_is, value) -> Metric:  # noqa: ANN001
+    def row(name, unit, formula, larger_is, value) -> Metric:
         return Metric(f"{on}/{name}", unit, formula, larger_is, value)
 
     kl = f"KL({first} || {second})"
     return [
-        row("k1", "nat", f"mean(-l): {kl}, unbiased, signed", "worse", lambda s: -s[f"{on}/l_limited"] / s[f"{on}/n"]),
+        row(
+            "k1",
+            "nat",
+            f"mean(-l): {kl}, unbiased, signed",
+            "worse",
+            lambda s: -s[f"{on}/l_limited"] / s[f"{on}/n"],
+        ),
         row("k2", "nat", "mean(l^2) / 2", "worse", lambda s: s[f"{on}/l2"] / s[f"{on}/n"] / 2),
-        row("k3", "nat", f"mean(e^l - 1 - l): {kl}, never negative", "worse", _mean(f"{on}/k3", f"{on}/n")),
+        row(
+            "k3",
+            "nat",
+            f"mean(e^l - 1 - l): {kl}, never negative",
+            "worse",
+            _mean(f"{on}/k3", f"{on}/n"),
+        ),
         row("abs_log_ratio_mean", "nat", "mean |l|", "worse", _mean(f"{on}/abs", f"{on}/n")),
-        row("abs_log_ratio_max", "nat", "max |l|", "worse", lambda s: max(s[f"{on}/l_max"], s[f"{on}/-l_min"])),
+        row(
+            "abs_log_ratio_max",
+            "nat",
+            "max |l|",
+            "worse",
+            lambda s: max(s[f"{on}/l_max"], s[f"{on}/-l_min"]),
+        ),
         row("chi2_token", "1", "mean(e^2l) - 1", "worse", _chi2(f"{on}/w2", f"{on}/n")),
-        row("chi2_seq", "1", "mean over sequences(e^(2 sum l)) - 1", "worse", _chi2(f"{on}/product2", "b")),
-        row("tv_sampled", "1", "mean |e^l - 1| / 2: total variation, unbiased", "worse", lambda s: s[f"{on}/excess_abs"] / s[f"{on}/n"] / 2),
-        row("ess_frac", "1", "(sum w)^2 / (n sum w^2), w = e^l per token, untruncated", "better", _ess(f"{on}/w", f"{on}/w2", f"{on}/n")),
-        row("ess_seq_frac", "1", "(sum W)^2 / (b sum W^2), W = e^(sum l), untruncated", "better", _ess(f"{on}/product", f"{on}/product2", "b")),
-        row("pearson", "1", f"correlation of the probabilities under {first} and {second}", "better", _pearson(on)),
-        row("prob_diff_mean", "1", f"mean |{second} - {first}| probability", "worse", _mean(f"{on}/d_abs", f"{on}/n")),
-        row("prob_diff_max", "1", f"max |{second} - {first}| probability", "worse", lambda s: s[f"{on}/d_abs_max"]),
-        row("prob_diff_std", "1", f"standard deviation (n - 1) of |{second} - {first}|", "worse", _std(f"{on}/d_abs", f"{on}/d2", f"{on}/n", ddof=1)),
-        row("log_ppl_gap", "nat", "mean over sequences |mean l| (full: eq. 25)", "worse", _mean(f"{on}/mean_abs", "b")),
-        row("log_ppl_diff_mean", "nat", "mean over sequences of mean(-l)", "worse", lambda s: -s[f"{on}/mean"] / s["b"]),
-        row("log_ppl_diff_max", "nat", "max over sequences of mean(-l)", "worse", lambda s: s[f"{on}/-mean_min"]),
-        row("log_ppl_diff_min", "nat", "min over sequences of mean(-l)", "neither", lambda s: -s[f"{on}/mean_max"]),
-        row("ppl_ratio", "1", "mean over sequences of e^(mean(-l))", "neither", _mean(f"{on}/ppl_ratio", "b")),
+        row(
+            "chi2_seq",
+            "1",
+            "mean over sequences(e^(2 sum l)) - 1",
+            "worse",
+            _chi2(f"{on}/product2", "b"),
+        ),
+        row(
+            "tv_sampled",
+            "1",
+            "mean |e^l - 1| / 2: total variation, unbiased",
+            "worse",
+            lambda s: s[f"{on}/excess_abs"] / s[f"{on}/n"] / 2,
+        ),
+        row(
+            "ess_frac",
+            "1",
+            "(sum w)^2 / (n sum w^2), w = e^l per token, untruncated",
+            "better",
+            _ess(f"{on}/w", f"{on}/w2", f"{on}/n"),
+        ),
+        row(
+            "ess_seq_frac",
+            "1",
+            "(sum W)^2 / (b sum W^2), W = e^(sum l), untruncated",
+            "better",
+            _ess(f"{on}/product", f"{on}/product2", "b"),
+        ),
+        row(
+            "pearson",
+            "1",
+            f"correlation of the probabilities under {first} and {second}",
+            "better",
+            _pearson(on),
+        ),
+        row(
+            "prob_diff_mean",
+            "1",
+            f"mean |{second} - {first}| probability",
+            "worse",
+            _mean(f"{on}/d_abs", f"{on}/n"),
+        ),
+        row(
+            "prob_diff_max",
+            "1",
+            f"max |{second} - {first}| probability",
+            "worse",
+            lambda s: s[f"{on}/d_abs_max"],
+        ),
+        row(
+            "prob_diff_std",
+            "1",
+            f"standard deviation (n - 1) of |{second} - {first}|",
+            "worse",
+            _std(f"{on}/d_abs", f"{on}/d2", f"{on}/n", ddof=1),
+        ),
+        row(
+            "log_ppl_gap",
+            "nat",
+            "mean over sequences |mean l| (full: eq. 25)",
+            "worse",
+            _mean(f"{on}/mean_abs", "b"),
+        ),
+        row(
+            "log_ppl_diff_mean",
+            "nat",
+            "mean over sequences of mean(-l)",
+            "worse",
+            lambda s: -s[f"{on}/mean"] / s["b"],
+        ),
+        row(
+            "log_ppl_diff_max",
+            "nat",
+            "max over sequences of mean(-l)",
+            "worse",
+            lambda s: s[f"{on}/-mean_min"],
+        ),
+        row(
+            "log_ppl_diff_min",
+            "nat",
+            "min over sequences of mean(-l)",
+            "neither",
+            lambda s: -s[f"{on}/mean_max"],
+        ),
+        row(
+            "ppl_ratio",
+            "1",
+            "mean over sequences of e^(mean(-l))",
+            "neither",
+            _mean(f"{on}/ppl_ratio", "b"),
+        ),
     ]
 
 
 def _policy(name: str) -> list[Metric]:
     return [
-        Metric(f"{name}/log_ppl", "nat", "mean over sequences of mean(-log p)", "neither", _mean(f"{name}/nll", "b")),
-        Metric(f"{name}/ppl", "1", "mean over sequences of e^(mean(-log p))", "neither", _mean(f"{name}/ppl", "b")),
+        Metric(
+            f"{name}/log_ppl",
+            "nat",
+            "mean over sequences of mean(-log p)",
+            "neither",
+            _mean(f"{name}/nll", "b"),
+        ),
+        Metric(
+            f"{name}/ppl",
+            "1",
+            "mean over sequences of e^(mean(-log p))",
+            "neither",
+            _mean(f"{name}/ppl", "b"),
+        ),
     ]
 
 
@@ -140,7 +248,9 @@ def _divergence(name: str, unit: str) -> list[Metric]:
     key = f"divergence/{name}"
     return [
         Metric(f"{key}_mean", unit, f"mean over tokens of {name}", "worse", _mean(key)),
-        Metric(f"{key}_max", unit, f"max over tokens of {name}", "worse", lambda s: s[f"{key}_max"]),
+        Metric(
+            f"{key}_max", unit, f"max over tokens of {name}", "worse", lambda s: s[f"{key}_max"]
+        ),
     ]
 
 

@@ -85,7 +85,11 @@ def load(accelerator: Accelerator, folder: Path) -> Position | None:
         position = Position(stated["batch"], stated["version"], tuple(stated["waiting"]))
         accelerator.load_state(str(newest))
     except Exception as e:  # whatever a damaged file provokes in the libraries that read it
-        fall_back = f"the run continues from {checkpoints[-2].name}" if len(checkpoints) > 1 else "the arm starts over"
+        fall_back = (
+            f"the run continues from {checkpoints[-2].name}"
+            if len(checkpoints) > 1
+            else "the arm starts over"
+        )
         raise CheckpointError(
             f"checkpoint {newest} cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}); "
             f"remove that folder and --resume again: {fall_back}"

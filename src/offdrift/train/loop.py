@@ -39,7 +39,7 @@ from offdrift.train.folder import ArmFolder, RunFolder
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.recipe import Recipe
 from offdrift.train.source import Shard, Source, batch_seed, rollout
-from offdrift.train.step import Batch, Update, score_old, train_step
+from offdrift.train.step import Batch, Update, global_sum, score_old, train_step
 from offdrift.train.summary import summarize_arm
 from offdrift.train.tasks import Task, find_task
 from offdrift.train.warmstart import warm_start
@@ -218,7 +218,9 @@ class Learner:
         for epoch in range(optim.epochs):
             for piece in self._minibatches(index, epoch, rollouts.num_sequences):
                 # Dropout, if a model has any, must be the same in a resumed run.
-                torch.manual_seed(batch_seed(self.shop.recipe.seed, self.version, self.shop.shard.rank))
+                torch.manual_seed(
+                    batch_seed(self.shop.recipe.seed, self.version, self.shop.shard.rank)
+                )
                 part = batch.select(piece)
                 view = self.version % self.shop.recipe.log.samples_every == 0
                 update = train_step(
@@ -249,8 +251,12 @@ class Learner:
             seed=batch_seed(shop.recipe.seed, 0, shop.shard.rank),
         )  # fmt: skip
         assert drawn.rewards is not None
-        total = shop.accelerator.reduce(drawn.rewards.double().sum(), reduction="sum")
-        row = {"update": self.version, "reward": float(total) / len(problems), "prompts": len(problems)}
+        total = global_sum(shop.accelerator, float(drawn.rewards.double().sum()))
+        row = {
+            "update": self.version,
+            "reward": total / len(problems),
+            "prompts": len(problems),
+        }
         if shop.accelerator.is_main_process:
             self.files.append("eval", row)
         shop.accelerator.log({"eval/reward": row["reward"]}, step=self.version)
@@ -321,7 +327,7 @@ def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tenso
     """The model's weights by name, whole, whatever accelerate has sharded or wrapped."""
     bare = accelerator.unwrap_model(model)
     if accelerator.distributed_type.name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        state = accelerator.get_state_dict(model)
+        state: dict[str, Tensor] = dict(accelerator.get_state_dict(model))
         return {name: state[name] for name, _ in bare.named_parameters() if name in state}
     return {name: p.detach() for name, p in bare.named_parameters()}
 
@@ -402,9 +408,7 @@ def _make_engine(
     return make_engine("vllm", str(start), **options)
 
 
-def _restore(
-    shop: Workshop, files: ArmFolder, name: str, resume: bool
-) -> checkpoint.Position:
+def _restore(shop: Workshop, files: ArmFolder, name: str, resume: bool) -> checkpoint.Position:
     at = checkpoint.load(shop.accelerator, files.checkpoints) if resume else None
     if at is None:
         if shop.accelerator.is_main_process:
@@ -414,17 +418,18 @@ def _restore(
     if shop.accelerator.is_main_process:
         files.cut_back(at.version)
     shop.accelerator.wait_for_everyone()
-    shop.watch(Event("resume", name, at.version, shop.recipe.updates, text=f"from batch {at.batch}"))
+    shop.watch(
+        Event("resume", name, at.version, shop.recipe.updates, text=f"from batch {at.batch}")
+    )
     return at
 
 
-def _stop_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, ...]:
+def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a response: the tokenizer's and the model's own."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    own = configured if isinstance(configured, list) else [configured]
-    return tuple(sorted({t for t in (tokenizer.eos_token_id, *own) if t is not None}))
+    found: set[int] = set()
+    for ids in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
+        found |= set(ids) if isinstance(ids, list) else {ids} if isinstance(ids, int) else set()
+    return tuple(sorted(found))
 
 
 def _samples(

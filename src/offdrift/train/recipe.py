@@ -22,6 +22,7 @@ from offdrift.methods import Method, method, override
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class Part(BaseModel):
@@ -35,7 +36,7 @@ class WarmStart(Part):
     """Supervised steps on the task's demonstrations before RL; 0 for a pretrained model."""
     batch_size: Positive = 128
     """Demonstrations per step."""
-    lr: float = Field(2e-3, gt=0)
+    lr: PositiveFloat = 2e-3
     """Peak learning rate."""
 
 
@@ -52,7 +53,7 @@ class Rollout(Part):
     """Responses per prompt: the group whose mean is the baseline."""
     max_tokens: Positive = 14
     """Longest response, tokens; also the horizon T of the bounds."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer tempers its own distribution alike."""
     evidence: Literal["full", "sampled"] | Positive = "full"
     """What is recorded of the rollout policy: "full" vocabulary, the top k (a number), or "sampled"."""
@@ -68,13 +69,13 @@ class Lag(Part):
 
 
 class Optim(Part):
-    lr: float = Field(1e-4, gt=0)
+    lr: PositiveFloat = 1e-4
     """AdamW learning rate, constant; betas 0.9 and 0.95, no weight decay."""
     epochs: Positive = 1
     """Passes over each rollout batch."""
     minibatches: Positive = 1
     """Optimizer steps per pass."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm is clipped to this."""
     token_budget: Positive = 16384
     """Padded tokens per forward pass; smaller is slower, uses less memory, and changes nothing else."""
@@ -123,7 +124,7 @@ class Recipe(Part):
     """Decides prompts, samples and initial weights; every arm sees the same."""
     batches: Positive
     """Rollout batches to train on, per arm."""
-    delta: float = Field(0.05, gt=0)
+    delta: PositiveFloat = 0.05
     """The trust region whose precondition, max KL(rollout || current) <= delta nat, is tested."""
     warm_start: WarmStart = WarmStart()
     rollout: Rollout = Rollout()
@@ -177,7 +178,9 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = ()) -> Recipe:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise RecipeError(f"cannot read recipe {path}: {e.strerror}; see recipes/ for examples") from e
+        raise RecipeError(
+            f"cannot read recipe {path}: {e.strerror}; see recipes/ for examples"
+        ) from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise RecipeError(f"{path} is not valid TOML: {e}") from e
     for change in changes:
@@ -233,4 +236,3 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
-

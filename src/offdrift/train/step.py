@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -135,8 +136,6 @@ def gather_stats(accelerator: Accelerator, stats: DriftStats) -> DriftStats:
     """The statistics of all processes together; every process gets them."""
     if accelerator.num_processes == 1:
         return stats
-    from accelerate.utils import gather_object
-
     # A few kilobytes per step; objects, because processes may know different positions.
     pieces = gather_object([stats.cpu()])
     return DriftStats.merge_all(pieces)
@@ -146,8 +145,7 @@ def global_sum(accelerator: Accelerator, value: float) -> float:
     """A number summed over all processes."""
     if accelerator.num_processes == 1:
         return value
-    total = accelerator.reduce(torch.tensor(value, device=accelerator.device), reduction="sum")
-    return float(total)
+    return float(sum(gather_object([value])))
 
 
 def _push(
@@ -199,7 +197,7 @@ def _show(
             target[rows] = found.lo.float().cpu()
 
 
-def _pieces(accelerator: Accelerator, batch: Batch, token_budget: int):  # noqa: ANN202
+def _pieces(accelerator: Accelerator, batch: Batch, token_budget: int):
     """Pieces of the batch as (sequences, is the last, does it count).
 
     Every process must make the same number of backward passes: one that has fewer pieces repeats
@@ -208,8 +206,7 @@ def _pieces(accelerator: Accelerator, batch: Batch, token_budget: int):  # noqa:
     pieces = list(chunks(batch.rollouts, token_budget=token_budget))
     real = len(pieces)
     if accelerator.num_processes > 1:
-        counts = accelerator.gather(torch.tensor([real], device=accelerator.device))
-        pieces += [pieces[-1]] * (int(counts.max()) - real)
+        pieces += [pieces[-1]] * (max(gather_object([real])) - real)
     for i, piece in enumerate(pieces):
         yield piece, i == len(pieces) - 1, i < real
 

@@ -66,7 +66,12 @@ def notes(row: Method, metrics: Sequence[Row]) -> list[str]:
         if metrics and not any(_known(metrics, f"gate/{i}/drop_frac_token")):
             said.append(f"gate {i} ({gate.statistic}, {gate.unit}) never rejected a token")
     weight = row.correction.weight
-    if metrics and weight is not None and weight.cap is not None and not any(_known(metrics, "weight/cap_frac")):
+    if (
+        metrics
+        and weight is not None
+        and weight.cap is not None
+        and not any(_known(metrics, "weight/cap_frac"))
+    ):
         said.append(f"the weight's cap {weight.cap:g} was never reached")
     if any(m.get("divergence/grade") == "interval" for m in metrics):
         said.append("divergences are lower ends of certified intervals (top-k evidence)")
@@ -77,8 +82,14 @@ def _known(metrics: Sequence[Row], key: str) -> list[Any]:
     return [m[key] for m in metrics if m.get(key) is not None]
 
 
-def _mean(metrics: Sequence[Row], key: str, by: Sequence[int | float] | None = None) -> float | None:
-    pairs = [(m[key], w) for m, w in zip(metrics, by or [1.0] * len(metrics), strict=True) if m.get(key) is not None]
+def _mean(
+    metrics: Sequence[Row], key: str, by: Sequence[int | float] | None = None
+) -> float | None:
+    pairs = [
+        (m[key], w)
+        for m, w in zip(metrics, by or [1.0] * len(metrics), strict=True)
+        if m.get(key) is not None
+    ]
     total = sum(w for _, w in pairs)
     return sum(v * w for v, w in pairs) / total if total else None
 

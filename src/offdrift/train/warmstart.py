@@ -234,7 +234,7 @@ def _file_name(
     key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     for tensor in (*_named(model).values(), *_first_and_last(tokenizer, task, plan)):
         key.update(str((tuple(tensor.shape), tensor.dtype)).encode())
-        key.update(tensor.flatten().view(torch.uint8).numpy())
+        key.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return f"{task.name.replace(':', '-').replace('/', '-')}-{key.hexdigest()[:32]}.safetensors"
 
 
