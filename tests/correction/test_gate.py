@@ -114,7 +114,7 @@ def test_an_interval_rejects_by_its_lower_end():
 
 def test_a_gate_without_its_evidence_says_what_to_record():
     lp, _, _ = fx_a()
-    with pytest.raises(EvidenceError, match='kl_rollout_current.*evidence = "full".*trm_max_k2'):
+    with pytest.raises(EvidenceError, match=r'kl_rollout_current.*evidence = "full".*trm_max_k2'):
         Gate(statistic="kl", on="full", unit="seq_max", high=0.05).keep(lp)
 
 

@@ -327,7 +327,7 @@ def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tenso
     """The model's weights by name, whole, whatever accelerate has sharded or wrapped."""
     bare = accelerator.unwrap_model(model)
     if accelerator.distributed_type.name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        state: dict[str, Tensor] = dict(accelerator.get_state_dict(model))
+        state: Any = accelerator.get_state_dict(model)
         return {name: state[name] for name, _ in bare.named_parameters() if name in state}
     return {name: p.detach() for name, p in bare.named_parameters()}
 
@@ -426,10 +426,9 @@ def _restore(shop: Workshop, files: ArmFolder, name: str, resume: bool) -> check
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a response: the tokenizer's and the model's own."""
-    found: set[int] = set()
-    for ids in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
-        found |= set(ids) if isinstance(ids, list) else {ids} if isinstance(ids, int) else set()
-    return tuple(sorted(found))
+    stated = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
+    listed = [ids if isinstance(ids, list) else [ids] for ids in stated]
+    return tuple(sorted({i for ids in listed for i in ids if isinstance(i, int)}))
 
 
 def _samples(
