@@ -88,4 +88,6 @@ def advantages(
     if how not in ADVANTAGES:
         raise BadValueError(f"how={how!r} is not an estimator; choose one of {sorted(ADVANTAGES)}")
     with torch.no_grad():
-        return segments.spread(ADVANTAGES[how](rewards, segments))
+        # Equal float32 rewards have a float64 mean equal to them: nothing remains to be normalized.
+        found = ADVANTAGES[how](rewards.double(), segments)
+        return segments.spread(found.to(rewards.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -11,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from offdrift.errors import OffdriftError
@@ -80,19 +82,23 @@ def train(
     main_process = int(os.environ.get("RANK", "0")) == 0
     folder = agree(_run_folder(out, chosen.name, resume) if main_process else None)
     screen = console if main_process else Console(quiet=True)
-    screen.print(f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; run folder {folder}")  # fmt: skip
+    screen.print(f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; run folder {escape(str(folder))}")  # fmt: skip
+    given = [w for c in changes or [] for w in ("--set", c)]
+    given += ["--arms", arms] if arms else []
+    given += ["--method", method] if method else []
+    again = shlex.join(["offdrift", "train", str(recipe), *given, "--out", str(folder), "--resume"])
     # A polite kill ends like Ctrl-C: the live display is put away and the way back is printed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with LiveProgress(screen) as watch:
             train_recipe(chosen, folder, resume=resume, watch=watch)
     except KeyboardInterrupt:
-        screen.print(f"\ninterrupted; nothing before the last checkpoint is lost. Continue with:\n  offdrift train {recipe} --out {folder} --resume")  # fmt: skip
+        screen.print(f"\ninterrupted; nothing before the last checkpoint is lost. Continue with:\n  {escape(again)}")  # fmt: skip
         raise typer.Exit(INTERRUPTED) from None
     if main_process:
         page = write_report(folder)
         screen.print(run_summary(read_run(folder), width=screen.width))
-        screen.print(f"\nreport: {page}")
+        screen.print(f"\nreport: {escape(str(page))}")
 
 
 @app.command()
@@ -170,7 +176,7 @@ def report(
 
     page = write_report(run)
     console.print(run_summary(read_run(run), width=console.width))
-    console.print(f"\nreport: {page}")
+    console.print(f"\nreport: {escape(str(page))}")
 
 
 def main() -> None:
@@ -182,7 +188,7 @@ def main() -> None:
 
 
 def _fail(error: OffdriftError) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)  # fmt: skip
+    Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)  # fmt: skip
     raise SystemExit(1)
 
 

@@ -5,6 +5,12 @@ that it refines, so code that never heard of this library still catches it. A me
 expected, what was found (field, sequence, value) and what to do.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
 
 class OffdriftError(Exception):
     """Base of all errors of this library."""
@@ -44,3 +50,16 @@ class RecipeError(OffdriftError, ValueError):
 
 class CheckpointError(OffdriftError, RuntimeError):
     """A checkpoint that cannot be read back, or does not belong to this recipe."""
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise `MethodError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise MethodError(f"{name}={value!r} is not one of {tuple(choices)}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise `MethodError` unless `value` is None or a number."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and (not number or math.isnan(value)):
+        raise MethodError(f"{name}={value!r} must be a number")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from offdrift.aggregate import AggregateName
 from offdrift.correction import Correction, Gate, Weight
-from offdrift.errors import MethodError
+from offdrift.errors import MethodError, check_choice
 from offdrift.objectives import ImportanceSampled, Objective, Reinforce
 from offdrift.ratios import RatioName
 
@@ -44,6 +44,7 @@ class Method:
     reference: str = ""
 
     def __post_init__(self) -> None:
+        check_choice("aggregate", self.aggregate, get_args(AggregateName))
         weight = self.correction.weight
         if weight is None or self.objective.on is None:
             return

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offdrift.correction.statistics import EXACT, SAMPLED, StatisticName, divergence_name, statistic
 from offdrift.divergence.evidence import Divergence
-from offdrift.errors import MethodError
+from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName
 
@@ -60,13 +60,18 @@ class Gate:
     def __post_init__(self) -> None:
         if self.statistic not in (*SAMPLED, *EXACT):
             raise MethodError(f"statistic={self.statistic!r} is not one of {[*SAMPLED, *EXACT]}")
-        if self.unit not in get_args(GateUnit):
-            raise MethodError(f"unit={self.unit!r} is not one of {get_args(GateUnit)}")
+        check_choice("unit", self.unit, get_args(GateUnit))
+        check_choice("on", self.on, get_args(RatioName))
+        check_choice("advantage", self.advantage, ("any", "negative"))
+        check_number("low", self.low)
+        check_number("high", self.high)
         if self.low is None and self.high is None:
             raise MethodError(f"a gate on {self.statistic} needs low=, high= or both")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise MethodError(f"low={self.low} is above high={self.high}; nothing could pass")
-        if self.statistic == "ratio" and min(self.low or 1.0, self.high or 1.0) <= 0:
+        if self.statistic == "ratio" and any(
+            x is not None and x <= 0 for x in (self.low, self.high)
+        ):
             raise MethodError(f"ratio bounds must be positive, got {self.low} and {self.high}")
         if self.exact:
             divergence_name(self.statistic, self.on)

@@ -8,13 +8,13 @@ an objective.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.errors import MethodError
+from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import blocks, ratio
 from offdrift.ratios import RatioName, per_unit, stopped_log_ratio
@@ -59,6 +59,11 @@ class Weight:
     outside: Literal["truncate", "mask"] = "truncate"
 
     def __post_init__(self) -> None:
+        check_choice("on", self.on, get_args(RatioName))
+        check_choice("unit", self.unit, get_args(WeightUnit))
+        check_choice("outside", self.outside, ("truncate", "mask"))
+        check_number("cap", self.cap)
+        check_number("floor", self.floor)
         if self.cap is not None and self.cap <= 0:
             raise MethodError(f"cap={self.cap} must be positive")
         if self.floor is not None and not 0 <= self.floor <= (self.cap or float("inf")):

@@ -8,11 +8,12 @@ unless `dual_clip` caps it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.errors import MethodError
+from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
 from offdrift.objectives.base import TokenLoss
@@ -74,6 +75,9 @@ class Clipped:
     dual_clip: float | None = None
 
     def __post_init__(self) -> None:
+        check_choice("on", self.on, get_args(RatioName))
+        for name in ("eps_low", "eps_high", "dual_clip"):
+            check_number(name, getattr(self, name))
         if not (0 < self.eps_low <= 1 and self.eps_high > 0):
             raise MethodError(
                 f"eps_low={self.eps_low} must lie in (0, 1] and eps_high={self.eps_high} above 0; "

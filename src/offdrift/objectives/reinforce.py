@@ -8,10 +8,12 @@ surrogate of the Trust Region Masking paper, and needs no weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.errors import check_choice
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
 from offdrift.objectives.base import TokenLoss
@@ -63,6 +65,9 @@ class ImportanceSampled:
     """`importance_sampled` as an objective on the given ratio."""
 
     on: RatioName = "full"
+
+    def __post_init__(self) -> None:
+        check_choice("on", self.on, get_args(RatioName))
 
     def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"]) -> TokenLoss:
         return TokenLoss(importance_sampled(log_ratio(logprobs, on=self.on), advantages))

@@ -75,10 +75,19 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             f"cannot read {path}: {e}; the file is corrupt or incomplete. Delete it and draw the "
             "batch again, or restore it from a copy"
         ) from e
-    header = _header(table, path)
     try:
-        return _from_table(table.combine_chunks(), header)
-    except (KeyError, TypeError, ValueError, pa.ArrowException) as e:
+        return _from_table(table.combine_chunks(), _header(table, path))
+    except RecordError:
+        raise
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        pa.ArrowException,
+    ) as e:
         raise RecordError(f"{path} does not hold what its header says: {e!r}") from e
 
 
@@ -138,6 +147,9 @@ def _header(table: pa.Table, path: Path) -> dict[str, Any]:
 
 def _from_table(table: pa.Table, header: dict[str, Any]) -> Rollouts:
     tokens, cu_seqlens = _stream(table, "tokens")
+    for name in TOKEN_COLUMNS:
+        if not torch.equal(_stream(table, name)[1], cu_seqlens):
+            raise ValueError(f"{name} and tokens have different lengths")
     prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
     stated = dict(header["provenance"])
     stated["sampling"]["stop_token_ids"] = tuple(stated["sampling"]["stop_token_ids"])
@@ -167,7 +179,10 @@ def _evidence(table: pa.Table, stated: dict[str, Any]) -> Evidence | None:
     kind, width = stated["kind"], stated["width"]
     if kind == "NoneType":
         return None
-    logp = _stream(table, "evidence_logp")[0].reshape(-1, width)
+    values, offsets = _stream(table, "evidence_logp")
+    if not torch.equal(offsets, _stream(table, "tokens")[1] * width):
+        raise ValueError(f"evidence_logp does not hold {width} values per token")
+    logp = values.reshape(-1, width)
     if kind == "FullVocab":
         return FullVocab(logp)
     if kind == "TopK":

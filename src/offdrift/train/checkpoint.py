@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from offdrift.errors import CheckpointError, RecordError
 
@@ -45,7 +46,8 @@ def save(accelerator: Accelerator, folder: Path, position: Position) -> None:
     partial = folder / f".partial-{position.batch:06d}"
     try:
         if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
+            for abandoned in folder.glob(".partial-*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
         with _quiet():
@@ -57,10 +59,10 @@ def save(accelerator: Accelerator, folder: Path, position: Position) -> None:
             os.replace(partial, final)
             for old in found(folder)[:-KEPT]:
                 shutil.rmtree(old, ignore_errors=True)
-    except OSError as e:
+    except (OSError, RuntimeError, SafetensorError) as e:  # torch and safetensors wrap a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise RecordError(
-            f"cannot write checkpoint {final}: {e.strerror or e}; free disk space, then continue "
+            f"cannot write checkpoint {final}: {getattr(e, 'strerror', None) or e}; free disk space, then continue "
             "from the previous checkpoint with --resume"
         ) from e
     accelerator.wait_for_everyone()

@@ -30,7 +30,7 @@ from offdrift.advantages import advantages
 from offdrift.certificate.certify import certify
 from offdrift.engines import Engine, make_engine
 from offdrift.engines.sync import SyncReport, check_sync, verify_sync
-from offdrift.errors import CheckpointError
+from offdrift.errors import CheckpointError, RecipeError
 from offdrift.methods import Method
 from offdrift.rollouts.records import Rollouts, Sampling
 from offdrift.stats.summary import summarize
@@ -173,6 +173,7 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.tick = time.perf_counter()
+        self.old_lag = 0
 
     def source(self, at: checkpoint.Position) -> Source:
         """This arm's batches, from where the run stands."""
@@ -205,9 +206,14 @@ class Learner:
         )
 
     def learn(self, index: int, rollouts: Rollouts) -> None:
-        """All optimizer steps on one batch."""
+        """All optimizer steps on one batch.
+
+        The old policy is the trainer at the start of the batch: where the engine lags behind it, the
+        `mismatch` ratio contains that lag, which `old/version_lag` states.
+        """
         optim = self.shop.recipe.optim
         assert rollouts.rewards is not None
+        self.old_lag = self.version - int(rollouts.rollout_version.min())
         batch = Batch(
             rollouts,
             advantages(rollouts.rewards, rollouts.segments, how=optim.advantage),
@@ -300,6 +306,7 @@ class Learner:
             "batch": index,
             "divergence/grade": update.stats.grade,
             **found,
+            "old/version_lag": self.old_lag if self.row.needs_old else None,
             "certificate/bound": None if proof.bound is None else proof.bound.value,
             "certificate/row": None if proof.bound is None else proof.bound.name,
             "certificate/falsified": {"falsified": 1, "not falsified": 0}.get(proof.precondition),
@@ -324,12 +331,8 @@ def agree(choice: Path | None) -> Path:
 
 
 def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """The model's weights by name, whole, whatever accelerate has sharded or wrapped."""
-    bare = accelerator.unwrap_model(model)
-    if accelerator.distributed_type.name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        state: Any = accelerator.get_state_dict(model)
-        return {name: state[name] for name, _ in bare.named_parameters() if name in state}
-    return {name: p.detach() for name, p in bare.named_parameters()}
+    """The weights by name, of the model inside accelerate's wrapper."""
+    return {n: p.detach() for n, p in accelerator.unwrap_model(model).named_parameters()}
 
 
 def _begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
@@ -366,6 +369,7 @@ def _set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> Workshop:
         log_with=list(recipe.log.trackers) or None,
         project_config=ProjectConfiguration(str(folder.path), str(folder.path / "trackers")),
     )
+    _refuse_what_cannot_work(recipe, accelerator)
     model, tokenizer = load_model(recipe.model, seed=recipe.seed)
     task = find_task(recipe.task)
     steps = recipe.warm_start.steps
@@ -375,8 +379,9 @@ def _set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> Workshop:
             lr=recipe.warm_start.lr, seed=recipe.seed,
             progress=lambda step, loss: watch(Event("warm_start", step=step, total=steps, metrics={"loss": loss})),
         )  # fmt: skip
+    model.to(accelerator.device)
     watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
-    engine = _make_engine(recipe, model, tokenizer, folder)
+    engine = _make_engine(recipe, model, tokenizer, folder, accelerator)
     sampling = Sampling(
         max_tokens=recipe.rollout.max_tokens,
         temperature=recipe.rollout.temperature,
@@ -389,11 +394,41 @@ def _set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> Workshop:
     return Workshop(recipe, folder, accelerator, model, tokenizer, task, sampling, engine, synced, watch)  # fmt: skip
 
 
+def _refuse_what_cannot_work(recipe: Recipe, accelerator: Accelerator) -> None:
+    """What accelerate was asked for and this trainer cannot do, named before anything is loaded."""
+    kind, world = accelerator.distributed_type.name, accelerator.num_processes
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise RecipeError(
+            f"accelerate is configured for {kind}; this trainer publishes whole weights and runs on "
+            "one device or data-parallel (MULTI_GPU): launch it with --multi_gpu"
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise RecipeError(
+            "mixed_precision = fp16 needs loss scaling, which is not supported; use bf16 or no"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise RecipeError(
+            f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: accumulation "
+            "follows optim.token_budget here; leave accelerate's at 1"
+        )
+    smallest = recipe.rollout.prompts // world * recipe.rollout.samples
+    if (
+        min(recipe.rollout.prompts, recipe.log.eval_prompts) < world
+        or smallest < recipe.optim.minibatches
+    ):
+        raise RecipeError(
+            f"{world} processes share rollout.prompts = {recipe.rollout.prompts}, log.eval_prompts = "
+            f"{recipe.log.eval_prompts} and optim.minibatches = {recipe.optim.minibatches}: each needs "
+            "at least one prompt, and a sequence per minibatch; raise them or launch fewer processes"
+        )
+
+
 def _make_engine(
     recipe: Recipe,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: RunFolder,
+    accelerator: Accelerator,
 ) -> Engine:
     rollout = recipe.rollout
     options = {
@@ -404,7 +439,9 @@ def _make_engine(
     if rollout.engine == "transformers":
         return make_engine("transformers", model, batch_size=256, **options)
     start = folder.path / "engine"
-    save_for_engine(model, tokenizer, start)
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            save_for_engine(model, tokenizer, start)
     return make_engine("vllm", str(start), **options)
 
 

@@ -22,6 +22,8 @@ from offdrift.methods import Method, method, override
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Names become folders: no separators, nothing that leads out of the run folder."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
@@ -63,7 +65,7 @@ class Rollout(Part):
 
 class Lag(Part):
     sync_every: Positive = 1
-    """Trainer updates between weight synchronizations: the engine is 0 to this many behind."""
+    """Trainer updates between weight synchronizations: the engine is at most this minus 1 behind."""
     queue: Natural = 0
     """Batches drawn ahead of the one being trained on: every batch is this many batches stale."""
 
@@ -114,7 +116,7 @@ class Arm(Part):
 
 
 class Recipe(Part):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: FolderName
     """Names the run folder."""
     model: str
     """tiny-qwen3, tiny-qwen3-moe, smollm2-135m, or any path or hub id of a causal LM."""
@@ -131,7 +133,7 @@ class Recipe(Part):
     lag: Lag = Lag()
     optim: Optim = Optim()
     log: Log = Log()
-    arms: dict[str, Arm] = Field(min_length=1)
+    arms: dict[FolderName, Arm] = Field(min_length=1)
     """What is compared: name -> method. They run one after the other on the same prompts and drift."""
 
     @model_validator(mode="after")

@@ -73,6 +73,12 @@ def notes(row: Method, metrics: Sequence[Row]) -> list[str]:
         and not any(_known(metrics, "weight/cap_frac"))
     ):
         said.append(f"the weight's cap {weight.cap:g} was never reached")
+    lag = max(map(int, _known(metrics, "old/version_lag")), default=0)
+    if lag > 0:
+        said.append(
+            f"old log-probs were taken up to {lag} updates after the weights that sampled: its "
+            "mismatch ratio contains that staleness"
+        )
     if any(m.get("divergence/grade") == "interval" for m in metrics):
         said.append("divergences are lower ends of certified intervals (top-k evidence)")
     return said
