@@ -45,3 +45,10 @@ def test_a_reward_that_is_no_number_names_its_sequence(bad):
 def test_one_reward_per_sequence():
     with pytest.raises(ShapeError, match="2 rewards for 3 sequences"):
         advantages(double([0.0, 1.0]), Segments.from_lengths([1, 1, 1]))
+
+
+@pytest.mark.parametrize("how", EXPECTED)
+@pytest.mark.parametrize(("reward", "size"), [(10.1, 6), (100.3, 8), (0.1, 3)])
+def test_rounding_of_equal_float32_rewards_is_not_an_advantage(how, reward, size):
+    s = Segments.from_lengths([1] * size, group_ids=torch.zeros(size).long())
+    assert (advantages(torch.full((size,), reward), s, how=how) == 0).all()

@@ -63,10 +63,16 @@ def test_methods_lists_the_table():
         (["methods", "trm_mx"], 1, "MethodError: no method 'trm_mx'; the table has"),
         (["train", "nowhere.toml"], 1, "RecipeError: cannot read recipe nowhere.toml"),
         (["train", "recipes/tiny.toml", "--set", "foo=1"], 1, "unknown key 'foo'"),
+        (
+            ["train", "recipes/tiny.toml", "--set", "arms.none.override.aggregate=x"],
+            1,
+            "arms.none: aggregate='x' is not one of",
+        ),
         (["train", "recipes/tiny.toml", "--arms", "nope"], 2, "tiny has the arms none, trm_max"),
         (["train", "recipes/tiny.toml", "--method", "none", "--arms", "none"], 2, "give one"),
         (["bound", "--T", "0", "--delta", "1"], 1, "horizon"),
         (["report", "nowhere"], 1, "RecordError"),
+        (["train", "no[/x]where[b].toml"], 1, "cannot read recipe no[/x]where[b].toml"),
     ],
 )
 def test_a_mistake_is_one_message_without_a_traceback(words, code, said):
@@ -89,7 +95,9 @@ def test_train_interrupt_and_resume(tmp_path):
                 started.send_signal(signal.SIGINT)
     output = "".join(seen)
     assert started.returncode == 130, output
-    assert f"--out {run} --resume" in output.replace("\n", "")
+    printed = output.replace("\n", "")
+    assert f"--arms none,trm_max --out {run} --resume" in printed, "the way back repeats the flags"
+    assert "--set batches=4" in printed
     assert "Traceback" not in output
     refused = offdrift(*words)
     assert refused.returncode == 2

@@ -79,3 +79,26 @@ def test_no_ratio_may_count_twice(objective, on, fine):
     else:
         with pytest.raises(MethodError, match="count it twice"):
             Method(objective=objective, correction=correction)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("trm_max_k2", "gate.on", "bogus"),
+        ("trm_max_k2", "gate.advantage", "positive"),
+        ("trm_max_k2", "gate.high", float("nan")),
+        ("trm_max_k2", "gate.high", "0.1"),
+        ("trm_max_k2", "gate.unit", "sequence"),
+        ("token_tis", "weight.outside", "Mask"),
+        ("token_tis", "weight.on", "old"),
+        ("token_tis", "weight.cap", True),
+        ("trm_max", "objective.on", "bogus"),
+        ("none", "aggregate", "bogus"),
+    ],
+)
+def test_a_misspelled_part_is_refused_when_it_is_built(name, path, value):
+    # MethodError for users; where tests check types, beartype may be first to refuse
+    with pytest.raises(
+        (MethodError, Exception), match=r"is not one of|must be a number|typecheck|type-check"
+    ):
+        override(method(name), {path: value})

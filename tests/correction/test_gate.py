@@ -124,6 +124,7 @@ def test_a_gate_without_its_evidence_says_what_to_record():
         ({"statistic": "k2"}, "needs low=, high="),
         ({"statistic": "k2", "low": 2.0, "high": 1.0}, "nothing could pass"),
         ({"statistic": "ratio", "low": -1.0}, "must be positive"),
+        ({"statistic": "ratio", "low": 0.0}, "must be positive"),
         ({"statistic": "kl", "on": "staleness", "high": 1.0}, "not defined"),
     ],
 )

@@ -119,6 +119,13 @@ def corrupt(tmp_path, how: str):
     elif how == "lying":
         table = pq.read_table(path)
         pq.write_table(table.drop_columns(["logp_rollout"]), path)
+    elif how == "misaligned":
+        table = pq.read_table(path)
+        short = pa.array([[-1.0], [-1.0], [-1.0]], pa.large_list(pa.float32()))
+        table = table.set_column(table.column_names.index("logp_rollout"), "logp_rollout", short)
+        pq.write_table(table, path)
+    elif how == "header":
+        pq.write_table(pq.read_table(path).replace_schema_metadata({store.KEY: b"[1"}), path)
     elif how == "future":
         table = pq.read_table(path)
         header = {**json.loads(table.schema.metadata[store.KEY]), "format": 99}
@@ -135,6 +142,8 @@ def corrupt(tmp_path, how: str):
         ("missing", "cannot read"),
         ("foreign", "not of this library"),
         ("lying", "does not hold what its header says"),
+        ("misaligned", "logp_rollout and tokens have different lengths"),
+        ("header", "does not hold what its header says"),
         ("future", "record format 99"),
     ],
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from offdrift.train.loop import Event, train
 from tests.train.conftest import small_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+ROOT = Path(__file__).parents[2]
 TIMING = ("throughput/seconds", "throughput/tokens_per_s")
 
 
@@ -211,3 +215,27 @@ def test_seeds_decide_everything(tmp_path):
     a, b, c = (rows(tmp_path / n) for n in "abc")
     assert a == b
     assert a != c
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps = 4"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "fp16"),
+    ],
+)
+def test_a_launch_that_would_silently_change_the_step_is_refused(tmp_path, variable, value, words):
+    program = (
+        "from pathlib import Path\nfrom offdrift.train.loop import train\n"
+        "from tests.train.conftest import small_recipe\n"
+        f"train(small_recipe(task='arithmetic'), Path({str(tmp_path / 'run')!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, variable: value}, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode != 0
+    assert words in done.stderr.splitlines()[-1], done.stderr[-1500:]
+
+
+def test_old_log_probs_that_contain_lag_are_called_that(tmp_path):
+    arm = {"method": "token_tis", "override": {"weight.on": "mismatch"}}
+    (row,) = train(small_recipe(arms={"tis": arm}, batches=4), tmp_path / "run")
+    assert any("up to 1 updates after the weights that sampled" in note for note in row["notes"])

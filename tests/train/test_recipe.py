@@ -52,6 +52,8 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
         ("rollout.evidence=sampled", 'records none; set rollout.evidence = "full"'),
         ("optim.minibatches=1000", "more than the 256 sequences of a batch"),
         ("name=../up", "name = '../up': string should match"),
+        ('arms={"../up" = {method = "none"}}', "should match pattern"),
+        ('arms={"/etc" = {method = "none"}}', "should match pattern"),
         ("delta", "expected key=value"),
         ("batches.x=1", "'batches' is a value, not a table"),
     ],
