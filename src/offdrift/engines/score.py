@@ -110,10 +110,6 @@ def chunks(rollouts: Rollouts, *, token_budget: int) -> Iterator[Int[Tensor, " s
 
     A piece costs `sequences x (widest prompt + longest response)`; a single sequence longer than
     the budget is a piece of its own. Every sequence is in exactly one piece.
-
-    Example:
-        >>> [len(piece) for piece in chunks(rollouts, token_budget=4096)]  # doctest: +SKIP
-        [128, 128]
     """
     prompts, responses = rollouts.prompt_cu_seqlens.diff(), rollouts.lengths
     order = torch.argsort(prompts + responses, stable=True).tolist()
