@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from offdrift.engines import sync
 from offdrift.engines.sync import (
     EFFECT_TO_NOISE,
     FLOAT32_CAP,
@@ -201,3 +202,15 @@ def test_one_stale_layer_of_a_group_is_enough():
     assert len(engine._old) == 4
     with pytest.raises(SyncError, match="attention: differ by"):
         verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
+
+
+def test_one_token_of_ten_nats_is_a_flip_and_a_shift_of_all_tokens_is_not():
+    from tests.engines.test_score import rollouts
+
+    batch = rollouts()
+    flipped = batch.logp_rollout.clone()
+    flipped[3] -= 10.0
+    assert sync._gap(batch, flipped, ceiling=sync.ONE_TOKEN) == pytest.approx(1.0 / 8)
+    assert sync._gap(batch, flipped) == pytest.approx(10.0 / 8)
+    assert sync._gap(batch, batch.logp_rollout - 0.3, ceiling=sync.ONE_TOKEN) == pytest.approx(0.3)
+    assert math.isnan(sync._gap(batch, flipped * float("nan"), ceiling=sync.ONE_TOKEN))
