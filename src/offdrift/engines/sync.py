@@ -28,7 +28,7 @@ from offdrift.errors import SyncError
 from offdrift.rollouts.records import Provenance, Rollouts, Sampling
 
 FLOAT32_CAP = 1e-3
-HALF_CAP = 0.1
+HALF_CAP = 0.25
 QUANTIZED_CAP = 0.5
 """Largest difference with the weights just loaded, by the coarser side's precision, nats per token.
 Measured on tiny models with a sharp distribution: up to 1e-6, 0.02 and 0.18."""
