@@ -33,13 +33,13 @@ SEQ_MEAN_K3 = Gate(statistic="k3", on="mismatch", unit="seq_mean", high=K3_HIGH)
 TOKEN_K1 = Gate(statistic="ratio", on="mismatch", unit="token", low=1 / RATIO_HIGH, high=RATIO_HIGH)
 
 MODES: dict[str, tuple[Correction, dict[str, str]]] = {
-    "token weight": (Correction(weight=TOKEN_WEIGHT), {}),
+    "token weight": (Correction(weights=(TOKEN_WEIGHT,)), {}),
     "token weight, seq_mean_k3": (
-        Correction((SEQ_MEAN_K3,), TOKEN_WEIGHT),
+        Correction((SEQ_MEAN_K3,), (TOKEN_WEIGHT,)),
         {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": f"{K3_HIGH}"},
     ),
     "token weight, seq_mean_k3, token_k1": (
-        Correction((SEQ_MEAN_K3, TOKEN_K1), TOKEN_WEIGHT),
+        Correction((SEQ_MEAN_K3, TOKEN_K1), (TOKEN_WEIGHT,)),
         {
             "rollout_rs": "seq_mean_k3,token_k1",
             "rollout_rs_threshold": f"{K3_HIGH},{1 / RATIO_HIGH}_{RATIO_HIGH}",

@@ -19,7 +19,7 @@ advantages = od.advantages(torch.tensor([1.0, 0.0, 1.0]), segments)
 
 mine = od.Method(
     objective=od.Reinforce(),
-    correction=od.Correction(weight=od.Weight(on="full", cap=1.5))
+    correction=od.Correction(weights=(od.Weight(on="full", cap=1.5),))
     & od.Gate(statistic="ratio", on="full", unit="seq_mean", low=0.9, high=1.1),
     aggregate="token_mean",
 )

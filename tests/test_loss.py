@@ -15,8 +15,8 @@ from tests.oracles.fixtures import double, fx_a
 
 DUAL = Clipped(dual_clip=3.0)
 BYPASS = Clipped(on="full", dual_clip=3.0)
-DECOUPLED = Correction(weight=Weight(on="mismatch", cap=2.0))
-ICEPOP = Correction(weight=Weight(on="mismatch", floor=0.5, cap=5.0, outside="mask"))
+DECOUPLED = Correction(weights=(Weight(on="mismatch", cap=2.0),))
+ICEPOP = Correction(weights=(Weight(on="mismatch", floor=0.5, cap=5.0, outside="mask"),))
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,9 @@ def test_unknown_method_names_the_table():
     ],
 )
 def test_no_ratio_may_count_twice(objective, on, fine):
-    correction = Correction(weight=Weight(on=on, cap=2.0))
+    correction = Correction(weights=(Weight(on=on, cap=2.0),))
     if fine:
-        assert Method(objective=objective, correction=correction).correction.weight is not None
+        assert Method(objective=objective, correction=correction).correction.weights
     else:
         with pytest.raises(MethodError, match="count it twice"):
             Method(objective=objective, correction=correction)

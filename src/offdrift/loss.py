@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.aggregate import aggregate, normalizer_of
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import ShapeError
+from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
-from offdrift.methods import Method
+from offdrift.methods.method import Method
+from offdrift.ratios import log_ratio
 from offdrift.stats.drift import DriftStats
 
 
@@ -24,9 +26,11 @@ class PolicyLoss:
     loss: Float[Tensor, ""]
     """To be minimized; carries the gradient to `logp`, also when everything was rejected (zero)."""
     corrected: Corrected
-    """What gates and weight decided, per token."""
+    """What gates and weights decided, per token."""
     stats: DriftStats
     """Mergeable statistics of the batch; still on its device."""
+    observed: Observed
+    """What the method's observing parts saw of the step (of this batch, unless `observed` was given)."""
 
 
 def policy_loss(
@@ -35,21 +39,35 @@ def policy_loss(
     advantages: Float[Tensor, " n"],
     *,
     divergences: Mapping[str, Divergence] | None = None,
+    entropy: Float[Tensor, " n"] | None = None,
+    vocab: int | None = None,
+    rewards: Float[Tensor, " b"] | None = None,
+    version_lag: Float[Tensor, " n"] | Int[Tensor, " n"] | None = None,
+    logp_ref: Float[Tensor, " n"] | None = None,
+    observed: Observed | None = None,
     normalizer: float | Float[Tensor, ""] | None = None,
     horizon: int | None = None,
 ) -> PolicyLoss:
     """Loss of one batch, or of one piece of it, under a method.
 
         loss = sum over kept tokens of  weight * objective(advantage)  / normalizer
+               + sum over all tokens of  regularizer + coef * KL(current || reference)  / normalizer
 
-    Rejected tokens contribute exactly zero and stay in the normalizer (Algorithm 1 divides by the
-    number of sequences sampled, not accepted).
+    Rejected tokens contribute exactly zero to the first sum and stay in the normalizer (Algorithm 1
+    divides by the number of sequences sampled, not accepted).
 
     Args:
         logprobs: packed log-probs; `logp` carries the gradient.
         method: a row of `METHODS` or any other composition.
         advantages: per token, signed; no gradient is taken through them.
         divergences: exact or interval divergences of this batch, by name, where gates need them.
+        entropy: of the old policy at each token, nats, where the method needs it.
+        vocab: tokens in the vocabulary, where the method needs it.
+        rewards: per sequence, where the objective regresses on them.
+        version_lag: updates since the weights that drew each token, where the method needs it.
+        logp_ref: log-probs of the reference policy, where the method penalizes the KL to it.
+        observed: what `method.observe` saw, merged over all pieces and ranks of the step; None if
+            this batch is the whole step.
         normalizer: what the sum is divided by, over all pieces and ranks of the step; None if this
             batch is the whole step.
         horizon: tokens per sequence, for aggregate="fixed".
@@ -67,20 +85,57 @@ def policy_loss(
 
     Reference: Li et al., arXiv:2512.23075v5, eq. 22 and Algorithm 1.
     """
-    if advantages.shape != logprobs.logp_rollout.shape:
-        raise ShapeError(
-            f"advantages have shape {tuple(advantages.shape)}, the batch has "
-            f"{logprobs.logp_rollout.numel()} tokens; spread them with segments.spread or "
-            "logprobs.like_caller"
-        )
+    facts = Facts(
+        divergences=divergences or {},
+        entropy=entropy,
+        vocab=vocab,
+        rewards=rewards,
+        version_lag=version_lag,
+        logp_ref=logp_ref,
+    )
+    _check_shapes(logprobs, advantages, facts)
     segments, how = logprobs.segments, method.aggregate
     advantages = advantages.detach()
-    corrected = method.correction(logprobs, divergences, advantages)
-    pushed = method.objective(logprobs, advantages)
+    anchored = logprobs if method.anchor is None else method.anchor(logprobs, facts)
+    if observed is None:
+        observed = method.observe(anchored, advantages, facts)
+    facts = replace(facts, observed=observed)
+    corrected = method.correction(anchored, advantages, facts)
+    pushed = method.objective(anchored, advantages, facts)
     # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
     token_loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
+    regularizer = _regularizer(method, anchored, facts, pushed.regularizer)
+    if regularizer is not None:
+        if method.gate_scope == "all":
+            regularizer = regularizer.where(corrected.keep, 0.0)
+        token_loss = token_loss + regularizer
     if normalizer is None:
         normalizer = normalizer_of(segments, how=how, horizon=horizon)
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
     stats = DriftStats.of(logprobs, corrected, divergences=divergences, clipped=pushed.clipped)
-    return PolicyLoss(loss, corrected, stats)
+    return PolicyLoss(loss, corrected, stats, observed)
+
+
+def _regularizer(
+    method: Method, logprobs: LogProbs, facts: Facts, own: Tensor | None
+) -> Tensor | None:
+    """Per-token terms that weights never scale: the objective's own, and the KL penalty."""
+    penalty = method.penalty
+    if penalty is None or penalty.place != "loss":
+        return own
+    ratio = log_ratio(logprobs, on="full") if penalty.needs_ratio else None
+    kl = penalty.coef * penalty(logprobs.current, facts.required("logp_ref"), log_ratio=ratio)
+    return kl if own is None else own + kl
+
+
+def _check_shapes(logprobs: LogProbs, advantages: Tensor, facts: Facts) -> None:
+    n, b = logprobs.logp_rollout.shape, (len(logprobs.segments),)
+    wanted = {"advantages": n, "entropy": n, "version_lag": n, "logp_ref": n, "rewards": b}
+    given = {"advantages": advantages, **{k: getattr(facts, k) for k in list(wanted)[1:]}}
+    for name, x in given.items():
+        if x is not None and x.shape != wanted[name]:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, expected {tuple(wanted[name])}: the batch has "
+                f"{n[0]} tokens in {b[0]} sequences; spread per-sequence values with segments.spread, "
+                "pack padded ones with logprobs.like_caller"
+            )

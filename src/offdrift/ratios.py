@@ -10,17 +10,30 @@ is a sum of log-ratios, exponentiated once at the end (`numerics.ratio`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
+from offdrift.numerics import ratio
 from offdrift.segments import Segments
 
 RatioName = Literal["full", "mismatch", "staleness"]
-Unit = Literal["token", "sequence", "geometric", "worst"]
+Unit = Literal[
+    "token",
+    "prefix",
+    "prefix_min",
+    "turn",
+    "turn_product",
+    "turn_arithmetic",
+    "sequence",
+    "geometric",
+    "worst",
+]
 
 
 def log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:
@@ -67,10 +80,17 @@ def per_unit(
 ) -> Float[Tensor, " n"]:
     """The log-ratio of each token's unit, given to every token of that unit.
 
-        token      l_t
-        sequence   sum_t l_t                 product of ratios; unbiased for a sequence reward
-        geometric  (1/T) sum_t l_t           length-invariant; not an importance weight
-        worst      l_t with the largest |l_t| of the sequence
+        token            l_t
+        prefix           sum_{s<=t} l_s                  unbiased for the term of token t
+        prefix_min       l_t + min_{s<t} l_s             the minimum is 0 at the first token
+        turn             mean of l over the turn         (geometric)
+        turn_product     sum of l over the turn
+        turn_arithmetic  log of the mean of e^l over the turn
+        sequence         sum_t l_t                       product of ratios; unbiased for a sequence reward
+        geometric        (1/T) sum_t l_t                 length-invariant; not an importance weight
+        worst            l_t with the largest |l_t| of the sequence
+
+    Without `segments.turns` a sequence is one turn.
 
     Gradient: to `log_ratio`.
 
@@ -81,17 +101,40 @@ def per_unit(
         tensor([-0.2000, -0.2000])
 
     Reference: units of sections 3-4 of Li et al., arXiv:2512.23075v5; geometric: GSPO,
-    arXiv:2507.18071, eq. 7.
+    arXiv:2507.18071, eq. 7; prefix: CTPO, arXiv:2605.07331; prefix_min: MinPRO, arXiv:2601.22718;
+    turn: ST-PPO, arXiv:2511.20718 (sources differ on which mean; geometric is the default).
     """
-    if unit == "token":
-        return log_ratio
-    if unit == "sequence":
-        return segments.spread(segments.sum(log_ratio))
-    if unit == "geometric":
-        return segments.spread(segments.mean(log_ratio))
-    if unit == "worst":
-        return segments.spread(worst(log_ratio, segments))
-    raise MethodError(f"unit={unit!r} is not a unit; choose one of {get_args(Unit)}")
+    if unit not in UNITS:
+        raise MethodError(f"unit={unit!r} is not a unit; choose one of {get_args(Unit)}")
+    return UNITS[unit](log_ratio, segments)
+
+
+def _prefix_min(x: Float[Tensor, " n"], segments: Segments) -> Float[Tensor, " n"]:
+    least = segments.prefix_min(x)
+    before = torch.cat([least.new_zeros(1), least[:-1]])
+    return x + before.where(segments.position > 0, 0.0)
+
+
+def _turn_arithmetic(x: Float[Tensor, " n"], turns: Segments) -> Float[Tensor, " n"]:
+    return turns.spread(turns.mean(ratio(x)).clamp(min=1e-30).log())
+
+
+def turns_of(segments: Segments) -> Segments:
+    """The turns of a batch; a sequence without recorded turns is one turn."""
+    return segments if segments.turns is None else segments.turns
+
+
+UNITS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
+    "token": lambda x, s: x,
+    "prefix": lambda x, s: s.prefix_sum(x),
+    "prefix_min": _prefix_min,
+    "turn": lambda x, s: turns_of(s).spread(turns_of(s).mean(x)),
+    "turn_product": lambda x, s: turns_of(s).spread(turns_of(s).sum(x)),
+    "turn_arithmetic": lambda x, s: _turn_arithmetic(x, turns_of(s)),
+    "sequence": lambda x, s: s.spread(s.sum(x)),
+    "geometric": lambda x, s: s.spread(s.mean(x)),
+    "worst": lambda x, s: s.spread(worst(x, s)),
+}
 
 
 def worst(log_ratio: Float[Tensor, " n"], segments: Segments) -> Float[Tensor, " b"]:

@@ -34,9 +34,9 @@ def test_joint_decision_is_the_conjunction_of_each_gate_alone():
 
 def test_and_adds_gates_once_and_keeps_the_weight():
     weight = Weight(on="mismatch", cap=2.0)
-    c = Correction(weight=weight) & GATES[0] & Correction((GATES[0], GATES[1]))
+    c = Correction(weights=(weight,)) & GATES[0] & Correction((GATES[0], GATES[1]))
     assert c.gates == (GATES[0], GATES[1])
-    assert c.weight == weight
+    assert c.weights == (weight,)
 
 
 def test_two_weights_are_refused():

@@ -7,6 +7,7 @@ import torch
 
 from offdrift.correction import Gate
 from offdrift.divergence.evidence import Divergence
+from offdrift.facts import Facts
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
@@ -68,7 +69,7 @@ def one_sequence(n: int, kl: list[float], tv: list[float]):
 def test_exact_gates_on_fx_v(statistic, unit, high, expected):
     lp, divergences = one_sequence(3, FX_V_KL, FX_V_TV)
     gate = Gate(statistic=statistic, on="full", unit=unit, high=high)
-    assert gate.keep(lp, divergences).int().tolist() == expected
+    assert gate.keep(lp, facts=Facts(divergences=divergences)).int().tolist() == expected
 
 
 @pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
@@ -85,7 +86,7 @@ def test_membership_below_on_inside_on_and_above_the_bounds(unit, value, inside)
 @pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
 def test_nan_and_infinite_divergence_are_never_inside(unit, bad):
     lp, divergences = one_sequence(2, [0.0, bad], [0.0, 0.0])
-    keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(lp, divergences)
+    keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(lp, facts=Facts(divergences=divergences))
     assert keep.tolist() == ([True, False] if unit == "token" else [False, False])
 
 
@@ -109,7 +110,7 @@ def test_an_interval_rejects_by_its_lower_end():
     lp, _ = one_sequence(2, [0.0, 0.0], [0.0, 0.0])
     kl = Divergence.interval("kl_rollout_current", torch.tensor([0.01, 0.02]), torch.tensor([9.0, 9.0]))  # fmt: skip
     gate = Gate(statistic="kl", on="full", unit="seq_max", high=0.015)
-    assert gate.keep(lp, {kl.name: kl}).tolist() == [False, False]
+    assert gate.keep(lp, facts=Facts(divergences={kl.name: kl})).tolist() == [False, False]
 
 
 def test_a_gate_without_its_evidence_says_what_to_record():

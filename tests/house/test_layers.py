@@ -17,8 +17,9 @@ LEVELS = [
     {"numerics", "segments"},
     {"logprobs"},
     {"ratios", "divergence"},
-    {"correction"},
-    {"objectives", "advantages", "aggregate", "stats"},
+    {"facts"},
+    {"correction", "anchor"},
+    {"objectives", "advantages", "aggregate", "kl", "schedules", "stats"},
     {"methods"},
     {"loss"},
     {"certificate"},
@@ -30,7 +31,7 @@ LEVELS = [
     {"__main__"},
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
-CORE = {room for rooms in LEVELS[:9] for room in rooms} | {"lab", "__init__"}
+CORE = {room for rooms in LEVELS[:10] for room in rooms} | {"lab", "__init__"}
 
 # third party -> the only places that may import it
 ALLOWED = {

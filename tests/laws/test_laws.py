@@ -16,6 +16,7 @@ from torch import Tensor
 from offdrift.aggregate import normalizer_of
 from offdrift.correction import Correction
 from offdrift.divergence.evidence import Divergence
+from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import METHODS, Method
@@ -126,7 +127,7 @@ def test_gates_and_weights_leak_no_gradient(name, seed):
     a = random_advantages(lp, seed)
     leaves = [x.detach().clone().requires_grad_() for x in (lp.logp_rollout, lp.old)]
     open_door = replace(lp, logp_rollout=leaves[0], logp_old=leaves[1])
-    corrected = ROWS[name].correction(open_door, divergences_of(lp), a)
+    corrected = ROWS[name].correction(open_door, a, Facts(divergences=divergences_of(lp)))
     assert not corrected.weight.requires_grad
     # the loss may depend on mu only through an objective's ratio, never through a correction
     result = policy_loss(lp, ROWS[name], a, divergences=divergences_of(lp))
@@ -152,14 +153,12 @@ def frozen_correction(lp, row, a, result) -> tuple[Tensor, Tensor]:
 @every_seed
 def test_with_limits_at_their_limits_it_is_plain_importance_sampling(name, seed):
     row = ROWS[name]
-    weight = row.correction.weight
-    if weight is not None:
-        weight = replace(weight, cap=None)
+    weights = tuple(replace(w, cap=None) for w in row.correction.weights)
     gates = tuple(replace(g, high=1e9) for g in row.correction.gates)
     objective = row.objective
     if isinstance(objective, Clipped):
         objective = replace(objective, eps_low=1.0, eps_high=1e9, dual_clip=None)
-    free = replace(row, correction=Correction(gates, weight), objective=objective)
+    free = replace(row, correction=Correction(gates, weights), objective=objective)
     lp = ragged(seed)
     a = random_advantages(lp, seed)
     _, grad = loss_and_grad(lp, free, a, normalizer=1.0)

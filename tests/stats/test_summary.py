@@ -62,7 +62,7 @@ def test_metric_of_the_methods_table(name):
     ],
 )  # fmt: skip
 def test_weight_metrics(weight, expected):
-    got = metrics(Correction(weight=weight))
+    got = metrics(Correction(weights=(weight,)))
     for name, value in expected.items():
         assert got[f"weight/{name}"] == pytest.approx(value, abs=1e-6), name
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_known_is_nan_and_absent_policies_are_left_out():
 def test_every_weight_zero_has_no_effective_sample():
     lp, advantages, _ = fx_a()
     none = Weight(on="mismatch", cap=1e-9, outside="mask")
-    got = summarize(DriftStats.of(lp, Correction(weight=none)(lp, None, advantages)))
+    got = summarize(DriftStats.of(lp, Correction(weights=(none,))(lp, advantages)))
     assert got["weight/ess_frac"] == 0.0
 
 

@@ -30,11 +30,11 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
     assert recipe.lag.sync_every == 8
     assert recipe.rollout.dtype == "bfloat16"
     assert not rows["none"].correction.gates
-    assert rows["none"].correction.weight is None
+    assert rows["none"].correction.weights == ()
     assert rows["trm_max"].needs_divergences
     both = rows["trm_tis"].correction
     assert both.gates == rows["trm_max"].correction.gates
-    assert both.weight == rows["token_tis"].correction.weight
+    assert both.weights == rows["token_tis"].correction.weights
 
 
 @pytest.mark.parametrize(

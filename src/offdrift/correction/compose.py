@@ -1,25 +1,57 @@
-"""`Correction`: gates times weight, and what happened to whom.
+"""`Correction`: gates times weights, and what happened to whom.
 
-Gates are joined by AND and each looks at the original batch, so their order cannot matter. Every
-configured part reports how many tokens it touched: a correction that is configured but never acts
-is the most common silent failure of the field.
+Gates are joined by AND and each looks at the original batch, so their order cannot matter. Weights
+multiply, and no two may correct the same ratio of the same token. Every configured part reports how
+many tokens it touched: a correction that is configured but never acts is the most common silent
+failure of the field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.correction.gate import Gate
-from offdrift.correction.weight import Weight
-from offdrift.divergence.evidence import Divergence
+from offdrift.correction.weight import Weighted
 from offdrift.errors import MethodError
+from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
+from offdrift.ratios import RatioName
+
+
+@runtime_checkable
+class GateLike(Hashable, Protocol):
+    """What a gate is: `Gate`, or anything that decides without gradient."""
+
+    @property
+    def on(self) -> RatioName: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def formula(self) -> str: ...
+    def keep(
+        self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: Facts = ...
+    ) -> Tensor: ...
+
+
+@runtime_checkable
+class WeightLike(Hashable, Protocol):
+    """What a weight is: `Weight`, or anything that gives a number >= 0 without gradient."""
+
+    @property
+    def on(self) -> RatioName: ...
+    @property
+    def advantage(self) -> str: ...
+    @property
+    def formula(self) -> str: ...
+    def __call__(
+        self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: Facts = ...
+    ) -> Weighted: ...
 
 
 class Corrected(NamedTuple):
@@ -28,33 +60,43 @@ class Corrected(NamedTuple):
     keep: Bool[Tensor, " n"]
     weight: Float[Tensor, " n"]
     limited: Bool[Tensor, " n"]
-    """Tokens whose weight was changed by the weight's limits."""
-    rejected_by: dict[Gate, Bool[Tensor, " n"]]
+    """Tokens whose weight was changed by a weight's limits."""
+    rejected_by: dict[GateLike, Bool[Tensor, " n"]]
     """For each gate, the tokens it alone would reject."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Any number of gates and at most one weight. `correction & gate` adds a gate.
+    """Any number of gates and weights. `a & b` joins corrections, gates and weights.
+
+    Raises: `MethodError` if two weights correct the same ratio of the same tokens.
 
     Example:
+        >>> from offdrift.correction import Gate, Weight
         >>> gate = Gate(statistic="k2", on="full", unit="seq_max", high=0.05)
-        >>> both = Correction(weight=Weight(on="mismatch", cap=2.0)) & gate
+        >>> both = Correction(weights=(Weight(on="mismatch", cap=2.0),)) & gate
     """
 
-    gates: tuple[Gate, ...] = ()
-    weight: Weight | None = None
+    gates: tuple[GateLike, ...] = ()
+    weights: tuple[WeightLike, ...] = ()
 
-    def __and__(self, other: Gate | Correction) -> Correction:
-        if isinstance(other, Gate):
-            other = Correction((other,))
-        if self.weight is not None and other.weight is not None and self.weight != other.weight:
-            raise MethodError(
-                f"two weights cannot be combined: {self.weight} and {other.weight}; a token has one "
-                "importance weight"
-            )
-        gates = tuple(dict.fromkeys(self.gates + other.gates))
-        return replace(self, gates=gates, weight=self.weight or other.weight)
+    def __post_init__(self) -> None:
+        for one, other in itertools.combinations(self.weights, 2):
+            same_tokens = {one.advantage, other.advantage} != {"negative", "positive"}
+            if same_tokens and factors(one.on) & factors(other.on):
+                raise MethodError(
+                    f"two weights count one ratio twice: {one.formula}; {other.formula}. A token "
+                    "has one weight per ratio (mismatch, staleness)"
+                )
+
+    def __and__(self, other: GateLike | WeightLike | Correction) -> Correction:
+        if not isinstance(other, Correction):
+            is_gate = hasattr(other, "keep")
+            other = Correction((other,)) if is_gate else Correction(weights=(other,))  # type: ignore[arg-type]
+        return Correction(
+            tuple(dict.fromkeys(self.gates + other.gates)),
+            tuple(dict.fromkeys(self.weights + other.weights)),
+        )
 
     @property
     def needs_divergences(self) -> bool:
@@ -64,21 +106,31 @@ class Correction:
     def __call__(
         self,
         logprobs: LogProbs,
-        divergences: Mapping[str, Divergence] | None = None,
         advantages: Float[Tensor, " n"] | None = None,
+        facts: Facts = NO_FACTS,
     ) -> Corrected:
         """Decide about every token of the batch. Gradient: none.
 
         Raises: `EvidenceError` if the batch lacks what a part needs, before anything is decided.
         """
+        rejected_by = {g: ~g.keep(logprobs, advantages, facts) for g in self.gates}
+        weighted = [w(logprobs, advantages, facts) for w in self.weights]
         keep = torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)
-        rejected_by = {}
-        for gate in self.gates:
-            kept = gate.keep(logprobs, divergences, advantages)
-            rejected_by[gate] = ~kept
-            keep = keep & kept
-        if self.weight is None:
-            ones = torch.ones_like(logprobs.logp_rollout)
-            return Corrected(keep, ones, torch.zeros_like(keep), rejected_by)
-        weight, limited = self.weight(logprobs)
+        limited = torch.zeros_like(keep)
+        for rejected in rejected_by.values():
+            keep = keep & ~rejected
+        for _, touched in weighted:
+            limited = limited | touched
+        if len(weighted) == 1:
+            return Corrected(keep, weighted[0].weight, limited, rejected_by)
+        weight = torch.ones_like(logprobs.logp_rollout)
+        for w, _ in weighted:
+            weight = weight * w
         return Corrected(keep, weight, limited, rejected_by)
+
+
+def factors(on: RatioName | None) -> set[str]:
+    """A ratio as the set of its two factors; empty for none."""
+    if on is None:
+        return set()
+    return {"mismatch", "staleness"} if on == "full" else {on}

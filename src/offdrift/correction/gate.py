@@ -9,7 +9,6 @@ at what another gate left, so the order in which they are composed cannot matter
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,13 +16,20 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.correction.statistics import EXACT, SAMPLED, StatisticName, divergence_name, statistic
-from offdrift.divergence.evidence import Divergence
+from offdrift.correction.statistics import (
+    EXACT,
+    STATISTICS,
+    StatisticName,
+    divergence_name,
+    statistic,
+)
 from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName
 
 GateUnit = Literal["token", "seq_sum", "seq_mean", "seq_max"]
+Direction = Literal["any", "negative", "positive", "outward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,9 @@ class Gate:
         unit: over what the statistic is reduced before it meets the bounds.
         low: lower bound, inclusive; for `ratio` a ratio, else in the statistic's unit (nats; tv: 1).
         high: upper bound, inclusive.
-        advantage: which tokens the gate may reject: "any", or only those of "negative" advantage.
+        advantage: which tokens the gate may reject: "any"; only those of "negative" or "positive"
+            advantage; or "outward": `high` binds where the advantage is positive and `low` where it
+            is negative, so that a move back inside is never stopped. Advantage 0 is kept unless "any".
 
     Example:
         >>> trm_max = Gate(statistic="kl", on="full", unit="seq_max", high=0.05)
@@ -55,14 +63,13 @@ class Gate:
     unit: GateUnit
     low: float | None = None
     high: float | None = None
-    advantage: Literal["any", "negative"] = "any"
+    advantage: Direction = "any"
 
     def __post_init__(self) -> None:
-        if self.statistic not in (*SAMPLED, *EXACT):
-            raise MethodError(f"statistic={self.statistic!r} is not one of {[*SAMPLED, *EXACT]}")
+        check_choice("statistic", self.statistic, STATISTICS)
         check_choice("unit", self.unit, get_args(GateUnit))
         check_choice("on", self.on, get_args(RatioName))
-        check_choice("advantage", self.advantage, ("any", "negative"))
+        check_choice("advantage", self.advantage, get_args(Direction))
         check_number("low", self.low)
         check_number("high", self.high)
         if self.low is None and self.high is None:
@@ -81,27 +88,41 @@ class Gate:
         """Whether this gate reads divergences of whole distributions."""
         return self.statistic in EXACT
 
+    @property
+    def formula(self) -> str:
+        """What is kept, in one line."""
+        low = "" if self.low is None else f"{self.low:g} <= "
+        high = "" if self.high is None else f" <= {self.high:g}"
+        only = "" if self.advantage == "any" else f" where advantage is {self.advantage}"
+        if self.advantage == "outward":
+            only = ", each bound only against the push"
+        return f"keep if {low}{self.unit} {self.statistic}({self.on}){high}{only}"
+
     def keep(
         self,
         logprobs: LogProbs,
-        divergences: Mapping[str, Divergence] | None = None,
         advantages: Float[Tensor, " n"] | None = None,
+        facts: Facts = NO_FACTS,
     ) -> Bool[Tensor, " n"]:
         """Which tokens take part. Gradient: none.
 
         Raises: `EvidenceError` if the batch lacks what the gate looks at; `MethodError` if the gate
-        is one-sided in the advantage and no advantages were given.
+        depends on the sign of the advantage and no advantages were given.
         """
         with torch.no_grad():
-            x = statistic(self.statistic, logprobs, divergences, on=self.on)
-            inside = self._inside(x, logprobs)
+            x = statistic(self.statistic, logprobs, facts, on=self.on)
+            above_low, below_high = self._inside(x, logprobs)
             if self.advantage == "any":
-                return inside
+                return above_low & below_high
             if advantages is None:
-                raise MethodError('a gate with advantage="negative" needs advantages')
-            return inside | (advantages >= 0)
+                raise MethodError(f'a gate with advantage="{self.advantage}" needs advantages')
+            up, down = advantages > 0, advantages < 0
+            if self.advantage == "outward":
+                return (below_high | ~up) & (above_low | ~down)
+            return (above_low & below_high) | ~(up if self.advantage == "positive" else down)
 
-    def _inside(self, x: Float[Tensor, " n"], logprobs: LogProbs) -> Bool[Tensor, " n"]:
+    def _inside(self, x: Float[Tensor, " n"], logprobs: LogProbs) -> tuple[Tensor, Tensor]:
+        """Per token, whether its unit is above the lower bound, and below the upper one."""
         segments = logprobs.segments
         low, high = self._bound(self.low), self._bound(self.high)
         if self.unit == "token":
@@ -111,15 +132,70 @@ class Gate:
         else:
             reduce = segments.sum if self.unit == "seq_sum" else segments.mean
             smallest = largest = reduce(x)
-        kept = torch.ones_like(smallest, dtype=torch.bool)
-        if self.low is not None:
-            kept &= smallest >= low
-        if self.high is not None:
-            kept &= largest <= high
-        return kept if self.unit == "token" else segments.spread(kept)
+        everything = torch.ones_like(smallest, dtype=torch.bool)
+        above = everything if self.low is None else smallest >= low
+        below = everything if self.high is None else largest <= high
+        if self.unit == "token":
+            return above, below
+        return segments.spread(above), segments.spread(below)
 
     def _bound(self, value: float | None) -> float:
         """The bound on the scale the statistic has: log for ratios."""
         if value is None:
             return 0.0
         return math.log(value) if self.statistic == "ratio" else value
+
+
+def rejection(
+    mode: str, threshold: str | float, *, on: RatioName, k1_band: Literal["ratio", "verl"] = "ratio"
+) -> Gate:
+    """A gate from verl's mode name and threshold.
+
+    Args:
+        mode: (token|seq_sum|seq_mean)_(k1|k2|k3) or seq_max_(k2|k3): unit and estimator; kl and tv
+            in the estimator's place read exact divergences.
+        threshold: for k1 a band of ratios, "low_high", or one number u for [1/u, u]; else the
+            largest value, nats (tv: 1).
+        on: `mismatch` in verl's decoupled mode, `full` in its bypass mode.
+        k1_band: "ratio" applies the band to the ratio; "verl" reproduces verl 0.9, which applies it
+            to the inverse, so that "0.6_1.6" accepts [1/1.6, 1/0.6].
+
+    Raises: `MethodError` naming mode or threshold.
+
+    Example:
+        >>> rejection("seq_mean_k1", "0.99_1.05", on="mismatch").formula
+        'keep if 0.99 <= seq_mean ratio(mismatch) <= 1.05'
+
+    Reference: verl, rollout correction; the inverted band: its PR #4544.
+    """
+    unit, _, name = mode.rpartition("_")
+    if unit not in get_args(GateUnit) or name not in ("k1", "k2", "k3", "kl", "tv"):
+        raise MethodError(
+            f"mode={mode!r} is not a rejection mode: {'|'.join(get_args(GateUnit))} followed by "
+            "_k1, _k2, _k3, _kl or _tv"
+        )
+    if mode == "seq_max_k1":
+        raise MethodError("seq_max_k1 does not exist: k1 is signed; use seq_max_k2")
+    check_choice("k1_band", k1_band, ("ratio", "verl"))
+    ends = _numbers(threshold)
+    if name != "k1":
+        if len(ends) != 1:
+            raise MethodError(f"threshold={threshold!r} of {mode} must be one number")
+        return Gate(statistic=name, on=on, unit=unit, high=ends[0])  # type: ignore[arg-type]
+    low, high = ends if len(ends) == 2 else (1 / ends[0], ends[0])
+    if k1_band == "verl":
+        low, high = 1 / high, 1 / low
+    return Gate(statistic="ratio", on=on, unit=unit, low=low, high=high)  # type: ignore[arg-type]
+
+
+def _numbers(threshold: str | float) -> list[float]:
+    parts = threshold.split("_") if isinstance(threshold, str) else [threshold]
+    try:
+        numbers = [float(p) for p in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(0 < x < math.inf for x in numbers):
+        raise MethodError(
+            f'threshold={threshold!r} is not a positive number or a band such as "0.99_1.01"'
+        )
+    return numbers

@@ -1,34 +1,84 @@
 """The named per-token quantities that a gate can look at.
 
-`ratio`, `k2`, `k3` and `abs_log_ratio` need only the sampled token's log-probs (grade: sampled).
-`kl` and `tv` need divergences computed from distributions, passed in as `divergences` and looked up
-by the policies they compare (grade: exact, or the lower end of a certified interval).
+`ratio`, `k2`, `k3`, `abs_log_ratio`, `ratio_error`, `binary_tv` and `binary_kl` need only the
+sampled token's log-probs (grade: sampled). `kl` and `tv` need divergences computed from
+distributions, looked up by the policies they compare (grade: exact, or the lower end of a certified
+interval). `version_lag` needs the version that drew each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.sampled import abs_log_ratio, k2, k3
 from offdrift.errors import EvidenceError, MethodError
+from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import blockwise, clamped
+from offdrift.numerics import blocks, blockwise, clamped
 from offdrift.ratios import RatioName, stopped_log_ratio
 
-StatisticName = Literal["ratio", "k2", "k3", "abs_log_ratio", "kl", "tv"]
+StatisticName = Literal[
+    "ratio",
+    "k2",
+    "k3",
+    "abs_log_ratio",
+    "ratio_error",
+    "binary_tv",
+    "binary_kl",
+    "kl",
+    "tv",
+    "version_lag",
+]
 
-SAMPLED: dict[str, Callable[[Tensor], Tensor]] = {
+
+def ratio_error(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """|e^l - 1|; its mean under *first* is twice the TV. Gradient: to `log_ratio`."""
+    return clamped(log_ratio).expm1().abs()
+
+
+def binary_tv(
+    logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """second(token) - first(token), signed: TV of "this token or not", at most the full TV.
+
+    Reference: DPPO, arXiv:2602.04879.
+    """
+    return logp_first.exp() * clamped(log_ratio).expm1()
+
+
+def binary_kl(
+    logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """KL of "this token or not", first to second, with the sign of the move; at most the full KL.
+
+        p (log p - log q) + (1 - p) log((1 - p + 1e-8) / (1 - q + 1e-8)),  q = second(token)
+
+    Reference: DPPO, arXiv:2602.04879.
+    """
+    p, q = logp_first.exp(), (logp_first + log_ratio).exp()
+    other = (1 - p) * ((1 - p + 1e-8) / (1 - q + 1e-8).clamp(min=1e-8)).log()
+    return torch.sign(log_ratio) * (other - p * clamped(log_ratio))
+
+
+OF_RATIO: dict[str, Callable[[Tensor], Tensor]] = {
     "ratio": clamped,  # compared in log space: a bound itself is kept exactly
     "k2": k2,
     "k3": k3,
     "abs_log_ratio": abs_log_ratio,
+    "ratio_error": ratio_error,
 }
+OF_PROBABILITY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "binary_tv": binary_tv,
+    "binary_kl": binary_kl,
+}
+SAMPLED = (*OF_RATIO, *OF_PROBABILITY)
 EXACT = ("kl", "tv")
+STATISTICS = (*SAMPLED, *EXACT, "version_lag")
 SECOND = {"full": "current", "mismatch": "old"}
 """Which policy a divergence of each ratio compares the rollout policy with."""
 
@@ -44,18 +94,14 @@ def divergence_name(statistic: str, on: RatioName) -> str:
 
 
 def statistic(
-    name: str,
-    logprobs: LogProbs,
-    divergences: Mapping[str, Divergence] | None = None,
-    *,
-    on: RatioName,
+    name: str, logprobs: LogProbs, facts: Facts = NO_FACTS, *, on: RatioName
 ) -> Float[Tensor, " n"]:
     """The quantity `name` per token; `ratio` is given as its log. Gradient: none.
 
     Args:
         name: one of `StatisticName`.
         logprobs: the batch.
-        divergences: exact or interval divergences of this batch, by name.
+        facts: divergences and versions of the batch.
         on: which two policies are compared.
 
     Raises:
@@ -63,23 +109,28 @@ def statistic(
         MethodError: no such statistic.
 
     Example:
-        >>> import torch
         >>> from offdrift.segments import Segments
         >>> lp = LogProbs.pack(torch.tensor([-1.0]), torch.tensor([-0.8]), segments=Segments.from_lengths([1]))
         >>> statistic("k2", lp, on="full")
         tensor([0.0200])
 
-    Reference: Li et al., arXiv:2512.23075v5, section 4.3 and Appendix E.
+    Reference: Li et al., arXiv:2512.23075v5, section 4.3 and Appendix E; `ratio_error`: eq. 100.
     """
-    if name in SAMPLED:
-        return blockwise(SAMPLED[name], stopped_log_ratio(logprobs, on=on))
+    if name in OF_RATIO:
+        return blockwise(OF_RATIO[name], stopped_log_ratio(logprobs, on=on))
+    if name in OF_PROBABILITY:
+        first = logprobs.old if on == "staleness" else logprobs.logp_rollout
+        raw = stopped_log_ratio(logprobs, on=on)
+        return torch.cat([OF_PROBABILITY[name](p, x) for p, x in blocks(first, raw)])
+    if name == "version_lag":
+        return facts.required("version_lag").to(logprobs.logp_rollout.dtype)
     if name not in EXACT:
-        raise MethodError(f"{name!r} is not a statistic; choose one of {[*SAMPLED, *EXACT]}")
+        raise MethodError(f"{name!r} is not a statistic; choose one of {list(STATISTICS)}")
     wanted = divergence_name(name, on)
-    found = (divergences or {}).get(wanted)
+    found = facts.divergences.get(wanted)
     if found is None:
         raise EvidenceError(
-            f"this gate needs {wanted}, and the batch has {sorted(divergences or {}) or 'none'}; "
+            f"this gate needs {wanted}, and the batch has {sorted(facts.divergences) or 'none'}; "
             'record distributions in the rollout (evidence = "full" or a number of top log-probs), '
             "or use the sampled stand-ins (trm_max_k2, trm_avg_k3, trm_max_avg_k2_k3)"
         )

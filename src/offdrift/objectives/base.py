@@ -7,24 +7,40 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName
 
 
 class TokenLoss(NamedTuple):
-    """Per-token loss, and where a clip changed it (None if the objective does not clip)."""
+    """What an objective says about each token."""
 
     loss: Float[Tensor, " n"]
+    """To be minimized; weights multiply it, gates remove it."""
     clipped: Bool[Tensor, " n"] | None = None
+    """Where a clip changed the loss; None if the objective does not clip."""
+    regularizer: Float[Tensor, " n"] | None = None
+    """A term that neither gates nor weights touch: it keeps acting on what drifted."""
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """A frozen set of parameters that maps a batch to per-token losses."""
+    """A frozen set of parameters that maps a batch to per-token losses.
+
+    An objective may also have `observe` (see `facts.Observer`) if it needs the whole step, and
+    `next(seen) -> Objective`, its successor after the step, if it adapts.
+    """
 
     @property
     def on(self) -> RatioName | None:
         """The ratio this objective already contains; None if it contains none."""
         ...
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"]) -> TokenLoss: ...
+    @property
+    def formula(self) -> str:
+        """The loss, in one line, with its numbers."""
+        ...
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = ...
+    ) -> TokenLoss: ...

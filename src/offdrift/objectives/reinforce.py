@@ -13,9 +13,10 @@ from typing import get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.errors import check_choice
+from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import ratio
+from offdrift.numerics import clamped, ratio
 from offdrift.objectives.base import TokenLoss
 from offdrift.ratios import RatioName, log_ratio
 
@@ -54,20 +55,55 @@ def importance_sampled(
 class Reinforce:
     """`reinforce` as an objective; contains no ratio."""
 
-    on: None = None
+    on = None
+    gradient = "score"
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"]) -> TokenLoss:
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        return "L = -A log pi"
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+    ) -> TokenLoss:
         return TokenLoss(reinforce(logprobs.current, advantages))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSampled:
-    """`importance_sampled` as an objective on the given ratio."""
+    """`importance_sampled` as an objective on the given ratio.
+
+    Args:
+        cap: L = -A min(w, cap), the one-sided cap of Logit Fusion; a capped token has no gradient.
+        pull: adds pull * (log w)^2, which neither gates nor weights touch (prime-rl's kl_tau).
+    """
 
     on: RatioName = "full"
+    cap: float | None = None
+    pull: float = 0.0
+    gradient = "unit"
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, get_args(RatioName))
+        check_number("cap", self.cap)
+        check_number("pull", self.pull)
+        if self.cap is not None and self.cap <= 0:
+            raise MethodError(f"cap={self.cap} must be positive")
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"]) -> TokenLoss:
-        return TokenLoss(importance_sampled(log_ratio(logprobs, on=self.on), advantages))
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        w = f"ratio({self.on})"
+        pull = f" + {self.pull:g} log({w})^2" if self.pull else ""
+        return f"L = -A {w if self.cap is None else f'min({w}, {self.cap:g})'}{pull}"
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+    ) -> TokenLoss:
+        log_w = log_ratio(logprobs, on=self.on)
+        pull = self.pull * clamped(log_w).square() if self.pull else None
+        if self.cap is None:
+            return TokenLoss(importance_sampled(log_w, advantages), None, pull)
+        w = ratio(log_w)
+        capped = w > self.cap
+        return TokenLoss(-advantages * w.where(~capped, self.cap), capped.detach(), pull)

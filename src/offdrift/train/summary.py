@@ -64,15 +64,10 @@ def notes(row: Method, metrics: Sequence[Row]) -> list[str]:
         )
     for i, gate in enumerate(row.correction.gates):
         if metrics and not any(_known(metrics, f"gate/{i}/drop_frac_token")):
-            said.append(f"gate {i} ({gate.statistic}, {gate.unit}) never rejected a token")
-    weight = row.correction.weight
-    if (
-        metrics
-        and weight is not None
-        and weight.cap is not None
-        and not any(_known(metrics, "weight/cap_frac"))
-    ):
-        said.append(f"the weight's cap {weight.cap:g} was never reached")
+            said.append(f"gate {i} never rejected a token ({gate.formula})")
+    limited = [w for w in row.correction.weights if getattr(w, "cap", None) is not None]
+    if metrics and limited and not any(_known(metrics, "weight/cap_frac")):
+        said.append("no weight ever met its limits (" + "; ".join(w.formula for w in limited) + ")")
     lag = max(map(int, _known(metrics, "old/version_lag")), default=0)
     if lag > 0:
         said.append(

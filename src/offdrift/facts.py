@@ -1,0 +1,105 @@
+"""`Facts`: what a method may need to know about a batch besides log-probs and advantages.
+
+Gates, weights and objectives all take `(logprobs, advantages, facts)`. What a batch does not carry
+is absent, and a part that needs it says so by name. `Observed` is the one mechanism by which a part
+may look at a whole step rather than at its own piece of it: numbers add, vectors are joined, so any
+split of a step over micro-batches and ranks gives what one pass gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.divergence.evidence import Divergence
+from offdrift.errors import EvidenceError
+from offdrift.logprobs import LogProbs
+
+Seen = dict[str, Tensor]
+"""What one part saw of one batch: scalars are summed over pieces, vectors joined end to end."""
+
+WAY_OUT = {
+    "entropy": "give entropy= (nats per token, of the old policy; `engines.score` returns it)",
+    "vocab": "give vocab= (the number of tokens in the vocabulary)",
+    "rewards": "give rewards= (one per sequence)",
+    "version_lag": "give version_lag= (updates since the weights that drew each token)",
+    "logp_ref": "give logp_ref= (log-probs of the reference policy)",
+}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the observing parts of a method saw of a step, mergeable over its pieces."""
+
+    parts: Mapping[Hashable, Seen] = field(default_factory=dict)
+
+    def merge(self, other: Observed) -> Observed:
+        """Both together: numbers add, vectors are joined."""
+        return Observed(
+            {
+                part: {name: _join(x, other.parts[part][name]) for name, x in seen.items()}
+                for part, seen in self.parts.items()
+            }
+        )
+
+    def cpu(self) -> Observed:
+        """The same on the CPU, to be sent to another process."""
+        return Observed({p: {k: x.cpu() for k, x in s.items()} for p, s in self.parts.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Optional side information about a batch, packed like its log-probs. Nothing carries gradient."""
+
+    divergences: Mapping[str, Divergence] = field(default_factory=dict)
+    """Exact or interval divergences by name, such as `kl_rollout_current`."""
+    entropy: Float[Tensor, " n"] | None = None
+    """Entropy of the old policy at each token, nats."""
+    vocab: int | None = None
+    """Tokens in the vocabulary."""
+    rewards: Float[Tensor, " b"] | None = None
+    """Reward of each sequence, in the task's unit."""
+    version_lag: Float[Tensor, " n"] | Int[Tensor, " n"] | None = None
+    """Updates between the weights that drew each token and the current ones."""
+    logp_ref: Float[Tensor, " n"] | None = None
+    """log pi_ref of each token, nats."""
+    observed: Observed | None = None
+    """What the method's parts saw of the whole step; None if this batch is the whole step."""
+
+    def required(self, name: str) -> Tensor:
+        """A fact by name. Raises: `EvidenceError` naming it and the way out."""
+        value = getattr(self, name)
+        if value is None:
+            raise EvidenceError(f"this method needs {name}, which the batch lacks; {WAY_OUT[name]}")
+        return value
+
+    def seen_by(
+        self, part: Observer, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None
+    ) -> Seen:
+        """What an observing part saw of the step: merged if the caller did, else of this batch."""
+        if self.observed is not None and part in self.observed.parts:
+            return self.observed.parts[part]
+        return part.observe(logprobs, advantages, self)
+
+
+@runtime_checkable
+class Observer(Hashable, Protocol):
+    """A part that needs to see the whole step before it can act on any piece of it."""
+
+    def observe(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+    ) -> Seen:
+        """Mergeable statistics of one piece. Gradient: none."""
+        ...
+
+
+NO_FACTS = Facts()
+
+
+def _join(a: Tensor, b: Tensor) -> Tensor:
+    return a + b if a.ndim == 0 else torch.cat([a, b.to(a.device)])

@@ -1,0 +1,156 @@
+"""`Method`: a composition of parts, and the questions one can ask about it.
+
+Gates, weights, objectives, an aggregate, a penalty and an anchor meet here and nowhere else. A row
+of the table is such a composition with the words that go with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.aggregate import AggregateName
+try:  # TEMPORARY
+    from offdrift.anchor import Interpolated
+except ImportError:
+    Interpolated = Any
+from offdrift.correction import Correction
+from offdrift.correction.compose import factors
+from offdrift.errors import MethodError, check_choice
+from offdrift.facts import Facts, Observed
+from offdrift.kl import KLPenalty
+from offdrift.logprobs import LogProbs
+from offdrift.objectives import Objective
+try:  # TEMPORARY
+    from offdrift.schedules import EssScale
+except ImportError:
+    EssScale = Any
+
+UNCORRECTED = Correction()
+
+Bias = Literal["none", "none inside limits", "O(drift)", "O(drift^2)", "O(1)"]
+"""How the expected gradient differs from that of the true return, by enumeration (`lab.bias`):
+never; only once a limit acts; in proportion to the drift (or its square); even without drift."""
+
+Status = Literal["stated", "implementation", "secondary", "unverified"]
+"""Where the formula is from: a primary source, an official implementation, a secondary description,
+or our best reading where no equation could be found (experimental)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """An objective, a correction and an aggregate, with whatever else the method prescribes.
+
+    Raises: `MethodError` if objective and weights would count the same ratio twice.
+
+    Example:
+        >>> from offdrift.methods import METHODS
+        >>> from offdrift.objectives import Reinforce
+        >>> mine = Method(objective=Reinforce(), correction=METHODS["token_tis"].correction
+        ...               & METHODS["trm_max"].correction, aggregate="token_mean")
+        >>> mine.needs_divergences
+        True
+    """
+
+    objective: Objective
+    correction: Correction = UNCORRECTED
+    aggregate: AggregateName = "seq_mean_token_sum"
+    penalty: KLPenalty | None = None
+    """KL to the reference policy."""
+    gate_scope: Literal["policy", "all"] = "policy"
+    """Whether gates remove a token's penalty, too ("all", as in verl)."""
+    anchor: Interpolated | None = None
+    """What stands in for the old policy; None: the recorded one."""
+    lr_scale: EssScale | None = None
+    """Scales the learning rate of each step."""
+    advantage: str | None = None
+    """The advantage estimator it was published with; None: any."""
+    summary: str = ""
+    mechanism: str = ""
+    """What keeps the policy near: the survey's column "trust-region mechanism"."""
+    target: str = ""
+    """The failure it was made for."""
+    fails: str = ""
+    """When it fails: one line."""
+    bias: Bias | None = None
+    """Of the expected gradient; asserted by enumeration."""
+    reference: str = ""
+    status: Status = "stated"
+
+    def __post_init__(self) -> None:
+        check_choice("aggregate", self.aggregate, get_args(AggregateName))
+        check_choice("gate_scope", self.gate_scope, ("policy", "all"))
+        for weight in self.correction.weights:
+            if factors(weight.on) & factors(self.objective.on):
+                raise MethodError(
+                    f"the objective already contains the {self.objective.on} ratio, a weight on "
+                    f"{weight.on} would count it twice; use Reinforce(), or a weight on the other ratio"
+                )
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """Objective, gates, weights and the rest, in that order."""
+        extra = (self.penalty, self.anchor, self.lr_scale)
+        present = (x for x in extra if x is not None)
+        return (self.objective, *self.correction.gates, *self.correction.weights, *present)
+
+    @property
+    def needs_divergences(self) -> bool:
+        """Whether it reads divergences of whole distributions (recorded evidence)."""
+        return self.correction.needs_divergences
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether it reads recorded log-probs of the old policy."""
+        if self.anchor is not None:
+            return False
+        return any(_reads_old(part) for part in self.parts)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the `Facts` that it reads, besides divergences."""
+        found = {name for part in self.parts for name in getattr(part, "needs", ())}
+        return frozenset(found)
+
+    @property
+    def observers(self) -> tuple[Any, ...]:
+        """Parts that look at a whole step before they act."""
+        return tuple(p for p in self.parts if hasattr(p, "observe"))
+
+    def observe(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts
+    ) -> Observed:
+        """What this method's parts see of one piece of a step; merge over pieces and ranks."""
+        seen = {p: p.observe(logprobs, advantages, facts) for p in self.observers}
+        return Observed({part: s for part, s in seen.items() if s})
+
+    def next(self, observed: Observed) -> Method:
+        """The method of the next step, where the objective adapts; else itself."""
+        seen = observed.parts.get(self.objective)
+        if seen is None or not hasattr(self.objective, "next"):
+            return self
+        return replace(self, objective=self.objective.next(seen))  # type: ignore[attr-defined]
+
+    def describe(self) -> str:
+        """One line: objective, gates, weights, aggregate, and the rest."""
+        first = [part.formula for part in self.parts if part not in (self.lr_scale, self.penalty)]
+        rest = [part.formula for part in (self.penalty, self.lr_scale) if part is not None]
+        return "; ".join([*first, self.aggregate, *rest])
+
+    def changes(self, since: Method) -> dict[str, Any]:
+        """Numbers of the objective and the penalty that differ, as paths for `override`."""
+        return {
+            f"{name}.{f.name}": getattr(mine, f.name)
+            for name in ("objective", "penalty")
+            if (mine := getattr(self, name)) is not None
+            for f in fields(mine)
+            if getattr(mine, f.name) != getattr(getattr(since, name), f.name)
+        }
+
+
+def _reads_old(part: Any) -> bool:
+    on = getattr(part, "on", None)
+    return bool(getattr(part, "needs_old", on in ("mismatch", "staleness")))
