@@ -38,17 +38,11 @@ def train(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Replace a value of the recipe, for instance lag.sync_every=4 or rollout.engine=vllm. Repeatable.",
+            help="Replace a value of the recipe: lag.sync_every=4, rollout.engine=vllm; or all its arms: method=gspo, with override.objective.eps_high=0.3. Repeatable.",
         ),
     ] = None,
     arms: Annotated[
         str | None, typer.Option(help="Only these arms of the recipe, comma-separated.")
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Instead of the recipe's arms, one arm with this method (see `offdrift methods`)."
-        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -76,7 +70,7 @@ def train(
     from offdrift.train.loop import train as train_recipe
     from offdrift.train.recipe import load_recipe
 
-    chosen = load_recipe(recipe, changes=[*(changes or []), *_arms(arms, method)])
+    chosen = load_recipe(recipe, changes=changes or [])
     if arms is not None:
         chosen = _only(chosen, arms)
     main_process = int(os.environ.get("RANK", "0")) == 0
@@ -85,7 +79,6 @@ def train(
     screen.print(f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; run folder {escape(str(folder))}")  # fmt: skip
     given = [w for c in changes or [] for w in ("--set", c)]
     given += ["--arms", arms] if arms else []
-    given += ["--method", method] if method else []
     again = shlex.join(["offdrift", "train", str(recipe), *given, "--out", str(folder), "--resume"])
     # A polite kill ends like Ctrl-C: the live display is put away and the way back is printed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -190,14 +183,6 @@ def main() -> None:
 def _fail(error: OffdriftError) -> NoReturn:
     Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)  # fmt: skip
     raise SystemExit(1)
-
-
-def _arms(arms: str | None, method: str | None) -> list[str]:
-    if method is None:
-        return []
-    if arms is not None:
-        raise typer.BadParameter("--arms chooses among the recipe's arms, --method replaces them; give one")  # fmt: skip
-    return [f'arms={{{method} = {{method = "{method}"}}}}']
 
 
 def _only(recipe, arms: str):

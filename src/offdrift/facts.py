@@ -28,7 +28,6 @@ WAY_OUT = {
     "vocab": "give vocab= (the number of tokens in the vocabulary)",
     "rewards": "give rewards= (one per sequence)",
     "version_lag": "give version_lag= (updates since the weights that drew each token)",
-    "logp_ref": "give logp_ref= (log-probs of the reference policy)",
 }
 
 
@@ -47,9 +46,14 @@ class Observed:
             }
         )
 
+    def to(self, device: torch.device | str) -> Observed:
+        """The same on another device."""
+        moved = {p: {k: x.to(device) for k, x in s.items()} for p, s in self.parts.items()}
+        return Observed(moved)
+
     def cpu(self) -> Observed:
         """The same on the CPU, to be sent to another process."""
-        return Observed({p: {k: x.cpu() for k, x in s.items()} for p, s in self.parts.items()})
+        return self.to("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +70,6 @@ class Facts:
     """Reward of each sequence, in the task's unit."""
     version_lag: Float[Tensor, " n"] | Int[Tensor, " n"] | None = None
     """Updates between the weights that drew each token and the current ones."""
-    logp_ref: Float[Tensor, " n"] | None = None
-    """log pi_ref of each token, nats."""
     observed: Observed | None = None
     """What the method's parts saw of the whole step; None if this batch is the whole step."""
 

@@ -19,7 +19,7 @@ from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.numerics import at_least_float32
 from offdrift.segments import Segments
 
-FLOORS = {"logp_rollout": -1e4, "logp_old": -2e4, "logp": -3e4}
+FLOORS = {"logp_rollout": -1e4, "logp_old": -2e4, "logp": -3e4, "logp_ref": -4e4}
 """log 0 at the door, in nats. The floors differ so that two policies that both call a sampled token
 impossible never look as if they agreed: the log-ratio stays far outside every trust region."""
 
@@ -41,6 +41,8 @@ class LogProbs:
     """log pi: the policy being trained; the only one with gradient."""
     logp_old: Float[Tensor, " n"] | None = None
     """log pi_old: the training engine at the weights that sampled. No gradient."""
+    logp_ref: Float[Tensor, " n"] | None = None
+    """log pi_ref: the frozen model that a KL penalty pulls towards. No gradient."""
     kept: Int[Tensor, " n"] | None = None
     """Flat positions of these tokens in the caller's tensor; None means all of them."""
     shape: tuple[int, ...] | None = None
@@ -52,6 +54,7 @@ class LogProbs:
         logp: Float[Tensor, ...] | None = None,
         logp_old: Float[Tensor, ...] | None = None,
         *,
+        logp_ref: Float[Tensor, ...] | None = None,
         mask: Shaped[Tensor, ...] | None = None,
         segments: Segments | None = None,
         group_ids: Int[Tensor, " b"] | None = None,
@@ -62,6 +65,7 @@ class LogProbs:
             logp_rollout: log mu of the sampled tokens, nats.
             logp: log pi; receives the gradient.
             logp_old: log pi_old.
+            logp_ref: log pi_ref, for methods that penalize the KL to it.
             mask: nonzero where a token may train. Padded input needs it (all-ones is fine); packed
                 input may have it. Masked positions may hold anything, NaN included.
             segments: where sequences begin and end, for packed input.
@@ -77,7 +81,12 @@ class LogProbs:
             >>> lp.logp_rollout, lp.unpack(torch.tensor([5.0, 6.0]))
             (tensor([-1., -2.]), tensor([[5., 6., 0.]]))
         """
-        named = {"logp_rollout": logp_rollout, "logp": logp, "logp_old": logp_old}
+        named = {
+            "logp_rollout": logp_rollout,
+            "logp": logp,
+            "logp_old": logp_old,
+            "logp_ref": logp_ref,
+        }
         given = {name: x for name, x in named.items() if x is not None}
         _check_shapes(given, mask, segments)
         if mask is not None:
@@ -93,6 +102,7 @@ class LogProbs:
             segments,
             clean.get("logp"),
             None if logp_old is None else clean["logp_old"].detach(),
+            None if logp_ref is None else clean["logp_ref"].detach(),
             kept,
             tuple(logp_rollout.shape),
         )
@@ -114,6 +124,13 @@ class LogProbs:
             "logp_old",
             "score the tokens with the training engine before the first update, or choose a method "
             'on="full", which compares the current policy with the rollout policy directly',
+        )
+
+    @property
+    def reference(self) -> Float[Tensor, " n"]:
+        """`logp_ref`, or `EvidenceError` if the batch has none."""
+        return self._required(
+            "logp_ref", "score the tokens with the frozen reference model and give logp_ref="
         )
 
     def like_caller(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, " n"]:

@@ -43,7 +43,6 @@ def policy_loss(
     vocab: int | None = None,
     rewards: Float[Tensor, " b"] | None = None,
     version_lag: Float[Tensor, " n"] | Int[Tensor, " n"] | None = None,
-    logp_ref: Float[Tensor, " n"] | None = None,
     observed: Observed | None = None,
     normalizer: float | Float[Tensor, ""] | None = None,
     horizon: int | None = None,
@@ -65,7 +64,6 @@ def policy_loss(
         vocab: tokens in the vocabulary, where the method needs it.
         rewards: per sequence, where the objective regresses on them.
         version_lag: updates since the weights that drew each token, where the method needs it.
-        logp_ref: log-probs of the reference policy, where the method penalizes the KL to it.
         observed: what `method.observe` saw, merged over all pieces and ranks of the step; None if
             this batch is the whole step.
         normalizer: what the sum is divided by, over all pieces and ranks of the step; None if this
@@ -91,7 +89,6 @@ def policy_loss(
         vocab=vocab,
         rewards=rewards,
         version_lag=version_lag,
-        logp_ref=logp_ref,
     )
     _check_shapes(logprobs, advantages, facts)
     segments, how = logprobs.segments, method.aggregate
@@ -104,7 +101,7 @@ def policy_loss(
     pushed = method.objective(anchored, advantages, facts)
     # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
     token_loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
-    regularizer = _regularizer(method, anchored, facts, pushed.regularizer)
+    regularizer, kl = _regularizer(method, anchored, pushed.regularizer)
     if regularizer is not None:
         if method.gate_scope == "all":
             regularizer = regularizer.where(corrected.keep, 0.0)
@@ -113,24 +110,28 @@ def policy_loss(
         normalizer = normalizer_of(segments, how=how, horizon=horizon)
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
     stats = DriftStats.of(logprobs, corrected, divergences=divergences, clipped=pushed.clipped)
+    if kl is not None:
+        stats = stats.with_sum("reference/kl", kl.sum())
     return PolicyLoss(loss, corrected, stats, observed)
 
 
 def _regularizer(
-    method: Method, logprobs: LogProbs, facts: Facts, own: Tensor | None
-) -> Tensor | None:
-    """Per-token terms that weights never scale: the objective's own, and the KL penalty."""
+    method: Method, logprobs: LogProbs, own: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Per-token terms that weights never scale, and the KL to the reference policy among them."""
     penalty = method.penalty
-    if penalty is None or penalty.place != "loss":
-        return own
+    if penalty is None:
+        return own, None
     ratio = log_ratio(logprobs, on="full") if penalty.needs_ratio else None
-    kl = penalty.coef * penalty(logprobs.current, facts.required("logp_ref"), log_ratio=ratio)
-    return kl if own is None else own + kl
+    kl = penalty(logprobs.current, logprobs.reference, log_ratio=ratio)
+    if penalty.place == "loss":
+        own = penalty.coef * kl if own is None else own + penalty.coef * kl
+    return own, kl.detach()
 
 
 def _check_shapes(logprobs: LogProbs, advantages: Tensor, facts: Facts) -> None:
     n, b = logprobs.logp_rollout.shape, (len(logprobs.segments),)
-    wanted = {"advantages": n, "entropy": n, "version_lag": n, "logp_ref": n, "rewards": b}
+    wanted = {"advantages": n, "entropy": n, "version_lag": n, "rewards": b}
     given = {"advantages": advantages, **{k: getattr(facts, k) for k in list(wanted)[1:]}}
     for name, x in given.items():
         if x is not None and x.shape != wanted[name]:

@@ -47,7 +47,7 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
         ("batches=0", "batches = 0: input should be greater than or equal to 1"),
         ("rollout.dtype=int4", "rollout.dtype = 'int4': input should be 'float32', 'bfloat16'"),
         ("optim.lr=-1", "optim.lr = -1: input should be greater than 0"),
-        ("arms.none.method=nope", "arms.none: no method 'nope'; the table has none"),
+        ("arms.none.method=nope", "arms.none: no method 'nope'; did you mean"),
         ('arms.none.override={"gate.high" = 1}', "arms.none: 'gate.high' is not a part"),
         ("rollout.evidence=sampled", 'records none; set rollout.evidence = "full"'),
         ("optim.minibatches=1000", "more than the 256 sequences of a batch"),

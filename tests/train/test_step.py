@@ -15,8 +15,9 @@ from offdrift.errors import EngineError
 from offdrift.methods import METHODS, override
 from offdrift.rollouts import Sampling
 from offdrift.stats import summarize
+from offdrift.train.assess import assess
 from offdrift.train.models import tiny_qwen3_config
-from offdrift.train.step import Batch, score_old, train_step
+from offdrift.train.step import Batch, train_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -56,7 +57,7 @@ def step(world, name: str, *, token_budget: int, **options):
     row = override(METHODS[name], GATES.get(name, {}))
     if row.needs_old:
         batch = Batch(
-            batch.rollouts, batch.advantages, score_old(model, batch.rollouts, token_budget=64)
+            batch.rollouts, batch.advantages, assess(model, batch.rollouts, token_budget=64)
         )
     update = train_step(
         accelerator, model, optimizer, batch, row,
@@ -145,4 +146,4 @@ def test_old_log_probs_are_the_models_own_whatever_the_pieces(world):
     with torch.no_grad():
         expected = score(model.eval(), batch.rollouts).logp
     for budget in (20, 1000):
-        torch.testing.assert_close(score_old(model, batch.rollouts, token_budget=budget), expected, rtol=1e-4, atol=1e-5)  # fmt: skip
+        torch.testing.assert_close(assess(model, batch.rollouts, token_budget=budget).logp, expected, rtol=1e-4, atol=1e-5)  # fmt: skip

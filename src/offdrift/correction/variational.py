@@ -97,7 +97,9 @@ class VariationalWeight:
     ) -> Weighted:
         """The kernel of every sequence, given to its tokens; limited where it nearly vanishes."""
         if advantages is None:
-            raise MethodError("VariationalWeight depends on the sign of the advantage; give advantages")
+            raise MethodError(
+                "VariationalWeight depends on the sign of the advantage; give advantages"
+            )
         with torch.no_grad():
             weight = self.kernel(logprobs.segments.spread(self._total(logprobs)), advantages)
             return Weighted(weight, weight < VANISHED)

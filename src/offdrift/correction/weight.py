@@ -93,6 +93,11 @@ class Weight:
             )
 
     @property
+    def observes(self) -> bool:
+        """Whether it looks at the whole step."""
+        return self.normalize
+
+    @property
     def formula(self) -> str:
         """The weight, in one line."""
         limits = [
@@ -134,9 +139,7 @@ class Weight:
     def observe(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
     ) -> Seen:
-        """Sum and number of weights; nothing unless they are normalized. Gradient: none."""
-        if not self.normalize:
-            return {}
+        """Sum and number of weights, for their mean over the step. Gradient: none."""
         with torch.no_grad():
             weight, _ = self._limited(logprobs)
             segments = logprobs.segments

@@ -33,6 +33,8 @@ class Score(NamedTuple):
     """log-prob of each token, nats; carries the gradient if the model does."""
     entropy: Float[Tensor, " n"]
     """Entropy of the whole distribution at each token, nats; no gradient."""
+    sum_pi_squared: Float[Tensor, " n"]
+    """Sum over the vocabulary of squared probabilities, 1; no gradient."""
     logits: Float[Tensor, "n v"]
     """Tempered float32 logits, detached: evidence for exact divergences."""
 
@@ -69,13 +71,21 @@ def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0) -> 
     tokens = rollouts.tokens.to(device=device, dtype=torch.int64)
     log_total = logits.logsumexp(-1)
     logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
-    return Score(logp, entropy(logits.detach(), log_total.detach()), logits.detach())
+    return Score(logp, *moments(logits.detach(), log_total.detach()), logits.detach())
 
 
-def entropy(logits: Float[Tensor, "n v"], log_total: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """H = log sum e^x - sum p x, in nats; a token of probability 0 adds nothing. Gradient: none."""
+def moments(
+    logits: Float[Tensor, "n v"], log_total: Float[Tensor, " n"]
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Entropy and sum of squared probabilities, from one pass over the probabilities.
+
+        H = log sum e^x - sum p x   (nats; a token of probability 0 adds nothing),   sum p^2
+
+    Gradient: none.
+    """
     p = (logits - log_total[:, None]).exp()
-    return log_total - (p * logits.where(p > 0, 0.0)).sum(-1)
+    squared = torch.linalg.vecdot(p, p)
+    return log_total - torch.linalg.vecdot(p, logits.where(p > 0, 0.0)), squared
 
 
 class Padded(NamedTuple):

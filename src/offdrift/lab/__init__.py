@@ -1,5 +1,12 @@
 """Exact experiments on trees small enough to enumerate."""
 
+from offdrift.lab.bias import Problem as Problem
+from offdrift.lab.bias import expected_gradient as expected_gradient
+from offdrift.lab.bias import measured_bias as measured_bias
+from offdrift.lab.bias import random_problem as random_problem
+from offdrift.lab.bias import relative_bias as relative_bias
+from offdrift.lab.bias import standard_problems as standard_problems
+from offdrift.lab.bias import true_gradient as true_gradient
 from offdrift.lab.enumerate import Divergences as Divergences
 from offdrift.lab.enumerate import Returns as Returns
 from offdrift.lab.enumerate import divergences as divergences

@@ -13,10 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.aggregate import AggregateName
-try:  # TEMPORARY
-    from offdrift.anchor import Interpolated
-except ImportError:
-    Interpolated = Any
+from offdrift.anchor import Interpolated
 from offdrift.correction import Correction
 from offdrift.correction.compose import factors
 from offdrift.errors import MethodError, check_choice
@@ -24,10 +21,7 @@ from offdrift.facts import Facts, Observed
 from offdrift.kl import KLPenalty
 from offdrift.logprobs import LogProbs
 from offdrift.objectives import Objective
-try:  # TEMPORARY
-    from offdrift.schedules import EssScale
-except ImportError:
-    EssScale = Any
+from offdrift.schedules import EssScale
 
 UNCORRECTED = Correction()
 
@@ -118,7 +112,9 @@ class Method:
     @property
     def observers(self) -> tuple[Any, ...]:
         """Parts that look at a whole step before they act."""
-        return tuple(p for p in self.parts if hasattr(p, "observe"))
+        return tuple(
+            p for p in self.parts if hasattr(p, "observe") and getattr(p, "observes", True)
+        )
 
     def observe(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts

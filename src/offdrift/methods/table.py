@@ -5,10 +5,20 @@ from __future__ import annotations
 import difflib
 
 from offdrift.errors import MethodError
-from offdrift.methods import presets, recipes, trm, weighted
+from offdrift.methods import clips, presets, recipes, sequences, trm, weighted
 from offdrift.methods.method import Method
 
-METHODS: dict[str, Method] = {**weighted.ROWS, **trm.ROWS, **recipes.ROWS, **presets.ROWS}
+FAMILIES: dict[str, dict[str, Method]] = {
+    "weights": weighted.ROWS,
+    "token clips": clips.ROWS,
+    "units and sequences": sequences.ROWS,
+    "trust region masking": trm.ROWS,
+    "recipes": recipes.ROWS,
+    "presets": presets.ROWS,
+}
+"""The table in chapters, as it is printed."""
+
+METHODS: dict[str, Method] = {n: row for rows in FAMILIES.values() for n, row in rows.items()}
 
 
 def method(name: str) -> Method:
@@ -22,10 +32,6 @@ def method(name: str) -> Method:
     """
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise MethodError(
-            f"no method {name!r}{hint} `offdrift methods` lists all {len(METHODS)}"
-            if near
-            else f"no method {name!r}; `offdrift methods` lists all {len(METHODS)}"
-        )
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise MethodError(f"no method {name!r}; {hint}`offdrift methods` lists all {len(METHODS)}")
     return METHODS[name]

@@ -17,6 +17,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.correction import Corrected
+from offdrift.correction.compose import GateLike
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped
@@ -228,11 +229,23 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
     else:
         kept = segments.lengths > 0
     sums["gate/kept_sequences"] = kept.sum()
-    for i, rejected in enumerate(corrected.rejected_by.values()):
+    for i, (gate, rejected) in enumerate(corrected.rejected_by.items()):
         sums[f"gate/{i}/rejected_tokens"] = rejected.count_nonzero()
+        if _splits(gate) and logprobs.logp_old is not None:
+            gone = segments.sum(rejected.to(weight.dtype)) > 0
+            sums[f"gate/{i}/rejected_sequences"] = gone.sum()
+            for on in ("mismatch", "staleness"):
+                mean = -segments.mean(stopped_log_ratio(logprobs, on=on))
+                sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
     sums["weight/w"], sums["weight/w2"] = weight.sum(), torch.dot(weight, weight)
     sums["weight/limited"] = corrected.limited.count_nonzero()
     maxima["weight/w_max"], maxima["weight/-w_min"] = weight.max(), -weight.min()
+
+
+def _splits(gate: GateLike) -> bool:
+    """Whether what the gate rejects by is the sum of a mismatch and a staleness term."""
+    kind = (gate.on, getattr(gate, "unit", None), getattr(gate, "statistic", None))
+    return kind == ("full", "seq_mean", "ratio")
 
 
 def _divergences(

@@ -287,6 +287,12 @@ _ROWS = [
         Metric(f"gate/{i}/drop_frac_token", "1", f"share of tokens that gate {i} alone rejects", "worse", _mean(f"gate/{i}/rejected_tokens"))
         for i in range(MAX_GATES)
     ),
+    *(
+        Metric(f"gate/{i}/rejected_{on}", "nat", f"mean over the sequences that gate {i} rejects of mean(-l), l the {on} log-ratio: its part of what they were rejected for", "worse", _mean(f"gate/{i}/rejected_{on}", f"gate/{i}/rejected_sequences"))
+        for i in range(MAX_GATES) for on in ("mismatch", "staleness")
+    ),
+    Metric("reference/kl", "nat", "mean over tokens of the KL to the reference policy, by the penalty's estimator", "neither", _mean("reference/kl")),
+    Metric("optim/lr_scale", "1", "what the method multiplied the learning rate by", "neither", lambda s: s["optim/lr_scale"]),
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse", _mean("objective/clipped")),
 ]  # fmt: skip
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -35,6 +35,8 @@ class Position:
     """Optimizer steps taken."""
     waiting: tuple[int, ...] = ()
     """Batches already drawn and not yet trained on."""
+    method: dict[str, float] = field(default_factory=dict)
+    """What an adaptive method has changed in itself, as overrides."""
 
 
 def save(accelerator: Accelerator, folder: Path, position: Position) -> None:
@@ -84,7 +86,7 @@ def load(accelerator: Accelerator, folder: Path) -> Position | None:
     newest = checkpoints[-1]
     try:
         stated = json.loads((newest / "position.json").read_text())
-        position = Position(stated["batch"], stated["version"], tuple(stated["waiting"]))
+        position = Position(**{**stated, "waiting": tuple(stated["waiting"])})
         accelerator.load_state(str(newest))
     except Exception as e:  # whatever a damaged file provokes in the libraries that read it
         fall_back = (

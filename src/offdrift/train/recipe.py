@@ -81,8 +81,10 @@ class Optim(Part):
     """Global gradient norm is clipped to this."""
     token_budget: Positive = 16384
     """Padded tokens per forward pass; smaller is slower, uses less memory, and changes nothing else."""
-    advantage: AdvantageName = "group_mean_std"
-    """Baseline of the policy gradient."""
+    advantage: AdvantageName | Literal["method"] = "method"
+    """Estimator of the advantage; "method": what the method was published with, else grpo."""
+    baseline_over: Literal["sampled", "kept"] = "sampled"
+    """Whether siblings that a gate rejects count in their group's baseline ("sampled") or not."""
 
 
 class Log(Part):
@@ -104,7 +106,7 @@ class Arm(Part):
     gates_of: str | None = None
     """Another row whose gates are added to this one's."""
     override: dict[str, Any] = {}
-    """Single values changed, by dotted path: {"gate.high" = 0.1, "aggregate" = "token_mean"}."""
+    """Single values changed, by path: {"gate.high" = 0.1}, or nested: {gate = {high = 0.1}}."""
 
     def build(self) -> Method:
         """The method this arm trains with."""
@@ -116,6 +118,8 @@ class Arm(Part):
 
 
 class Recipe(Part):
+    """A run. `method = NAME` (with `override`, if wanted) stands for one arm of that name."""
+
     name: FolderName
     """Names the run folder."""
     model: str
@@ -135,6 +139,23 @@ class Recipe(Part):
     log: Log = Log()
     arms: dict[FolderName, Arm] = Field(min_length=1)
     """What is compared: name -> method. They run one after the other on the same prompts and drift."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_method(cls, content: Any) -> Any:
+        """`method = NAME` replaces the arms by one; `override` belongs to it."""
+        if not isinstance(content, dict):
+            return content
+        content = dict(content)
+        name, changes = content.pop("method", None), content.pop("override", None)
+        if name is not None:
+            content["arms"] = {name: {"method": name, "override": changes or {}}}
+        elif changes is not None:
+            raise ValueError(
+                "override changes the values of method = NAME, which is not given; for an arm of the "
+                "recipe, write arms.NAME.override"
+            )
+        return content
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

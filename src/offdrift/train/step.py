@@ -4,6 +4,9 @@ Pieces are cut by a token budget, so that memory is bounded whatever the batch. 
 of the gradient, divided by what was *sampled* over all pieces and all processes: the step does not
 depend on how the batch was cut, nor over how many processes it was spread.
 
+Methods that look at the whole step before they act (a normalized weight, a second moment, ...) take
+one more forward pass without gradient wherever the step is cut into several pieces.
+
 Memory of a piece, beyond the model's own activations: about five float32 tensors of
 `response tokens x vocabulary`, at most `token_budget x vocabulary x 20` bytes.
 """
@@ -11,6 +14,7 @@ Memory of a piece, beyond the model's own activations: about five float32 tensor
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,29 +25,38 @@ from torch import Tensor, nn
 
 from offdrift.aggregate import normalizer_of
 from offdrift.divergence.evidence import Divergence
-from offdrift.engines.score import chunks, divergences, score
+from offdrift.engines.score import Score, chunks, divergences, score
 from offdrift.errors import EngineError
+from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method
 from offdrift.rollouts.records import Rollouts
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
+from offdrift.train.assess import Assessment
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains on: rollouts with their advantages and, if needed, old log-probs."""
+    """What a step trains on: rollouts with their advantages and what other policies say of them."""
 
     rollouts: Rollouts
     advantages: Float[Tensor, " n"]
-    logp_old: Float[Tensor, " n"] | None = None
+    old: Assessment | None = None
+    """The trainer before the batch's first update."""
+    logp_ref: Float[Tensor, " n"] | None = None
+    """The reference policy."""
 
     def select(self, sequences: Tensor) -> Batch:
         """Some of the sequences, as a batch of their own."""
         rows = self.rollouts.segments.rows(sequences)
-        old = None if self.logp_old is None else self.logp_old[rows]
-        return Batch(self.rollouts.select(sequences), self.advantages[rows], old)
+        return Batch(
+            self.rollouts.select(sequences),
+            self.advantages[rows],
+            None if self.old is None else self.old.select(rows),
+            None if self.logp_ref is None else self.logp_ref[rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,8 @@ class Update:
 
     stats: DriftStats
     tokens: TokenView | None
+    method: Method
+    """The method of the next step: the same, unless it adapts."""
 
 
 def train_step(
@@ -98,14 +113,18 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     stats: list[DriftStats] = []
     shown = _empty_view(batch) if view else None
+    observed = _look_ahead(accelerator, model, batch, method, token_budget, version)
     for piece, last, counts in _pieces(accelerator, batch, token_budget):
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            result, evidence = _push(model, batch.select(piece), method, normalizer)
+            seen = _See(model, batch.select(piece), version)
+            result = seen.push(method, normalizer, observed)
             accelerator.backward(result.loss if counts else result.loss * 0.0)
         if counts:
             stats.append(result.stats.with_sum("optim/loss", result.loss.detach() / world))
             if shown is not None:
-                _show(shown, batch.rollouts.segments.rows(piece), result, evidence)
+                _show(shown, batch.rollouts.segments.rows(piece), result, seen.divergences)
+            if observed is None and method.observers:
+                observed = result.observed  # the only piece is the whole step
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
     local = _with_batch_facts(DriftStats.merge_all(stats), batch.rollouts, version)
     total = gather_stats(accelerator, local)
@@ -115,21 +134,11 @@ def train_step(
             f"the gradient norm is {norm.item()}; the step was not taken. Lower optim.lr, or look "
             "at the last batch's log-ratios (metrics full/abs_log_ratio_max, optim/loss)"
         )
-    optimizer.step()
-    return Update(total.with_max("optim/grad_norm", norm), shown)
-
-
-@torch.no_grad()
-def score_old(model: nn.Module, rollouts: Rollouts, *, token_budget: int) -> Float[Tensor, " n"]:
-    """log pi_old: the training engine's log-probs at the weights it has now. Gradient: none."""
-    out = torch.empty(len(rollouts.tokens))
-    temperature = rollouts.provenance.sampling.temperature
-    model.eval()
-    for piece in chunks(rollouts, token_budget=token_budget):
-        part = rollouts.select(piece)
-        rows = rollouts.segments.rows(piece)
-        out[rows] = score(model, part, temperature=temperature).logp.float().cpu()
-    return out
+    scale = _lr_scale(method, observed)
+    with _scaled_lr(optimizer, scale):
+        optimizer.step()
+    total = total.with_max("optim/grad_norm", norm).with_max("optim/lr_scale", torch.tensor(scale))
+    return Update(total, shown, _adapted(method, observed, total))
 
 
 def gather_stats(accelerator: Accelerator, stats: DriftStats) -> DriftStats:
@@ -141,6 +150,13 @@ def gather_stats(accelerator: Accelerator, stats: DriftStats) -> DriftStats:
     return DriftStats.merge_all(pieces)
 
 
+def reduce_sum(accelerator: Accelerator, x: Tensor) -> Tensor:
+    """A tensor summed over all processes."""
+    if accelerator.num_processes == 1:
+        return x
+    return torch.stack(gather_object([x.cpu()])).sum(0).to(x.device)
+
+
 def global_sum(accelerator: Accelerator, value: float) -> float:
     """A number summed over all processes."""
     if accelerator.num_processes == 1:
@@ -148,32 +164,111 @@ def global_sum(accelerator: Accelerator, value: float) -> float:
     return float(sum(gather_object([value])))
 
 
-def _push(
-    model: nn.Module, part: Batch, method: Method, normalizer: float
-) -> tuple[PolicyLoss, dict[str, Divergence]]:
-    """Forward pass and loss of one piece, and the divergences its gates saw."""
-    rollouts = part.rollouts
-    sampling = rollouts.provenance.sampling
-    scored = score(model, rollouts, temperature=sampling.temperature)
-    device = scored.logp.device
-    lp = LogProbs.pack(
-        rollouts.logp_rollout.to(device),
-        scored.logp,
-        None if part.logp_old is None else part.logp_old.to(device),
-        segments=Segments(rollouts.cu_seqlens.to(device)),
-    )
-    evidence = divergences(rollouts, scored.logits)
-    result = policy_loss(
-        lp,
-        method,
-        part.advantages.to(device),
-        divergences=evidence,
-        normalizer=normalizer,
-        horizon=sampling.max_tokens,
-    )
-    return replace(
-        result, stats=result.stats.with_sum("current/entropy", scored.entropy.sum())
-    ), evidence
+class _See:
+    """One piece under the current policy: its log-probs, divergences, and what else is known."""
+
+    def __init__(self, model: nn.Module, part: Batch, version: int) -> None:
+        self.part = part
+        rollouts, sampling = part.rollouts, part.rollouts.provenance.sampling
+        self.scored: Score = score(model, rollouts, temperature=sampling.temperature)
+        device = self.device = self.scored.logp.device
+        self.logprobs = LogProbs.pack(
+            rollouts.logp_rollout.to(device),
+            self.scored.logp,
+            None if part.old is None else part.old.logp.to(device),
+            logp_ref=None if part.logp_ref is None else part.logp_ref.to(device),
+            segments=Segments(
+                rollouts.cu_seqlens.to(device), group_ids=rollouts.group_ids.to(device)
+            ),
+        )
+        self.divergences = divergences(rollouts, self.scored.logits)
+        if part.old is not None:
+            self.divergences |= {
+                k: replace(d, lo=d.lo.to(device), hi=d.hi.to(device))
+                for k, d in part.old.divergences.items()
+            }
+        self.advantages = part.advantages.to(device)
+        self.facts = {
+            "entropy": None if part.old is None else part.old.entropy.to(device),
+            "vocab": self.scored.logits.shape[1],
+            "rewards": None if rollouts.rewards is None else rollouts.rewards.to(device),
+            "version_lag": (version - rollouts.rollout_version).to(device),
+        }
+
+    def push(self, method: Method, normalizer: float, observed: Observed | None) -> PolicyLoss:
+        """Loss and statistics of the piece."""
+        result = policy_loss(
+            self.logprobs,
+            method,
+            self.advantages,
+            divergences=self.divergences,
+            **self.facts,
+            observed=observed,
+            normalizer=normalizer,
+            horizon=self.part.rollouts.provenance.sampling.max_tokens,
+        )
+        entropy = self.scored.entropy.sum()
+        return replace(result, stats=result.stats.with_sum("current/entropy", entropy))
+
+    def observe(self, method: Method) -> Observed:
+        """What the method's observing parts see of the piece."""
+        facts = Facts(divergences=self.divergences, **self.facts)
+        lp = self.logprobs if method.anchor is None else method.anchor(self.logprobs, facts)
+        return method.observe(lp, self.advantages, facts).cpu()
+
+
+@torch.no_grad()
+def _look_ahead(
+    accelerator: Accelerator,
+    model: nn.Module,
+    batch: Batch,
+    method: Method,
+    token_budget: int,
+    version: int,
+) -> Observed | None:
+    """What the method's parts see of the whole step; None if no part looks, or one piece is all."""
+    if not method.observers:
+        return None
+    pieces = list(chunks(batch.rollouts, token_budget=token_budget))
+    if len(pieces) == 1 and accelerator.num_processes == 1:
+        return None
+    seen = [_See(model, batch.select(piece), version).observe(method) for piece in pieces]
+    if accelerator.num_processes > 1:
+        seen = gather_object(seen)
+    return functools.reduce(Observed.merge, seen).to(accelerator.device)
+
+
+def _lr_scale(method: Method, observed: Observed | None) -> float:
+    """What the method multiplies this step's learning rate by."""
+    if method.lr_scale is None or observed is None:
+        return 1.0
+    return float(method.lr_scale.scale(observed.parts[method.lr_scale]))
+
+
+@contextlib.contextmanager
+def _scaled_lr(optimizer: torch.optim.Optimizer, scale: float):
+    """The learning rate multiplied for one step: with Adam, scaling the gradient would do nothing."""
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group, lr in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = lr * scale
+    try:
+        yield
+    finally:
+        for group, lr in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = lr
+
+
+def _adapted(method: Method, observed: Observed | None, total: DriftStats) -> Method:
+    """The method of the next step: its own state, and the penalty's controller, moved on."""
+    if observed is not None:
+        method = method.next(observed)
+    penalty = method.penalty
+    if penalty is None or penalty.controller is None:
+        return method
+    found = total.to_host()
+    kl = found["reference/kl"] / found["n"]
+    coef = penalty.controller.next(penalty.coef, kl=kl, samples=int(found["b"]))
+    return replace(method, penalty=replace(penalty, coef=coef))
 
 
 def _with_batch_facts(stats: DriftStats, rollouts: Rollouts, version: int) -> DriftStats:

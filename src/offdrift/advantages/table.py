@@ -1,0 +1,276 @@
+"""`ADVANTAGES`: every estimator by name, what it reads, and `advantages`, the way in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int, Real
+from torch import Tensor
+
+from offdrift.advantages import group, optimal, token
+from offdrift.advantages.base import WAYS_OUT, Credit, identity
+from offdrift.advantages.checks import (
+    check_component_weights,
+    check_entries,
+    check_position,
+    check_rewards,
+)
+from offdrift.errors import EvidenceError, MethodError, check_choice
+from offdrift.segments import Segments
+
+AdvantageName = Literal[
+    "grpo",
+    "grpo_vectorized",
+    "dr_grpo",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+    "gae",
+    "reinforce_plus_plus",
+    "remax",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+    "opob",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """One row of `ADVANTAGES`."""
+
+    function: Callable[[Credit], Tensor]
+    summary: str
+    """What a token's advantage is: one line."""
+    reference: str
+    needs: tuple[str, ...] = ()
+    """Inputs without which it raises `EvidenceError`."""
+    reads: tuple[str, ...] = ()
+    """Inputs that it uses where they are given."""
+    siblings: bool = True
+    """Whether its baseline is made of the group's other sequences."""
+
+
+OTB = "arXiv:2602.07078"
+REINFORCE_PP = "arXiv:2501.03262"
+
+ADVANTAGES: dict[str, Estimator] = {
+    "grpo": Estimator(
+        function=group.grpo,
+        summary="reward minus the group's mean, divided by its standard deviation",
+        reference="arXiv:2402.03300, section 4.1",
+    ),
+    "grpo_vectorized": Estimator(
+        function=group.grpo,
+        summary="grpo: the same numbers; verl's implementation of this name rounds to float32",
+        reference="arXiv:2402.03300, section 4.1",
+    ),
+    "dr_grpo": Estimator(
+        function=group.dr_grpo,
+        summary="reward minus the group's mean",
+        reference="arXiv:2503.20783",
+    ),
+    "grpo_passk": Estimator(
+        function=group.grpo_passk,
+        summary="the best sequence's lead over the second best, in standard deviations; others 0",
+        reference="arXiv:2503.19595",
+    ),
+    "rloo": Estimator(
+        function=group.rloo,
+        summary="reward minus the mean of the others; a lone sequence keeps its reward",
+        reference="arXiv:2402.14740, eq. 8",
+    ),
+    "rloo_vectorized": Estimator(
+        function=group.rloo_vectorized,
+        summary="reward minus the mean of the others; a lone sequence gets 0",
+        reference="arXiv:2402.14740, eq. 8",
+    ),
+    "opo": Estimator(
+        function=group.opo,
+        summary="reward minus the group's mean weighted by length",
+        reference="arXiv:2505.23585",
+    ),
+    "gpg": Estimator(
+        function=group.gpg,
+        summary="reward minus the group's mean, divided by the batch's share of nonzero rewards",
+        reference="arXiv:2504.02546",
+    ),
+    "gdpo": Estimator(
+        function=group.gdpo,
+        summary="each reward component standardized in its group, added, whitened over the batch",
+        reference="arXiv:2601.05242",
+        needs=("components",),
+        reads=("component_weights",),
+    ),
+    "reinforce_plus_plus_baseline": Estimator(
+        function=group.reinforce_plus_plus_baseline,
+        summary="reward minus the group's mean, whitened over the batch",
+        reference=REINFORCE_PP,
+    ),
+    "gae": Estimator(
+        function=token.gae,
+        summary="generalized advantage estimation with a critic, whitened over the batch",
+        reference="arXiv:1506.02438, eq. 16",
+        needs=("values",),
+        reads=("gamma", "lam"),
+        siblings=False,
+    ),
+    "reinforce_plus_plus": Estimator(
+        function=token.reinforce_plus_plus,
+        summary="discounted reward-to-go, whitened over the batch",
+        reference=REINFORCE_PP,
+        reads=("gamma",),
+        siblings=False,
+    ),
+    "remax": Estimator(
+        function=token.remax,
+        summary="reward-to-go minus the reward of a greedy response",
+        reference="arXiv:2310.10505",
+        needs=("greedy_rewards",),
+        siblings=False,
+    ),
+    "optimal_token_baseline": Estimator(
+        function=optimal.optimal_token_baseline,
+        summary="reward-to-go minus a least-variance baseline per column of the response",
+        reference=OTB,
+        needs=("logp_old", "sum_pi_squared"),
+        reads=("weight", "position"),
+    ),
+    "tir_optimal_token_baseline": Estimator(
+        function=optimal.tir_optimal_token_baseline,
+        summary="reward-to-go minus a least-variance baseline per count of trainable tokens",
+        reference=OTB,
+        needs=("logp_old", "sum_pi_squared"),
+        reads=("weight",),
+    ),
+    "opob": Estimator(
+        function=optimal.opob,
+        summary="reward minus the least-variance baseline under importance weights",
+        reference="arXiv:2602.17616",
+        reads=("weight", "grad_norm_squared", "logp_old", "sum_pi_squared"),
+    ),
+}
+
+
+def advantages(
+    rewards: Real[Tensor, " r"],
+    segments: Segments,
+    *,
+    how: AdvantageName = "grpo",
+    baseline_over: Literal["sampled", "kept"] = "sampled",
+    keep: Bool[Tensor, " b"] | None = None,
+    gamma: float | int = 1.0,
+    lam: float | int = 1.0,
+    values: Float[Tensor, " n"] | None = None,
+    greedy_rewards: Float[Tensor, " b"] | None = None,
+    components: Float[Tensor, "b k"] | None = None,
+    component_weights: Float[Tensor, " k"] | None = None,
+    logp_old: Float[Tensor, " n"] | None = None,
+    sum_pi_squared: Float[Tensor, " n"] | None = None,
+    weight: Float[Tensor, " n"] | None = None,
+    grad_norm_squared: Float[Tensor, " b"] | None = None,
+    position: Int[Tensor, " n"] | None = None,
+    total: Callable[[Tensor], Tensor] = identity,
+) -> Float[Tensor, " n"]:
+    """Advantage of every token by the named estimator. Gradient: none.
+
+    Which sequences make the baseline is a choice. `"sampled"`: all of them; the baseline estimates
+    what the rollout policy earns on the prompt, and a sequence that a gate rejects still tells its
+    siblings how hard the prompt was. `"kept"`: only those with `keep`, in every mean, deviation,
+    whitening and count, so that the kept get what they would in a batch without the rejected. Then
+    the kept ones' advantages center on zero, but their baseline rests on fewer sequences, and on
+    those that a gate selected. A rejected sequence is measured against its kept siblings; a group
+    without any kept sequence gets 0. Unverified: best reading.
+
+    Computed in float64, returned in the rewards' dtype (float32 for integers).
+
+    Args:
+        rewards: one scalar per sequence in the task's unit, paid on its last token; or one per
+            token, whose sum is the sequence's. Of `b` values for `b` sequences, each is a
+            sequence's.
+        segments: sequences and their prompt groups (`group_ids`).
+        how: a name in `ADVANTAGES`, which says what each one needs and reads; inputs that the
+            estimator does not read are checked, then ignored.
+        baseline_over: see above.
+        keep: whether a gate kept the sequence; read if `baseline_over="kept"`.
+        gamma: discount per token, in [0, 1].
+        lam: weight of longer returns in `gae`, in [0, 1].
+        values: the critic's value at each token, in reward units.
+        greedy_rewards: reward of a greedy response to the sequence's prompt.
+        components: one column per component of the reward.
+        component_weights: weight of each column; ones unless given.
+        logp_old: log-probs of the training engine at the weights that sampled, in nats.
+        sum_pi_squared: sum over the vocabulary of that policy's squared probabilities.
+        weight: mismatch weight of each token; for `opob` the sequence's, on each of its tokens.
+        grad_norm_squared: squared norm of each sequence's score gradient.
+        position: column of each token in the original response, tool output included; its index
+            among the trainable tokens unless given.
+        total: sums a small tensor over all processes, for statistics of the whole batch. Every
+            process must hold whole groups.
+
+    Raises: `BadValueError` naming the sequence or token whose reward, or any other input, is not
+        finite, or the group that is too small; `EvidenceError` naming a missing input;
+        `ShapeError`; `MethodError` for an unknown name.
+
+    Example:
+        >>> s = Segments.from_lengths([2, 1, 1], group_ids=torch.tensor([7, 7, 7]))
+        >>> rewards = torch.tensor([1.0, 0.0, 0.5])
+        >>> advantages(rewards, s, how="dr_grpo")
+        tensor([ 0.5000,  0.5000, -0.5000,  0.0000])
+        >>> keep = torch.tensor([True, True, False])
+        >>> advantages(rewards + torch.tensor([0.0, 0.0, 8.0]), s, how="dr_grpo",
+        ...            baseline_over="kept", keep=keep)
+        tensor([ 0.5000,  0.5000, -0.5000,  8.0000])
+    """
+    check_choice("how", how, get_args(AdvantageName))
+    check_choice("baseline_over", baseline_over, ("sampled", "kept"))
+    if baseline_over == "kept" and keep is None:
+        raise EvidenceError(
+            f"baseline_over='kept' needs keep, which was not given; {WAYS_OUT['keep']}"
+        )
+    for name, x in {"gamma": gamma, "lam": lam}.items():
+        if not 0 <= x <= 1:
+            raise MethodError(f"{name}={x} must lie in [0, 1]")
+    per_token = {
+        "values": values,
+        "logp_old": logp_old,
+        "sum_pi_squared": sum_pi_squared,
+        "weight": weight,
+        "position": position,
+    }
+    per_sequence = {
+        "keep": keep,
+        "greedy_rewards": greedy_rewards,
+        "grad_norm_squared": grad_norm_squared,
+        "components": components,
+    }
+    check_rewards(rewards, segments)
+    check_entries(per_token, segments, per_sequence=False)
+    check_entries(per_sequence, segments, per_sequence=True)
+    check_component_weights(component_weights, components)
+    check_position(position, segments)
+    floats = {**per_token, **per_sequence, "component_weights": component_weights}
+    del floats["keep"], floats["position"]
+    row = ADVANTAGES[how]
+    with torch.no_grad():
+        # Equal float32 rewards have a float64 mean equal to them: nothing remains to be normalized.
+        credit = Credit(
+            rewards=rewards.double(),
+            segments=segments,
+            counted=keep if baseline_over == "kept" else None,
+            gamma=gamma,
+            lam=lam,
+            position=position,
+            total=total,
+            **{name: None if x is None else x.double() for name, x in floats.items()},
+        )
+        found = row.function(credit)
+        if row.siblings and credit.counted is not None:
+            found = found.where(segments.spread(credit.siblings > 0), 0.0)
+        return found.to(rewards.dtype if rewards.is_floating_point() else torch.float32)

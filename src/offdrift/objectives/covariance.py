@@ -1,0 +1,288 @@
+"""Two brakes on the tokens whose covariance of log-prob and advantage is largest.
+
+Entropy falls with the covariance of log pi and the advantage, and a few tokens make up most of it.
+Clip-Cov removes some of them from the loss at random, KL-Cov keeps the highest where they are. Both
+need the whole step: its means, its number of tokens, and which tokens are chosen. No choice depends
+on how the step was split: chance is a key that every token computes from its own values.
+
+Reference: Cui et al., "The entropy mechanism of reinforcement learning for reasoning language
+models", arXiv:2505.22617.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.facts import NO_FACTS, Facts, Seen
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import clamped, ratio
+from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.clipped import ppo_clip
+from offdrift.objectives.reinforce import importance_sampled
+from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
+
+Penalty = Literal["abs", "k2", "k3"]
+
+
+def covariance(
+    advantages: Float[Tensor, " n"], logp: Float[Tensor, " n"], seen: Seen
+) -> Float[Tensor, " n"]:
+    """Each token's share of the covariance over a step, (A_t - mean A)(log pi_t - mean log pi).
+
+    Args:
+        seen: the `advantages` and `logp` of all tokens of the step, over which the means are taken.
+
+    Gradient: none.
+
+    Example:
+        >>> a, logp = torch.tensor([1.0, -1.0]), torch.tensor([-0.5, -1.5])
+        >>> covariance(a, logp, {"advantages": a, "logp": logp})
+        tensor([0.5000, 0.5000], dtype=torch.float64)
+
+    Reference: Cui et al., arXiv:2505.22617.
+    """
+    # Sorted, so that rounding does not depend on the order in which the pieces were joined.
+    mean_a, mean_x = (seen[name].double().sort().values.mean() for name in ("advantages", "logp"))
+    return (advantages.detach().double() - mean_a) * (logp.detach().double() - mean_x)
+
+
+def token_keys(logprobs: LogProbs, *, seed: int = 0) -> Float[Tensor, " n"]:
+    """A pseudo-random number in [0, 1) for every token, made from recorded values alone.
+
+    It mixes the bits of log mu of the token, its position, all of log mu of its sequence, and the
+    seed; thus neither micro-batches nor ranks nor the order of sequences change it. Sequences that
+    agree in every bit of log mu have equal keys. Gradient: none.
+
+    Example:
+        >>> from offdrift.segments import Segments
+        >>> lp = LogProbs.pack(torch.tensor([-1.0, -1.0]), segments=Segments.from_lengths([2]))
+        >>> token_keys(lp)
+        tensor([0.4633, 0.3440], dtype=torch.float64)
+
+    Reference: Steele et al., "Fast splittable pseudorandom number generators", 2014 (the mixer).
+    """
+    segments = logprobs.segments
+    bits = logprobs.logp_rollout.double().view(torch.int64)
+    own = _mixed(bits ^ _mixed(segments.position + 1))
+    # Integers wrap around, so a difference of running sums is exact however long the stream.
+    running = torch.cat([own.new_zeros(1), own.cumsum(0)])
+    whole = _mixed(running[segments.cu_seqlens].diff() + _signed((seed + 1) * 0x9E3779B97F4A7C15))
+    return _shifted(_mixed(own ^ segments.spread(whole)), 11).double() * 2.0**-53
+
+
+@dataclass(frozen=True, kw_only=True)
+class CovClipped:
+    """Clip-Cov: PPO clipping, and no loss at all on a few random tokens of high covariance.
+
+        candidates  cov_low < cov_t < cov_high, and not clipped by PPO
+        chosen      max(1, int(fraction N)) of the candidates at random, N tokens in the step
+        L = max(-A u, -A clip(u, 1 - eps_low, 1 + eps_high)), 0 where chosen
+
+    Identical sequences are chosen together (see `token_keys`). `next` changes the seed.
+
+    Args:
+        on: `staleness`, or `full` in bypass mode.
+        fraction: of the tokens of the step, (0, 1].
+        cov_low: covariance above which a token may be chosen, nats times advantage.
+        cov_high: covariance below which it may be.
+        seed: of the choice; one per step.
+
+    Gradient: to `logp`, as PPO where not chosen; none through the covariance.
+
+    Example:
+        >>> CovClipped().formula
+        'L = max(-A u, -A clip(u, 1 - 0.2, 1 + 0.2)), 0 on a random 0.0002 of the tokens with 1 < cov(A, log pi) < 5, u = ratio(staleness)'
+
+    Reference: Cui et al., arXiv:2505.22617; verl, `clip_cov`, which chooses on every rank by itself.
+    The authors' recipe has eps_high = 1. Aggregate as `token_mean`.
+    """
+
+    on: RatioName = "staleness"
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    fraction: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    seed: int = 0
+    gradient = "unit"
+
+    def __post_init__(self) -> None:
+        check_choice("on", self.on, ("full", "staleness"))
+        for name in ("eps_low", "eps_high", "fraction", "cov_low", "cov_high", "seed"):
+            check_number(name, getattr(self, name))
+        _check_fraction(self.fraction)
+        if not (0 < self.eps_low <= 1 and self.eps_high > 0):
+            raise MethodError(
+                f"eps_low={self.eps_low} must lie in (0, 1] and eps_high={self.eps_high} above 0; "
+                "they are distances from ratio 1"
+            )
+        if not self.cov_low < self.cov_high:
+            raise MethodError(f"cov_low={self.cov_low} must be below cov_high={self.cov_high}")
+
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        return (
+            f"L = max(-A u, -A clip(u, 1 - {self.eps_low:g}, 1 + {self.eps_high:g})), "
+            f"0 on a random {self.fraction:g} of the tokens with "
+            f"{self.cov_low:g} < cov(A, log pi) < {self.cov_high:g}, u = ratio({self.on})"
+        )
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+    ) -> TokenLoss:
+        seen = facts.seen_by(self, logprobs, advantages)
+        loss, clipped, _ = self._ppo(log_ratio(logprobs, on=self.on), advantages)
+        assert clipped is not None
+        step = self._between(covariance(seen["advantages"], seen["logp"], seen))
+        keys = seen["key"].where(step, torch.inf)
+        last = keys.sort().values[_share(self.fraction, len(keys)) - 1]
+        own = self._between(covariance(advantages, logprobs.current, seen)) & ~clipped
+        chosen = own & (token_keys(logprobs, seed=self.seed) <= last)
+        return TokenLoss(loss.where(~chosen, 0.0), clipped | (chosen & (advantages != 0)))
+
+    def observe(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+    ) -> Seen:
+        """Advantages, log-probs and keys; a token that PPO clips has an infinite key."""
+        seen = _observed(logprobs, advantages, self.seed)
+        _, clipped, _ = self._ppo(stopped_log_ratio(logprobs, on=self.on), seen["advantages"])
+        assert clipped is not None
+        return {**seen, "key": seen["key"].where(~clipped, torch.inf)}
+
+    def next(self, seen: Seen) -> CovClipped:
+        """The same with another seed, for the next step."""
+        return replace(self, seed=self.seed + 1)
+
+    def _ppo(self, x: Float[Tensor, " n"], advantages: Float[Tensor, " n"]) -> TokenLoss:
+        return ppo_clip(x, advantages, eps_low=self.eps_low, eps_high=self.eps_high)
+
+    def _between(self, cov: Float[Tensor, " n"]) -> Bool[Tensor, " n"]:
+        return (self.cov_low < cov) & (cov < self.cov_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CovPenalized:
+    """KL-Cov: a penalty for moving, on the tokens of highest covariance; no clip.
+
+        L = -A u + coef p(log u) 1[t in S],   S the max(1, int(fraction N)) tokens of largest cov
+
+        abs  |log u|          what the implementations have
+        k2   (log u)^2 / 2
+        k3   u - 1 - log u    unbiased for KL(old || pi) on tokens of the old policy
+
+    The paper's own penalty is the KL of full distributions with its gradient, which a batch of
+    log-probs does not carry: there is no penalty="exact". Equal covariances are told apart by
+    `token_keys`. A token of S with A = 0 carries the penalty alone.
+
+    Args:
+        on: `staleness`, or `full` in bypass mode.
+        fraction: of the tokens of the step, (0, 1]; sources differ by orders of magnitude (verl
+            2e-4; the authors `k_percent` 0.2, or 0.02 for the larger model).
+        coef: weight of the penalty; verl documents 1 and ships 0.1.
+        penalty: see above; log-ratios are clamped to +-20.
+
+    Gradient: to `logp`, -A u, and on S coef times sign(log u), log u, or u - 1.
+
+    Example:
+        >>> CovPenalized(coef=0.1).formula
+        'L = -A u + 0.1 |log u| on the 0.0002 of the tokens with the largest cov(A, log pi), u = ratio(staleness)'
+
+    Reference: Cui et al., arXiv:2505.22617, eq. 14; verl, `kl_cov`, which chooses on every rank by itself.
+    Aggregate as `token_mean`.
+    """
+
+    on: RatioName = "staleness"
+    fraction: float = 2e-4
+    coef: float = 1.0
+    penalty: Penalty = "abs"
+    gradient = "unit"
+
+    def __post_init__(self) -> None:
+        check_choice("on", self.on, ("full", "staleness"))
+        check_choice("penalty", self.penalty, get_args(Penalty))
+        for name in ("fraction", "coef"):
+            check_number(name, getattr(self, name))
+        _check_fraction(self.fraction)
+        if self.coef < 0:
+            raise MethodError(f"coef={self.coef} must not be negative: it would reward moving")
+
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        p = {"abs": "|log u|", "k2": "(log u)^2 / 2", "k3": "(u - 1 - log u)"}[self.penalty]
+        return (
+            f"L = -A u + {self.coef:g} {p} on the {self.fraction:g} of the tokens with the largest "
+            f"cov(A, log pi), u = ratio({self.on})"
+        )
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+    ) -> TokenLoss:
+        seen = facts.seen_by(self, logprobs, advantages)
+        x = log_ratio(logprobs, on=self.on)
+        step, key = covariance(seen["advantages"], seen["logp"], seen), seen["key"]
+        order = key.argsort()
+        order = order[step[order].argsort(descending=True, stable=True)]
+        count = _share(self.fraction, len(order))
+        last = order[count - 1 : count]
+        own = covariance(advantages, logprobs.current, seen)
+        tied = (own == step[last]) & (token_keys(logprobs) <= key[last])
+        penalty = self.coef * self._penalty(x)
+        return TokenLoss(
+            importance_sampled(x, advantages) + penalty.where((own > step[last]) | tied, 0.0)
+        )
+
+    def observe(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+    ) -> Seen:
+        """Advantages, log-probs and keys of all tokens. Gradient: none."""
+        return _observed(logprobs, advantages, 0)
+
+    def _penalty(self, x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        x = clamped(x)
+        if self.penalty == "abs":
+            return x.abs()
+        return x.square() / 2 if self.penalty == "k2" else ratio(x) - 1 - x
+
+
+def _observed(logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, seed: int) -> Seen:
+    if advantages is None:
+        raise MethodError("the covariance of log-probs and advantages needs advantages; give them")
+    return {
+        "advantages": advantages.detach().double(),
+        "logp": logprobs.current.detach().double(),
+        "key": token_keys(logprobs, seed=seed),
+    }
+
+
+def _share(fraction: float, tokens: int) -> int:
+    return max(1, int(fraction * tokens))
+
+
+def _check_fraction(fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise MethodError(f"fraction={fraction} must lie in (0, 1]; it is a share of the tokens")
+
+
+def _mixed(x: Int[Tensor, " k"]) -> Int[Tensor, " k"]:
+    """Every bit of the result depends on every bit of x; one to one."""
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Int[Tensor, " k"], bits: int) -> Int[Tensor, " k"]:
+    """Shift right, filling with zeros; torch repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The 64-bit integer with the same last bits."""
+    return (x + 2**63) % 2**64 - 2**63

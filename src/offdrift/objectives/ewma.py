@@ -1,0 +1,166 @@
+"""PPO-EWMA: the trust region is centered on an exponential average of the weights.
+
+Three policies: rollout (corrects the distribution), proximal (centers the clip), current. The
+proximal policy is scored with weights averaged by `ewma_update`; its log-probs enter as `logp_old`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.errors import MethodError, check_number
+from offdrift.facts import NO_FACTS, Facts
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import ratio
+from offdrift.objectives.base import TokenLoss
+from offdrift.ratios import RatioName
+
+
+def ppo_ewma(
+    logprobs: LogProbs,
+    advantages: Float[Tensor, " n"],
+    *,
+    eps: float = 0.2,
+    limit: float | int = 100.0,
+) -> TokenLoss:
+    """Decoupled clip, per token, with prox = logp_old:
+
+        base = max(logp_rollout, stop(logp) - ln limit)
+        L = max(-A exp(logp - base), -A exp(clamp(logp - prox, ln(1 - eps), ln(1 + eps)) + prox - base))
+
+    Args:
+        logprobs: `logp_old` holds the proximal policy, nats.
+        advantages: signed, any scale.
+        eps: distance from ratio 1 to the proximal policy at which an outward push stops.
+        limit: largest ratio to the rollout policy; a token beyond it pushes with this weight.
+
+    Returns: loss, and where the clip changed it.
+
+    Gradient: to `logp`: -A min(pi / mu, limit) where unclipped, zero where clipped. None to `base`.
+
+    Example:
+        >>> from offdrift.segments import Segments
+        >>> lp = LogProbs.pack(torch.tensor([-1.0, -0.5]), torch.tensor([-0.6, -0.9]),
+        ...                    torch.tensor([-0.9, -0.6]), segments=Segments.from_lengths([2]))
+        >>> ppo_ewma(lp, torch.tensor([1.0, -1.0])).loss
+        tensor([-1.3262,  0.7239])
+
+    Reference: Hilton et al., PPO-EWMA, arXiv:2110.00641, and its official code.
+    """
+    logp, prox = logprobs.current, logprobs.old
+    base = torch.maximum(logprobs.logp_rollout, logp.detach() - math.log(limit))
+    low, high = math.log1p(-eps), math.log1p(eps)
+    moved = logp - prox
+    plain = -advantages * ratio(logp - base)
+    limited = -advantages * ratio(moved.clamp(low, high) + prox - base)
+    # Inside the limits both branches are one number up to rounding, which must not count as a clip.
+    clipped = ((moved < low) | (moved > high)) & (limited > plain)
+    return TokenLoss(limited.where(clipped, plain), clipped.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProximalEwma:
+    """`ppo_ewma` as an objective; published with token_mean.
+
+    Contains the full ratio, and reads the proximal policy as `logp_old`: score the rollouts with
+    averaged weights (`ewma_update`) instead of those that sampled. The revision of this loss in
+    "Missing Old Logits", arXiv:2605.12070, could not be read and is not here.
+
+    Args:
+        eps: see `ppo_ewma`.
+        limit: see `ppo_ewma`.
+
+    Example:
+        >>> ProximalEwma().formula
+        'L = max(-A w, -A w clip(r, 1 - 0.2, 1 + 0.2) / r), w = min(ratio(full), 100), r = ratio(staleness)'
+
+    Reference: Hilton et al., PPO-EWMA, arXiv:2110.00641.
+    """
+
+    eps: float = 0.2
+    limit: float = 100.0
+    gradient = "unit"
+    needs_old = True
+
+    def __post_init__(self) -> None:
+        check_number("eps", self.eps)
+        check_number("limit", self.limit)
+        if not (0 < self.eps < 1 and self.limit > 1):
+            raise MethodError(
+                f"eps={self.eps} must lie in (0, 1), a distance from ratio 1, and "
+                f"limit={self.limit} must exceed 1"
+            )
+
+    @property
+    def on(self) -> RatioName:
+        """The ratio it contains."""
+        return "full"
+
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        return (
+            f"L = max(-A w, -A w clip(r, 1 - {self.eps:g}, 1 + {self.eps:g}) / r), "
+            f"w = min(ratio(full), {self.limit:g}), r = ratio(staleness)"
+        )
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+    ) -> TokenLoss:
+        return ppo_ewma(logprobs, advantages, eps=self.eps, limit=self.limit)
+
+
+def ewma_decay(center_of_mass: float | int) -> float:
+    """Decay whose average looks back the given number of updates: 1 - 1 / (center_of_mass + 1).
+
+    Args:
+        center_of_mass: mean age of what is averaged, in updates; 0 keeps the newest alone.
+
+    Raises: `MethodError` if it is negative.
+
+    Example:
+        >>> ewma_decay(9)
+        0.9
+
+    Reference: Hilton et al., arXiv:2110.00641.
+    """
+    if not center_of_mass >= 0:
+        raise MethodError(f"center_of_mass={center_of_mass} must not be negative; it is an age")
+    return 1 - 1 / (center_of_mass + 1)
+
+
+def ewma_update(
+    mean: Float[Tensor, "*s"], new: Float[Tensor, "*s"], *, weight: float | int, decay: float | int
+) -> tuple[Float[Tensor, "*s"], float]:
+    """One step of a bias-corrected exponential average; call it after every policy update.
+
+        weight' = decay weight + 1
+        mean'   = (decay weight / weight') mean + new / weight'
+
+    Args:
+        mean: the average so far; at first the initial weights, with weight 1.
+        new: the current weights, same shape.
+        weight: the second thing that the last call returned; 1 at first.
+        decay: in [0, 1), see `ewma_decay`; 0 forgets everything but `new`.
+
+    Returns: mean' and weight'.
+
+    Raises: `MethodError` if decay lies outside [0, 1).
+
+    Gradient: none.
+
+    Example:
+        >>> ewma_update(torch.tensor(0.0), torch.tensor(1.0), weight=1.0, decay=0.9)
+        (tensor(0.5263), 1.9)
+
+    Reference: Hilton et al., arXiv:2110.00641, and its official code.
+    """
+    if not 0 <= decay < 1:
+        raise MethodError(f"decay={decay} must lie in [0, 1); see ewma_decay")
+    total = decay * weight + 1
+    return mean.detach() * (decay * weight / total) + new.detach() / total, float(total)

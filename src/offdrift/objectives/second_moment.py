@@ -1,0 +1,209 @@
+"""A clip, or a mask, that acts only once the second moment of a step's log-ratios exceeds a budget.
+
+PPO clips at fixed distances, however stale the data. M2PO measures the mean squared log-ratio of the
+tokens that are being pushed further out, over the whole step, and sets the distances from it: none
+while the step is within its budget, the loosest that restore it otherwise. If every ratio lies in
+[1/R, R], the second moment M2 bounds chi^2(pi || old) by R^2 M2; R bounds the ratio, not its log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.facts import NO_FACTS, Facts, Seen
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import ratio
+from offdrift.objectives.base import TokenLoss
+from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
+
+Level = Literal["discrete", "exact"]
+Scope = Literal["harmful", "all_drop_largest"]
+SLACK = 1e-12
+"""Advantages and excesses smaller than this are rounding, as in the official code."""
+
+
+class Bounds(NamedTuple):
+    """Lower and upper limit of a ratio; 0 and infinity where nothing is clipped."""
+
+    low: Float[Tensor, ""]
+    high: Float[Tensor, ""]
+
+
+def second_moment_threshold(
+    squares: Float[Tensor, " n"], *, budget: float, level: Level = "discrete"
+) -> Float[Tensor, ""]:
+    """Largest |log-ratio| tau with which the second moment of the capped tokens meets the budget.
+
+        D = the nonzero squares,  n = |D|
+        mean of D <= budget:  tau = inf
+        discrete:  tau^2 = the largest d in D with sum_D min(x, d) < budget n;   0 if there is none
+        exact:     tau^2 solves sum_D min(x, tau^2) = budget n
+
+    Args:
+        squares: squared log-ratios, nats^2; zeros are tokens outside of D.
+        budget: the largest mean square that is not clipped, nats^2.
+        level: only a value that occurs, as the official code, or the budget to the digit.
+
+    Gradient: none.
+
+    Example:
+        >>> d = torch.tensor([0.36, 0.09, 0.0, 0.01, 0.81])
+        >>> second_moment_threshold(d, budget=0.04), second_moment_threshold(d, budget=0.4)
+        (tensor(0.1000, dtype=torch.float64), tensor(inf, dtype=torch.float64))
+
+    Reference: M2PO, arXiv:2510.01161, and its official code.
+    """
+    # Zeros add nothing to any sum of capped squares, so they need not be removed (a host transfer).
+    x = squares.detach().double().sort().values
+    size = (x > 0).sum().double()
+    target = budget * size
+    rank = torch.arange(len(x), device=x.device)
+    capped = x.cumsum(0) + (len(x) - 1 - rank) * x
+    below = capped < target - SLACK
+    if level == "discrete":
+        square = x.where(below, 0.0).max()
+    else:
+        square = (target - x.where(below, 0.0).sum()) / (~below).sum().clamp(min=1)
+    within = x.sum() <= target + SLACK * size
+    return square.clamp(min=0).sqrt().where(~within, torch.inf)
+
+
+def second_moment_bounds(
+    threshold: Float[Tensor, ""], *, floor_low: float = 0.3, floor_high: float = 0.5
+) -> Bounds:
+    """Limits of the ratio, with distances from 1 that never fall below the floors.
+
+        [1 - max(1 - e^-tau, floor_low),  1 + max(e^tau - 1, floor_high)]
+
+    Gradient: none.
+
+    Example:
+        >>> second_moment_bounds(torch.tensor(1.0))
+        Bounds(low=tensor(0.3679), high=tensor(2.7183))
+
+    Reference: M2PO, arXiv:2510.01161; the floors: official code.
+    """
+    low = 1 - (1 - (-threshold).exp()).clamp(min=floor_low)
+    return Bounds(low, 1 + (threshold.exp() - 1).clamp(min=floor_high))
+
+
+def largest_kept(squares: Float[Tensor, " n"], *, budget: float) -> Float[Tensor, ""]:
+    """Largest square that stays when the largest are dropped until the mean is below the budget.
+
+    Strictly below. Equal squares share one fate and are dropped together, so that it does not matter
+    in which order tokens come; the smallest always stay. Gradient: none.
+
+    Example:
+        >>> largest_kept(torch.tensor([0.36, 0.09, 0.0625, 0.01, 0.81]), budget=0.04)
+        tensor(0.0625, dtype=torch.float64)
+
+    Reference: AReaL, `m2_threshold` of its PPO actor.
+    """
+    x = squares.detach().double().sort().values
+    count = torch.arange(1, len(x) + 1, device=x.device, dtype=x.dtype)
+    first_dropped = x.where(x.cumsum(0) >= budget * count, torch.inf).min()
+    return x.where(x < first_dropped, x[0]).max()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondMomentClipped:
+    """PPO clipping with bounds set by the second moment of the log-ratios of the whole step.
+
+        harmful:           (A > 0 and u > 1) or (A < 0 and u < 1), with the sequence's mean A
+        L = max(-A u, -A clip(u, low, high)),   low and high from `second_moment_threshold` of the
+                                                squared log-ratios of harmful tokens
+        all_drop_largest:  L = -A u where (log u)^2 <= `largest_kept` of all squares, else 0
+
+    Args:
+        on: `staleness`, or `full` in bypass mode.
+        budget: second moment up to which nothing is clipped, nats^2.
+        floor_low: smallest distance below 1 at which to clip.
+        floor_high: smallest distance above 1 at which to clip.
+        level: see `second_moment_threshold`; unused where the largest are dropped.
+        scope: "harmful" is M2PO. "all_drop_largest" is AReaL's mask, over all tokens of the step;
+            AReaL applies it to each micro-batch, on the mismatch, and clips what stays as PPO does.
+
+    Gradient: to `logp`, -A u where unclipped; the bounds carry none.
+
+    Example:
+        >>> SecondMomentClipped().formula
+        'L = max(-A u, -A clip(u, 1 - max(1 - e^-tau, 0.3), 1 + max(e^tau - 1, 0.5))), u = ratio(staleness), tau where the second moment of harmful tokens is 0.04'
+
+    Reference: M2PO, arXiv:2510.01161; AReaL. Aggregate as `token_mean`.
+    """
+
+    on: RatioName = "staleness"
+    budget: float = 0.04
+    floor_low: float = 0.3
+    floor_high: float = 0.5
+    level: Level = "discrete"
+    scope: Scope = "harmful"
+    gradient = "unit"
+
+    def __post_init__(self) -> None:
+        check_choice("on", self.on, ("full", "staleness"))
+        check_choice("level", self.level, get_args(Level))
+        check_choice("scope", self.scope, get_args(Scope))
+        for name in ("budget", "floor_low", "floor_high"):
+            check_number(name, getattr(self, name))
+        if self.budget <= 0:
+            raise MethodError(f"budget={self.budget} must be positive (a mean square, in nats^2)")
+        if not (0 <= self.floor_low <= 1 and self.floor_high >= 0):
+            raise MethodError(
+                f"floor_low={self.floor_low} must lie in [0, 1] and floor_high={self.floor_high} "
+                "must not be negative; they are distances from ratio 1"
+            )
+
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        u = f"u = ratio({self.on})"
+        if self.scope == "all_drop_largest":
+            return f"L = -A u, 0 where (log u)^2 is dropped to bring its mean below {self.budget:g}, {u}"
+        exactly = "exactly " if self.level == "exact" else ""
+        return (
+            f"L = max(-A u, -A clip(u, 1 - max(1 - e^-tau, {self.floor_low:g}), "
+            f"1 + max(e^tau - 1, {self.floor_high:g}))), {u}, "
+            f"tau where the second moment of harmful tokens is {exactly}{self.budget:g}"
+        )
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+    ) -> TokenLoss:
+        squares = facts.seen_by(self, logprobs, advantages)["squares"]
+        u = ratio(log_ratio(logprobs, on=self.on))
+        plain = -advantages * u
+        if self.scope == "all_drop_largest":
+            limit = largest_kept(squares, budget=self.budget)
+            dropped = stopped_log_ratio(logprobs, on=self.on).double().square() > limit
+            return TokenLoss(plain.where(~dropped, 0.0), dropped & (advantages != 0))
+        low, high = self._bounds(squares)
+        limited = -advantages * u.clamp(low.to(u.dtype), high.to(u.dtype))
+        # Strict, not a maximum: on a tie the gradient goes to the unclipped branch.
+        clipped = (limited > plain).detach()
+        return TokenLoss(limited.where(clipped, plain), clipped)
+
+    def observe(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+    ) -> Seen:
+        """Squared log-ratio of every token, 0 where it is out of scope. Gradient: none."""
+        x = stopped_log_ratio(logprobs, on=self.on)
+        squares = x.double().square()
+        if self.scope == "harmful":
+            if advantages is None:
+                raise MethodError("which tokens are harmful depends on the advantages; give them")
+            segments = logprobs.segments
+            a = segments.spread(segments.mean(advantages.detach()))
+            harmful = ((a > SLACK) & (x > 0)) | ((a < -SLACK) & (x < 0))
+            squares = squares.where(harmful, 0.0)
+        return {"squares": squares}
+
+    def _bounds(self, squares: Float[Tensor, " m"]) -> Bounds:
+        tau = second_moment_threshold(squares, budget=self.budget, level=self.level)
+        return second_moment_bounds(tau, floor_low=self.floor_low, floor_high=self.floor_high)

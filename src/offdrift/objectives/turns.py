@@ -1,0 +1,180 @@
+"""ST-PPO: turn-level PPO that slows down when what it clips is large.
+
+A clip drops terms of the policy gradient, and the dropped part is a bias. ST-PPO measures its size
+over the step and divides the update by it where it exceeds 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.facts import NO_FACTS, Facts, Seen
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import clamped, ratio
+from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.clipped import ppo_clip, unit_ratio
+from offdrift.ratios import RatioName, Unit, turns_of
+from offdrift.segments import Segments
+
+TURN_UNITS = ("token", "turn", "turn_product", "turn_arithmetic")
+
+
+def clipping_bias(
+    log_ratio: Float[Tensor, " n"],
+    advantages: Float[Tensor, " n"],
+    clipped: Bool[Tensor, " n"],
+    segments: Segments,
+) -> Float[Tensor, ""]:
+    """Squared length of what a clip removed from the gradient, times the squared number of sequences:
+
+        N^2 |C|^2 = sum over clipped tokens of (u_t A_t / T_i)^2
+
+    C lists the removed factors of grad log pi token by token. It stands in for the gradient vector
+    itself, which would take another backward pass.
+
+    Gradient: none.
+
+    Example:
+        >>> s, a = Segments.from_lengths([2]), torch.tensor([3.0, 3.0])
+        >>> clipping_bias(torch.zeros(2), a, torch.tensor([True, False]), s)
+        tensor(2.2500, dtype=torch.float64)
+
+    Reference: ST-PPO, arXiv:2511.20718v1, clipping-bias correction. Unverified: best reading of the
+    per-token stand-in.
+    """
+    with torch.no_grad():
+        lengths = segments.spread(segments.lengths.double())
+        removed = ratio(log_ratio.double()) * advantages.double() / lengths
+        return removed.where(clipped, 0.0).square().sum()
+
+
+def renormalized(
+    log_ratio: Float[Tensor, " n"],
+    clipped: Bool[Tensor, " n"],
+    turns: Segments,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> Float[Tensor, " n"]:
+    """Log-ratios divided by the mean clipped ratio of their turn, in turns where a clip acts:
+
+        u_t <- u_t / mean over the turn of clip(u_s, 1 - eps_low, 1 + eps_high)
+
+    Gradient: to `log_ratio`; the mean is a constant.
+
+    Example:
+        >>> l, clipped = torch.tensor([1.54, 1.0]).log(), torch.tensor([True, False])
+        >>> s = Segments.from_lengths([2])  # (1.2 + 1) / 2 = 1.1
+        >>> renormalized(l, clipped, s, eps_low=0.2, eps_high=0.2).exp()
+        tensor([1.4000, 0.9091])
+
+    Reference: ST-PPO, arXiv:2511.20718. Unverified: best reading.
+    """
+    with torch.no_grad():
+        mean = turns.mean(ratio(log_ratio).clamp(1 - eps_low, 1 + eps_high))
+        triggered = turns.sum(clipped.to(mean.dtype)) > 0
+        shift = turns.spread(mean.log().where(triggered, 0.0))
+    return clamped(log_ratio) - shift
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnNormalized:
+    """PPO on turn ratios, rescaled by what its clip removed.
+
+        mode="rescale":  L <- L / max(1, |C|)     C of the whole step, see `clipping_bias`
+        mode="renorm":   u <- u / mean clip(u)    in turns where the clip acts, see `renormalized`
+
+    Average it over sequences ("seq_mean_token_mean"): C assumes it. Tokens that gates remove count
+    towards C. Without recorded turns a sequence is one turn.
+
+    Args:
+        on: `staleness`, or `full` in bypass mode.
+        unit: turn (geometric), turn_product, turn_arithmetic; or token (S-PPO). "renorm" needs
+            token ratios: where a turn has one ratio, dividing by its clipped value changes nothing.
+
+    Gradient: as PPO on the unit; |C| and the mean are constants.
+
+    Example:
+        >>> TurnNormalized().formula
+        'L = max(-A u, -A clip(u, 1 - 0.2, 1 + 0.2)) / max(1, |clipped u A|), u = turn ratio(staleness)'
+
+    Reference: ST-PPO, arXiv:2511.20718. Unverified: best reading of the guard at 1, of `renorm` and
+    of the turn's mean.
+    """
+
+    on: RatioName = "staleness"
+    unit: Unit = "turn"
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    mode: Literal["rescale", "renorm"] = "rescale"
+    gradient = "unit"
+
+    def __post_init__(self) -> None:
+        check_choice("on", self.on, get_args(RatioName))
+        check_choice("unit", self.unit, TURN_UNITS)
+        check_choice("mode", self.mode, ("rescale", "renorm"))
+        for name in ("eps_low", "eps_high"):
+            value = getattr(self, name)
+            check_number(name, value)
+            if value is None or not value > 0:
+                raise MethodError(f"{name}={value} must be positive: a distance from ratio 1")
+        if self.eps_low >= 1:
+            raise MethodError(
+                f"eps_low={self.eps_low} must lie in (0, 1): a distance below ratio 1"
+            )
+        if self.mode == "renorm" and self.unit != "token":
+            raise MethodError(
+                f'mode="renorm" changes nothing with unit="{self.unit}", where all tokens of a turn '
+                'have one ratio; choose unit="token"'
+            )
+
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        clip = f"clip(u, 1 - {self.eps_low:g}, 1 + {self.eps_high:g})"
+        loss, u = f"L = max(-A u, -A {clip})", f"u = {self.unit} ratio({self.on})"
+        if self.mode == "rescale":
+            return f"{loss} / max(1, |clipped u A|), {u}"
+        return f"{loss}, {u} / mean {clip} of its turn where clipped"
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+    ) -> TokenLoss:
+        u, a = unit_ratio(logprobs, advantages, self.on, self.unit, "unit")
+        loss, clipped = self._clip(u, a)
+        if self.mode == "renorm":
+            turns = turns_of(logprobs.segments)
+            u = renormalized(u, clipped, turns, eps_low=self.eps_low, eps_high=self.eps_high)
+            return TokenLoss(*self._clip(u, a))
+        seen = facts.seen_by(self, logprobs, advantages)
+        norm = seen["squares"].sqrt() / seen["sequences"].clamp(min=1)
+        return TokenLoss(loss / norm.clamp(min=1).to(loss.dtype), clipped)
+
+    def observe(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+    ) -> Seen:
+        """Squared size of what was clipped, and the number of sequences; nothing for "renorm".
+
+        Gradient: none. Raises: `MethodError` without advantages.
+        """
+        if self.mode == "renorm":
+            return {}
+        if advantages is None:
+            raise MethodError("TurnNormalized measures clipped advantages; give advantages")
+        segments = logprobs.segments
+        with torch.no_grad():
+            u, a = unit_ratio(logprobs, advantages, self.on, self.unit, "unit")
+            _, clipped = self._clip(u, a)
+            count = torch.tensor(float(len(segments)), dtype=torch.float64, device=u.device)
+            return {"squares": clipping_bias(u, a, clipped, segments), "sequences": count}
+
+    def _clip(self, u: Float[Tensor, " n"], a: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
+        loss, clipped, _ = ppo_clip(u, a, eps_low=self.eps_low, eps_high=self.eps_high)
+        assert clipped is not None
+        return loss, clipped

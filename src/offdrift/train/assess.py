@@ -1,0 +1,142 @@
+"""What is known about a batch before its first update: the old policy, and what was it worth.
+
+The old policy is the trainer as it is when the batch arrives. Everything that one forward pass can
+say about it is taken in one: log-probs, entropies, sums of squared probabilities, divergences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from offdrift.advantages import ADVANTAGES, advantages
+from offdrift.divergence.evidence import Divergence
+from offdrift.engines.score import chunks, divergences, score
+from offdrift.errors import RecipeError
+from offdrift.facts import Facts
+from offdrift.kl import penalized_rewards
+from offdrift.logprobs import LogProbs
+from offdrift.methods import Method
+from offdrift.rollouts.records import Rollouts
+from offdrift.train.recipe import Recipe
+
+SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position"}
+"""What this trainer can give an advantage estimator, besides rewards and groups."""
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """The old policy's view of `n` response tokens; no gradient."""
+
+    logp: Float[Tensor, " n"]
+    entropy: Float[Tensor, " n"]
+    sum_pi_squared: Float[Tensor, " n"]
+    divergences: dict[str, Divergence] = field(default_factory=dict)
+    """Of the old from the rollout policy, `..._rollout_old`."""
+
+    def select(self, rows: Tensor) -> Assessment:
+        """Some of the tokens."""
+        cut = {k: replace(d, lo=d.lo[rows], hi=d.hi[rows]) for k, d in self.divergences.items()}
+        return Assessment(self.logp[rows], self.entropy[rows], self.sum_pi_squared[rows], cut)
+
+
+@torch.no_grad()
+def assess(
+    model: nn.Module, rollouts: Rollouts, *, token_budget: int, exact: bool = False
+) -> Assessment:
+    """Score a batch with the weights the trainer has now. Gradient: none.
+
+    Args:
+        token_budget: padded tokens per forward pass.
+        exact: also compute divergences from the recorded evidence.
+    """
+    n = len(rollouts.tokens)
+    columns = torch.empty(3, n)
+    found: dict[str, list[tuple[Tensor, Divergence]]] = {}
+    temperature = rollouts.provenance.sampling.temperature
+    model.eval()
+    for piece in chunks(rollouts, token_budget=token_budget):
+        part, rows = rollouts.select(piece), rollouts.segments.rows(piece)
+        said = score(model, part, temperature=temperature)
+        columns[:, rows] = torch.stack([said.logp, said.entropy, said.sum_pi_squared]).float().cpu()
+        if exact:
+            for name, d in divergences(part, said.logits).items():
+                found.setdefault(name.replace("current", "old"), []).append((rows, d))
+    return Assessment(*columns, {name: _joined(name, parts, n) for name, parts in found.items()})
+
+
+def reference_logp(model: nn.Module, rollouts: Rollouts, *, token_budget: int) -> Tensor:
+    """log pi_ref of every response token, under the frozen reference model."""
+    return assess(model, rollouts, token_budget=token_budget).logp
+
+
+def credit(
+    rollouts: Rollouts,
+    row: Method,
+    *,
+    how: str,
+    baseline_over: str,
+    old: Assessment | None,
+    logp_ref: Tensor | None,
+    total: Callable[[Tensor], Tensor],
+) -> Float[Tensor, " n"]:
+    """Advantage of every token, by the named estimator.
+
+    Args:
+        how: an estimator of `offdrift.advantages`.
+        baseline_over: "sampled", or "kept": only sequences that the method's gates keep, as they
+            decide before the batch's first update, count in their group's baseline.
+        total: sums a tensor over all processes.
+    """
+    assert rollouts.rewards is not None
+    segments, rewards = rollouts.segments, rollouts.rewards
+    if row.penalty is not None and row.penalty.place == "reward":
+        assert old is not None
+        assert logp_ref is not None
+        kl = row.penalty(old.logp, logp_ref, log_ratio=old.logp - rollouts.logp_rollout)
+        rewards = penalized_rewards(rewards, segments, kl, row.penalty.coef)
+    options: dict = {"how": how, "baseline_over": baseline_over, "total": total}
+    if old is not None:
+        options |= {"logp_old": old.logp, "sum_pi_squared": old.sum_pi_squared}
+        lp = LogProbs.pack(rollouts.logp_rollout, old.logp, old.logp, segments=segments)
+        flat = advantages(rollouts.rewards, segments, how="dr_grpo")
+        facts = Facts(
+            divergences={d: v for k, v in old.divergences.items() for d in (k, k.replace("old", "current"))},
+            entropy=old.entropy,
+            rewards=rollouts.rewards,
+            version_lag=torch.zeros_like(old.logp),
+        )  # fmt: skip
+        decided = row.correction(lp, flat, facts)
+        options["weight"] = decided.weight
+        options["keep"] = segments.sum(decided.keep.to(old.logp.dtype)) > 0
+    return advantages(rewards, segments, **options)
+
+
+def estimator_of(recipe: Recipe, row: Method) -> str:
+    """The advantage estimator of an arm: the recipe's, or what its method was published with."""
+    wanted = recipe.optim.advantage
+    return (row.advantage or "grpo") if wanted == "method" else wanted
+
+
+def check_estimators(recipe: Recipe) -> None:
+    """Refuse estimators whose inputs this trainer does not produce. Raises: `RecipeError`."""
+    for name, arm in recipe.arms.items():
+        how = estimator_of(recipe, arm.build())
+        missing = sorted(set(ADVANTAGES[how].needs) - SUPPLIED)
+        if missing:
+            raise RecipeError(
+                f"arms.{name}: advantage {how!r} needs {', '.join(missing)}, which this trainer does "
+                "not produce (no critic, no greedy rollouts, one reward per sequence); set "
+                "optim.advantage to another, or call offdrift.advantages from your own loop"
+            )
+
+
+def _joined(name: str, parts: list[tuple[Tensor, Divergence]], n: int) -> Divergence:
+    lo, hi = torch.empty(n), torch.empty(n)
+    for rows, d in parts:
+        lo[rows], hi[rows] = d.lo.float().cpu(), d.hi.float().cpu()
+    return Divergence(name, parts[0][1].grade, lo, lo if parts[0][1].lo is parts[0][1].hi else hi)

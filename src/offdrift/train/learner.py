@@ -1,0 +1,265 @@
+"""One arm while it trains: credit, steps, records, evaluation."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from offdrift.advantages import ADVANTAGES
+from offdrift.certificate.certify import certify
+from offdrift.engines import make_engine
+from offdrift.engines.sync import check_sync
+from offdrift.methods import Method
+from offdrift.rollouts.records import Rollouts
+from offdrift.stats.summary import summarize
+from offdrift.train import checkpoint
+from offdrift.train.assess import assess, credit, estimator_of, reference_logp
+from offdrift.train.folder import ArmFolder
+from offdrift.train.models import save_for_engine
+from offdrift.train.setup import Event, Workshop
+from offdrift.train.source import Source, batch_seed, rollout
+from offdrift.train.step import Batch, Update, global_sum, reduce_sum, train_step
+from offdrift.train.summary import summarize_arm
+
+SAMPLES_KEPT = 4
+"""Sequences per sampled update that go to the report."""
+
+
+@dataclass
+class Learner:
+    """One arm while it trains."""
+
+    shop: Workshop
+    name: str
+    row: Method
+    files: ArmFolder
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    version: int
+    """Optimizer steps taken."""
+
+    def __post_init__(self) -> None:
+        self.tick = time.perf_counter()
+        self.old_lag = 0
+
+    @property
+    def estimator(self) -> str:
+        """The advantage estimator of this arm."""
+        return estimator_of(self.shop.recipe, self.row)
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether a batch must be scored before its first update."""
+        reads = {*ADVANTAGES[self.estimator].needs, *ADVANTAGES[self.estimator].reads}
+        kept = self.shop.recipe.optim.baseline_over == "kept"
+        in_reward = self.row.penalty is not None and self.row.penalty.place == "reward"
+        return bool(self.row.needs_old or "entropy" in self.row.needs or reads or kept or in_reward)
+
+    @property
+    def exact_old(self) -> bool:
+        """Whether that scoring must compare whole distributions."""
+        kept = self.shop.recipe.optim.baseline_over == "kept"
+        return any(g.exact and (kept or g.on == "mismatch") for g in self.row.correction.gates)
+
+    def source(self, at: checkpoint.Position) -> Source:
+        """This arm's batches, from where the run stands."""
+        shop = self.shop
+        return Source(
+            engine=shop.engine,
+            task=shop.task,
+            tokenizer=shop.tokenizer,
+            recipe=shop.recipe,
+            sampling=shop.sampling,
+            folder=self.files.rollouts,
+            publish=self.publish,
+            shard=shop.shard,
+            start=at.batch,
+            queued=at.waiting,
+        )
+
+    def publish(self) -> None:
+        """Give the engine the trainer's weights, and make sure that it took them."""
+        shop = self.shop
+        weights = named_weights(shop.accelerator, self.model)
+        shop.engine.load_weights(weights.items(), version=self.version)
+        check_sync(
+            shop.engine,
+            shop.accelerator.unwrap_model(self.model),
+            shop.probes(),
+            shop.sampling,
+            seed=shop.recipe.seed,
+            baseline=shop.synced,
+        )
+
+    def learn(self, index: int, rollouts: Rollouts) -> None:
+        """All optimizer steps on one batch.
+
+        The old policy is the trainer at the start of the batch: where the engine lags behind it, the
+        `mismatch` ratio contains that lag, which `old/version_lag` states.
+        """
+        optim = self.shop.recipe.optim
+        self.old_lag = self.version - int(rollouts.rollout_version.min())
+        old = (
+            assess(self.model, rollouts, token_budget=optim.token_budget, exact=self.exact_old)
+            if self.needs_old
+            else None
+        )
+        ref = (
+            reference_logp(self.shop.model, rollouts, token_budget=optim.token_budget)
+            if self.row.penalty is not None
+            else None
+        )
+        earned = credit(
+            rollouts,
+            self.row,
+            how=self.estimator,
+            baseline_over=optim.baseline_over,
+            old=old,
+            logp_ref=ref,
+            total=lambda x: reduce_sum(self.shop.accelerator, x),
+        )
+        batch = Batch(rollouts, earned, old, ref)
+        for epoch in range(optim.epochs):
+            for piece in self._minibatches(index, epoch, rollouts.num_sequences):
+                # Dropout, if a model has any, must be the same in a resumed run.
+                torch.manual_seed(
+                    batch_seed(self.shop.recipe.seed, self.version, self.shop.shard.rank)
+                )
+                part = batch.select(piece)
+                view = self.version % self.shop.recipe.log.samples_every == 0
+                update = train_step(
+                    self.shop.accelerator,
+                    self.model,
+                    self.optimizer,
+                    part,
+                    self.row,
+                    token_budget=optim.token_budget,
+                    max_grad_norm=optim.max_grad_norm,
+                    version=self.version,
+                    view=view,
+                )
+                self.version += 1
+                self.row = update.method
+                self._record(index, part.rollouts, update)
+
+    def evaluate(self) -> None:
+        """Mean reward of the current policy on held-out prompts, drawn at float32 by transformers."""
+        shop = self.shop
+        model = shop.accelerator.unwrap_model(self.model)
+        engine = make_engine("transformers", model, dtype="float32", batch_size=256)
+        problems = shop.task.sample(
+            shop.recipe.log.eval_prompts, seed=shop.recipe.seed, split="eval"
+        )
+        mine = problems[shop.shard.rank :: shop.shard.world]
+        drawn = rollout(
+            engine, mine, shop.task, shop.tokenizer, shop.sampling, samples=1,
+            seed=batch_seed(shop.recipe.seed, 0, shop.shard.rank),
+        )  # fmt: skip
+        assert drawn.rewards is not None
+        total = global_sum(shop.accelerator, float(drawn.rewards.double().sum()))
+        row = {
+            "update": self.version,
+            "reward": total / len(problems),
+            "prompts": len(problems),
+        }
+        if shop.accelerator.is_main_process:
+            self.files.append("eval", row)
+        shop.accelerator.log({"eval/reward": row["reward"]}, step=self.version)
+        shop.watch(Event("eval", self.name, self.version, shop.recipe.updates, metrics=row))
+        self.tick = time.perf_counter()
+
+    def finish(self) -> dict[str, Any]:
+        """Store the model and the arm's row of the table."""
+        shop = self.shop
+        model = shop.accelerator.unwrap_model(self.model)
+        shop.accelerator.wait_for_everyone()
+        metrics = self.files.rows("metrics")
+        seconds = sum(m["throughput/seconds"] for m in metrics)
+        summary = summarize_arm(
+            self.name, self.row, shop.recipe.arms[self.name].method, metrics,
+            self.files.rows("eval"), seconds=seconds,
+        )  # fmt: skip
+        if shop.accelerator.is_main_process:
+            save_for_engine(model, shop.tokenizer, self.files.path / "model")
+            self.files.finish(summary)
+        for tracker in shop.accelerator.trackers:
+            tracker.finish()
+        shop.accelerator.free_memory()
+        shop.watch(Event("arm_done", self.name, self.version, shop.recipe.updates, metrics=summary))
+        return summary
+
+    def _minibatches(self, index: int, epoch: int, sequences: int) -> tuple[Tensor, ...]:
+        optim, seed = self.shop.recipe.optim, self.shop.recipe.seed
+        if optim.epochs == optim.minibatches == 1:
+            return (torch.arange(sequences),)
+        g = torch.Generator().manual_seed(batch_seed(seed, index, epoch))
+        return torch.randperm(sequences, generator=g).tensor_split(optim.minibatches)
+
+    def _record(self, index: int, rollouts: Rollouts, update: Update) -> None:
+        shop, now = self.shop, time.perf_counter()
+        seconds, self.tick = now - self.tick, now
+        proof = certify(update.stats, delta=shop.recipe.delta, horizon=shop.sampling.max_tokens)
+        found = summarize(update.stats)
+        row = {
+            "update": self.version,
+            "batch": index,
+            "divergence/grade": update.stats.grade,
+            **found,
+            "old/version_lag": self.old_lag if self.needs_old else None,
+            "certificate/bound": None if proof.bound is None else proof.bound.value,
+            "certificate/row": None if proof.bound is None else proof.bound.name,
+            "certificate/falsified": {"falsified": 1, "not falsified": 0}.get(proof.precondition),
+            "throughput/seconds": seconds,
+            "throughput/tokens_per_s": found["batch/tokens"] / seconds,
+        }
+        if shop.accelerator.is_main_process:
+            self.files.append("metrics", row)
+            for sample in _samples(rollouts, update, self.version, shop.tokenizer):
+                self.files.append("samples", sample)
+        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+        shop.accelerator.log(numbers, step=self.version)
+        shop.watch(Event("update", self.name, self.version, shop.recipe.updates, metrics=row))
+
+
+def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """The weights by name, of the model inside accelerate's wrapper."""
+    return {n: p.detach() for n, p in accelerator.unwrap_model(model).named_parameters()}
+
+
+def _samples(
+    rollouts: Rollouts, update: Update, version: int, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """A few sequences with what is known about each of their tokens."""
+    view = update.tokens
+    if view is None or rollouts.prompts is None or rollouts.rewards is None:
+        return []
+    cuts = rollouts.cu_seqlens.tolist()
+    found = []
+    for i in _worth_showing(rollouts, view.kl):
+        s = slice(cuts[i], cuts[i + 1])
+        found.append({
+            "update": version,
+            "prompt": rollouts.prompts[i],
+            "reward": float(rollouts.rewards[i]),
+            "accepted": bool(view.keep[s].any()),
+            "finish": rollouts.finish[i],
+            "tokens": [tokenizer.decode([t]) for t in rollouts.tokens[s].tolist()],
+            "kl": view.kl[s].tolist(),
+            "tv": view.tv[s].tolist(),
+            "logp_rollout": rollouts.logp_rollout[s].tolist(),
+            "weight": view.weight[s].tolist(),
+        })  # fmt: skip
+    return found
+
+
+def _worth_showing(rollouts: Rollouts, kl: Tensor) -> list[int]:
+    """The sequence with the worst token, and some spread evenly over the batch's prompts."""
+    worst = int(rollouts.segments.max(kl.nan_to_num(0.0)).argmax())
+    spread = torch.linspace(0, rollouts.num_sequences - 1, SAMPLES_KEPT - 1).long().tolist()
+    return list(dict.fromkeys([worst, *spread]))

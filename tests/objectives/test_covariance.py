@@ -1,0 +1,308 @@
+"""Clip-Cov and KL-Cov: numbers of the methods table, the choice of tokens, and its independence."""
+
+import math
+import struct
+from dataclasses import replace
+from functools import reduce
+
+import pytest
+import torch
+
+from offdrift.errors import MethodError
+from offdrift.facts import NO_FACTS, Facts, Observed
+from offdrift.logprobs import LogProbs
+from offdrift.objectives.clipped import Clipped
+from offdrift.objectives.covariance import CovClipped, CovPenalized, covariance, token_keys
+from offdrift.ratios import log_ratio
+from offdrift.segments import Segments
+from tests.objectives.checks import (
+    batch,
+    check_any_split_gives_the_same,
+    check_finite_far_away,
+    check_golden,
+    check_gradient_reaches_logp_alone,
+    loss_and_grad,
+    piece,
+)
+from tests.oracles.fixtures import double, fx_a, ragged
+
+COV = [[1.545306, 0.345306, 1.03102, -3.16898], [-0.277551, -1.946122, 1.893878, 0]]  # cov.val
+LOOSE = CovClipped(fraction=0.1, cov_low=0.0, cov_high=5.0)
+PENALTIES = [CovPenalized(fraction=0.2, coef=0.7, penalty=p) for p in ("abs", "k2", "k3")]
+EVERY = [CovClipped(), LOOSE, CovPenalized(), *PENALTIES]
+every = pytest.mark.parametrize("objective", EVERY, ids=lambda o: o.formula)
+
+
+def fx_a3():
+    """FX-A'': advantages 3 and -1."""
+    lp, _, _ = fx_a()
+    return lp, lp.segments.spread(double([3.0, -1.0]))
+
+
+def chosen_by(objective: CovClipped, lp, advantages, facts=NO_FACTS):
+    return (objective(lp, advantages, facts).loss == 0).nonzero().squeeze(-1).tolist()
+
+
+def test_covariance_on_fx_a3():
+    lp, advantages = fx_a3()
+    seen = CovPenalized().observe(lp, advantages, NO_FACTS)
+    assert seen["advantages"].mean().item() == pytest.approx(1.285714, abs=1e-6)  # cov.meanA
+    assert seen["logp"].mean().item() == pytest.approx(-0.951429, abs=1e-6)  # cov.meanlp
+    got = covariance(advantages, lp.current, seen)
+    torch.testing.assert_close(got, lp.like_caller(double(COV)), rtol=0, atol=1e-6)
+    assert not got.requires_grad
+
+
+def test_clip_cov_on_fx_a3():
+    lp, advantages = fx_a3()
+    # clipcov.cand: tokens 0, 2 and 6; clipcov.byorigin: token 1; one of seven is int(2e-4 * 7) -> 1
+    drawn = {chosen_by(CovClipped(seed=s), lp, advantages)[0] for s in range(40)}
+    assert drawn == {0, 2, 6}
+    seed = next(s for s in range(40) if chosen_by(CovClipped(seed=s), lp, advantages) == [0])
+    check_golden(  # loss.clipcov
+        CovClipped(seed=seed),
+        lp,
+        advantages,
+        tok=[[0, -3.6, -2.336402, -3.315513], [0.860708, 1.221403, 1.020201, 0]],
+        loss=-0.878515,
+        grad=[[0, 0, -0.333772, -0.473645], [0.122958, 0.174486, 0.145743, 0]],
+    )
+    assert CovClipped(seed=seed)(lp, advantages).clipped.tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_kl_cov_on_fx_a3():
+    lp, advantages = fx_a3()  # loss.klcov, klcov.sel
+    check_golden(
+        CovPenalized(fraction=0.15),
+        lp,
+        advantages,
+        tok=[[-3.153813, -4.049576, -2.336402, -3.315513], [0.860708, 1.221403, 1.040201, 0]],
+        loss=-1.390428,
+        grad=[[-0.450545, -0.578511, -0.333772, -0.473645], [0.122958, 0.174486, 0.2886, 0]],
+    )
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(1 / 7 + 1e-9, 1), (0.3, 2), (0.5, 3), (1.0, 3)]
+)
+def test_clip_cov_takes_its_share_of_the_candidates(fraction, expected):
+    lp, advantages = fx_a3()
+    chosen = chosen_by(CovClipped(fraction=fraction), lp, advantages)
+    assert len(chosen) == expected
+    assert set(chosen) <= {0, 2, 6}
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(2e-4, [6]), (0.3, [0, 6]), (1.0, [*range(7)])])
+def test_kl_cov_takes_the_largest_covariances(fraction, expected):
+    lp, advantages = fx_a3()
+    got = CovPenalized(fraction=fraction)(lp, advantages).loss
+    penalized = got != CovPenalized(coef=0.0)(lp, advantages).loss
+    assert penalized.nonzero().squeeze(-1).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("penalty", "value", "slope"),
+    [
+        ("abs", abs, lambda x: math.copysign(1, x)),
+        ("k2", lambda x: x * x / 2, lambda x: x),
+        ("k3", lambda x: math.exp(x) - 1 - x, lambda x: math.exp(x) - 1),
+    ],
+)
+def test_penalties_and_their_gradients(penalty, value, slope):
+    lp, advantages, _ = fx_a()
+    x = log_ratio(lp, on="staleness").detach()
+    got = CovPenalized(fraction=1.0, coef=0.7, penalty=penalty)(lp, advantages).loss
+    expected = -advantages * x.exp() + 0.7 * double([value(v) for v in x.tolist()])
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+    (grad,) = torch.autograd.grad(got.sum(), lp.current)
+    expected = -advantages * x.exp() + 0.7 * double([slope(v) for v in x.tolist()])
+    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_k3_is_unbiased_for_kl_of_old_to_current():
+    old, new = double([0.5, 0.3, 0.2]), double([0.2, 0.3, 0.5])
+    x = (new / old).log()
+    got = (old * (x.exp() - 1 - x)).sum()
+    torch.testing.assert_close(got, (old * (old / new).log()).sum())
+    lp = LogProbs.pack(old.log(), new.log(), old.log(), segments=Segments.from_lengths([3]))
+    loss = CovPenalized(fraction=1.0, penalty="k3")(lp, torch.zeros_like(old)).loss
+    torch.testing.assert_close((old * loss).sum(), got)
+
+
+def mix(x: int) -> int:
+    """The splitmix64 finalizer on Python's unbounded integers."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def test_keys_by_whole_numbers():
+    lp = ragged(3)
+    got, expected = token_keys(lp, seed=5).tolist(), []
+    for row in lp.logp_rollout.split(lp.segments.lengths.tolist()):
+        bits = [struct.unpack("<Q", struct.pack("<d", x))[0] for x in row.tolist()]
+        own = [mix(b ^ mix(t + 1)) for t, b in enumerate(bits)]
+        whole = mix((sum(own) + 6 * 0x9E3779B97F4A7C15) % 2**64)
+        expected += [(mix(k ^ whole) >> 11) / 2**53 for k in own]
+    assert got == expected
+    assert len(got) > 20
+
+
+def test_keys_are_uniform_and_change_with_the_seed():
+    n = 40000
+    g = torch.Generator().manual_seed(0)
+    logp = -torch.rand(n, generator=g, dtype=torch.float64).round(decimals=2)  # many alike
+    lp = LogProbs.pack(logp, segments=Segments.from_lengths([8] * (n // 8)))
+    first, second = token_keys(lp, seed=0), token_keys(lp, seed=1)
+    for keys in (first, second):
+        counts = torch.histc(keys, bins=20, min=0, max=1)
+        assert ((counts - n / 20).square() / (n / 20)).sum() < 45  # chi^2(19) > 45 once in 1000
+        assert len(keys.unique()) == n
+    for pair in (torch.stack([first, second]), torch.stack([first[1:], first[:-1]])):
+        assert abs(torch.corrcoef(pair)[0, 1]) < 4 / math.sqrt(n)
+    logp_of_chosen = logp[first < 0.1]
+    assert abs(logp_of_chosen.mean() - logp.mean()) < 4 * logp.std() / math.sqrt(0.1 * n)
+
+
+def test_equal_first_tokens_of_different_responses_have_different_keys():
+    logp = torch.tensor([-0.5, -1.0, -0.5, -1.25, -0.5, -1.0])
+    keys = token_keys(LogProbs.pack(logp, segments=Segments.from_lengths([2, 2, 2])))
+    assert len(keys[[0, 2]].unique()) == 2
+    assert keys[0] == keys[4]  # the same response twice
+
+
+def test_positions_count_from_the_start_of_the_sequence_and_padding_does_not_matter():
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    padded = torch.tensor([[-1.0, -2.0, math.nan], [math.nan, -1.0, -2.0]])
+    keys = token_keys(LogProbs.pack(padded, mask=mask))
+    assert torch.equal(keys[:2], keys[2:])
+
+
+def test_every_candidate_is_as_likely_as_any_other():
+    lp, advantages = fx_a3()
+    draws = [chosen_by(CovClipped(seed=s), lp, advantages)[0] for s in range(600)]
+    counts = [draws.count(t) for t in (0, 2, 6)]
+    assert sum(counts) == 600
+    assert sum((c - 200) ** 2 / 200 for c in counts) < 13.8  # chi^2(2) above it once in 1000
+
+
+def test_the_next_step_draws_anew():
+    lp, advantages = fx_a3()
+    objective, draws = CovClipped(), []
+    for step in range(20):
+        assert objective == replace(CovClipped(), seed=step)
+        draws.append(chosen_by(objective, lp, advantages)[0])
+        objective = objective.next(objective.observe(lp, advantages, NO_FACTS))
+    assert len(set(draws)) == 3
+
+
+@every
+@pytest.mark.parametrize("seed", range(4))
+def test_any_split_gives_the_same(objective, seed):
+    assert check_any_split_gives_the_same(objective, seed) == 3
+
+
+def test_pieces_alone_would_choose_other_tokens():
+    lp, advantages, _ = batch(0)
+    for objective in (LOOSE, PENALTIES[0]):
+        whole = objective(lp, advantages).loss
+        alone = torch.zeros_like(whole)
+        for sequences in ([0, 1, 2], [3, 4, 5]):
+            part, rows = piece(lp, sequences)
+            alone[rows] = objective(part, advantages[rows]).loss
+        assert not torch.allclose(alone, whole)
+
+
+def test_the_number_of_chosen_tokens_is_that_of_the_step():
+    lp, advantages, _ = batch(1)
+    parts = [(p, advantages[rows]) for p, rows in (piece(lp, [i]) for i in range(6))]
+    for objective in (LOOSE, CovPenalized(fraction=0.1, coef=2.0)):
+        seen = [Observed({objective: objective.observe(*part, NO_FACTS)}) for part in parts]
+        facts = Facts(observed=reduce(Observed.merge, seen))
+        plain = Clipped() if objective is LOOSE else CovPenalized(coef=0.0)
+        changed = [objective(*part, facts).loss != plain(*part).loss for part in parts]
+        assert int(torch.cat(changed).sum()) == int(0.1 * lp.segments.num_tokens) > 1
+
+
+def test_equal_covariances_do_not_choose_more_tokens():
+    lp, _, _ = batch(2)
+    zero = torch.zeros_like(lp.logp_rollout)  # all covariances are 0
+    for fraction in (0.1, 0.5):
+        got = CovPenalized(fraction=fraction)(lp, zero).loss
+        assert int((got != 0).sum()) == int(fraction * len(zero)) > 1
+
+
+@every
+def test_log_ratios_of_ten_thousand_stay_finite(objective):
+    check_finite_far_away(objective)
+
+
+@every
+def test_gradient_reaches_logp_alone(objective):
+    check_gradient_reaches_logp_alone(objective)
+
+
+@every
+def test_on_policy_the_gradient_is_minus_the_advantage(objective):
+    lp, advantages, _ = batch(2, drift=0.0)
+    _, grad = loss_and_grad(objective, lp, advantages, normalizer=1.0)
+    got = objective(lp, advantages)
+    kept = torch.ones_like(grad, dtype=torch.bool) if got.clipped is None else ~got.clipped
+    assert kept.sum() > 6
+    torch.testing.assert_close(grad, -advantages * kept, rtol=1e-12, atol=0)
+
+
+def test_without_advantage_only_the_penalty_remains():
+    lp, advantages, _ = batch(1)
+    zero = torch.zeros_like(advantages)
+    for objective in (CovClipped(), LOOSE, replace(LOOSE, cov_low=-1.0, fraction=1.0)):
+        loss, grad = loss_and_grad(objective, lp, zero)
+        assert loss == 0
+        assert (grad == 0).sum() == len(zero)
+        assert not objective(lp, zero).clipped.any()
+    got = CovPenalized(fraction=1.0)(lp, zero).loss
+    torch.testing.assert_close(got, log_ratio(lp, on="staleness").abs())
+
+
+def test_without_a_candidate_it_is_ppo():
+    lp, advantages, _ = fx_a()  # no covariance above 1
+    assert torch.equal(CovClipped()(lp, advantages).loss, Clipped()(lp, advantages).loss)
+
+
+@pytest.mark.parametrize("on", ["staleness", "full"])
+def test_the_ratio_is_the_one_named(on):
+    lp, advantages, _ = fx_a()
+    got = CovPenalized(on=on, coef=0.0)(lp, advantages).loss
+    torch.testing.assert_close(got, -advantages * log_ratio(lp, on=on).exp())
+    assert f"ratio({on})" in CovClipped(on=on).formula
+
+
+@pytest.mark.parametrize(
+    ("objective", "parts"),
+    [
+        (CovClipped, {"on": "mismatch"}),
+        (CovClipped, {"fraction": 0.0}),
+        (CovClipped, {"eps_low": 0.0}),
+        (CovClipped, {"cov_low": 5.0}),
+        (CovPenalized, {"fraction": 1.5}),
+        (CovPenalized, {"coef": -1.0}),
+        (CovPenalized, {"coef": math.nan}),
+    ],
+)
+def test_parameters_that_cannot_mean_anything_are_refused(objective, parts):
+    with pytest.raises(MethodError, match=next(iter(parts))):
+        objective(**parts)
+
+
+def test_advantages_are_needed():
+    lp, _, _ = batch(0)
+    with pytest.raises(MethodError, match="advantages"):
+        CovClipped().observe(lp, None, NO_FACTS)

@@ -1,0 +1,169 @@
+"""ESPO: values of the methods table, an oracle in plain loops, ranking, and the laws."""
+
+import math
+
+import pytest
+import torch
+
+from offdrift.errors import EvidenceError, MethodError
+from offdrift.facts import Facts
+from offdrift.logprobs import LogProbs
+from offdrift.objectives.clipped import Clipped
+from offdrift.objectives.entropy_groups import EntropyGrouped, entropy_groups, most_uncertain
+from offdrift.ratios import log_ratio
+from offdrift.segments import Segments
+from tests.objectives.apply import (
+    advantages_of,
+    check_golden,
+    check_laws,
+    check_loss_and_gradient,
+    check_on_policy,
+)
+from tests.oracles.fixtures import double, fx_a, ragged
+
+H = double([0.2, 2.5, 0.4, 3.0, 0.1, 0.3, 2.0])
+
+
+def facts_of(lp: LogProbs, seed: int, *, scale: float = 7.0) -> Facts:
+    g = torch.Generator().manual_seed(seed)
+    entropy = scale * torch.rand(lp.segments.num_tokens, generator=g, dtype=torch.float64)
+    return Facts(entropy=entropy, vocab=1000)
+
+
+def test_values_of_the_methods_table():
+    lp, a, _ = fx_a()
+    facts = Facts(entropy=H, vocab=1000)
+    check_golden(
+        EntropyGrouped(top_frac=0.5), (lp, a), "seq_mean_token_mean", loss=-0.213701, facts=facts,
+        grad=[[-0.113105, 0, -0.113105, 0], [0, 0.06976738, 0.06976738, 0]],
+    )  # fmt: skip
+    top = most_uncertain(H, lp.segments, fraction=0.5)
+    assert top.tolist() == [False, True, False, True, False, True, True]
+    l = log_ratio(lp, on="staleness").detach()  # noqa: E741
+    mean, mean_entropy, share = entropy_groups(l, H, top, lp.segments)
+    s = [0.904837, 1.221403, 0.904837, 1.221403, 0.860708, 1.116278, 1.116278]
+    assert mean.exp().tolist() == pytest.approx(s, abs=1e-6)
+    eps = [0.00086859, 0.00796207, 0.00086859, 0.00796207, 0.00028953, 0.00332959, 0.00332959]
+    assert (0.02 / math.log(1000) * mean_entropy).tolist() == pytest.approx(eps, abs=1e-8)
+    # 4 / (2 groups * 2); 3 / (2 * 1) and 3 / (2 * 2)
+    assert share.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.5, 0.75, 0.75])
+
+
+def oracle(lp, a, entropy, *, on, alpha, top_frac, vocab) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of each sequence by the formula of the entry, and which tokens are clipped."""
+    lengths = lp.segments.lengths.tolist()
+    split = (x.split(lengths) for x in (log_ratio(lp, on=on), lp.current, a, entropy))
+    losses, clipped = [], []
+    for l, logp, ai, h in zip(*split, strict=True):  # noqa: E741
+        ranked = sorted(range(len(l)), key=lambda t: -h[t].item())
+        k = math.ceil(round(top_frac * len(l), 9))
+        groups = [g for g in (ranked[:k], ranked[k:]) if g]
+        total, cut = logp.sum() * 0, torch.zeros(len(l), dtype=torch.bool)
+        for group in groups:
+            eps = alpha / math.log(vocab) * h[group].mean().item()
+            for t in group:
+                s = l[group].mean().detach().exp() * (logp[t] - logp[t].detach()).exp()
+                gain = torch.minimum(s * ai[t], s.clamp(1 - eps, 1 + eps) * ai[t])
+                total = total - gain / len(group) / len(groups)
+                cut[t] = bool(gain < s * ai[t])
+        losses.append(total)
+        clipped.append(cut)
+    return torch.stack(losses), torch.cat(clipped)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on": "staleness", "alpha": 0.02, "top_frac": 0.2},
+        {"on": "full", "alpha": 0.9, "top_frac": 0.5},
+        {"on": "full", "alpha": 0.3, "top_frac": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_batches_agree_with_the_formula(seed, options):
+    lp = ragged(seed, sequences=20)
+    a, facts = advantages_of(lp, seed, per="token"), facts_of(lp, seed)
+    got = EntropyGrouped(**options)(lp, a, facts)
+    expected, clipped = oracle(lp, a, facts.entropy, vocab=1000, **options)
+    segments = lp.segments
+    assert len(segments) == 20
+    torch.testing.assert_close(segments.mean(got.loss), expected, rtol=1e-9, atol=1e-12)
+    mix = torch.linspace(1, 2, 20, dtype=torch.float64)
+    grads = [
+        torch.autograd.grad((x * mix).sum(), lp.current, retain_graph=True)[0]
+        for x in (segments.mean(got.loss), expected)
+    ]
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
+    assert got.clipped is not None
+    assert torch.equal(got.clipped, clipped)
+    assert 5 < int(clipped.sum()) < segments.num_tokens - 5
+
+
+@pytest.mark.parametrize(
+    ("fraction", "length", "number"),
+    [(0.2, 1, 1), (0.2, 5, 1), (0.2, 6, 2), (0.5, 3, 2), (0.7, 10, 7), (0.1, 30, 3), (1.0, 4, 4)],
+)
+def test_the_number_of_top_tokens_is_rounded_up(fraction, length, number):
+    g = torch.Generator().manual_seed(length)
+    entropy = torch.rand(length, generator=g)
+    top = most_uncertain(entropy, Segments.from_lengths([length]), fraction=fraction)
+    assert int(top.sum()) == number
+    assert top[entropy.sort(descending=True).indices[:number]].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ranking_ends_at_sequences_and_ties_go_to_the_earlier_token(dtype):
+    # An empty sequence; huge entropies next door; equal, zero, negative-zero and tiny entropies.
+    s = Segments.from_lengths([0, 3, 4, 2, 3])
+    entropy = torch.tensor([9.0, 9.0, 1e30, 1.0, 2.0, 2.0, 1.0, 0.0, -0.0, 1e-30, 2e-30, 0.0], dtype=dtype)  # fmt: skip
+    top = most_uncertain(entropy, s, fraction=0.5)
+    assert top.int().tolist() == [1, 0, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0]
+
+
+def test_a_sequence_of_one_token_is_ppo_with_the_width_of_its_entropy():
+    lp = LogProbs.pack(
+        double([-1.0, -1.0]), double([-0.9, -1.2]).requires_grad_(), double([-1.0, -1.0]),
+        segments=Segments.from_lengths([1, 1]),
+    )  # fmt: skip
+    a = double([1.0, -1.0])
+    facts = Facts(entropy=double([math.log(10)] * 2), vocab=100)  # half of ln(100)
+    got = EntropyGrouped(alpha=0.2)(lp, a, facts)
+    check_loss_and_gradient(lp, got.loss, Clipped(eps_low=0.1, eps_high=0.1)(lp, a).loss)
+
+
+def test_entropy_zero_clips_any_outward_drift_and_none_on_policy():
+    old = double([-1.0, -1.0, -1.0])
+    leaf = (old + double([1e-9, -1e-9, 0.0])).requires_grad_()
+    lp = LogProbs.pack(old, leaf, old, segments=Segments.from_lengths([1, 1, 1]))
+    got = EntropyGrouped()(lp, torch.ones_like(old), Facts(entropy=torch.zeros_like(old), vocab=9))
+    assert got.clipped is not None
+    assert got.clipped.tolist() == [True, False, False]
+
+
+def test_laws():
+    lp = ragged(8)
+    facts = facts_of(lp, 8)
+    check_laws(EntropyGrouped(), lp, facts)
+    a = advantages_of(lp, 8)
+    top = most_uncertain(facts.required("entropy"), lp.segments, fraction=0.2)
+    zeros = torch.zeros_like(a)
+    share = entropy_groups(zeros, zeros, top, lp.segments)[2]
+    # The shares of a sequence add up to its length: its total push is that of the other methods.
+    torch.testing.assert_close(lp.segments.sum(share), lp.segments.lengths.double())
+    check_on_policy(EntropyGrouped(), lp, a, -a * share, facts)
+
+
+def test_what_the_batch_must_carry_is_named():
+    lp, a, _ = fx_a()
+    assert EntropyGrouped.needs == ("entropy", "vocab")
+    with pytest.raises(EvidenceError, match="entropy"):
+        EntropyGrouped()(lp, a, Facts(vocab=1000))
+    with pytest.raises(EvidenceError, match="vocab"):
+        EntropyGrouped()(lp, a, Facts(entropy=H))
+
+
+@pytest.mark.parametrize("parts", [{"alpha": 0.0}, {"alpha": 1.5}, {"top_frac": 0.0}, {"top_frac": 1.1}])  # fmt: skip
+def test_settings_that_cannot_mean_anything_are_refused(parts):
+    with pytest.raises(MethodError):
+        EntropyGrouped(**parts)

@@ -1,0 +1,161 @@
+"""PPO-EWMA: numbers of the methods table, the limit on the ratio, and the average itself."""
+
+import math
+
+import pytest
+import torch
+
+from offdrift.errors import EvidenceError, MethodError
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import ratio
+from offdrift.objectives.clipped import Clipped
+from offdrift.objectives.ewma import ProximalEwma, ewma_decay, ewma_update
+from offdrift.segments import Segments
+from tests.objectives.checks import (
+    batch,
+    check_finite_far_away,
+    check_gradient_reaches_logp_alone,
+    loss_and_grad,
+)
+from tests.oracles.fixtures import double
+
+
+def tokens(logp_rollout: list, prox: list, logp: list) -> LogProbs:
+    leaf = double(logp).requires_grad_()
+    segments = Segments.from_lengths([len(logp)])
+    return LogProbs.pack(double(logp_rollout), leaf, double(prox), segments=segments)
+
+
+def test_token_losses_of_the_methods_table():
+    lp = tokens([-1.0, -0.5], [-0.9, -0.6], [-0.6, -0.9])  # ewma.loss
+    got = ProximalEwma()(lp, double([1.0, -1.0]))
+    torch.testing.assert_close(got.loss, double([-1.326205, 0.72387]), rtol=0, atol=1e-6)
+    # by hand: exp(ln 1.2 + 0.1) and exp(ln 0.8 - 0.1)
+    by_hand = double([-1.2 * math.exp(0.1), 0.8 * math.exp(-0.1)])
+    torch.testing.assert_close(got.loss.detach(), by_hand, rtol=1e-12, atol=0)
+    assert got.clipped is not None
+    assert got.clipped.all()
+    got.loss.sum().backward()
+    _, grad = loss_and_grad(ProximalEwma(), lp, double([1.0, -1.0]))
+    assert grad.tolist() == [0.0, 0.0]
+
+
+# log pi - log prox, advantage -> clipped; with log prox - log mu = 0.1
+CASES = [(0.3, 1, True), (0.1, 1, False), (-0.4, 1, False)]
+CASES += [(0.3, -1, False), (-0.1, -1, False), (-0.4, -1, True)]
+
+
+@pytest.mark.parametrize(("moved", "advantage", "clipped"), CASES)
+def test_only_an_outward_push_is_cut(moved, advantage, clipped):
+    lp = tokens([-1.0], [-0.9], [-0.9 + moved])
+    got = ProximalEwma()(lp, double([float(advantage)]))
+    assert got.clipped is not None
+    assert got.clipped.tolist() == [clipped]
+    _, grad = loss_and_grad(ProximalEwma(), lp, double([float(advantage)]))
+    expected = 0.0 if clipped else -advantage * math.exp(moved + 0.1)
+    assert grad.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("gap", "weight"), [(math.log(99.0), 99.0), (math.log(400.0), 100.0)])
+def test_the_ratio_to_the_rollout_policy_is_limited_and_still_pushes(gap, weight):
+    lp = tokens([-8.0], [-8.0 + gap], [-8.0 + gap])
+    loss, grad = loss_and_grad(ProximalEwma(), lp, double([2.0]))
+    assert loss.item() == pytest.approx(-2 * weight, rel=1e-12)
+    assert grad.item() == pytest.approx(-2 * weight, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_the_decoupled_clip_where_the_limit_is_far(seed):
+    # max(-A w, -A rho clip(r)) = rho max(-A r, -A clip(r)): PPO on staleness, weighted by mismatch
+    lp, advantages, _ = batch(seed)
+    got = ProximalEwma()(lp, advantages)
+    ppo = Clipped()(lp, advantages)
+    rho = ratio(lp.old - lp.logp_rollout)
+    torch.testing.assert_close(got.loss, rho * ppo.loss, rtol=1e-12, atol=0)
+    assert got.clipped is not None
+    assert ppo.clipped is not None
+    assert got.clipped.tolist() == ppo.clipped.tolist()
+    assert len(rho) > 6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_policy_the_gradient_is_minus_the_advantage(seed):
+    lp, advantages, _ = batch(seed, drift=0.0)
+    _, grad = loss_and_grad(ProximalEwma(), lp, advantages, normalizer=1.0)
+    torch.testing.assert_close(grad, -advantages, rtol=1e-9, atol=1e-12)
+
+
+def test_no_advantage_no_push():
+    lp, advantages, _ = batch(0, drift=3.0)
+    loss, grad = loss_and_grad(ProximalEwma(), lp, torch.zeros_like(advantages))
+    assert loss == 0
+    assert (grad == 0).sum() == len(advantages) > 6
+
+
+def test_far_away_everything_is_a_number():
+    check_finite_far_away(ProximalEwma())
+
+
+def test_gradient_reaches_logp_alone():
+    check_gradient_reaches_logp_alone(ProximalEwma())
+
+
+def test_without_a_proximal_policy_it_says_so():
+    lp = LogProbs.pack(
+        double([-1.0]), double([-1.0]).requires_grad_(), segments=Segments.from_lengths([1])
+    )
+    assert ProximalEwma().needs_old
+    with pytest.raises(EvidenceError, match="logp_old"):
+        ProximalEwma()(lp, double([1.0]))
+
+
+@pytest.mark.parametrize("parts", [{"eps": 0.0}, {"eps": 1.0}, {"limit": 1.0}])
+def test_what_cannot_mean_anything_is_refused(parts):
+    with pytest.raises(MethodError):
+        ProximalEwma(**parts)
+
+
+# -- the average -----------------------------------------------------------------------------------
+
+
+def test_the_average_of_the_methods_table():
+    mean, weight, seen = double(0.0), 1.0, []
+    for new in (1.0, 2.0, 3.0):
+        mean, weight = ewma_update(mean, double(new), weight=weight, decay=0.9)
+        seen.append(mean.item())
+    assert seen == pytest.approx([0.526316, 1.070111, 1.631288], abs=1e-6)  # ewma.seq
+    # in closed form: all weights so far, the initial one included, discounted by age
+    closed = (0 * 0.9**3 + 1 * 0.9**2 + 2 * 0.9 + 3) / (0.9**3 + 0.9**2 + 0.9 + 1)
+    assert seen[-1] == pytest.approx(closed, rel=1e-12)
+
+
+def test_no_decay_keeps_the_newest_and_a_constant_stays():
+    x = double([[1.0, 2.0], [3.0, 4.0]])
+    mean, weight = ewma_update(x + 5, x, weight=7.0, decay=0)
+    assert torch.equal(mean, x)
+    assert weight == 1.0
+    mean, _ = ewma_update(x, x, weight=3.3, decay=0.95)
+    torch.testing.assert_close(mean, x, rtol=1e-12, atol=0)
+
+
+def test_the_average_carries_no_gradient():
+    x = double([1.0]).requires_grad_()
+    assert not ewma_update(x, x, weight=1, decay=0.5)[0].requires_grad
+
+
+@pytest.mark.parametrize(("center_of_mass", "decay"), [(9, 0.9), (0, 0.0), (1, 0.5)])
+def test_decay_of_a_center_of_mass(center_of_mass, decay):
+    assert ewma_decay(center_of_mass) == pytest.approx(decay, abs=1e-15)  # ewma.com
+    # the mean age of what is averaged, long after the start
+    ages = torch.arange(2000, dtype=torch.float64)
+    weights = decay**ages
+    assert ((ages * weights).sum() / weights.sum()).item() == pytest.approx(
+        center_of_mass, abs=1e-9
+    )
+
+
+def test_ages_and_decays_that_mean_nothing_are_refused():
+    with pytest.raises(MethodError):
+        ewma_decay(-1.0)
+    with pytest.raises(MethodError):
+        ewma_update(double(0.0), double(1.0), weight=1.0, decay=1.0)

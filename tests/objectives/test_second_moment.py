@@ -1,0 +1,248 @@
+"""M2PO: the threshold by brute force, the numbers of the methods table, and AReaL's mask."""
+
+import math
+
+import pytest
+import torch
+
+from offdrift.errors import MethodError
+from offdrift.facts import NO_FACTS
+from offdrift.logprobs import LogProbs
+from offdrift.objectives.clipped import ppo_clip
+from offdrift.objectives.second_moment import (
+    SecondMomentClipped,
+    largest_kept,
+    second_moment_bounds,
+    second_moment_threshold,
+)
+from offdrift.ratios import log_ratio
+from offdrift.segments import Segments
+from tests.objectives.checks import (
+    batch,
+    check_any_split_gives_the_same,
+    check_finite_far_away,
+    check_gradient_reaches_logp_alone,
+    loss_and_grad,
+)
+from tests.oracles.fixtures import ADVANTAGES, LOGP_ROLLOUT, MASK, MISMATCH, PAD, double, fx_a
+
+FX_A2 = [[0.6, 0.3, -0.25, 0.10], [-0.9, 0.2, 0.02, PAD]]
+EVERY = [
+    SecondMomentClipped(),
+    SecondMomentClipped(level="exact", budget=0.03, floor_low=0.05, floor_high=0.05),
+    SecondMomentClipped(budget=0.03, floor_low=0.0, floor_high=0.0),
+    SecondMomentClipped(scope="all_drop_largest", budget=0.05),
+]
+
+
+def fx_a2():
+    """FX-A': larger staleness; all log-probs lower by 1, as one of FX-A's would be positive."""
+    logp_rollout = double(LOGP_ROLLOUT) - 1
+    logp_old = logp_rollout + double(MISMATCH)
+    leaf = (logp_old + double(FX_A2)).requires_grad_()
+    lp = LogProbs.pack(logp_rollout, leaf, logp_old, mask=MASK)
+    return lp, lp.like_caller(double(ADVANTAGES))
+
+
+def harmful_squares(lp, advantages):
+    return SecondMomentClipped().observe(lp, advantages, NO_FACTS)["squares"]
+
+
+def test_within_the_budget_nothing_is_clipped():
+    lp, advantages, _ = fx_a()
+    squares = harmful_squares(lp, advantages)  # m2po.harm, m2po.M2
+    assert (squares > 0).double().tolist() == [1, 1, 0, 1, 1, 0, 0]
+    assert (squares.sum() / 4).item() == pytest.approx(0.03125)
+    assert second_moment_threshold(squares, budget=0.04).item() == float("inf")
+    got = SecondMomentClipped()(lp, advantages)
+    assert got.clipped is not None
+    assert not got.clipped.any()
+    torch.testing.assert_close(got.loss, -advantages * log_ratio(lp, on="staleness").exp())
+
+
+@pytest.mark.parametrize(
+    ("level", "tau", "raw"),
+    # m2po.big: tau and raw distances; exact: 0.01 + 3 tau^2 = 0.16
+    [
+        ("discrete", 0.1, (0.09516258, 0.105171)),
+        ("exact", 0.223607, (1 - math.exp(-(0.05**0.5)), math.exp(0.05**0.5) - 1)),
+    ],
+)
+def test_threshold_and_bounds_on_fx_a2(level, tau, raw):
+    squares = harmful_squares(*fx_a2())
+    assert (squares.sum() / (squares > 0).sum()).item() == pytest.approx(0.3175)
+    got = second_moment_threshold(squares, budget=0.04, level=level)
+    assert got.item() == pytest.approx(tau, abs=1e-6)
+    low, high = second_moment_bounds(got, floor_low=0.0, floor_high=0.0)
+    assert (1 - low.item(), high.item() - 1) == pytest.approx(raw, abs=1e-6)
+    low, high = second_moment_bounds(got)
+    assert (low.item(), high.item()) == pytest.approx((0.7, 1.5))
+
+
+def test_loss_and_gradient_on_fx_a2_are_those_of_ppo_at_the_bounds():
+    lp, advantages = fx_a2()
+    got = SecondMomentClipped()(lp, advantages)
+    assert got.clipped is not None
+    # A = 1: e^.6 > 1.5; A = -.5: e^-.9 < .7
+    assert got.clipped.tolist() == [True, False, False, False, True, False, False]
+    expected = ppo_clip(log_ratio(lp, on="staleness"), advantages, eps_low=0.3, eps_high=0.5)
+    assert torch.equal(got.loss, expected.loss)
+    grads = [
+        torch.autograd.grad(x.sum(), lp.current, retain_graph=True)[0]
+        for x in (got.loss, expected.loss)
+    ]
+    assert torch.equal(*grads)
+    assert (grads[0] == 0).tolist() == got.clipped.tolist()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_threshold_is_the_loosest_that_meets_the_budget(seed):
+    g = torch.Generator().manual_seed(seed)
+    n = int(torch.randint(1, 30, (1,), generator=g))
+    d = torch.rand(n, generator=g, dtype=torch.float64) + 1e-3
+    d = d.round(decimals=1).clamp(min=0.05) if seed % 2 else d  # ties
+    budget = 0.9 * d.mean().item() * (seed + 1) / 20
+    moment = lambda square: d.clamp(max=square).mean().item()  # noqa: E731
+    fits = [x for x in d.tolist() if moment(x) < budget - 1e-9]
+    squares = torch.cat([d, torch.zeros(7, dtype=torch.float64)])[
+        torch.randperm(n + 7, generator=g)
+    ]
+    discrete = second_moment_threshold(squares, budget=budget).item() ** 2
+    assert discrete == pytest.approx(max(fits, default=0.0), abs=1e-12)
+    exact = second_moment_threshold(squares, budget=budget, level="exact").item() ** 2
+    assert moment(exact) == pytest.approx(budget, rel=1e-12)
+    assert exact >= discrete
+
+
+def test_without_a_harmful_token_nothing_is_clipped():
+    for level in ("discrete", "exact"):
+        tau = second_moment_threshold(torch.zeros(5), budget=0.04, level=level)
+        assert tau.item() == float("inf")
+    assert [x.item() for x in second_moment_bounds(tau)] == [0.0, float("inf")]
+
+
+def test_a_budget_below_every_token_clips_all_of_them():
+    tau = second_moment_threshold(double([1.0, 2.0]), budget=0.5)
+    assert tau.item() == 0
+    assert [x.item() for x in second_moment_bounds(tau, floor_low=0.0, floor_high=0.0)] == [1, 1]
+
+
+def test_the_sign_of_a_push_is_that_of_the_sequence():
+    logp_old = double([-1.0, -1.0, -1.0])
+    lp = LogProbs.pack(logp_old, logp_old + 0.5, logp_old, segments=Segments.from_lengths([3]))
+    squares = harmful_squares(lp, double([-1.0, 2.0, 2.0]))
+    assert squares.tolist() == [0.25, 0.25, 0.25]
+    assert harmful_squares(lp, double([1.0, -2.0, -2.0])).tolist() == [0, 0, 0]
+
+
+def test_areal_drops_three_tokens_on_fx_a2():
+    lp, advantages = fx_a2()
+    areal = SecondMomentClipped(scope="all_drop_largest")
+    squares = areal.observe(lp, advantages, NO_FACTS)["squares"]
+    assert squares.mean().item() == pytest.approx(0.196129, abs=1e-6)  # m2po.areal
+    got = areal(lp, advantages)
+    assert got.clipped is not None
+    assert got.clipped.tolist() == [True, True, False, False, True, False, False]
+    assert squares[~got.clipped].mean().item() == pytest.approx(0.028225, abs=1e-9)
+    plain = -advantages * log_ratio(lp, on="staleness").exp()
+    torch.testing.assert_close(got.loss, plain * ~got.clipped)
+    (grad,) = torch.autograd.grad(got.loss.sum(), lp.current)
+    torch.testing.assert_close(grad, lp.like_caller(lp.unpack(plain * ~got.clipped)).detach())
+
+
+@pytest.mark.parametrize(
+    ("squares", "budget", "kept"),
+    [
+        ([0.5, 0.6, 0.7], 0.04, [0.5]),  # one always stays
+        ([0.04, 0.04], 0.04, [0.04, 0.04]),  # strictly below: all should go, equal ones all stay
+        ([0.0, 0.08], 0.04, [0.0]),  # the mean is the budget, not below it
+        ([0.0, 0.07], 0.04, [0.0, 0.07]),
+        ([0.0, 0.0, 0.07, 0.07], 0.03, [0.0, 0.0]),  # three would do; equal ones go together
+    ],
+)
+def test_what_is_kept(squares, budget, kept):
+    x = double(squares)
+    limit = largest_kept(x.flip(0), budget=budget)
+    assert x[x <= limit].tolist() == kept
+
+
+@pytest.mark.parametrize("objective", EVERY, ids=lambda o: f"{o.scope}-{o.level}-{o.budget}")
+class TestLaws:
+    def test_any_split_gives_the_same(self, objective):
+        clipped = 0
+        for seed in range(4):
+            assert check_any_split_gives_the_same(objective, seed) == 3
+            got = objective(*batch(seed)[:2])
+            clipped += int(got.clipped.sum())
+        assert clipped > 0
+
+    def test_log_ratios_of_ten_thousand_stay_finite(self, objective):
+        check_finite_far_away(objective)
+
+    def test_gradient_reaches_logp_alone(self, objective):
+        check_gradient_reaches_logp_alone(objective)
+
+    def test_without_advantage_no_loss_no_gradient_no_clip(self, objective):
+        lp, advantages, _ = batch(1)
+        loss, grad = loss_and_grad(objective, lp, torch.zeros_like(advantages))
+        assert loss == 0
+        assert (grad == 0).sum() == len(advantages) > 6
+        assert not objective(lp, torch.zeros_like(advantages)).clipped.any()
+
+    def test_on_policy_the_gradient_is_minus_the_advantage(self, objective):
+        lp, advantages, _ = batch(2, drift=0.0)
+        _, grad = loss_and_grad(objective, lp, advantages, normalizer=1.0)
+        assert len(grad) > 6
+        torch.testing.assert_close(grad, -advantages, rtol=1e-12, atol=0)
+
+
+def test_pieces_alone_would_give_another_step():
+    lp, advantages, _ = batch(0)
+    objective = EVERY[2]
+    whole = objective(lp, advantages)
+    alone = []
+    for rows in lp.segments.seq_ids == torch.arange(6)[:, None]:
+        segments = Segments.from_lengths([int(rows.sum())])
+        one = LogProbs.pack(
+            lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=segments
+        )
+        alone.append(objective(one, advantages[rows]).loss)
+    assert not torch.allclose(torch.cat(alone), whole.loss)
+
+
+def test_in_float32_the_loss_stays_float32():
+    lp, advantages, _ = batch(0)
+    single = LogProbs.pack(
+        lp.logp_rollout.float(), lp.current.float(), lp.old.float(), segments=lp.segments
+    )
+    for objective in EVERY:
+        got = objective(single, advantages.float()).loss
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, objective(lp, advantages).loss.float())
+
+
+def test_formulas_name_the_numbers():
+    for objective, words in zip(EVERY, ("0.04", "exactly 0.03", "0.03", "0.05"), strict=True):
+        assert words in objective.formula
+    assert "ratio(full)" in SecondMomentClipped(on="full").formula
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"on": "mismatch"},
+        {"budget": 0.0},
+        {"budget": float("nan")},
+        {"floor_low": 1.5},
+        {"floor_high": -0.1},
+    ],
+)
+def test_parameters_that_cannot_mean_anything_are_refused(parts):
+    with pytest.raises(MethodError, match=next(iter(parts))):
+        SecondMomentClipped(**parts)
+
+
+def test_harmful_tokens_need_advantages():
+    lp, _, _ = batch(0)
+    with pytest.raises(MethodError, match="advantages"):
+        SecondMomentClipped().observe(lp, None, NO_FACTS)

@@ -1,0 +1,192 @@
+"""ST-PPO and turn-level PPO: values of the methods table, any split of a step, and the laws."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offdrift.errors import MethodError
+from offdrift.facts import Facts, Observed
+from offdrift.logprobs import LogProbs
+from offdrift.objectives.clipped import Clipped
+from offdrift.objectives.turns import TurnNormalized, clipping_bias, renormalized
+from offdrift.ratios import log_ratio
+from offdrift.segments import Segments
+from tests.objectives.apply import (
+    advantages_of,
+    check_golden,
+    check_laws,
+    check_loss_and_gradient,
+    check_on_policy,
+    fx_a_with_turns,
+    packed,
+    pieces,
+)
+from tests.oracles.fixtures import double, ragged
+
+MEAN = "seq_mean_token_mean"
+TOKENS = TurnNormalized(unit="token", eps_low=0.1, eps_high=0.1)
+
+
+def with_turns(lp: LogProbs, seed: int) -> LogProbs:
+    """Every sequence cut into turns of 1 to 3 tokens."""
+    g, lengths = torch.Generator().manual_seed(seed), []
+    for n in lp.segments.lengths.tolist():
+        while n > 0:
+            lengths.append(min(n, int(torch.randint(1, 4, (), generator=g))))
+            n -= lengths[-1]
+    turns = Segments.from_lengths(lengths)
+    return replace(lp, segments=replace(lp.segments, turns=turns))
+
+
+def test_turn_ppo_values_of_the_methods_table():
+    expected = dict(
+        loss=-0.271975,
+        tokens=[[-1.191246, -1.191246, -0.927743, -0.927743], [0.430354, 0.558139, 0.558139, 0]],
+        grad=[
+            [-0.148906, -0.148906, -0.115968, -0.115968],
+            [0.07172566, 0.09302317, 0.09302317, 0],
+        ],
+    )
+    check_golden(Clipped(unit="turn"), fx_a_with_turns(), MEAN, **expected)
+    # |C| <= 1 here: ST-PPO is turn-level PPO
+    check_golden(TurnNormalized(), fx_a_with_turns(), MEAN, **expected)
+
+
+def test_st_ppo_values_of_the_methods_table():
+    lp, a = fx_a_with_turns()
+    got = TOKENS(lp, a)
+    assert got.clipped is not None
+    assert got.clipped.tolist() == [False, True, False, True, True, False, False]
+    seen = TOKENS.observe(lp, a, Facts())
+    assert seen["sequences"].item() == 2
+    assert seen["squares"].sqrt().item() / 2 == pytest.approx(0.229564, abs=1e-6)
+    vector = packed([[0, 0.168732, 0, 0.138146], [-0.07172566, 0, 0]], lp)
+    assert seen["squares"].item() / 4 == pytest.approx(vector.square().sum().item(), abs=1e-6)
+    plain = Clipped(eps_low=0.1, eps_high=0.1)(lp, a)
+    torch.testing.assert_close(got.loss, plain.loss, rtol=0, atol=0)  # scale 1
+
+
+def test_what_is_clipped_beyond_the_guard_divides_loss_and_gradient():
+    """Ten times the advantages: |C| = 2.29564, and the loss is that of PPO over it."""
+    lp, a = fx_a_with_turns()
+    got, plain = TOKENS(lp, 10 * a), Clipped(eps_low=0.1, eps_high=0.1)(lp, 10 * a)
+    torch.testing.assert_close(got.loss, plain.loss / 2.29564, rtol=1e-5, atol=0)
+    check_loss_and_gradient(lp, got.loss, plain.loss / norm_by_hand(lp, 10 * a, TOKENS))
+
+
+def norm_by_hand(lp, a, objective) -> float:
+    """The formula of the entry, one token at a time, for the geometric mean of turns or tokens."""
+    turns = lp.segments if lp.segments.turns is None else lp.segments.turns
+    l = log_ratio(lp, on=objective.on).detach()  # noqa: E741
+    if objective.unit == "turn":
+        lengths = turns.lengths.tolist()
+        l, a = (torch.cat([y.mean().expand(len(y)) for y in x.split(lengths)]) for x in (l, a))  # noqa: E741
+    total, lengths, t = 0.0, lp.segments.lengths.tolist(), 0
+    for length in lengths:
+        for _ in range(length):
+            u, at = l[t].exp().item(), a[t].item()
+            out = u > 1 + objective.eps_high if at > 0 else u < 1 - objective.eps_low
+            total += (u * at / length / len(lengths)) ** 2 if out and at != 0 else 0.0
+            t += 1
+    return total**0.5
+
+
+@pytest.mark.parametrize(
+    "objective", [TurnNormalized(eps_low=0.05, eps_high=0.05), TOKENS], ids=str
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_batches_agree_with_the_formula(seed, objective):
+    lp = with_turns(ragged(seed, sequences=12), seed)
+    a = 30 * advantages_of(lp, seed, per="token")
+    norm = norm_by_hand(lp, a, objective)
+    assert norm > 1.5
+    plain = Clipped(unit=objective.unit, eps_low=objective.eps_low, eps_high=objective.eps_high)(lp, a)  # fmt: skip
+    got = objective(lp, a)
+    check_loss_and_gradient(lp, got.loss, plain.loss / norm)
+    assert got.clipped is not None
+    assert plain.clipped is not None
+    assert torch.equal(got.clipped, plain.clipped)
+    assert int(got.clipped.sum()) > 5
+
+
+@pytest.mark.parametrize("at", [1, 4, 11])
+@pytest.mark.parametrize("unit", ["turn", "turn_product", "turn_arithmetic", "token"])
+def test_a_step_may_be_split_anywhere(unit, at):
+    objective = TurnNormalized(unit=unit, eps_low=0.1, eps_high=0.1)
+    lp = ragged(7, sequences=12)
+    a = 30 * advantages_of(lp, 7)
+    whole = objective(lp, a).loss
+    (grad,) = torch.autograd.grad(whole.sum(), lp.current)
+    parts = pieces(lp, a, at)
+    seen = [Observed({objective: objective.observe(p, b, Facts())}) for p, b in parts]
+    merged = Facts(observed=seen[0].merge(seen[1]).cpu())
+    losses = [objective(p, b, merged).loss for p, b in parts]
+    grads = [torch.autograd.grad(x.sum(), p.current)[0] for x, (p, _) in zip(losses, parts, strict=True)]  # fmt: skip
+    torch.testing.assert_close(torch.cat(losses), whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.cat(grads), grad, rtol=1e-12, atol=0)
+    # The scale was not 1, and one piece alone would not have found it.
+    alone = torch.cat([objective(p, b).loss for p, b in parts])
+    assert not torch.allclose(alone, whole, rtol=1e-3)
+
+
+def test_renorm_divides_by_the_mean_clipped_ratio_of_the_turn():
+    """Turns (1.54, 1) and (1.54 with A < 0, 1) and (1.1, 1): the clip acts in the first alone, where
+    (1.2 + 1) / 2 = 1.1; 1.54 / 1.1 = 1.4 is still clipped at 1.2, and 1 becomes 1 / 1.1."""
+    r, a = double([1.54, 1.0, 1.54, 1.0, 1.1, 1.0]), double([1.0, 1.0, -1.0, -1.0, 1.0, 1.0])
+    old = double([-2.0] * 6)
+    leaf = (old + r.log()).requires_grad_()
+    segments = Segments.from_lengths([4, 2], turns=Segments.from_lengths([2, 2, 2]))
+    lp = LogProbs.pack(old, leaf, old, segments=segments)
+    got = TurnNormalized(unit="token", mode="renorm")(lp, a)
+    expected = double([-1.2, -1 / 1.1, 1.54, 1.0, -1.1, -1.0])
+    torch.testing.assert_close(got.loss, expected, rtol=1e-12, atol=0)
+    got.loss.sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, expected.where(expected != -1.2, 0.0), rtol=1e-12, atol=0)
+    assert got.clipped is not None
+    assert got.clipped.tolist() == [True, False, False, False, False, False]
+    assert TurnNormalized(unit="token", mode="renorm").observe(lp, a, Facts()) == {}
+
+
+def test_the_constants_carry_no_gradient():
+    l = double([0.5, -0.5]).requires_grad_()  # noqa: E741
+    s = Segments.from_lengths([2])
+    clipped = torch.tensor([True, False])
+    assert not clipping_bias(l, double([1.0, 1.0]).requires_grad_(), clipped, s).requires_grad
+    u = renormalized(l, clipped, s, eps_low=0.2, eps_high=0.2)
+    (grad,) = torch.autograd.grad(u.sum(), l)
+    assert grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "objective", [TurnNormalized(), TOKENS, TurnNormalized(unit="token", mode="renorm")], ids=str
+)
+def test_laws(objective):
+    lp = with_turns(ragged(6), 6)
+    check_laws(objective, lp)
+    a = advantages_of(lp, 6)
+    check_on_policy(objective, lp, a, -a)
+
+
+def test_an_empty_sequence_counts_as_one_sequence():
+    lp, a = fx_a_with_turns()
+    wider = replace(lp, segments=Segments.from_lengths([4, 0, 3, 0]))
+    seen = TOKENS.observe(wider, a, Facts())
+    assert seen["sequences"].item() == 4
+    torch.testing.assert_close(seen["squares"], TOKENS.observe(lp, a, Facts())["squares"])
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"eps_low": 0.0}, {"eps_low": 1.0}, {"eps_high": -1.0}, {"unit": "sequence"}, {"mode": "renorm"}],
+)  # fmt: skip
+def test_settings_that_cannot_mean_anything_are_refused(parts):
+    with pytest.raises(MethodError):
+        TurnNormalized(**parts)
+
+
+def test_observing_without_advantages_is_refused():
+    lp, _ = fx_a_with_turns()
+    with pytest.raises(MethodError, match="advantages"):
+        TurnNormalized().observe(lp, None, Facts())

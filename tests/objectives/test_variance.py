@@ -1,0 +1,222 @@
+"""R2VPO in both readings: numbers of the methods table, the moving price, any split of a step."""
+
+import pytest
+import torch
+
+from offdrift.errors import EvidenceError, MethodError
+from offdrift.facts import Facts, Observed
+from offdrift.logprobs import LogProbs
+from offdrift.objectives.clipped import Clipped
+from offdrift.objectives.variance import GroupClipped, VariancePenalized
+from offdrift.segments import Segments
+from tests.objectives.checks import (
+    batch,
+    check_any_split_gives_the_same,
+    check_finite_far_away,
+    check_golden,
+    check_gradient_reaches_logp_alone,
+    loss_and_grad,
+    piece,
+)
+from tests.oracles.fixtures import double, fx_a
+
+# -- the penalty -----------------------------------------------------------------------------------
+
+
+def test_penalized_on_fx_a():
+    lp, advantages, _ = fx_a()  # loss.r2vpo
+    check_golden(
+        VariancePenalized(),
+        lp,
+        advantages,
+        tok=[[-1.051166, -1.344963, -0.776844, -1.104728], [0.43113, 0.612662, 0.510117, 0]],
+        loss=-0.389113,
+        grad=[
+            [-0.149566, -0.18744, -0.113226, -0.156553],
+            [0.06010897, 0.09033359, 0.07310706, 0],
+        ],
+    )
+
+
+def test_next_penalty_of_the_methods_table():
+    lp, advantages, _ = fx_a()
+    objective = VariancePenalized()
+    seen = objective.observe(lp, advantages, Facts())
+    r = (lp.current - lp.old).detach().exp()
+    assert (seen["variance"] / seen["count"]).item() == pytest.approx(
+        0.03626421, abs=1e-8
+    )  # r2vpo.var
+    assert seen["variance"].item() == pytest.approx((r - 1).square().sum().item(), rel=1e-12)
+    following = objective.next(seen)
+    assert following.penalty == pytest.approx(0.04262642, abs=1e-8)  # r2vpo.lam.next
+    assert (objective.penalty, following.step, following.target) == (0.04, 0.1, 0.01)
+
+
+def test_the_penalty_falls_inside_the_target_and_never_below_zero():
+    seen = {"variance": double(0.0), "count": double(7.0)}
+    assert VariancePenalized(penalty=0.04).next(seen).penalty == pytest.approx(0.039, rel=1e-12)
+    assert VariancePenalized(penalty=0.0005).next(seen).penalty == 0.0
+    assert VariancePenalized(penalty=0.04, step=0.0).next(seen).penalty == 0.04
+
+
+@pytest.mark.parametrize("cut", [[[0, 2, 4], [1, 3, 5]], [[3], [0], [5], [1, 2, 4]]])
+def test_the_next_penalty_does_not_depend_on_the_split(cut):
+    lp, advantages, _ = batch(2)
+    objective = VariancePenalized()
+    merged = None
+    for sequences in cut:
+        p, rows = piece(lp, sequences)
+        seen = Observed({objective: objective.observe(p, advantages[rows], Facts())})
+        merged = seen if merged is None else merged.merge(seen)
+    assert merged is not None
+    whole = objective.next(objective.observe(lp, advantages, Facts()))
+    split = objective.next(merged.parts[objective])
+    assert split.penalty == pytest.approx(whole.penalty, rel=1e-12)
+    assert whole.penalty != 0.04
+
+
+@pytest.mark.parametrize("on", ["staleness", "full"])
+def test_push_and_pull_have_their_closed_forms_and_their_places(on):
+    lp, advantages, _ = batch(1)
+    r = (lp.current - (lp.old if on == "staleness" else lp.logp_rollout)).detach().exp()
+    got = VariancePenalized(on=on, penalty=0.7)(lp, advantages)
+    assert got.regularizer is not None
+    (push,) = torch.autograd.grad(got.loss.sum(), lp.current)
+    (pull,) = torch.autograd.grad(got.regularizer.sum(), lp.current)
+    torch.testing.assert_close(push, -advantages * r, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(pull, 2 * 0.7 * (r - 1) * r, rtol=1e-9, atol=1e-12)
+    assert got.clipped is None
+    assert len(r) > 6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_penalized_on_policy_the_gradient_is_minus_the_advantage(seed):
+    lp, advantages, _ = batch(seed, drift=0.0)
+    _, grad = loss_and_grad(VariancePenalized(), lp, advantages, normalizer=1.0)
+    torch.testing.assert_close(grad, -advantages, rtol=1e-9, atol=1e-12)
+
+
+def test_penalized_far_away_is_a_number():
+    check_finite_far_away(VariancePenalized(penalty=10.0))
+
+
+def test_penalized_gradient_reaches_logp_alone():
+    check_gradient_reaches_logp_alone(VariancePenalized())
+
+
+@pytest.mark.parametrize("parts", [{"penalty": -0.1}, {"step": -1.0}, {"target": -0.01}])
+def test_penalized_refuses_what_cannot_mean_anything(parts):
+    with pytest.raises(MethodError):
+        VariancePenalized(**parts)
+
+
+# -- the adaptive clip -----------------------------------------------------------------------------
+
+
+def two_prompts(ratios: list[float]) -> LogProbs:
+    """Two prompts of two answers each, two tokens per answer, with the given ratios."""
+    log_r = double(ratios).log()
+    logp_old = torch.full_like(log_r, -5.0)
+    segments = Segments.from_lengths([2, 2, 2, 2], group_ids=torch.tensor([9, 4, 9, 4]))
+    leaf = (logp_old + log_r).requires_grad_()
+    return LogProbs.pack(logp_old, leaf, logp_old, segments=segments)
+
+
+def test_ranges_by_hand():
+    # prompt 9: 0.7, 1.3, 0.7, 1.3, mean 1, variance 0.09; prompt 4: 0.95, 1.15 twice, mean 1.05, variance 0.01
+    lp = two_prompts([0.7, 1.3, 0.95, 1.15, 0.7, 1.3, 0.95, 1.15])
+    got = GroupClipped(eps=0.1, reference=0.04).ranges(lp, Facts())
+    wide, tight = 0.1 * 2.0, 0.1 * 0.2 / 0.3  # sqrt(.04/.01) = 2, sqrt(.04/.09) = 2/3
+    assert got.tolist() == pytest.approx([tight, wide, tight, wide], rel=1e-9)
+
+
+@pytest.mark.parametrize(("reference", "share"), [(1e-9, 0.5), (1e9, 2.0)])
+def test_ranges_lie_between_half_and_twice(reference, share):
+    lp = two_prompts([0.7, 1.3, 0.95, 1.15, 0.7, 1.3, 0.95, 1.15])
+    got = GroupClipped(eps=0.1, reference=reference).ranges(lp, Facts())
+    assert got.tolist() == [0.1 * share] * 4
+
+
+def test_the_variance_of_the_methods_table():
+    lp, _, _ = fx_a()
+    segments = Segments(lp.segments.cu_seqlens, group_ids=torch.tensor([2, 2]))
+    grouped = LogProbs.pack(lp.logp_rollout, lp.logp, lp.old, segments=segments)
+    got = GroupClipped(eps=0.2, reference=0.03320116).ranges(grouped, Facts())  # r2vpo.varc
+    assert got.tolist() == pytest.approx([0.2, 0.2], rel=1e-6)
+
+
+def test_each_prompt_is_clipped_at_its_own_range():
+    lp = two_prompts([0.7, 1.3, 0.95, 1.15, 0.7, 1.3, 0.95, 1.15])
+    objective = GroupClipped(eps=0.1, reference=0.04)
+    for sign in (1.0, -1.0):
+        a = torch.full((8,), sign, dtype=torch.float64)
+        got = objective(lp, a)
+        assert got.clipped is not None
+        # ranges 0.0667 and 0.2: in prompt 9 the outward token is clipped, in prompt 4 none is
+        outward = [False, True] if sign > 0 else [True, False]
+        assert got.clipped.tolist() == [*outward, False, False] * 2
+        bound = 1 + 0.2 / 3 if sign > 0 else 1 - 0.2 / 3
+        assert got.loss[got.clipped].tolist() == pytest.approx([-sign * bound] * 2, rel=1e-9)
+        _, grad = loss_and_grad(objective, lp, a, normalizer=1.0)
+        r = (lp.current - lp.old).detach().exp()
+        expected = (-a * r).where(~got.clipped, 0.0)
+        torch.testing.assert_close(grad, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_pinned_range_it_is_ppo(seed):
+    lp, advantages, _ = batch(seed)
+    got = GroupClipped(eps=0.1, reference=1e9)(lp, advantages)
+    ppo = Clipped(eps_low=0.2, eps_high=0.2)(lp, advantages)
+    torch.testing.assert_close(got.loss, ppo.loss, rtol=1e-12, atol=0)
+    assert got.clipped is not None
+    assert ppo.clipped is not None
+    assert got.clipped.tolist() == ppo.clipped.tolist()
+    assert got.clipped.any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_split_gives_the_same(seed):
+    assert check_any_split_gives_the_same(GroupClipped(reference=0.1), seed) == 3
+
+
+def test_a_piece_that_forgets_the_step_gets_something_else():
+    lp, _, _ = batch(0)
+    objective = GroupClipped(reference=0.1)
+    whole = objective.ranges(lp, Facts())
+    alone, _ = piece(lp, [0])
+    assert objective.ranges(alone, Facts()).item() != pytest.approx(whole[0].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_clipped_on_policy_the_gradient_is_minus_the_advantage(seed):
+    lp, advantages, _ = batch(seed, drift=0.0)
+    _, grad = loss_and_grad(GroupClipped(), lp, advantages, normalizer=1.0)
+    torch.testing.assert_close(grad, -advantages, rtol=1e-9, atol=1e-12)
+
+
+def test_clipped_without_an_advantage_there_is_no_push():
+    lp, advantages, _ = batch(0, drift=3.0)
+    loss, grad = loss_and_grad(GroupClipped(), lp, torch.zeros_like(advantages))
+    assert loss == 0
+    assert (grad == 0).sum() == len(advantages) > 6
+
+
+def test_clipped_far_away_is_a_number():
+    check_finite_far_away(GroupClipped())
+
+
+def test_clipped_gradient_reaches_logp_alone():
+    check_gradient_reaches_logp_alone(GroupClipped())
+
+
+def test_clipped_needs_prompts_and_says_so():
+    lp, advantages, _ = fx_a()
+    with pytest.raises(EvidenceError, match="group_ids"):
+        GroupClipped()(lp, advantages)
+
+
+@pytest.mark.parametrize("parts", [{"eps": 0.6}, {"eps": 0.0}, {"reference": 0.0}])
+def test_clipped_refuses_what_cannot_mean_anything(parts):
+    with pytest.raises(MethodError):
+        GroupClipped(**parts)

@@ -1,0 +1,203 @@
+"""Random ragged batches, padded for the peers and packed for us, and what both sides make of them.
+
+Everything is float64. Masks have holes, as those of tool calls have; one sequence is masked whole;
+masked positions hold numbers that would show in any result they leaked into.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offdrift.logprobs import LogProbs
+from offdrift.loss import policy_loss
+from offdrift.methods import Method
+
+EMPTY_ROW = 3
+"""The sequence all of whose tokens are masked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Log-probs and advantages, `[sequences, time]`."""
+
+    rollout: Tensor
+    old: Tensor
+    logp: Tensor
+    ref: Tensor
+    advantages: Tensor
+    mask: Tensor
+    """int64, as the peers' trainers have it."""
+
+    @property
+    def sequences(self) -> int:
+        return self.mask.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.mask.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def bypass(self) -> Batch:
+        """The same with the rollout policy in the old one's place."""
+        return replace(self, old=self.rollout)
+
+    def pack(self, leaf: Tensor | None = None) -> LogProbs:
+        return LogProbs.pack(
+            self.rollout, self.logp if leaf is None else leaf, self.old, mask=self.mask
+        )
+
+    def rows(self, which: slice) -> Batch:
+        """Some of the sequences."""
+        fields = {name: getattr(self, name)[which] for name in self.__dataclass_fields__}
+        return Batch(**fields)
+
+
+def random_batch(
+    seed: int, *, sequences: int = 14, longest: int = 19, far: bool = True, per_token: bool = True
+) -> Batch:
+    """A ragged batch: drift per token from 1e-4 to 0.5 nats, different in every sequence.
+
+    Args:
+        far: with log-ratios beyond 20 nats in two sequences, in both directions.
+        per_token: an advantage for every token; else one per sequence.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    b, t = sequences, longest
+    lengths = torch.randint(1, t + 1, (b,), generator=g)
+    lengths[0] = t
+    mask = (torch.arange(t) < lengths[:, None]) & (uniform(b, t) > 0.15)
+    mask[0] = True
+    mask[EMPTY_ROW] = False
+    # Exact in float32: one peer passes them through Python lists.
+    rollout = (-5 * uniform(b, t) ** 2 - 1e-3).float().double()
+    scale = 10 ** (-4 + 3.7 * uniform(b, 1))
+    old = rollout + scale * (normal(b, t) + normal(b, 1))
+    logp = old + 0.3 * normal(b, t)
+    if far:
+        rollout[0, 1], old[0, 1], logp[0, 1] = -31.0, -0.5, -0.4
+        rollout[0, 2], old[0, 2], logp[0, 2] = -0.5, -30.0, -31.0
+        rollout[5, 0], old[5, 0], logp[5, 0], mask[5, 0] = -1.0, -0.75, -28.0, True
+        rollout[6, 0], old[6, 0], logp[6, 0], mask[6, 0] = -1.0, -29.0, -1.5, True
+    advantages = normal(b, 1) + (0.5 * normal(b, t) if per_token else torch.zeros(b, t))
+    advantages[uniform(b) < 0.15] = 0.0
+    fields = {"rollout": rollout, "old": old, "logp": logp, "ref": logp + 0.4 * normal(b, t)}
+    fields = {name: x.clamp(max=0.0) for name, x in fields.items()}
+    fields["advantages"] = advantages
+    garbage = {name: x.where(mask, -40 * uniform(b, t)) for name, x in fields.items()}
+    return Batch(**garbage, mask=mask.long())
+
+
+class Outcome(NamedTuple):
+    """What came of a batch, in the padded shape."""
+
+    loss: Tensor
+    gradient: Tensor
+    keep: Tensor
+    weight: Tensor
+
+
+def ours(method: Method, batch: Batch, **options: Any) -> Outcome:
+    """Loss and gradient of a method, by way of the packed batch."""
+    leaf = batch.logp.clone().requires_grad_()
+    packed = batch.pack(leaf)
+    if method.penalty is not None:
+        options["logp_ref"] = packed.like_caller(batch.ref)
+    out = policy_loss(packed, method, packed.like_caller(batch.advantages), **options)
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
+    keep = packed.unpack(out.corrected.keep)
+    weight = packed.unpack(out.corrected.weight.detach())
+    return Outcome(out.loss.detach(), gradient, keep, weight)
+
+
+def theirs(function: Callable[[Tensor], Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of a peer, by way of the padded batch."""
+    leaf = batch.logp.clone().requires_grad_()
+    loss = function(leaf)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient
+
+
+def same(actual: Tensor, expected: Tensor) -> None:
+    """Equal to 1e-9; ratios up to e^20 are equal to as many digits as float64 keeps in a sum."""
+    assert actual.dtype == expected.dtype == torch.float64
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-9)
+
+
+def agree(mine: Outcome, loss: Tensor, gradient: Tensor) -> None:
+    """Both sides give one loss and one gradient, and there is something to compare."""
+    same(mine.loss, loss)
+    same(mine.gradient, gradient)
+    assert int((gradient != 0).sum()) >= 20
+
+
+def differ(actual: Tensor, expected: Tensor, by: float = 1e-3) -> None:
+    """Further apart than any rounding."""
+    assert float((actual - expected).abs().max()) > by
+
+
+@functools.cache
+def load_verl() -> SimpleNamespace:
+    """The parts of verl that are called; its imports warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from omegaconf import OmegaConf
+        from tensordict import TensorDict
+        from verl import DataProto
+        from verl.trainer.config import AlgoConfig
+        from verl.trainer.config.algorithm import RolloutCorrectionConfig
+        from verl.trainer.ppo import core_algos, rollout_corr_helper
+        from verl.utils import tensordict_utils
+        from verl.workers.config import ActorConfig
+        from verl.workers.utils.losses import ppo_loss
+    return SimpleNamespace(**locals())
+
+
+def actor(verl: SimpleNamespace, batch: Batch | None = None, **fields: Any) -> Any:
+    """verl's actor configuration; with a batch, its loss divides by all that was sampled."""
+    if batch is not None:
+        fields["global_batch_info"] = {
+            "dp_size": 1,
+            "batch_num_tokens": batch.tokens,
+            "global_batch_size": batch.sequences,
+            "loss_scale_factor": fields.get("loss_scale_factor"),
+        }
+    return verl.ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, **fields)
+
+
+def verl_loss(
+    verl: SimpleNamespace, name: str, batch: Batch, config: Any, how: str, weights: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of one of verl's registered policy losses."""
+    function = verl.core_algos.get_policy_loss_fn(name)
+
+    def loss(leaf: Tensor) -> Tensor:
+        return function(
+            old_log_prob=batch.old,
+            log_prob=leaf,
+            advantages=batch.advantages,
+            response_mask=batch.mask,
+            loss_agg_mode=how,
+            config=config,
+            rollout_is_weights=weights,
+        )[0]
+
+    return theirs(loss, batch)

@@ -1,0 +1,353 @@
+"""verl's rejection modes, importance weights and metrics, called in-process, against ours.
+
+Where verl differs on purpose or by accident, a test asserts the difference and says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+
+import pytest
+import torch
+from torch import Tensor
+
+from offdrift.correction import Correction, Gate, Weight, rejection
+from offdrift.errors import MethodError
+from offdrift.logprobs import LogProbs
+from offdrift.segments import Segments
+from offdrift.stats.drift import DriftStats
+from offdrift.stats.summary import summarize
+from tests.parity.peers import EMPTY_ROW, Batch, load_verl, random_batch, same
+
+MODES = ("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
+         "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")  # fmt: skip
+SEEDS = range(6)
+
+
+@pytest.fixture(scope="module")
+def verl():
+    return load_verl()
+
+
+def theirs(verl, batch: Batch, **options):
+    """verl's weights, mask and metrics, on the mismatch of the batch."""
+    weights, mask, metrics = verl.rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+        batch.old, batch.rollout, batch.mask, **options
+    )
+    weights = None if weights is None else weights.batch["rollout_is_weights"]
+    return weights, mask.bool(), {k.removeprefix("rollout_corr/"): v for k, v in metrics.items()}
+
+
+def decided(batch: Batch, *parts) -> tuple[Tensor, Tensor]:
+    """Our keep mask and weights in the padded shape."""
+    packed = batch.pack()
+    joined = functools.reduce(operator.and_, parts, Correction())
+    corrected = joined(packed)
+    return packed.unpack(corrected.keep), packed.unpack(corrected.weight)
+
+
+def observed(mode: str, batch: Batch) -> Tensor:
+    """What a mode looks at, by formula; k1 as the log-ratio."""
+    unit, _, name = mode.rpartition("_")
+    x = (batch.old - batch.rollout).clamp(-20, 20)
+    x = {"k1": x, "k2": x.square() / 2, "k3": x.exp() - 1 - x}[name]
+    rows = [row[keep.bool()] for row, keep in zip(x, batch.mask, strict=True) if keep.any()]
+    if unit == "token":
+        return torch.cat(rows)
+    reduce = {"seq_sum": torch.sum, "seq_mean": torch.mean, "seq_max": torch.max}[unit]
+    return torch.stack([reduce(row) for row in rows])
+
+
+def random_threshold(mode: str, batch: Batch, seed: int) -> str:
+    """A threshold that some units pass and some do not; a k1 band whose ends are no inverses."""
+    g = torch.Generator().manual_seed(100 + seed)
+    q = torch.rand(2, generator=g, dtype=torch.float64) * 0.25
+    seen = observed(mode, batch)
+    if not mode.endswith("k1"):
+        return repr(float(seen.quantile(0.4 + 2 * q[0])))
+    # verl's band is one on the inverse ratio, so that it is placed where the inverses are.
+    low, high = (-seen).quantile(0.05 + q[0]).exp(), (-seen).quantile(0.95 - q[1]).exp()
+    return f"{float(low)!r}_{float(high)!r}"
+
+
+def test_the_modes_are_verls(verl):
+    assert set(MODES) == verl.rollout_corr_helper.SUPPORTED_ROLLOUT_RS_OPTIONS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_decides_as_verl(verl, mode, seed):
+    batch = random_batch(seed)
+    threshold = random_threshold(mode, batch, seed)
+    _, mask, _ = theirs(verl, batch, rollout_rs=mode, rollout_rs_threshold=threshold)
+    keep, _ = decided(batch, rejection(mode, threshold, on="mismatch", k1_band="verl"))
+    assert 0 < int(keep.sum()) < batch.tokens
+    assert torch.equal(keep, mask)
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m.endswith("k1")])
+@pytest.mark.parametrize("width", [1.001, 1.3, 5.0])
+def test_one_number_is_a_band_and_its_own_inverse(verl, mode, width):
+    kept = 0
+    for seed in SEEDS:
+        batch = random_batch(seed)
+        _, mask, _ = theirs(verl, batch, rollout_rs=mode, rollout_rs_threshold=width)
+        for band in ("ratio", "verl"):
+            keep, _ = decided(batch, rejection(mode, width, on="mismatch", k1_band=band))
+            assert torch.equal(keep, mask)
+        kept += int(mask.sum())
+    assert kept > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lists_of_modes(verl, seed):
+    batch = random_batch(seed)
+    g = torch.Generator().manual_seed(seed)
+    modes = [MODES[i] for i in torch.randperm(len(MODES), generator=g)[: 2 + seed % 3]]
+    thresholds = [random_threshold(mode, batch, seed) for mode in modes]
+    _, mask, _ = theirs(
+        verl, batch, rollout_rs=", ".join(modes), rollout_rs_threshold=",".join(thresholds)
+    )
+    gates = [
+        rejection(mode, t, on="mismatch", k1_band="verl")
+        for mode, t in zip(modes, thresholds, strict=True)
+    ]
+    keep, _ = decided(batch, *gates)
+    assert torch.equal(keep, mask)
+    # Each of them rejects, and they do not all reject the same.
+    alone = [decided(batch, gate)[0] for gate in gates]
+    assert all(int(x.sum()) < batch.tokens for x in alone)
+    assert any(not torch.equal(x, keep) for x in alone)
+
+
+def test_one_threshold_for_a_list_and_every_repetition_once(verl):
+    batch = random_batch(0)
+    modes = "token_k2,seq_mean_k3,token_k2"
+    _, mask, _ = theirs(verl, batch, rollout_rs=modes, rollout_rs_threshold="0.01")
+    gates = [rejection(mode, 0.01, on="mismatch") for mode in modes.split(",")]
+    keep, _ = decided(batch, *gates)
+    assert torch.equal(keep, mask)
+    assert 0 < int(keep.sum()) < batch.tokens
+    assert len(functools.reduce(operator.and_, gates, Correction()).gates) == 2
+
+
+def one_token(ratio: float) -> Batch:
+    """A sequence of one token whose mismatch ratio is given."""
+    old = torch.full((1, 1), -3.0, dtype=torch.float64)
+    rollout = old - math.log(ratio)
+    fields = {"old": old, "logp": old, "ref": old, "advantages": -old, "rollout": rollout}
+    return Batch(**fields, mask=torch.ones(1, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m.endswith("k1")])
+@pytest.mark.parametrize(
+    ("ratio", "in_band", "inverse_in_band"), [(0.61, True, False), (1.65, False, True)]
+)
+def test_verl_applies_a_band_to_the_inverse_ratio(verl, mode, ratio, in_band, inverse_in_band):
+    """dis.02: verl compares -log ratio with the logs of the ends, so 0.6_1.6 acts as 0.625_1.667."""
+    batch, band = one_token(ratio), "0.6_1.6"
+    assert (0.6 <= ratio <= 1.6) == in_band
+    assert (0.6 <= 1 / ratio <= 1.6) == inverse_in_band
+    _, mask, _ = theirs(verl, batch, rollout_rs=mode, rollout_rs_threshold=band)
+    assert bool(mask) == inverse_in_band
+    keep, _ = decided(batch, rejection(mode, band, on="mismatch", k1_band="verl"))
+    assert bool(keep) == inverse_in_band
+    keep, _ = decided(batch, rejection(mode, band, on="mismatch"))
+    assert bool(keep) == in_band
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_band_on_the_ratio_is_verls_with_both_ends_inverted(verl, seed):
+    batch, mode = random_batch(seed), "token_k1"
+    low, high = map(float, random_threshold(mode, batch, seed).split("_"))
+    _, mask, _ = theirs(verl, batch, rollout_rs=mode, rollout_rs_threshold=f"{low!r}_{high!r}")
+    keep, _ = decided(batch, rejection(mode, f"{1 / high!r}_{1 / low!r}", on="mismatch"))
+    assert torch.equal(keep, mask)
+    keep, _ = decided(batch, rejection(mode, f"{low!r}_{high!r}", on="mismatch"))
+    assert not torch.equal(keep, mask)
+
+
+@pytest.mark.parametrize("mode", ["seq_max_k1", "token_k4", "geometric", "token"])
+def test_both_refuse(verl, mode):
+    with pytest.raises(ValueError, match="rollout_rs"):
+        theirs(verl, random_batch(0), rollout_rs=mode, rollout_rs_threshold="0.5_2")
+    with pytest.raises(MethodError):
+        rejection(mode, "0.5_2", on="mismatch")
+
+
+@pytest.mark.parametrize("threshold", ["0", "-1", "2_0.5", "0_2", "one"])
+def test_both_refuse_the_threshold(verl, threshold):
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        theirs(verl, random_batch(0), rollout_rs="token_k1", rollout_rs_threshold=threshold)
+    with pytest.raises(MethodError):
+        rejection("token_k1", threshold, on="mismatch")
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+LIMITS = [
+    (2.0, {"cap": 2.0}),
+    ("1.3", {"cap": 1.3}),
+    ("0.5_5.0", {"floor": 0.5, "cap": 5.0, "outside": "mask"}),
+    ("0.9_1.05", {"floor": 0.9, "cap": 1.05, "outside": "mask"}),
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("threshold", "limits"), LIMITS)
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_weights(verl, unit, threshold, limits, normalize, seed):
+    batch = random_batch(seed)
+    expected, mask, metrics = theirs(
+        verl, batch, rollout_is=unit, rollout_is_threshold=threshold,
+        rollout_is_batch_normalize=normalize,
+    )  # fmt: skip
+    weight = Weight(on="mismatch", unit=unit, normalize=normalize, **limits)
+    keep, given = decided(batch, weight)
+    assert torch.equal(keep, mask)
+    assert torch.equal(mask, batch.mask.bool())
+    limited = weight(batch.pack()).limited
+    assert 0 < int(limited.sum()) < len(limited)
+    same(given, expected)
+    if normalize:
+        assert abs(metrics["rollout_is_batch_norm_factor"] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_a_band_that_nothing_is_in_stops_verl_and_not_us(verl, unit):
+    """verl's metrics divide by the effective sample size's inverse, which is 0 then."""
+    batch, band = random_batch(1), {"floor": 1e-12, "cap": 1e-11, "outside": "mask"}
+    with pytest.raises(ZeroDivisionError):
+        theirs(verl, batch, rollout_is=unit, rollout_is_threshold="1e-12_1e-11")
+    _, given = decided(batch, Weight(on="mismatch", unit=unit, normalize=True, **band))
+    assert given.numel() > 0
+    assert not given.any()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weights_are_normalized_before_anything_is_rejected(verl, seed):
+    batch = random_batch(seed)
+    threshold = random_threshold("seq_mean_k2", batch, seed)
+    expected, mask, _ = theirs(
+        verl, batch, rollout_is="token", rollout_is_batch_normalize=True,
+        rollout_rs="seq_mean_k2", rollout_rs_threshold=threshold,
+    )  # fmt: skip
+    keep, given = decided(
+        batch,
+        Weight(on="mismatch", cap=2.0, normalize=True),
+        rejection("seq_mean_k2", threshold, on="mismatch"),
+    )
+    assert torch.equal(keep, mask)
+    assert 0 < int(keep.sum()) < batch.tokens
+    same(given, expected)
+
+
+def test_a_mask_of_floats_shortens_verls_means(verl):
+    """verl divides means by T + 1e-8, which an integer mask's float32 swallows and float64 keeps."""
+    batch = random_batch(2, far=False)
+    floats = Batch(**{**vars(batch), "mask": batch.mask.double()})
+    mean = verl.core_algos.verl_F.masked_mean
+    x = batch.advantages
+    lengths = batch.mask.double().sum(-1)
+    whole, cut = mean(x, batch.mask, axis=-1), mean(x, floats.mask, axis=-1)
+    assert len(whole) == batch.sequences
+    same(cut, whole * lengths / (lengths + 1e-8))
+    assert not torch.equal(cut, whole)
+    packed = batch.pack()
+    same(packed.segments.mean(packed.like_caller(x)), whole)
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+SAME_METRIC = {
+    "k3_kl": "mismatch/k3", "chi2_token": "mismatch/chi2_token", "chi2_seq": "mismatch/chi2_seq",
+    "kl": "mismatch/k1", "log_ppl_diff": "mismatch/log_ppl_diff_mean",
+    "log_ppl_abs_diff": "mismatch/log_ppl_gap", "log_ppl_diff_max": "mismatch/log_ppl_diff_max",
+    "log_ppl_diff_min": "mismatch/log_ppl_diff_min", "ppl_ratio": "mismatch/ppl_ratio",
+    "training_ppl": "old/ppl", "training_log_ppl": "old/log_ppl", "rollout_ppl": "rollout/ppl",
+    "rollout_log_ppl": "rollout/log_ppl", "rollout_is_mean": "weight/mean",
+    "rollout_is_std": "weight/std", "rollout_is_max": "weight/max", "rollout_is_min": "weight/min",
+    "rollout_is_eff_sample_size": "weight/ess_frac", "rollout_is_oob_ratio": "weight/cap_frac",
+    "rollout_rs_masked_fraction": "gate/drop_frac_token",
+    "rollout_rs_seq_masked_fraction": "gate/drop_frac_seq",
+    "rollout_rs_token_k2_masked_fraction": "gate/0/drop_frac_token",
+    "rollout_rs_seq_mean_k3_masked_fraction": "gate/1/drop_frac_token",
+}  # fmt: skip
+"""verl's name, without its prefix -> ours."""
+ABOUT_SEQUENCES = {
+    "chi2_seq", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl",
+    "rollout_ppl", "rollout_log_ppl",
+}  # fmt: skip
+
+
+def without_the_empty_row(batch: Batch) -> Batch:
+    keep = torch.arange(batch.sequences) != EMPTY_ROW
+    return Batch(**{name: x[keep] for name, x in vars(batch).items()})
+
+
+def both_metrics(verl, batch: Batch) -> tuple[dict, dict]:
+    """Both sides' metrics under a band and two gates."""
+    band = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+    gates = {"rollout_rs": "token_k2,seq_mean_k3", "rollout_rs_threshold": "0.05,0.05"}
+    _, _, metrics = theirs(verl, batch, **band, **gates)
+    packed = batch.pack()
+    correction = Correction(
+        (rejection("token_k2", 0.05, on="mismatch"), rejection("seq_mean_k3", 0.05, on="mismatch")),
+        (Weight(on="mismatch", floor=0.5, cap=5.0, outside="mask"),),
+    )
+    return metrics, summarize(DriftStats.of(packed, correction(packed)))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_metrics(verl, seed):
+    metrics, mine = both_metrics(verl, without_the_empty_row(random_batch(seed, far=False)))
+    compared = 0
+    for theirs_name, name in SAME_METRIC.items():
+        if theirs_name == "rollout_rs_seq_masked_fraction":
+            continue
+        # verl rounds 0/1 masks to float32 and adds 1e-8 in its effective sample size.
+        assert mine[name] == pytest.approx(metrics[theirs_name], rel=3e-7, abs=1e-9), name
+        compared += 1
+    assert compared == len(SAME_METRIC) - 1 == 22
+    # A sequence with one rejected token counts in verl; with us, one without a kept token.
+    assert mine["gate/drop_frac_seq"] < metrics["rollout_rs_seq_masked_fraction"]
+
+
+def test_verl_counts_an_empty_sequence_as_one_with_equal_policies(verl):
+    """With 0 in the means over sequences, hence 1 in those of exponentials; ours leave it out."""
+    batch = random_batch(0, far=False)
+    with_it, mine = both_metrics(verl, batch)
+    without, mine_without = both_metrics(verl, without_the_empty_row(batch))
+    n = batch.sequences
+    for name in ABOUT_SEQUENCES:
+        ours = SAME_METRIC[name]
+        added = 1 / n if name in ("ppl_ratio", "training_ppl", "rollout_ppl") else 0.0
+        assert with_it[name] == pytest.approx(without[name] * (n - 1) / n + added, rel=1e-9), name
+        assert mine[ours] == pytest.approx(mine_without[ours], rel=1e-12), name
+
+
+def test_a_log_ratio_beyond_20_counts_as_20_with_us_and_whole_in_verls_kl(verl):
+    """verl clamps what it gates and weights by, and chi2, but neither kl nor k3_kl."""
+    rollout = torch.tensor([[-25.0, -1.0]], dtype=torch.float64)
+    old = torch.tensor([[-1.0, -1.0]], dtype=torch.float64)
+    mask = torch.ones(1, 2, dtype=torch.int64)
+    metrics = verl.rollout_corr_helper.compute_offpolicy_metrics(old, rollout, mask)
+    mine = summarize(DriftStats.of(LogProbs.pack(rollout, None, old, mask=mask)))
+    assert metrics["kl"] == pytest.approx(-24 / 2)
+    assert mine["mismatch/k1"] == pytest.approx(-20 / 2)
+    assert metrics["k3_kl"] == pytest.approx((math.exp(24) - 25) / 2)
+    assert mine["mismatch/k3"] == pytest.approx((math.exp(20) - 21) / 2)
+    assert metrics["chi2_token"] == pytest.approx(mine["mismatch/chi2_token"])
+
+
+def test_hand_made_gate_equals_the_mode():
+    packed = LogProbs.pack(
+        torch.tensor([-1.0, -1.0]), None, torch.tensor([-0.9, -2.0]),
+        segments=Segments.from_lengths([1, 1]),
+    )  # fmt: skip
+    gate = rejection("seq_max_k2", 0.01, on="mismatch")
+    assert gate == Gate(statistic="k2", on="mismatch", unit="seq_max", high=0.01)
+    assert gate.keep(packed).tolist() == [True, False]

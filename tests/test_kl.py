@@ -1,0 +1,368 @@
+"""KL to the reference: every estimator's stated bias by exact enumeration, in value and gradient."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from offdrift.kl import (
+    ESTIMATORS,
+    INFINITE,
+    EstimatorName,
+    exact_kl,
+    kl_estimate,
+)
+from tests.oracles.fixtures import double, fx_a
+
+LOGP, REF = double([-0.5, -1.0, -2.0]), double([-0.7, -0.8, -2.0])
+LOGITS, REF_PROBS = double([0.2, -0.3, 0.5]), double([0.5, 0.3, 0.2])
+BEHAVIOR = double([0.4, 0.4, 0.2])
+KL_GRADIENT = [-0.188597, -0.112169, 0.300767]
+OTHER_GRADIENT = [-0.16175, -0.09484075, 0.25659]  # of KL(ref || pi)
+CORRECTED = "k3_corrected"
+ON_POLICY = [e for e in ESTIMATORS if e != CORRECTED]
+
+
+def exactly(actual: Tensor, expected, atol: float = 1e-12) -> None:
+    expected = expected if isinstance(expected, Tensor) else double(expected)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+def golden(actual: Tensor, expected) -> None:
+    exactly(actual, expected, atol=1e-6)
+
+
+def value_and_gradient(estimator: str, logp: Tensor = LOGP, ref: Tensor = REF, **options):
+    leaf = logp.clone().requires_grad_()
+    value = kl_estimate(leaf, ref, estimator=estimator, **options)  # type: ignore[arg-type]
+    return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+
+# -- goldens -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        ("k1", [0.2, -0.2, 0.0], [1.0, 1.0, 1.0]),
+        ("abs", [0.2, 0.2, 0.0], [1.0, -1.0, 0.0]),
+        ("k2", [0.02, 0.02, 0.0], [0.2, -0.2, 0.0]),
+        ("k3", [0.01873075, 0.02140276, 0.0], [0.181269, -0.221403, 0.0]),
+        ("k1+", [0.2, -0.2, 0.0], [0.2, -0.2, 0.0]),
+        ("abs+", [0.2, 0.2, 0.0], [0.2, -0.2, 0.0]),
+        ("k2+", [0.02, 0.02, 0.0], [0.2, -0.2, 0.0]),
+        ("k3+", [0.01873075, 0.02140276, 0.0], [0.2, -0.2, 0.0]),
+    ],
+)
+def test_goldens_of_every_estimator(estimator, value, gradient):  # kl.k1 ... kl.straight_through
+    got = value_and_gradient(estimator)
+    golden(got[0], value)
+    golden(got[1], gradient)
+    d = LOGP - REF
+    closed = {"k1": d, "abs": d.abs(), "k2": d**2 / 2, "k3": torch.exp(-d) + d - 1}
+    exactly(got[0], closed[estimator.removesuffix("+")])
+
+
+def test_value_limit_reproduces_the_saturation_of_the_golden():  # kl.k3, kl.k3sat.val
+    five = double([-5.0])
+    value, gradient = value_and_gradient("k3", five, double([0.0]))
+    golden(value, [142.413159])
+    exactly(gradient, 1 - torch.exp(-five))
+    value, gradient = value_and_gradient("k3", five, double([0.0]), value_limit=10.0)
+    assert (value.item(), gradient.item()) == (10.0, 0.0)
+    # straight through, the limit is on the value alone
+    value, gradient = value_and_gradient("k3+", five, double([0.0]), value_limit=10)
+    assert (value.item(), gradient.item()) == (10.0, -5.0)
+
+
+def test_value_limit_has_two_sides_and_leaves_what_is_inside():
+    d = double([-3.0, -0.5, 0.5, 3.0])
+    value, gradient = value_and_gradient("k1", d, torch.zeros_like(d), value_limit=2.0)
+    exactly(value, [-2.0, -0.5, 0.5, 2.0])
+    exactly(gradient, [0.0, 1.0, 1.0, 0.0])
+
+
+def test_golden_of_the_corrected_estimate():  # kl.un.tok, kl.un.mean
+    ref, log_q = double([-0.2, 0.1, 0.05]), double([1.1, 0.8, 1.5]).log()
+    value = kl_estimate(
+        torch.zeros_like(ref), ref, estimator=CORRECTED, log_ratio=log_q, ratio_gradient=False
+    )
+    golden(value, [0.02060383, 0.00413673, 0.00190664])
+    golden(value.mean(), 0.0088824)
+
+
+def test_kl_tau_is_k2_of_the_full_ratio_with_twice_the_coefficient():  # klt.tok, klt.mean
+    lp, _, _ = fx_a()
+    got = 2 * 1e-3 * kl_estimate(lp.current, lp.logp_rollout, estimator="k2").detach()
+    golden(
+        lp.unpack(got),
+        [[2.25e-05, 6.25e-05, 2.25e-05, 0.00064], [1.69e-05, 4e-05, 7.84e-05, 0.0]],
+    )
+    golden(got.mean(), 0.00012611)
+    exactly(got, 1e-3 * (lp.current - lp.logp_rollout).detach() ** 2)
+
+
+# -- the exact KL and what it is compared with ---------------------------------------------------
+
+
+def truth(logits: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(pi || ref), its gradient and that of KL(ref || pi), in closed form."""
+    pi = logits.softmax(-1)
+    d = (pi / ref).log()
+    kl = (pi * d).sum()
+    return kl, pi * (d - kl), pi - ref
+
+
+def means(estimator: str, logits: Tensor, ref: Tensor, mu: Tensor | None = None, **options):
+    """Mean value and mean gradient over tokens drawn from mu (pi if None), token by token."""
+    leaf = logits.clone().requires_grad_()
+    logp = leaf.log_softmax(-1)
+    drawn = logp.detach().exp() if mu is None else mu
+    if estimator == CORRECTED:
+        options["log_ratio"] = logp - drawn.log()
+    value = kl_estimate(logp, ref.log(), estimator=estimator, **options)  # type: ignore[arg-type]
+    gradients = [torch.autograd.grad(v, leaf, retain_graph=True)[0] for v in value]
+    assert len(gradients) == len(logits)
+    return (drawn * value.detach()).sum(), drawn @ torch.stack(gradients)
+
+
+def random_pair(seed: int, vocab: int = 5, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of pi, probabilities of the reference, probabilities of mu."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocab, generator=g, dtype=torch.float64)
+    logits[1:] = logits[0] + scale * logits[1:]
+    return logits[0], logits[1].softmax(-1), logits[2].softmax(-1)
+
+
+PAIRS = [random_pair(seed) for seed in range(6)]
+
+
+def test_exact_kl_golden_and_gradient():  # kl.exact, kl.exact.grad
+    leaf = LOGITS[None].clone().requires_grad_()
+    value = exact_kl(leaf, REF_PROBS.log()[None])
+    gradient = torch.autograd.grad(value.sum(), leaf)[0]
+    golden(value.detach(), [0.166746])
+    golden(gradient[0], KL_GRADIENT)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.1, 1.0, 8.0])
+def test_exact_kl_is_the_definition(scale):
+    logits, ref, _ = random_pair(7, vocab=50, scale=scale)
+    leaf = logits[None].clone().requires_grad_()
+    value = exact_kl(leaf, ref.log()[None] + 3.0)  # scores need not be normalized
+    (gradient,) = torch.autograd.grad(value.sum(), leaf)
+    kl, kl_gradient, _ = truth(logits, ref)
+    # 1e-8, and 1e-7 in its derivative: the series of `divergence.exact` near equal probabilities
+    torch.testing.assert_close(value[0].detach(), kl, rtol=1e-8, atol=1e-14)
+    torch.testing.assert_close(gradient[0], kl_gradient, rtol=1e-7, atol=1e-14)
+
+
+def test_exact_kl_survives_tokens_that_cannot_be_drawn():
+    inf = math.inf
+    leaf = double([[0.0, 0.0, -inf], [0.0, 0.0, -inf], [0.0, 0.0, 0.0]]).requires_grad_()
+    ref = double([[0.0, 0.0, 0.0], [0.0, -inf, -inf], [0.0, 0.0, 0.0]])
+    value = exact_kl(leaf, ref)
+    (gradient,) = torch.autograd.grad(value.sum(), leaf)
+    # row 1: half of pi's mass costs log(1/2), the other half log(1/2) + 10,000
+    exactly(value.detach(), [math.log(1.5), math.log(0.5) + INFINITE / 2, 0.0])
+    assert bool(gradient.isfinite().all())
+    exactly(gradient[1], [-INFINITE / 4, INFINITE / 4, 0.0])
+
+
+def test_exact_kl_keeps_small_divergences_in_float32():
+    logits, ref, _ = random_pair(3, vocab=1000, scale=1e-4)
+    kl = truth(logits, ref)[0].item()
+    got = exact_kl(logits.float()[None], ref.log().float()[None]).item()
+    assert 1e-9 < kl < 1e-7
+    assert got == pytest.approx(kl, rel=0.02)
+
+
+# -- the table of biases, by enumeration ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    [
+        ("k1", 0.166746, [0.0, 0.0, 0.0]),
+        ("abs", 0.587056, [-0.308884, -0.187347, 0.496231]),
+        ("k2", 0.196205, KL_GRADIENT),
+        ("k3", 0.166746, OTHER_GRADIENT),
+        ("k1+", 0.166746, KL_GRADIENT),
+        ("k3+", 0.166746, KL_GRADIENT),
+    ],
+)
+def test_golden_gradient_table(estimator, value, gradient):  # kl.gradient_table, kl.Ev.*, kl.Eg.*
+    got = means(estimator, LOGITS, REF_PROBS)
+    golden(got[0], value)
+    golden(got[1], gradient)
+
+
+def test_golden_gradient_table_off_policy():  # kl.off.*
+    golden(means("k3", LOGITS, REF_PROBS, BEHAVIOR)[0], 0.120562)
+    value, gradient = means(CORRECTED, LOGITS, REF_PROBS, BEHAVIOR)
+    golden(value, 0.166746)
+    golden(gradient, KL_GRADIENT)
+    value, gradient = means(CORRECTED, LOGITS, REF_PROBS, BEHAVIOR, ratio_gradient=False)
+    golden(value, 0.166746)
+    golden(gradient, OTHER_GRADIENT)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_bias_by_its_amount(pair):
+    logits, ref, _ = pair
+    kl, kl_gradient, other_gradient = truth(logits, ref)
+    pi = logits.softmax(-1)
+    d = (pi / ref).log()
+    value_bias = {"abs": (pi * d.abs()).sum() - kl, "k2": (pi * d**2).sum() / 2 - kl}
+    signs = pi * (d.sign() - (pi * d.sign()).sum())
+    gradient_bias = {
+        "k1": -kl_gradient,
+        "k3": other_gradient - kl_gradient,
+        "abs": signs - kl_gradient,
+    }
+    for estimator in ON_POLICY:
+        value, gradient = means(estimator, logits, ref)
+        exactly(value - kl, value_bias.get(estimator.removesuffix("+"), double(0.0)))
+        exactly(gradient - kl_gradient, gradient_bias.get(estimator, torch.zeros_like(pi)))
+    assert min(b.abs() for b in value_bias.values()) > 1e-4
+    assert min(b.norm() for b in gradient_bias.values()) > 1e-2
+    assert value_bias["abs"] > 0
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_corrected_is_unbiased_under_another_policy_only_through_the_ratio(pair):
+    logits, ref, mu = pair
+    kl, kl_gradient, other_gradient = truth(logits, ref)
+    value, gradient = means(CORRECTED, logits, ref, mu)
+    exactly(value, kl)
+    exactly(gradient, kl_gradient)
+    value, gradient = means(CORRECTED, logits, ref, mu, ratio_gradient=False)
+    exactly(value, kl)
+    exactly(gradient, other_gradient)
+    assert (kl_gradient - other_gradient).norm() > 1e-2
+    # without the ratio, both the value and the gradient are those of a mean under mu
+    pi = logits.softmax(-1)
+    d = (pi / ref).log()
+    slope = mu * (1 - torch.exp(-d))
+    value, gradient = means("k3", logits, ref, mu)
+    exactly(value, (mu * (torch.exp(-d) + d - 1)).sum())
+    exactly(gradient, slope - pi * slope.sum())
+    assert (value - kl).abs() > 1e-2
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_cap_biases_by_what_it_cuts_off(pair):
+    logits, ref, mu = pair
+    pi = logits.softmax(-1)
+    q, d = pi / mu, (pi / ref).log()
+    cap = (q.max() + q.min()).item() / 2
+    k3 = torch.exp(-d) + d - 1
+    lost = (mu * (q - cap).clamp(min=0) * k3).sum()
+    value, gradient = means(CORRECTED, logits, ref, mu, cap=cap)
+    exactly(value, truth(logits, ref)[0] - lost)
+    # where it acts: cap * grad k3; elsewhere q grad k3 + q k3 grad log pi
+    slope = mu * torch.where(q > cap, cap * (1 - torch.exp(-d)), q * (k3 + 1 - torch.exp(-d)))
+    exactly(gradient, slope - pi * slope.sum())
+    assert lost > 1e-4
+    assert 0 < int((q > cap).sum()) < len(q)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_table_says_none_exactly_where_there_is_no_bias(estimator):
+    value_off, gradient_off = 0.0, 0.0
+    for logits, ref, mu in PAIRS:
+        kl, kl_gradient, _ = truth(logits, ref)
+        value, gradient = means(estimator, logits, ref, mu if estimator == CORRECTED else None)
+        value_off = max(value_off, abs((value - kl).item()))
+        gradient_off = max(gradient_off, (gradient - kl_gradient).norm().item())
+    row = ESTIMATORS[estimator]
+    assert (row.value_bias == "none") == (value_off < 1e-12)
+    assert (row.gradient_bias == "none") == (gradient_off < 1e-12)
+    assert row.value_bias == "none" or value_off > 1e-2
+    assert row.gradient_bias == "none" or gradient_off > 1e-2
+    assert row.where
+
+
+def test_the_table_has_one_row_for_every_estimator():
+    assert tuple(ESTIMATORS) == get_args(EstimatorName)
+    assert len(ESTIMATORS) == 9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_variance_is_high_where_the_table_says_so(seed):
+    logits, ref, _ = random_pair(seed, vocab=20, scale=0.2)
+    pi = logits.softmax(-1)
+    variance = {}
+    for estimator in ON_POLICY:
+        x = kl_estimate(pi.log(), ref.log(), estimator=estimator)
+        variance[estimator] = (pi * x**2).sum() - (pi * x).sum() ** 2
+    rows = {
+        v: [variance[e] for e in ON_POLICY if ESTIMATORS[e].variance == v] for v in ("low", "high")
+    }
+    assert (len(rows["low"]), len(rows["high"])) == (6, 2)
+    assert max(rows["low"]) < min(rows["high"])
+
+
+# -- edges -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_whatever_comes_in_finite_numbers_come_out(estimator, dtype):
+    bad = [math.nan, math.inf, -math.inf, 1e4, -1e4, 3e4, -3e4, 0.0]
+    for ref, ratio in [(bad, [0.0] * 8), ([1.0] * 8, bad), (bad, bad), (bad, bad[1:] + bad[:1])]:
+        leaf = torch.zeros(8, dtype=dtype, requires_grad=True)
+        log_ratio = leaf + torch.tensor(ratio, dtype=dtype) if estimator == CORRECTED else None
+        kl = kl_estimate(
+            leaf, torch.tensor(ref, dtype=dtype), estimator=estimator, log_ratio=log_ratio
+        )
+        (gradient,) = torch.autograd.grad(kl.sum(), leaf)
+        assert kl.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert bool(kl.isfinite().all())
+        assert bool(gradient.isfinite().all())
+        assert gradient.numel() == kl.numel() == 8
+
+
+@pytest.mark.parametrize("estimator", ON_POLICY)
+def test_what_an_impossible_reference_counts(estimator):
+    value, gradient = value_and_gradient(
+        estimator, double([0.0, 0.0, 0.0]), double([math.nan, -math.inf, math.inf])
+    )
+    high = {"k1": 1e4, "abs": 1e4, "k2": 5e7, "k3": math.exp(-20) + 19}
+    low = {"k1": -1e4, "abs": 1e4, "k2": 5e7, "k3": math.expm1(20) - 20}
+    base = estimator.removesuffix("+")
+    exactly(value, [0.0, high[base], low[base]])
+    exactly(gradient, [0.0, 0.0, 0.0])
+
+
+def test_an_unknown_ratio_counts_for_nothing():
+    leaf = double([0.0, 0.0]).requires_grad_()
+    log_ratio = leaf + double([math.nan, math.inf])
+    kl = kl_estimate(leaf, double([1.0, 1.0]), estimator=CORRECTED, log_ratio=log_ratio)
+    k3 = math.e - 2
+    torch.testing.assert_close(
+        kl.detach(), double([math.exp(-20) * k3, math.exp(20) * k3]), rtol=1e-12, atol=0
+    )
+
+
+def test_no_gradient_reaches_the_reference():
+    ref = REF.clone().requires_grad_()
+    leaf = LOGP.clone().requires_grad_()
+    for estimator in ESTIMATORS:
+        log_ratio = leaf - 0.1
+        kl = kl_estimate(leaf, ref, estimator=estimator, log_ratio=log_ratio)
+        assert torch.autograd.grad(kl.sum(), [leaf, ref], allow_unused=True)[1] is None
+    logits = LOGITS[None].clone().requires_grad_()
+    logits_ref = REF_PROBS.log()[None].clone().requires_grad_()
+    kl = exact_kl(logits, logits_ref)
+    assert torch.autograd.grad(kl.sum(), [logits, logits_ref], allow_unused=True)[1] is None
+
+
+def test_straight_through_does_not_change_a_value_by_a_single_bit():
+    d = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 3
+    zero = torch.zeros_like(d)
+    for base in ("k1", "abs", "k2", "k3"):
+        plain = kl_estimate(d, zero, estimator=base)
+        assert torch.equal(kl_estimate(d, zero, estimator=f"{base}+"), plain)

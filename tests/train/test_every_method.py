@@ -1,0 +1,83 @@
+"""Every row of the method table trains by its name alone: a few steps, stale mismatched engine."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from offdrift.methods import METHODS
+from offdrift.train.loop import train
+from tests.train.conftest import small_recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+RATIOS = ("k1", "k3", "chi2_token", "ess_frac", "ess_seq_frac", "abs_log_ratio_max")
+UPDATES = 4
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All rows as arms of one recipe: bfloat16 engine, up to two updates behind, small pieces."""
+    folder = tmp_path_factory.mktemp("every-method")
+    with pytest.MonkeyPatch.context() as patch:
+        from tests.train.conftest import TASKS, Digits
+
+        patch.setitem(TASKS, "digits", Digits())
+        recipe = small_recipe(
+            batches=2,
+            rollout={"prompts": 4, "samples": 4, "max_tokens": 5, "dtype": "bfloat16"},
+            lag={"sync_every": 3, "queue": 1},
+            optim={"lr": 1e-3, "minibatches": 2, "token_budget": 60},
+            log={"eval_every": 9, "eval_prompts": 2, "checkpoint_every": 9, "samples_every": 9, "trackers": []},
+            arms={name: {"method": name} for name in METHODS},
+        )  # fmt: skip
+        table = train(recipe, folder)
+    assert [row["arm"] for row in table] == list(METHODS)
+    return folder
+
+
+def rows_of(folder, name: str) -> list[dict]:
+    file = folder / "arms" / name / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_trains_and_its_drift_shows(runs, name):
+    rows = rows_of(runs, name)
+    assert [r["update"] for r in rows] == list(range(1, UPDATES + 1))
+    row = METHODS[name]
+    for r in rows:
+        assert math.isfinite(r["optim/loss"])
+        assert math.isfinite(r["optim/grad_norm"])
+        for metric in RATIOS:
+            assert math.isfinite(r[f"full/{metric}"]), metric
+            if row.needs_old:
+                assert math.isfinite(r[f"mismatch/{metric}"]), metric
+        if row.correction.gates:
+            assert 0 <= r["gate/acceptance_seq"] <= 1
+        if row.correction.weights:
+            assert r["weight/mean"] >= 0
+        if row.penalty is not None:
+            assert math.isfinite(r["reference/kl"])
+    assert max(r["full/abs_log_ratio_max"] for r in rows) > 1e-3, "the engine is another policy"
+    assert max(r["version_lag/max"] for r in rows) >= 1, "the engine is stale"
+
+
+def test_methods_differ_in_what_they_do(runs):
+    """All arms see the same batches; the gradients of their last update must not all agree."""
+    last = {name: rows_of(runs, name)[-1]["optim/grad_norm"] for name in METHODS}
+    assert len({f"{x:.6g}" for x in last.values()}) > 0.6 * len(last)
+    assert sum(x > 0 for x in last.values()) > 0.7 * len(last)
+
+
+def test_metrics_of_the_first_batch_do_not_depend_on_the_method(runs):
+    reference = rows_of(runs, "none")[0]
+    compared = 0
+    for name in METHODS:
+        got = rows_of(runs, name)[0]
+        for metric in RATIOS:
+            assert got[f"full/{metric}"] == pytest.approx(reference[f"full/{metric}"], rel=1e-6, abs=1e-12), (name, metric)  # fmt: skip
+            compared += 1
+    assert compared == len(METHODS) * len(RATIOS)
