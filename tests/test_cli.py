@@ -60,7 +60,7 @@ def test_methods_lists_the_table():
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["methods", "trm_mx"], 1, "MethodError: no method 'trm_mx'; the table has"),
+        (["methods", "trm_mx"], 1, "MethodError: no method 'trm_mx'; did you mean trm_max"),
         (["train", "nowhere.toml"], 1, "RecipeError: cannot read recipe nowhere.toml"),
         (["train", "recipes/tiny.toml", "--set", "foo=1"], 1, "unknown key 'foo'"),
         (
@@ -69,7 +69,8 @@ def test_methods_lists_the_table():
             "arms.none: aggregate='x' is not one of",
         ),
         (["train", "recipes/tiny.toml", "--arms", "nope"], 2, "tiny has the arms none, trm_max"),
-        (["train", "recipes/tiny.toml", "--method", "none", "--arms", "none"], 2, "give one"),
+        (["train", "recipes/tiny.toml", "--set", "method=gpso"], 1, "did you mean gspo"),
+        (["train", "recipes/tiny.toml", "--set", "override.gate.high=1"], 1, "override changes the values of method"),
         (["bound", "--T", "0", "--delta", "1"], 1, "horizon"),
         (["report", "nowhere"], 1, "RecordError"),
         (["train", "no[/x]where[b].toml"], 1, "cannot read recipe no[/x]where[b].toml"),
@@ -91,7 +92,7 @@ def test_train_interrupt_and_resume(tmp_path):
         seen = []
         for line in started.stdout:
             seen.append(line)
-            if "trm_max  importance_sampled" in line:  # the second arm begins
+            if "trm_max  L = -A" in line:  # the second arm begins
                 started.send_signal(signal.SIGINT)
     output = "".join(seen)
     assert started.returncode == 130, output

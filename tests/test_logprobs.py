@@ -83,9 +83,10 @@ def test_a_bad_value_is_refused_with_field_sequence_and_value(field, value):
 
 def test_two_policies_that_call_a_token_impossible_never_look_as_if_they_agreed():
     lowest = torch.full((2,), -INF)
-    lp = LogProbs.pack(lowest, lowest, lowest, segments=Segments.from_lengths([2]))
-    assert set(FLOORS) == {"logp_rollout", "logp", "logp_old"}
+    lp = LogProbs.pack(lowest, lowest, lowest, logp_ref=lowest, segments=Segments.from_lengths([2]))
+    assert set(FLOORS) == {"logp_rollout", "logp", "logp_old", "logp_ref"}
     for first, second in (
+        (lp.reference, lp.current),
         (lp.logp_rollout, lp.old),
         (lp.old, lp.current),
         (lp.logp_rollout, lp.current),
@@ -105,6 +106,8 @@ def test_two_policies_that_call_a_token_impossible_never_look_as_if_they_agreed(
         (lambda x: LogProbs.pack(x[:0], mask=torch.ones(0, 3)), BadValueError, "empty batch"),
         (lambda x: LogProbs.pack(x, mask=torch.ones(2, 3)).old, EvidenceError, "needs logp_old"),
         (lambda x: LogProbs.pack(x, mask=torch.ones(2, 3)).current, EvidenceError, "needs logp"),
+        (lambda x: LogProbs.pack(x, mask=torch.ones(2, 3)).reference, EvidenceError, "needs logp_ref"),
+        (lambda x: LogProbs.pack(x, logp_ref=x * float("nan"), mask=torch.ones(2, 3)), BadValueError, "logp_ref of sequence 0 is nan"),
         (lambda x: LogProbs.pack(x, mask=torch.ones(2, 3)).like_caller(x[0]), ShapeError, "expected the log-probs' shape"),
     ],
 )  # fmt: skip

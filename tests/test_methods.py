@@ -5,13 +5,47 @@ import pytest
 from offdrift.correction import Correction, Weight
 from offdrift.errors import MethodError
 from offdrift.methods import METHODS, Method, method, override
+from offdrift.methods.table import FAMILIES
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 
 PUBLISHED = {"trm_max": [0.05], "trm_avg": [0.001], "trm_max_avg": [0.1, 0.002], "trm_max_k2": [0.05], "trm_avg_k3": [0.001], "trm_max_avg_k2_k3": [0.1, 0.002]}  # fmt: skip
 
 
-def test_the_rows():
-    assert set(METHODS) == {"none", "token_tis", "seq_tis", *PUBLISHED}
+PRESETS = {
+    "disabled", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs", "decoupled_geo_rs",
+    "decoupled_geo_rs_seq_tis", "decoupled_geo_rs_token_tis", "decoupled_k3_rs",
+    "decoupled_k3_rs_seq_tis", "decoupled_k3_rs_token_tis", "decoupled_token_icepop",
+    "bypass_ppo_clip", "bypass_ppo_clip_geo_rs", "bypass_ppo_clip_k3_rs", "bypass_pg_is",
+    "bypass_pg_geo_rs", "bypass_pg_geo_rs_seq_tis", "bypass_pg_geo_rs_token_tis",
+    "bypass_pg_token_icepop",
+}  # fmt: skip
+
+
+def test_the_nineteen_presets_are_there_by_name():
+    assert set(FAMILIES["presets"]) == PRESETS
+    assert len(PRESETS) == 19
+
+
+def test_families_are_a_partition_of_the_table():
+    names = [n for rows in FAMILIES.values() for n in rows]
+    assert len(names) == len(set(names)) == len(METHODS) > 100
+
+
+def test_no_two_rows_are_one_composition():
+    """Aliases are told apart by words alone: each is listed here with its reason."""
+    same = {}
+    for name, row in METHODS.items():
+        parts = (row.objective, row.correction, row.aggregate, row.penalty, row.anchor, row.lr_scale, row.advantage)  # fmt: skip
+        same.setdefault(parts, []).append(name)
+    assert [names for names in same.values() if len(names) > 1] == ALIASES
+
+
+# verl's presets under their own names beside the papers' rows
+ALIASES = [
+    ["seq_tis", "bypass_pg_is"],
+    ["dual_clip", "disabled"],
+    ["decoupled_ppo", "decoupled_token_is"],
+]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -85,7 +119,7 @@ def test_no_ratio_may_count_twice(objective, on, fine):
     ("name", "path", "value"),
     [
         ("trm_max_k2", "gate.on", "bogus"),
-        ("trm_max_k2", "gate.advantage", "positive"),
+        ("trm_max_k2", "gate.advantage", "sideways"),
         ("trm_max_k2", "gate.high", float("nan")),
         ("trm_max_k2", "gate.high", "0.1"),
         ("trm_max_k2", "gate.unit", "sequence"),

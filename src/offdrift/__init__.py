@@ -22,11 +22,14 @@ from offdrift.certificate.certify import certify as certify
 from offdrift.correction import Correction as Correction
 from offdrift.correction import Gate as Gate
 from offdrift.correction import Weight as Weight
+from offdrift.correction import rejection as rejection
 from offdrift.divergence.evidence import Divergence as Divergence
 from offdrift.divergence.evidence import Grade as Grade
 from offdrift.divergence.fused import exact_divergences as exact_divergences
 from offdrift.divergence.interval import topk_divergences as topk_divergences
 from offdrift.errors import OffdriftError as OffdriftError
+from offdrift.facts import Observed as Observed
+from offdrift.kl import KLPenalty as KLPenalty
 from offdrift.logprobs import LogProbs as LogProbs
 from offdrift.loss import PolicyLoss as PolicyLoss
 from offdrift.loss import policy_loss as policy_loss

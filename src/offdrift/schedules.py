@@ -180,7 +180,7 @@ class Projected(NamedTuple):
 
 def gac_projection(
     grad: Float[Tensor, " p"],
-    previous: Float[Tensor, " p"] | None,
+    previous: Float[Tensor, " q"] | None,
     threshold: float = 0.3,
     strength: float = 1.0,
 ) -> Projected:
@@ -264,7 +264,7 @@ def alpha_decay(
 
 def fused_logits(
     teacher: Float[Tensor, "*s v"],
-    student: Float[Tensor, "*s v"],
+    student: Float[Tensor, "*s w"],
     alpha: float | Float[Tensor, "*s"],
 ) -> Float[Tensor, "*s v"]:
     """Log-probs of the mixture of a teacher and a student from which tokens are drawn.

@@ -8,10 +8,11 @@ import offdrift
 
 NAMES = {
     "Bound", "Certificate", "Clipped", "Correction", "Divergence", "DriftStats", "Gate", "Grade",
-    "ImportanceSampled", "LogProbs", "METHODS", "METRICS", "Method", "OffdriftError", "PolicyLoss",
+    "ImportanceSampled", "KLPenalty", "LogProbs", "METHODS", "METRICS", "Method", "Observed",
+    "OffdriftError", "PolicyLoss",
     "Reinforce", "Segments", "Weight", "advantages", "aggregate", "all_bounds", "certify",
     "exact_divergences", "log_ratio", "method", "normalizer_of", "override", "per_unit",
-    "policy_loss", "summarize", "topk_divergences", "unified",
+    "policy_loss", "rejection", "summarize", "topk_divergences", "unified",
 }  # fmt: skip
 FUNCTIONS = sorted(n for n in NAMES if inspect.isfunction(getattr(offdrift, n, None)))
 

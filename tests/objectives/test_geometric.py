@@ -61,6 +61,8 @@ def oracle(lp, a, on, eps_low, eps_high):
 def test_random_batches_agree_with_the_formula(seed, on, per):
     lp = ragged(seed, sequences=20)
     a = advantages_of(lp, seed, per=per)
+    if per == "token":
+        a[::5] = 0.0
     objective = GeometricClipped(on=on, eps_low=0.2, eps_high=0.3)
     got = objective(lp, a)
     grad = check_loss_and_gradient(lp, got.loss, oracle(lp, a, on, 0.2, 0.3))

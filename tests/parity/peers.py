@@ -10,6 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -54,9 +55,8 @@ class Batch:
         return replace(self, old=self.rollout)
 
     def pack(self, leaf: Tensor | None = None) -> LogProbs:
-        return LogProbs.pack(
-            self.rollout, self.logp if leaf is None else leaf, self.old, mask=self.mask
-        )
+        logp = self.logp if leaf is None else leaf
+        return LogProbs.pack(self.rollout, logp, self.old, logp_ref=self.ref, mask=self.mask)
 
     def rows(self, which: slice) -> Batch:
         """Some of the sequences."""
@@ -89,8 +89,10 @@ def random_batch(
     mask[EMPTY_ROW] = False
     # Exact in float32: one peer passes them through Python lists.
     rollout = (-5 * uniform(b, t) ** 2 - 1e-3).float().double()
-    scale = 10 ** (-4 + 3.7 * uniform(b, 1))
-    old = rollout + scale * (normal(b, t) + normal(b, 1))
+    scale = torch.logspace(-4, -0.3, b, dtype=torch.float64)[torch.randperm(b, generator=g)]
+    scale = scale.where(uniform(b) < 0.5, -scale)
+    scale[1:3] = torch.tensor([0.5, -0.5])  # up as a whole, and down
+    old = rollout + scale[:, None] * (normal(b, t) + 1)
     logp = old + 0.3 * normal(b, t)
     if far:
         rollout[0, 1], old[0, 1], logp[0, 1] = -31.0, -0.5, -0.4
@@ -119,8 +121,6 @@ def ours(method: Method, batch: Batch, **options: Any) -> Outcome:
     """Loss and gradient of a method, by way of the packed batch."""
     leaf = batch.logp.clone().requires_grad_()
     packed = batch.pack(leaf)
-    if method.penalty is not None:
-        options["logp_ref"] = packed.like_caller(batch.ref)
     out = policy_loss(packed, method, packed.like_caller(batch.advantages), **options)
     (gradient,) = torch.autograd.grad(out.loss, leaf)
     keep = packed.unpack(out.corrected.keep)
@@ -154,21 +154,30 @@ def differ(actual: Tensor, expected: Tensor, by: float = 1e-3) -> None:
     assert float((actual - expected).abs().max()) > by
 
 
+MODULES = {
+    "core_algos": "verl.trainer.ppo.core_algos",
+    "rollout_corr_helper": "verl.trainer.ppo.rollout_corr_helper",
+    "tensordict_utils": "verl.utils.tensordict_utils",
+}
+NAMES = {
+    "OmegaConf": "omegaconf",
+    "TensorDict": "tensordict",
+    "DataProto": "verl",
+    "RolloutCorrectionConfig": "verl.trainer.config.algorithm",
+    "ActorConfig": "verl.workers.config",
+    "ppo_loss": "verl.workers.utils.losses",
+    "calculate_debug_metrics": "verl.utils.debug.metrics",
+}
+
+
 @functools.cache
 def load_verl() -> SimpleNamespace:
     """The parts of verl that are called; its imports warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from omegaconf import OmegaConf
-        from tensordict import TensorDict
-        from verl import DataProto
-        from verl.trainer.config import AlgoConfig
-        from verl.trainer.config.algorithm import RolloutCorrectionConfig
-        from verl.trainer.ppo import core_algos, rollout_corr_helper
-        from verl.utils import tensordict_utils
-        from verl.workers.config import ActorConfig
-        from verl.workers.utils.losses import ppo_loss
-    return SimpleNamespace(**locals())
+        modules = {name: import_module(path) for name, path in MODULES.items()}
+        names = {name: getattr(import_module(path), name) for name, path in NAMES.items()}
+    return SimpleNamespace(**modules, **names)
 
 
 def actor(verl: SimpleNamespace, batch: Batch | None = None, **fields: Any) -> Any:

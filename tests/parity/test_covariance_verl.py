@@ -118,7 +118,7 @@ def test_clip_cov_with_our_order_given_to_verl(verl, seed, monkeypatch):
     objective = CovClipped(fraction=0.1, cov_low=-0.5, seed=seed)
     seen = objective.observe(batch.lp, batch.packed_advantages, NO_FACTS)
     cov = covariance(seen["advantages"], seen["logp"], seen)
-    candidates = (-0.5 < cov) & (cov < 5.0) & seen["key"].isfinite()
+    candidates = (cov > -0.5) & (cov < 5.0) & seen["key"].isfinite()
     # verl lists candidates row by row, which is the packed order.
     order = token_keys(batch.lp, seed=seed)[candidates].argsort()
     assert len(order) > int(0.1 * batch.tokens) > 1

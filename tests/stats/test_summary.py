@@ -44,7 +44,7 @@ FX_A = {
 
 def metrics(correction: Correction | None = None) -> dict[str, float]:
     lp, advantages, _ = fx_a()
-    corrected = None if correction is None else correction(lp, None, advantages)
+    corrected = None if correction is None else correction(lp, advantages)
     return summarize(DriftStats.of(lp, corrected))
 
 

@@ -183,10 +183,11 @@ def advantages(
     Which sequences make the baseline is a choice. `"sampled"`: all of them; the baseline estimates
     what the rollout policy earns on the prompt, and a sequence that a gate rejects still tells its
     siblings how hard the prompt was. `"kept"`: only those with `keep`, in every mean, deviation,
-    whitening and count, so that the kept get what they would in a batch without the rejected. Then
-    the kept ones' advantages center on zero, but their baseline rests on fewer sequences, and on
-    those that a gate selected. A rejected sequence is measured against its kept siblings; a group
-    without any kept sequence gets 0. Unverified: best reading.
+    whitening and count, so that the kept get exactly what they would had the rejected never been
+    drawn. Advantages of the kept then center on zero in their group, but around a baseline of fewer
+    sequences, chosen by the gate. A rejected sequence is measured against its kept siblings; a group
+    without a kept one has no baseline, and where siblings make the baseline it gets 0. Unverified:
+    best reading.
 
     Computed in float64, returned in the rewards' dtype (float32 for integers).
 

@@ -5,8 +5,8 @@
 Both are sums over every sequence of a small tree. The step is the *population*: one prompt, and each
 sequence as often in the batch as the rollout policy draws it. For a method whose batch loss is the
 sum over its sequences, that is the expected gradient of a batch of any size. For one that looks at
-the whole step or group (mean weights, second moments, values of a prompt) it is the limit of a large
-batch; what such statistics add in small ones does not show.
+the whole step or prompt (mean weights, second moments, values) it is the limit of a large batch;
+what such statistics add in small ones does not show.
 
 What else does not show, so that every method is compared with the same gradient:
 
@@ -120,10 +120,6 @@ def policy_of(logits: Float[Tensor, "c v"]) -> TabularPolicy:
     """The policy with these logits at its contexts. Gradient: to `logits`.
 
     Raises: `ShapeError` if they are not the contexts of a tree.
-
-    Example:
-        >>> policy_of(torch.zeros(3, 2)).law()
-        tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     return TabularPolicy(_levels(logits.softmax(-1)))
 
@@ -153,7 +149,8 @@ def expected_gradient(
     """E_mu of minus the gradient of a method's loss with respect to the logits of pi.
 
     See the head of this file for what "expected" means and what is left out. Divergences are exact,
-    entropies those of the old policy; a sequence has two turns, of T // 2 tokens and of the rest.
+    entropies those of the old policy, which is also the reference; a sequence has two turns, of
+    T // 2 tokens and of the rest.
 
     Args:
         row: the method; its penalty is ignored.
@@ -180,10 +177,12 @@ def expected_gradient(
     sequences = _population(rollout.law()[0])
     contexts, tokens = _places(sequences, rollout.vocab, horizon)
     leaf = logits.detach().requires_grad_()
+    logp_old = _rows(old).log()[contexts, tokens]
     batch = LogProbs.pack(
         _rows(rollout).log()[contexts, tokens],
         leaf.log_softmax(-1)[contexts, tokens],
-        _rows(old).log()[contexts, tokens],
+        logp_old,
+        logp_ref=logp_old,
         segments=_segments(len(sequences), horizon),
     )
     advantages = rewards[sequences] - rollout.law()[0] @ rewards
@@ -198,7 +197,6 @@ def expected_gradient(
         vocab=rollout.vocab,
         rewards=rewards[sequences],
         version_lag=torch.ones_like(batch.logp_rollout),
-        logp_ref=batch.old,
         normalizer=sampled / horizon if row.aggregate == "seq_mean_token_mean" else sampled,
     )
     return -torch.autograd.grad(result.loss, leaf)[0]
@@ -268,8 +266,7 @@ def _levels(rows: Float[Tensor, "c v"]) -> tuple[Tensor, ...]:
     if sum(sizes) != contexts:
         raise ShapeError(
             f"{contexts} contexts do not form a tree over {vocab} tokens, which has "
-            f"{sum(sizes[:-1])} or {sum(sizes)}: one at the first position, {vocab} times as many "
-            "at each later one"
+            f"{sum(sizes[:-1])} or {sum(sizes)}"
         )
     return tuple(level.unsqueeze(0) for level in rows.split(sizes))
 
@@ -317,31 +314,24 @@ def _divergences(
     rollout: TabularPolicy, old: TabularPolicy, current: TabularPolicy, contexts: Int[Tensor, " n"]
 ) -> dict[str, Divergence]:
     """Exact divergences from the rollout policy at every token, by the names that gates read."""
-    mu = _rows(rollout)
     found = {}
     for kind, function in (("kl", token_kl), ("tv", token_tv)):
         for name, other in (("current", current), ("old", old)):
-            key = f"{kind}_rollout_{name}"
-            found[key] = Divergence.exact(key, function(mu, _rows(other))[contexts])
+            value = function(_rows(rollout), _rows(other))[contexts]
+            found[f"{kind}_rollout_{name}"] = Divergence.exact(f"{kind}_rollout_{name}", value)
     return found
 
 
 def _check_tree(
-    rollout: TabularPolicy,
-    old: TabularPolicy,
-    logits: Float[Tensor, "c v"],
-    rewards: Float[Tensor, " y"],
+    rollout: TabularPolicy, old: TabularPolicy, logits: Tensor, rewards: Tensor
 ) -> None:
-    shape = tuple(_rows(rollout).shape)
-    shapes = {"old": tuple(_rows(old).shape), "logits": tuple(logits.shape)}
-    for name, found in shapes.items():
-        if found != shape:
+    rows = tuple(_rows(rollout).shape)
+    one = (rollout.vocab**rollout.horizon,)
+    wanted = {"old": rows, "logits": rows, "rewards": one}
+    given = {"old": _rows(old), "logits": logits, "rewards": rewards}
+    for name, x in given.items():
+        if tuple(x.shape) != wanted[name]:
             raise ShapeError(
-                f"{name} has shape {found} (contexts, tokens), rollout {shape}; all policies must "
-                "live on one tree"
+                f"{name} has shape {tuple(x.shape)}, expected {wanted[name]}: one row per context, "
+                "one reward per sequence of the rollout policy's tree"
             )
-    if len(rewards) != rollout.vocab**rollout.horizon or rollout.pairs != 1:
-        raise ShapeError(
-            f"{len(rewards)} rewards and {rollout.pairs} rollout policies: give one policy and "
-            f"{rollout.vocab**rollout.horizon} rewards, one per sequence"
-        )

@@ -1,4 +1,4 @@
-"""Objectives: what is pushed, and how hard."""
+"""Objectives: what is pushed, and how hard. One file per idea; these are the ones met most often."""
 
 from offdrift.objectives.base import Objective as Objective
 from offdrift.objectives.base import TokenLoss as TokenLoss

@@ -41,7 +41,7 @@ def most_uncertain(
     bits = entropy.detach().abs().float().view(torch.int32)
     order = ((segments.seq_ids << FLOAT32_BITS) - bits).sort(stable=True).indices
     rank = torch.empty_like(order).scatter_(0, order, segments.position)
-    # 0.7 * 10 is 7.000000000000001 in binary, and should not round up to 8.
+    # 0.07 * 100 is 7.000000000000001 in binary, and should not round up to 8.
     number = (fraction * segments.lengths.double() - 1e-9).ceil()
     return rank < segments.spread(number)
 

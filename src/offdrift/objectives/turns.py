@@ -171,7 +171,7 @@ class TurnNormalized:
         with torch.no_grad():
             u, a = unit_ratio(logprobs, advantages, self.on, self.unit, "unit")
             _, clipped = self._clip(u, a)
-            count = torch.tensor(float(len(segments)), dtype=torch.float64, device=u.device)
+            count = u.new_full((), len(segments), dtype=torch.float64)
             return {"squares": clipping_bias(u, a, clipped, segments), "sequences": count}
 
     def _clip(self, u: Float[Tensor, " n"], a: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:

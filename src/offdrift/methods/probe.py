@@ -1,0 +1,101 @@
+"""A small batch under drift, with every fact that a part may ask for: what a method does is tried on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.correction import Correction
+from offdrift.divergence.evidence import Divergence
+from offdrift.facts import Facts
+from offdrift.logprobs import LogProbs
+from offdrift.methods.method import Method
+from offdrift.objectives import Objective
+from offdrift.segments import Segments
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Log-probs under three policies, advantages and facts, float64."""
+
+    logprobs: LogProbs
+    advantages: Float[Tensor, " n"]
+    facts: Facts
+
+
+@cache
+def batch() -> Batch:
+    """Eight sequences of four prompts and up to three turns, under calm and under wild drift.
+
+    Example:
+        >>> len(batch().logprobs.segments), len(batch().logprobs.segments.groups)
+        (8, 4)
+    """
+    draw = torch.Generator().manual_seed(0)
+    turns = Segments.from_lengths([1, 2, 3, 2, 2, 3, 3, 4, 4, 4, 5, 3, 3, 5])
+    groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    segments = Segments.from_lengths([1, 2, 3, 4, 6, 8, 12, 8], turns=turns, group_ids=groups)
+    n = segments.num_tokens
+    size = segments.spread(torch.tensor([0.3, 1e-3, 0.03, 0.3, 1.0, 0.01, 0.3, 1.5]).double())
+    drift = size * torch.randn(2, n, generator=draw, dtype=torch.float64).clamp(-2, 2)
+    rollout = -7 + 3 * torch.rand(n, generator=draw, dtype=torch.float64)
+    signs = torch.tensor([1.0, -1.0, -0.5, 1.5, 1.0, -1.0, 0.75, -1.25]).double()
+    far = drift.sum(0).square()
+    names = [f"{d}_rollout_{p}" for d in ("kl", "tv") for p in ("current", "old")]
+    facts = Facts(
+        divergences={name: Divergence.exact(name, far) for name in names},
+        entropy=1 + far.sin(),
+        vocab=64,
+        rewards=(torch.arange(len(segments)) % 3).double(),
+        version_lag=(segments.seq_ids % 4).double(),
+    )
+    logprobs = LogProbs(rollout, segments, rollout + drift.sum(0), rollout + drift[0])
+    return Batch(logprobs, segments.spread(signs), facts)
+
+
+def moved(token: int, by: float | int) -> Batch:
+    """The batch with one token less likely under old and current policy, `by` nats each.
+
+    Its divergences are those of the larger drift.
+    """
+    given = batch()
+    lp, step = given.logprobs, torch.zeros_like(given.advantages)
+    step[token] = by
+    assert lp.logp is not None
+    assert lp.logp_old is not None
+    far = {
+        name: Divergence.exact(name, d.lo + step.square())
+        for name, d in given.facts.divergences.items()
+    }
+    logprobs = LogProbs(lp.logp_rollout, lp.segments, lp.logp - 2 * step, lp.logp_old - step)
+    return Batch(logprobs, given.advantages, replace(given.facts, divergences=far))
+
+
+def token_losses(row: Method, given: Batch) -> Float[Tensor, " n"]:
+    """Loss of every token before it is aggregated, regularizer included."""
+    lp, facts = given.logprobs, given.facts
+    lp = lp if row.anchor is None else row.anchor(lp, facts)
+    corrected = row.correction(lp, given.advantages, facts)
+    pushed = row.objective(lp, given.advantages, facts)
+    loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
+    return loss if pushed.regularizer is None else loss + pushed.regularizer
+
+
+def push(objective: Objective, *, scale: float | int) -> Float[Tensor, " n"]:
+    """Gradient of the batch's summed loss to every log pi, advantages times `scale`."""
+    given = batch()
+    logp = given.logprobs.current.clone().requires_grad_()
+    logprobs = replace(given.logprobs, logp=logp)
+    pushed = objective(logprobs, scale * given.advantages, given.facts)
+    return torch.autograd.grad(pushed.loss.sum(), logp)[0]
+
+
+def corrected(correction: Correction, *, scale: float | int) -> Float[Tensor, " n"]:
+    """Weight of every token of the batch, 0 where a gate rejects; advantages times `scale`."""
+    given = batch()
+    found = correction(given.logprobs, scale * given.advantages, given.facts)
+    return found.weight.where(found.keep, 0.0)

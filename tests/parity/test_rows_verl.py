@@ -1,0 +1,383 @@
+"""verl's policy losses, called in-process, against the rows that they are or can be set to.
+
+Normalizers are the counts of everything sampled on both sides; masks are of integers, as in verl's
+trainer (see `test_gates_verl` for what a mask of floats does). The sequence, covariance, SAPO and DRO
+losses have files of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from offdrift.aggregate import aggregate
+from offdrift.correction import Correction, Weight, rejection
+from offdrift.methods import METHODS, override
+from offdrift.methods.presets import ROWS as PRESETS
+from offdrift.objectives import Clipped, Reinforce
+from tests.parity.peers import (
+    Batch,
+    actor,
+    agree,
+    differ,
+    load_verl,
+    ours,
+    random_batch,
+    same,
+    verl_loss,
+)
+
+SEEDS = range(3)
+MODES = {
+    "token_mean": "token-mean",
+    "seq_mean_token_sum": "seq-mean-token-sum",
+    "seq_mean_token_mean": "seq-mean-token-mean",
+    "fixed": "seq-mean-token-sum-norm",
+}
+NEVER = 1e9
+"""verl's dual clip cannot be switched off; no ratio reaches this one (e^20 is 4.9e8)."""
+
+
+@pytest.fixture(scope="module")
+def verl():
+    return load_verl()
+
+
+def weights_of(verl, batch: Batch, unit: str, threshold) -> Tensor:
+    """verl's importance weights of the mismatch."""
+    return verl.rollout_corr_helper.compute_rollout_correction_weights(
+        batch.old - batch.rollout, batch.mask, rollout_is=unit, rollout_is_threshold=threshold
+    )[0]
+
+
+def bypass(verl, batch: Batch, how: str, **correction) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of the bypass loss under a rollout correction."""
+    config = verl.RolloutCorrectionConfig(bypass_mode=True, **correction)
+    fields = actor(verl, batch, policy_loss={"rollout_correction": config})
+    return verl_loss(verl, "bypass_mode", batch.bypass, fields, how)
+
+
+# -- rows that are one of verl's losses -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["none", "gpg"])
+def test_score_function(verl, name, seed):
+    """The rollout policy plays no part: one log-prob is enough."""
+    batch = random_batch(seed)
+    row = METHODS[name]
+    agree(ours(row, batch), *verl_loss(verl, "gpg", batch, actor(verl, batch), "token-mean"))
+    agree(
+        ours(row, batch), *bypass(verl, batch, "token-mean", loss_type="reinforce", rollout_is=None)
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.3), (1.0, 4.0)])
+def test_cispo(verl, low, high, seed):
+    batch = random_batch(seed)
+    row = override(METHODS["cispo"], {"weight.floor": 1 - low, "weight.cap": 1 + high})
+    config = actor(verl, batch, clip_ratio_low=low, clip_ratio_high=high)
+    agree(ours(row, batch), *verl_loss(verl, "cispo", batch, config, "token-mean"))
+
+
+def test_cispo_as_published_here_is_verls_default(verl):
+    batch = random_batch(9)
+    theirs = verl_loss(verl, "cispo", batch, actor(verl, batch), "token-mean")
+    agree(ours(METHODS["cispo"], batch), *theirs)
+    differ(ours(METHODS["cispo_upper"], batch).gradient, theirs[1])  # dis.13: a cap alone, at 5
+
+
+DPPO = {"dppo_tv": 0.15, "dppo_kl": 0.05}
+NEAR = {"dppo_tv": False, "dppo_kl": True}
+"""Whether the batch may have log-ratios beyond 20 nats, see the token made by hand below."""
+STALE = {"gate.on": "staleness", "weight.on": "staleness"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", DPPO)
+def test_dppo_on_verls_anchor(verl, name, seed):
+    """dis.10: verl anchors in the old policy; its ratio is cut at 3, its field's default."""
+    batch, limit = random_batch(seed, far=NEAR[name]), DPPO[name]
+    config = actor(verl, batch, clip_ratio_low=limit, clip_ratio_high=limit, loss_scale_factor=31)
+    loss, gradient = verl_loss(verl, name, batch, config, MODES["fixed"])
+    row = override(METHODS[name], {**STALE, "weight.cap": 3.0})
+    mine = ours(row, batch, horizon=31)
+    agree(mine, loss, gradient)
+    assert 0 < int(mine.keep.sum()) < batch.tokens
+    differ(ours(METHODS[name], batch, horizon=31).gradient, gradient)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", DPPO)
+@pytest.mark.parametrize(("low", "high", "cap"), [(0.02, 0.2, 20.0), (0.3, 0.01, 1.05)])
+def test_dppo_given_the_rollout_policy_is_the_row(verl, name, low, high, cap, seed):
+    """The published anchor, thresholds of its own on both sides, and the truncation of the paper."""
+    batch = random_batch(seed, far=NEAR[name])
+    fields = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": cap}
+    config = actor(verl, batch, loss_scale_factor=31, **fields)
+    theirs = verl_loss(verl, name, batch.bypass, config, MODES["fixed"])
+    row = override(METHODS[name], {"gate.low": -low, "gate.high": high, "weight.cap": cap})
+    agree(ours(row, batch, horizon=31), *theirs)
+
+
+@pytest.mark.xfail(strict=True, reason="statistics.binary_tv takes e^20 for every larger ratio")
+def test_a_token_that_was_all_but_impossible_has_moved_by_its_new_probability(verl):
+    """log-probs -30 and -0.5: the probability moved by 0.61, far beyond 0.15."""
+    old, logp = torch.tensor([[-30.0]]).double(), torch.tensor([[-0.5]]).double()
+    fields = {"rollout": old, "old": old, "logp": logp, "ref": logp, "advantages": -logp}
+    batch = Batch(**fields, mask=torch.ones(1, 1, dtype=torch.int64))
+    config = actor(verl, batch, clip_ratio_low=0.15, clip_ratio_high=0.15)
+    _, gradient = verl_loss(verl, "dppo_tv", batch, config, "token-mean")
+    assert not gradient.any()
+    assert not ours(METHODS["dppo_tv"], batch, horizon=1).keep.any()
+
+
+def test_dppo_truncates_at_three_in_verl_whatever_its_comment_says(verl):
+    """Its code asks the configuration for 20 in case there is no field; there is one, and it says 3."""
+    batch = random_batch(0)
+    batch = replace(
+        batch, logp=(batch.old + 1.5).clamp(max=0.0), advantages=-batch.advantages.abs()
+    )
+    config = actor(verl, batch, clip_ratio_low=0.15, clip_ratio_high=0.15)
+    assert config.get("clip_ratio_c", 20.0) == 3.0
+    _, gradient = verl_loss(verl, "dppo_tv", batch, config, "token-mean")
+    row = replace(override(METHODS["dppo_tv"], STALE), aggregate="token_mean")
+    differ(ours(row, batch).gradient, gradient)
+    same(ours(override(row, {"weight.cap": 3.0}), batch).gradient, gradient)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("ppo_clip", {"clip_ratio_c": NEVER}),
+        ("dapo", {"clip_ratio_c": NEVER, "clip_ratio_high": 0.28}),
+        ("dual_clip", {}),
+        ("delta_clip", {"clip_ratio_c": 4.0}),
+        ("grpo", {"clip_ratio_c": NEVER}),
+        ("dr_grpo", {"clip_ratio_c": NEVER, "loss_scale_factor": 31}),
+    ],
+)
+def test_clipped_rows(verl, name, fields, seed):
+    batch, row = random_batch(seed), METHODS[name]
+    config = actor(verl, batch, **fields)
+    theirs = verl_loss(verl, "vanilla", batch, config, MODES[row.aggregate])
+    agree(ours(row, batch, horizon=31), *theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("name", "unit", "threshold", "fields"),
+    [
+        ("decoupled_ppo", "token", 2.0, {}),
+        ("flashrl", "token", 2.0, {"clip_ratio_c": NEVER}),
+        ("fp8_rl", "token", 2.0, {"clip_ratio_c": NEVER, "clip_ratio_high": 0.28}),
+        ("icepop", "token", "0.5_5.0", {"clip_ratio_c": NEVER}),
+        ("ring_1t", "token", "0.5_5.0", {"clip_ratio_c": NEVER}),
+        # A band of weights needs a lower end in verl; no weight is below e^-20.
+        ("areal", "token", "1e-12_5.0", {}),
+    ],
+)
+def test_weighted_clipped_rows(verl, name, unit, threshold, fields, seed):
+    batch, row = random_batch(seed), METHODS[name]
+    if name == "areal" and row.objective.dual_clip is None:
+        fields = {"clip_ratio_c": NEVER}
+    weights = weights_of(verl, batch, unit, threshold)
+    theirs = verl_loss(
+        verl, "vanilla", batch, actor(verl, batch, **fields), MODES[row.aggregate], weights
+    )
+    mine = ours(row, batch)
+    agree(mine, *theirs)
+    same(mine.weight, weights)
+
+
+GATED = {
+    "icepop_binary": ("token_k1", "0.5_5.0"),
+    "geo_mask": ("seq_mean_k1", "0.99_1.01"),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", GATED)
+def test_gated_rows(verl, name, seed):
+    """The band of these rows is on the ratio: verl has to be given its inverse (dis.02)."""
+    batch, row = random_batch(seed, sequences=40), METHODS[name]
+    mode, band = GATED[name]
+    low, high = map(float, band.split("_"))
+    assert row.correction.gates == (rejection(mode, band, on="mismatch"),)
+    mask, _ = verl.rollout_corr_helper.compute_rollout_rejection_mask(
+        batch.old - batch.rollout, batch.mask, mode, f"{1 / high!r}_{1 / low!r}"
+    )
+    config = actor(verl, batch, clip_ratio_c=NEVER)
+    theirs = verl_loss(verl, "vanilla", replace(batch, mask=mask), config, MODES[row.aggregate])
+    mine = ours(row, batch)
+    assert torch.equal(mine.keep, mask.bool())
+    assert 0 < int(mine.keep.sum()) < batch.tokens
+    agree(mine, *theirs)
+
+
+def test_decoupled_geo(verl):
+    batch, row = random_batch(1, sequences=40), METHODS["decoupled_geo"]
+    mask, _ = verl.rollout_corr_helper.compute_rollout_rejection_mask(
+        batch.old - batch.rollout, batch.mask, "seq_mean_k1", f"{1 / 1.01!r}_{1 / 0.99!r}"
+    )
+    weights = weights_of(verl, batch, "token", 2.0)
+    config = actor(verl, batch, clip_ratio_high=0.28)
+    theirs = verl_loss(verl, "vanilla", replace(batch, mask=mask), config, "token-mean", weights)
+    mine = ours(row, batch)
+    agree(mine, *theirs)
+    assert torch.equal(mine.keep, mask.bool())
+
+
+# -- rows of the bypass loss ----------------------------------------------------------------------
+
+BYPASSED = {
+    "token_tis": {"rollout_is": "token"},
+    "seq_tis": {"rollout_is": "sequence"},
+    "token_mis": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+    "seq_mis": {"rollout_is": "sequence", "rollout_is_threshold": "1e-12_3.0"},
+    "seq_mis_band": {"rollout_is": "sequence", "rollout_is_threshold": f"{1 / 3!r}_3.0"},
+    "full_is": {"rollout_is": "sequence", "rollout_is_threshold": 1e12},
+    "normalized_tis": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", BYPASSED)
+def test_bypassed_reinforce_rows(verl, name, seed):
+    batch, row = random_batch(seed, sequences=30), METHODS[name]
+    batch = replace(batch, logp=batch.old)
+    theirs = bypass(verl, batch, MODES[row.aggregate], loss_type="reinforce", **BYPASSED[name])
+    mine = ours(row, batch)
+    agree(mine, *theirs)
+    assert len(mine.weight.unique()) > 5
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("mode", "threshold"), [("seq_max_k2", 0.05), ("seq_mean_k3", 0.001)])
+def test_sampled_stand_ins_of_trust_region_masking(verl, mode, threshold, seed):
+    """verl has no surrogate w A: its PPO with clips that never act is one."""
+    batch = random_batch(seed, sequences=40)
+    batch = replace(batch, logp=batch.old)
+    row = METHODS[{"seq_max_k2": "trm_max_k2", "seq_mean_k3": "trm_avg_k3"}[mode]]
+    assert row.correction.gates == (rejection(mode, threshold, on="full"),)
+    config = verl.RolloutCorrectionConfig(
+        bypass_mode=True, loss_type="ppo_clip", rollout_is=None, rollout_rs=mode,
+        rollout_rs_threshold=threshold,
+    )  # fmt: skip
+    fields = actor(
+        verl, batch, policy_loss={"rollout_correction": config}, clip_ratio_low=1.0,
+        clip_ratio_high=NEVER, clip_ratio_c=NEVER,
+    )  # fmt: skip
+    theirs = verl_loss(verl, "bypass_mode", batch.bypass, fields, MODES[row.aggregate])
+    mine = ours(row, batch)
+    agree(mine, *theirs)
+    assert 0 < int(mine.keep.sum()) < batch.tokens
+
+
+def test_without_clips_it_is_the_surrogate(verl):
+    batch = random_batch(2)
+    fields = {"clip_ratio_low": 1.0, "clip_ratio_high": NEVER, "clip_ratio_c": NEVER}
+    config = actor(verl, batch, **fields)
+    theirs = verl_loss(verl, "vanilla", batch.bypass, config, "seq-mean-token-sum")
+    agree(ours(METHODS["token_is"], batch), *theirs)
+
+
+# -- weights on other losses ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+@pytest.mark.parametrize("name", ["gpg", "cispo", "dppo_tv", "dppo_kl"])
+def test_every_loss_takes_rollout_weights(verl, name, unit):
+    batch = random_batch(4)
+    weights = weights_of(verl, batch, unit, 2.0)
+    config = actor(verl, batch, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    theirs = verl_loss(verl, name, batch, config, "token-mean", weights)
+    row = replace(METHODS[name], aggregate="token_mean")
+    if name.startswith("dppo"):
+        row = override(row, {**STALE, "gate.low": -0.2, "gate.high": 0.2, "weight.cap": 3.0})
+    mismatch = Weight(on="mismatch", unit=unit, cap=2.0)
+    agree(ours(replace(row, correction=row.correction & mismatch), batch), *theirs)
+
+
+# -- aggregates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("how", MODES)
+def test_aggregates(verl, how, seed):
+    batch = random_batch(seed)
+    packed = batch.pack()
+    normalizer = {"token_mean": batch.tokens, "fixed": batch.sequences * 31}
+    mine = aggregate(
+        packed.like_caller(batch.advantages), packed.segments, how=how,
+        normalizer=float(normalizer.get(how, batch.sequences)),
+    )  # fmt: skip
+    theirs = verl.core_algos.agg_loss(
+        batch.advantages, batch.mask, MODES[how], batch_num_tokens=batch.tokens,
+        global_batch_size=batch.sequences, loss_scale_factor=31,
+    )  # fmt: skip
+    same(mine, theirs)
+    assert abs(float(mine)) > 1e-4
+
+
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize("objective", [Reinforce(), Clipped(dual_clip=3.0)])
+def test_aggregates_of_a_loss(verl, objective, how):
+    batch = random_batch(5)
+    name = "gpg" if isinstance(objective, Reinforce) else "vanilla"
+    config = actor(verl, batch, loss_scale_factor=31)
+    theirs = verl_loss(verl, name, batch, config, MODES[how])
+    row = replace(METHODS["none"], objective=objective, aggregate=how)
+    agree(ours(row, batch, horizon=31), *theirs)
+
+
+def test_token_sum(verl):
+    """Not a name of ours: tokens divided by one."""
+    batch = random_batch(6)
+    theirs = verl_loss(verl, "gpg", batch, actor(verl, batch), "token-sum")
+    agree(ours(METHODS["none"], batch, normalizer=1.0), *theirs)
+
+
+def test_the_horizon_is_the_padded_width_unless_given(verl):
+    """verl then divides by the longest response of the micro-batch, and ours must be told."""
+    batch = random_batch(6)
+    config = actor(verl, batch)
+    assert config.loss_scale_factor is None
+    theirs = verl_loss(verl, "gpg", batch, config, MODES["fixed"])
+    row = replace(METHODS["none"], aggregate="fixed")
+    agree(ours(row, batch, horizon=batch.width), *theirs)
+    with pytest.raises(ValueError, match="horizon"):
+        ours(row, batch)
+
+
+@pytest.mark.parametrize("how", ["seq_mean_token_sum", "seq_mean_token_mean", "fixed"])
+def test_an_empty_sequence_counts_with_us_and_not_with_verl_alone(verl, how):
+    """dis.03 for a sequence that was masked before any gate: agreed once the batch size is given."""
+    batch = random_batch(6)
+    row = replace(METHODS["none"], aggregate=how)
+    alone = actor(verl, loss_scale_factor=31)
+    alone.global_batch_info["loss_scale_factor"] = 31
+    loss, gradient = verl_loss(verl, "gpg", batch, alone, MODES[how])
+    filled = int((batch.mask.sum(-1) > 0).sum())
+    assert filled == batch.sequences - 1
+    mine = ours(row, batch, horizon=31)
+    same(loss, mine.loss * batch.sequences / filled)
+    same(gradient, mine.gradient * batch.sequences / filled)
+    given = actor(verl, batch, loss_scale_factor=31)
+    agree(mine, *verl_loss(verl, "gpg", batch, given, MODES[how]))
+
+
+def test_presets_and_rows_of_one_formula_are_one(verl):
+    """Names that differ and compositions that do not."""
+    batch = random_batch(8)
+    pairs = [("dual_clip", "disabled"), ("decoupled_ppo", "decoupled_token_is")]
+    for name, preset in pairs:
+        same(ours(METHODS[name], batch).gradient, ours(PRESETS[preset], batch).gradient)
+    assert inspect.signature(verl.core_algos.agg_loss).parameters["dp_size"].default == 1
+    assert Correction() == METHODS["dual_clip"].correction
