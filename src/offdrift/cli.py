@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from offdrift.errors import OffdriftError
 
@@ -131,31 +129,63 @@ def bound(
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method, in full.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    name: Annotated[str | None, typer.Argument(help="One method or system, in full.")] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="Over what policies are compared: token, turn, sequence, ...")
+    ] = None,
+    ratio: Annotated[
+        str | None, typer.Option(help="Which ratio it reads: full, mismatch, staleness, none.")
+    ] = None,
+    evidence: Annotated[
+        str | None, typer.Option(help="What a rollout must record: sampled, exact, versions, none.")
+    ] = None,
+    sign: Annotated[
+        str | None, typer.Option(help="Limits by the sign of the advantage: symmetric, by-sign.")
+    ] = None,
+    stop_gradient: Annotated[
+        str | None, typer.Option(help="Whether the ratio is a constant: yes, unit, no, n/a.")
+    ] = None,
+    bias: Annotated[
+        str | None,
+        typer.Option(help='Of the expected gradient: "none inside limits", "O(drift)", ...'),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="method, system, or a family: weights, presets, ...")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Part of where it is from: DeepSeek, 2512.23075, ..."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every number.")] = False,
 ) -> None:
-    """The method table: what each correction does, when it fails, where it comes from."""
-    from offdrift.methods import METHODS
-    from offdrift.methods import method as find
+    """Every method: what it does, when it fails, where it is from, how to run it.
 
-    rows = METHODS if name is None else {name: find(name)}
-    facts = {
-        n: {"summary": r.summary, "parts": r.describe(), "fails": r.fails, "reference": r.reference}
-        for n, r in rows.items()
-    }
-    if as_json:
-        typer.echo(json.dumps(facts, indent=1))
-        return
+    Systems are listed, too: techniques that no loss can contain. Filters add up.
+
+    \b
+    offdrift methods                                   all of them
+    offdrift methods trm_max                           one of them, in full
+    offdrift methods R3                                a system: who would do it
+    offdrift methods --unit sequence --ratio full      for whole responses
+    offdrift methods --evidence exact --sign symmetric
+    offdrift methods --reference DeepSeek --json       facts and numbers
+    """
+    from offdrift.methods.catalog import catalog, find, select
+    from offdrift.report.method_table import method_list, method_page
+
+    filters = {"unit": unit, "ratio": ratio, "evidence": evidence, "sign": sign, "stop_gradient": stop_gradient, "bias": bias, "kind": kind, "reference": reference}  # fmt: skip
     if name is not None:
-        for key, text in facts[name].items():
-            console.print(f"[bold]{key:>10}[/]  {text}", highlight=False)
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("method", "what it does", "when it fails"):
-        table.add_column(title)
-    for n, row in facts.items():
-        table.add_row(f"[bold]{n}[/]", row["summary"], f"[dim]{row['fails']}[/]")
-    console.print(table)
+        if any(value is not None for value in filters.values()):
+            raise typer.BadParameter("a name is one row already; give a name or filters")
+        row = find(name)
+        rows, shown = {row["name"]: row}, method_page(row)
+    else:
+        rows = select(catalog(), **filters)
+        shown = method_list(rows, width=console.width)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1, ensure_ascii=False, allow_nan=False))
+    else:
+        console.print(shown, highlight=False)
 
 
 @app.command()

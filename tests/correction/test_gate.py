@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from offdrift.correction import Gate
+from offdrift.correction import Gate, rejection
+from offdrift.correction.statistics import statistic
 from offdrift.divergence.evidence import Divergence
-from offdrift.facts import Facts
 from offdrift.errors import EvidenceError, MethodError
+from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 from tests.oracles.fixtures import FX_V_KL, FX_V_TV, double, fx_a
@@ -34,6 +35,15 @@ TABLE = [
     ("k3", "full", "seq_mean", None, 0.001, [0] * 7),
     ("ratio", "mismatch", "seq_max", 0.5, 2.0, [0] * 4 + [1] * 3),
     ("ratio", "mismatch", "seq_max", 1e-5, None, [1] * 7),
+    ("ratio", "mismatch", "seq_max", 0.45, None, [0] * 4 + [1] * 3),
+    ("ratio", "mismatch", "seq_sum", None, 0.7, [1] * 4 + [0] * 3),
+    ("ratio", "mismatch", "seq_sum", 0.7, 2.0, [0] * 4 + [1] * 3),
+    ("ratio", "mismatch", "token", 0.8, 1.2, [1, 1, 0, 0, 1, 1, 0]),
+    ("ratio", "mismatch", "token", 0.5, 5.0, [1, 1, 1, 0, 1, 1, 1]),
+    ("abs_log_ratio", "full", "seq_max", None, 0.3, [0] * 4 + [1] * 3),
+    ("ratio_error", "full", "seq_mean", None, 0.1, [0] * 7),
+    ("ratio_error", "full", "seq_mean", None, 0.2, [0] * 4 + [1] * 3),
+    ("binary_tv", "full", "token", -0.1, 0.1, [0, 0, 1, 1, 1, 0, 1]),
 ]  # fmt: skip
 
 
@@ -86,7 +96,9 @@ def test_membership_below_on_inside_on_and_above_the_bounds(unit, value, inside)
 @pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
 def test_nan_and_infinite_divergence_are_never_inside(unit, bad):
     lp, divergences = one_sequence(2, [0.0, bad], [0.0, 0.0])
-    keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(lp, facts=Facts(divergences=divergences))
+    keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(
+        lp, facts=Facts(divergences=divergences)
+    )
     assert keep.tolist() == ([True, False] if unit == "token" else [False, False])
 
 
@@ -132,3 +144,85 @@ def test_a_gate_without_its_evidence_says_what_to_record():
 def test_a_gate_that_cannot_mean_anything_is_refused(parts, words):
     with pytest.raises(MethodError, match=words):
         Gate(**{"on": "full", "unit": "token", **parts})
+
+
+@pytest.mark.parametrize(
+    ("gate", "expected"),
+    [
+        (Gate(statistic="ratio", on="full", unit="seq_mean", low=math.exp(-0.05), advantage="negative"), [1] * 4 + [0] * 3),
+        (Gate(statistic="ratio", on="full", unit="seq_mean", low=math.exp(-0.1), advantage="negative"), [1] * 7),
+        (Gate(statistic="ratio", on="staleness", unit="seq_mean", low=math.exp(-0.05), advantage="negative"), [1] * 7),
+        (Gate(statistic="ratio", on="full", unit="seq_mean", low=math.exp(-0.05), advantage="positive"), [0] * 4 + [1] * 3),
+        (Gate(statistic="binary_tv", on="full", unit="token", low=-0.1, high=0.1, advantage="outward"), [0, 0, 1, 1, 1, 1, 1]),
+    ],
+    ids=["opsm 0.05", "opsm 0.1", "opsm staleness", "mirrored", "trust_band"],
+)  # fmt: skip
+def test_gates_that_look_at_the_sign(gate, expected):
+    lp, a, _ = fx_a()
+    assert gate.keep(lp, a).int().tolist() == expected
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
+def test_outward_bounds_never_stop_a_move_back(advantage, ratio):
+    lp = LogProbs.pack(double([-3.0]), double([math.log(ratio) - 3.0]), segments=Segments.from_lengths([1]))  # fmt: skip
+    gate = Gate(statistic="ratio", on="full", unit="token", low=0.8, high=1.2, advantage="outward")
+    outward = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
+    assert gate.keep(lp, double([advantage])).tolist() == [not outward]
+
+
+def test_binary_kl_of_the_methods_table_keeps_corrective_moves():
+    lp, a, _ = fx_a()
+    expected = [0.01837047, 0.03066477, -0.118443, 0.00030231, -0.01003657, 0.111522, 3.997854e-05]
+    got = statistic("binary_kl", lp, on="staleness")
+    torch.testing.assert_close(got, double(expected), rtol=0, atol=1e-6)
+    gate = Gate(statistic="binary_kl", on="staleness", unit="token", low=-0.05, high=0.05, advantage="outward")  # fmt: skip
+    assert gate.keep(lp, a).all(), "large moves here are all corrective"
+    assert gate.keep(lp, -a).int().tolist() == [1, 1, 0, 1, 1, 0, 1]
+
+
+def test_version_lag():
+    lp = LogProbs.pack(double([-1.0] * 4), segments=Segments.from_lengths([1, 1, 1, 1]))
+    gate = Gate(statistic="version_lag", on="full", unit="seq_max", high=2.0)
+    assert gate.keep(lp, facts=Facts(version_lag=torch.tensor([0, 1, 2, 3]))).int().tolist() == [1, 1, 1, 0]  # fmt: skip
+    with pytest.raises(EvidenceError, match="needs version_lag"):
+        gate.keep(lp)
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold", "band", "expected"),
+    [
+        ("token_k1", "0.7_1.6", "ratio", [1, 1, 1, 0, 1, 1, 1]),
+        ("token_k1", "0.7_1.6", "verl", [1, 1, 0, 0, 1, 1, 1]),
+        ("token_k1", 2.0, "ratio", [1, 1, 1, 0, 1, 1, 1]),
+        ("seq_mean_k1", "0.9_1.2", "ratio", [0] * 4 + [1] * 3),
+        ("seq_mean_k1", "0.9_1.2", "verl", [1] * 7),
+        ("seq_max_k3", "0.1", "ratio", [0] * 4 + [1] * 3),
+    ],
+)
+def test_rejection_modes_by_name(mode, threshold, band, expected):
+    gate = rejection(mode, threshold, on="mismatch", k1_band=band)
+    assert gate.keep(fx_a()[0]).int().tolist() == expected
+
+
+@pytest.mark.parametrize(("ratio", "ours", "verl"), [(0.62, 1, 0), (1.65, 0, 1), (1.0, 1, 1)])
+def test_the_band_of_a_peer_is_inverted(ratio, ours, verl):
+    lp = LogProbs.pack(double([-3.0]), double([-3.0]), double([math.log(ratio) - 3.0]), segments=Segments.from_lengths([1]))  # fmt: skip
+    keep = [rejection("token_k1", "0.6_1.6", on="mismatch", k1_band=b).keep(lp).int().item() for b in ("ratio", "verl")]  # fmt: skip
+    assert keep == [ours, verl]
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold", "words"),
+    [
+        ("seq_max_k1", 2.0, "k1 is signed"),
+        ("seq_k3", 2.0, "not a rejection mode"),
+        ("token_k4", 2.0, "not a rejection mode"),
+        ("token_k1", "a_b", "not a positive number"),
+        ("token_k1", -1.0, "not a positive number"),
+        ("token_k3", "0.1_0.2", "must be one number"),
+    ],
+)
+def test_modes_that_do_not_exist_are_refused(mode, threshold, words):
+    with pytest.raises(MethodError, match=words):
+        rejection(mode, threshold, on="full")

@@ -91,8 +91,9 @@ class Run:
 def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batch:
     """Eight sequences of 1 to 7 tokens, in turns, of three prompts.
 
-    One sequence has advantage 0. One token is e^12.5 less likely in the training engine, and one e^6
-    times more likely. `per_token`: advantages vary within a sequence, and some tokens have none.
+    One sequence has advantage 0. In every other pair of seeds there are outliers: a token that the
+    training engine finds e^12.5 less likely, one e^6 times more likely, and one that the update
+    made e^5 times more likely. `per_token`: advantages vary within a sequence, and some are 0.
     """
     g = torch.Generator().manual_seed(seed)
     uniform = lambda n: torch.rand(n, generator=g, dtype=torch.float64)  # noqa: E731
@@ -100,14 +101,15 @@ def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batc
     lengths = torch.randint(1, 8, (8,), generator=g)
     n = int(lengths.sum())
     spread = lambda x: x.repeat_interleave(lengths)  # noqa: E731
-    scale = spread(torch.tensor(SCALES).double()[torch.randint(0, 5, (8,), generator=g)])
+    scale = spread(torch.tensor(SCALES, dtype=torch.float64)[torch.randint(0, 5, (8,), generator=g)])
     mu = -3 * uniform(n) - 0.01
-    down, up = torch.randperm(n, generator=g)[:2].tolist()
-    mu[up] = -9.0 if not on_policy else -1.0
-    jump = torch.zeros(n).double()
-    jump[down], jump[up] = -12.5, 6.0
-    old = (mu + jump + scale * normal(n)).clamp(max=-1e-3)
-    pi = (old + scale * normal(n)).clamp(max=-1e-3)
+    down, up, fast = torch.randperm(n, generator=g)[:3].tolist()
+    first, second = torch.zeros(2, n, dtype=torch.float64)
+    if seed // 2 % 2 == 0 and not on_policy:
+        mu[up], mu[fast] = -9.0, -8.0
+        first[down], first[up], second[fast] = -12.5, 6.0, 5.0
+    old = (mu + first + scale * normal(n)).clamp(max=-1e-3)
+    pi = (old + second + scale * normal(n)).clamp(max=-1e-3)
     ref = (mu + 0.3 * normal(n)).clamp(max=-1e-3)
     per_sequence = normal(8) * 2
     per_sequence[int(torch.randint(0, 8, (1,), generator=g))] = 0.0
@@ -177,7 +179,7 @@ def masked(batch: Batch, seed: int) -> tuple[Given, Tensor]:
 
 
 def _with_junk(tokens: dict[str, Tensor], mask: Tensor, g: torch.Generator) -> dict[str, Tensor]:
-    junk = torch.tensor([float("nan"), float("inf"), float("-inf"), 1e9, -1e9]).double()
+    junk = torch.tensor([float("nan"), float("inf"), float("-inf"), 1e9, -1e9], dtype=torch.float64)
     filled = {}
     for name, x in tokens.items():
         filled[name] = junk[torch.randint(0, len(junk), mask.shape, generator=g)]

@@ -40,14 +40,14 @@ def with_turns(lp: LogProbs, seed: int) -> LogProbs:
 
 
 def test_turn_ppo_values_of_the_methods_table():
-    expected = dict(
-        loss=-0.271975,
-        tokens=[[-1.191246, -1.191246, -0.927743, -0.927743], [0.430354, 0.558139, 0.558139, 0]],
-        grad=[
+    expected = {
+        "loss": -0.271975,
+        "tokens": [[-1.191246, -1.191246, -0.927743, -0.927743], [0.430354, 0.558139, 0.558139, 0]],
+        "grad": [
             [-0.148906, -0.148906, -0.115968, -0.115968],
             [0.07172566, 0.09302317, 0.09302317, 0],
         ],
-    )
+    }
     check_golden(Clipped(unit="turn"), fx_a_with_turns(), MEAN, **expected)
     # |C| <= 1 here: ST-PPO is turn-level PPO
     check_golden(TurnNormalized(), fx_a_with_turns(), MEAN, **expected)

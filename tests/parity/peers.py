@@ -67,7 +67,7 @@ class Batch:
 def random_batch(
     seed: int, *, sequences: int = 14, longest: int = 19, far: bool = True, per_token: bool = True
 ) -> Batch:
-    """A ragged batch: drift per token from 1e-4 to 0.5 nats, different in every sequence.
+    """A ragged batch whose sequences drifted by 1e-4 to 1 nat per token.
 
     Args:
         far: with log-ratios beyond 20 nats in two sequences, in both directions.
@@ -89,11 +89,8 @@ def random_batch(
     mask[EMPTY_ROW] = False
     # Exact in float32: one peer passes them through Python lists.
     rollout = (-5 * uniform(b, t) ** 2 - 1e-3).float().double()
-    scale = torch.logspace(-4, -0.3, b, dtype=torch.float64)[torch.randperm(b, generator=g)]
-    scale = scale.where(uniform(b) < 0.5, -scale)
-    scale[1:3] = torch.tensor([0.5, -0.5])  # up as a whole, and down
-    old = rollout + scale[:, None] * (normal(b, t) + 1)
-    logp = old + 0.3 * normal(b, t)
+    old = rollout + _drift(g, b, -4.0, -0.3)[:, None] * (normal(b, t) + 1)
+    logp = old + _drift(g, b, -3.0, 0.0)[:, None] * (normal(b, t) + 1)
     if far:
         rollout[0, 1], old[0, 1], logp[0, 1] = -31.0, -0.5, -0.4
         rollout[0, 2], old[0, 2], logp[0, 2] = -0.5, -30.0, -31.0
@@ -106,6 +103,15 @@ def random_batch(
     fields["advantages"] = advantages
     garbage = {name: x.where(mask, -40 * uniform(b, t)) for name, x in fields.items()}
     return Batch(**garbage, mask=mask.long())
+
+
+def _drift(g: torch.Generator, sequences: int, low: float, high: float) -> Tensor:
+    """Nats per token of each sequence: all magnitudes, up or down as a whole."""
+    x = torch.logspace(low, high, sequences, dtype=torch.float64)
+    x = x[torch.randperm(sequences, generator=g)]
+    x = x.where(torch.rand(sequences, generator=g) < 0.5, -x)
+    x[1:3] = torch.tensor([10**high, -(10**high)])
+    return x
 
 
 class Outcome(NamedTuple):

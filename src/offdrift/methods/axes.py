@@ -25,17 +25,17 @@ from offdrift.ratios import RatioName
 
 UNITS = {
     "token": "each token by itself",
-    "prefix": "the tokens up to each one: product of ratios",
-    "prefix_min": "each token, times the smallest ratio before it",
-    "turn": "an assistant turn: geometric mean of ratios",
-    "turn_product": "an assistant turn: product of ratios",
-    "turn_arithmetic": "an assistant turn: mean of ratios",
-    "entropy_group": "the tokens of a response with similar entropy: geometric mean of ratios",
-    "geometric": "a response: geometric mean of ratios",
-    "sequence": "a response: product of ratios",
-    "seq_mean": "a response: mean of a gate's statistic",
-    "seq_sum": "a response: sum of a gate's statistic",
-    "worst": "a response, judged by its worst token",
+    "prefix": "product of ratios over the tokens up to each one",
+    "prefix_min": "each token's ratio, times the smallest one before it",
+    "turn": "geometric mean of ratios over an assistant turn",
+    "turn_product": "product of ratios over an assistant turn",
+    "turn_arithmetic": "mean of ratios over an assistant turn",
+    "entropy_group": "geometric mean of ratios over tokens of similar entropy in a response",
+    "geometric": "geometric mean of ratios over a response",
+    "sequence": "product of ratios over a response",
+    "seq_mean": "mean of a statistic over a response",
+    "seq_sum": "sum of a statistic over a response",
+    "worst": "the worst token of a response decides",
     "group": "all responses to a prompt",
     "batch": "all tokens of a step, over all ranks",
 }
@@ -58,6 +58,12 @@ STOPPED = {
     "no": "the gradient goes through the ratio of the whole unit",
     "n/a": "contains no ratio",
 }
+AGGREGATES = {
+    "token_mean": "sum over all tokens, divided by the tokens",
+    "seq_mean_token_mean": "mean over the tokens of each response, mean over responses",
+    "seq_mean_token_sum": "sum over the tokens of each response, mean over responses",
+    "fixed": "sum over all tokens, divided by responses times a fixed horizon",
+}
 BIASES = {
     "none": "the expected gradient is that of the true return",
     "none inside limits": "the expected gradient is that of the true return until a limit acts",
@@ -69,7 +75,7 @@ STATUS = {
     "stated": "in a primary source",
     "implementation": "from an official implementation",
     "secondary": "from a secondary description",
-    "unverified": "experimental: no equation could be found, this is our best reading",
+    "unverified": "experimental; no equation could be found, this is our best reading",
 }
 OF_RATIO = {"seq_sum": "sequence", "seq_mean": "geometric"}
 """What a gate's unit is called where its statistic is the ratio: sums are of logs."""
@@ -171,7 +177,9 @@ def is_treatment(row: Method) -> str:
     words = [_weight_in_words(w) for w in row.correction.weights]
     if row.objective.on is not None:
         unit = _listed(_units_of(row.objective) - {"batch", "group"}, UNITS)
-        words.append(f"{' and '.join(unit).replace('_', ' ')} ratio on {row.objective.on} in the objective")
+        words.append(
+            f"{' and '.join(unit).replace('_', ' ')} ratio on {row.objective.on} in the objective"
+        )
     return "; ".join(words) or "none"
 
 

@@ -8,28 +8,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.methods.axes import BIASES, EVIDENCE, SIGNS, STATUS, STOPPED, UNITS
+from offdrift.methods.axes import AGGREGATES, BIASES, EVIDENCE, SIGNS, STATUS, STOPPED, UNITS
 
 Row = Mapping[str, Any]
 
-WIDE, WIDEST = 104, 160
+WIDE, WIDEST = 112, 160
 """Terminal columns from which axes have columns of their own, and from which they need one line."""
+AXES = ("unit", "ratio", "evidence", "bias")
+LABELS = len("stop-gradient")
+NARROW_BIAS = 11
+"""Columns that "none inside limits" takes on two lines."""
 
 RATIOS = {
     "full": "current to rollout policy",
-    "mismatch": "old to rollout policy: two engines, the same weights",
-    "staleness": "current to old policy: one engine, two versions of the weights",
+    "mismatch": "old to rollout policy, two engines at the same weights",
+    "staleness": "current to old policy, two versions of the weights in one engine",
 }
 ABOUT = {
     "weights": "a number without gradient multiplies REINFORCE or PPO",
     "token clips": "a loss per token, with a trust region",
-    "units and sequences": "ratios over prefixes, turns and responses; baselines; gates of sequences",
+    "units and sequences": "ratios of prefixes, turns, responses; gates of responses",
     "trust region masking": "whole sequences are rejected, the rest pushed by the full ratio",
     "recipes": "what was published with a model",
     "presets": "verl's rollout correction, by its names",
@@ -47,43 +50,72 @@ def method_list(rows: Mapping[str, Row], *, width: int) -> RenderableType:
 
     Args:
         rows: of `offdrift.methods.catalog`.
-        width: columns; below `WIDE` the axes stand under what a method does.
+        width: columns; below `WIDE` a row is its name and axes, and under them what it does.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=width >= WIDE)
-    table.add_column("method", no_wrap=True, min_width=max(map(len, rows)))
-    table.add_column("what it does", min_width=30)
+    cells = {name: _cells(row, ", " if width >= WIDEST else ",\n") for name, row in rows.items()}
+    widths = _widths(cells, width)
+    shown: list[RenderableType] = []
     if width >= WIDE:
-        for title in ("unit", "ratio", "evidence", "bias"):
-            table.add_column(title, no_wrap=True)
-    last = None
-    for name, row in rows.items():
-        if row["family"] != last:
-            if last is not None:
-                table.add_section()
-            last = row["family"]
-            table.add_row(Text(last, style="bold cyan"), Text(ABOUT.get(last, ""), style="cyan"))
-        table.add_row(*_cells(name, row, width))
-    return Group(table, Padding(_legend(rows), (0, 0, 0, 1)))
+        heads = [Text(title, style="dim") for title in ("method", "what it does", *AXES)]
+        shown += [_grid([heads], widths), Text("─" * (sum(widths) + 2 * len(widths) - 2), style="dim")]  # fmt: skip
+    for title in dict.fromkeys(row["family"] for row in rows.values()):
+        mine = [name for name, row in rows.items() if row["family"] == title]
+        heading = Text.assemble((title, "bold cyan"), (f"  {ABOUT.get(title, '')}", "cyan"))
+        shown += [heading, *_family(mine, cells, widths, width), Text()]
+    return Group(*shown, _legend(rows))
 
 
-def _cells(name: str, row: Row, width: int) -> list[Text]:
+def _family(
+    names: list[str], cells: Mapping[str, list[Text]], widths: list[int], width: int
+) -> list[RenderableType]:
+    if width >= WIDE:
+        return [_grid([[Text(n, style="bold"), *cells[n]] for n in names], widths)]
+    return [part for n in names for part in _stacked(n, cells[n], widths[0], width)]
+
+
+def _cells(row: Row, joiner: str) -> list[Text]:
+    """What a row does, and its axes in as few words as they have."""
     what = Text(row["summary"])
     if row["experimental"]:
         what.append(" (experimental)", style="yellow")
-    axes = _axes(row)
-    if width < WIDE:
-        line = " · ".join(", ".join(words) for words in axes if words)
-        return [Text(name, style="bold"), what.append("\n" + line, style="dim")]
-    joiner = ", " if width >= WIDEST else ",\n"
-    return [Text(name, style="bold"), what, *(Text(joiner.join(w), style="dim") for w in axes)]
-
-
-def _axes(row: Row) -> list[list[str]]:
-    """Unit, ratio, evidence and bias in as few words as they have."""
     if row["kind"] == "system":
-        return [["system"], [], [], []]
-    bias = [] if row["bias"] is None else [row["bias"]]
-    return [row["unit"], row["ratio"] or ["no ratio"], row["evidence"], bias]
+        models = "" if row["model_class"] == "both" else f" ({row['model_class']})"
+        words = [["system" + models], [], [], []]
+    else:
+        bias = [] if row["bias"] is None else [row["bias"]]
+        words = [row["unit"], row["ratio"] or ["no ratio"], row["evidence"], bias]
+    return [what, *(Text(joiner.join(w), style="dim") for w in words)]
+
+
+def _widths(cells: Mapping[str, list[Text]], width: int) -> list[int]:
+    """Columns of name, text and axes: axes get what they need, the bias at least half of it."""
+    names = max(6, *map(len, cells))
+    axes = [max(len(title), *(_longest(c[1 + i]) for c in cells.values())) for i, title in enumerate(AXES)]  # fmt: skip
+    if width < WIDEST:
+        axes[-1] = min(axes[-1], NARROW_BIAS)
+    left = width - names - sum(axes) - 2 * (len(axes) + 1)
+    return [names, min(left, max(12, *(len(c[0]) for c in cells.values()))), *axes]
+
+
+def _longest(text: Text) -> int:
+    return max(map(len, text.plain.split("\n")))
+
+
+def _grid(lines: list[list[Text]], widths: list[int]) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for w in widths:
+        grid.add_column(width=w, overflow="fold")
+    for line in lines:
+        grid.add_row(*line)
+    return grid
+
+
+def _stacked(name: str, cells: list[Text], names: int, width: int) -> list[RenderableType]:
+    """A row for a narrow terminal: name and axes, then what it does."""
+    _, *axes, bias = (c.plain.replace(",\n", "+") for c in cells)
+    words = [a for a in axes if a not in ("", "none")] + [f"bias {bias}"] * bool(bias)
+    first = [Text(name, style="bold"), Text(" · ".join(words), style="dim")]
+    return [_grid([first], [names, width - names - 2]), Padding(cells[0], (0, 0, 0, 4))]
 
 
 def _legend(rows: Mapping[str, Row]) -> Text:
@@ -95,13 +127,12 @@ def _legend(rows: Mapping[str, Row]) -> Text:
         words.append(
             "unit: over what policies are compared (worst: the worst token). ratio: full is current "
             "to rollout policy, mismatch old to rollout, staleness current to old. evidence: what a "
-            "rollout must record. bias: of the expected gradient, by enumeration.",
+            "rollout must record. bias: of the expected gradient, by enumeration. experimental: no "
+            "equation could be found.",
             style="dim",
         )
-    first = next(iter(rows))
-    return words.append_text(
-        Text.assemble("\noffdrift methods ", (first, "bold"), "  explains one;  ")
-    ).append("offdrift methods --help  says how to choose")
+    words.append("\noffdrift methods NAME", style="bold").append(" explains one; ")
+    return words.append("--help", style="bold").append(" shows how to choose.")
 
 
 # -- one row --------------------------------------------------------------------------------------
@@ -113,8 +144,11 @@ def method_page(row: Row) -> RenderableType:
 
 
 def _method_page(row: Row) -> RenderableType:
-    parts = [(part["path"].replace(".", " "), part["formula"]) for part in row["parts"]]
-    parts.append(("aggregate", row["aggregate"]))
+    parts = [
+        (part["path"].replace(".", " "), part["formula"].removeprefix("weight "))
+        for part in row["parts"]
+    ]
+    parts.append(("aggregate", f"{row['aggregate']}: {AGGREGATES[row['aggregate']]}"))
     if row["advantage"]:
         parts.append(("advantage", f"{row['advantage']}, as published"))
     return Group(
@@ -122,7 +156,7 @@ def _method_page(row: Row) -> RenderableType:
         _section("Formulas", parts),
         _section("What it is", _axes_in_full(row)),
         _section("Why, and why not", _words(row)),
-        _section("Values, and what --set calls them", _settings(row), style="none"),
+        _section("Values, and what --set calls them", _settings(row)),
         _run(row),
     )
 
@@ -131,7 +165,7 @@ def _system_page(row: Row) -> RenderableType:
     about = [
         ("works on", row["aggregate"]),
         ("mechanism", row["mechanism"]),
-        ("IS", row["is_treatment"]),
+        ("importance", row["is_treatment"]),
         ("models", {"both": "dense and MoE"}.get(row["model_class"], row["model_class"])),
         ("against", row["target"]),
         ("fails", row["fails"]),
@@ -160,19 +194,25 @@ def _title(row: Row) -> Text:
 
 
 def _axes_in_full(row: Row) -> list[tuple[str, str]]:
-    said = lambda words, meaning: "\n".join(f"{w}: {meaning.get(w, '')}".rstrip(": ") for w in words)  # noqa: E731
     bias = row["bias"]
     needs = list(row["needs"]) + ["logp_old"] * row["needs_old"]
     return [
-        ("unit", said(row["unit"], UNITS)),
-        ("ratio", said(row["ratio"], RATIOS) or "none"),
+        ("unit", _explained(row["unit"], UNITS)),
+        ("ratio", _explained(row["ratio"], RATIOS) or "none"),
         ("importance", row["is_treatment"]),
-        ("evidence", said(row["evidence"], EVIDENCE)),
-        ("sign", said([row["sign"]], SIGNS)),
-        ("stop-gradient", said([row["stop_gradient"]], STOPPED)),
+        ("evidence", _explained(row["evidence"], EVIDENCE)),
+        ("sign", _explained([row["sign"]], SIGNS)),
+        ("stop-gradient", _explained([row["stop_gradient"]], STOPPED)),
         ("bias", "not known" if bias is None else f"{bias}: {BIASES[bias]}"),
-        ("needs", ", ".join(sorted(needs)) or "log-probs of rollout and current policy, advantages"),
+        (
+            "needs",
+            ", ".join(sorted(needs)) or "log-probs of rollout and current policy, advantages",
+        ),
     ]
+
+
+def _explained(words: list[str], meaning: Mapping[str, str]) -> str:
+    return "\n".join(f"{word}: {meaning[word]}" if word in meaning else word for word in words)
 
 
 def _words(row: Row) -> list[tuple[str, str]]:
@@ -190,12 +230,15 @@ def _settings(row: Row) -> list[tuple[str, str]]:
 
 
 def _run(row: Row) -> Text:
-    numbers = [p for p, v in row["settings"].items() if isinstance(v, float) and "." in p]
+    order = ("gate", "weight", "objective")
+    numbers = [p for p, v in row["settings"].items() if isinstance(v, float) and v and "." in p]
+    numbers.sort(key=lambda p: [*order, p.partition(".")[0]].index(p.partition(".")[0]))
     path = numbers[0] if numbers else "aggregate"
-    value = shown(row["settings"][path])
-    lines = Text.assemble("Run it\n", style="bold")
-    lines.append(f"  {row['command']}\n", style="not bold green")
-    return lines.append(f"  {row['command']} --set override.{path}={value}", style="not bold green")
+    change = f"--set override.{path}={shown(row['settings'][path])}"
+    return Text.assemble(
+        ("\nRun it\n", "bold"), (f"  {row['command']}\n", "green"), "  and, to change a value, ",
+        (change, "green"),
+    )  # fmt: skip
 
 
 def shown(value: Any) -> str:
@@ -214,10 +257,10 @@ def shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _section(title: str, lines: list[tuple[str, str]], *, style: str = "none") -> RenderableType:
+def _section(title: str, lines: list[tuple[str, str]]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True, justify="left")
+    grid.add_column(style="dim", no_wrap=True, min_width=LABELS)
     grid.add_column(overflow="fold")
     for label, words in lines:
-        grid.add_row(Text(label), Text(words))
+        grid.add_row(Text(label), Text(words, style="dim" if words == "–" else ""))
     return Group(Text(), Text(title, style="bold"), Padding(grid, (0, 0, 0, 2)))

@@ -1,0 +1,48 @@
+"""LN-TRM on FX-A, by the numbers of the methods table, and its edges."""
+
+import pytest
+import torch
+
+from offdrift.correction import LengthNeutralGate
+from offdrift.errors import MethodError
+from offdrift.logprobs import LogProbs
+from offdrift.segments import Segments
+from tests.oracles.fixtures import double, fx_a
+
+GATE = LengthNeutralGate(high=0.2, eps=0.05, delta=0.01)
+
+
+def test_weights_score_and_decision_of_eq_98_and_99():
+    lp, _, _ = fx_a()
+    omega = GATE.position_weights(lp.segments)
+    expected = double([0.122474, 0.1, 0.05, 0, 0.1, 0.05, 0])
+    torch.testing.assert_close(omega, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(lp.segments.sum(omega), double([0.272474, 0.15]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(GATE.score(lp), double([0.206679, 0.155071]), rtol=0, atol=1e-6)
+    assert GATE.keep(lp).int().tolist() == [0] * 4 + [1] * 3
+
+
+def test_a_weight_is_at_most_one():
+    s = Segments.from_lengths([400])
+    omega = LengthNeutralGate(eps=0.05, delta=0.5).position_weights(s)
+    assert omega[0] == 1.0
+    assert omega[-2].item() == pytest.approx(0.05)
+
+
+def test_one_token_is_always_kept_and_the_last_token_is_never_seen():
+    lp = LogProbs.pack(double([-9.0, -1.0, -9.0]), double([-1.0, -1.0, -1.0]), segments=Segments.from_lengths([1, 2]))  # fmt: skip
+    assert GATE.score(lp).tolist() == [0.0, 0.0]
+    assert GATE.keep(lp).all()
+
+
+def test_a_score_on_the_limit_is_kept():
+    lp, _, _ = fx_a()
+    exact = GATE.score(lp)[0].item()
+    assert LengthNeutralGate(high=exact, eps=0.05, delta=0.01).keep(lp).all()
+    assert not LengthNeutralGate(high=exact * (1 - 1e-9), eps=0.05, delta=0.01).keep(lp)[:4].any()
+
+
+@pytest.mark.parametrize("parts", [{"eps": 0.0}, {"delta": -1.0}, {"high": -0.1}])
+def test_parameters_that_mean_nothing_are_refused(parts):
+    with pytest.raises(MethodError, match="eps="):
+        LengthNeutralGate(**parts)
