@@ -43,13 +43,13 @@ def methods_page() -> str:
         *_legend(),
     ]
     for title in FAMILIES:
-        lines += ["", f"## {title.capitalize()}", "", f"{ABOUT[title].capitalize()}.", ""]
+        lines += ["", f"## {upper(title)}", "", f"{upper(ABOUT[title])}.", ""]
         lines += _table(METHOD_COLUMNS, _of(rows, title))
     lines += ["", "## Formulas and values", "", VALUES, ""]
     lines += _table(VALUE_COLUMNS, [r for r in rows.values() if r["kind"] == "method"])
     lines += ["", "## Systems", "", SYSTEMS_ARE]
     for title in systems.FAMILIES:
-        lines += ["", f"### {title.capitalize()}", "", *_table(SYSTEM_COLUMNS, _of(rows, title))]
+        lines += ["", f"### {upper(title)}", "", *_table(SYSTEM_COLUMNS, _of(rows, title))]
     lines += ["", "## Estimators of the KL to a reference", "", KL, "", *_kl_table()]
     lines += ["", "## Estimators of the advantage", "", ADVANTAGE, "", *_advantage_table()]
     return "\n".join(lines) + "\n"
@@ -70,7 +70,7 @@ def _legend() -> list[str]:
     lines = ["| column | word | means |", "|---|---|---|"]
     for column, meanings in words:
         for i, (word, meaning) in enumerate(meanings.items()):
-            lines.append(f"| {column if i == 0 else ''} | {cell(word)} | {cell(meaning)} |")
+            lines.append(f"| {column if i == 0 else ''} | {code(word)} | {cell(meaning)} |")
     return lines
 
 
@@ -85,10 +85,8 @@ def _joined(row: Mapping[str, Any], key: str) -> str:
 
 METHOD_COLUMNS = {
     "method": _name,
-    "unit": lambda row: _joined(row, "unit"),
-    "aggregate": lambda row: f"`{row['aggregate']}`",
-    "ratio": lambda row: _joined(row, "ratio"),
-    "evidence": lambda row: _joined(row, "evidence"),
+    "unit, aggregate": lambda row: f"{_joined(row, 'unit')}<br>`{row['aggregate']}`",
+    "ratio, evidence": lambda row: f"{_joined(row, 'ratio')}<br>{_joined(row, 'evidence')}",
     "trust-region mechanism": lambda row: cell(row["mechanism"]),
     "IS treatment": lambda row: cell(row["is_treatment"]),
     "sign": lambda row: row["sign"],
@@ -102,7 +100,7 @@ METHOD_COLUMNS = {
 VALUE_COLUMNS = {
     "method": lambda row: f"`{row['name']}`",
     "formulas": lambda row: "<br>".join(code(p["formula"]) for p in row["parts"]),
-    "values": lambda row: "<br>".join(_values(row)),
+    "values": lambda row: ", ".join(_values(row)),
 }
 SYSTEM_COLUMNS = {
     "system": lambda row: f"`{row['name']}`<br>{cell(row['title'])}: {cell(row['summary'])}",
@@ -136,7 +134,7 @@ ADVANTAGE = (
 
 
 def _values(row: Mapping[str, Any]) -> Iterable[str]:
-    return (f"{path} = {code(shown(v))}" for path, v in row["settings"].items() if v is not None)
+    return (code(f"{path}={shown(v)}") for path, v in row["settings"].items() if v is not None)
 
 
 def _of(rows: Mapping[str, Any], family: str) -> list[Mapping[str, Any]]:
@@ -197,6 +195,11 @@ def cell(text: str) -> str:
     for character in ("\\", "|", "<", "*", "_", "`", "~"):
         text = text.replace(character, "\\" + character)
     return text.replace("\n", "<br>")
+
+
+def upper(text: str) -> str:
+    """The text with its first letter in upper case."""
+    return text[:1].upper() + text[1:]
 
 
 def code(text: str) -> str:

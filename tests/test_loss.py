@@ -1,16 +1,21 @@
 """`policy_loss` against the methods table, and what it refuses."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from offdrift.correction import Correction, Weight
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import EvidenceError, ShapeError
+from offdrift.kl import KLPenalty
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method, override
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.segments import Segments
+from offdrift.stats import summarize
 from tests.oracles.fixtures import double, fx_a
 
 DUAL = Clipped(dual_clip=3.0)
@@ -79,3 +84,74 @@ def test_advantages_get_no_gradient():
 def test_one_token_in_one_sequence():
     lp = LogProbs.pack(double([-1.0]), double([-0.9]).requires_grad_(), segments=Segments.from_lengths([1]))  # fmt: skip
     assert policy_loss(lp, METHODS["seq_tis"], double([2.0])).loss.item() == pytest.approx(2 * 0.9 * 1.105171, abs=1e-5)  # fmt: skip
+
+
+def test_a_penalty_counts_every_token_whatever_the_gates_and_weights_do():
+    lp, advantages, leaf = fx_a()
+    lp = replace(lp, logp_ref=lp.current.detach() - 0.2)
+    penalty = KLPenalty(estimator="k2", coef=3.0)
+    base = override(METHODS["trm_max_k2"], {"gate.high": 1e-9})  # rejects both sequences
+    result = policy_loss(lp, replace(base, penalty=penalty), advantages)
+    assert not result.corrected.keep.any()
+    assert result.loss.item() == pytest.approx(
+        3.0 * 0.02 * 7 / 2
+    )  # k2 = 0.2^2 / 2, 7 tokens, N = 2
+    result.loss.backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, double([[0.3] * 4, [0.3] * 3 + [0]]))  # 3 * 0.2 / 2
+    gated = policy_loss(lp, replace(base, penalty=penalty, gate_scope="all"), advantages)
+    assert gated.loss.item() == 0.0
+    assert summarize(gated.stats)["reference/kl"] == pytest.approx(0.02)
+    rewarded = policy_loss(lp, replace(base, penalty=replace(penalty, place="reward")), advantages)
+    assert rewarded.loss.item() == 0.0
+    with pytest.raises(EvidenceError, match="needs logp_ref"):
+        policy_loss(fx_a()[0], replace(base, penalty=penalty), advantages)
+
+
+def test_the_corrected_penalty_differentiates_its_ratio():
+    """DeepSeek-V3.2, eq. 7: w (e^-d - 1 + d), by hand, with the ratio's gradient."""
+    lp, _, leaf = fx_a()
+    d = double([0.3, -0.2, 0.1, 0.4, -0.1, 0.2, 0.05])
+    lp = replace(lp, logp_ref=lp.current.detach() - d)
+    row = replace(METHODS["none"], penalty=KLPenalty(estimator="k3_corrected", coef=1.0))
+    policy_loss(lp, row, torch.zeros(7).double(), normalizer=1.0).loss.backward()
+    w = (lp.current.detach() - lp.logp_rollout).exp()
+    value = (-d).exp() - 1 + d
+    assert leaf.grad is not None
+    torch.testing.assert_close(lp.like_caller(leaf.grad), w * value + w * (1 - (-d).exp()))
+
+
+def test_an_anchor_replaces_the_old_policy_and_nothing_else():
+    """A-3PO at lag 2: the proximal policy is halfway; its factors are w^(1/2) each."""
+    lp, advantages, _ = fx_a()
+    lag = torch.full((7,), 2)
+    result = policy_loss(lp, METHODS["a3po"], advantages, version_lag=lag)
+    w = (lp.current.detach() - lp.logp_rollout).exp()
+    torch.testing.assert_close(result.corrected.weight, w.sqrt())
+    r = w.sqrt()
+    push = torch.maximum(-advantages * r, -advantages * r.clamp(0.8, 1.2))
+    assert result.loss.item() == pytest.approx((w.sqrt() * push).mean().item())
+    recorded = summarize(result.stats)["mismatch/k1"]
+    assert recorded == pytest.approx(-(lp.old - lp.logp_rollout).mean().item())
+    with pytest.raises(EvidenceError, match="needs version_lag"):
+        policy_loss(lp, METHODS["a3po"], advantages)
+
+
+@pytest.mark.parametrize("name", ["entropy", "version_lag", "rewards"])
+def test_facts_of_another_shape_are_refused(name):
+    lp, advantages, _ = fx_a()
+    with pytest.raises((ShapeError, Exception), match=f"{name} has shape|[Tt]ype-check"):
+        policy_loss(lp, METHODS["none"], advantages, **{name: torch.ones(3)})
+
+
+def test_opsm_tells_mismatch_from_staleness_in_what_it_rejects():
+    """gate.opsm on FX-A at delta 0.05: sequence 2 goes, with d = 0.07 = 0.0933 - 0.0233."""
+    lp, advantages, _ = fx_a()
+    row = override(METHODS["opsm"], {"gate.low": math.exp(-0.05)})
+    found = summarize(policy_loss(lp, row, advantages).stats)
+    assert found["gate/drop_frac_seq"] == 0.5
+    assert found["gate/0/rejected_mismatch"] == pytest.approx(0.28 / 3)
+    assert found["gate/0/rejected_staleness"] == pytest.approx(-0.07 / 3)
+    kept = override(METHODS["opsm"], {"gate.low": math.exp(-0.1)})
+    nothing = summarize(policy_loss(lp, kept, advantages).stats)
+    assert math.isnan(nothing["gate/0/rejected_mismatch"])

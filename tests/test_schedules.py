@@ -28,10 +28,11 @@ UNLIMITED = Weight(on="full", unit="sequence")
 
 
 def sequences_with(weights: list[float]) -> LogProbs:
-    """Sequences of two tokens with these products of full ratios."""
-    share = double(weights).log().repeat_interleave(2) / 2
+    """Sequences of 2, 3, ... tokens with these products of full ratios."""
+    lengths = torch.arange(len(weights)) + 2
+    share = (double(weights).log() / lengths).repeat_interleave(lengths)
     logp = torch.full_like(share, -3.0)
-    return LogProbs.pack(logp - share, logp, segments=Segments.from_lengths([2] * len(weights)))
+    return LogProbs.pack(logp - share, logp, segments=Segments.from_lengths(lengths))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_without_any_weight_the_scale_is_zero():
 
 def test_sequences_without_a_token_do_not_count():
     lp = sequences_with([4, 1, 0.5, 0.5])
-    holes = LogProbs.pack(lp.logp_rollout, lp.current, segments=Segments.from_lengths([0, 2, 2, 0, 2, 2]))  # fmt: skip
+    holes = LogProbs.pack(lp.logp_rollout, lp.current, segments=Segments.from_lengths([0, 2, 3, 0, 4, 5]))  # fmt: skip
     schedule = EssScale(weight=UNLIMITED)
     got, expected = (schedule.observe(x, None, NO_FACTS) for x in (holes, lp))
     assert got == expected
@@ -139,6 +140,14 @@ def test_a_surge_is_more_than_three_times_the_first_fifty(length, fires):
     first = [99.0, 101.0] * 25
     assert run(LengthSurge(), [*first, length])[-1].fired == fires
     assert not any(s.fired for s in run(LengthSurge(), [*first[:-1], length]))
+
+
+def test_slow_growth_is_a_surge_over_the_first_fifty_but_not_over_the_last_hundred():
+    lengths = [100.0 * 1.001**t for t in range(2000)]  # 1.105 times in 100 steps
+    assert not any(s.fired for s in run(LengthSurge(mode="survey"), lengths))
+    (fired,) = [s.step for s in run(LengthSurge(), lengths) if s.fired]
+    base = sum(lengths[:50]) / 50
+    assert lengths[fired - 1] > 3 * base >= lengths[fired - 2]
 
 
 @pytest.mark.parametrize(("length", "fires"), [(121.0, True), (120.0, False)])

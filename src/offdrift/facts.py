@@ -25,7 +25,6 @@ Seen = dict[str, Tensor]
 
 WAY_OUT = {
     "entropy": "give entropy= (nats per token, of the old policy; `engines.score` returns it)",
-    "vocab": "give vocab= (the number of tokens in the vocabulary)",
     "rewards": "give rewards= (one per sequence)",
     "version_lag": "give version_lag= (updates since the weights that drew each token)",
 }
@@ -74,7 +73,7 @@ class Facts:
     """What the method's parts saw of the whole step; None if this batch is the whole step."""
 
     def required(self, name: str) -> Tensor:
-        """A fact by name. Raises: `EvidenceError` naming it and the way out."""
+        """A fact per token or sequence, by name. Raises: `EvidenceError` naming it and the way out."""
         value = getattr(self, name)
         if value is None:
             raise EvidenceError(f"this method needs {name}, which the batch lacks; {WAY_OUT[name]}")

@@ -427,6 +427,9 @@ def test_random_problems_are_what_they_say():
     assert rows.shape == (4, 3)
     for row in rows:
         torch.testing.assert_close(row.sort().values, torch.tensor([1, 2, 3]).double() / 6)
+    old, logits = problem.drifted(0.5)
+    torch.testing.assert_close(logits, rows.log() + 0.5 * (problem.to_old + problem.to_current))
+    torch.testing.assert_close(old.law(), policy_of(rows.log() + 0.5 * problem.to_old).law())
     old, logits = problem.drifted(0.0)
     torch.testing.assert_close(old.law(), problem.rollout.law())
     torch.testing.assert_close(policy_of(logits).law(), problem.rollout.law())

@@ -56,6 +56,19 @@ def test_only_an_outward_push_is_cut(moved, advantage, clipped):
     assert grad.item() == pytest.approx(expected, rel=1e-12)
 
 
+def test_rounding_does_not_count_as_a_clip():
+    # float32, inside the limits, and log-probs so near 0 that (logp - prox) + prox is not logp
+    g = torch.Generator().manual_seed(0)
+    logp_rollout, prox, logp = -0.15 * torch.rand(3, 1000, generator=g) ** 2
+    assert ((logp - prox) + prox != logp).any()
+    lp = LogProbs.pack(
+        logp_rollout, logp.requires_grad_(), prox, segments=Segments.from_lengths([1000])
+    )
+    clipped = ProximalEwma()(lp, torch.randn(1000, generator=g)).clipped
+    assert clipped is not None
+    assert (~clipped).sum() == 1000
+
+
 @pytest.mark.parametrize(("gap", "weight"), [(math.log(99.0), 99.0), (math.log(400.0), 100.0)])
 def test_the_ratio_to_the_rollout_policy_is_limited_and_still_pushes(gap, weight):
     lp = tokens([-8.0], [-8.0 + gap], [-8.0 + gap])

@@ -95,6 +95,18 @@ def test_loss_and_gradient_on_fx_a2_are_those_of_ppo_at_the_bounds():
     assert (grads[0] == 0).tolist() == got.clipped.tolist()
 
 
+@pytest.mark.parametrize(("level", "reach"), [("discrete", 0.1), ("exact", 0.05**0.5)])
+def test_without_floors_the_threshold_itself_clips_what_is_harmful(level, reach):
+    lp, advantages = fx_a2()
+    got = SecondMomentClipped(level=level, floor_low=0.0, floor_high=0.0)(lp, advantages)
+    x = log_ratio(lp, on="staleness").detach()
+    reached = x.where(advantages < 0, x.clamp(max=reach)).where(advantages > 0, x.clamp(min=-reach))
+    torch.testing.assert_close(got.loss, -advantages * reached.exp(), rtol=1e-9, atol=0)
+    # not token 2, A = 1 and log u = -0.25, nor token 5, A = -.5 and log u = 0.2; token 3 is on tau
+    assert got.clipped is not None
+    assert got.clipped[[0, 1, 4, 2, 5, 6]].tolist() == [True] * 3 + [False] * 3
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_threshold_is_the_loosest_that_meets_the_budget(seed):
     g = torch.Generator().manual_seed(seed)

@@ -145,6 +145,19 @@ def test_the_variance_of_the_methods_table():
     assert got.tolist() == pytest.approx([0.2, 0.2], rel=1e-6)
 
 
+def test_equal_ratios_get_the_widest_range_whatever_rounding_says():
+    objective, below = GroupClipped(eps=0.1), 0
+    segments = Segments.from_lengths([3, 4], group_ids=torch.tensor([2, 2]))
+    for change in torch.linspace(-0.5, 0.5, 40, dtype=torch.float64):
+        logp_old = torch.full((7,), -5.0, dtype=torch.float64)
+        lp = LogProbs.pack(logp_old, logp_old + change, logp_old, segments=segments)
+        seen = {k: x.sum() for k, x in objective.observe(lp, None, Facts()).items()}
+        mean = seen["change"] / seen["count"]
+        below += int(seen["square"] / seen["count"] < mean.square())
+        assert objective.ranges(lp, Facts()).tolist() == [0.2] * 2
+    assert below > 0
+
+
 def test_each_prompt_is_clipped_at_its_own_range():
     lp = two_prompts([0.7, 1.3, 0.95, 1.15, 0.7, 1.3, 0.95, 1.15])
     objective = GroupClipped(eps=0.1, reference=0.04)

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from offdrift.aggregate import aggregate
 from offdrift.correction import Correction, Weight, rejection
+from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, override
 from offdrift.methods.presets import ROWS as PRESETS
 from offdrift.objectives import Clipped, Reinforce
+from offdrift.stats.summary import summarize
 from tests.parity.peers import (
     Batch,
     actor,
@@ -88,7 +90,8 @@ def test_cispo(verl, low, high, seed):
 def test_cispo_as_published_here_is_verls_default(verl):
     batch = random_batch(9)
     theirs = verl_loss(verl, "cispo", batch, actor(verl, batch), "token-mean")
-    agree(ours(METHODS["cispo"], batch), *theirs)
+    for name in ("cispo", "minimax_m1"):
+        agree(ours(METHODS[name], batch), *theirs)
     differ(ours(METHODS["cispo_upper"], batch).gradient, theirs[1])  # dis.13: a cap alone, at 5
 
 
@@ -303,6 +306,30 @@ def test_every_loss_takes_rollout_weights(verl, name, unit):
         row = override(row, {**STALE, "gate.low": -0.2, "gate.high": 0.2, "weight.cap": 3.0})
     mismatch = Weight(on="mismatch", unit=unit, cap=2.0)
     agree(ours(replace(row, correction=row.correction & mismatch), batch), *theirs)
+
+
+@pytest.mark.parametrize("name", ["otb", "tir_otb"])
+def test_rows_of_a_baseline(verl, name):
+    """Their loss is the weighted score function; what makes them is the advantage."""
+    batch = random_batch(4)
+    weights = weights_of(verl, batch, "token", 2.0)
+    theirs = verl_loss(verl, "gpg", batch, actor(verl, batch), "token-mean", weights)
+    agree(ours(METHODS[name], batch), *theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fraction_of_clipped_tokens(verl, seed):
+    """dis.34: where a clip changed the loss; verl counts the dual clip apart, and both are disjoint."""
+    batch = random_batch(seed)
+    batch = replace(batch, logp=(batch.old + 2 * (batch.logp - batch.old)).clamp(max=0.0))
+    _, metrics = verl.core_algos.compute_policy_loss_vanilla(
+        batch.old, batch.logp, batch.advantages, batch.mask, config=actor(verl)
+    )
+    packed = batch.pack()
+    out = policy_loss(packed, METHODS["dual_clip"], packed.like_caller(batch.advantages))
+    both = metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"]
+    assert min(metrics["actor/pg_clipfrac"], metrics["actor/pg_clipfrac_lower"]) > 0
+    assert summarize(out.stats)["objective/clip_frac_active"] == pytest.approx(both, rel=1e-6)
 
 
 # -- aggregates -----------------------------------------------------------------------------------

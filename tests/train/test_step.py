@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from offdrift.advantages import advantages
 from offdrift.engines.score import chunks, left_right_padded, score
 from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import EngineError
+from offdrift.kl import Adaptive, KLPenalty
 from offdrift.methods import METHODS, override
 from offdrift.rollouts import Sampling
 from offdrift.stats import summarize
@@ -24,6 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 # thresholds that keep some of the batch below and reject some
 GATES = {"trm_max": {"gate.high": 0.02}, "trm_avg_k3": {"gate.high": 0.01}}
+# thresholds at which the step-wide statistic acts on so small a batch
+CHANGES = {
+    **GATES,
+    "m2po": {"objective.budget": 1e-6, "objective.floor_low": 1e-6, "objective.floor_high": 1e-6},
+    "clip_cov": {"objective.fraction": 0.2, "objective.cov_low": 0.0, "objective.cov_high": 1e9},
+    # smooth: at ratio 1 the sign in the gradient of |log r| would be that of rounding
+    "kl_cov": {"objective.fraction": 0.2, "objective.penalty": "k2", "objective.coef": 50.0},
+    "st_ppo": {"objective.eps_low": 1e-4, "objective.eps_high": 1e-4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +65,7 @@ def step(world, name: str, *, token_budget: int, **options):
     model, batch = copy.deepcopy(world[0]), world[1]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     accelerator = Accelerator(cpu=True)
-    row = override(METHODS[name], GATES.get(name, {}))
+    row = override(METHODS[name], CHANGES.get(name, {}))
     if row.needs_old:
         batch = Batch(
             batch.rollouts, batch.advantages, assess(model, batch.rollouts, token_budget=64)
@@ -66,8 +77,14 @@ def step(world, name: str, *, token_budget: int, **options):
     return model, update
 
 
-@pytest.mark.parametrize("name", ["none", "token_tis", "seq_tis", "trm_max", "trm_avg_k3"])
-@pytest.mark.parametrize("token_budget", [1, 30, 64])
+LOOKS_AHEAD = ["normalized_tis", "m2po", "clip_cov", "kl_cov", "st_ppo", "oapl", "quatro", "r2vpo_clip"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "token_budget"),
+    [(n, b) for n in ("none", "token_tis", "seq_tis", "trm_max", "trm_avg_k3") for b in (1, 30, 64)]
+    + [(n, 30) for n in LOOKS_AHEAD],
+)
 def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(
     world, name, token_budget
 ):
@@ -147,3 +164,80 @@ def test_old_log_probs_are_the_models_own_whatever_the_pieces(world):
         expected = score(model.eval(), batch.rollouts).logp
     for budget in (20, 1000):
         torch.testing.assert_close(assess(model, batch.rollouts, token_budget=budget).logp, expected, rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+def test_old_log_probs_come_with_entropy_squares_and_divergences(world):
+    model, batch = world
+    old = assess(model, batch.rollouts, token_budget=30, exact=True)
+    with torch.no_grad():
+        p = score(model.eval(), batch.rollouts).logits.softmax(-1)
+    torch.testing.assert_close(old.entropy, -torch.special.xlogy(p, p).sum(-1), rtol=1e-4, atol=1e-5)  # fmt: skip
+    torch.testing.assert_close(old.sum_pi_squared, p.square().sum(-1), rtol=1e-4, atol=1e-6)
+    assert set(old.divergences) == {"kl_rollout_old", "tv_rollout_old"}
+    assert (old.divergences["kl_rollout_old"].lo > 0).any()
+    part = old.select(torch.tensor([2, 0]))
+    assert part.logp.tolist() == old.logp[[2, 0]].tolist()
+    assert part.divergences["kl_rollout_old"].hi.tolist() == old.divergences["kl_rollout_old"].hi[[2, 0]].tolist()  # fmt: skip
+
+
+def test_gates_on_the_exact_mismatch_get_their_divergences(world):
+    model, batch = copy.deepcopy(world[0]), world[1]
+    old = assess(model, batch.rollouts, token_budget=64, exact=True)
+    worst = batch.rollouts.segments.max(old.divergences["kl_rollout_old"].lo)
+    limit = float(worst.median())
+    row = override(METHODS["trm_max"], {"gate.on": "mismatch", "gate.high": limit})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    update = train_step(Accelerator(cpu=True), model, optimizer, Batch(batch.rollouts, batch.advantages, old), row, token_budget=30, max_grad_norm=1.0)  # fmt: skip
+    expected = (worst <= limit).float().mean().item()
+    assert summarize(update.stats)["gate/acceptance_seq"] == pytest.approx(expected)
+    assert 0 < expected < 1
+
+
+def test_the_learning_rate_of_one_step_is_scaled_by_ess_and_put_back(world):
+    """VCPO: sqrt of the effective share of the sequence weights, by hand from the batch."""
+    start, batch = world
+    with torch.no_grad():
+        logp = score(start.eval(), batch.rollouts).logp
+    segments = batch.rollouts.segments
+    w = segments.sum(logp - batch.rollouts.logp_rollout).exp().clamp(max=2.0)
+    scale = (w.sum() ** 2 / (len(w) * w.square().sum())).sqrt().item()
+    assert 0.2 < scale < 0.99
+    moves = {}
+    for name, budget in (("seq_tis", 1000), ("vcpo", 1000), ("vcpo", 30)):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        update = train_step(Accelerator(cpu=True), model, optimizer, batch, METHODS[name], token_budget=budget, max_grad_norm=1e9)  # fmt: skip
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        moves[name, budget] = [a.detach() - b.detach() for a, b in zip(model.parameters(), start.parameters())]  # fmt: skip
+        wanted = scale if name == "vcpo" else 1.0
+        assert summarize(update.stats)["optim/lr_scale"] == pytest.approx(wanted, rel=1e-4)
+    for whole, scaled, cut in zip(*moves.values()):
+        torch.testing.assert_close(scaled, scale * whole, rtol=2e-3, atol=2e-6)
+        torch.testing.assert_close(cut, scaled, rtol=2e-3, atol=2e-6)
+
+
+def test_methods_that_adapt_hand_on_their_successor(world):
+    _, update = step(world, "r2vpo", token_budget=30)
+    before, after = METHODS["r2vpo"].objective, update.method.objective
+    assert type(before) is type(after)
+    assert before.penalty != after.penalty
+    assert override(METHODS["r2vpo"], update.method.changes(METHODS["r2vpo"])) == update.method
+    _, update = step(world, "token_tis", token_budget=30)
+    assert update.method is METHODS["token_tis"] or update.method == METHODS["token_tis"]
+
+
+def test_a_penalty_pulls_to_the_reference_and_its_controller_moves(world):
+    model, batch = copy.deepcopy(world[0]), world[1]
+    with torch.no_grad():
+        logp = score(model.eval(), batch.rollouts).logp
+    ref = (logp - 0.5).clamp(max=0.0)
+    controller = Adaptive(target=0.01, horizon=100.0)
+    row = replace(METHODS["none"], penalty=KLPenalty(estimator="k2", coef=0.5, controller=controller))  # fmt: skip
+    flat = Batch(batch.rollouts, torch.zeros_like(logp), None, ref)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    update = train_step(Accelerator(cpu=True), model, optimizer, flat, row, token_budget=30, max_grad_norm=1e9)  # fmt: skip
+    found = summarize(update.stats)
+    assert found["reference/kl"] == pytest.approx(0.125, rel=1e-4)  # 0.5^2 / 2
+    assert found["optim/loss"] == pytest.approx(0.5 * 0.125, rel=1e-4)
+    assert found["optim/grad_norm"] > 0
+    assert update.method.penalty.coef == pytest.approx(0.5 * (1 + 0.2 * 12 / 100))

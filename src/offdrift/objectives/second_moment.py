@@ -184,7 +184,7 @@ class SecondMomentClipped:
             dropped = stopped_log_ratio(logprobs, on=self.on).double().square() > limit
             return TokenLoss(plain.where(~dropped, 0.0), dropped & (advantages != 0))
         low, high = self._bounds(squares)
-        limited = -advantages * u.clamp(low.to(u.dtype), high.to(u.dtype))
+        limited = -advantages * u.clamp(low, high)
         # Strict, not a maximum: on a tie the gradient goes to the unclipped branch.
         clipped = (limited > plain).detach()
         return TokenLoss(limited.where(clipped, plain), clipped)

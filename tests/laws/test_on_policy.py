@@ -1,0 +1,115 @@
+"""If all policies agree, a row is the policy gradient; where a row's formula says otherwise, that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from offdrift.methods import METHODS
+from tests.laws.batches import draw, masked, packed, run
+from tests.laws.definitions import Sequence, sequences_of
+from tests.laws.formulas import covariances
+
+SEEDS = range(6)
+
+
+def saturated(step: list[Sequence]) -> list[list[float]]:
+    """W = 1 / (1 + 0.1)."""
+    return [[-a / 1.1 for a in s.a] for s in step]
+
+
+def through_the_prefix(step: list[Sequence]) -> list[list[float]]:
+    """Token s is in the prefix of every later token t: -(1/T) sum over t >= s of A_t."""
+    return [[-sum(s.a[t:]) / len(s) for t in range(len(s))] for s in step]
+
+
+def entropy_groups(step: list[Sequence]) -> list[list[float]]:
+    """Mean over the top fifth by entropy and the rest, then over both: -A / (groups |group|)."""
+    found = []
+    for s in step:
+        n = len(s)
+        top = math.ceil(n / 5)
+        last = sorted(s.entropy, reverse=True)[top - 1]
+        groups = 1 if n == top else 2
+        found.append(
+            [-a / (groups * (top if h >= last else n - top)) for a, h in zip(s.a, s.entropy)]
+        )
+    return found
+
+
+def regression(step: list[Sequence]) -> list[list[float]]:
+    """The residual without drift: 2 beta (V - R) with beta = 1e-3, V = log mean e^R of the prompt."""
+    found = []
+    for s in step:
+        rewards = [q.reward for q in step if q.group == s.group]
+        value = math.log(sum(map(math.exp, rewards)) / len(rewards))
+        found.append([2e-3 * (value - s.reward)] * len(s))
+    return found
+
+
+EXCEPTIONS: dict[str, tuple[str, Callable[[list[Sequence]], list[list[float]]]]] = {
+    "shaped_is": ("w / (w + 0.1) is below 1 at w = 1", saturated),
+    "ctpo_paper": ("early tokens collect every later advantage", through_the_prefix),
+    "espo": ("groups of a sequence weigh alike, not tokens", entropy_groups),
+    "oapl": ("fits rewards; reads no advantages", regression),
+}
+"""Rows that are not the policy gradient even on policy: why, and what they are instead."""
+
+BY_CHANCE = "clip_cov"
+"""Leaves out one token of high covariance, on policy, too."""
+
+
+def minus_advantage(name: str, step: list[Sequence]) -> Tensor:
+    """What the law says: -A, or -A / T where the row takes the mean of each sequence."""
+    if name in EXCEPTIONS:
+        rows = EXCEPTIONS[name][1](step)
+    else:
+        mean = METHODS[name].aggregate == "seq_mean_token_mean"
+        rows = [[-a / (len(s) if mean else 1) for a in s.a] for s in step]
+    return torch.tensor([x for r in rows for x in r], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_gradient_of_the_summed_loss_is_minus_the_advantage(name):
+    compared = nonzero = 0
+    for seed in SEEDS:
+        batch = draw(seed, on_policy=True)
+        given, mask = masked(batch, seed)
+        got = run(METHODS[name], given)
+        expected = minus_advantage(name, sequences_of(batch))
+        if name == BY_CHANCE:
+            step = sequences_of(batch)
+            cov = torch.tensor([x for q in covariances(step) for x in q])
+            chosen = (got.grad[mask] == 0) & (expected != 0)
+            assert int(chosen.sum()) == min(1, int(((cov > 1) & (cov < 5)).sum()))
+            assert ((cov[chosen] > 1) & (cov[chosen] < 5)).all()
+            expected = expected.where(~chosen, 0.0)
+        torch.testing.assert_close(got.grad[mask], expected, rtol=1e-9, atol=1e-12)
+        assert (got.grad[~mask] == 0).all()
+        assert int((~mask).sum()) > 5
+        compared += expected.numel()
+        nonzero += int((expected != 0).sum())
+    assert compared > 120
+    assert nonzero > 100
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_is_rejected_limited_or_clipped(name):
+    """On policy no gate, limit or clip has a reason to act; chance has (`BY_CHANCE`)."""
+    got = run(METHODS[name], packed(draw(0, on_policy=True)))
+    assert got.keep.all()
+    assert not got.result.corrected.limited.any()
+    clipped = got.result.stats.to_host().get("objective/clipped", 0)
+    assert clipped == (1 if name == BY_CHANCE else 0)
+
+
+def test_exceptions_are_rows_that_break_the_law():
+    for name in EXCEPTIONS:
+        step = sequences_of(draw(0, on_policy=True))
+        mean = METHODS[name].aggregate == "seq_mean_token_mean"
+        law = [-a / (len(s) if mean else 1) for s in step for a in s.a]
+        assert minus_advantage(name, step).tolist() != pytest.approx(law), name
