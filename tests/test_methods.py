@@ -136,3 +136,19 @@ def test_a_misspelled_part_is_refused_when_it_is_built(name, path, value):
         (MethodError, Exception), match=r"is not one of|must be a number|typecheck|type-check"
     ):
         override(method(name), {path: value})
+
+
+def test_changes_of_one_part_are_made_together_whatever_their_order():
+    row = METHODS["deepseek_v32"]
+    for names in (("place", "estimator"), ("estimator", "place")):
+        values = {"place": "reward", "estimator": "k1"}
+        changed = override(row, {f"penalty.{n}": values[n] for n in names})
+        assert (changed.penalty.place, changed.penalty.estimator) == ("reward", "k1")
+
+
+def test_overrides_may_be_nested_and_whole_numbers_are_floats():
+    changed = override(METHODS["trm_max_avg"], {"gate": {"0": {"high": 1}, "1": {"high": 2}}})
+    assert [g.high for g in changed.correction.gates] == [1.0, 2.0]
+    assert all(isinstance(g.high, float) for g in changed.correction.gates)
+    assert override(METHODS["dispo"], {"weight.1.cap": 7}).correction.weights[1].cap == 7.0
+    assert override(METHODS["clip_cov"], {"objective.seed": 3}).objective.seed == 3

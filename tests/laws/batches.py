@@ -20,7 +20,7 @@ from offdrift.methods import Method
 from offdrift.segments import Segments
 
 VOCAB = 50
-HORIZON = 9
+HORIZON = 12
 DIVERGENCES = ("kl_rollout_current", "kl_rollout_old", "tv_rollout_current", "tv_rollout_old")
 SCALES = (3e-4, 0.03, 0.3, 0.3, 0.8)
 """Nats by which the tokens of a sequence drift, twice: from mu to old and from old to pi."""
@@ -89,16 +89,17 @@ class Run:
 
 
 def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batch:
-    """Eight sequences of 1 to 7 tokens, in turns, of three prompts.
+    """Eight sequences of 1 to 11 tokens, in turns, of three prompts.
 
     One sequence has advantage 0. In every other pair of seeds there are outliers: a token that the
     training engine finds e^12.5 less likely, one e^6 times more likely, and one that the update
-    made e^5 times more likely. `per_token`: advantages vary within a sequence, and some are 0.
+    made e^5 times more likely; in the others, tokens that it moved by 0.45 nats, alone in their
+    sequences. `per_token`: advantages vary within a sequence, and some are 0.
     """
     g = torch.Generator().manual_seed(seed)
     uniform = lambda n: torch.rand(n, generator=g, dtype=torch.float64)  # noqa: E731
     normal = lambda n: torch.randn(n, generator=g, dtype=torch.float64)  # noqa: E731
-    lengths = torch.randint(1, 8, (8,), generator=g)
+    lengths = torch.randint(1, 12, (8,), generator=g)
     n = int(lengths.sum())
     spread = lambda x: x.repeat_interleave(lengths)  # noqa: E731
     scale = spread(torch.tensor(SCALES, dtype=torch.float64)[torch.randint(0, 5, (8,), generator=g)])
@@ -108,6 +109,8 @@ def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batc
     if seed // 2 % 2 == 0 and not on_policy:
         mu[up], mu[fast] = -9.0, -8.0
         first[down], first[up], second[fast] = -12.5, 6.0, 5.0
+    elif not on_policy:
+        second[down], second[up], second[fast] = -0.45, 0.45, -0.45
     old = (mu + first + scale * normal(n)).clamp(max=-1e-3)
     pi = (old + second + scale * normal(n)).clamp(max=-1e-3)
     ref = (mu + 0.3 * normal(n)).clamp(max=-1e-3)

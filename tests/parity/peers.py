@@ -216,3 +216,23 @@ def verl_loss(
         )[0]
 
     return theirs(loss, batch)
+
+
+def verl_correction(
+    verl: SimpleNamespace, batch: Batch, **options: Any
+) -> tuple[Any, Tensor, dict]:
+    """verl's weights, mask and metrics, on the mismatch of the batch."""
+    weights, mask, metrics = verl.rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+        batch.old, batch.rollout, batch.mask, **options
+    )
+    weights = None if weights is None else weights.batch["rollout_is_weights"]
+    return weights, mask.bool(), {k.removeprefix("rollout_corr/"): v for k, v in metrics.items()}
+
+
+MODES = {
+    "token_mean": "token-mean",
+    "seq_mean_token_sum": "seq-mean-token-sum",
+    "seq_mean_token_mean": "seq-mean-token-mean",
+    "fixed": "seq-mean-token-sum-norm",
+}
+"""Our aggregate -> verl's."""

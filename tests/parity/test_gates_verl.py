@@ -17,9 +17,7 @@ from offdrift.correction import Correction, Gate, Weight, rejection
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
-from offdrift.stats.drift import DriftStats
-from offdrift.stats.summary import summarize
-from tests.parity.peers import EMPTY_ROW, Batch, load_verl, random_batch, same
+from tests.parity.peers import Batch, load_verl, random_batch, same, verl_correction
 
 MODES = ("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
          "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")  # fmt: skip
@@ -29,15 +27,6 @@ SEEDS = range(6)
 @pytest.fixture(scope="module")
 def verl():
     return load_verl()
-
-
-def theirs(verl, batch: Batch, **options):
-    """verl's weights, mask and metrics, on the mismatch of the batch."""
-    weights, mask, metrics = verl.rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
-        batch.old, batch.rollout, batch.mask, **options
-    )
-    weights = None if weights is None else weights.batch["rollout_is_weights"]
-    return weights, mask.bool(), {k.removeprefix("rollout_corr/"): v for k, v in metrics.items()}
 
 
 def decided(batch: Batch, *parts) -> tuple[Tensor, Tensor]:
@@ -81,7 +70,7 @@ def test_the_modes_are_verls(verl):
 def test_every_mode_decides_as_verl(verl, mode, seed):
     batch = random_batch(seed)
     threshold = random_threshold(mode, batch, seed)
-    _, mask, _ = theirs(verl, batch, rollout_rs=mode, rollout_rs_threshold=threshold)
+    _, mask, _ = verl_correction(verl, batch, rollout_rs=mode, rollout_rs_threshold=threshold)
     keep, _ = decided(batch, rejection(mode, threshold, on="mismatch", k1_band="verl"))
     assert 0 < int(keep.sum()) < batch.tokens
     assert torch.equal(keep, mask)
@@ -93,7 +82,7 @@ def test_one_number_is_a_band_and_its_own_inverse(verl, mode, width):
     kept = 0
     for seed in SEEDS:
         batch = random_batch(seed)
-        _, mask, _ = theirs(verl, batch, rollout_rs=mode, rollout_rs_threshold=width)
+        _, mask, _ = verl_correction(verl, batch, rollout_rs=mode, rollout_rs_threshold=width)
         for band in ("ratio", "verl"):
             keep, _ = decided(batch, rejection(mode, width, on="mismatch", k1_band=band))
             assert torch.equal(keep, mask)
@@ -107,7 +96,7 @@ def test_lists_of_modes(verl, seed):
     g = torch.Generator().manual_seed(seed)
     modes = [MODES[i] for i in torch.randperm(len(MODES), generator=g)[: 2 + seed % 3]]
     thresholds = [random_threshold(mode, batch, seed) for mode in modes]
-    _, mask, _ = theirs(
+    _, mask, _ = verl_correction(
         verl, batch, rollout_rs=", ".join(modes), rollout_rs_threshold=",".join(thresholds)
     )
     gates = [
@@ -125,7 +114,7 @@ def test_lists_of_modes(verl, seed):
 def test_one_threshold_for_a_list_and_every_repetition_once(verl):
     batch = random_batch(0)
     modes = "token_k2,seq_mean_k3,token_k2"
-    _, mask, _ = theirs(verl, batch, rollout_rs=modes, rollout_rs_threshold="0.01")
+    _, mask, _ = verl_correction(verl, batch, rollout_rs=modes, rollout_rs_threshold="0.01")
     gates = [rejection(mode, 0.01, on="mismatch") for mode in modes.split(",")]
     keep, _ = decided(batch, *gates)
     assert torch.equal(keep, mask)
@@ -150,7 +139,7 @@ def test_verl_applies_a_band_to_the_inverse_ratio(verl, mode, ratio, in_band, in
     batch, band = one_token(ratio), "0.6_1.6"
     assert (0.6 <= ratio <= 1.6) == in_band
     assert (0.6 <= 1 / ratio <= 1.6) == inverse_in_band
-    _, mask, _ = theirs(verl, batch, rollout_rs=mode, rollout_rs_threshold=band)
+    _, mask, _ = verl_correction(verl, batch, rollout_rs=mode, rollout_rs_threshold=band)
     assert bool(mask) == inverse_in_band
     keep, _ = decided(batch, rejection(mode, band, on="mismatch", k1_band="verl"))
     assert bool(keep) == inverse_in_band
@@ -162,7 +151,9 @@ def test_verl_applies_a_band_to_the_inverse_ratio(verl, mode, ratio, in_band, in
 def test_the_band_on_the_ratio_is_verls_with_both_ends_inverted(verl, seed):
     batch, mode = random_batch(seed), "token_k1"
     low, high = map(float, random_threshold(mode, batch, seed).split("_"))
-    _, mask, _ = theirs(verl, batch, rollout_rs=mode, rollout_rs_threshold=f"{low!r}_{high!r}")
+    _, mask, _ = verl_correction(
+        verl, batch, rollout_rs=mode, rollout_rs_threshold=f"{low!r}_{high!r}"
+    )
     keep, _ = decided(batch, rejection(mode, f"{1 / high!r}_{1 / low!r}", on="mismatch"))
     assert torch.equal(keep, mask)
     keep, _ = decided(batch, rejection(mode, f"{low!r}_{high!r}", on="mismatch"))
@@ -172,7 +163,7 @@ def test_the_band_on_the_ratio_is_verls_with_both_ends_inverted(verl, seed):
 @pytest.mark.parametrize("mode", ["seq_max_k1", "token_k4", "geometric", "token"])
 def test_both_refuse(verl, mode):
     with pytest.raises(ValueError, match="rollout_rs"):
-        theirs(verl, random_batch(0), rollout_rs=mode, rollout_rs_threshold="0.5_2")
+        verl_correction(verl, random_batch(0), rollout_rs=mode, rollout_rs_threshold="0.5_2")
     with pytest.raises(MethodError):
         rejection(mode, "0.5_2", on="mismatch")
 
@@ -180,7 +171,9 @@ def test_both_refuse(verl, mode):
 @pytest.mark.parametrize("threshold", ["0", "-1", "2_0.5", "0_2", "one"])
 def test_both_refuse_the_threshold(verl, threshold):
     with pytest.raises((ValueError, ZeroDivisionError)):
-        theirs(verl, random_batch(0), rollout_rs="token_k1", rollout_rs_threshold=threshold)
+        verl_correction(
+            verl, random_batch(0), rollout_rs="token_k1", rollout_rs_threshold=threshold
+        )
     with pytest.raises(MethodError):
         rejection("token_k1", threshold, on="mismatch")
 
@@ -201,7 +194,7 @@ LIMITS = [
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 def test_weights(verl, unit, threshold, limits, normalize, seed):
     batch = random_batch(seed)
-    expected, mask, metrics = theirs(
+    expected, mask, metrics = verl_correction(
         verl, batch, rollout_is=unit, rollout_is_threshold=threshold,
         rollout_is_batch_normalize=normalize,
     )  # fmt: skip
@@ -221,7 +214,7 @@ def test_a_band_that_nothing_is_in_stops_verl_and_not_us(verl, unit):
     """verl's metrics divide by the effective sample size's inverse, which is 0 then."""
     batch, band = random_batch(1), {"floor": 1e-12, "cap": 1e-11, "outside": "mask"}
     with pytest.raises(ZeroDivisionError):
-        theirs(verl, batch, rollout_is=unit, rollout_is_threshold="1e-12_1e-11")
+        verl_correction(verl, batch, rollout_is=unit, rollout_is_threshold="1e-12_1e-11")
     _, given = decided(batch, Weight(on="mismatch", unit=unit, normalize=True, **band))
     assert given.numel() > 0
     assert not given.any()
@@ -231,7 +224,7 @@ def test_a_band_that_nothing_is_in_stops_verl_and_not_us(verl, unit):
 def test_weights_are_normalized_before_anything_is_rejected(verl, seed):
     batch = random_batch(seed)
     threshold = random_threshold("seq_mean_k2", batch, seed)
-    expected, mask, _ = theirs(
+    expected, mask, _ = verl_correction(
         verl, batch, rollout_is="token", rollout_is_batch_normalize=True,
         rollout_rs="seq_mean_k2", rollout_rs_threshold=threshold,
     )  # fmt: skip
@@ -258,120 +251,6 @@ def test_a_mask_of_floats_shortens_verls_means(verl):
     assert not torch.equal(cut, whole)
     packed = batch.pack()
     same(packed.segments.mean(packed.like_caller(x)), whole)
-
-
-# -- metrics --------------------------------------------------------------------------------------
-
-SAME_METRIC = {
-    "k3_kl": "mismatch/k3", "chi2_token": "mismatch/chi2_token", "chi2_seq": "mismatch/chi2_seq",
-    "kl": "mismatch/k1", "log_ppl_diff": "mismatch/log_ppl_diff_mean",
-    "log_ppl_abs_diff": "mismatch/log_ppl_gap", "log_ppl_diff_max": "mismatch/log_ppl_diff_max",
-    "log_ppl_diff_min": "mismatch/log_ppl_diff_min", "ppl_ratio": "mismatch/ppl_ratio",
-    "training_ppl": "old/ppl", "training_log_ppl": "old/log_ppl", "rollout_ppl": "rollout/ppl",
-    "rollout_log_ppl": "rollout/log_ppl", "rollout_is_mean": "weight/mean",
-    "rollout_is_std": "weight/std", "rollout_is_max": "weight/max", "rollout_is_min": "weight/min",
-    "rollout_is_eff_sample_size": "weight/ess_frac", "rollout_is_oob_ratio": "weight/cap_frac",
-    "rollout_rs_masked_fraction": "gate/drop_frac_token",
-    "rollout_rs_seq_masked_fraction": "gate/drop_frac_seq",
-    "rollout_rs_token_k2_masked_fraction": "gate/0/drop_frac_token",
-    "rollout_rs_seq_mean_k3_masked_fraction": "gate/1/drop_frac_token",
-}  # fmt: skip
-"""verl's name, without its prefix -> ours."""
-ABOUT_SEQUENCES = {
-    "chi2_seq", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl",
-    "rollout_ppl", "rollout_log_ppl",
-}  # fmt: skip
-
-
-def without_the_empty_row(batch: Batch) -> Batch:
-    keep = torch.arange(batch.sequences) != EMPTY_ROW
-    return Batch(**{name: x[keep] for name, x in vars(batch).items()})
-
-
-def both_metrics(verl, batch: Batch) -> tuple[dict, dict]:
-    """Both sides' metrics under a band and two gates."""
-    band = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
-    gates = {"rollout_rs": "token_k2,seq_mean_k3", "rollout_rs_threshold": "0.05,0.05"}
-    _, _, metrics = theirs(verl, batch, **band, **gates)
-    packed = batch.pack()
-    correction = Correction(
-        (rejection("token_k2", 0.05, on="mismatch"), rejection("seq_mean_k3", 0.05, on="mismatch")),
-        (Weight(on="mismatch", floor=0.5, cap=5.0, outside="mask"),),
-    )
-    return metrics, summarize(DriftStats.of(packed, correction(packed)))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_metrics(verl, seed):
-    metrics, mine = both_metrics(verl, without_the_empty_row(random_batch(seed, far=False)))
-    compared = 0
-    for theirs_name, name in SAME_METRIC.items():
-        if theirs_name == "rollout_rs_seq_masked_fraction":
-            continue
-        # verl rounds 0/1 masks to float32 and adds 1e-8 in its effective sample size.
-        assert mine[name] == pytest.approx(metrics[theirs_name], rel=3e-7, abs=1e-9), name
-        compared += 1
-    assert compared == len(SAME_METRIC) - 1 == 22
-    # A sequence with one rejected token counts in verl; with us, one without a kept token.
-    assert mine["gate/drop_frac_seq"] < metrics["rollout_rs_seq_masked_fraction"]
-
-
-PROBABILITIES = {
-    "training/rollout_probs_diff_max": "mismatch/prob_diff_max",
-    "training/rollout_probs_diff_mean": "mismatch/prob_diff_mean",
-    "training/rollout_probs_diff_std": "mismatch/prob_diff_std",
-    "training/rollout_actor_probs_pearson_corr": "mismatch/pearson",
-}
-
-
-def compare_probabilities(verl, batch: Batch) -> int:
-    tensors = {"rollout_log_probs": batch.rollout, "old_log_probs": batch.old}
-    data = verl.DataProto.from_dict(
-        tensors={**tensors, "response_mask": batch.mask, "responses": batch.mask}
-    )
-    metrics = verl.calculate_debug_metrics(data)
-    mine = summarize(DriftStats.of(batch.pack()))
-    for name, ours in PROBABILITIES.items():
-        assert mine[ours] == pytest.approx(metrics[name], rel=1e-9), name
-    return len(PROBABILITIES)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_metrics_of_probabilities(verl, seed):
-    """dis.36: verl's documentation calls them log-probs; its code, as ours, takes probabilities."""
-    assert compare_probabilities(verl, random_batch(seed, far=False)) == 4
-
-
-@pytest.mark.xfail(strict=True, reason="DriftStats takes e^20 for every larger ratio")
-def test_metrics_of_probabilities_of_a_token_that_was_all_but_impossible(verl):
-    compare_probabilities(verl, random_batch(0, far=True))
-
-
-def test_verl_counts_an_empty_sequence_as_one_with_equal_policies(verl):
-    """With 0 in the means over sequences, hence 1 in those of exponentials; ours leave it out."""
-    batch = random_batch(0, far=False)
-    with_it, mine = both_metrics(verl, batch)
-    without, mine_without = both_metrics(verl, without_the_empty_row(batch))
-    n = batch.sequences
-    for name in ABOUT_SEQUENCES:
-        ours = SAME_METRIC[name]
-        added = 1 / n if name in ("ppl_ratio", "training_ppl", "rollout_ppl") else 0.0
-        assert with_it[name] == pytest.approx(without[name] * (n - 1) / n + added, rel=1e-9), name
-        assert mine[ours] == pytest.approx(mine_without[ours], rel=1e-12), name
-
-
-def test_a_log_ratio_beyond_20_counts_as_20_with_us_and_whole_in_verls_kl(verl):
-    """verl clamps what it gates and weights by, and chi2, but neither kl nor k3_kl."""
-    rollout = torch.tensor([[-25.0, -1.0]], dtype=torch.float64)
-    old = torch.tensor([[-1.0, -1.0]], dtype=torch.float64)
-    mask = torch.ones(1, 2, dtype=torch.int64)
-    metrics = verl.rollout_corr_helper.compute_offpolicy_metrics(old, rollout, mask)
-    mine = summarize(DriftStats.of(LogProbs.pack(rollout, None, old, mask=mask)))
-    assert metrics["kl"] == pytest.approx(-24 / 2)
-    assert mine["mismatch/k1"] == pytest.approx(-20 / 2)
-    assert metrics["k3_kl"] == pytest.approx((math.exp(24) - 25) / 2)
-    assert mine["mismatch/k3"] == pytest.approx((math.exp(20) - 21) / 2)
-    assert metrics["chi2_token"] == pytest.approx(mine["mismatch/chi2_token"])
 
 
 def test_hand_made_gate_equals_the_mode():

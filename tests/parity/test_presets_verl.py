@@ -22,6 +22,7 @@ from offdrift.methods import Method
 from offdrift.methods.presets import ROWS
 from offdrift.objectives import Clipped, Reinforce
 from tests.parity.peers import (
+    MODES,
     Batch,
     actor,
     agree,
@@ -34,7 +35,6 @@ from tests.parity.peers import (
     verl_loss,
 )
 
-AGGREGATE = {"token_mean": "token-mean", "seq_mean_token_sum": "seq-mean-token-sum"}
 SEEDS = range(3)
 REJECTING = [name for name, row in ROWS.items() if row.correction.gates]
 WEIGHTED = [name for name, row in ROWS.items() if row.correction.weights]
@@ -160,7 +160,7 @@ def test_loss_gradient_mask_and_weights(verl, name, seed):
     row, batch = ROWS[name], drifting(seed, name)
     step = Step(verl, preset(verl, name), batch)
     mine = ours(row, batch)
-    agree(mine, *step.over_everything(AGGREGATE[row.aggregate]))
+    agree(mine, *step.over_everything(MODES[row.aggregate]))
     if row.needs_old:
         assert torch.equal(mine.keep, step.data["response_mask"].bool())
         if name in WEIGHTED:
@@ -176,8 +176,7 @@ def test_loss_gradient_mask_and_weights(verl, name, seed):
 @pytest.mark.parametrize("name", ROWS)
 def test_every_aggregate(verl, name):
     batch = drifting(7, name)
-    more = {"seq_mean_token_mean": "seq-mean-token-mean", "fixed": "seq-mean-token-sum-norm"}
-    for how, verls in {**AGGREGATE, **more}.items():
+    for how, verls in MODES.items():
         step = Step(verl, preset(verl, name), batch, loss_scale_factor=23)
         row = replace(ROWS[name], aggregate=how)
         # Presets reject whole sequences, so that a sequence's own mean is over the same tokens.
@@ -194,7 +193,7 @@ def test_verl_alone_divides_by_what_survived(verl, name, how):
     batch = drifting(3, name)
     row = replace(ROWS[name], aggregate=how)
     loss, gradient = Step(verl, preset(verl, name), batch).loss(
-        AGGREGATE[how], tokens=None, sequences=None
+        MODES[how], tokens=None, sequences=None
     )
     mine = ours(row, batch)
     differ(mine.gradient, gradient, by=1e-4)
@@ -257,7 +256,7 @@ def test_between_a_band_and_its_inverse(verl, name, mean_ratio, we_keep):
     row = ROWS[name]
     config = preset(verl, name)
     assert config.rollout_rs_threshold == "0.999_1.001"
-    _, gradient = Step(verl, config, batch).over_everything(AGGREGATE[row.aggregate])
+    _, gradient = Step(verl, config, batch).over_everything(MODES[row.aggregate])
     mine = ours(row, batch)
     assert mine.keep.tolist() == [[we_keep] * 4, [True] * 4]
     assert ((gradient != 0).all(-1)).tolist() == [not we_keep, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from offdrift.advantages import ADVANTAGES
 from offdrift.engines.transformers import TransformersEngine
-from offdrift.errors import CheckpointError, RecordError, SyncError
+from offdrift.errors import CheckpointError, RecipeError, RecordError, SyncError
 from offdrift.rollouts import FullVocab, TopK
 from offdrift.rollouts.store import read
 from offdrift.train.loop import Event, train
@@ -239,3 +241,69 @@ def test_old_log_probs_that_contain_lag_are_called_that(tmp_path):
     arm = {"method": "token_tis", "override": {"weight.on": "mismatch"}}
     (row,) = train(small_recipe(arms={"tis": arm}, batches=4), tmp_path / "run")
     assert any("up to 1 updates after the weights that sampled" in note for note in row["notes"])
+
+
+def test_an_adaptive_method_resumes_with_what_it_had_become(tmp_path):
+    recipe = small_recipe(arms={"r2vpo": {"method": "r2vpo", "override": {"objective.step": 50.0}}})
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(recipe, whole)
+    with pytest.raises(Stop):
+        train(recipe, cut, watch=stop_at("r2vpo", 5))
+    positions = sorted((cut / "arms" / "r2vpo" / "checkpoints").glob("*/position.json"))
+    stored = json.loads(positions[-1].read_text())["method"]
+    assert stored["objective.penalty"] != 0.04, "four updates have moved the multiplier"
+    train(recipe, cut, resume=True)
+    assert rows(cut, "r2vpo") == rows(whole, "r2vpo")
+
+
+def test_one_method_by_name_replaces_the_arms(tmp_path):
+    content = {"method": "gspo", "override": {"objective": {"eps_high": 0.3}}, "arms": {"none": {"method": "none"}}}  # fmt: skip
+    recipe = small_recipe(**content)
+    assert list(recipe.arms) == ["gspo"]
+    assert recipe.arms["gspo"].build().objective.eps_high == 0.3
+    (row,) = train(recipe, tmp_path / "run")
+    assert row["arm"] == "gspo"
+    with pytest.raises(CheckpointError, match=r"another recipe .arms differ"):
+        train(small_recipe(method="gspo"), tmp_path / "run", resume=True)
+
+
+def test_rejected_siblings_count_in_the_baseline_or_not_as_asked(tmp_path):
+    """The gate splits groups; the advantages, and with them the first step, differ by the choice."""
+    first = {}
+    for over in ("sampled", "kept"):
+        recipe = small_recipe(batches=1, optim={"lr": 2e-4, "baseline_over": over}, arms={"trm": {"method": "trm_max", "override": {"gate.high": 1e-5}}})  # fmt: skip
+        train(recipe, tmp_path / over)
+        (first[over],) = rows(tmp_path / over, "trm")
+    assert 0 < first["sampled"]["gate/acceptance_seq"] < 1
+    assert first["sampled"]["gate/acceptance_seq"] == first["kept"]["gate/acceptance_seq"]
+    assert first["sampled"]["optim/grad_norm"] != first["kept"]["optim/grad_norm"]
+
+
+SUPPLIED = [name for name, row in ADVANTAGES.items() if set(row.needs) <= {"logp_old", "sum_pi_squared", "weight", "position"}]  # fmt: skip
+
+
+def test_every_advantage_estimator_that_needs_no_critic_trains(tmp_path):
+    assert len(SUPPLIED) >= 12
+    for how in SUPPLIED:
+        train(small_recipe(batches=1, optim={"advantage": how}, method="vcpo"), tmp_path / how)
+        (row,) = rows(tmp_path / how, "vcpo")
+        assert math.isfinite(row["optim/loss"]), how
+        assert row["optim/grad_norm"] > 0, how
+
+
+@pytest.mark.parametrize(("how", "words"), [("gae", "needs values"), ("remax", "needs greedy_rewards"), ("gdpo", "needs components")])  # fmt: skip
+def test_an_estimator_whose_inputs_nobody_produces_is_refused_before_anything_starts(tmp_path, how, words):  # fmt: skip
+    with pytest.raises(RecipeError, match=words):
+        train(small_recipe(optim={"advantage": how}), tmp_path / "run")
+
+
+def test_a_penalty_in_the_reward_changes_the_advantages_and_reports_its_kl(tmp_path):
+    loss = {}
+    for place in ("loss", "reward"):
+        arm = {"method": "deepseek_v32", "override": {"penalty.place": place, "penalty.estimator": "k1" if place == "reward" else "k3_corrected", "penalty.coef": 0.5}}  # fmt: skip
+        train(small_recipe(batches=4, arms={"v32": arm}), tmp_path / place)
+        found = rows(tmp_path / place, "v32")
+        assert found[0]["reference/kl"] == pytest.approx(0.0, abs=1e-6)
+        assert abs(found[-1]["reference/kl"]) > 1e-9
+        loss[place] = found[-1]["optim/grad_norm"]
+    assert loss["loss"] != loss["reward"]

@@ -32,7 +32,7 @@ CHANGES = {
     "m2po": {"objective.budget": 1e-6, "objective.floor_low": 1e-6, "objective.floor_high": 1e-6},
     "clip_cov": {"objective.fraction": 0.2, "objective.cov_low": 0.0, "objective.cov_high": 1e9},
     # smooth: at ratio 1 the sign in the gradient of |log r| would be that of rounding
-    "kl_cov": {"objective.fraction": 0.2, "objective.penalty": "k2", "objective.coef": 50.0},
+    "kl_cov": {"objective.fraction": 0.2, "objective.penalty": "k2"},
     "st_ppo": {"objective.eps_low": 1e-4, "objective.eps_high": 1e-4},
 }
 

@@ -47,7 +47,7 @@ LARGEST_POPULATION = 4096
 SMALL = 1e-5
 """Drift at which no published limit acts: the narrowest lies 3e-4 nats from 0."""
 LARGE = 1.0
-"""Drift at which every limit acts: standard deviation of the logits' noise, twice in a row."""
+"""Drift at which limits of sequence weights act: standard deviation of the logits' noise, twice in a row."""
 ROUNDING = 1e-12
 """A relative bias below this is none; a bias of second order at `SMALL` is about 1e-10."""
 

@@ -27,8 +27,14 @@ def override(row: Method, changes: Mapping[str, Any]) -> Method:
         >>> override(method("trm_max"), {"gate.high": 0.1}).correction.gates[0].high
         0.1
     """
-    for path, value in flattened(changes):
-        row = _changed(row, path, value)
+    by_part: dict[str, dict[str, Any]] = {}
+    for path, value in flattened(
+        changes
+    ):  # all changes of a part at once: they may need each other
+        part, _, name = path.rpartition(".")
+        by_part.setdefault(part, {})[name] = value
+    for part, values in by_part.items():
+        row = _changed(row, part, values)
     return row
 
 
@@ -41,17 +47,18 @@ def flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{key}", value
 
 
-def _changed(row: Method, path: str, value: Any) -> Method:
-    head, _, rest = path.partition(".")
-    if path in PLAIN:
-        return replace(row, **{path: value})
-    if head in SINGLE and getattr(row, head) is not None:
-        return replace(row, **{head: _with_field(getattr(row, head), rest, value, path)})
+def _changed(row: Method, part: str, values: Mapping[str, Any]) -> Method:
+    path = ".".join(x for x in (part, next(iter(values))) if x)
+    if not part and set(values) <= set(PLAIN):
+        return replace(row, **values)
+    if part in SINGLE and getattr(row, part) is not None:
+        return replace(row, **{part: _with_fields(getattr(row, part), values, path)})
+    head, _, index = part.partition(".")
     several = {"gate": "gates", "weight": "weights"}.get(head)
     parts = list(getattr(row.correction, several)) if several else []
     if several and parts:
-        i, name = _index(rest, len(parts), path, several)
-        parts[i] = _with_field(parts[i], name, value, path)
+        i = _index(index, len(parts), path, several)
+        parts[i] = _with_fields(parts[i], values, path)
         return replace(row, correction=replace(row.correction, **{several: tuple(parts)}))
     raise MethodError(
         f"{path!r} is not a part of this method ({row.describe()}); paths are "
@@ -59,23 +66,27 @@ def _changed(row: Method, path: str, value: Any) -> Method:
     )
 
 
-def _index(rest: str, count: int, path: str, several: str) -> tuple[int, str]:
-    """Which of several parts a path means, and which field of it."""
-    index, _, name = rest.rpartition(".")
-    one = several.removesuffix("s")
+def _index(index: str, count: int, path: str, several: str) -> int:
+    """Which of several parts a path means."""
+    one, name = several.removesuffix("s"), path.rpartition(".")[2]
     if index == "" and count > 1:
         raise MethodError(f"{path!r}: this method has {count} {several}, say which: {one}.0.{name}, ...")  # fmt: skip
     i = int(index or 0) if (index or "0").isdigit() else count
     if i >= count:
         raise MethodError(f"{path!r}: {several} are numbered 0 to {count - 1}")
-    return i, name
+    return i
 
 
-def _with_field(part: Any, name: str, value: Any, path: str) -> Any:
+def _with_fields(part: Any, values: Mapping[str, Any], path: str) -> Any:
     assert is_dataclass(part)
     types = {f.name: str(f.type) for f in fields(part)}
-    if name not in types:
-        raise MethodError(f"{path!r}: {type(part).__name__} has no {name!r}, only {[*types]}")
-    if "float" in types[name] and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    return replace(part, **{name: value})  # type: ignore[type-var]
+    for name in values:
+        if name not in types:
+            raise MethodError(f"{path!r}: {type(part).__name__} has no {name!r}, only {[*types]}")
+    return replace(part, **{n: _as_float(v, types[n]) for n, v in values.items()})  # type: ignore[type-var]
+
+
+def _as_float(value: Any, annotation: str) -> Any:
+    """What a number without a decimal point means where a float is meant."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if whole and "float" in annotation else value

@@ -40,7 +40,7 @@ def batch() -> Batch:
     groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     segments = Segments.from_lengths([1, 2, 3, 4, 6, 8, 12, 8], turns=turns, group_ids=groups)
     n = segments.num_tokens
-    size = segments.spread(torch.tensor([0.3, 1e-3, 0.03, 0.3, 1.0, 0.01, 0.3, 1.5]).double())
+    size = segments.spread(torch.tensor([0.3, 1e-4, 0.03, 0.3, 1.0, 0.01, 0.3, 1.5]).double())
     drift = size * torch.randn(2, n, generator=draw, dtype=torch.float64).clamp(-2, 2)
     rollout = -7 + 3 * torch.rand(n, generator=draw, dtype=torch.float64)
     signs = torch.tensor([1.0, -1.0, -0.5, 1.5, 1.0, -1.0, 0.75, -1.25]).double()

@@ -56,7 +56,8 @@ class Learner:
     @property
     def needs_old(self) -> bool:
         """Whether a batch must be scored before its first update."""
-        reads = {*ADVANTAGES[self.estimator].needs, *ADVANTAGES[self.estimator].reads}
+        row = ADVANTAGES[self.estimator]
+        reads = {"logp_old", "sum_pi_squared", "weight"} & {*row.needs, *row.reads}
         kept = self.shop.recipe.optim.baseline_over == "kept"
         in_reward = self.row.penalty is not None and self.row.penalty.place == "reward"
         return bool(self.row.needs_old or "entropy" in self.row.needs or reads or kept or in_reward)

@@ -1,0 +1,126 @@
+"""Every row of the survey's comparison map is here, as a method, as a system, or as both."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import fields
+
+import pytest
+
+from offdrift.methods import METHODS, axes
+from offdrift.methods.catalog import catalog, find
+from offdrift.methods.system import System
+from offdrift.methods.systems import FAMILIES, SYSTEMS
+from offdrift.stats import METRICS
+
+# Row of the map: our rows, and the unit it aggregates over (None where only systems are behind it).
+SURVEY: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "Vanilla PPO clip": (("ppo_clip",), "token"),
+    "Dual-clip PPO": (("dual_clip",), "token"),
+    "TOPR": (("topr",), "sequence"),
+    "ASPO": (("aspo",), "token"),
+    "MinPRO": (("minpro",), "prefix_min"),
+    "CTPO": (("ctpo",), "prefix"),
+    "M2PO": (("m2po",), "token"),
+    "GSPO": (("gspo",), "geometric"),
+    "GSPO-token": (("gspo_token",), "geometric"),
+    "GMPO": (("gmpo",), "geometric"),
+    "GPG": (("gpg",), "token"),
+    "CISPO": (("cispo",), "token"),
+    "SAPO": (("sapo",), "token"),
+    "DPPO-TV": (("dppo_tv",), "token"),
+    "DPPO-KL": (("dppo_kl",), "token"),
+    "VESPO": (("vespo",), "sequence"),
+    "VCPO": (("vcpo",), "sequence"),
+    "OAPL": (("oapl",), "sequence"),
+    "R²VPO": (("r2vpo_clip", "r2vpo"), "group"),
+    "DISPO": (("dispo",), "token"),
+    "QUATRO": (("quatro",), "group"),
+    "TRM": (("trm_max",), "worst"),
+    "Turn-level ST-PPO": (("st_ppo", "turn_ppo"), "turn"),
+    "OTB": (("otb",), "token"),
+    "KL-cov": (("kl_cov",), "token"),
+    "Clip-cov": (("clip_cov",), "token"),
+    "R3 (Routing Replay)": (("r3",), None),
+    "IcePop": (("icepop",), "token"),
+    "Keep Routing": (("keep_routing",), None),
+    "Keep Sampling Mask": (("keep_sampling_mask",), None),
+    "ESPO": (("espo",), "entropy_group"),
+    "FlashRL": (("flashrl",), "token"),
+    "FP8-RL": (("fp8_rl", "fp8_calibration"), "token"),
+    "Jet-RL": (("jet_rl",), None),
+    "QuRL": (("qurl", "uaq"), "token"),
+    "QeRL": (("qerl",), None),
+    "QaRL / TBPO": (("tbpo", "qarl"), "geometric"),
+    "A-3PO": (("a3po",), "token"),
+    "ECHO-2": (("echo2", "echo2_provisioning"), "token"),
+    "ROLL Flash": (("roll_flash", "roll_flash_scheduler"), "token"),
+    "AReaL": (("areal", "areal_admission"), "token"),
+    "Periodic Asynchrony": (("periodic_async",), None),
+    "Seer": (("seer",), None),
+    "DORA": (("dora",), None),
+    "Logit Fusion": (("logit_fusion", "logit_fusion_rollouts"), "token"),
+    "LR scheduling (Zhang 2026)": (("lr_surge",), None),
+    "TBIK": (("tbik",), None),
+    "FP16 alignment": (("fp16_alignment",), None),
+}
+# What the survey's text names besides, without a loss of its own.
+ALSO = "alp tim_harness bitwise batch_invariant sglang_deterministic old_logits gac freshper replay_buffer shadow_mask respec one_step_off verl_async async_topologies async_rlhf compassmax r2"
+
+
+@pytest.mark.parametrize("row", SURVEY)
+def test_every_row_of_the_map_is_here(row):
+    names, unit = SURVEY[row]
+    missing = [name for name in names if name not in METHODS and name not in SYSTEMS]
+    assert not missing
+    assert (names[0] in METHODS) == (unit is not None)
+    if unit is not None:
+        assert unit in axes.units(METHODS[names[0]])
+
+
+def test_the_whole_map_is_held():
+    assert len(SURVEY) == 48
+    assert set(ALSO.split()) <= set(SYSTEMS)
+
+
+def test_a_name_is_a_method_or_a_system():
+    assert not set(METHODS) & set(SYSTEMS)
+    assert len(SYSTEMS) > 30
+    assert sum(map(len, FAMILIES.values())) == len(SYSTEMS)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_says_where_it_would_be_and_nothing_that_is_not_here(name):
+    row = SYSTEMS[name]
+    for field in fields(System):
+        said = getattr(row, field.name)
+        if isinstance(said, str):
+            assert said == said.strip() != "", field.name
+            assert "\n" not in said
+    assert row.related
+    assert set(row.related) <= set(METHODS) | set(SYSTEMS)
+    assert any(related in METHODS for related in row.related)
+    assert row.watch
+    assert set(row.watch) <= set(METRICS)
+    for path in row.here:
+        module, _, function = path.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_every_recipe_value_that_a_system_names_exists():
+    from offdrift.train.recipe import load_recipe
+
+    named = [w for row in SYSTEMS.values() for w in row.where.replace(",", "").split() if "=" in w]
+    assert sorted(named) == ["lag.queue=1", "optim.epochs=2", "rollout.dtype=float16"]
+    recipe = load_recipe("recipes/tiny.toml", changes=named)
+    assert (recipe.lag.queue, recipe.optim.epochs, recipe.rollout.dtype) == (1, 2, "float16")
+
+
+def test_systems_have_every_fact_that_lists_and_filters_read():
+    rows = catalog()
+    method, system = rows["trm_max"], find("R3")
+    assert system == rows["r3"]
+    only_methods = {"needs", "needs_old", "needs_divergences", "advantage", "formula", "parts", "settings", "command"}  # fmt: skip
+    assert set(method) - set(system) == only_methods
+    assert system["kind"] == "system"
+    assert "nothing here pretends to do it" in system["where"]
