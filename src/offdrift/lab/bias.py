@@ -2,7 +2,7 @@
 
     g(pi) = E_mu[-grad loss]   against   grad J(pi) = grad sum_y pi(y) R(y)
 
-Both are sums over every sequence of a small tree. The step is the *population*: one prompt, and each
+Both are sums over all sequences of a small tree. The step is the *population*: one prompt, and each
 sequence as often in the batch as the rollout policy draws it. For a method whose batch loss is the
 sum over its sequences, that is the expected gradient of a batch of any size. For one that looks at
 the whole step or prompt (mean weights, second moments, values) it is the limit of a large batch;
@@ -47,7 +47,7 @@ LARGEST_POPULATION = 4096
 SMALL = 1e-5
 """Drift at which no published limit acts: the narrowest lies 3e-4 nats from 0."""
 LARGE = 1.0
-"""Drift at which limits of sequence weights act: standard deviation of the logits' noise, twice in a row."""
+"""Drift at which limits of sequence weights act: standard deviation of the logits' noise, twice."""
 ROUNDING = 1e-12
 """A relative bias below this is none; a bias of second order at `SMALL` is about 1e-10."""
 
@@ -106,7 +106,7 @@ def random_problem(shares: Sequence[Sequence[int]], *, horizon: int, seed: int) 
 def standard_problems() -> tuple[Problem, ...]:
     """The problems that classify a method: three shapes, the second with rare tokens.
 
-    Entropies differ between contexts, and in the second some rare token has a covariance of log-prob
+    Entropies differ between contexts, and in the second a rare token has a covariance of log-prob
     and advantage above 1, so that what acts on either can act.
     """
     return (

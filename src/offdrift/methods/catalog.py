@@ -89,7 +89,7 @@ def chosen(axis: str, value: str) -> str:
     if axis not in CHOICES:
         raise MethodError(f"no filter {axis!r}; filters are {', '.join([*CHOICES, 'reference'])}")
     choices = CHOICES[axis]
-    exact = [c for c in choices if _key(c) == _key(ALSO.get(value, value))]
+    exact = [c for c in choices if _key(c) == _key(ALSO.get(_key(value), value))]
     starting = [c for c in choices if _key(c).startswith(_key(value))]
     if exact or len(starting) == 1:
         return (exact or starting)[0]

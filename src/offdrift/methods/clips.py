@@ -225,7 +225,7 @@ ROWS: dict[str, Method] = {
         mechanism="zero-out of high-covariance tokens",
         target="entropy collapse",
         fails="at the published fraction a batch below 5000 tokens loses one token",
-        bias="O(drift)",
+        bias="O(1)",
         reference="Cui et al., arXiv:2505.22617; defaults as in verl",
     ),
     "kl_cov": Method(
@@ -235,7 +235,7 @@ ROWS: dict[str, Method] = {
         mechanism="penalty on high-covariance tokens",
         target="entropy collapse",
         fails="no limit on any other token",
-        bias="O(drift)",
+        bias="O(1)",
         reference="Cui et al., arXiv:2505.22617, eq. 14; |log r| as in both implementations",
     ),
     "qurl": Method(

@@ -27,7 +27,8 @@ UNCORRECTED = Correction()
 
 Bias = Literal["none", "none inside limits", "O(drift)", "O(drift^2)", "O(1)"]
 """How the expected gradient differs from that of the true return, by enumeration (`lab.bias`):
-never; only once a limit acts; in proportion to the drift (or its square); even without drift."""
+never; only once a limit acts; in proportion to the drift (or its square); or it does not vanish with
+the drift."""
 
 Status = Literal["stated", "implementation", "secondary", "unverified"]
 """Where the formula is from: a primary source, an official implementation, a secondary description,

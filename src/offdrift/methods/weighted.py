@@ -151,7 +151,7 @@ ROWS: dict[str, Method] = {
         mechanism="truncated weight, self-normalized",
         target="scale of the step under drift",
         fails="biased in small batches; the effective truncation moves to 2 / mean",
-        bias="O(drift)",
+        bias="none inside limits",
         reference="verl, rollout_is_batch_normalize",
         status="implementation",
     ),

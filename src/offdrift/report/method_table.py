@@ -33,7 +33,7 @@ ABOUT = {
     "weights": "a number without gradient multiplies REINFORCE or PPO",
     "token clips": "a loss per token, with a trust region",
     "units and sequences": "ratios of prefixes, turns, responses; gates of responses",
-    "trust region masking": "whole sequences are rejected, the rest pushed by the full ratio",
+    "trust region masking": "sequences are rejected, the rest pushed by the full ratio",
     "recipes": "what was published with a model",
     "presets": "verl's rollout correction, by its names",
     "in the engine": "systems: what two engines compute; nothing here runs them",

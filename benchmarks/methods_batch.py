@@ -1,0 +1,99 @@
+"""The ragged batch of `correction.py` with every fact that a method may ask for, packed and padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from correction import ragged
+from offdrift.correction.statistics import divergence_name
+from offdrift.divergence.evidence import Divergence
+from offdrift.logprobs import LogProbs
+from offdrift.methods import Method
+from offdrift.segments import Segments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The same tokens twice: `packed`, as ours are, and `padded`, as verl's are."""
+
+    cu_seqlens: Tensor
+    turns: Tensor
+    groups: Tensor
+    packed: dict[str, Tensor]
+    """rollout, old, logp, ref and advantages."""
+    padded: dict[str, Tensor]
+    mask: Tensor
+    facts: dict[str, Any]
+    divergences: dict[str, Divergence]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.packed["rollout"])
+
+    def fresh(self) -> LogProbs:
+        """The packed batch, with nothing that an earlier call derived and cached."""
+        segments = Segments(self.cu_seqlens, Segments(self.turns), self.groups)
+        given, leaf = self.packed, self.packed["logp"].detach().requires_grad_()
+        return LogProbs(given["rollout"], segments, leaf, given["old"], given["ref"])
+
+    def evidence(self, row: Method) -> dict[str, Any]:
+        """What `policy_loss` takes besides: all facts, and the divergences that the row's gates read."""
+        gates = [gate for gate in row.correction.gates if gate.exact]
+        wanted = {divergence_name(gate.statistic, gate.on) for gate in gates}  # type: ignore[attr-defined]
+        return {**self.facts, "divergences": {name: self.divergences[name] for name in wanted}}
+
+
+def make_batch(sequences: int, longest: int) -> Batch:
+    """Prompts with eight responses of three turns each.
+
+    Drift differs by sequence, from 1e-4 to 0.2 nats per token with a heavy tail, old policy from
+    rollout policy and current from old: every gate keeps something and every clip acts.
+    """
+    given, generator = ragged(sequences, longest), torch.Generator().manual_seed(1)
+    segments, n = given.segments, given.segments.num_tokens
+
+    def uniform(size: int) -> Tensor:
+        return torch.rand(size, generator=generator)
+
+    scale = torch.logspace(-4, -0.7, sequences)[torch.randperm(sequences, generator=generator)]
+
+    def drifted(start: Tensor) -> Tensor:
+        wide = 1 + 8 * (uniform(n) < 0.01)
+        noise = torch.randn(n, generator=generator) * wide
+        return (start + segments.spread(scale) * noise).clamp(max=0.0)
+
+    old = drifted(given.rollout)
+    logp = drifted(old)
+    rewards = (uniform(sequences) < 0.4).float()
+    packed = {
+        "rollout": given.rollout,
+        "old": old,
+        "logp": logp,
+        "ref": drifted(logp),
+        "advantages": segments.spread(2 * rewards - 0.8),
+    }
+    empty, mask = torch.zeros(sequences, longest), given.mask.bool()
+    third = segments.lengths // 3
+    turns = torch.stack([third, third, segments.lengths - 2 * third], dim=1).flatten()
+    names = [f"{d}_rollout_{policy}" for d in ("kl", "tv") for policy in ("current", "old")]
+    return Batch(
+        cu_seqlens=segments.cu_seqlens,
+        turns=Segments.from_lengths(turns).cu_seqlens,
+        groups=torch.arange(sequences) // 8,
+        packed=packed,
+        padded={name: empty.masked_scatter(mask, x) for name, x in packed.items()},
+        mask=given.mask,
+        facts={
+            "entropy": -uniform(n).log(),
+            "vocab": 151_936,
+            "rewards": rewards,
+            "version_lag": segments.spread((4 * uniform(sequences)).long()),
+            "horizon": longest,
+        },
+        # Random: their computation from distributions is what `exact_kl.py` times.
+        divergences={name: Divergence.exact(name, -1e-3 * uniform(n).log()) for name in names},
+    )

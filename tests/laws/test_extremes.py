@@ -1,0 +1,117 @@
+"""Everything rejected, policies e^10000 apart, one token: numbers stay numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offdrift.correction import Gate
+from offdrift.methods import METHODS
+from tests.laws.batches import Given, draw, packed, run
+from tests.laws.definitions import anchored, sequences_of, untouched
+
+NOTHING_PASSES = Gate(statistic="k2", on="full", unit="token", high=-1.0)
+every_row = pytest.mark.parametrize("name", METHODS)
+
+
+@every_row
+def test_rejecting_everything_leaves_a_zero_with_a_graph(name):
+    """Only terms that gates do not touch remain, and with gate_scope="all" not those either."""
+    row, batch = METHODS[name], draw(0)
+    shut = replace(row, correction=row.correction & NOTHING_PASSES)
+    got = run(shut, packed(batch))
+    assert got.result.loss.requires_grad
+    assert not got.keep.any()
+    left = untouched(row, anchored(row, sequences_of(batch)))
+    torch.testing.assert_close(got.grad, left, rtol=1e-9, atol=1e-15)
+    assert bool((left != 0).any()) == bool(got.loss != 0)
+    check_finite(got)
+    nothing = run(replace(shut, gate_scope="all"), packed(batch))
+    assert nothing.result.loss.requires_grad
+    assert nothing.loss == 0
+    assert (nothing.grad == 0).all()
+    assert nothing.grad.numel() > 20
+
+
+def check_finite(got) -> None:
+    stats = got.result.stats
+    assert got.loss.isfinite()
+    assert got.grad.isfinite().all()
+    assert stats.sums.isfinite().all()
+    assert stats.maxima.isfinite().all()
+    assert got.result.corrected.weight.isfinite().all()
+    seen = [x for s in got.result.observed.parts.values() for x in s.values()]
+    assert all(x.isfinite().all() for x in seen if x.is_floating_point()) or not_only_keys(got)
+
+
+def not_only_keys(got) -> bool:
+    """A key of infinity marks a token that may not be chosen (`CovClipped`); nothing else may."""
+    for seen in got.result.observed.parts.values():
+        for name, x in seen.items():
+            assert name == "key" or x.isfinite().all(), name
+    return True
+
+
+def far_apart(sign: float) -> Given:
+    """Log-ratios of +-10,000 of every kind, in a long sequence, a short one and single tokens."""
+    batch = draw(2)
+    n, third = sum(batch.lengths), torch.arange(sum(batch.lengths)) % 3
+    columns = {
+        name: torch.full((n,), -1.0, dtype=torch.float64).where(third != i, -1e4)
+        for i, name in enumerate(("mu", "old", "pi"))
+    }
+    columns["ref"] = columns["mu"].flip(0)
+    columns["a"] = sign * torch.ones(n, dtype=torch.float64)
+    return packed(batch.with_tokens(**columns))
+
+
+@every_row
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_log_ratios_of_ten_thousand_stay_finite(name, sign):
+    row, given = METHODS[name], far_apart(sign)
+    got = run(row, given)
+    check_finite(got)
+    following = row.next(got.result.observed)
+    check_finite(run(following, given))
+
+
+@every_row
+def test_impossible_tokens_stay_finite(name):
+    """-inf is a legal log-prob: a token that a policy cannot draw."""
+    batch = draw(2)
+    columns = {k: batch.tokens[k].clone() for k in ("mu", "old", "pi", "ref")}
+    for i, x in enumerate(columns.values()):
+        x[i::5] = -torch.inf
+    check_finite(run(METHODS[name], packed(batch.with_tokens(**columns))))
+
+
+@every_row
+def test_one_token_is_a_batch(name):
+    batch = draw(1)
+    shortest = min(range(8), key=lambda i: batch.lengths[i])
+    one = batch.chosen([shortest])
+    check_finite(run(METHODS[name], packed(one)))
+
+
+@every_row
+def test_without_advantage_there_is_no_push(name):
+    """A = 0: no loss, no gradient, nothing clipped; only terms without advantage remain."""
+    row, batch = METHODS[name], draw(3)
+    got = run(row, packed(batch.with_tokens(a=torch.zeros_like(batch.tokens["a"]))))
+    if name in WITHOUT_ADVANTAGE:
+        assert (got.grad != 0).any()
+        return
+    left = untouched(row, anchored(row, sequences_of(batch)))
+    torch.testing.assert_close(got.grad, left, rtol=1e-9, atol=1e-15)
+    assert got.result.stats.to_host().get("objective/clipped", 0) == 0
+
+
+WITHOUT_ADVANTAGE = {
+    "oapl": "regresses on rewards",
+    "dro": "the pull to the old policy remains",
+    "quatro": "the pull to the old policy remains",
+    "kl_cov": "a chosen token carries its penalty alone",
+}
+"""Their gradient at A = 0 is asserted by formula in `test_limits`, on tokens without advantage."""

@@ -1,0 +1,112 @@
+"""Gradient reaches log pi alone, and what gates and weights decided is a constant to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from offdrift.correction import Correction
+from offdrift.correction.weight import Weighted
+from offdrift.divergence.evidence import Divergence
+from offdrift.facts import Facts
+from offdrift.logprobs import LogProbs
+from offdrift.loss import policy_loss
+from offdrift.methods import METHODS, Method
+from tests.laws.batches import Batch, Given, draw, packed, run, seen, segments_of
+
+every_row = pytest.mark.parametrize("name", METHODS)
+
+
+def open_doors(batch: Batch) -> tuple[Given, dict[str, Tensor]]:
+    """A batch whose every number asks for a gradient."""
+    t = {k: x.clone().requires_grad_() for k, x in batch.tokens.items()}
+    t["rewards"] = batch.rewards.clone().requires_grad_()
+    segments = segments_of(batch.turns, batch.groups)
+    lp = LogProbs.pack(t["mu"], t["pi"], t["old"], logp_ref=t["ref"], segments=segments)
+    given = packed(batch)
+    exact = {k: Divergence.exact(k, t[k]) for k in given.facts["divergences"]}
+    facts = {**given.facts, "divergences": exact, "entropy": t["entropy"], "rewards": t["rewards"]}
+    facts["version_lag"] = t["lag"]
+    return Given(lp=lp, leaf=t["pi"], advantages=t["a"], facts=facts), t
+
+
+@every_row
+def test_only_the_current_policy_receives_a_gradient(name):
+    for seed in (0, 2):
+        given, leaves = open_doors(draw(seed))
+        result = policy_loss(given.lp, METHODS[name], given.advantages, normalizer=1.0, **given.facts)  # fmt: skip
+        result.loss.backward()
+        assert leaves.pop("pi").grad is not None
+        assert len(leaves) == 11
+        for field, leaf in leaves.items():
+            assert leaf.grad is None, field
+
+
+@every_row
+def test_what_is_reported_is_without_gradient(name):
+    """Also behind the door, where a batch made by hand may carry a gradient on every policy."""
+    row, (given, leaves) = METHODS[name], open_doors(draw(1))
+    bare = replace(given.lp, logp_rollout=leaves["mu"], logp_old=leaves["old"])
+    facts = Facts(**given.facts)
+    lp = bare if row.anchor is None else row.anchor(bare, facts)
+    corrected = row.correction(lp, given.advantages, facts)
+    assert not corrected.weight.requires_grad
+    assert corrected.keep.dtype == corrected.limited.dtype == torch.bool
+    parts = [x for s in seen(row, replace(given, lp=bare)).parts.values() for x in s.values()]
+    assert not any(x.requires_grad for x in parts)
+    assert len(parts) >= len([p for p in row.observers if p is row.lr_scale])
+    result = policy_loss(bare, row, given.advantages, normalizer=1.0, **given.facts)
+    assert result.loss.requires_grad
+    stats = (result.stats.sums, result.stats.maxima, *result.stats.by_position.values())
+    assert not any(x.requires_grad for x in stats)
+
+
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """A gate and a weight that repeat what was decided elsewhere."""
+
+    kept: Tensor
+    weighed: Tensor
+    on: str
+    exact = False
+    advantage = "any"
+    formula = "decided"
+
+    def keep(self, logprobs: LogProbs, advantages: Tensor | None, facts: Facts) -> Tensor:
+        return self.kept
+
+    def __call__(self, logprobs: LogProbs, advantages: Tensor | None, facts: Facts) -> Weighted:
+        return Weighted(self.weighed, ~self.kept)
+
+
+def frozen(row: Method, given: Given) -> tuple[Method, Given]:
+    """The row with its anchor, gates and weights replaced by what they made of this batch."""
+    lp, correction = given.lp, row.correction
+    if row.anchor is not None:
+        lp = row.anchor(lp, Facts(**given.facts))
+        given = replace(given, lp=replace(lp, logp_old=lp.old.detach()))
+    decided = correction(lp, given.advantages, Facts(**given.facts))
+    on = correction.weights[0].on if correction.weights else ""
+    constant = Decided(decided.keep, decided.weight.detach(), on)
+    weights = (constant,) if correction.weights else ()
+    gates = (constant,) if correction.gates else ()
+    return replace(row, anchor=None, correction=Correction(gates, weights)), given  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, r in METHODS.items() if r.correction.gates or r.correction.weights or r.anchor]
+)
+def test_the_gradient_is_the_one_with_decisions_frozen(name):
+    compared = 0
+    for seed in range(4):
+        given = packed(draw(seed))
+        got = run(METHODS[name], given)
+        row, constant = frozen(METHODS[name], given)
+        expected = run(row, constant)
+        torch.testing.assert_close(got.loss, expected.loss, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-9, atol=1e-12)
+        compared += int((got.grad != 0).sum())
+    assert compared > 0

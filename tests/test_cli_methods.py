@@ -1,0 +1,132 @@
+"""`offdrift methods` as a person types it: what is printed where, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from offdrift import cli
+from offdrift.methods import METHODS
+from offdrift.methods.systems import SYSTEMS
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
+    """The command line in this process, in a terminal of the given width."""
+
+    def run(*words: str, width: int = 140) -> Done:
+        monkeypatch.setattr(sys, "argv", ["offdrift", *words])
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setattr(cli, "console", Console(width=width))
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def said(text: str) -> str:
+    """What was said, without frames and line breaks."""
+    return re.sub(r"[\s│]+", " ", text)
+
+
+def test_in_a_process_of_its_own_it_takes_the_terminals_width():
+    for width in ("80", "120"):
+        done = subprocess.run(
+            [sys.executable, "-m", "offdrift", "methods", "--unit", "geometric"],
+            env={**os.environ, "COLUMNS": width, "NO_COLOR": "1"}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert width == "80" or done.stdout.startswith("method ")
+        assert 70 < max(map(len, done.stdout.splitlines())) <= int(width)
+
+
+def test_json_has_every_row_and_every_number(offdrift):
+    rows = json.loads(offdrift("methods", "--json").stdout)
+    assert set(rows) == {*METHODS, *SYSTEMS}
+    assert rows["trm_max"]["parts"][1]["values"]["high"] == 0.05
+    assert rows["trm_max"]["formula"].startswith("L = -A ratio(full); keep if seq_max kl(full)")
+    assert rows["r3"]["kind"] == "system"
+    one = json.loads(offdrift("methods", "R3", "--json").stdout)
+    assert list(one) == ["r3"]
+
+
+def test_filters_are_joined(offdrift):
+    done = offdrift("methods", "--unit", "sequence", "--ratio", "full", "--stop-gradient", "yes", "--sign", "by-sign", "--json")  # fmt: skip
+    assert set(json.loads(done.stdout)) == {"topr", "vespo"}
+    done = offdrift("methods", "--evidence", "exact", "--bias", "O(drift)", "--kind", "trust region masking")  # fmt: skip
+    assert done.code == 0
+    assert {"trm_max", "trm_avg"} <= set(done.stdout.split())
+    assert "trm_max_k2" not in done.stdout.split()
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+@pytest.mark.parametrize("words", [[], ["gspo"], ["keep_routing"], ["--help"]])
+def test_it_fits_the_terminal(offdrift, width, words):
+    lines = offdrift("methods", *words, width=width).stdout.splitlines()
+    assert len(lines) > 14
+    assert max(len(line.rstrip()) for line in lines) <= width
+
+
+def test_help_teaches_by_examples(offdrift):
+    text = said(offdrift("methods", "--help").stdout)
+    for words in (
+        "offdrift methods trm_max",
+        "offdrift methods R3",
+        "--unit sequence --ratio full",
+        "--json",
+    ):
+        assert words in text  # fmt: skip
+    for option in (
+        "unit",
+        "ratio",
+        "evidence",
+        "sign",
+        "stop-gradient",
+        "bias",
+        "kind",
+        "reference",
+    ):
+        assert f"--{option} " in text  # fmt: skip
+
+
+def test_one_method_in_full(offdrift):
+    text = said(offdrift("methods", "trm_max").stdout)
+    assert "section 4.3" in text
+    assert "override.gate.high 0.05" in text
+    assert "offdrift train recipes/tiny.toml --set method=trm_max" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["methods", "trm_mx"], 1, "MethodError: no method 'trm_mx'; did you mean trm_max"),
+        (["methods", "--unit", "tokn"], 1, "--unit 'tokn' is not one of: token; prefix;"),
+        (["methods", "--unit", "prefix", "--ratio", "mismatch"], 1, "drop --ratio for 3"),
+        (["methods", "r3", "--unit", "token"], 2, "give a name or filters"),
+    ],
+)
+def test_a_mistake_is_one_message_that_says_what_to_do(offdrift, words, code, message):
+    done = offdrift(*words)
+    assert done.code == code
+    assert message in said(done.stderr)
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
