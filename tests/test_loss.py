@@ -1,14 +1,17 @@
 """`policy_loss` against the methods table, and what it refuses."""
 
+import functools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from offdrift.correction import Correction, Weight
+from offdrift.aggregate import normalizer_of
+from offdrift.correction import Correction, Gate, Weight
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import EvidenceError, ShapeError
+from offdrift.facts import Facts, Observed
 from offdrift.kl import KLPenalty
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
@@ -16,7 +19,7 @@ from offdrift.methods import METHODS, Method, override
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.segments import Segments
 from offdrift.stats import summarize
-from tests.oracles.fixtures import double, fx_a
+from tests.oracles.fixtures import double, fx_a, ragged
 
 DUAL = Clipped(dual_clip=3.0)
 BYPASS = Clipped(on="full", dual_clip=3.0)
@@ -155,3 +158,50 @@ def test_opsm_tells_mismatch_from_staleness_in_what_it_rejects():
     kept = override(METHODS["opsm"], {"gate.low": math.exp(-0.1)})
     nothing = summarize(policy_loss(lp, kept, advantages).stats)
     assert math.isnan(nothing["gate/0/rejected_mismatch"])
+
+
+GEO = Correction((Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.9, high=1.1),))
+
+
+@pytest.mark.parametrize(
+    ("how", "normalizer", "loss"),
+    [
+        ("token_mean", "sampled", 0.221594),
+        ("token_mean", "accepted", 0.517052),
+        ("token_mean", "verl_trainer", 0.517052),
+        ("seq_mean_token_mean", "sampled", 0.258526),
+        ("seq_mean_token_mean", "accepted", 0.517052),
+        ("seq_mean_token_mean", "verl_trainer", 0.258526),
+        ("seq_mean_token_sum", "sampled", 3 * 0.517052 / 2),
+        ("seq_mean_token_sum", "accepted", 3 * 0.517052),
+    ],
+)
+def test_denominators_after_a_rejection(how, normalizer, loss):
+    """conv.normaliser: FX-A, the first sequence rejected by a geometric gate, PPO."""
+    lp, advantages, _ = fx_a()
+    row = Method(objective=Clipped(), correction=GEO, aggregate=how, normalizer=normalizer)
+    assert policy_loss(lp, row, advantages).loss.item() == pytest.approx(loss, abs=2e-6)
+
+
+@pytest.mark.parametrize("normalizer", ["accepted", "verl_trainer"])
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+def test_accepted_denominators_are_those_of_the_whole_step_and_nothing_kept_is_zero(normalizer, how):  # fmt: skip
+    lp = ragged(11, sequences=8)
+    a = torch.ones_like(lp.logp_rollout)
+    gates = Correction((Gate(statistic="ratio", on="mismatch", unit="token", low=0.8, high=1.3),))
+    row = Method(objective=Clipped(), correction=gates, aggregate=how, normalizer=normalizer)
+    whole = policy_loss(lp, row, a)
+    assert 0 < whole.corrected.keep.sum() < len(a)
+    lengths = lp.segments.lengths
+    share = normalizer_of(lp.segments, how=how)
+    pieces = []
+    for rows, n in zip(torch.arange(len(a)).split(lengths.tolist()), lengths):
+        one = LogProbs.pack(lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=Segments.from_lengths([int(n)]))  # fmt: skip
+        pieces.append((one, a[rows]))
+    seen = functools.reduce(Observed.merge, [row.observe(p, x, Facts()) for p, x in pieces])
+    total = sum(policy_loss(p, row, x, observed=seen, normalizer=share).loss for p, x in pieces)
+    torch.testing.assert_close(total, whole.loss, rtol=1e-12, atol=0)
+    nothing = Correction((Gate(statistic="k2", on="mismatch", unit="token", high=-1.0),))
+    empty = policy_loss(lp, replace(row, correction=nothing), a)
+    assert empty.loss.item() == 0.0
+    assert empty.loss.requires_grad

@@ -10,13 +10,22 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.errors import MethodError
 from offdrift.segments import Segments
 
 AggregateName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed"]
+
+NormalizerName = Literal["sampled", "accepted", "verl_trainer"]
+"""What counts in the denominators, over the whole step:
+
+    sampled       every sampled token and sequence; T_i all tokens of a sequence (default)
+    accepted      kept tokens, sequences with a kept token; T_i kept tokens: a step of few accepted
+                  sequences is as large as one of many (verl without a global batch size)
+    verl_trainer  kept tokens, every sampled sequence; T_i kept tokens (verl's trainer)
+"""
 
 
 def aggregate(
@@ -71,3 +80,51 @@ def normalizer_of(segments: Segments, *, how: AggregateName, horizon: int | None
             raise MethodError('aggregate="fixed" needs horizon= (tokens per sequence)')
         return float(len(segments) * horizon)
     return float(len(segments))
+
+
+def accepted_counts(segments: Segments, keep: Bool[Tensor, " n"]) -> dict[str, Tensor]:
+    """What a piece contributes to the counts that `accepted_scale` compares; they add up.
+
+    Gradient: none.
+    """
+    kept = segments.sum(keep.double())
+    return {
+        "tokens": segments.cu_seqlens[-1].double(),
+        "sequences": segments.cu_seqlens.new_tensor(len(segments)).double(),
+        "kept_tokens": kept.sum(),
+        "kept_sequences": (kept > 0).double().sum(),
+    }
+
+
+def accepted_scale(
+    segments: Segments,
+    keep: Bool[Tensor, " n"],
+    counts: dict[str, Tensor],
+    *,
+    how: AggregateName,
+    name: NormalizerName,
+) -> Float[Tensor, " n"] | Float[Tensor, ""]:
+    """What a token's loss is multiplied by, so that dividing by sampled counts divides by others.
+
+    Args:
+        counts: `accepted_counts`, summed over all pieces and ranks of the step.
+        name: whose denominators, see `NormalizerName`.
+
+    Gradient: none. Where nothing was kept the factor is finite, and the loss zero.
+
+    Example:
+        >>> import torch
+        >>> s, keep = Segments.from_lengths([4, 3]), torch.arange(7) < 4
+        >>> accepted_scale(s, keep, accepted_counts(s, keep), how="token_mean", name="accepted")
+        tensor(1.7500, dtype=torch.float64)
+
+    Reference: verl 0.9, `agg_loss`.
+    """
+    if how == "token_mean":
+        return counts["tokens"] / counts["kept_tokens"].clamp(min=1)
+    scale = counts["sequences"] / counts["kept_sequences"].clamp(min=1)
+    scale = scale if name == "accepted" else scale.new_ones(())
+    if how != "seq_mean_token_mean":
+        return scale
+    kept = segments.sum(keep.double()).clamp(min=1)
+    return scale * segments.spread(segments.lengths / kept)

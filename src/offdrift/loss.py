@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.aggregate import aggregate, normalizer_of
+from offdrift.aggregate import accepted_scale, aggregate, normalizer_of
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import ShapeError
@@ -16,6 +16,7 @@ from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.methods.method import Method
 from offdrift.ratios import log_ratio
+from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 
 
@@ -53,7 +54,8 @@ def policy_loss(
                + sum over all tokens of  regularizer + coef * KL(current || reference)  / normalizer
 
     Rejected tokens contribute exactly zero to the first sum and stay in the normalizer (Algorithm 1
-    divides by the number of sequences sampled, not accepted).
+    divides by the number of sequences sampled, not accepted), unless `method.normalizer` says that
+    peers' denominators are wanted.
 
     Args:
         logprobs: packed log-probs; `logp` carries the gradient.
@@ -101,10 +103,15 @@ def policy_loss(
     pushed = method.objective(anchored, advantages, facts)
     # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
     token_loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
+    scale = _scale(method, segments, corrected, observed)
+    token_loss = token_loss if scale is None else token_loss * scale.to(token_loss.dtype)
     regularizer, kl = _regularizer(method, anchored, pushed.regularizer)
     if regularizer is not None:
         if method.gate_scope == "all":
             regularizer = regularizer.where(corrected.keep, 0.0)
+            regularizer = (
+                regularizer if scale is None else regularizer * scale.to(regularizer.dtype)
+            )
         token_loss = token_loss + regularizer
     if normalizer is None:
         normalizer = normalizer_of(segments, how=how, horizon=horizon)
@@ -113,6 +120,18 @@ def policy_loss(
     if kl is not None:
         stats = stats.with_sum("reference/kl", kl.sum())
     return PolicyLoss(loss, corrected, stats, observed)
+
+
+def _scale(
+    method: Method, segments: Segments, corrected: Corrected, observed: Observed
+) -> Tensor | None:
+    """What turns sampled denominators into the ones the method asks for; None if they are those."""
+    if method.normalizer == "sampled":
+        return None
+    counts = observed.parts["normalizer"]
+    return accepted_scale(
+        segments, corrected.keep, counts, how=method.aggregate, name=method.normalizer
+    )
 
 
 def _regularizer(

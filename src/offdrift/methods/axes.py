@@ -115,8 +115,8 @@ def ratios(row: Method) -> frozenset[str]:
         ['mismatch', 'staleness']
     """
     deciding = (*row.correction.gates, *row.correction.weights, row.objective)
-    read = {p.on for p in deciding if getattr(p, "statistic", None) != "version_lag"}
-    return frozenset(read - {None})
+    read = (p.on for p in deciding if getattr(p, "statistic", None) != "version_lag")
+    return frozenset(on for on in read if on is not None)
 
 
 def evidence(row: Method) -> frozenset[str]:
@@ -234,10 +234,11 @@ def facts(name: str, row: Method) -> dict[str, Any]:
 def _units_of(part: Any) -> set[str]:
     """The units of one part: what it says, what it observes, and what is `UNSAID`."""
     found = set(UNSAID.get(type(part).__name__, ()))
-    said = getattr(part, "unit", None)
+    said: str | None = getattr(part, "unit", None)
     if said is not None:
-        of_ratio = OF_RATIO if getattr(part, "statistic", None) == "ratio" else {}
-        found.add({"seq_max": "worst", **of_ratio}.get(said, said))
+        names = {"seq_max": "worst"}
+        names |= OF_RATIO if getattr(part, "statistic", None) == "ratio" else {}
+        found.add(names.get(said, said))
     elif getattr(part, "on", None) is not None and not found:
         found.add("token")
     if hasattr(part, "observe") and getattr(part, "observes", True):

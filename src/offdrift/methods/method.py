@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.aggregate import AggregateName
+from offdrift.aggregate import AggregateName, NormalizerName, accepted_counts
 from offdrift.anchor import Interpolated
 from offdrift.correction import Correction
 from offdrift.correction.compose import factors
 from offdrift.errors import MethodError, check_choice
-from offdrift.facts import Facts, Observed
+from offdrift.facts import Facts, Observed, Seen
 from offdrift.kl import KLPenalty
 from offdrift.logprobs import LogProbs
 from offdrift.objectives import Objective
@@ -53,6 +53,8 @@ class Method:
     objective: Objective
     correction: Correction = UNCORRECTED
     aggregate: AggregateName = "seq_mean_token_sum"
+    normalizer: NormalizerName = "sampled"
+    """What the loss is divided by, see `aggregate.NormalizerName`."""
     penalty: KLPenalty | None = None
     """KL to the reference policy."""
     gate_scope: Literal["policy", "all"] = "policy"
@@ -77,6 +79,7 @@ class Method:
 
     def __post_init__(self) -> None:
         check_choice("aggregate", self.aggregate, get_args(AggregateName))
+        check_choice("normalizer", self.normalizer, get_args(NormalizerName))
         check_choice("gate_scope", self.gate_scope, ("policy", "all"))
         for weight in self.correction.weights:
             if factors(weight.on) & factors(self.objective.on):
@@ -121,8 +124,16 @@ class Method:
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts
     ) -> Observed:
         """What this method's parts see of one piece of a step; merge over pieces and ranks."""
-        seen = {p: p.observe(logprobs, advantages, facts) for p in self.observers}
+        seen: dict[Any, Seen] = {p: p.observe(logprobs, advantages, facts) for p in self.observers}
+        if self.normalizer != "sampled":
+            keep = self.correction(logprobs, advantages, facts).keep
+            seen["normalizer"] = accepted_counts(logprobs.segments, keep)
         return Observed({part: s for part, s in seen.items() if s})
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a step of several pieces must be observed whole before any piece is pushed."""
+        return bool(self.observers) or self.normalizer != "sampled"
 
     def next(self, observed: Observed) -> Method:
         """The method of the next step, where the objective adapts; else itself."""

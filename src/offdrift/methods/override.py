@@ -9,14 +9,14 @@ from typing import Any
 from offdrift.errors import MethodError
 from offdrift.methods.method import Method
 
-PLAIN = ("aggregate", "gate_scope", "advantage")
+PLAIN = ("aggregate", "normalizer", "gate_scope", "advantage")
 SINGLE = ("objective", "penalty", "anchor", "lr_scale")
 
 
 def override(row: Method, changes: Mapping[str, Any]) -> Method:
     """The row with single values changed.
 
-    Paths: `aggregate`, `advantage`, `gate_scope`, `objective.FIELD`, `penalty.FIELD`,
+    Paths: `aggregate`, `normalizer`, `advantage`, `gate_scope`, `objective.FIELD`, `penalty.FIELD`,
     `anchor.FIELD`, `lr_scale.FIELD`, and `weight.FIELD` or `gate.FIELD` (if there is one; else
     `gate.0.FIELD`, `gate.1.FIELD`, ...). Nested mappings are paths, too.
 

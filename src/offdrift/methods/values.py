@@ -7,16 +7,16 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from offdrift.methods.method import Method
+from offdrift.methods.override import PLAIN, SINGLE
 
 
 def parts(row: Method) -> list[dict[str, Any]]:
     """Every part with its role, the path `override` knows it by, its formula and its values."""
-    single = ("objective", "penalty", "anchor", "lr_scale")
-    found = [(role, role, getattr(row, role)) for role in single if getattr(row, role) is not None]
+    found = [(role, role, getattr(row, role)) for role in SINGLE if getattr(row, role) is not None]
     for role, several in (("gate", row.correction.gates), ("weight", row.correction.weights)):
         for i, part in enumerate(several):
             found.append((role, role if len(several) == 1 else f"{role}.{i}", part))
-    order = ("objective", "gate", "weight", "penalty", "anchor", "lr_scale")
+    order = ("objective", "gate", "weight", *SINGLE)
     return [
         {
             "role": role,
@@ -37,7 +37,7 @@ def settings(row: Method) -> dict[str, Any]:
         >>> settings(method("trm_max"))["gate.high"]
         0.05
     """
-    given = {name: getattr(row, name) for name in ("aggregate", "gate_scope", "advantage")}
+    given = {name: getattr(row, name) for name in PLAIN}
     for part in parts(row):
         values = {k: v for k, v in part["values"].items() if not isinstance(v, dict)}
         given |= {f"{part['path']}.{name}": value for name, value in values.items()}

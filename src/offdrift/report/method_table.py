@@ -37,7 +37,7 @@ ABOUT = {
     "recipes": "what was published with a model",
     "presets": "verl's rollout correction, by its names",
     "in the engine": "systems: what two engines compute; nothing here runs them",
-    "around the loss": "systems: schedulers, buffers, optimizers; nothing here runs them",
+    "around the loss": "systems: scheduler, buffer, optimizer; nothing here runs them",
 }
 """One line for each family."""
 

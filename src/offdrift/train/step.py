@@ -123,7 +123,7 @@ def train_step(
             stats.append(result.stats.with_sum("optim/loss", result.loss.detach() / world))
             if shown is not None:
                 _show(shown, batch.rollouts.segments.rows(piece), result, seen.divergences)
-            if observed is None and method.observers:
+            if observed is None and method.looks_ahead:
                 observed = result.observed  # the only piece is the whole step
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
     local = _with_batch_facts(DriftStats.merge_all(stats), batch.rollouts, version)
@@ -227,7 +227,7 @@ def _look_ahead(
     version: int,
 ) -> Observed | None:
     """What the method's parts see of the whole step; None if no part looks, or one piece is all."""
-    if not method.observers:
+    if not method.looks_ahead:
         return None
     pieces = list(chunks(batch.rollouts, token_budget=token_budget))
     if len(pieces) == 1 and accelerator.num_processes == 1:
