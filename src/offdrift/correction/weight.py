@@ -176,7 +176,7 @@ class Weight:
         if self.outside == "mask":
             weight = raw.where(~limited, 0.0)
         else:
-            weight = raw if floor is None and cap is None else raw.clamp(floor, cap)
+            weight = raw if floor is None and cap is None else torch.clamp(raw, floor, cap)  # type: ignore[call-overload]
         if self.saturation is not None:
             weight = weight / (weight + self.saturation)
         return weight, limited

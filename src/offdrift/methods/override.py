@@ -79,7 +79,7 @@ def _index(index: str, count: int, path: str, several: str) -> int:
 
 def _with_fields(part: Any, values: Mapping[str, Any], path: str) -> Any:
     assert is_dataclass(part)
-    types = {f.name: str(f.type) for f in fields(part)}
+    types = {f.name: str(f.type) for f in fields(part) if f.init}
     for name in values:
         if name not in types:
             raise MethodError(f"{path!r}: {type(part).__name__} has no {name!r}, only {[*types]}")

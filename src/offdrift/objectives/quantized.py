@@ -6,9 +6,7 @@ it had not been undercounted. The clip's upper limit grows by the factor that tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
+from dataclasses import dataclass, field
 from jaxtyping import Float
 from torch import Tensor
 
@@ -70,7 +68,7 @@ class QuantizedClipped:
     Reference: QuRL, arXiv:2602.13953. Unverified: best reading.
     """
 
-    on: ClassVar[RatioName] = "full"
+    on: RatioName = field(default="full", init=False)
     needs_old = True
     gradient = "unit"
 

@@ -149,6 +149,8 @@ def _method_page(row: Row) -> RenderableType:
         for part in row["parts"]
     ]
     parts.append(("aggregate", f"{row['aggregate']}: {AGGREGATES[row['aggregate']]}"))
+    if row["settings"].get("normalizer", "sampled") != "sampled":
+        parts.append(("divided by", row["settings"]["normalizer"]))
     if row["advantage"]:
         parts.append(("advantage", f"{row['advantage']}, as published"))
     return Group(

@@ -66,7 +66,9 @@ def assess(
         if exact:
             for name, d in divergences(part, said.logits).items():
                 found.setdefault(name.replace("current", "old"), []).append((rows, d))
-    return Assessment(*columns, {name: _joined(name, parts, n) for name, parts in found.items()})
+    logp, entropy, squared = columns
+    joined = {name: _joined(name, parts, n) for name, parts in found.items()}
+    return Assessment(logp, entropy, squared, joined)
 
 
 def reference_logp(model: nn.Module, rollouts: Rollouts, *, token_budget: int) -> Tensor:
