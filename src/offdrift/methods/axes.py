@@ -244,7 +244,7 @@ def _units_of(part: Any) -> set[str]:
     if hasattr(part, "observe") and getattr(part, "observes", True):
         batch = probe.batch()
         seen = part.observe(batch.logprobs, batch.advantages, batch.facts)
-        found |= ({"batch"}) if seen else set()
+        found |= ({"group"} if "prompt" in seen else {"batch"}) if seen else set()
     return found
 
 

@@ -10,22 +10,26 @@ from offdrift.methods.method import Method
 from offdrift.methods.override import PLAIN, SINGLE
 
 
-def parts(row: Method) -> list[dict[str, Any]]:
-    """Every part with its role, the path `override` knows it by, its formula and its values."""
-    found = [(role, role, getattr(row, role)) for role in SINGLE if getattr(row, role) is not None]
+def by_path(row: Method) -> dict[str, Any]:
+    """Every part by the path that `override` knows it by."""
+    found = {"objective": row.objective}
     for role, several in (("gate", row.correction.gates), ("weight", row.correction.weights)):
         for i, part in enumerate(several):
-            found.append((role, role if len(several) == 1 else f"{role}.{i}", part))
-    order = ("objective", "gate", "weight", *SINGLE)
+            found[role if len(several) == 1 else f"{role}.{i}"] = part
+    return found | {role: part for role in SINGLE if (part := getattr(row, role)) is not None}
+
+
+def parts(row: Method) -> list[dict[str, Any]]:
+    """Every part with its role, its path, its formula and its values."""
     return [
         {
-            "role": role,
+            "role": path.partition(".")[0],
             "path": path,
             "type": type(part).__name__,
             "formula": part.formula,
             "values": plain(part),
         }
-        for role, path, part in sorted(found, key=lambda x: order.index(x[0]))
+        for path, part in by_path(row).items()
     ]
 
 
@@ -38,9 +42,11 @@ def settings(row: Method) -> dict[str, Any]:
         0.05
     """
     given = {name: getattr(row, name) for name in PLAIN}
-    for part in parts(row):
-        values = {k: v for k, v in part["values"].items() if not isinstance(v, dict)}
-        given |= {f"{part['path']}.{name}": value for name, value in values.items()}
+    for path, part in by_path(row).items():
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.init and not is_dataclass(value):
+                given[f"{path}.{field.name}"] = plain(value)
     return given
 
 

@@ -13,19 +13,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from offdrift.advantages import ADVANTAGES, advantages
+from offdrift.advantages import advantages
 from offdrift.divergence.evidence import Divergence
 from offdrift.engines.score import chunks, divergences, score
-from offdrift.errors import RecipeError
 from offdrift.facts import Facts
 from offdrift.kl import penalized_rewards
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
 from offdrift.rollouts.records import Rollouts
-from offdrift.train.recipe import Recipe
-
-SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position"}
-"""What this trainer can give an advantage estimator, besides rewards and groups."""
 
 
 @dataclass(frozen=True)
@@ -116,25 +111,6 @@ def credit(
         options["weight"] = decided.weight
         options["keep"] = segments.sum(decided.keep.to(old.logp.dtype)) > 0
     return advantages(rewards, segments, **options)
-
-
-def estimator_of(recipe: Recipe, row: Method) -> str:
-    """The advantage estimator of an arm: the recipe's, or what its method was published with."""
-    wanted = recipe.optim.advantage
-    return (row.advantage or "grpo") if wanted == "method" else wanted
-
-
-def check_estimators(recipe: Recipe) -> None:
-    """Refuse estimators whose inputs this trainer does not produce. Raises: `RecipeError`."""
-    for name, arm in recipe.arms.items():
-        how = estimator_of(recipe, arm.build())
-        missing = sorted(set(ADVANTAGES[how].needs) - SUPPLIED)
-        if missing:
-            raise RecipeError(
-                f"arms.{name}: advantage {how!r} needs {', '.join(missing)}, which this trainer does "
-                "not produce (no critic, no greedy rollouts, one reward per sequence); set "
-                "optim.advantage to another, or call offdrift.advantages from your own loop"
-            )
 
 
 def _joined(name: str, parts: list[tuple[Tensor, Divergence]], n: int) -> Divergence:

@@ -19,7 +19,7 @@ from offdrift.methods import Method
 from offdrift.rollouts.records import Rollouts
 from offdrift.stats.summary import summarize
 from offdrift.train import checkpoint
-from offdrift.train.assess import assess, credit, estimator_of, reference_logp
+from offdrift.train.assess import assess, credit, reference_logp
 from offdrift.train.folder import ArmFolder
 from offdrift.train.models import save_for_engine
 from offdrift.train.setup import Event, Workshop
@@ -51,7 +51,7 @@ class Learner:
     @property
     def estimator(self) -> str:
         """The advantage estimator of this arm."""
-        return estimator_of(self.shop.recipe, self.row)
+        return self.shop.recipe.estimator(self.row)
 
     @property
     def needs_old(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from offdrift.advantages import AdvantageName
+from offdrift.advantages import ADVANTAGES, AdvantageName
 from offdrift.correction import Correction
 from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
@@ -25,6 +25,10 @@ Natural = Annotated[int, Field(ge=0)]
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Names become folders: no separators, nothing that leads out of the run folder."""
 PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position"}
+"""What the trainer can give an advantage estimator, besides rewards and groups."""
 
 
 class Part(BaseModel):
@@ -164,6 +168,14 @@ class Recipe(Part):
                 row = arm.build()
             except MethodError as e:
                 raise ValueError(f"arms.{name}: {e}") from e
+            how = self.estimator(row)
+            missing = sorted(set(ADVANTAGES[how].needs) - SUPPLIED)
+            if missing:
+                raise ValueError(
+                    f"arms.{name}: advantage {how!r} needs {', '.join(missing)}, which this trainer "
+                    "does not produce (no critic, no greedy rollouts, one reward per sequence); set "
+                    "optim.advantage to another, or call offdrift.advantages from your own loop"
+                )
             if row.needs_divergences and self.rollout.evidence == "sampled":
                 raise ValueError(
                     f'arms.{name}: {arm.gates_of or arm.method} gates on exact KL, but rollout.evidence = "sampled" '
@@ -176,6 +188,11 @@ class Recipe(Part):
                 f"{self.rollout.prompts * self.rollout.samples} sequences of a batch"
             )
         return self
+
+    def estimator(self, row: Method) -> str:
+        """The advantage estimator of a method: the recipe's, or what it was published with."""
+        wanted = self.optim.advantage
+        return (row.advantage or "grpo") if wanted == "method" else wanted
 
     @property
     def updates(self) -> int:

@@ -16,7 +16,6 @@ from offdrift.engines import Engine, make_engine
 from offdrift.engines.sync import SyncReport, verify_sync
 from offdrift.errors import CheckpointError, RecipeError
 from offdrift.rollouts.records import Sampling
-from offdrift.train.assess import check_estimators
 from offdrift.train.folder import RunFolder
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.recipe import Recipe
@@ -128,8 +127,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> Workshop:
 
 
 def _refuse_what_cannot_work(recipe: Recipe, accelerator: Accelerator) -> None:
-    """What was asked for and this trainer cannot do, named before anything is loaded."""
-    check_estimators(recipe)
+    """What accelerate was asked for and this trainer cannot do, named before anything is loaded."""
     kind, world = accelerator.distributed_type.name, accelerator.num_processes
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise RecipeError(
