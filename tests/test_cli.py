@@ -49,14 +49,6 @@ def test_bound_prints_the_papers_table_to_every_digit():
     assert len(rows) >= 9
 
 
-def test_methods_lists_the_table():
-    rows = json.loads(offdrift("methods", "--json").stdout)
-    assert len(rows) == 9
-    assert rows["trm_max"]["parts"].startswith("importance_sampled(full); keep if seq_max kl(full)")
-    assert "trm_avg_k3" in offdrift("methods").stdout
-    assert "section 4.3" in offdrift("methods", "trm_max").stdout
-
-
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

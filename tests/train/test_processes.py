@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -52,38 +53,52 @@ def test_a_process_killed_without_warning_is_resumed_step_for_step(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+ARMS = {
+    "trm_max": {"method": "trm_max", "override": {"gate.high": 0.004}},
+    "normalized_tis": {"method": "normalized_tis", "override": {"weight.cap": 1.01}},
+    "vcpo": {"method": "vcpo"},
+}
+WHITENED = {"lr": 2e-4, "advantage": "reinforce_plus_plus_baseline"}
+
+
 def test_two_processes_take_the_step_that_one_takes_on_the_same_rollouts(tmp_path):
-    """Each process draws and scores half of the batch; normalizer and statistics are of the whole."""
+    """Each process draws and scores half of the batch; normalizers, step-wide statistics, whitening
+    and learning-rate scale are of the whole."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
     run = tmp_path / "two"
-    command = [sys.executable, *launcher, "tests.train.worker", str(run), "batches=1"]
+    changes = [f"arms={json.dumps(ARMS)}", f"optim={json.dumps(WHITENED)}", "batches=1"]
+    command = [sys.executable, *launcher, "tests.train.worker", str(run), *changes]
     done = subprocess.run(
         command, cwd=ROOT, env={**ENVIRONMENT, "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    drawn = run / "arms" / "trm_max" / "rollouts"
-    halves = [read(drawn / f"batch-000000-rank{r}.parquet") for r in (0, 1)]
-    assert [h.num_sequences for h in halves] == [8, 8]
-    assert not set(halves[0].group_ids.tolist()) & set(halves[1].group_ids.tolist())
-    expected, weights = one_process_step(concatenate(halves))
-    (found,) = rows(run)
-    shared = expected.keys() & found.keys()
-    assert len(shared) > 40
-    for name in shared:
-        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
-    moved = load_file(run / "arms" / "trm_max" / "model" / "model.safetensors")
-    # Adam's first step is +-lr: where a gradient is rounding noise its sign is noise, too
-    agree = torch.cat([(moved[k] - weights[k]).abs().flatten() < 1e-5 for k in moved])
-    assert agree.numel() > 800_000
-    assert agree.double().mean() > 0.99
+    for arm in ARMS:
+        drawn = run / "arms" / arm / "rollouts"
+        halves = [read(drawn / f"batch-000000-rank{r}.parquet") for r in (0, 1)]
+        assert [h.num_sequences for h in halves] == [8, 8]
+        assert not set(halves[0].group_ids.tolist()) & set(halves[1].group_ids.tolist())
+        expected, weights = one_process_step(concatenate(halves), arm)
+        (found,) = rows(run, arm)
+        shared = expected.keys() & found.keys()
+        assert len(shared) > 40
+        for name in shared:
+            assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (arm, name)
+        moved = load_file(run / "arms" / arm / "model" / "model.safetensors")
+        # Adam's first step is +-lr: where a gradient is rounding noise its sign is noise, too
+        agree = torch.cat([(moved[k] - weights[k]).abs().flatten() < 1e-5 for k in moved])
+        assert agree.numel() > 800_000
+        assert agree.double().mean() > 0.99, arm
+    assert 0.3 < rows(run, "vcpo")[0]["optim/lr_scale"] < 1.0
+    assert rows(run, "normalized_tis")[0]["weight/cap_frac"] > 0
 
 
-def one_process_step(rollouts):
+def one_process_step(rollouts, arm: str):
     """What the first step of that run must be, computed here on both halves together."""
     model, _ = load_model("tiny-qwen3", seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
-    batch = Batch(rollouts, advantages(rollouts.rewards, rollouts.segments))
-    row = small_recipe().arms["trm_max"].build()
+    how = WHITENED["advantage"]
+    batch = Batch(rollouts, advantages(rollouts.rewards, rollouts.segments, how=how))
+    row = small_recipe(arms=ARMS).arms[arm].build()
     update = train_step(Accelerator(cpu=True), model, optimizer, batch, row, token_budget=16384, max_grad_norm=1.0)  # fmt: skip
     return summarize(update.stats), dict(model.state_dict())
