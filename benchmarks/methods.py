@@ -9,7 +9,8 @@ padded to 8192 for verl. Two figures per row, each beside that of `ppo_clip` in 
     whole    the same with statistics, on the host as metrics
 
 verl's losses take no such statistics and are compared with `loss`; its presets do, and are compared
-twice, without them and with them. Divergences of whole distributions are random numbers here. A row
+twice, without them and with them (weights and masks of verl's come with a few metrics either way).
+Divergences of whole distributions are random numbers here: `exact_kl.py` times computing them. A row
 above 3 times the loss of `ppo_clip` needs a reason in `REASONS`; without one, or where loss or
 gradient disagree with verl's, the exit code is 1.
 """
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -46,22 +48,25 @@ LIMIT = 3.0
 TOLERANCE = 1e-4
 """Of a loss and its gradient, relative to verl's: float32 sums of a million terms."""
 
-SORTS = "sorts the step's tokens, in float64"
-PREFIX = "running sums over each response in float64, forward and backward"
-MINIMUM = "running minimum of each response: log2(longest) passes over all tokens"
+ORDER = "orders the step's tokens, in float64"
+HASH = "; hashes every token, so that the choice does not depend on how the step is split"
+PREFIX = "running sums over each response in float64, limits and exponentials of every prefix"
+MINIMUM = "running minimum over each response"
 REASONS: dict[str, str] = {
-    "clip_cov": f"{SORTS}; hashes every token, so that the choice does not depend on the split",
-    "kl_cov": f"{SORTS}; hashes every token, so that ties do not depend on the split",
-    "m2po": SORTS,
-    "m2po_drop": SORTS,
-    "espo": "sorts each response's tokens by entropy, sums over two groups of each",
+    "clip_cov": ORDER + HASH,
+    "kl_cov": ORDER + HASH,
+    "m2po": ORDER,
+    "m2po_drop": ORDER,
+    "espo": "orders each response's tokens by entropy; means over two groups of each",
     "prefix_is": PREFIX,
     "ctpo": PREFIX,
     "ctpo_paper": PREFIX,
     "minpro": MINIMUM,
     "minpro_ppo": MINIMUM,
+    "st_ppo": "clips twice: once to see, in float64, what the step's clip removes",
+    "deepseek_v32": "gate and clip, and a k3 penalty with an importance ratio of its own",
 }
-"""What the formula of a slow row needs."""
+"""What the formula of a slow row needs, for the rows that are or come near to being slow."""
 
 Outcome = tuple[Tensor, Tensor]
 """Loss, and its gradient to logp."""
@@ -102,31 +107,23 @@ def loss_from_padded(batch: Batch, row: Method) -> Outcome:
 
 # -- one row --------------------------------------------------------------------------------------
 
+Seconds = dict[str, float]
 
-def measure(batch: Batch, name: str, repeats: int) -> dict[str, Any]:
-    """Seconds of a row beside those of `BASE` and of verl, and how far verl's numbers are from ours."""
-    row, base, verl = method(name), METHODS[BASE], load_verl()
+
+def turn(batch: Batch, row: Method) -> Seconds:
+    """A row and `BASE`, once."""
+    base = METHODS[BASE]
     arms: dict[str, Callable[[], object]] = {
         f"{BASE}, loss": lambda: loss(batch, base),
         "loss": lambda: loss(batch, row),
         f"{BASE}, whole": lambda: whole(batch, base),
         "whole": lambda: whole(batch, row),
     }
-    seconds = interleaved_medians(arms, repeats=repeats)
-    found: dict[str, Any] = {
-        "ns_per_token": {kind: 1e9 * seconds[kind] / batch.tokens for kind in KINDS},
-        "times_base": {kind: seconds[kind] / seconds[f"{BASE}, {kind}"] for kind in KINDS},
-    }
-    peer = None if verl is None else peer_of(verl, name)
-    if verl is not None and peer is not None:
-        found["verl"] = beside_verl(verl, batch, row, peer, repeats=(repeats + 1) // 2)
-    return found
+    return interleaved_medians(arms, repeats=1)
 
 
-def beside_verl(
-    verl: SimpleNamespace, batch: Batch, row: Method, peer: Peer, *, repeats: int
-) -> dict[str, Any]:
-    """Seconds of verl's function and of ours in turn, and whether they compute the same."""
+def turn_beside_verl(verl: SimpleNamespace, batch: Batch, row: Method, peer: Peer) -> Seconds:
+    """A row, packed and padded, and verl's function for it, once."""
     arms: dict[str, Callable[[], object]] = {
         "loss": lambda: loss(batch, row),
         "loss, padded": lambda: loss_from_padded(batch, row),
@@ -135,17 +132,28 @@ def beside_verl(
     if peer.correction is not None:
         arms["whole"] = lambda: whole(batch, row)
         arms["verl, with metrics"] = lambda: verl_step(verl, batch, row, peer, metrics=True)
-    seconds = interleaved_medians(arms, repeats=repeats)
-    faster = {ours: seconds["verl"] / seconds[ours] for ours in ("loss", "loss, padded")}
-    if peer.correction is not None:
-        faster["whole"] = seconds["verl, with metrics"] / seconds["whole"]
+    return interleaved_medians(arms, repeats=1)
+
+
+def figures(turns: list[Seconds], tokens: int) -> dict[str, Any]:
+    """A row's time per token, and that in units of `BASE` in the same turn: medians over turns."""
     return {
-        "function": peer.function,
-        "seconds": seconds,
-        "times_faster": faster,
-        "disagreement": disagreement(verl, batch, row, peer),
-        "note": peer.note,
+        "ns_per_token": {kind: 1e9 * median(t[kind] for t in turns) / tokens for kind in KINDS},
+        "times_base": {kind: _ratio(turns, kind, f"{BASE}, {kind}") for kind in KINDS},
     }
+
+
+def figures_beside_verl(turns: list[Seconds]) -> dict[str, Any]:
+    """Seconds, and how many times faster ours are than verl's in the same turn: medians over turns."""
+    seconds = {arm: median(t[arm] for t in turns) for arm in turns[0]}
+    faster = {ours: _ratio(turns, "verl", ours) for ours in ("loss", "loss, padded")}
+    if "whole" in seconds:
+        faster["whole"] = _ratio(turns, "verl, with metrics", "whole")
+    return {"seconds": seconds, "times_faster": faster}
+
+
+def _ratio(turns: list[Seconds], above: str, below: str) -> float:
+    return median(t[above] / t[below] for t in turns)
 
 
 def disagreement(
@@ -168,12 +176,39 @@ def disagreement(
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+    """Of a from b, relative to b; 0 where both are 0."""
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
 # -- all rows -------------------------------------------------------------------------------------
 
 Found = Mapping[str, Mapping[str, Any]]
+
+
+def measure(batch: Batch, methods: Mapping[str, Method], *, repeats: int) -> dict[str, Any]:
+    """All rows in turn, and again: what disturbs the machine for a while spoils one turn of each.
+
+    verl's functions, which take most of the time, are in every other turn.
+    """
+    verl, start = load_verl(), time.perf_counter()
+    peers = {} if verl is None else {name: peer_of(verl, name) for name in methods}
+    mine: dict[str, list[Seconds]] = {name: [] for name in methods}
+    beside: dict[str, list[Seconds]] = {name: [] for name in methods}
+    for i in range(repeats):
+        for name, row in methods.items():
+            mine[name].append(turn(batch, row))
+            if i % 2 == 0 and (peer := peers.get(name)) is not None:
+                beside[name].append(turn_beside_verl(verl, batch, row, peer))
+            elapsed = time.perf_counter() - start
+            print(f"\rturn {i + 1}/{repeats}, {elapsed:4.0f} s, {name:28}", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    rows = {name: figures(turns, batch.tokens) for name, turns in mine.items()}
+    for name, turns in beside.items():
+        if turns:
+            peer, found = peers[name], figures_beside_verl(turns)
+            found["disagreement"] = disagreement(verl, batch, methods[name], peer)
+            rows[name]["verl"] = {"function": peer.function, **found, "note": peer.note}
+    return rows
 
 
 def failures(rows: Found) -> list[str]:
@@ -238,16 +273,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
 
-    names, facts = args.rows.split(","), machine("verl")
+    methods, facts = {name: method(name) for name in args.rows.split(",")}, machine("verl")
     batch = make_batch(args.sequences, args.longest)
     print(f"{args.sequences} sequences, {batch.tokens:,} tokens, padded to {args.longest}\n{facts}")
     if load_verl() is None:
         print("verl cannot be imported here: ours is timed alone")
-    rows, start = {}, time.perf_counter()
-    for done, name in enumerate(names, 1):
-        rows[name] = measure(batch, name, 1 if args.quick else args.repeats)
-        elapsed = time.perf_counter() - start
-        print(f"{done}/{len(names)} {name}, {elapsed:.0f} s", file=sys.stderr)
+    rows = measure(batch, methods, repeats=1 if args.quick else args.repeats)
     show(rows)
     show_why(rows)
     failed = failures(rows)

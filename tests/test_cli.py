@@ -62,7 +62,11 @@ def test_bound_prints_the_papers_table_to_every_digit():
         ),
         (["train", "recipes/tiny.toml", "--arms", "nope"], 2, "tiny has the arms none, trm_max"),
         (["train", "recipes/tiny.toml", "--set", "method=gpso"], 1, "did you mean gspo"),
-        (["train", "recipes/tiny.toml", "--set", "override.gate.high=1"], 1, "override changes the values of method"),
+        (
+            ["train", "recipes/tiny.toml", "--set", "override.gate.high=1"],
+            1,
+            "override changes the values of method",
+        ),
         (["bound", "--T", "0", "--delta", "1"], 1, "horizon"),
         (["report", "nowhere"], 1, "RecordError"),
         (["train", "no[/x]where[b].toml"], 1, "cannot read recipe no[/x]where[b].toml"),

@@ -102,7 +102,9 @@ def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batc
     lengths = torch.randint(1, 12, (8,), generator=g)
     n = int(lengths.sum())
     spread = lambda x: x.repeat_interleave(lengths)  # noqa: E731
-    scale = spread(torch.tensor(SCALES, dtype=torch.float64)[torch.randint(0, 5, (8,), generator=g)])
+    scale = spread(
+        torch.tensor(SCALES, dtype=torch.float64)[torch.randint(0, 5, (8,), generator=g)]
+    )
     mu = -3 * uniform(n) - 0.01
     down, up, fast = torch.randperm(n, generator=g)[:3].tolist()
     first, second = torch.zeros(2, n, dtype=torch.float64)

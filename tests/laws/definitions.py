@@ -153,10 +153,8 @@ def limited(w: Weight, raw: float, position: int) -> float:
     step = position**w.growth
     low = 0.0 if w.floor is None else w.floor**step
     high = math.inf if w.cap is None else w.cap**step
-    if w.outside == "mask":
-        raw = raw if low <= raw <= high else 0.0
-    else:
-        raw = min(max(raw, low), high)
+    outside = not low <= raw <= high
+    raw = 0.0 if outside and w.outside == "mask" else min(max(raw, low), high)
     return raw if w.saturation is None else raw / (raw + w.saturation)
 
 

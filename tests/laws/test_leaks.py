@@ -97,7 +97,8 @@ def frozen(row: Method, given: Given) -> tuple[Method, Given]:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, r in METHODS.items() if r.correction.gates or r.correction.weights or r.anchor]
+    "name",
+    [n for n, r in METHODS.items() if r.correction.gates or r.correction.weights or r.anchor],
 )
 def test_the_gradient_is_the_one_with_decisions_frozen(name):
     compared = 0

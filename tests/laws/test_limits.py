@@ -115,16 +115,18 @@ def test_without_limits_it_is_plain_importance_sampling(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_inside_its_limits_it_is_its_formula(name):
     """Gates are taken from the run: what they decide has a law of its own (`test_membership`)."""
-    row, compared = METHODS[name], 0
-    for seed in SEEDS:
+    row, compared, gone = METHODS[name], 0, 0
+    for seed in range(12) if row.observers else SEEDS:  # statistics of a step seldom decide
         batch = larger(draw(seed, per_token=seed % 2 == 0), row)
         got = run(row, packed(batch))
         expected = gradient(row, sequences_of(batch), pushes, got.keep)
         if type(row.objective) is CovClipped:
-            expected = left_out(row.objective, batch, got.grad, expected)
+            full, expected = expected, left_out(row.objective, batch, got.grad, expected)
+            gone += int((full != expected).sum())
         torch.testing.assert_close(got.grad, expected, rtol=1e-9, atol=1e-12)
         compared += got.grad.numel()
     assert compared > 80
+    assert (gone > 3) == (type(row.objective) is CovClipped)
 
 
 def larger(batch: Batch, row: Method) -> Batch:
@@ -143,8 +145,10 @@ def left_out(o: CovClipped, batch: Batch, got: torch.Tensor, expected: torch.Ten
     ]
     gone = (got == 0) & (expected != 0)
     wanted = min(max(1, int(o.fraction * len(candidates))), sum(candidates))
-    assert int(gone.sum()) == wanted == 1
-    assert candidates[int(gone.nonzero())]
+    # Leaving out a candidate without advantage cannot be seen.
+    silent = [c and e == 0 for c, e in zip(candidates, expected.tolist())]
+    assert int(gone.sum()) == wanted or (any(silent) and not gone.any())
+    assert all(candidates[i] for i in gone.nonzero().flatten())
     return expected.where(~gone, 0.0)
 
 
@@ -160,15 +164,15 @@ def test_every_row_is_of_one_form_or_the_other():
     assert {type(row.objective) for row in METHODS.values()} <= set(PUSH)
 
 
-def test_the_random_batches_reach_limits_on_both_sides():
-    """Otherwise the formulas above would agree without any clip, cap or gate at work."""
-    idle = {"trm_max_tv"}
+def test_the_random_batches_reach_the_limits_of_every_row():
+    """Otherwise the formulas above would agree without any gate, cap or clip at work."""
     for name, row in METHODS.items():
-        runs = [run(row, packed(draw(seed, per_token=seed % 2 == 0))) for seed in range(8)]
+        runs = [run(row, packed(draw(seed, per_token=seed % 2 == 0))) for seed in range(4)]
+        total = sum(len(r.keep) for r in runs)
         if row.correction.gates:
-            kept = torch.cat([r.keep for r in runs]).double().mean().item()
-            assert 0.02 < kept < 0.999, (name, kept)
-        capped = any(getattr(w, "cap", None) for w in row.correction.weights)
-        if capped and name not in idle:
-            limited = torch.cat([r.result.corrected.limited for r in runs]).double().mean().item()
-            assert 0.001 < limited < 0.999, (name, limited)
+            assert 0.02 < sum(int(r.keep.sum()) for r in runs) / total < 0.999, name
+        if any(getattr(w, "cap", None) for w in row.correction.weights):
+            assert 0 < sum(int(r.result.corrected.limited.sum()) for r in runs) < total, name
+        clipped = [r.result.stats.to_host().get("objective/clipped") for r in runs]
+        if None not in clipped:
+            assert 0 < sum(clipped) < total, name  # type: ignore[arg-type]

@@ -204,6 +204,47 @@ def test_verl_alone_divides_by_what_survived(verl, name, how):
     same(loss, mine.loss * total / survivors)
 
 
+CUTTING = ["seq_max_k2", "token_k2", "token_k2,seq_mean_k3"]
+"""Modes that reject sequences whole, that cut them, and both."""
+
+
+def cut(verl, mode: str, batch: Batch, **fields) -> tuple[Method, Step]:
+    """Verl's decoupled step under rejection modes, and the composition that they are."""
+    threshold = ",".join(["0.005"] * len(mode.split(",")))
+    config = verl.RolloutCorrectionConfig(
+        rollout_is=None, rollout_rs=mode, rollout_rs_threshold=threshold
+    )
+    correction = Correction()
+    for one in mode.split(","):
+        correction &= rejection(one, 0.005, on="mismatch")
+    method = Method(objective=Clipped(dual_clip=3.0), correction=correction)
+    return method, Step(verl, config, batch, **fields)
+
+
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize("mode", CUTTING)
+@pytest.mark.parametrize("name", ["accepted", "verl_trainer"])
+def test_denominators_by_name(verl, name, mode, how):
+    """dis.03, as a choice: what verl divides by alone, and in its trainer when it is decoupled.
+
+    The trainer counts the tokens of the edited mask, and the sequences of the configured batch.
+    """
+    batch = random_batch(5, sequences=30)
+    method, step = cut(verl, mode, batch, loss_scale_factor=23)
+    mine = ours(replace(method, aggregate=how, normalizer=name), batch, horizon=23)
+    kept = step.data["response_mask"]
+    assert torch.equal(mine.keep, kept.bool())
+    assert 0 < int(kept.sum()) < batch.tokens
+    counts = {"tokens": None, "sequences": None}
+    if name == "verl_trainer":
+        counts = {"tokens": int(kept.sum()), "sequences": batch.sequences}
+    theirs = step.loss(MODES[how], **counts)
+    agree(mine, *theirs)
+    sampled = ours(replace(method, aggregate=how), batch, horizon=23)
+    if name == "accepted" or how == "token_mean":
+        assert not 0.95 < float(sampled.loss / theirs[0]) < 1.05
+
+
 def test_verls_trainer_counts_survivors_in_one_mode_and_not_in_the_other(verl):
     """dis.03: decoupled, its counts follow the edited mask; in bypass the mask it counts is whole.
 
@@ -221,18 +262,9 @@ def test_verls_trainer_counts_survivors_in_one_mode_and_not_in_the_other(verl):
 def test_the_mean_over_a_sequence_that_lost_tokens_differs(verl):
     """dis.03 inside a sequence: verl divides by the tokens that are left, we by all it had."""
     batch = random_batch(5)
-    config = verl.RolloutCorrectionConfig(
-        rollout_is=None, rollout_rs="token_k2", rollout_rs_threshold=0.001
-    )
-    step = Step(verl, config, batch)
-    method = Method(
-        objective=Clipped(dual_clip=3.0),
-        correction=Correction() & rejection("token_k2", 0.001, on="mismatch"),
-        aggregate="seq_mean_token_mean",
-    )
+    method, step = cut(verl, "token_k2", batch)
     gradient = step.over_everything("seq-mean-token-mean")[1]
-    mine = ours(method, batch)
-    assert torch.equal(mine.keep, step.data["response_mask"].bool())
+    mine = ours(replace(method, aggregate="seq_mean_token_mean"), batch)
     differ(mine.gradient, gradient)
     left, had = mine.keep.sum(-1, keepdim=True), batch.mask.sum(-1, keepdim=True)
     assert int(((left > 0) & (left < had)).sum()) > 2
@@ -292,6 +324,9 @@ def test_what_a_gate_does_to_the_kl_penalty(verl, name, scope, other):
     loss, gradient = step.over_everything("token-mean")
     agree(ours(row, batch), loss, gradient)
     differ(ours(replace(row, gate_scope=other), batch).gradient, gradient)
+    # Left to itself, each of verl's terms divides by the mask that it has.
+    alone = step.loss("token-mean", tokens=None, sequences=None)
+    agree(ours(replace(row, normalizer="accepted"), batch), *alone)
 
 
 def test_weights_in_bypassed_ppo_are_for_metrics_alone(verl):

@@ -18,6 +18,7 @@ from offdrift.correction import Correction, Weight, rejection
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, override
 from offdrift.methods.presets import ROWS as PRESETS
+from offdrift.objectives import Clipped
 from offdrift.stats.summary import summarize
 from tests.parity.peers import (
     MODES,
@@ -35,6 +36,25 @@ from tests.parity.peers import (
 SEEDS = range(3)
 NEVER = 1e9
 """verl's dual clip cannot be switched off; no ratio reaches this one (e^20 is 4.9e8)."""
+NONE = 1e-12
+"""verl's band of weights needs a lower end; no weight is below this one (e^-20 is 2e-9)."""
+
+
+def clipped_as(config) -> Clipped:
+    """The objective with the numbers of verl's configuration."""
+    c = config.clip_ratio_c
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    return Clipped(eps_low=low, eps_high=high, dual_clip=None if c == NEVER else c)
+
+
+def weight_as(on: str, unit: str, threshold, normalize: bool = False) -> Weight:
+    """The weight with the limits of verl's threshold."""
+    ends = [float(x) for x in str(threshold).split("_")]
+    band = {} if len(ends) == 1 else {"outside": "mask"}
+    if band and ends[0] != NONE:
+        band["floor"] = ends[0]
+    cap = None if ends[-1] == NEVER else ends[-1]
+    return Weight(on=on, unit=unit, cap=cap, normalize=normalize, **band)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +122,9 @@ def test_dppo_on_verls_anchor(verl, name, seed):
     config = actor(verl, batch, clip_ratio_low=limit, clip_ratio_high=limit, loss_scale_factor=31)
     loss, gradient = verl_loss(verl, name, batch, config, MODES["fixed"])
     row = override(METHODS[name], {**STALE, "weight.cap": 3.0})
+    (gate,) = row.correction.gates
+    assert (gate.low, gate.high) == (-limit, limit)
+    assert METHODS[name].correction.weights == (Weight(on="full", cap=20.0),)
     mine = ours(row, batch, horizon=31)
     agree(mine, loss, gradient)
     assert 0 < int(mine.keep.sum()) < batch.tokens
@@ -121,7 +144,6 @@ def test_dppo_given_the_rollout_policy_is_the_row(verl, name, low, high, cap, se
     agree(ours(row, batch, horizon=31), *theirs)
 
 
-@pytest.mark.xfail(strict=True, reason="statistics.binary_tv takes e^20 for every larger ratio")
 def test_a_token_that_was_all_but_impossible_has_moved_by_its_new_probability(verl):
     """log-probs -30 and -0.5: the probability moved by 0.61, far beyond 0.15."""
     old, logp = torch.tensor([[-30.0]]).double(), torch.tensor([[-0.5]]).double()
@@ -162,6 +184,7 @@ def test_dppo_truncates_at_three_in_verl_whatever_its_comment_says(verl):
 def test_clipped_rows(verl, name, fields, seed):
     batch, row = random_batch(seed), METHODS[name]
     config = actor(verl, batch, **fields)
+    assert row.objective == clipped_as(config)
     theirs = verl_loss(verl, "vanilla", batch, config, MODES[row.aggregate])
     agree(ours(row, batch, horizon=31), *theirs)
 
@@ -175,18 +198,16 @@ def test_clipped_rows(verl, name, fields, seed):
         ("fp8_rl", "token", 2.0, {"clip_ratio_c": NEVER, "clip_ratio_high": 0.28}),
         ("icepop", "token", "0.5_5.0", {"clip_ratio_c": NEVER}),
         ("ring_1t", "token", "0.5_5.0", {"clip_ratio_c": NEVER}),
-        # A band of weights needs a lower end in verl; no weight is below e^-20.
-        ("areal", "token", "1e-12_5.0", {}),
+        ("areal", "token", f"{NONE}_5.0", {"clip_ratio_c": NEVER}),
     ],
 )
 def test_weighted_clipped_rows(verl, name, unit, threshold, fields, seed):
     batch, row = random_batch(seed), METHODS[name]
-    if name == "areal" and row.objective.dual_clip is None:
-        fields = {"clip_ratio_c": NEVER}
+    config = actor(verl, batch, **fields)
+    assert row.objective == clipped_as(config)
+    assert row.correction.weights == (weight_as("mismatch", unit, threshold),)
     weights = weights_of(verl, batch, unit, threshold)
-    theirs = verl_loss(
-        verl, "vanilla", batch, actor(verl, batch, **fields), MODES[row.aggregate], weights
-    )
+    theirs = verl_loss(verl, "vanilla", batch, config, MODES[row.aggregate], weights)
     mine = ours(row, batch)
     agree(mine, *theirs)
     same(mine.weight, weights)
@@ -219,6 +240,7 @@ def test_gated_rows(verl, name, seed):
 
 def test_decoupled_geo(verl):
     batch, row = random_batch(1, sequences=40), METHODS["decoupled_geo"]
+    assert row.correction.gates == (rejection("seq_mean_k1", "0.99_1.01", on="mismatch"),)
     mask, _ = verl.rollout_corr_helper.compute_rollout_rejection_mask(
         batch.old - batch.rollout, batch.mask, "seq_mean_k1", f"{1 / 1.01!r}_{1 / 0.99!r}"
     )
@@ -236,9 +258,9 @@ BYPASSED = {
     "token_tis": {"rollout_is": "token"},
     "seq_tis": {"rollout_is": "sequence"},
     "token_mis": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-    "seq_mis": {"rollout_is": "sequence", "rollout_is_threshold": "1e-12_3.0"},
+    "seq_mis": {"rollout_is": "sequence", "rollout_is_threshold": f"{NONE}_3.0"},
     "seq_mis_band": {"rollout_is": "sequence", "rollout_is_threshold": f"{1 / 3!r}_3.0"},
-    "full_is": {"rollout_is": "sequence", "rollout_is_threshold": 1e12},
+    "full_is": {"rollout_is": "sequence", "rollout_is_threshold": NEVER},
     "normalized_tis": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
 }
 
@@ -247,8 +269,12 @@ BYPASSED = {
 @pytest.mark.parametrize("name", BYPASSED)
 def test_bypassed_reinforce_rows(verl, name, seed):
     batch, row = random_batch(seed, sequences=30), METHODS[name]
-    batch = replace(batch, logp=batch.old)
-    theirs = bypass(verl, batch, MODES[row.aggregate], loss_type="reinforce", **BYPASSED[name])
+    batch, given = replace(batch, logp=batch.old), BYPASSED[name]
+    threshold = given.get("rollout_is_threshold", 2.0)
+    normalize = given.get("rollout_is_batch_normalize", False)
+    expected = weight_as("full", given["rollout_is"], threshold, normalize)
+    assert row.correction.weights == (expected,)
+    theirs = bypass(verl, batch, MODES[row.aggregate], loss_type="reinforce", **given)
     mine = ours(row, batch)
     agree(mine, *theirs)
     assert len(mine.weight.unique()) > 5

@@ -16,6 +16,7 @@ from offdrift.correction import Correction, Weight
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method, override
 from offdrift.objectives import Clipped, Reinforce
+from offdrift.objectives.geometric import GeometricClipped
 from offdrift.stats.summary import summarize
 from tests.parity.peers import Batch, agree, differ, ours, random_batch, same
 from tests.parity.trl_trainer import HORIZON, LOSSES, Trainer, load_trl, sequence_batch
@@ -69,9 +70,13 @@ def test_sequence_level_losses(trl, loss_type, name, how, seed):
     agree(ours(replace(row, aggregate=how), batch, horizon=HORIZON), *trainer.loss(trainer.given()))
 
 
-def test_the_row_of_luspo_has_the_numbers_of_the_test_above():
+def test_the_rows_have_the_numbers_that_trl_was_given():
+    for name in ("grpo", "ppo_clip", "dr_grpo"):
+        assert METHODS[name].objective == Clipped()
+    assert METHODS["dapo"].objective == Clipped(eps_high=0.28)
     assert METHODS["luspo"].objective == Clipped(unit="geometric", eps_low=0.002, eps_high=0.0025)
-    assert METHODS["luspo"].aggregate == "seq_mean_token_sum"
+    assert METHODS["gmpo"].objective == GeometricClipped(eps_low=0.4, eps_high=0.4)
+    assert METHODS["cispo_upper"].correction.weights == (Weight(on="staleness", cap=5.0),)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

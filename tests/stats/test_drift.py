@@ -5,13 +5,23 @@ import itertools
 import pytest
 import torch
 
+from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
-from tests.laws.test_laws import divergences_of
 from tests.oracles.fixtures import ragged
+
+
+def divergences_of(lp: LogProbs) -> dict[str, Divergence]:
+    """KL and TV that depend on the token alone, so that pieces of a batch agree with the whole."""
+    kl = 0.02 * (lp.current.detach() - lp.logp_rollout).square()
+    tv = (kl / 2).sqrt().clamp(max=1)
+    return {
+        "kl_rollout_current": Divergence.exact("kl_rollout_current", kl),
+        "tv_rollout_current": Divergence.exact("tv_rollout_current", tv),
+    }
 
 
 def stats_of(lp: LogProbs) -> DriftStats:

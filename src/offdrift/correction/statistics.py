@@ -19,7 +19,7 @@ from offdrift.divergence.sampled import abs_log_ratio, k2, k3
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import blocks, blockwise, clamped
+from offdrift.numerics import LOG_RATIO_LIMIT, blocks, blockwise, clamped
 from offdrift.ratios import RatioName, stopped_log_ratio
 
 StatisticName = Literal[
@@ -48,7 +48,9 @@ def binary_tv(
 
     Reference: DPPO, arXiv:2602.04879.
     """
-    return logp_first.exp() * clamped(log_ratio).expm1()
+    p = logp_first.exp()
+    near = p * clamped(log_ratio).expm1()  # exact where the policies nearly agree
+    return near.where(log_ratio <= LOG_RATIO_LIMIT, (logp_first + log_ratio).exp() - p)
 
 
 def binary_kl(

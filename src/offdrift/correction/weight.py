@@ -7,6 +7,7 @@ an objective.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.facts import NO_FACTS, Facts, Seen
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import blocks, ratio
+from offdrift.numerics import blocks, clamped
 from offdrift.ratios import RatioName, Unit, per_unit, stopped_log_ratio
 
 Sign = Literal["any", "negative", "positive"]
@@ -155,28 +156,27 @@ class Weight:
         unit = per_unit(log_ratio, segments, unit=self.unit)
         if self.growth:
             steps = (segments.position + 1).to(unit.dtype) ** self.growth
-            parts = [self._limit(ratio(x), s) for x, s in blocks(unit, steps)]
+            parts = [self._limit(clamped(x), s) for x, s in blocks(unit, steps)]
         else:
-            parts = [self._limit(ratio(x), None) for (x,) in blocks(unit)]
+            parts = [self._limit(clamped(x), 1.0) for (x,) in blocks(unit)]
         return torch.cat([w for w, _ in parts]), torch.cat([x for _, x in parts])
 
     def _limit(
-        self, raw: Float[Tensor, " k"], steps: Float[Tensor, " k"] | None
+        self, log_ratio: Float[Tensor, " k"], steps: Float[Tensor, " k"] | float
     ) -> tuple[Tensor, Tensor]:
-        """Weights inside the limits, and which ones the limits changed."""
-        floor, cap = self.floor, self.cap
-        if steps is not None:
-            floor = None if floor is None else torch.as_tensor(floor, dtype=raw.dtype) ** steps
-            cap = None if cap is None else torch.as_tensor(cap, dtype=raw.dtype) ** steps
-        limited = torch.zeros_like(raw, dtype=torch.bool)
-        if cap is not None:
-            limited |= raw > cap
-        if floor is not None:
-            limited |= raw < floor
-        if self.outside == "mask":
-            weight = raw.where(~limited, 0.0)
-        else:
-            weight = raw if floor is None and cap is None else torch.clamp(raw, floor, cap)  # type: ignore[call-overload]
+        """Weights inside the limits, and which ones the limits changed.
+
+        Compared in log space, so that a ratio on its limit is inside.
+        """
+        limited = torch.zeros_like(log_ratio, dtype=torch.bool)
+        weight = log_ratio.exp()
+        for limit, beyond in ((self.cap, torch.gt), (self.floor, torch.lt)):
+            if not limit:  # None, or a floor of 0
+                continue
+            outside = beyond(log_ratio, math.log(limit) * steps)
+            limited |= outside
+            edge = 0.0 if self.outside == "mask" else limit**steps
+            weight = torch.where(outside, edge, weight)
         if self.saturation is not None:
             weight = weight / (weight + self.saturation)
         return weight, limited

@@ -53,7 +53,9 @@ def _preset(
         aggregate="seq_mean_token_sum" if isinstance(objective, Reinforce) else "token_mean",
         summary=summary,
         mechanism="rejection" if correction.gates else "PPO clip" if objective.on else "none",
-        target="mismatch of the engines" if objective.on != "full" else "off-policy data of any kind",
+        target="mismatch of the engines"
+        if objective.on != "full"
+        else "off-policy data of any kind",
         fails=fails,
         bias=bias,
         reference=VERL,

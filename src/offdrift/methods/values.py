@@ -12,7 +12,7 @@ from offdrift.methods.override import PLAIN, SINGLE
 
 def by_path(row: Method) -> dict[str, Any]:
     """Every part by the path that `override` knows it by."""
-    found = {"objective": row.objective}
+    found: dict[str, Any] = {"objective": row.objective}
     for role, several in (("gate", row.correction.gates), ("weight", row.correction.weights)):
         for i, part in enumerate(several):
             found[role if len(several) == 1 else f"{role}.{i}"] = part

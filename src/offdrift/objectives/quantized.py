@@ -7,6 +7,7 @@ it had not been undercounted. The clip's upper limit grows by the factor that tr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
 from jaxtyping import Float
 from torch import Tensor
 

@@ -106,4 +106,5 @@ class ImportanceSampled:
             return TokenLoss(importance_sampled(log_w, advantages), None, pull)
         w = ratio(log_w)
         capped = w > self.cap
-        return TokenLoss(-advantages * w.where(~capped, self.cap), capped.detach(), pull)
+        changed = (capped & (advantages != 0)).detach()
+        return TokenLoss(-advantages * w.where(~capped, self.cap), changed, pull)

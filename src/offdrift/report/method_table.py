@@ -68,6 +68,11 @@ def method_list(rows: Mapping[str, Row], *, width: int) -> RenderableType:
 def _family(
     names: list[str], cells: Mapping[str, list[Text]], widths: list[int], width: int
 ) -> list[RenderableType]:
+    lines = [[Text(n, style="bold"), *(c for c in cells[n] if c.plain)] for n in names]
+    if width >= WIDE and all(len(line) == 3 for line in lines):  # systems have no axes
+        tag = max(len(line[2]) for line in lines)
+        what = min(max(len(line[1]) for line in lines), width - widths[0] - tag - 4)
+        return [_grid(lines, [widths[0], what, tag])]
     if width >= WIDE:
         return [_grid([[Text(n, style="bold"), *cells[n]] for n in names], widths)]
     return [part for n in names for part in _stacked(n, cells[n], widths[0], width)]
@@ -164,8 +169,9 @@ def _method_page(row: Row) -> RenderableType:
 
 
 def _system_page(row: Row) -> RenderableType:
+    level = [] if row["aggregate"] == "n/a" else [("works on", row["aggregate"])]
     about = [
-        ("works on", row["aggregate"]),
+        *level,
         ("mechanism", row["mechanism"]),
         ("importance", row["is_treatment"]),
         ("models", {"both": "dense and MoE"}.get(row["model_class"], row["model_class"])),
@@ -174,8 +180,9 @@ def _system_page(row: Row) -> RenderableType:
         ("status", f"{row['status']}: {STATUS[row['status']]}"),
         ("reference", row["reference"]),
     ]
-    place = [("where", row["where"]), ("here", ", ".join(row["here"]) or "nothing that runs")]
-    place.append(("watch", ", ".join(row["watch"]) or "–"))
+    place = [("where", row["where"])]
+    place += [("to compute it", ", ".join(row["here"]))] if row["here"] else []
+    place.append(("watch", ", ".join(row["watch"])))
     place.append(("correct with", ", ".join(row["related"])))
     return Group(
         _title(row),
@@ -197,7 +204,8 @@ def _title(row: Row) -> Text:
 
 def _axes_in_full(row: Row) -> list[tuple[str, str]]:
     bias = row["bias"]
-    needs = list(row["needs"]) + ["logp_old"] * row["needs_old"]
+    penalized = any(part["role"] == "penalty" for part in row["parts"])
+    needs = [*row["needs"], *["logp_old"] * row["needs_old"], *["logp_ref"] * penalized]
     return [
         ("unit", _explained(row["unit"], UNITS)),
         ("ratio", _explained(row["ratio"], RATIOS) or "none"),

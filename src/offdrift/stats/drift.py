@@ -192,7 +192,8 @@ def _token_pass(
     excess = limited.expm1()  # ratio - 1, exact for small log-ratios
     w = excess + 1
     p = first.exp()
-    d = p * excess  # second - first, as probabilities
+    d = p * excess  # second - first, as probabilities; the clamp would hide a token's whole rise
+    d = d.where(raw <= LOG_RATIO_LIMIT, (first + raw).exp() - p)
     d_abs = d.abs()
     added = [
         raw.sum(), limited.sum(), torch.dot(limited, limited), raw.abs().sum(),

@@ -1,0 +1,129 @@
+"""The benchmark of the method table runs, knows every row, and computes what verl computes."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from offdrift.methods import METHODS, method
+from offdrift.methods.table import FAMILIES
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TINY = ["--sequences", "64", "--longest", "48", "--quick", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("methods")
+
+
+@pytest.fixture(scope="module")
+def run(benchmark, tmp_path_factory):
+    """One run over all rows; it sets torch's threads, which is given back."""
+    threads, path = torch.get_num_threads(), tmp_path_factory.mktemp("benchmark") / "methods.json"
+    found = benchmark.main([*TINY, "--json", str(path)])
+    torch.set_num_threads(threads)
+    assert json.loads(path.read_text()) == found
+    return found
+
+
+def test_every_row_is_timed(run):
+    assert list(run["rows"]) == list(METHODS)
+    for name, row in run["rows"].items():
+        for kind in ("loss", "whole"):
+            assert row["ns_per_token"][kind] > 0, name
+            assert row["times_base"][kind] > 0, name
+
+
+def test_reasons_are_of_rows(benchmark):
+    assert benchmark.REASONS.keys() <= METHODS.keys()
+    assert len(benchmark.REASONS) > 5
+
+
+def test_losses_and_gradients_are_verls(benchmark, run):
+    if benchmark.load_verl() is None:
+        pytest.skip("verl cannot be imported")
+    verl = {name: row["verl"] for name, row in run["rows"].items() if "verl" in row}
+    peers = importlib.import_module("methods_verl").PEERS
+    assert verl.keys() == peers.keys() | FAMILIES["presets"].keys()
+    for name, beside in verl.items():
+        differs = beside["disagreement"]
+        assert differs["loss"] < 1e-5, name
+        assert differs["gradient"] < 1e-5, name
+        assert differs["tokens_pushed"] > 50, name
+        corrected = {"whole", "verl, with metrics"} if name in FAMILIES["presets"] else set()
+        assert beside["seconds"].keys() == {"loss", "loss, padded", "verl"} | corrected
+    assert not [words for words in run["failures"] if "differs from verl's" in words]
+
+
+def test_leaving_out_the_statistics_changes_nothing_else(benchmark):
+    batch = benchmark.make_batch(64, 48)
+    for name, row in METHODS.items():
+        for mine, all_of_it in zip(benchmark.loss(batch, row), benchmark.whole(batch, row)):
+            assert torch.equal(mine, all_of_it), name
+        assert benchmark.loss(batch, row)[1].any(), name
+
+
+def test_statistics_are_back_afterwards(benchmark):
+    batch = benchmark.make_batch(8, 16)
+    of = benchmark.DriftStats.of
+    with benchmark.without_statistics():
+        assert benchmark.DriftStats.of(batch.fresh()) is benchmark.NO_STATISTICS
+    assert benchmark.DriftStats.of is of
+
+
+def test_gates_act_on_the_batch(benchmark):
+    """No gate rejects everything, and few nothing (limits for tokens that are all but impossible)."""
+    batch, kept = benchmark.make_batch(512, 512), {}
+    for name, row in METHODS.items():
+        if row.correction.gates:
+            given = batch.packed["advantages"], batch.evidence(row)
+            out = benchmark.policy_loss(batch.fresh(), row, given[0], **given[1])
+            kept[name] = int(out.corrected.keep.sum())
+    assert min(kept.values()) > 0
+    assert sum(k < batch.tokens for k in kept.values()) > 20
+
+
+def row_of(times: float, **beside: float) -> dict:
+    row = {"times_base": {"loss": times, "whole": 9.0}}
+    return {**row, "verl": {"disagreement": {**beside, "tokens_pushed": 1}}} if beside else row
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "words"),
+    [
+        ("none", row_of(2.9), None),
+        ("none", row_of(3.1), "none: 3.1 times the loss of ppo_clip, and no reason"),
+        ("kl_cov", row_of(50.0), None),
+        ("none", row_of(1.0, loss=1e-6, gradient=1e-6), None),
+        (
+            "none",
+            row_of(1.0, loss=1e-3, gradient=1e-6),
+            "none: loss differs from verl's by 1.0e-03",
+        ),
+        ("none", row_of(1.0, loss=0.0, gradient=float("nan")), "none: gradient differs"),
+    ],
+)
+def test_what_fails_a_run(benchmark, name, row, words):
+    found = benchmark.failures({name: row})
+    assert len(found) == (words is not None)
+    assert all(f.startswith(words) for f in found)
+
+
+def test_chosen_rows_and_no_others(benchmark):
+    threads = torch.get_num_threads()
+    found = benchmark.main([*TINY, "--rows", "none,trm_max"])
+    torch.set_num_threads(threads)
+    assert list(found["rows"]) == ["none", "trm_max"]
+    with pytest.raises(ValueError, match="did you mean"):
+        benchmark.main([*TINY, "--rows", "trm_maks"])
+
+
+def test_only_divergences_that_a_row_reads_are_summarized(benchmark):
+    batch = benchmark.make_batch(8, 16)
+    wanted = {n: {*batch.evidence(method(n))["divergences"]} for n in ("none", "trm_max", "trm_max_tv")}  # fmt: skip
+    assert wanted == {"none": set(), "trm_max": {"kl_rollout_current"}, "trm_max_tv": {"tv_rollout_current"}}  # fmt: skip
