@@ -69,7 +69,7 @@ BIASES = {
     "none inside limits": "the expected gradient is that of the true return until a limit acts",
     "O(drift)": "grows in proportion to the drift",
     "O(drift^2)": "grows with the square of the drift",
-    "O(1)": "there even without drift",
+    "O(1)": "does not vanish with the drift",
 }
 STATUS = {
     "stated": "in a primary source",
