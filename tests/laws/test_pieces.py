@@ -140,10 +140,10 @@ def test_what_the_pieces_saw_is_what_the_whole_saw(name):
         close(again.grad, whole(name, seed).grad)
         if row.lr_scale is not None:
             close(*(row.lr_scale.scale(o.parts[row.lr_scale]) for o in (observed, own)))
-        same_numbers(row.next(observed), row.next(own))
+        check_same_numbers(row.next(observed), row.next(own))
 
 
-def same_numbers(one: Method, other: Method) -> None:
+def check_same_numbers(one: Method, other: Method) -> None:
     assert one.objective.formula == other.objective.formula
 
 
