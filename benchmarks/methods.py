@@ -3,7 +3,7 @@
     python benchmarks/methods.py [--rows a,b] [--quick] [--threads N] [--json PATH]
 
 On the ragged batch of `correction.py` (512 sequences, log-normal lengths, float32): packed for us,
-padded to 8192 for verl. Two figures per row, each beside that of `ppo_clip` in the same turn:
+padded to 8192 for verl. Two figures per row, each in units of `ppo_clip`, measured in between:
 
     loss     `policy_loss` without its statistics: observe, correct, push, aggregate, backward
     whole    the same with statistics, on the host as metrics
@@ -135,16 +135,15 @@ def turn_beside_verl(verl: SimpleNamespace, batch: Batch, row: Method, peer: Pee
     return interleaved_medians(arms, repeats=1)
 
 
-def figures(turns: list[Seconds], tokens: int) -> dict[str, Any]:
-    """A row's time per token, and that in units of `BASE` in the same turn: medians over turns."""
-    return {
-        "ns_per_token": {kind: 1e9 * median(t[kind] for t in turns) / tokens for kind in KINDS},
-        "times_base": {kind: _ratio(turns, kind, f"{BASE}, {kind}") for kind in KINDS},
-    }
+def figures(turns: list[Seconds], base: list[Seconds], tokens: int) -> dict[str, Any]:
+    """A row's time per token, and that in units of `BASE` in the same round: medians over rounds."""
+    times = {kind: median(t[kind] / b[kind] for t, b in zip(turns, base)) for kind in KINDS}
+    nanoseconds = {kind: 1e9 * median(t[kind] for t in turns) / tokens for kind in KINDS}
+    return {"ns_per_token": nanoseconds, "times_base": times}
 
 
 def figures_beside_verl(turns: list[Seconds]) -> dict[str, Any]:
-    """Seconds, and how many times faster ours are than verl's in the same turn: medians over turns."""
+    """Seconds, and how many times faster ours are than verl's in the same turn: medians."""
     seconds = {arm: median(t[arm] for t in turns) for arm in turns[0]}
     faster = {ours: _ratio(turns, "verl", ours) for ours in ("loss", "loss, padded")}
     if "whole" in seconds:
@@ -186,9 +185,9 @@ Found = Mapping[str, Mapping[str, Any]]
 
 
 def measure(batch: Batch, methods: Mapping[str, Method], *, repeats: int) -> dict[str, Any]:
-    """All rows in turn, and again: what disturbs the machine for a while spoils one turn of each.
+    """Rounds over all rows: what disturbs the machine for a while spoils one round, and no median.
 
-    verl's functions, which take most of the time, are in every other turn.
+    verl's functions, which take most of the time, are in every other round.
     """
     verl, start = load_verl(), time.perf_counter()
     peers = {} if verl is None else {name: peer_of(verl, name) for name in methods}
@@ -199,16 +198,22 @@ def measure(batch: Batch, methods: Mapping[str, Method], *, repeats: int) -> dic
             mine[name].append(turn(batch, row))
             if i % 2 == 0 and (peer := peers.get(name)) is not None:
                 beside[name].append(turn_beside_verl(verl, batch, row, peer))
-            elapsed = time.perf_counter() - start
-            print(f"\rturn {i + 1}/{repeats}, {elapsed:4.0f} s, {name:28}", end="", file=sys.stderr)
+            progress = f"round {i + 1}/{repeats}, {time.perf_counter() - start:4.0f} s, {name:28}"
+            print(f"\r{progress}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    rows = {name: figures(turns, batch.tokens) for name, turns in mine.items()}
+    base = [_typical(turns) for turns in zip(*mine.values(), strict=True)]
+    rows = {name: figures(turns, base, batch.tokens) for name, turns in mine.items()}
     for name, turns in beside.items():
         if turns:
             peer, found = peers[name], figures_beside_verl(turns)
             found["disagreement"] = disagreement(verl, batch, methods[name], peer)
             rows[name]["verl"] = {"function": peer.function, **found, "note": peer.note}
     return rows
+
+
+def _typical(turns: tuple[Seconds, ...]) -> Seconds:
+    """`BASE` in one round: the median of the times that it was beside a row."""
+    return {kind: median(t[f"{BASE}, {kind}"] for t in turns) for kind in KINDS}
 
 
 def failures(rows: Found) -> list[str]:

@@ -120,7 +120,6 @@ def verl_step(
         function = verl.core.compute_policy_loss_reinforce
     else:
         function = verl.core.get_policy_loss_fn(peer.function)
-        weights = None if bypass else weights  # as bypass_mode does: the ratio is in the loss
     loss, _ = function(anchor, response_mask=mask, rollout_is_weights=weights, **common)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 

@@ -114,6 +114,44 @@ def test_what_fails_a_run(benchmark, name, row, words):
     assert all(f.startswith(words) for f in found)
 
 
+def test_a_turn_times_the_row_and_the_base(benchmark, monkeypatch):
+    timed = []
+    for arm in ("loss", "whole"):
+        monkeypatch.setattr(benchmark, arm, lambda _, row, arm=arm: timed.append((arm, row)))
+    seconds = benchmark.turn(None, METHODS["espo"])
+    base, row = METHODS["ppo_clip"], METHODS["espo"]
+    once = [("loss", base), ("loss", row), ("whole", base), ("whole", row)]
+    assert timed == [x for x in once for _ in range(2)]  # each after one call that is not counted
+    assert seconds.keys() == {"ppo_clip, loss", "loss", "ppo_clip, whole", "whole"}
+
+
+def test_each_row_has_its_own_turn_in_every_round(benchmark, monkeypatch):
+    order = []
+    seconds = {f"{base}{kind}": 1.0 for base in ("", "ppo_clip, ") for kind in ("loss", "whole")}
+    monkeypatch.setattr(benchmark, "load_verl", lambda: None)
+    monkeypatch.setattr(benchmark, "turn", lambda _, row: order.append(row) or seconds)
+    methods = {name: METHODS[name] for name in ("none", "espo")}
+    found = benchmark.measure(benchmark.make_batch(8, 16), methods, repeats=3)
+    assert order == 3 * [METHODS["none"], METHODS["espo"]]
+    assert found["espo"]["times_base"] == {"loss": 1.0, "whole": 1.0}
+
+
+def test_figures_are_medians_over_rounds_of_ratios_within_a_round(benchmark):
+    """The third round is disturbed: everything takes a hundred times as long, the base twenty."""
+    turns = [{"loss": x, "whole": 2 * x} for x in (6.0, 8.0, 700.0)]
+    base = [{"loss": x, "whole": x} for x in (2.0, 2.0, 40.0)]
+    found = benchmark.figures(turns, base, tokens=10**9)
+    assert found["ns_per_token"] == {"loss": 8.0, "whole": 16.0}
+    assert found["times_base"] == {"loss": 4.0, "whole": 8.0}
+
+
+def test_verl_is_divided_by_ours(benchmark):
+    arms = {"loss": 1.0, "loss, padded": 2.0, "verl": 10.0}
+    assert benchmark.figures_beside_verl([arms])["times_faster"] == {"loss": 10.0, "loss, padded": 5.0}  # fmt: skip
+    arms |= {"whole": 3.0, "verl, with metrics": 60.0}
+    assert benchmark.figures_beside_verl([arms])["times_faster"]["whole"] == 20.0
+
+
 def test_chosen_rows_and_no_others(benchmark):
     threads = torch.get_num_threads()
     found = benchmark.main([*TINY, "--rows", "none,trm_max"])

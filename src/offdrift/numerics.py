@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
@@ -41,7 +41,7 @@ BLOCK = 2**16
 whole batch is fresh memory each time, and touching it costs several times the arithmetic."""
 
 
-def blocks(*tensors: Float[Tensor, " n"]) -> Iterator[tuple[Tensor, ...]]:
+def blocks(*tensors: Shaped[Tensor, " n"]) -> Iterator[tuple[Tensor, ...]]:
     """The tensors in matching pieces that fit a core's cache; whole where that buys nothing."""
     if tensors[0].device.type != "cpu" or len(tensors[0]) <= BLOCK:
         yield tensors

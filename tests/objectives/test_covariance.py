@@ -60,7 +60,8 @@ def test_covariance_does_not_depend_on_the_order_of_the_pieces():
     expected = covariance(a, logp, {"advantages": a, "logp": logp})
     for order in orders:
         seen = {"advantages": a[order], "logp": logp[order]}
-        assert torch.equal(covariance(a, logp, seen), expected)
+        # the means round by an ulp; `TIE` is ten thousand times that
+        torch.testing.assert_close(covariance(a, logp, seen), expected, rtol=1e-14, atol=1e-15)
 
 
 def test_clip_cov_on_fx_a3():
@@ -184,14 +185,17 @@ def test_any_split_gives_the_same(objective, seed):
 
 
 def test_pieces_alone_would_choose_other_tokens():
-    lp, advantages, _ = batch(0)
     for objective in (LOOSE, PENALTIES[0]):
-        whole = objective(lp, advantages).loss
-        alone = torch.zeros_like(whole)
-        for sequences in ([0, 1, 2], [3, 4, 5]):
-            part, rows = piece(lp, sequences)
-            alone[rows] = objective(part, advantages[rows]).loss
-        assert not torch.allclose(alone, whole)
+        other = 0
+        for seed in range(4):
+            lp, advantages, _ = batch(seed)
+            whole = objective(lp, advantages).loss
+            alone = torch.zeros_like(whole)
+            for sequences in ([0, 1, 2], [3, 4, 5]):
+                part, rows = piece(lp, sequences)
+                alone[rows] = objective(part, advantages[rows]).loss
+            other += not torch.allclose(alone, whole)
+        assert other >= 2
 
 
 def test_the_number_of_chosen_tokens_is_that_of_the_step():

@@ -21,13 +21,16 @@ from torch import Tensor
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.facts import NO_FACTS, Facts, Seen
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import clamped, ratio
+from offdrift.numerics import blocks, clamped, ratio
 from offdrift.objectives.base import TokenLoss
 from offdrift.objectives.clipped import ppo_clip
 from offdrift.objectives.reinforce import importance_sampled
 from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
 
 Penalty = Literal["abs", "k2", "k3"]
+GOLDEN = 0x9E3779B97F4A7C15
+TIE = 1e-12
+"""How much a key may move a covariance: ties break by chance, and nothing else changes its place."""
 
 
 def covariance(
@@ -47,8 +50,7 @@ def covariance(
 
     Reference: Cui et al., arXiv:2505.22617.
     """
-    # Sorted, so that rounding does not depend on the order in which the pieces were joined.
-    mean_a, mean_x = (seen[name].double().sort().values.mean() for name in ("advantages", "logp"))
+    mean_a, mean_x = (seen[name].double().mean() for name in ("advantages", "logp"))
     return (advantages.detach().double() - mean_a) * (logp.detach().double() - mean_x)
 
 
@@ -63,17 +65,18 @@ def token_keys(logprobs: LogProbs, *, seed: int = 0) -> Float[Tensor, " n"]:
         >>> from offdrift.segments import Segments
         >>> lp = LogProbs.pack(torch.tensor([-1.0, -1.0]), segments=Segments.from_lengths([2]))
         >>> token_keys(lp)
-        tensor([0.4633, 0.3440], dtype=torch.float64)
+        tensor([0.0499, 0.6963], dtype=torch.float64)
 
     Reference: Steele et al., "Fast splittable pseudorandom number generators", 2014 (the mixer).
     """
     segments = logprobs.segments
     bits = logprobs.logp_rollout.double().view(torch.int64)
-    own = _mixed(bits ^ _mixed(segments.position + 1))
+    own = (bits ^ (segments.position + 1) * _signed(GOLDEN)) * _signed(0xD1342543DE82EF95)
     # Integers wrap around, so a difference of running sums is exact however long the stream.
     running = torch.cat([own.new_zeros(1), own.cumsum(0)])
-    whole = _mixed(running[segments.cu_seqlens].diff() + _signed((seed + 1) * 0x9E3779B97F4A7C15))
-    return _shifted(_mixed(own ^ segments.spread(whole)), 11).double() * 2.0**-53
+    whole = _mixed(running[segments.cu_seqlens].diff() + _signed((seed + 1) * GOLDEN))
+    mixed = [_shifted(_mixed(x ^ w), 11) for x, w in blocks(own, segments.spread(whole))]
+    return torch.cat(mixed).double() * 2.0**-53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +145,7 @@ class CovClipped:
         assert clipped is not None
         step = self._between(covariance(seen["advantages"], seen["logp"], seen))
         keys = seen["key"].where(step, torch.inf)
-        last = keys.sort().values[_share(self.fraction, len(keys)) - 1]
+        last = keys.topk(_share(self.fraction, len(keys)), largest=False).values[-1]
         own = self._between(covariance(advantages, logprobs.current, seen)) & ~clipped
         chosen = own & (token_keys(logprobs, seed=self.seed) <= last)
         return TokenLoss(loss.where(~chosen, 0.0), clipped | (chosen & (advantages != 0)))
@@ -227,17 +230,11 @@ class CovPenalized:
     ) -> TokenLoss:
         seen = facts.seen_by(self, logprobs, advantages)
         x = log_ratio(logprobs, on=self.on)
-        step, key = covariance(seen["advantages"], seen["logp"], seen), seen["key"]
-        order = key.argsort()
-        order = order[step[order].argsort(descending=True, stable=True)]
-        count = _share(self.fraction, len(order))
-        last = order[count - 1 : count]
-        own = covariance(advantages, logprobs.current, seen)
-        tied = (own == step[last]) & (token_keys(logprobs) <= key[last])
+        step = covariance(seen["advantages"], seen["logp"], seen) - TIE * seen["key"]
+        last = step.topk(_share(self.fraction, len(step))).values[-1]
+        own = covariance(advantages, logprobs.current, seen) - TIE * token_keys(logprobs)
         penalty = self.coef * self._penalty(x)
-        return TokenLoss(
-            importance_sampled(x, advantages) + penalty.where((own > step[last]) | tied, 0.0)
-        )
+        return TokenLoss(importance_sampled(x, advantages) + penalty.where(own >= last, 0.0))
 
     def observe(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
