@@ -48,16 +48,17 @@ LIMIT = 3.0
 TOLERANCE = 1e-4
 """Of a loss and its gradient, relative to verl's: float32 sums of a million terms."""
 
-ORDER = "orders the step's tokens, in float64"
+SORT = "sorts the step's tokens, in float64"
+RANK = "ranks the step's tokens, in float64"
 HASH = "; hashes every token, so that the choice does not depend on how the step is split"
 PREFIX = "running sums over each response in float64, limits and exponentials of every prefix"
 MINIMUM = "running minimum over each response"
 REASONS: dict[str, str] = {
-    "clip_cov": ORDER + HASH,
-    "kl_cov": ORDER + HASH,
-    "m2po": ORDER,
-    "m2po_drop": ORDER,
-    "espo": "orders each response's tokens by entropy; means over two groups of each",
+    "clip_cov": RANK + HASH,
+    "kl_cov": RANK + HASH,
+    "m2po": SORT,
+    "m2po_drop": SORT,
+    "espo": "sorts each response's tokens by entropy; means over two groups of each",
     "prefix_is": PREFIX,
     "ctpo": PREFIX,
     "ctpo_paper": PREFIX,
@@ -199,8 +200,7 @@ def measure(batch: Batch, methods: Mapping[str, Method], *, repeats: int) -> dic
             if i % 2 == 0 and (peer := peers.get(name)) is not None:
                 beside[name].append(turn_beside_verl(verl, batch, row, peer))
             progress = f"round {i + 1}/{repeats}, {time.perf_counter() - start:4.0f} s, {name:28}"
-            print(f"\r{progress}", end="", file=sys.stderr)
-    print(file=sys.stderr)
+            print(progress, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr)
     base = [_typical(turns) for turns in zip(*mine.values(), strict=True)]
     rows = {name: figures(turns, base, batch.tokens) for name, turns in mine.items()}
     for name, turns in beside.items():
