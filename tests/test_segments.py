@@ -116,3 +116,12 @@ def test_without_ids_every_sequence_is_its_own_group():
 def test_impossible_cuts_are_refused_by_name(make, words):
     with pytest.raises(ShapeError, match=words):
         make()
+
+
+def test_sums_of_float32_do_not_lose_digits_over_long_segments():
+    x = torch.full((32768,), 1.7)
+    s = Segments.from_lengths([32768])
+    exact = 32768 * float(x[0])
+    assert s.sum(x).item() == pytest.approx(exact, rel=1e-7)
+    assert s.mean(x).item() == pytest.approx(float(x[0]), rel=1e-7)
+    assert s.sum(x).dtype == torch.float32

@@ -91,8 +91,8 @@ class LogProbs:
         _check_shapes(given, mask, segments)
         if mask is not None:
             kept = mask.reshape(-1).nonzero().squeeze(-1)
-            given = {name: x.reshape(-1)[kept] for name, x in given.items()}
-            segments = _cut(mask, segments, group_ids)
+            given = {name: x.reshape(-1).index_select(0, kept) for name, x in given.items()}
+            segments = _cut(mask, kept, segments, group_ids)
         else:
             kept = None
         assert segments is not None
@@ -138,7 +138,7 @@ class LogProbs:
         if self.shape is not None and tuple(x.shape) != self.shape:
             raise ShapeError(f"expected the log-probs' shape {self.shape}, got {tuple(x.shape)}")
         flat = x.reshape(-1)
-        return flat if self.kept is None else flat[self.kept]
+        return flat if self.kept is None else flat.index_select(0, self.kept)
 
     def unpack(self, x: Shaped[Tensor, " n"], *, fill: float = 0.0) -> Shaped[Tensor, ...]:
         """Give a per-token result the caller's shape back; `fill` where tokens were masked."""
@@ -178,14 +178,17 @@ def _check_shapes(given: dict[str, Tensor], mask: Tensor | None, segments: Segme
         )
 
 
-def _cut(mask: Tensor, segments: Segments | None, group_ids: Tensor | None) -> Segments:
-    """The segments of the tokens that the mask keeps."""
+def _cut(
+    mask: Tensor, kept: Tensor, segments: Segments | None, group_ids: Tensor | None
+) -> Segments:
+    """The segments of the tokens that the mask keeps, at the flat positions `kept`, ascending."""
     if segments is None:
-        return Segments.from_lengths((mask != 0).sum(-1), group_ids=group_ids)
-    trains = (mask != 0).to(torch.float64)
-    turns = None if segments.turns is None else _cut(mask, segments.turns, None)
-    kept = segments.sum(trains).round().long()
-    return Segments.from_lengths(kept, turns=turns, group_ids=segments.group_ids)
+        starts = torch.arange(len(mask) + 1, device=kept.device) * mask.shape[1]
+        lengths = torch.searchsorted(kept, starts).diff()
+        return Segments.from_lengths(lengths, group_ids=group_ids)
+    turns = None if segments.turns is None else _cut(mask, kept, segments.turns, None)
+    lengths = torch.searchsorted(kept, segments.cu_seqlens.to(kept.dtype)).diff()
+    return Segments.from_lengths(lengths, turns=turns, group_ids=segments.group_ids)
 
 
 def _refuse_bad_values(given: dict[str, Tensor], segments: Segments) -> dict[str, Tensor]:

@@ -124,25 +124,25 @@ class Gate:
     def _inside(self, x: Float[Tensor, " n"], logprobs: LogProbs) -> tuple[Tensor, Tensor]:
         """Per token, whether its unit is above the lower bound, and below the upper one."""
         segments = logprobs.segments
-        low, high = self._bound(self.low), self._bound(self.high)
-        if self.unit == "token":
-            smallest = largest = x
-        elif self.unit == "seq_max":
-            smallest, largest = segments.min(x, empty=high), segments.max(x, empty=low)
-        else:
-            reduce = segments.sum if self.unit == "seq_sum" else segments.mean
-            smallest = largest = reduce(x)
-        everything = torch.ones_like(smallest, dtype=torch.bool)
-        above = everything if self.low is None else smallest >= low
-        below = everything if self.high is None else largest <= high
-        if self.unit == "token":
-            return above, below
-        return segments.spread(above), segments.spread(below)
+        if self.unit in ("seq_sum", "seq_mean"):
+            x = segments.sum(x) if self.unit == "seq_sum" else segments.mean(x)
+        above = None if self.low is None else x >= self._bound(self.low)
+        below = None if self.high is None else x <= self._bound(self.high)
+        return self._per_token(above, logprobs), self._per_token(below, logprobs)
 
-    def _bound(self, value: float | None) -> float:
+    def _per_token(self, inside: Tensor | None, logprobs: LogProbs) -> Bool[Tensor, " n"]:
+        """What holds for each token's unit; without a bound everything is inside."""
+        segments = logprobs.segments
+        if inside is None:
+            return torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)
+        if self.unit == "token":
+            return inside
+        if self.unit == "seq_max":  # counting violations is cheaper than looking for the worst
+            inside = segments.sum((~inside).to(logprobs.logp_rollout.dtype)) == 0
+        return segments.spread(inside)
+
+    def _bound(self, value: float) -> float:
         """The bound on the scale the statistic has: log for ratios."""
-        if value is None:
-            return 0.0
         return math.log(value) if self.statistic == "ratio" else value
 
 

@@ -60,7 +60,7 @@ def second_moment_threshold(
     Reference: M2PO, arXiv:2510.01161, and its official code.
     """
     # Zeros add nothing to any sum of capped squares, so they need not be removed (a host transfer).
-    x = squares.detach().double().sort().values
+    x = sorted_squares(squares)
     size = (x > 0).sum().double()
     target = budget * size
     rank = torch.arange(len(x), device=x.device)
@@ -105,10 +105,18 @@ def largest_kept(squares: Float[Tensor, " n"], *, budget: float) -> Float[Tensor
 
     Reference: AReaL, `m2_threshold` of its PPO actor.
     """
-    x = squares.detach().double().sort().values
+    x = sorted_squares(squares)
     count = torch.arange(1, len(x) + 1, device=x.device, dtype=x.dtype)
     first_dropped = x.where(x.cumsum(0) >= budget * count, torch.inf).min()
     return x.where(x < first_dropped, x[0]).max()
+
+
+def sorted_squares(squares: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Non-negative numbers in ascending order, float64. Gradient: none.
+
+    Their bits, read as integers, have the same order, and integers sort three times as fast.
+    """
+    return squares.detach().double().view(torch.int64).sort().values.view(torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
