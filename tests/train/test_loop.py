@@ -307,3 +307,22 @@ def test_a_penalty_in_the_reward_changes_the_advantages_and_reports_its_kl(tmp_p
         assert abs(found[-1]["reference/kl"]) > 1e-9
         loss[place] = found[-1]["optim/grad_norm"]
     assert loss["loss"] != loss["reward"]
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        {"method": "decoupled_ppo", "gates_of": "trm_max"},
+        {"method": "otb", "gates_of": "trm_max"},
+        {"method": "trm_max", "override": {"gate.on": "mismatch"}},
+        {"method": "normalized_tis", "gates_of": "echo2"},
+    ],
+    ids=lambda arm: arm["method"],
+)
+def test_old_policy_exact_gates_and_versions_go_together(tmp_path, arm):
+    """What one part needs at the batch's start must not be asked of another that comes later."""
+    for over in ("sampled", "kept"):
+        recipe = small_recipe(batches=2, optim={"lr": 2e-4, "baseline_over": over}, arms={"a": arm})
+        train(recipe, tmp_path / over)
+        assert all(math.isfinite(r["optim/loss"]) for r in rows(tmp_path / over, "a"))
+        assert len(rows(tmp_path / over, "a")) == 2

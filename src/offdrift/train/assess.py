@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from offdrift.advantages import advantages
+from offdrift.advantages import ADVANTAGES, advantages
 from offdrift.divergence.evidence import Divergence
 from offdrift.engines.score import chunks, divergences, score
 from offdrift.facts import Facts
@@ -79,6 +79,7 @@ def credit(
     baseline_over: str,
     old: Assessment | None,
     logp_ref: Tensor | None,
+    version: int,
     total: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, " n"]:
     """Advantage of every token, by the named estimator.
@@ -87,6 +88,7 @@ def credit(
         how: an estimator of `offdrift.advantages`.
         baseline_over: "sampled", or "kept": only sequences that the method's gates keep, as they
             decide before the batch's first update, count in their group's baseline.
+        version: optimizer steps taken.
         total: sums a tensor over all processes.
     """
     assert rollouts.rewards is not None
@@ -99,18 +101,25 @@ def credit(
     options: dict = {"how": how, "baseline_over": baseline_over, "total": total}
     if old is not None:
         options |= {"logp_old": old.logp, "sum_pi_squared": old.sum_pi_squared}
+    if reads_correction(how, baseline_over):
+        assert old is not None
         lp = LogProbs.pack(rollouts.logp_rollout, old.logp, old.logp, segments=segments)
         flat = advantages(rollouts.rewards, segments, how="dr_grpo")
         facts = Facts(
             divergences={d: v for k, v in old.divergences.items() for d in (k, k.replace("old", "current"))},
             entropy=old.entropy,
             rewards=rollouts.rewards,
-            version_lag=torch.zeros_like(old.logp),
+            version_lag=version - rollouts.rollout_version,
         )  # fmt: skip
         decided = row.correction(lp, flat, facts)
         options["weight"] = decided.weight
         options["keep"] = segments.sum(decided.keep.to(old.logp.dtype)) > 0
     return advantages(rewards, segments, **options)
+
+
+def reads_correction(how: str, baseline_over: str) -> bool:
+    """Whether the advantages depend on what gates and weights decide before the first update."""
+    return baseline_over == "kept" or "weight" in ADVANTAGES[how].reads
 
 
 def _joined(name: str, parts: list[tuple[Tensor, Divergence]], n: int) -> Divergence:

@@ -19,7 +19,7 @@ from offdrift.methods import Method
 from offdrift.rollouts.records import Rollouts
 from offdrift.stats.summary import summarize
 from offdrift.train import checkpoint
-from offdrift.train.assess import assess, credit, reference_logp
+from offdrift.train.assess import assess, credit, reads_correction, reference_logp
 from offdrift.train.folder import ArmFolder
 from offdrift.train.models import save_for_engine
 from offdrift.train.setup import Event, Workshop
@@ -56,17 +56,19 @@ class Learner:
     @property
     def needs_old(self) -> bool:
         """Whether a batch must be scored before its first update."""
-        row = ADVANTAGES[self.estimator]
-        reads = {"logp_old", "sum_pi_squared", "weight"} & {*row.needs, *row.reads}
-        kept = self.shop.recipe.optim.baseline_over == "kept"
+        row, optim = ADVANTAGES[self.estimator], self.shop.recipe.optim
+        reads = {"logp_old", "sum_pi_squared"} & {*row.needs, *row.reads}
+        first = reads_correction(self.estimator, optim.baseline_over)
         in_reward = self.row.penalty is not None and self.row.penalty.place == "reward"
-        return bool(self.row.needs_old or "entropy" in self.row.needs or reads or kept or in_reward)
+        entropy = "entropy" in self.row.needs
+        # The mismatch on exact distributions is taken at the batch's start, too.
+        return bool(self.row.needs_old or entropy or reads or first or in_reward or self.exact_old)
 
     @property
     def exact_old(self) -> bool:
         """Whether that scoring must compare whole distributions."""
-        kept = self.shop.recipe.optim.baseline_over == "kept"
-        return any(g.exact and (kept or g.on == "mismatch") for g in self.row.correction.gates)
+        first = reads_correction(self.estimator, self.shop.recipe.optim.baseline_over)
+        return any(g.exact and (first or g.on == "mismatch") for g in self.row.correction.gates)
 
     def source(self, at: checkpoint.Position) -> Source:
         """This arm's batches, from where the run stands."""
@@ -123,6 +125,7 @@ class Learner:
             baseline_over=optim.baseline_over,
             old=old,
             logp_ref=ref,
+            version=self.version,
             total=lambda x: reduce_sum(self.shop.accelerator, x),
         )
         batch = Batch(rollouts, earned, old, ref)
