@@ -33,7 +33,7 @@ def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
         monkeypatch.setattr(sys, "argv", ["offdrift", *words])
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setenv("NO_COLOR", "1")
-        monkeypatch.setattr(cli, "console", Console(width=width))
+        monkeypatch.setattr(cli.methods, "console", Console(width=width))
         code = 0
         try:
             cli.main()

@@ -20,11 +20,39 @@ Shape suffixes: n tokens, v vocabulary.
 from __future__ import annotations
 
 import math
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+
+class ExactDivergences(NamedTuple):
+    """What two distributions over the whole vocabulary say about each other, at every token.
+
+    Rollout policy mu, current policy pi; nats where it is a KL, an entropy or a log-prob. Each
+    field has one number per token, float32 or better.
+    """
+
+    kl_rollout_current: Float[Tensor, " n"]
+    """KL(mu || pi) = sum mu log(mu / pi); +inf where pi cannot draw a token of mu's."""
+    kl_current_rollout: Float[Tensor, " n"]
+    """KL(pi || mu); +inf where mu cannot draw a token of pi's."""
+    tv: Float[Tensor, " n"]
+    """TV = 1/2 sum |mu - pi|, in [0, 1]."""
+    chi2: Float[Tensor, " n"]
+    """E_mu[(pi / mu)^2] - 1 = sum pi^2 / mu - 1; +inf where mu cannot draw a token of pi's."""
+    entropy_rollout: Float[Tensor, " n"]
+    """-sum mu log mu."""
+    entropy: Float[Tensor, " n"]
+    """-sum pi log pi."""
+    sum_pi_squared: Float[Tensor, " n"]
+    """sum pi^2."""
+    logp_rollout: Float[Tensor, " n"] | None = None
+    """log mu(token), if tokens were given."""
+    logp: Float[Tensor, " n"] | None = None
+    """log pi(token), if tokens were given."""
+
 
 SERIES_BELOW = 0.25
 """|log pi - log mu| under which the series is used; 6 terms leave a relative error of 1e-8 there."""

@@ -1,0 +1,71 @@
+"""`offdrift methods`: the table of methods and systems."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from offdrift.cli.app import app, console
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method or system, in full.")] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="Over what policies are compared: token, turn, sequence, ...")
+    ] = None,
+    ratio: Annotated[
+        str | None, typer.Option(help="Which ratio it reads: full, mismatch, staleness, none.")
+    ] = None,
+    evidence: Annotated[
+        str | None, typer.Option(help="What a rollout must record: sampled, exact, versions, none.")
+    ] = None,
+    sign: Annotated[
+        str | None, typer.Option(help="Limits by the sign of the advantage: symmetric, by-sign.")
+    ] = None,
+    stop_gradient: Annotated[
+        str | None, typer.Option(help="Whether the ratio is a constant: yes, unit, no, n/a.")
+    ] = None,
+    bias: Annotated[
+        str | None,
+        typer.Option(help='Of the expected gradient: "none inside limits", "O(drift)", ...'),
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="method, system, or a family: weights, presets, ...")
+    ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Part of where it is from: DeepSeek, 2512.23075, ..."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every number.")] = False,
+) -> None:
+    """Every method: what it does, when it fails, where it is from, how to run it.
+
+    Systems are listed, too: techniques that no loss can contain. Filters add up.
+
+    \b
+    offdrift methods                                   all of them
+    offdrift methods trm_max                           one of them, in full
+    offdrift methods R3                                a system: who would do it
+    offdrift methods --unit sequence --ratio full      for whole responses
+    offdrift methods --evidence exact --sign symmetric
+    offdrift methods --reference DeepSeek --json       facts and numbers
+    """
+    from offdrift.methods.catalog import catalog, find, select
+    from offdrift.report.method_table import method_list, method_page
+
+    filters = {"unit": unit, "ratio": ratio, "evidence": evidence, "sign": sign, "stop_gradient": stop_gradient, "bias": bias, "kind": kind, "reference": reference}  # fmt: skip
+    if name is not None:
+        if any(value is not None for value in filters.values()):
+            raise typer.BadParameter("a name is one row already; give a name or filters")
+        row = find(name)
+        rows, shown = {row["name"]: row}, method_page(row)
+    else:
+        rows = select(catalog(), **filters)
+        shown = method_list(rows, width=console.width)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1, ensure_ascii=False, allow_nan=False))
+    else:
+        console.print(shown, highlight=False)
