@@ -14,7 +14,8 @@ logits = logits_rollout + 0.01 * torch.randn_like(logits_rollout)
 tokens = torch.distributions.Categorical(logits=logits_rollout).sample()
 picked = [x.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1) for x in (logits_rollout, logits)]
 
-kl, tv = od.exact_divergences(logits_rollout, logits)
+found = od.exact_divergences(logits_rollout, logits)
+kl, tv = found.kl_rollout_current, found.tv
 lp = od.LogProbs.pack(*picked, segments=segments)
 divergences = {
     "kl_rollout_current": od.Divergence.exact("kl_rollout_current", kl),

@@ -1,10 +1,15 @@
 """Pairs of policies to measure: golden, random, and every awkward row we know of."""
 
 import math
+import shutil
+from collections.abc import Callable
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+HAS_COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
 
 # FX-V of the methods table: three positions, three tokens, and the token drawn at each.
 FX_V_MU = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.9, 0.05, 0.05]], dtype=torch.float64)
@@ -34,3 +39,21 @@ def pairs(draw: st.DrawFn, max_rows: int = 4, max_vocab: int = 9) -> tuple[Tenso
     pi = [draw(st.one_of(row, st.just(r))) for r in mu]
     as_matrix = lambda rows: torch.tensor(rows, dtype=torch.float64).reshape(n, v)  # noqa: E731
     return as_matrix(mu), as_matrix(pi)
+
+
+def first_tokens(scores: Tensor) -> Tensor:
+    """A token per row that the policy can draw: its likeliest."""
+    return scores.argmax(1) if scores.numel() else torch.zeros(len(scores), dtype=torch.int64)
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The most that torch's allocator held at once during the call, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        function()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -17,14 +17,20 @@ def benchmark_named(monkeypatch):
 
 def test_exact_kl(benchmark_named, tmp_path):
     path = tmp_path / "exact_kl.json"
-    tiny = ["--rows", "200", "--vocab", "8192", "--repeats", "1", "--plain-only"]
+    tiny = ["--rows", "200", "--vocab", "8192", "--hidden", "16", "--repeats", "1", "--plain-only"]
     found = benchmark_named("exact_kl").main([*tiny, "--json", str(path)])
     assert json.loads(path.read_text()) == found
     for dtype in ("float32", "bfloat16"):
-        ways = found[dtype]
-        assert ways["plain"]["kl_relative_error"] < 1e-4
-        assert ways["plain"]["tv_error"] < 1e-6
-        assert 0 < ways["plain"]["peak_mib"] < ways["naive"]["peak_mib"]
+        evidence, loss = found[dtype]["evidence"], found[dtype]["loss"]
+        assert set(evidence) == {"naive kl, tv", "naive", "plain"}
+        ours = evidence["plain"]
+        for name in ("kl_rollout_current", "kl_current_rollout", "chi2"):
+            assert ours[f"{name}_relative_error"] < 1e-4
+        for name in ("tv", "entropy_rollout", "entropy", "sum_pi_squared", "logp_rollout", "logp"):
+            assert ours[f"{name}_error"] < 1e-5
+        for table in (evidence, loss):
+            assert 0 < table["plain"]["peak_mib"] < table["naive"]["peak_mib"]
+            assert all(row["share_of_lm_head"] > 0 for row in table.values())
 
 
 def test_correction(benchmark_named, tmp_path):

@@ -1,4 +1,4 @@
-"""The plain definition against an independent one in float64, and the laws of KL and TV."""
+"""The definition against an independent one in float64, and the laws of the divergences."""
 
 import math
 
@@ -7,135 +7,263 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offdrift.divergence.exact import SERIES_BELOW, kl_and_tv, terms
-from tests.divergence.pairs import FX_V_MU, FX_V_PI, pairs, random_pair
+from offdrift.correction.gate import Gate
+from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.exact import SERIES_BELOW, ExactDivergences, all_terms, definition, terms
+from offdrift.facts import Facts
+from offdrift.logprobs import LogProbs
+from offdrift.segments import Segments
+from tests.divergence.pairs import FX_V_MU, FX_V_PI, FX_V_TOKENS, first_tokens, pairs, random_pair
 from tests.oracles import divergence as oracle
 
 INF, NAN = math.inf, math.nan
+SWAPPED = {
+    "kl_rollout_current": "kl_current_rollout",
+    "tv": "tv",
+    "entropy_rollout": "entropy",
+    "logp_rollout": "logp",
+}
 
 
-def truth(mu, pi, temperature=1.0):
-    rows = list(zip(mu.tolist(), pi.tolist(), strict=True))
-    as_vector = lambda xs: torch.tensor(xs, dtype=torch.float64)  # noqa: E731
+def of(mu, pi, tokens=None, temperature=1.0):
+    return definition(mu, pi, first_tokens(mu) if tokens is None else tokens, temperature)
+
+
+def truth(mu, pi, tokens=None, temperature=1.0) -> ExactDivergences:
+    """From the sums that define each field, one token at a time, in float64, summed exactly."""
+    tokens = first_tokens(mu) if tokens is None else tokens
+    rows = zip(mu.tolist(), pi.tolist(), tokens.tolist(), strict=True)
+    numbers = [true_row(*row, temperature) for row in rows]
+    fields = torch.tensor(numbers, dtype=torch.float64).reshape(len(mu), 9)
+    return ExactDivergences(*fields.unbind(1))
+
+
+def true_row(mu, pi, token, temperature):
+    log_mu, log_pi = oracle.log_probabilities(mu), oracle.log_probabilities(pi, temperature)
+    if math.isnan(log_mu[0]) or math.isnan(log_pi[0]):
+        return (NAN,) * 9
+    p, q = [math.exp(x) for x in log_mu], [math.exp(x) for x in log_pi]
+    both = [a for a in range(len(p)) if log_mu[a] > -INF and log_pi[a] > -INF]
+    only_mu = any(log_mu[a] > -INF and log_pi[a] == -INF for a in range(len(p)))
+    only_pi = any(log_pi[a] > -INF and log_mu[a] == -INF for a in range(len(p)))
+    # (pi - mu)^2 / mu rather than pi^2 / mu - 1, which rounds a small chi2 away.
+    chi2 = math.fsum((math.expm1(log_pi[a] - log_mu[a])) ** 2 * p[a] for a in both)
+    chi2 += math.fsum(p[a] for a in range(len(p)) if log_pi[a] == -INF)
     return (
-        as_vector([oracle.kl(*r, temperature) for r in rows]),
-        as_vector([oracle.tv(*r, temperature) for r in rows]),
+        INF if only_mu else math.fsum(p[a] * (log_mu[a] - log_pi[a]) for a in both),
+        INF if only_pi else math.fsum(q[a] * (log_pi[a] - log_mu[a]) for a in both),
+        math.fsum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2,
+        INF if only_pi else chi2,
+        -math.fsum(a * x for a, x in zip(p, log_mu, strict=True) if a > 0),
+        -math.fsum(a * x for a, x in zip(q, log_pi, strict=True) if a > 0),
+        math.fsum(a * a for a in q),
+        log_mu[token],
+        log_pi[token],
     )
 
 
-def naive(mu, pi):
+def naive(mu, pi, tokens) -> ExactDivergences:
     """Log-softmax twice and reduce, in float32: what one writes without thinking."""
     log_mu, log_pi = mu.float().log_softmax(-1), pi.float().log_softmax(-1)
     p, q = log_mu.exp(), log_pi.exp()
-    return (p * (log_mu - log_pi)).sum(-1), (p - q).abs().sum(-1) / 2
+    return ExactDivergences(
+        (p * (log_mu - log_pi)).sum(-1),
+        (q * (log_pi - log_mu)).sum(-1),
+        (p - q).abs().sum(-1) / 2,
+        (q * q / p).sum(-1) - 1,
+        -(p * log_mu).sum(-1),
+        -(q * log_pi).sum(-1),
+        (q * q).sum(-1),
+        *(x.gather(1, tokens[:, None]).squeeze(1) for x in (log_mu, log_pi)),
+    )
+
+
+def check_close(got, expected, *, n, rtol, atol):
+    """Every field, and of every field all `n` numbers."""
+    for name, ours, theirs in zip(ExactDivergences._fields, got, expected, strict=True):
+        assert ours.shape == (n,)
+        torch.testing.assert_close(
+            ours, theirs.to(ours.dtype), rtol=rtol, atol=atol, equal_nan=True,
+            msg=lambda words, name=name: f"{name}: {words}",
+        )  # fmt: skip
 
 
 def test_golden_numbers_of_the_methods_table():
-    kl, tv = kl_and_tv(FX_V_MU.log(), FX_V_PI.log())  # V.kl, V.tv
-    torch.testing.assert_close(kl, torch.tensor([0.02681245, 0.01006776, 0.05107412]).double(), rtol=0, atol=1e-8)  # fmt: skip
-    torch.testing.assert_close(tv, torch.tensor([0.1, 0.05, 0.1]).double(), rtol=0, atol=1e-8)
+    found = of(FX_V_MU.log(), FX_V_PI.log(), FX_V_TOKENS)  # V.kl, V.tv
+    golden = {
+        "kl_rollout_current": [0.02681245, 0.01006776, 0.05107412],
+        "tv": [0.1, 0.05, 0.1],
+    }
+    # By hand, from FX-V: chi2 = sum (pi - mu)^2 / mu and so on.
+    golden["chi2"] = [
+        0.01 / 0.7 + 0.01 / 0.2,
+        0.05**2 / 0.3 + 0.05**2 / 0.2,
+        0.01 / 0.9 + 0.01 / 0.05,
+    ]
+    golden["sum_pi_squared"] = [0.36 + 0.09 + 0.01, 0.25 + 2 * 0.0625, 0.64 + 0.0225 + 0.0025]
+    golden["logp_rollout"] = [math.log(0.7), math.log(0.3), math.log(0.05)]
+    golden["logp"] = [math.log(0.6), math.log(0.25), math.log(0.15)]
+    for name, numbers in golden.items():
+        expected = torch.tensor(numbers, dtype=torch.float64)
+        torch.testing.assert_close(getattr(found, name), expected, rtol=0, atol=1e-8)
+
+
+@given(pairs(), st.data())
+def test_equals_the_definition(pair, data):
+    mu, pi = pair
+    n, v = mu.shape
+    tokens = data.draw(st.lists(st.integers(0, v - 1), min_size=n, max_size=n))
+    tokens = torch.tensor(tokens, dtype=torch.int64)
+    check_close(of(mu, pi, tokens), truth(mu, pi, tokens), n=n, rtol=1e-7, atol=1e-14)
 
 
 @given(pairs())
-def test_equals_the_definition(pair):
+def test_laws_of_the_divergences(pair):
     mu, pi = pair
-    kl, tv = kl_and_tv(mu, pi)
-    expected_kl, expected_tv = truth(mu, pi)
-    assert kl.shape == tv.shape == (len(mu),)
-    torch.testing.assert_close(kl, expected_kl, rtol=1e-7, atol=1e-14)
-    torch.testing.assert_close(tv, expected_tv, rtol=1e-7, atol=1e-14)
+    n, v = mu.shape
+    found = of(mu, pi)
+    for name in ("kl_rollout_current", "kl_current_rollout", "tv", "chi2"):
+        assert (getattr(found, name) >= 0).all(), name
+    for h in (found.entropy_rollout, found.entropy):
+        assert ((h >= -1e-14) & (h <= math.log(v) + 1e-12)).all()
+    assert (found.tv <= 1).all()
+    assert (found.tv <= (found.kl_rollout_current / 2).sqrt() + 1e-12).all()  # Pinsker
+    assert (found.tv <= (found.kl_current_rollout / 2).sqrt() + 1e-12).all()
+    assert (found.kl_current_rollout <= found.chi2.log1p() * (1 + 1e-9) + 1e-12).all()  # Jensen
+    assert ((2 * found.tv).square() <= found.chi2 * (1 + 1e-9) + 1e-12).all()  # Cauchy-Schwarz
+    assert (found.sum_pi_squared >= (-found.entropy).exp() * (1 - 1e-9)).all()  # Jensen
+    assert len(found.chi2) == n
 
 
 @given(pairs())
-def test_laws_of_kl_and_tv(pair):
+def test_swapping_the_policies_swaps_the_fields(pair):
     mu, pi = pair
-    kl, tv = kl_and_tv(mu, pi)
-    reverse_tv = kl_and_tv(pi, mu)[1]
-    assert (kl >= 0).all()
-    assert ((tv >= 0) & (tv <= 1)).all()
-    assert (tv <= (kl / 2).sqrt() + 1e-12).all()  # Pinsker
-    torch.testing.assert_close(tv, reverse_tv, rtol=1e-7, atol=1e-12)
-    for same in kl_and_tv(mu, mu.clone()):
-        assert same.tolist() == [0.0] * len(mu)
+    tokens = first_tokens(mu)
+    found, swapped = of(mu, pi, tokens), of(pi, mu, tokens)
+    for name, other in SWAPPED.items():
+        a, b = getattr(found, name), getattr(swapped, other)
+        assert len(a) == len(mu)
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-12)
+
+
+@given(pairs())
+def test_a_policy_does_not_diverge_from_itself(pair):
+    mu, _ = pair
+    found = of(mu, mu.clone())
+    for zero in found[:4]:
+        assert zero.tolist() == [0.0] * len(mu)
+    torch.testing.assert_close(found.entropy, found.entropy_rollout, rtol=0, atol=0)
 
 
 @given(pairs(), st.floats(-100, 100), st.floats(-100, 100))
 def test_only_differences_within_a_row_matter(pair, shift_mu, shift_pi):
     mu, pi = pair
-    kl, tv = kl_and_tv(mu, pi)
-    shifted = kl_and_tv(mu + shift_mu, pi.log_softmax(-1) + shift_pi)
-    torch.testing.assert_close(shifted[0], kl, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(shifted[1], tv, rtol=1e-9, atol=1e-12)
+    tokens = first_tokens(mu)
+    shifted = of(mu + shift_mu, pi.log_softmax(-1) + shift_pi, tokens)
+    check_close(shifted, of(mu, pi, tokens), n=len(mu), rtol=1e-9, atol=1e-11)
+
+
+@given(pairs(), st.randoms(use_true_random=False), st.integers(0, 5))
+def test_neither_the_order_of_the_vocabulary_nor_its_padding_matters(pair, random, padding):
+    mu, pi = pair
+    n, v = mu.shape
+    order = torch.tensor(random.sample(range(v + padding), v + padding))
+    tokens = first_tokens(mu)
+    moved = [torch.cat([z, z.new_full((n, padding), -INF)], dim=1)[:, order] for z in (mu, pi)]
+    got = of(*moved, order.argsort()[tokens])
+    check_close(got, of(mu, pi, tokens), n=n, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize(
-    ("mu", "pi", "kl", "tv"),
+    ("mu", "pi", "expected"),
     [
-        # 0 log 0 = 0: what mu cannot draw costs KL nothing; TV sees pi's mass there.
-        ([0.0, -INF], [0.0, 0.0], math.log(2), 0.5),
-        # What pi cannot draw and mu can: infinite.
-        ([0.0, 0.0], [0.0, -INF], INF, 0.5),
+        # Expected: KL(mu || pi), KL(pi || mu), TV, chi2, H(mu), H(pi), sum pi^2.
+        # 0 log 0 = 0: what mu cannot draw costs KL(mu || pi) nothing, and the others everything.
+        ([0.0, -INF], [0.0, 0.0], (math.log(2), INF, 0.5, INF, 0, math.log(2), 0.5)),
+        # What pi cannot draw and mu can: infinite; chi2 = (1 - 1/2)^2 / (1/2) + 1/2.
+        ([0.0, 0.0], [0.0, -INF], (INF, math.log(2), 0.5, 1, math.log(2), 0, 1)),
         # Both filtered: as if the token did not exist.
-        ([0.0, -INF, 0.0], [0.0, -INF, 0.0], 0.0, 0.0),
-        ([0.0, -INF], [-INF, 0.0], INF, 1.0),
-        # mu(a) underflows in every float format, and is still not zero.
-        ([0.0, -1e4], [0.0, -INF], INF, 0.0),
+        ([0.0, -INF, 0.0], [0.0, -INF, 0.0], (0, 0, 0, 0, math.log(2), math.log(2), 0.5)),
+        ([0.0, -INF], [-INF, 0.0], (INF, INF, 1, INF, 0, 0, 1)),
+        # A probability that underflows in every float format is still not zero.
+        ([0.0, -1e4], [0.0, -INF], (INF, 0, 0, 0, 0, 0, 1)),
+        ([0.0, -INF], [0.0, -1e4], (0, INF, 0, INF, 0, 0, 1)),
+        # mu(a) underflows (e^-2000), its share of the sums does not: KL(pi || mu) = 1/2 log 1/2
+        # + 1/2 (log 1/2 + 2000); chi2 overflows.
+        ([0.0, -2e3], [0.0, 0.0], (math.log(2), 1e3 - math.log(2), 0.5, INF, 0, math.log(2), 0.5)),
         # A finite mask value instead of -inf.
-        ([0.0, -3e38], [0.0, 0.0], math.log(2), 0.5),
-        ([0.0, 1e4], [0.0, -1e4], 1e4, 1.0),
-        ([1e4, 0.0], [1e4, 0.0], 0.0, 0.0),
-        ([5.0], [-7.0], 0.0, 0.0),
-        # No distribution: NaN, whatever stands beside it.
-        ([-INF, -INF], [0.0, 0.0], NAN, NAN),
-        ([0.0, 0.0], [-INF, -INF], NAN, NAN),
-        ([0.0, NAN], [0.0, 0.0], NAN, NAN),
-        ([0.0, 0.0], [NAN, -INF], NAN, NAN),
-        ([INF, 0.0], [0.0, 0.0], NAN, NAN),
+        ([0.0, -3e38], [0.0, -3e38], (0, 0, 0, 0, 0, 0, 1)),
+        ([0.0, 1e4], [0.0, -1e4], (1e4, 1e4, 1, INF, 0, 0, 1)),
+        ([1e4, 0.0], [1e4, 0.0], (0, 0, 0, 0, 0, 0, 1)),
+        ([5.0], [-7.0], (0, 0, 0, 0, 0, 0, 1)),
+        # No distribution: NaN in every field, whatever stands beside it.
+        ([-INF, -INF], [0.0, 0.0], (NAN,) * 7),
+        ([0.0, 0.0], [-INF, -INF], (NAN,) * 7),
+        ([0.0, NAN], [0.0, 0.0], (NAN,) * 7),
+        ([0.0, 0.0], [NAN, -INF], (NAN,) * 7),
+        ([INF, 0.0], [0.0, 0.0], (NAN,) * 7),
+        ([0.0, 0.0], [0.0, INF], (NAN,) * 7),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_edges(mu, pi, kl, tv, dtype):
-    got = kl_and_tv(torch.tensor([mu], dtype=dtype), torch.tensor([pi], dtype=dtype))
-    expected = torch.tensor([[kl], [tv]], dtype=dtype)
-    torch.testing.assert_close(torch.stack(got), expected, equal_nan=True, rtol=1e-6, atol=1e-7)
+def test_edges(mu, pi, expected, dtype):
+    got = of(torch.tensor([mu], dtype=dtype), torch.tensor([pi], dtype=dtype))
+    assert {x.dtype for x in got} == {dtype}
+    expected = torch.tensor(expected, dtype=dtype)[:, None]
+    close = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True}
+    torch.testing.assert_close(torch.stack(got[:7]), expected, **close)
+    assert (
+        got.logp_rollout.isnan().tolist() == got.logp.isnan().tolist() == [expected.isnan().all()]
+    )
+
+
+@pytest.mark.parametrize("token", [-100, -1, 3, 2**40])
+def test_a_token_outside_the_vocabulary_has_no_log_prob(token):
+    found = of(FX_V_MU.log(), FX_V_PI.log(), torch.tensor([0, token, 2]))
+    for logp in (found.logp_rollout, found.logp):
+        assert logp.isnan().tolist() == [False, True, False]
+    assert not found.kl_rollout_current.isnan().any()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_temperature_divides_the_current_logits_alone(temperature):
     mu, pi = random_pair(5, 40, drift=0.5)
-    torch.testing.assert_close(
-        torch.stack(kl_and_tv(mu, pi, temperature)), torch.stack(truth(mu, pi, temperature)),
-        rtol=1e-7, atol=0,
-    )  # fmt: skip
+    got, expected = of(mu, pi, temperature=temperature), truth(mu, pi, temperature=temperature)
+    check_close(got, expected, n=5, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("drift", [1e-2, 0.3, 3.0])
 def test_no_further_from_the_truth_than_the_naive_way(dtype, drift):
     mu, pi = (z.to(dtype) for z in random_pair(6, 500, drift=drift))
-    got, obvious, expected = kl_and_tv(mu, pi), naive(mu, pi), truth(mu.double(), pi.double())
-    for ours, theirs, exact in zip(got, obvious, expected, strict=True):
+    tokens = torch.arange(6)
+    got, obvious = of(mu, pi, tokens), naive(mu, pi, tokens)
+    for ours, theirs, exact in zip(
+        got, obvious, truth(mu.double(), pi.double(), tokens), strict=True
+    ):
         assert ours.dtype is torch.float32
         assert len(ours) == 6
-        assert ((ours - exact).abs() <= (theirs - exact).abs() + 2e-5 * exact).all()
+        assert ((ours - exact).abs() <= (theirs - exact).abs() + 2e-5 * exact.abs()).all()
 
 
 @pytest.mark.parametrize("drift", [1e-5, 1e-4])
 def test_a_tiny_divergence_survives_float32(drift):
-    # Naive float32 is noise here: KL is 5e-11 and 5e-9 nats.
+    # Naive float32 is noise here: KL is 5e-11 and 5e-9 nats, chi2 twice that.
     mu, pi = (z.float() for z in random_pair(8, 2000, drift=drift))
-    kl, tv = kl_and_tv(mu, pi)
-    expected_kl, expected_tv = truth(mu.double(), pi.double())
-    assert 2e-11 < float(expected_kl.mean()) < 1e-8
-    assert ((kl - expected_kl).abs() <= 0.02 * expected_kl).all()
-    assert ((tv - expected_tv).abs() <= 0.02 * expected_tv).all()
-    assert ((naive(mu, pi)[0] - expected_kl).abs().mean()) > 10 * (kl - expected_kl).abs().mean()
+    got, obvious, expected = of(mu, pi), naive(mu, pi, first_tokens(mu)), truth(mu, pi)
+    assert 2e-11 < float(expected.kl_rollout_current.mean()) < 1e-8
+    for name in ("kl_rollout_current", "kl_current_rollout", "tv", "chi2"):
+        ours, theirs, exact = (getattr(x, name) for x in (got, obvious, expected))
+        assert ((ours - exact).abs() <= 0.02 * exact).all(), name
+        if name != "tv":
+            assert (theirs - exact).abs().mean() > 10 * (ours - exact).abs().mean(), name
 
 
 def test_the_series_meets_the_closed_form():
     x = torch.tensor([-1.0, 1.0], dtype=torch.float64)[:, None] * SERIES_BELOW
     log_mu = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64)
-    inside, outside = terms(log_mu, log_mu + x * (1 - 1e-12)), terms(log_mu, log_mu + x)
+    inside, outside = all_terms(log_mu, log_mu + x * (1 - 1e-12)), all_terms(log_mu, log_mu + x)
+    assert len(inside) == 4
     torch.testing.assert_close(torch.stack(inside), torch.stack(outside), rtol=3e-8, atol=0)
 
 
@@ -143,11 +271,29 @@ def test_terms_of_a_partition_never_sum_to_more():
     # Lumping tokens into buckets loses divergence: the ground that intervals stand on.
     mu, pi = FX_V_MU, FX_V_PI
     lumped = [torch.stack([p[:, 0], p[:, 1:].sum(1)], dim=1).log() for p in (mu, pi)]
-    for coarse, fine in zip(terms(*lumped), kl_and_tv(mu.log(), pi.log()), strict=True):
-        assert (coarse.sum(1) <= fine + 1e-15).all()
+    fine = of(mu.log(), pi.log())
+    for coarse, whole in zip(terms(*lumped), (fine.kl_rollout_current, fine.tv), strict=True):
+        assert (coarse.sum(1) <= whole + 1e-15).all()
+    for coarse, whole in zip(all_terms(*lumped), fine[:4], strict=True):
+        assert (coarse.sum(1) <= whole + 1e-15).all()
+
+
+def test_a_gate_on_exact_kl_rejects_what_the_current_policy_cannot_draw():
+    # One token of the first sequence has an infinite KL, one of the second no distribution at all.
+    mu, pi = random_pair(6, 10, drift=0.01)
+    pi[1, 4], pi[3, 0] = -INF, NAN
+    kl = of(mu, pi).kl_rollout_current
+    assert kl.isinf().tolist() == [i == 1 for i in range(6)]
+    lp = LogProbs.pack(torch.full((6,), -1.0), segments=Segments.from_lengths([2, 2, 2]))
+    facts = Facts(divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)})
+    for unit in ("seq_max", "seq_mean", "seq_sum"):
+        gate = Gate(statistic="kl", on="full", unit=unit, high=1e9)
+        assert gate.keep(lp, facts=facts).tolist() == [False] * 4 + [True] * 2
+    gate = Gate(statistic="kl", on="full", unit="token", high=1e9)
+    assert gate.keep(lp, facts=facts).tolist() == [True, False, True, False, True, True]
 
 
 def test_evidence_has_no_gradient():
     mu, pi = (z.requires_grad_() for z in random_pair(2, 5, drift=0.1))
-    for x in kl_and_tv(mu, pi):
+    for x in of(mu, pi):
         assert not x.requires_grad

@@ -1,107 +1,122 @@
 """The chunked and the compiled ways give the definition's numbers, in bounded memory."""
 
+import inspect
 import math
-import shutil
+from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given
-from torch.profiler import ProfilerActivity, profile
+from hypothesis import given, settings
 
-from offdrift.divergence import fused
-from offdrift.divergence.exact import kl_and_tv
-from offdrift.divergence.fused import exact_divergences
+from offdrift.divergence import chunks, fused
+from offdrift.divergence.exact import ExactDivergences, definition
+from offdrift.divergence.fused import exact_divergences, route
 from offdrift.errors import BadValueError, ShapeError
-from tests.divergence.pairs import pairs, random_pair
+from tests.divergence.pairs import HAS_COMPILER, first_tokens, pairs, peak_bytes, random_pair
 
-HAS_COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
+CPU = torch.device("cpu")
 
 
-def assert_same(got, expected, *, n, rtol=1e-6):
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No test sees that compiling failed in another, and the environment forbids nothing."""
+    monkeypatch.setattr(chunks, "_broken", set())
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+
+
+def check_same(got, expected, *, n, rtol=1e-6):
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.shape == (n,)
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-7, equal_nan=True)
 
 
 @given(pairs(max_rows=12))
+@settings(deadline=None)
 def test_pieces_give_the_definition(pair):
     mu, pi = pair
+    tokens = first_tokens(mu)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fused.PLAIN_CHUNK, "cpu", 3 * mu.shape[1])
-        got = exact_divergences(mu, pi, compiled=False)
-    assert_same(got, kl_and_tv(mu, pi), n=len(mu))
+        patch.setitem(chunks.PLAIN_CHUNK, "cpu", 3 * mu.shape[1])
+        got = exact_divergences(mu, pi, tokens=tokens, compiled=False)
+    assert isinstance(got, ExactDivergences)
+    check_same(got, definition(mu, pi, tokens), n=len(mu), rtol=1e-12)
+
+
+def test_log_probs_come_only_with_tokens():
+    mu, pi = random_pair(3, 7, drift=0.3)
+    without, given_tokens = (
+        exact_divergences(mu, pi, tokens=t) for t in (None, torch.tensor([0, 1, 2]))
+    )
+    assert without.logp_rollout is None
+    assert without.logp is None
+    check_same(without[:7], given_tokens[:7], n=3, rtol=0)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 5, 7, 8, 17])
-@pytest.mark.parametrize("chunk_rows", [1, 2, 3])
-def test_no_row_is_lost_and_none_is_alone(n, chunk_rows):
+@pytest.mark.parametrize("chunk_rows", [0, 1, 2, 3])
+@pytest.mark.parametrize("at_least", [1, 2])
+def test_no_row_is_lost_and_none_is_alone_if_that_matters(n, chunk_rows, at_least):
     seen = []
 
-    def spy(a, b, temperature):
-        seen.append(len(a))
-        return kl_and_tv(a, b, temperature)
+    def spy(*arguments):
+        seen.append(len(arguments[0]))
+        return definition(*arguments)
 
-    mu, pi = random_pair(n, 4, drift=1.0)
-    got = fused._by_rows(spy, chunk_rows * 4, mu, pi, torch.tensor(1.0))
-    assert_same(got, kl_and_tv(mu, pi), n=n)
+    rows = (*random_pair(n, 4, drift=1.0), torch.arange(n) % 4)
+    got = chunks._in_chunks(spy, chunk_rows * 4, rows, [torch.tensor(1.0)], at_least=at_least)
+    check_same(got, definition(*rows), n=n)
     assert sum(seen) == n
-    rows = max(2, chunk_rows)
-    assert all(rows <= r < 2 * rows for r in seen) or seen == [n]
+    least = max(at_least, chunk_rows)
+    assert all(least <= r < 2 * least for r in seen) or seen == [n]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_temperature_and_dtypes_reach_the_definition(dtype):
     mu, pi = (z.to(dtype) for z in random_pair(9, 70, drift=0.3))
-    expected = kl_and_tv(mu, pi, 0.7)
-    assert_same(exact_divergences(mu, pi, temperature=0.7), expected, n=9)
+    tokens = torch.arange(9)
+    expected = definition(mu, pi, tokens, 0.7)
+    got = exact_divergences(mu, pi, tokens=tokens.int(), temperature=0.7)
+    check_same(got, expected, n=9, rtol=1e-12 if dtype is torch.float64 else 1e-6)
 
 
 def test_rows_may_be_cut_from_a_padded_vocabulary():
     mu, pi = random_pair(9, 70, drift=0.3)
     padded = torch.cat([pi, torch.full((9, 10), 99.0).double()], dim=1)
-    assert_same(exact_divergences(mu, padded[:, :70]), kl_and_tv(mu, pi), n=9)
-
-
-def peak_bytes(function) -> int:
-    """The most that torch's allocator held at once during the call, beyond what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        function()
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert events
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    expected = definition(mu, pi, first_tokens(mu))[:7]
+    check_same(exact_divergences(mu, padded[:, :70])[:7], expected, n=9)
 
 
 def test_memory_is_bounded_by_the_chunk_whatever_the_batch(monkeypatch):
     v = 2**10
-    monkeypatch.setitem(fused.PLAIN_CHUNK, "cpu", 4 * v)
+    monkeypatch.setitem(chunks.PLAIN_CHUNK, "cpu", 4 * v)
     pairs = [[z.float() for z in random_pair(n, v, drift=0.1)] for n in (64, 128)]
     small, large = (peak_bytes(lambda p=p: exact_divergences(*p, compiled=False)) for p in pairs)
     temporary = 4 * v * 4
-    assert 2 * temporary < small < 14 * temporary
+    assert 2 * temporary < small < 24 * temporary
     assert large - small < temporary
-    assert peak_bytes(lambda: kl_and_tv(*pairs[1])) > 20 * large  # so the measure can see it
+    tokens = torch.zeros(128, dtype=torch.int64)
+    assert peak_bytes(lambda: definition(*pairs[1], tokens)) > 20 * large  # so it can be seen
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 def test_compiled_equals_plain(monkeypatch):
-    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
-    monkeypatch.setattr(fused, "COMPILED_CHUNK", 5 * 5000)
-    fused._kernel.cache_clear()
+    monkeypatch.setattr(chunks, "COMPILED_CHUNK", 5 * 5000)
+    chunks._kernel.cache_clear()
     mu, pi = (z.float() for z in random_pair(23, 5003, drift=0.5))
     mu[0, 7], pi[1, 9], mu[2], pi[3, 3] = -math.inf, -math.inf, -math.inf, math.nan
     mu[4, ::2] = pi[4, ::2] = -math.inf
     pi[5], mu[6] = mu[5], 1e4 * mu[6]
+    tokens = torch.arange(23)
+    tokens[7] = -1
     for rows in (23, 11):
-        pair = (mu[:rows], pi[:rows])
-        got = exact_divergences(*pair, temperature=0.9, compiled=True)
-        assert_same(got, kl_and_tv(*pair, 0.9), n=rows, rtol=2e-5)
-        assert got[0].isinf().sum() == 1
-        assert got[0].isnan().sum() == 2
+        given_rows = (mu[:rows], pi[:rows], tokens[:rows])
+        got = exact_divergences(
+            *given_rows[:2], tokens=given_rows[2], temperature=0.9, compiled=True
+        )
+        check_same(got, definition(*given_rows, 0.9), n=rows, rtol=2e-5)
+        assert got.kl_rollout_current.isinf().sum() == 1
+        assert all(field.isnan().sum() >= 2 for field in got)
     assert peak_bytes(lambda: exact_divergences(mu, pi, compiled=True)) < 2**14
 
 
@@ -112,34 +127,78 @@ def test_a_large_input_falls_back_to_plain_where_compiling_fails(monkeypatch):
         calls.append(1)
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(fused, "COMPILE_FROM", 1)
-    monkeypatch.setattr(fused, "_broken", set())
-    monkeypatch.setattr(fused, "_kernel", lambda: failing)
-    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.setattr(chunks, "COMPILE_FROM", 1)
+    monkeypatch.setattr(chunks, "_kernel", lambda _: failing)
     mu, pi = random_pair(4, 10, drift=0.5)
+    expected = definition(mu, pi, first_tokens(mu))[:7]
+    assert route(CPU, entries=40) == "compiled"
     for _ in range(2):
-        assert_same(exact_divergences(mu, pi), kl_and_tv(mu, pi), n=4)
+        check_same(exact_divergences(mu, pi)[:7], expected, n=4)
+        assert route(CPU, entries=40) == "plain"
     assert len(calls) == 1  # decided once
     with pytest.raises(RuntimeError, match="no compiler"):
         exact_divergences(mu, pi, compiled=True)
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    assert_same(exact_divergences(mu, pi, compiled=True), kl_and_tv(mu, pi), n=4)
+    check_same(exact_divergences(mu, pi, compiled=True)[:7], expected, n=4)
 
 
 def test_small_inputs_never_wait_for_a_compiler(monkeypatch):
-    def forbidden():
+    def forbidden(_):
         raise AssertionError("compiled a small input")
 
-    monkeypatch.setattr(fused, "_kernel", forbidden)
+    monkeypatch.setattr(chunks, "_kernel", forbidden)
     mu, pi = random_pair(50, 1000, drift=0.5)
-    assert_same(exact_divergences(mu, pi), kl_and_tv(mu, pi), n=50)
-    assert not fused._broken
+    expected = definition(mu, pi, first_tokens(mu))[:7]
+    check_same(exact_divergences(mu, pi)[:7], expected, n=50)
+
+
+def test_the_route_is_the_one_that_is_taken(monkeypatch):
+    taken = []
+    monkeypatch.setattr(chunks, "_kernel", lambda f: lambda *a: taken.append("compiled") or f(*a))
+    monkeypatch.setattr(chunks, "COMPILE_FROM", 40)
+    mu, pi = random_pair(4, 10, drift=0.5)
+    for n, expected in ((4, "compiled"), (3, "plain")):
+        assert route(CPU, entries=n * 10) == expected
+        exact_divergences(mu[:n], pi[:n])
+        assert (taken or ["plain"]) == [expected]
+        taken.clear()
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels that only say what they were given, in the place of the real ones."""
+    stub = ModuleType("kernels")
+    stub.available = lambda *_: True
+    stub.exact_divergences = lambda *given_arguments: given_arguments
+    monkeypatch.setattr(fused, "kernels", stub)
+    return stub
+
+
+def test_a_gpu_takes_the_triton_kernels_unless_told_otherwise(kernels, monkeypatch):
+    cuda = torch.device("cuda")
+    assert route(cuda) == route(cuda, entries=1) == "triton"
+    assert route(cuda, compiled=True) == "compiled"
+    assert route(cuda, compiled=False) == "plain"
+    kernels.available = lambda *_: False
+    assert route(cuda, entries=1) == "plain"
+    assert route(cuda, entries=2**30) == "compiled"
+    monkeypatch.setattr(fused, "route_of", lambda *_, **__: "triton")
+    mu, pi = random_pair(4, 10, drift=0.5)
+    tokens = torch.arange(4)
+    got = inspect.unwrap(exact_divergences)(mu, pi, tokens=tokens, temperature=0.7)
+    for ours, theirs in zip(got, (mu, pi, tokens, 0.7), strict=True):
+        assert ours is theirs
 
 
 @pytest.mark.parametrize("shapes", [((2, 3), (2, 4)), ((2, 3), (3, 3)), ((2, 0), (2, 0))])
 def test_mismatched_policies_are_refused(shapes):
     with pytest.raises(ShapeError, match="logits_rollout has shape"):
-        fused._check(*(torch.zeros(s) for s in shapes), 1.0)
+        fused.check_pair(*(torch.zeros(s) for s in shapes), 1.0)
+
+
+def test_tokens_of_other_rows_are_refused():
+    with pytest.raises(ShapeError, match=r"tokens has shape \(3,\)"):
+        fused._check_tokens(torch.zeros(3, dtype=torch.int64), torch.zeros(2, 5))
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
@@ -151,5 +210,5 @@ def test_a_temperature_that_is_none_is_refused(temperature):
 
 def test_evidence_has_no_gradient():
     mu, pi = (z.requires_grad_() for z in random_pair(2, 5, drift=0.1))
-    for x in exact_divergences(mu, pi):
+    for x in exact_divergences(mu, pi, tokens=torch.tensor([0, 1])):
         assert not x.requires_grad

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from offdrift.divergence import interval
 from offdrift.divergence.evidence import Grade
 from offdrift.divergence.exact import kl_and_tv
-from offdrift.divergence.interval import topk_divergences
-from offdrift.errors import ShapeError
+from offdrift.divergence.interval import OWN, OWN_ABSOLUTE, tail_log_ratio, topk_divergences
+from offdrift.errors import BadValueError, ShapeError
 from tests.divergence.pairs import FX_V_MU, FX_V_PI, FX_V_TOKENS, pairs, random_pair
 
 INF = math.inf
@@ -45,11 +45,15 @@ def test_golden_lower_ends(k, kl, tv, dtype, atol):
 
 
 def test_golden_upper_ends():
-    # Top 1 and the drawn token leave mu (.3, .2, .05) and pi (.4, .25, .05): TV_lo + the smaller.
-    kl, tv = topk_divergences(*record(FX_V_MU.log(), 1, FX_V_TOKENS), FX_V_PI.log())
-    assert kl.hi.tolist() == [INF] * 3
-    expected = torch.tensor([0.1 + 0.3, 0.05 + 0.2, 0.1 + 0.05], dtype=torch.float64)
-    torch.testing.assert_close(tv.hi, expected, rtol=0, atol=1e-9)
+    # Top 1 and the drawn token leave mu .3 on pi (.3, .1), .2 on pi .25, .05 on pi .05: only in the
+    # first row is anything open, and most KL is .3 on the token of pi .1, as most TV is.
+    evidence = record(FX_V_MU.log(), 1, FX_V_TOKENS)
+    kl, tv = topk_divergences(*evidence, FX_V_PI.log())
+    kl_hi = 0.7 * math.log(0.7 / 0.6) + 0.3 * math.log(0.3 / 0.1)
+    expected = torch.tensor([kl_hi, 0.01006776, 0.05107412], dtype=torch.float64)  # V.kl
+    torch.testing.assert_close(kl.hi, expected, rtol=0, atol=1e-8)
+    expected = torch.tensor([(0.1 + 0.2 + 0.3) / 2, 0.05, 0.1], dtype=torch.float64)
+    torch.testing.assert_close(tv.hi, expected, rtol=0, atol=1e-8)
 
 
 @given(pairs(), st.data())
@@ -84,18 +88,21 @@ def test_contains_the_exact_value_however_the_record_is_rounded(dtype, drift, k)
         assert (exact <= got.hi + 1e-15).all()
 
 
-def test_more_evidence_never_widens_the_interval():
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_more_evidence_never_widens_the_interval(cap):
     mu, pi = random_pair(20, 60, drift=0.7)
     tokens = torch.arange(20)
-    ends = [topk_divergences(*record(mu, k, tokens), pi) for k in (0, 1, 2, 5, 20, 59, 60)]
-    for (kl, tv), (finer_kl, finer_tv) in pairwise(ends):
-        assert (kl.lo <= finer_kl.lo + 1e-9).all()
-        assert (tv.lo <= finer_tv.lo + 1e-9).all()
-        assert (tv.hi >= finer_tv.hi - 1e-9).all()
-    exact_kl, exact_tv = kl_and_tv(mu, pi)
-    for got, exact in zip(ends[-1], (exact_kl, exact_tv), strict=True):
-        torch.testing.assert_close(got.lo, exact, rtol=1e-6, atol=1e-10)
-        torch.testing.assert_close(got.hi, exact, rtol=1e-6, atol=1e-10)
+    ends = [
+        topk_divergences(*record(mu, k, tokens), pi, tail_log_ratio_cap=cap)
+        for k in (0, 1, 2, 5, 20, 59, 60)
+    ]
+    for coarse, fine in pairwise(ends):
+        for a, b in zip(coarse, fine, strict=True):
+            assert (a.lo <= b.lo + 1e-9).all()
+            assert (a.hi >= b.hi - 1e-9).all()
+    for got, exact in zip(ends[-1], kl_and_tv(mu, pi), strict=True):
+        torch.testing.assert_close(got.lo, exact, rtol=2 * OWN, atol=2 * OWN_ABSOLUTE)
+        torch.testing.assert_close(got.hi, exact, rtol=2 * OWN, atol=2 * OWN_ABSOLUTE)
 
 
 def test_a_drawn_token_inside_the_top_k_counts_once():
@@ -111,21 +118,79 @@ def test_a_drawn_token_inside_the_top_k_counts_once():
     assert (unlikely[0].lo > with_best[0].lo).all()
 
 
-@pytest.mark.parametrize("filtered", [True, False])
-def test_kl_has_an_upper_end_only_if_the_tail_is_provably_empty(filtered):
+def test_a_tail_that_is_provably_empty_leaves_nothing_open():
     # Sampling with top_k = 3: the fourth of the recorded five has probability zero.
     mu, pi = random_pair(6, 40, drift=0.3)
-    if filtered:
-        mu = mu.masked_fill(mu < mu.topk(3).values[:, -1:], -INF)
+    mu = mu.masked_fill(mu < mu.topk(3).values[:, -1:], -INF)
+    for got, exact in zip(
+        topk_divergences(*record(mu, 5, mu.argmax(1)), pi), kl_and_tv(mu, pi), strict=True
+    ):
+        torch.testing.assert_close(got.hi, exact, rtol=2 * OWN, atol=0)
+        torch.testing.assert_close(got.lo, exact, rtol=2 * OWN, atol=0)
+
+
+def test_kl_has_no_upper_end_where_the_tail_could_be_on_a_token_that_pi_cannot_draw():
+    mu, pi = random_pair(6, 40, drift=0.3)
+    pi[::2] = pi[::2].scatter(1, mu[::2].argmin(1, keepdim=True), -INF)
     kl, tv = topk_divergences(*record(mu, 5, mu.argmax(1)), pi)
-    exact_kl, exact_tv = kl_and_tv(mu, pi)
-    if filtered:
-        torch.testing.assert_close(kl.hi, exact_kl, rtol=1e-9, atol=0)
-        torch.testing.assert_close(kl.lo, exact_kl, rtol=1e-9, atol=0)
-        torch.testing.assert_close(tv.hi, exact_tv, rtol=1e-9, atol=0)
-    else:
-        assert kl.hi.tolist() == [INF] * 6
-        assert (tv.hi > tv.lo).all()
+    assert (kl.hi == INF).tolist() == [True, False] * 3
+    assert (tv.hi < 1).all()
+    capped, _ = topk_divergences(*record(mu, 5, mu.argmax(1)), pi, tail_log_ratio_cap=4.0)
+    assert (capped.hi < INF).all()
+
+
+def exactly(log_mu, log_pi):
+    """KL and TV in float64, by terms that cancel as little as those of the library."""
+    mu, pi, x = log_mu.exp(), log_pi.exp(), log_pi - log_mu
+    kl = torch.where(mu > 0, mu * (x.expm1() - x), pi)
+    return torch.where((mu > 0) & (pi == 0), INF, kl).sum(1), (mu - pi).abs().sum(1) / 2
+
+
+def hard_rows(seed, n=64):
+    """Policies of every sharpness and drift, some tied, Zipfian or filtered, on up to 300 tokens."""
+    g = torch.Generator().manual_seed(seed)
+    v = int(torch.randint(1, 300, (), generator=g))
+    noise = torch.randn(2, n, v, generator=g, dtype=torch.float64)
+    scale, drift = torch.rand(2, n, 1, generator=g, dtype=torch.float64)
+    mu = noise[0] * (8 * scale - 4).exp()
+    if seed % 4 == 1:
+        mu = -(8 * scale - 4).exp() * torch.arange(1, v + 1).double().log()
+    if seed % 4 == 2:
+        mu = mu.round()
+    pi = mu + noise[1] * (10 * drift - 9).exp()
+    if seed % 3 == 0:
+        least_kept = mu.topk(1 + v // 3).values[:, -1:]
+        mu = mu.masked_fill(mu < least_kept, -INF)
+    tokens = torch.multinomial(mu.softmax(1), 1, generator=g).squeeze(1)
+    return mu, pi, tokens, int(torch.randint(v + 1, (), generator=g))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_contains_the_exact_value_and_under_a_true_cap_too(dtype):
+    compared = capped = 0
+    for seed in range(24):
+        mu, pi, tokens, k = hard_rows(seed)
+        pi = pi.to((torch.float32, torch.bfloat16)[seed % 2])
+        temperature = (1.0, 0.7)[seed // 2 % 2]
+        ids, logp, _, drawn = record(mu, k, tokens)
+        evidence = (ids, logp.to(dtype), tokens, drawn.to(dtype), pi)
+        log_mu, log_pi = mu.log_softmax(1), (pi.double() / temperature).log_softmax(1)
+        exact = exactly(log_mu, log_pi)
+        found = topk_divergences(*evidence, temperature=temperature)
+        for d, x in zip(found, exact, strict=True):
+            assert (d.lo <= x).all()
+            assert (x <= d.hi).all()
+            compared += len(x)
+        needed = tail_log_ratio(log_mu, pi.double(), k, temperature=temperature)
+        for cap in (0.0, 0.1, 1.0, 8.0):
+            found = topk_divergences(*evidence, temperature=temperature, tail_log_ratio_cap=cap)
+            true = needed <= cap
+            for d, x in zip(found, exact, strict=True):
+                assert (x <= d.hi)[true].all()
+                assert not (d.refuted & true).any()
+                capped += int(true.sum())
+    assert compared == 24 * 64 * 2
+    assert capped > 1000
 
 
 def test_rounding_of_the_recorded_mass_is_no_divergence():
@@ -169,7 +234,7 @@ def test_the_batch_is_worked_through_in_pieces(monkeypatch):
     mu, pi = random_pair(11, 30, drift=0.3)
     evidence = record(mu, 4, torch.arange(11))
     whole = topk_divergences(*evidence, pi)
-    monkeypatch.setattr(interval, "CHUNK", 4 * 30)
+    monkeypatch.setattr(interval, "CHUNK", {"cpu": 4 * 30})
     for a, b in zip(whole, topk_divergences(*evidence, pi), strict=True):
         torch.testing.assert_close(a.lo, b.lo)
         assert len(b.lo) == 11
@@ -184,6 +249,85 @@ def test_evidence_has_no_gradient_and_the_logits_are_left_alone():
     )
     assert not any(end.requires_grad for d in out for end in (d.lo, d.hi))
     assert torch.equal(pi, before)
+
+
+def test_a_record_that_no_distribution_leaves_is_nan():
+    third = [-math.log(3)] * 2
+    rows = {
+        "as it should be": (third, 1, -math.log(3)),
+        "masses above 1": ([-0.1, -0.2], 1, -0.2),
+        "a drawn token likelier than the top k": ([-3.0, -3.0], 2, -0.1),
+        "top k that leave more than the rest can have": ([-4.0, -4.0], 1, -4.0),
+        "NaN": ([math.nan, -1.0], 1, -1.0),
+    }
+    logp = torch.tensor([r[0] for r in rows.values()])
+    tokens = torch.tensor([r[1] for r in rows.values()])
+    drawn = torch.tensor([r[2] for r in rows.values()])
+    ids = torch.tensor([[0, 1]]).expand(len(rows), 2)
+    for d in topk_divergences(ids, logp, tokens, drawn, torch.zeros(len(rows), 4)):
+        for end in (d.lo, d.hi):
+            assert end.isnan().tolist() == [False, True, True, True, True]
+
+
+def test_no_tokens_no_numbers():
+    evidence = (torch.zeros(0, 2).long(), torch.zeros(0, 2), torch.zeros(0).long(), torch.zeros(0))
+    for d in topk_divergences(*evidence, torch.zeros(0, 5), tail_log_ratio_cap=1.0):
+        assert d.lo.shape == d.hi.shape == d.refuted.shape == (0,)
+
+
+def test_a_refuted_cap_is_flagged_and_not_used():
+    # pi has .4 outside the top 1 and mu .3: within a cap of .1 mu would have at least .36.
+    evidence = record(FX_V_MU[:1].log(), 1, FX_V_TOKENS[:1])
+    free, _ = topk_divergences(*evidence, FX_V_PI[:1].log())
+    refuted, _ = topk_divergences(*evidence, FX_V_PI[:1].log(), tail_log_ratio_cap=0.1)
+    assert refuted.refuted.tolist() == [True]
+    assert torch.equal(refuted.hi, free.hi)
+    # log(.4 / .3) = .288 is the least that the masses allow; the tail of mu is then pi times 3 / 4.
+    kept, _ = topk_divergences(*evidence, FX_V_PI[:1].log(), tail_log_ratio_cap=0.288)
+    assert kept.refuted.tolist() == [False]
+    torch.testing.assert_close(kept.hi, kept.lo, rtol=2e-3, atol=0)
+    assert kept.grade is Grade.CAPPED
+    assert kept.assumes == "|log mu - log pi| <= 0.288 nats outside the top 1"
+
+
+@pytest.mark.parametrize("cap", [-0.1, INF, math.nan, True])
+def test_caps_that_mean_nothing_are_refused(cap):
+    evidence = record(FX_V_MU.log(), 1, FX_V_TOKENS)
+    with pytest.raises(BadValueError, match="tail_log_ratio_cap="):
+        topk_divergences(*evidence, FX_V_PI.log(), tail_log_ratio_cap=cap)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, INF, math.nan])
+def test_temperatures_that_mean_nothing_are_refused(temperature):
+    with pytest.raises(BadValueError, match="temperature="):
+        topk_divergences(
+            *record(FX_V_MU.log(), 1, FX_V_TOKENS), FX_V_PI.log(), temperature=temperature
+        )
+    with pytest.raises(BadValueError, match="temperature="):
+        tail_log_ratio(FX_V_MU.log(), FX_V_PI.log(), 1, temperature=temperature)
+
+
+def test_tail_log_ratio_by_hand():
+    got = [tail_log_ratio(FX_V_MU.log(), FX_V_PI.log(), k) for k in range(4)]
+    # mu (.7 .2 .1), (.5 .3 .2), (.9 .05 .05); pi (.6 .3 .1), (.5 .25 .25), (.8 .15 .05)
+    whole = [math.log(1.5), math.log(1.25), math.log(3)]
+    torch.testing.assert_close(got[0], torch.tensor(whole).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(got[1], torch.tensor(whole).double(), rtol=1e-6, atol=0)
+    assert got[2][:2].tolist() == pytest.approx([0.0, math.log(1.25)], abs=1e-12)
+    assert got[3].tolist() == [0.0] * 3
+
+
+def test_tail_log_ratio_of_zeros_and_nan(monkeypatch):
+    rows = [[0.0, -1.0, -INF], [0.0, -1.0, -INF], [0.0, -1.0, -2.0], [math.nan, 0.0, 0.0]]
+    others = [[0.0, -1.0, -INF], [0.0, -1.0, -2.0], [0.0, -1.0, -INF], [0.0, 0.0, 0.0]]
+    monkeypatch.setattr(interval, "CHUNK", {"cpu": 3})
+    mu = torch.tensor(rows).log_softmax(1)
+    got = tail_log_ratio(mu, torch.tensor(others), 1)
+    assert got.tolist() == pytest.approx([0.0, INF, INF, math.nan], nan_ok=True, abs=1e-6)
+    divided = tail_log_ratio(mu, torch.tensor(others) / 2, 1, temperature=0.5)
+    assert torch.equal(divided[:3], got[:3])
+    with pytest.raises(ShapeError, match="k=4"):
+        tail_log_ratio(mu, torch.tensor(others), 4)
 
 
 def test_arguments_must_describe_the_same_tokens():

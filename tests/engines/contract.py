@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from offdrift.engines.base import Engine
+from offdrift.engines.heads import deviations
 from offdrift.engines.sync import FLOAT32_CAP, GROUPS, check_sync, verify_sync, weight_groups
 from offdrift.errors import EngineError, SyncError
-from offdrift.rollouts.records import FullVocab, Sampling, TopK
+from offdrift.rollouts.records import FullVocab, HiddenStates, Sampling, TopK
 from tests.engines.models import VOCAB
 from tests.engines.oracles import logp_rows
 
@@ -102,6 +103,57 @@ class EngineContract:
         assert seen.any()
         at_token = top.logp_rollout[:, None].expand(-1, k)[seen]
         torch.testing.assert_close(top.evidence.logp[seen], at_token, atol=1e-6, rtol=0)
+
+    @pytest.mark.parametrize("sampling", [PLAIN, SAMPLINGS["cold"]], ids=["plain", "cold"])
+    def test_hidden_states_and_their_head_are_the_full_rows(self, engine, sampling):
+        hidden = engine.generate(PROMPTS, sampling, seed=5, evidence="hidden")
+        full = engine.generate(PROMPTS, sampling, seed=5, evidence="full")
+        assert isinstance(hidden.evidence, HiddenStates)
+        assert torch.equal(hidden.tokens, full.tokens)
+        states, head = hidden.evidence.states, hidden.evidence.head
+        assert states.dtype == head.weight.dtype == getattr(torch, engine.dtype)
+        assert states.shape == (96, 64)
+        logits = head.scores(states, slice(0, VOCAB))
+        rows = (logits / sampling.temperature).log_softmax(-1)
+        tolerance = rounding(engine, logits) / sampling.temperature
+        torch.testing.assert_close(rows, full.evidence.logp, atol=tolerance, rtol=0)
+
+    def test_hidden_states_of_ragged_responses_reproduce_their_log_probs(self, engine):
+        sampling = replace(PLAIN, stop_token_ids=tuple(range(0, VOCAB, 8)))
+        rollouts = engine.generate(PROMPTS * 4, sampling, seed=8, evidence="hidden")
+        assert len(set(rollouts.lengths.tolist())) >= 3
+        found = rollouts.evidence
+        gaps = deviations(found, rollouts.tokens, rollouts.logp_rollout)
+        assert len(gaps) == len(rollouts.tokens) == len(found.states) > 64
+        assert gaps.max() <= rounding(engine, found.head.scores(found.states, slice(0, VOCAB)))
+        # The test can tell: states one token off miss by nats.
+        shifted = HiddenStates(found.states.roll(1, 0), found.head)
+        assert deviations(shifted, rollouts.tokens, rollouts.logp_rollout).mean() > 0.5
+
+    @pytest.mark.parametrize("name", ["top_k", "top_p", "all"])
+    def test_hidden_states_of_a_filtered_distribution_are_refused(self, engine, name):
+        with pytest.raises(EngineError, match='"hidden" describes the whole.*evidence = "full"'):
+            engine.generate(PROMPTS, SAMPLINGS[name], seed=5, evidence="hidden")
+
+    def test_hidden_states_keep_the_head_that_sampled(self, engine, model):
+        before = engine.generate(PROMPTS, PLAIN, seed=5, evidence="hidden")
+        again = engine.generate(PROMPTS, PLAIN, seed=6, evidence="hidden")
+        assert again.evidence.head is before.evidence.head
+        first = before.evidence.head.weight.clone()
+        moved = {n: w * 1.0 + 0.3 * w.roll(1, 0) for n, w in model.named_parameters()}
+        engine.load_weights(moved.items(), version=1)
+        try:
+            after = engine.generate(PROMPTS, PLAIN, seed=5, evidence="hidden")
+        finally:
+            engine.load_weights(model.named_parameters(), version=0)
+        assert torch.equal(before.evidence.head.weight, first)
+        assert not torch.equal(after.evidence.head.weight, first)
+        for rollouts in (before, after):
+            found = rollouts.evidence
+            gaps = deviations(found, rollouts.tokens, rollouts.logp_rollout)
+            assert gaps.max() <= rounding(engine, found.head.scores(found.states, slice(0, VOCAB)))
+        swapped = HiddenStates(before.evidence.states, after.evidence.head)
+        assert deviations(swapped, before.tokens, before.logp_rollout).mean() > 0.05
 
     def test_frequencies_are_those_of_the_recorded_distribution(self, engine):
         # Chi-squared over cells that expect at least 5 of 2000 draws: mean df, variance 2 df.
@@ -226,7 +278,7 @@ class EngineContract:
         assert rollouts.provenance.dtype == engine.dtype
         assert isinstance(engine, Engine)
 
-    @pytest.mark.parametrize("evidence", ["full", 20])
+    @pytest.mark.parametrize("evidence", ["full", "hidden", 20])
     def test_evidence_above_the_memory_limit_is_refused_with_the_way_out(
         self, engine, evidence, monkeypatch
     ):
@@ -278,6 +330,17 @@ class EngineContract:
 
         with pytest.raises(SyncError, match="at version 0; the limit is"):
             with_weights(model, ahead, stale)
+
+
+def rounding(engine: Engine, logits: torch.Tensor) -> float:
+    """What two products of the same numbers may differ by at the engine's precision, nats.
+
+    Half precisions sum in float32 and round the logit once, so that a logit and the normalizer may
+    each come out one neighbor apart; float32 sums of 64 terms in another order differ in the last
+    few bits.
+    """
+    steps = 8 if engine.dtype == "float32" else 2
+    return steps * torch.finfo(getattr(torch, engine.dtype)).eps * float(logits.abs().max())
 
 
 def exact_rows(rows: torch.Tensor) -> bool:

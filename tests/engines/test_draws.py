@@ -35,22 +35,30 @@ def provenance(sampling=OK):
         ([[1]], OK, 0, "evidence = 0"),
         ([[1]], OK, 11, "evidence = 11"),
         ([[1]] * 700, Sampling(4000), "full", "could take 107 MiB"),  # 700*4000*10*4 / 2**20
+        ([[1]] * 7000, Sampling(4000), "hidden", "could take 160 MiB"),  # 7000*4000*6 / 2**20
+        (
+            [[1]],
+            Sampling(4, top_k=3),
+            "hidden",
+            'top_k = 3 and .*top_p = 1.0 draw from a part.*"full"',
+        ),
+        ([[1]], Sampling(4, top_p=0.9), "hidden", "top_p = 0.9 draw from a part"),
     ],
 )
 def test_a_senseless_request_is_refused_by_name(prompts, sampling, evidence, message):
     with pytest.raises(EngineError, match=message):
-        check_request(prompts, sampling, evidence, vocab_size=10, limit_mib=100)
+        check_request(prompts, sampling, evidence, vocab_size=10, state_bytes=6, limit_mib=100)
 
 
 def test_evidence_of_no_known_kind_is_refused():
     # Not through the annotated signature, which the test run checks: as an unchecked caller would.
     with pytest.raises(EngineError, match="got 'all'"):
-        inspect.unwrap(check_request)([[1]], OK, "all", vocab_size=10, limit_mib=100)
+        inspect.unwrap(check_request)([[1]], OK, "all", vocab_size=10, state_bytes=6, limit_mib=100)
 
 
-@pytest.mark.parametrize("evidence", ["sampled", "full", 1, 10])
+@pytest.mark.parametrize("evidence", ["sampled", "full", "hidden", 1, 10])
 def test_a_sensible_request_passes(evidence):
-    check_request([[0, 9]], OK, evidence, vocab_size=10, limit_mib=1)
+    check_request([[0, 9]], OK, evidence, vocab_size=10, state_bytes=6, limit_mib=1)
 
 
 def test_chunks_are_joined_in_order():

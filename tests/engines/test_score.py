@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
-from offdrift.engines.score import divergences, score
+from offdrift.divergence.head import Head
+from offdrift.divergence.hidden import hidden_divergences
+from offdrift.engines.heads import head_of
+from offdrift.engines.score import divergences, last_states, score
 from offdrift.errors import EvidenceError
-from offdrift.rollouts import FullVocab, Provenance, Rollouts, Sampling, TopK
+from offdrift.rollouts import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
 from offdrift.rollouts.records import pack_sequences
 
 PROMPTS = [[3], [4, 5, 6], [7, 8]]
@@ -98,8 +104,42 @@ def test_top_k_evidence_gives_intervals_around_the_exact_value(model):
         assert (d.hi >= exact[name].lo - 1e-5).all()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_hidden_states_give_what_the_full_rows_give(model, temperature, monkeypatch):
+    import offdrift.engines.heads as heads
+
+    monkeypatch.setattr(heads, "CHUNK", {"cpu": 16 * 3})  # three tokens at a time
+    stale = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in stale.parameters():
+            weight.add_(0.1 * weight.roll(1, 0))
+        rows = score(stale, rollouts(), temperature=temperature).logits.log_softmax(-1)
+        logits = score(model, rollouts(), temperature=temperature).logits
+    sampling = Sampling(max_tokens=4, temperature=temperature)
+    provenance = replace(rollouts().provenance, sampling=sampling)
+    evidence = HiddenStates(last_states(stale, rollouts()), head_of(stale))
+    assert evidence.states.shape == (8, 32)
+    found = divergences(rollouts(evidence=evidence, provenance=provenance), logits)
+    exact = divergences(rollouts(evidence=FullVocab(rows), provenance=provenance), logits)
+    assert found.keys() == exact.keys() == {"kl_rollout_current", "tv_rollout_current"}
+    assert exact["kl_rollout_current"].lo.min() > 1e-3
+    for name, d in found.items():
+        assert str(d.grade) == "exact"
+        torch.testing.assert_close(d.lo, exact[name].lo, rtol=1e-4, atol=1e-6)
+    # Nor does it matter that the current policy's side is given by its logits.
+    both = hidden_divergences(
+        evidence.states, evidence.head, last_states(model, rollouts()), head_of(model),
+        temperature_rollout=temperature, temperature=temperature,
+    )  # fmt: skip
+    torch.testing.assert_close(both.kl_rollout_current, found["kl_rollout_current"].lo, rtol=1e-4, atol=1e-6)  # fmt: skip
+    torch.testing.assert_close(both.tv, found["tv_rollout_current"].lo, rtol=1e-4, atol=1e-6)
+
+
 def test_no_evidence_gives_none_and_another_vocabulary_is_refused(model):
     logits = torch.zeros(8, 16)
     assert divergences(rollouts(), logits) == {}
     with pytest.raises(EvidenceError, match="covers 9 tokens, the model has 16"):
         divergences(rollouts(evidence=FullVocab(torch.zeros(8, 9))), logits)
+    states = HiddenStates(torch.zeros(8, 4), Head(torch.zeros(9, 4)))
+    with pytest.raises(EvidenceError, match="covers 9 tokens, the model has 16"):
+        divergences(rollouts(evidence=states), logits)

@@ -6,7 +6,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from offdrift.engines.transformers import TransformersEngine, int8_grid, matrices
+import offdrift.engines.transformers as transformers_engine
+from offdrift.engines.heads import deviations
+from offdrift.engines.int8 import int8_grid, matrices
+from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import EngineError
 from offdrift.rollouts.records import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
@@ -138,6 +141,61 @@ def test_a_module_that_cannot_generate_is_refused():
         TransformersEngine(torch.nn.DataParallel(tiny("dense")).module.model)
 
 
+# -- hidden states -------------------------------------------------------------------------------
+
+
+def test_hidden_states_of_a_batch_drawn_in_chunks_share_one_head():
+    engine = TransformersEngine(tiny("dense"), batch_size=3)
+    whole = engine.generate(PROMPTS, PLAIN, seed=3, evidence="hidden")
+    assert whole.evidence.states.shape == (96, 64)
+    gaps = deviations(whole.evidence, whole.tokens, whole.logp_rollout)
+    assert gaps.max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_states_of_a_capped_and_tied_head_are_the_full_rows(dtype):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16, initializer_range=0.5, final_logit_softcapping=5.0, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    )  # fmt: skip
+    engine = TransformersEngine(model, dtype=dtype)
+    hidden = engine.generate(PROMPTS, PLAIN, seed=3, evidence="hidden").evidence
+    full = engine.generate(PROMPTS, PLAIN, seed=3, evidence="full").evidence
+    assert hidden.head.soft_cap == 5.0
+    logits = hidden.head.scores(hidden.states, slice(0, VOCAB))
+    assert logits.abs().max() > 4  # far into the cap
+    # Product, quotient, tanh and product are each rounded: up to four neighbors of 5 in bfloat16.
+    tolerance = 1e-5 if dtype == "float32" else 4 * 5 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(logits.log_softmax(-1), full.logp, atol=tolerance, rtol=0)
+
+
+def test_a_head_of_no_known_form_is_refused_before_anything_is_drawn(monkeypatch):
+    engine = TransformersEngine(tiny("dense"))
+    head = engine.model.get_output_embeddings()
+    head.register_forward_hook(lambda _, __, logits: logits * 3)
+    monkeypatch.setattr(engine.model, "generate", lambda **_: pytest.fail("drawn"))
+    with pytest.raises(EngineError, match=r"Qwen3ForCausalLM.*no scale or soft cap.*\"full\""):
+        engine.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
+
+
+def test_states_of_other_tokens_are_refused(monkeypatch):
+    engine = TransformersEngine(tiny("dense"))
+    engine.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
+    pack = transformers_engine._Recorder.draws
+
+    def late(self, tokens, stops):
+        self.rows = self.rows[1:] + self.rows[:1]
+        return pack(self, tokens, stops)
+
+    monkeypatch.setattr(transformers_engine._Recorder, "draws", late)
+    with pytest.raises(
+        EngineError, match=r"'transformers' .* miss the log-probs it reported by \d"
+    ):
+        engine.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
+
+
 # -- loading weights ------------------------------------------------------------------------------
 
 
@@ -197,6 +255,14 @@ def test_int8_rounds_every_matrix_and_nothing_else(kind, count):
         assert (error > 0).float().mean() > 0.9, name
         levels = weight / step
         torch.testing.assert_close(levels, levels.round(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_int8_leaves_the_recorded_head_alone(kind):
+    model = tiny(kind)
+    engine = TransformersEngine(model, quantization="int8")
+    recorded = engine.generate(PROMPTS, PLAIN, seed=2, evidence="hidden").evidence
+    assert torch.equal(recorded.head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

@@ -16,7 +16,10 @@ from offdrift.lab import (
     returns,
     worst_rewards,
 )
-from offdrift.lab.enumerate import error_weights, surrogate_weights
+from offdrift.lab.automaton import product, random_automaton, walk
+from offdrift.lab.enumerate import error_weights, over_prompts, surrogate_weights, token_kl
+from offdrift.lab.markov import drift_noise, random_markov, shifted
+from offdrift.lab.recursions import state_error_weights
 
 # Two independent binary tokens, P(1) = .6, .3 under mu and .5, .4 under pi; reward
 # (2 y1 + 3 y2 + y1 y2) / 6. Methods table, keys toy.*.
@@ -182,3 +185,60 @@ def test_different_trees_are_refused():
             divergences(mu, other)
     with pytest.raises(ShapeError, match=r"rewards has shape \(2, 4\), expected \(2, 8\)"):
         returns(mu, mu, torch.zeros(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("tilt", [0.4, 1e-2, 1e-5, 1e-9, 1e-15])
+def test_a_small_kl_keeps_its_digits(tilt: float):
+    # KL(fair || tilted) = -log(1 - 4 tilt^2) / 2, whatever is left of it beside 1.
+    tilt = float(torch.tensor(0.5, dtype=torch.float64) + tilt) - 0.5  # as float64 has it
+    fair = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    got = token_kl(fair, fair + torch.tensor([tilt, -tilt], dtype=torch.float64))
+    assert float(got) == pytest.approx(-math.log1p(-4 * tilt**2) / 2, rel=1e-13)
+
+
+def test_kl_is_the_same_on_both_sides_of_its_series():
+    # Rows apart by just under and just over the switch, against 60 digits.
+    from decimal import Decimal, localcontext
+
+    compared = 0
+    with localcontext() as context:
+        context.prec = 60
+        for x in (0.0099, 0.0101, -0.0099, -0.0101, 0.5, -0.9):
+            rows = torch.tensor([[0.3, 0.7], [0.3 * (1 + x), 1 - 0.3 * (1 + x)]]).double()
+            (a, b), (c, d) = [[Decimal(v) for v in row] for row in rows.tolist()]
+            want = a * (a / c).ln() + b * (b / d).ln() + (c - a) + (d - b)
+            assert float(token_kl(rows[0], rows[1])) == pytest.approx(float(want), rel=1e-12)
+            compared += 1
+    assert compared == 6
+
+
+def test_a_million_sequences():
+    # 2^20 sequences of one pair, against the recursion over a few states.
+    g = torch.Generator().manual_seed(11)
+    machine, horizon = product(walk(2, 2), random_automaton(3, 2, generator=g)), 20
+    mu = random_markov(machine, 1, horizon=horizon, generator=g)
+    pi = shifted(mu, drift_noise(mu, generator=g), scale=0.1)
+    start = int(machine.start.argmax())
+    weights = error_weights(mu.tabular(start), pi.tabular(start))
+    assert weights.shape == (1, 2**20)
+    ends = machine.final_states(start, horizon)
+    by_state = torch.zeros(machine.states, dtype=torch.float64).index_add(0, ends, weights[0])
+    want = state_error_weights(mu, pi)[0]
+    assert torch.allclose(by_state, want, rtol=0, atol=1e-15)
+    assert float(want.abs().max()) > 1e-4
+
+
+def test_prompts_are_a_first_token_that_both_policies_draw_alike():
+    g = torch.Generator().manual_seed(12)
+    laws = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    mu = random_policies(3, vocab=3, horizon=2, generator=g)
+    pi = perturbed(mu, scale=torch.tensor([0.1, 1.0, 0.5], dtype=torch.float64), generator=g)
+
+    def joined(policy: TabularPolicy) -> TabularPolicy:
+        return TabularPolicy((laws[None, None], *(x.reshape(1, -1, 3) for x in policy.levels)))
+
+    got, want = over_prompts(divergences(mu, pi), laws), divergences(joined(mu), joined(pi))
+    for name in ("kl_max", "tv_max", "kl_seq", "tv_seq"):
+        assert float(getattr(got, name)) == pytest.approx(float(getattr(want, name)), rel=1e-12)
+    assert torch.allclose(got.mean_tv, want.mean_tv[:, 1:], rtol=1e-12)
+    assert float(want.mean_tv[0, 0]) == 0

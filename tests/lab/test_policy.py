@@ -51,6 +51,15 @@ def test_perturbation_touches_the_share_of_contexts_it_is_asked_to():
         assert moved / contexts == pytest.approx(touched, abs=0.02)
 
 
+def test_each_policy_can_drift_by_its_own_size():
+    policy = random_policies(3, vocab=2, horizon=3, generator=_generator())
+    sizes = torch.tensor([0.0, 1e-3, 1.0], dtype=torch.float64)
+    drifted = perturbed(policy, scale=sizes, generator=_generator())
+    moved = (policy.law() - drifted.law()).abs().amax(1)
+    assert float(moved[0]) < 1e-15
+    assert 1e-6 < float(moved[1]) < 1e-2 < float(moved[2])
+
+
 def test_perturbation_keeps_tokens_that_cannot_be_drawn():
     policy = TabularPolicy.independent([[0.0, 1.0], [0.5, 0.5]])
     drifted = perturbed(policy, scale=1.0, generator=_generator())

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,25 @@ def test_top_k_evidence_trains_and_is_called_an_interval(tmp_path):
     assert all(r["certificate/bound"] is None for r in rows(tmp_path / "run"))
     r = read(next((tmp_path / "run" / "arms" / "trm_max" / "rollouts").glob("*.parquet")))
     assert isinstance(r.evidence, TopK)
+
+
+def test_hidden_states_train_as_full_rows_do_and_old_heads_stay_with_old_batches(
+    finished, tmp_path
+):
+    run = tmp_path / "run"
+    train(small_recipe(rollout__evidence="hidden"), run)
+    found, expected = rows(run), rows(finished)
+    assert {r["divergence/grade"] for r in found} == {"exact"}
+    assert [r["version_lag/max"] for r in found] == [0, 1, 0, 1, 0, 1]
+    compared = [k for k in expected[0] if "rollout_current" in k]
+    assert len(compared) == 4  # mean and maximum of KL and TV
+    for a, b in zip(found, expected, strict=True):
+        for key in compared:
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-9), key
+    files = sorted((run / "arms" / "trm_max" / "rollouts").glob("*.parquet"))
+    heads = [read(f).evidence.head.weight for f in files]
+    assert len(list((files[0].parent / "heads").iterdir())) == 3
+    assert [torch.equal(a, b) for a, b in pairwise(heads)] == [True, False, True, False, True]
 
 
 def test_resuming_nothing_or_another_recipe_is_refused(finished, tmp_path):

@@ -50,6 +50,16 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
         ("arms.none.method=nope", "arms.none: no method 'nope'; did you mean"),
         ('arms.none.override={"gate.high" = 1}', "arms.none: 'gate.high' is not a part"),
         ("rollout.evidence=sampled", 'records none; set rollout.evidence = "full"'),
+        ("rollout.evidence=all", "rollout.evidence"),
+        (
+            "rollout.tail_log_ratio_cap=-1",
+            "rollout.tail_log_ratio_cap = -1: input should be greater",
+        ),
+        ("rollout.tail_log_ratio_cap=inf", "input should be a finite number"),
+        (
+            "rollout.tail_log_ratio_cap=0.5",
+            'cap = 0.5 is about the tail of top-k evidence, but rollout.evidence = "full"',
+        ),
         ("optim.minibatches=1000", "more than the 256 sequences of a batch"),
         ("name=../up", "name = '../up': string should match"),
         ('arms={"../up" = {method = "none"}}', "should match pattern"),
@@ -84,6 +94,13 @@ def test_values_on_the_command_line_are_toml_or_words():
         "float16",
         20,
     )
+
+
+def test_evidence_may_be_hidden_states_or_a_top_k_with_a_capped_tail():
+    assert load_recipe(TINY, changes=["rollout.evidence=hidden"]).rollout.evidence == "hidden"
+    capped = load_recipe(TINY, changes=["rollout.evidence=20", "rollout.tail_log_ratio_cap=1"])
+    assert capped.rollout.tail_log_ratio_cap == 1.0
+    assert load_recipe(TINY).rollout.tail_log_ratio_cap is None
 
 
 def test_updates_count_epochs_and_minibatches():

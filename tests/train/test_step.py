@@ -15,7 +15,7 @@ from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import EngineError
 from offdrift.kl import Adaptive, KLPenalty
 from offdrift.methods import METHODS, override
-from offdrift.rollouts import Sampling
+from offdrift.rollouts import Sampling, TopK
 from offdrift.stats import summarize
 from offdrift.train.assess import assess
 from offdrift.train.models import tiny_qwen3_config
@@ -38,8 +38,8 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def world():
-    """A tiny model, and a ragged batch that a stale, coarser copy of it has sampled."""
+def drawing():
+    """A tiny model, and how a stale, coarser copy of it draws a ragged batch with some evidence."""
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -53,12 +53,22 @@ def world():
     engine = TransformersEngine(stale, dtype="bfloat16")
     prompts = [[5, 6, 7][: 1 + i % 3] for i in range(12)]
     sampling = Sampling(max_tokens=9, stop_token_ids=tuple(range(10)))
-    rollouts = engine.generate(prompts, sampling, seed=1, evidence="full")
-    assert len(set(rollouts.lengths.tolist())) > 3
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(0))
-    groups = torch.arange(12) // 4
-    rollouts = rollouts.with_(rewards=rewards, group_ids=groups)
-    return model, Batch(rollouts, advantages(rewards, rollouts.segments))
+
+    def draw(evidence: str):
+        rollouts = engine.generate(prompts, sampling, seed=1, evidence=evidence)
+        return rollouts.with_(rewards=rewards, group_ids=torch.arange(12) // 4)
+
+    return model, draw
+
+
+@pytest.fixture(scope="module")
+def world(drawing):
+    """The model, and a batch with the whole distribution of every token."""
+    model, draw = drawing
+    rollouts = draw("full")
+    assert len(set(rollouts.lengths.tolist())) > 3
+    return model, Batch(rollouts, advantages(rollouts.rewards, rollouts.segments))
 
 
 def step(world, name: str, *, token_budget: int, **options):
@@ -178,6 +188,49 @@ def test_old_log_probs_come_with_entropy_squares_and_divergences(world):
     part = old.select(torch.tensor([2, 0]))
     assert part.logp.tolist() == old.logp[[2, 0]].tolist()
     assert part.divergences["kl_rollout_old"].hi.tolist() == old.divergences["kl_rollout_old"].hi[[2, 0]].tolist()  # fmt: skip
+
+
+def test_hidden_states_assess_and_step_as_full_rows_do_however_the_batch_is_cut(world, drawing):
+    model, batch = world
+    full, hidden = batch.rollouts, drawing[1]("hidden")
+    assert torch.equal(full.tokens, hidden.tokens)
+    expected = assess(model, full, token_budget=1000, exact=True).divergences
+    found = assess(model, hidden, token_budget=30, exact=True).divergences
+    assert found.keys() == expected.keys() == {"kl_rollout_old", "tv_rollout_old"}
+    for name, d in found.items():
+        assert d.name == name
+        assert str(d.grade) == "exact"
+        torch.testing.assert_close(d.lo, expected[name].lo, rtol=1e-3, atol=1e-6)
+    _, with_rows = step(world, "trm_max", token_budget=30, view=True)
+    states = (model, replace(batch, rollouts=hidden))
+    _, with_states = step(states, "trm_max", token_budget=30, view=True)
+    torch.testing.assert_close(with_states.tokens.kl, with_rows.tokens.kl, rtol=1e-3, atol=1e-6)
+    assert torch.equal(with_states.tokens.keep, with_rows.tokens.keep)
+    assert with_states.stats.grade == "exact"
+
+
+def test_what_an_upper_end_assumes_stays_with_it(world):
+    model, batch = world
+    rows = batch.rollouts.evidence.logp
+    top = rows.topk(5)
+    rollouts = batch.rollouts.with_(evidence=TopK(top.indices, top.values))
+    old = assess(model, rollouts, token_budget=30, exact=True, tail_log_ratio_cap=0.5)
+    free = assess(model, rollouts, token_budget=30, exact=True)
+    kl = old.divergences["kl_rollout_old"]
+    assert kl.assumes
+    assert free.divergences["kl_rollout_old"].assumes is None
+    assert (kl.hi <= free.divergences["kl_rollout_old"].hi).all()
+    assert (kl.hi < free.divergences["kl_rollout_old"].hi).any()
+    part = old.select(torch.tensor([2, 0])).divergences["kl_rollout_old"]
+    assert part.assumes == kl.assumes
+    assert part.refuted.tolist() == kl.refuted[[2, 0]].tolist()
+    capped = Batch(rollouts, batch.advantages, old, tail_log_ratio_cap=0.5)
+    assert capped.select(torch.tensor([1])).tail_log_ratio_cap == 0.5
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    row = override(METHODS["trm_max"], {"gate.high": 0.02})
+    for batch, grade in ((capped, "capped interval"), (replace(capped, old=free, tail_log_ratio_cap=None), "interval")):  # fmt: skip
+        update = train_step(Accelerator(cpu=True), model, optimizer, batch, row, token_budget=30, max_grad_norm=1.0)  # fmt: skip
+        assert update.stats.grade == grade
 
 
 def test_gates_on_the_exact_mismatch_get_their_divergences(world):

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 _CHUNK = 1 << 16  # remaining steps per block: two float64 temporaries stay in the L2 cache
+_ZETA_MINUS_HALF = -0.20788622497735457  # the constant of Euler-Maclaurin for square roots
 
 
 def pinsker(kl: float) -> float:
@@ -134,8 +135,8 @@ def total_shift(horizon: int, *, delta: float, eps: float = 1.0, cap: float = 1.
 
         S = sum_{t=1}^T min(cap, (t-1) eps, sqrt((t-1) delta / 2))
 
-    The exact sum, not its closed form: summed in blocks, without a long accumulator, up to where
-    the cap is reached; from there on every term is the cap.
+    The exact sum, at a cost that does not grow with T: the terms are linear in t up to where the KL
+    route takes over, then square roots up to the cap, then the cap.
 
     Args:
         horizon: number of tokens T.
@@ -144,16 +145,49 @@ def total_shift(horizon: int, *, delta: float, eps: float = 1.0, cap: float = 1.
     Example:
         >>> round(total_shift(4096, delta=float("inf"), eps=0.00707106781), 5)
         4024.78846
+        >>> round(total_shift(10**12, delta=1e-12, eps=1e-8), 3)
+        471404520790.636
 
     Reference: Li et al., arXiv:2512.23075v5, eqs. 12, 13 and 17.
     """
     if min(delta, eps, cap) == 0:
         return 0.0
-    rising = math.ceil(min(horizon - 1, max(cap / eps, 2 * cap * cap / delta)))
-    blocks = (
-        float(context_shift(k, delta=delta, eps=eps, cap=cap).sum()) for k in _steps(1, rising + 1)
-    )
-    return math.fsum(blocks) + (horizon - 1 - rising) * cap
+    linear, rising = route_ends(horizon - 1, delta=delta, eps=eps, cap=cap)
+    roots = _sum_of_roots(rising) - _sum_of_roots(linear) if rising > linear else 0.0
+    parts = eps * (linear * (linear + 1) // 2), roots * math.sqrt(min(delta, 2.0) / 2)
+    return math.fsum([*parts, (horizon - 1 - rising) * cap])
+
+
+def route_ends(steps: int, *, delta: float, eps: float, cap: float = 1.0) -> tuple[int, int]:
+    """How far each route to the context shift is the smallest, in tokens.
+
+        k eps              for k = 1 .. a,       a = min(delta / (2 eps^2), cap / eps)
+        sqrt(k delta / 2)  for k = a+1 .. b,     b = 2 cap^2 / delta
+        cap                for k = b+1 .. steps
+
+    Args:
+        steps: largest number of tokens k.
+        delta, eps, cap: as in `context_shift`, above 0.
+
+    Returns: a and b, rounded down, 0 <= a <= b <= steps.
+
+    Example:
+        >>> route_ends(4095, delta=1e-4, eps=5e-3, cap=0.05)
+        (2, 50)
+
+    Reference: Li et al., arXiv:2512.23075v5, Lemma 3.2 and Section 3.3.
+    """
+    linear = math.floor(min(steps, delta / eps / (2 * eps), cap / eps))
+    return linear, max(linear, math.floor(min(steps, 2 * cap * cap / delta)))
+
+
+def _sum_of_roots(n: int) -> float:
+    """sqrt(1) + ... + sqrt(n): by Euler-Maclaurin, whose next term is below a rounding."""
+    if n < 256:
+        return math.fsum(math.sqrt(k) for k in range(1, n + 1))
+    root = math.sqrt(n)
+    tail = 1 / (24 * root) - 1 / (1920 * root * n * n)
+    return math.fsum([2 / 3 * n * root, root / 2, _ZETA_MINUS_HALF, tail])
 
 
 def weighted_shift(
@@ -173,7 +207,8 @@ def weighted_shift(
         return mean_tv * total_shift(horizon, delta=delta, eps=eps) if mean_tv else 0.0
     weights = mean_tv[::-1]  # entry k belongs to the position with k tokens to come
     return math.fsum(
-        float(weights[int(k[0]) : int(k[-1]) + 1] @ context_shift(k, delta=delta, eps=eps))
+        # pairwise sums: a dot product of equal terms rounds the same way each time
+        float((weights[int(k[0]) : int(k[-1]) + 1] * context_shift(k, delta=delta, eps=eps)).sum())
         for k in _steps(0, horizon)
     )
 

@@ -1,19 +1,24 @@
 """How surely a divergence is known, and what it may therefore be used for.
 
-    exact      from the full vocabulary of both policies: the number itself
-    interval   from the top k of one and all of the other: rigorous lower and upper ends
-    sampled    from the one token that was drawn: an estimate, whatever its size
+    exact             from the full vocabulary of both policies: the number itself
+    interval          from the top k of one and all of the other: rigorous lower and upper ends
+    capped interval   the same lower end; an upper end that holds under a stated assumption
+    sampled           from the one token that was drawn: an estimate, whatever its size
 
 Rejecting needs a lower end (a token above the threshold by `lo` is above it); accepting, and every
-guarantee, needs an upper end. Only exact values and upper ends of intervals may back a certificate.
+guarantee, needs an upper end. Exact values and upper ends of intervals back a guarantee; an upper end
+of a capped interval backs one only together with `assumes`, which the guarantee must then state; a
+sample backs none. What is put together is known as surely as its weakest part.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.errors import EvidenceError
@@ -24,7 +29,19 @@ class Grade(StrEnum):
 
     EXACT = "exact"
     INTERVAL = "interval"
+    CAPPED = "capped interval"
     SAMPLED = "sampled"
+
+    @staticmethod
+    def weakest(grades: Iterable[str]) -> Grade:
+        """The grade of what several divergences together say.
+
+        Example:
+            >>> str(Grade.weakest(["capped interval", "exact"]))
+            'capped interval'
+        """
+        order = list(Grade)
+        return max((Grade(g) for g in grades), key=order.index)
 
 
 @dataclass(frozen=True)
@@ -35,10 +52,14 @@ class Divergence:
         name: what it is, first distribution first ("kl_rollout_current", "tv_rollout_current").
         grade: where the numbers come from.
         lo: lower end, nats (KL) or probability (TV). Rejection by `lo` is rigorous unless sampled.
-        hi: upper end, the same tensor as `lo` unless the grade is interval; may be +inf.
+        hi: upper end, the same tensor as `lo` unless the grade is an interval; may be +inf.
+        assumes: what `hi` takes for granted; of capped intervals, and of them only.
+        refuted: where the evidence contradicts `assumes`: there, `hi` does without it. A batch in
+            which this happens speaks against the assumption at its other tokens, too.
+
+    Raises: `EvidenceError` if the grade and `assumes` do not belong together.
 
     Example:
-        >>> import torch
         >>> tv = Divergence.interval("tv", torch.tensor([0.1]), torch.tensor([0.3]))
         >>> tv.may_certify, tv.upper
         (True, tensor([0.3000]))
@@ -48,6 +69,15 @@ class Divergence:
     grade: Grade
     lo: Float[Tensor, " n"]
     hi: Float[Tensor, " n"]
+    assumes: str | None = None
+    refuted: Bool[Tensor, " n"] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.grade is Grade.CAPPED) != bool(self.assumes):
+            raise EvidenceError(
+                f'{self.name} has grade "{self.grade}" and assumes={self.assumes!r}; a capped '
+                "interval states its assumption, and nothing else has one"
+            )
 
     @staticmethod
     def exact(name: str, value: Float[Tensor, " n"]) -> Divergence:
@@ -60,9 +90,70 @@ class Divergence:
         return Divergence(name, Grade.INTERVAL, lo, hi)
 
     @staticmethod
+    def capped(
+        name: str,
+        lo: Float[Tensor, " n"],
+        hi: Float[Tensor, " n"],
+        *,
+        assumes: str,
+        refuted: Bool[Tensor, " n"],
+    ) -> Divergence:
+        """A divergence known to be at least `lo` and, if `assumes` holds, at most `hi`."""
+        return Divergence(name, Grade.CAPPED, lo, hi, assumes, refuted)
+
+    @staticmethod
     def sampled(name: str, value: Float[Tensor, " n"]) -> Divergence:
         """An estimate from one drawn token."""
         return Divergence(name, Grade.SAMPLED, value, value)
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[Int[Tensor, " r"], Divergence]], n: int) -> Divergence:
+        """One divergence of `n` tokens from parts, each with the tokens that it is about.
+
+        The weakest grade of the parts is the grade of the whole, and every assumption is stated,
+        unless the whole is sampled: a sample has no upper end that could take something for granted.
+
+        Args:
+            parts: at least one; together they cover every token once.
+
+        Example:
+            >>> a, b = (Divergence.exact("tv", torch.tensor([x])) for x in (0.1, 0.2))
+            >>> Divergence.joined([(torch.tensor([1]), a), (torch.tensor([0]), b)], 2).lo
+            tensor([0.2000, 0.1000])
+        """
+        divergences = [d for _, d in parts]
+        grade = Grade.weakest(d.grade for d in divergences)
+        rows = torch.cat([r for r, _ in parts])
+
+        def placed(values: list[Tensor]) -> Tensor:
+            together = torch.cat(values)
+            return together.new_empty(n).index_copy_(0, rows.to(together.device), together)
+
+        lo = placed([d.lo for d in divergences])
+        same = all(d.hi is d.lo for d in divergences)
+        hi = lo if same else placed([d.hi for d in divergences])
+        name = divergences[0].name
+        if grade is not Grade.CAPPED:
+            return Divergence(name, grade, lo, hi)
+        assumed = " and ".join(dict.fromkeys(d.assumes for d in divergences if d.assumes))
+        flags = (
+            torch.zeros_like(d.lo, dtype=torch.bool) if d.refuted is None else d.refuted
+            for d in divergences
+        )
+        return Divergence(name, grade, lo, hi, assumed, placed(list(flags)))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Divergence:
+        """The same of other tokens, or elsewhere: `function` applied to every tensor.
+
+        Example:
+            >>> tv = Divergence.exact("tv", torch.tensor([0.1, 0.2]))
+            >>> tv.map(lambda x: x[1:]).lo
+            tensor([0.2000])
+        """
+        lo = function(self.lo)
+        hi = lo if self.hi is self.lo else function(self.hi)
+        refuted = None if self.refuted is None else function(self.refuted)
+        return replace(self, lo=lo, hi=hi, refuted=refuted)
 
     @property
     def value(self) -> Float[Tensor, " n"]:
@@ -71,12 +162,12 @@ class Divergence:
 
     @property
     def may_certify(self) -> bool:
-        """Whether `upper` exists: exact values and intervals yes, samples never."""
+        """Whether `upper` exists: of exact values and of intervals (under `assumes`); not of samples."""
         return self.grade is not Grade.SAMPLED
 
     @property
     def upper(self) -> Float[Tensor, " n"]:
-        """The number a guarantee may use.
+        """The number a guarantee may use; one that does must state `assumes`, if there is something.
 
         Raises: `EvidenceError` for a sampled divergence, which proves nothing.
         """

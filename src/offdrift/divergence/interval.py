@@ -1,41 +1,53 @@
-"""Rigorous ends of KL and TV when only the top k of the rollout policy were recorded.
+"""Certified intervals of KL and TV when only the top k of the rollout policy were recorded.
 
 Known at every token: the rollout policy mu on a set S (its top k, and the token it drew), and the
 current policy pi everywhere. Unknown: how mu spreads the rest of its mass, r = 1 - mu(S), over the
-other tokens, on which pi has mass s. Lumping the rest into one bucket can only lose divergence (data
-processing), so the lumped KL and TV are lower ends. Upwards, the rest of TV is at most the two tail
-masses, (r + s) / 2, while KL has no upper end unless mu provably puts nothing outside S.
+other tokens. But each of those has at most the k-th largest probability, so the unknown is a small
+polytope, and the ends of the interval are the least and the most that KL and TV can be on it (`tail`).
+They are sharp: some mu that agrees with the record attains each of them, up to what rounding hides.
 
 What an engine records is rounded, and r is a difference of rounded numbers. So every mass of mu is
-itself an interval, `ROUNDING` wide: lower ends take the value in it that is nearest to pi's, the
-upper end of TV the one that is farthest.
+itself an interval, `ROUNDING` wide, and each end takes the value in it that is safe.
 
-A lower end rejects rigorously and nearly completely; an upper end of TV accepts rigorously and
-rarely. The grade is *interval*.
+The lower end rejects rigorously and nearly completely. The upper end accepts rigorously and rarely:
+mu could have all of r on tokens that pi thinks all but impossible. With `tail_log_ratio_cap=` the
+upper end rules that out by assumption; the grade is then *capped interval*, and says so.
 
-Reference: data processing: Cover and Thomas, Elements of Information Theory, 2nd ed., section 2.8;
-lumping the tail: DPPO, arXiv:2602.04879. The divergences: Li et al., arXiv:2512.23075v5, Def. 2.2.
+Reference: DPPO, arXiv:2602.04879, which lumps the tail into one token; the divergences: Li et al.,
+arXiv:2512.23075v5, Def. 2.2.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.divergence.evidence import Divergence
-from offdrift.divergence.exact import terms
-from offdrift.errors import ShapeError
+from offdrift.divergence.exact import log_policy, terms
+from offdrift.divergence.tail import TIE, Tail, least, most, most_under_cap, sorted_tail
+from offdrift.errors import BadValueError, ShapeError
 
-CHUNK = 2**20
-"""Entries of `logits` worked on at a time (4 MiB per temporary)."""
+KL, TV = "kl_rollout_current", "tv_rollout_current"
+
+CHUNK = {"cpu": 2**20}
+"""Entries of `logits` worked on at a time: 8 MiB per temporary."""
+
+CHUNK_ELSEWHERE = 2**24
+"""The same on accelerators."""
 
 ROUNDING = 128
-"""Machine epsilons of the recorded log-probs' dtype by which one of them, or a sum of their
-probabilities, may be off: 1.5e-5 in float32. Softmax kernels that add 151,936 numbers in sequence
-were seen off by 74."""
+"""Machine epsilons of the recorded log-probs' dtype by which one of them may be off: 1.5e-5 in
+float32. Softmax kernels that add 151,936 numbers in sequence were seen off by 74."""
+
+OWN = 2e-8
+"""Relative error of what is computed here, in float64; the series in `exact.terms` is most of it."""
+
+OWN_ABSOLUTE = 1e-13
+"""Its absolute error, from sums over a vocabulary and differences of them."""
 
 
 @torch.no_grad()
@@ -46,15 +58,17 @@ def topk_divergences(
     logp_rollout: Float[Tensor, " n"],
     logits: Float[Tensor, "n v"],
     *,
-    temperature: float = 1.0,
+    temperature: float | int = 1.0,
+    tail_log_ratio_cap: float | int | None = None,
 ) -> tuple[Divergence, Divergence]:
     """Intervals that contain KL(mu || pi) and TV(mu, pi), from the top k of mu.
 
-        KL_lo = sum_S mu log(mu / pi) + r log(r / s)     KL_hi = KL_lo if mu's tail is empty else inf
-        TV_lo = (sum_S |mu - pi| + |r - s|) / 2          TV_hi = TV_lo + min(r, s)
+        lo = min D(mu, pi)    hi = max D(mu, pi)    over all mu that agree with the record:
+        mu as recorded on S;   0 <= mu_a <= the k-th largest elsewhere;   sum mu = 1
+        and, for hi under a cap L, |log mu_a - log pi_a| <= L elsewhere
 
-    with r and s what mu and pi have outside S. mu's tail is empty if S is the whole vocabulary, or
-    if one of the top k has probability 0 (then so has everything below it).
+    Under a cap, `hi` is the smaller of the uncapped end and of the sum of the terms' chords, and
+    `refuted` marks tokens where no mu within the cap agrees with the record: `hi` is uncapped there.
 
     Args:
         topk_ids: ids of the k likeliest tokens under mu, no id twice; k may be 0.
@@ -63,103 +77,192 @@ def topk_divergences(
         logp_rollout: their log mu, nats.
         logits: scores of the current policy, before its temperature.
         temperature: what the current policy's logits are divided by, > 0.
+        tail_log_ratio_cap: L, nats; None assumes nothing. `tail_log_ratio` measures it.
 
-    Returns: "kl_rollout_current" in nats and "tv_rollout_current", of grade interval, float32 or
-        better. A row with NaN in it gives NaN. Gradient: none, it is evidence.
+    Returns: "kl_rollout_current" in nats and "tv_rollout_current", of grade interval, or capped
+        interval; float32 or better, rounded outwards. A row with NaN in it gives NaN, and so does
+        a record that no distribution could have left (masses above 1, a drawn token likelier than
+        the top k, fewer than k tokens' worth of tail). Gradient: none, it is evidence.
 
-    Raises: `ShapeError` if the arguments describe different tokens.
+    Raises:
+        ShapeError: the arguments describe different tokens.
+        BadValueError: a cap that is negative or not finite, a temperature that is not positive.
 
     Example:
         >>> mu = torch.tensor([[0.7, 0.2, 0.1]]).log()
         >>> pi = torch.tensor([[0.6, 0.3, 0.1]]).log()
         >>> drawn = torch.tensor([0])
-        >>> kl, tv = topk_divergences(drawn[:, None], mu[:, :1], drawn, mu[:, 0], pi)
+        >>> record = (drawn[:, None], mu[:, :1], drawn, mu[:, 0])
+        >>> kl, tv = topk_divergences(*record, pi)
         >>> kl.lo, kl.hi, tv.lo, tv.hi
-        (tensor([0.0216]), tensor([inf]), tensor([0.1000]), tensor([0.4000]))
+        (tensor([0.0216]), tensor([0.4375]), tensor([0.1000]), tensor([0.3000]))
+        >>> kl, _ = topk_divergences(*record, pi, tail_log_ratio_cap=0.5)
+        >>> kl.hi, kl.assumes
+        (tensor([0.0487]), '|log mu - log pi| <= 0.5 nats outside the top 1')
 
     Reference: see the module.
     """
     _check(topk_ids, topk_logp, tokens, logp_rollout, logits)
-    known_ids = torch.cat([topk_ids, tokens[:, None]], dim=1).long()
-    repeated = (topk_ids == tokens[:, None]).any(1)
-    log_mu = torch.cat([topk_logp, logp_rollout[:, None]], dim=1).double()
-    log_mu[:, -1].masked_fill_(repeated, -math.inf)
-    log_pi = _bucketed_current(logits, known_ids, repeated, temperature)
+    _check_numbers(temperature, tail_log_ratio_cap)
+    record = _record(topk_ids, topk_logp, tokens, logp_rollout)
+    rows = max(1, CHUNK.get(logits.device.type, CHUNK_ELSEWHERE) // logits.shape[1])
+    pieces = zip(logits.split(rows), *(x.split(rows) for x in record), strict=True)
+    ends = (_ends(z, _Record(*r), temperature, tail_log_ratio_cap) for z, *r in pieces)
+    kl_lo, kl_hi, tv_lo, tv_hi, refuted = map(torch.cat, zip(*ends, strict=True))
 
-    num_known = topk_ids.shape[1] + (~repeated).long()
-    empty_tail = (num_known == logits.shape[1]) | (topk_logp == -math.inf).any(1)
-    slack = ROUNDING * max(torch.finfo(x.dtype).eps for x in (topk_logp, logp_rollout))
-    log_mu_lo, log_mu_hi = _bucketed_rollout(log_mu, empty_tail, slack)
-    kl_lo, tv_lo = _lower_ends(log_mu_lo, log_mu_hi, log_pi)
-    kl_hi, tv_hi = _upper_ends(log_mu_lo, log_mu_hi, log_pi, empty_tail)
     dtype = torch.promote_types(topk_logp.dtype, logits.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
+    kl = (KL, _down(kl_lo, dtype), _up(kl_hi, dtype))
+    tv = (TV, _down(tv_lo, dtype).clamp(max=1.0), _up(tv_hi, dtype).clamp(max=1.0))
+    if tail_log_ratio_cap is None:
+        return Divergence.interval(*kl), Divergence.interval(*tv)
+    assumes = f"|log mu - log pi| <= {tail_log_ratio_cap} nats outside the top {topk_ids.shape[1]}"
     return (
-        Divergence.interval("kl_rollout_current", kl_lo.to(dtype), kl_hi.to(dtype)),
-        Divergence.interval("tv_rollout_current", tv_lo.to(dtype), tv_hi.to(dtype)),
+        Divergence.capped(*kl, assumes=assumes, refuted=refuted),
+        Divergence.capped(*tv, assumes=assumes, refuted=refuted),
     )
 
 
-def _lower_ends(
-    log_mu_lo: Float[Tensor, "n s"], log_mu_hi: Float[Tensor, "n s"], log_pi: Float[Tensor, "n s"]
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """KL and TV of the buckets, each with the mass of mu that agrees best with pi's."""
-    # Every term is convex in mu's mass and 0 where the two masses are equal.
-    kl, tv = terms(log_pi.clamp(log_mu_lo, log_mu_hi), log_pi)
-    return kl.sum(1), tv.sum(1).clamp(max=1.0)
-
-
-def _upper_ends(
-    log_mu_lo: Float[Tensor, "n s"],
-    log_mu_hi: Float[Tensor, "n s"],
-    log_pi: Float[Tensor, "n s"],
-    empty_tail: Bool[Tensor, " n"],
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """The most that KL and TV can be, whatever mu does inside its tail (the last bucket)."""
-    # A convex term is largest at an end.
-    low, high = terms(log_mu_lo, log_pi), terms(log_mu_hi, log_pi)
-    kl, tv = torch.maximum(low[0], high[0]), torch.maximum(low[1], high[1])
-    tail = (log_mu_hi[:, -1].exp() + log_pi[:, -1].exp()) / 2  # as if the two never overlapped
-    tv_hi = (tv[:, :-1].sum(1) + tail).clamp(max=1.0)
-    kl_hi = kl.sum(1)
-    return torch.where(empty_tail | kl_hi.isnan(), kl_hi, math.inf), tv_hi
-
-
-def _bucketed_rollout(
-    log_mu: Float[Tensor, "n s"], empty_tail: Bool[Tensor, " n"], slack: float
-) -> tuple[Float[Tensor, "n s+1"], Float[Tensor, "n s+1"]]:
-    """The least and the most log-mass that mu can have on each known token, and outside them."""
-    tail = -log_mu.logsumexp(1, keepdim=True).expm1()
-    empty = empty_tail[:, None]
-    lo = (tail - slack).clamp(0.0, 1.0).masked_fill(empty, 0.0)
-    hi = (tail + slack).clamp(0.0, 1.0).masked_fill(empty, 0.0)
-    known_lo, known_hi = log_mu - slack, (log_mu + slack).clamp(max=0.0)
-    return torch.cat([known_lo, lo.log()], dim=1), torch.cat([known_hi, hi.log()], dim=1)
-
-
-def _bucketed_current(
+@torch.no_grad()
+def tail_log_ratio(
+    logp_rollout: Float[Tensor, "n v"],
     logits: Float[Tensor, "n v"],
-    known_ids: Int[Tensor, "n s"],
-    repeated: Bool[Tensor, " n"],
-    temperature: float,
-) -> Float[Tensor, "n s+1"]:
-    """log pi on each known token, and of the mass outside them: summed there, not 1 minus."""
-    rows = max(1, CHUNK // logits.shape[1])
-    chunks = zip(logits.split(rows), known_ids.split(rows), strict=True)
-    log_pi = torch.cat([_bucketed_rows(z, ids, temperature) for z, ids in chunks])
-    log_pi[:, -2].masked_fill_(repeated, -math.inf)
-    return log_pi
+    k: int,
+    *,
+    temperature: float | int = 1.0,
+) -> Float[Tensor, " n"]:
+    """The smallest `tail_log_ratio_cap` that is true at each token, from the full vocabulary of both.
+
+        max |log mu_a - log pi_a|    over all a outside the top k of mu
+
+    A token that neither policy can draw counts 0, one that only one of them can draw +inf. That the
+    record also holds the drawn token can only lower what is needed.
+
+    Args:
+        logp_rollout: log mu over the whole vocabulary, nats.
+        logits: scores of the current policy, before its temperature.
+        k: how many top log-probs a record would hold.
+        temperature: what the current policy's logits are divided by, > 0.
+
+    Returns: nats, float32 or better; 0 where there is no tail, NaN where there is a NaN. Gradient:
+        none.
+
+    Raises:
+        ShapeError: the two differ in shape, or k is not within the vocabulary.
+        BadValueError: a temperature that is not positive.
+
+    Example:
+        >>> mu = torch.tensor([[0.7, 0.2, 0.1]]).log()
+        >>> tail_log_ratio(mu, torch.tensor([[0.6, 0.3, 0.1]]).log(), k=1)
+        tensor([0.4055])
+    """
+    if logp_rollout.shape != logits.shape or not 0 <= k <= logits.shape[1]:
+        raise ShapeError(
+            f"logp_rollout {tuple(logp_rollout.shape)} and logits {tuple(logits.shape)} must have "
+            f"one shape, and k={k} be between 0 and its {logits.shape[1]} tokens"
+        )
+    _check_numbers(temperature, None)
+    rows = max(1, CHUNK.get(logits.device.type, CHUNK_ELSEWHERE) // logits.shape[1])
+    pieces = zip(logp_rollout.split(rows), logits.split(rows), strict=True)
+    return torch.cat([_largest_log_ratio(mu, z, k, temperature) for mu, z in pieces])
 
 
-def _bucketed_rows(
-    logits: Float[Tensor, "n v"], known_ids: Int[Tensor, "n s"], temperature: float
-) -> Float[Tensor, "n s+1"]:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    scores = logits.to(dtype, copy=True).div_(temperature)
-    known = scores.gather(1, known_ids).double()
-    total = scores.logsumexp(1, keepdim=True).double()
-    tail = scores.scatter_(1, known_ids, -math.inf).logsumexp(1, keepdim=True).double()
-    return torch.cat([known, tail], dim=1) - total
+def _largest_log_ratio(
+    log_mu: Float[Tensor, "n v"], logits: Float[Tensor, "n v"], k: int, temperature: float | int
+) -> Float[Tensor, " n"]:
+    log_mu = log_mu.to(torch.promote_types(log_mu.dtype, torch.float32))
+    log_pi = log_policy(logits, temperature)
+    apart = (log_mu - log_pi).abs_().masked_fill_(log_mu == log_pi, 0.0)  # also where both are -inf
+    invalid = apart.isnan().any(1)
+    return apart.scatter_(1, log_mu.topk(k).indices, 0.0).amax(1).masked_fill_(invalid, math.nan)
+
+
+class _Record(NamedTuple):
+    """What is recorded of mu: bounds on the log-probs of S, and on what lies outside."""
+
+    ids: Int[Tensor, "n s"]
+    is_known: Bool[Tensor, "n s"]
+    """False where the drawn token is among the top k already."""
+    log_mu_lo: Float[Tensor, "n s"]
+    log_mu_hi: Float[Tensor, "n s"]
+    log_c: Float[Tensor, " n"]
+    """The most that one token outside S can have."""
+
+
+def _record(
+    topk_ids: Int[Tensor, "n k"],
+    topk_logp: Float[Tensor, "n k"],
+    tokens: Int[Tensor, " n"],
+    logp_rollout: Float[Tensor, " n"],
+) -> _Record:
+    ids = torch.cat([topk_ids, tokens[:, None]], dim=1).long()
+    is_known = torch.ones_like(ids, dtype=torch.bool)
+    is_known[:, -1] = ~(topk_ids == tokens[:, None]).any(1)
+    log_mu = torch.cat([topk_logp, logp_rollout[:, None]], dim=1).double()
+    log_mu = log_mu.masked_fill(~is_known, -math.inf)
+    eps = max(torch.finfo(x.dtype).eps for x in (topk_logp, logp_rollout))
+    slack = eps * log_mu.abs().clamp(ROUNDING, 2**16)  # a large number is rounded by its own size
+    lo, hi = log_mu - slack, (log_mu + slack).clamp(max=0.0)
+    nothing = hi.new_zeros(len(hi), 1)
+    return _Record(ids, is_known, lo, hi, torch.cat([nothing, hi[:, :-1]], dim=1).amin(1))
+
+
+def _ends(
+    logits: Float[Tensor, "n v"],
+    record: _Record,
+    temperature: float | int,
+    cap: float | int | None,
+) -> tuple[Tensor, ...]:
+    """Least and most KL, least and most TV, float64; where the cap is refuted."""
+    ids, is_known, log_mu_lo, log_mu_hi, log_c = record
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    log_pi, tail, consistent = _tail(scores, record, temperature)
+
+    kl_lo, tv_lo = least(tail)
+    kl_hi, tv_hi = most(tail)
+    refuted = torch.zeros_like(consistent)
+    if cap is not None:
+        (kl_cap, tv_cap), refuted = most_under_cap(tail, float(cap))
+        kl_hi = torch.where(refuted, kl_hi, torch.minimum(kl_hi, kl_cap))
+        tv_hi = torch.where(refuted, tv_hi, torch.minimum(tv_hi, tv_cap))
+
+    # Every term of S is convex in mu's mass, and 0 where the two masses are equal.
+    near = terms(log_pi.clamp(log_mu_lo, log_mu_hi), log_pi)
+    low, high = terms(log_mu_lo, log_pi), terms(log_mu_hi, log_pi)
+    far = (torch.maximum(a, b) for a, b in zip(low, high, strict=True))
+    (kl_near, tv_near), (kl_far, tv_far) = ((kl.sum(1), tv.sum(1)) for kl, tv in (near, far))
+    ends = (kl_near + kl_lo, kl_far + kl_hi, tv_near + tv_lo, tv_far + tv_hi)
+    return *(x.where(consistent, math.nan) for x in ends), refuted & consistent
+
+
+def _tail(
+    scores: Float[Tensor, "n v"], record: _Record, temperature: float | int
+) -> tuple[Float[Tensor, "n s"], Tail, Bool[Tensor, " n"]]:
+    """log pi on S, the tail, and which rows any distribution could have left."""
+    ids, is_known, log_mu_lo, log_mu_hi, log_c = record
+    log_pi, rest, cumulative = sorted_tail(scores, ids, is_known, temperature)
+    size = scores.shape[1] - is_known.sum(1)
+    room = size * log_c.exp()
+    r_lo, r_hi = (-x.logsumexp(1).expm1() for x in (log_mu_hi, log_mu_lo))
+    consistent = (r_hi >= 0) & (r_lo <= room * (1 + TIE) + TIE) & (log_mu_lo[:, -1] <= log_c)
+    consistent &= ~log_pi.isnan().any(1)
+    r_hi = torch.minimum(r_hi, room).clamp(min=0.0)
+    r_lo = torch.minimum(r_lo.clamp(min=0.0), r_hi)
+    return log_pi, Tail(rest, cumulative, size, log_c, r_lo, r_hi), consistent
+
+
+def _down(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
+    """A lower end in `dtype`: never above `x`."""
+    x = (x * (1 - OWN) - OWN_ABSOLUTE).clamp(min=0.0)
+    y = x.to(dtype)
+    return torch.where(y > x, y.nextafter(torch.full_like(y, -math.inf)), y)
+
+
+def _up(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
+    """An upper end in `dtype`: never below `x`."""
+    x = x * (1 + OWN) + OWN_ABSOLUTE
+    y = x.to(dtype)
+    return torch.where(y < x, y.nextafter(torch.full_like(y, math.inf)), y)
 
 
 def _check(
@@ -171,4 +274,14 @@ def _check(
             f"topk_ids {tuple(topk_ids.shape)}, topk_logp {tuple(topk_logp.shape)}, tokens "
             f"{tuple(tokens.shape)}, logp_rollout {tuple(logp_rollout.shape)} and logits "
             f"{tuple(logits.shape)} must describe the same tokens, and the first two the same k"
+        )
+
+
+def _check_numbers(temperature: float, cap: float | None) -> None:
+    if not 0 < temperature < math.inf:
+        raise BadValueError(f"temperature={temperature} must be positive and finite")
+    if cap is not None and (isinstance(cap, bool) or not 0 <= cap < math.inf):
+        raise BadValueError(
+            f"tail_log_ratio_cap={cap} must be finite and not negative (nats); "
+            "None assumes nothing about the tail"
         )

@@ -4,7 +4,8 @@ An engine draws tokens from its own copy of the weights and says with which prob
 them. The contract (`tests/engines/contract.py` runs it on every engine):
 
 - `logp_rollout` is the log-prob under the distribution that was sampled: after temperature, top-k
-  and top-p, at the engine's own precision. So is the evidence.
+  and top-p, at the engine's own precision. So is the evidence. Hidden states, which know of no
+  filter, are recorded without filters only; together with their head they reproduce `logp_rollout`.
 - The response ends with the stop token it sampled, if it sampled one; its length is what was
   drawn, never what a comparison with a pad id says. A pad id that was sampled is a token.
 - The same weights, prompts, sampling and seed give the same tokens; the host's random state is
@@ -56,12 +57,19 @@ class Engine(Protocol):
 
 
 def check_evidence(
-    evidence: EvidenceKind, *, sequences: int, max_tokens: int, vocab_size: int, limit_mib: int
+    evidence: EvidenceKind,
+    *,
+    sequences: int,
+    max_tokens: int,
+    vocab_size: int,
+    state_bytes: int,
+    limit_mib: int,
 ) -> None:
     """Refuse evidence that could outgrow its memory limit, before anything is drawn.
 
     Full-vocabulary evidence takes `sequences * max_tokens * vocab_size` float32, top-k evidence
-    `sequences * max_tokens * k` pairs of float32 and int32.
+    `sequences * max_tokens * k` pairs of float32 and int32, hidden states `state_bytes` per token
+    (and one copy of the output head, which the limit does not count).
 
     Raises: `EngineError` with the number of MiB it would take and the way out.
     """
@@ -72,12 +80,15 @@ def check_evidence(
             f"evidence = {evidence} top log-probs, but the vocabulary has {vocab_size} tokens; "
             'ask for 1 to that many, or for "full"'
         )
-    per_token = 4 * vocab_size if evidence == "full" else 8 * evidence
+    if isinstance(evidence, int):
+        per_token = 8 * evidence
+    else:
+        per_token = 4 * vocab_size if evidence == "full" else state_bytes
     need = sequences * max_tokens * per_token / 2**20
     if need > limit_mib:
         raise EngineError(
             f"evidence = {evidence!r} could take {need:,.0f} MiB for {sequences} sequences of up to "
             f"{max_tokens} tokens over a vocabulary of {vocab_size:,} (limit {limit_mib:,} MiB); "
-            "record fewer (evidence = 20 keeps the top 20), draw smaller batches, "
+            "record less (evidence = 20 keeps the top 20 log-probs), draw smaller batches, "
             "or raise evidence_limit_mib"
         )

@@ -21,6 +21,7 @@ from offdrift.rollouts.records import (
     Evidence,
     EvidenceKind,
     FullVocab,
+    HiddenStates,
     Provenance,
     Rollouts,
     Sampling,
@@ -48,12 +49,14 @@ def check_request(
     evidence: EvidenceKind,
     *,
     vocab_size: int,
+    state_bytes: int,
     limit_mib: int,
 ) -> None:
     """Refuse a request that no engine should answer, before anything is drawn.
 
     Args:
         evidence: what is to be recorded per token.
+        state_bytes: what one hidden state takes.
         limit_mib: memory that the evidence may take, MiB.
 
     Raises: `EngineError` naming the prompt or the sampling parameter, its value and the way out.
@@ -67,13 +70,22 @@ def check_request(
             bad = next(t for t in prompt if not 0 <= t < vocab_size)
             raise EngineError(f"prompts[{i}] has token id {bad}, the vocabulary has {vocab_size}")
     _check_sampling(sampling, vocab_size)
-    if isinstance(evidence, str) and evidence not in ("full", "sampled"):
-        raise EngineError(f'evidence is "full", "sampled" or a number of tokens, got {evidence!r}')
+    if isinstance(evidence, str) and evidence not in ("full", "hidden", "sampled"):
+        raise EngineError(
+            f'evidence is "full", "hidden", "sampled" or a number of tokens, got {evidence!r}'
+        )
+    if evidence == "hidden" and (sampling.top_k > 0 or sampling.top_p < 1):
+        raise EngineError(
+            'evidence = "hidden" describes the whole distribution, but sampling.top_k = '
+            f"{sampling.top_k} and sampling.top_p = {sampling.top_p} draw from a part of it; sample "
+            'without filters (top_k = 0, top_p = 1), or record evidence = "full"'
+        )
     check_evidence(
         evidence,
         sequences=len(prompts),
         max_tokens=sampling.max_tokens,
         vocab_size=vocab_size,
+        state_bytes=state_bytes,
         limit_mib=limit_mib,
     )
 
@@ -157,6 +169,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def _joined_evidence(parts: list[Evidence | None]) -> Evidence | None:
     full = [p.logp for p in parts if isinstance(p, FullVocab)]
     top = [p for p in parts if isinstance(p, TopK)]
+    hidden = [p for p in parts if isinstance(p, HiddenStates)]
+    if hidden:
+        return HiddenStates(_joined([p.states for p in hidden]), hidden[0].head)
     if full:
         return FullVocab(_joined(full))
     if top:

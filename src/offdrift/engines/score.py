@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.fused import exact_divergences
 from offdrift.divergence.interval import topk_divergences
+from offdrift.engines.heads import head_input, logits_in_pieces
 from offdrift.errors import EvidenceError
 from offdrift.numerics import at_least_float32
-from offdrift.rollouts.records import FullVocab, Rollouts, TopK
+from offdrift.rollouts.records import FullVocab, HiddenStates, Rollouts, TopK
 
 
 class Score(NamedTuple):
@@ -55,23 +56,44 @@ def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0) -> 
     Example:
         score(model, rollouts).logp  # Float[n]
     """
-    device = next(model.parameters()).device
-    inputs = left_right_padded(rollouts, device=device)
-    width = int(rollouts.lengths.max()) + 1
+    rows_btv, inputs = _forward(model, rollouts)
+    logits = at_least_float32(rows_btv[inputs.rows, inputs.columns]) / temperature  # [n, v]
+    tokens = rollouts.tokens.to(device=logits.device, dtype=torch.int64)
+    log_total = logits.logsumexp(-1)
+    logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
+    return Score(logp, *moments(logits.detach(), log_total.detach()), logits.detach())
+
+
+@torch.no_grad()
+def last_states(model: nn.Module, rollouts: Rollouts) -> Float[Tensor, "n d"]:
+    """What the model's output head consumes at every response token, packed, in the model's dtype.
+
+    With `heads.head_of(model)` the other half of `hidden_divergences`, for a loop that has no
+    logits: `hidden_divergences(evidence.states, evidence.head, last_states(model, rollouts),
+    head_of(model), ...)`.
+
+    Gradient: none.
+
+    Example:
+        last_states(model, rollouts)  # Float[n d]
+    """
+    with head_input(model) as seen:
+        _, inputs = _forward(model, rollouts)
+    assert seen.last is not None
+    return seen.last[inputs.rows, inputs.columns]
+
+
+def _forward(model: nn.Module, rollouts: Rollouts) -> tuple[Float[Tensor, "b t v"], Padded]:
+    """Logits of the columns that predict responses: column j predicts response token j."""
+    inputs = left_right_padded(rollouts, device=next(model.parameters()).device)
     output = model(
         input_ids=inputs.ids,
         attention_mask=inputs.attention,
         position_ids=inputs.positions,
-        logits_to_keep=width,
+        logits_to_keep=int(rollouts.lengths.max()) + 1,
         use_cache=False,
     )
-    # Column j of the kept logits predicts response token j.
-    rows, columns = inputs.rows, inputs.columns
-    logits = at_least_float32(output.logits[rows, columns]) / temperature  # [n, v]
-    tokens = rollouts.tokens.to(device=device, dtype=torch.int64)
-    log_total = logits.logsumexp(-1)
-    logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
-    return Score(logp, *moments(logits.detach(), log_total.detach()), logits.detach())
+    return output.logits, inputs
 
 
 def moments(
@@ -143,30 +165,33 @@ def _cells(cu_seqlens: Int[Tensor, " cuts"]) -> tuple[Int[Tensor, " n"], Int[Ten
     return rows, torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long()[rows]
 
 
-def divergences(rollouts: Rollouts, logits: Float[Tensor, "n v"]) -> dict[str, Divergence]:
+def divergences(
+    rollouts: Rollouts,
+    logits: Float[Tensor, "n v"],
+    *,
+    tail_log_ratio_cap: float | int | None = None,
+) -> dict[str, Divergence]:
     """Divergences of the current policy from the recorded rollout policy, by name.
 
-    Full-vocabulary evidence gives exact values, top-k evidence certified intervals, and no evidence
-    gives none.
+    Full-vocabulary evidence and hidden states give exact values, top-k evidence certified intervals,
+    and no evidence gives none.
 
     Args:
         rollouts: the batch, with whatever evidence its engine recorded.
         logits: `Score.logits` of the same tokens.
+        tail_log_ratio_cap: assume |log mu - log pi| <= this outside the recorded top k, nats; the
+            intervals' upper ends then rest on it, and say so. Other evidence has no use for it.
 
     Raises: `EvidenceError` if the evidence is over another vocabulary.
     """
     evidence = rollouts.evidence
     if isinstance(evidence, FullVocab):
-        if evidence.logp.shape[1] != logits.shape[1]:
-            raise EvidenceError(
-                f"the rollouts' evidence covers {evidence.logp.shape[1]} tokens, the model has "
-                f"{logits.shape[1]}; both must share one vocabulary"
-            )
-        kl, tv = exact_divergences(evidence.logp.to(logits.device), logits)
-        return {
-            "kl_rollout_current": Divergence.exact("kl_rollout_current", kl),
-            "tv_rollout_current": Divergence.exact("tv_rollout_current", tv),
-        }
+        _check_vocabulary(evidence.logp.shape[1], logits)
+        found = exact_divergences(evidence.logp.to(logits.device), logits)
+        return _exact(found.kl_rollout_current, found.tv)
+    if isinstance(evidence, HiddenStates):
+        _check_vocabulary(len(evidence.head.weight), logits)
+        return _from_states(evidence, logits, rollouts.provenance.sampling.temperature)
     if isinstance(evidence, TopK):
         kl, tv = topk_divergences(
             evidence.ids.to(logits.device).long(),
@@ -174,6 +199,39 @@ def divergences(rollouts: Rollouts, logits: Float[Tensor, "n v"]) -> dict[str, D
             rollouts.tokens.to(logits.device).long(),
             rollouts.logp_rollout.to(logits.device),
             logits,
+            tail_log_ratio_cap=tail_log_ratio_cap,
         )
         return {kl.name: kl, tv.name: tv}
     return {}
+
+
+def _from_states(
+    evidence: HiddenStates, logits: Float[Tensor, "n v"], temperature: float
+) -> dict[str, Divergence]:
+    """Exact divergences where the rollout policy is known by its hidden states.
+
+    The current policy's logits are at hand, so only the rollout policy's are computed again, at the
+    engine's precision and a few tokens at a time. `hidden_divergences` does without either.
+    """
+    here = evidence.to(logits.device)
+    parts = [
+        exact_divergences(rollout, logits[piece])
+        for piece, rollout in logits_in_pieces(here, temperature=temperature)
+    ]
+    kl, tv = (torch.cat(x) for x in zip(*((p.kl_rollout_current, p.tv) for p in parts)))
+    return _exact(kl, tv)
+
+
+def _exact(kl: Float[Tensor, " n"], tv: Float[Tensor, " n"]) -> dict[str, Divergence]:
+    return {
+        "kl_rollout_current": Divergence.exact("kl_rollout_current", kl),
+        "tv_rollout_current": Divergence.exact("tv_rollout_current", tv),
+    }
+
+
+def _check_vocabulary(size: int, logits: Float[Tensor, "n v"]) -> None:
+    if size != logits.shape[1]:
+        raise EvidenceError(
+            f"the rollouts' evidence covers {size} tokens, the model has {logits.shape[1]}; both "
+            "must share one vocabulary"
+        )

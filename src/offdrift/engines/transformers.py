@@ -31,20 +31,21 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from offdrift.divergence.head import Head
 from offdrift.engines.draws import Draws, check_request, rollouts_from
+from offdrift.engines.heads import HeadInput, check_states, head_input, head_of, kept
+from offdrift.engines.int8 import int8_grid, matrices
 from offdrift.errors import EngineError
 from offdrift.rollouts.records import (
     Evidence,
     EvidenceKind,
     FullVocab,
+    HiddenStates,
     Provenance,
     Rollouts,
     Sampling,
     TopK,
 )
-
-INT8_LEVELS = 127
-"""Largest magnitude on the symmetric int8 grid."""
 
 _PAD = 0  # fills rectangles only: what is real is said by lengths, so any id will do
 
@@ -99,6 +100,7 @@ class TransformersEngine:
         self.evidence_limit_mib = evidence_limit_mib
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._rounded = matrices(model) if quantization == "int8" else {}
+        self._head: Head | None = None
         weights = [(name, weight.detach()) for name, weight in source.named_parameters()]
         self._model: PreTrainedModel | None = _frozen(model, getattr(torch, dtype))
         self.load_weights(weights, version=version)
@@ -120,10 +122,17 @@ class TransformersEngine:
     ) -> Rollouts:
         """One response per prompt, in order; see `Engine.generate`.
 
-        Raises: `EngineError` if the request makes no sense or its evidence outgrows the limit.
+        Raises: `EngineError` if the request makes no sense, its evidence outgrows the limit, or
+            hidden states are asked of a model whose output head is of no known form.
         """
-        limit = self.evidence_limit_mib
-        check_request(prompts, sampling, evidence, vocab_size=self.vocab_size, limit_mib=limit)
+        check_request(
+            prompts,
+            sampling,
+            evidence,
+            vocab_size=self.vocab_size,
+            state_bytes=self._state_bytes,
+            limit_mib=self.evidence_limit_mib,
+        )
         starts = range(0, len(prompts), self.batch_size)
         with torch.no_grad(), _own_random_stream(self.model.device, seed):
             draws = [
@@ -154,6 +163,7 @@ class TransformersEngine:
                 dim = self._rounded.get(name)
                 target.copy_(weight if dim is None else int8_grid(weight.float(), dim=dim))
                 stale.discard(name)
+        self._head = None  # batches that were drawn keep the old one
         if stale:
             raise EngineError(
                 f"{len(stale)} weights of engine {self.name!r} were not given, the first is "
@@ -168,8 +178,14 @@ class TransformersEngine:
     def _draw(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind
     ) -> Draws:
+        if evidence == "hidden":
+            return self._draw_with_states(prompts, sampling)
+        return self._drawn(prompts, sampling, _Recorder(evidence))
+
+    def _drawn(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, recorder: _Recorder
+    ) -> Draws:
         ids, mask = _left_padded(prompts, self.model.device)
-        recorder = _Recorder(evidence)
         output = self.model.generate(  # type: ignore[operator]
             input_ids=ids,
             attention_mask=mask,
@@ -178,20 +194,44 @@ class TransformersEngine:
         )
         return recorder.draws(output[:, ids.shape[1] :], sampling.stop_token_ids)
 
+    def _draw_with_states(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Draws:
+        if self._head is None:
+            self._head = kept(head_of(self.model))
+        with head_input(self.model) as seen:
+            draws = self._drawn(prompts, sampling, _Recorder("hidden", self._head, seen))
+        assert isinstance(draws.evidence, HiddenStates)
+        check_states(
+            draws.evidence,
+            draws.tokens,
+            draws.logp,
+            temperature=sampling.temperature,
+            engine=self.name,
+        )
+        return draws
+
+    @property
+    def _state_bytes(self) -> int:
+        layer = self.model.get_output_embeddings()
+        width = getattr(layer, "in_features", self.model.config.get_text_config().hidden_size)
+        return width * getattr(torch, self.dtype).itemsize
+
 
 class _Recorder(LogitsProcessor):
     """Records the scores that are sampled: the last processor, behind every filter.
 
     Which token was drawn is known one step later, so one block of `[batch, vocab]` waits; with
-    full evidence all blocks are kept, with top-k evidence their k largest.
+    full evidence all blocks are kept, with top-k evidence their k largest, with hidden evidence what
+    the head consumed to make them.
     """
 
-    def __init__(self, evidence: EvidenceKind) -> None:
-        self.evidence = evidence
+    def __init__(
+        self, evidence: EvidenceKind, head: Head | None = None, seen: HeadInput | None = None
+    ) -> None:
+        self.evidence, self.head, self.seen = evidence, head, seen
         self.waiting: Tensor | None = None
         self.logp: list[Tensor] = []  # per step: log-prob of the token drawn, [batch]
         self.ids: list[Tensor] = []  # per step: ids of the k likeliest, [batch, k]
-        self.rows: list[Tensor] = []  # per step: recorded log-probs, [batch, vocab or k]
+        self.rows: list[Tensor] = []  # per step: log-probs or states, [batch, vocab, k or hidden]
 
     def __call__(  # type: ignore[override]
         self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]
@@ -204,6 +244,9 @@ class _Recorder(LogitsProcessor):
             top = block.topk(self.evidence, dim=-1)
             self.rows.append(top.values)
             self.ids.append(top.indices.int())
+        elif self.seen is not None and self.seen.last is not None:
+            # The last place of every prompt: a copy, where the forward pass kept all places.
+            self.rows.append(self.seen.last[:, -1].clone())
         return scores
 
     def draws(self, tokens: Int[Tensor, "b t"], stop_token_ids: tuple[int, ...]) -> Draws:
@@ -221,6 +264,8 @@ class _Recorder(LogitsProcessor):
         evidence: Evidence | None = None
         if self.ids:
             evidence = TopK(packed(self.ids), packed(self.rows))
+        elif self.head is not None:
+            evidence = HiddenStates(packed(self.rows), self.head)
         elif self.rows:
             evidence = FullVocab(packed(self.rows))
         return Draws(tokens[drawn].cpu(), lengths.cpu(), packed(self.logp), evidence)
@@ -228,39 +273,6 @@ class _Recorder(LogitsProcessor):
     def _settle(self, drawn: Int[Tensor, " b"]) -> None:
         if self.waiting is not None:
             self.logp.append(self.waiting.gather(1, drawn[:, None]).squeeze(1))
-
-
-def int8_grid(weight: Float[Tensor, "*d"], *, dim: int) -> Float[Tensor, "*d"]:
-    """The nearest weights on a symmetric int8 grid, one scale per output channel.
-
-    round(w / s) s with s = max|w| / 127, the maximum taken over the input dimension `dim`.
-
-    Gradient: none is meant to flow through it.
-
-    Example:
-        >>> int8_grid(torch.tensor([[1.27, 0.004], [0.0, 0.0]]), dim=-1)
-        tensor([[1.2700, 0.0000],
-                [0.0000, 0.0000]])
-    """
-    scale = weight.abs().amax(dim, keepdim=True) / INT8_LEVELS
-    return (weight / scale.clamp(min=torch.finfo(weight.dtype).tiny)).round() * scale
-
-
-def matrices(model: PreTrainedModel) -> dict[str, int]:
-    """Names of the weights that "int8" rounds, and the input dimension of each.
-
-    Linear layers except the output head, and fused expert tensors `[experts, out, in]` (or
-    `[experts, in, out]` where the module says that it is transposed).
-    """
-    head = model.get_output_embeddings()
-    found: dict[str, int] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            found[f"{path}.weight"] = -1
-        for name, weight in module.named_parameters(recurse=False):
-            if weight.ndim == 3 and "expert" in path:
-                found[f"{path}.{name}"] = -2 if getattr(module, "is_transposed", False) else -1
-    return found
 
 
 def _frozen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

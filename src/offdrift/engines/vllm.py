@@ -15,21 +15,26 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from offdrift.divergence.head import Head
 from offdrift.engines.draws import Draws, check_request, rollouts_from
+from offdrift.engines.heads import check_states
 from offdrift.engines.host import host_kept
+from offdrift.engines.vllm_states import state_tap
 from offdrift.errors import EngineError
 from offdrift.rollouts.records import (
     Evidence,
     EvidenceKind,
     FullVocab,
+    HiddenStates,
     Provenance,
     Rollouts,
     Sampling,
@@ -105,6 +110,8 @@ class VLLMEngine:
         self.dtype = str(config.dtype).removeprefix("torch.")
         self.vocab_size: int = config.get_vocab_size()
         self.max_model_len: int = config.max_model_len
+        self._state_bytes: int = config.get_hidden_size() * config.dtype.itemsize
+        self._head: Head | None = None
         _live.add(self)
 
     @property
@@ -125,10 +132,17 @@ class VLLMEngine:
         """One response per prompt, in order; see `Engine.generate`.
 
         Raises: `EngineError` if the request makes no sense, does not fit the model's length, or
-            its evidence outgrows the limit.
+            its evidence outgrows the limit; or if hidden states are asked of a model or a vLLM that
+            does not show them.
         """
-        limit = self.evidence_limit_mib
-        check_request(prompts, sampling, evidence, vocab_size=self.vocab_size, limit_mib=limit)
+        check_request(
+            prompts,
+            sampling,
+            evidence,
+            vocab_size=self.vocab_size,
+            state_bytes=self._state_bytes,
+            limit_mib=self.evidence_limit_mib,
+        )
         self._check_fits(prompts, sampling)
         size = self._requests_at_once(sampling, evidence)
         with host_kept():
@@ -171,6 +185,7 @@ class VLLMEngine:
                 )
             _repack(self.llm)
             self.llm.reset_prefix_cache()
+        self._head = None  # batches that were drawn keep the old one
         self.version = version
 
     def close(self) -> None:
@@ -186,9 +201,10 @@ class VLLMEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def __del__(self) -> None:
-        # Left to itself, vLLM's own finalizer would also end the process groups of others.
-        if not sys.is_finalizing() and getattr(self, "_llm", None) is not None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Left to itself, vLLM's own finalizer would also end the process groups of others. (When the
+        # process ends, modules may already be gone: hence the argument.)
+        if not is_finalizing() and getattr(self, "_llm", None) is not None:
             self.close()
 
     def _draw(
@@ -202,8 +218,26 @@ class VLLMEngine:
     ) -> Draws:
         params = _sampling_params(sampling, evidence, seed, range(first, first + len(prompts)))
         requests = [{"prompt_token_ids": list(p)} for p in prompts]
+        if evidence == "hidden":
+            return self._draw_with_states(requests, params, sampling)
         outputs = [r.outputs[0] for r in self.llm.generate(requests, params, use_tqdm=False)]
         return _read(outputs, evidence, self.vocab_size)
+
+    def _draw_with_states(
+        self, requests: list[dict[str, Any]], params: list[Any], sampling: Sampling
+    ) -> Draws:
+        with state_tap(self.llm) as tap:
+            answers = self.llm.generate(requests, params, use_tqdm=False)
+        draws = _read([a.outputs[0] for a in answers], "hidden", self.vocab_size)
+        # One head for all batches of a version.
+        self._head = self._head or tap.head
+        assert self._head is not None
+        states = tap.states([a.request_id for a in answers], draws.lengths.tolist())
+        found = HiddenStates(states, self._head)
+        check_states(
+            found, draws.tokens, draws.logp, temperature=sampling.temperature, engine=self.name
+        )
+        return replace(draws, evidence=found)
 
     def _check_fits(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         longest = max(map(len, prompts))

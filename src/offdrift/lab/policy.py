@@ -42,6 +42,8 @@ class TabularPolicy:
         if not self.levels:
             raise ShapeError("levels is empty; a sequence has at least 1 token")
         pairs, _, vocab = self.levels[0].shape
+        if vocab < 2:
+            raise BadValueError("vocabulary of 1 token: every policy is the same; give at least 2")
         for t, level in enumerate(self.levels):
             if level.shape != (pairs, vocab**t, vocab):
                 raise ShapeError(
@@ -119,21 +121,23 @@ def random_policies(
 def perturbed(
     policy: TabularPolicy,
     *,
-    scale: float,
+    scale: float | Float[Tensor, " p"],
     touched: float = 1.0,
     generator: torch.Generator,
 ) -> TabularPolicy:
     """The policy with normal noise on its logits, at some of its contexts.
 
     Args:
-        scale: standard deviation of the noise, nats.
+        scale: standard deviation of the noise, nats; one number, or one per policy.
         touched: probability that a context drifts; small values give the sparse drift of
             routing flips.
     """
 
+    size = torch.as_tensor(scale, dtype=torch.float64).reshape(-1, 1, 1)
+
     def drifted(level: Float[Tensor, "p c v"]) -> Float[Tensor, "p c v"]:
         chosen = torch.rand((*level.shape[:2], 1), generator=generator) < touched
-        noise = _normal(tuple(level.shape), generator) * scale
+        noise = _normal(tuple(level.shape), generator) * size
         return (level.log() + noise).softmax(-1).where(chosen, level)
 
     return TabularPolicy(tuple(drifted(level) for level in policy.levels))

@@ -16,12 +16,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from offdrift.divergence.head import Head
 from offdrift.errors import ShapeError
 from offdrift.segments import Segments
 
-EvidenceKind = Literal["full", "sampled"] | int
-"""What an engine is asked to record per token: "full" vocabulary, an integer k for the top k
-log-probs, or "sampled" for the sampled token's log-prob alone."""
+EvidenceKind = Literal["full", "hidden", "sampled"] | int
+"""What an engine is asked to record per token: "full" vocabulary, the "hidden" state that its output
+head turned into logits, an integer k for the top k log-probs, or "sampled" for the sampled token's
+log-prob alone."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,28 @@ class TopK:
     logp: Float[Tensor, "n k"]
 
 
-Evidence = FullVocab | TopK
+@dataclass(frozen=True)
+class HiddenStates:
+    """What the engine's output head consumed at every response token. Grade: exact.
+
+    `d` numbers per token stand for the whole vocabulary: log mu is the log-softmax of the head's
+    logits over the sampling temperature. Only unfiltered sampling can be described so.
+    """
+
+    states: Float[Tensor, "n d"]
+    """In the engine's own dtype."""
+    head: Head
+    """The engine's head at the version that sampled, in its own dtype; shared by batches."""
+
+    def to(self, device: torch.device | str) -> HiddenStates:
+        """On another device; itself if it is there."""
+        head, bias = self.head, self.head.bias
+        bias = None if bias is None else bias.to(device)
+        head = replace(head, weight=head.weight.to(device), bias=bias)
+        return HiddenStates(self.states.to(device), head)
+
+
+Evidence = FullVocab | TopK | HiddenStates
 
 
 @dataclass(frozen=True)
@@ -120,6 +143,8 @@ class Rollouts:
             evidence = FullVocab(evidence.logp[rows])
         elif isinstance(evidence, TopK):
             evidence = TopK(evidence.ids[rows], evidence.logp[rows])
+        elif isinstance(evidence, HiddenStates):
+            evidence = HiddenStates(evidence.states[rows], evidence.head)
         return Rollouts(
             tokens=self.tokens[rows],
             logp_rollout=self.logp_rollout[rows],
@@ -149,7 +174,10 @@ def pack_sequences(
 
 
 def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
-    """Several batches of one provenance and one kind of evidence as a single batch."""
+    """Several batches of one provenance and one kind of evidence as a single batch.
+
+    Raises: `ShapeError` if they differ in provenance, or in the output head of their hidden states.
+    """
     first = batches[0]
     if any(b.provenance != first.provenance for b in batches):
         raise ShapeError(
@@ -170,9 +198,30 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             return FullVocab(torch.cat([v.logp for v in values]))
         if isinstance(values[0], TopK):
             return TopK(torch.cat([v.ids for v in values]), torch.cat([v.logp for v in values]))
+        if isinstance(values[0], HiddenStates):
+            return HiddenStates(torch.cat([v.states for v in values]), _one_head(values))
         return sum(values, ()) if isinstance(values[0], tuple) else values[0]
 
     return Rollouts(**{f.name: joined(f.name) for f in fields(Rollouts)})  # type: ignore[arg-type]
+
+
+def _one_head(parts: Sequence[HiddenStates]) -> Head:
+    first = parts[0].head
+    if not all(_same_head(first, p.head) for p in parts[1:]):
+        raise ShapeError(
+            "cannot concatenate hidden states that belong to different output heads (batches drawn "
+            "at different versions); keep them as separate batches"
+        )
+    return first
+
+
+def _same_head(a: Head, b: Head) -> bool:
+    def same(x: object, y: object) -> bool:
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return x.dtype == y.dtype and torch.equal(x, y)
+        return x == y
+
+    return a is b or all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(Head))
 
 
 def _cuts(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:

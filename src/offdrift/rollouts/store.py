@@ -2,15 +2,15 @@
 
 One row per sequence; token-valued columns are Arrow lists, whose flat value buffer *is* the packed
 stream and whose offsets *are* `cu_seqlens`. Provenance and format version travel in the schema's
-metadata as JSON. Nothing is unpickled and nothing is evaluated: a file from elsewhere is data.
+metadata as JSON. Hidden states are fixed-size lists in the engine's own dtype; the head they belong
+to stands in `heads/` beside the batches, once, and the header names it by its content. Nothing is
+unpickled and nothing is evaluated: a file from elsewhere is data.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,40 @@ import torch
 from torch import Tensor
 
 from offdrift.errors import RecordError
-from offdrift.rollouts.records import Evidence, FullVocab, Provenance, Rollouts, Sampling, TopK
+from offdrift.rollouts.files import write_atomically as write_atomically
+from offdrift.rollouts.heads import read_head, write_head
+from offdrift.rollouts.records import (
+    Evidence,
+    FullVocab,
+    HiddenStates,
+    Provenance,
+    Rollouts,
+    Sampling,
+    TopK,
+)
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""Format 2 adds hidden states; whatever else a file of format 1 holds is the same."""
 KEY = b"offdrift"
 
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
 """Per response token. `prompt_tokens` is cut by its own lengths; evidence is `width` per token."""
 
+STATES = {torch.float32: torch.float32, torch.float16: torch.float16, torch.bfloat16: torch.uint16}
+"""Dtypes of hidden states, and what their bits are stored as: Arrow has no bfloat16."""
+
 
 def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
     """Write a batch to `path`, atomically: a killed run leaves the old file or the new one.
 
-    Raises: `RecordError` naming the file if the disk is full or the folder cannot be written.
+    The head of hidden-state evidence goes into `heads/` beside it first, unless it is there.
+
+    Raises: `RecordError` naming the file if the disk is full or the folder cannot be written, or
+        if the hidden states have a dtype that no engine computes in.
     """
     path = Path(path)
-    table = _to_table(rollouts)
+    table = _to_table(rollouts, path)
     # Zstandard at level 1 halves token columns; log-probs hardly compress, whatever the level.
     write_atomically(
         path, lambda tmp: pq.write_table(table, tmp, compression="zstd", compression_level=1)
@@ -44,28 +62,11 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def write_atomically(path: Path, write_to: Callable[[str], object]) -> None:
-    """Let `write_to` fill a temporary file beside `path`, then move it there in one step."""
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_to(str(tmp))
-        with open(tmp, "rb") as f:
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except OSError as e:
-        raise RecordError(
-            f"cannot write {path}: {e.strerror or e}; free disk space or choose another run folder"
-        ) from e
-    finally:
-        with contextlib.suppress(OSError):
-            tmp.unlink()
-
-
 def read(path: str | os.PathLike[str]) -> Rollouts:
     """Read a batch back; tensors share memory with the decoded Arrow buffers.
 
-    Raises: `RecordError` naming the file if it is missing, corrupt, or not one of ours.
+    Raises: `RecordError` naming the file if it, or the head it refers to, is missing, corrupt, or
+        not one of ours.
     """
     path = Path(path)
     try:
@@ -76,7 +77,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             "batch again, or restore it from a copy"
         ) from e
     try:
-        return _from_table(table.combine_chunks(), _header(table, path))
+        return _from_table(table.combine_chunks(), _header(table, path), path)
     except RecordError:
         raise
     except (
@@ -91,7 +92,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
         raise RecordError(f"{path} does not hold what its header says: {e!r}") from e
 
 
-def _to_table(r: Rollouts) -> pa.Table:
+def _to_table(r: Rollouts, path: Path) -> pa.Table:
     offsets, prompt_offsets = r.cu_seqlens, r.prompt_cu_seqlens
     columns: dict[str, pa.Array] = {
         name: _list(getattr(r, name), offsets, kind) for name, kind in TOKEN_COLUMNS.items()
@@ -104,26 +105,38 @@ def _to_table(r: Rollouts) -> pa.Table:
     for name, texts in (("prompt", r.prompts), ("completion", r.completions)):
         if texts is not None:
             columns[name] = pa.array([_clean(t) for t in texts], pa.string())
-    width = 0
-    if isinstance(r.evidence, FullVocab):
-        width = r.evidence.logp.shape[1]
+    stated: dict[str, Any] = {"kind": type(r.evidence).__name__, "width": 0}
+    if isinstance(r.evidence, FullVocab | TopK):
+        stated["width"] = width = r.evidence.logp.shape[1]
         columns["evidence_logp"] = _list(r.evidence.logp, offsets * width, pa.float32())
-    elif isinstance(r.evidence, TopK):
-        width = r.evidence.logp.shape[1]
-        columns["evidence_logp"] = _list(r.evidence.logp, offsets * width, pa.float32())
-        columns["evidence_ids"] = _list(r.evidence.ids, offsets * width, pa.int32())
-    header = {
-        "format": FORMAT,
-        "provenance": asdict(r.provenance),
-        "evidence": {"kind": type(r.evidence).__name__, "width": width},
-    }
+    if isinstance(r.evidence, TopK):
+        columns["evidence_ids"] = _list(r.evidence.ids, offsets * stated["width"], pa.int32())
+    elif isinstance(r.evidence, HiddenStates):
+        columns["evidence_states"] = _states(r.evidence.states, offsets, path)
+        stated["width"] = r.evidence.states.shape[1]
+        stated["dtype"] = str(r.evidence.states.dtype).removeprefix("torch.")
+        stated["head"] = write_head(r.evidence.head, path.parent)
+    header = {"format": FORMAT, "provenance": asdict(r.provenance), "evidence": stated}
     table = pa.table(columns)
     return table.replace_schema_metadata({KEY: json.dumps(header).encode()})
 
 
 def _list(values: Tensor, offsets: Tensor, kind: pa.DataType) -> pa.Array:
-    flat = pa.array(values.reshape(-1).numpy()).cast(kind)
-    return pa.LargeListArray.from_arrays(pa.array(offsets.to(torch.int64).numpy()), flat)
+    return _cut(pa.array(values.reshape(-1).numpy()).cast(kind), offsets)
+
+
+def _states(states: Tensor, offsets: Tensor, path: Path) -> pa.Array:
+    if states.dtype not in STATES:
+        raise RecordError(
+            f"cannot write {path}: hidden states of dtype {states.dtype}; the format knows "
+            f"{', '.join(str(d).removeprefix('torch.') for d in STATES)}"
+        )
+    flat = pa.array(states.reshape(-1).view(STATES[states.dtype]).numpy())
+    return _cut(pa.FixedSizeListArray.from_arrays(flat, states.shape[1]), offsets)
+
+
+def _cut(values: pa.Array, offsets: Tensor) -> pa.Array:
+    return pa.LargeListArray.from_arrays(pa.array(offsets.to(torch.int64).numpy()), values)
 
 
 def _clean(text: str) -> str:
@@ -138,14 +151,15 @@ def _header(table: pa.Table, path: Path) -> dict[str, Any]:
             f"{path} is a Parquet file, but not of this library (columns {table.column_names[:8]})"
         )
     header = json.loads(metadata[KEY])
-    if header.get("format") != FORMAT:
+    if header.get("format") not in READABLE:
         raise RecordError(
-            f"{path} has record format {header.get('format')}, this version reads {FORMAT}"
+            f"{path} has record format {header.get('format')}, this version reads "
+            f"{' and '.join(map(str, READABLE))}"
         )
     return header
 
 
-def _from_table(table: pa.Table, header: dict[str, Any]) -> Rollouts:
+def _from_table(table: pa.Table, header: dict[str, Any], path: Path) -> Rollouts:
     tokens, cu_seqlens = _stream(table, "tokens")
     for name in TOKEN_COLUMNS:
         if not torch.equal(_stream(table, name)[1], cu_seqlens):
@@ -166,7 +180,7 @@ def _from_table(table: pa.Table, header: dict[str, Any]) -> Rollouts:
         else torch.zeros(0).long(),
         finish=tuple(table.column("finish").to_pylist()),
         provenance=Provenance(sampling=sampling, **stated),
-        evidence=_evidence(table, header["evidence"]),
+        evidence=_evidence(table, header["evidence"], path),
         rewards=_tensor(table.column("reward").chunk(0))
         if "reward" in table.column_names
         else None,
@@ -175,10 +189,12 @@ def _from_table(table: pa.Table, header: dict[str, Any]) -> Rollouts:
     )
 
 
-def _evidence(table: pa.Table, stated: dict[str, Any]) -> Evidence | None:
+def _evidence(table: pa.Table, stated: dict[str, Any], path: Path) -> Evidence | None:
     kind, width = stated["kind"], stated["width"]
     if kind == "NoneType":
         return None
+    if kind == "HiddenStates":
+        return _hidden(table, stated, path)
     values, offsets = _stream(table, "evidence_logp")
     if not torch.equal(offsets, _stream(table, "tokens")[1] * width):
         raise ValueError(f"evidence_logp does not hold {width} values per token")
@@ -188,6 +204,20 @@ def _evidence(table: pa.Table, stated: dict[str, Any]) -> Evidence | None:
     if kind == "TopK":
         return TopK(_stream(table, "evidence_ids")[0].reshape(-1, width), logp)
     raise ValueError(f"unknown evidence {kind!r}")
+
+
+def _hidden(table: pa.Table, stated: dict[str, Any], path: Path) -> HiddenStates:
+    chunk = table.column("evidence_states").chunk(0)
+    width, dtype = stated["width"], getattr(torch, stated["dtype"])
+    if not torch.equal(_tensor(chunk.offsets), _stream(table, "tokens")[1]):
+        raise ValueError("evidence_states and tokens have different lengths")
+    states = _tensor(chunk.values.values)
+    if states.dtype != STATES[dtype] or chunk.values.type.list_size != width:
+        raise ValueError(f"evidence_states does not hold {width} {stated['dtype']} per token")
+    head = read_head(path.parent, stated["head"], wanted_by=path)
+    if head.weight.shape[1] != width:
+        raise ValueError(f"states of {width} numbers, but a head for {head.weight.shape[1]}")
+    return HiddenStates(states.view(dtype).reshape(-1, width), head)
 
 
 def _stream(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:

@@ -35,19 +35,25 @@ class Assessment:
 
     def select(self, rows: Tensor) -> Assessment:
         """Some of the tokens."""
-        cut = {k: replace(d, lo=d.lo[rows], hi=d.hi[rows]) for k, d in self.divergences.items()}
+        cut = {k: d.map(lambda x: x[rows]) for k, d in self.divergences.items()}
         return Assessment(self.logp[rows], self.entropy[rows], self.sum_pi_squared[rows], cut)
 
 
 @torch.no_grad()
 def assess(
-    model: nn.Module, rollouts: Rollouts, *, token_budget: int, exact: bool = False
+    model: nn.Module,
+    rollouts: Rollouts,
+    *,
+    token_budget: int,
+    exact: bool = False,
+    tail_log_ratio_cap: float | None = None,
 ) -> Assessment:
     """Score a batch with the weights the trainer has now. Gradient: none.
 
     Args:
         token_budget: padded tokens per forward pass.
         exact: also compute divergences from the recorded evidence.
+        tail_log_ratio_cap: what top-k evidence may assume of its tail, nats; see `divergences`.
     """
     n = len(rollouts.tokens)
     columns = torch.empty(3, n)
@@ -59,7 +65,8 @@ def assess(
         said = score(model, part, temperature=temperature)
         columns[:, rows] = torch.stack([said.logp, said.entropy, said.sum_pi_squared]).float().cpu()
         if exact:
-            for name, d in divergences(part, said.logits).items():
+            cap = tail_log_ratio_cap
+            for name, d in divergences(part, said.logits, tail_log_ratio_cap=cap).items():
                 found.setdefault(name.replace("current", "old"), []).append((rows, d))
     logp, entropy, squared = columns
     joined = {name: _joined(name, parts, n) for name, parts in found.items()}
@@ -123,7 +130,4 @@ def reads_correction(how: str, baseline_over: str) -> bool:
 
 
 def _joined(name: str, parts: list[tuple[Tensor, Divergence]], n: int) -> Divergence:
-    lo, hi = torch.empty(n), torch.empty(n)
-    for rows, d in parts:
-        lo[rows], hi[rows] = d.lo.float().cpu(), d.hi.float().cpu()
-    return Divergence(name, parts[0][1].grade, lo, lo if parts[0][1].lo is parts[0][1].hi else hi)
+    return replace(Divergence.joined(parts, n).map(lambda x: x.cpu()), name=name)

@@ -61,8 +61,12 @@ class Rollout(Part):
     """Longest response, tokens; also the horizon T of the bounds."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer tempers its own distribution alike."""
-    evidence: Literal["full", "sampled"] | Positive = "full"
-    """What is recorded of the rollout policy: "full" vocabulary, the top k (a number), or "sampled"."""
+    evidence: Literal["full", "hidden", "sampled"] | Positive = "full"
+    """What is recorded of the rollout policy: "full" vocabulary, the "hidden" states that its head turned
+    into logits (as exact, far smaller for large vocabularies), the top k (a number), or "sampled"."""
+    tail_log_ratio_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """For top-k evidence: assume |log mu - log pi| at most this outside the top k, nats. Upper ends of
+    divergences then rest on it, and every guarantee from them states it. Absent: nothing is assumed."""
     evidence_limit_mib: Positive = 1024
     """Refuse to record more evidence than this per batch, MiB."""
 
@@ -179,9 +183,16 @@ class Recipe(Part):
             if row.needs_divergences and self.rollout.evidence == "sampled":
                 raise ValueError(
                     f'arms.{name}: {arm.gates_of or arm.method} gates on exact KL, but rollout.evidence = "sampled" '
-                    'records none; set rollout.evidence = "full" (or a number of top log-probs), or '
-                    "use trm_max_k2"
+                    'records none; set rollout.evidence = "full" or "hidden" (or a number of top '
+                    "log-probs), or use trm_max_k2"
                 )
+        cap, evidence = self.rollout.tail_log_ratio_cap, self.rollout.evidence
+        if cap is not None and not isinstance(evidence, int):
+            raise ValueError(
+                f"rollout.tail_log_ratio_cap = {cap} is about the tail of top-k evidence, but "
+                f'rollout.evidence = "{evidence}" has none; set rollout.evidence = 20 (or another k), '
+                "or leave the cap out"
+            )
         if self.rollout.prompts * self.rollout.samples < self.optim.minibatches:
             raise ValueError(
                 f"optim.minibatches = {self.optim.minibatches} is more than the "

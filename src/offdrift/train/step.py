@@ -47,6 +47,8 @@ class Batch:
     """The trainer before the batch's first update."""
     logp_ref: Float[Tensor, " n"] | None = None
     """The reference policy."""
+    tail_log_ratio_cap: float | None = None
+    """What top-k evidence may assume of its tail, nats; see `engines.score.divergences`."""
 
     def select(self, sequences: Tensor) -> Batch:
         """Some of the sequences, as a batch of their own."""
@@ -56,6 +58,7 @@ class Batch:
             self.advantages[rows],
             None if self.old is None else self.old.select(rows),
             None if self.logp_ref is None else self.logp_ref[rows],
+            self.tail_log_ratio_cap,
         )
 
 
@@ -181,12 +184,12 @@ class _See:
                 rollouts.cu_seqlens.to(device), group_ids=rollouts.group_ids.to(device)
             ),
         )
-        self.divergences = divergences(rollouts, self.scored.logits)
+        self.divergences = divergences(
+            rollouts, self.scored.logits, tail_log_ratio_cap=part.tail_log_ratio_cap
+        )
         if part.old is not None:
-            self.divergences |= {
-                k: replace(d, lo=d.lo.to(device), hi=d.hi.to(device))
-                for k, d in part.old.divergences.items()
-            }
+            old = part.old.divergences
+            self.divergences |= {k: d.map(lambda x: x.to(device)) for k, d in old.items()}
         self.advantages = part.advantages.to(device)
         self.facts = {
             "entropy": None if part.old is None else part.old.entropy.to(device),

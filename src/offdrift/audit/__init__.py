@@ -1,0 +1,1 @@
+"""Judges what others have recorded: stored rollouts against a policy."""

@@ -1,0 +1,296 @@
+"""`BatchEvidence`: what a certificate needs from a batch, as a few numbers per sequence.
+
+Confidence needs independent draws, so sums over the batch will not do: sequences keep a row each.
+Micro-batches and ranks combine by concatenation, in any order, and everything comes to the host in
+one transfer. Each row holds ends of what is known, never estimates of a divergence: a token without
+evidence has KL in [0, inf] and TV in [0, 1].
+
+Ratios are those of the current to the rollout policy ("full"). They are limited above, at e^20, and
+not below: a limit above can only lower the lower ends that guarantees use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from offdrift.certificate.regions import TrustRegion
+from offdrift.divergence.evidence import Divergence, Grade
+from offdrift.errors import MethodError, ShapeError
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import LOG_RATIO_LIMIT
+from offdrift.ratios import stopped_log_ratio
+from offdrift.segments import Segments
+
+KL, TV = "kl_rollout_current", "tv_rollout_current"
+
+COLUMNS = (
+    "length",  # tokens
+    "reward",  # NaN if none was given
+    "kept",  # 1 if no token was rejected
+    "excess",  # sum_t (w_t - 1)
+    "log_product",  # sum_t log w_t, nats
+    "worst",  # max_t |log w_t|, nats
+    "kl_low",  # max_t of the lower ends, nats
+    "kl_high",  # max_t of the upper ends
+    "tv_low",
+    "tv_high",
+    "kl_total",  # sum_t of the upper ends
+    "kl_sum",  # sum_t min(KL upper end, delta): an upper end where KL <= delta holds
+    "prefix_kl",  # sum_t KL upper end, up to the first that exceeds delta or eps: at most T delta
+    "shift",  # sum_t omega_t min(TV upper end, eps, sqrt(delta/2)): the adaptive sum
+)
+"""One number per sequence each."""
+
+
+@dataclass(frozen=True)
+class BatchEvidence:
+    """Mergeable evidence about any number of sequences; make one with `BatchEvidence.of`."""
+
+    region: TrustRegion
+    columns: Float[Tensor, "b c"]
+    """`COLUMNS` of every sequence, float64."""
+    group_ids: Int[Tensor, " b"] | None
+    """Prompt of each sequence, the same id wherever it is met; None if all prompts differ."""
+    tv_by_position: Float[Tensor, " horizon"]
+    """Upper ends of TV, limited by the region's, summed over sequences at each position."""
+    grades: Mapping[str, Grade]
+    """Grade of each divergence; the weakest, if tokens differ; sampled where there is none."""
+    rewarded: bool
+    """Whether rewards were given."""
+    assumes: frozenset[str] = frozenset()
+    """What upper ends take for granted, in words (caps on a tail)."""
+
+    @staticmethod
+    @torch.no_grad()
+    def of(
+        logprobs: LogProbs,
+        rewards: Float[Tensor, " b"] | None = None,
+        *,
+        region: TrustRegion,
+        divergences: Mapping[str, Divergence] | None = None,
+        keep: Bool[Tensor, " n"] | None = None,
+    ) -> BatchEvidence:
+        """The evidence of one batch. Gradient: none. No transfer to the host.
+
+        Args:
+            logprobs: the batch, with the current policy; `group_ids` of its segments say which
+                sequences share a prompt, and must not depend on what was sampled.
+            rewards: one per sequence; absent, nothing is said about J.
+            region: the limits to certify; sums of what they limit are taken here.
+            divergences: by name, `kl_rollout_current` and `tv_rollout_current` are read. Sampled
+                ones back nothing and count as absent.
+            keep: tokens that no gate rejected; a sequence with a rejected token is rejected.
+
+        Raises: `ShapeError` if there is not one reward per sequence.
+
+        Example:
+            >>> lp = LogProbs.pack(torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.9]),
+            ...                    segments=Segments.from_lengths([2]))
+            >>> found = BatchEvidence.of(lp, torch.tensor([1.0]), region=TrustRegion(horizon=4, delta=0.05))
+            >>> round(float(found.column("excess")), 4)  # e^-0.1 + e^0.1 - 2
+            0.01
+        """
+        segments = logprobs.segments
+        if rewards is not None and rewards.shape != (len(segments),):
+            raise ShapeError(
+                f"rewards has shape {tuple(rewards.shape)} for {len(segments)} sequences; give "
+                "one reward per sequence"
+            )
+        kl, tv = _ends(KL, divergences, logprobs), _ends(TV, divergences, logprobs)
+        position = segments.position.clamp(max=region.horizon - 1)
+        found = {
+            "length": segments.lengths.double(),
+            "reward": _rewards(rewards, segments),
+            "kept": _kept(keep, segments),
+            **_ratios(logprobs),
+            **_divergences(kl, tv, region, segments),
+        }
+        limited = _limited_tv(kl[1], tv[1], region)
+        omega = torch.as_tensor(_weights(region), device=limited.device)[position]
+        found["shift"] = segments.sum(limited * omega)
+        return BatchEvidence(
+            region,
+            torch.stack([found[name] for name in COLUMNS], dim=1),
+            segments.group_ids,
+            limited.new_zeros(region.horizon).index_add(0, position, limited),
+            {name: _grade((divergences or {}).get(name)) for name in (KL, TV)},
+            rewards is not None,
+            frozenset(filter(None, (getattr(d, "assumes", None) for d in _used(divergences)))),
+        )
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def column(self, name: str) -> Float[Tensor, " b"]:
+        """One of `COLUMNS`."""
+        return self.columns[:, COLUMNS.index(name)]
+
+    def merge(self, other: BatchEvidence) -> BatchEvidence:
+        """The evidence of both together; certificates do not depend on the order of prompt groups.
+
+        Raises: `MethodError` if the two are about different limits; `ShapeError` if only one has
+            groups, or rewards.
+        """
+        return BatchEvidence.merge_all([self, other])
+
+    @staticmethod
+    def merge_all(parts: Iterable[BatchEvidence]) -> BatchEvidence:
+        """Merge any number (at least one) of batches."""
+        parts = list(parts)
+        first = parts[0]
+        ids = [] if first.group_ids is None else [p.group_ids for p in parts]
+        for part in parts:
+            if part.region != first.region:
+                raise MethodError(
+                    f"batches about {first.region} and {part.region} do not add up; build all "
+                    "evidence of a certificate with the same region"
+                )
+            for name, has in (("group_ids", _has_groups), ("rewards", _has_rewards)):
+                if has(part) != has(first):
+                    raise ShapeError(
+                        f"some batches have {name} and some have none; give all or none"
+                    )
+        return replace(
+            first,
+            columns=torch.cat([p.columns.to(first.columns.device) for p in parts]),
+            group_ids=torch.cat([x.to(first.columns.device) for x in ids if x is not None])
+            if ids
+            else None,
+            tv_by_position=torch.stack(
+                [p.tv_by_position.to(first.columns.device) for p in parts]
+            ).sum(0),
+            grades={k: _weakest([p.grades[k] for p in parts]) for k in first.grades},
+            assumes=frozenset().union(*(p.assumes for p in parts)),
+        )
+
+    def cpu(self) -> BatchEvidence:
+        """The same on the CPU, to be sent to another process."""
+        ids = None if self.group_ids is None else self.group_ids.cpu()
+        return replace(
+            self,
+            columns=self.columns.cpu(),
+            group_ids=ids,
+            tv_by_position=self.tv_by_position.cpu(),
+        )
+
+    def to_host(self) -> HostEvidence:
+        """All numbers as arrays: the one transfer to the host."""
+        parts = [self.columns.flatten(), self.tv_by_position]
+        if self.group_ids is not None:  # the same 64 bits: no id is too large for a float
+            parts.append(self.group_ids.long().view(torch.float64))
+        flat = torch.cat(parts).cpu().numpy()
+        b, c = self.columns.shape
+        table = flat[: b * c].reshape(b, c)
+        return HostEvidence(
+            {name: table[:, i] for i, name in enumerate(COLUMNS)},
+            None if self.group_ids is None else flat[-b:].view(np.int64),
+            flat[b * c : b * c + self.region.horizon],
+        )
+
+
+@dataclass(frozen=True)
+class HostEvidence:
+    """`BatchEvidence` as numpy arrays."""
+
+    columns: Mapping[str, Float[np.ndarray, " b"]]
+    group_ids: Int[np.ndarray, " b"] | None
+    tv_by_position: Float[np.ndarray, " horizon"]
+
+    def __getitem__(self, name: str) -> Float[np.ndarray, " b"]:
+        return self.columns[name]
+
+
+Ends = tuple[Tensor, Tensor]
+
+
+def _rewards(rewards: Tensor | None, segments: Segments) -> Float[Tensor, " b"]:
+    nothing = torch.full_like(segments.lengths, torch.nan, dtype=torch.float64)
+    return nothing if rewards is None else rewards.double().to(nothing.device)
+
+
+def _kept(keep: Tensor | None, segments: Segments) -> Float[Tensor, " b"]:
+    if keep is None:
+        return torch.ones_like(segments.lengths, dtype=torch.float64)
+    return segments.min(keep.double(), empty=1.0)
+
+
+def _ratios(logprobs: LogProbs) -> dict[str, Float[Tensor, " b"]]:
+    log_w, segments = stopped_log_ratio(logprobs, on="full").double(), logprobs.segments
+    return {
+        "excess": segments.sum(log_w.clamp(max=LOG_RATIO_LIMIT).expm1()),
+        "log_product": segments.sum(log_w),
+        "worst": segments.max(log_w.abs()),
+    }
+
+
+def _divergences(
+    kl: Ends, tv: Ends, region: TrustRegion, segments: Segments
+) -> dict[str, Float[Tensor, " b"]]:
+    inside = kl[1] <= region.delta
+    if region.eps is not None:
+        inside = inside & (tv[1] <= region.eps)
+    violations = segments.position.where(~inside, region.horizon).to(kl[1].dtype)
+    so_far = segments.position < segments.spread(segments.min(violations))
+    high = {"kl_high": segments.max(kl[1]).double(), "tv_high": segments.max(tv[1]).double()}
+    low = {
+        "kl_low": high["kl_high"] if kl[0] is kl[1] else segments.max(kl[0]).double(),
+        "tv_low": high["tv_high"] if tv[0] is tv[1] else segments.max(tv[0]).double(),
+    }
+    return {
+        **high,
+        **low,
+        "kl_total": segments.sum(kl[1].double()),
+        "kl_sum": segments.sum(kl[1].double().clamp(max=region.delta)),
+        "prefix_kl": segments.sum(kl[1].where(so_far, 0.0).double()),
+    }
+
+
+def _limited_tv(kl: Tensor, tv: Tensor, region: TrustRegion) -> Float[Tensor, " n"]:
+    """The smallest upper end of TV: its own, Pinsker's, and the region's, which is the premise."""
+    return torch.minimum(tv, (kl / 2).sqrt()).double().clamp(max=region.token_tv)
+
+
+def _ends(
+    name: str, divergences: Mapping[str, Divergence] | None, logprobs: LogProbs
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Lower and upper end of every token; NaN is a violation, and unknown above."""
+    d, largest = (divergences or {}).get(name), 1.0 if name == TV else torch.inf
+    if d is None or not d.may_certify:
+        low = torch.zeros_like(logprobs.logp_rollout)
+        return low, torch.full_like(low, largest)
+    low = d.lo.nan_to_num(nan=largest, posinf=largest).clamp(0.0, largest)
+    if d.lo is d.hi:
+        return low, low
+    return low, d.hi.nan_to_num(nan=largest, posinf=largest).clamp(0.0, largest)
+
+
+@functools.lru_cache(maxsize=4)
+def _weights(region: TrustRegion) -> Float[np.ndarray, " t"]:
+    return region.weights()
+
+
+def _used(divergences: Mapping[str, Divergence] | None) -> list[Divergence]:
+    return [d for k, d in (divergences or {}).items() if k in (KL, TV) and d.may_certify]
+
+
+def _grade(divergence: Divergence | None) -> Grade:
+    return Grade.SAMPLED if divergence is None else divergence.grade
+
+
+def _has_groups(batch: BatchEvidence) -> bool:
+    return batch.group_ids is not None
+
+
+def _has_rewards(batch: BatchEvidence) -> bool:
+    return batch.rewarded
+
+
+def _weakest(grades: list[Grade]) -> Grade:
+    return max(grades, key=list(Grade).index)

@@ -1,0 +1,230 @@
+"""Confidence intervals for means that hold at any sample size, for variables known to be bounded.
+
+The unit of independence is the *prompt group*: sequences that answer the same prompt share it, so
+they are not independent draws. Take `cluster_means` first; every function here counts one entry of
+its argument as one independent draw.
+
+All of them assume independent, identically distributed draws inside the stated range, in an order
+that does not depend on their values. Nothing else: no normality, no known variance. `asymptotic`
+is the exception, a comparison and not a guarantee.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from offdrift.errors import BadValueError, MethodError
+
+SIDES = ("both", "low", "high")
+
+LARGEST_BET = 0.9
+"""Share of the capital that one observation may cost: below 1, so that no observation ruins."""
+
+BISECTIONS = 44
+"""Halvings of the search interval: its width falls below the rounding of what is summed."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A sample mean and an interval for the expectation."""
+
+    mean: float
+    """Sample mean; NaN without observations."""
+    low: float
+    high: float
+    n: int
+    """Independent observations."""
+    alpha: float
+    """The interval misses the expectation with at most this probability."""
+    method: str
+
+    def scaled(self, factor: float) -> Estimate:
+        """The same for the variable times a positive number."""
+        return replace(
+            self, mean=factor * self.mean, low=factor * self.low, high=factor * self.high
+        )
+
+
+def cluster_means(
+    x: Float[np.ndarray, " b"], ids: Int[np.ndarray, " b"] | None
+) -> Float[np.ndarray, " g"]:
+    """One mean per group, ordered by group id: the independent observations of a batch.
+
+    A mean over groups of group means estimates E over prompts of E over answers. It equals the mean
+    over sequences where all groups have one size.
+
+    Args:
+        x: a number per sequence.
+        ids: prompt group of each sequence, any integers; None if all prompts differ.
+
+    Example:
+        >>> cluster_means(np.array([1.0, 0.0, 1.0]), np.array([7, 7, 2]))
+        array([1. , 0.5])
+    """
+    if ids is None:
+        return x
+    _, index, sizes = np.unique(ids, return_inverse=True, return_counts=True)
+    return np.bincount(index, weights=x, minlength=len(sizes)) / sizes
+
+
+def betting(
+    x: Float[np.ndarray, " n"],
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    alpha: float = 0.05,
+    sides: str = "both",
+) -> Estimate:
+    """Interval for the mean of a bounded variable from the capital of a bettor against each mean m.
+
+        K_t(m) = prod_{i<=t} (1 + min(l_i, c / (m - low)) (x_i - m)),   reject m if max_t K_t >= 1/alpha
+
+    Under the true mean the capital is a martingale that starts at 1, so it ever reaches 1/alpha with
+    probability at most alpha (Ville). The bets l_i follow the variance seen *before* x_i: the width
+    adapts to the variance, and where that is small it falls like range / n. The lower end needs
+    only `low`, the upper one only `high`: give an infinite other end for a variable bounded on one
+    side. Two sides spend alpha / 2 each.
+
+    Args:
+        x: independent draws, in an order that does not depend on their values.
+        low, high: what the variable cannot leave, known beforehand; one may be infinite.
+        alpha: largest probability of missing the mean.
+        sides: "both", "low" or "high"; the other end is the range's own.
+
+    Raises: `BadValueError` for a value outside the range or NaN, and for alpha outside (0, 1).
+
+    Example:
+        >>> found = betting(np.full(100, 0.5))
+        >>> round(found.low, 3), round(found.high, 3)
+        (0.479, 0.521)
+
+    Reference: I. Waudby-Smith, A. Ramdas, arXiv:2010.09686, section 4 (hedged capital
+    with predictable plug-in bets).
+    """
+    share = _checked(x, low, high, alpha, sides)
+    scale = high - low if math.isfinite(high - low) else max(abs(low), abs(high))
+    if not math.isfinite(scale):
+        scale = min(abs(low), abs(high))
+    ends = [low, high]
+    if len(x) and scale > 0:
+        if sides != "high" and math.isfinite(low):
+            ends[0] = low + scale * _lower_end((x - low) / scale, share)
+        if sides != "low" and math.isfinite(high):
+            ends[1] = high - scale * _lower_end((high - x) / scale, share)
+    return _estimate(x, ends, alpha, "betting")
+
+
+def bernstein(
+    x: Float[np.ndarray, " n"],
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    alpha: float = 0.05,
+    sides: str = "both",
+) -> Estimate:
+    """Interval for the mean of a bounded variable from its sample variance V, in closed form.
+
+        mean -+ (sqrt(2 V log(2/a) / n) + 7 (high - low) log(2/a) / (3 (n - 1))),   a = alpha per side
+
+    Wider than `betting`, but symmetric in the draws: any order will do.
+
+    Args, Raises: as in `betting`; both ends finite.
+
+    Example:
+        >>> round(bernstein(np.full(100, 0.5)).low, 3)
+        0.397
+
+    Reference: A. Maurer, M. Pontil, arXiv:0907.3740, Theorem 4.
+    """
+    share = _checked(x, low, high, alpha, sides)
+    n, ends = len(x), [low, high]
+    if n > 1 and math.isfinite(high - low):
+        log = math.log(2 / share)
+        half = math.sqrt(2 * float(x.var(ddof=1)) * log / n)
+        half += 7 * (high - low) * log / (3 * (n - 1))
+        if sides != "high":
+            ends[0] = max(low, float(x.mean()) - half)
+        if sides != "low":
+            ends[1] = min(high, float(x.mean()) + half)
+    return _estimate(x, ends, alpha, "bernstein")
+
+
+def asymptotic(x: Float[np.ndarray, " n"], *, alpha: float = 0.05, sides: str = "both") -> Estimate:
+    """The normal interval mean -+ z s / sqrt(n): asymptotic, not a guarantee.
+
+    Heavy tails (ratios of long sequences) make it too narrow at any size a batch has. Unbounded
+    below two observations.
+
+    Example:
+        >>> found = asymptotic(np.array([0.0, 1.0] * 50))
+        >>> round(found.low, 3), round(found.high, 3)
+        (0.402, 0.598)
+    """
+    share = _checked(x, -math.inf, math.inf, alpha, sides)
+    ends = [-math.inf, math.inf]
+    if len(x) > 1:
+        half = NormalDist().inv_cdf(1 - share) * float(x.std(ddof=1)) / math.sqrt(len(x))
+        ends[0] = float(x.mean()) - half if sides != "high" else -math.inf
+        ends[1] = float(x.mean()) + half if sides != "low" else math.inf
+    return _estimate(x, ends, alpha, "asymptotic")
+
+
+def _lower_end(y: Float[np.ndarray, " n"], alpha: float) -> float:
+    """The largest mean m that is rejected from below, for draws y >= 0; 0 if none is."""
+    bets, goal = _bets(y, alpha), math.log(1 / alpha)
+    below, above = 0.0, float(y.max())
+    for _ in range(BISECTIONS):  # the capital falls with m, since every factor does
+        m = (below + above) / 2
+        if m == 0:
+            break
+        capital = np.log1p(np.minimum(bets, LARGEST_BET / m) * (y - m)).cumsum()
+        if float(capital.max()) >= goal:
+            below = m
+        else:
+            above = m
+    return below
+
+
+def _bets(y: Float[np.ndarray, " n"], alpha: float) -> Float[np.ndarray, " n"]:
+    """sqrt(2 log(1/alpha) / (n variance)), the variance from earlier draws, 1/4 before the first."""
+    n = len(y)
+    count = np.arange(1, n + 1)
+    mean = (0.5 + y.cumsum()) / (count + 1)
+    variance = (0.25 + ((y - mean) ** 2).cumsum()) / (count + 1)
+    before = np.concatenate([[0.25], variance[:-1]])
+    return np.sqrt(2 * math.log(1 / alpha) / (n * before))
+
+
+def _estimate(x: Float[np.ndarray, " n"], ends: list[float], alpha: float, method: str) -> Estimate:
+    mean = float(x.mean()) if len(x) else math.nan
+    return Estimate(mean, ends[0], ends[1], len(x), alpha, method)
+
+
+def _checked(
+    x: Float[np.ndarray, " n"], low: float, high: float, alpha: float, sides: str
+) -> float:
+    """Alpha of each side; refuses what no such variable can be."""
+    check_alpha(alpha)
+    if sides not in SIDES:
+        raise MethodError(f"sides = {sides!r}; choose one of {SIDES}")
+    if not low <= high:
+        raise BadValueError(f"low = {low} and high = {high}; give the range of the variable")
+    wrong = ~((x >= low) & (x <= high))
+    if wrong.any():
+        where = int(np.flatnonzero(wrong)[0])
+        raise BadValueError(
+            f"x[{where}] = {x[where]} lies outside [{low}, {high}], the range that the interval "
+            "relies on; give the true range of the variable"
+        )
+    return alpha / 2 if sides == "both" else alpha
+
+
+def check_alpha(alpha: float) -> None:
+    """Raise `BadValueError` unless alpha is a probability of error, in (0, 1)."""
+    if not 0 < alpha < 1:
+        raise BadValueError(f"alpha = {alpha}; a probability of error lies in (0, 1)")

@@ -1,0 +1,298 @@
+"""The bounds read backwards: how much drift, and how long a horizon, a target error allows.
+
+B*, the smallest of all bounds, never falls when a divergence or the horizon grows, so each question
+has one answer, found by bisection of B* itself. With the paper's constants B* is its unified bound;
+with sharp ones it is the minimum over `every_bound`, KL_seq itself included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from offdrift.certificate.bounds import ROWS, Bound, all_bounds, tightest
+from offdrift.certificate.guarantees import sequence_kl
+from offdrift.certificate.inequalities import pinsker, route_ends
+from offdrift.certificate.premises import premises
+from offdrift.errors import BadValueError, check_choice
+
+PARAMETERS = ("delta", "eps", "kl_seq")
+"""What `largest` can solve for."""
+
+LONGEST = 10**12
+"""Horizons that `vacuous_horizon` looks at, in tokens."""
+
+MeanTV = Float[np.ndarray, " t"] | float | int | None
+
+
+def every_bound(
+    *,
+    horizon: int,
+    delta: float | int,
+    constants: str = "sharp",
+    reward_range: float | int = 1.0,
+    mean_tv: MeanTV = None,
+    **given: float | int | None,
+) -> list[Bound]:
+    """The rows of `all_bounds`, and with sharp constants |Error| <= KL_seq as a row of its own.
+
+    Args, Raises: as in `all_bounds`; `given` are eps, kl_seq and tv_seq.
+
+    Example:
+        >>> tightest(every_bound(horizon=4096, delta=1e-4, kl_seq=0.01)).name
+        'sequence_kl'
+    """
+    numbers = _floats({"delta": delta, **given})
+    mean = float(mean_tv) if isinstance(mean_tv, int) else mean_tv
+    rows = all_bounds(
+        horizon=horizon,
+        constants=constants,
+        reward_range=float(reward_range),
+        mean_tv=mean,
+        **numbers,
+    )
+    if constants == "sharp" and "sequence_kl" not in ROWS:
+        known = premises(horizon=horizon, **numbers)
+        value = float(reward_range) * sequence_kl(known.kl_seq)
+        note = known.notes.get("kl_seq", "")
+        rows.append(Bound("sequence_kl", value, "KL", "T", "", note=note))
+    return rows
+
+
+def largest(
+    parameter: str,
+    *,
+    target: float | int,
+    horizon: int,
+    delta: float | int | None = None,
+    eps: float | int | None = None,
+    kl_seq: float | int | None = None,
+    tv_seq: float | int | None = None,
+    mean_tv: MeanTV = None,
+    constants: str = "sharp",
+    reward_range: float | int = 1.0,
+) -> float:
+    """The largest divergence for which B* stays at or below a target.
+
+        max { x : B*(T, x, other premises) <= target }
+
+    The other premises stay as given; those that are absent follow from what is tried, by Pinsker's
+    inequality and the chain rule. A `mean_tv` above the eps that is tried is lowered to it.
+
+    Args:
+        parameter: "delta" (nats), "eps" or "kl_seq" (nats, of whole sequences).
+        target: largest error that is acceptable, in units of the reward.
+        horizon: tokens of the longest sequence T.
+        delta: maximum over contexts of the token KL, nats; needed unless it is solved for.
+        eps, kl_seq, tv_seq, mean_tv, constants, reward_range: as in `all_bounds`.
+
+    Returns: the value, to a relative 1e-12 and never too large. `inf` (1 for eps) says that any
+        value does: the other premises alone keep B* at the target. 0 says that none above 1e-150 does.
+
+    Raises: `MethodError` for another parameter; `BadValueError` for a target that is negative or
+        not finite, if the parameter is itself given, or for premises that no pair can have.
+
+    Example:
+        >>> round(4096 * largest("delta", target=0.1, horizon=4096), 9)
+        0.1
+        >>> delta = largest("delta", target=0.1, horizon=4096, constants="paper")
+        >>> f"{delta:.3e}"
+        '2.862e-07'
+    """
+    check_choice("parameter", parameter, PARAMETERS)
+    known: dict[str, Any] = {"delta": delta, "eps": eps, "kl_seq": kl_seq}
+    if known.pop(parameter) is not None:
+        raise BadValueError(f"{parameter} is given and solved for; leave it out")
+    if parameter != "delta" and delta is None:
+        raise BadValueError(f"solving for {parameter} needs delta; inf if no KL is known")
+    if not 0 <= target < math.inf:
+        raise BadValueError(f"target = {target}; an error is not negative, and finite")
+    fixed = {"horizon": horizon, "tv_seq": tv_seq, "constants": constants}
+
+    def within(value: float) -> bool:
+        tried = known | {parameter: value}
+        mean = _lowered(mean_tv, tried["eps"])
+        rows = every_bound(**fixed, **tried, mean_tv=mean, reward_range=reward_range)
+        return tightest(rows).value <= target
+
+    most, high = (1.0, 1.0) if parameter == "eps" else (math.inf, 2.0)  # Pinsker: TV 1 at 2 nats
+    return most if within(most) else _last_within(within, high)
+
+
+def vacuous_horizon(
+    *,
+    delta: float | int,
+    eps: float | int | None = None,
+    kl_seq: float | int | None = None,
+    kl_rate: float | int | None = None,
+    tv_seq: float | int | None = None,
+    mean_tv: MeanTV = None,
+    target: float | int | None = None,
+    constants: str = "sharp",
+    reward_range: float | int = 1.0,
+) -> int | None:
+    """The shortest horizon at which B* says nothing.
+
+        min { T : B*(T) >= target },  the range of the reward unless told otherwise
+
+    What does not depend on the horizon (delta, eps, one mean TV for all positions) holds at each.
+    A sequence's divergence does depend on it: a given `kl_seq` or `tv_seq` is taken as a limit at
+    every T, `kl_rate` lets KL_seq = T kl_rate grow, and without either it is T delta.
+
+    Args:
+        delta, eps, kl_seq, tv_seq: as in `all_bounds`.
+        kl_rate: mean token KL, nats per token; instead of `kl_seq`.
+        mean_tv: one mean TV for all positions.
+        target: the error from which on the bound is of no use.
+        constants, reward_range: as in `all_bounds`.
+
+    Returns: tokens; None if the bound stays below the target up to 10^12 tokens.
+
+    Raises: `BadValueError` for numbers that cannot be, for both `kl_seq` and `kl_rate`, or for a
+        mean TV per position, which has no continuation.
+
+    Example:
+        >>> vacuous_horizon(delta=1e-4), vacuous_horizon(delta=1e-4, constants="paper")
+        (10000, 384)
+        >>> vacuous_horizon(delta=1e-4, eps=5e-3, kl_rate=2.5e-6)
+        400000
+    """
+    level = reward_range if target is None else target
+    if not 0 < level < math.inf:
+        raise BadValueError(f"target = {level}; give an error above 0")
+    if isinstance(mean_tv, np.ndarray) and mean_tv.ndim:
+        raise BadValueError(
+            f"mean_tv has {mean_tv.size} positions and no continuation; give one number for all"
+        )
+    fixed = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
+
+    def useful(horizon: int) -> bool:
+        grown = kl_of_sequences(horizon, kl_seq, kl_rate)
+        rows = every_bound(
+            horizon=horizon, **fixed, kl_seq=grown, constants=constants, reward_range=reward_range
+        )
+        return tightest(rows).value < level
+
+    return _first_without(useful)
+
+
+def kl_of_sequences(
+    horizon: int, kl_seq: float | int | None, kl_rate: float | int | None
+) -> float | None:
+    """KL of whole sequences in nats: as given, or KL_seq = T kl_rate; None if neither is known.
+
+    Example:
+        >>> kl_of_sequences(4096, None, 2.5e-6)
+        0.01024
+    """
+    if kl_rate is None:
+        return None if kl_seq is None else float(kl_seq)
+    if kl_seq is not None:
+        raise BadValueError("kl_seq and kl_rate are both given; KL_seq = T kl_rate, give one")
+    if not 0 <= kl_rate < math.inf:
+        raise BadValueError(f"kl_rate = {kl_rate}; a mean KL is not negative, and finite")
+    return float(horizon * kl_rate)
+
+
+@dataclass(frozen=True)
+class Route:
+    """From which to which token one route gives the smallest shift."""
+
+    name: str
+    """"tv" (k eps), "kl" (sqrt(k delta/2)), or the cap: "tv_seq", "kl_seq" or "one"."""
+    first: int
+    last: int
+
+
+def route_crossovers(
+    *,
+    horizon: int,
+    delta: float | int,
+    eps: float | int | None = None,
+    kl_seq: float | int | None = None,
+    tv_seq: float | int | None = None,
+    of: str = "context",
+) -> list[Route]:
+    """Where along a sequence each route to the shift of Lemma 3.2, or of Theorem 3.6, is smallest.
+
+        context at position t:  k = t - 1,  min(1, k eps, sqrt(k delta/2), TV_seq, sqrt(KL_seq/2))
+        future of position t:   k = T - t,  min(1, k eps, sqrt(k delta/2))
+
+    The TV route crosses into the KL route at k = delta / (2 eps^2). On ties the earlier of the five
+    (TV, KL, TV_seq, KL_seq, 1) is named.
+
+    Args:
+        horizon, delta, eps, kl_seq, tv_seq: as in `all_bounds`.
+        of: "context", for the pointwise bound, or "future", for the adaptive one.
+
+    Returns: routes in the order of positions t = 1 .. horizon, without gap or overlap.
+
+    Example:
+        >>> for route in route_crossovers(horizon=4096, delta=1e-4, eps=5e-3, tv_seq=0.05):
+        ...     print(route.name, route.first, route.last)
+        tv 1 3
+        kl 4 51
+        tv_seq 52 4096
+    """
+    check_choice("of", of, ("context", "future"))
+    given = {"delta": delta, "eps": eps, "kl_seq": kl_seq, "tv_seq": tv_seq}
+    known = premises(horizon=horizon, **_floats(given))
+    caps = {"one": 1.0}
+    if of == "context":  # what was derived from delta and T is no route of its own
+        measured = {"tv_seq": known.tv_seq, "kl_seq": pinsker(known.kl_seq)}
+        caps = {n: cap for n, cap in measured.items() if given[n] is not None} | caps
+    name = min(caps, key=lambda n: caps[n])
+    steps = horizon - 1
+    if known.eps == 0:
+        ends = (steps, steps)
+    elif caps[name] == 0:
+        ends = (0, 0)
+    else:
+        ends = route_ends(steps, delta=known.delta, eps=known.eps, cap=caps[name])
+    spans = [("tv", 0, ends[0]), ("kl", ends[0] + 1, ends[1]), (name, ends[1] + 1, steps)]
+    if of == "context":
+        return [Route(n, low + 1, high + 1) for n, low, high in spans if low <= high]
+    return [Route(n, horizon - high, horizon - low) for n, low, high in spans[::-1] if low <= high]
+
+
+# -- search -----------------------------------------------------------------------------------
+
+
+def _floats(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value is None else float(value) for name, value in given.items()}
+
+
+def _lowered(mean_tv: MeanTV, eps: float | int | None) -> MeanTV:
+    if mean_tv is None or eps is None:
+        return mean_tv
+    return np.minimum(mean_tv, eps) if isinstance(mean_tv, np.ndarray) else min(mean_tv, eps)
+
+
+def _last_within(within: Callable[[float], bool], high: float) -> float:
+    """The largest number with `within`, by bisection of its logarithm; 0 if there is none."""
+    low = math.log(1e-150)  # a square below it is rounded to 0
+    if not within(math.exp(low)):
+        return 0.0
+    top = math.log(high)
+    while top - low > 1e-12:
+        middle = (low + top) / 2
+        low, top = (middle, top) if within(math.exp(middle)) else (low, middle)
+    return math.exp(low)
+
+
+def _first_without(useful: Callable[[int], bool]) -> int | None:
+    """The first horizon without `useful`: doubling, then bisection; None if there is none."""
+    low, high = 0, 1
+    while useful(high):
+        if high == LONGEST:
+            return None
+        low, high = high, min(2 * high, LONGEST)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if useful(middle) else (low, middle)
+    return high

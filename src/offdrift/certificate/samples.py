@@ -1,0 +1,158 @@
+"""From the rows of a batch to intervals for the expectations that a certificate takes.
+
+Each expectation spends its own share of alpha, so that all intervals hold together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from offdrift.certificate.batch import HostEvidence
+from offdrift.certificate.confidence import Estimate, asymptotic, betting, cluster_means
+from offdrift.certificate.proportions import clopper_pearson
+from offdrift.certificate.regions import TrustRegion
+from offdrift.errors import BadValueError
+
+RATIO_CAP = 2.0
+"""Where the direct guarantee cuts a sequence's product of ratios: fixed before any batch is seen."""
+
+SHARES = {
+    "gain": 1 / 2,
+    "surrogate": 1 / 16,
+    "surrogate_masked": 1 / 16,
+    "rejected_reward": 1 / 16,
+    "acceptance": 1 / 16,
+    "prefix_kl": 1 / 16,
+    "kl_seq": 1 / 16,
+    "shift": 1 / 16,
+    "unseen": 1 / 16,
+}
+"""Parts of alpha: half for the guarantee that speaks most often, the rest evenly; together 1."""
+
+OF_REWARDS = ("gain", "surrogate", "surrogate_masked", "rejected_reward")
+"""Estimates in units of the reward."""
+
+Column = Float[np.ndarray, " b"]
+
+
+def unit_rewards(rewards: Column, reward_range: tuple[float, float]) -> Column:
+    """Rewards rescaled from their stated range to [0, 1].
+
+    Raises: `BadValueError` for an impossible range and for rewards that are NaN or outside of it.
+
+    Example:
+        >>> unit_rewards(np.array([-1.0, 1.0]), (-1.0, 1.0))
+        array([0., 1.])
+    """
+    low, high = reward_range
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise BadValueError(
+            f"reward_range = {reward_range}; give the smallest and the largest possible reward"
+        )
+    wrong = ~((rewards >= low) & (rewards <= high))
+    if wrong.any():
+        where = int(np.flatnonzero(wrong)[0])
+        raise BadValueError(
+            f"reward of sequence {where} is {rewards[where]}, outside [{low:g}, {high:g}]; give "
+            "reward_range=(smallest possible, largest possible), and results are rescaled"
+        )
+    return (rewards - low) / (high - low)
+
+
+def reward_columns(
+    host: HostEvidence, rewards: Column, accepted: Bool[np.ndarray, " b"]
+) -> dict[str, Column]:
+    """Per sequence, what is averaged to the gain and the surrogates; rewards in [0, 1].
+
+    gain              R (min(prod_t w_t, c) - 1)
+    surrogate         R sum_t (w_t - 1)
+    surrogate_masked  M R sum_t (w_t - 1)
+    """
+    surrogate = rewards * host["excess"]
+    product = np.exp(np.minimum(host["log_product"], math.log(RATIO_CAP)))
+    return {
+        "gain": rewards * (product - 1),
+        "surrogate": surrogate,
+        "surrogate_masked": np.where(accepted, surrogate, 0.0),
+    }
+
+
+def estimates(
+    host: HostEvidence,
+    rewards: Column | None,
+    accepted: Bool[np.ndarray, " b"],
+    region: TrustRegion,
+    *,
+    alpha: float,
+) -> dict[str, Estimate]:
+    """Every expectation with its interval, over prompt groups.
+
+    The ranges are known beforehand: `kl_seq` and `shift` are limited by the region, which is the
+    premise they serve; `prefix_kl` stops at the region's edge whatever the policies do.
+
+    Args:
+        host: the batch.
+        rewards: in [0, 1]; None leaves out what needs them.
+        accepted: sequences of the accepted region.
+    """
+    horizon, most = region.horizon, region.horizon * region.delta if region.delta else 0.0
+    columns = {
+        "prefix_kl": (host["prefix_kl"], 0.0, most, "high"),
+        "kl_seq": (host["kl_sum"], 0.0, most, "high"),
+        "shift": (host["shift"], 0.0, region.token_tv * region.total_weight, "high"),
+    }
+    if rewards is not None:
+        found = reward_columns(host, rewards, accepted)
+        masked = _masked_range(region)
+        columns |= {
+            "gain": (found["gain"], -1.0, RATIO_CAP - 1, "low"),
+            "surrogate": (found["surrogate"], -float(horizon), math.inf, "low"),
+            "surrogate_masked": (found["surrogate_masked"], *masked, "low"),
+            "rejected_reward": (np.where(accepted, 0.0, rewards), 0.0, 1.0, "high"),
+        }
+    result = {"acceptance": _share_of(accepted, host, alpha * SHARES["acceptance"])}
+    for name, (x, low, high, sides) in columns.items():
+        # A sum of rounded terms may pass its range's end by a rounding.
+        inside = np.clip(cluster_means(x, host.group_ids), low, high)
+        result[name] = betting(inside, low=low, high=high, alpha=alpha * SHARES[name], sides=sides)
+    return result
+
+
+def normal_intervals(
+    host: HostEvidence, rewards: Column, accepted: Bool[np.ndarray, " b"], *, alpha: float
+) -> dict[str, Estimate]:
+    """The same means of gain and surrogates with normal intervals: asymptotic, not a guarantee."""
+    columns: Mapping[str, Column] = reward_columns(host, rewards, accepted)
+    return {
+        k: asymptotic(cluster_means(x, host.group_ids), alpha=alpha) for k, x in columns.items()
+    }
+
+
+def unseen(host: HostEvidence, outside: Bool[np.ndarray, " b"], *, alpha: float) -> float:
+    """The largest probability that a fresh prompt's sequences include one outside the region.
+
+    Exact over prompts: a prompt counts once, however many of its sequences leave. It also limits
+    the probability that a fresh sequence leaves.
+    """
+    left = cluster_means(outside.astype(np.float64), host.group_ids) > 0
+    share = alpha * SHARES["unseen"]
+    return clopper_pearson(int(left.sum()), len(left), alpha=share, sides="high").high
+
+
+def _share_of(what: Bool[np.ndarray, " b"], host: HostEvidence, alpha: float) -> Estimate:
+    means = cluster_means(what.astype(np.float64), host.group_ids)
+    if len(means) == len(what):  # one sequence per prompt: a binomial, whose interval is exact
+        return clopper_pearson(int(what.sum()), len(what), alpha=alpha)
+    return betting(means, alpha=alpha)
+
+
+def _masked_range(region: TrustRegion) -> tuple[float, float]:
+    """Where sum_t (w_t - 1) of an accepted sequence lies, and 0 of a rejected one."""
+    if region.tau is None:
+        return -float(region.horizon), math.inf
+    high = region.horizon * math.expm1(region.tau) if region.tau < 700 else math.inf
+    return region.horizon * math.expm1(-region.tau), high

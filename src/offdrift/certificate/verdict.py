@@ -1,0 +1,212 @@
+"""`Certificate`: what a batch guarantees, as numbers for a log and as one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from offdrift.certificate.bounds import Bound
+from offdrift.certificate.confidence import Estimate
+from offdrift.certificate.guarantees import Guarantee
+from offdrift.certificate.regions import TrustRegion
+
+Status = Literal["falsified", "not falsified", "known", "unknown"]
+
+ALWAYS = (
+    "prompts are independent draws and the recorded log-probs are those of the policies",
+    "the current policy did not learn from these sequences",
+)
+"""What every confidence statement takes for granted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What a batch says about J(pi) - J(mu). Rewards, J, surrogates and bounds in units of reward.
+
+    All intervals of `estimates` and the limit `unseen` hold together with probability 1 - alpha;
+    each carries its own share.
+    """
+
+    region: TrustRegion
+    constants: str
+    alpha: float
+    sequences: int
+    prompts: int
+    """Independent draws."""
+    grades: Mapping[str, str]
+    """Evidence grade of each divergence; the weakest, if tokens differ."""
+    premises: Mapping[str, Status]
+    """Whether KL <= delta ("kl") and, if a limit was given, TV <= eps ("tv") held in the batch.
+    A batch can falsify them; "known" is what the caller vouched for; "unknown" is without evidence."""
+    delta_seen: tuple[float, float]
+    """Ends of the largest token KL of the batch, nats: a sampled maximum, not a global one."""
+    eps_seen: tuple[float, float]
+    """Ends of the largest token TV."""
+    mean_tv: Float[np.ndarray, " horizon"]
+    """Dbar_t of the batch per position, upper ends, limited by the region; 0 after the end."""
+    kl_seq: float
+    """Mean KL of whole sequences, upper end, nats."""
+    unseen: float | None
+    """A fresh prompt's sequences include one outside the region with at most this probability."""
+    estimates: Mapping[str, Estimate]
+    """Rigorous intervals; ends that nothing bounds are those of the variable's range."""
+    asymptotic: Mapping[str, Estimate]
+    """Normal intervals of the same means: asymptotic, not a guarantee. No verdict uses them."""
+    bound: Bound | None
+    """B*: the unified bound at the upper ends of its inputs; None where its premises fell or
+    nothing is known."""
+    guarantees: tuple[Guarantee, ...]
+    """Lower bounds on J(pi) - J(mu) that this batch supports."""
+    fresh: bool
+    """Whether the batch was drawn independently of the current policy."""
+    assumes: frozenset[str] = frozenset()
+    """What the evidence itself takes for granted."""
+
+    @property
+    def precondition(self) -> Status:
+        """The worst of `premises`."""
+        order = ("falsified", "unknown", "not falsified", "known")
+        return min(self.premises.values(), key=order.index, default="known")  # type: ignore[return-value]
+
+    @property
+    def best(self) -> Guarantee | None:
+        """The guarantee with the largest gain; None without rewards."""
+        return max(self.guarantees, key=self.gain_of, default=None)
+
+    def gain_of(self, guarantee: Guarantee) -> float:
+        """The lower end of J(pi) - J(mu) by one of the guarantees."""
+        return guarantee.gain(self.estimates[guarantee.surrogate].low)
+
+    @property
+    def gain_low(self) -> float:
+        """J(pi) - J(mu) is at least this, with probability 1 - alpha; -inf if nothing covers."""
+        best = self.best
+        return -math.inf if best is None or not self.fresh else self.gain_of(best)
+
+    @property
+    def certified(self) -> bool:
+        """Whether improvement is certified."""
+        return self.gain_low > 0
+
+    @property
+    def margin(self) -> float | None:
+        """L' - B* with the sample mean of L': the paper's margin, an estimate."""
+        if self.bound is None or "surrogate" not in self.estimates:
+            return None
+        return self.estimates["surrogate"].mean - self.bound.value
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what is guaranteed, or why nothing is."""
+        best = self.best
+        if best is None:
+            return "no certificate: the batch has no rewards"
+        if not self.fresh:
+            return (
+                "no certificate: the current policy learned from these very sequences, so that no "
+                "interval covers; draw new ones"
+            )
+        confidence = f"with probability {1 - self.alpha:g}"
+        provided = "; ".join([*best.provided, *self._assumed(best), *ALWAYS])
+        if self.certified:
+            return (
+                f"J improves by at least {self.gain_low:.4g} {confidence} ({best.name}), provided: "
+                f"{provided}"
+            )
+        reasons = "; ".join(text for _, text in sorted(self._reasons(), reverse=True))
+        return (
+            f"no certificate: {reasons}. {confidence.capitalize()} J changes by at least "
+            f"{self.gain_low:.4g} ({best.name}), provided: {provided}"
+        )
+
+    def _assumed(self, best: Guarantee) -> list[str]:
+        return [] if best.surrogate == "gain" else sorted(self.assumes)
+
+    def _reasons(self) -> list[tuple[float, str]]:
+        """Why nothing is certified, with how much each costs."""
+        found = self.estimates["gain"]
+        reasons = [
+            (
+                found.mean - found.low,
+                f"sampling error {found.mean - found.low:.3g} over {found.n} independent prompts, "
+                f"where J changed by an estimated {found.mean:+.3g}",
+            )
+        ]
+        for name, status in self.premises.items():
+            if status in ("falsified", "unknown"):
+                reasons.append((math.inf, f"{_limit(self.region, name)} is {status}"))
+        if self.bound is not None:
+            surrogate = self.estimates["surrogate"].mean
+            text = f"B* = {self.bound.value:.3g} ({self.bound.name}) against L' = {surrogate:+.3g}"
+            reasons.append((self.bound.value, text))
+        return reasons
+
+    def as_metrics(self) -> dict[str, float | str | None]:
+        """Numbers for a log, by name; None where something is not known."""
+        means = {k: e.mean for k, e in self.estimates.items()}
+        falsified = {"falsified": 1.0, "unknown": None}.get(self.precondition, 0.0)
+        seen = {"delta_hat": self.delta_seen[1], "eps_hat": self.eps_seen[1]}
+        known = {"delta_hat": self.grades["kl"], "eps_hat": self.grades["tv"]}
+        found = {
+            "bound": None if self.bound is None else self.bound.value,
+            "row": None if self.bound is None else self.bound.name,
+            "margin": self.margin,
+            "falsified": falsified,
+            **{k: x if known[k] != "sampled" else None for k, x in seen.items()},
+            "kl_seq": self.kl_seq,
+            "acceptance": means["acceptance"],
+            "surrogate": means.get("surrogate"),
+            "surrogate_low": None if "surrogate" not in means else self.estimates["surrogate"].low,
+            "surrogate_masked": means.get("surrogate_masked"),
+            "gain": means.get("gain"),
+            "gain_low": self.gain_low,
+            "certified": float(self.certified),
+            "route": None if self.best is None else self.best.name,
+            "unseen": self.unseen,
+        }
+        return {f"certificate/{name}": _plain(x) for name, x in found.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON; infinite and missing numbers are None."""
+        return _plain({
+            "verdict": self.verdict,
+            "certified": self.certified,
+            "gain_low": self.gain_low,
+            "alpha": self.alpha,
+            "constants": self.constants,
+            "region": vars(self.region),
+            "sequences": self.sequences,
+            "prompts": self.prompts,
+            "fresh": self.fresh,
+            "grades": dict(self.grades),
+            "assumes": sorted(self.assumes),
+            "premises": dict(self.premises),
+            "delta_seen": list(self.delta_seen),
+            "eps_seen": list(self.eps_seen),
+            "kl_seq": self.kl_seq,
+            "unseen": self.unseen,
+            "mean_tv": self.mean_tv.tolist(),
+            "estimates": {k: vars(e) for k, e in self.estimates.items()},
+            "asymptotic": {k: vars(e) for k, e in self.asymptotic.items()},
+            "bound": None if self.bound is None else vars(self.bound),
+            "margin": self.margin,
+            "guarantees": [{**vars(g), "gain": self.gain_of(g)} for g in self.guarantees],
+        })  # fmt: skip
+
+
+def _limit(region: TrustRegion, name: str) -> str:
+    return f"KL <= {region.delta:g}" if name == "kl" else f"TV <= {region.eps:g}"
+
+
+def _plain(x: Any) -> Any:
+    """The same with None for numbers that are not finite, and lists for tuples."""
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_plain(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -1,0 +1,111 @@
+"""`offdrift certify`: what stored rollouts prove about a policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from offdrift.cli.app import app, console
+from offdrift.errors import BadValueError
+
+INTERRUPTED = 130
+
+
+@app.command()
+def certify(
+    rollouts: Annotated[
+        list[Path],
+        typer.Argument(help="Rollouts: .parquet files, folders of them, or an arm of a run."),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="The policy to judge: a checkpoint folder, or a name as in recipes; an arm's own if absent."
+        ),
+    ] = None,
+    delta: Annotated[
+        float, typer.Option(help="Trust region: limit on a token's KL(rollout || current), nat.")
+    ] = 0.05,
+    eps: Annotated[float | None, typer.Option(help="Limit on a token's TV, if any.")] = None,
+    tau: Annotated[
+        float | None, typer.Option(help="Limit on |log ratio| of accepted tokens, if any.")
+    ] = None,
+    horizon: Annotated[
+        int | None, typer.Option("--T", help="Longest response, tokens; default as it was sampled.")
+    ] = None,
+    reward_range: Annotated[
+        tuple[float, float], typer.Option(help="Smallest and largest possible reward.")
+    ] = (0.0, 1.0),
+    alpha: Annotated[
+        float, typer.Option(help="Largest probability that any statement is wrong.")
+    ] = 0.05,
+    constants: Annotated[str, typer.Option(help='"sharp", or "paper".')] = "sharp",
+    tail_log_ratio_cap: Annotated[
+        float | None,
+        typer.Option(help="Assume that |log ratio| stays below this outside a recorded top k."),
+    ] = None,
+    trained_on: Annotated[
+        bool, typer.Option("--trained-on", help="The policy has learned from these rollouts.")
+    ] = False,
+    token_budget: Annotated[int, typer.Option(help="Padded tokens per forward pass.")] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Is this policy better than the one that drew the rollouts, and how surely?
+
+    Scores every recorded token with the policy, compares the distributions as far as the rollouts
+    recorded them, and says what that proves: a lower bound on J(policy) - J(rollout policy) that
+    holds with probability 1 - alpha, and what has to be taken for granted. A policy that learned from
+    these rollouts can not be certified by them; an arm of a run judged by its own rollouts is one.
+
+    Exit status 0 whether or not there is a certificate; "certified" is in the JSON.
+
+    \b
+    offdrift certify runs/tiny/arms/trm_max
+    offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
+    offdrift certify fresh/*.parquet --model checkpoints/step-200 --tau 0.05 --json
+    """  # fmt: skip
+    from offdrift.audit.certify import Judged, judge, longest_response, rollout_files
+    from offdrift.certificate import TrustRegion
+    from offdrift.certificate import certify as certificate_of
+    from offdrift.report.certificate import certificate_view
+    from offdrift.train.models import load_model
+
+    files = rollout_files(rollouts)
+    own = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
+    if model is None:
+        if len(own) != 1:
+            raise BadValueError("--model is missing: name the checkpoint that is to be judged")
+        model, trained_on = str(own[0]), True
+    limits = {"delta": delta, "eps": eps, "tau": tau}
+    region = TrustRegion(horizon=horizon or longest_response(files), **limits)  # type: ignore[arg-type]
+    policy, _ = load_model(model, seed=0)
+    found: list[Judged] = []
+    interrupted = False
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=len(files))
+
+        def watch(file: Path, so_far: Judged) -> None:
+            found[:] = [so_far]
+            progress.update(task, description=file.name, advance=1)
+
+        try:
+            judge(files, policy, region=region, token_budget=token_budget, tail_log_ratio_cap=tail_log_ratio_cap, watch=watch)  # fmt: skip
+        except KeyboardInterrupt:
+            interrupted = True
+    if not found:
+        raise typer.Exit(INTERRUPTED)
+    proof = certificate_of(found[0].evidence, reward_range=reward_range, alpha=alpha, constants=constants, fresh=not trained_on)  # fmt: skip
+    if as_json:
+        about = {"files": found[0].files, "tokens": found[0].tokens, "model": model}
+        typer.echo(json.dumps({**about, **proof.as_dict()}, indent=1, allow_nan=False))
+    else:
+        console.print(certificate_view(proof, width=console.width))
+        console.print(f"{found[0].files} files, {found[0].tokens:,} tokens, judged: {model}", style="dim", markup=False)  # fmt: skip
+    if interrupted:
+        console.print(f"interrupted after {found[0].files} of {len(files)} files; the numbers are of those", style="yellow")  # fmt: skip
+        raise typer.Exit(INTERRUPTED)

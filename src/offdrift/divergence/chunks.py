@@ -1,0 +1,120 @@
+"""Functions of `[tokens, vocab]` matrices, run a few rows at a time: compiled if that pays, else plain.
+
+Compiled, a chunk goes through one generated kernel that keeps nothing but its results; plain, it goes
+through the ordinary operators, whose temporaries then stay in the cache. Large inputs are compiled if
+a compiler works, which is found out once, at the first large input; the numbers agree to rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+RowFunction = Callable[..., tuple[Any, ...]]
+"""Takes matching rows of several tensors, then what all rows share; gives one number per row, as many
+times as it likes, or writes its rows into one of its arguments."""
+
+COMPILE_FROM = 2**24
+"""Entries of one input from which compiling (10 to 20 s, once per process and dtype) pays."""
+
+COMPILED_CHUNK = 2**21
+"""Entries per compiled call: 8 MiB of each input, read three times, stay in a last-level cache."""
+
+PLAIN_CHUNK = {"cpu": 2**16}
+"""Entries per plain call: temporaries of 256 KiB are reused in the cache of a core."""
+
+PLAIN_CHUNK_ELSEWHERE = 2**23
+"""The same on accelerators, where a call must be large enough to hide its launches."""
+
+INLINE_ALL: dict[str, Any] = {
+    "realize_opcount_threshold": 10_000,
+    "realize_reads_threshold": 10_000,
+}
+"""Compiler options under which no intermediate matrix is stored, however often it is read."""
+
+_broken: set[str] = set()
+"""Device types on which compiling has failed in this process."""
+
+
+def way(device: torch.device, entries: int, compiled: bool | None) -> Literal["compiled", "plain"]:
+    """How an input of so many entries is gone about, as far as is known before it was tried."""
+    if compiled is False or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "plain"
+    worth_it = entries >= COMPILE_FROM and device.type not in _broken
+    return "compiled" if compiled or worth_it else "plain"
+
+
+def by_rows(
+    function: RowFunction, rows: Sequence[Tensor], *shared: Tensor, compiled: bool | None
+) -> tuple[Tensor, ...]:
+    """`function(*rows, *shared)` in memory that does not grow with the number of rows.
+
+    Args:
+        rows: tensors with one row per token; the widest decides how many make a chunk. One that the
+            function writes to is written in place.
+        shared: tensors that every chunk sees whole.
+        compiled: None compiles large inputs where that works; True compiles and lets a failure
+            through; False never compiles. `TORCH_COMPILE_DISABLE=1` means False.
+    """
+    widest = max(rows, key=Tensor.numel)
+    if len(widest) == 1 and compiled is None:
+        compiled = False  # see `run`
+
+    def run(compiled: bool) -> tuple[Tensor, ...]:
+        if compiled:
+            # Never a chunk of one row, for which the compiler would make a kernel of its own.
+            return _in_chunks(_kernel(function), COMPILED_CHUNK, rows, shared, at_least=2)
+        chunk = PLAIN_CHUNK.get(widest.device.type, PLAIN_CHUNK_ELSEWHERE)
+        return _in_chunks(function, chunk, rows, shared)
+
+    return compiled_or_plain(run, widest.device, widest.numel(), compiled)
+
+
+def compiled_or_plain(
+    run: Callable[[bool], T], device: torch.device, entries: int, compiled: bool | None
+) -> T:
+    """`run(True)` or, where compiling does not pay or turns out not to work, `run(False)`."""
+    if way(device, entries, compiled) == "plain":
+        return run(False)
+    try:
+        return run(True)
+    except Exception:
+        if compiled:
+            raise
+        # No compiler, or one that fails: whatever the reason, the plain way is right, only slower.
+        _broken.add(device.type)
+        return run(False)
+
+
+@cache
+def _kernel(function: RowFunction) -> RowFunction:
+    """The compiled function, for any shape; compiles at its first call for each dtype."""
+    # The bare function: argument checkers that tests wrap around it cannot be compiled.
+    bare = inspect.unwrap(function)
+    return torch.compile(bare, dynamic=True, fullgraph=True, options=INLINE_ALL)
+
+
+def _in_chunks(
+    function: RowFunction,
+    chunk: int,
+    rows: Sequence[Tensor],
+    shared: Sequence[Tensor],
+    *,
+    at_least: int = 1,
+) -> tuple[Tensor, ...]:
+    """Chunks of between one and two times `chunk` entries, and `at_least` so many rows if there are."""
+    n = len(rows[0])
+    width = max(x[0].numel() if n else 1 for x in rows)
+    pieces = max(1, n // max(at_least, chunk // width))
+    chunks = zip(*(x.tensor_split(pieces) for x in rows), strict=True)
+    # The compiler would specialize on whatever tensor a view is a view of: detach, and there is none.
+    parts = [function(*(x.detach() for x in piece), *shared) for piece in chunks]
+    return tuple(torch.cat(numbers) for numbers in zip(*parts, strict=True))

@@ -1,0 +1,312 @@
+"""Exact divergences from hidden states and output heads, one vocabulary chunk at a time.
+
+A hidden state is `d` numbers where a row of logits is `v`: 151,936 against 1,024 in a small Qwen3.
+Engines can therefore afford to record it, and the full distributions are computed again here, a
+block of `token_chunk` x `chunk` scores at a time. Two sweeps over the vocabulary:
+
+    1. the normalizers of both policies, online: top' = max(top, max z),
+       total' = total e^(top - top') + sum e^(z - top'), so that log Z = top + log total
+    2. with both normalizers known, the per-token terms of `exact.all_terms`, summed
+
+The second sweep wants the scores of the first again. While they fit `keep_mib` they are kept, else
+the products are taken twice: time for memory, the numbers are the same.
+
+What *exact* means: the sums run over the whole vocabulary, in float32 or better, and nothing is
+sampled or truncated. The distribution is the softmax of `Head.scores`. An engine that samples from
+bfloat16 logits samples from other numbers than the exact product (a logit of 20 moves by up to 1/16);
+`Head.round_to` rounds where it rounds, after which only its order of summation is not ours.
+
+Shape suffixes: n tokens, v vocabulary, d hidden size, c vocabulary chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import reduce
+from typing import no_type_check
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.divergence import chunks, fused, kernels
+from offdrift.divergence.exact import ExactDivergences, all_terms, weighted
+from offdrift.divergence.head import Head as Head
+from offdrift.errors import BadValueError, ShapeError
+
+CHUNK = {"cpu": 2048}
+"""Tokens of the vocabulary per block; the upcast weights of a block are 8 MiB at d = 1,024."""
+
+CHUNK_ELSEWHERE = 8192
+
+TOKEN_CHUNK = {"cpu": 256}
+"""Tokens of the batch per block: enough to reuse each weight, few enough to stay in a cache."""
+
+TOKEN_CHUNK_ELSEWHERE = 2048
+
+KEEP_AT_LEAST = 32
+"""Fewer tokens per block would read the weights more often than keeping scores saves."""
+
+
+@no_type_check
+def update_normalizer(
+    scores: Float[Tensor, "n c"],
+    top: Float[Tensor, " n"],
+    total: Float[Tensor, " n"],
+    temperature: Float[Tensor, ""],
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """The normalizer of the scores so far and of one more block: log Z = top / T + log total."""
+    new_top = torch.maximum(top, scores.amax(-1))
+    faded = total * ((top - new_top) / temperature).exp()
+    return new_top, faded + ((scores - new_top[:, None]) / temperature).exp().sum(-1)
+
+
+@no_type_check
+def accumulate(
+    scores_rollout: Float[Tensor, "n c"],
+    scores: Float[Tensor, "n c"],
+    top_rollout: Float[Tensor, " n"],
+    total_rollout: Float[Tensor, " n"],
+    top: Float[Tensor, " n"],
+    total: Float[Tensor, " n"],
+    temperature_rollout: Float[Tensor, ""],
+    temperature: Float[Tensor, ""],
+) -> tuple[Float[Tensor, " n"], ...]:
+    """What one block of both policies' scores adds to the first seven fields of the result."""
+    log_mu = log_prob(
+        scores_rollout, top_rollout[:, None], total_rollout[:, None], temperature_rollout
+    )
+    log_pi = log_prob(scores, top[:, None], total[:, None], temperature)
+    mu, pi = log_mu.exp(), log_pi.exp()
+    entropies = (-weighted(mu, log_mu), -weighted(pi, log_pi))
+    return tuple(x.sum(-1) for x in (*all_terms(log_mu, log_pi), *entropies, pi * pi))
+
+
+@no_type_check
+def log_prob(score: Tensor, top: Tensor, total: Tensor, temperature: Tensor) -> Tensor:
+    """Log-probabilities from scores and their normalizer; NaN in rows that are no distribution."""
+    return (score - top) / temperature - total.log().to(score.dtype)
+
+
+@torch.no_grad()
+def hidden_divergences(
+    hidden_rollout: Float[Tensor, "n d1"],
+    head_rollout: Head,
+    hidden: Float[Tensor, "n d2"],
+    head: Head,
+    *,
+    tokens: Int[Tensor, " n"] | None = None,
+    temperature_rollout: float | int = 1.0,
+    temperature: float | int = 1.0,
+    chunk: int | None = None,
+    token_chunk: int | None = None,
+    keep_mib: float | int = 256,
+    compiled: bool | None = None,
+) -> ExactDivergences:
+    """Every exact divergence at every token, from hidden states, without `[tokens, vocab]`.
+
+        mu = softmax(head_rollout(hidden_rollout) / temperature_rollout)
+        pi = softmax(head(hidden) / temperature)
+
+    and the equations of the fields of `ExactDivergences`. Zeros and infinities behave as in
+    `exact.definition`; a token with NaN or an infinity in a hidden state is NaN in every field.
+
+    Beyond the results, at most this is held at once, whatever the batch and the vocabulary:
+    `keep_mib`, one block of weights in float32 (`chunk` x `d`), and blocks of `token_chunk` x `chunk`
+    scores: 4 when compiled, 21 when not (5 and 43 MiB with the defaults on a CPU).
+
+    Args:
+        hidden_rollout: the rollout engine's states at the positions that drew the tokens, after the
+            model's final norm, any float dtype.
+        head_rollout: the output head that the rollout engine used.
+        hidden: the current policy's states at the same positions; its size may be another.
+        head: its output head, over the same vocabulary.
+        tokens: the drawn tokens, if their log-probs are wanted.
+        temperature_rollout: what the rollout engine divided its logits by before it sampled. Filters
+            (top-k, top-p) are not undone here: mu is what would have been sampled without them.
+        temperature: the same for the current policy, in practice the same number.
+        chunk: tokens of the vocabulary per block.
+        token_chunk: tokens of the batch per block.
+        keep_mib: MiB of scores that may be kept between the two sweeps. 2 products with the head are
+            taken if they suffice for a block of 32 tokens over the vocabulary, else 4.
+        compiled: None compiles large inputs where that works; True compiles and lets a failure
+            through; False never compiles. `TORCH_COMPILE_DISABLE=1` means False.
+
+    Returns: float32 or better. Gradient: none, it is evidence.
+
+    Raises:
+        ShapeError: the arguments describe different tokens, vocabularies, or hidden sizes.
+        BadValueError: a temperature that is not positive and finite, a chunk below 1.
+
+    Example:
+        >>> head = Head(torch.tensor([[1.0], [0.0]]))
+        >>> mu, pi = torch.tensor([[0.0]]), torch.tensor([[3.0]]).log()
+        >>> found = hidden_divergences(mu, head, pi, head, tokens=torch.tensor([0]))
+        >>> found.kl_rollout_current, found.tv, found.logp.exp()
+        (tensor([0.1438]), tensor([0.2500]), tensor([0.7500]))
+
+    Reference: Li et al., Trust Region Masking, arXiv:2512.23075v5, eq. 23 (KL) and Definition 2.2
+    (TV); online normalizer: Milakov and Gimelshein, arXiv:1805.02867, algorithm 3.
+    """
+    _check(hidden_rollout, head_rollout, hidden, head, tokens)
+    _check_numbers(temperature_rollout, temperature, chunk, token_chunk, keep_mib)
+    n, vocab, device = len(hidden), len(head.weight), hidden.device
+    dtypes = (x.dtype for x in (hidden_rollout, head_rollout.weight, hidden, head.weight))
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
+    chunk = chunk or CHUNK.get(device.type, CHUNK_ELSEWHERE)
+    token_chunk = token_chunk or TOKEN_CHUNK.get(device.type, TOKEN_CHUNK_ELSEWHERE)
+    kept_tokens = int(keep_mib * 2**20 / (2 * vocab * dtype.itemsize))
+    keep = kept_tokens >= min(n, token_chunk, KEEP_AT_LEAST)
+    token_chunk = max(1, min(token_chunk, kept_tokens)) if keep else token_chunk
+    pieces = max(1, math.ceil(n / token_chunk))
+    spans = [slice(start, min(start + chunk, vocab)) for start in range(0, vocab, chunk)]
+    drawn = torch.full((n,), -1, device=device) if tokens is None else tokens.long()
+    rows = [x.tensor_split(pieces) for x in (hidden_rollout, hidden, drawn)]
+
+    def run(route: fused.Route) -> ExactDivergences:
+        parts = []
+        for of_mu, of_pi, drawn_here in zip(*rows, strict=True):
+            mu = _Policy(head_rollout, of_mu, temperature_rollout, dtype, route)
+            pi = _Policy(head, of_pi, temperature, dtype, route)
+            parts.append(_fields(mu, pi, drawn_here, spans, keep=keep))
+        fields = torch.cat(parts, dim=1).unbind()
+        return ExactDivergences(*(fields if tokens is not None else fields[:-2]))
+
+    if fused.route(device, dtype, entries=n * vocab, compiled=compiled) == "triton":
+        return run("triton")
+    ways: dict[bool, fused.Route] = {True: "compiled", False: "plain"}
+    return chunks.compiled_or_plain(lambda c: run(ways[c]), device, n * vocab, compiled)
+
+
+class _Policy:
+    """One policy on one chunk of tokens: its scores, and its normalizer as far as it is known."""
+
+    def __init__(
+        self,
+        head: Head,
+        states: Tensor,
+        temperature: float | int,
+        dtype: torch.dtype,
+        route: fused.Route,
+    ) -> None:
+        self.head, self.states, self.temperature = head, states, temperature
+        self.dtype, self.route = dtype, route
+        lowest = torch.finfo(dtype).min  # not -inf: -inf - -inf is NaN
+        self.top = states.new_full((len(states),), lowest, dtype=dtype)
+        self.total = states.new_zeros(len(states), dtype=torch.float64)
+        self.drawn = states.new_full((len(states),), math.nan, dtype=dtype)
+        # A tensor, so that one compiled kernel serves every temperature.
+        self.divisor = torch.tensor(temperature, dtype=dtype, device=states.device)
+
+    def block(self, span: slice) -> Tensor:
+        """Scores; for the Triton kernels products, which they shape themselves."""
+        if self.route == "triton":
+            return self.head.products(self.states, span)
+        return self.head.scores(self.states, span).to(self.dtype)
+
+    def see(self, block: Tensor, tokens: Tensor, span: slice) -> None:
+        """Take a block into the normalizer, and note the scores of the drawn tokens in it."""
+        inside = (tokens >= span.start) & (tokens < span.stop)
+        drawn = block.gather(1, torch.where(inside, tokens - span.start, 0)[:, None]).squeeze(1)
+        if self.route == "triton":
+            drawn = self.head.shaped(drawn)
+            normalizer = kernels.update_normalizer(
+                self.top, self.total, block, self.temperature, self.shape
+            )
+        else:
+            rows = (block, self.top, self.total)
+            normalizer = self.by_rows(update_normalizer, rows, self.divisor)
+        self.top, self.total = normalizer
+        self.drawn = torch.where(inside, drawn.to(self.dtype), self.drawn)
+
+    @property
+    def shape(self) -> kernels.Shape:
+        return kernels.Shape(self.head.scale, self.head.soft_cap, self.head.round_to)
+
+    def by_rows(self, function: chunks.RowFunction, rows: tuple[Tensor, ...], *shared: Tensor):
+        return chunks.by_rows(function, rows, *shared, compiled=self.route == "compiled")
+
+    def logp(self) -> Tensor:
+        """Log-probabilities of the drawn tokens; NaN for tokens that the vocabulary does not have."""
+        return log_prob(self.drawn, self.top, self.total, self.divisor)
+
+
+def _fields(
+    mu: _Policy, pi: _Policy, tokens: Tensor, spans: list[slice], *, keep: bool
+) -> Float[Tensor, "9 n"]:
+    """The fields of `ExactDivergences`, from two sweeps over the vocabulary."""
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        return ((mu.block(span), pi.block(span)) for span in spans)
+
+    kept: list[tuple[Tensor, Tensor]] = []
+    for span, both in zip(spans, blocks(), strict=True):
+        mu.see(both[0], tokens, span)
+        pi.see(both[1], tokens, span)
+        if keep:
+            kept.append(both)
+    sums = mu.total.new_zeros(7, len(tokens))
+    for both in kept or blocks():
+        sums = _with_block(sums, mu, pi, both)
+    sums[2].clamp_(max=1.0)  # TV
+    # A state that is no number makes every field NaN, also where a soft cap would hide it.
+    nan_or_0 = 0.0 * sums[2] + sum((0.0 * x.states).sum(-1) for x in (mu, pi))
+    return (torch.cat([sums, torch.stack([mu.logp(), pi.logp()])]) + nan_or_0).to(mu.dtype)
+
+
+def _with_block(
+    sums: Tensor, mu: _Policy, pi: _Policy, both: tuple[Tensor, Tensor]
+) -> Float[Tensor, "7 n"]:
+    normalizers = ((mu.top, mu.total), (pi.top, pi.total))
+    if mu.route == "triton":
+        temperatures, shapes = (mu.temperature, pi.temperature), (mu.shape, pi.shape)
+        return kernels.accumulate(sums, both, normalizers, temperatures, shapes)
+    rows = (*both, *normalizers[0], *normalizers[1])
+    return sums + torch.stack(mu.by_rows(accumulate, rows, mu.divisor, pi.divisor))
+
+
+def _check(
+    hidden_rollout: Tensor, head_rollout: Head, hidden: Tensor, head: Head, tokens: Tensor | None
+) -> None:
+    for name, states, of in (
+        ("hidden_rollout", hidden_rollout, head_rollout),
+        ("hidden", hidden, head),
+    ):
+        if states.ndim != 2 or states.shape[1] != of.weight.shape[1]:
+            raise ShapeError(
+                f"{name} has shape {tuple(states.shape)}, the weight of its head "
+                f"{tuple(of.weight.shape)}; give [tokens, hidden size] with the hidden size of the head"
+            )
+    n = len(hidden)
+    if len(hidden_rollout) != n or (tokens is not None and tokens.shape != (n,)):
+        given = "" if tokens is None else f", tokens {tuple(tokens.shape)}"
+        raise ShapeError(
+            f"hidden_rollout has shape {tuple(hidden_rollout.shape)}, hidden {tuple(hidden.shape)}"
+            f"{given}; they must describe the same tokens"
+        )
+    if len(head_rollout.weight) != len(head.weight):
+        raise ShapeError(
+            f"head_rollout has {len(head_rollout.weight)} tokens in its vocabulary, head has "
+            f"{len(head.weight)}; cut the padding rows off the larger weight"
+        )
+
+
+def _check_numbers(
+    temperature_rollout: float | int,
+    temperature: float | int,
+    chunk: int | None,
+    token_chunk: int | None,
+    keep_mib: float | int,
+) -> None:
+    for name, value in (("temperature_rollout", temperature_rollout), ("temperature", temperature)):
+        if not 0 < value < math.inf:
+            raise BadValueError(
+                f"{name} is {value}; logits are divided by it, so give the positive number that the "
+                "rollouts were sampled at"
+            )
+    for name, value in (("chunk", chunk), ("token_chunk", token_chunk)):
+        if value is not None and value < 1:
+            raise BadValueError(f"{name} is {value}; give at least 1, or None for the default")
+    if not keep_mib >= 0:
+        raise BadValueError(f"keep_mib is {keep_mib}; give 0 to keep no scores")

@@ -1,0 +1,309 @@
+"""Exact divergences on a GPU, in Triton: from logits, their gradients, and chunk by chunk.
+
+Same numbers as `exact.definition` to rounding, and no `[tokens, vocab]` tensor but the gradient that
+is asked for. Triton is imported at the first call; without it `available` says False and nothing else
+here works. `TRITON_INTERPRET=1`, set before that call, runs the programs on CPU tensors instead:
+slowly, for tests.
+
+Why they are shaped as they are: `kernels_exact`. Not yet timed on a GPU: `benchmarks/gpu_kl.py`.
+
+Shape suffixes: n tokens, v vocabulary, c vocabulary chunk.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.divergence.exact import ExactDivergences
+from offdrift.errors import BadValueError, ShapeError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What the kernels read. Float64 is for the plain way: GPUs multiply it at 1/64 of the speed."""
+
+VECTOR = 16
+"""Bytes that one thread loads at once; tiles give each thread that much of a row."""
+
+WARPS = 16
+"""The most warps per program: see `kernels_exact`."""
+
+# Nothing is left to the compiler's default, which differs between versions of Triton.
+OPTIONS = {"enable_fp_fusion": False}
+
+
+class Normalizers(NamedTuple):
+    """log Z of both policies in two numbers each, bits: log2 p = (score - high) log2(e) / T - low."""
+
+    high_rollout: Float[Tensor, " n"]
+    low_rollout: Float[Tensor, " n"]
+    high: Float[Tensor, " n"]
+    low: Float[Tensor, " n"]
+
+
+class Shape(NamedTuple):
+    """What turns a product h W^T + b into a score: soft_cap tanh(scale x / soft_cap).
+
+    As in `hidden.Head`: every step is rounded to `round_to` if given, and -inf stays -inf.
+    """
+
+    scale: float | int = 1.0
+    soft_cap: float | int | None = None
+    round_to: torch.dtype | None = None
+
+
+LINEAR = Shape()
+
+
+def available(device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether the kernels run on tensors of this device and these dtypes.
+
+    True on GPUs from Ampere on, where Triton is installed, and on CPUs if `TRITON_INTERPRET=1`.
+
+    Example:
+        >>> available(torch.device("cuda"), torch.float64), available(torch.device("meta"))
+        (False, False)
+    """
+    if not set(dtypes) <= set(DTYPES) or importlib.util.find_spec("triton") is None:
+        return False
+    if device.type == "cuda":
+        return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def exact_divergences(
+    logits_rollout: Float[Tensor, "n v"],
+    logits: Float[Tensor, "n v"],
+    tokens: Int[Tensor, " n"] | None = None,
+    temperature: float | int = 1.0,
+) -> ExactDivergences:
+    """Every exact divergence of every row: `exact.definition`, in one launch.
+
+    Args: as `fused.exact_divergences`, which checks them; rows may lie apart in memory (any stride).
+
+    Returns: float32. Gradient: none.
+
+    Raises: `BadValueError` for a dtype that the kernels do not read.
+    """
+    return with_normalizers(logits_rollout, logits, tokens, temperature)[0]
+
+
+@torch.no_grad()
+def with_normalizers(
+    logits_rollout: Float[Tensor, "n v"],
+    logits: Float[Tensor, "n v"],
+    tokens: Int[Tensor, " n"] | None = None,
+    temperature: float | int = 1.0,
+) -> tuple[ExactDivergences, Normalizers]:
+    """`exact_divergences`, and what the `*_backward` functions want to know about the rows."""
+    from offdrift.divergence.kernels_exact import exact_rows
+
+    both = (_readable(logits_rollout), _readable(logits))
+    n, v = logits.shape
+    out = torch.empty(13, n, device=logits.device)
+    _launch(
+        exact_rows,
+        both,
+        *both,
+        *(out if tokens is None else tokens.contiguous(), out),
+        *(both[0].stride(0), both[1].stride(0), n, v, _bits(temperature)),
+        HAS_TOKENS=tokens is not None,
+    )
+    drawn = (None, None) if tokens is None else out[7:9]
+    return ExactDivergences(*out[:7], *drawn), Normalizers(*out[9:])
+
+
+def kl_rollout_current_backward(
+    upstream: Float[Tensor, " n"],
+    value: Float[Tensor, " n"],
+    logits_rollout: Float[Tensor, "n v"],
+    logits: Float[Tensor, "n v"],
+    normalizers: Normalizers,
+    temperature: float | int = 1.0,
+) -> Float[Tensor, "n v"]:
+    """upstream (pi - mu) / temperature, the gradient of KL(mu || pi), in the dtype of `logits`.
+
+    Args:
+        upstream: the gradient of the loss with respect to the KL of each token.
+        value: the KL.
+        logits_rollout, logits, temperature: as they were given to `with_normalizers`.
+        normalizers: what it returned.
+
+    Returns: 0 where a logit is -inf and where upstream is 0.
+    """
+    both = (logits_rollout, logits)
+    return _gradient("kl_rollout_current", (upstream, value), both, normalizers, temperature)
+
+
+def kl_current_rollout_backward(
+    upstream: Float[Tensor, " n"],
+    value: Float[Tensor, " n"],
+    logits_rollout: Float[Tensor, "n v"],
+    logits: Float[Tensor, "n v"],
+    normalizers: Normalizers,
+    temperature: float | int = 1.0,
+) -> Float[Tensor, "n v"]:
+    """upstream pi (log pi - log mu - KL) / temperature, the gradient of KL(pi || mu).
+
+    Args and Returns: as `kl_rollout_current_backward`; NaN where the KL is infinite.
+    """
+    both = (logits_rollout, logits)
+    return _gradient("kl_current_rollout", (upstream, value), both, normalizers, temperature)
+
+
+def entropy_backward(
+    upstream: Float[Tensor, " n"],
+    value: Float[Tensor, " n"],
+    logits: Float[Tensor, "n v"],
+    normalizers: Normalizers,
+    temperature: float | int = 1.0,
+) -> Float[Tensor, "n v"]:
+    """-upstream pi (log pi + H) / temperature, the gradient of the entropy.
+
+    Args and Returns: as `kl_rollout_current_backward`; of the normalizers only pi's are read.
+    """
+    return _gradient("entropy", (upstream, value), (logits, logits), normalizers, temperature)
+
+
+@torch.no_grad()
+def update_normalizer(
+    top: Float[Tensor, " n"],
+    total: Float[Tensor, " n"],
+    scores: Float[Tensor, "n c"],
+    temperature: float | int = 1.0,
+    shape: Shape = LINEAR,
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """The largest score so far and sum e^((score - top) / temperature), with one more chunk.
+
+    Args:
+        top: before the first chunk -inf, or the lowest finite number.
+        total: before the first chunk 0; of any float dtype, in which the chunks meet.
+        scores: the chunk, before `shape`.
+        temperature: what this policy's scores are divided by.
+        shape: what the head does to its product.
+
+    Returns: the new top and total, in the dtypes of the old.
+    """
+    from offdrift.divergence.kernels_chunk import update_rows
+
+    scores = _readable(scores)
+    new_top, new_total = torch.empty_like(top), torch.empty_like(total)
+    _launch(
+        update_rows,
+        (scores,),
+        scores,
+        *(top.contiguous(), total.contiguous(), new_top, new_total),
+        *(scores.stride(0), scores.shape[1], _bits(temperature)),
+        *(shape.scale, shape.soft_cap or 1.0),
+        CAPPED=shape.soft_cap is not None,
+        ROUND=_triton_dtype(shape.round_to),
+    )
+    return new_top, new_total
+
+
+@torch.no_grad()
+def accumulate(
+    sums: Float[Tensor, "7 n"],
+    scores: tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]],
+    normalizers: tuple[
+        tuple[Float[Tensor, " n"], Float[Tensor, " n"]],
+        tuple[Float[Tensor, " n"], Float[Tensor, " n"]],
+    ],
+    temperatures: tuple[float | int, float | int] = (1.0, 1.0),
+    shapes: tuple[Shape, Shape] = (LINEAR, LINEAR),
+) -> Float[Tensor, "7 n"]:
+    """The first seven fields of `ExactDivergences`, with one more chunk of both policies' scores.
+
+    Args:
+        sums: so far, float32 or better. TV may end above 1, by rounding.
+        scores: the same chunk of the rollout and of the current policy, before `shapes`.
+        normalizers: the final (top, total) of each, from `update_normalizer` over all chunks.
+        temperatures: what each policy's scores are divided by.
+        shapes: what each head does to its product.
+
+    Returns: new sums. NaN for a policy that is no distribution, though not in every field.
+    """
+    from offdrift.divergence.kernels_chunk import accumulate_rows
+
+    both = (_readable(scores[0]), _readable(scores[1]))
+    sums = sums.contiguous()
+    out = torch.empty_like(sums)
+    _launch(
+        accumulate_rows,
+        both,
+        *both,
+        *(x.contiguous() for normalizer in normalizers for x in normalizer),
+        *(sums, out),
+        *(x.stride(0) for x in both),
+        *both[0].shape,
+        *(_bits(t) for t in temperatures),
+        *(shape.scale for shape in shapes),
+        *(shape.soft_cap or 1.0 for shape in shapes),
+        CAPPED_ROLLOUT=shapes[0].soft_cap is not None,
+        CAPPED=shapes[1].soft_cap is not None,
+        ROUND_ROLLOUT=_triton_dtype(shapes[0].round_to),
+        ROUND=_triton_dtype(shapes[1].round_to),
+    )
+    return out
+
+
+@torch.no_grad()
+def _gradient(
+    of: Literal["kl_rollout_current", "kl_current_rollout", "entropy"],
+    per_token: tuple[Tensor, Tensor],
+    scores: tuple[Tensor, Tensor],
+    normalizers: Normalizers,
+    temperature: float | int,
+) -> Tensor:
+    from offdrift.divergence.kernels_chunk import gradient_rows
+
+    both = (_readable(scores[0]), _readable(scores[1]))
+    out = torch.empty(both[1].shape, dtype=both[1].dtype, device=both[1].device)
+    _launch(
+        gradient_rows,
+        both,
+        *(x.contiguous() for x in per_token),
+        *(*both, torch.stack(normalizers), out),
+        *(both[0].stride(0), both[1].stride(0), *out.shape),
+        *(1 / temperature, _bits(temperature)),
+        OF=of,
+    )
+    return out
+
+
+def _launch(kernel: Any, rows: tuple[Tensor, ...], *arguments: Any, **constants: Any) -> None:
+    """One program per row, with tiles that fit the row and its dtype."""
+    n, width = rows[0].shape
+    if n == 0:
+        return
+    r = VECTOR // min(x.element_size() for x in rows)
+    warps = max(1, min(WARPS, 2 ** round(math.log2(max(1, width / (32 * r))))))
+    with torch.cuda.device_of(rows[0]):
+        kernel[(n,)](*arguments, LANES=32 * warps, R=r, num_warps=warps, **constants, **OPTIONS)
+
+
+def _readable(rows: Tensor) -> Tensor:
+    """Rows whose entries lie side by side, in a dtype that the kernels read."""
+    if rows.dtype not in DTYPES:
+        raise BadValueError(
+            f"the dtype is {rows.dtype}; the GPU kernels read {', '.join(map(str, DTYPES))}: "
+            "ask `available(device, dtype)` first, and take the plain way for others"
+        )
+    if rows.ndim != 2 or rows.shape[1] == 0:
+        raise ShapeError(f"scores have shape {tuple(rows.shape)}; give [tokens, vocab], vocab > 0")
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _bits(temperature: float | int) -> float:
+    return math.log2(math.e) / temperature
+
+
+def _triton_dtype(dtype: torch.dtype | None) -> Any:
+    import triton.language as tl
+
+    return getattr(tl, str(dtype or torch.float32).removeprefix("torch."))

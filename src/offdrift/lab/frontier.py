@@ -1,0 +1,274 @@
+"""The frontier of bias and variance: every method against the exact gradient, over the horizon.
+
+For each method, at each horizon and at a fixed drift per token, how far its expected gradient is
+from the true one, how much it scatters between batches, and what both are worth together:
+
+    bias = E[g] - grad J        P = <grad J, E[g]>^2 / (tr Var(g) + |bias|^2)
+
+P counts a step's progress against its error; the survey conjectures that beyond 200 tokens it is
+largest for a unit between token and sequence. How a number was found is part of it:
+
+    enumeration   exact: every sequence was visited
+    recursion     exact: first and second moments by recursion (`offdrift.lab.moments`)
+    sampled       Monte Carlo over independent batches, with rows whose mean is known exactly as
+                  control variates; standard errors by the jackknife
+
+Reference: the survey's Problem 1, "The sequence-correct low-variance frontier".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.correction import Correction
+from offdrift.correction.variational import VariationalWeight
+from offdrift.errors import BadValueError
+from offdrift.lab.estimators import Draw, all_sequences, coefficients, draw, gradients
+from offdrift.lab.moments import Moments, known_moments
+from offdrift.lab.recursions import return_gradient
+from offdrift.lab.testbeds import Testbed
+from offdrift.methods import METHODS
+from offdrift.methods.axes import units
+from offdrift.methods.method import Method
+
+Family = Literal[
+    "uncorrected", "token", "prefix", "turn", "geometric", "variational", "sequence", "other"
+]
+BETWEEN = ("prefix", "turn", "geometric", "variational")
+"""The families between token and sequence, which the conjecture favors."""
+
+ENUMERATED = 2**16
+"""Sequences up to which every one is visited."""
+CONTROLS = ("none", "token_is", "full_is")
+"""Rows of `known_moments` that serve as control variates."""
+LONG = 200
+"""Tokens from which the conjecture speaks."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A method's gradient at one horizon; lengths are in units of |grad J|."""
+
+    method: str
+    family: Family
+    gated: bool
+    """Whether a gate may reject tokens or sequences, on top of the weight."""
+    horizon: int
+    bias: float
+    """|E[g] - grad J|."""
+    bias_se: float
+    spread: float
+    """sqrt(tr Var(g)) of one batch."""
+    progress: float
+    """P in units of |grad J|^2: the squared signal over the squared error."""
+    progress_se: float
+    how: Literal["enumeration", "recursion", "sampled"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which family has the largest progress at one horizon."""
+
+    horizon: int
+    best: dict[str, Estimate]
+    """The best method of every family, ungated or gated."""
+    winner: Estimate
+    clear: bool
+    """Whether it leads the best of every other family by two standard errors."""
+
+
+def family(row: Method) -> Family:
+    """The unit of a method's weights and objective, leaving gates aside.
+
+    Example:
+        >>> from offdrift.methods import method
+        >>> family(method("token_is")), family(method("gspo")), family(method("geo_mask"))
+        ('token', 'geometric', 'token')
+    """
+    if any(isinstance(w, VariationalWeight) for w in row.correction.weights):
+        return "variational"
+    bare = replace(row, correction=Correction((), row.correction.weights))
+    if bare.objective.on is None and not bare.correction.weights:
+        return "uncorrected"
+    found = {u.removesuffix("_min") for u in units(bare)}
+    for name in ("sequence", "geometric", "turn", "prefix", "token"):
+        if name in found:
+            return name
+    return "other"
+
+
+def frontier(
+    bed: Testbed,
+    *,
+    rows: Mapping[str, Method] = METHODS,
+    batch: int = 64,
+    tokens: int = 2**20,
+    seed: int = 0,
+) -> Iterator[Estimate]:
+    """Bias, spread and progress of every row at the testbed's horizon, one after the other.
+
+    All rows see the same sequences. Rows whose gradient is a sum over sequences are enumerated
+    where that is possible; the others see batches.
+
+    Args:
+        batch: sequences per step, N, on which spread and progress depend.
+        tokens: sampled in all; at least 16 batches are drawn, at most 64.
+
+    Raises: `BadValueError` for a batch or a number of tokens below 1, or a testbed without gradient.
+    """
+    if batch < 1 or tokens < 1:
+        raise BadValueError(f"batch = {batch}, tokens = {tokens}; give at least 1 of each")
+    true = return_gradient(bed.current, bed.rewards[None])[0].sum(0).flatten()
+    if not float(true.norm()) > 0:
+        raise BadValueError(
+            f"the gradient of {bed.name} at T = {bed.horizon} is 0: nothing to find"
+        )
+    batches = min(64, max(16, tokens // (batch * bed.horizon)))
+    drawn = draw(bed, batches * batch, generator=torch.Generator().manual_seed(seed))
+    known = known_moments(bed)
+    controls = _controls(bed, drawn, known, batch)
+    every = all_sequences(bed) if bed.rollout.vocab**bed.horizon <= ENUMERATED else None
+    for name, row in rows.items():
+        about = (name, family(row), bool(row.correction.gates), bed.horizon)
+        if every is not None and not row.looks_ahead:
+            g = gradients(bed, every[0], coefficients(row, bed, every[0]), batch=1)
+            mean = every[1] @ g
+            variance = float(every[1] @ (g - mean).square().sum(1)) / batch
+            yield Estimate(*about, *_exact(mean, variance, true), "enumeration")
+        elif name in known and row == METHODS.get(name):
+            found = known[name]
+            yield Estimate(*about, *_exact(found.mean, found.variance / batch, true), "recursion")
+        else:
+            parts = [drawn.rows(slice(i * batch, (i + 1) * batch)) for i in range(batches)]
+            pieces = parts if row.looks_ahead else [drawn]
+            c = torch.cat([coefficients(row, bed, piece) for piece in pieces])
+            seen = _batches(bed, drawn, c, batch=batch, separable=not row.looks_ahead)
+            yield Estimate(*about, *_sampled(seen, controls, true), "sampled")
+
+
+def verdict(estimates: Sequence[Estimate]) -> Verdict:
+    """Who wins at one horizon, by progress minus two standard errors, and how clearly.
+
+    Raises: `BadValueError` if the estimates are of several horizons, or none.
+    """
+    if len({e.horizon for e in estimates}) != 1:
+        raise BadValueError("a verdict is about one horizon; group the estimates first")
+    best: dict[str, Estimate] = {}
+    for e in sorted(estimates, key=_surely):
+        best[e.family] = e
+    winner = max(best.values(), key=_surely)
+    others = [e for e in best.values() if e.family != winner.family]
+    clear = all(
+        winner.progress - e.progress > 2 * math.hypot(winner.progress_se, e.progress_se)
+        for e in others
+    )
+    return Verdict(winner.horizon, best, winner, clear)
+
+
+def _surely(e: Estimate) -> float:
+    """The progress that a method surely makes: luck in a few samples is no merit."""
+    return e.progress - 2 * e.progress_se
+
+
+def conjecture(verdicts: Sequence[Verdict]) -> str:
+    """What a testbed says about the conjecture, from its verdicts beyond 200 tokens.
+
+    "holds" and "fails" ask for the same answer at every such horizon, clearly or not; "undecided"
+    is the rest.
+    """
+    long = [v for v in verdicts if v.horizon >= LONG]
+    if not long:
+        return f"untested: no horizon of {LONG} tokens or more"
+    between = [v.winner.family in BETWEEN for v in long]
+    clear = "clearly" if all(v.clear for v in long) else "within errors"
+    winners = ", ".join(f"{v.winner.method} at {v.horizon}" for v in long)
+    said = "holds" if all(between) else "fails" if not any(between) else "undecided"
+    return f"{said}, {clear}: best {winners}"
+
+
+def _exact(
+    mean: Float[Tensor, " d"], variance: float, true: Float[Tensor, " d"]
+) -> tuple[float, float, float, float, float]:
+    """bias, its error, spread, progress, its error: of exact moments."""
+    size = float(true.norm())
+    bias = float((mean - true).norm())
+    error = variance + bias * bias
+    signal = float(mean @ true) ** 2
+    progress = math.inf if error == 0 else signal / error / size**2
+    return bias / size, 0.0, math.sqrt(max(variance, 0.0)) / size, progress, 0.0
+
+
+class _Batches(NamedTuple):
+    """What k batches say of a row: each one's gradient, and each one's estimate of tr Var."""
+
+    g: Float[Tensor, "k d"]
+    variance: Float[Tensor, " k"]
+
+
+def _batches(bed: Testbed, drawn: Draw, c: Tensor, *, batch: int, separable: bool) -> _Batches:
+    """Where a batch's gradient is a mean over its sequences, each batch knows its own variance."""
+    if not separable or batch == 1:
+        g = gradients(bed, drawn, c, batch=batch)
+        return _Batches(g, (g - g.mean(0)).square().sum(1) * len(g) / (len(g) - 1))
+    each = gradients(bed, drawn, c, batch=1)
+    each = each.view(-1, batch, each.shape[1])
+    return _Batches(each.mean(1), each.var(1).sum(1) / batch)
+
+
+def _controls(
+    bed: Testbed, drawn: Draw, known: Mapping[str, Moments], batch: int
+) -> list[_Batches]:
+    """Rows with known moments on the same sequences, minus what they are on average: mean 0."""
+    found = []
+    for name in CONTROLS:
+        c = coefficients(METHODS[name], bed, drawn)
+        seen = _batches(bed, drawn, c, batch=batch, separable=True)
+        mean, variance = known[name]
+        found.append(_Batches(seen.g - mean, seen.variance - variance / batch))
+    return found
+
+
+def _sampled(
+    seen: _Batches, controls: Sequence[_Batches], true: Float[Tensor, " d"]
+) -> tuple[float, float, float, float, float]:
+    """The same of batches: estimates without their first-order bias, by the jackknife."""
+    size, n = float(true.norm()), len(seen.g)
+    g = seen.g - _explained(seen.g, [c.g for c in controls])
+    variance = seen.variance - _explained(seen.variance, [c.variance for c in controls])
+    whole = _statistics(g, variance, true)
+    rest = [_statistics(_without(g, i), _without(variance, i), true) for i in range(n)]
+    value = n * whole - (n - 1) * torch.stack(rest).mean(0)
+    error = ((n - 1) * torch.stack(rest).var(0, correction=0)).sqrt()
+    bias, spread = value[:2].clamp(min=0).sqrt().tolist()
+    bias_se = float(error[0]) / (2 * bias) if bias > 0 else math.sqrt(float(error[0]))
+    progress = max(float(value[2]), 0.0)
+    return bias / size, bias_se / size, spread / size, progress / size**2, float(error[2]) / size**2
+
+
+def _explained(x: Float[Tensor, "k ..."], controls: Sequence[Tensor]) -> Float[Tensor, "k ..."]:
+    """The part of the scatter that the controls explain: one coefficient for each, least squares."""
+    columns = torch.stack([c.flatten() for c in controls], dim=1)
+    scatter = torch.stack([(c - c.mean(0)).flatten() for c in controls], dim=1)
+    beta = torch.linalg.pinv(scatter) @ (x - x.mean(0)).flatten()
+    return (columns @ beta).view_as(x)
+
+
+def _without(rows: Float[Tensor, "k ..."], i: int) -> Float[Tensor, "k1 ..."]:
+    return torch.cat([rows[:i], rows[i + 1 :]])
+
+
+def _statistics(
+    g: Float[Tensor, "k d"], variance: Float[Tensor, " k"], true: Float[Tensor, " d"]
+) -> Float[Tensor, " three"]:
+    """|bias|^2 without the mean's own scatter, tr Var, and P."""
+    mean, spread = g.mean(0), variance.mean().clamp(min=0)
+    bias = (mean - true).square().sum() - g.var(0).sum() / len(g)
+    signal = (mean @ true).square()
+    return torch.stack([bias, spread, signal / (spread + bias.clamp(min=0))])

@@ -1,0 +1,254 @@
+"""Pairs of policies to try bounds on, of every kind the library knows, with their worst error.
+
+Two ways of being exact. Enumerated pairs have at most 8 tokens; their rewards are the worst of all
+rewards in [0, 1]. Pairs with a memory of few states have up to a thousand; their rewards are the
+worst of those that look at the last state, and TV of sequences is the upper end of its interval,
+which keeps the bounds that take it valid, if looser.
+
+Kinds of drift: independent noise on every context, on few of them (routing flips), a constant bias,
+one position, rare tokens, filters that cut tokens off either policy, several prompts, or no relation
+at all. Its size is spread over orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.errors import BadValueError
+from offdrift.lab.automaton import Automaton, counter, last_tokens, pattern, product, prompts, walk
+from offdrift.lab.enumerate import Divergences, divergences, error_weights, over_prompts
+from offdrift.lab.markov import (
+    MarkovPolicy,
+    drift_flip,
+    drift_noise,
+    drift_tilt,
+    random_markov,
+    shifted,
+)
+from offdrift.lab.masks import Masked, masked
+from offdrift.lab.policy import TabularPolicy, perturbed, random_policies
+from offdrift.lab.recursions import markov_divergences, state_error_weights
+
+TREES = [(2, 2), (2, 3), (2, 4), (2, 5), (2, 6), (2, 8), (3, 2), (3, 3), (3, 4), (3, 6), (3, 8)]
+TREES += [(4, 2), (4, 3), (4, 4), (4, 6)]
+"""Vocabulary and horizon of enumerated pairs."""
+HORIZONS = (16, 64, 256, 1024)
+"""Horizons of pairs that are followed by recursion."""
+LARGEST = 1 << 21
+"""Sequences, or states and positions, in one batch: bounds memory to a few hundred MB."""
+
+_PROMPTS = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pairs of one kind, with everything the bounds take and the error they must hold for."""
+
+    family: str
+    vocab: int
+    horizon: int
+    enumerated: bool
+    """Whether TV of sequences is exact and the rewards are the worst of all."""
+    divergences: Divergences
+    error: Float[Tensor, " p"]
+    """The largest |J(pi) - J(mu) - L'(pi)| over rewards in [0, 1]."""
+    masked: Masked | None = None
+    """What masked surrogates overstate; only of enumerated pairs on one prompt."""
+
+
+TabularPair = tuple[TabularPolicy, TabularPolicy]
+Maker = Callable[[int, int, int, torch.Generator], TabularPair]
+"""Pairs, vocabulary, horizon and generator to rollout and current policies."""
+
+
+def enumerated(
+    family: str, vocab: int, horizon: int, mu: TabularPolicy, pi: TabularPolicy
+) -> Batch:
+    """Exact divergences and worst error of pairs that can be enumerated. Gradient: to both."""
+    error = error_weights(mu, pi).clamp(min=0).sum(1)
+    return Batch(family, vocab, horizon, True, divergences(mu, pi), error)
+
+
+def followed(family: str, mu: MarkovPolicy, pi: MarkovPolicy) -> Batch:
+    """Divergences and worst error over rewards of the last state. Gradient: to both."""
+    d = markov_divergences(mu, pi)
+    error = state_error_weights(mu, pi).clamp(min=0).sum(1)
+    limits = Divergences(d.kl_max, d.tv_max, d.kl_seq, d.tv_seq_high, d.mean_tv)
+    return Batch(family, mu.vocab, mu.horizon, False, limits, error)
+
+
+def batches(pairs: int, *, seed: int, longest: int = HORIZONS[-1]) -> Iterator[Batch]:
+    """That many pairs, as evenly as possible over all kinds and sizes, in random order.
+
+    Args:
+        longest: leave out horizons above this.
+
+    Raises: `BadValueError` unless `pairs` is at least 1.
+    """
+    if pairs < 1:
+        raise BadValueError(f"pairs = {pairs}; at least 1 pair must be checked")
+    g = torch.Generator().manual_seed(seed)
+    cells = [cell for cell in _tabular_cells() + _markov_cells() if cell.horizon <= longest]
+    order = torch.randperm(len(cells), generator=g).tolist()
+    for place, number in enumerate(order):
+        share = pairs * (place + 1) // len(cells) - pairs * place // len(cells)
+        cell = cells[number]
+        while share > 0:
+            yield cell.make(min(share, cell.most), g)
+            share -= cell.most
+
+
+# -- enumerated pairs ---------------------------------------------------------------------------
+
+
+def _unrelated(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
+    first, second = (random_policies(n, vocab=vocab, horizon=horizon, generator=g) for _ in "ab")
+    return first, second
+
+
+def _noise(
+    spread: float, largest: float, touched: float = 1.0
+) -> Callable[[int, int, int, torch.Generator], TabularPair]:
+    """Noise of all sizes up to `largest` nats, on a share of the contexts."""
+
+    def make(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
+        mu = random_policies(n, vocab=vocab, horizon=horizon, spread=spread, generator=g)
+        return mu, perturbed(mu, scale=_sizes(n, largest, g), touched=touched, generator=g)
+
+    return make
+
+
+def _biased(spread: float) -> Callable[[int, int, int, torch.Generator], TabularPair]:
+    """Every context drifts towards token 0."""
+
+    def make(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
+        mu = random_policies(n, vocab=vocab, horizon=horizon, spread=spread, generator=g)
+        push = torch.eye(vocab, dtype=torch.float64)[0] * _sizes(n, 2.0, g)[:, None, None]
+        return mu, TabularPolicy(tuple((x.log() + push).softmax(-1) for x in mu.levels))
+
+    return make
+
+
+def _one_position(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
+    mu, other = _unrelated(n, vocab, horizon, g)
+    return mu, mu.with_level(int(torch.randint(horizon, (), generator=g)), other)
+
+
+def _filtered(policy: TabularPolicy) -> TabularPolicy:
+    """Tokens less likely than half the uniform share cannot be drawn, as under min-p."""
+    kept = [level.where(level >= 0.5 / policy.vocab, 0.0) for level in policy.levels]
+    return TabularPolicy(tuple(level / level.sum(-1, keepdim=True) for level in kept))
+
+
+def _rollout_filtered(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
+    mu, pi = _unrelated(n, vocab, horizon, g)
+    return _filtered(mu), pi
+
+
+def _current_filtered(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
+    mu, pi = _unrelated(n, vocab, horizon, g)
+    return mu, _filtered(pi)
+
+
+FAMILIES: dict[str, Maker] = {
+    "unrelated": _unrelated,
+    "noise": _noise(1.0, 2.0),
+    "noise, uniform rollout": _noise(0.0, 2.0),
+    "noise, sharp rollout": _noise(6.0, 4.0),
+    "sparse": _noise(1.0, 4.0, touched=0.15),
+    "biased": _biased(1.0),
+    "biased, uniform rollout": _biased(0.0),
+    "one position": _one_position,
+    "rollout filtered": _rollout_filtered,
+    "current filtered": _current_filtered,
+}
+"""Kinds of enumerated pairs; "several prompts" is another."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of pairs at one size."""
+
+    horizon: int
+    most: int
+    """Pairs at a time."""
+    make: Callable[[int, torch.Generator], Batch]
+
+
+def _tabular_cells() -> list[Cell]:
+    cells = []
+    for vocab, horizon in TREES:
+        most = max(1, LARGEST // vocab**horizon)
+        makers = [partial(_one_prompt, f, m, vocab, horizon) for f, m in FAMILIES.items()]
+        cells += [Cell(horizon, most, make) for make in makers]
+        several = partial(_several_prompts, vocab, horizon)
+        cells.append(Cell(horizon, max(1, most // len(_PROMPTS)), several))
+    return cells
+
+
+def _one_prompt(
+    family: str, make: Maker, vocab: int, horizon: int, n: int, g: torch.Generator
+) -> Batch:
+    mu, pi = make(n, vocab, horizon, g)
+    return replace(enumerated(family, vocab, horizon, mu, pi), masked=masked(mu, pi))
+
+
+def _several_prompts(vocab: int, horizon: int, n: int, g: torch.Generator) -> Batch:
+    mu, pi = _noise(1.0, 2.0)(n * len(_PROMPTS), vocab, horizon, g)
+    each = enumerated("several prompts", vocab, horizon, mu, pi)
+    error = each.error.unflatten(0, (n, len(_PROMPTS))) @ _PROMPTS
+    return Batch(each.family, vocab, horizon, True, over_prompts(each.divergences, _PROMPTS), error)
+
+
+# -- pairs with a memory of few states ----------------------------------------------------------
+
+MACHINES: dict[str, Automaton] = {
+    "parity": counter(2, 2),
+    "majority": walk(3, 3),
+    "last token": last_tokens(4),
+    "pattern": pattern(3, [1, 0, 1]),
+    "parity and last token": product(counter(3, 2), last_tokens(3)),
+    "majority, two prompts": prompts(walk(2, 2), [0.7, 0.3]),
+}
+"""What policies remember, and rewards look at."""
+DRIFTS = ("noise", "noise at every position", "flip", "tilt", "rare tokens")
+
+
+def _markov_cells() -> list[Cell]:
+    return [
+        Cell(
+            horizon,
+            max(1, LARGEST // (horizon * machine.states)),
+            partial(_markov_batch, drift, name, machine, horizon),
+        )
+        for name, machine in MACHINES.items()
+        for horizon in HORIZONS
+        for drift in DRIFTS
+    ]
+
+
+def _markov_batch(
+    drift: str, name: str, machine: Automaton, horizon: int, n: int, g: torch.Generator
+) -> Batch:
+    stationary = drift != "noise at every position"
+    mu = random_markov(machine, n, horizon=horizon, stationary=stationary, generator=g)
+    sizes = _sizes(n, 2.0, g)
+    if drift == "rare tokens":  # a few in a sequence of any length
+        mu, push = shifted(mu, drift_tilt(mu), scale=math.log(horizon)), -drift_tilt(mu)
+    elif drift == "flip":
+        push = drift_flip(mu, generator=g)
+    else:
+        push = drift_tilt(mu) if drift == "tilt" else drift_noise(mu, generator=g)
+    return followed(f"{name}: {drift}", mu, shifted(mu, push, scale=sizes))
+
+
+def _sizes(n: int, largest: float, g: torch.Generator) -> Float[Tensor, " p"]:
+    """Sizes of drift, evenly spread over four orders of magnitude."""
+    return largest * 10 ** (-4 * torch.rand(n, generator=g, dtype=torch.float64))

@@ -1,0 +1,194 @@
+"""Evidence of a batch: every column by hand, any split is one pass, and unknown means unknown."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from offdrift.certificate.batch import COLUMNS, BatchEvidence
+from offdrift.certificate.regions import TrustRegion
+from offdrift.divergence.evidence import Divergence, Grade
+from offdrift.errors import MethodError, ShapeError
+from offdrift.logprobs import LogProbs
+from offdrift.segments import Segments
+
+INF = math.inf
+REGION = TrustRegion(horizon=5, delta=0.05, eps=0.1)
+LENGTHS = [3, 0, 2]
+LOG_W = [0.1, -0.2, 0.3, -1.0, 0.0]
+KL = [0.01, 0.06, 0.02, 0.03, 0.04]
+TV = [0.05, 0.12, 0.07, 0.11, 0.02]
+KEEP = [True, True, True, True, False]
+
+
+def doubles(x) -> torch.Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def known(kl=KL, tv=TV) -> dict[str, Divergence]:
+    return {
+        "kl_rollout_current": Divergence.exact("kl_rollout_current", doubles(kl)),
+        "tv_rollout_current": Divergence.exact("tv_rollout_current", doubles(tv)),
+    }
+
+
+def logprobs(log_w=LOG_W, lengths=LENGTHS, ids=(4, 4, 9)) -> LogProbs:
+    rollout = torch.full((len(log_w),), -3.0).double()
+    groups = None if ids is None else torch.tensor(ids)
+    segments = Segments.from_lengths(lengths, group_ids=groups)
+    return LogProbs.pack(rollout, rollout + doubles(log_w), segments=segments)
+
+
+def evidence(**changes) -> BatchEvidence:
+    given = {
+        "region": REGION,
+        "divergences": known(),
+        "keep": torch.tensor(KEEP),
+        "rewards": doubles([1.0, 0.0, 0.5]),
+    } | changes
+    return BatchEvidence.of(logprobs(), given.pop("rewards"), **given)
+
+
+def test_every_column_by_hand():
+    host, e = evidence().to_host(), np.exp
+    expected = {
+        "length": [3, 0, 2],
+        "reward": [1.0, 0.0, 0.5],
+        "kept": [1, 1, 0],
+        "excess": [e(0.1) + e(-0.2) + e(0.3) - 3, 0, e(-1) - 1],
+        "log_product": [0.2, 0, -1.0],
+        "worst": [0.3, 0, 1.0],
+        "kl_low": [0.06, 0, 0.04],
+        "kl_high": [0.06, 0, 0.04],
+        "tv_low": [0.12, 0, 0.11],
+        "tv_high": [0.12, 0, 0.11],
+        "kl_total": [0.09, 0, 0.07],
+        "kl_sum": [0.01 + 0.05 + 0.02, 0, 0.07],
+        "prefix_kl": [0.01, 0, 0.0],  # the second stops at once: TV 0.11 > eps
+        # omega_t = min(1, (T-t) .1, sqrt((T-t) .025)) for T - t = 4, 3, 2; TV limited to .1
+        "shift": [
+            0.05 * math.sqrt(4 * 0.025) + 0.1 * math.sqrt(3 * 0.025) + 0.07 * 0.2,
+            0,
+            0.1 * math.sqrt(4 * 0.025) + 0.02 * math.sqrt(3 * 0.025),
+        ],
+    }
+    assert tuple(expected) == COLUMNS
+    for name, values in expected.items():
+        assert host[name] == pytest.approx(values, rel=1e-12, abs=1e-15), name
+    assert host.group_ids is not None
+    assert host.group_ids.tolist() == [4, 4, 9]
+    assert host.tv_by_position == pytest.approx([0.05 + 0.1, 0.1 + 0.02, 0.07, 0, 0])
+
+
+def test_any_split_in_any_order_is_one_pass():
+    whole = evidence()
+    one = BatchEvidence.of(
+        logprobs(LOG_W[:3], [3, 0], (4, 4)),
+        doubles([1.0, 0.0]),
+        region=REGION,
+        divergences=known(KL[:3], TV[:3]),
+        keep=torch.tensor(KEEP[:3]),
+    )
+    other = BatchEvidence.of(
+        logprobs(LOG_W[3:], [2], (9,)),
+        doubles([0.5]),
+        region=REGION,
+        divergences=known(KL[3:], TV[3:]),
+        keep=torch.tensor(KEEP[3:]),
+    )
+    joined = one.merge(other)
+    assert torch.equal(joined.columns, whole.columns)
+    assert torch.equal(joined.tv_by_position, whole.tv_by_position)
+    assert joined.grades == whole.grades
+    swapped = other.merge(one.cpu())
+    assert len(swapped) == 3
+    assert torch.equal(swapped.columns[[1, 2, 0]], whole.columns)
+
+
+def test_large_group_ids_survive_the_transfer():
+    ids = (2**62 + 1, -(2**63), 2**62 + 3)
+    found = BatchEvidence.of(logprobs(ids=ids), region=REGION).to_host().group_ids
+    assert found is not None
+    assert found.tolist() == list(ids)
+
+
+@pytest.mark.parametrize("divergences", [None, "sampled"])
+def test_without_distributions_everything_is_possible(divergences):
+    if divergences == "sampled":
+        divergences = {
+            k: Divergence.sampled(k, doubles(KL)) for k in ("kl_rollout_current", "tv_rollout_current")
+        }  # fmt: skip
+    found = evidence(divergences=divergences)
+    host = found.to_host()
+    assert set(found.grades.values()) == {Grade.SAMPLED}
+    assert host["kl_low"].tolist() == [0, 0, 0]
+    assert host["kl_high"].tolist() == [INF, 0, INF]  # no token, no divergence
+    assert host["tv_high"].tolist() == [1, 0, 1]
+    assert host["kl_sum"] == pytest.approx([3 * 0.05, 0, 2 * 0.05])
+    assert host["prefix_kl"].tolist() == [0, 0, 0]
+
+
+def test_upper_ends_limit_and_lower_ends_falsify():
+    low, high = doubles(KL) / 2, doubles(KL) * 2
+    high[0] = INF
+    found = evidence(divergences={"kl_rollout_current": Divergence.interval("kl_rollout_current", low, high)})  # fmt: skip
+    host = found.to_host()
+    assert found.grades["kl_rollout_current"] is Grade.INTERVAL
+    assert found.grades["tv_rollout_current"] is Grade.SAMPLED
+    assert host["kl_low"] == pytest.approx([0.03, 0, 0.02])
+    assert host["kl_high"] == pytest.approx([INF, 0, 0.08])
+    assert host["kl_total"] == pytest.approx([INF, 0, 0.14])
+    assert host["kl_sum"] == pytest.approx([0.05 + 0.05 + 0.04, 0, 0.05 + 0.05])
+    # TV follows from KL by Pinsker where the region does not limit it further: all are at eps
+    omega = [math.sqrt(k * 0.025) for k in (4, 3)] + [0.2]
+    assert host["shift"] == pytest.approx([0.1 * sum(omega), 0, 0.1 * sum(omega[:2])])
+
+
+def test_nan_is_a_violation_and_unknown_above():
+    kl = [0.01, math.nan, 0.02, 0.03, 0.04]
+    host = evidence(divergences=known(kl=kl)).to_host()
+    assert host["kl_low"][0] == INF
+    assert host["kl_high"][0] == INF
+    assert host["prefix_kl"][0] == pytest.approx(0.01)
+
+
+def test_rounding_below_zero_is_zero():
+    host = evidence(divergences=known(kl=[-1e-8, 0.0, 0.0, 0.0, 0.0])).to_host()
+    assert host["kl_total"][0] == 0
+
+
+def test_the_weakest_grade_is_stated():
+    exact, none = evidence(), evidence(divergences=None)
+    assert set(exact.merge(none).grades.values()) == {Grade.SAMPLED}
+    interval = evidence(divergences={k: Divergence.interval(k, d.lo, d.hi) for k, d in known().items()})  # fmt: skip
+    assert set(interval.merge(exact).grades.values()) == {Grade.INTERVAL}
+
+
+def test_huge_ratios_are_limited_above_only():
+    lp = logprobs([900.0 - 897.0, -2e4, 0.0], [1, 1, 1], None)
+    host = BatchEvidence.of(lp, region=REGION).to_host()
+    assert host["excess"] == pytest.approx([math.expm1(3.0), -1, 0])
+    wild = LogProbs(doubles([-50.0]), Segments.from_lengths([1]), doubles([-1.0]))
+    host = BatchEvidence.of(wild, region=REGION).to_host()
+    assert host["excess"] == pytest.approx([math.expm1(20.0)])
+    assert host["log_product"] == pytest.approx([49.0])
+
+
+def test_what_does_not_add_up_is_refused():
+    other = evidence(region=TrustRegion(horizon=5, delta=0.06, eps=0.1))
+    with pytest.raises(MethodError, match=r"delta=0\.05.*delta=0\.06"):
+        evidence().merge(other)
+    with pytest.raises(ShapeError, match="rewards and some have none"):
+        evidence().merge(evidence(rewards=None))
+    alone = BatchEvidence.of(logprobs(ids=None), doubles([1.0, 0.0, 0.5]), region=REGION)
+    with pytest.raises(ShapeError, match="group_ids and some have none"):
+        evidence().merge(alone)
+    with pytest.raises(ShapeError, match=r"rewards has shape \(2,\) for 3 sequences"):
+        evidence(rewards=doubles([1.0, 2.0]))
+
+
+def test_no_gradient_is_kept():
+    lp = logprobs()
+    lp.logp.requires_grad_()
+    assert not BatchEvidence.of(lp, region=REGION).columns.requires_grad

@@ -1,0 +1,158 @@
+"""Intervals cover what they claim, by simulation, and are not absurdly wide beside the normal one."""
+
+import math
+
+import numpy as np
+import pytest
+
+from offdrift.certificate.confidence import asymptotic, bernstein, betting, cluster_means
+from offdrift.errors import BadValueError, MethodError
+
+ALPHA = 0.1
+RUNS = 250
+
+
+def draws(name: str, shape: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, float]:
+    """Samples in [0, 1] and their true mean."""
+    if name == "coin":
+        return (rng.random(shape) < 0.5).astype(float), 0.5
+    if name == "rare":
+        return (rng.random(shape) < 0.03).astype(float), 0.03
+    if name == "often":
+        return (rng.random(shape) < 0.97).astype(float), 0.97
+    if name == "narrow":
+        return 0.5 + 0.02 * rng.uniform(-1, 1, shape), 0.5
+    assert name == "skewed"
+    return rng.beta(0.2, 2.0, shape), 0.2 / 2.2
+
+
+NAMES = ["coin", "rare", "often", "narrow", "skewed"]
+SLACK = 3 * math.sqrt(ALPHA * (1 - ALPHA) / RUNS)
+
+
+@pytest.mark.parametrize("method", [betting, bernstein])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n", [8, 100])
+def test_they_miss_at_most_as_often_as_they_say(method, name, n):
+    samples, mean = draws(name, (RUNS, n), np.random.default_rng(n))
+    found = [method(x, alpha=ALPHA) for x in samples]
+    missed = sum(not e.low <= mean <= e.high for e in found)
+    assert len(found) == RUNS
+    assert missed <= RUNS * (ALPHA + SLACK)
+
+
+@pytest.mark.parametrize("sides", ["low", "high"])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_side_spends_all_of_alpha_and_covers(sides, name):
+    samples, mean = draws(name, (RUNS, 60), np.random.default_rng(1))
+    found = [betting(x, alpha=ALPHA, sides=sides) for x in samples]
+    missed = sum(e.low > mean if sides == "low" else e.high < mean for e in found)
+    assert missed <= RUNS * (ALPHA + SLACK)
+    two = [betting(x, alpha=ALPHA) for x in samples]
+    tighter = [e.low >= t.low if sides == "low" else e.high <= t.high for e, t in zip(found, two)]
+    assert np.mean(tighter) > 0.9
+    assert all((e.high == 1) if sides == "low" else (e.low == 0) for e in found)
+
+
+@pytest.mark.parametrize("name", ["coin", "skewed"])
+def test_betting_is_within_half_again_of_the_normal_interval_and_beats_bernstein(name):
+    samples, _ = draws(name, (20, 1000), np.random.default_rng(2))
+    widths = {
+        m.__name__: np.mean([(e := m(x)).high - e.low for x in samples])
+        for m in (betting, bernstein, asymptotic)
+    }
+    assert widths["asymptotic"] < widths["betting"] < 1.5 * widths["asymptotic"]
+    assert widths["betting"] < 0.85 * widths["bernstein"]
+
+
+def test_where_nothing_varies_the_width_falls_like_one_over_n():
+    width = {n: (e := betting(np.full(n, 0.5))).high - e.low for n in (100, 1000)}
+    assert width[100] < 0.05
+    assert width[1000] < 0.15 * width[100]
+
+
+@pytest.mark.parametrize("method", [betting, bernstein])
+def test_a_range_is_a_unit(method):
+    x = np.random.default_rng(3).random(50)
+    unit = method(x)
+    scaled = method(6 * x - 2, low=-2.0, high=4.0)
+    assert scaled.low == pytest.approx(6 * unit.low - 2, abs=1e-9)
+    assert scaled.high == pytest.approx(6 * unit.high - 2, abs=1e-9)
+    again = unit.scaled(3.0)
+    assert (again.mean, again.low, again.high) == (3 * unit.mean, 3 * unit.low, 3 * unit.high)
+
+
+def test_a_variable_bounded_on_one_side_has_that_side_s_opposite_end():
+    # log-normal, mean exp(1/2): bounded below by 0, unbounded above
+    samples = np.random.default_rng(4).lognormal(size=(RUNS, 200)) - 1
+    found = [betting(x, low=-1.0, high=math.inf, alpha=ALPHA, sides="low") for x in samples]
+    mean = math.exp(0.5) - 1
+    assert sum(e.low > mean for e in found) <= RUNS * (ALPHA + SLACK)
+    assert np.mean([e.low for e in found]) > 0.3
+    assert {e.high for e in found} == {math.inf}
+
+
+@pytest.mark.parametrize("method", [betting, bernstein])
+def test_no_and_one_observation_say_almost_nothing(method):
+    none = method(np.empty(0))
+    assert math.isnan(none.mean)
+    assert (none.low, none.high, none.n) == (0, 1, 0)
+    one = method(np.array([1.0]))
+    assert one.low < 0.2
+    assert one.high == 1
+
+
+@pytest.mark.parametrize("end", [0.0, 1.0])
+def test_all_at_one_end_is_nearly_the_rule_of_three(end):
+    n, found = 200, betting(np.full(200, end), alpha=0.05, sides="high" if end == 0 else "low")
+    away = found.high if end == 0 else 1 - found.low
+    exact = 1 - 0.05 ** (1 / n)
+    assert exact <= away < 1.2 * exact
+    assert (found.low if end == 0 else found.high) == end
+
+
+@pytest.mark.parametrize("bad", [-1e-9, 1.0001, math.nan, math.inf])
+@pytest.mark.parametrize("method", [betting, bernstein])
+def test_values_outside_the_range_are_refused_by_name(method, bad):
+    with pytest.raises(BadValueError, match=r"x\[1\] = .* lies outside \[0.0, 1.0\]"):
+        method(np.array([0.5, bad]))
+
+
+def test_what_cannot_be_is_refused():
+    x = np.array([0.5])
+    for alpha in (0.0, 1.0, math.nan):
+        with pytest.raises(BadValueError, match="alpha"):
+            betting(x, alpha=alpha)
+    with pytest.raises(MethodError, match="sides"):
+        betting(x, sides="left")
+    with pytest.raises(BadValueError, match="low = 1.0 and high = 0.0"):
+        betting(x, low=1.0, high=0.0)
+
+
+def test_an_interval_over_sequences_of_shared_prompts_would_not_cover():
+    # 40 prompts, each solved always or never: 16 answers to a prompt are one observation.
+    rng, missed = np.random.default_rng(5), {"prompts": 0, "answers": 0}
+    ids = np.repeat(np.arange(40), 16)
+    for _ in range(100):
+        answers = np.repeat((rng.random(40) < 0.5).astype(float), 16)
+        by_prompt = betting(cluster_means(answers, ids), alpha=ALPHA)
+        by_answer = betting(answers, alpha=ALPHA)
+        missed["prompts"] += not by_prompt.low <= 0.5 <= by_prompt.high
+        missed["answers"] += not by_answer.low <= 0.5 <= by_answer.high
+    assert missed["prompts"] <= 10 + 3 * 3
+    assert missed["answers"] > 40
+
+
+def test_cluster_means_are_ordered_by_id_and_may_be_ragged():
+    x = np.array([1.0, 2.0, 3.0, 10.0])
+    assert cluster_means(x, np.array([9, -4, 9, 5])).tolist() == [2.0, 10.0, 2.0]
+    assert cluster_means(x, None) is x
+
+
+def test_the_normal_interval_needs_two_observations_and_is_mean_plus_minus_z_s_over_root_n():
+    assert asymptotic(np.array([1.0])).high == math.inf
+    x = np.array([1.0, 2.0, 4.0])
+    found = asymptotic(x, alpha=0.05)
+    half = 1.959963985 * x.std(ddof=1) / math.sqrt(3)
+    assert (found.low, found.high) == pytest.approx((x.mean() - half, x.mean() + half))
+    assert found.method == "asymptotic"

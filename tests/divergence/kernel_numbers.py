@@ -1,0 +1,435 @@
+"""What the GPU kernels must return; run by `test_kernels.py`, which chooses where they run.
+
+On a GPU if there is one, else in Triton's interpreter: then `TRITON_INTERPRET=1` must be set before
+Triton is imported, hence a process of its own.
+"""
+
+import importlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offdrift.divergence import kernels
+from offdrift.divergence.exact import ExactDivergences, definition
+from offdrift.errors import BadValueError, ShapeError
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+INF = math.inf
+ULP = 2.0**-23
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # the interpreter's numpy
+]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def bfloat16_is_rounded():
+    """The interpreter cuts float32 off where the hardware, and torch, round to the nearest even."""
+    if DEVICE != "cpu":
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    cut_off = interpreter._convert_float
+
+    def convert(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return cut_off(x, source, target, mode)
+        rounded = torch.from_numpy(np.array(x, np.float32)).bfloat16()
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", convert)
+        yield
+
+
+def pair(
+    n: int, v: int, *, drift: float = 0.05, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(n, v, generator=generator)
+    moved = logits + drift * torch.randn(n, v, generator=generator)
+    tokens = torch.randint(0, v, (n,), generator=generator)
+    return logits.to(dtype).to(DEVICE), moved.to(dtype).to(DEVICE), tokens.to(DEVICE)
+
+
+def naive(logits_rollout: Tensor, logits: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
+    """What one writes without thinking, in the dtype of the arguments: the nine fields."""
+    log_mu, log_pi = logits_rollout.log_softmax(-1), (logits / t).log_softmax(-1)
+    mu, pi = log_mu.exp(), log_pi.exp()
+    return torch.stack(
+        [
+            (mu * (log_mu - log_pi)).sum(-1),
+            (pi * (log_pi - log_mu)).sum(-1),
+            (mu - pi).abs().sum(-1) / 2,
+            (pi * pi / mu).sum(-1) - 1,
+            -(mu * log_mu).sum(-1),
+            -(pi * log_pi).sum(-1),
+            (pi * pi).sum(-1),
+            log_mu.gather(1, tokens[:, None])[:, 0],
+            log_pi.gather(1, tokens[:, None])[:, 0],
+        ]
+    )
+
+
+def assert_as_good_as_naive(ours: Tensor, truth: Tensor, plain: Tensor) -> None:
+    """|ours - truth| <= |naive - truth| + eps: a dozen roundings of the number, one of a probability."""
+    assert ours.shape == truth.shape == plain.shape
+    assert truth.isfinite().all()
+    assert truth.numel() > 0
+    eps = 12 * ULP * truth.abs() + ULP / 2
+    excess = (ours - truth).abs() - (plain - truth).abs() - eps
+    assert excess.max() <= 0, (ours, truth)
+
+
+SIZES = [
+    (1, 1),
+    (1, 2),
+    (3, 7),  # less than a vector
+    (2, 129),  # one tile of one warp, and one more
+    (5, 1000),
+    (2, 4096),  # tiles, and no rest
+    (2, 4097),
+    (3, 9001),
+]
+
+
+@pytest.mark.parametrize(("n", "v"), SIZES)
+def test_float32_is_as_good_as_naive(n, v):
+    temperature = 1 if v % 2 else 0.7
+    mu, pi, tokens = pair(n, v, seed=v)
+    ours = torch.stack(kernels.exact_divergences(mu, pi, tokens, temperature))
+    truth = naive(mu.double(), pi.double(), tokens, temperature)
+    assert ours.dtype == torch.float32
+    if v == 1:  # one token: everything is certain
+        certain = torch.tensor([0.0, 0, 0, 0, 0, 0, 1, 0, 0], device=ours.device)
+        assert torch.allclose(ours[:, 0], certain, rtol=0, atol=ULP)
+        return
+    assert_as_good_as_naive(ours, truth, naive(mu, pi, tokens, temperature))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("v", [7, 4999])
+def test_half_precision_logits_are_read_as_they_are_and_summed_in_float32(dtype, v):
+    mu, pi, tokens = pair(3, v, dtype=dtype)
+    ours = torch.stack(kernels.exact_divergences(mu, pi, tokens, 1.3))
+    truth = naive(mu.double(), pi.double(), tokens, 1.3)
+    assert_as_good_as_naive(ours, truth, naive(mu.float(), pi.float(), tokens, 1.3))
+
+
+def test_the_two_policies_may_have_different_dtypes_and_offsets():
+    mu, pi, tokens = pair(3, 3000)
+    mu, pi = mu.log_softmax(-1), (pi + 100).bfloat16()
+    ours = torch.stack(kernels.exact_divergences(mu, pi, tokens))
+    truth = naive(mu.double(), pi.double(), tokens)
+    assert_as_good_as_naive(ours, truth, naive(mu, pi.float(), tokens))
+
+
+def test_a_small_drift_survives():
+    mu, pi, tokens = pair(4, 5000, drift=1e-4)
+    ours = kernels.exact_divergences(mu, pi, tokens)
+    truth = definition(mu.double(), pi.double(), tokens)
+    assert truth.kl_rollout_current.max() < 1e-8
+    for name in ("kl_rollout_current", "kl_current_rollout", "chi2", "tv"):
+        error = (getattr(ours, name) / getattr(truth, name) - 1).abs()
+        assert error.max() < 2e-3, name
+
+
+def test_equal_policies_are_at_distance_0():
+    mu, _, tokens = pair(3, 3000)
+    found = kernels.exact_divergences(mu, mu.clone(), tokens)
+    assert torch.stack(found[:4]).eq(0).all()
+    assert found.logp.equal(found.logp_rollout)
+
+
+def test_without_tokens_there_are_no_log_probs():
+    mu, pi, tokens = pair(3, 300)
+    found, with_tokens = (
+        kernels.exact_divergences(mu, pi),
+        kernels.exact_divergences(mu, pi, tokens),
+    )
+    assert found.logp is None
+    assert found.logp_rollout is None
+    assert torch.stack(found[:7]).equal(torch.stack(with_tokens[:7]))
+
+
+def test_no_tokens_no_rows():
+    mu, pi, tokens = pair(0, 300)
+    assert [x.shape for x in kernels.exact_divergences(mu, pi, tokens)] == [(0,)] * 9
+
+
+def test_rows_may_lie_apart_and_entries_too():
+    mu, pi, tokens = pair(4, 1000)
+    expected = torch.stack(kernels.exact_divergences(mu, pi, tokens))
+    wide = torch.full((4, 1300), math.nan, device=mu.device)
+    wide[:, 200:1200] = mu
+    apart = kernels.exact_divergences(wide[:, 200:1200], pi.T.contiguous().T, tokens)
+    assert torch.stack(apart).equal(expected)
+
+
+STRANGE = {
+    "neither has a token": ([1, 2, -INF, 0], [1, 0.5, -INF, 0.5]),
+    "pi lacks one": ([1, 2, 3, 0], [1, -INF, 2, 0.5]),
+    "mu lacks one": ([1, -INF, 3, 0], [1, 2, 2, 0.5]),
+    "each lacks one": ([1, -INF, 3, 0], [-INF, 2, 2, 0.5]),
+    "disjoint": ([1, -INF, 3, -INF], [-INF, 2, -INF, 0.5]),
+    "one token left": ([-INF, -INF, 3, -INF], [-INF, -INF, 2, -INF]),
+    "mu is nothing": ([-INF] * 4, [1, 2, 3, 4]),
+    "pi is nothing": ([1, 2, 3, 4], [-INF] * 4),
+    "NaN in mu": ([1, math.nan, 3, 4], [1, 2, 3, 4]),
+    "NaN in pi": ([1, 2, 3, 4], [math.nan, 2, 3, 4]),
+    "NaN beside nothing": ([-INF, math.nan, 3, 4], [1, 2, 3, 4]),
+    "inf in mu": ([1, INF, 3, 4], [1, 2, 3, 4]),
+    "inf in pi": ([1, 2, 3, 4], [1, 2, 3, INF]),
+    "masked by a large number": ([0, -1e9, 0, 0], [0, 0, -1e9, -1e9]),
+    "mu underflows": ([0, -95, 0, 0], [0, -20, 0, 0]),
+    "pi underflows": ([0, -20, 0, 0], [0, -200, 0, 0]),
+    "mu underflows where pi has nothing": ([0, -200, 0, 0], [0, -INF, 0, 0]),
+    "pi underflows where mu has nothing": ([0, -INF, 0, 0], [0, -200, 0, 0]),
+    "mu underflows, chi2 does not": ([0, -88, 0, 0], [0, -44, 0, 0]),
+    "huge and equal": ([-1e30] * 4, [1e30] * 4),
+    "far above the first": ([0, 0, 0, 95], [0, 0, 90, 100]),
+}
+"""Four scores of mu and pi. Below they come alone and spread over a row of several tiles."""
+
+
+def spread(scores: list[float], v: int) -> Tensor:
+    """The four scores at places in different tiles, -inf elsewhere; four entries as they are."""
+    row = torch.full((v,), -INF)
+    row[torch.linspace(0, v - 1, 4).long()] = torch.tensor(scores, dtype=torch.float32)
+    return row
+
+
+@pytest.mark.parametrize(("v", "temperature"), [(4, 1), (9001, 0.5)])
+def test_infinities_and_rows_that_are_no_distribution(v, temperature):
+    mu, pi = (
+        torch.stack([spread(scores[i], v) for scores in STRANGE.values()]).to(DEVICE)
+        for i in (0, 1)
+    )
+    tokens = torch.linspace(0, v - 1, 4).long()[torch.arange(len(STRANGE)) % 4].to(DEVICE)
+    tokens[0], tokens[1] = v, -1  # not in the vocabulary
+    ours, normalizers = kernels.with_normalizers(mu, pi, tokens, temperature)
+    truth = definition(mu.double(), pi.double(), tokens, float(temperature))
+    for scores, high, low in ((mu, *normalizers[:2]), (pi, *normalizers[2:])):
+        nothing = ~scores.double().logsumexp(-1).isfinite()
+        assert 3 <= nothing.sum() <= 4
+        assert (high + low).isnan().equal(nothing)
+    for name, found, expected in zip(ExactDivergences._fields, ours, truth):
+        # 1e-5: chi2 is e^(2 log pi - log mu), and float32 holds an exponent of 100 to 4e-6.
+        assert torch.allclose(found.double(), expected, rtol=1e-5, atol=ULP, equal_nan=True), (
+            name,
+            [(*row, a, b) for *row, a, b in zip(STRANGE, found.tolist(), expected.tolist())],
+        )
+    kl = dict(zip(STRANGE, ours.kl_rollout_current.tolist()))
+    assert kl["pi lacks one"] == INF
+    assert kl["mu lacks one"] < INF
+    assert math.isnan(kl["mu is nothing"])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter can tell which way a row took")
+@pytest.mark.parametrize("v", [7, 2048, 9001])
+def test_ordinary_rows_are_swept_twice_and_not_three_times(v, monkeypatch):
+    from offdrift.divergence import kernels_exact
+
+    def again(*_: Any) -> None:
+        raise AssertionError("another sweep")
+
+    monkeypatch.setattr(kernels_exact, "_careful_fields", again)
+    monkeypatch.setattr(kernels_exact, "online_normalizer", again)
+    mu, pi, tokens = pair(2, v, drift=0.5)
+    assert kernels.exact_divergences(mu, pi, tokens).tv.isfinite().all()
+    with pytest.raises(Exception, match="another sweep"):
+        kernels.exact_divergences(mu, pi.index_fill(1, tokens, -INF), tokens)
+
+
+def test_a_late_large_score_costs_another_sweep_and_no_digits():
+    mu, pi, tokens = pair(2, 9001)
+    mu[:, 8000] += 200  # beyond float32 relative to anything in the first tile
+    pi[:, 8000] += 198
+    tokens[:] = 8000
+    ours = torch.stack(kernels.exact_divergences(mu, pi, tokens))
+    truth = torch.stack(definition(mu.double(), pi.double(), tokens))
+    assert torch.allclose(ours.double(), truth, rtol=1e-5, atol=1e-30)
+
+
+def truth_of_gradient(name: str, mu: Tensor, pi: Tensor, upstream: Tensor, t: float) -> Tensor:
+    logits = pi.double().requires_grad_()
+    index = ExactDivergences._fields.index(name)
+    tokens = torch.zeros(len(mu), dtype=torch.int64, device=mu.device)
+    value = naive(mu.double(), logits, tokens, t)[index]
+    return torch.autograd.grad(value, logits, upstream.double())[0]
+
+
+def gradient(name: str, mu: Tensor, pi: Tensor, upstream: Tensor, t: float) -> Tensor:
+    found, normalizers = kernels.with_normalizers(mu, pi, None, t)
+    value = getattr(found, name)
+    if name == "entropy":
+        return kernels.entropy_backward(upstream, value, pi, normalizers, t)
+    backward = getattr(kernels, f"{name}_backward")
+    return backward(upstream, value, mu, pi, normalizers, t)
+
+
+LOSSES = ["kl_rollout_current", "kl_current_rollout", "entropy"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("n", "v", "t"), [(3, 7, 1.0), (2, 3001, 0.7)])
+def test_gradients_are_those_of_float64(name, n, v, t):
+    mu, pi, _ = pair(n, v)
+    upstream = torch.linspace(-1, 2, n).to(DEVICE)
+    ours, truth = gradient(name, mu, pi, upstream, t), truth_of_gradient(name, mu, pi, upstream, t)
+    logits = pi.clone().requires_grad_()
+    index = ExactDivergences._fields.index(name)
+    tokens = torch.zeros(n, dtype=torch.int64, device=mu.device)
+    value = naive(mu, logits, tokens, t)[index]
+    plain = torch.autograd.grad(value, logits, upstream)[0]
+    # Per entry roundings are luck; over a row they are not.
+    for error in (torch.linalg.vector_norm, lambda x, dim: x.abs().amax(dim)):
+        least = 12 * ULP * error(truth, dim=1)
+        assert (error(ours - truth, dim=1) <= error(plain - truth, dim=1) + least).all()
+    assert ours.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_have_the_dtype_of_the_logits(name):
+    mu, pi, _ = pair(2, 1001, dtype=torch.bfloat16)
+    upstream = torch.ones(2, device=mu.device)
+    ours, truth = (
+        gradient(name, mu, pi, upstream, 1.0),
+        truth_of_gradient(name, mu, pi, upstream, 1),
+    )
+    assert ours.dtype == torch.bfloat16
+    # One rounding to 8 bits on top of what float32 loses.
+    limit = 2.0**-8 * truth.abs() + 1e-6 * truth.abs().amax()
+    assert ((ours - truth).abs() <= limit).all()
+
+
+def test_gradients_of_strange_rows():
+    mu = torch.tensor([[1.0, 2, 3], [1, -INF, 3], [1, 2, 3], [math.nan, 2, 3], [math.nan, 2, 3]])
+    pi = torch.tensor([[1.0, -INF, 2], [1.0, 2, 2], [3, 2, 1], [1, 2, 3], [1, 2, 3]])
+    mu, pi = mu.to(DEVICE), pi.to(DEVICE)
+    upstream = torch.tensor([1.0, 1, 0, 0, 1], device=mu.device)
+    kl = gradient("kl_rollout_current", mu, pi, upstream, 1.0)
+    p, q = pi.softmax(-1), mu.softmax(-1)
+    assert torch.allclose(kl[:2], (p - q)[:2] * (pi[:2] > -INF), atol=1e-7)
+    kl_back = gradient("kl_current_rollout", mu, pi, upstream, 1.0)
+    assert kl_back[0, 1] == 0
+    assert kl_back[0].isfinite().all()
+    assert kl_back[1].isnan().all()  # pi draws what mu cannot: no limit
+    h = gradient("entropy", pi, pi, upstream, 1.0)
+    assert h[0, 1] == 0
+    assert torch.allclose(h.sum(-1), torch.zeros_like(upstream), atol=1e-6)
+    for found in (kl, kl_back):  # nothing is asked of rows 2 and 3
+        assert found[2:4].eq(0).all()
+        assert found[4].isnan().all()
+
+
+def by_chunks(
+    mu: Tensor,
+    pi: Tensor,
+    chunk: int,
+    temperatures: tuple[float, float],
+    shapes: tuple[kernels.Shape, kernels.Shape] = (kernels.LINEAR, kernels.LINEAR),
+) -> Tensor:
+    n = len(mu)
+    normalizers = []
+    for x, t, shape in zip((mu, pi), temperatures, shapes):
+        top = torch.full((n,), torch.finfo(torch.float32).min, device=mu.device)
+        total = torch.zeros(n, dtype=torch.float64, device=mu.device)
+        for scores in x.split(chunk, 1):
+            top, total = kernels.update_normalizer(top, total, scores, t, shape)
+        normalizers.append((top, total))
+    sums = torch.zeros(7, n, device=mu.device)
+    for scores in zip(mu.split(chunk, 1), pi.split(chunk, 1)):
+        sums = kernels.accumulate(sums, scores, tuple(normalizers), temperatures, shapes)
+    return sums
+
+
+@pytest.mark.parametrize(("v", "chunk"), [(7, 3), (1000, 1000), (5000, 1024)])
+def test_chunks_make_up_a_row(v, chunk):
+    mu, pi, tokens = pair(3, v)
+    ours = by_chunks(mu, pi, chunk, (1.3, 0.8))
+    truth = naive(mu.double() / 1.3, pi.double(), tokens, 0.8)[:7]
+    assert_as_good_as_naive(ours, truth, naive(mu / 1.3, pi, tokens, 0.8)[:7])
+
+
+def test_chunks_of_strange_rows():
+    mu, pi = (torch.tensor([row[i] for row in STRANGE.values()], device=DEVICE) for i in (0, 1))
+    mu, pi = mu.float(), pi.float()
+    ours = by_chunks(mu, pi, 3, (1.0, 1.0))
+    tokens = torch.zeros(len(mu), dtype=torch.int64, device=DEVICE)
+    truth = torch.stack(definition(mu.double(), pi.double(), tokens)[:7])
+    distributions = ~truth.isnan().any(0)
+    assert distributions.sum() == len(STRANGE) - 7
+    expected, found = truth[:, distributions], ours[:, distributions].double()
+    assert torch.allclose(found, expected, rtol=1e-5, atol=2 * ULP)
+    assert ours[:4, ~distributions].isnan().all()
+
+
+@pytest.mark.parametrize("round_to", [None, torch.bfloat16])
+def test_heads_that_scale_and_cap(round_to):
+    mu, pi, tokens = pair(3, 500, drift=0.3)
+    mu[0, 3] = -INF  # stays out, however low the cap
+    shapes = (kernels.Shape(0.5, None, round_to), kernels.Shape(2, 4.0, round_to))
+
+    def rounded(x: Tensor) -> Tensor:
+        return x if round_to is None else x.to(round_to).to(x.dtype)
+
+    def capped(x: Tensor) -> Tensor:
+        return rounded(rounded(rounded(rounded(2 * x) / 4).tanh()) * 4)
+
+    pi[0, 3] = -INF
+    a, b = rounded(0.5 * mu.double()), capped(pi.double())
+    b[0, 3] = -INF
+    truth = torch.stack(definition(a, b, tokens)[:7])
+    plain_b = capped(pi)
+    plain_b[0, 3] = -INF
+    plain = torch.stack(definition(rounded(0.5 * mu), plain_b, tokens)[:7])
+    ours = by_chunks(mu, pi, 128, (1.0, 1.0), shapes)
+    assert_as_good_as_naive(ours, truth, plain)
+
+
+def test_tanh_where_its_two_ways_meet():
+    """At a cap of 1 and no temperature, scores are tanh itself: two tokens tell it from log pi."""
+    x = torch.tensor([[-9.0], [-0.3], [-0.25], [-1e-3], [0], [1e-6], [0.2499], [0.25], [0.3], [9]])
+    scores = torch.cat([x, torch.zeros_like(x)], 1).to(DEVICE)
+    top, total = torch.full((10,), -INF, device=DEVICE), torch.zeros(10, device=DEVICE)
+    top, total = kernels.update_normalizer(top, total, scores, 1, kernels.Shape(1, 1.0))
+    tanh = x[:, 0].double().tanh().to(DEVICE)
+    assert torch.allclose(top.double(), tanh.clamp(min=0), rtol=4 * ULP, atol=0)
+    assert torch.allclose(total.double(), 1 + (-tanh.abs()).exp(), rtol=4 * ULP, atol=0)
+
+
+def test_what_the_kernels_do_not_take():
+    device = torch.device(DEVICE)
+    assert kernels.available(device)
+    assert kernels.available(device, torch.bfloat16, torch.float32)
+    assert not kernels.available(device, torch.float64)
+    wide = torch.zeros(2, 3, dtype=torch.float64, device=device)
+    with pytest.raises(BadValueError, match="float64"):
+        kernels.exact_divergences(wide, wide)
+    with pytest.raises(ShapeError, match="vocab"):
+        kernels.exact_divergences(*torch.zeros(2, 2, 0, device=device))
+
+
+def test_the_benchmark_runs(monkeypatch, tmp_path, capsys):
+    """For errors, not for time."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    path = tmp_path / "gpu_kl.json"
+    found = importlib.import_module("gpu_kl").main(["--tiny", "--json", str(path)])
+    assert json.loads(path.read_text()) == found
+    for part in ("exact", "backward", "hidden"):
+        assert {"ours", "naive"} <= set(found[part])
+        assert found[part]["ours"]["seconds"] > 0
+    for dtype in ("bfloat16", "float32"):
+        assert max(found[dtype]["relative_errors"].values()) < 1e-4
+    if DEVICE == "cpu":
+        assert "say nothing about a GPU" in capsys.readouterr().out

@@ -1,0 +1,108 @@
+"""The GPU kernels: right in Triton's interpreter, compiled for real GPUs, right on one if it is there."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+NUMBERS = Path(__file__).with_name("kernel_numbers.py")
+ROOT = Path(__file__).parents[2]
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own: how Triton runs programs is decided when it is imported."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "PYTEST_"))}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=kept | environment)
+
+
+def assert_all_pass(done: subprocess.CompletedProcess[str], at_least: int) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = re.findall(r"(\d+) (\w+)", done.stdout.strip().splitlines()[-1])
+    assert [word for _, word in counts] == ["passed"], done.stdout
+    assert int(counts[0][0]) >= at_least
+
+
+def test_numbers_in_the_interpreter():
+    here = [str(NUMBERS), "-n", "0", "-p", "no:cacheprovider"]
+    assert_all_pass(run("-m", "pytest", *here, TRITON_INTERPRET="1"), at_least=40)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_numbers_on_a_gpu():
+    here = [str(NUMBERS), "-n", "0", "-p", "no:cacheprovider"]
+    assert_all_pass(run("-m", "pytest", *here), at_least=40)
+
+
+def test_offdrift_does_not_import_triton():
+    code = "import sys, offdrift, offdrift.divergence.kernels; print('triton' in sys.modules)"
+    assert run("-c", code).stdout.strip() == "False"
+
+
+def test_without_triton_the_kernels_are_not_available(monkeypatch):
+    from offdrift.divergence import kernels
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.available(torch.device("cpu"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not kernels.available(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def compiled_for(tmp_path_factory):
+    """Everything compiled by Triton and ptxas, without a GPU, and what came of it."""
+    folder = tmp_path_factory.mktemp("compiled")
+
+    @cache
+    def count(arch: int, dtype: str) -> dict[str, dict]:
+        path = folder / f"{arch}.json"
+        done = run(
+            *("benchmarks/gpu_kl.py", "--count", "--arch", str(arch), "--json", str(path)),
+            *("--dtypes", dtype),
+            TRITON_CACHE_DIR=str(folder),  # or a cache would answer, and nothing be compiled
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(path.read_text())["compiled"]
+
+    return count
+
+
+@pytest.mark.parametrize(("arch", "dtype"), [(90, "bf16"), (80, "fp32")])
+def test_every_kernel_compiles_to_machine_code_without_spilling(compiled_for, arch, dtype):
+    """Layouts, types and registers, which no interpreter sees."""
+    compiled = compiled_for(arch, dtype)
+    kernels = {
+        *("exact_rows", "update_rows", "accumulate_rows"),
+        *(f"gradient_rows:{of}" for of in ("kl_rollout_current", "kl_current_rollout", "entropy")),
+    }
+    assert set(compiled) == {f"{name} {dtype}" for name in kernels}
+    for name, facts in compiled.items():
+        assert facts["spilled_bytes"] == 0, name
+        # One program's threads must fit the 65,536 registers of an SM.
+        assert facts["registers"] * 32 * facts["warps"] <= 65_536, name
+        assert facts["cubin_bytes"] > 1000
+
+
+def test_the_sweeps_cost_what_their_documentation_says(compiled_for):
+    """10 + 34.4 instructions per entry of a bfloat16 pair, 4 of them exponentials (sm_90)."""
+    sweeps = compiled_for(90, "bf16")["exact_rows bf16"]["sweeps"]
+    lean = [sweep for sweep in sweeps if sweep["exponentials_per_entry"] == 2]
+    assert len(lean) == 3  # the first sweep, its remainder when unrolled, the second sweep
+    assert lean[0]["per_entry"] == pytest.approx(10, abs=0.5)
+    assert lean[2]["per_entry"] == pytest.approx(34.4, abs=0.5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_refuses_to_time_an_absent_gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    with pytest.raises(SystemExit, match="no GPU"):
+        importlib.import_module("gpu_kl").main([])

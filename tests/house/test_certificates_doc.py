@@ -1,0 +1,49 @@
+"""The page on certificates: its snippets run, its commands parse, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from offdrift.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "certificates.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+COMMANDS = [
+    line.split("#")[0].strip() for line in PAGE.splitlines() if line.startswith("    offdrift bound")
+]
+
+
+def test_it_is_a_page_and_not_a_book():
+    assert len(PAGE.splitlines()) < 350
+    assert len(SNIPPETS) == 3
+    assert len(COMMANDS) == 4
+
+
+@pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_snippets_run(code):
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
+
+
+def test_its_own_links_lead_to_its_own_sections():
+    titles = re.findall(r"^## (.*)$", PAGE, flags=re.M)
+    anchors = {title.lower().replace(" ", "-") for title in titles}
+    linked = set(re.findall(r"\]\(#([^)]*)\)", PAGE))
+    assert linked == anchors
+    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert target.startswith("https://") or (ROOT / "docs" / target).exists(), target

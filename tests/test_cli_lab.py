@@ -1,0 +1,123 @@
+"""`offdrift lab frontier` and `lab length-bias`: what a person sees, and what a program reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from rich.console import Console
+
+from offdrift import cli
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
+    """The command line in this process, in a terminal of 140 columns."""
+
+    def run(*words: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["offdrift", *words])
+        monkeypatch.setenv("NO_COLOR", "1")
+        for module in (cli.lab_frontier, cli.lab_length_bias):
+            monkeypatch.setattr(module, "console", Console(width=140))
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+FEW = ("--testbeds", "chain", "--horizons", "4,200", "--methods", "token_is,full_is,minpro", "--tokens", "20000", "--batch", "16")  # fmt: skip
+
+
+def test_frontier_shows_every_family_and_the_verdict(offdrift, tmp_path):
+    stem = tmp_path / "deep" / "frontier"
+    done = offdrift("lab", "frontier", *FEW, "--out", str(stem))
+    assert done.code == 0, done.err
+    for word in ("token", "prefix", "sequence", "T=4", "T=200", "conjecture", "E[g]"):
+        assert word in done.out
+    assert (tmp_path / "deep" / "frontier.png").stat().st_size > 10_000
+    assert "plotly" in (tmp_path / "deep" / "frontier.html").read_text().lower()
+    (stored,) = json.loads((tmp_path / "deep" / "frontier.json").read_text())
+    assert {e["horizon"] for e in stored["estimates"]} == {4, 200}
+    assert len(stored["estimates"]) == 6
+
+
+def test_frontier_as_json_says_how_each_number_was_found(offdrift):
+    done = offdrift("lab", "frontier", *FEW, "--json")
+    (found,) = json.loads(done.out)
+    how = {(e["method"], e["horizon"]): e["how"] for e in found["estimates"]}
+    assert how == {
+        ("token_is", 4): "enumeration", ("full_is", 4): "enumeration", ("minpro", 4): "enumeration",
+        ("token_is", 200): "recursion", ("full_is", 200): "recursion", ("minpro", 200): "sampled",
+    }  # fmt: skip
+    unbiased = [e for e in found["estimates"] if e["method"] == "full_is"]
+    assert max(e["bias"] for e in unbiased) < 1e-9
+    assert [w["horizon"] for w in found["winners"]] == [4, 200]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("frontier", "--testbeds", "tree"), "tree"),
+        (("frontier", "--horizons", "8,many"), "'many' is not a number"),
+        (("frontier", "--methods", "token_iss"), "did you mean"),
+        (("frontier", "--kl", "-1"), "kl_token = -1"),
+        (("length-bias", "--violation", "2"), "violation = 2"),
+        (("length-bias", "--same-at", "5000"), "--same-at 5000"),
+        (("length-bias", "--recording", "nowhere.npz"), "nowhere.npz"),
+    ],
+)
+def test_a_mistake_is_one_message(offdrift, words, said):
+    done = offdrift("lab", *words)
+    assert done.code == 1
+    assert said in done.err
+    assert "Traceback" not in done.err
+
+
+def test_ctrl_c_shows_what_is_finished(offdrift, monkeypatch):
+    from offdrift.lab import testbeds
+
+    make = testbeds.make_testbed
+
+    def interrupted(name, **how):
+        if how["horizon"] == 200:
+            raise KeyboardInterrupt
+        return make(name, **how)
+
+    monkeypatch.setattr(testbeds, "make_testbed", interrupted)
+    done = offdrift("lab", "frontier", *FEW)
+    assert done.code == 130
+    assert "T=4" in done.out
+    assert "T=200" not in done.out
+    assert "interrupted" in done.out
+
+
+def test_length_bias_tells_decay_from_constant(offdrift, tmp_path):
+    done = offdrift("lab", "length-bias", "--sequences", "300", "--out", str(tmp_path / "bias"))
+    assert done.code == 0, done.err
+    rows = [line for line in done.out.splitlines() if line.strip().startswith("TRM-Max")]
+    assert len(rows) == 6  # three streams, thresholds published and alike
+    assert "falls exponentially" in rows[0]
+    assert "SmolLM2-135M" in done.out
+    assert (tmp_path / "bias.png").exists()
+    assert (tmp_path / "bias.html").exists()
+
+
+def test_length_bias_as_json(offdrift):
+    done = offdrift("lab", "length-bias", "--sequences", "300", "--json")
+    found = json.loads(done.out)
+    worst = next(r for r in found if r["gate"] == "trm_max")
+    assert worst["exponent"] == pytest.approx(1.0, abs=0.1)
+    assert len(worst["lengths"]) == len(worst["acceptance"]) == 9

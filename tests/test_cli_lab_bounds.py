@@ -1,0 +1,127 @@
+"""`offdrift lab bounds`: what a person sees, and what a program reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jaxtyping
+import pytest
+from rich.console import Console
+
+from offdrift import cli
+from offdrift.cli import lab_bounds
+from offdrift.lab import pairs
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
+    """The command line in this process, in a wide terminal, with horizons up to 16."""
+
+    def run(*words: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["offdrift", "lab", "bounds", *words])
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setattr(lab_bounds, "console", Console(width=170))
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        monkeypatch.setattr(pairs, "HORIZONS", (16,))
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
+    stem = tmp_path / "deep" / "bounds"
+    done = offdrift("--pairs", "500", "--adversarial-steps", "2", "--restarts", "1", "--out", str(stem))  # fmt: skip
+    assert done.code == 0, done.err
+    for word in (
+        "Coupling",
+        "Sequence KL",
+        "Masked, ratio region",
+        "sharp",
+        "paper",
+        "T=16",
+        "T=64",
+    ):
+        assert word in done.out, word
+    assert "No violation in 500 random pairs and 13 searches." in done.out
+    assert stem.with_suffix(".png").stat().st_size > 10_000
+    assert "plotly" in stem.with_suffix(".html").read_text().lower()
+    stored = json.loads(stem.with_suffix(".json").read_text())
+    assert stored["pairs"] == 500
+    assert stored["violations"] == 0
+    assert stored["complete"]
+    assert len(stored["random"]) == len(stored["searched"]) == 25
+    assert sum(rows[0]["checked"] for rows in stored["by_drift"].values()) == 500
+    assert sum(rows[0]["checked"] for rows in stored["by_horizon"].values()) == 500
+
+
+def test_a_planted_constant_is_found_and_fails(offdrift):
+    done = offdrift("--pairs", "1500", "--plant", "0.9", "--adversarial-steps", "0", "--json")
+    assert done.code == 1
+    found = json.loads(done.out)
+    assert found["violations"] > 0
+    assert found["factor"] == 0.9
+    wrong = {r["bound"] for r in found["random"] if r["violations"]}
+    assert "coupling" in wrong
+    assert found["searched"] == []
+    done = offdrift("--pairs", "1500", "--plant", "0.9", "--adversarial-steps", "0")
+    assert done.code == 1
+    assert "violations in 1,500 random pairs and 0 searches (every bound times 0.9)" in done.out
+
+
+def test_an_interrupt_shows_what_was_checked(offdrift, monkeypatch):
+    whole = pairs.batches
+
+    def cut(count: int, *, seed: int):
+        for i, batch in enumerate(whole(count, seed=seed)):
+            if i == 20:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(pairs, "batches", cut)
+    done = offdrift("--pairs", "1000")
+    assert done.code == 130
+    assert "interrupted" in done.err
+    assert "No violation in" in done.out
+    assert "1,000 random pairs" not in done.out
+
+
+def test_an_interrupt_before_the_first_pair(offdrift, monkeypatch, tmp_path):
+    def cut(count: int, *, seed: int):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(pairs, "batches", cut)
+    done = offdrift("--out", str(tmp_path / "none"))
+    assert done.code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--pairs", "0"), "--pairs 0"),
+        (("--plant", "0"), "--plant 0"),
+        (("--plant", "nan"), "--plant nan"),
+        (("--adversarial-steps", "-1"), "--adversarial-steps -1"),
+        (("--restarts", "0"), "--restarts 0"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_runs(offdrift, words, says):
+    done = offdrift(*words)
+    assert done.code == 1
+    assert says in done.err
+    assert done.out == ""
