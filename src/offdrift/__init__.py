@@ -14,11 +14,13 @@ by path: `offdrift.engines`, `offdrift.train`, `offdrift.report`.
 from offdrift.advantages import advantages as advantages
 from offdrift.aggregate import aggregate as aggregate
 from offdrift.aggregate import normalizer_of as normalizer_of
+from offdrift.certificate.batch import BatchEvidence as BatchEvidence
 from offdrift.certificate.bounds import Bound as Bound
 from offdrift.certificate.bounds import all_bounds as all_bounds
 from offdrift.certificate.bounds import unified as unified
-from offdrift.certificate.certify import Certificate as Certificate
 from offdrift.certificate.certify import certify as certify
+from offdrift.certificate.regions import TrustRegion as TrustRegion
+from offdrift.certificate.verdict import Certificate as Certificate
 from offdrift.correction import Correction as Correction
 from offdrift.correction import Gate as Gate
 from offdrift.correction import Weight as Weight
@@ -26,6 +28,8 @@ from offdrift.correction import rejection as rejection
 from offdrift.divergence.evidence import Divergence as Divergence
 from offdrift.divergence.evidence import Grade as Grade
 from offdrift.divergence.fused import exact_divergences as exact_divergences
+from offdrift.divergence.head import Head as Head
+from offdrift.divergence.hidden import hidden_divergences as hidden_divergences
 from offdrift.divergence.interval import topk_divergences as topk_divergences
 from offdrift.errors import OffdriftError as OffdriftError
 from offdrift.facts import Observed as Observed

@@ -66,6 +66,7 @@ def test_every_column_by_hand():
         "kl_total": [0.09, 0, 0.07],
         "kl_sum": [0.01 + 0.05 + 0.02, 0, 0.07],
         "prefix_kl": [0.01, 0, 0.0],  # the second stops at once: TV 0.11 > eps
+        "refuted": [0, 0, 0],
         # omega_t = min(1, (T-t) .1, sqrt((T-t) .025)) for T - t = 4, 3, 2; TV limited to .1
         "shift": [
             0.05 * math.sqrt(4 * 0.025) + 0.1 * math.sqrt(3 * 0.025) + 0.07 * 0.2,

@@ -1,57 +1,411 @@
-"""From a batch to a certificate: hand-computed inputs of the bound, and when there is none."""
+"""From a batch to a certificate: it is right as often as it says, and says what it rests on."""
 
+import json
+import math
+
+import jaxtyping
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from offdrift.certificate.bounds import unified
+from offdrift.certificate.batch import BatchEvidence
+from offdrift.certificate.bounds import all_bounds
 from offdrift.certificate.certify import certify
+from offdrift.certificate.regions import TrustRegion
+from offdrift.certificate.samples import SHARES
+from offdrift.certificate.verdict import Certificate
 from offdrift.divergence.evidence import Divergence
+from offdrift.errors import BadValueError, MethodError
+from offdrift.lab import divergences, perturbed, random_policies, returns
+from offdrift.lab.enumerate import token_kl, token_tv
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
-from offdrift.stats import DriftStats
 
-KL = torch.tensor([0.01, 0.02, 0.03, 0.04], dtype=torch.float64)
-TV = torch.tensor([0.05, 0.06, 0.07, 0.08], dtype=torch.float64)
+INF = math.inf
+PROMPTS, HORIZON = 30, 4
 
 
-def stats(kl=KL, tv=TV, make=Divergence.exact) -> DriftStats:
-    lp = LogProbs.pack(torch.full((4,), -1.0).double(), segments=Segments.from_lengths([3, 1]))
-    return DriftStats.of(lp, divergences={"kl_rollout_current": make("kl_rollout_current", kl), "tv_rollout_current": make("tv_rollout_current", tv)})  # fmt: skip
+class World:
+    """A population of prompts, each with its own pair of policies and rewards, known exactly."""
+
+    def __init__(self, scale: float, seed: int = 0, *, better: bool = False) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.mu = random_policies(PROMPTS, vocab=3, horizon=HORIZON, generator=g)
+        self.pi = perturbed(self.mu, scale=scale, generator=g)
+        self.rewards = (torch.rand(PROMPTS, 3**HORIZON, generator=g) < 0.5).double()
+        if better:  # reward what the current policy does more often
+            self.rewards = (self.pi.law() > self.mu.law()).double()
+        d, r = divergences(self.mu, self.pi), returns(self.mu, self.pi, self.rewards)
+        self.gain = float((r.current - r.rollout).mean())
+        self.surrogate = float(r.surrogate.mean())
+        self.kl_max, self.tv_max = float(d.kl_max.max()), float(d.tv_max.max())
+        self.kl_seq, self.mean_tv = float(d.kl_seq.mean()), d.mean_tv.mean(0).numpy()
+        levels = list(zip(self.mu.levels, self.pi.levels))
+        self.kl = [token_kl(a, b) for a, b in levels]
+        self.tv = [token_tv(a, b) for a, b in levels]
+        self.log_w = [b.log() - a.log() for a, b in levels]
+
+    def draw(self, prompts: int, answers: int, g: torch.Generator, **kwargs) -> BatchEvidence:
+        """Independent prompts with some answers each, and their exact evidence."""
+        prompt = torch.randint(PROMPTS, (prompts,), generator=g)
+        who = prompt.repeat_interleave(answers)
+        sequence = torch.multinomial(self.mu.law()[who], 1, generator=g).squeeze(1)
+        log_w, kl, tv = self.along(who, sequence)
+        n = len(who) * HORIZON
+        rollout = torch.full((n,), -5.0, dtype=torch.float64)
+        groups = torch.arange(prompts).repeat_interleave(answers)
+        lp = LogProbs(rollout, Segments.from_lengths([HORIZON] * len(who), group_ids=groups), rollout + log_w)  # fmt: skip
+        rewards = self.rewards[who, sequence]
+        exact = {k: Divergence.exact(k, x) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv))}  # fmt: skip
+        return BatchEvidence.of(lp, rewards, divergences=exact, **kwargs)
+
+    def along(self, who: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log w, KL and TV at every token of the drawn sequences, packed."""
+        found = []
+        for t in range(HORIZON):
+            prefix = sequence // 3 ** (HORIZON - 1 - t)
+            context, token = prefix // 3, prefix % 3
+            found.append([self.log_w[t][who, context, token], self.kl[t][who, context], self.tv[t][who, context]])  # fmt: skip
+        log_w, kl, tv = (torch.stack(x, 1).flatten() for x in zip(*found))
+        return log_w, kl, tv
+
+
+@pytest.fixture
+def _without_shape_checks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+RUNS, ALPHA = 150, 0.2
+MISSES = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
+
+
+@pytest.mark.usefixtures("_without_shape_checks")
+@pytest.mark.parametrize("constants", ["sharp", "paper"])
+@pytest.mark.parametrize(("scale", "answers"), [(0.05, 4), (0.3, 4), (1.0, 1)])
+def test_no_statement_is_wrong_more_often_than_alpha(scale, answers, constants):
+    world = World(scale)
+    premise = TrustRegion(horizon=HORIZON, delta=world.kl_max, eps=world.tv_max)
+    shift = float((world.mean_tv * premise.weights()).sum())
+    g, wrong = torch.Generator().manual_seed(1), {}
+    for _ in range(RUNS):
+        batch = world.draw(60, answers, g, region=premise)
+        c = certify(batch, alpha=ALPHA, constants=constants)
+        e = c.estimates
+        assert c.bound is not None
+        assert c.precondition == "not falsified"
+        assert c.unseen is not None
+        statements = {
+            "gain": c.gain_low <= world.gain,
+            "surrogate": e["surrogate"].low <= world.surrogate,
+            "kl_seq": world.kl_seq <= e["kl_seq"].high,
+            "prefix_kl": world.kl_seq <= e["prefix_kl"].high,
+            "shift": shift <= e["shift"].high,
+            "bound": abs(world.gain - world.surrogate) <= c.bound.value,
+        }
+        for name, right in {**statements, "all": all(statements.values())}.items():
+            wrong[name] = wrong.get(name, 0) + (not right)
+        assert all(c.gain_of(x) <= c.gain_low for x in c.guarantees)
+    assert len(wrong) == 7
+    assert max(wrong.values()) <= MISSES, wrong
+
+
+@pytest.mark.usefixtures("_without_shape_checks")
+def test_it_is_right_where_the_region_is_left_and_ratios_are_cut():
+    # no premise holds: a third of all sequences leave the region, ratios exceed the cap
+    world = World(1.0, seed=3)
+    region = TrustRegion(horizon=HORIZON, delta=0.4, tau=1.0)
+    g, wrong, seen = torch.Generator().manual_seed(2), 0, 0
+    for _ in range(RUNS):
+        c = certify(world.draw(60, 2, g, region=region), alpha=ALPHA)
+        seen += c.precondition == "falsified"
+        wrong += c.gain_low > world.gain
+        assert c.bound is None
+        assert {x.name for x in c.guarantees} == {"direct", "masked"}
+    assert seen == RUNS
+    assert wrong <= MISSES
+
+
+@pytest.mark.usefixtures("_without_shape_checks")
+def test_a_real_improvement_is_certified_from_enough_prompts():
+    world = World(0.5, better=True)
+    assert world.gain > 0.1
+    region = TrustRegion(horizon=HORIZON, delta=world.kl_max)
+    c = certify(world.draw(2000, 2, torch.Generator().manual_seed(3), region=region))
+    assert c.certified
+    assert 0.4 * world.gain < c.gain_low < world.gain
+    assert c.verdict.startswith(f"J improves by at least {c.gain_low:.4g} with probability 0.95 (direct)")  # fmt: skip
+    assert "did not learn from these sequences" in c.verdict
+    assert c.as_metrics()["certificate/certified"] == 1
+
+
+@pytest.mark.usefixtures("_without_shape_checks")
+def test_unseen_limits_what_the_batch_did_not_show():
+    # one prompt in thirty has sequences outside a region that the others never leave
+    world = World(0.3, seed=5)
+    per_prompt = torch.cat(world.kl, 1).amax(1).sort().values
+    region = TrustRegion(horizon=HORIZON, delta=float(per_prompt[-2] + per_prompt[-1]) / 2)
+    law = world.mu.law()
+    every = torch.arange(3**HORIZON).repeat(PROMPTS)
+    _, kl, _ = world.along(torch.arange(PROMPTS).repeat_interleave(3**HORIZON), every)
+    leaves = (kl.reshape(PROMPTS, -1, HORIZON) > region.delta).any(-1)
+    q = float((law * leaves).sum(1).mean())
+    assert 0 < q < 0.1
+    g, wrong, none_seen = torch.Generator().manual_seed(4), 0, 0
+    for _ in range(RUNS):
+        c = certify(world.draw(30, 4, g, region=region), alpha=ALPHA)
+        assert c.unseen is not None
+        wrong += q > c.unseen
+        if c.precondition == "not falsified":
+            none_seen += 1
+            assert c.unseen == pytest.approx(1 - (ALPHA * SHARES["unseen"]) ** (1 / 30))
+    assert none_seen > 5
+    assert wrong <= MISSES
+
+
+# -- one batch, by hand -----------------------------------------------------------------------
+
+LENGTHS, T = [3, 1], 5
+KL = [0.01, 0.02, 0.03, 0.04]
+TV = [0.05, 0.06, 0.07, 0.08]
+
+
+def batch(
+    kl=KL,
+    tv=TV,
+    make=Divergence.exact,
+    rewards=(1.0, 0.0),
+    delta=0.05,
+    eps=None,
+    copies=1,
+    **kwargs,
+) -> BatchEvidence:
+    double = lambda x: torch.tensor(list(x) * copies, dtype=torch.float64)  # noqa: E731
+    rollout = double([-1.0] * 4)
+    lp = LogProbs.pack(rollout, rollout + double([0.1, -0.1, 0.05, 0.0]), segments=Segments.from_lengths(LENGTHS * copies))  # fmt: skip
+    found = {k: make(k, double(x)) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv)) if x is not None}  # fmt: skip
+    region = TrustRegion(horizon=T, delta=delta, eps=eps)
+    return BatchEvidence.of(lp, None if rewards is None else double(rewards), region=region, divergences=found, **kwargs)  # fmt: skip
 
 
 def test_positions_after_a_sequences_end_count_as_zero_divergence():
-    got = certify(stats(), delta=0.05, horizon=5)
-    # position 0: both sequences; positions 1, 2: the first alone; 3, 4: none
-    mean_tv = np.array([(0.05 + 0.08) / 2, 0.06 / 2, 0.07 / 2, 0.0, 0.0])
-    expected = unified(
-        horizon=5, delta=0.05, kl_seq=(0.01 + 0.02 + 0.03 + 0.04) / 2, mean_tv=mean_tv
-    )
-    assert got.bound is not None
-    assert got.bound.value == pytest.approx(expected.value, rel=1e-9)
-    assert got.precondition == "not falsified"
+    c = certify(batch())
+    assert c.mean_tv == pytest.approx([(0.05 + 0.08) / 2, 0.06 / 2, 0.07 / 2, 0, 0])
+    assert c.kl_seq == pytest.approx(0.1 / 2)
+    assert c.estimates["surrogate"].mean == pytest.approx((math.expm1(0.1) + math.expm1(-0.1) + math.expm1(0.05)) / 2)  # fmt: skip
+    assert c.estimates["gain"].mean == pytest.approx(math.expm1(0.05) / 2)
+    assert c.delta_seen == (0.04, 0.04)
+    assert c.eps_seen == (0.08, 0.08)
+    assert (c.sequences, c.prompts) == (2, 2)
+
+
+@pytest.mark.parametrize("constants", ["paper", "sharp"])
+def test_the_bound_is_the_unified_one_at_the_upper_ends(constants):
+    c = certify(batch(copies=50), constants=constants)
+    e, factor = c.estimates, {"paper": 4, "sharp": 2}[constants]
+    assert c.bound is not None
+    candidates = {
+        b.name: b.value
+        for b in all_bounds(horizon=T, delta=0.05, kl_seq=e["kl_seq"].high, constants=constants)
+        if b.unified
+    }
+    candidates["adaptive"] = factor * e["shift"].high
+    if constants == "sharp":
+        candidates["sequence_kl"] = e["kl_seq"].high
+    assert c.bound.value == pytest.approx(min(candidates.values()))
+    assert c.bound.name == min(candidates, key=candidates.__getitem__)
+    assert c.margin == pytest.approx(e["surrogate"].mean - c.bound.value)
+    # the adaptive sum of the batch itself, eps by Pinsker
+    omega = np.sqrt(np.array([4, 3, 2]) * 0.025)
+    assert e["shift"].mean == pytest.approx((omega @ [0.05, 0.06, 0.07] + omega[0] * 0.08) / 2)
 
 
 @pytest.mark.parametrize(("delta", "said"), [(0.04, "not falsified"), (0.0399, "falsified")])
 def test_one_token_above_delta_falsifies_the_precondition(delta, said):
-    assert certify(stats(), delta=delta, horizon=3).precondition == said
+    c = certify(batch(delta=delta))
+    assert c.precondition == said
+    assert (c.bound is None) == (said == "falsified")
+    assert c.as_metrics()["certificate/falsified"] == (said == "falsified")
+    if said == "falsified":
+        assert "KL <= 0.0399 is falsified" in c.verdict
 
 
-def test_infinite_divergence_falsifies():
-    infinite = KL.clone()
-    infinite[1] = float("inf")
-    assert certify(stats(kl=infinite), delta=0.05, horizon=3).precondition == "falsified"
+def test_each_premise_has_its_own_status():
+    assert certify(batch(eps=0.07)).premises == {"kl": "not falsified", "tv": "falsified"}
+    assert certify(batch(eps=0.08)).premises == {"kl": "not falsified", "tv": "not falsified"}
+    assert certify(batch(eps=0.08), assume=["tv"]).premises["tv"] == "known"
+    assert certify(batch(eps=0.07), assume=["tv"]).premises["tv"] == "falsified"
+    assert certify(batch(delta=INF, eps=0.08)).premises == {"tv": "not falsified"}
+    assert certify(batch(delta=INF)).premises == {}  # nothing is asked, nothing can fall
+    assert certify(batch(delta=INF)).precondition == "known"
+    assert certify(batch(tv=None, eps=0.08)).premises == {"kl": "not falsified", "tv": "unknown"}
 
 
-def test_lower_ends_may_falsify_but_never_bound():
-    interval = lambda name, x: Divergence.interval(name, x, x + 1.0)  # noqa: E731
-    got = certify(stats(make=interval), delta=0.035, horizon=3)
-    assert got.bound is None
-    assert got.precondition == "falsified"
-    assert got.grade == "interval"
+@pytest.mark.parametrize("bad", [INF, math.nan])
+def test_infinite_and_nan_divergences_falsify(bad):
+    assert certify(batch(kl=[0.01, bad, 0.03, 0.04])).precondition == "falsified"
 
 
-def test_without_distributions_nothing_is_known():
-    lp = LogProbs.pack(torch.tensor([-1.0]), segments=Segments.from_lengths([1]))
-    got = certify(DriftStats.of(lp), delta=0.05, horizon=3)
-    assert (got.bound, got.precondition) == (None, "unknown")
+def test_intervals_falsify_by_their_lower_ends_and_bound_by_their_upper():
+    interval = lambda name, x: Divergence.interval(name, x, (x + 1.0).clamp(max=1.0))  # noqa: E731
+    exact, wide = certify(batch(copies=50)), certify(batch(copies=50, make=interval))
+    assert certify(batch(make=interval, delta=0.035)).precondition == "falsified"
+    assert wide.grades == {"kl": "interval", "tv": "interval"}
+    assert wide.precondition == "not falsified"
+    assert wide.bound is not None
+    assert exact.bound is not None
+    assert wide.bound.value > exact.bound.value
+    assert wide.unseen == 1  # every token's upper end is above delta: none surely inside
+    assert wide.estimates["acceptance"].mean == 0
+    assert wide.delta_seen == (0.04, 1.0)
+
+
+def capped(refuted: int | None):
+    def make(name: str, x: Tensor) -> Divergence:
+        flags = torch.zeros_like(x, dtype=torch.bool)
+        if refuted is not None:
+            flags[refuted] = True
+        return Divergence.capped(name, x, x, assumes="a cap of 1 nat", refuted=flags)
+
+    return make
+
+
+def test_what_the_evidence_assumes_is_stated_and_nothing_stands_on_it_once_refuted():
+    stands, fell = certify(batch(make=capped(None))), certify(batch(make=capped(2)))
+    assert stands.grades == {"kl": "capped interval", "tv": "capped interval"}
+    assert stands.assumes == {"a cap of 1 nat"}
+    assert stands.bound is not None
+    assert {g.name for g in stands.guarantees} == {"direct", "masked", "TRM"}
+    assert fell.refuted == 1
+    assert (fell.bound, fell.unseen) == (None, None)
+    assert {g.name for g in fell.guarantees} == {"direct"}
+    assert "1 sequences contradict a cap of 1 nat" in fell.verdict
+    assert certify(batch(make=capped(2)), assume=["kl"]).bound is None
+
+
+@pytest.mark.parametrize("make", [Divergence.sampled, None])
+def test_without_distributions_only_the_direct_guarantee_is_left(make):
+    c = certify(batch(make=make) if make else batch(kl=None, tv=None))
+    assert c.bound is None
+    assert c.precondition == "unknown"
+    assert c.unseen is None
+    assert [g.name for g in c.guarantees] == ["direct"]
+    metrics = c.as_metrics()
+    for name in ("bound", "row", "falsified", "delta_hat", "eps_hat", "unseen", "kl_seq"):
+        assert metrics[f"certificate/{name}"] is None
+    assert certify(batch(kl=None, tv=None), assume=["kl"]).bound is not None
+
+
+def test_agreeing_policies_are_certified_not_to_lose_more_than_the_unseen():
+    zero = [0.0] * 4
+    c = certify(batch(kl=zero, tv=zero, copies=200))
+    assert c.bound is not None
+    assert c.bound.value < 0.02
+    # 400 sequences, half of them with rewards: nothing is lost but what was not seen
+    lp = LogProbs.pack(torch.full((400,), -1.0), torch.full((400,), -1.0), segments=Segments.from_lengths([1] * 400))  # fmt: skip
+    same = BatchEvidence.of(lp, torch.ones(400), region=TrustRegion(horizon=1, delta=0.1))
+    assert -0.02 < certify(same).gain_low < 0
+
+
+def test_sequences_of_one_prompt_are_one_draw():
+    one = certify(batch(copies=64))
+    found = batch(copies=64)
+    grouped = BatchEvidence(found.region, found.columns, torch.arange(128) // 16, found.tv_by_position, found.grades, True)  # fmt: skip
+    many = certify(grouped)
+    assert (one.prompts, many.prompts) == (128, 8)
+    assert many.gain_low < one.gain_low - 0.05
+    assert many.unseen is not None
+    assert one.unseen is not None
+    assert many.unseen > 10 * one.unseen
+    assert {k: e.alpha for k, e in many.estimates.items()} == {k: e.alpha for k, e in one.estimates.items()}  # fmt: skip
+    assert many.estimates["gain"].mean == pytest.approx(one.estimates["gain"].mean)
+
+
+def test_the_order_of_pieces_does_not_matter():
+    found = batch(copies=40)
+    shuffled = torch.randperm(80, generator=torch.Generator().manual_seed(0))
+    parts = [
+        BatchEvidence(
+            found.region,
+            found.columns[rows],
+            torch.arange(80)[rows],
+            found.tv_by_position / 2,
+            found.grades,
+            True,
+        )
+        for rows in shuffled.split(40)
+    ]
+    one, other = certify(parts[0].merge(parts[1])), certify(parts[1].merge(parts[0]))
+    assert one.as_dict() == other.as_dict()
+
+
+def test_a_batch_the_policy_learned_from_certifies_nothing():
+    c = certify(batch(copies=50), fresh=False)
+    assert c.gain_low == -INF
+    assert not c.certified
+    assert "learned from these very sequences" in c.verdict
+    assert c.as_metrics()["certificate/gain_low"] is None
+
+
+def test_without_rewards_the_bound_remains():
+    c = certify(batch(rewards=None))
+    assert c.bound is not None
+    assert c.margin is None
+    assert c.verdict == "no certificate: the batch has no rewards"
+    assert "certificate/surrogate" in c.as_metrics()
+
+
+def test_rewards_of_another_range_are_rescaled_when_told():
+    unit = certify(batch(copies=50))
+    wide = certify(batch(copies=50, rewards=(3.0, -2.0)), reward_range=(-2.0, 3.0))
+    assert wide.gain_low == pytest.approx(5 * unit.gain_low)
+    assert unit.bound is not None
+    assert wide.bound is not None
+    assert wide.bound.value == pytest.approx(5 * unit.bound.value)
+    assert wide.estimates["kl_seq"] == unit.estimates["kl_seq"]
+    assert wide.margin == pytest.approx(5 * unit.margin)
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 1.5), (1.0, -0.1), (1.0, math.nan), (1.0, INF)])
+def test_rewards_outside_their_range_are_refused_by_name(rewards):
+    with pytest.raises(BadValueError, match=r"reward of sequence 1 is .* outside \[0, 1\]"):
+        certify(batch(rewards=rewards))
+
+
+@pytest.mark.parametrize("bad", [(1.0, 0.0), (0.0, 0.0), (0.0, math.nan), (-INF, 0.0)])
+def test_impossible_reward_ranges_are_refused(bad):
+    with pytest.raises(BadValueError, match="reward_range"):
+        certify(batch(), reward_range=bad)
+
+
+def test_other_bad_input_is_refused_by_name():
+    short = batch()
+    object.__setattr__(short, "region", TrustRegion(horizon=2, delta=0.05))
+    object.__setattr__(short, "tv_by_position", short.tv_by_position[:2])
+    with pytest.raises(BadValueError, match="sequence 0 has 3 tokens, horizon = 2"):
+        certify(short)
+    with pytest.raises(BadValueError, match="alpha = 0"):
+        certify(batch(), alpha=0.0)
+    with pytest.raises(MethodError, match="constants = 'tight'"):
+        certify(batch(), constants="tight")
+    with pytest.raises(MethodError, match="assume='chi2'"):
+        certify(batch(), assume=["chi2"])
+    lp = LogProbs(torch.zeros(0), Segments.from_lengths([]), torch.zeros(0))
+    with pytest.raises(BadValueError, match="no sequences"):
+        certify(BatchEvidence.of(lp, region=TrustRegion(horizon=2, delta=0.05)))
+
+
+def test_shares_of_alpha_are_all_of_it():
+    assert math.fsum(SHARES.values()) == pytest.approx(1)
+    c = certify(batch(), alpha=0.04)
+    assert {k: e.alpha for k, e in c.estimates.items()} == pytest.approx({k: 0.04 * s for k, s in SHARES.items() if k != "unseen"})  # fmt: skip
+
+
+@pytest.mark.parametrize("made", [batch(), batch(kl=None, tv=None, rewards=None), batch(delta=0.001), batch(delta=INF, kl=[INF] * 4)])  # fmt: skip
+@pytest.mark.parametrize("constants", ["sharp", "paper"])
+def test_everything_is_json(made: BatchEvidence, constants: str):
+    c: Certificate = certify(made, constants=constants)
+    for found in (c.as_dict(), c.as_metrics()):
+        assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert len(c.as_metrics()) == 16
+    assert c.verdict.startswith("no certificate: ")

@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused():
             betting(x, alpha=alpha)
     with pytest.raises(MethodError, match="sides"):
         betting(x, sides="left")
-    with pytest.raises(BadValueError, match="low = 1.0 and high = 0.0"):
+    with pytest.raises(BadValueError, match=r"low = 1\.0 and high = 0\.0"):
         betting(x, low=1.0, high=0.0)
 
 

@@ -70,6 +70,8 @@ def test_closed_answers():
     # The sharp rows include KL_seq itself, here the smallest by far.
     assert largest("kl_seq", **known) == pytest.approx(0.1, rel=1e-11)
     assert largest("delta", target=0.1, horizon=1000) == pytest.approx(1e-4, rel=1e-11)
+    far = largest("kl_seq", target=30.0, horizon=1000, delta=0.05, reward_range=10)
+    assert far == pytest.approx(3.0, rel=1e-11), "more than the 2 nats at which Pinsker ends"
 
 
 @st.composite

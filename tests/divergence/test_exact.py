@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offdrift.correction.gate import Gate
@@ -13,10 +13,11 @@ from offdrift.divergence.exact import SERIES_BELOW, ExactDivergences, all_terms,
 from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
+from tests.divergence.definitions import naive, truth
 from tests.divergence.pairs import FX_V_MU, FX_V_PI, FX_V_TOKENS, first_tokens, pairs, random_pair
-from tests.oracles import divergence as oracle
 
 INF, NAN = math.inf, math.nan
+unhurried = settings(deadline=None)  # the first example may wait for a busy machine
 SWAPPED = {
     "kl_rollout_current": "kl_current_rollout",
     "tv": "tv",
@@ -27,55 +28,6 @@ SWAPPED = {
 
 def of(mu, pi, tokens=None, temperature=1.0):
     return definition(mu, pi, first_tokens(mu) if tokens is None else tokens, temperature)
-
-
-def truth(mu, pi, tokens=None, temperature=1.0) -> ExactDivergences:
-    """From the sums that define each field, one token at a time, in float64, summed exactly."""
-    tokens = first_tokens(mu) if tokens is None else tokens
-    rows = zip(mu.tolist(), pi.tolist(), tokens.tolist(), strict=True)
-    numbers = [true_row(*row, temperature) for row in rows]
-    fields = torch.tensor(numbers, dtype=torch.float64).reshape(len(mu), 9)
-    return ExactDivergences(*fields.unbind(1))
-
-
-def true_row(mu, pi, token, temperature):
-    log_mu, log_pi = oracle.log_probabilities(mu), oracle.log_probabilities(pi, temperature)
-    if math.isnan(log_mu[0]) or math.isnan(log_pi[0]):
-        return (NAN,) * 9
-    p, q = [math.exp(x) for x in log_mu], [math.exp(x) for x in log_pi]
-    both = [a for a in range(len(p)) if log_mu[a] > -INF and log_pi[a] > -INF]
-    only_mu = any(log_mu[a] > -INF and log_pi[a] == -INF for a in range(len(p)))
-    only_pi = any(log_pi[a] > -INF and log_mu[a] == -INF for a in range(len(p)))
-    # (pi - mu)^2 / mu rather than pi^2 / mu - 1, which rounds a small chi2 away.
-    chi2 = math.fsum((math.expm1(log_pi[a] - log_mu[a])) ** 2 * p[a] for a in both)
-    chi2 += math.fsum(p[a] for a in range(len(p)) if log_pi[a] == -INF)
-    return (
-        INF if only_mu else math.fsum(p[a] * (log_mu[a] - log_pi[a]) for a in both),
-        INF if only_pi else math.fsum(q[a] * (log_pi[a] - log_mu[a]) for a in both),
-        math.fsum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2,
-        INF if only_pi else chi2,
-        -math.fsum(a * x for a, x in zip(p, log_mu, strict=True) if a > 0),
-        -math.fsum(a * x for a, x in zip(q, log_pi, strict=True) if a > 0),
-        math.fsum(a * a for a in q),
-        log_mu[token],
-        log_pi[token],
-    )
-
-
-def naive(mu, pi, tokens) -> ExactDivergences:
-    """Log-softmax twice and reduce, in float32: what one writes without thinking."""
-    log_mu, log_pi = mu.float().log_softmax(-1), pi.float().log_softmax(-1)
-    p, q = log_mu.exp(), log_pi.exp()
-    return ExactDivergences(
-        (p * (log_mu - log_pi)).sum(-1),
-        (q * (log_pi - log_mu)).sum(-1),
-        (p - q).abs().sum(-1) / 2,
-        (q * q / p).sum(-1) - 1,
-        -(p * log_mu).sum(-1),
-        -(q * log_pi).sum(-1),
-        (q * q).sum(-1),
-        *(x.gather(1, tokens[:, None]).squeeze(1) for x in (log_mu, log_pi)),
-    )
 
 
 def check_close(got, expected, *, n, rtol, atol):
@@ -109,6 +61,7 @@ def test_golden_numbers_of_the_methods_table():
 
 
 @given(pairs(), st.data())
+@unhurried
 def test_equals_the_definition(pair, data):
     mu, pi = pair
     n, v = mu.shape
@@ -118,6 +71,7 @@ def test_equals_the_definition(pair, data):
 
 
 @given(pairs())
+@unhurried
 def test_laws_of_the_divergences(pair):
     mu, pi = pair
     n, v = mu.shape
@@ -136,6 +90,7 @@ def test_laws_of_the_divergences(pair):
 
 
 @given(pairs())
+@unhurried
 def test_swapping_the_policies_swaps_the_fields(pair):
     mu, pi = pair
     tokens = first_tokens(mu)
@@ -147,6 +102,7 @@ def test_swapping_the_policies_swaps_the_fields(pair):
 
 
 @given(pairs())
+@unhurried
 def test_a_policy_does_not_diverge_from_itself(pair):
     mu, _ = pair
     found = of(mu, mu.clone())
@@ -156,6 +112,7 @@ def test_a_policy_does_not_diverge_from_itself(pair):
 
 
 @given(pairs(), st.floats(-100, 100), st.floats(-100, 100))
+@unhurried
 def test_only_differences_within_a_row_matter(pair, shift_mu, shift_pi):
     mu, pi = pair
     tokens = first_tokens(mu)
@@ -164,6 +121,7 @@ def test_only_differences_within_a_row_matter(pair, shift_mu, shift_pi):
 
 
 @given(pairs(), st.randoms(use_true_random=False), st.integers(0, 5))
+@unhurried
 def test_neither_the_order_of_the_vocabulary_nor_its_padding_matters(pair, random, padding):
     mu, pi = pair
     n, v = mu.shape

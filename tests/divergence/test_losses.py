@@ -13,6 +13,7 @@ from offdrift.divergence.exact import definition
 from offdrift.divergence.fused import exact_divergences
 from offdrift.divergence.losses import entropy, kl_current_rollout, kl_rollout_current
 from offdrift.errors import BadValueError, ShapeError
+from tests.divergence.definitions import naive_loss
 from tests.divergence.pairs import HAS_COMPILER, first_tokens, pairs, peak_bytes, random_pair
 
 INF, NAN = math.inf, math.nan
@@ -28,16 +29,6 @@ LOSSES = {
     "entropy": entropy_of,
 }
 every_loss = pytest.mark.parametrize("of", LOSSES)
-
-
-def naive(of, mu, pi, temperature=1.0):
-    """The textbook, through autograd, in the dtype of the logits or float32."""
-    dtype = torch.promote_types(pi.dtype, torch.float32)
-    log_mu, log_pi = mu.to(dtype).log_softmax(-1), (pi.to(dtype) / temperature).log_softmax(-1)
-    if of == "kl_rollout_current":
-        return (log_mu.exp() * (log_mu - log_pi)).sum(-1)
-    minus = log_mu if of == "kl_current_rollout" else torch.zeros_like(log_mu)
-    return (log_pi.exp() * (log_pi - minus)).sum(-1) * (-1 if of == "entropy" else 1)
 
 
 def gradient_of(value, logits, upstream):
@@ -80,7 +71,8 @@ def test_laws_of_the_gradient(of, pair):
     mu, pi = pair
     pi.requires_grad_()
     value = LOSSES[of](mu, pi)
-    gradient = gradient_of(value, pi, torch.ones(len(mu), dtype=torch.float64))
+    ones = torch.ones(len(mu), dtype=torch.float64)
+    gradient = gradient_of(value, pi, ones)
     assert gradient.shape == pi.shape
     finite = value.isfinite()
     # A shift of all logits changes nothing; a token that is filtered stays so.
@@ -90,8 +82,9 @@ def test_laws_of_the_gradient(of, pair):
     assert (gradient[pi == -INF] == 0).all()
     assert gradient.isfinite().all(1)[finite].all()
     if of != "entropy":
-        same = gradient_of(LOSSES[of](mu, own := mu.clone().requires_grad_()), own, value.detach())
-        assert (same.nan_to_num().abs() < 1e-14).all()
+        # A policy that has not moved is not pushed.
+        own = mu.clone().requires_grad_()
+        assert (gradient_of(LOSSES[of](mu, own), own, ones).abs() < 1e-14).all()
 
 
 @every_loss
@@ -106,7 +99,7 @@ def test_no_further_from_the_truth_than_autograd(of, dtype, drift):
         value = loss(mu, pi, temperature=0.9)
         return gradient_of(value, pi, upstream.to(value.dtype))
 
-    plain = partial(naive, of)
+    plain = partial(naive_loss, of)
     ours, theirs = gradient(LOSSES[of], mu, pi), gradient(plain, mu, pi)
     truth = gradient(plain, mu.double(), pi.double())
     assert ours.dtype is dtype
@@ -212,13 +205,13 @@ def test_the_backward_pass_allocates_the_gradient_and_one_chunk(of, monkeypatch)
     monkeypatch.setitem(chunks.PLAIN_CHUNK, "cpu", 4 * v)
     extra = []
     for n in (64, 256):
-        mu, pi = (z.float() for z in random_pair(n, v, drift=0.1))
+        mu, pi = (z.bfloat16() for z in random_pair(n, v, drift=0.1))
         value = LOSSES[of](mu, pi.requires_grad_(), compiled=False)
         upstream = torch.ones(n)
         peak = peak_bytes(lambda v=value, p=pi, u=upstream: torch.autograd.grad(v, p, u))
         extra.append(peak - pi.nbytes)
     temporary = 4 * v * 4
-    assert 0 < extra[0] < 16 * temporary
+    assert 0 < extra[0] < 12 * temporary
     assert extra[1] - extra[0] < temporary
 
 
@@ -293,7 +286,7 @@ def test_a_gpu_keeps_the_normalizers_for_the_way_back(of, monkeypatch):
     monkeypatch.setattr(kernels, "with_normalizers", with_normalizers)
     monkeypatch.setattr(kernels, f"{of}_backward", backward)
     value = LOSSES[of](mu, pi, temperature=0.7)
-    torch.testing.assert_close(value, LOSSES_PLAIN[of](mu, pi, 0.7))
+    torch.testing.assert_close(value, naive_loss(of, mu, pi, 0.7))
     assert gradient_of(value, pi, torch.ones(3).double()).unique().tolist() == [7.0]
     policies = (pi,) if of == "entropy" else (mu, pi)
     assert [x.data_ptr() for x in seen["forward"][:2]] == [x.data_ptr() for x in (policies[0], pi)]
@@ -303,9 +296,6 @@ def test_a_gpu_keeps_the_normalizers_for_the_way_back(of, monkeypatch):
     assert [x.data_ptr() for x in given_policies] == [x.data_ptr() for x in policies]
     assert torch.equal(torch.stack(normalizers), torch.stack(kept))
     assert seen["forward"][2] == temperature == 0.7
-
-
-LOSSES_PLAIN = {of: partial(naive, of) for of in LOSSES}
 
 
 def test_bad_arguments_are_refused():

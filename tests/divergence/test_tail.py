@@ -36,7 +36,7 @@ def corners(tail, *kinks):
     """Points with all but one token at a bound or a kink, the one having what is missing."""
     for free in range(len(tail.pi)):
         options = list(zip(tail.low, tail.high, *kinks, strict=True))
-        for x in itertools.product(*(options[:free] + [(0.0,)] + options[free + 1 :])):
+        for x in itertools.product(*options[:free], (0.0,), *options[free + 1 :]):
             x = list(x)
             x[free] = tail.total - sum(x)
             if feasible(tail, x):

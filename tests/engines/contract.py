@@ -132,7 +132,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("name", ["top_k", "top_p", "all"])
     def test_hidden_states_of_a_filtered_distribution_are_refused(self, engine, name):
-        with pytest.raises(EngineError, match='"hidden" describes the whole.*evidence = "full"'):
+        with pytest.raises(EngineError, match=r'"hidden" describes the whole.*evidence = "full"'):
             engine.generate(PROMPTS, SAMPLINGS[name], seed=5, evidence="hidden")
 
     def test_hidden_states_keep_the_head_that_sampled(self, engine, model):

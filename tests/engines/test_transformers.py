@@ -152,6 +152,13 @@ def test_hidden_states_of_a_batch_drawn_in_chunks_share_one_head():
     assert gaps.max() < 1e-5
 
 
+def test_hidden_states_are_those_of_the_last_place_where_a_model_keeps_all(monkeypatch):
+    engine = TransformersEngine(tiny("dense"))
+    monkeypatch.setattr(engine.model, "_supports_logits_to_keep", lambda: False)
+    whole = engine.generate(PROMPTS, PLAIN, seed=3, evidence="hidden")
+    assert deviations(whole.evidence, whole.tokens, whole.logp_rollout).max() < 1e-5
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_hidden_states_of_a_capped_and_tied_head_are_the_full_rows(dtype):
     from transformers import Gemma2Config, Gemma2ForCausalLM

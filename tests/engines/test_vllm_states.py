@@ -21,7 +21,7 @@ class Processor(nn.Module):
         self.__dict__ |= {"scale": 1.0, "soft_cap": None, "logits_as_input": False, "org_vocab_size": 5, "head_dtype": torch.bfloat16, **changes}  # fmt: skip
 
     def forward(self, lm_head, hidden_states, embedding_bias=None):
-        return hidden_states @ lm_head.weight.T
+        return hidden_states @ lm_head.weight.T.to(hidden_states.dtype)
 
 
 class World:
@@ -72,8 +72,11 @@ def test_scale_cap_and_a_float32_head_are_recorded():
     assert (tap.head.scale, tap.head.soft_cap, tap.head.round_to) == (0.25, None, None)
     world = World(soft_cap=30.0)
     with state_tap(world.llm) as tap:
-        world.step({"0-a": 1})
+        world.runner.input_batch.req_ids = ["0-a"]
+        named = {"hidden_states": torch.ones(1, 2), "embedding_bias": torch.arange(6.0)}
+        world.runner.model.logits_processor(world.layer, **named)
     assert (tap.head.scale, tap.head.soft_cap) == (1.0, 30.0)
+    assert tap.head.bias.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,6 @@ def test_scale_cap_and_a_float32_head_are_recorded():
 def test_heads_that_cannot_be_recorded_are_refused_by_name(changes, words):
     world = World(**changes)
     with state_tap(world.llm), pytest.raises(EngineError, match=f"{words}.*transformers engine"):
-        world.runner.model.logits_processor.forward = lambda *_: None
         world.step({"0-a": 1})
 
 
@@ -106,6 +108,6 @@ def test_a_runner_without_what_the_tap_reads_is_refused_by_name():
     with pytest.raises(EngineError, match="speculative"), state_tap(world.llm):
         pass
     world = World()
+    world.runner.input_batch.req_ids = ["0-a", "1-b"]
     with state_tap(world.llm), pytest.raises(EngineError, match="1 states for 2 requests"):
-        world.runner.input_batch.req_ids = ["0-a", "1-b"]
         world.runner.model.logits_processor(world.layer, torch.zeros(1, 2).bfloat16())

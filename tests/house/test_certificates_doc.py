@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "certificates.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 COMMANDS = [
-    line.split("#")[0].strip() for line in PAGE.splitlines() if line.startswith("    offdrift bound")
+    line.split("#")[0].strip()
+    for line in PAGE.splitlines()
+    if line.startswith("    offdrift bound")
 ]
 
 

@@ -7,11 +7,11 @@ import pytest
 import offdrift
 
 NAMES = {
-    "Bound", "Certificate", "Clipped", "Correction", "Divergence", "DriftStats", "Gate", "Grade",
+    "BatchEvidence", "Bound", "Certificate", "Clipped", "Correction", "Divergence", "DriftStats", "Gate", "Grade", "Head",
     "ImportanceSampled", "KLPenalty", "LogProbs", "METHODS", "METRICS", "Method", "Observed",
     "OffdriftError", "PolicyLoss",
-    "Reinforce", "Segments", "Weight", "advantages", "aggregate", "all_bounds", "certify",
-    "exact_divergences", "log_ratio", "method", "normalizer_of", "override", "per_unit",
+    "Reinforce", "Segments", "TrustRegion", "Weight", "advantages", "aggregate", "all_bounds", "certify",
+    "exact_divergences", "hidden_divergences", "log_ratio", "method", "normalizer_of", "override", "per_unit",
     "policy_loss", "rejection", "summarize", "topk_divergences", "unified",
 }  # fmt: skip
 FUNCTIONS = sorted(n for n in NAMES if inspect.isfunction(getattr(offdrift, n, None)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offdrift.certificate import all_bounds
-from offdrift.errors import ShapeError
+from offdrift.errors import BadValueError, ShapeError
 from offdrift.lab import (
     TabularPolicy,
     divergences,
@@ -185,6 +185,16 @@ def test_different_trees_are_refused():
             divergences(mu, other)
     with pytest.raises(ShapeError, match=r"rewards has shape \(2, 4\), expected \(2, 8\)"):
         returns(mu, mu, torch.zeros(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, math.nan, math.inf])
+def test_rewards_must_lie_where_the_bounds_expect_them(wrong: float):
+    rewards = torch.full((1, 4), 0.5, dtype=torch.float64)
+    rewards[0, 2] = wrong
+    with pytest.raises(BadValueError, match=r"rewards go from .* outside \[0, 1\]"):
+        returns(MU, PI, rewards)
+    if math.isfinite(wrong):
+        assert math.isfinite(float(returns(MU, PI, rewards, within=(-1, 2)).error))
 
 
 @pytest.mark.parametrize("tilt", [0.4, 1e-2, 1e-5, 1e-9, 1e-15])

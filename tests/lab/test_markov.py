@@ -108,8 +108,10 @@ def test_rewards_of_tokens_agree_with_enumeration():
     got = markov_returns(mu, pi, last, each)
     for field in ("rollout", "current", "surrogate", "error"):
         assert torch.allclose(getattr(got, field), getattr(want, field), rtol=0, atol=1e-13), field
-    with pytest.raises(BadValueError, match=r"rewards go from .* rescale"):
+    with pytest.raises(BadValueError, match=r"rewards go from .* outside \[0, 1\]"):
         markov_returns(mu, pi, last, each * 10)
+    wide = markov_returns(mu, pi, last * 10, each * 10, within=(0, 10))
+    assert torch.allclose(wide.error, 10 * got.error, rtol=1e-12)
 
 
 def test_several_prompts_are_averaged_and_maxima_are_over_all():

@@ -57,6 +57,6 @@ def _write_arm(folder: Path, name: str, payload: str) -> None:
         }
     ]
     write_lines(folder / "samples.jsonl", samples)
-    texts = ("method", "description", "bound_row", "grade")
+    texts = ("method", "description", "grade")
     summary = {"arm": name, "notes": [f"note {payload}"]} | {k: f"{k} {payload}" for k in texts}
     (folder / "summary.json").write_text(json.dumps(summary))

@@ -266,6 +266,24 @@ def test_the_page_is_drawn_and_nothing_written_in_it_runs(tmp_path):
     assert console == []
 
 
+def test_markup_in_a_name_is_shown_and_not_obeyed():
+    # plotly would print it bold
+    panel = Panel("", "<i>x</i>", "", [Series("<b>bold</b>", X, X)], marks=[("<u>m</u>", 1)])
+    (shown,) = draw(panel)
+    assert shown["data"][0]["name"] == "&lt;b&gt;bold&lt;/b&gt;"
+    assert shown["layout"]["xaxis"]["title"]["text"] == "&lt;i&gt;x&lt;/i&gt;"
+    assert shown["layout"]["annotations"][0]["text"] == "&lt;u&gt;m&lt;/u&gt;"
+    # matplotlib would read a formula, and fail at this one
+    bad = "$\\frac$"
+    for panel in (
+        Panel(bad, "", "", LINES),
+        Panel("", bad, bad, [Series(bad, X, X)], marks=[(bad, 1)]),
+    ):
+        assert png_of([panel], title=bad, caption=bad).startswith(b"\x89PNG")
+    points = Panel("", "", "", [Series(bad, X, X, style="points")], x_marks=[(bad, 2)])
+    assert png_of([points], title="", caption="").startswith(b"\x89PNG")
+
+
 def test_a_series_can_be_hidden_and_nothing_sticks_out(tmp_path):
     chromium()
     _, page = write_figure(tmp_path / "probe", [PANEL, PANEL], title="Two panels")

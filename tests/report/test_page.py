@@ -21,7 +21,7 @@ from offdrift.report.page import (
     pick_samples,
     write_report,
 )
-from offdrift.report.stored import Sample
+from offdrift.report.stored import Arm, Sample
 from tests.report.hostile import PAYLOADS, SHOWN, write_hostile_run
 from tests.report.synthetic import ARMS, write_lines, write_run
 
@@ -81,7 +81,7 @@ def test_hostile_texts_add_no_element_and_no_attribute(good: Parsed, hostile: Pa
 
 
 # Where a payload stands, as text before it, and how often: once an arm, or once a payload.
-PLACES = ("prompt ", "ended by finish ", "note ", "description ", "bound_row ", "key ", "package ")
+PLACES = ("prompt ", "ended by finish ", "note ", "description ", "key ", "package ")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -143,7 +143,7 @@ def test_every_id_is_unique_and_every_reference_resolves(good: Parsed) -> None:
         a[k] for _, a in good.tags for k in ("aria-labelledby", "aria-describedby") if k in a
     ]
     assert len(ids) == len(set(ids))
-    assert len(references) == 9 + 8 + 4  # columns, charts, sections
+    assert len(references) == 9 + 10 + 5  # columns, charts, sections
     assert set(references) <= set(ids)
 
 
@@ -196,8 +196,8 @@ def test_a_run_with_next_to_nothing_is_a_page(tmp_path: Path, arms: int) -> None
     text = "".join(parsed.text)
     assert [a.get("class") for _, a in parsed.tags].count("badge") == arms, "running"
     assert ("No arm has started yet." in text) == (arms == 0)
-    assert text.count("Not recorded.") == (6 if arms else 0) + 2
-    assert text.count("No value above 0") == (2 if arms else 0)
+    assert text.count("Not recorded.") == (7 if arms else 0) + 2
+    assert text.count("No value above 0") == (3 if arms else 0)
     assert json.loads(parsed.raw["script"][0])["charts"] == []
 
 
@@ -223,3 +223,20 @@ def test_a_recipe_is_flattened_to_dotted_keys() -> None:
     assert dict(flatten(tree)) == {
         "a.b.c": "1", "a.d": "null", "e": "[]", "f": "{}", "g": "true", "h": "x", "i": '[{"j": 1}]',
     }  # fmt: skip
+
+
+
+def test_the_last_new_batch_of_every_arm_says_what_it_proves(tmp_path):
+    """Of the latest update whose batch was new to the policy; whatever it says is escaped."""
+    folder = write_run(tmp_path / "run")
+    planted = {
+        "update": 1001, "certificate/fresh": True, "certificate/verdict": "J improves <b>surely</b>",
+    }  # fmt: skip
+    learned = {"update": 1002, "certificate/fresh": False, "certificate/verdict": "not this one"}
+    name = next((folder / "arms").iterdir()).name
+    with open(folder / "arms" / name / "metrics.jsonl", "a") as f:
+        f.writelines(json.dumps(row) + "\n" for row in (planted, learned))
+    page = write_report(folder).read_text("utf-8")
+    assert page.count("J improves &lt;b&gt;surely&lt;/b&gt;") == 1
+    assert "not this one" not in page
+    assert Arm("b", finished=True, metrics=({"update": 1},)).proved is None

@@ -111,7 +111,7 @@ def test_an_arm_without_numbers_has_a_dash_in_every_cell() -> None:
         ("acceptance", {"acceptance": 0.69}, "69.0 %", "below 70 %", True),
         ("ess", {"ess_frac": 0.9}, "90.0 %", "", False),
         ("ppl_gap", {"log_ppl_gap": 0.0125}, "0.0125", "", False),
-        ("bound", {"bound": 4.1, "bound_row": "mixed_tv"}, "4.10", "mixed_tv", False),
+        ("bound", {"bound": 4.1}, "4.10", "", False),
         (
             "precondition",
             {"falsified_updates": 0, "updates": 64},

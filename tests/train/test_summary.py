@@ -10,8 +10,8 @@ def metrics(**changes) -> dict:
     row = {
         "update": 1, "batch/tokens": 10, "reward/mean": 0.5, "gate/acceptance_seq": 0.9,
         "divergence/kl_rollout_current_mean": 0.1, "divergence/kl_rollout_current_max": 0.4,
-        "full/ess_frac": 0.8, "full/log_ppl_gap": 0.02, "certificate/bound": 1.0,
-        "certificate/row": "adaptive", "certificate/falsified": 0, "divergence/grade": "exact",
+        "full/ess_frac": 0.8, "full/log_ppl_gap": 0.02, "certificate/kl_seq": 1.0,
+        "certificate/falsified": 0, "divergence/grade": "exact",
         "gate/0/drop_frac_token": 0.1, "weight/cap_frac": 0.0,
     }  # fmt: skip
     return {**row, **changes}
@@ -28,7 +28,7 @@ def summary(name: str, rows: list[dict]) -> dict:
 def test_divergences_are_weighted_by_tokens_and_extremes_are_extremes():
     got = summary("trm_max", [
         metrics(),
-        metrics(**{"batch/tokens": 30, "divergence/kl_rollout_current_mean": 0.5, "divergence/kl_rollout_current_max": 0.2, "certificate/falsified": 1, "certificate/bound": 3.0}),
+        metrics(**{"batch/tokens": 30, "divergence/kl_rollout_current_mean": 0.5, "divergence/kl_rollout_current_max": 0.2, "certificate/falsified": 1, "certificate/kl_seq": 3.0}),
     ])  # fmt: skip
     assert got["kl_mean"] == pytest.approx((10 * 0.1 + 30 * 0.5) / 40)
     assert got["kl_max"] == 0.4

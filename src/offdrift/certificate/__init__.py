@@ -5,6 +5,7 @@ from offdrift.certificate.bounds import Bound as Bound
 from offdrift.certificate.bounds import all_bounds as all_bounds
 from offdrift.certificate.bounds import tightest as tightest
 from offdrift.certificate.bounds import unified as unified
+from offdrift.certificate.certify import certify as certify
 from offdrift.certificate.guarantees import Guarantee as Guarantee
 from offdrift.certificate.guarantees import masked_guarantee as masked_guarantee
 from offdrift.certificate.guarantees import sequence_kl as sequence_kl

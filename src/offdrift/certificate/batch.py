@@ -44,6 +44,7 @@ COLUMNS = (
     "kl_total",  # sum_t of the upper ends
     "kl_sum",  # sum_t min(KL upper end, delta): an upper end where KL <= delta holds
     "prefix_kl",  # sum_t KL upper end, up to the first that exceeds delta or eps: at most T delta
+    "refuted",  # 1 if a token contradicts what its capped interval assumes
     "shift",  # sum_t omega_t min(TV upper end, eps, sqrt(delta/2)): the adaptive sum
 )
 """One number per sequence each."""
@@ -111,6 +112,7 @@ class BatchEvidence:
             "kept": _kept(keep, segments),
             **_ratios(logprobs),
             **_divergences(kl, tv, region, segments),
+            "refuted": _refuted(divergences, segments),
         }
         limited = _limited_tv(kl[1], tv[1], region)
         omega = torch.as_tensor(_weights(region), device=limited.device)[position]
@@ -122,7 +124,7 @@ class BatchEvidence:
             limited.new_zeros(region.horizon).index_add(0, position, limited),
             {name: _grade((divergences or {}).get(name)) for name in (KL, TV)},
             rewards is not None,
-            frozenset(filter(None, (getattr(d, "assumes", None) for d in _used(divergences)))),
+            frozenset(d.assumes for d in _used(divergences) if d.assumes),
         )
 
     def __len__(self) -> int:
@@ -152,11 +154,13 @@ class BatchEvidence:
                     f"batches about {first.region} and {part.region} do not add up; build all "
                     "evidence of a certificate with the same region"
                 )
-            for name, has in (("group_ids", _has_groups), ("rewards", _has_rewards)):
-                if has(part) != has(first):
-                    raise ShapeError(
-                        f"some batches have {name} and some have none; give all or none"
-                    )
+        kinds = {
+            "group_ids": {p.group_ids is None for p in parts},
+            "rewards": {p.rewarded for p in parts},
+        }
+        for name, kind in kinds.items():
+            if len(kind) > 1:
+                raise ShapeError(f"some batches have {name} and some have none; give all or none")
         return replace(
             first,
             columns=torch.cat([p.columns.to(first.columns.device) for p in parts]),
@@ -166,7 +170,7 @@ class BatchEvidence:
             tv_by_position=torch.stack(
                 [p.tv_by_position.to(first.columns.device) for p in parts]
             ).sum(0),
-            grades={k: _weakest([p.grades[k] for p in parts]) for k in first.grades},
+            grades={k: Grade.weakest(p.grades[k] for p in parts) for k in first.grades},
             assumes=frozenset().union(*(p.assumes for p in parts)),
         )
 
@@ -252,6 +256,16 @@ def _divergences(
     }
 
 
+def _refuted(
+    divergences: Mapping[str, Divergence] | None, segments: Segments
+) -> Float[Tensor, " b"]:
+    found = torch.zeros_like(segments.lengths, dtype=torch.float64)
+    for d in _used(divergences):
+        if d.refuted is not None:
+            found = torch.maximum(found, segments.max(d.refuted.double()))
+    return found
+
+
 def _limited_tv(kl: Tensor, tv: Tensor, region: TrustRegion) -> Float[Tensor, " n"]:
     """The smallest upper end of TV: its own, Pinsker's, and the region's, which is the premise."""
     return torch.minimum(tv, (kl / 2).sqrt()).double().clamp(max=region.token_tv)
@@ -282,15 +296,3 @@ def _used(divergences: Mapping[str, Divergence] | None) -> list[Divergence]:
 
 def _grade(divergence: Divergence | None) -> Grade:
     return Grade.SAMPLED if divergence is None else divergence.grade
-
-
-def _has_groups(batch: BatchEvidence) -> bool:
-    return batch.group_ids is not None
-
-
-def _has_rewards(batch: BatchEvidence) -> bool:
-    return batch.rewarded
-
-
-def _weakest(grades: list[Grade]) -> Grade:
-    return max(grades, key=list(Grade).index)

@@ -1,71 +1,256 @@
-"""From a batch to what may be said about it: the unified bound, and whether its precondition fell.
+"""From a batch to what is guaranteed about the true return, and what is only estimated.
 
-The bound B* holds *if* KL(rollout || current) <= delta at every reachable context. A batch can
-falsify that; it can never prove it. The per-position mean TV and the sequence KL that enter the
-bound are sample means of exact values: estimates of expectations, not limits on them.
+Three guarantees are tried, and the best one speaks. All are lower bounds on J(pi) - J(mu); none
+needs the current policy's support inside the rollout policy's, since what mu cannot draw has a
+reward >= 0 and is counted as 0.
+
+    direct   E_mu[R (min(prod_t w_t, c) - 1)]               no trust region at all: a bounded mean
+    masked   L'_masked - B_A - E_mu[(1 - M) R]              Proposition G.1, for the accepted region
+    TRM      L' - B*                                        Theorem 4.2, if KL <= delta everywhere
+
+The surrogate L' is a mean of R sum_t (w_t - 1), which is bounded below by -T and not bounded above.
+Its lower end is honest and, at T in the hundreds, vacuous; the product of ratios needs no such room
+and has no approximation error, so "direct" is the guarantee that speaks at real sizes. A baseline b
+would halve the surrogate's range if ratios were bounded; they are not, and in the direct guarantee
+b drops out: cutting w at c costs b E[(w - c)+] = b (1 - E min(w, c)), exactly what b had gained.
+
+A sampled maximum is not a global one: `unseen` limits the probability that a fresh prompt leaves
+the region, by the number of independent prompts that did not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
+from jaxtyping import Bool, Float
 
-from offdrift.certificate.bounds import Bound, unified
-from offdrift.stats.drift import DriftStats
+from offdrift.certificate.batch import KL, TV, BatchEvidence, HostEvidence
+from offdrift.certificate.bounds import CONSTANTS, ROWS, Bound, all_bounds, tightest
+from offdrift.certificate.confidence import Estimate, check_alpha
+from offdrift.certificate.guarantees import Guarantee, masked_guarantee, sequence_kl
+from offdrift.certificate.inequalities import pinsker
+from offdrift.certificate.regions import TrustRegion, sample_ratio_error
+from offdrift.certificate.samples import (
+    OF_REWARDS,
+    estimates,
+    normal_intervals,
+    unit_rewards,
+    unseen,
+)
+from offdrift.certificate.verdict import Certificate as Certificate
+from offdrift.certificate.verdict import Status
+from offdrift.divergence.evidence import Grade
+from offdrift.errors import BadValueError, MethodError, check_choice
 
 ACCEPTANCE_FLOOR = 0.70
 """Share of accepted sequences below which the precondition counts as refuted (the paper's Remark
 4.3 asks to monitor it; a share above it proves nothing)."""
 
-KL, TV = "kl_rollout_current", "tv_rollout_current"
+Rows = Bool[np.ndarray, " b"]
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """What a batch says about the error of its surrogate."""
-
-    bound: Bound | None
-    """The unified bound and the row that attains it; None without exact divergences."""
-    precondition: Literal["falsified", "not falsified", "unknown"]
-    """Whether some token's KL exceeded delta; "unknown" without evidence of distributions."""
-    grade: str
-    """Grade of the divergences used: with "interval", means are lower ends and bound nothing."""
-
-
-def certify(stats: DriftStats, *, delta: float, horizon: int) -> Certificate:
-    """The unified bound on |J(pi) - J(mu) - L'(pi)| for a batch of exact divergences.
-
-        kl_seq = sum_t E[KL_t],   mean_tv_t = E[TV_t]   over all sequences; 0 after their end
+def certify(
+    batch: BatchEvidence,
+    *,
+    reward_range: tuple[float, float] = (0.0, 1.0),
+    alpha: float = 0.05,
+    constants: str = "sharp",
+    assume: Collection[str] = (),
+    fresh: bool = True,
+) -> Certificate:
+    """What a batch guarantees about J(pi) - J(mu), with probability 1 - alpha.
 
     Args:
-        stats: statistics of the batch, with divergences.
-        delta: the trust region whose precondition is tested, nats.
-        horizon: longest possible response, tokens.
+        batch: the evidence, with the region that is certified.
+        reward_range: smallest and largest possible reward. Rewards are rescaled to [0, 1] with it,
+            results back; a reward outside is refused.
+        alpha: largest probability that any statement of the certificate is wrong.
+        constants: of the bounds, "sharp" or "paper" (and the paper's price of rejection).
+        assume: premises that you know to hold at every reachable context: "kl", "tv". The batch
+            can still falsify them.
+        fresh: whether the batch was drawn independently of the current policy. It was not if that
+            policy has been trained on these prompts' sequences already (a second epoch or
+            minibatch): then nothing is certified.
+
+    Raises: `BadValueError` for an empty batch, rewards that are NaN or out of range, responses
+        longer than the region's horizon, alpha outside (0, 1); `MethodError` for other constants or
+        premises.
 
     Example:
+        >>> import torch
         >>> from offdrift.logprobs import LogProbs
         >>> from offdrift.segments import Segments
-        >>> import torch
-        >>> lp = LogProbs.pack(torch.tensor([-1.0]), segments=Segments.from_lengths([1]))
-        >>> certify(DriftStats.of(lp), delta=0.05, horizon=8).precondition
-        'unknown'
+        >>> lp = LogProbs.pack(torch.full((400,), -1.0), torch.full((400,), -1.0),
+        ...                    segments=Segments.from_lengths([1] * 400))
+        >>> batch = BatchEvidence.of(lp, torch.ones(400), region=TrustRegion(horizon=4, delta=0.05))
+        >>> round(certify(batch).gain_low, 3)  # policies agree on what was drawn, and that is all
+        -0.011
 
-    Reference: Li et al., arXiv:2512.23075v5, Theorem 3.8 (bound), Theorem 4.2 and Remark 4.3 (role
-    of the precondition).
+    Reference: Li et al., arXiv:2512.23075v5, Theorems 3.8 and 4.2, Proposition G.1; the direct
+    guarantee: P. Thomas, G. Theocharous, M. Ghavamzadeh, "High-Confidence Off-Policy Evaluation",
+    AAAI 2015.
     """
-    if KL not in stats.by_position:
-        return Certificate(None, "unknown", stats.grade)
-    numbers = stats.to_host()
-    fell = not numbers[f"divergence/{KL}_max"] <= delta  # NaN falsifies
-    precondition = "falsified" if fell else "not falsified"
-    if stats.grade != "exact":
-        return Certificate(None, precondition, stats.grade)
-    eps = min(1.0, float(np.sqrt(delta / 2)))
-    mean_tv = np.zeros(horizon)
-    measured = stats.by_position[TV].cpu().numpy()[:horizon] / numbers["b"]
-    mean_tv[: len(measured)] = np.minimum(measured, eps)
-    kl_seq = min(numbers[f"divergence/{KL}"] / numbers["b"], horizon * delta)
-    bound = unified(horizon=horizon, delta=delta, kl_seq=kl_seq, mean_tv=mean_tv)
-    return Certificate(bound, precondition, stats.grade)
+    _refuse(batch, alpha, constants, assume)
+    host, region, size = batch.to_host(), batch.region, reward_range[1] - reward_range[0]
+    _check_lengths(host["length"], region)
+    rewards = unit_rewards(host["reward"], reward_range) if batch.rewarded else None
+    grades = {"kl": batch.grades[KL], "tv": batch.grades[TV]}
+    premises = _premises(host, region, grades, assume)
+    refuted = int(host["refuted"].sum())  # then no upper end of a capped interval stands
+    measured, outside = _measured(grades, premises) and not refuted, _outside(host, region)
+    accepted = _accepted(host, region, ~outside if measured else None)
+    found = estimates(host, rewards, accepted, region, alpha=alpha)
+    usable = _stand(premises) and not refuted
+    bound = _unified(found, region, constants) if usable else None
+    guarantees = _guarantees(found, bound, region, premises, measured, constants)
+    normal = {} if rewards is None else normal_intervals(host, rewards, accepted, alpha=alpha)
+    return Certificate(
+        region=region,
+        constants=constants,
+        alpha=alpha,
+        sequences=len(batch),
+        prompts=found["acceptance"].n,
+        grades={k: str(g) for k, g in grades.items()},
+        premises=premises,
+        delta_seen=(float(host["kl_low"].max()), float(host["kl_high"].max())),
+        eps_seen=(float(host["tv_low"].max()), float(host["tv_high"].max())),
+        mean_tv=host.tv_by_position / len(batch),
+        kl_seq=float(host["kl_total"].mean()),
+        unseen=unseen(host, outside, alpha=alpha) if measured else None,
+        estimates={k: e.scaled(size) if k in OF_REWARDS else e for k, e in found.items()},
+        asymptotic={k: e.scaled(size) for k, e in normal.items()},
+        bound=None if bound is None else _scaled(bound, size),
+        guarantees=tuple(g.scaled(size) for g in guarantees),
+        fresh=fresh,
+        assumes=batch.assumes,
+        refuted=refuted,
+    )
+
+
+def _guarantees(
+    found: dict[str, Estimate],
+    bound: Bound | None,
+    region: TrustRegion,
+    premises: dict[str, Status],
+    measured: bool,
+    constants: str,
+) -> list[Guarantee]:
+    """What the batch supports, for rewards in [0, 1]; nothing without rewards."""
+    if "gain" not in found:
+        return []
+    guarantees = [Guarantee("direct", "gain", 0.0, 0.0, ())]
+    errors = []
+    if region.tau is not None:
+        errors.append(
+            sample_ratio_error(horizon=region.horizon, tau=region.tau, constants=constants)
+        )
+    if constants == "sharp" and measured:
+        errors.append(found["prefix_kl"].high)
+    if errors and constants == "sharp":
+        rejected = found["rejected_reward"].high
+        guarantees.append(masked_guarantee(error=min(errors), rejected=rejected, constants="sharp"))
+    elif errors and bound is not None:  # TV_seq is estimated under KL <= delta
+        priced = masked_guarantee(
+            error=min(errors),
+            rejected=1 - found["acceptance"].low,
+            tv_seq=pinsker(found["kl_seq"].high),
+        )
+        guarantees.append(replace(priced, provided=_conditions(region, premises)))
+    if bound is not None:
+        conditions = _conditions(region, premises)
+        guarantees.append(Guarantee("TRM", "surrogate", bound.value, 0.0, conditions))
+    return guarantees
+
+
+def _unified(found: dict[str, Estimate], region: TrustRegion, constants: str) -> Bound:
+    """B* with every expectation at the upper end of its interval, for rewards in [0, 1]."""
+    kl_seq, shift = found["kl_seq"].high, found["shift"].high
+    rows = all_bounds(
+        horizon=region.horizon,
+        delta=region.delta,
+        eps=region.token_tv,
+        kl_seq=kl_seq,
+        constants=constants,
+    )
+    row = ROWS["adaptive"]
+    adaptive = CONSTANTS[constants] * shift
+    rows.append(Bound("adaptive", adaptive, row.route, row.scaling, row.equation))
+    if constants == "sharp" and "sequence_kl" not in ROWS:
+        rows.append(Bound("sequence_kl", sequence_kl(kl_seq), "KL", "data", "not in the paper"))
+    return tightest(rows)
+
+
+def _premises(
+    host: HostEvidence, region: TrustRegion, grades: dict[str, Grade], assume: Collection[str]
+) -> dict[str, Status]:
+    limits = {"kl": (region.delta, np.inf), "tv": (region.eps, 1.0)}
+    found: dict[str, Status] = {}
+    for name, (limit, largest) in limits.items():
+        if limit is None or limit >= largest:
+            continue  # nothing is asked
+        if float(host[f"{name}_low"].max()) > limit:
+            found[name] = "falsified"
+        elif name in assume:
+            found[name] = "known"
+        else:
+            found[name] = "unknown" if grades[name] is Grade.SAMPLED else "not falsified"
+    return found
+
+
+def _stand(premises: dict[str, Status]) -> bool:
+    return all(status in ("not falsified", "known") for status in premises.values())
+
+
+def _conditions(region: TrustRegion, premises: dict[str, Status]) -> tuple[str, ...]:
+    words = {
+        "kl": f"KL(rollout || current) <= {region.delta:g}",
+        "tv": f"TV <= {region.eps or 0:g}",
+    }
+    return tuple(
+        f"{words[k]} at every reachable context ({status})" for k, status in premises.items()
+    )
+
+
+def _measured(grades: dict[str, Grade], premises: dict[str, Status]) -> bool:
+    """Whether the region's limits were measured at every token, so that leaving it is noticed."""
+    return all(grades[name] is not Grade.SAMPLED for name in premises)
+
+
+def _outside(host: HostEvidence, region: TrustRegion) -> Rows:
+    """Sequences with a token that may violate a limit."""
+    outside = ~(host["kl_high"] <= region.delta)
+    return outside if region.eps is None else outside | ~(host["tv_high"] <= region.eps)
+
+
+def _accepted(host: HostEvidence, region: TrustRegion, inside: Rows | None) -> Rows:
+    """Sequences that no gate rejected and that surely meet what is known about the region."""
+    accepted = host["kept"] > 0
+    if inside is not None:
+        accepted = accepted & inside
+    return accepted if region.tau is None else accepted & (host["worst"] <= region.tau)
+
+
+def _scaled(bound: Bound, size: float) -> Bound:
+    closed = None if bound.closed_form is None else size * bound.closed_form
+    return replace(bound, value=size * bound.value, closed_form=closed)
+
+
+def _refuse(batch: BatchEvidence, alpha: float, constants: str, assume: Collection[str]) -> None:
+    check_alpha(alpha)
+    if constants not in CONSTANTS:
+        raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
+    for name in assume:
+        check_choice("assume", name, ("kl", "tv"))
+    if len(batch) == 0:
+        raise BadValueError("the batch has no sequences; there is nothing to certify")
+
+
+def _check_lengths(lengths: Float[np.ndarray, " b"], region: TrustRegion) -> None:
+    longest = int(lengths.argmax())
+    if lengths[longest] > region.horizon:
+        raise BadValueError(
+            f"sequence {longest} has {lengths[longest]:.0f} tokens, horizon = {region.horizon}; "
+            "the horizon is the longest possible response"
+        )

@@ -112,16 +112,20 @@ def largest(
         raise BadValueError(f"solving for {parameter} needs delta; inf if no KL is known")
     if not 0 <= target < math.inf:
         raise BadValueError(f"target = {target}; an error is not negative, and finite")
-    fixed = {"horizon": horizon, "tv_seq": tv_seq, "constants": constants}
+    fixed: dict[str, Any] = {"horizon": horizon, "tv_seq": tv_seq, "constants": constants}
 
     def within(value: float) -> bool:
-        tried = known | {parameter: value}
+        tried: dict[str, Any] = known | {parameter: value}
         mean = _lowered(mean_tv, tried["eps"])
         rows = every_bound(**fixed, **tried, mean_tv=mean, reward_range=reward_range)
         return tightest(rows).value <= target
 
-    most, high = (1.0, 1.0) if parameter == "eps" else (math.inf, 2.0)  # Pinsker: TV 1 at 2 nats
-    return most if within(most) else _last_within(within, high)
+    if parameter == "eps":
+        return 1.0 if within(1.0) else _last_within(within, 1.0)
+    if within(math.inf):
+        return math.inf
+    # beyond: TV is 1, and KL_seq above the target
+    return _last_within(within, 2 * max(1.0, target / reward_range))
 
 
 def vacuous_horizon(
@@ -169,7 +173,7 @@ def vacuous_horizon(
         raise BadValueError(
             f"mean_tv has {mean_tv.size} positions and no continuation; give one number for all"
         )
-    fixed = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
+    fixed: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
 
     def useful(horizon: int) -> bool:
         grown = kl_of_sequences(horizon, kl_seq, kl_rate)
@@ -258,9 +262,6 @@ def route_crossovers(
     if of == "context":
         return [Route(n, low + 1, high + 1) for n, low, high in spans if low <= high]
     return [Route(n, horizon - high, horizon - low) for n, low, high in spans[::-1] if low <= high]
-
-
-# -- search -----------------------------------------------------------------------------------
 
 
 def _floats(given: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,8 @@ class Certificate:
     """Whether the batch was drawn independently of the current policy."""
     assumes: frozenset[str] = frozenset()
     """What the evidence itself takes for granted."""
+    refuted: int = 0
+    """Sequences that contradict `assumes`: if any, no upper end is used."""
 
     @property
     def precondition(self) -> Status:
@@ -140,6 +142,9 @@ class Certificate:
         for name, status in self.premises.items():
             if status in ("falsified", "unknown"):
                 reasons.append((math.inf, f"{_limit(self.region, name)} is {status}"))
+        if self.refuted:
+            words = " and ".join(sorted(self.assumes))
+            reasons.append((math.inf, f"{self.refuted} sequences contradict {words}"))
         if self.bound is not None:
             surrogate = self.estimates["surrogate"].mean
             text = f"B* = {self.bound.value:.3g} ({self.bound.name}) against L' = {surrogate:+.3g}"
@@ -185,6 +190,7 @@ class Certificate:
             "fresh": self.fresh,
             "grades": dict(self.grades),
             "assumes": sorted(self.assumes),
+            "refuted": self.refuted,
             "premises": dict(self.premises),
             "delta_seen": list(self.delta_seen),
             "eps_seen": list(self.eps_seen),

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 # Importing a command adds it to the application, in the order of the help page.
-from offdrift.cli import bound, lab_frontier, lab_length_bias, methods, train  # noqa: F401
+from offdrift.cli import bound, certify, lab_bounds, lab_frontier, lab_length_bias, methods, train  # noqa: F401
 from offdrift.cli.app import app as app
 from offdrift.errors import OffdriftError
 

@@ -82,7 +82,7 @@ def topk_divergences(
     Returns: "kl_rollout_current" in nats and "tv_rollout_current", of grade interval, or capped
         interval; float32 or better, rounded outwards. A row with NaN in it gives NaN, and so does
         a record that no distribution could have left (masses above 1, a drawn token likelier than
-        the top k, fewer than k tokens' worth of tail). Gradient: none, it is evidence.
+        the top k, more left over than the other tokens can hold). Gradient: none, it is evidence.
 
     Raises:
         ShapeError: the arguments describe different tokens.
@@ -214,7 +214,7 @@ def _ends(
     cap: float | int | None,
 ) -> tuple[Tensor, ...]:
     """Least and most KL, least and most TV, float64; where the cap is refuted."""
-    ids, is_known, log_mu_lo, log_mu_hi, log_c = record
+    log_mu_lo, log_mu_hi = record.log_mu_lo, record.log_mu_hi
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     log_pi, tail, consistent = _tail(scores, record, temperature)
 
@@ -277,7 +277,7 @@ def _check(
         )
 
 
-def _check_numbers(temperature: float, cap: float | None) -> None:
+def _check_numbers(temperature: float | int, cap: float | int | None) -> None:
     if not 0 < temperature < math.inf:
         raise BadValueError(f"temperature={temperature} must be positive and finite")
     if cap is not None and (isinstance(cap, bool) or not 0 <= cap < math.inf):

@@ -2,9 +2,7 @@
 
 Same numbers as `exact.definition` to rounding, and no `[tokens, vocab]` tensor but the gradient that
 is asked for. Triton is imported at the first call; without it `available` says False and nothing else
-here works. `TRITON_INTERPRET=1`, set before that call, runs the programs on CPU tensors instead:
-slowly, for tests.
-
+here works. `TRITON_INTERPRET=1`, set before that, runs the programs on CPU tensors, slowly, for tests.
 Why they are shaped as they are: `kernels_exact`. Not yet timed on a GPU: `benchmarks/gpu_kl.py`.
 
 Shape suffixes: n tokens, v vocabulary, c vocabulary chunk.
@@ -25,7 +23,7 @@ from offdrift.divergence.exact import ExactDivergences
 from offdrift.errors import BadValueError, ShapeError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What the kernels read. Float64 is for the plain way: GPUs multiply it at 1/64 of the speed."""
+"""What the kernels read. Float64 is for the plain way, which keeps its digits."""
 
 VECTOR = 16
 """Bytes that one thread loads at once; tiles give each thread that much of a row."""
@@ -33,7 +31,7 @@ VECTOR = 16
 WARPS = 16
 """The most warps per program: see `kernels_exact`."""
 
-# Nothing is left to the compiler's default, which differs between versions of Triton.
+# The compiler's own default differs between versions of Triton.
 OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -84,11 +82,9 @@ def exact_divergences(
 ) -> ExactDivergences:
     """Every exact divergence of every row: `exact.definition`, in one launch.
 
-    Args: as `fused.exact_divergences`, which checks them; rows may lie apart in memory (any stride).
+    Args: as `fused.exact_divergences`, which checks them; rows may lie apart in memory.
 
-    Returns: float32. Gradient: none.
-
-    Raises: `BadValueError` for a dtype that the kernels do not read.
+    Returns: float32. Gradient: none. Raises: `BadValueError` for a dtype that is not in `DTYPES`.
     """
     return with_normalizers(logits_rollout, logits, tokens, temperature)[0]
 
@@ -136,8 +132,8 @@ def kl_rollout_current_backward(
 
     Returns: 0 where a logit is -inf and where upstream is 0.
     """
-    both = (logits_rollout, logits)
-    return _gradient("kl_rollout_current", (upstream, value), both, normalizers, temperature)
+    rows = (upstream, value, logits_rollout, logits)
+    return _gradient("kl_rollout_current", rows, normalizers, temperature)
 
 
 def kl_current_rollout_backward(
@@ -152,8 +148,8 @@ def kl_current_rollout_backward(
 
     Args and Returns: as `kl_rollout_current_backward`; NaN where the KL is infinite.
     """
-    both = (logits_rollout, logits)
-    return _gradient("kl_current_rollout", (upstream, value), both, normalizers, temperature)
+    rows = (upstream, value, logits_rollout, logits)
+    return _gradient("kl_current_rollout", rows, normalizers, temperature)
 
 
 def entropy_backward(
@@ -167,7 +163,7 @@ def entropy_backward(
 
     Args and Returns: as `kl_rollout_current_backward`; of the normalizers only pi's are read.
     """
-    return _gradient("entropy", (upstream, value), (logits, logits), normalizers, temperature)
+    return _gradient("entropy", (upstream, value, logits, logits), normalizers, temperature)
 
 
 @torch.no_grad()
@@ -189,7 +185,7 @@ def update_normalizer(
 
     Returns: the new top and total, in the dtypes of the old.
     """
-    from offdrift.divergence.kernels_chunk import update_rows
+    from offdrift.divergence.kernels_chunk import dtype_of, update_rows
 
     scores = _readable(scores)
     new_top, new_total = torch.empty_like(top), torch.empty_like(total)
@@ -201,7 +197,7 @@ def update_normalizer(
         *(scores.stride(0), scores.shape[1], _bits(temperature)),
         *(shape.scale, shape.soft_cap or 1.0),
         CAPPED=shape.soft_cap is not None,
-        ROUND=_triton_dtype(shape.round_to),
+        ROUND=dtype_of(shape.round_to),
     )
     return new_top, new_total
 
@@ -210,10 +206,7 @@ def update_normalizer(
 def accumulate(
     sums: Float[Tensor, "7 n"],
     scores: tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]],
-    normalizers: tuple[
-        tuple[Float[Tensor, " n"], Float[Tensor, " n"]],
-        tuple[Float[Tensor, " n"], Float[Tensor, " n"]],
-    ],
+    normalizers: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
     temperatures: tuple[float | int, float | int] = (1.0, 1.0),
     shapes: tuple[Shape, Shape] = (LINEAR, LINEAR),
 ) -> Float[Tensor, "7 n"]:
@@ -228,11 +221,10 @@ def accumulate(
 
     Returns: new sums. NaN for a policy that is no distribution, though not in every field.
     """
-    from offdrift.divergence.kernels_chunk import accumulate_rows
+    from offdrift.divergence.kernels_chunk import accumulate_rows, dtype_of
 
     both = (_readable(scores[0]), _readable(scores[1]))
-    sums = sums.contiguous()
-    out = torch.empty_like(sums)
+    out = torch.empty_like(sums := sums.contiguous())
     _launch(
         accumulate_rows,
         both,
@@ -246,8 +238,8 @@ def accumulate(
         *(shape.soft_cap or 1.0 for shape in shapes),
         CAPPED_ROLLOUT=shapes[0].soft_cap is not None,
         CAPPED=shapes[1].soft_cap is not None,
-        ROUND_ROLLOUT=_triton_dtype(shapes[0].round_to),
-        ROUND=_triton_dtype(shapes[1].round_to),
+        ROUND_ROLLOUT=dtype_of(shapes[0].round_to),
+        ROUND=dtype_of(shapes[1].round_to),
     )
     return out
 
@@ -255,20 +247,19 @@ def accumulate(
 @torch.no_grad()
 def _gradient(
     of: Literal["kl_rollout_current", "kl_current_rollout", "entropy"],
-    per_token: tuple[Tensor, Tensor],
-    scores: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, ...],
     normalizers: Normalizers,
     temperature: float | int,
 ) -> Tensor:
     from offdrift.divergence.kernels_chunk import gradient_rows
 
-    both = (_readable(scores[0]), _readable(scores[1]))
+    upstream, value, *scores = rows
+    both = tuple(_readable(x) for x in scores)
     out = torch.empty(both[1].shape, dtype=both[1].dtype, device=both[1].device)
     _launch(
         gradient_rows,
         both,
-        *(x.contiguous() for x in per_token),
-        *(*both, torch.stack(normalizers), out),
+        *(upstream.contiguous(), value.contiguous(), *both, torch.stack(normalizers), out),
         *(both[0].stride(0), both[1].stride(0), *out.shape),
         *(1 / temperature, _bits(temperature)),
         OF=of,
@@ -301,9 +292,3 @@ def _readable(rows: Tensor) -> Tensor:
 
 def _bits(temperature: float | int) -> float:
     return math.log2(math.e) / temperature
-
-
-def _triton_dtype(dtype: torch.dtype | None) -> Any:
-    import triton.language as tl
-
-    return getattr(tl, str(dtype or torch.float32).removeprefix("torch."))

@@ -5,6 +5,7 @@ Imported by `kernels` alone, and only where Triton is.
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 
@@ -22,6 +23,11 @@ from offdrift.divergence.kernels_triton import (
     shaped,
     two_numbers,
 )
+
+
+def dtype_of(dtype: torch.dtype | None) -> tl.dtype:
+    """Triton's name for a dtype of torch's; float32, which rounds nothing here, for None."""
+    return getattr(tl, str(dtype or torch.float32).removeprefix("torch."))
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 import transformers
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,

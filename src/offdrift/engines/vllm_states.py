@@ -35,7 +35,9 @@ class StateTap:
 
     def take(self, processor: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Forward pre-hook of the logits processor: note its states, and once its head."""
-        head, states, *rest = (*arguments, *(named.get(k) for k in _names_after(arguments)))
+        names = ("lm_head", "hidden_states", "embedding_bias")
+        given: dict[str, Any] = {**dict(zip(names, arguments)), **named}
+        states = given["hidden_states"]
         ids = self.runner.input_batch.req_ids
         if len(states) != len(ids):
             raise EngineError(_unsupported(f"{len(states)} states for {len(ids)} requests"))
@@ -43,7 +45,7 @@ class StateTap:
         self.rows.append(states[used.to(states.device)])
         self.requests += [ids[i] for i in used.nonzero().flatten().tolist()]
         if self.head is None:
-            self.head = _head(processor, head, rest[0] if rest else None)
+            self.head = _head(processor, given["lm_head"], given.get("embedding_bias"))
 
     def states(self, requests: Sequence[str], lengths: Sequence[int]) -> Float[Tensor, "n d"]:
         """States of the tokens of these requests, packed in their order.
@@ -120,11 +122,6 @@ def _head(processor: Any, layer: Any, bias: Tensor | None) -> Head:
     rounding = None if dtype == torch.float32 else dtype
     cut = None if bias is None else bias[:v]
     return kept(Head(weight[:v], cut, processor.scale, processor.soft_cap, rounding))
-
-
-def _names_after(arguments: tuple[Any, ...]) -> tuple[str, ...]:
-    """Names of the logits processor's parameters that were not given by position."""
-    return ("lm_head", "hidden_states", "embedding_bias")[len(arguments) :]
 
 
 def _unsupported(why: str) -> str:

@@ -113,7 +113,7 @@ def attack(
             optimizer.zero_grad()
             (-ratio.clamp(min=1e-30).log()).sum().backward()
             for x in free:  # where a probability underflows there is no direction: stay
-                x.grad.nan_to_num_(0.0, 0.0, 0.0)
+                x.grad = None if x.grad is None else x.grad.nan_to_num(0.0, 0.0, 0.0)
             optimizer.step()
             decay.step()
             tick()

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.errors import ShapeError
+from offdrift.errors import BadValueError, ShapeError
 from offdrift.lab.policy import TabularPolicy
 
 _NEAR, _TERMS = 1e-2, 10
@@ -168,16 +168,22 @@ def error_weights(rollout: TabularPolicy, current: TabularPolicy) -> Float[Tenso
 
 
 def returns(
-    rollout: TabularPolicy, current: TabularPolicy, rewards: Float[Tensor, "p y"]
+    rollout: TabularPolicy,
+    current: TabularPolicy,
+    rewards: Float[Tensor, "p y"],
+    *,
+    within: tuple[float | int, float | int] = (0, 1),
 ) -> Returns:
     """Expected rewards, surrogate and error, by enumeration.
 
     Args:
         rewards: reward of every sequence, numbered in base v.
+        within: smallest and largest reward there can be; bounds scale with their difference.
 
     Gradient: to both policies' levels and the rewards.
 
-    Raises: `ShapeError` if policies or rewards live on different trees.
+    Raises: `ShapeError` if policies or rewards live on different trees; `BadValueError` for a
+        reward outside `within`.
     """
     expected = (rollout.pairs, rollout.vocab**rollout.horizon)
     if tuple(rewards.shape) != expected:
@@ -185,6 +191,7 @@ def returns(
             f"rewards has shape {tuple(rewards.shape)}, expected {expected}: "
             "one reward for every sequence of every pair"
         )
+    refuse_rewards(rewards, rewards, within)
     shift, weights = weights_by_sequence(rollout, current)
     j_rollout = (rollout.law() * rewards).sum(1)
     gain, error = (shift * rewards).sum(1), (weights * rewards).sum(1)
@@ -198,6 +205,18 @@ def worst_rewards(rollout: TabularPolicy, current: TabularPolicy) -> Float[Tenso
     rewards in [0, 1] is the sum of the positive weights.
     """
     return (error_weights(rollout, current) > 0).double()
+
+
+def refuse_rewards(
+    low: Float[Tensor, "*_"], high: Float[Tensor, "*_"], within: tuple[float | int, float | int]
+) -> None:
+    """Refuse rewards from `low` to `high` that leave `within`."""
+    smallest, largest = float(low.detach().min()), float(high.detach().max())
+    if not (within[0] - 1e-9 <= smallest and largest <= within[1] + 1e-9):
+        raise BadValueError(
+            f"rewards go from {smallest:g} to {largest:g}, outside [{within[0]:g}, {within[1]:g}]; "
+            "say within= what they lie, or rescale them"
+        )
 
 
 def _mean(law: Float[Tensor, "p c"], x: Float[Tensor, "p c"]) -> Float[Tensor, " p"]:

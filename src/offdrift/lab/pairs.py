@@ -136,6 +136,19 @@ def _biased(spread: float) -> Callable[[int, int, int, torch.Generator], Tabular
     return make
 
 
+def _rare(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
+    """One token nearly always, the same at every context; the current policy less so."""
+    first = torch.eye(vocab, dtype=torch.float64)[0]
+    sure = 3 + 9 * torch.rand(n, 1, generator=g, dtype=torch.float64)
+    logits = sure * first + 0.1 * torch.randn(n, vocab, generator=g, dtype=torch.float64)
+    drifted = logits - _sizes(n, 6.0, g)[:, None] * first
+    mu, pi = (
+        tuple(x.softmax(-1)[:, None].expand(-1, vocab**t, -1) for t in range(horizon))
+        for x in (logits, drifted)
+    )
+    return TabularPolicy(mu), TabularPolicy(pi)
+
+
 def _one_position(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
     mu, other = _unrelated(n, vocab, horizon, g)
     return mu, mu.with_level(int(torch.randint(horizon, (), generator=g)), other)
@@ -165,6 +178,7 @@ FAMILIES: dict[str, Maker] = {
     "sparse": _noise(1.0, 4.0, touched=0.15),
     "biased": _biased(1.0),
     "biased, uniform rollout": _biased(0.0),
+    "rare tokens": _rare,
     "one position": _one_position,
     "rollout filtered": _rollout_filtered,
     "current filtered": _current_filtered,
@@ -240,8 +254,9 @@ def _markov_batch(
     stationary = drift != "noise at every position"
     mu = random_markov(machine, n, horizon=horizon, stationary=stationary, generator=g)
     sizes = _sizes(n, 2.0, g)
-    if drift == "rare tokens":  # a few in a sequence of any length
-        mu, push = shifted(mu, drift_tilt(mu), scale=math.log(horizon)), -drift_tilt(mu)
+    if drift == "rare tokens":  # a few in a sequence of any length, or fewer
+        sure = math.log(horizon) + 6 * torch.rand(n, generator=g, dtype=torch.float64)
+        mu, push, sizes = shifted(mu, drift_tilt(mu), scale=sure), -drift_tilt(mu), 3 * sizes
     elif drift == "flip":
         push = drift_flip(mu, generator=g)
     else:

@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.errors import BadValueError, ShapeError
-from offdrift.lab.enumerate import Returns, token_kl, token_tv
+from offdrift.errors import ShapeError
+from offdrift.lab.enumerate import Returns, refuse_rewards, token_kl, token_tv
 from offdrift.lab.markov import MarkovPolicy, backward
 
 _LARGEST = torch.finfo(torch.float64).max
@@ -92,20 +92,23 @@ def markov_returns(
     current: MarkovPolicy,
     rewards: Float[Tensor, "#p s"],
     token_rewards: Float[Tensor, "#p #t s v"] | None = None,
+    *,
+    within: tuple[float | int, float | int] = (0, 1),
 ) -> Returns:
     """Expected rewards, surrogate and error, by recursion.
 
     Args:
         rewards: reward of a sequence by its last state.
-        token_rewards: what each token adds to it; the sum over any sequence must lie in [0, 1].
+        token_rewards: what each token adds to it.
+        within: smallest and largest reward a sequence can have; bounds scale with their difference.
 
     Gradient: to both policies' tokens and the rewards.
 
     Raises: `ShapeError` for policies of different pairs, horizon or automaton; `BadValueError` if
-        some sequence has a reward outside [0, 1].
+        some sequence has a reward outside `within`.
     """
     _same_tree(rollout, current)
-    _refuse_rewards(rollout, rewards, token_rewards)
+    refuse_rewards(*_extremes(rollout, rewards, token_rewards), within)
     machine, horizon = rollout.automaton, rollout.horizon
     moved = current.tokens - rollout.tokens
     final = rewards.expand(rollout.pairs, -1)
@@ -276,20 +279,16 @@ def _same_tree(rollout: MarkovPolicy, current: MarkovPolicy) -> None:
         )
 
 
-def _refuse_rewards(
+def _extremes(
     policy: MarkovPolicy,
     rewards: Float[Tensor, "#p s"],
     token_rewards: Float[Tensor, "#p #t s v"] | None,
-) -> None:
-    """The smallest and largest reward of any sequence must lie in [0, 1]."""
+) -> tuple[Float[Tensor, "#p s"], Float[Tensor, "#p s"]]:
+    """The smallest and the largest reward of any sequence, from each state."""
     low = high = rewards.detach()
     if token_rewards is not None:
         each = token_rewards.detach().expand(-1, policy.horizon, -1, -1)
         for t in reversed(range(policy.horizon)):
             low = (each[:, t] + low[:, policy.automaton.next_state]).amin(-1)
             high = (each[:, t] + high[:, policy.automaton.next_state]).amax(-1)
-    if not bool((low >= -1e-9).all()) or not bool((high <= 1 + 1e-9).all()):
-        raise BadValueError(
-            f"rewards go from {float(low.min()):g} to {float(high.max()):g}; the lab takes rewards "
-            "in [0, 1], rescale them"
-        )
+    return low, high

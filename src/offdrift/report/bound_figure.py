@@ -94,7 +94,9 @@ def _curves(
     rate = given.pop("kl_rate", None)
     lines: dict[str, list[float]] = {"unified": []}
     for tokens in horizons:
-        known = given | {"kl_seq": kl_of_sequences(tokens, given.get("kl_seq"), rate)}
+        known: dict[str, Any] = given | {
+            "kl_seq": kl_of_sequences(tokens, given.get("kl_seq"), rate)
+        }
         rows = every_bound(horizon=tokens, constants=constants, reward_range=reward_range, **known)
         for row in rows:
             lines.setdefault(row.name, []).append(row.value)
@@ -105,7 +107,7 @@ def _curves(
 def _vacuous(given: dict[str, Any], constants: tuple[str, ...]) -> str:
     at = {c: vacuous_horizon(**given, constants=c) for c in constants}
     texts = [f"{'never' if t is None else f'from T = {t:,}'} ({c})" for c, t in at.items()]
-    return f"The unified bound B*, drawn thick, reaches the reward range and is vacuous {', '.join(texts)}."
+    return f"The unified bound B*, drawn thick, is vacuous {', '.join(texts)}."
 
 
 def _premises(given: dict[str, Any]) -> str:

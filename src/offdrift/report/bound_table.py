@@ -77,7 +77,7 @@ def bound_rows(
         if not (mean_tv is None and b.name in ("adaptive_kl", "adaptive_tv"))
     ]
     rows.append(_unified_row(best))
-    sequence = {"kl_seq": kl_seq} if kl_rate is None else {"kl_rate": kl_rate}
+    sequence: dict[str, Any] = {"kl_seq": kl_seq} if kl_rate is None else {"kl_rate": kl_rate}
     rows[-1]["vacuous_from"] = {
         c: None
         if isinstance(mean_tv, np.ndarray)

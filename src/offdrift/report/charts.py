@@ -77,6 +77,24 @@ QUANTITIES = (
         log=True,
     ),
     Quantity(
+        "bound",
+        "Error bound",
+        "of the surrogate, log scale",
+        "certificate/kl_seq",
+        "How far the surrogate can be from the true change of the return, for any two policies: the "
+        "KL(rollout || current) of whole sequences in this batch. Lower is better.",
+        log=True,
+    ),
+    Quantity(
+        "gain_low",
+        "Certified change of the return",
+        "at least, 95 % confidence",
+        "certificate/gain_low",
+        "Lower end of J(current) − J(rollout) from this batch alone; above 0 is a certified "
+        "improvement. Only batches that were new to the policy count.",
+        line_at=0.0,
+    ),
+    Quantity(
         "ppl_gap",
         "Perplexity gap",
         "nat",

@@ -27,7 +27,7 @@ MOST_LABELS = 12
 DASHES: tuple[Any, ...] = ("-", (0, (6, 1.5, 1, 1.5)), (0, (1, 1.2)))
 MARKERS = "osD^Pp*h"
 
-FONT = {
+FONT: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 10.5,
@@ -43,10 +43,10 @@ def png_of(panels: Sequence[Panel], *, title: str, caption: str) -> bytes:
     with mpl.rc_context(FONT), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         colors, numbers = palette()["light"], order(panels)
-        figure = Figure((WIDTH * columns, HEIGHT * rows), DPI, layout="constrained")
+        figure = Figure((WIDTH * columns, HEIGHT * rows), DPI)
+        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.04)
         FigureCanvasAgg(figure)
         figure.set_facecolor(colors["card"])
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.04)
         fits = int(13.5 * WIDTH * columns)
         _heading(figure, title, caption, fits, colors)
         grid = figure.subplots(rows, columns, squeeze=False).ravel()

@@ -131,7 +131,9 @@ def bounds_rows(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> dict[s
         "searched_by_horizon": _grouped(found, lambda o: o.horizon),
         "by_family": _grouped(outcomes, lambda o: o.family),
         "by_drift": {
-            f"{low:g} to {high:g}": _json(summarize([of_drift(o, low, high) for o in outcomes]))
+            f"{low:g} to {min(high, 1):g}": _json(
+                summarize([of_drift(o, low, high) for o in outcomes])
+            )
             for low, high in pairwise(EDGES)
         },
     }

@@ -27,7 +27,7 @@ LIVE_SUMMARY: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "kl_max": ("divergence/kl_rollout_current_max", max),
     "acceptance": ("gate/acceptance_seq", lambda v: sum(v) / len(v)),
     "ess_frac": ("full/ess_frac", lambda v: sum(v) / len(v)),
-    "bound": ("certificate/bound", lambda v: sum(v) / len(v)),
+    "bound": ("certificate/kl_seq", lambda v: sum(v) / len(v)),
     "falsified_updates": ("certificate/falsified", sum),
     "log_ppl_gap": ("full/log_ppl_gap", lambda v: sum(v) / len(v)),
     "tokens_per_s": ("throughput/tokens_per_s", lambda v: sum(v) / len(v)),
@@ -91,6 +91,15 @@ class Arm:
         """Optimizer steps taken so far."""
         last = number(self.metrics[-1]["update"]) if self.metrics else None
         return int(self.figure("updates") or last or 0)
+
+    @property
+    def proved(self) -> tuple[int, str] | None:
+        """The latest update whose batch was new to the policy, and what its certificate says."""
+        for row in reversed(self.metrics):
+            words, update = row.get("certificate/verdict"), number(row.get("update"))
+            if isinstance(words, str) and update is not None and row.get("certificate/fresh"):
+                return int(update), words
+        return None
 
     @property
     def notes(self) -> tuple[str, ...]:

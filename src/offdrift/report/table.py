@@ -183,21 +183,21 @@ COLUMNS = (
     ),
     Column(
         "bound",
-        "Bound B*",
+        "Error bound",
         "reward",
         "lower is tighter",
-        "Unified bound on the error of the surrogate (Theorem 3.8), in units of reward: its mean "
-        "over updates, and the bound that was smallest most often. It is a guarantee only where "
-        "its precondition holds.",
-        lambda arm: Cell(short(arm.figure("bound")), arm.label("bound_row")),
+        "How far the surrogate can be from the true change of the return, for any two policies and "
+        "rewards in [0, 1]: the KL(rollout || current) of whole sequences, estimated on each batch "
+        "from exact evidence or upper ends; its mean over updates.",
+        lambda arm: Cell(short(arm.figure("bound"))),
     ),
     Column(
         "precondition",
         "Precondition",
         "",
         "watch: not falsified",
-        "Whether some sampled token already had more divergence than the bound assumes of every "
-        "reachable one, and at how many updates. There the bound proves nothing.",
+        "Whether some sampled token already had more divergence than the trust region allows at every "
+        "reachable context, and at how many updates. There the unified bound B* proves nothing.",
         _precondition,
     ),
     Column(

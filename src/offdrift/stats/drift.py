@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offdrift.correction import Corrected
 from offdrift.correction.compose import GateLike
-from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped
 from offdrift.ratios import stopped_log_ratio
@@ -95,7 +95,7 @@ class DriftStats:
             if maxima
             else logprobs.logp_rollout.new_zeros(0).double(),
             by_position,
-            _weakest(grades) if grades else "sampled",
+            str(Grade.weakest(grades)) if grades else "sampled",
         )
 
     def merge(self, other: DriftStats) -> DriftStats:
@@ -107,7 +107,7 @@ class DriftStats:
         positions = dict(self.by_position)
         for name, x in other.by_position.items():
             positions[name] = _add_padded(positions[name], x) if name in positions else x
-        grade = _weakest([self.grade, other.grade])
+        grade = str(Grade.weakest([self.grade, other.grade]))
         return replace(
             self,
             sum_names=sum_names,
@@ -287,7 +287,3 @@ def _add_padded(a: Tensor, b: Tensor) -> Tensor:
     if len(a) < len(b):
         a, b = b, a
     return a + torch.cat([b, b.new_zeros(len(a) - len(b))])
-
-
-def _weakest(grades: list[str]) -> str:
-    return max(grades, key=("exact", "interval", "sampled").index)

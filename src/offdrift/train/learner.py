@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from offdrift.advantages import ADVANTAGES
-from offdrift.certificate.certify import certify
+from offdrift.certificate import TrustRegion, certify
 from offdrift.engines import make_engine
 from offdrift.engines.sync import check_sync
 from offdrift.methods import Method
@@ -52,6 +52,11 @@ class Learner:
     def estimator(self) -> str:
         """The advantage estimator of this arm."""
         return self.shop.recipe.estimator(self.row)
+
+    @property
+    def region(self) -> TrustRegion:
+        """The trust region that every update's certificate is about."""
+        return TrustRegion(horizon=self.shop.sampling.max_tokens, delta=self.shop.recipe.delta)
 
     @property
     def needs_old(self) -> bool:
@@ -108,8 +113,15 @@ class Learner:
         """
         optim = self.shop.recipe.optim
         self.old_lag = self.version - int(rollouts.rollout_version.min())
+        cap = self.shop.recipe.rollout.tail_log_ratio_cap
         old = (
-            assess(self.model, rollouts, token_budget=optim.token_budget, exact=self.exact_old)
+            assess(
+                self.model,
+                rollouts,
+                token_budget=optim.token_budget,
+                exact=self.exact_old,
+                tail_log_ratio_cap=cap,
+            )
             if self.needs_old
             else None
         )
@@ -128,7 +140,8 @@ class Learner:
             version=self.version,
             total=lambda x: reduce_sum(self.shop.accelerator, x),
         )
-        batch = Batch(rollouts, earned, old, ref)
+        before = self.version
+        batch = Batch(rollouts, earned, old, ref, cap)
         for epoch in range(optim.epochs):
             for piece in self._minibatches(index, epoch, rollouts.num_sequences):
                 # Dropout, if a model has any, must be the same in a resumed run.
@@ -147,10 +160,12 @@ class Learner:
                     max_grad_norm=optim.max_grad_norm,
                     version=self.version,
                     view=view,
+                    region=self.region,
                 )
+                fresh = self.version == before
                 self.version += 1
                 self.row = update.method
-                self._record(index, part.rollouts, update)
+                self._record(index, part.rollouts, update, fresh=fresh)
 
     def evaluate(self) -> None:
         """Mean reward of the current policy on held-out prompts, drawn at float32 by transformers."""
@@ -205,10 +220,12 @@ class Learner:
         g = torch.Generator().manual_seed(batch_seed(seed, index, epoch))
         return torch.randperm(sequences, generator=g).tensor_split(optim.minibatches)
 
-    def _record(self, index: int, rollouts: Rollouts, update: Update) -> None:
+    def _record(self, index: int, rollouts: Rollouts, update: Update, *, fresh: bool) -> None:
         shop, now = self.shop, time.perf_counter()
         seconds, self.tick = now - self.tick, now
-        proof = certify(update.stats, delta=shop.recipe.delta, horizon=shop.sampling.max_tokens)
+        assert update.evidence is not None
+        # After a batch's first update the policy has learned from its prompts: nothing covers then.
+        proof = certify(update.evidence, fresh=fresh)
         found = summarize(update.stats)
         row = {
             "update": self.version,
@@ -216,9 +233,9 @@ class Learner:
             "divergence/grade": update.stats.grade,
             **found,
             "old/version_lag": self.old_lag if self.needs_old else None,
-            "certificate/bound": None if proof.bound is None else proof.bound.value,
-            "certificate/row": None if proof.bound is None else proof.bound.name,
-            "certificate/falsified": {"falsified": 1, "not falsified": 0}.get(proof.precondition),
+            **proof.as_metrics(),
+            "certificate/fresh": fresh,
+            "certificate/verdict": proof.verdict,
             "throughput/seconds": seconds,
             "throughput/tokens_per_s": found["batch/tokens"] / seconds,
         }

@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from offdrift.aggregate import normalizer_of
+from offdrift.certificate import BatchEvidence, TrustRegion
 from offdrift.divergence.evidence import Divergence
 from offdrift.engines.score import Score, chunks, divergences, score
 from offdrift.errors import EngineError
@@ -35,6 +36,9 @@ from offdrift.rollouts.records import Rollouts
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 from offdrift.train.assess import Assessment
+
+
+GROUPS_PER_PROCESS = 2**32
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,8 @@ class Update:
     tokens: TokenView | None
     method: Method
     """The method of the next step: the same, unless it adapts."""
+    evidence: BatchEvidence | None = None
+    """What a certificate needs to know of the step, over all processes, before it was taken."""
 
 
 def train_step(
@@ -93,6 +99,7 @@ def train_step(
     max_grad_norm: float,
     version: int = 0,
     view: bool = False,
+    region: TrustRegion | None = None,
 ) -> Update:
     """Take one optimizer step on a batch.
 
@@ -101,6 +108,7 @@ def train_step(
         token_budget: padded tokens per forward pass.
         version: optimizer steps taken before this one.
         view: also give per-token values, for samples.
+        region: also collect the evidence for a certificate of this trust region.
 
     Returns: statistics over all processes; the gradient norm before clipping is `optim/grad_norm`.
 
@@ -115,6 +123,7 @@ def train_step(
     model.train()
     optimizer.zero_grad(set_to_none=True)
     stats: list[DriftStats] = []
+    evidence: list[BatchEvidence] = []
     shown = _empty_view(batch) if view else None
     observed = _look_ahead(accelerator, model, batch, method, token_budget, version)
     for piece, last, counts in _pieces(accelerator, batch, token_budget):
@@ -124,6 +133,8 @@ def train_step(
             accelerator.backward(result.loss if counts else result.loss * 0.0)
         if counts:
             stats.append(result.stats.with_sum("optim/loss", result.loss.detach() / world))
+            if region is not None:
+                evidence.append(seen.evidence(region, result))
             if shown is not None:
                 _show(shown, batch.rollouts.segments.rows(piece), result, seen.divergences)
             if observed is None and method.looks_ahead:
@@ -141,7 +152,8 @@ def train_step(
     with _scaled_lr(optimizer, scale):
         optimizer.step()
     total = total.with_max("optim/grad_norm", norm).with_max("optim/lr_scale", torch.tensor(scale))
-    return Update(total, shown, _adapted(method, observed, total))
+    proof = gather_evidence(accelerator, evidence) if evidence else None
+    return Update(total, shown, _adapted(method, observed, total), proof)
 
 
 def gather_stats(accelerator: Accelerator, stats: DriftStats) -> DriftStats:
@@ -151,6 +163,17 @@ def gather_stats(accelerator: Accelerator, stats: DriftStats) -> DriftStats:
     # A few kilobytes per step; objects, because processes may know different positions.
     pieces = gather_object([stats.cpu()])
     return DriftStats.merge_all(pieces)
+
+
+def gather_evidence(accelerator: Accelerator, parts: list[BatchEvidence]) -> BatchEvidence:
+    """The evidence of all processes together; every process gets it."""
+    local = BatchEvidence.merge_all(parts)
+    if accelerator.num_processes == 1:
+        return local
+    # Each process numbers its own prompts from 0.
+    ids = local.group_ids
+    shifted = None if ids is None else ids + accelerator.process_index * GROUPS_PER_PROCESS
+    return BatchEvidence.merge_all(gather_object([replace(local, group_ids=shifted).cpu()]))
 
 
 def reduce_sum(accelerator: Accelerator, x: Tensor) -> Tensor:
@@ -212,6 +235,16 @@ class _See:
         )
         entropy = self.scored.entropy.sum()
         return replace(result, stats=result.stats.with_sum("current/entropy", entropy))
+
+    def evidence(self, region: TrustRegion, result: PolicyLoss) -> BatchEvidence:
+        """What the piece says about the trust region."""
+        return BatchEvidence.of(
+            self.logprobs,
+            self.facts["rewards"],
+            region=region,
+            divergences=self.divergences,
+            keep=result.corrected.keep,
+        )
 
     def observe(self, method: Method) -> Observed:
         """What the method's observing parts see of the piece."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,11 +22,9 @@ def summarize_arm(
 ) -> dict[str, Any]:
     """What happened in an arm, in one row; what was not measured is None.
 
-    Means over updates are weighted by tokens (divergences) or plain (shares); the bound is the mean
-    over updates, with the row that attained it most often.
+    Means over updates are weighted by tokens (divergences) or plain (shares, bounds).
     """
     tokens = [m["batch/tokens"] for m in metrics]
-    rows = Counter(m["certificate/row"] for m in metrics if m.get("certificate/row"))
     summary = {
         "arm": name,
         "method": method_name,
@@ -42,8 +39,7 @@ def summarize_arm(
         "acceptance": _mean(metrics, "gate/acceptance_seq"),
         "acceptance_min": _smallest(metrics, "gate/acceptance_seq"),
         "ess_frac": _mean(metrics, "full/ess_frac"),
-        "bound": _mean(metrics, "certificate/bound"),
-        "bound_row": rows.most_common(1)[0][0] if rows else None,
+        "bound": _mean(metrics, "certificate/kl_seq"),
         "falsified_updates": _count(metrics, "certificate/falsified"),
         "log_ppl_gap": _mean(metrics, "full/log_ppl_gap"),
         "tokens_per_s": sum(tokens) / seconds if seconds > 0 else None,
