@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from offdrift.certificate import tightest
-from offdrift.certificate.inverse import every_bound
+from offdrift.certificate import all_bounds, tightest
 from offdrift.cli import app
 from offdrift.errors import OffdriftError
 
@@ -56,16 +55,16 @@ def test_json_is_the_rows_as_before():
 
 def test_each_question_is_answered():
     for constants, row in answers("--T 4096 --target 1 --solve delta").items():
-        value = tightest(every_bound(horizon=4096, delta=row["value"], constants=constants)).value
+        value = tightest(all_bounds(horizon=4096, delta=row["value"], constants=constants)).value
         assert value == pytest.approx(1, rel=1e-9)
     for constants, row in answers("--T 4096 --delta 1e-2 --target 1 --solve eps").items():
         value = tightest(
-            every_bound(horizon=4096, delta=1e-2, eps=row["value"], constants=constants)
+            all_bounds(horizon=4096, delta=1e-2, eps=row["value"], constants=constants)
         ).value
         assert value == pytest.approx(1, rel=1e-9)
     for constants, row in answers("--T 4096 --delta 1e-2 --solve kl_seq").items():
         value = tightest(
-            every_bound(horizon=4096, delta=1e-2, kl_seq=row["value"], constants=constants)
+            all_bounds(horizon=4096, delta=1e-2, kl_seq=row["value"], constants=constants)
         ).value
         assert value == pytest.approx(1, rel=1e-9)
     found = answers("--delta 1e-4 --solve T")

@@ -133,7 +133,7 @@ def test_one_token_is_exact_except_for_the_mixed_rows():
 def test_equal_policies_have_no_error():
     got = values(horizon=100, delta=0.0, mean_tv=np.zeros(100), constants="sharp")
     assert set(got.values()) == {0.0}
-    assert len(got) == 11
+    assert len(got) == 12
 
 
 def test_unknown_kl_leaves_the_tv_rows():
@@ -155,7 +155,7 @@ def test_ten_million_tokens():
             horizon=horizon, delta=1e-9, eps=2e-6, mean_tv=mean_tv, constants="sharp"
         )
     }
-    assert len(got) == 11
+    assert len(got) == 12
     # The caps are reached at k = 2e9 by KL (never) and k = 5e5 by TV; crossover at k = 125.
     coupling = 2 * 2e-6 * (2e-6 * 5e5 * (5e5 + 1) / 2 + (horizon - 1 - 5e5))
     assert got["coupling"].value == pytest.approx(coupling, rel=1e-12)
@@ -189,9 +189,10 @@ def test_other_constants_are_refused():
         all_bounds(horizon=4, delta=0.1, constants="half")
 
 
-def test_sharp_halves_every_row_and_adds_pointwise():
+def test_sharp_halves_every_row_and_adds_its_own():
     paper, sharp = values(**SMALL), values(**SMALL, constants="sharp")
-    assert set(sharp) - set(paper) == {"pointwise"}
+    assert set(sharp) - set(paper) == bounds.BEYOND == {"pointwise", "sequence_kl"}
+    assert sharp["sequence_kl"] == SMALL["kl_seq"]
     assert {n: 2 * sharp[n] for n in paper} == pytest.approx(paper)
     assert len(paper) == 10
 
@@ -206,7 +207,7 @@ def test_the_unified_bound_is_the_minimum_of_the_papers_six():
     rows = all_bounds(**SMALL)  # type: ignore[arg-type]
     assert sorted(b.name for b in rows if b.unified) == sorted(SIX)
     sharp = all_bounds(**SMALL, constants="sharp")  # type: ignore[arg-type]
-    assert sorted(b.name for b in sharp if b.unified) == sorted([*SIX, "pointwise"])
+    assert sorted(b.name for b in sharp if b.unified) == sorted([*SIX, *bounds.BEYOND])
     for six in range(6):
         marked = [_bound(n, 0.5 if i == six else 1.0) for i, n in enumerate(SIX)]
         assert tightest([_bound("classical_tv", 0.1, unified=False), *marked]).name == SIX[six]
@@ -304,7 +305,7 @@ def test_more_drift_never_lowers_a_bound(k: dict, factor: float):
         "mean_tv": np.concatenate([k["mean_tv"], [0.0]]),
     }
     extended = values(**longer, constants="sharp")
-    assert len(before) == 11
+    assert len(before) == 12
     for name, value in before.items():
         assert after[name] >= value * (1 - 1e-12), name
         assert extended[name] >= value * (1 - 1e-12), name

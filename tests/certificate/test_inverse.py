@@ -14,7 +14,6 @@ from offdrift.certificate import Bound, all_bounds, tightest, unified
 from offdrift.certificate.inequalities import context_shift, total_shift, weighted_shift
 from offdrift.certificate.inverse import (
     LONGEST,
-    every_bound,
     largest,
     route_crossovers,
     vacuous_horizon,
@@ -25,7 +24,7 @@ INF, NAN = math.inf, math.nan
 
 
 def best(**given) -> Bound:
-    return tightest(every_bound(**given))
+    return tightest(all_bounds(**given))
 
 
 many = settings(max_examples=60, deadline=None)
@@ -36,17 +35,17 @@ many = settings(max_examples=60, deadline=None)
 
 def test_sharp_rows_include_the_kl_of_sequences():
     known = {"horizon": 50, "delta": 1e-3, "kl_seq": 0.02, "eps": 0.01, "tv_seq": 0.05}
-    paper, sharp = (every_bound(**known, constants=c, reward_range=3) for c in ("paper", "sharp"))
-    assert paper == all_bounds(**known, constants="paper", reward_range=3.0)
-    others = all_bounds(**known, constants="sharp", reward_range=3.0)
-    assert [b for b in sharp if b.name != "sequence_kl"] == others
+    paper, sharp = (all_bounds(**known, constants=c, reward_range=3) for c in ("paper", "sharp"))
+    assert not [b for b in paper if b.name == "sequence_kl"]
     (row,) = [b for b in sharp if b.name == "sequence_kl"]
     assert row.value == pytest.approx(3 * 0.02)
     assert row.unified
-    loose = every_bound(horizon=50, delta=1e-3, kl_seq=9.0)[-1]
+    loose = all_bounds(horizon=50, delta=1e-3, kl_seq=9.0, constants="sharp")[-1]
     assert loose.value == pytest.approx(0.05)
     assert loose.note.startswith("kl_seq = 9 exceeds horizon * delta = 0.05")
-    assert every_bound(horizon=50, delta=INF, eps=0.1)[-1].value == INF
+    assert all_bounds(horizon=50, delta=INF, eps=0.1, constants="sharp")[-1].value == INF
+    # One token: the surrogate is exact, whatever the KL.
+    assert all_bounds(horizon=1, delta=0.3, constants="sharp")[-1].value == 0
 
 
 # -- the largest divergence -------------------------------------------------------------------

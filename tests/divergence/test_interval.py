@@ -256,7 +256,7 @@ def test_a_record_that_no_distribution_leaves_is_nan():
     rows = {
         "as it should be": (third, 1, -math.log(3)),
         "masses above 1": ([-0.1, -0.2], 1, -0.2),
-        "a drawn token likelier than the top k": ([-3.0, -3.0], 2, -0.1),
+        "a drawn token likelier than the top k": ([-3.0, -3.0], 2, -0.7),
         "top k that leave more than the rest can have": ([-4.0, -4.0], 1, -4.0),
         "NaN": ([math.nan, -1.0], 1, -1.0),
     }
@@ -264,9 +264,30 @@ def test_a_record_that_no_distribution_leaves_is_nan():
     tokens = torch.tensor([r[1] for r in rows.values()])
     drawn = torch.tensor([r[2] for r in rows.values()])
     ids = torch.tensor([[0, 1]]).expand(len(rows), 2)
-    for d in topk_divergences(ids, logp, tokens, drawn, torch.zeros(len(rows), 4)):
+    for d in topk_divergences(ids, logp, tokens, drawn, torch.zeros(len(rows), 12)):
         for end in (d.lo, d.hi):
             assert end.isnan().tolist() == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("bad", [[0.0, 0.0, INF, 0.0], [-INF] * 4, [0.0, 0.0, math.nan, 0.0]])
+def test_logits_that_are_no_distribution_are_nan(bad):
+    log_mu = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 2).log()
+    tokens = torch.tensor([0, 0])
+    for d in topk_divergences(*record(log_mu, 1, tokens), torch.tensor([bad, [0.0] * 4])):
+        for end in (d.lo, d.hi):
+            assert end.isnan().tolist() == [True, False]
+
+
+def test_ends_are_rounded_outwards():
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    low, high = interval._down(x, torch.float32), interval._up(x, torch.float32)
+    assert (low.double() <= x * (1 - OWN)).all()
+    assert (high.double() >= x * (1 + OWN)).all()
+    torch.testing.assert_close(low, high, rtol=3 * 2**-23, atol=2 * OWN_ABSOLUTE)
+    ends = torch.tensor([0.0, INF, math.nan], dtype=torch.float64)
+    assert interval._down(ends, torch.float32).tolist() == pytest.approx(
+        [0, INF, math.nan], nan_ok=True
+    )
 
 
 def test_no_tokens_no_numbers():

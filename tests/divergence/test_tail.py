@@ -191,6 +191,42 @@ def test_caps_at_both_ends_of_what_a_float_can_say(cap):
         assert torch.equal(capped_tv.hi, free_tv.hi)
 
 
+def tail_of(pi, log_c, r_lo, r_hi):
+    """Rows that share one tail of pi and differ in what is known of mu's mass there."""
+    n = len(r_lo)
+    log_pi = pi.log().sort().values.expand(n, -1).contiguous()
+    size = torch.full((n,), len(pi))
+    return tails.Tail(log_pi, log_pi.exp().cumsum(1), size, log_c.expand(n), r_lo, r_hi)
+
+
+@pytest.mark.parametrize("c", [0.02, 0.06, 0.2, 0.9])
+@pytest.mark.parametrize("width", [0.0, 0.01, 0.05, 0.3])
+def test_ends_hold_for_every_mass_that_rounding_leaves_open(c, width):
+    g = torch.Generator().manual_seed(0)
+    pi = 0.7 * torch.randn(12, generator=g, dtype=torch.float64).mul(2).softmax(0)
+    log_c = torch.tensor(c, dtype=torch.float64).log()
+    room = min(1.0, 12 * c)
+    r_lo = torch.linspace(0.0, room, 23, dtype=torch.float64)
+    r_hi = (r_lo + width).clamp(max=room)
+    open_tail = tail_of(pi, log_c, r_lo, r_hi)
+    mass = (r_lo + (r_hi - r_lo) * torch.linspace(0, 1, 201, dtype=torch.float64)[:, None]).view(-1)
+    fixed = tail_of(pi, log_c, mass, mass)
+    for wide, narrow in zip(tails.least(open_tail), tails.least(fixed), strict=True):
+        assert (wide <= narrow.view(201, 23).amin(0) + 1e-14).all()
+    for wide, narrow in zip(tails.most(open_tail), tails.most(fixed), strict=True):
+        assert (wide >= narrow.view(201, 23).amax(0) - 1e-14).all()
+
+
+def test_a_tail_token_too_likely_for_the_cap_refutes_it():
+    # mu: .7 and .01 on the top two, .29 on 40 tokens. pi gives one of these .05: at least .05 / e, and
+    # mu has at most .01. The masses alone, .29 against .29, refute nothing.
+    mu = torch.tensor([0.7, 0.01] + 40 * [0.29 / 40], dtype=torch.float64)
+    pi = torch.tensor([0.7, 0.01, 0.05] + 39 * [0.24 / 39], dtype=torch.float64)
+    for cap, refuted in ((1.0, True), (1.6, True), (1.7, False)):  # log(.05 / .01) = 1.609
+        kl, _ = topk_divergences(*record(mu, 2, 0), pi.log()[None], tail_log_ratio_cap=cap)
+        assert kl.refuted.tolist() == [refuted]
+
+
 def test_a_device_without_numpy_sorts_alike():
     scores = torch.randn(5, 33, generator=torch.Generator().manual_seed(0))
     scores[0, 3], scores[1, 4] = -INF, INF

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from offdrift.certificate.inverse import every_bound
+from offdrift.certificate import all_bounds
 from offdrift.errors import BadValueError
 from offdrift.report.bound_figure import bound_panels, write_bound_figure
 from offdrift.report.bound_table import LABELS
@@ -23,7 +23,7 @@ def test_every_point_is_a_bound():
     for panel, constants in ((paper, "paper"), (sharp, "sharp")):
         lines = {s.name: dict(zip(s.x, s.y)) for s in panel.series}
         for horizon in (1, 2, 30, 300, 3000):
-            rows = every_bound(horizon=horizon, reward_range=2.0, constants=constants, **GIVEN)
+            rows = all_bounds(horizon=horizon, reward_range=2.0, constants=constants, **GIVEN)
             for row in rows:
                 assert lines[LABELS[row.name]][horizon] == row.value
                 compared += 1

@@ -225,7 +225,6 @@ def test_a_recipe_is_flattened_to_dotted_keys() -> None:
     }  # fmt: skip
 
 
-
 def test_the_last_new_batch_of_every_arm_says_what_it_proves(tmp_path):
     """Of the latest update whose batch was new to the policy; whatever it says is escaped."""
     folder = write_run(tmp_path / "run")

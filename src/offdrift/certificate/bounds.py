@@ -11,7 +11,8 @@ paper. `constants="sharp"` puts 2 in place of 4, for all of them:
 At T = 2 the sharp constants are attained, so they cannot be improved in general. Names: T horizon,
 delta and eps the largest token KL and TV, kl_seq and tv_seq those of whole sequences, mean_tv the
 mean TV per position; all are limits, checked and completed by `premises`. The functions for one
-bound are its formula and check nothing.
+bound are its formula and check nothing. Two bounds are not in the paper: `pointwise`, and
+`sequence_kl`, which needs none of the maxima.
 
 Reference: Li et al., arXiv:2512.23075v5, Sections 3.1-3.4 and Table 1.
 """
@@ -26,7 +27,7 @@ import numpy as np
 from jaxtyping import Float
 
 from offdrift.certificate.inequalities import pinsker, total_shift, weighted_shift
-from offdrift.certificate.premises import Premises, premises
+from offdrift.certificate.premises import Number, Premises, premises
 from offdrift.errors import BadValueError, MethodError
 
 CONSTANTS = {"paper": 4.0, "sharp": 2.0}
@@ -97,6 +98,29 @@ def pointwise(
     """
     factor, cap = min(eps, pinsker(delta)), min(tv_seq, pinsker(kl_seq))
     return CONSTANTS[constants] * factor * total_shift(horizon, delta=delta, eps=eps, cap=cap)
+
+
+def sequence_kl(*, horizon: int, kl_seq: float, constants: str = "sharp") -> float:
+    """KL(mu || pi) of whole sequences itself: no trust region, no horizon, one constant. Not in the paper.
+
+    With w = prod_t w_t over a sequence and k3(u) = u - 1 - log u >= 0, the logarithms cancel:
+
+        sum_t (w_t - 1) - (w - 1) = sum_t k3(w_t) - k3(w)
+
+    Times R and averaged under mu, the left side is -Error. On the right both terms are >= 0 and have
+    the same mean, KL_seq (chain rule); with R in [0, 1] neither sign can exceed it. It holds for any
+    two policies; where mu cannot draw what pi can, the return that is missed is at most
+    1 - E_mu[w], by which E_mu[k3(w)] then falls short of KL_seq. Two tokens attain it (the first
+    rarely changes, the second reverses what follows), so the constant cannot be improved.
+
+    Args:
+        kl_seq: sum over positions of the mean KL(rollout || current), nats.
+
+    Example:
+        >>> sequence_kl(horizon=4096, kl_seq=0.01)  # where the paper's unified bound is 4.1
+        0.01
+    """
+    return kl_seq if horizon > 1 else 0.0
 
 
 # -- data-dependent bounds, Section 3.3 -------------------------------------------------------
@@ -190,8 +214,12 @@ ROWS = {
     "adaptive_tv": Row(adaptive_tv, ("eps", "mean_tv"), "TV", "data", "eq. 19", False),
     "adaptive": Row(adaptive, ("delta", "eps", "mean_tv"), "TV + KL", "data", "eq. 20"),
     "pointwise": Row(pointwise, ("delta", "eps", "kl_seq", "tv_seq"), "TV + KL", "T", "eq. 10"),
+    "sequence_kl": Row(sequence_kl, ("kl_seq",), "KL", "data", ""),
 }
-"""Every bound, in the order of Table 1; the last is not in the paper and has sharp constants."""
+"""Every bound, in the order of Table 1; then those of `BEYOND`."""
+
+BEYOND = frozenset({"pointwise", "sequence_kl"})
+"""Bounds that the paper does not have: only with sharp constants."""
 
 
 @dataclass(frozen=True)
@@ -216,13 +244,13 @@ class Bound:
 def all_bounds(
     *,
     horizon: int,
-    delta: float,
-    eps: float | None = None,
-    kl_seq: float | None = None,
-    tv_seq: float | None = None,
-    mean_tv: Float[np.ndarray, " t"] | float | None = None,
+    delta: Number,
+    eps: Number | None = None,
+    kl_seq: Number | None = None,
+    tv_seq: Number | None = None,
+    mean_tv: Float[np.ndarray, " t"] | Number | None = None,
     constants: str = "paper",
-    reward_range: float = 1.0,
+    reward_range: Number = 1.0,
 ) -> list[Bound]:
     """Every bound on |J(pi) - J(mu) - L'(pi)| that the given divergences allow.
 
@@ -233,7 +261,7 @@ def all_bounds(
         kl_seq: KL of whole sequences, nats; absent, `horizon * delta`.
         tv_seq: TV of whole sequences; absent, Pinsker's of `kl_seq`.
         mean_tv: mean TV per position, or one number for all; absent, no adaptive rows.
-        constants: "paper", or "sharp": half of them, and the pointwise row too.
+        constants: "paper", or "sharp": half of them, and the rows of `BEYOND` too.
         reward_range: largest minus smallest possible reward.
 
     Returns: one `Bound` per row, in the order of Table 1.
@@ -256,10 +284,10 @@ def all_bounds(
         horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq, mean_tv=mean_tv
     )
     return [
-        _bound(name, row, known, constants, reward_range)
+        _bound(name, row, known, constants, float(reward_range))
         for name, row in ROWS.items()
         if not ("mean_tv" in row.uses and mean_tv is None)
-        and not (name == "pointwise" and constants == "paper")
+        and not (name in BEYOND and constants == "paper")
     ]
 
 
@@ -274,19 +302,19 @@ def tightest(bounds: list[Bound]) -> Bound:
 def unified(
     *,
     horizon: int,
-    delta: float,
-    eps: float | None = None,
-    kl_seq: float | None = None,
-    tv_seq: float | None = None,
-    mean_tv: Float[np.ndarray, " t"] | float | None = None,
+    delta: Number,
+    eps: Number | None = None,
+    kl_seq: Number | None = None,
+    tv_seq: Number | None = None,
+    mean_tv: Float[np.ndarray, " t"] | Number | None = None,
     constants: str = "paper",
-    reward_range: float = 1.0,
+    reward_range: Number = 1.0,
 ) -> Bound:
     """The unified bound B*, as the row that attains it; `L' - B* > 0` certifies improvement.
 
         B* = min{PM-KL, PM-TV, Mixed-KL, Mixed-TV, Coupling, Adaptive}
 
-    and with sharp constants the pointwise bound too. Without `mean_tv` the adaptive row is omitted.
+    and with sharp constants those of `BEYOND` too. Without `mean_tv` the adaptive row is omitted.
 
     Args, Raises: as in `all_bounds`.
 

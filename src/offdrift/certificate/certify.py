@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float
 from offdrift.certificate.batch import KL, TV, BatchEvidence, HostEvidence
 from offdrift.certificate.bounds import CONSTANTS, ROWS, Bound, all_bounds, tightest
 from offdrift.certificate.confidence import Estimate, check_alpha
-from offdrift.certificate.guarantees import Guarantee, masked_guarantee, sequence_kl
+from offdrift.certificate.guarantees import Guarantee, masked_guarantee
 from offdrift.certificate.inequalities import pinsker
 from offdrift.certificate.regions import TrustRegion, sample_ratio_error
 from offdrift.certificate.samples import (
@@ -177,8 +177,6 @@ def _unified(found: dict[str, Estimate], region: TrustRegion, constants: str) ->
     row = ROWS["adaptive"]
     adaptive = CONSTANTS[constants] * shift
     rows.append(Bound("adaptive", adaptive, row.route, row.scaling, row.equation))
-    if constants == "sharp" and "sequence_kl" not in ROWS:
-        rows.append(Bound("sequence_kl", sequence_kl(kl_seq), "KL", "data", "not in the paper"))
     return tightest(rows)
 
 

@@ -14,11 +14,11 @@ Multiplied by R and averaged under mu, the left side is L' - (J(pi) - J(mu)), th
 right both terms are >= 0 and have the same mean, E_mu sum_t k3(w_t) = E_mu k3(w) = KL_seq, by the
 chain rule. With R in [0, 1] neither sign can therefore exceed
 
-    |J(pi) - J(mu) - L'(pi)| <= KL_seq = KL(mu || pi) of whole sequences          (`sequence_kl`)
+    |J(pi) - J(mu) - L'(pi)| <= KL_seq = KL(mu || pi) of whole sequences          (`bounds.sequence_kl`)
 
 for any two policies, however large their worst token's divergence and however long the sequences.
-(Where mu cannot draw what pi can, take mu as a limit of policies that can: both sides are
-continuous.) At the paper's own numbers, T = 4096 and KL_seq = 0.01, it is 0.01 where the unified
+(Where mu cannot draw what pi can, the return that is missed is at most 1 - E_mu[w], and by that much
+E_mu k3(w) falls short of KL_seq.) At the paper's own numbers, T = 4096 and KL_seq = 0.01, it is 0.01 where the unified
 bound is 4.1. The constant cannot be improved: two tokens, the first rarely changing and the second
 reversing what follows it, come within 0.3 % of equality. For T = 2 and a constant drift the sharp
 coupling bound is half of it.
@@ -78,24 +78,6 @@ class Guarantee:
         return replace(self, error=factor * self.error, price=factor * self.price)
 
 
-def sequence_kl(kl_seq: float) -> float:
-    """|J(pi) - J(mu) - L'(pi)| <= KL(mu || pi) of whole sequences, for rewards in [0, 1].
-
-    No trust region, no horizon; proof at the head of this file. With one token the error is 0, and
-    this says KL.
-
-    Args:
-        kl_seq: sum over positions of the mean KL(rollout || current), nats.
-
-    Example:
-        >>> sequence_kl(0.01)
-        0.01
-    """
-    if not kl_seq >= 0:
-        raise BadValueError(f"kl_seq = {kl_seq}; a KL is never negative")
-    return min(kl_seq, math.inf)
-
-
 def trm_guarantee(
     *,
     horizon: int,
@@ -114,7 +96,7 @@ def trm_guarantee(
        full one, and |J(pi) - J(mu) - L'(pi)| <= B*(delta, eps).
 
     A batch can refute the condition of 3, never prove it. This is also Remark G.2's first choice:
-    r = 0, so the price is 0 and B_A = B*. With sharp constants KL_seq bounds the error too.
+    r = 0, so the price is 0 and B_A = B*. With sharp constants KL_seq bounds the error too (`bounds.sequence_kl`).
 
     Args, Raises: as in `offdrift.certificate.all_bounds`.
 
@@ -133,8 +115,6 @@ def trm_guarantee(
         mean_tv=mean_tv,
         constants=constants,
     ).value
-    if constants == "sharp" and kl_seq is not None:
-        best = min(best, sequence_kl(kl_seq))
     limit = "" if eps is None else f" and TV <= {eps:g}"
     condition = f"KL(rollout || current) <= {delta:g}{limit} at every reachable context"
     return Guarantee("TRM", "surrogate", best, 0.0, (condition,))

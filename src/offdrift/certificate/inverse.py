@@ -2,7 +2,7 @@
 
 B*, the smallest of all bounds, never falls when a divergence or the horizon grows, so each question
 has one answer, found by bisection of B* itself. With the paper's constants B* is its unified bound;
-with sharp ones it is the minimum over `every_bound`, KL_seq itself included.
+with sharp ones it is the minimum over `all_bounds`, KL_seq itself included.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from offdrift.certificate.bounds import ROWS, Bound, all_bounds, tightest
-from offdrift.certificate.guarantees import sequence_kl
+from offdrift.certificate.bounds import all_bounds, tightest
 from offdrift.certificate.inequalities import pinsker, route_ends
 from offdrift.certificate.premises import premises
 from offdrift.errors import BadValueError, check_choice
@@ -28,40 +27,6 @@ LONGEST = 10**12
 """Horizons that `vacuous_horizon` looks at, in tokens."""
 
 MeanTV = Float[np.ndarray, " t"] | float | int | None
-
-
-def every_bound(
-    *,
-    horizon: int,
-    delta: float | int,
-    constants: str = "sharp",
-    reward_range: float | int = 1.0,
-    mean_tv: MeanTV = None,
-    **given: float | int | None,
-) -> list[Bound]:
-    """The rows of `all_bounds`, and with sharp constants |Error| <= KL_seq as a row of its own.
-
-    Args, Raises: as in `all_bounds`; `given` are eps, kl_seq and tv_seq.
-
-    Example:
-        >>> tightest(every_bound(horizon=4096, delta=1e-4, kl_seq=0.01)).name
-        'sequence_kl'
-    """
-    numbers = _floats({"delta": delta, **given})
-    mean = float(mean_tv) if isinstance(mean_tv, int) else mean_tv
-    rows = all_bounds(
-        horizon=horizon,
-        constants=constants,
-        reward_range=float(reward_range),
-        mean_tv=mean,
-        **numbers,
-    )
-    if constants == "sharp" and "sequence_kl" not in ROWS:
-        known = premises(horizon=horizon, **numbers)
-        value = float(reward_range) * sequence_kl(known.kl_seq)
-        note = known.notes.get("kl_seq", "")
-        rows.append(Bound("sequence_kl", value, "KL", "T", "", note=note))
-    return rows
 
 
 def largest(
@@ -117,7 +82,7 @@ def largest(
     def within(value: float) -> bool:
         tried: dict[str, Any] = known | {parameter: value}
         mean = _lowered(mean_tv, tried["eps"])
-        rows = every_bound(**fixed, **tried, mean_tv=mean, reward_range=reward_range)
+        rows = all_bounds(**fixed, **tried, mean_tv=mean, reward_range=reward_range)
         return tightest(rows).value <= target
 
     if parameter == "eps":
@@ -177,7 +142,7 @@ def vacuous_horizon(
 
     def useful(horizon: int) -> bool:
         grown = kl_of_sequences(horizon, kl_seq, kl_rate)
-        rows = every_bound(
+        rows = all_bounds(
             horizon=horizon, **fixed, kl_seq=grown, constants=constants, reward_range=reward_range
         )
         return tightest(rows).value < level

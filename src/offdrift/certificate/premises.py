@@ -17,6 +17,8 @@ from jaxtyping import Float
 from offdrift.certificate.inequalities import marginal_kl, pinsker
 from offdrift.errors import BadValueError, ShapeError
 
+Number = float | int
+
 _SLACK = 1e-6  # relative; a mean and a maximum taken in float32 may cross by a rounding
 
 
@@ -45,11 +47,11 @@ class Premises:
 def premises(
     *,
     horizon: int,
-    delta: float,
-    eps: float | None = None,
-    kl_seq: float | None = None,
-    tv_seq: float | None = None,
-    mean_tv: Float[np.ndarray, " t"] | float | None = None,
+    delta: Number,
+    eps: Number | None = None,
+    kl_seq: Number | None = None,
+    tv_seq: Number | None = None,
+    mean_tv: Float[np.ndarray, " t"] | Number | None = None,
 ) -> Premises:
     """Check what is known about two policies and complete it.
 
@@ -71,6 +73,8 @@ def premises(
         >>> p.notes["eps"]
         'eps = 0.3 exceeds sqrt(delta/2) = 0.00707107, which holds too and was used'
     """
+    given = (None if x is None else float(x) for x in (delta, eps, kl_seq, tv_seq))
+    delta, eps, kl_seq, tv_seq = given  # type: ignore[assignment]
     _refuse(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq)
     notes: dict[str, str] = {}
     token_tv = _tightened("eps", eps, pinsker(delta), "sqrt(delta/2)", notes)
@@ -108,7 +112,7 @@ def _tightened(
 
 
 def _checked_mean_tv(
-    mean_tv: Float[np.ndarray, " t"] | float, horizon: int, eps: float | None
+    mean_tv: Float[np.ndarray, " t"] | Number, horizon: int, eps: float | None
 ) -> Float[np.ndarray, " t"] | float:
     """`mean_tv` in float64, one number or one per position; refused if no pair can have it."""
     mean = np.asarray(mean_tv, dtype=np.float64)

@@ -79,8 +79,9 @@ def bounds(
     if out is not None and (outcomes or found):
         title = "How close do the bounds come to the worst error?"
         caption = (
-            f"{result['pairs']:,} random pairs of policies and an adversarial search; exact errors "
-            "and divergences, worst rewards in [0, 1], sharp constants."
+            f"{result['pairs']:,} random pairs of policies and an adversarial search; exact errors, "
+            "sharp constants. Worst of all rewards in [0, 1] up to T = 8, from 16 on worst of those "
+            "that look at the last state of a policy's memory."
         )
         files = write_figure(out, bounds_panels(outcomes, found), title=title, caption=caption)
         table = out.with_name(out.name + ".json")

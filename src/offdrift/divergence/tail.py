@@ -111,9 +111,8 @@ def least(tail: Tail) -> Pair:
     kl = kl + above.where(full > 0, 0.0)
 
     possible = tail.size - tail.up_to(torch.full_like(s, -math.inf))
-    kl = kl.where(
-        tail.r_lo <= c * possible * (1 + TIE), math.inf
-    )  # some has to be where pi has none
+    # More than those tokens can hold has to be where pi has nothing.
+    kl = kl.where(tail.r_lo <= c * possible * (1 + TIE), math.inf)
     return torch.where(tail.empty, s, kl), tv
 
 
@@ -223,7 +222,6 @@ def sorted_tail(
     size = scores.shape[1] - is_known.sum(1)
     tail_mass = _at(cumulative, size - 1).where(size > 0, 0.0)[:, None]
     total = at_known.exp().sum(1, keepdim=True) + tail_mass
-    total = torch.where(top.isfinite(), total, math.nan)
     return at_known - total.log(), log_pi.sub_(total.log()), cumulative.div_(total)
 
 

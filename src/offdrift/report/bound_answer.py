@@ -10,10 +10,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.certificate import tightest
+from offdrift.certificate import all_bounds, tightest
 from offdrift.certificate.inverse import (
     LONGEST,
-    every_bound,
     kl_of_sequences,
     largest,
     vacuous_horizon,
@@ -70,7 +69,7 @@ def answer_rows(
         asked = {name: v for name, v in given.items() if name != solve or v is not None}
         value = largest(solve, target=target, horizon=horizon, constants=c, **asked)
         every = value == (1.0 if solve == "eps" else math.inf)
-        at = tightest(every_bound(horizon=horizon, constants=c, **_lowered(asked | {solve: value})))
+        at = tightest(all_bounds(horizon=horizon, constants=c, **_lowered(asked | {solve: value})))
         rows.append(_row(c, solve, None if every else value, every, at.name))
     return rows
 
@@ -81,7 +80,7 @@ def _longest(
     first = vacuous_horizon(target=target, kl_rate=kl_rate, constants=constants, **given)
     horizon = LONGEST if first is None else first - 1
     given["kl_seq"] = kl_of_sequences(horizon, given.get("kl_seq"), kl_rate)
-    at = tightest(every_bound(horizon=horizon, constants=constants, **given))
+    at = tightest(all_bounds(horizon=horizon, constants=constants, **given))
     return _row(constants, "T", None if first is None else horizon, first is None, at.name)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from offdrift.certificate import tightest
-from offdrift.certificate.inverse import every_bound, kl_of_sequences, vacuous_horizon
+from offdrift.certificate import all_bounds, tightest
+from offdrift.certificate.inverse import kl_of_sequences, vacuous_horizon
 from offdrift.errors import BadValueError
 from offdrift.report.bound_table import LABELS
 from offdrift.report.figure import Panel, Series, write_figure
@@ -97,7 +97,7 @@ def _curves(
         known: dict[str, Any] = given | {
             "kl_seq": kl_of_sequences(tokens, given.get("kl_seq"), rate)
         }
-        rows = every_bound(horizon=tokens, constants=constants, reward_range=reward_range, **known)
+        rows = all_bounds(horizon=tokens, constants=constants, reward_range=reward_range, **known)
         for row in rows:
             lines.setdefault(row.name, []).append(row.value)
         lines["unified"].append(tightest(rows).value)

@@ -37,7 +37,6 @@ from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 from offdrift.train.assess import Assessment
 
-
 GROUPS_PER_PROCESS = 2**32
 
 
