@@ -48,7 +48,7 @@ def test_commands_exist(command):
         assert done.returncode == 0, done.stderr
         return
     words = words[words.index("train") if "train" in words else 1 :]
-    done = subprocess.run([sys.executable, "-m", "offdrift", words[0], "--help"], cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "offdrift", *words[: 2 if words[0] == "lab" else 1], "--help"], cwd=ROOT, capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0
     for option in (w for w in words if w.startswith("--")):
         assert option.split("=")[0] in done.stdout, option

@@ -70,7 +70,7 @@ def altered(page: Path, name: str, *, keep_policy: bool, insert: str) -> Path:
 def test_every_chart_of_a_run_is_drawn_and_the_console_stays_silent(folder: Path) -> None:
     page = write_report(write_run(folder / "good"))
     document, console = open_page(page, folder / "profile-good")
-    assert 'data-drawn="8"' in document
+    assert 'data-drawn="10"' in document
     assert traces(document) == {
         "reward": 12, "acceptance": 4, "kl_mean": 4, "kl_max": 4,
         "ppl_gap": 4, "ess": 4, "length": 4, "version_lag": 4,

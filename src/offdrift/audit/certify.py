@@ -20,9 +20,6 @@ from offdrift.logprobs import LogProbs
 from offdrift.rollouts.records import Rollouts
 from offdrift.rollouts.store import read
 
-GROUPS_PER_FILE = 2**32
-"""Prompts of different files are different prompts: their group ids are kept apart by this."""
-
 
 @dataclass(frozen=True)
 class Judged:
@@ -36,9 +33,11 @@ class Judged:
 def rollout_files(paths: Sequence[Path]) -> list[Path]:
     """The Parquet files among files, folders of files, and arms of a run, in order.
 
+    A file that is named twice is there once: its sequences are no further independent draws.
+
     Raises: `RecordError` naming a path that holds none.
     """
-    found: list[Path] = []
+    found: dict[Path, Path] = {}
     for path in paths:
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
         here = sorted(folder.glob("*.parquet")) if folder.is_dir() else [folder]
@@ -47,8 +46,9 @@ def rollout_files(paths: Sequence[Path]) -> list[Path]:
                 f"{path} holds no rollouts; give .parquet files, a folder of them, or an arm of a run "
                 "(runs/NAME/arms/ARM)"
             )
-        found += here
-    return found
+        for file in here:
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
 
 
 def longest_response(files: Sequence[Path]) -> int:
@@ -74,24 +74,30 @@ def judge(
         region: what is to be certified, chosen before the rollouts are seen.
         token_budget: padded tokens per forward pass.
         tail_log_ratio_cap: what top-k evidence may assume of its tail, nats.
-        watch: called after each file.
+        watch: called after each file, once there are sequences.
 
-    Raises: `RecordError` for a file that is none of ours, or rollouts without rewards in some files
-        and with rewards in others.
+    Prompts of different files are different prompts, whatever their group ids.
+
+    Raises: `RecordError` for a file that is none of ours, or files without any sequence;
+        `ShapeError` for rollouts without rewards in some files and with rewards in others.
     """
     model.eval()
     parts: list[BatchEvidence] = []
-    tokens = 0
+    tokens = prompts = 0
     for i, file in enumerate(files):
         rollouts = read(file)
-        rollouts = rollouts.with_(group_ids=rollouts.group_ids + i * GROUPS_PER_FILE)
+        found, ids = rollouts.group_ids.unique(return_inverse=True)
+        rollouts = rollouts.with_(group_ids=ids + prompts)
         for piece in chunks(rollouts, token_budget=token_budget):
             parts.append(_evidence(model, rollouts.select(piece), region, tail_log_ratio_cap))
         tokens += len(rollouts.tokens)
-        parts = [BatchEvidence.merge_all(parts)]
-        watch(file, Judged(i + 1, tokens, parts[0]))
+        prompts += len(found)
+        del rollouts  # before the next file is read
+        if parts:
+            parts = [BatchEvidence.merge_all(parts)]
+            watch(file, Judged(i + 1, tokens, parts[0]))
     if not parts:
-        raise RecordError("no rollouts were given; there is nothing to certify")
+        raise RecordError("there are no rollouts in what was given; there is nothing to certify")
     return Judged(len(files), tokens, parts[0])
 
 

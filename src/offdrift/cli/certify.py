@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
+from rich.text import Text
 
 from offdrift.cli.app import app, console
 from offdrift.errors import BadValueError
@@ -60,7 +63,7 @@ def certify(
     Scores every recorded token with the policy, compares the distributions as far as the rollouts
     recorded them, and says what that proves: a lower bound on J(policy) - J(rollout policy) that
     holds with probability 1 - alpha, and what has to be taken for granted. A policy that learned from
-    these rollouts can not be certified by them; an arm of a run judged by its own rollouts is one.
+    these rollouts can not be certified by them; the model of an arm judged by the arm's rollouts is one.
 
     Exit status 0 whether or not there is a certificate; "certified" is in the JSON.
 
@@ -80,18 +83,23 @@ def certify(
     if model is None:
         if len(own) != 1:
             raise BadValueError("--model is missing: name the checkpoint that is to be judged")
-        model, trained_on = str(own[0]), True
+        model = str(own[0])
+    trained_on = trained_on or _learned_from(model, files)
     limits = {"delta": delta, "eps": eps, "tau": tau}
-    region = TrustRegion(horizon=horizon or longest_response(files), **limits)  # type: ignore[arg-type]
+    longest = longest_response(files) if horizon is None else horizon
+    region = TrustRegion(horizon=longest, **limits)  # type: ignore[arg-type]
     policy, _ = load_model(model, seed=0)
+    prove = partial(certificate_of, reward_range=reward_range, alpha=alpha, constants=constants, fresh=not trained_on)  # fmt: skip
     found: list[Judged] = []
     interrupted = False
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=len(files))
 
         def watch(file: Path, so_far: Judged) -> None:
+            if not found:  # a number that cannot be is named now, not when all files are read
+                prove(so_far.evidence)
             found[:] = [so_far]
-            progress.update(task, description=file.name, advance=1)
+            progress.update(task, description=escape(file.name), advance=1)
 
         try:
             judge(files, policy, region=region, token_budget=token_budget, tail_log_ratio_cap=tail_log_ratio_cap, watch=watch)  # fmt: skip
@@ -99,13 +107,21 @@ def certify(
             interrupted = True
     if not found:
         raise typer.Exit(INTERRUPTED)
-    proof = certificate_of(found[0].evidence, reward_range=reward_range, alpha=alpha, constants=constants, fresh=not trained_on)  # fmt: skip
+    proof = prove(found[0].evidence)
     if as_json:
         about = {"files": found[0].files, "tokens": found[0].tokens, "model": model}
         typer.echo(json.dumps({**about, **proof.as_dict()}, indent=1, allow_nan=False))
     else:
         console.print(certificate_view(proof, width=console.width))
-        console.print(f"{found[0].files} files, {found[0].tokens:,} tokens, judged: {model}", style="dim", markup=False)  # fmt: skip
+        about = f"{found[0].files} files, {found[0].tokens:,} tokens, judged: {model}"
+        console.print(Text(about, style="dim"), soft_wrap=True)
     if interrupted:
-        console.print(f"interrupted after {found[0].files} of {len(files)} files; the numbers are of those", style="yellow")  # fmt: skip
+        said = f"interrupted after {found[0].files} of {len(files)} files; the numbers are of those"
+        Console(stderr=True).print(said, style="yellow")
         raise typer.Exit(INTERRUPTED)
+
+
+def _learned_from(model: str, files: list[Path]) -> bool:
+    """Whether the model is that of an arm whose own rollouts are among the files."""
+    drawn = (Path(model).parent / "rollouts").resolve()
+    return any(file.resolve().parent == drawn for file in files)

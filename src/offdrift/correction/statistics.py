@@ -133,7 +133,7 @@ def statistic(
     if found is None:
         raise EvidenceError(
             f"this gate needs {wanted}, and the batch has {sorted(facts.divergences) or 'none'}; "
-            'record distributions in the rollout (evidence = "full" or a number of top log-probs), '
+            'record distributions in the rollout (evidence = "full", "hidden" or a number of top log-probs), '
             "or use the sampled stand-ins (trm_max_k2, trm_avg_k3, trm_max_avg_k2_k3)"
         )
     return found.lo.detach()

@@ -7,6 +7,7 @@ from offdrift.divergence.fused import exact_divergences as exact_divergences
 from offdrift.divergence.fused import route as route
 from offdrift.divergence.head import Head as Head
 from offdrift.divergence.hidden import hidden_divergences as hidden_divergences
+from offdrift.divergence.interval import tail_log_ratio as tail_log_ratio
 from offdrift.divergence.interval import topk_divergences as topk_divergences
 from offdrift.divergence.losses import entropy as entropy
 from offdrift.divergence.losses import kl_current_rollout as kl_current_rollout

@@ -174,6 +174,6 @@ class Divergence:
         if not self.may_certify:
             raise EvidenceError(
                 f"{self.name} is a sampled estimate and backs no guarantee; record the rollout "
-                'policy with evidence="full" (exact) or evidence=k for its top k (interval)'
+                'policy with evidence="full" or "hidden" (exact), or evidence=k for its top k (interval)'
             )
         return self.hi

@@ -202,15 +202,3 @@ def _expm1_minus(x: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
     """e^x - 1 - x for small x, by its Taylor series."""
     series = 1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040))))
     return x * x * (1 / 2 + x * series)
-
-
-@torch.no_grad()
-def kl_and_tv(
-    logits_rollout: Float[Tensor, "n v"],
-    logits: Float[Tensor, "n v"],
-    temperature: Float[Tensor, ""] | float = 1.0,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """KL(mu || pi) and TV(mu, pi) of every row: two fields of `definition`."""
-    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    found = definition(logits_rollout, logits, tokens, temperature)
-    return found.kl_rollout_current, found.tv

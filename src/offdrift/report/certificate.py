@@ -24,6 +24,14 @@ NAMES = {
 }
 """What each estimate is called where a person reads it."""
 
+NEEDS_REGION = ("kl_seq", "shift")
+"""Estimates whose tokens are limited to the region's: they say nothing where it is left."""
+
+NOTHING = "–"
+"""Shown where nothing bounds a number, or nothing stands behind it."""
+
+NOT_FRESH = "not fresh: the policy learned from these sequences, and none of this covers"
+
 COLORS = {"falsified": "red", "unknown": "yellow", "not falsified": "", "known": "green"}
 
 
@@ -36,12 +44,13 @@ def certificate_view(proof: Certificate, *, width: int = 100) -> RenderableType:
         _premises(proof),
         _estimates(proof),
         *([_guarantees(proof)] if proof.guarantees else []),
+        *([] if proof.fresh else [Text(NOT_FRESH, style="yellow")]),
     )
 
 
 def number(x: float | None) -> str:
     """Four digits; what nothing bounds is a dash."""
-    return "–" if x is None or not math.isfinite(x) else f"{x:.4g}"
+    return NOTHING if x is None or not math.isfinite(x) else f"{x:.4g}"
 
 
 def _region(proof: Certificate) -> Text:
@@ -50,7 +59,7 @@ def _region(proof: Certificate) -> Text:
     limits += [f"|log ratio| <= {proof.region.tau:g}"] if proof.region.tau is not None else []
     return Text(
         f"trust region: {', '.join(limits)}.  {proof.sequences:,} sequences of {proof.prompts:,} "
-        f"prompts, {1 - proof.alpha:.0%} confidence, {proof.constants} constants",
+        f"prompts, probability of error {proof.alpha:g}, {proof.constants} constants",
         style="bold",
     )
 
@@ -58,13 +67,13 @@ def _region(proof: Certificate) -> Text:
 def _premises(proof: Certificate) -> Table:
     table = _table("what the batch says of the trust region")
     for name in ("premise", "status", "largest seen", "evidence"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name)
     seen = {"kl": proof.delta_seen, "tv": proof.eps_seen}
     for name, status in proof.premises.items():
         low, high = seen[name]
         ends = number(high) if low == high else f"{number(low)} to {number(high)}"
         if proof.grades[name] == "sampled":
-            ends = "–"
+            ends = NOTHING
         table.add_row(
             f"{name.upper()} at every context",
             Text(status, style=COLORS[status]),
@@ -73,25 +82,40 @@ def _premises(proof: Certificate) -> Table:
         )
     if proof.unseen is not None:
         table.add_row(
-            "a fresh prompt leaves it", "at most", f"{proof.unseen:.2%}", "Clopper-Pearson"
+            "a fresh prompt leaves it",
+            "at most",
+            f"{number(100 * proof.unseen)}%",
+            "Clopper-Pearson",
         )
-    for words in sorted(proof.assumes):
-        table.add_row("taken for granted", Text(words, style="yellow"), "", "")
+    if proof.assumes:
+        words = f"taken for granted: {'; '.join(sorted(proof.assumes))}"
+        words += f"; {proof.refuted:,} sequences contradict it" if proof.refuted else ""
+        _below(table, Text(words, style="yellow"))
     return table
 
 
 def _estimates(proof: Certificate) -> Table:
     table = _table("expectations, and where they surely lie")
-    table.add_column("quantity", no_wrap=True)
-    for name in ("mean", "low", "high", "normal interval*"):
+    table.add_column("quantity")
+    for name in ("mean", "low", "high"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("normal interval*", justify="right")
+    absent = _absent(proof)
     for name, e in proof.estimates.items():
         normal = proof.asymptotic.get(name)
         about = "" if normal is None else f"{number(normal.low)} to {number(normal.high)}"
-        table.add_row(NAMES.get(name, name), number(e.mean), number(e.low), number(e.high), Text(about, style="dim"))  # fmt: skip
-    table.caption = Text("* asymptotic, not a guarantee; no verdict uses it", style="dim")
-    table.caption_justify = "left"
+        ends = (None, None, None) if name in absent else (e.mean, e.low, e.high)
+        table.add_row(Text(NAMES.get(name, name)), *map(number, ends), Text(about, style="dim"))
+    _below(table, Text("* asymptotic, not a guarantee; no verdict uses it", style="dim"))
     return table
+
+
+def _absent(proof: Certificate) -> set[str]:
+    """Estimates that nothing stands behind: what would be shown are the region's own limits."""
+    unmeasured = any(proof.grades[name] == "sampled" for name in proof.premises)
+    absent = {"prefix_kl"} if unmeasured or proof.refuted else set()
+    stands = proof.precondition in ("not falsified", "known") and not proof.refuted
+    return absent if stands else absent | set(NEEDS_REGION)
 
 
 def _guarantees(proof: Certificate) -> Table:
@@ -107,13 +131,14 @@ def _guarantees(proof: Certificate) -> Table:
         table.add_row(
             g.name + (" ◂" if g is best else ""),
             *cells,
-            Text(number(gain), style="bold green" if gain > 0 else ""),
-            "; ".join(g.provided) or "nothing further",
+            Text(number(gain), style="bold green" if gain > 0 and proof.fresh else ""),
+            Text("; ".join(g.provided) or "nothing further"),
         )
-    if not proof.fresh:
-        table.caption = Text("not fresh: the policy learned from these sequences, and none of this covers", style="yellow")  # fmt: skip
-        table.caption_justify = "left"
     return table
+
+
+def _below(table: Table, words: Text) -> None:
+    table.caption, table.caption_justify = words, "left"
 
 
 def _table(title: str) -> Table:

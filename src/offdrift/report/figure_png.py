@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -11,9 +12,11 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
+from matplotlib.ticker import FuncFormatter
 
 from offdrift.report.figure import NUM_COLORS, Panel, Series, order, palette, points
 from offdrift.report.text import visible
@@ -113,8 +116,10 @@ def _frame(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
     axes.set_ylabel(visible(panel.y), color=colors["soft"], **text)
     if panel.log_x:
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(_between_decades(axes.xaxis))
     if panel.log_y:
         axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(_between_decades(axes.yaxis))
     axes.grid(True, color=colors["grid"], linewidth=0.9)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -257,3 +262,15 @@ def _legend(axes: Axes, colors: dict[str, str]) -> None:
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
+
+
+def _between_decades(axis: Axis) -> FuncFormatter:
+    """Labels at 2 and 5 on axes shorter than two decades, where powers of ten alone are too few."""
+
+    def label(value: float, _: int) -> str:
+        low, high = sorted(axis.get_view_interval())
+        digit = value / 10 ** math.floor(math.log10(value) + 1e-9)
+        short = high < 100 * low
+        return f"{value:g}" if short and round(digit, 6) in (2, 5) else ""
+
+    return FuncFormatter(label)

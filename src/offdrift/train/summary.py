@@ -70,7 +70,7 @@ def notes(row: Method, metrics: Sequence[Row]) -> list[str]:
             f"old log-probs were taken up to {lag} updates after the weights that sampled: its "
             "mismatch ratio contains that staleness"
         )
-    if any(m.get("divergence/grade") == "interval" for m in metrics):
+    if any(m.get("divergence/grade") in ("interval", "capped interval") for m in metrics):
         said.append("divergences are lower ends of certified intervals (top-k evidence)")
     return said
 
@@ -93,7 +93,7 @@ def _mean(
 
 def _count(metrics: Sequence[Row], key: str) -> int | None:
     known = _known(metrics, key)
-    return sum(known) if known else None
+    return int(sum(known)) if known else None
 
 
 def _largest(metrics: Sequence[Row], key: str) -> float | None:
