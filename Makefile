@@ -68,6 +68,8 @@ $(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2 $(VENV)/.parity
 
 bench: install $(VENV)/.parity
 	$(BIN)/python benchmarks/exact_kl.py
+	$(BIN)/python benchmarks/hidden_kl.py
+	$(BIN)/python benchmarks/topk_interval.py
 	$(BIN)/python benchmarks/correction.py
 	$(BIN)/python benchmarks/methods.py
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.advantages import ADVANTAGES
+from offdrift.certificate.metrics import LOGGED
 from offdrift.kl import ESTIMATORS
 from offdrift.methods import axes, systems
 from offdrift.methods.catalog import catalog
@@ -179,6 +180,20 @@ def metrics_page() -> str:
     for row in METRICS.values():
         formula = row.formula.replace("|", "\\|")
         lines.append(f"| `{row.name}` | {row.unit} | {formula} | {row.larger_is} |")
+    lines += [
+        "",
+        "## Certificates",
+        "",
+        "What `offdrift train` logs of every update's certificate ([certificates.md](certificates.md)),",
+        "beside `certificate/verdict`, the sentence, and `certificate/fresh`, whether the batch was new to",
+        "the policy.",
+        "",
+        "| metric | unit | meaning | larger is |",
+        "|---|---|---|---|",
+    ]
+    for name, row in LOGGED.items():
+        meaning = row.meaning.replace("|", "\\|").replace("*", "\\*")
+        lines.append(f"| `{name}` | {row.unit} | {meaning} | {row.larger_is} |")
     return "\n".join(lines) + "\n"
 
 

@@ -409,3 +409,13 @@ def test_everything_is_json(made: BatchEvidence, constants: str):
         assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert len(c.as_metrics()) == 16
     assert c.verdict.startswith("no certificate: ")
+
+
+def test_every_logged_number_is_documented():
+    from offdrift.certificate.metrics import LOGGED
+
+    lp = LogProbs.pack(
+        torch.tensor([-1.0]), torch.tensor([-1.1]), segments=Segments.from_lengths([1])
+    )
+    batch = BatchEvidence.of(lp, torch.ones(1), region=TrustRegion(horizon=2, delta=0.1))
+    assert list(certify(batch).as_metrics()) == list(LOGGED)

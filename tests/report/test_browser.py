@@ -72,7 +72,7 @@ def test_every_chart_of_a_run_is_drawn_and_the_console_stays_silent(folder: Path
     document, console = open_page(page, folder / "profile-good")
     assert 'data-drawn="10"' in document
     assert traces(document) == {
-        "reward": 12, "acceptance": 4, "kl_mean": 4, "kl_max": 4,
+        "reward": 12, "acceptance": 4, "kl_mean": 4, "kl_max": 4, "bound": 4, "gain_low": 4,
         "ppl_gap": 4, "ess": 4, "length": 4, "version_lag": 4,
     }  # fmt: skip
     assert console == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,17 +12,23 @@ import torch
 from accelerate import Accelerator
 
 from offdrift.advantages import advantages
-from offdrift.engines.score import chunks, left_right_padded, score
+from offdrift.certificate import BatchEvidence, TrustRegion, certify
+from offdrift.certificate.batch import COLUMNS
+from offdrift.engines.score import chunks, divergences, left_right_padded, score
 from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import EngineError
 from offdrift.kl import Adaptive, KLPenalty
+from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
 from offdrift.rollouts import Sampling, TopK
 from offdrift.stats import summarize
 from offdrift.train.assess import assess
+from offdrift.train.loop import train
 from offdrift.train.models import tiny_qwen3_config
-from offdrift.train.step import Batch, train_step
+from offdrift.train.step import Batch, gather_evidence, train_step
+from tests.train.conftest import small_recipe
 
+step_module = importlib.import_module("offdrift.train.step")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -136,8 +144,6 @@ def test_the_view_shows_each_token_in_the_batchs_order(world):
     _, update = step(world, "trm_max", token_budget=30, view=True)
     assert update.tokens is not None
     row = override(METHODS["trm_max"], {"gate.high": 0.02})
-    from offdrift.engines.score import divergences
-
     with torch.no_grad():
         kl = divergences(batch.rollouts, score(model, batch.rollouts).logits)[
             "kl_rollout_current"
@@ -294,3 +300,116 @@ def test_a_penalty_pulls_to_the_reference_and_its_controller_moves(world):
     assert found["optim/loss"] == pytest.approx(0.5 * 0.125, rel=1e-4)
     assert found["optim/grad_norm"] > 0
     assert update.method.penalty.coef == pytest.approx(0.5 * (1 + 0.2 * 12 / 100))
+
+
+# -- evidence for a certificate ---------------------------------------------------------------
+
+REGION = TrustRegion(horizon=9, delta=0.02, eps=0.08, tau=0.05)
+
+
+def whole_evidence(world) -> BatchEvidence:
+    """The batch in one piece, from its logits; the gate of `trm_max` keeps tokens with KL <= 0.02."""
+    model, batch = world
+    r = batch.rollouts
+    with torch.no_grad():
+        said = score(model.eval(), r)
+        known = divergences(r, said.logits)
+    lp = LogProbs.pack(r.logp_rollout, said.logp, segments=r.segments)
+    keep = r.segments.spread(r.segments.max(known["kl_rollout_current"].lo)) <= 0.02
+    assert 0 < keep.sum() < len(keep)
+    return BatchEvidence.of(lp, r.rewards, region=REGION, divergences=known, keep=keep)
+
+
+@pytest.mark.parametrize("token_budget", [1, 30, 10_000])
+def test_the_evidence_of_a_step_is_that_of_the_whole_batch(world, token_budget):
+    """Of the policy before the step, however the batch was cut."""
+    expected, rollouts = whole_evidence(world), world[1].rollouts
+    moved, update = step(world, "trm_max", token_budget=token_budget, region=REGION)
+    found = update.evidence
+    assert found is not None
+    assert any(not torch.equal(a, b) for a, b in zip(moved.parameters(), world[0].parameters()))
+    order = torch.cat(list(chunks(rollouts, token_budget=token_budget)))
+    assert found.columns.shape == (12, len(COLUMNS))
+    torch.testing.assert_close(found.columns, expected.columns[order], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(found.tv_by_position, expected.tv_by_position, rtol=1e-3, atol=1e-6)
+    assert torch.equal(found.group_ids, rollouts.group_ids[order])
+    assert found.region == REGION
+    assert found.grades == expected.grades
+    assert 0 < found.column("kept").sum() < 12
+    limits = {"reward_range": (-5.0, 5.0)}
+    assert certify(found, **limits).prompts == 3
+    assert certify(found, **limits).gain_low == pytest.approx(certify(expected, **limits).gain_low, rel=1e-4)  # fmt: skip
+
+
+def test_evidence_is_collected_only_where_a_region_is_given(world):
+    assert step(world, "trm_max", token_budget=30)[1].evidence is None
+
+
+class Process(Accelerator):
+    """One of two, as far as gathering looks."""
+
+    num_processes, process_index = 2, 0
+
+    def __init__(self, index: int) -> None:
+        self.process_index = index
+
+
+def test_the_evidence_of_several_processes_keeps_their_prompts_apart(world, monkeypatch):
+    """Both number their prompts from 0; every process gets both halves, in the same order."""
+    whole = whole_evidence(world)
+
+    def part(rows: slice, share: float, first_id: int) -> BatchEvidence:
+        return replace(
+            whole,
+            columns=whole.columns[rows],
+            group_ids=whole.group_ids[rows] - first_id,
+            tv_by_position=whole.tv_by_position * share,
+        )
+
+    assert whole.group_ids.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    pieces = [
+        [part(slice(0, 3), 0.25, 0), part(slice(3, 8), 0.25, 0)],
+        [part(slice(8, 12), 0.5, 2)],
+    ]
+    sent: list[BatchEvidence] = []
+    monkeypatch.setattr(step_module, "gather_object", lambda mine: sent.extend(mine) or mine)
+    for index in (0, 1):
+        gather_evidence(Process(index), pieces[index])
+    assert [len(s) for s in sent] == [8, 4]
+    monkeypatch.setattr(step_module, "gather_object", lambda mine: sent)
+    found = [gather_evidence(Process(index), pieces[index]) for index in (0, 1)]
+    for each in found:
+        assert torch.equal(each.columns, whole.columns)
+        torch.testing.assert_close(each.tv_by_position, whole.tv_by_position)
+        assert each.group_ids.unique(return_counts=True)[1].tolist() == [4, 4, 4]
+        assert torch.equal(each.group_ids, found[0].group_ids)
+    ours, theirs = (certify(e, reward_range=(-5.0, 5.0)) for e in (found[0], whole))
+    assert ours.prompts == theirs.prompts == 3
+    assert ours.gain_low == pytest.approx(theirs.gain_low, rel=1e-12)
+    assert pieces[1][0].group_ids.tolist() == [0, 0, 0, 0], "what was given is left as it was"
+
+
+def test_evidence_without_groups_and_of_one_process_is_gathered_as_it_is(world, monkeypatch):
+    whole = whole_evidence(world)
+    alone = gather_evidence(Accelerator(cpu=True), [whole])
+    assert torch.equal(alone.columns, whole.columns)
+    assert torch.equal(alone.group_ids, whole.group_ids)
+    monkeypatch.setattr(step_module, "gather_object", lambda mine: mine * 2)
+    both = gather_evidence(Process(1), [replace(whole, group_ids=None)])
+    assert both.group_ids is None
+    assert len(both) == 24
+
+
+def test_only_the_first_update_on_a_batch_is_certified_as_fresh(tmp_path):
+    """Two epochs of two minibatches: whoever comes later has learned from the batch's prompts."""
+    recipe = small_recipe(batches=2, optim={"lr": 2e-4, "epochs": 2, "minibatches": 2})
+    train(recipe, tmp_path / "run")
+    lines = (tmp_path / "run" / "arms" / "trm_max" / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [row["certificate/fresh"] for row in found] == [True, False, False, False] * 2
+    for row in found:
+        assert row["certificate/verdict"].startswith("no certificate: ")
+        stale = "learned from these very sequences" in row["certificate/verdict"]
+        assert stale is not row["certificate/fresh"]
+        assert (row["certificate/gain_low"] is None) is stale
+        assert row["certificate/certified"] == 0.0

@@ -1,0 +1,234 @@
+"""`offdrift certify` as a person uses it: an arm, a checkpoint, mistakes that are named, Ctrl-C."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import offdrift.cli
+from offdrift.audit.certify import judge
+from offdrift.certificate import TrustRegion
+from offdrift.certificate import certify as certificate_of
+from offdrift.engines.transformers import TransformersEngine
+from offdrift.rollouts import Sampling
+from offdrift.rollouts.store import read, write
+from offdrift.train.models import load_model, save_for_engine
+
+command = importlib.import_module("offdrift.cli.certify")  # the package exports the command itself
+audit = importlib.import_module("offdrift.audit.certify")
+LONGEST, SEQUENCES = 5, 6
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an arm as a run leaves it: three batches, and the model that they trained."""
+    folder = tmp_path_factory.mktemp("run") / "arms" / "none"
+    model, tokenizer = load_model("tiny-qwen3", seed=0)
+    engine = TransformersEngine(model, dtype="float32")
+    sampling, g = Sampling(max_tokens=LONGEST), torch.Generator().manual_seed(0)
+    for i in range(3):
+        drawn = engine.generate([[5, 6]] * SEQUENCES, sampling, seed=i, evidence="full")
+        drawn = drawn.with_(rewards=torch.rand(SEQUENCES, generator=g), group_ids=torch.arange(SEQUENCES) // 2)  # fmt: skip
+        write(drawn, folder / "rollouts" / f"batch-{i}.parquet")
+    trained = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in trained.parameters():
+            p += 0.05 * p.std() * torch.randn(p.shape, generator=g)
+    save_for_engine(trained, tokenizer, folder / "model")
+    return folder
+
+
+def certify(*words: object, **options) -> Result:
+    return CliRunner().invoke(offdrift.cli.app, ["certify", *map(str, words)], **options)
+
+
+def answer(*words: object) -> dict:
+    done = certify(*words, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_an_arm_is_judged_by_its_own_model_and_not_fresh(arm):
+    found = answer(arm)
+    assert found["model"] == str(arm / "model")
+    assert (found["files"], found["tokens"]) == (3, 3 * SEQUENCES * LONGEST)
+    assert (found["sequences"], found["prompts"]) == (3 * SEQUENCES, 9)
+    assert found["fresh"] is False
+    assert found["certified"] is False
+    assert found["gain_low"] is None
+    assert "learned from these very sequences" in found["verdict"]
+    assert found["region"] == {"horizon": LONGEST, "delta": 0.05, "eps": None, "tau": None}
+    assert found["delta_seen"][1] > 1e-3, "it did move"
+
+
+def test_only_a_model_that_did_not_learn_from_the_rollouts_is_fresh(arm):
+    model, rollouts = arm / "model", arm / "rollouts"
+    assert answer(arm, "--model", "tiny-qwen3")["fresh"] is True
+    assert answer(arm, "--model", "tiny-qwen3", "--trained-on")["fresh"] is False
+    for paths in ([arm], [rollouts], [rollouts / "batch-1.parquet"]):
+        assert answer(*paths, "--model", model)["fresh"] is False, "it is the arm's own"
+    assert answer(rollouts / "batch-1.parquet", "--model", f"{arm}/../none/model")["fresh"] is False
+
+
+def test_rollouts_from_elsewhere_certify_the_model_of_an_arm(arm, tmp_path):
+    elsewhere = write(read(arm / "rollouts" / "batch-0.parquet"), tmp_path / "fresh.parquet")
+    found = answer(elsewhere, "--model", arm / "model")
+    assert found["fresh"] is True
+    assert found["gain_low"] is not None
+    assert answer(elsewhere, arm)["fresh"] is False, "the arm's model, and its own among them"
+
+
+def test_json_is_the_certificate(arm):
+    words = ("--delta", 0.2, "--eps", 0.4, "--tau", 0.5, "--T", 9, "--reward-range", -1, 2, "--alpha", 0.1, "--constants", "paper", "--token-budget", 12)  # fmt: skip
+    found = answer(arm, "--model", "tiny-qwen3", *words)
+    region = TrustRegion(horizon=9, delta=0.2, eps=0.4, tau=0.5)
+    policy, _ = load_model("tiny-qwen3", seed=0)
+    files = sorted((arm / "rollouts").glob("*.parquet"))
+    evidence = judge(files, policy, region=region, token_budget=12).evidence
+    proof = certificate_of(evidence, reward_range=(-1.0, 2.0), alpha=0.1, constants="paper")
+    about = {"files": 3, "tokens": 90, "model": "tiny-qwen3"}
+    assert found == {**about, **json.loads(json.dumps(proof.as_dict()))}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_screen_shows_the_verdict_and_what_was_read(arm, monkeypatch, width):
+    monkeypatch.setattr(command, "console", Console(width=width, color_system=None))
+    done = certify(arm, "--model", "tiny-qwen3")
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.stdout.replace("│", " ").split())
+    assert answer(arm, "--model", "tiny-qwen3")["verdict"] in text
+    assert "3 files, 90 tokens, judged: tiny-qwen3" in text
+    assert "not fresh" not in text
+    assert "…" not in text
+
+
+def test_names_of_files_and_models_are_text(arm, tmp_path, monkeypatch):
+    name = "[red]x[bold] :smile:"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "model").symlink_to(arm / "model")
+    drawn = read(arm / "rollouts" / "batch-0.parquet")
+    rollouts = write(drawn, tmp_path / f"{name.replace(':', '')}.parquet")
+    monkeypatch.setattr(command, "console", Console(width=80, color_system=None))
+    # as on a terminal, where the name of each file is shown while it is read
+    done = certify(rollouts, "--model", tmp_path / name / "model", env={"FORCE_COLOR": "1", "COLUMNS": "120"})  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert f"judged: {tmp_path / name / 'model'}\n" in done.stdout
+    assert rollouts.name in done.stderr
+
+
+def mistake(*words: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
+    """What `offdrift certify WORDS` says when it refuses: one message, exit status 1."""
+    monkeypatch.setattr(sys, "argv", ["offdrift", "certify", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        offdrift.cli.main()
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 1, err
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1, err
+    return err
+
+
+TINY = ("--model", "tiny-qwen3")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "BadValueError: --model is missing: name the checkpoint that is to be judged"),
+        (("--model", "./nowhere"), "RecipeError: model = './nowhere' cannot be loaded"),
+        ((*TINY, "--reward-range", 0, 0.01), "outside [0, 0.01]; give reward_range="),
+        ((*TINY, "--reward-range", 1, 0), "reward_range = (1.0, 0.0)"),
+        ((*TINY, "--T", LONGEST - 1), "has 5 tokens, horizon = 4; the horizon is the longest"),
+        ((*TINY, "--T", 0), "horizon = 0"),
+        ((*TINY, "--alpha", 2), "alpha = 2.0; a probability of error lies in (0, 1)"),
+        ((*TINY, "--alpha", "nan"), "alpha = nan"),
+        ((*TINY, "--delta", -1), "delta = -1"),
+        ((*TINY, "--eps", 1.5), "eps = 1.5"),
+        ((*TINY, "--tau", "inf"), "tau = inf"),
+        ((*TINY, "--constants", "half"), "constants = 'half'; choose \"paper\" or \"sharp\""),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_message(arm, monkeypatch, capsys, words, said):
+    assert said in mistake(arm / "rollouts", *words, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_files_that_are_no_rollouts_are_named(arm, tmp_path, monkeypatch, capsys):
+    def refused(path: Path) -> str:
+        said = mistake(path, *TINY, monkeypatch=monkeypatch, capsys=capsys)
+        assert said.startswith("RecordError: ")
+        assert str(path) in said
+        return said
+
+    (tmp_path / "text.parquet").write_text("not parquet at all " * 9)
+    assert "corrupt or incomplete" in refused(tmp_path / "text.parquet")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "foreign.parquet")
+    assert "not of this library" in refused(tmp_path / "foreign.parquet")
+    assert "holds no rollouts" in refused(tmp_path / "absent.parquet")
+    (tmp_path / "bare[red]").mkdir()
+    assert "holds no rollouts" in refused(tmp_path / "bare[red]")
+
+
+def test_two_arms_do_not_say_which_model(arm, monkeypatch, capsys, tmp_path):
+    other = tmp_path / "other"
+    other.symlink_to(arm)
+    assert "--model is missing" in mistake(arm, other, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def reading_until(stop: int, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Ctrl-C while the file at `stop` is read."""
+    opened: list[Path] = []
+
+    def reading(path: Path):
+        if len(opened) == stop:
+            raise KeyboardInterrupt
+        opened.append(path)
+        return read(path)
+
+    monkeypatch.setattr(audit, "read", reading)
+    return opened
+
+
+def test_mistakes_in_numbers_do_not_wait_for_the_last_file(arm, monkeypatch, capsys):
+    opened = reading_until(99, monkeypatch)
+    words = (arm, *TINY, "--T", LONGEST, "--alpha", 2)
+    mistake(*words, monkeypatch=monkeypatch, capsys=capsys)
+    assert len(opened) == 1
+
+
+def test_interrupted_after_some_files_it_reports_those(arm, monkeypatch):
+    first = [arm / "rollouts" / f"batch-{i}.parquet" for i in (0, 1)]
+    expected = answer(*first, *TINY)
+    reading_until(2, monkeypatch)
+    done = certify(arm, *TINY, "--T", LONGEST, "--json")
+    assert done.exit_code == 130
+    assert json.loads(done.stdout) == expected, "nothing but JSON"
+    assert expected["files"] == 2
+    assert "interrupted after 2 of 3 files; the numbers are of those" in done.stderr
+    reading_until(2, monkeypatch)
+    shown = certify(arm, *TINY, "--T", LONGEST)
+    assert shown.exit_code == 130
+    assert "2 files, 60 tokens" in shown.stdout
+    assert "interrupted after 2 of 3 files" in shown.stderr
+
+
+def test_interrupted_before_the_first_file_there_is_nothing_to_say(arm, monkeypatch):
+    reading_until(0, monkeypatch)
+    done = certify(arm, *TINY, "--T", LONGEST, "--json")
+    assert done.exit_code == 130
+    assert done.stdout == ""
+
+
+def test_help_teaches():
+    text = certify("--help", env={"COLUMNS": "120"}).stdout
+    for words in ("offdrift certify runs/tiny/arms/trm_max", "--trained-on", "--json"):
+        assert words in text, words
