@@ -66,7 +66,7 @@ def test_an_arm_is_judged_by_its_own_model_and_not_fresh(arm):
     assert found["fresh"] is False
     assert found["certified"] is False
     assert found["gain_low"] is None
-    assert "learned from these very sequences" in found["verdict"]
+    assert "learned from these very prompts" in found["verdict"]
     assert found["region"] == {"horizon": LONGEST, "delta": 0.05, "eps": None, "tau": None}
     assert found["delta_seen"][1] > 1e-3, "it did move"
 
@@ -78,6 +78,13 @@ def test_only_a_model_that_did_not_learn_from_the_rollouts_is_fresh(arm):
     for paths in ([arm], [rollouts], [rollouts / "batch-1.parquet"]):
         assert answer(*paths, "--model", model)["fresh"] is False, "it is the arm's own"
     assert answer(rollouts / "batch-1.parquet", "--model", f"{arm}/../none/model")["fresh"] is False
+
+
+def test_a_link_hides_no_arm(arm, tmp_path):
+    (tmp_path / "model").symlink_to(arm / "model")
+    (tmp_path / "one.parquet").symlink_to(arm / "rollouts" / "batch-0.parquet")
+    found = answer(tmp_path / "one.parquet", "--model", tmp_path / "model")
+    assert found["fresh"] is False
 
 
 def test_rollouts_from_elsewhere_certify_the_model_of_an_arm(arm, tmp_path):
@@ -96,7 +103,7 @@ def test_json_is_the_certificate(arm):
     files = sorted((arm / "rollouts").glob("*.parquet"))
     evidence = judge(files, policy, region=region, token_budget=12).evidence
     proof = certificate_of(evidence, reward_range=(-1.0, 2.0), alpha=0.1, constants="paper")
-    about = {"files": 3, "tokens": 90, "model": "tiny-qwen3"}
+    about = {"files": 3, "skipped": 0, "rollout_version": 0, "tokens": 90, "model": "tiny-qwen3"}
     assert found == {**about, **json.loads(json.dumps(proof.as_dict()))}
 
 

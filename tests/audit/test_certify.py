@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offdrift.audit.certify import Judged, judge, longest_response, rollout_files
+from offdrift.audit.certify import (
+    Judged,
+    judge,
+    longest_response,
+    newest_policy,
+    rollout_files,
+)
 from offdrift.certificate import BatchEvidence, TrustRegion, certify
 from offdrift.certificate.batch import COLUMNS
 from offdrift.divergence.evidence import Divergence
@@ -246,7 +252,7 @@ def test_one_file_at_a_time_is_in_memory(policies, stored, monkeypatch):
     assert judged(files, policies[1]).files == 3
     assert len(opened) == 6
     assert longest_response(files) == LONGEST
-    assert len(opened) == 12
+    assert len(opened) == 6  # it reads headers
 
 
 def test_whoever_watches_sees_what_was_read_so_far(policies, drawn, stored):
@@ -309,3 +315,26 @@ def test_the_longest_response_is_what_sampling_allowed(drawn, stored, tmp_path):
     longer = write(drawn["sampled"].with_(provenance=provenance), tmp_path / "longer.parquet")
     assert longest_response([stored["full"]]) == LONGEST
     assert longest_response([stored["full"], longer, stored[8]]) == 50
+
+
+def test_a_certificate_is_about_one_rollout_policy(policies, stored, tmp_path):
+    """Rollouts of several versions or samplings are several samples: pooled, nothing covers."""
+    one = read(stored["full"])
+    later = tmp_path / "later.parquet"
+    write(one.with_(rollout_version=one.rollout_version + 3), later)
+    hotter = tmp_path / "hotter.parquet"
+    sampling = replace(one.provenance.sampling, temperature=1.5)
+    write(one.with_(provenance=replace(one.provenance, sampling=sampling)), hotter)
+    mixed = tmp_path / "mixed.parquet"
+    versions = one.rollout_version.clone()
+    versions[-1] += 1
+    write(one.with_(rollout_version=versions), mixed)
+    raw = tmp_path / "raw.parquet"
+    write(one.with_(provenance=replace(one.provenance, logprobs="raw")), raw)
+    assert newest_policy([stored["full"], later]) == (3, [later])
+    assert newest_policy([stored["full"], mixed]) == (0, [stored["full"]])
+    with pytest.raises(RecordError, match="several weight versions"):
+        newest_policy([mixed])
+    for other, words in ((later, "later.parquet"), (hotter, "temperature=1.5"), (mixed, "mixed"), (raw, "raw log-probs")):  # fmt: skip
+        with pytest.raises(RecordError, match=words):
+            judged([stored["full"], other], policies[1])

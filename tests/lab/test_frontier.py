@@ -131,24 +131,53 @@ def estimate(**change) -> Estimate:
     return replace(base, **change)
 
 
-def test_verdicts_name_the_winner_and_whether_it_is_clear():
-    rows = [
-        estimate(),
-        estimate(method="minpro", family="prefix", progress=1.3, progress_se=0.14),
-        estimate(method="lucky", family="turn", progress=9.0, progress_se=4.5),
-        estimate(method="full_is", family="sequence", progress=0.1),
-    ]
-    found = verdict(rows)
-    assert found.winner.method == "minpro"
-    assert not found.clear  # the lucky one may be better
-    assert verdict([rows[0], rows[1], rows[3]]).clear  # 0.3 > 2 * 0.14
-    assert conjecture([found]).startswith("holds, within errors")
-    token = verdict([estimate(horizon=512)])
-    assert conjecture([token]).startswith("fails, clearly")
-    assert conjecture([found, token]).startswith("undecided")
+def test_verdicts_name_the_winner_and_who_ties_with_it():
+    token = estimate()
+    prefix = estimate(
+        method="minpro", family="prefix", progress=1.3, progress_se=0.1, how="sampled"
+    )
+    lucky = estimate(method="lucky", family="turn", progress=9.0, progress_se=4.5, how="sampled")
+    sequence = estimate(method="full_is", family="sequence", progress=0.1)
+    found = verdict([token, prefix, lucky, sequence])
+    assert found.winner.method == "minpro"  # 1.3 - 0.2 > 1; the lucky one surely makes 0
+    assert found.tied == ("turn",)
+    assert conjecture([found]).startswith("holds: best minpro (prefix, tied with turn) at 256")
+    assert verdict([token, replace(prefix, progress=1.15)]).tied == ("prefix",)
+    tie = verdict([token, replace(prefix, progress=1.001, progress_se=0.0)])
+    assert tie.winner.family == "prefix"
+    assert conjecture([tie]).startswith("undecided: best minpro (prefix, tied with token)")
+    alone = verdict([replace(token, horizon=512), replace(sequence, horizon=512)])
+    assert conjecture([alone]).startswith("fails: best token_is (token) at 512")
+    assert conjecture([found, alone]).startswith("undecided")
+    none = verdict([estimate(method="none", family="uncorrected")])
+    assert conjecture([none]).startswith("undecided")
     assert conjecture([verdict([estimate(horizon=64)])]).startswith("untested")
     with pytest.raises(BadValueError, match="one horizon"):
         verdict([estimate(), estimate(horizon=8)])
+
+
+def test_a_sampled_likeness_of_an_exact_row_does_not_win_by_rounding():
+    """A cap that no sample met gives the exact row's numbers and an error of nothing."""
+    exact = estimate(progress=0.12531241733269916)
+    likeness = estimate(
+        method="icepop", progress=0.12531241733269985, progress_se=9e-17, how="sampled"
+    )
+    for rows in ([exact, likeness], [likeness, exact]):
+        assert verdict(rows).winner.method == "token_is"
+
+
+def test_the_plainest_methods_are_compared_beside_the_best():
+    rows = [
+        estimate(method=m, family=f, progress=1.0 + i)
+        for i, (f, m) in enumerate(module.PLAIN.items())
+    ]
+    many = [estimate(method=f"token_{i}", progress=50.0 + i) for i in range(9)]
+    found = verdict([*rows, *many])
+    assert found.winner.method == "token_8"
+    assert found.plain is not None
+    assert found.plain.method == "full_is"
+    assert verdict(rows[1:]).plain is None
+    assert {family(METHODS[m]): m for m in module.PLAIN.values()} == module.PLAIN
 
 
 def test_progress_of_exact_moments_by_hand():

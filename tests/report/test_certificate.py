@@ -174,7 +174,7 @@ def test_what_is_taken_for_granted_is_said(width: int):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_policy_that_learned_from_the_rollouts_is_called_so(width: int):
-    words = "not fresh: the policy learned from these sequences, and none of this covers"
+    words = "not fresh: the policy learned from these prompts, and none of this covers"
     assert words in flat(shown(CASES["stale"], width))
     assert words in flat(shown(proof(rewarded=False, fresh=False), width))
     assert words not in flat(shown(CASES["certified"], width))

@@ -63,13 +63,13 @@ def sentence(*arms: Arm) -> str:
         (
             (arm("a", 0.5, acceptance=0.7), arm("b", acceptance=0.6999)),
             "a ended at 0.500 in held-out reward; b accepted 69.9 % of its sequences, less than the "
-            "70 % below which the precondition of the bound counts as refuted (Remark 4.3).",
+            "70 % that the Trust Region Masking paper asks to watch for (Remark 4.3).",
         ),
         (
             (arm("a", acceptance=0.5), arm("b", acceptance=0.25), arm("c", acceptance=0.0)),
             "No held-out reward has been recorded yet; a accepted 50.0 %, b accepted 25.0 % and c "
-            "accepted 0.0 % of its sequences, less than the 70 % below which the precondition of "
-            "the bound counts as refuted (Remark 4.3).",
+            "accepted 0.0 % of its sequences, less than the 70 % that the Trust Region Masking "
+            "paper asks to watch for (Remark 4.3).",
         ),
         (
             (arm("a", 0.5), arm("b", finished=False)),

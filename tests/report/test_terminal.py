@@ -53,9 +53,9 @@ def test_an_update_shows_every_live_number(terminal):
 def test_low_acceptance_is_called_out_once():
     events = [Event("update", "trm_max", i, 64, metrics=UPDATE) for i in (1, 2, 3)]
     text = shown(*events)
-    assert text.count("counts as refuted") == 1
+    assert text.count("less than 70 %") == 1
     fine = {**UPDATE, "gate/acceptance_seq": 0.7}
-    assert "refuted" not in shown(Event("update", "trm_max", 1, 64, metrics=fine))
+    assert "less than 70 %" not in shown(Event("update", "trm_max", 1, 64, metrics=fine))
 
 
 def test_off_a_terminal_there_are_plain_lines_now_and_then():

@@ -409,7 +409,7 @@ def test_only_the_first_update_on_a_batch_is_certified_as_fresh(tmp_path):
     assert [row["certificate/fresh"] for row in found] == [True, False, False, False] * 2
     for row in found:
         assert row["certificate/verdict"].startswith("no certificate: ")
-        stale = "learned from these very sequences" in row["certificate/verdict"]
+        stale = "learned from these very prompts" in row["certificate/verdict"]
         assert stale is not row["certificate/fresh"]
         assert (row["certificate/gain_low"] is None) is stale
         assert row["certificate/certified"] == 0.0

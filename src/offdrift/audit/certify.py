@@ -17,8 +17,8 @@ from offdrift.certificate import BatchEvidence, TrustRegion
 from offdrift.engines.score import chunks, divergences, score
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
-from offdrift.rollouts.records import Rollouts
-from offdrift.rollouts.store import read
+from offdrift.rollouts.records import Provenance, Rollouts
+from offdrift.rollouts.store import read, read_drawn_by
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,28 @@ def rollout_files(paths: Sequence[Path]) -> list[Path]:
 
 def longest_response(files: Sequence[Path]) -> int:
     """The horizon of the files: the most tokens that their sampling allowed."""
-    return max(read(file).provenance.sampling.max_tokens for file in files)
+    return max(read_drawn_by(file)[0].sampling.max_tokens for file in files)
+
+
+def newest_policy(files: Sequence[Path]) -> tuple[int | None, list[Path]]:
+    """The newest version among the files' rollout policies, and the files that it alone drew.
+
+    A certificate compares two policies: rollouts of several are several samples, and pooled their
+    intervals cover nothing. A batch that was drawn while weights were updated is of no one version.
+
+    Raises: `RecordError` if no file is of one version.
+    """
+    versions = {file: read_drawn_by(file)[1] for file in files}
+    pure = {file: found[0] for file, found in versions.items() if len(found) == 1}
+    if not pure:
+        if any(versions.values()):
+            raise RecordError(
+                "every file holds tokens of several weight versions, so there is no one rollout policy "
+                "to compare with; draw a batch without updating the weights in between"
+            )
+        return None, list(files)
+    newest = max(pure.values())
+    return newest, [file for file in files if pure.get(file) == newest or not versions[file]]
 
 
 @torch.no_grad()
@@ -78,14 +99,17 @@ def judge(
 
     Prompts of different files are different prompts, whatever their group ids.
 
-    Raises: `RecordError` for a file that is none of ours, or files without any sequence;
+    Raises: `RecordError` for a file that is none of ours, files without any sequence, log-probs that
+        are not those of the policy that was sampled, or more than one rollout policy;
         `ShapeError` for rollouts without rewards in some files and with rewards in others.
     """
     model.eval()
     parts: list[BatchEvidence] = []
     tokens = prompts = 0
+    drawn: Drawn | None = None
     for i, file in enumerate(files):
         rollouts = read(file)
+        drawn = _same_policy(drawn, rollouts, file)
         found, ids = rollouts.group_ids.unique(return_inverse=True)
         rollouts = rollouts.with_(group_ids=ids + prompts)
         for piece in chunks(rollouts, token_budget=token_budget):
@@ -99,6 +123,32 @@ def judge(
     if not parts:
         raise RecordError("there are no rollouts in what was given; there is nothing to certify")
     return Judged(len(files), tokens, parts[0])
+
+
+Drawn = tuple[Provenance, tuple[int, ...]]
+"""How rollouts were drawn, and by the weights of which versions."""
+
+
+def _same_policy(before: Drawn | None, rollouts: Rollouts, file: Path) -> Drawn | None:
+    """What the files so far were drawn by; refused if this one was drawn by something else."""
+    if not rollouts.num_sequences:
+        return before
+    provenance = rollouts.provenance
+    if provenance.logprobs != "processed":
+        raise RecordError(
+            f"{file} holds {provenance.logprobs} log-probs, not those of the policy that was sampled; "
+            "record processed ones"
+        )
+    now = (provenance, tuple(rollouts.rollout_version.unique().tolist()))
+    if len(now[1]) > 1 or (before is not None and before != now):
+        told = (
+            "differs from the files before" if len(now[1]) == 1 else "holds several weight versions"
+        )
+        raise RecordError(
+            f"{file} {told} (versions {list(now[1])}, {provenance.sampling}): a certificate compares two "
+            "policies, so give rollouts that one policy drew with one sampling"
+        )
+    return now
 
 
 def _evidence(

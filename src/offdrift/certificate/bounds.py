@@ -1,7 +1,9 @@
 """How far the surrogate can be from the true return: every bound, paper and sharp constants.
 
 For rewards in [0, 1] and `Error = J(pi) - J(mu) - L'(pi)`, with the surrogate
-`L' = E_mu[R sum_t (w_t - 1)]`, each bound is `4 x advantage factor x summed context shift` in the
+`L' = E_mu[R sum_t (w_t - 1)]` and a current policy that draws nothing the rollout policy cannot
+(otherwise L' is the sum over positions of what changes if that token alone is drawn by pi, and the
+measured one, which is smaller, keeps the lower bound J(pi) - J(mu) >= L' - B), each bound is `4 x advantage factor x summed context shift` in the
 paper. `constants="sharp"` puts 2 in place of 4, for all of them:
 
 - `g_t(c) = sum_y (pi - mu)(y|c) Q_t(c, y)` does not change when a constant is taken off Q. With Q
@@ -120,7 +122,7 @@ def sequence_kl(*, horizon: int, kl_seq: float, constants: str = "sharp") -> flo
         >>> sequence_kl(horizon=4096, kl_seq=0.01)  # where the paper's unified bound is 4.1
         0.01
     """
-    return kl_seq if horizon > 1 else 0.0
+    return kl_seq
 
 
 # -- data-dependent bounds, Section 3.3 -------------------------------------------------------

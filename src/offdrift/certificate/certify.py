@@ -45,8 +45,8 @@ from offdrift.divergence.evidence import Grade
 from offdrift.errors import BadValueError, MethodError, check_choice
 
 ACCEPTANCE_FLOOR = 0.70
-"""Share of accepted sequences below which the precondition counts as refuted (the paper's Remark
-4.3 asks to monitor it; a share above it proves nothing)."""
+"""Share of accepted sequences that the paper asks to watch for (Remark 4.3); a share above it
+proves nothing, and by a gate on the worst exact KL any rejection refutes the precondition."""
 
 Rows = Bool[np.ndarray, " b"]
 
@@ -104,7 +104,8 @@ def certify(
     found = estimates(host, rewards, accepted, region, alpha=alpha)
     usable = _stand(premises) and not refuted
     bound = _unified(found, region, constants) if usable else None
-    guarantees = _guarantees(found, bound, region, premises, measured, constants)
+    exact = all(grades[k] is Grade.EXACT for k in ("kl", *premises))
+    guarantees = _guarantees(found, bound, region, premises, measured and exact, constants)
     normal = {} if rewards is None else normal_intervals(host, rewards, accepted, alpha=alpha)
     return Certificate(
         region=region,
@@ -134,10 +135,16 @@ def _guarantees(
     bound: Bound | None,
     region: TrustRegion,
     premises: dict[str, Status],
-    measured: bool,
+    predictable: bool,
     constants: str,
 ) -> list[Guarantee]:
-    """What the batch supports, for rewards in [0, 1]; nothing without rewards."""
+    """What the batch supports, for rewards in [0, 1]; nothing without rewards.
+
+    Args:
+        predictable: whether each context's limits are decided before its token is drawn, which the
+            KL of accepted prefixes asks for. Exact evidence is; the ends of a top-k interval are not,
+            because the drawn token is part of what they know.
+    """
     if "gain" not in found:
         return []
     guarantees = [Guarantee("direct", "gain", 0.0, 0.0, ())]
@@ -146,7 +153,7 @@ def _guarantees(
         errors.append(
             sample_ratio_error(horizon=region.horizon, tau=region.tau, constants=constants)
         )
-    if constants == "sharp" and measured:
+    if constants == "sharp" and predictable:
         errors.append(found["prefix_kl"].high)
     if errors and constants == "sharp":
         rejected = found["rejected_reward"].high

@@ -109,7 +109,7 @@ def betting(
     share = _checked(x, low, high, alpha, sides)
     scale = high - low if math.isfinite(high - low) else max(abs(low), abs(high))
     if not math.isfinite(scale):
-        scale = min(abs(low), abs(high))
+        scale = min(abs(low), abs(high)) or 1.0
     ends = [low, high]
     if len(x) and scale > 0:
         if sides != "high" and math.isfinite(low):

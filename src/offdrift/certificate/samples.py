@@ -117,7 +117,7 @@ def estimates(
     result = {"acceptance": _share_of(accepted, host, alpha * SHARES["acceptance"])}
     for name, (x, low, high, sides) in columns.items():
         # A sum of rounded terms may pass its range's end by a rounding.
-        inside = np.clip(cluster_means(x, host.group_ids), low, high)
+        inside = np.clip(_shuffled(cluster_means(x, host.group_ids)), low, high)
         result[name] = betting(inside, low=low, high=high, alpha=alpha * SHARES[name], sides=sides)
     return result
 
@@ -143,8 +143,17 @@ def unseen(host: HostEvidence, outside: Bool[np.ndarray, " b"], *, alpha: float)
     return clopper_pearson(int(left.sum()), len(left), alpha=share, sides="high").high
 
 
+def _shuffled(means: Column) -> Column:
+    """The same in an order that owes nothing to how files, ranks or prompts were numbered.
+
+    Bets are valid for independent, identically distributed draws in any order fixed beforehand; a
+    shuffle keeps a drift along the files from passing for one.
+    """
+    return np.random.default_rng(0).permutation(means)
+
+
 def _share_of(what: Bool[np.ndarray, " b"], host: HostEvidence, alpha: float) -> Estimate:
-    means = cluster_means(what.astype(np.float64), host.group_ids)
+    means = _shuffled(cluster_means(what.astype(np.float64), host.group_ids))
     if len(means) == len(what):  # one sequence per prompt: a binomial, whose interval is exact
         return clopper_pearson(int(what.sum()), len(what), alpha=alpha)
     return betting(means, alpha=alpha)

@@ -18,8 +18,9 @@ from offdrift.certificate.regions import TrustRegion
 Status = Literal["falsified", "not falsified", "known", "unknown"]
 
 ALWAYS = (
-    "prompts are independent draws and the recorded log-probs are those of the policies",
-    "the current policy did not learn from these sequences",
+    "prompts are independent draws of one distribution, answered by one rollout policy whose log-probs "
+    "were recorded",
+    "the current policy did not learn from these prompts",
 )
 """What every confidence statement takes for granted."""
 
@@ -110,7 +111,7 @@ class Certificate:
             return "no certificate: the batch has no rewards"
         if not self.fresh:
             return (
-                "no certificate: the current policy learned from these very sequences, so that no "
+                "no certificate: the current policy learned from these very prompts, so that no "
                 "interval covers; draw new ones"
             )
         confidence = f"with probability {1 - self.alpha:g}"

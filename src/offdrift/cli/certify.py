@@ -53,7 +53,11 @@ def certify(
         typer.Option(help="Assume that |log ratio| stays below this outside a recorded top k."),
     ] = None,
     trained_on: Annotated[
-        bool, typer.Option("--trained-on", help="The policy has learned from these rollouts.")
+        bool,
+        typer.Option(
+            "--trained-on",
+            help="The policy has learned from these rollouts, or from their prompts.",
+        ),
     ] = False,
     token_budget: Annotated[int, typer.Option(help="Padded tokens per forward pass.")] = 4096,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -72,7 +76,13 @@ def certify(
     offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
     offdrift certify fresh/*.parquet --model checkpoints/step-200 --tau 0.05 --json
     """  # fmt: skip
-    from offdrift.audit.certify import Judged, judge, longest_response, rollout_files
+    from offdrift.audit.certify import (
+        Judged,
+        judge,
+        longest_response,
+        newest_policy,
+        rollout_files,
+    )
     from offdrift.certificate import TrustRegion
     from offdrift.certificate import certify as certificate_of
     from offdrift.report.certificate import certificate_view
@@ -84,6 +94,8 @@ def certify(
         if len(own) != 1:
             raise BadValueError("--model is missing: name the checkpoint that is to be judged")
         model = str(own[0])
+    version, chosen = newest_policy(files)
+    skipped, files = len(files) - len(chosen), chosen
     trained_on = trained_on or _learned_from(model, files)
     limits = {"delta": delta, "eps": eps, "tau": tau}
     longest = longest_response(files) if horizon is None else horizon
@@ -109,11 +121,16 @@ def certify(
         raise typer.Exit(INTERRUPTED)
     proof = prove(found[0].evidence)
     if as_json:
-        about = {"files": found[0].files, "tokens": found[0].tokens, "model": model}
+        about = {"files": found[0].files, "skipped": skipped, "rollout_version": version, "tokens": found[0].tokens, "model": model}  # fmt: skip
         typer.echo(json.dumps({**about, **proof.as_dict()}, indent=1, allow_nan=False))
     else:
         console.print(certificate_view(proof, width=console.width))
         about = f"{found[0].files} files, {found[0].tokens:,} tokens, judged: {model}"
+        if skipped:
+            about += (
+                f"; drawn by the weights of version {version}, the newest. {skipped} files of other "
+                "versions are another policy's, and were left out: name them to judge against it"
+            )
         console.print(Text(about, style="dim"), soft_wrap=True)
     if interrupted:
         said = f"interrupted after {found[0].files} of {len(files)} files; the numbers are of those"
@@ -122,6 +139,12 @@ def certify(
 
 
 def _learned_from(model: str, files: list[Path]) -> bool:
-    """Whether the model is that of an arm whose own rollouts are among the files."""
-    drawn = (Path(model).parent / "rollouts").resolve()
-    return any(file.resolve().parent == drawn for file in files)
+    """Whether the model is that of an arm of the run whose rollouts are among the files.
+
+    All arms of a run see the same prompts and the same first batches, so any arm's will do.
+    """
+    path = Path(model).expanduser()
+    arms = {place.parent.parent for place in (path, path.resolve())}
+    drawn = {folder.resolve() for arm in arms for folder in arm.glob("*/rollouts")}
+    given = {folder for f in files for folder in (f.parent.resolve(), f.resolve().parent)}
+    return not drawn.isdisjoint(given)

@@ -73,8 +73,8 @@ def bounds(
     if as_json:
         typer.echo(json.dumps(result, indent=1, allow_nan=False))
     elif outcomes or found:
-        console.print(bounds_table(outcomes, found))
-        console.print(horizon_table(outcomes, found))
+        console.print(bounds_table(outcomes, found, width=console.width))
+        console.print(horizon_table(outcomes, found, width=console.width))
         console.print(_verdict(result["pairs"], len(found), violations([*outcomes, *found]), plant))
     if out is not None and (outcomes or found):
         title = "How close do the bounds come to the worst error?"

@@ -75,7 +75,7 @@ def length_bias(
         typer.echo(json.dumps(length_bias_rows(results), indent=1, allow_nan=False))
     else:
         for title, found in results:
-            console.print(length_bias_table(title, found))
+            console.print(length_bias_table(title, found, width=console.width))
         console.print(
             "acceptance = exp(-c T^γ): γ = 1 falls exponentially, γ = 0 does not depend on length.",
             style="dim",

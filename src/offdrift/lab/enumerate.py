@@ -3,9 +3,11 @@
 The rollout policy `mu` draws, the current policy `pi` is to be judged, rewards sit on whole
 sequences. The surrogate is written without ratios,
 
-    L'(pi) = E_mu[R sum_t (w_t - 1)] = sum_t (J(mu with position t drawn by pi) - J(mu)),
+    L'(pi) = sum_t (J(mu with position t drawn by pi) - J(mu)).
 
-so that it also holds where the rollout policy cannot draw a token (top-k, top-p).
+That is E_mu[R sum_t (w_t - 1)] where the rollout policy can draw whatever the current one can. Where
+it cannot (top-k, top-p) it is its limit, and what a batch measures is smaller, by the reward of what
+mu never draws.
 
 Everything is carried down the tree once. Small drift is not found as a difference of large numbers:
 with d, e the probability of a context and how much likelier the current policy makes it, and F the

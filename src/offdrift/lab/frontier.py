@@ -11,7 +11,8 @@ largest for a unit between token and sequence. How a number was found is part of
     enumeration   exact: every sequence was visited
     recursion     exact: first and second moments by recursion (`offdrift.lab.moments`)
     sampled       Monte Carlo over independent batches, with rows whose mean is known exactly as
-                  control variates; standard errors by the jackknife
+                  control variates; standard errors by the jackknife,
+                  coefficients of the controls held fixed
 
 Reference: the survey's Problem 1, "The sequence-correct low-variance frontier".
 """
@@ -43,6 +44,17 @@ Family = Literal[
 ]
 BETWEEN = ("prefix", "turn", "geometric", "variational")
 """The families between token and sequence, which the conjecture favors."""
+EXTREMES = ("token", "sequence")
+"""The families that it says are not best."""
+PLAIN = {
+    "token": "token_is",
+    "prefix": "minpro",
+    "turn": "segment_tis",
+    "geometric": "geo_is",
+    "variational": "vespo",
+    "sequence": "full_is",
+}
+"""The plainest method of each family."""
 
 ENUMERATED = 2**16
 """Sequences up to which every one is visited."""
@@ -80,8 +92,11 @@ class Verdict:
     best: dict[str, Estimate]
     """The best method of every family, ungated or gated."""
     winner: Estimate
-    clear: bool
-    """Whether it leads the best of every other family by two standard errors."""
+    tied: tuple[str, ...]
+    """Other families whose best is within two standard errors, or half a percent, of the winner."""
+    plain: Estimate | None
+    """The winner among `PLAIN`, one method a family that was fixed beforehand; None if some are missing.
+    Families have 1 to 75 rows, and the best of many is luckier than the best of few."""
 
 
 def family(row: Method) -> Family:
@@ -154,43 +169,63 @@ def frontier(
 
 
 def verdict(estimates: Sequence[Estimate]) -> Verdict:
-    """Who wins at one horizon, by progress minus two standard errors, and how clearly.
+    """Who wins at one horizon, by progress minus two standard errors, and who cannot be told from it.
 
     Raises: `BadValueError` if the estimates are of several horizons, or none.
     """
     if len({e.horizon for e in estimates}) != 1:
         raise BadValueError("a verdict is about one horizon; group the estimates first")
     best: dict[str, Estimate] = {}
-    for e in sorted(estimates, key=_surely):
-        best[e.family] = e
-    winner = max(best.values(), key=_surely)
-    others = [e for e in best.values() if e.family != winner.family]
-    clear = all(
-        winner.progress - e.progress > 2 * math.hypot(winner.progress_se, e.progress_se)
-        for e in others
+    for e in estimates:
+        if e.family not in best or _rank(e) > _rank(best[e.family]):
+            best[e.family] = e
+    winner = max(best.values(), key=_rank)
+    plain = [e for e in estimates if PLAIN.get(e.family) == e.method]
+    return Verdict(
+        winner.horizon,
+        best,
+        winner,
+        tuple(f for f, e in best.items() if e is not winner and _close(e, winner)),
+        max(plain, key=_rank) if len(plain) == len(PLAIN) else None,
     )
-    return Verdict(winner.horizon, best, winner, clear)
-
-
-def _surely(e: Estimate) -> float:
-    """The progress that a method surely makes: luck in a few samples is no merit."""
-    return e.progress - 2 * e.progress_se
 
 
 def conjecture(verdicts: Sequence[Verdict]) -> str:
     """What a testbed says about the conjecture, from its verdicts beyond 200 tokens.
 
-    "holds" and "fails" ask for the same answer at every such horizon, clearly or not; "undecided"
-    is the rest.
+    "holds" if a unit between token and sequence is best at every such horizon, "fails" if token or
+    sequence is, neither tied with the other side; "undecided" is the rest.
     """
     long = [v for v in verdicts if v.horizon >= LONG]
     if not long:
         return f"untested: no horizon of {LONG} tokens or more"
-    between = [v.winner.family in BETWEEN for v in long]
-    clear = "clearly" if all(v.clear for v in long) else "within errors"
-    winners = ", ".join(f"{v.winner.method} at {v.horizon}" for v in long)
-    said = "holds" if all(between) else "fails" if not any(between) else "undecided"
-    return f"{said}, {clear}: best {winners}"
+    between = [_within(v, BETWEEN) for v in long]
+    extreme = [_within(v, EXTREMES) for v in long]
+    said = "holds" if all(between) else "fails" if all(extreme) else "undecided"
+    return f"{said}: best {', '.join(map(_told, long))}"
+
+
+def _within(v: Verdict, families: Sequence[str]) -> bool:
+    """Whether the winner is of these families, and whatever ties with it too."""
+    return v.winner.family in families and not {*BETWEEN, *EXTREMES} & {*v.tied} - {*families}
+
+
+def _told(v: Verdict) -> str:
+    ties = f", tied with {' and '.join(v.tied)}" if v.tied else ""
+    return f"{v.winner.method} ({v.winner.family}{ties}) at {v.horizon}"
+
+
+def _rank(e: Estimate) -> tuple[float, bool]:
+    """The progress that a method surely makes, to four digits; at a tie what is known exactly wins.
+
+    Luck in a few samples is no merit, and a limit that no sample met is not known to the last digit.
+    """
+    return float(f"{e.progress - 2 * e.progress_se:.4g}"), e.how != "sampled"
+
+
+def _close(e: Estimate, winner: Estimate) -> bool:
+    error = 2 * math.hypot(winner.progress_se, e.progress_se)
+    return abs(winner.progress - e.progress) <= max(error, 0.005 * winner.progress)
 
 
 def _exact(

@@ -30,7 +30,7 @@ NEEDS_REGION = ("kl_seq", "shift")
 NOTHING = "–"
 """Shown where nothing bounds a number, or nothing stands behind it."""
 
-NOT_FRESH = "not fresh: the policy learned from these sequences, and none of this covers"
+NOT_FRESH = "not fresh: the policy learned from these prompts, and none of this covers"
 
 COLORS = {"falsified": "red", "unknown": "yellow", "not falsified": "", "known": "green"}
 

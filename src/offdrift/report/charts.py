@@ -54,8 +54,8 @@ QUANTITIES = (
         "Acceptance",
         "of sequences",
         "gate/acceptance_seq",
-        "Share of sequences that passed the gate. Under the line at 70 % (Remark 4.3) the "
-        "precondition of the bound is refuted.",
+        "Share of sequences that passed the gate. The Trust Region Masking paper asks to watch for "
+        "less than the 70 % of the line (Remark 4.3).",
         share=True,
         line_at=0.7,
         digits=".1%",
@@ -78,11 +78,11 @@ QUANTITIES = (
     ),
     Quantity(
         "bound",
-        "Error bound",
-        "of the surrogate, log scale",
+        "KL of sequences",
+        "nat, log scale",
         "certificate/kl_seq",
-        "How far the surrogate can be from the true change of the return, for any two policies: the "
-        "KL(rollout || current) of whole sequences in this batch. Lower is better.",
+        "KL(rollout || current) of whole sequences in the batch. Its expectation bounds how far the "
+        "surrogate is from the true change of the return, for any two policies. Lower is better.",
         log=True,
     ),
     Quantity(

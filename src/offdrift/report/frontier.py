@@ -94,11 +94,18 @@ def frontier_rows(title: str, estimates: Sequence[Estimate]) -> dict[str, Any]:
         "testbed": title,
         "conjecture": conjecture(verdicts),
         "winners": [
-            {"horizon": v.horizon, "method": v.winner.method, "family": v.winner.family, "clear": v.clear}
+            {"horizon": v.horizon, "method": v.winner.method, "family": v.winner.family,
+             "tied": list(v.tied), "plain": v.plain and v.plain.method}
             for v in verdicts
         ],
         "estimates": [vars(e) for e in estimates],
     }  # fmt: skip
+
+
+def _caption(verdicts: Sequence[Verdict]) -> str:
+    plain = [f"{v.plain.method} at {v.horizon}" for v in verdicts if v.plain is not None]
+    among = f"\nbest of the plainest of each family: {', '.join(plain)}" if plain else ""
+    return f"conjecture (an intermediate unit is best from T = 200): {conjecture(verdicts)}{among}"
 
 
 def _cell(e: Estimate | None, v: Verdict) -> Text:

@@ -31,13 +31,17 @@ def violations(outcomes: Sequence[Outcome]) -> int:
     return sum(int(o.violated.sum()) for o in outcomes)
 
 
-def bounds_table(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> Table:
+def bounds_table(
+    outcomes: Sequence[Outcome], found: Sequence[Outcome], *, width: int = 140
+) -> Table:
     """Every bound: pairs, violations, the largest |Error| / bound, and where that was.
 
     Args:
         outcomes: random pairs.
         found: pairs of the adversarial search; may be empty.
+        width: columns of the screen; where is left out on a narrow one.
     """
+    wide, narrow = width >= 150, width < 100
     random, searched = summarize(outcomes), summarize(found)
     table = Table(
         title=Text("|Error| / bound, at most 1 where the bound holds", style="bold"),
@@ -47,11 +51,13 @@ def bounds_table(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> Table
     )
     for name in ("bound", "constants"):
         table.add_column(name, no_wrap=True)
-    for name in ("pairs", "violations", "median", "largest"):
+    for name in ("pairs", "violations", *(() if narrow else ("median",)), "largest"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("at", style="dim")
+    if wide:
+        table.add_column("at", style="dim")
     table.add_column("searched", justify="right", no_wrap=True)
-    table.add_column("at", style="dim")
+    if wide:
+        table.add_column("at", style="dim")
     for i, row in enumerate(random or searched):
         other = searched[i] if searched else None
         first = row if random else None
@@ -61,14 +67,16 @@ def bounds_table(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> Table
             row.constants,
             f"{first.checked:,}" if first else "–",
             Text(f"{wrong:,}", style="bold red" if wrong else ""),
-            f"{first.median:.4f}" if first else "–",
-            *_cells(first),
-            *_cells(other),
+            *(() if narrow else (f"{first.median:.4f}" if first else "–",)),
+            *_cells(first)[: 2 if wide else 1],
+            *_cells(other)[: 2 if wide else 1],
         )
     return table
 
 
-def horizon_table(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> Table:
+def horizon_table(
+    outcomes: Sequence[Outcome], found: Sequence[Outcome], *, width: int = 140
+) -> Table:
     """The largest |Error| / bound at every horizon, random or searched, with sharp constants."""
     both = [*outcomes, *found]
     table = Table(
@@ -79,6 +87,9 @@ def horizon_table(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> Tabl
     )
     table.add_column("bound", no_wrap=True)
     horizons = sorted({o.horizon for o in both})
+    most = max(2, (width - 24) // 9)  # columns that fit; the first and the last are among them
+    while len(horizons) > most:
+        horizons.pop(len(horizons) // 2)
     columns = [_sharp([o for o in both if o.horizon == t]) for t in horizons]
     for t in horizons:
         table.add_column(f"T={t}", justify="right", no_wrap=True)

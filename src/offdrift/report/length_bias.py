@@ -21,23 +21,36 @@ LABELS = {
 }
 
 
-def length_bias_table(title: str, curves: Sequence[Curve]) -> Table:
-    """Acceptance at every length and the fitted growth, one row per gate."""
+def length_bias_table(title: str, curves: Sequence[Curve], *, width: int = 140) -> Table:
+    """Acceptance at every length that fits and the fitted growth, one row per gate."""
+    stated = width >= 120
+    fits = max(2, (width - (79 if stated else 62)) // 8)
+    shown = _spread(len(curves[0].lengths), fits)
     table = Table(
         title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
     table.add_column("gate", no_wrap=True)
-    table.add_column("threshold", justify="right")
-    for length in curves[0].lengths:
-        table.add_column(f"T={length}", justify="right")
-    table.add_column("γ", justify="right")
+    table.add_column("threshold", justify="right", no_wrap=True)
+    for i in shown:
+        table.add_column(f"T={curves[0].lengths[i]}", justify="right", no_wrap=True)
+    table.add_column("γ", justify="right", no_wrap=True)
     table.add_column("with length", no_wrap=True)
-    table.add_column("Table 2", no_wrap=True, style="dim")
+    if stated:
+        table.add_column("Table 2", no_wrap=True, style="dim")
     for c in curves:
-        shares = [Text(f"{a:.2f}", style="bold red" if a < 0.5 else "") for a in c.acceptance]
+        some = [c.acceptance[i] for i in shown]
+        shares = [Text(f"{a:.2f}", style="bold red" if a < 0.5 else "") for a in some]
         gamma = "" if c.exponent is None else f"{c.exponent:.2f}"
-        table.add_row(LABELS[c.gate], f"{c.threshold:.3g}", *shares, gamma, verdict(c), c.stated)
+        last = [c.stated] if stated else []
+        table.add_row(LABELS[c.gate], f"{c.threshold:.3g}", *shares, gamma, verdict(c), *last)
     return table
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of the positions, from first to last."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def verdict(curve: Curve) -> str:

@@ -158,8 +158,8 @@ COLUMNS = (
         "Acceptance",
         "of sequences",
         "watch: 70 % or more",
-        "Share of sampled sequences that the gate let take part. A low share refutes the "
-        "precondition of the bound; a high one is not evidence that masking changed little "
+        "Share of sampled sequences that the gate let take part. The Trust Region Masking paper asks "
+        "to watch for less than 70 %; a high share is not evidence that masking changed little "
         "(Remark 4.3).",
         _acceptance,
     ),
@@ -183,12 +183,12 @@ COLUMNS = (
     ),
     Column(
         "bound",
-        "Error bound",
-        "reward",
+        "KL of sequences",
+        "nat",
         "lower is tighter",
-        "How far the surrogate can be from the true change of the return, for any two policies and "
-        "rewards in [0, 1]: the KL(rollout || current) of whole sequences, estimated on each batch "
-        "from exact evidence or upper ends; its mean over updates.",
+        "KL(rollout || current) of whole sequences, from exact evidence or upper ends; mean over "
+        "updates. Its expectation bounds how far the surrogate is from the true change of the return, "
+        "for any two policies and rewards in [0, 1]; this is an estimate of it.",
         lambda arm: Cell(short(arm.figure("bound"))),
     ),
     Column(
@@ -288,8 +288,8 @@ def _low_acceptance(arms: Sequence[Arm]) -> str:
         return ""
     who = _listed([f"{name} accepted {share}" for name, share in low])
     return (
-        f"{who} of its sequences, less than the 70 % below which the precondition of the bound "
-        "counts as refuted (Remark 4.3)"
+        f"{who} of its sequences, less than the 70 % that the Trust Region Masking paper asks to "
+        "watch for (Remark 4.3)"
     )
 
 

@@ -131,7 +131,7 @@ class LiveProgress:
             self._say(
                 Text(
                     f"{event.arm}: update {event.step} accepted {percent(accepted)} of its sequences; "
-                    "below 70 % the bound's precondition counts as refuted (TRM paper, Remark 4.3)",
+                    "the TRM paper asks to watch for less than 70 % (Remark 4.3)",
                     style="yellow",
                 )
             )

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -37,6 +39,8 @@ FORMAT = 2
 READABLE = (1, FORMAT)
 """Format 2 adds hidden states; whatever else a file of format 1 holds is the same."""
 KEY = b"offdrift"
+
+Found = TypeVar("Found")
 
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
 """Per response token. `prompt_tokens` is cut by its own lengths; evidence is `width` per token."""
@@ -69,15 +73,40 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
         not one of ours.
     """
     path = Path(path)
+    return _understood(
+        path, None, lambda table, header: _from_table(table.combine_chunks(), header, path)
+    )
+
+
+def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
+    """How a batch was drawn, and the versions of the weights that drew it; little else is read.
+
+    Raises: `RecordError` naming the file if it is missing, corrupt, or not one of ours.
+    """
+    path = Path(path)
+
+    def drawn_by(table: pa.Table, header: dict[str, Any]) -> tuple[Provenance, list[int]]:
+        versions = pc.unique(pc.list_flatten(table.column("rollout_version")))
+        return _provenance(header), sorted(versions.to_pylist())
+
+    return _understood(path, ["rollout_version"], drawn_by)
+
+
+def _understood(
+    path: Path, columns: list[str] | None, as_what: Callable[[pa.Table, dict[str, Any]], Found]
+) -> Found:
+    """A file as something, or a `RecordError` that says what is wrong with it."""
     try:
-        table = pq.read_table(path, memory_map=True)
+        whole = pq.read_schema(path)
+        wanted = columns if columns and set(columns) <= set(whole.names) else None
+        table = pq.read_table(path, memory_map=True, columns=wanted)
     except (OSError, pa.ArrowException) as e:
         raise RecordError(
             f"cannot read {path}: {e}; the file is corrupt or incomplete. Delete it and draw the "
             "batch again, or restore it from a copy"
         ) from e
     try:
-        return _from_table(table.combine_chunks(), _header(table, path), path)
+        return as_what(table, _header(table, path))
     except RecordError:
         raise
     except (
@@ -165,9 +194,6 @@ def _from_table(table: pa.Table, header: dict[str, Any], path: Path) -> Rollouts
         if not torch.equal(_stream(table, name)[1], cu_seqlens):
             raise ValueError(f"{name} and tokens have different lengths")
     prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
-    stated = dict(header["provenance"])
-    stated["sampling"]["stop_token_ids"] = tuple(stated["sampling"]["stop_token_ids"])
-    sampling = Sampling(**stated.pop("sampling"))
     return Rollouts(
         tokens=tokens,
         logp_rollout=_stream(table, "logp_rollout")[0],
@@ -179,7 +205,7 @@ def _from_table(table: pa.Table, header: dict[str, Any], path: Path) -> Rollouts
         if len(table)
         else torch.zeros(0).long(),
         finish=tuple(table.column("finish").to_pylist()),
-        provenance=Provenance(sampling=sampling, **stated),
+        provenance=_provenance(header),
         evidence=_evidence(table, header["evidence"], path),
         rewards=_tensor(table.column("reward").chunk(0))
         if "reward" in table.column_names
@@ -187,6 +213,13 @@ def _from_table(table: pa.Table, header: dict[str, Any], path: Path) -> Rollouts
         prompts=_texts(table, "prompt"),
         completions=_texts(table, "completion"),
     )
+
+
+def _provenance(header: dict[str, Any]) -> Provenance:
+    stated = dict(header["provenance"])
+    sampling = dict(stated.pop("sampling"))
+    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    return Provenance(sampling=Sampling(**sampling), **stated)
 
 
 def _evidence(table: pa.Table, stated: dict[str, Any], path: Path) -> Evidence | None:

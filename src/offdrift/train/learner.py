@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate import TrustRegion, certify
+from offdrift.certificate.samples import unit_rewards
 from offdrift.engines import make_engine
 from offdrift.engines.sync import check_sync
 from offdrift.methods import Method
@@ -112,6 +113,8 @@ class Learner:
         `mismatch` ratio contains that lag, which `old/version_lag` states.
         """
         optim = self.shop.recipe.optim
+        if rollouts.rewards is not None:  # refused before a step is taken on it
+            unit_rewards(rollouts.rewards.double().numpy(), self.shop.recipe.reward_range)
         self.old_lag = self.version - int(rollouts.rollout_version.min())
         cap = self.shop.recipe.rollout.tail_log_ratio_cap
         old = (
@@ -225,7 +228,7 @@ class Learner:
         seconds, self.tick = now - self.tick, now
         assert update.evidence is not None
         # After a batch's first update the policy has learned from its prompts: nothing covers then.
-        proof = certify(update.evidence, fresh=fresh)
+        proof = certify(update.evidence, reward_range=shop.recipe.reward_range, fresh=fresh)
         found = summarize(update.stats)
         row = {
             "update": self.version,

@@ -140,6 +140,8 @@ class Recipe(Part):
     """Rollout batches to train on, per arm."""
     delta: PositiveFloat = 0.05
     """The trust region whose precondition, max KL(rollout || current) <= delta nat, is tested."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Smallest and largest possible reward: what certificates rescale; a reward outside is refused."""
     warm_start: WarmStart = WarmStart()
     rollout: Rollout = Rollout()
     lag: Lag = Lag()

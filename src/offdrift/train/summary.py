@@ -56,7 +56,7 @@ def notes(row: Method, metrics: Sequence[Row]) -> list[str]:
     if acceptance is not None and acceptance < ACCEPTANCE_FLOOR:
         said.append(
             f"accepted {acceptance:.0%} of the sequences, below the 70 % that the Trust Region Masking "
-            "paper asks to monitor (Remark 4.3): the precondition of the bound is refuted"
+            "paper asks to monitor (Remark 4.3): updates rest on few sequences"
         )
     for i, gate in enumerate(row.correction.gates):
         if metrics and not any(_known(metrics, f"gate/{i}/drop_frac_token")):
