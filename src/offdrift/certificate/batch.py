@@ -87,7 +87,9 @@ class BatchEvidence:
             region: the limits to certify; sums of what they limit are taken here.
             divergences: by name, `kl_rollout_current` and `tv_rollout_current` are read. Sampled
                 ones back nothing and count as absent.
-            keep: tokens that no gate rejected; a sequence with a rejected token is rejected.
+            keep: tokens that no gate rejected; a sequence with a rejected token is rejected. A gate that
+                decides by the whole batch (a quantile, a group) ties sequences together, and intervals
+                that count accepted ones then take for granted that it hardly does.
 
         Raises: `ShapeError` if there is not one reward per sequence.
 

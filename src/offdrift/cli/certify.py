@@ -32,7 +32,10 @@ def certify(
         ),
     ] = None,
     delta: Annotated[
-        float, typer.Option(help="Trust region: limit on a token's KL(rollout || current), nat.")
+        float,
+        typer.Option(
+            help="Trust region, chosen before the rollouts are seen: limit on a token's KL(rollout || current), nat."
+        ),
     ] = 0.05,
     eps: Annotated[float | None, typer.Option(help="Limit on a token's TV, if any.")] = None,
     tau: Annotated[
