@@ -190,6 +190,15 @@ def test_progress_of_exact_moments_by_hand():
     assert progress == pytest.approx(1.163636, abs=1e-6)
 
 
+def test_scatter_of_the_mean_is_not_taken_for_bias():
+    """An unbiased estimator: |mean - grad J|^2 is d / K on average, the estimate of |bias|^2 is 0."""
+    g = torch.randn(4000, 16, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    true, variance = torch.zeros(5, dtype=torch.float64), torch.ones(16, dtype=torch.float64)
+    found = torch.stack([module._statistics(rows, variance, true)[0] for rows in g])
+    assert abs(float(found.mean())) < 4 * float(found.std()) / math.sqrt(len(found))
+    assert float(g.mean(1).square().sum(1).mean()) == pytest.approx(5 / 16, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
