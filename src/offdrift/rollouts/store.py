@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -86,8 +85,9 @@ def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
     path = Path(path)
 
     def drawn_by(table: pa.Table, header: dict[str, Any]) -> tuple[Provenance, list[int]]:
-        versions = pc.unique(pc.list_flatten(table.column("rollout_version")))
-        return _provenance(header), sorted(versions.to_pylist())
+        chunks = table.column("rollout_version").chunks
+        versions = {v for chunk in chunks for v in chunk.flatten().unique().to_pylist()}
+        return _provenance(header), sorted(versions)
 
     return _understood(path, ["rollout_version"], drawn_by)
 
