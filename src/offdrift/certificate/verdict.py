@@ -77,6 +77,17 @@ class Certificate:
         return min(self.premises.values(), key=order.index, default="known")  # type: ignore[return-value]
 
     @property
+    def unfounded(self) -> frozenset[str]:
+        """Estimates that nothing stands behind: their ends are the region's own limits, not bounds.
+
+        Sums that the region limits say nothing where its premises fell or were never measured.
+        """
+        measured = all(self.grades[name] != "sampled" for name in self.premises)
+        stands = self.precondition in ("not falsified", "known") and not self.refuted
+        prefix = frozenset() if measured and not self.refuted else frozenset({"prefix_kl"})
+        return prefix if stands else prefix | {"kl_seq", "shift"}
+
+    @property
     def best(self) -> Guarantee | None:
         """The guarantee with the largest gain; None without rewards."""
         return max(self.guarantees, key=self.gain_of, default=None)
@@ -198,7 +209,9 @@ class Certificate:
             "kl_seq": self.kl_seq,
             "unseen": self.unseen,
             "mean_tv": self.mean_tv.tolist(),
-            "estimates": {k: vars(e) for k, e in self.estimates.items()},
+            "estimates": {
+                k: None if k in self.unfounded else vars(e) for k, e in self.estimates.items()
+            },
             "asymptotic": {k: vars(e) for k, e in self.asymptotic.items()},
             "bound": None if self.bound is None else vars(self.bound),
             "margin": self.margin,

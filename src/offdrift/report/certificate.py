@@ -24,8 +24,6 @@ NAMES = {
 }
 """What each estimate is called where a person reads it."""
 
-NEEDS_REGION = ("kl_seq", "shift")
-"""Estimates whose tokens are limited to the region's: they say nothing where it is left."""
 
 NOTHING = "–"
 """Shown where nothing bounds a number, or nothing stands behind it."""
@@ -100,7 +98,7 @@ def _estimates(proof: Certificate) -> Table:
     for name in ("mean", "low", "high"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("normal interval*", justify="right")
-    absent = _absent(proof)
+    absent = proof.unfounded
     for name, e in proof.estimates.items():
         normal = proof.asymptotic.get(name)
         about = "" if normal is None else f"{number(normal.low)} to {number(normal.high)}"
@@ -108,14 +106,6 @@ def _estimates(proof: Certificate) -> Table:
         table.add_row(Text(NAMES.get(name, name)), *map(number, ends), Text(about, style="dim"))
     _below(table, Text("* asymptotic, not a guarantee; no verdict uses it", style="dim"))
     return table
-
-
-def _absent(proof: Certificate) -> set[str]:
-    """Estimates that nothing stands behind: what would be shown are the region's own limits."""
-    unmeasured = any(proof.grades[name] == "sampled" for name in proof.premises)
-    absent = {"prefix_kl"} if unmeasured or proof.refuted else set()
-    stands = proof.precondition in ("not falsified", "known") and not proof.refuted
-    return absent if stands else absent | set(NEEDS_REGION)
 
 
 def _guarantees(proof: Certificate) -> Table:
