@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import pytest
-from rich.console import Console
 
 from offdrift import cli
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
+from tests.command import Done, command
 
 
 @pytest.fixture
 def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
     """The command line in this process, in a terminal of 140 columns."""
-
-    def run(*words: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["offdrift", *words])
-        monkeypatch.setenv("NO_COLOR", "1")
-        for module in (cli.lab_frontier, cli.lab_length_bias):
-            monkeypatch.setattr(module, "console", Console(width=140))
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Done(code, *capsys.readouterr())
-
-    return run
+    screens = (cli.lab_frontier, cli.lab_length_bias)
+    return partial(command, monkeypatch, capsys, screens=screens)
 
 
 FEW = ("--testbeds", "chain", "--horizons", "4,200", "--methods", "token_is,full_is,minpro", "--tokens", "20000", "--batch", "16")  # fmt: skip
@@ -44,9 +25,9 @@ FEW = ("--testbeds", "chain", "--horizons", "4,200", "--methods", "token_is,full
 def test_frontier_shows_every_family_and_the_verdict(offdrift, tmp_path):
     stem = tmp_path / "deep" / "frontier"
     done = offdrift("lab", "frontier", *FEW, "--out", str(stem))
-    assert done.code == 0, done.err
+    assert done.code == 0, done.stderr
     for word in ("token", "prefix", "sequence", "T=4", "T=200", "conjecture", "E[g]"):
-        assert word in done.out
+        assert word in done.stdout
     assert (tmp_path / "deep" / "frontier.png").stat().st_size > 10_000
     assert "plotly" in (tmp_path / "deep" / "frontier.html").read_text().lower()
     (stored,) = json.loads((tmp_path / "deep" / "frontier.json").read_text())
@@ -56,7 +37,7 @@ def test_frontier_shows_every_family_and_the_verdict(offdrift, tmp_path):
 
 def test_frontier_as_json_says_how_each_number_was_found(offdrift):
     done = offdrift("lab", "frontier", *FEW, "--json")
-    (found,) = json.loads(done.out)
+    (found,) = json.loads(done.stdout)
     how = {(e["method"], e["horizon"]): e["how"] for e in found["estimates"]}
     assert how == {
         ("token_is", 4): "enumeration", ("full_is", 4): "enumeration", ("minpro", 4): "enumeration",
@@ -82,8 +63,8 @@ def test_frontier_as_json_says_how_each_number_was_found(offdrift):
 def test_a_mistake_is_one_message(offdrift, words, said):
     done = offdrift("lab", *words)
     assert done.code == 1
-    assert said in done.err
-    assert "Traceback" not in done.err
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_ctrl_c_shows_what_is_finished(offdrift, monkeypatch):
@@ -99,25 +80,25 @@ def test_ctrl_c_shows_what_is_finished(offdrift, monkeypatch):
     monkeypatch.setattr(testbeds, "make_testbed", interrupted)
     done = offdrift("lab", "frontier", *FEW)
     assert done.code == 130
-    assert "T=4" in done.out
-    assert "T=200" not in done.out
-    assert "interrupted" in done.out
+    assert "T=4" in done.stdout
+    assert "T=200" not in done.stdout
+    assert "interrupted" in done.stdout
 
 
 def test_length_bias_tells_decay_from_constant(offdrift, tmp_path):
     done = offdrift("lab", "length-bias", "--sequences", "300", "--out", str(tmp_path / "bias"))
-    assert done.code == 0, done.err
-    rows = [line for line in done.out.splitlines() if line.strip().startswith("TRM-Max")]
+    assert done.code == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.strip().startswith("TRM-Max")]
     assert len(rows) == 6  # three streams, thresholds published and alike
     assert "falls exponentially" in rows[0]
-    assert "SmolLM2-135M" in done.out
+    assert "SmolLM2-135M" in done.stdout
     assert (tmp_path / "bias.png").exists()
     assert (tmp_path / "bias.html").exists()
 
 
 def test_length_bias_as_json(offdrift):
     done = offdrift("lab", "length-bias", "--sequences", "300", "--json")
-    found = json.loads(done.out)
+    found = json.loads(done.stdout)
     worst = next(r for r in found if r["gate"] == "trm_max")
     assert worst["exponent"] == pytest.approx(1.0, abs=0.1)
     assert len(worst["lengths"]) == len(worst["acceptance"]) == 9

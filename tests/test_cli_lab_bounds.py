@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import jaxtyping
 import pytest
-from rich.console import Console
 
-from offdrift import cli
 from offdrift.cli import lab_bounds
 from offdrift.lab import adversary, pairs
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
+from tests.command import Done, command
 
 
 @pytest.fixture
 def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
-    """The command line in this process, in a wide terminal, with horizons up to 16."""
-
-    def run(*words: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["offdrift", "lab", "bounds", *words])
-        monkeypatch.setenv("NO_COLOR", "1")
-        monkeypatch.setattr(lab_bounds, "console", Console(width=170))
-        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        monkeypatch.setattr(pairs, "HORIZONS", (16,))
-        monkeypatch.setattr(adversary, "arenas", lambda: [adversary.tree(2, t) for t in (2, 7)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Done(code, *capsys.readouterr())
-
-    return run
+    """`offdrift lab bounds` in this process, in a wide terminal, with horizons up to 16."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setattr(pairs, "HORIZONS", (16,))
+    monkeypatch.setattr(adversary, "arenas", lambda: [adversary.tree(2, t) for t in (2, 7)])
+    return partial(command, monkeypatch, capsys, "lab", "bounds", screens=(lab_bounds,), width=170)
 
 
 def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
     stem = tmp_path / "deep" / "bounds"
     done = offdrift("--pairs", "500", "--adversarial-steps", "2", "--restarts", "1", "--out", str(stem))  # fmt: skip
-    assert done.code == 0, done.err
+    assert done.code == 0, done.stderr
     for word in (
         "Coupling",
         "Sequence KL",
@@ -56,8 +36,8 @@ def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
         "T=16",
         "T=7",
     ):
-        assert word in done.out, word
-    assert "No violation in 500 random pairs and 2 searches." in done.out
+        assert word in done.stdout, word
+    assert "No violation in 500 random pairs and 2 searches." in done.stdout
     assert stem.with_suffix(".png").stat().st_size > 10_000
     assert "plotly" in stem.with_suffix(".html").read_text().lower()
     stored = json.loads(stem.with_suffix(".json").read_text())
@@ -72,7 +52,7 @@ def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
 def test_a_planted_constant_is_found_and_fails(offdrift):
     done = offdrift("--pairs", "1500", "--plant", "0.9", "--adversarial-steps", "0", "--json")
     assert done.code == 1
-    found = json.loads(done.out)
+    found = json.loads(done.stdout)
     assert found["violations"] > 0
     assert found["factor"] == 0.9
     wrong = {r["bound"] for r in found["random"] if r["violations"]}
@@ -80,7 +60,7 @@ def test_a_planted_constant_is_found_and_fails(offdrift):
     assert found["searched"] == []
     done = offdrift("--pairs", "1500", "--plant", "0.9", "--adversarial-steps", "0")
     assert done.code == 1
-    assert "violations in 1,500 random pairs and 0 searches (every bound times 0.9)" in done.out
+    assert "violations in 1,500 random pairs and 0 searches (every bound times 0.9)" in done.stdout
 
 
 def test_an_interrupt_shows_what_was_checked(offdrift, monkeypatch):
@@ -95,9 +75,9 @@ def test_an_interrupt_shows_what_was_checked(offdrift, monkeypatch):
     monkeypatch.setattr(pairs, "batches", cut)
     done = offdrift("--pairs", "1000")
     assert done.code == 130
-    assert "interrupted" in done.err
-    assert "No violation in" in done.out
-    assert "1,000 random pairs" not in done.out
+    assert "interrupted" in done.stderr
+    assert "No violation in" in done.stdout
+    assert "1,000 random pairs" not in done.stdout
 
 
 def test_an_interrupt_before_the_first_pair(offdrift, monkeypatch, tmp_path):
@@ -124,5 +104,5 @@ def test_an_interrupt_before_the_first_pair(offdrift, monkeypatch, tmp_path):
 def test_what_cannot_be_run_is_refused_before_anything_runs(offdrift, words, says):
     done = offdrift(*words)
     assert done.code == 1
-    assert says in done.err
-    assert done.out == ""
+    assert says in done.stderr
+    assert done.stdout == ""

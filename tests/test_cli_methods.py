@@ -8,40 +8,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import pytest
-from rich.console import Console
 
 from offdrift import cli
 from offdrift.methods import METHODS
 from offdrift.methods.systems import SYSTEMS
-
-
-@dataclass(frozen=True)
-class Done:
-    code: int
-    stdout: str
-    stderr: str
+from tests.command import Done, command
 
 
 @pytest.fixture
 def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
     """The command line in this process, in a terminal of the given width."""
-
-    def run(*words: str, width: int = 140) -> Done:
-        monkeypatch.setattr(sys, "argv", ["offdrift", *words])
-        monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setenv("NO_COLOR", "1")
-        monkeypatch.setattr(cli.methods, "console", Console(width=width))
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return Done(code, *capsys.readouterr())
-
-    return run
+    return partial(command, monkeypatch, capsys, screens=(cli.methods,))
 
 
 def said(text: str) -> str:

@@ -1,0 +1,43 @@
+"""The command line run in this process: what it printed where, and its exit status."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+
+from offdrift import cli
+
+
+class Done:
+    """How a command ended."""
+
+    def __init__(self, code: int, stdout: str, stderr: str) -> None:
+        self.code, self.stdout, self.stderr = code, stdout, stderr
+
+
+def command(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *words: str,
+    screens: tuple[ModuleType, ...],
+    width: int = 140,
+) -> Done:
+    """Run `offdrift WORDS` in a terminal of the given width.
+
+    Args:
+        screens: the modules of `offdrift.cli` whose console is replaced.
+    """
+    monkeypatch.setattr(sys, "argv", ["offdrift", *words])
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    for module in screens:
+        monkeypatch.setattr(module, "console", Console(width=width))
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    return Done(code, *capsys.readouterr())
