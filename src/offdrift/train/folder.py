@@ -4,7 +4,9 @@
     arms/NAME/metrics.jsonl           one object per optimizer step
     arms/NAME/eval.jsonl              held-out rewards
     arms/NAME/samples.jsonl           a few rollouts with per-token divergences
+    arms/NAME/findings.jsonl          what the diagnosis found, at the update at which it did
     arms/NAME/rollouts/*.parquet      every batch, with provenance and evidence
+    arms/NAME/log/*.parquet           every batch as it was trained on: what `offdrift audit` reads
     arms/NAME/checkpoints/batch-N/    what `--resume` continues from
     arms/NAME/model/                  the trained model
     arms/NAME/summary.json            the arm's row of the table; its presence means "finished"
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ from offdrift.errors import CheckpointError, RecordError
 from offdrift.rollouts.store import write_atomically
 
 FORMAT = 1
-LINE_FILES = ("metrics", "eval", "samples")
+LINE_FILES = ("metrics", "eval", "samples", "findings")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ class ArmFolder:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
 
     @property
     def checkpoints(self) -> Path:
@@ -105,13 +112,21 @@ class ArmFolder:
                 break
         return found
 
-    def cut_back(self, version: int) -> None:
-        """Forget what happened after optimizer step `version`; evaluations at it are repeated."""
+    def cut_back(self, version: int, *, batch: int) -> None:
+        """Forget what happened after optimizer step `version`; evaluations at it are repeated.
+
+        Args:
+            batch: index of the first batch that will be trained on again.
+        """
         for name in LINE_FILES:
             first_gone = version if name == "eval" else version + 1
             kept = [r for r in self.rows(name) if r["update"] < first_gone]
             text = "".join(json.dumps(r) + "\n" for r in kept)
             write_atomically(self.path / f"{name}.jsonl", lambda tmp, t=text: _write(tmp, t))
+        for file in self.log.glob("batch-*.parquet"):
+            number = re.match(r"batch-(\d+)", file.name)
+            if number and int(number[1]) >= batch:
+                file.unlink()
 
     def clear(self) -> None:
         """Forget everything: the arm starts over."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate import TrustRegion, certify
@@ -23,13 +22,12 @@ from offdrift.train import checkpoint
 from offdrift.train.assess import assess, credit, reads_correction, reference_logp
 from offdrift.train.folder import ArmFolder
 from offdrift.train.models import save_for_engine
+from offdrift.train.samples import samples
 from offdrift.train.setup import Event, Workshop
 from offdrift.train.source import Source, batch_seed, rollout
 from offdrift.train.step import Batch, Update, global_sum, reduce_sum, train_step
 from offdrift.train.summary import summarize_arm
-
-SAMPLES_KEPT = 4
-"""Sequences per sampled update that go to the report."""
+from offdrift.train.tokenlog import TokenLog
 
 
 @dataclass
@@ -112,11 +110,29 @@ class Learner:
         The old policy is the trainer at the start of the batch: where the engine lags behind it, the
         `mismatch` ratio contains that lag, which `old/version_lag` states.
         """
-        optim = self.shop.recipe.optim
+        optim, log = self.shop.recipe.optim, self.shop.recipe.log
         if rollouts.rewards is not None:  # refused before a step is taken on it
             unit_rewards(rollouts.rewards.double().numpy(), self.shop.recipe.reward_range)
         self.old_lag = self.version - int(rollouts.rollout_version.min())
-        cap = self.shop.recipe.rollout.tail_log_ratio_cap
+        batch, before = self._assessed(rollouts), self.version
+        for epoch in range(optim.epochs):
+            first_use = TokenLog(batch) if log.tokens and epoch == 0 else None
+            for piece in self._minibatches(index, epoch, rollouts.num_sequences):
+                shown = self.version % log.samples_every == 0
+                part = batch.select(piece)
+                update = self._step(part, view=shown or first_use is not None)
+                fresh, version = self.version == before, self.version
+                self.version += 1
+                self.row = update.method
+                if first_use is not None and update.tokens is not None:
+                    first_use.add(piece, update.tokens, version=version)
+                self._record(index, part.rollouts, update, fresh=fresh, shown=shown)
+            if first_use is not None:
+                first_use.write(self.files.log, index, self.shop.shard)
+
+    def _assessed(self, rollouts: Rollouts) -> Batch:
+        """The batch with its advantages, and what must be known of it before its first update."""
+        optim, cap = self.shop.recipe.optim, self.shop.recipe.rollout.tail_log_ratio_cap
         old = (
             assess(
                 self.model,
@@ -143,32 +159,25 @@ class Learner:
             version=self.version,
             total=lambda x: reduce_sum(self.shop.accelerator, x),
         )
-        before = self.version
-        batch = Batch(rollouts, earned, old, ref, cap)
-        for epoch in range(optim.epochs):
-            for piece in self._minibatches(index, epoch, rollouts.num_sequences):
-                # Dropout, if a model has any, must be the same in a resumed run.
-                torch.manual_seed(
-                    batch_seed(self.shop.recipe.seed, self.version, self.shop.shard.rank)
-                )
-                part = batch.select(piece)
-                view = self.version % self.shop.recipe.log.samples_every == 0
-                update = train_step(
-                    self.shop.accelerator,
-                    self.model,
-                    self.optimizer,
-                    part,
-                    self.row,
-                    token_budget=optim.token_budget,
-                    max_grad_norm=optim.max_grad_norm,
-                    version=self.version,
-                    view=view,
-                    region=self.region,
-                )
-                fresh = self.version == before
-                self.version += 1
-                self.row = update.method
-                self._record(index, part.rollouts, update, fresh=fresh)
+        return Batch(rollouts, earned, old, ref, cap)
+
+    def _step(self, part: Batch, *, view: bool) -> Update:
+        """One optimizer step on a part of a batch."""
+        shop, optim = self.shop, self.shop.recipe.optim
+        # Dropout, if a model has any, must be the same in a resumed run.
+        torch.manual_seed(batch_seed(shop.recipe.seed, self.version, shop.shard.rank))
+        return train_step(
+            shop.accelerator,
+            self.model,
+            self.optimizer,
+            part,
+            self.row,
+            token_budget=optim.token_budget,
+            max_grad_norm=optim.max_grad_norm,
+            version=self.version,
+            view=view,
+            region=self.region,
+        )
 
     def evaluate(self) -> None:
         """Mean reward of the current policy on held-out prompts, drawn at float32 by transformers."""
@@ -223,7 +232,9 @@ class Learner:
         g = torch.Generator().manual_seed(batch_seed(seed, index, epoch))
         return torch.randperm(sequences, generator=g).tensor_split(optim.minibatches)
 
-    def _record(self, index: int, rollouts: Rollouts, update: Update, *, fresh: bool) -> None:
+    def _record(
+        self, index: int, rollouts: Rollouts, update: Update, *, fresh: bool, shown: bool
+    ) -> None:
         shop, now = self.shop, time.perf_counter()
         seconds, self.tick = now - self.tick, now
         assert update.evidence is not None
@@ -244,8 +255,9 @@ class Learner:
         }
         if shop.accelerator.is_main_process:
             self.files.append("metrics", row)
-            for sample in _samples(rollouts, update, self.version, shop.tokenizer):
-                self.files.append("samples", sample)
+            if shown and update.tokens is not None:
+                for sample in samples(rollouts, update.tokens, self.version, shop.tokenizer):
+                    self.files.append("samples", sample)
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         shop.accelerator.log(numbers, step=self.version)
         shop.watch(Event("update", self.name, self.version, shop.recipe.updates, metrics=row))
@@ -254,36 +266,3 @@ class Learner:
 def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     """The weights by name, of the model inside accelerate's wrapper."""
     return {n: p.detach() for n, p in accelerator.unwrap_model(model).named_parameters()}
-
-
-def _samples(
-    rollouts: Rollouts, update: Update, version: int, tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
-    """A few sequences with what is known about each of their tokens."""
-    view = update.tokens
-    if view is None or rollouts.prompts is None or rollouts.rewards is None:
-        return []
-    cuts = rollouts.cu_seqlens.tolist()
-    found = []
-    for i in _worth_showing(rollouts, view.kl):
-        s = slice(cuts[i], cuts[i + 1])
-        found.append({
-            "update": version,
-            "prompt": rollouts.prompts[i],
-            "reward": float(rollouts.rewards[i]),
-            "accepted": bool(view.keep[s].any()),
-            "finish": rollouts.finish[i],
-            "tokens": [tokenizer.decode([t]) for t in rollouts.tokens[s].tolist()],
-            "kl": view.kl[s].tolist(),
-            "tv": view.tv[s].tolist(),
-            "logp_rollout": rollouts.logp_rollout[s].tolist(),
-            "weight": view.weight[s].tolist(),
-        })  # fmt: skip
-    return found
-
-
-def _worth_showing(rollouts: Rollouts, kl: Tensor) -> list[int]:
-    """The sequence with the worst token, and some spread evenly over the batch's prompts."""
-    worst = int(rollouts.segments.max(kl.nan_to_num(0.0)).argmax())
-    spread = torch.linspace(0, rollouts.num_sequences - 1, SAMPLES_KEPT - 1).long().tolist()
-    return list(dict.fromkeys([worst, *spread]))

@@ -115,7 +115,7 @@ def _restore(shop: Workshop, files: ArmFolder, name: str, resume: bool) -> check
         shop.accelerator.wait_for_everyone()
         return checkpoint.Position(0, 0)
     if shop.accelerator.is_main_process:
-        files.cut_back(at.version)
+        files.cut_back(at.version, batch=at.batch)
     shop.accelerator.wait_for_everyone()
     shop.watch(
         Event("resume", name, at.version, shop.recipe.updates, text=f"from batch {at.batch}")

@@ -104,6 +104,8 @@ class Log(Part):
     """Rollout batches between checkpoints (taken at the next weight synchronization)."""
     samples_every: Positive = 7
     """Updates between sample rollouts kept for the report; coprime to the lag shows every staleness."""
+    tokens: bool = True
+    """Keep a token log of every batch for `offdrift audit`: arms/NAME/log/, about 25 bytes per token."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """accelerate trackers by name: tensorboard, wandb, mlflow, trackio, ..."""
 

@@ -32,6 +32,11 @@ class Shard:
     rank: int = 0
     world: int = 1
 
+    def file_name(self, index: int) -> str:
+        """What this process's share of a batch is stored as."""
+        part = f"-rank{self.rank}" if self.world > 1 else ""
+        return f"batch-{index:06d}{part}.parquet"
+
 
 @dataclass
 class Source:
@@ -106,8 +111,7 @@ class Source:
 
     def path(self, index: int) -> Path:
         """The file of a batch."""
-        part = f"-rank{self.shard.rank}" if self.shard.world > 1 else ""
-        return self.folder / f"batch-{index:06d}{part}.parquet"
+        return self.folder / self.shard.file_name(index)
 
 
 def rollout(

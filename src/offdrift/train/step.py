@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from offdrift.aggregate import normalizer_of
 from offdrift.certificate import BatchEvidence, TrustRegion
-from offdrift.divergence.evidence import Divergence
 from offdrift.engines.score import Score, chunks, divergences, score
 from offdrift.errors import EngineError
 from offdrift.facts import Facts, Observed
@@ -36,6 +35,7 @@ from offdrift.rollouts.records import Rollouts
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 from offdrift.train.assess import Assessment
+from offdrift.train.view import TokenView, Viewer
 
 GROUPS_PER_PROCESS = 2**32
 
@@ -63,16 +63,6 @@ class Batch:
             None if self.logp_ref is None else self.logp_ref[rows],
             self.tail_log_ratio_cap,
         )
-
-
-@dataclass(frozen=True)
-class TokenView:
-    """Per-token values of a step, in the batch's order: what the report's samples show."""
-
-    keep: Tensor
-    weight: Tensor
-    kl: Tensor
-    tv: Tensor
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,7 @@ def train_step(
         batch: this process's share of the step's sequences.
         token_budget: padded tokens per forward pass.
         version: optimizer steps taken before this one.
-        view: also give per-token values, for samples.
+        view: also give per-token values, for samples and the token log.
         region: also collect the evidence for a certificate of this trust region.
 
     Returns: statistics over all processes; the gradient norm before clipping is `optim/grad_norm`.
@@ -123,7 +113,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     stats: list[DriftStats] = []
     evidence: list[BatchEvidence] = []
-    shown = _empty_view(batch) if view else None
+    viewer = Viewer() if view else None
     observed = _look_ahead(accelerator, model, batch, method, token_budget, version)
     for piece, last, counts in _pieces(accelerator, batch, token_budget):
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
@@ -134,8 +124,8 @@ def train_step(
             stats.append(result.stats.with_sum("optim/loss", result.loss.detach() / world))
             if region is not None:
                 evidence.append(seen.evidence(region, result))
-            if shown is not None:
-                _show(shown, batch.rollouts.segments.rows(piece), result, seen.divergences)
+            if viewer is not None:
+                seen.show(viewer, batch.rollouts.segments.rows(piece), result)
             if observed is None and method.looks_ahead:
                 observed = result.observed  # the only piece is the whole step
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -152,6 +142,7 @@ def train_step(
         optimizer.step()
     total = total.with_max("optim/grad_norm", norm).with_max("optim/lr_scale", torch.tensor(scale))
     proof = gather_evidence(accelerator, evidence) if evidence else None
+    shown = None if viewer is None else viewer.view()
     return Update(total, shown, _adapted(method, observed, total), proof)
 
 
@@ -245,6 +236,17 @@ class _See:
             keep=result.corrected.keep,
         )
 
+    def show(self, viewer: Viewer, rows: Tensor, result: PolicyLoss) -> None:
+        """Note what happened to the piece's tokens, which stand at `rows` of the batch."""
+        viewer.add(
+            rows,
+            keep=result.corrected.keep,
+            weight=result.corrected.weight,
+            logp=self.scored.logp,
+            entropy=self.scored.entropy,
+            divergences=self.divergences,
+        )
+
     def observe(self, method: Method) -> Observed:
         """What the method's observing parts see of the piece."""
         facts = Facts(divergences=self.divergences, **self.facts)
@@ -316,17 +318,6 @@ def _with_batch_facts(stats: DriftStats, rollouts: Rollouts, version: int) -> Dr
     return stats.with_sum("reward", rollouts.rewards.sum())
 
 
-def _show(
-    view: TokenView, rows: Tensor, result: PolicyLoss, evidence: dict[str, Divergence]
-) -> None:
-    """Note what happened to a piece's tokens at their places in the batch."""
-    view.keep[rows] = result.corrected.keep.cpu()
-    view.weight[rows] = result.corrected.weight.float().cpu()
-    for name, target in (("kl", view.kl), ("tv", view.tv)):
-        if found := evidence.get(f"{name}_rollout_current"):
-            target[rows] = found.lo.float().cpu()
-
-
 def _pieces(accelerator: Accelerator, batch: Batch, token_budget: int):
     """Pieces of the batch as (sequences, is the last, does it count).
 
@@ -339,14 +330,3 @@ def _pieces(accelerator: Accelerator, batch: Batch, token_budget: int):
         pieces += [pieces[-1]] * (max(gather_object([real])) - real)
     for i, piece in enumerate(pieces):
         yield piece, i == len(pieces) - 1, i < real
-
-
-def _empty_view(batch: Batch) -> TokenView:
-    n = len(batch.rollouts.tokens)
-    nothing = float("nan")
-    return TokenView(
-        torch.zeros(n, dtype=torch.bool),
-        torch.ones(n),
-        torch.full((n,), nothing),
-        torch.full((n,), nothing),
-    )

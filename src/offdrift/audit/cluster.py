@@ -1,0 +1,85 @@
+"""The pieces of a log spread over a Ray cluster, through Ray Data; the only file that imports ray.
+
+Every node must be able to open the files by the names given here: a shared file system, or URLs of
+an object store. Parts come back to this process, which keeps them on its disk and merges them in
+order, so the result is that of one process, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from offdrift.audit.part import Job, work
+from offdrift.audit.stream import Run
+from offdrift.errors import EngineError
+from offdrift.integrations.logs import Piece
+
+
+def on_ray(address: str) -> Run:
+    """Pieces as tasks of a Ray cluster.
+
+    Args:
+        address: "auto", "host:port" or "ray://host:port" of a running cluster; "local" starts one
+            on this machine and ends it afterwards.
+
+    Raises: `EngineError` if Ray is missing, or no cluster answers at the address.
+    """
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise EngineError(
+            f"--ray needs Ray ({error}); install it with `pip install offdrift[ray]`, or use --workers"
+        ) from error
+
+    def run(job: Job, pieces: list[Piece]) -> Iterator[bytes]:
+        if not pieces:
+            return
+        ours = not ray.is_initialized()
+        if ours:
+            _connect(ray, address)
+        try:
+            yield from _parts(ray, job, pieces)
+        finally:
+            if ours:
+                ray.shutdown()
+
+    return run
+
+
+def _connect(ray: Any, address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, include_dashboard=False if address == "local" else None)  # fmt: skip
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise EngineError(
+            f"no Ray cluster answers at --ray {address} ({error}); start one with `ray start --head`, "
+            "or give --ray local"
+        ) from error
+
+
+def _parts(ray: Any, job: Job, pieces: list[Piece]) -> Iterator[bytes]:
+    """The parts in the order of the pieces; a part that is early waits here for its turn."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    shared = ray.put(job)
+    rows = ray.data.from_items(
+        [{"index": i, "piece": piece} for i, piece in enumerate(pieces)],
+        override_num_blocks=len(pieces),  # a block is a task: one piece each
+    )
+    made = rows.map(lambda row: {"index": row["index"], "part": _work(row["piece"], shared)})
+    early: dict[int, bytes] = {}
+    turn = 0
+    for row in made.iter_rows():
+        early[row["index"]] = row["part"]
+        while turn in early:
+            yield early.pop(turn)
+            turn += 1
+
+
+def _work(piece: Piece, job: Any) -> bytes:
+    import ray
+    import torch
+
+    torch.set_num_threads(1)
+    return work(piece, ray.get(job)).to_bytes()

@@ -1,0 +1,171 @@
+"""Follow a run that is being written: new metrics and new log lines become rows, step by step.
+
+Two kinds of places are followed. A run of this library writes its metrics; its rows are taken as
+they are. Any other log is read by its framework's reader as it grows: whole lines only, whole files
+where a format is not made of lines. A step's row is given once it is complete: when a later step
+appears, or when nothing was added for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from offdrift.audit.tally import Tally
+from offdrift.errors import RecordError
+from offdrift.integrations.logs import Detected, Piece, detect, pieces, read
+
+LINES = (".jsonl", ".json", ".ndjson")
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """The metrics of one step of one source."""
+
+    source: str
+    """An arm of a run, or "log"."""
+    numbers: Mapping[str, float]
+
+
+@dataclass
+class Metrics:
+    """The growing `metrics.jsonl` of an arm."""
+
+    file: Path
+    name: str
+    read_to: int = 0
+
+    def poll(self) -> Iterator[Row]:
+        """Rows that were added; a line that is still being written waits."""
+        text, self.read_to = _new_lines(self.file, self.read_to)
+        for line in text.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # a resumed run may leave half a line behind
+            numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+            yield Row(self.name, {"step": row.get("update", 0), **numbers})
+
+
+@dataclass
+class Log:
+    """A growing log of any framework."""
+
+    paths: list[str]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    settle: float = 10.0
+    """Seconds without anything new after which the newest step counts as complete."""
+    clock: Callable[[], float] = time.monotonic
+    bad_rows: int = 0
+    late_rows: int = 0
+    """Rows of steps whose numbers were given already."""
+
+    def __post_init__(self) -> None:
+        self.read_to: dict[str, int] = {}
+        self.whole: set[str] = set()
+        self.open: Tally | None = None
+        self.given = -1
+        self.changed = self.clock()
+
+    def poll(self) -> Iterator[Row]:
+        """Rows of the steps that became complete."""
+        try:
+            found = detect(self.paths, columns=self.columns)
+        except RecordError:  # nothing is there yet
+            return
+        for piece in self._new(found):
+            self._take(piece, found)
+        yield from self._complete(everything=self.clock() - self.changed >= self.settle)
+
+    def _new(self, found: Detected) -> Iterator[Piece]:
+        for file in found.files:
+            if file in self.whole:
+                continue
+            if file.endswith(LINES):
+                _, end = _new_lines(Path(file), self.read_to.get(file, 0), keep=False)
+                start, self.read_to[file] = self.read_to.get(file, 0), end
+                if end > start:
+                    yield Piece(file, start, end, found.format)
+            else:
+                yield from pieces(replace(found, files=(file,)))
+
+    def _take(self, piece: Piece, found: Detected) -> None:
+        batch, bad = read(piece, found)
+        lines = piece.file.endswith(LINES)
+        if not lines and batch is None:
+            return  # being written; it is tried again
+        if not lines:
+            self.whole.add(piece.file)
+        self.bad_rows += len(bad)
+        self.changed = self.clock()
+        if batch is None or not batch.num_sequences:
+            return
+        fresh = (batch.step > self.given).nonzero().squeeze(-1)
+        self.late_rows += batch.num_sequences - len(fresh)
+        if len(fresh):
+            tally = Tally.of(batch.select(fresh), file=piece.file)
+            self.open = tally if self.open is None else self.open.merge(tally)
+
+    def _complete(self, *, everything: bool) -> Iterator[Row]:
+        if self.open is None:
+            return
+        steps: list[dict[str, Any]] = self.open.as_dict()["steps"]
+        newest = max(row["step"] for row in steps)
+        for row in steps:
+            if row["step"] > self.given and (everything or row["step"] < newest):
+                self.given = row["step"]
+                yield Row("log", {k: v for k, v in row.items() if isinstance(v, (int, float))})
+        if self.given >= newest:
+            self.open = None
+
+
+def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Metrics | Log]:
+    """What there is to follow at a path: the arms of a run, one arm, or a log.
+
+    Arms that start later are found by asking again.
+    """
+    arms = [path] if (path / "metrics.jsonl").is_file() else sorted((path / "arms").glob("*"))
+    found: list[Metrics | Log] = [
+        Metrics(arm / "metrics.jsonl", arm.name) for arm in arms if (arm / "metrics.jsonl").is_file()
+    ]
+    if found or (path / "run.json").is_file():
+        return found
+    return [Log([str(path)], columns or {})]
+
+
+def _new_lines(file: Path, start: int, *, keep: bool = True) -> tuple[str, int]:
+    """What was added since byte `start`, up to the last line end, and where that is.
+
+    A file that became shorter was written anew, and is read from its beginning.
+    """
+    try:
+        size = file.stat().st_size
+        if size < start:
+            start = 0
+        with file.open("rb") as f:
+            if not keep:
+                return "", _last_line_end(f, start, size)
+            f.seek(start)
+            added = f.read(size - start)
+    except OSError:
+        return "", start
+    end = added.rfind(b"\n") + 1
+    return added[:end].decode("utf-8", "replace"), start + end
+
+
+def _last_line_end(file: Any, start: int, size: int) -> int:
+    """The byte after the last line end between the two, found from the back."""
+    stop = size
+    while stop > start:
+        first = max(start, stop - CHUNK)
+        file.seek(first)
+        at = file.read(stop - first).rfind(b"\n")
+        if at >= 0:
+            return first + at + 1
+        stop = first
+    return start

@@ -1,0 +1,117 @@
+"""Files larger than memory, through any number of workers, into one part.
+
+    pieces of the files -> parts (here, in processes, or on a Ray cluster) -> disk -> one merged part
+
+Each piece's part is on disk before it counts. Run again after Ctrl-C, a crash or with more files,
+an audit reads only what it has not read; a part belongs to a file's name, size and date, so a file
+that changed is read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from offdrift.audit.part import Job, Part, work
+from offdrift.errors import RecordError
+from offdrift.integrations.logs import Piece, fingerprint
+from offdrift.rollouts.files import write_atomically
+
+LAYOUT = 1
+"""Of stored parts; a part of another layout is made again."""
+
+Run = Callable[[Job, list[Piece]], Iterator[bytes]]
+"""Parts of the given pieces, as bytes, in the pieces' order."""
+
+
+def in_process(job: Job, pieces: list[Piece]) -> Iterator[bytes]:
+    """One piece after another, here."""
+    for piece in pieces:
+        yield work(piece, job).to_bytes()
+
+
+def in_processes(workers: int) -> Run:
+    """Several pieces at once, each in a process of its own with one thread."""
+
+    def run(job: Job, pieces: list[Piece]) -> Iterator[bytes]:
+        # "spawn": a forked process would inherit this one's locked thread pools.
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker)
+        try:
+            yield from pool.map(_work, pieces, [job] * len(pieces))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    return run
+
+
+def audit(
+    job: Job,
+    pieces: list[Piece],
+    *,
+    folder: Path,
+    run: Run = in_process,
+    watch: Callable[[int, Part], None] = lambda done, so_far: None,
+) -> Part:
+    """Everything that the pieces say, merged in their order.
+
+    Args:
+        folder: where parts are kept, `parts/KEY.npz`; what is there is not read again.
+        run: who reads the pieces.
+        watch: called after each piece with how many are done and the merged part.
+
+    Raises: `RecordError` if there is nothing to read, or the folder cannot be written.
+    """
+    if not pieces:
+        raise RecordError("there is nothing to read: no file holds a row")
+    places = [folder / "parts" / f"{_key(piece, job)}.npz" for piece in pieces]
+    kept = [place.exists() for place in places]
+    fresh = run(job, [piece for piece, there in zip(pieces, kept) if not there])
+    total = Part()
+    for done, (piece, place, there) in enumerate(zip(pieces, places, kept), start=1):
+        part = _load(place) if there else None
+        if part is None:
+            made = work(piece, job).to_bytes() if there else next(fresh)
+            write_atomically(place, lambda tmp, made=made: Path(tmp).write_bytes(made))
+            part = Part.from_bytes(made)
+        total = total.merge(part)
+        watch(done, total)
+    return total
+
+
+def _key(piece: Piece, job: Job) -> str:
+    """What a part depends on, and nothing else."""
+    about = {
+        "layout": LAYOUT,
+        "version": version("offdrift"),
+        "piece": asdict(piece),
+        "file": fingerprint(piece.file),
+        "columns": dict(job.found.columns),
+        "rate": job.sample_rate,
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _load(place: Path) -> Part | None:
+    with suppress(OSError, RecordError):  # one that cannot be read is made again
+        return Part.from_bytes(place.read_bytes())
+    return None
+
+
+def _begin_worker() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+
+
+def _work(piece: Piece, job: Job) -> bytes:
+    return work(piece, job).to_bytes()

@@ -1,0 +1,164 @@
+"""`offdrift audit`: logged rollouts of any framework in, numbers, findings and a page out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from offdrift.cli.app import app, console
+from offdrift.errors import BadValueError
+
+INTERRUPTED = 130
+FAILED = 2
+
+SEVERITIES = ("ok", "info", "watch", "act", "stop")
+
+
+@app.command()
+def audit(
+    logs: Annotated[
+        list[str],
+        typer.Argument(
+            help="What a run logged: files, folders, globs, URLs (s3://, gs://, ...), or an arm of a run.",
+        ),
+    ],
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            help="Names of the log's columns: logp_rollout=my_lp,logp_old=trainer.lp,reward=score."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for audit.json and report.html; default audits/NAME.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes that read.", min=1)] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Read on a Ray cluster: auto, host:port, or local."),
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md.")
+    ] = None,
+    framework: Annotated[
+        str | None, typer.Option(help="Whose configuration the fixes are written in; default as detected.")
+    ] = None,
+    sample_mib: Annotated[
+        int, typer.Option(help="Try every method of the table on about this much of the log, MiB.", min=1)
+    ] = 64,
+    fail_on: Annotated[
+        str | None, typer.Option(help="Exit with status 2 at a finding this severe: watch, act or stop.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print audit.json.")] = False,
+) -> None:
+    """What happened in a run, from its logs: drift, its cause, and the smallest fix.
+
+    Reads verl, TRL, prime-rl, slime, SkyRL, NeMo-RL, our own records, and plain JSONL or Parquet
+    (docs/logs.md); says what it detected, what the log can not answer, and what to log to have it
+    answered. Files may be larger than memory. Interrupt it at any time: the same command continues.
+
+    \b
+    offdrift audit runs/tiny/arms/none
+    offdrift audit 's3://bucket/run/token_exports/*/rank_*.jsonl' --workers 8
+    offdrift audit rollouts.jsonl --columns logp_rollout=vllm_lp,logp_old=fsdp_lp --fail-on act
+    """  # fmt: skip
+    from offdrift.audit.part import Job, Part
+    from offdrift.audit.result import conclude, write_audit
+    from offdrift.audit.stream import audit as stream
+    from offdrift.audit.stream import in_process, in_processes
+    from offdrift.diagnosis import Context, load_rules
+    from offdrift.integrations.logs import detect, pieces
+    from offdrift.report.audit_page import write_audit_page
+    from offdrift.report.audit_terminal import audit_view
+
+    if fail_on is not None and fail_on not in SEVERITIES[2:]:
+        raise BadValueError(f"--fail-on {fail_on}: give one of {', '.join(SEVERITIES[2:])}")
+    table = load_rules(rules)
+    paths = [p for log in logs for p in _logs_of(log)]
+    started = time.perf_counter()
+    found = detect(paths, columns=_pairs(columns))
+    folder = out or Path("audits") / _name(logs[0])
+    err = Console(stderr=True)
+    err.print(f"{found.said}; {len(found.files)} files, {_size(found.bytes)}", highlight=False, markup=False)  # fmt: skip
+    plan = pieces(found)
+    job = Job(found, sample_rate=min(1.0, sample_mib * 2**20 / max(found.bytes, 1)))
+    if ray is not None:
+        from offdrift.audit.cluster import on_ray
+
+        run = on_ray(ray)
+    else:
+        run = in_process if workers == 1 else in_processes(min(workers, max(len(plan), 1)))
+    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} pieces"), TimeRemainingColumn(), console=err, transient=True) as progress:  # fmt: skip
+        task = progress.add_task("reading", total=len(plan))
+
+        def watch(done: int, so_far: Part) -> None:
+            tokens = 0 if so_far.tally is None else so_far.tally.tokens
+            rate = tokens / max(time.perf_counter() - started, 1e-9)
+            progress.update(task, completed=done, description=f"{tokens:,} tokens, {rate:,.0f} per s")
+
+        try:
+            part = stream(job, plan, folder=folder, run=run, watch=watch)
+        except KeyboardInterrupt:
+            progress.stop()
+            again = shlex.join(["offdrift", *sys.argv[1:]])
+            err.print(f"\ninterrupted; what was read is in {folder / 'parts'}. The same command continues:\n  {again}", markup=False, highlight=False)  # fmt: skip
+            raise typer.Exit(INTERRUPTED) from None
+    known = Context(framework=framework or found.framework)
+    result = conclude(part, job, context=known, rules=table)
+    result["source"]["seconds"] = time.perf_counter() - started
+    file = write_audit(result, folder)
+    page = write_audit_page(result, folder)
+    if as_json:
+        typer.echo(json.dumps(result, allow_nan=False))
+    else:
+        console.print(audit_view(result, width=console.width))
+        console.print(f"\nreport: {escape(str(page))}    numbers: {escape(str(file))}")
+    if fail_on is not None and SEVERITIES.index(result["verdict"]["level"]) >= SEVERITIES.index(fail_on):  # fmt: skip
+        raise typer.Exit(FAILED)
+
+
+def _pairs(columns: str | None) -> dict[str, str]:
+    """`a=b,c=d` as a mapping. Raises: `BadValueError` naming what is not a pair."""
+    found = {}
+    for pair in (columns or "").split(","):
+        ours, equals, theirs = (x.strip() for x in pair.partition("="))
+        if not pair.strip():
+            continue
+        if not (equals and ours and theirs):
+            raise BadValueError(f"--columns {pair!r}: write our name, =, and the log's column")
+        found[ours] = theirs
+    return found
+
+
+def _logs_of(path: str) -> list[str]:
+    """The log of an arm of our own run, or the path itself."""
+    folder = Path(path)
+    if (folder / "run.json").is_file():
+        arms = sorted(p for p in (folder / "arms").glob("*") if (p / "log").is_dir())
+        if len(arms) == 1:
+            return [str(arms[0] / "log")]
+        names = ", ".join(str(p) for p in arms) or "none that logged its tokens"
+        raise BadValueError(f"{path} is a run of several policies; audit one of its arms: {names}")
+    return [str(folder / "log")] if (folder / "log").is_dir() else [path]
+
+
+def _name(path: str) -> str:
+    """A folder name from what was audited."""
+    parts = [p for p in Path(path.split("://")[-1]).parts if p not in ("/", "runs", "arms", "log", "..", ".")]  # fmt: skip
+    text = "-".join(parts[-2:]) or "log"
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in text).strip("_.") or "log"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count} bytes"

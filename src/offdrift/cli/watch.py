@@ -1,0 +1,94 @@
+"""`offdrift watch`: follow a run that is being written, and say what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offdrift.cli.app import app, console
+from offdrift.cli.audit import FAILED, SEVERITIES, _pairs
+from offdrift.errors import BadValueError
+
+INTERRUPTED = 130
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="A run folder, one of its arms, or a log that grows.")],
+    columns: Annotated[
+        str | None, typer.Option(help="Names of the log's columns, as for `offdrift audit`.")
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md.")
+    ] = None,
+    framework: Annotated[
+        str, typer.Option(help="Whose configuration the fixes are written in.")
+    ] = "offdrift",
+    every: Annotated[float, typer.Option(help="Seconds between looks.", min=0.05)] = 2.0,
+    until_idle: Annotated[
+        float | None, typer.Option(help="End when nothing was added for this many seconds.")
+    ] = None,
+    fail_on: Annotated[
+        str | None, typer.Option(help="End with status 2 at a finding this severe: watch, act or stop.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print steps and findings as JSON lines.")
+    ] = False,
+) -> None:
+    """Follow a run and alert in the terminal: what is wrong, how it is known, and the smallest fix.
+
+    Follows runs of `offdrift train` by their metrics, any other framework's by its log. What was
+    there before counts, too: a run is judged from its beginning. Ctrl-C ends it.
+
+    \b
+    offdrift watch runs/tiny
+    offdrift watch /data/run/token_exports --framework prime-rl --fail-on stop
+    """  # fmt: skip
+    from offdrift.audit.follow import Log, Row, sources
+    from offdrift.diagnosis import Context, Watcher, load_rules
+    from offdrift.report.watch import LiveWatch
+
+    if fail_on is not None and fail_on not in SEVERITIES[2:]:
+        raise BadValueError(f"--fail-on {fail_on}: give one of {', '.join(SEVERITIES[2:])}")
+    table, context, names = load_rules(rules), Context(framework=framework), _pairs(columns)
+    followed, watchers = sources(run, columns=names), {}
+    failed, last = False, time.monotonic()
+    limit = len(SEVERITIES) if fail_on is None else SEVERITIES.index(fail_on)
+
+    def take(row: Row, screen: LiveWatch | None) -> bool:
+        """Judge one row; whether a finding is severe enough to end the watch."""
+        if row.source not in watchers:
+            watchers[row.source] = Watcher(context=context, rules=table)
+        fired = watchers[row.source].update(row.numbers)
+        if screen is not None:
+            screen.show(row.source, row.numbers, [f.as_dict() for f in fired])
+        else:
+            typer.echo(json.dumps({"source": row.source, "kind": "step", **row.numbers}))
+            for f in fired:
+                typer.echo(json.dumps({"source": row.source, "kind": "finding", **f.as_dict()}))
+        return any(SEVERITIES.index(f.severity) >= limit for f in fired)
+
+    screen = None if as_json else LiveWatch(console, str(run), framework)
+    try:
+        while not failed:
+            known = {s.name for s in followed if not isinstance(s, Log)}
+            followed += [s for s in sources(run, columns=names) if not isinstance(s, Log) and s.name not in known]  # fmt: skip
+            for source in followed:
+                for row in source.poll():
+                    last = time.monotonic()
+                    failed = take(row, screen) or failed
+            if until_idle is not None and time.monotonic() - last >= until_idle:
+                break
+            if not failed:
+                time.sleep(every)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        if screen is not None:
+            screen.close()
+    if failed:
+        raise typer.Exit(FAILED)

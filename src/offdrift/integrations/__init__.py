@@ -1,0 +1,1 @@
+"""Other frameworks: reading what they log, and plugging into them."""

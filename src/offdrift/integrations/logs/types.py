@@ -1,0 +1,59 @@
+"""What is passed between finding logs, cutting them into pieces and reading a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from offdrift.rollouts.logged import Logged
+
+
+class BadRow(NamedTuple):
+    """A row that was skipped, and why."""
+
+    file: str
+    row: int
+    """Line of a JSONL file, row of any other, from 1; 0: the whole file."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one file that is read at once: the unit of parallel work and of resuming."""
+
+    file: str
+    start: int
+    stop: int
+    """Parquet: rows `start` to `stop`. JSONL: lines that begin at byte `start` or later, and
+    before `stop`. Anything else, compressed files included: the whole file."""
+    format: str
+    first_row: int = 1
+    """Number of the first line or row."""
+
+
+class Read(NamedTuple):
+    """What a piece held."""
+
+    batch: Logged | None
+    """None: not one good row."""
+    bad: tuple[BadRow, ...]
+
+
+@dataclass(frozen=True)
+class Detected:
+    """Which logs were found, and how they will be read."""
+
+    format: str
+    framework: str
+    files: tuple[str, ...]
+    said: str
+    """One sentence: what was detected, and from what."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Column of the log that each field comes from."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of each file."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)

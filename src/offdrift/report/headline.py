@@ -1,0 +1,149 @@
+"""The three numbers that matter of an audit, chosen by what the log holds.
+
+With log-probs: how far apart the policies are (KL), how much of the batch an importance weight could
+use (ESS, which a few tokens ruin), and whether the engines agree on probabilities (Pearson); of the
+two engines where the log has both, else of rollout and current policy. Without log-probs: what the
+rest of the log says. A number is only judged where the survey's tree has a threshold for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offdrift.report.fields import Fields, column, mapping, rows
+from offdrift.report.stored import number
+from offdrift.report.table import percent, short
+from offdrift.stats.summary import METRICS
+
+PAIRS = ("mismatch", "full", "staleness")
+PAIR_WORDS = {
+    "mismatch": "old vs rollout: the engines",
+    "full": "current vs rollout: everything",
+    "staleness": "current vs old: the lag",
+}
+EXACT = {
+    "mismatch": "divergence/kl_rollout_old_mean",
+    "full": "divergence/kl_rollout_current_mean",
+}
+"""Exact full-vocabulary KL, which is preferred to the sampled estimate where it was logged."""
+
+TREE = "decision tree of the rollout-mismatch survey, step 1"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Two limits: beyond the first is to be watched, beyond the second to be acted on."""
+
+    watch: float
+    act: float
+    above: bool
+    said: tuple[str, str, str]
+
+    def of(self, value: float) -> tuple[str, str]:
+        """Level and comparison of a value."""
+        beyond = [(value > limit) if self.above else (value < limit) for limit in (self.watch, self.act)]  # fmt: skip
+        i = 2 if beyond[1] else 1 if beyond[0] else 0
+        return ("ok", "watch", "act")[i], self.said[i]
+
+
+JUDGED = {
+    "kl": Judged(0.02, 0.05, True, ("below 0.02: no meaningful drift", "between 0.02 and 0.05: keep an eye on it", "above 0.05: find the cause")),
+    "ess": Judged(0.5, 0.5, False, ("0.5 or more: weights are usable", "", "below 0.5: filter before reweighting")),
+    "pearson": Judged(0.99, 0.95, False, ("0.99 or more: the engines agree", "between 0.95 and 0.99: keep an eye on it", "below 0.95: not the same policy")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One number of the first screen."""
+
+    metric: str
+    title: str
+    text: str
+    unit: str
+    about: str
+    """Which policies, or of what."""
+    level: str
+    said: str
+    """The value beside its threshold."""
+    meaning: str
+    series: tuple[float | None, ...]
+    """The metric at each step, for a line in miniature."""
+
+
+def headlines(audit: Fields) -> list[Headline]:
+    """At most three numbers, the most telling that the log allows.
+
+    Example:
+        >>> [h.text for h in headlines({"overall": {"full/k3": 0.0021, "full/ess_frac": 0.98}})]
+        ['0.00210', '98.0 %']
+    """
+    overall, steps = mapping(audit.get("overall")), rows(audit.get("steps"))
+    pair = main_pair(audit)
+    wanted = [*_drift(pair, overall), *_WITHOUT_DRIFT] if pair else _WITHOUT_DRIFT
+    found: dict[str, Headline] = {}
+    for slot, title, metric, about, write in wanted:
+        value = number(overall.get(metric))
+        if value is None or slot in found:
+            continue
+        level, said = JUDGED[slot].of(value) if slot in JUDGED else ("", "")
+        row = METRICS.get(metric)
+        unit = row.unit if row and row.unit not in ("1", "task") and write is short else ""
+        found[slot] = Headline(
+            metric, title, write(value), unit, about, level, said, meaning_of(metric),
+            tuple(column(steps, metric)),
+        )  # fmt: skip
+    return list(found.values())[:3]
+
+
+def main_pair(audit: Fields) -> str:
+    """The pair of policies that the audit is mainly about: the first that has numbers; "" for none."""
+    overall = mapping(audit.get("overall"))
+    return next((p for p in PAIRS if kl_metric(overall, p)), "")
+
+
+def kl_metric(fields: Fields, pair: str) -> str:
+    """The best measure of the KL of a pair that is there: exact before sampled; "" for none.
+
+    Example:
+        >>> kl_metric({"mismatch/k3": 0.1}, "mismatch"), kl_metric({}, "full")
+        ('mismatch/k3', '')
+    """
+    candidates = (EXACT.get(pair, ""), f"{pair}/k3")
+    return next((name for name in candidates if number(fields.get(name)) is not None), "")
+
+
+def meaning_of(metric: str) -> str:
+    """Formula, unit and better direction of a metric, for a tooltip."""
+    row = METRICS.get(metric)
+    if row is None:
+        return metric
+    better = {"worse": "Lower is better.", "better": "Higher is better.", "neither": ""}
+    unit = "" if row.unit == "1" else f" [{row.unit}]"
+    return f"{metric} = {row.formula}{unit}. {better[row.larger_is]}".rstrip()
+
+
+_Wanted = tuple[str, str, str, str, Callable[[float | None], str]]
+
+
+def _drift(pair: str, overall: Fields) -> list[_Wanted]:
+    about = PAIR_WORDS[pair]
+    kl = kl_metric(overall, pair)
+    grade = "exact" if kl == EXACT.get(pair) else "sampled, k3"
+    return [
+        ("kl", "KL per token", kl, f"{about} ({grade})", short),
+        ("ess", "Effective sample size", f"{pair}/ess_frac", about, percent),
+        ("pearson", "Correlation of probabilities", f"{pair}/pearson", about, lambda x: "–" if x is None else f"{x:.4f}"),
+        ("chi2", "χ² of token weights", f"{pair}/chi2_token", about, short),
+        ("worst", "Worst token, |log ratio|", f"{pair}/abs_log_ratio_max", about, short),
+    ]  # fmt: skip
+
+
+_WITHOUT_DRIFT: list[_Wanted] = [
+    ("reward", "Mean reward", "reward/mean", "of all sequences", short),
+    ("length", "Mean response length", "response/length_mean", "of all sequences", short),
+    ("longest", "Longest response", "response/length_max", "", short),
+    ("lag", "Mean version lag", "version_lag/mean", "updates between sampling and training", short),
+    ("entropy", "Entropy", "current/entropy", "of the training policy", short),
+]

@@ -1,0 +1,76 @@
+"""The token log: what the trainer knew about every token when it first used it, one file per batch.
+
+Written in the plain schema that `offdrift audit` reads (`offdrift.rollouts.log`), from what the
+steps computed anyway: no forward pass is made for it. Each sequence stands in it once, with the
+update that first trained on it and the log-probs that the policy gave it just before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offdrift.rollouts.logged import Logged
+from offdrift.train.source import Shard
+from offdrift.train.step import Batch
+from offdrift.train.view import TokenView
+
+
+@dataclass
+class TokenLog:
+    """Collects a batch's minibatches of the first epoch."""
+
+    batch: Batch
+    sequences: list[Tensor] = field(default_factory=list)
+    views: list[TokenView] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def add(self, sequences: Tensor, view: TokenView, *, version: int) -> None:
+        """Note a step on some of the sequences, taken from the weights of `version`."""
+        self.sequences.append(sequences)
+        self.views.append(view)
+        self.versions.append(version)
+
+    def logged(self) -> Logged:
+        """The sequences in the order in which they were used."""
+        order = torch.cat(self.sequences)
+        whole = self.batch.rollouts
+        used = whole.with_(evidence=None).select(order)
+        rows = whole.segments.rows(order)
+        counts = torch.tensor([len(s) for s in self.sequences])
+        version = torch.tensor(self.versions).repeat_interleave(counts)
+        old, ref = self.batch.old, self.batch.logp_ref
+        exact = all(v.exact for v in self.views)
+        return Logged(
+            cu_seqlens=used.cu_seqlens,
+            step=version + 1,  # metrics call an update by the number of steps taken after it
+            row=torch.arange(1, len(order) + 1),
+            response_lengths=used.lengths,
+            logp_rollout=used.logp_rollout,
+            logp_old=None if old is None else old.logp[rows],
+            logp=torch.cat([v.logp for v in self.views]),
+            logp_ref=None if ref is None else ref[rows],
+            advantages=self.batch.advantages[rows],
+            rewards=used.rewards,
+            group_ids=used.group_ids,
+            rollout_version=used.rollout_version,
+            version=version,
+            entropy=torch.cat([v.entropy for v in self.views]),
+            divergences=self._divergences() if exact else {},
+            tokens=used.tokens,
+            truncated=torch.tensor([f == "length" for f in used.finish]).long(),
+            prompts=used.prompts,
+            completions=used.completions,
+        )
+
+    def _divergences(self) -> dict[str, Tensor]:
+        return {k: torch.cat([v.lower[k] for v in self.views]) for k in self.views[0].lower}
+
+    def write(self, folder: Path, index: int, shard: Shard) -> None:
+        """Write the batch's file. Raises: `RecordError` if it cannot be written."""
+        from offdrift.rollouts.log import write_log
+
+        write_log(self.logged(), folder / shard.file_name(index))
