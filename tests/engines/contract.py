@@ -331,6 +331,49 @@ class EngineContract:
         with pytest.raises(SyncError, match="at version 0; the limit is"):
             with_weights(model, ahead, stale)
 
+    # -- tokens that were drawn before ---------------------------------------------------------
+
+    @pytest.mark.parametrize("evidence", ["full", "hidden", "sampled", 5])
+    def test_its_own_draw_is_recorded_again_as_it_was(self, engine, evidence):
+        sampling = replace(PLAIN, stop_token_ids=tuple(range(0, VOCAB, 8)))
+        drawn = engine.generate(PROMPTS * 4, sampling, seed=8, evidence=evidence)
+        assert len(set(drawn.lengths.tolist())) >= 3
+        again = engine.rescore(drawn, evidence=evidence)
+        assert again.finish == drawn.finish
+        for name in ("tokens", "cu_seqlens", "group_ids", "rollout_version"):
+            assert torch.equal(getattr(again, name), getattr(drawn, name)), name
+        torch.testing.assert_close(again.logp_rollout, drawn.logp_rollout, atol=2e-6, rtol=0)
+        assert type(again.evidence) is type(drawn.evidence)
+        assert again.provenance.engine == engine.name
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.5])
+    def test_given_tokens_are_recorded_as_the_weights_say(self, engine, model, exact, temperature):
+        # Tokens that nobody drew, some of them all but impossible; lengths 1 to 12.
+        drawn = engine.generate(PROMPTS, PLAIN, seed=0)
+        lengths = torch.tensor([1, 12, 5, 3, 7, 12, 2, 9])
+        rows = torch.cat([torch.arange(n) + 12 * i for i, n in enumerate(lengths.tolist())])
+        given = drawn.with_(
+            tokens=(11 * torch.arange(len(rows)) + 5) % VOCAB,
+            logp_rollout=drawn.logp_rollout[rows],
+            rollout_version=drawn.rollout_version[rows],
+            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        )
+        sampling = replace(PLAIN, temperature=temperature)
+        found = engine.rescore(given, sampling=sampling)
+        truth = logp_rows(model, given, sampling)
+        assert torch.equal(found.tokens, given.tokens)
+        assert found.evidence.logp.shape == truth.shape == (51, VOCAB)
+        assert found.provenance.sampling.temperature == temperature
+        picked = truth.gather(1, given.tokens[:, None]).squeeze(1).float()
+        tolerance = 1e-4 if exact else 1.0
+        torch.testing.assert_close(found.evidence.logp, truth.float(), atol=tolerance, rtol=0)
+        torch.testing.assert_close(found.logp_rollout, picked, atol=tolerance, rtol=0)
+
+    def test_a_given_token_that_a_filter_excludes_is_refused(self, engine):
+        drawn = engine.generate(PROMPTS, PLAIN, seed=0)
+        with pytest.raises(EngineError, match="log-prob -inf"):
+            engine.rescore(drawn, sampling=replace(PLAIN, top_k=1))
+
 
 def rounding(engine: Engine, logits: torch.Tensor) -> float:
     """What two products of the same numbers may differ by at the engine's precision, nats.

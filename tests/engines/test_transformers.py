@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-import offdrift.engines.transformers as transformers_engine
 from offdrift.engines.heads import deviations
 from offdrift.engines.int8 import int8_grid, matrices
 from offdrift.engines.transformers import TransformersEngine
+from offdrift.engines.transformers_draws import Recorder
 from offdrift.errors import EngineError
 from offdrift.rollouts.records import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
@@ -190,13 +190,13 @@ def test_a_head_of_no_known_form_is_refused_before_anything_is_drawn(monkeypatch
 def test_states_of_other_tokens_are_refused(monkeypatch):
     engine = TransformersEngine(tiny("dense"))
     engine.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
-    pack = transformers_engine._Recorder.draws
+    pack = Recorder.draws
 
-    def late(self, tokens, stops):
+    def late(self, tokens, lengths):
         self.rows = self.rows[1:] + self.rows[:1]
-        return pack(self, tokens, stops)
+        return pack(self, tokens, lengths)
 
-    monkeypatch.setattr(transformers_engine._Recorder, "draws", late)
+    monkeypatch.setattr(Recorder, "draws", late)
     with pytest.raises(
         EngineError, match=r"'transformers' .* miss the log-probs it reported by \d"
     ):
@@ -288,3 +288,38 @@ def test_int8_drifts_by_a_little_and_again_after_every_load(kind):
         assert len(kl) == 96
         # bf16 gives about 1e-4 here, destroyed weights several nats.
         assert 1e-4 < kl.mean() < 0.05
+
+
+# -- the head's precision, and a model as a trainer leaves it -----------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_float32_head_on_a_bfloat16_body_takes_new_weights(kind):
+    model = tiny(kind)
+    plain = TransformersEngine(model, dtype="bfloat16")
+    engine = TransformersEngine(model, dtype="bfloat16", head_dtype="float32")
+    given = {name: 1.5 * weight.detach() for name, weight in model.named_parameters()}
+    for each in (plain, engine):
+        each.load_weights(given.items(), version=1)
+    hidden = plain.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
+    rows = engine.rescore(hidden).evidence.logp
+    weight = given[{"dense": "model.embed_tokens.weight", "moe": "lm_head.weight"}[kind]]
+    truth = hidden.evidence.states.float() @ weight.bfloat16().float().T
+    assert rows.shape == (96, VOCAB)
+    torch.testing.assert_close(rows, truth.log_softmax(-1), atol=1e-4, rtol=0)
+    # The test can tell: logits rounded to bfloat16 are further off.
+    assert (plain.rescore(hidden).evidence.logp - truth.log_softmax(-1)).abs().max() > 1e-3
+
+
+def test_a_model_left_in_training_draws_from_another_distribution_than_it_scores(caplog):
+    model = tiny("dense")
+    engine = TransformersEngine(model, as_in_training=True)
+    rollouts = engine.generate(PROMPTS, PLAIN, seed=0, evidence="full")
+    gap = (rollouts.evidence.logp - logp_rows(model, rollouts, PLAIN)).abs().amax(-1).view(8, 12)
+    assert gap[:, 0].max() < 1e-4
+    assert gap[:, 1:].min() > 0.1
+    assert not model.training
+    assert not caplog.records
+    well = TransformersEngine(model, attn_implementation="eager")
+    assert well.model.config._attn_implementation == "eager"
+    exact_against(model, well)

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import offdrift.engines.vllm as vllm_engine_module
+import offdrift.engines.vllm_draws as vllm_draws
 from offdrift.engines.sync import QUANTIZED_CAP, verify_sync
-from offdrift.engines.vllm import request_seed
+from offdrift.engines.vllm_inside import runner_of
+from offdrift.engines.vllm_requests import request_seed
 from offdrift.errors import EngineError, SyncError
 from offdrift.rollouts.records import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
@@ -126,7 +128,7 @@ def test_long_lists_of_log_probs_are_fetched_in_pieces(dense, monkeypatch):
     sizes = []
     draw = dense._draw
     monkeypatch.setattr(dense, "evidence_limit_mib", 1)
-    monkeypatch.setattr(vllm_engine_module, "_BYTES_PER_ENTRY", 2**20 // (3 * 12 * 65))
+    monkeypatch.setattr(vllm_draws, "BYTES_PER_ENTRY", 2**20 // (3 * 12 * 65))
     monkeypatch.setattr(
         dense, "_draw", lambda p, *a, **k: (sizes.append(len(p)), draw(p, *a, **k))[1]
     )
@@ -165,6 +167,41 @@ def test_what_vllm_would_cut_or_refuse_is_refused_by_name(dense, prompts, sampli
 
 def test_the_longest_request_that_fits_is_not_cut(dense):
     assert dense.generate([[1] * 250], Sampling(max_tokens=6), seed=0).lengths.tolist() == [6]
+
+
+def test_more_prompt_tokens_than_one_step_takes_are_drawn_in_turn(dense):
+    # 200 x 30 tokens, a step takes 4096: the last prompt of a step may not be cut in two, because
+    # vLLM cannot rewind the random stream of a request on CPUs.
+    prompts = [[5 + i % 40] * 30 for i in range(200)]
+    several = dense.generate(prompts, Sampling(max_tokens=2), seed=0)
+    assert several.lengths.tolist() == [2] * 200
+
+
+def test_tokens_can_be_followed_in_chunks_but_not_drawn(vllm_engine, dense):
+    engine = vllm_engine("dense", dtype="float32", max_num_batched_tokens=32, max_num_seqs=8)
+    prompts = [[(i * j) % 64 for i in range(150)] for j in range(1, 4)]
+    drawn = dense.generate(prompts, PLAIN, seed=0, evidence="full")
+    steps = []
+    model = runner_of(engine.llm, "model").model
+    handle = model.register_forward_pre_hook(lambda *_: steps.append(1))
+    found = engine.rescore(drawn)
+    handle.remove()
+    assert len(steps) >= 3 * 150 / 32 + 11
+    torch.testing.assert_close(found.evidence.logp, drawn.evidence.logp, atol=1e-4, rtol=0)
+    with pytest.raises(EngineError, match="450 tokens exceed max_num_batched_tokens = 32"):
+        engine.generate(prompts, PLAIN, seed=0)
+
+
+def test_the_head_can_be_computed_in_float32(vllm_engine):
+    plain = vllm_engine("dense", dtype="bfloat16")
+    engine = vllm_engine("dense", dtype="bfloat16", head_dtype="float32")
+    hidden = plain.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
+    weight = tiny("dense").lm_head.weight.detach().bfloat16().float()
+    truth = (hidden.evidence.states.float() @ weight.T).log_softmax(-1)
+    rows = engine.rescore(hidden).evidence.logp
+    assert rows.shape == (96, 64)
+    torch.testing.assert_close(rows, truth, atol=1e-3, rtol=0)
+    assert (plain.rescore(hidden).evidence.logp - truth).abs().max() > 5e-3
 
 
 # -- construction ---------------------------------------------------------------------------------

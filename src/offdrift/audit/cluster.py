@@ -7,8 +7,12 @@ order, so the result is that of one process, to the last bit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from offdrift.audit.part import Job, work
 from offdrift.audit.stream import Run
@@ -62,12 +66,13 @@ def _parts(ray: Any, job: Job, pieces: list[Piece]) -> Iterator[bytes]:
     """The parts in the order of the pieces; a part that is early waits here for its turn."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # the command shows progress itself
     shared = ray.put(job)
     rows = ray.data.from_items(
-        [{"index": i, "piece": piece} for i, piece in enumerate(pieces)],
+        [{"index": i, **asdict(piece)} for i, piece in enumerate(pieces)],
         override_num_blocks=len(pieces),  # a block is a task: one piece each
     )
-    made = rows.map(lambda row: {"index": row["index"], "part": _work(row["piece"], shared)})
+    made = rows.map(lambda row: _part(row, shared))
     early: dict[int, bytes] = {}
     turn = 0
     for row in made.iter_rows():
@@ -77,9 +82,9 @@ def _parts(ray: Any, job: Job, pieces: list[Piece]) -> Iterator[bytes]:
             turn += 1
 
 
-def _work(piece: Piece, job: Any) -> bytes:
+def _part(row: dict[str, Any], job: Any) -> dict[str, Any]:
     import ray
-    import torch
 
     torch.set_num_threads(1)
-    return work(piece, ray.get(job)).to_bytes()
+    piece = Piece(**{name: value for name, value in row.items() if name != "index"})
+    return {"index": row["index"], "part": work(piece, ray.get(job)).to_bytes()}

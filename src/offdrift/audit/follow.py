@@ -29,7 +29,7 @@ class Row:
 
     source: str
     """An arm of a run, or "log"."""
-    numbers: Mapping[str, float]
+    numbers: Mapping[str, float | int]
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Log:
 
     paths: list[str]
     columns: Mapping[str, str] = field(default_factory=dict)
-    settle: float = 10.0
+    settle: float | int = 10.0
     """Seconds without anything new after which the newest step counts as complete."""
     clock: Callable[[], float] = time.monotonic
     bad_rows: int = 0
@@ -131,7 +131,9 @@ def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Met
     """
     arms = [path] if (path / "metrics.jsonl").is_file() else sorted((path / "arms").glob("*"))
     found: list[Metrics | Log] = [
-        Metrics(arm / "metrics.jsonl", arm.name) for arm in arms if (arm / "metrics.jsonl").is_file()
+        Metrics(arm / "metrics.jsonl", arm.name)
+        for arm in arms
+        if (arm / "metrics.jsonl").is_file()
     ]
     if found or (path / "run.json").is_file():
         return found

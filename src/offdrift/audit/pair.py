@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,23 +18,18 @@ import torch
 from torch import nn
 
 from offdrift.audit.rescore import Scored, rescored
+from offdrift.audit.spec import EngineSpec as EngineSpec
+from offdrift.audit.spec import Option as Option
+from offdrift.audit.spec import Pair as Pair
+from offdrift.audit.spec import dtype_of
 from offdrift.engines import make_engine
 from offdrift.engines.base import Engine
+from offdrift.engines.heads import compute_head_in
 from offdrift.errors import EngineError
 from offdrift.rollouts.records import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
 
-Option = str | int | float | bool
-
-KINDS = {"vllm": "bfloat16", "transformers": "float32"}
-"""Engines there are, and the dtype that each has if none is named."""
-
-DTYPES = {
-    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "float16": "float16", "fp16": "float16",
-}  # fmt: skip
-
-MODEL_OPTIONS = ("attn_implementation", "experts_implementation", "head_dtype")
-"""Options of a transformers model; the others are arguments of the engine's constructor."""
+TRAIN_OPTIONS = ("attn_implementation", "experts_implementation", "head_dtype")
+"""Options of a training engine; those of a rollout engine are arguments of its constructor."""
 
 FULL_ENTRIES = {"vllm": 2**22, "transformers": 2**24}
 """Log-probs of whole vocabularies that are recorded as they are; beyond, hidden states stand for
@@ -43,65 +37,6 @@ them. vLLM hands each log-prob over as a Python object, hence the smaller number
 
 KEPT_BYTES = 512 * 2**20
 """Draws kept to be used again, about."""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """An engine and how it computes: kind, dtype, options.
-
-    Example:
-        >>> spec = EngineSpec.parse("vllm:bfloat16,kv_cache_dtype=fp8")
-        >>> spec.options["kv_cache_dtype"], str(spec.with_(enable_prefix_caching=False))
-        ('fp8', 'vllm:bfloat16,enable_prefix_caching=false,kv_cache_dtype=fp8')
-    """
-
-    kind: str
-    dtype: str
-    options: Mapping[str, Option] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise EngineError(
-                f"no engine is called {self.kind!r}; write one of "
-                + ", ".join(f'"{kind}:{dtype}"' for kind, dtype in KINDS.items())
-            )
-        if self.dtype not in DTYPES:
-            raise EngineError(
-                f"{self.kind} engine of dtype {self.dtype!r}; choose one of "
-                + ", ".join(dict.fromkeys(DTYPES.values()))
-            )
-        object.__setattr__(self, "dtype", DTYPES[self.dtype])
-        object.__setattr__(self, "options", dict(sorted(self.options.items())))
-
-    @staticmethod
-    def parse(text: str) -> EngineSpec:
-        """`KIND[:DTYPE][,OPTION=VALUE ...]`, the inverse of `str`.
-
-        Values are true, false, whole numbers, numbers, or else words.
-
-        Raises: `EngineError` naming what cannot be read.
-        """
-        head, *options = text.strip().split(",")
-        kind, _, dtype = head.partition(":")
-        given: dict[str, Option] = {}
-        for each in options:
-            name, equals, value = each.partition("=")
-            if not (name.strip() and equals and value.strip()):
-                raise EngineError(f"{each!r} in {text!r} is no option; write NAME=VALUE")
-            given[name.strip()] = _value(value.strip())
-        return EngineSpec(kind.strip(), dtype.strip() or KINDS.get(kind.strip(), "float32"), given)
-
-    def with_(self, *, dtype: str | None = None, **options: Option) -> EngineSpec:
-        """The same with another dtype, or with options added or replaced."""
-        return replace(self, dtype=dtype or self.dtype, options={**self.options, **options})
-
-    def __str__(self) -> str:
-        parts = [f"{self.kind}:{self.dtype}"]
-        parts += [f"{name}={_word(value)}" for name, value in self.options.items()]
-        return ",".join(parts)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
 
 class Bench:
@@ -113,7 +48,9 @@ class Bench:
         prompts: token ids, one list per response wanted (repeat a prompt to draw several).
         sampling: how to draw, if a call does not say.
         seed: of every draw.
+        name: what the model is called.
         folder: a checkpoint folder with these very weights; written to a temporary place if absent.
+        save: writes a checkpoint into a folder; the model's and the tokenizer's own way if absent.
         device: where the training engine runs; where the model is, if absent.
 
     Example:
@@ -130,7 +67,9 @@ class Bench:
         *,
         sampling: Sampling,
         seed: int = 0,
+        name: str | None = None,
         folder: str | None = None,
+        save: Callable[[str], object] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.model = model.eval() if device is None else model.eval().to(device)
@@ -138,7 +77,8 @@ class Bench:
         self.prompts = [list(p) for p in prompts]
         self.sampling, self.seed = sampling, seed
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
-        self._folder = folder
+        self.name = name or str(getattr(self.model.config, "name_or_path", "") or "model")
+        self._folder, self._save = folder, save
         self._written: tempfile.TemporaryDirectory[str] | None = None
         self._engines: dict[str, tuple[EngineSpec, Engine]] = {}
         self._copy: tuple[EngineSpec, nn.Module] | None = None
@@ -161,8 +101,7 @@ class Bench:
         if self._folder is None:
             self._written = tempfile.TemporaryDirectory(prefix="offdrift-check-")
             self._folder = self._written.name
-            self.model.save_pretrained(self._folder)  # type: ignore[operator]
-            self.tokenizer.save_pretrained(self._folder)
+            (self._save or self._saved_to)(self._folder)
         return self._folder
 
     def engine(self, spec: EngineSpec) -> Engine:
@@ -174,14 +113,9 @@ class Bench:
         if held == spec and engine is not None:
             return engine
         self.close_engine(spec.kind)
-        options = {k: v for k, v in spec.options.items() if k not in MODEL_OPTIONS}
-        source: Any = self.folder if spec.kind == "vllm" else self.model
-        if spec.kind == "vllm":
-            options = dict(spec.options)
-        elif len(options) < len(spec.options):
-            source = _copied(self.model, replace(spec, dtype="float32"))
+        source = self.folder if spec.kind == "vllm" else self.model
         try:
-            made = make_engine(spec.kind, source, dtype=spec.dtype, **options)
+            made = make_engine(spec.kind, source, dtype=spec.dtype, **spec.options)
         except TypeError as error:
             raise EngineError(f"{spec} cannot be made: {error}; leave that option out") from error
         self._engines[spec.kind] = (spec, made)
@@ -217,7 +151,7 @@ class Bench:
         seed = self.seed if seed is None else seed
         key = (str(spec), sampling, tuple(map(tuple, prompts)), evidence, repeat, seed)
         if key not in self._draws:
-            kinds = [evidence] if evidence is not None else self._exact(spec, sampling, prompts)
+            kinds = self._exact(spec, sampling, prompts) if evidence is None else (evidence,)
             self._keep(key, _drawn(self.engine(spec), prompts, sampling, kinds, seed))
         return self._draws[key]
 
@@ -233,10 +167,10 @@ class Bench:
                 f"the training engine is {spec}, but tokens are scored by a transformers model; "
                 f'write "transformers:{spec.dtype}"'
             )
-        unknown = [name for name in spec.options if name not in MODEL_OPTIONS]
+        unknown = [name for name in spec.options if name not in TRAIN_OPTIONS]
         if unknown:
             raise EngineError(
-                f"a training engine has no option {unknown[0]!r}; there are {', '.join(MODEL_OPTIONS)}"
+                f"a training engine has no option {unknown[0]!r}; there are {', '.join(TRAIN_OPTIONS)}"
             )
         if spec.dtype == "float32" and not spec.options:
             return self.model
@@ -263,13 +197,17 @@ class Bench:
             self._written.cleanup()
             self._written = self._folder = None
 
+    def _saved_to(self, folder: str) -> None:
+        self.model.save_pretrained(folder)  # type: ignore[operator]
+        self.tokenizer.save_pretrained(folder)
+
     def _exact(
         self, spec: EngineSpec, sampling: Sampling, prompts: Sequence[Sequence[int]]
-    ) -> list[EvidenceKind]:
+    ) -> tuple[EvidenceKind, ...]:
         """What to record, by preference."""
         entries = len(prompts) * sampling.max_tokens * self.vocab_size
         filtered = sampling.top_k > 0 or sampling.top_p < 1
-        return ["full"] if filtered or entries <= FULL_ENTRIES[spec.kind] else ["hidden", "full"]
+        return ("full",) if filtered or entries <= FULL_ENTRIES[spec.kind] else ("hidden", "full")
 
     def _keep(self, key: tuple[object, ...], rollouts: Rollouts) -> None:
         self._draws[key] = rollouts
@@ -307,17 +245,8 @@ def _copied(model: nn.Module, spec: EngineSpec) -> nn.Module:
         parameter.requires_grad_(False).grad = None
         parameter.data = parameter.data.to(getattr(torch, spec.dtype))
     if "head_dtype" in spec.options:
-        _head_at(made, getattr(torch, DTYPES.get(str(spec.options["head_dtype"]), "float32")), model)
+        compute_head_in(made, getattr(torch, dtype_of(spec.options["head_dtype"])))
     return made.eval()
-
-
-def _head_at(made: Any, dtype: torch.dtype, master: Any) -> None:
-    """Compute the logits at a dtype, from the head's weights at that dtype; a tied head is untied."""
-    layer, source = made.get_output_embeddings(), master.get_output_embeddings()
-    layer.weight = nn.Parameter(source.weight.detach().to(dtype, copy=True), requires_grad=False)
-    if getattr(layer, "bias", None) is not None:
-        layer.bias = nn.Parameter(source.bias.detach().to(dtype, copy=True), requires_grad=False)
-    layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype), *inputs[1:]))
 
 
 def _size(rollouts: Rollouts) -> int:
@@ -325,21 +254,6 @@ def _size(rollouts: Rollouts) -> int:
     if isinstance(held, FullVocab):
         return held.logp.nbytes
     return held.states.nbytes if isinstance(held, HiddenStates) else rollouts.tokens.nbytes
-
-
-def _value(word: str) -> Option:
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
-
-
-def _word(value: Option) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def checkpoint_of(model: nn.Module) -> str | None:

@@ -93,9 +93,7 @@ class Part:
 
 def _from_arrays(arrays: dict[str, np.ndarray]) -> Part:
     def held(name: str) -> Any:
-        own = {
-            k.removeprefix(f"{name}/"): v for k, v in arrays.items() if k.startswith(f"{name}/")
-        }
+        own = {k.removeprefix(f"{name}/"): v for k, v in arrays.items() if k.startswith(f"{name}/")}
         return KINDS[name].from_arrays(own) if own else None
 
     places = zip(arrays["bad/file"], arrays["bad/row"], arrays["bad/reason"])
@@ -118,7 +116,5 @@ def work(piece: Piece, job: Job) -> Part:
         rows.bad,
         Tally.of(batch, file=piece.file),
         Counterfactual.of(some) if some.num_sequences else None,
-        Proof.of(batch),
+        Proof.of(batch, file=piece.file),
     )
-
-

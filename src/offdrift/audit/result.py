@@ -118,7 +118,7 @@ def _nothing_read(part: Part, job: Job) -> str:
     return f"the files hold no row ({', '.join(job.found.files[:3])})"
 
 
-def _numbers(step: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(step: Mapping[str, Any]) -> dict[str, float | int]:
     return {k: v for k, v in step.items() if isinstance(v, (int, float))}
 
 
@@ -129,4 +129,5 @@ def _has_exact(has: Sequence[str]) -> bool:
 def _with_facets(
     context: Context, overall: Mapping[str, float], facets: Mapping[str, Any]
 ) -> Context:
-    return replace(context, overall=overall, facets=facets, by_lag=facets.get("lag", ()))
+    rows = {axis: [_numbers(row) for row in buckets] for axis, buckets in facets.items()}
+    return replace(context, overall=overall, facets=rows, by_lag=rows.get("lag", ()))

@@ -8,7 +8,19 @@ from rich.console import Console
 from rich.markup import escape
 
 # Importing a command adds it to the application, in the order of the help page.
-from offdrift.cli import bound, certify, lab_bounds, lab_frontier, lab_length_bias, methods, train  # noqa: F401
+from offdrift.cli import (  # noqa: F401
+    audit,
+    bound,
+    certify,
+    compare,
+    lab_bounds,
+    lab_frontier,
+    lab_length_bias,
+    methods,
+    report,
+    train,
+    watch,
+)
 from offdrift.cli.app import app as app
 from offdrift.errors import OffdriftError
 

@@ -38,7 +38,8 @@ def audit(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for audit.json and report.html; default audits/NAME.")
+        Path | None,
+        typer.Option(help="Folder for audit.json and report.html; default audits/NAME."),
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes that read.", min=1)] = 1,
     ray: Annotated[
@@ -46,16 +47,22 @@ def audit(
         typer.Option(metavar="ADDRESS", help="Read on a Ray cluster: auto, host:port, or local."),
     ] = None,
     rules: Annotated[
-        Path | None, typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md.")
+        Path | None,
+        typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md."),
     ] = None,
     framework: Annotated[
-        str | None, typer.Option(help="Whose configuration the fixes are written in; default as detected.")
+        str | None,
+        typer.Option(help="Whose configuration the fixes are written in; default as detected."),
     ] = None,
     sample_mib: Annotated[
-        int, typer.Option(help="Try every method of the table on about this much of the log, MiB.", min=1)
+        int,
+        typer.Option(
+            help="Try every method of the table on about this much of the log, MiB.", min=1
+        ),
     ] = 64,
     fail_on: Annotated[
-        str | None, typer.Option(help="Exit with status 2 at a finding this severe: watch, act or stop.")
+        str | None,
+        typer.Option(help="Exit with status 2 at a finding this severe: watch, act or stop."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print audit.json.")] = False,
 ) -> None:
@@ -102,7 +109,9 @@ def audit(
         def watch(done: int, so_far: Part) -> None:
             tokens = 0 if so_far.tally is None else so_far.tally.tokens
             rate = tokens / max(time.perf_counter() - started, 1e-9)
-            progress.update(task, completed=done, description=f"{tokens:,} tokens, {rate:,.0f} per s")
+            progress.update(
+                task, completed=done, description=f"{tokens:,} tokens, {rate:,.0f} per s"
+            )
 
         try:
             part = stream(job, plan, folder=folder, run=run, watch=watch)

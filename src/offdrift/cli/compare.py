@@ -14,11 +14,11 @@ from offdrift.cli.app import app, console
 
 @app.command()
 def compare(
-    run_a: Annotated[Path, typer.Argument(help="An audit: the folder that `offdrift audit` wrote.")],
+    run_a: Annotated[
+        Path, typer.Argument(help="An audit: the folder that `offdrift audit` wrote.")
+    ],
     run_b: Annotated[Path, typer.Argument(help="The audit to compare with it.")],
-    out: Annotated[
-        Path, typer.Option(help="The page.")
-    ] = Path("compare.html"),
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("compare.html"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
 ) -> None:
     """Two audited runs side by side: metrics, drift over time, findings, what each method would do.

@@ -1,4 +1,4 @@
-"""`offdrift train` and `offdrift report`: a run, and its page again."""
+"""`offdrift train`: a recipe becomes a run and its page."""
 
 from __future__ import annotations
 
@@ -79,20 +79,6 @@ def train(
         page = write_report(folder)
         screen.print(run_summary(read_run(folder), width=screen.width))
         screen.print(f"\nreport: {escape(str(page))}")
-
-
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="A run folder, finished or not.")],
-) -> None:
-    """Write a run's report.html again from what it stored, and print its table."""
-    from offdrift.report.page import write_report
-    from offdrift.report.stored import read_run
-    from offdrift.report.terminal import run_summary
-
-    page = write_report(run)
-    console.print(run_summary(read_run(run), width=console.width))
-    console.print(f"\nreport: {escape(str(page))}")
 
 
 def _only(recipe, arms: str):

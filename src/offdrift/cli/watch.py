@@ -18,12 +18,15 @@ INTERRUPTED = 130
 
 @app.command()
 def watch(
-    run: Annotated[Path, typer.Argument(help="A run folder, one of its arms, or a log that grows.")],
+    run: Annotated[
+        Path, typer.Argument(help="A run folder, one of its arms, or a log that grows.")
+    ],
     columns: Annotated[
         str | None, typer.Option(help="Names of the log's columns, as for `offdrift audit`.")
     ] = None,
     rules: Annotated[
-        Path | None, typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md.")
+        Path | None,
+        typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md."),
     ] = None,
     framework: Annotated[
         str, typer.Option(help="Whose configuration the fixes are written in.")
@@ -33,7 +36,8 @@ def watch(
         float | None, typer.Option(help="End when nothing was added for this many seconds.")
     ] = None,
     fail_on: Annotated[
-        str | None, typer.Option(help="End with status 2 at a finding this severe: watch, act or stop.")
+        str | None,
+        typer.Option(help="End with status 2 at a finding this severe: watch, act or stop."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print steps and findings as JSON lines.")

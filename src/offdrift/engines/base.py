@@ -56,6 +56,45 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class Rescores(Protocol):
+    """An engine that can be led along tokens that were drawn before, by it or by another one.
+
+    Only the outcome of each draw is imposed: prompts are prefilled and tokens follow one another
+    through the engine's cache, kernels, head, temperature and filters exactly as when it draws. So
+    what it records is what it would have recorded had it drawn them, and two engines that differ in
+    one setting can be compared token by token.
+    """
+
+    def rescore(
+        self,
+        rollouts: Rollouts,
+        *,
+        evidence: EvidenceKind = "full",
+        sampling: Sampling | None = None,
+    ) -> Rollouts:
+        """These rollouts with this engine's log-probs, evidence, version and provenance.
+
+        Args:
+            sampling: at which the log-probs are taken; that of the rollouts, if absent.
+
+        Raises: `EngineError` if a token is impossible under the filters of `sampling`.
+        """
+        ...
+
+
+@runtime_checkable
+class CachesPrefixes(Protocol):
+    """An engine that keeps keys and values of prompts between requests."""
+
+    cached_tokens: int
+    """Prompt tokens, so far, whose keys and values were taken from the cache."""
+
+    def drop_prefixes(self) -> None:
+        """Forget all that is kept."""
+        ...
+
+
 def check_evidence(
     evidence: EvidenceKind,
     *,

@@ -129,6 +129,38 @@ def rollouts_from(
     )
 
 
+def redrawn(
+    rollouts: Rollouts, draws: Sequence[Draws], *, version: int, provenance: Provenance
+) -> Rollouts:
+    """The same tokens with what another engine, or the same one once more, recorded of them.
+
+    Raises: `EngineError` if the engine did not follow the tokens, or one of them is impossible to it.
+    """
+    fresh = rollouts_from(draws, prompts_of(rollouts), version=version, provenance=provenance)
+    if not torch.equal(fresh.tokens, rollouts.tokens.long()):
+        raise EngineError(
+            f"engine {provenance.engine!r} did not follow the tokens that it was given; "
+            "this version of its backend is not supported"
+        )
+    return rollouts.with_(
+        logp_rollout=fresh.logp_rollout,
+        rollout_version=fresh.rollout_version,
+        provenance=provenance,
+        evidence=fresh.evidence,
+    )
+
+
+def prompts_of(rollouts: Rollouts) -> list[list[int]]:
+    """Token ids of every prompt."""
+    cuts = rollouts.prompt_cu_seqlens.diff().tolist()
+    return [p.tolist() for p in rollouts.prompt_tokens.split(cuts)]
+
+
+def responses_of(rollouts: Rollouts) -> list[list[int]]:
+    """Token ids of every response."""
+    return [r.tolist() for r in rollouts.tokens.split(rollouts.lengths.tolist())]
+
+
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     t = sampling.temperature
     if not (math.isfinite(t) and t >= MIN_TEMPERATURE):

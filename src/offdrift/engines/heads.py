@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from offdrift.divergence.head import Head
 from offdrift.errors import EngineError
@@ -72,6 +73,26 @@ def head_input(model: nn.Module) -> Iterator[HeadInput]:
         yield seen
     finally:
         handle.remove()
+
+
+def compute_head_in(model: nn.Module, dtype: torch.dtype) -> RemovableHandle:
+    """Let the model's output head multiply, and give its logits, in this dtype from now on.
+
+    Only the arithmetic changes: states and weights are converted as they are, so a tied head stays
+    tied and takes new weights. Call `remove()` on the result to undo it.
+
+    Raises: `EngineError` if the model names no output head.
+
+    Example:
+        compute_head_in(model, torch.float32)
+    """
+
+    def recompute(layer: nn.Module, arguments: tuple[Any, ...], _: Tensor) -> Tensor:
+        weight, bias = layer.get_parameter("weight"), getattr(layer, "bias", None)
+        bias = None if bias is None else bias.to(dtype)
+        return nn.functional.linear(arguments[0].to(dtype), weight.to(dtype), bias)
+
+    return _output_layer(model).register_forward_hook(recompute)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ cannot be seen is one stale tensor among many whose share of its group's effect 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,6 +87,11 @@ class SyncReport:
     groups: tuple[GroupSync, ...]
 
     @property
+    def stale(self) -> tuple[str, ...]:
+        """Groups that stayed behind."""
+        return tuple(g.name for g in self.groups if g.stale)
+
+    @property
     def unverified(self) -> tuple[str, ...]:
         """Groups of which nothing can be said: their effect never rose above the noise."""
         return tuple(g.name for g in self.groups if not g.conclusive)
@@ -116,6 +121,25 @@ def verify_sync(
 
     Raises: `SyncError` naming the groups that stayed behind, with the differences in nats.
     """
+    report = examine_sync(engine, model, prompts, sampling, seed=seed)
+    if report.stale:
+        raise SyncError(_left_behind(engine.name, report.noise, report.groups))
+    return report
+
+
+def examine_sync(
+    engine: Engine,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    seed: int,
+) -> SyncReport:
+    """What `verify_sync` does, reporting groups that stayed behind instead of refusing them.
+
+    Raises: `SyncError` if the two sides differ by more than their precision explains as soon as the
+        weights are loaded: then no perturbation can say more.
+    """
     probe = _Probe(engine, model, prompts, sampling, seed)
     version = engine.version
     with _evaluating(model):
@@ -133,8 +157,6 @@ def verify_sync(
             )
         finally:
             engine.load_weights(model.named_parameters(), version=version)
-    if any(g.stale for g in found):
-        raise SyncError(_left_behind(engine.name, noise, found))
     return SyncReport(engine.name, len(rollouts.tokens), noise, cap, found)
 
 
@@ -289,6 +311,25 @@ def _restored(weights: list[nn.Parameter]) -> Iterator[list[Tensor]]:
         with torch.no_grad():
             for weight, original in zip(weights, originals, strict=True):
                 weight.copy_(original)
+
+
+@contextmanager
+def perturbed(model: nn.Module, *, fraction: float, seed: int) -> Iterator[None]:
+    """The model with every weight w at w + fraction rms(w) N(0, 1), and afterwards as it was.
+
+    Args:
+        fraction: of the root-mean-square of each tensor, 1.
+
+    Example:
+        with perturbed(model, fraction=0.02, seed=0):
+            engine.load_weights(model.named_parameters(), version=1)
+    """
+    groups = [weights for weights in weight_groups(model).values() if weights]
+    with ExitStack() as stack:
+        for i, weights in enumerate(groups):
+            originals = stack.enter_context(_restored(weights))
+            _perturb(weights, originals, fraction=fraction, seed=seed + i)
+        yield
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import transformers
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -30,24 +31,41 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.utils import logging
 
 from offdrift.divergence.head import Head
-from offdrift.engines.draws import Draws, check_request, rollouts_from
-from offdrift.engines.heads import HeadInput, check_states, head_input, head_of, kept
+from offdrift.engines.draws import (
+    Draws,
+    check_request,
+    prompts_of,
+    redrawn,
+    responses_of,
+    rollouts_from,
+)
+from offdrift.engines.heads import (
+    check_states,
+    compute_head_in,
+    head_input,
+    head_of,
+    kept,
+)
 from offdrift.engines.int8 import int8_grid, matrices
+from offdrift.engines.routing import routes_of
+from offdrift.engines.transformers_draws import (
+    PAD,
+    Leader,
+    Recorder,
+    left_padded,
+    response_lengths,
+)
 from offdrift.errors import EngineError
 from offdrift.rollouts.records import (
-    Evidence,
     EvidenceKind,
-    FullVocab,
     HiddenStates,
     Provenance,
     Rollouts,
     Sampling,
-    TopK,
 )
-
-_PAD = 0  # fills rectangles only: what is real is said by lengths, so any id will do
 
 
 class TransformersEngine:
@@ -59,6 +77,11 @@ class TransformersEngine:
         quantization: "int8" rounds every matrix (linear layers and fused experts; not embeddings,
             head, router or norms) to an int8 grid per output channel, at each `load_weights`.
         batch_size: responses drawn at once.
+        head_dtype: of the output head's arithmetic and logits, for instance "float32"; its weights
+            are those of `dtype`. Absent: `dtype`.
+        attn_implementation: transformers' name, for instance "eager"; absent: the model's own.
+        as_in_training: leave the copy in train mode with gradient checkpointing on, as a trainer has
+            it. Such a model draws from another distribution than it scores; for experiments.
         evidence_limit_mib: memory that recorded evidence may take, MiB.
         version: trainer version of the given weights, optimizer steps.
 
@@ -81,6 +104,9 @@ class TransformersEngine:
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         quantization: Literal["int8"] | None = None,
         batch_size: int = 64,
+        head_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        attn_implementation: str | None = None,
+        as_in_training: bool = False,
         evidence_limit_mib: int = 1024,
         name: str = "transformers",
         version: int = 0,
@@ -103,6 +129,14 @@ class TransformersEngine:
         self._head: Head | None = None
         weights = [(name, weight.detach()) for name, weight in source.named_parameters()]
         self._model: PreTrainedModel | None = _frozen(model, getattr(torch, dtype))
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
+        if head_dtype is not None:
+            compute_head_in(model, getattr(torch, head_dtype))
+        if as_in_training:
+            model.gradient_checkpointing_enable()
+            model.train()
+        self._expected = _quiet if as_in_training else nullcontext
         self.load_weights(weights, version=version)
 
     @property
@@ -125,28 +159,39 @@ class TransformersEngine:
         Raises: `EngineError` if the request makes no sense, its evidence outgrows the limit, or
             hidden states are asked of a model whose output head is of no known form.
         """
-        check_request(
-            prompts,
-            sampling,
-            evidence,
-            vocab_size=self.vocab_size,
-            state_bytes=self._state_bytes,
-            limit_mib=self.evidence_limit_mib,
-        )
-        starts = range(0, len(prompts), self.batch_size)
+        self._check(prompts, sampling, evidence)
         with torch.no_grad(), _own_random_stream(self.model.device, seed):
             draws = [
-                self._draw(prompts[i : i + self.batch_size], sampling, evidence) for i in starts
+                self._draw(prompts[piece], sampling, evidence) for piece in self._pieces(prompts)
             ]
-        provenance = Provenance(
-            engine=self.name,
-            engine_version=transformers.__version__,
-            model=self.model.config.name_or_path or type(self.model).__name__,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            sampling=sampling,
-        )
+        provenance = self._provenance(sampling)
         return rollouts_from(draws, prompts, version=self.version, provenance=provenance)
+
+    def rescore(
+        self,
+        rollouts: Rollouts,
+        *,
+        evidence: EvidenceKind = "full",
+        sampling: Sampling | None = None,
+    ) -> Rollouts:
+        """The same tokens as this engine would have recorded them; see `Rescores`.
+
+        Raises: `EngineError` as `generate` does, or if a filter excludes a token.
+        """
+        prompts, responses = prompts_of(rollouts), responses_of(rollouts)
+        sampling = sampling or rollouts.provenance.sampling
+        sampling = replace(sampling, max_tokens=max(map(len, responses)))
+        self._check(prompts, sampling, evidence)
+        with torch.no_grad(), _own_random_stream(self.model.device, 0):
+            draws = [
+                self._draw(prompts[piece], sampling, evidence, responses[piece])
+                for piece in self._pieces(prompts)
+            ]
+        return redrawn(rollouts, draws, version=self.version, provenance=self._provenance(sampling))
+
+    def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
+        """Experts that this copy chooses when it reads these tokens; see `engines.routing`."""
+        return routes_of(self.model, rollouts)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Take all of the trainer's `named_parameters`, cast and rounded; see `Engine`.
@@ -176,29 +221,50 @@ class TransformersEngine:
         self._model = None
 
     def _draw(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        evidence: EvidenceKind,
+        given: Sequence[Sequence[int]] | None = None,
     ) -> Draws:
+        """Draw, or follow the responses that are given."""
         if evidence == "hidden":
-            return self._draw_with_states(prompts, sampling)
-        return self._drawn(prompts, sampling, _Recorder(evidence))
+            return self._draw_with_states(prompts, sampling, given)
+        return self._drawn(prompts, sampling, Recorder(evidence), given)
 
     def _drawn(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, recorder: _Recorder
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        recorder: Recorder,
+        given: Sequence[Sequence[int]] | None,
     ) -> Draws:
-        ids, mask = _left_padded(prompts, self.model.device)
-        output = self.model.generate(  # type: ignore[operator]
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=_generation_config(sampling),
-            logits_processor=LogitsProcessorList([*_filters(sampling), recorder]),
-        )
-        return recorder.draws(output[:, ids.shape[1] :], sampling.stop_token_ids)
+        ids, mask = left_padded(prompts, self.model.device)
+        leader = [] if given is None else [Leader(given, self.model.device)]
+        if given is not None:
+            sampling = replace(sampling, max_tokens=max(map(len, given)), stop_token_ids=())
+        with self._expected():
+            output = self.model.generate(  # type: ignore[operator]
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=_generation_config(sampling),
+                logits_processor=LogitsProcessorList([*_filters(sampling), recorder, *leader]),
+            )
+        tokens = output[:, ids.shape[1] :]
+        if given is None:
+            return recorder.draws(tokens, response_lengths(tokens, sampling.stop_token_ids))
+        return recorder.draws(tokens, torch.tensor(list(map(len, given)), device=tokens.device))
 
-    def _draw_with_states(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Draws:
+    def _draw_with_states(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        given: Sequence[Sequence[int]] | None,
+    ) -> Draws:
         if self._head is None:
             self._head = kept(head_of(self.model))
         with head_input(self.model) as seen:
-            draws = self._drawn(prompts, sampling, _Recorder("hidden", self._head, seen))
+            draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, seen), given)
         assert isinstance(draws.evidence, HiddenStates)
         check_states(
             draws.evidence,
@@ -209,70 +275,37 @@ class TransformersEngine:
         )
         return draws
 
+    def _pieces(self, prompts: Sequence[Sequence[int]]) -> list[slice]:
+        size = self.batch_size
+        return [slice(i, i + size) for i in range(0, len(prompts), size)]
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind
+    ) -> None:
+        check_request(
+            prompts,
+            sampling,
+            evidence,
+            vocab_size=self.vocab_size,
+            state_bytes=self._state_bytes,
+            limit_mib=self.evidence_limit_mib,
+        )
+
+    def _provenance(self, sampling: Sampling) -> Provenance:
+        return Provenance(
+            engine=self.name,
+            engine_version=transformers.__version__,
+            model=self.model.config.name_or_path or type(self.model).__name__,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            sampling=sampling,
+        )
+
     @property
     def _state_bytes(self) -> int:
         layer = self.model.get_output_embeddings()
         width = getattr(layer, "in_features", self.model.config.get_text_config().hidden_size)
         return width * getattr(torch, self.dtype).itemsize
-
-
-class _Recorder(LogitsProcessor):
-    """Records the scores that are sampled: the last processor, behind every filter.
-
-    Which token was drawn is known one step later, so one block of `[batch, vocab]` waits; with
-    full evidence all blocks are kept, with top-k evidence their k largest, with hidden evidence what
-    the head consumed to make them.
-    """
-
-    def __init__(
-        self, evidence: EvidenceKind, head: Head | None = None, seen: HeadInput | None = None
-    ) -> None:
-        self.evidence, self.head, self.seen = evidence, head, seen
-        self.waiting: Tensor | None = None
-        self.logp: list[Tensor] = []  # per step: log-prob of the token drawn, [batch]
-        self.ids: list[Tensor] = []  # per step: ids of the k likeliest, [batch, k]
-        self.rows: list[Tensor] = []  # per step: log-probs or states, [batch, vocab, k or hidden]
-
-    def __call__(  # type: ignore[override]
-        self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]
-    ) -> Float[Tensor, "b v"]:
-        self._settle(input_ids[:, -1])
-        self.waiting = block = scores.float().log_softmax(-1)
-        if self.evidence == "full":
-            self.rows.append(block)
-        elif isinstance(self.evidence, int):
-            top = block.topk(self.evidence, dim=-1)
-            self.rows.append(top.values)
-            self.ids.append(top.indices.int())
-        elif self.seen is not None and self.seen.last is not None:
-            # The last place of every prompt: a copy, where the forward pass kept all places.
-            self.rows.append(self.seen.last[:, -1].clone())
-        return scores
-
-    def draws(self, tokens: Int[Tensor, "b t"], stop_token_ids: tuple[int, ...]) -> Draws:
-        """What was drawn, packed, given the tokens that `generate` returned."""
-        steps = tokens.shape[1]
-        if len(self.logp) < steps:
-            self._settle(tokens[:, -1])
-        lengths = _response_lengths(tokens, stop_token_ids)
-        drawn = torch.arange(steps, device=tokens.device) < lengths[:, None]  # [b, t]
-
-        def packed(per_step: list[Tensor]) -> Tensor:
-            # A backend that checks for stops late records steps it then undoes: keep the rest.
-            return torch.stack(per_step[:steps], dim=1)[drawn].cpu()
-
-        evidence: Evidence | None = None
-        if self.ids:
-            evidence = TopK(packed(self.ids), packed(self.rows))
-        elif self.head is not None:
-            evidence = HiddenStates(packed(self.rows), self.head)
-        elif self.rows:
-            evidence = FullVocab(packed(self.rows))
-        return Draws(tokens[drawn].cpu(), lengths.cpu(), packed(self.logp), evidence)
-
-    def _settle(self, drawn: Int[Tensor, " b"]) -> None:
-        if self.waiting is not None:
-            self.logp.append(self.waiting.gather(1, drawn[:, None]).squeeze(1))
 
 
 def _frozen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -297,7 +330,7 @@ def _generation_config(sampling: Sampling) -> GenerationConfig:
         top_p=1.0,
         max_new_tokens=sampling.max_tokens,
         eos_token_id=list(sampling.stop_token_ids) or None,
-        pad_token_id=_PAD,
+        pad_token_id=PAD,
         use_cache=True,
     )
 
@@ -311,24 +344,6 @@ def _filters(sampling: Sampling) -> Iterator[LogitsProcessor]:
         yield TopPLogitsWarper(sampling.top_p)
 
 
-def _left_padded(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Prompts flush right, and the mask of what is a prompt, by length."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[_PAD] * (width - len(p)) + list(p) for p in prompts], device=device)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    mask = torch.arange(width, device=device) >= width - lengths[:, None]
-    return ids, mask.long()
-
-
-def _response_lengths(tokens: Int[Tensor, "b t"], stops: tuple[int, ...]) -> Int[Tensor, " b"]:
-    """Tokens up to and including the first stop token; all of them if there is none."""
-    is_stop = torch.isin(tokens, torch.tensor(stops, dtype=tokens.dtype, device=tokens.device))
-    first = is_stop.int().argmax(1) + 1
-    return first.where(is_stop.any(1), tokens.shape[1])
-
-
 @contextmanager
 def _own_random_stream(device: torch.device, seed: int) -> Iterator[None]:
     """Draw from `seed` on `device`; the host's random state is as before afterwards."""
@@ -339,6 +354,17 @@ def _own_random_stream(device: torch.device, seed: int) -> Iterator[None]:
             with torch.cuda.device(each):
                 torch.cuda.manual_seed(seed)
         yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own warnings that this goes wrong: it is meant to."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _misfit(name: str, weight: Tensor, target: Tensor | None, own: Mapping[str, Tensor]) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from offdrift.divergence.head import Head
 from offdrift.engines.heads import kept
+from offdrift.engines.vllm_inside import runner_of
 from offdrift.errors import EngineError
 
 
@@ -90,18 +91,8 @@ def state_tap(llm: Any) -> Iterator[StateTap]:
 
 def _runner(llm: Any) -> Any:
     """The model runner in this process, if it has what a tap reads."""
-    worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
-    runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
-    if runner is None:
-        raise EngineError(
-            _unsupported("it runs in another process (set VLLM_ENABLE_V1_MULTIPROCESSING=0)")
-        )
-    for path in ("model.logits_processor", "input_batch.req_ids", "discard_request_mask.np"):
-        found: Any = runner
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is None:
-            raise EngineError(_unsupported(f"its model runner has no {path}"))
+    paths = ("model.logits_processor", "input_batch.req_ids", "discard_request_mask.np")
+    runner = runner_of(llm, *paths, unsupported=_unsupported)
     if getattr(runner, "speculative_config", None) is not None:
         raise EngineError(_unsupported("speculative decoding has several states per request"))
     return runner

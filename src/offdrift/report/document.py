@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from plotly.offline import get_plotlyjs
 
 from offdrift.report.table import duration, fixed, percent, short
 from offdrift.report.text import visible, visible_token
-from offdrift.rollouts.store import write_atomically
+from offdrift.rollouts.files import write_atomically
 
 _HERE = Path(__file__).parent
 
@@ -42,7 +43,7 @@ def render_document(
         styles: file names, one style sheet together.
     """
     style, script = "".join(map(_own, styles)), "".join(map(_own, scripts))
-    plotly = get_plotlyjs()
+    plotly = _plotly()
     return (
         environment()
         .get_template(template)
@@ -83,6 +84,7 @@ def content_security_policy(*, scripts: Sequence[str], styles: Sequence[str]) ->
     )
 
 
+@cache
 def environment() -> Environment:
     """Jinja as every page of this package uses it: all escaped, nothing undefined, nothing hidden."""
     made = Environment(
@@ -114,6 +116,12 @@ def _own(file: str) -> str:
     return (_HERE / file).read_text("utf-8")
 
 
+@cache
+def _plotly() -> str:
+    return get_plotlyjs()
+
+
+@cache
 def _hash(text: str) -> str:
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

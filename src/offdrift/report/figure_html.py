@@ -17,8 +17,8 @@ import numpy as np
 from plotly.offline import get_plotlyjs
 
 from offdrift.report.charts import SYMBOLS
+from offdrift.report.document import content_security_policy
 from offdrift.report.figure import NUM_COLORS, Panel, Series, order, points
-from offdrift.report.page import content_security_policy
 from offdrift.report.text import visible
 
 DASHES = ("solid", "dashdot", "dot")

@@ -35,6 +35,9 @@ WORDS = {
 }
 """Sign, word and terminal style of each level: told by more than color."""
 
+SEVERITY_STYLE = {level: WORDS[level][2] for level in ("info", "watch", "act", "stop")}
+"""Terminal style of each severity of a finding, the least urgent first."""
+
 CAUSES = {
     "precision": "numerical precision of the engines",
     "raw_logprobs": "log-probs taken before temperature or top-p",
@@ -47,6 +50,13 @@ CAUSES = {
     "weight_variance": "variance of the importance weights",
     "clip_saturation": "clipping is saturated",
     "optimizer_amplification": "the optimizer amplifies the drift",
+    "engine_or_lag": "the engines or the lag; the log cannot tell which",
+    "beyond_correction": "more than a correction can repair",
+    "length_trap": "the length trap",
+    "gate_too_tight": "a gate that is too tight",
+    "not_finite": "numbers that are not finite",
+    "not_live": "the training does not move",
+    "not_logged": "something that is not logged",
 }
 """What a person calls each cause; one that is not here is shown by its identifier."""
 
@@ -117,17 +127,24 @@ def finding_view(finding: Fields, framework: str = OWN, width: int = 100) -> Ren
     return shown_view(shown(finding, framework), width=width)
 
 
-def shown_view(s: Shown, *, width: int = 100) -> RenderableType:
-    """`finding_view` of a finding that was read already."""
+def shown_view(s: Shown, *, width: int = 100, brief: bool = False) -> RenderableType:
+    """`finding_view` of a finding that was read already.
+
+    Args:
+        brief: without explanation, snippet and small print.
+    """
     sign, word, style = WORDS[s.level]
     title = Text.assemble((f"{sign} {word}", style), "  ", (safe(s.cause), "bold"))
     if s.letter:
         title.append(f"  cause {safe(s.letter)}", style="dim")
     parts: list[RenderableType] = [title, _indented(Text(safe(s.symptom)))] if s.symptom else [title]  # fmt: skip
     parts += [_indented(_evidence_table(s))] if s.evidence else []
-    parts += [_indented(Text(safe(s.explanation), style="dim"))] if s.explanation else []
+    if s.explanation and not brief:
+        parts.append(_indented(Text(safe(s.explanation), style="dim")))
     if s.fix:
         parts.append(_indented(Text.assemble(("Fix: ", "bold green"), safe(s.fix))))
+    if brief:
+        return Group(*parts)
     if s.snippets:
         parts.append(_indented(_snippet_panel(*s.snippets[0], width=min(width, 110) - 2)))
     parts += [_indented(Text(line, style="dim")) for line in _small_print(s)]
@@ -199,7 +216,7 @@ def _evidence_table(s: Shown) -> Table:
     for justify in ("left", "right", "left", "left"):
         table.add_column(justify=justify, overflow="fold")
     for metric, value, held, source in s.evidence:
-        cells = (Text(safe(metric)), Text(value, style="bold"), Text(held))
+        cells = (Text(safe(metric)), Text(safe(value), style="bold"), Text(safe(held)))
         table.add_row(*cells, Text(safe(source), style="dim"))
     return table
 

@@ -8,10 +8,13 @@ rest of the log says. A number is only judged where the survey's tree has a thre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from offdrift.report.fields import Fields, column, mapping, rows
+from offdrift.report.plots import thinned
 from offdrift.report.stored import number
 from offdrift.report.table import percent, short
 from offdrift.stats.summary import METRICS
@@ -29,6 +32,7 @@ EXACT = {
 """Exact full-vocabulary KL, which is preferred to the sampled estimate where it was logged."""
 
 TREE = "decision tree of the rollout-mismatch survey, step 1"
+SPARK_POINTS = 120
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,22 @@ class Headline:
     series: tuple[float | None, ...]
     """The metric at each step, for a line in miniature."""
 
+    @property
+    def path(self) -> str:
+        """The series as the path of an SVG of 100 by 24, from its smallest value to its largest."""
+        values = thinned(list(self.series), SPARK_POINTS)
+        known = [v for v in values if v is not None]
+        if len(known) < 2:
+            return ""
+        low, span = min(known), max(known) - min(known) or 1.0
+        found, pen = [], "M"
+        for i, v in enumerate(values):
+            if v is not None:
+                x, y = 100 * i / (len(values) - 1), 22 - 20 * (v - low) / span
+                found.append(f"{pen}{x:.1f} {y:.1f}")
+            pen = "M" if v is None else "L"
+        return "".join(found)
+
 
 def headlines(audit: Fields) -> list[Headline]:
     """At most three numbers, the most telling that the log allows.
@@ -110,8 +130,24 @@ def kl_metric(fields: Fields, pair: str) -> str:
         >>> kl_metric({"mismatch/k3": 0.1}, "mismatch"), kl_metric({}, "full")
         ('mismatch/k3', '')
     """
-    candidates = (EXACT.get(pair, ""), f"{pair}/k3")
-    return next((name for name in candidates if number(fields.get(name)) is not None), "")
+    return best_of(fields, kl_metrics(pair))
+
+
+def kl_metrics(pair: str) -> tuple[str, ...]:
+    """What can measure the KL of a pair, the best first."""
+    return (*([EXACT[pair]] if pair in EXACT else []), f"{pair}/k3")
+
+
+def best_of(fields: Fields, names: tuple[str, ...]) -> str:
+    """The first of some metrics that is there; "" for none."""
+    return next((name for name in names if number(fields.get(name)) is not None), "")
+
+
+def best_numbers(table: list[dict[str, Any]]) -> list[str]:
+    """The few metrics that a table of buckets shows: KL, ESS and the worst token of each pair."""
+    held = {k: v for row in table for k, v in row.items() if number(v) is not None}
+    wanted = [n for p in PAIRS for n in (kl_metric(held, p), f"{p}/ess_frac", f"{p}/abs_log_ratio_max")]  # fmt: skip
+    return [name for name in wanted if name in held]
 
 
 def meaning_of(metric: str) -> str:
@@ -134,10 +170,15 @@ def _drift(pair: str, overall: Fields) -> list[_Wanted]:
     return [
         ("kl", "KL per token", kl, f"{about} ({grade})", short),
         ("ess", "Effective sample size", f"{pair}/ess_frac", about, percent),
-        ("pearson", "Correlation of probabilities", f"{pair}/pearson", about, lambda x: "–" if x is None else f"{x:.4f}"),
+        ("pearson", "Correlation of probabilities", f"{pair}/pearson", about, correlation),
         ("chi2", "χ² of token weights", f"{pair}/chi2_token", about, short),
         ("worst", "Worst token, |log ratio|", f"{pair}/abs_log_ratio_max", about, short),
     ]  # fmt: skip
+
+
+def correlation(value: float | None) -> str:
+    """Five decimals, cut and not rounded: 0.99999 is not 1."""
+    return "–" if value is None else f"{math.floor(value * 1e5) / 1e5:.5f}".replace("-", "−")
 
 
 _WITHOUT_DRIFT: list[_Wanted] = [

@@ -30,7 +30,7 @@ class LiveWatch:
 
     def __init__(self, console: Console, title: str, framework: str) -> None:
         self.console, self.title, self.framework = console, title, framework
-        self.rows: dict[str, Mapping[str, float]] = {}
+        self.rows: dict[str, Mapping[str, float | int]] = {}
         self.worst: dict[str, str] = {}
         self.fired: dict[str, int] = {}
         # Without a terminal a redrawn table would be printed again and again.
@@ -39,7 +39,7 @@ class LiveWatch:
             self.live.start()
 
     def show(
-        self, source: str, numbers: Mapping[str, float], findings: Sequence[Mapping[str, Any]]
+        self, source: str, numbers: Mapping[str, float | int], findings: Sequence[Mapping[str, Any]]
     ) -> None:
         """A new row of a source, and what it set off."""
         self.rows[source] = numbers
@@ -88,5 +88,5 @@ class LiveWatch:
         return Text(said, style=SEVERITY_STYLE[severity])
 
 
-def _first(row: Mapping[str, float], names: Sequence[str]) -> float | None:
+def _first(row: Mapping[str, float | int], names: Sequence[str]) -> float | int | None:
     return next((row[n] for n in names if n in row), None)

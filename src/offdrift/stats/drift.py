@@ -108,15 +108,7 @@ class DriftStats:
         for name, x in other.by_position.items():
             positions[name] = _add_padded(positions[name], x) if name in positions else x
         grade = str(Grade.weakest([self.grade, other.grade]))
-        return replace(
-            self,
-            sum_names=sum_names,
-            sums=sums,
-            max_names=max_names,
-            maxima=maxima,
-            by_position=positions,
-            grade=grade,
-        )
+        return DriftStats(sum_names, sums, max_names, maxima, positions, grade)
 
     @staticmethod
     def merge_all(stats: Iterable[DriftStats]) -> DriftStats:
@@ -126,15 +118,29 @@ class DriftStats:
             first = first.merge(s)
         return first
 
+    def plus(
+        self, sums: Mapping[str, Tensor | float], maxima: Mapping[str, Tensor | float] | None = None
+    ) -> DriftStats:
+        """The same with more sums and maxima, under names of their own.
+
+        A sum whose count is not the batch's brings it along: `x/n` beside `x`.
+        """
+        largest = maxima or {}
+        return replace(
+            self,
+            sum_names=(*self.sum_names, *sums),
+            sums=_extended(self.sums, sums.values()),
+            max_names=(*self.max_names, *largest),
+            maxima=_extended(self.maxima, largest.values()),
+        )
+
     def with_sum(self, name: str, value: Shaped[Tensor, ""]) -> DriftStats:
         """The same with one more sum, under a name of its own."""
-        sums = torch.cat([self.sums, value.double().reshape(1).to(self.sums.device)])
-        return replace(self, sum_names=(*self.sum_names, name), sums=sums)
+        return self.plus({name: value})
 
     def with_max(self, name: str, value: Shaped[Tensor, ""]) -> DriftStats:
         """The same with one more maximum, under a name of its own."""
-        maxima = torch.cat([self.maxima, value.double().reshape(1).to(self.maxima.device)])
-        return replace(self, max_names=(*self.max_names, name), maxima=maxima)
+        return self.plus({}, {name: value})
 
     def cpu(self) -> DriftStats:
         """The same on the CPU, to be sent to another process."""
@@ -210,6 +216,7 @@ def _pair_sequences(
     total = segments.sum(raw)
     mean = total / segments.lengths.clamp(min=1)
     product = clamped(total)
+    sums[f"{on}/b"] = filled.sum()
     sums[f"{on}/mean"] = mean.sum()
     sums[f"{on}/mean_abs"] = mean.abs().sum()
     sums[f"{on}/ppl_ratio"] = clamped(-mean).exp().where(filled, 0.0).sum()
@@ -281,6 +288,12 @@ def _joined(names_a, a, names_b, b, combine):
     merged = {**left, **right}
     merged.update({k: combine(left[k], right[k]) for k in left.keys() & right.keys()})
     return tuple(merged), torch.stack(list(merged.values()))
+
+
+def _extended(vector: Tensor, values: Iterable[Tensor | float]) -> Tensor:
+    """The vector with more entries at its end, on its device, in float64."""
+    more = [torch.as_tensor(x, dtype=torch.float64).to(vector.device) for x in values]
+    return torch.cat([vector, torch.stack(more)]) if more else vector
 
 
 def _add_padded(a: Tensor, b: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate import TrustRegion, certify
 from offdrift.certificate.samples import unit_rewards
+from offdrift.diagnosis import Context, Finding
 from offdrift.engines import make_engine
 from offdrift.engines.sync import check_sync
 from offdrift.methods import Method
@@ -21,9 +22,10 @@ from offdrift.stats.summary import summarize
 from offdrift.train import checkpoint
 from offdrift.train.assess import assess, credit, reads_correction, reference_logp
 from offdrift.train.folder import ArmFolder
+from offdrift.train.live import Live
 from offdrift.train.models import save_for_engine
 from offdrift.train.samples import samples
-from offdrift.train.setup import Event, Workshop
+from offdrift.train.setup import Event, Workshop, has_experts
 from offdrift.train.source import Source, batch_seed, rollout
 from offdrift.train.step import Batch, Update, global_sum, reduce_sum, train_step
 from offdrift.train.summary import summarize_arm
@@ -46,6 +48,13 @@ class Learner:
     def __post_init__(self) -> None:
         self.tick = time.perf_counter()
         self.old_lag = 0
+        context = Context(
+            framework="offdrift",
+            mixture_of_experts=has_experts(self.shop.model),
+            method=self.shop.recipe.arms[self.name].method,
+            temperature=self.shop.recipe.rollout.temperature,
+        )
+        self.live = Live.of(self.files, context)
 
     @property
     def estimator(self) -> str:
@@ -214,7 +223,7 @@ class Learner:
         seconds = sum(m["throughput/seconds"] for m in metrics)
         summary = summarize_arm(
             self.name, self.row, shop.recipe.arms[self.name].method, metrics,
-            self.files.rows("eval"), seconds=seconds,
+            self.files.rows("eval"), seconds=seconds, findings=self.live.summary(),
         )  # fmt: skip
         if shop.accelerator.is_main_process:
             save_for_engine(model, shop.tokenizer, self.files.path / "model")
@@ -246,6 +255,7 @@ class Learner:
             "batch": index,
             "divergence/grade": update.stats.grade,
             **found,
+            "optim/lr": shop.recipe.optim.lr * found["optim/lr_scale"],
             "old/version_lag": self.old_lag if self.needs_old else None,
             **proof.as_metrics(),
             "certificate/fresh": fresh,
@@ -261,6 +271,15 @@ class Learner:
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         shop.accelerator.log(numbers, step=self.version)
         shop.watch(Event("update", self.name, self.version, shop.recipe.updates, metrics=row))
+        for finding in self.live.update(row):
+            self._found(finding)
+
+    def _found(self, finding: Finding) -> None:
+        shop, said = self.shop, finding.as_dict()
+        if shop.accelerator.is_main_process:
+            self.files.append("findings", {"update": self.version, **said})
+        text = f"{self.name}: update {self.version}, {finding.severity}: {finding.symptom} {finding.fix}"
+        shop.watch(Event("finding", self.name, self.version, shop.recipe.updates, text, said))
 
 
 def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:

@@ -105,7 +105,7 @@ class Log(Part):
     samples_every: Positive = 7
     """Updates between sample rollouts kept for the report; coprime to the lag shows every staleness."""
     tokens: bool = True
-    """Keep a token log of every batch for `offdrift audit`: arms/NAME/log/, about 25 bytes per token."""
+    """Keep every batch as it was trained on, for `offdrift audit`: arms/NAME/log/, 10 to 40 bytes per token."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """accelerate trackers by name: tensorboard, wandb, mlflow, trackio, ..."""
 

@@ -31,7 +31,7 @@ PROBES = 8
 class Event:
     """Something a watcher may want to show."""
 
-    kind: Literal["setup", "warm_start", "arm", "update", "eval", "resume", "arm_done"]
+    kind: Literal["setup", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"]
     arm: str = ""
     step: int = 0
     total: int = 0
@@ -190,6 +190,13 @@ def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocab_size": model.config.get_text_config().vocab_size,
     }
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether the model routes tokens to experts, by any of the names that configurations use."""
+    config = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
 
 
 def _version(package: str) -> str | None:

@@ -34,6 +34,7 @@ from offdrift.methods import Method
 from offdrift.rollouts.records import Rollouts
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
+from offdrift.stats.signature import signature
 from offdrift.train.assess import Assessment
 from offdrift.train.view import TokenView, Viewer
 
@@ -223,8 +224,10 @@ class _See:
             normalizer=normalizer,
             horizon=self.part.rollouts.provenance.sampling.max_tokens,
         )
-        entropy = self.scored.entropy.sum()
-        return replace(result, stats=result.stats.with_sum("current/entropy", entropy))
+        # What drift looks like, beside how large it is: the diagnosis reads both at every step.
+        more = signature(self.logprobs, advantages=self.advantages)
+        more["current/entropy"] = self.scored.entropy.sum()
+        return replace(result, stats=result.stats.plus(more))
 
     def evidence(self, region: TrustRegion, result: PolicyLoss) -> BatchEvidence:
         """What the piece says about the trust region."""

@@ -19,6 +19,7 @@ def summarize_arm(
     evals: Sequence[Row],
     *,
     seconds: float,
+    findings: Sequence[Row] = (),
 ) -> dict[str, Any]:
     """What happened in an arm, in one row; what was not measured is None.
 
@@ -45,6 +46,7 @@ def summarize_arm(
         "tokens_per_s": sum(tokens) / seconds if seconds > 0 else None,
         "seconds": seconds,
         "grade": metrics[-1]["divergence/grade"] if metrics else None,
+        "findings": list(findings),
     }
     return {**summary, "notes": notes(row, metrics)}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offdrift.rollouts.log import write_log
 from offdrift.rollouts.logged import Logged
 from offdrift.train.source import Shard
 from offdrift.train.step import Batch
@@ -71,6 +72,5 @@ class TokenLog:
 
     def write(self, folder: Path, index: int, shard: Shard) -> None:
         """Write the batch's file. Raises: `RecordError` if it cannot be written."""
-        from offdrift.rollouts.log import write_log
 
         write_log(self.logged(), folder / shard.file_name(index))

@@ -4,6 +4,7 @@
 """
 
 from offdrift.integrations.logs.detect import detect as detect
+from offdrift.integrations.logs.files import fingerprint as fingerprint
 from offdrift.integrations.logs.pieces import pieces as pieces
 from offdrift.integrations.logs.reader import read as read
 from offdrift.integrations.logs.types import BadRow as BadRow

@@ -1,11 +1,200 @@
-"""Stub: written next."""
+"""Finding logs and telling which framework wrote them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
+from offdrift.errors import OffdriftError, RecordError
+from offdrift.integrations.logs import files
+from offdrift.integrations.logs.arrow import is_number, present, type_of
+from offdrift.integrations.logs.fields import FIELDS
+from offdrift.integrations.logs.look import Look, look
+from offdrift.integrations.logs.plain import PLAIN, TRL
+from offdrift.integrations.logs.source import PER_ROW, SPELLINGS, Source
+from offdrift.integrations.logs.sources import rank, source_of
 from offdrift.integrations.logs.types import Detected
 
+TRIED = 8
+"""Files of one shape of name that are looked at until one can be read."""
 
-def detect(paths: Sequence[str], *, columns: Mapping[str, str] = {}) -> Detected:  # noqa: B006
-    raise NotImplementedError
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class _Unknown(NamedTuple):
+    files: list[str]
+    why: str
+    damaged: bool
+    """It cannot be read at all, as opposed to holding something else."""
+
+
+class _Found(NamedTuple):
+    source: Source
+    seen: Look
+    files: list[str]
+
+
+def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING) -> Detected:
+    """Find the logs that paths name, and tell what they are.
+
+    Args:
+        paths: files, folders, globs, or URLs of any store that fsspec knows.
+        columns: column of the log by field, where it has a name of its own; dots lead into objects.
+
+    Raises: `RecordError` if a path leads nowhere, nothing there is a log, a field of `columns` is
+        none, or a mapped column is not in the log.
+
+    Example:
+        >>> detect(["run/logs"])  # doctest: +SKIP
+        Detected(format='plain', framework='offdrift', files=('run/logs/1.parquet', ...
+    """
+    mapped = _fields(columns)
+    named = files.find(paths)
+    skipped = [f for f in named if re.search(r"(^|/)(eval_[^/]*|[^/]*_metadata\.jsonl)$", f)]
+    kept = [f for f in named if f not in set(skipped)]
+    found, unknown = _kinds(kept, mapped)
+    if not found:
+        raise RecordError(_nothing(named, unknown))
+    best = min(found, key=lambda f: rank(f.source, _columns(f, mapped)))
+    # What cannot be read may well be one of these, damaged: the reader will say so, file by file.
+    suffix = best.files[0].rsplit(".")[-1]
+    damaged = [u for u in unknown if u.damaged and u.files[0].endswith(suffix)]
+    unknown = [u for u in unknown if u not in damaged]
+    chosen = {*best.files, *(f for u in damaged for f in u.files)}
+    best = best._replace(files=[f for f in kept if f in chosen])
+    resolved = _resolved(best, mapped)
+    return Detected(
+        format=best.source.format,
+        framework=best.seen.framework or best.source.framework,
+        files=tuple(best.files),
+        said=_said(best, found, unknown, skipped, resolved),
+        columns=resolved,
+        sizes=tuple(files.size(f) for f in best.files),
+    )
+
+
+def _fields(columns: Mapping[str, str]) -> dict[str, str]:
+    known = {other: name for name, others in SPELLINGS.items() for other in others}
+    named = {known.get(name, name): column for name, column in columns.items()}
+    for name in named:
+        if name not in FIELDS:
+            raise RecordError(f"columns: {name!r} is no field; the fields are {', '.join(FIELDS)}")
+    return named
+
+
+def _kinds(named: Sequence[str], mapped: Mapping[str, str]) -> tuple[list[_Found], list[_Unknown]]:
+    """Files by kind, told from one file of every shape of name; and why others are no log."""
+    shapes: dict[str, list[str]] = {}
+    for file in named:
+        shapes.setdefault(re.sub(r"\d+", "#", file), []).append(file)
+    found: list[_Found] = []
+    unknown: list[_Unknown] = []
+    for alike in shapes.values():
+        seen, why = _first(alike)
+        if seen is None:
+            unknown.append(_Unknown(alike, why, True))
+            continue
+        source = seen.source or source_of(seen.names)
+        if mapped and set(mapped.values()) <= {*seen.names, *seen.inner}:
+            source = source or PLAIN
+        if source is None:
+            said = f"{alike[0]} holds {', '.join(seen.names[:12]) or 'nothing'}"
+            unknown.append(_Unknown(alike, said, False))
+            continue
+        same = next((f for f in found if f.source is source), None)
+        if same is None:
+            found.append(_Found(source, seen, list(alike)))
+        else:
+            same.files.extend(alike)
+    return found, unknown
+
+
+def _first(alike: Sequence[str]) -> tuple[Look | None, str]:
+    """What the first of some files that can be read holds, or why the first cannot."""
+    why = ""
+    empty = None
+    for file in alike[:TRIED]:
+        try:
+            seen = look(file)
+        except OffdriftError as e:
+            why = why or str(e)
+            continue
+        if seen.names or seen.source:
+            return seen, ""
+        empty = empty or seen
+    return empty, why
+
+
+def _resolved(best: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
+    if best.source.adapt is not None or not best.seen.names:
+        aligned = [name for name in mapped if name not in PER_ROW]
+        if aligned or (mapped and not best.seen.names):
+            raise RecordError(
+                f"columns: {', '.join(aligned or mapped)} cannot be mapped in {best.source.what}, "
+                "which are read by their own layout; convert the log to the plain schema"
+            )
+        return _columns(best, mapped)
+    for name, column in mapped.items():
+        if column not in best.seen.names and column not in best.seen.inner:
+            raise RecordError(
+                f"columns: {name}={column}, but {best.files[0]} has no {column}; it has "
+                f"{', '.join(best.seen.names)}"
+            )
+    found = _columns(best, mapped)
+    if best.seen.schema is None:
+        return found
+    held = present(best.seen.schema, found)
+    for name in mapped.keys() - held.keys():
+        kind = type_of(best.seen.schema, mapped[name])
+        raise RecordError(f"columns: {name}={mapped[name]}, but that column is {kind}")
+    if best.source is TRL and "reward" not in held:
+        # One column per reward function, under the function's name; the weights are not logged.
+        rewards = [
+            f.name for f in best.seen.schema if is_number(f.type) and f.name not in held.values()
+        ]
+        if len(rewards) == 1:
+            return {**held, "reward": rewards[0]}
+    return held
+
+
+def _columns(found: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
+    """Column by field, as far as names tell."""
+    if found.source.adapt is not None or not found.seen.names:
+        return {**found.source.columns, **mapped}
+    return found.source.resolve((*found.seen.names, *found.seen.inner), mapped)
+
+
+def _nothing(named: Sequence[str], unknown: Sequence[_Unknown]) -> str:
+    if not unknown:
+        return f"{len(named)} files of evaluation or metadata, no log; the first is {named[0]}"
+    return (
+        f"no log that is known: {unknown[0].why}. Map the columns of another log, such "
+        "as --columns logp_rollout=NAME,logp=NAME; docs/logs.md has the fields"
+    )
+
+
+def _said(
+    best: _Found,
+    found: Sequence[_Found],
+    unknown: Sequence[_Unknown],
+    skipped: Sequence[str],
+    columns: Mapping[str, str],
+) -> str:
+    said = [f"found {best.source.what}, told by {best.source.because}"]
+    renamed = {name: column for name, column in columns.items() if name != column}
+    if renamed:
+        said.append("reading " + ", ".join(f"{name} from {c}" for name, c in renamed.items()))
+    if best.source.note:
+        said.append(best.source.note)
+    for other in found:
+        if other.source is not best.source:
+            n = len(other.files)
+            said.append(f"not reading {n} file{'s' * (n > 1)} of {other.source.what}")
+    if unknown:
+        names = ", ".join(u.files[0] for u in unknown[:3])
+        said.append(f"not reading {names}, which is no known log")
+    if skipped:
+        said.append(f"not reading {len(skipped)} files of evaluation or metadata")
+    return "; ".join(said)

@@ -1,0 +1,254 @@
+"""The zero-update check: how far apart are two engines that hold the same weights, and why.
+
+Tokens are drawn by the rollout engine and scored by the training engine. Nothing was learned in
+between, so whatever difference there is comes from the engines: its size, what it is beside the noise
+of each engine alone, and what each single factor does to it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from offdrift.audit.factors import FACTORS
+from offdrift.audit.measure import Measured, measure
+from offdrift.audit.noise import null_pair, repeated
+from offdrift.audit.outcome import Factor, Outcome
+from offdrift.audit.pair import Bench, EngineSpec, Pair
+from offdrift.audit.recommend import recommended
+from offdrift.audit.verdict import broken_record, defects, level_of, sentence, thresholds, worst
+from offdrift.diagnosis import Context, diagnose, verdict
+from offdrift.errors import BadValueError, OffdriftError
+from offdrift.rollouts.files import plain
+from offdrift.rollouts.records import Rollouts
+
+FORMAT = 1
+FILE_NAME = "check.json"
+
+
+@runtime_checkable
+class Watch(Protocol):
+    """Told what is being measured, and how far the check is."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None: ...
+
+
+@dataclass
+class Progress:
+    """What has been measured so far; an interrupted check reports this much."""
+
+    baseline: Measured | None = None
+    rollouts: Rollouts | None = None
+    noise: dict[str, Any] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def check(
+    bench: Bench,
+    rollout: EngineSpec,
+    train: EngineSpec,
+    *,
+    factors: Sequence[Factor] = (),
+    noise: bool = True,
+    max_kl: float | None = None,
+    watch: Watch = lambda stage, done, total: None,
+) -> dict[str, Any]:
+    """The content of `check.json`: baseline, noise, factors, thresholds, findings, verdict, advice.
+
+    An interrupt (Ctrl-C) after the baseline ends the check; what was measured is returned, with
+    `"interrupted": true`.
+
+    Args:
+        bench: weights, prompts and sampling.
+        rollout: draws the tokens.
+        train: scores them.
+        factors: what to change, one at a time.
+        noise: also measure each engine against itself.
+        max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
+        watch: called before each stage.
+
+    Raises: `BadValueError` for a `max_kl` that is not positive; `EngineError` if an engine cannot
+        be had.
+
+    Example:
+        check(bench, EngineSpec.parse("vllm:bfloat16"), EngineSpec.parse("transformers:float32"))
+    """
+    check_max_kl(max_kl)
+    started, so_far = time.monotonic(), Progress()
+    pair = Pair(rollout, train)
+    try:
+        _measure_all(bench, pair, factors, noise, so_far, watch)
+    except KeyboardInterrupt:
+        if so_far.baseline is None:
+            raise
+        so_far.interrupted = True
+    return _concluded(bench, pair, so_far, factors, max_kl, time.monotonic() - started)
+
+
+def check_max_kl(max_kl: float | None) -> None:
+    """Raise `BadValueError` unless this is a limit that a mean KL can exceed."""
+    if max_kl is not None and not 0 < max_kl < math.inf:
+        raise BadValueError(
+            f"max_kl = {max_kl}; give the largest mean KL per token to pass with, in nats (0.02)"
+        )
+
+
+def chosen(names: str, *, quick: bool = False) -> list[Any]:
+    """The factors that a user names: "all", "none", or names with commas between.
+
+    Args:
+        quick: of "all", only those that need no other engine.
+
+    Raises: `BadValueError` for a name that no factor has, with those there are.
+
+    Example:
+        >>> chosen("none")
+        []
+    """
+    table = {factor.name: factor for factor in FACTORS}
+    if names == "all":
+        return [f for f in FACTORS if not quick or f.cost == "cheap"]
+    wanted = [] if names == "none" else [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in table:
+            raise BadValueError(f"no factor is called {name!r}; there are {', '.join(table)}")
+    return [table[name] for name in dict.fromkeys(wanted)]
+
+
+def _measure_all(
+    bench: Bench,
+    pair: Pair,
+    factors: Sequence[Factor],
+    noise: bool,
+    so_far: Progress,
+    watch: Watch,
+) -> None:
+    total = 2 + 2 * noise + len(factors)
+    bench.train_model(pair.train)  # refuses what cannot score before anything is drawn
+    watch(f"drawing with {pair.rollout}", 0, total)
+    so_far.rollouts = bench.rollouts(pair.rollout)
+    watch(f"scoring with {pair.train}", 1, total)
+    so_far.baseline = measure(bench, so_far.rollouts, pair.train, details=True)
+    if noise:
+        watch("drawing again", 2, total)
+        so_far.noise["repeat"] = repeated(so_far.rollouts, bench.rollouts(pair.rollout, repeat=1))
+        watch("the training engine against itself", 3, total)
+        so_far.noise["null"] = null_pair(bench, pair.train)
+    for i, factor in enumerate(factors):
+        watch(factor.name, total - len(factors) + i, total)
+        so_far.outcomes.append(outcome_of(factor, bench, pair, so_far.baseline))
+    watch("done", total, total)
+
+
+def outcome_of(factor: Factor, bench: Bench, pair: Pair, baseline: Measured) -> Outcome:
+    """One factor's row; an engine that breaks on it costs that row and no more."""
+    started = time.monotonic()
+    try:
+        return factor.run(bench, pair, baseline)
+    except Exception as error:  # whatever an engine throws
+        why = (str(error).strip().splitlines() or [""])[0][:500]
+        why = why if isinstance(error, OffdriftError) else f"{type(error).__name__}: {why}"
+        bench.close_engine(pair.rollout.kind)  # nobody knows its state
+        return Outcome.without(factor, "failed", why, seconds=time.monotonic() - started)
+
+
+def _concluded(
+    bench: Bench,
+    pair: Pair,
+    so_far: Progress,
+    factors: Sequence[Factor],
+    max_kl: float | None,
+    seconds: float,
+) -> dict[str, Any]:
+    baseline, rollouts = so_far.baseline, so_far.rollouts
+    assert baseline is not None
+    assert rollouts is not None
+    rows = thresholds(baseline)
+    told = diagnose(
+        [{"step": 0.0, **baseline.metrics}],
+        context=Context(
+            same_weights=True,
+            mixture_of_experts=_is_mixture(bench.model),
+            temperature=rollouts.provenance.sampling.temperature,
+            overall=baseline.metrics,
+        ),
+    )
+    own = broken_record(baseline, rows, rollouts.provenance.sampling)
+    findings = [f for f in own if f.cause not in {t.cause for t in told}] + told
+    wrong = defects(so_far.outcomes)
+    level = worst([level_of(rows), *(_level_of(f.severity) for f in findings), *(["stop"] if wrong else [])])  # fmt: skip
+    text = sentence(baseline, rows, pair=f"{pair.rollout} against {pair.train}", wrong=wrong)
+    if not wrong and level != level_of(rows):  # the diagnosis sees more than single thresholds
+        text += f" {verdict(findings)['text']}"
+    done = {o.factor for o in so_far.outcomes}
+    skipped = [
+        Outcome.without(f, "skipped", "the check was interrupted")
+        for f in factors
+        if f.name not in done
+    ]
+    return plain({
+        "format": FORMAT,
+        "kind": "check",
+        "offdrift": version("offdrift"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "interrupted": so_far.interrupted,
+        "model": bench.name,
+        "rollout": _side(pair.rollout, rollouts.provenance.engine_version),
+        "train": _side(pair.train, version("transformers")),
+        "sampling": asdict(rollouts.provenance.sampling),
+        "seed": bench.seed,
+        "evidence": type(rollouts.evidence).__name__,
+        "prompts": len({tuple(p) for p in bench.prompts}),
+        "sequences": baseline.sequences,
+        "tokens": baseline.tokens,
+        "seconds": seconds,
+        "baseline": _numbers(baseline),
+        "noise": {**so_far.noise, "kl_mean_se": baseline.kl_se},
+        "factors": [o.as_dict() for o in [*so_far.outcomes, *skipped]],
+        "thresholds": rows,
+        "findings": [f.as_dict() for f in findings],
+        "verdict": {"level": level, "text": text},
+        "recommended": recommended(baseline, level=level, mixture_of_experts=_is_mixture(bench.model)),
+        "max_kl": max_kl,
+        "passed": level != "stop" and (max_kl is None or baseline.kl_mean <= max_kl),
+    })  # fmt: skip
+
+
+def _numbers(found: Measured) -> dict[str, float | None]:
+    """The baseline's numbers: those of `Measured` by their own names, then the metrics by theirs."""
+    own = {
+        name: getattr(found, name)
+        for name in (
+            "kl_mean", "kl_max", "kl_se", "tv_mean", "tv_max", "tv_p95", "chi2_exact",
+            "record_deviation", "drawn_z", "tail_log_ratio_cap", "tail_log_ratio_cap_all",
+            "abs_log_ratio_max", "pearson", "chi2_token",
+        )
+    }  # fmt: skip
+    return {**own, **found.metrics}
+
+
+def _side(spec: EngineSpec, engine_version: str) -> dict[str, Any]:
+    return {
+        "engine": spec.kind,
+        "engine_version": engine_version,
+        "dtype": spec.dtype,
+        "options": dict(spec.options),
+        "spec": str(spec),
+    }
+
+
+def _is_mixture(model: torch.nn.Module) -> bool:
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    return any((getattr(config, name, 0) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts"))  # fmt: skip
+
+
+def _level_of(severity: str) -> Any:
+    return "ok" if severity == "info" else severity

@@ -1,0 +1,270 @@
+"""What every method of the table would have done with a log: kept, weighted, and cost in sample size.
+
+Each row's own gates and weights decide about the logged tokens. Many rows share parts, so a part
+decides once per batch; what it decided is counted per row, as sums that can be added.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.audit.axes import LENGTH_CUTS
+from offdrift.audit.decisions import Decided, Decisions
+from offdrift.audit.sample import sampled as sampled
+from offdrift.audit.threads import one_thread
+from offdrift.errors import RecordError
+from offdrift.methods import METHODS, Method, override
+from offdrift.methods.table import FAMILIES
+from offdrift.rollouts.logged import Logged
+
+COUNTED = ("sequences", "tokens", "first_update", "kept_sequences", "kept_tokens", "length", "kept_length", "weight", "weight2", "limited", "clipped", "clip_tokens")  # fmt: skip
+"""Sums of each row; after them, sequences and kept sequences of each length bucket."""
+AT = {name: i for i, name in enumerate(COUNTED)}
+COLUMNS = len(COUNTED) + 2 * (len(LENGTH_CUTS) + 1)
+
+WIDE = {"gate.low": 0.99, "gate.high": 1.01}
+"""The geometric band that is advised where one is needed; verl's default is ten times narrower."""
+
+GEOMETRIC = ("decoupled_geo_rs", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row of the table, as published or with other settings."""
+
+    method: Method
+    family: str
+    settings: Mapping[str, float] = field(default_factory=dict)
+
+
+CANDIDATES: dict[str, Candidate] = {
+    name: Candidate(row, family) for family, rows in FAMILIES.items() for name, row in rows.items()
+} | {
+    f"{name}(0.99_1.01)": Candidate(override(METHODS[name], WIDE), "presets", WIDE)
+    for name in GEOMETRIC
+}
+"""Every row of `METHODS`, and the geometric presets with the band that the survey advises."""
+
+
+@dataclass(frozen=True, eq=False)
+class Counterfactual:
+    """Mergeable counts of what each candidate did; make them with `Counterfactual.of`."""
+
+    sums: Float[np.ndarray, "rows columns"]
+    largest: Float[np.ndarray, " rows"]
+    """Largest weight of a kept token."""
+    why_not: tuple[str, ...]
+    """Per row, why it could not be tried on some batch; "" if it could always."""
+
+    @staticmethod
+    @torch.no_grad()
+    def of(batch: Logged) -> Counterfactual:
+        """Try every candidate on a batch.
+
+        Parts that look at a whole step are given what the batch holds of each step. In a log without
+        log-probs of the current policy, methods that read them are tried at the first update on the
+        rollouts, where the current policy is the old one.
+
+        Args:
+            batch: any number of sequences; about 80 bytes per token are needed beside it.
+
+        Example:
+            >>> one = torch.tensor([0, 1])
+            >>> log = Logged(cu_seqlens=one, step=one[:1], row=one[1:], response_lengths=one[1:],
+            ...              logp_rollout=torch.tensor([-1.0]), logp_old=torch.tensor([-0.5]))
+            >>> rows = {row["name"]: row for row in Counterfactual.of(log).table()}
+            >>> rows["decoupled_token_is"]["weight_mean"], rows["decoupled_k3_rs"]["kept_tokens"]
+            (1.6487212181091309, 0.0)
+        """
+        with one_thread():
+            return _tried(Decisions(batch), _Counts.of(batch))
+
+    def merge(self, other: Counterfactual) -> Counterfactual:
+        """The counts of both together: counts exactly, sums of weights up to rounding."""
+        why_not = tuple(mine or its for mine, its in zip(self.why_not, other.why_not, strict=True))
+        largest = np.maximum(self.largest, other.largest)
+        return Counterfactual(self.sums + other.sums, largest, why_not)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Plain arrays, for `numpy.savez` without pickling."""
+        return {
+            "names": np.array(list(CANDIDATES)),
+            "sums": self.sums,
+            "largest": self.largest,
+            "why_not": np.array(self.why_not, dtype=np.str_),
+        }
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, np.ndarray]) -> Counterfactual:
+        """The counts that `to_arrays` gave.
+
+        Raises: `RecordError` if they are about other methods than this version's.
+        """
+        if arrays["names"].tolist() != list(CANDIDATES) or arrays["sums"].shape[1:] != (COLUMNS,):
+            raise RecordError(
+                "these counts are about other methods or columns than this version's; count again"
+            )
+        why_not = tuple(str(x) for x in arrays["why_not"])
+        return Counterfactual(arrays["sums"], arrays["largest"], why_not)
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per candidate, ready for JSON; numbers are None where `why_not` says why.
+
+            kept_tokens         share of tokens that no gate rejects and whose weight is not 0
+            kept_sequences      share of sequences with a kept token
+            kept_length_ratio   mean length of kept sequences / mean length of all
+            weight_mean         mean weight of kept tokens
+            weight_max          largest weight of a kept token
+            limited_frac        share of tokens whose weight its limits changed
+            ess_frac            (sum w)^2 / (n sum w^2), w the weight, 0 where not kept, n all tokens
+            clipped_frac        share of tokens whose loss the objective's own clip changed
+            acceptance_by_length   share of kept sequences by length bucket, see `LENGTH_CUTS`
+
+        Reference: definitions as in `stats.summary`; masked weights count as rejected here.
+        """
+        rows = zip(CANDIDATES.items(), self.sums, self.largest, self.why_not, strict=True)
+        return [
+            _described(name, candidate, numbers, float(most), why)
+            for (name, candidate), numbers, most, why in rows
+        ]
+
+
+def _tried(decisions: Decisions, counts: _Counts) -> Counterfactual:
+    """The counts of every candidate; equal corrections are counted once."""
+    sums = np.zeros((len(CANDIDATES), COLUMNS))
+    largest, why_not = np.zeros(len(CANDIDATES)), [""] * len(CANDIDATES)
+    done: dict[Any, tuple[np.ndarray, float] | str] = {}
+    for i, method in _sharing_weights():
+        key = (method.correction, method.anchor)
+        if key not in done:
+            decided = decisions.correction(method)
+            done[key] = decided if isinstance(decided, str) else counts.row(decided)
+        found = done[key]
+        if isinstance(found, str):
+            why_not[i] = found
+            continue
+        sums[i], largest[i] = found
+        if (clip := decisions.clipped(method)) is not None:
+            sums[i, AT["clipped"]] = int(clip[0].count_nonzero())
+            sums[i, AT["clip_tokens"]] = len(clip[0])
+            sums[i, AT["first_update"]] += clip[1]
+    return Counterfactual(sums, largest, tuple(why_not))
+
+
+@functools.cache
+def _sharing_weights() -> list[tuple[int, Method]]:
+    """Candidates with their row, those with equal weights together."""
+    rows = [(i, c.method) for i, c in enumerate(CANDIDATES.values())]
+    order = {m.correction.weights: i for i, m in reversed(rows)}
+    return sorted(rows, key=lambda row: order[row[1].correction.weights])
+
+
+@dataclass(frozen=True, eq=False)
+class _Counts:
+    """Counts of what was decided about one batch."""
+
+    cuts: Int[Tensor, " cuts"]
+    lengths: Float[np.ndarray, " b"]
+    """Of responses with a scored token; 0 else."""
+    scored: Float[np.ndarray, " b"]
+    """1 where a response has a scored token."""
+    bucket: Int[np.ndarray, " b"]
+
+    @staticmethod
+    def of(batch: Logged) -> _Counts:
+        scored = (batch.cu_seqlens.diff() > 0).numpy().astype(np.float64)
+        lengths = batch.response_lengths.numpy().astype(np.float64)
+        return _Counts(
+            batch.cu_seqlens, lengths * scored, scored, np.searchsorted(LENGTH_CUTS, lengths)
+        )
+
+    def row(self, decided: Decided) -> tuple[Float[np.ndarray, " columns"], float]:
+        """`COUNTED` (clips aside) and the buckets of one correction, and the largest weight."""
+        tokens, kept = int(self.cuts[-1]), decided.keep
+        weight = decided.weight
+        if weight is not None and not bool(weight.min() > 0):
+            kept = weight > 0 if kept is None else kept & (weight > 0)
+        kept_tokens = tokens if kept is None else int(kept.count_nonzero())
+        total, square, largest = float(kept_tokens), float(kept_tokens), float(kept_tokens > 0)
+        if weight is not None and tokens:
+            used = weight if kept is None else weight * kept
+            total = float(used.sum(dtype=torch.float64))
+            square = float((used * used).sum(dtype=torch.float64))
+            largest = float(used.max())
+        sequences = self._sequences(kept)
+        limited = 0 if decided.limited is None else int(decided.limited.count_nonzero())
+        counted = [self.scored.sum(), tokens, decided.first_update,
+                   sequences.sum(), kept_tokens, self.lengths.sum(), sequences @ self.lengths,
+                   total, square, limited, 0, 0]  # fmt: skip
+        buckets = [
+            np.bincount(self.bucket, weights=x, minlength=len(LENGTH_CUTS) + 1)
+            for x in (self.scored, sequences)
+        ]
+        return np.concatenate([counted, *buckets]), largest
+
+    def _sequences(self, kept: Tensor | None) -> Float[np.ndarray, " b"]:
+        """1 where a sequence has a kept token."""
+        if kept is None:
+            return self.scored
+        running = torch.cat(
+            [kept.new_zeros(1, dtype=torch.int32), kept.cumsum(0, dtype=torch.int32)]
+        )
+        return (running[self.cuts].diff() > 0).numpy().astype(np.float64)
+
+
+def _described(
+    name: str,
+    candidate: Candidate,
+    numbers: Float[np.ndarray, " columns"],
+    largest: float,
+    why: str,
+) -> dict[str, Any]:
+    n = dict(zip(COUNTED, numbers.tolist(), strict=False))
+    everyone, kept = np.split(numbers[len(COUNTED) :], 2)
+    correction = candidate.method.correction
+    said = {
+        "name": name,
+        "family": candidate.family,
+        "settings": dict(candidate.settings),
+        "on": _compared(candidate.method) + (", at the first update" if n["first_update"] else ""),
+        "gates": "; ".join(g.formula for g in correction.gates),
+        "weights": "; ".join(w.formula for w in correction.weights),
+        "sampled_sequences": int(n["sequences"]),
+    }
+    if not n["tokens"]:
+        return said | dict.fromkeys(NUMBERS) | {"why_not": why or "no sequence was tried"}
+    ess = n["weight"] ** 2 / (n["tokens"] * n["weight2"]) if n["weight2"] else 0.0
+    return said | {
+        "kept_tokens": n["kept_tokens"] / n["tokens"],
+        "kept_sequences": n["kept_sequences"] / n["sequences"],
+        "kept_length_ratio": _over(n["kept_length"] * n["sequences"], n["kept_sequences"] * n["length"]),
+        "weight_mean": _over(n["weight"], n["kept_tokens"]),
+        "weight_max": largest if n["kept_tokens"] else None,
+        "limited_frac": n["limited"] / n["tokens"],
+        "ess_frac": ess,
+        "clipped_frac": _over(n["clipped"], n["clip_tokens"]),
+        "acceptance_by_length": [_over(k, b) for k, b in zip(kept, everyone, strict=True)],
+        "why_not": None,
+    }  # fmt: skip
+
+
+NUMBERS = ("kept_tokens", "kept_sequences", "kept_length_ratio", "weight_mean", "weight_max", "limited_frac", "ess_frac", "clipped_frac", "acceptance_by_length")  # fmt: skip
+
+
+def _compared(method: Method) -> str:
+    """The ratios that the method's correction reads; its objective's if it corrects nothing."""
+    parts = (*method.correction.gates, *method.correction.weights)
+    found = dict.fromkeys(part.on for part in parts) or {method.objective.on: None}
+    return " and ".join(name or "none" for name in found)
+
+
+def _over(part: float, whole: float) -> float | None:
+    return float(part / whole) if whole else None

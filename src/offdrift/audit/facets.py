@@ -1,0 +1,206 @@
+"""`Facets`: the same metrics by length, position, sign of the advantage, policy lag and token class.
+
+Every sum is scattered once over the cells of `audit.axes` and then added up along each axis, so that
+five tables cost one pass. Only the tables by axis are kept: parts whose logs hold different fields
+add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offdrift.audit.axes import AXES, Cells, length_bucket
+from offdrift.audit.chunks import chunks
+from offdrift.numerics import BLOCK, at_least_float32, clamped
+from offdrift.rollouts.logged import Logged
+from offdrift.segments import Segments
+from offdrift.stats import METRICS
+from offdrift.stats.drift import SECOND
+from offdrift.stats.metric import Numbers
+from offdrift.stats.signature import PerSequence
+
+SUMS = ("excess", "excess_sq", "l_limited", "abs", "excess_abs")
+TOKEN_METRICS = ("k1", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "chi2_token", "ess_frac", "tv_sampled", "ratio_mean")  # fmt: skip
+SEQUENCE_METRICS = ("acceptance_sum", "acceptance_mean", "acceptance_worst")
+DIVERGENCES = tuple(name for name in METRICS if name.startswith("divergence/") and name.endswith("_mean"))  # fmt: skip
+
+Tables = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Facets:
+    """Sums and maxima by bucket, under `axis/column`."""
+
+    sums: Mapping[str, np.ndarray] = field(default_factory=dict)
+    maxima: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @staticmethod
+    def of(batch: Logged) -> tuple[Facets, dict[str, PerSequence]]:
+        """Summarize one batch, also by sequence for each of its ratios to the rollout policy."""
+        if batch.logp_rollout is None or not batch.num_tokens:
+            return Facets(_by_length(batch, {})), {}
+        sums = _Sums.of(batch)
+        tables, maxima = sums.along_axes()
+        return Facets(_by_length(batch, sums.per_sequence) | tables, maxima), sums.per_sequence
+
+    def merge(self, other: Facets) -> Facets:
+        """The sums of both."""
+        sums, maxima = dict(self.sums), dict(self.maxima)
+        for name, x in other.sums.items():
+            sums[name] = sums[name] + x if name in sums else x
+        for name, x in other.maxima.items():
+            maxima[name] = np.maximum(maxima[name], x) if name in maxima else x
+        return Facets(sums, maxima)
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """One table by axis: a row for each bucket with anything in it, by length for every bucket."""
+        found = {}
+        for name, axis in AXES.items():
+            rows = (self._row(name, i) for i in range(len(axis)))
+            found[name] = [r for r in rows if name == "length" or r["sequences"]]
+        return found
+
+    def _row(self, name: str, i: int) -> dict[str, Any]:
+        axis, prefix = AXES[name], f"{name}/"
+        held = {k.removeprefix(prefix): float(x[i]) for k, x in self.sums.items() if k.startswith(prefix)}  # fmt: skip
+        largest = {k.removeprefix(prefix): float(x[i]) for k, x in self.maxima.items() if k.startswith(prefix)}  # fmt: skip
+        row = {
+            "label": axis.labels[i],
+            "low": axis.lows[i],
+            "high": axis.highs[i],
+            "sequences": int(held.get("sequences", 0)),
+            "tokens": int(held.get("tokens", 0)),
+        }
+        return row | _metrics(_numbers(held, largest))
+
+
+def _numbers(held: Mapping[str, float], largest: Mapping[str, float]) -> Numbers:
+    """The sums under the names that the table of metrics knows."""
+    numbers = dict(held)
+    for key, worst in largest.items():
+        on = key.removesuffix("/abs_max")
+        n, excess = held[f"{on}/n"], held[f"{on}/excess"]
+        numbers[f"{on}/w"] = n + excess
+        numbers[f"{on}/w2"] = n + 2 * excess + held[f"{on}/excess_sq"]
+        numbers[f"{on}/k3"] = excess - held[f"{on}/l_limited"]
+        numbers[f"{on}/l_max"] = numbers[f"{on}/-l_min"] = worst
+    return numbers
+
+
+def _metrics(numbers: Numbers) -> dict[str, float]:
+    ratios = [name.removesuffix("/excess") for name in numbers if name.endswith("/excess")]
+    names = [f"{on}/{m}" for on in ratios for m in (*TOKEN_METRICS, *SEQUENCE_METRICS)]
+    found = {}
+    for name in (*names, *DIVERGENCES, "reward/mean"):
+        try:
+            found[name] = METRICS[name].value(numbers)
+        except (KeyError, ZeroDivisionError):  # not of this axis; nothing in this bucket
+            continue
+    return found
+
+
+def _by_length(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> Tables:
+    """What is counted by sequence."""
+    bucket = length_bucket(batch.response_lengths)
+
+    def count(weights: Tensor | None = None) -> np.ndarray:
+        held = None if weights is None else weights.double()
+        return torch.bincount(bucket, held, len(AXES["length"])).double().numpy()
+
+    sums = {"length/sequences": count(), "length/tokens": count(batch.cu_seqlens.diff())}
+    if batch.rewards is not None:
+        known = batch.rewards.isfinite()
+        sums["length/reward"] = count(batch.rewards.where(known, 0.0))
+        sums["length/reward/n"] = count(known)
+    for on, s in per_sequence.items():
+        sums[f"length/{on}/b"] = count(s.lengths > 0)
+        for gate, accepted in s.accepted().items():
+            sums[f"length/{on}/accepted_{gate}"] = count(accepted)
+    return sums
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the cells of all axes: one pass, in blocks of whole sequences that stay in cache."""
+
+    cells: Cells
+    tokens: Tensor
+    present: np.ndarray
+    ratios: dict[str, Tensor]
+    largest: dict[str, Tensor]
+    exact: dict[str, Tensor]
+    per_sequence: dict[str, PerSequence]
+
+    @staticmethod
+    def of(batch: Logged) -> _Sums:
+        cells, second = Cells.known(batch), seconds(batch)
+        size = math.prod(cells.shape)
+
+        def table(rows: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(rows, size, dtype=dtype)
+
+        tokens, present, parts = table(), np.zeros(64), {on: [] for on in second}
+        ratios = {on: table(len(SUMS)) for on in second}
+        largest = {on: table(dtype=x.dtype) for on, x in second.items()}
+        exact = {name: table() for name in batch.divergences}
+        for block in chunks(batch, tokens=BLOCK):
+            assert block.logp_rollout is not None
+            cell, rollout = cells.of_tokens(block), at_least_float32(block.logp_rollout)
+            tokens += torch.bincount(cell, minlength=size)
+            present += cells.sequences(cell, block.cu_seqlens)
+            cell = cell.long()
+            for on, policy in seconds(block).items():
+                raw = policy - rollout
+                parts[on].append(_scatter(raw, block.segments, cell, ratios[on], largest[on][0]))
+            for name, x in block.divergences.items():
+                exact[name][0].scatter_add_(0, cell, x.double())
+        per_sequence = {on: PerSequence.cat(held) for on, held in parts.items()}
+        return _Sums(cells, tokens, present, ratios, largest, exact, per_sequence)
+
+    def along_axes(self) -> tuple[Tables, Tables]:
+        """Sums and maxima by bucket, under `axis/column`."""
+        sums, maxima = {}, {}
+        for axis, found in self.cells.named(self.present).items():
+            sums[f"{axis}/sequences"] = found
+        for axis, (count,) in self.cells.along(self.tokens).items():
+            sums[f"{axis}/tokens"] = count
+            own = [*self.ratios, *(f"divergence/{name}" for name in self.exact)]
+            sums.update({f"{axis}/{name}/n": count for name in own})
+        for on, table in self.ratios.items():
+            for axis, found in self.cells.along(table).items():
+                sums.update({f"{axis}/{on}/{k}": x for k, x in zip(SUMS, found, strict=True)})
+            for axis, (most,) in self.cells.along(self.largest[on], np.maximum).items():
+                maxima[f"{axis}/{on}/abs_max"] = most
+        for name, table in self.exact.items():
+            for axis, (found,) in self.cells.along(table).items():
+                sums[f"{axis}/divergence/{name}"] = found
+        for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
+            del sums[f"length/{column}"]
+        return sums, maxima
+
+
+def seconds(batch: Logged) -> dict[str, Tensor]:
+    """Log-probs of the second policy of each ratio to the rollout policy that a batch knows."""
+    held = {"old": batch.logp_old, "current": batch.logp}
+    known = {on: held[policy] for on, policy in SECOND.items()}
+    return {on: at_least_float32(x) for on, x in known.items() if x is not None}
+
+
+def _scatter(
+    raw: Tensor, segments: Segments, cell: Tensor, table: Tensor, largest: Tensor
+) -> PerSequence:
+    """`SUMS` and the largest |l| of one block, and its sequences; one exponential per token."""
+    limited, size = clamped(raw), raw.abs()
+    excess = limited.expm1()
+    values = (excess, excess * excess, limited, size, excess.abs())
+    for row, x in zip(table, values, strict=True):
+        row.scatter_add_(0, cell, x.double())
+    largest.scatter_reduce_(0, cell, size, "amax")
+    return PerSequence.sums(segments, raw, excess, size)

@@ -1,0 +1,200 @@
+"""`Tally`: everything that an audit says about a log, as numbers that can be added.
+
+One batch of logged sequences becomes a tally in one pass; tallies merge. Merged in the order of the
+pieces of a log, the numbers are the same to the last bit whoever computed the parts: a batch is
+summed by one thread, in blocks whose bounds depend on the batch alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from offdrift.audit.arrays import packed, unpacked
+from offdrift.audit.chunks import by_step, chunks, runs
+from offdrift.audit.facets import Facets
+from offdrift.audit.timeline import Point, Timeline, width_for
+from offdrift.audit.worst import Worst
+from offdrift.rollouts.logged import Logged
+from offdrift.stats.signature import PerSequence
+
+FIELDS = ("logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rewards", "group_ids", "rollout_version", "version", "position", "entropy", "tokens", "truncated", "prompts", "completions")  # fmt: skip
+"""What a log may hold, as `has` names it; exact divergences follow under their own names."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts, a timeline, facets and the worst of any number of batches."""
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """"rows", "sequences", "tokens", "groups"; "has/FIELD", the sequences that hold a field;
+    "unscored/FIELD", the tokens that were dropped for it; "unit/UNIT", the sequences whose lengths
+    are in that unit."""
+    timeline: Timeline = field(default_factory=Timeline)
+    facets: Facets = field(default_factory=Facets)
+    worst: Worst = field(default_factory=Worst)
+
+    @staticmethod
+    def of(batch: Logged, *, file: str = "") -> Tally:
+        """Summarize one batch of logged sequences.
+
+        Args:
+            batch: at least one sequence, in any order of steps.
+            file: where it was logged.
+
+        Raises: `BadValueError` if a log-prob is one that no policy can produce.
+
+        Example:
+            >>> log = Logged(cu_seqlens=torch.tensor([0, 2]), step=torch.tensor([1]),
+            ...     row=torch.tensor([1]), response_lengths=torch.tensor([2]),
+            ...     logp_rollout=torch.tensor([-1.0, -2.0]), logp=torch.tensor([-1.1, -1.9]))
+            >>> round(Tally.of(log).as_dict()["overall"]["full/k3"], 5)
+            0.005
+        """
+        with torch.no_grad(), _one_thread():
+            ordered = by_step(batch)
+            seen = batch.step.unique().numpy()
+            width = width_for(seen)
+            parts = [_Part.of(chunk, width) for chunk in chunks(ordered)]
+            timeline = functools.reduce(Timeline.merge, (p.timeline for p in parts))
+            facets = functools.reduce(Facets.merge, (p.facets for p in parts))
+            worst = _worst(ordered, parts, file)
+        return Tally(_counts(batch), Timeline(width, timeline.points, seen), facets, worst)
+
+    @property
+    def tokens(self) -> int:
+        """Scored tokens."""
+        return self.counts.get("tokens", 0)
+
+    def merge(self, other: Tally) -> Tally:
+        """Both together. Associative up to rounding; in one order of parts, to the last bit."""
+        return Tally(
+            dict(Counter(self.counts) + Counter(other.counts)),
+            self.timeline.merge(other.timeline),
+            self.facets.merge(other.facets),
+            self.worst.merge(other.worst),
+        )
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """The tally as plain numeric arrays, which `numpy.savez` stores without pickle."""
+        return packed(self.counts, self.timeline, self.facets, self.worst)
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, np.ndarray]) -> Tally:
+        """The tally that `to_arrays` was called on, to the last bit.
+
+        Raises: `KeyError` or `ValueError` if the arrays are not a tally's.
+        """
+        return Tally(*unpacked(arrays))
+
+    def as_dict(self) -> dict[str, Any]:
+        """What an audit reports, as plain data; what cannot be known is NaN or left out.
+
+        counts       rows, sequences, tokens, steps, prompts (groups of sequences, as batches held
+                     them), dropped tokens by field, the unit of response lengths
+        has          fields that at least one sequence holds
+        overall      metrics of the whole log; grade and quantiles are beside it
+        steps        the same of each step; beyond 2000 steps, of `steps_per_point` step numbers
+        histograms   of the log-ratio by ratio
+        facets       metrics by length, position, advantage, lag and token class
+        worst        sequences and tokens
+        """
+        whole, timeline = self.timeline.whole(), self.timeline
+        return {
+            "counts": self._counts_as_dict(),
+            "has": [k.removeprefix("has/") for k in self.counts if k.startswith("has/")],
+            "overall": whole.metrics(),
+            "quantiles": whole.quantiles(),
+            "grade": whole.stats.grade,
+            "steps": timeline.rows(),
+            "steps_per_point": timeline.width,
+            "histograms": {
+                name.removesuffix("/log_ratio"): h.as_dict()
+                for name, h in whole.histograms.items()
+                if name.endswith("/log_ratio")
+            },
+            "facets": self.facets.rows(),
+            "worst": self.worst.as_dict(),
+        }
+
+    def _counts_as_dict(self) -> dict[str, Any]:
+        def under(prefix: str) -> dict[str, int]:
+            return {k.removeprefix(prefix): n for k, n in self.counts.items() if k.startswith(prefix)}  # fmt: skip
+
+        units = list(under("unit/"))
+        return {
+            "rows": self.counts["rows"],
+            "sequences": self.counts["sequences"],
+            "tokens": self.tokens,
+            "steps": len(self.timeline.seen),
+            "prompts": self.counts.get("groups"),
+            "unscored": under("unscored/"),
+            "length_unit": units[0] if len(units) == 1 else "mixed",
+        }
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums of a thread each, added up, would round by how many threads there are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A chunk of a batch."""
+
+    timeline: Timeline
+    facets: Facets
+    per_sequence: dict[str, PerSequence]
+    """By ratio to the rollout policy; the first is what drift is judged by."""
+
+    @staticmethod
+    def of(batch: Logged, width: int) -> _Part:
+        """Summarize sequences in order of steps."""
+        facets, own = Facets.of(batch)
+        points = dict(_points(batch, own, width))
+        return _Part(Timeline(width, points), facets, own)
+
+
+def _points(
+    batch: Logged, per_sequence: dict[str, PerSequence], width: int
+) -> Iterator[tuple[int, Point]]:
+    """A point for each run of steps."""
+    first = 0
+    for key, run in runs(batch, width):
+        last = first + run.num_sequences
+        scored = run.logp_rollout is not None and run.num_tokens > 0
+        own = {on: s.select(first, last) for on, s in per_sequence.items()}
+        yield key, Point.of(run, run.logprobs() if scored else None, own)
+        first = last
+
+
+def _worst(batch: Logged, parts: list[_Part], file: str) -> Worst:
+    """The worst of the whole batch; a chunk without tokens has sequences too, but no sums."""
+    if batch.logp_rollout is None or not batch.num_tokens or not (held := parts[0].per_sequence):
+        return Worst()
+    on = next(iter(held))
+    return Worst.of(batch, on, PerSequence.cat([p.per_sequence[on] for p in parts]), file=file)
+
+
+def _counts(batch: Logged) -> dict[str, int]:
+    b = batch.num_sequences
+    counts = {"rows": len(batch.row.unique()), "sequences": b, "tokens": batch.num_tokens}
+    if batch.group_ids is not None:
+        counts["groups"] = len(batch.group_ids.unique())
+    held = [name for name in FIELDS if getattr(batch, name) is not None]
+    counts |= {f"has/{name}": b for name in (*held, *batch.divergences)}
+    counts |= {f"unscored/{name}": n for name, n in batch.unscored.items()}
+    return counts | {f"unit/{batch.length_unit}": b}

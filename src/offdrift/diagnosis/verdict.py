@@ -1,0 +1,49 @@
+"""`verdict`: all findings in one word and one or two sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offdrift.diagnosis.context import Row
+from offdrift.diagnosis.finding import Finding
+from offdrift.diagnosis.window import number
+
+URGENCY = ("stop", "act", "watch", "info")
+SHOWN = {
+    "pearson": "Pearson correlation {:.4f}",
+    "k1": "KL {:.4g} nat per token",
+    "chi2_token": "chi2 {:.3g}",
+}
+
+
+def verdict(findings: Sequence[Finding], numbers: Row | None = None) -> dict[str, str]:
+    """The level, "ok", "watch", "act" or "stop", and what to tell a person.
+
+    The level is that of the most urgent finding; the text, of the one to repair first.
+
+    Args:
+        numbers: metrics of the run; named where nothing is wrong.
+
+    Example:
+        >>> verdict([], {"mismatch/pearson": 0.9995, "mismatch/k1": 0.001})["text"]
+        'No drift that matters: Pearson correlation 0.9995, KL 0.001 nat per token.'
+    """
+    told = [f for f in findings if f.severity != "info"]
+    if not told:
+        return {"level": "ok", "text": f"No drift that matters{_agreement(numbers or {})}."}
+    level = min((f.severity for f in told), key=URGENCY.index)
+    others = len(told) - 1
+    more = f" {others} more finding{'s' * (others > 1)}." if others else ""
+    return {"level": level, "text": f"{told[0].symptom} {told[0].fix}{more}"}
+
+
+def _agreement(numbers: Row) -> str:
+    for on in ("mismatch", "full"):
+        found = [
+            text.format(x)
+            for name, text in SHOWN.items()
+            if (x := number(numbers, f"{on}/{name}")) is not None
+        ]
+        if found:
+            return ": " + ", ".join(found)
+    return " shows in this log"

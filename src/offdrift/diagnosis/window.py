@@ -1,0 +1,114 @@
+"""`Window`: the last steps of a run, and the few facts that need all of it, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from statistics import fmean, median
+
+from offdrift.diagnosis.context import Row
+
+EARLY = 5
+"""Same-weight steps that stand for "lately"; kept apart, because they may be long ago."""
+
+
+def number(row: Row, name: str) -> float | None:
+    """A finite number of the row; None if it is missing, None, NaN or infinite."""
+    value = row.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def slope_over(values: Sequence[float]) -> tuple[float, float]:
+    """Relative change along the least-squares line, and the slope over its standard error.
+
+        change = slope (n - 1) / |mean|        t = slope / sqrt(RSS / (n - 2) / Sxx)
+
+    Fewer than 5 values, or a mean of 0: (0, 0). A perfect line has t = +-inf.
+
+    Example:
+        >>> slope_over([1.0, 2.0, 3.0, 4.0, 5.0])
+        (1.3333333333333333, inf)
+    """
+    n, mean = len(values), fmean(values) if values else 0.0
+    if n < 5 or mean == 0:
+        return 0.0, 0.0
+    center, sxx = (n - 1) / 2, n * (n * n - 1) / 12
+    slope = sum((i - center) * y for i, y in enumerate(values)) / sxx
+    rss = sum((y - mean - slope * (i - center)) ** 2 for i, y in enumerate(values))
+    error = math.sqrt(rss / (n - 2) / sxx)
+    # Rounding of a perfect line is not noise.
+    if error <= 1e-12 * abs(mean):
+        return slope * (n - 1) / abs(mean), math.copysign(math.inf, slope) if slope else 0.0
+    return slope * (n - 1) / abs(mean), slope / error
+
+
+class Window:
+    """The last `span` steps, oldest first, and running facts of the whole run.
+
+    Args:
+        span: steps kept; memory and time of an update do not depend on the length of the run.
+        trend: steps over which the reward is averaged before its best is remembered.
+    """
+
+    def __init__(self, span: int, trend: int = 20) -> None:
+        self.trend = trend
+        self.rows: deque[dict[str, float]] = deque(maxlen=span)
+        self.seen = 0
+        """Rows so far, over the whole run."""
+        self.step = 0
+        self.broken: str | None = None
+        """A loss or gradient norm of the last row that was NaN or infinite."""
+        self.same_weights: deque[dict[str, float]] = deque(maxlen=EARLY)
+        """The last rows whose rollouts were drawn from the weights that scored them."""
+        self.first_same: dict[str, float] | None = None
+        self.first: dict[str, float] | None = None
+        self.peak: dict[str, float] = {}
+        """Largest value ever of each share that says whether a configured part acts."""
+        self.best_reward: float | None = None
+        """Largest mean reward over `trend` consecutive steps."""
+
+    def add(self, row: Row, *, same_weights: bool | None) -> dict[str, float]:
+        """Take one more step; returns its finite numbers."""
+        kept = {name: x for name in row if (x := number(row, name)) is not None}
+        watched = ("optim/loss", "optim/grad_norm")
+        bad = [n for n in watched if row.get(n) is not None and n not in kept]
+        self.broken = bad[0] if bad else None
+        self.seen += 1
+        self.step = int(kept.get("step", kept.get("update", self.step + 1)))
+        kept["step"] = float(self.step)
+        self.rows.append(kept)
+        self.first = self.first or kept
+        if same_weights:
+            self.same_weights.append(kept)
+            self.first_same = self.first_same or kept
+        for name, x in kept.items():
+            if name.endswith("_frac") or "drop_frac" in name:
+                self.peak[name] = max(x, self.peak.get(name, x))
+        rewards = self.column("reward/mean", self.trend)
+        if "reward/mean" in kept and len(rewards) == self.trend:
+            best = self.best_reward
+            self.best_reward = fmean(rewards) if best is None else max(best, fmean(rewards))
+        return kept
+
+    def column(self, name: str, last: int | None = None) -> list[float]:
+        """The values of a metric in the last rows, oldest first; rows without it are passed over."""
+        rows = islice(reversed(self.rows), last)
+        return [row[name] for row in rows if name in row][::-1]
+
+    def level(self, name: str, last: int) -> float | None:
+        """The median of a metric over the last rows; None if none has it."""
+        values = self.column(name, last)
+        return median(values) if values else None
+
+    def around(self, name: str, steps_ago: int, width: int) -> float | None:
+        """The median of a metric over the `width` rows up to `steps_ago` steps before the last.
+
+        A run that is younger gives its first `width` rows; younger than twice that, None.
+        """
+        rows = [row for row in self.rows if name in row]
+        if len(rows) < 2 * width:
+            return None
+        past = [row for row in rows if row["step"] <= self.step - steps_ago][-width:]
+        return median(row[name] for row in (past if len(past) == width else rows[:width]))

@@ -1,0 +1,200 @@
+"""Which experts a mixture-of-experts model sends tokens to, and what it says with others imposed.
+
+A router's choice is discrete: two engines whose router logits differ in the last bit may send a
+token to different experts, and then differ by whole nats. Counting flips says how often; replaying
+one engine's choice in the other says what of their mismatch that explains.
+
+Routes are packed like tokens: for each sequence its prompt and its response but the last token,
+which no engine computes; `p` positions in all.
+
+Shape suffixes: p positions, k experts per token, b sequences, t columns of a padded batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from offdrift.engines.score import Padded, chunks, left_right_padded, score
+from offdrift.errors import EngineError
+from offdrift.rollouts.records import Rollouts
+from offdrift.segments import Segments
+
+LEADERS = ("softmax", "sigmoid")
+"""What routers make of their logits before they pick and weigh experts."""
+
+
+@runtime_checkable
+class Routed(Protocol):
+    """An engine that says its routing."""
+
+    def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
+        """Experts that this engine, as it is, chooses for these tokens."""
+        ...
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The model's routers, first layer first; empty for a dense model."""
+    return [m for m in model.modules() if "router" in type(m).__name__.lower()]
+
+
+def route_lengths(rollouts: Rollouts) -> Int[Tensor, " b"]:
+    """Positions of every sequence that engines compute: prompt and response but the last token."""
+    return rollouts.prompt_cu_seqlens.diff() + rollouts.lengths - 1
+
+
+@torch.no_grad()
+def routes_of(
+    model: nn.Module, rollouts: Rollouts, *, token_budget: int = 8192
+) -> Int[Tensor, "p layers k"]:
+    """Experts that the model chooses when it scores these tokens.
+
+    Args:
+        model: a causal language model of transformers, whose routers return their choice.
+        token_budget: padded tokens of one forward pass.
+
+    Raises: `EngineError` if the model has no routers, or they keep their choice to themselves.
+    """
+    found: list[Tensor] = []
+    rows: list[Tensor] = []
+    cuts = Segments(_cuts(route_lengths(rollouts)))
+    for piece in chunks(rollouts, token_budget=token_budget):
+        part = rollouts.select(piece)
+        with _listening(model) as seen:
+            score(model, part)
+        at = _places(left_right_padded(part), part)
+        found.append(torch.stack([experts.cpu()[at] for experts in seen], dim=1))
+        rows.append(cuts.rows(piece))
+    routes = torch.cat(found)
+    return torch.empty_like(routes).index_copy_(0, torch.cat(rows), routes)
+
+
+@contextmanager
+def replayed(
+    model: nn.Module, rollouts: Rollouts, routes: Int[Tensor, "p layers k"]
+) -> Iterator[None]:
+    """Score exactly this batch, once, with these experts: their weights are the model's own.
+
+    Args:
+        rollouts: what `score` will be given; all of it in one forward pass.
+        routes: of these rollouts.
+
+    Raises: `EngineError` if the number of layers differs, or a router weighs its experts in a way
+        that cannot be repeated for others.
+    """
+    layers = routers(model)
+    if len(layers) != routes.shape[1]:
+        raise EngineError(f"routes of {routes.shape[1]} layers, the model has {len(layers)}")
+    inputs = left_right_padded(rollouts)
+    at = _places(inputs, rollouts)
+
+    def impose(layer: int) -> Any:
+        def hook(module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
+            logits, weights, chosen = _parts(module, output)
+            imposed = chosen.clone()
+            imposed[at.to(chosen.device)] = routes[:, layer].to(chosen)
+            return logits, _weigher(module, logits, weights, chosen)(imposed), imposed
+
+        return hook
+
+    handles = [m.register_forward_hook(impose(i)) for i, m in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def flips(
+    one: Int[Tensor, "p layers k"], other: Int[Tensor, "p layers k"]
+) -> Bool[Tensor, "p layers"]:
+    """Where two engines choose different sets of experts; their order says nothing.
+
+    Example:
+        >>> a, b = torch.tensor([[[0, 1]], [[2, 3]]]), torch.tensor([[[1, 0]], [[2, 4]]])
+        >>> flips(a, b).flatten().tolist()
+        [False, True]
+    """
+    return (one.sort(-1).values != other.sort(-1).values).any(-1)
+
+
+@contextmanager
+def _listening(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Experts chosen in the next forward pass, one tensor `[b t, k]` per router."""
+    seen: list[Tensor] = []
+    layers = routers(model)
+    if not layers:
+        raise EngineError(f"{type(model).__name__} has no routers: no mixture of experts")
+
+    def hook(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        seen.append(_parts(module, output)[2])
+
+    handles = [m.register_forward_hook(hook) for m in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _parts(module: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, weights and experts of a router's output."""
+    good = isinstance(output, tuple) and len(output) == 3
+    if good and not output[2].is_floating_point() and output[1].shape == output[2].shape:
+        return output
+    raise EngineError(
+        f"the router {type(module).__name__} does not return logits, weights and experts; its "
+        "choice can be neither read nor replayed"
+    )
+
+
+def _weigher(
+    module: nn.Module,
+    logits: Float[Tensor, "m experts"],
+    weights: Float[Tensor, "m k"],
+    chosen: Int[Tensor, "m k"],
+) -> Any:
+    """How this router weighs the experts it chose: the one rule that gives its own weights."""
+
+    def rule(leader: str, normalized: bool) -> Any:
+        def weigh(experts: Tensor) -> Tensor:
+            p = getattr(torch, leader)(
+                logits.float(), **({"dim": -1} if leader == "softmax" else {})
+            )
+            picked = p.gather(-1, experts.long())
+            picked = picked / picked.sum(-1, keepdim=True) if normalized else picked
+            return picked.to(weights.dtype)
+
+        return weigh
+
+    for leader in LEADERS:
+        for normalized in (True, False):
+            weigh = rule(leader, normalized)
+            if torch.allclose(weigh(chosen), weights, atol=1e-5, rtol=1e-2):
+                return weigh
+    raise EngineError(
+        f"the router {type(module).__name__} weighs its experts by a rule that is not known here; "
+        "its routing cannot be replayed"
+    )
+
+
+def _places(inputs: Padded, rollouts: Rollouts) -> Int[Tensor, " p"]:
+    """Cells of the padded batch, row after row, that hold the positions of routes."""
+    width = inputs.ids.shape[1]
+    cells = inputs.attention.flatten().nonzero().flatten().cpu()
+    # Of every row, all real cells but the last.
+    rows = cells // width
+    last = torch.ones_like(cells, dtype=torch.bool)
+    last[:-1] = rows[1:] != rows[:-1]
+    kept = cells[~last]
+    assert len(kept) == int(route_lengths(rollouts).sum())
+    return kept
+
+
+def _cuts(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

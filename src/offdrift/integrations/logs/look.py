@@ -1,0 +1,101 @@
+"""A first look at a file: the names in it, and what gives it away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+import pyarrow as pa
+
+from offdrift.errors import RecordError
+from offdrift.integrations.logs import own, parquet, skyrl, slime
+from offdrift.integrations.logs.files import Bytes, opened
+from offdrift.integrations.logs.lines import LARGEST, decode, read_lines
+from offdrift.integrations.logs.plain import OWN
+from offdrift.integrations.logs.source import Source
+
+Loaded = TypeVar("Loaded")
+
+HEAD = 1 << 20
+"""Bytes that a first look reads of a JSONL file; more if its first line is longer."""
+
+
+class Look(NamedTuple):
+    """What a file seems to hold."""
+
+    names: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    """Dotted names inside objects."""
+    source: Source | None = None
+    """Known without looking at the names."""
+    framework: str | None = None
+    """As a header states it."""
+    schema: pa.Schema | None = None
+    """Of Parquet."""
+
+
+def look(file: str) -> Look:
+    """A first look at a file; `RecordError` if it cannot be read as what its name says."""
+    if file.endswith(".parquet"):
+        return _parquet(file)
+    if file.endswith(".pt"):
+        return _torch(file)
+    if file.endswith(".pkl"):
+        with opened(file) as f:
+            return Look(source=loaded(f, skyrl.load, file)[0])
+    return _lines(file)
+
+
+def _parquet(file: str) -> Look:
+    schema = parquet.schema(file)
+    names, inner = tuple(schema.names), tuple(_inner(schema))
+    if (stated := own.header(schema.metadata)) is not None:
+        framework = stated.get("framework")
+        return Look(names, inner, OWN, framework if isinstance(framework, str) else None, schema)
+    if schema.metadata and own.STORED in schema.metadata:
+        return Look(names, inner, own.OWN_ROLLOUTS, schema=schema)
+    return Look(names, inner, schema=schema)
+
+
+def _inner(schema: pa.Schema) -> list[str]:
+    structs = [f for f in schema if pa.types.is_struct(f.type)]
+    return [f"{f.name}.{f.type.field(i).name}" for f in structs for i in range(f.type.num_fields)]
+
+
+def _torch(file: str) -> Look:
+    with opened(file) as f:
+        return Look(source=loaded(f, slime.load, file)[0])
+
+
+def loaded(file: Bytes, load: Callable[[Bytes], Loaded], name: str) -> Loaded:
+    """What a payload holds; `RecordError` naming the file, whatever is wrong with it."""
+    try:
+        return load(file)
+    except RecordError as e:
+        raise RecordError(f"{name}: {e}") from e
+    # Hostile or damaged bytes make an unpickler raise anything.
+    except Exception as e:
+        raise RecordError(f"{name} is damaged, or no log: {e!r}") from e
+
+
+def _lines(file: str) -> Look:
+    size = HEAD
+    while True:
+        data, stopped = read_lines(file, 0, size)
+        end = len(data) if len(data) < size else data.rfind(b"\n") + 1
+        rows, _, bad = decode(data[:end], 1, file)
+        if rows or len(data) < size or size >= LARGEST:
+            break
+        size *= 8
+    if not rows and (bad or stopped):
+        why = stopped or f"line {bad[0].row}, {bad[0].reason}"
+        raise RecordError(f"{file} holds no row that can be read: {why}")
+    names = dict.fromkeys(name for row in rows for name in row)
+    inner = dict.fromkeys(
+        f"{name}.{key}"
+        for row in rows
+        for name, value in row.items()
+        if isinstance(value, Mapping)
+        for key in value
+    )
+    return Look(tuple(names), tuple(inner))

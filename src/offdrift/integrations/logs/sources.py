@@ -1,0 +1,65 @@
+"""Every kind of log that is known, and which one a file is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from offdrift.integrations.logs.fields import DIVERGENCES, LOGPS
+from offdrift.integrations.logs.nemo_rl import NEMO_RL
+from offdrift.integrations.logs.own import OWN_ROLLOUTS
+from offdrift.integrations.logs.plain import AREAL, OPEN_INSTRUCT, OWN, PLAIN, TRL, VERL
+from offdrift.integrations.logs.prime_rl import PRIME_RL
+from offdrift.integrations.logs.skyrl import SKYRL
+from offdrift.integrations.logs.slime import (
+    MILES_COLUMNS,
+    MILES_ROLLOUT,
+    MILES_TRAIN,
+    SLIME_ROLLOUT,
+    SLIME_TRAIN,
+)
+from offdrift.integrations.logs.source import Source
+
+SOURCES = (
+    PRIME_RL, NEMO_RL, SLIME_TRAIN, MILES_TRAIN, SKYRL, OWN, OWN_ROLLOUTS, PLAIN, SLIME_ROLLOUT, MILES_ROLLOUT,
+    MILES_COLUMNS, OPEN_INSTRUCT, TRL, AREAL, VERL,
+)  # fmt: skip
+"""In this order: where a folder holds several that say the same, the first is read."""
+
+KEYS: Mapping[str, frozenset[str]] = {
+    "prime-rl": frozenset({"inference_logprobs", "trainer_logprobs", "loss_mask"}),
+    "nemo-rl": frozenset({"generation_logprobs", "prev_logprobs", "input_lengths"}),
+    "open-instruct": frozenset({"prompt_tokens", "response_tokens", "finish_reason"}),
+    "miles-columns": frozenset({"sample_index", "total_length", "tokens", "rollout_log_probs"}),
+    "trl": frozenset({"step", "prompt", "completion", "advantage"}),
+    "areal": frozenset({"task_id", "head_version", "tail_version"}),
+    "verl": frozenset({"input", "output", "score", "step"}),
+}
+"""Names that give a log of rows away."""
+
+SAYING = {*LOGPS, *DIVERGENCES, "completion"}
+"""Of the plain schema, a log of sequences has one of these; rewards alone are a table of metrics."""
+
+
+def rank(source: Source, columns: Collection[str]) -> tuple[int, int]:
+    """Which log to read where there are several: the smallest, the one that says most.
+
+    Args:
+        source: what kind of log it is.
+        columns: fields that it has.
+    """
+    both = "logp_rollout" in columns and ("logp" in columns or "logp_old" in columns)
+    return -(both + ("logp_rollout" in columns)), SOURCES.index(source)
+
+
+def source(format: str) -> Source:
+    """The kind of log with this format."""
+    return next(s for s in SOURCES if s.format == format)
+
+
+def source_of(names: Collection[str]) -> Source | None:
+    """The kind of log whose rows have these names; None if it is not known."""
+    there = set(names)
+    for s in SOURCES:
+        if s.format in KEYS and there >= KEYS[s.format]:
+            return s
+    return PLAIN if SAYING & set(PLAIN.resolve(there, {})) else None

@@ -1,0 +1,84 @@
+"use strict";
+// What every page does: the colors of the theme, the look of a chart, and the tip. All data comes
+// from the JSON block; text is only ever set as text, never as markup.
+const page = (() => {
+  const root = document.documentElement;
+  const data = JSON.parse(document.getElementById("report-data").textContent);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const touch = matchMedia("(pointer: coarse)").matches;
+  const color = name => getComputedStyle(root).getPropertyValue(name).trim();
+  const config = { responsive: true, displaylogo: false, displayModeBar: false, showTips: false };
+
+  const axis = () => ({ gridcolor: color("--grid"), linecolor: color("--rule"), zeroline: false, automargin: true, fixedrange: touch });
+  const look = () => ({
+    font: { family: getComputedStyle(document.body).fontFamily, size: 11, color: color("--soft") },
+    margin: { l: 44, r: 10, t: 8, b: 34 },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    showlegend: false, hovermode: "x unified", dragmode: touch ? false : "zoom",
+    hoverlabel: { bgcolor: color("--card"), bordercolor: color("--rule"), font: { color: color("--ink") }, namelength: -1 },
+  });
+
+  // -- the tip: what a hint means, what a token's numbers are --------------------------------
+
+  const tip = document.getElementById("tip");
+  const index = token => Array.prototype.indexOf.call(token.parentElement.children, token);
+  let marked = null;
+  let describe = () => "";
+
+  const hide = () => {
+    tip.hidden = true;
+    if (marked) marked.classList.remove("now");
+    marked = null;
+  };
+
+  const place = anchor => {
+    const at = anchor.getClientRects()[0] || anchor.getBoundingClientRect();
+    const size = tip.getBoundingClientRect();
+    const below = at.bottom + 8 + size.height < innerHeight;
+    tip.style.top = `${below ? at.bottom + 8 : Math.max(4, at.top - size.height - 8)}px`;
+    tip.style.left = `${Math.max(12, Math.min(at.left, innerWidth - size.width - 12))}px`;
+  };
+
+  const show = (anchor, text) => {
+    tip.textContent = text;
+    tip.hidden = false;
+    place(anchor);
+  };
+
+  const showToken = token => {
+    hide();
+    marked = token;
+    token.classList.add("now");
+    show(token, describe(token, index(token)));
+  };
+
+  const react = target => {
+    if (!(target instanceof Element)) return false;
+    const hint = target.closest("[data-tip]"), token = target.closest(".tokens > span");
+    if (hint) { hide(); show(hint, hint.dataset.tip); }
+    if (token) showToken(token);
+    return Boolean(hint || token);
+  };
+
+  for (const name of ["pointerover", "focusin", "click"]) {
+    document.addEventListener(name, event => { if (!react(event.target)) hide(); });
+  }
+  document.addEventListener("scroll", () => { if (marked) place(marked); else hide(); }, true);
+
+  const step = { ArrowRight: 1, ArrowLeft: -1 };
+  document.addEventListener("keydown", event => {
+    if (event.key === "Escape") hide();
+    const box = event.target;
+    if (!(event.key in step) || !box.matches(".tokens")) return;
+    event.preventDefault();
+    const tokens = box.children, from = marked && marked.parentElement === box ? index(marked) : -1;
+    const next = tokens[Math.max(0, Math.min(tokens.length - 1, from + step[event.key]))];
+    if (!next) return;
+    next.scrollIntoView({ block: "nearest" });
+    showToken(next);
+  });
+
+  // Say what a token's tip reads: a function of the token's element and its index.
+  const tokens = words => { describe = words; };
+  return { root, data, dark, color, config, axis, look, tokens };
+})();

@@ -1,0 +1,66 @@
+"""`Metric`: one row of the table of metrics, and the forms that most formulas have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Numbers = dict[str, float]
+"""The host copy of `DriftStats`: sums and maxima by name."""
+
+Formula = Callable[[Numbers], float]
+
+NO_VARIANCE = 1e-12
+"""A variance below this is rounding of the sums it was computed from."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    unit: str
+    formula: str
+    larger_is: Literal["worse", "better", "neither"]
+    value: Formula
+
+
+def mean(name: str, count: str = "n") -> Formula:
+    """sum / count; where the sum brought a count of its own (`x/n` beside `x`), that one."""
+    return lambda s: s[name] / (s[f"{name}/n"] if f"{name}/n" in s else s[count])
+
+
+def second_moment(name: str, count: str) -> Formula:
+    """E[w^2] - 1: chi^2 of weights with mean 1."""
+    return lambda s: s[name] / s[count] - 1
+
+
+def std(total: str, square: str, count: str, *, ddof: int) -> Formula:
+    """Standard deviation from a sum and a sum of squares."""
+
+    def value(s: Numbers) -> float:
+        n = s[count]
+        center = s[total] / n
+        return math.sqrt(max(0.0, s[square] / n - center * center) * n / (n - ddof))
+
+    return value
+
+
+def ess(total: str, square: str, count: str) -> Formula:
+    """(sum w)^2 / (n sum w^2); 0 where every weight is 0."""
+
+    def value(s: Numbers) -> float:
+        return s[total] ** 2 / (s[count] * s[square]) if s[square] > 0 else 0.0 / s[count]
+
+    return value
+
+
+def correlation(n: float, x: float, xx: float, y: float, yy: float, xy: float) -> float:
+    """Pearson correlation from sums over n pairs; NaN where one of the two does not vary."""
+    var_x, var_y = xx / n - (x / n) ** 2, yy / n - (y / n) ** 2
+    if n < 2 or min(var_x, var_y) <= NO_VARIANCE:
+        return math.nan
+    cov = xy / n - (x / n) * (y / n)
+    return max(-1.0, min(1.0, cov / math.sqrt(var_x * var_y)))

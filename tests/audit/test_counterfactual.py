@@ -1,0 +1,352 @@
+"""The counterfactual table says what every method's own gates and weights do with a log."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offdrift.audit.axes import LENGTH_CUTS
+from offdrift.audit.counterfactual import CANDIDATES, NUMBERS, Counterfactual, sampled
+from offdrift.audit.decisions import Decided, Decisions, View
+from offdrift.errors import EvidenceError, RecordError
+from offdrift.methods import METHODS
+from offdrift.rollouts.logged import Logged
+from tests.audit.logs import logged
+
+LENGTHS = (5, 1, 9, 0, 14, 30, 7, 22, 3, 60, 11, 2, 40, 16, 8)
+BATCH = logged(LENGTHS)
+
+
+def table(batch: Logged) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in Counterfactual.of(batch).table()}
+
+
+def definition(name: str, batch: Logged) -> dict[str, Any]:
+    """Every number of a row by its definition, token by token, from the method's own correction."""
+    method, view = CANDIDATES[name].method, View(batch)
+    lp = view.logprobs if method.anchor is None else method.anchor(view.logprobs, view.facts)
+    found = method.correction(lp, batch.advantages, view.facts)
+    used = [w if k else 0.0 for w, k in zip(found.weight.tolist(), found.keep.tolist())]
+    sizes, lengths = batch.cu_seqlens.diff().tolist(), batch.response_lengths.tolist()
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(used[start : start + size])
+        start += size
+    scored = [i for i, size in enumerate(sizes) if size]
+    kept = [i for i in scored if any(w > 0 for w in parts[i])]
+    positive = [w for w in used if w > 0]
+    square = sum(w * w for w in used)
+    ends = [0, *LENGTH_CUTS, math.inf]
+
+    def of_length(chosen: list[int], low: float, high: float) -> int:
+        return sum(low < lengths[i] <= high for i in chosen)
+
+    mean_kept = sum(lengths[i] for i in kept) / len(kept) if kept else None
+    mean_all = sum(lengths[i] for i in scored) / len(scored)
+    return {
+        "kept_tokens": len(positive) / len(used),
+        "kept_sequences": len(kept) / len(scored),
+        "kept_length_ratio": None if mean_kept is None else mean_kept / mean_all,
+        "weight_mean": sum(positive) / len(positive) if positive else None,
+        "weight_max": max(positive) if positive else None,
+        "limited_frac": sum(found.limited.tolist()) / len(used),
+        "ess_frac": sum(used) ** 2 / (len(used) * square) if square else 0.0,
+        "acceptance_by_length": [
+            of_length(kept, *bucket) / of_length(scored, *bucket) if of_length(scored, *bucket) else None
+            for bucket in pairwise(ends)
+        ],
+    }  # fmt: skip
+
+
+def test_every_row_is_its_own_correction_applied_to_the_log():
+    rows, compared = table(BATCH), 0
+    assert len(rows) == len(METHODS) + 4
+    moved = set()
+    for name, row in rows.items():
+        assert row["why_not"] is None, name
+        for key, expected in definition(name, BATCH).items():
+            assert near(row[key], expected, rel=1e-9), (name, key)
+            compared += 1
+            if key != "acceptance_by_length" and expected not in (0.0, 1.0, None):
+                moved.add((name, key))
+    assert compared == 8 * (len(METHODS) + 4)
+    assert len(moved) > 300  # the drift is such that most methods act
+
+
+def test_clips_are_those_of_the_objectives():
+    rows, view, compared = table(BATCH), View(BATCH), 0
+    assert BATCH.advantages is not None
+    for name in ("ppo_clip", "gspo", "bypass_ppo_clip", "m2po", "r2vpo_clip", "clip_cov", "st_ppo"):
+        clipped = METHODS[name].objective(view.logprobs, BATCH.advantages, view.facts).clipped
+        assert clipped is not None
+        assert rows[name]["clipped_frac"] == pytest.approx(float(clipped.double().mean()))
+        compared += float(clipped.double().mean()) > 0
+    assert compared == 7
+    assert rows["token_tis"]["clipped_frac"] is None  # nothing to clip
+    # PPO by hand: a token is clipped beyond 0.2 the way it is pushed.
+    assert BATCH.logp is not None
+    assert BATCH.logp_old is not None
+    r, up = (BATCH.logp - BATCH.logp_old).exp(), BATCH.advantages > 0
+    by_hand = ((r > 1.2) & up) | ((r < 0.8) & ~up)
+    assert rows["ppo_clip"]["clipped_frac"] == pytest.approx(float(by_hand.double().mean()))
+
+
+def test_numbers_by_hand():
+    """Two sequences of 2 and 1 tokens: ratios 4, 1 and 1/2, lengths 100 and 40."""
+    ratios = torch.tensor([4.0, 1.0, 0.5], dtype=torch.float64)
+    mu = torch.full((3,), -2.0, dtype=torch.float64)
+    log = Logged(
+        cu_seqlens=torch.tensor([0, 2, 3]),
+        step=torch.ones(2, dtype=torch.int64),
+        row=torch.tensor([1, 2]),
+        response_lengths=torch.tensor([100, 40]),
+        logp_rollout=mu,
+        logp=mu + ratios.log(),
+    )
+    rows = table(log)
+    # Token TIS at 2: weights 2, 1, 1/2.
+    tis = rows["token_tis"]
+    assert tis["weight_mean"] == pytest.approx(3.5 / 3)
+    assert tis["weight_max"] == 2.0
+    assert tis["limited_frac"] == pytest.approx(1 / 3)
+    assert tis["ess_frac"] == pytest.approx(3.5**2 / (3 * 5.25))
+    assert tis["kept_length_ratio"] == 1.0
+    # Sequence MIS at 3: the product of the first is 4, so it goes; the second weighs 1/2.
+    mis = rows["seq_mis"]
+    assert mis["kept_tokens"] == pytest.approx(1 / 3)
+    assert mis["kept_sequences"] == 0.5
+    assert mis["kept_length_ratio"] == pytest.approx(40 / 70)
+    assert mis["weight_mean"] == mis["weight_max"] == pytest.approx(0.5)
+    assert mis["ess_frac"] == pytest.approx(1 / 3)
+    assert mis["acceptance_by_length"][:2] == [1.0, 0.0]
+    # |log 4| > 0.1 and |log 1/2| > 0.1: the trust region of ratios rejects both.
+    none = rows["trm_ratio"]
+    assert none["kept_tokens"] == none["kept_sequences"] == none["ess_frac"] == 0.0
+    assert none["weight_mean"] is none["kept_length_ratio"] is None
+    assert rows["trm_ratio"]["sampled_sequences"] == 2
+
+
+def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
+    """Numbers that were compared, all equal up to rounding."""
+    compared = 0
+    for mine, its in zip(one, other, strict=True):
+        assert mine.keys() == its.keys()
+        for key in mine:
+            assert near(mine[key], its[key], rel=1e-12), (mine["name"], key)
+            compared += 1
+    return compared
+
+
+def near(one: Any, other: Any, *, rel: float) -> bool:
+    if isinstance(one, list):
+        return all(near(a, b, rel=rel) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=rel, abs_tol=1e-15)
+    return one == other
+
+
+def test_any_split_between_steps_gives_what_one_pass_gives():
+    """Also for the methods that look at a whole step: its steps are mixed, and in no order."""
+    batch = logged(LENGTHS, steps=[2, 7, 5] * 5)
+    one = Counterfactual.of(batch)
+    parts = [
+        Counterfactual.of(batch.select((batch.step == s).nonzero().squeeze(-1))) for s in (5, 2, 7)
+    ]
+    a, b, c = (Counterfactual.from_arrays(p.to_arrays()) for p in parts)
+    columns = 17 * len(CANDIDATES)
+    assert same(a.merge(b).merge(c).table(), one.table()) == columns
+    assert same(a.merge(b.merge(c)).table(), one.table()) == columns
+    # The step matters to them: all in one step is not the same.
+    whole = table(replace(batch, step=torch.ones_like(batch.step)))
+    for name, key in (("normalized_tis", "weight_mean"), ("r2vpo_clip", "clipped_frac")):
+        assert abs(whole[name][key] - one.table()[list(CANDIDATES).index(name)][key]) > 1e-3
+
+
+def test_what_is_decided_step_by_step_is_about_the_right_tokens():
+    batch = logged(LENGTHS, steps=[2, 7, 5] * 5)
+    decisions = Decisions(batch)
+    whole = decisions.correction(METHODS["normalized_tis"])
+    clip = decisions.clipped(METHODS["r2vpo_clip"])
+    assert isinstance(whole, Decided)
+    assert whole.weight is not None
+    assert clip is not None
+    compared = 0
+    for step in (2, 5, 7):
+        which = (batch.step == step).nonzero().squeeze(-1)
+        rows, alone = batch.segments.rows(which), Decisions(batch.select(which))
+        part, its = (
+            alone.correction(METHODS["normalized_tis"]),
+            alone.clipped(METHODS["r2vpo_clip"]),
+        )
+        assert isinstance(part, Decided)
+        assert its is not None
+        assert whole.weight[rows].tolist() == part.weight.tolist()  # type: ignore[union-attr]
+        assert clip[0][rows].tolist() == its[0].tolist()
+        compared += len(rows)
+    assert compared == batch.num_tokens
+
+
+def test_any_split_between_groups_gives_what_one_pass_gives_where_steps_are_not_looked_at():
+    batch = logged(LENGTHS)
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(1))
+    pieces = [batch.select(torch.arange(3) + 3 * int(i)) for i in order]
+    merged = Counterfactual.of(pieces[0])
+    for piece in pieces[1:]:
+        merged = merged.merge(Counterfactual.of(piece))
+    looks = {n for n, c in CANDIDATES.items() if c.method.looks_ahead}
+    rows = [
+        [r for r in x.table() if r["name"] not in looks] for x in (merged, Counterfactual.of(batch))
+    ]
+    assert same(*rows) == 17 * (len(CANDIDATES) - len(looks))
+    assert len(looks) == 12
+
+
+ABSENT: list[tuple[str, ...]] = [
+    ("logp",),
+    ("logp_old",),
+    ("logp", "logp_old"),
+    ("logp_rollout",),
+    ("advantages",),
+    ("rollout_version",),
+    ("rewards", "group_ids"),
+    ("divergences",),
+    ("logp", "divergences", "advantages"),
+]
+
+
+@pytest.mark.parametrize("absent", ABSENT, ids="+".join)
+def test_what_a_log_lacks_is_a_sentence_and_nothing_else_changes(absent: tuple[str, ...]):
+    fields: Any = {name: {} if name == "divergences" else None for name in absent}
+    batch = replace(BATCH, **fields)
+    rows, full, explained = table(batch), table(BATCH), 0
+    assert len(rows) == len(CANDIDATES)
+    for name, row in rows.items():
+        assert row.keys() == full[name].keys()
+        if row["why_not"] is None:
+            assert row["kept_tokens"] is not None
+            if "at the first update" not in row["on"]:
+                unchanged = {k for k in NUMBERS if k != "clipped_frac"}
+                assert {k: row[k] for k in unchanged} == {k: full[name][k] for k in unchanged}
+        else:
+            explained += 1
+            assert len(row["why_not"]) > 40
+            assert all(row[k] is None for k in NUMBERS)
+            wanted = ("logp", "kl_rollout", "tv_rollout", "advantage", "version_lag")
+            assert any(w in row["why_not"] for w in (*wanted, "log-probs of the rollout policy"))
+    expected = {
+        ("logp",): 0,
+        ("logp_rollout",): len(CANDIDATES),
+        ("rewards", "group_ids"): 0,
+        ("divergences",): 4,  # trm_max, trm_max_tv, trm_avg, trm_max_avg
+        ("rollout_version",): 3,  # a3po, echo2, roll_flash
+        # dispo, topr, mini_rl, dppo_tv, dppo_kl, vespo, prime_rl, opsm, deepseek_v32
+        ("advantages",): 9,
+    }
+    if absent in expected:
+        assert explained == expected[absent]
+
+
+def test_without_the_current_policy_the_first_update_is_tried():
+    """There pi = pi_old, so the log is one whose current policy is the old one."""
+    rows = table(replace(BATCH, logp=None))
+    old = {k.replace("old", "current"): x for k, x in BATCH.divergences.items() if "old" in k}
+    told = table(replace(BATCH, logp=BATCH.logp_old, divergences=BATCH.divergences | old))
+    # Divergences of a current policy that was logged are used as they are.
+    own = table(replace(BATCH, logp=BATCH.logp_old))
+    marked = [name for name, row in rows.items() if row["on"].endswith(", at the first update")]
+    assert {"token_tis", "cispo", "trm_max_k2", "bypass_ppo_clip", "vespo"} <= set(marked)
+    assert not {"decoupled_token_is", "geo_mask", "none", "disabled", "trm_max", "roll_flash"} & set(marked)  # fmt: skip
+    for name, row in rows.items():
+        for key in NUMBERS:
+            if key != "clipped_frac":
+                assert row[key] == own[name][key], (name, key)
+    without = table(replace(BATCH, logp=None, divergences={k: x for k, x in BATCH.divergences.items() if "old" in k}))  # fmt: skip
+    assert without["trm_max"]["kept_tokens"] == told["trm_max"]["kept_tokens"]
+    assert without["trm_max"]["on"] == "full, at the first update"
+    assert rows["bypass_ppo_clip"]["clipped_frac"] == own["bypass_ppo_clip"]["clipped_frac"]
+    assert own["bypass_ppo_clip"]["clipped_frac"] > 0
+    assert rows["ppo_clip"]["clipped_frac"] is None  # nothing is stale yet
+
+
+def test_numbers_do_not_depend_on_the_number_of_threads():
+    batch, before = logged([523] * 301), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 3, 4):
+            torch.set_num_threads(threads)
+            found.append(Counterfactual.of(batch).sums)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert (found[0] == found[1]).all()
+    assert (found[0] == found[2]).all()
+    assert found[0].shape[0] == len(CANDIDATES)
+
+
+def test_a_log_without_scored_tokens_says_so():
+    nothing = BATCH.select(torch.tensor([3]))  # a response of which no token was scored
+    assert nothing.num_tokens == 0
+    for batch in (nothing, BATCH.select(torch.tensor([], dtype=torch.int64))):
+        found = Counterfactual.of(batch)
+        assert sum(bool(row["why_not"]) for row in found.table()) == len(CANDIDATES)
+        assert same(found.merge(Counterfactual.of(BATCH)).table(), Counterfactual.of(BATCH).table())
+
+
+def test_a_value_that_no_policy_has_is_a_reason_not_an_exception():
+    bad = BATCH.logp_rollout.clone()  # type: ignore[union-attr]
+    bad[3] = 0.5
+    for row in table(replace(BATCH, logp_rollout=bad)).values():
+        assert "logp_rollout of sequence 0" in row["why_not"]
+
+
+def test_arrays_are_plain_and_refused_if_of_other_methods(tmp_path):
+    found = Counterfactual.of(BATCH)
+    np.savez(tmp_path / "x.npz", allow_pickle=False, **found.to_arrays())  # type: ignore[arg-type]
+    with np.load(tmp_path / "x.npz", allow_pickle=False) as held:
+        arrays = dict(held)
+    assert Counterfactual.from_arrays(arrays).table() == found.table()
+    arrays["names"] = arrays["names"][::-1]
+    with pytest.raises(RecordError, match="other methods"):
+        Counterfactual.from_arrays(arrays)
+
+
+MANY = logged([2] * 4000, group=4, steps=[1 + i // 2000 for i in range(4000)])
+
+
+def rows_of(batch: Logged) -> list[int]:
+    return batch.row.tolist()
+
+
+def test_a_sample_is_of_whole_groups_and_of_about_that_share():
+    some = sampled(MANY, 0.2, "a.parquet")
+    groups = {(r - 1) // 4 for r in rows_of(some)}
+    assert rows_of(some) == [r for g in sorted(groups) for r in range(4 * g + 1, 4 * g + 5)]
+    # Binomial(1000, 0.2): 5 standard deviations are 63.
+    assert abs(len(groups) - 200) < 63
+    assert rows_of(sampled(MANY, 0.2, "b.parquet")) != rows_of(some)
+    assert set(rows_of(sampled(MANY, 0.1, "a.parquet"))) < set(rows_of(some))
+    assert sampled(MANY, 1.0) is MANY
+    assert sampled(MANY, 0.0).num_sequences == 0
+
+
+def test_a_sample_does_not_depend_on_who_draws_it():
+    whole = set(rows_of(sampled(MANY, 0.3, "log")))
+    pieces = [MANY.select(torch.arange(a, b)) for a, b in pairwise((0, 40, 44, 2000, 3996, 4000))]
+    numbered_anew = [replace(p, group_ids=p.group_ids - p.group_ids.min()) for p in pieces]  # type: ignore[operator, union-attr]
+    assert {r for p in numbered_anew for r in rows_of(sampled(p, 0.3, "log"))} == whole
+    mixed = MANY.select(torch.randperm(4000, generator=torch.Generator().manual_seed(0)))
+    assert set(rows_of(sampled(mixed, 0.3, "log"))) == whole
+    alone = replace(MANY, group_ids=None)
+    assert abs(sampled(alone, 0.3, "log").num_sequences - 1200) < 5 * math.sqrt(4000 * 0.21)
+    assert len(whole) > 1000
+
+
+def test_a_missing_rollout_policy_is_named():
+    with pytest.raises(EvidenceError, match="no log-probs of the rollout policy"):
+        replace(BATCH, logp_rollout=None).logprobs()

@@ -1,0 +1,114 @@
+"""Following a log while it is written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from offdrift.audit.follow import Log, Metrics, sources
+
+
+def line(step: int, reward: float = 1.0, shift: float = 0.1) -> str:
+    row = {
+        "step": step,
+        "logp_rollout": [-1.0, -2.0],
+        "logp_old": [-1.0 - shift, -2.0],
+        "reward": reward,
+    }
+    return json.dumps(row) + "\n"
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_step_is_given_once_a_later_one_appears(tmp_path):
+    log, clock = tmp_path / "log.jsonl", Clock()
+    follow = Log([str(log)], clock=clock)
+    assert list(follow.poll()) == []  # the file is not there yet
+    log.write_text(line(1) + line(1, reward=0.0))
+    assert list(follow.poll()) == []
+    with log.open("a") as f:
+        f.write(line(2))
+    (row,) = follow.poll()
+    assert row.numbers["step"] == 1
+    assert row.numbers["reward/mean"] == 0.5
+    assert row.numbers["mismatch/k1"] == pytest.approx(0.05)
+    assert list(follow.poll()) == []
+
+
+def test_the_last_step_is_given_when_nothing_more_comes(tmp_path):
+    log, clock = tmp_path / "log.jsonl", Clock()
+    log.write_text(line(1))
+    follow = Log([str(log)], clock=clock, settle=10)
+    assert list(follow.poll()) == []
+    clock.now = 11
+    (row,) = follow.poll()
+    assert row.numbers["step"] == 1
+
+
+def test_half_a_line_waits_for_its_end(tmp_path):
+    log = tmp_path / "log.jsonl"
+    text = line(1) + line(2)
+    log.write_text(text[:-20])
+    follow = Log([str(log)])
+    assert list(follow.poll()) == []
+    log.write_text(text + line(3))
+    rows = list(follow.poll())
+    assert [r.numbers["step"] for r in rows] == [1, 2]
+    assert follow.bad_rows == 0
+
+
+def test_a_row_of_a_step_that_was_given_is_counted_and_not_given_again(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text(line(1) + line(2))
+    follow = Log([str(log)])
+    assert len(list(follow.poll())) == 1
+    with log.open("a") as f:
+        f.write(line(1) + line(3))
+    assert [r.numbers["step"] for r in follow.poll()] == [2]
+    assert follow.late_rows == 1
+
+
+def test_bad_lines_are_counted(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text(line(1) + "nonsense\n" + line(2))
+    follow = Log([str(log)])
+    assert len(list(follow.poll())) == 1
+    assert follow.bad_rows == 1
+
+
+def test_a_run_of_ours_is_followed_by_its_metrics(tmp_path):
+    arm = tmp_path / "arms" / "none"
+    arm.mkdir(parents=True)
+    (tmp_path / "run.json").write_text("{}")
+    assert sources(tmp_path) == []  # a run whose first arm has not written yet
+    metrics = arm / "metrics.jsonl"
+    metrics.write_text(
+        '{"update": 1, "full/k3": 0.5, "divergence/grade": "exact", "x": null}\n{"upd'
+    )
+    (source,) = sources(tmp_path)
+    assert isinstance(source, Metrics)
+    (row,) = source.poll()
+    assert row.source == "none"
+    assert row.numbers == {"step": 1, "update": 1, "full/k3": 0.5}
+    with metrics.open("a") as f:
+        f.write('ate": 2}\n')
+    (row,) = source.poll()
+    assert row.numbers["step"] == 2
+
+
+def test_metrics_that_were_cut_back_are_read_again(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"update": 1}\n{"update": 2}\n')
+    source = Metrics(file, "arm")
+    assert len(list(source.poll())) == 2
+    file.write_text('{"update": 1}\n')
+    assert [r.numbers["step"] for r in source.poll()] == [1]

@@ -1,0 +1,220 @@
+"""A certificate from a log: of one rollout policy and one judged policy, or a sentence why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offdrift.audit import proof
+from offdrift.audit.proof import Proof
+from offdrift.audit.sample import prompt_keys
+from offdrift.certificate import BatchEvidence, TrustRegion, certify
+from offdrift.divergence.evidence import Divergence
+from offdrift.logprobs import LogProbs
+from offdrift.rollouts.logged import Logged
+from offdrift.segments import Segments
+from tests.audit.logs import logged
+
+B, GROUP = 240, 3
+
+
+def log(
+    steps: list[int] | None = None, versions: list[int] | None = None, **changes: Any
+) -> Logged:
+    """Rollouts of a few tokens under slight drift; by default all of version 7, used at step 9."""
+    found = logged([2 + i % 3 for i in range(B)], scales=(0.01, 0.02), group=GROUP)
+    size = found.cu_seqlens.diff()
+    return replace(
+        found,
+        step=torch.tensor(steps or [9] * B),
+        rollout_version=torch.tensor(versions or [7] * B).repeat_interleave(size),
+        version=torch.full((B,), 8),
+        response_lengths=size,
+        **changes,
+    )
+
+
+def direct(batch: Logged, policy: str = "old", ids: torch.Tensor | None = None) -> dict[str, Any]:
+    """What the library's own parts certify about the batch's old (or current) policy."""
+    logp = batch.logp_old if policy == "old" else batch.logp
+    if ids is None:  # intervals take prompts in the order of their keys
+        ids = torch.from_numpy(prompt_keys(batch, "").view(np.int64))
+    assert batch.logp_rollout is not None
+    segments = Segments.from_lengths(batch.cu_seqlens.diff(), group_ids=ids)
+    exact = {f"{d}_rollout_current": Divergence.exact(d, batch.divergences[f"{d}_rollout_{policy}"]) for d in ("kl", "tv")}  # fmt: skip
+    region = TrustRegion(horizon=int(batch.cu_seqlens.diff().max()), delta=0.05)
+    lp = LogProbs.pack(batch.logp_rollout, logp, segments=segments)
+    return certify(BatchEvidence.of(lp, batch.rewards, region=region, divergences=exact)).as_dict()
+
+
+def compared(found: dict[str, Any], expected: dict[str, Any]) -> int:
+    """Numbers and words that were compared; all but the verdict, which says more than `expected`'s."""
+    assert found["verdict"].startswith(expected["verdict"])
+    names = [k for k in expected if k != "verdict"]
+    for k in names:
+        assert close(found[k], expected[k]), k
+    return len(names)
+
+
+def close(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(close(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(close(a, b) for a, b in zip(one, other))
+    return one == pytest.approx(other, rel=1e-9, abs=1e-12) if isinstance(one, float) else one == other  # fmt: skip
+
+
+def test_it_is_what_the_parts_certify_of_the_old_policy():
+    found = Proof.of(log()).as_dict()
+    assert found["why_not"] is None
+    assert found["judged"] == "old"
+    assert found["rollout_version"] == 7
+    assert found["fresh"] is True
+    assert found["prompts"] == B / GROUP
+    assert found["grades"] == {"kl": "exact", "tv": "exact"}
+    assert compared(found, direct(log())) == 22
+
+
+def test_what_a_log_cannot_show_is_part_of_the_verdict():
+    verdict = Proof.of(log()).as_dict()["verdict"]
+    assert verdict.endswith("rewards lie in [0, 1]; no response can be longer than the longest logged, 4 tokens")  # fmt: skip
+    masked = replace(log(), response_lengths=log().response_lengths + 1)
+    assert "were not drawn by the policy" in Proof.of(masked).as_dict()["verdict"]
+    signed = replace(log(), rewards=log().rewards - 0.5)  # type: ignore[operator]
+    assert "rewards lie in [-1, 1]" in Proof.of(signed).as_dict()["verdict"]
+
+
+def test_only_the_newest_rollouts_at_the_first_step_that_used_them_count():
+    """A third is older, a third the newest at step 9, a third the newest again, after an update."""
+    kind = [i // GROUP % 3 for i in range(B)]
+    whole = log([(8, 9, 10)[k] for k in kind], [(6, 7, 7)[k] for k in kind])
+    first = whole.select((torch.tensor(kind) == 1).nonzero().squeeze(-1))
+    found = Proof.of(whole).as_dict()
+    assert found["sequences"] == first.num_sequences == 81
+    assert compared(found, direct(first)) == 22
+    assert "which rollouts of these weights were used first" in found["verdict"]
+    assert "used first" not in Proof.of(first).as_dict()["verdict"]
+
+
+def pieces(whole: Logged, cuts: list[int]) -> list[Proof]:
+    parts = [whole.select(torch.arange(a, b)) for a, b in zip([0, *cuts], [*cuts, B])]
+    return [Proof.from_arrays(Proof.of(p).to_arrays()) for p in parts]
+
+
+@pytest.mark.parametrize("limit", [2**21, 100], ids=["all", "a share of the prompts"])
+def test_any_split_between_groups_gives_what_one_pass_gives(limit: int, monkeypatch):
+    monkeypatch.setattr(proof, "TOKENS", limit)
+    kind = [i // GROUP % 3 for i in range(B)]
+    whole = log([(8, 9, 10)[k] for k in kind], [(7, 7, 6)[k] for k in kind])
+    one = Proof.of(whole)
+    a, b, c, d = pieces(whole, [30, 90, 180])
+    for merged in (a.merge(b).merge(c).merge(d), a.merge(b.merge(c.merge(d))), d.merge(b).merge(a).merge(c)):  # fmt: skip
+        expected = one.as_dict()
+        assert expected["why_not"] is None
+        assert compared(merged.as_dict(), expected) == len(expected) - 1
+        assert merged.arrays["lengths"].sum() <= limit
+        assert sorted(merged.arrays["keys"]) == sorted(one.arrays["keys"])
+
+
+def test_too_many_tokens_leave_whole_prompts_by_chance(monkeypatch):
+    monkeypatch.setattr(proof, "TOKENS", 300)
+    found = Proof.of(log())  # 720 tokens
+    _, sizes = np.unique(found.arrays["keys"], return_counts=True)
+    assert set(sizes.tolist()) == {GROUP}
+    assert 50 < found.arrays["lengths"].sum() <= 300
+    assert found.level >= 2
+    assert found.as_dict()["share_of_prompts"] == 0.5**found.level
+
+
+def test_the_current_policy_is_judged_at_the_first_version_that_was_trained():
+    whole = log()
+    only = {k: x for k, x in whole.divergences.items() if "current" in k}
+    version = torch.tensor([8 + (i // GROUP) % 2 for i in range(B)])
+    given = replace(whole, divergences=only, version=version)
+    first = given.select((version == 8).nonzero().squeeze(-1))
+    found = Proof.of(given).as_dict()
+    assert found["judged"] == "current"
+    assert compared(found, direct(first, "current")) == 22
+    # Evidence about the old policy is preferred, whichever comes first.
+    for merged in (Proof.of(given).merge(Proof.of(whole)), Proof.of(whole).merge(Proof.of(given))):
+        assert merged.as_dict()["judged"] == "old"
+
+
+def test_prompts_are_told_apart_by_their_texts():
+    texts = tuple(f"prompt {i % 7}" for i in range(B))  # \ud800: a broken half of a character
+    texts = ("\ud800", *texts[1:])
+    found = Proof.of(replace(log(), prompts=texts, group_ids=None)).as_dict()
+    ids = torch.tensor([99, *(i % 7 for i in range(1, B))])
+    assert found["prompts"] == 8
+    expected = direct(log(), ids=ids)
+    assert found["estimates"].keys() == expected["estimates"].keys()
+    assert found["estimates"]["acceptance"]["mean"] == pytest.approx(expected["estimates"]["acceptance"]["mean"])  # fmt: skip
+
+
+SOME_UNSCORED = [0 if i == 5 else 2 + i % 3 for i in range(B)]
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"divergences": {}}, "log exact divergences per token"),
+    ({"logp_old": None, "logp": None}, "log exact divergences per token"),
+    ({"rewards": None}, "log the reward"),
+    ({"rewards": torch.full((B,), torch.nan)}, "log the reward of every response"),
+    ({"rewards": torch.full((B,), 7.0)}, "rewards from 7 to 7"),
+    ({"logp_rollout": None}, "logp_rollout"),
+    ({"rollout_version": None}, "log the version of the weights that drew"),
+    ({"group_ids": None}, "log the prompt or its id"),
+    ({"unscored": {"logp_rollout": 3}}, "3 tokens have no log-probs"),
+    ({"logp_old": None, "version": None}, "already learned from these rollouts is unknown"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), REFUSED, ids=[r for _, r in REFUSED])
+def test_what_is_missing_is_named_and_nothing_is_certified(changes: dict, reason: str):
+    found = Proof.of(replace(log(), **changes))
+    told = found.as_dict()
+    assert reason in told["why_not"]
+    assert told["verdict"].startswith("no certificate: ")
+    assert told["certified"] is False
+    assert Proof.from_arrays(found.to_arrays()).as_dict() == told
+
+
+def test_weights_that_changed_while_drawing_are_no_one_policy():
+    whole = log()
+    mixed = whole.rollout_version.clone()  # type: ignore[union-attr]
+    mixed[0] = 6
+    assert "no one rollout policy" in Proof.of(replace(whole, rollout_version=mixed)).as_dict()["why_not"]  # fmt: skip
+    # One such sequence spoils whatever it is merged with, in any order; another version does not mind.
+    a, b = whole.select(torch.arange(30)), whole.select(torch.arange(30, B))
+    spoiled = replace(a, rollout_version=mixed[: a.num_tokens])
+    for merged in (Proof.of(spoiled).merge(Proof.of(b)), Proof.of(b).merge(Proof.of(spoiled))):
+        assert "no one rollout policy" in merged.as_dict()["why_not"]
+    newer = replace(b, rollout_version=b.rollout_version + 1)  # type: ignore[operator]
+    assert Proof.of(spoiled).merge(Proof.of(newer)).as_dict()["why_not"] is None
+
+
+def test_a_response_without_log_probs_makes_the_rest_no_random_sample():
+    found = logged(SOME_UNSCORED, scales=(0.01,), group=GROUP)
+    found = replace(found, rollout_version=torch.full((found.num_tokens,), 7))
+    assert "no random sample" in Proof.of(found).as_dict()["why_not"]
+
+
+def test_nothing_is_no_evidence_and_gives_way_to_any():
+    told = Proof.nothing().as_dict()
+    assert told["why_not"] == proof.NOTHING
+    empty = log().select(torch.tensor([], dtype=torch.int64))
+    assert Proof.of(empty).as_dict() == told
+    whole = Proof.of(log())
+    for merged in (Proof.nothing().merge(whole), whole.merge(Proof.of(empty))):
+        assert merged.as_dict() == whole.as_dict()
+    why = Proof.of(replace(log(), rewards=None))
+    assert Proof.nothing().merge(why).as_dict() == why.merge(Proof.nothing()).as_dict() == why.as_dict()  # fmt: skip
+
+
+def test_sampled_estimates_under_other_names_back_nothing():
+    """Only the four names of exact divergences count; k3 of the drawn tokens is none of them."""
+    whole = log()
+    sampled = {k.replace("kl", "k3"): x for k, x in whole.divergences.items() if "kl" in k}
+    assert "a sampled estimate proves nothing" in Proof.of(replace(whole, divergences=sampled)).as_dict()["why_not"]  # fmt: skip

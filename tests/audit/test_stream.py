@@ -1,0 +1,174 @@
+"""A log read in pieces, by any number of workers, interrupted or not, gives one result."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from offdrift.audit import stream
+from offdrift.audit.part import Job, Part
+from offdrift.audit.result import conclude, read_audit, write_audit
+from offdrift.audit.stream import audit, in_process, in_processes
+from offdrift.errors import RecordError
+from offdrift.integrations.logs import detect, pieces
+from offdrift.rollouts.log import write_log
+from tests.audit.drawn import logged
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Four files of three steps each; the last holds two lines that are no rows."""
+    folder = tmp_path / "log"
+    folder.mkdir()
+    for i in range(3):
+        write_log(logged(seed=i), folder / f"batch-{i}.parquet")
+    return folder
+
+
+def planned(log: Path, piece_bytes: int = 1500) -> tuple[Job, list]:
+    found = detect([str(log)])
+    return Job(found), pieces(found, piece_bytes=piece_bytes)
+
+
+def test_workers_give_what_one_process_gives_to_the_last_bit(log, tmp_path):
+    job, plan = planned(log)
+    assert len(plan) >= 3
+    alone = audit(job, plan, folder=tmp_path / "a", run=in_process)
+    together = audit(job, plan, folder=tmp_path / "b", run=in_processes(2))
+    assert alone.to_bytes() == together.to_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_ray_gives_what_one_process_gives_to_the_last_bit(log, tmp_path):
+    pytest.importorskip("ray")
+    from offdrift.audit.cluster import on_ray
+
+    job, plan = planned(log)
+    alone = audit(job, plan, folder=tmp_path / "a", run=in_process)
+    together = audit(job, plan, folder=tmp_path / "b", run=on_ray("local"))
+    assert alone.to_bytes() == together.to_bytes()
+
+
+def test_a_part_comes_back_from_bytes_as_it_was(log, tmp_path):
+    job, plan = planned(log)
+    part = audit(job, plan, folder=tmp_path)
+    assert Part.from_bytes(part.to_bytes()).to_bytes() == part.to_bytes()
+    assert part.tally is not None and part.counterfactual is not None
+
+
+def test_damaged_bytes_are_refused_and_nothing_is_unpickled(log, tmp_path):
+    job, plan = planned(log)
+    stored = audit(job, plan, folder=tmp_path).to_bytes()
+    for damaged in (b"", b"not a zip", stored[: len(stored) // 2]):
+        with pytest.raises(RecordError, match="cannot be read"):
+            Part.from_bytes(damaged)
+
+
+def test_an_interrupted_audit_continues_where_it_was(log, tmp_path, monkeypatch):
+    job, plan = planned(log)
+    whole = audit(job, plan, folder=tmp_path / "whole")
+
+    def stop_after_two(done: int, part: Part) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        audit(job, plan, folder=tmp_path / "cut", watch=stop_after_two)
+    read = []
+    real = stream.work
+    monkeypatch.setattr(stream, "work", lambda piece, job: read.append(piece) or real(piece, job))
+    again = audit(job, plan, folder=tmp_path / "cut")
+    assert read == plan[2:]
+    assert again.to_bytes() == whole.to_bytes()
+
+
+def test_a_damaged_part_is_made_again(log, tmp_path):
+    job, plan = planned(log)
+    whole = audit(job, plan, folder=tmp_path)
+    part = sorted((tmp_path / "parts").glob("*.npz"))[0]
+    part.write_bytes(b"half a part")
+    assert audit(job, plan, folder=tmp_path).to_bytes() == whole.to_bytes()
+
+
+def test_a_file_that_changed_is_read_again(log, tmp_path):
+    job, plan = planned(log)
+    before = audit(job, plan, folder=tmp_path)
+    write_log(logged(seed=7), log / "batch-0.parquet")
+    after = audit(*planned(log), folder=tmp_path)
+    assert before.to_bytes() != after.to_bytes()
+    assert after.to_bytes() == audit(*planned(log), folder=tmp_path / "fresh").to_bytes()
+
+
+def test_merging_is_associative_for_what_is_counted(log, tmp_path):
+    job, plan = planned(log)
+    parts = [Part.from_bytes(b) for b in in_process(job, plan)]
+    left = functools.reduce(lambda a, b: a.merge(b), parts)
+    right = functools.reduce(lambda a, b: b.merge(a), reversed(parts))
+    a, b = conclude(left, job), conclude(right, job)
+    assert a["counts"] == b["counts"] and a["counts"]["sequences"] == 72
+    for name, value in a["overall"].items():
+        assert b["overall"][name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+def test_nothing_to_read_says_so(log, tmp_path):
+    with pytest.raises(RecordError, match="nothing to read"):
+        audit(planned(log)[0], [], folder=tmp_path)
+
+
+def test_rows_that_cannot_be_read_are_counted_and_told(tmp_path):
+    good = {"logp_rollout": [-1.0, -2.0], "logp_old": [-1.1, -1.9], "reward": 1.0}
+    lines = [
+        json.dumps(good),
+        "{half a line",
+        json.dumps(good | {"logp_old": [-1.0]}),
+        json.dumps(good),
+    ]
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(lines) + "\n")
+    found = detect([str(log)])
+    part = audit(Job(found), pieces(found), folder=tmp_path / "out")
+    assert part.bad_rows == 2
+    assert [b.row for b in part.bad] == [2, 3]
+    told = conclude(part, Job(found))
+    assert told["counts"]["bad_rows"] == 2 and told["counts"]["sequences"] == 2
+    assert [b["row"] for b in told["bad_rows"]] == [2, 3]
+
+
+def test_only_bad_rows_is_an_error_that_names_the_first(tmp_path):
+    log = tmp_path / "log.jsonl"
+    good = json.dumps({"logp_rollout": [-1.0], "logp_old": [-1.0]})
+    log.write_text(good + "\n")
+    found = detect([str(log)])
+    log.write_text("{" + "x" * (len(good) - 1) + "\n")
+    part = audit(Job(found), pieces(found), folder=tmp_path / "out")
+    with pytest.raises(RecordError, match=r"log\.jsonl:1"):
+        conclude(part, Job(found))
+
+
+def test_the_stored_audit_comes_back(log, tmp_path):
+    job, plan = planned(log)
+    told = conclude(audit(job, plan, folder=tmp_path), job)
+    write_audit(told, tmp_path)
+    assert read_audit(tmp_path) == json.loads(json.dumps(told))
+    with pytest.raises(RecordError, match="holds no audit"):
+        read_audit(tmp_path / "elsewhere")
+    (tmp_path / "audit.json").write_text(json.dumps({**told, "format": 99}))
+    with pytest.raises(RecordError, match="format 99"):
+        read_audit(tmp_path)
+
+
+def test_the_tally_equals_one_pass_over_everything(log, tmp_path):
+    """Pieces cut files anywhere between rows; sums must not notice."""
+    job, plan = planned(log)
+    told = conclude(audit(job, plan, folder=tmp_path), job)
+    lp = [logged(seed=i) for i in range(3)]
+    ratio = torch.cat([x.logp_old - x.logp_rollout for x in lp]).double()
+    assert told["counts"]["tokens"] == len(ratio)
+    assert told["overall"]["mismatch/k1"] == pytest.approx(float(-ratio.mean()), rel=1e-5)
+    assert told["overall"]["mismatch/abs_log_ratio_max"] == pytest.approx(
+        float(ratio.abs().max()), rel=1e-5
+    )

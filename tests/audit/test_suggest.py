@@ -1,0 +1,144 @@
+"""The suggestion follows the survey's ladder, on what the table says about the user's own log."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from offdrift.audit.counterfactual import Counterfactual
+from offdrift.audit.suggest import escalation, suggest
+from offdrift.methods import METHODS, override
+from offdrift.rollouts.logged import Logged
+from offdrift.stats import DriftStats, summarize
+
+NAN = float("nan")
+
+GOLDEN = [  # methods.md, diag.golden: chi2_token, RS masked, ESS after RS, Pearson, action
+    (0.5, 0.02, NAN, NAN, "reject"),
+    (1.9, 0.05, NAN, NAN, "reject"),
+    (2.5, 0.05, NAN, NAN, "reject and reweight"),
+    (0.5, 0.15, NAN, NAN, "reject and reweight"),
+    (0.5, 0.3, NAN, NAN, "system"),
+    (2.5, 0.15, 0.25, NAN, "system"),
+    (1.0, 0.05, 0.6, 0.94, "system"),
+    (4.5, 0.05, NAN, NAN, "system"),
+]
+EDGES = [  # methods.md, diag.escalation: half-open ranges; 2.0 exactly is rejection alone
+    (2.0, 0.05, NAN, NAN, "reject"),
+    (4.0, 0.05, NAN, NAN, "reject and reweight"),
+    (0.5, 0.10, NAN, NAN, "reject and reweight"),
+    (0.5, 0.25, NAN, NAN, "reject and reweight"),
+    (0.5, 0.05, 0.3, 0.95, "reject"),
+]
+
+
+@pytest.mark.parametrize(("chi2", "rejected", "ess", "pearson", "action"), GOLDEN + EDGES)
+def test_escalation(chi2: float, rejected: float, ess: float, pearson: float, action: str):
+    rung, why = escalation(chi2, rejected, ess, pearson)
+    assert rung == action
+    assert len(why) > 20
+
+
+def row(name: str, kept: float, ess: float) -> dict[str, Any]:
+    return {"name": name, "kept_tokens": kept, "ess_frac": ess, "why_not": None, "settings": {"gate.low": 0.99, "gate.high": 1.01}}  # fmt: skip
+
+
+def rows(kept: float, ess: float) -> list[dict[str, Any]]:
+    names = ("decoupled_geo_rs", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis")  # fmt: skip
+    return [row(f"{name}(0.99_1.01)", kept, ess) for name in names]
+
+
+def overall(on: str = "mismatch", **said: float | None) -> dict[str, float | None]:
+    healthy = {"pearson": 0.995, "ppl_ratio": 1.001, "k1": 0.01, "chi2_token": 0.02}
+    return {f"{on}/{k}": v for k, v in {**healthy, **said}.items()}
+
+
+@pytest.mark.parametrize(
+    ("said", "kept", "ess", "method", "rung"),
+    [
+        ({}, 1.0, 1.0, "disabled", "none"),
+        ({"k1": 0.03, "pearson": 0.97}, 0.5, 0.5, "disabled", "none"),  # mild: correction is optional
+        ({"pearson": 0.93}, 1.0, 1.0, None, "system"),
+        ({"chi2_token": 0.5}, 0.98, 0.9, "decoupled_geo_rs", "reject"),
+        ({"k1": -0.08}, 0.98, 0.9, "decoupled_geo_rs", "reject"),
+        ({"chi2_token": 2.5}, 0.95, 0.9, "decoupled_geo_rs_token_tis", "reject and reweight"),
+        ({"chi2_token": 0.5}, 0.85, 0.8, "decoupled_geo_rs_token_tis", "reject and reweight"),
+        ({"chi2_token": 0.5}, 0.70, 0.7, None, "system"),
+        ({"chi2_token": 2.5}, 0.85, 0.25 * 0.85, None, "system"),  # ESS is a share of what is kept
+        ({"chi2_token": 2.5}, 0.85, 0.31 * 0.85, "decoupled_geo_rs_token_tis", "reject and reweight"),
+        ({"chi2_token": 4.5}, 0.95, 0.9, None, "system"),
+    ],
+)  # fmt: skip
+def test_suggestion(said: dict, kept: float, ess: float, method: str | None, rung: str):
+    for on, prefix in (("mismatch", "decoupled"), ("full", "bypass_pg")):
+        found = suggest(rows(kept, ess), overall(on, **said))
+        expected = method if on == "mismatch" or method is None else method.replace("decoupled", prefix)  # fmt: skip
+        assert found["method"] == {"disabled": "disabled" if on == "mismatch" else "none"}.get(expected or "", expected)  # fmt: skip
+        assert found["rung"] == rung
+        if found["method"] is None:
+            assert "repair the system" in found["why"]
+            assert found["settings"] == {}
+        else:
+            override(METHODS[found["method"]], found["settings"])  # can be applied
+        if rung.startswith("reject"):
+            assert found["settings"] == {"gate.low": 0.99, "gate.high": 1.01}
+            assert found["row"] == found["method"] + "(0.99_1.01)"
+
+
+def test_mild_and_clean_are_told_apart():
+    assert "no meaningful drift" in suggest([], overall())["why"]
+    for said in ({"pearson": 0.98}, {"k1": 0.03}, {"ppl_ratio": 1.02}):
+        assert "optional" in suggest([], overall(**said))["why"]
+
+
+@pytest.mark.parametrize("nothing", [{}, {"mismatch/chi2_token": None}, {"full/chi2_token": NAN}])
+def test_without_numbers_nothing_is_suggested(nothing: dict):
+    found = suggest(rows(1.0, 1.0), nothing)
+    assert found["method"] is found["rung"] is None
+    assert "log the rollout engine's log-probs" in found["why"]
+    assert suggest([], overall(chi2_token=0.5))["rung"] is None
+    untried = [{**r, "why_not": "the log lacks it"} for r in rows(1.0, 1.0)]
+    assert "was not tried" in suggest(untried, overall(chi2_token=0.5))["why"]
+
+
+def drifting(scale: float, far: float = 0.0, hit: int = 0) -> Logged:
+    """400 responses of 50 tokens: pi_old = mu e^d, d ~ N(0, scale), and d = far at the first token of
+    `hit` responses, so that token chi2 is hit (e^(2 far) - 1) / 20,000 where scale is 0.
+    """
+    draw, n, length = torch.Generator().manual_seed(0), 400, 50
+    mu = -5 + 4 * torch.rand(n * length, generator=draw, dtype=torch.float64)
+    mu[::length] = -5
+    d = scale * torch.randn(n * length, generator=draw, dtype=torch.float64)
+    d[: hit * length : length] = far
+    return Logged(
+        cu_seqlens=torch.arange(n + 1) * length,
+        step=torch.ones(n, dtype=torch.int64),
+        row=torch.arange(1, n + 1),
+        response_lengths=torch.full((n,), length),
+        logp_rollout=mu,
+        logp_old=(mu + d).clamp(max=0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("log", "method"),
+    [
+        (drifting(0.01), "disabled"),
+        (drifting(0.0, 2.2, 60), "disabled"),  # chi2 0.24
+        (drifting(0.0, 4.0, 4), "decoupled_geo_rs"),  # chi2 0.60, 1 % of the responses
+        (drifting(0.0, 4.6, 5), "decoupled_geo_rs_token_tis"),  # chi2 2.5
+        (drifting(0.0, 2.5, 60), "decoupled_geo_rs_token_tis"),  # chi2 0.44, 15 % of the responses
+        (drifting(0.0, 4.6, 10), None),  # chi2 4.9
+        (drifting(0.6), None),  # nearly all responses are outside the band
+    ],
+)
+def test_suggestions_on_logs_end_to_end(log: Logged, method: str | None):
+    for current in (False, True):  # the same drift as bypass mode would log it
+        log = replace(log, logp=log.logp_old, logp_old=None) if current else log
+        metrics = summarize(DriftStats.of(log.logprobs()))
+        found = suggest(Counterfactual.of(log).table(), metrics)
+        renamed = None if method is None else method.replace("decoupled", "bypass_pg").replace("disabled", "none")  # fmt: skip
+        assert found["method"] == (renamed if current else method), found

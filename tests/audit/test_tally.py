@@ -1,0 +1,251 @@
+"""A tally: any split gives what one pass gives, and one order of parts the same bits."""
+
+import io
+import itertools
+import json
+import math
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offdrift.audit.chunks import by_step, chunks
+from offdrift.audit.tally import Tally
+from offdrift.audit.timeline import MAX_POINTS, Timeline, width_for
+from offdrift.rollouts.logged import Logged
+from offdrift.stats import DriftStats, signature, summarize
+from tests.audit.logged import ALL, log_ratios, make_log
+
+
+def split(log: Logged, sizes: list[int]) -> list[Logged]:
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    assert ends[-1] == log.num_sequences
+    return [log.select(torch.arange(a, b)) for a, b in itertools.pairwise(ends)]
+
+
+def close(a: Any, b: Any, where: str = "") -> int:
+    """Compare nested data up to rounding; how many numbers were compared."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        return sum(close(a[k], b[k], f"{where}.{k}") for k in a)
+    if isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        return sum(close(x, y, f"{where}[{i}]") for i, (x, y) in enumerate(zip(a, b)))
+    if isinstance(a, float) and isinstance(b, float):
+        assert a == pytest.approx(b, rel=1e-7, abs=1e-9, nan_ok=True), where
+        return 1
+    assert a == b, where
+    return 1
+
+
+def stored(tally: Tally) -> Tally:
+    out = io.BytesIO()
+    np.savez(out, allow_pickle=False, **tally.to_arrays())
+    out.seek(0)
+    with np.load(out, allow_pickle=False) as arrays:
+        return Tally.from_arrays(dict(arrays))
+
+
+def text(tally: Tally) -> str:
+    return json.dumps(tally.as_dict())
+
+
+@pytest.mark.parametrize("sizes", [[24], [1] * 24, [5, 19], [3, 1, 0, 20], [23, 1]], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_merge_over_any_split_equals_one_pass(sizes, seed):
+    log = make_log(seed)
+    parts = [Tally.of(part, file="f") for part in split(log, [s for s in sizes if s])]
+    merged, whole = reduce(Tally.merge, parts).as_dict(), Tally.of(log, file="f").as_dict()
+    # a group that is cut by a split is counted in both parts
+    merged["counts"]["prompts"] = whole["counts"]["prompts"]
+    assert close(merged, whole) > 2500
+
+
+def test_merging_in_order_is_the_same_to_the_last_bit_whoever_computed_the_parts():
+    log = make_log(3, lengths=[700] * 90, dtype=torch.float32)
+    sizes, threads = [30, 1, 29, 30], torch.get_num_threads()
+    here = reduce(Tally.merge, [Tally.of(p, file="f") for p in split(log, sizes)])
+    torch.set_num_threads(2)
+    there = [stored(Tally.of(p, file="f")) for p in reversed(split(log, sizes))]
+    torch.set_num_threads(threads)
+    assert text(reduce(Tally.merge, reversed(there))) == text(here)
+    # resumed from what was stored of the first two
+    resumed = stored(there[-1].merge(there[-2])).merge(there[-3]).merge(there[-4])
+    assert text(resumed) == text(here)
+
+
+def test_threads_change_nothing():
+    log, threads = make_log(0, lengths=[100_000, 100_000], dtype=torch.float32), torch.get_num_threads()  # fmt: skip
+    found = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found.append(text(Tally.of(log)))
+        assert torch.get_num_threads() == count
+    torch.set_num_threads(threads)
+    assert found[0] == found[1]
+
+
+def test_storing_loses_nothing():
+    log = make_log(0)
+    odd = replace(log, completions=("\ud800\x00</script>",) * log.num_sequences)
+    for tally in (Tally.of(log), Tally.of(odd), Tally.of(make_log(1, fields=())), Tally.of(log).merge(Tally.of(make_log(1, fields=("logp",))))):  # fmt: skip
+        again = stored(tally)
+        assert text(again) == text(tally)
+        assert again.worst == tally.worst
+        arrays = again.to_arrays()
+        for name, x in tally.to_arrays().items():
+            assert np.array_equal(arrays[name], x), name
+            assert x.dtype.kind in "biuf", name
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 10**6])
+def test_chunks_of_a_batch_are_an_inner_matter(monkeypatch, tokens):
+    log = make_log(4, lengths=[0, 50, 0, 30, 200, 0, 0, 70, 0])
+    whole = Tally.of(log).as_dict()
+    monkeypatch.setattr("offdrift.audit.tally.chunks", lambda batch: chunks(batch, tokens=tokens))
+    assert close(Tally.of(log).as_dict(), whole) > 1000
+    cut = list(chunks(log, tokens=tokens))
+    assert sum(c.num_sequences for c in cut) == 9
+    assert sum(c.num_tokens for c in cut) == 350
+    assert all(c.num_tokens for c in cut)
+
+
+def test_each_step_is_a_batch_of_its_own():
+    log = make_log(5, steps=[7, 3] * 12)
+    for row in Tally.of(log).as_dict()["steps"]:
+        own = log.select((log.step == row["step"]).nonzero().squeeze(-1))
+        lp = own.logprobs()
+        stats = DriftStats.of(lp).plus(signature(lp, advantages=own.advantages, position=own.position))  # fmt: skip
+        expected = {k: v for k, v in summarize(stats).items() if not k.startswith(("batch/", "response/"))}  # fmt: skip
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
+        assert len(expected) > 80
+        assert (row["sequences"], row["tokens"]) == (12, own.num_tokens)
+    assert [r["step"] for r in Tally.of(log).as_dict()["steps"]] == [3, 7]
+
+
+def test_facts_of_a_step():
+    log = make_log(6, steps=[1] * 24)
+    assert log.rewards is not None
+    assert log.truncated is not None
+    assert log.entropy is not None
+    assert log.lag is not None
+    log = replace(log, rewards=torch.cat([log.rewards[:-1], torch.tensor([math.nan])]), response_lengths=log.response_lengths + 10)  # fmt: skip
+    (row,) = Tally.of(log).as_dict()["steps"]
+    expected = {
+        "reward/mean": log.rewards[:-1].mean(),  # type: ignore[index]
+        "response/length_mean": log.response_lengths.double().mean(),
+        "response/length_max": log.response_lengths.max(),
+        "response/truncated_frac": log.truncated.double().mean(),  # type: ignore[union-attr]
+        "version_lag/mean": log.lag.double().mean(),  # type: ignore[union-attr]
+        "version_lag/max": log.lag.max(),  # type: ignore[union-attr]
+        "current/entropy": log.entropy.mean(),  # type: ignore[union-attr]
+        "divergence/kl_rollout_old_mean": log.divergences["kl_rollout_old"].mean(),
+        "divergence/kl_rollout_old_max": log.divergences["kl_rollout_old"].max(),
+    }
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(float(value)), name
+
+
+def test_bands_of_a_step():
+    log = make_log(7, lengths=[300] * 10, steps=[1] * 10)
+    (row,) = Tally.of(log).as_dict()["steps"]
+    ls = torch.tensor([x for held in log_ratios(log, "full") for x in held], dtype=torch.float64)
+    assert row["quantiles"].keys() == {"response_length", "reward", "mismatch/log_ratio", "staleness/log_ratio", "full/log_ratio"}  # fmt: skip
+    for name, q in {"p05": 0.05, "p95": 0.95, "p99": 0.99}.items():
+        exact = float(torch.quantile(ls, q))
+        assert row["quantiles"]["full/log_ratio"][name] == pytest.approx(exact, rel=0.1)
+    assert row["quantiles"]["reward"]["p50"] in (0.0, 0.5, 1.0)
+    assert row["quantiles"]["response_length"] == {"p05": 300.0, "p50": 300.0, "p95": 300.0, "p99": 300.0}  # fmt: skip
+
+
+def test_text_alone_is_counted():
+    log = make_log(0, fields=("rewards", "texts"))
+    log = replace(log, logp_rollout=None, cu_seqlens=torch.zeros(25, dtype=torch.int64), length_unit="character")  # fmt: skip
+    got = Tally.of(log).as_dict()
+    assert got["has"] == ["rewards", "prompts", "completions"]
+    assert got["counts"] == {"rows": 24, "sequences": 24, "tokens": 0, "steps": 3, "prompts": None, "unscored": {}, "length_unit": "character"}  # fmt: skip
+    assert got["overall"]["reward/mean"] == pytest.approx(float(log.rewards.mean()))  # type: ignore[union-attr]
+    assert got["overall"]["response/length_mean"] == pytest.approx(float(log.response_lengths.double().mean()))  # fmt: skip
+    assert not any(name.startswith(("mismatch", "full", "rollout")) for name in got["overall"])
+    assert got["worst"] == {"sequences": [], "tokens": []}
+    assert sum(r["sequences"] for r in got["facets"]["length"]) == 24
+
+
+def test_only_the_rollout_policy_was_logged():
+    got = Tally.of(make_log(0, fields=())).as_dict()
+    assert got["overall"]["rollout/ppl"] > 1
+    assert got["histograms"] == {}
+    assert got["worst"]["sequences"] == []
+    assert {r["label"] for r in got["facets"]["token_class"]} >= {"sure", "last token"}
+
+
+def test_a_step_without_a_scored_token():
+    log = make_log(0, lengths=[0, 0, 5, 6], steps=[1, 1, 2, 2])
+    first, second = Tally.of(log).as_dict()["steps"]
+    assert (first["tokens"], second["tokens"]) == (0, 11)
+    assert "mismatch/k3" not in first
+    assert first["reward/mean"] >= 0
+    assert second["mismatch/k3"] > 0
+
+
+def test_logs_that_hold_different_fields_add_up_to_what_each_holds():
+    full, some = make_log(0), make_log(1, fields=("logp", "rewards"))
+    both = Tally.of(full).merge(Tally.of(some)).as_dict()
+    alone = Tally.of(full).as_dict()
+    for name in ("mismatch/k3", "mismatch/log_ppl_gap", "mismatch/chi2_seq", "old/ppl", "version_lag/mean", "current/entropy", "divergence/kl_rollout_old_mean", "staleness/clip_frac", "response/truncated_frac", "mismatch/acceptance_sum"):  # fmt: skip
+        assert both["overall"][name] == pytest.approx(alone["overall"][name]), name
+    assert both["overall"]["full/k3"] != pytest.approx(alone["overall"]["full/k3"])
+    assert set(both["has"]) == set(alone["has"])
+    rows, own = ({r["label"]: r for r in d["facets"]["lag"]} for d in (both, alone))
+    assert rows.keys() == own.keys()
+    for label, row in own.items():
+        assert rows[label]["tokens"] == row["tokens"]
+
+
+def test_long_runs_are_binned_the_same_whatever_the_order(monkeypatch):
+    monkeypatch.setattr("offdrift.audit.timeline.MAX_POINTS", 20)
+    log = make_log(0, lengths=[9] * 41, steps=[5 * i for i in range(41)], fields=("logp_old",))
+    whole = Tally.of(log).as_dict()
+    parts = [Tally.of(p) for p in split(log, [15, 15, 11])]
+    one, other = reduce(Tally.merge, parts).as_dict(), reduce(Tally.merge, parts[::-1]).as_dict()
+    assert close(one, whole) > 1000
+    assert close(other, whole) > 1000
+    # 41 steps from 0 to 200: at width 8 there are 26 points, at 16 there are 13
+    assert whole["steps_per_point"] == 16
+    assert len(whole["steps"]) == 13
+    assert whole["counts"]["steps"] == 41
+    assert [r["step"] for r in whole["steps"][:3]] == [0, 20, 35]  # the first at 0, 16, 32 or later
+    assert sum(r["sequences"] for r in whole["steps"]) == 41
+
+
+def test_width_and_limit():
+    assert width_for(np.arange(MAX_POINTS)) == 1
+    assert width_for(np.arange(MAX_POINTS) * 10**9) == 1
+    assert width_for(np.arange(MAX_POINTS + 1)) == 2
+    assert Timeline().merge(Timeline()).width == 1
+
+
+def test_dropped_tokens_rows_and_units():
+    log = replace(make_log(0), unscored={"logp_rollout": 3, "logp": 1}, row=torch.arange(24) // 2)
+    both = Tally.of(log).merge(Tally.of(replace(log, length_unit="character"))).as_dict()
+    assert both["counts"]["unscored"] == {"logp_rollout": 6, "logp": 2}
+    assert both["counts"]["rows"] == 24
+    assert both["counts"]["prompts"] == 12
+    assert both["counts"]["length_unit"] == "mixed"
+    assert both["has"][:3] == ["logp_rollout", "logp_old", "logp"]
+
+
+def test_order_of_steps_is_stable():
+    log = make_log(0, steps=[2, 1] * 12)
+    assert by_step(log).row.tolist() == [*range(2, 25, 2), *range(1, 25, 2)]
+    assert by_step(make_log(0)).row.tolist() == list(range(1, 25))
+
+
+def test_a_part_is_small_however_large_its_batch():
+    sizes = [sum(x.nbytes for x in Tally.of(make_log(0, lengths=[n] * 30, steps=[1] * 30, fields=ALL)).to_arrays().values()) for n in (1000, 4000)]  # fmt: skip
+    assert sizes[1] < 1.3 * sizes[0]
+    assert sizes[1] < 1.5 * 2**20

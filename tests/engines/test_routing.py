@@ -1,0 +1,136 @@
+"""Routes and their replay, against transformers' own router logits, one sequence at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from offdrift.engines.routing import (
+    flips,
+    replayed,
+    route_lengths,
+    routers,
+    routes_of,
+)
+from offdrift.engines.score import score
+from offdrift.engines.transformers import TransformersEngine
+from offdrift.errors import EngineError
+from tests.engines.contract import PLAIN, PROMPTS
+from tests.engines.models import VOCAB, tiny
+
+RAGGED = replace(PLAIN, stop_token_ids=tuple(range(0, VOCAB, 8)))
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return TransformersEngine(tiny("moe")).generate(PROMPTS * 2, RAGGED, seed=0, evidence="full")
+
+
+@torch.no_grad()
+def routes_by_hand(model, rollouts):
+    """The two largest router logits at every position but the last, by unpadded forwards."""
+    found = []
+    prompts = rollouts.prompt_tokens.split(rollouts.prompt_cu_seqlens.diff().tolist())
+    for prompt, response in zip(prompts, rollouts.tokens.split(rollouts.lengths.tolist())):
+        ids = torch.cat([prompt, response])[None]
+        layers = model(input_ids=ids, output_router_logits=True).router_logits
+        found.append(torch.stack([x.topk(2).indices for x in layers], dim=1)[:-1])
+    return torch.cat(found)
+
+
+def test_routes_are_those_of_every_position_in_the_order_of_the_batch(drawn):
+    model = tiny("moe")
+    truth = routes_by_hand(model, drawn)
+    assert truth.shape == (int(route_lengths(drawn).sum()), 2, 2)
+    assert len(set(drawn.lengths.tolist())) > 3
+    for budget in (8192, 20):
+        routes = routes_of(model, drawn, token_budget=budget)
+        assert routes.shape == truth.shape
+        assert not flips(routes, truth).any()
+    # The test can tell: routes one position off differ nearly everywhere.
+    assert flips(truth.roll(1, 0), truth).float().mean() > 0.3
+
+
+@pytest.mark.vllm
+def test_vllm_says_the_same_in_float32_and_flips_in_bfloat16(vllm_engine, drawn):
+    truth = routes_by_hand(tiny("moe"), drawn)
+    exact = vllm_engine("moe", dtype="float32").routes(drawn)
+    assert exact.shape == truth.shape
+    assert not flips(exact, truth).any()
+    rounded = flips(vllm_engine("moe", dtype="bfloat16").routes(drawn), truth)
+    assert 0 < rounded.float().mean() < 0.2
+
+
+@pytest.mark.vllm
+def test_vllm_routes_prompts_that_are_in_its_cache(vllm_engine, drawn):
+    engine = vllm_engine("moe", dtype="float32")
+    long = engine.generate([[i % 60 for i in range(160)]] * 2, PLAIN, seed=0)
+    assert not flips(engine.routes(long), routes_by_hand(tiny("moe"), long)).any()
+    assert not flips(engine.routes(long), routes_by_hand(tiny("moe"), long)).any()
+
+
+@pytest.mark.vllm
+def test_a_dense_vllm_has_no_routes(vllm_engine, drawn):
+    with pytest.raises(EngineError, match="no router"):
+        vllm_engine("dense", dtype="float32").routes(drawn)
+
+
+@torch.no_grad()
+def test_replaying_its_own_routes_changes_nothing(drawn):
+    model = tiny("moe")
+    plain = score(model, drawn)
+    with replayed(model, drawn, routes_of(model, drawn)):
+        same = score(model, drawn)
+    assert len(plain.logits) == len(drawn.tokens)
+    torch.testing.assert_close(same.logits, plain.logits, atol=1e-5, rtol=0)
+    assert all(not m._forward_hooks for m in model.modules())
+
+
+@torch.no_grad()
+def test_imposed_experts_are_weighed_by_the_models_own_router(drawn):
+    # By hand: a router of two experts out of 8 that always picks the third and the fifth.
+    model, by_hand = tiny("moe"), tiny("moe")
+    routes = torch.tensor([2, 4]).expand(int(route_lengths(drawn).sum()), 2, 2)
+
+    class Fixed(nn.Module):
+        def __init__(self, router) -> None:
+            super().__init__()
+            self.weight, self.normalized = router.weight, router.norm_topk_prob
+
+        def forward(self, x):
+            logits = x.reshape(-1, x.shape[-1]) @ self.weight.T
+            p = logits.softmax(-1)[:, [2, 4]]
+            p = p / p.sum(-1, keepdim=True) if self.normalized else p
+            return logits, p, torch.tensor([2, 4]).expand(len(p), 2)
+
+    for layer in by_hand.model.layers:
+        layer.mlp.gate = Fixed(layer.mlp.gate)
+    with replayed(model, drawn, routes):
+        found = score(model, drawn).logits
+    truth = score(by_hand, drawn).logits
+    assert found.shape == (len(drawn.tokens), VOCAB)
+    torch.testing.assert_close(found, truth, atol=1e-4, rtol=0)
+    assert (found - score(model, drawn).logits).abs().mean() > 0.1
+
+
+@torch.no_grad()
+def test_what_cannot_be_read_or_replayed_is_refused(drawn):
+    model = tiny("moe")
+    routes = routes_of(model, drawn)
+    assert routers(tiny("dense")) == []
+    with pytest.raises(EngineError, match="no mixture of experts"):
+        routes_of(tiny("dense"), drawn)
+    with pytest.raises(EngineError, match="1 layers, the model has 2"), replayed(model, drawn, routes[:, :1]):  # fmt: skip
+        pass
+    handle = routers(model)[0].register_forward_hook(
+        lambda m, a, out: (out[0], out[1] ** 3, out[2])
+    )
+    with pytest.raises(EngineError, match="rule that is not known"), replayed(model, drawn, routes):
+        score(model, drawn)
+    handle.remove()
+    routers(model)[0].register_forward_hook(lambda m, a, out: out[:2])
+    with pytest.raises(EngineError, match="neither read nor replayed"):
+        routes_of(model, drawn)

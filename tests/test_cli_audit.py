@@ -1,0 +1,112 @@
+"""`offdrift audit`, `watch` and `compare`, as a person runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offdrift.cli import audit as audit_command
+from offdrift.cli import compare as compare_command
+from offdrift.cli import watch as watch_command
+from offdrift.rollouts.log import write_log
+from tests.audit.drawn import logged
+from tests.command import command
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def go(*words: str, width: int = 120):
+        screens = (audit_command, compare_command, watch_command)
+        return command(monkeypatch, capsys, *words, screens=screens, width=width)
+
+    return go
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    for i in range(2):
+        write_log(logged(seed=i, steps=4, sequences=40), tmp_path / "log" / f"batch-{i}.parquet")
+    return tmp_path / "log"
+
+
+def test_an_audit_says_what_it_detected_and_leaves_numbers_and_a_page(run, log, tmp_path):
+    done = run("audit", str(log), "--out", "found")
+    assert done.code == 0
+    assert "2 files" in done.stderr
+    told = json.loads((tmp_path / "found" / "audit.json").read_text())
+    assert told["counts"]["sequences"] == 80
+    page = (tmp_path / "found" / "report.html").read_text()
+    assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
+    assert "report.html" in done.stdout.replace("\n", "")
+
+
+def test_json_is_the_stored_audit(run, log, tmp_path):
+    done = run("audit", str(log), "--out", "found", "--json")
+    assert json.loads(done.stdout) == json.loads((tmp_path / "found" / "audit.json").read_text())
+
+
+def test_columns_of_any_name_are_mapped(run, tmp_path):
+    rows = [{"lp": [-1.0, -2.0], "t": {"lp": [-1.5, -2.0]}, "score": i} for i in range(4)]
+    Path("log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    done = run("audit", "log.jsonl", "--columns", "logp_rollout=lp,logp_old=t.lp,reward=score", "--json", "--out", "o")
+    told = json.loads(done.stdout)
+    assert told["overall"]["mismatch/k1"] == pytest.approx(0.25)
+    assert told["overall"]["reward/mean"] == 1.5
+
+
+def test_fail_on_makes_a_drifting_run_fail_and_a_clean_one_pass(run, tmp_path):
+    write_log(logged(drift=0.0, sequences=60), tmp_path / "clean.parquet")
+    write_log(logged(drift=2.0, sequences=60), tmp_path / "bad.parquet")
+    assert run("audit", "clean.parquet", "--fail-on", "act").code == 0
+    assert run("audit", "bad.parquet", "--fail-on", "act").code == 2
+
+
+def test_a_run_of_several_arms_names_them(run, tmp_path):
+    for arm in ("none", "tis"):
+        write_log(logged(), tmp_path / "run" / "arms" / arm / "log" / "batch-0.parquet")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    done = run("audit", "run")
+    assert done.code == 1
+    assert "none" in done.stderr and "tis" in done.stderr
+    assert run("audit", "run/arms/none").code == 0
+    assert (tmp_path / "audits").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("audit", "absent.jsonl"), "absent.jsonl"),
+        (("audit", "x", "--columns", "logp_rollout"), "logp_rollout"),
+        (("audit", "x", "--fail-on", "never"), "never"),
+        (("watch", "x", "--fail-on", "never"), "never"),
+        (("compare", "x", "y"), "offdrift audit"),
+    ],
+)
+def test_what_cannot_be_is_named(run, words, named):
+    done = run(*words)
+    assert done.code == 1
+    assert named in done.stderr.replace("\n", " ")
+
+
+def test_two_audits_side_by_side(run, log, tmp_path):
+    write_log(logged(drift=1.0, sequences=60), tmp_path / "other.parquet")
+    run("audit", str(log), "--out", "a")
+    run("audit", "other.parquet", "--out", "b")
+    done = run("compare", "a", "b", "--out", "both.html")
+    assert done.code == 0
+    assert (tmp_path / "both.html").stat().st_size > 10_000
+    told = json.loads(run("compare", "a", "b", "--json").stdout)
+    assert told
+
+
+def test_watch_follows_a_log_and_ends_when_it_is_idle(run, tmp_path):
+    write_log(logged(drift=2.0, sequences=120, steps=6), tmp_path / "log" / "batch-0.parquet")
+    done = run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--json")
+    lines = [json.loads(x) for x in done.stdout.splitlines()]
+    assert [x["step"] for x in lines if x["kind"] == "step"] == [0, 1, 2, 3, 4]
+    assert any(x["kind"] == "finding" for x in lines)
+    assert run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--fail-on", "act").code == 2

@@ -1,0 +1,220 @@
+"""`offdrift check` from the command line: files, exit status, messages, and what the terminal shows."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from offdrift.audit.prompts import BUNDLED, encoded, read_prompts
+from offdrift.cli import check as command_module
+from offdrift.errors import RecordError
+from offdrift.report.check import check_view
+from offdrift.train.models import load_model, tiny_tokenizer
+from tests.command import Done, command
+
+TINY = ("check", "--model", "tiny-qwen3", "--rollout", "transformers:bfloat16", "--max-prompts", "6", "--max-tokens", "12")  # fmt: skip
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    def run(*words: str, width: int = 140) -> Done:
+        return command(monkeypatch, capsys, *words, "--out", str(tmp_path / "out"), screens=(command_module,), width=width)  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """A check with two factors, one of which these engines do not have."""
+    out = tmp_path_factory.mktemp("check")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["offdrift", *TINY, "--factors", "rollout_dtype,off_by_one,prefix_caching", "--out", str(out)])  # fmt: skip
+        patch.setattr(command_module, "console", Console(file=io.StringIO(), width=100))
+        from offdrift import cli
+
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert not end.value.code
+    return json.loads((out / "check.json").read_text())
+
+
+# -- files and exit status -----------------------------------------------------------------------
+
+
+def test_it_writes_both_files_and_says_what_it_found(run, tmp_path):
+    done = run(*TINY, "--factors", "none", "--max-kl", "0.001")
+    assert done.code == 0, done.stderr
+    kept = json.loads((tmp_path / "out" / "check.json").read_text())
+    assert kept["passed"] is True
+    assert kept["prompts"] == 6
+    assert "Every threshold holds" in done.stdout
+    assert "passed: mean KL" in done.stdout
+    page = (tmp_path / "out" / "check.html").read_text()
+    assert "tiny-qwen3" in page
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_json_is_the_file_and_nothing_else(run, tmp_path):
+    done = run(*TINY, "--factors", "none", "--json", "--samples", "2")
+    shown = json.loads(done.stdout)
+    assert shown == json.loads((tmp_path / "out" / "check.json").read_text())
+    assert (shown["prompts"], shown["sequences"]) == (6, 12)
+
+
+def test_a_pair_that_differs_by_more_than_allowed_fails(run, tmp_path):
+    done = run(*TINY, "--factors", "none", "--max-kl", "1e-9")
+    assert done.code == 1
+    assert "FAILED: mean KL" in done.stdout
+    assert json.loads((tmp_path / "out" / "check.json").read_text())["passed"] is False
+
+
+def test_an_interrupt_leaves_what_was_measured(run, tmp_path, monkeypatch):
+    from offdrift.audit.factors.base import Factor
+
+    def stopped(self, bench, pair, baseline):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Factor, "run", stopped)
+    done = run(*TINY, "--factors", "rollout_dtype")
+    assert done.code == 130
+    kept = json.loads((tmp_path / "out" / "check.json").read_text())
+    assert kept["interrupted"] is True
+    assert kept["factors"][0]["status"] == "skipped"
+    assert kept["baseline"]["kl_mean"] > 0
+    assert "Interrupted" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--factors", "bogus"), "'bogus'"),
+        (("--rollout", "sglang:bfloat16"), "'sglang'"),
+        (("--train", "vllm:bfloat16"), "transformers:bfloat16"),
+        (("--max-kl", "0"), "max_kl"),
+        (("--temperature", "0"), "temperature"),
+        (("--model", "/nowhere"), "/nowhere"),
+        (("--prompts", "/nowhere.txt"), "/nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_is_one_message(run, tmp_path, words, said):
+    done = run(*TINY, "--factors", "none", *words)
+    assert done.code == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_vllm_the_other_engine_is_chosen_and_named(monkeypatch, run):
+    monkeypatch.setattr(command_module.importlib.util, "find_spec", lambda name: None)
+    done = run("check", "--model", "tiny-qwen3", "--quick", "--factors", "none")
+    assert done.code == 0, done.stderr
+    assert "rollout engine: transformers:bfloat16; vLLM is not installed" in done.stderr
+    assert "8 prompts" in done.stdout
+
+
+# -- prompts -------------------------------------------------------------------------------------
+
+
+def test_the_bundled_prompts_are_many_different_and_have_tokens():
+    assert len(BUNDLED) == len(set(BUNDLED)) == 32
+    model, tokenizer = load_model("tiny-qwen3", seed=0)
+    ids = encoded(BUNDLED, tokenizer, vocab_size=model.config.vocab_size)
+    assert len(ids) == 32
+    assert max(map(len, ids)) + 64 < model.config.max_position_embeddings
+
+
+def test_prompts_are_lines_of_text(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"first\n\n second \r\n# third\nfourth")
+    assert read_prompts(path) == ["first", " second ", "# third", "fourth"]
+    assert read_prompts(path, limit=2) == ["first", " second "]
+
+
+def test_prompts_are_text_or_messages_in_json_lines(tmp_path):
+    path = tmp_path / "p.jsonl"
+    rows = [{"prompt": "a\nb"}, {"prompt": [{"role": "user", "content": "c", "extra": 1}], "answer": 3}]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert read_prompts(path) == ["a\nb", ({"role": "user", "content": "c"},)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.jsonl", b'{"prompt": "ok"}\n{"prompt": ', "line 2 is no JSON"),
+        ("p.jsonl", b'{"prompt": "ok"}\n\n{"text": "x"}', "line 3"),
+        ("p.jsonl", b'["x"]', "line 1"),
+        ("p.jsonl", b'{"prompt": [{"role": "user"}]}', "line 1"),
+        ("p.jsonl", b'{"prompt": "\\ud800"}', "line 1"),
+        ("p.txt", b"fine\nbad \xff", "line 2 is not UTF-8"),
+        ("p.txt", b"\n \n", "holds no prompts"),
+    ],
+)
+def test_a_bad_prompt_is_named_by_file_and_line(tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match="prompt") as error:
+        read_prompts(path)
+    assert said in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_text_becomes_a_turn_where_there_is_a_template():
+    tokenizer = tiny_tokenizer()
+    conversation = ({"role": "user", "content": "2+3="},)
+    with pytest.raises(RecordError, match="prompt 2"):
+        encoded(["1", conversation], tokenizer, vocab_size=64)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    plain, turn, same = encoded(["2+3="], tokenizer, vocab_size=64, chat=False) + encoded(["2+3=", conversation], tokenizer, vocab_size=64)  # fmt: skip
+    assert tokenizer.decode(plain) == "2+3="
+    assert tokenizer.decode(turn) == "<2+3=>"
+    assert turn == same
+    with pytest.raises(RecordError, match="another model"):
+        encoded(["z"], tokenizer, vocab_size=10, chat=False)
+
+
+# -- the terminal --------------------------------------------------------------------------------
+
+
+def shown(check: dict, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(check_view(check, width=width))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_nothing_is_cut_off(found, width):
+    text = shown(found, width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    for title in ("factor", "changed", "KL mean", "KL max", "× before", "own KL", "metric", "healthy", "source"):  # fmt: skip
+        assert title in text, title
+    assert lines[0].startswith("╭")  # the verdict is first
+    assert "rollout dtype" in text
+    assert "prefix caching not offered" in text
+    assert text.index("One setting changed") < text.index("What common mistakes") < text.index("Thresholds")  # fmt: skip
+    assert "Recommended: trm_max" in text
+
+
+def test_every_threshold_is_shown_with_its_source(found):
+    text = shown(found, 100)
+    for row in found["thresholds"]:
+        assert row["metric"] in text
+        assert row["source"] in " ".join(text.split())
+    assert len(found["thresholds"]) > 10
+
+
+def test_texts_from_elsewhere_are_shown_as_they_are(found):
+    evil = "[red]x[/red]\x1b[31m"
+    rows = [{**row, "factor": evil, "why": evil, "changed": evil} for row in found["factors"]]
+    text = shown({**found, "model": evil, "factors": rows, "verdict": {"level": "ok", "text": evil}}, 120)  # fmt: skip
+    assert "\x1b" not in text
+    assert text.count("[red]x[/red]") >= 3
+
+
+def test_a_file_with_nothing_in_it_is_a_view_without_numbers():
+    text = shown({}, 80)
+    assert "No verdict" in text
