@@ -2,7 +2,8 @@
 
     python benchmarks/audit.py [--tokens 16000000] [--repeats 5] [--times-larger 4] [--json PATH]
 
-One thread each. A plain log (`write_log`: rollout and old log-probs, advantages, rewards, steps; log-normal
+One thread each; seconds are those that the process kept a core busy, so that a busy machine costs
+only what it evicts from caches (`wall` in the JSON is the clock's). A plain log (`write_log`: rollout and old log-probs, advantages, rewards, steps; log-normal
 lengths) is written once. Then:
 
 - decoded columns: everything an audit counts (`Tally.of`), and what each part of that costs;
@@ -26,16 +27,18 @@ import importlib.util
 import json
 import math
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
 import torch
-from measure import interleaved_medians, machine
+from measure import machine
 
 from offdrift.audit.chunks import runs
 from offdrift.audit.facets import Facets
@@ -53,6 +56,7 @@ BAR = 20e6
 CORE = ("k1", "k2", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "chi2_token", "tv_sampled", "ess_frac", "pearson", "prob_diff_mean", "prob_diff_max")  # fmt: skip
 Numbers = dict[str, float]
 ByStep = dict[int, Numbers]
+Rates = dict[str, dict[str, float]]
 
 
 def make_log(tokens: int, *, steps: int, seed: int = 0) -> Logged:
@@ -259,14 +263,27 @@ def resident_peak_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)  # fmt: skip
 
 
-def rates(seconds: dict[str, float], tokens: int) -> dict[str, dict[str, float]]:
-    return {
-        arm: {"ns_per_token": 1e9 * s / tokens, "tokens_per_second": tokens / s}
-        for arm, s in seconds.items()
-    }
+def rates(arms: dict[str, Callable[[], object]], tokens: int, repeats: int) -> Rates:
+    """Median seconds of each arm, all in turn, after one call of each that is not counted."""
+    seconds: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
+    for turn in range(repeats + 1):
+        for arm, run in arms.items():
+            busy, wall = time.process_time(), time.perf_counter()
+            run()
+            if turn:
+                seconds[arm].append((time.process_time() - busy, time.perf_counter() - wall))
+    found = {}
+    for arm, held in seconds.items():
+        busy, wall = (statistics.median(x) for x in zip(*held, strict=True))
+        found[arm] = {
+            "ns_per_token": 1e9 * busy / tokens,
+            "tokens_per_second": tokens / busy,
+            "wall_ns_per_token": 1e9 * wall / tokens,
+        }
+    return found
 
 
-def show(title: str, found: dict[str, dict[str, float]]) -> None:
+def show(title: str, found: Rates) -> None:
     print(f"\n{title}\n{'':24}{'ns a token':>12}{'million tokens/s':>18}")
     for arm, figure in found.items():
         print(f"{arm:24}{figure['ns_per_token']:12.1f}{figure['tokens_per_second'] / 1e6:18.1f}")
@@ -289,8 +306,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     facts = machine("polars", "duckdb", "pyarrow", "numpy")
     print(f"{args.tokens:,} tokens, one thread\n{facts}")
     log = make_log(min(args.tokens, 4_000_000), steps=1)
-    seconds = interleaved_medians(decoded_parts(log), repeats=args.repeats)
-    decoded = rates(seconds, log.num_tokens)
+    decoded = rates(decoded_parts(log), log.num_tokens, args.repeats)
     show(f"decoded columns, {log.num_tokens:,} tokens", decoded)
     reached = decoded["everything"]["tokens_per_second"]
     print(f"bar {BAR / 1e6:.0f} million tokens/s per core: {'met' if reached >= BAR else 'missed'}")
@@ -300,7 +316,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         for file, times in zip(files, (1, args.times_larger), strict=True):
             write_log(make_log(times * args.tokens, steps=times * args.steps), file)
         arms = {arm: lambda run=run: run(files[0]) for arm, run in available().items()}
-        parquet = rates(interleaved_medians(arms, repeats=args.repeats), args.tokens)
+        parquet = rates(arms, args.tokens, args.repeats)
         show(f"from Parquet, {files[0].stat().st_size / 2**20:,.0f} MiB", parquet)
         differs = disagreement(files[0])
         print("largest difference from our core statistics: " + (", ".join(f"{arm} {x:.1e}" for arm, x in differs.items()) or "nothing to compare with"))  # fmt: skip
@@ -313,6 +329,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         print(f"{arm:24}" + "".join(f"{x:14,.0f}" for x in found))
     result = {
         "machine": facts,
+        "load_average": os.getloadavg(),
         "tokens": args.tokens,
         "decoded": decoded,
         "bar_tokens_per_second": BAR,

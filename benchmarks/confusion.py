@@ -1,19 +1,20 @@
 """Planted cause against reported cause: does the diagnosis name what was done to a run?
 
-    python -m benchmarks.confusion [--seeds 3] [--kinds generated,real] [--batches 24]
+    python -m benchmarks.confusion [--seeds 2] [--kinds generated,real] [--batches 16] [--runs DIR]
 
 Every case of `tests/diagnosis/planted.py` (exact draws from explicit distributions) and of
 `tests/diagnosis/planted_real.py` (the trainer on tiny models) is run with several seeds, read back
 from its log, tallied and judged as `offdrift audit` does. Writes `results/confusion.json` and the
-tables of docs/diagnosis.md, which are made from that file alone (`--render`).
+tables of docs/diagnosis.md, which are made from that file alone (`--render`). With `--runs`, training
+runs are kept there and judged again without being trained again: for work on the rules.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
+import shutil
 import tempfile
 import time
 import warnings
@@ -28,6 +29,8 @@ from tests.diagnosis import planted, planted_real
 from tests.diagnosis.reported import CAUSES, CLEAN, Reported, audited, logged
 
 from offdrift.diagnosis import Context
+from offdrift.train.folder import ArmFolder
+from offdrift.train.live import Live
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "confusion.json"
@@ -39,13 +42,14 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--batches", type=int, default=24, help="rollout batches of a real run")
+    parser.add_argument("--batches", type=int, default=16, help="rollout batches of a real run")
+    parser.add_argument("--runs", type=Path, help="keep training runs here, and use what is there")
     parser.add_argument("--render", action="store_true", help="only write the page again")
     given = parser.parse_args()
     if not given.render:
-        measure(given.kinds.split(","), range(given.seeds), given.batches)
+        measure(given.kinds.split(","), range(given.seeds), given.batches, given.runs)
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
@@ -53,14 +57,14 @@ def main() -> None:
     print(render(stored["runs"]))
 
 
-def measure(kinds: Sequence[str], seeds: Sequence[int], batches: int) -> None:
+def measure(kinds: Sequence[str], seeds: Sequence[int], batches: int, runs: Path | None) -> None:
     """Run every case; what is not asked for keeps its stored rows."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     held = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.exists() else []
     rows: list[Row] = [r for r in held if r["kind"] not in kinds]
-    makers = {"generated": generated, "real": lambda s: real(s, batches)}
+    makers = {"generated": generated, "real": lambda s: real(s, batches, runs)}
     for kind in kinds:
         for row in makers[kind](seeds):
             rows.append({"kind": kind, **row})
@@ -79,17 +83,21 @@ def generated(seeds: Sequence[int]) -> Iterator[Row]:
             yield _row(case.name, case.cause, seed, said, None, start)
 
 
-def real(seeds: Sequence[int], batches: int) -> Iterator[Row]:
-    """Runs of the trainer, audited from their logs, and what the trainer itself said."""
-    for case in planted_real.CASES:
-        for seed in seeds:
-            start = time.perf_counter()
-            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-                arm = planted_real.run(case, Path(folder), seed=seed, batches=batches)
-                said = audited(logged(arm / "log"), planted_real.context_of(case))
-                summary = json.loads((arm / "summary.json").read_text(encoding="utf-8"))
-            live = list(dict.fromkeys(f["cause"] for f in summary["findings"]))
-            yield _row(case.name, case.cause, seed, said, live, start)
+def real(seeds: Sequence[int], batches: int, runs: Path | None) -> Iterator[Row]:
+    """Runs of the trainer, audited from their logs, and what the trainer itself says of them."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for index, case in enumerate(planted_real.CASES):
+            for seed in seeds:
+                start = time.perf_counter()
+                folder = (runs or Path(scratch)) / f"{index:02d}-{seed}"
+                arm = ArmFolder(folder / "arms" / "none")
+                if arm.summary() is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    planted_real.run(case, folder, seed=seed, batches=batches)
+                context = planted_real.context_of(case)
+                said = audited(logged(arm.log), context)
+                live = list(dict.fromkeys(f["cause"] for f in Live.of(arm, context).summary()))
+                yield _row(case.name, case.cause, seed, said, live, start)
 
 
 def _row(

@@ -10,6 +10,7 @@ import torch
 
 from offdrift.audit.check import check
 from offdrift.audit.factors import FACTORS
+from offdrift.audit.factors.routing import predicting
 from offdrift.audit.measure import measure
 from offdrift.audit.pair import Bench
 from offdrift.audit.spec import EngineSpec, Pair
@@ -294,6 +295,14 @@ def test_a_mixture_in_bfloat16_flips_and_replay_explains_the_tail():
     assert detail["kl_max_with_replay"] < detail["kl_max_without_replay"]
     assert null.detail["flip_frac"] == 0
     assert run("routing", bench_of(), ROUNDED).why == "needs a mixture of experts"
+
+
+def test_a_token_is_predicted_at_the_position_before_it(dense):
+    drawn = dense.rollouts(FLOAT32).select(torch.tensor([1, 2, 0]))
+    # Prompts of 2, 3 and 1 tokens, responses of 12: 13, 14 and 12 positions.
+    expected = [*range(1, 13), *range(13 + 2, 13 + 14), *range(27, 39)]
+    assert drawn.prompt_cu_seqlens.tolist() == [0, 2, 5, 6]
+    assert predicting(drawn, torch.arange(39)).tolist() == expected
 
 
 def test_filters_that_were_asked_for_do_not_stand_between_engines():

@@ -173,6 +173,7 @@ CASES = (
     Case("router in 3 bits, experts", "router_flips", MOE, {"arrives": coarse_router}),
     Case("router flips at 2 %, experts", "router_flips", MOE, {"begins": flipping(0.02)}),
     Case("4 updates behind", "stale_engine", {"lag.sync_every": 4}),
+    Case("8 updates behind", "stale_engine", {"lag.sync_every": 8}),
     Case("16 updates behind", "stale_engine", {"lag.sync_every": 16}),
     Case("temperature 0.7, engine raw", "raw_logprobs", {"rollout.temperature": 0.7}, {"rollouts": untempered}),
     Case("temperature 1.3, engine raw", "raw_logprobs", {"rollout.temperature": 1.3}, {"rollouts": untempered}),

@@ -37,7 +37,7 @@ def test_engine_ratio_is_mismatch_where_there_is_one():
     assert full_alone.metrics["pearson"] == "full/pearson"
 
 
-@pytest.mark.parametrize("nothing", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("nothing", [None, math.nan, math.inf, -math.inf, "0.9", [0.9], {}])
 def test_what_is_not_a_number_is_missing(nothing):
     assert "pearson" not in reading_after([{"mismatch/pearson": nothing, "mismatch/k1": 0.1}])
 

@@ -35,6 +35,7 @@ from tests.integrations.samples import (
     ragged,
     read_all,
     rollout_logp,
+    rollouts,
     same_groups,
     trainer_logp,
 )  # fmt: skip

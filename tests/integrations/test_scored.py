@@ -59,16 +59,18 @@ def test_holes_among_integers(tmp_path: Path) -> None:
     assert batch.tokens.tolist() == [5]
 
 
-def test_a_response_of_zeros_where_the_trainer_has_none_was_filled_in(tmp_path: Path) -> None:
-    path = log(
-        tmp_path,
-        logp_rollout=[[0.0, 0.0], [0.0, -2.0], [0.0, 0.0], [0.0, -1.0, 0.0]],
-        logp=[[-1.0, -2.0], [0.0, -2.5], [0.0, 0.0], [0.0, -1.0, 0.0]],
-    )
-    batch = one(path)
-    # The third is a certain response under both policies; the first cannot be compared.
-    assert batch.unscored == {"logp_rollout": 2}
-    assert batch.cu_seqlens.tolist() == [0, 0, 2, 4, 7]
+def test_a_response_of_zeros_that_the_trainer_finds_unlikely_was_filled_in(tmp_path: Path) -> None:
+    zeros = [0.0] * 8
+    rows = [
+        (zeros, [-0.5] * 8),  # filled in
+        ([*zeros[:-1], -2.0], [-0.5] * 8),
+        (zeros, zeros),  # certain under both
+        (zeros, [-0.01] * 8),  # nearly certain under the other
+        (zeros[:7], [-0.5] * 7),  # too short to tell
+    ]
+    batch = one(log(tmp_path, logp_rollout=[r for r, _ in rows], logp=[r for _, r in rows]))
+    assert batch.unscored == {"logp_rollout": 8}
+    assert batch.cu_seqlens.diff().tolist() == [0, 8, 8, 8, 7]
 
 
 def test_a_row_that_lacks_a_field_is_counted(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ import torch
 
 from offdrift.audit.part import Job, Part, work
 from offdrift.errors import RecordError
-from offdrift.integrations.logs import Piece
-from offdrift.integrations.logs.files import is_url, size
+from offdrift.integrations.logs import Piece, fingerprint
 from offdrift.rollouts.files import write_atomically
 
 LAYOUT = 1
@@ -96,19 +95,11 @@ def _key(piece: Piece, job: Job) -> str:
         "layout": LAYOUT,
         "version": version("offdrift"),
         "piece": asdict(piece),
-        "file": _state_of(piece.file),
+        "file": fingerprint(piece.file),
         "columns": dict(job.found.columns),
         "rate": job.sample_rate,
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _state_of(file: str) -> list[int]:
-    """What changes when a file does; objects of a store are known by their size."""
-    if is_url(file):
-        return [size(file)]
-    state = Path(file).stat()
-    return [state.st_size, state.st_mtime_ns]
 
 
 def _load(place: Path) -> Part | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-Row = Mapping[str, float | int | None]
-"""Numbers by metric name; None and NaN mean missing."""
+Row = Mapping[str, Any]
+"""Numbers by metric name; None, NaN, infinities and whatever is no number mean missing."""
 
 
 @dataclass(frozen=True, kw_only=True)

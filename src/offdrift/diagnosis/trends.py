@@ -41,12 +41,14 @@ def _spike(view: View) -> Found | None:
 
 
 def _ess_left(view: View) -> Found | None:
-    """The effective sample size lately over its usual value."""
+    """The effective sample size lately over its usual value; 1 while it was as small before."""
     width = view.size("window_level")
     for metric in ("full/ess_seq_frac", "mismatch/ess_seq_frac", "weight/ess_frac"):
         values = view.window.column(metric, view.size("window_long"))
-        if len(values) >= 2 * width and (usual := median(values[:-width])) > 0:
-            return Found(median(values[-width:]) / usual, metric)
+        before, now = values[:-width], values[-width:]
+        if len(values) >= 2 * width and (usual := median(before)) > 0:
+            left = median(now) / usual
+            return Found(left if median(now) < min(before) else max(left, 1.0), metric)
     return None
 
 
@@ -83,7 +85,7 @@ TRENDS = {
     "proxy3_rising": Definition("1", "1 if gradient variance proxy 3, `variance_proxy/proxy3_pure_noise`, rises in the same sense", lambda v: _rising(v, *PROXY3)),
     "len_ratio": Definition("1", "mean response length now over that `window_long` steps ago, or at the start of a younger run; medians of `window_level` steps", _length_ratio),
     "grad_spike": Definition("1", "largest gradient norm of the last `window_level` steps over the median of the `window_long` before", _spike),
-    "ess_left": Definition("1", "effective sample size lately over its median in the `window_long` steps before: of sequence weights on `full` or `mismatch`, else `weight/ess_frac`", _ess_left),
+    "ess_left": Definition("1", "effective sample size lately over its median in the `window_long` steps before: of sequence weights on `full` or `mismatch`, else `weight/ess_frac`; 1 while single steps before were as small", _ess_left),
     "reward_drop": Definition("1", "1 - mean reward of the last `window_trend` steps over the best such mean, for positive rewards; 0 while the fall is within 4 standard errors", reward_drop),
     "lr_ratio": Definition("1", "learning rate now over its largest in the window: `optim/lr_scale`, else `optim/lr`", _lr_ratio),
     "clip_widened": Definition("1", "upper clip distance now over its smallest in the window: `objective/eps_high`", _widened),

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
+from numbers import Real
 from statistics import fmean, median
 
 from offdrift.diagnosis.context import Row
@@ -15,9 +16,9 @@ EARLY = 5
 
 
 def number(row: Row, name: str) -> float | None:
-    """A finite number of the row; None if it is missing, None, NaN or infinite."""
+    """A finite number of the row; None if there is none of that name."""
     value = row.get(name)
-    return None if value is None or not math.isfinite(value) else float(value)
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
 def slope_over(values: Sequence[float]) -> tuple[float, float]:
@@ -73,7 +74,7 @@ class Window:
         """Take one more step; returns its finite numbers."""
         kept = {name: x for name in row if (x := number(row, name)) is not None}
         watched = ("optim/loss", "optim/grad_norm")
-        bad = [n for n in watched if row.get(n) is not None and n not in kept]
+        bad = [n for n in watched if isinstance(row.get(n), Real) and n not in kept]
         self.broken = bad[0] if bad else None
         self.seen += 1
         self.step = int(kept.get("step", kept.get("update", self.step + 1)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offdrift.report.audit_methods import length_curves, tried
@@ -209,7 +209,7 @@ def _with_texts(series: Series, counts: str, columns: Columns, facet: str) -> Se
     words = [f"{short(v)} nat" if v is not None else "–" for v in values]
     tokens = columns.held.get(counts, [""] * len(words))
     said = [f"{w}  ({t})" if t else w for w, t in zip(words, tokens)]
-    return Series(**{**vars(series), "texts": columns.add(f"{facet}:{series.name}:words", said)})
+    return replace(series, texts=columns.add(f"{facet}:{series.name}:words", said))
 
 
 def _words(row: Fields) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def _ratios(
         bars = bars_of(mapping(at(audit, "histograms", pair)))
         if bars:
             series = steps_of(names[i], bars, columns, color=COLORS[i], key=f"{pair}:{i}")
-            found.append(Series(**{**vars(series), "group": "ab"[i]}))
+            found.append(replace(series, group="ab"[i], dash=DASH[i]))
             reach = max(reach, abs(bars[0][0]), abs(bars[-1][1]))
     meaning = "How large a share of each run's tokens has which ratio of probabilities; both axes are logarithmic."  # fmt: skip
     return Chart(f"ratios-{pair}", f"Ratios of the sampled tokens, {pair}", "log scale", meaning, tuple(found), log=True, x_title="ratio", wide=True, layout=axis(reach))  # fmt: skip

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offdrift.report.audit_charts import best_kl
 from offdrift.report.audit_methods import FAMILIAR, METHOD_COLUMNS, MethodColumn, Tried, tried
-from offdrift.report.fields import Fields, mapping, rows
-from offdrift.report.headline import PAIRS, kl_metric, main_pair, meaning_of
+from offdrift.report.fields import Fields, column, mapping, rows
+from offdrift.report.headline import PAIRS, best_of, kl_metric, kl_metrics, main_pair, meaning_of
 from offdrift.report.stored import number
 from offdrift.report.table import percent, short
 from offdrift.stats.summary import METRICS
@@ -83,10 +82,10 @@ def familiar(found: list[tuple[str, list[Compared]]]) -> list[tuple[str, list[Co
 
 def differences(a: Fields, b: Fields) -> dict[str, Any]:
     """The comparison as plain data: metrics over the whole logs, and KL over the steps in common."""
-    pair = _common_pair(a, b)
-    mine, its = in_common(a, b, pair) if pair else (None, None)
+    metric = common_kl(a, b)
+    mine, its = in_common(a, b, metric)
     return {
-        "kl": {"on": pair or None, "a": mine, "b": its},
+        "kl": {"metric": metric or None, "a": mine, "b": its},
         "metrics": {
             c.name: {"a": c.a, "b": c.b, "difference": c.difference, "better": c.winner or None}
             for c in overall(a, b)
@@ -97,51 +96,50 @@ def differences(a: Fields, b: Fields) -> dict[str, Any]:
     }
 
 
-def in_common(a: Fields, b: Fields, pair: str) -> tuple[float | None, float | None]:
-    """Mean KL per token of both runs over the steps that both have; over all where none is common.
+def common_kl(a: Fields, b: Fields) -> str:
+    """The best measure of KL that both logs have, of the first pair of policies with one; "" for none."""
+    mine, its = mapping(a.get("overall")), mapping(b.get("overall"))
+    both = [m for pair in PAIRS for m in kl_metrics(pair) if best_of(mine, (m,)) and best_of(its, (m,))]  # fmt: skip
+    return both[0] if both else ""
+
+
+def in_common(a: Fields, b: Fields, metric: str) -> tuple[float | None, float | None]:
+    """Mean of a metric over the tokens of the steps that both runs have; over all where none is common.
 
     A run that went on longer has had more time to drift.
     """
+    whole = [number(mapping(x.get("overall")).get(metric)) for x in (a, b)]
     tables = [rows(x.get("steps")) for x in (a, b)]
-    found = [{s for row in t if (s := number(row.get("step"))) is not None} for t in tables]
-    if not all(found) or max(map(min, found)) > min(map(max, found)):
-        return _kl(a, pair), _kl(b, pair)
+    found = [[s for s in column(t, "step") if s is not None] for t in tables]
+    if not all(found):
+        return whole[0], whole[1]
     low, high = max(map(min, found)), min(map(max, found))
-    means = [_mean_kl([r for r in t if low <= (number(r.get("step")) or 0) <= high], pair) for t in tables]  # fmt: skip
-    return (means[0], means[1]) if None not in means else (_kl(a, pair), _kl(b, pair))
+    means = [_mean(t, metric, low, high) for t in tables]
+    return (means[0], means[1]) if None not in means else (whole[0], whole[1])
 
 
 def sentence(a: Fields, b: Fields, names: tuple[str, str]) -> str:
-    """What the comparison amounts to, by the KL of the pair of policies that both runs have."""
-    pair = _common_pair(a, b)
-    x, y = in_common(a, b, pair) if pair else (None, None)
+    """What the comparison amounts to, by the best measure of KL that both runs have."""
+    metric = common_kl(a, b)
+    x, y = in_common(a, b, metric)
     if x is None or y is None:
         return "The two logs have no measure of drift in common."
     if abs(x - y) <= SAME * max(x, y):
-        return f"Both runs have the same KL per token ({pair}): {short(x)} nat."
+        return f"Both runs have the same KL per token ({metric}): {short(x)} nat."
     (low, name), (high, _) = sorted([(x, names[0]), (y, names[1])])
     factor = f", a factor of {high / low:.3g}" if low > 0 else ""
-    return f"{name} drifts less: over the steps in common its KL per token ({pair}) is {short(low)} nat against {short(high)} nat{factor}."  # fmt: skip
+    return f"{name} drifts less: over the steps in common its KL per token ({metric}) is {short(low)} nat against {short(high)} nat{factor}."  # fmt: skip
 
 
-def _common_pair(a: Fields, b: Fields) -> str:
-    return next((p for p in PAIRS if _kl(a, p) is not None and _kl(b, p) is not None), "")
-
-
-def _mean_kl(table: list[dict[str, Any]], pair: str) -> float | None:
-    """Mean over tokens of the KL of some steps, by one measure throughout."""
-    name = best_kl(table, pair)
-    pairs = [(v, number(row.get("tokens")) or 1.0) for row in table if (v := number(row.get(name))) is not None]  # fmt: skip
+def _mean(table: list[dict[str, Any]], metric: str, low: float, high: float) -> float | None:
+    """Mean over the tokens of steps `low` to `high`."""
+    inside = [r for r in table if (s := number(r.get("step"))) is not None and low <= s <= high]
+    pairs = [(v, number(r.get("tokens")) or 1.0) for r in inside if (v := number(r.get(metric))) is not None]  # fmt: skip
     return sum(v * n for v, n in pairs) / sum(n for _, n in pairs) if pairs else None
 
 
 def _compared(c: MethodColumn, x: Tried, y: Tried) -> Compared:
     return Compared(c.key, x.values[c.key], y.values[c.key], c.better, c.meaning, percent)
-
-
-def _kl(audit: Fields, pair: str) -> float | None:
-    held = mapping(audit.get("overall"))
-    return number(held.get(kl_metric(held, pair)))
 
 
 def _signed(write: Callable[[float | None], str], d: float) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from offdrift.report.table import duration, fixed, percent, short
@@ -101,8 +102,19 @@ def environment() -> Environment:
         "percent": percent,
         "duration": duration,
         "token": visible_token,
+        "breakable": breakable,
     }
     return made
+
+
+def breakable(name: str) -> Markup:
+    """A name that may go on in the next line after each of its _ and /.
+
+    Example:
+        >>> breakable("a_b/<c>")
+        Markup('a_<wbr>b/<wbr>&lt;c&gt;')
+    """
+    return Markup("<wbr>").join(escape(visible(part)) for part in re.split(r"(?<=[_/])", name))
 
 
 def _shown_as_text(value: object) -> object:

@@ -68,7 +68,7 @@
     return {
       ...page.look(),
       margin: { l: 46, r: 12, t: 10, b: 38 },
-      xaxis: { ...page.axis(), automargin: "bottom", ...(chart.categories ? { type: "category", categoryorder: "array", categoryarray: column(chart.categories) } : {}), ...own, title: { text: chart.x_title, standoff: 4, font: { size: 11 } } },
+      xaxis: { ...page.axis(), automargin: chart.categories ? "bottom+right" : "bottom", ...(chart.categories ? { type: "category", categoryorder: "array", categoryarray: column(chart.categories) } : {}), ...own, title: { text: chart.x_title, standoff: 4, font: { size: 11 } } },
       yaxis: y, barmode: "group", bargap: .35,
       // A histogram's hover belongs to one bar of one series, not to all at x.
       hovermode: chart.id === "ratios" ? "closest" : "x unified",

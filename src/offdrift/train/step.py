@@ -36,6 +36,7 @@ from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 from offdrift.stats.signature import signature
 from offdrift.train.assess import Assessment
+from offdrift.train.tails import tails
 from offdrift.train.view import TokenView, Viewer
 
 GROUPS_PER_PROCESS = 2**32
@@ -226,6 +227,7 @@ class _See:
         )
         # What drift looks like, beside how large it is: the diagnosis reads both at every step.
         more = signature(self.logprobs, advantages=self.advantages)
+        more |= tails(self.logprobs)
         more["current/entropy"] = self.scored.entropy.sum()
         return replace(result, stats=result.stats.plus(more))
 

@@ -34,7 +34,7 @@ def _routing(setting: Setting) -> Found:
     assert own.kl is not None
     assert same.kl is not None
     without, replay = measured(drawn, own), measured(drawn, same)
-    gate = _predicting(drawn, flipped.amax(1) > 0)
+    gate = predicting(drawn, flipped.amax(1) > 0)
     return Found(
         "the trainer sends every token to the rollout engine's experts instead of its own",
         replay,
@@ -55,7 +55,7 @@ def _routing(setting: Setting) -> Found:
     )
 
 
-def _predicting(rollouts: Rollouts, at: Tensor) -> Tensor:
+def predicting(rollouts: Rollouts, at: Tensor) -> Tensor:
     """Of every response token, what holds at the position that predicts it."""
     cuts = Segments(
         torch.cat([torch.zeros(1, dtype=torch.int64), route_lengths(rollouts).cumsum(0)])

@@ -17,6 +17,9 @@ from offdrift.integrations.logs.source import PER_ROW, SPELLINGS, Source
 from offdrift.integrations.logs.sources import rank, source_of
 from offdrift.integrations.logs.types import Detected
 
+BESIDE = r"/eval-rollout/|(^|/)(eval_[^/]*|[^/]*_metadata\.jsonl)$"
+"""Files that lie beside logs and are none: evaluations, open-instruct's description of a run."""
+
 TRIED = 8
 """Files of one shape of name that are looked at until one can be read."""
 
@@ -52,7 +55,7 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING) -> Det
     """
     mapped = _fields(columns)
     named = files.find(paths)
-    skipped = [f for f in named if re.search(r"(^|/)(eval_[^/]*|[^/]*_metadata\.jsonl)$", f)]
+    skipped = [f for f in named if f not in paths and re.search(BESIDE, f)]
     kept = [f for f in named if f not in set(skipped)]
     found, unknown = _kinds(kept, mapped)
     if not found:

@@ -1,9 +1,9 @@
 """Which tokens of a log can be compared: no placeholder, no hole, nothing that is not a number.
 
 Logs hold numbers where there was nothing to log. A log-prob above 0 cannot be one (+1.0 marks padding
-in some frameworks); one of -9999 or less is how engines write minus infinity into JSON; a whole
-response of exact zeros, where another policy's log-probs of the same tokens are not zero, was filled
-in. Such tokens are counted by field and left out, never compared.
+in some frameworks); one of -9999 or less is how engines write minus infinity into JSON; a response of
+8 or more exact zeros, to which another policy gives less than 1/e, was filled in. Such tokens are
+counted by field and left out, never compared.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from offdrift.logprobs import POSITIVE_SLACK
 
 LOWEST = -9999.0
 """What inference engines write for minus infinity; no sampled token is that unlikely."""
+
+ZEROS = 8
+"""Tokens from which on a response of exact zeros is no coincidence: one token can be certain."""
 
 
 def scored(lists: Mapping[str, Lists]) -> tuple[Bool[Tensor, " n"] | None, dict[str, int]]:
@@ -60,25 +63,27 @@ def _holes(name: str, x: Lists) -> Bool[Tensor, " n"] | None:
 
 
 def _filled_in(logps: Mapping[str, Lists]) -> dict[str, Bool[Tensor, " n"]]:
-    """Tokens of rows whose log-probs are all 0, unless every policy's are."""
+    """Tokens of responses whose log-probs are all 0, where another policy found them unlikely."""
     if len(logps) < 2:
         return {}
     zero = {name: _zero_rows(x) for name, x in logps.items()}
-    if not any(bool(z.any()) for z in zero.values()):
-        return {}
-    everywhere = torch.stack(list(zero.values())).all(0)
+    rows = torch.stack(list(zero.values())).any(0).nonzero().squeeze(-1).tolist()
+    unlikely = torch.zeros_like(next(iter(zero.values())))
+    for row in rows:
+        parts = [x.values[x.cuts[row] : x.cuts[row + 1]] for x in logps.values()]
+        unlikely[row] = any(float(part.nan_to_num(0.0).sum()) < -1.0 for part in parts)
     lengths = next(iter(logps.values())).lengths
-    found = {name: z & ~everywhere for name, z in zero.items()}
+    found = {name: z & unlikely for name, z in zero.items()}
     return {name: torch.repeat_interleave(z, lengths) for name, z in found.items() if z.any()}
 
 
 def _zero_rows(x: Lists) -> Bool[Tensor, " b"]:
     lengths = x.lengths
     zero = torch.zeros_like(lengths, dtype=torch.bool)
-    nonempty = (lengths > 0).nonzero().squeeze(-1)
-    first, last = x.cuts[:-1][nonempty], x.cuts[1:][nonempty] - 1
+    long = (lengths >= ZEROS).nonzero().squeeze(-1)
+    first, last = x.cuts[:-1][long], x.cuts[1:][long] - 1
     # Nearly every row is ruled out by its ends.
-    maybe = nonempty[(x.values[first] == 0) & (x.values[last] == 0)]
+    maybe = long[(x.values[first] == 0) & (x.values[last] == 0)]
     for row in maybe.tolist():
         zero[row] = not bool(x.values[x.cuts[row] : x.cuts[row + 1]].any())
     return zero
