@@ -4,7 +4,7 @@
 # make train-smollm2  a few steps on a real pretrained model
 # make bench        the benchmarks, each a ratio measured side by side
 # make check        formatter, linter, types
-# make docs         regenerate docs/methods.md and docs/metrics.md
+# make docs         regenerate docs/methods.md, metrics.md and rules.md
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -1,10 +1,11 @@
-"""Write docs/methods.md and docs/metrics.md from the tables in the code: `make docs`.
+"""Write docs/methods.md, metrics.md and rules.md from the tables in the code: `make docs`.
 
-Nobody edits those two pages; a test fails when they differ from what this prints.
+Nobody edits those pages; a test fails when they differ from what this prints.
 """
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -222,7 +223,12 @@ def code(text: str) -> str:
     return f"`{text}`".replace("|", "\\|")
 
 
-PAGES = {"methods.md": methods_page, "metrics.md": metrics_page}
+def rules_page() -> str:
+    """The rules of the diagnosis, what they read, and the fixes they give."""
+    return runpy.run_path(str(HERE / "rules_page.py"))["rules_page"]()
+
+
+PAGES = {"methods.md": methods_page, "metrics.md": metrics_page, "rules.md": rules_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -52,7 +52,15 @@ def test_json_is_the_stored_audit(run, log, tmp_path):
 def test_columns_of_any_name_are_mapped(run, tmp_path):
     rows = [{"lp": [-1.0, -2.0], "t": {"lp": [-1.5, -2.0]}, "score": i} for i in range(4)]
     Path("log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    done = run("audit", "log.jsonl", "--columns", "logp_rollout=lp,logp_old=t.lp,reward=score", "--json", "--out", "o")
+    done = run(
+        "audit",
+        "log.jsonl",
+        "--columns",
+        "logp_rollout=lp,logp_old=t.lp,reward=score",
+        "--json",
+        "--out",
+        "o",
+    )
     told = json.loads(done.stdout)
     assert told["overall"]["mismatch/k1"] == pytest.approx(0.25)
     assert told["overall"]["reward/mean"] == 1.5
@@ -71,7 +79,8 @@ def test_a_run_of_several_arms_names_them(run, tmp_path):
     (tmp_path / "run" / "run.json").write_text("{}")
     done = run("audit", "run")
     assert done.code == 1
-    assert "none" in done.stderr and "tis" in done.stderr
+    assert "none" in done.stderr
+    assert "tis" in done.stderr
     assert run("audit", "run/arms/none").code == 0
     assert (tmp_path / "audits").is_dir()
 
@@ -109,4 +118,6 @@ def test_watch_follows_a_log_and_ends_when_it_is_idle(run, tmp_path):
     lines = [json.loads(x) for x in done.stdout.splitlines()]
     assert [x["step"] for x in lines if x["kind"] == "step"] == [0, 1, 2, 3, 4]
     assert any(x["kind"] == "finding" for x in lines)
-    assert run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--fail-on", "act").code == 2
+    assert (
+        run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--fail-on", "act").code == 2
+    )

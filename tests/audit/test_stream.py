@@ -57,7 +57,8 @@ def test_a_part_comes_back_from_bytes_as_it_was(log, tmp_path):
     job, plan = planned(log)
     part = audit(job, plan, folder=tmp_path)
     assert Part.from_bytes(part.to_bytes()).to_bytes() == part.to_bytes()
-    assert part.tally is not None and part.counterfactual is not None
+    assert part.tally is not None
+    assert part.counterfactual is not None
 
 
 def test_damaged_bytes_are_refused_and_nothing_is_unpickled(log, tmp_path):
@@ -109,7 +110,8 @@ def test_merging_is_associative_for_what_is_counted(log, tmp_path):
     left = functools.reduce(lambda a, b: a.merge(b), parts)
     right = functools.reduce(lambda a, b: b.merge(a), reversed(parts))
     a, b = conclude(left, job), conclude(right, job)
-    assert a["counts"] == b["counts"] and a["counts"]["sequences"] == 72
+    assert a["counts"] == b["counts"]
+    assert a["counts"]["sequences"] == 72
     for name, value in a["overall"].items():
         assert b["overall"][name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
@@ -134,7 +136,8 @@ def test_rows_that_cannot_be_read_are_counted_and_told(tmp_path):
     assert part.bad_rows == 2
     assert [b.row for b in part.bad] == [2, 3]
     told = conclude(part, Job(found))
-    assert told["counts"]["bad_rows"] == 2 and told["counts"]["sequences"] == 2
+    assert told["counts"]["bad_rows"] == 2
+    assert told["counts"]["sequences"] == 2
     assert [b["row"] for b in told["bad_rows"]] == [2, 3]
 
 

@@ -228,7 +228,7 @@ class Case:
 CASES = (
     Case("float32", None, noise(ROUNDING)),
     Case("bfloat16", None, noise(NOISE)),
-    Case("bfloat16, growing 10 %", None, noise(NOISE), steps=60, growth=0.1),
+    Case("bfloat16, growing 10 %", None, noise(NOISE), steps=40, growth=0.1),
     Case("experts without flips", None, noise(NOISE), mixture_of_experts=True),
     Case("lag without drift", None, stale_engine(0.002)),
     Case("noise 0.35", "precision", noise(0.35)),
@@ -249,8 +249,8 @@ CASES = (
     Case("rare tokens rise", "token_drift", rising_tokens(0.5, 0.01, 0.115)),
     Case("rare tokens rise far", "weight_variance", rising_tokens(0.4, 0.004, 0.12)),
     Case("reuse of batches", "clip_saturation", clip_saturation(0.5)),
-    Case("learning rate", "optimizer_amplification", amplification(0.22), steps=60, growth=0.4),
-    Case("learning rate, clip saturated", "optimizer_amplification", amplification(0.4), steps=60, growth=0.4),
+    Case("learning rate", "optimizer_amplification", amplification(0.22), steps=40, growth=0.4),
+    Case("learning rate, clip saturated", "optimizer_amplification", amplification(0.4), steps=40, growth=0.4),
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from offdrift.diagnosis.collapse import within_budget
     [
         ([1.0] * 10 + [0.65] * 100, [], 10),
         ([1.0] * 10 + [0.65] * 50 + [0.95] * 60, [], None),
+        ([1.0] * 10 + [0.65] * 50 + [0.95] * 60 + [0.65] * 60, [], None),  # two short falls
         ([1.0] * 10 + [0.65] * 99, [], None),  # not decided yet
         ([1.0] * 10 + [0.71] * 200, [], None),  # less than 30 %
         ([1.0] * 10 + [0.7] * 200, [], 10),  # exactly 30 %

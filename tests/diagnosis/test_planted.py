@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from benchmarks.confusion import BEGIN, END, KINDS, PAGE, RESULTS, render
+
 from offdrift.diagnosis import Context
+from offdrift.stats import DriftStats, summarize
+from offdrift.stats.signature import signature
 from offdrift.train.tasks import TASKS
 from tests.diagnosis import planted, planted_real
 from tests.diagnosis.reported import CAUSES, CLEAN, audited, logged
@@ -42,10 +44,13 @@ def test_generated_tokens_are_drawn_from_what_is_said():
     """E[pi / mu] = 1 where both sides are honest; a filter or a temperature on one side breaks it."""
     compared = 0
     for case in planted.CASES:
-        said = audited(planted.run(replace(case, steps=12, growth=0.0), seed=3), Context())
-        z = said.overall["full/ratio_mean_z"]
+        batches = planted.run(replace(case, steps=12, growth=0.0), seed=3)
+        each = (lp for lp in (b.logprobs() for b in batches))
+        found = summarize(
+            DriftStats.merge_all(DriftStats.of(lp).plus(signature(lp)) for lp in each)
+        )
         lies = case.cause in ("one_sided_filter", "misaligned") or "engine raw" in case.name
-        assert (abs(z) > 5) == lies, (case.name, z)
+        assert (abs(found["full/ratio_mean_z"]) > 5) == lies, case.name
         compared += 1
     assert compared == len(planted.CASES) == 25
 

@@ -19,7 +19,7 @@ def reading_after(rows, context=None):
 
 
 def test_levels_are_medians_of_five_steps():
-    values = [9.0, 0.1, 0.5, 0.2, 0.4, 0.3]
+    values = [0.0, 0.1, 5.0, 0.2, 0.4, 0.3]
     reading = reading_after([{"mismatch/chi2_token": x} for x in values])
     assert reading["chi2_token"] == 0.3  # of the last five
     assert reading.metrics["chi2_token"] == "mismatch/chi2_token"
@@ -116,6 +116,8 @@ def test_same_weights_from_the_best_source():
     # the old policy may be scored by newer weights than the rollout's: its own lag decides
     scored_late = {"step": 50, "mismatch/k1": 0.3, "old/version_lag": 2, "version_lag/max": 3}
     assert "kl_same_ckpt" not in reading_after([scored_late])
+    scored_at_once = {**scored_late, "old/version_lag": 0}
+    assert reading_after([scored_at_once])["kl_same_ckpt"] == 0.3
 
 
 def test_exact_divergences_are_preferred():

@@ -81,6 +81,15 @@ def test_own_rule_fires_with_its_own_fix(own):
     assert [f.confidence for f in raised if f.rule == "entropy_gone"] == ["medium"]
 
 
+def test_own_rule_takes_the_place_of_its_letter(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        f"[rules.mine]\nletter = 'A'\n{RULE}all = [{{ metric = 'chi2_token', above = 0.1 }}]"
+    )
+    told = judge({"chi2_token": 1.5, "pearson": 0.9}, load_rules(path))
+    assert [f.rule for f in told] == ["engines_disagree", "mine", "weight_variance", "systems_fix"]
+
+
 def test_every_rule_can_be_switched_off(tmp_path):
     path = tmp_path / "off.toml"
     names = list(load_rules().rules)

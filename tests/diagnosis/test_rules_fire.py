@@ -97,3 +97,19 @@ def test_no_two_rules_silence_each_other():
     pairs = {(n, other) for n, r in RULES.items() for other in r.suppressed_by}
     assert len(pairs) > 100
     assert not {(a, b) for a, b in pairs if (b, a) in pairs or a == b}
+
+
+@pytest.mark.parametrize(
+    ("moderate", "heavy", "expected"),
+    [
+        (10, 20, ["weight_variance"]),
+        (40, 10, ["weight_variance", "token_drift"]),
+    ],
+)
+def test_over_a_run_the_better_explanation_needs_half_the_steps(moderate, heavy, expected):
+    levels = [0.4] * moderate + [1.2] * heavy
+    rows = [
+        {"step": 50 + i, "mismatch/chi2_token": x, "mismatch/k1": 0.01}
+        for i, x in enumerate(levels)
+    ]
+    assert [f.rule for f in diagnose(rows)] == expected

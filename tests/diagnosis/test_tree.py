@@ -47,6 +47,22 @@ def test_golden_is_whole():
     assert len(GOLDEN) == 15
 
 
+@pytest.mark.parametrize(
+    ("reading", "expected"),
+    [
+        ({"pearson": 0.95}, {"watch"}),
+        ({"pearson": 0.99, "kl": 0.02}, set()),
+        ({"kl": 0.05}, {"watch"}),
+        ({"chi2_token": 0.3, "ess": 0.7}, set()),
+        ({"chi2_token": 1.0, "ess": 0.5}, {"C"}),
+        ({"clip_frac": 0.2, "clip_rising": 1.0}, set()),
+        ({"len_ratio": 1.2}, set()),
+    ],
+)
+def test_at_a_threshold_nothing_is_said_yet(reading, expected):
+    assert letters(judge(reading, load_rules())) == expected
+
+
 def test_order_of_repair():
     found = judge({**HEALTHY, **GOLDEN[-1][0]}, load_rules())
     assert [f.letter for f in found if f.letter] == ["A", "D", "E", "F"]

@@ -49,8 +49,8 @@ ALLOWED = {
     "triton": {"divergence/kernels_"},
     "safetensors": {"rollouts/heads.py", "train/"},
     "matplotlib": {"report/figure_png.py"},
-    "jinja2": {"report/page.py"},
-    "plotly": {"report/page.py", "report/charts.py", "report/figure_html.py"},
+    "jinja2": {"report/document.py"},
+    "plotly": {"report/document.py", "report/charts.py", "report/figure_html.py"},
     "reasoning_gym": {"train/tasks.py"},
     "math_verify": {"train/tasks.py"},
 }

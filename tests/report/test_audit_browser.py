@@ -16,7 +16,8 @@ from offdrift.report.page import kl_level
 from tests.report.browser import chromium
 from tests.report.devtools import Browser, browser
 from tests.report.hostile import PAYLOADS
-from tests.report.synthetic_audit import SNIPPETS, audit, check, hostile, little
+from tests.report.hostile_audit import hostile
+from tests.report.synthetic_audit import SNIPPETS, audit, check, little
 from tests.report.test_browser import POLICY
 
 NAMES = ("baseline", "float16 in both engines")

@@ -10,7 +10,8 @@ import pytest
 from offdrift.report.check_page import check_headlines, factor_chart, render_check, write_check_page
 from offdrift.report.plots import Columns
 from tests.report.hostile import PAYLOADS, SHOWN
-from tests.report.synthetic_audit import SNIPPETS, check, hostile
+from tests.report.hostile_audit import hostile
+from tests.report.synthetic_audit import SNIPPETS, check
 from tests.report.test_page import Parsed, _hash, parse
 
 ALL = "".join(PAYLOADS)

@@ -23,7 +23,8 @@ from offdrift.report.comparison import (
 from offdrift.report.table import short
 from offdrift.stats.summary import METRICS
 from tests.report.hostile import PAYLOADS, SHOWN
-from tests.report.synthetic_audit import audit, hostile, little
+from tests.report.hostile_audit import hostile
+from tests.report.synthetic_audit import audit, little
 from tests.report.test_page import Parsed, _hash, parse
 
 NAMES = ("baseline", "float16")
@@ -115,6 +116,13 @@ def test_series_of_both_runs_lie_over_each_other(pair: tuple, tmp_path: Path) ->
     assert [data["columns"][s["x"]] for s in kl] == [[1, 2, 3, 4], [1, 2, 3]]
     for s, content in zip(kl, pair):
         assert data["columns"][s["y"]] == pytest.approx([r["mismatch/k3"] for r in content["steps"]], rel=1e-4)  # fmt: skip
+
+
+def test_long_runs_are_drawn_with_as_many_points_as_a_screen_shows(tmp_path: Path) -> None:
+    page = parse(write_comparison(run(*[0.1] * 5000), run(*[0.2] * 30), NAMES, tmp_path / "c.html"))
+    columns = json.loads(page.raw["script"][0])["columns"]
+    assert sorted({len(c) for c in columns.values()}) == [30, 2000]
+    assert columns["step:0"][-1] == 5000
 
 
 def test_hostile_texts_and_names_are_text(pair: tuple, tmp_path: Path) -> None:

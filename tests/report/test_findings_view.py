@@ -20,7 +20,8 @@ from offdrift.report.findings import (
     verdict_view,
 )
 from tests.report.hostile import PAYLOADS
-from tests.report.synthetic_audit import SNIPPETS, audit, finding, little, replaced
+from tests.report.hostile_audit import replaced
+from tests.report.synthetic_audit import SNIPPETS, audit, finding, little
 
 
 def drawn(what: RenderableType, width: int = 100, *, color: bool = False) -> str:

@@ -90,6 +90,17 @@ def along(audit: Fields, columns: Columns) -> list[Chart]:
     return [c for c in charts if c.series]
 
 
+def inhabited(table: Rows) -> slice:
+    """The buckets from the first to the last that holds a token, or does not say.
+
+    Example:
+        >>> inhabited([{"tokens": 0}, {"tokens": 3}, {"tokens": 0}])
+        slice(1, 2, None)
+    """
+    held = [i for i, row in enumerate(table) if number(row.get("tokens")) != 0]
+    return slice(held[0], held[-1] + 1) if held else slice(0, 0)
+
+
 def labels(table: Rows) -> list[str]:
     """What each bucket is called: its label, else its ends."""
     return [text(row.get("label")) or _ends(row) for row in table]
@@ -180,6 +191,7 @@ def _facet(
     audit: Fields, columns: Columns, name: str, title: str, x_title: str, kind: str
 ) -> Chart:
     table = rows(at(audit, "facets", name))
+    table = table[inhabited(table)]
     x = columns.add(f"{name}:label", labels(table))
     log = kind != "bars"
     series = pair_series(lambda p: best_kl(table, p), table, columns, prefix=name, x=x, log=log, kind=kind) if table else ()  # fmt: skip
@@ -194,7 +206,9 @@ def _trap(audit: Fields, columns: Columns) -> Chart:
     """The length trap: a gate on sums or on the worst token rejects long responses for being long."""
     table = rows(at(audit, "facets", "length"))
     curves = length_curves(tried(audit)) if table else []
-    curves = [(name, curve) for name, curve in curves if len(curve) == len(table)]
+    there = inhabited(table)
+    curves = [(name, curve[there]) for name, curve in curves if len(curve) == len(table)]
+    table = table[there]
     x = columns.add("length:label", labels(table))
     series = tuple(
         Series(name, x, columns.add(f"trap:{i}", curve), color=f"arm-{i}", dash=("solid", "dash", "dot")[i % 3], kind="points", group="", hover=".1%")

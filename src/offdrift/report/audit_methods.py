@@ -16,7 +16,7 @@ from offdrift.report.table import percent, short
 LENGTH_FLOOR = 0.9
 """A method that keeps responses shorter than this share of the mean length is marked."""
 ESS_FLOOR = 0.5
-"""Below, the survey's tree says to filter before reweighting (cause D)."""
+"""Below, the survey's tree calls the weights too noisy (cause D)."""
 MAX_CURVES = 6
 """Methods drawn in the chart of acceptance by length."""
 
@@ -64,7 +64,7 @@ METHOD_COLUMNS = (
     MethodColumn("kept_tokens", "Tokens kept", "tokens", "Share of tokens that the gates let take part.", percent, "better"),
     MethodColumn("kept_sequences", "Sequences kept", "seqs", "Share of sequences with a kept token. Trust Region Masking asks to watch for less than 70 % (Remark 4.3).", percent, "better"),
     MethodColumn("kept_length_ratio", "Length kept", "length", f"Mean length of kept sequences over that of all. Below {LENGTH_FLOOR:g} the gate prefers short responses: the length trap.", percent, "neither"),
-    MethodColumn("ess_frac", "ESS after", "ESS", f"Effective sample size of the kept tokens under the limited weights, over their count. Below {ESS_FLOOR:g}, filter before reweighting.", percent, "better"),
+    MethodColumn("ess_frac", "ESS after", "ESS", f"Effective sample size (Σw)² / Σw² under the limited weights, 0 for what is rejected, over the count of all tokens. Below {ESS_FLOOR:g} the update uses less than half of the batch.", percent, "better"),
     MethodColumn("weight_mean", "Weight, mean", "w mean", "Mean weight after limits; 1 means that no mass was cut.", short, "neither"),
     MethodColumn("weight_max", "Weight, max", "w max", "Largest weight after limits.", short, "worse"),
     MethodColumn("limited_frac", "Limited", "limited", "Share of tokens whose weight met a limit.", percent, "worse"),

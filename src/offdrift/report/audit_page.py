@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offdrift.report.audit_charts import along, explorable, labels, over_time
+from offdrift.report.audit_charts import along, explorable, inhabited, labels, over_time
 from offdrift.report.audit_methods import METHOD_COLUMNS, tried, untried
 from offdrift.report.audit_terminal import count_words
 from offdrift.report.document import render_document, write_document
@@ -155,6 +155,7 @@ def facet_tables(audit: Fields) -> list[dict[str, Any]]:
     found = []
     for name, title in FACETS.items():
         table = rows(at(audit, "facets", name))
+        table = table[inhabited(table)]
         if not table:
             continue
         metrics = best_numbers(table)

@@ -46,7 +46,7 @@
     const values = chart.series.flatMap(s => [s.y, s.low, s.high].flatMap(name => name ? column(name) : [])).filter(v => v != null);
     const low = Math.min(...values), high = Math.max(...values);
     if (chart.share) return { ...axis, range: [0, Math.max(1.04, high * 1.04)], tickformat: ".0%" };
-    if (!chart.log || !values.length) return axis;
+    if (!chart.log || !values.length) return low >= 0 ? { ...axis, rangemode: "nonnegative" } : axis;
     if (high >= 100 * low) return { ...axis, type: "log", dtick: 1 };
     // Within two decades an axis that hugs its values could end up without a single tick.
     const floor = Math.floor(Math.log10(low)), ceiling = Math.max(Math.ceil(Math.log10(high)), floor + 1);

@@ -1,0 +1,47 @@
+"""The share of the divergence in its worst tokens: by hand, and against the audit's histogram."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from offdrift.audit.tally import Tally
+from offdrift.logprobs import LogProbs
+from offdrift.rollouts.logged import Logged
+from offdrift.segments import Segments
+from offdrift.stats import DriftStats, summarize
+from offdrift.train.tails import tails
+
+
+def share(lp: LogProbs, on: str = "full") -> float:
+    return summarize(DriftStats.of(lp).plus(tails(lp)))[f"{on}/k3_top_share"]
+
+
+def test_the_worst_percent_by_hand():
+    zero = torch.full((300,), -3.0)
+    moved = zero.clone()
+    moved[:3], moved[3:9] = -2.0, -2.5
+    k3 = {x: math.expm1(x) - x for x in (1.0, 0.5)}
+    lp = LogProbs.pack(zero, moved, segments=Segments.from_lengths([100, 200]))
+    assert share(lp) == pytest.approx(3 * k3[1.0] / (3 * k3[1.0] + 6 * k3[0.5]))
+
+
+def test_both_ratios_and_one_token():
+    one = torch.tensor([-1.0])
+    lp = LogProbs.pack(one, one - 0.1, one - 0.2, segments=Segments.from_lengths([1]))
+    assert share(lp) == share(lp, "mismatch") == 1.0
+
+
+def test_it_agrees_with_what_an_audit_reads_off_its_histogram():
+    g = torch.Generator().manual_seed(0)
+    mu = -torch.rand(20_000, generator=g) - 2
+    pi = mu + 0.02 * torch.randn(20_000, generator=g)
+    pi[::500] += 0.8
+    cuts = torch.arange(0, 20_001, 50)
+    b = len(cuts) - 1
+    log = Logged(cu_seqlens=cuts, step=torch.ones(b).long(), row=torch.arange(b), response_lengths=cuts.diff(), logp_rollout=mu, logp=pi)  # fmt: skip
+    held = Tally.of(log).as_dict()["overall"]["full/k3_top_share"]
+    assert 0.5 < held < 1
+    assert share(log.logprobs()) == pytest.approx(held, rel=0.02)
