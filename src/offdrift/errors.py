@@ -45,7 +45,7 @@ class SyncError(EngineError):
 
 
 class RecipeError(OffdriftError, ValueError):
-    """A recipe with an unknown key, a wrong type, or values that contradict each other."""
+    """A recipe or a rules file with an unknown key, a wrong type, or values that contradict each other."""
 
 
 class CheckpointError(OffdriftError, RuntimeError):

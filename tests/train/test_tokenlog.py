@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offdrift.advantages import advantages
 from offdrift.engines.score import score
 from offdrift.rollouts.logged import Logged
 from offdrift.rollouts.store import read as read_rollouts
@@ -91,6 +92,9 @@ def test_minibatches_and_epochs_log_each_sequence_at_its_first_use(tmp_path):
             for name in ("staleness/k3", "mismatch/k3", "full/k3", "full/abs_log_ratio_max"):
                 assert again[name] == pytest.approx(row[name], rel=1e-3, abs=1e-7), name
             assert part.num_tokens == row["batch/tokens"]
+        assert log.rewards.unique().numel() > 2
+        expected = advantages(log.rewards, log.segments, how="grpo")  # of whole groups, reordered
+        torch.testing.assert_close(log.advantages, expected, rtol=1e-4, atol=1e-6)
         assert metrics[first]["staleness/k3"] > 1e-6, "the second minibatch sees a moved policy"
 
 

@@ -54,6 +54,16 @@ def audit(
         str | None,
         typer.Option(help="Whose configuration the fixes are written in; default as detected."),
     ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="The row of `offdrift methods` that the run trains with.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature of the rollouts.")
+    ] = None,
+    moe: Annotated[
+        bool | None,
+        typer.Option("--moe/--dense", help="Whether the model routes tokens to experts."),
+    ] = None,
     sample_mib: Annotated[
         int,
         typer.Option(
@@ -77,11 +87,12 @@ def audit(
     offdrift audit 's3://bucket/run/token_exports/*/rank_*.jsonl' --workers 8
     offdrift audit rollouts.jsonl --columns logp_rollout=vllm_lp,logp_old=fsdp_lp --fail-on act
     """  # fmt: skip
+    from offdrift.audit.known import known
     from offdrift.audit.part import Job, Part
     from offdrift.audit.result import conclude, write_audit
     from offdrift.audit.stream import audit as stream
     from offdrift.audit.stream import in_process, in_processes
-    from offdrift.diagnosis import Context, load_rules
+    from offdrift.diagnosis import load_rules
     from offdrift.integrations.logs import detect, pieces
     from offdrift.report.audit_page import write_audit_page
     from offdrift.report.audit_terminal import audit_view
@@ -120,8 +131,8 @@ def audit(
             again = shlex.join(["offdrift", *sys.argv[1:]])
             err.print(f"\ninterrupted; what was read is in {folder / 'parts'}. The same command continues:\n  {again}", markup=False, highlight=False)  # fmt: skip
             raise typer.Exit(INTERRUPTED) from None
-    known = Context(framework=framework or found.framework)
-    result = conclude(part, job, context=known, rules=table)
+    about = known(paths[0], framework or found.framework, method=method, temperature=temperature, mixture_of_experts=moe)  # fmt: skip
+    result = conclude(part, job, context=about, rules=table)
     result["source"]["seconds"] = time.perf_counter() - started
     file = write_audit(result, folder)
     page = write_audit_page(result, folder)

@@ -31,6 +31,16 @@ def watch(
     framework: Annotated[
         str, typer.Option(help="Whose configuration the fixes are written in.")
     ] = "offdrift",
+    method: Annotated[
+        str | None, typer.Option(help="The row of `offdrift methods` that the run trains with.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature of the rollouts.")
+    ] = None,
+    moe: Annotated[
+        bool | None,
+        typer.Option("--moe/--dense", help="Whether the model routes tokens to experts."),
+    ] = None,
     every: Annotated[float, typer.Option(help="Seconds between looks.", min=0.05)] = 2.0,
     until_idle: Annotated[
         float | None, typer.Option(help="End when nothing was added for this many seconds.")
@@ -53,12 +63,13 @@ def watch(
     offdrift watch /data/run/token_exports --framework prime-rl --fail-on stop
     """  # fmt: skip
     from offdrift.audit.follow import Log, Row, sources
-    from offdrift.diagnosis import Context, Watcher, load_rules
+    from offdrift.audit.known import known
+    from offdrift.diagnosis import Watcher, load_rules
     from offdrift.report.watch import LiveWatch
 
     if fail_on is not None and fail_on not in SEVERITIES[2:]:
         raise BadValueError(f"--fail-on {fail_on}: give one of {', '.join(SEVERITIES[2:])}")
-    table, context, names = load_rules(rules), Context(framework=framework), _pairs(columns)
+    table, names = load_rules(rules), _pairs(columns)
     followed, watchers = sources(run, columns=names), {}
     failed, last = False, time.monotonic()
     limit = len(SEVERITIES) if fail_on is None else SEVERITIES.index(fail_on)
@@ -66,7 +77,9 @@ def watch(
     def take(row: Row, screen: LiveWatch | None) -> bool:
         """Judge one row; whether a finding is severe enough to end the watch."""
         if row.source not in watchers:
-            watchers[row.source] = Watcher(context=context, rules=table)
+            arm = run / "arms" / row.source
+            about = known(str(arm if arm.is_dir() else run), framework, method=method, temperature=temperature, mixture_of_experts=moe)  # fmt: skip
+            watchers[row.source] = Watcher(context=about, rules=table)
         fired = watchers[row.source].update(row.numbers)
         if screen is not None:
             screen.show(row.source, row.numbers, [f.as_dict() for f in fired])

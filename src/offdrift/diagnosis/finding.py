@@ -35,7 +35,7 @@ class Finding:
     cause: str
     """Name of the most likely cause, an identifier (`precision`, `stale_engine`, ...)."""
     letter: str
-    """The survey's class of it: "A" to "F", "" if it has none."""
+    """The survey's class of it: "A" to "F"; "A/B" where only a measurement could tell; "" if it has none."""
     severity: Severity
     confidence: Confidence
     symptom: str

@@ -189,6 +189,7 @@ def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
         "name": recipe.model,
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocab_size": model.config.get_text_config().vocab_size,
+        "experts": has_experts(model),
     }
 
 
