@@ -29,7 +29,7 @@ def log(tmp_path: Path) -> Path:
     return folder
 
 
-def planned(log: Path, piece_bytes: int = 1500) -> tuple[Job, list]:
+def planned(log: Path, piece_bytes: int = 6000) -> tuple[Job, list]:
     found = detect([str(log)])
     return Job(found), pieces(found, piece_bytes=piece_bytes)
 

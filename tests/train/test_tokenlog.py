@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from offdrift.advantages import advantages
 from offdrift.engines.score import score
 from offdrift.rollouts.logged import Logged
 from offdrift.rollouts.store import read as read_rollouts
+from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
@@ -79,11 +81,12 @@ def test_the_log_probs_are_those_before_the_update(tmp_path):
 
 
 def test_minibatches_and_epochs_log_each_sequence_at_its_first_use(tmp_path):
-    optim = {"lr": 1e-2, "epochs": 2, "minibatches": 2}
+    optim = {"lr": 1e-2, "epochs": 2, "minibatches": 2, "advantage": "grpo"}
     arm = {"method": "token_tis", "override": {"weight.on": "mismatch"}}
     train(small_recipe(batches=2, optim=optim, arms={"tis": arm}), tmp_path / "run")
     metrics = rows(tmp_path / "run", "tis")
-    for log, first in zip(logs(tmp_path / "run", "tis"), (1, 5), strict=True):
+    files = sorted((tmp_path / "run" / "arms" / "tis" / "log").glob("*.parquet"))
+    for log, file, first in zip(logs(tmp_path / "run", "tis"), files, (1, 5), strict=True):
         assert sorted(log.step.tolist()) == [first] * 8 + [first + 1] * 8
         for update in (first, first + 1):
             part = log.select((log.step == update).nonzero().squeeze(1))
@@ -93,7 +96,10 @@ def test_minibatches_and_epochs_log_each_sequence_at_its_first_use(tmp_path):
                 assert again[name] == pytest.approx(row[name], rel=1e-3, abs=1e-7), name
             assert part.num_tokens == row["batch/tokens"]
         assert log.rewards.unique().numel() > 2
-        expected = advantages(log.rewards, log.segments, how="grpo")  # of whole groups, reordered
+        # As it was written: a reader keeps equal group ids of different steps apart.
+        groups = torch.tensor(pq.read_table(file, columns=["group_id"])["group_id"].to_pylist())
+        assert sorted(groups.tolist()) == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+        expected = advantages(log.rewards, Segments(log.cu_seqlens, group_ids=groups), how="grpo")
         torch.testing.assert_close(log.advantages, expected, rtol=1e-4, atol=1e-6)
         assert metrics[first]["staleness/k3"] > 1e-6, "the second minibatch sees a moved policy"
 

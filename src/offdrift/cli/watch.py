@@ -92,8 +92,8 @@ def watch(
     screen = None if as_json else LiveWatch(console, str(run), framework)
     try:
         while not failed:
-            known = {s.name for s in followed if not isinstance(s, Log)}
-            followed += [s for s in sources(run, columns=names) if not isinstance(s, Log) and s.name not in known]  # fmt: skip
+            seen = {s.name for s in followed if not isinstance(s, Log)}
+            followed += [s for s in sources(run, columns=names) if not isinstance(s, Log) and s.name not in seen]  # fmt: skip
             for source in followed:
                 for row in source.poll():
                     last = time.monotonic()
