@@ -86,11 +86,11 @@ def generated(seeds: Sequence[int]) -> Iterator[Row]:
 def real(seeds: Sequence[int], batches: int, runs: Path | None) -> Iterator[Row]:
     """Runs of the trainer, audited from their logs, and what the trainer itself says of them."""
     with tempfile.TemporaryDirectory() as scratch:
-        for index, case in enumerate(planted_real.CASES):
+        for case in planted_real.CASES:
             for seed in seeds:
                 start = time.perf_counter()
-                folder = (runs or Path(scratch)) / f"{index:02d}-{seed}"
-                arm = ArmFolder(folder / "arms" / "none")
+                folder = (runs or Path(scratch)) / f"{case.name.replace(' ', '-')}-{seed}"
+                arm = ArmFolder(folder / "arms" / planted_real.ARM)
                 if arm.summary() is None:
                     shutil.rmtree(folder, ignore_errors=True)
                     planted_real.run(case, folder, seed=seed, batches=batches)

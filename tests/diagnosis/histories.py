@@ -144,6 +144,15 @@ FIRES: dict[str, Example] = {
     "stale_engine": Example(
         altered(lambda i, row: {**drift(0.001 if i % 4 == 0 else 0.08), "version_lag/max": float(i % 4), "version_lag/mean": float(i % 4)})
     ),
+    "lag_shows": Example(
+        altered(
+            lambda i, row: {
+                **drift(0.0005 if i % 4 == 0 else 0.01, pearson=0.995 if i % 4 == 0 else 0.97),
+                "version_lag/max": float(i % 4),
+                "version_lag/mean": float(i % 4),
+            }
+        )
+    ),
     "batch_reused": Example(altered({"staleness/k3": 0.07})),
     "token_drift": Example(altered(both(chi2_token=0.4, ess_frac=0.7))),
     "clip_saturation": Example(altered(lambda i, row: {"objective/clip_frac_active": rising(i, 0.5)})),

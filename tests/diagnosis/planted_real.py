@@ -161,6 +161,9 @@ class Case:
     """What `Spoiled` does."""
 
 
+ARM = "planted"
+PPO = {"optim.minibatches": 2, f"arms.{ARM}": {"method": "ppo_clip"}}
+"""Two updates per batch: only then does a log say how far an update moves the policy."""
 MOE = {"model": "tiny-qwen3-moe"}
 CASES = (
     Case("float32", None),
@@ -180,9 +183,11 @@ CASES = (
     Case("top-p 0.9", "one_sided_filter", {}, {"sampling": filtered(0.9)}),
     Case("off by one", "misaligned", {"rollout.evidence": "sampled"}, {"rollouts": late}),
     Case("no weights arrive", "wrong_weights", {}, {"arrives": nothing}),
-    Case("the head does not arrive", "wrong_weights", {"optim.lr": 3e-4}, {"arrives": all_but_the_head}),
-    Case("learning rate x 10", "optimizer_amplification", {"optim.lr": 1e-3}),
-    Case("learning rate x 30", "optimizer_amplification", {"optim.lr": 3e-3}),
+    Case("the head does not arrive, learning rate x 3", "wrong_weights", {"optim.lr": 3e-4}, {"arrives": all_but_the_head}),
+    Case("two updates per batch", None, PPO),
+    Case("learning rate x 10", "optimizer_amplification", {**PPO, "optim.lr": 1e-3}),
+    Case("learning rate x 30", "optimizer_amplification", {**PPO, "optim.lr": 3e-3}),
+    Case("the head does not arrive, learning rate x 10", "wrong_weights", {"optim.lr": 1e-3}, {"arrives": all_but_the_head}),
 )  # fmt: skip
 """bfloat16 and int8 are planted, too, but what they do to these models is below every threshold of
 the survey ("this is fine - continue training"): silence is the right answer, so they count as clean."""
@@ -200,7 +205,7 @@ def recipe_of(case: Case, *, seed: int, batches: int) -> Recipe:
         "rollout": {"dtype": "float32", "prompts": 16, "samples": 8, "max_tokens": 14, "evidence": "full"},
         "optim": {"lr": 1e-4},
         "log": {"eval_every": 1000, "eval_prompts": 8, "checkpoint_every": 1000, "trackers": []},
-        "method": "none",
+        "arms": {ARM: {"method": "none"}},
     }  # fmt: skip
     for path, value in case.recipe.items():
         part, _, key = path.partition(".")
@@ -225,7 +230,7 @@ def run(case: Case, folder: Path, *, seed: int = 0, batches: int = 32) -> Path:
         if case.spoil:
             spoiling.enter_context(_spoiling(case.spoil))
         train(recipe_of(case, seed=seed, batches=batches), folder)
-    return folder / "arms" / "none"
+    return folder / "arms" / ARM
 
 
 @contextmanager
