@@ -92,6 +92,8 @@ def test_a_run_of_several_arms_names_them(run, tmp_path):
         (("audit", "x", "--columns", "logp_rollout"), "logp_rollout"),
         (("audit", "x", "--fail-on", "never"), "never"),
         (("watch", "x", "--fail-on", "never"), "never"),
+        (("watch", "absent"), "absent"),
+        (("report", "absent.jsonl"), "absent.jsonl"),
         (("compare", "x", "y"), "offdrift audit"),
     ],
 )
@@ -116,7 +118,7 @@ def test_watch_follows_a_log_and_ends_when_it_is_idle(run, tmp_path):
     write_log(logged(drift=2.0, sequences=120, steps=6), tmp_path / "log" / "batch-0.parquet")
     done = run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--json")
     lines = [json.loads(x) for x in done.stdout.splitlines()]
-    assert [x["step"] for x in lines if x["kind"] == "step"] == [0, 1, 2, 3, 4]
+    assert [x["step"] for x in lines if x["kind"] == "step"] == [0, 1, 2, 3, 4, 5]
     assert any(x["kind"] == "finding" for x in lines)
     assert (
         run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--fail-on", "act").code == 2

@@ -112,3 +112,21 @@ def test_metrics_that_were_cut_back_are_read_again(tmp_path):
     assert len(list(source.poll())) == 2
     file.write_text('{"update": 1}\n')
     assert [r.numbers["step"] for r in source.poll()] == [1]
+
+
+def test_a_log_that_was_written_anew_is_read_from_its_beginning(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text(line(1) + line(1) + line(2))
+    follow = Log([str(log)])
+    assert [r.numbers["step"] for r in follow.poll()] == [1]
+    log.write_text(line(3) + line(4))
+    assert [r.numbers["step"] for r in follow.poll()] == [2, 3]
+
+
+def test_finishing_gives_the_step_that_was_waiting(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text(line(1))
+    follow = Log([str(log)])
+    assert list(follow.poll()) == []
+    assert [r.numbers["step"] for r in follow.finish()] == [1]
+    assert list(follow.finish()) == []

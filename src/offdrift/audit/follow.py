@@ -40,6 +40,10 @@ class Metrics:
     name: str
     read_to: int = 0
 
+    def finish(self) -> Iterator[Row]:
+        """Nothing: every row was given when it was written."""
+        yield from ()
+
     def poll(self) -> Iterator[Row]:
         """Rows that were added; a line that is still being written waits."""
         text, self.read_to = _new_lines(self.file, self.read_to)
@@ -82,13 +86,17 @@ class Log:
             self._take(piece, found)
         yield from self._complete(everything=self.clock() - self.changed >= self.settle)
 
+    def finish(self) -> Iterator[Row]:
+        """Rows of every step that is left: nothing more will come."""
+        yield from self._complete(everything=True)
+
     def _new(self, found: Detected) -> Iterator[Piece]:
         for file in found.files:
             if file in self.whole:
                 continue
             if file.endswith(LINES):
-                _, end = _new_lines(Path(file), self.read_to.get(file, 0), keep=False)
-                start, self.read_to[file] = self.read_to.get(file, 0), end
+                start, end = _grown(Path(file), self.read_to.get(file, 0))
+                self.read_to[file] = end
                 if end > start:
                     yield Piece(file, start, end, found.format)
             else:
@@ -140,24 +148,29 @@ def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Met
     return [Log([str(path)], columns or {})]
 
 
-def _new_lines(file: Path, start: int, *, keep: bool = True) -> tuple[str, int]:
-    """What was added since byte `start`, up to the last line end, and where that is.
+def _new_lines(file: Path, start: int) -> tuple[str, int]:
+    """What was added since byte `start`, up to the last line end, and where that is."""
+    start, end = _grown(file, start)
+    try:
+        with file.open("rb") as f:
+            f.seek(start)
+            return f.read(end - start).decode("utf-8", "replace"), end
+    except OSError:
+        return "", start
+
+
+def _grown(file: Path, start: int) -> tuple[int, int]:
+    """Where to read on and up to where: whole lines only.
 
     A file that became shorter was written anew, and is read from its beginning.
     """
     try:
         size = file.stat().st_size
-        if size < start:
-            start = 0
+        start = 0 if size < start else start
         with file.open("rb") as f:
-            if not keep:
-                return "", _last_line_end(f, start, size)
-            f.seek(start)
-            added = f.read(size - start)
+            return start, _last_line_end(f, start, size)
     except OSError:
-        return "", start
-    end = added.rfind(b"\n") + 1
-    return added[:end].decode("utf-8", "replace"), start + end
+        return start, start
 
 
 def _last_line_end(file: Any, start: int, size: int) -> int:

@@ -12,6 +12,7 @@ from offdrift.cli import (  # noqa: F401
     audit,
     bound,
     certify,
+    check,
     compare,
     lab_bounds,
     lab_frontier,

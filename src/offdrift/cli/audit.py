@@ -105,7 +105,8 @@ def audit(
     found = detect(paths, columns=_pairs(columns))
     folder = out or Path("audits") / _name(logs[0])
     err = Console(stderr=True)
-    err.print(f"{found.said}; {len(found.files)} files, {_size(found.bytes)}", highlight=False, markup=False)  # fmt: skip
+    many = len(found.files)
+    err.print(f"reading {many} {'file' if many == 1 else 'files'}, {_size(found.bytes)}", highlight=False)  # fmt: skip
     plan = pieces(found)
     job = Job(found, sample_rate=min(1.0, sample_mib * 2**20 / max(found.bytes, 1)))
     if ray is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from offdrift.cli.app import app, console
 from offdrift.cli.audit import FAILED, SEVERITIES, _pairs
@@ -89,7 +90,10 @@ def watch(
                 typer.echo(json.dumps({"source": row.source, "kind": "finding", **f.as_dict()}))
         return any(SEVERITIES.index(f.severity) >= limit for f in fired)
 
+    if not run.exists():
+        raise BadValueError(f"there is nothing at {run}; give the folder that the run writes to")
     screen = None if as_json else LiveWatch(console, str(run), framework)
+    stopped = False
     try:
         while not failed:
             seen = {s.name for s in followed if not isinstance(s, Log)}
@@ -103,9 +107,18 @@ def watch(
             if not failed:
                 time.sleep(every)
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        stopped = True
+    try:
+        for source in followed:  # the newest step was waiting for a later one
+            for row in source.finish():
+                failed = take(row, screen) or failed
     finally:
         if screen is not None:
             screen.close()
+    for source in followed:
+        if isinstance(source, Log) and source.bad_rows + source.late_rows:
+            Console(stderr=True).print(f"{source.bad_rows} bad rows were skipped, and {source.late_rows} rows of steps that were judged before", highlight=False)  # fmt: skip
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
     if failed:
         raise typer.Exit(FAILED)

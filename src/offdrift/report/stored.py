@@ -175,7 +175,7 @@ def number(value: object) -> float | None:
 def _read_head(path: Path) -> Row:
     try:
         head = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise RecordError(
             f"{path.parent} holds no run.json, so it is not a run folder; "
             "give the folder that training printed at its end"

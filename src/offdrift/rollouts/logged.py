@@ -80,10 +80,14 @@ class Logged:
 
     @cached_property
     def lag(self) -> Int[Tensor, " n"] | None:
-        """Updates between the weights that drew each token and those that were trained."""
+        """Updates between the weights that drew each token and those that were trained.
+
+        None if the log does not say, or counts the two in different ways: no engine is ahead.
+        """
         if self.rollout_version is None or self.version is None:
             return None
-        return (self.version[self.segments.seq_ids] - self.rollout_version).clamp(min=0)
+        lag = self.version[self.segments.seq_ids] - self.rollout_version
+        return None if bool((lag < 0).any()) else lag
 
     @cached_property
     def in_response(self) -> Int[Tensor, " n"]:
