@@ -72,6 +72,7 @@ bench: install $(VENV)/.parity
 	$(BIN)/python benchmarks/topk_interval.py
 	$(BIN)/python benchmarks/correction.py
 	$(BIN)/python benchmarks/methods.py
+	$(BIN)/python benchmarks/audit.py
 
 check: install-test
 	$(PIP) --editable '.[lint]'

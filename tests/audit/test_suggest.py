@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from offdrift.audit.counterfactual import Counterfactual
 from offdrift.audit.suggest import escalation, suggest
+from offdrift.audit.tally import Tally
 from offdrift.methods import METHODS, override
 from offdrift.rollouts.logged import Logged
 from offdrift.stats import DriftStats, summarize
@@ -142,3 +144,81 @@ def test_suggestions_on_logs_end_to_end(log: Logged, method: str | None):
         found = suggest(Counterfactual.of(log).table(), metrics)
         renamed = None if method is None else method.replace("decoupled", "bypass_pg").replace("disabled", "none")  # fmt: skip
         assert found["method"] == (renamed if current else method), found
+
+
+def aged(
+    kl: float, lag: int | None, *, tail: float = 0.0
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics and table of 400 responses of 50 tokens whose policy moved on by `kl` nats per token.
+
+    log pi_old - log mu ~ N(-kl, 2 kl), so E[ratio] = 1 and chi2 = e^(2 kl) - 1; a share `tail` of the
+    tokens lies 3 nats below.
+    """
+    draw, n, length = torch.Generator().manual_seed(0), 400, 50
+    mu = -1 - 4 * torch.rand(n * length, generator=draw, dtype=torch.float64)
+    d = (2 * kl) ** 0.5 * torch.randn(n * length, generator=draw, dtype=torch.float64) - kl
+    d -= 3 * (torch.rand(n * length, generator=draw) < tail)
+    log = Logged(
+        cu_seqlens=torch.arange(n + 1) * length,
+        step=torch.ones(n, dtype=torch.int64),
+        row=torch.arange(1, n + 1),
+        response_lengths=torch.full((n,), length),
+        logp_rollout=mu,
+        logp_old=(mu + d).clamp(max=0),
+        rollout_version=None if lag is None else torch.ones(n * length, dtype=torch.int64),
+        version=None if lag is None else torch.full((n,), 1 + lag),
+    )
+    metrics = Tally.of(log, file="log").as_dict()["overall"]
+    return metrics, Counterfactual.of(log).table()
+
+
+@pytest.mark.parametrize(
+    ("kl", "lag", "tail", "rung"),
+    [
+        (0.06, 4, 0.0, "reweight"),  # nothing is broken: the weights are four updates old
+        (0.2, 4, 0.0, "reweight"),  # chi2 0.49, ESS 0.67
+        (0.06, 0, 0.0, "system"),  # the same weights: the engines disagree
+        (0.4, 4, 0.0, "system"),  # ESS 0.45: too noisy to reweight
+        (0.06, 4, 0.35, "system"),  # a heavy tail
+    ],
+)
+def test_drift_of_age_is_reweighted(kl: float, lag: int, tail: float, rung: str):
+    metrics, table = aged(kl, lag, tail=tail)
+    assert metrics["version_lag/mean"] == lag
+    if not tail:  # as constructed: E[w]^2 / E[w^2] = 1 / (1 + chi2), up to the draw and clamping
+        assert metrics["mismatch/ess_frac"] == pytest.approx(math.exp(-2 * kl), abs=0.05)
+    by_name = {row["name"]: row for row in table}
+    assert by_name["decoupled_geo_rs(0.99_1.01)"]["kept_tokens"] < 0.75  # the band is no measure
+    assert by_name["decoupled_k3_rs"]["kept_tokens"] < 0.75
+    found = suggest(table, metrics)
+    assert found["rung"] == rung, found
+    if rung == "reweight":
+        assert found["method"] == found["row"] == "decoupled_token_is"
+        assert f"{by_name['decoupled_token_is']['ess_frac']:.1%}" in found["why"]
+        assert "4 updates old" in found["why"]
+    else:
+        assert "repair the system" in found["why"]
+
+
+def test_drift_of_unknown_age_is_reweighted_unless_the_policies_do_not_correlate():
+    metrics, table = aged(0.06, None)
+    assert "version_lag/mean" not in metrics
+    metrics["mismatch/pearson"] = 0.968  # as of a peaked policy, whose likely tokens move little
+    found = suggest(table, metrics)
+    assert found["method"] == "decoupled_token_is"
+    assert "if they do, repair the engines" in found["why"]
+    assert suggest(table, metrics | {"mismatch/pearson": 0.94})["rung"] == "system"
+    full = {k.replace("mismatch", "full"): v for k, v in metrics.items()}
+    names = {"decoupled_geo_rs(0.99_1.01)": "bypass_pg_geo_rs(0.99_1.01)", "decoupled_geo_rs_token_tis(0.99_1.01)": "bypass_pg_geo_rs_token_tis(0.99_1.01)", "decoupled_token_icepop": "bypass_pg_token_icepop", "decoupled_token_is": "token_tis"}  # fmt: skip
+    renamed = [{**row, "name": names[row["name"]]} for row in table if row["name"] in names]
+    assert len(renamed) == 4
+    assert suggest(renamed, full)["method"] == "token_tis"
+    assert "token_tis" in METHODS
+
+
+def test_a_low_correlation_of_probabilities_near_one_is_no_reason_by_itself():
+    """Probabilities within [0.9989, 0.9999] that differ by 5e-4 correlate badly and are equal."""
+    near = overall(pearson=0.5, k1=1e-5, chi2_token=1e-6)
+    assert suggest([], near | {"mismatch/prob_diff_max": 5e-4})["rung"] == "none"
+    for more in ({}, {"mismatch/prob_diff_max": 0.2}, {"mismatch/prob_diff_max": 5e-4, "mismatch/k1": 0.03}):  # fmt: skip
+        assert suggest(rows(1.0, 1.0), near | more)["rung"] == "system"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import pickle
 import re
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ from hypothesis import strategies as st
 
 from offdrift.errors import RecordError
 from offdrift.integrations.logs import detect, pieces, read
+from offdrift.integrations.logs.pickles import load_pickle
 from offdrift.rollouts.log import write_log
-from tests.integrations.samples import LOGS, ragged, read_all
+from tests.integrations.samples import LOGS, one, ragged, read_all
 
 GOOD = '{"logp_rollout": [-1.0, -2.0], "logp": [-1.5, -2.5]}'
 
@@ -204,6 +207,47 @@ def test_a_pickle_that_is_a_program_is_not_run(tmp_path: Path, suffix: str, call
     assert call.__name__ in bad[0].reason
     assert bad[0].file == str(path)
     assert not ran.exists()
+
+
+NAMES = [
+    ("skyrl.training_batch", "TensorBatch"),
+    ("skyrl.training_batch", "_rebuild_tensor_batch"),
+    ("torch", "device"),
+    ("collections", "OrderedDict"),
+]
+ATTRIBUTES = ["state", "__setstate__", "__defaults__", "__init__", "__call__", "_call", "__class__"]
+
+
+def named(name: tuple[str, str]) -> bytes:
+    """Opcode GLOBAL."""
+    return b"c" + "\n".join((*name, "")).encode()
+
+
+@pytest.mark.parametrize("name", NAMES, ids=[n for _, n in NAMES])
+@pytest.mark.parametrize("slots", [True, False])
+def test_a_pickle_changes_nothing_that_outlives_it(name: tuple[str, str], slots: bool) -> None:
+    """BUILD sets attributes of what lies on the stack, `state` or `(None, {"state": ...})`."""
+    tried = 0
+    for attribute in ATTRIBUTES:
+        for value in (b"K\x07", b")", named(("torch", "device"))):
+            pairs = b"}X" + struct.pack("<I", len(attribute)) + attribute.encode() + value + b"s"
+            state = b"N" + pairs + b"\x86" if slots else pairs
+            program = b"\x80\x04" + named(name) + state + b"b."
+            with pytest.raises((RecordError, TypeError, AttributeError)):
+                load_pickle(io.BytesIO(program))
+            tried += 1
+    assert tried == 21
+    # Whoever reads after it reads what is there.
+    sample = LOGS / "skyrl/dumped_data/global_step_7_training_input.pkl"
+    assert one(sample).num_sequences == 3
+
+
+def test_batches_are_only_made_the_way_skyrl_makes_them(tmp_path: Path) -> None:
+    program = b"\x80\x04" + named(NAMES[0]) + b")R."
+    path = tmp_path / "a.pkl"
+    path.write_bytes(program)
+    with pytest.raises(RecordError, match="in a way that SkyRL does not"):
+        detect([str(path)])
 
 
 @pytest.mark.parametrize("name", ["skyrl/dumped_data/global_step_7_training_input.pkl", "slime/train_data/7.pt"])  # fmt: skip

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from offdrift.errors import RecordError
-from offdrift.integrations.logs import detect, fingerprint
+from offdrift.integrations.logs import detect, fingerprint, pieces, read
 from offdrift.rollouts import store
 from offdrift.rollouts.log import write_log
 from tests.integrations.samples import LOGS, flat, one, ragged, read_all, rollouts
@@ -36,7 +36,10 @@ def test_globs_and_several_paths(tmp_path: Path) -> None:
     assert len(detect([str(tmp_path / "a*.jsonl")]).files) == 2
     assert len(detect([str(tmp_path / "b1.jsonl"), str(tmp_path / "a*.jsonl")]).files) == 3
     # A file that is named twice is read once.
-    assert len(detect([str(tmp_path), str(tmp_path / "a1.jsonl")]).files) == 3
+    found = detect([str(tmp_path), str(tmp_path / "a1.jsonl")])
+    assert len(found.files) == 3
+    assert "1 file named again by another path, counted once" in found.said
+    assert "again" not in detect([str(tmp_path)]).said
     with pytest.raises(RecordError, match=r"no log at .*c\*"):
         detect([str(tmp_path / "c*")])
 
@@ -138,3 +141,51 @@ def test_a_log_with_both_sides_is_read_before_one_with_one(tmp_path: Path) -> No
     }
     (tmp_path / "traces.jsonl").write_text(json.dumps({**row, "logp": [-2.0]}))
     assert detect([str(tmp_path)]).framework == "open-instruct"
+
+
+def test_a_file_is_counted_once_whatever_leads_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for step in (1, 2):
+        (run / f"step_{step}.jsonl").write_text(ROW)
+    (run / "latest.jsonl").symlink_to("step_2.jsonl")
+    (run / "step_3.jsonl").hardlink_to(run / "step_1.jsonl")
+    (tmp_path / "linked").symlink_to("run")
+    (tmp_path / "copy.jsonl").write_text(ROW)  # equal content is another file
+    monkeypatch.chdir(tmp_path)
+    ways = [
+        ["run"],
+        ["run/*.jsonl", "run/step*"],
+        ["run", str(run), "linked", "./run/../run/step_1.jsonl"],
+        ["run", f"file://{run}/step_2.jsonl"],
+        ["linked/latest.jsonl", "run/step_1.jsonl", "run/step_2.jsonl"],
+    ]
+    repeated = [2, 5, 11, 3, 1]
+    for paths, n in zip(ways, repeated, strict=True):
+        found = detect(paths)
+        batches = [b for p in pieces(found) if (b := read(p, found).batch) is not None]
+        assert sum(b.num_sequences for b in batches) == 2, paths
+        # The names that tell steps are those that are read.
+        assert sorted(s for b in batches for s in b.step.tolist()) == [1, 2], found.files
+        assert found.bytes == 2 * len(ROW)
+        assert f"{n} file{'s' * (n > 1)} named again" in found.said, found.said
+    assert len(detect(["run", "copy.jsonl"]).files) == 3
+
+
+def test_one_file_named_twice_in_an_object_store() -> None:
+    fsspec.filesystem("memory").pipe("/twice/1.jsonl", ROW.encode())
+    found = detect(["memory://twice", "memory:///twice/1.jsonl"])
+    assert len(found.files) == 1
+    assert "1 file named again" in found.said
+
+
+def test_damage_is_no_question_of_columns(tmp_path: Path) -> None:
+    path = write_log(ragged(4), tmp_path / "1.parquet")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(RecordError, match="no log that can be read: .*no whole Parquet file") as e:
+        detect([str(path)])
+    assert ".." not in str(e.value)
+    assert "columns" not in str(e.value)
+    assert "leave it out" in str(e.value)

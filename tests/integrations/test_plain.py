@@ -219,3 +219,20 @@ def test_a_log_without_log_probs_still_has_rewards_and_lengths(tmp_path: Path, k
     assert batch.num_tokens == 0
     assert batch.response_lengths.tolist() == [3, 1]
     assert batch.length_unit == "character"
+
+
+@both
+def test_columns_of_numbers_that_are_not_read_are_named(tmp_path: Path, kind: str) -> None:
+    row = {
+        "completion": "yes", "note": "x", "ids": ["a"], "nothing": None, "reward": 1.0,
+        "vllm_lp": [-1.0], "fsdp_lp": [-1.5], "sc": 0.5, "gs": 3, "info": {"tries": 2, "who": "y"},
+    }  # fmt: skip
+    path = str(written(tmp_path, kind, [row]))
+    hint = "not used: vllm_lp, fsdp_lp, sc, gs, info.tries; map with --columns"
+    assert hint in detect([path]).said
+    mapped = {"logp_rollout": "vllm_lp", "logp": "fsdp_lp", "group_id": "gs"}
+    assert "not used: sc, info.tries; map" in detect([path], columns=mapped).said
+    many = {"completion": "yes", **{f"n{i}": i for i in range(10)}}
+    said = detect([str(written(tmp_path, kind, [many]))]).said
+    assert "not used: n0, n1, n2, n3, n4, n5, n6, n7 and 2 more; map" in said
+    assert "not used" not in detect([str(written(tmp_path, kind, ROWS))]).said

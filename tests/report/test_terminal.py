@@ -98,3 +98,13 @@ def test_the_table_and_the_notes_at_both_widths(tmp_path: Path, width: int):
     assert max(map(len, text.splitlines())) <= width
     for words in ("0.600 → 0.700", "55.0 %", "below 70 %", "1.23", "falsified", "at 40 of 64", "something a reader must know", "Remark 4.3"):  # fmt: skip
         assert words in text, words
+
+
+def test_a_finding_is_said_once_with_its_fix_and_markup_is_text():
+
+    console = Console(record=True, width=200, file=io.StringIO())
+    found = {"severity": "act", "symptom": "Tokens [bold]drift[/].", "fix": "Reduce the lag."}
+    with LiveProgress(console) as watch:
+        watch(Event("finding", "none", 7, 10, "short", found))
+    said = console.export_text()
+    assert "none: update 7, act: Tokens [bold]drift[/]. Reduce the lag." in said

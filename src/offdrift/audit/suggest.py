@@ -2,6 +2,11 @@
 
 The ladder of the survey: reject; reject and reweight; repair the system. What each rung would have
 rejected and what sample size it would have left is read from the counterfactual table.
+
+The bands of the ladder are centered on no drift. Where weights are older than the policy they correct
+for, every sequence has drifted a little (its mean log-ratio is about -KL), and such a band rejects
+nearly all of them though no tail is heavy. There the tail is measured by a band on single tokens,
+and the step between is taken: reweight alone.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-Rung = Literal["none", "reject", "reject and reweight", "system"]
+Rung = Literal["none", "reject", "reject and reweight", "reweight", "system"]
 
 KL_OK = 0.05
 """Nats per token below which correction is optional."""
@@ -26,8 +31,12 @@ REJECTED_MOST = 0.25
 """Share of tokens beyond which rejection hides a broken system."""
 ESS_LEAST = 0.3
 """Effective sample size, as a share of kept tokens, below which reweighting wastes the batch."""
+ESS_USABLE = 0.5
+"""Effective sample size of raw token weights, as a share of all tokens, from which they are usable."""
 PEARSON_LEAST = 0.95
 """Correlation of the two policies' probabilities below which no correction helps."""
+PROB_DIFF_MOST = 0.1
+"""Difference of a token's two probabilities up to which a low correlation is no sign by itself."""
 PEARSON_CLEAN, PPL_CLEAN, KL_CLEAN = 0.99, 0.01, 0.02
 """Agreement that is no meaningful drift: correlation, |perplexity ratio - 1|, nats."""
 
@@ -36,6 +45,11 @@ LADDERS = {
     "full": ("none", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis"),
 }
 """What to turn on at each rung, where the old policy was logged and where it was not."""
+TAILS = {
+    "mismatch": ("decoupled_token_icepop", "decoupled_token_is"),
+    "full": ("bypass_pg_token_icepop", "token_tis"),
+}
+"""The band on single tokens that measures the tail, and truncated weights without any band."""
 BAND = "(0.99_1.01)"
 """Names the rows of the table that try the presets with the band that is advised."""
 
@@ -99,7 +113,7 @@ def suggest(rows: Sequence[Mapping[str, Any]], overall: Mapping[str, Any]) -> di
     on = next((x for x in LADDERS if _known(overall, f"{x}/chi2_token")), None)
     if on is None:
         return _said(None, None, "drift cannot be measured: log the rollout engine's log-probs, and those of the training engine for the same tokens")  # fmt: skip
-    chi2, pearson = _number(overall, f"{on}/chi2_token"), _number(overall, f"{on}/pearson")
+    chi2, pearson = _number(overall, f"{on}/chi2_token"), _correlation(overall, on)
     kl, ppl = abs(_number(overall, f"{on}/k1")), _number(overall, f"{on}/ppl_ratio")
     nothing, reject, both = LADDERS[on]
     if kl < KL_OK and chi2 < CHI2_OK and not pearson < PEARSON_LEAST:
@@ -114,11 +128,47 @@ def suggest(rows: Sequence[Mapping[str, Any]], overall: Mapping[str, Any]) -> di
     ess = weighted["ess_frac"] / weighted["kept_tokens"] if weighted["kept_tokens"] else 0.0
     rung, why = escalation(chi2, 1 - alone["kept_tokens"], ess, pearson)
     if rung == "system":
-        return _said(rung, None, f"repair the system, no correction is cheaper: {why} ({on})")
+        aged = _reweighted(tried, overall, on)
+        return aged or _said(rung, None, f"repair the system, no correction is cheaper: {why} ({on})")
     chosen = tried[(reject if rung == "reject" else both) + BAND]
     left = f"{chosen['kept_tokens']:.1%} of tokens stay, effective sample size {chosen['ess_frac']:.1%}"
     name = chosen["name"].removesuffix(BAND)
     return _said(rung, name, f"{why} ({on}); {left}", chosen["settings"])
+
+
+def _correlation(overall: Mapping[str, Any], on: str) -> float:
+    """Pearson's correlation of the probabilities; NaN where it says nothing by itself.
+
+    It is a correlation over the probabilities that occur: where all of them are near 1, differences
+    of no weight spoil it. It counts where the policies differ in KL or in some probability too.
+    """
+    narrow = abs(_number(overall, f"{on}/k1")) < KL_CLEAN
+    alike = _number(overall, f"{on}/prob_diff_max") <= PROB_DIFF_MOST
+    return math.nan if narrow and alike else _number(overall, f"{on}/pearson")
+
+
+def _reweighted(
+    tried: Mapping[str, Mapping[str, Any]], overall: Mapping[str, Any], on: str
+) -> dict[str, Any] | None:
+    """Token weights alone, where age explains the drift and they are usable; None elsewhere.
+
+    Where the log says that weights were older, their age explains a low correlation too. Where it
+    does not say, only what the centered band would reject is set aside. Policies of equal weights
+    have nothing to catch up with: their engines disagree.
+    """
+    tail, weights = (tried.get(name) for name in TAILS[on])
+    ess, lag = _number(overall, f"{on}/ess_frac"), _number(overall, "version_lag/mean")
+    if tail is None or weights is None or not ess >= ESS_USABLE or (lag == 0 and on == "mismatch"):
+        return None
+    chi2 = _number(overall, f"{on}/chi2_token")
+    pearson = math.nan if lag > 0 else _correlation(overall, on)
+    if escalation(chi2, 1 - tail["kept_tokens"], ess, pearson)[0] == "system":
+        return None
+    kl = abs(_number(overall, f"{on}/k1"))
+    size = f"KL is {kl:.2g} nats per token and token chi2 {chi2:.2g} ({on}), with no heavy tail: {1 - tail['kept_tokens']:.1%} of tokens have a ratio outside [0.5, 5]"  # fmt: skip
+    left = f"a band around no drift would mask most of the batch, weights leave an effective sample size of {weights['ess_frac']:.1%}"  # fmt: skip
+    age = f"tokens are {lag:.3g} updates old on average" if lag > 0 else "the log does not say that the policies hold the same weights; if they do, repair the engines instead"  # fmt: skip
+    return _said("reweight", weights["name"], f"{size}; {left}; {age}")
 
 
 def _said(

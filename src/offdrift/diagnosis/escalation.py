@@ -23,6 +23,7 @@ def escalate(
     *,
     ess_after_rs: float | int | None = None,
     pearson: float | int | None = None,
+    prob_diff_max: float | int | None = None,
     limits: Mapping[str, float] | None = None,
 ) -> Escalation:
     """The survey's escalation. Rejection runs first in every row: tails are removed, then weighted.
@@ -37,6 +38,8 @@ def escalate(
         chi2_token: of the ratio that is corrected.
         rs_masked: share of sequences that rejection removes.
         ess_after_rs: effective share of what is left.
+        prob_diff_max: largest difference of a token's probabilities. Where it is small, a low
+            correlation only says that all tokens are about equally likely, and does not count.
         limits: thresholds by name, if not the built-in ones.
 
     Example:
@@ -52,7 +55,8 @@ def escalate(
         return Escalation(
             "systems fix", f"effective sample size {ess_after_rs:.2g} after rejection"
         )
-    if pearson is not None and pearson < t["pearson_broken"]:
+    differs = prob_diff_max is None or prob_diff_max > t["prob_diff_visible"]
+    if pearson is not None and pearson < t["pearson_broken"] and differs:
         return Escalation("systems fix", f"correlation of the engines {pearson:.3g}")
     if chi2_token > t["chi2_last"]:
         return Escalation("systems fix", f"chi2 {chi2_token:.3g} is past what weights can carry")

@@ -141,6 +141,10 @@ class Watcher:
             if seen is None:
                 found.append(whole[name])
                 continue
+            if rule.whole:
+                if name in whole or seen.steps + self.patience > self._window.seen:
+                    found.append(replace(whole.get(name, seen.finding), step=None, steps=0))
+                continue
             finding = replace(whole.get(name, seen.finding), step=seen.first, steps=seen.steps)
             passing = seen.last < self._window.seen and 50 * seen.steps < self._window.seen
             if passing and not rule.transient and name not in whole and finding.severity != "info":

@@ -4,8 +4,9 @@ What the log calls the old policy may itself be newer than the rollout's weights
 alone is no zero-lag test. A reading at the same weights is, in this order: the whole log, if the
 context says that the weights were the same by construction; the last steps whose `old/version_lag`
 (else `version_lag/max`) is 0; the bucket of lag 0 among the context's facets (first, where the whole
-run is judged); the first step of the run, if the log begins with step 0 or 1, because nothing had
-been updated yet.
+run is judged); the first step of the run, if the log begins with step 0 or 1 and goes on to others,
+because nothing had been updated when its old policy was scored. Of the current policy that cannot be
+said: several minibatches may have been trained on by then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from offdrift.diagnosis.context import Context, Row
+from offdrift.diagnosis.estimate import kl_metrics, kl_of
+from offdrift.diagnosis.signatures import ratio_mean_z
 from offdrift.diagnosis.view import Definition, Found, View
 from offdrift.diagnosis.window import number
 
@@ -40,44 +43,65 @@ def _middle(rows: Sequence[Row], metric: str) -> float | None:
     return median(values) if values else None
 
 
+def _at_same_weights(view: View) -> list[tuple[list[Row], str]]:
+    """Sources of rows at the same weights and what to call them, the best first."""
+    buckets = [r for r in _lag_rows(view.context) if r["low"] == 0][:1]
+    lag = [(list[Row](view.window.same_weights), "at lag 0"), (buckets, "at lag 0")]
+    found = lag if view.overall is None else lag[::-1]
+    first = view.window.first
+    if view.on == "mismatch" and first is not None and first["step"] <= 1 < view.window.seen:
+        # Without a column of steps all of them are step 0, whatever was updated in between.
+        if view.window.step != first["step"]:
+            found.append(([first], "at the first step"))
+    return found
+
+
 def _same(view: View, metric: str) -> Found | None:
     """A metric at the same weights, from the best source there is."""
     name = f"{view.on}/{metric}"
     if view.context.same_weights:
         return view.found(name)
-    buckets = [r for r in _lag_rows(view.context) if r["low"] == 0][:1]
-    sources = [list(view.window.same_weights), buckets]
-    for rows in sources if view.overall is None else reversed(sources):
+    for rows, called in _at_same_weights(view):
         if (value := _middle(rows, name)) is not None:
-            return Found(value, f"{name} at lag 0")
-    first = view.window.first
-    if first is not None and first["step"] <= 1 and (value := number(first, name)) is not None:
-        return Found(value, f"{name} at the first step")
+            return Found(value, f"{name} {called}")
     return None
 
 
+def _kl_on(view: View, on: str) -> Found | None:
+    z = ratio_mean_z(view, on)
+    return view.found(*kl_metrics(on, None if z is None else z.value, view.limits["ratio_mean_z"]))
+
+
 def _kl(view: View) -> Found | None:
-    """Exact where it was recorded, else k1."""
-    second = "old" if view.on == "mismatch" else "current"
-    return view.found(f"divergence/kl_rollout_{second}_mean", f"{view.on}/k1")
+    return _kl_on(view, view.on)
 
 
 def _kl_full(view: View) -> Found | None:
-    return view.found("divergence/kl_rollout_current_mean", "full/k1")
+    return _kl_on(view, "full")
+
+
+def _kl_same(view: View) -> Found | None:
+    """The KL at the same weights, from the best source there is."""
+    if view.context.same_weights:
+        return _kl(view)
+    for rows, called in _at_same_weights(view):
+        if (found := kl_of(rows, view.on, view.limits["ratio_mean_z"])) is not None:
+            return Found(found[0], f"{found[1]} {called}")
+    return None
 
 
 def _kl_over_same(view: View) -> Found | None:
     """How many times the drift at the same weights the drift now is."""
-    now, same = _kl(view), _same(view, "k1")
+    now, same = _kl(view), _kl_same(view)
     return None if now is None or same is None else Found(now.value / max(same.value, 1e-6), now.metric)  # fmt: skip
 
 
 def _growth_at_same_weights(view: View) -> Found | None:
-    """k3 at lag 0 now, over that of the first step at lag 0."""
-    name, first = f"{view.on}/k3", view.window.first_same
-    now = _middle(list(view.window.same_weights), name)
-    before = None if first is None else number(first, name)
-    if now is None or before is None or view.window.seen < 2:
+    """k3 at lag 0 lately, over that of the first steps at lag 0: as many, and never the same ones."""
+    name, window = f"{view.on}/k3", view.window
+    early = window.first_same[: max(1, window.seen_same // 2)]
+    now, before = _middle(list(window.same_weights), name), _middle(early, name)
+    if now is None or before is None or window.seen_same < 2:
         return None
     return Found(now / max(before, 1e-6), f"{name} at lag 0")
 
@@ -115,14 +139,15 @@ def _kl_per_update(view: View) -> Found | None:
 
 
 LAG = {
-    "kl": Definition("nat", "KL(rollout || second policy) per token of the engine ratio: exact if recorded, else `{on}/k1`", _kl),
+    "kl": Definition("nat", "KL(rollout || second policy) per token of the engine ratio: exact if recorded, else `{on}/k3` while the mean ratio is within `ratio_mean_z` standard errors of 1 (or nobody knows), else `{on}/k1`", _kl),
     "k1": Definition("nat", "`{on}/k1`: mean(-l), which no record of the sampled distribution makes negative", lambda v: v.found(f"{v.on}/k1")),
-    "kl_full": Definition("nat", "KL(rollout || current) per token: exact if recorded, else `full/k1`", _kl_full),
+    "kl_full": Definition("nat", "KL(rollout || current) per token, estimated as `kl` is", _kl_full),
     "same_ckpt": Definition("1", "1 if this whole log was taken at the same weights (the context says so)", lambda v: None if v.context.same_weights is None else float(v.context.same_weights)),
-    "kl_same_ckpt": Definition("nat", "`{on}/k1` at the same weights: the whole log, lag 0, or the first step of the run", lambda v: _same(v, "k1")),
+    "kl_same_ckpt": Definition("nat", "`kl` at the same weights: the whole log, lag 0, or the first step of the run", _kl_same),
+    "pearson_same_ckpt": Definition("1", "`{on}/pearson` at the same weights", lambda v: _same(v, "pearson")),
     "kl_over_same": Definition("1", "`kl` over `kl_same_ckpt`", _kl_over_same),
     "kl_since_old": Definition("nat", "k3 of the current policy against the old one: `staleness/k3`", lambda v: v.found("staleness/k3")),
-    "kl_same_growth": Definition("1", "`{on}/k3` at lag 0 lately, over that of the first step at lag 0", _growth_at_same_weights),
+    "kl_same_growth": Definition("1", "`{on}/k3` at lag 0 lately, over that of the first steps at lag 0: medians of five, of fewer in a short run", _growth_at_same_weights),
     "lag": Definition("update", "mean version lag of the tokens: `version_lag/mean`", _lag),
     "lag_growth": Definition("1", "`{on}/k3` in the upper half of the version lags over k3 in the lower half: by the context's facets, else over the last `window_trend` steps", _lag_growth),
     "kl_per_update": Definition("nat", "k3 that one update adds: (`full/k3` - k3 at the same weights) / version lag, or `staleness/k3`; the larger", _kl_per_update),

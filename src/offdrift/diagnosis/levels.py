@@ -9,12 +9,16 @@ import math
 import re
 from functools import cache
 
+from offdrift.correction.gate import Gate
 from offdrift.correction.weight import Weight
 from offdrift.diagnosis.context import Row
 from offdrift.diagnosis.view import Definition, Found, View
 from offdrift.diagnosis.window import number
 from offdrift.errors import MethodError
 from offdrift.methods import method
+
+FEW = 30
+"""Sequences of which a share is worth comparing."""
 
 
 @cache
@@ -26,6 +30,16 @@ def _weights(name: str | None) -> tuple[Weight, ...] | None:
         )  # fmt: skip
     except MethodError:
         return None
+
+
+@cache
+def _gates(name: str | None) -> tuple[Gate, ...]:
+    """The gates of a row of `METHODS` that bound a statistic; none if no such row is known."""
+    try:
+        gates = () if name is None else method(name).correction.gates
+    except MethodError:
+        gates = ()
+    return tuple(g for g in gates if isinstance(g, Gate))
 
 
 def _largest(view: View, *metrics: str) -> Found | None:
@@ -101,16 +115,34 @@ def _averaged_max(view: View) -> Found | None:
 
 
 def _acceptance_of_long(view: View) -> Found | None:
-    """Acceptance in the longest bucket of responses over that in the shortest."""
-    name = "gate/acceptance_seq"
-    rows: list[Row] = [
-        r for r in view.context.facets.get("length", ()) if number(r, name) is not None
-    ]
-    if len(rows) < 2:
-        return None
-    rows.sort(key=lambda r: number(r, "low") or 0.0)
-    short, long = number(rows[0], name), number(rows[-1], name)
-    return Found((long or 0.0) / short, f"{name} by length") if short else None
+    """Acceptance in the longest bucket of responses over that in the shortest.
+
+    Every product over a sequence falls with its length, so what a gate on it would accept is only
+    held against a run whose method is of that kind.
+    """
+    names = ["gate/acceptance_seq"]
+    if _on_products(view):
+        names += [f"{on}/acceptance_sum" for on in ("mismatch", "full")]
+    buckets = [r for r in view.context.facets.get("length", ()) if _is_many(r)]
+    for name in names:
+        rows: list[Row] = [r for r in buckets if number(r, name) is not None]
+        if len(rows) < 2:
+            continue
+        rows.sort(key=lambda r: number(r, "low") or 0.0)
+        short, long = number(rows[0], name), number(rows[-1], name)
+        return Found((long or 0.0) / short, f"{name} by length") if short else None
+    return None
+
+
+def _on_products(view: View) -> bool:
+    """Whether the method gates or weights by the product of ratios over a whole sequence."""
+    return bool(_whole_sequence(view)) or any(g.unit == "seq_sum" for g in _gates(view.context.method))  # fmt: skip
+
+
+def _is_many(bucket: Row) -> bool:
+    """Whether a share of the bucket's sequences means something."""
+    sequences = number(bucket, "sequences")
+    return sequences is None or sequences >= FEW
 
 
 def _broken(view: View) -> Found | None:
@@ -141,7 +173,7 @@ LEVELS = {
     "rs_masked": Definition("1", "share of sequences rejected whole: `gate/drop_frac_seq`", lambda v: v.found("gate/drop_frac_seq")),
     "ess_after_rs": Definition("1", "`weight/ess_frac` where sequences are rejected", _ess_after_rejection),
     "acceptance": Definition("1", "share of sequences with a kept token: `gate/acceptance_seq`", lambda v: v.found("gate/acceptance_seq")),
-    "acceptance_of_long": Definition("1", "`gate/acceptance_seq` in the longest bucket of responses over that in the shortest", _acceptance_of_long),
+    "acceptance_of_long": Definition("1", "`gate/acceptance_seq` in the longest bucket of responses over that in the shortest, of buckets with 30 sequences or more; where it is not logged and the method works on products over sequences, `{on}/acceptance_sum`", _acceptance_of_long),
     "icepop_oob": Definition("1", "`weight/cap_frac` if the method's weight masks what lies outside its band", _outside_band),
     "sequence_weights": Definition("1", "1 if the method weights by the product over whole sequences, 0 if not", _whole_sequence),
     "idle_gate": Definition("step", "steps of the run, if a reported gate rejected no token in any of them, else 0", _idle_gate),

@@ -11,6 +11,7 @@ The built-in tables are `rules.toml` and `fixes.toml` beside this file. A user's
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -62,6 +63,8 @@ class Rule:
     """Each that holds raises the confidence by one level."""
     transient: bool = False
     """Whether a single occurrence counts: a spike is over before it becomes typical."""
+    whole: bool = False
+    """Whether it is about the whole log: told without a step, and only if it held at every one."""
     enabled: bool = True
 
 
@@ -110,7 +113,9 @@ def _tables() -> dict[str, Any]:
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+    except OSError as e:
+        raise refuse(f"{path} cannot be read: {e.strerror or e}") from e
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise refuse(f"{path} cannot be read as TOML: {e}") from e
 
 
@@ -144,7 +149,7 @@ def _over(old: Any, new: Any) -> Any:
 
 def _parse(tables: Mapping[str, Any], file: str) -> Rules:
     thresholds = {
-        name: _threshold(f"{file}: [thresholds] {name}", row)
+        name: _threshold(f"{file}: [thresholds] {name}", name, row)
         for name, row in tables["thresholds"].items()
     }
     fixes = {n: _fix(f"{file}: [fixes.{n}]", row) for n, row in tables["fixes"].items()}
@@ -160,10 +165,12 @@ def _parse(tables: Mapping[str, Any], file: str) -> Rules:
     return Rules(MappingProxyType(thresholds), MappingProxyType(ordered), MappingProxyType(fixes))
 
 
-def _threshold(where: str, row: Any) -> Threshold:
+def _threshold(where: str, name: str, row: Any) -> Threshold:
     row = row if isinstance(row, dict) else {"value": row}
     known(where, row, [f.name for f in fields(Threshold)])
     value = kind(f"{where}.value", row.get("value"), (int, float))
+    if name.startswith("window_") and not 1 <= value < math.inf:
+        raise refuse(f"{where}.value = {value!r} must be at least 1: it is a number of steps")
     texts = {k: kind(f"{where}.{k}", v, str) for k, v in row.items() if k != "value"}
     return Threshold(float(value), **texts)
 
@@ -195,7 +202,7 @@ def _rule(where: str, row: Any, limits: Mapping[str, Threshold], fixes: Mapping[
     choice(f"{where} confidence", row.get("confidence", "medium"), get_args(Confidence))
     choice(f"{where} letter", row.get("letter", ""), LETTERS)
     kind(f"{where} source", row.get("source", ""), str)
-    for key in ("enabled", "transient"):
+    for key in ("enabled", "transient", "whole"):
         kind(f"{where} {key}", row.get(key, False), bool)
     suppressed = kind(f"{where} suppressed_by", row.pop("suppressed_by", []), list)
     raised = kind(f"{where} raised_by", row.pop("raised_by", []), list)

@@ -35,6 +35,7 @@ so (1) can be tested on logs that never recorded it.
 
 from __future__ import annotations
 
+from offdrift.diagnosis.estimate import joined_z
 from offdrift.diagnosis.view import Definition, Found, View
 
 
@@ -51,13 +52,13 @@ def _ratio_mean(view: View) -> Found | float | None:
     return None if k1 is None or third is None else 1 + third - k1
 
 
-def _ratio_mean_z(view: View) -> Found | None:
-    """Steps are independent samples: their z add up to z sqrt(n) of their mean (Stouffer)."""
-    metric = f"{view.on}/ratio_mean_z"
+def ratio_mean_z(view: View, on: str | None = None) -> Found | None:
+    """Of the whole run, or of the last steps together; of the engine ratio, unless told."""
+    metric = f"{on or view.on}/ratio_mean_z"
     if view.overall is not None:
         return view.found(metric)
-    values = view.recent(metric)
-    return Found(sum(values) / len(values) ** 0.5, metric) if values else None
+    z = joined_z(view.recent(metric))
+    return None if z is None else Found(z, metric)
 
 
 def _asymmetry(view: View) -> float | None:
@@ -110,7 +111,7 @@ def _temperature_off(view: View) -> float | None:
 
 SIGNATURES = {
     "ratio_mean": Definition("1", "mean of e^l over tokens: `{on}/ratio_mean`, else 1 + k3 - k1; 1 in expectation whatever the drift", _ratio_mean),
-    "ratio_mean_z": Definition("1", "its distance from 1 in standard errors clustered by sequence; of the last `window_trend` steps together, sum z / sqrt(n)", _ratio_mean_z),
+    "ratio_mean_z": Definition("1", "its distance from 1 in standard errors clustered by sequence; of the last `window_trend` steps together, sum z / sqrt(n)", ratio_mean_z),
     "slope_off": Definition("1", "distance from 1 of the slope of the second policy's log-probs on the rollout's", _slope_off),
     "slope_r2": Definition("1", "share of variance that this regression explains", lambda v: v.found(f"{v.on}/slope_r2")),
     "shift_gain": Definition("1", "best correlation of the rollout's log-probs with the second policy's one token before or after, minus that at the same token", _shift_gain),

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offdrift.diagnosis.context import Row
+from offdrift.diagnosis.estimate import kl_metrics
 from offdrift.diagnosis.finding import Finding
 from offdrift.diagnosis.window import number
 
 URGENCY = ("stop", "act", "watch", "info")
-SHOWN = {
-    "pearson": "Pearson correlation {:.4f}",
-    "k1": "KL {:.4g} nat per token",
-    "chi2_token": "chi2 {:.3g}",
-}
 
 
 def verdict(findings: Sequence[Finding], numbers: Row | None = None) -> dict[str, str]:
@@ -39,10 +35,16 @@ def verdict(findings: Sequence[Finding], numbers: Row | None = None) -> dict[str
 
 def _agreement(numbers: Row) -> str:
     for on in ("mismatch", "full"):
+        shown = (
+            ("Pearson correlation {:.4f}", (f"{on}/pearson",)),
+            ("KL {:.4g} nat per token", kl_metrics(on, number(numbers, f"{on}/ratio_mean_z"))),
+            ("chi2 {:.3g}", (f"{on}/chi2_token",)),
+        )
+        known = ((text, [number(numbers, name) for name in names]) for text, names in shown)
         found = [
-            text.format(x)
-            for name, text in SHOWN.items()
-            if (x := number(numbers, f"{on}/{name}")) is not None
+            text.format(next(x for x in values if x is not None))
+            for text, values in known
+            if any(x is not None for x in values)
         ]
         if found:
             return ": " + ", ".join(found)

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from numbers import Real
-from statistics import fmean, median
+from statistics import fmean, median, pvariance
+from typing import NamedTuple
 
 from offdrift.diagnosis.context import Row
 
@@ -45,6 +46,19 @@ def slope_over(values: Sequence[float]) -> tuple[float, float]:
     return slope * (n - 1) / abs(mean), slope / error
 
 
+class Mean(NamedTuple):
+    """The mean of some steps, and how well it is known."""
+
+    value: float
+    error: float
+    """Standard error from the scatter of the steps."""
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Mean:
+        """Of at least one value."""
+        return Mean(fmean(values), math.sqrt(pvariance(values) / len(values)))
+
+
 class Window:
     """The last `span` steps, oldest first, and running facts of the whole run.
 
@@ -63,11 +77,14 @@ class Window:
         """A loss or gradient norm of the last row that was NaN or infinite."""
         self.same_weights: deque[dict[str, float]] = deque(maxlen=EARLY)
         """The last rows whose rollouts were drawn from the weights that scored them."""
-        self.first_same: dict[str, float] | None = None
+        self.first_same: list[dict[str, float]] = []
+        """The first such rows, as many."""
+        self.seen_same = 0
+        """Such rows so far."""
         self.first: dict[str, float] | None = None
         self.peak: dict[str, float] = {}
         """Largest value ever of each share that says whether a configured part acts."""
-        self.best_reward: float | None = None
+        self.best_reward: Mean | None = None
         """Largest mean reward over `trend` consecutive steps."""
 
     def add(self, row: Row, *, same_weights: bool | None) -> dict[str, float]:
@@ -83,14 +100,17 @@ class Window:
         self.first = self.first or kept
         if same_weights:
             self.same_weights.append(kept)
-            self.first_same = self.first_same or kept
+            self.seen_same += 1
+            if len(self.first_same) < EARLY:
+                self.first_same.append(kept)
         for name, x in kept.items():
             if name.endswith("_frac") or "drop_frac" in name:
                 self.peak[name] = max(x, self.peak.get(name, x))
         rewards = self.column("reward/mean", self.trend)
         if "reward/mean" in kept and len(rewards) == self.trend:
-            best = self.best_reward
-            self.best_reward = fmean(rewards) if best is None else max(best, fmean(rewards))
+            now = Mean.of(rewards)
+            best = self.best_reward or now
+            self.best_reward = now if now.value >= best.value else best
         return kept
 
     def column(self, name: str, last: int | None = None) -> list[float]:
@@ -103,13 +123,13 @@ class Window:
         values = self.column(name, last)
         return median(values) if values else None
 
-    def around(self, name: str, steps_ago: int, width: int) -> float | None:
-        """The median of a metric over the `width` rows up to `steps_ago` steps before the last.
+    def since(self, name: str, steps_ago: int, width: int, young: int) -> list[float]:
+        """A metric from the `width` rows up to `steps_ago` steps before the last row on, to the last.
 
-        A run that is younger gives its first `width` rows; younger than twice that, None.
+        A run that is younger gives all its rows; of fewer than `young` steps, none.
         """
         rows = [row for row in self.rows if name in row]
-        if len(rows) < 2 * width:
-            return None
-        past = [row for row in rows if row["step"] <= self.step - steps_ago][-width:]
-        return median(row[name] for row in (past if len(past) == width else rows[:width]))
+        if len(rows) < 2 * width or self.step - rows[0]["step"] < young:
+            return []
+        past = sum(row["step"] <= self.step - steps_ago for row in rows)
+        return [row[name] for row in rows[max(0, past - width) :]]

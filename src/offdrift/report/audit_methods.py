@@ -73,7 +73,8 @@ METHOD_COLUMNS = (
 
 def tried(audit: Fields) -> list[Tried]:
     """Methods that the log could answer for: the suggested, those most asked about, the rest as stored."""
-    suggestion = text(at(audit, "suggestion", "method"))
+    row_name = at(audit, "suggestion", "row") or at(audit, "suggestion", "method")
+    suggestion = text(row_name)  # with other settings a method has a row of its own
     found = [
         Tried(
             name=text(row.get("name")),

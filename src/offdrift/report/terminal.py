@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offdrift.certificate.certify import ACCEPTANCE_FLOOR
+from offdrift.report.findings import SEVERITY_STYLE
 from offdrift.report.stored import Arm, Run, number
 from offdrift.report.table import COLUMNS, Column, percent, short, verdict
 
@@ -138,6 +139,16 @@ class LiveProgress:
         if not self.console.is_terminal and event.step % self.every == 0:
             words = [f"{name} {show}" for name, show in self._numbers(event.arm)]
             self._say(Text(f"{event.arm} {event.step}/{event.total}  " + "  ".join(words)))
+
+    def _on_finding(self, event: Happening) -> None:
+        found = event.metrics or {}
+        severity = str(found.get("severity", "watch"))
+        head = Text(
+            f"{event.arm}: update {event.step}, {severity}: ", style=SEVERITY_STYLE[severity]
+        )
+        self._say(
+            head.append(f"{found.get('symptom', event.text)} {found.get('fix', '')}", "default")
+        )
 
     def _on_arm_done(self, event: Happening) -> None:
         after = number((event.metrics or {}).get("reward_after"))

@@ -3,7 +3,7 @@
 How large drift is, `DriftStats.of` says. These say what it looks like: tilted (a temperature left
 out), shifted (log-probs off by one), one-sided (a filter), in few tokens (router flips), or not
 drift at all but tokens that were drawn from another distribution than the one that was logged.
-They cost about as much again, so they are asked for: by an audit always, by a training step never.
+They cost about as much again, so they are asked for: by an audit, and by the trainer, whose steps are far longer.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 from offdrift.stats.signature import signature
 from offdrift.train.assess import Assessment
-from offdrift.train.tails import tails
+from offdrift.train.tails import Tails
 from offdrift.train.view import TokenView, Viewer
 
 GROUPS_PER_PROCESS = 2**32
@@ -116,6 +116,7 @@ def train_step(
     stats: list[DriftStats] = []
     evidence: list[BatchEvidence] = []
     viewer = Viewer() if view else None
+    tails = Tails()
     observed = _look_ahead(accelerator, model, batch, method, token_budget, version)
     for piece, last, counts in _pieces(accelerator, batch, token_budget):
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
@@ -123,6 +124,7 @@ def train_step(
             result = seen.push(method, normalizer, observed)
             accelerator.backward(result.loss if counts else result.loss * 0.0)
         if counts:
+            tails.add(seen.logprobs)
             stats.append(result.stats.with_sum("optim/loss", result.loss.detach() / world))
             if region is not None:
                 evidence.append(seen.evidence(region, result))
@@ -132,7 +134,9 @@ def train_step(
                 observed = result.observed  # the only piece is the whole step
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
     local = _with_batch_facts(DriftStats.merge_all(stats), batch.rollouts, version)
-    total = gather_stats(accelerator, local)
+    total = gather_stats(accelerator, local).plus(
+        tails.sums(lambda mine: gather_object([mine]) if accelerator.num_processes > 1 else [mine])
+    )
     norm = torch.as_tensor(0.0 if norm is None else norm).cpu()
     if not bool(norm.isfinite()):
         raise EngineError(
@@ -227,7 +231,6 @@ class _See:
         )
         # What drift looks like, beside how large it is: the diagnosis reads both at every step.
         more = signature(self.logprobs, advantages=self.advantages)
-        more |= tails(self.logprobs)
         more["current/entropy"] = self.scored.entropy.sum()
         return replace(result, stats=result.stats.plus(more))
 

@@ -20,6 +20,9 @@ from offdrift.integrations.logs.types import Detected
 BESIDE = r"/eval-rollout/|(^|/)(eval_[^/]*|[^/]*_metadata\.jsonl)$"
 """Files that lie beside logs and are none: evaluations, open-instruct's description of a run."""
 
+NAMED = 8
+"""Columns that are not used and named."""
+
 TRIED = 8
 """Files of one shape of name that are looked at until one can be read."""
 
@@ -54,7 +57,7 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING) -> Det
         Detected(format='plain', framework='offdrift', files=('run/logs/1.parquet', ...
     """
     mapped = _fields(columns)
-    named = files.find(paths)
+    named, repeated = files.unrepeated(files.find(paths))
     skipped = [f for f in named if f not in paths and re.search(BESIDE, f)]
     kept = [f for f in named if f not in set(skipped)]
     found, unknown = _kinds(kept, mapped)
@@ -72,7 +75,7 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING) -> Det
         format=best.source.format,
         framework=best.seen.framework or best.source.framework,
         files=tuple(best.files),
-        said=_said(best, found, unknown, skipped, resolved),
+        said=_said(best, found, unknown, skipped, resolved, repeated),
         columns=resolved,
         sizes=tuple(files.size(f) for f in best.files),
     )
@@ -171,11 +174,27 @@ def _columns(found: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
 
 def _nothing(named: Sequence[str], unknown: Sequence[_Unknown]) -> str:
     if not unknown:
-        return f"{len(named)} files of evaluation or metadata, no log; the first is {named[0]}"
+        return f"{_files(len(named))} of evaluation or metadata, no log; the first is {named[0]}"
+    why = unknown[0].why.rstrip(". ")
+    if all(u.damaged for u in unknown):
+        return f"no log that can be read: {why}. Copy or write the file again, or leave it out"
     return (
-        f"no log that is known: {unknown[0].why}. Map the columns of another log, such "
+        f"no log that is known: {why}. Map the columns of another log, such "
         "as --columns logp_rollout=NAME,logp=NAME; docs/logs.md has the fields"
     )
+
+
+def _unused(best: _Found, columns: Mapping[str, str]) -> list[str]:
+    """Which columns of numbers are not read, where naming them to `columns` would have them read."""
+    if best.source.adapt is not None:
+        return []
+    names = [n[:60] for n in best.seen.numeric if n not in columns.values()]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return [f"not used: {', '.join(names[:NAMED])}{more}; map with --columns"] if names else []
+
+
+def _files(n: int) -> str:
+    return f"{n} file{'' if n == 1 else 's'}"
 
 
 def _said(
@@ -184,6 +203,7 @@ def _said(
     unknown: Sequence[_Unknown],
     skipped: Sequence[str],
     columns: Mapping[str, str],
+    repeated: int,
 ) -> str:
     said = [f"found {best.source.what}, told by {best.source.because}"]
     renamed = {name: column for name, column in columns.items() if name != column}
@@ -191,13 +211,15 @@ def _said(
         said.append("reading " + ", ".join(f"{name} from {c}" for name, c in renamed.items()))
     if best.source.note:
         said.append(best.source.note)
+    said += _unused(best, columns)
     for other in found:
         if other.source is not best.source:
-            n = len(other.files)
-            said.append(f"not reading {n} file{'s' * (n > 1)} of {other.source.what}")
+            said.append(f"not reading {_files(len(other.files))} of {other.source.what}")
     if unknown:
         names = ", ".join(u.files[0] for u in unknown[:3])
         said.append(f"not reading {names}, which is no known log")
     if skipped:
-        said.append(f"not reading {len(skipped)} files of evaluation or metadata")
+        said.append(f"not reading {_files(len(skipped))} of evaluation or metadata")
+    if repeated:
+        said.append(f"{_files(repeated)} named again by another path, counted once")
     return "; ".join(said)

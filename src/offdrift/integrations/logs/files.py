@@ -29,7 +29,7 @@ def is_url(path: str) -> bool:
 def find(paths: Sequence[str]) -> list[str]:
     """Every file that the paths name: files as they are, folders and globs with what is in them.
 
-    Files of a folder stand in the order of the numbers in their names. A folder is searched to
+    A file that several paths name stands there several times (see `unrepeated`). Files of a folder stand in the order of the numbers in their names. A folder is searched to
     any depth for the suffixes of logs, without hidden files.
 
     Raises: `RecordError` naming the path that leads nowhere.
@@ -43,7 +43,42 @@ def find(paths: Sequence[str]) -> list[str]:
                 f"{', '.join(SUFFIXES)}"
             )
         found += files
-    return list(dict.fromkeys(found))
+    return found
+
+
+def unrepeated(files: Sequence[str]) -> tuple[list[str], int]:
+    """The files without those that another name leads to, and how many those are.
+
+    Paths are compared as the disk resolves them: `a/../b`, links to files and hard links are
+    one file. Its first name is kept, one that is no link where there is one: a name may tell the
+    step, and the name of a link tells nothing.
+    """
+    names: dict[object, str] = {}
+    for file in files:
+        key = _identity(file)
+        if key not in names or (os.path.islink(names[key]) and not os.path.islink(file)):
+            names[key] = file
+    kept = set(names.values())
+    return [f for f in dict.fromkeys(files) if f in kept], len(files) - len(kept)
+
+
+def _identity(file: str) -> object:
+    """What is equal for two names of one file."""
+    if is_url(file):
+        try:
+            fs, inside = _store(file)
+        except Problem as e:
+            raise missing(file, e) from e
+        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        if protocol != "file":
+            return protocol, str(fs.storage_options), inside
+        file = inside
+    try:
+        seen = os.stat(file)
+    except OSError:
+        return os.path.realpath(file)
+    # Some file systems number no files.
+    return (seen.st_dev, seen.st_ino) if seen.st_ino else os.path.realpath(file)
 
 
 def size(path: str) -> int:

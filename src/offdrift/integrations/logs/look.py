@@ -9,10 +9,11 @@ import pyarrow as pa
 
 from offdrift.errors import RecordError
 from offdrift.integrations.logs import own, parquet, skyrl, slime
+from offdrift.integrations.logs.arrow import is_list, is_number, type_of
 from offdrift.integrations.logs.files import Bytes, opened
 from offdrift.integrations.logs.lines import LARGEST, decode, read_lines
 from offdrift.integrations.logs.plain import OWN
-from offdrift.integrations.logs.source import Source
+from offdrift.integrations.logs.source import Source, look_up
 
 Loaded = TypeVar("Loaded")
 
@@ -26,6 +27,8 @@ class Look(NamedTuple):
     names: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     """Dotted names inside objects."""
+    numeric: tuple[str, ...] = ()
+    """Of both, those that hold numbers or lists of numbers."""
     source: Source | None = None
     """Known without looking at the names."""
     framework: str | None = None
@@ -49,12 +52,20 @@ def look(file: str) -> Look:
 def _parquet(file: str) -> Look:
     schema = parquet.schema(file)
     names, inner = tuple(schema.names), tuple(_inner(schema))
+    numeric = tuple(n for n in (*names, *inner) if _of_numbers(type_of(schema, n)))
     if (stated := own.header(schema.metadata)) is not None:
         framework = stated.get("framework")
-        return Look(names, inner, OWN, framework if isinstance(framework, str) else None, schema)
+        framework = framework if isinstance(framework, str) else None
+        return Look(names, inner, numeric, OWN, framework, schema)
     if schema.metadata and own.STORED in schema.metadata:
-        return Look(names, inner, own.OWN_ROLLOUTS, schema=schema)
-    return Look(names, inner, schema=schema)
+        return Look(names, inner, numeric, own.OWN_ROLLOUTS, schema=schema)
+    return Look(names, inner, numeric, schema=schema)
+
+
+def _of_numbers(kind: pa.DataType | None) -> bool:
+    if kind is None or pa.types.is_null(kind):
+        return False
+    return is_number(kind.value_type if is_list(kind) else kind)
 
 
 def _inner(schema: pa.Schema) -> list[str]:
@@ -98,4 +109,11 @@ def _lines(file: str) -> Look:
         if isinstance(value, Mapping)
         for key in value
     )
-    return Look(tuple(names), tuple(inner))
+    numeric = [n for n in (*names, *inner) if any(_numeric(look_up(row, n)) for row in rows)]
+    return Look(tuple(names), tuple(inner), tuple(numeric))
+
+
+def _numeric(value: object) -> bool:
+    if isinstance(value, list):
+        return len(value) > 0 and all(isinstance(x, int | float) for x in value)
+    return isinstance(value, int | float)

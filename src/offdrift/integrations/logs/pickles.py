@@ -1,7 +1,8 @@
 """Pickles of other people: an allow-list of harmless names, and nothing else is ever called.
 
 A pickle is a program. These readers run one in which every name that could do harm is missing: any
-global that is not on the list ends the reading, before anything has been called.
+global that is not on the list ends the reading, before anything has been called; and what is on the list
+cannot be changed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,19 +23,41 @@ from offdrift.integrations.logs.files import Bytes
 class TensorBatch:
     """What SkyRL's batches unpickle to: their state, and nothing that acts."""
 
-    state: object = None
+    __slots__ = ("state",)
+
+    def __init__(self, state: object) -> None:
+        self.state = state
 
 
-def rebuilt(cls: type[TensorBatch], state: object) -> TensorBatch:
-    """Stands for SkyRL's `_rebuild_tensor_batch`."""
-    batch = TensorBatch()
-    batch.state = state
-    return batch
+class Named:
+    """What a name of the pickle stands for: it can be called and passed on, never changed.
+
+    A pickle may set attributes of whatever it is handed. What it is handed outlives the pickle, so
+    there are none to set: no class, no function, no `__dict__`.
+    """
+
+    __slots__ = ("_call",)
+    _call: Callable[..., object]
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        object.__setattr__(self, "_call", call)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self._call(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise RecordError(f"the pickle sets {name} of what reads it, which no log needs; it was refused")  # fmt: skip
 
 
-def _device(*args: object, **kwargs: object) -> str:
-    return "cpu"
+def _uncallable(*args: object, **kwargs: object) -> object:
+    raise RecordError("the pickle makes a batch in a way that SkyRL does not; it was refused")
 
+
+REBUILT = Named(lambda cls, state: TensorBatch(state))
+"""Stands for SkyRL's `_rebuild_tensor_batch`."""
+BATCH = Named(_uncallable)
+"""Stands for SkyRL's classes, which are only passed to `_rebuild_tensor_batch`."""
+DEVICE = Named(lambda *args, **kwargs: "cpu")
 
 BATCHES = "training_batch"
 """Last part of the module that SkyRL's batches come from; its package moved between versions."""
@@ -46,13 +70,13 @@ class Harmless(pickle.Unpickler):
         parts = module_name.split(".")
         if parts[0].startswith("skyrl") and parts[-1] == BATCHES:
             if global_name == "_rebuild_tensor_batch":
-                return rebuilt
+                return REBUILT
             if global_name in ("TensorBatch", "TrainingInputBatch", "TrainingOutputBatch"):
-                return TensorBatch
+                return BATCH
         if (module_name, global_name) == ("torch", "device"):
-            return _device
+            return DEVICE
         if (module_name, global_name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
+            return collections.OrderedDict  # built in: the interpreter lets nobody change it
         raise RecordError(
             f"the pickle asks for {module_name}.{global_name}, which no log needs; it was not run"
         )
