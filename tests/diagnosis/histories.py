@@ -133,6 +133,9 @@ FIRES: dict[str, Example] = {
     "router_flips": Example(
         altered(drift(0.03, k3_top_share=0.95, prob_diff_max=0.9)), Context(mixture_of_experts=True)
     ),
+    "router_or_rare_tokens": Example(
+        altered(drift(0.018, k3_top_share=0.95, prob_diff_max=0.9))
+    ),
     "engines_disagree": Example(altered(drift(0.08, pearson=0.93))),
     "engine_gap": Example(altered(drift(0.03))),
     "probability_spike": Example(altered(lambda i, row: both(prob_diff_max=0.8) if i == 30 else {})),

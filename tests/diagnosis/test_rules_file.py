@@ -108,6 +108,8 @@ WRONG = {
     "threshold that is no number": ("[thresholds]\nkl_large = nan", "kl_large.value = nan must be a number"),
     "threshold that is true": ("[thresholds]\nkl_large = true", "kl_large.value = True must be a number"),
     "threshold's key": ("[thresholds]\nkl_large = { valu = 1 }", "unknown key 'valu'; did you mean 'value'?"),
+    "window of nothing": ("[thresholds]\nwindow_level = 0", "window_level.value = 0 must be at least 1: it is a number of steps"),
+    "endless window": ("[thresholds]\nwindow_long = { value = inf }", "window_long.value = inf must be at least 1"),
     "key of a rule": ("[rules.token_drift]\nseverty = 'act'", "[rules.token_drift]: unknown key 'severty'; did you mean 'severity'?"),
     "severity": ("[rules.token_drift]\nseverity = 'bad'", "severity = 'bad' must be one of 'info', 'watch', 'act', 'stop'"),
     "confidence": ("[rules.token_drift]\nconfidence = 'sure'", "confidence = 'sure' must be one of"),
@@ -141,7 +143,7 @@ def test_wrong_files_name_the_table_the_value_and_the_way_out(tmp_path, text, to
 
 
 def test_missing_file_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match="none.toml cannot be read: No such file or directory"):
         load_rules(tmp_path / "none.toml")
 
 
@@ -157,7 +159,7 @@ def test_built_in_tables_are_used_and_documented():
         return {condition.threshold}
 
     used = set().union(*(names(c) for r in rules.rules.values() for c in (r.when, *r.raised_by)))
-    windows = {"window_level", "window_trend", "window_long", "trend_change", "trend_t"}
+    windows = {"window_level", "window_trend", "window_long", "window_young", "trend_change", "trend_t"}
     assert set(rules.thresholds) - used == windows
     assert {r.fix for r in rules.rules.values()} == set(rules.fixes)
     assert all(t.source and t.about for t in rules.thresholds.values())

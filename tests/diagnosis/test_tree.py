@@ -1,4 +1,9 @@
-"""The survey's decision tree, entry diag.golden of the methods: readings in, letters out."""
+"""The survey's decision tree, entry diag.golden of the methods: readings in, letters out.
+
+All of its rows hold. A low correlation counts less here than there in two cases that no row is about:
+where it is known that no token's probability differs visibly, and where it is known that lag is above
+0 and nothing is known at the same weights.
+"""
 
 import pytest
 
@@ -100,7 +105,7 @@ def test_a_zero_update_test_is_one_row_and_is_judged():
     assert (found.cause, found.letter, found.confidence) == ("precision", "A", "high")
     held = {(e.metric, e.relation, e.threshold) for e in found.evidence}
     assert held == {
-        ("mismatch/k1", ">", 0.05),
+        ("mismatch/k3", ">", 0.05),
         ("mismatch/ppl_ratio", ">", 0.05),
         ("same_ckpt", "=", 1.0),
     }

@@ -184,7 +184,7 @@ def test_one_file_named_twice_in_an_object_store() -> None:
 def test_damage_is_no_question_of_columns(tmp_path: Path) -> None:
     path = write_log(ragged(4), tmp_path / "1.parquet")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RecordError, match="no log that can be read: .*no whole Parquet file") as e:
+    with pytest.raises(RecordError, match=r"no log that can be read: .*no whole Parquet file") as e:
         detect([str(path)])
     assert ".." not in str(e.value)
     assert "columns" not in str(e.value)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from offdrift.methods import METHODS
 from offdrift.report.audit_charts import along, over_time
 from offdrift.report.audit_methods import FAMILIAR, length_curves, tried, untried
+from offdrift.report.audit_page import all_numbers, render_audit
+from offdrift.report.audit_terminal import audit_view
 from offdrift.report.headline import headlines
 from offdrift.report.heatmap import heats
 from offdrift.report.histogram import bars_of, histogram_chart, place
@@ -65,6 +69,31 @@ def test_numbers_are_judged_by_the_thresholds_of_the_tree(metric: str, value: fl
 def test_a_correlation_is_never_rounded_up_to_one() -> None:
     (_, h) = headlines({"overall": {"full/k3": 0.0, "full/pearson": 0.9999999}})
     assert h.text == "0.99999"
+
+
+@pytest.mark.parametrize(
+    ("stated", "unit"),
+    [("character", "character"), ("token", "token"), ("mixed", "character or token"), (None, "token"), ("<b>", "token")],
+)  # fmt: skip
+def test_lengths_are_said_in_the_unit_they_were_counted_in(stated: str | None, unit: str) -> None:
+    content = audit(steps=4) | {"counts": {"length_unit": stated}}
+    content["overall"] = {"response/length_mean": 51.7, "response/length_max": 60.0}
+    shown = headlines(content)
+    assert [(h.text, h.unit) for h in shown] == [("51.7", unit), ("60.0", unit)]
+    assert all(f"[{unit}]" in h.meaning for h in shown)
+    charts = {c.id: c for c in [*over_time(content, Columns()), *along(content, Columns())]}
+    assert charts["length"].unit.startswith(f"{unit}, ")
+    assert f"[{unit}]" in charts["length"].meaning
+    titles = [charts[c].x_title for c in ("by-length", "trap")]
+    assert titles == [f"response length, {unit}"] * 2
+    assert charts["by-position"].x_title == "token"
+    table = {n["name"]: n["unit"] for n in all_numbers(content["overall"], unit)}
+    assert set(table.values()) == {unit}
+    terminal = io.StringIO()
+    Console(file=terminal, width=100).print(audit_view(content, 100))
+    assert f"51.7 {unit}" in terminal.getvalue()
+    html = render_audit(content)
+    assert f"<b>51.7</b> <small>{unit}</small>" in html
 
 
 def test_the_line_in_miniature_goes_from_corner_to_corner() -> None:
@@ -177,6 +206,16 @@ def test_the_suggested_method_comes_first_and_what_cannot_be_tried_stands_apart(
     reasons = untried(content)
     assert len(methods) + sum(map(len, reasons.values())) == len(METHODS)
     assert "trm_max" in reasons["needs exact divergences, which the log lacks"]
+
+
+def test_a_method_suggested_with_other_settings_is_the_row_that_has_them() -> None:
+    names = ("decoupled_geo_rs", "decoupled_geo_rs(0.99_1.01)", "decoupled_token_is")
+    rows = [{"name": n, "kept_tokens": 0.5} for n in names]
+    said = {"method": "decoupled_geo_rs", "row": "decoupled_geo_rs(0.99_1.01)"}
+    found = {m.name: m.suggested for m in tried({"methods": rows, "suggestion": said})}
+    assert found == {names[0]: False, names[1]: True, names[2]: False}
+    del said["row"]  # as stored before rows had names
+    assert [m.suggested for m in tried({"methods": rows, "suggestion": said})] == [True, False, False]  # fmt: skip
 
 
 def test_methods_with_one_gate_share_one_curve() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from offdrift.audit.questions import LOG, questions
 from offdrift.errors import RecordError
 from offdrift.report.audit_page import render_audit, write_audit_page
+from offdrift.report.audit_terminal import audit_view, unanswered
 from offdrift.report.plots import MAX_POINTS
 from offdrift.stats.summary import METRICS
 from tests.report.hostile import PAYLOADS, SHOWN
@@ -210,3 +215,39 @@ def test_the_page_says_everything_of_the_first_screen(good: Parsed) -> None:
     first = next(a for tag, a in good.tags if a.get("role") == "tab")
     assert first["aria-selected"] == "true"
     assert good.text[good.text.index("verl")] == "verl"
+
+
+def test_what_to_log_is_said_once_with_the_questions_it_is_for() -> None:
+    asked = questions({"rewards"})
+    found = unanswered({"questions": asked})
+    still = [q for q in asked if not q["answered"]]
+    assert len(still) == 9
+    assert [q for q, _ in found.questions] == [q["question"] for q in still]
+    # Every field that some question misses, once, however many miss it.
+    assert sorted(x for x, _ in found.log) == sorted({x for q in still for x in q["log"].split("; ")})  # fmt: skip
+    numbers = {x: [int(n) for n in which.removeprefix("for ").split(", ")] for x, which in found.log}  # fmt: skip
+    assert numbers[LOG["logp_rollout"]] == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert numbers[LOG["tokens"]] == [8]
+    assert len(numbers) == len(LOG) - 1 == 9
+    for x, which in numbers.items():
+        assert which == [i for i, q in enumerate(still, 1) if x in q["log"].split("; ")]
+    content = little() | {"questions": asked}
+    page = html.unescape(render_audit(content))
+    terminal = io.StringIO()
+    Console(file=terminal, width=2000).print(audit_view(content, 100))
+    for shown in (page, terminal.getvalue()):
+        for x, which in found.log:
+            assert shown.count(x) == 1
+            assert which in shown
+        for q, because in found.questions:
+            assert shown.count(q) == 1
+            assert f"{because}." in shown
+
+
+def test_one_open_question_has_no_number() -> None:
+    asked = [{"question": "A?", "answered": False, "because": "no x", "log": "x"}]
+    found = unanswered({"questions": asked})
+    assert (found.questions, found.log) == ([("A?", "no x")], [("x", "")])
+    page = render_audit(little() | {"questions": asked})
+    assert "<dt>A?</dt>" in page
+    assert "To answer it" in page

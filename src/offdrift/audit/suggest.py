@@ -129,7 +129,9 @@ def suggest(rows: Sequence[Mapping[str, Any]], overall: Mapping[str, Any]) -> di
     rung, why = escalation(chi2, 1 - alone["kept_tokens"], ess, pearson)
     if rung == "system":
         aged = _reweighted(tried, overall, on)
-        return aged or _said(rung, None, f"repair the system, no correction is cheaper: {why} ({on})")
+        return aged or _said(
+            rung, None, f"repair the system, no correction is cheaper: {why} ({on})"
+        )
     chosen = tried[(reject if rung == "reject" else both) + BAND]
     left = f"{chosen['kept_tokens']:.1%} of tokens stay, effective sample size {chosen['ess_frac']:.1%}"
     name = chosen["name"].removesuffix(BAND)

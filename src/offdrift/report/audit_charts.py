@@ -8,7 +8,15 @@ from typing import Any
 
 from offdrift.report.audit_methods import length_curves, tried
 from offdrift.report.fields import Fields, any_number, at, column, mapping, numbers, rows, text
-from offdrift.report.headline import EXACT, PAIR_WORDS, PAIRS, kl_metrics, main_pair, meaning_of
+from offdrift.report.headline import (  # fmt: skip
+    EXACT,
+    PAIR_WORDS,
+    PAIRS,
+    kl_metrics,
+    length_unit,
+    main_pair,
+    meaning_of,
+)
 from offdrift.report.plots import DASHES, SERIES_COLORS, Chart, Columns, Series, thinned
 from offdrift.report.stored import number
 from offdrift.report.table import short
@@ -61,7 +69,7 @@ def over_time(audit: Fields, columns: Columns) -> list[Chart]:
         _kl_chart(audit, steps, columns),
         _quantile_chart(audit, steps, columns),
         *(_pair_chart(c, steps, columns) for c in PAIR_CHARTS),
-        *(_band_chart(*c, steps, columns) for c in BAND_CHARTS),
+        *(_band_chart(*c, steps, columns, length_unit(audit)) for c in BAND_CHARTS),
         *(_single_chart(*c, steps, columns) for c in SINGLE_CHARTS),
     ]
     return [c for c in charts if c.series]
@@ -82,7 +90,7 @@ def along(audit: Fields, columns: Columns) -> list[Chart]:
     charts = [
         _facet(audit, columns, "position", "KL by position in the response", "token", "points"),
         _trap(audit, columns),
-        _facet(audit, columns, "length", "KL by response length", "response length", "points"),
+        _facet(audit, columns, "length", "KL by response length", _lengths(audit), "points"),
         _facet(audit, columns, "lag", "KL by policy lag", "updates", "points"),
         _facet(audit, columns, "advantage", "KL by sign of the advantage", "", "bars"),
         _facet(audit, columns, "token_class", "KL by token class", "", "bars"),
@@ -178,13 +186,22 @@ def _single_chart(
 
 
 def _band_chart(
-    id: str, title: str, unit: str, metric: str, key: str, steps: Rows, columns: Columns
+    id: str,
+    title: str,
+    unit: str,
+    metric: str,
+    key: str,
+    steps: Rows,
+    columns: Columns,
+    length: str,
 ) -> Chart:
     y = columns.add(f"s:{metric}", column(steps, metric))
     low, high = (columns.add(f"q:{key}:{q}", _quantile(steps, key, q)) for q in ("p05", "p95"))
     band = (Series("5 % to 95 %", STEP, low=low, high=high, color="arm-3", group="run"),) if low and high else ()  # fmt: skip
     line = (Series("mean", STEP, y, color="arm-3", group="run"),) if y else ()
-    return Chart(id, title, unit if band else "mean", meaning_of(metric), band + line)
+    said = unit if band else "mean"
+    said = f"{length}, {said}" if id == "length" else said
+    return Chart(id, title, said, meaning_of(metric, length), band + line)
 
 
 def _facet(
@@ -215,7 +232,11 @@ def _trap(audit: Fields, columns: Columns) -> Chart:
         for i, (name, curve) in enumerate(curves)
     )  # fmt: skip
     meaning = "Share of the sequences of each length that a method would have kept. A curve that falls is the length trap: long responses are rejected for their length, not for their drift per token, and training shortens the answers. Shown are the methods that depend on length most."  # fmt: skip
-    return Chart("trap", "Acceptance by response length", "the length trap", meaning, series, share=True, x_title="response length", categories=x, wide=True, legend=True)  # fmt: skip
+    return Chart("trap", "Acceptance by response length", "the length trap", meaning, series, share=True, x_title=_lengths(audit), categories=x, wide=True, legend=True)  # fmt: skip
+
+
+def _lengths(audit: Fields) -> str:
+    return f"response length, {length_unit(audit)}"
 
 
 def _with_texts(series: Series, counts: str, columns: Columns, facet: str) -> Series:

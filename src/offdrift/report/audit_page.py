@@ -12,11 +12,19 @@ from typing import Any
 
 from offdrift.report.audit_charts import along, explorable, inhabited, labels, over_time
 from offdrift.report.audit_methods import METHOD_COLUMNS, tried, untried
-from offdrift.report.audit_terminal import count_words
+from offdrift.report.audit_terminal import count_words, unanswered
 from offdrift.report.document import render_document, write_document
 from offdrift.report.fields import Fields, at, items, mapping, rows, text
 from offdrift.report.findings import WORDS, by_urgency, verdict_of
-from offdrift.report.headline import PAIR_WORDS, PAIRS, best_numbers, headlines, meaning_of
+from offdrift.report.headline import (
+    PAIR_WORDS,
+    PAIRS,
+    best_numbers,
+    headlines,
+    length_unit,
+    meaning_of,
+    unit_of,
+)
 from offdrift.report.heatmap import clipped, edges, heats, kl_scale, ratio_scale
 from offdrift.report.histogram import histogram_chart
 from offdrift.report.limits import choices
@@ -81,8 +89,8 @@ def render_audit(audit: Mapping[str, Any]) -> str:
         "kl_scale": kl_scale(),
         "worst_tokens": _worst_tokens(audit),
         "facets": facet_tables(audit),
-        "numbers": all_numbers(mapping(audit.get("overall"))),
-        "open_questions": [q for q in rows(audit.get("questions")) if not q.get("answered")],
+        "numbers": all_numbers(mapping(audit.get("overall")), length_unit(audit)),
+        "unanswered": unanswered(audit),
         "answered": [q for q in rows(audit.get("questions")) if q.get("answered")],
         "bad_rows": _bad_rows(audit),
         "bad_count": number(at(audit, "counts", "bad_rows")) or 0,
@@ -94,7 +102,7 @@ def render_audit(audit: Mapping[str, Any]) -> str:
         "charts": [c.as_dict() for c in charts],
         "columns": {**columns.used(charts), **{c: columns.held[c] for c in explore.values()}},
         "explore": explore,
-        "meanings": {name: meaning_of(name) for name in explore},
+        "meanings": {name: meaning_of(name, length_unit(audit)) for name in explore},
         "limits": limits,
         "heat": [s.as_data for s in sequences],
         "heat_edges": edges(),
@@ -135,8 +143,12 @@ def groups(charts: list[Chart]) -> list[tuple[str, str, str]]:
     return [(pair, SERIES_COLORS[pair], DASHES[pair]) for pair in PAIRS if pair in drawn]
 
 
-def all_numbers(overall: Fields) -> list[dict[str, str]]:
-    """Every metric of the whole log with unit, formula and better direction, in the table's order."""
+def all_numbers(overall: Fields, length: str = "token") -> list[dict[str, str]]:
+    """Every metric of the whole log with unit, formula and better direction, in the table's order.
+
+    Args:
+        length: what lengths of responses are counted in.
+    """
     order = {name: i for i, name in enumerate(METRICS)}
     better = {"worse": "lower", "better": "higher", "neither": ""}
     found = []
@@ -144,7 +156,7 @@ def all_numbers(overall: Fields) -> list[dict[str, str]]:
         value, row = number(overall[name]), METRICS.get(name)
         found.append({
             "name": name, "value": short(value), "sort": "" if value is None else repr(value),
-            "unit": row.unit if row and row.unit != "1" else "", "formula": row.formula if row else "",
+            "unit": unit_of(name, length), "formula": row.formula if row else "",
             "better": better[row.larger_is] if row else "",
         })  # fmt: skip
     return found

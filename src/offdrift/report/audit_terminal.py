@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -80,6 +82,35 @@ def count_words(audit: Fields) -> list[str]:
     return words + ([] if files is None else [f"{files:,.0f} file{'' if files == 1 else 's'}"])
 
 
+@dataclass(frozen=True)
+class Unanswered:
+    """What a log cannot answer, and each thing to log for it once, with the questions it is for."""
+
+    questions: list[tuple[str, str]]
+    """Question, and why it is open."""
+    log: list[tuple[str, str]]
+    """What to log, and the numbers of the questions that need it; "" where there is one question."""
+
+
+def unanswered(audit: Fields) -> Unanswered:
+    """The open questions of an audit, and what to log.
+
+    Example:
+        >>> rows = [{"question": "A?", "log": "x; y"}, {"question": "B?", "log": "y"}]
+        >>> unanswered({"questions": rows}).log
+        [('x', 'for 1'), ('y', 'for 1, 2')]
+    """
+    found = [q for q in rows(audit.get("questions")) if not q.get("answered")]
+    needed: dict[str, list[str]] = {}
+    for i, q in enumerate(found, 1):
+        for part in dict.fromkeys(filter(None, text(q.get("log")).split("; "))):
+            needed.setdefault(part, []).append(str(i))
+    return Unanswered(
+        [(text(q.get("question")), text(q.get("because"))) for q in found],
+        [(x, f"for {', '.join(n)}" if len(found) > 1 else "") for x, n in needed.items()],
+    )
+
+
 def _source(audit: Fields) -> RenderableType:
     said = text(at(audit, "source", "detected"))
     return Group(
@@ -133,15 +164,19 @@ def _method_table(methods: list[Tried], width: int) -> Table:
 
 
 def _unanswered(audit: Fields) -> list[RenderableType]:
-    open_questions = [q for q in rows(audit.get("questions")) if not q.get("answered")]
-    if not open_questions:
+    found = unanswered(audit)
+    if not found.questions:
         return []
     parts: list[RenderableType] = [_heading("What this log cannot answer")]
-    for q in open_questions:
-        words = Text.assemble(f"○ {safe(text(q.get('question')))}", (f" {safe(text(q.get('because')))}.", "dim"))  # fmt: skip
-        log = safe(text(q.get("log")))
-        parts.append(words)
-        parts += [Padding(Text.assemble(("log: ", "green"), log), (0, 0, 0, 2))] if log else []
+    for i, (question, because) in enumerate(found.questions, 1):
+        mark = f"{i}." if len(found.questions) > 1 else "○"
+        why = (f" {safe(because)}.", "dim") if because else ""
+        parts.append(Text.assemble(f"{mark} {safe(question)}", why))
+    for log, which in found.log:
+        words = Text.assemble(
+            ("log: ", "green"), safe(log), (f" ({which})" if which else "", "dim")
+        )
+        parts.append(Padding(words, (0, 0, 0, 2)))
     return parts
 
 

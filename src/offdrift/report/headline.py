@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offdrift.report.fields import Fields, column, mapping, rows
+from offdrift.report.fields import Fields, at, column, mapping, rows, text
 from offdrift.report.plots import thinned
 from offdrift.report.stored import number
 from offdrift.report.table import percent, short
@@ -30,6 +30,9 @@ EXACT = {
     "full": "divergence/kl_rollout_current_mean",
 }
 """Exact full-vocabulary KL, which is preferred to the sampled estimate where it was logged."""
+
+LENGTH_UNITS = {"character": "character", "mixed": "character or token"}
+"""What lengths are counted in where it is not tokens: a log of texts alone has no tokens."""
 
 TREE = "decision tree of the rollout-mismatch survey, step 1"
 SPARK_POINTS = 120
@@ -100,7 +103,7 @@ def headlines(audit: Fields) -> list[Headline]:
         ['0.00210', '98.0 %']
     """
     overall, steps = mapping(audit.get("overall")), rows(audit.get("steps"))
-    pair = main_pair(audit)
+    pair, length = main_pair(audit), length_unit(audit)
     wanted = [*_drift(pair, overall), *_WITHOUT_DRIFT] if pair else _WITHOUT_DRIFT
     found: dict[str, Headline] = {}
     for slot, title, metric, about, write in wanted:
@@ -108,10 +111,10 @@ def headlines(audit: Fields) -> list[Headline]:
         if value is None or slot in found:
             continue
         level, said = JUDGED[slot].of(value) if slot in JUDGED else ("", "")
-        row = METRICS.get(metric)
-        unit = row.unit if row and row.unit not in ("1", "task") and write is short else ""
+        unit = unit_of(metric, length)
+        unit = unit if unit != "task" and write is short else ""
         found[slot] = Headline(
-            metric, title, write(value), unit, about, level, said, meaning_of(metric),
+            metric, title, write(value), unit, about, level, said, meaning_of(metric, length),
             tuple(column(steps, metric)),
         )  # fmt: skip
     return list(found.values())[:3]
@@ -150,13 +153,40 @@ def best_numbers(table: list[dict[str, Any]]) -> list[str]:
     return [name for name in wanted if name in held]
 
 
-def meaning_of(metric: str) -> str:
-    """Formula, unit and better direction of a metric, for a tooltip."""
+def length_unit(audit: Fields) -> str:
+    """What the lengths of an audit's responses are counted in.
+
+    Example:
+        >>> length_unit({}), length_unit({"counts": {"length_unit": "character"}})
+        ('token', 'character')
+    """
+    return LENGTH_UNITS.get(text(at(audit, "counts", "length_unit")), "token")
+
+
+def unit_of(metric: str, length: str = "token") -> str:
+    """The unit of a metric; "" for a bare number.
+
+    Args:
+        length: what lengths of responses are counted in.
+    """
+    row = METRICS.get(metric)
+    if row is None or row.unit == "1":
+        return ""
+    return length if metric.startswith("response/length") else row.unit
+
+
+def meaning_of(metric: str, length: str = "token") -> str:
+    """Formula, unit and better direction of a metric, for a tooltip.
+
+    Args:
+        length: what lengths of responses are counted in.
+    """
     row = METRICS.get(metric)
     if row is None:
         return metric
     better = {"worse": "Lower is better.", "better": "Higher is better.", "neither": ""}
-    unit = "" if row.unit == "1" else f" [{row.unit}]"
+    unit = unit_of(metric, length)
+    unit = f" [{unit}]" if unit else ""
     return f"{metric} = {row.formula}{unit}. {better[row.larger_is]}".rstrip()
 
 
