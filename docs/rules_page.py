@@ -65,6 +65,11 @@ BLIND = """## What cannot be seen
   recorded entropy could.
 - Which of two engines computes the better probability: only that they differ.
 - A lag that is not logged, from an engine that drifts for another reason: `engine_or_lag` says so.
+- A correlation among tokens that are all nearly certain: of probabilities in [0.999, 1] it is low however
+  well the engines agree. So, unlike in the survey, a low correlation counts only if the KL or some token's
+  probability differs visibly (or nobody logged the largest difference), and is nobody's fault while the
+  lag is known to be above 0 and nothing is known at the same weights.
+- Whether drift that grows at lag 0 is the synchronization or numerics that worsen: a checksum decides.
 - A slope that is not 1 is also what a policy that sharpened during training shows: without a
   temperature in the context, `untempered_trainer` may be that; agreement at lag 0 refutes it.
 """

@@ -205,7 +205,7 @@ def test_passing_findings_are_told_as_passing():
 
     rows = clean(400)
     for i in range(100, 105):
-        rows[i] = {**rows[i], **both(pearson=0.9)}
+        rows[i] = {**rows[i], **both(pearson=0.9), "version_lag/mean": 0.0, "version_lag/max": 0.0}
     (a, b) = diagnose(rows)
     assert (a.rule, a.severity, a.steps) == ("engines_disagree", "watch", 5)
     assert (b.rule, b.severity) == ("systems_fix", "watch")

@@ -143,7 +143,7 @@ def test_wrong_files_name_the_table_the_value_and_the_way_out(tmp_path, text, to
 
 
 def test_missing_file_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="none.toml cannot be read: No such file or directory"):
+    with pytest.raises(RecipeError, match=r"none\.toml cannot be read: No such file or directory"):
         load_rules(tmp_path / "none.toml")
 
 
@@ -159,7 +159,14 @@ def test_built_in_tables_are_used_and_documented():
         return {condition.threshold}
 
     used = set().union(*(names(c) for r in rules.rules.values() for c in (r.when, *r.raised_by)))
-    windows = {"window_level", "window_trend", "window_long", "window_young", "trend_change", "trend_t"}
+    windows = {
+        "window_level",
+        "window_trend",
+        "window_long",
+        "window_young",
+        "trend_change",
+        "trend_t",
+    }
     assert set(rules.thresholds) - used == windows
     assert {r.fix for r in rules.rules.values()} == set(rules.fixes)
     assert all(t.source and t.about for t in rules.thresholds.values())

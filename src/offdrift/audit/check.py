@@ -24,7 +24,7 @@ from offdrift.audit.outcome import Factor, Outcome
 from offdrift.audit.pair import Bench, EngineSpec, Pair
 from offdrift.audit.recommend import recommended
 from offdrift.audit.verdict import broken_record, defects, level_of, sentence, thresholds, worst
-from offdrift.diagnosis import Context, diagnose, verdict
+from offdrift.diagnosis import Context, Rules, diagnose, load_rules, verdict
 from offdrift.errors import BadValueError, OffdriftError
 from offdrift.rollouts.files import plain
 from offdrift.rollouts.records import Rollouts
@@ -59,6 +59,7 @@ def check(
     factors: Sequence[Factor] = (),
     noise: bool = True,
     max_kl: float | None = None,
+    rules: Rules | None = None,
     watch: Watch = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """The content of `check.json`: baseline, noise, factors, thresholds, findings, verdict, advice.
@@ -73,6 +74,7 @@ def check(
         factors: what to change, one at a time.
         noise: also measure each engine against itself.
         max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
+        rules: of the diagnosis, if not the built-in ones.
         watch: called before each stage.
 
     Raises: `BadValueError` for a `max_kl` that is not positive; `EngineError` if an engine cannot
@@ -82,6 +84,7 @@ def check(
         check(bench, EngineSpec.parse("vllm:bfloat16"), EngineSpec.parse("transformers:float32"))
     """
     check_max_kl(max_kl)
+    rules = rules or load_rules()  # a rule that cannot be read must not cost the measurements
     started, so_far = time.monotonic(), Progress()
     pair = Pair(rollout, train)
     try:
@@ -90,7 +93,8 @@ def check(
         if so_far.baseline is None:
             raise
         so_far.interrupted = True
-    return _concluded(bench, pair, so_far, factors, max_kl, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return _concluded(bench, pair, so_far, factors, max_kl, rules, seconds)
 
 
 def check_max_kl(max_kl: float | None) -> None:
@@ -166,6 +170,7 @@ def _concluded(
     so_far: Progress,
     factors: Sequence[Factor],
     max_kl: float | None,
+    rules: Rules,
     seconds: float,
 ) -> dict[str, Any]:
     baseline, rollouts = so_far.baseline, so_far.rollouts
@@ -180,6 +185,7 @@ def _concluded(
             temperature=rollouts.provenance.sampling.temperature,
             overall=baseline.metrics,
         ),
+        rules=rules,
     )
     own = broken_record(baseline, rows, rollouts.provenance.sampling)
     findings = [f for f in own if f.cause not in {t.cause for t in told}] + told

@@ -113,7 +113,8 @@ def _nothing_read(part: Part, job: Job) -> str:
         first = part.bad[0]
         return (
             f"no row could be read as {job.found.format}: {part.bad_rows} bad rows, the first at "
-            f"{first.file}:{first.row} ({first.reason}); name the columns with --columns"
+            f"{first.file}:{first.row} ({first.reason})"
+            + ("; name the columns with --columns" if first.row else "")
         )
     return f"the files hold no row ({', '.join(job.found.files[:3])})"
 

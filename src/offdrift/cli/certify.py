@@ -128,7 +128,8 @@ def certify(
         typer.echo(json.dumps({**about, **proof.as_dict()}, indent=1, allow_nan=False))
     else:
         console.print(certificate_view(proof, width=console.width))
-        about = f"{found[0].files} files, {found[0].tokens:,} tokens, judged: {model}"
+        many = "1 file" if found[0].files == 1 else f"{found[0].files} files"
+        about = f"{many}, {found[0].tokens:,} tokens, judged: {model}"
         if skipped:
             about += (
                 f"; drawn by the weights of version {version}, the newest. {skipped} files of other "

@@ -49,10 +49,10 @@ def _at_same_weights(view: View) -> list[tuple[list[Row], str]]:
     lag = [(list[Row](view.window.same_weights), "at lag 0"), (buckets, "at lag 0")]
     found = lag if view.overall is None else lag[::-1]
     first = view.window.first
-    if view.on == "mismatch" and first is not None and first["step"] <= 1 < view.window.seen:
-        # Without a column of steps all of them are step 0, whatever was updated in between.
-        if view.window.step != first["step"]:
-            found.append(([first], "at the first step"))
+    # Without a column of steps all of them are step 0, whatever was updated in between.
+    goes_on = first is not None and view.window.step != first["step"]
+    if first is not None and goes_on and first["step"] <= 1 and view.on == "mismatch":
+        found.append(([first], "at the first step"))
     return found
 
 
