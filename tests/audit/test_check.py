@@ -18,7 +18,7 @@ from offdrift.audit.outcome import Outcome
 from offdrift.audit.pair import Bench, EngineSpec
 from offdrift.audit.recommend import fitting, published, recommended
 from offdrift.audit.verdict import THRESHOLDS, level_of, sentence, thresholds, worst
-from offdrift.errors import BadValueError, EngineError
+from offdrift.errors import BadValueError, EngineError, RecipeError
 from offdrift.rollouts.records import FullVocab, Sampling
 from offdrift.segments import Segments
 from offdrift.train.models import tiny_tokenizer
@@ -104,6 +104,19 @@ def test_a_pair_that_cannot_be_is_refused_before_anything_is_drawn():
     with bench_of(Counting) as bench, pytest.raises(EngineError, match="transformers"):
         check(bench, BFLOAT16, EngineSpec("vllm", "bfloat16"))
     assert not drawn
+
+
+def test_rules_that_cannot_be_read_cost_no_measurement(monkeypatch):
+    def broken():
+        raise RecipeError("no such rule")
+
+    def never(self, spec, **how):
+        pytest.fail("something was drawn")
+
+    monkeypatch.setattr("offdrift.audit.check.load_rules", broken)
+    monkeypatch.setattr(Bench, "rollouts", never)
+    with bench_of() as bench, pytest.raises(RecipeError):
+        check(bench, BFLOAT16, FLOAT32)
 
 
 # -- what is called out --------------------------------------------------------------------------
