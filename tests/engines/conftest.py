@@ -10,8 +10,6 @@ import torch
 
 from tests.engines.models import tiny
 
-pytest.register_assert_rewrite("tests.engines.contract")
-
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread():

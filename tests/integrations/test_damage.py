@@ -279,6 +279,7 @@ def test_arbitrary_lines(
     lines.insert(min(at, len(lines)), GOOD.encode())
     path.write_bytes(b"\n".join(lines))
     _, batches, bad = read_all(path)
+    lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")  # a byte order mark is no content
     blank = sum(not x.strip() for x in lines)
     assert sum(b.num_sequences for b in batches) + len(bad) + blank == len(lines)
 
