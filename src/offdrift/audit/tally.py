@@ -7,7 +7,6 @@ summed by one thread, in blocks whose bounds depend on the batch alone.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ import torch
 from offdrift.audit.arrays import packed, unpacked
 from offdrift.audit.chunks import by_step, chunks, runs
 from offdrift.audit.facets import Facets
+from offdrift.audit.threads import one_thread
 from offdrift.audit.timeline import Point, Timeline, width_for
 from offdrift.audit.worst import Worst
 from offdrift.rollouts.logged import Logged
@@ -58,7 +58,7 @@ class Tally:
             >>> round(Tally.of(log).as_dict()["overall"]["full/k3"], 5)
             0.005
         """
-        with torch.no_grad(), _one_thread():
+        with torch.no_grad(), one_thread():
             ordered = by_step(batch)
             seen = batch.step.unique().numpy()
             width = width_for(seen)
@@ -138,17 +138,6 @@ class Tally:
             "unscored": under("unscored/"),
             "length_unit": units[0] if len(units) == 1 else "mixed",
         }
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums of a thread each, added up, would round by how many threads there are."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ when a run resumes. NaN and infinity are stored as null.
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -27,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.errors import CheckpointError, RecordError
-from offdrift.rollouts.store import write_atomically
+from offdrift.rollouts.files import plain as plain
+from offdrift.rollouts.files import write_atomically
+from offdrift.rollouts.files import write_json as write_json
 
 FORMAT = 1
 LINE_FILES = ("metrics", "eval", "samples", "findings")
@@ -131,23 +132,6 @@ class ArmFolder:
     def clear(self) -> None:
         """Forget everything: the arm starts over."""
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file whole. Raises: `RecordError` if it cannot be written."""
-    text = json.dumps(plain(content), indent=1, allow_nan=False)
-    write_atomically(path, lambda tmp: _write(tmp, text))
-
-
-def plain(value: Any) -> Any:
-    """The value with NaN and infinity as None, tuples as lists: what JSON can say."""
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _write(path: str, text: str) -> None:
