@@ -15,12 +15,20 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from offdrift.cli.app import app, console
+from offdrift.cli.options import (
+    FAILED,
+    INTERRUPTED,
+    SEVERITIES,
+    Columns,
+    Experts,
+    FailOn,
+    MethodName,
+    RulesFile,
+    Temperature,
+    pairs,
+    severity,
+)
 from offdrift.errors import BadValueError
-
-INTERRUPTED = 130
-FAILED = 2
-
-SEVERITIES = ("ok", "info", "watch", "act", "stop")
 
 
 @app.command()
@@ -31,12 +39,7 @@ def audit(
             help="What a run logged: files, folders, globs, URLs (s3://, gs://, ...), or an arm of a run.",
         ),
     ],
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            help="Names of the log's columns: logp_rollout=my_lp,logp_old=trainer.lp,reward=score."
-        ),
-    ] = None,
+    columns: Columns = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for audit.json and report.html; default audits/NAME."),
@@ -46,34 +49,21 @@ def audit(
         str | None,
         typer.Option(metavar="ADDRESS", help="Read on a Ray cluster: auto, host:port, or local."),
     ] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md."),
-    ] = None,
+    rules: RulesFile = None,
     framework: Annotated[
         str | None,
         typer.Option(help="Whose configuration the fixes are written in; default as detected."),
     ] = None,
-    method: Annotated[
-        str | None, typer.Option(help="The row of `offdrift methods` that the run trains with.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature of the rollouts.")
-    ] = None,
-    moe: Annotated[
-        bool | None,
-        typer.Option("--moe/--dense", help="Whether the model routes tokens to experts."),
-    ] = None,
+    method: MethodName = None,
+    temperature: Temperature = None,
+    moe: Experts = None,
     sample_mib: Annotated[
         int,
         typer.Option(
             help="Try every method of the table on about this much of the log, MiB.", min=1
         ),
     ] = 64,
-    fail_on: Annotated[
-        str | None,
-        typer.Option(help="Exit with status 2 at a finding this severe: watch, act or stop."),
-    ] = None,
+    fail_on: FailOn = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print audit.json.")] = False,
 ) -> None:
     """What happened in a run, from its logs: drift, its cause, and the smallest fix.
@@ -97,12 +87,11 @@ def audit(
     from offdrift.report.audit_page import write_audit_page
     from offdrift.report.audit_terminal import audit_view
 
-    if fail_on is not None and fail_on not in SEVERITIES[2:]:
-        raise BadValueError(f"--fail-on {fail_on}: give one of {', '.join(SEVERITIES[2:])}")
+    limit = severity(fail_on)
     table = load_rules(rules)
     paths = [p for log in logs for p in _logs_of(log)]
     started = time.perf_counter()
-    found = detect(paths, columns=_pairs(columns))
+    found = detect(paths, columns=pairs(columns))
     folder = out or Path("audits") / _name(logs[0])
     err = Console(stderr=True)
     many = len(found.files)
@@ -142,21 +131,8 @@ def audit(
     else:
         console.print(audit_view(result, width=console.width))
         console.print(f"\nreport: {escape(str(page))}    numbers: {escape(str(file))}")
-    if fail_on is not None and SEVERITIES.index(result["verdict"]["level"]) >= SEVERITIES.index(fail_on):  # fmt: skip
+    if SEVERITIES.index(result["verdict"]["level"]) >= limit:
         raise typer.Exit(FAILED)
-
-
-def _pairs(columns: str | None) -> dict[str, str]:
-    """`a=b,c=d` as a mapping. Raises: `BadValueError` naming what is not a pair."""
-    found = {}
-    for pair in (columns or "").split(","):
-        ours, equals, theirs = (x.strip() for x in pair.partition("="))
-        if not pair.strip():
-            continue
-        if not (equals and ours and theirs):
-            raise BadValueError(f"--columns {pair!r}: write our name, =, and the log's column")
-        found[ours] = theirs
-    return found
 
 
 def _logs_of(path: str) -> list[str]:

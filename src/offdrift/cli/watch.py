@@ -11,10 +11,20 @@ import typer
 from rich.console import Console
 
 from offdrift.cli.app import app, console
-from offdrift.cli.audit import FAILED, SEVERITIES, _pairs
+from offdrift.cli.options import (
+    FAILED,
+    INTERRUPTED,
+    SEVERITIES,
+    Columns,
+    Experts,
+    FailOn,
+    MethodName,
+    RulesFile,
+    Temperature,
+    pairs,
+    severity,
+)
 from offdrift.errors import BadValueError
-
-INTERRUPTED = 130
 
 
 @app.command()
@@ -22,34 +32,19 @@ def watch(
     run: Annotated[
         Path, typer.Argument(help="A run folder, one of its arms, or a log that grows.")
     ],
-    columns: Annotated[
-        str | None, typer.Option(help="Names of the log's columns, as for `offdrift audit`.")
-    ] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md."),
-    ] = None,
+    columns: Columns = None,
+    rules: RulesFile = None,
     framework: Annotated[
         str, typer.Option(help="Whose configuration the fixes are written in.")
     ] = "offdrift",
-    method: Annotated[
-        str | None, typer.Option(help="The row of `offdrift methods` that the run trains with.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature of the rollouts.")
-    ] = None,
-    moe: Annotated[
-        bool | None,
-        typer.Option("--moe/--dense", help="Whether the model routes tokens to experts."),
-    ] = None,
+    method: MethodName = None,
+    temperature: Temperature = None,
+    moe: Experts = None,
     every: Annotated[float, typer.Option(help="Seconds between looks.", min=0.05)] = 2.0,
     until_idle: Annotated[
         float | None, typer.Option(help="End when nothing was added for this many seconds.")
     ] = None,
-    fail_on: Annotated[
-        str | None,
-        typer.Option(help="End with status 2 at a finding this severe: watch, act or stop."),
-    ] = None,
+    fail_on: FailOn = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print steps and findings as JSON lines.")
     ] = False,
@@ -68,12 +63,10 @@ def watch(
     from offdrift.diagnosis import Watcher, load_rules
     from offdrift.report.watch import LiveWatch
 
-    if fail_on is not None and fail_on not in SEVERITIES[2:]:
-        raise BadValueError(f"--fail-on {fail_on}: give one of {', '.join(SEVERITIES[2:])}")
-    table, names = load_rules(rules), _pairs(columns)
+    limit = severity(fail_on)
+    table, names = load_rules(rules), pairs(columns)
     followed, watchers = sources(run, columns=names), {}
     failed, last = False, time.monotonic()
-    limit = len(SEVERITIES) if fail_on is None else SEVERITIES.index(fail_on)
 
     def take(row: Row, screen: LiveWatch | None) -> bool:
         """Judge one row; whether a finding is severe enough to end the watch."""
