@@ -181,7 +181,7 @@ def safe(words: str) -> str:
 
 def _when(finding: Fields) -> str:
     step, count = number(finding.get("step")), number(finding.get("steps"))
-    words = [] if step is None else [f"first at step {step:.0f}"]
+    words = ["over the whole log" if step is None else f"first at step {step:.0f}"]
     if count:
         words.append(f"at {count:.0f} step{'' if count == 1 else 's'}")
     return ", ".join(words)
