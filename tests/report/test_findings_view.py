@@ -62,6 +62,11 @@ def test_a_real_finding_is_read_from_its_dict() -> None:
     )
 
 
+@pytest.mark.parametrize(("where", "when"), [({"step": None, "steps": 0}, "over the whole log"), ({"step": 3, "steps": 1}, "first at step 3, at 1 step"), ({"step": None, "steps": 4}, "at 4 steps")])  # fmt: skip
+def test_a_finding_says_where_it_was_seen(where: dict, when: str) -> None:
+    assert shown(finding() | where).when == when
+
+
 @pytest.mark.parametrize(("framework", "first"), [("trl", "trl"), ("slime", "slime"), ("plain", "offdrift"), ("", "offdrift")])  # fmt: skip
 def test_the_snippet_of_the_detected_framework_comes_first(framework: str, first: str) -> None:
     names = [name for name, _ in shown(finding(), framework).snippets]

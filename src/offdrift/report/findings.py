@@ -181,7 +181,9 @@ def safe(words: str) -> str:
 
 def _when(finding: Fields) -> str:
     step, count = number(finding.get("step")), number(finding.get("steps"))
-    words = ["over the whole log" if step is None else f"first at step {step:.0f}"]
+    if step is None and count == 0:
+        return "over the whole log"
+    words = [] if step is None else [f"first at step {step:.0f}"]
     if count:
         words.append(f"at {count:.0f} step{'' if count == 1 else 's'}")
     return ", ".join(words)
