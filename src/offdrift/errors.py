@@ -48,6 +48,14 @@ class RecipeError(OffdriftError, ValueError):
     """A recipe or a rules file with an unknown key, a wrong type, or values that contradict each other."""
 
 
+class FrameworkError(OffdriftError, ImportError):
+    """A training framework that is missing, or of a version that an adapter does not know."""
+
+
+class LivenessError(OffdriftError, RuntimeError):
+    """A configured part of a correction that is never called, or that cannot act."""
+
+
 class CheckpointError(OffdriftError, RuntimeError):
     """A checkpoint that cannot be read back, or does not belong to this recipe."""
 

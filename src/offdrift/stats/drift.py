@@ -247,6 +247,7 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
                 sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
     sums["weight/w"], sums["weight/w2"] = weight.sum(), torch.dot(weight, weight)
     sums["weight/limited"] = corrected.limited.count_nonzero()
+    sums["weight/changed"] = (weight != 1).count_nonzero()
     maxima["weight/w_max"], maxima["weight/-w_min"] = weight.max(), -weight.min()
 
 

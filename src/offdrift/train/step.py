@@ -36,7 +36,7 @@ from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 from offdrift.stats.signature import signature
 from offdrift.train.assess import Assessment
-from offdrift.train.tails import Tails
+from offdrift.stats.tails import Tails
 from offdrift.train.view import TokenView, Viewer
 
 GROUPS_PER_PROCESS = 2**32

@@ -55,9 +55,11 @@ class Tails:
             >>> bool(found["full/k3_top"] == found["full/k3_binned"])
             True
         """
-        whole = {on: torch.cat(parts).double() for on, parts in self.k3.items()}
+        # Some process may have seen nothing, and must take part all the same.
+        seen = set().union(*gather(list(self.k3)))
         found = {}
-        for on, k3 in whole.items():
+        for on in (name for name in SECOND if name in seen):
+            k3 = torch.cat(self.k3[on]).double() if on in self.k3 else torch.zeros(0).double()
             worst = -(-sum(gather(len(k3))) // SHARE)
             mine = k3.topk(min(worst, len(k3))).values
             tops, totals = zip(*gather((mine.cpu(), k3.sum().cpu())), strict=True)

@@ -12,7 +12,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.rollouts.logged import Logged
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
-from offdrift.train.tails import Tails
+from offdrift.stats.tails import Tails
 
 
 def share(lp: LogProbs, on: str = "full") -> float:
@@ -48,7 +48,7 @@ def test_pieces_and_processes_together_are_one_batch():
     k3 = [torch.cat(r.k3["full"]).double() for r in ranks]
     sent = [(x.topk(10).values, x.sum()) for x in k3]
     for mine in range(2):
-        answers = iter([[400, 600], [sent[0], sent[1]]])
+        answers = iter([[["full"], ["full"]], [400, 600], [sent[0], sent[1]]])
         found = ranks[mine].sums(lambda _, a=answers: next(a))
         assert {k: v.item() for k, v in found.items()} == pytest.approx(
             {k: v.item() for k, v in whole.items()}, rel=1e-9

@@ -1,0 +1,117 @@
+"""Is what was configured alive? Each part of a method: was it called, on what, and what did it change.
+
+A correction that is configured and never acts is the most common silent failure of the field: its
+log-probs are missing or copies of each other, an option needs another option, a batch is skipped.
+A part that looks at a live ratio and finds nothing to change is healthy, and told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from offdrift.correction.compose import factors
+from offdrift.methods.method import Method
+
+State = Literal["acted", "idle", "blind", "not called"]
+
+SAID = {
+    "acted": "acted",
+    "idle": "nothing to change",
+    "blind": "cannot act: the log-probs it compares are equal at every token",
+    "not called": "was never called",
+}
+
+
+@dataclass(frozen=True)
+class PartState:
+    """What one configured part did in a step."""
+
+    part: str
+    """Its formula."""
+    kind: Literal["gate", "weight", "objective"]
+    tokens: int
+    """Tokens that it was asked about."""
+    changed: int
+    """Tokens that it rejected, weighted other than by 1, or clipped."""
+    state: State
+    on: str | None = None
+    """The ratio it reads."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether this must be repaired, not merely noted.
+
+        Staleness is 0 by definition before the first update of a batch, and an objective without a
+        clip changes every token's gradient and none of its loss.
+        """
+        if self.state == "blind":
+            return self.kind != "objective" and self.on != "staleness"
+        return self.state == "not called"
+
+    def __str__(self) -> str:
+        counted = "" if self.state == "not called" else f", {self.changed:,} of {self.tokens:,} tokens changed"  # fmt: skip
+        return f"{self.kind} [{self.part}]: {SAID[self.state]}{counted}"
+
+
+def liveness(
+    numbers: Mapping[str, float], method: Method, *, objective: bool = True
+) -> list[PartState]:
+    """The state of every gate and weight, and of the objective, after a step.
+
+    Args:
+        numbers: the host copy of the step's `DriftStats`; empty if nothing was called.
+        method: what is configured.
+        objective: whether the loss is this library's; where a framework keeps its own, only gates
+            and weights can act.
+
+    Example:
+        >>> from offdrift.methods import method
+        >>> for part in liveness({}, method("token_tis")): print(part)
+        weight [weight token ratio(full), truncate above 2]: was never called
+        objective [L = -A log pi]: was never called
+    """
+    return list(_parts(numbers, method, objective))
+
+
+def _parts(numbers: Mapping[str, float], method: Method, objective: bool) -> Iterator[PartState]:
+    tokens = int(numbers.get("n", 0))
+    correction = method.correction
+    for i, gate in enumerate(correction.gates):
+        called = f"gate/{i}/rejected_tokens" in numbers
+        changed = int(numbers.get(f"gate/{i}/rejected_tokens", 0))
+        yield _state(gate, "gate", tokens, changed, called, numbers)
+    if correction.weights:
+        # Weights multiply; what is known of a token is their product.
+        called, changed = "weight/changed" in numbers, int(numbers.get("weight/changed", 0))
+        for weight in correction.weights:
+            yield _state(weight, "weight", tokens, changed, called, numbers)
+    if objective:
+        called, changed = bool(tokens), int(numbers.get("objective/clipped", 0))
+        yield _state(method.objective, "objective", tokens, changed, called, numbers)
+
+
+def _state(
+    part: Any,
+    kind: Literal["gate", "weight", "objective"],
+    tokens: int,
+    changed: int,
+    called: bool,
+    numbers: Mapping[str, float],
+) -> PartState:
+    on = getattr(part, "on", None)
+    if not called or not tokens:
+        state: State = "not called"
+    elif changed:
+        state = "acted"
+    else:
+        blind = on is not None and not getattr(part, "exact", False) and not _moves(numbers, on)
+        state = "blind" if blind else "idle"
+    return PartState(part.formula, kind, tokens, changed, state, on)
+
+
+def _moves(numbers: Mapping[str, float], on: str) -> bool:
+    """Whether the ratio differs from 1 at some token; where it is not logged, its factors decide."""
+    names: Iterable[str] = (on,) if f"{on}/l_max" in numbers else sorted(factors(on))  # type: ignore[arg-type]
+    return any(numbers.get(f"{name}/{end}", 0.0) != 0 for name in names for end in ("l_max", "-l_min"))  # fmt: skip

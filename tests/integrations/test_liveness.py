@@ -1,0 +1,88 @@
+"""Every configured part says whether it is alive, and a dead one is not passed over."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from offdrift.errors import LivenessError
+from offdrift.integrations.adapter import Adapter
+from offdrift.integrations.liveness import liveness
+from offdrift.logprobs import LogProbs
+from offdrift.loss import policy_loss
+from offdrift.methods import method
+from offdrift.segments import Segments
+
+LENGTHS = [3, 5, 2, 6]
+N = sum(LENGTHS)
+
+
+def batch(engines: float = 0.0, lag: float = 0.0, seed: int = 0) -> LogProbs:
+    """Log-probs whose mismatch and staleness have these standard deviations, nats."""
+    g = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(N, generator=g) - 0.5
+    old = rollout + engines * torch.randn(N, generator=g).clamp(-1, 0.5)
+    current = old + lag * torch.randn(N, generator=g).clamp(-1, 0.5)
+    return LogProbs.pack(rollout, current, old, segments=Segments.from_lengths(LENGTHS))
+
+
+def states(name: str, logprobs: LogProbs) -> dict[str, list[str]]:
+    stats = policy_loss(logprobs, method(name), torch.ones(N)).stats
+    found: dict[str, list[str]] = {}
+    for part in liveness(stats.to_host(), method(name)):
+        found.setdefault(part.kind, []).append(part.state)
+    return found
+
+
+@pytest.mark.parametrize(("engines", "gate", "weight"), [(0.3, "acted", "acted"), (1e-6, "idle", "acted"), (0.0, "blind", "blind")])  # fmt: skip
+def test_a_part_acts_or_has_nothing_to_do_or_cannot(engines: float, gate: str, weight: str) -> None:
+    found = states("decoupled_geo_rs_token_tis", batch(engines=engines, lag=0.1))
+    assert found["gate"] == [gate]
+    assert found["weight"] == [weight]
+
+
+def test_nothing_called_is_told_of_every_part() -> None:
+    parts = liveness({}, method("decoupled_geo_rs_token_tis"))
+    assert [p.state for p in parts] == ["not called"] * 3
+    assert all(p.dead for p in parts)
+
+
+def test_an_objective_and_staleness_are_not_blamed_before_the_first_update() -> None:
+    numbers = policy_loss(batch(engines=0.2), method("grpo"), torch.ones(N)).stats.to_host()
+    (objective,) = liveness(numbers, method("grpo"))
+    assert (objective.state, objective.dead) == ("blind", False)
+
+
+def test_what_a_part_changed_is_counted() -> None:
+    lp = batch(engines=0.3)
+    result = policy_loss(lp, method("decoupled_geo_rs_token_tis"), torch.ones(N))
+    gate, weight, _ = liveness(result.stats.to_host(), method("decoupled_geo_rs_token_tis"))
+    mean = torch.stack([x.mean() for x in (lp.old - lp.logp_rollout).split(LENGTHS)])
+    outside = (mean.exp() > 1.001) | (mean.exp() < 0.999)
+    assert 0 < gate.changed == int((outside * torch.tensor(LENGTHS)).sum())
+    assert weight.changed == int((lp.old != lp.logp_rollout).sum()) == N
+    assert f"{gate.changed:,} of {N:,} tokens changed" in str(gate)
+
+
+def test_copied_log_probs_end_the_run_and_the_message_says_what_to_do() -> None:
+    adapter = Adapter("decoupled_token_is", framework="plain")
+    adapter.loss(batch(lag=0.2), torch.ones(N))
+    with pytest.raises(LivenessError, match=r"equal at every token.*engine's own.*on_idle=\"warn\""):  # fmt: skip
+        adapter.end_step(1)
+
+
+def test_a_loss_that_the_framework_never_called_ends_the_run() -> None:
+    with pytest.raises(LivenessError, match="never called"):
+        Adapter("token_tis", framework="plain").end_step(1)
+
+
+def test_warn_goes_on_and_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    adapter = Adapter("decoupled_token_is", framework="plain", on_idle="warn")
+    with caplog.at_level(logging.INFO, logger="offdrift.plain"):
+        for step in (1, 2):
+            adapter.loss(batch(lag=0.2, seed=step), torch.ones(N))
+            assert adapter.end_step(step)
+    told = [r for r in caplog.records if "cannot act" in r.message]
+    assert [r.levelname for r in told] == ["WARNING"], "the weight, once; the objective acts"
