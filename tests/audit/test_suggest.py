@@ -66,6 +66,8 @@ def overall(on: str = "mismatch", **said: float | None) -> dict[str, float | Non
         ({"pearson": 0.93}, 1.0, 1.0, None, "system"),
         ({"chi2_token": 0.5}, 0.98, 0.9, "decoupled_geo_rs", "reject"),
         ({"k1": -0.08}, 0.98, 0.9, "decoupled_geo_rs", "reject"),
+        ({"k1": 0.09, "k3": 0.004}, 0.98, 0.9, "disabled", "none"),  # k1 is noise where the mean ratio is 1
+        ({"k1": 0.09, "k3": 0.004, "ratio_mean_z": 30.0}, 0.98, 0.9, "decoupled_geo_rs", "reject"),
         ({"chi2_token": 2.5}, 0.95, 0.9, "decoupled_geo_rs_token_tis", "reject and reweight"),
         ({"chi2_token": 0.5}, 0.85, 0.8, "decoupled_geo_rs_token_tis", "reject and reweight"),
         ({"chi2_token": 0.5}, 0.70, 0.7, None, "system"),

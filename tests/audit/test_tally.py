@@ -249,3 +249,22 @@ def test_a_part_is_small_however_large_its_batch():
     sizes = [sum(x.nbytes for x in Tally.of(make_log(0, lengths=[n] * 30, steps=[1] * 30, fields=ALL)).to_arrays().values()) for n in (1000, 4000)]  # fmt: skip
     assert sizes[1] < 1.3 * sizes[0]
     assert sizes[1] < 1.5 * 2**20
+
+
+@pytest.mark.parametrize(("versions", "kept"), [([4, 4, 4], False), ([4, 5, 6], True), ([4, 4, 5], True)])  # fmt: skip
+def test_a_version_that_never_changes_over_several_steps_is_no_age(versions, kept):
+    log = make_log(seed=3, lengths=list(range(2, 14)))
+    step = torch.arange(12) // 4
+    version = torch.tensor(versions)[step]
+    drawn = (version - 1)[log.segments.seq_ids]
+    log = replace(log, step=step, version=version, rollout_version=drawn)
+    for tally in (Tally.of(log), reduce(Tally.merge, (stored(Tally.of(p)) for p in split(log, [4, 4, 4])))):  # fmt: skip
+        told = tally.as_dict()
+        assert ("version_lag/mean" in told["overall"]) == kept
+        assert [("version_lag/max" in s) for s in told["steps"]] == [kept] * 3
+        assert bool(told["facets"]["lag"]) == kept
+        assert {"version", "rollout_version"} <= set(told["has"]) if kept else not {"version", "rollout_version"} & set(told["has"])  # fmt: skip
+    told = Tally.of(replace(log, rollout_version=drawn - log.tokens % 2)).as_dict()
+    assert "version_lag/mean" in told["overall"], "the engine's counter moves"
+    alone = Tally.of(replace(log, step=torch.zeros(12, dtype=torch.int64), version=torch.full((12,), 9)))  # fmt: skip
+    assert "version_lag/mean" in alone.as_dict()["overall"], "within one step it may well stand still"  # fmt: skip

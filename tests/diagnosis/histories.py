@@ -129,6 +129,9 @@ FIRES: dict[str, Example] = {
     "wrong_weights": Example(
         altered(lambda i, row: {**drift(rising(i, 0.2, 0.001)), "version_lag/mean": 0.0, "version_lag/max": 0.0})
     ),
+    "weights_part": Example(
+        altered(lambda i, row: {**drift(rising(i, 2e-3, 1e-5)), "version_lag/mean": 0.0, "version_lag/max": 0.0})
+    ),
     "wrong_weights_from_the_start": Example(altered(drift(0.9)), Context(same_weights=True)),
     "router_flips": Example(
         altered(drift(0.03, k3_top_share=0.95, prob_diff_max=0.9)), Context(mixture_of_experts=True)

@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from offdrift.diagnosis.estimate import kl_of
+
 Rung = Literal["none", "reject", "reject and reweight", "reweight", "system"]
 
 KL_OK = 0.05
@@ -114,7 +116,7 @@ def suggest(rows: Sequence[Mapping[str, Any]], overall: Mapping[str, Any]) -> di
     if on is None:
         return _said(None, None, "drift cannot be measured: log the rollout engine's log-probs, and those of the training engine for the same tokens")  # fmt: skip
     chi2, pearson = _number(overall, f"{on}/chi2_token"), _correlation(overall, on)
-    kl, ppl = abs(_number(overall, f"{on}/k1")), _number(overall, f"{on}/ppl_ratio")
+    kl, ppl = _kl(overall, on), _number(overall, f"{on}/ppl_ratio")
     nothing, reject, both = LADDERS[on]
     if kl < KL_OK and chi2 < CHI2_OK and not pearson < PEARSON_LEAST:
         clean = kl < KL_CLEAN and not pearson < PEARSON_CLEAN and not abs(ppl - 1) > PPL_CLEAN
@@ -144,7 +146,7 @@ def _correlation(overall: Mapping[str, Any], on: str) -> float:
     It is a correlation over the probabilities that occur: where all of them are near 1, differences
     of no weight spoil it. It counts where the policies differ in KL or in some probability too.
     """
-    narrow = abs(_number(overall, f"{on}/k1")) < KL_CLEAN
+    narrow = _kl(overall, on) < KL_CLEAN
     alike = _number(overall, f"{on}/prob_diff_max") <= PROB_DIFF_MOST
     return math.nan if narrow and alike else _number(overall, f"{on}/pearson")
 
@@ -166,7 +168,7 @@ def _reweighted(
     pearson = math.nan if lag > 0 else _correlation(overall, on)
     if escalation(chi2, 1 - tail["kept_tokens"], ess, pearson)[0] == "system":
         return None
-    kl = abs(_number(overall, f"{on}/k1"))
+    kl = _kl(overall, on)
     size = f"KL is {kl:.2g} nats per token and token chi2 {chi2:.2g} ({on}), with no heavy tail: {1 - tail['kept_tokens']:.1%} of tokens have a ratio outside [0.5, 5]"  # fmt: skip
     left = f"a band around no drift would mask most of the batch, weights leave an effective sample size of {weights['ess_frac']:.1%}"  # fmt: skip
     age = f"tokens are {lag:.3g} updates old on average" if lag > 0 else "the log does not say that the policies hold the same weights; if they do, repair the engines instead"  # fmt: skip
@@ -178,6 +180,12 @@ def _said(
 ) -> dict[str, Any]:
     row = f"{method}{BAND}" if method and settings else method
     return {"method": method, "why": why, "settings": dict(settings), "row": row, "rung": rung}
+
+
+def _kl(overall: Mapping[str, Any], on: str) -> float:
+    """The KL as the diagnosis estimates it; where only k1 can be believed, its size: it is a bias then."""
+    found = kl_of([overall], on)
+    return math.nan if found is None else abs(found[0])
 
 
 def _known(overall: Mapping[str, Any], name: str) -> bool:

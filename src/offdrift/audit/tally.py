@@ -8,6 +8,7 @@ summed by one thread, in blocks whose bounds depend on the batch alone.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ class Tally:
 
         counts       rows, sequences, tokens, steps, prompts (groups of sequences, as batches held
                      them), dropped tokens by field, the unit of response lengths
-        has          fields that at least one sequence holds
+        has          fields that at least one sequence holds; versions that never change are none
         overall      metrics of the whole log; grade and quantiles are beside it
         steps        the same of each step; beyond 2000 steps, of `steps_per_point` step numbers
         histograms   of the log-ratio by ratio
@@ -107,7 +108,7 @@ class Tally:
         worst        sequences and tokens
         """
         whole, timeline = self.timeline.whole(), self.timeline
-        return {
+        told = {
             "counts": self._counts_as_dict(),
             "has": [k.removeprefix("has/") for k in self.counts if k.startswith("has/")],
             "overall": whole.metrics(),
@@ -123,6 +124,16 @@ class Tally:
             "facets": self.facets.rows(),
             "worst": self.worst.as_dict(),
         }
+        return _without_lag(told) if self._frozen(whole) else told
+
+    def _frozen(self, whole: Point) -> bool:
+        """Whether no version ever changes over several steps: a counter that nobody moves."""
+        numbers = whole.stats.to_host()
+        ends = (("version_max", "-version_min"), ("version_lag_max", "-version_lag_min"))
+        still = all(
+            numbers.get(high, math.nan) == -numbers.get(low, math.nan) for high, low in ends
+        )
+        return still and len(self.timeline.seen) > 1
 
     def _counts_as_dict(self) -> dict[str, Any]:
         def under(prefix: str) -> dict[str, int]:
@@ -138,6 +149,22 @@ class Tally:
             "unscored": under("unscored/"),
             "length_unit": units[0] if len(units) == 1 else "mixed",
         }
+
+
+def _without_lag(told: dict[str, Any]) -> dict[str, Any]:
+    """The same, as of a log without versions: a counter that stands still says nothing of age."""
+    lags = ("version_lag/mean", "version_lag/max")
+
+    def left(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: x for name, x in row.items() if name not in lags}
+
+    return {
+        **told,
+        "has": [name for name in told["has"] if name not in ("version", "rollout_version")],
+        "overall": left(told["overall"]),
+        "steps": [left(step) for step in told["steps"]],
+        "facets": {**told["facets"], "lag": []},
+    }
 
 
 @dataclass(frozen=True)

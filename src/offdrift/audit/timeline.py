@@ -121,6 +121,8 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
     if batch.lag is not None and n:
         sums |= {"version_lag": batch.lag.sum(), "version_lag/n": float(n)}
         maxima["version_lag_max"] = batch.lag.max()
+        maxima["-version_lag_min"] = -batch.lag.min()
+        maxima |= {"version_max": batch.version.max(), "-version_min": -batch.version.min()}
     if batch.entropy is not None and n:
         sums |= {"current/entropy": batch.entropy.double().sum(), "current/entropy/n": float(n)}
     return sums, maxima
