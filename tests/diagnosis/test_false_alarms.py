@@ -189,3 +189,23 @@ def test_what_is_about_the_whole_log_has_no_step():
     assert (found.rule, found.step, found.steps) == ("nothing_measured", None, 0)
     late = [*blind, *({"step": i, "mismatch/k1": 0.001} for i in range(5, 9))]
     assert diagnose(late) == []
+
+
+def jumping(first, later, steps=12):
+    """Same weights throughout, k3 of the first batch and around that of all others."""
+    return [{"step": i + 1.0, "version_lag/mean": 0.0, "version_lag/max": 0.0, **drift(first if i == 0 else later * (0.5 + i % 3))} for i in range(steps)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "named"),
+    [
+        (1e-13, 1.5e-3, "weights_part"),  # equal to rounding before the first update, never again
+        (1e-13, 0.04, "wrong_weights"),
+        (1e-4, 1.5e-3, None),  # batches of one engine differ that much
+        (1e-13, 1e-4, None),  # too small to be told from rounding that begins with the second batch
+        (1e-3, 1.5e-3, None),
+    ],
+)
+def test_weights_that_part_at_the_first_update(first, later, named):
+    rules = rules_of(jumping(first, later))
+    assert [r for r in rules if r in ("weights_part", "wrong_weights")] == ([named] if named else [])  # fmt: skip

@@ -3,6 +3,7 @@ what was logged."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -253,3 +254,13 @@ def test_markup_that_slipped_through_runs_only_without_the_policy(
     chrome.run("new Promise(done => setTimeout(done, 200))")
     assert (chrome.run("window.__pwned ?? 0") == 1) != keep_policy
     assert any("Content Security Policy" in line for line in chrome.console()) == keep_policy
+
+
+def test_rounding_far_below_does_not_press_a_curve_into_a_line(chrome: Browser, folder: Path) -> None:
+    levels = [3e-14, 0.002, 0.01, 0.05]
+    steps = [{"step": i, "full/k3": x, "full/k1": x} for i, x in enumerate(levels)]
+    chrome.open(write_audit_page({"steps": steps}, folder / "decades"))
+    low, high = chrome.run("document.getElementById('chart-kl').layout.yaxis.range")
+    assert high - low < 10
+    assert low < -7
+    assert high > math.log10(0.05)

@@ -101,9 +101,19 @@ def _growth_at_same_weights(view: View) -> Found | None:
     name, window = f"{view.on}/k3", view.window
     early = window.first_same[: max(1, window.seen_same // 2)]
     now, before = _middle(list(window.same_weights), name), _middle(early, name)
-    if now is None or before is None or window.seen_same < 2:
+    # Of fewer steps one lucky batch would be the baseline.
+    if now is None or before is None or window.seen_same < 4:
         return None
     return Found(now / max(before, 1e-6), f"{name} at lag 0")
+
+
+def _jump_at_same_weights(view: View) -> Found | None:
+    """k3 at lag 0 lately, over that of the very first step at lag 0, before anything was updated."""
+    name, window = f"{view.on}/k3", view.window
+    now, first = _middle(list(window.same_weights), name), _middle(window.first_same[:1], name)
+    if now is None or first is None or window.seen_same < 2:
+        return None
+    return Found(now / max(first, 1e-9), f"{name} at lag 0")
 
 
 def _lag(view: View) -> Found | None:
@@ -148,6 +158,7 @@ LAG = {
     "kl_over_same": Definition("1", "`kl` over `kl_same_ckpt`", _kl_over_same),
     "kl_since_old": Definition("nat", "k3 of the current policy against the old one: `staleness/k3`", lambda v: v.found("staleness/k3")),
     "kl_same_growth": Definition("1", "`{on}/k3` at lag 0 lately, over that of the first steps at lag 0: medians of five, of fewer in a short run", _growth_at_same_weights),
+    "kl_same_jump": Definition("1", "`{on}/k3` at lag 0 lately (the median of five), over that of the very first step at lag 0", _jump_at_same_weights),
     "lag": Definition("update", "mean version lag of the tokens: `version_lag/mean`", _lag),
     "lag_growth": Definition("1", "`{on}/k3` in the upper half of the version lags over k3 in the lower half: by the context's facets, else over the last `window_trend` steps", _lag_growth),
     "kl_per_update": Definition("nat", "k3 that one update adds: (`full/k3` - k3 at the same weights) / version lag, or `staleness/k3`; the larger", _kl_per_update),

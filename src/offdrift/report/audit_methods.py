@@ -6,7 +6,7 @@ apart, by the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from offdrift.report.fields import Fields, at, numbers, rows, text
@@ -25,6 +25,11 @@ FAMILIAR = (
     "decoupled_k3_rs", "decoupled_seq_is_rs", "trm_max", "trm_max_k2", "token_veto",
 )  # fmt: skip
 """What most people ask about: shown where there is no room for the whole table."""
+FAMILIAR_FULL = (
+    "token_tis", "seq_tis", "bypass_pg_token_icepop", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis",
+    "bypass_ppo_clip_k3_rs", "trm_max", "trm_max_k2", "token_veto",
+)  # fmt: skip
+"""The same for a log without the old policy's log-probs."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,19 @@ def tried(audit: Fields) -> list[Tried]:
         for row in rows(audit.get("methods"))
         if not row.get("why_not")
     ]
-    order = {name: i for i, name in enumerate(FAMILIAR)}
+    order = {name: i for i, name in enumerate(asked_about(m.name for m in found))}
     return sorted(found, key=lambda m: (not m.suggested, order.get(m.name, len(order))))
+
+
+def asked_about(names: Iterable[str]) -> tuple[str, ...]:
+    """What most people ask about, among methods of these names.
+
+    Example:
+        >>> asked_about(["token_tis", "trm_max"]) == FAMILIAR_FULL
+        True
+    """
+    held = set(names)
+    return FAMILIAR if any(n in held for n in FAMILIAR if n.startswith("decoupled")) else FAMILIAR_FULL  # fmt: skip
 
 
 def untried(audit: Fields) -> dict[str, list[str]]:
@@ -103,7 +119,8 @@ def untried(audit: Fields) -> dict[str, list[str]]:
 
 def familiar(methods: list[Tried]) -> list[Tried]:
     """The suggested method and those that most people ask about; all if none of them is there."""
-    return [m for m in methods if m.suggested or m.name in FAMILIAR] or methods[: len(FAMILIAR)]
+    names = asked_about(m.name for m in methods)
+    return [m for m in methods if m.suggested or m.name in names] or methods[: len(names)]
 
 
 def length_curves(methods: list[Tried]) -> list[tuple[str, tuple[float | None, ...]]]:
@@ -127,6 +144,7 @@ def length_curves(methods: list[Tried]) -> list[tuple[str, tuple[float | None, .
 
 def _called(methods: list[Tried]) -> str:
     """One name for methods with the same curve: the suggested, else the best known."""
-    order = {name: i for i, name in enumerate(FAMILIAR)}
+    names = asked_about(m.name for m in methods)
+    order = {name: i for i, name in enumerate(names)}
     first = min(methods, key=lambda m: (not m.suggested, order.get(m.name, len(order))))
     return first.name if len(methods) == 1 else f"{first.name} (+{len(methods) - 1} alike)"

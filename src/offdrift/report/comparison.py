@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offdrift.report.audit_methods import FAMILIAR, METHOD_COLUMNS, MethodColumn, Tried, tried
+from offdrift.report.audit_methods import METHOD_COLUMNS, MethodColumn, Tried, asked_about, tried
 from offdrift.report.fields import Fields, column, mapping, rows
 from offdrift.report.headline import PAIRS, best_of, kl_metric, kl_metrics, main_pair, meaning_of
 from offdrift.report.stored import number
@@ -77,7 +77,8 @@ def methods(a: Fields, b: Fields) -> list[tuple[str, list[Compared]]]:
 
 def familiar(found: list[tuple[str, list[Compared]]]) -> list[tuple[str, list[Compared]]]:
     """The methods that most people ask about; all if none of them is there."""
-    return [row for row in found if row[0] in FAMILIAR] or found[: len(FAMILIAR)]
+    names = asked_about(name for name, _ in found)
+    return [row for row in found if row[0] in names] or found[: len(names)]
 
 
 def differences(a: Fields, b: Fields) -> dict[str, Any]:

@@ -47,6 +47,8 @@
     const low = Math.min(...values), high = Math.max(...values);
     if (chart.share) return { ...axis, range: [0, Math.max(1.04, high * 1.04)], tickformat: ".0%" };
     if (!chart.log || !values.length) return low >= 0 ? { ...axis, rangemode: "nonnegative" } : axis;
+    // What lies eight decades below the largest is rounding: it may not press the rest into a line.
+    if (high >= 1e8 * low) return { ...axis, type: "log", dtick: 1, range: [Math.log10(high) - 8, Math.log10(high) + .3] };
     if (high >= 100 * low) return { ...axis, type: "log", dtick: 1 };
     // Within two decades an axis that hugs its values could end up without a single tick.
     const floor = Math.floor(Math.log10(low)), ceiling = Math.max(Math.ceil(Math.log10(high)), floor + 1);
