@@ -50,6 +50,11 @@ def test_micro_batches_give_the_metrics_of_the_whole_step() -> None:
     whole, cut = stepped([0, 6]), stepped([0, 1, 4, 6])
     assert whole.keys() == cut.keys()
     assert len(whole) > 60
+    assert {
+        "offdrift/mismatch/ratio_mean",
+        "offdrift/full/slope",
+        "offdrift/full/k3_top_share",
+    } <= set(whole)
     for name, x in whole.items():
         assert cut[name] == pytest.approx(x, rel=1e-5, abs=1e-7, nan_ok=True), name
 

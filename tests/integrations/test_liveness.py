@@ -66,6 +66,15 @@ def test_what_a_part_changed_is_counted() -> None:
     assert f"{gate.changed:,} of {N:,} tokens changed" in str(gate)
 
 
+def test_one_token_below_the_others_is_a_live_ratio() -> None:
+    """It moves the mean ratio by less than the gate's bound, and a cap above 1 leaves it."""
+    rollout = torch.full((N,), -1.0)
+    old = rollout.clone()
+    old[3] -= 1e-4
+    lp = LogProbs.pack(rollout, old, old, segments=Segments.from_lengths(LENGTHS))
+    assert states("decoupled_geo_rs", lp)["gate"] == ["idle"]
+
+
 def test_copied_log_probs_end_the_run_and_the_message_says_what_to_do() -> None:
     adapter = Adapter("decoupled_token_is", framework="plain")
     adapter.loss(batch(lag=0.2), torch.ones(N))
