@@ -165,7 +165,7 @@ def test_the_environment_configures_a_hook(monkeypatch: pytest.MonkeyPatch) -> N
     adapter_from_env.cache_clear()
 
 
-@pytest.mark.parametrize(("found", "raises"), [("1.15.9", "older"), ("0.1", "older"), ("1.16.0", None), ("2.0.0", None)])  # fmt: skip
+@pytest.mark.parametrize(("found", "raises"), [("1.15.9", "older"), ("1.9.0", "older"), ("0.1", "older"), ("1.16.0", None), ("2.0.0", None)])  # fmt: skip
 def test_versions_are_compared_as_numbers(found, raises, monkeypatch, caplog) -> None:
     require.cache_clear()
     monkeypatch.setattr(frameworks, "version", lambda name: found)

@@ -14,9 +14,11 @@ from accelerate import Accelerator
 from offdrift.advantages import advantages
 from offdrift.certificate import BatchEvidence, TrustRegion, certify
 from offdrift.certificate.batch import COLUMNS
+from offdrift.diagnosis import variance_proxies
 from offdrift.engines.score import chunks, divergences, left_right_padded, score
 from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import EngineError
+from offdrift.facts import Facts
 from offdrift.kl import Adaptive, KLPenalty
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
@@ -339,6 +341,29 @@ def test_the_evidence_of_a_step_is_that_of_the_whole_batch(world, token_budget):
     limits = {"reward_range": (-5.0, 5.0)}
     assert certify(found, **limits).prompts == 3
     assert certify(found, **limits).gain_low == pytest.approx(certify(expected, **limits).gain_low, rel=1e-4)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["token_tis", "trm_max"])
+def test_the_proxies_of_the_gradients_noise_are_those_of_the_whole_batch(world, name):
+    model, batch = world[:2]
+    scored = score(model, batch.rollouts)
+    lp = LogProbs.pack(
+        batch.rollouts.logp_rollout, scored.logp.detach(), segments=batch.rollouts.segments
+    )
+    row = override(METHODS[name], CHANGES.get(name, {}))
+    _, update = step(world, name, token_budget=30)
+    found = summarize(update.stats)
+    decided = row.correction(
+        lp, batch.advantages, Facts(divergences=divergences(batch.rollouts, scored.logits))
+    )
+    assert bool(decided.keep.all()) == (name == "token_tis")
+    expected = variance_proxies(
+        scored.sum_pi_squared, lp.current, batch.advantages, lp.segments,
+        grad_norm=found["optim/grad_norm"], weight=decided.weight.where(decided.keep, 0.0),
+    )  # fmt: skip
+    assert expected.total_power > 0
+    for metric, x in expected.metrics().items():
+        assert found[metric] == pytest.approx(x, rel=1e-5), metric
 
 
 def test_evidence_is_collected_only_where_a_region_is_given(world):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.errors import ShapeError
 from offdrift.segments import Segments
+from offdrift.stats import DriftStats
+from offdrift.stats.proxies import PROXIES, gradient_power
 
 
 class VarianceProxies(NamedTuple):
@@ -27,13 +26,7 @@ class VarianceProxies(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         """Under the names that are logged."""
-        return {
-            "variance_proxy/proxy1_signal_strength": self.signal_strength,
-            "variance_proxy/proxy2_total_power": self.total_power,
-            "variance_proxy/proxy3_pure_noise": self.pure_noise,
-            "variance_proxy/expected_a_squared": self.expected_a_squared,
-            "variance_proxy/expected_w": self.expected_w,
-        }
+        return {row.name: x for row, x in zip(PROXIES, self, strict=True)}
 
 
 def variance_proxies(
@@ -64,6 +57,7 @@ def variance_proxies(
     Gradient: none. Raises: `ShapeError` if the tensors differ in length.
 
     Example:
+        >>> import torch
         >>> two = Segments.from_lengths([1, 1])
         >>> half = torch.tensor([0.5, 0.5])
         >>> proxies = variance_proxies(half, half.log(), torch.tensor([1.0, -1.0]), two, grad_norm=0.0)
@@ -72,23 +66,7 @@ def variance_proxies(
 
     Reference: verl's variance proxy metrics; survey, "Gradient variance proxy metrics".
     """
-    n = int(segments.cu_seqlens[-1])
-    for name, x in (("sum_pi_squared", sum_pi_squared), ("logp_old", logp_old), ("advantages", advantages), ("weight", weight)):  # fmt: skip
-        if x is not None and len(x) != n:
-            raise ShapeError(f"{name} has {len(x)} tokens, the segments {n}")
-    with torch.no_grad():
-        filled = segments.lengths > 0
-        s = 1 - 2 * logp_old.double().exp() + sum_pi_squared.double()
-        power = segments.sum(s)[filled]
-        a2 = segments.mean(advantages.double()).square()[filled]
-        w2 = torch.ones_like(a2)
-        if weight is not None:
-            w2 = segments.mean(weight.double()).square()[filled]
-        numbers = torch.stack(
-            [(w2 * a2 * power.clamp(min=0)).mean(), a2.mean(), (w2 * power).mean()]
-        )
-        total, expected_a, expected_w = numbers.tolist()
-    count = len(a2)
-    signal = float(grad_norm) ** 2
-    noise = max(0.0, (total - signal) / (count - 1)) if count > 1 else math.nan
-    return VarianceProxies(signal, total, noise, expected_a, expected_w)
+    sums = gradient_power(sum_pi_squared, logp_old, advantages, segments, weight=weight)
+    numbers = DriftStats((), sum_pi_squared.new_zeros(0).double(), (), sum_pi_squared.new_zeros(0).double(), {})  # fmt: skip
+    found = numbers.plus(sums, {"optim/grad_norm": float(grad_norm)}).to_host()
+    return VarianceProxies(*(row.value(found) for row in PROXIES))

@@ -13,6 +13,7 @@ from offdrift.stats.drift import DriftStats
 from offdrift.stats.metric import Metric as Metric
 from offdrift.stats.metric import Numbers, ess, mean, std
 from offdrift.stats.pairs import drift, shape
+from offdrift.stats.proxies import PROXIES
 
 MAX_GATES = 8
 """Gates of one method that are counted apart; all of them count together in `gate/drop_frac_*`."""
@@ -108,6 +109,7 @@ _ROWS = [
     ),
     Metric("reference/kl", "nat", "mean over tokens of the KL to the reference policy, by the penalty's estimator", "neither", mean("reference/kl")),
     Metric("optim/lr_scale", "1", "what the method multiplied the learning rate by", "neither", lambda s: s["optim/lr_scale"]),
+    *PROXIES,
     Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse", mean("objective/clipped")),
 ]  # fmt: skip
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}

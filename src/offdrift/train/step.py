@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from offdrift.aggregate import normalizer_of
 from offdrift.certificate import BatchEvidence, TrustRegion
+from offdrift.correction import Corrected
 from offdrift.engines.score import Score, chunks, divergences, score
 from offdrift.errors import EngineError
 from offdrift.facts import Facts, Observed
@@ -34,9 +35,10 @@ from offdrift.methods import Method
 from offdrift.rollouts.records import Rollouts
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
+from offdrift.stats.proxies import gradient_power
 from offdrift.stats.signature import signature
-from offdrift.train.assess import Assessment
 from offdrift.stats.tails import Tails
+from offdrift.train.assess import Assessment
 from offdrift.train.view import TokenView, Viewer
 
 GROUPS_PER_PROCESS = 2**32
@@ -232,7 +234,18 @@ class _See:
         # What drift looks like, beside how large it is: the diagnosis reads both at every step.
         more = signature(self.logprobs, advantages=self.advantages)
         more["current/entropy"] = self.scored.entropy.sum()
+        more |= self._power(result.corrected)
         return replace(result, stats=result.stats.plus(more))
+
+    def _power(self, corrected: Corrected) -> dict[str, Tensor]:
+        """What the piece contributes to the proxies of the gradient's noise."""
+        return gradient_power(
+            self.scored.sum_pi_squared,
+            self.scored.logp.detach(),
+            self.advantages,
+            self.logprobs.segments,
+            weight=corrected.weight.where(corrected.keep, 0.0),
+        )
 
     def evidence(self, region: TrustRegion, result: PolicyLoss) -> BatchEvidence:
         """What the piece says about the trust region."""

@@ -1,0 +1,77 @@
+"""Sums for the proxies of the gradient's signal and noise: `DriftStats.of(lp).plus(gradient_power(...))`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.errors import ShapeError
+from offdrift.segments import Segments
+from offdrift.stats.metric import Metric, Numbers
+
+
+@torch.no_grad()
+def gradient_power(
+    sum_pi_squared: Float[Tensor, " n"],
+    logp: Float[Tensor, " n"],
+    advantages: Float[Tensor, " n"],
+    segments: Segments,
+    *,
+    weight: Float[Tensor, " n"] | None = None,
+) -> dict[str, Tensor]:
+    """What each sequence's gradient contributes, added up over sequences with tokens.
+
+        s_t = 1 - 2 pi(y_t) + sum_a pi(a)^2        squared norm of the logits' gradient of log pi(y_t)
+        W_i = sum_t s_t        A_i, w_i = means over the sequence's tokens
+        power = sum_i w_i^2 A_i^2 max(W_i, 0)      a2 = sum_i A_i^2      w = sum_i w_i^2 W_i
+
+    Args:
+        sum_pi_squared: sum over the vocabulary of pi^2, per token.
+        logp: log-probs of the sampled tokens under the same policy, nats.
+        weight: importance weights per token, 0 where rejected; None for 1.
+
+    Gradient: none. Raises: `ShapeError` if the tensors differ in length.
+
+    Reference: verl's variance proxy metrics; survey, "Gradient variance proxy metrics".
+    """
+    n = int(segments.cu_seqlens[-1])
+    for name, x in (("sum_pi_squared", sum_pi_squared), ("logp", logp), ("advantages", advantages), ("weight", weight)):  # fmt: skip
+        if x is not None and len(x) != n:
+            raise ShapeError(f"{name} has {len(x)} tokens, the segments {n}")
+    filled = segments.lengths > 0
+    power = segments.sum(1 - 2 * logp.double().exp() + sum_pi_squared.double())
+    a2 = segments.mean(advantages.double()).square()
+    w2 = torch.ones_like(a2) if weight is None else segments.mean(weight.double()).square()
+    by_name = {"power": w2 * a2 * power.clamp(min=0), "a2": a2, "w": w2 * power}
+    sums = {f"variance_proxy/{name}": x.where(filled, 0.0).sum() for name, x in by_name.items()}
+    return {**sums, "variance_proxy/n": filled.sum()}
+
+
+def signal(s: Numbers) -> float:
+    """Proxy 1: the squared norm of the mean gradient, before clipping."""
+    return s["optim/grad_norm"] ** 2
+
+
+def power(s: Numbers) -> float:
+    """Proxy 2: the mean squared norm of one sequence's gradient."""
+    return s["variance_proxy/power"] / s["variance_proxy/n"]
+
+
+def noise(s: Numbers) -> float:
+    """Proxy 3: the variance of the mean gradient; NaN for fewer than two sequences."""
+    n = s["variance_proxy/n"]
+    return max(0.0, (power(s) - signal(s)) / (n - 1)) if n > 1 else math.nan
+
+
+PROXIES = [
+    Metric("variance_proxy/proxy1_signal_strength", "1", "|g|^2, g the mean gradient before clipping", "neither", lambda s: signal(s) if s["variance_proxy/n"] else math.nan),
+    Metric("variance_proxy/proxy2_total_power", "1", "mean over sequences of w^2 A^2 sum_t (1 - 2 pi(y_t) + sum_a pi(a)^2)", "neither", power),
+    Metric("variance_proxy/proxy3_pure_noise", "1", "max(0, (proxy 2 - proxy 1) / (sequences - 1)): the variance of the mean gradient", "worse", noise),
+    Metric("variance_proxy/expected_a_squared", "1", "mean over sequences of A^2", "neither", lambda s: s["variance_proxy/a2"] / s["variance_proxy/n"]),
+    Metric("variance_proxy/expected_w", "1", "mean over sequences of w^2 sum_t (1 - 2 pi(y_t) + sum_a pi(a)^2)", "neither", lambda s: s["variance_proxy/w"] / s["variance_proxy/n"]),
+]  # fmt: skip
+"""Rows of METRICS. Proxies, not variances: tokens of a sequence are taken as uncorrelated, and only the
+last layer's logits are seen. Watch the trend of proxy 3 when weights are switched on."""
