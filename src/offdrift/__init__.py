@@ -8,8 +8,11 @@
     od.summarize(result.stats)                                      # every metric, one transfer
 
 Everything here depends on torch and numpy alone. Engines, the trainer and the report are imported
-by path: `offdrift.engines`, `offdrift.train`, `offdrift.report`.
+by path: `offdrift.engines`, `offdrift.train`, `offdrift.report`. `record` and `Recorder` need pyarrow,
+which is imported when they are first asked for.
 """
+
+import typing
 
 from offdrift.advantages import advantages as advantages
 from offdrift.aggregate import aggregate as aggregate
@@ -50,3 +53,24 @@ from offdrift.segments import Segments as Segments
 from offdrift.stats import METRICS as METRICS
 from offdrift.stats import DriftStats as DriftStats
 from offdrift.stats import summarize as summarize
+
+if typing.TYPE_CHECKING:
+    from offdrift.rollouts.record import record as record
+    from offdrift.rollouts.recorder import Recorder as Recorder
+
+_LAZY = {"record": "offdrift.rollouts.record", "Recorder": "offdrift.rollouts.recorder"}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as e:
+        if e.name != "pyarrow":
+            raise
+        raise ModuleNotFoundError(
+            f"offdrift.{name} writes Parquet: pip install 'offdrift[audit]'", name="pyarrow"
+        ) from e

@@ -47,11 +47,15 @@ ALLOWED = {
     "typer": {"cli/"},
     "rich": {"cli/", "report/"},
     "triton": {"divergence/kernels_"},
-    "safetensors": {"rollouts/heads.py", "train/"},
+    "safetensors": {"rollouts/heads.py", "engines/openai_sync.py", "train/"},
     "matplotlib": {"report/figure_png.py"},
     "jinja2": {"report/document.py"},
     "plotly": {"report/document.py", "report/charts.py", "report/figure_html.py"},
     "reasoning_gym": {"train/tasks.py"},
+    "prime_rl": {"integrations/prime_rl.py"},
+    "slime": {"integrations/slime.py"},
+    "megatron": {"integrations/slime_record.py"},
+    "skyrl": {"integrations/skyrl.py"},
     "math_verify": {"train/tasks.py"},
 }
 LIBRARIES_OF_THE_CORE = {"torch", "numpy", "jaxtyping", "offdrift"} | set(sys.stdlib_module_names)

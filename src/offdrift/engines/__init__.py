@@ -15,8 +15,9 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
     """The rollout engine of this kind on a model or checkpoint.
 
     Args:
-        kind: "transformers" takes a model or a checkpoint folder, "vllm" a checkpoint folder.
-        options: keyword arguments of `TransformersEngine` or `VLLMEngine`.
+        kind: "transformers" takes a model or a checkpoint folder, "vllm" a checkpoint folder,
+            "openai" the address of a running server.
+        options: keyword arguments of `TransformersEngine`, `VLLMEngine` or `OpenAIEngine`.
 
     Raises: `EngineError` for an unknown kind, or one whose backend is not installed.
     """
@@ -38,4 +39,10 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
                 "save the model with save_pretrained(folder) and give the folder"
             )
         return VLLMEngine(model_or_path, **options)
-    raise EngineError(f'no engine is called {kind!r}; there are "transformers" and "vllm"')
+    if kind == "openai":
+        from offdrift.engines.openai import OpenAIEngine
+
+        return OpenAIEngine(model_or_path, **options)
+    raise EngineError(
+        f'no engine is called {kind!r}; there are "transformers", "vllm" and "openai"'
+    )

@@ -90,7 +90,7 @@ class VLLMEngine(VLLMDraws):
         vllm = _import_vllm()
         self.engine_version = vllm.__version__
         self._params = vllm.SamplingParams
-        self._chunk = max_num_batched_tokens if _is_cpu() else None
+        self._chunk = max_num_batched_tokens if is_cpu() else None
         with host_kept(compiling=self._compiled):
             self._llm = build(
                 vllm,
@@ -107,7 +107,7 @@ class VLLMEngine(VLLMDraws):
                 hf_overrides=head_dtype and {"head_dtype": head_dtype},
                 attention_config=attention_backend and {"backend": attention_backend},
                 # A seeded request whose prompt is incomplete ends the engine on CPUs.
-                enable_chunked_prefill=False if _is_cpu() and self._chunk is None else None,
+                enable_chunked_prefill=False if is_cpu() and self._chunk is None else None,
             )
         config = self._llm.llm_engine.vllm_config.model_config
         self.dtype = str(config.dtype).removeprefix("torch.")
@@ -139,7 +139,7 @@ class VLLMEngine(VLLMDraws):
                     f"no weights were given to engine {self.name!r}; an iterator that was already "
                     "used up? pass model.named_parameters() afresh"
                 )
-            _repack(self.llm)
+            repacked(self.llm)
             self.llm.reset_prefix_cache()
         self._head = None  # batches that were drawn keep the old one
         self.version = version
@@ -163,11 +163,20 @@ class VLLMEngine(VLLMDraws):
             self.close()
 
 
-def _repack(llm: Any) -> None:
+def repacked(llm: Any) -> None:
+    """`repack` of the model inside an in-process `vllm.LLM`."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    repack(getattr(worker, "worker", worker).model_runner)
+
+
+def repack(runner: Any) -> None:
     """Redo what vLLM's CPU kernels derive from weights and its reload does not.
 
     A tied output head multiplies with a packed copy, and expert kernels expect packed weights;
     the reload writes the one into the original only and the other unpacked.
+
+    Args:
+        runner: the `model_runner` of a vLLM worker.
     """
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
@@ -177,8 +186,6 @@ def _repack(llm: Any) -> None:
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    worker = llm.llm_engine.model_executor.driver_worker
-    runner = getattr(worker, "worker", worker).model_runner
     with torch.no_grad(), set_current_vllm_config(runner.vllm_config):
         for module in runner.model.modules():
             if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
@@ -210,7 +217,8 @@ def _modules() -> tuple[Any, Any]:
     return parallel_state, core
 
 
-def _is_cpu() -> bool:
+def is_cpu() -> bool:
+    """Whether vLLM computes on CPUs here."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

@@ -35,6 +35,7 @@ from offdrift.stats.tails import Tails
 if TYPE_CHECKING:
     from offdrift.rollouts.logged import Logged
     from offdrift.rollouts.recorder import Recorder
+    from offdrift.rollouts.unpacked import Unpacked
 
 PREFIX = "offdrift/"
 OnIdle = Literal["error", "warn"]
@@ -178,7 +179,7 @@ class Adapter:
                 counted[f"findings_{finding.severity}"] += 1
         return {f"{PREFIX}{name}": float(x) for name, x in {**metrics, **counted}.items()}
 
-    def record(self, batch: Logged) -> None:
+    def record(self, batch: Logged | Unpacked) -> None:
         """Record a batch, if there is a recorder; never waits for the disk unless its queue is full."""
         if self._recorder is not None:
             self._recorder.add(batch)
@@ -188,8 +189,13 @@ class Adapter:
         """Whether `record` keeps anything: spares the caller the work of collecting it."""
         return self._recorder is not None
 
+    def flush(self) -> None:
+        """Write what is still waiting, and go on. Raises: `RecordError` if it cannot be written."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
     def close(self) -> None:
-        """Write what is still waiting. Raises: `RecordError` if it cannot be written."""
+        """Write what is still waiting, and stop recording. Raises: `RecordError` if it cannot be written."""
         if self._recorder is not None:
             self._recorder.close()
 

@@ -33,9 +33,10 @@ class Framework:
 FRAMEWORKS = {
     "verl": Framework("verl", "verl", "0.9.0", "0.9.1", "pip install 'verl==0.9.1'", True),
     "trl": Framework("trl", "trl", "1.16.0", "1.16.0", "pip install 'trl==1.16.0'", True),
-    "prime-rl": Framework("prime-rl", "prime_rl", "0.5.0", "0.5.0", "see docs/integrations/prime-rl.md", False),
-    "slime": Framework("slime", "slime", "0.2.0", "0.2.0", "see docs/integrations/slime.md", False),
-    "skyrl": Framework("skyrl", "skyrl", "0.1.0", "0.1.0", "see docs/integrations/skyrl.md", False),
+    "prime-rl": Framework("prime-rl", "prime_rl", "0.8.0", "0.8.0", "see docs/integrations/prime-rl.md", False),
+    "slime": Framework("slime", "slime", "0.3.1", "0.3.1", "see docs/integrations/slime.md", False),
+    "miles": Framework("miles", "miles", "0.1.0", "0.1.0", "see docs/integrations/slime.md", False),
+    "skyrl": Framework("skyrl", "skyrl", "0.3.0", "0.3.0", "see docs/integrations/skyrl.md", False),
     "nemo-rl": Framework("nemo-rl", "nemo_rl", "0.4.0", "0.4.0", "see docs/integrations/nemo-rl.md", False),
     "roll": Framework("roll", "roll", "0.1.0", "0.1.0", "see docs/integrations/roll.md", False),
     "areal": Framework("areal", "areal", "0.4.0", "0.4.0", "see docs/integrations/areal.md", False),
@@ -55,7 +56,7 @@ def require(name: str) -> ModuleType:
     Example:
         >>> require("verl-of-tomorrow")
         Traceback (most recent call last):
-        offdrift.errors.FrameworkError: no adapter for 'verl-of-tomorrow'; there are verl, trl, prime-rl, slime, skyrl, nemo-rl, roll, areal, openrlhf
+        offdrift.errors.FrameworkError: no adapter for 'verl-of-tomorrow'; there are verl, trl, prime-rl, slime, miles, skyrl, nemo-rl, roll, areal, openrlhf
     """
     if name not in FRAMEWORKS:
         raise FrameworkError(f"no adapter for {name!r}; there are {', '.join(FRAMEWORKS)}")

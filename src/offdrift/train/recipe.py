@@ -47,8 +47,8 @@ class WarmStart(Part):
 
 
 class Rollout(Part):
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Which engine draws the tokens."""
+    engine: Literal["transformers", "vllm", "openai"] = "transformers"
+    """Which engine draws the tokens; "openai": a server that is running at `url`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """The engine's precision; the trainer's is float32 (or what accelerate is told)."""
     quantization: str | None = None
@@ -69,6 +69,12 @@ class Rollout(Part):
     divergences then rest on it, and every guarantee from them states it. Absent: nothing is assumed."""
     evidence_limit_mib: Positive = 1024
     """Refuse to record more evidence than this per batch, MiB."""
+    url: str | None = None
+    """openai: address of a vLLM or SGLang server, http://HOST:PORT/v1; it is given weights."""
+    served_model: str | None = None
+    """openai: name of the model there; absent: the only one that is served."""
+    sync_folder: str | None = None
+    """openai: folder through which the server gets weights, if it is on another machine."""
 
 
 class Lag(Part):
@@ -190,6 +196,13 @@ class Recipe(Part):
                     'records none; set rollout.evidence = "full" or "hidden" (or a number of top '
                     "log-probs), or use trm_max_k2"
                 )
+        if (self.rollout.engine == "openai") != (self.rollout.url is not None):
+            raise ValueError(
+                f'rollout.engine = "{self.rollout.engine}", rollout.url = {self.rollout.url!r}: the '
+                '"openai" engine, and no other, needs the address of a server'
+            )
+        if self.rollout.url is not None and self.rollout.evidence == "hidden":
+            raise ValueError('rollout.evidence = "hidden": a server gives none; use "full" or 20')
         cap, evidence = self.rollout.tail_log_ratio_cap, self.rollout.evidence
         if cap is not None and not isinstance(evidence, int):
             raise ValueError(

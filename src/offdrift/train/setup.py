@@ -143,6 +143,11 @@ def _refuse_what_cannot_work(recipe: Recipe, accelerator: Accelerator) -> None:
             f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: accumulation "
             "follows optim.token_budget here; leave accelerate's at 1"
         )
+    if recipe.rollout.engine == "openai" and world > 1:
+        raise RecipeError(
+            f'rollout.engine = "openai" with {world} processes: each would give one server weights; '
+            "launch one process"
+        )
     smallest = recipe.rollout.prompts // world * recipe.rollout.samples
     if (
         min(recipe.rollout.prompts, recipe.log.eval_prompts) < world
@@ -168,6 +173,9 @@ def _make_engine(
         "quantization": rollout.quantization,
         "evidence_limit_mib": rollout.evidence_limit_mib,
     }
+    if rollout.engine == "openai":
+        vocab_size = model.config.get_text_config().vocab_size
+        return make_engine("openai", rollout.url, vocab_size=vocab_size, model=rollout.served_model, sync=True, sync_folder=rollout.sync_folder, **options)  # fmt: skip
     if rollout.engine == "transformers":
         return make_engine("transformers", model, batch_size=256, **options)
     start = folder.path / "engine"

@@ -1,0 +1,163 @@
+"""verl's `rollout_correction` block as this library's parts, key by key.
+
+The block is read as it stands: what verl would keep, weight or ignore is what the parts keep, weight
+or ignore, its inverted k1 bands included. A key that verl does not have is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offdrift.correction import Correction, Gate, Weight, rejection
+from offdrift.errors import MethodError, RecipeError
+from offdrift.methods.method import Method
+from offdrift.objectives import Clipped, Objective, Reinforce
+from offdrift.ratios import RatioName
+
+DEFAULTS: dict[str, Any] = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+}
+"""The keys, and what verl's trainer takes for those that are absent."""
+
+UNITS = ("token", "sequence")
+LOSSES = ("ppo_clip", "reinforce")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What became of one key."""
+
+    key: str
+    value: Any
+    ours: str
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """The block, read: `str` of it is a table of keys and what they map to."""
+
+    method: Method
+    """Decoupled: the driver's share, its correction of the mismatch; the objective is the actor's
+    `loss_mode` and stands here as REINFORCE. Bypass: the whole loss."""
+    bypass: bool
+    rows: tuple[Mapped, ...]
+
+    def __str__(self) -> str:
+        wide = max(len(r.key) for r in self.rows)
+        values = max(len(str(r.value)) for r in self.rows)
+        return "\n".join(f"{r.key:{wide}}  {r.value!s:{values}}  {r.ours}" for r in self.rows)
+
+
+def read_rollout_correction(config: Mapping[str, Any] | None) -> RolloutCorrection:
+    """Read `algorithm.rollout_correction`: a dict, an omegaconf node or verl's own dataclass.
+
+    Raises: `RecipeError` naming an unknown key or a value that verl would refuse, too.
+
+    Example:
+        >>> print(read_rollout_correction({"rollout_is": "token", "rollout_rs": "seq_max_k2",
+        ...                                "rollout_rs_threshold": 0.05}))
+        rollout_is                  token       weight token ratio(mismatch), truncate above 2
+        rollout_is_threshold        2.0         cap of the weight
+        rollout_is_batch_normalize  False       weights as they are
+        rollout_rs                  seq_max_k2  keep if seq_max k2(mismatch) <= 0.05
+        rollout_rs_threshold        0.05        bound of the gate
+        bypass_mode                 False       decoupled: the driver corrects the mismatch of the engines
+        loss_type                   ppo_clip    read in bypass mode only
+    """
+    given = _known(config or {})
+    if given["loss_type"] not in LOSSES:
+        raise RecipeError(f"loss_type={given['loss_type']!r} is not one of {LOSSES}")
+    bypass = bool(given["bypass_mode"])
+    on: RatioName = "full" if bypass else "mismatch"
+    gates, weight = _gates(given, on), _weight(given, on)
+    clips = bypass and given["loss_type"] == "ppo_clip"
+    objective: Objective = Clipped(on="full", dual_clip=3.0) if clips else Reinforce()
+    used = () if weight is None or clips else (weight,)
+    method = Method(objective=objective, correction=Correction(gates, used), aggregate="token_mean")
+    return RolloutCorrection(method, bypass, _rows(given, method, weight))
+
+
+def _known(config: Mapping[str, Any]) -> dict[str, Any]:
+    given = {k: config[k] for k in config if k != "_target_"}
+    for key in given:
+        if key not in DEFAULTS:
+            near = difflib.get_close_matches(str(key), DEFAULTS, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise RecipeError(
+                f"rollout_correction has no key {key!r}; {hint}verl 0.9 has {', '.join(DEFAULTS)}"
+            )
+    return DEFAULTS | given
+
+
+def _weight(given: Mapping[str, Any], on: RatioName) -> Weight | None:
+    unit, threshold = given["rollout_is"], given["rollout_is_threshold"]
+    if unit is None:
+        return None
+    if unit not in UNITS:
+        raise RecipeError(f"rollout_is={unit!r} is not one of {(None, *UNITS)}")
+    try:
+        ends = [float(x) for x in str(threshold).split("_")]
+        band = {"floor": ends[0], "outside": "mask"} if len(ends) == 2 else {}
+        if isinstance(threshold, bool) or len(ends) > 2 or 0 in ends:
+            raise ValueError
+        return Weight(on=on, unit=unit, cap=ends[-1], normalize=bool(given["rollout_is_batch_normalize"]), **band)  # fmt: skip
+    except ValueError as e:
+        raise RecipeError(
+            f"rollout_is_threshold={threshold!r} is no positive cap (2.0) and no band "
+            '("0.5_5.0", lower end first)'
+        ) from e
+
+
+def _gates(given: Mapping[str, Any], on: RatioName) -> tuple[Gate, ...]:
+    """One gate per mode. verl applies k1 bands to the inverse ratio; so does this."""
+    if given["rollout_rs"] is None:
+        return ()
+    modes = list(dict.fromkeys(filter(None, (x.strip() for x in str(given["rollout_rs"]).split(",")))))  # fmt: skip
+    thresholds = [x.strip() for x in str(given["rollout_rs_threshold"]).split(",")]
+    if len(thresholds) not in (1, len(modes)):
+        raise RecipeError(
+            f"rollout_rs_threshold={given['rollout_rs_threshold']!r} gives {len(thresholds)} "
+            f"thresholds for {len(modes)} modes ({', '.join(modes)}); give one, or one for each"
+        )
+    if len(thresholds) == 1:
+        thresholds *= len(modes)
+    for mode in modes:
+        if not mode.endswith(("_k1", "_k2", "_k3")):
+            raise RecipeError(f"rollout_rs={mode!r} is not one of verl's modes, as seq_mean_k3 is")
+    try:
+        found = [
+            rejection(m, t, on=on, k1_band="verl") for m, t in zip(modes, thresholds, strict=True)
+        ]
+    except MethodError as e:
+        raise RecipeError(f"rollout_rs={given['rollout_rs']!r}: {e}") from e
+    return tuple(found)
+
+
+def _rows(given: Mapping[str, Any], method: Method, weight: Weight | None) -> tuple[Mapped, ...]:
+    gates = "; ".join(g.formula for g in method.correction.gates)
+    bypass, clips = given["bypass_mode"], isinstance(method.objective, Clipped)
+    inverted = " (bands as verl applies them: to the inverse ratio)" if "k1" in str(given["rollout_rs"]) else ""  # fmt: skip
+    weighs = "no weights" if weight is None else weight.formula
+    if weight is not None and clips:
+        weighs = (
+            "nothing: the ratio is in the objective already; verl computes it for metrics alone"
+        )
+    ours = {
+        "rollout_is": weighs,
+        "rollout_is_threshold": "not read" if weight is None else "band of the weight" if weight.floor else "cap of the weight",
+        "rollout_is_batch_normalize": "mean 1 over the batch" if weight is not None and weight.normalize else "weights as they are",
+        "rollout_rs": (gates or "no gate") + inverted,
+        "rollout_rs_threshold": "bound of the gate" if gates else "not read",
+        "bypass_mode": "bypass: old log-probs are the rollout's, all in the loss" if bypass else "decoupled: the driver corrects the mismatch of the engines",
+        "loss_type": method.objective.formula if bypass else "read in bypass mode only",
+    }  # fmt: skip
+    return tuple(Mapped(key, given[key], ours[key]) for key in DEFAULTS)

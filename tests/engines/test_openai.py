@@ -1,0 +1,331 @@
+"""The client engine against a real vLLM server: started here on a free port of this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+from offdrift.engines.openai import OpenAIEngine
+from offdrift.engines.openai_server import measured_mode
+from offdrift.engines.openai_sync import OWN_METHOD
+from offdrift.engines.sync import verify_sync
+from offdrift.errors import EngineError, SyncError
+from offdrift.train.models import save_for_engine, tiny_tokenizer
+from tests.engines.contract import PLAIN, PROMPTS, SAMPLINGS, EngineContract
+from tests.engines.models import VOCAB, tiny
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+NEEDED = ("vllm", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")  # fmt: skip
+START_S = 300
+"""Seconds that a start may take on a busy machine; 20 to 30 on a quiet one."""
+FLAGS = (
+    "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "64",
+    "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+    "--enable-scale-out", "--worker-extension-cls", "offdrift.engines.openai_worker.Worker",
+)  # fmt: skip
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A checkpoint with a tokenizer, as `check --model` and the server open it."""
+    path = str(tmp_path_factory.mktemp("served"))
+    save_for_engine(tiny("dense"), tiny_tokenizer(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(folder, tmp_path_factory):
+    """A vLLM server on that checkpoint; ended by its process id."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        words = f"a vLLM server needs {', '.join(missing)}; run `make install-vllm`"
+        if os.environ.get("CI"):
+            pytest.fail(words, pytrace=False)
+        pytest.skip(words)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    # Not `vllm serve`: the CPU build lacks the package metadata that this command reads first.
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    words += ["--host", "127.0.0.1", "--port", str(port), *FLAGS]
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            words, env=os.environ | ENVIRONMENT, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        _wait(server, f"http://127.0.0.1:{port}/health", log)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        _end(server)
+
+
+def _wait(server: subprocess.Popen, health: str, log: Path) -> None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        if server.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(health, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}", pytrace=False)
+
+
+def _end(server: subprocess.Popen) -> None:
+    """The server and its engine process, which is in the same session, and nothing else."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(server.pid, how)
+        except ProcessLookupError:
+            break
+        try:
+            server.wait(15)
+        except subprocess.TimeoutExpired:
+            continue
+    server.wait(15)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("dense")
+
+
+@pytest.fixture(scope="module")
+def exact() -> bool:
+    return True
+
+
+def _engine(url: str, **options) -> OpenAIEngine:
+    return OpenAIEngine(url, **{"vocab_size": VOCAB, "sync": True, **options})
+
+
+@pytest.fixture(scope="module")
+def engine(url):
+    engine = _engine(url)
+    yield engine
+    engine.close()
+
+
+class TestCompletions(EngineContract):
+    """`/v1/completions`, which gives no hidden states and cannot be led along given tokens."""
+
+    test_hidden_states_and_their_head_are_the_full_rows = None
+    test_hidden_states_of_ragged_responses_reproduce_their_log_probs = None
+    test_hidden_states_of_a_filtered_distribution_are_refused = None
+    test_hidden_states_keep_the_head_that_sampled = None
+    test_its_own_draw_is_recorded_again_as_it_was = None
+    test_given_tokens_are_recorded_as_the_weights_say = None
+    test_a_given_token_that_a_filter_excludes_is_refused = None
+
+    @pytest.mark.parametrize("evidence", ["full", 20])
+    def test_evidence_above_the_memory_limit_is_refused_with_the_way_out(
+        self, engine, evidence, monkeypatch
+    ):
+        monkeypatch.setattr(engine, "evidence_limit_mib", 0)
+        with pytest.raises(EngineError, match=r"limit 0 MiB.*evidence = 20.*evidence_limit_mib"):
+            engine.generate(PROMPTS, PLAIN, seed=17, evidence=evidence)
+
+    def test_hidden_states_are_refused(self, engine):
+        with pytest.raises(EngineError, match="no hidden states"):
+            engine.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
+
+
+# -- what the server says of itself -----------------------------------------------------------------
+
+
+def test_the_server_is_described_in_every_record(url, folder):
+    rollouts = _engine(url).generate(PROMPTS, PLAIN, seed=0)
+    said = rollouts.provenance
+    assert said.engine_version == "vllm 0.32.0"
+    assert (said.model, said.dtype, said.quantization) == (folder, "float32", None)
+    assert said.logprobs == "processed"
+
+
+def test_measuring_the_kind_of_log_probs_agrees_with_what_the_server_says(url):
+    engine = _engine(url)
+    assert engine.served.mode == "processed"
+    engine._mode = None  # as if it were silent
+    assert engine.logprobs_mode(PROMPTS[0]) == "processed"
+    assert measured_mode(lambda s: engine._drawn([PROMPTS[1]], s, 0, 20, "raw")) == "processed"
+
+
+def test_the_second_way_of_asking_gives_the_same_rollouts(url):
+    a, b = _engine(url), _engine(url, api="generate")
+    for sampling in (PLAIN, SAMPLINGS["all"]):
+        for evidence in ("full", 5):
+            x, y = (e.generate(PROMPTS, sampling, seed=3, evidence=evidence) for e in (a, b))
+            assert torch.equal(x.tokens, y.tokens)
+            torch.testing.assert_close(x.logp_rollout, y.logp_rollout, atol=2e-6, rtol=0)
+            torch.testing.assert_close(x.evidence.logp, y.evidence.logp, atol=2e-6, rtol=0)
+
+
+def test_a_model_that_is_not_served_and_another_dtype_are_refused(url, folder):
+    with pytest.raises(EngineError, match=rf"serves '{folder}' and no model 'other'"):
+        _engine(url, model="other")
+    with pytest.raises(
+        EngineError, match=r"computes in float32, not in bfloat16.*--dtype bfloat16"
+    ):
+        _engine(url, dtype="bfloat16")
+
+
+def test_what_does_not_fit_or_exist_is_refused_before_it_reaches_the_server(url):
+    engine = _engine(url)
+    with pytest.raises(EngineError, match="token id 64, the vocabulary has 64"):
+        engine.generate([[1, 64]], PLAIN, seed=0)
+    with pytest.raises(EngineError, match="exceed the 256 tokens"):
+        engine.generate([[1] * 250], PLAIN, seed=0)
+    assert len(engine.generate([[1] * 244], PLAIN, seed=0).tokens) == 12
+
+
+def test_a_server_without_routing_says_so(url):
+    engine = _engine(url)
+    with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+        engine.routes(engine.generate(PROMPTS, PLAIN, seed=0))
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def _post(url: str, path: str, **body) -> None:
+    sent = json.dumps(body).encode()
+    there = url.removesuffix("/v1") + path
+    asked = urllib.request.Request(there, sent, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60):
+        pass
+
+
+@pytest.mark.parametrize("api", ["completions", "generate"])
+def test_weights_that_somebody_else_loads_are_noticed(url, model, api):
+    engine = _engine(url, api=api)
+    engine.load_weights(model.named_parameters(), version=3)
+    assert engine.generate(PROMPTS, PLAIN, seed=0).rollout_version.tolist() == [3] * 96
+    _post(url, "/update_weight_version", new_version="theirs")
+    with pytest.raises(EngineError, match=r"holds weights 'theirs'.*expected 'offdrift-"):
+        engine.generate(PROMPTS, PLAIN, seed=0)
+    engine.load_weights(model.named_parameters(), version=4)
+    assert engine.generate(PROMPTS, PLAIN, seed=0).rollout_version.tolist() == [4] * 96
+
+
+def test_weights_that_change_between_the_checks_are_noticed_in_the_answers(url, model, monkeypatch):
+    engine = _engine(url, api="generate")
+    engine.load_weights(model.named_parameters(), version=0)
+    label = engine._weights.label
+    _post(url, "/update_weight_version", new_version="theirs")
+    monkeypatch.setattr(engine._weights, "read", lambda: label)
+    with pytest.raises(EngineError, match="holds weights 'theirs'"):
+        engine.generate(PROMPTS, PLAIN, seed=0)
+    monkeypatch.undo()
+    engine.load_weights(model.named_parameters(), version=0)
+
+
+def test_a_failed_load_is_not_drawn_from(url, model, monkeypatch):
+    engine = _engine(url)
+    monkeypatch.setattr(engine._weights, "_into_vllm", lambda folder: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.load_weights(model.named_parameters(), version=1)
+    with pytest.raises(EngineError, match="holds weights"):
+        engine.generate(PROMPTS, PLAIN, seed=0)
+    monkeypatch.undo()
+    engine.load_weights(model.named_parameters(), version=0)
+    assert len(engine.generate(PROMPTS, PLAIN, seed=0).tokens) == 96
+
+
+def test_weight_files_are_removed(url, model, tmp_path):
+    engine = _engine(url, sync_folder=str(tmp_path / "weights"))
+    engine.load_weights(model.named_parameters(), version=0)
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_without_our_worker_vllm_keeps_the_tied_head_on_cpus_and_that_is_caught(
+    url, model, monkeypatch
+):
+    monkeypatch.setattr("offdrift.engines.openai_sync.OWN_METHOD", "no_such_method")
+    with pytest.raises(SyncError, match="embeddings: differ by"):
+        verify_sync(_engine(url), model, PROMPTS, PLAIN, seed=0)
+    monkeypatch.undo()
+    assert OWN_METHOD == "offdrift_load"
+    _engine(url).load_weights(model.named_parameters(), version=0)
+
+
+def test_weights_are_left_alone_unless_asked_for(url, model):
+    engine = _engine(url, sync=False)
+    with pytest.raises(EngineError, match="not told that it may change"):
+        engine.load_weights(model.named_parameters(), version=1)
+    assert engine.generate(PROMPTS, PLAIN, seed=0).rollout_version.tolist() == [0] * 96
+
+
+# -- the commands ---------------------------------------------------------------------------------
+
+
+def test_check_finds_a_float32_server_equal_to_its_checkpoint(
+    url, folder, model, tmp_path, monkeypatch, capsys
+):
+    from offdrift.cli import check as screen
+    from tests.command import command
+
+    _engine(url).load_weights(model.named_parameters(), version=0)
+    words = ("check", "--model", folder, "--rollout", f"openai:{url}", "--max-prompts", "6", "--max-tokens", "12")  # fmt: skip
+    words += ("--factors", "off_by_one", "--max-kl", "1e-5", "--out", str(tmp_path))
+    done = command(monkeypatch, capsys, *words, screens=(screen,))
+    assert done.code == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "check.json").read_text())
+    assert 48 < found["tokens"] <= 72  # a response may end early
+    assert found["evidence"] == "FullVocab"
+    assert 0 <= found["baseline"]["kl_mean"] < 1e-6
+    assert found["rollout"]["engine_version"] == "vllm 0.32.0"
+    assert found["rollout"]["spec"] == f"openai:{url},dtype=auto"
+
+
+def test_check_finds_other_weights(url, folder, model, tmp_path, monkeypatch, capsys):
+    from offdrift.cli import check as screen
+    from tests.command import command
+
+    changed = [(n, 1.1 * w.detach()) for n, w in model.named_parameters()]
+    engine = _engine(url)
+    engine.load_weights(changed, version=1)
+    words = ("check", "--model", folder, "--rollout", f"openai:{url}", "--max-prompts", "4", "--max-tokens", "8")  # fmt: skip
+    try:
+        done = command(monkeypatch, capsys, *words, "--factors", "none", "--max-kl", "0.001", "--out", str(tmp_path), screens=(screen,))  # fmt: skip
+    finally:
+        engine.load_weights(model.named_parameters(), version=0)
+    assert done.code == 1
+    assert json.loads((tmp_path / "check.json").read_text())["baseline"]["kl_mean"] > 0.001
+
+
+def test_train_draws_from_the_server_and_gives_it_weights(url, folder, tmp_path):
+    from offdrift.rollouts import store
+    from offdrift.train.loop import train
+    from offdrift.train.recipe import check_recipe
+
+    recipe = check_recipe(
+        {
+            "name": "served", "model": folder, "batches": 3, "method": "token_tis",
+            "rollout": {"engine": "openai", "url": url, "dtype": "float32", "prompts": 4, "samples": 2, "max_tokens": 8},
+            "lag": {"sync_every": 2}, "optim": {"lr": 1e-3},
+            "log": {"eval_every": 3, "eval_prompts": 4, "trackers": []},
+        },
+        source="test",
+    )  # fmt: skip
+    train(recipe, tmp_path / "run")
+    files = sorted(f for f in (tmp_path / "run").rglob("batch-*.parquet") if f.parent.name != "log")
+    batches = [store.read(f) for f in files]
+    assert [set(b.rollout_version.tolist()) for b in batches] == [{0}, {0}, {2}]
+    assert {b.provenance.engine for b in batches} == {"openai"}
