@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from offdrift.audit.factors import FACTORS
+from offdrift.audit.factors.choice import SECONDS
 from offdrift.audit.prompts import BUNDLED, encoded, read_prompts
 from offdrift.cli import check as command_module
 from offdrift.errors import RecordError
@@ -50,7 +54,7 @@ def test_it_writes_both_files_and_says_what_it_found(run, tmp_path):
     kept = json.loads((tmp_path / "out" / "check.json").read_text())
     assert kept["passed"] is True
     assert kept["prompts"] == 6
-    assert "Every threshold holds" in done.stdout
+    assert "Every threshold of health holds" in done.stdout
     assert "passed: mean KL" in done.stdout
     page = (tmp_path / "out" / "check.html").read_text()
     assert "tiny-qwen3" in page
@@ -113,6 +117,31 @@ def test_without_vllm_the_other_engine_is_chosen_and_named(monkeypatch, run):
     assert done.code == 0, done.stderr
     assert "rollout engine: transformers:bfloat16; vLLM is not installed" in done.stderr
     assert "8 prompts" in done.stdout
+
+
+# -- what the documentation shows -----------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+
+
+def numbers_by_row(text: str) -> dict[str, list[str]]:
+    """Name of a row to its mean KL, largest KL and ratio, as a table of factors prints them."""
+    row = re.compile(r"^ ([a-z][a-z ]*?) {2,}\S.*? {2,}([\d.]+(?:e−\d+)?) {2,}([\d.]+(?:e−\d+)?) {2,}(< 0\.01|> 10⁴|[\d.,]+)(?: +\S+)? *$")  # fmt: skip
+    joined = re.sub(r"^ (gradient checkpointing) ", r" \1  ", text, flags=re.M)
+    return {m[1]: [m[2], m[3], m[4]] for line in joined.splitlines() if (m := row.match(line))}
+
+
+def test_the_excerpt_in_the_readme_is_of_the_whole_output():
+    whole = (ROOT / "docs" / "check.md").read_text("utf-8")
+    block = next(b for b in (ROOT / "README.md").read_text("utf-8").split("```") if "$ offdrift check\n" in b)  # fmt: skip
+    shown, all_rows = numbers_by_row(block), numbers_by_row(whole)
+    assert len(shown) == 7
+    assert {name: all_rows.get(name) for name in shown} == shown
+    tried = sum(f.cost != "compile" for f in FACTORS)  # and routing, another attention: not here
+    assert len(all_rows) + 1 == tried - 2  # "tokenization" has no KL
+    assert f"... {tried - 2 - len(shown)} more rows" in block
+    sentence = " ".join(re.sub(r"[│╭╮╰╯─]", " ", whole).split())
+    assert " ".join(block.split("factor")[0].split("$ offdrift check")[1].split()) in sentence
 
 
 # -- prompts -------------------------------------------------------------------------------------
@@ -205,6 +234,33 @@ def test_every_threshold_is_shown_with_its_source(found):
         assert row["metric"] in text
         assert row["source"] in " ".join(text.split())
     assert len(found["thresholds"]) > 10
+
+
+def test_the_verdict_and_the_table_agree_about_budgets(found):
+    """A row without its tick is in the sentence, and the sentence claims no other."""
+    spent = [row["metric"] for row in found["thresholds"] if not row["holds"]]
+    assert spent == ["tv_p95"]  # of bfloat16: 0.0003, the budget is 0.0001
+    text = " ".join(shown(found, 120).split())
+    assert "Every threshold of health holds" in text
+    assert "tv_p95 = " in text[: text.index("Thresholds")]
+    assert "○ tv_p95" in text
+    assert "no change of the verdict" in text
+    assert text.count("✓") >= 9
+    assert "○ outside a budget: nothing is broken, but a correction may gain" in text
+
+
+def test_a_factor_that_was_left_out_says_how_to_run_it(found):
+    how = "compiles an engine (2 min); add --thorough, or --factors compiled"
+    rows = [{**found["factors"][0], "factor": "compiled", "status": "skipped", "why": how}]
+    text = shown({**found, "factors": [*found["factors"], *rows]}, 120)
+    assert f"compiled skipped: {how}" in text
+
+
+def test_the_help_says_how_long_it_takes(run):
+    said = " ".join(run("check", "--help").stdout.split())
+    assert "--thorough" in said
+    for cost, seconds in SECONDS.items():
+        assert f"{cost}: {seconds}" in said.replace("│ ", "").replace(" │", ""), cost
 
 
 def test_texts_from_elsewhere_are_shown_as_they_are(found):

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from offdrift.audit.check import check, check_max_kl, chosen
+from offdrift.audit.check import check, check_max_kl
 from offdrift.audit.factors import FACTORS
+from offdrift.audit.factors.choice import chosen, left_out
 from offdrift.audit.measure import measure
 from offdrift.audit.noise import repeated
 from offdrift.audit.outcome import Outcome
@@ -205,6 +206,9 @@ class Fake:
     what: str = "a test"
     side: str = "rollout"
 
+    def applies(self, bench, rollout, train):
+        return None
+
     def run(self, bench, pair, baseline):
         if self.error is not None:
             raise self.error
@@ -268,7 +272,7 @@ def test_what_an_experiment_finds_broken_stops(name, detail, said):
 def test_factors_are_chosen_by_name():
     names = [f.name for f in FACTORS]
     assert len(names) > 10
-    assert [f.name for f in chosen("all")] == names
+    assert [f.name for f in chosen("all", thorough=True)] == names
     assert chosen("none") == []
     assert [f.name for f in chosen(f"{names[3]}, {names[0]},{names[3]}")] == [names[3], names[0]]
     quick = chosen("all", quick=True)
@@ -277,6 +281,42 @@ def test_factors_are_chosen_by_name():
     with pytest.raises(BadValueError, match="'bogus'") as error:
         chosen("bogus")
     assert names[0] in str(error.value)
+    with pytest.raises(BadValueError, match="thorough"):
+        chosen("all", quick=True, thorough=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "costs"),
+    [({}, {"compile"}), ({"quick": True}, {"engine", "compile"}), ({"thorough": True}, set())],
+    ids=str,
+)
+def test_what_is_dear_is_left_out_and_says_how_to_run_it(options, costs):
+    run, later = chosen("all", **options), left_out("all", **options)
+    assert {f.name for f in run} | {f.name for f, _ in later} == {f.name for f in FACTORS}
+    assert len(run) + len(later) == len(FACTORS) == 22
+    assert {f.cost for f, _ in later} == costs
+    assert {f.cost for f in run} == {"cheap", "engine", "compile"} - costs
+    assert all(f"--factors {f.name}" in how for f, how in later)
+    # By its name, anything runs, and then nothing else is missing.
+    assert [f.cost for f in chosen("compiled", **options)] == ["compile"]
+    assert left_out("compiled", **options) == left_out("none", **options) == []
+
+
+def test_what_is_left_out_is_a_row_unless_these_engines_lack_it():
+    class Lacking(Fake):
+        def applies(self, bench, rollout, train):
+            return "no such thing"
+
+    later = [(Fake("dear"), "takes long; add --thorough"), (Lacking("absent"), "takes long")]
+    with bench_of() as bench:
+        found = check(bench, BFLOAT16, FLOAT32, factors=[Fake("one")], left_out=later, noise=False)
+    rows = [(row["factor"], row["status"], row["why"]) for row in found["factors"]]
+    assert rows == [
+        ("one", "ran", ""),
+        ("dear", "skipped", "takes long; add --thorough"),
+        ("absent", "not offered", "no such thing"),
+    ]
+    assert found["interrupted"] is False
 
 
 def test_stages_are_told_in_order():
@@ -318,6 +358,20 @@ def test_the_level_follows_the_table(baseline, changes, level):
 def test_a_number_that_is_missing_is_not_judged(baseline):
     rows = thresholds(replace(baseline, pearson=float("nan"), drawn_z=float("nan")))
     assert len(rows) == len(THRESHOLDS) - 3
+    assert level_of(rows) == "ok"
+
+
+@pytest.mark.parametrize("tv_p95", [1e-5, 0.036])
+def test_the_sentence_claims_no_more_than_the_rows(baseline, tv_p95):
+    """A budget that is missed is no defect, but then not "every threshold holds"."""
+    metrics = {**baseline.metrics, "mismatch/chi2_seq": 0.01}
+    rows = thresholds(replace(baseline, tv_p95=tv_p95, metrics=metrics))
+    text = sentence(baseline, rows, pair="A against B")
+    missed = {row["metric"] for row in rows if not row["holds"]}
+    assert missed == ({"tv_p95"} if tv_p95 > 1e-4 else set())
+    assert ("Every threshold holds" in text) is (not missed)
+    assert ("Every threshold of health holds" in text) is bool(missed)
+    assert ("tv_p95 = 0.036, not < 0.0001" in text) is bool(missed)
     assert level_of(rows) == "ok"
 
 

@@ -10,12 +10,14 @@ import torch
 
 from offdrift.audit.check import check
 from offdrift.audit.factors import FACTORS
+from offdrift.audit.factors.base import Setting
+from offdrift.audit.factors.compare import recorded_alike, self_difference
 from offdrift.audit.factors.routing import predicting
 from offdrift.audit.measure import measure
 from offdrift.audit.pair import Bench
 from offdrift.audit.spec import EngineSpec, Pair
 from offdrift.engines.transformers import TransformersEngine
-from offdrift.rollouts.records import Sampling
+from offdrift.rollouts.records import FullVocab, HiddenStates, Sampling
 from offdrift.train.models import tiny_tokenizer
 from tests.engines.contract import Forgetful
 from tests.engines.models import VOCAB, tiny
@@ -219,6 +221,41 @@ def test_tokens_that_do_not_survive_text_are_counted(dense):
     assert row.detail["sequence_logp_gap_max"] > 0.1
 
 
+# -- what need not be measured again -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [1.0, 0.8], ids=["as drawn", "without the filter"])
+def test_the_first_sequences_of_a_draw_have_the_kl_that_they_have_alone(asked):
+    with bench_of(sampling=Sampling(max_tokens=12, top_p=asked)) as bench:
+        baseline = measure(bench, bench.rollouts(BFLOAT16), FLOAT32)
+        setting = Setting(bench, BFLOAT16, FLOAT32, baseline)
+        for count in (1, 8, 12):
+            alone = measure(bench, setting.drawn.select(torch.arange(count)), FLOAT32)
+            assert setting.drawn_kl_of(count) == pytest.approx(alone.kl_mean, rel=1e-4)
+        assert setting.drawn_kl_of(12) == pytest.approx(setting.drawn_kl, rel=1e-9)
+
+
+def test_records_are_alike_only_to_the_last_bit(dense):
+    full = dense.rollouts(BFLOAT16)
+    hidden = dense.rollouts(BFLOAT16, evidence="hidden")
+    assert recorded_alike(full, full)
+    assert recorded_alike(hidden, hidden.with_(logp_rollout=hidden.logp_rollout.clone()))
+    assert self_difference(full, full)["self_kl_max"] == 0
+    bit = torch.zeros(full.evidence.logp.shape)
+    bit[-1, -1] = 1e-6
+    others = [
+        full.with_(evidence=FullVocab(full.evidence.logp + bit)),
+        full.with_(logp_rollout=full.logp_rollout - bit[:, -1]),
+        full.with_(tokens=full.tokens.roll(1)),
+        hidden,
+    ]
+    assert not any(recorded_alike(full, other) for other in others)
+    states = hidden.evidence.states.clone()
+    states[0, 0] += 1
+    moved = hidden.with_(evidence=HiddenStates(states, hidden.evidence.head))
+    assert not recorded_alike(hidden, moved)
+
+
 # -- the training engine -------------------------------------------------------------------------
 
 
@@ -280,6 +317,39 @@ def test_weights_that_stay_behind_are_named(group):
         assert row.kl_mean < 4 * row.baseline_kl_mean
     else:
         assert row.kl_mean > 4 * row.baseline_kl_mean
+
+
+@pytest.mark.parametrize(
+    ("missing", "group"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "attention"),
+        ("model.layers.0.mlp.gate_proj.weight", "mlp"),
+        ("model.norm.weight", "norms"),
+    ],
+)
+def test_one_tensor_that_never_arrives_is_found_by_its_group(missing, group):
+    with bench_of() as bench:
+        engine = bench.engine(BFLOAT16)
+        load, own = engine.load_weights, dict(engine.model.named_parameters())
+        kept = own[missing].detach().clone()
+
+        def partial(weights, *, version):
+            load(((n, kept if n == missing else w) for n, w in weights), version=version)
+
+        engine.load_weights = partial
+        row = run("weight_sync", bench, ROUNDED)
+    assert row.detail["stale"] == [group]
+    assert row.ratio > 2
+
+
+@pytest.mark.parametrize("spec", [FLOAT32, BFLOAT16], ids=str)
+def test_the_sync_is_measured_against_the_model_that_holds_the_weights(dense, spec):
+    """A trainer at another dtype has rounding of its own, which is not the synchronization's."""
+    row = run("weight_sync", dense, Pair(BFLOAT16, spec))
+    drawn = dense.rollouts(BFLOAT16).select(torch.arange(8))
+    exact = measure(dense, drawn, FLOAT32).kl_mean
+    assert row.baseline_kl_mean == pytest.approx(exact, rel=1e-3)
+    assert row.baseline_kl_mean > 1e-5
 
 
 def test_a_mixture_in_bfloat16_flips_and_replay_explains_the_tail():

@@ -44,6 +44,28 @@ def made_up(logp: list[float], lengths: list[int]) -> Rollouts:
     )
 
 
+def test_the_comparison_takes_one_thread_and_the_model_all(bench, monkeypatch):
+    seen, exact = [], rescore.exact_divergences
+
+    def watched(*arguments, **named):
+        seen.append(torch.get_num_threads())
+        return exact(*arguments, **named)
+
+    monkeypatch.setattr(rescore, "exact_divergences", watched)
+    drawn, before, forward = bench.rollouts(BFLOAT16), torch.get_num_threads(), []
+    handle = bench.model.register_forward_pre_hook(lambda *_: forward.append(torch.get_num_threads()))  # fmt: skip
+    try:
+        torch.set_num_threads(2)
+        rescored(bench.model, drawn, details=True)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+        handle.remove()
+    assert seen
+    assert set(seen) == {1}
+    assert set(forward) == {2}
+
+
 # -- formulas ------------------------------------------------------------------------------------
 
 
@@ -204,3 +226,15 @@ def test_wider_arithmetic_comes_closer(bench):
     kl = {d: measure(bench, bench.rollouts(EngineSpec("transformers", d)), FLOAT32).kl_mean for d in ("float16", "bfloat16")}  # fmt: skip
     assert kl["float16"] < kl["bfloat16"] / 8
     assert isinstance(measure(bench, bench.rollouts(BFLOAT16), BFLOAT16), Measured)
+
+
+def test_the_cap_on_a_tail_that_one_policy_has_more_of():
+    """20 known tokens, and a tail of 100 with r = 0.2 and s = 0.05: the two masses are not alike."""
+    mu = torch.tensor([0.04] * 20 + [0.002] * 100)
+    pi = torch.tensor([0.0475] * 20 + [0.0005] * 100)
+    cap = float(tail_caps(mu.log()[None], pi.log()[None], torch.tensor([0])))
+    # sum mu log(mu / pi) - mu + pi over the tail, and the bound that is to equal it.
+    terms = 0.2 * math.log(4) - 0.2 + 0.05
+    bound = cap * math.tanh(cap / 2) * 0.05 + (cap / math.tanh(cap) - 1) * (0.2 - 0.05)
+    assert bound == pytest.approx(terms, rel=1e-4)
+    assert cap == pytest.approx(math.log(4), rel=0.3)

@@ -114,6 +114,23 @@ def test_the_probe_drops_filters_and_stops_and_keeps_the_temperature():
     assert report.unverified == ()
 
 
+@pytest.mark.parametrize(
+    ("fraction", "effect", "expected"),
+    [
+        # In proportion: 0.02 * 0.75 / 0.1 = 0.15, the next size is 0.16.
+        (0.02, 0.1, 0.16),
+        (0.02, 0.7, 0.04),
+        (0.16, 0.7, 0.32),
+        # Too little to reach it, nothing at all, no number: the largest.
+        (0.02, 1e-4, 1.28),
+        (0.02, 0.0, 1.28),
+        (0.64, math.nan, 1.28),
+    ],
+)
+def test_the_next_size_is_the_smallest_that_should_do(fraction, effect, expected):
+    assert sync._larger(fraction, effect=effect, wanted=0.75) == expected
+
+
 def test_an_engine_that_takes_nothing_is_caught_at_once():
     engine = Deaf(TransformersEngine(tiny("dense")))
     with pytest.raises(SyncError, match=r"right after load_weights.*no single group explains it"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offdrift.report.check_page import check_headlines, factor_chart, render_check, write_check_page
+from offdrift.report.check_thresholds import held
 from offdrift.report.plots import Columns
 from tests.report.hostile import PAYLOADS, SHOWN
 from tests.report.hostile_audit import hostile
@@ -35,17 +38,50 @@ def test_it_says_what_was_measured_and_what_to_do(good: Parsed) -> None:
     text = words(good)
     for part in ("SmolLM2-135M", "rollout: vllm 0.11.0 bfloat16", "train: transformers 5.1.0 float32", "16 prompts",
                  "passed at a KL of 0.00200 nat", "KL per token 0.00112 nat", "trm_max gate.high = 0.061",
-                 "accepts 99.0 % of clean sequences", "float32 instead of bfloat16", "1 factor not tried",
+                 "calibrated to accept 99.0 % of clean sequences", "float32 instead of bfloat16", "1 factor not tried",
                  "the model has no experts", "✗ no", "✓ yes", "repeat_kl_mean"):  # fmt: skip
         assert part in text, part
     for snippet in SNIPPETS.values():
         assert snippet.strip() in "".join(good.text)
 
 
+def test_a_missed_budget_is_no_defect() -> None:
+    row = {"metric": "tv_p95", "value": 0.036, "relation": "<", "threshold": 1e-4, "holds": False, "missed": "outside", "level": "ok"}  # fmt: skip
+    for kind, said, flagged in (("budget", "○ outside", 0), ("size", "✗ no", 1)):
+        page = render_check({**check(), "thresholds": [{**row, "kind": kind}]})
+        table = page[page.index('id="thresholds-title"') :]
+        table = table[: table.index("</table>")]
+        assert said in table
+        assert table.count("flagged") == flagged
+
+
 def test_factors_that_matter_are_marked(good: Parsed) -> None:
-    """By the planted ratios: 0.04 halves the KL; 81, 4.4 and 9.1 more than double it."""
+    """The largest effect first, by the planted ratios: 81, 0.04 (which halves it), 9.1, 4.4."""
     marks = [a["class"].split()[1] for tag, a in good.tags if tag == "td" and a.get("class") in ("number better", "number flagged")]  # fmt: skip
-    assert marks == ["better", "flagged", "flagged", "flagged"]
+    assert marks == ["flagged", "better", "flagged", "flagged"]
+
+
+def test_mistakes_that_nobody_made_stand_apart_from_settings() -> None:
+    rows = check()["factors"][:2]
+    page = render_check({**check(), "factors": [*rows, {**rows[0], "factor": "off_by_one", "ratio": 4.57e11, "why": "this pair is aligned"}]})  # fmt: skip
+    page = page[page.index('id="factors-title"') : page.index('id="thresholds-title"')]
+    settings, mistakes = page[: page.index("What common mistakes")], page[page.index("What common mistakes") :]  # fmt: skip
+    assert settings.count('<th scope="row"') == 2
+    assert mistakes.count('<th scope="row"') == 1
+    assert "this pair is aligned" in mistakes
+    assert "> 10⁴" in html.unescape(mistakes)
+
+
+def test_a_metric_with_two_thresholds_is_one_row() -> None:
+    row = {"metric": "kl_mean", "value": 0.03, "source": "tree", "missed": "larger", "kind": "size"}
+    watch = {**row, "relation": "<", "threshold": 0.02, "level": "watch", "holds": False}
+    act = {**row, "relation": "<=", "threshold": 0.05, "level": "act", "holds": True}
+    (one,) = held({"thresholds": [act, watch]})
+    assert (one.healthy, one.otherwise, one.level) == ("< 0.02", "watch; act if > 0.05", "watch")
+    assert (one.sources, one.missed, one.outside) == (("tree",), "larger", False)
+    text = html.unescape(render_check({**check(), "thresholds": [act, watch]}))
+    assert text.count("kl_<wbr>mean<small>larger</small></th>") == 1
+    assert "watch; act if > 0.05" in text
 
 
 def test_only_what_ran_is_drawn_beside_the_unchanged_pair() -> None:
@@ -53,9 +89,17 @@ def test_only_what_ran_is_drawn_beside_the_unchanged_pair() -> None:
     chart = factor_chart(content, columns)
     ran = [f for f in content["factors"] if f["status"] == "ran"]
     assert len(ran) == 9
+    ran.sort(key=lambda f: abs(math.log(f["ratio"])), reverse=True)
     assert columns.held[chart.categories] == [f["factor"] for f in ran]
     assert columns.held[chart.series[0].y] == pytest.approx([f["kl_mean"] for f in ran], rel=1e-4)
     assert [at for at, _ in chart.lines] == [0.00112]
+    # The axis has eight decades below the largest, about 0.09: what lies below is at its bottom.
+    first, *others = content["factors"]
+    tiny = factor_chart(
+        {**content, "factors": [{**first, "kl_mean": 1e-14}, *others]}, deep := Columns()
+    )
+    lowest = min(deep.held[tiny.series[0].y])
+    assert math.log10(max(deep.held[tiny.series[0].y]) / lowest) == pytest.approx(7.8, abs=0.01)
     assert not factor_chart({}, Columns()).series
 
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from offdrift.audit.factors import FACTORS
 from offdrift.audit.measure import Measured, measure
 from offdrift.audit.noise import null_pair, repeated
 from offdrift.audit.outcome import Factor, Outcome
@@ -57,6 +56,7 @@ def check(
     train: EngineSpec,
     *,
     factors: Sequence[Factor] = (),
+    left_out: Sequence[tuple[Factor, str]] = (),
     noise: bool = True,
     max_kl: float | None = None,
     rules: Rules | None = None,
@@ -72,6 +72,7 @@ def check(
         rollout: draws the tokens.
         train: scores them.
         factors: what to change, one at a time.
+        left_out: what not to change this time, and how to have it changed; rows of status "skipped".
         noise: also measure each engine against itself.
         max_kl: the largest mean KL(rollout || train) per token to pass with, nats.
         rules: of the diagnosis, if not the built-in ones.
@@ -94,7 +95,10 @@ def check(
             raise
         so_far.interrupted = True
     seconds = time.monotonic() - started
-    return _concluded(bench, pair, so_far, factors, max_kl, rules, seconds)
+    done = {outcome.factor for outcome in so_far.outcomes}
+    stopped = [(f, "the check was interrupted") for f in factors if f.name not in done]
+    not_run = [_skipped(f, why, bench, pair) for f, why in [*stopped, *left_out]]
+    return _concluded(bench, pair, so_far, not_run, max_kl, rules, seconds)
 
 
 def check_max_kl(max_kl: float | None) -> None:
@@ -103,28 +107,6 @@ def check_max_kl(max_kl: float | None) -> None:
         raise BadValueError(
             f"max_kl = {max_kl}; give the largest mean KL per token to pass with, in nats (0.02)"
         )
-
-
-def chosen(names: str, *, quick: bool = False) -> list[Any]:
-    """The factors that a user names: "all", "none", or names with commas between.
-
-    Args:
-        quick: of "all", only those that need no other engine.
-
-    Raises: `BadValueError` for a name that no factor has, with those there are.
-
-    Example:
-        >>> chosen("none")
-        []
-    """
-    table = {factor.name: factor for factor in FACTORS}
-    if names == "all":
-        return [f for f in FACTORS if not quick or f.cost == "cheap"]
-    wanted = [] if names == "none" else [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in table:
-            raise BadValueError(f"no factor is called {name!r}; there are {', '.join(table)}")
-    return [table[name] for name in dict.fromkeys(wanted)]
 
 
 def _measure_all(
@@ -164,11 +146,17 @@ def outcome_of(factor: Factor, bench: Bench, pair: Pair, baseline: Measured) -> 
         return Outcome.without(factor, "failed", why, seconds=time.monotonic() - started)
 
 
+def _skipped(factor: Factor, why: str, bench: Bench, pair: Pair) -> Outcome:
+    """The row of a factor that was not tried, or that these engines do not have anyway."""
+    lacking = factor.applies(bench, *pair)
+    return Outcome.without(factor, "not offered" if lacking else "skipped", lacking or why)
+
+
 def _concluded(
     bench: Bench,
     pair: Pair,
     so_far: Progress,
-    factors: Sequence[Factor],
+    not_run: Sequence[Outcome],
     max_kl: float | None,
     rules: Rules,
     seconds: float,
@@ -194,12 +182,6 @@ def _concluded(
     text = sentence(baseline, rows, pair=f"{pair.rollout} against {pair.train}", wrong=wrong)
     if not wrong and level != level_of(rows):  # the diagnosis sees more than single thresholds
         text += f" {verdict(findings)['text']}"
-    done = {o.factor for o in so_far.outcomes}
-    skipped = [
-        Outcome.without(f, "skipped", "the check was interrupted")
-        for f in factors
-        if f.name not in done
-    ]
     return plain({
         "format": FORMAT,
         "kind": "check",
@@ -218,7 +200,7 @@ def _concluded(
         "seconds": seconds,
         "baseline": _numbers(baseline),
         "noise": {**so_far.noise, "kl_mean_se": baseline.kl_se},
-        "factors": [o.as_dict() for o in [*so_far.outcomes, *skipped]],
+        "factors": [o.as_dict() for o in [*so_far.outcomes, *not_run]],
         "thresholds": rows,
         "findings": [f.as_dict() for f in findings],
         "verdict": {"level": level, "text": text},

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from offdrift.audit.measure import NAN, Measured
-from offdrift.audit.pair import Bench, Pair
+from offdrift.audit.pair import Bench, EngineSpec, Pair
 
 Side = Literal["rollout", "train", "sampling", "sync", "routing"]
 """Where a factor acts."""
@@ -69,6 +69,10 @@ class Factor(Protocol):
 
     @property
     def side(self) -> Side: ...
+
+    def applies(self, bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+        """Why these engines do not have it; None if they do."""
+        ...
 
     def run(self, bench: Bench, pair: Pair, baseline: Measured) -> Outcome:
         """Change this one thing, measure again.

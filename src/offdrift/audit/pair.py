@@ -31,9 +31,13 @@ from offdrift.rollouts.records import EvidenceKind, FullVocab, HiddenStates, Rol
 TRAIN_OPTIONS = ("attn_implementation", "experts_implementation", "head_dtype")
 """Options of a training engine; those of a rollout engine are arguments of its constructor."""
 
-FULL_ENTRIES = {"vllm": 2**22, "transformers": 2**24}
+FULL_ENTRIES = {"vllm": 2**22, "transformers": 2**24, "openai": 2**22}
 """Log-probs of whole vocabularies that are recorded as they are; beyond, hidden states stand for
-them. vLLM hands each log-prob over as a Python object, hence the smaller number."""
+them (of a server, the likeliest tokens). vLLM hands each log-prob over as a Python object, hence the
+smaller number."""
+
+LIKELIEST = 20
+"""Log-probs per token that vLLM's server gives unless it was told to give more."""
 
 KEPT_BYTES = 512 * 2**20
 """Draws kept to be used again, about."""
@@ -113,9 +117,13 @@ class Bench:
         if held == spec and engine is not None:
             return engine
         self.close_engine(spec.kind)
-        source = self.folder if spec.kind == "vllm" else self.model
+        source: Any = self.folder if spec.kind == "vllm" else self.model
+        options: dict[str, Any] = dict(spec.options)
+        if spec.kind == "openai":  # an audit wants to see what is wrong, not to be spared it
+            source = options.pop("url", "")
+            options = {"vocab_size": self.vocab_size, "on_raw": "record", **options}
         try:
-            made = make_engine(spec.kind, source, dtype=spec.dtype, **spec.options)
+            made = make_engine(spec.kind, source, dtype=spec.dtype, **options)
         except TypeError as error:
             raise EngineError(f"{spec} cannot be made: {error}; leave that option out") from error
         self._engines[spec.kind] = (spec, made)
@@ -207,6 +215,9 @@ class Bench:
         """What to record, by preference."""
         entries = len(prompts) * sampling.max_tokens * self.vocab_size
         filtered = sampling.top_k > 0 or sampling.top_p < 1
+        if spec.kind == "openai":
+            few = (min(LIKELIEST, self.vocab_size), "sampled")
+            return ("full", *few) if entries <= FULL_ENTRIES["openai"] else few
         return ("full",) if filtered or entries <= FULL_ENTRIES[spec.kind] else ("hidden", "full")
 
     def _keep(self, key: tuple[object, ...], rollouts: Rollouts) -> None:

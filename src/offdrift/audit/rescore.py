@@ -1,6 +1,8 @@
 """Rollouts scored again: the training engine beside the recorded policy, over whole vocabularies.
 
-Some tokens at a time, so that memory does not grow with the number of rollouts.
+Some tokens at a time, so that memory does not grow with the number of rollouts. The model may use all
+threads; the comparison on a CPU uses one: its many small steps, each of which stays in a core's cache,
+cost more to hand to a second thread than that thread saves.
 
 Shape suffixes: c tokens of a chunk, v vocabulary.
 """
@@ -14,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from offdrift.audit.threads import one_thread
+from offdrift.divergence.chunks import by_rows
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines.heads import logits_in_pieces
 from offdrift.engines.score import chunks, score
@@ -25,7 +29,7 @@ LOGITS = 2**26
 PADDED = 8192
 """Padded tokens of one forward pass at most, for the sake of activations."""
 CHUNK = 2**21
-"""Log-probs worked on at a time for details."""
+"""Log-probs of a full record that are compared at a time."""
 
 TOP = 20
 """Log-probs that engines commonly record: the k for which a cap on the tail is sought."""
@@ -120,16 +124,26 @@ def _compared(
     mu: Float[Tensor, "c v"], pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"], details: bool
 ) -> tuple[Tensor | None, ...]:
     """The fields of `Scored` from `kl` on."""
-    d = exact_divergences(mu, pi, tokens=tokens.long())
-    assert d.logp_rollout is not None
-    surprise = d.logp_rollout + d.entropy_rollout
-    plain = (d.kl_rollout_current, d.kl_current_rollout, d.tv, d.chi2, d.logp_rollout, surprise)
-    if not details:
-        return (*plain, None, None)
+    with one_thread():
+        d = exact_divergences(mu, pi, tokens=tokens.long())
+        assert d.logp_rollout is not None
+        surprise = d.logp_rollout + d.entropy_rollout
+        plain = (d.kl_rollout_current, d.kl_current_rollout, d.tv, d.chi2, d.logp_rollout, surprise)
+        if not details:
+            return (*plain, None, None)
+        # A row at a time on CPUs, whose temporaries stay in the cache.
+        squared, *tail = by_rows(_detail_sums, (mu, pi, tokens.long()), compiled=False)
+        variance = (squared - d.entropy_rollout.square()).clamp(min=0.0)
+        return (*plain, variance, _smallest_caps(*tail))
+
+
+def _detail_sums(
+    mu: Float[Tensor, "c v"], pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """sum mu log^2 mu, then `_tail_sums`."""
     log_mu, log_pi = mu.float().log_softmax(-1), pi.float().log_softmax(-1)
     squared = (log_mu.exp() * log_mu.square()).nan_to_num(nan=0.0).sum(-1)  # 0 log^2 0 = 0
-    variance = (squared - d.entropy_rollout.square()).clamp(min=0.0)
-    return (*plain, variance, tail_caps(log_mu, log_pi, tokens.long()))
+    return squared, *_tail_sums(log_mu, log_pi, tokens)
 
 
 def tail_caps(
@@ -144,15 +158,27 @@ def tail_caps(
 
     Returns: nats; 0 where the tail is empty, +inf where no cap helps. Float32.
     """
+    return _smallest_caps(*_tail_sums(log_mu, log_pi, tokens))
+
+
+def _tail_sums(
+    log_mu: Float[Tensor, "c v"], log_pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """r, s and the left side of `tail_caps`, float64."""
     known = torch.zeros_like(log_mu, dtype=torch.bool)
     known.scatter_(1, log_mu.topk(min(TOP, log_mu.shape[1]), dim=-1).indices, True)
     known.scatter_(1, tokens[:, None], True)
     # float64 before the exponential: small terms are differences of the masses.
     log_mu, log_pi = log_mu.double(), log_pi.double()
     mu, pi = (x.exp().masked_fill(known, 0.0) for x in (log_mu, log_pi))
-    r, s = mu.sum(-1), pi.sum(-1)
     ratio = log_mu - log_pi
     terms = torch.where(mu > 0, mu * ratio - mu + pi, pi).masked_fill(known, 0.0).sum(-1)
+    return mu.sum(-1), pi.sum(-1), terms
+
+
+def _smallest_caps(
+    r: Float[Tensor, " c"], s: Float[Tensor, " c"], terms: Float[Tensor, " c"]
+) -> Float[Tensor, " c"]:
     low, high = torch.zeros_like(terms), torch.full_like(terms, 64.0)
     for _ in range(40):
         cap = (low + high) / 2

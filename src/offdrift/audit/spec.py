@@ -10,8 +10,8 @@ from offdrift.errors import EngineError
 
 Option = str | int | float | bool
 
-KINDS = {"vllm": "bfloat16", "transformers": "float32"}
-"""Engines there are, and the dtype that each has if none is named."""
+KINDS = {"vllm": "bfloat16", "transformers": "float32", "openai": "auto"}
+"""Engines there are, and the dtype that each has if none is named; "auto": what the server says."""
 
 DTYPES = {
     "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -37,14 +37,17 @@ class EngineSpec:
         if self.kind not in KINDS:
             raise EngineError(
                 f"no engine is called {self.kind!r}; write one of "
-                + ", ".join(f'"{kind}:{dtype}"' for kind, dtype in KINDS.items())
+                + ", ".join(f'"{k}:{d}"' for k, d in KINDS.items()).replace(
+                    "openai:auto", "openai:URL"
+                )
             )
-        object.__setattr__(self, "dtype", dtype_of(self.dtype))
+        if self.dtype != KINDS[self.kind]:
+            object.__setattr__(self, "dtype", dtype_of(self.dtype))
         object.__setattr__(self, "options", dict(sorted(self.options.items())))
 
     @staticmethod
     def parse(text: str) -> EngineSpec:
-        """`KIND[:DTYPE][,OPTION=VALUE ...]`, the inverse of `str`.
+        """`KIND[:DTYPE][,OPTION=VALUE ...]` or `openai:URL[,OPTION=VALUE ...]`, the inverse of `str`.
 
         Values are true, false, whole numbers, numbers, or else words.
 
@@ -58,15 +61,21 @@ class EngineSpec:
             if not (name.strip() and equals and value.strip()):
                 raise EngineError(f"{each!r} in {text!r} is no option; write NAME=VALUE")
             given[name.strip()] = _value(value.strip())
-        return EngineSpec(kind.strip(), dtype.strip() or KINDS.get(kind.strip(), "float32"), given)
+        kind, dtype = kind.strip(), dtype.strip()
+        if kind == "openai":
+            given["url"], dtype = dtype, str(given.pop("dtype", ""))
+        return EngineSpec(kind, dtype or KINDS.get(kind, "float32"), given)
 
     def with_(self, *, dtype: str | None = None, **options: Option) -> EngineSpec:
         """The same with another dtype, or with options added or replaced."""
         return replace(self, dtype=dtype or self.dtype, options={**self.options, **options})
 
     def __str__(self) -> str:
+        options = dict(self.options)
         parts = [f"{self.kind}:{self.dtype}"]
-        parts += [f"{name}={_word(value)}" for name, value in self.options.items()]
+        if self.kind == "openai":
+            parts = [f"openai:{options.pop('url', '')}", f"dtype={self.dtype}"]
+        parts += [f"{name}={_word(value)}" for name, value in options.items()]
         return ",".join(parts)
 
     def __hash__(self) -> int:

@@ -3,7 +3,8 @@
 Two kinds of rows. `glue` rows test the measurement itself, against what probability theory demands of
 any engine: if one fails, the recorded log-probs are not those of the distribution that was sampled,
 and no other number means what it says. `size` rows hold the mismatch against the survey's thresholds.
-`budget` rows say whether a correction could gain anything at all; they do not change the verdict.
+`budget` rows say whether a correction could gain anything at all; they do not change the verdict, and
+the sentence says so when they are missed.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold("mismatch/prob_diff_max", _metric("mismatch/prob_diff_max"), "<", 0.5, "act", "size", CHOICE, "a token's probability moved by half: a kernel, a router or an alignment error, which means hide"),
     Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", 0.3, "watch", "size", TREE, "importance weights are noisy before anything was learned"),
     Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", 1.0, "act", "size", TREE, "importance weights are heavy-tailed before anything was learned"),
-    Threshold("tv_p95", lambda m: m.tv_p95, "<", 1e-4, "ok", "budget", BUDGET, "outside the conjectured budget"),
-    Threshold("mismatch/chi2_seq", _metric("mismatch/chi2_seq"), "<", 0.1, "ok", "budget", BUDGET, "outside the conjectured budget"),
+    Threshold("tv_p95", lambda m: m.tv_p95, "<", 1e-4, "ok", "budget", BUDGET, "outside the conjectured budget: a correction may gain"),
+    Threshold("mismatch/chi2_seq", _metric("mismatch/chi2_seq"), "<", 0.1, "ok", "budget", BUDGET, "outside the conjectured budget: a correction may gain"),
 )  # fmt: skip
 
 
@@ -186,13 +187,23 @@ def sentence(
         wrong: of `defects`.
     """
     missed = [r for r in rows if not r["holds"] and r["kind"] != "budget"]
+    spent = [r for r in rows if not r["holds"] and r["kind"] == "budget"]
     size = f"{pair} with the same weights: KL {found.kl_mean:.2g} nat per token on average, {found.kl_max:.2g} at most."
     if wrong:
         return f"{size} {_capital('; '.join(wrong))}."
     if not missed:
-        return f"{size} Every threshold holds: an ordinary mismatch, nothing to repair."
+        which = "Every threshold of health" if spent else "Every threshold"
+        return f"{size} {which} holds: an ordinary mismatch, nothing to repair.{_outside(spent)}"
     first = max(missed, key=lambda r: LEVELS.index(r["level"]))
     return f"{size} {_capital(first['missed'])} ({first['metric']} = {first['value']:.3g}, healthy: {first['relation']} {first['threshold']:g})."
+
+
+def _outside(spent: Sequence[dict[str, Any]]) -> str:
+    """What missed budgets mean: nothing is broken, but a correction may gain."""
+    if not spent:
+        return ""
+    numbers = "; ".join(f"{r['metric']} = {r['value']:.2g}, not {r['relation']} {r['threshold']:g}" for r in spent)  # fmt: skip
+    return f" It is outside the budget within which a correction is conjectured to gain nothing ({numbers})."
 
 
 def _capital(words: str) -> str:

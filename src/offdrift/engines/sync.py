@@ -14,6 +14,7 @@ cannot be seen is one stale tensor among many whose share of its group's effect 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -261,16 +262,30 @@ def _verify_group(
     *,
     noise: float,
 ) -> GroupSync:
-    fraction = effect = 0.0
+    fraction, effect, wanted = FRACTIONS[0], math.nan, EFFECT_TO_NOISE * noise
     with _restored(weights) as originals:
-        for fraction in FRACTIONS:
+        while True:
             _perturb(weights, originals, fraction=fraction, seed=probe.seed)
             effect = _mean_abs(probe.scored(rollouts) - before)
-            if effect >= EFFECT_TO_NOISE * noise:
+            if effect >= wanted or fraction == FRACTIONS[-1]:
                 break
+            fraction = _larger(fraction, effect, wanted)
         gap = _gap(*probe.synchronised())
     limit = max(LIMIT_TO_NOISE * noise, LIMIT_TO_EFFECT * effect)
-    return GroupSync(name, fraction, effect, gap, limit, effect >= EFFECT_TO_NOISE * noise)
+    return GroupSync(name, fraction, effect, gap, limit, effect >= wanted)
+
+
+def _larger(fraction: float, effect: float, wanted: float) -> float:
+    """The next size to try: where an effect in proportion to it suffices, the largest if none does.
+
+    A skipped size would have fallen short, unless the effect grows faster than in proportion.
+
+    Example:
+        >>> _larger(0.02, effect=0.1, wanted=0.75)
+        0.16
+    """
+    enough = (f for f in FRACTIONS if f > fraction and f * effect >= fraction * wanted)
+    return next(enough, FRACTIONS[-1])
 
 
 def _suspects(probe: _Probe, groups: dict[str, list[nn.Parameter]], cap: float) -> list[str]:

@@ -12,7 +12,7 @@ the same seed draws other tokens, because the backend draws a whole batch from o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
@@ -34,16 +34,9 @@ from transformers import (
 from transformers.utils import logging
 
 from offdrift.divergence.head import Head
-from offdrift.engines.draws import (
-    Draws,
-    check_request,
-    prompts_of,
-    redrawn,
-    responses_of,
-    rollouts_from,
-)
+from offdrift.engines.drawing import Drawing, Tokens, pieces
+from offdrift.engines.draws import Draws
 from offdrift.engines.heads import (
-    check_states,
     compute_head_in,
     head_input,
     head_of,
@@ -61,14 +54,12 @@ from offdrift.engines.transformers_draws import (
 from offdrift.errors import EngineError
 from offdrift.rollouts.records import (
     EvidenceKind,
-    HiddenStates,
-    Provenance,
     Rollouts,
     Sampling,
 )
 
 
-class TransformersEngine:
+class TransformersEngine(Drawing):
     """Rollouts from a copy of a transformers causal language model.
 
     Args:
@@ -125,6 +116,9 @@ class TransformersEngine:
         self.dtype, self.quantization = dtype, quantization
         self.evidence_limit_mib = evidence_limit_mib
         self.vocab_size: int = model.config.get_text_config().vocab_size
+        width = getattr(model.get_output_embeddings(), "in_features", None)
+        width = width or model.config.get_text_config().hidden_size
+        self._state_bytes = width * getattr(torch, dtype).itemsize
         self._rounded = matrices(model) if quantization == "int8" else {}
         self._head: Head | None = None
         weights = [(name, weight.detach()) for name, weight in source.named_parameters()]
@@ -145,49 +139,6 @@ class TransformersEngine:
         if self._model is None:
             raise EngineError(f"engine {self.name!r} is closed; construct another one")
         return self._model
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seed: int,
-        evidence: EvidenceKind = "sampled",
-    ) -> Rollouts:
-        """One response per prompt, in order; see `Engine.generate`.
-
-        Raises: `EngineError` if the request makes no sense, its evidence outgrows the limit, or
-            hidden states are asked of a model whose output head is of no known form.
-        """
-        self._check(prompts, sampling, evidence)
-        with torch.no_grad(), _own_random_stream(self.model.device, seed):
-            draws = [
-                self._draw(prompts[piece], sampling, evidence) for piece in self._pieces(prompts)
-            ]
-        provenance = self._provenance(sampling)
-        return rollouts_from(draws, prompts, version=self.version, provenance=provenance)
-
-    def rescore(
-        self,
-        rollouts: Rollouts,
-        *,
-        evidence: EvidenceKind = "full",
-        sampling: Sampling | None = None,
-    ) -> Rollouts:
-        """The same tokens as this engine would have recorded them; see `Rescores`.
-
-        Raises: `EngineError` as `generate` does, or if a filter excludes a token.
-        """
-        prompts, responses = prompts_of(rollouts), responses_of(rollouts)
-        sampling = sampling or rollouts.provenance.sampling
-        sampling = replace(sampling, max_tokens=max(map(len, responses)))
-        self._check(prompts, sampling, evidence)
-        with torch.no_grad(), _own_random_stream(self.model.device, 0):
-            draws = [
-                self._draw(prompts[piece], sampling, evidence, responses[piece])
-                for piece in self._pieces(prompts)
-            ]
-        return redrawn(rollouts, draws, version=self.version, provenance=self._provenance(sampling))
 
     def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
         """Experts that this copy chooses when it reads these tokens; see `engines.routing`."""
@@ -220,24 +171,34 @@ class TransformersEngine:
         """Free the copy of the model. Idempotent."""
         self._model = None
 
-    def _draw(
+    def _draws(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Tokens,
         sampling: Sampling,
         evidence: EvidenceKind,
-        given: Sequence[Sequence[int]] | None = None,
+        *,
+        seed: int,
+        given: Tokens | None = None,
+    ) -> list[Draws]:
+        parts = pieces(len(prompts), self.batch_size)
+        with torch.no_grad(), _own_random_stream(self.model.device, seed):
+            return [
+                self._draw(prompts[p], sampling, evidence, None if given is None else given[p])
+                for p in parts
+            ]
+
+    def _draw(
+        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, given: Tokens | None
     ) -> Draws:
-        """Draw, or follow the responses that are given."""
-        if evidence == "hidden":
-            return self._draw_with_states(prompts, sampling, given)
-        return self._drawn(prompts, sampling, Recorder(evidence), given)
+        if evidence != "hidden":
+            return self._drawn(prompts, sampling, Recorder(evidence), given)
+        self._head = self._head or kept(head_of(self.model))
+        with head_input(self.model) as seen:
+            draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, seen), given)
+        return self._checked(draws, sampling)
 
     def _drawn(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        recorder: Recorder,
-        given: Sequence[Sequence[int]] | None,
+        self, prompts: Tokens, sampling: Sampling, recorder: Recorder, given: Tokens | None
     ) -> Draws:
         ids, mask = left_padded(prompts, self.model.device)
         leader = [] if given is None else [Leader(given, self.model.device)]
@@ -255,57 +216,10 @@ class TransformersEngine:
             return recorder.draws(tokens, response_lengths(tokens, sampling.stop_token_ids))
         return recorder.draws(tokens, torch.tensor(list(map(len, given)), device=tokens.device))
 
-    def _draw_with_states(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        given: Sequence[Sequence[int]] | None,
-    ) -> Draws:
-        if self._head is None:
-            self._head = kept(head_of(self.model))
-        with head_input(self.model) as seen:
-            draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, seen), given)
-        assert isinstance(draws.evidence, HiddenStates)
-        check_states(
-            draws.evidence,
-            draws.tokens,
-            draws.logp,
-            temperature=sampling.temperature,
-            engine=self.name,
-        )
-        return draws
-
-    def _pieces(self, prompts: Sequence[Sequence[int]]) -> list[slice]:
-        size = self.batch_size
-        return [slice(i, i + size) for i in range(0, len(prompts), size)]
-
-    def _check(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind
-    ) -> None:
-        check_request(
-            prompts,
-            sampling,
-            evidence,
-            vocab_size=self.vocab_size,
-            state_bytes=self._state_bytes,
-            limit_mib=self.evidence_limit_mib,
-        )
-
-    def _provenance(self, sampling: Sampling) -> Provenance:
-        return Provenance(
-            engine=self.name,
-            engine_version=transformers.__version__,
-            model=self.model.config.name_or_path or type(self.model).__name__,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            sampling=sampling,
-        )
-
     @property
-    def _state_bytes(self) -> int:
-        layer = self.model.get_output_embeddings()
-        width = getattr(layer, "in_features", self.model.config.get_text_config().hidden_size)
-        return width * getattr(torch, self.dtype).itemsize
+    def _source(self) -> tuple[str, str]:
+        name = self.model.config.name_or_path or type(self.model).__name__
+        return transformers.__version__, name
 
 
 def _frozen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -5,7 +5,8 @@ Nothing here imports vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +14,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from offdrift.divergence.head import Head
-from offdrift.engines.draws import (
-    Draws,
-    check_request,
-    prompts_of,
-    redrawn,
-    responses_of,
-    rollouts_from,
-)
-from offdrift.engines.heads import check_states
+from offdrift.engines.drawing import Drawing, Tokens, pieces
+from offdrift.engines.draws import Draws, prompts_of, responses_of
 from offdrift.engines.host import host_kept
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.vllm_inside import IMPOSED, imposed, routes_tap
@@ -31,7 +25,6 @@ from offdrift.errors import EngineError
 from offdrift.rollouts.records import (
     EvidenceKind,
     HiddenStates,
-    Provenance,
     Rollouts,
     Sampling,
 )
@@ -43,25 +36,18 @@ BYTES_PER_ENTRY = 128
 """Of a log-prob on its way through vLLM's lists: id, value, rank, pointers."""
 
 
-class VLLMDraws:
+class VLLMDraws(Drawing):
     """The requests of a `VLLMEngine`, which starts vLLM and gives it weights."""
 
-    name: str
-    version: int
     path: str
     engine_version: str
-    dtype: str
-    quantization: str | None
-    vocab_size: int
     max_model_len: int
-    evidence_limit_mib: int
     cached_tokens: int = 0
     """Prompt tokens, so far, whose keys and values were taken from the prefix cache."""
     _llm: Any = None
     _params: Callable[..., Any]  # vllm.SamplingParams
     _compiled: bool
     _chunk: int | None  # tokens of a step, where prompts in chunks cannot be drawn from
-    _state_bytes: int
     _head: Head | None = None  # one for all batches of a version
 
     @property
@@ -71,55 +57,15 @@ class VLLMDraws:
             raise EngineError(f"engine {self.name!r} is closed; construct another one")
         return self._llm
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seed: int,
-        evidence: EvidenceKind = "sampled",
-    ) -> Rollouts:
-        """One response per prompt, in order; see `Engine.generate`.
-
-        Raises: `EngineError` if the request makes no sense, does not fit the model's length, or
-            its evidence outgrows the limit; or if hidden states are asked of a model or a vLLM that
-            does not show them.
-        """
-        self._check(prompts, sampling, evidence)
-        if self._chunk is not None and sum(map(len, prompts)) + len(prompts) > self._chunk:
-            raise EngineError(
-                f"prompts of {sum(map(len, prompts))} tokens exceed max_num_batched_tokens = "
-                f"{self._chunk}, and vLLM cannot draw from seeds beside a prompt in chunks on CPUs; "
-                "leave max_num_batched_tokens out, or draw fewer at once"
-            )
-        params = sampling_params(self._params, sampling, evidence, seed, range(len(prompts)))
-        draws = self._drawn(prompts, params, sampling, evidence)
-        provenance = self._provenance(sampling)
-        return rollouts_from(draws, prompts, version=self.version, provenance=provenance)
-
-    def rescore(
-        self,
-        rollouts: Rollouts,
-        *,
-        evidence: EvidenceKind = "full",
-        sampling: Sampling | None = None,
-    ) -> Rollouts:
-        """The same tokens as this engine would have recorded them; see `Rescores`.
-
-        Raises: `EngineError` as `generate` does, or if this vLLM cannot be made to follow tokens.
-        """
-        sampling = sampling or rollouts.provenance.sampling
-        prompts, params, sampling = self._led(rollouts, sampling, evidence)
-        with imposed(self.llm):
-            draws = self._drawn(prompts, params, sampling, evidence)
-        return redrawn(rollouts, draws, version=self.version, provenance=self._provenance(sampling))
-
     def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
         """Experts that every token was sent to on its way; see `engines.routing`.
 
         Raises: `EngineError` for a dense model, or a vLLM that does not show its routing.
         """
-        prompts, params, _ = self._led(rollouts, Sampling(max_tokens=1), "sampled")
+        prompts, given = prompts_of(rollouts), responses_of(rollouts)
+        sampling = Sampling(max_tokens=max(map(len, given)))
+        self._check(prompts, sampling, "sampled")
+        params = self._requested(prompts, sampling, "sampled", 0, given)
         for each in params:
             each.skip_reading_prefix_cache = True  # a cached position is not routed again
         requests = [{"prompt_token_ids": p} for p in prompts]
@@ -131,34 +77,41 @@ class VLLMDraws:
         """Forget the cached keys and values of all prompts."""
         self.llm.reset_prefix_cache()
 
-    def _led(
-        self, rollouts: Rollouts, sampling: Sampling, evidence: EvidenceKind
-    ) -> tuple[list[list[int]], list[Any], Sampling]:
-        """Prompts, and parameters of requests that follow the responses."""
-        prompts, responses = prompts_of(rollouts), responses_of(rollouts)
-        sampling = replace(sampling, max_tokens=max(map(len, responses)))
-        self._check(prompts, sampling, evidence)
-        params = sampling_params(self._params, sampling, evidence, 0, range(len(prompts)))
-        for each, response in zip(params, responses, strict=True):
-            each.max_tokens, each.stop_token_ids, each.seed = len(response), [], None
-            each.extra_args = {IMPOSED: response}
-        return prompts, params, sampling
-
-    def _drawn(
+    def _draws(
         self,
-        prompts: Sequence[Sequence[int]],
-        params: list[Any],
+        prompts: Tokens,
         sampling: Sampling,
         evidence: EvidenceKind,
+        *,
+        seed: int,
+        given: Tokens | None = None,
     ) -> list[Draws]:
-        size = self._requests_at_once(sampling, evidence)
-        pieces = [slice(i, i + size) for i in range(0, len(prompts), size)]
-        with host_kept(compiling=self._compiled):
-            return [self._draw(prompts[p], params[p], sampling, evidence) for p in pieces]
+        if given is None:
+            self._check_chunk(prompts)
+        params = self._requested(prompts, sampling, evidence, seed, given)
+        parts = pieces(len(prompts), self._requests_at_once(sampling, evidence))
+        led = nullcontext() if given is None else imposed(self.llm)
+        with led, host_kept(compiling=self._compiled):
+            return [self._draw(prompts[p], params[p], sampling, evidence) for p in parts]
+
+    def _requested(
+        self,
+        prompts: Tokens,
+        sampling: Sampling,
+        evidence: EvidenceKind,
+        seed: int,
+        given: Tokens | None,
+    ) -> list[Any]:
+        """Parameters of requests that draw, or that follow the responses that are given."""
+        params = sampling_params(self._params, sampling, evidence, seed, range(len(prompts)))
+        for each, response in zip(params, given or ()):
+            each.max_tokens, each.stop_token_ids, each.seed = len(response), [], None
+            each.extra_args = {IMPOSED: response}
+        return params
 
     def _draw(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Tokens,
         params: list[Any],
         sampling: Sampling,
         evidence: EvidenceKind,
@@ -180,33 +133,14 @@ class VLLMDraws:
         self._head = self._head or tap.head
         assert self._head is not None
         states = tap.states([a.request_id for a in answers], draws.lengths.tolist())
-        found = HiddenStates(states, self._head)
-        check_states(
-            found, draws.tokens, draws.logp, temperature=sampling.temperature, engine=self.name
-        )
-        return replace(draws, evidence=found)
+        return self._checked(replace(draws, evidence=HiddenStates(states, self._head)), sampling)
 
-    def _provenance(self, sampling: Sampling) -> Provenance:
-        return Provenance(
-            engine=self.name,
-            engine_version=self.engine_version,
-            model=self.path,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            sampling=sampling,
-        )
+    @property
+    def _source(self) -> tuple[str, str]:
+        return self.engine_version, self.path
 
-    def _check(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind
-    ) -> None:
-        check_request(
-            prompts,
-            sampling,
-            evidence,
-            vocab_size=self.vocab_size,
-            state_bytes=self._state_bytes,
-            limit_mib=self.evidence_limit_mib,
-        )
+    def _check(self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind) -> None:
+        super()._check(prompts, sampling, evidence)
         longest = max(map(len, prompts))
         if longest + sampling.max_tokens > self.max_model_len:
             raise EngineError(
@@ -218,6 +152,14 @@ class VLLMDraws:
             raise EngineError(
                 f"sampling.temperature = {sampling.temperature}, vLLM samples up to "
                 f"{MAX_TEMPERATURE}; use the transformers engine for hotter policies"
+            )
+
+    def _check_chunk(self, prompts: Tokens) -> None:
+        if self._chunk is not None and sum(map(len, prompts)) + len(prompts) > self._chunk:
+            raise EngineError(
+                f"prompts of {sum(map(len, prompts))} tokens exceed max_num_batched_tokens = "
+                f"{self._chunk}, and vLLM cannot draw from seeds beside a prompt in chunks on CPUs; "
+                "leave max_num_batched_tokens out, or draw fewer at once"
             )
 
     def _requests_at_once(self, sampling: Sampling, evidence: EvidenceKind) -> int:

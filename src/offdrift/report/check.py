@@ -11,8 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from offdrift.report.check_thresholds import BUDGET, OUTSIDE, cited, correlation_or_short, held
 from offdrift.report.fields import Fields, at, mapping, rows, text
-from offdrift.report.findings import LEVELS, WORDS, by_urgency, safe, shown_view, verdict_view
+from offdrift.report.findings import WORDS, by_urgency, safe, shown_view, verdict_view
 from offdrift.report.headline import headlines
 from offdrift.report.stored import number
 from offdrift.report.table import short
@@ -98,9 +99,7 @@ def _noise(check: Fields) -> list[RenderableType]:
 
 def _factors(check: Fields) -> list[RenderableType]:
     found = rows(check.get("factors"))
-    ran = sorted((f for f in found if text(f.get("status")) == "ran"), key=_effect, reverse=True)
-    settings = [f for f in ran if text(f.get("factor")) not in MISTAKES]
-    mistakes = [f for f in ran if text(f.get("factor")) in MISTAKES]
+    settings, mistakes = by_kind(found)
     parts: list[RenderableType] = []
     if settings:
         parts += [_heading("One setting changed at a time"), _factor_table(settings, check)]
@@ -111,6 +110,13 @@ def _factors(check: Fields) -> list[RenderableType]:
         parts += [_heading("What common mistakes would cost here"), _factor_table(mistakes)]
         parts += _said(mistakes)
     return parts + _not_run(found)
+
+
+def by_kind(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Factors that ran, the largest effect first: those that are settings, those that are mistakes."""
+    ran = sorted((f for f in found if text(f.get("status")) == "ran"), key=_effect, reverse=True)
+    settings = [f for f in ran if text(f.get("factor")) not in MISTAKES]
+    return settings, [f for f in ran if text(f.get("factor")) in MISTAKES]
 
 
 def _factor_table(found: list[dict[str, Any]], check: Fields | None = None) -> Table:
@@ -133,7 +139,7 @@ def _factor_table(found: list[dict[str, Any]], check: Fields | None = None) -> T
             Text(safe(text(f.get("changed"))), style="dim"),
             Text(short(number(f.get("kl_mean"))), style=style),
             Text(short(number(f.get("kl_max")))),
-            Text(_times(ratio), style=style),
+            Text(times(ratio), style=style),
         ]
         table.add_row(*cells, *([Text(short(number(at(f, "detail", "self_kl_mean"))))] if own else []))  # fmt: skip
     return table
@@ -165,10 +171,8 @@ def _not_run(found: list[dict[str, object]]) -> list[RenderableType]:
 
 def _thresholds(check: Fields) -> list[RenderableType]:
     """One line per metric: its value, what is healthy, and from where on it is worse than unhealthy."""
-    by_metric: dict[str, list[dict[str, Any]]] = {}
-    for row in rows(check.get("thresholds")):
-        by_metric.setdefault(safe(text(row.get("metric"))), []).append(row)
-    if not by_metric:
+    judged = held(check)
+    if not judged:
         return []
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
@@ -176,53 +180,20 @@ def _thresholds(check: Fields) -> list[RenderableType]:
     table.add_column("value", justify="right", no_wrap=True)
     for title in ("healthy", "else", "source"):
         table.add_column(title, overflow="fold")
-    sources: list[str] = []
-    for metric, held in by_metric.items():
-        held.sort(key=lambda row: LEVELS.index(text(row.get("level"))) if text(row.get("level")) in LEVELS else 0, reverse=True)  # fmt: skip
-        first, *worse = held
-        missed = [row for row in held if row.get("holds") is not True]
-        level = "" if not missed else text(missed[-1].get("level"))
-        sign, _, style = WORDS.get(level, WORDS[""]) if missed else WORDS["ok"]
-        if missed and first.get("kind") == "budget":
-            sign, style = "–", "dim"
+    sources = cited(judged)
+    for row in judged:
+        sign, _, style = WORDS["ok"] if row.holds else WORDS.get(row.level, WORDS[""])
         table.add_row(
-            Text(sign, style=style),
-            Text(metric),
-            Text(_value(number(first.get("value")))),
-            Text(_limit(first)),
-            Text(_escalation(first, worse)),
-            Text(", ".join(f"[{n}]" for n in _cited(held, sources)), style="dim"),
+            Text(OUTSIDE if row.outside else sign, style="dim" if row.outside else style),
+            Text(safe(row.metric)),
+            Text(correlation_or_short(row.value)),
+            Text(safe(row.healthy)),
+            Text(safe(row.otherwise)),
+            Text(", ".join(f"[{sources.index(s) + 1}]" for s in row.sources), style="dim"),
         )
-    legend = (Text(f"  [{i}] {source}", style="dim") for i, source in enumerate(sources, start=1))
-    return [_heading("Thresholds"), table, *legend]
-
-
-def _cited(held: list[dict[str, Any]], sources: list[str]) -> list[int]:
-    """The numbers of the rows' sources in the list, which takes in new ones."""
-    mine = dict.fromkeys(safe(text(row.get("source"))) for row in held)
-    sources += [source for source in mine if source not in sources]
-    return [sources.index(source) + 1 for source in mine]
-
-
-def _escalation(first: Fields, worse: list[dict[str, Any]]) -> str:
-    """What a miss means; where that depends on its size, from where on it is worse."""
-    if first.get("kind") == "budget":
-        return ""
-    words = [text(first.get("level"))]
-    words += [f"{text(row.get('level'))} if {_limit(row, negated=True)}" for row in worse]
-    return safe("; ".join(words))
-
-
-def _limit(row: Fields, *, negated: bool = False) -> str:
-    limit, relation = number(row.get("threshold")), text(row.get("relation"))
-    signs = {"<": "≥", "<=": ">", ">": "≤", ">=": "<"} if negated else {"<=": "≤", ">=": "≥"}
-    relation = signs.get(relation, relation)
-    return "" if limit is None else safe(f"{relation} {limit:g}")
-
-
-def _value(value: float | None) -> str:
-    """A correlation near 1 keeps the digits that tell it from 1."""
-    return f"{value:.5f}" if value is not None and 0.9 <= value < 1 else short(value)
+    notes = [Text(f"  {OUTSIDE} {BUDGET}", style="dim")] if any(r.outside for r in judged) else []
+    legend = (Text(f"  [{i}] {safe(s)}", style="dim") for i, s in enumerate(sources, start=1))
+    return [_heading("Thresholds"), table, *notes, *legend]
 
 
 def _recommended(check: Fields) -> list[RenderableType]:
@@ -270,7 +241,13 @@ def _changes(ratio: float) -> bool:
     return not 1 / MATTERS < ratio < MATTERS
 
 
-def _times(ratio: float | None) -> str:
+def times(ratio: float | None) -> str:
+    """How often the KL before, in words where the digits say nothing.
+
+    Example:
+        >>> times(1.234), times(1e-9), times(4e11)
+        ('1.23', '< 0.01', '> 10⁴')
+    """
     if ratio is None:
         return "–"
     if ratio < 0.01:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.report.audit_page import SCRIPTS, STYLES, all_numbers, common_context
+from offdrift.report.check import by_kind, times
+from offdrift.report.check_thresholds import BUDGET, OUTSIDE, cited, correlation_or_short, held
 from offdrift.report.document import render_document, write_document
 from offdrift.report.fields import Fields, at, mapping, rows, text
 from offdrift.report.headline import JUDGED, Headline, best_of, correlation
@@ -29,6 +31,8 @@ FACTOR_NUMBERS = (
     ("abs_log_ratio_max", "|log ratio|, max", "Largest |log-ratio| of a sampled token, nats."),
     ("pearson", "Pearson", "Correlation of the sampled tokens' probabilities."),
 )  # fmt: skip
+LOWEST = 10**-7.8
+"""Share of the largest KL that is drawn as such: the axis has eight decades."""
 HALF, DOUBLE = 0.5, 2.0
 """Factors of the baseline's KL beyond which a row is marked."""
 
@@ -61,14 +65,14 @@ def render_check(check: Mapping[str, Any]) -> str:
         "passed": check.get("passed") if isinstance(check.get("passed"), bool) else None,
         "max_kl": number(check.get("max_kl")),
         "interrupted": bool(check.get("interrupted")),
-        "factors": [f for f in factors if text(f.get("status")) == "ran"],
+        "experiments": _experiments(factors),
         "factor_numbers": FACTOR_NUMBERS,
-        "write": {"pearson": correlation},
+        "write": {"pearson": correlation, "ratio": times},
         "number_of": number,
         "marked": _marked,
         "not_run": [f for f in factors if text(f.get("status")) != "ran"],
         "chart": chart,
-        "thresholds": [_threshold(t) for t in rows(check.get("thresholds"))],
+        "thresholds": _thresholds(check),
         "recommended": recommended,
         "acceptance": percent(number(recommended.get("acceptance"))),
         "settings": list(flatten(mapping(recommended.get("settings")))),
@@ -81,7 +85,9 @@ def render_check(check: Mapping[str, Any]) -> str:
         ],
     }  # fmt: skip
     data = {"charts": [chart.as_dict()] if chart.series else [], "columns": columns.held}
-    return render_document("check.html.j2", context, data=data, scripts=SCRIPTS, styles=STYLES)
+    return render_document(
+        "check.html.j2", context, data=data, scripts=SCRIPTS, styles=(*STYLES, "check.css")
+    )
 
 
 def check_headlines(check: Fields) -> list[Headline]:
@@ -107,15 +113,23 @@ def check_headlines(check: Fields) -> list[Headline]:
 
 def factor_chart(check: Fields, columns: Columns) -> Chart:
     """Mean KL with each factor changed, beside that of the unchanged pair."""
-    ran = [f for f in rows(check.get("factors")) if number(f.get("kl_mean")) is not None]
+    settings, mistakes = by_kind(rows(check.get("factors")))
+    ran = [f for f in [*settings, *mistakes] if number(f.get("kl_mean")) is not None]
     base = next((b for f in ran if (b := number(f.get("baseline_kl_mean"))) is not None), None)
     x = columns.add("factor", [text(f.get("factor")) for f in ran])
-    y = columns.add_positive("kl", [number(f.get("kl_mean")) for f in ran])
+    means = [number(f.get("kl_mean")) or 0.0 for f in ran]
+    y = columns.add_positive("kl", [max(kl, LOWEST * max(means)) for kl in means])
     words = columns.add("words", [f"{short(number(f.get('kl_mean')))} nat: {text(f.get('changed'))}" for f in ran])  # fmt: skip
     series = (Series("KL, mean", x, y, kind="dots", texts=words),) if x and y else ()
     lines = ((base, f"unchanged: {short(base)}"),) if base else ()
-    meaning = "Mean KL of a token with one factor changed at a time; the line is the unchanged pair. A factor that lowers the KL is part of the cause."  # fmt: skip
+    meaning = "Mean KL of a token with one factor changed at a time; the line is the unchanged pair. A factor that lowers the KL is part of the cause. What is next to nothing is drawn at the bottom."  # fmt: skip
     return Chart("factors", "KL with one factor changed", "nat, log scale", meaning, series, log=True, lines=lines, x_title="", categories=x, wide=True)  # fmt: skip
+
+
+def _experiments(factors: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """What was tried, by kind: settings that two engines may differ in, and mistakes."""
+    titles = ("One setting changed at a time", "What common mistakes would cost here")
+    return [(title, found) for title, found in zip(titles, by_kind(factors)) if found]
 
 
 def _marked(factor: Fields) -> str:
@@ -138,16 +152,24 @@ def _counts(check: Fields) -> list[str]:
     return [f"{n:,.0f} {k}" for k, n in found if n is not None] + ([] if seconds is None else [f"took {duration(seconds)}"])  # fmt: skip
 
 
-def _threshold(row: Fields) -> dict[str, Any]:
-    limit = number(row.get("threshold"))
-    return {
-        "metric": text(row.get("metric")),
-        "value": short(number(row.get("value"))),
-        "held": f"{text(row.get('relation'))} {short(limit)}".strip(),
-        "holds": row.get("holds") if isinstance(row.get("holds"), bool) else None,
-        "source": text(row.get("source")),
-        "missed": text(row.get("missed")) if row.get("holds") is False else "",
-    }
+def _thresholds(check: Fields) -> dict[str, Any]:
+    """Rows, sources and, where a budget is missed, what that means."""
+    judged = held(check)
+    sources = cited(judged)
+    shown = [
+        {
+            "metric": row.metric,
+            "value": correlation_or_short(row.value),
+            "healthy": row.healthy,
+            "otherwise": row.otherwise,
+            "holds": f"{OUTSIDE} outside" if row.outside else "✓ yes" if row.holds else "✗ no",
+            "flagged": not (row.holds or row.outside),
+            "cited": [sources.index(s) + 1 for s in row.sources],
+            "missed": row.missed,
+        }
+        for row in judged
+    ]  # fmt: skip
+    return {"rows": shown, "sources": sources, "budget": f"{OUTSIDE} {BUDGET}" if any(r.outside for r in judged) else ""}  # fmt: skip
 
 
 def _told(fields: object) -> list[tuple[str, str]]:

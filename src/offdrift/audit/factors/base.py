@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from offdrift.audit.measure import Measured, measure
+from offdrift.audit.measure import NAN, Measured, measure
 from offdrift.audit.outcome import Outcome, Side
 from offdrift.audit.pair import Bench
 from offdrift.audit.spec import EngineSpec, Pair
@@ -60,9 +60,23 @@ class Setting:
     @property
     def drawn_kl(self) -> float:
         """Mean KL of `drawn` without any change, nats."""
+        return self.scored.kl_mean
+
+    def drawn_kl_of(self, sequences: int) -> float:
+        """The same of its first sequences alone, which need not be scored again for that."""
+        log = self.scored.logged
+        if log is None or "kl_rollout_old" not in log.divergences:
+            return NAN
+        return float(
+            log.divergences["kl_rollout_old"][: int(log.cu_seqlens[sequences])].double().mean()
+        )
+
+    @property
+    def scored(self) -> Measured:
+        """`drawn` against the training engine, without any change."""
         if self.unfiltered == self.bench.sampling:
-            return self.baseline.kl_mean
-        return measure(self.bench, self.drawn, self.train).kl_mean
+            return self.baseline
+        return measure(self.bench, self.drawn, self.train)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from offdrift.audit.factors.base import NotOffered, Setting
 from offdrift.audit.measure import Measured, measured
 from offdrift.audit.rescore import Scored, rescored
 from offdrift.audit.spec import EngineSpec
+from offdrift.audit.threads import one_thread
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines.base import Rescores
 from offdrift.rollouts.records import (
@@ -76,15 +77,23 @@ def scores(rollouts: Rollouts, piece: slice = slice(None)) -> Float[Tensor, "n v
     raise NotOffered("the engine records the log-prob of the drawn token alone")
 
 
+def recorded_alike(one: Rollouts, other: Rollouts) -> bool:
+    """Whether two records hold the same tokens, log-probs and distributions, bit for bit."""
+    if not torch.equal(one.tokens, other.tokens) or not torch.equal(one.cu_seqlens, other.cu_seqlens):  # fmt: skip
+        return False
+    a, b = one.evidence, other.evidence
+    if isinstance(a, FullVocab) and isinstance(b, FullVocab):
+        same = torch.equal(a.logp, b.logp)
+    elif isinstance(a, HiddenStates) and isinstance(b, HiddenStates):
+        same = torch.equal(a.states, b.states) and a.head is b.head
+    else:
+        same = a is None and b is None
+    return same and torch.equal(one.logp_rollout, other.logp_rollout)
+
+
 def self_difference(without: Rollouts, with_change: Rollouts) -> dict[str, object]:
     """An engine beside itself under a change, on the same tokens: exact KL, largest |log-ratio|."""
-    kl: list[Tensor] = []
-    step = max(1, LISTED // scores(without, slice(0, 1)).shape[-1])
-    for start in range(0, len(without.tokens), step):
-        piece = slice(start, start + step)
-        found = exact_divergences(scores(without, piece), scores(with_change, piece))
-        kl.append(found.kl_rollout_current)
-    whole = torch.cat(kl)
+    whole = _self_kl(without, with_change)
     moved = (with_change.logp_rollout - without.logp_rollout).abs()
     return {
         "self_kl_mean": float(whole.double().mean()),
@@ -93,6 +102,19 @@ def self_difference(without: Rollouts, with_change: Rollouts) -> dict[str, objec
         "self_changed_frac": float((moved > 0).double().mean()),
         "self_tokens": len(moved),
     }
+
+
+def _self_kl(without: Rollouts, with_change: Rollouts) -> Float[Tensor, " n"]:
+    if recorded_alike(without, with_change):
+        return torch.zeros(len(without.tokens))
+    kl: list[Tensor] = []
+    step = max(1, LISTED // scores(without, slice(0, 1)).shape[-1])
+    for start in range(0, len(without.tokens), step):
+        piece = slice(start, start + step)
+        mu, pi = scores(without, piece), scores(with_change, piece)
+        with one_thread():  # see `audit.rescore`
+            kl.append(exact_divergences(mu, pi).kl_rollout_current)
+    return torch.cat(kl)
 
 
 def few(rollouts: Rollouts, *, sequences: int = 10**9, entries: int = ENTRIES, v: int) -> Rollouts:

@@ -17,10 +17,19 @@ from offdrift.audit.factors.compare import (
     led_by,
     measured_by,
     one_by_one,
+    recorded_alike,
     self_difference,
 )
+from offdrift.audit.factors.settings import (
+    OPTION,
+    Change,
+    attention_changed,
+    dtype_changed,
+    head_changed,
+    several_prompts,
+)
 from offdrift.audit.pair import Bench
-from offdrift.audit.spec import EngineSpec, Option
+from offdrift.audit.spec import EngineSpec
 from offdrift.engines.base import CachesPrefixes, Rescores
 from offdrift.errors import ShapeError
 from offdrift.rollouts.records import Rollouts, concatenate
@@ -31,36 +40,40 @@ STEP = 64
 """Tokens of one step under chunked prefill."""
 
 
-def _variant(setting: Setting, changed: str, dtype: str | None = None, **options: Option) -> Found:
+def _variant(setting: Setting, change: Change) -> Found:
     """The baseline's tokens as another engine records them."""
-    spec = setting.rollout.with_(dtype=dtype, **options)
     drawn = setting.drawn
-    led = led_by(setting, spec, drawn)
+    led = led_by(setting, change.spec, drawn)
     return Found(
-        changed, measured_by(setting, led), setting.drawn_kl, detail=self_difference(drawn, led)
+        change.words,
+        measured_by(setting, led),
+        setting.drawn_kl,
+        detail=self_difference(drawn, led),
     )
 
 
 # -- what the engine computes with ---------------------------------------------------------------
 
 
+def _settable(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    if rollout.kind in OPTION:
+        return None
+    return "a running server keeps its settings; start it with the other one and check again"
+
+
 def _dtype(setting: Setting) -> Found:
-    now = setting.rollout.dtype
-    other = "bfloat16" if now == "float32" else "float32"
-    return _variant(setting, f"{other} instead of {now}", dtype=other)
+    return _variant(setting, dtype_changed(setting.rollout))
 
 
 def _head(setting: Setting) -> Found:
-    now = str(setting.rollout.options.get("head_dtype", setting.rollout.dtype))
-    other = "bfloat16" if now == "float32" else "float32"
-    changed = f"output head in {other} instead of {now}, the rest in {setting.rollout.dtype}"
-    return _variant(setting, changed, head_dtype=other)
+    return _variant(setting, head_changed(setting.rollout))
 
 
 def _kv_cache(setting: Setting) -> Found:
     now = str(setting.rollout.options.get("kv_cache_dtype", "auto"))
     other = "fp8" if now == "auto" else "auto"
-    return _variant(setting, f"kv_cache_dtype {other} instead of {now}", kv_cache_dtype=other)
+    spec = setting.rollout.with_(kv_cache_dtype=other)
+    return _variant(setting, Change(f"kv_cache_dtype {other} instead of {now}", spec))
 
 
 def _compiled_offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
@@ -72,29 +85,17 @@ def _compiled_offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> s
 def _compiled(setting: Setting) -> Found:
     eager = bool(setting.rollout.options.get("enforce_eager", True))
     changed = "compiled instead of eager" if eager else "eager instead of compiled"
-    return _variant(setting, changed, enforce_eager=not eager)
+    return _variant(setting, Change(changed, setting.rollout.with_(enforce_eager=not eager)))
 
 
 def _attention_offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
     if rollout.kind == "vllm" and not torch.cuda.is_available():
         return "vLLM has one attention backend on CPUs"
-    return None
+    return _settable(bench, rollout, train)
 
 
 def _attention(setting: Setting) -> Found:
-    options = setting.rollout.options
-    if setting.rollout.kind == "vllm":
-        now = str(options.get("attention_backend", "the default"))
-        other = "FLASH_ATTN" if now == "TRITON_ATTN" else "TRITON_ATTN"
-        return _variant(setting, f"{other} instead of {now}", attention_backend=other)
-    now = str(options.get("attn_implementation", attention_of(setting.bench.model)))
-    other = "sdpa" if now == "eager" else "eager"
-    return _variant(setting, f"{other} instead of {now}", attn_implementation=other)
-
-
-def attention_of(model: torch.nn.Module) -> str:
-    """The attention implementation of a transformers model, by its name there."""
-    return str(getattr(model.config, "_attn_implementation", None) or "sdpa")
+    return _variant(setting, attention_changed(setting.rollout, setting.bench.model))
 
 
 # -- what should not matter ----------------------------------------------------------------------
@@ -110,7 +111,9 @@ def _repeats(setting: Setting) -> Found:
         led = led_by(setting, setting.rollout, drawn)
         detail |= self_difference(drawn, led)
     changed = "drawn again with the same seed"
-    return Found(changed, measured_by(setting, again), setting.drawn_kl, detail=detail)
+    same = recorded_alike(drawn, again)
+    figures = setting.scored if same else measured_by(setting, again)
+    return Found(changed, figures, setting.drawn_kl, detail=detail)
 
 
 def _same_sequences(one: Rollouts, other: Rollouts) -> float:
@@ -118,10 +121,6 @@ def _same_sequences(one: Rollouts, other: Rollouts) -> float:
     a, b = (r.tokens.split(r.lengths.tolist()) for r in (one, other))
     same = [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
     return sum(same) / len(same)
-
-
-def _batch_offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    return "there is one prompt only" if len(bench.prompts) < 2 else None
 
 
 def _batch(setting: Setting) -> Found:
@@ -134,7 +133,7 @@ def _batch(setting: Setting) -> Found:
     return Found(
         f"each sequence alone instead of {setting.drawn.num_sequences} together",
         measured_by(setting, alone),
-        measured_by(setting, crowd).kl_mean,
+        setting.drawn_kl_of(crowd.num_sequences),
         detail=self_difference(crowd, alone),
     )
 
@@ -204,7 +203,7 @@ BATCH = Factor(
     "batch",
     "A prompt alone and in a crowd: kernels sum in another order for another batch size.",
     "rollout",
-    _batch_offered,
+    several_prompts,
     _batch,
 )
 PREFIX_CACHE = Factor(
@@ -226,7 +225,7 @@ DTYPE = Factor(
     "rollout_dtype",
     "How much of the mismatch is the rollout engine's rounding: bf16 keeps 8 bits, float32 24.",
     "rollout",
-    always,
+    _settable,
     _dtype,
     "engine",
 )
@@ -234,7 +233,7 @@ HEAD = Factor(
     "rollout_lm_head",
     "Logits are large sums rounded once more: the head's precision alone.",
     "rollout",
-    always,
+    _settable,
     _head,
     "engine",
 )

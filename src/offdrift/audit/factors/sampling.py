@@ -99,8 +99,10 @@ def _raw(setting: Setting) -> Found:
 
 def _off_by_one(setting: Setting) -> Found:
     drawn = setting.drawn
-    logp = setting.bench.score(drawn, setting.train).logp
-    corr = {shift: shifted_correlation(drawn, logp, shift) for shift in (-1, 0, 1)}
+    log = setting.scored.logged
+    assert log is not None
+    assert log.logp_old is not None
+    corr = {shift: shifted_correlation(drawn, log.logp_old, shift) for shift in (-1, 0, 1)}
     some = few(drawn, v=setting.bench.vocab_size)
     if int(some.lengths.max()) < 2:
         raise NotOffered("responses of one token cannot be misaligned")
@@ -117,7 +119,7 @@ def _off_by_one(setting: Setting) -> Found:
     return Found(
         "the trainer's distributions one token late instead of aligned",
         measured(shifted, scored),
-        measured_by(setting, some).kl_mean,
+        setting.drawn_kl_of(some.num_sequences),
         why="this pair is misaligned: log-probs fit a neighbouring token better"
         if detected
         else "this pair is aligned; the numbers are what one token of shift would cost",

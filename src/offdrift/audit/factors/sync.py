@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from offdrift.audit.factors.base import Factor, Found, Setting, always
-from offdrift.audit.factors.compare import led_by
+from offdrift.audit.factors.compare import ONE_BY_ONE, few, led_by
 from offdrift.audit.measure import measured
 from offdrift.audit.rescore import rescored
 from offdrift.engines.sync import examine_sync, perturbed
+from offdrift.rollouts.records import Rollouts
 
 FRACTION = 0.02
 """Size of the perturbation, in root-mean-squares of each tensor."""
-PROBES = 8
-"""Prompts that the check of each group of weights samples from."""
+PROBES, CONTEXT = 8, 16
+"""Prompts that the check of each group of weights samples from, and how many of their last tokens:
+weights that stayed behind show after any prompt, and the trainer reads these some fifteen times."""
 
 
 def _sync(setting: Setting) -> Found:
@@ -19,9 +21,10 @@ def _sync(setting: Setting) -> Found:
 
     Both sides of the comparison are scored by the model that holds the weights, in its own dtype.
     """
-    bench, drawn, engine = setting.bench, setting.drawn, setting.engine
+    bench, engine = setting.bench, setting.engine
     model, version = bench.model, setting.engine.version
-    without = measured(drawn, rescored(model, drawn)).kl_mean
+    drawn = few(setting.drawn, sequences=ONE_BY_ONE, v=bench.vocab_size)
+    without = _without(setting, drawn)
     try:
         with perturbed(model, fraction=FRACTION, seed=bench.seed):
             engine.load_weights(model.named_parameters(), version=version)
@@ -29,9 +32,8 @@ def _sync(setting: Setting) -> Found:
             found = measured(moved, rescored(model, moved))
             kept = measured(drawn, rescored(model, drawn)).kl_mean
         engine.load_weights(model.named_parameters(), version=version)
-        report = examine_sync(
-            engine, model, bench.prompts[:PROBES], setting.unfiltered, seed=bench.seed
-        )
+        prompts = [p[-CONTEXT:] for p in bench.prompts[:PROBES]]
+        report = examine_sync(engine, model, prompts, setting.unfiltered, seed=bench.seed)
     except BaseException:
         bench.close_engine(setting.rollout.kind)  # it may hold other weights
         raise
@@ -61,6 +63,13 @@ def _sync(setting: Setting) -> Found:
         ),
         detail={"stale": list(report.stale), "kl_mean_if_nothing_arrived": kept, "groups": groups},
     )
+
+
+def _without(setting: Setting, drawn: Rollouts) -> float:
+    """Mean KL of these first tokens of the draw against the model that holds the weights."""
+    if setting.bench.train_model(setting.train) is setting.bench.model:
+        return setting.drawn_kl_of(drawn.num_sequences)
+    return measured(drawn, rescored(setting.bench.model, drawn)).kl_mean
 
 
 SYNC = Factor(

@@ -22,11 +22,17 @@ from offdrift.audit.factors.compare import (
     scored_alone,
     scores,
 )
-from offdrift.audit.factors.rollout import attention_of
+from offdrift.audit.factors.settings import (
+    Change,
+    attention_changed,
+    dtype_changed,
+    head_changed,
+    several_prompts,
+)
 from offdrift.audit.measure import measured
 from offdrift.audit.pair import Bench
 from offdrift.audit.rescore import rescored
-from offdrift.audit.spec import EngineSpec, Option
+from offdrift.audit.spec import EngineSpec
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines import make_engine
 from offdrift.engines.score import score
@@ -34,34 +40,22 @@ from offdrift.rollouts.records import Rollouts
 from offdrift.segments import Segments
 
 
-def _variant(setting: Setting, changed: str, dtype: str | None = None, **options: Option) -> Found:
+def _variant(setting: Setting, change: Change) -> Found:
     """The baseline's tokens scored by another training engine."""
-    spec = setting.train.with_(dtype=dtype, **options)
-    return Found(changed, measured_by(setting, setting.drawn, train=spec), setting.drawn_kl)
+    figures = measured_by(setting, setting.drawn, train=change.spec)
+    return Found(change.words, figures, setting.drawn_kl)
 
 
 def _dtype(setting: Setting) -> Found:
-    now = setting.train.dtype
-    other = "bfloat16" if now == "float32" else "float32"
-    return _variant(setting, f"{other} instead of {now}", dtype=other)
+    return _variant(setting, dtype_changed(setting.train))
 
 
 def _head(setting: Setting) -> Found:
-    now = str(setting.train.options.get("head_dtype", setting.train.dtype))
-    other = "bfloat16" if now == "float32" else "float32"
-    changed = f"output head in {other} instead of {now}, the rest in {setting.train.dtype}"
-    return _variant(setting, changed, head_dtype=other)
+    return _variant(setting, head_changed(setting.train))
 
 
 def _attention(setting: Setting) -> Found:
-    options = setting.train.options
-    now = str(options.get("attn_implementation", attention_of(setting.bench.model)))
-    other = "sdpa" if now == "eager" else "eager"
-    return _variant(setting, f"{other} instead of {now}", attn_implementation=other)
-
-
-def _batch_offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    return "there is one prompt only" if len(bench.prompts) < 2 else None
+    return _variant(setting, attention_changed(setting.train, setting.bench.model))
 
 
 def _batch(setting: Setting) -> Found:
@@ -70,9 +64,9 @@ def _batch(setting: Setting) -> Found:
     together, alone = score_rows(model, some), [score_rows(model, e) for e in one_by_one(some)]
     kl = exact_divergences(together, torch.cat(alone)).kl_rollout_current
     return Found(
-        f"each sequence scored alone instead of {some.num_sequences} padded together",
+        f"each of {some.num_sequences} sequences scored alone instead of padded among others",
         measured(some, scored_alone(model, some)),
-        measured_by(setting, some).kl_mean,
+        setting.drawn_kl_of(some.num_sequences),
         detail={"self_kl_mean": float(kl.double().mean()), "self_kl_max": float(kl.max())},
     )
 
@@ -165,6 +159,7 @@ def _pad(setting: Setting) -> Found:
     planted = not (sampled or prompted)
     if planted:
         drawn = _with_pad(setting, pad)
+    without = measured_by(setting, drawn).kl_mean if planted else setting.drawn_kl
     model = bench.train_model(setting.train)
     with masked_by_id(model, pad):
         wrong = rescored(model, drawn)
@@ -172,7 +167,7 @@ def _pad(setting: Setting) -> Found:
     return Found(
         f"attention mask of the trainer from ids != {pad} instead of lengths, pad id {where}",
         measured(drawn, wrong),
-        measured_by(setting, drawn).kl_mean,
+        without,
         why=(
             f"pad id {pad}: {sampled} in the responses, {prompted} in the prompts, "
             f"{1000 * chance:.3g} expected in 1000 sampled tokens"
@@ -232,7 +227,7 @@ BATCH = Factor(
     "train_batch",
     "A sequence scored alone and padded among others: padding must not leak into it.",
     "train",
-    _batch_offered,
+    several_prompts,
     _batch,
 )
 CHECKPOINTING = Factor(
