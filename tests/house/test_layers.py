@@ -54,6 +54,7 @@ ALLOWED = {
     "reasoning_gym": {"train/tasks.py"},
     "prime_rl": {"integrations/prime_rl.py"},
     "slime": {"integrations/slime.py"},
+    "nemo_rl": {"integrations/nemo_rl.py"},
     "megatron": {"integrations/slime_record.py"},
     "skyrl": {"integrations/skyrl.py"},
     "math_verify": {"train/tasks.py"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 
@@ -40,7 +41,7 @@ def packed(first: int, last: int, seed: int = 0, noise: float = 0.2):
 
 def stepped(cuts: list[int], name: str = "decoupled_geo_rs_token_tis") -> dict[str, float]:
     adapter = Adapter(name, framework="plain", on_idle="warn")
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in itertools.pairwise(cuts):
         lp, advantages = packed(first, last)
         adapter.loss(lp, advantages, normalizer=6.0)
     return adapter.end_step(1)
@@ -181,7 +182,7 @@ def test_versions_are_compared_as_numbers(found, raises, monkeypatch, caplog) ->
 
 def test_what_is_not_installed_says_what_to_install() -> None:
     require.cache_clear()
-    with pytest.raises(FrameworkError, match="slime is not installed.*tested"):
+    with pytest.raises(FrameworkError, match=r"slime is not installed.*tested"):
         require("slime")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,7 +150,9 @@ def trainer(folder: Path, *, base: type | None = None, model: Any = None, config
     }
     if model is None:
         model = str(folder / "start")
-        if not Path(model).exists():
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            model = tiny_model()  # one folder for all processes would be read while it is written
+        elif not Path(model).exists():
             save_for_engine(tiny_model(), tiny_tokenizer(), model)
     return base(
         model=model,

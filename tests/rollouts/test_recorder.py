@@ -562,7 +562,6 @@ def test_a_closed_recorder_takes_nothing_and_does_not_mask_what_ended_the_loop(
         recorder.add(at(1))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_a_thread_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,6 +569,7 @@ def test_nobody_waits_for_a_thread_that_is_gone(
         raise SystemExit
 
     monkeypatch.setattr(module, "write_unclaimed", gone)
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
     recorder = Recorder(tmp_path, queue=1)
     recorder.add(at(0))
     with pytest.raises(RecordError, match="1 batches are lost"):

@@ -258,7 +258,9 @@ class OffdriftMixin(Base):
             "optim/loss": sum(loss for loss, _ in everyone) / len(everyone),
             "unscored_tokens": sum(missing for _, missing in everyone),
         }
-        if self.use_vllm:  # TRL gives its engine the weights before it draws, and scores with the same
+        if (
+            self.use_vllm
+        ):  # TRL gives its engine the weights before it draws, and scores with the same
             also["old/version_lag"] = 0.0
         for name, value in self.offdrift.end_step(step, also=also).items():
             self._metrics["train"][name].append(value)

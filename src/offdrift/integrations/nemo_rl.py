@@ -1,0 +1,273 @@
+"""NeMo-RL: any method that decides by token or sequence, as its loss function.
+
+In a launcher, before NeMo-RL's own:
+
+    from offdrift.integrations import nemo_rl
+    nemo_rl.install("dppo_tv", horizon=8192)
+
+`setup` of `nemo_rl.algorithms.grpo` then builds this loss instead of `ClippedPGLossFn`. It travels to
+the workers as a value. NeMo-RL's counts of valid tokens and sequences are the denominators, so the
+loss does not depend on micro-batches, sequence packing and ranks.
+
+With `reads="logit"` the loss sees the whole distribution of the current policy, in this framework
+alone. If the data carries what the engine sampled from (all of it, or its top k), KL and TV between
+the two are exact, or an interval that contains them, at every token.
+
+Reference: NeMo-RL 0.6.0 (7ea279abf), `algorithms/loss/interfaces.py`: `LossFunction`;
+`algorithms/loss/utils.py`: `prepare_loss_input`; `algorithms/grpo.py`: `setup`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.errors import EvidenceError, MethodError, check_choice
+from offdrift.integrations.frameworks import require
+from offdrift.integrations.hooks import check_served
+from offdrift.integrations.nemo_rl_logits import (
+    FULL,
+    TOP_IDS,
+    TOP_LOGP,
+    Seen,
+    divergences_of,
+    drawn,
+    score_rows,
+)
+from offdrift.integrations.whole_step import DROPPED as DROPPED
+from offdrift.integrations.whole_step import (
+    SHARES,
+    Choice,
+    WholeStep,
+    columns,
+    nothing,
+    recorded,
+    shares,
+)
+from offdrift.logprobs import LogProbs
+
+WAYS_OUT = {
+    "generation_logprobs": "have the engine return the log-prob of every sampled token",
+    "prev_logprobs": "force_on_policy_ratio skips them: turn it off, or let the policy at this update "
+    'stand for the old one with old="current"',
+    "reference_policy_logprobs": "set grpo.skip_reference_policy_logprobs_calculation=false",
+}
+HINTS = {
+    "divergences": f'give reads="logit", and {FULL} (or {TOP_IDS} and {TOP_LOGP}) in the data',
+    "entropy": 'give reads="logit" and old="current"',
+    "vocab": 'give reads="logit" and vocab=',
+}
+
+Reads = Literal["logprob", "logit"]
+Old = Literal["recorded", "current"]
+
+
+@dataclass(frozen=True)
+class OffdriftLoss:
+    """NeMo-RL's `LossFunction`; made by `loss`, called by the policy workers. No live state."""
+
+    choice: Choice
+    reads: Reads = "logprob"
+    old: Old = "recorded"
+    vocab: int | None = None
+    use_fused_linear_logprobs: bool = False
+    """NeMo-RL reads this to know in which form it has log-probs."""
+
+    @property
+    def loss_type(self) -> Any:
+        """NeMo-RL's name for what the loss is divided by."""
+        by_token = self.choice.row.aggregate == "token_mean"
+        kinds = _interfaces().LossType
+        return kinds.TOKEN_LEVEL if by_token else kinds.SEQUENCE_LEVEL
+
+    @property
+    def input_type(self) -> Any:
+        """What NeMo-RL hands over."""
+        kinds = _interfaces().LossInputType
+        return kinds.LOGIT if self.reads == "logit" else kinds.LOGPROB
+
+    @property
+    def metric_normalizations(self) -> dict[str, Any]:
+        """What each returned metric was divided by, in NeMo-RL's words."""
+        by = _interfaces().MetricNormalizer
+        named = {f"offdrift/{name}": by.TOKENS for name in (*SHARES, DROPPED)}
+        whole = by.TOKENS if self.loss_type.name == "TOKEN_LEVEL" else by.SEQUENCES
+        return {**named, "loss": whole, "num_valid_samples": by.NONE}
+
+    def __call__(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        *,
+        next_token_logprobs: Float[Tensor, "b s"] | None = None,
+        logits: Tensor | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        """This micro-batch's part of the loss and of the metrics; NeMo-RL adds them up.
+
+        Args:
+            data: `input_ids`, `token_mask`, `sample_mask`, `advantages`, `generation_logprobs`,
+                `prev_logprobs`, all `[batch, time]` (`sample_mask` `[batch]`); index 0 is padding.
+            global_valid_seqs: valid sequences of the step, over all micro-batches and ranks.
+            global_valid_toks: its valid tokens.
+            next_token_logprobs: log pi of tokens 1, 2, ...; receives the gradient.
+            logits: scores of the current policy `[batch, time, vocab]`, after its temperature;
+                position t is about token t + 1. Receives the gradient.
+
+        Raises: `EvidenceError`: a log-prob field that the method needs is missing or a placeholder.
+            `BadValueError`: NaN or a positive log-prob on a trainable token.
+            `ShapeError`: the vocabulary is sharded.
+        """
+        hook = _hook(self)
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        seen = Seen(data, mask != 0)
+        count = float(data["sample_mask"].sum())
+        scores = None if logits is None else score_rows(logits, seen, self.vocab)
+        if scores is None and next_token_logprobs is None:
+            raise EvidenceError(f'NeMo-RL gave no log-probs to a loss that reads="{self.reads}"')
+        if not bool(seen.mask.any()):
+            given = next_token_logprobs if scores is None else scores
+            return nothing(given), {"loss": 0.0, "num_valid_samples": count}  # type: ignore[arg-type]
+        logp = next_token_logprobs if scores is None else seen.unpack(drawn(scores, seen.ids))
+        logprobs = self._packed(logp, seen, hook)  # type: ignore[arg-type]
+        known: dict[str, Any] = {} if scores is None else self._known(scores, seen, logprobs, hook)
+        result = hook.push(
+            logprobs,
+            logprobs.like_caller(data["advantages"][:, 1:]),
+            columns(mask, logprobs),
+            tokens=global_valid_toks,
+            sequences=global_valid_seqs,
+            also={"tokens": seen.ids},
+            **known,
+        )
+        found = {f"offdrift/{k}": x for k, x in shares(result, global_valid_toks).items()}
+        said = {"loss": float(result.loss.detach()), "num_valid_samples": count}
+        return result.loss, {**found, **said}
+
+    def _packed(self, logp: Tensor, seen: Seen, hook: WholeStep) -> LogProbs:
+        def given(name: str) -> Tensor:
+            return recorded(seen.field(name), seen.mask, name, WAYS_OUT[name], beside=logp)
+
+        old = given("prev_logprobs") if self.old == "recorded" else logp.detach()
+        ref = given("reference_policy_logprobs") if hook.method.penalty is not None else None
+        return LogProbs.pack(given("generation_logprobs"), logp, old, logp_ref=ref, mask=seen.mask)
+
+    def _known(
+        self, scores: Tensor, seen: Seen, logprobs: LogProbs, hook: WholeStep
+    ) -> dict[str, Any]:
+        """Divergences and entropies of whole distributions, where the data allows them."""
+        known: dict[str, Any] = {"vocab": self.vocab}
+        divergences = divergences_of(scores.detach(), seen, logprobs)
+        if divergences is None and hook.method.needs_divergences:
+            raise EvidenceError(f"this method needs divergences of whole distributions: {HINTS['divergences']}")  # fmt: skip
+        known["divergences"] = divergences
+        if "entropy" in hook.method.needs:
+            log_pi = scores.detach().float().log_softmax(-1)
+            known["entropy"] = -(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(-1)
+        return known
+
+
+def loss(
+    method: str | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    reads: Reads = "logprob",
+    old: Old = "recorded",
+    vocab: int | None = None,
+    horizon: int | None = None,
+    record: str | os.PathLike[str] | None = None,
+    on_idle: str | None = None,
+    use_fused_linear_logprobs: bool = False,
+) -> OffdriftLoss:
+    """A method as NeMo-RL's `LossFunction`, to be given to `grpo_train`.
+
+    Args:
+        method: a row of `METHODS`; None reads OFFDRIFT_METHOD.
+        settings: single values of the method; None reads OFFDRIFT_SETTINGS.
+        reads: "logprob", or "logit" for whole distributions; that holds the logits of a micro-batch
+            once more in float32, and needs the vocabulary whole (no tensor parallelism over it).
+        old: "current" lets the policy at this update stand for the old one, as NeMo-RL's
+            `force_on_policy_ratio` does.
+        vocab: tokens of the tokenizer, with reads="logit": a smaller logit row is a shard of one.
+        horizon: tokens per sequence, for aggregate="fixed".
+        record: folder for token ids, log-probs and advantages; None reads OFFDRIFT_RECORD.
+        on_idle: "error" or "warn"; None reads OFFDRIFT_ON_IDLE.
+        use_fused_linear_logprobs: NeMo-RL computes log-probs without logits.
+
+    Raises: `EvidenceError`, `MethodError`: NeMo-RL's hook cannot serve the method.
+    """
+    check_choice("reads", reads, ("logprob", "logit"))
+    check_choice("old", old, ("recorded", "current"))
+    require("nemo-rl")
+    if reads == "logit" and (vocab is None or use_fused_linear_logprobs):
+        raise MethodError(
+            'reads="logit" needs vocab= (len(tokenizer)), and use_fused_linear_logprobs off, which '
+            "computes log-probs without logits"
+        )
+    choice = Choice.of("nemo-rl", method, settings, record, on_idle, horizon)
+    made = OffdriftLoss(choice, reads, old, vocab, use_fused_linear_logprobs)
+    has = {"logp_old", "logp_ref"} | ({"divergences"} if reads == "logit" else set())
+    has |= {"entropy", "vocab"} if reads == "logit" and old == "current" else set()
+    check_served(choice.row, framework="nemo-rl", has=has, hints=HINTS)
+    return made
+
+
+def install(method: str | None = None, **given: Any) -> None:
+    """Have NeMo-RL's `setup` build this loss; call it before, in the process that calls `setup`.
+
+    Args: as `loss`. `force_on_policy_ratio` and the fused log-probs of NeMo-RL's configuration are
+        followed.
+
+    Raises: as `loss`; later, in `setup`: `MethodError` if its configuration has a KL penalty that the
+        method would drop.
+    """
+    require("nemo-rl")
+    loss(method, **given)  # wrong arguments are an error here, not after minutes of set-up
+    from nemo_rl.algorithms import grpo
+
+    _ORIGINAL.setdefault("ClippedPGLossFn", grpo.ClippedPGLossFn)
+    grpo.ClippedPGLossFn = functools.partial(_instead, method, given)
+
+
+def uninstall() -> None:
+    """Have `setup` build NeMo-RL's own loss again."""
+    if _ORIGINAL:
+        from nemo_rl.algorithms import grpo
+
+        grpo.ClippedPGLossFn = _ORIGINAL.pop("ClippedPGLossFn")
+
+
+_ORIGINAL: dict[str, Any] = {}
+
+
+def _instead(
+    method: str | None, given: Mapping[str, Any], cfg: Any, use_fused_linear_logprobs: bool = False
+) -> OffdriftLoss:
+    """What `setup` gets for `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`."""
+    if getattr(cfg, "force_on_policy_ratio", False):
+        given = {**given, "old": "current"}
+    made = loss(method, **{"use_fused_linear_logprobs": use_fused_linear_logprobs, **given})
+    if getattr(cfg, "reference_policy_kl_penalty", 0) != 0 and made.choice.row.penalty is None:
+        raise MethodError(
+            f"loss_fn.reference_policy_kl_penalty={cfg.reference_policy_kl_penalty} belongs to "
+            f"NeMo-RL's loss and would be dropped: set it to 0, or give {made.choice.method} a penalty"
+        )
+    return made
+
+
+@functools.cache
+def _hook(made: OffdriftLoss) -> WholeStep:
+    return made.choice.attach("nemo-rl")
+
+
+def _interfaces() -> Any:
+    # NeMo-RL has loaded this module by now; nobody else needs it to import ours.
+    from nemo_rl.algorithms.loss import interfaces
+
+    return interfaces
