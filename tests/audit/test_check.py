@@ -288,7 +288,7 @@ def test_factors_are_chosen_by_name():
 @pytest.mark.parametrize(
     ("options", "costs"),
     [({}, {"compile"}), ({"quick": True}, {"engine", "compile"}), ({"thorough": True}, set())],
-    ids=str,
+    ids=["default", "quick", "thorough"],
 )
 def test_what_is_dear_is_left_out_and_says_how_to_run_it(options, costs):
     run, later = chosen("all", **options), left_out("all", **options)

@@ -118,7 +118,7 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
         sums |= {"reward": batch.rewards.double().where(known, 0.0).sum(), "reward/n": known.sum()}
     if batch.truncated is not None:
         sums |= {"truncated": batch.truncated.count_nonzero(), "truncated/n": float(b)}
-    if batch.lag is not None and n:
+    if batch.lag is not None and batch.version is not None and n:
         sums |= {"version_lag": batch.lag.sum(), "version_lag/n": float(n)}
         maxima["version_lag_max"] = batch.lag.max()
         maxima["-version_lag_min"] = -batch.lag.min()

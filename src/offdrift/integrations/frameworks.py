@@ -31,8 +31,8 @@ class Framework:
 
 
 FRAMEWORKS = {
-    "verl": Framework("verl", "verl", "0.9.0", "0.9.1", "pip install 'verl==0.9.1'", True),
-    "trl": Framework("trl", "trl", "1.16.0", "1.16.0", "pip install 'trl==1.16.0'", True),
+    "verl": Framework("verl", "verl", "0.9.0", "0.9.1", "pip install 'offdrift[verl]'", True),
+    "trl": Framework("trl", "trl", "1.16.0", "1.16.0", "pip install 'offdrift[trl]'", True),
     "prime-rl": Framework("prime-rl", "prime_rl", "0.8.0", "0.8.0", "see docs/integrations/prime-rl.md", False),
     "slime": Framework("slime", "slime", "0.3.1", "0.3.1", "see docs/integrations/slime.md", False),
     "miles": Framework("miles", "miles", "0.1.0", "0.1.0", "see docs/integrations/slime.md", False),
