@@ -115,8 +115,12 @@ def test_verdict_takes_the_most_urgent_level_and_the_first_repair():
     found = diagnose([{"mismatch/pearson": 0.93, "mismatch/k1": 0.01}])
     told = verdict(found)
     assert told["level"] == "stop"
-    assert told["text"].startswith(found[0].symptom)
-    assert "1 more finding." in told["text"]
+    assert [f.severity for f in found] == ["act", "stop"]
+    assert told["text"] == f"{found[1].symptom} Repair first: {found[0].symptom} {found[0].fix}"
+    alone = verdict(found[:1])
+    assert alone == {"level": "act", "text": f"{found[0].symptom} {found[0].fix}"}
+    thrice = verdict([*found, *found[:1]])
+    assert thrice["text"] == f"{told['text']} 1 more finding."
     assert verdict([]) == {"level": "ok", "text": "No drift that matters shows in this log."}
 
 

@@ -13,8 +13,8 @@ from offdrift.report.compare import comparison_view
 from offdrift.report.findings import (
     CAUSES,
     SEVERITY_STYLE,
-    by_urgency,
     finding_view,
+    in_order,
     shown,
     verdict_of,
     verdict_view,
@@ -74,9 +74,9 @@ def test_the_snippet_of_the_detected_framework_comes_first(framework: str, first
     assert sorted(names) == sorted(SNIPPETS)
 
 
-def test_the_most_urgent_finding_comes_first_and_equals_keep_their_order() -> None:
+def test_what_can_wait_stands_last_and_the_order_of_repair_stays() -> None:
     found = [finding(severity=s, rule=str(i), symptom=f"{i}") for i, s in enumerate(("info", "act", "stop", "watch", "act", "odd"))]  # fmt: skip
-    assert [f.symptom for f in by_urgency(found)] == ["2", "1", "4", "3", "0", "5"]
+    assert [f.symptom for f in in_order(found)] == ["1", "2", "4", "0", "3", "5"]
     assert list(SEVERITY_STYLE) == ["info", "watch", "act", "stop"]
 
 

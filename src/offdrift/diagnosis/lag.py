@@ -93,7 +93,9 @@ def _kl_same(view: View) -> Found | None:
 def _kl_over_same(view: View) -> Found | None:
     """How many times the drift at the same weights the drift now is."""
     now, same = _kl(view), _kl_same(view)
-    return None if now is None or same is None else Found(now.value / max(same.value, 1e-6), now.metric)  # fmt: skip
+    if now is None or same is None:
+        return None
+    return Found(now.value / max(same.value, 1e-6), f"{now.metric}, over that at the same weights")
 
 
 def _growth_at_same_weights(view: View) -> Found | None:
@@ -104,7 +106,7 @@ def _growth_at_same_weights(view: View) -> Found | None:
     # Of fewer steps one lucky batch would be the baseline.
     if now is None or before is None or window.seen_same < 4:
         return None
-    return Found(now / max(before, 1e-6), f"{name} at lag 0")
+    return Found(now / max(before, 1e-6), f"{name} at lag 0, over that of the first steps")
 
 
 def _jump_at_same_weights(view: View) -> Found | None:
@@ -113,7 +115,7 @@ def _jump_at_same_weights(view: View) -> Found | None:
     now, first = _middle(list(window.same_weights), name), _middle(window.first_same[:1], name)
     if now is None or first is None or window.seen_same < 2:
         return None
-    return Found(now / max(first, 1e-9), f"{name} at lag 0")
+    return Found(now / max(first, 1e-9), f"{name} at lag 0, over that of the first step")
 
 
 def _lag(view: View) -> Found | None:
@@ -134,7 +136,7 @@ def _lag_growth(view: View) -> Found | None:
     middle = ((rows[0][key] or 0) + (rows[-1][key] or 0)) / 2
     low = _middle([r for r in rows if (r[key] or 0) <= middle], f"{on}/k3")
     high = _middle([r for r in rows if (r[key] or 0) > middle], f"{on}/k3")
-    return None if low is None or high is None else Found(high / max(low, 1e-6), f"{on}/k3 by lag")
+    return None if low is None or high is None else Found(high / max(low, 1e-6), f"{on}/k3 at long lags, over that at short ones")  # fmt: skip
 
 
 def _kl_per_update(view: View) -> Found | None:

@@ -15,7 +15,8 @@ URGENCY = ("stop", "act", "watch", "info")
 def verdict(findings: Sequence[Finding], numbers: Row | None = None) -> dict[str, str]:
     """The level, "ok", "watch", "act" or "stop", and what to tell a person.
 
-    The level is that of the most urgent finding; the text, of the one to repair first.
+    The level is that of the most urgent finding. The text tells it, and the one to repair first: a
+    reward that collapsed is urgent, and is mended by its cause.
 
     Args:
         numbers: metrics of the run; named where nothing is wrong.
@@ -27,10 +28,12 @@ def verdict(findings: Sequence[Finding], numbers: Row | None = None) -> dict[str
     told = [f for f in findings if f.severity != "info"]
     if not told:
         return {"level": "ok", "text": f"No drift that matters{_agreement(numbers or {})}."}
-    level = min((f.severity for f in told), key=URGENCY.index)
-    others = len(told) - 1
+    first, urgent = told[0], min(told, key=lambda f: URGENCY.index(f.severity))
+    level = urgent.severity
+    lead = "" if urgent.severity == first.severity else f"{urgent.symptom} Repair first: "
+    others = len(told) - (2 if lead else 1)
     more = f" {others} more finding{'s' * (others > 1)}." if others else ""
-    return {"level": level, "text": f"{told[0].symptom} {told[0].fix}{more}"}
+    return {"level": level, "text": f"{lead}{first.symptom} {first.fix}{more}"}
 
 
 def _agreement(numbers: Row) -> str:

@@ -6,8 +6,9 @@ on the page is aggregates and at most twenty short windows of tokens, whatever t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from offdrift.report.audit_charts import along, explorable, inhabited, labels, over_time
@@ -15,7 +16,7 @@ from offdrift.report.audit_methods import METHOD_COLUMNS, tried, untried
 from offdrift.report.audit_terminal import count_words, unanswered
 from offdrift.report.document import render_document, write_document
 from offdrift.report.fields import Fields, at, items, mapping, rows, text
-from offdrift.report.findings import WORDS, by_urgency, verdict_of
+from offdrift.report.findings import WORDS, in_order, verdict_of
 from offdrift.report.headline import (
     PAIR_WORDS,
     PAIRS,
@@ -118,7 +119,7 @@ def common_context(fields: Fields) -> dict[str, Any]:
         "verdict": words,
         "level": level,
         "words": WORDS,
-        "findings": by_urgency(fields.get("findings"), framework),
+        "findings": in_order(fields.get("findings"), framework),
         "counts": count_words(fields),
         "created": text(fields.get("created")),
         "version": text(fields.get("offdrift")),
@@ -129,12 +130,18 @@ def common_context(fields: Fields) -> dict[str, Any]:
 
 
 def title_of(audit: Fields) -> str:
-    """What the log is called: its folder, or the first file and how many more."""
-    paths = [text(p) for p in items(at(audit, "source", "paths"))]
+    """What the log is called: its file, or the folder that all of its files are in.
+
+    Example:
+        >>> title_of({"source": {"paths": ["runs/a/log/0.parquet", "runs/a/log/1.parquet"]}})
+        'a/log'
+    """
+    paths = [PurePath(text(p)) for p in items(at(audit, "source", "paths"))]
     if not paths:
         return "a log"
-    name = "/".join(Path(paths[0]).parts[-2:]) or paths[0]
-    return clipped(name, 200) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+    alone = len(paths) == 1 or len({p.anchor for p in paths}) > 1
+    name = paths[0] if alone else PurePath(os.path.commonpath([p.parent for p in paths]))
+    return clipped("/".join(name.parts[-2:]) or str(paths[0]), 200)
 
 
 def groups(charts: list[Chart]) -> list[tuple[str, str, str]]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from offdrift.report.audit_methods import METHOD_COLUMNS, Tried, familiar, tried
 from offdrift.report.fields import Fields, at, mapping, rows, text
-from offdrift.report.findings import WORDS, by_urgency, safe, shown_view, verdict_view
+from offdrift.report.findings import WORDS, in_order, safe, shown_view, verdict_view
 from offdrift.report.headline import Headline, headlines
 from offdrift.report.stored import number
 
@@ -31,7 +31,7 @@ def audit_view(audit: Fields, width: int = 100) -> RenderableType:
         width: columns of the terminal.
     """
     framework = text(at(audit, "source", "framework"))
-    findings = by_urgency(audit.get("findings"), framework)
+    findings = in_order(audit.get("findings"), framework)
     parts: list[RenderableType] = [
         _source(audit),
         verdict_view(audit.get("verdict"), width=width),

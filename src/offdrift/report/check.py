@@ -13,7 +13,7 @@ from rich.text import Text
 
 from offdrift.report.check_thresholds import BUDGET, OUTSIDE, cited, correlation_or_short, held
 from offdrift.report.fields import Fields, at, mapping, rows, text
-from offdrift.report.findings import WORDS, by_urgency, safe, shown_view, verdict_view
+from offdrift.report.findings import WORDS, in_order, safe, shown_view, verdict_view
 from offdrift.report.headline import headlines
 from offdrift.report.stored import number
 from offdrift.report.table import short
@@ -34,7 +34,7 @@ def check_view(check: Fields, width: int = 100) -> RenderableType:
         check: content of `check.json`.
         width: columns of the terminal.
     """
-    findings = by_urgency(check.get("findings"), OWN)
+    findings = in_order(check.get("findings"), OWN)
     parts: list[RenderableType] = [
         verdict_view(check.get("verdict"), width=width),
         Text(" · ".join(about(check)), style="dim"),

@@ -19,7 +19,7 @@ from offdrift.report.comparison import SHARES, Compared, familiar, methods, over
 from offdrift.report.comparison import differences as differences
 from offdrift.report.document import render_document, write_document
 from offdrift.report.fields import Fields, at, column, mapping, rows, text
-from offdrift.report.findings import WORDS, by_urgency, safe, verdict_of
+from offdrift.report.findings import WORDS, in_order, safe, verdict_of
 from offdrift.report.headline import PAIRS, headlines, meaning_of
 from offdrift.report.histogram import axis, bars_of, steps_of
 from offdrift.report.plots import Chart, Columns, Series
@@ -83,7 +83,7 @@ def _run(audit: Fields) -> dict[str, Any]:
     return {
         "level": level,
         "verdict": words,
-        "findings": by_urgency(audit.get("findings"), framework),
+        "findings": in_order(audit.get("findings"), framework),
         "headlines": headlines(audit),
         "provenance": provenance(audit),
         "counts": count_words(audit),

@@ -109,11 +109,10 @@ def shown(finding: Fields, framework: str = OWN) -> Shown:
     )
 
 
-def by_urgency(findings: object, framework: str = OWN) -> list[Shown]:
-    """All findings, the most urgent first; of the same urgency in the order given."""
-    return sorted(
-        (shown(f, framework) for f in rows(findings)), key=lambda s: LEVELS.index(s.level)
-    )
+def in_order(findings: object, framework: str = OWN) -> list[Shown]:
+    """All findings in the order of repair, as they were given; what can wait stands last."""
+    found = [shown(f, framework) for f in rows(findings)]
+    return sorted(found, key=lambda s: s.level not in ("stop", "act"))
 
 
 def finding_view(finding: Fields, framework: str = OWN, width: int = 100) -> RenderableType:
