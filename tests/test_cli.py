@@ -82,7 +82,7 @@ def test_a_mistake_is_one_message_without_a_traceback(words, code, said):
 def test_train_interrupt_and_resume(tmp_path):
     run = tmp_path / "run"
     # Long enough that the second arm is still at it when the signal comes, on a busy machine too.
-    longer = [w.replace("batches=4", "batches=24") for w in SMALL]
+    longer = [w.replace("batches=4", "batches=48") for w in SMALL]
     words = ["train", "recipes/tiny.toml", *longer, "--out", str(run), "--arms", "none,trm_max"]
     command = [sys.executable, "-u", "-m", "offdrift", *words]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:  # fmt: skip
@@ -96,7 +96,7 @@ def test_train_interrupt_and_resume(tmp_path):
     assert started.returncode == 130, output
     printed = output.replace("\n", "")
     assert f"--arms none,trm_max --out {run} --resume" in printed, "the way back repeats the flags"
-    assert "--set batches=24" in printed
+    assert "--set batches=48" in printed
     assert "Traceback" not in output
     refused = offdrift(*words)
     assert refused.returncode == 2

@@ -61,7 +61,7 @@ def dense(vllm_engine):
 def test_the_plain_reload_is_caught_and_the_group_named(vllm_engine, kind, message, monkeypatch):
     model, engine = tiny(kind), vllm_engine(kind, dtype="float32")
     with monkeypatch.context() as patch:
-        patch.setattr(vllm_engine_module, "_repack", lambda llm: None)
+        patch.setattr(vllm_engine_module, "repacked", lambda llm: None)
         with pytest.raises(SyncError, match=message) as caught:
             verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
     assert "attention: differ" not in str(caught.value)

@@ -34,7 +34,13 @@ def verl():
         from verl.trainer.config import AlgoConfig
         from verl.trainer.ppo import core_algos
     return SimpleNamespace(
-        registry=core_algos.ADV_ESTIMATOR_REGISTRY, config=AlgoConfig(gamma=0.9, lam=0.8)
+        # offdrift is a plugin of verl and registers its own, too
+        registry={
+            n: f
+            for n, f in core_algos.ADV_ESTIMATOR_REGISTRY.items()
+            if not n.startswith("offdrift/")
+        },
+        config=AlgoConfig(gamma=0.9, lam=0.8),
     )
 
 
