@@ -54,7 +54,7 @@ $(VENV)/.smollm2: $(VENV)/.train
 # The real verl and TRL, for parity and adapter tests. verl's own requirements name older packages than
 # the rest of this environment has; its algorithms and trainers run with these.
 $(VENV)/.parity: $(VENV)/.train requirements-parity.txt
-	$(PIP) --no-deps verl==0.9.1 torchdata==0.11.0 TransferQueue==0.1.11 peft==0.21.2
+	$(PIP) --no-deps verl==0.9.1 torchdata==0.11.0 TransferQueue==0.1.11 peft==0.21.2 hydra-core==1.3.8
 	$(PIP) --requirement requirements-parity.txt
 	touch $@
 
