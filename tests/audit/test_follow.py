@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from offdrift.audit.follow import Log, Metrics, sources
+from offdrift.rollouts.record import record
+from offdrift.rollouts.recorder import Recorder
 
 
 def line(step: int, reward: float = 1.0, shift: float = 0.1) -> str:
@@ -130,3 +133,50 @@ def test_finishing_gives_the_step_that_was_waiting(tmp_path):
     assert list(follow.poll()) == []
     assert [r.numbers["step"] for r in follow.finish()] == [1]
     assert list(follow.finish()) == []
+
+
+def aged(step: int, version: int, drawn: int) -> str:
+    row = {**json.loads(line(step)), "version": version, "rollout_version": drawn}
+    return json.dumps(row) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("versions", "lags"),
+    [
+        ([(5, 5), (5, 5), (5, 5)], [0, None, None]),  # a counter that nobody moves
+        ([(5, 5), (6, 6), (7, 6)], [0, 0, 1]),
+        ([(5, 4), (5, 3), (5, 2)], [1, 2, 3]),
+    ],
+)
+def test_versions_that_stand_still_are_no_age(tmp_path, versions, lags):
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(aged(i + 1, *pair) for i, pair in enumerate(versions)))
+    follow = Log([str(log)])
+    rows = [*follow.poll(), *follow.finish()]
+    assert [r.numbers.get("version_lag/mean") for r in rows] == lags
+
+
+def test_a_step_waits_for_the_files_of_other_ranks_and_memory_for_none(tmp_path):
+    """Two ranks record the same steps, the second always a file later; all steps are whole."""
+    follow_clock = Clock()
+    follow = Log([str(tmp_path)], clock=follow_clock)
+    recorders = [Recorder(tmp_path, rank=rank, seconds=600) for rank in (0, 1)]
+    rows, most = [], 0
+    for block in range(4):
+        for recorder in recorders:
+            for step in range(5 * block + 1, 5 * block + 6):
+                logp = torch.full((4, 6), -1.0)
+                record(recorder, step=step, logp_rollout=logp, logp=logp - 0.01, mask=torch.ones(4, 6))  # fmt: skip
+            recorder.flush()
+            follow_clock.now += 4
+            rows += follow.poll()
+            most = max(most, len(follow.open))
+    assert len(rows) > 5, "not only at the end"
+    assert most < 20, "what was given is forgotten"
+    rows += follow.finish()
+    for recorder in recorders:
+        recorder.close()
+    assert [(r.numbers["step"], r.numbers["sequences"]) for r in rows] == [
+        (i, 8) for i in range(1, 21)
+    ]
+    assert follow.late_rows == 0

@@ -203,6 +203,8 @@ def changed(**changes):
     [
         ("localhost:8000", "is no address"), ("file:///etc/passwd", "is no address"), ("", "is no address"),
         ("http://user:secret@host/v1", "OFFDRIFT_API_KEY"), ("http://host/v1?key=secret", "OFFDRIFT_API_KEY"),
+        ("http://host:port/v1", "is no address"), ("http://host:99999/v1", "is no address"), ("http://[::1", "is no address"),
+        ("http://user:secret/b@host/v1", "is no address"),
     ],
 )  # fmt: skip
 def test_an_address_that_is_none_or_holds_a_secret_is_refused(url, words):
@@ -243,6 +245,22 @@ def test_connections_that_were_closed_meanwhile_cost_one_try_together(played):
     for connection in idle:
         connection.sock.shutdown(socket.SHUT_RDWR)
     assert made.generate([[1]] * 8, PLAIN, seed=0).num_sequences == 8
+
+
+def test_without_retries_no_connection_is_used_that_may_be_closed(played):
+    made = engine(played, retries=0)
+    (idle,) = made._server._idle
+    idle.sock.shutdown(socket.SHUT_RDWR)
+    assert made.generate([[1]], PLAIN, seed=0).num_sequences == 1
+
+
+@pytest.mark.parametrize(("retries", "again"), [(0, True), (2, False)])
+def test_connections_do_not_pile_up(played, retries, again):
+    made = Server(played.url, retries=retries)
+    for _ in range(5):
+        made.post("/generate", {"input_ids": [1], "sampling_params": {"temperature": 1, "top_k": -1, "max_new_tokens": 1}, "top_logprobs_num": 1}, again=again)  # fmt: skip
+    assert len(made._idle) == 1
+    made.close()
 
 
 def test_a_refusal_is_not_tried_again_and_is_quoted(played):
@@ -312,6 +330,38 @@ def test_the_first_failure_stops_what_has_not_begun(played):
     assert len(played.drawn()) < 100
 
 
+def test_an_interrupt_stops_what_has_not_begun(played, monkeypatch):
+    made = engine(played, concurrency=2)
+    played.fault = lambda verb, path, body: time.sleep(0.02) if path == "/v1/completions" else None
+
+    def interrupted(*_, **__):
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offdrift.engines.openai.wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.generate([[1]] * 200, PLAIN, seed=0)
+    assert 2 <= len(played.drawn()) < 100
+
+
+@pytest.mark.parametrize("key", ["sk-first\r\nX: y", "sk-first\u2603", "sk-\x00first"])
+def test_a_key_that_no_header_can_carry_is_refused_unseen(played, monkeypatch, key):
+    if "\x00" in key:  # which no environment can hold, but a library's own may
+        monkeypatch.setattr("os.environ", {"OFFDRIFT_API_KEY": key})
+    else:
+        monkeypatch.setenv("OFFDRIFT_API_KEY", key)
+    with pytest.raises(EngineError, match="no header can carry") as caught:
+        engine(played)
+    assert "sk-" not in str(caught.value)
+    assert played.asked == []
+
+
+def test_a_key_from_a_file_with_a_line_end_is_sent_without_it(played, monkeypatch):
+    monkeypatch.setenv("OFFDRIFT_API_KEY", "sk-first\r\n")
+    engine(played)
+    assert {h.get("Authorization") for *_, h in played.asked} == {"Bearer sk-first"}
+
+
 def test_a_key_is_sent_and_stands_nowhere_else(played, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-another")  # of another service
     monkeypatch.setenv("OFFDRIFT_API_KEY", "sk-first")
@@ -336,13 +386,16 @@ def test_a_key_is_sent_and_stands_nowhere_else(played, monkeypatch):
         ({"token_ids": [1, 2, True], "tokens": ["token_id:1", "token_id:2", "token_id:True"]}, "token 2 is True"),
         ({"prompt_token_ids": [1, 3]}, "it was tokenized again"),
         ({"token_logprobs": [-1.0, -1.0]}, "3 tokens have 2 log-probs"),
-        ({"token_logprobs": [-1.0, -1.0, None]}, "a log-prob is 'None'"),
-        ({"token_logprobs": [-1.0, -1.0, math.nan]}, "a log-prob is 'nan'"),
+        ({"token_logprobs": [-1.0, -1.0, None]}, "a log-prob is None"),
+        ({"token_logprobs": [-1.0, -1.0, math.nan]}, "a log-prob is nan"),
         ({"token_logprobs": [-1.0, -1.0, "-1"]}, "a log-prob is '-1'"),
         ({"token_logprobs": [-1.0, -1.0, 3.5]}, "are these logits"),
         ({"token_logprobs": [-1.0, -1.0, -9999.0]}, "log-prob -inf"),
+        ({"token_logprobs": [-1.0, -1.0, 10**400]}, "are these logits"),
+        ({"token_logprobs": [-1.0, -1.0, -(10**400)]}, "log-prob -inf"),
+        ({"token_ids": [1, 2, ["x" * 999]], "tokens": ["token_id:1", "token_id:2", f"token_id:{['x' * 999]}"]}, "token 2 is .{80}; the vocabulary"),
         ({"finish_reason": "abort"}, "finish_reason = 'abort'"),
-        ({"finish_reason": None}, "finish_reason = 'None'"),
+        ({"finish_reason": None}, "finish_reason = None"),
         ({"token_ids": [1, 2], "tokens": ["token_id:1", "token_id:2"], "token_logprobs": [-1.0, -1.0], "finish_reason": "stop", "stop_reason": 2}, "2 of 3 tokens at token 2 .*generation-config"),
         ({"token_ids": [], "tokens": [], "token_logprobs": []}, "0 tokens, 1 to 3"),
         ({"logprobs": None}, "logprobs is NoneType, not dict"),
@@ -375,6 +428,19 @@ def test_too_few_likeliest_tokens_are_refused(played, row):
     played.fault = changed(top_logprobs=[row] * 3)
     with pytest.raises(EngineError, match=r"[01] tokens of the vocabulary are listed where 2"):
         engine(played).generate([[1]], PLAIN, seed=0, evidence=2)
+
+
+def test_a_token_that_is_listed_with_two_log_probs_is_refused(sglang):
+    def fault(verb, path, body):
+        if path == "/generate":
+            said = sglang.generated(body)
+            row = said["meta_info"]["output_top_logprobs"][1]
+            row.append([row[0][0] - 1.0, row[0][1], None])
+            return said
+
+    sglang.fault = fault
+    with pytest.raises(EngineError, match="token 0 is listed with two log-probs"):
+        engine(sglang).generate([[1]], PLAIN, seed=0, evidence=3)
 
 
 def test_what_was_cut_off_has_no_probability(played):
@@ -459,6 +525,30 @@ def test_which_model_must_be_clear(played, names):
     played.fault = lambda verb, path, body: {"data": [{"id": n} for n in names]} if path == "/v1/models" else None  # fmt: skip
     with pytest.raises(EngineError, match="say which one with model = NAME"):
         engine(played)
+
+
+def test_a_list_of_models_that_is_none_serves_none(played):
+    played.fault = lambda verb, path, body: {"data": 5} if path == "/v1/models" else None
+    with pytest.raises(EngineError, match="serves no model"):
+        engine(played)
+
+
+def test_an_answer_of_another_model_is_refused_and_one_under_an_alias_is_not(played):
+    cards = [{"id": n, "root": root, "owned_by": "vllm"} for n, root in [("first", "/m"), ("m", "/m"), ("lora", "/l")]]  # fmt: skip
+    answers = {"name": "first"}
+
+    def fault(verb, path, body):
+        if path == "/v1/models":
+            return {"data": cards}
+        return Played().completion(body) | {"model": answers["name"]} if path == "/v1/completions" else None  # fmt: skip
+
+    played.fault = fault
+    made = engine(played, model="m")  # vLLM answers under the first name of the weights
+    assert made.generate([[1]], PLAIN, seed=0).num_sequences == 1
+    for name in ("lora", "gpt", ["m"]):
+        answers["name"] = name
+        with pytest.raises(EngineError, match=r"answered in place of 'm'"):
+            made.generate([[1]], PLAIN, seed=0)
 
 
 def test_a_restart_that_loses_weights_is_noticed(played):
@@ -598,6 +688,7 @@ def test_sglang_takes_weights_through_a_folder(sglang, tmp_path):
         ({"output_ids": [1]}, "not those of output_ids"), ({"meta": {"prompt_tokens": 9}}, "prompt_tokens is 9"),
         ({"meta": {"finish_reason": {"type": "abort"}}}, "finish_reason = 'abort'"), ({"meta": {"weight_version": "x"}}, "holds weights 'x'"),
         ({"meta": {"output_token_logprobs": [[-1.0]]}}, "not \\[log-prob, token, text\\]"),
+        ({"meta": {"output_top_logprobs": 5}}, "int where a list belongs"), ({"meta": {"output_top_logprobs": [5] * 3}}, "int where a list belongs"),
     ],
 )  # fmt: skip
 def test_answers_of_sglang_that_do_not_add_up_are_refused(sglang, change, words):
@@ -610,6 +701,19 @@ def test_answers_of_sglang_that_do_not_add_up_are_refused(sglang, change, words)
     sglang.fault = fault
     with pytest.raises(EngineError, match=words):
         engine(sglang).generate([[1]], PLAIN, seed=0)
+
+
+def test_versions_per_token_that_are_no_list_are_refused(played):
+    def fault(verb, path, body):
+        if path == "/inference/v1/generate":
+            tokens, logp, _ = played.rows(body["sampling_params"], 3)
+            rows = [{"token_id": t, "logprob": x, "top_logprobs": []} for t, x in zip(tokens, logp)]
+            choice = {"token_ids": tokens, "finish_reason": "length", "logprobs": {"content": rows}}
+            return {"choices": [choice | {"weight_versions": 5}]}
+
+    played.fault = fault
+    with pytest.raises(EngineError, match="int where a list belongs"):
+        engine(played, api="generate").generate([[1]], PLAIN, seed=0)
 
 
 # -- how it is named --------------------------------------------------------------------------------

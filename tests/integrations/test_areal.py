@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,7 +245,7 @@ class Engine:
 
     def train_batch(self, mb: Any, loss_fn: Any, loss_weight_fn: Any) -> dict[str, float]:
         self.optimizer.zero_grad()
-        total = float(self.given.mask.sum())
+        total = max(1.0, float(self.given.mask.sum()))
         for rows in self.pieces:
             piece = laws.rows(self.given, torch.tensor(rows))
             data = {k: x.nan_to_num() for k, x in packed(piece).items()}
@@ -258,15 +258,16 @@ class Engine:
         return {}
 
 
-def update(actor: Any, **changed: Any) -> Any:
+def update(actor: Any, given: Batch | None = None, **changed: Any) -> Any:
     """One `_ppo_update` of the batch, in two micro-batches; returns AReaL's statistics."""
+    given = batch() if given is None else given
     own = {"log_agent_stats": False, "mask_no_eos_with_zero": False, "ppo_n_minibatches": 1}
     config = SimpleNamespace(**{**OPTIONS, **own, **changed})
     made = object.__new__(actor.PPOActor)
     made.config, made.m2_threshold = config, None
-    made.engine = Engine(batch(), [[0, 1, 2], [3, 4, 5]])
-    b, t = batch().mask.shape
-    rows = {k: x.reshape(b, -1) for k, x in packed(batch()).items() if k != "cu_seqlens"}
+    made.engine = Engine(given, [[0, 1, 2], [3, 4, 5]])
+    b, t = given.mask.shape
+    rows = {k: x.reshape(b, -1) for k, x in packed(given).items() if k != "cu_seqlens"}
     extra = {"attention_mask": torch.ones(b, 3 + t), "rewards": torch.ones(b)}
     zero = torch.zeros(b, 3 + t)
     made._ppo_update({**rows, **extra, "kl_rewards": zero, "tot_rewards": zero})
@@ -347,7 +348,22 @@ def test_a_correction_that_is_never_called_is_dead(
         update(actor)  # rejection_sampling is not set
 
 
+@pytest.mark.parametrize("keep", ["nothing", "loss"])
+def test_a_share_without_a_trainable_token_is_no_dead_part(
+    actor: Any, monkeypatch: pytest.MonkeyPatch, keep: Any
+) -> None:
+    areal.install("geo_mask", keep=keep)
+    given = replace(batch(), mask=torch.zeros_like(batch().mask))
+    if keep == "loss":
+        functional().apply_rejection_sampling(given.old, given.rollout, given.mask, None, None)
+        if not REAL:
+            monkeypatch.setattr(actor, "grpo_loss_fn", lambda x, *_, **__: (x * 0).nan_to_num().sum())  # fmt: skip
+    assert not [name for name in update(actor, given) if "offdrift" in name]
+
+
 def test_what_the_correction_cannot_have_is_refused(actor: Any) -> None:
+    with pytest.raises(EvidenceError, match=r'version_lag.*use keep="nothing"'):
+        areal.install("a3po", keep="loss")  # its proximal policy is interpolated by lag
     with pytest.raises(EvidenceError, match="no current ones"):
         areal.install("seq_tis", keep="loss")
     with pytest.raises(MethodError, match="nothing to do"):

@@ -117,6 +117,20 @@ def test_the_overview_links_every_page_and_only_those() -> None:
     assert len(linked) == 11
 
 
+@pytest.mark.parametrize("page", ["prime-rl", "slime", "skyrl", "nemo-rl", "roll", "areal", "openrlhf"])  # fmt: skip
+def test_pages_of_hooks_are_built_alike(page: str) -> None:
+    text = (PAGES / f"{page}.md").read_text()
+    facts = ["Version", "Tests here", "Run against the real package", "Not run"]
+    before, *_ = text.partition("\n## ")
+    assert re.findall(r"^\| ([A-Z][\w ]+) \|", before, re.MULTILINE) == facts
+    sections = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert sections[-3:] == ["What you see", "Supported", "Not supported"]
+    stated = re.findall(r"`(tests/[\w/.]+)`", before)
+    assert stated
+    assert all((ROOT / path).is_file() for path in stated)
+    assert text.index("```") < text.index("## What you see")
+
+
 def test_the_overviews_versions_are_those_of_the_pages() -> None:
     rows = re.findall(r"^\| \[[^]]+\]\(([\w-]+)\.md\) \|.*\| (\d+\.\d+[\d.]*) \|[^|]*\|$", (PAGES / "README.md").read_text(), re.MULTILINE)  # fmt: skip
     assert len(rows) == 9

@@ -329,6 +329,9 @@ def test_what_the_correction_cannot_have_is_refused(choose: Any) -> None:
     choose("dapo")
     with pytest.raises(MethodError, match="class Worker"):
         roll.install()
+    choose("a3po")  # its proximal policy is interpolated by lag
+    with pytest.raises(EvidenceError, match="version_lag"):
+        roll.install()
 
 
 def test_another_package_called_roll_is_not_roll(

@@ -104,6 +104,30 @@ def test_what_is_no_number_is_left_out_and_counted_by_the_reader(tmp_path: Path)
     assert back.response_lengths.tolist() == LENGTHS
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("step", 1.5, "1.5"), ("group_ids", [0.0, 0.25], "0.25"), ("version", float("nan"), "nan"),
+        ("tokens", [[1.0, 2.5], [3.0, 0.0]], "2.5"), ("rollout_version", [1.0, float("inf")], "inf"),
+    ],
+)  # fmt: skip
+def test_what_is_counted_must_be_whole(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    logp, mask = [[-1.0, -2.0], [-0.5, 0.0]], [[1, 1], [1, 0]]
+    with offdrift.Recorder(tmp_path) as recorder:
+        offdrift.record(recorder, **{"step": 1, "logp": logp, "mask": mask, name: value})
+        with pytest.raises(RecordError, match=rf"{name} holds {said}; give whole numbers"):
+            recorder.flush()
+        # What is whole may be stored as a float; what is masked does not matter.
+        offdrift.record(
+            recorder, step=2.0, logp=logp, mask=mask, tokens=[[1.0, 2.0], [3.0, float("nan")]]
+        )
+    _, (batch,), bad = read_all(tmp_path)
+    assert not bad
+    assert batch.step.tolist() == [2, 2]
+    assert batch.tokens is not None
+    assert batch.tokens.tolist() == [1, 2, 3]
+
+
 def test_stated_lengths_and_text_groups(tmp_path: Path) -> None:
     back, _ = recorded(
         tmp_path, logp=LOGP, mask=MASK, response_lengths=[4, 5, 8, 5], group_ids=["u", "v", "u", "v"]

@@ -2,20 +2,21 @@
 
 Two kinds of places are followed. A run of this library writes its metrics; its rows are taken as
 they are. Any other log is read by its framework's reader as it grows: whole lines only, whole files
-where a format is not made of lines. A step's row is given once it is complete: when a later step
-appears, or when nothing was added for a while.
+where a format is not made of lines. A step's row is given once it is complete: in a file of lines when
+a later step appears; where several processes may each write files, when nothing was added for a while.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offdrift.audit.tally import Tally
+from offdrift.audit.tally import Tally, ageless, still
 from offdrift.errors import RecordError
 from offdrift.integrations.logs import Detected, Piece, detect, pieces, read
 
@@ -62,8 +63,9 @@ class Log:
 
     paths: list[str]
     columns: Mapping[str, str] = field(default_factory=dict)
-    settle: float | int = 10.0
-    """Seconds without anything new after which the newest step counts as complete."""
+    settle: float | int = 15.0
+    """Seconds without anything new after which a step counts as complete: longer than a `Recorder`
+    holds a batch back."""
     clock: Callable[[], float] = time.monotonic
     bad_rows: int = 0
     late_rows: int = 0
@@ -72,9 +74,13 @@ class Log:
     def __post_init__(self) -> None:
         self.read_to: dict[str, int] = {}
         self.whole: set[str] = set()
-        self.open: Tally | None = None
+        self.open: dict[int, Tally] = {}
         self.given = -1
+        self.grew: dict[int, float] = {}
+        """When a whole file last added to an open step."""
         self.changed = self.clock()
+        self.versions: tuple[float, ...] | None = None
+        """Of the first step that was given; another step with the same says nothing of age."""
 
     def poll(self) -> Iterator[Row]:
         """Rows of the steps that became complete."""
@@ -111,25 +117,35 @@ class Log:
             self.whole.add(piece.file)
         self.bad_rows += len(bad)
         self.changed = self.clock()
-        if batch is None or not batch.num_sequences:
-            return
-        fresh = (batch.step > self.given).nonzero().squeeze(-1)
-        self.late_rows += batch.num_sequences - len(fresh)
-        if len(fresh):
-            tally = Tally.of(batch.select(fresh), file=piece.file)
-            self.open = tally if self.open is None else self.open.merge(tally)
+        for step in [] if batch is None else batch.step.unique().tolist():
+            assert batch is not None
+            mine = (batch.step == step).nonzero().squeeze(-1)
+            if step <= self.given:
+                self.late_rows += len(mine)
+                continue
+            tally = Tally.of(batch.select(mine), file=piece.file)
+            self.open[step] = self.open[step].merge(tally) if step in self.open else tally
+            if not lines:
+                self.grew[step] = self.changed
 
     def _complete(self, *, everything: bool) -> Iterator[Row]:
-        if self.open is None:
-            return
-        steps: list[dict[str, Any]] = self.open.as_dict()["steps"]
-        newest = max(row["step"] for row in steps)
-        for row in steps:
-            if row["step"] > self.given and (everything or row["step"] < newest):
-                self.given = row["step"]
-                yield Row("log", {k: v for k, v in row.items() if isinstance(v, (int, float))})
-        if self.given >= newest:
-            self.open = None
+        newest = max(self.open, default=0)
+        for step in sorted(self.open):
+            waits = self.clock() - self.grew.get(step, -math.inf) < self.settle
+            if not everything and (waits or step == newest):
+                return
+            yield self._give(step)
+
+    def _give(self, step: int) -> Row:
+        tally = self.open.pop(step)
+        self.grew.pop(step, None)
+        self.given = step
+        (row,) = tally.as_dict()["steps"]
+        versions = tally.versions
+        if self.versions is not None and versions == self.versions and still(versions):
+            row = ageless(row)
+        self.versions = self.versions or versions
+        return Row("log", {k: v for k, v in row.items() if isinstance(v, (int, float))})
 
 
 def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Metrics | Log]:

@@ -8,7 +8,6 @@ summed by one thread, in blocks whose bounds depend on the batch alone.
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,9 @@ from offdrift.stats.signature import PerSequence
 
 FIELDS = ("logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rewards", "group_ids", "rollout_version", "version", "position", "entropy", "tokens", "truncated", "prompts", "completions")  # fmt: skip
 """What a log may hold, as `has` names it; exact divergences follow under their own names."""
+
+
+LAGS = ("version_lag/mean", "version_lag/max")
 
 
 @dataclass(frozen=True)
@@ -124,16 +126,21 @@ class Tally:
             "facets": self.facets.rows(),
             "worst": self.worst.as_dict(),
         }
-        return _without_lag(told) if self._frozen(whole) else told
+        frozen = len(timeline.seen) > 1 and still(self.versions)
+        return without_lag(told) if frozen else told
 
-    def _frozen(self, whole: Point) -> bool:
-        """Whether no version ever changes over several steps: a counter that nobody moves."""
-        numbers = whole.stats.to_host()
-        ends = (("version_max", "-version_min"), ("version_lag_max", "-version_lag_min"))
-        still = all(
-            numbers.get(high, math.nan) == -numbers.get(low, math.nan) for high, low in ends
+    @property
+    def versions(self) -> tuple[float, ...] | None:
+        """Newest and oldest trained version, largest and smallest lag; None if the log has no versions."""
+        numbers = self.timeline.whole().stats.to_host() if self.timeline.points else {}
+        if "version_max" not in numbers:
+            return None
+        return (
+            numbers["version_max"],
+            -numbers["-version_min"],
+            numbers["version_lag_max"],
+            -numbers["-version_lag_min"],
         )
-        return still and len(self.timeline.seen) > 1
 
     def _counts_as_dict(self) -> dict[str, Any]:
         def under(prefix: str) -> dict[str, int]:
@@ -151,20 +158,28 @@ class Tally:
         }
 
 
-def _without_lag(told: dict[str, Any]) -> dict[str, Any]:
-    """The same, as of a log without versions: a counter that stands still says nothing of age."""
-    lags = ("version_lag/mean", "version_lag/max")
+def still(versions: tuple[float, ...] | None) -> bool:
+    """Whether no version ever changes: over several steps, a counter that nobody moves."""
+    if versions is None:
+        return False
+    newest, oldest, most, least = versions
+    return newest == oldest and most == least
 
-    def left(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: x for name, x in row.items() if name not in lags}
 
+def without_lag(told: dict[str, Any]) -> dict[str, Any]:
+    """What a tally tells, as of a log without versions: a counter that stands still says nothing of age."""
     return {
         **told,
         "has": [name for name in told["has"] if name not in ("version", "rollout_version")],
-        "overall": left(told["overall"]),
-        "steps": [left(step) for step in told["steps"]],
+        "overall": ageless(told["overall"]),
+        "steps": [ageless(step) for step in told["steps"]],
         "facets": {**told["facets"], "lag": []},
     }
+
+
+def ageless(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of metrics without lags."""
+    return {name: x for name, x in row.items() if name not in LAGS}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from offdrift.engines.draws import check_request, prompts_of, responses_of, rollouts_from
 from offdrift.engines.openai_http import Server
-from offdrift.engines.openai_server import Mode, faithful, identify, measured_mode
+from offdrift.engines.openai_server import Mode, check_model, faithful, identify, measured_mode
 from offdrift.engines.openai_sync import Weights
 from offdrift.engines.openai_wire import API, PATHS, Answer, read, request, size_limit
 from offdrift.engines.routing import route_lengths
@@ -51,7 +51,7 @@ class OpenAIEngine:
         sync: whether `load_weights` may change the server's weights.
         sync_folder: where weights are put for the server to read; a temporary folder if absent.
         concurrency: requests under way at once.
-        timeout: seconds that one answer may take.
+        timeout: seconds for which the server may say nothing; it says nothing while it draws.
         retries: further tries of a request that the server was too busy for.
         evidence_limit_mib: memory that recorded evidence may take, MiB.
         version: trainer version of the weights that the server holds, optimizer steps.
@@ -181,6 +181,7 @@ class OpenAIEngine:
             body = request(self._api, self.served.model, prompts[i], sampling, evidence, request_seed(seed, i))  # fmt: skip
             limit = size_limit(prompts[i], sampling, entries)
             said = self._server.post(PATHS[self._api], body, limit=limit)
+            check_model(said, self.served)
             return read(self._api, said, prompts[i], sampling, evidence, self.vocab_size)
 
         self._weights.check()
@@ -199,13 +200,15 @@ class OpenAIEngine:
         return rollouts_from(draws, prompts, version=self.version, provenance=provenance)
 
     def _each(self, ask: Callable[[int], Any], count: int) -> list[Any]:
-        """Answers in order; the first failure stops what has not begun."""
+        """Answers in order; the first failure, or Ctrl-C, stops what has not begun."""
         with ThreadPoolExecutor(min(self._concurrency, count)) as threads:
             asked = [threads.submit(ask, i) for i in range(count)]
-            wait(asked, return_when=FIRST_EXCEPTION)
-            threads.shutdown(wait=True, cancel_futures=True)
-            failed = next((f for f in asked if not f.cancelled() and f.exception()), None)
-            return [f.result() for f in ([failed] if failed else asked)]
+            try:
+                wait(asked, return_when=FIRST_EXCEPTION)
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+        failed = next((f for f in asked if not f.cancelled() and f.exception()), None)
+        return [f.result() for f in ([failed] if failed else asked)]
 
     def _mode_of(self, prompt: Sequence[int]) -> Mode:
         if self._mode is None:

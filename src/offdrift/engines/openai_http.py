@@ -40,7 +40,7 @@ class Server:
 
     Args:
         url: as OpenAI clients take it, `http://HOST:PORT/v1`; the `/v1` may be left out.
-        timeout: seconds that one answer may take.
+        timeout: seconds for which the server may say nothing; it says nothing while it draws.
         retries: further tries where the server is busy or the connection breaks. Only for requests
             that may be sent twice: a draw is a function of its seed, so its answer is the same.
 
@@ -48,8 +48,14 @@ class Server:
     """
 
     def __init__(self, url: str, *, timeout: float | int = 600.0, retries: int = 3) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, self._port = parts.hostname, parts.port
+        except ValueError:  # which may quote a password
+            raise EngineError(
+                f"url = {_harmless(url)!r} is no address; write http://HOST:PORT/v1"
+            ) from None
+        if parts.scheme not in ("http", "https") or not host:
             raise EngineError(f"url = {_harmless(url)!r} is no address; write http://HOST:PORT/v1")
         if parts.username or parts.password or parts.query or parts.fragment:
             raise EngineError(
@@ -59,8 +65,7 @@ class Server:
         self._kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
-        self._host, self._port = parts.hostname, parts.port
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._host, self._path = host, parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
         self._timeout, self._retries = timeout, retries
         self._idle: deque[http.client.HTTPConnection] = deque()
@@ -96,7 +101,8 @@ class Server:
         for left in range(retries, -1, -1):
             try:
                 # An idle connection may have been closed by the server meanwhile; a new one was not.
-                status, content = self._once(verb, path, sent, limit, fresh=left < self._retries)
+                fresh = left < self._retries or not left
+                status, content = self._once(verb, path, sent, limit, fresh=fresh)
             except (OSError, http.client.HTTPException) as error:
                 # A server that is too slow becomes no faster by the same request once more.
                 if not left or isinstance(error, TimeoutError):
@@ -113,7 +119,10 @@ class Server:
     def _once(
         self, verb: str, path: str, sent: bytes | None, limit: int, *, fresh: bool
     ) -> tuple[int, bytes]:
-        connection = None if fresh else self._waiting()
+        connection = self._waiting()
+        if fresh and connection is not None:
+            connection.close()  # its place is taken, so that there are never more than requests
+            connection = None
         connection = connection or self._kind(self._host, self._port, timeout=self._timeout)
         try:
             connection.request(verb, self._path + path, sent, _headers())
@@ -146,7 +155,10 @@ def _headers() -> dict[str, str]:
 
 
 def _key() -> str:
-    return os.environ.get("OFFDRIFT_API_KEY", "")
+    key = os.environ.get("OFFDRIFT_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):  # or the library would quote it in its error
+        raise EngineError("OFFDRIFT_API_KEY holds characters that no header can carry; set it anew")
+    return key
 
 
 def _parsed(content: bytes, limit: int, where: str) -> Any:

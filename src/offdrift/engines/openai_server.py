@@ -8,7 +8,7 @@ sampling and wrong for any other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -38,6 +38,8 @@ class Served:
     dtype: str | None = None
     quantization: str | None = None
     mode: Mode | None = None
+    aliases: tuple[str, ...] = ()
+    """Names under which it serves these weights; answers bear one of them."""
 
 
 def identify(server: Server, model: str | None) -> Served:
@@ -50,7 +52,8 @@ def identify(server: Server, model: str | None) -> Served:
     """
     cards = server.get("/v1/models")
     cards = cards.get("data") if isinstance(cards, dict) else None
-    cards = [c for c in cards or [] if isinstance(c, dict) and isinstance(c.get("id"), str)]
+    cards = cards if isinstance(cards, list) else []
+    cards = [c for c in cards if isinstance(c, dict) and isinstance(c.get("id"), str)]
     names = [c["id"] for c in cards]
     if model is None and len(names) != 1:
         raise EngineError(f"{server.url} serves {_listed(names)}; say which one with model = NAME")
@@ -60,11 +63,11 @@ def identify(server: Server, model: str | None) -> Served:
     length = card.get("max_model_len")
     length = length if isinstance(length, int) and length > 0 else None
     base = (card["id"], str(card.get("root") or card["id"]), length)
-    if card.get("owned_by") == "vllm":
-        return _vllm(server, *base)
-    if card.get("owned_by") == "sglang":
-        return _sglang(server, *base)
-    return Served("unknown", "unknown", *base)
+    ask = {"vllm": _vllm, "sglang": _sglang}.get(str(card.get("owned_by")))
+    served = Served("unknown", "unknown", *base) if ask is None else ask(server, *base)
+    roots = [str(c.get("root") or c["id"]) for c in cards]
+    aliases = tuple(n for n, root in zip(names, roots, strict=True) if root == served.root)
+    return replace(served, aliases=aliases)
 
 
 def faithful(mode: Mode, sampling: Sampling) -> bool:
@@ -153,6 +156,16 @@ def _sglang(server: Server, model: str, root: str, length: int | None) -> Served
         dtype=_dtype(info.get("dtype")),
         quantization=None if quantization is None else str(quantization)[:80],
     )
+
+
+def check_model(said: Any, served: Served) -> None:
+    """Raise `EngineError` if an answer says that another model gave it, as behind a gateway."""
+    named = said.get("model") if isinstance(said, dict) else None
+    if named is not None and named not in served.aliases:
+        raise EngineError(
+            f"{str(named)[:120]!r} answered in place of {served.model!r}; is this a gateway that "
+            "chooses models? give the address of the server itself"
+        )
 
 
 def optional(ask: Callable[[], Any]) -> Any:

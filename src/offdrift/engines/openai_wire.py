@@ -103,7 +103,7 @@ def read(
     said = _SAID[api](content, prompt)
     for i, token in enumerate(said.tokens):
         if not (_whole(token) and 0 <= token < vocab_size):
-            raise _odd(f"token {i} is {token!r}; the vocabulary has {vocab_size} tokens")
+            raise _odd(f"token {i} is {_short(token)}; the vocabulary has {vocab_size} tokens")
     if len(said.tokens) != len(said.logp):
         raise _odd(f"{len(said.tokens)} tokens have {len(said.logp)} log-probs")
     _check_end(said, sampling)
@@ -146,7 +146,7 @@ def _generate(content: Any, prompt: Sequence[int]) -> _Said:
     if [row.get("token_id") for row in rows] != tokens:
         raise _odd("logprobs.content is not about the tokens of token_ids")
     top = [[(e.get("token_id"), e.get("logprob")) for e in map(_dict, _field(row, "top_logprobs", list))] for row in rows]  # fmt: skip
-    versions = tuple(str(_dict(s).get("version")) for s in choice.get("weight_versions") or [])
+    versions = tuple(str(_dict(s).get("version")) for s in _listed(choice.get("weight_versions")))
     return _Said(tokens, [row.get("logprob") for row in rows], top, choice.get("finish_reason"), choice.get("stop_reason"), versions)  # fmt: skip
 
 
@@ -160,9 +160,9 @@ def _sglang(content: Any, prompt: Sequence[int]) -> _Said:
         raise _odd("output_token_logprobs are not those of output_ids")
     if meta.get("prompt_tokens") != len(prompt):
         raise _odd(
-            f"prompt_tokens is {meta.get('prompt_tokens')!r} for a prompt of {len(prompt)} tokens"
+            f"prompt_tokens is {_short(meta.get('prompt_tokens'))} for a prompt of {len(prompt)} tokens"
         )
-    top = [[_pair(e) for e in row or []] for row in meta.get("output_top_logprobs") or []]
+    top = [[_pair(e) for e in _listed(row)] for row in _listed(meta.get("output_top_logprobs"))]
     finish = _field(meta, "finish_reason", dict)
     versions = () if meta.get("weight_version") is None else (str(meta["weight_version"]),)
     return _Said(tokens, [x for _, x in rows], top, finish.get("type"), finish.get("matched"), versions)  # fmt: skip
@@ -179,7 +179,11 @@ def _evidence(said: _Said, evidence: EvidenceKind, vocab_size: int) -> FullVocab
         raise _odd(f"{len(said.tokens)} tokens have {len(said.top)} lists of likeliest tokens")
     rows = []
     for listed in said.top:
-        row = {token: _logp(x) for token, x in listed if _whole(token) and 0 <= token < vocab_size}
+        row: dict[int, float] = {}
+        for token, x in listed:
+            # vLLM names the drawn token again if it is among the likeliest.
+            if _whole(token) and 0 <= token < vocab_size and row.setdefault(token, _logp(x)) != _logp(x):  # fmt: skip
+                raise _odd(f"token {token} is listed with two log-probs")
         if len(row) < k:
             raise _odd(f"{len(row)} tokens of the vocabulary are listed where {k} were asked for")
         rows.append(sorted(row.items(), key=lambda entry: -entry[1])[:k])
@@ -196,7 +200,7 @@ def _check_end(said: _Said, sampling: Sampling) -> None:
         raise _odd(f"the response has {n} tokens, 1 to {sampling.max_tokens} were asked for")
     if finish not in ("stop", "length"):
         raise EngineError(
-            f"the server ended a response after {n} tokens with finish_reason = {str(finish)[:80]!r}: "
+            f"the server ended a response after {n} tokens with finish_reason = {_short(finish)}: "
             "it was paused, is shutting down, or takes new weights from somebody else; let it finish "
             "and draw again"
         )
@@ -205,7 +209,7 @@ def _check_end(said: _Said, sampling: Sampling) -> None:
     if n < sampling.max_tokens and said.tokens[-1] not in sampling.stop_token_ids:
         raise EngineError(
             f"the server ended a response after {n} of {sampling.max_tokens} tokens at token "
-            f"{said.tokens[-1]} (stop_reason = {str(said.reason)[:80]!r}), which is no stop token of "
+            f"{said.tokens[-1]} (stop_reason = {_short(said.reason)}), which is no stop token of "
             "this run; servers add those of the model's generation_config.json: start vLLM with "
             "--generation-config vllm, SGLang with --sampling-defaults openai, or add the token"
         )
@@ -246,6 +250,13 @@ def _dict(value: Any) -> dict[Any, Any]:
     return value
 
 
+def _listed(value: Any) -> list[Any]:
+    """What may be absent."""
+    if not isinstance(value, list | None):
+        raise _odd(f"there is {type(value).__name__} where a list belongs")
+    return value or []
+
+
 def _pair(value: Any) -> tuple[Any, Any]:
     """SGLang's [log-prob, token, text] as token and log-prob."""
     if not isinstance(value, list) or len(value) < 2:
@@ -263,14 +274,19 @@ def _whole(value: Any) -> bool:
 
 
 def _logp(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise _odd(f"a log-prob is {str(value)[:40]!r}")
+    # Whole numbers of JSON may be too large for a float, which comparing does not mind.
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise _odd(f"a log-prob is {_short(value)}")
     if value > ROUNDING:
         raise EngineError(
-            f"the server reports {value:g} as a log-prob; are these logits? start vLLM with "
+            f"the server reports {_short(value)} as a log-prob; are these logits? start vLLM with "
             "--logprobs-mode processed_logprobs"
         )
     return -math.inf if value < FLOOR else min(float(value), 0.0)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
 
 
 def _odd(problem: str) -> EngineError:

@@ -32,14 +32,13 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from offdrift.errors import EvidenceError, MethodError, ShapeError, check_choice
+from offdrift.errors import MethodError, ShapeError, check_choice
 from offdrift.integrations.after_import import after_import
 from offdrift.integrations.frameworks import require
-from offdrift.integrations.hooks import check_served
-from offdrift.integrations.whole_step import Choice, WholeStep, nothing, recorded
+from offdrift.integrations.hooks import check_served, correction_alone
+from offdrift.integrations.whole_step import Choice, WholeStep, columns, nothing, recorded
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
-from offdrift.objectives import Reinforce
 from offdrift.segments import Segments
 
 ACTOR = "areal.trainer.ppo.actor"
@@ -74,11 +73,10 @@ def install(
     """
     check_choice("keep", keep, ("nothing", "loss"))
     choice = Choice.of("areal", method, settings, record, on_idle)
-    row = choice.row
     if keep == "loss":
-        _check_correction(row)
+        _corrected(choice)
     else:
-        check_served(row, framework="areal", has={"logp_old", "version_lag"})
+        check_served(choice.row, framework="areal", has={"logp_old", "version_lag"})
     uninstall()
     _CHOICE.append((choice, keep))
     _hook.cache_clear()
@@ -120,7 +118,7 @@ def _reporting(update: Callable[..., Any], stats_tracker: Any) -> Callable[..., 
     def with_metrics(self: Any, data: Any) -> Any:
         result = update(self, data)
         hook = _hook()
-        if not hook.metrics:
+        if not hook.metrics and not hook.reached:
             hook.adapter.end_step(hook.step)  # says which parts were never called
         stats_tracker.scalar(**hook.metrics)
         return result
@@ -131,29 +129,20 @@ def _reporting(update: Callable[..., Any], stats_tracker: Any) -> Callable[..., 
 @functools.cache
 def _hook() -> WholeStep:
     (choice, keep), *_ = _CHOICE
-    row = choice.row
     if keep == "loss":
-        only = Method(objective=Reinforce(), correction=row.correction, aggregate="token_mean")
-        return choice.attach("areal", only)
-    return choice.attach("areal", replace(row, aggregate="token_mean"))
+        return choice.attach("areal", _corrected(choice))
+    return choice.attach("areal", replace(choice.row, aggregate="token_mean"))
 
 
-def _check_correction(row: Method) -> None:
-    """Raise unless gates and weights read what `apply_rejection_sampling` is given."""
-    parts = (*row.correction.gates, *row.correction.weights)
-    if not parts:
-        raise MethodError(
-            'this method has no gate and no weight; keep="loss" leaves it nothing to do'
-        )
-    for part in parts:
-        if part.on != "mismatch" or getattr(part, "advantage", "any") != "any":
-            raise EvidenceError(
-                "AReaL's rejection sampling is given log-probs of the rollout and of the proximal "
-                f"policy, but no current ones and no advantages, which [{part.formula}] needs; "
-                'choose a method on="mismatch", or keep="nothing"'
-            )
-    only = Method(objective=Reinforce(), correction=row.correction)
-    check_served(only, framework="areal", has={"logp_old"})
+def _corrected(choice: Choice) -> Method:
+    """What of the method `apply_rejection_sampling` can serve."""
+    return correction_alone(
+        choice.method,
+        choice.row,
+        framework="areal",
+        instead='keep="nothing"',
+        hints={"version_lag": 'use keep="nothing", which knows version lags'},
+    )
 
 
 # -- AReaL's functions ----------------------------------------------------------------------------
@@ -182,7 +171,8 @@ def _loss(
         raise MethodError(
             "AReaL's distillation loss (teacher_logp) is part of the loss that is replaced"
         )
-    mask = input_data["loss_mask"].bool()
+    mask, hook = input_data["loss_mask"].bool(), _hook()
+    hook.reached = True
     if not bool(mask.any()):
         return nothing(logprobs)
     rollout = input_data["logprobs"]
@@ -200,7 +190,7 @@ def _loss(
     )
     packed = _packed(rollout, logprobs, old, mask, input_data.get("cu_seqlens"))
     also, known = _per_token(input_data, packed, current_version)
-    pushed = _hook().push(
+    pushed = hook.push(
         packed,
         packed.like_caller(input_data["advantages"]),
         _place(mask, packed, input_data.get("cu_seqlens")),
@@ -231,10 +221,12 @@ def _decide(
     config: Any,
 ) -> Any:
     """`apply_rejection_sampling`: masks and weights; AReaL keeps its loss and its denominators."""
+    hook = _hook()
+    hook.reached = True
     if not bool((loss_mask != 0).any()):
         return module.RejectionSamplingResult(loss_mask, torch.zeros_like(old_logprobs), 0.0)
     packed = _packed(old_logprobs, None, proximal_logprobs, loss_mask, cu_seqlens)
-    corrected = _hook().correct(packed)
+    corrected = hook.correct(packed)
     keep = packed.unpack(corrected.keep.to(loss_mask.dtype))
     weight = packed.unpack(corrected.weight.where(corrected.keep, 0.0))
     filtered = float((~corrected.keep | corrected.limited).float().mean())
@@ -256,7 +248,7 @@ def _place(mask: Tensor, packed: LogProbs, cuts: Tensor | None) -> Tensor:
     """Of each trainable token in its row."""
     if mask.ndim == 1 and cuts is not None:
         return packed.like_caller(Segments(cuts.long()).position)
-    return packed.like_caller(torch.arange(mask.shape[1], device=mask.device).expand(mask.shape))
+    return columns(mask, packed)
 
 
 def _per_token(

@@ -30,6 +30,7 @@ from offdrift.methods import Method, override
 from offdrift.methods import method as row
 from offdrift.methods.axes import evidence
 from offdrift.methods.probe import batch as probe_batch
+from offdrift.objectives import Reinforce
 from offdrift.ratios import RatioName, stopped_log_ratio
 from offdrift.rollouts.logged import Logged
 from offdrift.segments import Segments
@@ -94,6 +95,47 @@ def check_served(
             f"{framework} has its denominators in the advantages, and the loss of this method "
             f"({method.describe()}) is not proportional to them; choose one that is"
         )
+
+
+def correction_alone(
+    name: str, method: Method, *, framework: str, instead: str, hints: Mapping[str, str] = {}
+) -> Method:
+    """The method's gates and weights, for a hook that is given log-probs of the rollout and of the old
+    policy alone, and keeps the framework's own loss.
+
+    Args:
+        name: of the method's row.
+        instead: the framework's hook that takes whole methods.
+
+    Raises: `MethodError` if there is nothing for the hook to do; `EvidenceError` if a part needs more.
+
+    Example:
+        >>> correction_alone("token_tis", row("token_tis"), framework="x", instead="y")
+        Traceback (most recent call last):
+        offdrift.errors.EvidenceError: x hands this hook log-probs of the rollout and of the old policy, but no current ones and no advantages, which token_tis needs for [weight token ratio(full), truncate above 2]: use y, or a method on="mismatch"
+    """
+    parts = (*method.correction.gates, *method.correction.weights)
+    if not parts:
+        raise MethodError(
+            f"{name} has no gate and no weight, so this hook has nothing to do: use {instead}, or "
+            "another method"
+        )
+    for part in parts:
+        if part.on != "mismatch" or getattr(part, "advantage", "any") != "any":
+            raise EvidenceError(
+                f"{framework} hands this hook log-probs of the rollout and of the old policy, but no "
+                f"current ones and no advantages, which {name} needs for [{part.formula}]: use "
+                f'{instead}, or a method on="mismatch"'
+            )
+    only = Method(
+        objective=Reinforce(),
+        correction=method.correction,
+        anchor=method.anchor,
+        aggregate="token_mean",
+        gate_scope=method.gate_scope,
+    )
+    check_served(only, framework=framework, has={"logp_old"}, hints=hints)
+    return only
 
 
 def proportional(method: Method) -> bool:
@@ -168,6 +210,8 @@ class Attached:
         """Steps closed in this process."""
         self.metrics: dict[str, float] = {}
         """Those of the last step."""
+        self.reached = False
+        """Whether the framework called the hook at all, if only on masked tokens."""
         self._pieces: list[_Piece] = []
         self._seen = False
         register_optimizer_step_post_hook(lambda *_: self.end_step())
@@ -194,10 +238,12 @@ class Attached:
         if not self._seen:
             return
         self.step, self._seen = self.step + 1, False
-        if self._pieces:
-            self.adapter.record(_logged(self._pieces, self.step))
-            self._pieces = []
-        self.metrics = self.adapter.end_step(self.step)
+        pieces, self._pieces = self._pieces, []
+        try:
+            if pieces:
+                self.adapter.record(_logged(pieces, self.step))
+        finally:  # whatever the disk says, the next step begins empty
+            self.metrics = self.adapter.end_step(self.step)
         self.adapter.log.debug("step %d: %s", self.step, self.metrics)
 
     def _keep(self, logprobs: LogProbs, advantages: Tensor, place: Tensor) -> None:

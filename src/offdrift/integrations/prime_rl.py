@@ -24,7 +24,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from offdrift.errors import MethodError, check_choice
@@ -37,6 +36,7 @@ from offdrift.integrations.hooks import (
     decision_names,
     decisions,
 )
+from offdrift.integrations.whole_step import columns
 from offdrift.logprobs import LogProbs
 
 HINTS = {
@@ -88,8 +88,7 @@ def loss(
         mask=mask[None],
     )
     advantages = logprobs.like_caller(_weighted(inputs, hook)[None])
-    place = logprobs.like_caller(torch.arange(len(mask), device=mask.device)[None])
-    result = hook.loss(logprobs, advantages, place)
+    result = hook.loss(logprobs, advantages, columns(mask[None], logprobs))
     return _outputs(result.loss, decisions(logprobs, result.corrected, on="full"))
 
 

@@ -29,9 +29,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from offdrift.errors import EvidenceError, FrameworkError, LivenessError, MethodError
+from offdrift.errors import FrameworkError, LivenessError, MethodError
 from offdrift.integrations.frameworks import require
-from offdrift.integrations.hooks import check_served
+from offdrift.integrations.hooks import check_served, correction_alone
 from offdrift.integrations.whole_step import (
     Choice,
     WholeStep,
@@ -41,8 +41,6 @@ from offdrift.integrations.whole_step import (
     shares,
 )
 from offdrift.logprobs import LogProbs
-from offdrift.methods import Method
-from offdrift.objectives import Reinforce
 
 CORRECTIONS = "roll.utils.train_infer_corrections"
 RLVR = "roll.pipeline.rlvr.actor_pg_worker"
@@ -235,21 +233,9 @@ def _check_alone(config: Any) -> None:
 @functools.cache
 def _correcting() -> WholeStep:
     choice = Choice.of("roll", None, None, None, None)
-    row = choice.row
-    parts = (*row.correction.gates, *row.correction.weights)
-    for part in parts:
-        if part.on != "mismatch" or getattr(part, "advantage", "any") != "any":
-            raise EvidenceError(
-                "ROLL's correction is given log-probs of both engines, but no current ones and no "
-                f"advantages, which [{part.formula}] needs; choose a method on="
-                '"mismatch", or the class Worker instead'
-            )
-    if not parts:
-        raise MethodError(
-            f"{choice.method} has no gate and no weight; use the class Worker instead"
-        )
-    only = Method(objective=Reinforce(), correction=row.correction, aggregate="token_mean")
-    check_served(only, framework="roll", has={"logp_old"})
+    only = correction_alone(
+        choice.method, choice.row, framework="roll", instead="the class Worker or AgenticWorker"
+    )
     return choice.attach("roll", only)
 
 

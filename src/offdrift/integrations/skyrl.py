@@ -19,8 +19,6 @@ Reference: SkyRL 0.3.0 (a956457), `backends/skyrl_train/utils/ppo_utils.py`: `Po
 from __future__ import annotations
 
 import functools
-import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,9 +29,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.integrations.adapter import settings_of
 from offdrift.integrations.frameworks import require
-from offdrift.integrations.hooks import Attached, attach, check_served, chosen
+from offdrift.integrations.hooks import Attached, attach, check_served
+from offdrift.integrations.whole_step import Choice, columns, nothing
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
 from offdrift.stats import summarize
@@ -69,11 +67,7 @@ OWN = (
 class RegisteredLoss:
     """A method as SkyRL's policy loss: a value that travels to the workers, and no live state."""
 
-    method: str
-    settings: str = "{}"
-    """JSON."""
-    record: str | None = None
-    on_idle: str = "error"
+    choice: Choice
 
     def __call__(
         self,
@@ -106,11 +100,10 @@ class RegisteredLoss:
                 "its engine returns the log-prob of every sampled token"
             )
         if not bool(mask.any()):
-            return log_probs[mask != 0].sum(), dict.fromkeys(_named({}), 0.0)
+            return nothing(log_probs), dict.fromkeys(_named({}), 0.0)
         logprobs = LogProbs.pack(rollout_logprobs, log_probs, old_log_probs, mask=mask)
-        columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        place = logprobs.like_caller(columns)
-        result = hook.loss(logprobs, logprobs.like_caller(advantages), place)
+        advantages = logprobs.like_caller(advantages)
+        result = hook.loss(logprobs, advantages, columns(mask, logprobs))
         return result.loss, _named(summarize(result.stats))
 
 
@@ -132,14 +125,7 @@ def register(
     require("skyrl")
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
-    if settings is None:
-        settings = settings_of(os.environ.get("OFFDRIFT_SETTINGS", ""))
-    function = RegisteredLoss(
-        method,
-        json.dumps(settings, sort_keys=True),
-        record or os.environ.get("OFFDRIFT_RECORD"),
-        on_idle or os.environ.get("OFFDRIFT_ON_IDLE", "error"),
-    )
+    function = RegisteredLoss(Choice.of("skyrl", method, settings, record, on_idle))
     _served(function)
     name = PREFIX + method
     if name in PolicyLossRegistry.list_available():
@@ -168,7 +154,7 @@ def main() -> None:
 
 def _served(function: RegisteredLoss) -> Method:
     """The method, or the reason why SkyRL's hook cannot serve it."""
-    _, row = chosen("skyrl", function.method, json.loads(function.settings))
+    row = function.choice.row
     check_served(row, framework="SkyRL", has={"logp_old"}, folded=True)
     return row
 
@@ -178,10 +164,10 @@ def _hook(function: RegisteredLoss) -> Attached:
     """The method of this process."""
     return attach(
         "skyrl",
-        function.method,
+        function.choice.method,
         _served(function),
-        record=function.record,
-        on_idle=function.on_idle,
+        record=function.choice.record,
+        on_idle=function.choice.on_idle,
     )
 
 

@@ -37,12 +37,11 @@ from offdrift.integrations.hooks import (
     attach,
     check_served,
     chosen,
+    correction_alone,
     decision_names,
     decisions,
 )
 from offdrift.logprobs import LogProbs
-from offdrift.methods import Method
-from offdrift.objectives import Reinforce
 from offdrift.segments import Segments
 
 CONTEXT_PARALLEL = {
@@ -172,27 +171,9 @@ def _tis_hook(framework: str) -> Attached:
     """Gates and weights of the method of this process, without its objective."""
     _require(framework)
     name, row = chosen(framework)
+    instead = f"--custom-loss-function-path {__name__}.loss"
+    only = correction_alone(name, row, framework=framework, instead=instead)
     parts = (*row.correction.gates, *row.correction.weights)
-    if not parts:
-        raise MethodError(
-            f"{name} has no gate and no weight, so this hook has nothing to do: use "
-            f"--custom-loss-function-path {__name__}.loss, or another method"
-        )
-    for part in parts:
-        given = part.on == "mismatch" and getattr(part, "advantage", "any") == "any"
-        if not given:
-            raise EvidenceError(
-                f"{framework} hands its TIS function log-probs of the old and of the rollout policy, "
-                f"but no current ones and no advantages, which {name} needs for [{part.formula}]: use "
-                f'--custom-loss-function-path {__name__}.loss, or a method on="mismatch"'
-            )
-    only = Method(
-        objective=Reinforce(),
-        correction=row.correction,
-        anchor=row.anchor,
-        gate_scope=row.gate_scope,
-    )
-    check_served(only, framework=framework, has={"logp_old"})
     said = f"its {'; '.join(p.formula for p in parts)}; the objective is {framework}'s own"
     return attach(framework, name, only, on_idle=os.environ.get("OFFDRIFT_ON_IDLE"), said=said)
 

@@ -17,6 +17,8 @@ LOG = logging.getLogger("offdrift.recorder")
 WhenFull = Literal["wait", "drop"]
 OnError = Literal["raise", "warn"]
 NEVER = float("inf")
+ENDS_S = 1.0
+"""How long a closed box waits for its thread, which has nothing to do but to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,27 +115,38 @@ class Outbox:
             return bool(done)
 
     def close(self, timeout: float | int | None = None) -> None:
-        """Write what waits, and stop; what cannot be written within `timeout` seconds is given up."""
+        """Write what waits, and stop; what cannot be written within `timeout` seconds is given up.
+
+        When this is interrupted, the thread goes on, and another call waits for it again.
+        """
         with self._changed:
-            if self.closed:
-                return
-            self._state = "closing"
-            if self._stuck:  # one last try
-                self._error, self._stuck = None, False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._waiting or self._stuck, timeout)
-            if left := len(self._waiting):
-                reason = self._error or f"{self._place} took more than {timeout} s"
-                self._error = RecordError(f"{reason} ({left} batches are lost)")
-                self.dropped += left
-                self._waiting.clear()
-            self._state = "closed"
-            self._changed.notify_all()
-            if self.dropped:
-                LOG.warning("%s: %d batches were not recorded, %d were", self._place, self.dropped, self.written)  # fmt: skip
+            if self._state != "closed":
+                self._finish(timeout)
+        if self._thread is not None:
+            # One that the end of the interpreter overtakes in compiled code would abort the process.
+            self._thread.join(ENDS_S)
+        with self._changed:
             self._tell()
 
     # -- under the lock -------------------------------------------------------------------------
+
+    def _finish(self, timeout: float | int | None) -> None:
+        self._state = "closing"
+        if self._stuck:  # one last try
+            self._error, self._stuck = None, False
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: not self._waiting or self._stuck, timeout)
+        if self._state == "closed":  # by another thread, or the writer is gone
+            return
+        if left := len(self._waiting):
+            reason = self._error or f"{self._place} took more than {timeout} s"
+            self._error = RecordError(f"{reason} ({left} batches are lost)")
+            self.dropped += left
+            self._waiting.clear()
+        self._state = "closed"
+        self._changed.notify_all()
+        if self.dropped:
+            LOG.warning("%s: %d batches were not recorded, %d were", self._place, self.dropped, self.written)  # fmt: skip
 
     @property
     def _oldest(self) -> float | int:
@@ -248,7 +261,7 @@ class Outbox:
         return None
 
     def _lost(self, items: Sequence[_Item], error: BaseException) -> None:
-        said = f"{len(items)} batches are lost: {error}"
+        said = f"{len(items)} batches are lost: {str(error) or type(error).__name__}"
         with self._changed:
             self.dropped += len(items)
             if self._on_error == "warn":

@@ -7,10 +7,12 @@ plain schema (`offdrift.rollouts.log`). Files appear whole or not at all, and no
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,9 @@ class Recorder:
     ) -> None:
         check_choice("when_full", when_full, ("wait", "drop"))
         check_choice("on_error", on_error, ("raise", "warn"))
-        self.folder, self.framework, self.text = Path(folder), framework, text
+        # Some launchers change the working directory while a batch waits.
+        self.folder = Path(os.path.abspath(folder))
+        self.framework, self.text = framework, text
         self._rank = rank
         self._limits = Limits(
             queue=max(1, queue),
@@ -104,6 +108,9 @@ class Recorder:
         self._box = Outbox(
             self.folder, _prepared, self._write, self._limits, self._when_full, self._on_error
         )
+        if multiprocessing.parent_process() is not None:
+            # Such a process ends without `atexit`, unless it was spawned.
+            Finalize(None, _close_all, exitpriority=0)
 
     @property
     def _own(self) -> Outbox:

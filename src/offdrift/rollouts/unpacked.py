@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from offdrift.errors import ShapeError
+from offdrift.errors import BadValueError, ShapeError
 from offdrift.rollouts.logged import Logged
 from offdrift.segments import Segments
 
@@ -103,7 +103,8 @@ class Unpacked:
         `response_lengths` says otherwise; a sequence without any keeps its row. NaN and infinite
         values stay what they are: readers leave such tokens out, and count them.
 
-        Raises: `ShapeError` if `cu_seqlens` does not cut the tokens.
+        Raises: `ShapeError` if `cu_seqlens` does not cut the tokens; `BadValueError` if what is counted
+            is no whole number.
         """
         b, cuts = self.num_sequences, self._cuts()
         position, lengths, kept = None, cuts.diff(), None
@@ -115,13 +116,12 @@ class Unpacked:
                 position = kept - torch.repeat_interleave(start, cuts.diff())
 
         def tokens(name: str, x: Tensor) -> Tensor:
-            x = x.long() if name in WHOLE else x.float()
             if tuple(x.shape) == self.shape:
-                return x.reshape(-1) if kept is None else x.reshape(-1)[kept]
-            return torch.repeat_interleave(x.reshape(-1).expand(b), cuts.diff())
+                return _as_stored(name, x.reshape(-1) if kept is None else x.reshape(-1)[kept])
+            return torch.repeat_interleave(sequences(name, x), cuts.diff())
 
         def sequences(name: str, x: Tensor) -> Tensor:
-            return (x.long() if name in WHOLE else x.float()).reshape(-1).expand(b)
+            return _as_stored(name, x.reshape(-1)).expand(b)
 
         values: dict[str, Any] = {"response_lengths": lengths}
         for name in (*BY_TOKEN, *EITHER, *BY_SEQUENCE):
@@ -149,6 +149,16 @@ class Unpacked:
                 "must come from the same packing"
             )
         return cuts
+
+
+def _as_stored(name: str, x: Shaped[Tensor, " n"]) -> Shaped[Tensor, " n"]:
+    if name not in WHOLE:
+        return x.float()
+    if x.is_floating_point():
+        odd = x[~x.isfinite() | (x != x.trunc())]
+        if len(odd):
+            raise BadValueError(f"{name} holds {float(odd[0]):g}; give whole numbers")
+    return x.long()
 
 
 def _extents(
