@@ -7,12 +7,15 @@ import logging
 import pytest
 import torch
 
+from offdrift.correction import Correction, Weight
+from offdrift.divergence.evidence import Divergence
 from offdrift.errors import LivenessError
 from offdrift.integrations.adapter import Adapter
 from offdrift.integrations.liveness import liveness
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
-from offdrift.methods import method
+from offdrift.methods import Method, method
+from offdrift.objectives import Clipped, Reinforce
 from offdrift.segments import Segments
 
 LENGTHS = [3, 5, 2, 6]
@@ -95,3 +98,57 @@ def test_warn_goes_on_and_says_it_once(caplog: pytest.LogCaptureFixture) -> None
             assert adapter.end_step(step)
     told = [r for r in caplog.records if "cannot act" in r.message]
     assert [r.levelname for r in told] == ["WARNING"], "the weight, once; the objective acts"
+
+
+def test_a_weight_that_sees_nothing_does_not_hide_behind_another() -> None:
+    """The staleness moves, and weights multiply: the one on the mismatch changed none of them."""
+    part = Correction() & Weight(on="mismatch", cap=2.0) & Weight(on="staleness", cap=2.0)
+    row = Method(objective=Reinforce(), correction=part)
+    stats = policy_loss(batch(lag=0.2), row, torch.ones(N)).stats
+    mismatch, staleness, _ = liveness(stats.to_host(), row)
+    assert (mismatch.state, mismatch.changed, mismatch.dead) == ("blind", 0, True)
+    assert (staleness.state, staleness.changed) == ("acted", N)
+
+
+def test_an_objective_on_copies_of_the_log_probs_is_dead() -> None:
+    """No gate and no weight: the ratio of the rollout policy stands in the objective alone."""
+    row = Method(objective=Clipped(on="full"))
+    copies = liveness(policy_loss(batch(), row, torch.ones(N)).stats.to_host(), row)
+    assert [(p.state, p.dead) for p in copies] == [("blind", True)]
+    apart = liveness(policy_loss(batch(engines=1e-4), row, torch.ones(N)).stats.to_host(), row)
+    assert [(p.state, p.dead) for p in apart] == [("idle", False)]
+
+
+@pytest.mark.parametrize(("largest", "state"), [(0.0, "blind"), (1e-5, "idle")])
+def test_a_gate_on_divergences_that_are_all_zero_is_blind(largest: float, state: str) -> None:
+    """Logits of the trainer in the place of the engine's: log-probs may differ, and it sees nothing."""
+    kl = torch.zeros(N).index_fill(0, torch.tensor([3]), largest)
+    given = {"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)}
+    stats = policy_loss(batch(engines=0.2), method("trm_max"), torch.ones(N), divergences=given)
+    gate, _ = liveness(stats.stats.to_host(), method("trm_max"))
+    assert (gate.kind, gate.state) == ("gate", state)
+
+
+def test_tokens_of_which_every_policy_is_sure_decide_nothing() -> None:
+    """Their honest log-probs are 0 in any engine: the verdict waits for others, and then falls."""
+    sure = LogProbs.pack(torch.zeros(2), torch.zeros(2), torch.zeros(2), segments=Segments.from_lengths([2]))  # fmt: skip
+    for engines in (0.0, 0.2):
+        adapter = Adapter("decoupled_token_is", framework="plain")
+        adapter.loss(sure, torch.ones(2))
+        assert adapter.end_step(1)
+        adapter.loss(batch(engines=engines, lag=0.2), torch.ones(N))
+        if engines:
+            assert adapter.end_step(2)
+        else:
+            with pytest.raises(LivenessError, match="equal at every token"):
+                adapter.end_step(2)
+
+
+def test_a_step_without_a_token_is_not_a_hook_that_was_never_called() -> None:
+    """Every completion was truncated and masked; the verdict waits for the next step."""
+    adapter = Adapter("decoupled_token_is", framework="plain")
+    adapter.skip()
+    assert adapter.end_step(1) == {}
+    adapter.loss(batch(), torch.ones(N))
+    with pytest.raises(LivenessError, match="equal at every token"):
+        adapter.end_step(2)

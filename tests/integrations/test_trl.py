@@ -18,7 +18,7 @@ import torch
 from offdrift.errors import FrameworkError, LivenessError
 from offdrift.integrations import frameworks
 from tests.integrations.samples import one
-from tests.integrations.trl_runs import Client, Sampler, steps, tiny_model, trainer
+from tests.integrations.trl_runs import Client, Deaf, Sampler, steps, tiny_model, trainer
 from tests.integrations.trl_worker import SPREAD, spread
 
 pytestmark = [
@@ -168,6 +168,38 @@ def test_a_server_is_asked_and_its_log_probs_are_used(tmp_path, monkeypatch):
     for row in steps(run):  # weights arrive: the mismatch is the noise and nothing else
         assert row["offdrift/mismatch/abs_log_ratio_mean"] == pytest.approx(0.04, rel=0.3)
         assert row["offdrift/weight/max"] > 1
+
+
+@pytest.mark.parametrize("config", [{}, {"num_iterations": 2, "steps_per_generation": 2}], ids=str)
+@pytest.mark.parametrize(("client", "wrong"), [(Client, False), (Deaf, True)])
+def test_an_engine_that_never_gets_weights_is_named(tmp_path, monkeypatch, client, wrong, config):
+    """TRL scores a generation with the weights it gave its engine, however often it is used.
+
+    Updates between generation and use are no excuse: they are in the staleness, not in the mismatch.
+    """
+    import trl.generation.vllm_generation as module
+
+    monkeypatch.setattr(module, "VLLMClient", client)
+    monkeypatch.setattr(module, "is_vllm_available", lambda: True)
+    config = {"use_vllm": True, "vllm_mode": "server", "max_steps": 8, "learning_rate": 3e-3, **config}  # fmt: skip
+    run = trainer(tmp_path, method="decoupled_token_is", config=config)
+    run.train()
+    rows, late = steps(run), "num_iterations" in config
+    assert [row["offdrift/version_lag/mean"] for row in rows] == ([0, 1, 2, 3] * 2 if late else [0] * 8)  # fmt: skip
+    assert {row["offdrift/old/version_lag"] for row in rows} == {0}
+    assert run.vllm_generation.vllm_client.synced == (2 if late else 8)
+    assert rows[0]["offdrift/mismatch/k3"] < 0.002  # before the first update nobody can tell
+    assert (rows[-1]["offdrift/mismatch/k3"] > 0.05) is wrong
+    assert ("wrong_weights" in {f.cause for f in run.offdrift.findings}) is wrong
+
+
+def test_a_first_step_without_a_token_that_trains_goes_on(tmp_path):
+    """Every completion of an untrained model is truncated, and TRL was told to mask those."""
+    config = {"mask_truncated_completions": True}
+    run = trainer(tmp_path, method="decoupled_token_is", rollout_func=Sampler(0.2), config=config)
+    run.train()
+    assert [row["completions/clipped_ratio"] for row in steps(run)] == [1, 1]
+    assert not any("offdrift/mismatch/k3" in row for row in steps(run))
 
 
 # -- what must not go on --------------------------------------------------------------------------

@@ -190,6 +190,27 @@ def test_configurations_of_the_page_are_composed_by_hydra(name):
     assert bool(block.get("bypass_mode", False)) == (name == "bypass")
 
 
+def test_the_command_at_the_top_of_the_page_is_composed_by_hydra():
+    """Its overrides, over verl's own configuration: the same choices as the first block's."""
+    hydra = pytest.importorskip("hydra")
+    import verl as package
+
+    command = PAGE[PAGE.index("python3 -m verl.trainer.main_ppo") :].partition("```")[0]
+    overrides = [word.strip(" \\") for word in command.splitlines()[1:] if word]
+    assert len(overrides) == 4
+    folder = str(Path(package.__file__).parent / "trainer" / "config")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with hydra.initialize_config_dir(config_dir=folder, version_base=None):
+            cfg = hydra.compose("ppo_trainer", overrides=overrides)
+    block, whole = yaml.safe_load(BLOCKS["decoupled"]), real_verl().OmegaConf
+    shared = [key for key, value in leaves(block) if whole.select(cfg, key) == value]
+    assert len(shared) >= 8
+    assert "actor_rollout_ref.actor.policy_loss.loss_mode" in shared
+    assert "ray_kwargs.ray_init.runtime_env.env_vars.OFFDRIFT_METHOD" in shared
+    assert not any(whole.select(cfg, f"algorithm.rollout_correction.{k}") for k in ("rollout_is", "rollout_rs", "bypass_mode"))  # fmt: skip
+
+
 def test_numbers_and_tables_of_the_page_are_true():
     lost = len(METHODS) - len(runnable())
     assert (

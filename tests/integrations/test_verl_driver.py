@@ -14,6 +14,7 @@ import torch
 
 from offdrift.errors import BadValueError, EvidenceError, LivenessError, MethodError, RecipeError
 from offdrift.integrations import verl as plugin
+from offdrift.integrations import verl_losses
 from offdrift.integrations.verl_advantages import SKIPPED, advantage_named, estimator_names
 from offdrift.integrations.verl_driver import Driver, logged
 from offdrift.integrations.verl_shares import driver_share
@@ -79,6 +80,18 @@ def test_unknown_keys_of_the_block_are_refused(helper):
     plugin.install()
     with pytest.raises(RecipeError, match="did you mean 'rollout_is_threshold'"):
         corrected(helper, random_batch(0), {"rollout_is_treshold": 3.0})
+
+
+def test_settings_that_would_not_reach_the_workers_are_refused(helper, monkeypatch):
+    """The loss runs elsewhere: what it is made of must stand in the environment of all processes."""
+    changes = {"objective.eps_low": 0.5}
+    with pytest.raises(MethodError, match=r"OFFDRIFT_SETTINGS=objective.eps_low=0.5 for all"):
+        plugin.install("decoupled_token_is", settings=changes)
+    plugin.install("decoupled_token_is", settings={"weight.cap": 3.0})
+    monkeypatch.setenv("OFFDRIFT_SETTINGS", "objective.eps_low=0.5")
+    verl_losses.configured.cache_clear()
+    plugin.install("decoupled_token_is", settings=changes)
+    verl_losses.configured.cache_clear()
 
 
 # -- what it computes -----------------------------------------------------------------------------
@@ -314,7 +327,8 @@ def test_bypass_mode_leaves_a_loss_of_ours_in_place(helper):
     verl = real_verl()
     block = verl.OmegaConf.create({"bypass_mode": True})
     for installed, chosen, left in [
-        (False, "offdrift/trm_max_k2", "bypass_mode"),
+        (False, "offdrift/trm_max_k2", "offdrift/trm_max_k2"),
+        (False, "vanilla", "bypass_mode"),
         (True, "offdrift/trm_max_k2", "offdrift/trm_max_k2"),
         (True, "vanilla", "bypass_mode"),
     ]:
@@ -472,3 +486,29 @@ def test_versions_groups_and_what_was_not_scored():
     ]
     assert record.rewards is not None
     assert record.rewards.tolist() == batch.mask.sum(-1).tolist()
+
+
+def test_a_record_before_the_first_correction_does_not_replace_it(tmp_path):
+    """As after a batch without log-probs of the engine, with on_idle="warn"."""
+    batch = random_batch(3)
+    driver = Driver("icepop", record=tmp_path, on_idle="warn")
+    driver.record({"response_mask": batch.mask, "old_log_probs": batch.old}, None, step=1)
+    data, metrics = driver.correct(proto(batch), OFF)
+    driver.close()
+    expected = driver_share(METHODS["icepop"])(batch.pack())
+    same(data.batch["rollout_is_weights"], batch.pack().unpack(expected.weight))
+    assert metrics["offdrift/weight/max"] != 1
+    assert len(list(tmp_path.glob("*.parquet"))) == 1
+
+
+def test_weights_are_not_rounded_to_the_dtype_of_the_log_probs():
+    """bfloat16 has eight bits: a weight of 1.001 would be 1."""
+    batch = random_batch(3)
+    low = replace(batch, old=batch.old.bfloat16(), rollout=batch.old.bfloat16() - 1 / 64)
+    data, _ = Driver("decoupled_token_is").correct(proto(low), OFF)
+    weights = data.batch["rollout_is_weights"]
+    assert weights.dtype == torch.float32
+    packed = low.pack()
+    expected = driver_share(METHODS["decoupled_token_is"])(packed).weight
+    assert torch.equal(weights[batch.mask.bool()], expected)
+    assert not torch.equal(expected, expected.bfloat16().float())

@@ -377,3 +377,19 @@ def test_staleness_is_not_blamed_at_the_first_update():
     batch = random_batch(0, far=False)
     batch = replace(batch, logp=batch.old)
     assert run("gspo", "seq-mean-token-mean", batch)[1].count_nonzero() > 0
+
+
+def test_a_micro_batch_of_certain_tokens_decides_nothing():
+    """One word that every policy is sure of: log-probs are 0, honest, and equal."""
+    batch = batch_for("token_is")
+    nothing = torch.zeros_like(batch.old)
+    sure = replace(batch, rollout=nothing, old=nothing, logp=nothing)
+    assert run("token_is", "token-mean", sure)[1].count_nonzero() > 0
+    with pytest.raises(LivenessError, match="equal the current ones"):
+        run("token_is", "token-mean", replace(batch, logp=batch.old))
+
+
+def test_what_to_do_when_idle_is_spelled_right(monkeypatch):
+    monkeypatch.setenv("OFFDRIFT_ON_IDLE", "warning")
+    with pytest.raises(MethodError, match=r"OFFDRIFT_ON_IDLE='warning'.*'error', 'warn'"):
+        run("token_is", "token-mean", batch_for("token_is"))

@@ -128,3 +128,15 @@ def test_a_module_that_is_not_there_is_still_not_there():
     with pytest.raises(ModuleNotFoundError, match="offdrift_nowhere"):
         importlib.import_module("offdrift_nowhere")
     WAITING.queues.pop("offdrift_nowhere")
+
+
+def test_an_import_that_fails_may_be_tried_again(module, tmp_path):
+    seen = []
+    (tmp_path / "offdrift_inner.py").write_text("raise ImportError('not yet')\n")
+    after_import(module, lambda m: seen.append(m.value))
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module(module)
+    (tmp_path / "offdrift_inner.py").write_text("ready = 'at the second attempt'\n")
+    importlib.invalidate_caches()
+    importlib.import_module(module)
+    assert seen == [3]

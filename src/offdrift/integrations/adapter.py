@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from jaxtyping import Float
@@ -23,7 +23,9 @@ from offdrift.correction import Corrected
 from offdrift.diagnosis import Context, Finding, Watcher, load_rules
 from offdrift.errors import LivenessError, MethodError, check_choice
 from offdrift.facts import NO_FACTS, Facts
-from offdrift.integrations.liveness import PartState, liveness
+from offdrift.integrations.environment import OnIdle, options
+from offdrift.integrations.environment import settings_of as settings_of
+from offdrift.integrations.liveness import PartState, liveness, undecided
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method, override
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from offdrift.rollouts.unpacked import Unpacked
 
 PREFIX = "offdrift/"
-OnIdle = Literal["error", "warn"]
 Gather = Callable[[Any], list[Any]]
 LOUD = ("stop", "act")
 """Severities of findings that are logged as warnings; the others as information."""
@@ -84,7 +85,7 @@ class Adapter:
         on_idle: OnIdle = "error",
         gather: Gather | None = None,
     ) -> None:
-        check_choice("on_idle", on_idle, ("error", "warn"))
+        check_choice("on_idle", on_idle, get_args(OnIdle))
         self.method = override(row(method) if isinstance(method, str) else method, settings)
         self.log = logging.getLogger(f"offdrift.{framework}")
         self._on_idle = on_idle
@@ -93,11 +94,10 @@ class Adapter:
         named = method if isinstance(method, str) else known.method
         known = replace(known, framework=framework, method=named)
         self._watcher = Watcher(context=known, rules=load_rules(rules))
-        self._recorder = _recorder(record, framework)
+        self._recorder = recorder_of(record, framework)
         self._stats: DriftStats | None = None
         self._tails = Tails()
-        self._pushed = False
-        self._checked = False
+        self._pushed = self._skipped = self._checked = False
 
     @property
     def findings(self) -> list[Finding]:
@@ -153,10 +153,18 @@ class Adapter:
         self._add(logprobs, stats, advantages, facts)
         return corrected
 
+    def skip(self) -> None:
+        """Note a piece without a token that trains: the hook lives, and there was nothing to see.
+
+        In every process that sees a share of the step, if this one does.
+        """
+        self._skipped = True
+
     def end_step(self, step: int, *, also: Mapping[str, float] = {}) -> dict[str, float]:
         """Close the step: metrics to log, by name; {} if nothing was seen since the last call.
 
-        New findings and, the first time, the state of every part go to the log of this framework.
+        New findings and, the first time that tokens were seen, the state of every part go to the log
+        of this framework.
 
         Args:
             step: number of the optimizer step.
@@ -166,7 +174,8 @@ class Adapter:
         """
         stats = self._closed()
         numbers = {} if stats is None else stats.to_host()
-        if not self._checked:
+        empty = stats is None and self._skipped
+        if not (self._checked or empty or undecided(numbers)):
             self._check(numbers)
         if stats is None:
             return {}
@@ -223,7 +232,7 @@ class Adapter:
         return DriftStats.merge_all(parts).plus(tails.sums(gather))
 
     def _check(self, numbers: Mapping[str, float]) -> None:
-        """Say what each part did at the first step. Raises: `LivenessError`."""
+        """Say what each part did. Raises: `LivenessError`."""
         self._checked = True
         parts = liveness(numbers, self.method, objective=self._pushed or not numbers)
         for part in parts:
@@ -249,7 +258,8 @@ def _dead(parts: list[PartState]) -> str:
     )
 
 
-def _recorder(record: Recorder | str | Path | None, framework: str) -> Recorder | None:
+def recorder_of(record: Recorder | str | Path | None, framework: str) -> Recorder | None:
+    """The recorder that `record` names: itself, or one of a folder."""
     if record is None or not isinstance(record, (str, Path)):
         return record
     # Only who records needs Arrow.
@@ -260,12 +270,7 @@ def _recorder(record: Recorder | str | Path | None, framework: str) -> Recorder 
 
 @functools.cache
 def adapter_from_env(framework: str) -> Adapter:
-    """The adapter of a hook that is a plain function, configured by the environment; one per process.
-
-        OFFDRIFT_METHOD     row of METHODS (required)
-        OFFDRIFT_SETTINGS   single values: "gate.high=0.02,weight.cap=5"
-        OFFDRIFT_RECORD     folder to record tokens in
-        OFFDRIFT_ON_IDLE    "error" (default) or "warn"
+    """The adapter of a hook that is a plain function, one per process; see `environment`.
 
     Raises: `MethodError` if OFFDRIFT_METHOD is not set or a setting cannot be read.
     """
@@ -275,29 +280,4 @@ def adapter_from_env(framework: str) -> Adapter:
             f"{framework}'s hook needs the environment variable OFFDRIFT_METHOD, for instance "
             "OFFDRIFT_METHOD=token_tis; `offdrift methods` lists all rows"
         )
-    return Adapter(
-        name,
-        framework=framework,
-        settings=settings_of(os.environ.get("OFFDRIFT_SETTINGS", "")),
-        record=os.environ.get("OFFDRIFT_RECORD") or None,
-        on_idle=os.environ.get("OFFDRIFT_ON_IDLE", "error"),  # type: ignore[arg-type]
-    )
-
-
-def settings_of(text: str) -> dict[str, Any]:
-    """Settings from "path=value" pairs with commas between them.
-
-    Example:
-        >>> settings_of("gate.high=0.02, aggregate=token_mean")
-        {'gate.high': 0.02, 'aggregate': 'token_mean'}
-    """
-    found = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        path, equals, value = (x.strip() for x in pair.partition("="))
-        if not (path and equals and value):
-            raise MethodError(f'{pair!r} is no setting; write "path=value", as in "weight.cap=5"')
-        try:
-            found[path] = float(value)
-        except ValueError:
-            found[path] = value
-    return found
+    return Adapter(name, framework=framework, **options())

@@ -71,11 +71,15 @@ class _Then(Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
-        WAITING.running[module.__name__] = self._queue
+        name = module.__name__
+        WAITING.running[name] = self._queue
         try:
             self._loader.exec_module(module)
+        except BaseException:
+            WAITING.queues[name] = self._queue  # it may be tried again
+            raise
         finally:
-            del WAITING.running[module.__name__]
+            del WAITING.running[name]
         for then in self._queue:
             then(module)
 

@@ -43,16 +43,24 @@ class PartState:
     def dead(self) -> bool:
         """Whether this must be repaired, not merely noted.
 
-        Staleness is 0 by definition before the first update of a batch, and an objective without a
-        clip changes every token's gradient and none of its loss.
+        Staleness is 0 by definition before the first update of a batch.
         """
         if self.state == "blind":
-            return self.kind != "objective" and self.on != "staleness"
+            return self.on != "staleness"
         return self.state == "not called"
 
     def __str__(self) -> str:
         counted = "" if self.state == "not called" else f", {self.changed:,} of {self.tokens:,} tokens changed"  # fmt: skip
         return f"{self.kind} [{self.part}]: {SAID[self.state]}{counted}"
+
+
+def undecided(numbers: Mapping[str, float]) -> bool:
+    """Whether these tokens cannot tell copies from engines that agree.
+
+    Where the rollout policy was sure of every token, in a micro-batch of one word for instance, honest
+    log-probs of any engine are all 0.
+    """
+    return numbers.get("rollout/nll") == 0 and not any(_moves(numbers, on) for on in ("mismatch", "full"))  # fmt: skip
 
 
 def liveness(
@@ -83,9 +91,12 @@ def _parts(numbers: Mapping[str, float], method: Method, objective: bool) -> Ite
         changed = int(numbers.get(f"gate/{i}/rejected_tokens", 0))
         yield _state(gate, "gate", tokens, changed, called, numbers)
     if correction.weights:
-        # Weights multiply; what is known of a token is their product.
-        called, changed = "weight/changed" in numbers, int(numbers.get("weight/changed", 0))
+        # Weights multiply; what is known of a token is their product, and that a ratio of 1 at every
+        # token has no part in it.
+        called, product = "weight/changed" in numbers, int(numbers.get("weight/changed", 0))
         for weight in correction.weights:
+            alone = len(correction.weights) == 1
+            changed = product if alone or _sees(weight, numbers) else 0
             yield _state(weight, "weight", tokens, changed, called, numbers)
     if objective:
         called, changed = bool(tokens), int(numbers.get("objective/clipped", 0))
@@ -106,9 +117,19 @@ def _state(
     elif changed:
         state = "acted"
     else:
-        blind = on is not None and not getattr(part, "exact", False) and not _moves(numbers, on)
-        state = "blind" if blind else "idle"
+        state = "idle" if _sees(part, numbers) else "blind"
     return PartState(part.formula, kind, tokens, changed, state, on)
+
+
+def _sees(part: Any, numbers: Mapping[str, float]) -> bool:
+    """Whether what the part reads differs from that of equal policies at some token."""
+    on = getattr(part, "on", None)
+    if on is None or getattr(part, "statistic", None) == "version_lag":
+        return True
+    if getattr(part, "exact", False):
+        largest = [x for name, x in numbers.items() if name.startswith("divergence/") and name.endswith("_max")]  # fmt: skip
+        return not largest or any(x != 0 for x in largest)
+    return _moves(numbers, on)
 
 
 def _moves(numbers: Mapping[str, float], on: str) -> bool:

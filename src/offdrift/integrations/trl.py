@@ -31,8 +31,10 @@ from offdrift.facts import Observed
 from offdrift.integrations import trl_batch
 from offdrift.integrations.adapter import Adapter, OnIdle
 from offdrift.integrations.frameworks import require
-from offdrift.integrations.trl_batch import ENTROPY, GROUP, REWARD, VERSION, Piece
+from offdrift.integrations.trl_batch import ENTROPY, Piece
 from offdrift.integrations.trl_rules import (
+    OF_TRLS_LOSS,
+    SCORED_ELSEWHERE,
     Mode,
     mend_sync,
     missing_engine,
@@ -51,8 +53,6 @@ else:
     Base = object
 
 FACTS = ("entropy", "vocab", "rewards", "version_lag")
-OF_TRLS_LOSS = ("clip_ratio/", "cispo_clip_ratio", "vespo/")
-"""Metrics that describe a loss which mode="loss" does not use."""
 
 
 class OffdriftMixin(Base):
@@ -93,10 +93,9 @@ class OffdriftMixin(Base):
         check_choice("mode", mode, get_args(Mode))
         refuse_method(override(row(method) if isinstance(method, str) else method, settings), mode)
         super().__init__(*positional, **named)
-        if record is True:
-            record = Path(str(self.args.output_dir)) / "rollouts"
+        folder = Path(str(self.args.output_dir)) / "rollouts" if record is True else record or None
         known = {"settings": settings, "context": context, "rules": rules, "on_idle": on_idle}
-        known |= {"record": record or None, "gather": self._everyone}
+        known |= {"record": folder, "gather": self._everyone}
         self._attach(Adapter(method, framework="trl", **known), mode, on_idle)
         if self.use_vllm and self.vllm_mode == "colocate":
             mend_sync(self.vllm_generation)
@@ -109,16 +108,12 @@ class OffdriftMixin(Base):
         self._rewards: Tensor | None = None
         self._scored: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._generations = 0
-        self._open = False
         self._normalizer: float | None = None
-        self._observed: Observed | None = None
-        self._loss = self._unscored = torch.zeros(())
+        self._close()
         refuse_settings(self, adapter.method, mode)
         if not (self.use_vllm or self.rollout_func is not None):
             self._blind("TRL's own generation returns no log-probs")
         adapter.log.info("%s", said(adapter.method, mode, self.loss_type))
-
-    # -- what TRL calls ---------------------------------------------------------------------------
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
         found = super()._calculate_rewards(*arguments, **named)
@@ -132,17 +127,15 @@ class OffdriftMixin(Base):
             return output
         if "sampling_per_token_logps" not in output:
             self._blind("the generation returned no log-probs")
-        b, device = len(output["completion_ids"]), output["completion_ids"].device
-        first = self.accelerator.process_index * b
-        places = torch.arange(first, first + b, device=device)
-        drawn = self._generations * b * self.accelerator.num_processes
-        self._generations += 1
-        output[GROUP] = (drawn + places) // self.num_generations
-        output[VERSION] = torch.full((b,), self.state.global_step, device=device)
-        rewards, self._rewards = self._rewards, None
-        # A completion that no reward function scored has no reward: then the batch has none.
-        if rewards is not None and not bool(rewards.isnan().any()):
-            output[REWARD] = rewards[places.to(rewards.device)].to(device)
+        output = trl_batch.marked(
+            output,
+            process=self.accelerator.process_index,
+            earlier=self._generations * self.accelerator.num_processes,
+            group=self.num_generations,
+            version=self.state.global_step,
+            rewards=self._rewards,
+        )
+        self._generations, self._rewards = self._generations + 1, None
         if "entropy" in self.offdrift.method.needs and "old_per_token_logps" in output:
             with torch.no_grad():
                 size = self.args.per_device_train_batch_size
@@ -168,10 +161,7 @@ class OffdriftMixin(Base):
         self._scored = trl_batch.harmless(changed, logp, live), entropy, aux
         loss = super()._compute_loss(model, changed)
         if self._scored is not None:
-            raise FrameworkError(
-                "this TRL scores tokens in another place than the versions this adapter knows, so "
-                "nothing would be corrected; install a tested version (docs/integrations/trl.md)"
-            )
+            raise FrameworkError(SCORED_ELSEWHERE)
         if self._mode == "correct":
             return loss
         for name in [n for n in self._metrics["train"] if n.startswith(OF_TRLS_LOSS)]:
@@ -192,8 +182,6 @@ class OffdriftMixin(Base):
         finally:
             self.offdrift.flush()
 
-    # -- one optimizer step -----------------------------------------------------------------------
-
     def _begin(self, model: Any) -> None:
         """See the whole step first: its denominator, and what the method's parts look at."""
         self._open = True
@@ -212,25 +200,18 @@ class OffdriftMixin(Base):
     @torch.no_grad()
     def _look_ahead(self, model: Any, window: Sequence[dict[str, Any]]) -> Observed | None:
         """What the method's parts see of the whole step, over all processes."""
-        method, mine = self.offdrift.method, []
-        for inputs in window:
-            piece = self._piece(inputs, *self._score(model, inputs)[:2])
-            if piece is not None:
-                lp = piece.logprobs
-                anchored = lp if method.anchor is None else method.anchor(lp, piece.facts)
-                mine.append(method.observe(anchored, piece.advantages, piece.facts).cpu())
+        pieces = (self._piece(inputs, *self._score(model, inputs)[:2]) for inputs in window)
+        mine = trl_batch.observed(self.offdrift.method, pieces)
         seen = [observed for theirs in self._everyone(mine) for observed in theirs]
-        if not seen:
-            return None
-        return functools.reduce(Observed.merge, seen).to(self.accelerator.device)
+        return functools.reduce(Observed.merge, seen).to(self.accelerator.device) if seen else None
 
     def _decide(
         self, inputs: dict[str, Any], piece: Piece | None
     ) -> tuple[Tensor | None, dict[str, Any], Tensor]:
         """Our loss (mode="loss"), TRL's inputs, and where TRL's policy term may push."""
-        mask = trl_batch.trainable(inputs)
-        nowhere = torch.zeros_like(mask)
+        nowhere = torch.zeros_like(trl_batch.trainable(inputs))
         if piece is None:
+            self.offdrift.skip()
             return None, trl_batch.silenced(inputs), nowhere
         lp, advantages, facts = piece.logprobs, piece.advantages, piece.facts
         if self._mode == "correct":
@@ -246,27 +227,27 @@ class OffdriftMixin(Base):
             normalizer=self._normalizer,
             horizon=self.max_completion_length,
         )
-        if self._observed is None:
-            self._observed = result.observed
+        self._observed = self._observed or result.observed
         return result.loss, trl_batch.silenced(inputs), nowhere
 
     def _end(self) -> None:
         """Metrics and findings of the step."""
         step = self.state.global_step + 1  # as TRL logs it: counted after the update
-        everyone = self._everyone((float(self._loss), float(self._unscored)))
-        also = {
-            "optim/loss": sum(loss for loss, _ in everyone) / len(everyone),
-            "unscored_tokens": sum(missing for _, missing in everyone),
-        }
-        if (
-            self.use_vllm
-        ):  # TRL gives its engine the weights before it draws, and scores with the same
+        mine = torch.stack([self._loss, self._unscored.to(self._loss)]).tolist()
+        losses, unscored = zip(*self._everyone(mine), strict=True)
+        also = {"optim/loss": sum(losses) / len(losses), "unscored_tokens": sum(unscored)}
+        if self.use_vllm:  # TRL hands its engine the weights, draws, and scores with the same ones
             also["old/version_lag"] = 0.0
         for name, value in self.offdrift.end_step(step, also=also).items():
             self._metrics["train"][name].append(value)
         if self._mode == "loss" and self._observed is not None:
             self.offdrift.method = self.offdrift.method.next(self._observed)
-        self._open, self._observed = False, None
+        self._close()
+
+    def _close(self) -> None:
+        """Nothing is seen of the next step."""
+        self._open = False
+        self._observed: Observed | None = None
         self._loss = self._unscored = torch.zeros(())
 
     def _score(self, model: Any, inputs: dict[str, Any], **options: Any) -> Any:
@@ -277,8 +258,8 @@ class OffdriftMixin(Base):
     def _piece(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> Piece | None:
         """The micro-batch as the library sees it."""
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
-        version = self.state.global_step
-        return trl_batch.piece_of(inputs, logp, entropy, vocab=config.vocab_size, version=version)
+        known = {"vocab": config.vocab_size, "version": self.state.global_step}
+        return trl_batch.piece_of(inputs, logp, entropy, **known)
 
     def _note(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> None:
         """Count what could not be scored, and record the micro-batch."""
@@ -287,8 +268,7 @@ class OffdriftMixin(Base):
         if self.offdrift.records:
             decode = functools.partial(self._tokenizer.batch_decode, skip_special_tokens=True)
             known = {"version": self.state.global_step, "ends": self.eos_token_ids}
-            batch = trl_batch.recorded(inputs, logp, entropy, decode=decode, **known)
-            self.offdrift.record(batch)
+            self.offdrift.record(trl_batch.recorded(inputs, logp, entropy, decode=decode, **known))
 
     def _everyone(self, mine: Any) -> list[Any]:
         """One object of every process, in every process."""
@@ -299,10 +279,9 @@ class OffdriftMixin(Base):
 
     def _blind(self, why: str) -> None:
         """Refuse to go on if a part compares the engine with the trainer and cannot."""
-        text = missing_engine(why, self.offdrift.method, self._mode)
-        if text and self._on_idle == "error":
-            raise LivenessError(f'{text}; on_idle="warn" takes the old policy for the engine')
-        if text:
+        if text := missing_engine(why, self.offdrift.method, self._mode):
+            if self._on_idle == "error":
+                raise LivenessError(f'{text}; on_idle="warn" takes the old policy for the engine')
             self.offdrift.log.warning("%s", text)
 
 
@@ -316,6 +295,5 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def _trainer() -> type:
     trl = require("trl")
-    words = "`GRPOTrainer` with a method of this library in it; see `OffdriftMixin`."
-    body = {"__module__": __name__, "__doc__": words}
+    body = {"__module__": __name__, "__doc__": "`GRPOTrainer` with a method in it; see `OffdriftMixin`."}  # fmt: skip
     return type("OffdriftGRPOTrainer", (OffdriftMixin, trl.GRPOTrainer), body)

@@ -8,7 +8,7 @@ loss, and is counted. TRL itself takes its ratio as 1 and says nothing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from offdrift.aggregate import AggregateName
 from offdrift.correction import Corrected
-from offdrift.facts import Facts
+from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
+from offdrift.methods import Method
 from offdrift.numerics import LOG_RATIO_LIMIT, at_least_float32
 from offdrift.rollouts.unpacked import Unpacked
 from offdrift.segments import Segments
@@ -38,6 +39,42 @@ class Piece:
     logprobs: LogProbs
     advantages: Float[Tensor, " n"]
     facts: Facts
+
+
+def marked(
+    output: Inputs, *, process: int, earlier: int, group: int, version: int, rewards: Tensor | None
+) -> dict[str, Any]:
+    """What TRL made of a generation, with group, version and reward of each sequence.
+
+    Args:
+        process: index of this one, which drew as many sequences as any other.
+        earlier: batches of this size that all processes drew before.
+        group: completions to a prompt.
+        version: optimizer steps taken before.
+        rewards: of all processes' sequences; NaN for one that no function scored, and then the
+            batch has none.
+    """
+    b, device = len(output["completion_ids"]), output["completion_ids"].device
+    places = torch.arange(process * b, (process + 1) * b, device=device)
+    found = {
+        **output,
+        GROUP: (earlier * b + places) // group,
+        VERSION: torch.full_like(places, version),
+    }
+    if rewards is not None and not bool(rewards.isnan().any()):
+        found[REWARD] = rewards[places.to(rewards.device)].to(device)
+    return found
+
+
+def observed(method: Method, pieces: Iterable[Piece | None]) -> list[Observed]:
+    """What the method's parts see of each piece, on the host."""
+    found = []
+    for piece in pieces:
+        if piece is not None:
+            lp, facts = piece.logprobs, piece.facts
+            anchored = lp if method.anchor is None else method.anchor(lp, facts)
+            found.append(method.observe(anchored, piece.advantages, facts).cpu())
+    return found
 
 
 def score(forward: Callable[..., Any], model: Any, inputs: Inputs, **options: Any) -> Any:

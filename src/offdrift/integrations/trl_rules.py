@@ -18,6 +18,15 @@ IGNORED = {
 """Settings of TRL's policy term with their defaults; mode="loss" would silently drop any other."""
 
 
+OF_TRLS_LOSS = ("clip_ratio/", "cispo_clip_ratio", "vespo/")
+"""Metrics that describe a loss which mode="loss" does not use."""
+
+SCORED_ELSEWHERE = (
+    "this TRL scores tokens in another place than the versions this adapter knows, so nothing would "
+    "be corrected; install a tested version (docs/integrations/trl.md)"
+)
+
+
 def refuse_method(method: Method, mode: Mode) -> None:
     """Raise if a method cannot mean what its user hopes in this mode.
 

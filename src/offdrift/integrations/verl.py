@@ -5,7 +5,8 @@ and importing it arranges the following, for the time when verl's own modules ar
 
     core_algos             policy losses `offdrift/<method>` and estimators `offdrift/<name>`,
                            `offdrift/<name>/kept` are registered
-    rollout_corr_helper    `install` is called if OFFDRIFT_METHOD or OFFDRIFT_RECORD is set
+    rollout_corr_helper    bypass mode leaves `offdrift/<method>` as the loss; `install` is called if
+                           OFFDRIFT_METHOD or OFFDRIFT_RECORD is set
 
 No module of verl is imported here. verl hides errors of its plugins, so this one reports its own
 success, and its failure, to the log "offdrift.verl".
@@ -148,7 +149,6 @@ def _replacements(module: ModuleType) -> list[tuple[Any, str, Callable[..., Any]
     return {
         HELPER: [
             (module, "compute_rollout_correction_and_add_to_batch", _corrector),
-            (module, "apply_bypass_mode", _bypass),
         ],
         TRAINER: [(module, "compute_advantage", _estimator)],
         TRAINER_V1: [(getattr(module, "PPOTrainer", None), "_compute_advantage", _recorder_v1)],
@@ -169,16 +169,22 @@ def _corrector(driver: Driver, _original: Any) -> Callable[..., Any]:
     return correct
 
 
-def _bypass(_driver: Driver, original: Any) -> Callable[..., Any]:
-    """verl's v0 trainer overwrites the loss in bypass mode; one of ours is not overwritten."""
+def _keep_our_loss(helper: ModuleType) -> None:
+    """verl's v0 trainer overwrites the loss in bypass mode; one of ours is not, installed or not."""
+    name = "apply_bypass_mode"
+    original = getattr(helper, name, None)
+    if original is None:
+        return
 
+    @functools.wraps(original)
     def apply(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
         chosen = policy_loss_config["loss_mode"]
         original(batch, rollout_corr_config, policy_loss_config)
         if str(chosen).startswith("offdrift/"):
             policy_loss_config["loss_mode"] = chosen
 
-    return apply
+    setattr(helper, name, apply)
+    _rebind(name, original, apply)
 
 
 def _estimator(driver: Driver, original: Any) -> Callable[..., Any]:
@@ -217,19 +223,14 @@ def _recorder_v1(driver: Driver, original: Any) -> Callable[..., Any]:
 
 
 def _from_environment(_module: ModuleType) -> None:
-    """`install` as OFFDRIFT_METHOD and OFFDRIFT_RECORD ask; see `adapter_from_env`."""
-    from offdrift.integrations.adapter import settings_of
+    """`install` as OFFDRIFT_METHOD and OFFDRIFT_RECORD ask; see `environment`."""
+    from offdrift.integrations.environment import options
 
     name, record = os.environ.get("OFFDRIFT_METHOD"), os.environ.get("OFFDRIFT_RECORD")
     if "driver" in _STATE or not (name or record):
         return
     chosen = None if name in (None, "", FROM_BLOCK) else name
-    install(
-        chosen,
-        settings=settings_of(os.environ.get("OFFDRIFT_SETTINGS", "")) if chosen else {},
-        record=record or None,
-        on_idle=os.environ.get("OFFDRIFT_ON_IDLE", "error"),  # type: ignore[arg-type]
-    )
+    install(chosen, **(options() if chosen else options() | {"settings": {}}))
 
 
 def _register_or_say_why(core: ModuleType) -> None:
@@ -245,6 +246,7 @@ def _plug_in() -> None:
     if LOG.level == logging.NOTSET:  # verl shows warnings alone, and liveness must be seen
         LOG.setLevel(logging.INFO)
     after_import(CORE, _register_or_say_why)
+    after_import(HELPER, _keep_our_loss)
     after_import(HELPER, _from_environment)
     for home in HOMES:
         after_import(home, _take_over)

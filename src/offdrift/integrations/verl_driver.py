@@ -11,17 +11,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from offdrift.diagnosis import Context
-from offdrift.errors import LivenessError, MethodError
-from offdrift.integrations.adapter import Adapter, OnIdle
+from offdrift.errors import LivenessError, MethodError, check_choice
+from offdrift.integrations.adapter import PREFIX, Adapter, OnIdle, recorder_of
 from offdrift.integrations.verl_advantages import advantage_named, dense
 from offdrift.integrations.verl_config import RolloutCorrection, read_rollout_correction
-from offdrift.integrations.verl_shares import driver_share, signed
+from offdrift.integrations.verl_losses import configured
+from offdrift.integrations.verl_shares import driver_share, loss_share, signed
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method, method, override
 from offdrift.objectives import Reinforce
@@ -30,7 +31,6 @@ from offdrift.rollouts.logged import Logged
 if TYPE_CHECKING:
     from offdrift.rollouts.recorder import Recorder
 
-PREFIX = "offdrift/"
 LOG = logging.getLogger("offdrift.verl")
 UNMARKED = "decoupled mode with rollout_log_probs in the batch"
 
@@ -56,9 +56,13 @@ class Driver:
     ) -> None:
         named = method(row) if isinstance(row, str) else row
         self.row = None if named is None else override(named, settings)
+        check_choice("on_idle", on_idle, get_args(OnIdle))
+        if isinstance(row, str):
+            _check_reaches(row, self.row, settings)
         self._options: dict[str, Any] = {"context": context, "rules": rules, "on_idle": on_idle}
         self._record, self._on_idle = record, on_idle
         self._adapter: Adapter | None = None
+        self._recorder: Recorder | None = None
         self._steps, self._called, self._loss_checked = 0, False, False
         for part in (*self._share().gates, *self._share().weights):
             if signed(part):
@@ -88,12 +92,12 @@ class Driver:
         self._called = True
         self._steps = int(batch.meta_info.get("global_steps", self._steps + 1))
         mask, old = tensors["response_mask"], tensors["old_log_probs"]
-        weights = torch.zeros_like(old)
+        weights = torch.zeros_like(old, dtype=torch.promote_types(old.dtype, torch.float32))
         metrics: dict[str, float] = {}
         if bool(mask.any()):
             packed = LogProbs.pack(tensors["rollout_log_probs"], None, old, mask=mask)
             corrected = adapter.correct(packed)
-            weights = packed.unpack(corrected.weight.where(corrected.keep, 0.0)).to(old.dtype)
+            weights = packed.unpack(corrected.weight.where(corrected.keep, 0.0))
             metrics = adapter.end_step(self._steps)
         if adapter.method.correction.gates or adapter.method.correction.weights:
             tensors["rollout_is_weights"] = weights
@@ -135,8 +139,10 @@ class Driver:
         """Record a batch of padded tensors, if records are wanted."""
         if self._record is None:
             return
-        adapter = self._adapter or self._make(Method(objective=Reinforce()))
-        adapter.record(logged(tensors, uids, step=step, rollout_version=rollout_version, version=version))  # fmt: skip
+        if self._recorder is None:
+            self._recorder = recorder_of(self._record, "verl")
+        assert self._recorder is not None
+        self._recorder.add(logged(tensors, uids, step=step, rollout_version=rollout_version, version=version))  # fmt: skip
 
     @property
     def records(self) -> bool:
@@ -145,8 +151,8 @@ class Driver:
 
     def close(self) -> None:
         """Write what is still waiting."""
-        if self._adapter is not None:
-            self._adapter.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _share(self) -> Any:
         return driver_share(Method(objective=Reinforce()) if self.row is None else self.row)
@@ -169,12 +175,7 @@ class Driver:
         if self._adapter is None:
             block, wanted = self._wanted(config)
             LOG.info("algorithm.rollout_correction reads\n%s", block)
-            self._make(wanted)
-        assert self._adapter is not None
-        return self._adapter
-
-    def _make(self, wanted: Method) -> Adapter:
-        self._adapter = Adapter(wanted, framework="verl", record=self._record, **self._options)
+            self._adapter = Adapter(wanted, framework="verl", **self._options)
         return self._adapter
 
     def _check_called(self, tensors: Any, algorithm: Any) -> None:
@@ -202,6 +203,19 @@ class Driver:
         if self._on_idle == "error":
             raise LivenessError(said)
         LOG.warning("%s", said)
+
+
+def _check_reaches(name: str, row: Method | None, settings: Mapping[str, Any]) -> None:
+    """The loss runs in workers, which read the environment: settings of it must stand there."""
+    if row is None or loss_share(row) == loss_share(configured(name)):
+        return
+    wanted = ",".join(f"{path}={value}" for path, value in settings.items()) or "(nothing)"
+    raise MethodError(
+        f"install({name!r}) was given settings={dict(settings)}, some of which belong to the loss; "
+        "that runs in verl's workers, and they would not hear of it: set OFFDRIFT_METHOD="
+        f"{name} and OFFDRIFT_SETTINGS={wanted} for all processes "
+        "(ray_kwargs.ray_init.runtime_env.env_vars)"
+    )
 
 
 def loss_mode(config: Any) -> str | None:

@@ -23,8 +23,8 @@ from offdrift.correction.compose import WeightLike
 from offdrift.correction.weight import Weighted
 from offdrift.errors import EvidenceError, LivenessError, MethodError, check_choice
 from offdrift.facts import NO_FACTS, Facts
-from offdrift.integrations.adapter import settings_of
-from offdrift.integrations.liveness import liveness
+from offdrift.integrations.environment import on_idle, settings_of
+from offdrift.integrations.liveness import liveness, undecided
 from offdrift.integrations.verl_shares import (
     driver_share,
     loss_share,
@@ -235,20 +235,22 @@ _SAID: set[str] = set()
 
 
 def _check_alive(name: str, row: Method, stats: DriftStats) -> None:
-    """The first time, say what each part of the loss did."""
+    """The first time that it can be told, say what each part of the loss did."""
     if name in _SAID:
         return
-    _SAID.add(name)
+    strict = on_idle() == "error"
     share, numbers = loss_share(row), stats.to_host()
+    if undecided(numbers):
+        return
+    _SAID.add(name)
     LOG.info("offdrift/%s: %s", name, share.describe())
     parts = liveness(numbers, share)
     for part in parts:
         LOG.log(logging.WARNING if part.dead else logging.INFO, "%s", part)
-    copies = reads_rollout(share) and numbers["full/l_max"] == numbers["full/-l_min"] == 0
     dead = [str(p) for p in parts if p.dead]
-    if (copies or dead) and os.environ.get("OFFDRIFT_ON_IDLE", "error") == "error":
+    if dead and strict:
         raise LivenessError(
-            f"offdrift/{name}: {'; '.join(dead) or 'the ratio is 1 at every token'}. verl's old "
+            f"offdrift/{name}: {'; '.join(dead)}. verl's old "
             "log-probs equal the current ones: it recomputed them (bypass_mode=false), or the "
             "engines agree to the last bit; OFFDRIFT_ON_IDLE=warn goes on regardless"
         )
