@@ -120,7 +120,8 @@ def actor(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Any]:
     areal.uninstall()
     if REAL:
         module.stats_tracker.export_all()  # which also forgets
-    WAITING.queues.clear()
+    for name in (areal.ACTOR, areal.FUNCTIONAL):
+        WAITING.queues.pop(name, None)
 
 
 def packed(given: Batch, *, pad: int = 3) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def actor(
     )
     yield request.param
     openrlhf.uninstall()
-    WAITING.queues.clear()
+    WAITING.queues.pop(openrlhf.ACTOR, None)
     sys.modules.pop(openrlhf.ACTOR, None)
 
 

@@ -29,7 +29,8 @@ def nothing_installed(process: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield
     areal.uninstall()
     openrlhf.uninstall()
-    WAITING.queues.clear()
+    for name in (areal.ACTOR, areal.FUNCTIONAL, openrlhf.ACTOR):
+        WAITING.queues.pop(name, None)
 
 
 def in_environment(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from offdrift.correction import Corrected
 from offdrift.diagnosis import Context, Finding, Watcher, load_rules
 from offdrift.errors import LivenessError, MethodError, check_choice
 from offdrift.facts import NO_FACTS, Facts
+from offdrift.integrations import environment
 from offdrift.integrations.environment import OnIdle, options
 from offdrift.integrations.environment import settings_of as settings_of
 from offdrift.integrations.liveness import PartState, liveness, undecided
@@ -274,7 +274,7 @@ def adapter_from_env(framework: str) -> Adapter:
 
     Raises: `MethodError` if OFFDRIFT_METHOD is not set or a setting cannot be read.
     """
-    name = os.environ.get("OFFDRIFT_METHOD")
+    name = environment.method()
     if not name:
         raise MethodError(
             f"{framework}'s hook needs the environment variable OFFDRIFT_METHOD, for instance "

@@ -21,11 +21,22 @@ def options() -> dict[str, Any]:
 
     Raises: `MethodError` if one of them cannot be read.
     """
-    return {
-        "settings": settings_of(os.environ.get("OFFDRIFT_SETTINGS", "")),
-        "record": os.environ.get("OFFDRIFT_RECORD") or None,
-        "on_idle": on_idle(),
-    }
+    return {"settings": settings(), "record": record(), "on_idle": on_idle()}
+
+
+def method() -> str | None:
+    """The row of `METHODS`; None if it is not set."""
+    return os.environ.get("OFFDRIFT_METHOD") or None
+
+
+def settings() -> dict[str, Any]:
+    """Single values of the method, as paths for `override`. Raises: `MethodError`."""
+    return settings_of(os.environ.get("OFFDRIFT_SETTINGS", ""))
+
+
+def record() -> str | None:
+    """The folder to record in; None if it is not set."""
+    return os.environ.get("OFFDRIFT_RECORD") or None
 
 
 def on_idle() -> OnIdle:

@@ -9,7 +9,6 @@ sums over tokens that the framework divides.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,8 @@ from offdrift.correction import Corrected
 from offdrift.diagnosis import Context
 from offdrift.divergence.sampled import k3
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.integrations.adapter import Adapter, settings_of
+from offdrift.integrations import environment
+from offdrift.integrations.adapter import Adapter
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss
 from offdrift.methods import Method, override
@@ -162,14 +162,14 @@ def chosen(
 
     Raises: `MethodError` if neither names one.
     """
-    name = method or os.environ.get("OFFDRIFT_METHOD")
+    name = method or environment.method()
     if not name:
         raise MethodError(
             f"{framework}'s hook needs a method: give method= or set OFFDRIFT_METHOD, for instance "
             "OFFDRIFT_METHOD=token_tis; `offdrift methods` lists all rows"
         )
     if settings is None:
-        settings = settings_of(os.environ.get("OFFDRIFT_SETTINGS", ""))
+        settings = environment.settings()
     return name, override(row(name), settings)
 
 

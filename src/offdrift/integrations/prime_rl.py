@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from offdrift.errors import MethodError, check_choice
+from offdrift.integrations import environment
 from offdrift.integrations.frameworks import require
 from offdrift.integrations.hooks import (
     Attached,
@@ -122,8 +122,8 @@ def _hook(
         "prime-rl",
         name,
         row,
-        record=record or os.environ.get("OFFDRIFT_RECORD") or None,
-        on_idle=on_idle or os.environ.get("OFFDRIFT_ON_IDLE"),
+        record=record or environment.record(),
+        on_idle=on_idle or environment.on_idle(),
     )
 
 

@@ -20,7 +20,6 @@ Reference: slime 0.3.1 (624b824), `backends/megatron_utils/loss.py`: `policy_los
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -31,6 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.errors import EvidenceError, MethodError
+from offdrift.integrations import environment
 from offdrift.integrations.frameworks import FRAMEWORKS, require
 from offdrift.integrations.hooks import (
     Attached,
@@ -175,7 +175,7 @@ def _tis_hook(framework: str) -> Attached:
     only = correction_alone(name, row, framework=framework, instead=instead)
     parts = (*row.correction.gates, *row.correction.weights)
     said = f"its {'; '.join(p.formula for p in parts)}; the objective is {framework}'s own"
-    return attach(framework, name, only, on_idle=os.environ.get("OFFDRIFT_ON_IDLE"), said=said)
+    return attach(framework, name, only, on_idle=environment.on_idle(), said=said)
 
 
 @functools.cache
@@ -184,7 +184,7 @@ def _loss_hook() -> Attached:
     _require("slime")
     name, row = chosen("slime")
     check_served(row, framework="slime", has={"logp_old"}, folded=True)
-    return attach("slime", name, row, on_idle=os.environ.get("OFFDRIFT_ON_IDLE"))
+    return attach("slime", name, row, on_idle=environment.on_idle())
 
 
 def _framework() -> str:

@@ -10,7 +10,6 @@ Reference: slime 0.3.1 (624b824), `backends/megatron_utils/actor.py`: `train_act
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offdrift.errors import EvidenceError, MethodError
+from offdrift.integrations import environment
 from offdrift.integrations.slime import WITHOUT_MU, cp_size
 from offdrift.rollouts.recorder import Recorder
 from offdrift.rollouts.unpacked import Unpacked
@@ -77,7 +77,7 @@ def unpacked(args: Any, rollout_id: int, data: Mapping[str, Any]) -> Unpacked:
 
 @functools.cache
 def _recorder() -> Recorder:
-    folder = os.environ.get("OFFDRIFT_RECORD")
+    folder = environment.record()
     if not folder:
         raise MethodError("recording slime's rollouts needs OFFDRIFT_RECORD, a folder")
     return Recorder(folder, framework="slime")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offdrift.errors import FrameworkError
+from offdrift.integrations import environment
 from offdrift.integrations.after_import import after_import
 from offdrift.integrations.frameworks import require
 
@@ -226,7 +226,7 @@ def _from_environment(_module: ModuleType) -> None:
     """`install` as OFFDRIFT_METHOD and OFFDRIFT_RECORD ask; see `environment`."""
     from offdrift.integrations.environment import options
 
-    name, record = os.environ.get("OFFDRIFT_METHOD"), os.environ.get("OFFDRIFT_RECORD")
+    name, record = environment.method(), environment.record()
     if "driver" in _STATE or not (name or record):
         return
     chosen = None if name in (None, "", FROM_BLOCK) else name

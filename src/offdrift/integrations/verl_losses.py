@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,8 @@ from offdrift.correction.compose import WeightLike
 from offdrift.correction.weight import Weighted
 from offdrift.errors import EvidenceError, LivenessError, MethodError, check_choice
 from offdrift.facts import NO_FACTS, Facts
-from offdrift.integrations.environment import on_idle, settings_of
+from offdrift.integrations import environment
+from offdrift.integrations.environment import on_idle
 from offdrift.integrations.liveness import liveness, undecided
 from offdrift.integrations.verl_shares import (
     driver_share,
@@ -124,8 +124,8 @@ def policy_loss_named(name: str) -> PolicyLossFn:
 @functools.cache
 def configured(name: str) -> Method:
     """The row of that name, with `OFFDRIFT_SETTINGS` if those are meant for it."""
-    meant = os.environ.get("OFFDRIFT_METHOD") in (None, "", name)
-    settings = settings_of(os.environ.get("OFFDRIFT_SETTINGS", "")) if meant else {}
+    meant = environment.method() in (None, name)
+    settings = environment.settings() if meant else {}
     return override(method(name), settings)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from offdrift.diagnosis import Context
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.integrations.adapter import Adapter, settings_of
+from offdrift.integrations import environment
+from offdrift.integrations.adapter import Adapter
 from offdrift.integrations.hooks import Attached, chosen
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss
@@ -63,9 +64,9 @@ class Choice:
         """What is not given is read from the environment, see `adapter_from_env`."""
         name, _ = chosen(framework, method, settings)
         if settings is None:
-            settings = settings_of(os.environ.get("OFFDRIFT_SETTINGS", ""))
-        record = record or os.environ.get("OFFDRIFT_RECORD") or None
-        on_idle = on_idle or os.environ.get("OFFDRIFT_ON_IDLE", "error")
+            settings = environment.settings()
+        record = record or environment.record()
+        on_idle = on_idle or environment.on_idle()
         text = json.dumps(dict(settings), sort_keys=True)
         return Choice(name, text, None if record is None else os.fspath(record), on_idle, horizon)
 
