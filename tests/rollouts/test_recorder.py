@@ -518,23 +518,31 @@ def test_writers_of_one_name_never_replace_each_others_files(tmp_path: Path) -> 
     assert sorted(steps_in(tmp_path)) == want
 
 
-def test_ranks_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one(**options: int) -> None:
-        with Recorder(tmp_path, **options) as recorder:  # type: ignore[arg-type]
-            recorder.add(at(5))
+RANKS = """
+import os, sys
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from offdrift import Recorder
+from tests.rollouts.test_recorder import at
 
-    monkeypatch.delenv("RANK", raising=False)
-    one()
-    monkeypatch.setenv("RANK", "2")
-    one()
-    one(rank=7)
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def one(**options):
+    with Recorder(sys.argv[1], **options) as recorder:
+        recorder.add(at(5))
 
-    torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
-    try:
-        one()
-    finally:
-        torch.distributed.destroy_process_group()
+one()
+os.environ["RANK"] = "2"
+one()
+one(rank=7)
+torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+one()
+"""
+
+
+def test_ranks_write_into_one_folder(tmp_path: Path) -> None:
+    """In a process of its own: an engine in this one may have a process group."""
+    environment = {k: v for k, v in os.environ.items() if k != "RANK"}
+    command = [sys.executable, "-c", RANKS, str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True, timeout=120)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         f"log-00000005-00000005-rank{rank}-0.parquet" for rank in (0, 2, 3, 7)
     ]
