@@ -570,14 +570,20 @@ def test_a_closed_recorder_takes_nothing_and_does_not_mask_what_ended_the_loop(
         recorder.add(at(1))
 
 
-def test_nobody_waits_for_a_thread_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def end_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread ends, without a word, at what it is to write next."""
+
     def gone(*args: object, **options: object) -> Path:
         raise SystemExit
 
     monkeypatch.setattr(module, "write_unclaimed", gone)
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
+
+
+def test_nobody_waits_for_a_thread_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_the_writer(monkeypatch)
     recorder = Recorder(tmp_path, queue=1)
     recorder.add(at(0))
     with pytest.raises(RecordError, match="1 batches are lost"):

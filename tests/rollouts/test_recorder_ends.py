@@ -13,7 +13,16 @@ import pytest
 from offdrift.errors import RecordError
 from offdrift.rollouts import recorder as module
 from offdrift.rollouts.recorder import Recorder
-from tests.rollouts.test_recorder import SOON, Disk, at, disk, steps_in, thrice, until
+from tests.rollouts.test_recorder import (
+    SOON,
+    Disk,
+    at,
+    disk,
+    end_the_writer,
+    steps_in,
+    thrice,
+    until,
+)
 
 __all__ = ["disk"]
 
@@ -77,11 +86,7 @@ def test_two_threads_that_close_both_wait(tmp_path: Path, disk: Disk) -> None:
 def test_closing_tells_what_was_lost_with_the_writer_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*args: object, **options: object) -> Path:
-        raise SystemExit
-
-    monkeypatch.setattr(module, "write_unclaimed", gone)
-    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+    end_the_writer(monkeypatch)
     recorder = Recorder(tmp_path, seconds=0)
     recorder.add(at(0))
     until(lambda: recorder.closed)
