@@ -39,10 +39,12 @@ class View:
 
     @cached_property
     def logprobs(self) -> LogProbs:
+        """The batch through the library's door."""
         return self.batch.logprobs()
 
     @cached_property
     def facts(self) -> Facts:
+        """What methods may read of the batch beside its log-probs."""
         logged = self.batch
         exact = {name: Divergence.exact(name, x) for name, x in logged.divergences.items()}
         return Facts(

@@ -30,6 +30,7 @@ class Seen:
     mask: Bool[Tensor, "b s"]
 
     def field(self, name: str) -> Tensor | None:
+        """A field `[b, s, ...]` without its padding at index 0; None if the data lack it."""
         return self.data[name][:, 1:] if name in self.data else None
 
     def rows(self, name: str) -> Tensor | None:
@@ -39,9 +40,11 @@ class Seen:
 
     @functools.cached_property
     def ids(self) -> Int[Tensor, " n"]:
+        """The trainable tokens themselves."""
         return self.data["input_ids"][:, 1:][self.mask]
 
     def unpack(self, x: Float[Tensor, " n"]) -> Float[Tensor, "b s"]:
+        """One number per trainable token, where the token stands; 0 elsewhere. Gradient: to `x`."""
         empty = x.new_zeros(self.mask.numel())
         at = self.mask.reshape(-1).nonzero().squeeze(1)
         return empty.index_put((at,), x).reshape(self.mask.shape)

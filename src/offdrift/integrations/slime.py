@@ -269,4 +269,5 @@ def _only(pg_loss: Tensor, weight: Tensor) -> Tensor:
 
 
 def cp_size(args: Any) -> int:
+    """Ranks among which context parallelism cuts each sequence; 1 without it."""
     return getattr(args, "context_parallel_size", 1)

@@ -169,6 +169,7 @@ class OffdriftMixin(Base):
         return loss if own is None else loss + own
 
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
+        """As TRL's; metrics and findings are told once the optimizer's step is whole."""
         loss = super().training_step(*arguments, **named)
         self._loss = self._loss + loss.detach().to(self._loss.device)
         if self.accelerator.sync_gradients:

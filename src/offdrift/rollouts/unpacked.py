@@ -94,6 +94,7 @@ class Unpacked:
 
     @property
     def num_sequences(self) -> int:
+        """Rows of padded input, cuts less one of packed input."""
         return self.shape[0] if self.cu_seqlens is None else max(0, self.cu_seqlens.numel() - 1)
 
     def logged(self) -> Logged:
