@@ -41,13 +41,13 @@ def gradient_power(
     for name, x in (("sum_pi_squared", sum_pi_squared), ("logp", logp), ("advantages", advantages), ("weight", weight)):  # fmt: skip
         if x is not None and len(x) != n:
             raise ShapeError(f"{name} has {len(x)} tokens, the segments {n}")
-    filled = segments.lengths > 0
+    # In an empty sequence sums and means are 0, and so is all that follows.
     power = segments.sum(1 - 2 * logp.double().exp() + sum_pi_squared.double())
     a2 = segments.mean(advantages.double()).square()
     w2 = torch.ones_like(a2) if weight is None else segments.mean(weight.double()).square()
     by_name = {"power": w2 * a2 * power.clamp(min=0), "a2": a2, "w": w2 * power}
-    sums = {f"variance_proxy/{name}": x.where(filled, 0.0).sum() for name, x in by_name.items()}
-    return {**sums, "variance_proxy/n": filled.sum()}
+    sums = {f"variance_proxy/{name}": x.sum() for name, x in by_name.items()}
+    return {**sums, "variance_proxy/n": segments.lengths.count_nonzero()}
 
 
 def signal(s: Numbers) -> float:
