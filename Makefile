@@ -1,4 +1,4 @@
-# make train        sets everything up and trains the tiny recipe: about six minutes on two cores
+# make train        sets everything up and trains the tiny recipe: about seven minutes on two cores
 # make test         sets everything up and runs every test
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
 # make train-smollm2  a few steps on a real pretrained model
