@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
-from offdrift.logprobs import FLOORS, LogProbs
+from offdrift.logprobs import FLOORS, UNSCORED_BELOW, LogProbs
+from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
 
 NAN, INF = float("nan"), float("inf")
@@ -114,3 +115,63 @@ def test_two_policies_that_call_a_token_impossible_never_look_as_if_they_agreed(
 def test_what_cannot_be_packed_is_refused_with_the_way_out(call, error, words):
     with pytest.raises(error, match=words):
         call(torch.full((2, 3), -1.0))
+
+
+SENTINELS = [-9999.0, -1e4, -1e30, -INF, UNSCORED_BELOW]
+
+
+@pytest.mark.parametrize("value", SENTINELS)
+def test_a_token_without_a_rollout_log_prob_is_unscored_and_has_the_ratio_one(value):
+    rollout = torch.tensor([-1.0, value, -2.0])
+    leaf = torch.tensor([-1.5, -0.5, -2.5], requires_grad=True)
+    lp = LogProbs.pack(rollout, leaf, leaf.detach() - 1, segments=Segments.from_lengths([2, 1]))
+    assert lp.unscored is not None
+    assert lp.unscored.tolist() == [False, True, False]
+    for on in ("full", "mismatch", "staleness"):
+        assert log_ratio(lp, on=on)[1] == 0
+    log_ratio(lp, on="full").sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_a_log_prob_just_above_the_sentinels_is_scored():
+    one = torch.tensor([-1.0, UNSCORED_BELOW + 1e-3])
+    assert LogProbs.pack(one, segments=Segments.from_lengths([2])).unscored is None
+
+
+def test_sentinels_in_other_fields_are_floors_and_no_sentinels():
+    one = torch.tensor([-1.0, -2.0])
+    lowest = torch.tensor([-1.0, -INF])
+    lp = LogProbs.pack(one, lowest, lowest, segments=Segments.from_lengths([2]))
+    assert lp.unscored is None
+    assert lp.current.tolist() == [-1.0, FLOORS["logp"]]
+
+
+def test_an_unscored_token_is_still_unscored_when_packed_again():
+    lp = LogProbs.pack(torch.tensor([-1.0, -INF]), segments=Segments.from_lengths([2]))
+    again = LogProbs.pack(lp.logp_rollout, segments=lp.segments)
+    assert again.unscored is not None
+    assert again.unscored.tolist() == [False, True]
+
+
+def test_what_is_scored_keeps_sequences_turns_groups_and_the_way_back():
+    segments = Segments.from_lengths(
+        [2, 1, 2], turns=Segments.from_lengths([1, 1, 1, 2]), group_ids=torch.tensor([3, 3, 5])
+    )
+    rollout = torch.tensor([-1.0, -9999.0, -9999.0, -4.0, -5.0])
+    lp = LogProbs.pack(rollout, segments=segments)
+    assert lp.scored.logp_rollout.tolist() == [-1.0, -4.0, -5.0]
+    assert lp.scored.segments.lengths.tolist() == [1, 0, 2]
+    assert lp.scored.segments.turns is not None
+    assert lp.scored.segments.turns.lengths.tolist() == [1, 0, 0, 2]
+    assert lp.scored.segments.groups.sizes.tolist() == [2, 1]
+    assert lp.scored.unpack(torch.ones(3)).tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
+    assert lp.scored.scored is lp.scored
+
+
+def test_masked_sentinels_are_masked_and_not_unscored():
+    lp = LogProbs.pack(torch.tensor([[-1.0, -9999.0]]), mask=torch.tensor([[1, 0]]))
+    assert lp.unscored is None
+    padded_too = torch.tensor([[-1.0, 0.0, -INF], [-INF, -2.0, 7.0]])
+    lp = LogProbs.pack(padded_too, mask=torch.tensor([[1, 0, 1], [1, 1, 0]]))
+    assert lp.scored.unpack(lp.scored.logp_rollout).tolist() == [[-1.0, 0.0, 0.0], [0.0, -2.0, 0.0]]

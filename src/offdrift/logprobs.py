@@ -23,6 +23,10 @@ FLOORS = {"logp_rollout": -1e4, "logp_old": -2e4, "logp": -3e4, "logp_ref": -4e4
 """log 0 at the door, in nats. The floors differ so that two policies that both call a sampled token
 impossible never look as if they agreed: the log-ratio stays far outside every trust region."""
 
+UNSCORED_BELOW = -1000.0
+"""Nats. A rollout log-prob at or below this says that the engine did not score the token: no engine
+draws a token of that probability, and -9999 and -inf are what engines write where they have none."""
+
 POSITIVE_SLACK = 1e-3
 """Nats by which a log-prob may exceed 0 through rounding before it is refused."""
 
@@ -47,6 +51,11 @@ class LogProbs:
     """Flat positions of these tokens in the caller's tensor; None means all of them."""
     shape: tuple[int, ...] | None = None
     """The shape the caller's token tensors had."""
+    unscored: Bool[Tensor, " n"] | None = None
+    """Tokens whose rollout log-prob is at most `UNSCORED_BELOW`; None where there is none.
+
+    Such a token is drawn data without a ratio: every log-ratio of it is 0, it never trains, and no
+    statistic, gate or weight looks at it. It stays in the loss's normalizer, and is counted."""
 
     @staticmethod
     def pack(
@@ -74,7 +83,9 @@ class LogProbs:
         Raises:
             ShapeError: fields of different shapes, or padded and packed arguments mixed.
             BadValueError: NaN, +inf or a positive log-prob on a trainable token, or an empty batch.
-                -inf is legal: it becomes a finite floor, and the ratio 0 or a violation.
+                -inf is legal. In `logp_rollout`, like anything down to it from `UNSCORED_BELOW`, it
+                marks a token that the engine did not score (see `unscored`); in the other fields it
+                becomes a finite floor, and the ratio 0 or a violation.
 
         Example:
             >>> lp = LogProbs.pack(torch.tensor([[-1.0, -2.0, float("nan")]]), mask=torch.tensor([[1, 1, 0]]))
@@ -96,7 +107,7 @@ class LogProbs:
         else:
             kept = None
         assert segments is not None
-        clean = _refuse_bad_values(given, segments)
+        clean, unscored = _refuse_bad_values(given, segments)
         return LogProbs(
             clean["logp_rollout"].detach(),
             segments,
@@ -105,6 +116,41 @@ class LogProbs:
             None if logp_ref is None else clean["logp_ref"].detach(),
             kept,
             tuple(logp_rollout.shape),
+            unscored,
+        )
+
+    @cached_property
+    def scored_rows(self) -> Int[Tensor, " s"] | None:
+        """Positions of the tokens that the engine scored; None where it scored all of them."""
+        return None if self.unscored is None else (~self.unscored).nonzero().squeeze(-1)
+
+    @cached_property
+    def scored(self) -> LogProbs:
+        """The same batch without its unscored tokens: itself where there is none.
+
+        What gates, weights, objectives and statistics look at. Sequences keep their number and
+        order; one without a scored token is empty. Gradient: to `logp`.
+
+        Example:
+            >>> lp = LogProbs.pack(torch.tensor([-1.0, -9999.0]), segments=Segments.from_lengths([2]))
+            >>> lp.unscored, lp.scored.logp_rollout
+            (tensor([False,  True]), tensor([-1.]))
+        """
+        rows = self.scored_rows
+        if rows is None:
+            return self
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.index_select(0, rows)
+
+        return LogProbs(
+            self.logp_rollout.index_select(0, rows),
+            self.segments.narrowed(rows),
+            of(self.logp),
+            of(self.logp_old),
+            of(self.logp_ref),
+            rows if self.kept is None else of(self.kept),
+            self.shape,
         )
 
     @cached_property
@@ -182,16 +228,17 @@ def _cut(
     mask: Tensor, kept: Tensor, segments: Segments | None, group_ids: Tensor | None
 ) -> Segments:
     """The segments of the tokens that the mask keeps, at the flat positions `kept`, ascending."""
-    if segments is None:
-        starts = torch.arange(len(mask) + 1, device=kept.device) * mask.shape[1]
-        lengths = torch.searchsorted(kept, starts).diff()
-        return Segments.from_lengths(lengths, group_ids=group_ids)
-    turns = None if segments.turns is None else _cut(mask, kept, segments.turns, None)
-    lengths = torch.searchsorted(kept, segments.cu_seqlens.to(kept.dtype)).diff()
-    return Segments.from_lengths(lengths, turns=turns, group_ids=segments.group_ids)
+    if segments is not None:
+        return segments.narrowed(kept)
+    starts = torch.arange(len(mask) + 1, device=kept.device) * mask.shape[1]
+    lengths = torch.searchsorted(kept, starts).diff()
+    return Segments.from_lengths(lengths, group_ids=group_ids)
 
 
-def _refuse_bad_values(given: dict[str, Tensor], segments: Segments) -> dict[str, Tensor]:
+def _refuse_bad_values(
+    given: dict[str, Tensor], segments: Segments
+) -> tuple[dict[str, Tensor], Bool[Tensor, " n"] | None]:
+    """The fields, finite, and which tokens the engine did not score."""
     if len(segments) == 0 or next(iter(given.values())).numel() == 0:
         raise BadValueError(
             f"empty batch: {len(segments)} sequences and no trainable token; skip this batch, or "
@@ -204,10 +251,16 @@ def _refuse_bad_values(given: dict[str, Tensor], segments: Segments) -> dict[str
         bad = torch.stack([~(x.detach() <= POSITIVE_SLACK) for x in upcast.values()])
         _raise_bad_value(bad, upcast, segments)
     lowest = dict(zip(upcast, extremes[::2], strict=True))
-    return {
+    unscored = None
+    if lowest["logp_rollout"] <= UNSCORED_BELOW:
+        unscored = upcast["logp_rollout"].detach() <= UNSCORED_BELOW
+        # The floor, and not what stood there: packed or recorded again, the token is as unscored.
+        upcast["logp_rollout"] = upcast["logp_rollout"].masked_fill(unscored, FLOORS["logp_rollout"])
+    clean = {
         name: x if lowest[name] >= FLOORS[name] else x.clamp(min=FLOORS[name])
         for name, x in upcast.items()
     }
+    return clean, unscored
 
 
 def _raise_bad_value(

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.errors import MethodError
+from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
 from offdrift.segments import Segments
@@ -43,7 +43,9 @@ def log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:
         mismatch   log rho = log pi_old - log mu
         staleness  log r   = log pi     - log pi_old
 
-    Gradient: to `logprobs.logp` for full and staleness; none for mismatch.
+    0 at a token that the engine did not score (`LogProbs.unscored`).
+
+    Gradient: to `logprobs.logp` for full and staleness, none at unscored tokens; none for mismatch.
 
     Raises: `EvidenceError` if the batch lacks one of the two policies.
 
@@ -56,13 +58,12 @@ def log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:
     Reference: Li et al., Trust Region Masking, arXiv:2512.23075v5, eq. 2 (full); three-policy form:
     "From Two Policies to Three", 2025.
     """
-    if on == "full":
-        return logprobs.current - logprobs.logp_rollout
-    if on == "mismatch":
-        return logprobs.old - logprobs.logp_rollout
-    if on == "staleness":
-        return logprobs.current - logprobs.old
-    raise MethodError(f"on={on!r} is not a ratio; choose one of {get_args(RatioName)}")
+    check_choice("on", on, get_args(RatioName))
+    second = logprobs.old if on == "mismatch" else logprobs.current
+    difference = second - (logprobs.old if on == "staleness" else logprobs.logp_rollout)
+    if logprobs.unscored is None:
+        return difference
+    return difference.masked_fill(logprobs.unscored, 0.0)
 
 
 def stopped_log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n"]:

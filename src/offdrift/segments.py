@@ -122,6 +122,17 @@ class Segments:
         steps = torch.arange(int(new_starts[-1]), device=self.cu_seqlens.device)
         return steps + torch.repeat_interleave(starts - new_starts[:-1], lengths)
 
+    def narrowed(self, rows: Int[Tensor, " k"]) -> Segments:
+        """The same segments, turns and groups with the tokens at `rows` (ascending) alone.
+
+        Example:
+            >>> Segments.from_lengths([2, 3]).narrowed(torch.tensor([0, 2, 4])).lengths
+            tensor([1, 2])
+        """
+        cuts = torch.searchsorted(rows, self.cu_seqlens.to(rows.dtype))
+        turns = None if self.turns is None else self.turns.narrowed(rows)
+        return Segments(cuts, turns=turns, group_ids=self.group_ids)
+
     # -- reductions: one number per segment ---------------------------------------------------
 
     def sum(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
