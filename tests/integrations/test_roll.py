@@ -2,7 +2,9 @@
 
 The stand-in is written from that contract: workers compute log-probs through their strategy and divide
 by the step's counts in `meta_info`; they import `compute_train_infer_correction` by name, and pipelines
-call it on the whole batch without counts. Where ROLL itself can be imported, the tests run against it.
+call it on the whole batch without counts. The configuration's `pg_variant` is None unless it is set, as
+in ROLL, and the PG workers refuse None, as in ROLL. Where ROLL itself can be imported, the tests run
+against it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,21 +33,81 @@ __all__ = ["process"]
 REAL = importlib.util.find_spec("roll") is not None
 
 
-class ActorWorker:
+class BaseWorker:
     """ROLL's base worker, as far as a loss is concerned."""
 
-    def loss_func(self, data: Any, output_tensor: Tensor) -> Any:
-        raise AssertionError("ROLL's own loss was called")
+    home = ""
+    """The module whose `compute_train_infer_correction` the worker calls."""
 
     def get_old_log_probs_with_cache(self, data: Any, log_probs: Tensor) -> Tensor:
         return data.batch["old_log_probs"]
 
+    def loss_func(self, data: Any, output_tensor: Tensor) -> Any:
+        config = self.pipeline_config  # type: ignore[attr-defined]
+        mask = data.batch["response_mask"][:, 1:].long()
+        final = data.batch.get("final_response_mask", mask)
+        tokens, samples = (
+            data.meta_info[k]["response_mask"] for k in ("batch_num_tokens", "global_valid_samples")
+        )
+        logp = self.strategy.op_compute_log_probs(  # type: ignore[attr-defined]
+            logits=output_tensor,
+            input_ids=data.batch["input_ids"],
+            attention_mask=data.batch["response_mask"],
+        )
+        old = self.get_old_log_probs_with_cache(data, logp)
+        infer = data.batch.get("infer_logprobs", old)
+        found = getattr(sys.modules[self.home], roll.COMPUTE)(
+            cfg=config.train_infer_correction,
+            response_mask=mask,
+            old_log_probs=old,
+            infer_log_probs=infer if len(infer) else old,
+            global_valid_samples=samples,
+            global_valid_tokens=tokens,
+        )
+        weight, keep, metrics = found
+        each = self.token_loss(logp, old, data.batch["advantages"]) * weight
+        assert config.loss_agg_mode == "seq-mean-token-mean"
+        final = final.long() * keep.long()
+        per = (each * final).sum(1) / (final.sum(1) + 1e-8)
+        return per.sum() / (samples + 1e-8), metrics
 
-class ActorPGWorker(ActorWorker):
+    def token_loss(self, logp: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+        ratio, clip = (logp - old).exp(), self.pipeline_config.pg_clip  # type: ignore[attr-defined]
+        return -torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+
     def compute_sample_weights(self, data: Any, response_mask: Tensor) -> Tensor:
         if not self.pipeline_config.difficulty_loss_weight:  # type: ignore[attr-defined]
             return torch.ones(len(response_mask))
         return data.non_tensor_batch["weights"]
+
+
+class PG(BaseWorker):
+    """A worker that reads `pg_variant`, which is there, and None unless it is set."""
+
+    def token_loss(self, logp: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+        config = self.pipeline_config  # type: ignore[attr-defined]
+        variant = getattr(config.actor_train, "pg_variant", "vanilla")
+        if variant == "ppo":
+            return super().token_loss(logp, old, advantages)
+        if variant == "vanilla":
+            return -advantages * logp
+        raise ValueError(f"Unsupported pg_variant: {variant}")
+
+
+class ActorWorker(BaseWorker):
+    home = roll.RLVR
+
+
+class ActorPGWorker(PG):
+    home = roll.RLVR_PG
+
+
+class AgenticActorWorker(BaseWorker):
+    home = roll.AGENTIC
+
+
+class AgenticActorPGWorker(PG):
+    home = roll.AGENTIC_PG
 
 
 def theirs(*_: Any, **__: Any) -> Any:
@@ -56,11 +119,14 @@ def framework(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[None]:
     modules: dict[str, dict[str, Any]] = {}
     if not REAL:
         compute = {roll.COMPUTE: theirs}
-        modules = {
-            "roll__utils__train_infer_corrections": compute,
-            "roll__pipeline__rlvr__actor_pg_worker": {"ActorPGWorker": ActorPGWorker, **compute},
-            "roll__pipeline__agentic__agentic_actor_pg_worker": {"ActorWorker": ActorWorker, **compute},
-        }  # fmt: skip
+        workers = {
+            roll.RLVR: {"ActorWorker": ActorWorker},
+            roll.RLVR_PG: {"ActorPGWorker": ActorPGWorker},
+            roll.AGENTIC: {"ActorWorker": AgenticActorWorker},
+            roll.AGENTIC_PG: {"ActorWorker": AgenticActorPGWorker},
+        }
+        modules = {k.replace(".", "__"): {**v, **compute} for k, v in workers.items()}
+        modules["roll__utils__train_infer_corrections"] = compute
     install(monkeypatch, "0.3.0", **modules)
     caches = roll._worker, roll._pushing, roll._correcting
     for cache in caches:
@@ -81,6 +147,13 @@ def configured(**changed: Any) -> Any:
         "difficulty_loss_weight": False,
         "length_loss_weight": False,
         "enable_old_logprobs_recompute": True,
+        "actor_train": SimpleNamespace(pg_variant=None),  # `WorkerConfig`'s default
+        "loss_agg_mode": "seq-mean-token-mean",
+        "importance_sampling": "token",
+        "ratio_type": "token",
+        "use_pg_clip_range": False,
+        "pg_clip": 0.2,
+        "dual_clip_loss": False,
     }
     return SimpleNamespace(**{**plain, **changed})
 
@@ -94,10 +167,16 @@ class Strategy:
         assert logits.shape == input_ids.shape == attention_mask.shape
         return logits[:, :-1]
 
+    def op_compute_entropy(self, logits: Tensor, attention_mask: Tensor) -> Tensor:
+        return torch.zeros_like(logits[:, :-1])
+
 
 def worker(name: str = "Worker", **changed: Any) -> Any:
     made = object.__new__(getattr(roll, name))
     made.strategy, made.pipeline_config = Strategy(), configured(**changed)
+    # ROLL's constructors, which need Ray, set its PG workers' caches; metrics by trajectory need one.
+    made._pg_config_cache, made._pg_variant_logged = {}, True
+    made._get_pg_metrics = lambda *_, **__: {}
     return made
 
 
@@ -192,10 +271,13 @@ def test_sample_weights_multiply_the_loss(choose: Any) -> None:
 def test_classes_can_be_named_and_travel(choose: Any) -> None:
     choose("icepop")
     assert pickle.loads(pickle.dumps(roll.Worker)) is roll.Worker  # our own bytes
-    base = importlib.import_module(roll.RLVR).ActorPGWorker
-    assert issubclass(roll.Worker, base)
-    assert roll.Worker.loss_func is not base.loss_func
-    assert roll.CorrectingWorker.loss_func is base.loss_func
+    bases = {}
+    for name, (module, base, _) in roll.WORKERS.items():
+        bases[name] = getattr(importlib.import_module(module), base)
+        assert getattr(roll, name).__mro__[2] is bases[name]
+    assert bases["Worker"] is bases["CorrectingWorker"]
+    assert bases["Worker"].__module__ in (roll.RLVR, __name__)
+    assert roll.Worker.loss_func is not bases["Worker"].loss_func
     with pytest.raises(AttributeError, match="Wroker"):
         getattr(roll, "Wroker")  # noqa: B009
 
@@ -234,7 +316,14 @@ def test_missing_log_probs_are_named(choose: Any) -> None:
         optimizer_step()
 
 
-@pytest.mark.parametrize("changed", [{"use_kl_loss": True}, {"entropy_loss_coef": 0.01}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"use_kl_loss": True},
+        {"entropy_loss_coef": 0.01},
+        {"actor_train": SimpleNamespace(pg_variant="topr")},
+    ],
+)
 def test_their_own_terms_are_refused(choose: Any, changed: dict[str, Any]) -> None:
     choose("icepop")
     given = batch()
@@ -301,13 +390,56 @@ def test_rejected_tokens_weigh_nothing(choose: Any) -> None:
     assert metrics == {}
 
 
+CORRECTING = [name for name, (*_, ours) in roll.WORKERS.items() if ours is not roll._Loss]
+
+
+@pytest.mark.parametrize("name", CORRECTING)
+def test_a_correcting_worker_trains_rolls_loss_under_the_methods_weights(
+    choose: Any, name: str
+) -> None:
+    """From the default configuration; a PG worker needs its variant, and has no default."""
+    choose("icepop")
+    given = batch(spread=0.6)
+    variant = {"actor_train": SimpleNamespace(pg_variant="ppo")} if "PG" in name else {}
+    made = worker(name, train_infer_correction=ON, enable_old_logprobs_recompute=False, **variant)
+    data = data_of(given, *laws.counts(given), final="Agentic" not in name)
+    data.batch["response_mask"] = data_of(given, 0, 0, final=False).batch["response_mask"]
+    tokens, samples = laws.counts(given)
+    data.meta_info["batch_num_tokens"] = {"response_mask": tokens}
+    data.meta_info["global_valid_samples"] = {"response_mask": samples}
+    current = given.current.clone().requires_grad_()
+    loss, _ = made.loss_func(data, torch.cat([current, current[:, :1]], 1))
+    loss.backward()
+    weight = (given.old - given.rollout).exp()
+    keep = given.mask & (weight >= 0.5) & (weight <= 5)
+    assert 0 < int(keep.sum()) < int(given.mask.sum())
+    ratio, a = (given.current - given.old).exp(), given.advantages
+    each = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * weight.where(keep, 0.0)
+    per = each.where(given.mask, 0.0).sum(1) / given.mask.sum(1).clamp(min=1)
+    assert float(loss.detach()) == pytest.approx(float(per.sum() / samples), rel=1e-5)
+    assert current.grad is not None
+    assert not bool(current.grad[~keep].any())
+    assert bool(current.grad[keep].any())
+
+
+@pytest.mark.parametrize("name", CORRECTING)
+def test_a_variant_is_named_where_it_is_read_and_nowhere_else(choose: Any, name: str) -> None:
+    choose("icepop")
+    given = batch()
+    wrong = None if "PG" in name else "topr"
+    made = worker(name, actor_train=SimpleNamespace(pg_variant=wrong), train_infer_correction=ON)
+    data = data_of(given, *laws.counts(given))
+    with pytest.raises(MethodError, match=r"actor_train\.pg_variant.*Correcting(PG)?Worker"):
+        made.loss_func(data, torch.cat([given.current, given.current[:, :1]], 1))
+
+
 def test_every_user_of_the_name_gets_it_and_gives_it_back(choose: Any) -> None:
     choose("geo_mask")
-    names = [roll.CORRECTIONS, roll.RLVR, roll.AGENTIC]
+    names = [roll.CORRECTIONS, *roll.USERS]
     modules = [importlib.import_module(n) for n in names]
     before = [getattr(m, roll.COMPUTE) for m in modules]
     assert roll.CorrectingWorker is not None  # naming the class installs it in this process
-    assert [getattr(m, roll.COMPUTE) for m in modules] == [roll._correction] * 3
+    assert [getattr(m, roll.COMPUTE) for m in modules] == [roll._correction] * 5
     roll.uninstall()
     assert [getattr(m, roll.COMPUTE) for m in modules] == before
 
@@ -338,8 +470,7 @@ def test_another_package_called_roll_is_not_roll(
     choose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose("dapo")
-    monkeypatch.setattr(roll, "RLVR", "roll.no.such.module")
-    monkeypatch.setitem(roll.WORKERS, "Worker", ("roll.no.such.module", "ActorPGWorker", False))
+    monkeypatch.setitem(roll.WORKERS, "Worker", ("roll.no.such.module", "ActorWorker", roll._Loss))
     with pytest.raises(FrameworkError, match="PyPI is something else"):
         getattr(roll, "Worker")  # noqa: B009
 

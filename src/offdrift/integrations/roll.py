@@ -6,16 +6,21 @@
       # offdrift.integrations.roll.AgenticWorker               # agentic pipelines: the same
       # offdrift.integrations.roll.CorrectingWorker            # ROLL's loss, the method's correction
       # offdrift.integrations.roll.AgenticCorrectingWorker
+      # offdrift.integrations.roll.CorrectingPGWorker          # the same under ROLL's pg_variant
+      # offdrift.integrations.roll.AgenticCorrectingPGWorker
 
 A `Worker` replaces ROLL's loss; its counts of tokens and samples in the step are the denominators. A
 correcting worker replaces `compute_train_infer_correction`: the method's gates and weights on the
 mismatch of the two engines, in the worker, and in the pipeline where that corrects
 (`enable_old_logprobs_recompute`). It needs `train_infer_correction.is_weight.enabled: true`.
 
-The classes are made when they are asked for, since they inherit from ROLL's.
+Each inherits from the worker that ROLL's pipeline takes by default, the ones with PG in their name from
+the worker that reads `actor_train.pg_variant`, which ROLL leaves at None and then refuses. The classes
+are made when they are asked for.
 
-Reference: ROLL 0.3.0 (8eb27cc2), `pipeline/rlvr/actor_pg_worker.py`: `ActorPGWorker.loss_func`;
-`pipeline/agentic/agentic_actor_pg_worker.py`; `utils/train_infer_corrections.py`.
+Reference: ROLL 0.3.0 (8eb27cc2), `pipeline/rlvr/actor_worker.py`: `ActorWorker.loss_func`;
+`pipeline/rlvr/actor_pg_worker.py`; `pipeline/agentic/agentic_actor_worker.py`,
+`agentic_actor_pg_worker.py`; `configs/worker_config.py`; `utils/train_infer_corrections.py`.
 """
 
 from __future__ import annotations
@@ -43,18 +48,16 @@ from offdrift.integrations.whole_step import (
 from offdrift.logprobs import LogProbs
 
 CORRECTIONS = "roll.utils.train_infer_corrections"
-RLVR = "roll.pipeline.rlvr.actor_pg_worker"
-AGENTIC = "roll.pipeline.agentic.agentic_actor_pg_worker"
-USERS = (RLVR, AGENTIC, "roll.pipeline.rlvr.actor_worker", "roll.pipeline.agentic.agentic_actor_worker")  # fmt: skip
+RLVR = "roll.pipeline.rlvr.actor_worker"
+AGENTIC = "roll.pipeline.agentic.agentic_actor_worker"
+"""Where the workers are that ROLL's pipelines take when `worker_cls` is not set."""
+RLVR_PG = "roll.pipeline.rlvr.actor_pg_worker"
+AGENTIC_PG = "roll.pipeline.agentic.agentic_actor_pg_worker"
+"""Where the workers are that read `actor_train.pg_variant`."""
+USERS = (RLVR, AGENTIC, RLVR_PG, AGENTIC_PG)
 """Modules that import `compute_train_infer_correction` by name."""
 COMPUTE = "compute_train_infer_correction"
 
-WORKERS = {
-    "Worker": (RLVR, "ActorPGWorker", False),
-    "AgenticWorker": (AGENTIC, "ActorWorker", False),
-    "CorrectingWorker": (RLVR, "ActorPGWorker", True),
-    "AgenticCorrectingWorker": (AGENTIC, "ActorWorker", True),
-}
 WAYS_OUT = {
     "infer_logprobs": "set actor_infer.generating_args.logprobs: 1, which has the engine return them",
     "old_log_probs": "set enable_old_logprobs_recompute: true",
@@ -68,6 +71,8 @@ if TYPE_CHECKING:
     AgenticWorker: Any
     CorrectingWorker: Any
     AgenticCorrectingWorker: Any
+    CorrectingPGWorker: Any
+    AgenticCorrectingPGWorker: Any
 
 
 def __getattr__(name: str) -> Any:
@@ -79,12 +84,11 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def _worker(name: str) -> type:
     """One of the classes that ROLL's `worker_cls` can name."""
-    module, base, correcting = WORKERS[name]
+    module, base, ours = WORKERS[name]
     theirs = getattr(_import(module), base)
-    if correcting:
+    if ours is not _Loss:
         install()
-    parts = (theirs,) if correcting else (_Loss, theirs)
-    return type(name, parts, {"__module__": __name__, "__doc__": _worker.__doc__})
+    return type(name, (ours, theirs), {"__module__": __name__, "__doc__": _worker.__doc__})
 
 
 def install() -> None:
@@ -218,6 +222,7 @@ def _check_alone(config: Any) -> None:
         "entropy_loss_coef": config.entropy_loss_coef > 0,
         "train_infer_correction.is_weight.enabled": own.is_weight.enabled,
         "train_infer_correction.filters": any(f.enabled for f in own.filters),
+        "actor_train.pg_variant": _variant(config) is not None,
     }
     named = ", ".join(name for name, on in dropped.items() if on)
     if named:
@@ -227,7 +232,54 @@ def _check_alone(config: Any) -> None:
         )
 
 
+def _variant(config: Any) -> str | None:
+    return getattr(config.actor_train, "pg_variant", None)
+
+
 # -- the method's correction, ROLL's loss ---------------------------------------------------------
+
+
+class _Correction:
+    """What a correcting worker inherits first, over the worker that ROLL takes by default."""
+
+    pipeline_config: Any
+
+    def loss_func(self, data: Any, output_tensor: Tensor) -> Any:
+        """ROLL's own loss. Raises: `MethodError` if a variant is named that this worker would ignore."""
+        variant = _variant(self.pipeline_config)
+        if variant is not None:
+            raise MethodError(
+                f"actor_train.pg_variant: {variant} has no effect in ROLL's default worker, whose loss "
+                f"is PPO's; name {__name__}.CorrectingPGWorker (AgenticCorrectingPGWorker), or drop it"
+            )
+        return super().loss_func(data, output_tensor)  # type: ignore[misc]
+
+
+class _CorrectionPG:
+    """What a correcting worker inherits first, over the worker that reads a variant."""
+
+    pipeline_config: Any
+
+    def loss_func(self, data: Any, output_tensor: Tensor) -> Any:
+        """ROLL's loss of the variant. Raises: `MethodError` if none is named."""
+        if _variant(self.pipeline_config) is None:
+            raise MethodError(
+                "actor_train.pg_variant is not set, and ROLL's PG workers have no default: set it "
+                f"(topr, vanilla, tis, cispo, kimi15, ppo), or name {__name__}.CorrectingWorker "
+                "(AgenticCorrectingWorker)"
+            )
+        return super().loss_func(data, output_tensor)  # type: ignore[misc]
+
+
+WORKERS: dict[str, tuple[str, str, type]] = {
+    "Worker": (RLVR, "ActorWorker", _Loss),
+    "AgenticWorker": (AGENTIC, "ActorWorker", _Loss),
+    "CorrectingWorker": (RLVR, "ActorWorker", _Correction),
+    "AgenticCorrectingWorker": (AGENTIC, "ActorWorker", _Correction),
+    "CorrectingPGWorker": (RLVR_PG, "ActorPGWorker", _CorrectionPG),
+    "AgenticCorrectingPGWorker": (AGENTIC_PG, "ActorWorker", _CorrectionPG),
+}
+"""Of each class that `worker_cls` can name: ROLL's module and class, and what goes before it."""
 
 
 @functools.cache
