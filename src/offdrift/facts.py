@@ -2,8 +2,9 @@
 
 Gates, weights and objectives all take `(logprobs, advantages, facts)`. What a batch does not carry
 is absent, and a part that needs it says so by name. `Observed` is the one mechanism by which a part
-may look at a whole step rather than at its own piece of it: numbers add, vectors are joined, so any
-split of a step over micro-batches and ranks gives what one pass gives.
+may look at a whole step rather than at its own piece of it: numbers add, logs of sums are joined by
+`logaddexp`, vectors end to end, so any split of a step over micro-batches and ranks gives what one
+pass gives.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
 
 Seen = dict[str, Tensor]
-"""What one part saw of one batch: scalars are summed over pieces, vectors joined end to end."""
+"""What one part saw of one batch: scalars are summed over pieces, vectors joined end to end; a scalar
+under a name that begins with `log_` is the log of what is summed (see `numerics.log_sums`)."""
 
 WAY_OUT = {
     "entropy": "give entropy= (nats per token, of the old policy; `engines.score` returns it)",
@@ -37,10 +39,10 @@ class Observed:
     parts: Mapping[Hashable, Seen] = field(default_factory=dict)
 
     def merge(self, other: Observed) -> Observed:
-        """Both together: numbers add, vectors are joined."""
+        """Both together: numbers add, logs of sums by `logaddexp`, vectors are joined."""
         return Observed(
             {
-                part: {name: _join(x, other.parts[part][name]) for name, x in seen.items()}
+                part: {name: _join(name, x, other.parts[part][name]) for name, x in seen.items()}
                 for part, seen in self.parts.items()
             }
         )
@@ -102,5 +104,7 @@ class Observer(Hashable, Protocol):
 NO_FACTS = Facts()
 
 
-def _join(a: Tensor, b: Tensor) -> Tensor:
-    return a + b if a.ndim == 0 else torch.cat([a, b.to(a.device)])
+def _join(name: str, a: Tensor, b: Tensor) -> Tensor:
+    if a.ndim:
+        return torch.cat([a, b.to(a.device)])
+    return torch.logaddexp(a, b) if name.startswith("log_") else a + b

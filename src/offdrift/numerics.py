@@ -1,7 +1,9 @@
 """The few numerical rules that every file shares.
 
-Log-ratios are float32 or better whatever the model's dtype; `exp` of a log-ratio happens in exactly
-one function, with exactly one clamp; products of ratios are sums in log space.
+Log-ratios are float32 or better whatever the model's dtype; products of ratios are sums in log space.
+An `exp` of a log-ratio that is shown, or that a loss is multiplied by, is guarded by one clamp
+(`ratio`). A sum of ratios that divides another, or is divided, is never clamped: it is kept as its
+logarithm (`log_sums`), and such logarithms of parts are joined by `logaddexp`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,26 @@ def ratio(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
         tensor([1.0000e+00, 4.8517e+08])
     """
     return clamped(log_ratio).exp()
+
+
+def log_sums(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " 2"]:
+    """Logs of the sum of e^l and of the sum of e^2l, float64, at any size of l; -inf for no numbers.
+
+    The largest l is taken out of both. A constant added to every l is added to the first and twice
+    to the second, so that what is made of both (an effective sample size) does not see it. Gradient:
+    none is meant to be taken.
+
+    Example:
+        >>> log_sums(torch.tensor([-5000.0, -5000.0]))  # log 2 is 0.6931
+        tensor([-4999.3069, -9999.3069], dtype=torch.float64)
+    """
+    if not len(log_ratio):
+        return log_ratio.new_full((2,), -torch.inf, dtype=torch.float64)
+    # A lower end keeps -inf - -inf from arising where every l is -inf.
+    top = log_ratio.max().clamp(min=torch.finfo(log_ratio.dtype).min)
+    scaled = (log_ratio - top).exp()
+    sums = torch.stack([scaled.sum(), torch.dot(scaled, scaled)]).double()
+    return sums.log() + torch.stack([top.double(), 2 * top.double()])
 
 
 BLOCK = 2**16

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import ratio
 from offdrift.segments import Segments
 
 RatioName = Literal["full", "mismatch", "staleness"]
@@ -116,10 +115,6 @@ def _prefix_min(x: Float[Tensor, " n"], segments: Segments) -> Float[Tensor, " n
     return x + before.where(segments.position > 0, 0.0)
 
 
-def _turn_arithmetic(x: Float[Tensor, " n"], turns: Segments) -> Float[Tensor, " n"]:
-    return turns.spread(turns.mean(ratio(x)).clamp(min=1e-30).log())
-
-
 def turns_of(segments: Segments) -> Segments:
     """The turns of a batch; a sequence without recorded turns is one turn."""
     return segments if segments.turns is None else segments.turns
@@ -131,7 +126,7 @@ UNITS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
     "prefix_min": _prefix_min,
     "turn": lambda x, s: turns_of(s).spread(turns_of(s).mean(x)),
     "turn_product": lambda x, s: turns_of(s).spread(turns_of(s).sum(x)),
-    "turn_arithmetic": lambda x, s: _turn_arithmetic(x, turns_of(s)),
+    "turn_arithmetic": lambda x, s: turns_of(s).spread(turns_of(s).log_mean_exp(x)),
     "sequence": lambda x, s: s.spread(s.sum(x)),
     "geometric": lambda x, s: s.spread(s.mean(x)),
     "worst": lambda x, s: s.spread(worst(x, s)),

@@ -16,7 +16,7 @@ from offdrift.correction.weight import WHOLE_SEQUENCE, Weight
 from offdrift.errors import MethodError, ShapeError, check_choice, check_number
 from offdrift.facts import Facts, Seen
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import at_least_float32
+from offdrift.numerics import at_least_float32, log_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ class EssScale:
         weight: the sequence weights, with the limits that the loss uses. Their scale cancels.
 
     Example:
-        >>> seen = {"weight": torch.tensor(6.0), "square": torch.tensor(17.5), "count": torch.tensor(4.0)}
+        >>> log_w, log_w2 = torch.tensor([6.0, 17.5]).log()
+        >>> seen = {"log_weight": log_w, "log_square": log_w2, "count": torch.tensor(4.0)}
         >>> EssScale().scale(seen)
         tensor(0.7171)
 
@@ -64,17 +65,19 @@ class EssScale:
     def observe(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
     ) -> Seen:
-        """Sums over sequences of w and w^2, and their number. Gradient: none."""
+        """Logs of the sums over sequences of w and w^2, and their number. Gradient: none."""
         segments = logprobs.segments
-        w = segments.mean(self.weight(logprobs, advantages, facts).weight.double())
-        count = (segments.lengths > 0).sum().double()
-        return {"weight": w.sum(), "square": w.square().sum(), "count": count}
+        filled = segments.lengths > 0
+        log_w = segments.log_mean_exp(self.weight.log_weight(logprobs, advantages, facts))
+        log_weight, log_square = log_sums(log_w.where(filled, -torch.inf))
+        count = filled.sum().double()
+        return {"log_weight": log_weight, "log_square": log_square, "count": count}
 
     def scale(self, seen: Seen) -> Float[Tensor, ""]:
         """The scale for what all pieces of a step saw: 1 for one sequence, 0 if no weight is left."""
-        total = seen["count"] * seen["square"]
-        ess = (seen["weight"].square() / total.where(total > 0, 1.0)).where(total > 0, 0.0)
-        return (ess / self.reference).clamp(max=1) ** self.power
+        square = seen["log_square"]
+        ess = (2 * seen["log_weight"] - square - seen["count"].log()).exp()
+        return (ess.where(square > -torch.inf, 0.0) / self.reference).clamp(max=1) ** self.power
 
 
 class SurgeState(NamedTuple):

@@ -147,6 +147,15 @@ class Segments:
         """Mean over each segment; 0 where it is empty. Gradient: to `x`."""
         return self.sum(x) / self.lengths.clamp(min=1).to(x.dtype)
 
+    def log_mean_exp(self, x: Float[Tensor, " n"]) -> Float[Tensor, " b"]:
+        """log of the mean of e^x over each segment, at any size of x; 0 where it is empty.
+
+        Gradient: to `x`, in proportion to e^x.
+        """
+        top = self.max(x.detach()).clamp(min=torch.finfo(x.dtype).min)  # -inf: no NaN below
+        mean = self.mean((x - self.spread(top)).exp())
+        return mean.where(self.lengths > 0, 1.0).log() + top
+
     def max(self, x: Float[Tensor, " n"], *, empty: float = 0.0) -> Float[Tensor, " b"]:
         """Largest value of each segment. Gradient: to the maximal entries, shared on ties."""
         reduced = torch.segment_reduce(x, "max", offsets=self.cu_seqlens, unsafe=True)

@@ -204,7 +204,7 @@ def test_sequences_without_tokens_change_nothing(name):
 
 def states(stats: DriftStats) -> list[Tensor]:
     assert len(stats.sum_names) == len(stats.sums) > 10
-    return [stats.sums, stats.maxima, *stats.by_position.values()]
+    return [stats.sums, stats.maxima, stats.logs, *stats.by_position.values()]
 
 
 @every_row

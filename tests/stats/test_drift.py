@@ -77,4 +77,4 @@ def test_the_weakest_grade_wins():
 def test_statistics_carry_no_gradient_and_come_to_the_host_at_once():
     s = stats_of(ragged(0))
     assert not s.sums.requires_grad
-    assert len(s.to_host()) == len(s.sums) + len(s.maxima)
+    assert len(s.to_host()) == len(s.sums) + len(s.maxima) + len(s.logs)

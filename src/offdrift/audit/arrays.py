@@ -30,12 +30,14 @@ def packed(
     points = [timeline.points[key] for key in keys]
     sum_names = list(dict.fromkeys(n for p in points for n in p.stats.sum_names))
     max_names = list(dict.fromkeys(n for p in points for n in p.stats.max_names))
+    log_names = list(dict.fromkeys(n for p in points for n in p.stats.log_names))
     grids = {name: h.grid for p in points for name, h in p.histograms.items()}
     names = {
         "counts": dict(counts),
         "width": timeline.width,
         "sums": sum_names,
         "maxima": max_names,
+        "logs": log_names,
         "grades": [p.stats.grade for p in points],
         "grids": {name: asdict(grid) for name, grid in grids.items()},
     }
@@ -46,8 +48,10 @@ def packed(
         "seen": timeline.seen,
         **_columns("sums", sum_names, [(p.stats.sum_names, p.stats.sums) for p in points]),
         **_columns("maxima", max_names, [(p.stats.max_names, p.stats.maxima) for p in points]),
+        **_columns("logs", log_names, [(p.stats.log_names, p.stats.logs) for p in points]),
         **{f"facets/sums/{name}": x for name, x in facets.sums.items()},
         **{f"facets/maxima/{name}": x for name, x in facets.maxima.items()},
+        **{f"facets/logs/{name}": x for name, x in facets.logs.items()},
     }
     for name, grid in grids.items():
         arrays |= _histograms(name, grid, [p.histograms.get(name) for p in points])
@@ -62,11 +66,12 @@ def unpacked(
     histograms = {name: Grid(**grid) for name, grid in names["grids"].items()}
     points = {}
     for i, key in enumerate(arrays["keys"].tolist()):
-        sums, maxima = (_row(arrays, kind, names[kind], i) for kind in ("sums", "maxima"))
-        stats = DriftStats(*sums, *maxima, {}, names["grades"][i])
+        kinds = (_row(arrays, kind, names[kind], i) for kind in ("sums", "maxima", "logs"))
+        sums, maxima, logs = kinds
+        stats = DriftStats(*sums, *maxima, *logs, {}, names["grades"][i])
         found = {name: _histogram(arrays, name, grid, i) for name, grid in histograms.items()}
         points[key] = Point(stats, {name: h for name, h in found.items() if h is not None})
-    facets = Facets(_under(arrays, "facets/sums/"), _under(arrays, "facets/maxima/"))
+    facets = Facets(*(_under(arrays, f"facets/{kind}/") for kind in ("sums", "maxima", "logs")))
     worst = Worst(tuple(held["sequences"]), tuple(held["tokens"]))
     return names["counts"], Timeline(names["width"], points, arrays["seen"]), facets, worst
 

@@ -118,6 +118,18 @@ class Cells:
             for i, name in enumerate(self.axes)
         }
 
+    def log_added(self, tables: Float[Tensor, "k cells"]) -> dict[str, np.ndarray]:
+        """Tables of logs, `[k, cells]`, whose exponentials are added up along each axis."""
+        held, every = tables.numpy().reshape(len(tables), *self.shape), range(len(self.axes))
+        found = {}
+        for i, name in enumerate(self.axes):
+            others = tuple(j + 1 for j in every if j != i)
+            top = held.max(others, keepdims=True)
+            top = np.where(top > -np.inf, top, 0.0)  # an empty bucket
+            with np.errstate(divide="ignore"):
+                found[name] = np.log(np.exp(held - top).sum(others)) + top.squeeze(others)
+        return found
+
     def sequences(
         self, cell: Int[Tensor, " n"], cuts: Int[Tensor, " cuts"]
     ) -> Float[np.ndarray, " bits"]:

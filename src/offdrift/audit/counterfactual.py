@@ -7,6 +7,7 @@ decides once per batch; what it decided is counted per row, as sums that can be 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +24,10 @@ from offdrift.audit.threads import one_thread
 from offdrift.errors import RecordError
 from offdrift.methods import METHODS, Method, override
 from offdrift.methods.table import FAMILIES
+from offdrift.numerics import log_sums
 from offdrift.rollouts.logged import Logged
 
-COUNTED = ("sequences", "tokens", "first_update", "kept_sequences", "kept_tokens", "length", "kept_length", "weight", "weight2", "limited", "clipped", "clip_tokens")  # fmt: skip
+COUNTED = ("sequences", "tokens", "first_update", "kept_sequences", "kept_tokens", "length", "kept_length", "weight", "limited", "clipped", "clip_tokens")  # fmt: skip
 """Sums of each row; after them, sequences and kept sequences of each length bucket."""
 AT = {name: i for i, name in enumerate(COUNTED)}
 COLUMNS = len(COUNTED) + 2 * (len(LENGTH_CUTS) + 1)
@@ -61,6 +63,8 @@ class Counterfactual:
     sums: Float[np.ndarray, "rows columns"]
     largest: Float[np.ndarray, " rows"]
     """Largest weight of a kept token."""
+    logs: Float[np.ndarray, "rows 2"]
+    """Logs of the sums of w and of w^2."""
     why_not: tuple[str, ...]
     """Per row, why it could not be tried on some batch; "" if it could always."""
 
@@ -91,7 +95,8 @@ class Counterfactual:
         """The counts of both together: counts exactly, sums of weights up to rounding."""
         why_not = tuple(mine or its for mine, its in zip(self.why_not, other.why_not, strict=True))
         largest = np.maximum(self.largest, other.largest)
-        return Counterfactual(self.sums + other.sums, largest, why_not)
+        logs = np.logaddexp(self.logs, other.logs)
+        return Counterfactual(self.sums + other.sums, largest, logs, why_not)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Plain arrays, for `numpy.savez` without pickling."""
@@ -99,6 +104,7 @@ class Counterfactual:
             "names": np.array(list(CANDIDATES)),
             "sums": self.sums,
             "largest": self.largest,
+            "logs": self.logs,
             "why_not": np.array(self.why_not, dtype=np.str_),
         }
 
@@ -113,7 +119,7 @@ class Counterfactual:
                 "these counts are about other methods or columns than this version's; count again"
             )
         why_not = tuple(str(x) for x in arrays["why_not"])
-        return Counterfactual(arrays["sums"], arrays["largest"], why_not)
+        return Counterfactual(arrays["sums"], arrays["largest"], arrays["logs"], why_not)
 
     def table(self) -> list[dict[str, Any]]:
         """One row per candidate, ready for JSON; numbers are None where `why_not` says why.
@@ -130,10 +136,11 @@ class Counterfactual:
 
         Reference: definitions as in `stats.summary`; masked weights count as rejected here.
         """
-        rows = zip(CANDIDATES.items(), self.sums, self.largest, self.why_not, strict=True)
+        held = (self.sums, self.largest, self.logs, self.why_not)
+        rows = zip(CANDIDATES.items(), *held, strict=True)
         return [
-            _described(name, candidate, numbers, float(most), why)
-            for (name, candidate), numbers, most, why in rows
+            _described(name, candidate, numbers, float(most), logs, why)
+            for (name, candidate), numbers, most, logs, why in rows
         ]
 
 
@@ -141,7 +148,8 @@ def _tried(decisions: Decisions, counts: _Counts) -> Counterfactual:
     """The counts of every candidate; equal corrections are counted once."""
     sums = np.zeros((len(CANDIDATES), COLUMNS))
     largest, why_not = np.zeros(len(CANDIDATES)), [""] * len(CANDIDATES)
-    done: dict[Any, tuple[np.ndarray, float] | str] = {}
+    logs = np.full((len(CANDIDATES), 2), -np.inf)
+    done: dict[Any, tuple[np.ndarray, float, np.ndarray] | str] = {}
     for i, method in _sharing_weights():
         key = (method.correction, method.anchor)
         if key not in done:
@@ -151,12 +159,12 @@ def _tried(decisions: Decisions, counts: _Counts) -> Counterfactual:
         if isinstance(found, str):
             why_not[i] = found
             continue
-        sums[i], largest[i] = found
+        sums[i], largest[i], logs[i] = found
         if (clip := decisions.clipped(method)) is not None:
             sums[i, AT["clipped"]] = int(clip[0].count_nonzero())
             sums[i, AT["clip_tokens"]] = len(clip[0])
             sums[i, AT["first_update"]] += clip[1]
-    return Counterfactual(sums, largest, tuple(why_not))
+    return Counterfactual(sums, largest, logs, tuple(why_not))
 
 
 @functools.cache
@@ -186,8 +194,10 @@ class _Counts:
             batch.cu_seqlens, lengths * scored, scored, np.searchsorted(LENGTH_CUTS, lengths)
         )
 
-    def row(self, decided: Decided) -> tuple[Float[np.ndarray, " columns"], float]:
-        """`COUNTED` (clips aside) and the buckets of one correction, and the largest weight."""
+    def row(
+        self, decided: Decided
+    ) -> tuple[Float[np.ndarray, " columns"], float, Float[np.ndarray, " 2"]]:
+        """`COUNTED` (clips aside) and the buckets of one correction, the largest weight, and `logs`."""
         tokens, kept = int(self.cuts[-1]), decided.keep
         weight = decided.weight
         if weight is not None and not bool(weight.min() > 0):
@@ -199,16 +209,20 @@ class _Counts:
             total = float(used.sum(dtype=torch.float64))
             square = float((used * used).sum(dtype=torch.float64))
             largest = float(used.max())
+        logs = torch.tensor([total, square], dtype=torch.float64).log()
+        if decided.log_weight is not None:
+            log_w = decided.log_weight
+            logs = log_sums(log_w if kept is None else log_w.where(kept, -torch.inf))
         sequences = self._sequences(kept)
         limited = 0 if decided.limited is None else int(decided.limited.count_nonzero())
         counted = [self.scored.sum(), tokens, decided.first_update,
                    sequences.sum(), kept_tokens, self.lengths.sum(), sequences @ self.lengths,
-                   total, square, limited, 0, 0]  # fmt: skip
+                   total, limited, 0, 0]  # fmt: skip
         buckets = [
             np.bincount(self.bucket, weights=x, minlength=len(LENGTH_CUTS) + 1)
             for x in (self.scored, sequences)
         ]
-        return np.concatenate([counted, *buckets]), largest
+        return np.concatenate([counted, *buckets]), largest, logs.numpy()
 
     def _sequences(self, kept: Tensor | None) -> Float[np.ndarray, " b"]:
         """1 where a sequence has a kept token."""
@@ -225,6 +239,7 @@ def _described(
     candidate: Candidate,
     numbers: Float[np.ndarray, " columns"],
     largest: float,
+    logs: Float[np.ndarray, " 2"],
     why: str,
 ) -> dict[str, Any]:
     n = dict(zip(COUNTED, numbers.tolist(), strict=False))
@@ -241,7 +256,8 @@ def _described(
     }
     if not n["tokens"]:
         return said | dict.fromkeys(NUMBERS) | {"why_not": why or "no sequence was tried"}
-    ess = n["weight"] ** 2 / (n["tokens"] * n["weight2"]) if n["weight2"] else 0.0
+    total, square = logs.tolist()
+    ess = math.exp(2 * total - square) / n["tokens"] if square > -math.inf else 0.0
     return said | {
         "kept_tokens": n["kept_tokens"] / n["tokens"],
         "kept_sequences": n["kept_sequences"] / n["sequences"],

@@ -6,6 +6,7 @@ decide is a sentence, not an exception: a log that lacks something still answers
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -69,6 +70,9 @@ class View:
         ]
 
 
+_Product = tuple[Tensor | None, Tensor | None, bool, Tensor | None]
+
+
 class Decided(NamedTuple):
     """What a correction decided; None where it has no part that could."""
 
@@ -76,6 +80,8 @@ class Decided(NamedTuple):
     weight: Float[Tensor, " n"] | None
     limited: Bool[Tensor, " n"] | None
     first_update: bool
+    log_weight: Float[Tensor, " n"] | None = None
+    """Logs of the weights, where the guard of `exp` may have changed one of them."""
 
 
 class Decisions:
@@ -104,9 +110,9 @@ class Decisions:
             assert not isinstance(gate, str)
             keep = gate[0] if keep is None else keep & gate[0]
         assert not isinstance(weighted, str)
-        weight, limited, first_update = weighted
+        weight, limited, first_update, log_weight = weighted
         late = any(gate[1] for gate in gates)
-        return Decided(keep, weight, limited, bool(late or first_update))
+        return Decided(keep, weight, limited, bool(late or first_update), log_weight)
 
     def clipped(self, method: Method) -> tuple[Bool[Tensor, " n"], bool] | None:
         """Tokens whose loss the objective's clip changes, and whether at the first update.
@@ -127,26 +133,29 @@ class Decisions:
             self._gates[key] = self._ask(method, gate, gate.keep)
         return self._gates[key]
 
-    def _weighted(self, method: Method) -> tuple[Tensor | None, Tensor | None, bool] | str:
+    def _weighted(self, method: Method) -> _Product | str:
         key = (method.correction.weights, method.anchor)
         if key != self._weights[0]:
             self._weights = (key, self._product(method))
         return self._weights[1]
 
-    def _product(self, method: Method) -> tuple[Tensor | None, Tensor | None, bool] | str:
+    def _product(self, method: Method) -> _Product | str:
         """The product of the method's weights, and what their limits touched."""
-        weight, limited, late = None, None, False
+        late, parts = False, []
         if isinstance(found := self._ask(method, None, lambda *given: None), str):
             return found  # nothing is said about a log whose log-probs are no log-probs
         for part in method.correction.weights:
             found = self._ask(method, part, part)
             if isinstance(found, str):
                 return found
-            (w, touched), first_update = found
-            weight = w if weight is None else weight * w
-            limited = touched if limited is None else limited | touched
-            late |= first_update
-        return weight, limited, late
+            parts.append(found[0])
+            late |= found[1]
+        if not parts:
+            return None, None, late, None
+        weight = functools.reduce(torch.mul, (w.weight for w in parts))
+        limited = functools.reduce(torch.logical_or, (w.limited for w in parts))
+        guarded = any(w.guarded() for w in parts)
+        return weight, limited, late, sum(w.log_weight() for w in parts) if guarded else None
 
     def _clip(self, method: Method) -> tuple[Tensor, bool] | str:
         objective = method.objective
@@ -193,7 +202,13 @@ def _asked(view: View, method: Method, part: Any, call: Callable[..., Any]) -> A
     rows = torch.cat([r for r, _ in found])
     if not isinstance(found[0][1], Weighted):
         return _placed([x for _, x in found], rows)
-    return Weighted(*(_placed(list(xs), rows) for xs in zip(*(w for _, w in found), strict=True)))
+    weighted: list[Weighted] = [w for _, w in found]
+    log_weight = _placed([w.log_weight() for w in weighted], rows)
+    return Weighted(
+        _placed([w.weight for w in weighted], rows),
+        _placed([w.limited for w in weighted], rows),
+        lambda: log_weight,
+    )
 
 
 def _called(view: View, method: Method, call: Callable[..., Any]) -> Any:

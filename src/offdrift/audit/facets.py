@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.audit.axes import AXES, Cells, length_bucket
@@ -22,7 +23,7 @@ from offdrift.numerics import BLOCK, at_least_float32, clamped
 from offdrift.rollouts.logged import Logged
 from offdrift.segments import Segments
 from offdrift.stats import METRICS
-from offdrift.stats.drift import SECOND
+from offdrift.stats.drift import SECOND, TOKEN_LOGS
 from offdrift.stats.metric import Numbers
 from offdrift.stats.signature import PerSequence
 
@@ -31,15 +32,16 @@ TOKEN_METRICS = ("k1", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "chi2_to
 SEQUENCE_METRICS = ("acceptance_sum", "acceptance_mean", "acceptance_worst")
 DIVERGENCES = tuple(name for name in METRICS if name.startswith("divergence/") and name.endswith("_mean"))  # fmt: skip
 
-Tables = dict[str, np.ndarray]
+Tables = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Facets:
-    """Sums and maxima by bucket, under `axis/column`."""
+    """Sums, maxima and logs of sums by bucket, under `axis/column`."""
 
     sums: Mapping[str, np.ndarray] = field(default_factory=dict)
     maxima: Mapping[str, np.ndarray] = field(default_factory=dict)
+    logs: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @staticmethod
     def of(batch: Logged) -> tuple[Facets, dict[str, PerSequence]]:
@@ -47,17 +49,17 @@ class Facets:
         if batch.logp_rollout is None or not batch.num_tokens:
             return Facets(_by_length(batch, {})), {}
         sums = _Sums.of(batch)
-        tables, maxima = sums.along_axes()
-        return Facets(_by_length(batch, sums.per_sequence) | tables, maxima), sums.per_sequence
+        tables, maxima, logs = sums.along_axes()
+        found = Facets(_by_length(batch, sums.per_sequence) | tables, maxima, logs)
+        return found, sums.per_sequence
 
     def merge(self, other: Facets) -> Facets:
         """The sums of both."""
-        sums, maxima = dict(self.sums), dict(self.maxima)
-        for name, x in other.sums.items():
-            sums[name] = sums[name] + x if name in sums else x
-        for name, x in other.maxima.items():
-            maxima[name] = np.maximum(maxima[name], x) if name in maxima else x
-        return Facets(sums, maxima)
+        return Facets(
+            _joined(np.add, self.sums, other.sums),
+            _joined(np.maximum, self.maxima, other.maxima),
+            _joined(np.logaddexp, self.logs, other.logs),
+        )
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """One table by axis: a row for each bucket with anything in it, by length for every bucket."""
@@ -69,8 +71,10 @@ class Facets:
 
     def _row(self, name: str, i: int) -> dict[str, Any]:
         axis, prefix = AXES[name], f"{name}/"
-        held = {k.removeprefix(prefix): float(x[i]) for k, x in self.sums.items() if k.startswith(prefix)}  # fmt: skip
-        largest = {k.removeprefix(prefix): float(x[i]) for k, x in self.maxima.items() if k.startswith(prefix)}  # fmt: skip
+        held, largest, logs = (
+            {k.removeprefix(prefix): float(x[i]) for k, x in tables.items() if k.startswith(prefix)}
+            for tables in (self.sums, self.maxima, self.logs)
+        )
         row = {
             "label": axis.labels[i],
             "low": axis.lows[i],
@@ -78,7 +82,12 @@ class Facets:
             "sequences": int(held.get("sequences", 0)),
             "tokens": int(held.get("tokens", 0)),
         }
-        return row | _metrics(_numbers(held, largest))
+        return row | _metrics(_numbers(held, largest) | logs)
+
+
+def _joined(how: np.ufunc, mine: Tables, others: Tables) -> Tables:
+    """Tables of both, combined where both have one."""
+    return {**mine, **{k: how(mine[k], x) if k in mine else x for k, x in others.items()}}
 
 
 def _numbers(held: Mapping[str, float], largest: Mapping[str, float]) -> Numbers:
@@ -101,12 +110,12 @@ def _metrics(numbers: Numbers) -> dict[str, float]:
     for name in (*names, *DIVERGENCES, "reward/mean"):
         try:
             found[name] = METRICS[name].value(numbers)
-        except (KeyError, ZeroDivisionError):  # not of this axis; nothing in this bucket
+        except (KeyError, ZeroDivisionError, ValueError):  # not of this axis; an empty bucket
             continue
     return found
 
 
-def _by_length(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> Tables:
+def _by_length(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str, np.ndarray]:
     """What is counted by sequence."""
     bucket = length_bucket(batch.response_lengths)
 
@@ -134,6 +143,7 @@ class _Sums:
     tokens: Tensor
     present: np.ndarray
     ratios: dict[str, Tensor]
+    logs: dict[str, LogTable]
     largest: dict[str, Tensor]
     exact: dict[str, Tensor]
     per_sequence: dict[str, PerSequence]
@@ -148,6 +158,7 @@ class _Sums:
 
         tokens, present, parts = table(), np.zeros(64), {on: [] for on in second}
         ratios = {on: table(len(SUMS)) for on in second}
+        logs = {on: LogTable.empty(size, x.dtype) for on, x in second.items()}
         largest = {on: table(dtype=x.dtype) for on, x in second.items()}
         exact = {name: table() for name in batch.divergences}
         for block in chunks(batch, tokens=2 * BLOCK):  # some sixty calls on each
@@ -159,14 +170,15 @@ class _Sums:
             for on, policy in seconds(block).items():
                 raw = policy - rollout
                 parts[on].append(_scatter(raw, block.segments, cell, ratios[on], largest[on][0]))
+                logs[on].add(raw, cell)
             for name, x in block.divergences.items():
                 exact[name][0].scatter_add_(0, cell, x.double())
         per_sequence = {on: PerSequence.cat(held) for on, held in parts.items()}
-        return _Sums(cells, tokens, present, ratios, largest, exact, per_sequence)
+        return _Sums(cells, tokens, present, ratios, logs, largest, exact, per_sequence)
 
-    def along_axes(self) -> tuple[Tables, Tables]:
-        """Sums and maxima by bucket, under `axis/column`."""
-        sums, maxima = {}, {}
+    def along_axes(self) -> tuple[Tables, Tables, Tables]:
+        """Sums, maxima and logs of sums by bucket, under `axis/column`."""
+        sums, maxima, logs = {}, {}, {}
         for axis, found in self.cells.named(self.present).items():
             sums[f"{axis}/sequences"] = found
         for axis, (count,) in self.cells.along(self.tokens).items():
@@ -178,12 +190,44 @@ class _Sums:
                 sums.update({f"{axis}/{on}/{k}": x for k, x in zip(SUMS, found, strict=True)})
             for axis, (most,) in self.cells.along(self.largest[on], np.maximum).items():
                 maxima[f"{axis}/{on}/abs_max"] = most
+        for on, table in self.logs.items():
+            for axis, found in self.cells.log_added(table.logs()).items():
+                logs.update({f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, found, strict=True)})
         for name, table in self.exact.items():
             for axis, (found,) in self.cells.along(table).items():
                 sums[f"{axis}/divergence/{name}"] = found
         for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
             del sums[f"length/{column}"]
-        return sums, maxima
+        return sums, maxima, logs
+
+
+@dataclass(frozen=True)
+class LogTable:
+    """Sums of e^l and of e^2l in each cell, at any size of l: the cell's largest l is taken out."""
+
+    top: Float[Tensor, " cells"]
+    scaled: Float[Tensor, "2 cells"]
+
+    @staticmethod
+    def empty(cells: int, dtype: torch.dtype) -> LogTable:
+        """Nothing in any cell; `dtype` is that of the log-ratios."""
+        top = torch.full((cells,), torch.finfo(dtype).min, dtype=dtype)
+        return LogTable(top, torch.zeros(2, cells, dtype=torch.float64))
+
+    def add(self, log_ratio: Float[Tensor, " n"], cell: Int[Tensor, " n"]) -> None:
+        """Add tokens, in place."""
+        before = self.top.clone()
+        self.top.scatter_reduce_(0, cell, log_ratio, "amax")
+        shrunk = (before - self.top).double().exp()
+        self.scaled.mul_(torch.stack([shrunk, shrunk * shrunk]))
+        x = (log_ratio - self.top.index_select(0, cell)).exp_().double()
+        self.scaled[0].scatter_add_(0, cell, x)
+        self.scaled[1].scatter_add_(0, cell, x.square_())
+
+    def logs(self) -> Float[Tensor, "2 cells"]:
+        """Logs of both sums; -inf in empty cells."""
+        top = self.top.double()
+        return self.scaled.log() + torch.stack([top, 2 * top])
 
 
 def seconds(batch: Logged) -> dict[str, Tensor]:

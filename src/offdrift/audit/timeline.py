@@ -95,7 +95,7 @@ def _scored(
             torch.zeros(2, dtype=torch.float64),
             "exact" if batch.divergences else "sampled",
         )
-        return DriftStats(("n", "b"), nothing, (), nothing[:0], {}, grade)
+        return DriftStats(("n", "b"), nothing, (), nothing[:0], (), nothing[:0], {}, grade)
     exact = {k: Divergence.exact(k, x) for k, x in batch.divergences.items()}  # type: ignore[arg-type]
     stats = replace(DriftStats.of(logprobs, divergences=exact), by_position={})
     shape = signature(

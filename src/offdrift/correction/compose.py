@@ -63,6 +63,12 @@ class Corrected(NamedTuple):
     """Tokens whose weight was changed by a weight's limits."""
     rejected_by: dict[GateLike, Bool[Tensor, " n"]]
     """For each gate, the tokens it alone would reject."""
+    weighted: tuple[Weighted, ...] = ()
+    """What each weight decided."""
+
+    def log_weight(self) -> Float[Tensor, " n"]:
+        """Logs of the weights at any size, -inf for 0; see `Weighted.log_weight`."""
+        return sum((w.log_weight() for w in self.weighted), torch.zeros_like(self.weight))
 
 
 @dataclass(frozen=True)
@@ -114,19 +120,19 @@ class Correction:
         Raises: `EvidenceError` if the batch lacks what a part needs, before anything is decided.
         """
         rejected_by = {g: ~g.keep(logprobs, advantages, facts) for g in self.gates}
-        weighted = [w(logprobs, advantages, facts) for w in self.weights]
+        weighted = tuple(w(logprobs, advantages, facts) for w in self.weights)
         keep = torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)
         limited = torch.zeros_like(keep)
         for rejected in rejected_by.values():
             keep = keep & ~rejected
-        for _, touched in weighted:
-            limited = limited | touched
+        for w in weighted:
+            limited = limited | w.limited
         if len(weighted) == 1:
-            return Corrected(keep, weighted[0].weight, limited, rejected_by)
+            return Corrected(keep, weighted[0].weight, limited, rejected_by, weighted)
         weight = torch.ones_like(logprobs.logp_rollout)
-        for w, _ in weighted:
-            weight = weight * w
-        return Corrected(keep, weight, limited, rejected_by)
+        for w in weighted:
+            weight = weight * w.weight
+        return Corrected(keep, weight, limited, rejected_by, weighted)
 
 
 def factors(on: RatioName | None) -> set[str]:

@@ -8,7 +8,9 @@ an objective.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -18,11 +20,14 @@ from torch import Tensor
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.facts import NO_FACTS, Facts, Seen
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import blocks, clamped
+from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums, ratio
 from offdrift.ratios import RatioName, Unit, per_unit, stopped_log_ratio
+from offdrift.segments import Segments
 
 Sign = Literal["any", "negative", "positive"]
 WHOLE_SEQUENCE = ("sequence", "geometric", "worst")
+LEAST, MOST = (math.exp(x * (1 - 1e-6)) for x in (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+"""Positive weights at or beyond these may be what the guard of `exp` left of others."""
 
 
 class Weighted(NamedTuple):
@@ -30,17 +35,34 @@ class Weighted(NamedTuple):
 
     weight: Float[Tensor, " n"]
     limited: Bool[Tensor, " n"]
+    exact: Callable[[], Float[Tensor, " n"]] | None = None
+    """Gives the logs of the weights as they are without the guard at +-20 nats; None if there is
+    none."""
+
+    def guarded(self) -> bool:
+        """Whether that guard may have changed a weight. On an accelerator always: to ask would wait."""
+        w = self.weight
+        if self.exact is None or not len(w):
+            return False
+        return w.device.type != "cpu" or bool(((w > 0) & (w <= LEAST)).any() | (w.max() >= MOST))
+
+    def log_weight(self) -> Float[Tensor, " n"]:
+        """Logs of the weights at any size, -inf for 0: what sums that divide each other are made of."""
+        return self.weight.log() if self.exact is None else self.exact()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """Importance weight of each token's unit, limited to `[floor, cap]`.
 
-        W = exp(l)   with l the log-ratio of the unit (summed first, then clamped to +-20)
+        W = exp(l)   with l the log-ratio of the unit
         outside="truncate": W <- min(max(W, floor), cap)
         outside="mask":     W <- 0 where W is outside
         saturation=g:       W <- W / (W + g)
         normalize=True:     W <- W / m, m the mean of W over the whole step
+
+    The weight that is returned lies in [e^-20, e^20] unless a limit says otherwise. Means and sums of
+    squares are taken of W itself, whatever its size (`Weighted.log_weight`).
 
     Args:
         on: which ratio; `mismatch` in decoupled form, `full` in bypass form.
@@ -126,40 +148,85 @@ class Weight:
         """
         with torch.no_grad():
             weight, limited = self._limited(logprobs)
+            exact = partial(self.log_weight, logprobs, advantages, facts)
             if self.normalize:
-                seen = facts.seen_by(self, logprobs, advantages)
-                mean = seen["weight"] / seen["count"].clamp(min=1)
-                weight = weight / mean.to(weight.dtype).where(mean > 1e-8, 1.0)
+                weight = _shown(self._normalized(logprobs, advantages, facts), weight.dtype)
             if self.advantage == "any":
-                return Weighted(weight, limited)
-            if advantages is None:
-                raise MethodError(f'a weight with advantage="{self.advantage}" needs advantages')
-            applies = advantages > 0 if self.advantage == "positive" else advantages < 0
-            return Weighted(weight.where(applies, 1.0), limited & applies)
+                return Weighted(weight, limited, exact)
+            applies = self._applies(advantages)
+            return Weighted(weight.where(applies, 1.0), limited & applies, exact)
+
+    def log_weight(
+        self,
+        logprobs: LogProbs,
+        advantages: Float[Tensor, " n"] | None = None,
+        facts: Facts = NO_FACTS,
+    ) -> Float[Tensor, " n"]:
+        """log W of every token, float64, at any size; -inf where a mask made it 0. Gradient: none.
+
+        Raises: `MethodError` if the weight depends on the advantage and none was given.
+        """
+        with torch.no_grad():
+            if self.normalize:
+                log_w = self._normalized(logprobs, advantages, facts)
+            else:
+                log_w = self._log_limited(logprobs)
+            return log_w if self.advantage == "any" else log_w.where(self._applies(advantages), 0.0)
 
     def observe(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
     ) -> Seen:
-        """Sum and number of weights, for their mean over the step. Gradient: none."""
+        """Log of the sum of weights, and their number, for their mean over the step. Gradient: none."""
         with torch.no_grad():
-            weight, _ = self._limited(logprobs)
-            segments = logprobs.segments
+            log_w, segments = self._log_limited(logprobs), logprobs.segments
+            count = segments.cu_seqlens[-1]
             if self.unit in WHOLE_SEQUENCE:
-                weight, count = segments.mean(weight), (segments.lengths > 0).sum()
-            else:
-                count = segments.cu_seqlens[-1]
-            return {"weight": weight.double().sum(), "count": count.double()}
+                log_w, count = segments.max(log_w, empty=-torch.inf), (segments.lengths > 0).sum()
+            return {"log_weight": log_sums(log_w)[0], "count": count.double()}
+
+    def _normalized(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+    ) -> Float[Tensor, " n"]:
+        """Logs of the weights divided by their mean over the step; -inf where all are 0."""
+        seen = facts.seen_by(self, logprobs, advantages)
+        log_mean = seen["log_weight"] - seen["count"].log()
+        return self._log_limited(logprobs) - log_mean.clamp(min=torch.finfo(torch.float64).min)
+
+    def _applies(self, advantages: Float[Tensor, " n"] | None) -> Bool[Tensor, " n"]:
+        if advantages is None:
+            raise MethodError(f'a weight with advantage="{self.advantage}" needs advantages')
+        return advantages > 0 if self.advantage == "positive" else advantages < 0
 
     def _limited(self, logprobs: LogProbs) -> tuple[Tensor, Tensor]:
-        log_ratio = stopped_log_ratio(logprobs, on=self.on)
-        segments = logprobs.segments
-        unit = per_unit(log_ratio, segments, unit=self.unit)
-        if self.growth:
-            steps = (segments.position + 1).to(unit.dtype) ** self.growth
-            parts = [self._limit(clamped(x), s) for x, s in blocks(unit, steps)]
-        else:
+        unit, steps = self._units(stopped_log_ratio(logprobs, on=self.on), logprobs.segments)
+        if steps is None:
             parts = [self._limit(clamped(x), 1.0) for (x,) in blocks(unit)]
+        else:
+            parts = [self._limit(clamped(x), s) for x, s in blocks(unit, steps)]
         return torch.cat([w for w, _ in parts]), torch.cat([x for _, x in parts])
+
+    def _log_limited(self, logprobs: LogProbs) -> Float[Tensor, " n"]:
+        """Logs of the weights inside the limits, float64 and without the guard of `exp`."""
+        log_ratio = stopped_log_ratio(logprobs, on=self.on).double()
+        unit, steps = self._units(log_ratio, logprobs.segments)
+        log_w, size = unit, 1.0 if steps is None else steps
+        for limit, beyond in ((self.cap, torch.gt), (self.floor, torch.lt)):
+            if limit:
+                edge = math.log(limit) * size
+                at = -torch.inf if self.outside == "mask" else edge
+                log_w = torch.where(beyond(unit, edge), at, log_w)
+        if self.saturation is not None:
+            log_w = log_w - torch.logaddexp(log_w, log_w.new_tensor(self.saturation).log())
+        return log_w
+
+    def _units(
+        self, log_ratio: Float[Tensor, " n"], segments: Segments
+    ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
+        """The log-ratio of each token's unit, and the power of its limits if they grow."""
+        unit = per_unit(log_ratio, segments, unit=self.unit)
+        if not self.growth:
+            return unit, None
+        return unit, (segments.position + 1).to(unit.dtype) ** self.growth
 
     def _limit(
         self, log_ratio: Float[Tensor, " k"], steps: Float[Tensor, " k"] | float
@@ -180,3 +247,8 @@ class Weight:
         if self.saturation is not None:
             weight = weight / (weight + self.saturation)
         return weight, limited
+
+
+def _shown(log_weight: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
+    """Weights from their logs, which only a mask makes 0."""
+    return ratio(log_weight).where(log_weight > -torch.inf, 0.0).to(dtype)

@@ -67,6 +67,7 @@ def variance_proxies(
     Reference: verl's variance proxy metrics; survey, "Gradient variance proxy metrics".
     """
     sums = gradient_power(sum_pi_squared, logp_old, advantages, segments, weight=weight)
-    numbers = DriftStats((), sum_pi_squared.new_zeros(0).double(), (), sum_pi_squared.new_zeros(0).double(), {})  # fmt: skip
+    none = sum_pi_squared.new_zeros(0).double()
+    numbers = DriftStats((), none, (), none, (), none, {})  # fmt: skip
     found = numbers.plus(sums, {"optim/grad_norm": float(grad_norm)}).to_host()
     return VarianceProxies(*(row.value(found) for row in PROXIES))

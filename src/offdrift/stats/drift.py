@@ -1,7 +1,9 @@
 """`DriftStats`: everything the metrics need from a batch, as numbers that can be added.
 
-Sums are added, extremes are compared: one batch, many micro-batches, many ranks, many files and
-many workers all combine with the same `merge`, and any split gives what one pass gives. A batch is
+Sums are added, extremes are compared, logs of sums are joined by `logaddexp`: one batch, many
+micro-batches, many ranks, many files and many workers all combine with the same `merge`, and any
+split gives what one pass gives. A sum of ratios that divides another is kept as its log, whatever its
+size; only sums that are shown by themselves have their exponentials limited. A batch is
 summarized on its own device in one pass and comes to the host in one transfer (`to_host`).
 Statistics describe the *sampled* tokens, before any gate; what gates and weights did is counted
 beside them.
@@ -20,7 +22,7 @@ from offdrift.correction import Corrected
 from offdrift.correction.compose import GateLike
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped
+from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
 
@@ -34,14 +36,17 @@ SECOND = {"mismatch": "old", "full": "current"}
 class DriftStats:
     """Mergeable sufficient statistics of any number of batches.
 
-    `sums` and `maxima` follow `sum_names` and `max_names`; `by_position` holds, per response
-    position, the summed divergence of each exact or interval evidence and the number of tokens.
+    `sums`, `maxima` and `logs` follow `sum_names`, `max_names` and `log_names`; `logs` are logarithms
+    of sums. `by_position` holds, per response position, the summed divergence of each exact or
+    interval evidence and the number of tokens.
     """
 
     sum_names: tuple[str, ...]
     sums: Float[Tensor, " s"]
     max_names: tuple[str, ...]
     maxima: Float[Tensor, " m"]
+    log_names: tuple[str, ...]
+    logs: Float[Tensor, " l"]
     by_position: Mapping[str, Float[Tensor, " horizon"]]
     grade: str = "sampled"
     """Grade of the divergences summed here; the weakest, if batches differ."""
@@ -75,25 +80,27 @@ class DriftStats:
         with torch.no_grad():
             sums: Named = {}
             maxima: Named = {}
+            logs: Named = {}
             nll = _rollout_policy(logprobs, sums)
             for on in ("mismatch", "staleness", "full"):
                 if _available(logprobs, on):
-                    mean = _pair(on, logprobs, sums, maxima)
+                    mean = _pair(on, logprobs, sums, maxima, logs)
                     if on in SECOND:  # mean log second = mean log rollout + mean log-ratio
                         _perplexity(SECOND[on], nll - mean, logprobs.segments, sums)
             if corrected is not None:
-                _decisions(logprobs, corrected, sums, maxima)
+                _decisions(logprobs, corrected, sums, maxima, logs)
             if clipped is not None:
                 sums["objective/clipped"] = clipped.count_nonzero()
             by_position = _divergences(logprobs, divergences or {}, sums, maxima)
         grades = [str(d.grade) for d in (divergences or {}).values()]
+        none = logprobs.logp_rollout.new_zeros(0).double()
         return DriftStats(
             tuple(sums),
             torch.stack([x.double() for x in sums.values()]),
             tuple(maxima),
-            torch.stack([x.double() for x in maxima.values()])
-            if maxima
-            else logprobs.logp_rollout.new_zeros(0).double(),
+            _extended(none, maxima.values()),
+            tuple(logs),
+            _extended(none, logs.values()),
             by_position,
             str(Grade.weakest(grades)) if grades else "sampled",
         )
@@ -104,11 +111,14 @@ class DriftStats:
         max_names, maxima = _joined(
             self.max_names, self.maxima, other.max_names, other.maxima, torch.maximum
         )
+        log_names, logs = _joined(
+            self.log_names, self.logs, other.log_names, other.logs, torch.logaddexp
+        )
         positions = dict(self.by_position)
         for name, x in other.by_position.items():
             positions[name] = _add_padded(positions[name], x) if name in positions else x
         grade = str(Grade.weakest([self.grade, other.grade]))
-        return DriftStats(sum_names, sums, max_names, maxima, positions, grade)
+        return DriftStats(sum_names, sums, max_names, maxima, log_names, logs, positions, grade)
 
     @staticmethod
     def merge_all(stats: Iterable[DriftStats]) -> DriftStats:
@@ -145,12 +155,13 @@ class DriftStats:
     def cpu(self) -> DriftStats:
         """The same on the CPU, to be sent to another process."""
         positions = {name: x.cpu() for name, x in self.by_position.items()}
-        return replace(self, sums=self.sums.cpu(), maxima=self.maxima.cpu(), by_position=positions)
+        vectors = {"sums": self.sums.cpu(), "maxima": self.maxima.cpu(), "logs": self.logs.cpu()}
+        return replace(self, **vectors, by_position=positions)
 
     def to_host(self) -> dict[str, float]:
-        """All sums and extremes by name: the one transfer to the host."""
-        values = torch.cat([self.sums, self.maxima]).tolist()
-        return dict(zip((*self.sum_names, *self.max_names), values))
+        """All sums, extremes and logs of sums by name: the one transfer to the host."""
+        values = torch.cat([self.sums, self.maxima, self.logs]).tolist()
+        return dict(zip((*self.sum_names, *self.max_names, *self.log_names), values))
 
 
 def _available(logprobs: LogProbs, on: str) -> bool:
@@ -176,24 +187,29 @@ def _perplexity(policy: str, nll: Tensor, segments: Segments, sums: Named) -> No
 
 TOKEN_SUMS = ("l", "l_limited", "l2", "abs", "k3", "excess_abs", "w", "w2", "p", "p2", "d", "d2", "pd", "d_abs")  # fmt: skip
 TOKEN_MAXIMA = ("l_max", "-l_min", "d_abs_max")
+TOKEN_LOGS = ("log_w", "log_w2")
 
 
-def _pair(on: str, logprobs: LogProbs, sums: Named, maxima: Named) -> Float[Tensor, " b"]:
+def _pair(
+    on: str, logprobs: LogProbs, sums: Named, maxima: Named, logs: Named
+) -> Float[Tensor, " b"]:
     """Statistics of one ratio, by token and by sequence; returns each sequence's mean log-ratio."""
     raw = stopped_log_ratio(logprobs, on=on)  # type: ignore[arg-type]
     first = logprobs.old if on == "staleness" else logprobs.logp_rollout
-    added, largest = zip(*(_token_pass(*block) for block in blocks(first, raw)), strict=True)
-    totals, extremes = torch.stack(added).sum(0), torch.stack(largest).amax(0)
+    parts = zip(*(_token_pass(*block) for block in blocks(first, raw)), strict=True)
+    added, largest, in_logs = (torch.stack(x) for x in parts)
+    totals, extremes, joined = added.sum(0), largest.amax(0), in_logs.logsumexp(0)
     sums[f"{on}/n"] = logprobs.segments.cu_seqlens[-1]
     sums.update({f"{on}/{name}": x for name, x in zip(TOKEN_SUMS, totals, strict=True)})
     maxima.update({f"{on}/{name}": x for name, x in zip(TOKEN_MAXIMA, extremes, strict=True)})
-    return _pair_sequences(on, raw, logprobs.segments, sums, maxima)
+    logs.update({f"{on}/{name}": x for name, x in zip(TOKEN_LOGS, joined, strict=True)})
+    return _pair_sequences(on, raw, logprobs.segments, sums, maxima, logs)
 
 
 def _token_pass(
     first: Float[Tensor, " k"], raw: Float[Tensor, " k"]
-) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"]]:
-    """`TOKEN_SUMS` and `TOKEN_MAXIMA` of a block; two exponentials per token in all."""
+) -> tuple[Float[Tensor, " sums"], Float[Tensor, " maxima"], Float[Tensor, " logs"]]:
+    """`TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS` of a block; three exponentials per token."""
     limited = clamped(raw)
     excess = limited.expm1()  # ratio - 1, exact for small log-ratios
     w = excess + 1
@@ -206,29 +222,31 @@ def _token_pass(
         (excess - limited).sum(), excess.abs().sum(), w.sum(), torch.dot(w, w),
         p.sum(), torch.dot(p, p), d.sum(), torch.dot(d, d), torch.dot(p, d), d_abs.sum(),
     ]  # fmt: skip
-    return torch.stack(added).double(), torch.stack([raw.max(), -raw.min(), d_abs.max()]).double()
+    largest = torch.stack([raw.max(), -raw.min(), d_abs.max()])
+    return torch.stack(added).double(), largest.double(), log_sums(raw)
 
 
 def _pair_sequences(
-    on: str, raw: Tensor, segments: Segments, sums: Named, maxima: Named
+    on: str, raw: Tensor, segments: Segments, sums: Named, maxima: Named, logs: Named
 ) -> Float[Tensor, " b"]:
     filled = segments.lengths > 0
-    total = segments.sum(raw)
+    total = segments.sum(raw.double())  # float32 would round a sum of 10^4 nats by 10^-3
     mean = total / segments.lengths.clamp(min=1)
-    product = clamped(total)
     sums[f"{on}/b"] = filled.sum()
     sums[f"{on}/mean"] = mean.sum()
     sums[f"{on}/mean_abs"] = mean.abs().sum()
     sums[f"{on}/ppl_ratio"] = clamped(-mean).exp().where(filled, 0.0).sum()
-    sums[f"{on}/product"] = product.exp().where(filled, 0.0).sum()
-    sums[f"{on}/product2"] = (2 * product).exp().where(filled, 0.0).sum()
     nothing = -torch.inf
+    products = log_sums(total.where(filled, nothing))
+    logs[f"{on}/log_product"], logs[f"{on}/log_product2"] = products
     maxima[f"{on}/mean_max"] = mean.where(filled, nothing).max()
     maxima[f"{on}/-mean_min"] = (-mean).where(filled, nothing).max()
     return mean
 
 
-def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named) -> None:
+def _decisions(
+    logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named, logs: Named
+) -> None:
     segments, weight = logprobs.segments, corrected.weight
     # count_nonzero: the sum of a bool tensor would first copy it to int64.
     sums["gate/kept_tokens"] = corrected.keep.count_nonzero()
@@ -246,6 +264,10 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
                 mean = -segments.mean(stopped_log_ratio(logprobs, on=on))
                 sums[f"gate/{i}/rejected_{on}"] = mean.where(gone, 0.0).sum()
     sums["weight/w"], sums["weight/w2"] = weight.sum(), torch.dot(weight, weight)
+    if any(w.guarded() for w in corrected.weighted):
+        logs["weight/log_w"], logs["weight/log_w2"] = log_sums(corrected.log_weight())
+    else:
+        logs |= {f"weight/log_{name}": sums[f"weight/{name}"].double().log() for name in ("w", "w2")}
     sums["weight/limited"] = corrected.limited.count_nonzero()
     sums["weight/changed"] = (weight != 1).count_nonzero()
     maxima["weight/w_max"], maxima["weight/-w_min"] = weight.max(), -weight.min()

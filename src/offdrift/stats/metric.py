@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from offdrift.numerics import LOG_RATIO_LIMIT
+
 Numbers = dict[str, float]
 """The host copy of `DriftStats`: sums and maxima by name."""
 
@@ -49,10 +51,36 @@ def std(total: str, square: str, count: str, *, ddof: int) -> Formula:
 
 
 def ess(total: str, square: str, count: str) -> Formula:
-    """(sum w)^2 / (n sum w^2); 0 where every weight is 0."""
+    """(sum w)^2 / (n sum w^2) from the logs of both sums; 0 where every weight is 0."""
 
     def value(s: Numbers) -> float:
-        return s[total] ** 2 / (s[count] * s[square]) if s[square] > 0 else 0.0 / s[count]
+        n = math.log(s[count])
+        return math.exp(2 * s[total] - s[square] - n) if s[square] > -math.inf else 0.0
+
+    return value
+
+
+def chi2(square: str, count: str) -> Formula:
+    """E[w^2] - 1 from the log of sum w^2; e^40 - 1 stands for everything larger."""
+    return lambda s: math.expm1(min(s[square] - math.log(s[count]), 2 * LOG_RATIO_LIMIT))
+
+
+def largest_chi2(total: str, square: str, count: str) -> Formula:
+    """The largest of three estimates of chi^2 from the logs of sum w and sum w^2.
+
+        E[w^2] - 1,   E[(w - 1)^2],   E[w^2] / E[w]^2 - 1
+
+    They agree where E[w] = 1. Where the sample missed the sequences that carry E[w], the first comes
+    out at -1, as if there were no drift; the second is 1 and the third what the sampled ones say of
+    each other. It is never negative.
+    """
+
+    def value(s: Numbers) -> float:
+        n, most = math.log(s[count]), 2 * LOG_RATIO_LIMIT
+        raw = math.expm1(min(s[square] - n, most))
+        centered = raw - 2 * math.expm1(min(s[total] - n, LOG_RATIO_LIMIT))
+        relative = math.expm1(min(s[square] - 2 * s[total] + n, most))
+        return max(0.0, raw, centered, relative)
 
     return value
 

@@ -84,7 +84,7 @@ _ROWS = [
     Metric("weight/std", "1", "standard deviation of the weight, after limits", "worse", std("weight/w", "weight/w2", "n", ddof=0)),
     Metric("weight/max", "1", "largest weight, after limits", "worse", lambda s: s["weight/w_max"]),
     Metric("weight/min", "1", "smallest weight, after limits", "neither", lambda s: -s["weight/-w_min"]),
-    Metric("weight/ess_frac", "1", "(sum w)^2 / (n sum w^2), per token, after limits", "better", ess("weight/w", "weight/w2", "n")),
+    Metric("weight/ess_frac", "1", "(sum w)^2 / (n sum w^2), per token, after limits", "better", ess("weight/log_w", "weight/log_w2", "n")),
     Metric("weight/cap_frac", "1", "share of tokens whose weight met a limit", "worse", mean("weight/limited")),
     Metric("gate/acceptance_seq", "1", "share of sequences with a kept token", "better", mean("gate/kept_sequences", "b")),
     Metric("gate/drop_frac_seq", "1", "share of sequences rejected whole", "worse", lambda s: 1 - s["gate/kept_sequences"] / s["b"]),

@@ -1,0 +1,134 @@
+"""Long sequences under ordinary drift: sums of log-ratios far from 0, and what is divided by what.
+
+Numbers are derived by hand or in float64 from the definitions, with the largest sum taken out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from offdrift.audit.counterfactual import Counterfactual
+from offdrift.audit.tally import Tally
+from offdrift.correction import Weight
+from offdrift.facts import NO_FACTS, Facts, Observed
+from offdrift.logprobs import LogProbs
+from offdrift.methods import METHODS
+from offdrift.rollouts.logged import Logged
+from offdrift.schedules import EssScale
+from offdrift.segments import Segments
+from offdrift.stats import DriftStats, summarize
+from tests.oracles.fixtures import double
+
+LENGTH, SEQUENCES = 4096, 64
+
+
+@functools.cache
+def drifted() -> LogProbs:
+    """64 sequences of 4,096 tokens really drawn from mu, 0.0125 nats per token from pi.
+
+    mu is a fair coin, pi one with odds e^(2 h): each token's log-ratio is h - log cosh h or
+    -h - log cosh h, and KL(mu || pi) = log cosh h per token.
+    """
+    h = math.acosh(math.exp(0.0125))
+    g = torch.Generator().manual_seed(0)
+    heads = torch.rand(SEQUENCES * LENGTH, generator=g, dtype=torch.float64) < 0.5
+    mu = torch.full((SEQUENCES * LENGTH,), math.log(0.5), dtype=torch.float64)
+    pi = mu + torch.where(heads, h, -h) - 0.0125
+    segments = Segments.from_lengths([LENGTH] * SEQUENCES)
+    return LogProbs.pack(mu, pi, logp_old=pi, segments=segments)
+
+
+def exact_ess(log_w: np.ndarray) -> float:
+    """(sum w)^2 / (n sum w^2), relative to the largest w."""
+    w = np.exp(log_w - log_w.max())
+    return float(w.sum() ** 2 / (len(w) * (w * w).sum()))
+
+
+def sums() -> np.ndarray:
+    lp = drifted()
+    return (lp.current - lp.logp_rollout).reshape(SEQUENCES, LENGTH).sum(1).numpy()
+
+
+def test_the_effective_sample_of_long_sequences_is_a_few_of_them():
+    assert -60 < sums().mean() < -45
+    found = summarize(DriftStats.of(drifted()))
+    for on in ("full", "mismatch"):
+        assert found[f"{on}/ess_seq_frac"] == pytest.approx(exact_ess(sums()), rel=1e-9)
+    assert 1 / SEQUENCES <= found["full/ess_seq_frac"] < 0.05
+    # Every token weighs about the same, and tokens are many.
+    assert found["full/ess_frac"] > 0.9
+
+
+def test_chi_squared_of_long_sequences_is_not_taken_for_none():
+    """Nothing drawn carries E[W] = 1: E[W^2] - 1 comes out at -1, and is no evidence of no drift."""
+    found = summarize(DriftStats.of(drifted()))
+    assert found["full/chi2_seq"] == pytest.approx(-1, abs=1e-6)
+    assert found["full/chi2_seq_largest"] == pytest.approx(1 / exact_ess(sums()) - 1, rel=1e-9)
+
+
+def test_the_method_table_of_an_audit_sees_it_too():
+    lp = drifted()
+    rows = {r["name"]: r for r in Counterfactual.of(logged(lp)).table()}
+    wanted = exact_ess(sums().clip(max=math.log(2.0)))
+    for name in ("seq_tis", "full_is", "seq_mis", "bypass_pg_is"):
+        assert rows[name]["ess_frac"] == pytest.approx(wanted, rel=1e-6), name
+        assert rows[name]["ess_frac"] < 0.05
+
+
+def test_the_tally_of_an_audit_sees_it_too():
+    told = Tally.of(logged(drifted())).as_dict()
+    assert told["overall"]["full/ess_seq_frac"] == pytest.approx(exact_ess(sums()), rel=1e-6)
+
+
+def logged(lp: LogProbs) -> Logged:
+    b = len(lp.segments)
+    return Logged(
+        cu_seqlens=lp.segments.cu_seqlens,
+        step=torch.zeros(b, dtype=torch.int64),
+        row=torch.arange(b),
+        response_lengths=lp.segments.lengths,
+        logp_rollout=lp.logp_rollout,
+        logp_old=lp.old,
+        logp=lp.current,
+    )
+
+
+def with_sums(values: list[float]) -> LogProbs:
+    """Sequences of two tokens with these sums of full log-ratios."""
+    half = double(values).repeat_interleave(2) / 2
+    top = torch.zeros_like(half)
+    return LogProbs.pack(top.minimum(-half) - 0.5, top.minimum(half) - 0.5, segments=Segments.from_lengths([2] * len(values)))  # fmt: skip
+
+
+NORMALIZED = [0.34857727, 0.94753127, 2.57565704, 0.12823441]
+"""4 e^s over their sum, s = -25, -24, -23, -26: 4 (e^-2, e^-1, 1, e^-3) / 1.5530018."""
+
+
+def test_normalized_sequence_weights_are_relative_to_each_other():
+    lp = with_sums([-25.0, -24.0, -23.0, -26.0])
+    for part in (Weight(on="full", unit="sequence", normalize=True), *METHODS["normalized_tis"].correction.weights):  # fmt: skip
+        got = part(lp).weight.reshape(4, 2)
+        torch.testing.assert_close(got[:, 0], double(NORMALIZED), rtol=1e-6, atol=0)
+        torch.testing.assert_close(got[:, 0], got[:, 1], rtol=0, atol=0)
+
+
+def test_they_are_when_each_sequence_is_a_piece_of_its_own():
+    part = Weight(on="full", unit="sequence", normalize=True)
+    pieces = [with_sums([s]) for s in (-25.0, -24.0, -23.0, -26.0)]
+    seen = functools.reduce(
+        Observed.merge, [Observed({part: part.observe(p, None, NO_FACTS)}) for p in pieces]
+    )
+    got = [float(part(p, None, Facts(observed=seen)).weight[0]) for p in pieces]
+    assert got == pytest.approx(NORMALIZED, rel=1e-6)
+
+
+def test_the_brake_of_vcpo_holds_at_the_worst_drift():
+    """One weight in four carries all: ess 1/4, scale (1/4)^0.5."""
+    schedule = METHODS["vcpo"].lr_scale or EssScale()
+    lp = with_sums([-21.0, -40.0, -60.0, -80.0])
+    assert float(schedule.scale(schedule.observe(lp, None, NO_FACTS))) == pytest.approx(0.5)
