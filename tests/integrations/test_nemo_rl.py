@@ -1,4 +1,4 @@
-"""NeMo-RL's loss function, against the contract of NeMo-RL 0.6.0 (7ea279abf).
+"""NeMo-RL's loss function, against the contract of NeMo-RL 0.7.0 and of its main branch (7ea279abf).
 
 The stand-in is written from that contract: `LossType`, `LossInputType`, `MetricNormalizer`; the loss
 is called by keyword per micro-batch with the step's counts, parts and metrics are added. Where NeMo-RL
@@ -10,14 +10,15 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.util
+import logging
 import pickle
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from offdrift.divergence import exact_divergences
@@ -68,7 +69,7 @@ class ClippedPGLossFn:
 def nemo(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[None]:
     names = {k: globals()[k] for k in ("LossType", "LossInputType", "MetricNormalizer")}
     modules = {} if REAL else {"nemo_rl__algorithms__loss__interfaces": names}
-    install(monkeypatch, "0.6.0", **modules)
+    install(monkeypatch, "0.7.0", **modules)
     nemo_rl._hook.cache_clear()
     yield
     nemo_rl._hook.cache_clear()
@@ -77,7 +78,7 @@ def nemo(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[None]:
 @pytest.fixture
 def grpo(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`nemo_rl.algorithms.grpo`, as far as `setup` is concerned."""
-    install(monkeypatch, "0.6.0", nemo_rl__algorithms__grpo={"ClippedPGLossFn": ClippedPGLossFn})
+    install(monkeypatch, "0.7.0", nemo_rl__algorithms__grpo={"ClippedPGLossFn": ClippedPGLossFn})
     yield importlib.import_module("nemo_rl.algorithms.grpo")
     nemo_rl.uninstall()
 
@@ -399,8 +400,97 @@ def test_records_can_be_read_back(tmp_path: Any) -> None:
 # -- set-up ---------------------------------------------------------------------------------------
 
 
+class ClippedPGLossConfig(BaseModel):
+    """NeMo-RL's fields and defaults, but for the KL penalty, which is 0.01 there."""
+
+    disable_ppo_ratio: bool = False
+    token_level_loss: bool = True
+    sequence_level_importance_ratios: bool = False
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    ratio_clip_c: float | None = None
+    reference_policy_kl_penalty: float = 0.0
+    reference_policy_kl_type: str = "k3"
+    kl_input_clamp_value: float | None = 20.0
+    kl_output_clamp_value: float | None = 10.0
+    use_kl_in_reward: bool = False
+    use_importance_sampling_correction: bool = False
+    truncated_importance_sampling_type: str | None = None
+    truncated_importance_sampling_ratio: float | None = None
+    truncated_importance_sampling_ratio_min: float | None = None
+    use_on_policy_kl_approximation: bool = False
+    force_on_policy_ratio: bool = False
+    use_cispo: bool = False
+    positive_example_nll_weight: float = 0.0
+
+
+class LaterConfig(ClippedPGLossConfig):
+    """A field of a later version."""
+
+    some_new_weight: float = 0.0
+
+
 def config(**changed: Any) -> Any:
-    return SimpleNamespace(**{"force_on_policy_ratio": False, "reference_policy_kl_penalty": 0.0, **changed})  # fmt: skip
+    if REAL:
+        ours = importlib.import_module("nemo_rl.algorithms.loss.loss_functions").ClippedPGLossConfig
+        return ours(**{"reference_policy_kl_penalty": 0.0, **changed})
+    return ClippedPGLossConfig(**changed)
+
+
+def test_every_field_of_their_loss_is_known() -> None:
+    known = {*nemo_rl.OWN_TERMS, *nemo_rl.STOOD_IN_FOR, *nemo_rl.FOLLOWED}
+    assert known == set(type(config()).model_fields)
+    assert len(known) == len([*nemo_rl.OWN_TERMS, *nemo_rl.STOOD_IN_FOR, *nemo_rl.FOLLOWED])
+    assert {k: getattr(config(), k) for k in nemo_rl.OWN_TERMS} == nemo_rl.OWN_TERMS
+
+
+ASKED = {
+    "positive_example_nll_weight": 0.1,
+    "disable_ppo_ratio": True,
+    "sequence_level_importance_ratios": True,
+    "use_cispo": True,
+    "ratio_clip_c": 3.0,
+    "truncated_importance_sampling_type": "tis",
+    "use_on_policy_kl_approximation": True,
+}
+
+
+@pytest.mark.parametrize("name", nemo_rl.OWN_TERMS)
+def test_terms_of_their_loss_are_refused_by_name(grpo: Any, name: str) -> None:
+    nemo_rl.install("icepop")
+    with pytest.raises(MethodError, match=rf"loss_fn\.{name}={ASKED[name]}"):
+        grpo.ClippedPGLossFn(config(**{name: ASKED[name]}))
+
+
+def test_a_term_of_a_later_version_is_refused_by_name(grpo: Any) -> None:
+    nemo_rl.install("icepop")
+    assert grpo.ClippedPGLossFn(LaterConfig()).choice.method == "icepop"
+    with pytest.raises(MethodError, match=r"loss_fn\.some_new_weight=0\.5"):
+        grpo.ClippedPGLossFn(LaterConfig(some_new_weight=0.5))
+
+
+def test_the_dictionary_of_0_6_is_read_as_well(grpo: Any) -> None:
+    nemo_rl.install("icepop")
+    plain = {
+        "reference_policy_kl_penalty": 0.0,
+        "ratio_clip_c": None,
+        "force_on_policy_ratio": True,
+    }
+    assert grpo.ClippedPGLossFn(plain).old == "current"
+    for name, value in (("reference_policy_kl_penalty", 0.1), ("ratio_clip_c", 3.0), ("new", 0.5)):
+        with pytest.raises(MethodError, match=rf"loss_fn\.{name}={value}"):
+            grpo.ClippedPGLossFn({**plain, name: value})
+
+
+def test_their_numbers_are_named_and_kl_in_the_reward_is_theirs(
+    grpo: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    nemo_rl.install("icepop")
+    with caplog.at_level(logging.INFO, "offdrift.nemo-rl"):
+        grpo.ClippedPGLossFn(config(ratio_clip_max=0.28))
+    assert "ratio_clip_max=0.28" in caplog.text
+    kept = config(reference_policy_kl_penalty=0.1, use_kl_in_reward=True)
+    assert grpo.ClippedPGLossFn(kept).choice.method == "icepop"
 
 
 def test_install_has_setup_build_it(grpo: Any) -> None:

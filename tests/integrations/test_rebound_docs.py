@@ -17,6 +17,7 @@ from offdrift.integrations import areal, nemo_rl, openrlhf, roll
 from offdrift.integrations.after_import import WAITING
 from offdrift.integrations.hooks import chosen
 from tests.integrations.hooked import ROOT, code, install, process
+from tests.integrations.test_nemo_rl import ClippedPGLossConfig
 
 __all__ = ["process"]
 
@@ -48,7 +49,7 @@ def test_nemo_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, exact = code("nemo-rl.md", "python")
     for block, method in ((whole, "dppo_tv"), (exact, "trm_max")):
         exec(block, {})
-        assert grpo.ClippedPGLossFn(object()).choice.method == method
+        assert grpo.ClippedPGLossFn(ClippedPGLossConfig()).choice.method == method
         nemo_rl.uninstall()
     assert ran == ["examples/run_grpo.py"]
     (command,) = code("nemo-rl.md", "shell")

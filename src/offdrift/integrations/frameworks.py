@@ -37,7 +37,7 @@ FRAMEWORKS = {
     "slime": Framework("slime", "slime", "0.3.1", "0.3.1", "see docs/integrations/slime.md", False),
     "miles": Framework("miles", "miles", "0.1.0", "0.1.0", "see docs/integrations/slime.md", False),
     "skyrl": Framework("skyrl", "skyrl", "0.3.0", "0.3.0", "see docs/integrations/skyrl.md", False),
-    "nemo-rl": Framework("nemo-rl", "nemo_rl", "0.6.0", "0.6.0", "see docs/integrations/nemo-rl.md", False),
+    "nemo-rl": Framework("nemo-rl", "nemo_rl", "0.6.0", "0.7.0", "see docs/integrations/nemo-rl.md", False),
     "roll": Framework("roll", "roll", "0.3.0", "0.3.0", "see docs/integrations/roll.md", False),
     "areal": Framework("areal", "areal", "1.0.4", "1.0.4", "see docs/integrations/areal.md", False),
     "openrlhf": Framework("openrlhf", "openrlhf", "0.10.0", "0.11.2", "see docs/integrations/openrlhf.md", False),

@@ -13,13 +13,15 @@ With `reads="logit"` the loss sees the whole distribution of the current policy,
 alone. If the data carries what the engine sampled from (all of it, or its top k), KL and TV between
 the two are exact, or an interval that contains them, at every token.
 
-Reference: NeMo-RL 0.6.0 (7ea279abf), `algorithms/loss/interfaces.py`: `LossFunction`;
-`algorithms/loss/utils.py`: `prepare_loss_input`; `algorithms/grpo.py`: `setup`.
+Reference: NeMo-RL 0.7.0 (81aa43dd) and its main branch (7ea279abf), `algorithms/loss/interfaces.py`:
+`LossFunction`; `algorithms/loss/utils.py`: `prepare_loss_input`; `algorithms/loss/loss_functions.py`:
+`ClippedPGLossConfig`; `algorithms/grpo.py`: `setup`.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,6 +65,34 @@ HINTS = {
     "entropy": 'give reads="logit" and old="current"',
     "vocab": 'give reads="logit" and vocab=',
 }
+
+OWN_TERMS = {
+    "positive_example_nll_weight": 0.0,
+    "disable_ppo_ratio": False,
+    "sequence_level_importance_ratios": False,
+    "use_cispo": False,
+    "ratio_clip_c": None,
+    "truncated_importance_sampling_type": None,
+    "use_on_policy_kl_approximation": False,
+}
+"""Of NeMo-RL's loss, what adds a term or chooses another loss, and the value without it."""
+
+STOOD_IN_FOR = (
+    "token_level_loss",
+    "ratio_clip_min",
+    "ratio_clip_max",
+    "reference_policy_kl_penalty",
+    "reference_policy_kl_type",
+    "kl_input_clamp_value",
+    "kl_output_clamp_value",
+    "use_importance_sampling_correction",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+)
+"""Numbers of NeMo-RL's loss that every configuration has, and that the method's own stand in for."""
+
+FOLLOWED = ("force_on_policy_ratio", "use_kl_in_reward")
+"""What holds under this loss, too: the first here, the second in NeMo-RL's rewards."""
 
 Reads = Literal["logprob", "logit"]
 Old = Literal["recorded", "current"]
@@ -224,8 +254,8 @@ def install(method: str | None = None, **given: Any) -> None:
     Args: as `loss`. `force_on_policy_ratio` and the fused log-probs of NeMo-RL's configuration are
         followed.
 
-    Raises: as `loss`; later, in `setup`: `MethodError` if its configuration has a KL penalty that the
-        method would drop.
+    Raises: as `loss`; later, in `setup`: `MethodError` if its configuration asks NeMo-RL's loss for a
+        term that the method has not (a KL penalty, the likelihood of positive examples, ...).
     """
     require("nemo-rl")
     loss(method, **given)  # wrong arguments are an error here, not after minutes of set-up
@@ -250,15 +280,47 @@ def _instead(
     method: str | None, given: Mapping[str, Any], cfg: Any, use_fused_linear_logprobs: bool = False
 ) -> OffdriftLoss:
     """What `setup` gets for `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`."""
-    if getattr(cfg, "force_on_policy_ratio", False):
+    theirs = _settings(cfg)
+    if theirs["force_on_policy_ratio"]:
         given = {**given, "old": "current"}
     made = loss(method, **{"use_fused_linear_logprobs": use_fused_linear_logprobs, **given})
-    if getattr(cfg, "reference_policy_kl_penalty", 0) != 0 and made.choice.row.penalty is None:
+    penalty = 0 if theirs["use_kl_in_reward"] else theirs["reference_policy_kl_penalty"]
+    if penalty and made.choice.row.penalty is None:
         raise MethodError(
-            f"loss_fn.reference_policy_kl_penalty={cfg.reference_policy_kl_penalty} belongs to "
-            f"NeMo-RL's loss and would be dropped: set it to 0, or give {made.choice.method} a penalty"
+            f"loss_fn.reference_policy_kl_penalty={penalty} belongs to NeMo-RL's loss and would be "
+            f"dropped: set it to 0, or give {made.choice.method} a penalty"
         )
+    numbers = ", ".join(f"{name}={theirs[name]}" for name in STOOD_IN_FOR)
+    logging.getLogger("offdrift.nemo-rl").info(
+        "%s stands in for NeMo-RL's loss with %s", made.choice.row.describe(), numbers
+    )
     return made
+
+
+def _settings(cfg: Any) -> dict[str, Any]:
+    """NeMo-RL's settings of its loss: fields of a model with defaults, in 0.6.0 a dictionary without.
+
+    Raises: `MethodError` if they ask the loss for what this one has not.
+    """
+    absent = {**dict.fromkeys((*STOOD_IN_FOR, *FOLLOWED)), **OWN_TERMS}
+    if isinstance(cfg, Mapping):
+        given, without = dict(cfg), absent
+    else:
+        model = type(cfg).model_fields
+        given = {name: getattr(cfg, name) for name in model}
+        without = {**{name: field.default for name, field in model.items()}, **OWN_TERMS}
+    dropped = {
+        name: value
+        for name, value in given.items()
+        if name not in (*STOOD_IN_FOR, *FOLLOWED) and value != without.get(name)
+    }
+    if dropped:
+        named = ", ".join(f"loss_fn.{name}={value}" for name, value in dropped.items())
+        raise MethodError(
+            f"{named}: part of NeMo-RL's own loss, which is replaced, and would be dropped: leave it at "
+            "its default, and choose a method that has it (`offdrift methods` lists all rows)"
+        )
+    return {**absent, **given}
 
 
 @functools.cache
