@@ -37,7 +37,8 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     engine = TransformersEngine(model, dtype="float32")
     sampling, g = Sampling(max_tokens=LONGEST), torch.Generator().manual_seed(0)
     for i in range(3):
-        drawn = engine.generate([[5, 6]] * SEQUENCES, sampling, seed=i, evidence="full")
+        prompts = [[5, 6, 10 + 3 * i + j // 2] for j in range(SEQUENCES)]
+        drawn = engine.generate(prompts, sampling, seed=i, evidence="full")
         drawn = drawn.with_(rewards=torch.rand(SEQUENCES, generator=g), group_ids=torch.arange(SEQUENCES) // 2)  # fmt: skip
         write(drawn, folder / "rollouts" / f"batch-{i}.parquet")
     trained = copy.deepcopy(model)
@@ -63,6 +64,7 @@ def test_an_arm_is_judged_by_its_own_model_and_not_fresh(arm):
     assert found["model"] == str(arm / "model")
     assert (found["files"], found["tokens"]) == (3, 3 * SEQUENCES * LONGEST)
     assert (found["sequences"], found["prompts"]) == (3 * SEQUENCES, 9)
+    assert found["holds_for"] == "one policy, one look"
     assert found["fresh"] is False
     assert found["certified"] is False
     assert found["gain_low"] is None

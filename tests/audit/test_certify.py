@@ -8,6 +8,7 @@ import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from offdrift.engines.score import chunks
 from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import RecordError, ShapeError
 from offdrift.logprobs import LogProbs
-from offdrift.rollouts import Rollouts, Sampling
+from offdrift.rollouts import Provenance, Rollouts, Sampling
 from offdrift.rollouts.store import read, write
 from tests.engines.models import tiny
 
@@ -111,8 +112,9 @@ def truth(policies, drawn) -> BatchEvidence:
     assert exact["kl_rollout_current"].max() > REGION.delta, "some tokens must leave the region"
     assert exact["kl_rollout_current"].median() < REGION.delta
     assert rollouts.rewards is not None
+    by_prompt = rollouts.with_(group_ids=rollouts.prompt_keys())  # intervals take them in this order
     return BatchEvidence.of(
-        LogProbs.pack(logp_mu, logp_pi, segments=rollouts.segments),
+        LogProbs.pack(logp_mu, logp_pi, segments=by_prompt.segments),
         rollouts.rewards.double(),
         region=REGION,
         divergences={k: Divergence.exact(k, x) for k, x in exact.items()},
@@ -214,27 +216,78 @@ def test_evidence_does_not_depend_on_how_a_file_is_cut(policies, drawn, stored, 
         torch.testing.assert_close(table, expected, rtol=2e-4, atol=2e-6)
         assert found.group_ids is not None
         order = torch.cat(list(chunks(drawn[kind], token_budget=budget)))
-        assert torch.equal(found.group_ids, drawn[kind].group_ids[order])
+        assert torch.equal(found.group_ids, drawn[kind].prompt_keys()[order])
         assert certify(found).gain_low == pytest.approx(certify(whole).gain_low, rel=1e-5)
 
 
 @pytest.mark.parametrize("stretch", [1, 2**32, -(2**62) // PROMPTS])
-def test_prompts_of_different_files_are_different_prompts(
-    policies, drawn, stored, tmp_path, stretch
-):
+def test_a_prompt_is_known_by_its_tokens_in_every_file(policies, drawn, stored, tmp_path, stretch):
     """Whatever the ids are: small and the same in every file, or as large as ids of others go."""
     wide = drawn["full"].with_(group_ids=drawn["full"].group_ids * stretch)
+    longer = torch.tensor([0, *wide.prompt_cu_seqlens.diff().add(1).cumsum(0).tolist()])
+    others = torch.full((int(longer[-1]),), 9)
+    other = drawn["full"].with_(prompt_tokens=others, prompt_cu_seqlens=longer)
     files = [write(wide, tmp_path / "a.parquet"), stored["full"], stored["hidden"]]
-    found = judged(files, policies[1], 10_000).evidence
+    found = judged([*files, write(other, tmp_path / "b.parquet")], policies[1], 10_000).evidence
     ids = found.group_ids
     assert ids is not None
-    assert len(ids) == 3 * PROMPTS * ANSWERS
-    assert ids.unique(return_counts=True)[1].tolist() == [ANSWERS] * 3 * PROMPTS
+    assert sorted(ids.unique(return_counts=True)[1].tolist()) == [ANSWERS] * PROMPTS + [3 * ANSWERS] * PROMPTS  # fmt: skip
     order = torch.cat(list(chunks(wide, token_budget=10_000)))
     same_prompt = wide.group_ids[order][:, None] == wide.group_ids[order]
-    for mine in ids.split(PROMPTS * ANSWERS):
+    for mine in ids[: 3 * PROMPTS * ANSWERS].split(PROMPTS * ANSWERS):
+        assert torch.equal(mine, ids[: PROMPTS * ANSWERS])
         assert torch.equal(mine[:, None] == mine, same_prompt)
-    assert certify(found).prompts == 3 * PROMPTS
+    assert certify(found).prompts == 2 * PROMPTS
+
+
+def test_a_group_of_a_file_is_one_draw_even_if_its_prompts_differ(policies, drawn, tmp_path):
+    """Two questions about one text, say: the file knows that they belong together."""
+    joined = drawn["full"].with_(group_ids=drawn["full"].group_ids // 2)
+    found = judged([write(joined, tmp_path / "joined.parquet")], policies[1]).evidence
+    assert certify(found).prompts == PROMPTS / 2
+
+
+class Constant(nn.Module):
+    """A policy over two tokens that says the same everywhere: log(3/4), log(1/4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor([0.75, 0.25]).log())
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.logits.expand(len(input_ids), logits_to_keep, 2))
+
+
+def test_prompts_that_recur_over_files_are_no_fresh_draws(tmp_path):
+    """8 prompts in 12 files, a gain of +-1/4 on each and of 0 in expectation over prompts.
+
+    The rollout policy tosses a fair coin; a prompt, drawn at random, rewards one of its sides.
+    """
+    runs, prompts, files, g = 24, 8, 12, torch.Generator().manual_seed(0)
+    b, model = 16 * prompts, Constant()
+    provenance = Provenance("coin", "0", "none", "float32", None, Sampling(max_tokens=1))
+    region = TrustRegion(horizon=1, delta=1.0)
+    certified, split = 0, 0
+    for run in range(runs):
+        ids = torch.randint(2**31, (prompts,), generator=g).repeat_interleave(16)
+        wanted = torch.randint(2, (prompts,), generator=g).repeat_interleave(16)
+        paths = []
+        for i in range(files):
+            tokens = torch.randint(2, (b,), generator=g)
+            paths.append(write(Rollouts(
+                tokens=tokens, logp_rollout=torch.full((b,), math.log(0.5)), cu_seqlens=torch.arange(b + 1),
+                rollout_version=torch.zeros(b, dtype=torch.int64), prompt_tokens=ids,
+                prompt_cu_seqlens=torch.arange(b + 1), group_ids=torch.arange(b) // 16, finish=("length",) * b,
+                provenance=provenance, rewards=(tokens == wanted).float(),
+            ), tmp_path / f"{run}-{i}.parquet"))  # fmt: skip
+        found = judge(paths, model, region=region).evidence
+        assert certify(found).prompts == prompts
+        certified += certify(found).certified
+        ours = torch.arange(len(found)) // b * 2**20 + found.group_ids % 2**20
+        apart = replace(found, group_ids=ours)  # as if prompts of different files were different
+        split += certify(apart).certified
+    assert certified <= 0.05 * runs
+    assert split > 0.1 * runs  # what goes wrong where they count as fresh
 
 
 def test_one_file_at_a_time_is_in_memory(policies, stored, monkeypatch):

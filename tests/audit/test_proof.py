@@ -11,7 +11,7 @@ import torch
 
 from offdrift.audit import proof
 from offdrift.audit.proof import Proof
-from offdrift.audit.sample import prompt_keys
+from offdrift.audit.sample import mixed
 from offdrift.certificate import BatchEvidence, TrustRegion, certify
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
@@ -42,7 +42,8 @@ def direct(batch: Logged, policy: str = "old", ids: torch.Tensor | None = None) 
     """What the library's own parts certify about the batch's old (or current) policy."""
     logp = batch.logp_old if policy == "old" else batch.logp
     if ids is None:  # intervals take prompts in the order of their keys
-        ids = torch.from_numpy(prompt_keys(batch, "").view(np.int64))
+        assert batch.group_ids is not None
+        ids = torch.from_numpy(mixed(batch.group_ids.numpy().astype(np.uint64)).view(np.int64))
     assert batch.logp_rollout is not None
     segments = Segments.from_lengths(batch.cu_seqlens.diff(), group_ids=ids)
     exact = {f"{d}_rollout_current": Divergence.exact(d, batch.divergences[f"{d}_rollout_{policy}"]) for d in ("kl", "tv")}  # fmt: skip
@@ -76,7 +77,7 @@ def test_it_is_what_the_parts_certify_of_the_old_policy():
     assert found["fresh"] is True
     assert found["prompts"] == B / GROUP
     assert found["grades"] == {"kl": "exact", "tv": "exact"}
-    assert compared(found, direct(log())) == 22
+    assert compared(found, direct(log())) == 23
 
 
 def test_what_a_log_cannot_show_is_part_of_the_verdict():
@@ -95,7 +96,7 @@ def test_only_the_newest_rollouts_at_the_first_step_that_used_them_count():
     first = whole.select((torch.tensor(kind) == 1).nonzero().squeeze(-1))
     found = Proof.of(whole).as_dict()
     assert found["sequences"] == first.num_sequences == 81
-    assert compared(found, direct(first)) == 22
+    assert compared(found, direct(first)) == 23
     assert "which rollouts of these weights were used first" in found["verdict"]
     assert "used first" not in Proof.of(first).as_dict()["verdict"]
 
@@ -120,6 +121,19 @@ def test_any_split_between_groups_gives_what_one_pass_gives(limit: int, monkeypa
         assert sorted(merged.arrays["keys"]) == sorted(one.arrays["keys"])
 
 
+@pytest.mark.parametrize("texts", [False, True])
+def test_a_prompt_that_is_cut_between_files_counts_once(texts: bool):
+    """Ranks that share the answers to a prompt, each with a file of its own."""
+    whole = log(prompts=tuple(f"prompt {i // GROUP}" for i in range(B)) if texts else None)
+    ranks = [whole.select(torch.arange(r, B, GROUP)) for r in range(GROUP)]
+    ranks = [replace(part, row=torch.arange(1, part.num_sequences + 1)) for part in ranks]
+    one, two, three = (Proof.of(part) for part in ranks)
+    found = one.merge(two).merge(three).as_dict()
+    assert found["sequences"] == B
+    assert found["prompts"] == B / GROUP
+    assert found["gain_low"] == pytest.approx(Proof.of(whole).as_dict()["gain_low"], rel=1e-9)
+
+
 def test_too_many_tokens_leave_whole_prompts_by_chance(monkeypatch):
     monkeypatch.setattr(proof, "TOKENS", 300)
     found = Proof.of(log())  # 720 tokens
@@ -138,7 +152,7 @@ def test_the_current_policy_is_judged_at_the_first_version_that_was_trained():
     first = given.select((version == 8).nonzero().squeeze(-1))
     found = Proof.of(given).as_dict()
     assert found["judged"] == "current"
-    assert compared(found, direct(first, "current")) == 22
+    assert compared(found, direct(first, "current")) == 23
     # Evidence about the old policy is preferred, whichever comes first.
     for merged in (Proof.of(given).merge(Proof.of(whole)), Proof.of(whole).merge(Proof.of(given))):
         assert merged.as_dict()["judged"] == "old"

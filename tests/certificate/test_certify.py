@@ -136,8 +136,10 @@ def test_a_real_improvement_is_certified_from_enough_prompts():
     c = certify(world.draw(2000, 2, torch.Generator().manual_seed(3), region=region))
     assert c.certified
     assert 0.4 * world.gain < c.gain_low < world.gain
-    assert c.verdict.startswith(f"J improves by at least {c.gain_low:.4g} with probability 0.95 (direct)")  # fmt: skip
+    assert c.verdict.startswith(f"J improves by at least {c.gain_low:.4g} with probability 0.95 (one policy, one look; direct)")  # fmt: skip
     assert "did not learn from these prompts" in c.verdict
+    assert "of k certificates" in c.verdict
+    assert c.as_dict()["holds_for"] == "one policy, one look"
     assert c.as_metrics()["certificate/certified"] == 1
 
 

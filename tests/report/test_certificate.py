@@ -105,7 +105,7 @@ def test_the_verdict_and_every_word_is_there(case: str, width: int):
     assert "…" not in text
     assert p.verdict in flat(text)
     assert f"{p.sequences:,} sequences of {p.prompts:,} prompts" in flat(text)
-    assert f"probability of error {p.alpha:g}, {p.constants} constants" in flat(text)
+    assert f"probability of error {p.alpha:g} (one policy, one look), {p.constants} constants" in flat(text)  # fmt: skip
     for limit in ("T = 4", "KL <= 0.02 nat", "TV <= 0.08", "|log ratio| <= 0.4"):
         assert limit in flat(text), limit
     words = flat(text).split()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from offdrift.certificate import BatchEvidence, TrustRegion
@@ -97,7 +98,8 @@ def judge(
         tail_log_ratio_cap: what top-k evidence may assume of its tail, nats.
         watch: called after each file, once there are sequences.
 
-    Prompts of different files are different prompts, whatever their group ids.
+    Prompts are known by their tokens: one that recurs, in a file or in several, is one independent
+    draw, whatever its group ids. So are the prompts that one file gives one group id.
 
     Raises: `RecordError` for a file that is none of ours, files without any sequence, log-probs that
         are not those of the policy that was sampled, or more than one rollout policy;
@@ -105,17 +107,15 @@ def judge(
     """
     model.eval()
     parts: list[BatchEvidence] = []
-    tokens = prompts = 0
+    tokens = 0
     drawn: Drawn | None = None
     for i, file in enumerate(files):
         rollouts = read(file)
         drawn = _same_policy(drawn, rollouts, file)
-        found, ids = rollouts.group_ids.unique(return_inverse=True)
-        rollouts = rollouts.with_(group_ids=ids + prompts)
+        rollouts = rollouts.with_(group_ids=_prompts(rollouts))
         for piece in chunks(rollouts, token_budget=token_budget):
             parts.append(_evidence(model, rollouts.select(piece), region, tail_log_ratio_cap))
         tokens += len(rollouts.tokens)
-        prompts += len(found)
         del rollouts  # before the next file is read
         if parts:
             parts = [BatchEvidence.merge_all(parts)]
@@ -123,6 +123,13 @@ def judge(
     if not parts:
         raise RecordError("there are no rollouts in what was given; there is nothing to certify")
     return Judged(len(files), tokens, parts[0])
+
+
+def _prompts(rollouts: Rollouts) -> Int[Tensor, " b"]:
+    """The prompt of each sequence, by the same number in every file: the least key of its group."""
+    keys = rollouts.prompt_keys()
+    found, group = rollouts.group_ids.unique(return_inverse=True)
+    return keys.new_zeros(len(found)).scatter_reduce(0, group, keys, "amin", include_self=False)[group]  # fmt: skip
 
 
 Drawn = tuple[Provenance, tuple[int, ...]]

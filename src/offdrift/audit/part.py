@@ -116,5 +116,5 @@ def work(piece: Piece, job: Job) -> Part:
         rows.bad,
         Tally.of(batch, file=piece.file),
         Counterfactual.of(some) if some.num_sequences else None,
-        Proof.of(batch, file=piece.file),
+        Proof.of(batch),
     )

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, UInt64
 
-from offdrift.audit.sample import prompt_keys
+from offdrift.audit.sample import mixed
 from offdrift.certificate import BatchEvidence, TrustRegion, certify
 from offdrift.certificate.batch import KL, TV
 from offdrift.divergence.evidence import Divergence
@@ -63,13 +63,15 @@ class Proof:
 
     @staticmethod
     @torch.no_grad()
-    def of(batch: Logged, *, file: str = "") -> Proof:
+    def of(batch: Logged) -> Proof:
         """The evidence in a batch, or why there is none.
+
+        Prompts are known by their texts; without, by their group ids, whatever file holds them: ranks
+        that number their own prompts from 0 then share ids, which costs independent draws and never
+        counts one prompt twice.
 
         Args:
             batch: sequences, with exact divergences, rewards, prompt groups and versions.
-            file: where they are from. Without prompts' texts, groups of different files are
-                different prompts, and a group that is cut in two between batches counts twice.
         """
         why_not = _missing(batch)
         if why_not:
@@ -86,7 +88,7 @@ class Proof:
         given = {k: x for k, x in (tokens | sequences).items() if x is not None}
         kinds = COLUMNS | PER_SEQUENCE
         arrays = {k: x.numpy().astype(kinds[k]) for k, x in given.items()}
-        arrays["keys"] = _keys(batch, file)[who.chosen]
+        arrays["keys"] = _keys(batch)[who.chosen]
         masked = bool((chosen.response_lengths != lengths).any())
         return Proof(who.order, arrays, 0, who.reused, masked, who.why_not)._thinned(0)
 
@@ -252,10 +254,11 @@ def _missing(batch: Logged) -> str:
     return ""
 
 
-def _keys(batch: Logged, file: str) -> UInt64[np.ndarray, " b"]:
-    """A number for the prompt of each sequence."""
+def _keys(batch: Logged) -> UInt64[np.ndarray, " b"]:
+    """A number for the prompt of each sequence, the same in all files of the step."""
     if batch.prompts is None:
-        return prompt_keys(batch, file)
+        assert batch.group_ids is not None
+        return mixed(batch.group_ids.numpy().astype(np.uint64))
     digests = (
         hashlib.blake2b(p.encode(errors="surrogatepass"), digest_size=8).digest()
         for p in batch.prompts

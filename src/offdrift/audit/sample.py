@@ -33,7 +33,7 @@ def prompt_keys(batch: Logged, salt: str) -> UInt64[np.ndarray, " b"]:
     seed = int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
     with np.errstate(over="ignore"):
         steps = batch.step.numpy().astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
-        return _mixed(_mixed(own ^ np.uint64(seed)) ^ steps)
+        return mixed(mixed(own ^ np.uint64(seed)) ^ steps)
 
 
 def prompt_rows(batch: Logged) -> Int[np.ndarray, " b"]:
@@ -48,7 +48,7 @@ def prompt_rows(batch: Logged) -> Int[np.ndarray, " b"]:
     return first[index.ravel()]
 
 
-def _mixed(x: UInt64[np.ndarray, " b"]) -> UInt64[np.ndarray, " b"]:
+def mixed(x: UInt64[np.ndarray, " b"]) -> UInt64[np.ndarray, " b"]:
     """A bijection of 64 bits that leaves no pattern (the finalizer of SplitMix64)."""
     with np.errstate(over="ignore"):
         x = (x + np.uint64(0x9E3779B97F4A7C15)) & np.uint64(2**64 - 1)

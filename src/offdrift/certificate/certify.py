@@ -62,6 +62,10 @@ def certify(
 ) -> Certificate:
     """What a batch guarantees about J(pi) - J(mu), with probability 1 - alpha.
 
+    One policy, one look: alpha is the probability of error of this certificate alone. Among k of them
+    (one per update, per checkpoint, per region) one is wrong with probability up to k alpha; divide alpha
+    by the k that you will look at, fixed beforehand, and all of them hold together.
+
     Args:
         batch: the evidence, with the region that is certified.
         reward_range: smallest and largest possible reward. Rewards are rescaled to [0, 1] with it,

@@ -26,8 +26,8 @@ LOGGED = {
     "certificate/surrogate_low": Logged("reward", "lower end of L': rigorous, and vacuous for long sequences", "better"),
     "certificate/surrogate_masked": Logged("reward", "L' over accepted sequences, sample mean", "better"),
     "certificate/gain": Logged("reward", "E_mu[R (min(prod_t w_t, 2) - 1)], sample mean: what the direct guarantee starts from", "better"),
-    "certificate/gain_low": Logged("reward", "J(pi) - J(mu) is at least this, with probability 1 - alpha, by the best guarantee; none after a batch's first update, since the policy has learned from it", "better"),
-    "certificate/certified": Logged("", "1 if gain_low is above 0", "better"),
+    "certificate/gain_low": Logged("reward", "J(pi) - J(mu) is at least this, with probability 1 - alpha for one policy and one look, by the best guarantee; none after a batch's first update, since the policy has learned from it", "better"),
+    "certificate/certified": Logged("", "1 if gain_low is above 0; of n such certificates of a run that gains nothing, up to n alpha are expected, and false", "better"),
     "certificate/route": Logged("", "the guarantee that says most: direct, masked or TRM", "neither"),
     "certificate/unseen": Logged("1", "a fresh prompt's sequences include one outside the trust region with at most this probability", "worse"),
 }  # fmt: skip

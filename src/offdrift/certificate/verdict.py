@@ -21,8 +21,13 @@ ALWAYS = (
     "prompts are independent draws of one distribution, answered by one rollout policy whose log-probs "
     "were recorded",
     "the current policy did not learn from these prompts",
+    "they judge one policy, once: of k certificates (of updates, checkpoints, regions, or of one policy as "
+    "rollouts arrive) one is false with probability up to k alpha",
 )
 """What every confidence statement takes for granted."""
+
+ONE_LOOK = "one policy, one look"
+"""What a confidence is about, said beside each: alpha is spent on one certificate, not on a run's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,8 @@ class Certificate:
     """What a batch says about J(pi) - J(mu). Rewards, J, surrogates and bounds in units of reward.
 
     All intervals of `estimates` and the limit `unseen` hold together with probability 1 - alpha;
-    each carries its own share.
+    each carries its own share. That is for one policy and one look: certificates of several updates,
+    checkpoints or regions spend alpha each.
     """
 
     region: TrustRegion
@@ -98,7 +104,7 @@ class Certificate:
 
     @property
     def gain_low(self) -> float:
-        """J(pi) - J(mu) is at least this, with probability 1 - alpha; -inf if nothing covers."""
+        """J(pi) - J(mu) is at least this, with probability 1 - alpha (`ONE_LOOK`); -inf if nothing covers."""
         best = self.best
         return -math.inf if best is None or not self.fresh else self.gain_of(best)
 
@@ -125,17 +131,16 @@ class Certificate:
                 "no certificate: the current policy learned from these very prompts, so that no "
                 "interval covers; draw new ones"
             )
-        confidence = f"with probability {1 - self.alpha:g}"
+        confidence = f"with probability {1 - self.alpha:g} ({ONE_LOOK}; {best.name})"
         provided = "; ".join([*best.provided, *self._assumed(best), *ALWAYS])
         if self.certified:
             return (
-                f"J improves by at least {self.gain_low:.4g} {confidence} ({best.name}), provided: "
-                f"{provided}"
+                f"J improves by at least {self.gain_low:.4g} {confidence}, provided: {provided}"
             )
         reasons = "; ".join(text for _, text in sorted(self._reasons(), reverse=True))
         return (
-            f"no certificate: {reasons}. {confidence.capitalize()} J changes by at least "
-            f"{self.gain_low:.4g} ({best.name}), provided: {provided}"
+            f"no certificate: {reasons}. W{confidence[1:]} J changes by at least "
+            f"{self.gain_low:.4g}, provided: {provided}"
         )
 
     def _assumed(self, best: Guarantee) -> list[str]:
@@ -195,6 +200,7 @@ class Certificate:
             "certified": self.certified,
             "gain_low": self.gain_low,
             "alpha": self.alpha,
+            "holds_for": ONE_LOOK,
             "constants": self.constants,
             "region": vars(self.region),
             "sequences": self.sequences,

@@ -48,7 +48,9 @@ def certify(
         tuple[float, float], typer.Option(help="Smallest and largest possible reward.")
     ] = (0.0, 1.0),
     alpha: Annotated[
-        float, typer.Option(help="Largest probability that any statement is wrong.")
+        float, typer.Option(
+            help="Largest probability that any statement is wrong: for one policy and one look. Divide it by the checkpoints that you will judge by these rollouts."
+        )
     ] = 0.05,
     constants: Annotated[str, typer.Option(help='"sharp", or "paper".')] = "sharp",
     tail_log_ratio_cap: Annotated[
@@ -69,8 +71,9 @@ def certify(
 
     Scores every recorded token with the policy, compares the distributions as far as the rollouts
     recorded them, and says what that proves: a lower bound on J(policy) - J(rollout policy) that
-    holds with probability 1 - alpha, and what has to be taken for granted. A policy that learned from
-    these rollouts can not be certified by them; the model of an arm judged by the arm's rollouts is one.
+    holds with probability 1 - alpha, for one policy and one look, and what has to be taken for granted.
+    A policy that learned from these rollouts can not be certified by them; the model of an arm judged
+    by the arm's rollouts is one. A prompt that recurs in several files is one independent draw.
 
     Exit status 0 whether or not there is a certificate; "certified" is in the JSON.
 

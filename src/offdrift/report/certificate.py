@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offdrift.certificate import Certificate
+from offdrift.certificate.verdict import ONE_LOOK
 
 NAMES = {
     "gain": "J(pi) - J(mu), ratios' product cut at 2",
@@ -57,7 +58,7 @@ def _region(proof: Certificate) -> Text:
     limits += [f"|log ratio| <= {proof.region.tau:g}"] if proof.region.tau is not None else []
     return Text(
         f"trust region: {', '.join(limits)}.  {proof.sequences:,} sequences of {proof.prompts:,} "
-        f"prompts, probability of error {proof.alpha:g}, {proof.constants} constants",
+        f"prompts, probability of error {proof.alpha:g} ({ONE_LOOK}), {proof.constants} constants",
         style="bold",
     )
 

@@ -88,10 +88,11 @@ QUANTITIES = (
     Quantity(
         "gain_low",
         "Certified change of the return",
-        "at least, 95 % confidence",
+        "at least, 95 % confidence (one policy, one look)",
         "certificate/gain_low",
         "Lower end of J(current) − J(rollout) from this batch alone; above 0 is a certified "
-        "improvement. Only batches that were new to the policy count.",
+        "improvement. Only batches that were new to the policy count. The confidence is each point's own: "
+        "of many updates, one in twenty may stand above 0 by chance.",
         line_at=0.0,
     ),
     Quantity(

@@ -102,6 +102,11 @@ class Arm:
         return None
 
     @property
+    def certificates(self) -> int:
+        """How many batches that were new to the policy have a certificate: as many looks."""
+        return sum(isinstance(row.get("certificate/verdict"), str) and bool(row.get("certificate/fresh")) for row in self.metrics)  # fmt: skip
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the numbers should know."""
         stored = self.summary.get("notes")

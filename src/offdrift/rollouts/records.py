@@ -8,8 +8,10 @@ policy version, and whether the log-probs are those of the distribution that was
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -128,6 +130,17 @@ class Rollouts:
     def lengths(self) -> Int[Tensor, " b"]:
         """Response tokens per sequence."""
         return self.cu_seqlens.diff()
+
+    def prompt_keys(self) -> Int[Tensor, " b"]:
+        """A hash of each sequence's prompt tokens: equal where prompts are, in whatever file or batch.
+
+        64 bits of BLAKE2b; a million different prompts share one with probability 3e-8.
+        """
+        tokens, cuts = self.prompt_tokens.long().numpy(), self.prompt_cu_seqlens.tolist()
+        digests = (
+            hashlib.blake2b(tokens[a:b].tobytes(), digest_size=8).digest() for a, b in pairwise(cuts)
+        )
+        return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], dtype=torch.int64)  # fmt: skip
 
     def with_(self, **changes: object) -> Rollouts:
         """The same rollouts with some fields replaced (rewards, group ids, texts, ...)."""
