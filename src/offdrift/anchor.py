@@ -1,7 +1,8 @@
-"""The proximal policy without a forward pass: a point between the rollout and the current policy.
+"""Stand-ins for the old policy that cost no forward pass.
 
-Scoring a batch with the old weights costs a forward pass that only serves as the anchor of a clip.
-A-3PO replaces it: the older a token, the closer its anchor to the current policy.
+Scoring a batch with the old weights costs a forward pass. `Interpolated` (A-3PO) replaces the old
+policy by a point between the rollout and the current policy, the closer to the current one the older
+a token is; `RolloutAsOld` (bypass) by the rollout policy itself.
 """
 
 from __future__ import annotations
@@ -92,3 +93,29 @@ class Interpolated:
         )
         # A new object: log-ratios that the given batch has cached are not those to the new anchor.
         return replace(logprobs, logp_old=old)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutAsOld:
+    """The rollout policy as the old policy of a batch (bypass mode): `mismatch` is 1 at every token.
+
+        log pi_old = log mu,    so staleness = full
+
+    Example:
+        >>> RolloutAsOld().formula
+        'log pi_old = log mu'
+
+    Reference: bypass mode of verl's rollout correction.
+    """
+
+    @property
+    def formula(self) -> str:
+        """The anchor, in one line."""
+        return "log pi_old = log mu"
+
+    def __call__(self, logprobs: LogProbs, facts: Facts) -> LogProbs:
+        """The same batch with the rollout policy as its old one. Gradient: none through it."""
+        return replace(logprobs, logp_old=logprobs.logp_rollout)
+
+
+Anchor = Interpolated | RolloutAsOld

@@ -62,7 +62,24 @@ def test_it_trains_and_its_drift_shows(runs, name):
         if row.penalty is not None:
             assert math.isfinite(r["reference/kl"])
     assert max(r["full/abs_log_ratio_max"] for r in rows) > 1e-3, "the engine is another policy"
+    if row.needs_old and row.old_policy == "sampling":
+        assert {r["old/status"] for r in rows} == {"exact"}
+        stale = max(r["staleness/abs_log_ratio_max"] for r in rows)
+        assert stale > 1e-3, "what the method compares differs"
     assert max(r["version_lag/max"] for r in rows) >= 1, "the engine is stale"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_part_that_changed_nothing_is_reported(runs, name):
+    """Every gate, weight and clip touched a token in some update, or the arm's notes name it."""
+    row, rows = METHODS[name], rows_of(runs, name)
+    notes = json.loads((runs / "arms" / name / "summary.json").read_text())["notes"]
+    parts = [(gate, f"gate/{i}/drop_frac_token") for i, gate in enumerate(row.correction.gates)]
+    parts += [(w, "weight/changed_frac") for w in row.correction.weights]
+    parts += [(row.objective, "objective/clip_frac_active")] * ("objective/clip_frac_active" in rows[0])
+    for part, share in parts:
+        acted = any(r[share] for r in rows)
+        assert acted or any(part.formula in note for note in notes), (share, notes)
 
 
 def test_methods_differ_in_what_they_do(runs):

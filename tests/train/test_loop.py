@@ -260,7 +260,7 @@ def test_a_launch_that_would_silently_change_the_step_is_refused(tmp_path, varia
 
 
 def test_old_log_probs_that_contain_lag_are_called_that(tmp_path):
-    arm = {"method": "token_tis", "override": {"weight.on": "mismatch"}}
+    arm = {"method": "token_tis", "override": {"weight.on": "mismatch"}, "old_policy": {"from": "batch_start"}}  # fmt: skip
     (row,) = train(small_recipe(arms={"tis": arm}, batches=4), tmp_path / "run")
     assert any("up to 1 updates after the weights that sampled" in note for note in row["notes"])
 

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.aggregate import AggregateName, NormalizerName, accepted_counts
-from offdrift.anchor import Interpolated
+from offdrift.anchor import Anchor
 from offdrift.correction import Correction
 from offdrift.correction.compose import factors
 from offdrift.errors import MethodError, check_choice
@@ -59,8 +59,11 @@ class Method:
     """KL to the reference policy."""
     gate_scope: Literal["policy", "all"] = "policy"
     """Whether gates remove a token's penalty, too ("all", as in verl)."""
-    anchor: Interpolated | None = None
+    anchor: Anchor | None = None
     """What stands in for the old policy; None: the recorded one."""
+    old_policy: Literal["sampling", "ewma"] = "sampling"
+    """Whose log-probs it was published with as `logp_old`: the training engine's at the weights that
+    sampled, or those of averaged weights."""
     lr_scale: EssScale | None = None
     """Scales the learning rate of each step."""
     advantage: str | None = None

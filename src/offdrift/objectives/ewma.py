@@ -68,8 +68,8 @@ class ProximalEwma:
     """`ppo_ewma` as an objective; published with token_mean.
 
     Contains the full ratio, and reads the proximal policy as `logp_old`: score the rollouts with
-    averaged weights (`ewma_update`) instead of those that sampled. The revision of this loss in
-    "Missing Old Logits", arXiv:2605.12070, could not be read and is not here.
+    averaged weights (`ewma_update`) instead of those that sampled. The trainer keeps them
+    (`[old_policy] from = "ewma"`). Row `ppo_ewma_decoupled` uses the same weights in decoupled PPO.
 
     Args:
         eps: see `ppo_ewma`.

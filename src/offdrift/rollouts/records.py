@@ -28,6 +28,15 @@ head turned into logits, an integer k for the top k log-probs, or "sampled" for 
 log-prob alone."""
 
 
+OLD_STATUS = ("exact", "stale", "approximated", "missing")
+"""How old log-probs were come by, best first: the training engine's at the weights that drew the
+token; at other weights, so that `mismatch` contains staleness; by averaged or interpolated policies;
+or not at all, with the rollout policy in their place.
+
+Reference: "Missing Old Logits", arXiv:2605.12070.
+"""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn. The defaults sample the model's own distribution, unfiltered."""

@@ -1,42 +1,82 @@
-"""What is known about a batch before its first update: the old policy, and what was it worth.
+"""What one forward pass says about a batch, and the advantages that follow from it.
 
-The old policy is the trainer as it is when the batch arrives. Everything that one forward pass can
-say about it is taken in one: log-probs, entropies, sums of squared probabilities, divergences.
+`assess` scores a batch with the weights that a model has: log-probs, entropies, sums of squared
+probabilities, divergences. `old_policy` decides whose weights those are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from offdrift.advantages import ADVANTAGES, advantages
+from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
 from offdrift.engines.score import chunks, divergences, score
 from offdrift.facts import Facts
 from offdrift.kl import penalized_rewards
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
-from offdrift.rollouts.records import Rollouts
+from offdrift.rollouts.records import OLD_STATUS, Rollouts
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """The old policy's view of `n` response tokens; no gradient."""
+    """One policy's view of `n` response tokens; no gradient."""
 
     logp: Float[Tensor, " n"]
     entropy: Float[Tensor, " n"]
     sum_pi_squared: Float[Tensor, " n"]
     divergences: dict[str, Divergence] = field(default_factory=dict)
-    """Of the old from the rollout policy, `..._rollout_old`."""
+    """Of this policy from the rollout policy, `..._rollout_old`."""
+    version: Int[Tensor, " n"] | None = None
+    """Updates that the weights had seen which scored each token; None for averaged weights."""
+
+    def at(self, version: int) -> Assessment:
+        """The same, of weights that had seen `version` updates."""
+        return replace(self, version=torch.full((len(self.logp),), version))
+
+    def status(self, rollout_version: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+        """Index into `OLD_STATUS` of each token, as an old policy of rollouts of these versions."""
+        if self.version is None:
+            return torch.full_like(rollout_version, OLD_STATUS.index("approximated"))
+        stale = self.version != rollout_version
+        return stale.long() * OLD_STATUS.index("stale")
+
+    def to(self, device: torch.device) -> Assessment:
+        """The same on another device."""
+        moved = {k: d.map(lambda x: x.to(device)) for k, d in self.divergences.items()}
+        logp, entropy, squared = (
+            x.to(device) for x in (self.logp, self.entropy, self.sum_pi_squared)
+        )
+        return Assessment(logp, entropy, squared, moved, self.version)
 
     def select(self, rows: Tensor) -> Assessment:
         """Some of the tokens."""
         cut = {k: d.map(lambda x: x[rows]) for k, d in self.divergences.items()}
-        return Assessment(self.logp[rows], self.entropy[rows], self.sum_pi_squared[rows], cut)
+        version = None if self.version is None else self.version[rows]
+        return Assessment(
+            self.logp[rows], self.entropy[rows], self.sum_pi_squared[rows], cut, version
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[Tensor, Assessment]], n: int) -> Assessment:
+        """The view of `n` tokens from views of parts, each with the tokens that it is about."""
+        rows = torch.cat([r for r, _ in parts])
+
+        def placed(name: str) -> Tensor:
+            together = torch.cat([getattr(part, name) for _, part in parts])
+            return together.new_empty(n).index_copy_(0, rows, together)
+
+        names = parts[0][1].divergences
+        divergences = {k: _joined(k, [(r, p.divergences[k]) for r, p in parts], n) for k in names}
+        return Assessment(
+            *(placed(k) for k in ("logp", "entropy", "sum_pi_squared")), divergences, placed("version")
+        )
 
 
 @torch.no_grad()
@@ -84,6 +124,7 @@ def credit(
     *,
     how: str,
     baseline_over: str,
+    start: Assessment | None,
     old: Assessment | None,
     logp_ref: Tensor | None,
     version: int,
@@ -95,33 +136,45 @@ def credit(
         how: an estimator of `offdrift.advantages`.
         baseline_over: "sampled", or "kept": only sequences that the method's gates keep, as they
             decide before the batch's first update, count in their group's baseline.
+        start: the trainer before the batch's first update, where the estimator or the method asks.
+        old: the old policy, where the method reads it.
         version: optimizer steps taken.
         total: sums a tensor over all processes.
     """
     assert rollouts.rewards is not None
     segments, rewards = rollouts.segments, rollouts.rewards
     if row.penalty is not None and row.penalty.place == "reward":
-        assert old is not None
+        assert start is not None
         assert logp_ref is not None
-        kl = row.penalty(old.logp, logp_ref, log_ratio=old.logp - rollouts.logp_rollout)
+        kl = row.penalty(start.logp, logp_ref, log_ratio=start.logp - rollouts.logp_rollout)
         rewards = penalized_rewards(rewards, segments, kl, row.penalty.coef)
     options: dict = {"how": how, "baseline_over": baseline_over, "total": total}
-    if old is not None:
-        options |= {"logp_old": old.logp, "sum_pi_squared": old.sum_pi_squared}
+    if start is not None:  # the policy whose gradients the estimator weighs
+        options |= {"logp_old": start.logp, "sum_pi_squared": start.sum_pi_squared}
     if reads_correction(how, baseline_over):
-        assert old is not None
-        lp = LogProbs.pack(rollouts.logp_rollout, old.logp, old.logp, segments=segments)
-        flat = advantages(rollouts.rewards, segments, how="dr_grpo")
-        facts = Facts(
-            divergences={d: v for k, v in old.divergences.items() for d in (k, k.replace("old", "current"))},
-            entropy=old.entropy,
-            rewards=rollouts.rewards,
-            version_lag=version - rollouts.rollout_version,
-        )  # fmt: skip
-        decided = row.correction(lp, flat, facts)
+        assert start is not None
+        decided = _decisions(rollouts, row, start, start if old is None else old, version)
         options["weight"] = decided.weight
-        options["keep"] = segments.sum(decided.keep.to(old.logp.dtype)) > 0
+        options["keep"] = segments.sum(decided.keep.to(start.logp.dtype)) > 0
     return advantages(rewards, segments, **options)
+
+
+def _decisions(
+    rollouts: Rollouts, row: Method, start: Assessment, old: Assessment, version: int
+) -> Corrected:
+    """What gates and weights decide before the batch's first update."""
+    assert rollouts.rewards is not None
+    segments = rollouts.segments
+    lp = LogProbs.pack(rollouts.logp_rollout, start.logp, old.logp, segments=segments)
+    current = {k.replace("rollout_old", "rollout_current"): d for k, d in start.divergences.items()}
+    facts = Facts(
+        divergences={**current, **old.divergences},
+        entropy=old.entropy,
+        rewards=rollouts.rewards,
+        version_lag=version - rollouts.rollout_version,
+    )
+    lp = lp if row.anchor is None else row.anchor(lp, facts)
+    return row.correction(lp, advantages(rollouts.rewards, segments, how="dr_grpo"), facts)
 
 
 def reads_correction(how: str, baseline_over: str) -> bool:

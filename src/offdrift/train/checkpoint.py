@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,8 +39,17 @@ class Position:
     """What an adaptive method has changed in itself, as overrides."""
 
 
-def save(accelerator: Accelerator, folder: Path, position: Position) -> None:
+def save(
+    accelerator: Accelerator,
+    folder: Path,
+    position: Position,
+    *,
+    also: Callable[[Path], None] = lambda path: None,
+) -> None:
     """Write a checkpoint; the older of more than two is removed.
+
+    Args:
+        also: writes more into the checkpoint's folder; called by the main process alone.
 
     Raises: `RecordError` if it cannot be written; the previous checkpoint is untouched.
     """
@@ -56,6 +65,7 @@ def save(accelerator: Accelerator, folder: Path, position: Position) -> None:
             accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
+            also(partial)
             (partial / "position.json").write_text(json.dumps(asdict(position)))
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)

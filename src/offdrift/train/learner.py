@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from offdrift.advantages import ADVANTAGES
+from offdrift.anchor import Interpolated, RolloutAsOld
 from offdrift.certificate import TrustRegion, certify
 from offdrift.certificate.samples import unit_rewards
 from offdrift.diagnosis import Context, Finding
 from offdrift.engines import make_engine
 from offdrift.engines.sync import check_sync
 from offdrift.methods import Method
-from offdrift.rollouts.records import Rollouts
+from offdrift.rollouts.records import OLD_STATUS, Rollouts
 from offdrift.stats.summary import summarize
 from offdrift.train import checkpoint
-from offdrift.train.assess import assess, credit, reads_correction, reference_logp
+from offdrift.train.assess import Assessment, assess, credit, reads_correction, reference_logp
 from offdrift.train.folder import ArmFolder
 from offdrift.train.live import Live
 from offdrift.train.models import save_for_engine
+from offdrift.train.old_policy import OldPolicy, make_old_policy, named_weights
 from offdrift.train.samples import samples
 from offdrift.train.setup import Event, Workshop, has_experts
 from offdrift.train.source import Source, batch_seed, rollout
@@ -47,7 +50,12 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.tick = time.perf_counter()
-        self.old_lag = 0
+        self.old_settings = self.shop.recipe.old_policy_of(self.name)
+        self.old_policy = OldPolicy(self.shop.accelerator, self.files.path)
+        if self.needs_old:
+            self.old_policy = make_old_policy(
+                self.old_settings, self.shop.accelerator, self.files.path / "snapshots"
+            )
         context = Context(
             framework="offdrift",
             mixture_of_experts=has_experts(self.shop.model),
@@ -68,20 +76,26 @@ class Learner:
 
     @property
     def needs_old(self) -> bool:
-        """Whether a batch must be scored before its first update."""
-        row, optim = ADVANTAGES[self.estimator], self.shop.recipe.optim
-        reads = {"logp_old", "sum_pi_squared"} & {*row.needs, *row.reads}
-        first = reads_correction(self.estimator, optim.baseline_over)
-        in_reward = self.row.penalty is not None and self.row.penalty.place == "reward"
-        entropy = "entropy" in self.row.needs
-        # The mismatch on exact distributions is taken at the batch's start, too.
-        return bool(self.row.needs_old or entropy or reads or first or in_reward or self.exact_old)
+        """Whether batches are scored by the old policy."""
+        return bool(self.row.needs_old or self.exact_old or "entropy" in self.row.needs)
 
     @property
     def exact_old(self) -> bool:
         """Whether that scoring must compare whole distributions."""
-        first = reads_correction(self.estimator, self.shop.recipe.optim.baseline_over)
-        return any(g.exact and (first or g.on == "mismatch") for g in self.row.correction.gates)
+        return any(g.exact and g.on == "mismatch" for g in self.row.correction.gates)
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether credit depends on what the trainer says of a batch before its first update."""
+        row = ADVANTAGES[self.estimator]
+        reads = {"logp_old", "sum_pi_squared"} & {*row.needs, *row.reads}
+        in_reward = self.row.penalty is not None and self.row.penalty.place == "reward"
+        return bool(reads or in_reward or self.reads_correction)
+
+    @property
+    def reads_correction(self) -> bool:
+        """Whether credit depends on what gates and weights decide before a batch's first update."""
+        return reads_correction(self.estimator, self.shop.recipe.optim.baseline_over)
 
     def source(self, at: checkpoint.Position) -> Source:
         """This arm's batches, from where the run stands."""
@@ -112,63 +126,103 @@ class Learner:
             seed=shop.recipe.seed,
             baseline=shop.synced,
         )
+        self.old_policy.published(self.model, self.version)
 
-    def learn(self, index: int, rollouts: Rollouts) -> None:
+    def checkpoint(self, batch: int, source: Source, since: Method) -> None:
+        """Store where the arm stands; the engine has the trainer's weights."""
+        waiting, versions = source.waiting(), source.versions()
+        changed = self.row.changes(since)
+        position = checkpoint.Position(batch, self.version, waiting, changed)
+        self.old_policy.retain(versions, self.model, self.version)
+        checkpoint.save(
+            self.shop.accelerator, self.files.checkpoints, position, also=self.old_policy.save
+        )
+
+    def resume(self, at: checkpoint.Position, source: Source) -> None:
+        """Take back what the old policy had kept at a checkpoint."""
+        if at.batch > 0:
+            newest = checkpoint.found(self.files.checkpoints)[-1]
+            self.old_policy.load(newest, source.versions() - {at.version})
+
+    def learn(self, index: int, rollouts: Rollouts, *, in_flight: Iterable[int] = ()) -> None:
         """All optimizer steps on one batch.
 
-        The old policy is the trainer at the start of the batch: where the engine lags behind it, the
-        `mismatch` ratio contains that lag, which `old/version_lag` states.
+        Args:
+            in_flight: versions that batches after this one were, or will be, drawn from.
         """
         optim, log = self.shop.recipe.optim, self.shop.recipe.log
         if rollouts.rewards is not None:  # refused before a step is taken on it
             unit_rewards(rollouts.rewards.double().numpy(), self.shop.recipe.reward_range)
-        self.old_lag = self.version - int(rollouts.rollout_version.min())
         batch, before = self._assessed(rollouts), self.version
+        self.old_policy.retain(in_flight, self.model, self.version)
         for epoch in range(optim.epochs):
             first_use = TokenLog(batch) if log.tokens and epoch == 0 else None
             for piece in self._minibatches(index, epoch, rollouts.num_sequences):
                 shown = self.version % log.samples_every == 0
                 part = batch.select(piece)
                 update = self._step(part, view=shown or first_use is not None)
-                fresh, version = self.version == before, self.version
+                self.old_policy.stepped(self.model)
+                version = self.version
                 self.version += 1
                 self.row = update.method
                 if first_use is not None and update.tokens is not None:
                     first_use.add(piece, update.tokens, version=version)
-                self._record(index, part.rollouts, update, fresh=fresh, shown=shown)
+                self._record(index, part.rollouts, update, taken=version - before, shown=shown)
             if first_use is not None:
                 first_use.write(self.files.log, index, self.shop.shard)
 
     def _assessed(self, rollouts: Rollouts) -> Batch:
-        """The batch with its advantages, and what must be known of it before its first update."""
+        """The batch with its advantages, and what other policies say of it before its first update."""
         optim, cap = self.shop.recipe.optim, self.shop.recipe.rollout.tail_log_ratio_cap
-        old = (
-            assess(
-                self.model,
-                rollouts,
-                token_budget=optim.token_budget,
-                exact=self.exact_old,
-                tail_log_ratio_cap=cap,
+        options = {"token_budget": optim.token_budget, "tail_log_ratio_cap": cap}
+        gates = self.row.correction.gates
+        start = old = ref = None
+        if self.needs_start:
+            exact = self.reads_correction and any(g.exact for g in gates)
+            start = assess(self.model, rollouts, exact=exact, **options).at(self.version)
+        same = self._old_is_current(rollouts)
+        if self.needs_old and not same:
+            old = self.old_policy.score(
+                self.model, rollouts, self.version, exact=self.exact_old, **options
             )
-            if self.needs_old
-            else None
-        )
-        ref = (
-            reference_logp(self.shop.model, rollouts, token_budget=optim.token_budget)
-            if self.row.penalty is not None
-            else None
-        )
+        if self.row.penalty is not None:
+            ref = reference_logp(self.shop.model, rollouts, token_budget=optim.token_budget)
         earned = credit(
             rollouts,
             self.row,
             how=self.estimator,
             baseline_over=optim.baseline_over,
+            start=start,
             old=old,
             logp_ref=ref,
             version=self.version,
             total=lambda x: reduce_sum(self.shop.accelerator, x),
         )
-        return Batch(rollouts, earned, old, ref, cap)
+        same = self.needs_old and same
+        return Batch(rollouts, earned, old, ref, cap, self._old_status(rollouts, old, same), same)
+
+    def _old_status(
+        self, rollouts: Rollouts, old: Assessment | None, same: bool
+    ) -> Int[Tensor, " n"] | None:
+        """How each token's old log-prob was come by; None if the method reads none."""
+        if old is not None:
+            return old.status(rollouts.rollout_version)
+        if not same and self.row.anchor is None:
+            return None
+        anchored = {None: "exact", RolloutAsOld: "missing", Interpolated: "approximated"}
+        kind = None if self.row.anchor is None else type(self.row.anchor)
+        return torch.full_like(rollouts.rollout_version, OLD_STATUS.index(anchored[kind]))
+
+    def _old_is_current(self, rollouts: Rollouts) -> bool:
+        """Whether the step's own forward pass is the old policy's: one update, by the weights that drew.
+
+        Only where the old policy is exact then, and the same in every process.
+        """
+        optim = self.shop.recipe.optim
+        exact = self.old_settings.source in ("sampling", "second_model", "batch_start")
+        mine = bool((rollouts.rollout_version == self.version).all())
+        behind = global_sum(self.shop.accelerator, float(not mine))
+        return exact and optim.epochs == optim.minibatches == 1 and behind == 0
 
     def _step(self, part: Batch, *, view: bool) -> Update:
         """One optimizer step on a part of a batch."""
@@ -242,21 +296,26 @@ class Learner:
         return torch.randperm(sequences, generator=g).tensor_split(optim.minibatches)
 
     def _record(
-        self, index: int, rollouts: Rollouts, update: Update, *, fresh: bool, shown: bool
+        self, index: int, rollouts: Rollouts, update: Update, *, taken: int, shown: bool
     ) -> None:
+        """Store and show what an update did, after `taken` others on the same batch."""
         shop, now = self.shop, time.perf_counter()
         seconds, self.tick = now - self.tick, now
         assert update.evidence is not None
         # After a batch's first update the policy has learned from its prompts: nothing covers then.
+        fresh = taken == 0
         proof = certify(update.evidence, reward_range=shop.recipe.reward_range, fresh=fresh)
         found = summarize(update.stats)
         row = {
             "update": self.version,
             "batch": index,
+            "batch/updates_before": taken,
             "divergence/grade": update.stats.grade,
             **found,
             "optim/lr": shop.recipe.optim.lr * found["optim/lr_scale"],
-            "old/version_lag": self.old_lag if self.needs_old else None,
+            "old/status": next(
+                (name for name in reversed(OLD_STATUS) if found.get(f"old/{name}_frac")), None
+            ),
             **proof.as_metrics(),
             "certificate/fresh": fresh,
             "certificate/verdict": proof.verdict,
@@ -280,8 +339,3 @@ class Learner:
             self.files.append("findings", {"update": self.version, **said})
         text = f"{self.name}: update {self.version}, {finding.severity}: {finding.symptom} {finding.fix}"
         shop.watch(Event("finding", self.name, self.version, shop.recipe.updates, text, said))
-
-
-def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    """The weights by name, of the model inside accelerate's wrapper."""
-    return {n: p.detach() for n, p in accelerator.unwrap_model(model).named_parameters()}

@@ -70,7 +70,7 @@ def run_arm(shop: Workshop, name: str, *, resume: bool) -> dict[str, Any]:
     if resume and done is not None:
         shop.watch(Event("arm_done", name, text="already finished", metrics=done))
         return done
-    row = recipe.arms[name].build()
+    row = recipe.row(name)
     model = copy.deepcopy(shop.model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.optim.lr, betas=(0.9, 0.95), weight_decay=0.0
@@ -82,19 +82,19 @@ def run_arm(shop: Workshop, name: str, *, resume: bool) -> dict[str, Any]:
     learner.publish()
     shop.watch(Event("arm", name, at.version, recipe.updates, text=row.describe()))
     source = learner.source(at)
+    learner.resume(at, source)
     checkpointed = at.batch
     for index in range(at.batch, recipe.batches):
         if source.due(learner.version):
             learner.publish()
             if index - checkpointed >= recipe.log.checkpoint_every:
-                position = checkpoint.Position(
-                    index, learner.version, source.waiting(), learner.row.changes(row)
-                )
-                checkpoint.save(accelerator, files.checkpoints, position)
+                learner.checkpoint(index, source, since=row)
                 checkpointed = index
         if index % recipe.log.eval_every == 0:
             learner.evaluate()
-        learner.learn(index, source.next(learner.version))
+        rollouts = source.next(learner.version)
+        after = learner.version + recipe.updates // recipe.batches
+        learner.learn(index, rollouts, in_flight=source.in_flight(after))
     learner.evaluate()
     return learner.finish()
 

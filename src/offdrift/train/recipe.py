@@ -11,11 +11,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from offdrift.advantages import ADVANTAGES, AdvantageName
+from offdrift.anchor import Interpolated, RolloutAsOld
 from offdrift.correction import Correction
 from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
@@ -84,6 +85,28 @@ class Lag(Part):
     """Batches drawn ahead of the one being trained on: every batch is this many batches stale."""
 
 
+OldPolicySource = Literal[
+    "sampling", "second_model", "batch_start", "ewma", "rollout", "interpolated"
+]
+
+
+class OldPolicy(Part):
+    """The policy whose log-probs a method reads as `logp_old` (docs/old-policy.md)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    source: OldPolicySource | None = Field(None, alias="from")
+    """sampling: the training engine at the weights that drew each token, from snapshots by version;
+    second_model: a copy of the model that takes new weights when the engine does; batch_start: the
+    trainer when a batch arrives; ewma: an exponential average of the trainer's weights; rollout: the
+    rollout policy itself (bypass); interpolated: between rollout and current policy by lag (A-3PO).
+    Absent: what the method was published with: ewma for ppo_ewma, sampling for every other."""
+    snapshots: Literal["memory", "disk"] = "memory"
+    """sampling: where the weights of versions that rollouts still refer to are kept."""
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.889
+    """ewma: decay of the average per update; 1 / (1 - decay) - 1 = 8 updates is its mean age."""
+
+
 class Optim(Part):
     lr: PositiveFloat = 1e-4
     """AdamW learning rate, constant; betas 0.9 and 0.95, no weight decay."""
@@ -123,9 +146,11 @@ class Arm(Part):
     """Another row whose gates are added to this one's."""
     override: dict[str, Any] = {}
     """Single values changed, by path: {"gate.high" = 0.1}, or nested: {gate = {high = 0.1}}."""
+    old_policy: OldPolicy | None = None
+    """This arm's old policy, where it differs from the recipe's."""
 
     def build(self) -> Method:
-        """The method this arm trains with."""
+        """The method of this arm, before the recipe says which old policy it reads."""
         row = method(self.method)
         if self.gates_of is not None:
             gates = Correction(method(self.gates_of).correction.gates)
@@ -153,6 +178,7 @@ class Recipe(Part):
     warm_start: WarmStart = WarmStart()
     rollout: Rollout = Rollout()
     lag: Lag = Lag()
+    old_policy: OldPolicy = OldPolicy()
     optim: Optim = Optim()
     log: Log = Log()
     arms: dict[FolderName, Arm] = Field(min_length=1)
@@ -179,9 +205,10 @@ class Recipe(Part):
     def _consistent(self) -> Recipe:
         for name, arm in self.arms.items():
             try:
-                row = arm.build()
+                row = self.row(name)
             except MethodError as e:
                 raise ValueError(f"arms.{name}: {e}") from e
+            self._check_old_policy(name, arm.build())
             how = self.estimator(row)
             missing = sorted(set(ADVANTAGES[how].needs) - SUPPLIED)
             if missing:
@@ -216,6 +243,46 @@ class Recipe(Part):
                 f"{self.rollout.prompts * self.rollout.samples} sequences of a batch"
             )
         return self
+
+    def _check_old_policy(self, name: str, row: Method) -> None:
+        """Refuse an old policy that leaves a part of the method without effect."""
+        source = self.old_policy_of(name).source
+        parts = [*row.correction.gates, *row.correction.weights, row.objective]
+        inert = [p.formula for p in parts if getattr(p, "on", None) == "mismatch"]
+        if source == "rollout" and inert and row.anchor is None:
+            raise ValueError(
+                f'arms.{name}: {inert[0]} acts on the mismatch ratio, which old_policy.from = "rollout" '
+                "makes 1 at every token; use \"sampling\", or a method on the full ratio"
+            )
+        if source != "interpolated" and source is not None and isinstance(row.anchor, Interpolated):
+            given = (self.arms[name].old_policy or self.old_policy).source
+            if given is not None:
+                raise ValueError(
+                    f'arms.{name}: {self.arms[name].method} interpolates its old policy, old_policy.from = '
+                    f'"{given}" asks for another; leave it out, or use decoupled_ppo'
+                )
+
+    def old_policy_of(self, name: str) -> OldPolicy:
+        """The old policy of an arm: its own, the recipe's, or what its method was published with."""
+        settings = self.arms[name].old_policy or self.old_policy
+        if settings.source is not None:
+            return settings
+        row = self.arms[name].build()
+        published = "interpolated" if isinstance(row.anchor, Interpolated) else row.old_policy
+        return settings.model_copy(update={"source": published})
+
+    def row(self, name: str) -> Method:
+        """The method that an arm trains with, with its old policy.
+
+        Raises: `MethodError` if the arm's method, gates or overrides are wrong.
+        """
+        row = self.arms[name].build()
+        source = self.old_policy_of(name).source
+        if source == "interpolated" and row.anchor is None and row.needs_old:
+            return replace(row, anchor=Interpolated())
+        if source == "rollout" and row.needs_old:
+            return replace(row, anchor=RolloutAsOld())
+        return row
 
     def estimator(self, row: Method) -> str:
         """The advantage estimator of a method: the recipe's, or what it was published with."""
@@ -281,10 +348,16 @@ def _known_keys(location: Sequence[Any]) -> str:
     part: Any = Recipe
     for step in location:
         field = getattr(part, "model_fields", {}).get(step)
-        part = Arm if field is None else field.annotation
-    names = ", ".join(getattr(part, "model_fields", {}))
+        part = Arm if field is None else _model(field.annotation)
+    known = getattr(part, "model_fields", {})
+    names = ", ".join(field.alias or name for name, field in known.items())
     where = ".".join(map(str, location))
     return f"{where + ' has' if where else 'a recipe has'} {names}"
+
+
+def _model(annotation: Any) -> Any:
+    """The part that a field holds, also where it may be absent."""
+    return next((x for x in get_args(annotation) if hasattr(x, "model_fields")), annotation)
 
 
 def _apply(content: dict[str, Any], change: str) -> None:

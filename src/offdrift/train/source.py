@@ -75,6 +75,15 @@ class Source:
         """Indices of the batches that are drawn and not yet used."""
         return tuple(index for index, _ in self._waiting)
 
+    def versions(self) -> set[int]:
+        """Versions of the weights that drew the waiting batches."""
+        return {v for _, batch in self._waiting for v in batch.rollout_version.unique().tolist()}
+
+    def in_flight(self, version: int) -> set[int]:
+        """Versions that batches to come are of, once the trainer has taken `version` updates."""
+        undrawn = self._drawn < self.recipe.batches and not self.due(version)
+        return self.versions() | ({self.engine.version} if undrawn else set())
+
     def next(self, version: int) -> Rollouts:
         """The next batch; draws and synchronizes as the lag asks.
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from offdrift.aggregate import normalizer_of
@@ -32,7 +32,7 @@ from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method
-from offdrift.rollouts.records import Rollouts
+from offdrift.rollouts.records import OLD_STATUS
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 from offdrift.stats.proxies import gradient_power
@@ -51,11 +51,16 @@ class Batch:
     rollouts: Rollouts
     advantages: Float[Tensor, " n"]
     old: Assessment | None = None
-    """The trainer before the batch's first update."""
+    """The old policy, where the method reads it."""
     logp_ref: Float[Tensor, " n"] | None = None
     """The reference policy."""
     tail_log_ratio_cap: float | None = None
     """What top-k evidence may assume of its tail, nats; see `engines.score.divergences`."""
+    old_status: Int[Tensor, " n"] | None = None
+    """How old log-probs were come by, as indices into `OLD_STATUS`; None if the method reads none."""
+    old_is_current: bool = False
+    """The weights that drew the batch are those of its only update: the step's own forward pass is the
+    old policy's, and no other is made."""
 
     def select(self, sequences: Tensor) -> Batch:
         """Some of the sequences, as a batch of their own."""
@@ -66,6 +71,8 @@ class Batch:
             None if self.old is None else self.old.select(rows),
             None if self.logp_ref is None else self.logp_ref[rows],
             self.tail_log_ratio_cap,
+            None if self.old_status is None else self.old_status[rows],
+            self.old_is_current,
         )
 
 
@@ -135,7 +142,7 @@ def train_step(
             if observed is None and method.looks_ahead:
                 observed = result.observed  # the only piece is the whole step
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    local = _with_batch_facts(DriftStats.merge_all(stats), batch.rollouts, version)
+    local = _with_batch_facts(DriftStats.merge_all(stats), batch, version)
     total = gather_stats(accelerator, local).plus(
         tails.sums(lambda mine: gather_object([mine]) if accelerator.num_processes > 1 else [mine])
     )
@@ -196,28 +203,39 @@ class _See:
         rollouts, sampling = part.rollouts, part.rollouts.provenance.sampling
         self.scored: Score = score(model, rollouts, temperature=sampling.temperature)
         device = self.device = self.scored.logp.device
+        self.divergences = divergences(
+            rollouts, self.scored.logits, tail_log_ratio_cap=part.tail_log_ratio_cap
+        )
+        old = self._old(device)
         self.logprobs = LogProbs.pack(
             rollouts.logp_rollout.to(device),
             self.scored.logp,
-            None if part.old is None else part.old.logp.to(device),
+            None if old is None else old.logp,
             logp_ref=None if part.logp_ref is None else part.logp_ref.to(device),
             segments=Segments(
                 rollouts.cu_seqlens.to(device), group_ids=rollouts.group_ids.to(device)
             ),
         )
-        self.divergences = divergences(
-            rollouts, self.scored.logits, tail_log_ratio_cap=part.tail_log_ratio_cap
-        )
-        if part.old is not None:
-            old = part.old.divergences
-            self.divergences |= {k: d.map(lambda x: x.to(device)) for k, d in old.items()}
+        if old is not None:
+            self.divergences |= old.divergences
         self.advantages = part.advantages.to(device)
         self.facts = {
-            "entropy": None if part.old is None else part.old.entropy.to(device),
+            "entropy": None if old is None else old.entropy,
             "vocab": self.scored.logits.shape[1],
             "rewards": None if rollouts.rewards is None else rollouts.rewards.to(device),
             "version_lag": (version - rollouts.rollout_version).to(device),
         }
+
+    def _old(self, device: torch.device) -> Assessment | None:
+        """What the old policy says of the piece, on the piece's device."""
+        if self.part.old is not None:
+            return self.part.old.to(device)
+        if not self.part.old_is_current:
+            return None
+        here, renamed = self.scored, {}
+        for name, d in self.divergences.items():
+            renamed[name.replace("current", "old")] = replace(d, name=name.replace("current", "old"))
+        return Assessment(here.logp.detach(), here.entropy, here.sum_pi_squared, renamed)
 
     def push(self, method: Method, normalizer: float, observed: Observed | None) -> PolicyLoss:
         """Loss and statistics of the piece."""
@@ -329,8 +347,17 @@ def _adapted(method: Method, observed: Observed | None, total: DriftStats) -> Me
     return replace(method, penalty=replace(penalty, coef=coef))
 
 
-def _with_batch_facts(stats: DriftStats, rollouts: Rollouts, version: int) -> DriftStats:
-    """Rewards, lengths and version lags, in a form that adds up over processes."""
+def _with_batch_facts(stats: DriftStats, batch: Batch, version: int) -> DriftStats:
+    """Rewards, lengths, version lags and old policies, in a form that adds up over processes."""
+    rollouts = batch.rollouts
+    if batch.old_status is not None:
+        counts = torch.bincount(batch.old_status, minlength=len(OLD_STATUS))
+        stats = stats.plus({f"old/{name}": n for name, n in zip(OLD_STATUS, counts, strict=True)})
+    scored_at = None if batch.old is None else batch.old.version
+    if scored_at is not None:
+        stats = stats.with_max("old/version_lag", (scored_at - rollouts.rollout_version).max())
+    elif batch.old_is_current:
+        stats = stats.with_max("old/version_lag", torch.tensor(0))
     lag = version - rollouts.rollout_version.double()
     stats = stats.with_sum("version_lag", lag.sum()).with_max("version_lag_max", lag.max())
     stats = stats.with_max("length_max", rollouts.lengths.max())

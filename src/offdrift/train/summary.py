@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from offdrift.certificate.certify import ACCEPTANCE_FLOOR
@@ -60,21 +60,49 @@ def notes(row: Method, metrics: Sequence[Row]) -> list[str]:
             f"accepted {acceptance:.0%} of the sequences, below the 70 % that the Trust Region Masking "
             "paper asks to monitor (Remark 4.3): updates rest on few sequences"
         )
-    for i, gate in enumerate(row.correction.gates):
-        if metrics and not any(_known(metrics, f"gate/{i}/drop_frac_token")):
-            said.append(f"gate {i} never rejected a token ({gate.formula})")
-    limited = [w for w in row.correction.weights if getattr(w, "cap", None) is not None]
-    if metrics and limited and not any(_known(metrics, "weight/cap_frac")):
-        said.append("no weight ever met its limits (" + "; ".join(w.formula for w in limited) + ")")
-    lag = max(map(int, _known(metrics, "old/version_lag")), default=0)
-    if lag > 0:
-        said.append(
-            f"old log-probs were taken up to {lag} updates after the weights that sampled: its "
-            "mismatch ratio contains that staleness"
-        )
+    if metrics:
+        said += _without_effect(row, metrics)
+    said += _old_policy(metrics)
     if any(m.get("divergence/grade") in ("interval", "capped interval") for m in metrics):
         said.append("divergences are lower ends of certified intervals (top-k evidence)")
     return said
+
+
+def _without_effect(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
+    """Gates, weights and clips that changed no token of the run, and the ratio that gave them no cause."""
+    parts = [
+        *((g, f"gate/{i}/drop_frac_token", f"gate {i} never rejected a token") for i, g in enumerate(row.correction.gates)),
+        *((w, "weight/cap_frac", "no weight ever met its limits") for w in row.correction.weights if getattr(w, "cap", None) is not None),
+        *((w, "weight/changed_frac", "no weight ever differed from 1") for w in row.correction.weights),
+        (row.objective, "objective/clip_frac_active", "the objective's clip never changed a token"),
+    ]  # fmt: skip
+    told: set[int] = set()
+    for part, key, sentence in parts:
+        shares = _known(metrics, key)
+        if not shares or any(shares) or id(part) in told:
+            continue
+        told.add(id(part))
+        on = getattr(part, "on", None)
+        largest = _largest(metrics, f"{on}/abs_log_ratio_max")
+        if largest == 0:
+            sentence += f": the {on} ratio was 1 at every token, so nothing was corrected"
+        elif largest is not None:
+            sentence += f"; the largest |log {on} ratio| was {largest:.2g} nat"
+        yield f"{sentence} ({part.formula})"
+
+
+def _old_policy(metrics: Sequence[Row]) -> Iterator[str]:
+    """What the old log-probs were, where they were not the training engine's at the weights that drew."""
+    lag = max(map(int, _known(metrics, "old/version_lag")), default=0)
+    if any(_known(metrics, "old/stale_frac")):
+        yield (
+            f"old log-probs are stale: taken up to {lag} updates after the weights that sampled, so the "
+            'mismatch ratio contains staleness; old_policy.from = "sampling" takes them at those weights'
+        )
+    if any(_known(metrics, "old/approximated_frac")):
+        yield "old log-probs are approximated: averaged or interpolated policies, not the one that sampled"
+    if any(_known(metrics, "old/missing_frac")):
+        yield "old log-probs are missing: the rollout policy stands in for the old one (bypass)"
 
 
 def _known(metrics: Sequence[Row], key: str) -> list[Any]:

@@ -45,14 +45,15 @@ class TokenLog:
         version = torch.tensor(self.versions).repeat_interleave(counts)
         old, ref = self.batch.old, self.batch.logp_ref
         exact = all(v.exact for v in self.views)
+        logp = torch.cat([v.logp for v in self.views])
         return Logged(
             cu_seqlens=used.cu_seqlens,
             step=version + 1,  # metrics call an update by the number of steps taken after it
             row=torch.arange(1, len(order) + 1),
             response_lengths=used.lengths,
             logp_rollout=used.logp_rollout,
-            logp_old=None if old is None else old.logp[rows],
-            logp=torch.cat([v.logp for v in self.views]),
+            logp_old=logp if self.batch.old_is_current else None if old is None else old.logp[rows],
+            logp=logp,
             logp_ref=None if ref is None else ref[rows],
             advantages=self.batch.advantages[rows],
             rewards=used.rewards,

@@ -1,0 +1,314 @@
+"""The old policy: whose log-probs a method reads as `logp_old`.
+
+    log w = (log pi_old - log mu) + (log pi - log pi_old)      full = mismatch + staleness
+
+The two terms mean what their names say only if pi_old is the training engine *at the weights that
+drew the token*. That is `Snapshots`, the default; the others cost less, or approximate it:
+
+    sampling       exact        snapshots of weights by version, while a rollout still refers to them
+    second_model   exact, or    a second model that takes new weights when the engine does; stale for
+                   stale        batches that waited in a queue meanwhile
+    batch_start    exact, or    the trainer as it is when the batch arrives: stale wherever the engine
+                   stale        lags, and then `mismatch` contains staleness
+    ewma           approximated an exponential average of the trainer's weights (PPO-EWMA)
+    interpolated   approximated no forward pass: between rollout and current policy (A-3PO), see `anchor`
+    rollout        missing      no forward pass: pi_old := mu (bypass), see `anchor`
+
+Costs are measured in docs/old-policy.md.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from offdrift.errors import CheckpointError, EvidenceError, RecordError
+from offdrift.objectives.ewma import ewma_update
+from offdrift.rollouts.files import write_atomically
+from offdrift.rollouts.records import Rollouts
+from offdrift.segments import Segments
+from offdrift.train import recipe
+from offdrift.train.assess import Assessment, assess
+
+Weights = Mapping[str, Tensor]
+FOLDER = "old_policy"
+"""Where a checkpoint keeps what the old policy needs."""
+
+
+def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """The weights by name, of the model inside accelerate's wrapper; they share its memory."""
+    return {n: p.detach() for n, p in accelerator.unwrap_model(model).named_parameters()}
+
+
+@contextmanager
+def weights_replaced(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Run the model with other weights; its own come back, bit for bit, whatever happens.
+
+    Memory: one more copy of the weights on the model's device, if they are not there already.
+    """
+    own = {name: (p, p.data) for name, p in model.named_parameters()}
+    try:
+        for name, (p, data) in own.items():
+            p.data = weights[name].to(data.device)
+        yield
+    finally:
+        for p, data in own.values():
+            p.data = data
+
+
+class OldPolicy:
+    """Scores batches as the old policy, and keeps the weights that it needs for that.
+
+    Every hook does nothing unless a subclass says otherwise.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: Path) -> None:
+        self.accelerator = accelerator
+        self.folder = folder
+
+    def published(self, model: nn.Module, version: int) -> None:
+        """The engine has taken the trainer's weights, which are of `version`."""
+
+    def retain(self, versions: Iterable[int], model: nn.Module, version: int) -> None:
+        """Before the trainer moves on from `version`: rollouts will still refer to `versions`."""
+
+    def stepped(self, model: nn.Module) -> None:
+        """An optimizer step was taken."""
+
+    def score(
+        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
+    ) -> Assessment:
+        """The old policy's view of a batch. Gradient: none.
+
+        Args:
+            model: the trainer's, at `version`.
+            options: of `assess`.
+        """
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Store in a checkpoint what cannot be recomputed. Called by the main process."""
+
+    def load(self, folder: Path, versions: Iterable[int]) -> None:
+        """Take back what `save` stored; queued rollouts refer to `versions`.
+
+        Raises: `CheckpointError` if weights that they refer to are not there.
+        """
+
+
+class BatchStart(OldPolicy):
+    """The trainer as it is when the batch arrives; free of extra memory."""
+
+    def score(
+        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
+    ) -> Assessment:
+        return assess(model, rollouts, **options).at(version)
+
+
+class Snapshots(OldPolicy):
+    """The training engine at the weights that drew each token, from weights kept by version.
+
+    The trainer's own weights are copied only when it is about to move on while rollouts of that
+    version are still to be trained on: with engine and trainer in step nothing is ever copied. A
+    response that spans several versions is scored under each, and each token keeps its own.
+
+    Memory: one copy of the weights per version in flight, in host memory or on disk.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: Path, *, on_disk: bool = False) -> None:
+        super().__init__(accelerator, folder)
+        self.on_disk = on_disk
+        self.kept: dict[int, Weights | Path] = {}
+
+    def retain(self, versions: Iterable[int], model: nn.Module, version: int) -> None:
+        wanted = set(versions)
+        for old in self.kept.keys() - wanted:
+            self._drop(old)
+        if version in wanted and version not in self.kept:
+            self._keep(version, named_weights(self.accelerator, model))
+
+    def score(
+        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
+    ) -> Assessment:
+        drawn = rollouts.rollout_version
+        present = drawn.unique().tolist()
+        if len(present) == 1:
+            return self._scored(present[0], model, rollouts, version, **options)
+        rows = Segments(rollouts.cu_seqlens)
+        parts = []
+        for v in present:
+            sequences = (rows.sum((drawn == v).double()) > 0).nonzero().squeeze(-1)
+            part = self._scored(v, model, rollouts.select(sequences), version, **options)
+            tokens = rows.rows(sequences)
+            mine = drawn[tokens] == v
+            parts.append((tokens[mine], part.select(mine.nonzero().squeeze(-1))))
+        return Assessment.joined(parts, len(drawn))
+
+    def save(self, folder: Path) -> None:
+        for v in self.kept:
+            write_weights(self._weights(v), _file(folder / FOLDER, v))
+
+    def load(self, folder: Path, versions: Iterable[int]) -> None:
+        for v in sorted(set(versions)):
+            self.kept[v] = read_weights(_file(folder / FOLDER, v))
+            if self.on_disk:
+                self._keep(v, self.kept.pop(v))  # type: ignore[arg-type]
+
+    def _scored(
+        self, v: int, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
+    ) -> Assessment:
+        if v == version:
+            return assess(model, rollouts, **options).at(v)
+        with weights_replaced(self.accelerator.unwrap_model(model), self._weights(v)):
+            return assess(model, rollouts, **options).at(v)
+
+    def _keep(self, version: int, weights: Weights) -> None:
+        if not self.on_disk:
+            self.kept[version] = {n: w.to("cpu", copy=True) for n, w in weights.items()}
+            return
+        file = _file(self.folder, version)
+        if self.accelerator.is_main_process:
+            write_weights(weights, file)
+        self.accelerator.wait_for_everyone()
+        self.kept[version] = file
+
+    def _drop(self, version: int) -> None:
+        held = self.kept.pop(version)
+        if isinstance(held, Path) and self.accelerator.is_main_process:
+            held.unlink(missing_ok=True)
+
+    def _weights(self, version: int) -> Weights:
+        if version not in self.kept:
+            raise EvidenceError(
+                f"rollouts of version {version} need the training engine's log-probs at those weights, "
+                f"and they are not kept (kept: {sorted(self.kept) or 'none'}); choose another "
+                "old_policy.from, or start the run over"
+            )
+        held = self.kept[version]
+        return read_weights(held) if isinstance(held, Path) else held
+
+
+class SecondModel(OldPolicy):
+    """A copy of the model that takes the trainer's weights whenever the engine does.
+
+    Exact for what the engine draws now; a batch that waited in a queue while the engine moved on is
+    scored with weights that are too new, and says so (`stale`).
+
+    Memory: one more model on the device.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: Path) -> None:
+        super().__init__(accelerator, folder)
+        self.model: nn.Module | None = None
+        self.version = 0
+
+    @torch.no_grad()
+    def published(self, model: nn.Module, version: int) -> None:
+        inner = self.accelerator.unwrap_model(model)
+        if self.model is None:
+            self.model = copy.deepcopy(inner).requires_grad_(False)
+        else:
+            for own, new in zip(self.model.parameters(), inner.parameters(), strict=True):
+                own.copy_(new)
+        self.version = version
+
+    def score(
+        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
+    ) -> Assessment:
+        assert self.model is not None, "weights were never published"
+        return assess(self.model, rollouts, **options).at(self.version)
+
+
+class Averaged(OldPolicy):
+    """An exponential average of the trainer's weights, moved after every update (PPO-EWMA).
+
+        W' = decay W + 1,    mean' = (decay W mean + theta) / W'
+
+    Memory: one copy of the weights, on their device.
+
+    Reference: Hilton et al., arXiv:2110.00641.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: Path, *, decay: float) -> None:
+        super().__init__(accelerator, folder)
+        self.decay, self.weight = decay, 1.0
+        self.mean: dict[str, Tensor] = {}
+
+    def published(self, model: nn.Module, version: int) -> None:
+        if not self.mean:  # the average begins where training does
+            weights = named_weights(self.accelerator, model)
+            self.mean = {n: w.clone() for n, w in weights.items()}
+
+    def stepped(self, model: nn.Module) -> None:
+        total = self.weight
+        for name, new in named_weights(self.accelerator, model).items():
+            mean = self.mean[name].to(new.device)
+            self.mean[name], total = ewma_update(mean, new, weight=self.weight, decay=self.decay)
+        self.weight = total
+
+    def score(
+        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
+    ) -> Assessment:
+        with weights_replaced(self.accelerator.unwrap_model(model), self.mean):
+            return assess(model, rollouts, **options)
+
+    def save(self, folder: Path) -> None:
+        total = torch.tensor(self.weight, dtype=torch.float64)
+        write_weights({**self.mean, "/weight": total}, folder / FOLDER / "mean.safetensors")
+
+    def load(self, folder: Path, versions: Iterable[int]) -> None:
+        self.mean = dict(read_weights(folder / FOLDER / "mean.safetensors"))
+        self.weight = float(self.mean.pop("/weight"))
+
+
+def make_old_policy(
+    settings: recipe.OldPolicy, accelerator: Accelerator, folder: Path
+) -> OldPolicy:
+    """What scores batches for a recipe's `[old_policy]`.
+
+    Stand-ins without a forward pass (`rollout`, `interpolated`) are anchors of the method; what else
+    has to be known of a batch is then taken from the trainer when it arrives.
+    """
+    if settings.source == "sampling":
+        return Snapshots(accelerator, folder, on_disk=settings.snapshots == "disk")
+    if settings.source == "second_model":
+        return SecondModel(accelerator, folder)
+    if settings.source == "ewma":
+        return Averaged(accelerator, folder, decay=settings.decay)
+    return BatchStart(accelerator, folder)
+
+
+def write_weights(weights: Weights, file: Path) -> None:
+    """Write weights, whole or not at all. Raises: `RecordError` if they cannot be written."""
+    flat = {n: w.detach().cpu().contiguous() for n, w in weights.items()}
+    try:
+        write_atomically(file, lambda tmp: save_file(flat, tmp))
+    except SafetensorError as e:  # wraps a full disk
+        raise RecordError(
+            f"cannot write {file}: {e}; free disk space, or set old_policy.snapshots"
+        ) from e
+
+
+def read_weights(file: Path) -> Weights:
+    """Read weights back. Raises: `CheckpointError` naming the file."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(
+            f"weights of an earlier version cannot be read from {file} ({e}); rollouts refer to them: "
+            "resume from another checkpoint, or start the arm over"
+        ) from e
+
+
+def _file(folder: Path, version: int) -> Path:
+    return folder / f"version-{version:08d}.safetensors"

@@ -1,0 +1,369 @@
+"""Whose log-probs are the old ones: exact at any lag, cheap where they can be, and never called what they are not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from offdrift.errors import CheckpointError, EvidenceError, RecipeError
+from offdrift.methods import METHODS
+from offdrift.objectives.ewma import ewma_update
+from offdrift.rollouts.records import OLD_STATUS
+from offdrift.rollouts.store import read
+from offdrift.train import old_policy
+from offdrift.train.assess import assess
+from offdrift.train.loop import train
+from offdrift.train.models import load_model
+from tests.train.conftest import small_recipe
+from tests.train.test_loop import Stop, rows, stop_at, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+ROUNDING = 2e-5
+"""Nats by which two forward passes of one float32 model differ when the batch is cut otherwise."""
+
+
+def lagging(method: str, **changes: Any):
+    """Eight updates behind at most, engine and trainer both float32: all drift is staleness."""
+    content: dict[str, Any] = {
+        "batches": 8,
+        "rollout": {"prompts": 8, "samples": 4, "max_tokens": 6, "dtype": "float32"},
+        "lag": {"sync_every": 8},
+        "optim": {"lr": 3e-3},
+        "arms": {"arm": {"method": method}},
+        "log": {"eval_every": 99, "eval_prompts": 2, "checkpoint_every": 99, "samples_every": 99, "trackers": []},
+    }  # fmt: skip
+    return small_recipe(**{**content, **changes})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def digits_for_the_module():
+    with pytest.MonkeyPatch.context() as patch:
+        from tests.train.conftest import TASKS, Digits
+
+        patch.setitem(TASKS, "digits", Digits())
+        yield
+
+
+@pytest.fixture(scope="module")
+def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run of methods on staleness and mismatch, at lags 0 to 7."""
+    arms = {n: {"method": n} for n in ("ppo_clip", "gspo", "decoupled_token_is")}
+    run = tmp_path_factory.mktemp("stale") / "run"
+    train(lagging("none", arms=arms), run)
+    return run
+
+
+def test_engines_in_one_precision_differ_by_staleness_alone_at_any_lag(stale: Path):
+    for arm in ("ppo_clip", "gspo", "decoupled_token_is"):
+        metrics = rows(stale, arm)
+        assert [m["version_lag/max"] for m in metrics] == list(range(8))
+        for m in metrics:
+            assert m["mismatch/abs_log_ratio_max"] < ROUNDING
+            assert m["staleness/abs_log_ratio_max"] == pytest.approx(m["full/abs_log_ratio_max"], abs=ROUNDING)  # fmt: skip
+            assert m["staleness/k3"] == pytest.approx(m["full/k3"], rel=1e-3, abs=1e-9)
+            assert (m["old/status"], m["old/exact_frac"], m["old/version_lag"]) == ("exact", 1.0, 0)
+        assert metrics[-1]["staleness/abs_log_ratio_max"] > 0.2, "lag must have moved the policy"
+
+
+@pytest.mark.parametrize("arm", ["ppo_clip", "gspo"])
+def test_clips_on_staleness_act_on_stale_batches(stale: Path, arm: str):
+    clipped = [m["objective/clip_frac_active"] for m in rows(stale, arm)]
+    assert clipped[0] == 0, "the first batch was drawn by the trainer's own weights"
+    assert max(clipped[1:]) > 0.01
+
+
+def test_weights_on_mismatch_act_where_the_engine_computes_otherwise(tmp_path: Path):
+    coarse = {"prompts": 8, "samples": 4, "max_tokens": 6, "dtype": "bfloat16"}
+    train(lagging("decoupled_token_is", rollout=coarse), tmp_path / "run")
+    metrics = rows(tmp_path / "run", "arm")
+    assert all(m["weight/changed_frac"] > 0.9 for m in metrics)
+    ratio = [m["mismatch/abs_log_ratio_max"] / m["full/abs_log_ratio_max"] for m in metrics]
+    assert ratio[0] == pytest.approx(1, rel=1e-3), "without lag all drift is the engine's"
+    assert ratio[-1] < 0.5, "at lag 7 most of it is staleness, and no weight on mismatch may see it"
+
+
+def test_the_batch_start_policy_makes_the_same_methods_inert_and_the_run_says_so(tmp_path: Path):
+    recipe = lagging("ppo_clip", old_policy={"from": "batch_start"})
+    (row,) = train(recipe, tmp_path / "run")
+    metrics = rows(tmp_path / "run", "arm")
+    assert max(m["staleness/abs_log_ratio_max"] for m in metrics) < ROUNDING
+    assert max(m["objective/clip_frac_active"] for m in metrics) == 0
+    assert [m["old/status"] for m in metrics] == ["exact"] + ["stale"] * 7
+    assert [m["old/version_lag"] for m in metrics] == list(range(8))
+    said = " ".join(row["notes"])
+    assert "clip never changed a token" in said
+    assert "stale: taken up to 7 updates after" in said
+
+
+@pytest.mark.parametrize("source", ["second_model", "sampling"])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_every_exact_source_gives_the_same_run(stale: Path, tmp_path: Path, source: str, where: str):
+    recipe = lagging("ppo_clip", old_policy={"from": source, "snapshots": where})
+    train(recipe, tmp_path / "run")
+    expected = rows(stale, "ppo_clip")
+    for got, want in zip(rows(tmp_path / "run", "arm"), expected, strict=True):
+        assert got == want
+    left = list((tmp_path / "run/arms/arm").glob("snapshots/*"))
+    assert len(left) <= (1 if where == "disk" and source == "sampling" else 0)
+
+
+def test_a_second_model_is_too_new_for_batches_that_waited(tmp_path: Path):
+    changes: dict[str, Any] = {"batches": 5, "lag": {"sync_every": 1, "queue": 2}}
+    train(lagging("ppo_clip", old_policy={"from": "second_model"}, **changes), tmp_path / "a")
+    train(lagging("ppo_clip", **changes), tmp_path / "b")
+    second, snapshots = rows(tmp_path / "a", "arm"), rows(tmp_path / "b", "arm")
+    assert [m["old/status"] for m in second] == ["exact", "stale", "stale", "stale", "stale"]
+    assert [m["old/status"] for m in snapshots] == ["exact"] * 5
+    assert max(m["mismatch/abs_log_ratio_max"] for m in snapshots) < ROUNDING
+    assert max(m["mismatch/abs_log_ratio_max"] for m in second) > 1e-3
+
+
+def test_the_interpolated_and_the_rollout_policy_stand_in(tmp_path: Path):
+    arms = {
+        "a3po": {"method": "a3po"},
+        "interpolated": {"method": "decoupled_ppo", "override": {"weight.cap": 1e9, "objective.dual_clip": 1e9}, "old_policy": {"from": "interpolated"}},
+        "bypass": {"method": "ppo_clip", "old_policy": {"from": "rollout"}},
+        "full": {"method": "ppo_clip", "override": {"objective.on": "full"}},
+    }  # fmt: skip
+    table = train(lagging("none", arms=arms), tmp_path / "run")
+    names = ("a3po", "interpolated", "bypass", "full")
+    a3po, interpolated, bypass, full = (rows(tmp_path / "run", a) for a in names)
+    for a, b in [*zip(a3po, interpolated, strict=True), *zip(bypass, full, strict=True)]:
+        assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-5)
+        assert a["objective/clip_frac_active"] == b["objective/clip_frac_active"]
+    assert {m["old/status"] for m in a3po} == {"approximated"}
+    assert {m["old/status"] for m in bypass} == {"missing"}
+    assert "mismatch/k3" not in bypass[0]
+    said = {row["arm"]: " ".join(row["notes"]) for row in table}
+    assert "old log-probs are approximated" in said["a3po"]
+    assert "old log-probs are missing" in said["bypass"]
+
+
+def test_averaged_weights_follow_the_trainer_and_are_what_the_proximal_policy_is(tmp_path: Path):
+    """The run's old log-probs equal those of weights averaged by hand from its own updates."""
+    seen: list[dict[str, torch.Tensor]] = []
+    scored: list[torch.Tensor] = []
+    original = old_policy.Averaged.score
+
+    def spy(self, model, rollouts, version, **options):
+        seen.append({n: p.detach().clone() for n, p in model.named_parameters()})
+        found = original(self, model, rollouts, version, **options)
+        mean, weight = seen[0], 1.0
+        for now in seen[1:]:
+            total = weight
+            mean = dict(mean)
+            for name, p in now.items():
+                mean[name], total = ewma_update(mean[name], p, weight=weight, decay=0.889)
+            weight = total
+        twin = copy.deepcopy(model)
+        twin.load_state_dict(mean, strict=False)
+        expected = assess(twin, rollouts, **options).logp
+        torch.testing.assert_close(found.logp, expected, rtol=0, atol=2e-5)
+        scored.append(found.logp)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(old_policy.Averaged, "score", spy)
+        train(lagging("ppo_ewma", batches=5), tmp_path / "run")
+    assert len(scored) == 5
+    metrics = rows(tmp_path / "run", "arm")
+    assert {m["old/status"] for m in metrics} == {"approximated"}
+    assert metrics[-1]["staleness/abs_log_ratio_max"] > 1e-3, "the average lags behind the trainer"
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "lag"),
+    [
+        ("ppo_clip", {}, {"sync_every": 2, "queue": 2}),
+        ("ppo_clip", {"snapshots": "disk"}, {"sync_every": 2, "queue": 2}),
+        ("decoupled_ppo", {"from": "second_model"}, {"sync_every": 2}),
+        ("ppo_ewma", {}, {"sync_every": 2}),
+    ],
+)
+def test_a_resumed_run_keeps_its_old_policies(tmp_path: Path, method, settings, lag):
+    recipe = lagging(
+        method,
+        batches=6,
+        lag=lag,
+        old_policy=settings,
+        log={"eval_every": 99, "eval_prompts": 2, "checkpoint_every": 2, "samples_every": 99, "trackers": []},
+    )  # fmt: skip
+    train(recipe, tmp_path / "whole")
+    with pytest.raises(Stop):
+        train(recipe, tmp_path / "cut", watch=stop_at("arm", 5))
+    told: list[str] = []
+    train(recipe, tmp_path / "cut", resume=True, watch=lambda e: told.append(e.kind))
+    assert "resume" in told
+    assert rows(tmp_path / "cut", "arm") == rows(tmp_path / "whole", "arm")
+    expected = weights(tmp_path / "whole", "arm")
+    assert all(torch.equal(w, expected[k]) for k, w in weights(tmp_path / "cut", "arm").items())
+
+
+def test_a_checkpoint_without_the_weights_that_its_queue_needs_is_refused(tmp_path: Path):
+    recipe = lagging(
+        "ppo_clip", batches=6, lag={"sync_every": 2, "queue": 2},
+        log={"eval_every": 99, "eval_prompts": 2, "checkpoint_every": 2, "samples_every": 99, "trackers": []},
+    )  # fmt: skip
+    with pytest.raises(Stop):
+        train(recipe, tmp_path / "run", watch=stop_at("arm", 5))
+    newest = sorted((tmp_path / "run/arms/arm/checkpoints").glob("batch-*"))[-1]
+    stored = list((newest / "old_policy").glob("version-*.safetensors"))
+    assert stored, "the queue holds batches of older weights"
+    for file in stored:
+        file.unlink()
+    with pytest.raises(CheckpointError, match="weights of an earlier version cannot be read"):
+        train(recipe, tmp_path / "run", resume=True)
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="module")
+def drawn(stale: Path):
+    """A recorded batch, and a model that did not draw it."""
+    batch = read(stale / "arms" / "ppo_clip" / "rollouts" / "batch-000000.parquet")
+    model, _ = load_model("tiny-qwen3", seed=0)
+    return batch, model
+
+
+def moved(model: nn.Module, seed: int) -> nn.Module:
+    other = copy.deepcopy(model)
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=g))
+    return other
+
+
+def test_a_response_of_several_versions_is_scored_under_each(accelerator, drawn, tmp_path):
+    batch, model = drawn
+    versions = {0: moved(model, 0), 1: moved(model, 1), 2: model}
+    g = torch.Generator().manual_seed(5)
+    tagged = batch.with_(rollout_version=torch.randint(0, 3, (len(batch.tokens),), generator=g))
+    keeper = old_policy.Snapshots(accelerator, tmp_path)
+    for v in (0, 1):
+        keeper.retain({0, 1}, versions[v], v)
+    got = keeper.score(model, tagged, 2, token_budget=200)
+    for v, scorer in versions.items():
+        mine = tagged.rollout_version == v
+        assert mine.any()
+        want = assess(scorer, tagged, token_budget=200)
+        torch.testing.assert_close(got.logp[mine], want.logp[mine], rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(got.entropy[mine], want.entropy[mine], rtol=1e-4, atol=1e-5)
+    assert torch.equal(got.version, tagged.rollout_version)
+    assert (got.status(tagged.rollout_version) == OLD_STATUS.index("exact")).all()
+    differ = (got.logp - assess(model, tagged, token_budget=200).logp).abs()
+    assert differ[tagged.rollout_version < 2].max() > 0.01, "the versions must be told apart"
+
+
+def test_nothing_is_copied_while_engine_and_trainer_are_in_step(accelerator, drawn, tmp_path):
+    batch, model = drawn
+    keeper = old_policy.Snapshots(accelerator, tmp_path)
+    for version in range(4):
+        keeper.score(model, batch.with_(rollout_version=torch.full_like(batch.rollout_version, version)), version, token_budget=999)  # fmt: skip
+        keeper.retain(set(), model, version)
+        assert keeper.kept == {}
+
+
+def test_snapshots_are_dropped_when_nothing_refers_to_them(accelerator, drawn, tmp_path):
+    _, model = drawn
+    for on_disk in (False, True):
+        keeper = old_policy.Snapshots(accelerator, tmp_path, on_disk=on_disk)
+        keeper.retain({3}, model, 3)
+        keeper.retain({3, 5}, model, 5)
+        assert set(keeper.kept) == {3, 5}
+        keeper.retain({5}, model, 6)
+        assert set(keeper.kept) == {5}
+        assert len(list(tmp_path.glob("*.safetensors"))) == (1 if on_disk else 0)
+
+
+def test_weights_that_are_gone_are_asked_for_by_version(accelerator, drawn, tmp_path):
+    batch, model = drawn
+    keeper = old_policy.Snapshots(accelerator, tmp_path)
+    with pytest.raises(EvidenceError, match=r"rollouts of version 0 .* not kept \(kept: none\)"):
+        keeper.score(model, batch, 4, token_budget=200)
+
+
+def test_the_trainers_weights_come_back_bit_for_bit_even_after_an_error(drawn):
+    _, model = drawn
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    other = {n: p.detach() + 1 for n, p in model.named_parameters()}
+    with pytest.raises(ZeroDivisionError), old_policy.weights_replaced(model, other):
+        assert all(torch.equal(p, other[n]) for n, p in model.named_parameters())
+        raise ZeroDivisionError
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_batch_that_was_just_drawn_costs_no_forward_pass(tmp_path: Path, monkeypatch):
+    from offdrift.train import learner
+
+    calls = []
+    original = learner.OldPolicy
+
+    def count(*args, **kwargs):
+        calls.append(1)
+        return assess(*args, **kwargs)
+
+    assert original is old_policy.OldPolicy
+    monkeypatch.setattr(old_policy, "assess", count)
+    train(lagging("ppo_clip", batches=3, lag={"sync_every": 1}), tmp_path / "run")
+    assert not calls
+    metrics = rows(tmp_path / "run", "arm")
+    assert all(m["staleness/abs_log_ratio_max"] == 0 for m in metrics)
+    assert [m["old/status"] for m in metrics] == ["exact"] * 3
+    several = {"lr": 3e-3, "minibatches": 2}
+    train(lagging("ppo_clip", batches=3, lag={"sync_every": 1}, optim=several), tmp_path / "two")
+    assert len(calls) == 3, "the second minibatch needs what the first one's weights said"
+    assert max(m["staleness/abs_log_ratio_max"] for m in rows(tmp_path / "two", "arm")) > 1e-3
+
+
+# -- recipes --------------------------------------------------------------------------------------
+
+
+def test_defaults_are_what_a_method_was_published_with():
+    recipe = small_recipe(arms={n: {"method": n} for n in METHODS if METHODS[n].needs_old or METHODS[n].anchor})  # fmt: skip
+    chosen = {n: recipe.old_policy_of(n).source for n in recipe.arms}
+    special = {n: s for n, s in chosen.items() if s != "sampling"}
+    assert special == {"a3po": "interpolated", "ppo_ewma": "ewma", "ppo_ewma_decoupled": "ewma"}
+
+
+@pytest.mark.parametrize(
+    ("method", "source", "words"),
+    [
+        ("decoupled_token_is", "rollout", "acts on the mismatch ratio, which old_policy.from"),
+        ("icepop", "rollout", "makes 1 at every token"),
+        ("a3po", "sampling", "a3po interpolates its old policy"),
+    ],
+)
+def test_old_policies_that_leave_a_part_without_effect_are_refused(method, source, words):
+    with pytest.raises(RecipeError, match=words):
+        small_recipe(arms={"x": {"method": method}}, old_policy={"from": source})
+
+
+def test_mistakes_in_the_table_name_its_keys():
+    with pytest.raises(RecipeError, match=r"unknown key 'old_policy.form'; old_policy has from, snapshots, decay"):  # fmt: skip
+        small_recipe(old_policy={"form": "ewma"})
+    with pytest.raises(RecipeError, match=r"old_policy.from = 'newest'"):
+        small_recipe(old_policy={"from": "newest"})
+    with pytest.raises(RecipeError, match=r"arms.x.old_policy has from, snapshots, decay"):
+        small_recipe(arms={"x": {"method": "grpo", "old_policy": {"kind": "ewma"}}})
+
+
+def test_the_stored_recipe_reads_as_it_was_written(tmp_path: Path):
+    train(lagging("grpo", batches=1, old_policy={"from": "second_model"}), tmp_path / "run")
+    head = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert head["recipe"]["old_policy"]["from"] == "second_model"
+    assert math.isfinite(head["table"][0]["seconds"])
