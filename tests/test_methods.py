@@ -35,7 +35,7 @@ def test_no_two_rows_are_one_composition():
     """Aliases are told apart by words alone: each is listed here with its reason."""
     same = {}
     for name, row in METHODS.items():
-        parts = (row.objective, row.correction, row.aggregate, row.penalty, row.anchor, row.lr_scale, row.advantage)  # fmt: skip
+        parts = (row.objective, row.correction, row.aggregate, row.penalty, row.anchor, row.lr_scale, row.advantage, row.old_policy)  # fmt: skip
         same.setdefault(parts, []).append(name)
     assert [names for names in same.values() if len(names) > 1] == ALIASES
 

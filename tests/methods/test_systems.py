@@ -111,9 +111,10 @@ def test_every_recipe_value_that_a_system_names_exists():
     from offdrift.train.recipe import load_recipe
 
     named = [w for row in SYSTEMS.values() for w in row.where.replace(",", "").split() if "=" in w]
-    assert sorted(named) == ["lag.queue=1", "optim.epochs=2", "rollout.dtype=float16"]
+    assert sorted(named) == ["lag.queue=1", 'old_policy.from="sampling"', "optim.epochs=2", "rollout.dtype=float16"]  # fmt: skip
     recipe = load_recipe("recipes/tiny.toml", changes=named)
     assert (recipe.lag.queue, recipe.optim.epochs, recipe.rollout.dtype) == (1, 2, "float16")
+    assert recipe.old_policy.source == "sampling"
 
 
 def test_systems_have_every_fact_that_lists_and_filters_read():

@@ -105,7 +105,7 @@ ROWS: dict[str, System] = {
         is_treatment="makes mismatch and staleness separable",
         target="asynchronous rollouts whose old log-probs were never saved",
         fails="a response written by several versions has no single old policy: here each token is scored at its own",
-        where='the trainer: [old_policy] from = "sampling" (snapshots by version) or "second_model"; "ewma", "interpolated" and "rollout" stand in; without logp_old, methods on mismatch or staleness refuse the batch',
+        where='the trainer: old_policy.from="sampling" (snapshots by version) or "second_model"; "ewma", "interpolated" and "rollout" stand in; without logp_old, methods on mismatch or staleness refuse the batch',
         watch=("old/exact_frac", "old/version_lag", "version_lag/max", "staleness/k3"),
         related=("decoupled_ppo", "a3po", "ppo_ewma", "bypass_ppo_clip"),
         reference="arXiv:2605.12070",
