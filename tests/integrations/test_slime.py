@@ -9,6 +9,7 @@ process and with two that share each sequence; see docs/integrations/slime.md.
 from __future__ import annotations
 
 import itertools
+import logging
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -239,6 +240,22 @@ def test_measuring_alone_changes_nothing() -> None:
     torch.testing.assert_close(grad, expected_grad)
     assert metrics["offdrift/limited"] > 0
     assert all(torch.equal(a, b) for a, b in zip(kept, masks_of(given), strict=True))
+
+
+@pytest.mark.parametrize(("use_tis", "said"), [(True, "acted"), (False, "measured, not applied")])
+def test_a_part_that_is_only_measured_is_not_said_to_act(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, use_tis: bool, said: str
+) -> None:
+    """`--get-mismatch-metrics` without `--use-tis` changes nothing, whatever the method would do."""
+    choose(monkeypatch, "decoupled_geo_rs_token_tis")
+    with caplog.at_level(logging.INFO, "offdrift.slime"):
+        tis_step(batch(spread=0.8), use_tis=use_tis)
+        optimizer_step()
+    parts = [r.message for r in caplog.records if r.message.startswith(("gate", "weight"))]
+    assert len(parts) == 2
+    assert all(f": {said}, " in part for part in parts)
+    verb = "changed" if use_tis else "would change"
+    assert all(part.endswith(f"tokens {verb}") for part in parts)
 
 
 @pytest.mark.parametrize(("name", "scope"), [("decoupled_geo", "policy"), ("decoupled_geo", "all")])

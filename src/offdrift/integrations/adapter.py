@@ -98,6 +98,7 @@ class Adapter:
         self._stats: DriftStats | None = None
         self._tails = Tails()
         self._pushed = self._skipped = self._checked = False
+        self._applied = True
 
     @property
     def findings(self) -> list[Finding]:
@@ -139,8 +140,12 @@ class Adapter:
         advantages: Float[Tensor, " n"] | None = None,
         *,
         facts: Facts = NO_FACTS,
+        applied: bool = True,
     ) -> Corrected:
         """Gates and weights alone, for a framework that keeps its own loss. Gradient: none.
+
+        Args:
+            applied: False if the framework measures with it and changes nothing.
 
         Raises: `EvidenceError` if the method needs what the batch does not carry.
         """
@@ -150,6 +155,7 @@ class Adapter:
             facts = replace(facts, observed=self.method.observe(anchored, seen, facts))
         corrected = self.method.correction(anchored, advantages, facts)
         stats = DriftStats.of(logprobs, corrected, divergences=facts.divergences)
+        self._applied = applied
         self._add(logprobs, stats, advantages, facts)
         return corrected
 
@@ -234,7 +240,8 @@ class Adapter:
     def _check(self, numbers: Mapping[str, float]) -> None:
         """Say what each part did. Raises: `LivenessError`."""
         self._checked = True
-        parts = liveness(numbers, self.method, objective=self._pushed or not numbers)
+        whole = self._pushed or not numbers
+        parts = liveness(numbers, self.method, objective=whole, applied=self._applied)
         for part in parts:
             self.log.log(logging.WARNING if part.dead else logging.INFO, "%s", part)
         dead = [p for p in parts if p.dead]

@@ -228,10 +228,14 @@ class Attached:
         self._keep(logprobs, advantages, place)
         return result
 
-    def correct(self, logprobs: LogProbs) -> Corrected:
-        """Gates and weights of the method, for a framework that keeps its own loss."""
+    def correct(self, logprobs: LogProbs, *, applied: bool = True) -> Corrected:
+        """Gates and weights of the method, for a framework that keeps its own loss.
+
+        Args:
+            applied: False if the framework measures with it and changes nothing.
+        """
         self._seen = True
-        return self.adapter.correct(logprobs)
+        return self.adapter.correct(logprobs, applied=applied)
 
     def end_step(self) -> None:
         """Close the step, if this process saw any of it."""

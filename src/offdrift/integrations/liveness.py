@@ -8,16 +8,17 @@ A part that looks at a live ratio and finds nothing to change is healthy, and to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from offdrift.correction.compose import factors
 from offdrift.methods.method import Method
 
-State = Literal["acted", "idle", "blind", "not called"]
+State = Literal["acted", "measured", "idle", "blind", "not called"]
 
 SAID = {
     "acted": "acted",
+    "measured": "measured, not applied",
     "idle": "nothing to change",
     "blind": "cannot act: the log-probs it compares are equal at every token",
     "not called": "was never called",
@@ -34,7 +35,7 @@ class PartState:
     tokens: int
     """Tokens that it was asked about."""
     changed: int
-    """Tokens that it rejected, weighted other than by 1, or clipped."""
+    """Tokens that it rejected, weighted other than by 1, or clipped; that it would, if only measured."""
     state: State
     on: str | None = None
     """The ratio it reads."""
@@ -50,7 +51,8 @@ class PartState:
         return self.state == "not called"
 
     def __str__(self) -> str:
-        counted = "" if self.state == "not called" else f", {self.changed:,} of {self.tokens:,} tokens changed"  # fmt: skip
+        verb = "would change" if self.state == "measured" else "changed"
+        counted = "" if self.state == "not called" else f", {self.changed:,} of {self.tokens:,} tokens {verb}"  # fmt: skip
         return f"{self.kind} [{self.part}]: {SAID[self.state]}{counted}"
 
 
@@ -64,7 +66,11 @@ def undecided(numbers: Mapping[str, float]) -> bool:
 
 
 def liveness(
-    numbers: Mapping[str, float], method: Method, *, objective: bool = True
+    numbers: Mapping[str, float],
+    method: Method,
+    *,
+    objective: bool = True,
+    applied: bool = True,
 ) -> list[PartState]:
     """The state of every gate and weight, and of the objective, after a step.
 
@@ -73,6 +79,7 @@ def liveness(
         method: what is configured.
         objective: whether the loss is this library's; where a framework keeps its own, only gates
             and weights can act.
+        applied: whether the framework takes what gates and weights decide, rather than measuring it.
 
     Example:
         >>> from offdrift.methods import method
@@ -80,7 +87,10 @@ def liveness(
         weight [weight token ratio(full), truncate above 2]: was never called
         objective [L = -A log pi]: was never called
     """
-    return list(_parts(numbers, method, objective))
+    parts = _parts(numbers, method, objective)
+    if applied:
+        return list(parts)
+    return [replace(p, state="measured") if p.state == "acted" else p for p in parts]
 
 
 def _parts(numbers: Mapping[str, float], method: Method, objective: bool) -> Iterator[PartState]:

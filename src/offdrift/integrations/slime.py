@@ -100,7 +100,7 @@ def tis(
         mask=mask,
         segments=_segments(response_lengths, mask),
     )
-    corrected = hook.correct(logprobs)
+    corrected = hook.correct(logprobs, applied=bool(args.use_tis))
 
     def by_sample(x: Tensor) -> list[Tensor]:
         return list(logprobs.unpack(x).split(list(response_lengths)))
