@@ -9,8 +9,8 @@ pass gives.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -81,6 +81,15 @@ class Facts:
             raise EvidenceError(f"this method needs {name}, which the batch lacks; {WAY_OUT[name]}")
         return value
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Facts:
+        """The facts of other tokens: `function` applied to every tensor per token."""
+        per_token = {"entropy": self.entropy, "version_lag": self.version_lag}
+        return replace(
+            self,
+            divergences={k: d.map(function) for k, d in self.divergences.items()},
+            **{name: function(x) for name, x in per_token.items() if x is not None},
+        )
+
     def seen_by(
         self, part: Observer, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None
     ) -> Seen:
@@ -102,6 +111,19 @@ class Observer(Hashable, Protocol):
 
 
 NO_FACTS = Facts()
+
+
+def of_scored(
+    logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+) -> tuple[LogProbs, Float[Tensor, " s"] | None, Facts]:
+    """What a part is called with, without the tokens that the engine did not score.
+
+    Gradient: to `logprobs.logp`.
+    """
+    if logprobs.scored_rows is None:
+        return logprobs, advantages, facts
+    scored = None if advantages is None else logprobs.at_scored(advantages)
+    return logprobs.scored, scored, facts.map(logprobs.at_scored)
 
 
 def _join(name: str, a: Tensor, b: Tensor) -> Tensor:

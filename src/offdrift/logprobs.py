@@ -139,24 +139,29 @@ class LogProbs:
         rows = self.scored_rows
         if rows is None:
             return self
-
-        def of(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.index_select(0, rows)
-
-        return LogProbs(
-            self.logp_rollout.index_select(0, rows),
-            self.segments.narrowed(rows),
-            of(self.logp),
-            of(self.logp_old),
-            of(self.logp_ref),
-            rows if self.kept is None else of(self.kept),
-            self.shape,
-        )
+        given = (self.logp_rollout, self.logp, self.logp_old, self.logp_ref, self.kept)
+        rollout, *others, kept = (None if x is None else self.at_scored(x) for x in given)
+        assert rollout is not None
+        segments = self.segments.narrowed(rows)
+        return LogProbs(rollout, segments, *others, rows if kept is None else kept, self.shape)
 
     @cached_property
     def stopped(self) -> dict[str, Float[Tensor, " n"]]:
         """Log-ratios without gradient that were computed before (see `ratios.stopped_log_ratio`)."""
         return {}
+
+    def at_scored(self, x: Shaped[Tensor, "n *rest"]) -> Shaped[Tensor, "s *rest"]:
+        """A per-token tensor of this batch at the tokens that the engine scored."""
+        rows = self.scored_rows
+        return x if rows is None else x.index_select(0, rows)
+
+    def of_all(self, x: Shaped[Tensor, " s"], *, fill: float = 0.0) -> Shaped[Tensor, " n"]:
+        """What holds for the `scored` tokens, given to all; `fill` where the engine did not score.
+
+        Gradient: to `x`.
+        """
+        rows = self.scored_rows
+        return x if rows is None else x.new_full((len(self.logp_rollout),), fill).index_put((rows,), x)  # fmt: skip
 
     @property
     def current(self) -> Float[Tensor, " n"]:

@@ -12,7 +12,7 @@ from offdrift.aggregate import accepted_scale, aggregate, normalizer_of
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import ShapeError
-from offdrift.facts import Facts, Observed
+from offdrift.facts import Facts, Observed, of_scored
 from offdrift.logprobs import LogProbs
 from offdrift.methods.method import Method
 from offdrift.ratios import log_ratio
@@ -55,7 +55,8 @@ def policy_loss(
 
     Rejected tokens contribute exactly zero to the first sum and stay in the normalizer (Algorithm 1
     divides by the number of sequences sampled, not accepted), unless `method.normalizer` says that
-    peers' denominators are wanted.
+    peers' denominators are wanted. A token that the engine did not score (`LogProbs.unscored`) is
+    one of the rejected.
 
     Args:
         logprobs: packed log-probs; `logp` carries the gradient.
@@ -100,7 +101,7 @@ def policy_loss(
         observed = method.observe(anchored, advantages, facts)
     facts = replace(facts, observed=observed)
     corrected = method.correction(anchored, advantages, facts)
-    pushed = method.objective(anchored, advantages, facts)
+    pushed = method.objective(*of_scored(anchored, advantages, facts)).placed(anchored)
     # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
     token_loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
     scale = _scale(method, segments, corrected, observed)
@@ -118,7 +119,7 @@ def policy_loss(
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
     stats = DriftStats.of(logprobs, corrected, divergences=divergences, clipped=pushed.clipped)
     if kl is not None:
-        stats = stats.with_sum("reference/kl", kl.sum())
+        stats = stats.with_sum("reference/kl", logprobs.at_scored(kl).sum())
     return PolicyLoss(loss, corrected, stats, observed)
 
 

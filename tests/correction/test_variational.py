@@ -48,10 +48,10 @@ def test_mismatch_is_truncated_before_it_is_summed():
     torch.testing.assert_close(plain, double([1.0, 1.0]))
 
 
-@pytest.mark.parametrize("drift", [5.0, -50.0, 1e4, -1e4])
+@pytest.mark.parametrize("drift", [5.0, -50.0, 998.0, -1e4])
 def test_both_tails_vanish_and_say_so(drift):
-    first = double([-1e4 - 1.0])
-    lp = LogProbs.pack(first, first + drift if drift < 0 else double([-1.0]).minimum(first + drift), first, segments=Segments.from_lengths([1]))  # fmt: skip
+    first = double([-999.0])
+    lp = LogProbs.pack(first, first + drift, first, segments=Segments.from_lengths([1]))
     got = VariationalWeight()(lp, double([1.0]))
     assert got.weight.item() < 1e-3
     assert got.limited.all()

@@ -43,10 +43,10 @@ def check_golden(objective, lp, advantages, *, tok, loss, grad, how="token_mean"
 
 def check_finite_far_away(objective, facts=NO_FACTS) -> None:
     """Log-ratios of +-1e4 under either sign of the advantage: loss and gradient are numbers."""
-    logp_rollout = torch.tensor([-1.0, -1e4, -1.0, -1e4])
+    logp_rollout, logp_old = torch.tensor([[-1.0, -999.0] * 2, [-1.0, -1e4] * 2])
     logp = torch.tensor([-1e4, -1.0, -1e4, -1.0], requires_grad=True)
     segments = Segments.from_lengths([1, 1, 2], group_ids=torch.tensor([0, 0, 1]))
-    lp = LogProbs.pack(logp_rollout, logp, logp_rollout, segments=segments)
+    lp = LogProbs.pack(logp_rollout, logp, logp_old, segments=segments)
     for sign in (1.0, -1.0):
         loss, grad = loss_and_grad(objective, lp, torch.full((4,), sign), facts)
         assert loss.isfinite()

@@ -9,7 +9,7 @@ failure of the field.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offdrift.correction.weight import Weighted
 from offdrift.errors import MethodError
-from offdrift.facts import NO_FACTS, Facts
+from offdrift.facts import NO_FACTS, Facts, of_scored
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName
 
@@ -70,6 +70,20 @@ class Corrected(NamedTuple):
         """Logs of the weights at any size, -inf for 0; see `Weighted.log_weight`."""
         return sum((w.log_weight() for w in self.weighted), torch.zeros_like(self.weight))
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Corrected:
+        """The same of other tokens, or elsewhere: `function` applied to every tensor."""
+        return Corrected(
+            function(self.keep),
+            function(self.weight),
+            function(self.limited),
+            {gate: function(x) for gate, x in self.rejected_by.items()},
+        )
+
+    def placed(self, logprobs: LogProbs) -> Corrected:
+        """What was decided about the scored tokens of a batch, as decisions about all of them."""
+        placed = self.map(logprobs.of_all)
+        return placed._replace(weight=logprobs.of_all(self.weight, fill=1.0))
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -117,8 +131,12 @@ class Correction:
     ) -> Corrected:
         """Decide about every token of the batch. Gradient: none.
 
+        A token that the engine did not score is not kept, has weight 1, and no gate sees it.
+
         Raises: `EvidenceError` if the batch lacks what a part needs, before anything is decided.
         """
+        if logprobs.unscored is not None:
+            return self(*of_scored(logprobs, advantages, facts)).placed(logprobs)
         rejected_by = {g: ~g.keep(logprobs, advantages, facts) for g in self.gates}
         weighted = tuple(w(logprobs, advantages, facts) for w in self.weights)
         keep = torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)

@@ -221,7 +221,7 @@ class Adapter:
                 sums |= {"reward": facts.rewards.sum(), "reward/n": float(len(facts.rewards))}
             largest = {"length_max": logprobs.segments.lengths.max()}
             if facts.version_lag is not None:
-                sums |= {"version_lag": facts.version_lag.sum()}
+                sums |= {"version_lag": logprobs.at_scored(facts.version_lag).sum()}
                 largest["version_lag_max"] = facts.version_lag.max()
             stats = stats.plus(sums, largest)
             self._tails.add(logprobs)

@@ -17,7 +17,7 @@ from offdrift.anchor import Anchor
 from offdrift.correction import Correction
 from offdrift.correction.compose import factors
 from offdrift.errors import MethodError, check_choice
-from offdrift.facts import Facts, Observed, Seen
+from offdrift.facts import Facts, Observed, Seen, of_scored
 from offdrift.kl import KLPenalty
 from offdrift.logprobs import LogProbs
 from offdrift.objectives import Objective
@@ -127,7 +127,8 @@ class Method:
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts
     ) -> Observed:
         """What this method's parts see of one piece of a step; merge over pieces and ranks."""
-        seen: dict[Any, Seen] = {p: p.observe(logprobs, advantages, facts) for p in self.observers}
+        scored = of_scored(logprobs, advantages, facts)
+        seen: dict[Any, Seen] = {p: p.observe(*scored) for p in self.observers}
         if self.normalizer != "sampled":
             keep = self.correction(logprobs, advantages, facts).keep
             seen["normalizer"] = accepted_counts(logprobs.segments, keep)

@@ -22,6 +22,10 @@ class TokenLoss(NamedTuple):
     regularizer: Float[Tensor, " n"] | None = None
     """A term that neither gates nor weights touch: it keeps acting on what drifted."""
 
+    def placed(self, logprobs: LogProbs) -> TokenLoss:
+        """The losses of the scored tokens of a batch, as losses of all of them: 0 at the others."""
+        return TokenLoss(*(None if x is None else logprobs.of_all(x) for x in self))
+
 
 @runtime_checkable
 class Objective(Protocol):

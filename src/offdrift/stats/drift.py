@@ -61,6 +61,8 @@ class DriftStats:
     ) -> DriftStats:
         """Summarize one batch. No gradient, no host transfer beyond the segments' own.
 
+        Tokens that the engine did not score are counted (`unscored`) and in no other sum.
+
         Args:
             logprobs: the batch; ratios whose policies are absent are left out.
             corrected: what gates and weight decided.
@@ -77,6 +79,13 @@ class DriftStats:
         Reference: metrics of verl's rollout correction; log-PPL gap: Li et al.,
         arXiv:2512.23075v5, eq. 25.
         """
+        unscored = logprobs.unscored
+        if unscored is not None:
+            of = logprobs.at_scored
+            divergences = {k: d.map(of) for k, d in (divergences or {}).items()}
+            corrected = None if corrected is None else corrected.map(of)
+            clipped = None if clipped is None else of(clipped)
+            logprobs = logprobs.scored
         with torch.no_grad():
             sums: Named = {}
             maxima: Named = {}
@@ -87,6 +96,8 @@ class DriftStats:
                     mean = _pair(on, logprobs, sums, maxima, logs)
                     if on in SECOND:  # mean log second = mean log rollout + mean log-ratio
                         _perplexity(SECOND[on], nll - mean, logprobs.segments, sums)
+            if unscored is not None:
+                sums["unscored"] = unscored.count_nonzero()
             if corrected is not None:
                 _decisions(logprobs, corrected, sums, maxima, logs)
             if clipped is not None:

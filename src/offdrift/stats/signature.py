@@ -109,6 +109,8 @@ def signature(
 ) -> Named:
     """Sums for the rows of `stats.pairs.shape`, and for `staleness/clip_frac`, by name.
 
+    Tokens that the engine did not score are in none of them.
+
     ratio_mean_z: a token drawn from mu as it was logged has E[e^l - 1 | its prefix] = 0 under any
     second policy, so the sum s of a sequence has mean 0 and sequences are independent given their
     prompts: z = sum s / sqrt(sum s^2) is about standard normal however tokens of a sequence depend
@@ -134,6 +136,12 @@ def signature(
     """
     sums: Named = {}
     with torch.no_grad():
+        if logprobs.unscored is not None:
+            advantages = None if advantages is None else logprobs.at_scored(advantages)
+            position = logprobs.at_scored(
+                logprobs.segments.position if position is None else position
+            )
+            logprobs = logprobs.scored
         starts = _starts(logprobs.segments, position)
         for on, second in SECOND.items():
             if getattr(logprobs, "logp_old" if second == "old" else "logp") is None:

@@ -66,6 +66,11 @@ def _mean_length(s: Numbers) -> float:
     return s["length"] / s["length/n"] if "length" in s else s["n"] / s["b"]
 
 
+def _tokens(s: Numbers) -> float:
+    """Of the step: those that the engine scored, which everything else is about, and the others."""
+    return s["n"] + s.get("unscored", 0.0)
+
+
 _ROWS = [
     *drift("mismatch", "pi_old", "mu"),
     *shape("mismatch", "pi_old"),
@@ -101,7 +106,9 @@ _ROWS = [
     Metric("old/approximated_frac", "1", "share of tokens whose old log-prob is an averaged or interpolated policy's", "neither", mean("old/approximated")),
     Metric("old/missing_frac", "1", "share of tokens whose old log-prob is the rollout policy's own (bypass)", "neither", mean("old/missing")),
     Metric("old/version_lag", "step", "most updates between a token's weights and those that scored it as the old policy", "worse", lambda s: s["old/version_lag"]),
-    Metric("batch/tokens", "token", "response tokens of the step, over all processes", "neither", lambda s: s["n"]),
+    Metric("batch/tokens", "token", "response tokens of the step, over all processes", "neither", _tokens),
+    Metric("batch/unscored_tokens", "token", "tokens that the engine did not score (rollout log-prob of -1000 nats or less): left out of every metric of ratios, never trained", "worse", lambda s: 0 * s["n"] + s.get("unscored", 0.0)),
+    Metric("batch/unscored_frac", "1", "share of the step's tokens that the engine did not score", "worse", lambda s: s.get("unscored", 0.0) / _tokens(s)),
     Metric("current/entropy", "nat", "mean entropy of the current policy", "neither", mean("current/entropy")),
     Metric("optim/loss", "task", "loss of the step, over all pieces and processes", "neither", lambda s: s["optim/loss"]),
     Metric("optim/grad_norm", "1", "global gradient norm before clipping", "neither", lambda s: s["optim/grad_norm"]),

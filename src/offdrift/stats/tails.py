@@ -31,7 +31,8 @@ class Tails:
 
     @torch.no_grad()
     def add(self, logprobs: LogProbs) -> None:
-        """Note the tokens of a piece."""
+        """Note the tokens of a piece that the engine scored."""
+        logprobs = logprobs.scored
         for on, second in SECOND.items():
             if (logprobs.logp_old if second == "old" else logprobs.logp) is None:
                 continue

@@ -251,7 +251,7 @@ class _See:
         )
         # What drift looks like, beside how large it is: the diagnosis reads both at every step.
         more = signature(self.logprobs, advantages=self.advantages)
-        more["current/entropy"] = self.scored.entropy.sum()
+        more["current/entropy"] = self.logprobs.at_scored(self.scored.entropy).sum()
         more |= self._power(result.corrected)
         return replace(result, stats=result.stats.plus(more))
 
@@ -363,7 +363,8 @@ def _with_batch_facts(stats: DriftStats, batch: Batch, version: int) -> DriftSta
     stats = stats.with_max("length_max", rollouts.lengths.max())
     if rollouts.rewards is None:
         return stats
-    return stats.with_sum("reward", rollouts.rewards.sum())
+    counted = {"reward": rollouts.rewards.sum(), "reward/n": float(len(rollouts.rewards))}
+    return stats.plus(counted)
 
 
 def _pieces(accelerator: Accelerator, batch: Batch, token_budget: int):
