@@ -1,5 +1,6 @@
 # make train        sets everything up and trains the tiny recipe: about seven minutes on two cores
 # make test         sets everything up and runs every test
+# make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
 # make train-smollm2  a few steps on a real pretrained model
 # make bench        the benchmarks, each a ratio measured side by side
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 
-.PHONY: train train-vllm train-smollm2 test install install-vllm install-smollm2 install-test bench check docs census clean
+.PHONY: train train-vllm train-smollm2 test test-foreign install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/tiny.toml
@@ -28,10 +29,16 @@ train-smollm2: install install-smollm2
 test: install-test
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests src
 
+# Importing the frameworks takes AReaL's trackers twenty seconds; one process is the shorter way.
+test-foreign: install-test install-foreign
+	$(TEST_ENV) OFFDRIFT_FOREIGN=required PYTHONPATH=$(abspath $(VENV))/foreign $(BIN)/python -m pytest \
+		tests/foreign tests/integrations/test_areal.py
+
 install: $(VENV)/.train
 install-vllm: $(VENV)/.vllm
 install-smollm2: $(VENV)/.smollm2
 install-test: $(VENV)/.test
+install-foreign: $(VENV)/.foreign
 
 # torch first and alone: asked for by a range, it would bring gigabytes of another build.
 $(VENV)/.train: pyproject.toml constraints.txt
@@ -64,6 +71,14 @@ $(VENV)/.test: $(VENV)/.vllm $(VENV)/.smollm2 $(VENV)/.parity
 		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 			&& apt-get -qq update && apt-get -qq install --yes chromium >/dev/null; } \
 		|| echo "no Chromium: the report's browser test will say so and skip"
+	touch $@
+
+# A folder beside the environment: nothing in it is seen unless PYTHONPATH names it.
+# OpenRLHF's wheel brings a package called tests.
+$(VENV)/.foreign: $(VENV)/.test requirements-foreign.txt
+	rm -rf $(VENV)/foreign
+	$(PIP) --no-deps --target $(VENV)/foreign --requirement requirements-foreign.txt
+	rm -rf $(VENV)/foreign/tests
 	touch $@
 
 bench: install $(VENV)/.parity

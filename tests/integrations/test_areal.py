@@ -13,6 +13,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,7 +116,9 @@ def actor(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Any]:
             },
         }
     install(monkeypatch, "1.0.4", **modules)
-    module = importlib.import_module(areal.ACTOR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what AReaL's trackers and servers warn of when imported
+        module = importlib.import_module(areal.ACTOR)
     yield module
     areal.uninstall()
     if REAL:

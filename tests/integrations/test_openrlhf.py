@@ -1,8 +1,8 @@
-"""OpenRLHF's policy loss, against the contract of OpenRLHF 0.11.2 and of 3c3be623 (before 0.11).
+"""OpenRLHF's policy loss, against the contract of OpenRLHF 0.11.2 and of 0.10.4, 0.11.0 and 0.11.1.
 
 The stand-in is written from that contract: `ActorPPOTrainer` builds `PolicyLoss` by the name in its own
-module, calls it per micro-batch with counts of the optimizer step, and unpacks five values (before
-0.11: four). `trainer.ray.ppo_actor` itself needs DeepSpeed, FlashAttention and a GPU.
+module, calls it per micro-batch with counts of the optimizer step, and unpacks five values (until
+0.11.1: four). `trainer.ray.ppo_actor` itself needs DeepSpeed, FlashAttention and a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["process"]
 
 
 class TheirLoss:
-    """OpenRLHF 0.11's signature."""
+    """The signature of OpenRLHF 0.11.2."""
 
     def __init__(
         self,
@@ -50,13 +50,14 @@ class TheirLoss:
 
 
 class EarlierLoss:
-    """The signature before 0.11."""
+    """The signature until 0.11.1."""
 
     def __init__(
         self,
         clip_eps_low: float = 0.2,
         clip_eps_high: float = 0.2,
         dual_clip: float | None = None,
+        token_level_loss: bool = True,
         policy_loss_type: str = "ppo",
         enable_vllm_is_correction: bool = False,
         vllm_is_truncated_threshold: list[float] | None = None,
@@ -89,12 +90,12 @@ class ActorPPOTrainer:
 """
 
 
-@pytest.fixture(params=[TheirLoss, EarlierLoss], ids=["0.11", "earlier"])
+@pytest.fixture(params=[TheirLoss, EarlierLoss], ids=["0.11.2", "earlier"])
 def actor(
     request: Any, monkeypatch: pytest.MonkeyPatch, process: None, tmp_path: Path
 ) -> Iterator[ModuleType]:
     """`openrlhf.trainer.ray.ppo_actor`, to be imported by the test."""
-    version = "0.11.2" if request.param is TheirLoss else "0.10.1"
+    version = "0.11.2" if request.param is TheirLoss else "0.11.1"
     install(monkeypatch, version, openrlhf__models={"PolicyLoss": request.param})
     folder = tmp_path / "openrlhf" / "trainer" / "ray"
     folder.mkdir(parents=True)

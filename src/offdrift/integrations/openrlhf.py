@@ -9,11 +9,11 @@ worker of a job:
       "env_vars": {"OFFDRIFT_METHOD": "icepop"}}' -- python -m openrlhf.cli.train_ppo_ray ...
 
 OpenRLHF records the engine's log-probs only with `--algo.advantage.is_correction_level` other than
-"off"; the correction that it names is replaced by the method's, as is all of its loss but KL and
+"off" (until 0.11.1 with `--algo.advantage.is_correction_enable`); the correction that it names is replaced by the method's, as is all of its loss but KL and
 entropy. OpenRLHF's counts of tokens and sequences in the step are the denominators.
 
 Reference: OpenRLHF 0.11.2, `models/loss.py`: `PolicyLoss`, `aggregate_loss`;
-`trainer/ray/ppo_actor.py`: `ActorPPOTrainer`. 0.10 (3c3be623) returns four values, 0.11 five.
+`trainer/ray/ppo_actor.py`: `ActorPPOTrainer`. Until 0.11.1 the loss returns four values, then five.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from offdrift.loss import PolicyLoss as Pushed
 
 ACTOR = "openrlhf.trainer.ray.ppo_actor"
 RECORD = (
-    "give --algo.advantage.is_correction_level token (OpenRLHF before 0.11: "
+    "give --algo.advantage.is_correction_level token (OpenRLHF until 0.11.1: "
     "--algo.advantage.is_correction_enable), which has vLLM record them"
 )
 WAYS_OUT = {"rollout_log_probs": RECORD, "old_log_probs": "have the actor score the samples"}
@@ -138,7 +138,7 @@ class PolicyLoss(torch.nn.Module):
         global_batch_size: Tensor | float | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Loss, share of clipped tokens, KL estimates of old to current and of rollout to old, and
-        from 0.11 on the share of tokens that were rejected or met a limit.
+        from 0.11.2 on the share of tokens that were rejected or met a limit.
 
         Args:
             log_probs: log pi; receives the gradient.

@@ -1,0 +1,20 @@
+"""The pinned set is there where it is required, and the adapters know its versions."""
+
+from __future__ import annotations
+
+import pytest
+
+from offdrift.integrations.frameworks import FRAMEWORKS
+from tests.foreign.real import PINNED, folder
+
+pytestmark = pytest.mark.foreign
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_the_pinned_framework_is_installed(name: str) -> None:
+    assert (folder(name) / "__init__.py").is_file()
+
+
+def test_the_newest_tested_version_is_the_pinned_one() -> None:
+    assert set(PINNED) == {"openrlhf", "areal", "skyrl"}
+    assert {name: FRAMEWORKS[name].tested for name in PINNED} == PINNED
