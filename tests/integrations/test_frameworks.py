@@ -78,6 +78,19 @@ def test_prime_rl() -> None:
     assert batch.unscored == {"logp": 1}
 
 
+def test_the_episodes_of_prime_rl() -> None:
+    found, (batch,), bad = read_all(LOGS / "prime_rl_traces")
+    assert (found.framework, found.format, bad) == ("prime-rl", "prime-rl-traces", [])
+    assert_rollout_side(batch, places())
+    assert_advantages(batch, places())
+    assert batch.rewards is not None
+    assert batch.rewards.tolist() == REWARDS
+    assert batch.rollout_version is not None
+    assert batch.rollout_version.tolist() == [6] * 7
+    assert batch.truncated is not None
+    assert batch.truncated.tolist() == [0, 0, 1]
+
+
 def test_nemo_rl() -> None:
     # Python wrote the engine's log-prob of sequence 1's only token as a bare NaN.
     left = places(without=[(1, 0)])

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from offdrift.audit.part import Job, Part, work
+from offdrift.audit.part import BAD_ROWS_KEPT, Job, Part, work
 from offdrift.errors import RecordError
 from offdrift.integrations.logs import Piece, fingerprint
 from offdrift.rollouts.files import write_atomically
 
-LAYOUT = 1
+LAYOUT = 2
 """Of stored parts; a part of another layout is made again."""
 
 Run = Callable[[Job, list[Piece]], Iterator[bytes]]
@@ -77,7 +77,8 @@ def audit(
     places = [folder / "parts" / f"{_key(piece, job)}.npz" for piece in pieces]
     kept = [place.exists() for place in places]
     fresh = run(job, [piece for piece, there in zip(pieces, kept) if not there])
-    total = Part()
+    skipped = job.found.skipped
+    total = Part(len(skipped), skipped[:BAD_ROWS_KEPT])
     for done, (piece, place, there) in enumerate(zip(pieces, places, kept), start=1):
         part = _load(place) if there else None
         if part is None:
@@ -98,6 +99,7 @@ def _key(piece: Piece, job: Job) -> str:
         "file": fingerprint(piece.file),
         "columns": dict(job.found.columns),
         "rate": job.sample_rate,
+        "limit": job.found.limit,
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
 

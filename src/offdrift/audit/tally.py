@@ -37,12 +37,14 @@ class Tally:
     """Counts, a timeline, facets and the worst of any number of batches."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
-    """"rows", "sequences", "tokens", "groups"; "has/FIELD", the sequences that hold a field;
+    """"rows", "sequences", "tokens"; "has/FIELD", the sequences that hold a field;
     "unscored/FIELD", the tokens that were dropped for it; "unit/UNIT", the sequences whose lengths
     are in that unit."""
     timeline: Timeline = field(default_factory=Timeline)
     facets: Facets = field(default_factory=Facets)
     worst: Worst = field(default_factory=Worst)
+    groups: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Ids of the groups of sequences; one that several batches hold stands there several times."""
 
     @staticmethod
     def of(batch: Logged, *, file: str = "") -> Tally:
@@ -69,7 +71,8 @@ class Tally:
             timeline = functools.reduce(Timeline.merge, (p.timeline for p in parts))
             facets = functools.reduce(Facets.merge, (p.facets for p in parts))
             worst = _worst(ordered, parts, file)
-        return Tally(_counts(batch), Timeline(width, timeline.points, seen), facets, worst)
+        groups = Tally().groups if batch.group_ids is None else batch.group_ids.unique().numpy()
+        return Tally(_counts(batch), Timeline(width, timeline.points, seen), facets, worst, groups)
 
     @property
     def tokens(self) -> int:
@@ -83,11 +86,13 @@ class Tally:
             self.timeline.merge(other.timeline),
             self.facets.merge(other.facets),
             self.worst.merge(other.worst),
+            np.concatenate([self.groups, other.groups]),
         )
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """The tally as plain numeric arrays, which `numpy.savez` stores without pickle."""
-        return packed(self.counts, self.timeline, self.facets, self.worst)
+        arrays = packed(self.counts, self.timeline, self.facets, self.worst)
+        return {**arrays, "groups": self.groups}
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray]) -> Tally:
@@ -95,13 +100,12 @@ class Tally:
 
         Raises: `KeyError` or `ValueError` if the arrays are not a tally's.
         """
-        return Tally(*unpacked(arrays))
+        return Tally(*unpacked(arrays), arrays["groups"])
 
     def as_dict(self) -> dict[str, Any]:
         """What an audit reports, as plain data; what cannot be known is NaN or left out.
 
-        counts       rows, sequences, tokens, steps, prompts (groups of sequences, as batches held
-                     them), dropped tokens by field, the unit of response lengths
+        counts       rows, sequences, tokens, steps, prompts (groups of sequences), dropped tokens by field, the unit of response lengths
         has          fields that at least one sequence holds; versions that never change are none
         overall      metrics of the whole log; grade and quantiles are beside it
         steps        the same of each step; beyond 2000 steps, of `steps_per_point` step numbers
@@ -152,7 +156,7 @@ class Tally:
             "sequences": self.counts["sequences"],
             "tokens": self.tokens,
             "steps": len(self.timeline.seen),
-            "prompts": self.counts.get("groups"),
+            "prompts": len(np.unique(self.groups)) or None,
             "unscored": under("unscored/"),
             "length_unit": units[0] if len(units) == 1 else "mixed",
         }
@@ -223,8 +227,6 @@ def _worst(batch: Logged, parts: list[_Part], file: str) -> Worst:
 def _counts(batch: Logged) -> dict[str, int]:
     b = batch.num_sequences
     counts = {"rows": len(batch.row.unique()), "sequences": b, "tokens": batch.num_tokens}
-    if batch.group_ids is not None:
-        counts["groups"] = len(batch.group_ids.unique())
     held = [name for name in FIELDS if getattr(batch, name) is not None]
     counts |= {f"has/{name}": b for name in (*held, *batch.divergences)}
     counts |= {f"unscored/{name}": n for name, n in batch.unscored.items()}

@@ -63,13 +63,21 @@ def audit(
             help="Try every method of the table on about this much of the log, MiB.", min=1
         ),
     ] = 64,
+    max_file_mib: Annotated[
+        int,
+        typer.Option(
+            help="What one file may take in memory or decompress to, MiB, and a 64th of it what "
+            "one line may have; the rest is left out and named.",
+            min=64,
+        ),
+    ] = 4096,
     fail_on: FailOn = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print audit.json.")] = False,
 ) -> None:
     """What happened in a run, from its logs: drift, its cause, and the smallest fix.
 
-    Reads verl, TRL, prime-rl, slime, SkyRL, NeMo-RL, our own records, and plain JSONL or Parquet
-    (docs/logs.md); says what it detected, what the log can not answer, and what to log to have it
+    Reads verl, TRL, prime-rl, slime, miles, SkyRL, NeMo-RL, open-instruct, AReaL, our own records, and
+    plain JSONL or Parquet (docs/logs.md); says what it detected, what the log can not answer, and what to log to have it
     answered. Files may be larger than memory. Interrupt it at any time: the same command continues.
 
     \b
@@ -91,7 +99,7 @@ def audit(
     table = load_rules(rules)
     paths = [p for log in logs for p in _logs_of(log)]
     started = time.perf_counter()
-    found = detect(paths, columns=pairs(columns))
+    found = detect(paths, columns=pairs(columns), limit=max_file_mib << 20)
     folder = out or Path("audits") / _name(logs[0])
     err = Console(stderr=True)
     many = len(found.files)

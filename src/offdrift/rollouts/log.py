@@ -68,6 +68,7 @@ def write_log(batch: Logged, path: str | os.PathLike[str], *, framework: str = "
     # Log-probs hardly compress, whatever the codec; lz4 costs next to nothing to decode.
     options: dict[str, Any] = {
         "row_group_size": rows,
+        "write_page_checksum": True,
         "compression": {_leaf(f): "zstd" if f.name in TEXTS else "lz4" for f in table.schema},
         "use_dictionary": [_leaf(f) for f in table.schema if f.name in REPEATING],
     }

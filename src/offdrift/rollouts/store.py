@@ -60,7 +60,10 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
     table = _to_table(rollouts, path)
     # Zstandard at level 1 halves token columns; log-probs hardly compress, whatever the level.
     write_atomically(
-        path, lambda tmp: pq.write_table(table, tmp, compression="zstd", compression_level=1)
+        path,
+        lambda tmp: pq.write_table(
+            table, tmp, compression="zstd", compression_level=1, write_page_checksum=True
+        ),
     )
     return path
 
@@ -99,7 +102,9 @@ def _understood(
     try:
         whole = pq.read_schema(path)
         wanted = columns if columns and set(columns) <= set(whole.names) else None
-        table = pq.read_table(path, memory_map=True, columns=wanted)
+        table = pq.read_table(
+            path, memory_map=True, columns=wanted, page_checksum_verification=True
+        )
     except (OSError, pa.ArrowException) as e:
         raise RecordError(
             f"cannot read {path}: {e}; the file is corrupt or incomplete. Delete it and draw the "

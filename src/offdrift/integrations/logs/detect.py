@@ -13,12 +13,28 @@ from offdrift.integrations.logs.arrow import is_number, present, type_of
 from offdrift.integrations.logs.fields import FIELDS
 from offdrift.integrations.logs.look import Look, look
 from offdrift.integrations.logs.plain import PLAIN, TRL
+from offdrift.integrations.logs.slime import NotRead
 from offdrift.integrations.logs.source import PER_ROW, SPELLINGS, Source
 from offdrift.integrations.logs.sources import rank, source_of
-from offdrift.integrations.logs.types import Detected
+from offdrift.integrations.logs.types import LIMIT, BadRow, Detected
 
-BESIDE = r"/eval-rollout/|(^|/)(eval_[^/]*|[^/]*_metadata\.jsonl)$"
-"""Files that lie beside logs and are none: evaluations, open-instruct's description of a run."""
+BESIDE = "|".join((
+    r"/eval-rollout/",
+    r"(^|/)(rollout_)?eval_[^/]*$",
+    r"(^|/)[^/]*_metadata\.jsonl$",
+    r"(^|/)val_data_step\d+\.jsonl$",
+    r"/rollouts/step_\d+/(eval/.*|train/all)/traces\.jsonl$",
+    r"(^|/)policy_loss_debug/[^/]*$",
+))  # fmt: skip
+"""Files that lie beside logs and are none: evaluations, open-instruct's description of a run, prime-rl's
+episodes that never trained, miles' single calls of its loss."""
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType({
+    r"val_data_step\d+\.jsonl$": "NeMo-RL's training data is train_data_stepN.jsonl, which its "
+    "single controller (asynchronous, with data_plane.enabled) does not write: record the loss's "
+    "tokens, nemo_rl.install(METHOD, record=FOLDER)",
+})  # fmt: skip
+"""What to do where only what lies beside a log is there."""
 
 NAMED = 8
 """Columns that are not used and named."""
@@ -34,6 +50,8 @@ class _Unknown(NamedTuple):
     why: str
     damaged: bool
     """It cannot be read at all, as opposed to holding something else."""
+    known: bool = False
+    """What it holds is known, and not to be read."""
 
 
 class _Found(NamedTuple):
@@ -42,12 +60,16 @@ class _Found(NamedTuple):
     files: list[str]
 
 
-def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING) -> Detected:
+def detect(
+    paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit: int = LIMIT
+) -> Detected:
     """Find the logs that paths name, and tell what they are.
 
     Args:
         paths: files, folders, globs, or URLs of any store that fsspec knows.
         columns: column of the log by field, where it has a name of its own; dots lead into objects.
+        limit: bytes that one file may take in memory, or decompress to; one that takes more is left
+            out when it is read, and said so.
 
     Raises: `RecordError` if a path leads nowhere, nothing there is a log, a field of `columns` is
         none, or a mapped column is not in the log.
@@ -57,12 +79,13 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING) -> Det
         Detected(format='plain', framework='offdrift', files=('run/logs/1.parquet', ...
     """
     mapped = _fields(columns)
-    named, repeated = files.unrepeated(files.find(paths))
+    there, unreadable = files.find(paths)
+    named, repeated = files.unrepeated(there)
     skipped = [f for f in named if f not in paths and re.search(BESIDE, f)]
     kept = [f for f in named if f not in set(skipped)]
-    found, unknown = _kinds(kept, mapped)
+    found, unknown = _kinds(kept, mapped, limit)
     if not found:
-        raise RecordError(_nothing(named, unknown))
+        raise RecordError(_nothing(named, unknown, unreadable))
     best = min(found, key=lambda f: rank(f.source, _columns(f, mapped)))
     # What cannot be read may well be one of these, damaged: the reader will say so, file by file.
     suffix = best.files[0].rsplit(".")[-1]
@@ -70,14 +93,20 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING) -> Det
     unknown = [u for u in unknown if u not in damaged]
     chosen = {*best.files, *(f for u in damaged for f in u.files)}
     best = best._replace(files=[f for f in kept if f in chosen])
+    of_ranks = len(best.files)
+    if best.source.distinct is not None:
+        best = best._replace(files=best.source.distinct(best.files, limit))
+    of_ranks -= len(best.files)
     resolved = _resolved(best, mapped)
     return Detected(
         format=best.source.format,
         framework=best.seen.framework or best.source.framework,
         files=tuple(best.files),
-        said=_said(best, found, unknown, skipped, resolved, repeated),
+        said=_said(best, found, unknown, skipped, resolved, repeated, of_ranks, unreadable),
         columns=resolved,
         sizes=tuple(files.size(f) for f in best.files),
+        skipped=tuple(unreadable),
+        limit=limit,
     )
 
 
@@ -90,7 +119,9 @@ def _fields(columns: Mapping[str, str]) -> dict[str, str]:
     return named
 
 
-def _kinds(named: Sequence[str], mapped: Mapping[str, str]) -> tuple[list[_Found], list[_Unknown]]:
+def _kinds(
+    named: Sequence[str], mapped: Mapping[str, str], limit: int
+) -> tuple[list[_Found], list[_Unknown]]:
     """Files by kind, told from one file of every shape of name; and why others are no log."""
     shapes: dict[str, list[str]] = {}
     for file in named:
@@ -98,9 +129,10 @@ def _kinds(named: Sequence[str], mapped: Mapping[str, str]) -> tuple[list[_Found
     found: list[_Found] = []
     unknown: list[_Unknown] = []
     for alike in shapes.values():
-        seen, why = _first(alike)
+        seen, why = _first(alike, limit)
         if seen is None:
-            unknown.append(_Unknown(alike, why, True))
+            known = isinstance(why, NotRead)
+            unknown.append(_Unknown(alike, str(why), not known, known))
             continue
         source = seen.source or source_of(seen.names)
         if mapped and set(mapped.values()) <= {*seen.names, *seen.inner}:
@@ -117,18 +149,18 @@ def _kinds(named: Sequence[str], mapped: Mapping[str, str]) -> tuple[list[_Found
     return found, unknown
 
 
-def _first(alike: Sequence[str]) -> tuple[Look | None, str]:
+def _first(alike: Sequence[str], limit: int) -> tuple[Look | None, OffdriftError | None]:
     """What the first of some files that can be read holds, or why the first cannot."""
-    why = ""
+    why = None
     empty = None
     for file in alike[:TRIED]:
         try:
-            seen = look(file)
+            seen = look(file, limit)
         except OffdriftError as e:
-            why = why or str(e)
+            why = why or e
             continue
         if seen.names or seen.source:
-            return seen, ""
+            return seen, None
         empty = empty or seen
     return empty, why
 
@@ -172,10 +204,19 @@ def _columns(found: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
     return found.source.resolve((*found.seen.names, *found.seen.inner), mapped)
 
 
-def _nothing(named: Sequence[str], unknown: Sequence[_Unknown]) -> str:
+def _nothing(
+    named: Sequence[str], unknown: Sequence[_Unknown], unreadable: Sequence[BadRow]
+) -> str:
+    if not named and unreadable:
+        file, _, reason = unreadable[0][:3]
+        return f"no log that can be read: {file}: {reason}"
     if not unknown:
-        return f"{_files(len(named))} of evaluation or metadata, no log; the first is {named[0]}"
+        hint = next((h for p, h in ELSEWHERE.items() if any(re.search(p, f) for f in named)), "")
+        said = f"{_files(len(named))} of evaluation or metadata, no log; the first is {named[0]}"
+        return f"{said}. {hint}".rstrip(". ")
     why = unknown[0].why.rstrip(". ")
+    if all(u.known for u in unknown):
+        return f"no log that can be read: {why}"
     if all(u.damaged for u in unknown):
         return f"no log that can be read: {why}. Copy or write the file again, or leave it out"
     return (
@@ -204,6 +245,8 @@ def _said(
     skipped: Sequence[str],
     columns: Mapping[str, str],
     repeated: int,
+    of_ranks: int,
+    unreadable: Sequence[BadRow],
 ) -> str:
     said = [f"found {best.source.what}, told by {best.source.because}"]
     renamed = {name: column for name, column in columns.items() if name != column}
@@ -215,11 +258,18 @@ def _said(
     for other in found:
         if other.source is not best.source:
             said.append(f"not reading {_files(len(other.files))} of {other.source.what}")
-    if unknown:
-        names = ", ".join(u.files[0] for u in unknown[:3])
+    said += [f"not reading {_files(len(u.files))} ({u.why})" for u in unknown if u.known]
+    strange = [u for u in unknown if not u.known]
+    if strange:
+        names = ", ".join(u.files[0] for u in strange[:3])
         said.append(f"not reading {names}, which is no known log")
     if skipped:
         said.append(f"not reading {_files(len(skipped))} of evaluation or metadata")
     if repeated:
         said.append(f"{_files(repeated)} named again by another path, counted once")
+    if of_ranks:
+        said.append(f"not reading {_files(of_ranks)} of ranks that hold the samples of another rank")
+    if unreadable:
+        names = ", ".join(f"{b.file} ({b.reason})" for b in unreadable[:3])
+        said.append(f"{_files(len(unreadable))} cannot be read: {names}")
     return "; ".join(said)

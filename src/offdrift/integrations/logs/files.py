@@ -5,11 +5,13 @@ from __future__ import annotations
 import glob as local_glob
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from offdrift.errors import RecordError
+from offdrift.integrations.logs.types import BadRow
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".pt", ".pkl")
 """What may be a log; other files of a folder are not looked at."""
@@ -26,24 +28,37 @@ def is_url(path: str) -> bool:
     return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path))
 
 
-def find(paths: Sequence[str]) -> list[str]:
+def too_large(what: str, limit: int) -> str:
+    """The sentence about a file that takes more than it may."""
+    return (
+        f"{what} more than {limit / 2**20:,.0f} MiB, the most that it may; allow more with "
+        "--max-file-mib if you trust the file"
+    )
+
+
+def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
     """Every file that the paths name: files as they are, folders and globs with what is in them.
 
     A file that several paths name stands there several times (see `unrepeated`). Files of a folder stand in the order of the numbers in their names. A folder is searched to
     any depth for the suffixes of logs, without hidden files.
 
-    Raises: `RecordError` naming the path that leads nowhere.
+    Returns: the files; and what folders and globs hold under the name of a log that is no file to
+        read (a link that leads nowhere, a pipe, a folder without permission), with the reason.
+
+    Raises: `RecordError` naming the path that leads nowhere, or to no file.
     """
     found: list[str] = []
+    skipped: list[BadRow] = []
     for path in paths:
-        files = _remote(path) if is_url(path) else _local(path)
-        if not files:
+        before = len(skipped)
+        files = _remote(path) if is_url(path) else _local(path, skipped)
+        if not files and len(skipped) == before:
             raise RecordError(
                 f"no log at {path}: it does not exist, or holds no file ending in "
                 f"{', '.join(SUFFIXES)}"
             )
         found += files
-    return found
+    return found, skipped
 
 
 def unrepeated(files: Sequence[str]) -> tuple[list[str], int]:
@@ -115,11 +130,28 @@ def opened(path: str) -> Iterator[Bytes]:
             fs, inside = _store(path)
             file = fs.open(inside, "rb")
         else:
-            file = open(path, "rb")  # noqa: SIM115
+            file = open(path, "rb", opener=_regular)  # noqa: SIM115
     except Problem as e:
         raise missing(path, e) from e
     with file:
         yield file
+
+
+def _regular(path: str, flags: int) -> int:
+    """Opens a file and nothing else: opening a pipe waits until somebody writes to it."""
+    opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if (why := _no_file(os.fstat(opened).st_mode)) is not None:
+        os.close(opened)
+        raise OSError(why)
+    return opened
+
+
+def _no_file(mode: int) -> str | None:
+    """What something is that cannot be read as a file; None if it can."""
+    if stat.S_ISREG(mode):
+        return None
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, no file"
 
 
 def missing(path: str, error: Exception) -> RecordError:
@@ -133,14 +165,45 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.findall(r"\d+|\D+", name)]
 
 
-def _local(path: str) -> list[str]:
-    if os.path.isfile(path):
-        return [path]
+def _local(path: str, skipped: list[BadRow]) -> list[str]:
     if os.path.isdir(path):
-        listed = [os.path.join(d, name) for d, _, names in os.walk(path) for name in names]
-        return _logs(listed, path)
-    named = local_glob.glob(path, recursive=True)
-    return sorted((p for p in named if os.path.isfile(p)), key=natural)
+        unread: list[OSError] = []
+        walk = os.walk(path, onerror=unread.append)
+        listed = _logs([os.path.join(d, name) for d, _, names in walk for name in names], path)
+        skipped += [BadRow(e.filename, 0, f"the folder cannot be read: {e.strerror}") for e in unread]
+    elif os.path.lexists(path):
+        if (reason := _unreadable(path)) is not None:
+            raise RecordError(f"cannot read {path}: {reason}; name the file itself")
+        return [path]
+    else:
+        named = _globbed(path)
+        listed = sorted((p for p in named if not os.path.isdir(p)), key=natural)
+    why = {file: _unreadable(file) for file in listed}
+    skipped += [BadRow(file, 0, reason) for file, reason in why.items() if reason is not None]
+    return [file for file, reason in why.items() if reason is None]
+
+
+def _globbed(pattern: str) -> list[str]:
+    """What a glob names. `**` leads into folders and through no links: they may lead back."""
+    head, deep, tail = f"/{pattern}".partition("/**/")
+    if not deep:
+        return local_glob.glob(pattern)
+    found: dict[str, None] = {}
+    for base in local_glob.glob(head[1:]) if head else ["/" if pattern[0] == "/" else "."]:
+        for folder, inner, _ in os.walk(base):
+            inner[:] = [name for name in inner if not name.startswith(".")]
+            below = os.path.join(local_glob.escape(folder), tail)
+            found |= dict.fromkeys(_globbed(os.path.normpath(below)))
+    return list(found)
+
+
+def _unreadable(path: str) -> str | None:
+    """Why something cannot be read as a file, as far as its name tells; None if it can."""
+    try:
+        return _no_file(os.stat(path).st_mode)
+    except OSError as e:
+        what = "a link that leads nowhere" if os.path.islink(path) else "not there"
+        return f"it is {what}: {e.strerror}"
 
 
 def _remote(path: str) -> list[str]:

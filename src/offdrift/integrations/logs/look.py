@@ -10,10 +10,11 @@ import pyarrow as pa
 from offdrift.errors import RecordError
 from offdrift.integrations.logs import own, parquet, skyrl, slime
 from offdrift.integrations.logs.arrow import is_list, is_number, type_of
-from offdrift.integrations.logs.files import Bytes, opened
-from offdrift.integrations.logs.lines import LARGEST, decode, read_lines
+from offdrift.integrations.logs.files import Bytes, missing, opened
+from offdrift.integrations.logs.lines import LINES, decode, read_lines
 from offdrift.integrations.logs.plain import OWN
 from offdrift.integrations.logs.source import Source, look_up
+from offdrift.integrations.logs.types import LIMIT
 
 Loaded = TypeVar("Loaded")
 
@@ -37,16 +38,23 @@ class Look(NamedTuple):
     """Of Parquet."""
 
 
-def look(file: str) -> Look:
-    """A first look at a file; `RecordError` if it cannot be read as what its name says."""
-    if file.endswith(".parquet"):
-        return _parquet(file)
-    if file.endswith(".pt"):
-        return _torch(file)
-    if file.endswith(".pkl"):
-        with opened(file) as f:
-            return Look(source=loaded(f, skyrl.load, file)[0])
-    return _lines(file)
+def look(file: str, limit: int = LIMIT) -> Look:
+    """A first look at a file; `RecordError` if it cannot be read as what its name says.
+
+    Args:
+        file: its path.
+        limit: bytes that it may take in memory.
+    """
+    try:
+        if file.endswith(".parquet"):
+            return _parquet(file)
+        if file.endswith((".pt", ".pkl")):
+            load = slime.load if file.endswith(".pt") else skyrl.load
+            with opened(file) as f:
+                return Look(source=loaded(f, lambda f: load(f, limit), file)[0])
+        return _lines(file, limit)
+    except (OSError, MemoryError) as e:
+        raise missing(file, e) from e
 
 
 def _parquet(file: str) -> Look:
@@ -73,31 +81,27 @@ def _inner(schema: pa.Schema) -> list[str]:
     return [f"{f.name}.{f.type.field(i).name}" for f in structs for i in range(f.type.num_fields)]
 
 
-def _torch(file: str) -> Look:
-    with opened(file) as f:
-        return Look(source=loaded(f, slime.load, file)[0])
-
-
 def loaded(file: Bytes, load: Callable[[Bytes], Loaded], name: str) -> Loaded:
     """What a payload holds; `RecordError` naming the file, whatever is wrong with it."""
     try:
         return load(file)
     except RecordError as e:
-        raise RecordError(f"{name}: {e}") from e
+        raise type(e)(f"{name}: {e}") from e
     # Hostile or damaged bytes make an unpickler raise anything.
     except Exception as e:
-        raise RecordError(f"{name} is damaged, or no log: {e!r}") from e
+        raise RecordError(f"{name} is damaged, or no log: {repr(e)[:200]}") from e
 
 
-def _lines(file: str) -> Look:
+def _lines(file: str, limit: int) -> Look:
     size = HEAD
     while True:
-        data, stopped = read_lines(file, 0, size)
+        data, long, stopped = read_lines(file, 0, size, limit)
         end = len(data) if len(data) < size else data.rfind(b"\n") + 1
-        rows, _, bad = decode(data[:end], 1, file)
-        if rows or len(data) < size or size >= LARGEST:
+        rows, _, bad = decode(data[:end], 1, file, limit)
+        if rows or (len(data) < size and not long) or size > 8 * limit // LINES:
             break
         size *= 8
+    stopped = stopped or next(iter(long.values()), None)
     if not rows and (bad or stopped):
         why = stopped or f"line {bad[0].row}, {bad[0].reason}"
         raise RecordError(f"{file} holds no row that can be read: {why}")

@@ -1,7 +1,8 @@
 """NeMo-RL's training data (`train_data_step{N}.jsonl` in its log folder, written unless NeMo-Gym logs).
 
 Every value is wrapped in a list of one; token lists cover prompt, response and padding up to
-`input_lengths`; index 0 of the log-probs belongs to no token. NaN is written bare.
+`input_lengths`; index 0 of the log-probs belongs to no token. NaN is written bare. With dynamic
+sampling, `filtered_rewards` are those of the rows; `rewards` are those of every sequence that was drawn.
 Source: NeMo-RL 7ea279a, nemo_rl/algorithms/grpo.py and nemo_rl/utils/logger.py.
 """
 
@@ -39,7 +40,7 @@ def adapt(row: Mapping[str, Any]) -> Row:
     tokens = value.get("token_ids")
     if tokens is not None:
         found["group_id"] = prompt_id(tokens[:begin])
-    return {**found, "reward": value.get("rewards"), **_texts(value.get("content"))}
+    return {**found, "reward": value.get("filtered_rewards", value.get("rewards")), **_texts(value.get("content"))}
 
 
 def _texts(content: Any) -> Row:

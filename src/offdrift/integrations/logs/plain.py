@@ -1,4 +1,4 @@
-"""The plain schema, and logs that are plain rows under other names: verl, TRL, open-instruct, AReaL."""
+"""The plain schema, and logs that are plain rows under other names: verl, TRL, AReaL."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ VERL = Source(
     note="it holds texts and scores, no log-probs",
 )
 
+VERL_VALIDATION = Source(
+    "verl-validation",
+    "verl",
+    "verl's validation dump",
+    "the key reward, which its training dumps do not have",
+    columns={"prompt": "input", "completion": "output", "reward": "score"},
+    step_in_name=r"(?:^|/)(\d+)\.jsonl",
+    note="it holds texts and scores of the validation, nothing that was trained on",
+)
+
 TRL = Source(
     "trl",
     "trl",
@@ -26,21 +36,6 @@ TRL = Source(
     columns={"advantages": "advantage"},
     step_in_name=r"completions_(\d+)\.parquet",
     note="it holds texts, rewards and advantages; log-probs only where log_extra added them",
-)
-
-OPEN_INSTRUCT = Source(
-    "open-instruct",
-    "open-instruct",
-    "open-instruct's rollout traces",
-    "the keys prompt_tokens, response_tokens and finish_reason",
-    columns={
-        "logp_rollout": "logprobs",
-        "tokens": "response_tokens",
-        "advantages": "advantage",
-        "group_id": "prompt_idx",
-        "truncated": "finish_reason",
-    },
-    note="it holds the engine's log-probs, none of the trainer's",
 )
 
 AREAL = Source(

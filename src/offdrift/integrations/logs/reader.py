@@ -14,12 +14,16 @@ from offdrift.integrations.logs.assemble import assemble
 from offdrift.integrations.logs.columns import Columns, joined
 from offdrift.integrations.logs.files import opened
 from offdrift.integrations.logs.look import loaded
+from offdrift.integrations.logs.parquet import WIDTH
+from offdrift.integrations.logs.pickles import Budget
 from offdrift.integrations.logs.rows import Row, pack
 from offdrift.integrations.logs.source import PER_ROW, Source, look_up, translate
 from offdrift.integrations.logs.sources import source
 from offdrift.integrations.logs.types import BadRow, Detected, Piece, Read
 
-Malformed = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+Malformed = (
+    KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError,
+)  # fmt: skip
 """What translating a row raises that is not what its source writes."""
 
 
@@ -29,15 +33,19 @@ def read(piece: Piece, found: Detected) -> Read:
     Raises: `RecordError` naming a file that is gone; nothing in a file is an error.
     """
     kind = source(found.format)
-    if piece.file.endswith(".parquet"):
-        columns, bad = _parquet(piece, kind, found)
-    elif piece.file.endswith((".pt", ".pkl")):
-        columns, bad = _payload(piece, kind, found)
-    else:
-        columns, bad = _lines(piece, kind, found)
-    if columns is None:
-        return Read(None, tuple(bad))
-    batch, unusable = assemble(columns, file=piece.file, step=kind.step(piece.file))
+    try:
+        if piece.file.endswith(".parquet"):
+            columns, bad = _parquet(piece, kind, found)
+        elif piece.file.endswith((".pt", ".pkl")):
+            columns, bad = _payload(piece, kind, found)
+        else:
+            columns, bad = _lines(piece, kind, found)
+        if columns is None:
+            return Read(None, tuple(bad))
+        batch, unusable = assemble(columns, file=piece.file, step=kind.step(piece.file))
+    except (OSError, MemoryError) as e:  # a disk that fails, too little memory for what is there
+        reason = getattr(e, "strerror", None) or str(e) or type(e).__name__
+        return Read(None, (BadRow(piece.file, piece.first_row, f"cannot be read: {reason}"),))
     return Read(batch, (*bad, *unusable))
 
 
@@ -47,20 +55,18 @@ def _parquet(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | Non
         def wanted(schema: pa.Schema) -> dict[str, str]:
             return present(schema, kind.resolve(schema.names, found.columns))
 
-        parts, bad = parquet.read_rows(piece.file, piece.start, piece.stop, wanted)
+        parts, bad = parquet.read_rows(piece.file, piece.start, piece.stop, wanted, found.limit)
         return joined(parts), bad
-    tables, bad = parquet.read_objects(piece.file, piece.start, piece.stop)
+    tables, bad = parquet.read_objects(piece.file, piece.start, piece.stop, found.limit)
     rows = [row for _, part in tables for row in part]
     numbers = [first + i for first, part in tables for i in range(len(part))]
     return _packed(rows, numbers, piece.file, kind, found, bad)
 
 
 def _lines(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | None, list[BadRow]]:
-    stop = lines.LARGEST if lines.compression(piece.file) else piece.stop
-    data, stopped = lines.read_lines(piece.file, piece.start, stop)
-    rows, numbers, bad = lines.decode(data, piece.first_row, piece.file)
-    if stopped is None and lines.compression(piece.file) and len(data) >= stop:
-        stopped = f"the file decompresses to {stop >> 30} GiB or more; decompress it on disk"
+    data, long, stopped = lines.read_lines(piece.file, piece.start, piece.stop, found.limit)
+    rows, numbers, bad = lines.decode(data, piece.first_row, piece.file, found.limit)
+    bad += [BadRow(piece.file, piece.first_row + i, why) for i, why in long.items()]
     if stopped is not None:
         bad.append(BadRow(piece.file, piece.first_row + data.count(b"\n"), stopped))
     return _packed(rows, numbers, piece.file, kind, found, bad)
@@ -71,11 +77,20 @@ def _payload(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | Non
     rows: list[Row] = []
     with opened(piece.file) as f:
         try:
-            rows += loaded(f, lambda f: list(load(f)[1]), piece.file)
+            rows += loaded(f, lambda f: _within(load(f, found.limit)[1], found.limit), piece.file)
         except RecordError as e:
             return None, [BadRow(piece.file, 0, str(e).removeprefix(f"{piece.file}: "))]
     columns, bad = pack(rows, range(1, len(rows) + 1), piece.file)
     return columns, bad
+
+
+def _within(rows: Iterable[Row], limit: int) -> list[Row]:
+    """All rows; `RecordError` where one list in many of them makes more than the file may take."""
+    budget, kept = Budget(limit), []
+    for row in rows:
+        budget.spend(WIDTH * sum(len(x) for x in row.values() if hasattr(x, "__len__")))
+        kept.append(row)
+    return kept
 
 
 def _packed(
@@ -91,15 +106,19 @@ def _packed(
     if kind.adapt is None:
         columns = kind.resolve(_names(rows), found.columns)
         translated, kept = [translate(row, columns) for row in rows], list(numbers)
+        if kind.amend is not None:
+            translated = [kind.amend(row, t) for row, t in zip(rows, translated, strict=True)]
     else:
         own = {n: c for n, c in found.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
         for row, number in zip(rows, numbers, strict=True):
             try:
                 mapped = {name: look_up(row, column) for name, column in own.items()}
-                translated.append({**kind.adapt(row), **mapped})
-                kept.append(number)
+                inside = kind.adapt(row)
+                inside = inside if isinstance(inside, list) else [inside]
+                translated += [{**r, **mapped} for r in inside]
+                kept += [number] * len(inside)
             except Malformed as e:
-                bad.append(BadRow(file, number, f"no row of {kind.what}: {e!r}"))
+                bad.append(BadRow(file, number, f"no row of {kind.what}: {repr(e)[:200]}"))
     columns, wrong = pack(translated, kept, file)
     return columns, sorted([*bad, *wrong], key=lambda b: b.row)
 

@@ -25,7 +25,7 @@ from offdrift.integrations.logs.types import BadRow
 Row = Mapping[str, Any]
 """Values by field of the plain schema."""
 
-Conversion = (ValueError, TypeError, OverflowError)
+Conversion = (ValueError, TypeError, OverflowError, RecursionError)
 
 
 LARGE = 2.0**63

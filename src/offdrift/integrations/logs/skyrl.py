@@ -19,6 +19,7 @@ from offdrift.integrations.logs.pickles import TensorBatch, load_pickle, tensor_
 from offdrift.integrations.logs.prime_rl import prompt_id
 from offdrift.integrations.logs.rows import Row
 from offdrift.integrations.logs.source import Source
+from offdrift.integrations.logs.types import LIMIT
 
 COLUMNS = {
     "logp_rollout": "rollout_logprobs",
@@ -29,18 +30,18 @@ COLUMNS = {
 }
 
 
-def load(file: Bytes) -> tuple[Source, Iterator[Row]]:
+def load(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
     """That a dump is SkyRL's, and its sequences.
 
     Raises: `RecordError` if the pickle is none of SkyRL's, or asks for anything but data.
     """
-    batch = load_pickle(file)
+    batch = load_pickle(file, limit)
     state = getattr(batch, "state", None)
     if not isinstance(batch, TensorBatch) or not isinstance(state, Mapping):
         raise RecordError("the pickle holds no training batch of SkyRL")
     wanted = {*COLUMNS.values(), "response_mask", "sequences", "attention_mask", "rewards"}
     held = {
-        name: tensor_of(x)
+        name: tensor_of(x, limit)
         for name, x in state["batch_dict"].items()
         if name in wanted and x is not None and x.get("format") != "tensor_list"
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,11 @@ class Source:
     """What it was recognized by."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """The log's name of each field."""
-    adapt: Callable[[Mapping[str, Any]], Row] | None = None
+    adapt: Callable[[Mapping[str, Any]], Row | list[Row]] | None = None
+    amend: Callable[[Mapping[str, Any], Row], Row] | None = None
+    """What else a row tells: called with it and the row of the plain schema, without `adapt`."""
+    distinct: Callable[[Sequence[str], int], list[str]] | None = None
+    """Of files and the bytes that each may take, those that hold every sequence once."""
     step_in_name: str = r"(?:^|[/_.-])step[_-]?(\d+)"
     """Where a file's path tells the step of rows that do not."""
     note: str = ""

@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping
 
 from offdrift.integrations.logs.fields import DIVERGENCES, LOGPS
 from offdrift.integrations.logs.nemo_rl import NEMO_RL
+from offdrift.integrations.logs.open_instruct import OPEN_INSTRUCT
 from offdrift.integrations.logs.own import OWN_ROLLOUTS
-from offdrift.integrations.logs.plain import AREAL, OPEN_INSTRUCT, OWN, PLAIN, TRL, VERL
+from offdrift.integrations.logs.plain import AREAL, OWN, PLAIN, TRL, VERL, VERL_VALIDATION
 from offdrift.integrations.logs.prime_rl import PRIME_RL
+from offdrift.integrations.logs.prime_rl_traces import PRIME_RL_TRACES
 from offdrift.integrations.logs.skyrl import SKYRL
 from offdrift.integrations.logs.slime import (
     MILES_COLUMNS,
@@ -21,7 +23,7 @@ from offdrift.integrations.logs.source import Source
 
 SOURCES = (
     PRIME_RL, NEMO_RL, SLIME_TRAIN, MILES_TRAIN, SKYRL, OWN, OWN_ROLLOUTS, PLAIN, SLIME_ROLLOUT, MILES_ROLLOUT,
-    MILES_COLUMNS, OPEN_INSTRUCT, TRL, AREAL, VERL,
+    MILES_COLUMNS, PRIME_RL_TRACES, OPEN_INSTRUCT, TRL, AREAL, VERL, VERL_VALIDATION,
 )  # fmt: skip
 """In this order: where a folder holds several that say the same, the first is read."""
 
@@ -32,9 +34,14 @@ KEYS: Mapping[str, frozenset[str]] = {
     "miles-columns": frozenset({"sample_index", "total_length", "tokens", "rollout_log_probs"}),
     "trl": frozenset({"step", "prompt", "completion", "advantage"}),
     "areal": frozenset({"task_id", "head_version", "tail_version"}),
+    "prime-rl-traces": frozenset({"env", "task", "ok", "traces"}),
     "verl": frozenset({"input", "output", "score", "step"}),
+    "verl-validation": frozenset({"input", "output", "score", "step", "reward"}),
 }
 """Names that give a log of rows away."""
+
+WITHOUT: Mapping[str, frozenset[str]] = {"verl-validation": frozenset({"request_id"})}
+"""Names that it does not have."""
 
 SAYING = {*LOGPS, *DIVERGENCES, "completion"}
 """Of the plain schema, a log of sequences has one of these; rewards alone are a table of metrics."""
@@ -59,7 +66,11 @@ def source(format: str) -> Source:
 def source_of(names: Collection[str]) -> Source | None:
     """The kind of log whose rows have these names; None if it is not known."""
     there = set(names)
-    for s in SOURCES:
-        if s.format in KEYS and there >= KEYS[s.format]:
-            return s
+    fit = [
+        s
+        for s in SOURCES
+        if there >= KEYS.get(s.format, {""}) and not there & WITHOUT.get(s.format, frozenset())
+    ]
+    if fit:
+        return max(fit, key=lambda s: len(KEYS[s.format]))
     return PLAIN if SAYING & set(PLAIN.resolve(there, {})) else None

@@ -9,6 +9,10 @@ from typing import NamedTuple
 from offdrift.rollouts.logged import Logged
 
 
+LIMIT = 4 << 30
+"""Bytes that one file may take in memory, or decompress to, where nobody says otherwise."""
+
+
 class BadRow(NamedTuple):
     """A row that was skipped, and why."""
 
@@ -26,7 +30,7 @@ class Piece:
     start: int
     stop: int
     """Parquet: rows `start` to `stop`. JSONL: lines that begin at byte `start` or later, and
-    before `stop`. Anything else, compressed files included: the whole file."""
+    before `stop`, of the decompressed file where it is compressed. Else the whole file."""
     format: str
     first_row: int = 1
     """Number of the first line or row."""
@@ -53,6 +57,10 @@ class Detected:
     """Column of the log that each field comes from."""
     sizes: tuple[int, ...] = ()
     """Bytes of each file."""
+    skipped: tuple[BadRow, ...] = ()
+    """Files that cannot be opened at all, and why."""
+    limit: int = LIMIT
+    """Bytes that one file may take in memory, or decompress to."""
 
     @property
     def bytes(self) -> int:
