@@ -63,7 +63,9 @@ def loop_otb(batch: Batch, weighted: bool, compact: bool, zero_tail: bool) -> li
     for i, g in enumerate(batch.groups.tolist()):
         members[g].append(i)
     found = []
+    most = {g: max((w for j in own for _, w in weight[j]), default=1.0) for g, own in members.items()}
     for i, g in enumerate(batch.groups.tolist()):
+        unit = min(1.0, most[g]) ** 2 if weighted else 1.0
         lengths = sorted((len(reward[j]) for j in members[g]), reverse=True)
         out = []
         for k, t in enumerate(column[i]):
@@ -75,7 +77,7 @@ def loop_otb(batch: Batch, weighted: bool, compact: bool, zero_tail: bool) -> li
             alone = len(lengths) == 1
             longest = not alone and len(reward[i]) == lengths[0] > lengths[1]
             bare = alone or (zero_tail and longest and t >= lengths[1])
-            out.append(returns[i][k] - (0.0 if bare else up / (down + 1e-8)))
+            out.append(returns[i][k] - (0.0 if bare else up / (down + 1e-8 * unit)))
         found.append(out)
     return found
 

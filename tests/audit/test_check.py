@@ -364,7 +364,7 @@ def test_a_number_that_is_missing_is_not_judged(baseline):
 @pytest.mark.parametrize("tv_p95", [1e-5, 0.036])
 def test_the_sentence_claims_no_more_than_the_rows(baseline, tv_p95):
     """A budget that is missed is no defect, but then not "every threshold holds"."""
-    metrics = {**baseline.metrics, "mismatch/chi2_seq": 0.01}
+    metrics = {**baseline.metrics, "mismatch/chi2_seq_largest": 0.01}
     rows = thresholds(replace(baseline, tv_p95=tv_p95, metrics=metrics))
     text = sentence(baseline, rows, pair="A against B")
     missed = {row["metric"] for row in rows if not row["holds"]}

@@ -14,7 +14,9 @@ import torch
 
 from offdrift.audit.counterfactual import Counterfactual
 from offdrift.audit.tally import Tally
+from offdrift.audit.verdict import THRESHOLDS
 from offdrift.correction import Weight
+from offdrift.diagnosis.collapse import within_budget
 from offdrift.facts import NO_FACTS, Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS
@@ -71,6 +73,27 @@ def test_chi_squared_of_long_sequences_is_not_taken_for_none():
     assert found["full/chi2_seq_largest"] == pytest.approx(1 / exact_ess(sums()) - 1, rel=1e-9)
 
 
+def test_no_verdict_takes_it_for_none():
+    found = summarize(DriftStats.of(drifted()))
+    (row,) = [t for t in THRESHOLDS if "chi2_seq" in t.metric]
+    assert not row.holds(found[row.metric])
+    assert row.metric == "mismatch/chi2_seq_largest"
+    bare = {k.removeprefix("mismatch/"): x for k, x in found.items() if k.startswith("mismatch/")}
+    assert within_budget({"tv_p95": 1e-5, **bare}) is False
+    assert within_budget({"tv_p95": 1e-5, "chi2_seq": bare["chi2_seq"]}) is None
+    # One sequence, or equal ones: they agree with each other, but not with E[W] = 1.
+    for same in ([-50.0], [-50.0, -50.0]):
+        found = summarize(DriftStats.of(with_sums(same)))
+        assert found["full/chi2_seq_largest"] == pytest.approx(1.0)
+        assert found["full/ess_seq_frac"] == pytest.approx(1.0)
+
+
+def test_a_chi_squared_beyond_what_is_shown_is_a_number():
+    for size in (25.0, 1e4):
+        found = summarize(DriftStats.of(with_sums([size, -1.0])))
+        assert found["full/chi2_seq"] == found["full/chi2_seq_largest"] == math.expm1(40)
+
+
 def test_the_method_table_of_an_audit_sees_it_too():
     lp = drifted()
     rows = {r["name"]: r for r in Counterfactual.of(logged(lp)).table()}
@@ -99,10 +122,11 @@ def logged(lp: LogProbs) -> Logged:
 
 
 def with_sums(values: list[float]) -> LogProbs:
-    """Sequences of two tokens with these sums of full log-ratios."""
-    half = double(values).repeat_interleave(2) / 2
-    top = torch.zeros_like(half)
-    return LogProbs.pack(top.minimum(-half) - 0.5, top.minimum(half) - 0.5, segments=Segments.from_lengths([2] * len(values)))  # fmt: skip
+    """Sequences of tokens of at most 500 nats with these sums of full log-ratios."""
+    length = 2 * math.ceil(max(map(abs, values)) / 1000)
+    share = (double(values) / length).repeat_interleave(length)
+    top = torch.zeros_like(share)
+    return LogProbs.pack(top.minimum(-share) - 0.5, top.minimum(share) - 0.5, segments=Segments.from_lengths([length] * len(values)))  # fmt: skip
 
 
 NORMALIZED = [0.34857727, 0.94753127, 2.57565704, 0.12823441]

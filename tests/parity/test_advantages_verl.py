@@ -76,12 +76,19 @@ def theirs(verl, how: str, batch: Batch, rewards: Tensor | None = None, **option
         given |= {
             "old_log_probs": batch.padded["logp_old"],
             "sum_pi_squared": batch.padded["sum_pi_squared"],
-            "rollout_is_weights": batch.padded["weight"],
+            "rollout_is_weights": batch.padded["weight"] / of_order_one(batch),
         }
     if how == "gdpo":
         given["config"] = None  # else it wants the reward manager's dictionaries
     found, _ = verl.registry[how](**{**given, **options})
     return batch.pack(found)
+
+
+def of_order_one(batch: Batch) -> Tensor:
+    """Each group's largest weight where it is below 1, else 1: what we divide weights by."""
+    largest = batch.padded["weight"].amax(1)
+    most = torch.stack([largest[batch.groups == g].max() for g in batch.groups])
+    return most.clamp(max=1.0).where(most > 0, 1.0)[:, None]
 
 
 def ours(how: str, batch: Batch, rewards: Tensor | None = None, **options) -> Tensor:
@@ -138,6 +145,19 @@ def test_returns_carried_across_masked_tokens_equal_verl(verl, gamma):
 
 
 # -- where verl differs, and why ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_small_weights_lose_their_baseline_to_an_epsilon_in_verl(verl, how):
+    """It is a weighted mean, so weights of 1e-5 should do what weights of 1 do."""
+    batch = batch_for(how, 0)
+    batch.padded["weight"] = batch.padded["weight"] / of_order_one(batch)
+    plain, without = ours(how, batch), ours(how, batch, weight=torch.zeros(len(batch.pack(batch.mask))).double())  # fmt: skip
+    batch.padded["weight"] = 1e-5 * batch.padded["weight"]
+    torch.testing.assert_close(ours(how, batch), plain, rtol=0, atol=1e-7)
+    given = {"rollout_is_weights": batch.padded["weight"]}
+    assert (theirs(verl, how, batch, **given) - without).abs().max() < 0.1
+    assert (plain - without).abs().max() > 0.5
 
 
 def test_grpo_vectorized_rounds_to_float32_in_verl(verl):

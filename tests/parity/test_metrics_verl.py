@@ -121,6 +121,22 @@ def test_verl_counts_an_empty_sequence_as_one_with_equal_policies(verl):
         assert mine[ours] == pytest.approx(mine_without[ours], rel=1e-12), name
 
 
+def test_a_sequence_beyond_20_nats_counts_whole_in_chi2_and_as_20_in_verl(verl):
+    """Only the mean is limited, at e^40: what is averaged is not."""
+    rollout = torch.tensor([[-16.0, -16.0], [-1.0, -1.0]], dtype=torch.float64)
+    old = torch.tensor([[-1.0, -1.0], [-14.0, -14.0]], dtype=torch.float64)
+    mask = torch.ones(2, 2, dtype=torch.int64)
+    for sign in (1, -1):
+        mu, pi = (rollout, old) if sign > 0 else (old, rollout)
+        metrics = verl.rollout_corr_helper.compute_offpolicy_metrics(pi, mu, mask)
+        mine = summarize(DriftStats.of(LogProbs.pack(mu, None, pi, mask=mask)))
+        assert metrics["chi2_seq"] == pytest.approx((math.exp(40) + math.exp(-40)) / 2 - 1)
+        assert mine["mismatch/chi2_seq"] == pytest.approx(math.expm1(40))
+    metrics = verl.rollout_corr_helper.compute_offpolicy_metrics(old[1:] - 8, old[1:] + 13, mask[1:])
+    mine = summarize(DriftStats.of(LogProbs.pack(old[1:] + 13, None, old[1:] - 8, mask=mask[1:])))
+    assert metrics["chi2_seq"] == pytest.approx(mine["mismatch/chi2_seq"]) == pytest.approx(-1)
+
+
 def test_a_log_ratio_beyond_20_counts_as_20_with_us_and_whole_in_verls_kl(verl):
     """verl clamps what it gates and weights by, and chi2, but neither kl nor k3_kl."""
     rollout = torch.tensor([[-25.0, -1.0]], dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 A baseline may be any number that does not depend on the sampled token. The one of least variance is
 the mean of the returns weighted by the squared norm of the score gradient, squared importance
-weights included.
+weights included. Only their proportions within a group matter, so they may be of any size.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.advantages.base import Credit, best_and_second
+from offdrift.advantages.base import Credit, best_and_second, group_max
 from offdrift.advantages.token import returns_to_go
 from offdrift.errors import BadValueError, EvidenceError
 from offdrift.segments import Groups
 
 EPS = 1e-8
-"""Added to a sum of weights before dividing by it."""
+"""Added to a sum of squared norms before dividing by it, as in verl: norms are of order 1, and so is
+the largest weight of a group, or it is made so (`_of_order_one`)."""
 
 
 def optimal_token_baseline(credit: Credit, *, zero_tail: bool = True) -> Float[Tensor, " n"]:
     """Reward-to-go minus a baseline of its own for each column of the group. Gradient: none.
 
         s_t = 1 - 2 pi_old(y_t) + sum_v pi_old(v)^2    (squared norm of onehot(y_t) - pi_old)
-        s_t <- s_t W_t^2                               (where `weight` is given)
+        s_t <- s_t (W_t / min(1, max W))^2             (where `weight` is given; max of the group)
         E_{i,t} = sum_{j <= t} s_j
         B_t = sum_i G_{i,t} E_{i,t} / (sum_i E_{i,t} + 1e-8),  A_{i,t} = G_{i,t} - B_t
 
@@ -84,7 +85,8 @@ def opob(credit: Credit) -> Float[Tensor, " n"]:
 
         b = sum_i w_i^2 |g_i|^2 R_i / (sum_i w_i^2 |g_i|^2 + 1e-8),  A_i = R_i - b
 
-    w is the sequence's `weight`, 1 unless given. |g|^2 is `grad_norm_squared` or else its
+    w is the sequence's `weight`, 1 unless given, relative to the largest of its group where that is
+    below 1. |g|^2 is `grad_norm_squared` or else its
     stand-in, the sum over the sequence of the s_t of `optimal_token_baseline`, which leaves out what
     lies before the logits. A lone sequence is its own baseline and learns nothing.
 
@@ -103,7 +105,8 @@ def opob(credit: Credit) -> Float[Tensor, " n"]:
     """
     groups, importance = credit.segments.groups, _gradient_norm(credit) * credit.counts
     if credit.weight is not None:
-        importance = importance * _sequence_weight(credit).square()
+        weight = _sequence_weight(credit)
+        importance = importance * (weight / _of_order_one(weight, credit)).square()
     baseline = groups.sum(importance * credit.scores) / (groups.sum(importance) + EPS)
     return credit.segments.spread(credit.scores - groups.spread(baseline))
 
@@ -114,7 +117,8 @@ def _apart_from_column(
     segments = credit.segments
     norm = _score_norm(credit, estimator)
     if credit.weight is not None:
-        norm = norm * credit.weight.square()
+        unit = _of_order_one(segments.max(credit.weight), credit)
+        norm = norm * (credit.weight / segments.spread(unit)).square()
     energy = segments.prefix_sum(norm) * segments.spread(credit.counts)
     returns = returns_to_go(credit.token_rewards, segments)
     # One cell per group and column: a reduction over sequences that share both.
@@ -152,6 +156,12 @@ def _gradient_norm(credit: Credit) -> Float[Tensor, " b"]:
             "(one per sequence), score the tokens for the stand-in, or choose 'opo'"
         )
     return credit.segments.sum(_score_norm(credit, "opob"))
+
+
+def _of_order_one(weight: Float[Tensor, " b"], credit: Credit) -> Float[Tensor, " b"]:
+    """The largest weight of a sequence's counted siblings where it lies in (0, 1), else 1."""
+    largest = group_max(weight, credit)
+    return largest.where((largest > 0) & (largest < 1), 1.0)
 
 
 def _sequence_weight(credit: Credit) -> Float[Tensor, " b"]:

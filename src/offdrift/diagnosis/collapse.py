@@ -179,13 +179,15 @@ def within_budget(metrics: Mapping[str, float]) -> bool | None:
         TV per token, 95th percentile < 1e-4,   chi2_seq < 0.1,   routed flips < 1e-3
 
     Args:
-        metrics: "tv_p95", "chi2_seq" and, for mixtures of experts, "flip_frac".
+        metrics: "tv_p95", "chi2_seq_largest" (or "chi2_seq") and, for mixtures of experts,
+            "flip_frac". A "chi2_seq" below 0 is missing: no chi^2 is negative, so the sample did not
+            meet the sequences that carry it.
 
     Example:
         >>> within_budget({"tv_p95": 0.281474, "chi2_seq": 0.01})
         False
     """
-    tv, chi2 = number(metrics, "tv_p95"), number(metrics, "chi2_seq")
-    if tv is None or chi2 is None:
+    tv, chi2 = number(metrics, "tv_p95"), _first(metrics, ("chi2_seq_largest", "chi2_seq"))
+    if tv is None or chi2 is None or chi2 < 0:
         return None
     return tv < 1e-4 and chi2 < 0.1 and (number(metrics, "flip_frac") or 0.0) < 1e-3

@@ -51,6 +51,11 @@ def _chi2_token(view: View) -> Found | None:
     return _largest(view, f"{view.on}/chi2_token", "full/chi2_token")
 
 
+def _chi2_seq(view: View) -> Found | None:
+    names = [f"{on}/chi2_seq" for on in (view.on, "full")]
+    return _largest(view, *(f"{name}_largest" for name in names)) or _largest(view, *names)
+
+
 def _ess(view: View) -> Found | None:
     """Of the weights that train, if there are any; else of the raw ratios, which might be used."""
     if (view.level("weight/std") or 0.0) > 0 and (f := view.found("weight/ess_frac")) is not None:
@@ -168,7 +173,7 @@ LEVELS = {
     "ppl_ratio": Definition("1", "`{on}/ppl_ratio`", lambda v: v.found(f"{v.on}/ppl_ratio")),
     "ppl_off": Definition("1", "distance of `{on}/ppl_ratio` from 1", _ppl_off),
     "chi2_token": Definition("1", "`{on}/chi2_token` or `full/chi2_token`, the larger", _chi2_token),
-    "chi2_seq": Definition("1", "`{on}/chi2_seq` or `full/chi2_seq`, the larger", lambda v: _largest(v, f"{v.on}/chi2_seq", "full/chi2_seq")),
+    "chi2_seq": Definition("1", "`{on}/chi2_seq_largest` or `full/chi2_seq_largest`, the larger; `chi2_seq` where only that was logged", _chi2_seq),
     "ess": Definition("1", "effective share of tokens: of the weights that train (`weight/ess_frac`) where they differ, else of the raw ratios (`{on}/ess_frac`, `full/ess_frac`, the smaller)", _ess),
     "rs_masked": Definition("1", "share of sequences rejected whole: `gate/drop_frac_seq`", lambda v: v.found("gate/drop_frac_seq")),
     "ess_after_rs": Definition("1", "`weight/ess_frac` where sequences are rejected", _ess_after_rejection),
