@@ -41,10 +41,14 @@ def check_finite(got: Run) -> None:
     assert got.grad.isfinite().all()
     assert stats.sums.isfinite().all()
     assert stats.maxima.isfinite().all()
+    assert not (stats.logs.isnan() | (stats.logs == torch.inf)).any()
     assert got.result.corrected.weight.isfinite().all()
     for seen in got.result.observed.parts.values():
-        for name, x in seen.items():  # a key of infinity marks what may not be chosen
-            assert name == "key" or x.isfinite().all(), name
+        for name, x in seen.items():
+            if name == "key" or name.startswith("log_"):
+                assert not x.isnan().any(), name  # inf marks what may not be chosen; log 0 is -inf
+            else:
+                assert x.isfinite().all(), name
 
 
 def far_apart(sign: float, dtype: torch.dtype) -> Given:

@@ -60,9 +60,9 @@ def test_st_ppo_values_of_the_methods_table():
     assert got.clipped.tolist() == [False, True, False, True, True, False, False]
     seen = TOKENS.observe(lp, a, Facts())
     assert seen["sequences"].item() == 2
-    assert seen["squares"].sqrt().item() / 2 == pytest.approx(0.229564, abs=1e-6)
+    assert (seen["log_squares"] / 2).exp().item() / 2 == pytest.approx(0.229564, abs=1e-6)
     vector = packed([[0, 0.168732, 0, 0.138146], [-0.07172566, 0, 0]], lp)
-    assert seen["squares"].item() / 4 == pytest.approx(vector.square().sum().item(), abs=1e-6)
+    assert seen["log_squares"].exp().item() / 4 == pytest.approx(vector.square().sum().item(), abs=1e-6)
     plain = Clipped(eps_low=0.1, eps_high=0.1)(lp, a)
     torch.testing.assert_close(got.loss, plain.loss, rtol=0, atol=0)  # scale 1
 
@@ -174,7 +174,7 @@ def test_an_empty_sequence_counts_as_one_sequence():
     wider = replace(lp, segments=Segments.from_lengths([4, 0, 3, 0]))
     seen = TOKENS.observe(wider, a, Facts())
     assert seen["sequences"].item() == 4
-    torch.testing.assert_close(seen["squares"], TOKENS.observe(lp, a, Facts())["squares"])
+    torch.testing.assert_close(seen["log_squares"], TOKENS.observe(lp, a, Facts())["log_squares"])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from offdrift.segments import Segments
 Sign = Literal["any", "negative", "positive"]
 WHOLE_SEQUENCE = ("sequence", "geometric", "worst")
 LEAST, MOST = (math.exp(x * (1 - 1e-6)) for x in (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-"""Positive weights at or beyond these may be what the guard of `exp` left of others."""
+"""Exponentials at or beyond these may be what the guard of `exp` left of others."""
 
 
 class Weighted(NamedTuple):
@@ -38,13 +38,15 @@ class Weighted(NamedTuple):
     exact: Callable[[], Float[Tensor, " n"]] | None = None
     """Gives the logs of the weights as they are without the guard at +-20 nats; None if there is
     none."""
+    least: float = LEAST
+    """Positive weights up to this may be what the guard left of smaller ones."""
 
     def guarded(self) -> bool:
         """Whether that guard may have changed a weight. On an accelerator always: to ask would wait."""
         w = self.weight
         if self.exact is None or not len(w):
             return False
-        return w.device.type != "cpu" or bool(((w > 0) & (w <= LEAST)).any() | (w.max() >= MOST))
+        return w.device.type != "cpu" or bool(((w > 0) & (w <= self.least)).any() | (w.max() >= MOST))
 
     def log_weight(self) -> Float[Tensor, " n"]:
         """Logs of the weights at any size, -inf for 0: what sums that divide each other are made of."""
@@ -152,9 +154,9 @@ class Weight:
             if self.normalize:
                 weight = _shown(self._normalized(logprobs, advantages, facts), weight.dtype)
             if self.advantage == "any":
-                return Weighted(weight, limited, exact)
+                return Weighted(weight, limited, exact, self._least)
             applies = self._applies(advantages)
-            return Weighted(weight.where(applies, 1.0), limited & applies, exact)
+            return Weighted(weight.where(applies, 1.0), limited & applies, exact, self._least)
 
     def log_weight(
         self,
@@ -183,6 +185,10 @@ class Weight:
             if self.unit in WHOLE_SEQUENCE:
                 log_w, count = segments.max(log_w, empty=-torch.inf), (segments.lengths > 0).sum()
             return {"log_weight": log_sums(log_w)[0], "count": count.double()}
+
+    @property
+    def _least(self) -> float:
+        return LEAST if self.saturation is None else LEAST / (LEAST + self.saturation)
 
     def _normalized(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts

@@ -16,7 +16,7 @@ from torch import Tensor
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.facts import NO_FACTS, Facts, Seen
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import clamped, ratio
+from offdrift.numerics import clamped, log_sums, ratio
 from offdrift.objectives.base import TokenLoss
 from offdrift.objectives.clipped import ppo_clip, unit_ratio
 from offdrift.ratios import RatioName, Unit, turns_of
@@ -31,7 +31,8 @@ def clipping_bias(
     clipped: Bool[Tensor, " n"],
     segments: Segments,
 ) -> Float[Tensor, ""]:
-    """Squared length of what a clip removed from the gradient, times the squared number of sequences:
+    """Log of the squared length of what a clip removed from the gradient, times the squared number of
+    sequences; -inf if it removed nothing:
 
         N^2 |C|^2 = sum over clipped tokens of (u_t A_t / T_i)^2
 
@@ -42,16 +43,16 @@ def clipping_bias(
 
     Example:
         >>> s, a = Segments.from_lengths([2]), torch.tensor([3.0, 3.0])
-        >>> clipping_bias(torch.zeros(2), a, torch.tensor([True, False]), s)
-        tensor(2.2500, dtype=torch.float64)
+        >>> clipping_bias(torch.zeros(2), a, torch.tensor([True, False]), s)  # log of (3 / 2)^2
+        tensor(0.8109, dtype=torch.float64)
 
     Reference: ST-PPO, arXiv:2511.20718v1, clipping-bias correction. Unverified: best reading of the
     per-token stand-in.
     """
     with torch.no_grad():
         lengths = segments.spread(segments.lengths.double())
-        removed = ratio(log_ratio.double()) * advantages.double() / lengths
-        return removed.where(clipped, 0.0).square().sum()
+        removed = log_ratio.double() + advantages.double().abs().log() - lengths.log()
+        return log_sums(removed.where(clipped, -torch.inf))[1]
 
 
 def renormalized(
@@ -153,13 +154,13 @@ class TurnNormalized:
             u = renormalized(u, clipped, turns, eps_low=self.eps_low, eps_high=self.eps_high)
             return TokenLoss(*self._clip(u, a))
         seen = facts.seen_by(self, logprobs, advantages)
-        norm = seen["squares"].sqrt() / seen["sequences"].clamp(min=1)
-        return TokenLoss(loss / norm.clamp(min=1).to(loss.dtype), clipped)
+        log_norm = seen["log_squares"] / 2 - seen["sequences"].clamp(min=1).log()
+        return TokenLoss(loss / log_norm.clamp(min=0).exp().to(loss.dtype), clipped)
 
     def observe(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
     ) -> Seen:
-        """Squared size of what was clipped, and the number of sequences; nothing for "renorm".
+        """Log of the squared size of what was clipped, and the number of sequences; nothing for "renorm".
 
         Gradient: none. Raises: `MethodError` without advantages.
         """
@@ -172,7 +173,7 @@ class TurnNormalized:
             u, a = unit_ratio(logprobs, advantages, self.on, self.unit, "unit")
             _, clipped = self._clip(u, a)
             count = u.new_full((), len(segments), dtype=torch.float64)
-            return {"squares": clipping_bias(u, a, clipped, segments), "sequences": count}
+            return {"log_squares": clipping_bias(u, a, clipped, segments), "sequences": count}
 
     def _clip(self, u: Float[Tensor, " n"], a: Float[Tensor, " n"]) -> tuple[Tensor, Tensor]:
         loss, clipped, _ = ppo_clip(u, a, eps_low=self.eps_low, eps_high=self.eps_high)
