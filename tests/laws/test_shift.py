@@ -166,6 +166,18 @@ def test_the_effective_sample_size_of_a_rows_weights_is_that_of_the_ratios(name,
         assert summarize(stats)["weight/ess_frac"] == pytest.approx(ess(log_w), rel=1e-7)
 
 
+def test_tokens_that_were_not_scored_leave_it_to_the_others():
+    weight = Weight(on="full", unit="token")
+    row = replace(METHODS["none"], correction=Correction(weights=(weight,)))
+    batch = shifted("full", -1e4)
+    mu = batch.tokens["mu"].clone()
+    mu[::7] = -9999.0
+    scored = mu > -1000
+    got = run(row, packed(batch.with_tokens(mu=mu))).result.stats
+    expected = ess((batch.tokens["pi"] - batch.tokens["mu"])[scored])
+    assert summarize(got)["weight/ess_frac"] == pytest.approx(expected, rel=1e-7)
+
+
 def test_two_weights_of_a_token_are_guarded_one_by_one():
     """e^-1000 times e^5: the product is guarded at e^-15, which a look at it would not show."""
     x = torch.tensor([-1000.0, -1001.0, -999.5, -1000.5], dtype=torch.float64)

@@ -77,6 +77,7 @@ class Corrected(NamedTuple):
             function(self.weight),
             function(self.limited),
             {gate: function(x) for gate, x in self.rejected_by.items()},
+            tuple(w.map(function) for w in self.weighted),
         )
 
     def placed(self, logprobs: LogProbs) -> Corrected:

@@ -52,6 +52,11 @@ class Weighted(NamedTuple):
         """Logs of the weights at any size, -inf for 0: what sums that divide each other are made of."""
         return self.weight.log() if self.exact is None else self.exact()
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Weighted:
+        """The same of other tokens, or elsewhere: `function` applied to every tensor."""
+        exact = self.exact and (lambda: function(self.log_weight()))
+        return Weighted(function(self.weight), function(self.limited), exact, self.least)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
