@@ -137,6 +137,10 @@ def read_lines(
     end = min(stop, limit) if packed else stop
     stopped = None
     try:
+        if not packed and end - start <= 2 * kept.most:  # `decode` leaves out what is too long
+            with opened(file) as f:
+                f.seek(start)
+                return f.read(end - start), {}, None
         for block in _range(file, start, end):
             kept.add(block)
     except RecordError:
@@ -155,7 +159,7 @@ class _Kept:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.parts: list[bytes] = []
+        self.parts: list[memoryview] = []
         self.long: dict[int, str] = {}
         """Why a line is left out, by its number from 0."""
         self.number = self.length = self.begun = 0
@@ -163,22 +167,23 @@ class _Kept:
     def add(self, block: bytes) -> None:
         """The next block. Only a line that spans blocks is looked at: one block is no burden."""
         first, last = block.find(b"\n") + 1, block.rfind(b"\n") + 1
-        self._go_on(block[:first] if first else block)
+        whole = memoryview(block)
+        self._go_on(whole[:first] if first else whole, ends=first > 0)
         if first:
-            self.parts.append(block[first:last])
+            self.parts.append(whole[first:last])
             self.number += block.count(b"\n")
             self.length, self.begun = 0, len(self.parts)
-            self._go_on(block[last:])
+            self._go_on(whole[last:], ends=False)
 
-    def _go_on(self, part: bytes) -> None:
+    def _go_on(self, part: memoryview, *, ends: bool) -> None:
         self.length += len(part)
         if self.length <= self.most:
             self.parts.append(part)
             return
         self.drop_unfinished()
         self.long[self.number] = too_large("the line has", self.most)
-        if part.endswith(b"\n"):
-            self.parts.append(b"\n")
+        if ends:
+            self.parts.append(memoryview(b"\n"))
 
     def drop_unfinished(self) -> None:
         """Without what is there of the last line."""
