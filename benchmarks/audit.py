@@ -105,15 +105,14 @@ def decoded_parts(log: Logged) -> dict[str, Callable[[], object]]:
 def everything(path: Path) -> Numbers:
     """All that an audit counts."""
     found = detect([str(path)])
-    parts = (Tally.of(batch, file=p.file) for p in pieces(found) if (batch := read(p, found).batch))
+    parts = (Tally.over(read(p, found).batches, file=p.file) for p in pieces(found))
     return reduce(Tally.merge, parts).as_dict()["overall"]
 
 
 def reading(path: Path) -> int:
     """Reading alone."""
     found = detect([str(path)])
-    batches = (read(piece, found).batch for piece in pieces(found))
-    return sum(batch.num_tokens for batch in batches if batch is not None)
+    return sum(b.num_tokens for piece in pieces(found) for b in read(piece, found).batches)
 
 
 def core(path: Path) -> ByStep:
@@ -121,8 +120,7 @@ def core(path: Path) -> ByStep:
     found = detect([str(path)])
     steps: dict[int, DriftStats] = {}
     for piece in pieces(found):
-        batch = read(piece, found).batch
-        assert batch is not None
+        (batch,) = read(piece, found).batches
         for step, run in runs(batch, 1):
             stats = DriftStats.of(run.logprobs())
             steps[step] = steps[step].merge(stats) if step in steps else stats

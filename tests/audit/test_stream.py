@@ -133,7 +133,7 @@ def test_rows_that_cannot_be_read_are_counted_and_told(tmp_path):
     log.write_text("\n".join(lines) + "\n")
     found = detect([str(log)])
     part = audit(Job(found), pieces(found), folder=tmp_path / "out")
-    assert part.bad_rows == 2
+    assert part.unread.rows == 2
     assert [b.row for b in part.bad] == [2, 3]
     told = conclude(part, Job(found))
     assert told["counts"]["bad_rows"] == 2

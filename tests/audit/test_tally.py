@@ -167,7 +167,7 @@ def test_text_alone_is_counted():
     log = replace(log, logp_rollout=None, cu_seqlens=torch.zeros(25, dtype=torch.int64), length_unit="character")  # fmt: skip
     got = Tally.of(log).as_dict()
     assert got["has"] == ["rewards", "prompts", "completions"]
-    assert got["counts"] == {"rows": 24, "sequences": 24, "tokens": 0, "steps": 3, "prompts": None, "unscored": {}, "length_unit": "character"}  # fmt: skip
+    assert got["counts"] == {"rows": 24, "sequences": 24, "tokens": 0, "steps": 3, "prompts": None, "trainable": 0, "unscored": {}, "empty": 0, "length_unit": "character"}  # fmt: skip
     assert got["overall"]["reward/mean"] == pytest.approx(float(log.rewards.mean()))  # type: ignore[union-attr]
     assert got["overall"]["response/length_mean"] == pytest.approx(float(log.response_lengths.double().mean()))  # fmt: skip
     assert not any(name.startswith(("mismatch", "full", "rollout")) for name in got["overall"])
@@ -230,7 +230,9 @@ def test_width_and_limit():
 
 
 def test_dropped_tokens_rows_and_units():
-    log = replace(make_log(0), unscored={"logp_rollout": 3, "logp": 1}, row=torch.arange(24) // 2)
+    some = torch.arange(24)
+    holes = {"logp_rollout/missing": 1 * (some < 2), "logp_rollout/zero": 1 * (some == 5), "logp/absent": 1 * (some == 5)}  # fmt: skip
+    log = replace(make_log(0), unscored=holes, row=torch.arange(24) // 2)
     both = Tally.of(log).merge(Tally.of(replace(log, length_unit="character"))).as_dict()
     assert both["counts"]["unscored"] == {"logp_rollout": 6, "logp": 2}
     assert both["counts"]["rows"] == 24

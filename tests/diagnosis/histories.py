@@ -180,6 +180,18 @@ FIRES: dict[str, Example] = {
         Context(facets={"length": [{"low": 0, "gate/acceptance_seq": 0.99}, {"low": 512, "gate/acceptance_seq": 0.3}]}),
     ),
     "broken_numbers": Example(altered(lambda i, row: {"optim/grad_norm": math.nan} if i == 7 else {})),
+    "probabilities_logged": Example(altered({"batch/unscored_frac": 1.0, "data/probability": 1.0})),
+    "negated_log_probs": Example(altered({"batch/unscored_frac": 1.0, "data/negated": 1.0})),
+    "unscored_most": Example(altered({"batch/unscored_frac": 0.9})),
+    "unscored_many": Example(altered({"batch/unscored_frac": 0.3})),
+    "unscored_some": Example(altered({"batch/unscored_frac": 0.02})),
+    "unread_most": Example(altered({"data/unread_frac": 0.9})),
+    "unread_many": Example(altered({"data/unread_frac": 0.3})),
+    "unread_some": Example(altered({"data/unread_frac": 0.001, "data/cuts": 1.0})),
+    "partly_scored": Example(altered({"data/partly_frac": 0.02})),
+    "rollout_not_logged": Example(
+        [{"step": float(i), "staleness/k3": 0.001, "reward/mean": 0.5} for i in range(9)]
+    ),
     "nothing_measured": Example([{"step": float(i), "reward/mean": 0.5} for i in range(9)]),
     "all_rejected": Example(altered({"gate/acceptance_seq": 0.0})),
     "low_acceptance": Example(altered({"gate/acceptance_seq": 0.6})),

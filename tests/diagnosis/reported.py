@@ -52,7 +52,6 @@ def logged(folder: Path) -> Iterable[Logged]:
     """The batches of a folder of logs."""
     found = detect([str(folder)])
     for piece in pieces(found):
-        batch, bad = read(piece, found)
+        batches, bad = read(piece, found)
         assert not bad
-        assert batch is not None
-        yield batch
+        yield from batches

@@ -24,7 +24,7 @@ def outcome(path: str, limit: int) -> dict[str, object]:
     except RecordError as e:
         return {"error": str(e)}
     return {
-        "sequences": sum(r.batch.num_sequences for r in reads if r.batch is not None),
+        "sequences": sum(b.num_sequences for r in reads for b in r.batches),
         "bad": [(b.file, b.row, b.reason) for r in reads for b in r.bad],
         "skipped": [(b.file, b.row, b.reason) for b in found.skipped],
         "pieces": len(reads),

@@ -51,7 +51,7 @@ def read_all(
     """Everything that paths hold."""
     found = detect([str(p) for p in paths], columns=columns or {})
     reads = [read(p, found) for p in pieces(found, piece_bytes=piece_bytes)]
-    batches = [r.batch for r in reads if r.batch is not None]
+    batches = [b for r in reads for b in r.batches]
     return found, batches, [b for r in reads for b in r.bad]
 
 
@@ -61,6 +61,11 @@ def one(*paths: str | Path, columns: Mapping[str, str] | None = None) -> Logged:
     assert not bad
     assert len(batches) == 1
     return batches[0]
+
+
+def unscored(batch: Logged) -> dict[str, int]:
+    """Tokens that a policy does not score, by "FIELD/CAUSE"."""
+    return {name: int(n.sum()) for name, n in batch.unscored.items()}
 
 
 def flat(batches: Sequence[Logged]) -> dict[str, object]:

@@ -63,21 +63,23 @@ def test_a_bad_line_is_named_and_the_others_are_kept(tmp_path: Path, line: str) 
 def test_a_token_that_no_integer_can_hold_is_a_hole(tmp_path: Path, token: str) -> None:
     rows = [GOOD[:-1] + f', "tokens": [1, {t}]}}' for t in ("2", token)]
     (tmp_path / "log.jsonl").write_text("\n".join(rows))
-    _, (batch,), bad = read_all(tmp_path)
+    _, (batch, hole), bad = read_all(tmp_path)
     assert bad == []
-    assert batch.unscored == {"tokens": 1}
+    assert batch.num_tokens == 2
     assert batch.tokens is not None
-    assert batch.tokens.tolist() == [1, 2, 1]
+    assert batch.tokens.tolist() == [1, 2]
+    assert hole.num_tokens == 2
+    assert hole.tokens is None
 
 
 def test_a_field_that_few_rows_have_does_not_cost_the_others(tmp_path: Path) -> None:
     rows = [GOOD, GOOD, GOOD[:-1] + ', "entropy": [0.5, 0.5]}']
     (tmp_path / "log.jsonl").write_text("\n".join(rows))
-    _, (batch,), bad = read_all(tmp_path)
-    assert batch.num_tokens == 6
-    assert batch.entropy is None
-    assert [b.row for b in bad] == [3]
-    assert "only 1 of 3 rows here have entropy" in bad[0].reason
+    _, (without, having), bad = read_all(tmp_path)
+    assert bad == []
+    assert (without.row.tolist(), without.num_tokens, without.entropy) == ([1, 2], 4, None)
+    assert having.entropy is not None
+    assert having.entropy.tolist() == [0.5, 0.5]
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
@@ -93,8 +95,8 @@ def test_a_file_without_one_good_row(tmp_path: Path) -> None:
     path.write_text(GOOD + "\n")
     found = detect([str(path)])
     path.write_text("garbage\n" * 3)
-    batch, bad = read(pieces(found)[0], found)
-    assert batch is None
+    batches, bad = read(pieces(found)[0], found)
+    assert batches == ()
     assert [b.row for b in bad] == [1, 2, 3]
     with pytest.raises(RecordError, match="holds no row that can be read: line 1"):
         detect([str(path)])
@@ -264,8 +266,8 @@ def test_damaged_payloads_never_stop_the_reading(tmp_path: Path, name: str) -> N
             damaged[place] = generator.integers(256)
         path.write_bytes(bytes(damaged[: generator.integers(1, len(data) + 1)]))
         (piece,) = pieces(found)
-        batch, bad = read(piece, found)
-        outcomes += batch is not None or len(bad) > 0
+        batches, bad = read(piece, found)
+        outcomes += len(batches) > 0 or len(bad) > 0
     assert outcomes == 60
 
 

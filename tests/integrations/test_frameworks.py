@@ -36,6 +36,7 @@ from tests.integrations.samples import (
     read_all,
     rollout_logp,
     rollouts,
+    unscored,
     same_groups,
     trainer_logp,
 )  # fmt: skip
@@ -75,7 +76,7 @@ def test_prime_rl() -> None:
     assert batch.logp_old is None
     assert batch.entropy is not None
     assert batch.entropy.tolist() == [0.5] * 6
-    assert batch.unscored == {"logp": 1}
+    assert unscored(batch) == {"logp/missing": 1}
 
 
 def test_the_episodes_of_prime_rl() -> None:
@@ -103,7 +104,7 @@ def test_nemo_rl() -> None:
     assert batch.rewards.tolist() == REWARDS
     assert batch.prompts == ("1+1?", "1+1?", "2+2?")
     assert batch.completions == TEXTS
-    assert batch.unscored == {"logp_rollout": 1}
+    assert unscored(batch) == {"logp_rollout/missing": 1}
 
 
 @pytest.mark.parametrize("framework", ["slime", "miles", "skyrl"])

@@ -51,9 +51,9 @@ def test_pieces_may_be_read_in_any_order_and_again(logs: dict[str, Path], name: 
     forward = [read(p, found) for p in cut]
     backward = [read(p, found) for p in reversed(cut)][::-1]
     again = [read(p, found) for p in cut for _ in range(2)][1::2]
-    expected = flat([r.batch for r in forward if r.batch is not None])
+    expected = flat([b for r in forward for b in r.batches])
     for other in (backward, again):
-        assert flat([r.batch for r in other if r.batch is not None]) == expected
+        assert flat([b for r in other for b in r.batches]) == expected
 
 
 def test_a_changed_file_is_not_read_on_where_the_old_one_stopped(tmp_path: Path) -> None:
@@ -62,10 +62,8 @@ def test_a_changed_file_is_not_read_on_where_the_old_one_stopped(tmp_path: Path)
     first, second = pieces(found, piece_bytes=30000)[:2]
     read(first, found)
     write_log(ragged(100, seed=2), path)
-    fresh = read(second, found).batch
-    expected = read(Piece(str(path), 0, 100, "plain"), found).batch
-    assert fresh is not None
-    assert expected is not None
+    (fresh,) = read(second, found).batches
+    (expected,) = read(Piece(str(path), 0, 100, "plain"), found).batches
     assert fresh.prompts == expected.prompts[second.start : second.stop]  # type: ignore[index]
     assert fresh.rewards is not None
     assert expected.rewards is not None

@@ -15,7 +15,7 @@ import torch
 from offdrift.errors import RecordError
 from offdrift.integrations.logs import detect
 from offdrift.rollouts.log import write_log
-from tests.integrations.samples import flat, one, ragged, same_groups
+from tests.integrations.samples import flat, one, ragged, same_groups, unscored
 
 ROWS: list[dict[str, Any]] = [
     {"step": 1, "tokens": [4, 5], "logp_rollout": [-0.5, -1.0], "logp": [-0.25, -1.5], "reward": 1, "group_id": 3, "advantages": 0.5, "rollout_version": 8, "version": 9, "truncated": False},
@@ -179,6 +179,8 @@ def test_masked_tokens_are_left_out_whatever_they_hold(tmp_path: Path, kind: str
     assert batch.in_response.tolist() == [0, 3]
     assert batch.response_lengths.tolist() == [4]
     assert batch.unscored == {}
+    assert batch.trainable is not None
+    assert batch.trainable.tolist() == [2]
 
 
 @both
@@ -202,7 +204,7 @@ def test_a_field_that_later_lines_have(tmp_path: Path) -> None:
     batch = one(lines(tmp_path / "a.jsonl", rows))
     assert batch.num_sequences == 2001
     assert batch.logp is not None
-    assert batch.unscored == {"logp": 100000}
+    assert unscored(batch) == {"logp/absent": 100000}
 
 
 def test_conversations_are_texts(tmp_path: Path) -> None:

@@ -475,7 +475,9 @@ def test_versions_groups_and_what_was_not_scored():
         ["b", "a"] * 7, step=9, version=8, rollout_version=torch.arange(14) % 3 + 5,
     )  # fmt: skip
     assert record.num_tokens == batch.tokens - 1
-    assert record.unscored == {"log-probs": 1}
+    assert record.unscored["log-probs/missing"].tolist() == [1] + [0] * 13
+    assert record.trainable is not None
+    assert int(record.trainable.sum()) == batch.tokens
     assert record.group_ids is not None
     assert record.group_ids.tolist() == [1, 0] * 7
     assert record.lag is not None

@@ -19,7 +19,7 @@ from offdrift.cli import audit as audit_command
 from offdrift.errors import RecordError, ShapeError
 from offdrift.rollouts.logged import Logged
 from tests.command import command
-from tests.integrations.samples import read_all, same_groups
+from tests.integrations.samples import read_all, same_groups, unscored
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")
@@ -96,12 +96,19 @@ def test_packed_values_are_the_padded_ones(tmp_path: Path) -> None:
 def test_what_is_no_number_is_left_out_and_counted_by_the_reader(tmp_path: Path) -> None:
     logp, advantages = LOGP - 0.5, torch.ones(4, 5)
     logp[0, 1], logp[1, 0], advantages[3, 2] = NAN, -INF, INF
-    back, bad = recorded(tmp_path, logp_rollout=LOGP - 1, logp=logp, advantages=advantages, mask=MASK)  # fmt: skip
+    offdrift.record(
+        tmp_path, step=1, logp_rollout=LOGP - 1, logp=logp, advantages=advantages, mask=MASK
+    ).close()
+    _, (back, without), bad = read_all(tmp_path)
     assert bad == []
-    assert back.unscored == {"logp": 2, "advantages": 1}
-    assert back.num_tokens == len(KEPT) - 3
-    assert back.in_response.tolist() == [2, 3, 1, 2, 3, 4, 0]
-    assert back.response_lengths.tolist() == LENGTHS
+    assert unscored(back) == {"logp/missing": 1, "logp/infinite": 1}
+    assert (back.row.tolist(), without.row.tolist()) == ([1, 2, 3], [4])
+    assert back.in_response.tolist() == [2, 3, 1, 2, 3, 4]
+    assert back.response_lengths.tolist() == LENGTHS[:3]
+    # One advantage is not finite: its response has none, and keeps both of its tokens.
+    assert without.advantages is None
+    assert without.logp is not None
+    assert without.logp.tolist() == (LOGP - 0.5)[3, 1:3].tolist()
 
 
 @pytest.mark.parametrize(

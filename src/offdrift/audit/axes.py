@@ -104,7 +104,7 @@ class Cells:
         cell.add_(_position_bucket(position), alpha=stride["position"])
         if batch.advantages is not None:
             cell.add_(_sign(batch.advantages), alpha=stride["advantage"])
-        if batch.lag is not None:
+        if "lag" in self.axes and batch.lag is not None:
             cell.add_(_lag_bucket(batch.lag), alpha=stride["lag"])
         cell.add_(_token_class(batch.logp_rollout), alpha=stride["token_class"])
         _mark_last(batch, cell, stride["token_class"])

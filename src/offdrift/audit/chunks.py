@@ -33,7 +33,7 @@ def cut(batch: Logged, first: int, last: int) -> Logged:
         return None if x is None else x[i:j]
 
     by_token = ("logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rollout_version", "position", "entropy", "tokens")  # fmt: skip
-    by_sequence = ("rewards", "group_ids", "version", "truncated", "prompts", "completions")
+    by_sequence = ("rewards", "group_ids", "version", "truncated", "prompts", "completions", "trainable")  # fmt: skip
     return replace(
         batch,
         cu_seqlens=cuts - a,
@@ -41,7 +41,7 @@ def cut(batch: Logged, first: int, last: int) -> Logged:
         row=batch.row[first:last],
         response_lengths=batch.response_lengths[first:last],
         divergences={name: x[a:b] for name, x in batch.divergences.items()},
-        unscored={},
+        unscored={name: x[first:last] for name, x in batch.unscored.items()},
         **{name: part(getattr(batch, name), a, b) for name in by_token},
         **{name: part(getattr(batch, name), first, last) for name in by_sequence},
     )

@@ -151,6 +151,9 @@ def _tried(decisions: Decisions, counts: _Counts) -> Counterfactual:
     logs = np.full((len(CANDIDATES), 2), -np.inf)
     done: dict[Any, tuple[np.ndarray, float, np.ndarray] | str] = {}
     for i, method in _sharing_weights():
+        if why := decisions.unanswerable(method):
+            why_not[i] = why
+            continue
         key = (method.correction, method.anchor)
         if key not in done:
             decided = decisions.correction(method)

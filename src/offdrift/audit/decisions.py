@@ -40,8 +40,8 @@ class View:
 
     @cached_property
     def logprobs(self) -> LogProbs:
-        """The batch through the library's door."""
-        return self.batch.logprobs()
+        """The batch through the library's door; without the rollout policy's, the trainer's two."""
+        return self.batch.trained() if self.batch.logp_rollout is None else self.batch.logprobs()
 
     @cached_property
     def facts(self) -> Facts:
@@ -98,6 +98,12 @@ class Decisions:
         self._gates: dict[Hashable, tuple[Tensor, bool] | str] = {}
         self._clips: dict[Hashable, Any] = {}
         self._weights: tuple[Hashable, Any] = (None, None)
+
+    def unanswerable(self, method: Method) -> str:
+        """Why the log cannot say what a method would have done with it; "" if it may."""
+        if self.views[0].batch.logp_rollout is not None or _of_staleness(method):
+            return ""
+        return "the log holds no log-probs of the rollout policy"
 
     def correction(self, method: Method) -> Decided | str:
         """What the method's gates and weights decide, or a sentence why they cannot."""
@@ -186,6 +192,13 @@ def at_first_update(batch: Logged) -> Logged:
         if name.endswith("_rollout_old")
     }
     return replace(batch, logp=batch.logp_old, divergences={**divergences, **batch.divergences})
+
+
+@cache
+def _of_staleness(method: Method) -> bool:
+    """Whether a method compares the trainer's two policies alone."""
+    parts = (*method.correction.gates, *method.correction.weights, method.objective)
+    return method.anchor is None and {part.on for part in parts} == {"staleness"}
 
 
 @cache

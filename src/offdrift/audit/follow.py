@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from offdrift.audit.coverage import unread_frac
+from offdrift.audit.part import Unread
 from offdrift.audit.tally import Tally, ageless, still
 from offdrift.errors import RecordError
 from offdrift.integrations.logs import Detected, Piece, detect, pieces, read
@@ -67,6 +69,8 @@ class Log:
     """Seconds without anything new after which a step counts as complete: longer than a `Recorder`
     holds a batch back."""
     clock: Callable[[], float] = time.monotonic
+    rows: int = 0
+    """Sequences that were read."""
     bad_rows: int = 0
     late_rows: int = 0
     """Rows of steps whose numbers were given already."""
@@ -109,21 +113,22 @@ class Log:
                 yield from pieces(replace(found, files=(file,)))
 
     def _take(self, piece: Piece, found: Detected) -> None:
-        batch, bad = read(piece, found)
+        batches, bad = read(piece, found)
         lines = piece.file.endswith(LINES)
-        if not lines and batch is None:
+        if not lines and not batches:
             return  # being written; it is tried again
         if not lines:
             self.whole.add(piece.file)
-        self.bad_rows += len(bad)
+        self.bad_rows += Unread.of(bad, {}).rows
+        self.rows += sum(batch.num_sequences for batch in batches)
         self.changed = self.clock()
-        for step in [] if batch is None else batch.step.unique().tolist():
-            assert batch is not None
-            mine = (batch.step == step).nonzero().squeeze(-1)
+        for step in sorted({step for batch in batches for step in batch.step.tolist()}):
+            rows = [(batch.step == step).nonzero().squeeze(-1) for batch in batches]
             if step <= self.given:
-                self.late_rows += len(mine)
+                self.late_rows += sum(map(len, rows))
                 continue
-            tally = Tally.of(batch.select(mine), file=piece.file)
+            mine = [batch.select(at) for batch, at in zip(batches, rows)]
+            tally = Tally.over(mine, file=piece.file)
             self.open[step] = self.open[step].merge(tally) if step in self.open else tally
             if not lines:
                 self.grew[step] = self.changed
@@ -145,7 +150,9 @@ class Log:
         if self.versions is not None and versions == self.versions and still(versions):
             row = ageless(row)
         self.versions = self.versions or versions
-        return Row("log", {k: v for k, v in row.items() if isinstance(v, (int, float))})
+        unread = unread_frac(Unread(self.bad_rows), self.rows)
+        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+        return Row("log", {**numbers, "data/unread_frac": unread})
 
 
 def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Metrics | Log]:

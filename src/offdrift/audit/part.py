@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -37,12 +39,46 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Unread:
+    """How much of a log could not be read."""
+
+    rows: int = 0
+    """Rows; where nobody knows how many there were, 1."""
+    cuts: int = 0
+    """Places from which the rest of a file is lost."""
+    files: int = 0
+    """Files of which nothing could be read."""
+    bytes: int = 0
+    """Of these files."""
+
+    @staticmethod
+    def of(bad: Sequence[BadRow], sizes: Mapping[str, int]) -> Unread:
+        """What some bad places lost.
+
+        Args:
+            sizes: bytes of each file.
+        """
+        whole = {b.file for b in bad if b.row == 0}
+        return Unread(
+            sum(max(b.rows, 1) for b in bad),
+            sum(b.rows == 0 and b.row > 0 for b in bad),
+            len(whole),
+            sum(sizes.get(file, 0) for file in whole),
+        )
+
+    def merge(self, other: Unread) -> Unread:
+        """Both together."""
+        mine, its = astuple(self), astuple(other)
+        return Unread(*(a + b for a, b in zip(mine, its, strict=True)))
+
+
+@dataclass(frozen=True)
 class Part:
     """Counts, and mergeable statistics where there was anything to count."""
 
-    bad_rows: int = 0
+    unread: Unread = Unread()
     bad: tuple[BadRow, ...] = ()
-    """The first of them."""
+    """The first places that could not be read."""
     tally: Tally | None = None
     counterfactual: Counterfactual | None = None
     proof: Proof | None = None
@@ -57,7 +93,7 @@ class Part:
             return mine.merge(its)
 
         return Part(
-            self.bad_rows + other.bad_rows,
+            self.unread.merge(other.unread),
             (self.bad + other.bad)[:BAD_ROWS_KEPT],
             *(joined(name) for name in KINDS),
         )
@@ -65,10 +101,11 @@ class Part:
     def to_bytes(self) -> bytes:
         """The part as an uncompressed `.npz` of plain arrays; nothing in it is executable."""
         arrays = {
-            "bad_rows": np.array(self.bad_rows),
+            "unread": np.array(astuple(self.unread), dtype=np.int64),
             "bad/file": np.array([b.file for b in self.bad], dtype=np.str_),
             "bad/row": np.array([b.row for b in self.bad], dtype=np.int64),
             "bad/reason": np.array([b.reason for b in self.bad], dtype=np.str_),
+            "bad/rows": np.array([b.rows for b in self.bad], dtype=np.int64),
         }
         for name in KINDS:
             held = getattr(self, name)
@@ -96,25 +133,26 @@ def _from_arrays(arrays: dict[str, np.ndarray]) -> Part:
         own = {k.removeprefix(f"{name}/"): v for k, v in arrays.items() if k.startswith(f"{name}/")}
         return KINDS[name].from_arrays(own) if own else None
 
-    places = zip(arrays["bad/file"], arrays["bad/row"], arrays["bad/reason"])
+    places = zip(*(arrays[f"bad/{name}"] for name in BadRow._fields))
     return Part(
-        int(arrays["bad_rows"]),
-        tuple(BadRow(str(file), int(row), str(reason)) for file, row, reason in places),
+        Unread(*arrays["unread"].tolist()),
+        tuple(BadRow(str(f), int(row), str(why), int(n)) for f, row, why, n in places),
         *(held(name) for name in KINDS),
     )
 
 
 def work(piece: Piece, job: Job) -> Part:
     """Read one piece of a log and say what is in it: what a worker does."""
-    batch, bad = read(piece, job.found)
-    rows = Part(len(bad), tuple(bad[:BAD_ROWS_KEPT]))
-    if batch is None or not batch.num_sequences:
-        return rows
-    some = batch if job.sample_rate >= 1 else sampled(batch, job.sample_rate, piece.file)
-    return Part(
-        rows.bad_rows,
-        rows.bad,
-        Tally.of(batch, file=piece.file),
-        Counterfactual.of(some) if some.num_sequences else None,
-        Proof.of(batch),
+    batches, bad = read(piece, job.found)
+    lost = Unread.of(bad, dict(zip(job.found.files, job.found.sizes)))
+    part = Part(lost, tuple(bad[:BAD_ROWS_KEPT]))
+    if not any(batch.num_sequences for batch in batches):
+        return part
+    some = [b if job.sample_rate >= 1 else sampled(b, job.sample_rate, piece.file) for b in batches]
+    tried = [Counterfactual.of(b) for b in some if b.num_sequences]
+    return replace(
+        part,
+        tally=Tally.over(batches, file=piece.file),
+        counterfactual=reduce(Counterfactual.merge, tried) if tried else None,
+        proof=Proof.over(batches),
     )

@@ -12,8 +12,9 @@ log says which version of the weights it was; of all that saw the rollouts, the 
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ TOKENS = 2**21
 """Tokens that are kept as evidence. Of more, those of a random share of the prompts."""
 
 NOTHING = "the log holds no rollouts that could be evidence"
+INCOMPLETE = "some responses lack log-probs, rewards or versions that others have, so the rest is no random sample; log them for every response"
 COLUMNS = {"logp_rollout": np.float64, "logp": np.float64, KL: np.float64, TV: np.float64}
 PER_SEQUENCE = {"keys": np.uint64, "lengths": np.int64, "rewards": np.float64}
 RANGES = ((0.0, 1.0), (-1.0, 1.0))
@@ -91,6 +93,15 @@ class Proof:
         arrays["keys"] = _keys(batch)[who.chosen]
         masked = bool((chosen.response_lengths != lengths).any())
         return Proof(who.order, arrays, 0, who.reused, masked, who.why_not)._thinned(0)
+
+    @staticmethod
+    def over(batches: Sequence[Logged]) -> Proof:
+        """The evidence in batches of one reading, which may hold different fields."""
+        proofs = [Proof.of(batch) for batch in batches]
+        found = functools.reduce(Proof.merge, proofs)
+        if found.arrays and not found.why_not and any(p.why_not for p in proofs):
+            return replace(found, why_not=INCOMPLETE)
+        return found
 
     def merge(self, other: Proof) -> Proof:
         """The better evidence, or both if they are about the same two policies."""
@@ -218,8 +229,8 @@ class _Who:
             why_not = "responses of the newest rollouts were drawn while the weights were updated, so there is no one rollout policy; draw a step's rollouts without updating the weights in between"  # fmt: skip
         elif bool((~scored & (clock == first)).any()):
             why_not = "some responses have no log-probs at all, so the rest is no random sample; log every response"  # fmt: skip
-        elif sum(batch.unscored.values()):
-            why_not = f"{sum(batch.unscored.values())} tokens have no log-probs or divergences; log them for every token"  # fmt: skip
+        elif unscored := sum(int(n.sum()) for n in batch.unscored.values()):
+            why_not = f"{unscored} tokens have no log-probs; log them for every token"
         order = (newest, int(old), -first)
         reused = bool((touched & (clock != first)).any())
         return _Who(order, chosen.numpy(), old, reused, why_not)

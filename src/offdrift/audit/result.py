@@ -14,7 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from offdrift.audit.part import Job, Part
+from offdrift.audit.coverage import coverage, metrics
+from offdrift.audit.part import BAD_ROWS_KEPT, Job, Part, Unread
 from offdrift.audit.proof import Proof
 from offdrift.audit.questions import questions
 from offdrift.audit.suggest import suggest
@@ -44,8 +45,16 @@ def conclude(
     """
     if part.tally is None:
         raise RecordError(_nothing_read(part, job))
+    unopened = job.found.skipped
+    part = replace(
+        part,
+        unread=part.unread.merge(Unread.of(unopened, {})),
+        bad=(*unopened, *part.bad)[:BAD_ROWS_KEPT],
+    )
+    assert part.tally is not None
     told = part.tally.as_dict()
-    overall, facets = told["overall"], told["facets"]
+    seen = coverage(part, files=len(job.found.files) + len(unopened), size=job.found.bytes)
+    overall, facets = {**told["overall"], **metrics(seen)}, told["facets"]
     methods = [] if part.counterfactual is None else part.counterfactual.table()
     known = context or Context(framework=job.found.framework)
     known = _with_facets(known, overall, facets)
@@ -57,14 +66,16 @@ def conclude(
         "offdrift": version("offdrift"),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "source": _source(job),
+        "coverage": seen,
         **told,
-        "counts": {**told["counts"], "bad_rows": part.bad_rows},
+        "overall": overall,
+        "counts": {**told["counts"], "bad_rows": part.unread.rows},
         "bad_rows": [b._asdict() for b in part.bad],
         "questions": questions(has),
         "methods": methods,
         "suggestion": suggest(methods, overall),
         "findings": [f.as_dict() for f in findings],
-        "verdict": verdict(findings, overall),
+        "verdict": verdict(findings, overall, missing=seen["said"]),
         "certificate": (part.proof or Proof.nothing()).as_dict(),
     })  # fmt: skip
 
@@ -112,7 +123,7 @@ def _nothing_read(part: Part, job: Job) -> str:
     if part.bad:
         first = part.bad[0]
         return (
-            f"no row could be read as {job.found.format}: {part.bad_rows} bad rows, the first at "
+            f"no row could be read as {job.found.format}: {part.unread.rows} bad rows, the first at "
             f"{first.file}:{first.row} ({first.reason})"
             + ("; name the columns with --columns" if first.row else "")
         )

@@ -98,6 +98,7 @@ def _key(piece: Piece, job: Job) -> str:
         "piece": asdict(piece),
         "file": fingerprint(piece.file),
         "columns": dict(job.found.columns),
+        "without": list(job.found.without),
         "rate": job.sample_rate,
         "limit": job.found.limit,
     }

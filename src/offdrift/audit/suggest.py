@@ -42,6 +42,9 @@ PROB_DIFF_MOST = 0.1
 PEARSON_CLEAN, PPL_CLEAN, KL_CLEAN = 0.99, 0.01, 0.02
 """Agreement that is no meaningful drift: correlation, |perplexity ratio - 1|, nats."""
 
+MISSING_MOST = 0.5
+"""Share of a log that was not read or not scored, above which the rest suggests nothing."""
+
 LADDERS = {
     "mismatch": ("disabled", "decoupled_geo_rs", "decoupled_geo_rs_token_tis"),
     "full": ("none", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis"),
@@ -112,6 +115,9 @@ def suggest(rows: Sequence[Mapping[str, Any]], overall: Mapping[str, Any]) -> di
         >>> suggest([], {"mismatch/chi2_token": 0.01, "mismatch/k1": 0.001})["method"]
         'disabled'
     """
+    missing = max(overall.get(x) or 0.0 for x in ("data/unread_frac", "batch/unscored_frac"))
+    if missing > MISSING_MOST:
+        return _said(None, None, f"{missing:.0%} of the log is missing, so what the rest asks for may not be what the run needs")  # fmt: skip
     on = next((x for x in LADDERS if _known(overall, f"{x}/chi2_token")), None)
     if on is None:
         return _said(None, None, "drift cannot be measured: log the rollout engine's log-probs, and those of the training engine for the same tokens")  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from offdrift.audit.facets import Facets
 from offdrift.audit.threads import one_thread
 from offdrift.audit.timeline import Point, Timeline, width_for
 from offdrift.audit.worst import Worst
+from offdrift.logprobs import LogProbs
 from offdrift.rollouts.logged import Logged
 from offdrift.stats.signature import PerSequence
 
@@ -38,8 +39,10 @@ class Tally:
 
     counts: Mapping[str, int] = field(default_factory=dict)
     """"rows", "sequences", "tokens"; "has/FIELD", the sequences that hold a field;
-    "unscored/FIELD", the tokens that were dropped for it; "unit/UNIT", the sequences whose lengths
-    are in that unit."""
+    "trainable", the tokens that may train, scored or not; "compared", those that two policies score;
+    "partly", those that two policies score and a third does not; "unscored/FIELD/CAUSE", those that
+    a policy does not score; "empty", the responses without a token; "ahead", tokens drawn by newer
+    weights than were trained; "unit/UNIT", the sequences whose lengths are in that unit."""
     timeline: Timeline = field(default_factory=Timeline)
     facets: Facets = field(default_factory=Facets)
     worst: Worst = field(default_factory=Worst)
@@ -73,6 +76,17 @@ class Tally:
             worst = _worst(ordered, parts, file)
         groups = Tally().groups if batch.group_ids is None else batch.group_ids.unique().numpy()
         return Tally(_counts(batch), Timeline(width, timeline.points, seen), facets, worst, groups)
+
+    @staticmethod
+    def over(batches: Sequence[Logged], *, file: str = "") -> Tally:
+        """Summarize batches of one reading, which may hold different fields.
+
+        Args:
+            batches: at least one with a sequence.
+            file: where they were logged.
+        """
+        filled = [b for b in batches if b.num_sequences]
+        return functools.reduce(Tally.merge, (Tally.of(b, file=file) for b in filled))
 
     @property
     def tokens(self) -> int:
@@ -157,9 +171,19 @@ class Tally:
             "tokens": self.tokens,
             "steps": len(self.timeline.seen),
             "prompts": len(np.unique(self.groups)) or None,
-            "unscored": under("unscored/"),
+            "trainable": self.counts.get("trainable", self.tokens),
+            "unscored": _by_field(under("unscored/")),
+            "empty": self.counts.get("empty", 0),
             "length_unit": units[0] if len(units) == 1 else "mixed",
         }
+
+
+def _by_field(unscored: Mapping[str, int]) -> dict[str, int]:
+    """Tokens that each policy does not score, for whatever cause."""
+    found: Counter[str] = Counter()
+    for name, n in unscored.items():
+        found[name.partition("/")[0]] += n
+    return dict(found)
 
 
 def still(versions: tuple[float, ...] | None) -> bool:
@@ -210,10 +234,16 @@ def _points(
     first = 0
     for key, run in runs(batch, width):
         last = first + run.num_sequences
-        scored = run.logp_rollout is not None and run.num_tokens > 0
         own = {on: s.select(first, last) for on, s in per_sequence.items()}
-        yield key, Point.of(run, run.logprobs() if scored else None, own)
+        yield key, Point.of(run, _logprobs(run), own)
         first = last
+
+
+def _logprobs(run: Logged) -> LogProbs | None:
+    """What ratios can be made of; None if nothing."""
+    if run.num_tokens and run.logp_rollout is not None:
+        return run.logprobs()
+    return run.trained() if run.num_tokens and run.pairs else None
 
 
 def _worst(batch: Logged, parts: list[_Part], file: str) -> Worst:
@@ -229,5 +259,15 @@ def _counts(batch: Logged) -> dict[str, int]:
     counts = {"rows": len(batch.row.unique()), "sequences": b, "tokens": batch.num_tokens}
     held = [name for name in FIELDS if getattr(batch, name) is not None]
     counts |= {f"has/{name}": b for name in (*held, *batch.divergences)}
-    counts |= {f"unscored/{name}": n for name, n in batch.unscored.items()}
+    trainable = batch.cu_seqlens.diff() if batch.trainable is None else batch.trainable
+    unscored = {name: int(n.sum()) for name, n in batch.unscored.items()}
+    absent = [n for name, n in unscored.items() if getattr(batch, name.partition("/")[0], 0) is None]
+    counts |= {f"unscored/{name}": n for name, n in unscored.items()}
+    counts |= {
+        "trainable": int(trainable.sum()),
+        "compared": batch.num_tokens if batch.pairs else 0,
+        "partly": max(absent, default=0) if batch.pairs else 0,
+        "empty": int((batch.response_lengths == 0).sum()) if batch.response_lengths.any() else 0,
+        "ahead": batch.ahead,
+    }
     return counts | {f"unit/{batch.length_unit}": b}

@@ -45,14 +45,14 @@ class Point:
 
         Args:
             batch: what was logged.
-            logprobs: its log-probs; None if it has none.
+            logprobs: its log-probs; None if it has none. Without the rollout policy's, `trained`.
             per_sequence: sums of each sequence by ratio.
         """
         histograms = {"response_length": Histogram.of(batch.response_lengths.double(), LENGTH)}
         if batch.rewards is not None:
             histograms["reward"] = Histogram.of(batch.rewards[batch.rewards.isfinite()], REWARD)
         stats = _scored(batch, logprobs, per_sequence)
-        for on in () if logprobs is None else logprobs.stopped:
+        for on in () if logprobs is None else (on for on in logprobs.stopped if on in batch.pairs):
             raw = stopped_log_ratio(logprobs, on=on)  # type: ignore[arg-type]
             histograms[f"{on}/log_ratio"] = Histogram.of(raw, LOG_RATIO)
         sums, maxima = _facts(batch)
@@ -105,7 +105,8 @@ def _scored(
         per_sequence=dict(per_sequence),
     )
     counts = {f"divergence/{name}/n": float(batch.num_tokens) for name in exact}
-    return stats.plus(shape | counts)
+    found = stats.plus(shape | counts)
+    return found if batch.logp_rollout is not None else found.only("n", "b", "staleness/", "diverg")
 
 
 def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor | float]]:
@@ -113,6 +114,8 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
     b, n, length = batch.num_sequences, batch.num_tokens, batch.response_lengths
     sums: dict[str, Tensor | float] = {"sequences": float(b), "length": length.sum(), "length/n": float(b)}  # fmt: skip
     maxima: dict[str, Tensor | float] = {"length_max": length.max()} if b else {}
+    if batch.trainable is not None:
+        sums["unscored"] = float(batch.trainable.sum()) - n
     if batch.rewards is not None:
         known = batch.rewards.isfinite()
         sums |= {"reward": batch.rewards.double().where(known, 0.0).sum(), "reward/n": known.sum()}

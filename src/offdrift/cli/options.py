@@ -18,7 +18,7 @@ SEVERITIES = ("ok", "info", "watch", "act", "stop")
 Columns = Annotated[
     str | None,
     typer.Option(
-        help="Names of the log's columns: logp_rollout=my_lp,logp_old=trainer.lp,reward=score."
+        help="Names of the log's columns: logp_rollout=my_lp,logp_old=trainer.lp,reward=score. A field without one, entropy=, is not read."
     ),
 ]
 RulesFile = Annotated[
@@ -50,18 +50,21 @@ def severity(fail_on: str | None) -> int:
 
 
 def pairs(columns: str | None) -> dict[str, str]:
-    """`a=b,c=d` as a mapping. Raises: `BadValueError` naming what is not a pair.
+    """`a=b,c=d` as a mapping; `a=` maps to "". Raises: `BadValueError` naming what is not a pair.
 
     Example:
-        >>> pairs("logp_old=trainer.lp, reward=score")
-        {'logp_old': 'trainer.lp', 'reward': 'score'}
+        >>> pairs("logp_old=trainer.lp, reward=score, entropy=")
+        {'logp_old': 'trainer.lp', 'reward': 'score', 'entropy': ''}
     """
     found = {}
     for pair in (columns or "").split(","):
         ours, equals, theirs = (x.strip() for x in pair.partition("="))
         if not pair.strip():
             continue
-        if not (equals and ours and theirs):
-            raise BadValueError(f"--columns {pair!r}: write our name, =, and the log's column")
+        if not (equals and ours):
+            raise BadValueError(
+                f"--columns {pair!r}: write our name, =, and the log's column, or nothing behind the "
+                "= to leave our field out"
+            )
         found[ours] = theirs
     return found

@@ -185,5 +185,11 @@ LEVELS = {
     "idle_cap": Definition("step", "steps of the run, if weights vary and their limit acted in none of them, else 0", _idle_cap),
     "inert_weights": Definition("1", "1 if the method has weights, its policies differ, and all weights are equal", _inert),
     "averaged_max": Definition("1", "sqrt(mean^2 + std^2) / max of the probability difference: above 1, the maximum is not one", _averaged_max),
+    "unread": Definition("1", "share of a log's rows, or bytes, that could not be read: `data/unread_frac`", lambda v: v.found("data/unread_frac")),
+    "cut_off": Definition("1", "files of a log that ended early: `data/cuts`", lambda v: v.found("data/cuts")),
+    "unscored": Definition("1", "share of the tokens that may train which no two policies score: `batch/unscored_frac`", lambda v: v.found("batch/unscored_frac")),
+    "partly_scored": Definition("1", "share of the tokens that two policies score, and a third that the log has does not: `data/partly_frac`", lambda v: v.found("data/partly_frac")),
+    "probabilities": Definition("1", "1 if a column of log-probs holds probabilities: `data/probability`", lambda v: v.found("data/probability")),
+    "negated": Definition("1", "1 if a column of log-probs holds their negatives: `data/negated`", lambda v: v.found("data/negated")),
     "broken": Definition("1", "1 if the loss or the gradient norm of the last step is NaN or infinite", _broken),
 }  # fmt: skip

@@ -65,6 +65,8 @@ class Rule:
     """Whether a single occurrence counts: a spike is over before it becomes typical."""
     whole: bool = False
     """Whether it is about the whole log: told without a step, and only if it held at every one."""
+    data: bool = False
+    """Whether it is about what the log lacks: told before what was concluded from the rest."""
     enabled: bool = True
 
 
@@ -160,7 +162,9 @@ def _parse(tables: Mapping[str, Any], file: str) -> Rules:
     for name, rule in rules.items():
         for other in rule.suppressed_by:
             one_of(f"{file}: [rules.{name}] suppressed_by", other, sorted(rules))
-    order = {n: (LETTERS.index(r.letter), i) for i, (n, r) in enumerate(rules.items())}
+    order = {
+        n: (not r.data, LETTERS.index(r.letter), i) for i, (n, r) in enumerate(rules.items())
+    }
     ordered = {n: rules[n] for n in sorted(order, key=order.__getitem__) if rules[n].enabled}
     return Rules(MappingProxyType(thresholds), MappingProxyType(ordered), MappingProxyType(fixes))
 
@@ -202,7 +206,7 @@ def _rule(where: str, row: Any, limits: Mapping[str, Threshold], fixes: Mapping[
     choice(f"{where} confidence", row.get("confidence", "medium"), get_args(Confidence))
     choice(f"{where} letter", row.get("letter", ""), LETTERS)
     kind(f"{where} source", row.get("source", ""), str)
-    for key in ("enabled", "transient", "whole"):
+    for key in ("data", "enabled", "transient", "whole"):
         kind(f"{where} {key}", row.get(key, False), bool)
     suppressed = kind(f"{where} suppressed_by", row.pop("suppressed_by", []), list)
     raised = kind(f"{where} raised_by", row.pop("raised_by", []), list)

@@ -272,5 +272,6 @@ def logged(
         version=None if version is None else torch.full((count,), version),
         position=columns[scored],
         tokens=packed("responses"),
-        unscored={"log-probs": int((mask & ~scored).sum())},
+        trainable=mask.sum(-1),
+        unscored={"log-probs/missing": (mask & ~scored).sum(-1)},
     )  # fmt: skip

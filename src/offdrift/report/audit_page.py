@@ -13,7 +13,7 @@ from typing import Any
 
 from offdrift.report.audit_charts import along, explorable, inhabited, labels, over_time
 from offdrift.report.audit_methods import METHOD_COLUMNS, tried, untried
-from offdrift.report.audit_terminal import count_words, unanswered
+from offdrift.report.audit_terminal import count_words, missing, unanswered
 from offdrift.report.document import render_document, write_document
 from offdrift.report.fields import Fields, at, items, mapping, rows, text
 from offdrift.report.findings import WORDS, in_order, verdict_of
@@ -93,6 +93,7 @@ def render_audit(audit: Mapping[str, Any]) -> str:
         "numbers": all_numbers(mapping(audit.get("overall")), length_unit(audit)),
         "unanswered": unanswered(audit),
         "answered": [q for q in rows(audit.get("questions")) if q.get("answered")],
+        "missing": missing(audit),
         "bad_rows": _bad_rows(audit),
         "bad_count": number(at(audit, "counts", "bad_rows")) or 0,
         "provenance": provenance(audit),

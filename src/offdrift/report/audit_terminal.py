@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offdrift.report.audit_methods import METHOD_COLUMNS, Tried, familiar, tried
-from offdrift.report.fields import Fields, at, mapping, rows, text
+from offdrift.report.fields import Fields, at, items, mapping, rows, text
 from offdrift.report.findings import WORDS, in_order, safe, shown_view, verdict_view
 from offdrift.report.headline import Headline, headlines
 from offdrift.report.stored import number
@@ -34,6 +34,7 @@ def audit_view(audit: Fields, width: int = 100) -> RenderableType:
     findings = in_order(audit.get("findings"), framework)
     parts: list[RenderableType] = [
         _source(audit),
+        *_missing(audit),
         verdict_view(audit.get("verdict"), width=width),
         _numbers(headlines(audit), width),
         *(
@@ -116,6 +117,16 @@ def _source(audit: Fields) -> RenderableType:
     return Group(
         *([Text(safe(said))] if said else []), Text(" · ".join(count_words(audit)), style="dim")
     )
+
+
+def missing(audit: Fields) -> list[str]:
+    """What an audit has not seen of its log, in sentences."""
+    return [text(x) for k in ("said", "remarks") for x in items(at(audit, "coverage", k))]
+
+
+def _missing(audit: Fields) -> list[RenderableType]:
+    said = missing(audit)
+    return [Text("\n".join(safe(x) for x in said), style="yellow")] if said else []
 
 
 def _numbers(found: list[Headline], width: int) -> RenderableType:

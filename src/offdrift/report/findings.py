@@ -57,6 +57,7 @@ CAUSES = {
     "not_finite": "numbers that are not finite",
     "not_live": "the training does not move",
     "not_logged": "something that is not logged",
+    "missing_data": "data that is missing",
 }
 """What a person calls each cause; one that is not here is shown by its identifier."""
 

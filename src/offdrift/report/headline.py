@@ -55,6 +55,7 @@ class Judged:
 
 
 JUDGED = {
+    "missing": Judged(0.01, 0.1, True, ("1 % or less: little is missing", "above 1 %: the numbers are about the rest", "above 10 %: the rest may not stand for it")),
     "kl": Judged(0.02, 0.05, True, ("below 0.02: no meaningful drift", "between 0.02 and 0.05: keep an eye on it", "above 0.05: find the cause")),
     "ess": Judged(0.5, 0.5, False, ("0.5 or more: weights are usable", "", "below 0.5: filter before reweighting")),
     "pearson": Judged(0.99, 0.95, False, ("0.99 or more: the engines agree", "between 0.95 and 0.99: keep an eye on it", "below 0.95: not the same policy")),
@@ -105,6 +106,7 @@ def headlines(audit: Fields) -> list[Headline]:
     overall, steps = mapping(audit.get("overall")), rows(audit.get("steps"))
     pair, length = main_pair(audit), length_unit(audit)
     wanted = [*_drift(pair, overall), *_WITHOUT_DRIFT] if pair else _WITHOUT_DRIFT
+    wanted = [*_missing(overall), *wanted]
     found: dict[str, Headline] = {}
     for slot, title, metric, about, write in wanted:
         value = number(overall.get(metric))
@@ -188,6 +190,17 @@ def meaning_of(metric: str, length: str = "token") -> str:
     unit = unit_of(metric, length)
     unit = f" [{unit}]" if unit else ""
     return f"{metric} = {row.formula}{unit}. {better[row.larger_is]}".rstrip()
+
+
+def _missing(overall: Fields) -> list[_Wanted]:
+    """What stands before every number that does not know of it."""
+    words = {"data/unread_frac": ("Not readable", "of rows, or of bytes"), "batch/unscored_frac": ("Not comparable", "of the tokens that may train")}  # fmt: skip
+    shares = {name: number(overall.get(name)) or 0.0 for name in words}
+    worst = max(shares, key=lambda name: shares[name])
+    if JUDGED["missing"].of(shares[worst])[0] == "ok":
+        return []
+    title, about = words[worst]
+    return [("missing", title, worst, about, percent)]
 
 
 _Wanted = tuple[str, str, str, str, Callable[[float | None], str]]

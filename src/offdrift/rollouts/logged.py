@@ -2,8 +2,8 @@
 
 The canonical record of an audit, on the packed layout. What a log does not hold is None, never a
 made-up number; tokens whose log-probs are missing, a placeholder or not finite were dropped by the
-reader and counted in `unscored`. Every token that is left can train and is scored by every field
-that is present.
+reader and counted in `unscored`, their sequences stay. Every token that is left can train and is
+scored by every field that is present: sequences that lack a field are in a batch of their own.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ class Logged:
     """1 where the response was cut off by its length limit."""
     prompts: tuple[str, ...] | None = field(default=None, repr=False)
     completions: tuple[str, ...] | None = field(default=None, repr=False)
-    unscored: Mapping[str, int] = field(default_factory=dict)
-    """Tokens that were dropped, by the field that was missing, a placeholder or not finite."""
+    trainable: Int[Tensor, " b"] | None = None
+    """Tokens of each response that may train, scored or not; None: those that are here."""
+    unscored: Mapping[str, Int[Tensor, " b"]] = field(default_factory=dict)
+    """Of these, tokens without a usable log-prob, by "FIELD/CAUSE" (see `integrations.logs.scored`);
+    a token without two of them counts in both."""
 
     @property
     def num_sequences(self) -> int:
@@ -78,16 +81,34 @@ class Logged:
         """Which token belongs to which sequence and prompt group."""
         return Segments(self.cu_seqlens, group_ids=self.group_ids)
 
+    @property
+    def pairs(self) -> tuple[str, ...]:
+        """The ratios that the log's policies make: of "mismatch", "full" and "staleness"."""
+        held = {
+            "mismatch": (self.logp_rollout, self.logp_old),
+            "full": (self.logp_rollout, self.logp),
+            "staleness": (self.logp_old, self.logp),
+        }
+        return tuple(on for on, two in held.items() if all(x is not None for x in two))
+
     @cached_property
     def lag(self) -> Int[Tensor, " n"] | None:
         """Updates between the weights that drew each token and those that were trained.
 
         None if the log does not say, or counts the two in different ways: no engine is ahead.
         """
+        return None if self._age is None or self.ahead else self._age
+
+    @cached_property
+    def ahead(self) -> int:
+        """Tokens that newer weights drew than were trained, by the log's own versions."""
+        return 0 if self._age is None else int((self._age < 0).sum())
+
+    @cached_property
+    def _age(self) -> Int[Tensor, " n"] | None:
         if self.rollout_version is None or self.version is None:
             return None
-        lag = self.version[self.segments.seq_ids] - self.rollout_version
-        return None if bool((lag < 0).any()) else lag
+        return self.version[self.segments.seq_ids] - self.rollout_version
 
     @cached_property
     def in_response(self) -> Int[Tensor, " n"]:
@@ -112,6 +133,20 @@ class Logged:
             logp_ref=self.logp_ref,
             segments=self.segments,
         )
+
+    def trained(self) -> LogProbs:
+        """The trainer's two policies, the old one in the place of the rollout's.
+
+        For what compares those two alone: of a log without rollout log-probs, staleness.
+
+        Raises: `EvidenceError` if the log lacks one of the two.
+        """
+        if self.logp_old is None or self.logp is None:
+            raise EvidenceError(
+                "this log holds no log-probs of the rollout policy, and not both of the trainer's; "
+                "log the engine's log-prob of every sampled token"
+            )
+        return LogProbs.pack(self.logp_old, self.logp, self.logp_old, segments=self.segments)
 
     def select(self, sequences: Int[Tensor, " s"]) -> Logged:
         """The given sequences, in the given order, as a batch of their own."""
@@ -150,4 +185,6 @@ class Logged:
             truncated=by_sequence(self.truncated),
             prompts=texts(self.prompts),
             completions=texts(self.completions),
+            trainable=by_sequence(self.trainable),
+            unscored={name: x[sequences] for name, x in self.unscored.items()},
         )

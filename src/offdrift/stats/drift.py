@@ -155,6 +155,18 @@ class DriftStats:
             maxima=_extended(self.maxima, largest.values()),
         )
 
+    def only(self, *prefixes: str) -> DriftStats:
+        """The sums and maxima whose names begin so."""
+        sums = [i for i, name in enumerate(self.sum_names) if name.startswith(prefixes)]
+        maxima = [i for i, name in enumerate(self.max_names) if name.startswith(prefixes)]
+        return replace(
+            self,
+            sum_names=tuple(self.sum_names[i] for i in sums),
+            sums=self.sums[sums],
+            max_names=tuple(self.max_names[i] for i in maxima),
+            maxima=self.maxima[maxima],
+        )
+
     def with_sum(self, name: str, value: Shaped[Tensor, ""]) -> DriftStats:
         """The same with one more sum, under a name of its own."""
         return self.plus({name: value})

@@ -1,8 +1,8 @@
-"""Columns of a log to `Logged`: rows that do not fit are named, tokens that cannot count are dropped."""
+"""Columns of a log to `Logged`: rows that do not fit are named, those that lack a field stand apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -11,48 +11,34 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from offdrift.integrations.logs.columns import Columns, Lists, cumulative
-from offdrift.integrations.logs.fields import DIVERGENCES, EITHER, FLOATS, INTEGERS, LOGPS
-from offdrift.integrations.logs.scored import response_positions, scored
-from offdrift.integrations.logs.types import BadRow, Read
+from offdrift.integrations.logs.fields import DIVERGENCES, EITHER, FLOATS, INTEGERS, POLICIES
+from offdrift.integrations.logs.scored import examined, response_positions
+from offdrift.integrations.logs.types import BadRow
 from offdrift.rollouts.logged import Logged
 
-RARE = "only {have} of {b} rows here have {name}: the field is left out, the rows are kept"
+PATTERNS = 8
+"""Sets of fields that rows are told apart by; of more, the field that most rows lack is left out."""
+
+BY_ROW = ("version", "truncated")
+"""Numbers per row that some rows may lack; an unknown reward is NaN."""
 
 STEP_STRIDE = 0x9E3779B97F4A7C15 - 2**64
 """An odd 64-bit number: `group + step * STEP_STRIDE` keeps equal ids of different steps apart."""
 
 
-def assemble(columns: Columns, *, file: str, step: int | None = None) -> Read:
-    """The rows as a batch, and those that are not usable.
+def assemble(
+    columns: Columns, *, file: str, step: int | None = None
+) -> tuple[tuple[Logged, ...], tuple[BadRow, ...]]:
+    """The rows as batches, those that lack a field apart, and the rows that are not usable.
 
     Args:
         columns: as decoded.
         file: for the messages.
         step: of rows that do not say; None: 0 if no row says.
     """
-    columns, rare = _common(columns, file)
-    columns, bad = _usable(columns, file, step)
-    bad = tuple(sorted((*rare, *bad), key=lambda b: b.row))
-    return Read(_logged(columns, step) if len(columns.row) else None, bad)
-
-
-def _common(columns: Columns, file: str) -> tuple[Columns, list[BadRow]]:
-    """Without the lists that no row has, and those beside the log-probs that most rows lack.
-
-    Tokens that a field does not score are dropped; for the sake of a few rows, that is too much.
-    """
-    kept: dict[str, Lists] = {}
-    rare: list[BadRow] = []
-    b = len(columns.row)
-    for name, x in columns.lists.items():
-        have = b if x.absent is None else int((~x.absent).sum())
-        if name in LOGPS or name == "mask" or 2 * have >= b > 0:
-            if have:
-                kept[name] = x
-        elif have:
-            first = int(columns.row[~x.absent][0])  # type: ignore[index]
-            rare.append(BadRow(file, first, RARE.format(name=name, have=have, b=b)))
-    return replace(columns, lists=kept), rare
+    lists = {n: x for n, x in columns.lists.items() if x.absent is None or not x.absent.all()}
+    columns, bad = _usable(replace(columns, lists=lists), file, step)
+    return (_logged(columns, step) if len(columns.row) else ()), bad
 
 
 def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tuple[BadRow, ...]]:
@@ -64,7 +50,8 @@ def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tup
             differs = x.lengths != longest
             wrong |= differs if x.absent is None else differs & ~x.absent
         if all(x.absent is not None for x in listed.values()):
-            wrong |= torch.stack([x.absent for x in listed.values() if x.absent is not None]).all(0)
+            nothing = torch.stack([x.absent for x in listed.values() if x.absent is not None]).all(0)
+            wrong |= nothing & ~_empty(columns)
     stepless = torch.zeros_like(wrong)
     if step is None and "step" in columns.numbers:
         stepless = columns.numbers["step"].missing()
@@ -75,6 +62,14 @@ def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tup
         for i in (wrong | stepless).nonzero().squeeze(-1).tolist()
     )
     return (columns.rows(~(wrong | stepless)), bad) if bad else (columns, bad)
+
+
+def _empty(columns: Columns) -> Bool[Tensor, " b"]:
+    """Rows that say that their response has no token."""
+    stated = columns.numbers.get("response_length")
+    if stated is None:
+        return torch.zeros(len(columns.row), dtype=torch.bool)
+    return ~stated.missing() & (stated.values == 0)
 
 
 def _reason(lists: dict[str, Lists] | object, i: int, wrong: bool) -> str:
@@ -92,34 +87,29 @@ def _reason(lists: dict[str, Lists] | object, i: int, wrong: bool) -> str:
     return f"lists of unequal length ({said}); all lists of a row describe its response tokens"
 
 
-def _logged(columns: Columns, step: int | None) -> Logged:
+def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
     b = len(columns.row)
     lengths = torch.zeros(b, dtype=torch.int64)
     for x in columns.lists.values():
         lengths = torch.maximum(lengths, x.lengths)
     lists = {name: x.filled(lengths) for name, x in columns.lists.items()}
-    if "mask" in lists and (unmasked := columns.lists["mask"].absent) is not None:
+    if "mask" in lists and (unmasked := lists["mask"].absent) is not None:
         # A row without a mask trains on every token.
-        trains = lists["mask"].values.bool() | torch.repeat_interleave(unmasked, lengths)
-        lists["mask"] = Lists(trains.long(), lists["mask"].cuts)
+        rows = torch.repeat_interleave(unmasked, lengths)
+        trains, holes = lists["mask"].values.bool() | rows, lists["mask"].missing
+        holes = None if holes is None else holes & ~rows
+        lists["mask"] = Lists(trains.long(), lists["mask"].cuts, None, holes)
     for name in EITHER:
         if name in columns.numbers and name not in lists:
-            lists[name] = columns.numbers[name].per_token(lengths)
-    steps = _steps(columns, step)
-    versions = columns.numbers.get("version")
-    if versions is not None and bool(versions.missing().all()):
-        versions = None
-    checked = dict(lists)
-    if versions is not None and bool(versions.missing().any()):
-        holes = torch.repeat_interleave(versions.missing(), lengths)
-        checked["version"] = Lists(torch.zeros(len(holes)).long(), cumulative(lengths), None, holes)
-    keep, unscored = scored(checked)
-    cuts, position = cumulative(lengths), None
+            lists[name] = columns.numbers[name].per_token(lengths, whole=name in INTEGERS)
+    numbers = {n: columns.numbers[n] for n in BY_ROW if n in columns.numbers}
+    cuts = cumulative(lengths)
+    found = examined(lists, numbers, cuts)
+    keep = found.keep
+    position = _positions(lists.get("position"), cuts, always=keep is not None)
     if keep is not None:
-        position = response_positions(cuts)[keep]
+        position = None if position is None else position[keep]
         cuts = torch.cat([cuts.new_zeros(1), keep.cumsum(0)])[cuts]
-    if "position" in lists:
-        position = lists["position"].values if keep is None else lists["position"].values[keep]
 
     def tokens(name: str) -> Tensor | None:
         if name not in lists:
@@ -127,13 +117,16 @@ def _logged(columns: Columns, step: int | None) -> Logged:
         values = lists[name].values
         return values if keep is None else values[keep]
 
+    def whole(name: str) -> Tensor | None:
+        return numbers[name].whole() if name in numbers else None
+
     by_token = {name: tokens(name) for name in (*FLOATS, *INTEGERS)}
     responses, unit = _response_lengths(columns, lengths)
+    steps = _steps(columns, step)
     rewards = columns.numbers.get("reward")
     if rewards is not None and bool(rewards.missing().all()):
         rewards = None
-    truncated = columns.numbers.get("truncated")
-    return Logged(
+    batch = Logged(
         cu_seqlens=cuts,
         step=steps,
         row=columns.row,
@@ -149,16 +142,62 @@ def _logged(columns: Columns, step: int | None) -> Logged:
         else rewards.values.float().masked_fill(rewards.missing(), float("nan")),
         group_ids=_groups(columns, steps),
         rollout_version=by_token["rollout_version"],
-        version=None if versions is None else versions.whole(),
+        version=whole("version"),
         position=position,
         entropy=by_token["entropy"],
         divergences={name: x for name in DIVERGENCES if (x := by_token[name]) is not None},
         tokens=by_token["tokens"],
-        truncated=None if truncated is None else truncated.whole(),
+        truncated=whole("truncated"),
         prompts=_texts(columns, "prompt"),
         completions=_texts(columns, "completion"),
-        unscored=unscored,
+        trainable=found.trainable,
+        unscored=found.unscored,
     )
+    return tuple(_apart(batch, dict(found.lacks)))
+
+
+def _positions(
+    stated: Lists | None, cuts: Int[Tensor, " cuts"], *, always: bool
+) -> Int[Tensor, " n"] | None:
+    """Places of tokens in their responses: as stated, and counted where a row does not say."""
+    if stated is None:
+        return response_positions(cuts) if always else None
+    if stated.missing is None:
+        return stated.values
+    unknown = torch.repeat_interleave(stated.per_row(stated.missing) > 0, stated.lengths)
+    return response_positions(cuts).where(unknown, stated.values)
+
+
+def _apart(batch: Logged, lacks: dict[str, Bool[Tensor, " b"]]) -> Iterator[Logged]:
+    """Sequences by the fields that they have, those of the first sequence first."""
+    left_out: set[str] = set()
+    # A sequence without tokens lacks no field of theirs, and is kept with the most.
+    some = batch.cu_seqlens.diff() > 0
+    by_token = {name: x for name, x in lacks.items() if name not in BY_ROW}
+    lacks |= {n: x & some if bool((~x & some).any()) else x | ~some for n, x in by_token.items()}
+    while len((held := _sets(lacks, batch.num_sequences)).unique()) > PATTERNS:
+        most = max((n for n in lacks if n not in POLICIES), key=lambda n: int(lacks[n].sum()))
+        left_out.add(most)
+        del lacks[most]
+    for i in dict.fromkeys(held.tolist()):
+        without = left_out.union(n for place, n in enumerate(lacks) if i >> place & 1)
+        rows = (held == i).nonzero().squeeze(-1)
+        part = batch if len(rows) == len(held) else batch.select(rows)
+        yield _without(part, without) if without else part
+
+
+def _sets(lacks: Mapping[str, Bool[Tensor, " b"]], b: int) -> Int[Tensor, " b"]:
+    """A number for the set of fields that each sequence lacks."""
+    held = torch.zeros(b, dtype=torch.int64)
+    for place, rows in enumerate(lacks.values()):
+        held |= rows.long() << place
+    return held
+
+
+def _without(batch: Logged, names: Collection[str]) -> Logged:
+    exact = {name: x for name, x in batch.divergences.items() if name not in names}
+    gone = {name: None for name in names if name not in batch.divergences}
+    return replace(batch, divergences=exact, **gone)
 
 
 def _steps(columns: Columns, step: int | None) -> Int[Tensor, " b"]:
@@ -203,8 +242,3 @@ def text_id(text: str | bytes) -> int:
 def _texts(columns: Columns, name: str) -> tuple[str, ...] | None:
     texts: Sequence[str | None] | None = columns.texts.get(name)
     return None if texts is None else tuple(t or "" for t in texts)
-
-
-def absent_rows(missing: Sequence[bool]) -> Bool[Tensor, " b"] | None:
-    """As a mask; None if no row lacks it."""
-    return torch.tensor(missing) if any(missing) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -26,6 +26,10 @@ class Lists:
     def lengths(self) -> Int[Tensor, " b"]:
         return self.cuts.diff()
 
+    def per_row(self, tokens: Shaped[Tensor, " n"]) -> Shaped[Tensor, " b"]:
+        """The sum in each row of a number, or the count of a truth, per token."""
+        return torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])[self.cuts].diff()
+
     def rows(self, keep: Bool[Tensor, " b"]) -> Lists:
         """The rows that are True in `keep`."""
         lengths = self.lengths
@@ -38,9 +42,9 @@ class Lists:
         )
 
     def filled(self, lengths: Int[Tensor, " b"]) -> Lists:
-        """With a list of missing values in every row that has none."""
+        """With a list of missing values in every row that has none; `absent` still says which."""
         if self.absent is None or not bool(self.absent.any()):
-            return self
+            return replace(self, absent=None)
         there = torch.repeat_interleave(~self.absent, lengths)
         whole = self.values.dtype.is_floating_point
         values = self.values.new_full((len(there),), float("nan") if whole else 0)
@@ -48,7 +52,7 @@ class Lists:
         missing = ~there
         if self.missing is not None:
             missing[there] = self.missing
-        return Lists(values, cumulative(lengths), None, None if whole else missing)
+        return Lists(values, cumulative(lengths), self.absent, None if whole else missing)
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,15 @@ class Numbers:
         """As integers, 0 where missing."""
         return self.values.masked_fill(self.missing(), 0).long()
 
-    def per_token(self, lengths: Int[Tensor, " b"]) -> Lists:
-        """Repeated for every token."""
-        missing = None if self.absent is None else torch.repeat_interleave(self.absent, lengths)
-        values = torch.repeat_interleave(self.values, lengths)
+    def per_token(self, lengths: Int[Tensor, " b"], *, whole: bool) -> Lists:
+        """Repeated for every token.
+
+        Args:
+            lengths: tokens of each row.
+            whole: whether the field holds integers.
+        """
+        missing = torch.repeat_interleave(self.missing(), lengths) if whole else None
+        values = torch.repeat_interleave(self.whole() if whole else self.values, lengths)
         return Lists(values, cumulative(lengths), None, missing)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from offdrift.errors import OffdriftError, RecordError
 from offdrift.integrations.logs import files
 from offdrift.integrations.logs.arrow import is_number, present, type_of
-from offdrift.integrations.logs.fields import FIELDS
+from offdrift.integrations.logs.fields import FIELDS, LISTS
 from offdrift.integrations.logs.look import Look, look
 from offdrift.integrations.logs.plain import PLAIN, TRL
 from offdrift.integrations.logs.slime import NotRead
@@ -67,7 +67,8 @@ def detect(
 
     Args:
         paths: files, folders, globs, or URLs of any store that fsspec knows.
-        columns: column of the log by field, where it has a name of its own; dots lead into objects.
+        columns: column of the log by field, where it has a name of its own; dots lead into objects;
+            "" for a field that is not to be read.
         limit: bytes that one file may take in memory, or decompress to; one that takes more is left
             out when it is read, and said so.
 
@@ -78,7 +79,9 @@ def detect(
         >>> detect(["run/logs"])  # doctest: +SKIP
         Detected(format='plain', framework='offdrift', files=('run/logs/1.parquet', ...
     """
-    mapped = _fields(columns)
+    asked = _fields(columns)
+    mapped = {name: column for name, column in asked.items() if column}
+    without = tuple(name for name, column in asked.items() if not column)
     there, unreadable = files.find(paths)
     named, repeated = files.unrepeated(there)
     skipped = [f for f in named if f not in paths and re.search(BESIDE, f)]
@@ -97,7 +100,7 @@ def detect(
     if best.source.distinct is not None:
         best = best._replace(files=best.source.distinct(best.files, limit))
     of_ranks -= len(best.files)
-    resolved = _resolved(best, mapped)
+    resolved = {n: c for n, c in _resolved(best, mapped).items() if n not in without}
     return Detected(
         format=best.source.format,
         framework=best.seen.framework or best.source.framework,
@@ -107,6 +110,7 @@ def detect(
         sizes=tuple(files.size(f) for f in best.files),
         skipped=tuple(unreadable),
         limit=limit,
+        without=without,
     )
 
 
@@ -175,6 +179,11 @@ def _resolved(best: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
             )
         return _columns(best, mapped)
     for name, column in mapped.items():
+        if name in LISTS and column in best.seen.single:
+            raise RecordError(
+                f"columns: {name}={column}, but {column} holds one value per row, and {name} is a "
+                f"list with one per token; leave it out, or --columns {name}= if it has that name"
+            )
         if column not in best.seen.names and column not in best.seen.inner:
             raise RecordError(
                 f"columns: {name}={column}, but {best.files[0]} has no {column}; it has "
@@ -182,7 +191,8 @@ def _resolved(best: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
             )
     found = _columns(best, mapped)
     if best.seen.schema is None:
-        return found
+        single = {n for n, column in found.items() if n in LISTS and column in best.seen.single}
+        return {name: column for name, column in found.items() if name not in single}
     held = present(best.seen.schema, found)
     for name in mapped.keys() - held.keys():
         kind = type_of(best.seen.schema, mapped[name])

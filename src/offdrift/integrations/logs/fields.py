@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-LOGPS = ("logp_rollout", "logp_old", "logp", "logp_ref")
+POLICIES = ("logp_rollout", "logp_old", "logp")
+"""The policies that an audit compares."""
+LOGPS = (*POLICIES, "logp_ref")
 DIVERGENCES = tuple(
     f"{kind}_{pair}"
     for kind in ("kl", "tv")
@@ -12,6 +14,8 @@ FLOATS = (*LOGPS, "advantages", "entropy", *DIVERGENCES)
 """Per response token."""
 INTEGERS = ("tokens", "rollout_version", "mask", "position")
 """Per response token."""
+LISTS = (*(name for name in FLOATS if name != "advantages"), "tokens", "mask", "position")
+"""Per response token, and nothing else: a column of single numbers is another thing of that name."""
 EITHER = ("advantages", "rollout_version")
 """Per response token, or one number for the whole row."""
 NUMBERS = ("step", "reward", "group_id", "version", "truncated", "response_length", *EITHER)

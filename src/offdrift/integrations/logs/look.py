@@ -30,6 +30,8 @@ class Look(NamedTuple):
     """Dotted names inside objects."""
     numeric: tuple[str, ...] = ()
     """Of both, those that hold numbers or lists of numbers."""
+    single: tuple[str, ...] = ()
+    """Of all, those that hold no list in any row; of JSON, where no schema says so."""
     source: Source | None = None
     """Known without looking at the names."""
     framework: str | None = None
@@ -64,9 +66,9 @@ def _parquet(file: str) -> Look:
     if (stated := own.header(schema.metadata)) is not None:
         framework = stated.get("framework")
         framework = framework if isinstance(framework, str) else None
-        return Look(names, inner, numeric, OWN, framework, schema)
+        return Look(names, inner, numeric, source=OWN, framework=framework, schema=schema)
     if schema.metadata and own.STORED in schema.metadata:
-        return Look(names, inner, numeric, own.OWN_ROLLOUTS, schema=schema)
+        return Look(names, inner, numeric, source=own.OWN_ROLLOUTS, schema=schema)
     return Look(names, inner, numeric, schema=schema)
 
 
@@ -114,7 +116,12 @@ def _lines(file: str, limit: int) -> Look:
         for key in value
     )
     numeric = [n for n in (*names, *inner) if any(_numeric(look_up(row, n)) for row in rows)]
-    return Look(tuple(names), tuple(inner), tuple(numeric))
+    single = [n for n in (*names, *inner) if not any(_is_list(look_up(row, n)) for row in rows)]
+    return Look(tuple(names), tuple(inner), tuple(numeric), tuple(single))
+
+
+def _is_list(value: object) -> bool:
+    return value is None or isinstance(value, list)
 
 
 def _numeric(value: object) -> bool:

@@ -173,7 +173,8 @@ def read_objects(
 
 
 def _undecoded(file: str, first: int, stop: int, error: Exception) -> BadRow:
-    return BadRow(file, first + 1, f"rows {first + 1} to {stop} cannot be decoded: {error}")
+    said = f"rows {first + 1} to {stop} cannot be decoded: {error}"
+    return BadRow(file, first + 1, said, rows=stop - first)
 
 
 def _tables(
@@ -207,7 +208,7 @@ def _tables(
     except RecordError:
         raise
     except Broken as e:
-        bad.append(BadRow(file, 0, f"no whole Parquet file: {e}"))
+        bad.append(BadRow(file, 0, f"no whole Parquet file: {e}", rows=0))
 
 
 def _groups(source: pq.ParquetFile, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

@@ -28,7 +28,7 @@ Malformed = (
 
 
 def read(piece: Piece, found: Detected) -> Read:
-    """The good rows of a piece as one batch, and the others with what is wrong with them.
+    """The good rows of a piece as batches, and the others with what is wrong with them.
 
     Raises: `RecordError` naming a file that is gone; nothing in a file is an error.
     """
@@ -41,19 +41,20 @@ def read(piece: Piece, found: Detected) -> Read:
         else:
             columns, bad = _lines(piece, kind, found)
         if columns is None:
-            return Read(None, tuple(bad))
-        batch, unusable = assemble(columns, file=piece.file, step=kind.step(piece.file))
+            return Read((), tuple(bad))
+        batches, unusable = assemble(columns, file=piece.file, step=kind.step(piece.file))
     except (OSError, MemoryError) as e:  # a disk that fails, too little memory for what is there
         reason = getattr(e, "strerror", None) or str(e) or type(e).__name__
-        return Read(None, (BadRow(piece.file, piece.first_row, f"cannot be read: {reason}"),))
-    return Read(batch, (*bad, *unusable))
+        first = 0 if piece.first_row == 1 else piece.first_row
+        return Read((), (BadRow(piece.file, first, f"cannot be read: {reason}", rows=0),))
+    return Read(batches, (*bad, *unusable))
 
 
 def _parquet(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | None, list[BadRow]]:
     if kind.adapt is None:
 
         def wanted(schema: pa.Schema) -> dict[str, str]:
-            return present(schema, kind.resolve(schema.names, found.columns))
+            return present(schema, kind.resolve(schema.names, _mapped(found)))
 
         parts, bad = parquet.read_rows(piece.file, piece.start, piece.stop, wanted, found.limit)
         return joined(parts), bad
@@ -68,7 +69,7 @@ def _lines(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | None,
     rows, numbers, bad = lines.decode(data, piece.first_row, piece.file, found.limit)
     bad += [BadRow(piece.file, piece.first_row + i, why) for i, why in long.items()]
     if stopped is not None:
-        bad.append(BadRow(piece.file, piece.first_row + data.count(b"\n"), stopped))
+        bad.append(BadRow(piece.file, piece.first_row + data.count(b"\n"), stopped, rows=0))
     return _packed(rows, numbers, piece.file, kind, found, bad)
 
 
@@ -79,7 +80,8 @@ def _payload(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | Non
         try:
             rows += loaded(f, lambda f: _within(load(f, found.limit)[1], found.limit), piece.file)
         except RecordError as e:
-            return None, [BadRow(piece.file, 0, str(e).removeprefix(f"{piece.file}: "))]
+            return None, [BadRow(piece.file, 0, str(e).removeprefix(f"{piece.file}: "), rows=0)]
+    rows = [_wanted(row, found) for row in rows]
     columns, bad = pack(rows, range(1, len(rows) + 1), piece.file)
     return columns, bad
 
@@ -104,10 +106,11 @@ def _packed(
     translated: list[Row] = []
     kept: list[int] = []
     if kind.adapt is None:
-        columns = kind.resolve(_names(rows), found.columns)
+        columns = kind.resolve(_names(rows), _mapped(found))
         translated, kept = [translate(row, columns) for row in rows], list(numbers)
         if kind.amend is not None:
-            translated = [kind.amend(row, t) for row, t in zip(rows, translated, strict=True)]
+            amended = map(kind.amend, rows, translated)
+            translated = [_wanted(row, found) for row in amended]
     else:
         own = {n: c for n, c in found.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
         for row, number in zip(rows, numbers, strict=True):
@@ -115,12 +118,24 @@ def _packed(
                 mapped = {name: look_up(row, column) for name, column in own.items()}
                 inside = kind.adapt(row)
                 inside = inside if isinstance(inside, list) else [inside]
-                translated += [{**r, **mapped} for r in inside]
+                translated += [_wanted({**r, **mapped}, found) for r in inside]
                 kept += [number] * len(inside)
             except Malformed as e:
                 bad.append(BadRow(file, number, f"no row of {kind.what}: {repr(e)[:200]}"))
     columns, wrong = pack(translated, kept, file)
     return columns, sorted([*bad, *wrong], key=lambda b: b.row)
+
+
+def _mapped(found: Detected) -> dict[str, str]:
+    """Column by field as detected; nothing for fields that are not to be read."""
+    return {**found.columns, **dict.fromkeys(found.without, "")}
+
+
+def _wanted(row: Row, found: Detected) -> Row:
+    """A row without the fields that are not to be read."""
+    if not found.without:
+        return row
+    return {name: x for name, x in row.items() if name not in found.without}
 
 
 def _names(rows: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -17,6 +17,7 @@ from offdrift.integrations.logs.fields import (
     FIELDS,
     FLOATS,
     INTEGERS,
+    LISTS,
     NUMBERS,
     TEXTS,
 )
@@ -40,6 +41,7 @@ def pack(rows: Sequence[Row], numbers: Sequence[int], file: str) -> tuple[Column
         numbers: number of each row in its file.
         file: for the messages.
     """
+    rows = _lists_only(rows)
     try:
         return _columns(rows, numbers), []
     except Conversion:
@@ -54,6 +56,15 @@ def pack(rows: Sequence[Row], numbers: Sequence[int], file: str) -> tuple[Column
         except Conversion as e:
             bad.append(BadRow(file, numbers[i], str(e)))
     return _columns([rows[i] for i in good], [numbers[i] for i in good]), bad
+
+
+def _lists_only(rows: Sequence[Row]) -> Sequence[Row]:
+    """Without the columns that bear the name of a list per token and hold no list in any row."""
+    given = {name for row in rows for name in LISTS if row.get(name) is not None}
+    single = {n for n in given if not any(_is_list(row.get(n)) for row in rows)}
+    if not single:
+        return rows
+    return [{name: x for name, x in row.items() if name not in single} for row in rows]
 
 
 def text_of(value: Any) -> str | None:
@@ -109,7 +120,10 @@ def _length(row: Row) -> int:
 def _lists(name: str, values: list[Any]) -> Lists:
     wrong = next((v for v in values if v is not None and not _is_list(v)), None)
     if wrong is not None:
-        raise TypeError(f"{name} is {_shown(wrong)}, expected a list of numbers")
+        raise TypeError(
+            f"{name} is {_shown(wrong)}, expected a list of numbers; "
+            f"--columns {name}= leaves the column out"
+        )
     parts = [_flat(v) for v in values if v is not None]
     lengths = torch.tensor([0 if v is None else len(v) for v in values], dtype=torch.int64)
     absent = [v is None for v in values]
@@ -181,7 +195,9 @@ def _numbers(name: str, values: list[Any]) -> Numbers:
         plain = [v in CUT_OFF if isinstance(v, str) else v for v in plain]
     wrong = next((v for v in plain if v is not None and not isinstance(v, int | float)), None)
     if wrong is not None:
-        raise TypeError(f"{name} is {_shown(wrong)}, expected a number")
+        raise TypeError(
+            f"{name} is {_shown(wrong)}, expected a number; --columns {name}= leaves the column out"
+        )
     try:
         if all(isinstance(v, int) for v in plain if v is not None):
             absent = [v is None for v in plain]

@@ -67,7 +67,7 @@ class Source:
             tried = (self.columns.get(name), name, *SPELLINGS.get(name, ()))
             own = next((n for n in tried if n is not None and n in there), None)
             if name in mapped or own is not None:
-                found[name] = mapped.get(name) or own
+                found[name] = mapped.get(name, own)
         return {name: column for name, column in found.items() if column}
 
 

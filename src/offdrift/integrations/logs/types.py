@@ -14,12 +14,14 @@ LIMIT = 4 << 30
 
 
 class BadRow(NamedTuple):
-    """A row that was skipped, and why."""
+    """A place that could not be read, and why: the one way in which a reader says what it left out."""
 
     file: str
     row: int
     """Line of a JSONL file, row of any other, from 1; 0: the whole file."""
     reason: str
+    rows: int = 1
+    """How many rows were lost there; 0: nobody knows, the rest of the file or all of it."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class Piece:
 class Read(NamedTuple):
     """What a piece held."""
 
-    batch: Logged | None
-    """None: not one good row."""
+    batches: tuple[Logged, ...]
+    """The good rows: those that lack a field apart from those that have it, so that every field
+    that a batch has covers all of its tokens."""
     bad: tuple[BadRow, ...]
 
 
@@ -61,6 +64,8 @@ class Detected:
     """Files that cannot be opened at all, and why."""
     limit: int = LIMIT
     """Bytes that one file may take in memory, or decompress to."""
+    without: tuple[str, ...] = ()
+    """Fields that are not read, whatever the log calls by their name."""
 
     @property
     def bytes(self) -> int:
