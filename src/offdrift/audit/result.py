@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.audit.coverage import coverage, metrics
-from offdrift.audit.part import BAD_ROWS_KEPT, Job, Part, Unread
+from offdrift.audit.part import Job, Part
 from offdrift.audit.proof import Proof
 from offdrift.audit.questions import questions
 from offdrift.audit.suggest import suggest
@@ -45,15 +45,8 @@ def conclude(
     """
     if part.tally is None:
         raise RecordError(_nothing_read(part, job))
-    unopened = job.found.skipped
-    part = replace(
-        part,
-        unread=part.unread.merge(Unread.of(unopened, {})),
-        bad=(*unopened, *part.bad)[:BAD_ROWS_KEPT],
-    )
-    assert part.tally is not None
     told = part.tally.as_dict()
-    seen = coverage(part, files=len(job.found.files) + len(unopened), size=job.found.bytes)
+    seen = coverage(part, files=len(job.found.files) + len(job.found.skipped), size=job.found.bytes)
     overall, facets = {**told["overall"], **metrics(seen)}, told["facets"]
     methods = [] if part.counterfactual is None else part.counterfactual.table()
     known = context or Context(framework=job.found.framework)

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from offdrift.audit.part import BAD_ROWS_KEPT, Job, Part, work
+from offdrift.audit.part import BAD_ROWS_KEPT, Job, Part, Unread, work
 from offdrift.errors import RecordError
 from offdrift.integrations.logs import Piece, fingerprint
 from offdrift.rollouts.files import write_atomically
 
-LAYOUT = 2
+LAYOUT = 3
 """Of stored parts; a part of another layout is made again."""
 
 Run = Callable[[Job, list[Piece]], Iterator[bytes]]
@@ -78,7 +78,7 @@ def audit(
     kept = [place.exists() for place in places]
     fresh = run(job, [piece for piece, there in zip(pieces, kept) if not there])
     skipped = job.found.skipped
-    total = Part(len(skipped), skipped[:BAD_ROWS_KEPT])
+    total = Part(Unread.of(skipped, {}), skipped[:BAD_ROWS_KEPT])
     for done, (piece, place, there) in enumerate(zip(pieces, places, kept), start=1):
         part = _load(place) if there else None
         if part is None:
