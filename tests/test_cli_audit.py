@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from offdrift.cli import audit as audit_command
 from offdrift.cli import compare as compare_command
@@ -148,3 +149,47 @@ def test_what_one_file_may_take_is_an_option(run, tmp_path):
     both = json.loads(run("audit", "log.jsonl", "--json").stdout)
     assert (both["counts"]["sequences"], both["bad_rows"]) == (2, [])
     assert "--max-file-mib" in run("audit", "--help").stdout
+
+
+def test_the_help_names_every_framework_whose_logs_are_read():
+    from offdrift.integrations.logs.sources import SOURCES
+
+    said = audit_command.audit.__doc__.lower()
+    frameworks = {s.framework for s in SOURCES} - {"plain", "offdrift"}
+    assert [name for name in frameworks if name not in said] == []
+
+
+def test_a_field_is_left_out_by_mapping_it_to_nothing(run, tmp_path):
+    rows = [{"logp_rollout": [-1.0, -2.0], "logp": [-1.5, -2.0], "entropy": [0.5, 0.5] if i else 0.5} for i in range(4)]  # fmt: skip
+    Path("log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    done = run("audit", "log.jsonl", "--out", "a", "--json")
+    bad = json.loads(done.stdout)["bad_rows"]
+    assert [b["row"] for b in bad] == [1]
+    assert "--columns entropy= leaves the column out" in bad[0]["reason"]
+    done = run("audit", "log.jsonl", "--out", "b", "--json", "--columns", "entropy=")
+    told = json.loads(done.stdout)
+    assert told["bad_rows"] == []
+    assert "entropy" not in told["has"]
+    done = run("audit", "log.jsonl", "--columns", "entropy=logp,reward=")
+    assert done.code == 0
+
+
+def test_a_column_of_single_numbers_is_no_list_per_token(run, tmp_path):
+    rows = [{"logp_rollout": [-1.0], "logp": [-1.5], "extra": 0.5}] * 4
+    Path("log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    done = run("audit", "log.jsonl", "--columns", "entropy=extra")
+    assert done.code == 1
+    assert "one value per row" in " ".join(done.stderr.split())
+
+
+def test_a_refused_payload_says_what_to_write_instead(run, tmp_path):
+    class Sneaky:
+        def __reduce__(self):
+            return os.getpid, ()
+
+    torch.save({"samples": [Sneaky()]}, "a.pt")
+    done = run("audit", "a.pt")
+    assert done.code == 1
+    said = " ".join(done.stderr.split())
+    assert "Copy or write the file again" not in said
+    assert "plain schema" in said

@@ -227,6 +227,11 @@ def _nothing(
     why = unknown[0].why.rstrip(". ")
     if all(u.known for u in unknown):
         return f"no log that can be read: {why}"
+    if re.search("it was (refused|not run)$", why):
+        return (
+            f"no log that can be read: {why}. Save tensors, numbers, texts, lists and dicts alone, "
+            "or write the plain schema of docs/logs.md"
+        )
     if all(u.damaged for u in unknown):
         return f"no log that can be read: {why}. Copy or write the file again, or leave it out"
     return (
