@@ -53,7 +53,7 @@ def log_sums(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " 2"]:
         return log_ratio.new_full((2,), -torch.inf, dtype=torch.float64)
     # A lower end keeps -inf - -inf from arising where every l is -inf.
     top = log_ratio.max().clamp(min=torch.finfo(log_ratio.dtype).min)
-    scaled = (log_ratio - top).exp()
+    scaled = (log_ratio - top).exp_()
     sums = torch.stack([scaled.sum(), torch.dot(scaled, scaled)]).double()
     return sums.log() + torch.stack([top.double(), 2 * top.double()])
 

@@ -63,9 +63,9 @@ def loop_otb(batch: Batch, weighted: bool, compact: bool, zero_tail: bool) -> li
     for i, g in enumerate(batch.groups.tolist()):
         members[g].append(i)
     found = []
-    most = {g: max((w for j in own for _, w in weight[j]), default=1.0) for g, own in members.items()}
+    held = {g: [w for j in own for _, w in weight[j]] for g, own in members.items()}
     for i, g in enumerate(batch.groups.tolist()):
-        unit = min(1.0, most[g]) ** 2 if weighted else 1.0
+        unit = min(1.0, max(held[g], default=1.0)) ** 2 if weighted else 1.0
         lengths = sorted((len(reward[j]) for j in members[g]), reverse=True)
         out = []
         for k, t in enumerate(column[i]):

@@ -130,7 +130,7 @@ def test_the_table_has_such_rows():
     assert len(SCALED) >= 1
 
 
-# -- effective sample sizes ---------------------------------------------------------------------------
+# -- effective sample sizes ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
@@ -187,7 +187,7 @@ def test_two_weights_of_a_token_are_guarded_one_by_one():
     assert summarize(got)["weight/ess_frac"] == pytest.approx(ess(x), rel=1e-7)
 
 
-# -- audits ---------------------------------------------------------------------------------------------
+# -- audits -------------------------------------------------------------------------------------
 
 
 def logged(batch: Batch) -> Logged:
@@ -261,7 +261,7 @@ def test_nor_that_of_any_row_of_the_method_table(shift):
     assert found["full_is"] < 0.9
 
 
-# -- baselines -----------------------------------------------------------------------------------------
+# -- baselines ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["optimal_token_baseline", "tir_optimal_token_baseline", "opob"])

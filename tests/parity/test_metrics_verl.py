@@ -132,8 +132,9 @@ def test_a_sequence_beyond_20_nats_counts_whole_in_chi2_and_as_20_in_verl(verl):
         mine = summarize(DriftStats.of(LogProbs.pack(mu, None, pi, mask=mask)))
         assert metrics["chi2_seq"] == pytest.approx((math.exp(40) + math.exp(-40)) / 2 - 1)
         assert mine["mismatch/chi2_seq"] == pytest.approx(math.expm1(40))
-    metrics = verl.rollout_corr_helper.compute_offpolicy_metrics(old[1:] - 8, old[1:] + 13, mask[1:])
-    mine = summarize(DriftStats.of(LogProbs.pack(old[1:] + 13, None, old[1:] - 8, mask=mask[1:])))
+    near, far, mask = old[1:] + 13, old[1:] - 8, mask[1:]
+    metrics = verl.rollout_corr_helper.compute_offpolicy_metrics(far, near, mask)
+    mine = summarize(DriftStats.of(LogProbs.pack(near, None, far, mask=mask)))
     assert metrics["chi2_seq"] == pytest.approx(mine["mismatch/chi2_seq"]) == pytest.approx(-1)
 
 

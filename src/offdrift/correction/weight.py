@@ -42,11 +42,16 @@ class Weighted(NamedTuple):
     """Positive weights up to this may be what the guard left of smaller ones."""
 
     def guarded(self) -> bool:
-        """Whether that guard may have changed a weight. On an accelerator always: to ask would wait."""
+        """Whether that guard may have changed a weight. An accelerator is not asked: yes."""
         w = self.weight
         if self.exact is None or not len(w):
             return False
-        return w.device.type != "cpu" or bool(((w > 0) & (w <= self.least)).any() | (w.max() >= MOST))
+        if w.device.type != "cpu":
+            return True
+        low, high = (float(x) for x in w.aminmax())
+        if low > self.least and high < MOST:  # one pass; masked weights are 0 and take another look
+            return False
+        return high >= MOST or bool(((w > 0) & (w <= self.least)).any())
 
     def log_weight(self) -> Float[Tensor, " n"]:
         """Logs of the weights at any size, -inf for 0: what sums that divide each other are made of."""

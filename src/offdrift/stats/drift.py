@@ -235,14 +235,16 @@ def _token_pass(
     """`TOKEN_SUMS`, `TOKEN_MAXIMA` and `TOKEN_LOGS` of a block; three exponentials per token."""
     limited = clamped(raw)
     excess = limited.expm1()  # ratio - 1, exact for small log-ratios
-    w = excess + 1
+    more, more2 = excess.sum(), torch.dot(excess, excess)
+    # Sums of w = 1 + excess and of w^2, shown by themselves; what is divided comes from log_sums.
+    w, w2 = len(raw) + more, len(raw) + 2 * more + more2
     p = first.exp()
     d = p * excess  # second - first, as probabilities; the clamp would hide a token's whole rise
     d = d.where(raw <= LOG_RATIO_LIMIT, (first + raw).exp() - p)
     d_abs = d.abs()
     added = [
         raw.sum(), limited.sum(), torch.dot(limited, limited), raw.abs().sum(),
-        (excess - limited).sum(), excess.abs().sum(), w.sum(), torch.dot(w, w),
+        (excess - limited).sum(), excess.abs().sum(), w, w2,
         p.sum(), torch.dot(p, p), d.sum(), torch.dot(d, d), torch.dot(p, d), d_abs.sum(),
     ]  # fmt: skip
     largest = torch.stack([raw.max(), -raw.min(), d_abs.max()])
@@ -290,7 +292,8 @@ def _decisions(
     if any(w.guarded() for w in corrected.weighted):
         logs["weight/log_w"], logs["weight/log_w2"] = log_sums(corrected.log_weight())
     else:
-        logs |= {f"weight/log_{name}": sums[f"weight/{name}"].double().log() for name in ("w", "w2")}
+        for name in ("w", "w2"):
+            logs[f"weight/log_{name}"] = sums[f"weight/{name}"].double().log()
     sums["weight/limited"] = corrected.limited.count_nonzero()
     sums["weight/changed"] = (weight != 1).count_nonzero()
     maxima["weight/w_max"], maxima["weight/-w_min"] = weight.max(), -weight.min()

@@ -41,7 +41,8 @@ class PerSequence:
     total: Float[Tensor, " b"]
     """sum l, nats."""
     excess: Float[Tensor, " b"]
-    """sum of e^l - 1."""
+    """sum of e^l - 1, l limited at 20: a sequence with such a token decides `ratio_mean_z` alone,
+    however far beyond the limit it lies."""
     worst: Float[Tensor, " b"]
     """max |l|, nats."""
 

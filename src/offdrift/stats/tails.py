@@ -25,7 +25,10 @@ SHARE = 100
 
 @dataclass
 class Tails:
-    """Collects k3 of every token of a step, on its device."""
+    """Collects k3 of every token of a step, on its device.
+
+    As `{on}/k3` shows it, with l limited at 20: tokens beyond count alike, and outweigh all others.
+    """
 
     k3: dict[str, list[Float[Tensor, " k"]]] = field(default_factory=lambda: defaultdict(list))
 
