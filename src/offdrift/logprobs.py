@@ -9,14 +9,14 @@ every token counts, which is what lets the rest of the library do without masks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import reduce
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
-from offdrift.numerics import at_least_float32
+from offdrift.numerics import cached, check_tensor
 from offdrift.segments import Segments
 
 FLOORS = {"logp_rollout": -1e4, "logp_old": -2e4, "logp": -3e4, "logp_ref": -4e4}
@@ -78,11 +78,16 @@ class LogProbs:
             mask: nonzero where a token may train. Padded input needs it (all-ones is fine); packed
                 input may have it. Masked positions may hold anything, NaN included.
             segments: where sequences begin and end, for packed input.
-            group_ids: prompt group of each sequence, for padded input.
+            group_ids: prompt group of each sequence, any integers; those of `segments` unless given.
+
+        Fields of several dtypes become the widest of them, at least float32. Where no token may
+        train, the batch is empty: every loss of it is 0, with a graph to `logp`.
 
         Raises:
-            ShapeError: fields of different shapes, or padded and packed arguments mixed.
-            BadValueError: NaN, +inf or a positive log-prob on a trainable token, or an empty batch.
+            ShapeError: fields of different shapes, padded and packed arguments mixed, or groups or
+                cuts of another batch.
+            BadValueError: NaN, +inf or a positive log-prob on a trainable token, NaN in the mask, no
+                sequence at all, groups that contradict those of `segments`, or what is no tensor.
                 -inf is legal. In `logp_rollout`, like anything down to it from `UNSCORED_BELOW`, it
                 marks a token that the engine did not score (see `unscored`); in the other fields it
                 becomes a finite floor, and the ratio 0 or a violation.
@@ -98,15 +103,19 @@ class LogProbs:
             "logp_old": logp_old,
             "logp_ref": logp_ref,
         }
-        given = {name: x for name, x in named.items() if x is not None}
+        given = {k: x for k, x in named.items() if x is not None or k == "logp_rollout"}
+        for name, x in given.items():
+            check_tensor(name, x)
         _check_shapes(given, mask, segments)
         if mask is not None:
             kept = mask.reshape(-1).nonzero().squeeze(-1)
             given = {name: x.reshape(-1).index_select(0, kept) for name, x in given.items()}
-            segments = _cut(mask, kept, segments, group_ids)
+            segments = _cut(mask, kept, segments)
         else:
             kept = None
         assert segments is not None
+        if group_ids is not None:
+            segments = segments.with_groups(group_ids)
         clean, unscored = _refuse_bad_values(given, segments)
         return LogProbs(
             clean["logp_rollout"].detach(),
@@ -119,12 +128,12 @@ class LogProbs:
             unscored,
         )
 
-    @cached_property
+    @cached
     def scored_rows(self) -> Int[Tensor, " s"] | None:
         """Positions of the tokens that the engine scored; None where it scored all of them."""
         return None if self.unscored is None else (~self.unscored).nonzero().squeeze(-1)
 
-    @cached_property
+    @cached
     def scored(self) -> LogProbs:
         """The same batch without its unscored tokens: itself where there is none.
 
@@ -145,7 +154,7 @@ class LogProbs:
         segments = self.segments.narrowed(rows)
         return LogProbs(rollout, segments, *others, rows if kept is None else kept, self.shape)
 
-    @cached_property
+    @cached
     def stopped(self) -> dict[str, Float[Tensor, " n"]]:
         """Log-ratios without gradient that were computed before (see `ratios.stopped_log_ratio`)."""
         return {}
@@ -186,6 +195,7 @@ class LogProbs:
 
     def like_caller(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, " n"]:
         """Any other per-token tensor of the caller (advantages, ...), packed the same way."""
+        check_tensor("what is packed like the log-probs", x)
         if self.shape is not None and tuple(x.shape) != self.shape:
             raise ShapeError(f"expected the log-probs' shape {self.shape}, got {tuple(x.shape)}")
         flat = x.reshape(-1)
@@ -209,6 +219,8 @@ class LogProbs:
 
 def _check_shapes(given: dict[str, Tensor], mask: Tensor | None, segments: Segments | None) -> None:
     shape = given["logp_rollout"].shape
+    if mask is not None:
+        check_tensor("mask", mask)
     for name, x in {**given, **({} if mask is None else {"mask": mask})}.items():
         if x.shape != shape:
             raise ShapeError(
@@ -222,34 +234,45 @@ def _check_shapes(given: dict[str, Tensor], mask: Tensor | None, segments: Segme
         )
     if len(shape) == 2 and mask is None:
         raise ShapeError("padded input needs mask= (nonzero where a token may train)")
-    if segments is not None and segments.num_tokens != shape[0]:
-        raise ShapeError(
-            f"logp_rollout has {shape[0]} tokens, cu_seqlens ends at {segments.num_tokens}; "
-            "both must come from the same packing"
+    if mask is not None and mask.is_floating_point() and bool(mask.isnan().any()):
+        raise BadValueError(
+            f"mask is nan at {int(mask.isnan().sum())} positions; give 0 where a token may not train"
         )
+    if segments is None:
+        sequences = shape[0]
+    elif isinstance(segments, Segments):
+        segments.check()
+        sequences = len(segments)
+        if segments.num_tokens != shape[0]:
+            raise ShapeError(
+                f"logp_rollout has {shape[0]} tokens, cu_seqlens ends at {segments.num_tokens}; "
+                "both must come from the same packing"
+            )
+    else:
+        raise BadValueError(
+            f"segments is a {type(segments).__name__}; give `Segments.from_lengths(tokens of each "
+            "sequence)`"
+        )
+    if not sequences:
+        raise BadValueError("empty batch: 0 sequences; skip this batch, or check how it was cut")
 
 
-def _cut(
-    mask: Tensor, kept: Tensor, segments: Segments | None, group_ids: Tensor | None
-) -> Segments:
+def _cut(mask: Tensor, kept: Tensor, segments: Segments | None) -> Segments:
     """The segments of the tokens that the mask keeps, at the flat positions `kept`, ascending."""
     if segments is not None:
         return segments.narrowed(kept)
     starts = torch.arange(len(mask) + 1, device=kept.device) * mask.shape[1]
-    lengths = torch.searchsorted(kept, starts).diff()
-    return Segments.from_lengths(lengths, group_ids=group_ids)
+    return Segments(torch.searchsorted(kept, starts))
 
 
 def _refuse_bad_values(
     given: dict[str, Tensor], segments: Segments
 ) -> tuple[dict[str, Tensor], Bool[Tensor, " n"] | None]:
     """The fields, finite, and which tokens the engine did not score."""
-    if len(segments) == 0 or next(iter(given.values())).numel() == 0:
-        raise BadValueError(
-            f"empty batch: {len(segments)} sequences and no trainable token; skip this batch, or "
-            "check the mask"
-        )
-    upcast = {name: at_least_float32(x) for name, x in given.items()}
+    widest = reduce(torch.promote_types, (x.dtype for x in given.values()), torch.float32)
+    upcast = {name: x.to(widest) for name, x in given.items()}
+    if given["logp_rollout"].numel() == 0:
+        return upcast, None
     # One pass and one transfer for all fields; NaN spreads to both extremes and fails every `<=`.
     extremes = torch.stack([x for f in upcast.values() for x in f.detach().aminmax()]).tolist()
     if not all(high <= POSITIVE_SLACK for high in extremes[1::2]):

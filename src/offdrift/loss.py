@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.aggregate import accepted_scale, aggregate, normalizer_of
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
-from offdrift.errors import ShapeError
+from offdrift.errors import BadValueError, EvidenceError, MethodError, ShapeError
 from offdrift.facts import Facts, Observed, of_scored
 from offdrift.logprobs import LogProbs
-from offdrift.methods.method import Method
+from offdrift.methods import Method
+from offdrift.methods import method as row
+from offdrift.numerics import check_tensor
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
@@ -36,7 +41,7 @@ class PolicyLoss:
 
 def policy_loss(
     logprobs: LogProbs,
-    method: Method,
+    method: Method | str,
     advantages: Float[Tensor, " n"],
     *,
     divergences: Mapping[str, Divergence] | None = None,
@@ -44,7 +49,7 @@ def policy_loss(
     vocab: int | None = None,
     rewards: Float[Tensor, " b"] | None = None,
     version_lag: Float[Tensor, " n"] | Int[Tensor, " n"] | None = None,
-    observed: Observed | None = None,
+    observed: Observed | Literal["this_batch"] | None = None,
     normalizer: float | Float[Tensor, ""] | None = None,
     horizon: int | None = None,
 ) -> PolicyLoss:
@@ -60,20 +65,26 @@ def policy_loss(
 
     Args:
         logprobs: packed log-probs; `logp` carries the gradient.
-        method: a row of `METHODS` or any other composition.
-        advantages: per token, signed; no gradient is taken through them.
+        method: a row of `METHODS`, by itself or by name, or any other composition.
+        advantages: per token, signed, finite; no gradient is taken through them.
         divergences: exact or interval divergences of this batch, by name, where gates need them.
         entropy: of the old policy at each token, nats, where the method needs it.
         vocab: tokens in the vocabulary, where the method needs it.
         rewards: per sequence, where the objective regresses on them.
         version_lag: updates since the weights that drew each token, where the method needs it.
-        observed: what `method.observe` saw, merged over all pieces and ranks of the step; None if
-            this batch is the whole step.
+        observed: what `method.observe` saw, merged over all pieces and ranks of the step;
+            "this_batch" if this batch is the whole step, as it is where `normalizer` is None.
         normalizer: what the sum is divided by, over all pieces and ranks of the step; None if this
             batch is the whole step.
         horizon: tokens per sequence, for aggregate="fixed".
 
-    Raises: `EvidenceError` if the method needs what the batch does not carry; `ShapeError`.
+    A batch without a trainable token has the loss 0, with a graph to `logp`.
+
+    Raises: `EvidenceError` if the method needs what the batch does not carry, or looks at the whole
+        step (`method.looks_ahead`) while `normalizer` says that this may be a piece of it and
+        `observed` is missing; `BadValueError` naming an advantage (or another input that the method
+        reads) that is not finite, or a normalizer that is not positive; `MethodError` for what is no
+        method; `ShapeError`.
 
     Example:
         >>> import torch
@@ -93,7 +104,17 @@ def policy_loss(
         rewards=rewards,
         version_lag=version_lag,
     )
-    _check_shapes(logprobs, advantages, facts)
+    method = row(method) if isinstance(method, str) else method
+    _check(logprobs, method, advantages, facts, normalizer, horizon)
+    if observed == "this_batch":
+        observed = None
+    elif observed is None and normalizer is not None and method.looks_ahead:
+        raise EvidenceError(
+            "this method looks at the whole step before it acts on a piece of it, and normalizer= "
+            "says that this batch may be a piece: give observed= (what method.observe says of every "
+            'piece, merged), or observed="this_batch" if this batch is the whole step '
+            f"({method.describe()})"
+        )
     segments, how = logprobs.segments, method.aggregate
     advantages = advantages.detach()
     anchored = logprobs if method.anchor is None else method.anchor(logprobs, facts)
@@ -115,7 +136,7 @@ def policy_loss(
             )
         token_loss = token_loss + regularizer
     if normalizer is None:
-        normalizer = normalizer_of(segments, how=how, horizon=horizon)
+        normalizer = normalizer_of(segments, how=how, horizon=horizon) or 1.0
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
     stats = DriftStats.of(logprobs, corrected, divergences=divergences, clipped=pushed.clipped)
     if kl is not None:
@@ -149,14 +170,63 @@ def _regularizer(
     return own, kl.detach()
 
 
-def _check_shapes(logprobs: LogProbs, advantages: Tensor, facts: Facts) -> None:
+def _check(
+    logprobs: LogProbs,
+    method: Method,
+    advantages: Tensor,
+    facts: Facts,
+    normalizer: Any,
+    horizon: int | None,
+) -> None:
+    """Refuse what is not about this batch, or not a number. One transfer to the host."""
+    for name, x, kind in (("logprobs", logprobs, LogProbs), ("method", method, Method)):
+        if not isinstance(x, kind):
+            way = "make them with LogProbs.pack" if kind is LogProbs else "give a name or a Method"
+            raise MethodError(f"{name} is a {type(x).__name__}, not a {kind.__name__}; {way}")
     n, b = logprobs.logp_rollout.shape, (len(logprobs.segments),)
     wanted = {"advantages": n, "entropy": n, "version_lag": n, "rewards": b}
     given = {"advantages": advantages, **{k: getattr(facts, k) for k in list(wanted)[1:]}}
+    for name, d in facts.divergences.items():
+        wanted[name], given[name] = n, d.lo
     for name, x in given.items():
-        if x is not None and x.shape != wanted[name]:
+        if x is None and name != "advantages":
+            continue
+        check_tensor(name, x)
+        if x.shape != wanted[name]:
             raise ShapeError(
                 f"{name} has shape {tuple(x.shape)}, expected {tuple(wanted[name])}: the batch has "
                 f"{n[0]} tokens in {b[0]} sequences; spread per-sequence values with segments.spread, "
                 "pack padded ones with logprobs.like_caller"
             )
+    read = ("advantages", *(k for k in ("entropy", "rewards", "version_lag") if k in method.needs))
+    numbers = {k: x for k in read if (x := given[k]) is not None and len(x)}
+    # A sum of finite numbers may overflow in half precision; the extremes do not.
+    ends = [e.detach().double() for x in numbers.values() for e in torch.aminmax(x)]
+    if isinstance(normalizer, Tensor):
+        if normalizer.numel() != 1:
+            raise ShapeError(f"normalizer has shape {tuple(normalizer.shape)}; give one number")
+        ends.append(normalizer.detach().double().reshape(()).to(advantages.device))
+    found = torch.stack(ends).tolist() if ends else []
+    if isinstance(normalizer, Tensor):
+        normalizer = found.pop()
+    for name, low, high in zip(numbers, found[::2], found[1::2], strict=True):
+        if not (math.isfinite(low) and math.isfinite(high)):
+            _raise_not_finite(name, numbers[name], logprobs.segments)
+    for name, x in (("normalizer", normalizer), ("horizon", horizon)):
+        number = isinstance(x, int | float) and not isinstance(x, bool)
+        if x is not None and not (number and 0 < x < math.inf):
+            raise BadValueError(
+                f"{name}={x!r} must be a positive, finite number: a count of tokens or sequences"
+            )
+
+
+def _raise_not_finite(name: str, x: Tensor, segments: Segments) -> None:
+    at = int((~x.isfinite()).nonzero()[0])
+    sequence, where = at, ""
+    if name != "rewards":
+        sequence = int(segments.seq_ids[at])
+        where = f" at trainable token {at - int(segments.cu_seqlens[sequence])}"
+    raise BadValueError(
+        f"{name} of sequence {sequence} is {x[at].item()}{where}; mask the token, drop the "
+        "sequence, or find out where the number comes from"
+    )

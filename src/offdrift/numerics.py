@@ -9,13 +9,43 @@ logarithm (`log_sums`), and such logarithms of parts are joined by `logaddexp`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from offdrift.errors import BadValueError
+
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before `exp` (4.9e8 and 2.1e-9): the field's constant."""
+
+
+def check_tensor(name: str, x: Any, *, integers: bool = False) -> None:
+    """Raise `BadValueError` unless `x` is a tensor of real numbers (of integers, if asked for)."""
+    if not isinstance(x, Tensor):
+        raise BadValueError(
+            f"{name} is {'None' if x is None else 'a ' + type(x).__name__}, not a tensor; give "
+            f"{'one' if x is None else 'torch.as_tensor(x)'}"
+        )
+    if x.is_complex() or (integers and (x.is_floating_point() or x.dtype == torch.bool)):
+        wanted = "integers" if integers else "real numbers"
+        raise BadValueError(f"{name} holds {x.dtype}, not {wanted}; convert it with .to(...)")
+
+
+def transformed() -> bool:
+    """Whether a transformation of `torch.func` is at work: what it makes dies with it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class cached(cached_property):  # noqa: N801
+    """`cached_property` of tensors, which keeps nothing that a `torch.func` transformation made."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is not None and transformed():
+            return self.func(instance)
+        return super().__get__(instance, owner)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -26,6 +56,11 @@ def at_least_float32(x: Tensor) -> Tensor:
 def clamped(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """The log-ratio limited to +-20 nats. Gradient: to `log_ratio`, zero outside the limit."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def largest_of(x: Float[Tensor, "*s"]) -> Float[Tensor, ""]:
+    """The maximum; -inf of nothing, so that maxima of pieces combine. Gradient: to the maximum."""
+    return x.max() if x.numel() else x.new_full((), -torch.inf)
 
 
 def ratio(log_ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
+from offdrift.numerics import transformed
 from offdrift.segments import Segments
 
 RatioName = Literal["full", "mismatch", "staleness"]
@@ -70,6 +71,8 @@ def stopped_log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n
 
     Never write into it. Gradient: none.
     """
+    if transformed():
+        return log_ratio(logprobs, on=on).detach()
     if on not in logprobs.stopped:
         logprobs.stopped[on] = log_ratio(logprobs, on=on).detach()
     return logprobs.stopped[on]

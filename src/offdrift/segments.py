@@ -12,14 +12,14 @@ their max and min are `empty` (0 unless given).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from offdrift.errors import ShapeError
+from offdrift.errors import BadValueError, ShapeError
+from offdrift.numerics import cached, check_tensor
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,12 @@ class Segments:
 
         Raises: `ShapeError` if a length is negative, or turns or groups describe another batch.
         """
-        lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        if not isinstance(lengths, Tensor):
+            lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        check_tensor("lengths", lengths)
+        lengths, given = lengths.long(), lengths
+        if given.is_floating_point() and not torch.equal(lengths.to(given.dtype), given):
+            raise BadValueError(f"lengths {given.tolist()[:8]} are not whole numbers of tokens")
         if lengths.ndim != 1:
             raise ShapeError(f"lengths must be one-dimensional, got shape {tuple(lengths.shape)}")
         if bool((lengths < 0).any()):
@@ -64,50 +69,78 @@ class Segments:
         return segments
 
     def check(self) -> None:
-        """Raise `ShapeError` unless cuts, turns and groups describe one batch (host transfer)."""
+        """Raise unless cuts, turns and groups describe one batch (host transfer, the first time).
+
+        Raises: `ShapeError`, or `BadValueError` for what are no integers.
+        """
+        assert self.checked
+
+    @cached
+    def checked(self) -> bool:
+        """True once `check` has passed."""
         cuts = self.cu_seqlens
+        check_tensor("cu_seqlens", cuts, integers=True)
         if cuts.ndim != 1 or len(cuts) == 0 or int(cuts[0]) != 0 or bool((cuts.diff() < 0).any()):
             raise ShapeError(
                 "cu_seqlens must start at 0 and never decrease (cumulative sequence starts, one "
                 f"more than sequences), got {cuts.tolist()[:8]}"
+                if cuts.ndim == 1
+                else f"cu_seqlens must be one-dimensional, got shape {tuple(cuts.shape)}"
             )
-        if self.group_ids is not None and len(self.group_ids) != len(self):
-            raise ShapeError(
-                f"group_ids has {len(self.group_ids)} entries for {len(self)} sequences; "
-                "give one prompt id per sequence"
+        if self.group_ids is not None:
+            check_group_ids(self.group_ids, len(self))
+        if self.turns is not None:
+            if not isinstance(self.turns, Segments):
+                raise BadValueError(f"turns is a {type(self.turns).__name__}, not `Segments`")
+            self.turns.check()
+            ends = self.turns.cu_seqlens
+            if not bool(torch.isin(cuts, ends).all()) or int(ends[-1]) != int(cuts[-1]):
+                raise ShapeError(
+                    "turns must cut the same tokens at least where sequences do: sequence cuts "
+                    f"{cuts.tolist()[:8]}, turn cuts {ends.tolist()[:8]}"
+                )
+        return True
+
+    def with_groups(self, group_ids: Int[Tensor, " b"]) -> Segments:
+        """The same with these prompt groups.
+
+        Raises: `ShapeError` unless there is one per sequence; `BadValueError` if the segments have
+            other groups already.
+        """
+        check_group_ids(group_ids, len(self))
+        if self.group_ids is not None and not torch.equal(self.group_ids, group_ids):
+            raise BadValueError(
+                f"group_ids {group_ids.tolist()[:8]} contradict those of the segments, "
+                f"{self.group_ids.tolist()[:8]}; give them once"
             )
-        if self.turns is not None and not bool(torch.isin(cuts, self.turns.cu_seqlens).all()):
-            raise ShapeError(
-                "turns must cut the same tokens at least where sequences do: sequence cuts "
-                f"{cuts.tolist()[:8]}, turn cuts {self.turns.cu_seqlens.tolist()[:8]}"
-            )
+        return replace(self, group_ids=group_ids)
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
 
-    @cached_property
+    @cached
     def num_tokens(self) -> int:
         """Tokens in the stream (one host transfer, then cached)."""
         return int(self.cu_seqlens[-1])
 
-    @cached_property
+    @cached
     def lengths(self) -> Int[Tensor, " b"]:
         """Tokens per segment."""
         return self.cu_seqlens.diff()
 
-    @cached_property
+    @cached
     def seq_ids(self) -> Int[Tensor, " n"]:
         """Which segment each token is in."""
         rows = torch.arange(len(self), device=self.cu_seqlens.device)
         return torch.repeat_interleave(rows, self.lengths, output_size=self.num_tokens)
 
-    @cached_property
+    @cached
     def position(self) -> Int[Tensor, " n"]:
         """Index of each token inside its segment, from 0."""
         steps = torch.arange(self.num_tokens, device=self.cu_seqlens.device)
         return steps - self.spread(self.cu_seqlens[:-1])
 
-    @cached_property
+    @cached
     def groups(self) -> Groups:
         """Prompt groups: reductions over sequences, not tokens."""
         ids = self.group_ids
@@ -225,6 +258,16 @@ class Groups:
     def spread(self, x: Shaped[Tensor, " g"]) -> Shaped[Tensor, " b"]:
         """Give every sequence the number of its group. Gradient: to `x`."""
         return x[self.index]
+
+
+def check_group_ids(group_ids: Int[Tensor, " b"], sequences: int) -> None:
+    """Raise unless there is one integer per sequence: `BadValueError` or `ShapeError`."""
+    check_tensor("group_ids", group_ids, integers=True)
+    if group_ids.shape != (sequences,):
+        raise ShapeError(
+            f"group_ids has shape {tuple(group_ids.shape)} for {sequences} sequences; "
+            "give one prompt id per sequence"
+        )
 
 
 def _cumulative(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:

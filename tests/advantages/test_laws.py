@@ -135,6 +135,7 @@ def test_a_lone_sequence(how):
         components=double([[3.0]]),
         logp_old=half.log(),
         sum_pi_squared=half,
+        group_ids=None,
     )
     torch.testing.assert_close(got, double([ALONE[how]] * 2), rtol=0, atol=1e-15)
 
@@ -142,7 +143,7 @@ def test_a_lone_sequence(how):
 @pytest.mark.parametrize("how", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])  # fmt: skip
 def test_one_token_cannot_be_whitened(how):
     inputs = {"values": double([0.5]), "components": double([[3.0]])}
-    got = advantages(double([3.0]), Segments.from_lengths([1]), how=how, **inputs)
+    got = advantages(double([3.0]), Segments.from_lengths([1]), how=how, group_ids=None, **inputs)
     assert got.tolist() == [0.0]
 
 

@@ -7,7 +7,7 @@ sees any of it. Sequences drift by very different amounts, so that tight and wid
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -204,7 +204,13 @@ def _given(lp: LogProbs, leaf: Tensor, rewards: Tensor, t: dict[str, Tensor]) ->
     return Given(lp=lp, leaf=leaf, advantages=clean["a"], facts=facts)
 
 
-def run(row: Method, given: Given, *, observed: Observed | None = None, **options: Any) -> Run:
+def run(
+    row: Method,
+    given: Given,
+    *,
+    observed: Observed | Literal["this_batch"] = "this_batch",
+    **options: Any,
+) -> Run:
     """Loss and gradient; the plain sum unless `normalizer` says otherwise."""
     options = {"normalizer": 1.0, **options}
     result = policy_loss(

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from offdrift.errors import BadValueError, ShapeError
+from offdrift.numerics import check_tensor
 from offdrift.segments import Segments
 
 
 def check_rewards(rewards: Tensor, segments: Segments) -> None:
     """One finite reward per sequence or per token."""
+    check_tensor("rewards", rewards)
     if rewards.shape not in ((len(segments),), (segments.num_tokens,)):
         raise ShapeError(
-            f"{len(rewards)} rewards for {len(segments)} sequences of {segments.num_tokens} "
+            f"rewards of shape {tuple(rewards.shape)} for {len(segments)} sequences of {segments.num_tokens} "
             "tokens; give one per sequence or one per token"
         )
     _refuse("reward", rewards, segments, per_sequence=len(rewards) == len(segments))
@@ -27,7 +29,8 @@ def check_entries(
     for name, x in given.items():
         if x is None:
             continue
-        if len(x) != length or x.ndim != (2 if name == "components" else 1):
+        check_tensor(name, x)
+        if x.ndim == 0 or len(x) != length or x.ndim != (2 if name == "components" else 1):
             raise ShapeError(
                 f"{name} has shape {tuple(x.shape)}; expected {length} entries, one per "
                 f"{'sequence' if per_sequence else 'token'}"
@@ -53,6 +56,7 @@ def check_component_weights(weights: Tensor | None, components: Tensor | None) -
     """One finite weight per column."""
     if weights is None:
         return
+    check_tensor("component_weights", weights)
     columns = None if components is None else components.shape[1]
     if columns is not None and weights.shape != (columns,):
         raise ShapeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -18,7 +18,7 @@ from offdrift.advantages.checks import (
     check_position,
     check_rewards,
 )
-from offdrift.errors import EvidenceError, MethodError, check_choice
+from offdrift.errors import BadValueError, EvidenceError, MethodError, check_choice
 from offdrift.segments import Segments
 
 AdvantageName = Literal[
@@ -165,6 +165,7 @@ def advantages(
     how: AdvantageName = "grpo",
     baseline_over: Literal["sampled", "kept"] = "sampled",
     keep: Bool[Tensor, " b"] | None = None,
+    group_ids: Int[Tensor, " b"] | Literal["of_segments"] | None = "of_segments",
     gamma: float | int = 1.0,
     lam: float | int = 1.0,
     values: Float[Tensor, " n"] | None = None,
@@ -195,7 +196,9 @@ def advantages(
         rewards: one scalar per sequence in the task's unit, paid on its last token; or one per
             token, whose sum is the sequence's. Of `b` values for `b` sequences, each is a
             sequence's.
-        segments: sequences and their prompt groups (`group_ids`).
+        segments: sequences and their prompt groups.
+        group_ids: prompt of each sequence; "of_segments" takes those of `segments`, and None says on
+            purpose that every sequence answers a prompt of its own: its siblings are none.
         how: a name in `ADVANTAGES`, which says what each one needs and reads; inputs that the
             estimator does not read are checked, then ignored.
         baseline_over: see above.
@@ -216,7 +219,8 @@ def advantages(
             process must hold whole groups.
 
     Raises: `BadValueError` naming the sequence or token whose reward, or any other input, is not
-        finite, or the group that is too small; `EvidenceError` naming a missing input;
+        finite, or the group that is too small, or groups that contradict those of `segments`;
+        `EvidenceError` naming a missing input, such as the groups where siblings make the baseline;
         `ShapeError`; `MethodError` for an unknown name.
 
     Example:
@@ -238,6 +242,8 @@ def advantages(
     for name, x in {"gamma": gamma, "lam": lam}.items():
         if not 0 <= x <= 1:
             raise MethodError(f"{name}={x} must lie in [0, 1]")
+    row = ADVANTAGES[how]
+    segments = _grouped(segments, group_ids, how if row.siblings else None)
     per_token = {
         "values": values,
         "logp_old": logp_old,
@@ -258,7 +264,6 @@ def advantages(
     check_position(position, segments)
     floats = {**per_token, **per_sequence, "component_weights": component_weights}
     del floats["keep"], floats["position"]
-    row = ADVANTAGES[how]
     with torch.no_grad():
         # Equal float32 rewards have a float64 mean equal to them: nothing remains to be normalized.
         credit = Credit(
@@ -275,3 +280,32 @@ def advantages(
         if row.siblings and credit.counted is not None:
             found = found.where(segments.spread(credit.siblings > 0), 0.0)
         return found.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
+def _grouped(
+    segments: Segments, group_ids: Tensor | str | None, compares_siblings: str | None
+) -> Segments:
+    """The segments with the prompt groups that were asked for.
+
+    Args:
+        compares_siblings: name of the estimator, if its baseline is made of siblings.
+    """
+    if not isinstance(segments, Segments):
+        raise BadValueError(
+            f"segments is a {type(segments).__name__}; give `logprobs.segments`, or "
+            "`Segments.from_lengths(tokens of each sequence)`"
+        )
+    segments.check()
+    if group_ids is None:
+        return replace(segments, group_ids=None)
+    if not isinstance(group_ids, str):
+        return segments.with_groups(group_ids)
+    check_choice("group_ids", group_ids, ("of_segments",))
+    if compares_siblings is not None and segments.group_ids is None:
+        raise EvidenceError(
+            f"advantage estimator {compares_siblings!r} compares a sequence with the others of its "
+            "prompt, and which those are was not given: give group_ids= (one prompt id per sequence) "
+            "here or to LogProbs.pack; group_ids=None says that every sequence is alone with its "
+            "prompt; or choose 'reinforce_plus_plus', which needs no siblings"
+        )
+    return segments

@@ -30,6 +30,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method, override
 from offdrift.methods import method as row
+from offdrift.numerics import largest_of
 from offdrift.stats import DriftStats, summarize
 from offdrift.stats.signature import signature
 from offdrift.stats.tails import Tails
@@ -180,7 +181,7 @@ class Adapter:
         """
         stats = self._closed()
         numbers = {} if stats is None else stats.to_host()
-        empty = stats is None and self._skipped
+        empty = self._skipped if stats is None else not numbers["n"]
         if not (self._checked or empty or undecided(numbers)):
             self._check(numbers)
         if stats is None:
@@ -222,7 +223,7 @@ class Adapter:
             largest = {"length_max": logprobs.segments.lengths.max()}
             if facts.version_lag is not None:
                 sums |= {"version_lag": logprobs.at_scored(facts.version_lag).sum()}
-                largest["version_lag_max"] = facts.version_lag.max()
+                largest["version_lag_max"] = largest_of(facts.version_lag.double())
             stats = stats.plus(sums, largest)
             self._tails.add(logprobs)
         self._stats = stats if self._stats is None else self._stats.merge(stats)

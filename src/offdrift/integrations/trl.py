@@ -224,7 +224,7 @@ class OffdriftMixin(Base):
             lp,
             advantages,
             **{name: getattr(facts, name) for name in FACTS},
-            observed=self._observed,
+            observed=self._observed or "this_batch",  # looked ahead unless there is one piece
             normalizer=self._normalizer,
             horizon=self.max_completion_length,
         )

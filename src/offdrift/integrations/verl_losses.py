@@ -112,6 +112,7 @@ def policy_loss_named(name: str) -> PolicyLossFn:
             packed,
             replace(share, correction=given, aggregate=AGGREGATES[loss_agg_mode]),
             packed.like_caller(advantages),
+            observed="this_batch",  # see _check_whole
             normalizer=normalizer,
         )
         _check_alive(name, row, result.stats)

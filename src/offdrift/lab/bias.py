@@ -197,6 +197,7 @@ def expected_gradient(
         vocab=rollout.vocab,
         rewards=rewards[sequences],
         version_lag=torch.ones_like(batch.logp_rollout),
+        observed="this_batch",
         normalizer=sampled / horizon if row.aggregate == "seq_mean_token_mean" else sampled,
     )
     return -torch.autograd.grad(result.loss, leaf)[0]

@@ -90,6 +90,7 @@ def coefficients(row: Method, bed: Testbed, drawn: Draw) -> Float[Tensor, "b t"]
         vocab=bed.rollout.vocab,
         rewards=drawn.rewards,
         version_lag=torch.ones_like(old),
+        observed="this_batch",
         normalizer=1 / horizon if row.aggregate == "seq_mean_token_mean" else 1.0,
     )
     return -torch.autograd.grad(result.loss, logp)[0].view(sequences, horizon)

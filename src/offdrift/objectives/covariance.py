@@ -145,7 +145,7 @@ class CovClipped:
         assert clipped is not None
         step = self._between(covariance(seen["advantages"], seen["logp"], seen))
         keys = seen["key"].where(step, torch.inf)
-        last = keys.topk(_share(self.fraction, len(keys)), largest=False).values[-1]
+        last = -_smallest_chosen(-keys, self.fraction)
         own = self._between(covariance(advantages, logprobs.current, seen)) & ~clipped
         chosen = own & (token_keys(logprobs, seed=self.seed) <= last)
         return TokenLoss(loss.where(~chosen, 0.0), clipped | (chosen & (advantages != 0)))
@@ -231,7 +231,7 @@ class CovPenalized:
         seen = facts.seen_by(self, logprobs, advantages)
         x = log_ratio(logprobs, on=self.on)
         step = covariance(seen["advantages"], seen["logp"], seen) - TIE * seen["key"]
-        last = step.topk(_share(self.fraction, len(step))).values[-1]
+        last = _smallest_chosen(step, self.fraction)
         own = covariance(advantages, logprobs.current, seen) - TIE * token_keys(logprobs)
         penalty = self.coef * self._penalty(x)
         return TokenLoss(importance_sampled(x, advantages) + penalty.where(own >= last, 0.0))
@@ -259,8 +259,11 @@ def _observed(logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, seed: 
     }
 
 
-def _share(fraction: float, tokens: int) -> int:
-    return max(1, int(fraction * tokens))
+def _smallest_chosen(x: Float[Tensor, " n"], fraction: float) -> Float[Tensor, ""]:
+    """The smallest of the largest `fraction` of the values, at least one; NaN of nothing."""
+    if not len(x):
+        return x.new_full((), torch.nan)
+    return x.topk(max(1, int(fraction * len(x)))).values[-1]
 
 
 def _check_fraction(fraction: float) -> None:

@@ -59,6 +59,8 @@ def second_moment_threshold(
 
     Reference: M2PO, arXiv:2510.01161, and its official code.
     """
+    if not len(squares):
+        return squares.new_full((), torch.inf, dtype=torch.float64)
     # Zeros add nothing to any sum of capped squares, so they need not be removed (a host transfer).
     x = sorted_squares(squares)
     size = (x > 0).sum().double()
@@ -105,6 +107,8 @@ def largest_kept(squares: Float[Tensor, " n"], *, budget: float) -> Float[Tensor
 
     Reference: AReaL, `m2_threshold` of its PPO actor.
     """
+    if not len(squares):
+        return squares.new_full((), torch.inf, dtype=torch.float64)
     x = sorted_squares(squares)
     count = torch.arange(1, len(x) + 1, device=x.device, dtype=x.dtype)
     first_dropped = x.where(x.cumsum(0) >= budget * count, torch.inf).min()

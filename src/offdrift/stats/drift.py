@@ -22,7 +22,7 @@ from offdrift.correction import Corrected
 from offdrift.correction.compose import GateLike
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.logprobs import LogProbs
-from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums
+from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, largest_of, log_sums
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
 
@@ -247,7 +247,7 @@ def _token_pass(
         (excess - limited).sum(), excess.abs().sum(), w, w2,
         p.sum(), torch.dot(p, p), d.sum(), torch.dot(d, d), torch.dot(p, d), d_abs.sum(),
     ]  # fmt: skip
-    largest = torch.stack([raw.max(), -raw.min(), d_abs.max()])
+    largest = torch.stack([largest_of(raw), largest_of(-raw), largest_of(d_abs)])
     return torch.stack(added).double(), largest.double(), log_sums(raw)
 
 
@@ -296,7 +296,7 @@ def _decisions(
             logs[f"weight/log_{name}"] = sums[f"weight/{name}"].double().log()
     sums["weight/limited"] = corrected.limited.count_nonzero()
     sums["weight/changed"] = (weight != 1).count_nonzero()
-    maxima["weight/w_max"], maxima["weight/-w_min"] = weight.max(), -weight.min()
+    maxima["weight/w_max"], maxima["weight/-w_min"] = largest_of(weight), largest_of(-weight)
 
 
 def _splits(gate: GateLike) -> bool:
@@ -324,7 +324,7 @@ def _divergences(
 
     by_position = {"n": at_position(torch.ones_like(logprobs.logp_rollout))}
     for name, d in divergences.items():
-        sums[f"divergence/{name}"], maxima[f"divergence/{name}_max"] = d.lo.sum(), d.lo.max()
+        sums[f"divergence/{name}"], maxima[f"divergence/{name}_max"] = d.lo.sum(), largest_of(d.lo)
         by_position[name] = at_position(d.lo)
     return by_position
 

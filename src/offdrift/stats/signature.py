@@ -143,6 +143,8 @@ def signature(
                 logprobs.segments.position if position is None else position
             )
             logprobs = logprobs.scored
+        if not len(logprobs.logp_rollout):
+            return sums
         starts = _starts(logprobs.segments, position)
         for on, second in SECOND.items():
             if getattr(logprobs, "logp_old" if second == "old" else "logp") is None:

@@ -35,7 +35,9 @@ def summarize(stats: DriftStats) -> dict[str, float]:
     found = {}
     for metric in METRICS.values():
         try:
-            found[metric.name] = metric.value(numbers)
+            value = metric.value(numbers)
+            nothing = math.isinf(value) and not numbers.get("n", 1)  # the extreme of no tokens
+            found[metric.name] = math.nan if nothing else value
         except KeyError:  # this ratio, gate or divergence was not part of the batch
             continue
         except (ZeroDivisionError, ValueError, OverflowError):

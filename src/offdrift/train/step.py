@@ -245,7 +245,7 @@ class _See:
             self.advantages,
             divergences=self.divergences,
             **self.facts,
-            observed=observed,
+            observed=observed or "this_batch",  # see _look_ahead
             normalizer=normalizer,
             horizon=self.part.rollouts.provenance.sampling.max_tokens,
         )
