@@ -111,6 +111,33 @@ def check_all_masked(run: Run) -> None:
     assert not bool(gradient.any())
 
 
+UNSCORED = (-9999.0, -math.inf, -1e9)
+"""What stands for a rollout log-prob that no engine gave."""
+
+
+def unscored(given: Batch, value: float) -> tuple[Batch, Batch]:
+    """The batch with rollout log-probs that were not scored, a whole sequence of them and single ones;
+    and with those tokens masked."""
+    some = given.mask & (torch.arange(given.mask.shape[1]) % 4 == 1)
+    some[2] = given.mask[2]
+    assert 8 < int(some.sum()) < int(given.mask.sum()) - 8
+    return (
+        replace(given, rollout=given.rollout.masked_fill(some, value)),
+        replace(given, mask=given.mask & ~some),
+    )
+
+
+def check_unscored(run: Run) -> None:
+    """Of a token mean: an unscored token trains nothing, decides nothing, and stays in the denominator."""
+    given = batch()
+    for value in UNSCORED:
+        with_them, without = unscored(given, value)
+        loss, gradient = run(with_them, *counts(given))
+        learns(gradient)
+        assert math.isfinite(loss)
+        same((loss, gradient), run(without, *counts(given)))
+
+
 def check_all_rejected(run: Run) -> None:
     """Of a run whose method rejects everything: zero, finite, and a graph."""
     given = batch()

@@ -194,6 +194,12 @@ def test_laws(actor: Any, name: str) -> None:
     laws.check_all_masked(run)
 
 
+@pytest.mark.parametrize("name", ["icepop", "geo_mask", "seq_tis"])
+def test_unscored_tokens(actor: Any, name: str) -> None:
+    areal.install(name, settings=laws.SOME.get(name, {}))
+    laws.check_unscored(runner(actor))
+
+
 def test_all_rejected(actor: Any) -> None:
     areal.install("geo_mask", settings=laws.REJECTS_ALL)
     laws.check_all_rejected(runner(actor))

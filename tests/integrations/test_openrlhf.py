@@ -161,6 +161,11 @@ def test_laws(actor: Any, name: str) -> None:
     laws.check_all_masked(run)
 
 
+@pytest.mark.parametrize("name", ["icepop", "geo_mask"])
+def test_unscored_tokens(actor: Any, name: str) -> None:
+    laws.check_unscored(built(actor, name, settings=laws.SOME.get(name, {}))[0])
+
+
 def test_all_rejected(actor: Any) -> None:
     run, _ = built(actor, "geo_mask", settings=laws.REJECTS_ALL)
     laws.check_all_rejected(run)

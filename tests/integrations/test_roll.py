@@ -245,6 +245,25 @@ def test_laws(choose: Any, method: str) -> None:
     laws.check_all_masked(run)
 
 
+@pytest.mark.parametrize("method", ["icepop", "geo_mask"])
+def test_unscored_tokens(choose: Any, method: str) -> None:
+    choose(method, **laws.SOME.get(method, {}))
+    laws.check_unscored(runner(worker()))
+
+
+def test_unscored_tokens_are_not_corrected(choose: Any) -> None:
+    choose("icepop")
+    roll.install()
+    given = batch()
+    for value in laws.UNSCORED:
+        with_them, without = laws.unscored(given, value)
+        weight, keep, _ = compute()(ON, given.mask.long(), given.old, with_them.rollout, 5, 30)
+        rest = compute()(ON, without.mask.long(), given.old, given.rollout, 5, 30)
+        assert torch.equal(weight, rest[0])
+        assert not bool(weight[given.mask & ~without.mask].any())
+        assert not bool(keep[given.mask & ~without.mask].any())
+
+
 def test_all_rejected(choose: Any) -> None:
     choose("geo_mask", **laws.REJECTS_ALL)
     laws.check_all_rejected(runner(worker()))
@@ -322,6 +341,9 @@ def test_missing_log_probs_are_named(choose: Any) -> None:
         {"use_kl_loss": True},
         {"entropy_loss_coef": 0.01},
         {"actor_train": SimpleNamespace(pg_variant="topr")},
+        {"dual_clip_loss": True},
+        {"importance_sampling": "seq"},
+        {"ratio_type": "segment"},
     ],
 )
 def test_their_own_terms_are_refused(choose: Any, changed: dict[str, Any]) -> None:

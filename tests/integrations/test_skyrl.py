@@ -29,6 +29,7 @@ from offdrift.integrations.hooks import proportional
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS
+from tests.integrations import loss_laws as laws
 from tests.integrations.hooked import Batch, batch, code, install, optimizer_step, process
 
 __all__ = ["process"]
@@ -110,6 +111,17 @@ def step(
     total.backward()
     assert current.grad is not None
     return total.detach(), current.grad, metrics
+
+
+def test_unscored_tokens(registry: Registry) -> None:
+    given = batch()
+    _, whole, _ = step(registry, given)
+    for value in laws.UNSCORED:
+        with_them, without = laws.unscored(given, value)
+        loss, grad, metrics = step(registry, with_them)
+        torch.testing.assert_close(grad, whole.where(without.mask, 0.0))
+        assert int((grad != 0).sum()) > 5
+        assert all(bool(torch.isfinite(torch.tensor([loss, *m.values()])).all()) for m in metrics)
 
 
 # -- parity -------------------------------------------------------------------------------------------

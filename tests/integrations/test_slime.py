@@ -27,6 +27,7 @@ from offdrift.errors import BadValueError, EvidenceError, FrameworkError, Livene
 from offdrift.integrations import slime, slime_record
 from offdrift.integrations.hooks import proportional
 from offdrift.methods import METHODS
+from tests.integrations import loss_laws as laws
 from tests.integrations.hooked import Batch, batch, code, install, optimizer_step, process
 
 __all__ = ["process"]
@@ -366,6 +367,25 @@ def test_another_layout_under_context_parallelism_is_refused() -> None:
         tis_step(batch(), Shares(2), qkv_format="bshd")
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_unscored_tokens_are_not_corrected(
+    monkeypatch: pytest.MonkeyPatch, framework: Shares, size: int
+) -> None:
+    """They lose their loss and stay in slime's denominators; metrics stay finite."""
+    given = batch()
+    choose(monkeypatch, "icepop")
+    framework.__init__(size)
+    _, whole, _, _ = tis_step(given, framework if size > 1 else None)
+    for value in laws.UNSCORED:
+        with_them, without = laws.unscored(given, value)
+        _, grad, metrics, _ = tis_step(with_them, framework if size > 1 else None)
+        torch.testing.assert_close(grad, whole.where(without.mask, 0.0))
+        assert int((grad != 0).sum()) > 5
+        assert all(bool(torch.isfinite(x)) for x in metrics.values())
+        gone = int((given.mask & ~without.mask)[:, :].sum())
+        assert 0 < int(metrics["offdrift/rejected"]) <= gone
+
+
 def test_steps_close_and_copied_log_probs_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     given = batch()
     tis_step(given)
@@ -403,6 +423,17 @@ def loss_step(
     loss.backward()
     assert current.grad is not None
     return loss.detach(), current.grad, metrics
+
+
+def test_the_whole_loss_leaves_unscored_tokens_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = batch()
+    choose(monkeypatch, "icepop")
+    _, whole, _ = loss_step(given)
+    for value in laws.UNSCORED:
+        with_them, without = laws.unscored(given, value)
+        loss, grad, metrics = loss_step(with_them)
+        torch.testing.assert_close(grad, whole.where(without.mask, 0.0))
+        assert all(bool(torch.isfinite(x)) for x in (loss, *metrics.values()))
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -178,6 +178,21 @@ def test_a_batch_without_a_token_is_weightless_and_silent(helper):
         corrected(helper, batch, {"rollout_is": "token"})
 
 
+@pytest.mark.parametrize("value", [-9999.0, -math.inf])
+def test_tokens_that_the_engine_did_not_score_weigh_nothing(helper, value):
+    """And nothing else changes: a token's weight is its own, and verl's denominators are as they were."""
+    batch = random_batch(0, far=False)
+    some = (torch.arange(batch.width) % 4 == 1).expand(batch.mask.shape) & (batch.mask > 0)
+    assert 3 < int(some.sum()) < batch.tokens
+    plugin.install("icepop")
+    whole, mask, _ = corrected(helper, batch, OFF)
+    rollout = batch.rollout.masked_fill(some, value)
+    weights, its, metrics = corrected(helper, replace(batch, rollout=rollout), OFF)
+    assert torch.equal(its, mask)
+    assert torch.equal(weights, whole.masked_fill(some, 0.0))
+    assert all(math.isfinite(x) for x in metrics.values())
+
+
 @pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "offdrift/geo_mask"])
 def test_everything_rejected_is_a_step_of_zero_and_verls_own_is_nan(helper, loss, how):

@@ -223,6 +223,9 @@ def _check_alone(config: Any) -> None:
         "train_infer_correction.is_weight.enabled": own.is_weight.enabled,
         "train_infer_correction.filters": any(f.enabled for f in own.filters),
         "actor_train.pg_variant": _variant(config) is not None,
+        "dual_clip_loss": config.dual_clip_loss,
+        "importance_sampling": getattr(config, "importance_sampling", "token") != "token",
+        "ratio_type": getattr(config, "ratio_type", "token") != "token",
     }
     named = ", ".join(name for name, on in dropped.items() if on)
     if named:
