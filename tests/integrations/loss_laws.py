@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offdrift.errors import BadValueError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import Method
@@ -136,6 +137,16 @@ def check_unscored(run: Run) -> None:
         learns(gradient)
         assert math.isfinite(loss)
         same((loss, gradient), run(without, *counts(given)))
+
+
+def check_bad_advantages(run: Run) -> None:
+    """An advantage that is not finite is an error that names it, where the token may train."""
+    given = batch()
+    for value in (math.nan, math.inf, -math.inf):
+        advantages = given.advantages.clone()
+        advantages[0, given.mask[0].nonzero()[1]] = value
+        with pytest.raises(BadValueError, match="advantages"):
+            run(replace(given, advantages=advantages), *counts(given))
 
 
 def check_all_rejected(run: Run) -> None:

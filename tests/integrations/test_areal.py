@@ -192,6 +192,7 @@ def test_laws(actor: Any, name: str) -> None:
     laws.check_order(run)
     laws.check_split(run)
     laws.check_all_masked(run)
+    laws.check_bad_advantages(run)
 
 
 @pytest.mark.parametrize("name", ["icepop", "geo_mask", "seq_tis"])

@@ -131,6 +131,7 @@ def test_laws(name: str) -> None:
     laws.check_order(run)
     laws.check_split(run)
     laws.check_all_masked(run)
+    laws.check_bad_advantages(run)
 
 
 @pytest.mark.parametrize("name", ["icepop", "geo_mask", "dppo_tv"])

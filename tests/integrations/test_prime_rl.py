@@ -27,6 +27,7 @@ from offdrift.integrations import prime_rl
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, override
+from tests.integrations import loss_laws as laws
 from tests.integrations.hooked import Batch, batch, code, install, optimizer_step, process
 
 __all__ = ["process"]
@@ -290,6 +291,22 @@ def test_nan_on_a_loss_token_is_refused_by_name() -> None:
     given.rollout[0, given.mask[0].nonzero()[0]] = float("nan")
     with pytest.raises(BadValueError, match="logp_rollout of sequence 0 is nan"):
         step(given)
+
+
+def test_bad_advantages_are_named() -> None:
+    laws.check_bad_advantages(lambda given, *_: step(given)[:2])  # type: ignore[arg-type, return-value]
+
+
+def test_unscored_tokens() -> None:
+    given = batch()
+    _, whole, _ = step(given)
+    for value in laws.UNSCORED:
+        with_them, without = laws.unscored(given, value)
+        loss, grad, metrics = step(with_them)
+        torch.testing.assert_close(grad, whole.where(without.mask, 0.0))
+        assert int((grad != 0).sum()) > 5
+        assert bool(torch.isfinite(loss))
+        assert all(bool(torch.isfinite(x).all()) for x in metrics.values())
 
 
 # -- weights ------------------------------------------------------------------------------------------

@@ -243,6 +243,7 @@ def test_laws(choose: Any, method: str) -> None:
     laws.check_order(run)
     laws.check_split(run)
     laws.check_all_masked(run)
+    laws.check_bad_advantages(run)
 
 
 @pytest.mark.parametrize("method", ["icepop", "geo_mask"])

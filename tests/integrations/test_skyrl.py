@@ -113,6 +113,10 @@ def step(
     return total.detach(), current.grad, metrics
 
 
+def test_bad_advantages_are_named(registry: Registry) -> None:
+    laws.check_bad_advantages(lambda given, *_: step(registry, given)[:2])  # type: ignore[arg-type, return-value]
+
+
 def test_unscored_tokens(registry: Registry) -> None:
     given = batch()
     _, whole, _ = step(registry, given)

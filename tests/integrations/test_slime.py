@@ -425,6 +425,10 @@ def loss_step(
     return loss.detach(), current.grad, metrics
 
 
+def test_bad_advantages_are_named_by_the_whole_loss() -> None:
+    laws.check_bad_advantages(lambda given, *_: loss_step(given)[:2])  # type: ignore[arg-type, return-value]
+
+
 def test_the_whole_loss_leaves_unscored_tokens_out(monkeypatch: pytest.MonkeyPatch) -> None:
     given = batch()
     choose(monkeypatch, "icepop")

@@ -18,6 +18,7 @@ from offdrift.integrations import verl_losses
 from offdrift.integrations.verl_advantages import SKIPPED, advantage_named, estimator_names
 from offdrift.integrations.verl_driver import Driver, logged
 from offdrift.integrations.verl_shares import driver_share
+from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS
 from tests.integrations.samples import read_all
 from tests.integrations.verl_run import GARBAGE, proto, pushed, real_verl
@@ -525,7 +526,8 @@ def test_weights_are_not_rounded_to_the_dtype_of_the_log_probs():
     data, _ = Driver("decoupled_token_is").correct(proto(low), OFF)
     weights = data.batch["rollout_is_weights"]
     assert weights.dtype == torch.float32
-    packed = low.pack()
+    # What verl's driver has: a current policy in float64 beside them would make all of it float64.
+    packed = LogProbs.pack(low.rollout, None, low.old, mask=low.mask)
     expected = driver_share(METHODS["decoupled_token_is"])(packed).weight
     assert torch.equal(weights[batch.mask.bool()], expected)
     assert not torch.equal(expected, expected.bfloat16().float())
