@@ -122,6 +122,8 @@ def test_verdict_takes_the_most_urgent_level_and_the_first_repair():
     thrice = verdict([*found, *found[:1]])
     assert thrice["text"] == f"{told['text']} 1 more finding."
     assert verdict([]) == {"level": "ok", "text": "No drift that matters shows in this log."}
+    stale = verdict([], {"staleness/k3": 0.002}, missing=["1 of 9 tokens could not be compared."])
+    assert stale["text"] == "1 of 9 tokens could not be compared. No drift that matters: KL 0.002 nat per token."  # fmt: skip
 
 
 def test_snippet_of_the_own_framework_stands_first():

@@ -34,7 +34,8 @@ def kl_metrics(on: str, z: float | None, limit: float = Z_AGREES) -> tuple[str, 
     """
     sampled = (f"{on}/k3", f"{on}/k1")
     agrees = z is None or abs(z) < limit
-    return EXACT[on], *(sampled if agrees else sampled[::-1])
+    exact = (EXACT[on],) if on in EXACT else ()
+    return (*exact, *(sampled if agrees else sampled[::-1]))
 
 
 def joined_z(zs: Sequence[float]) -> float | None:
