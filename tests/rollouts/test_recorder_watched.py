@@ -76,8 +76,18 @@ def test_the_command_follows_a_recorder_and_finds_an_engine_that_breaks(
                 step_of(recorder, step, drift=0.01 if step <= 20 else 0.5)
                 time.sleep(0.01)
 
+    class Clock:
+        """It stands still while the recorder writes, however long that takes, then ticks."""
+
+        now, sleep = 0.0, staticmethod(time.sleep)
+
+        def monotonic(self) -> float:
+            self.now += not training.is_alive()
+            return self.now
+
     training = threading.Thread(target=train)
     training.start()
+    monkeypatch.setattr(watch_command, "time", Clock())
     words = ("watch", str(tmp_path), "--every", "0.05", "--until-idle", "2", "--json")
     done = command(monkeypatch, capsys, *words, screens=(watch_command,))
     training.join()

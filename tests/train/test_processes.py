@@ -55,7 +55,7 @@ def test_a_process_killed_without_warning_is_resumed_step_for_step(tmp_path):
 
 ARMS = {
     "trm_max": {"method": "trm_max", "override": {"gate.high": 0.004}},
-    "normalized_tis": {"method": "normalized_tis", "override": {"weight.cap": 1.01}},
+    "normalized_tis": {"method": "normalized_tis", "override": {"weight.cap": 0.5}},
     "vcpo": {"method": "vcpo"},
 }
 WHITENED = {"lr": 2e-4, "advantage": "reinforce_plus_plus_baseline"}
@@ -90,6 +90,7 @@ def test_two_processes_take_the_step_that_one_takes_on_the_same_rollouts(tmp_pat
         assert agree.numel() > 800_000
         assert agree.double().mean() > 0.99, arm
     assert 0.3 < rows(run, "vcpo")[0]["optim/lr_scale"] < 1.0
+    # Weights of mean 1 are not all below half of it.
     assert rows(run, "normalized_tis")[0]["weight/cap_frac"] > 0
 
 

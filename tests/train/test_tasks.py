@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-import time
+import subprocess
+import sys
 
 import pytest
 from hypothesis import example, given, settings
@@ -151,12 +152,19 @@ def test_no_text_breaks_a_verifier(name: str, text: str) -> None:
         assert reward < 1.0
 
 
+HOSTILE = """
+from offdrift.train.tasks import Problem, exact_number
+hostile = ["1" * 10**6, "1," * 10**6, "1.-" * 10**6, "-" * 10**6, "\\\\boxed{" * 10**5]
+print([exact_number(text, Problem("12+34+5=", "51")) for text in hostile])
+"""
+
+
 def test_long_text_is_read_in_linear_time() -> None:
-    """A backtracking pattern takes minutes on these; a linear one, milliseconds."""
-    hostile = ["1" * 10**6, "1," * 10**6, "1.-" * 10**6, "-" * 10**6, "\\boxed{" * 10**5]
-    start = time.perf_counter()
-    assert [exact_number(text, ANSWER_51) for text in hostile] == [0.0] * 5
-    assert time.perf_counter() - start < 10
+    """A linear pattern reads these in milliseconds; one that backtracks would not come back."""
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE], capture_output=True, text=True, timeout=300
+    )
+    assert (done.stdout.strip(), done.returncode) == (str([0.0] * 5), 0), done.stderr
 
 
 def test_last_number_of_nothing() -> None:
