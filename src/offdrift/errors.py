@@ -40,6 +40,10 @@ class EngineError(OffdriftError, RuntimeError):
     """A rollout engine that is missing, or cannot do what was asked of it."""
 
 
+class NotOfferedError(EngineError):
+    """What was asked needs something that this machine or these engines do not have."""
+
+
 class SyncError(EngineError):
     """The engine's weights are not the trainer's weights although they were just synchronised."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import cache
 
+import pytest
 import torch
 from transformers import (
     PreTrainedModel,
@@ -15,6 +16,17 @@ from transformers import (
 )
 
 VOCAB = 64
+
+_WIDE_VECTORS = ("_is_avx512_supported", "_is_amx_tile_supported")
+
+FP8_CACHE = torch.cuda.is_available() or any(getattr(torch.cpu, has)() for has in _WIDE_VECTORS)
+"""Whether vLLM offers a cache in fp8 on this machine."""
+
+
+def no_wide_vectors(patch: pytest.MonkeyPatch) -> None:
+    """Let vLLM, which asks torch, take this processor for one without AVX-512 and AMX."""
+    for has in _WIDE_VECTORS:
+        patch.setattr(torch.cpu, has, lambda: False)
 
 _SIZES = {
     "vocab_size": VOCAB,

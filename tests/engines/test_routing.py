@@ -30,15 +30,20 @@ def drawn():
 
 
 @torch.no_grad()
-def routes_by_hand(model, rollouts):
-    """The two largest router logits at every position but the last, by unpadded forwards."""
+def router_logits(model, rollouts):
+    """Of every position but the last, `[positions, layers, experts]`, by unpadded forwards."""
     found = []
     prompts = rollouts.prompt_tokens.split(rollouts.prompt_cu_seqlens.diff().tolist())
     for prompt, response in zip(prompts, rollouts.tokens.split(rollouts.lengths.tolist())):
         ids = torch.cat([prompt, response])[None]
         layers = model(input_ids=ids, output_router_logits=True).router_logits
-        found.append(torch.stack([x.topk(2).indices for x in layers], dim=1)[:-1])
+        found.append(torch.stack(layers, dim=1)[:-1])
     return torch.cat(found)
+
+
+def routes_by_hand(model, rollouts):
+    """The two largest router logits at every position but the last."""
+    return router_logits(model, rollouts).topk(2).indices
 
 
 def test_routes_are_those_of_every_position_in_the_order_of_the_batch(drawn):
@@ -55,13 +60,19 @@ def test_routes_are_those_of_every_position_in_the_order_of_the_batch(drawn):
 
 
 @pytest.mark.vllm
-def test_vllm_says_the_same_in_float32_and_flips_in_bfloat16(vllm_engine, drawn):
-    truth = routes_by_hand(tiny("moe"), drawn)
+def test_vllm_says_the_same_in_float32_and_flips_only_near_ties_in_bfloat16(vllm_engine, drawn):
+    logits = router_logits(tiny("moe"), drawn)
+    truth = logits.topk(2).indices
     exact = vllm_engine("moe", dtype="float32").routes(drawn)
     assert exact.shape == truth.shape
     assert not flips(exact, truth).any()
     rounded = flips(vllm_engine("moe", dtype="bfloat16").routes(drawn), truth)
-    assert 0 < rounded.float().mean() < 0.2
+    # How many ties fall the other way depends on the order in which a processor sums.
+    best = logits.topk(3).values
+    margin = best[..., 1] - best[..., 2]
+    spread = logits.std(-1)
+    assert (margin[rounded] < 0.1 * spread[rounded]).all()
+    assert rounded.float().mean() < 0.2
 
 
 @pytest.mark.vllm

@@ -13,10 +13,10 @@ import offdrift.engines.vllm_draws as vllm_draws
 from offdrift.engines.sync import QUANTIZED_CAP, verify_sync
 from offdrift.engines.vllm_inside import runner_of
 from offdrift.engines.vllm_requests import request_seed
-from offdrift.errors import EngineError, SyncError
+from offdrift.errors import EngineError, NotOfferedError, SyncError
 from offdrift.rollouts.records import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
-from tests.engines.models import tiny
+from tests.engines.models import FP8_CACHE, no_wide_vectors, tiny
 
 pytestmark = pytest.mark.vllm
 
@@ -107,11 +107,25 @@ def test_no_weights_at_all_are_refused(dense):
     ids=["weights", "cache"],
 )
 def test_fp8_drifts_but_takes_new_weights(vllm_engine, options, label):
+    if "kv_cache_dtype" in options and not FP8_CACHE:
+        with pytest.raises(NotOfferedError, match="not offered on this machine: FP8 KV cache"):
+            vllm_engine("dense", **options)
+        return
     engine = vllm_engine("dense", **options)
     report = verify_sync(engine, tiny("dense"), PROMPTS, PLAIN, seed=0)
     assert engine.generate(PROMPTS, PLAIN, seed=0).provenance.quantization == label
     # bf16 alone is about 0.015 here.
     assert 0.05 < report.noise < report.cap == QUANTIZED_CAP
+
+
+def test_an_fp8_cache_on_a_processor_without_wide_vectors_is_not_offered(
+    checkpoints, dense, monkeypatch
+):
+    no_wide_vectors(monkeypatch)
+    with pytest.raises(NotOfferedError, match="not offered on this machine: FP8 KV cache.*AVX-512"):
+        vllm_engine_module.VLLMEngine(checkpoints["dense"], kv_cache_dtype="fp8", max_model_len=64)
+    gc.collect()
+    assert len(dense.generate(PROMPTS, PLAIN, seed=0).tokens) == 96
 
 
 # -- requests -------------------------------------------------------------------------------------

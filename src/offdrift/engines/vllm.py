@@ -44,7 +44,8 @@ class VLLMEngine(VLLMDraws):
         path: checkpoint folder.
         dtype: of weights and activations; "auto" leaves the choice to vLLM.
         quantization: vLLM's name, for instance "fp8_per_channel".
-        kv_cache_dtype: "auto" is `dtype`; "fp8" makes the cache a source of mismatch.
+        kv_cache_dtype: "auto" is `dtype`; "fp8" makes the cache a source of mismatch (on CPUs only
+            those with AVX-512 or AMX offer it).
         max_model_len: longest prompt and response together, tokens; absent: what the model allows.
         max_num_seqs: responses drawn at once.
         enforce_eager: False compiles the model: a slower start, other kernels.
@@ -59,7 +60,8 @@ class VLLMEngine(VLLMDraws):
         version: trainer version of the weights at `path`, optimizer steps.
 
     Raises: `EngineError` if vLLM is missing, cannot load the model so, or cannot say the
-        log-probs of the distribution that it samples.
+        log-probs of the distribution that it samples; `NotOfferedError`, which is one, if vLLM has
+        no kernel for the options on this machine.
     """
 
     def __init__(

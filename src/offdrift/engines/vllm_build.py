@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from offdrift.errors import EngineError
+from offdrift.errors import EngineError, NotOfferedError
 
 
 def build(
@@ -23,7 +23,8 @@ def build(
         core: `vllm.v1.engine.core`.
         options: of `vllm.LLM`; None leaves the choice to it.
 
-    Raises: `EngineError` if the model cannot be loaded so, or other log-probs are reported.
+    Raises: `EngineError` if the model cannot be loaded so, or other log-probs are reported;
+        `NotOfferedError`, which is one, if vLLM has no kernel for it on this machine.
     """
     given = {name: value for name, value in options.items() if value is not None}
     try:
@@ -39,8 +40,14 @@ def build(
                 **given,
             )
     except Exception as error:
+        why = str(error).rstrip(".")
+        if isinstance(error, NotImplementedError):
+            raise NotOfferedError(
+                f"not offered on this machine: {why} (vLLM {vllm.__version__} with {given}); "
+                "try another dtype or quantization"
+            ) from error
         raise EngineError(
-            f"vLLM {vllm.__version__} cannot load {path} with {given}: {error}; "
+            f"vLLM {vllm.__version__} cannot load {path} with {given}: {why}; "
             "try another dtype or quantization"
         ) from error
     mode = llm.llm_engine.vllm_config.model_config.logprobs_mode

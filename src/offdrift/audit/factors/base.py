@@ -19,7 +19,7 @@ from offdrift.audit.outcome import Outcome, Side
 from offdrift.audit.pair import Bench
 from offdrift.audit.spec import EngineSpec, Pair
 from offdrift.engines.base import Engine
-from offdrift.errors import EngineError
+from offdrift.errors import NotOfferedError
 from offdrift.rollouts.records import Rollouts, Sampling
 
 Cost = Literal["cheap", "engine", "compile"]
@@ -28,7 +28,7 @@ Cost = Literal["cheap", "engine", "compile"]
 Nested = Mapping[str, Any]
 
 
-class NotOffered(EngineError):
+class NotOffered(NotOfferedError):
     """An experiment found out that it makes no sense on this pair; the message says why."""
 
 
@@ -137,7 +137,7 @@ class Factor:
             return Row(self.name, self.what, self.side, status="not offered", why=why)
         try:
             found = self.experiment(Setting(bench, pair.rollout, pair.train, baseline))
-        except NotOffered as error:
+        except NotOfferedError as error:
             return Row(self.name, self.what, self.side, status="not offered", why=str(error))
         row = Row(
             self.name,
