@@ -220,7 +220,9 @@ def test_a_tiny_divergence_survives_float32(drift):
 def test_the_series_meets_the_closed_form():
     x = torch.tensor([-1.0, 1.0], dtype=torch.float64)[:, None] * SERIES_BELOW
     log_mu = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64)
-    inside, outside = all_terms(log_mu, log_mu + x * (1 - 1e-12)), all_terms(log_mu, log_mu + x)
+    inside, outside = (
+        all_terms(log_mu, y, log_mu.exp(), y.exp()) for y in (log_mu + x * (1 - 1e-12), log_mu + x)
+    )
     assert len(inside) == 4
     torch.testing.assert_close(torch.stack(inside), torch.stack(outside), rtol=3e-8, atol=0)
 
@@ -232,7 +234,7 @@ def test_terms_of_a_partition_never_sum_to_more():
     fine = of(mu.log(), pi.log())
     for coarse, whole in zip(terms(*lumped), (fine.kl_rollout_current, fine.tv), strict=True):
         assert (coarse.sum(1) <= whole + 1e-15).all()
-    for coarse, whole in zip(all_terms(*lumped), fine[:4], strict=True):
+    for coarse, whole in zip(all_terms(*lumped, *(y.exp() for y in lumped)), fine[:4], strict=True):
         assert (coarse.sum(1) <= whole + 1e-15).all()
 
 

@@ -7,8 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from offdrift.divergence import chunks, fused
+from offdrift.divergence import chunks, fused, plain
 from offdrift.divergence.exact import ExactDivergences, definition
 from offdrift.divergence.fused import exact_divergences, route
 from offdrift.errors import BadValueError, ShapeError
@@ -40,6 +41,66 @@ def test_pieces_give_the_definition(pair):
         got = exact_divergences(mu, pi, tokens=tokens, compiled=False)
     assert isinstance(got, ExactDivergences)
     check_same(got, definition(mu, pi, tokens), n=len(mu), rtol=1e-12)
+
+
+STRANGE = [
+    # (mu, pi), four scores each: one-sided, underflowing, and far apart
+    ([1, 2, 3, 0], [1, -math.inf, 2, 0.5]),
+    ([1, -math.inf, 3, 0], [1, 2, 2, 0.5]),
+    ([1, -math.inf, 3, 0], [-math.inf, 2, 2, 0.5]),
+    ([1, -math.inf, 3, -math.inf], [-math.inf, 2, -math.inf, 0.5]),
+    ([-math.inf, -math.inf, 3, -math.inf], [-math.inf, -math.inf, 2, -math.inf]),
+    ([-math.inf] * 4, [1, 2, 3, 4]),
+    ([1, 2, 3, 4], [math.nan, 2, 3, 4]),
+    ([1, math.inf, 3, 4], [1, 2, 3, 4]),
+    ([0, -1e9, 0, 0], [0, 0, -1e9, -1e9]),
+    ([0, -95, 0, 0], [0, -20, 0, 0]),
+    ([0, -200, 0, 0], [0, -math.inf, 0, 0]),
+    ([0, -math.inf, 0, 0], [0, -200, 0, 0]),
+    ([0, -88, 0, 0], [0, -44, 0, 0]),
+    ([-1e30] * 4, [1e30] * 4),
+    ([0, 0, 0, 95], [0, 0, 90, 100]),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plain_rows_that_are_strange_give_the_definition(dtype):
+    mu, pi = (torch.tensor([pair[i] for pair in STRANGE], dtype=dtype) for i in (0, 1))
+    tokens = torch.arange(len(STRANGE)) % 4
+    expected = definition(mu, pi, tokens, 0.8)
+    got = exact_divergences(mu, pi, tokens=tokens, temperature=0.8, compiled=False)
+    check_same(got, expected, n=len(STRANGE), rtol=1e-5 if dtype is torch.float32 else 1e-12)
+    for i in range(len(STRANGE)):  # alone: whether all are near is asked of a chunk
+        row = slice(i, i + 1)
+        alone = exact_divergences(mu[row], pi[row], tokens=tokens[row], temperature=0.8)
+        check_same(alone, [x[row] for x in expected], n=1, rtol=1e-5)
+
+
+class Passes(TorchDispatchMode):
+    """Counts the operations that write as much as one matrix, and those that choose."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.found, self.chosen = size, 0, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() == self.size:
+            self.found += 1
+            self.chosen += "where" in operation.name()
+        return out
+
+
+@pytest.mark.parametrize(("drift", "most"), [(0.01, 32), (1.0, 52)])
+def test_the_plain_way_passes_over_its_rows_half_as_often_as_the_definition(drift, most):
+    mu, pi = (z.float() for z in random_pair(3, 500, drift=drift))
+    counts = []
+    for way in (plain.divergences, definition):
+        with Passes(mu.numel()) as passes:
+            inspect.unwrap(way)(mu, pi, torch.arange(3), torch.tensor(1.0))
+        counts.append(passes)
+    assert 10 < counts[0].found <= most < counts[1].found
+    assert counts[0].chosen == 0 < counts[1].chosen
 
 
 def test_log_probs_come_only_with_tokens():

@@ -218,4 +218,5 @@ def test_files_of_the_first_format_are_still_read(name, kind):
     assert json.loads(pq.read_schema(path).metadata[store.KEY])["format"] == 1 < store.FORMAT
     found = store.read(path)
     assert isinstance(found.evidence, kind)
-    assert same(found, made(name)) == 8
+    # Computed elsewhere: another processor adds up a softmax in another order.
+    assert same(found, made(name), ulps=4) == 8

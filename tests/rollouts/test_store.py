@@ -45,13 +45,15 @@ def made(evidence: str = "full", sequences: int = 3) -> Rollouts:
 TENSORS = ("tokens", "logp_rollout", "cu_seqlens", "rollout_version", "prompt_tokens", "prompt_cu_seqlens", "group_ids", "rewards")  # fmt: skip
 
 
-def same(a: Rollouts, b: Rollouts) -> int:
+def same(a: Rollouts, b: Rollouts, *, ulps: int = 0) -> int:
+    """Assert that all is equal, evidence up to so many units in the last place of its numbers."""
     for name in TENSORS:
         torch.testing.assert_close(getattr(a, name), getattr(b, name), check_dtype=False, rtol=0, atol=0)  # fmt: skip
     assert (a.finish, a.prompts, a.provenance) == (b.finish, b.prompts, b.provenance)
     assert type(a.evidence) is type(b.evidence)
     if a.evidence is not None:
-        assert torch.equal(a.evidence.logp, b.evidence.logp)
+        rtol = ulps * torch.finfo(b.evidence.logp.dtype).eps
+        torch.testing.assert_close(a.evidence.logp, b.evidence.logp, rtol=rtol, atol=0)
     if isinstance(a.evidence, TopK):
         assert torch.equal(a.evidence.ids.long(), b.evidence.ids.long())
     return len(TENSORS)

@@ -53,7 +53,11 @@ def way(device: torch.device, entries: int, compiled: bool | None) -> Literal["c
 
 
 def by_rows(
-    function: RowFunction, rows: Sequence[Tensor], *shared: Tensor, compiled: bool | None
+    function: RowFunction,
+    rows: Sequence[Tensor],
+    *shared: Tensor,
+    compiled: bool | None,
+    plain: RowFunction | None = None,
 ) -> tuple[Tensor, ...]:
     """`function(*rows, *shared)` in memory that does not grow with the number of rows.
 
@@ -63,6 +67,7 @@ def by_rows(
         shared: tensors that every chunk sees whole.
         compiled: None compiles large inputs where that works; True compiles and lets a failure
             through; False never compiles. `TORCH_COMPILE_DISABLE=1` means False.
+        plain: what gives the same numbers faster where nothing is compiled; absent: the function.
     """
     widest = max(rows, key=Tensor.numel)
     if len(widest) == 1 and compiled is None:
@@ -73,7 +78,7 @@ def by_rows(
             # Never a chunk of one row, for which the compiler would make a kernel of its own.
             return _in_chunks(_kernel(function), COMPILED_CHUNK, rows, shared, at_least=2)
         chunk = PLAIN_CHUNK.get(widest.device.type, PLAIN_CHUNK_ELSEWHERE)
-        return _in_chunks(function, chunk, rows, shared)
+        return _in_chunks(plain or function, chunk, rows, shared)
 
     return compiled_or_plain(run, widest.device, widest.numel(), compiled)
 

@@ -95,20 +95,36 @@ def definition(
     """
     log_mu_nv, log_pi_nv = log_policies(logits_rollout, logits, temperature)
     mu, pi = log_mu_nv.exp(), log_pi_nv.exp()
-    kl, kl_back, tv, chi2 = (x.sum(-1) for x in all_terms(log_mu_nv, log_pi_nv))
-    logp_rollout, logp = (_picked(x, tokens) for x in (log_mu_nv, log_pi_nv))
-    # One policy's NaN makes every field NaN, also those that the other alone would decide.
-    nan_or_0 = 0.0 * tv
+    sums = (x.sum(-1) for x in all_terms(log_mu_nv, log_pi_nv, mu, pi))
+    entropies = (-weighted(mu, log_mu_nv).sum(-1), -weighted(pi, log_pi_nv).sum(-1))
+    return fields(*sums, *entropies, (pi * pi).sum(-1), log_mu_nv, log_pi_nv, tokens)
+
+
+@no_type_check
+def fields(
+    kl_rollout_current: Float[Tensor, " n"],
+    kl_current_rollout: Float[Tensor, " n"],
+    tv: Float[Tensor, " n"],
+    chi2: Float[Tensor, " n"],
+    entropy_rollout: Float[Tensor, " n"],
+    entropy: Float[Tensor, " n"],
+    sum_pi_squared: Float[Tensor, " n"],
+    log_mu: Float[Tensor, "n v"],
+    log_pi: Float[Tensor, "n v"],
+    tokens: Int[Tensor, " n"],
+) -> ExactDivergences:
+    """The sums of a row as a result: one policy's NaN makes every field NaN."""
+    nan_or_0 = 0.0 * tv  # also in those that the other policy alone would decide
     return ExactDivergences(
-        kl,
-        kl_back,
+        kl_rollout_current,
+        kl_current_rollout,
         tv.clamp(max=1.0),
         chi2,
-        nan_or_0 - weighted(mu, log_mu_nv).sum(-1),
-        nan_or_0 - weighted(pi, log_pi_nv).sum(-1),
-        nan_or_0 + (pi * pi).sum(-1),
-        nan_or_0 + logp_rollout,
-        nan_or_0 + logp,
+        nan_or_0 + entropy_rollout,
+        nan_or_0 + entropy,
+        nan_or_0 + sum_pi_squared,
+        nan_or_0 + _picked(log_mu, tokens),
+        nan_or_0 + _picked(log_pi, tokens),
     )
 
 
@@ -163,19 +179,21 @@ def terms(
 
     The entries may be tokens, or sets of tokens with their total mass.
     """
-    kl, _, tv, _ = all_terms(log_mu, log_pi)
+    kl, _, tv, _ = all_terms(log_mu, log_pi, log_mu.exp(), log_pi.exp())
     return kl, tv
 
 
 @no_type_check
 def all_terms(
-    log_mu: Float[Tensor, "n v"], log_pi: Float[Tensor, "n v"]
+    log_mu: Float[Tensor, "n v"],
+    log_pi: Float[Tensor, "n v"],
+    mu: Float[Tensor, "n v"],
+    pi: Float[Tensor, "n v"],
 ) -> tuple[Float[Tensor, "n v"], Float[Tensor, "n v"], Float[Tensor, "n v"], Float[Tensor, "n v"]]:
     """Per-entry terms of KL(mu || pi), KL(pi || mu), TV and chi2; none is negative.
 
     pi - mu - mu x      mu - pi + pi x      |mu - pi| / 2      (mu - pi)^2 / mu
     """
-    mu, pi = log_mu.exp(), log_pi.exp()
     x = log_pi - log_mu
     near = x.abs() < SERIES_BELOW
     x = _nan_to(0.0, x)  # neither has mass there; a NaN of either policy is in `moved`

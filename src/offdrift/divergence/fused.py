@@ -1,7 +1,7 @@
 """Exact divergences without a `[tokens, vocab]` temporary, by the fastest route of the device.
 
 One formula (`exact.definition`), three routes: on CUDA the Triton kernels; elsewhere, or where Triton
-is not installed, the definition itself a few rows at a time, compiled if that pays, else plain.
+is not installed, the definition itself a few rows at a time, compiled if that pays, else `plain`.
 
 Each row of logits comes from memory once. It is read three times (largest entry, normalizer, sums),
 the second and third time from the cache: TV and the KL terms that rounding cannot drown need both
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.divergence import chunks, kernels
+from offdrift.divergence import chunks, kernels, plain
 from offdrift.divergence.exact import ExactDivergences, definition
 from offdrift.errors import BadValueError, ShapeError
 
@@ -60,8 +60,8 @@ def exact_divergences(
         chi2 = sum_a pi(a)^2 / mu(a) - 1              H(p) = -sum_a p(a) log p(a)
 
     Zeros, infinities and rows that are no distribution behave as in `exact.definition`. Beyond the
-    results: compiled, some twenty numbers per token of a chunk; plain, about twenty temporaries of
-    256 to 512 KiB on a CPU (of one row, if larger). Neither grows with `n`.
+    results: compiled, some twenty numbers per token of a chunk; plain, about ten temporaries of 256
+    to 512 KiB on a CPU (of one row, if larger). Neither grows with `n`.
 
     Args:
         logits_rollout: scores of the rollout policy as it was sampled, logits or log-probs, any
@@ -97,7 +97,9 @@ def exact_divergences(
     drawn = torch.zeros_like(logits[:, 0], dtype=torch.int64) if tokens is None else tokens.long()
     rows = (logits_rollout, logits, drawn)
     scale = temperature_of(logits, temperature)
-    found = ExactDivergences(*chunks.by_rows(definition, rows, scale, compiled=compiled))
+    found = ExactDivergences(
+        *chunks.by_rows(definition, rows, scale, compiled=compiled, plain=plain.divergences)
+    )
     return found if tokens is not None else found._replace(logp_rollout=None, logp=None)
 
 

@@ -76,7 +76,7 @@ def accumulate(
     log_pi = log_prob(scores, top[:, None], total[:, None], temperature)
     mu, pi = log_mu.exp(), log_pi.exp()
     entropies = (-weighted(mu, log_mu), -weighted(pi, log_pi))
-    return tuple(x.sum(-1) for x in (*all_terms(log_mu, log_pi), *entropies, pi * pi))
+    return tuple(x.sum(-1) for x in (*all_terms(log_mu, log_pi, mu, pi), *entropies, pi * pi))
 
 
 @no_type_check

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from offdrift.divergence import kernels
+from offdrift.divergence import kernels, plain
 from offdrift.divergence.chunks import RowFunction, by_rows
 from offdrift.divergence.exact import log_policies, log_policy, weighted
 from offdrift.divergence.fused import check_pair, exact_divergences, route_of, temperature_of
@@ -145,7 +145,9 @@ class _Loss(torch.autograd.Function):
             value = getattr(found, of)
         elif of == "entropy":
             scale = temperature_of(policies[0], temperature)
-            (value,) = by_rows(_entropy_rows, policies, scale, compiled=compiled)
+            (value,) = by_rows(
+                _entropy_rows, policies, scale, compiled=compiled, plain=plain.entropy
+            )
         else:  # the loss is the very number that is measured
             both = (policies[1], policies[0])
             found = exact_divergences(*both, temperature=temperature, compiled=compiled)
@@ -168,7 +170,8 @@ class _Loss(torch.autograd.Function):
             gradient = torch.empty_like(logits)
             rows = (upstream, value, gradient, *policies)
             scale = temperature_of(logits, ctx.temperature)
-            by_rows(_WRITE_GRADIENT[ctx.of], rows, scale, compiled=ctx.compiled)
+            compiled_way, plain_way = _WRITE_GRADIENT[ctx.of]
+            by_rows(compiled_way, rows, scale, compiled=ctx.compiled, plain=plain_way)
         return None, None, None, gradient, *(None for _ in others)
 
 
@@ -223,9 +226,9 @@ def _entropy_rows(logits: Tensor, temperature: Tensor) -> tuple[Tensor]:
     return (-weighted(log_pi.exp(), log_pi).sum(-1),)
 
 
-_WRITE_GRADIENT: dict[str, RowFunction] = {
-    "kl_rollout_current": _write_kl_rollout_current,
-    "kl_current_rollout": _write_kl_current_rollout,
-    "entropy": _write_entropy,
+_WRITE_GRADIENT: dict[str, tuple[RowFunction, RowFunction]] = {
+    "kl_rollout_current": (_write_kl_rollout_current, plain.write_kl_rollout_current),
+    "kl_current_rollout": (_write_kl_current_rollout, plain.write_kl_current_rollout),
+    "entropy": (_write_entropy, plain.write_entropy),
 }
-"""Of rows of (incoming gradient, value, where to write, *policies), and the temperature."""
+"""Compiled and plain, of rows of (incoming gradient, value, where to write, *policies), and the temperature."""
