@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from offdrift.audit import pair, rescore
-from offdrift.audit.measure import Measured, clustered_error, logged, measure, measured
+from offdrift.audit.measure import (
+    Measured,
+    _drawn_z,
+    clustered_error,
+    logged,
+    measure,
+    measured,
+)
 from offdrift.audit.pair import Bench, EngineSpec
-from offdrift.audit.rescore import Scored, rescored, tail_caps
+from offdrift.audit.rescore import THETAS, Scored, rescored, surprise_cgf, tail_caps
+from offdrift.audit.verdict import MAX_Z
 from offdrift.divergence.interval import topk_divergences
 from offdrift.rollouts.records import Provenance, Rollouts, Sampling
 from offdrift.train.models import tiny_tokenizer
@@ -79,7 +87,7 @@ def test_the_numbers_are_those_of_their_formulas():
         chi2=torch.tensor([0.3, 0.3, 0.6]),
         logp_recorded=torch.tensor([-1.0, -2.3, -0.5]),
         surprise=torch.tensor([1.0, 1.0, -4.0]),
-        surprise_variance=torch.tensor([1.0, 1.0, 2.0]),
+        surprise_cgf=torch.tensor([[t * t / 2, t * t / 2, t * t] for t in THETAS]).T,
         tail_cap=torch.tensor([0.2, 0.1, 0.0]),
     )
     found = measured(rollouts, scored)
@@ -207,18 +215,50 @@ def _spans(lengths: torch.Tensor) -> torch.Tensor:
     return torch.stack([cuts[:-1], cuts[1:]], 1)
 
 
-def test_the_surprise_of_a_token_has_mean_zero_and_the_stated_variance(bench):
-    """By enumeration: sum mu (log mu + H) = 0, and its second moment is the variance."""
+def test_the_surprise_of_a_token_has_mean_zero_and_the_stated_moments(bench):
+    """By enumeration: sum mu (log mu + H) = 0, and log sum mu e^(theta (log mu + H))."""
     rollouts = bench.rollouts(FLOAT32)
     scored = bench.score(rollouts, FLOAT32, details=True)
-    mu = rollouts.evidence.logp.double()
+    mu = rollouts.evidence.logp.double().log_softmax(-1)
     surprise = mu + -(mu.exp() * mu).sum(1, keepdim=True)
     assert float((mu.exp() * surprise).sum(1).abs().max()) < 1e-6
-    variance = (mu.exp() * surprise.square()).sum(1).float()
-    torch.testing.assert_close(scored.surprise_variance, variance, rtol=1e-3, atol=1e-5)
+    cgf = torch.stack([(mu.exp() * (t * surprise).exp()).sum(1).log() for t in THETAS], dim=1)
+    torch.testing.assert_close(scored.surprise_cgf, cgf, rtol=1e-3, atol=1e-7)
     drawn = surprise.gather(1, rollouts.tokens[:, None]).squeeze(1).float()
     torch.testing.assert_close(scored.surprise, drawn, rtol=1e-3, atol=1e-5)
     assert len(drawn) > 100
+
+
+@pytest.mark.parametrize("rare", [1e-2, 1e-3, 1e-4])
+def test_nearly_sure_tokens_are_no_alarm(rare):
+    """20,000 honest draws of 200 tokens each, another token than the likely one with a small chance."""
+    checks, tokens = 20_000, 200
+    log_mu = torch.tensor([[1 - rare, rare]], dtype=torch.float64).log()
+    entropy = -(log_mu.exp() * log_mu).sum()
+    cgf = surprise_cgf(log_mu).expand(tokens, -1)
+    events = torch.binomial(torch.full((checks,), float(tokens)), torch.tensor(rare), generator=torch.Generator().manual_seed(0))  # fmt: skip
+    variance = tokens * float((log_mu.exp() * (log_mu + entropy).square()).sum())
+    alarms = {"ours": 0, "normal": 0}
+    for k, count in zip(*(x.tolist() for x in events.unique(return_counts=True)), strict=True):
+        surprise = torch.full((tokens,), float(log_mu[0, 0] + entropy)).double()
+        surprise[: int(k)] = log_mu[0, 1] + entropy
+        scored = Scored(log_mu[0, :1], log_mu[0, :1], surprise=surprise, surprise_cgf=cgf)
+        alarms["ours"] += count * (abs(_drawn_z(scored)) > MAX_Z)
+        alarms["normal"] += count * (abs(float(surprise.sum())) / math.sqrt(variance) > MAX_Z)
+    assert alarms["ours"] <= 1  # one in 130,000 at most
+    if rare < 1e-2:
+        assert alarms["normal"] > 10  # what a normal approximation would do
+
+
+def test_tokens_that_were_not_drawn_from_the_record_alarm():
+    """Drawn at temperature 1, recorded at 0.7: 2,000 tokens over 50."""
+    g = torch.Generator().manual_seed(0)
+    z = 2 * torch.randn(2000, 50, generator=g)
+    tokens = torch.multinomial(z.softmax(-1), 1, generator=g)
+    log_mu = (z / 0.7).double().log_softmax(-1)
+    surprise = log_mu.gather(1, tokens).squeeze(1) - (log_mu.exp() * log_mu).sum(1)
+    scored = Scored(surprise, surprise, surprise=surprise, surprise_cgf=surprise_cgf(log_mu))
+    assert _drawn_z(scored) < -MAX_Z
 
 
 def test_wider_arithmetic_comes_closer(bench):

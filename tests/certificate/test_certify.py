@@ -501,3 +501,27 @@ def test_measured_surrogates_keep_the_lower_bound_where_the_rollout_policy_is_fi
         assert all(gain >= measured - b.value - 1e-12 for b in rows)
         checked += 1
     assert checked == 200
+
+
+@pytest.mark.parametrize("kind", ["top 20", "top 20 under a cap", "whole"])
+def test_top_k_evidence_that_says_nothing_says_what_to_record(kind: str):
+    """No drift at all over a broad vocabulary: upper ends of ten nats, and advice."""
+    z = 3.0 * torch.randn(64, 8000, generator=torch.Generator().manual_seed(0))
+    logp, ids = (x[:, :20] for x in z.log_softmax(-1).topk(20))
+    tokens = ids[:, 0]
+    cap = 1e-3 if kind == "top 20 under a cap" else None
+    kl, tv = topk_divergences(ids, logp, tokens, logp[:, 0], z, tail_log_ratio_cap=cap)
+    if kind == "whole":
+        kl, tv = (Divergence.exact(d.name, torch.zeros(64)) for d in (kl, tv))
+    lp = LogProbs.pack(logp[:, 0], logp[:, 0], segments=Segments.from_lengths([1] * 64))
+    region = TrustRegion(horizon=1, delta=0.05)
+    batch = BatchEvidence.of(lp, torch.ones(64), region=region, divergences={d.name: d for d in (kl, tv)})  # fmt: skip
+    found = certify(batch)
+    if kind == "top 20":
+        assert found.delta_seen[0] == 0.0
+        assert found.delta_seen[1] > 5
+        assert "Record the whole vocabulary or hidden states" in found.verdict
+        assert found.as_dict()["advice"] in found.verdict
+    else:
+        assert found.advice is None
+        assert "Record the whole vocabulary" not in found.verdict

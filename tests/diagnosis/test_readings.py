@@ -2,10 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
+from benchmarks.trend_alarms import ar1
 
 from offdrift.diagnosis import READINGS, Context, Watcher, load_rules
-from offdrift.diagnosis.window import Window, slope_over
+from offdrift.diagnosis.scatter import Scatter, slope_over
+from offdrift.diagnosis.window import Window
 from tests.diagnosis.histories import altered, both, clean
 
 LIMITS = load_rules().limits
@@ -64,20 +67,36 @@ def test_slope_by_hand(values, change, t):
 
 
 def test_slope_against_numpy():
-    import numpy as np
-
     g = np.random.default_rng(0)
-    y = 3 + 0.05 * np.arange(20) + g.normal(size=20) * 0.2
-    (slope, _), cov = np.polyfit(np.arange(20), y, 1, cov=True)
+    y = 3 + 0.05 * np.arange(40) + g.normal(size=40) * 0.2
+    line = np.polyfit(np.arange(40), y, 1)
     change, t = slope_over(list(y))
-    assert change == pytest.approx(slope * 19 / y.mean())
-    assert t == pytest.approx(slope / math.sqrt(cov[0, 0]))
+    assert change == pytest.approx(line[0] * 39 / y.mean())
+    found = Scatter.of(list(y - np.polyval(line, np.arange(40))), fitted=2)
+    sxx = 40 * (40**2 - 1) / 12
+    assert t == pytest.approx(line[0] / (found.deviation * math.sqrt(found.per_draw / sxx)))
+
+
+def test_the_scatter_of_autocorrelated_steps_counts_independent_ones():
+    """phi = .8 over 2,000 steps: nine steps say as much as one draw, and the mean scatters as it does."""
+    series = np.array([ar1(0.8, 2000, seed) for seed in range(40)])
+    found = [Scatter.of(list(x - x.mean()), fitted=1) for x in series]
+    assert np.mean([s.deviation for s in found]) == pytest.approx(1.0, rel=0.05)
+    assert np.mean([s.per_draw for s in found]) == pytest.approx(9.0, rel=0.15)
+    assert np.mean([s.of_mean(2000) for s in found]) == pytest.approx(series.mean(1).std(), rel=0.3)
+
+
+def test_a_series_too_short_for_its_correlation_counts_as_one_draw():
+    walk = np.cumsum(np.random.default_rng(0).normal(size=30))
+    walk -= walk.mean()
+    assert Scatter.of(list(walk), fitted=1) == pytest.approx((math.hypot(*walk), 30.0))
+    assert abs(slope_over(list(100 + walk))[1]) < 1
+    smooth = [math.exp(i / 20) for i in range(40)]  # no line, and yet it rises at every step
+    assert slope_over(smooth)[1] > LIMITS["trend_t"]
 
 
 def test_noise_does_not_rise():
     """2,000 steps of noise with a coefficient of variation of one half: next to no window alarms."""
-    import numpy as np
-
     g = np.random.default_rng(1)
     values = list(map(float, g.gamma(4, 0.25, 2000)))
     trends = [slope_over(values[i : i + 20]) for i in range(len(values) - 20)]

@@ -20,7 +20,9 @@ GOLDEN = [
     ({"chi2_token": 0.4, "ess": 0.7}, {"C"}),
     ({"chi2_token": 0.4, "ess": 0.45}, {"D"}),
     ({"chi2_token": 1.2, "ess": 0.8}, {"D"}),
-    ({"proxy3_rising": 1.0}, {"D"}),
+    ({"proxy3_rising": 1.0, "weighted": 1.0}, {"D"}),
+    ({"proxy3_rising": 1.0, "weighted": 0.0}, set()),
+    ({"proxy3_rising": 1.0}, set()),
     ({"clip_frac": 0.25, "clip_rising": 1.0}, {"E"}),
     ({"clip_frac": 0.25}, set()),
     ({"len_ratio": 1.25}, {"F"}),
@@ -49,7 +51,7 @@ def test_golden(changes, expected):
 
 
 def test_golden_is_whole():
-    assert len(GOLDEN) == 15
+    assert len(GOLDEN) == 17
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 from offdrift.divergence import interval
 from offdrift.divergence.evidence import Grade
 from offdrift.divergence.exact import definition
-from offdrift.divergence.interval import OWN, OWN_ABSOLUTE, tail_log_ratio, topk_divergences
+from offdrift.divergence.interval import (
+    OWN,
+    OWN_ABSOLUTE,
+    rounding,
+    tail_log_ratio,
+    topk_divergences,
+)
 from offdrift.errors import BadValueError, ShapeError
 from tests.divergence.pairs import FX_V_MU, FX_V_PI, FX_V_TOKENS, first_tokens, pairs, random_pair
 
@@ -86,7 +93,7 @@ def test_contains_the_exact_value(pair, data):
 def test_contains_the_exact_value_however_the_record_is_rounded(dtype, drift, k):
     mu, pi = random_pair(16, 200, drift=drift, seed=k)
     ids, logp, tokens, drawn = record(mu, k, torch.arange(16))
-    wobble = torch.linspace(-1, 1, 16).double() * (2**-17 if dtype is torch.float32 else 2**-9)
+    wobble = torch.linspace(-1, 1, 16).double() * 2**-17  # of float32 arithmetic; then it is stored
     logp, drawn = (logp + wobble[:, None]).to(dtype), (drawn + wobble).to(dtype)
     got_kl, got_tv = topk_divergences(ids, logp, tokens, drawn, pi)
     for got, exact in zip((got_kl, got_tv), kl_and_tv(mu, pi), strict=True):
@@ -208,6 +215,59 @@ def test_rounding_of_the_recorded_mass_is_no_divergence():
     kl, tv = topk_divergences(torch.tensor([[0, 1]]), log_mu, tokens, log_mu[:, 0], pi)
     assert kl.lo.tolist() == [0.0]
     assert tv.lo.tolist() == [0.0]
+
+
+def in_lanes(logits):
+    """log-softmax in float32 whose sum is taken as a kernel of eight lanes takes it."""
+    shifted = logits - logits.amax(1, keepdim=True)
+    lanes = np.cumsum(shifted.exp().numpy().reshape(len(logits), -1, 8), axis=1, dtype=np.float32)
+    return shifted - torch.from_numpy(lanes[:, -1].sum(1, dtype=np.float32)).log()[:, None]
+
+
+@pytest.mark.parametrize("vocab", [151_936, 262_144])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 3.0])
+def test_identical_policies_over_wide_vocabularies_do_not_differ(vocab, scale):
+    z = scale * torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
+    tokens, exact = torch.arange(6), z.double().log_softmax(-1)
+    for log_mu in (z.log_softmax(-1), in_lanes(z)):
+        logp, ids = log_mu.topk(20)
+        drawn = log_mu.gather(1, tokens[:, None]).squeeze(1)
+        kl, tv = topk_divergences(ids, logp, tokens, drawn, z)
+        assert kl.lo.tolist() == tv.lo.tolist() == [0.0] * 6
+        off = float((log_mu.double() - exact).abs().max())
+        assert off <= float(rounding(torch.tensor(-1.0), vocab=vocab))
+
+
+def test_rounding_in_lanes_is_more_than_128_epsilons():
+    """What a constant allowance would miss."""
+    z = 3.0 * torch.randn(6, 262_144, generator=torch.Generator().manual_seed(1))
+    off = (in_lanes(z).double() - z.double().log_softmax(-1)).abs().max()
+    assert off > interval.ROUNDING * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("vocab", [151_936, 262_144])
+def test_small_divergences_over_wide_vocabularies_are_still_seen(vocab):
+    """KL of 1e-6 to 1e-4 nat on a distribution whose top 20 hold most of its mass."""
+    g = torch.Generator().manual_seed(2)
+    z = torch.randn(8, vocab, generator=g)
+    z[:, :20] += 14
+    for drift, least in ((1e-2, 0.6), (1e-3, 0.3)):
+        pi = z + drift * torch.randn(8, vocab, generator=g)
+        log_mu, tokens = z.log_softmax(-1), torch.arange(8)
+        logp, ids = log_mu.topk(20)
+        kl, _ = topk_divergences(ids, logp, tokens, log_mu[:, :8].diagonal(), pi)
+        exact = kl_and_tv(log_mu.double(), pi)[0]
+        assert (kl.lo >= least * exact).all()
+        assert (kl.lo <= exact).all()
+
+
+def test_half_precision_is_half_a_unit_in_the_last_place():
+    x = torch.tensor([-0.01, -1.0, -17.3, -INF])
+    for dtype in (torch.bfloat16, torch.float16):
+        stored = x.to(dtype)
+        slack = rounding(stored, vocab=1000)
+        assert ((stored.double() - x.double()).abs() <= slack)[:3].all()
+        assert (slack[:3] <= 1.6e-5 + torch.finfo(dtype).eps * x[:3].abs()).all()
 
 
 def test_a_known_token_that_pi_cannot_draw_is_infinite():

@@ -115,6 +115,18 @@ def test_samples_agree_with_what_is_exact(monkeypatch):
         assert b.progress_se < (0.2 if n == "ser" else 0.05) * a.progress, n  # ser keeps few
 
 
+def test_a_limit_that_no_sample_met_is_not_known_to_the_last_digit(monkeypatch):
+    """IcePop's band, far beyond these ratios: in every sample the row is token_is, whose mean is known."""
+    monkeypatch.setattr(module, "ENUMERATED", 0)
+    bed = make_testbed("chain", horizon=8, kl_token=1e-4)
+    (found,) = frontier(bed, rows={"icepop": METHODS["icepop"]}, tokens=2**14)
+    (plain,) = frontier(bed, rows={"token_is": METHODS["token_is"]})
+    assert (found.how, plain.how) == ("sampled", "recursion")
+    assert found.progress == pytest.approx(plain.progress, rel=1e-6)
+    assert 1e-3 * found.progress < found.progress_se < found.progress
+    assert found.bias_se > 1e-4
+
+
 def test_families_are_those_of_the_weights_not_of_the_gates():
     expected = {
         "none": "uncorrected", "token_is": "token", "trm_max": "token", "ppo_clip": "token",

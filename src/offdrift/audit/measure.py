@@ -15,7 +15,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.audit.pair import Bench, EngineSpec
-from offdrift.audit.rescore import Scored
+from offdrift.audit.rescore import THETAS, Scored
 from offdrift.divergence.evidence import Divergence
 from offdrift.rollouts.logged import Logged
 from offdrift.rollouts.records import Rollouts
@@ -56,8 +56,8 @@ class Measured:
     """Mean |reported log mu - recorded distribution's log mu| of the drawn tokens, nats: 0 up to
     rounding if the engine reports the distribution that it shows."""
     drawn_z: float = NAN
-    """Standard errors between the drawn tokens' surprise and what the recorded distribution
-    expects: beyond 4, the tokens were not drawn from it."""
+    """How far the drawn tokens' surprise is from what the recorded distribution expects, in standard
+    errors of a normal variable that is out there as rarely: beyond 5, they were not drawn from it."""
     tail_log_ratio_cap: float | None = None
     """Smallest cap on the tail's |log mu - log pi| whose upper end, with the top 20 recorded, covers
     the exact KL of 99 % of tokens, nats. None without full evidence, or if there is no tail."""
@@ -182,11 +182,22 @@ def _by_sequence(log: Logged) -> dict[str, Tensor]:
 
 
 def _drawn_z(scored: Scored) -> float:
-    """Sum of surprises over its standard deviation; NaN where nothing could have surprised."""
-    if scored.surprise is None or scored.surprise_variance is None:
+    """How many standard errors of a normal sum are as rare as this sum of surprises; NaN if none could be.
+
+        sign(S) sqrt(2 L)      L = max_theta theta S - sum_t log E e^(theta s_t)      S = sum_t s_t
+
+    P(S is as far out) <= e^-L for any distribution (Chernoff); for a normal one sqrt(2 L) is its z, up to
+    the grid of thetas, which lowers it by at most a tenth. A variance alone would not do: a token that is
+    nearly sure is rarely, and then by many standard deviations, another one.
+    """
+    if scored.surprise is None or scored.surprise_cgf is None:
         return NAN
-    spread = math.sqrt(float(scored.surprise_variance.double().sum()))
-    return float(scored.surprise.double().sum()) / spread if spread > 0 else NAN
+    total = float(scored.surprise.double().sum())
+    price = scored.surprise_cgf.double().sum(0).tolist()
+    if not any(price):
+        return NAN
+    rate = max(theta * total - cost for theta, cost in zip(THETAS, price, strict=True))
+    return math.copysign(math.sqrt(2 * max(rate, 0.0)), total)
 
 
 def _caps(caps: Float[Tensor, " n"] | None) -> tuple[float | None, float | None]:

@@ -35,6 +35,10 @@ TOP = 20
 """Log-probs that engines commonly record: the k for which a cap on the tail is sought."""
 
 
+THETAS = tuple(sign * 2.0**-j for sign in (1, -1) for j in range(7, 0, -1))
+"""Where the distribution of a token's surprise is known: +-1/128, +-1/64, ... +-1/2."""
+
+
 class Scored(NamedTuple):
     """The training engine's view of `n` drawn tokens, in the order of the rollouts.
 
@@ -58,8 +62,8 @@ class Scored(NamedTuple):
     """log mu(token) by the recorded distribution, nats; what the engine reported is to equal it."""
     surprise: Float[Tensor, " n"] | None = None
     """log mu(token) + H(mu), nats: 0 in expectation if the token was drawn from mu."""
-    surprise_variance: Float[Tensor, " n"] | None = None
-    """Detail: the variance of `surprise` if the token was drawn from mu, nats squared."""
+    surprise_cgf: Float[Tensor, "n g"] | None = None
+    """Detail: log E e^(theta surprise) at `THETAS` if the token was drawn from mu, float64."""
     tail_cap: Float[Tensor, " n"] | None = None
     """Detail: the smallest `tail_log_ratio_cap` under which the top 20 and the drawn token certify an
     upper end of at least KL(mu || pi), nats; 0 where they leave no tail."""
@@ -132,18 +136,44 @@ def _compared(
         if not details:
             return (*plain, None, None)
         # A row at a time on CPUs, whose temporaries stay in the cache.
-        squared, *tail = by_rows(_detail_sums, (mu, pi, tokens.long()), compiled=False)
-        variance = (squared - d.entropy_rollout.square()).clamp(min=0.0)
-        return (*plain, variance, _smallest_caps(*tail))
+        cgf, *tail = by_rows(_detail_sums, (mu, pi, tokens.long()), compiled=False)
+        return (*plain, cgf, _smallest_caps(*tail))
 
 
 def _detail_sums(
     mu: Float[Tensor, "c v"], pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """sum mu log^2 mu, then `_tail_sums`."""
+    """`surprise_cgf`, then `_tail_sums`."""
     log_mu, log_pi = mu.float().log_softmax(-1), pi.float().log_softmax(-1)
-    squared = (log_mu.exp() * log_mu.square()).nan_to_num(nan=0.0).sum(-1)  # 0 log^2 0 = 0
-    return squared, *_tail_sums(log_mu, log_pi, tokens)
+    return surprise_cgf(log_mu), *_tail_sums(log_mu, log_pi, tokens)
+
+
+def surprise_cgf(log_mu: Float[Tensor, "c v"]) -> Float[Tensor, "c g"]:
+    """log sum_a mu_a e^(theta s_a) at `THETAS`, s_a = log mu_a + H: 0 where mu is sure of one token.
+
+    One exponential, of the smallest theta; the others are its squares, the negative ones their inverses.
+
+    Returns: float64, positive thetas from the smallest, then their negatives.
+
+    Example:
+        >>> coin = surprise_cgf(torch.tensor([[0.9, 0.1]]).log())
+        >>> s = torch.tensor([0.9, 0.1]).double().log() + 0.32508297
+        >>> by_hand = (0.9 * (0.5 * s[0]).exp() + 0.1 * (0.5 * s[1]).exp()).log()
+        >>> abs(float(coin[0, THETAS.index(0.5)] - by_hand)) < 1e-6
+        True
+    """
+    log_mu = log_mu.double().log_softmax(-1)  # of float32, masses add up to 1 to 1e-7 only
+    mu = log_mu.exp()
+    surprise = log_mu.clamp(min=-700.0)
+    surprise = surprise - (mu * surprise).sum(-1, keepdim=True)
+    power = (surprise * THETAS[0]).exp_()
+    up, down = [], []
+    for _ in range(len(THETAS) // 2):
+        # Less 1 before the sum: what is left is of second order in theta.
+        up.append((mu * (power - 1)).sum(-1))
+        down.append((mu * (1 / power - 1)).sum(-1))
+        power = power.square()
+    return torch.stack(up + down, dim=1).log1p().clamp(min=0.0)
 
 
 def tail_caps(

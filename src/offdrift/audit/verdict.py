@@ -31,7 +31,7 @@ MAX_DEVIATION = 0.02
 """Mean nats by which reported log-probs may miss those of the recorded distribution: rounding of
 bfloat16 logits stays below it, another temperature or another token's log-prob does not."""
 MAX_Z = 5.0
-"""Standard errors that chance exceeds once in 1.7 million checks."""
+"""Exceeded by chance in one of 130,000 checks at most, however sure of its tokens the policy is."""
 
 
 ALIGNED = "At temperature 1 without filters raw and processed log-probs are the same, so these belong to other tokens: logits at position t score token t + 1, and an array was cut at the wrong end."

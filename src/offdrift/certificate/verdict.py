@@ -121,6 +121,19 @@ class Certificate:
         return self.estimates["surrogate"].mean - self.bound.value
 
     @property
+    def advice(self) -> str | None:
+        """What to record instead, where top-k evidence leaves open whether a token met the KL limit."""
+        low, high = self.delta_seen
+        if self.grades["kl"] in ("exact", "sampled") or not low <= self.region.delta < high:
+            return None
+        return (
+            f"the top-k record leaves the largest KL of a token anywhere from {low:.3g} to {high:.3g} nat, "
+            f"so that KL <= {self.region.delta:g} can not be seen to hold: what lies outside the top k could be "
+            "anywhere. Record the whole vocabulary or hidden states (evidence \"full\" or \"hidden\"), a larger k, "
+            "or state a tail_log_ratio_cap"
+        )
+
+    @property
     def verdict(self) -> str:
         """One sentence: what is guaranteed, or why nothing is."""
         best = self.best
@@ -162,6 +175,8 @@ class Certificate:
         if self.refuted:
             words = " and ".join(sorted(self.assumes))
             reasons.append((math.inf, f"{self.refuted} sequences contradict {words}"))
+        if self.advice is not None:
+            reasons.append((math.inf, self.advice))
         if self.bound is not None:
             surrogate = self.estimates["surrogate"].mean
             text = f"B* = {self.bound.value:.3g} ({self.bound.name}) against L' = {surrogate:+.3g}"
@@ -214,6 +229,7 @@ class Certificate:
             "eps_seen": list(self.eps_seen),
             "kl_seq": self.kl_seq,
             "unseen": self.unseen,
+            "advice": self.advice,
             "mean_tv": self.mean_tv.tolist(),
             "estimates": {
                 k: None if k in self.unfounded else vars(e) for k, e in self.estimates.items()

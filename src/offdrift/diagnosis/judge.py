@@ -99,7 +99,7 @@ class Watcher:
         self.context, self.rules, self.patience = context, rules or load_rules(), patience
         self._limits = self.rules.limits
         span = int(2 * self._limits["window_long"] + self._limits["window_level"])
-        self._window = Window(span, int(self._limits["window_trend"]))
+        self._window = Window(span, *(int(self._limits[f"window_{x}"]) for x in ("trend", "long")))
         self._seen: dict[str, _Seen] = {}
         self.reading = Reading()
         """The last reading."""

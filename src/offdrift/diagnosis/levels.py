@@ -81,6 +81,12 @@ def _whole_sequence(view: View) -> float | None:
     return None if weights is None else float(any(w.unit == "sequence" for w in weights))
 
 
+def _weighted(view: View) -> Found | None:
+    """1 if importance weights that differ multiply the loss."""
+    std = view.found("weight/std")
+    return None if std is None else Found(float(std.value > 0), std.metric)
+
+
 def _idle_gate(view: View) -> Found | None:
     """Steps of the whole run, if some gate that is reported never rejected a token in any."""
     gates = [n for n in view.window.peak if re.fullmatch(r"gate/\d+/drop_frac_token", n)]
@@ -181,6 +187,7 @@ LEVELS = {
     "acceptance_of_long": Definition("1", "`gate/acceptance_seq` in the longest bucket of responses over that in the shortest, of buckets with 30 sequences or more; where it is not logged and the method works on products over sequences, `{on}/acceptance_sum`", _acceptance_of_long),
     "icepop_oob": Definition("1", "`weight/cap_frac` if the method's weight masks what lies outside its band", _outside_band),
     "sequence_weights": Definition("1", "1 if the method weights by the product over whole sequences, 0 if not", _whole_sequence),
+    "weighted": Definition("1", "1 if importance weights are in use: `weight/std` > 0", _weighted),
     "idle_gate": Definition("step", "steps of the run, if a reported gate rejected no token in any of them, else 0", _idle_gate),
     "idle_cap": Definition("step", "steps of the run, if weights vary and their limit acted in none of them, else 0", _idle_cap),
     "inert_weights": Definition("1", "1 if the method has weights, its policies differ, and all weights are equal", _inert),

@@ -13,14 +13,14 @@ from offdrift.stats.proxies import PROXIES, gradient_power
 
 
 class VarianceProxies(NamedTuple):
-    """How large the gradient is, and how much of that is noise."""
+    """How large the gradient is, and a sign of how much of that is noise."""
 
     signal_strength: float
-    """Proxy 1: squared norm of the mean gradient."""
+    """Proxy 1: squared norm of the mean gradient, over parameters."""
     total_power: float
-    """Proxy 2: mean squared norm of one sequence's gradient."""
+    """Proxy 2: mean squared norm of one sequence's gradient, over logits."""
     pure_noise: float
-    """Proxy 3: variance of the mean gradient; NaN for fewer than two sequences."""
+    """Proxy 3: a difference of norms in two spaces; NaN for fewer than two sequences."""
     expected_a_squared: float
     expected_w: float
 
@@ -45,8 +45,11 @@ def variance_proxies(
         proxy 1 = |g|^2        proxy 2 = mean_i w_i^2 A_i^2 max(W_i, 0)
         proxy 3 = max(0, (proxy 2 - proxy 1) / (N - 1))
 
-    Proxies, not variances: tokens of a sequence are taken as uncorrelated, and only the last layer's
-    logits are seen. Watch the trend of proxy 3 when weights are switched on.
+    Proxies, not variances: tokens of a sequence are taken as uncorrelated, only the last layer's logits
+    are seen, and proxy 3, as the source has it, takes a norm over parameters (proxy 1) from one over
+    logits (proxy 2). The two have no common unit; where the parameters' is the larger, proxy 3 is 0
+    whatever the noise. Its trend in one run, when weights are switched on, is all that it can say. For
+    a proxy of one space, give the norm of the mean gradient with respect to the logits as `grad_norm`.
 
     Args:
         sum_pi_squared: sum over the vocabulary of pi^2, per token.

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 from numbers import Real
-from statistics import fmean, median, pvariance
+from statistics import fmean, median
 from typing import NamedTuple
 
 from offdrift.diagnosis.context import Row
+from offdrift.diagnosis.scatter import Scatter, line
 
 EARLY = 5
 """Same-weight steps that stand for "lately"; kept apart, because they may be long ago."""
@@ -22,41 +23,19 @@ def number(row: Row, name: str) -> float | None:
     return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
-def slope_over(values: Sequence[float]) -> tuple[float, float]:
-    """Relative change along the least-squares line, and the slope over its standard error.
-
-        change = slope (n - 1) / |mean|        t = slope / sqrt(RSS / (n - 2) / Sxx)
-
-    Fewer than 5 values, or a mean of 0: (0, 0). A perfect line has t = +-inf.
-
-    Example:
-        >>> slope_over([1.0, 2.0, 3.0, 4.0, 5.0])
-        (1.3333333333333333, inf)
-    """
-    n, mean = len(values), fmean(values) if values else 0.0
-    if n < 5 or mean == 0:
-        return 0.0, 0.0
-    center, sxx = (n - 1) / 2, n * (n * n - 1) / 12
-    slope = sum((i - center) * y for i, y in enumerate(values)) / sxx
-    rss = sum((y - mean - slope * (i - center)) ** 2 for i, y in enumerate(values))
-    error = math.sqrt(rss / (n - 2) / sxx)
-    # Rounding of a perfect line is not noise.
-    if error <= 1e-12 * abs(mean):
-        return slope * (n - 1) / abs(mean), math.copysign(math.inf, slope) if slope else 0.0
-    return slope * (n - 1) / abs(mean), slope / error
-
-
 class Mean(NamedTuple):
     """The mean of some steps, and how well it is known."""
 
     value: float
     error: float
-    """Standard error from the scatter of the steps."""
+    """Standard error, for autocorrelated steps."""
 
     @staticmethod
-    def of(values: Sequence[float]) -> Mean:
-        """Of at least one value."""
-        return Mean(fmean(values), math.sqrt(pvariance(values) / len(values)))
+    def of(values: Sequence[float], past: Sequence[float] = ()) -> Mean:
+        """Of at least one value; the scatter is that of `past` about its line, if there is any."""
+        mean = fmean(values)
+        about = line(past).residuals if past else [x - mean for x in values]
+        return Mean(mean, Scatter.of(about, fitted=2 if past else 1).of_mean(len(values)))
 
 
 class Window:
@@ -65,10 +44,11 @@ class Window:
     Args:
         span: steps kept; memory and time of an update do not depend on the length of the run.
         trend: steps over which the reward is averaged before its best is remembered.
+        long: steps, up to then, whose scatter says how well that mean is known.
     """
 
-    def __init__(self, span: int, trend: int = 20) -> None:
-        self.trend = trend
+    def __init__(self, span: int, trend: int = 20, long: int = 100) -> None:
+        self.trend, self.long = trend, long
         self.rows: deque[dict[str, float]] = deque(maxlen=span)
         self.seen = 0
         """Rows so far, over the whole run."""
@@ -108,9 +88,8 @@ class Window:
                 self.peak[name] = max(x, self.peak.get(name, x))
         rewards = self.column("reward/mean", self.trend)
         if "reward/mean" in kept and len(rewards) == self.trend:
-            now = Mean.of(rewards)
-            best = self.best_reward or now
-            self.best_reward = now if now.value >= best.value else best
+            if self.best_reward is None or fmean(rewards) >= self.best_reward.value:
+                self.best_reward = Mean.of(rewards, self.column("reward/mean", self.long))
         return kept
 
     def column(self, name: str, last: int | None = None) -> list[float]:

@@ -7,7 +7,7 @@ polytope, and the ends of the interval are the least and the most that KL and TV
 They are sharp: some mu that agrees with the record attains each of them, up to what rounding hides.
 
 What an engine records is rounded, and r is a difference of rounded numbers. So every mass of mu is
-itself an interval, `ROUNDING` wide, and each end takes the value in it that is safe.
+itself an interval as wide as rounding makes it (`rounding`), and each end takes the value in it that is safe.
 
 The lower end rejects rigorously and nearly completely. The upper end accepts rigorously and rarely:
 mu could have all of r on tokens that pi thinks all but impossible. With `tail_log_ratio_cap=` the
@@ -40,8 +40,18 @@ CHUNK_ELSEWHERE = 2**24
 """The same on accelerators."""
 
 ROUNDING = 128
-"""Machine epsilons of the recorded log-probs' dtype by which one of them may be off: 1.5e-5 in
-float32. Softmax kernels that add 151,936 numbers in sequence were seen off by 74."""
+"""Machine epsilons of float32 (of float64 for float64 records) by which a recorded log-prob may be off
+whatever the vocabulary: 1.5e-5."""
+
+ROUNDING_GROWTH = 2.0
+"""Machine epsilons per square root of the vocabulary, where that is more: 780 at 151,936 tokens (9e-5 nat),
+1,024 at 262,144 (1.2e-4).
+
+A softmax adds V terms, each addition rounds by at most u = eps / 2 of the sum, and log turns that into an
+absolute error of each log-prob: at most V u in the worst case; 4 sqrt(V) u = 2 sqrt(V) eps with probability
+1 - 2 e^-8 where roundings have mean 0 (N. Higham, T. Mary, SIAM J. Sci. Comput. 41, 2019). Terms of one
+size round in one direction; but kernels add in lanes, 8 at least, and each lane is that much shorter. Seen
+off by 285 at 262,144. A sum in strict sequence, which no engine takes, can be off by 17,000."""
 
 OWN = 2e-8
 """Relative error of what is computed here, in float64; the series in `exact.terms` is most of it."""
@@ -104,7 +114,7 @@ def topk_divergences(
     """
     _check(topk_ids, topk_logp, tokens, logp_rollout, logits)
     _check_numbers(temperature, tail_log_ratio_cap)
-    record = _record(topk_ids, topk_logp, tokens, logp_rollout)
+    record = _record(topk_ids, topk_logp, tokens, logp_rollout, vocab=logits.shape[1])
     rows = max(1, CHUNK.get(logits.device.type, CHUNK_ELSEWHERE) // logits.shape[1])
     pieces = zip(logits.split(rows), *(x.split(rows) for x in record), strict=True)
     ends = (_ends(z, _Record(*r), temperature, tail_log_ratio_cap) for z, *r in pieces)
@@ -194,17 +204,41 @@ def _record(
     topk_logp: Float[Tensor, "n k"],
     tokens: Int[Tensor, " n"],
     logp_rollout: Float[Tensor, " n"],
+    *,
+    vocab: int,
 ) -> _Record:
     ids = torch.cat([topk_ids, tokens[:, None]], dim=1).long()
     is_known = torch.ones_like(ids, dtype=torch.bool)
     is_known[:, -1] = ~(topk_ids == tokens[:, None]).any(1)
     log_mu = torch.cat([topk_logp, logp_rollout[:, None]], dim=1).double()
     log_mu = log_mu.masked_fill(~is_known, -math.inf)
-    eps = max(torch.finfo(x.dtype).eps for x in (topk_logp, logp_rollout))
-    slack = eps * log_mu.abs().clamp(ROUNDING, 2**16)  # a large number is rounded by its own size
+    slack = torch.cat(
+        [rounding(topk_logp, vocab=vocab), rounding(logp_rollout, vocab=vocab)[:, None]], dim=1
+    )
     lo, hi = log_mu - slack, (log_mu + slack).clamp(max=0.0)
     nothing = hi.new_zeros(len(hi), 1)
     return _Record(ids, is_known, lo, hi, torch.cat([nothing, hi[:, :-1]], dim=1).amin(1))
+
+
+def rounding(logp: Float[Tensor, "*shape"], *, vocab: int) -> Float[Tensor, "*shape"]:
+    """How far recorded log-probs may be from those that were sampled, nats, float64.
+
+        eps max(128, 2 sqrt(V), |log mu|)    float32 or float64: the sum over the vocabulary, and the number
+        ... + |log mu| 2^-8                  bfloat16 (2^-11 in float16): half a unit in its last place
+
+    Half precision is taken for a float32 result that was rounded once when it was stored, as engines do
+    whose log-softmax is float32. Log-probs that were *computed* in half precision are off by far more.
+
+    Example:
+        >>> x = torch.tensor([-1.0])
+        >>> [round(float(rounding(x.to(d), vocab=151_936)), 6) for d in (torch.float32, torch.bfloat16)]
+        [9.3e-05, 0.003999]
+    """
+    size = logp.double().abs().clamp(max=2.0**16)
+    exact = torch.promote_types(logp.dtype, torch.float32)
+    least = max(ROUNDING, ROUNDING_GROWTH * math.sqrt(vocab))
+    slack = torch.finfo(exact).eps * size.clamp(min=least)
+    return slack if logp.dtype == exact else slack + torch.finfo(logp.dtype).eps / 2 * size
 
 
 def _ends(

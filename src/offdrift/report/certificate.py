@@ -44,6 +44,7 @@ def certificate_view(proof: Certificate, *, width: int = 100) -> RenderableType:
         _estimates(proof),
         *([_guarantees(proof)] if proof.guarantees else []),
         *([] if proof.fresh else [Text(NOT_FRESH, style="yellow")]),
+        *([] if proof.advice is None else [Text(proof.advice, style="yellow")]),
     )
 
 

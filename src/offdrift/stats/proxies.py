@@ -51,27 +51,29 @@ def gradient_power(
 
 
 def signal(s: Numbers) -> float:
-    """Proxy 1: the squared norm of the mean gradient, before clipping."""
+    """Proxy 1: the squared norm of the mean gradient before clipping, over parameters."""
     return s["optim/grad_norm"] ** 2
 
 
 def power(s: Numbers) -> float:
-    """Proxy 2: the mean squared norm of one sequence's gradient."""
+    """Proxy 2: the mean squared norm of one sequence's gradient, over logits."""
     return s["variance_proxy/power"] / s["variance_proxy/n"]
 
 
 def noise(s: Numbers) -> float:
-    """Proxy 3: the variance of the mean gradient; NaN for fewer than two sequences."""
+    """Proxy 3: what proxy 2 exceeds proxy 1 by, per further sequence; NaN for fewer than two sequences."""
     n = s["variance_proxy/n"]
     return max(0.0, (power(s) - signal(s)) / (n - 1)) if n > 1 else math.nan
 
 
 PROXIES = [
-    Metric("variance_proxy/proxy1_signal_strength", "1", "|g|^2, g the mean gradient before clipping", "neither", lambda s: signal(s) if s["variance_proxy/n"] else math.nan),
-    Metric("variance_proxy/proxy2_total_power", "1", "mean over sequences of w^2 A^2 sum_t (1 - 2 pi(y_t) + sum_a pi(a)^2)", "neither", power),
-    Metric("variance_proxy/proxy3_pure_noise", "1", "max(0, (proxy 2 - proxy 1) / (sequences - 1)): the variance of the mean gradient", "worse", noise),
+    Metric("variance_proxy/proxy1_signal_strength", "1", "|g|^2, g the mean gradient with respect to the parameters, before clipping", "neither", lambda s: signal(s) if s["variance_proxy/n"] else math.nan),
+    Metric("variance_proxy/proxy2_total_power", "1", "mean over sequences of w^2 A^2 sum_t (1 - 2 pi(y_t) + sum_a pi(a)^2): squared norms of gradients with respect to the logits", "neither", power),
+    Metric("variance_proxy/proxy3_pure_noise", "1", "max(0, (proxy 2 - proxy 1) / (sequences - 1)), as verl logs it: a norm over logits less one over parameters, so it is the variance of the mean gradient in neither space, and comparable with nothing but itself", "worse", noise),
     Metric("variance_proxy/expected_a_squared", "1", "mean over sequences of A^2", "neither", lambda s: s["variance_proxy/a2"] / s["variance_proxy/n"]),
     Metric("variance_proxy/expected_w", "1", "mean over sequences of w^2 sum_t (1 - 2 pi(y_t) + sum_a pi(a)^2)", "neither", lambda s: s["variance_proxy/w"] / s["variance_proxy/n"]),
 ]  # fmt: skip
-"""Rows of METRICS. Proxies, not variances: tokens of a sequence are taken as uncorrelated, and only the
-last layer's logits are seen. Watch the trend of proxy 3 when weights are switched on."""
+"""Rows of METRICS. Proxies, not variances: tokens of a sequence are taken as uncorrelated, only the last
+layer's logits are seen, and proxy 3 takes a norm over parameters from one over logits, which have no common
+unit: where the parameters' is the larger it is 0, whatever the noise. Watch its trend when weights are
+switched on, in one run, and no more."""
