@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,9 @@ from offdrift.audit.noise import repeated
 from offdrift.audit.outcome import Outcome
 from offdrift.audit.pair import Bench, EngineSpec
 from offdrift.audit.recommend import fitting, published, recommended
+from offdrift.audit.suggest import PPL_CLEAN
 from offdrift.audit.verdict import THRESHOLDS, level_of, sentence, thresholds, worst
+from offdrift.diagnosis import load_rules
 from offdrift.errors import BadValueError, EngineError, RecipeError
 from offdrift.rollouts.records import FullVocab, Sampling
 from offdrift.segments import Segments
@@ -67,7 +70,7 @@ def test_a_clean_pair_passes_with_every_field_of_the_format(clean):
     assert clean["interrupted"] is False
     assert 1e-6 < clean["baseline"]["kl_mean"] < 0.01
     assert clean["baseline"]["divergence/kl_rollout_old_mean"] == pytest.approx(clean["baseline"]["kl_mean"], rel=1e-5)  # fmt: skip
-    assert len(clean["thresholds"]) == len(THRESHOLDS)
+    assert len(clean["thresholds"]) == len(THRESHOLDS) - 1  # a dense model has no routing
     assert all(row["source"] for row in clean["thresholds"])
 
 
@@ -355,10 +358,46 @@ def test_the_level_follows_the_table(baseline, changes, level):
     assert ("healthy:" in text) is (level != "ok")
 
 
+@pytest.mark.parametrize(
+    ("kl", "level"), [(0.0, "ok"), (0.015, "ok"), (0.019, "ok"), (0.025, "watch"), (0.06, "act")]
+)
+def test_the_ratio_of_perplexities_follows_the_kl_that_makes_it(baseline, kl, level):
+    """PPL_old / PPL_rollout is e^KL: what the tree calls clean by its KL is clean by this ratio."""
+    for ratio in (math.exp(kl), math.exp(-kl)):
+        metrics = {**baseline.metrics, "mismatch/ppl_ratio": ratio}
+        rows = thresholds(replace(baseline, metrics=metrics))
+        assert level_of(rows) == level
+    near = load_rules().limits["ppl_near"]
+    assert near == PPL_CLEAN == min(r["threshold"] for r in rows if "ppl_ratio" in r["metric"])
+
+
 def test_a_number_that_is_missing_is_not_judged(baseline):
     rows = thresholds(replace(baseline, pearson=float("nan"), drawn_z=float("nan")))
-    assert len(rows) == len(THRESHOLDS) - 3
+    assert len(rows) == len(THRESHOLDS) - 4  # two of pearson; routing of a dense model
     assert level_of(rows) == "ok"
+
+
+@pytest.mark.parametrize(("delta", "holds"), [(9e-4, True), (1.1e-3, False)])
+def test_routing_is_part_of_the_budget(baseline, delta, holds):
+    """delta_router < 1e-3, the survey's third number: missed, it changes the sentence and no verdict."""
+    metrics = {**baseline.metrics, "mismatch/chi2_seq": 0.01}
+    found = replace(baseline, tv_p95=1e-5, metrics=metrics, delta_router=delta)
+    rows = thresholds(found)
+    (row,) = [r for r in rows if r["metric"] == "delta_router"]
+    assert (row["holds"], row["kind"], row["threshold"]) == (holds, "budget", 1e-3)
+    assert level_of(rows) == "ok"
+    assert ("delta_router = 0.0011, not < 0.001" in sentence(found, rows, pair="A")) is not holds
+    assert "delta_router" not in {r["metric"] for r in thresholds(baseline)}
+
+
+def test_a_mixture_of_experts_is_held_to_the_budget_of_its_router():
+    (routing,) = [f for f in FACTORS if f.name == "routing"]
+    with Bench(tiny("moe"), tiny_tokenizer(), PROMPTS, sampling=PLAIN, name="moe") as bench:
+        found = check(bench, BFLOAT16, FLOAT32, factors=[routing], noise=False)
+    (row,) = [r for r in found["thresholds"] if r["metric"] == "delta_router"]
+    (factor,) = found["factors"]
+    assert row["value"] == factor["detail"]["delta_router"] == found["baseline"]["delta_router"] > 0
+    assert row["holds"] == (row["value"] < 1e-3)
 
 
 @pytest.mark.parametrize("tv_p95", [1e-5, 0.036])

@@ -360,10 +360,13 @@ def test_a_mixture_in_bfloat16_flips_and_replay_explains_the_tail():
     assert detail["positions"] == 12 * 23 + sum(map(len, PROMPTS))
     assert len(detail["flip_frac_per_layer"]) == 2
     assert 0 < detail["flip_frac"] <= detail["flipped_tokens_frac"] < 0.2
+    # A decision that differs exchanges one or two of its two experts, out of 8.
+    assert detail["experts"] == 8
+    assert 2 / 8 * detail["flip_frac"] <= detail["delta_router"] + 1e-9 <= 4 / 8 * detail["flip_frac"] + 2e-9
     assert detail["kl_mean_at_flips"] > detail["kl_mean_elsewhere"]
     assert row.kl_mean == detail["kl_mean_with_replay"] < row.baseline_kl_mean
     assert detail["kl_max_with_replay"] < detail["kl_max_without_replay"]
-    assert null.detail["flip_frac"] == 0
+    assert null.detail["flip_frac"] == null.detail["delta_router"] == 0
     assert run("routing", bench_of(), ROUNDED).why == "needs a mixture of experts"
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from offdrift.engines.routing import (
+    flip_rate,
     flips,
+    num_experts,
     replayed,
     route_lengths,
     routers,
@@ -44,6 +46,40 @@ def router_logits(model, rollouts):
 def routes_by_hand(model, rollouts):
     """The two largest router logits at every position but the last."""
     return router_logits(model, rollouts).topk(2).indices
+
+
+MINE, THEIRS = ([[0, 3], [1, 2], [0, 1]], [[2, 0], [1, 2], [2, 0]])
+"""Chosen experts out of 4, of three tokens: memberships 1001, 0110, 1100 and 1010, 0110, 1010."""
+
+
+def test_the_flip_rate_counts_memberships_of_all_experts():
+    """By hand: expert 0 never differs, 1 at one token of 3, 2 at two, 3 at one: (0 + 1 + 2 + 1) / 3 / 4."""
+    one, other = torch.tensor(MINE)[:, None], torch.tensor(THEIRS)[:, None]
+    assert flip_rate(one, other, experts=4).flatten().tolist() == [0.5, 0.0, 0.5]
+    assert flip_rate(one, other, experts=4).mean().item() == pytest.approx(1 / 3)
+    assert flips(one, other).float().mean().item() == pytest.approx(2 / 3)
+
+
+def test_one_exchanged_expert_is_two_of_all_experts_and_one_decision():
+    """The share of decisions is K/2 times the survey's delta, which its 1e-3 is about."""
+    one = torch.arange(8).expand(50, 3, 8).clone()
+    other = one.clone()
+    other[7, 1, 3] = 100
+    assert flips(one, other).float().mean().item() == pytest.approx(1 / 150)
+    delta = flip_rate(one, other, experts=128).mean().item()
+    assert delta == pytest.approx(2 / 128 / 150)
+    assert flip_rate(one, other, experts=128).shape == (50, 3)
+
+
+def test_experts_that_there_are_not_are_refused():
+    one = torch.tensor([[[0, 9]]])
+    with pytest.raises(EngineError, match="expert 9 was chosen, but experts=8"):
+        flip_rate(one, one, experts=8)
+
+
+def test_the_number_of_experts_is_read_from_the_model():
+    assert num_experts(tiny("moe")) == 8
+    assert num_experts(tiny("dense")) == 0
 
 
 def test_routes_are_those_of_every_position_in_the_order_of_the_batch(drawn):

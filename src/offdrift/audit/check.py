@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ from offdrift.audit.pair import Bench, EngineSpec, Pair
 from offdrift.audit.recommend import recommended
 from offdrift.audit.verdict import broken_record, defects, level_of, sentence, thresholds, worst
 from offdrift.diagnosis import Context, Rules, diagnose, load_rules, verdict
+from offdrift.engines.routing import num_experts
 from offdrift.errors import BadValueError, OffdriftError
 from offdrift.rollouts.files import plain
 from offdrift.rollouts.records import Rollouts
@@ -164,6 +165,7 @@ def _concluded(
     baseline, rollouts = so_far.baseline, so_far.rollouts
     assert baseline is not None
     assert rollouts is not None
+    baseline = replace(baseline, delta_router=_delta_router(so_far.outcomes))
     rows = thresholds(baseline)
     told = diagnose(
         [{"step": 0.0, **baseline.metrics}],
@@ -217,7 +219,7 @@ def _numbers(found: Measured) -> dict[str, float | None]:
         for name in (
             "kl_mean", "kl_max", "kl_se", "tv_mean", "tv_max", "tv_p95", "chi2_exact",
             "record_deviation", "drawn_z", "tail_log_ratio_cap", "tail_log_ratio_cap_all",
-            "abs_log_ratio_max", "pearson", "chi2_token",
+            "abs_log_ratio_max", "pearson", "chi2_token", "delta_router",
         )
     }  # fmt: skip
     return {**own, **found.metrics}
@@ -233,9 +235,14 @@ def _side(spec: EngineSpec, engine_version: str) -> dict[str, Any]:
     }
 
 
+def _delta_router(outcomes: Sequence[Outcome]) -> float:
+    """The flip rate per expert that the routing factor measured; NaN if it did not run."""
+    details = (outcome.as_dict().get("detail") or {} for outcome in outcomes)
+    return next((d["delta_router"] for d in details if "delta_router" in d), math.nan)
+
+
 def _is_mixture(model: torch.nn.Module) -> bool:
-    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    return any((getattr(config, name, 0) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts"))  # fmt: skip
+    return num_experts(model) > 1
 
 
 def _level_of(severity: str) -> Any:

@@ -63,6 +63,9 @@ class Measured:
     the exact KL of 99 % of tokens, nats. None without full evidence, or if there is no tail."""
     tail_log_ratio_cap_all: float | None = None
     """The same for every token."""
+    delta_router: float = NAN
+    """Share of a layer's experts whose membership differs between the engines, mean over positions and
+    layers (`engines.routing.flip_rate`). NaN of dense models and where routing was not compared."""
     by_sequence: Mapping[str, Shaped[Tensor, " b"]] = field(default_factory=dict, repr=False)
     """Per sequence: `length`, `kl_mean`, `kl_max`, `tv_max`, `log_ratio_sum`, `abs_log_ratio_max`."""
     logged: Logged | None = field(default=None, repr=False)

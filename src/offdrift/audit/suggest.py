@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from offdrift.diagnosis import load_rules
 from offdrift.diagnosis.estimate import kl_of
 
 Rung = Literal["none", "reject", "reject and reweight", "reweight", "system"]
@@ -39,7 +40,7 @@ PEARSON_LEAST = 0.95
 """Correlation of the two policies' probabilities below which no correction helps."""
 PROB_DIFF_MOST = 0.1
 """Difference of a token's two probabilities up to which a low correlation is no sign by itself."""
-PEARSON_CLEAN, PPL_CLEAN, KL_CLEAN = 0.99, 0.01, 0.02
+PEARSON_CLEAN, PPL_CLEAN, KL_CLEAN = 0.99, load_rules().limits["ppl_near"], 0.02
 """Agreement that is no meaningful drift: correlation, |perplexity ratio - 1|, nats."""
 
 MISSING_MOST = 0.5

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from offdrift.audit.measure import Measured
 from offdrift.audit.outcome import Outcome
-from offdrift.diagnosis import Evidence, Finding
+from offdrift.diagnosis import Evidence, Finding, load_rules
 from offdrift.rollouts.records import Sampling
 
 Level = Literal["ok", "watch", "act", "stop"]
@@ -26,6 +26,8 @@ TREE = "survey of off-policy RL for LLMs, 2026, decision tree, step 1"
 CHOICE = "this library's reading of the decision tree"
 BUDGET = "survey of off-policy RL for LLMs, 2026, problem 4 (conjecture): inside, a correction gains < 0.3 %"
 CONTRACT = "engine contract: reported and sampled distribution are one"
+PPL_NEAR, PPL_FAR = (load_rules().limits[name] for name in ("ppl_near", "ppl_far"))
+"""The diagnosis' own thresholds: a ratio that is clean in a run is clean in a check."""
 
 MAX_DEVIATION = 0.02
 """Mean nats by which reported log-probs may miss those of the recorded distribution: rounding of
@@ -78,13 +80,14 @@ THRESHOLDS: tuple[Threshold, ...] = (
     Threshold("mismatch/pearson", lambda m: m.pearson, ">=", 0.99, "watch", "size", TREE, "probabilities correlate less than they should on one set of weights"),
     Threshold("kl_mean", lambda m: m.kl_mean, "<=", 0.05, "act", "size", TREE, "the engines differ by as much as policy drift should"),
     Threshold("kl_mean", lambda m: m.kl_mean, "<", 0.02, "watch", "size", TREE, "the mismatch is larger than that of a healthy pair"),
-    Threshold("|mismatch/ppl_ratio - 1|", _ppl_offset, "<", 0.05, "act", "size", CHOICE, "perplexities are far apart on one set of weights"),
-    Threshold("|mismatch/ppl_ratio - 1|", _ppl_offset, "<", 0.01, "watch", "size", CHOICE, "perplexities differ on one set of weights"),
+    Threshold("|mismatch/ppl_ratio - 1|", _ppl_offset, "<", PPL_FAR, "act", "size", CHOICE, "perplexities are far apart on one set of weights"),
+    Threshold("|mismatch/ppl_ratio - 1|", _ppl_offset, "<", PPL_NEAR, "watch", "size", CHOICE, "perplexities differ on one set of weights"),
     Threshold("mismatch/prob_diff_max", _metric("mismatch/prob_diff_max"), "<", 0.5, "act", "size", CHOICE, "a token's probability moved by half: a kernel, a router or an alignment error, which means hide"),
     Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", 0.3, "watch", "size", TREE, "importance weights are noisy before anything was learned"),
     Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", 1.0, "act", "size", TREE, "importance weights are heavy-tailed before anything was learned"),
     Threshold("tv_p95", lambda m: m.tv_p95, "<", 1e-4, "ok", "budget", BUDGET, "outside the conjectured budget: a correction may gain"),
     Threshold("mismatch/chi2_seq_largest", _metric("mismatch/chi2_seq_largest"), "<", 0.1, "ok", "budget", BUDGET, "outside the conjectured budget: a correction may gain"),
+    Threshold("delta_router", lambda m: m.delta_router, "<", 1e-3, "ok", "budget", BUDGET, "outside the conjectured budget: a correction may gain"),
 )  # fmt: skip
 
 

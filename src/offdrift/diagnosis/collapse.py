@@ -176,12 +176,13 @@ def auroc(scores: Sequence[float], labels: Sequence[bool]) -> float:
 def within_budget(metrics: Mapping[str, float]) -> bool | None:
     """Whether drift is too small for correction to matter (problem 4): None if a number is missing.
 
-        TV per token, 95th percentile < 1e-4,   chi2_seq < 0.1,   routed flips < 1e-3
+        TV per token, 95th percentile < 1e-4,   chi2_seq < 0.1,   delta_router < 1e-3
 
     Args:
         metrics: "tv_p95", "chi2_seq_largest" (or "chi2_seq") and, for mixtures of experts,
-            "flip_frac". A "chi2_seq" below 0 is missing: no chi^2 is negative, so the sample did not
-            meet the sequences that carry it.
+            "delta_router", the share of a layer's experts whose membership differs
+            (`engines.routing.flip_rate`). A "chi2_seq" below 0 is missing: no chi^2 is negative, so
+            the sample did not meet the sequences that carry it.
 
     Example:
         >>> within_budget({"tv_p95": 0.281474, "chi2_seq": 0.01})
@@ -190,4 +191,4 @@ def within_budget(metrics: Mapping[str, float]) -> bool | None:
     tv, chi2 = number(metrics, "tv_p95"), _first(metrics, ("chi2_seq_largest", "chi2_seq"))
     if tv is None or chi2 is None or chi2 < 0:
         return None
-    return tv < 1e-4 and chi2 < 0.1 and (number(metrics, "flip_frac") or 0.0) < 1e-3
+    return tv < 1e-4 and chi2 < 0.1 and (number(metrics, "delta_router") or 0.0) < 1e-3

@@ -100,7 +100,8 @@ def _tail_ratio(view: View) -> float | None:
 def _experts(view: View) -> float | None:
     known = view.context.mixture_of_experts
     if known is None:
-        return 1.0 if view.level("router/flip_frac") is not None else None
+        logged = (view.level(f"router/{name}") for name in ("delta_router", "flip_frac"))
+        return 1.0 if any(x is not None for x in logged) else None
     return float(known)
 
 
@@ -120,6 +121,6 @@ SIGNATURES = {
     "tail_share": Definition("1", "share of k3 that the 1 % of tokens with the largest k3 carry", _tail_share),
     "tail_ratio": Definition("1", "largest |l| over mean |l|", _tail_ratio),
     "experts": Definition("1", "1 if the model is a mixture of experts (the context says so, or routed flips are logged), 0 if the context says not", _experts),
-    "flip_frac": Definition("1", "share of routing decisions that differ between the engines: `router/flip_frac`", lambda v: v.found("router/flip_frac")),
+    "delta_router": Definition("1", "share of a layer's experts whose membership differs between the engines, mean over tokens and layers: `router/delta_router` (`engines.routing.flip_rate`)", lambda v: v.found("router/delta_router")),
     "temperature_off": Definition("1", "distance from 1 of the sampling temperature in the context", _temperature_off),
 }  # fmt: skip

@@ -27,6 +27,8 @@ from offdrift.segments import Segments
 
 LEADERS = ("softmax", "sigmoid")
 """What routers make of their logits before they pick and weigh experts."""
+COUNTED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names under which configurations of transformers give the number of experts in a layer."""
 
 
 @runtime_checkable
@@ -115,12 +117,61 @@ def flips(
 ) -> Bool[Tensor, "p layers"]:
     """Where two engines choose different sets of experts; their order says nothing.
 
+    The mean of this is the share of routing decisions with any difference. It is not the survey's
+    flip rate per expert, which is `flip_rate`.
+
     Example:
         >>> a, b = torch.tensor([[[0, 1]], [[2, 3]]]), torch.tensor([[[1, 0]], [[2, 4]]])
         >>> flips(a, b).flatten().tolist()
         [False, True]
     """
     return (one.sort(-1).values != other.sort(-1).values).any(-1)
+
+
+def flip_rate(
+    one: Int[Tensor, "p layers k"], other: Int[Tensor, "p layers k"], *, experts: int
+) -> Float[Tensor, "p layers"]:
+    """Share of a layer's experts whose membership differs between two engines; its mean is delta.
+
+        delta = (1/K) sum_i Pr[m_i^roll != m_i^train],   m_i = 1 where expert i is chosen
+
+    K counts all experts of a layer, not the k chosen ones: the survey's conjecture is about "a sparse
+    top-k MoE with K experts". One expert exchanged for another changes two memberships, so it counts
+    2/K here and 1 in `flips`.
+
+    Args:
+        one: experts that one engine chose, without repetition.
+        other: experts that the other engine chose at the same positions.
+        experts: K, the number of experts in each layer.
+
+    Raises: `EngineError` if a chosen expert is not one of the K.
+
+    Example:
+        >>> a, b = torch.tensor([[[0, 1]], [[2, 3]]]), torch.tensor([[[1, 0]], [[2, 4]]])
+        >>> flip_rate(a, b, experts=8).flatten().tolist()
+        [0.0, 0.25]
+
+    Reference: survey of off-policy RL for LLMs, 2026, problem 3 (delta) and problem 4 (its budget).
+    """
+    largest = int(torch.maximum(one.max(), other.max())) if one.numel() else -1
+    if largest >= experts:
+        raise EngineError(f"expert {largest} was chosen, but experts={experts}; give all of a layer")
+    shared = (one.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).sum(-1)
+    return (one.shape[-1] + other.shape[-1] - 2 * shared).float() / experts
+
+
+def num_experts(model: nn.Module) -> int:
+    """Experts in each layer of a mixture of experts, by its configuration; 0 for a dense model.
+
+    Example:
+        >>> num_experts(nn.Linear(2, 2))
+        0
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    counts = (getattr(config, name, None) or 0 for name in COUNTED)
+    return max(counts, default=0)
 
 
 @contextmanager

@@ -11,7 +11,16 @@ from offdrift.audit.measure import measured
 from offdrift.audit.pair import Bench
 from offdrift.audit.rescore import Scored
 from offdrift.audit.spec import EngineSpec
-from offdrift.engines.routing import Routed, flips, replayed, route_lengths, routers, routes_of
+from offdrift.engines.routing import (
+    Routed,
+    flip_rate,
+    flips,
+    num_experts,
+    replayed,
+    route_lengths,
+    routers,
+    routes_of,
+)
 from offdrift.engines.score import divergences, score
 from offdrift.rollouts.records import Rollouts
 from offdrift.segments import Segments
@@ -29,7 +38,9 @@ def _routing(setting: Setting) -> Found:
         raise NotOffered(f"the {setting.rollout.kind} engine does not say its routing")
     theirs = engine.routes(drawn)
     model = bench.train_model(setting.train)
-    flipped = flips(theirs, routes_of(model, drawn)).double()
+    ours = routes_of(model, drawn)
+    flipped = flips(theirs, ours).double()
+    rates = flip_rate(theirs, ours, experts=num_experts(model))
     own, same = scored_with(model, drawn, None), scored_with(model, drawn, theirs)
     assert own.kl is not None
     assert same.kl is not None
@@ -41,6 +52,8 @@ def _routing(setting: Setting) -> Found:
         without.kl_mean,
         why=f"{float(flipped.amax(1).mean()):.2%} of tokens change experts in some layer",
         detail={
+            "delta_router": float(rates.double().mean()),
+            "experts": num_experts(model),
             "flip_frac_per_layer": [float(x) for x in flipped.mean(0)],
             "flip_frac": float(flipped.mean()),
             "flipped_tokens_frac": float(flipped.amax(1).mean()),
