@@ -50,7 +50,9 @@ def test_json_has_every_row_and_every_number(offdrift):
 
 def test_filters_are_joined(offdrift):
     done = offdrift("methods", "--unit", "sequence", "--ratio", "full", "--stop-gradient", "yes", "--sign", "by-sign", "--json")  # fmt: skip
-    assert set(json.loads(done.stdout)) == {"topr", "vespo"}
+    assert set(json.loads(done.stdout)) == {"vespo"}
+    done = offdrift("methods", "--unit", "sequence", "--sign", "by-outcome", "--json")
+    assert set(json.loads(done.stdout)) == {"topr"}
     done = offdrift("methods", "--evidence", "exact", "--bias", "O(drift)", "--kind", "trust region masking")  # fmt: skip
     assert done.code == 0
     assert {"trm_max", "trm_avg"} <= set(done.stdout.split())

@@ -6,23 +6,29 @@ parameters than the row publishes, the override is in the table.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, override
+from offdrift.segments import Segments
 from tests.oracles.fixtures import MASK, double, fx_a
 
 CISPO_CAP = [[-0.150182, -0.192837, -0.111257, -0.157882], [0.06147914, 0.08724305, 0.07287152, 0]]
 DECOUPLED = [[-0.165976, 0, -0.165976, -0.06418985], [0.0627211, 0.08724305, 0.05398455, 0]]
 OLD = {"gate.on": "staleness", "weight.on": "staleness", "aggregate": "token_mean"}
 
+REWARDS = double([1.0, 0.0])
+"""Sequence 1, of advantage 1, is correct; sequence 2, of advantage -0.5, is not."""
+
 # id, row, changes, loss, gradient
 TABLE = [
     ("cispo", "cispo", {}, 0.428838, [[-0.150182, -0.171429, -0.114286, -0.157882], [0.06147914, 0.08571429, 0.07287152, 0]]),
     ("cispo_cap", "cispo_upper", {}, 0.443682, CISPO_CAP),
-    ("dispo", "dispo", {}, 0.444742, [[-0.150182, -0.192837, -0.114286, -0.157882], [0.06147914, 0.08724305, 0.07287152, 0]]),
+    ("dispo", "dispo_paper", {}, 0.444742, [[-0.150182, -0.192837, -0.114286, -0.157882], [0.06147914, 0.08724305, 0.07287152, 0]]),
     ("dppo_tv", "dppo_tv", {**OLD, "gate.low": -0.1, "gate.high": 0.1}, 0.299054, [[-0.150182, 0, -0.111257, -0.157882], [0.06147914, 0.08724305, 0.07287152, 0]]),
     ("dppo_kl", "dppo_kl", OLD, 0.443682, CISPO_CAP),
     ("vespo", "vespo", {}, 0.514005, [[-0.168249] * 4, [0.05556366] * 3 + [0]]),
@@ -45,12 +51,59 @@ TABLE = [
 
 @pytest.mark.parametrize(("name", "changes", "loss", "grad"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])  # fmt: skip
 def test_loss_and_gradient(name, changes, loss, grad):
+    check(name, changes, REWARDS, loss, grad)
+
+
+def check(name, changes, rewards, loss, grad):
     lp, advantages, leaf = fx_a()
-    result = policy_loss(lp, override(METHODS[name], changes), advantages)
+    row, fresh = override(METHODS[name], changes), torch.zeros(7)
+    result = policy_loss(lp, row, advantages, rewards=rewards, version_lag=fresh)
     result.loss.backward()
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, double(grad), rtol=0, atol=1e-6)
+
+
+# By hand, from w = [1.161834, 1.284025, 1.161834, 0.449329; 0.878095, 1.221403, 0.755784],
+# r = [1.051271, 1.349859, 0.778801, 1.105171; 0.860708, 1.221403, 1.020201], products of the mismatch
+# 0.637628 and 0.755784, products of w 0.778801 and 0.810584, and the log-probs
+# [-0.05, -0.75, -0.35, -2.8; -0.83, -0.1, -1.78]. Rewards swapped: the correct sequence is the second.
+SWAPPED = double([0.0, 1.0])
+BY_HAND = [
+    # W = min(w, 1.2): (0.0580917 + 0.9 + 0.4066419 + 1.2581212 - 0.5 * 2.1941144) / 7; W A / 7
+    ("echo2, capped", "echo2", {"weight.cap": 1.2}, REWARDS, 0.217971, [[-0.165976, -0.171429, -0.165976, -0.06418985], [0.0627211, 0.08571429, 0.05398455, 0]]),
+    # W in [0.8, 11] and [0.9, 101]
+    ("dispo", "dispo", {}, REWARDS, 0.442412, [[-0.150182, -0.192837, -0.114286, -0.157882], [0.06428571, 0.08724305, 0.07287152, 0]]),
+    # W in [0.9, 1.2] and [0.8, 1.2]: an incorrect answer that is pushed up, a correct one pushed down
+    ("dispo, swapped", "dispo", {}, SWAPPED, 0.433839, [[-0.150182, -0.171429, -0.128571, -0.157882], [0.06147914, 0.08571429, 0.07287152, 0]]),
+    # (0.778801 * 3.95 - 0.5 * 2.71) / 2: the weight goes with the reward, whatever the advantage
+    ("topr, swapped", "topr", {}, SWAPPED, 0.860632, [[-0.389400] * 4, [0.25] * 3 + [0]]),
+    # no reward exceeds 2: both are weighted
+    ("topr, higher line", "topr", {"weight.correct_above": 2}, REWARDS, 0.988961, [[-0.389400] * 4, [0.202646] * 3 + [0]]),
+    # -0.637628 (1.051271 + 1.2 + 0.778801 + 1.105171) / 2; the second token is clipped, the second sequence is above 0.7
+    ("decoupled_seq_mis, masked", "decoupled_seq_mis", {"weight.cap": 0.7}, REWARDS, -1.318374, [[-0.335160, 0, -0.248293, -0.352344], [0, 0, 0, 0]]),
+    # the same + 0.755784 * 0.5 (0.860708 + 1.221403 + 1.020201) / 2
+    ("decoupled_seq_mis", "decoupled_seq_mis", {}, REWARDS, -0.732204, [[-0.335160, 0, -0.248293, -0.352344], [0.162627, 0.230779, 0.192763, 0]]),
+    # means of the mismatch are e^-0.1125 = 0.8936 and e^-0.0933 = 0.9109: 0.5 (0.860708 + 1.221403 + 1.020201) / 7
+    ("ppo_clip_geo_rs, wider", "ppo_clip_geo_rs", {"gate.low": 0.9}, REWARDS, 0.221594, [[0] * 4, [0.06147914, 0.08724305, 0.07287152, 0]]),
+    ("ppo_clip_geo_rs", "ppo_clip_geo_rs", {}, REWARDS, 0.0, [[0] * 4, [0] * 4]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "rewards", "loss", "grad"), [row[1:] for row in BY_HAND], ids=[row[0] for row in BY_HAND])  # fmt: skip
+def test_loss_and_gradient_by_hand(name, changes, rewards, loss, grad):
+    check(name, changes, rewards, loss, grad)
+
+
+def test_a_capped_token_still_learns():
+    """ECHO-2 caps the weight, not the loss: w = 3 counts 2, and its gradient goes on."""
+    logp = double([math.log(0.3)]).requires_grad_()
+    lp = LogProbs.pack(double([math.log(0.1)]), logp, segments=Segments.from_lengths([1]))
+    result = policy_loss(lp, METHODS["echo2"], double([1.0]), version_lag=torch.zeros(1))
+    result.loss.backward()
+    assert result.corrected.limited.tolist() == [True]
+    assert logp.grad is not None
+    assert logp.grad.item() == pytest.approx(-2.0)
 
 
 def fx_e() -> tuple[LogProbs, torch.Tensor, torch.Tensor]:

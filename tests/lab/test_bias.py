@@ -67,10 +67,15 @@ class Path:
     scores: Tensor
     """Gradient of each token's log pi with respect to the logits."""
     advantage: float = 0.0
+    reward: float = 0.0
 
     @property
     def w(self) -> list[float]:
         return [p / m for p, m in zip(self.pi, self.mu)]
+
+    @property
+    def r(self) -> list[float]:
+        return [p / o for p, o in zip(self.pi, self.old)]
 
 
 def paths(problem: Problem, scale: float) -> list[Path]:
@@ -93,7 +98,8 @@ def paths(problem: Problem, scale: float) -> list[Path]:
         found.append(path)
     baseline = sum(math.prod(p.mu) * float(problem.rewards[p.number]) for p in found)
     for path in found:
-        path.advantage = float(problem.rewards[path.number]) - baseline
+        path.reward = float(problem.rewards[path.number])
+        path.advantage = path.reward - baseline
     return found
 
 
@@ -120,6 +126,18 @@ def clipped(path: Path) -> list[float]:
     return push
 
 
+FLOORS = {True: 0.8, False: 0.9}
+CAPS = {(True, True): 11, (True, False): 1.2, (False, True): 1.2, (False, False): 101}
+"""DISPO's limits by whether the answer is correct, and whether its advantage is positive."""
+
+
+def masked_and_clipped(path: Path) -> list[float]:
+    """PPO's clip on pi / old, nothing where the product of old / mu exceeds 3."""
+    rho = math.prod(o / m for o, m in zip(path.old, path.mu))
+    stopped = [r > 1.2 if path.advantage > 0 else r < 0.8 for r in path.r]
+    return [0.0 if rho > 3 or stop else rho * r for r, stop in zip(path.r, stopped)]
+
+
 COEFFICIENTS: dict[str, Callable[[Path], list[float]]] = {
     "none": lambda y: same(1.0, y),
     "token_is": lambda y: y.w,
@@ -131,7 +149,11 @@ COEFFICIENTS: dict[str, Callable[[Path], list[float]]] = {
     "trm_max": lambda y: y.w if max(y.kl) <= 0.05 else same(0.0, y),
     "trm_avg": lambda y: y.w if sum(y.kl) / len(y.kl) <= 0.001 else same(0.0, y),
     "disabled": clipped,
-    "topr": lambda y: same(min(math.prod(y.w), 1.0) if y.advantage < 0 else 1.0, y),
+    "topr": lambda y: same(min(math.prod(y.w), 1.0) if y.reward <= 0 else 1.0, y),
+    "echo2": lambda y: [min(w, 2.0) for w in y.w],
+    "decoupled_seq_mis": masked_and_clipped,
+    "dispo_paper": lambda y: [min(max(r, 0.8), 11) if y.reward > 0 else min(r, 101) for r in y.r],
+    "dispo": lambda y: [min(max(r, FLOORS[y.reward > 0]), CAPS[y.reward > 0, y.advantage > 0]) for r in y.r],
 }
 
 
@@ -243,7 +265,8 @@ def test_token_is_is_the_gradient_of_the_papers_surrogate(i, scale):
     problem = PROBLEMS[i]
     _, logits = problem.drifted(scale)
     leaf = logits.clone().requires_grad_()
-    surrogate = returns(problem.rollout, policy_of(leaf), problem.rewards.unsqueeze(0)).surrogate
+    rewards = problem.rewards.unsqueeze(0)
+    surrogate = returns(problem.rollout, policy_of(leaf), rewards, within=(-0.5, 0.5)).surrogate
     (expected,) = torch.autograd.grad(surrogate.sum(), leaf)
     g = gradient_of(METHODS["token_is"], problem, scale)
     torch.testing.assert_close(g, expected, rtol=0, atol=1e-12)

@@ -89,7 +89,7 @@ class Run:
 
 
 def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batch:
-    """Eight sequences of 1 to 11 tokens, in turns, of three prompts.
+    """Eight sequences of 1 to 11 tokens, in turns, of three prompts; rewards of either sign.
 
     One sequence has advantage 0. In every other pair of seeds there are outliers: a token that the
     training engine finds e^12.5 less likely, one e^6 times more likely, and one that the update
@@ -131,7 +131,7 @@ def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batc
         tokens |= {f"kl_rollout_{name}": kl, f"tv_rollout_{name}": (kl / 2).sqrt().clamp(max=1)}
     groups = torch.tensor([7, 1, 4])[torch.randint(0, 3, (8,), generator=g)]
     turns = [_cut(length, g) for length in lengths.tolist()]
-    return Batch(tokens=tokens, rewards=uniform(8), groups=groups, turns=turns)
+    return Batch(tokens=tokens, rewards=uniform(8) - 0.5, groups=groups, turns=turns)
 
 
 def _cut(length: int, g: torch.Generator) -> list[int]:

@@ -172,9 +172,14 @@ def weights_of(w: Any, step: list[Sequence]) -> Matrix:
         counted = [x[0] for x in raw if x] if whole else [y for x in raw for y in x]
         mean = sum(counted) / len(counted)
         raw = [[y / mean for y in x] for x in raw]
-    weighs = {"any": lambda a: True, "positive": lambda a: a > 0, "negative": lambda a: a < 0}
-    applies = weighs[w.advantage]
-    return [[x if applies(a) else 1.0 for x, a in zip(r, s.a)] for r, s in zip(raw, step)]
+    return [[x if applies(w, a, s.reward) else 1.0 for x, a in zip(r, s.a)] for r, s in zip(raw, step)]
+
+
+def applies(w: Weight, a: float, reward: float) -> bool:
+    """Whether a weight is about tokens of this advantage in a sequence of this reward."""
+    sign = {"any": True, "positive": a > 0, "negative": a < 0}[w.advantage]
+    line = w.correct_above
+    return sign and {"any": True, "correct": reward > line, "incorrect": reward <= line}[w.outcome]
 
 
 def kernel(w: VariationalWeight, s: Sequence, a: float) -> float:

@@ -34,8 +34,14 @@ UNITS = {
 """Log-ratio of the unit of each of four tokens, by hand."""
 
 
-def weighed(name: str, weight: Any, batch) -> Run:
-    """The row with one of its weights alone, and as it says where the old policy is."""
+def weighed(name: str, weight: Any, batch, *, reward: float | None = None) -> Run:
+    """The row with one of its weights alone, and as it says where the old policy is.
+
+    Sequences are those that the weight is about, unless a reward is given.
+    """
+    if reward is None:
+        reward = -0.5 if getattr(weight, "outcome", "any") == "incorrect" else 0.5
+    batch = replace(batch, rewards=torch.full_like(batch.rewards, reward))
     row = replace(METHODS[name], correction=Correction(weights=(weight,)), anchor=None)
     return run(row, packed(batch))
 
@@ -146,6 +152,24 @@ def test_growing_limits_widen_with_the_position(name, i):
         assert got.limited.tolist() == [True, True, True, False, False]
 
 
+OUTCOMES = [(n, i) for n, i in WEIGHTS if METHODS[n].correction.weights[i].outcome != "any"]
+
+
+@pytest.mark.parametrize(("name", "i"), OUTCOMES)
+def test_a_weight_of_one_outcome_leaves_the_other_alone(name, i):
+    """A reward on the line is not above it; a reward of NaN is neither correct nor incorrect."""
+    weight = METHODS[name].correction.weights[i]
+    a = -1.0 if weight.advantage == "negative" else 1.0
+    line, x = weight.correct_above, math.log(500.0)
+    for reward, correct in ((line + 1e-6, True), (line, False), (line - 1, False), (math.nan, None)):
+        about = correct is not None and correct == (weight.outcome == "correct")
+        batch = made(weight.on, [x, x], [a, a], lengths=[1, 1])
+        got = weighed(name, weight, batch, reward=reward).result.corrected
+        expected = size(weight, 500.0) if about else 1.0
+        assert got.weight.tolist() == pytest.approx([expected, expected], rel=1e-12)
+        assert got.limited.tolist() == [about, about]
+
+
 @pytest.mark.parametrize(("name", "i"), KERNELS)
 def test_the_kernel_of_a_sequence(name, i):
     """exp(lam + k l - lam e^l), with (k, lam) = (2, 3) where A >= 0 and (3, 2) where A < 0."""
@@ -171,3 +195,4 @@ def test_every_weight_of_the_table_was_looked_at():
     assert {w.outside for _, _, w in ALL if isinstance(w, Weight)} == {"truncate", "mask"}
     conditions = {w.advantage for _, _, w in ALL if isinstance(w, Weight)}
     assert conditions == {"any", "positive", "negative"}
+    assert {METHODS[n].correction.weights[i].outcome for n, i in OUTCOMES} == {"correct", "incorrect"}

@@ -141,10 +141,11 @@ def test_sign_is_that_of_the_whole_loss(name):
 
 def test_signs_of_methods_whose_papers_say_so():
     signs = {name: axes.sign(row) for name, row in METHODS.items()}
-    by_sign = "ppo_clip dual_clip topr aspo gmpo gspo dispo sapo vespo dppo_tv dppo_kl m2po opsm"
+    by_sign = "ppo_clip dual_clip aspo gmpo gspo dispo sapo vespo dppo_tv dppo_kl m2po opsm"
     alike = "none token_tis seq_tis trm_max token_is cispo gpg full_is minpro logit_fusion oapl"
     assert {signs[n] for n in by_sign.split()} == {"by sign of the advantage"}
     assert {signs[n] for n in alike.split()} == {"symmetric"}
+    assert {signs[n] for n in ("topr", "dispo_paper")} == {"by outcome of the answer"}
 
 
 # -- what is read -----------------------------------------------------------------------------
@@ -193,12 +194,13 @@ def test_stopping_of_methods_whose_papers_say_so():
         ("seq_mis_band", "sequence weight on full, masked outside [0.333333, 3]"),
         ("cispo", "token weight on staleness, clipped to [0.8, 1.2]"),
         ("normalized_tis", "sequence weight on full, truncated at 2, divided by its mean"),
-        ("topr", "sequence weight on full, truncated at 1 (negative advantages)"),
+        ("topr", "sequence weight on full, truncated at 1 (incorrect answers)"),
+        ("dispo_paper", "token weight on staleness, clipped to [0.8, 11] (correct answers); token weight on staleness, truncated at 101 (incorrect answers)"),
         ("vespo", "sequence weight on full (variational)"),
         ("gspo", "geometric ratio on staleness in the objective"),
         ("m2po", "token ratio on staleness in the objective"),
     ],
-)
+)  # fmt: skip
 def test_importance_sampling_in_words(name, words):
     assert axes.is_treatment(METHODS[name]) == words
 

@@ -90,7 +90,8 @@ class Corrected(NamedTuple):
 class Correction:
     """Any number of gates and weights. `a & b` joins corrections, gates and weights.
 
-    Raises: `MethodError` if two weights correct the same ratio of the same tokens.
+    Raises: `MethodError` if two weights correct the same ratio of the same tokens, or draw the line
+        between correct and incorrect answers in different places.
 
     Example:
         >>> from offdrift.correction import Gate, Weight
@@ -103,8 +104,7 @@ class Correction:
 
     def __post_init__(self) -> None:
         for one, other in itertools.combinations(self.weights, 2):
-            same_tokens = {one.advantage, other.advantage} != {"negative", "positive"}
-            if same_tokens and factors(one.on) & factors(other.on):
+            if not disjoint(one, other) and factors(one.on) & factors(other.on):
                 raise MethodError(
                     f"two weights count one ratio twice: {one.formula}; {other.formula}. A token "
                     "has one weight per ratio (mismatch, staleness)"
@@ -152,6 +152,26 @@ class Correction:
         for w in weighted:
             weight = weight * w.weight
         return Corrected(keep, weight, limited, rejected_by, weighted)
+
+
+def disjoint(one: WeightLike, other: WeightLike) -> bool:
+    """Whether no token can have both weights: by the sign of its advantage, or by its reward.
+
+    Raises: `MethodError` if they draw the line between correct and incorrect in different places:
+        rewards between the two would have both weights or neither.
+    """
+    if {one.advantage, other.advantage} == {"negative", "positive"}:
+        return True
+    outcomes = {getattr(weight, "outcome", "any") for weight in (one, other)}
+    if outcomes != {"correct", "incorrect"}:
+        return False
+    lines = [weight.correct_above for weight in (one, other)]  # type: ignore[attr-defined]
+    if lines[0] != lines[1]:
+        raise MethodError(
+            f"correct_above is {lines[0]:g} for one weight and {lines[1]:g} for another; give all "
+            "weights of a method the same"
+        )
+    return True
 
 
 def factors(on: RatioName | None) -> set[str]:

@@ -8,7 +8,7 @@ an objective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, get_args
@@ -25,6 +25,7 @@ from offdrift.ratios import RatioName, Unit, per_unit, stopped_log_ratio
 from offdrift.segments import Segments
 
 Sign = Literal["any", "negative", "positive"]
+Outcome = Literal["any", "incorrect", "correct"]
 WHOLE_SEQUENCE = ("sequence", "geometric", "worst")
 LEAST, MOST = (math.exp(x * (1 - 1e-6)) for x in (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 """Exponentials at or beyond these may be what the guard of `exp` left of others."""
@@ -84,6 +85,9 @@ class Weight:
         outside: what happens beyond the limits.
         advantage: which tokens are weighted, by the sign of their advantage; the others have
             weight 1.
+        outcome: which sequences are weighted, by their reward; the others have weight 1.
+        correct_above: a sequence is correct if its reward exceeds this number, else incorrect; 0
+            suits rewards of 0 and 1 and of -1 and 1. A reward of NaN is neither.
         growth: the limits of the t-th token (from 1) are `floor^(t^growth)` and `cap^(t^growth)`;
             0.5 for prefix products, whose log spreads like the square root of the length.
         normalize: mean over tokens; for whole-sequence units, mean over sequences.
@@ -104,6 +108,8 @@ class Weight:
     floor: float | None = None
     outside: Literal["truncate", "mask"] = "truncate"
     advantage: Sign = "any"
+    outcome: Outcome = "any"
+    correct_above: float = 0.0
     growth: float = 0.0
     normalize: bool = False
     saturation: float | None = None
@@ -113,7 +119,8 @@ class Weight:
         check_choice("unit", self.unit, get_args(Unit))
         check_choice("outside", self.outside, ("truncate", "mask"))
         check_choice("advantage", self.advantage, get_args(Sign))
-        for name in ("cap", "floor", "growth", "saturation"):
+        check_choice("outcome", self.outcome, get_args(Outcome))
+        for name in ("cap", "floor", "growth", "saturation", "correct_above"):
             check_number(name, getattr(self, name))
         if self.cap is not None and self.cap <= 0:
             raise MethodError(f"cap={self.cap} must be positive")
@@ -126,6 +133,11 @@ class Weight:
                 f"growth={self.growth} widens limits around 1: floor={self.floor} must lie in "
                 f"(0, 1] and cap={self.cap} must be at least 1"
             )
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the `Facts` that it reads."""
+        return () if self.outcome == "any" else ("rewards",)
 
     @property
     def observes(self) -> bool:
@@ -144,8 +156,12 @@ class Weight:
             limits.append(f"W / (W + {self.saturation:g})")
         if self.normalize:
             limits.append("mean 1 over the step")
-        if self.advantage != "any":
-            limits.append(f"where advantage is {self.advantage}, else 1")
+        where = [] if self.advantage == "any" else [f"advantage is {self.advantage}"]
+        if self.outcome != "any":
+            sign = ">" if self.outcome == "correct" else "<="
+            where.append(f"reward {sign} {self.correct_above:g}")
+        if where:
+            limits.append(f"where {' and '.join(where)}, else 1")
         return ", ".join([f"weight {self.unit} ratio({self.on})", *limits])
 
     def __call__(
@@ -156,17 +172,17 @@ class Weight:
     ) -> Weighted:
         """Weights of the batch and which tokens the limits touched. Gradient: none.
 
-        Raises: `MethodError` if the weight depends on the advantage and none was given.
+        Raises: `MethodError` if the weight depends on the advantage and none was given;
+            `EvidenceError` if it depends on rewards and none were given.
         """
         with torch.no_grad():
             weight, limited = self._limited(logprobs)
             exact = partial(self.log_weight, logprobs, advantages, facts)
             if self.normalize:
                 weight = _shown(self._normalized(logprobs, advantages, facts), weight.dtype)
-            if self.advantage == "any":
-                return Weighted(weight, limited, exact, self._least)
-            applies = self._applies(advantages)
-            return Weighted(weight.where(applies, 1.0), limited & applies, exact, self._least)
+            for applies in self._applies(logprobs, advantages, facts):
+                weight, limited = weight.where(applies, 1.0), limited & applies
+            return Weighted(weight, limited, exact, self._least)
 
     def log_weight(
         self,
@@ -176,14 +192,17 @@ class Weight:
     ) -> Float[Tensor, " n"]:
         """log W of every token, float64, at any size; -inf where a mask made it 0. Gradient: none.
 
-        Raises: `MethodError` if the weight depends on the advantage and none was given.
+        Raises: `MethodError` if the weight depends on the advantage and none was given;
+            `EvidenceError` if it depends on rewards and none were given.
         """
         with torch.no_grad():
             if self.normalize:
                 log_w = self._normalized(logprobs, advantages, facts)
             else:
                 log_w = self._log_limited(logprobs)
-            return log_w if self.advantage == "any" else log_w.where(self._applies(advantages), 0.0)
+            for applies in self._applies(logprobs, advantages, facts):
+                log_w = log_w.where(applies, 0.0)
+            return log_w
 
     def observe(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
@@ -208,10 +227,18 @@ class Weight:
         log_mean = seen["log_weight"] - seen["count"].log()
         return self._log_limited(logprobs) - log_mean.clamp(min=torch.finfo(torch.float64).min)
 
-    def _applies(self, advantages: Float[Tensor, " n"] | None) -> Bool[Tensor, " n"]:
-        if advantages is None:
-            raise MethodError(f'a weight with advantage="{self.advantage}" needs advantages')
-        return advantages > 0 if self.advantage == "positive" else advantages < 0
+    def _applies(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+    ) -> Iterator[Bool[Tensor, " n"]]:
+        """Where each condition on a token holds; nothing for a weight of every token."""
+        if self.advantage != "any":
+            if advantages is None:
+                raise MethodError(f'a weight with advantage="{self.advantage}" needs advantages')
+            yield advantages > 0 if self.advantage == "positive" else advantages < 0
+        if self.outcome != "any":
+            rewards, line = facts.required("rewards"), self.correct_above
+            correct = self.outcome == "correct"
+            yield logprobs.segments.spread(rewards > line if correct else rewards <= line)
 
     def _limited(self, logprobs: LogProbs) -> tuple[Tensor, Tensor]:
         unit, steps = self._units(stopped_log_ratio(logprobs, on=self.on), logprobs.segments)

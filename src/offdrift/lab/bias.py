@@ -76,8 +76,8 @@ class Problem:
 
 
 def random_problem(shares: Sequence[Sequence[int]], *, horizon: int, seed: int) -> Problem:
-    """At every context one of the given rows of shares in random order; uniform rewards in [0, 1];
-    normal drift.
+    """At every context one of the given rows of shares in random order; uniform rewards in
+    [-1/2, 1/2], so that there are answers of either sign; normal drift.
 
     Args:
         shares: probabilities of the next token, as whole numbers: [3, 2, 1] are 1/2, 1/3, 1/6. Rows
@@ -96,7 +96,7 @@ def random_problem(shares: Sequence[Sequence[int]], *, horizon: int, seed: int) 
     chosen = rows[which].gather(1, order)
     return Problem(
         rollout=TabularPolicy(_levels(chosen / chosen.sum(1, keepdim=True))),
-        rewards=torch.rand(vocab**horizon, generator=g, dtype=torch.float64),
+        rewards=torch.rand(vocab**horizon, generator=g, dtype=torch.float64) - 0.5,
         to_old=torch.randn(contexts, vocab, generator=g, dtype=torch.float64),
         to_current=torch.randn(contexts, vocab, generator=g, dtype=torch.float64),
     )

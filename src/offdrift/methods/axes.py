@@ -3,7 +3,7 @@
     unit           over what ratios, divergences and statistics are taken
     ratio          which of the three ratios are read
     evidence       how much of a distribution has to be recorded
-    sign           whether both signs of the advantage are treated alike
+    sign           whether both signs of the advantage, and answers of either outcome, are treated alike
     stop-gradient  whether the ratio is a constant to the gradient
 
 `facts` holds all of it, for the terminal, for JSON and for docs/methods.md.
@@ -47,10 +47,11 @@ EVIDENCE = {
     "exact": "divergences of whole distributions, or of their top k tokens",
     "versions": "which weights drew each token",
 }
-SYMMETRIC, BY_SIGN = "symmetric", "by sign of the advantage"
+SYMMETRIC, BY_SIGN, BY_OUTCOME = "symmetric", "by sign of the advantage", "by outcome of the answer"
 SIGNS = {
     SYMMETRIC: "turning the sign of the advantage turns the push and changes nothing else",
     BY_SIGN: "positive and negative advantages are limited in different ways",
+    BY_OUTCOME: "correct and incorrect answers, told apart by their reward, are limited in different ways",
 }
 STOPPED = {
     "yes": "every ratio is a constant; the gradient goes through log pi",
@@ -138,7 +139,7 @@ def evidence(row: Method) -> frozenset[str]:
 
 @cache
 def sign(row: Method) -> str:
-    """Whether both signs of the advantage are treated alike.
+    """Whether both signs of the advantage, and answers of either outcome, are treated alike.
 
     Symmetric means, on a small drifted batch: gates and weights are the same for A and -A, and the
     gradient g of the objective obeys g(A) - g(0) = g(0) - g(-A).
@@ -146,11 +147,13 @@ def sign(row: Method) -> str:
     Example:
         >>> from offdrift.methods import method
         >>> sign(method("token_tis")), sign(method("topr"))
-        ('symmetric', 'by sign of the advantage')
+        ('symmetric', 'by outcome of the answer')
     """
     deciding = (*row.correction.gates, *row.correction.weights)
     if any(getattr(part, "advantage", "any") != "any" for part in deciding):
         return BY_SIGN
+    if any(getattr(part, "outcome", "any") != "any" for part in deciding):
+        return BY_OUTCOME
     same = torch.equal(*(probe.corrected(row.correction, scale=s) for s in (1, -1)))
     up, flat, down = (probe.push(row.objective, scale=s) for s in (1, 0, -1))
     odd = torch.allclose(up - flat, flat - down, rtol=1e-9, atol=1e-12)
@@ -268,7 +271,9 @@ def _weight_in_words(weight: Any) -> str:
         words += f", saturating: w / (w + {weight.saturation:g})"
     if weight.normalize:
         words += ", divided by its mean"
-    return words + (f" ({weight.advantage} advantages)" if weight.advantage != "any" else "")
+    said = {"advantages": weight.advantage, "answers": weight.outcome}
+    about = [f"{which} {noun}" for noun, which in said.items() if which != "any"]
+    return words + (f" ({', '.join(about)})" if about else "")
 
 
 def _listed(found: Iterable[str], order: Iterable[str]) -> list[str]:

@@ -33,9 +33,12 @@ def override(row: Method, changes: Mapping[str, Any]) -> Method:
     ):  # all changes of a part at once: they may need each other
         part, _, name = path.rpartition(".")
         by_part.setdefault(part, {})[name] = value
+    several = {"gates": list(row.correction.gates), "weights": list(row.correction.weights)}
     for part, values in by_part.items():
-        row = _changed(row, part, values)
-    return row
+        row = _changed(row, part, values, several)
+    # At once: weights of one method may have to agree with each other.
+    correction = replace(row.correction, **{k: tuple(parts) for k, parts in several.items()})
+    return row if correction == row.correction else replace(row, correction=correction)
 
 
 def flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -47,19 +50,20 @@ def flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{key}", value
 
 
-def _changed(row: Method, part: str, values: Mapping[str, Any]) -> Method:
+def _changed(
+    row: Method, part: str, values: Mapping[str, Any], several: dict[str, list[Any]]
+) -> Method:
+    """The row with fields of one part changed; a gate or weight is changed in `several` instead."""
     path = ".".join(x for x in (part, next(iter(values))) if x)
     if not part and set(values) <= set(PLAIN):
         return replace(row, **values)
     if part in SINGLE and getattr(row, part) is not None:
         return replace(row, **{part: _with_fields(getattr(row, part), values, path)})
     head, _, index = part.partition(".")
-    several = {"gate": "gates", "weight": "weights"}.get(head)
-    parts = list(getattr(row.correction, several)) if several else []
-    if several and parts:
-        i = _index(index, len(parts), path, several)
+    if parts := several.get(f"{head}s"):
+        i = _index(index, len(parts), path, f"{head}s")
         parts[i] = _with_fields(parts[i], values, path)
-        return replace(row, correction=replace(row.correction, **{several: tuple(parts)}))
+        return row
     raise MethodError(
         f"{path!r} is not a part of this method ({row.describe()}); paths are "
         "aggregate, objective.FIELD, weight.FIELD, gate.FIELD, gate.0.FIELD, penalty.FIELD"

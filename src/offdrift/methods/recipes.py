@@ -52,6 +52,17 @@ ROWS: dict[str, Method] = {
         summary="CISPO with group-normalized rewards",
         reference="MiniMax-M1, arXiv:2506.13585, eqs. 4-5",
     ),
+    "ppo_clip_geo_rs": replace(
+        clips.ROWS["dual_clip"],
+        correction=Correction(
+            (Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.99, high=1.01),)
+        ),
+        summary="PPO's clip with dual clip 3; a sequence whose geometric mean of the mismatch leaves [0.99, 1.01] is rejected",
+        mechanism="ratio clip, two-sided admission test",
+        target="synchronous pipelines of dense models: the survey's starting point",
+        fails="opposite drifts cancel in a mean",
+        reference="survey of off-policy RL for LLMs, 2026, heuristic for picking a row: PPO-clip + decoupled_geo_rs, band of its causes B and C",
+    ),
     "decoupled_geo": replace(
         clips.ROWS["decoupled_ppo"],
         correction=Correction(
@@ -59,9 +70,10 @@ ROWS: dict[str, Method] = {
             (Weight(on="mismatch", cap=2.0),),
         ),
         objective=Clipped(eps_high=0.28, dual_clip=3.0),
-        summary="decoupled PPO, token TIS at 2, geometric band [0.99, 1.01]: the survey's starting point",
+        summary="decoupled PPO with DAPO's upper clip 0.28, token TIS at 2, geometric band [0.99, 1.01]",
         mechanism="ratio clip, two-sided admission test",
         fails="opposite drifts cancel in a mean",
-        reference="survey of off-policy RL for LLMs, 2026, decision tree",
+        reference="verl's preset decoupled_geo_rs_token_tis with the survey's band and DAPO's eps_high (our combination)",
+        status="implementation",
     ),
 }

@@ -6,7 +6,7 @@ import math
 
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.methods.method import Method
-from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
+from offdrift.objectives import Clipped, Reinforce
 from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.geometric import GeometricClipped
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
@@ -281,15 +281,18 @@ ROWS: dict[str, Method] = {
         status="implementation",
     ),
     "echo2": Method(
-        objective=ImportanceSampled(on="full", cap=2.0),
-        correction=Correction((Gate(statistic="version_lag", on="full", unit="seq_max", high=6.0),)),
+        objective=Reinforce(),
+        correction=Correction(
+            (Gate(statistic="version_lag", on="full", unit="seq_max", high=6.0),),
+            (Weight(on="full", cap=2.0),),
+        ),
         aggregate="token_mean",
-        summary="sequences more than 6 versions behind are rejected, the rest corrected by the full ratio",
+        summary="sequences more than 6 versions behind are rejected; token TIS at 2 on the full ratio",
         mechanism="bounded staleness",
         target="lag as an exposed parameter",
         fails="a count of versions says little about how far they are apart",
         bias="O(drift)",
-        reference="ECHO-2, arXiv:2602.02192 (form of its importance weight unverified)",
+        reference="ECHO-2, arXiv:2602.02192 (unverified: the form of its importance weight is our reading)",
         status="unverified",
     ),
     "roll_flash": Method(

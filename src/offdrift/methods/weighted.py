@@ -84,6 +84,18 @@ ROWS: dict[str, Method] = {
         bias="none inside limits",
         reference=f"{MIS}, two-sided form of the geometric-masking post, 2026; no band is published",
     ),
+    "decoupled_seq_mis": Method(
+        objective=Clipped(),
+        correction=Correction(
+            weights=(Weight(on="mismatch", unit="sequence", cap=3.0, outside="mask"),)
+        ),
+        summary="PPO's clip, times the sequence product of the mismatch, the whole sequence dropped above 3",
+        mechanism="masked weight, PPO clip",
+        target="mismatch of the engines, without mixing it with staleness",
+        fails=PRODUCT,
+        bias="O(drift)",
+        reference="From Two Policies to Three, 2025, section on sequence-level MIS (no threshold is published; 3 is TRL's default)",
+    ),
     "token_mis": Method(
         objective=Reinforce(),
         correction=Correction(
@@ -238,30 +250,49 @@ ROWS: dict[str, Method] = {
         objective=Reinforce(),
         correction=Correction(
             weights=(
-                Weight(on="staleness", floor=0.8, cap=11.0, advantage="positive"),
-                Weight(on="staleness", floor=0.0, cap=101.0, advantage="negative"),
+                Weight(on="staleness", floor=0.8, cap=11.0, advantage="positive", outcome="correct"),
+                Weight(on="staleness", floor=0.8, cap=1.2, advantage="negative", outcome="correct"),
+                Weight(on="staleness", floor=0.9, cap=1.2, advantage="positive", outcome="incorrect"),
+                Weight(on="staleness", floor=0.9, cap=101.0, advantage="negative", outcome="incorrect"),
             )
         ),
         aggregate="token_mean",
-        summary="CISPO with separate limits for positive and negative advantages",
+        summary="CISPO with limits of its own for each sign of the advantage and each outcome of the answer",
         mechanism="four clip regimes",
         target="sign-conditioned failures",
-        fails="negatives may count a hundredfold",
+        fails="negatives may count a hundredfold; the floor 0.9 and the cap 1.2 are our reading of the survey's words",
         bias="O(drift)",
-        reference="DISPO, arXiv:2602.00983 (formula from a secondary source)",
+        reference="DISPO, arXiv:2602.00983, as the survey describes it (unverified: best reading)",
+        status="unverified",
+    ),
+    "dispo_paper": Method(
+        objective=Reinforce(),
+        correction=Correction(
+            weights=(
+                Weight(on="staleness", floor=0.8, cap=11.0, outcome="correct"),
+                Weight(on="staleness", floor=0.0, cap=101.0, outcome="incorrect"),
+            )
+        ),
+        aggregate="token_mean",
+        summary="CISPO with a floor and a cap for correct answers and others for incorrect ones",
+        mechanism="four clip regimes: each outcome, each side of the ratio",
+        target="sign-conditioned failures",
+        fails="tokens of incorrect answers may count a hundredfold",
+        bias="O(drift)",
+        reference="DISPO, arXiv:2602.00983, abstract (the four numbers are from a secondary source)",
         status="secondary",
     ),
     "topr": Method(
         objective=Reinforce(),
         correction=Correction(
-            weights=(Weight(on="full", unit="sequence", floor=0.0, cap=1.0, advantage="negative"),)
+            weights=(Weight(on="full", unit="sequence", floor=0.0, cap=1.0, outcome="incorrect"),)
         ),
-        summary="positives as they are, negatives weighted by the sequence product truncated to [0, 1]",
-        mechanism="none on positives, truncated IS on negatives",
+        summary="correct trajectories as they are, the others weighted by the sequence product truncated to [0, 1]",
+        mechanism="none on correct trajectories, truncated IS on the others",
         target="over-suppression by negative trajectories",
-        fails="positives are imitated however unlikely they have become",
+        fails="correct trajectories are imitated however unlikely they have become",
         bias="O(drift)",
-        reference="TOPR, arXiv:2503.14286",
+        reference="TOPR, arXiv:2503.14286 (a reward of 0 counts as incorrect here, so that rewards of 0 and 1 are told apart)",
     ),
     "mini_rl": Method(
         objective=Reinforce(),
