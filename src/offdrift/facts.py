@@ -59,7 +59,10 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Optional side information about a batch, packed like its log-probs. Nothing carries gradient."""
+    """Optional side information about a batch, packed like its log-probs.
+
+    Nothing carries gradient but `divergences["kl_old_current"]`, where a penalty differentiates it.
+    """
 
     divergences: Mapping[str, Divergence] = field(default_factory=dict)
     """Exact or interval divergences by name, such as `kl_rollout_current`."""

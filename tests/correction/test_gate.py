@@ -7,10 +7,12 @@ import torch
 
 from offdrift.correction import Gate, rejection
 from offdrift.correction.statistics import statistic
-from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.evidence import Divergence, Grade
+from offdrift.divergence.interval import topk_divergences
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
+from offdrift.methods import METHODS, override
 from offdrift.segments import Segments
 from tests.oracles.fixtures import FX_V_KL, FX_V_TV, double, fx_a
 
@@ -125,6 +127,98 @@ def test_an_interval_rejects_by_its_lower_end():
     assert gate.keep(lp, facts=Facts(divergences={kl.name: kl})).tolist() == [False, False]
 
 
+def of_divergence(kl: Divergence) -> tuple[LogProbs, Facts]:
+    n = len(kl.lo)
+    lp = LogProbs.pack(torch.full((n,), -1.0), torch.full((n,), -1.0), segments=Segments.from_lengths([2] * (n // 2)))  # fmt: skip
+    return lp, Facts(divergences={kl.name: kl})
+
+
+@pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
+@pytest.mark.parametrize("evidence", ["exact", "interval", "capped"])
+def test_acceptance_by_the_upper_end_is_certified(unit, evidence):
+    """On random distributions no accepted unit has a true KL above the threshold, and rejection by the
+    lower end rejects none that is inside. On intervals the two differ, or the test would say nothing."""
+    g = torch.Generator().manual_seed(3)
+    mu = torch.randn(600, 50, generator=g).mul(4).log_softmax(-1)
+    # Every token's two log-probs are within 1.5 nats of each other, which a cap of 2 assumes.
+    pi = (mu + torch.rand(600, 1, generator=g) * torch.randn(600, 50, generator=g).clamp(-1, 1)).log_softmax(-1)
+    assert (mu - pi).abs().max() < 2
+    truth = (mu.exp() * (mu - pi)).sum(-1)
+    tokens = mu.exp().multinomial(1, generator=g).squeeze(1)
+    rows = torch.arange(600)
+    top = mu.topk(12)
+    cap = {"exact": None, "interval": None, "capped": 2.0}[evidence]
+    if evidence == "exact":
+        kl = Divergence.exact("kl_rollout_current", truth)
+    else:
+        kl, _ = topk_divergences(top.indices, top.values, tokens, mu[rows, tokens], pi, tail_log_ratio_cap=cap)  # fmt: skip
+        assert kl.grade == {"interval": Grade.INTERVAL, "capped": Grade.CAPPED}[evidence]
+    lp, facts = of_divergence(kl)
+    by_sequence = {"seq_sum": lp.segments.sum, "seq_mean": lp.segments.mean, "seq_max": lp.segments.max}
+    whole = lambda x: lp.segments.spread(by_sequence[unit](x)) if unit in by_sequence else x  # noqa: E731
+    of_unit, high = whole(truth), float(whole(kl.upper).median())
+    accepted, kept = (
+        Gate(statistic="kl", on="full", unit=unit, high=high, end=end).keep(lp, facts=facts)
+        for end in ("upper", "lower")
+    )
+    assert 200 < accepted.sum() < 400
+    assert (~kept).sum() > 20
+    assert (of_unit[accepted] <= high * (1 + 1e-5)).all()
+    assert (of_unit[~kept] > high * (1 - 1e-5)).all()
+    assert bool((accepted <= kept).all())
+    assert torch.equal(accepted, kept) == (evidence == "exact")
+
+
+def test_a_lower_bound_meets_the_other_end():
+    kl = Divergence.interval("kl_rollout_current", torch.tensor([0.1, 0.3]), torch.tensor([0.5, 0.6]))
+    lp, facts = of_divergence(kl)
+    for end, kept in (("lower", [True, True]), ("upper", [False, True])):
+        gate = Gate(statistic="kl", on="full", unit="token", low=0.2, end=end)
+        assert gate.keep(lp, facts=facts).tolist() == kept
+
+
+def test_a_sample_certifies_nothing():
+    lp, facts = of_divergence(Divergence.sampled("kl_rollout_current", torch.zeros(2)))
+    with pytest.raises(EvidenceError, match="backs no guarantee"):
+        Gate(statistic="kl", on="full", unit="token", high=1.0, end="upper").keep(lp, facts=facts)
+
+
+def test_certified_acceptance_is_a_setting_of_every_exact_row():
+    certified = override(METHODS["trm_max"], {"gate.end": "upper"})
+    assert certified.describe() == "L = -A ratio(full); keep if upper end of seq_max kl(full) <= 0.05; seq_mean_token_sum"  # fmt: skip
+    wide = Divergence.interval("kl_rollout_current", torch.zeros(2), torch.full((2,), 9.0))
+    lp, facts = of_divergence(wide)
+    for row, kept in ((METHODS["trm_max"], True), (certified, False)):
+        assert row.correction(lp, facts=facts).keep.tolist() == [kept] * 2
+
+
+@pytest.mark.parametrize("statistic", ["kl", "tv"])
+def test_on_staleness_the_divergence_is_that_of_the_old_and_the_current_policy(statistic):
+    lp, advantages, _ = fx_a()
+    gate = Gate(statistic=statistic, on="staleness", unit="token", high=0.1)
+    assert gate.reads == f"{statistic}_old_current"
+    wrong = {f"{statistic}_rollout_current": torch.zeros(7)}
+    facts = Facts(divergences={k: Divergence.exact(k, x) for k, x in wrong.items()})
+    with pytest.raises(EvidenceError, match=rf"needs {statistic}_old_current, .*_rollout_current.*old_divergences"):  # fmt: skip
+        gate.keep(lp, advantages, facts)
+    values = torch.tensor([0.0, 0.2, 0.05, 0.3, 0.1, 0.0, 0.11])
+    facts = Facts(divergences={gate.reads: Divergence.exact(gate.reads, values)})
+    assert gate.keep(lp, advantages, facts).int().tolist() == [1, 0, 1, 0, 1, 1, 0]
+
+
+def test_a_divergence_stops_only_the_push_that_goes_on():
+    """DPPO over the whole vocabulary: the side is the sampled token's, the size is the divergence's.
+
+    Log-ratios are [0.05, 0.3, -0.25, 0.1] with A = 1 and [-0.15, 0.2, 0.02] with A = -0.5."""
+    lp, advantages, _ = fx_a()
+    facts = Facts(divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.2))})
+    gate = Gate(statistic="tv", on="staleness", unit="token", high=0.15, advantage="outward")
+    assert gate.keep(lp, advantages, facts).int().tolist() == [0, 0, 1, 0, 0, 1, 1]
+    assert gate.keep(lp, 0 * advantages, facts).all()
+    small = Facts(divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.15))})
+    assert gate.keep(lp, advantages, small).all()
+
+
 def test_a_gate_without_its_evidence_says_what_to_record():
     lp, _, _ = fx_a()
     with pytest.raises(EvidenceError, match=r'kl_rollout_current.*evidence = "full".*trm_max_k2'):
@@ -138,7 +232,8 @@ def test_a_gate_without_its_evidence_says_what_to_record():
         ({"statistic": "k2", "low": 2.0, "high": 1.0}, "nothing could pass"),
         ({"statistic": "ratio", "low": -1.0}, "must be positive"),
         ({"statistic": "ratio", "low": 0.0}, "must be positive"),
-        ({"statistic": "kl", "on": "staleness", "high": 1.0}, "not defined"),
+        ({"statistic": "k2", "high": 1.0, "end": "upper"}, "certifies nothing"),
+        ({"statistic": "kl", "high": 1.0, "unit": "seq_max", "advantage": "outward"}, "no one direction"),
     ],
 )
 def test_a_gate_that_cannot_mean_anything_is_refused(parts, words):

@@ -67,6 +67,7 @@ def test_verl_correction_is_accepted_by_verl_and_is_the_method(fix, where, text)
         "replay_routing": config.decoupled_token_icepop(threshold_lower=0.5, threshold=5.0),
         "reject_geometric": config.decoupled_geo_rs(rs_threshold="0.99_1.01"),
         "reject_then_weight": config.decoupled_geo_rs_token_tis(is_threshold=2.0, rs_threshold="0.99_1.01"),
+        "reject_stale": config.decoupled_geo_rs_seq_tis(is_threshold=2.0, rs_threshold="0.99_1.01"),
         "reduce_lag": config.decoupled_token_is(threshold=2.0),
         "halve_lr": config.bypass_pg_geo_rs(),
         "make_it_live": config.decoupled_token_is(threshold=2.0),

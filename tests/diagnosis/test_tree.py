@@ -5,9 +5,12 @@ where it is known that no token's probability differs visibly, and where it is k
 0 and nothing is known at the same weights.
 """
 
+import tomllib
+
 import pytest
 
 from offdrift.diagnosis import Context, Finding, diagnose, escalate, judge, load_rules, verdict
+from offdrift.methods import METHODS, override
 
 HEALTHY = {"pearson": 0.995, "ppl_ratio": 1.001, "kl": 0.01}
 GOLDEN = [
@@ -141,3 +144,20 @@ def test_nothing_in_nothing_out():
     assert [f.rule for f in diagnose([{}])] == ["nothing_measured"]
     whole = Context(overall={"full/pearson": 0.9, "full/k1": 0.01})
     assert [f.rule for f in diagnose([], context=whole)] == ["engines_disagree", "systems_fix"]
+
+
+def test_cause_b_is_corrected_by_how_far_it_went():
+    """Survey, cause B: token weights for mild lag; for queue lag a geometric band of [0.99, 1.01] and
+    the product of the sequence, truncated at 2."""
+    clean = {"kl_same_ckpt": 0.01, "lag_growth": 3.0}
+    mild = {**HEALTHY, **clean, "chi2_token": 0.4}
+    (finding,) = [f for f in judge(mild, load_rules()) if f.letter == "B"]
+    assert finding.rule == "lag_shows"
+    assert 'method = "decoupled_token_is"' in finding.snippets["offdrift"]
+    (finding,) = [f for f in judge({**mild, "kl": 0.08}, load_rules()) if f.letter == "B"]
+    assert finding.rule == "stale_engine"
+    asked = tomllib.loads(finding.snippets["offdrift"])
+    row = override(METHODS[asked["method"]], asked["override"])
+    assert asked["method"] == "decoupled_geo_rs_seq_tis"
+    assert [(g.low, g.high) for g in row.correction.gates] == [(0.99, 1.01)]
+    assert [(w.unit, w.cap) for w in row.correction.weights] == [("sequence", 2.0)]

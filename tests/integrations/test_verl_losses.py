@@ -69,7 +69,7 @@ def test_every_method_is_registered_and_each_has_one_of_four_fates():
     assert len(ours) == len(METHODS) > 100
     fates = {name: modes(row) for name, row in METHODS.items()}
     assert {f: sum(x == f for x in fates.values()) for f in fates.values()} == {
-        "either": 25, "bypass": 34, "decoupled": 28, "none": 23,
+        "either": 24, "bypass": 33, "decoupled": 30, "none": 26,
     }  # fmt: skip
 
 
@@ -80,6 +80,7 @@ def test_what_cannot_run_says_what_it_lacks():
     assert lacking["opsm"] == ("rollout and old log-probs at once",)
     assert lacking["turn_ppo"] == ("turns",)
     assert lacking["echo2"] == ("version_lag of the batch",)
+    assert lacking["topr"] == lacking["dispo"] == ("rewards of the batch",)
     assert lacking["r2vpo_clip"] == ("prompt groups",)
     batch = random_batch(0, far=False)
     for name, lacks in lacking.items():
@@ -88,7 +89,7 @@ def test_what_cannot_run_says_what_it_lacks():
                 config(f"offdrift/{name}"), batch, tokens=batch.tokens, sequences=batch.sequences
             )
         assert all(x in str(error.value) for x in (f"offdrift/{name}", *lacks))
-    assert len(lacking) == 23
+    assert len(lacking) == 26
 
 
 def test_a_loss_outside_bypass_mode_does_not_read_the_rollout_policy():
@@ -311,7 +312,7 @@ def test_driver_and_loss_together_are_the_method():
         same(loss, whole.loss.detach())
         same(gradient, expected)
         compared += 1
-    assert compared == 28
+    assert compared == 30
 
 
 # -- counts, numbers, liveness --------------------------------------------------------------------

@@ -7,9 +7,12 @@ from functools import reduce
 import pytest
 import torch
 
-from offdrift.errors import MethodError
+from offdrift.engines.score import old_divergences
+from offdrift.errors import EvidenceError, MethodError
 from offdrift.facts import NO_FACTS, Facts, Observed
 from offdrift.logprobs import LogProbs
+from offdrift.loss import policy_loss
+from offdrift.methods import METHODS, axes, override
 from offdrift.objectives.clipped import Clipped
 from offdrift.objectives.covariance import CovClipped, CovPenalized, covariance
 from offdrift.ratios import log_ratio
@@ -158,6 +161,74 @@ def test_k3_is_unbiased_for_kl_of_old_to_current():
     lp = LogProbs.pack(old.log(), new.log(), old.log(), segments=Segments.from_lengths([3]))
     loss = CovPenalized(fraction=1.0, penalty="k3")(lp, torch.zeros_like(old)).loss
     torch.testing.assert_close((old * loss).sum(), got)
+
+
+def whole_distributions() -> tuple[LogProbs, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Seven tokens of a vocabulary of 5: the batch, its advantages, old and current logits (a leaf)."""
+    g = torch.Generator().manual_seed(5)
+    old = torch.randn(7, 5, generator=g, dtype=torch.float64)
+    leaf = (old + 0.5 * torch.randn(7, 5, generator=g, dtype=torch.float64)).requires_grad_()
+    at, tokens = torch.arange(7), torch.randint(0, 5, (7,), generator=g)
+    logp = [x.log_softmax(-1)[at, tokens] for x in (old, leaf)]
+    lp = LogProbs.pack(logp[0], logp[1], logp[0], segments=Segments.from_lengths([4, 3]))
+    return lp, double([1.0] * 4 + [-0.5] * 3), old, leaf
+
+
+def test_the_exact_penalty_is_the_kl_of_whole_distributions_where_the_covariance_is_largest():
+    """Eq. 14, against the formula in plain operators; gradient to every logit of the chosen rows."""
+    lp, advantages, old, leaf = whole_distributions()
+    objective = CovPenalized(fraction=0.3, coef=0.7, penalty="exact")
+    facts = Facts(divergences=old_divergences(old, leaf))
+    loss = objective(lp, advantages, facts).loss
+    (got,) = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)
+    mu, pi = old.log_softmax(-1), leaf.log_softmax(-1)
+    kl = (mu.exp() * (mu - pi)).sum(-1)
+    logp = lp.current.detach()
+    cov = (advantages - advantages.mean()) * (logp - logp.mean())
+    chosen = cov >= cov.sort(descending=True).values[1]  # int(0.3 * 7) = 2 tokens
+    expected = -advantages * (lp.current - lp.old).exp() + (0.7 * kl).where(chosen, 0.0)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12)
+    (wanted,) = torch.autograd.grad(expected.sum(), leaf)
+    torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-10)
+    assert int(chosen.sum()) == 2
+    sampled = replace(objective, penalty="abs")(lp, advantages).loss
+    assert not torch.allclose(loss, sampled)
+
+
+def test_the_exact_penalty_is_refused_without_distributions_or_their_gradient():
+    lp, advantages, old, leaf = whole_distributions()
+    objective = CovPenalized(penalty="exact")
+    with pytest.raises(EvidenceError, match=r"needs kl_old_current, .*none.*old_divergences"):
+        objective(lp, advantages)
+    stopped = Facts(divergences=old_divergences(old, leaf.detach()))
+    with pytest.raises(EvidenceError, match="kl_old_current carries no gradient"):
+        objective(lp, advantages, stopped)
+    with torch.no_grad():  # where nothing is differentiated, its value is enough
+        bare = replace(lp, logp=lp.current.detach())
+        assert objective(bare, advantages, stopped).loss.isfinite().all()
+    with pytest.raises(MethodError, match='on must be "staleness"'):
+        CovPenalized(penalty="exact", on="full")
+
+
+def test_the_exact_penalty_is_a_setting_that_says_what_it_needs():
+    row = override(METHODS["kl_cov"], {"objective.penalty": "exact"})
+    assert row.needs_divergences
+    assert row.divergences == {"kl_old_current"}
+    assert "KL(old || current) on the 0.0002" in row.describe()
+    assert axes.evidence(row) == {"exact"}
+    assert not METHODS["kl_cov"].needs_divergences
+
+
+def test_the_exact_penalty_goes_through_the_loss():
+    lp, advantages, old, leaf = whole_distributions()
+    row = override(METHODS["kl_cov"], {"objective.penalty": "exact", "objective.fraction": 1.0})
+    result = policy_loss(lp, row, advantages, divergences=old_divergences(old, leaf))
+    plain = policy_loss(lp, override(row, {"objective.coef": 0.0}), advantages, divergences=old_divergences(old, leaf))  # fmt: skip
+    kl = (old.softmax(-1) * (old.log_softmax(-1) - leaf.log_softmax(-1))).sum(-1)
+    assert (result.loss - plain.loss).item() == pytest.approx(kl.mean().item(), rel=1e-9)
+    (one,), (other,) = (torch.autograd.grad(r.loss, leaf, retain_graph=True) for r in (result, plain))
+    torch.testing.assert_close(one - other, (leaf.softmax(-1) - old.softmax(-1)) / 7, rtol=1e-6, atol=1e-9)
+    assert not result.stats.sums.requires_grad
 
 
 def test_every_candidate_is_as_likely_as_any_other():

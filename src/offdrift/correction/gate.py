@@ -18,7 +18,9 @@ from torch import Tensor
 
 from offdrift.correction.statistics import (
     EXACT,
+    SIGNED,
     STATISTICS,
+    End,
     StatisticName,
     divergence_name,
     statistic,
@@ -26,7 +28,7 @@ from offdrift.correction.statistics import (
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
-from offdrift.ratios import RatioName
+from offdrift.ratios import RatioName, stopped_log_ratio
 
 GateUnit = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 Direction = Literal["any", "negative", "positive", "outward"]
@@ -50,9 +52,19 @@ class Gate:
         advantage: which tokens the gate may reject: "any"; only those of "negative" or "positive"
             advantage; or "outward": `high` binds where the advantage is positive and `low` where it
             is negative, so that a move back inside is never stopped. Advantage 0 is kept unless "any".
+            A statistic without a sign (kl, tv, k2, ...) takes the direction from the token's own
+            log-ratio: both bounds bind where advantage and log-ratio have one sign.
+        end: what a divergence known as an interval is judged by. "lower": a unit is rejected only if
+            it is certainly above `high` or below `low`; tokens of a larger true value may pass.
+            "upper": a unit is accepted only if it is certainly inside, so that `high` bounds the true
+            value of every accepted unit (acceptance by the upper end backs a guarantee; that of a
+            capped interval together with what it assumes). Of exact values both are the same.
 
     Example:
         >>> trm_max = Gate(statistic="kl", on="full", unit="seq_max", high=0.05)
+        >>> certified = Gate(statistic="kl", on="full", unit="seq_max", high=0.05, end="upper")
+        >>> certified.formula
+        'keep if upper end of seq_max kl(full) <= 0.05'
 
     Reference: Li et al., arXiv:2512.23075v5, Algorithm 1 and section 4.3; unit names as in verl's
     rollout correction. Ratio bounds are bounds on the ratio (verl applies them to its inverse).
@@ -64,12 +76,14 @@ class Gate:
     low: float | None = None
     high: float | None = None
     advantage: Direction = "any"
+    end: End = "lower"
 
     def __post_init__(self) -> None:
         check_choice("statistic", self.statistic, STATISTICS)
         check_choice("unit", self.unit, get_args(GateUnit))
         check_choice("on", self.on, get_args(RatioName))
         check_choice("advantage", self.advantage, get_args(Direction))
+        check_choice("end", self.end, get_args(End))
         check_number("low", self.low)
         check_number("high", self.high)
         if self.low is None and self.high is None:
@@ -80,8 +94,21 @@ class Gate:
             x is not None and x <= 0 for x in (self.low, self.high)
         ):
             raise MethodError(f"ratio bounds must be positive, got {self.low} and {self.high}")
-        if self.exact:
-            divergence_name(self.statistic, self.on)
+        if self.end == "upper" and not self.exact:
+            raise MethodError(
+                f'end="upper" of {self.statistic}: only divergences of whole distributions (kl, tv) are '
+                "known as intervals; a value of the sampled token certifies nothing"
+            )
+        if self.advantage == "outward" and self.statistic not in SIGNED and self.unit != "token":
+            raise MethodError(
+                f'advantage="outward" of {self.statistic} over {self.unit}: it has no sign, and a unit of '
+                'several tokens no one direction; use unit="token", or a statistic with a sign'
+            )
+
+    @property
+    def reads(self) -> str | None:
+        """The key of `divergences` that this gate reads; None if it reads none."""
+        return divergence_name(self.statistic, self.on) if self.exact else None
 
     @property
     def exact(self) -> bool:
@@ -96,7 +123,8 @@ class Gate:
         only = "" if self.advantage == "any" else f" where advantage is {self.advantage}"
         if self.advantage == "outward":
             only = ", each bound only against the push"
-        return f"keep if {low}{self.unit} {self.statistic}({self.on}){high}{only}"
+        end = "upper end of " if self.end == "upper" else ""
+        return f"keep if {low}{end}{self.unit} {self.statistic}({self.on}){high}{only}"
 
     def keep(
         self,
@@ -110,25 +138,37 @@ class Gate:
         depends on the sign of the advantage and no advantages were given.
         """
         with torch.no_grad():
-            x = statistic(self.statistic, logprobs, facts, on=self.on)
-            above_low, below_high = self._inside(x, logprobs)
+            above_low, below_high = self._inside(logprobs, facts)
             if self.advantage == "any":
                 return above_low & below_high
             if advantages is None:
                 raise MethodError(f'a gate with advantage="{self.advantage}" needs advantages')
             up, down = advantages > 0, advantages < 0
+            if self.advantage == "outward" and self.statistic not in SIGNED:
+                away = advantages * stopped_log_ratio(logprobs, on=self.on) > 0
+                return (above_low & below_high) | ~away
             if self.advantage == "outward":
                 return (below_high | ~up) & (above_low | ~down)
             return (above_low & below_high) | ~(up if self.advantage == "positive" else down)
 
-    def _inside(self, x: Float[Tensor, " n"], logprobs: LogProbs) -> tuple[Tensor, Tensor]:
-        """Per token, whether its unit is above the lower bound, and below the upper one."""
-        segments = logprobs.segments
-        if self.unit in ("seq_sum", "seq_mean"):
-            x = segments.sum(x) if self.unit == "seq_sum" else segments.mean(x)
-        above = None if self.low is None else x >= self._bound(self.low)
+    def _inside(self, logprobs: LogProbs, facts: Facts) -> tuple[Tensor, Tensor]:
+        """Per token, whether its unit is above the lower bound, and below the upper one.
+
+        The bound on one side meets one end of an interval, the bound on the other side the other.
+        """
+        x = self._of_unit(logprobs, facts, self.end)
         below = None if self.high is None else x <= self._bound(self.high)
+        if self.exact and self.low is not None:
+            x = self._of_unit(logprobs, facts, "lower" if self.end == "upper" else "upper")
+        above = None if self.low is None else x >= self._bound(self.low)
         return self._per_token(above, logprobs), self._per_token(below, logprobs)
+
+    def _of_unit(self, logprobs: LogProbs, facts: Facts, end: End) -> Float[Tensor, " units"]:
+        """The statistic of every token, or of every sequence for its sum or mean."""
+        x = statistic(self.statistic, logprobs, facts, on=self.on, end=end)
+        if self.unit == "seq_sum":
+            return logprobs.segments.sum(x)
+        return logprobs.segments.mean(x) if self.unit == "seq_mean" else x
 
     def _per_token(self, inside: Tensor | None, logprobs: LogProbs) -> Bool[Tensor, " n"]:
         """What holds for each token's unit; without a bound everything is inside."""

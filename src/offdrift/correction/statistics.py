@@ -2,7 +2,7 @@
 
 `ratio`, `k2`, `k3`, `abs_log_ratio`, `ratio_error`, `binary_tv` and `binary_kl` need only the
 sampled token's log-probs (grade: sampled). `kl` and `tv` need divergences computed from
-distributions, looked up by the policies they compare (grade: exact, or the lower end of a certified
+distributions, looked up by the policies they compare (grade: exact, or either end of a certified
 interval). `version_lag` needs the version that drew each token.
 """
 
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.sampled import abs_log_ratio, k2, k3
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.facts import NO_FACTS, Facts
@@ -34,6 +35,9 @@ StatisticName = Literal[
     "tv",
     "version_lag",
 ]
+
+
+End = Literal["lower", "upper"]
 
 
 def ratio_error(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -81,22 +85,50 @@ OF_PROBABILITY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 SAMPLED = (*OF_RATIO, *OF_PROBABILITY)
 EXACT = ("kl", "tv")
 STATISTICS = (*SAMPLED, *EXACT, "version_lag")
-SECOND = {"full": "current", "mismatch": "old"}
-"""Which policy a divergence of each ratio compares the rollout policy with."""
+SIGNED = ("ratio", *OF_PROBABILITY)
+"""Statistics that say which way a token moved."""
+POLICIES = {"full": "rollout_current", "mismatch": "rollout_old", "staleness": "old_current"}
+"""The two policies that a divergence of each ratio compares, the one that is averaged over first."""
+WAY_OUT = {
+    "rollout": 'record distributions in the rollout (evidence = "full", "hidden" or a number of top log-probs), '
+    "or use the sampled stand-ins (trm_max_k2, trm_avg_k3, trm_max_avg_k2_k3)",
+    "old": "keep the old policy's logits and give engines.score.old_divergences(logits_old, logits), or use "
+    "the sampled stand-ins (binary_tv and binary_kl in gates, k2 and k3 in penalties)",
+}
+"""What to do where a divergence is missing, by the policy whose distributions are."""
 
 
 def divergence_name(statistic: str, on: RatioName) -> str:
-    """The key of `divergences` that a gate on this statistic reads, as `kl_rollout_current`."""
-    if on not in SECOND:
-        raise MethodError(
-            f"{statistic} on {on!r} is not defined: exact divergences compare the rollout policy "
-            'with the current (on="full") or the old policy (on="mismatch")'
+    """The key of `divergences` that a gate on this statistic reads.
+
+    Example:
+        >>> divergence_name("kl", "full"), divergence_name("tv", "staleness")
+        ('kl_rollout_current', 'tv_old_current')
+    """
+    return f"{statistic}_{POLICIES[on]}"
+
+
+def divergence_of(facts: Facts, statistic: str, *, on: RatioName) -> Divergence:
+    """The divergence of whole distributions that a part reads, as the batch carries it.
+
+    Raises: `EvidenceError` naming what is missing, what there is, and the way out.
+    """
+    wanted = divergence_name(statistic, on)
+    if (found := facts.divergences.get(wanted)) is None:
+        raise EvidenceError(
+            f"this method needs {wanted}, and the batch has {sorted(facts.divergences) or 'none'}; "
+            f"{WAY_OUT[POLICIES[on].partition('_')[0]]}"
         )
-    return f"{statistic}_rollout_{SECOND[on]}"
+    return found
 
 
 def statistic(
-    name: str, logprobs: LogProbs, facts: Facts = NO_FACTS, *, on: RatioName
+    name: str,
+    logprobs: LogProbs,
+    facts: Facts = NO_FACTS,
+    *,
+    on: RatioName,
+    end: End = "lower",
 ) -> Float[Tensor, " n"]:
     """The quantity `name` per token; `ratio` is given as its log. Gradient: none.
 
@@ -105,9 +137,11 @@ def statistic(
         logprobs: the batch.
         facts: divergences and versions of the batch.
         on: which two policies are compared.
+        end: which end of a divergence known as an interval; both are the value of an exact one.
 
     Raises:
-        EvidenceError: the batch lacks the policy or the divergence that is needed.
+        EvidenceError: the batch lacks the policy or the divergence that is needed, or the upper end
+            of a sampled estimate is asked for.
         MethodError: no such statistic.
 
     Example:
@@ -128,12 +162,5 @@ def statistic(
         return facts.required("version_lag").to(logprobs.logp_rollout.dtype)
     if name not in EXACT:
         raise MethodError(f"{name!r} is not a statistic; choose one of {list(STATISTICS)}")
-    wanted = divergence_name(name, on)
-    found = facts.divergences.get(wanted)
-    if found is None:
-        raise EvidenceError(
-            f"this gate needs {wanted}, and the batch has {sorted(facts.divergences) or 'none'}; "
-            'record distributions in the rollout (evidence = "full", "hidden" or a number of top log-probs), '
-            "or use the sampled stand-ins (trm_max_k2, trm_avg_k3, trm_max_avg_k2_k3)"
-        )
-    return found.lo.detach()
+    found = divergence_of(facts, name, on=on)
+    return (found.lo if end == "lower" else found.upper).detach()

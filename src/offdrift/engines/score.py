@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.fused import exact_divergences
 from offdrift.divergence.interval import topk_divergences
+from offdrift.divergence.losses import kl_rollout_current
 from offdrift.engines.heads import head_input, logits_in_pieces
 from offdrift.errors import EvidenceError
 from offdrift.numerics import at_least_float32
@@ -203,6 +204,41 @@ def divergences(
         )
         return {kl.name: kl, tv.name: tv}
     return {}
+
+
+def old_divergences(
+    logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v"]
+) -> dict[str, Divergence]:
+    """Divergences of the current policy from the old one, by name, over the whole vocabulary.
+
+        kl_old_current = KL(pi_old || pi)      tv_old_current = TV(pi_old, pi)
+
+    What gates with on="staleness" and statistic "kl" or "tv" read, and what KL-Cov's exact penalty
+    differentiates. Memory: a few rows at a time; the gradient of the logits is the only tensor of
+    their size.
+
+    Args:
+        logits_old: tempered logits or log-probs of the training engine at the weights that sampled.
+        logits: tempered logits of the current policy, of the same tokens.
+
+    Returns: exact divergences, nats and probability.
+
+    Gradient: of kl_old_current to `logits`, (pi - pi_old); none of tv_old_current, none to `logits_old`.
+
+    Raises: `ShapeError` if the two are not of one shape.
+
+    Example:
+        >>> old, logits = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+        >>> found = old_divergences(old, logits)
+        >>> found["kl_old_current"].value, found["tv_old_current"].value
+        (tensor([0.1438]), tensor([0.2500]))
+
+    Reference: Cui et al., arXiv:2505.22617, eq. 14 (the penalty); DPPO, arXiv:2602.04879 (the bound).
+    """
+    kl = kl_rollout_current(logits_old.detach(), logits)
+    tv = exact_divergences(logits_old.detach(), logits.detach()).tv
+    named = {"kl_old_current": kl, "tv_old_current": tv}
+    return {name: Divergence.exact(name, x) for name, x in named.items()}
 
 
 def _from_states(

@@ -192,7 +192,7 @@ def expected_gradient(
         batch,
         replace(row, penalty=None),
         batch.segments.spread(advantages),
-        divergences=_divergences(rollout, old, policy_of(logits.detach()), contexts),
+        divergences=_divergences(rollout, old, policy_of(leaf), contexts),
         entropy=entropy[contexts],
         vocab=rollout.vocab,
         rewards=rewards[sequences],
@@ -314,12 +314,16 @@ def _segments(sequences: int, horizon: int) -> Segments:
 def _divergences(
     rollout: TabularPolicy, old: TabularPolicy, current: TabularPolicy, contexts: Int[Tensor, " n"]
 ) -> dict[str, Divergence]:
-    """Exact divergences from the rollout policy at every token, by the names that gates read."""
+    """Exact divergences at every token, by the names that gates and penalties read.
+
+    Gradient: to `current`.
+    """
+    policies = {"rollout": _rows(rollout), "old": _rows(old), "current": _rows(current)}
     found = {}
     for kind, function in (("kl", token_kl), ("tv", token_tv)):
-        for name, other in (("current", current), ("old", old)):
-            value = function(_rows(rollout), _rows(other))[contexts]
-            found[f"{kind}_rollout_{name}"] = Divergence.exact(f"{kind}_rollout_{name}", value)
+        for one, other in (("rollout", "current"), ("rollout", "old"), ("old", "current")):
+            name = f"{kind}_{one}_{other}"
+            found[name] = Divergence.exact(name, function(policies[one], policies[other])[contexts])
     return found
 
 

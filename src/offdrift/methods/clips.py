@@ -250,7 +250,7 @@ ROWS: dict[str, Method] = {
         target="entropy collapse",
         fails="no limit on any other token",
         bias="O(1)",
-        reference="Cui et al., arXiv:2505.22617, eq. 14; |log r| as in both implementations",
+        reference="Cui et al., arXiv:2505.22617, eq. 14; |log r| as in both implementations, the paper's KL(old || current) with objective.penalty=exact where distributions are kept",
     ),
     "qurl": Method(
         objective=QuantizedClipped(),

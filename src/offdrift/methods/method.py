@@ -101,7 +101,13 @@ class Method:
     @property
     def needs_divergences(self) -> bool:
         """Whether it reads divergences of whole distributions (recorded evidence)."""
-        return self.correction.needs_divergences
+        return self.correction.needs_divergences or getattr(self.objective, "exact", False)
+
+    @property
+    def divergences(self) -> frozenset[str]:
+        """Names of the divergences that it reads, such as `kl_rollout_current` or `tv_old_current`."""
+        found = (getattr(part, "reads", None) for part in self.parts)
+        return frozenset(name for name in found if name is not None)
 
     @property
     def needs_old(self) -> bool:

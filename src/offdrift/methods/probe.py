@@ -45,7 +45,8 @@ def batch() -> Batch:
     rollout = -7 + 3 * torch.rand(n, generator=draw, dtype=torch.float64)
     signs = torch.tensor([1.0, -1.0, -0.5, 1.5, 1.0, -1.0, 0.75, -1.25]).double()
     far = drift.sum(0).square()
-    names = [f"{d}_rollout_{p}" for d in ("kl", "tv") for p in ("current", "old")]
+    pairs = ("rollout_current", "rollout_old", "old_current")
+    names = [f"{d}_{pair}" for d in ("kl", "tv") for pair in pairs]
     facts = Facts(
         divergences={name: Divergence.exact(name, far) for name in names},
         entropy=1 + far.sin(),

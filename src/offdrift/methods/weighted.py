@@ -321,7 +321,7 @@ ROWS: dict[str, Method] = {
         target="ratios as a poor proxy of divergence",
         fails="sees the sampled token alone: binary TV is at most the TV",
         bias="O(drift)",
-        reference="DPPO, arXiv:2602.04879 (anchor: rollout policy; verl's is the old policy, on=staleness)",
+        reference="DPPO, arXiv:2602.04879 (anchor: rollout policy; verl's is the old policy, on=staleness; over the whole vocabulary with gate.statistic=tv, gate.low=None)",
     ),
     "dppo_kl": Method(
         objective=Reinforce(),
@@ -335,7 +335,7 @@ ROWS: dict[str, Method] = {
         target="ratios as a poor proxy of divergence",
         fails="sees the sampled token alone: binary KL is at most the KL",
         bias="O(drift)",
-        reference="DPPO, arXiv:2602.04879",
+        reference="DPPO, arXiv:2602.04879 (over the whole vocabulary with gate.statistic=kl, gate.low=None)",
     ),
     "vespo": Method(
         objective=Reinforce(),

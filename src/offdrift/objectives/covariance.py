@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.correction.statistics import divergence_of
+from offdrift.errors import EvidenceError, MethodError, check_choice, check_number
 from offdrift.facts import NO_FACTS, Facts, Seen
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import blocks, clamped, ratio
@@ -27,7 +28,7 @@ from offdrift.objectives.clipped import ppo_clip
 from offdrift.objectives.reinforce import importance_sampled
 from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
 
-Penalty = Literal["abs", "k2", "k3"]
+Penalty = Literal["abs", "k2", "k3", "exact"]
 GOLDEN = 0x9E3779B97F4A7C15
 TIE = 1e-12
 """How much a key may move a covariance: ties break by chance, and nothing else changes its place."""
@@ -179,9 +180,10 @@ class CovPenalized:
         abs  |log u|          what the implementations have
         k2   (log u)^2 / 2
         k3   u - 1 - log u    unbiased for KL(old || pi) on tokens of the old policy
+        exact  KL(old || pi)  the paper's, over the whole vocabulary: `divergences["kl_old_current"]`
 
-    The paper's own penalty is the KL of full distributions with its gradient, which a batch of
-    log-probs does not carry: there is no penalty="exact". Equal covariances are told apart by
+    The exact penalty needs that divergence with its gradient (`engines.score.old_divergences`);
+    without it the batch is refused. Equal covariances are told apart by
     `token_keys`. A token of S with A = 0 carries the penalty alone.
 
     Args:
@@ -191,7 +193,8 @@ class CovPenalized:
         coef: weight of the penalty; verl documents 1 and ships 0.1.
         penalty: see above; log-ratios are clamped to +-20.
 
-    Gradient: to `logp`, -A u, and on S coef times sign(log u), log u, or u - 1.
+    Gradient: to `logp`, -A u, and on S coef times sign(log u), log u, or u - 1; the exact penalty's
+    goes to the logits of the current policy, coef (pi - old).
 
     Example:
         >>> CovPenalized(coef=0.1).formula
@@ -213,13 +216,30 @@ class CovPenalized:
         for name in ("fraction", "coef"):
             check_number(name, getattr(self, name))
         _check_fraction(self.fraction)
+        if self.penalty == "exact" and self.on != "staleness":
+            raise MethodError(
+                'penalty="exact" is KL(old || current), so on must be "staleness"; on="full" would '
+                "compare the ratio with another policy"
+            )
         if self.coef < 0:
             raise MethodError(f"coef={self.coef} must not be negative: it would reward moving")
 
     @property
+    def exact(self) -> bool:
+        """Whether it reads a divergence of whole distributions."""
+        return self.penalty == "exact"
+
+    @property
+    def reads(self) -> str | None:
+        """The key of `divergences` that it reads; None if it reads none."""
+        return "kl_old_current" if self.exact else None
+
+    @property
     def formula(self) -> str:
         """The loss, in one line."""
-        p = {"abs": "|log u|", "k2": "(log u)^2 / 2", "k3": "(u - 1 - log u)"}[self.penalty]
+        p = {
+            "abs": "|log u|", "k2": "(log u)^2 / 2", "k3": "(u - 1 - log u)", "exact": "KL(old || current)",
+        }[self.penalty]  # fmt: skip
         return (
             f"L = -A u + {self.coef:g} {p} on the {self.fraction:g} of the tokens with the largest "
             f"cov(A, log pi), u = ratio({self.on})"
@@ -233,7 +253,7 @@ class CovPenalized:
         step = covariance(seen["advantages"], seen["logp"], seen) - TIE * seen["key"]
         last = _smallest_chosen(step, self.fraction)
         own = covariance(advantages, logprobs.current, seen) - TIE * token_keys(logprobs)
-        penalty = self.coef * self._penalty(x)
+        penalty = self.coef * self._penalty(x, facts)
         return TokenLoss(importance_sampled(x, advantages) + penalty.where(own >= last, 0.0))
 
     def observe(
@@ -242,7 +262,15 @@ class CovPenalized:
         """Advantages, log-probs and keys of all tokens. Gradient: none."""
         return _observed(logprobs, advantages, 0)
 
-    def _penalty(self, x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    def _penalty(self, x: Float[Tensor, " n"], facts: Facts) -> Float[Tensor, " n"]:
+        if self.exact:
+            kl = divergence_of(facts, "kl", on="staleness").lo
+            if x.requires_grad and not kl.requires_grad:
+                raise EvidenceError(
+                    "kl_old_current carries no gradient, so this penalty would push nothing; give "
+                    "engines.score.old_divergences(logits_old, logits) with the logits of this forward pass"
+                )
+            return kl
         x = clamped(x)
         if self.penalty == "abs":
             return x.abs()
