@@ -252,6 +252,33 @@ def test_decoupled_geo(verl):
     assert torch.equal(mine.keep, mask.bool())
 
 
+def test_the_surveys_starting_point(verl):
+    """PPO-clip with decoupled_geo_rs: verl's vanilla loss, its dual clip 3 included, and the band."""
+    batch, row = random_batch(1, sequences=40), METHODS["ppo_clip_geo_rs"]
+    assert row.correction.gates == (rejection("seq_mean_k1", "0.99_1.01", on="mismatch"),)
+    assert not row.correction.weights
+    mask, _ = verl.rollout_corr_helper.compute_rollout_rejection_mask(
+        batch.old - batch.rollout, batch.mask, "seq_mean_k1", f"{1 / 1.01!r}_{1 / 0.99!r}"
+    )
+    theirs = verl_loss(verl, "vanilla", replace(batch, mask=mask), actor(verl, batch), "token-mean")
+    mine = ours(row, batch)
+    agree(mine, *theirs)
+    assert torch.equal(mine.keep, mask.bool())
+    assert 0 < int(mine.keep.sum()) < batch.tokens
+
+
+def test_sequence_mis_with_the_clipped_surrogate(verl):
+    """verl has no mask on products; the row is its vanilla loss under weights that are masked by hand."""
+    batch, row = random_batch(1, sequences=40), METHODS["decoupled_seq_mis"]
+    log_rho = ((batch.old - batch.rollout) * batch.mask).sum(-1, keepdim=True).expand_as(batch.old)
+    rho = log_rho.exp()
+    weights = rho.where(rho <= 3.0, 0.0) * batch.mask
+    config = actor(verl, batch, clip_ratio_c=NEVER)
+    theirs = verl_loss(verl, "vanilla", batch, config, MODES[row.aggregate], weights)
+    agree(ours(row, batch), *theirs)
+    assert 0 < int((weights > 0).sum()) < batch.tokens
+
+
 # -- rows of the bypass loss ----------------------------------------------------------------------
 
 BYPASSED = {

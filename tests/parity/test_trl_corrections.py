@@ -143,6 +143,7 @@ def test_other_losses_under_trls_default_ratio(trl, loss_type):
     assert trainer.trainer.vllm_importance_sampling_mode == "sequence_mask"
     row = override(METHODS[name], changes)
     weight = vllm_weight("sequence_mask", None, 3.0)
+    assert METHODS["decoupled_seq_mis"].correction.weights == (weight,)  # the row has TRL's default
     row = replace(row, correction=row.correction & weight)
     agree(ours(row, batch, horizon=HORIZON), *trainer.loss(inputs))
 
