@@ -380,7 +380,7 @@ def test_a_number_that_is_missing_is_not_judged(baseline):
 @pytest.mark.parametrize(("delta", "holds"), [(9e-4, True), (1.1e-3, False)])
 def test_routing_is_part_of_the_budget(baseline, delta, holds):
     """delta_router < 1e-3, the survey's third number: missed, it changes the sentence and no verdict."""
-    metrics = {**baseline.metrics, "mismatch/chi2_seq": 0.01}
+    metrics = {**baseline.metrics, "mismatch/chi2_seq_largest": 0.01}
     found = replace(baseline, tv_p95=1e-5, metrics=metrics, delta_router=delta)
     rows = thresholds(found)
     (row,) = [r for r in rows if r["metric"] == "delta_router"]
