@@ -150,7 +150,7 @@ def test_no_effective_sample_size_of_ratios_changes(on, shift):
 @pytest.mark.parametrize("shift", (0.0, *SHIFTS))
 @pytest.mark.parametrize(("name", "i"), WEIGHTS)
 def test_the_effective_sample_size_of_a_rows_weights_is_that_of_the_ratios(name, i, shift):
-    """Whatever the unit; where the advantage decides, the other tokens weigh 1."""
+    """Whatever the unit; where advantage or outcome decides, the other tokens weigh 1."""
     weight = replace(without_limits(METHODS[name].correction.weights[i]), normalize=False)
     row = replace(METHODS[name], correction=Correction(weights=(weight,)), anchor=None)
     given = packed(shifted(weight.on, shift))
@@ -161,6 +161,10 @@ def test_the_effective_sample_size_of_a_rows_weights_is_that_of_the_ratios(name,
     if weight.advantage != "any":
         sign = 1 if weight.advantage == "positive" else -1
         log_w = log_w.where(sign * given.advantages > 0, 0.0)
+    if weight.outcome != "any":
+        correct = given.facts["rewards"] > weight.correct_above
+        about = correct if weight.outcome == "correct" else ~correct
+        log_w = log_w.where(given.lp.segments.spread(about), 0.0)
     parts = [run(row, x).result.stats for x in pieces(shifted(weight.on, shift))]
     for stats in (run(row, given).result.stats, DriftStats.merge_all(parts)):
         assert summarize(stats)["weight/ess_frac"] == pytest.approx(ess(log_w), rel=1e-7)
