@@ -211,6 +211,8 @@ def clips(objective: Objective) -> bool:
 def _asked(view: View, method: Method, part: Any, call: Callable[..., Any]) -> Any:
     if part not in OBSERVERS or len(view.steps) == 1:
         return _called(view, method, call)
+    if not view.steps:
+        raise EvidenceError("the log holds no token that two policies score")
     found = [(rows, _called(step, method, call)) for rows, step in view.steps]
     rows = torch.cat([r for r, _ in found])
     if not isinstance(found[0][1], Weighted):
