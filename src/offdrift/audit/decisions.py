@@ -101,7 +101,10 @@ class Decisions:
 
     def unanswerable(self, method: Method) -> str:
         """Why the log cannot say what a method would have done with it; "" if it may."""
-        if self.views[0].batch.logp_rollout is not None or _of_staleness(method):
+        batch = self.views[0].batch
+        if not batch.num_tokens and (batch.pairs or batch.logp_rollout is not None):
+            return "the log holds no token that every one of its policies scores"
+        if batch.logp_rollout is not None or _of_staleness(method):
             return ""
         return "the log holds no log-probs of the rollout policy"
 
@@ -211,8 +214,6 @@ def clips(objective: Objective) -> bool:
 def _asked(view: View, method: Method, part: Any, call: Callable[..., Any]) -> Any:
     if part not in OBSERVERS or len(view.steps) == 1:
         return _called(view, method, call)
-    if not view.steps:
-        raise EvidenceError("the log holds no token that two policies score")
     found = [(rows, _called(step, method, call)) for rows, step in view.steps]
     rows = torch.cat([r for r, _ in found])
     if not isinstance(found[0][1], Weighted):
