@@ -50,19 +50,22 @@ def train(
 
     Several GPUs:  accelerate launch -m offdrift train recipes/tiny.toml
     """  # fmt: skip
-    from offdrift.report.page import write_report
-    from offdrift.report.stored import read_run
-    from offdrift.report.terminal import LiveProgress, run_summary
-    from offdrift.train.loop import agree
-    from offdrift.train.loop import train as train_recipe
-    from offdrift.train.recipe import load_recipe
+    main_process = int(os.environ.get("RANK", "0")) == 0
+    screen = console if main_process else Console(quiet=True)
+    with screen.status("loading PyTorch and transformers"):  # seconds, on a slow disk many
+        if not screen.is_terminal:
+            screen.print(f"{escape(str(recipe))}: loading PyTorch and transformers")
+        from offdrift.report.page import write_report
+        from offdrift.report.stored import read_run
+        from offdrift.report.terminal import LiveProgress, run_summary
+        from offdrift.train.loop import agree
+        from offdrift.train.loop import train as train_recipe
+        from offdrift.train.recipe import load_recipe
 
     chosen = load_recipe(recipe, changes=changes or [])
     if arms is not None:
         chosen = _only(chosen, arms)
-    main_process = int(os.environ.get("RANK", "0")) == 0
     folder = agree(_run_folder(out, chosen.name, resume) if main_process else None)
-    screen = console if main_process else Console(quiet=True)
     screen.print(f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; run folder {escape(str(folder))}")  # fmt: skip
     given = [w for c in changes or [] for w in ("--set", c)]
     given += ["--arms", arms] if arms else []

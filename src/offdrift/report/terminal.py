@@ -10,7 +10,15 @@ from typing import Any, Protocol, runtime_checkable
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -53,11 +61,18 @@ LIVE: dict[str, tuple[str, Callable[[float | None], str]]] = {
 """What is shown live of each update: column -> metric and how it is written."""
 
 
+SILENCE_S = 10.0
+"""Longest time without a line, off a terminal, while something can be counted."""
+
+
 class LiveProgress:
     """Shows a run as it happens: a bar and the newest numbers per arm, or plain lines off a terminal.
 
+    What the run is busy with stands below the bars with its own clock, from the first moment on.
+
     Args:
-        console: where to print; not a terminal means one line every `every` updates.
+        console: where to print; not a terminal means one line every `every` updates, and one at
+            least every ten seconds while a count goes up.
 
     Example:
         >>> with LiveProgress(Console(quiet=True)) as watch:
@@ -76,6 +91,10 @@ class LiveProgress:
             TimeElapsedColumn(),
             console=console,
         )
+        self.stage = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
+        )
+        self.last_line = time.monotonic()
         self.bars: dict[str, Any] = {}
         self.warned: set[str] = set()
         self.live = Live(console=console, get_renderable=self._picture, refresh_per_second=4)
@@ -96,15 +115,34 @@ class LiveProgress:
 
     def __call__(self, event: Happening) -> None:
         """Take note of an event."""
+        if event.kind not in ("setup", "stage"):
+            self._stage(None)
         getattr(self, f"_on_{event.kind}", self._on_setup)(event)
 
     def _on_setup(self, event: Happening) -> None:
-        self._say(Text(event.text, style="dim"))
+        self._stage(event.text)
+        if not self.console.is_terminal:
+            self._say(Text(event.text, style="dim"))
+
+    def _on_stage(self, event: Happening) -> None:
+        self._stage(event.text)
+
+    def _stage(self, text: str | None) -> None:
+        """Show what the run is busy with, with a clock of its own; None for nothing."""
+        for task in self.stage.task_ids:
+            self.stage.remove_task(task)
+        if text is not None:
+            self.stage.add_task(escape(text), total=None)
+
+    def _due(self, step: int, every: int) -> bool:
+        """Whether a counter deserves a line off a terminal: at round numbers, or after a silence."""
+        silent = time.monotonic() - self.last_line > SILENCE_S
+        return not self.console.is_terminal and (step % every == 0 or silent)
 
     def _on_warm_start(self, event: Happening) -> None:
         self._bar("warm start", event)
         loss = number((event.metrics or {}).get("loss"))
-        if not self.console.is_terminal and event.step % 100 == 0:
+        if self._due(event.step, 100):
             self._say(Text(f"warm start {event.step}/{event.total}  loss {short(loss)} nat"))
 
     def _on_arm(self, event: Happening) -> None:
@@ -136,7 +174,7 @@ class LiveProgress:
                     style="yellow",
                 )
             )
-        if not self.console.is_terminal and event.step % self.every == 0:
+        if self._due(event.step, self.every):
             words = [f"{name} {show}" for name, show in self._numbers(event.arm)]
             self._say(Text(f"{event.arm} {event.step}/{event.total}  " + "  ".join(words)))
 
@@ -184,9 +222,11 @@ class LiveProgress:
             table.add_row(
                 arm, str(newest.get("update", "")), *(v for _, v in self._numbers(arm)), evals
             )
-        return Group(self.progress, table) if self.newest else Group(self.progress)
+        shown = [self.progress, table] if self.newest else [self.progress]
+        return Group(*shown, self.stage) if self.stage.tasks else Group(*shown)
 
     def _say(self, text: Text) -> None:
+        self.last_line = time.monotonic()
         self.console.print(Text(time.strftime("%H:%M:%S "), style="dim") + text, soft_wrap=True)
 
 

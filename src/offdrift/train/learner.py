@@ -246,6 +246,8 @@ class Learner:
         """Mean reward of the current policy on held-out prompts, drawn at float32 by transformers."""
         shop = self.shop
         model = shop.accelerator.unwrap_model(self.model)
+        prompts = shop.recipe.log.eval_prompts
+        shop.watch(Event("stage", self.name, text=f"evaluating on {prompts} held-out prompts"))
         engine = make_engine("transformers", model, dtype="float32", batch_size=256)
         problems = shop.task.sample(
             shop.recipe.log.eval_prompts, seed=shop.recipe.seed, split="eval"

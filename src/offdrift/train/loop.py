@@ -79,6 +79,7 @@ def run_arm(shop: Workshop, name: str, *, resume: bool) -> dict[str, Any]:
     at = _restore(shop, files, name, resume)
     accelerator.init_trackers(name, config=None)
     learner = Learner(shop, name, override(row, at.method), files, model, optimizer, at.version)
+    shop.watch(Event("stage", name, text="giving the engine the arm's weights"))
     learner.publish()
     shop.watch(Event("arm", name, at.version, recipe.updates, text=row.describe()))
     source = learner.source(at)
@@ -86,12 +87,14 @@ def run_arm(shop: Workshop, name: str, *, resume: bool) -> dict[str, Any]:
     checkpointed = at.batch
     for index in range(at.batch, recipe.batches):
         if source.due(learner.version):
+            shop.watch(Event("stage", name, text="giving the engine new weights"))
             learner.publish()
             if index - checkpointed >= recipe.log.checkpoint_every:
                 learner.checkpoint(index, source, since=row)
                 checkpointed = index
         if index % recipe.log.eval_every == 0:
             learner.evaluate()
+        shop.watch(Event("stage", name, text=f"drawing batch {index + 1}"))
         rollouts = source.next(learner.version)
         after = learner.version + recipe.updates // recipe.batches
         learner.learn(index, rollouts, in_flight=source.in_flight(after))

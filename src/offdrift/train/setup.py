@@ -31,7 +31,10 @@ PROBES = 8
 class Event:
     """Something a watcher may want to show."""
 
-    kind: Literal["setup", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"]
+    kind: Literal[
+        "setup", "stage", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"
+    ]
+    """"stage" is what "setup" is in the middle of an arm: what the run is busy with."""
     arm: str = ""
     step: int = 0
     total: int = 0
@@ -105,6 +108,8 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> Workshop:
     model, tokenizer = load_model(recipe.model, seed=recipe.seed)
     task = find_task(recipe.task)
     steps = recipe.warm_start.steps
+    if steps:
+        watch(Event("setup", text=f"warm start: at most {steps} supervised steps on {recipe.task}"))
     with accelerator.main_process_first():  # the others find the result in the cache
         warm_start(
             model, tokenizer, task, steps=steps, batch_size=recipe.warm_start.batch_size,
