@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from offdrift.engines.score import score
 from offdrift.errors import CheckpointError, EvidenceError, RecipeError
 from offdrift.methods import METHODS
 from offdrift.objectives.ewma import ewma_update
@@ -269,6 +270,21 @@ def test_a_response_of_several_versions_is_scored_under_each(accelerator, drawn,
     assert differ[tagged.rollout_version < 2].max() > 0.01, "the versions must be told apart"
 
 
+def test_old_logits_are_those_of_each_tokens_own_version(accelerator, drawn, tmp_path):
+    batch, model = drawn
+    versions = {0: moved(model, 0), 1: model}
+    g = torch.Generator().manual_seed(5)
+    tagged = batch.with_(rollout_version=torch.randint(0, 2, (len(batch.tokens),), generator=g))
+    keeper = old_policy.Snapshots(accelerator, tmp_path)
+    keeper.retain({0}, versions[0], 0)
+    got = keeper.logits(model, tagged, 1).log_softmax(-1)
+    for v, scorer in versions.items():
+        mine = tagged.rollout_version == v
+        with torch.no_grad():
+            want = score(scorer, tagged).logits.log_softmax(-1)
+        torch.testing.assert_close(got[mine], want[mine], rtol=0, atol=1e-4)
+
+
 def test_nothing_is_copied_while_engine_and_trainer_are_in_step(accelerator, drawn, tmp_path):
     batch, model = drawn
     keeper = old_policy.Snapshots(accelerator, tmp_path)
@@ -297,11 +313,11 @@ def test_weights_that_are_gone_are_asked_for_by_version(accelerator, drawn, tmp_
         keeper.score(model, batch, 4, token_budget=200)
 
 
-def test_the_trainers_weights_come_back_bit_for_bit_even_after_an_error(drawn):
+def test_the_trainers_weights_come_back_bit_for_bit_even_after_an_error(accelerator, drawn):
     _, model = drawn
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     other = {n: p.detach() + 1 for n, p in model.named_parameters()}
-    with pytest.raises(ZeroDivisionError), old_policy.weights_replaced(model, other):
+    with pytest.raises(ZeroDivisionError), old_policy.weights_replaced(accelerator, model, other):
         assert all(torch.equal(p, other[n]) for n, p in model.named_parameters())
         raise ZeroDivisionError
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

@@ -72,11 +72,14 @@ class Assessment:
             together = torch.cat([getattr(part, name) for _, part in parts])
             return together.new_empty(n).index_copy_(0, rows, together)
 
-        names = parts[0][1].divergences
-        divergences = {k: _joined(k, [(r, p.divergences[k]) for r, p in parts], n) for k in names}
-        return Assessment(
-            *(placed(k) for k in ("logp", "entropy", "sum_pi_squared")), divergences, placed("version")
-        )
+        first = parts[0][1]
+        divergences = {
+            k: _joined(k, [(r, part.divergences[k]) for r, part in parts], n)
+            for k in first.divergences
+        }
+        version = None if first.version is None else placed("version")
+        columns = (placed(k) for k in ("logp", "entropy", "sum_pi_squared"))
+        return Assessment(*columns, divergences, version)
 
 
 @torch.no_grad()

@@ -21,17 +21,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from offdrift.engines.score import score
 from offdrift.errors import CheckpointError, EvidenceError, RecordError
 from offdrift.objectives.ewma import ewma_update
 from offdrift.rollouts.files import write_atomically
@@ -51,16 +53,19 @@ def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tenso
 
 
 @contextmanager
-def weights_replaced(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Run the model with other weights; its own come back, bit for bit, whatever happens.
+def weights_replaced(
+    accelerator: Accelerator, model: nn.Module, weights: Weights
+) -> Iterator[nn.Module]:
+    """Lend the model other weights; its own come back, bit for bit, whatever happens.
 
     Memory: one more copy of the weights on the model's device, if they are not there already.
     """
-    own = {name: (p, p.data) for name, p in model.named_parameters()}
+    inner = accelerator.unwrap_model(model)
+    own = {name: (p, p.data) for name, p in inner.named_parameters()}
     try:
         for name, (p, data) in own.items():
             p.data = weights[name].to(data.device)
-        yield
+        yield model
     finally:
         for p, data in own.values():
             p.data = data
@@ -69,12 +74,29 @@ def weights_replaced(model: nn.Module, weights: Weights) -> Iterator[None]:
 class OldPolicy:
     """Scores batches as the old policy, and keeps the weights that it needs for that.
 
-    Every hook does nothing unless a subclass says otherwise.
+    The hooks do nothing unless a subclass says otherwise.
     """
+
+    by_version = False
+    """Whether tokens of different versions have different old policies."""
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.accelerator = accelerator
         self.folder = folder
+
+    def policy(
+        self, drawn_at: int, model: nn.Module, version: int
+    ) -> AbstractContextManager[nn.Module]:
+        """The old policy of tokens that weights of version `drawn_at` drew.
+
+        Args:
+            model: the trainer's, at `version`; it may be lent other weights meanwhile.
+        """
+        raise NotImplementedError
+
+    def scored_at(self, drawn_at: int, version: int) -> int | None:
+        """Version of that policy's weights; None if it is no single version."""
+        raise NotImplementedError
 
     def published(self, model: nn.Module, version: int) -> None:
         """The engine has taken the trainer's weights, which are of `version`."""
@@ -85,17 +107,6 @@ class OldPolicy:
     def stepped(self, model: nn.Module) -> None:
         """An optimizer step was taken."""
 
-    def score(
-        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
-    ) -> Assessment:
-        """The old policy's view of a batch. Gradient: none.
-
-        Args:
-            model: the trainer's, at `version`.
-            options: of `assess`.
-        """
-        raise NotImplementedError
-
     def save(self, folder: Path) -> None:
         """Store in a checkpoint what cannot be recomputed. Called by the main process."""
 
@@ -105,14 +116,63 @@ class OldPolicy:
         Raises: `CheckpointError` if weights that they refer to are not there.
         """
 
+    def score(
+        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
+    ) -> Assessment:
+        """The old policy's view of a batch; each token's is that of its own version. Gradient: none.
+
+        Args:
+            model: the trainer's, at `version`.
+            options: of `assess`.
+        """
+        parts = []
+        for drawn_at, part, rows, mine in self._by_version(rollouts):
+            with self.policy(drawn_at, model, version) as scorer:
+                scored = assess(scorer, part, **options)
+            at = self.scored_at(drawn_at, version)
+            parts.append((rows, (scored if at is None else scored.at(at)).select(mine)))
+        return Assessment.joined(parts, len(rollouts.tokens))
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module, rollouts: Rollouts, version: int) -> Float[Tensor, "n v"]:
+        """The old policy's tempered logits, for divergences of whole distributions. Gradient: none.
+
+        Memory: all logits of the rollouts that are given: one piece of a step at a time.
+        """
+        temperature, parts = rollouts.provenance.sampling.temperature, []
+        for drawn_at, part, rows, mine in self._by_version(rollouts):
+            with self.policy(drawn_at, model, version) as scorer:
+                parts.append((rows, score(scorer, part, temperature=temperature).logits[mine]))
+        found = torch.cat([x for _, x in parts])
+        rows = torch.cat([r for r, _ in parts]).to(found.device)
+        return torch.empty_like(found).index_copy_(0, rows, found)
+
+    def _by_version(self, rollouts: Rollouts) -> Iterator[tuple[int, Rollouts, Tensor, Tensor]]:
+        """(version, the sequences with a token of it, their rows that are, the same within them)."""
+        drawn = rollouts.rollout_version
+        present = drawn.unique().tolist()
+        if not self.by_version or len(present) == 1:
+            every = torch.arange(len(drawn))
+            yield present[0], rollouts, every, every
+            return
+        segments = Segments(rollouts.cu_seqlens)
+        for v in present:
+            sequences = (segments.sum((drawn == v).double()) > 0).nonzero().squeeze(-1)
+            rows = segments.rows(sequences)
+            mine = (drawn[rows] == v).nonzero().squeeze(-1)
+            yield v, rollouts.select(sequences), rows[mine], mine
+
 
 class BatchStart(OldPolicy):
     """The trainer as it is when the batch arrives; free of extra memory."""
 
-    def score(
-        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
-    ) -> Assessment:
-        return assess(model, rollouts, **options).at(version)
+    def policy(
+        self, drawn_at: int, model: nn.Module, version: int
+    ) -> AbstractContextManager[nn.Module]:
+        return nullcontext(model)
+
+    def scored_at(self, drawn_at: int, version: int) -> int:
+        return version
 
 
 class Snapshots(OldPolicy):
@@ -125,34 +185,37 @@ class Snapshots(OldPolicy):
     Memory: one copy of the weights per version in flight, in host memory or on disk.
     """
 
+    by_version = True
+
     def __init__(self, accelerator: Accelerator, folder: Path, *, on_disk: bool = False) -> None:
         super().__init__(accelerator, folder)
         self.on_disk = on_disk
         self.kept: dict[int, Weights | Path] = {}
 
+    def policy(
+        self, drawn_at: int, model: nn.Module, version: int
+    ) -> AbstractContextManager[nn.Module]:
+        if drawn_at == version:
+            return nullcontext(model)
+        if drawn_at not in self.kept:
+            raise EvidenceError(
+                f"rollouts of version {drawn_at} need the training engine's log-probs at those weights, "
+                f"and they are not kept (kept: {sorted(self.kept) or 'none'}); choose another "
+                "old_policy.from, or start the run over"
+            )
+        return weights_replaced(self.accelerator, model, self._weights(drawn_at))
+
+    def scored_at(self, drawn_at: int, version: int) -> int:
+        return drawn_at
+
     def retain(self, versions: Iterable[int], model: nn.Module, version: int) -> None:
         wanted = set(versions)
         for old in self.kept.keys() - wanted:
-            self._drop(old)
+            held = self.kept.pop(old)
+            if isinstance(held, Path) and self.accelerator.is_main_process:
+                held.unlink(missing_ok=True)
         if version in wanted and version not in self.kept:
             self._keep(version, named_weights(self.accelerator, model))
-
-    def score(
-        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
-    ) -> Assessment:
-        drawn = rollouts.rollout_version
-        present = drawn.unique().tolist()
-        if len(present) == 1:
-            return self._scored(present[0], model, rollouts, version, **options)
-        rows = Segments(rollouts.cu_seqlens)
-        parts = []
-        for v in present:
-            sequences = (rows.sum((drawn == v).double()) > 0).nonzero().squeeze(-1)
-            part = self._scored(v, model, rollouts.select(sequences), version, **options)
-            tokens = rows.rows(sequences)
-            mine = drawn[tokens] == v
-            parts.append((tokens[mine], part.select(mine.nonzero().squeeze(-1))))
-        return Assessment.joined(parts, len(drawn))
 
     def save(self, folder: Path) -> None:
         for v in self.kept:
@@ -160,17 +223,7 @@ class Snapshots(OldPolicy):
 
     def load(self, folder: Path, versions: Iterable[int]) -> None:
         for v in sorted(set(versions)):
-            self.kept[v] = read_weights(_file(folder / FOLDER, v))
-            if self.on_disk:
-                self._keep(v, self.kept.pop(v))  # type: ignore[arg-type]
-
-    def _scored(
-        self, v: int, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
-    ) -> Assessment:
-        if v == version:
-            return assess(model, rollouts, **options).at(v)
-        with weights_replaced(self.accelerator.unwrap_model(model), self._weights(v)):
-            return assess(model, rollouts, **options).at(v)
+            self._keep(v, read_weights(_file(folder / FOLDER, v)))
 
     def _keep(self, version: int, weights: Weights) -> None:
         if not self.on_disk:
@@ -182,18 +235,7 @@ class Snapshots(OldPolicy):
         self.accelerator.wait_for_everyone()
         self.kept[version] = file
 
-    def _drop(self, version: int) -> None:
-        held = self.kept.pop(version)
-        if isinstance(held, Path) and self.accelerator.is_main_process:
-            held.unlink(missing_ok=True)
-
     def _weights(self, version: int) -> Weights:
-        if version not in self.kept:
-            raise EvidenceError(
-                f"rollouts of version {version} need the training engine's log-probs at those weights, "
-                f"and they are not kept (kept: {sorted(self.kept) or 'none'}); choose another "
-                "old_policy.from, or start the run over"
-            )
         held = self.kept[version]
         return read_weights(held) if isinstance(held, Path) else held
 
@@ -212,6 +254,15 @@ class SecondModel(OldPolicy):
         self.model: nn.Module | None = None
         self.version = 0
 
+    def policy(
+        self, drawn_at: int, model: nn.Module, version: int
+    ) -> AbstractContextManager[nn.Module]:
+        assert self.model is not None, "weights were never published"
+        return nullcontext(self.model)
+
+    def scored_at(self, drawn_at: int, version: int) -> int:
+        return self.version
+
     @torch.no_grad()
     def published(self, model: nn.Module, version: int) -> None:
         inner = self.accelerator.unwrap_model(model)
@@ -221,12 +272,6 @@ class SecondModel(OldPolicy):
             for own, new in zip(self.model.parameters(), inner.parameters(), strict=True):
                 own.copy_(new)
         self.version = version
-
-    def score(
-        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
-    ) -> Assessment:
-        assert self.model is not None, "weights were never published"
-        return assess(self.model, rollouts, **options).at(self.version)
 
 
 class Averaged(OldPolicy):
@@ -244,6 +289,14 @@ class Averaged(OldPolicy):
         self.decay, self.weight = decay, 1.0
         self.mean: dict[str, Tensor] = {}
 
+    def policy(
+        self, drawn_at: int, model: nn.Module, version: int
+    ) -> AbstractContextManager[nn.Module]:
+        return weights_replaced(self.accelerator, model, self.mean)
+
+    def scored_at(self, drawn_at: int, version: int) -> None:
+        return None
+
     def published(self, model: nn.Module, version: int) -> None:
         if not self.mean:  # the average begins where training does
             weights = named_weights(self.accelerator, model)
@@ -255,12 +308,6 @@ class Averaged(OldPolicy):
             mean = self.mean[name].to(new.device)
             self.mean[name], total = ewma_update(mean, new, weight=self.weight, decay=self.decay)
         self.weight = total
-
-    def score(
-        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
-    ) -> Assessment:
-        with weights_replaced(self.accelerator.unwrap_model(model), self.mean):
-            return assess(model, rollouts, **options)
 
     def save(self, folder: Path) -> None:
         total = torch.tensor(self.weight, dtype=torch.float64)
