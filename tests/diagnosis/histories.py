@@ -159,6 +159,10 @@ FIRES: dict[str, Example] = {
             }
         )
     ),
+    "lag_since_old": Example(
+        altered(lambda i, row: {"staleness/k3": 0.07, "old/exact_frac": 1.0, "version_lag/mean": 3.0, "version_lag/max": 6.0})
+    ),
+    "old_policy_stale": Example(altered({"old/stale_frac": 0.5, "old/exact_frac": 0.5, "old/version_lag": 3.0})),
     "batch_reused": Example(altered({"staleness/k3": 0.07})),
     "token_drift": Example(altered(both(chi2_token=0.4, ess_frac=0.7))),
     "clip_saturation": Example(altered(lambda i, row: {"objective/clip_frac_active": rising(i, 0.5)})),

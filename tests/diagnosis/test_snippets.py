@@ -139,7 +139,7 @@ SKYRL = {
 }  # fmt: skip
 SLIME = {
     "--rollout-temperature", "--rollout-top-p", "--rollout-top-k", "--check-weight-update-equal",
-    "--use-rollout-routing-replay", "--fp16", "--sglang-dtype",
+    "--use-rollout-routing-replay", "--keep-old-actor", "--fp16", "--sglang-dtype",
     "--sglang-enable-deterministic-inference", "--lr", "--get-mismatch-metrics", "--use-tis",
     "--tis-clip", "--tis-clip-low", "--custom-tis-function-path", "--custom-config-path",
     "--update-weights-interval", "--num-steps-per-rollout", "--clip-grad", "--save-debug-train-data",

@@ -224,6 +224,27 @@ def test_a_checkpoint_without_the_weights_that_its_queue_needs_is_refused(tmp_pa
         train(recipe, tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize("source", ["sampling", "second_model"])
+def test_whole_distributions_of_old_and_current_policy_are_compared(tmp_path: Path, source: str):
+    """A gate on the exact KL to the old policy, and a penalty that differentiates it, act at lag."""
+    arms = {
+        "gate": {"method": "ppo_clip", "gates_of": "trm_max", "override": {"gate.on": "staleness", "gate.high": 0.01}},
+        "penalty": {"method": "kl_cov", "override": {"objective.penalty": "exact", "objective.coef": 10.0}},
+        "plain": {"method": "kl_cov", "override": {"objective.coef": 0.0}},
+    }  # fmt: skip
+    recipe = lagging("none", arms=arms, old_policy={"from": source}, optim={"lr": 3e-3, "minibatches": 2, "token_budget": 120})  # fmt: skip
+    train(recipe, tmp_path / "run")
+    gate, penalty, plain = (rows(tmp_path / "run", a) for a in arms)
+    kl = "divergence/kl_old_current_mean"
+    for m in [*gate, *penalty]:  # one precision, so the old policy is the rollout policy
+        assert m[kl] == pytest.approx(m["divergence/kl_rollout_current_mean"], rel=1e-3, abs=1e-6)
+    assert max(m["gate/0/drop_frac_token"] for m in gate) > 0.01
+    assert [m["gate/0/drop_frac_token"] for m in gate][0] == 0
+    assert kl not in plain[0]
+    ends = [[m["optim/grad_norm"] for m in arm][-1] for arm in (penalty, plain)]
+    assert ends[0] != pytest.approx(ends[1], rel=1e-3), "the penalty must push"
+
+
 # -- units ----------------------------------------------------------------------------------------
 
 
@@ -362,11 +383,13 @@ def test_defaults_are_what_a_method_was_published_with():
         ("decoupled_token_is", "rollout", "acts on the mismatch ratio, which old_policy.from"),
         ("icepop", "rollout", "makes 1 at every token"),
         ("a3po", "sampling", "a3po interpolates its old policy"),
+        ("kl_cov", "batch_start", "kl_old_current compares whole distributions of the old and the current policy"),
     ],
 )
 def test_old_policies_that_leave_a_part_without_effect_are_refused(method, source, words):
+    exact = {"objective.penalty": "exact"} if method == "kl_cov" else {}
     with pytest.raises(RecipeError, match=words):
-        small_recipe(arms={"x": {"method": method}}, old_policy={"from": source})
+        small_recipe(arms={"x": {"method": method, "override": exact}}, old_policy={"from": source})
 
 
 def test_mistakes_in_the_table_name_its_keys():

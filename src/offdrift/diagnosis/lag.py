@@ -2,8 +2,8 @@
 
 What the log calls the old policy may itself be newer than the rollout's weights, so "mismatch"
 alone is no zero-lag test. A reading at the same weights is, in this order: the whole log, if the
-context says that the weights were the same by construction; the last steps whose `old/version_lag`
-(else `version_lag/max`) is 0; the bucket of lag 0 among the context's facets (first, where the whole
+context says that the weights were the same by construction; the last steps whose old log-probs are all
+exact, or whose `old/version_lag` (else `version_lag/max`) is 0; the bucket of lag 0 among the context's facets (first, where the whole
 run is judged); the first step of the run, if the log begins with step 0 or 1 and goes on to others,
 because nothing had been updated when its old policy was scored. Of the current policy that cannot be
 said: several minibatches may have been trained on by then.
@@ -27,6 +27,8 @@ def at_same_weights(row: Row, context: Context) -> bool | None:
     """Whether this step's rollouts came from the weights that scored them; None if unknown."""
     if context.same_weights is not None:
         return context.same_weights
+    if number(row, "old/exact_frac") == 1:
+        return True
     for name in LAGS:
         if (lag := number(row, name)) is not None:
             return lag == 0
@@ -139,6 +141,19 @@ def _lag_growth(view: View) -> Found | None:
     return None if low is None or high is None else Found(high / max(low, 1e-6), f"{on}/k3 at long lags, over that at short ones")  # fmt: skip
 
 
+def _updates_since_old(view: View) -> float | None:
+    """Updates between the weights that the old policy has and the current ones; None if unknown."""
+    lag = view.level("version_lag/mean")
+    behind = 0.0 if view.level("old/exact_frac") == 1 else view.level("old/version_lag")
+    return None if lag is None or behind is None else lag - behind
+
+
+def _lag_at_arrival(view: View) -> Found | None:
+    """The lag that a batch had before its first update, as far as the old policy shows it."""
+    since, inside = _updates_since_old(view), view.level("batch/updates_before")
+    return None if since is None else Found(since - (inside or 0.0), "version_lag/mean")
+
+
 def _kl_per_update(view: View) -> Found | None:
     """What one update adds: from the lag, or from the updates since the old policy was scored."""
     found = []
@@ -146,7 +161,7 @@ def _kl_per_update(view: View) -> Found | None:
     if total is not None and lag is not None and lag >= 0.5:
         found.append(Found((total - (same.value if same else 0.0)) / max(lag, 1.0), "full/k3"))
     if (inside := view.level("staleness/k3")) is not None:
-        found.append(Found(inside, "staleness/k3"))
+        found.append(Found(inside / max(_updates_since_old(view) or 1.0, 1.0), "staleness/k3"))
     return max(found, key=lambda f: f.value) if found else None
 
 
@@ -159,9 +174,10 @@ LAG = {
     "pearson_same_ckpt": Definition("1", "`{on}/pearson` at the same weights", lambda v: _same(v, "pearson")),
     "kl_over_same": Definition("1", "`kl` over `kl_same_ckpt`", _kl_over_same),
     "kl_since_old": Definition("nat", "k3 of the current policy against the old one: `staleness/k3`", lambda v: v.found("staleness/k3")),
+    "lag_at_arrival": Definition("update", "updates from the weights of the old policy to those that a batch's first update found: mean version lag, less that of the old policy and the updates on the batch itself", _lag_at_arrival),
     "kl_same_growth": Definition("1", "`{on}/k3` at lag 0 lately, over that of the first steps at lag 0: medians of five, of fewer in a short run", _growth_at_same_weights),
     "kl_same_jump": Definition("1", "`{on}/k3` at lag 0 lately (the median of five), over that of the very first step at lag 0", _jump_at_same_weights),
     "lag": Definition("update", "mean version lag of the tokens: `version_lag/mean`", _lag),
     "lag_growth": Definition("1", "`{on}/k3` in the upper half of the version lags over k3 in the lower half: by the context's facets, else over the last `window_trend` steps", _lag_growth),
-    "kl_per_update": Definition("nat", "k3 that one update adds: (`full/k3` - k3 at the same weights) / version lag, or `staleness/k3`; the larger", _kl_per_update),
+    "kl_per_update": Definition("nat", "k3 that one update adds: (`full/k3` - k3 at the same weights) / version lag, or `staleness/k3` / updates since the old policy; the larger", _kl_per_update),
 }  # fmt: skip

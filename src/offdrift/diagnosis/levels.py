@@ -198,5 +198,6 @@ LEVELS = {
     "partly_scored": Definition("1", "share of the tokens that two policies score, and a third that the log has does not: `data/partly_frac`", lambda v: v.found("data/partly_frac")),
     "probabilities": Definition("1", "1 if a column of log-probs holds probabilities: `data/probability`", lambda v: v.found("data/probability")),
     "negated": Definition("1", "1 if a column of log-probs holds their negatives: `data/negated`", lambda v: v.found("data/negated")),
+    "old_stale": Definition("1", "share of tokens whose old log-prob was taken at other weights than those that drew them: `old/stale_frac`", lambda v: v.found("old/stale_frac")),
     "broken": Definition("1", "1 if the loss or the gradient norm of the last step is NaN or infinite", _broken),
 }  # fmt: skip

@@ -38,10 +38,12 @@ class Score(NamedTuple):
     sum_pi_squared: Float[Tensor, " n"]
     """Sum over the vocabulary of squared probabilities, 1; no gradient."""
     logits: Float[Tensor, "n v"]
-    """Tempered float32 logits, detached: evidence for exact divergences."""
+    """Tempered float32 logits: evidence for exact divergences. Detached, unless asked for otherwise."""
 
 
-def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0) -> Score:
+def score(
+    model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0, keep_graph: bool = False
+) -> Score:
     """Log-probs, entropies and logits of every response token, on the packed layout.
 
         logp_t = log softmax(logits_t / temperature)[token_t]
@@ -51,8 +53,9 @@ def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0) -> 
         rollouts: prompts and responses; only tokens and cuts are read.
         temperature: the sampling temperature, so that both policies are tempered alike. Top-k and
             top-p filters are not replayed: mass they removed counts as drift.
+        keep_graph: leave the logits attached, for penalties on whole distributions.
 
-    Gradient: to the model's parameters through `logp` only.
+    Gradient: to the model's parameters through `logp`, and through `logits` with `keep_graph`.
 
     Example:
         score(model, rollouts).logp  # Float[n]
@@ -62,7 +65,8 @@ def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0) -> 
     tokens = rollouts.tokens.to(device=logits.device, dtype=torch.int64)
     log_total = logits.logsumexp(-1)
     logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
-    return Score(logp, *moments(logits.detach(), log_total.detach()), logits.detach())
+    shown = logits if keep_graph else logits.detach()
+    return Score(logp, *moments(logits.detach(), log_total.detach()), shown)
 
 
 @torch.no_grad()

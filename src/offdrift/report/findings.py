@@ -46,6 +46,7 @@ CAUSES = {
     "router_flips": "experts routed differently",
     "wrong_weights": "the engine does not hold the weights it claims",
     "stale_engine": "a stale rollout policy",
+    "old_policy_stale": "old log-probs taken at newer weights",
     "token_drift": "moderate drift of tokens",
     "weight_variance": "variance of the importance weights",
     "clip_saturation": "clipping is saturated",

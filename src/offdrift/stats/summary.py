@@ -87,6 +87,8 @@ _ROWS = [
     *_divergence("tv_rollout_current", "1"),
     *_divergence("kl_rollout_old", "nat"),
     *_divergence("tv_rollout_old", "1"),
+    *_divergence("kl_old_current", "nat"),
+    *_divergence("tv_old_current", "1"),
     Metric("weight/mean", "1", "mean weight, after limits", "neither", mean("weight/w")),
     Metric("weight/std", "1", "standard deviation of the weight, after limits", "worse", std("weight/w", "weight/w2", "n", ddof=0)),
     Metric("weight/max", "1", "largest weight, after limits", "worse", lambda s: s["weight/w_max"]),

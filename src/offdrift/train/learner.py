@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from offdrift.advantages import ADVANTAGES
@@ -82,7 +82,12 @@ class Learner:
     @property
     def exact_old(self) -> bool:
         """Whether that scoring must compare whole distributions."""
-        return any(g.exact and g.on == "mismatch" for g in self.row.correction.gates)
+        return any(name.endswith("rollout_old") for name in self.row.divergences)
+
+    @property
+    def compares_old(self) -> bool:
+        """Whether steps compare whole distributions of the old and the current policy."""
+        return any(name.endswith("old_current") for name in self.row.divergences)
 
     @property
     def needs_start(self) -> bool:
@@ -154,7 +159,8 @@ class Learner:
         if rollouts.rewards is not None:  # refused before a step is taken on it
             unit_rewards(rollouts.rewards.double().numpy(), self.shop.recipe.reward_range)
         batch, before = self._assessed(rollouts), self.version
-        self.old_policy.retain(in_flight, self.model, self.version)
+        drawn_at = rollouts.rollout_version.unique().tolist() if self.compares_old else ()
+        self.old_policy.retain({*in_flight, *drawn_at}, self.model, self.version)
         for epoch in range(optim.epochs):
             first_use = TokenLog(batch) if log.tokens and epoch == 0 else None
             for piece in self._minibatches(index, epoch, rollouts.num_sequences):
@@ -199,7 +205,13 @@ class Learner:
             total=lambda x: reduce_sum(self.shop.accelerator, x),
         )
         same = self.needs_old and same
-        return Batch(rollouts, earned, old, ref, cap, self._old_status(rollouts, old, same), same)
+        status = self._old_status(rollouts, old, same)
+        logits = self._old_logits if self.compares_old else None
+        return Batch(rollouts, earned, old, ref, cap, status, same, logits)
+
+    def _old_logits(self, piece: Rollouts) -> Float[Tensor, "n v"]:
+        """The old policy's tempered logits of a piece of a batch; the model is at `self.version`."""
+        return self.old_policy.logits(self.model, piece, self.version)
 
     def _old_status(
         self, rollouts: Rollouts, old: Assessment | None, same: bool

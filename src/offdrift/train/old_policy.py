@@ -142,7 +142,10 @@ class OldPolicy:
         temperature, parts = rollouts.provenance.sampling.temperature, []
         for drawn_at, part, rows, mine in self._by_version(rollouts):
             with self.policy(drawn_at, model, version) as scorer:
+                was_training = scorer.training
+                scorer.eval()
                 parts.append((rows, score(scorer, part, temperature=temperature).logits[mine]))
+                scorer.train(was_training)
         found = torch.cat([x for _, x in parts])
         rows = torch.cat([r for r, _ in parts]).to(found.device)
         return torch.empty_like(found).index_copy_(0, rows, found)

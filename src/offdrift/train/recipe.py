@@ -217,7 +217,8 @@ class Recipe(Part):
                     "does not produce (no critic, no greedy rollouts, one reward per sequence); set "
                     "optim.advantage to another, or call offdrift.advantages from your own loop"
                 )
-            if row.needs_divergences and self.rollout.evidence == "sampled":
+            recorded = any("rollout" in name for name in row.divergences)
+            if recorded and self.rollout.evidence == "sampled":
                 raise ValueError(
                     f'arms.{name}: {arm.gates_of or arm.method} gates on exact KL, but rollout.evidence = "sampled" '
                     'records none; set rollout.evidence = "full" or "hidden" (or a number of top '
@@ -249,6 +250,12 @@ class Recipe(Part):
         source = self.old_policy_of(name).source
         parts = [*row.correction.gates, *row.correction.weights, row.objective]
         inert = [p.formula for p in parts if getattr(p, "on", None) == "mismatch"]
+        compared = sorted(name for name in row.divergences if name.endswith("old_current"))
+        if compared and source not in ("sampling", "second_model", "ewma"):
+            raise ValueError(
+                f'arms.{name}: {compared[0]} compares whole distributions of the old and the current policy, '
+                f'which old_policy.from = "{source}" does not keep; use "sampling", "second_model" or "ewma"'
+            )
         if source == "rollout" and inert and row.anchor is None:
             raise ValueError(
                 f'arms.{name}: {inert[0]} acts on the mismatch ratio, which old_policy.from = "rollout" '

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,13 +27,13 @@ from torch import Tensor, nn
 from offdrift.aggregate import normalizer_of
 from offdrift.certificate import BatchEvidence, TrustRegion
 from offdrift.correction import Corrected
-from offdrift.engines.score import Score, chunks, divergences, score
+from offdrift.engines.score import Score, chunks, divergences, old_divergences, score
 from offdrift.errors import EngineError
 from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method
-from offdrift.rollouts.records import OLD_STATUS
+from offdrift.rollouts.records import OLD_STATUS, Rollouts
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 from offdrift.stats.proxies import gradient_power
@@ -61,6 +62,9 @@ class Batch:
     old_is_current: bool = False
     """The weights that drew the batch are those of its only update: the step's own forward pass is the
     old policy's, and no other is made."""
+    old_logits: Callable[[Rollouts], Tensor] | None = None
+    """The old policy's tempered logits of a piece, `[n, v]`, where the method compares whole
+    distributions of the old and the current policy: one more forward pass per piece."""
 
     def select(self, sequences: Tensor) -> Batch:
         """Some of the sequences, as a batch of their own."""
@@ -73,6 +77,7 @@ class Batch:
             self.tail_log_ratio_cap,
             None if self.old_status is None else self.old_status[rows],
             self.old_is_current,
+            self.old_logits,
         )
 
 
@@ -201,10 +206,13 @@ class _See:
     def __init__(self, model: nn.Module, part: Batch, version: int) -> None:
         self.part = part
         rollouts, sampling = part.rollouts, part.rollouts.provenance.sampling
-        self.scored: Score = score(model, rollouts, temperature=sampling.temperature)
+        logits_old = None if part.old_logits is None else part.old_logits(rollouts)
+        self.scored: Score = score(
+            model, rollouts, temperature=sampling.temperature, keep_graph=logits_old is not None
+        )
         device = self.device = self.scored.logp.device
         self.divergences = divergences(
-            rollouts, self.scored.logits, tail_log_ratio_cap=part.tail_log_ratio_cap
+            rollouts, self.scored.logits.detach(), tail_log_ratio_cap=part.tail_log_ratio_cap
         )
         old = self._old(device)
         self.logprobs = LogProbs.pack(
@@ -218,6 +226,8 @@ class _See:
         )
         if old is not None:
             self.divergences |= old.divergences
+        if logits_old is not None:
+            self.divergences |= old_divergences(logits_old, self.scored.logits)
         self.advantages = part.advantages.to(device)
         self.facts = {
             "entropy": None if old is None else old.entropy,
