@@ -99,6 +99,7 @@ def test_the_batch_start_policy_makes_the_same_methods_inert_and_the_run_says_so
     assert max(m["objective/clip_frac_active"] for m in metrics) == 0
     assert [m["old/status"] for m in metrics] == ["exact"] + ["stale"] * 7
     assert [m["old/version_lag"] for m in metrics] == list(range(8))
+    assert row["description"].endswith("; old log-probs stale (batch_start)")
     said = " ".join(row["notes"])
     assert "clip never changed a token" in said
     assert "stale: taken up to 7 updates after" in said

@@ -292,6 +292,7 @@ class Learner:
         summary = summarize_arm(
             self.name, self.row, shop.recipe.arms[self.name].method, metrics,
             self.files.rows("eval"), seconds=seconds, findings=self.live.summary(),
+            old_policy=self.old_settings.source,
         )  # fmt: skip
         if shop.accelerator.is_main_process:
             save_for_engine(model, shop.tokenizer, self.files.path / "model")

@@ -7,6 +7,7 @@ from typing import Any
 
 from offdrift.certificate.certify import ACCEPTANCE_FLOOR
 from offdrift.methods import Method
+from offdrift.rollouts.records import OLD_STATUS
 
 Row = Mapping[str, Any]
 
@@ -20,8 +21,12 @@ def summarize_arm(
     *,
     seconds: float,
     findings: Sequence[Row] = (),
+    old_policy: str | None = None,
 ) -> dict[str, Any]:
     """What happened in an arm, in one row; what was not measured is None.
+
+    Args:
+        old_policy: where its old log-probs were from, `old_policy.from` of the recipe.
 
     Means over updates are weighted by tokens (divergences) or plain (shares, bounds).
     """
@@ -29,7 +34,7 @@ def summarize_arm(
     summary = {
         "arm": name,
         "method": method_name,
-        "description": row.describe(),
+        "description": row.describe() + _old_log_probs(old_policy, metrics),
         "updates": len(metrics),
         "reward_before": evals[0]["reward"] if evals else None,
         "reward_after": evals[-1]["reward"] if evals else None,
@@ -89,6 +94,14 @@ def _without_effect(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
         elif largest is not None:
             sentence += f"; the largest |log {on} ratio| was {largest:.2g} nat"
         yield f"{sentence} ({part.formula})"
+
+
+def _old_log_probs(source: str | None, metrics: Sequence[Row]) -> str:
+    """How the old log-probs were come by, for the description; nothing where the method reads none."""
+    statuses = _known(metrics, "old/status")
+    if not statuses:
+        return ""
+    return f"; old log-probs {max(statuses, key=OLD_STATUS.index)} ({source})"
 
 
 def _old_policy(metrics: Sequence[Row]) -> Iterator[str]:
