@@ -12,7 +12,7 @@ from torch import Tensor
 from offdrift.rollouts.logged import Logged
 
 LIMIT = 20.0
-ALL = ("logp_old", "logp", "advantages", "rewards", "group_ids", "rollout_version", "version", "entropy", "divergences", "tokens", "truncated", "texts")  # fmt: skip
+ALL = ("logp_old", "logp", "advantages", "rewards", "group_ids", "rollout_version", "version", "entropy", "divergences", "tokens", "old_status", "truncated", "texts")  # fmt: skip
 
 
 def make_log(
@@ -53,6 +53,7 @@ def make_log(
         "divergences": {"kl_rollout_old": torch.rand(n, generator=g, dtype=torch.float64).to(dtype)},
         "tokens": torch.randint(0, 1000, (n,), generator=g),
         "truncated": torch.randint(0, 2, (b,), generator=g),
+        "old_status": torch.randint(0, 4, (b,), generator=g),
     }  # fmt: skip
     given = {name: held[name] for name in fields if name in held}
     if "texts" in fields:

@@ -75,7 +75,7 @@ def flat(batches: Sequence[Logged]) -> dict[str, object]:
     }
     for name in (
         "step", "row", "response_lengths", "logp_rollout", "logp_old", "logp", "logp_ref",
-        "advantages", "rewards", "rollout_version", "version", "entropy", "tokens", "truncated",
+        "advantages", "rewards", "rollout_version", "version", "entropy", "tokens", "old_status", "truncated",
         "group_ids", "in_response",
     ):  # fmt: skip
         parts = [getattr(b, name) for b in batches]

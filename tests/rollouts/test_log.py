@@ -14,7 +14,7 @@ from offdrift.rollouts.log import TOKEN_COLUMNS, write_log
 from offdrift.rollouts.logged import Logged
 from tests.integrations.samples import one, ragged, read_all, same_groups
 
-FIELDS = ("cu_seqlens", "step", "row", "response_lengths", "logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rewards", "rollout_version", "version", "entropy", "tokens", "truncated")  # fmt: skip
+FIELDS = ("cu_seqlens", "step", "row", "response_lengths", "logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rewards", "rollout_version", "version", "entropy", "tokens", "old_status", "truncated")  # fmt: skip
 
 
 def assert_same(a: Logged, b: Logged) -> None:

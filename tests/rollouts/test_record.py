@@ -34,6 +34,7 @@ KEPT = LOGP[MASK.bool()]
 BY_ROW = {
     "rewards": [1.0, 0.0, NAN, 0.5],
     "group_ids": [4, 4, 9, 9],
+    "old_status": torch.tensor([0, 1, 2, 3]),
     "truncated": torch.tensor([0, 1, 0, 0]),
     "prompts": ["a", "a", "b", "b"],
     "completions": ("w", "x", "", "z <b>"),

@@ -13,8 +13,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from offdrift.audit.part import Job
+from offdrift.audit.result import conclude
+from offdrift.audit.stream import audit
 from offdrift.engines.score import score
 from offdrift.errors import CheckpointError, EvidenceError, RecipeError
+from offdrift.integrations.logs import detect, pieces
 from offdrift.methods import METHODS
 from offdrift.objectives.ewma import ewma_update
 from offdrift.rollouts.records import OLD_STATUS
@@ -103,6 +107,30 @@ def test_the_batch_start_policy_makes_the_same_methods_inert_and_the_run_says_so
     said = " ".join(row["notes"])
     assert "clip never changed a token" in said
     assert "stale: taken up to 7 updates after" in said
+
+
+def audited(log: Path, out: Path) -> dict[str, Any]:
+    found = detect([str(log)])
+    job = Job(found)
+    return conclude(audit(job, pieces(found), folder=out), job)
+
+
+def test_an_audit_reads_how_old_log_probs_were_come_by(stale: Path, tmp_path: Path):
+    exact = audited(stale / "arms" / "ppo_clip" / "log", tmp_path / "a")
+    assert exact["overall"]["old/exact_frac"] == 1
+    assert "old_policy_stale" not in {f["rule"] for f in exact["findings"]}
+    train(lagging("ppo_clip", old_policy={"from": "batch_start"}), tmp_path / "run")
+    late = audited(tmp_path / "run" / "arms" / "arm" / "log", tmp_path / "b")
+    assert late["overall"]["old/stale_frac"] > 0.5
+    assert "old_policy_stale" in {f["rule"] for f in late["findings"]}
+
+
+def test_a_log_may_say_it_in_words_and_anything_else_is_no_status(tmp_path: Path):
+    words = ["exact", "stale", "approximated", "missing", "whatever", None, 1, 77]
+    row = {"step": 1, "logp_rollout": [-1.0, -2.0], "logp_old": [-1.1, -2.0], "logp": [-1.0, -2.1]}
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps({**row, "old_status": w}) + "\n" for w in words))  # fmt: skip
+    overall = audited(tmp_path / "log.jsonl", tmp_path / "out")["overall"]
+    assert [overall[f"old/{name}_frac"] for name in OLD_STATUS] == [1 / 5, 2 / 5, 1 / 5, 1 / 5]
 
 
 @pytest.mark.parametrize("source", ["second_model", "sampling"])
@@ -240,9 +268,9 @@ def test_whole_distributions_of_old_and_current_policy_are_compared(tmp_path: Pa
     for m in [*gate, *penalty]:  # one precision, so the old policy is the rollout policy
         assert m[kl] == pytest.approx(m["divergence/kl_rollout_current_mean"], rel=1e-3, abs=1e-6)
     assert max(m["gate/0/drop_frac_token"] for m in gate) > 0.01
-    assert [m["gate/0/drop_frac_token"] for m in gate][0] == 0
+    assert gate[0]["gate/0/drop_frac_token"] == 0
     assert kl not in plain[0]
-    ends = [[m["optim/grad_norm"] for m in arm][-1] for arm in (penalty, plain)]
+    ends = [arm[-1]["optim/grad_norm"] for arm in (penalty, plain)]
     assert ends[0] != pytest.approx(ends[1], rel=1e-3), "the penalty must push"
 
 

@@ -33,7 +33,7 @@ def cut(batch: Logged, first: int, last: int) -> Logged:
         return None if x is None else x[i:j]
 
     by_token = ("logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rollout_version", "position", "entropy", "tokens")  # fmt: skip
-    by_sequence = ("rewards", "group_ids", "version", "truncated", "prompts", "completions", "trainable")  # fmt: skip
+    by_sequence = ("rewards", "group_ids", "version", "old_status", "truncated", "prompts", "completions", "trainable")  # fmt: skip
     return replace(
         batch,
         cu_seqlens=cuts - a,

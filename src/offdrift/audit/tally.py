@@ -26,7 +26,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.rollouts.logged import Logged
 from offdrift.stats.signature import PerSequence
 
-FIELDS = ("logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rewards", "group_ids", "rollout_version", "version", "position", "entropy", "tokens", "truncated", "prompts", "completions")  # fmt: skip
+FIELDS = ("logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rewards", "group_ids", "rollout_version", "version", "position", "entropy", "tokens", "old_status", "truncated", "prompts", "completions")  # fmt: skip
 """What a log may hold, as `has` names it; exact divergences follow under their own names."""
 
 

@@ -20,6 +20,7 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import stopped_log_ratio
 from offdrift.rollouts.logged import Logged
+from offdrift.rollouts.records import OLD_STATUS
 from offdrift.stats import DriftStats, Histogram, signature, summarize
 from offdrift.stats.histogram import LENGTH, LOG_RATIO, REWARD
 from offdrift.stats.signature import PerSequence
@@ -121,6 +122,12 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
         sums |= {"reward": batch.rewards.double().where(known, 0.0).sum(), "reward/n": known.sum()}
     if batch.truncated is not None:
         sums |= {"truncated": batch.truncated.count_nonzero(), "truncated/n": float(b)}
+    if batch.old_status is not None and n:
+        status, lengths = batch.old_status, batch.segments.lengths.double()
+        stated = (status >= 0) & (status < len(OLD_STATUS))  # a log may say anything
+        for code, name in enumerate(OLD_STATUS):
+            sums[f"old/{name}"] = lengths.where(status == code, 0.0).sum()
+            sums[f"old/{name}/n"] = lengths.where(stated, 0.0).sum()
     if batch.lag is not None and batch.version is not None and n:
         sums |= {"version_lag": batch.lag.sum(), "version_lag/n": float(n)}
         maxima["version_lag_max"] = batch.lag.max()

@@ -40,6 +40,7 @@ ROW_COLUMNS = {
     "reward": ("rewards", pa.float32()),
     "group_id": ("group_ids", pa.int64()),
     "version": ("version", pa.int64()),
+    "old_status": ("old_status", pa.int8()),
     "truncated": ("truncated", pa.int8()),
 }
 """Column: (attribute of `Logged`, type)."""

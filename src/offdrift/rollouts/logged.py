@@ -58,6 +58,9 @@ class Logged:
     divergences: Mapping[str, Float[Tensor, " n"]] = field(default_factory=dict)
     """Exact full-vocabulary divergences by name (`kl_rollout_current`, `tv_rollout_old`, ...)."""
     tokens: Int[Tensor, " n"] | None = None
+    old_status: Int[Tensor, " b"] | None = None
+    """How the old log-probs of each sequence were come by, its worst token's: an index into
+    `OLD_STATUS` (exact, stale, approximated, missing)."""
     truncated: Int[Tensor, " b"] | None = None
     """1 where the response was cut off by its length limit."""
     prompts: tuple[str, ...] | None = field(default=None, repr=False)
@@ -182,6 +185,7 @@ class Logged:
             entropy=by_token(self.entropy),
             divergences={name: x[rows] for name, x in self.divergences.items()},
             tokens=by_token(self.tokens),
+            old_status=by_sequence(self.old_status),
             truncated=by_sequence(self.truncated),
             prompts=texts(self.prompts),
             completions=texts(self.completions),

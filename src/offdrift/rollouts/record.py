@@ -41,6 +41,7 @@ def record(
     version: Values | None = None,
     rollout_version: Values | None = None,
     entropy: Values | None = None,
+    old_status: Values | None = None,
     truncated: Values | None = None,
     response_lengths: Values | None = None,
     divergences: Mapping[str, Values] | None = None,
@@ -72,6 +73,8 @@ def record(
         version: of the weights being trained, optimizer steps taken so far.
         rollout_version: of the weights that drew the tokens; per token, per sequence, or one number.
         entropy: of the policy being trained, nats.
+        old_status: how a response's `logp_old` was come by: 0 exact (the training engine at the weights
+            that sampled), 1 stale (at others), 2 approximated, 3 missing (the rollout's stand in).
         truncated: 1 where a response hit its length limit.
         response_lengths: tokens of each whole response. Without, from its first to its last token
             that trains.
@@ -98,7 +101,7 @@ def record(
         "step": step, "logp_rollout": logp_rollout, "logp_old": logp_old, "logp": logp,
         "logp_ref": logp_ref, "mask": mask, "cu_seqlens": cu_seqlens, "advantages": advantages,
         "rewards": rewards, "group_ids": group_ids, "tokens": tokens, "version": version,
-        "rollout_version": rollout_version, "entropy": entropy, "truncated": truncated,
+        "rollout_version": rollout_version, "entropy": entropy, "old_status": old_status, "truncated": truncated,
         "response_lengths": response_lengths,
     }  # fmt: skip
     batch = Unpacked(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offdrift.rollouts.log import write_log
 from offdrift.rollouts.logged import Logged
+from offdrift.segments import Segments
 from offdrift.train.source import Shard
 from offdrift.train.step import Batch
 from offdrift.train.view import TokenView
@@ -63,10 +64,16 @@ class TokenLog:
             entropy=torch.cat([v.entropy for v in self.views]),
             divergences=self._divergences() if exact else {},
             tokens=used.tokens,
+            old_status=self._old_status(used.segments, rows),
             truncated=torch.tensor([f == "length" for f in used.finish]).long(),
             prompts=used.prompts,
             completions=used.completions,
         )
+
+    def _old_status(self, segments: Segments, rows: Tensor) -> Tensor | None:
+        """Of each sequence, its worst token's."""
+        status = self.batch.old_status
+        return None if status is None else segments.max(status[rows].double()).long()
 
     def _divergences(self) -> dict[str, Tensor]:
         return {k: torch.cat([v.lower[k] for v in self.views]) for k in self.views[0].lower}

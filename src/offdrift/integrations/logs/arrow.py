@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offdrift.integrations.logs.columns import Columns, Lists, Numbers, cumulative
-from offdrift.integrations.logs.fields import CUT_OFF, FLOATS, INTEGERS, NUMBERS, TEXTS
+from offdrift.integrations.logs.fields import FLOATS, INTEGERS, NUMBERS, OTHER, TEXTS, WORDS
 from offdrift.integrations.logs.rows import LARGE, text_of
 
 pc: Any = pyarrow.compute
@@ -46,7 +46,7 @@ def fits(field: str, kind: pa.DataType) -> bool:
         return True
     if (field in FLOATS or field in INTEGERS) and is_list(kind):
         return is_number(kind.value_type)
-    return field in NUMBERS and (is_number(kind) or (field == "truncated" and is_text(kind)))
+    return field in NUMBERS and (is_number(kind) or (field in WORDS and is_text(kind)))
 
 
 def to_columns(table: pa.Table, before: int, wanted: Mapping[str, str]) -> Columns:
@@ -113,8 +113,12 @@ def _lists(array: pa.Array, floats: bool) -> Lists:
 
 
 def _numbers(array: pa.Array, field: str) -> Numbers:
-    if field == "truncated" and is_text(array.type):
-        array = pc.is_in(array, pa.array(CUT_OFF, array.type))
+    if field in WORDS and is_text(array.type):
+        words = WORDS[field]
+        codes = pa.array([*words.values(), OTHER[field]], pa.int64())
+        where = pc.index_in(array, pa.array(list(words), array.type))
+        known = pc.fill_null(where, len(words))
+        array = pc.if_else(array.is_valid(), codes.take(known), None)
     if pa.types.is_floating(array.type) or field in ("reward", "advantages"):
         values = pc.fill_null(array.cast(pa.float64(), safe=False), float("nan"))
         return Numbers(tensor(pc.if_else(pc.less(pc.abs(values), LARGE), values, float("nan"))))

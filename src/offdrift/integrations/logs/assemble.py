@@ -19,7 +19,7 @@ from offdrift.rollouts.logged import Logged
 PATTERNS = 8
 """Sets of fields that rows are told apart by; of more, the field that most rows lack is left out."""
 
-BY_ROW = ("version", "truncated")
+BY_ROW = ("version", "old_status", "truncated")
 """Numbers per row that some rows may lack; an unknown reward is NaN."""
 
 STEP_STRIDE = 0x9E3779B97F4A7C15 - 2**64
@@ -147,6 +147,7 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
         entropy=by_token["entropy"],
         divergences={name: x for name in DIVERGENCES if (x := by_token[name]) is not None},
         tokens=by_token["tokens"],
+        old_status=whole("old_status"),
         truncated=whole("truncated"),
         prompts=_texts(columns, "prompt"),
         completions=_texts(columns, "completion"),

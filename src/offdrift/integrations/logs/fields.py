@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from offdrift.rollouts.records import OLD_STATUS
+
 POLICIES = ("logp_rollout", "logp_old", "logp")
 """The policies that an audit compares."""
 LOGPS = (*POLICIES, "logp_ref")
@@ -18,10 +20,15 @@ LISTS = (*(name for name in FLOATS if name != "advantages"), "tokens", "mask", "
 """Per response token, and nothing else: a column of single numbers is another thing of that name."""
 EITHER = ("advantages", "rollout_version")
 """Per response token, or one number for the whole row."""
-NUMBERS = ("step", "reward", "group_id", "version", "truncated", "response_length", *EITHER)
+NUMBERS = ("step", "reward", "group_id", "version", "old_status", "truncated", "response_length", *EITHER)
 """Per row. `group_id` may be a text."""
 TEXTS = ("prompt", "completion")
 FIELDS = tuple(dict.fromkeys((*FLOATS, *INTEGERS, *NUMBERS, *TEXTS)))
 
-CUT_OFF = ("length", "truncated")
-"""Reasons to finish that say `truncated`, where a log gives the reason."""
+WORDS = {
+    "truncated": {"length": 1, "truncated": 1},
+    "old_status": {name: code for code, name in enumerate(OLD_STATUS)},
+}
+"""Numbers per row that a log may give as words: the reason to finish, how old log-probs were come by.
+Any other word is 0, respectively -1, which no status is."""
+OTHER = {"truncated": 0, "old_status": -1}

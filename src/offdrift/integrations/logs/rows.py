@@ -12,14 +12,15 @@ import torch
 
 from offdrift.integrations.logs.columns import Columns, Lists, Numbers, cumulative
 from offdrift.integrations.logs.fields import (
-    CUT_OFF,
     EITHER,
     FIELDS,
     FLOATS,
     INTEGERS,
     LISTS,
     NUMBERS,
+    OTHER,
     TEXTS,
+    WORDS,
 )
 from offdrift.integrations.logs.types import BadRow
 
@@ -191,8 +192,8 @@ def _shown(value: Any) -> str:
 
 def _numbers(name: str, values: list[Any]) -> Numbers:
     plain = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
-    if name == "truncated":
-        plain = [v in CUT_OFF if isinstance(v, str) else v for v in plain]
+    if name in WORDS:
+        plain = [WORDS[name].get(v, OTHER[name]) if isinstance(v, str) else v for v in plain]
     wrong = next((v for v in plain if v is not None and not isinstance(v, int | float)), None)
     if wrong is not None:
         raise TypeError(
