@@ -72,7 +72,7 @@ REASONS: dict[str, str] = {
 
 Outcome = tuple[Tensor, Tensor]
 """Loss, and its gradient to logp."""
-NO_STATISTICS = DriftStats((), torch.zeros(0), (), torch.zeros(0), {})
+NO_STATISTICS = DriftStats((), torch.zeros(0), (), torch.zeros(0), (), torch.zeros(0), {})
 
 
 @contextlib.contextmanager

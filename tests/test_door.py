@@ -28,7 +28,6 @@ from offdrift.segments import Segments
 from offdrift.stats import summarize
 
 
-
 @pytest.fixture(autouse=True)
 def _as_a_user_calls_it():
     """Without the type checks of the test run, which would refuse before the library does."""
@@ -57,7 +56,9 @@ def test_groups_given_beside_segments_are_used():
     assert lp.segments.groups.sizes.tolist() == [2]
     assert S.group_ids is None
     same = Segments.from_lengths([2, 3], group_ids=torch.tensor([4, 4]))
-    assert batch(segments=same, group_ids=torch.tensor([4, 4])).segments.groups.sizes.tolist() == [2]
+    assert batch(segments=same, group_ids=torch.tensor([4, 4])).segments.groups.sizes.tolist() == [
+        2
+    ]
     got = advantages(torch.tensor([1.0, 0.0]), lp.segments)
     torch.testing.assert_close(got, lp.segments.spread(torch.tensor([1, -1]) / math.sqrt(2)))
 
@@ -95,7 +96,9 @@ def test_malformed_groups_are_refused(groups, error, words):
 
 def test_an_estimator_that_compares_siblings_asks_which_they_are():
     rewards = torch.tensor([1.0, 0.0])
-    with pytest.raises(EvidenceError, match="'grpo' compares a sequence with the others of its prom"):
+    with pytest.raises(
+        EvidenceError, match="'grpo' compares a sequence with the others of its prom"
+    ):
         advantages(rewards, S)
     alone = advantages(rewards, S, group_ids=None)
     torch.testing.assert_close(alone, S.spread(rewards / (1 + 1e-6)))
@@ -212,7 +215,10 @@ def test_a_normalizer_is_positive(value):
 def test_what_is_no_tensor_is_refused_with_the_way_out():
     for call, words in (
         (lambda: LogProbs.pack(None, mask=torch.ones(1, 1)), "logp_rollout is None, not a tensor"),  # type: ignore[arg-type]
-        (lambda: batch(logp_rollout=np.zeros(5)), r"ndarray, not a tensor; give torch.as_tensor\(x\)"),
+        (
+            lambda: batch(logp_rollout=np.zeros(5)),
+            r"ndarray, not a tensor; give torch.as_tensor\(x\)",
+        ),
         (lambda: batch(logp=[-1.0] * 5), "logp is a list"),
         (lambda: batch(mask=np.ones(5)), "mask is a ndarray"),
         (lambda: batch(segments=[2, 3]), "segments is a list"),
@@ -236,7 +242,7 @@ def test_a_method_by_name_is_that_method():
         policy_loss(batch(), "token_tsi", ONES)
     with pytest.raises(MethodError, match="method is a int"):
         policy_loss(batch(), 3, ONES)  # type: ignore[arg-type]
-    with pytest.raises(MethodError, match="make them with LogProbs.pack"):
+    with pytest.raises(MethodError, match=r"make them with LogProbs\.pack"):
         policy_loss(ONES, "token_tis", ONES)  # type: ignore[arg-type]
 
 
@@ -244,7 +250,7 @@ def test_a_method_by_name_is_that_method():
 def test_a_row_that_looks_at_the_whole_step_asks_what_it_saw(name):
     known = {"entropy": ONES, "vocab": 9, "rewards": torch.ones(2), "version_lag": ONES}
     lp = batch(logp_ref=-ONES, group_ids=torch.tensor([1, 1]))
-    with pytest.raises(EvidenceError, match='give observed=.*observed="this_batch"'):
+    with pytest.raises(EvidenceError, match=r'give observed=.*observed="this_batch"'):
         policy_loss(lp, name, ONES, normalizer=5.0, **known)
     row = METHODS[name]
     facts = Facts(**known)
@@ -327,4 +333,5 @@ def test_malformed_input_meets_our_errors_or_is_used(data):
         assert (grad.reshape(-1)[~kept] == 0).all()
         advantages(rewards, lp.segments, how=data.draw(st.sampled_from(["grpo", "rloo", "opo"])))
     except OffdriftError as e:
-        assert len(str(e)) > 20
+        said = str(e)
+        assert len(said) > 20

@@ -159,7 +159,7 @@ class LogProbs:
         """Log-ratios without gradient that were computed before (see `ratios.stopped_log_ratio`)."""
         return {}
 
-    def at_scored(self, x: Shaped[Tensor, "n *rest"]) -> Shaped[Tensor, "s *rest"]:
+    def at_scored(self, x: Shaped[Tensor, n * rest]) -> Shaped[Tensor, s * rest]:
         """A per-token tensor of this batch at the tokens that the engine scored."""
         rows = self.scored_rows
         return x if rows is None else x.index_select(0, rows)
@@ -283,7 +283,9 @@ def _refuse_bad_values(
     if lowest["logp_rollout"] <= UNSCORED_BELOW:
         unscored = upcast["logp_rollout"].detach() <= UNSCORED_BELOW
         # The floor, and not what stood there: packed or recorded again, the token is as unscored.
-        upcast["logp_rollout"] = upcast["logp_rollout"].masked_fill(unscored, FLOORS["logp_rollout"])
+        upcast["logp_rollout"] = upcast["logp_rollout"].masked_fill(
+            unscored, FLOORS["logp_rollout"]
+        )
     clean = {
         name: x if lowest[name] >= FLOORS[name] else x.clamp(min=FLOORS[name])
         for name, x in upcast.items()

@@ -39,7 +39,7 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-class cached(cached_property):  # noqa: N801
+class cached(cached_property):
     """`cached_property` of tensors, which keeps nothing that a `torch.func` transformation made."""
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -112,7 +112,9 @@ def truth(policies, drawn) -> BatchEvidence:
     assert exact["kl_rollout_current"].max() > REGION.delta, "some tokens must leave the region"
     assert exact["kl_rollout_current"].median() < REGION.delta
     assert rollouts.rewards is not None
-    by_prompt = rollouts.with_(group_ids=rollouts.prompt_keys())  # intervals take them in this order
+    by_prompt = rollouts.with_(
+        group_ids=rollouts.prompt_keys()
+    )  # intervals take them in this order
     return BatchEvidence.of(
         LogProbs.pack(logp_mu, logp_pi, segments=by_prompt.segments),
         rollouts.rewards.double(),

@@ -362,7 +362,11 @@ def test_a_mixture_in_bfloat16_flips_and_replay_explains_the_tail():
     assert 0 < detail["flip_frac"] <= detail["flipped_tokens_frac"] < 0.2
     # A decision that differs exchanges one or two of its two experts, out of 8.
     assert detail["experts"] == 8
-    assert 2 / 8 * detail["flip_frac"] <= detail["delta_router"] + 1e-9 <= 4 / 8 * detail["flip_frac"] + 2e-9
+    assert (
+        2 / 8 * detail["flip_frac"]
+        <= detail["delta_router"] + 1e-9
+        <= 4 / 8 * detail["flip_frac"] + 2e-9
+    )
     assert detail["kl_mean_at_flips"] > detail["kl_mean_elsewhere"]
     assert row.kl_mean == detail["kl_mean_with_replay"] < row.baseline_kl_mean
     assert detail["kl_max_with_replay"] < detail["kl_max_without_replay"]

@@ -244,11 +244,13 @@ def test_numbers_of_a_field_that_half_of_the_log_has_are_of_that_half(audits):
     }
     assert told["counts"]["tokens"] == N
     assert sum(b["tokens"] for b in told["facets"]["lag"]) == N // 2
-    assert told["overall"]["mismatch/k1"] == pytest.approx(audits["clean"][2]["overall"]["mismatch/k1"])
+    assert told["overall"]["mismatch/k1"] == pytest.approx(
+        audits["clean"][2]["overall"]["mismatch/k1"]
+    )
 
 
 def test_staleness_is_audited_where_the_log_has_nothing_else(audits):
-    status, printed, told = audits["no rollout policy"]
+    _, printed, told = audits["no rollout policy"]
     rows = [json.loads(x) for x in no_rollout_policy(clean()).splitlines()]
     l = [b - a for r in rows for a, b in zip(r["logp_old"], r["logp"])]  # noqa: E741
     k3 = sum(math.expm1(x) - x for x in l) / len(l)

@@ -180,7 +180,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logp_rollout": None}, "logp_rollout"),
     ({"rollout_version": None}, "log the version of the weights that drew"),
     ({"group_ids": None}, "log the prompt or its id"),
-    ({"unscored": {"logp_rollout/missing": torch.tensor([3] + [0] * (B - 1))}}, "3 tokens have no log-probs"),
+    (
+        {"unscored": {"logp_rollout/missing": torch.tensor([3] + [0] * (B - 1))}},
+        "3 tokens have no log-probs",
+    ),
     ({"logp_old": None, "version": None}, "already learned from these rollouts is unknown"),
 ]
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offdrift.certificate import inequalities, inverse
-from offdrift.certificate import Bound, all_bounds, tightest, unified
+from offdrift.certificate import Bound, all_bounds, inequalities, inverse, tightest, unified
 from offdrift.certificate.inequalities import context_shift, total_shift, weighted_shift
 from offdrift.certificate.inverse import (
     LONGEST,

@@ -28,6 +28,7 @@ def no_wide_vectors(patch: pytest.MonkeyPatch) -> None:
     for has in _WIDE_VECTORS:
         patch.setattr(torch.cpu, has, lambda: False)
 
+
 _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,

@@ -122,7 +122,9 @@ def test_an_fp8_cache_on_a_processor_without_wide_vectors_is_not_offered(
     checkpoints, dense, monkeypatch
 ):
     no_wide_vectors(monkeypatch)
-    with pytest.raises(NotOfferedError, match="not offered on this machine: FP8 KV cache.*AVX-512"):
+    with pytest.raises(
+        NotOfferedError, match=r"not offered on this machine: FP8 KV cache.*AVX-512"
+    ):
         vllm_engine_module.VLLMEngine(checkpoints["dense"], kv_cache_dtype="fp8", max_model_len=64)
     gc.collect()
     assert len(dense.generate(PROMPTS, PLAIN, seed=0).tokens) == 96

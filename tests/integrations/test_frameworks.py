@@ -36,9 +36,9 @@ from tests.integrations.samples import (
     read_all,
     rollout_logp,
     rollouts,
-    unscored,
     same_groups,
     trainer_logp,
+    unscored,
 )  # fmt: skip
 
 GROUPS = torch.tensor([0, 0, 1])

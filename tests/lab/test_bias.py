@@ -153,7 +153,9 @@ COEFFICIENTS: dict[str, Callable[[Path], list[float]]] = {
     "echo2": lambda y: [min(w, 2.0) for w in y.w],
     "decoupled_seq_mis": masked_and_clipped,
     "dispo_paper": lambda y: [min(max(r, 0.8), 11) if y.reward > 0 else min(r, 101) for r in y.r],
-    "dispo": lambda y: [min(max(r, FLOORS[y.reward > 0]), CAPS[y.reward > 0, y.advantage > 0]) for r in y.r],
+    "dispo": lambda y: [
+        min(max(r, FLOORS[y.reward > 0]), CAPS[y.reward > 0, y.advantage > 0]) for r in y.r
+    ],
 }
 
 

@@ -172,7 +172,9 @@ def weights_of(w: Any, step: list[Sequence]) -> Matrix:
         counted = [x[0] for x in raw if x] if whole else [y for x in raw for y in x]
         mean = sum(counted) / len(counted)
         raw = [[y / mean for y in x] for x in raw]
-    return [[x if applies(w, a, s.reward) else 1.0 for x, a in zip(r, s.a)] for r, s in zip(raw, step)]
+    return [
+        [x if applies(w, a, s.reward) else 1.0 for x, a in zip(r, s.a)] for r, s in zip(raw, step)
+    ]
 
 
 def applies(w: Weight, a: float, reward: float) -> bool:

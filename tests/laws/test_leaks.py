@@ -58,7 +58,9 @@ def test_what_is_reported_is_without_gradient(name):
     parts = [x for s in seen(row, replace(given, lp=bare)).parts.values() for x in s.values()]
     assert not any(x.requires_grad for x in parts)
     assert len(parts) >= len([p for p in row.observers if p is row.lr_scale])
-    result = policy_loss(bare, row, given.advantages, normalizer=1.0, observed="this_batch", **given.facts)
+    result = policy_loss(
+        bare, row, given.advantages, normalizer=1.0, observed="this_batch", **given.facts
+    )
     assert result.loss.requires_grad
     stats = (result.stats.sums, result.stats.maxima, *result.stats.by_position.values())
     assert not any(x.requires_grad for x in stats)

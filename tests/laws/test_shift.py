@@ -147,7 +147,7 @@ def test_no_effective_sample_size_of_ratios_changes(on, shift):
             assert found[name] == pytest.approx(expected[name], rel=1e-7), name
 
 
-@pytest.mark.parametrize("shift", (0.0, *SHIFTS))
+@pytest.mark.parametrize("shift", [0.0, *SHIFTS])
 @pytest.mark.parametrize(("name", "i"), WEIGHTS)
 def test_the_effective_sample_size_of_a_rows_weights_is_that_of_the_ratios(name, i, shift):
     """Whatever the unit; where advantage or outcome decides, the other tokens weigh 1."""

@@ -161,7 +161,12 @@ def test_a_weight_of_one_outcome_leaves_the_other_alone(name, i):
     weight = METHODS[name].correction.weights[i]
     a = -1.0 if weight.advantage == "negative" else 1.0
     line, x = weight.correct_above, math.log(500.0)
-    for reward, correct in ((line + 1e-6, True), (line, False), (line - 1, False), (math.nan, None)):
+    for reward, correct in (
+        (line + 1e-6, True),
+        (line, False),
+        (line - 1, False),
+        (math.nan, None),
+    ):
         about = correct is not None and correct == (weight.outcome == "correct")
         batch = made(weight.on, [x, x], [a, a], lengths=[1, 1])
         got = weighed(name, weight, batch, reward=reward).result.corrected
@@ -195,4 +200,7 @@ def test_every_weight_of_the_table_was_looked_at():
     assert {w.outside for _, _, w in ALL if isinstance(w, Weight)} == {"truncate", "mask"}
     conditions = {w.advantage for _, _, w in ALL if isinstance(w, Weight)}
     assert conditions == {"any", "positive", "negative"}
-    assert {METHODS[n].correction.weights[i].outcome for n, i in OUTCOMES} == {"correct", "incorrect"}
+    assert {METHODS[n].correction.weights[i].outcome for n, i in OUTCOMES} == {
+        "correct",
+        "incorrect",
+    }

@@ -95,15 +95,11 @@ def test_the_penalty_acts_on_it_as_on_a_rejected_token(name):
 
 
 def numbers(given: Given, seed: int) -> dict[str, float]:
-    result = policy_loss(
-        given.lp, METHODS["grpo"], given.advantages, normalizer=1.0, **given.facts
-    )
+    result = policy_loss(given.lp, METHODS["grpo"], given.advantages, normalizer=1.0, **given.facts)
     tails = Tails()
     tails.add(given.lp)
     place = segments_of(draw(seed).turns, None).position
-    shape = signature(
-        given.lp, advantages=given.advantages, position=given.lp.like_caller(place)
-    )
+    shape = signature(given.lp, advantages=given.advantages, position=given.lp.like_caller(place))
     return result.stats.plus(shape).plus(tails.sums(lambda mine: [mine])).to_host()
 
 

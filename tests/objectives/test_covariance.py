@@ -226,8 +226,12 @@ def test_the_exact_penalty_goes_through_the_loss():
     plain = policy_loss(lp, override(row, {"objective.coef": 0.0}), advantages, divergences=old_divergences(old, leaf))  # fmt: skip
     kl = (old.softmax(-1) * (old.log_softmax(-1) - leaf.log_softmax(-1))).sum(-1)
     assert (result.loss - plain.loss).item() == pytest.approx(kl.mean().item(), rel=1e-9)
-    (one,), (other,) = (torch.autograd.grad(r.loss, leaf, retain_graph=True) for r in (result, plain))
-    torch.testing.assert_close(one - other, (leaf.softmax(-1) - old.softmax(-1)) / 7, rtol=1e-6, atol=1e-9)
+    (one,), (other,) = (
+        torch.autograd.grad(r.loss, leaf, retain_graph=True) for r in (result, plain)
+    )
+    torch.testing.assert_close(
+        one - other, (leaf.softmax(-1) - old.softmax(-1)) / 7, rtol=1e-6, atol=1e-9
+    )
     assert not result.stats.sums.requires_grad
 
 

@@ -62,7 +62,9 @@ def test_st_ppo_values_of_the_methods_table():
     assert seen["sequences"].item() == 2
     assert (seen["log_squares"] / 2).exp().item() / 2 == pytest.approx(0.229564, abs=1e-6)
     vector = packed([[0, 0.168732, 0, 0.138146], [-0.07172566, 0, 0]], lp)
-    assert seen["log_squares"].exp().item() / 4 == pytest.approx(vector.square().sum().item(), abs=1e-6)
+    assert seen["log_squares"].exp().item() / 4 == pytest.approx(
+        vector.square().sum().item(), abs=1e-6
+    )
     plain = Clipped(eps_low=0.1, eps_high=0.1)(lp, a)
     torch.testing.assert_close(got.loss, plain.loss, rtol=0, atol=0)  # scale 1
 

@@ -28,7 +28,7 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
     recipe = load_recipe(TINY)
     rows = {name: arm.build() for name, arm in recipe.arms.items()}
     assert recipe.lag.sync_every == 8
-    assert recipe.rollout.dtype == "bfloat16"
+    assert (recipe.rollout.dtype, recipe.rollout.quantization) == ("float32", "int8")
     assert not rows["none"].correction.gates
     assert rows["none"].correction.weights == ()
     assert rows["trm_max"].needs_divergences

@@ -54,10 +54,22 @@ def test_what_was_not_measured_is_none():
         ("trm_max", {"gate/acceptance_seq": 0.5}, "accepted 50% of the sequences, below the 70 %"),
         ("trm_max", {"gate/0/drop_frac_token": 0.0}, "gate 0 never rejected a token"),
         ("token_tis", {}, "no weight ever met its limits"),
-        ("ppo_clip", {"objective/clip_frac_active": 0.0, "staleness/abs_log_ratio_max": 0.0}, "the objective's clip never changed a token: the staleness ratio was 1 at every token, so nothing was corrected"),
-        ("ppo_clip", {"objective/clip_frac_active": 0.0, "staleness/abs_log_ratio_max": 0.05}, "never changed a token; the largest |log staleness ratio| was 0.05 nat"),
+        (
+            "ppo_clip",
+            {"objective/clip_frac_active": 0.0, "staleness/abs_log_ratio_max": 0.0},
+            "the objective's clip never changed a token: the staleness ratio was 1 at every token, so nothing was corrected",
+        ),
+        (
+            "ppo_clip",
+            {"objective/clip_frac_active": 0.0, "staleness/abs_log_ratio_max": 0.05},
+            "never changed a token; the largest |log staleness ratio| was 0.05 nat",
+        ),
         ("full_is", {"weight/changed_frac": 0.0}, "no weight ever differed from 1"),
-        ("grpo", {"objective/clip_frac_active": 0.1, "old/stale_frac": 0.5, "old/version_lag": 3}, "old log-probs are stale: taken up to 3 updates after"),
+        (
+            "grpo",
+            {"objective/clip_frac_active": 0.1, "old/stale_frac": 0.5, "old/version_lag": 3},
+            "old log-probs are stale: taken up to 3 updates after",
+        ),
         ("none", {"divergence/grade": "interval"}, "lower ends of certified intervals"),
     ],
 )

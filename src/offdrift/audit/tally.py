@@ -261,7 +261,9 @@ def _counts(batch: Logged) -> dict[str, int]:
     counts |= {f"has/{name}": b for name in (*held, *batch.divergences)}
     trainable = batch.cu_seqlens.diff() if batch.trainable is None else batch.trainable
     unscored = {name: int(n.sum()) for name, n in batch.unscored.items()}
-    absent = [n for name, n in unscored.items() if getattr(batch, name.partition("/")[0], 0) is None]
+    absent = [
+        n for name, n in unscored.items() if getattr(batch, name.partition("/")[0], 0) is None
+    ]
     counts |= {f"unscored/{name}": n for name, n in unscored.items()}
     counts |= {
         "trainable": int(trainable.sum()),

@@ -129,7 +129,7 @@ class Certificate:
         return (
             f"the top-k record leaves the largest KL of a token anywhere from {low:.3g} to {high:.3g} nat, "
             f"so that KL <= {self.region.delta:g} can not be seen to hold: what lies outside the top k could be "
-            "anywhere. Record the whole vocabulary or hidden states (evidence \"full\" or \"hidden\"), a larger k, "
+            'anywhere. Record the whole vocabulary or hidden states (evidence "full" or "hidden"), a larger k, '
             "or state a tail_log_ratio_cap"
         )
 
@@ -147,9 +147,7 @@ class Certificate:
         confidence = f"with probability {1 - self.alpha:g} ({ONE_LOOK}; {best.name})"
         provided = "; ".join([*best.provided, *self._assumed(best), *ALWAYS])
         if self.certified:
-            return (
-                f"J improves by at least {self.gain_low:.4g} {confidence}, provided: {provided}"
-            )
+            return f"J improves by at least {self.gain_low:.4g} {confidence}, provided: {provided}"
         reasons = "; ".join(text for _, text in sorted(self._reasons(), reverse=True))
         return (
             f"no certificate: {reasons}. W{confidence[1:]} J changes by at least "

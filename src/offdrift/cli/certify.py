@@ -48,9 +48,10 @@ def certify(
         tuple[float, float], typer.Option(help="Smallest and largest possible reward.")
     ] = (0.0, 1.0),
     alpha: Annotated[
-        float, typer.Option(
+        float,
+        typer.Option(
             help="Largest probability that any statement is wrong: for one policy and one look. Divide it by the checkpoints that you will judge by these rollouts."
-        )
+        ),
     ] = 0.05,
     constants: Annotated[str, typer.Option(help='"sharp", or "paper".')] = "sharp",
     tail_log_ratio_cap: Annotated[

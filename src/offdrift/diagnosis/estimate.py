@@ -17,6 +17,7 @@ from offdrift.diagnosis.window import number
 EXACT = {
     "mismatch": "divergence/kl_rollout_old_mean",
     "full": "divergence/kl_rollout_current_mean",
+    "staleness": "divergence/kl_old_current_mean",
 }
 Z_AGREES = 6.0
 """Standard errors within which a mean ratio is still 1, where no threshold says otherwise."""
@@ -34,8 +35,7 @@ def kl_metrics(on: str, z: float | None, limit: float = Z_AGREES) -> tuple[str, 
     """
     sampled = (f"{on}/k3", f"{on}/k1")
     agrees = z is None or abs(z) < limit
-    exact = (EXACT[on],) if on in EXACT else ()
-    return (*exact, *(sampled if agrees else sampled[::-1]))
+    return (EXACT[on], *(sampled if agrees else sampled[::-1]))
 
 
 def joined_z(zs: Sequence[float]) -> float | None:

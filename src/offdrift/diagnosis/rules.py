@@ -162,9 +162,7 @@ def _parse(tables: Mapping[str, Any], file: str) -> Rules:
     for name, rule in rules.items():
         for other in rule.suppressed_by:
             one_of(f"{file}: [rules.{name}] suppressed_by", other, sorted(rules))
-    order = {
-        n: (not r.data, LETTERS.index(r.letter), i) for i, (n, r) in enumerate(rules.items())
-    }
+    order = {n: (not r.data, LETTERS.index(r.letter), i) for i, (n, r) in enumerate(rules.items())}
     ordered = {n: rules[n] for n in sorted(order, key=order.__getitem__) if rules[n].enabled}
     return Rules(MappingProxyType(thresholds), MappingProxyType(ordered), MappingProxyType(fixes))
 

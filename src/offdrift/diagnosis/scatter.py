@@ -51,7 +51,7 @@ class Scatter(NamedTuple):
         n, rss = len(residuals), math.fsum(e * e for e in residuals)
         if n <= fitted + 2 or rss == 0:
             return Scatter(math.inf if rss else 0.0, 1.0)
-        r = math.fsum(a * b for a, b in zip(residuals, residuals[1:], strict=False)) / rss
+        r = math.fsum(a * b for a, b in pairwise(residuals)) / rss
         phi = min(max((n * r + fitted) / (n - fitted - 2), 0.0), 1.0)
         phi = min(phi + math.sqrt((1 - phi * phi) / n), 1 - 1e-9)
         per_draw = min((1 + phi) / (1 - phi), n)

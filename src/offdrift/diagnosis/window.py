@@ -87,9 +87,9 @@ class Window:
             if name.endswith("_frac") or "drop_frac" in name:
                 self.peak[name] = max(x, self.peak.get(name, x))
         rewards = self.column("reward/mean", self.trend)
-        if "reward/mean" in kept and len(rewards) == self.trend:
-            if self.best_reward is None or fmean(rewards) >= self.best_reward.value:
-                self.best_reward = Mean.of(rewards, self.column("reward/mean", self.long))
+        best = -math.inf if self.best_reward is None else self.best_reward.value
+        if "reward/mean" in kept and len(rewards) == self.trend and fmean(rewards) >= best:
+            self.best_reward = Mean.of(rewards, self.column("reward/mean", self.long))
         return kept
 
     def column(self, name: str, last: int | None = None) -> list[float]:

@@ -155,7 +155,9 @@ def flip_rate(
     """
     largest = int(torch.maximum(one.max(), other.max())) if one.numel() else -1
     if largest >= experts:
-        raise EngineError(f"expert {largest} was chosen, but experts={experts}; give all of a layer")
+        raise EngineError(
+            f"expert {largest} was chosen, but experts={experts}; give all of a layer"
+        )
     shared = (one.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).sum(-1)
     return (one.shape[-1] + other.shape[-1] - 2 * shared).float() / experts
 

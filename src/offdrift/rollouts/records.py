@@ -147,7 +147,8 @@ class Rollouts:
         """
         tokens, cuts = self.prompt_tokens.long().numpy(), self.prompt_cu_seqlens.tolist()
         digests = (
-            hashlib.blake2b(tokens[a:b].tobytes(), digest_size=8).digest() for a, b in pairwise(cuts)
+            hashlib.blake2b(tokens[a:b].tobytes(), digest_size=8).digest()
+            for a, b in pairwise(cuts)
         )
         return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], dtype=torch.int64)  # fmt: skip
 

@@ -19,7 +19,15 @@ BY_TOKEN = ("logp_rollout", "logp_old", "logp", "logp_ref", "tokens", "entropy")
 """Always one value per token."""
 EITHER = ("advantages", "rollout_version")
 """One value per token, or per sequence."""
-BY_SEQUENCE = ("step", "version", "rewards", "group_ids", "old_status", "truncated", "response_lengths")
+BY_SEQUENCE = (
+    "step",
+    "version",
+    "rewards",
+    "group_ids",
+    "old_status",
+    "truncated",
+    "response_lengths",
+)
 WHOLE = ("tokens", "rollout_version", *(n for n in BY_SEQUENCE if n != "rewards"))
 """What is counted, and stays an integer."""
 

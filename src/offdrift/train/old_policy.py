@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-
 from pathlib import Path
 from typing import Any
 

@@ -253,19 +253,19 @@ class Recipe(Part):
         compared = sorted(name for name in row.divergences if name.endswith("old_current"))
         if compared and source not in ("sampling", "second_model", "ewma"):
             raise ValueError(
-                f'arms.{name}: {compared[0]} compares whole distributions of the old and the current policy, '
+                f"arms.{name}: {compared[0]} compares whole distributions of the old and the current policy, "
                 f'which old_policy.from = "{source}" does not keep; use "sampling", "second_model" or "ewma"'
             )
         if source == "rollout" and inert and row.anchor is None:
             raise ValueError(
                 f'arms.{name}: {inert[0]} acts on the mismatch ratio, which old_policy.from = "rollout" '
-                "makes 1 at every token; use \"sampling\", or a method on the full ratio"
+                'makes 1 at every token; use "sampling", or a method on the full ratio'
             )
         if source != "interpolated" and source is not None and isinstance(row.anchor, Interpolated):
             given = (self.arms[name].old_policy or self.old_policy).source
             if given is not None:
                 raise ValueError(
-                    f'arms.{name}: {self.arms[name].method} interpolates its old policy, old_policy.from = '
+                    f"arms.{name}: {self.arms[name].method} interpolates its old policy, old_policy.from = "
                     f'"{given}" asks for another; leave it out, or use decoupled_ppo'
                 )
 

@@ -244,7 +244,9 @@ class _See:
             return None
         here, renamed = self.scored, {}
         for name, d in self.divergences.items():
-            renamed[name.replace("current", "old")] = replace(d, name=name.replace("current", "old"))
+            renamed[name.replace("current", "old")] = replace(
+                d, name=name.replace("current", "old")
+            )
         return Assessment(here.logp.detach(), here.entropy, here.sum_pi_squared, renamed)
 
     def push(self, method: Method, normalizer: float, observed: Observed | None) -> PolicyLoss:

@@ -50,7 +50,9 @@ def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tup
             differs = x.lengths != longest
             wrong |= differs if x.absent is None else differs & ~x.absent
         if all(x.absent is not None for x in listed.values()):
-            nothing = torch.stack([x.absent for x in listed.values() if x.absent is not None]).all(0)
+            nothing = torch.stack([x.absent for x in listed.values() if x.absent is not None]).all(
+                0
+            )
             wrong |= nothing & ~_empty(columns)
     stepless = torch.zeros_like(wrong)
     if step is None and "step" in columns.numbers:

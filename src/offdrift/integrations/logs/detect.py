@@ -283,7 +283,9 @@ def _said(
     if repeated:
         said.append(f"{_files(repeated)} named again by another path, counted once")
     if of_ranks:
-        said.append(f"not reading {_files(of_ranks)} of ranks that hold the samples of another rank")
+        said.append(
+            f"not reading {_files(of_ranks)} of ranks that hold the samples of another rank"
+        )
     if unreadable:
         names = ", ".join(f"{b.file} ({b.reason})" for b in unreadable[:3])
         said.append(f"{_files(len(unreadable))} cannot be read: {names}")

@@ -20,7 +20,16 @@ LISTS = (*(name for name in FLOATS if name != "advantages"), "tokens", "mask", "
 """Per response token, and nothing else: a column of single numbers is another thing of that name."""
 EITHER = ("advantages", "rollout_version")
 """Per response token, or one number for the whole row."""
-NUMBERS = ("step", "reward", "group_id", "version", "old_status", "truncated", "response_length", *EITHER)
+NUMBERS = (
+    "step",
+    "reward",
+    "group_id",
+    "version",
+    "old_status",
+    "truncated",
+    "response_length",
+    *EITHER,
+)
 """Per row. `group_id` may be a text."""
 TEXTS = ("prompt", "completion")
 FIELDS = tuple(dict.fromkeys((*FLOATS, *INTEGERS, *NUMBERS, *TEXTS)))

@@ -170,7 +170,10 @@ def _local(path: str, skipped: list[BadRow]) -> list[str]:
         unread: list[OSError] = []
         walk = os.walk(path, onerror=unread.append)
         listed = _logs([os.path.join(d, name) for d, _, names in walk for name in names], path)
-        skipped += [BadRow(e.filename, 0, f"the folder cannot be read: {e.strerror}", rows=0) for e in unread]
+        skipped += [
+            BadRow(e.filename, 0, f"the folder cannot be read: {e.strerror}", rows=0)
+            for e in unread
+        ]
     elif os.path.lexists(path):
         if (reason := _unreadable(path)) is not None:
             raise RecordError(f"cannot read {path}: {reason}; name the file itself")
@@ -179,7 +182,9 @@ def _local(path: str, skipped: list[BadRow]) -> list[str]:
         named = _globbed(path)
         listed = sorted((p for p in named if not os.path.isdir(p)), key=natural)
     why = {file: _unreadable(file) for file in listed}
-    skipped += [BadRow(file, 0, reason, rows=0) for file, reason in why.items() if reason is not None]
+    skipped += [
+        BadRow(file, 0, reason, rows=0) for file, reason in why.items() if reason is not None
+    ]
     return [file for file, reason in why.items() if reason is None]
 
 

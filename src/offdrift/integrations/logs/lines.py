@@ -146,7 +146,9 @@ def read_lines(
     except RecordError:
         raise
     except Stopped as e:
-        what = "the compressed stream is damaged or cut off" if packed else "the rest cannot be read"
+        what = (
+            "the compressed stream is damaged or cut off" if packed else "the rest cannot be read"
+        )
         stopped = f"{what}: {e or type(e).__name__}"
     if end < stop and stopped is None:
         kept.drop_unfinished()

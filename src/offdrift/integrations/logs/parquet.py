@@ -197,7 +197,9 @@ def _tables(
                 try:
                     _check_group(source.metadata.row_group(group), names, limit)
                     if (begin, end) == (first, last):
-                        parts = iter([(begin, source.read_row_group(group, names, use_threads=False))])
+                        parts = iter(
+                            [(begin, source.read_row_group(group, names, use_threads=False))]
+                        )
                     else:
                         parts = _part(file, group, first, (begin, end), names, texts)
                     for at, table in parts:

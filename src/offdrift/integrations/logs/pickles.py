@@ -83,7 +83,9 @@ class Dtype:
 
     def of(self) -> np.dtype:
         if not re.fullmatch(r"[<>]?(?:[fiu][1248]|b1)", self.code):
-            raise RecordError(f"the file holds an array of NumPy type {self.code[:20]!r}, no numbers")
+            raise RecordError(
+                f"the file holds an array of NumPy type {self.code[:20]!r}, no numbers"
+            )
         return np.dtype(self.code)
 
 

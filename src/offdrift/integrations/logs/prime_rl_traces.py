@@ -17,13 +17,23 @@ from offdrift.integrations.logs.prime_rl import first_trained, prompt_id
 from offdrift.integrations.logs.rows import Row
 from offdrift.integrations.logs.source import Source
 
-CUT_SHORT = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length")
+CUT_SHORT = (
+    "max_turns",
+    "max_input_tokens",
+    "max_output_tokens",
+    "max_total_tokens",
+    "context_length",
+)
 """Reasons to stop that are limits."""
 
 MOST = 1 << 26
 """Tokens that the samples of one line may have together: paths share their beginning."""
 
-PER_SAMPLED = {"logp_rollout": "logprobs", "advantages": "advantages", "logp_ref": "reference_logprobs"}
+PER_SAMPLED = {
+    "logp_rollout": "logprobs",
+    "advantages": "advantages",
+    "logp_ref": "reference_logprobs",
+}
 """Lists of a message that cover its sampled tokens."""
 
 

@@ -215,7 +215,9 @@ def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, T
         zero = x.values == 0 if trains is None else (x.values == 0) & trains
         if int(zero.count_nonzero()) < ZEROS:
             continue
-        least = torch.stack([_likely(n, o.values) for n, o in compared.items() if n != name]).amin(0)
+        least = torch.stack([_likely(n, o.values) for n, o in compared.items() if n != name]).amin(
+            0
+        )
         odd = zero & (least < UNLIKELY)
         rows = _all_zero(x, zero, least)
         if int(odd.count_nonzero()) >= ZEROS:

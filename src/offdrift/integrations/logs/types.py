@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from offdrift.rollouts.logged import Logged
 
-
 LIMIT = 4 << 30
 """Bytes that one file may take in memory, or decompress to, where nobody says otherwise."""
 
