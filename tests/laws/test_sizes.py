@@ -157,7 +157,7 @@ OUTCOMES = [(n, i) for n, i in WEIGHTS if METHODS[n].correction.weights[i].outco
 
 @pytest.mark.parametrize(("name", "i"), OUTCOMES)
 def test_a_weight_of_one_outcome_leaves_the_other_alone(name, i):
-    """A reward on the line is not above it; a reward of NaN is neither correct nor incorrect."""
+    """A reward on the line is not above it."""
     weight = METHODS[name].correction.weights[i]
     a = -1.0 if weight.advantage == "negative" else 1.0
     line, x = weight.correct_above, math.log(500.0)
@@ -165,9 +165,8 @@ def test_a_weight_of_one_outcome_leaves_the_other_alone(name, i):
         (line + 1e-6, True),
         (line, False),
         (line - 1, False),
-        (math.nan, None),
     ):
-        about = correct is not None and correct == (weight.outcome == "correct")
+        about = correct == (weight.outcome == "correct")
         batch = made(weight.on, [x, x], [a, a], lengths=[1, 1])
         got = weighed(name, weight, batch, reward=reward).result.corrected
         expected = size(weight, 500.0) if about else 1.0

@@ -110,3 +110,12 @@ def test_updates_count_epochs_and_minibatches():
 def test_a_recipe_cannot_be_changed_once_checked():
     with pytest.raises(Exception, match="frozen"):
         small_recipe().batches = 3  # type: ignore[misc]
+
+
+def test_an_engine_is_not_given_another_engines_quantization():
+    with pytest.raises(
+        RecipeError, match=r"int8. is the transformers engine's; .*--set rollout.quantization=none"
+    ):
+        load_recipe(TINY, changes=["rollout.engine=vllm"])
+    chosen = load_recipe(TINY, changes=["rollout.engine=vllm", "rollout.quantization=none"])
+    assert chosen.rollout.quantization is None

@@ -38,7 +38,10 @@ def run(recipe: str, folder: Path, *changes: str) -> dict:
 @needs("vllm")
 @pytest.mark.parametrize(
     ("recipe", "changes"),
-    [("tiny-moe", ()), ("tiny", ("rollout.engine=vllm",))],
+    [
+        ("tiny-moe", ()),
+        ("tiny", ("rollout.engine=vllm", "rollout.quantization=none", "rollout.dtype=bfloat16")),
+    ],
     ids=["moe", "dense"],
 )
 def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, changes):

@@ -25,7 +25,7 @@ def train(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Replace a value of the recipe: lag.sync_every=4, rollout.engine=vllm; or all its arms: method=gspo, with override.objective.eps_high=0.3. Repeatable.",
+            help="Replace a value of the recipe: lag.sync_every=4, rollout.dtype=bfloat16; or all its arms: method=gspo, with override.objective.eps_high=0.3. Repeatable.",
         ),
     ] = None,
     arms: Annotated[

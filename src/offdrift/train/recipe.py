@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from offdrift.advantages import ADVANTAGES, AdvantageName
 from offdrift.anchor import Interpolated, RolloutAsOld
@@ -52,8 +52,11 @@ class Rollout(Part):
     """Which engine draws the tokens; "openai": a server that is running at `url`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """The engine's precision; the trainer's is float32 (or what accelerate is told)."""
-    quantization: str | None = None
-    """transformers: "int8". vllm: its own names, for instance "fp8_per_channel"."""
+    quantization: Annotated[str | None, BeforeValidator(lambda x: None if x == "none" else x)] = (
+        None
+    )
+    """transformers: "int8". vllm: its own names, for instance "fp8_per_channel". "none": full weights,
+    as if it were absent."""
     prompts: Positive = 32
     """Prompts per rollout batch, over all processes."""
     samples: Positive = 8
@@ -228,6 +231,12 @@ class Recipe(Part):
             raise ValueError(
                 f'rollout.engine = "{self.rollout.engine}", rollout.url = {self.rollout.url!r}: the '
                 '"openai" engine, and no other, needs the address of a server'
+            )
+        if self.rollout.engine == "vllm" and self.rollout.quantization == "int8":
+            raise ValueError(
+                'rollout.quantization = "int8" is the transformers engine\'s; vLLM has names of its own '
+                '("fp8_per_channel", ...), and "none" draws with full weights: add '
+                "--set rollout.quantization=none --set rollout.dtype=bfloat16"
             )
         if self.rollout.url is not None and self.rollout.evidence == "hidden":
             raise ValueError('rollout.evidence = "hidden": a server gives none; use "full" or 20')
