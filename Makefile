@@ -1,4 +1,4 @@
-# make train        sets everything up and trains the tiny recipe: about seven minutes on two cores
+# make train        sets everything up and trains the tiny recipe: about five minutes on two cores
 # make test         sets everything up and runs every test, the numerical ones also on narrow vectors
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
