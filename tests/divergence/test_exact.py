@@ -83,8 +83,9 @@ def test_laws_of_the_divergences(pair):
     assert (found.tv <= 1).all()
     assert (found.tv <= (found.kl_rollout_current / 2).sqrt() + 1e-12).all()  # Pinsker
     assert (found.tv <= (found.kl_current_rollout / 2).sqrt() + 1e-12).all()
-    assert (found.kl_current_rollout <= found.chi2.log1p() * (1 + 1e-9) + 1e-12).all()  # Jensen
-    assert ((2 * found.tv).square() <= found.chi2 * (1 + 1e-9) + 1e-12).all()  # Cauchy-Schwarz
+    # Both sides are equal where pi / mu is constant, and each is known to 1e-7, as above.
+    assert (found.kl_current_rollout <= found.chi2.log1p() * (1 + 1e-7) + 1e-12).all()  # Jensen
+    assert ((2 * found.tv).square() <= found.chi2 * (1 + 1e-7) + 1e-12).all()  # Cauchy-Schwarz
     assert (found.sum_pi_squared >= (-found.entropy).exp() * (1 - 1e-9)).all()  # Jensen
     assert len(found.chi2) == n
 
