@@ -2,6 +2,9 @@
 
 import inspect
 import math
+import os
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -179,6 +182,39 @@ def test_compiled_equals_plain(monkeypatch):
         assert got.kl_rollout_current.isinf().sum() == 1
         assert all(field.isnan().sum() >= 2 for field in got)
     assert peak_bytes(lambda: exact_divergences(mu, pi, compiled=True)) < 2**14
+
+
+SUMS = """
+import torch
+from offdrift.divergence.chunks import by_rows
+
+def sums(x):
+    return (x.exp().sum(-1),)
+
+x = torch.linspace(-1, 1, 4 * 1003).reshape(4, 1003)
+compiled, plain = by_rows(sums, (x,), compiled=True), by_rows(sums, (x,), compiled=False)
+torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=0)
+print(torch.backends.cpu.get_cpu_capability())
+"""
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
+@pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_f"), reason="needs two widths of vectors"
+)
+def test_kernels_in_the_cache_serve_only_the_vectors_they_were_made_for(tmp_path):
+    """Processes of one machine, or machines that share a home, with vectors of two widths."""
+    for capability in ("avx512", "avx2"):
+        environment = os.environ | {
+            "ATEN_CPU_CAPABILITY": capability,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+            "PYTHONWARNINGS": "ignore",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", SUMS], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.split() == [capability.upper()]
 
 
 def test_a_large_input_falls_back_to_plain_where_compiling_fails(monkeypatch):

@@ -234,8 +234,28 @@ def test_identical_policies_over_wide_vocabularies_do_not_differ(vocab, scale):
         drawn = log_mu.gather(1, tokens[:, None]).squeeze(1)
         kl, tv = topk_divergences(ids, logp, tokens, drawn, z)
         assert kl.lo.tolist() == tv.lo.tolist() == [0.0] * 6
-        off = float((log_mu.double() - exact).abs().max())
-        assert off <= float(rounding(torch.tensor(-1.0), vocab=vocab))
+        assert ((log_mu.double() - exact).abs() <= sum(rounding(log_mu, vocab=vocab))).all()
+
+
+@pytest.mark.parametrize("vocab", [32_000, 151_936])
+@pytest.mark.parametrize("drift", [0.0, 1e-4, 1e-2])
+def test_terms_of_one_size_that_all_round_in_one_direction_are_allowed_for(vocab, drift):
+    """A few likely tokens and a flat tail: eight lanes are off by the worst case, on purpose."""
+    g = torch.Generator().manual_seed(3)
+    z = torch.zeros(4, vocab)
+    z[:, :8] = 13.5
+    pi = z + drift * torch.randn(4, vocab, generator=g)
+    tokens, truth = torch.tensor([0, 7, 8, vocab - 1]), kl_and_tv(z.double(), pi)
+    for log_mu in (z.log_softmax(-1), in_lanes(z)):
+        logp, ids = log_mu.topk(20)
+        drawn = log_mu.gather(1, tokens[:, None]).squeeze(1)
+        intervals = topk_divergences(ids, logp, tokens, drawn, pi)
+        for got, exact in zip(intervals, truth, strict=True):
+            assert (got.lo <= exact).all()
+            assert (exact <= got.hi).all()
+    off = (in_lanes(z).double() - z.double().log_softmax(-1))[0, 0].abs()
+    own, shared = rounding(torch.tensor(-1.0), vocab=vocab)
+    assert 0.9 * shared < off <= own + shared
 
 
 def test_rounding_in_lanes_is_more_than_128_epsilons():
@@ -251,12 +271,12 @@ def test_small_divergences_over_wide_vocabularies_are_still_seen(vocab):
     g = torch.Generator().manual_seed(2)
     z = torch.randn(8, vocab, generator=g)
     z[:, :20] += 14
-    for drift, least in ((1e-2, 0.6), (1e-3, 0.3)):
+    for drift, least in ((1e-2, 0.9), (1e-3, 0.7)):
         pi = z + drift * torch.randn(8, vocab, generator=g)
         log_mu, tokens = z.log_softmax(-1), torch.arange(8)
         logp, ids = log_mu.topk(20)
         kl, _ = topk_divergences(ids, logp, tokens, log_mu[:, :8].diagonal(), pi)
-        exact = kl_and_tv(log_mu.double(), pi)[0]
+        exact = kl_and_tv(z.double(), pi)[0]
         assert (kl.lo >= least * exact).all()
         assert (kl.lo <= exact).all()
 
@@ -265,9 +285,10 @@ def test_half_precision_is_half_a_unit_in_the_last_place():
     x = torch.tensor([-0.01, -1.0, -17.3, -INF])
     for dtype in (torch.bfloat16, torch.float16):
         stored = x.to(dtype)
-        slack = rounding(stored, vocab=1000)
+        slack = sum(rounding(stored, vocab=1000))
         assert ((stored.double() - x.double()).abs() <= slack)[:3].all()
-        assert (slack[:3] <= 1.6e-5 + torch.finfo(dtype).eps * x[:3].abs()).all()
+        # 128 epsilons, |log mu| more, and 1,000 / 16: 2.5e-5.
+        assert (slack[:3] <= 2.5e-5 + torch.finfo(dtype).eps * x[:3].abs()).all()
 
 
 def test_a_known_token_that_pi_cannot_draw_is_infinite():

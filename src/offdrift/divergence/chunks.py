@@ -40,6 +40,9 @@ INLINE_ALL: dict[str, Any] = {
 }
 """Compiler options under which no intermediate matrix is stored, however often it is read."""
 
+VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
+"""Width of the vectors that torch uses on this processor, by the name that torch gives it."""
+
 _broken: set[str] = set()
 """Device types on which compiling has failed in this process."""
 
@@ -102,9 +105,14 @@ def compiled_or_plain(
 @cache
 def _kernel(function: RowFunction) -> RowFunction:
     """The compiled function, for any shape; compiles at its first call for each dtype."""
+    # torch's cache of generated code does not know for which vectors it was generated, and compiles it
+    # for those of the moment: a kernel made with AVX-512 skips half of its entries on AVX2, one made
+    # with AVX2 writes beyond its end on AVX-512. The width as an option is part of the cache's key.
+    width = VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
     # The bare function: argument checkers that tests wrap around it cannot be compiled.
     bare = inspect.unwrap(function)
-    return torch.compile(bare, dynamic=True, fullgraph=True, options=INLINE_ALL)
+    options = INLINE_ALL | {"cpp.simdlen": width}
+    return torch.compile(bare, dynamic=True, fullgraph=True, options=options)
 
 
 def _in_chunks(

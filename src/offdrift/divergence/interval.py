@@ -41,17 +41,17 @@ CHUNK_ELSEWHERE = 2**24
 
 ROUNDING = 128
 """Machine epsilons of float32 (of float64 for float64 records) by which a recorded log-prob may be off
-whatever the vocabulary: 1.5e-5."""
+whatever the vocabulary and its own size: 1.5e-5."""
 
-ROUNDING_GROWTH = 2.0
-"""Machine epsilons per square root of the vocabulary, where that is more: 780 at 151,936 tokens (9e-5 nat),
-1,024 at 262,144 (1.2e-4).
+LANES = 8
+"""Into how many partial sums an engine's softmax adds its V terms, at least: AVX2 has 8 lanes of float32,
+AVX-512 16, GPUs hundreds. (ARM's NEON has 4: there the worst case is twice what is allowed for here.)
 
-A softmax adds V terms, each addition rounds by at most u = eps / 2 of the sum, and log turns that into an
-absolute error of each log-prob: at most V u in the worst case; 4 sqrt(V) u = 2 sqrt(V) eps with probability
-1 - 2 e^-8 where roundings have mean 0 (N. Higham, T. Mary, SIAM J. Sci. Comput. 41, 2019). Terms of one
-size round in one direction; but kernels add in lanes, 8 at least, and each lane is that much shorter. Seen
-off by 285 at 262,144. A sum in strict sequence, which no engine takes, can be off by 17,000."""
+A lane adds V / 8 terms, and each addition rounds by up to half an epsilon of the sum so far, so log Z may
+be off by V / 16 epsilons: 9,496 at 151,936 tokens (1.1e-3 nat), 16,384 at 262,144 (2.0e-3). Not by chance
+less: beside a few likely tokens, terms of one size all round in one direction. torch's own log-softmax is
+off by 99% of this on AVX2 for 8 tokens 13.5 nats above 32,000 equal ones. What is common to all log-probs
+of a token's record, such as an error of log Z, is allowed to be large here but costs KL little: see `_conditional`."""
 
 OWN = 2e-8
 """Relative error of what is computed here, in float64; the series in `exact.terms` is most of it."""
@@ -195,6 +195,9 @@ class _Record(NamedTuple):
     """False where the drawn token is among the top k already."""
     log_mu_lo: Float[Tensor, "n s"]
     log_mu_hi: Float[Tensor, "n s"]
+    log_weight_lo: Float[Tensor, "n s"]
+    """The same but for what all log-probs of one record have in common, an error of log Z."""
+    log_weight_hi: Float[Tensor, "n s"]
     log_c: Float[Tensor, " n"]
     """The most that one token outside S can have."""
 
@@ -212,33 +215,44 @@ def _record(
     is_known[:, -1] = ~(topk_ids == tokens[:, None]).any(1)
     log_mu = torch.cat([topk_logp, logp_rollout[:, None]], dim=1).double()
     log_mu = log_mu.masked_fill(~is_known, -math.inf)
-    slack = torch.cat(
-        [rounding(topk_logp, vocab=vocab), rounding(logp_rollout, vocab=vocab)[:, None]], dim=1
+    parts = zip(
+        *(rounding(x, vocab=vocab) for x in (topk_logp, logp_rollout[:, None])), strict=True
     )
+    own, shared = (torch.cat(part, dim=1) for part in parts)
+    slack = own + shared
     lo, hi = log_mu - slack, (log_mu + slack).clamp(max=0.0)
     nothing = hi.new_zeros(len(hi), 1)
-    return _Record(ids, is_known, lo, hi, torch.cat([nothing, hi[:, :-1]], dim=1).amin(1))
+    log_c = torch.cat([nothing, hi[:, :-1]], dim=1).amin(1)
+    return _Record(ids, is_known, lo, hi, log_mu - own, log_mu + own, log_c)
 
 
-def rounding(logp: Float[Tensor, "*shape"], *, vocab: int) -> Float[Tensor, "*shape"]:
+def rounding(
+    logp: Float[Tensor, "*shape"], *, vocab: int
+) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """How far recorded log-probs may be from those that were sampled, nats, float64.
 
-        eps max(128, 2 sqrt(V), |log mu|)    float32 or float64: the sum over the vocabulary, and the number
+    Returns what each may be off by itself, and what all of one record may be off by together:
+
+        eps (128 + |log mu|)                 float32 or float64: the number
         ... + |log mu| 2^-8                  bfloat16 (2^-11 in float16): half a unit in its last place
+        eps V / 16                           the sum over the vocabulary: `LANES`
 
     Half precision is taken for a float32 result that was rounded once when it was stored, as engines do
     whose log-softmax is float32. Log-probs that were *computed* in half precision are off by far more.
 
     Example:
         >>> x = torch.tensor([-1.0])
-        >>> [round(float(rounding(x.to(d), vocab=151_936)), 6) for d in (torch.float32, torch.bfloat16)]
-        [9.3e-05, 0.003999]
+        >>> own, shared = rounding(x, vocab=151_936)
+        >>> own.float(), shared.float()
+        (tensor([1.5378e-05]), tensor([0.0011]))
     """
     size = logp.double().abs().clamp(max=2.0**16)
     exact = torch.promote_types(logp.dtype, torch.float32)
-    least = max(ROUNDING, ROUNDING_GROWTH * math.sqrt(vocab))
-    slack = torch.finfo(exact).eps * size.clamp(min=least)
-    return slack if logp.dtype == exact else slack + torch.finfo(logp.dtype).eps / 2 * size
+    eps = torch.finfo(exact).eps
+    own = eps * (ROUNDING + size)
+    if logp.dtype != exact:
+        own = own + torch.finfo(logp.dtype).eps / 2 * size
+    return own, torch.full_like(own, eps * vocab / (2 * LANES))
 
 
 def _ends(
@@ -265,15 +279,43 @@ def _ends(
     low, high = terms(log_mu_lo, log_pi), terms(log_mu_hi, log_pi)
     far = (torch.maximum(a, b) for a, b in zip(low, high, strict=True))
     (kl_near, tv_near), (kl_far, tv_far) = ((kl.sum(1), tv.sum(1)) for kl, tv in (near, far))
+    least_of_s, most_of_s = _conditional(log_pi, record)
+    kl_near, kl_far = torch.fmax(kl_near, least_of_s), torch.fmin(kl_far, most_of_s)
     ends = (kl_near + kl_lo, kl_far + kl_hi, tv_near + tv_lo, tv_far + tv_hi)
     return *(x.where(consistent, math.nan) for x in ends), refuted & consistent
+
+
+def _conditional(log_pi: Float[Tensor, "n s"], record: _Record) -> tuple[Tensor, Tensor]:
+    """Least and most of the KL terms of S, by the chain rule; NaN where it says nothing.
+
+        sum_S terms(mu_a, pi_a) = terms(mu(S), pi(S)) + mu(S) KL(mu(. | S) || pi(. | S))
+
+    What shifts all recorded log-probs alike changes mu(S) but not mu(. | S), which is therefore known
+    as well as single log-probs are.
+    """
+    lo, hi = record.log_weight_lo, record.log_weight_hi
+    log_mu_lo = lo - hi.logsumexp(1, keepdim=True)
+    log_mu_hi = (hi - lo.logsumexp(1, keepdim=True)).clamp(max=0.0)
+    log_pi = log_pi.masked_fill(~record.is_known, -math.inf)
+    log_pi_s = log_pi.logsumexp(1, keepdim=True)
+    log_pi = log_pi - log_pi_s
+    mass_lo = record.log_mu_lo.logsumexp(1, keepdim=True)
+    mass_hi = record.log_mu_hi.logsumexp(1, keepdim=True).clamp(max=0.0)
+
+    within, of_s = log_pi.clamp(log_mu_lo, log_mu_hi), log_pi_s.clamp(mass_lo, mass_hi)
+    near, near_s = terms(within, log_pi)[0], terms(of_s, log_pi_s)[0]
+    far = torch.maximum(terms(log_mu_lo, log_pi)[0], terms(log_mu_hi, log_pi)[0])
+    far_s = torch.maximum(terms(mass_lo, log_pi_s)[0], terms(mass_hi, log_pi_s)[0])
+    least_of_s = near_s.squeeze(1) + mass_lo.exp().squeeze(1) * near.sum(1)
+    most_of_s = far_s.squeeze(1) + mass_hi.exp().squeeze(1) * far.sum(1)
+    return least_of_s, most_of_s
 
 
 def _tail(
     scores: Float[Tensor, "n v"], record: _Record, temperature: float | int
 ) -> tuple[Float[Tensor, "n s"], Tail, Bool[Tensor, " n"]]:
     """log pi on S, the tail, and which rows any distribution could have left."""
-    ids, is_known, log_mu_lo, log_mu_hi, log_c = record
+    ids, is_known, log_mu_lo, log_mu_hi, *_, log_c = record
     log_pi, rest, cumulative = sorted_tail(scores, ids, is_known, temperature)
     size = scores.shape[1] - is_known.sum(1)
     room = size * log_c.exp()
