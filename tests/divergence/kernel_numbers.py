@@ -291,9 +291,14 @@ def test_gradients_are_those_of_float64(name, n, v, t):
     tokens = torch.zeros(n, dtype=torch.int64, device=mu.device)
     value = naive(mu, logits, tokens, t)[index]
     plain = torch.autograd.grad(value, logits, upstream)[0]
+    # Half a unit in the last place of each log-prob, which is what float32 can know of it. Relative to
+    # the gradient of a small drift that is much; how the exponentials round decides who is luckier.
+    log_mu, log_pi = mu.double().log_softmax(1), (pi.double() / t).log_softmax(1)
+    last_place = ULP / 2 * (log_mu.abs() + log_pi.abs()) * (log_mu.exp() + log_pi.exp())
+    last_place *= upstream.double().abs()[:, None] / t
     # Per entry roundings are luck; over a row they are not.
     for error in (torch.linalg.vector_norm, lambda x, dim: x.abs().amax(dim)):
-        least = 12 * ULP * error(truth, dim=1)
+        least = 12 * ULP * error(truth, dim=1) + error(last_place, dim=1)
         assert (error(ours - truth, dim=1) <= error(plain - truth, dim=1) + least).all()
     assert ours.dtype == torch.float32
 
