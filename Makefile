@@ -47,7 +47,7 @@ test-narrow: install-test
 # Importing the frameworks takes AReaL's trackers twenty seconds; one process is the shorter way.
 test-foreign: install-test install-foreign
 	$(TEST_ENV) OFFDRIFT_FOREIGN=required PYTHONPATH=$(abspath $(VENV))/foreign $(BIN)/python -m pytest \
-		tests/foreign tests/integrations/test_areal.py
+		tests/foreign tests/adapters/test_areal.py
 
 install: $(VENV)/.train
 install-vllm: $(VENV)/.vllm

@@ -2,8 +2,8 @@
 
     python -m benchmarks.confusion [--seeds 2] [--kinds generated,real] [--batches 16] [--runs DIR]
 
-Every case of `tests/diagnosis/planted.py` (exact draws from explicit distributions) and of
-`tests/diagnosis/planted_real.py` (the trainer on tiny models) is run with several seeds, read back
+Every case of `tests/judge/planted.py` (exact draws from explicit distributions) and of
+`tests/judge/planted_real.py` (the trainer on tiny models) is run with several seeds, read back
 from its log, tallied and judged as `offdrift audit` does. Writes `results/confusion.json` and the
 tables of docs/diagnosis.md, which are made from that file alone (`--render`). With `--runs`, training
 runs are kept there and judged again without being trained again: for work on the rules.
@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from benchmarks.measure import machine
-from tests.diagnosis import planted, planted_real
-from tests.diagnosis.reported import CAUSES, CLEAN, Reported, audited, logged
+from tests.judge import planted, planted_real
+from tests.judge.reported import CAUSES, CLEAN, Reported, audited, logged
 
-from offdrift.diagnosis import Context
-from offdrift.train.folder import ArmFolder
+from offdrift.judge import Context
 from offdrift.train.live import Live
+from offdrift.train.run_folder import ArmFolder
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "confusion.json"

@@ -21,7 +21,7 @@ from measure import interleaved_medians, machine
 
 from offdrift.engines import make_engine
 from offdrift.methods import method
-from offdrift.rollouts.records import Sampling
+from offdrift.records.rollouts import Sampling
 from offdrift.train.models import load_model
 from offdrift.train.old_policy import Averaged, BatchStart, SecondModel, Snapshots, named_weights
 from offdrift.train.step import Batch, train_step

@@ -17,9 +17,8 @@ import torch
 from offdrift.divergence import exact_divergences
 from offdrift.engines import make_engine
 from offdrift.engines.score import chunks, score
-from offdrift.lab.length_bias import Stream
-from offdrift.lab.recording import FOLDER, write_recording
-from offdrift.rollouts import FullVocab, Rollouts, Sampling
+from offdrift.lab.length_bias import FOLDER, Stream, write_recording
+from offdrift.records import FullVocab, Rollouts, Sampling
 from offdrift.train.models import load_model
 
 TOPICS = (

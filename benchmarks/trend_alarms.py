@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from offdrift.diagnosis import READINGS, Context, judge, load_rules
-from offdrift.diagnosis.judge import PATIENCE
-from offdrift.diagnosis.trends import TRENDS
-from offdrift.diagnosis.view import View, read
-from offdrift.diagnosis.window import Window
+from offdrift.judge import READINGS, Context, judge, load_rules
+from offdrift.judge.readings.trends import TRENDS
+from offdrift.judge.readings.view import View, read
+from offdrift.judge.watcher import PATIENCE
+from offdrift.judge.window import Window
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "trend_alarms.json"

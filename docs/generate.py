@@ -12,11 +12,12 @@ from typing import Any
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate.metrics import LOGGED
-from offdrift.kl import ESTIMATORS
-from offdrift.methods import axes, systems
+from offdrift.methods import describe as axes
+from offdrift.methods import systems
 from offdrift.methods.catalog import catalog
 from offdrift.methods.table import FAMILIES
-from offdrift.report.method_table import ABOUT, RATIOS, shown
+from offdrift.penalty import ESTIMATORS
+from offdrift.show.method_table import ABOUT, RATIOS, shown
 from offdrift.stats import METRICS
 
 HERE = Path(__file__).parent
@@ -128,7 +129,9 @@ SYSTEMS_ARE = (
     "and nothing here runs them. They shrink drift or bound it; what they leave is measured and "
     "corrected as any other."
 )
-KL = "For `penalty` (`offdrift.kl`): what is known of each estimator of KL(pi || ref), in nats."
+KL = (
+    "For `penalty` (`offdrift.penalty`): what is known of each estimator of KL(pi || ref), in nats."
+)
 ADVANTAGE = (
     "For `optim.advantage` of a recipe and `offdrift.advantages`: rewards to advantages, without "
     "gradient. A method's own is its value `advantage`."

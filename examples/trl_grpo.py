@@ -27,7 +27,7 @@ if __name__ == "__main__":
     from transformers import TrainerCallback
     from trl import GRPOConfig
 
-    from offdrift.integrations.trl import OffdriftGRPOTrainer
+    from offdrift.adapters.trl import OffdriftGRPOTrainer
     from offdrift.train.models import load_model, save_for_engine
     from offdrift.train.tasks import find_task
     from offdrift.train.warmstart import warm_start

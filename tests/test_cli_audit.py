@@ -12,7 +12,7 @@ import torch
 from offdrift.cli import audit as audit_command
 from offdrift.cli import compare as compare_command
 from offdrift.cli import watch as watch_command
-from offdrift.rollouts.log import write_log
+from offdrift.records.log import write_log
 from tests.audit.drawn import logged
 from tests.command import command
 
@@ -152,7 +152,7 @@ def test_what_one_file_may_take_is_an_option(run, tmp_path):
 
 
 def test_the_help_names_every_framework_whose_logs_are_read():
-    from offdrift.integrations.logs.sources import SOURCES
+    from offdrift.records.readers.formats.table import SOURCES
 
     said = audit_command.audit.__doc__.lower()
     frameworks = {s.framework for s in SOURCES} - {"plain", "offdrift"}

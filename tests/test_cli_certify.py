@@ -16,16 +16,16 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import offdrift.cli
-from offdrift.audit.certify import judge
 from offdrift.certificate import TrustRegion
 from offdrift.certificate import certify as certificate_of
-from offdrift.engines.transformers import TransformersEngine
-from offdrift.rollouts import Sampling
-from offdrift.rollouts.store import read, write
+from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.prove.certify import judge
+from offdrift.records import Sampling
+from offdrift.records.store import read, write
 from offdrift.train.models import load_model, save_for_engine
 
 command = importlib.import_module("offdrift.cli.certify")  # the package exports the command itself
-audit = importlib.import_module("offdrift.audit.certify")
+audit = importlib.import_module("offdrift.prove.certify")
 LONGEST, SEQUENCES = 5, 6
 
 

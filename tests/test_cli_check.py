@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from offdrift.audit.factors import FACTORS
-from offdrift.audit.factors.choice import SECONDS
-from offdrift.audit.prompts import BUNDLED, encoded, read_prompts
+from offdrift.check.factors import FACTORS
+from offdrift.check.factors.choice import SECONDS
+from offdrift.check.prompts import BUNDLED, encoded, read_prompts
+from offdrift.check.view import check_view
 from offdrift.cli import check as command_module
 from offdrift.errors import RecordError
-from offdrift.report.check import check_view
 from offdrift.train.models import load_model, tiny_tokenizer
 from tests.command import Done, command
 
@@ -76,7 +76,7 @@ def test_a_pair_that_differs_by_more_than_allowed_fails(run, tmp_path):
 
 
 def test_an_interrupt_leaves_what_was_measured(run, tmp_path, monkeypatch):
-    from offdrift.audit.factors.base import Factor
+    from offdrift.check.factors.base import Factor
 
     def stopped(self, bench, pair, baseline):
         raise KeyboardInterrupt

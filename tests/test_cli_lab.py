@@ -15,7 +15,7 @@ from tests.command import Done, command
 @pytest.fixture
 def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
     """The command line in this process, in a terminal of 140 columns."""
-    screens = (cli.lab_frontier, cli.lab_length_bias)
+    screens = (cli.lab,)
     return partial(command, monkeypatch, capsys, screens=screens)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import jaxtyping
 import pytest
 
-from offdrift.cli import lab_bounds
+from offdrift.cli import lab as lab_cli
 from offdrift.lab import adversary, pairs
 from tests.command import Done, command
 
@@ -20,7 +20,7 @@ def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(pairs, "HORIZONS", (16,))
     monkeypatch.setattr(adversary, "arenas", lambda: [adversary.tree(2, t) for t in (2, 7)])
-    return partial(command, monkeypatch, capsys, "lab", "bounds", screens=(lab_bounds,), width=170)
+    return partial(command, monkeypatch, capsys, "lab", "bounds", screens=(lab_cli,), width=170)
 
 
 def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):

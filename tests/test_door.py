@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offdrift import advantages, method, policy_loss
+from offdrift.batch_info import Facts
 from offdrift.errors import (
     BadValueError,
     EvidenceError,
@@ -21,7 +22,6 @@ from offdrift.errors import (
     OffdriftError,
     ShapeError,
 )
-from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS
 from offdrift.segments import Segments

@@ -7,13 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.kl import (
-    ESTIMATORS,
-    INFINITE,
-    EstimatorName,
-    exact_kl,
-    kl_estimate,
-)
+from offdrift.penalty import ESTIMATORS, INFINITE, EstimatorName, exact_kl, kl_estimate
 from tests.oracles.fixtures import double, fx_a
 
 LOGP, REF = double([-0.5, -1.0, -2.0]), double([-0.7, -0.8, -2.0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offdrift.errors import EvidenceError, MethodError, ShapeError
-from offdrift.kl import (
+from offdrift.penalty import (
     ESTIMATORS,
     Adaptive,
     Fixed,

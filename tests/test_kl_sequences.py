@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.kl import KLPenalty, kl_estimate, penalized_rewards
+from offdrift.penalty import KLPenalty, kl_estimate, penalized_rewards
 from offdrift.segments import Segments
 from tests.test_kl import CORRECTED, exactly
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from offdrift.aggregate import normalizer_of
+from offdrift.batch_info import Facts, Observed
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import EvidenceError, ShapeError
-from offdrift.facts import Facts, Observed
-from offdrift.kl import KLPenalty
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method, override
 from offdrift.objectives import Clipped, Reinforce
+from offdrift.penalty import KLPenalty
 from offdrift.segments import Segments
 from offdrift.stats import summarize
 from tests.oracles.fixtures import double, fx_a, ragged

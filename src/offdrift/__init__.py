@@ -8,7 +8,7 @@
     od.summarize(result.stats)                                      # every metric, one transfer
 
 Everything here depends on torch and numpy alone. Engines, the trainer and the report are imported
-by path: `offdrift.engines`, `offdrift.train`, `offdrift.report`. `record` and `Recorder` need pyarrow,
+by path: `offdrift.engines`, `offdrift.train`, `offdrift.show`. `record` and `Recorder` need pyarrow,
 which is imported when they are first asked for.
 """
 
@@ -17,6 +17,7 @@ import typing
 from offdrift.advantages import advantages as advantages
 from offdrift.aggregate import aggregate as aggregate
 from offdrift.aggregate import normalizer_of as normalizer_of
+from offdrift.batch_info import Observed as Observed
 from offdrift.certificate.batch import BatchEvidence as BatchEvidence
 from offdrift.certificate.bounds import Bound as Bound
 from offdrift.certificate.bounds import all_bounds as all_bounds
@@ -35,8 +36,6 @@ from offdrift.divergence.head import Head as Head
 from offdrift.divergence.hidden import hidden_divergences as hidden_divergences
 from offdrift.divergence.interval import topk_divergences as topk_divergences
 from offdrift.errors import OffdriftError as OffdriftError
-from offdrift.facts import Observed as Observed
-from offdrift.kl import KLPenalty as KLPenalty
 from offdrift.logprobs import LogProbs as LogProbs
 from offdrift.loss import PolicyLoss as PolicyLoss
 from offdrift.loss import policy_loss as policy_loss
@@ -47,6 +46,7 @@ from offdrift.methods import override as override
 from offdrift.objectives import Clipped as Clipped
 from offdrift.objectives import ImportanceSampled as ImportanceSampled
 from offdrift.objectives import Reinforce as Reinforce
+from offdrift.penalty import KLPenalty as KLPenalty
 from offdrift.ratios import log_ratio as log_ratio
 from offdrift.ratios import per_unit as per_unit
 from offdrift.segments import Segments as Segments
@@ -55,10 +55,10 @@ from offdrift.stats import DriftStats as DriftStats
 from offdrift.stats import summarize as summarize
 
 if typing.TYPE_CHECKING:
-    from offdrift.rollouts.record import record as record
-    from offdrift.rollouts.recorder import Recorder as Recorder
+    from offdrift.records.recorder import Recorder as Recorder
+    from offdrift.records.recorder import record as record
 
-_LAZY = {"record": "offdrift.rollouts.record", "Recorder": "offdrift.rollouts.recorder"}
+_LAZY = {"record": "offdrift.records.recorder", "Recorder": "offdrift.records.recorder"}
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.aggregate import accepted_scale, aggregate, normalizer_of
+from offdrift.batch_info import Facts, Observed, of_scored
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, EvidenceError, MethodError, ShapeError
-from offdrift.facts import Facts, Observed, of_scored
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
 from offdrift.methods import method as row

@@ -8,6 +8,7 @@ logarithm (`log_sums`), and such logarithms of parts are joined by `logaddexp`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -110,3 +111,17 @@ def blockwise(function: Callable[[Tensor], Tensor], x: Float[Tensor, " n"]) -> F
     """An elementwise function of a long tensor without gradient, block by block."""
     parts = [function(block) for (block,) in blocks(x)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# Sums that are the same to the last bit on any machine.
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch with one thread: sums of a thread each, added up, round by how many there are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

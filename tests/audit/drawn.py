@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offdrift.rollouts.logged import Logged
+from offdrift.records.batch import Logged
 
 
 def logged(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from offdrift.rollouts.logged import Logged
+from offdrift.records.batch import Logged
 
 LIMIT = 20.0
 ALL = ("logp_old", "logp", "advantages", "rewards", "group_ids", "rollout_version", "version", "entropy", "divergences", "tokens", "old_status", "truncated", "texts")  # fmt: skip

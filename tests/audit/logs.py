@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offdrift.rollouts.logged import Logged
+from offdrift.records.batch import Logged
 
 SCALES = (3e-4, 0.01, 0.1, 0.3, 0.8)
 """Nats by which the tokens of a sequence drift, from mu to old and from old to pi."""

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from offdrift.audit.axes import LENGTH_CUTS
 from offdrift.audit.counterfactual import CANDIDATES, NUMBERS, Counterfactual, sampled
 from offdrift.audit.decisions import Decided, Decisions, View
+from offdrift.audit.tally.buckets import LENGTH_CUTS
 from offdrift.errors import EvidenceError, RecordError
 from offdrift.methods import METHODS
-from offdrift.rollouts.logged import Logged
+from offdrift.records.batch import Logged
 from tests.audit.logs import logged
 
 LENGTHS = (5, 1, 9, 0, 14, 30, 7, 22, 3, 60, 11, 2, 40, 16, 8)

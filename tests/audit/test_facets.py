@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.audit.axes import AXES, LENGTH_CUTS
-from offdrift.audit.facets import SEQUENCE_METRICS, TOKEN_METRICS, Facets
-from offdrift.rollouts.logged import Logged
+from offdrift.audit.tally.buckets import AXES, LENGTH_CUTS
+from offdrift.audit.tally.facets import SEQUENCE_METRICS, TOKEN_METRICS, Facets
+from offdrift.records.batch import Logged
 from tests.audit.logged import by_bucket, log_ratios, make_log, token_metrics
 
 

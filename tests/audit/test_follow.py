@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from offdrift.audit.follow import Log, Metrics, sources
-from offdrift.rollouts.record import record
-from offdrift.rollouts.recorder import Recorder
+from offdrift.audit.watch import Log, Metrics, sources
+from offdrift.records.recorder import Recorder, record
 
 
 def line(step: int, reward: float = 1.0, shift: float = 0.1) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from offdrift.audit.known import known
+from offdrift.audit.run_context import known
 
 RUN = {
     "recipe": {

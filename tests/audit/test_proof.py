@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from offdrift.audit import proof
-from offdrift.audit.proof import Proof
+from offdrift.audit import certificate_evidence as proof
+from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.sample import mixed
 from offdrift.certificate import BatchEvidence, TrustRegion, certify
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
-from offdrift.rollouts.logged import Logged
+from offdrift.records.batch import Logged
 from offdrift.segments import Segments
 from tests.audit.logs import logged
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from offdrift.audit import stream
-from offdrift.audit.part import Job, Part
-from offdrift.audit.result import conclude, read_audit, write_audit
+from offdrift.audit.conclude import conclude, read_audit, write_audit
+from offdrift.audit.partial import Job, Part
 from offdrift.audit.stream import audit, in_process, in_processes
 from offdrift.errors import RecordError
-from offdrift.integrations.logs import detect, pieces
-from offdrift.rollouts.log import write_log
+from offdrift.records.log import write_log
+from offdrift.records.readers import detect, pieces
 from tests.audit.drawn import logged
 
 

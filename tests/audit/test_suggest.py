@@ -11,9 +11,9 @@ import torch
 
 from offdrift.audit.counterfactual import Counterfactual
 from offdrift.audit.suggest import escalation, suggest
-from offdrift.audit.tally import Tally
+from offdrift.audit.tally.tally import Tally
 from offdrift.methods import METHODS, override
-from offdrift.rollouts.logged import Logged
+from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, summarize
 
 NAN = float("nan")

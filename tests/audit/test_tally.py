@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from offdrift.audit.chunks import by_step, chunks
-from offdrift.audit.tally import Tally
-from offdrift.audit.timeline import MAX_POINTS, Timeline, width_for
-from offdrift.rollouts.logged import Logged
+from offdrift.audit.tally.facets import by_step, chunks
+from offdrift.audit.tally.tally import Tally
+from offdrift.audit.tally.timeline import MAX_POINTS, Timeline, width_for
+from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, signature, summarize
 from tests.audit.logged import ALL, log_ratios, make_log
 
@@ -105,7 +105,9 @@ def test_storing_loses_nothing():
 def test_chunks_of_a_batch_are_an_inner_matter(monkeypatch, tokens):
     log = make_log(4, lengths=[0, 50, 0, 30, 200, 0, 0, 70, 0])
     whole = Tally.of(log).as_dict()
-    monkeypatch.setattr("offdrift.audit.tally.chunks", lambda batch: chunks(batch, tokens=tokens))
+    monkeypatch.setattr(
+        "offdrift.audit.tally.tally.chunks", lambda batch: chunks(batch, tokens=tokens)
+    )
     assert close(Tally.of(log).as_dict(), whole) > 1000
     cut = list(chunks(log, tokens=tokens))
     assert sum(c.num_sequences for c in cut) == 9
@@ -207,7 +209,7 @@ def test_logs_that_hold_different_fields_add_up_to_what_each_holds():
 
 
 def test_long_runs_are_binned_the_same_whatever_the_order(monkeypatch):
-    monkeypatch.setattr("offdrift.audit.timeline.MAX_POINTS", 20)
+    monkeypatch.setattr("offdrift.audit.tally.timeline.MAX_POINTS", 20)
     log = make_log(0, lengths=[9] * 41, steps=[5 * i for i in range(41)], fields=("logp_old",))
     whole = Tally.of(log).as_dict()
     parts = [Tally.of(p) for p in split(log, [15, 15, 11])]

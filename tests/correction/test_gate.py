@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
+from offdrift.batch_info import Facts
 from offdrift.correction import Gate, rejection
 from offdrift.correction.statistics import statistic
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.divergence.interval import topk_divergences
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
 from offdrift.segments import Segments

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from offdrift.batch_info import Facts, Observed
 from offdrift.correction import Weight
 from offdrift.errors import MethodError
-from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 from tests.oracles.fixtures import double, fx_a, ragged

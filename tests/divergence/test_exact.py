@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offdrift.batch_info import Facts
 from offdrift.correction.gate import Gate
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.exact import SERIES_BELOW, ExactDivergences, all_terms, definition, terms
-from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 from tests.divergence.definitions import naive, truth

@@ -37,7 +37,7 @@ def vllm_engine(checkpoints):
         if os.environ.get("CI"):
             pytest.fail("vLLM is not installed; run `make install-vllm`", pytrace=False)
         pytest.skip("vLLM is not installed; run `make install-vllm`")
-    from offdrift.engines.vllm import VLLMEngine
+    from offdrift.engines.vllm.engine import VLLMEngine
 
     built = {}
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from offdrift.engines.base import Engine
-from offdrift.engines.heads import deviations
-from offdrift.engines.sync import FLOAT32_CAP, GROUPS, check_sync, verify_sync, weight_groups
+from offdrift.engines.output_head import deviations
+from offdrift.engines.verify_sync import FLOAT32_CAP, GROUPS, check_sync, verify_sync, weight_groups
 from offdrift.errors import EngineError, SyncError
-from offdrift.rollouts.records import FullVocab, HiddenStates, Sampling, TopK
+from offdrift.records.rollouts import FullVocab, HiddenStates, Sampling, TopK
 from tests.engines.models import VOCAB
 from tests.engines.oracles import logp_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from offdrift.rollouts.records import Rollouts, Sampling
+from offdrift.records.rollouts import Rollouts, Sampling
 
 
 @torch.no_grad()

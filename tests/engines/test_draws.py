@@ -7,9 +7,9 @@ import inspect
 import pytest
 import torch
 
-from offdrift.engines.draws import Draws, check_request, rollouts_from
+from offdrift.engines.generate import Draws, check_request, rollouts_from
 from offdrift.errors import EngineError
-from offdrift.rollouts.records import FullVocab, Provenance, Sampling, TopK
+from offdrift.records.rollouts import FullVocab, Provenance, Sampling, TopK
 
 OK = Sampling(max_tokens=4, stop_token_ids=(9,))
 

@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from offdrift.divergence.head import Head
-from offdrift.engines.heads import check_states, deviations, head_input, head_of, kept
+from offdrift.engines.output_head import check_states, deviations, head_input, head_of, kept
 from offdrift.errors import EngineError
-from offdrift.rollouts.records import HiddenStates
+from offdrift.records.rollouts import HiddenStates
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.5, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
 
@@ -115,7 +115,7 @@ def evidence(n: int = 600):
 
 
 def test_deviations_are_those_of_the_formula(monkeypatch):
-    import offdrift.engines.heads as heads
+    import offdrift.engines.output_head as heads
 
     monkeypatch.setattr(heads, "CHUNK", {"cpu": 9 * 7})  # seven tokens at a time
     found, tokens, logp = evidence()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from offdrift.engines.host import host_kept
+from offdrift.engines.isolation import host_kept
 
 
 def test_what_a_backend_does_to_its_host_is_undone():

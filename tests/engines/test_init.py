@@ -14,8 +14,8 @@ from tests.engines.models import tiny
 
 def test_importing_the_engines_imports_no_backend():
     code = (
-        "import sys, offdrift.engines, offdrift.engines.draws, offdrift.engines.sync, "
-        "offdrift.engines.vllm; "
+        "import sys, offdrift.engines, offdrift.engines.generate, offdrift.engines.verify_sync, "
+        "offdrift.engines.vllm.engine; "
         "print(sorted({'transformers', 'vllm'} & {m for m in sys.modules}))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -38,7 +38,7 @@ def test_a_model_is_not_a_checkpoint_folder():
         make_engine("vllm", tiny("dense"))
 
 
-@pytest.mark.parametrize("module", ["offdrift.engines.transformers"])
+@pytest.mark.parametrize("module", ["offdrift.engines.hf.engine"])
 def test_a_missing_backend_says_how_to_install_it(module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(EngineError, match=r"pip install offdrift\[train\]"):

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offdrift.engines.openai import OpenAIEngine
-from offdrift.engines.openai_server import measured_mode
-from offdrift.engines.openai_sync import OWN_METHOD
-from offdrift.engines.sync import verify_sync
+from offdrift.engines.server.capabilities import measured_mode
+from offdrift.engines.server.engine import OpenAIEngine
+from offdrift.engines.server.weights import OWN_METHOD
+from offdrift.engines.verify_sync import verify_sync
 from offdrift.errors import EngineError, SyncError
 from offdrift.train.models import save_for_engine, tiny_tokenizer
 from tests.engines.contract import PLAIN, PROMPTS, SAMPLINGS, EngineContract
@@ -33,7 +33,7 @@ START_S = 300
 FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "64",
     "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
-    "--enable-scale-out", "--worker-extension-cls", "offdrift.engines.openai_worker.Worker",
+    "--enable-scale-out", "--worker-extension-cls", "offdrift.engines.server.worker.Worker",
 )  # fmt: skip
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -257,7 +257,7 @@ def test_weight_files_are_removed(url, model, tmp_path):
 def test_without_our_worker_vllm_keeps_the_tied_head_on_cpus_and_that_is_caught(
     url, model, monkeypatch
 ):
-    monkeypatch.setattr("offdrift.engines.openai_sync.OWN_METHOD", "no_such_method")
+    monkeypatch.setattr("offdrift.engines.server.weights.OWN_METHOD", "no_such_method")
     with pytest.raises(SyncError, match="embeddings: differ by"):
         verify_sync(_engine(url), model, PROMPTS, PLAIN, seed=0)
     monkeypatch.undo()
@@ -311,7 +311,7 @@ def test_check_finds_other_weights(url, folder, model, tmp_path, monkeypatch, ca
 
 
 def test_train_draws_from_the_server_and_gives_it_weights(url, folder, tmp_path):
-    from offdrift.rollouts import store
+    from offdrift.records import store
     from offdrift.train.loop import train
     from offdrift.train.recipe import check_recipe
 

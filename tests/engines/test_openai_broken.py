@@ -25,13 +25,13 @@ import numpy as np
 import pytest
 import torch
 
-from offdrift.audit.pair import Bench, EngineSpec
+from offdrift.check.bench import Bench, EngineSpec
 from offdrift.engines import make_engine
-from offdrift.engines.openai import OpenAIEngine
-from offdrift.engines.openai_http import Server, StatusError
-from offdrift.engines.openai_server import faithful, measured_mode
+from offdrift.engines.server.capabilities import faithful, measured_mode
+from offdrift.engines.server.client import Server, StatusError
+from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.errors import EngineError, RecipeError
-from offdrift.rollouts.records import Sampling
+from offdrift.records.rollouts import Sampling
 from offdrift.train.recipe import check_recipe
 
 VOCAB = 8
@@ -338,7 +338,7 @@ def test_an_interrupt_stops_what_has_not_begun(played, monkeypatch):
         time.sleep(0.1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offdrift.engines.openai.wait", interrupted)
+    monkeypatch.setattr("offdrift.engines.server.engine.wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made.generate([[1]] * 200, PLAIN, seed=0)
     assert 2 <= len(played.drawn()) < 100

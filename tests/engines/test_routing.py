@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from offdrift.engines.hf.engine import TransformersEngine
 from offdrift.engines.routing import (
     flip_rate,
     flips,
@@ -18,7 +19,6 @@ from offdrift.engines.routing import (
     routes_of,
 )
 from offdrift.engines.score import score
-from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import EngineError
 from tests.engines.contract import PLAIN, PROMPTS
 from tests.engines.models import VOCAB, tiny

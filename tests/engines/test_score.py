@@ -10,11 +10,11 @@ import torch
 
 from offdrift.divergence.head import Head
 from offdrift.divergence.hidden import hidden_divergences
-from offdrift.engines.heads import head_of
+from offdrift.engines.output_head import head_of
 from offdrift.engines.score import divergences, last_states, score
 from offdrift.errors import EvidenceError
-from offdrift.rollouts import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
-from offdrift.rollouts.records import pack_sequences
+from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
+from offdrift.records.rollouts import pack_sequences
 
 PROMPTS = [[3], [4, 5, 6], [7, 8]]
 RESPONSES = [[0, 0, 9, 2], [1], [5, 0, 0]]  # id 0 is the pad id of the model below
@@ -106,7 +106,7 @@ def test_top_k_evidence_gives_intervals_around_the_exact_value(model):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_hidden_states_give_what_the_full_rows_give(model, temperature, monkeypatch):
-    import offdrift.engines.heads as heads
+    import offdrift.engines.output_head as heads
 
     monkeypatch.setattr(heads, "CHUNK", {"cpu": 16 * 3})  # three tokens at a time
     stale = copy.deepcopy(model)

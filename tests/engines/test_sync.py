@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from offdrift.engines import sync
-from offdrift.engines.sync import (
+from offdrift.engines import verify_sync as sync
+from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.verify_sync import (
     EFFECT_TO_NOISE,
     FLOAT32_CAP,
     GROUPS,
@@ -21,9 +22,8 @@ from offdrift.engines.sync import (
     verify_sync,
     weight_groups,
 )
-from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import SyncError
-from offdrift.rollouts.records import Provenance, Sampling
+from offdrift.records.rollouts import Provenance, Sampling
 from tests.engines.contract import PLAIN, PROMPTS, Forgetful
 from tests.engines.models import tiny
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from offdrift.engines.heads import deviations
-from offdrift.engines.int8 import int8_grid, matrices
-from offdrift.engines.transformers import TransformersEngine
-from offdrift.engines.transformers_draws import Recorder
+from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.hf.int8 import int8_grid, matrices
+from offdrift.engines.hf.logits_processors import Recorder
+from offdrift.engines.output_head import deviations
 from offdrift.errors import EngineError
-from offdrift.rollouts.records import Sampling
+from offdrift.records.rollouts import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
 from tests.engines.models import VOCAB, tiny
 from tests.engines.oracles import logp_rows

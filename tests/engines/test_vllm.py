@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-import offdrift.engines.vllm as vllm_engine_module
-import offdrift.engines.vllm_draws as vllm_draws
-from offdrift.engines.sync import QUANTIZED_CAP, verify_sync
-from offdrift.engines.vllm_inside import runner_of
-from offdrift.engines.vllm_requests import request_seed
+import offdrift.engines.vllm.engine as vllm_engine_module
+import offdrift.engines.vllm.generate as vllm_draws
+from offdrift.engines.verify_sync import QUANTIZED_CAP, verify_sync
+from offdrift.engines.vllm.taps import runner_of
+from offdrift.engines.vllm.wire import request_seed
 from offdrift.errors import EngineError, NotOfferedError, SyncError
-from offdrift.rollouts.records import Sampling
+from offdrift.records.rollouts import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
 from tests.engines.models import FP8_CACHE, no_wide_vectors, tiny
 

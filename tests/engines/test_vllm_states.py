@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from offdrift.engines.vllm_states import state_tap
+from offdrift.engines.vllm.taps import state_tap
 from offdrift.errors import EngineError
 
 

@@ -1,4 +1,4 @@
-"""AReaL's own configuration and writer; its update and losses run in tests/integrations/test_areal.py,
+"""AReaL's own configuration and writer; its update and losses run in tests/adapters/test_areal.py,
 which takes AReaL's modules where they are installed."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import torch
 import yaml
 
+from tests.adapters.hooked import code
 from tests.foreign import real
-from tests.integrations.hooked import code
-from tests.integrations.samples import read_all
+from tests.records.samples import read_all
 
 pytestmark = [
     pytest.mark.foreign,

@@ -22,11 +22,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.integrations import openrlhf
-from offdrift.integrations.after_import import WAITING
+from offdrift.adapters.after_import import WAITING
+from offdrift.adapters.contrib import openrlhf
 from offdrift.methods import METHODS
+from tests.adapters.hooked import Batch, batch, code, process
 from tests.foreign import real
-from tests.integrations.hooked import Batch, batch, code, process
 
 __all__ = ["process"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offdrift.integrations.frameworks import FRAMEWORKS
+from offdrift.adapters.frameworks import FRAMEWORKS
 from tests.foreign.real import PINNED, folder
 
 pytestmark = pytest.mark.foreign

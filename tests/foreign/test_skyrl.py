@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.diagnosis import load_rules
-from offdrift.integrations import skyrl
+from offdrift.adapters.contrib import skyrl
+from offdrift.judge import load_rules
+from tests.adapters.hooked import Batch, batch, code, process
 from tests.foreign import real
-from tests.integrations.hooked import Batch, batch, code, process
 
 __all__ = ["process"]
 

@@ -11,8 +11,15 @@ import torch
 from offdrift.errors import BadValueError, MethodError
 from offdrift.lab import frontier as module
 from offdrift.lab.estimators import all_sequences, coefficients, draw, gradients
-from offdrift.lab.frontier import BETWEEN, Estimate, conjecture, family, frontier, verdict
-from offdrift.lab.moments import known_moments
+from offdrift.lab.frontier import (
+    BETWEEN,
+    Estimate,
+    conjecture,
+    family,
+    frontier,
+    known_moments,
+    verdict,
+)
 from offdrift.lab.recursions import return_gradient
 from offdrift.lab.testbeds import TESTBEDS, make_testbed
 from offdrift.methods import METHODS

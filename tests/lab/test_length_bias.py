@@ -10,8 +10,17 @@ import torch
 
 from offdrift.correction.gate import Gate
 from offdrift.errors import BadValueError, RecordError, ShapeError
-from offdrift.lab.length_bias import GATES, Stream, curves, independent_stream, scaling, wilson
-from offdrift.lab.recording import packaged, read_recording, write_recording
+from offdrift.lab.length_bias import (
+    GATES,
+    Stream,
+    curves,
+    independent_stream,
+    packaged,
+    read_recording,
+    scaling,
+    wilson,
+    write_recording,
+)
 from offdrift.methods import METHODS
 
 P = 2e-3

@@ -14,8 +14,7 @@ from offdrift.errors import BadValueError
 from offdrift.lab import TabularPolicy, random_policies
 from offdrift.lab.adversary import GOALS, arenas, attack, remembering, smooth_bounds, tree
 from offdrift.lab.automaton import counter
-from offdrift.lab.masks import masked
-from offdrift.lab.pairs import FAMILIES, HORIZONS, MACHINES, TREES, batches, enumerated
+from offdrift.lab.pairs import FAMILIES, HORIZONS, MACHINES, TREES, batches, enumerated, masked
 from offdrift.lab.policy import tilted_pair
 from offdrift.lab.search import (
     OTHERS,

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from offdrift.batch_info import Facts, Observed
 from offdrift.divergence.evidence import Divergence
-from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offdrift.anchor import Interpolated
 from offdrift.correction import VariationalWeight, Weight
-from offdrift.kl import KLPenalty
 from offdrift.methods import Method
+from offdrift.methods.anchor import Interpolated
+from offdrift.penalty import KLPenalty
 from tests.laws.batches import VOCAB, Batch
 
 Numbers = list[float]

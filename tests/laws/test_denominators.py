@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.facts import Observed
+from offdrift.batch_info import Observed
 from offdrift.methods import METHODS, Method
 from tests.laws.batches import HORIZON, Batch, draw, packed, run, seen
 from tests.laws.definitions import anchored, sequences_of, untouched

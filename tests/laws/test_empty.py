@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from offdrift.adapters.base import Adapter
+from offdrift.batch_info import NO_FACTS, Observed
 from offdrift.divergence.evidence import Divergence
-from offdrift.facts import NO_FACTS, Observed
-from offdrift.integrations.adapter import Adapter
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from offdrift.batch_info import Facts
 from offdrift.correction import Correction
 from offdrift.correction.weight import Weighted
 from offdrift.divergence.evidence import Divergence
-from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from offdrift.batch_info import Facts
 from offdrift.correction import Correction, Gate, Weight
-from offdrift.facts import Facts
 from offdrift.methods import METHODS
 from tests.laws.batches import draw, packed, run
 

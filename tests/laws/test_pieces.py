@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.facts import Observed
+from offdrift.batch_info import Observed
 from offdrift.methods import METHODS, Method
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Regression

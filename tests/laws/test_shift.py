@@ -16,13 +16,13 @@ from torch import Tensor
 
 from offdrift.advantages import advantages as estimated
 from offdrift.audit.counterfactual import CANDIDATES, Counterfactual
-from offdrift.audit.tally import Tally
+from offdrift.audit.tally.tally import Tally
+from offdrift.batch_info import Facts, Observed
 from offdrift.correction import Correction, Weight
-from offdrift.facts import Facts, Observed
 from offdrift.methods import METHODS
+from offdrift.methods.schedules import EssScale
 from offdrift.ratios import per_unit, stopped_log_ratio
-from offdrift.rollouts.logged import Logged
-from offdrift.schedules import EssScale
+from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, summarize
 from tests.laws.batches import Batch, Given, packed, run, seen
 from tests.laws.handmade import made

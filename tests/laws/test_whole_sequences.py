@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from offdrift.audit.counterfactual import Counterfactual
-from offdrift.audit.tally import Tally
-from offdrift.audit.verdict import THRESHOLDS
+from offdrift.audit.tally.tally import Tally
+from offdrift.batch_info import NO_FACTS, Facts, Observed
+from offdrift.check.verdict import THRESHOLDS
 from offdrift.correction import Weight
-from offdrift.diagnosis.collapse import within_budget
-from offdrift.facts import NO_FACTS, Facts, Observed
+from offdrift.judge.collapse import within_budget
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS
-from offdrift.rollouts.logged import Logged
-from offdrift.schedules import EssScale
+from offdrift.methods.schedules import EssScale
+from offdrift.records.batch import Logged
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
 from tests.oracles.fixtures import double

@@ -13,7 +13,8 @@ from offdrift.aggregate import AggregateName
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.correction.gate import GateUnit
 from offdrift.errors import MethodError
-from offdrift.methods import METHODS, Method, axes, override, probe
+from offdrift.methods import METHODS, Method, override, probe
+from offdrift.methods import describe as axes
 from offdrift.methods.catalog import CHOICES, catalog, chosen, find, select
 from offdrift.methods.method import Bias, Status
 from offdrift.methods.override import PLAIN

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from offdrift.advantages import ADVANTAGES
-from offdrift.kl import ESTIMATORS
-from offdrift.methods import METHODS, axes
+from offdrift.methods import METHODS
+from offdrift.methods import describe as axes
 from offdrift.methods.systems import SYSTEMS
+from offdrift.penalty import ESTIMATORS
 
 GENERATE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))
 PAGE = GENERATE["methods_page"]()

@@ -7,10 +7,10 @@ from dataclasses import fields
 
 import pytest
 
-from offdrift.methods import METHODS, axes
+from offdrift.methods import METHODS
+from offdrift.methods import describe as axes
 from offdrift.methods.catalog import catalog, find
-from offdrift.methods.system import System
-from offdrift.methods.systems import FAMILIES, SYSTEMS
+from offdrift.methods.systems import FAMILIES, SYSTEMS, System
 from offdrift.stats import METRICS
 
 # Row of the map: our rows, and the unit it aggregates over (None where only systems are behind it).

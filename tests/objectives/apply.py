@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from offdrift.aggregate import AggregateName, aggregate, normalizer_of
-from offdrift.facts import NO_FACTS, Facts
+from offdrift.batch_info import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.base import Objective
 from offdrift.segments import Segments

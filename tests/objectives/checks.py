@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offdrift.aggregate import aggregate, normalizer_of
-from offdrift.facts import NO_FACTS, Facts, Observed
+from offdrift.batch_info import NO_FACTS, Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 from tests.oracles.fixtures import LOGP_ROLLOUT, MASK, MISMATCH, STALENESS, double, ragged

@@ -7,12 +7,13 @@ from functools import reduce
 import pytest
 import torch
 
+from offdrift.batch_info import NO_FACTS, Facts, Observed
 from offdrift.engines.score import old_divergences
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.facts import NO_FACTS, Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
-from offdrift.methods import METHODS, axes, override
+from offdrift.methods import METHODS, override
+from offdrift.methods import describe as axes
 from offdrift.objectives.clipped import Clipped
 from offdrift.objectives.covariance import CovClipped, CovPenalized, covariance
 from offdrift.ratios import log_ratio

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from offdrift.batch_info import Facts
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.flipped import Flipped, above_quantile, aspo
 from offdrift.segments import Segments

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from offdrift.batch_info import Facts
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.facts import Facts
 from offdrift.objectives.prompt_dual import PromptDual, multipliers, tilt_kl
 from offdrift.objectives.prompts import StepPrompts
 from tests.objectives.checks import (

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from offdrift.batch_info import Facts
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.prompts import StepPrompts
 from offdrift.objectives.regression import Quadratic, Regression, soft_value

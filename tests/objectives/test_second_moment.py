@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from offdrift.batch_info import NO_FACTS
 from offdrift.errors import MethodError
-from offdrift.facts import NO_FACTS
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.clipped import ppo_clip
 from offdrift.objectives.second_moment import (

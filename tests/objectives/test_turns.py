@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from offdrift.batch_info import Facts, Observed
 from offdrift.errors import MethodError
-from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.clipped import Clipped
 from offdrift.objectives.turns import TurnNormalized, clipping_bias, renormalized

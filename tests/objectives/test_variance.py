@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from offdrift.batch_info import Facts, Observed
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.clipped import Clipped
 from offdrift.objectives.variance import GroupClipped, VariancePenalized

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.facts import NO_FACTS
+from offdrift.batch_info import NO_FACTS
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.covariance import CovClipped, CovPenalized, covariance, token_keys
 from tests.objectives.checks import loss_and_grad

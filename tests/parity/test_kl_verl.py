@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from offdrift.kl import Adaptive, Fixed, kl_estimate
+from offdrift.penalty import Adaptive, Fixed, kl_estimate
 
 SAME = {
     "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",

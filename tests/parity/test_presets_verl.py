@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from offdrift.correction import Correction, Weight, rejection
-from offdrift.kl import KLPenalty
 from offdrift.methods import Method
-from offdrift.methods.presets import ROWS
+from offdrift.methods.table import PRESET_ROWS
 from offdrift.objectives import Clipped, Reinforce
+from offdrift.penalty import KLPenalty
 from tests.parity.peers import (
     MODES,
     Batch,
@@ -36,9 +36,9 @@ from tests.parity.peers import (
 )
 
 SEEDS = range(3)
-REJECTING = [name for name, row in ROWS.items() if row.correction.gates]
-WEIGHTED = [name for name, row in ROWS.items() if row.correction.weights]
-GEOMETRIC = [name for name in ROWS if "geo" in name]
+REJECTING = [name for name, row in PRESET_ROWS.items() if row.correction.gates]
+WEIGHTED = [name for name, row in PRESET_ROWS.items() if row.correction.weights]
+GEOMETRIC = [name for name in PRESET_ROWS if "geo" in name]
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +126,13 @@ def composed(config) -> tuple[type, Correction]:
 def test_there_is_a_row_for_every_preset(verl):
     methods = inspect.getmembers(verl.RolloutCorrectionConfig, inspect.ismethod)
     presets = {name for name, _ in methods if not name.startswith("_")}
-    assert presets == set(ROWS)
-    assert len(ROWS) == 19
+    assert presets == set(PRESET_ROWS)
+    assert len(PRESET_ROWS) == 19
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", PRESET_ROWS)
 def test_modes_and_thresholds(verl, name):
-    row, config = ROWS[name], preset(verl, name)
+    row, config = PRESET_ROWS[name], preset(verl, name)
     objective, correction = composed(config)
     assert row.correction == correction
     assert type(row.objective) is objective
@@ -148,16 +148,18 @@ def test_modes_and_thresholds(verl, name):
 
 
 def test_what_bypasses(verl):
-    bypassing = {name for name in ROWS if preset(verl, name).bypass_mode}
-    assert bypassing == {name for name in ROWS if name.startswith("bypass")}
-    assert {"mismatch", "full"} == {w.on for n in WEIGHTED for w in ROWS[n].correction.weights}
-    assert {name for name in ROWS if not ROWS[name].needs_old} == bypassing
+    bypassing = {name for name in PRESET_ROWS if preset(verl, name).bypass_mode}
+    assert bypassing == {name for name in PRESET_ROWS if name.startswith("bypass")}
+    assert {"mismatch", "full"} == {
+        w.on for n in WEIGHTED for w in PRESET_ROWS[n].correction.weights
+    }
+    assert {name for name in PRESET_ROWS if not PRESET_ROWS[name].needs_old} == bypassing
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", PRESET_ROWS)
 def test_loss_gradient_mask_and_weights(verl, name, seed):
-    row, batch = ROWS[name], drifting(seed, name)
+    row, batch = PRESET_ROWS[name], drifting(seed, name)
     step = Step(verl, preset(verl, name), batch)
     mine = ours(row, batch)
     agree(mine, *step.over_everything(MODES[row.aggregate]))
@@ -173,12 +175,12 @@ def test_loss_gradient_mask_and_weights(verl, name, seed):
         assert len(mine.weight.unique()) > 5
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", PRESET_ROWS)
 def test_every_aggregate(verl, name):
     batch = drifting(7, name)
     for how, verls in MODES.items():
         step = Step(verl, preset(verl, name), batch, loss_scale_factor=23)
-        row = replace(ROWS[name], aggregate=how)
+        row = replace(PRESET_ROWS[name], aggregate=how)
         # Presets reject whole sequences, so that a sequence's own mean is over the same tokens.
         agree(ours(row, batch, horizon=23), *step.over_everything(verls))
 
@@ -191,7 +193,7 @@ def test_every_aggregate(verl, name):
 def test_verl_alone_divides_by_what_survived(verl, name, how):
     """dis.03: without global counts, surviving tokens, or sequences with one; we, by all of them."""
     batch = drifting(3, name)
-    row = replace(ROWS[name], aggregate=how)
+    row = replace(PRESET_ROWS[name], aggregate=how)
     loss, gradient = Step(verl, preset(verl, name), batch).loss(
         MODES[how], tokens=None, sequences=None
     )
@@ -255,7 +257,7 @@ def test_verls_trainer_counts_survivors_in_one_mode_and_not_in_the_other(verl):
     for name in ("decoupled_k3_rs", "bypass_ppo_clip_k3_rs"):
         batch = drifting(3, name)
         counted[name] = int(Step(verl, preset(verl, name), batch).data["response_mask"].sum())
-        assert 0 < int(ours(ROWS[name], batch).keep.sum()) < batch.tokens
+        assert 0 < int(ours(PRESET_ROWS[name], batch).keep.sum()) < batch.tokens
     assert counted["decoupled_k3_rs"] < counted["bypass_ppo_clip_k3_rs"] == batch.tokens
 
 
@@ -285,7 +287,7 @@ def hand_made(total: float, tokens: int = 4) -> Batch:
 def test_between_a_band_and_its_inverse(verl, name, mean_ratio, we_keep):
     """dis.02: verl's [0.999, 1.001] is [1/1.001, 1/0.999] = [0.9990010, 1.0010010] on the ratio."""
     batch = hand_made(4 * math.log(mean_ratio))
-    row = ROWS[name]
+    row = PRESET_ROWS[name]
     config = preset(verl, name)
     assert config.rollout_rs_threshold == "0.999_1.001"
     _, gradient = Step(verl, config, batch).over_everything(MODES[row.aggregate])
@@ -306,7 +308,9 @@ def test_bypassed_reinforce_takes_the_actors_aggregate(verl):
     alone = inspect.signature(verl.core_algos.compute_policy_loss_reinforce).parameters
     assert alone["loss_agg_mode"].default == "seq-mean-token-sum"
     assert actor(verl).loss_agg_mode == "token-mean"
-    assert {ROWS[n].aggregate for n in ROWS if "bypass_pg" in n} == {"seq_mean_token_sum"}
+    assert {PRESET_ROWS[n].aggregate for n in PRESET_ROWS if "bypass_pg" in n} == {
+        "seq_mean_token_sum"
+    }
 
 
 @pytest.mark.parametrize(
@@ -320,7 +324,7 @@ def test_what_a_gate_does_to_the_kl_penalty(verl, name, scope, other):
         verl, preset(verl, name), batch, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k3"
     )
     penalty = KLPenalty(estimator="k3", coef=0.3, value_limit=10.0)
-    row = replace(ROWS[name], penalty=penalty, gate_scope=scope)
+    row = replace(PRESET_ROWS[name], penalty=penalty, gate_scope=scope)
     loss, gradient = step.over_everything("token-mean")
     agree(ours(row, batch), loss, gradient)
     differ(ours(replace(row, gate_scope=other), batch).gradient, gradient)
@@ -336,19 +340,19 @@ def test_weights_in_bypassed_ppo_are_for_metrics_alone(verl):
         rollout_is="sequence", bypass_mode=True, loss_type="ppo_clip"
     )
     loss, gradient = Step(verl, config, batch).over_everything("token-mean")
-    agree(ours(ROWS["bypass_ppo_clip"], batch), loss, gradient)
+    agree(ours(PRESET_ROWS["bypass_ppo_clip"], batch), loss, gradient)
     with pytest.raises(ValueError, match="count it twice"):
-        replace(ROWS["bypass_ppo_clip"], correction=ROWS["bypass_pg_is"].correction)
+        replace(PRESET_ROWS["bypass_ppo_clip"], correction=PRESET_ROWS["bypass_pg_is"].correction)
 
 
 def test_a_microbatch_is_a_share_of_the_step(verl):
     """Two ranks, each dividing by the whole step's counts: verl scales by the ranks it averages."""
     batch, name = random_batch(8), "decoupled_token_is"
     parts = [batch.rows(slice(0, 7)), batch.rows(slice(7, None))]
-    total = ours(ROWS[name], batch).gradient
+    total = ours(PRESET_ROWS[name], batch).gradient
     mine, verls = [], []
     for part in parts:
-        mine.append(ours(ROWS[name], part, normalizer=float(batch.tokens)).gradient)
+        mine.append(ours(PRESET_ROWS[name], part, normalizer=float(batch.tokens)).gradient)
         weights = Step(verl, preset(verl, name), part).data["rollout_is_weights"]
         config = actor(verl, part)
         config.global_batch_info.update(dp_size=2, batch_num_tokens=batch.tokens)

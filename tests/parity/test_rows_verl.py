@@ -17,7 +17,7 @@ from torch import Tensor
 from offdrift.correction import Correction, Weight, rejection
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, override
-from offdrift.methods.presets import ROWS as PRESETS
+from offdrift.methods.table import PRESET_ROWS as PRESETS
 from offdrift.objectives import Clipped
 from offdrift.stats.summary import summarize
 from tests.parity.peers import (

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.errors import BadValueError
-from offdrift.kl import KLPenalty
 from offdrift.methods import METHODS, override
+from offdrift.penalty import KLPenalty
 from tests.parity.peers import Batch, agree, differ, ours, random_batch, same
 from tests.parity.trl_trainer import HORIZON, LOSSES, Trainer, load_trl, sequence_batch
 

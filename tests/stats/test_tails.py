@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from offdrift.audit.tally import Tally
+from offdrift.audit.tally.tally import Tally
 from offdrift.logprobs import LogProbs
-from offdrift.rollouts.logged import Logged
+from offdrift.records.batch import Logged
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
 from offdrift.stats.tails import Tails

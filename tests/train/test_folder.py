@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offdrift.errors import CheckpointError, RecordError
-from offdrift.train.folder import RunFolder, plain
+from offdrift.train.run_folder import RunFolder, plain
 
 
 def test_numbers_that_json_cannot_say_become_null():

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from offdrift.diagnosis import Context, diagnose
-from offdrift.train.folder import RunFolder
+from offdrift.judge import Context, diagnose
 from offdrift.train.live import Live
 from offdrift.train.loop import train
+from offdrift.train.run_folder import RunFolder
 from tests.train.conftest import small_recipe
 from tests.train.test_loop import Stop, rows, stop_at
 

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from offdrift.advantages import ADVANTAGES
-from offdrift.engines.transformers import TransformersEngine
+from offdrift.engines.hf.engine import TransformersEngine
 from offdrift.errors import CheckpointError, RecipeError, RecordError, SyncError
-from offdrift.rollouts import FullVocab, TopK
-from offdrift.rollouts.store import read
+from offdrift.records import FullVocab, TopK
+from offdrift.records.store import read
 from offdrift.train.loop import Event, train
 from tests.train.conftest import small_recipe
 
@@ -226,7 +226,7 @@ def test_a_full_disk_stops_with_the_file_and_the_way_out(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("offdrift.rollouts.store.pq.write_table", full)
+    monkeypatch.setattr("offdrift.records.store.pq.write_table", full)
     with pytest.raises(RecordError, match=r"batch-000000.parquet: No space left.*free disk space"):
         train(small_recipe(), tmp_path / "run")
     assert not list(tmp_path.rglob("*.tmp"))

@@ -13,16 +13,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from offdrift.audit.part import Job
-from offdrift.audit.result import conclude
+from offdrift.audit.conclude import conclude
+from offdrift.audit.partial import Job
 from offdrift.audit.stream import audit
 from offdrift.engines.score import score
 from offdrift.errors import CheckpointError, EvidenceError, RecipeError
-from offdrift.integrations.logs import detect, pieces
 from offdrift.methods import METHODS
 from offdrift.objectives.ewma import ewma_update
-from offdrift.rollouts.records import OLD_STATUS
-from offdrift.rollouts.store import read
+from offdrift.records.readers import detect, pieces
+from offdrift.records.rollouts import OLD_STATUS
+from offdrift.records.store import read
 from offdrift.train import old_policy
 from offdrift.train.assess import assess
 from offdrift.train.loop import train
@@ -381,7 +381,7 @@ def test_the_trainers_weights_come_back_bit_for_bit_even_after_an_error(accelera
 
 
 def test_a_batch_that_was_just_drawn_costs_no_forward_pass(tmp_path: Path, monkeypatch):
-    from offdrift.train import learner
+    from offdrift.train import arm as learner
 
     calls = []
     original = learner.OldPolicy

@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from offdrift.advantages import advantages
-from offdrift.rollouts.records import concatenate
-from offdrift.rollouts.store import read
+from offdrift.records.rollouts import concatenate
+from offdrift.records.store import read
 from offdrift.stats import summarize
 from offdrift.train.loop import train
 from offdrift.train.models import load_model

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from offdrift.rollouts import FullVocab, TopK
-from offdrift.rollouts.store import read
+from offdrift.records import FullVocab, TopK
+from offdrift.records.store import read
 
 ROOT = Path(__file__).parents[2]
 IN_CI = bool(os.environ.get("CI"))

@@ -12,17 +12,17 @@ import torch
 from accelerate import Accelerator
 
 from offdrift.advantages import advantages
+from offdrift.batch_info import Facts
 from offdrift.certificate import BatchEvidence, TrustRegion, certify
 from offdrift.certificate.batch import COLUMNS
-from offdrift.diagnosis import variance_proxies
+from offdrift.engines.hf.engine import TransformersEngine
 from offdrift.engines.score import chunks, divergences, left_right_padded, score
-from offdrift.engines.transformers import TransformersEngine
 from offdrift.errors import EngineError
-from offdrift.facts import Facts
-from offdrift.kl import Adaptive, KLPenalty
+from offdrift.judge import variance_proxies
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
-from offdrift.rollouts import Sampling, TopK
+from offdrift.penalty import Adaptive, KLPenalty
+from offdrift.records import Sampling, TopK
 from offdrift.stats import summarize
 from offdrift.train.assess import assess
 from offdrift.train.loop import train

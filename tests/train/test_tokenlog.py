@@ -8,8 +8,8 @@ import torch
 
 from offdrift.advantages import advantages
 from offdrift.engines.score import score
-from offdrift.rollouts.logged import Logged
-from offdrift.rollouts.store import read as read_rollouts
+from offdrift.records.batch import Logged
+from offdrift.records.store import read as read_rollouts
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
 from offdrift.train.loop import train
@@ -23,7 +23,7 @@ ARM = "trm_max"
 
 def logs(run, arm: str = ARM) -> list[Logged]:
     """The arm's token logs, in the order of the batches, as an audit reads them."""
-    from offdrift.integrations.logs import detect, pieces, read
+    from offdrift.records.readers import detect, pieces, read
 
     files = sorted((run / "arms" / arm / "log").glob("*.parquet"))
     found = []

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from offdrift.audit.part import Job, work
+from offdrift.audit.partial import Job, work
 from offdrift.audit.stream import Run
 from offdrift.errors import EngineError
-from offdrift.integrations.logs import Piece
+from offdrift.records.readers import Piece
 
 
 def on_ray(address: str) -> Run:

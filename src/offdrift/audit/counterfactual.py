@@ -17,15 +17,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.audit.axes import LENGTH_CUTS
 from offdrift.audit.decisions import Decided, Decisions
 from offdrift.audit.sample import sampled as sampled
-from offdrift.audit.threads import one_thread
+from offdrift.audit.tally.buckets import LENGTH_CUTS
 from offdrift.errors import RecordError
 from offdrift.methods import METHODS, Method, override
 from offdrift.methods.table import FAMILIES
-from offdrift.numerics import log_sums
-from offdrift.rollouts.logged import Logged
+from offdrift.numerics import log_sums, one_thread
+from offdrift.records.batch import Logged
 
 COUNTED = ("sequences", "tokens", "first_update", "kept_sequences", "kept_tokens", "length", "kept_length", "weight", "limited", "clipped", "clip_tokens")  # fmt: skip
 """Sums of each row; after them, sequences and kept sequences of each length bucket."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from offdrift.audit.part import Part, Unread
+from offdrift.audit.partial import Part, Unread
 
 CAUSES = {
     "missing": "null or NaN",

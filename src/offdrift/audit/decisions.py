@@ -16,15 +16,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from offdrift.batch_info import Facts
 from offdrift.correction.weight import Weighted
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import EvidenceError, OffdriftError
-from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, Method
 from offdrift.methods.probe import batch as probe
 from offdrift.objectives import Objective
-from offdrift.rollouts.logged import Logged
+from offdrift.records.batch import Logged
 
 OBSERVERS: frozenset[Any] = frozenset(p for row in METHODS.values() for p in row.observers)
 """Parts that look at a whole step."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Int, UInt64
 
-from offdrift.rollouts.logged import Logged
+from offdrift.records.batch import Logged
 
 
 def sampled(batch: Logged, rate: float, salt: str = "") -> Logged:

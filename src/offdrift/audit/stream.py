@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from offdrift.audit.part import BAD_ROWS_KEPT, Job, Part, Unread, work
+from offdrift.audit.partial import BAD_ROWS_KEPT, Job, Part, Unread, work
 from offdrift.errors import RecordError
-from offdrift.integrations.logs import Piece, fingerprint
-from offdrift.rollouts.files import write_atomically
+from offdrift.records.atomic import write_atomically
+from offdrift.records.readers import Piece, fingerprint
 
 LAYOUT = 3
 """Of stored parts; a part of another layout is made again."""

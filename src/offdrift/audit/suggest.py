@@ -15,8 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from offdrift.diagnosis import load_rules
-from offdrift.diagnosis.estimate import kl_of
+from offdrift.judge import load_rules
+from offdrift.judge.kl_choice import kl_of
 
 Rung = Literal["none", "reject", "reject and reweight", "reweight", "system"]
 

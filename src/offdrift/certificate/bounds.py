@@ -353,3 +353,21 @@ def _bound(name: str, row: Row, known: Premises, constants: str, reward_range: f
         closed_form=row.closed and reward_range * row.closed(**inputs, constants=constants),
         note="; ".join(known.notes[field] for field in row.uses if field in known.notes),
     )
+
+
+LABELS = {
+    "classical_kl": "Classical KL",
+    "classical_tv": "Classical TV",
+    "coupling": "Coupling",
+    "pinsker_marginal_kl": "Pinsker-Marginal KL",
+    "pinsker_marginal_tv": "Pinsker-Marginal TV",
+    "mixed_kl": "Mixed KL",
+    "mixed_tv": "Mixed TV",
+    "adaptive_kl": "Adaptive KL",
+    "adaptive_tv": "Adaptive TV",
+    "adaptive": "Adaptive",
+    "pointwise": "Pointwise",
+    "sequence_kl": "Sequence KL",
+    "unified": "Unified B*",
+}
+"""What each bound is called where a person reads it."""

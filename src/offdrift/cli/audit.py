@@ -85,15 +85,15 @@ def audit(
     offdrift audit 's3://bucket/run/token_exports/*/rank_*.jsonl' --workers 8
     offdrift audit rollouts.jsonl --columns logp_rollout=vllm_lp,logp_old=fsdp_lp --fail-on act
     """  # fmt: skip
-    from offdrift.audit.known import known
-    from offdrift.audit.part import Job, Part
-    from offdrift.audit.result import conclude, write_audit
+    from offdrift.audit.conclude import conclude, write_audit
+    from offdrift.audit.page import write_audit_page
+    from offdrift.audit.partial import Job, Part
+    from offdrift.audit.run_context import known
     from offdrift.audit.stream import audit as stream
     from offdrift.audit.stream import in_process, in_processes
-    from offdrift.diagnosis import load_rules
-    from offdrift.integrations.logs import detect, pieces
-    from offdrift.report.audit_page import write_audit_page
-    from offdrift.report.audit_terminal import audit_view
+    from offdrift.audit.view import audit_view
+    from offdrift.judge import load_rules
+    from offdrift.records.readers import detect, pieces
 
     limit = severity(fail_on)
     table = load_rules(rules)

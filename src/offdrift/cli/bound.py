@@ -70,7 +70,7 @@ def bound(
 
 
 def _solve(solve: str, horizon: int | None, target: float, wanted: tuple, given: dict, as_json: bool) -> None:  # fmt: skip
-    from offdrift.report.bound_answer import answer_rows, answer_table
+    from offdrift.prove.bound_answer import answer_rows, answer_table
 
     if solve == "T" and horizon is not None:
         raise typer.BadParameter("--T is given and solved for; leave one out")
@@ -82,7 +82,7 @@ def _solve(solve: str, horizon: int | None, target: float, wanted: tuple, given:
 
 
 def _table(horizon: int, wanted: tuple, given: dict, as_json: bool) -> None:
-    from offdrift.report.bound_table import bound_rows, bound_table
+    from offdrift.prove.bound_table import bound_rows, bound_table
 
     if as_json:
         typer.echo(json.dumps(bound_rows(horizon=horizon, **given), indent=1))
@@ -91,7 +91,7 @@ def _table(horizon: int, wanted: tuple, given: dict, as_json: bool) -> None:
 
 
 def _plot(stem: Path, horizon: int, wanted: tuple, given: dict, as_json: bool) -> None:
-    from offdrift.report.bound_figure import write_bound_figure
+    from offdrift.prove.bound_figure import write_bound_figure
 
     for path in write_bound_figure(stem, horizon=horizon, **given, constants=wanted):
         if not as_json:

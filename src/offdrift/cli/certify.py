@@ -83,16 +83,10 @@ def certify(
     offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
     offdrift certify fresh/*.parquet --model checkpoints/step-200 --tau 0.05 --json
     """  # fmt: skip
-    from offdrift.audit.certify import (
-        Judged,
-        judge,
-        longest_response,
-        newest_policy,
-        rollout_files,
-    )
     from offdrift.certificate import TrustRegion
     from offdrift.certificate import certify as certificate_of
-    from offdrift.report.certificate import certificate_view
+    from offdrift.prove.certificate_view import certificate_view
+    from offdrift.prove.certify import Judged, judge, longest_response, newest_policy, rollout_files
     from offdrift.train.models import load_model
 
     files = rollout_files(rollouts)

@@ -98,15 +98,15 @@ def check(
     """  # fmt: skip
     import torch
 
-    from offdrift.audit.check import FILE_NAME, check_max_kl
-    from offdrift.audit.check import check as measure_all
-    from offdrift.audit.factors.choice import chosen, left_out
-    from offdrift.audit.pair import Bench, EngineSpec, checkpoint_of
-    from offdrift.audit.prompts import BUNDLED, encoded, read_prompts
-    from offdrift.report.check import check_view
-    from offdrift.report.check_page import write_check_page
-    from offdrift.rollouts.files import write_json
-    from offdrift.rollouts.records import Sampling
+    from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
+    from offdrift.check.check import FILE_NAME, check_max_kl
+    from offdrift.check.check import check as measure_all
+    from offdrift.check.factors.choice import chosen, left_out
+    from offdrift.check.page import write_check_page
+    from offdrift.check.prompts import BUNDLED, encoded, read_prompts
+    from offdrift.check.view import check_view
+    from offdrift.records.atomic import write_json
+    from offdrift.records.rollouts import Sampling
     from offdrift.train.models import load_model, save_for_engine
 
     err = Console(stderr=True)

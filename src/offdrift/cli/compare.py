@@ -27,8 +27,8 @@ def compare(
     offdrift audit runs/tiny/arms/none && offdrift audit runs/tiny/arms/token_tis
     offdrift compare audits/tiny-none audits/tiny-token_tis
     """  # fmt: skip
-    from offdrift.audit.result import read_audit
-    from offdrift.report.compare import comparison_view, differences, write_comparison
+    from offdrift.audit.compare import comparison_view, differences, write_comparison
+    from offdrift.audit.conclude import read_audit
 
     a, b = read_audit(run_a), read_audit(run_b)
     names = _names(run_a, run_b)

@@ -21,9 +21,9 @@ def report(
 
 
 def _run_report(run: Path) -> Path:
-    from offdrift.report.page import write_report
-    from offdrift.report.stored import read_run
-    from offdrift.report.terminal import run_summary
+    from offdrift.train.page import write_report
+    from offdrift.train.stored import read_run
+    from offdrift.train.view import run_summary
 
     page = write_report(run)
     console.print(run_summary(read_run(run), width=console.width))
@@ -31,9 +31,9 @@ def _run_report(run: Path) -> Path:
 
 
 def _audit_report(folder: Path) -> Path:
-    from offdrift.audit.result import read_audit
-    from offdrift.report.audit_page import write_audit_page
-    from offdrift.report.audit_terminal import audit_view
+    from offdrift.audit.conclude import read_audit
+    from offdrift.audit.page import write_audit_page
+    from offdrift.audit.view import audit_view
 
     found = read_audit(folder)
     page = write_audit_page(found, folder)

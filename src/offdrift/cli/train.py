@@ -55,12 +55,12 @@ def train(
     with screen.status("loading PyTorch and transformers"):  # seconds, on a slow disk many
         if not screen.is_terminal:
             screen.print(f"{escape(str(recipe))}: loading PyTorch and transformers")
-        from offdrift.report.page import write_report
-        from offdrift.report.stored import read_run
-        from offdrift.report.terminal import LiveProgress, run_summary
         from offdrift.train.loop import agree
         from offdrift.train.loop import train as train_recipe
+        from offdrift.train.page import write_report
         from offdrift.train.recipe import load_recipe
+        from offdrift.train.stored import read_run
+        from offdrift.train.view import LiveProgress, run_summary
 
     chosen = load_recipe(recipe, changes=changes or [])
     if arms is not None:

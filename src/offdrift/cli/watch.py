@@ -58,10 +58,10 @@ def watch(
     offdrift watch runs/tiny
     offdrift watch /data/run/token_exports --framework prime-rl --fail-on stop
     """  # fmt: skip
-    from offdrift.audit.follow import Log, Row, sources
-    from offdrift.audit.known import known
-    from offdrift.diagnosis import Watcher, load_rules
-    from offdrift.report.watch import LiveWatch
+    from offdrift.audit.run_context import known
+    from offdrift.audit.watch import Log, Row, sources
+    from offdrift.audit.watch_view import LiveWatch
+    from offdrift.judge import Watcher, load_rules
 
     limit = severity(fail_on)
     table, names = load_rules(rules), pairs(columns)

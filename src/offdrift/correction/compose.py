@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts, of_scored
 from offdrift.correction.weight import Weighted
 from offdrift.errors import MethodError
-from offdrift.facts import NO_FACTS, Facts, of_scored
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName
 

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts
 from offdrift.correction.statistics import (
     EXACT,
     SIGNED,
@@ -26,7 +27,6 @@ from offdrift.correction.statistics import (
     statistic,
 )
 from offdrift.errors import MethodError, check_choice, check_number
-from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName, stopped_log_ratio
 

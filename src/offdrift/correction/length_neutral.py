@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts
 from offdrift.correction.statistics import ratio_error
 from offdrift.errors import MethodError, check_choice, check_number
-from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName, stopped_log_ratio
 from offdrift.segments import Segments

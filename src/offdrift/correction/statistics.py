@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.sampled import abs_log_ratio, k2, k3
 from offdrift.errors import EvidenceError, MethodError
-from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, blockwise, clamped
 from offdrift.ratios import RatioName, stopped_log_ratio

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts
 from offdrift.correction.weight import Weighted
 from offdrift.errors import MethodError, check_number
-from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, clamped
 from offdrift.ratios import RatioName, stopped_log_ratio

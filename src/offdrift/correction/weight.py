@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts, Seen
 from offdrift.errors import MethodError, check_choice, check_number
-from offdrift.facts import NO_FACTS, Facts, Seen
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums, ratio
 from offdrift.ratios import RatioName, Unit, per_unit, stopped_log_ratio

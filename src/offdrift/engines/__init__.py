@@ -23,7 +23,7 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
     """
     if kind == "transformers":
         try:
-            from offdrift.engines.transformers import TransformersEngine
+            from offdrift.engines.hf.engine import TransformersEngine
         except ImportError as error:
             raise EngineError(
                 f"the transformers engine cannot be imported ({error}); "
@@ -31,7 +31,7 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
             ) from error
         return TransformersEngine(model_or_path, **options)
     if kind == "vllm":
-        from offdrift.engines.vllm import VLLMEngine
+        from offdrift.engines.vllm.engine import VLLMEngine
 
         if not isinstance(model_or_path, str):
             raise EngineError(
@@ -40,7 +40,7 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
             )
         return VLLMEngine(model_or_path, **options)
     if kind == "openai":
-        from offdrift.engines.openai import OpenAIEngine
+        from offdrift.engines.server.engine import OpenAIEngine
 
         return OpenAIEngine(model_or_path, **options)
     raise EngineError(

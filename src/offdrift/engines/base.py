@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from offdrift.errors import EngineError
-from offdrift.rollouts.records import EvidenceKind, Rollouts, Sampling
+from offdrift.records.rollouts import EvidenceKind, Rollouts, Sampling
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from offdrift.engines.score import Padded, chunks, left_right_padded, score
 from offdrift.errors import EngineError
-from offdrift.rollouts.records import Rollouts
+from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
 
 LEADERS = ("softmax", "sigmoid")

@@ -22,10 +22,10 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.fused import exact_divergences
 from offdrift.divergence.interval import topk_divergences
 from offdrift.divergence.losses import kl_rollout_current
-from offdrift.engines.heads import head_input, logits_in_pieces
+from offdrift.engines.output_head import head_input, logits_in_pieces
 from offdrift.errors import EvidenceError
 from offdrift.numerics import at_least_float32
-from offdrift.rollouts.records import FullVocab, HiddenStates, Rollouts, TopK
+from offdrift.records.rollouts import FullVocab, HiddenStates, Rollouts, TopK
 
 
 class Score(NamedTuple):

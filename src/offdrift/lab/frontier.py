@@ -1,20 +1,16 @@
-"""The frontier of bias and variance: every method against the exact gradient, over the horizon.
+"""Exact mean and variance of a gradient estimator at any horizon, by recursion.
 
-For each method, at each horizon and at a fixed drift per token, how far its expected gradient is
-from the true one, how much it scatters between batches, and what both are worth together:
+For estimators of the form
 
-    bias = E[g] - grad J        P = <grad J, E[g]>^2 / (tr Var(g) + |bias|^2)
+    g = A(y) M(y) sum_t f(s_t, y_t) h(s_t, y_t),    M = prod_t m(s_t, y_t),    h = onehot(y) - pi(. | s)
 
-P counts a step's progress against its error; the survey conjectures that beyond 200 tokens it is
-largest for a unit between token and sequence. How a number was found is part of it:
+where `f` is a weight of each token (none, a ratio, a truncated one), and `m` multiplies over the
+sequence (the ratio, for sequence importance sampling; 1 or 0, for a gate on the worst token). The
+recursion carries, for every state, the mass of `M^k`, the sum and the sum of squares so far:
 
-    enumeration   exact: every sequence was visited
-    recursion     exact: first and second moments by recursion (`offdrift.lab.moments`)
-    sampled       Monte Carlo over independent batches, with rows whose mean is known exactly as
-                  control variates; standard errors by the jackknife,
-                  coefficients of the controls held fixed
+    n' = n K,    x' = x K + n (K o f h),    q' = q K + 2 x.(K o f h) + n (K o f^2 |h|^2)
 
-Reference: the survey's Problem 1, "The sequence-correct low-variance frontier".
+with K the transition weights under mu times m (mean) or m^2 (second moment).
 """
 
 from __future__ import annotations
@@ -32,13 +28,100 @@ from offdrift.certificate.proportions import rule_of_three
 from offdrift.correction import Correction
 from offdrift.correction.variational import VariationalWeight
 from offdrift.errors import BadValueError
+from offdrift.lab.enumerate import token_kl
 from offdrift.lab.estimators import Draw, all_sequences, coefficients, draw, gradients
-from offdrift.lab.moments import Moments, known_moments
-from offdrift.lab.recursions import return_gradient
+from offdrift.lab.recursions import markov_returns, return_gradient
 from offdrift.lab.testbeds import Testbed
 from offdrift.methods import METHODS
-from offdrift.methods.axes import units
+from offdrift.methods.describe import units
 from offdrift.methods.method import Method
+
+Table = Float[Tensor, "s v"]
+
+
+class Moments(NamedTuple):
+    """Of the gradient of one sequence."""
+
+    mean: Float[Tensor, " d"]
+    variance: float
+    """Trace of the covariance."""
+
+
+def exact_moments(bed: Testbed, each: Table, product: Table) -> Moments:
+    """Mean and variance of `A M sum_t f h`.
+
+    Args:
+        each: f, weight of a token in a state.
+        product: m, factor of a token in a state.
+    """
+    mu, pi = bed.rollout.tokens[0, 0], bed.current.tokens[0, 0]
+    states, vocab = mu.shape
+    advantage = bed.rewards - markov_returns(bed.rollout, bed.rollout, bed.rewards[None]).rollout
+    push = torch.zeros(states, vocab, states * vocab, dtype=torch.float64)  # f h, flat over cells
+    cells = torch.arange(states * vocab).view(states, vocab)
+    push.scatter_(2, cells[..., None], 1.0)
+    own = torch.zeros(states, states * vocab, dtype=torch.float64)
+    own.scatter_(1, cells, pi)
+    push = each[..., None] * (push - own[:, None])
+
+    first = _carried(bed, mu * product, push)
+    second = _carried(bed, mu * product.square(), push)
+    mean = advantage @ first[1]
+    square = float(advantage.square() @ second[2])
+    return Moments(mean, square - float(mean @ mean))
+
+
+def _carried(bed: Testbed, weight: Table, push: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """n, x and q after the last token, per state."""
+    machine, horizon = bed.rollout.automaton, bed.horizon
+    states = machine.states
+    to = torch.nn.functional.one_hot(machine.next_state, states).double()  # [s, v, s']
+    moves = torch.einsum("sv,svz->sz", weight, to)
+    pushed = torch.einsum("sv,svz,svd->szd", weight, to, push)
+    squared = torch.einsum("sv,svz,svd->sz", weight, to, push.square())
+    n = machine.start.clone()
+    x = n.new_zeros(states, push.shape[-1])
+    q = n.new_zeros(states)
+    for _ in range(horizon):
+        q = q @ moves + 2 * torch.einsum("sd,szd->z", x, pushed) + n @ squared
+        x = moves.T @ x + torch.einsum("s,szd->zd", n, pushed)
+        n = n @ moves
+    return n, x, q
+
+
+def known_moments(bed: Testbed) -> dict[str, Moments]:
+    """The rows of the method table that have this form, with the table's thresholds."""
+    mu, pi = bed.rollout.tokens[0, 0], bed.current.tokens[0, 0]
+    w, one = pi / mu, torch.ones_like(mu)
+    inside = (token_kl(mu, pi) <= 0.05).double()[:, None].expand_as(mu)
+    forms = {
+        "none": (one, one),
+        "token_is": (w, one),
+        "full_is": (one, w),
+        "trm_max": (w, inside),
+        "trm_ratio": (w, (w.log().abs() <= 0.1).double()),
+    }
+    return {name: exact_moments(bed, f, m) for name, (f, m) in forms.items()}
+
+
+# The frontier of bias and variance: every method against the exact gradient, over the horizon.
+#
+# For each method, at each horizon and at a fixed drift per token, how far its expected gradient is
+# from the true one, how much it scatters between batches, and what both are worth together:
+#
+#     bias = E[g] - grad J        P = <grad J, E[g]>^2 / (tr Var(g) + |bias|^2)
+#
+# P counts a step's progress against its error; the survey conjectures that beyond 200 tokens it is
+# largest for a unit between token and sequence. How a number was found is part of it:
+#
+#     enumeration   exact: every sequence was visited
+#     recursion     exact: first and second moments by recursion (`offdrift.lab.frontier`)
+#     sampled       Monte Carlo over independent batches, with rows whose mean is known exactly as
+#                   control variates; standard errors by the jackknife,
+#                   coefficients of the controls held fixed
+#
+# Reference: the survey's Problem 1, "The sequence-correct low-variance frontier".
+
 
 Family = Literal[
     "uncorrected", "token", "prefix", "turn", "geometric", "variational", "sequence", "other"

@@ -14,18 +14,21 @@ Reference: Li et al., arXiv:2512.23075v5, Appendix F, eq. 97 and Table 2.
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from offdrift.batch_info import Facts
 from offdrift.correction.gate import Gate
 from offdrift.correction.length_neutral import LengthNeutralGate
 from offdrift.divergence.evidence import Divergence
-from offdrift.errors import BadValueError, ShapeError
-from offdrift.facts import Facts
+from offdrift.errors import BadValueError, RecordError, ShapeError
 from offdrift.lab.enumerate import token_kl
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
@@ -279,3 +282,44 @@ def _curve(
         exponent=fit and fit[0],
         rate=fit and fit[1],
     )
+
+
+# Recorded drift: per token, how far a real training engine was from a real rollout engine.
+#
+# A recording is a compressed numpy archive of two arrays `[sequences, tokens]`, `log_ratio` and `kl`,
+# and a `name`. It holds numbers only: no tokens, no text, and nothing in it is ever unpickled.
+
+
+FOLDER = Path(__file__).with_name("recordings")
+
+
+def packaged() -> list[Path]:
+    """The recordings that come with the library (`benchmarks/record_drift.py` made them)."""
+    return sorted(FOLDER.glob("*.npz"))
+
+
+def write_recording(stream: Stream, path: Path) -> None:
+    """Store a stream, as it is."""
+    arrays = {"log_ratio": stream.log_ratio.numpy(), "kl": stream.kl.numpy()}
+    np.savez_compressed(path, name=np.array(stream.name), **arrays)  # type: ignore[arg-type]
+
+
+def read_recording(path: Path) -> Stream:
+    """Read a stream back.
+
+    Raises: `RecordError` naming the file if it is missing, corrupt, or not a recording.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            name, log_ratio, kl = str(file["name"]), file["log_ratio"], file["kl"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise RecordError(
+            f"{path} is not a recording of drift: {error}; make one with benchmarks/record_drift.py"
+        ) from error
+    good = log_ratio.ndim == 2 and log_ratio.shape == kl.shape and kl.size > 0
+    if not good or not np.isfinite(log_ratio).all() or not (kl >= 0).all():
+        raise RecordError(
+            f"{path}: log_ratio {log_ratio.shape} and kl {kl.shape} must be finite, [sequences, "
+            "tokens] alike, and no KL negative"
+        )
+    return Stream(name, torch.from_numpy(log_ratio).float(), torch.from_numpy(kl).float())

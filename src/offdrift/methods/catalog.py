@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from offdrift.errors import MethodError
-from offdrift.methods import axes, systems
+from offdrift.methods import describe as axes
+from offdrift.methods import systems
 from offdrift.methods.systems import SYSTEMS
 from offdrift.methods.table import FAMILIES, METHODS
 from offdrift.ratios import RatioName

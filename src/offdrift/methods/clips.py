@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from offdrift.anchor import Interpolated
 from offdrift.correction import Correction, Gate, Weight
+from offdrift.methods.anchor import Interpolated
 from offdrift.methods.method import Method
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 from offdrift.objectives.covariance import CovClipped, CovPenalized

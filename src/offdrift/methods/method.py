@@ -13,15 +13,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.aggregate import AggregateName, NormalizerName, accepted_counts
-from offdrift.anchor import Anchor
+from offdrift.batch_info import Facts, Observed, Seen, of_scored
 from offdrift.correction import Correction
 from offdrift.correction.compose import factors
 from offdrift.errors import MethodError, check_choice
-from offdrift.facts import Facts, Observed, Seen, of_scored
-from offdrift.kl import KLPenalty
 from offdrift.logprobs import LogProbs
+from offdrift.methods.anchor import Anchor
+from offdrift.methods.schedules import EssScale
 from offdrift.objectives import Objective
-from offdrift.schedules import EssScale
+from offdrift.penalty import KLPenalty
 
 UNCORRECTED = Correction()
 

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.batch_info import Facts
 from offdrift.correction import Correction
 from offdrift.divergence.evidence import Divergence
-from offdrift.facts import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.methods.method import Method
 from offdrift.objectives import Objective

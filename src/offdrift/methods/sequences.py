@@ -6,13 +6,13 @@ import math
 
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.methods.method import Method
+from offdrift.methods.schedules import EssScale
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.geometric import GeometricClipped
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.regression import Regression
 from offdrift.objectives.turns import TurnNormalized
-from offdrift.schedules import EssScale
 
 GEO = Clipped(unit="geometric", eps_low=3e-4, eps_high=4e-4)
 SEQ_TIS = Weight(on="full", unit="sequence", cap=2.0)

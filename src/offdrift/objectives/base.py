@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.facts import Facts
+from offdrift.batch_info import Facts
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName
 

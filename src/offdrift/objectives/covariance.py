@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts, Seen
 from offdrift.correction.statistics import divergence_of
 from offdrift.errors import EvidenceError, MethodError, check_choice, check_number
-from offdrift.facts import NO_FACTS, Facts, Seen
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import blocks, clamped, ratio
 from offdrift.objectives.base import TokenLoss

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts, Seen
 from offdrift.errors import MethodError, check_choice, check_number
-from offdrift.facts import NO_FACTS, Facts, Seen
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.base import TokenLoss
 from offdrift.objectives.prompts import StepPrompts, prompt_ids

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts
 from offdrift.errors import MethodError, check_choice, check_number
-from offdrift.facts import NO_FACTS, Facts
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
 from offdrift.objectives.base import TokenLoss

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from offdrift.batch_info import NO_FACTS, Facts, Seen
 from offdrift.errors import MethodError, check_choice, check_number
-from offdrift.facts import NO_FACTS, Facts, Seen
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, log_sums, ratio
 from offdrift.objectives.base import TokenLoss

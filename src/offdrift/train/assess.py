@@ -14,14 +14,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from offdrift.advantages import ADVANTAGES, advantages
+from offdrift.batch_info import Facts
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
 from offdrift.engines.score import chunks, divergences, score
-from offdrift.facts import Facts
-from offdrift.kl import penalized_rewards
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
-from offdrift.rollouts.records import OLD_STATUS, Rollouts
+from offdrift.penalty import penalized_rewards
+from offdrift.records.rollouts import OLD_STATUS, Rollouts
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offdrift.diagnosis import Context, Finding, Watcher
-from offdrift.train.folder import ArmFolder
+from offdrift.judge import Context, Finding, Watcher
+from offdrift.train.run_folder import ArmFolder
 
 
 @dataclass(frozen=True)

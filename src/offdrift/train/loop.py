@@ -22,11 +22,11 @@ from accelerate.utils import broadcast_object_list
 
 from offdrift.methods import override
 from offdrift.train import checkpoint
-from offdrift.train.folder import ArmFolder, RunFolder
-from offdrift.train.learner import Learner
+from offdrift.train.arm import Learner
+from offdrift.train.context import Event as Event
+from offdrift.train.context import Watch, Workshop, begin, model_facts, set_up
 from offdrift.train.recipe import Recipe
-from offdrift.train.setup import Event as Event
-from offdrift.train.setup import Watch, Workshop, begin, model_facts, set_up
+from offdrift.train.run_folder import ArmFolder, RunFolder
 
 
 def train(

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from offdrift.engines.score import score
 from offdrift.errors import CheckpointError, EvidenceError, RecordError
 from offdrift.objectives.ewma import ewma_update
-from offdrift.rollouts.files import write_atomically
-from offdrift.rollouts.records import Rollouts
+from offdrift.records.atomic import write_atomically
+from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
 from offdrift.train import recipe
 from offdrift.train.assess import Assessment, assess

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from offdrift.advantages import ADVANTAGES, AdvantageName
-from offdrift.anchor import Interpolated, RolloutAsOld
 from offdrift.correction import Correction
 from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
+from offdrift.methods.anchor import Interpolated, RolloutAsOld
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]

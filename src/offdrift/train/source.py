@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from offdrift.engines.base import Engine
-from offdrift.rollouts import store
-from offdrift.rollouts.records import Rollouts, Sampling
+from offdrift.records import store
+from offdrift.records.rollouts import Rollouts, Sampling
 from offdrift.train.models import prompt_ids
 from offdrift.train.recipe import Recipe
 from offdrift.train.tasks import Problem, Task

@@ -25,22 +25,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from offdrift.aggregate import normalizer_of
+from offdrift.batch_info import Facts, Observed
 from offdrift.certificate import BatchEvidence, TrustRegion
 from offdrift.correction import Corrected
 from offdrift.engines.score import Score, chunks, divergences, old_divergences, score
 from offdrift.errors import EngineError
-from offdrift.facts import Facts, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method
-from offdrift.rollouts.records import OLD_STATUS, Rollouts
+from offdrift.records.rollouts import OLD_STATUS, Rollouts
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
 from offdrift.stats.proxies import gradient_power
 from offdrift.stats.signature import signature
 from offdrift.stats.tails import Tails
 from offdrift.train.assess import Assessment
-from offdrift.train.view import TokenView, Viewer
+from offdrift.train.token_view import TokenView, Viewer
 
 GROUPS_PER_PROCESS = 2**32
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from offdrift.certificate.certify import ACCEPTANCE_FLOOR
 from offdrift.methods import Method
-from offdrift.rollouts.records import OLD_STATUS
+from offdrift.records.rollouts import OLD_STATUS
 
 Row = Mapping[str, Any]
 

@@ -1,0 +1,291 @@
+"""`Adapter`: a method in somebody else's training loop, with its metrics, findings and records.
+
+What every framework's file shares. It computes losses or decisions, adds up what they saw, and at
+the end of a step turns that into metrics, new findings and, the first time, a line for each
+configured part that says whether it is alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.adapters import environment
+from offdrift.adapters.environment import OnIdle, options
+from offdrift.adapters.environment import settings_of as settings_of
+from offdrift.adapters.liveness import PartState, liveness, undecided
+from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.correction import Corrected
+from offdrift.errors import LivenessError, MethodError, check_choice
+from offdrift.judge import Context, Finding, Watcher, load_rules
+from offdrift.logprobs import LogProbs
+from offdrift.loss import PolicyLoss, policy_loss
+from offdrift.methods import Method, override
+from offdrift.methods import method as row
+from offdrift.numerics import largest_of
+from offdrift.stats import DriftStats, summarize
+from offdrift.stats.signature import signature
+from offdrift.stats.tails import Tails
+
+if TYPE_CHECKING:
+    from offdrift.records.batch import Logged
+    from offdrift.records.recorder import Recorder
+    from offdrift.records.unpacked import Unpacked
+
+PREFIX = "offdrift/"
+Gather = Callable[[Any], list[Any]]
+LOUD = ("stop", "act")
+"""Severities of findings that are logged as warnings; the others as information."""
+
+
+class Adapter:
+    """A method attached to another framework's loop.
+
+    Args:
+        method: name of a row of `METHODS`, or any composition.
+        framework: whose terms findings are written in, and the name of the logger.
+        settings: single values of the method, as paths for `override`.
+        record: where tokens are recorded: a folder, or a `Recorder`; None records nothing.
+        context: what else the diagnosis knows of the run.
+        rules: a TOML file over the built-in rules.
+        on_idle: "error" if a part that is never called or cannot act ends the run; "warn" if it is
+            only logged (both engines equal to the last bit, for instance).
+        gather: collects one object of every process, in every process, where each sees a share of
+            the batch; None if this process sees all of it.
+
+    Raises: `MethodError` for an unknown method or setting.
+
+    Example:
+        >>> from offdrift.segments import Segments
+        >>> adapter = Adapter("token_tis", framework="plain")
+        >>> lp = LogProbs.pack(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.9]),
+        ...                    segments=Segments.from_lengths([2]))
+        >>> adapter.loss(lp, torch.ones(2)).loss
+        tensor(1.5048)
+        >>> round(adapter.end_step(1)["offdrift/full/k3"], 4)
+        0.0559
+    """
+
+    def __init__(
+        self,
+        method: str | Method,
+        *,
+        framework: str,
+        settings: Mapping[str, Any] = {},
+        record: Recorder | str | Path | None = None,
+        context: Context | None = None,
+        rules: Path | None = None,
+        on_idle: OnIdle = "error",
+        gather: Gather | None = None,
+    ) -> None:
+        check_choice("on_idle", on_idle, get_args(OnIdle))
+        self.method = override(row(method) if isinstance(method, str) else method, settings)
+        self.log = logging.getLogger(f"offdrift.{framework}")
+        self._on_idle = on_idle
+        self._gather = gather
+        known = context or Context()
+        named = method if isinstance(method, str) else known.method
+        known = replace(known, framework=framework, method=named)
+        self._watcher = Watcher(context=known, rules=load_rules(rules))
+        self._recorder = recorder_of(record, framework)
+        self._stats: DriftStats | None = None
+        self._tails = Tails()
+        self._pushed = self._skipped = self._checked = False
+        self._applied = True
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings so far, in the order in which to repair them."""
+        return self._watcher.findings
+
+    def loss(
+        self,
+        logprobs: LogProbs,
+        advantages: Float[Tensor, " n"],
+        *,
+        rewards: Float[Tensor, " b"] | None = None,
+        version_lag: Tensor | None = None,
+        **known: Any,
+    ) -> PolicyLoss:
+        """`policy_loss` under the method; what it saw is added to the step.
+
+        Args:
+            logprobs: packed; `logp` carries the gradient.
+            known: the other arguments of `policy_loss` (divergences, entropy, normalizer, ...).
+
+        Raises: as `policy_loss`.
+        """
+        result = policy_loss(
+            logprobs,
+            self.method,
+            advantages,
+            rewards=rewards,
+            version_lag=version_lag,
+            **known,
+        )
+        self._pushed = True
+        self._add(logprobs, result.stats, advantages, Facts(rewards=rewards, version_lag=version_lag))  # fmt: skip
+        return result
+
+    def correct(
+        self,
+        logprobs: LogProbs,
+        advantages: Float[Tensor, " n"] | None = None,
+        *,
+        facts: Facts = NO_FACTS,
+        applied: bool = True,
+    ) -> Corrected:
+        """Gates and weights alone, for a framework that keeps its own loss. Gradient: none.
+
+        Args:
+            applied: False if the framework measures with it and changes nothing.
+
+        Raises: `EvidenceError` if the method needs what the batch does not carry.
+        """
+        anchored = logprobs if self.method.anchor is None else self.method.anchor(logprobs, facts)
+        if facts.observed is None and self.method.looks_ahead:
+            seen = advantages if advantages is not None else torch.zeros_like(logprobs.logp_rollout)
+            facts = replace(facts, observed=self.method.observe(anchored, seen, facts))
+        corrected = self.method.correction(anchored, advantages, facts)
+        stats = DriftStats.of(logprobs, corrected, divergences=facts.divergences)
+        self._applied = applied
+        self._add(logprobs, stats, advantages, facts)
+        return corrected
+
+    def skip(self) -> None:
+        """Note a piece without a token that trains: the hook lives, and there was nothing to see.
+
+        In every process that sees a share of the step, if this one does.
+        """
+        self._skipped = True
+
+    def end_step(self, step: int, *, also: Mapping[str, float] = {}) -> dict[str, float]:
+        """Close the step: metrics to log, by name; {} if nothing was seen since the last call.
+
+        New findings and, the first time that tokens were seen, the state of every part go to the log
+        of this framework.
+
+        Args:
+            step: number of the optimizer step.
+            also: what the framework knows: "optim/grad_norm", "optim/lr", "reward/mean", ...
+
+        Raises: `LivenessError` if a part is dead, unless `on_idle` is "warn".
+        """
+        stats = self._closed()
+        numbers = {} if stats is None else stats.to_host()
+        empty = self._skipped if stats is None else not numbers["n"]
+        if not (self._checked or empty or undecided(numbers)):
+            self._check(numbers)
+        if stats is None:
+            return {}
+        metrics = {**summarize(stats), **also}
+        for finding in self._watcher.update({"step": step, **metrics}):
+            self._tell(finding)
+        counted = {f"findings_{s}": 0.0 for s in ("stop", "act", "watch")}
+        for finding in self.findings:
+            if finding.severity != "info":
+                counted[f"findings_{finding.severity}"] += 1
+        return {f"{PREFIX}{name}": float(x) for name, x in {**metrics, **counted}.items()}
+
+    def record(self, batch: Logged | Unpacked) -> None:
+        """Record a batch, if there is a recorder; never waits for the disk unless its queue is full."""
+        if self._recorder is not None:
+            self._recorder.add(batch)
+
+    @property
+    def records(self) -> bool:
+        """Whether `record` keeps anything: spares the caller the work of collecting it."""
+        return self._recorder is not None
+
+    def flush(self) -> None:
+        """Write what is still waiting, and go on. Raises: `RecordError` if it cannot be written."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
+    def close(self) -> None:
+        """Write what is still waiting, and stop recording. Raises: `RecordError` if it cannot be written."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _add(self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, facts: Facts) -> None:  # fmt: skip
+        with torch.no_grad():
+            sums: dict[str, Tensor | float] = dict(signature(logprobs, advantages=advantages))
+            if facts.rewards is not None:
+                sums |= {"reward": facts.rewards.sum(), "reward/n": float(len(facts.rewards))}
+            largest = {"length_max": logprobs.segments.lengths.max()}
+            if facts.version_lag is not None:
+                sums |= {"version_lag": logprobs.at_scored(facts.version_lag).sum()}
+                largest["version_lag_max"] = largest_of(facts.version_lag.double())
+            stats = stats.plus(sums, largest)
+            self._tails.add(logprobs)
+        self._stats = stats if self._stats is None else self._stats.merge(stats)
+
+    def _closed(self) -> DriftStats | None:
+        """The step's statistics over all processes; the next step begins empty."""
+        gather = self._gather or (lambda mine: [mine])
+        mine, tails = self._stats, self._tails
+        self._stats, self._tails = None, Tails()
+        parts = [s for s in gather(None if mine is None else mine.cpu()) if s is not None]
+        if not parts:
+            return None
+        return DriftStats.merge_all(parts).plus(tails.sums(gather))
+
+    def _check(self, numbers: Mapping[str, float]) -> None:
+        """Say what each part did. Raises: `LivenessError`."""
+        self._checked = True
+        whole = self._pushed or not numbers
+        parts = liveness(numbers, self.method, objective=whole, applied=self._applied)
+        for part in parts:
+            self.log.log(logging.WARNING if part.dead else logging.INFO, "%s", part)
+        dead = [p for p in parts if p.dead]
+        if dead and self._on_idle == "error":
+            raise LivenessError(_dead(dead))
+
+    def _tell(self, finding: Finding) -> None:
+        level = logging.WARNING if finding.severity in LOUD else logging.INFO
+        snippet = next(iter(finding.snippets.values()), "")
+        seen = ", ".join(f"{e.metric} = {e.value:.3g}" for e in finding.evidence if e.value is not None)  # fmt: skip
+        self.log.log(
+            level, "%s: %s (%s). %s\n%s", finding.severity, finding.symptom, seen, finding.fix, snippet
+        )  # fmt: skip
+
+
+def _dead(parts: list[PartState]) -> str:
+    said = "; ".join(str(p) for p in parts)
+    return (
+        f"a configured part never acts: {said}. Give it the log-probs it compares (the engine's own, "
+        'recorded while sampling), or remove it; on_idle="warn" goes on regardless'
+    )
+
+
+def recorder_of(record: Recorder | str | Path | None, framework: str) -> Recorder | None:
+    """The recorder that `record` names: itself, or one of a folder."""
+    if record is None or not isinstance(record, (str, Path)):
+        return record
+    # Only who records needs Arrow.
+    from offdrift.records.recorder import Recorder
+
+    return Recorder(record, framework=framework)
+
+
+@functools.cache
+def adapter_from_env(framework: str) -> Adapter:
+    """The adapter of a hook that is a plain function, one per process; see `environment`.
+
+    Raises: `MethodError` if OFFDRIFT_METHOD is not set or a setting cannot be read.
+    """
+    name = environment.method()
+    if not name:
+        raise MethodError(
+            f"{framework}'s hook needs the environment variable OFFDRIFT_METHOD, for instance "
+            "OFFDRIFT_METHOD=token_tis; `offdrift methods` lists all rows"
+        )
+    return Adapter(name, framework=framework, **options())

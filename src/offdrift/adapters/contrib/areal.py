@@ -1,0 +1,277 @@
+"""AReaL: any method that decides by token or sequence, as its loss; or its correction alone.
+
+AReaL has no registry of losses, so names are rebound in the process that trains:
+
+    actor:
+      use_decoupled_loss: true
+      scheduling_spec:
+        - cmd: python -m offdrift.adapters.contrib.areal
+          env_vars: {OFFDRIFT_METHOD: a3po}
+
+The command installs the method and goes on as AReaL's own worker. In a process of one's own, `install`
+does the same. AReaL weighs each micro-batch by its tokens, so losses are token means over the step,
+whatever aggregate a method was published with.
+
+`keep="loss"` leaves AReaL its PPO loss and replaces `apply_rejection_sampling`: the method's gates and
+weights on the mismatch of the two engines, where `actor.rejection_sampling` is set.
+
+Reference: AReaL 1.0.4 (4aef98d8d), `trainer/ppo/actor.py`: `PPOActor._ppo_update`, `grpo_loss_fn`;
+`utils/functional/functional.py`: `apply_rejection_sampling`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from offdrift.adapters.after_import import after_import
+from offdrift.adapters.frameworks import require
+from offdrift.adapters.hooks import check_served, correction_alone
+from offdrift.adapters.whole_step import Choice, WholeStep, columns, nothing, recorded
+from offdrift.errors import MethodError, ShapeError, check_choice
+from offdrift.logprobs import LogProbs
+from offdrift.methods import Method
+from offdrift.segments import Segments
+
+ACTOR = "areal.trainer.ppo.actor"
+FUNCTIONAL = "areal.utils.functional.functional"
+SERVER = "areal.infra.rpc.rpc_server"
+
+Keep = Literal["nothing", "loss"]
+
+_CHOICE: list[tuple[Choice, Keep]] = []
+"""What is installed in this process: one, or none."""
+_ORIGINAL: dict[tuple[Any, str], Any] = {}
+
+
+def install(
+    method: str | None = None,
+    *,
+    keep: Keep = "nothing",
+    settings: Mapping[str, Any] | None = None,
+    record: str | os.PathLike[str] | None = None,
+    on_idle: str | None = None,
+) -> None:
+    """Put the method into AReaL's actor in this process, now or once it is imported.
+
+    Args:
+        method: a row of `METHODS`; None reads OFFDRIFT_METHOD, and so for the others.
+        keep: "loss" keeps AReaL's PPO loss and takes the method's gates and weights alone.
+        settings: single values of the method.
+        record: folder for token ids, log-probs, advantages and versions (not with keep="loss").
+        on_idle: "error" or "warn".
+
+    Raises: `EvidenceError`, `MethodError`: AReaL's hook is not given what the method needs.
+    """
+    check_choice("keep", keep, ("nothing", "loss"))
+    choice = Choice.of("areal", method, settings, record, on_idle)
+    if keep == "loss":
+        _corrected(choice)
+    else:
+        check_served(choice.row, framework="areal", has={"logp_old", "version_lag"})
+    uninstall()
+    _CHOICE.append((choice, keep))
+    _hook.cache_clear()
+    after_import(FUNCTIONAL, _rebind_functional)
+    after_import(ACTOR, _rebind_actor)
+
+
+def uninstall() -> None:
+    """Give AReaL its own functions back."""
+    _CHOICE.clear()
+    for (holder, name), original in _ORIGINAL.items():
+        setattr(holder, name, original)
+    _ORIGINAL.clear()
+
+
+def _rebind_actor(module: Any) -> None:
+    if _CHOICE:
+        require("areal")
+        if _CHOICE[0][1] == "nothing":
+            _replace(module, "grpo_loss_fn", functools.partial(_loss, module))
+        update = module.PPOActor._ppo_update
+        _replace(module.PPOActor, "_ppo_update", _reporting(update, module.stats_tracker))
+
+
+def _rebind_functional(module: Any) -> None:
+    if _CHOICE and _CHOICE[0][1] == "loss":
+        _replace(module, "apply_rejection_sampling", functools.partial(_decide, module))
+
+
+def _replace(holder: Any, name: str, ours: Any) -> None:
+    _ORIGINAL.setdefault((holder, name), getattr(holder, name))
+    setattr(holder, name, ours)
+
+
+def _reporting(update: Callable[..., Any], stats_tracker: Any) -> Callable[..., Any]:
+    """AReaL's update of a batch; its statistics also have the metrics of the last step."""
+
+    @functools.wraps(update)
+    def with_metrics(self: Any, data: Any) -> Any:
+        result = update(self, data)
+        hook = _hook()
+        if not hook.metrics and not hook.reached:
+            hook.adapter.end_step(hook.step)  # says which parts were never called
+        stats_tracker.scalar(**hook.metrics)
+        return result
+
+    return with_metrics
+
+
+@functools.cache
+def _hook() -> WholeStep:
+    (choice, keep), *_ = _CHOICE
+    if keep == "loss":
+        return choice.attach("areal", _corrected(choice))
+    return choice.attach("areal", replace(choice.row, aggregate="token_mean"))
+
+
+def _corrected(choice: Choice) -> Method:
+    """What of the method `apply_rejection_sampling` can serve."""
+    return correction_alone(
+        choice.method,
+        choice.row,
+        framework="areal",
+        instead='keep="nothing"',
+        hints={"version_lag": 'use keep="nothing", which knows version lags'},
+    )
+
+
+# -- AReaL's functions ----------------------------------------------------------------------------
+
+
+def _loss(
+    module: Any,
+    logprobs: Float[Tensor, ...],
+    entropy: Float[Tensor, ...],
+    input_data: Mapping[str, Any],
+    *,
+    current_version: int | None = None,
+    prox_logp_method: str = "recompute",
+    use_sapo_loss: bool = False,
+    m2_threshold: float | None = None,
+    rejection_sampling: Any = None,
+    **theirs: Any,
+) -> Float[Tensor, ""]:
+    """`grpo_loss_fn`: the mean over the micro-batch's tokens, which AReaL weighs by their number."""
+    if use_sapo_loss or m2_threshold is not None or rejection_sampling is not None:
+        raise MethodError(
+            "use_sapo_loss, m2_threshold and rejection_sampling are AReaL's own loss, which is "
+            'replaced; turn them off (sapo and m2po are methods here), or install(keep="loss")'
+        )
+    if input_data.get("teacher_logp") is not None:
+        raise MethodError(
+            "AReaL's distillation loss (teacher_logp) is part of the loss that is replaced"
+        )
+    mask, hook = input_data["loss_mask"].bool(), _hook()
+    hook.reached = True
+    if not bool(mask.any()):
+        return nothing(logprobs)
+    rollout = input_data["logprobs"]
+    given = input_data.get("prox_logp")
+    old = module._resolve_proximal_logp(  # which refuses NaN, at masked positions, too
+        prox_logp_gt=None if given is None else given.where(mask, 0.0),
+        prox_logp_method=prox_logp_method,
+        old_logp=rollout.where(mask, 0.0),
+        logprobs=logprobs.detach().where(mask, 0.0),
+        versions=input_data.get("versions"),
+        current_version=current_version,
+    )
+    old = recorded(
+        old, mask, "prox_logp", "set actor.use_decoupled_loss and recompute it", beside=logprobs
+    )
+    packed = _packed(rollout, logprobs, old, mask, input_data.get("cu_seqlens"))
+    also, known = _per_token(input_data, packed, current_version)
+    pushed = hook.push(
+        packed,
+        packed.like_caller(input_data["advantages"]),
+        _place(mask, packed, input_data.get("cu_seqlens")),
+        tokens=packed.segments.num_tokens,
+        sequences=len(packed.segments),
+        also=also,
+        **known,
+    )
+    tracker = module.stats_tracker
+    tracker.denominator(n_valid_tokens=mask)
+    tracker.stat(
+        new_logp=logprobs.detach(),
+        old_logp=rollout,
+        entropy=entropy.detach().float(),
+        importance_weight=packed.unpack(pushed.corrected.weight),
+        approx_kl=logprobs.detach() - old,
+        denominator="n_valid_tokens",
+    )
+    return pushed.loss
+
+
+def _decide(
+    module: Any,
+    proximal_logprobs: Float[Tensor, ...],
+    old_logprobs: Float[Tensor, ...],
+    loss_mask: Shaped[Tensor, ...],
+    cu_seqlens: Tensor | None,
+    config: Any,
+) -> Any:
+    """`apply_rejection_sampling`: masks and weights; AReaL keeps its loss and its denominators."""
+    hook = _hook()
+    hook.reached = True
+    if not bool((loss_mask != 0).any()):
+        return module.RejectionSamplingResult(loss_mask, torch.zeros_like(old_logprobs), 0.0)
+    packed = _packed(old_logprobs, None, proximal_logprobs, loss_mask, cu_seqlens)
+    corrected = hook.correct(packed)
+    keep = packed.unpack(corrected.keep.to(loss_mask.dtype))
+    weight = packed.unpack(corrected.weight.where(corrected.keep, 0.0))
+    filtered = float((~corrected.keep | corrected.limited).float().mean())
+    return module.RejectionSamplingResult(keep, weight.to(old_logprobs.dtype), filtered)
+
+
+def _packed(
+    rollout: Tensor, logp: Tensor | None, old: Tensor, mask: Tensor, cuts: Tensor | None
+) -> LogProbs:
+    if mask.ndim == 1 and cuts is None:
+        raise ShapeError(
+            "AReaL gave packed tokens without cu_seqlens; sequences cannot be told apart"
+        )
+    segments = Segments(cuts.long()) if mask.ndim == 1 and cuts is not None else None
+    return LogProbs.pack(rollout, logp, old, mask=mask, segments=segments)
+
+
+def _place(mask: Tensor, packed: LogProbs, cuts: Tensor | None) -> Tensor:
+    """Of each trainable token in its row."""
+    if mask.ndim == 1 and cuts is not None:
+        return packed.like_caller(Segments(cuts.long()).position)
+    return columns(mask, packed)
+
+
+def _per_token(
+    data: Mapping[str, Any], packed: LogProbs, current_version: int | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Token ids and versions for the record, and the version lag.
+
+    AReaL shifts log-probs and masks to where a token is predicted, but neither ids nor versions: those
+    of the token that is predicted at t stand at t + 1, which is never in another sequence.
+    """
+    also: dict[str, Tensor] = {}
+    for ours, theirs in (("tokens", "input_ids"), ("rollout_version", "versions")):
+        if data.get(theirs) is not None:
+            also[ours] = packed.like_caller(data[theirs].roll(-1, dims=-1)).long()
+    if current_version is None or "rollout_version" not in also:
+        return also, {}
+    return also, {"version_lag": (current_version - also["rollout_version"]).clamp(min=0)}
+
+
+if __name__ == "__main__":
+    from offdrift.adapters.contrib import (
+        areal,  # the module that others import, not this copy of it
+    )
+
+    areal.install()
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)

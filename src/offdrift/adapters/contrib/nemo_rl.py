@@ -1,0 +1,399 @@
+"""What a micro-batch of NeMo-RL holds, and the exact divergences that its logits allow."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from offdrift.adapters.frameworks import require
+from offdrift.adapters.hooks import check_served
+from offdrift.adapters.whole_step import DROPPED as DROPPED
+from offdrift.adapters.whole_step import (
+    SHARES,
+    Choice,
+    WholeStep,
+    columns,
+    nothing,
+    recorded,
+    shares,
+)
+from offdrift.divergence import Divergence, exact_divergences, topk_divergences
+from offdrift.errors import EvidenceError, MethodError, ShapeError, check_choice
+from offdrift.logprobs import LogProbs
+
+FULL = "generation_logits"
+"""Data field `[batch, time, vocab]`: scores of the policy that drew each token, logits or log-probs,
+aligned as `generation_logprobs` (index t is about token t; index 0 is padding)."""
+TOP_IDS, TOP_LOGP = "generation_topk_ids", "generation_topk_logprobs"
+"""Data fields `[batch, time, k]`: ids and log-probs of its k likeliest tokens, aligned likewise."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The trainable tokens of a micro-batch; index 0 of every field is padding."""
+
+    data: Mapping[str, Any]
+    mask: Bool[Tensor, "b s"]
+
+    def field(self, name: str) -> Tensor | None:
+        """A field `[b, s, ...]` without its padding at index 0; None if the data lack it."""
+        return self.data[name][:, 1:] if name in self.data else None
+
+    def rows(self, name: str) -> Tensor | None:
+        """A field of vectors at the trainable tokens."""
+        x = self.field(name)
+        return None if x is None else x[self.mask]
+
+    @functools.cached_property
+    def ids(self) -> Int[Tensor, " n"]:
+        """The trainable tokens themselves."""
+        return self.data["input_ids"][:, 1:][self.mask]
+
+    def unpack(self, x: Float[Tensor, " n"]) -> Float[Tensor, "b s"]:
+        """One number per trainable token, where the token stands; 0 elsewhere. Gradient: to `x`."""
+        empty = x.new_zeros(self.mask.numel())
+        at = self.mask.reshape(-1).nonzero().squeeze(1)
+        return empty.index_put((at,), x).reshape(self.mask.shape)
+
+
+def score_rows(logits: Tensor, seen: Seen, vocab: int | None) -> Float[Tensor, "n v"]:
+    """The scores from which each trainable token was drawn. Gradient: to `logits`."""
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    if vocab is not None and logits.shape[-1] < vocab:
+        raise ShapeError(
+            f"logits have {logits.shape[-1]} columns for a vocabulary of {vocab}: tensor parallelism "
+            'has sharded it; set tensor_model_parallel_size=1, or reads="logprob"'
+        )
+    return logits[:, : seen.mask.shape[1]][seen.mask]
+
+
+def drawn(scores: Float[Tensor, "n v"], ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """log pi(token) = z(token) - log sum exp z. Gradient: to `scores`."""
+    scores = scores.float()
+    return scores.gather(1, ids[:, None].long()).squeeze(1) - scores.logsumexp(1)
+
+
+def divergences_of(
+    scores: Float[Tensor, "n v"], seen: Seen, logprobs: LogProbs
+) -> dict[str, Divergence] | None:
+    """KL(mu || pi) and TV(mu, pi) at every token: exact, intervals, or None without evidence."""
+    full = seen.rows(FULL)
+    if full is not None:
+        found = exact_divergences(full, scores)
+        kl = Divergence.exact("kl_rollout_current", found.kl_rollout_current)
+        return {kl.name: kl, "tv_rollout_current": Divergence.exact("tv_rollout_current", found.tv)}
+    ids, top = seen.rows(TOP_IDS), seen.rows(TOP_LOGP)
+    if ids is None or top is None:
+        return None
+    pair = topk_divergences(ids.long(), top, seen.ids.long(), logprobs.logp_rollout, scores)
+    return {d.name: d for d in pair}
+
+
+# NeMo-RL: any method that decides by token or sequence, as its loss function.
+#
+# In a launcher, before NeMo-RL's own:
+#
+#     from offdrift.adapters import nemo_rl
+#     nemo_rl.install("dppo_tv", horizon=8192)
+#
+# `setup` of `nemo_rl.algorithms.grpo` then builds this loss instead of `ClippedPGLossFn`. It travels to
+# the workers as a value. NeMo-RL's counts of valid tokens and sequences are the denominators, so the
+# loss does not depend on micro-batches, sequence packing and ranks.
+#
+# With `reads="logit"` the loss sees the whole distribution of the current policy, in this framework
+# alone. If the data carries what the engine sampled from (all of it, or its top k), KL and TV between
+# the two are exact, or an interval that contains them, at every token.
+#
+# Reference: NeMo-RL 0.7.0 (81aa43dd) and its main branch (7ea279abf), `algorithms/loss/interfaces.py`:
+# `LossFunction`; `algorithms/loss/utils.py`: `prepare_loss_input`; `algorithms/loss/loss_functions.py`:
+# `ClippedPGLossConfig`; `algorithms/grpo.py`: `setup`.
+
+
+WAYS_OUT = {
+    "generation_logprobs": "have the engine return the log-prob of every sampled token",
+    "prev_logprobs": "force_on_policy_ratio skips them: turn it off, or let the policy at this update "
+    'stand for the old one with old="current"',
+    "reference_policy_logprobs": "set grpo.skip_reference_policy_logprobs_calculation=false",
+}
+HINTS = {
+    "divergences": f'give reads="logit", and {FULL} (or {TOP_IDS} and {TOP_LOGP}) in the data',
+    "entropy": 'give reads="logit" and old="current"',
+    "vocab": 'give reads="logit" and vocab=',
+}
+
+OWN_TERMS = {
+    "positive_example_nll_weight": 0.0,
+    "disable_ppo_ratio": False,
+    "sequence_level_importance_ratios": False,
+    "use_cispo": False,
+    "ratio_clip_c": None,
+    "truncated_importance_sampling_type": None,
+    "use_on_policy_kl_approximation": False,
+}
+"""Of NeMo-RL's loss, what adds a term or chooses another loss, and the value without it."""
+
+STOOD_IN_FOR = (
+    "token_level_loss",
+    "ratio_clip_min",
+    "ratio_clip_max",
+    "reference_policy_kl_penalty",
+    "reference_policy_kl_type",
+    "kl_input_clamp_value",
+    "kl_output_clamp_value",
+    "use_importance_sampling_correction",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+)
+"""Numbers of NeMo-RL's loss that every configuration has, and that the method's own stand in for."""
+
+FOLLOWED = ("force_on_policy_ratio", "use_kl_in_reward")
+"""What holds under this loss, too: the first here, the second in NeMo-RL's rewards."""
+
+Reads = Literal["logprob", "logit"]
+Old = Literal["recorded", "current"]
+
+
+@dataclass(frozen=True)
+class OffdriftLoss:
+    """NeMo-RL's `LossFunction`; made by `loss`, called by the policy workers. No live state."""
+
+    choice: Choice
+    reads: Reads = "logprob"
+    old: Old = "recorded"
+    vocab: int | None = None
+    use_fused_linear_logprobs: bool = False
+    """NeMo-RL reads this to know in which form it has log-probs."""
+
+    @property
+    def loss_type(self) -> Any:
+        """NeMo-RL's name for what the loss is divided by."""
+        by_token = self.choice.row.aggregate == "token_mean"
+        kinds = _interfaces().LossType
+        return kinds.TOKEN_LEVEL if by_token else kinds.SEQUENCE_LEVEL
+
+    @property
+    def input_type(self) -> Any:
+        """What NeMo-RL hands over."""
+        kinds = _interfaces().LossInputType
+        return kinds.LOGIT if self.reads == "logit" else kinds.LOGPROB
+
+    @property
+    def metric_normalizations(self) -> dict[str, Any]:
+        """What each returned metric was divided by, in NeMo-RL's words."""
+        by = _interfaces().MetricNormalizer
+        named = {f"offdrift/{name}": by.TOKENS for name in (*SHARES, DROPPED)}
+        whole = by.TOKENS if self.loss_type.name == "TOKEN_LEVEL" else by.SEQUENCES
+        return {**named, "loss": whole, "num_valid_samples": by.NONE}
+
+    def __call__(
+        self,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        *,
+        next_token_logprobs: Float[Tensor, "b s"] | None = None,
+        logits: Tensor | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        """This micro-batch's part of the loss and of the metrics; NeMo-RL adds them up.
+
+        Args:
+            data: `input_ids`, `token_mask`, `sample_mask`, `advantages`, `generation_logprobs`,
+                `prev_logprobs`, all `[batch, time]` (`sample_mask` `[batch]`); index 0 is padding.
+            global_valid_seqs: valid sequences of the step, over all micro-batches and ranks.
+            global_valid_toks: its valid tokens.
+            next_token_logprobs: log pi of tokens 1, 2, ...; receives the gradient.
+            logits: scores of the current policy `[batch, time, vocab]`, after its temperature;
+                position t is about token t + 1. Receives the gradient.
+
+        Raises: `EvidenceError`: a log-prob field that the method needs is missing or a placeholder.
+            `BadValueError`: NaN or a positive log-prob on a trainable token.
+            `ShapeError`: the vocabulary is sharded.
+        """
+        hook = _hook(self)
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        seen = Seen(data, mask != 0)
+        count = float(data["sample_mask"].sum())
+        scores = None if logits is None else score_rows(logits, seen, self.vocab)
+        if scores is None and next_token_logprobs is None:
+            raise EvidenceError(f'NeMo-RL gave no log-probs to a loss that reads="{self.reads}"')
+        if not bool(seen.mask.any()):
+            given = next_token_logprobs if scores is None else scores
+            return nothing(given), {"loss": 0.0, "num_valid_samples": count}  # type: ignore[arg-type]
+        logp = next_token_logprobs if scores is None else seen.unpack(drawn(scores, seen.ids))
+        logprobs = self._packed(logp, seen, hook)  # type: ignore[arg-type]
+        known: dict[str, Any] = {} if scores is None else self._known(scores, seen, logprobs, hook)
+        result = hook.push(
+            logprobs,
+            logprobs.like_caller(data["advantages"][:, 1:]),
+            columns(mask, logprobs),
+            tokens=global_valid_toks,
+            sequences=global_valid_seqs,
+            also={"tokens": seen.ids},
+            **known,
+        )
+        found = {f"offdrift/{k}": x for k, x in shares(result, global_valid_toks).items()}
+        said = {"loss": float(result.loss.detach()), "num_valid_samples": count}
+        return result.loss, {**found, **said}
+
+    def _packed(self, logp: Tensor, seen: Seen, hook: WholeStep) -> LogProbs:
+        def given(name: str) -> Tensor:
+            return recorded(seen.field(name), seen.mask, name, WAYS_OUT[name], beside=logp)
+
+        old = given("prev_logprobs") if self.old == "recorded" else logp.detach()
+        ref = given("reference_policy_logprobs") if hook.method.penalty is not None else None
+        return LogProbs.pack(given("generation_logprobs"), logp, old, logp_ref=ref, mask=seen.mask)
+
+    def _known(
+        self, scores: Tensor, seen: Seen, logprobs: LogProbs, hook: WholeStep
+    ) -> dict[str, Any]:
+        """Divergences and entropies of whole distributions, where the data allows them."""
+        known: dict[str, Any] = {"vocab": self.vocab}
+        divergences = divergences_of(scores.detach(), seen, logprobs)
+        if divergences is None and hook.method.needs_divergences:
+            raise EvidenceError(f"this method needs divergences of whole distributions: {HINTS['divergences']}")  # fmt: skip
+        known["divergences"] = divergences
+        if "entropy" in hook.method.needs:
+            log_pi = scores.detach().float().log_softmax(-1)
+            known["entropy"] = -(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(-1)
+        return known
+
+
+def loss(
+    method: str | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    reads: Reads = "logprob",
+    old: Old = "recorded",
+    vocab: int | None = None,
+    horizon: int | None = None,
+    record: str | os.PathLike[str] | None = None,
+    on_idle: str | None = None,
+    use_fused_linear_logprobs: bool = False,
+) -> OffdriftLoss:
+    """A method as NeMo-RL's `LossFunction`, to be given to `grpo_train`.
+
+    Args:
+        method: a row of `METHODS`; None reads OFFDRIFT_METHOD.
+        settings: single values of the method; None reads OFFDRIFT_SETTINGS.
+        reads: "logprob", or "logit" for whole distributions; that holds the logits of a micro-batch
+            once more in float32, and needs the vocabulary whole (no tensor parallelism over it).
+        old: "current" lets the policy at this update stand for the old one, as NeMo-RL's
+            `force_on_policy_ratio` does.
+        vocab: tokens of the tokenizer, with reads="logit": a smaller logit row is a shard of one.
+        horizon: tokens per sequence, for aggregate="fixed".
+        record: folder for token ids, log-probs and advantages; None reads OFFDRIFT_RECORD.
+        on_idle: "error" or "warn"; None reads OFFDRIFT_ON_IDLE.
+        use_fused_linear_logprobs: NeMo-RL computes log-probs without logits.
+
+    Raises: `EvidenceError`, `MethodError`: NeMo-RL's hook cannot serve the method.
+    """
+    check_choice("reads", reads, ("logprob", "logit"))
+    check_choice("old", old, ("recorded", "current"))
+    require("nemo-rl")
+    if reads == "logit" and (vocab is None or use_fused_linear_logprobs):
+        raise MethodError(
+            'reads="logit" needs vocab= (len(tokenizer)), and use_fused_linear_logprobs off, which '
+            "computes log-probs without logits"
+        )
+    choice = Choice.of("nemo-rl", method, settings, record, on_idle, horizon)
+    made = OffdriftLoss(choice, reads, old, vocab, use_fused_linear_logprobs)
+    has = {"logp_old", "logp_ref"} | ({"divergences"} if reads == "logit" else set())
+    has |= {"entropy", "vocab"} if reads == "logit" and old == "current" else set()
+    check_served(choice.row, framework="nemo-rl", has=has, hints=HINTS)
+    return made
+
+
+def install(method: str | None = None, **given: Any) -> None:
+    """Have NeMo-RL's `setup` build this loss; call it before, in the process that calls `setup`.
+
+    Args: as `loss`. `force_on_policy_ratio` and the fused log-probs of NeMo-RL's configuration are
+        followed.
+
+    Raises: as `loss`; later, in `setup`: `MethodError` if its configuration asks NeMo-RL's loss for a
+        term that the method has not (a KL penalty, the likelihood of positive examples, ...).
+    """
+    require("nemo-rl")
+    loss(method, **given)  # wrong arguments are an error here, not after minutes of set-up
+    from nemo_rl.algorithms import grpo
+
+    _ORIGINAL.setdefault("ClippedPGLossFn", grpo.ClippedPGLossFn)
+    grpo.ClippedPGLossFn = functools.partial(_instead, method, given)
+
+
+def uninstall() -> None:
+    """Have `setup` build NeMo-RL's own loss again."""
+    if _ORIGINAL:
+        from nemo_rl.algorithms import grpo
+
+        grpo.ClippedPGLossFn = _ORIGINAL.pop("ClippedPGLossFn")
+
+
+_ORIGINAL: dict[str, Any] = {}
+
+
+def _instead(
+    method: str | None, given: Mapping[str, Any], cfg: Any, use_fused_linear_logprobs: bool = False
+) -> OffdriftLoss:
+    """What `setup` gets for `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`."""
+    theirs = _settings(cfg)
+    if theirs["force_on_policy_ratio"]:
+        given = {**given, "old": "current"}
+    made = loss(method, **{"use_fused_linear_logprobs": use_fused_linear_logprobs, **given})
+    penalty = 0 if theirs["use_kl_in_reward"] else theirs["reference_policy_kl_penalty"]
+    if penalty and made.choice.row.penalty is None:
+        raise MethodError(
+            f"loss_fn.reference_policy_kl_penalty={penalty} belongs to NeMo-RL's loss and would be "
+            f"dropped: set it to 0, or give {made.choice.method} a penalty"
+        )
+    numbers = ", ".join(f"{name}={theirs[name]}" for name in STOOD_IN_FOR)
+    logging.getLogger("offdrift.nemo-rl").info(
+        "%s stands in for NeMo-RL's loss with %s", made.choice.row.describe(), numbers
+    )
+    return made
+
+
+def _settings(cfg: Any) -> dict[str, Any]:
+    """NeMo-RL's settings of its loss: fields of a model with defaults, in 0.6.0 a dictionary without.
+
+    Raises: `MethodError` if they ask the loss for what this one has not.
+    """
+    absent = {**dict.fromkeys((*STOOD_IN_FOR, *FOLLOWED)), **OWN_TERMS}
+    if isinstance(cfg, Mapping):
+        given, without = dict(cfg), absent
+    else:
+        model = type(cfg).model_fields
+        given = {name: getattr(cfg, name) for name in model}
+        without = {**{name: field.default for name, field in model.items()}, **OWN_TERMS}
+    dropped = {
+        name: value
+        for name, value in given.items()
+        if name not in (*STOOD_IN_FOR, *FOLLOWED) and value != without.get(name)
+    }
+    if dropped:
+        named = ", ".join(f"loss_fn.{name}={value}" for name, value in dropped.items())
+        raise MethodError(
+            f"{named}: part of NeMo-RL's own loss, which is replaced, and would be dropped: leave it at "
+            "its default, and choose a method that has it (`offdrift methods` lists all rows)"
+        )
+    return {**absent, **given}
+
+
+@functools.cache
+def _hook(made: OffdriftLoss) -> WholeStep:
+    return made.choice.attach("nemo-rl")
+
+
+def _interfaces() -> Any:
+    # NeMo-RL has loaded this module by now; nobody else needs it to import ours.
+    from nemo_rl.algorithms.loss import interfaces
+
+    return interfaces

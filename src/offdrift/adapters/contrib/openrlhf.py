@@ -1,0 +1,183 @@
+"""OpenRLHF: any method that decides by token or sequence, as its actor's policy loss.
+
+OpenRLHF has no hook for losses: the actor's process builds `PolicyLoss` by name. `install` puts ours
+under that name, in that process, as soon as OpenRLHF's actor is imported there. Ray runs it in every
+worker of a job:
+
+    ray job submit --runtime-env-json '{
+      "worker_process_setup_hook": "offdrift.adapters.contrib.openrlhf.install",
+      "env_vars": {"OFFDRIFT_METHOD": "icepop"}}' -- python -m openrlhf.cli.train_ppo_ray ...
+
+OpenRLHF records the engine's log-probs only with `--algo.advantage.is_correction_level` other than
+"off" (until 0.11.1 with `--algo.advantage.is_correction_enable`); the correction that it names is replaced by the method's, as is all of its loss but KL and
+entropy. OpenRLHF's counts of tokens and sequences in the step are the denominators.
+
+Reference: OpenRLHF 0.11.2, `models/loss.py`: `PolicyLoss`, `aggregate_loss`;
+`trainer/ray/ppo_actor.py`: `ActorPPOTrainer`. Until 0.11.1 the loss returns four values, then five.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from offdrift.adapters.after_import import after_import
+from offdrift.adapters.frameworks import require
+from offdrift.adapters.hooks import check_served
+from offdrift.adapters.whole_step import Choice, WholeStep, columns, nothing, recorded
+from offdrift.errors import MethodError
+from offdrift.logprobs import LogProbs
+from offdrift.loss import PolicyLoss as Pushed
+
+ACTOR = "openrlhf.trainer.ray.ppo_actor"
+RECORD = (
+    "give --algo.advantage.is_correction_level token (OpenRLHF until 0.11.1: "
+    "--algo.advantage.is_correction_enable), which has vLLM record them"
+)
+WAYS_OUT = {"rollout_log_probs": RECORD, "old_log_probs": "have the actor score the samples"}
+
+_CHOICE: list[Choice] = []
+"""What is installed in this process: one, or none."""
+_ORIGINAL: dict[str, Any] = {}
+
+
+def install(
+    method: str | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    horizon: int | None = None,
+    record: str | os.PathLike[str] | None = None,
+    on_idle: str | None = None,
+) -> None:
+    """Have OpenRLHF's actor in this process build the method's loss, now or once it is imported.
+
+    Args:
+        method: a row of `METHODS`; None reads OFFDRIFT_METHOD, and so for the others.
+        settings: single values of the method.
+        horizon: tokens per sequence, for aggregate="fixed".
+        record: folder for log-probs and advantages.
+        on_idle: "error" or "warn".
+
+    Raises: `EvidenceError`, `MethodError`: OpenRLHF's loss is not given what the method needs.
+    """
+    choice = Choice.of("openrlhf", method, settings, record, on_idle, horizon)
+    check_served(choice.row, framework="openrlhf", has={"logp_old"})
+    _CHOICE[:] = [choice]
+    after_import(ACTOR, _rebind)
+
+
+def uninstall() -> None:
+    """Give OpenRLHF its own loss back; losses that were built stay ours."""
+    _CHOICE.clear()
+    module = _ORIGINAL.pop("module", None)
+    if module is not None:
+        module.PolicyLoss = _ORIGINAL.pop("PolicyLoss")
+        module.ActorPPOTrainer.ppo_train = _ORIGINAL.pop("ppo_train")
+
+
+def _rebind(module: Any) -> None:
+    if not _CHOICE or "module" in _ORIGINAL:
+        return
+    require("openrlhf")
+    trainer = module.ActorPPOTrainer
+    _ORIGINAL.update(module=module, PolicyLoss=module.PolicyLoss, ppo_train=trainer.ppo_train)
+    five = "is_correction_level" in inspect.signature(module.PolicyLoss.__init__).parameters
+    module.PolicyLoss = functools.partial(PolicyLoss, values=5 if five else 4)
+    trainer.ppo_train = _reporting(trainer.ppo_train)
+
+
+def _reporting(ppo_train: Callable[..., Any]) -> Callable[..., Any]:
+    """OpenRLHF's training of a batch; its status also has the metrics of the last step."""
+
+    @functools.wraps(ppo_train)
+    def with_metrics(self: Any, *args: Any, **kwargs: Any) -> Any:
+        status = ppo_train(self, *args, **kwargs)
+        hook = getattr(self.actor_loss_fn, "hook", None)
+        return status if hook is None else {**status, **hook.metrics}
+
+    return with_metrics
+
+
+class PolicyLoss(torch.nn.Module):
+    """The method in the place of OpenRLHF's `PolicyLoss`.
+
+    Args:
+        values: how many values OpenRLHF unpacks.
+        theirs: OpenRLHF's own settings. Clips and corrections are the method's instead; what would
+            contradict it is refused.
+    """
+
+    def __init__(self, *, values: int = 5, **theirs: Any) -> None:
+        super().__init__()
+        if theirs.get("policy_loss_type", "ppo") != "ppo":
+            raise MethodError(
+                f"--actor.policy_loss_type {theirs['policy_loss_type']} chooses OpenRLHF's own loss, "
+                "which is replaced; drop it (offdrift's gspo is OFFDRIFT_METHOD=gspo)"
+            )
+        if not _CHOICE:
+            raise MethodError("no method is installed in this process; call install() in it first")
+        self.hook: WholeStep = _CHOICE[0].attach("openrlhf")
+        self._values = values
+
+    def forward(
+        self,
+        log_probs: Float[Tensor, "b t"],
+        old_log_probs: Float[Tensor, "b t"],
+        advantages: Float[Tensor, "b t"],
+        action_mask: Shaped[Tensor, "b t"] | None = None,
+        rollout_log_probs: Float[Tensor, "b t"] | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: Tensor | float | None = None,
+        global_batch_size: Tensor | float | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Loss, share of clipped tokens, KL estimates of old to current and of rollout to old, and
+        from 0.11.2 on the share of tokens that were rejected or met a limit.
+
+        Args:
+            log_probs: log pi; receives the gradient.
+            old_log_probs: log pi_old, of the training engine.
+            action_mask: nonzero where a token may train; None means everywhere.
+            rollout_log_probs: log mu, of vLLM.
+            dp_size: what the optimizer's averaging over ranks divides by.
+            batch_num_tokens: of the step over all ranks; None if this batch is the step.
+            global_batch_size: its sequences with a trainable token.
+
+        Raises: `EvidenceError` without the engine's log-probs; `BadValueError` for NaN or a positive
+            log-prob on a trainable token.
+        """
+        mask = torch.ones_like(log_probs) if action_mask is None else action_mask
+        if not bool((mask != 0).any()):
+            zero = nothing(log_probs)
+            return (zero, *[zero.detach()] * (self._values - 1))
+        given = {"rollout_log_probs": rollout_log_probs, "old_log_probs": old_log_probs}
+        rollout, old = (
+            recorded(x, mask, name, WAYS_OUT[name], beside=log_probs) for name, x in given.items()
+        )
+        logprobs = LogProbs.pack(rollout, log_probs, old, mask=mask)
+        lengths = logprobs.segments.lengths
+        pushed = self.hook.push(
+            logprobs,
+            logprobs.like_caller(advantages),
+            columns(mask, logprobs),
+            tokens=lengths.sum() if batch_num_tokens is None else batch_num_tokens,
+            sequences=(lengths > 0).sum() if global_batch_size is None else global_batch_size,
+        )
+        return (pushed.loss * dp_size, *_reported(logprobs, pushed))[: self._values]
+
+
+def _reported(logprobs: LogProbs, pushed: Pushed) -> tuple[Tensor, ...]:
+    """Clip share, E[old - current], E[rollout - old], share beyond limits; on the device."""
+    sums = dict(zip(pushed.stats.sum_names, pushed.stats.sums, strict=True))
+    n = sums["n"]
+    clipped = sums.get("objective/clipped", torch.zeros_like(n)) / n
+    moved = (logprobs.old - logprobs.current.detach()).mean()
+    mismatch = (logprobs.logp_rollout - logprobs.old).mean()
+    beyond = (~pushed.corrected.keep | pushed.corrected.limited).float().mean()
+    return clipped.float(), moved, mismatch, beyond

@@ -1,0 +1,134 @@
+"""prime-rl: any method that decides by token or sequence, as its custom loss.
+
+    [trainer.loss]
+    type = "custom"
+    import_path = "offdrift.adapters.contrib.prime_rl.loss"
+    kwargs = { method = "dppo_tv" }
+
+prime-rl calls the function once per sequence, adds the results up, and divides by the number of loss
+tokens of the whole step over all ranks: a token mean, whatever aggregate a method was published
+with. Batch statistics (weights divided by their mean, second-moment budgets, prompt groups) cannot
+be had there; methods that need them are refused by name.
+
+prime-rl hands over no log-probs of an old policy. With `old="current"` the policy at this, the only
+update of a batch stands for it: the mismatch is then current over rollout, and staleness is zero.
+
+Reference: prime-rl 0.8.0 (559b447), `trainer/rl/loss.py`: `LossInputs`, `LossOutputs`, `compute_loss`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from offdrift.adapters import environment
+from offdrift.adapters.frameworks import require
+from offdrift.adapters.hooks import (
+    Attached,
+    attach,
+    check_served,
+    chosen,
+    decision_names,
+    decisions,
+)
+from offdrift.adapters.whole_step import columns
+from offdrift.errors import MethodError, check_choice
+from offdrift.logprobs import LogProbs
+
+HINTS = {
+    "logp_old": 'choose a method on="full", or give old="current" (the policy at this update '
+    "stands for the old one, so that staleness is zero)",
+}
+
+
+def loss(
+    inputs: Any,
+    *,
+    method: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    old: str = "absent",
+    record: str | None = None,
+    on_idle: str | None = None,
+) -> Any:
+    """prime-rl's custom loss of one sequence: the sum of the method's token losses.
+
+    Metrics are per token, so that prime-rl's own statistics run over all tokens of the step:
+    `offdrift/full/k3`, `offdrift/weight`, `offdrift/rejected`, `offdrift/limited`.
+
+    Args:
+        inputs: prime-rl's `LossInputs`. `loss_weights` multiply the token losses.
+        method: a row of `METHODS`; None reads OFFDRIFT_METHOD.
+        settings: single values of the method, as paths for `override`; None reads OFFDRIFT_SETTINGS.
+        old: "absent", or "current", which lets the policy before this update stand for the old one.
+        record: folder for tokens' log-probs and advantages; None reads OFFDRIFT_RECORD.
+        on_idle: "error" or "warn"; None reads OFFDRIFT_ON_IDLE.
+
+    Returns: prime-rl's `LossOutputs`.
+
+    Raises: `EvidenceError`, `MethodError`: prime-rl does not hand over what the method needs.
+        `BadValueError`: a loss token's log-prob is NaN or positive.
+    """
+    hook = _hook(method, json.dumps(settings, sort_keys=True), old, record, on_idle)
+    mask: Tensor = inputs.loss_mask
+    logp: Tensor = inputs.trainer_logprobs
+    if not bool(mask.any()):
+        # The sum of nothing keeps the graph, and no masked NaN gets near it.
+        nothing = logp[mask]
+        return _outputs(nothing.sum(), dict.fromkeys(decision_names("full"), nothing.detach()))
+    ref: Tensor | None = inputs.ref_logprobs if hook.method.penalty is not None else None
+    logprobs = LogProbs.pack(
+        inputs.inference_logprobs[None],
+        logp[None],
+        logp.detach()[None] if old == "current" else None,
+        logp_ref=ref[None] if ref is not None else None,
+        mask=mask[None],
+    )
+    advantages = logprobs.like_caller(_weighted(inputs, hook)[None])
+    result = hook.loss(logprobs, advantages, columns(mask[None], logprobs))
+    return _outputs(result.loss, decisions(logprobs, result.corrected, on="full"))
+
+
+def _weighted(inputs: Any, hook: Attached) -> Tensor:
+    """Advantages times loss weights, which is the loss times them.
+
+    Raises: `MethodError` where it is not, and the weights are not all 1.
+    """
+    weights = inputs.loss_weights
+    if weights is None:
+        return inputs.advantages
+    if not hook.proportional and not bool((weights[inputs.loss_mask] == 1).all()):
+        raise MethodError(
+            "prime-rl gives weights per token (rl_weights), and the loss of this method "
+            f"({hook.method.describe()}) is not proportional to the advantage; choose one that is"
+        )
+    return inputs.advantages * weights
+
+
+@functools.cache
+def _hook(
+    method: str | None, settings: str, old: str, record: str | None, on_idle: str | None
+) -> Attached:
+    """The method of this process; settings as JSON, since they must be hashable."""
+    require("prime-rl")
+    check_choice("old", old, ("absent", "current"))
+    name, row = chosen("prime-rl", method, json.loads(settings))
+    has = {"logp_ref"} | ({"logp_old"} if old == "current" else set())
+    check_served(row, framework="prime-rl", has=has, hints=HINTS)
+    return attach(
+        "prime-rl",
+        name,
+        row,
+        record=record or environment.record(),
+        on_idle=on_idle or environment.on_idle(),
+    )
+
+
+def _outputs(total: Tensor, metrics: Mapping[str, Tensor]) -> Any:
+    # prime-rl has loaded this module by now; nobody else needs it to import ours.
+    from prime_rl.trainer.rl.loss import LossOutputs
+
+    return LossOutputs(loss=total, metrics=dict(metrics))

@@ -1,0 +1,322 @@
+"""ROLL: any method that decides by token or sequence, as a worker class.
+
+    system_envs: {OFFDRIFT_METHOD: icepop}
+    actor_train:
+      worker_cls: offdrift.adapters.contrib.roll.Worker            # RLVR: the method's loss
+      # offdrift.adapters.contrib.roll.AgenticWorker               # agentic pipelines: the same
+      # offdrift.adapters.contrib.roll.CorrectingWorker            # ROLL's loss, the method's correction
+      # offdrift.adapters.contrib.roll.AgenticCorrectingWorker
+      # offdrift.adapters.contrib.roll.CorrectingPGWorker          # the same under ROLL's pg_variant
+      # offdrift.adapters.contrib.roll.AgenticCorrectingPGWorker
+
+A `Worker` replaces ROLL's loss; its counts of tokens and samples in the step are the denominators. A
+correcting worker replaces `compute_train_infer_correction`: the method's gates and weights on the
+mismatch of the two engines, in the worker, and in the pipeline where that corrects
+(`enable_old_logprobs_recompute`). It needs `train_infer_correction.is_weight.enabled: true`.
+
+Each inherits from the worker that ROLL's pipeline takes by default, the ones with PG in their name from
+the worker that reads `actor_train.pg_variant`, which ROLL leaves at None and then refuses. The classes
+are made when they are asked for.
+
+Reference: ROLL 0.3.0 (8eb27cc2), `pipeline/rlvr/actor_worker.py`: `ActorWorker.loss_func`;
+`pipeline/rlvr/actor_pg_worker.py`; `pipeline/agentic/agentic_actor_worker.py`,
+`agentic_actor_pg_worker.py`; `configs/worker_config.py`; `utils/train_infer_corrections.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from offdrift.adapters.frameworks import require
+from offdrift.adapters.hooks import check_served, correction_alone
+from offdrift.adapters.whole_step import Choice, WholeStep, columns, nothing, recorded, shares
+from offdrift.errors import FrameworkError, LivenessError, MethodError
+from offdrift.logprobs import LogProbs
+
+CORRECTIONS = "roll.utils.train_infer_corrections"
+RLVR = "roll.pipeline.rlvr.actor_worker"
+AGENTIC = "roll.pipeline.agentic.agentic_actor_worker"
+"""Where the workers are that ROLL's pipelines take when `worker_cls` is not set."""
+RLVR_PG = "roll.pipeline.rlvr.actor_pg_worker"
+AGENTIC_PG = "roll.pipeline.agentic.agentic_actor_pg_worker"
+"""Where the workers are that read `actor_train.pg_variant`."""
+USERS = (RLVR, AGENTIC, RLVR_PG, AGENTIC_PG)
+"""Modules that import `compute_train_infer_correction` by name."""
+COMPUTE = "compute_train_infer_correction"
+
+WAYS_OUT = {
+    "infer_logprobs": "set actor_infer.generating_args.logprobs: 1, which has the engine return them",
+    "old_log_probs": "set enable_old_logprobs_recompute: true",
+    "ref_log_probs": "set enable_reference: true",
+}
+
+_ORIGINAL: dict[str, Any] = {}
+
+if TYPE_CHECKING:
+    Worker: Any
+    AgenticWorker: Any
+    CorrectingWorker: Any
+    AgenticCorrectingWorker: Any
+    CorrectingPGWorker: Any
+    AgenticCorrectingPGWorker: Any
+
+
+def __getattr__(name: str) -> Any:
+    if name not in WORKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _worker(name)
+
+
+@functools.cache
+def _worker(name: str) -> type:
+    """One of the classes that ROLL's `worker_cls` can name."""
+    module, base, ours = WORKERS[name]
+    theirs = getattr(_import(module), base)
+    if ours is not _Loss:
+        install()
+    return type(name, (ours, theirs), {"__module__": __name__, "__doc__": _worker.__doc__})
+
+
+def install() -> None:
+    """Have ROLL's workers and pipelines in this process correct by the method that OFFDRIFT_METHOD names.
+
+    Raises: `EvidenceError`, `MethodError`: ROLL's hook is not given what the method needs.
+    """
+    module = _import(CORRECTIONS)
+    _correcting()
+    _rebind(_ORIGINAL.setdefault("theirs", getattr(module, COMPUTE)), _correction)
+
+
+def uninstall() -> None:
+    """Give ROLL its own correction back."""
+    if _ORIGINAL:
+        _rebind(_correction, _ORIGINAL.pop("theirs"))
+
+
+def _rebind(old: Any, new: Any) -> None:
+    for name in (CORRECTIONS, *USERS):
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, COMPUTE, None) is old:
+            setattr(module, COMPUTE, new)
+
+
+def _import(name: str) -> Any:
+    require("roll")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        raise FrameworkError(
+            f"{name} cannot be imported: {e}. ROLL is https://github.com/alibaba/ROLL, installed from "
+            "its repository; the package called roll on PyPI is something else"
+        ) from e
+
+
+# -- the method's loss ----------------------------------------------------------------------------
+
+
+@functools.cache
+def _pushing() -> WholeStep:
+    choice = Choice.of("roll", None, None, None, None)
+    check_served(choice.row, framework="roll", has={"logp_old", "logp_ref"})
+    return choice.attach("roll")
+
+
+class _Loss:
+    """What a worker of ROLL's inherits first."""
+
+    strategy: Any
+    pipeline_config: Any
+
+    def loss_func(self, data: Any, output_tensor: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """The method's part of the step's loss, and of its metrics.
+
+        Args:
+            data: ROLL's `DataProto`: response_mask `[batch, time]`; old_log_probs, infer_logprobs,
+                advantages `[batch, time - 1]`; counts of the step in its meta information.
+            output_tensor: logits; receives the gradient.
+
+        Raises: `EvidenceError` without the engine's log-probs; `MethodError` if ROLL's own terms are on.
+        """
+        hook = _pushing()
+        _check_alone(self.pipeline_config)
+        batch, name, counts = data.batch, *_mask_name(data)
+        mask = batch["response_mask"][:, 1:]
+        mask = mask if name == "response_mask" else batch[name]
+        logp = self.strategy.op_compute_log_probs(
+            logits=output_tensor,
+            input_ids=batch["input_ids"],
+            attention_mask=batch["response_mask"],
+        )
+        if not bool((mask != 0).any()):
+            return nothing(logp), {"actor/offdrift/loss@sum": 0.0}
+        logprobs = self._packed(data, logp, mask, hook)
+        pushed = hook.push(
+            logprobs,
+            logprobs.like_caller(self._weighted(data, mask, hook)),
+            columns(mask, logprobs),
+            tokens=counts["batch_num_tokens"],
+            sequences=counts["global_valid_samples"],
+            also={"tokens": logprobs.like_caller(batch["input_ids"][:, 1:])},
+        )
+        found = shares(pushed, counts["batch_num_tokens"])
+        found["loss"] = float(pushed.loss.detach())
+        loss = pushed.loss * getattr(self.pipeline_config, "rl_loss_coef", 1.0)
+        return loss, {f"actor/offdrift/{key}@sum": value for key, value in found.items()}
+
+    def _packed(self, data: Any, logp: Tensor, mask: Tensor, hook: WholeStep) -> LogProbs:
+        old = self.get_old_log_probs_with_cache(data, logp)  # type: ignore[attr-defined]
+        given = {"infer_logprobs": data.batch.get("infer_logprobs", None), "old_log_probs": old}
+        if hook.method.penalty is not None:
+            given["ref_log_probs"] = data.batch.get("ref_log_probs", None)
+        rollout, old, *ref = (
+            recorded(x if x is not None and len(x) else None, mask, k, WAYS_OUT[k], beside=logp)
+            for k, x in given.items()
+        )
+        return LogProbs.pack(rollout, logp, old, logp_ref=ref[0] if ref else None, mask=mask)
+
+    def _weighted(self, data: Any, mask: Tensor, hook: WholeStep) -> Float[Tensor, "b t"]:
+        """Advantages times ROLL's weights of samples, which is the loss times them."""
+        advantages = data.batch["advantages"]
+        weigh = getattr(self, "compute_sample_weights", None)
+        if weigh is None:
+            return advantages
+        weights = weigh(data, mask)
+        if not hook.proportional and not bool((weights == 1).all()):
+            raise MethodError(
+                "difficulty_loss_weight and length_loss_weight weigh samples, and the loss of this "
+                f"method ({hook.method.describe()}) is not proportional to the advantage; turn them off"
+            )
+        return advantages * weights[:, None]
+
+
+def _mask_name(data: Any) -> tuple[str, dict[str, Any]]:
+    """Which mask trains, and how much of it the whole step has."""
+    final = data.batch.get("final_response_mask", None) is not None
+    name = "final_response_mask" if final else "response_mask"
+    counts = {}
+    for key in ("batch_num_tokens", "global_valid_samples"):
+        given = data.meta_info[key]
+        counts[key] = given[name] if name in given else given["response_mask"]
+    return name, counts
+
+
+def _check_alone(config: Any) -> None:
+    """Raise if ROLL's own loss terms are configured, which this loss would drop or count twice."""
+    own = config.train_infer_correction
+    dropped = {
+        "use_kl_loss": config.use_kl_loss,
+        "entropy_loss_coef": config.entropy_loss_coef > 0,
+        "train_infer_correction.is_weight.enabled": own.is_weight.enabled,
+        "train_infer_correction.filters": any(f.enabled for f in own.filters),
+        "actor_train.pg_variant": _variant(config) is not None,
+        "dual_clip_loss": config.dual_clip_loss,
+        "importance_sampling": getattr(config, "importance_sampling", "token") != "token",
+        "ratio_type": getattr(config, "ratio_type", "token") != "token",
+    }
+    named = ", ".join(name for name, on in dropped.items() if on)
+    if named:
+        raise MethodError(
+            f"{named}: part of ROLL's own loss, which this worker replaces; turn it off (a KL penalty "
+            "can be the method's), or use a CorrectingWorker, which keeps ROLL's loss"
+        )
+
+
+def _variant(config: Any) -> str | None:
+    return getattr(config.actor_train, "pg_variant", None)
+
+
+# -- the method's correction, ROLL's loss ---------------------------------------------------------
+
+
+class _Correction:
+    """What a correcting worker inherits first, over the worker that ROLL takes by default."""
+
+    pipeline_config: Any
+
+    def loss_func(self, data: Any, output_tensor: Tensor) -> Any:
+        """ROLL's own loss. Raises: `MethodError` if a variant is named that this worker would ignore."""
+        variant = _variant(self.pipeline_config)
+        if variant is not None:
+            raise MethodError(
+                f"actor_train.pg_variant: {variant} has no effect in ROLL's default worker, whose loss "
+                f"is PPO's; name {__name__}.CorrectingPGWorker (AgenticCorrectingPGWorker), or drop it"
+            )
+        return super().loss_func(data, output_tensor)  # type: ignore[misc]
+
+
+class _CorrectionPG:
+    """What a correcting worker inherits first, over the worker that reads a variant."""
+
+    pipeline_config: Any
+
+    def loss_func(self, data: Any, output_tensor: Tensor) -> Any:
+        """ROLL's loss of the variant. Raises: `MethodError` if none is named."""
+        if _variant(self.pipeline_config) is None:
+            raise MethodError(
+                "actor_train.pg_variant is not set, and ROLL's PG workers have no default: set it "
+                f"(topr, vanilla, tis, cispo, kimi15, ppo), or name {__name__}.CorrectingWorker "
+                "(AgenticCorrectingWorker)"
+            )
+        return super().loss_func(data, output_tensor)  # type: ignore[misc]
+
+
+WORKERS: dict[str, tuple[str, str, type]] = {
+    "Worker": (RLVR, "ActorWorker", _Loss),
+    "AgenticWorker": (AGENTIC, "ActorWorker", _Loss),
+    "CorrectingWorker": (RLVR, "ActorWorker", _Correction),
+    "AgenticCorrectingWorker": (AGENTIC, "ActorWorker", _Correction),
+    "CorrectingPGWorker": (RLVR_PG, "ActorPGWorker", _CorrectionPG),
+    "AgenticCorrectingPGWorker": (AGENTIC_PG, "ActorWorker", _CorrectionPG),
+}
+"""Of each class that `worker_cls` can name: ROLL's module and class, and what goes before it."""
+
+
+@functools.cache
+def _correcting() -> WholeStep:
+    choice = Choice.of("roll", None, None, None, None)
+    only = correction_alone(
+        choice.method, choice.row, framework="roll", instead="the class Worker or AgenticWorker"
+    )
+    return choice.attach("roll", only)
+
+
+def _correction(
+    cfg: Any,
+    response_mask: Shaped[Tensor, "b t"],
+    old_log_probs: Float[Tensor, "b t"],
+    infer_log_probs: Float[Tensor, "b t"],
+    global_valid_samples: Any = None,
+    global_valid_tokens: Any = None,
+) -> tuple[Float[Tensor, "b t"], Int[Tensor, "b t"], dict[str, float]]:
+    """`compute_train_infer_correction`: weights, zero where a gate rejects; masks; metrics.
+
+    ROLL's token mean adds up whole rows whatever the mask says, so that a weight of zero is what
+    rejects. The pipeline calls without counts, on the whole batch: that is a step.
+    """
+    if not cfg.is_weight.enabled:
+        raise LivenessError(
+            "ROLL drops the weights, and under token-mean the rejections, that this correction "
+            "returns: set train_infer_correction.is_weight.enabled: true"
+        )
+    hook, mask = _correcting(), response_mask != 0
+    keep, weight = mask.long(), torch.zeros_like(old_log_probs)
+    if not bool(mask.any()):
+        return weight, keep, {}
+    infer_log_probs = recorded(
+        infer_log_probs, mask, "infer_logprobs", WAYS_OUT["infer_logprobs"], beside=old_log_probs
+    )
+    logprobs = LogProbs.pack(infer_log_probs, logp_old=old_log_probs, mask=mask)
+    corrected = hook.correct(logprobs)
+    kept = logprobs.unpack(corrected.keep.long())
+    weight = logprobs.unpack(corrected.weight.where(corrected.keep, 0.0)).to(old_log_probs.dtype)
+    if global_valid_tokens is not None:
+        return weight, kept, {}
+    hook.end_step()
+    return weight, kept, {f"actor/{name}": value for name, value in hook.metrics.items()}

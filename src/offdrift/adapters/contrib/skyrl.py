@@ -1,0 +1,186 @@
+"""SkyRL: any method that decides by token or sequence, in its registry of policy losses.
+
+Add two overrides to SkyRL's usual command:
+
+    trainer.override_entrypoint=offdrift.adapters.contrib.skyrl
+    trainer.algorithm.policy_loss_type=offdrift/dppo_tv
+
+The entrypoint registers the method and hands over to SkyRL's own. A launcher of one's own calls
+`register("dppo_tv")` before `validate_cfg` instead.
+
+SkyRL divides the advantages by its denominators (`trainer.algorithm.loss_reduction`) before the loss
+sees them, and wants a sum over unmasked tokens. That is exact for a loss that is proportional to the
+advantage; methods whose loss is not are refused, and so are methods that must see a whole step.
+
+Reference: SkyRL 0.3.0 (a956457), `backends/skyrl_train/utils/ppo_utils.py`: `PolicyLossRegistry`,
+`apply_loss_reduction_to_advantages_minibatch`; `workers/worker.py`: `_forward_backward_micro`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from offdrift.adapters.frameworks import require
+from offdrift.adapters.hooks import Attached, attach, check_served
+from offdrift.adapters.whole_step import Choice, columns, nothing
+from offdrift.errors import EvidenceError, MethodError
+from offdrift.logprobs import LogProbs
+from offdrift.methods import Method
+from offdrift.stats import summarize
+
+PREFIX = "offdrift/"
+METRICS = {
+    "full/k3": "full_k3",
+    "mismatch/k3": "mismatch_k3",
+    "staleness/k3": "staleness_k3",
+    "weight/mean": "weight_mean",
+    "weight/max": "weight_max",
+    "weight/ess_frac": "weight_ess_frac",
+    "gate/drop_frac_token": "gate_drop_frac_token",
+    "gate/drop_frac_seq": "gate_drop_frac_seq",
+    "objective/clip_frac_active": "objective_clip_frac_active",
+}
+"""Metrics of each micro-batch and what SkyRL calls them. The set is fixed, since SkyRL reduces over
+ranks key by key; it averages over micro-batches, and takes the maximum of what ends in `_max`."""
+
+
+OWN = (
+    "tis_ratio_type",
+    "sequence_mask_metric",
+    "outlier_token_is_threshold_low",
+    "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low",
+    "token_mask_is_threshold_high",
+)
+"""SkyRL's switches of its own correction."""
+
+
+@dataclass(frozen=True)
+class RegisteredLoss:
+    """A method as SkyRL's policy loss: a value that travels to the workers, and no live state."""
+
+    choice: Choice
+
+    def __call__(
+        self,
+        log_probs: Float[Tensor, "b t"],
+        old_log_probs: Float[Tensor, "b t"] | None,
+        advantages: Float[Tensor, "b t"],
+        config: Any,
+        loss_mask: Shaped[Tensor, "b t"] | None = None,
+        rollout_logprobs: Float[Tensor, "b t"] | None = None,
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        """The sum of the method's token losses over unmasked tokens, and the metrics.
+
+        Args:
+            log_probs: log pi; receives the gradient.
+            old_log_probs: log pi_old, of SkyRL's own forward pass before the first update.
+            advantages: divided by SkyRL's denominators already.
+            config: SkyRL's `AlgorithmConfig`; a correction of its own must be off.
+            loss_mask: nonzero where a token may train; None means everywhere.
+            rollout_logprobs: log mu, of the inference engine.
+
+        Raises: `EvidenceError` without rollout log-probs; `MethodError` if SkyRL corrects, too;
+            `BadValueError` for NaN or a positive log-prob on an unmasked token.
+        """
+        hook = _hook(self)
+        _check_alone(config)
+        mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
+        if rollout_logprobs is None:
+            raise EvidenceError(
+                "SkyRL gave no rollout_logprobs; set generator.sampling_params.logprobs=1, so that "
+                "its engine returns the log-prob of every sampled token"
+            )
+        if not bool(mask.any()):
+            return nothing(log_probs), dict.fromkeys(_named({}), 0.0)
+        logprobs = LogProbs.pack(rollout_logprobs, log_probs, old_log_probs, mask=mask)
+        advantages = logprobs.like_caller(advantages)
+        result = hook.loss(logprobs, advantages, columns(mask, logprobs))
+        return result.loss, _named(summarize(result.stats))
+
+
+def register(
+    method: str,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    record: str | None = None,
+    on_idle: str | None = None,
+) -> str:
+    """Put a method into SkyRL's registry; returns its name there, `offdrift/<method>`.
+
+    Call it in the driver before `validate_cfg`; SkyRL takes it to the workers, where offdrift must be
+    installed. What is not given is read from OFFDRIFT_SETTINGS, OFFDRIFT_RECORD, OFFDRIFT_ON_IDLE
+    here, in the driver. Registering a name again replaces it.
+
+    Raises: `EvidenceError`, `MethodError`: SkyRL's hook cannot serve the method.
+    """
+    require("skyrl")
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+
+    function = RegisteredLoss(Choice.of("skyrl", method, settings, record, on_idle))
+    _served(function)
+    name = PREFIX + method
+    if name in PolicyLossRegistry.list_available():
+        PolicyLossRegistry.unregister(name)
+    PolicyLossRegistry.register(name, function)
+    return name
+
+
+def main() -> None:
+    """SkyRL's entrypoint, after registering the method that the command line names."""
+    require("skyrl")
+    from skyrl.train.entrypoints import main_base
+
+    ours = "trainer.override_entrypoint="
+    named = "trainer.algorithm.policy_loss_type="
+    arguments = [a for a in sys.argv[1:] if not a.startswith(ours)]
+    chosen = [a.removeprefix(named).strip("'\"") for a in arguments if a.startswith(named)]
+    if not chosen or not chosen[-1].startswith(PREFIX):
+        raise MethodError(
+            f"this entrypoint needs {named}{PREFIX}METHOD; `offdrift methods` lists all rows"
+        )
+    register(chosen[-1].removeprefix(PREFIX))
+    sys.argv = [sys.argv[0], *arguments]
+    main_base.main()
+
+
+def _served(function: RegisteredLoss) -> Method:
+    """The method, or the reason why SkyRL's hook cannot serve it."""
+    row = function.choice.row
+    check_served(row, framework="SkyRL", has={"logp_old"}, folded=True)
+    return row
+
+
+@functools.cache
+def _hook(function: RegisteredLoss) -> Attached:
+    """The method of this process."""
+    return attach(
+        "skyrl",
+        function.choice.method,
+        _served(function),
+        record=function.choice.record,
+        on_idle=function.choice.on_idle,
+    )
+
+
+def _check_alone(config: Any) -> None:
+    """Raise if SkyRL's own off-policy correction is configured: its losses apply it, ours does not."""
+    theirs = getattr(config, "off_policy_correction", None)
+    asked = [name for name in OWN if getattr(theirs, name, None) is not None]
+    if asked:
+        raise MethodError(
+            f"trainer.algorithm.off_policy_correction.{asked[0]} is set, and has no effect under a "
+            "policy loss of offdrift; remove it, and choose a method with the correction you want"
+        )
+
+
+def _named(found: Mapping[str, float]) -> dict[str, float]:
+    return {PREFIX + theirs: found.get(ours, 0.0) for ours, theirs in METRICS.items()}

@@ -1,0 +1,300 @@
+"""TRL's GRPO trainer with a method of this library in it.
+
+    trainer = OffdriftGRPOTrainer(model, reward, args=config, train_dataset=data,
+                                  method="decoupled_token_is")
+
+Two modes:
+
+    mode="correct"   the method's gates and weights, in whichever loss `loss_type` names
+    mode="loss"      the method's whole loss in place of TRL's; what TRL adds to its own (KL to the
+                     reference, entropy bonus, router loss) is added to this one
+
+TRL's own correction of `use_vllm` (`vllm_importance_sampling_correction`) is switched off: together
+they would count one ratio twice. Metrics and findings are in TRL's logs under "offdrift/"; records
+of every token, which TRL's completions lack, lie where `record` says. Evaluation is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from offdrift.adapters.base import Adapter, OnIdle
+from offdrift.adapters.frameworks import require
+from offdrift.adapters.trl import batch as trl_batch
+from offdrift.adapters.trl.batch import ENTROPY, Piece
+from offdrift.adapters.trl.rules import (
+    OF_TRLS_LOSS,
+    SCORED_ELSEWHERE,
+    Mode,
+    mend_sync,
+    missing_engine,
+    refuse_method,
+    refuse_settings,
+    said,
+)
+from offdrift.batch_info import Observed
+from offdrift.errors import FrameworkError, LivenessError, check_choice
+from offdrift.judge import Context
+from offdrift.methods import Method, override
+from offdrift.methods import method as row
+
+if TYPE_CHECKING:
+    from offdrift.records.recorder import Recorder
+
+    Base = Any  # a `GRPOTrainer`, which is looked up when it is needed
+else:
+    Base = object
+
+FACTS = ("entropy", "vocab", "rewards", "version_lag")
+
+
+class OffdriftMixin(Base):
+    """Put before a `GRPOTrainer` or a subclass of it: `class Mine(OffdriftMixin, GRPOTrainer)`.
+
+    Args:
+        positional: as the trainer's, and so are other keywords.
+        method: name of a row of `METHODS`, or any composition.
+        mode: what is taken of it, see the module.
+        settings: single values of the method, as paths for `override`.
+        record: where tokens are recorded: a folder, a `Recorder`, or True for `rollouts` beside
+            TRL's completions; None records nothing.
+        context: what else the diagnosis knows of the run.
+        rules: a TOML file over the built-in rules.
+        on_idle: whether a correction that cannot act is an error or a warning.
+
+    Raises: `FrameworkError` for a TRL that is missing or too old; `MethodError` for a method that
+        cannot be used so, or a setting that would be ignored; `EvidenceError` if it needs whole
+        distributions; `LivenessError` if TRL's generation gives no log-probs to correct with.
+    """
+
+    offdrift: Adapter
+    """Metrics, findings (`trainer.offdrift.findings`) and records of the run."""
+
+    def __init__(
+        self,
+        *positional: Any,
+        method: str | Method,
+        mode: Mode = "correct",
+        settings: Mapping[str, Any] = {},
+        record: Recorder | str | Path | bool | None = None,
+        context: Context | None = None,
+        rules: Path | None = None,
+        on_idle: OnIdle = "error",
+        **named: Any,
+    ) -> None:
+        require("trl")
+        check_choice("mode", mode, get_args(Mode))
+        refuse_method(override(row(method) if isinstance(method, str) else method, settings), mode)
+        super().__init__(*positional, **named)
+        folder = Path(str(self.args.output_dir)) / "rollouts" if record is True else record or None
+        known = {"settings": settings, "context": context, "rules": rules, "on_idle": on_idle}
+        known |= {"record": folder, "gather": self._everyone}
+        self._attach(Adapter(method, framework="trl", **known), mode, on_idle)
+        if self.use_vllm and self.vllm_mode == "colocate":
+            mend_sync(self.vllm_generation)
+
+    def _attach(self, adapter: Adapter, mode: Mode, on_idle: OnIdle) -> None:
+        """Take the adapter into use; nothing is seen yet."""
+        self.offdrift, self._on_idle = adapter, on_idle
+        self._mode: Mode = mode
+        self.vllm_importance_sampling_correction = False
+        self._rewards: Tensor | None = None
+        self._scored: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._generations = 0
+        self._normalizer: float | None = None
+        self._close()
+        refuse_settings(self, adapter.method, mode)
+        if not (self.use_vllm or self.rollout_func is not None):
+            self._blind("TRL's own generation returns no log-probs")
+        adapter.log.info("%s", said(adapter.method, mode, self.loss_type))
+
+    def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
+        found = super()._calculate_rewards(*arguments, **named)
+        rewards = (found * self.reward_weights.to(found.device)).nansum(1)
+        self._rewards = rewards.where(~found.isnan().all(1), torch.nan)
+        return found
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return output
+        if "sampling_per_token_logps" not in output:
+            self._blind("the generation returned no log-probs")
+        output = trl_batch.marked(
+            output,
+            process=self.accelerator.process_index,
+            earlier=self._generations * self.accelerator.num_processes,
+            group=self.num_generations,
+            version=self.state.global_step,
+            rewards=self._rewards,
+        )
+        self._generations, self._rewards = self._generations + 1, None
+        if "entropy" in self.offdrift.method.needs and "old_per_token_logps" in output:
+            with torch.no_grad():
+                size = self.args.per_device_train_batch_size
+                output[ENTROPY] = self._score(self.model, output, batch_size=size)[1]
+        return output
+
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
+        """The forward pass; within TRL's loss, the one that was just made."""
+        if self._scored is not None:
+            scored, self._scored = self._scored, None
+            return scored
+        return super()._get_per_token_logps_and_entropies(*arguments, **named)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        if not self._open:
+            self._begin(model)
+        logp, entropy, aux = self._score(model, inputs, compute_aux_loss=self.aux_loss_enabled)
+        piece = self._piece(inputs, logp, entropy)
+        self._note(inputs, logp, entropy)
+        own, changed, live = self._decide(inputs, piece)
+        self._scored = trl_batch.harmless(changed, logp, live), entropy, aux
+        loss = super()._compute_loss(model, changed)
+        if self._scored is not None:
+            raise FrameworkError(SCORED_ELSEWHERE)
+        if self._mode == "correct":
+            return loss
+        for name in [n for n in self._metrics["train"] if n.startswith(OF_TRLS_LOSS)]:
+            del self._metrics["train"][name]
+        return loss if own is None else loss + own
+
+    def training_step(self, *arguments: Any, **named: Any) -> Tensor:
+        """As TRL's; metrics and findings are told once the optimizer's step is whole."""
+        loss = super().training_step(*arguments, **named)
+        self._loss = self._loss + loss.detach().to(self._loss.device)
+        if self.accelerator.sync_gradients:
+            self._end()
+        return loss
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """As TRL's; records are complete when it returns, also by an exception."""
+        try:
+            return super().train(*arguments, **named)
+        finally:
+            self.offdrift.flush()
+
+    def _begin(self, model: Any) -> None:
+        """See the whole step first: its denominator, and what the method's parts look at."""
+        self._open = True
+        steps, at = self.args.steps_per_generation, self._step
+        count, method = self.current_gradient_accumulation_steps, self.offdrift.method
+        window = [self._buffered_inputs[(at + i) % steps] for i in range(count)]
+        if self._mode == "loss":
+            mine = trl_batch.share(window, how=method.aggregate, horizon=self.max_completion_length)
+            # Gradients are averaged over processes.
+            everyone = self._everyone(mine)
+            self._normalizer = max(sum(everyone), 1.0) / len(everyone)
+        self._observed = None
+        if method.looks_ahead and (count > 1 or self.accelerator.num_processes > 1):
+            self._observed = self._look_ahead(model, window)
+
+    @torch.no_grad()
+    def _look_ahead(self, model: Any, window: Sequence[dict[str, Any]]) -> Observed | None:
+        """What the method's parts see of the whole step, over all processes."""
+        pieces = (self._piece(inputs, *self._score(model, inputs)[:2]) for inputs in window)
+        mine = trl_batch.observed(self.offdrift.method, pieces)
+        seen = [observed for theirs in self._everyone(mine) for observed in theirs]
+        return functools.reduce(Observed.merge, seen).to(self.accelerator.device) if seen else None
+
+    def _decide(
+        self, inputs: dict[str, Any], piece: Piece | None
+    ) -> tuple[Tensor | None, dict[str, Any], Tensor]:
+        """Our loss (mode="loss"), TRL's inputs, and where TRL's policy term may push."""
+        nowhere = torch.zeros_like(trl_batch.trainable(inputs))
+        if piece is None:
+            self.offdrift.skip()
+            return None, trl_batch.silenced(inputs), nowhere
+        lp, advantages, facts = piece.logprobs, piece.advantages, piece.facts
+        if self._mode == "correct":
+            known = replace(facts, observed=self._observed)
+            decided = self.offdrift.correct(lp, advantages, facts=known)
+            changed = trl_batch.corrected_inputs(inputs, piece, decided, loss_type=self.loss_type)
+            return None, changed, lp.unpack(decided.keep)
+        result = self.offdrift.loss(
+            lp,
+            advantages,
+            **{name: getattr(facts, name) for name in FACTS},
+            observed=self._observed or "this_batch",  # looked ahead unless there is one piece
+            normalizer=self._normalizer,
+            horizon=self.max_completion_length,
+        )
+        self._observed = self._observed or result.observed
+        return result.loss, trl_batch.silenced(inputs), nowhere
+
+    def _end(self) -> None:
+        """Metrics and findings of the step."""
+        step = self.state.global_step + 1  # as TRL logs it: counted after the update
+        mine = torch.stack([self._loss, self._unscored.to(self._loss)]).tolist()
+        losses, unscored = zip(*self._everyone(mine), strict=True)
+        also = {"optim/loss": sum(losses) / len(losses), "unscored_tokens": sum(unscored)}
+        if self.use_vllm:  # TRL hands its engine the weights, draws, and scores with the same ones
+            also["old/version_lag"] = 0.0
+        for name, value in self.offdrift.end_step(step, also=also).items():
+            self._metrics["train"][name].append(value)
+        if self._mode == "loss" and self._observed is not None:
+            self.offdrift.method = self.offdrift.method.next(self._observed)
+        self._close()
+
+    def _close(self) -> None:
+        """Nothing is seen of the next step."""
+        self._open = False
+        self._observed: Observed | None = None
+        self._loss = self._unscored = torch.zeros(())
+
+    def _score(self, model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+        """TRL's forward pass on what it trains on: log-probs, entropies, router loss."""
+        forward = super()._get_per_token_logps_and_entropies
+        return trl_batch.score(forward, model, inputs, **options)
+
+    def _piece(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> Piece | None:
+        """The micro-batch as the library sees it."""
+        config = self.accelerator.unwrap_model(self.model).config.get_text_config()
+        known = {"vocab": config.vocab_size, "version": self.state.global_step}
+        return trl_batch.piece_of(inputs, logp, entropy, **known)
+
+    def _note(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> None:
+        """Count what could not be scored, and record the micro-batch."""
+        missing = trl_batch.trainable(inputs).sum() - trl_batch.scored(inputs).sum()
+        self._unscored = self._unscored.to(missing.device) + missing
+        if self.offdrift.records:
+            decode = functools.partial(self._tokenizer.batch_decode, skip_special_tokens=True)
+            known = {"version": self.state.global_step, "ends": self.eos_token_ids}
+            self.offdrift.record(trl_batch.recorded(inputs, logp, entropy, decode=decode, **known))
+
+    def _everyone(self, mine: Any) -> list[Any]:
+        """One object of every process, in every process."""
+        found = [mine] * self.accelerator.num_processes
+        if len(found) > 1:
+            torch.distributed.all_gather_object(found, mine)
+        return found
+
+    def _blind(self, why: str) -> None:
+        """Refuse to go on if a part compares the engine with the trainer and cannot."""
+        if text := missing_engine(why, self.offdrift.method, self._mode):
+            if self._on_idle == "error":
+                raise LivenessError(f'{text}; on_idle="warn" takes the old policy for the engine')
+            self.offdrift.log.warning("%s", text)
+
+
+def __getattr__(name: str) -> Any:
+    """`OffdriftGRPOTrainer`, made when it is first asked for: this module imports without TRL."""
+    if name != "OffdriftGRPOTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _trainer()
+
+
+@functools.cache
+def _trainer() -> type:
+    trl = require("trl")
+    body = {"__module__": __name__, "__doc__": "`GRPOTrainer` with a method in it; see `OffdriftMixin`."}  # fmt: skip
+    return type("OffdriftGRPOTrainer", (OffdriftMixin, trl.GRPOTrainer), body)

@@ -1,0 +1,272 @@
+"""What TRL's padded micro-batches mean in packed terms, and back. Nothing here imports TRL.
+
+A token trains if it is in the completion and no tool wrote it. Of these, one that the engine could
+not score (vLLM says None, TRL makes it NaN) cannot be corrected: it contributes nothing to the
+loss, and is counted. TRL itself takes its ratio as 1 and says nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from offdrift.aggregate import AggregateName
+from offdrift.batch_info import Facts, Observed
+from offdrift.correction import Corrected
+from offdrift.logprobs import LogProbs
+from offdrift.methods import Method
+from offdrift.numerics import LOG_RATIO_LIMIT, at_least_float32
+from offdrift.records.unpacked import Unpacked
+from offdrift.segments import Segments
+
+Inputs = Mapping[str, Any]
+"""What TRL hands to its loss: padded [b, t] tensors by name."""
+
+GROUP, VERSION, REWARD, ENTROPY = (f"offdrift_{x}" for x in ("group", "version", "reward", "entropy"))  # fmt: skip
+"""What the trainer adds to it, one per sequence (entropy: per token)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A micro-batch behind the door: `n` trainable, scored tokens in `b` sequences."""
+
+    logprobs: LogProbs
+    advantages: Float[Tensor, " n"]
+    facts: Facts
+
+
+def marked(
+    output: Inputs, *, process: int, earlier: int, group: int, version: int, rewards: Tensor | None
+) -> dict[str, Any]:
+    """What TRL made of a generation, with group, version and reward of each sequence.
+
+    Args:
+        process: index of this one, which drew as many sequences as any other.
+        earlier: batches of this size that all processes drew before.
+        group: completions to a prompt.
+        version: optimizer steps taken before.
+        rewards: of all processes' sequences; NaN for one that no function scored, and then the
+            batch has none.
+    """
+    b, device = len(output["completion_ids"]), output["completion_ids"].device
+    places = torch.arange(process * b, (process + 1) * b, device=device)
+    found = {
+        **output,
+        GROUP: (earlier * b + places) // group,
+        VERSION: torch.full_like(places, version),
+    }
+    if rewards is not None and not bool(rewards.isnan().any()):
+        found[REWARD] = rewards[places.to(rewards.device)].to(device)
+    return found
+
+
+def observed(method: Method, pieces: Iterable[Piece | None]) -> list[Observed]:
+    """What the method's parts see of each piece, on the host."""
+    found = []
+    for piece in pieces:
+        if piece is not None:
+            lp, facts = piece.logprobs, piece.facts
+            anchored = lp if method.anchor is None else method.anchor(lp, facts)
+            found.append(method.observe(anchored, piece.advantages, facts).cpu())
+    return found
+
+
+def score(forward: Callable[..., Any], model: Any, inputs: Inputs, **options: Any) -> Any:
+    """What TRL's forward pass says of its inputs: log-probs, entropies, router loss.
+
+    Args:
+        forward: `_get_per_token_logps_and_entropies`.
+    """
+    known = inspect.signature(forward).parameters  # pixel values and the like bear these names
+    more = {name: inputs[name] for name in known if name in inputs}
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    present = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    width = inputs["completion_ids"].size(1)
+    return forward(model, ids, present, width, compute_entropy=True, **more, **options)
+
+
+def trainable(inputs: Inputs) -> Bool[Tensor, "b t"]:
+    """Tokens of the completions that no tool wrote."""
+    mask = inputs["completion_mask"].bool()
+    tool = inputs.get("tool_mask")
+    return mask if tool is None else mask & tool.bool()
+
+
+def scored(inputs: Inputs) -> Bool[Tensor, "b t"]:
+    """Trainable tokens whose log-prob the engine said."""
+    mask, sampled = trainable(inputs), inputs.get("sampling_per_token_logps")
+    return mask if sampled is None else mask & ~sampled.isnan()
+
+
+def piece_of(
+    inputs: Inputs,
+    logp: Float[Tensor, "b t"],
+    entropy: Float[Tensor, "b t"],
+    *,
+    vocab: int,
+    version: int,
+) -> Piece | None:
+    """The micro-batch packed; None if it has no token that can be used.
+
+    Without old log-probs the current ones are the old ones: TRL leaves them out where no update
+    lies between generation and use. Without the engine's, the engine is taken to be the old policy.
+
+    Args:
+        logp: of the policy that is trained, nats.
+        entropy: of the same, nats.
+        vocab: tokens in the vocabulary.
+        version: optimizer steps taken before this one.
+    """
+    mask = scored(inputs)
+    if not bool(mask.any()):
+        return None
+    old = inputs.get("old_per_token_logps")
+    old = logp.detach() if old is None else old
+    sampled = inputs.get("sampling_per_token_logps")
+    sampled = old if sampled is None else sampled
+    lp = LogProbs.pack(
+        sampled.to(torch.promote_types(sampled.dtype, logp.dtype)),  # vLLM's are float32
+        logp,
+        old,
+        mask=mask,
+        group_ids=inputs.get(GROUP),
+    )
+    if "tool_mask" in inputs:
+        lp = replace(lp, segments=replace(lp.segments, turns=_turns(lp, mask.shape[1])))
+    advantages = inputs["advantages"]
+    if advantages.ndim == 1:
+        advantages = advantages[:, None].expand_as(mask)
+    drawn, rewards = inputs.get(VERSION), inputs.get(REWARD)
+    facts = Facts(
+        entropy=at_least_float32(lp.like_caller(inputs.get(ENTROPY, entropy)).detach()),
+        vocab=vocab,
+        rewards=None if rewards is None else at_least_float32(rewards),
+        version_lag=None if drawn is None else lp.segments.spread(version - drawn),
+    )
+    return Piece(lp, at_least_float32(lp.like_caller(advantages)), facts)
+
+
+def _turns(lp: LogProbs, width: int) -> Segments:
+    """A turn is a run of trainable tokens: what a tool wrote ends it."""
+    assert lp.kept is not None
+    row, gap = lp.kept // width, lp.kept.diff() != 1
+    cuts = ((row.diff() != 0) | gap).nonzero().squeeze(-1) + 1
+    return Segments(torch.cat([lp.segments.cu_seqlens, cuts.to(lp.segments.cu_seqlens)]).unique())
+
+
+def corrected_inputs(
+    inputs: Inputs, piece: Piece | None, decided: Corrected | None, *, loss_type: str
+) -> dict[str, Any]:
+    """TRL's inputs with the decisions in them.
+
+    Every loss of TRL is linear in the size of the advantage, and reads nothing else of it but the
+    sign: A w for kept tokens and 0 for all others is exactly a weight and a mask, with TRL's
+    denominators untouched. (Its `completion_mask` would change them, and what the model attends to;
+    its `importance_sampling_ratio` is only read with `use_vllm`.) VESPO alone puts the engine's
+    ratio into its own weight, from `importance_sampling_ratio`, so the weight stands there.
+
+    Args:
+        piece: None if nothing can be used: everything is masked then.
+    """
+    changed = dict(inputs)
+    if piece is None or decided is None:
+        changed["advantages"] = torch.zeros_like(inputs["advantages"])
+        return changed
+    lp, weight = piece.logprobs, decided.weight
+    if loss_type == "vespo":
+        changed["importance_sampling_ratio"] = lp.unpack(weight, fill=1.0)
+        weight = torch.ones_like(weight)
+    changed["advantages"] = lp.unpack((piece.advantages * weight).where(decided.keep, 0.0))
+    return changed
+
+
+def silenced(inputs: Inputs) -> dict[str, Any]:
+    """TRL's inputs with which its policy term is 0, and its other terms are what they were."""
+    return {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
+
+
+def harmless(
+    inputs: dict[str, Any], logp: Float[Tensor, "b t"], live: Bool[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
+    """Log-probs with which 0 times TRL's ratio is 0: it exponentiates log-ratios as they are.
+
+    Untouched at live tokens, and at others within 20 nats of the old policy. Old log-probs at tokens
+    that do not train become 0 in `inputs`.
+
+    Args:
+        live: tokens that may push the policy.
+
+    Gradient: to `logp`, except where it was replaced.
+    """
+    mask, old = trainable(inputs), inputs.get("old_per_token_logps")
+    if old is None:
+        return logp.where(mask, 0.0)
+    old = old.where(mask, 0.0)
+    inputs["old_per_token_logps"] = old
+    near = (logp.detach() - old).abs() <= LOG_RATIO_LIMIT
+    return logp.where(live | (mask & near), old)
+
+
+def share(window: Sequence[Inputs], *, how: AggregateName, horizon: int) -> float:
+    """What these micro-batches add to the step's denominator: tokens, or sequences (times horizon)."""
+    if how == "token_mean":
+        return float(torch.stack([scored(inputs).sum() for inputs in window]).sum())
+    sequences = sum(len(inputs["completion_mask"]) for inputs in window)
+    return float(sequences * horizon if how == "fixed" else sequences)
+
+
+def recorded(
+    inputs: Inputs,
+    logp: Float[Tensor, "b t"],
+    entropy: Float[Tensor, "b t"],
+    *,
+    version: int,
+    ends: Sequence[int],
+    decode: Callable[[list[list[int]]], list[str]],
+) -> Unpacked:
+    """The micro-batch as a record, before it is masked or packed.
+
+    Args:
+        logp: of the policy that is trained, nats.
+        entropy: of the same, nats.
+        version: optimizer steps taken before the update that uses it, which TRL numbers one more.
+        ends: token ids that end a completion.
+        decode: token ids of some sequences to text.
+    """
+    ids, present = inputs["completion_ids"], inputs["completion_mask"].bool()
+    width = ids.shape[1]
+    emptied = ~present.any(-1)  # what TRL does to truncated completions, if told to
+    lengths = present.sum(-1).where(~emptied, width)
+    last = ids.gather(1, (lengths - 1)[:, None]).squeeze(1)
+    truncated = emptied | ~torch.isin(last, ids.new_tensor(list(ends)))
+    whole = torch.arange(width, device=ids.device) < lengths[:, None]
+    old = inputs.get("old_per_token_logps")
+    return Unpacked(
+        step=ids.new_tensor(version + 1),
+        logp_rollout=inputs.get("sampling_per_token_logps"),
+        logp_old=logp.detach() if old is None else old,
+        logp=logp.detach(),
+        logp_ref=inputs.get("ref_per_token_logps"),
+        tokens=ids,
+        entropy=inputs.get(ENTROPY, entropy).detach(),
+        mask=trainable(inputs),
+        advantages=inputs["advantages"],
+        rollout_version=inputs.get(VERSION),
+        version=ids.new_tensor(version),
+        rewards=inputs.get(REWARD),
+        group_ids=inputs.get(GROUP),
+        truncated=truncated.long(),
+        response_lengths=lengths,
+        prompts=tuple(decode(_lists(inputs["prompt_ids"], inputs["prompt_mask"].bool()))),
+        completions=tuple(decode(_lists(ids, whole))),
+    )
+
+
+def _lists(ids: Int[Tensor, "b t"], present: Bool[Tensor, "b t"]) -> list[list[int]]:
+    return [row[here].tolist() for row, here in zip(ids.cpu(), present.cpu(), strict=True)]

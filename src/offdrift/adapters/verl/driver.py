@@ -1,0 +1,277 @@
+"""What happens in verl's driver: the correction of the mismatch, advantages, and records.
+
+Two decisions differ from verl's own correction. A rejected token keeps its place in the response
+mask and gets weight 0, so that every denominator counts what was sampled and a step from which
+everything was rejected is a step of size zero. And a configured correction that verl does not call
+is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from offdrift.adapters.base import PREFIX, Adapter, OnIdle, recorder_of
+from offdrift.adapters.verl.advantages import advantage_named, dense
+from offdrift.adapters.verl.config import RolloutCorrection, read_rollout_correction
+from offdrift.adapters.verl.losses import configured
+from offdrift.adapters.verl.shares import driver_share, loss_share, signed
+from offdrift.errors import LivenessError, MethodError, check_choice
+from offdrift.judge import Context
+from offdrift.logprobs import LogProbs
+from offdrift.methods import Method, method, override
+from offdrift.objectives import Reinforce
+from offdrift.records.batch import Logged
+
+if TYPE_CHECKING:
+    from offdrift.records.recorder import Recorder
+
+LOG = logging.getLogger("offdrift.verl")
+UNMARKED = "decoupled mode with rollout_log_probs in the batch"
+
+
+class Driver:
+    """One training run's driver side.
+
+    Args:
+        row: whose parts on the mismatch correct; None takes verl's `rollout_correction` block.
+        settings: single values of the row.
+        record, context, rules, on_idle: as for `Adapter`.
+    """
+
+    def __init__(
+        self,
+        row: str | Method | None = None,
+        *,
+        settings: Mapping[str, Any] = {},
+        record: Recorder | str | Path | None = None,
+        context: Context | None = None,
+        rules: Path | None = None,
+        on_idle: OnIdle = "error",
+    ) -> None:
+        named = method(row) if isinstance(row, str) else row
+        self.row = None if named is None else override(named, settings)
+        check_choice("on_idle", on_idle, get_args(OnIdle))
+        if isinstance(row, str):
+            _check_reaches(row, self.row, settings)
+        self._options: dict[str, Any] = {"context": context, "rules": rules, "on_idle": on_idle}
+        self._record, self._on_idle = record, on_idle
+        self._adapter: Adapter | None = None
+        self._recorder: Recorder | None = None
+        self._steps, self._called, self._loss_checked = 0, False, False
+        for part in (*self._share().gates, *self._share().weights):
+            if signed(part):
+                raise MethodError(
+                    f"[{part.formula}] depends on the advantage, and verl corrects before it has "
+                    "advantages; choose a part for all signs"
+                )
+
+    def describe(self) -> str:
+        """What corrects and what is recorded, in one line."""
+        share = self._share()
+        parts = "; ".join(p.formula for p in (*share.gates, *share.weights))
+        row = f"[{parts or 'no part on the mismatch'}]"
+        corrects = "algorithm.rollout_correction as it stands" if self.row is None else row
+        return f"{corrects}; records {'nothing' if self._record is None else self._record}"
+
+    def correct(self, batch: Any, config: Any) -> tuple[Any, dict[str, float]]:
+        """In the place of verl's `compute_rollout_correction_and_add_to_batch`.
+
+        Writes `rollout_is_weights`, 0 where a gate rejected; leaves `response_mask` as it is.
+
+        Raises: `BadValueError` for a log-prob that no policy can produce; `LivenessError` the first
+            time, if a configured part cannot act; `MethodError` for two corrections at once.
+        """
+        tensors = batch.batch
+        adapter = self._adapter_for(config)
+        self._called = True
+        self._steps = int(batch.meta_info.get("global_steps", self._steps + 1))
+        mask, old = tensors["response_mask"], tensors["old_log_probs"]
+        weights = torch.zeros_like(old, dtype=torch.promote_types(old.dtype, torch.float32))
+        metrics: dict[str, float] = {}
+        if bool(mask.any()):
+            packed = LogProbs.pack(tensors["rollout_log_probs"], None, old, mask=mask)
+            corrected = adapter.correct(packed)
+            weights = packed.unpack(corrected.weight.where(corrected.keep, 0.0))
+            metrics = adapter.end_step(self._steps)
+        if adapter.method.correction.gates or adapter.method.correction.weights:
+            tensors["rollout_is_weights"] = weights
+        return batch, metrics
+
+    def advantages(
+        self, estimate: Callable[..., Any], data: Any, name: Any, gamma: float, **options: Any
+    ) -> Any:
+        """In the place of verl's `compute_advantage`: our estimators see the whole batch.
+
+        Raises: `LivenessError` if a correction is configured that verl did not call.
+        """
+        self._check_called(data.batch, options.get("config"))
+        name = str(getattr(name, "value", name))
+        if name.startswith(PREFIX):
+            tensors = dict(data.batch.items())
+            mask = tensors.pop("response_mask")
+            found = advantage_named(name.removeprefix(PREFIX))(
+                tensors.pop("token_level_rewards"), mask,
+                index=data.non_tensor_batch.get("uid"), gamma=gamma, **tensors,
+            )  # fmt: skip
+            data.batch["advantages"], data.batch["returns"] = found
+        else:
+            data = estimate(data, name, gamma=gamma, **options)
+        if "responses" in data.batch:  # the v1 trainer keeps its tokens elsewhere
+            self._steps = int(data.meta_info.get("global_steps", self._steps))
+            self.record(data.batch, data.non_tensor_batch.get("uid"), step=self._steps)
+        return data
+
+    def record(
+        self,
+        tensors: Any,
+        uids: Any,
+        *,
+        step: int,
+        rollout_version: Tensor | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Record a batch of padded tensors, if records are wanted."""
+        if self._record is None:
+            return
+        if self._recorder is None:
+            self._recorder = recorder_of(self._record, "verl")
+        assert self._recorder is not None
+        self._recorder.add(logged(tensors, uids, step=step, rollout_version=rollout_version, version=version))  # fmt: skip
+
+    @property
+    def records(self) -> bool:
+        """Whether `record` keeps anything."""
+        return self._record is not None
+
+    def close(self) -> None:
+        """Write what is still waiting."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _share(self) -> Any:
+        return driver_share(Method(objective=Reinforce()) if self.row is None else self.row)
+
+    def _wanted(self, config: Any) -> tuple[RolloutCorrection, Method]:
+        """verl's block, and what corrects: the row's share or the block's parts."""
+        block = read_rollout_correction(config)
+        if self.row is None:
+            return block, block.method
+        parts = (*block.method.correction.gates, *block.method.correction.weights)
+        if parts and not block.bypass:
+            raise MethodError(
+                "two corrections of the mismatch: algorithm.rollout_correction asks for "
+                f"[{'; '.join(p.formula for p in parts)}] and install() for "
+                f"[{self.row.describe()}]; set rollout_is and rollout_rs to null, or install() no row"
+            )
+        return block, Method(objective=Reinforce(), correction=self._share())
+
+    def _adapter_for(self, config: Any) -> Adapter:
+        if self._adapter is None:
+            block, wanted = self._wanted(config)
+            LOG.info("algorithm.rollout_correction reads\n%s", block)
+            self._adapter = Adapter(wanted, framework="verl", **self._options)
+        return self._adapter
+
+    def _check_called(self, tensors: Any, algorithm: Any) -> None:
+        """A correction that is configured must have been called since the last batch."""
+        called, self._called = self._called, False
+        config = None if algorithm is None else algorithm.get("rollout_correction", None)
+        block, wanted = self._wanted(config)
+        parts = [p.formula for p in (*wanted.correction.gates, *wanted.correction.weights)]
+        problem = None
+        if block.bypass and self.row is None:
+            mode = loss_mode(config)
+            if parts and mode is not None and mode != "bypass_mode" and not mode.startswith(PREFIX):
+                problem = f"actor.policy_loss.loss_mode={mode!r} does not read it in bypass mode"
+        elif parts and not called:
+            problem = "verl calls it in " + UNMARKED
+            if "rollout_log_probs" not in tensors:
+                problem += "; set actor_rollout_ref.rollout.calculate_log_probs=true"
+            elif block.bypass:
+                problem += (
+                    "; set bypass_mode=false, or choose a method on the full ratio as loss_mode"
+                )
+        if problem is None:
+            return
+        said = f"[{'; '.join(parts)}] is configured and was never called: {problem}"
+        if self._on_idle == "error":
+            raise LivenessError(said)
+        LOG.warning("%s", said)
+
+
+def _check_reaches(name: str, row: Method | None, settings: Mapping[str, Any]) -> None:
+    """The loss runs in workers, which read the environment: settings of it must stand there."""
+    if row is None or loss_share(row) == loss_share(configured(name)):
+        return
+    wanted = ",".join(f"{path}={value}" for path, value in settings.items()) or "(nothing)"
+    raise MethodError(
+        f"install({name!r}) was given settings={dict(settings)}, some of which belong to the loss; "
+        "that runs in verl's workers, and they would not hear of it: set OFFDRIFT_METHOD="
+        f"{name} and OFFDRIFT_SETTINGS={wanted} for all processes "
+        "(ray_kwargs.ray_init.runtime_env.env_vars)"
+    )
+
+
+def loss_mode(config: Any) -> str | None:
+    """The actor's loss, found from an omegaconf node of the same configuration."""
+    try:
+        return str(config._get_root().actor_rollout_ref.actor.policy_loss.loss_mode)
+    except AttributeError:
+        return None
+
+
+def logged(
+    tensors: Any,
+    uids: Any,
+    *,
+    step: int,
+    rollout_version: Tensor | None = None,
+    version: int | None = None,
+) -> Logged:
+    """A padded batch of verl as canonical record: every sampled token, rejected or not.
+
+    Args:
+        tensors: `response_mask` and whichever of verl's other fields there are, `[b, width]`.
+        uids: prompt of each sequence.
+        step: optimizer step.
+        rollout_version: version of the weights that drew each sequence.
+        version: version of the weights being trained.
+    """
+    given = {k: x for k, x in tensors.items() if isinstance(x, Tensor)}
+    mask = given["response_mask"].bool()
+    scored = mask
+    for name in ("rollout_log_probs", "old_log_probs"):
+        scored = scored & ~given[name].isnan() if name in given else scored
+    count, lengths = len(mask), scored.sum(-1)
+    columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    whole = given["attention_mask"][:, -mask.shape[1] :] if "attention_mask" in given else mask
+    score = given.get("token_level_scores", given.get("rm_scores"))
+
+    def packed(name: str) -> Tensor | None:
+        x = given.get(name)
+        return None if x is None else x[scored].detach()
+
+    return Logged(
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        step=torch.full((count,), step),
+        row=torch.arange(1, count + 1),
+        response_lengths=whole.sum(-1),
+        logp_rollout=packed("rollout_log_probs"),
+        logp_old=packed("old_log_probs"),
+        logp_ref=packed("ref_log_prob"),
+        advantages=packed("advantages"),
+        rewards=None if score is None else score.sum(-1),
+        group_ids=None if uids is None else dense(uids),
+        rollout_version=None if rollout_version is None else rollout_version.repeat_interleave(lengths),
+        version=None if version is None else torch.full((count,), version),
+        position=columns[scored],
+        tokens=packed("responses"),
+        trainable=mask.sum(-1),
+        unscored={"log-probs/missing": (mask & ~scored).sum(-1)},
+    )  # fmt: skip

@@ -1,0 +1,251 @@
+"""Methods as verl policy losses.
+
+In bypass mode verl's old policy *is* the rollout policy; in decoupled mode it is the training engine
+at the sampling weights, and the mismatch of the two engines was turned into `rollout_is_weights` by
+the driver before. Nothing is counted twice: weights of the driver enter as a weight on the mismatch,
+and a method that contains that ratio already refuses them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from offdrift.adapters import environment
+from offdrift.adapters.environment import on_idle
+from offdrift.adapters.liveness import liveness, undecided
+from offdrift.adapters.verl.shares import driver_share, loss_share, missing, reads_rollout, runnable
+from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.correction.compose import WeightLike
+from offdrift.correction.weight import Weighted
+from offdrift.errors import EvidenceError, LivenessError, MethodError, check_choice
+from offdrift.logprobs import LogProbs
+from offdrift.loss import policy_loss
+from offdrift.methods import Method, method, override
+from offdrift.ratios import RatioName
+from offdrift.stats import DriftStats, summarize
+
+LOG = logging.getLogger("offdrift.verl")
+
+PolicyLossFn = Callable[..., tuple[Tensor, dict[str, float]]]
+
+AGGREGATES = {
+    "token-mean": "token_mean",
+    "token-sum": "token_mean",
+    "seq-mean-token-sum": "seq_mean_token_sum",
+    "seq-mean-token-sum-norm": "fixed",
+    "seq-mean-token-mean": "seq_mean_token_mean",
+}
+"""verl's `loss_agg_mode` -> ours."""
+
+DECLARE = (
+    "actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction} "
+    "(with a + on the command line), and algorithm.rollout_correction.bypass_mode=true"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class DriverWeight:
+    """The driver's `rollout_is_weights`: a weight on the mismatch that was computed elsewhere."""
+
+    weight: Float[Tensor, " n"]
+    on: RatioName = "mismatch"
+    advantage: str = "any"
+    formula: str = "weight of the driver on ratio(mismatch)"
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Tensor | None = None, facts: Facts = NO_FACTS
+    ) -> Weighted:
+        return Weighted(self.weight.detach(), torch.zeros_like(self.weight, dtype=torch.bool))
+
+
+def policy_loss_named(name: str) -> PolicyLossFn:
+    """The row as a function that verl's `register_policy_loss` takes.
+
+    It aggregates by verl's `loss_agg_mode` and divides by the counts of the whole mini-batch, which
+    verl passes in `config.global_batch_info`, so that micro-batches and ranks add up. Numbers of the
+    method are the row's, changed by `OFFDRIFT_SETTINGS`; verl's `clip_ratio*` are not read.
+
+    Raises, when called: `EvidenceError` naming what the method needs and verl does not pass;
+        `MethodError` if a ratio would be counted twice, or counts are missing; `LivenessError` if,
+        the first time, a part that was configured cannot act.
+    """
+
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        row = configured(name)
+        share = loss_share(row)
+        _check(name, row, config, rollout_is_weights)
+        if not bool(response_mask.any()):  # a product with zero would keep NaN of the padding
+            nothing = torch.zeros_like(log_prob, dtype=torch.bool)
+            return log_prob.where(nothing, 0.0).sum(), dict.fromkeys(_logged(row), 0.0)
+        old = None if reads_rollout(share) else old_log_prob
+        packed = LogProbs.pack(old_log_prob, log_prob, old, mask=response_mask)
+        given = share.correction
+        if rollout_is_weights is not None:
+            weight: WeightLike = DriverWeight(packed.like_caller(rollout_is_weights))
+            given = given & weight
+        counts = _counts(config)
+        _check_whole(name, share, counts, packed)
+        normalizer = _normalizer(loss_agg_mode, counts, packed)
+        result = policy_loss(
+            packed,
+            replace(share, correction=given, aggregate=AGGREGATES[loss_agg_mode]),
+            packed.like_caller(advantages),
+            observed="this_batch",  # see _check_whole
+            normalizer=normalizer,
+        )
+        _check_alive(name, row, result.stats)
+        return result.loss, _metrics(row, result.stats)
+
+    loss.__name__ = loss.__qualname__ = f"offdrift_{name}"
+    return loss
+
+
+@functools.cache
+def configured(name: str) -> Method:
+    """The row of that name, with `OFFDRIFT_SETTINGS` if those are meant for it."""
+    meant = environment.method() in (None, name)
+    settings = environment.settings() if meant else {}
+    return override(method(name), settings)
+
+
+def _check(name: str, row: Method, config: Any, weights: Tensor | None) -> None:
+    """Refuse what verl's call cannot mean."""
+    lacks, share = missing(row), driver_share(row)
+    if lacks:
+        raise EvidenceError(
+            f"offdrift/{name} needs {', '.join(lacks)}; verl hands its policy loss the current and "
+            "the old log-probs, advantages, the mask and the driver's weights, and nothing else. "
+            f"{len(runnable())} rows need no more: offdrift.adapters.verl.shares.runnable()"
+        )
+    if reads_rollout(loss_share(row)):
+        if weights is not None:
+            raise MethodError(
+                f"offdrift/{name} contains the full ratio, and verl's driver passed "
+                "rollout_is_weights, its mismatch factor, as well: it would count twice. Set "
+                "algorithm.rollout_correction.rollout_is=null and bypass_mode=true"
+            )
+        if not _bypasses(config):
+            raise EvidenceError(
+                f"offdrift/{name} compares with the rollout policy, whose log-probs verl passes in "
+                f"bypass mode alone, and nothing here says that it is on; set {DECLARE}"
+            )
+    elif weights is None and (share.gates or share.weights):
+        parts = "; ".join(p.formula for p in (*share.gates, *share.weights))
+        raise EvidenceError(
+            f"offdrift/{name} leaves [{parts}] to verl's driver, which passed no "
+            f"rollout_is_weights; call offdrift.adapters.verl.install({name!r}) there, or set "
+            f"OFFDRIFT_METHOD={name}, with actor_rollout_ref.rollout.calculate_log_probs=true"
+        )
+
+
+def _bypasses(config: Any) -> bool:
+    """Whether the actor was told that verl runs in bypass mode."""
+    policy = getattr(config, "policy_loss", None)
+    block = None if policy is None else policy.get("rollout_correction", None)
+    return bool(block is not None and block.get("bypass_mode", False))
+
+
+def _counts(config: Any) -> Mapping[str, Any]:
+    return getattr(config, "global_batch_info", None) or {}
+
+
+def _check_whole(name: str, share: Method, counts: Mapping[str, Any], packed: LogProbs) -> None:
+    """A method that looks at a whole step must be given one."""
+    if not share.looks_ahead:
+        return
+    tokens = counts.get("batch_num_tokens")
+    alone = (counts.get("dp_size") or 1) == 1
+    if not alone or (tokens is not None and int(tokens) != packed.segments.num_tokens):
+        raise EvidenceError(
+            f"offdrift/{name} looks at a whole mini-batch before it acts, and verl hands its loss "
+            f"{packed.segments.num_tokens} of {tokens} tokens on one of {counts.get('dp_size') or 1} "
+            "ranks; make the micro-batch the mini-batch on one rank, or choose another row"
+        )
+
+
+def _normalizer(mode: str, counts: Mapping[str, Any], packed: LogProbs) -> float:
+    """What the sum over this piece is divided by, as verl's `agg_loss` has it.
+
+    Where verl passes no counts, of all sequences handed in: those that were rejected whole, too.
+    """
+    check_choice("loss_agg_mode", mode, list(AGGREGATES))
+    ranks = counts.get("dp_size") or 1
+    if mode == "token-sum":
+        return 1 / ranks
+    key = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
+    count = counts.get(key)
+    if count is None and ranks > 1:
+        raise MethodError(f"loss_agg_mode={mode!r} on {ranks} ranks needs {key} of all of them")
+    here = packed.segments.num_tokens if mode == "token-mean" else len(packed.segments)
+    count = max(float(here if count is None else count), 1.0)
+    if mode == "seq-mean-token-sum-norm":
+        factor = counts.get("loss_scale_factor")
+        if factor is None:
+            raise MethodError(
+                f"loss_agg_mode={mode!r} needs actor.loss_scale_factor (tokens per sequence); verl's "
+                "default is the width of the micro-batch, which differs from one to the next"
+            )
+        count *= factor
+    return count / ranks
+
+
+def _logged(row: Method) -> list[str]:
+    """Names of what a call returns for verl to log; always the same, as verl demands."""
+    return ["actor/ppo_kl", "actor/pg_clipfrac", *(f"offdrift/{x}" for x in _watched(row))]
+
+
+def _watched(row: Method) -> list[str]:
+    share = loss_share(row)
+    on = "full" if reads_rollout(share) else "staleness"
+    found = [f"{on}/k3", f"{on}/abs_log_ratio_mean", f"{on}/log_ppl_gap", "weight/mean"]
+    return found + ["gate/drop_frac_token"] * bool(share.correction.gates)
+
+
+def _metrics(row: Method, stats: DriftStats) -> dict[str, float]:
+    """verl averages them over micro-batches and ranks, whatever their sizes. One host transfer."""
+    found = summarize(stats)
+    watched = _watched(row)
+    on = watched[0].partition("/")[0]
+    values = [found[f"{on}/k1"], found.get("objective/clip_frac_active", 0.0)]
+    return dict(zip(_logged(row), values + [found[x] for x in watched], strict=True))
+
+
+_SAID: set[str] = set()
+
+
+def _check_alive(name: str, row: Method, stats: DriftStats) -> None:
+    """The first time that it can be told, say what each part of the loss did."""
+    if name in _SAID:
+        return
+    strict = on_idle() == "error"
+    share, numbers = loss_share(row), stats.to_host()
+    if undecided(numbers):
+        return
+    _SAID.add(name)
+    LOG.info("offdrift/%s: %s", name, share.describe())
+    parts = liveness(numbers, share)
+    for part in parts:
+        LOG.log(logging.WARNING if part.dead else logging.INFO, "%s", part)
+    dead = [str(p) for p in parts if p.dead]
+    if dead and strict:
+        raise LivenessError(
+            f"offdrift/{name}: {'; '.join(dead)}. verl's old "
+            "log-probs equal the current ones: it recomputed them (bypass_mode=false), or the "
+            "engines agree to the last bit; OFFDRIFT_ON_IDLE=warn goes on regardless"
+        )

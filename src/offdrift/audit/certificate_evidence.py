@@ -1,0 +1,285 @@
+"""What a log proves about the policy that was about to be trained on its newest rollouts.
+
+A certificate compares two policies by independent draws. In a log those are: the newest weights that
+drew rollouts, and the training policy at the first step that used them. That policy was scored before
+it learned from any of them; after that it has, and nothing would be certified (`fresh`). Rollouts of
+several weights are several samples and are never pooled, and a sampled estimate backs nothing.
+
+The policy that is judged is the old one where its exact divergences were logged: whatever minibatch
+a sequence was in, the old policy is the one before the step. Otherwise it is the current one, if the
+log says which version of the weights it was; of all that saw the rollouts, the first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, UInt64
+
+from offdrift.audit.sample import mixed
+from offdrift.certificate import BatchEvidence, TrustRegion, certify
+from offdrift.certificate.batch import KL, TV
+from offdrift.divergence.evidence import Divergence
+from offdrift.errors import OffdriftError
+from offdrift.logprobs import LogProbs
+from offdrift.records.batch import Logged
+from offdrift.segments import Segments
+
+TOKENS = 2**21
+"""Tokens that are kept as evidence. Of more, those of a random share of the prompts."""
+
+NOTHING = "the log holds no rollouts that could be evidence"
+INCOMPLETE = "some responses lack log-probs, rewards or versions that others have, so the rest is no random sample; log them for every response"
+COLUMNS = {"logp_rollout": np.float64, "logp": np.float64, KL: np.float64, TV: np.float64}
+PER_SEQUENCE = {"keys": np.uint64, "lengths": np.int64, "rewards": np.float64}
+RANGES = ((0.0, 1.0), (-1.0, 1.0))
+"""Ranges of rewards that are recognized."""
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """Mergeable evidence about one policy; make it with `Proof.of`."""
+
+    order: tuple[int, int, int] = (-1, 0, 0)
+    """What is better evidence: newer rollouts; about the old policy; at an earlier step."""
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """`PER_SEQUENCE` for each sequence, and `COLUMNS` (TV if logged) for each token."""
+    level: int = 0
+    """Prompts whose key is divisible by 2^level are kept."""
+    reused: bool = False
+    """Whether other rollouts of the same weights were used at other steps."""
+    masked: bool = False
+    """Whether some responses have tokens that are not trained on."""
+    why_not: str = NOTHING
+
+    @staticmethod
+    def nothing() -> Proof:
+        """No evidence."""
+        return Proof()
+
+    @staticmethod
+    @torch.no_grad()
+    def of(batch: Logged) -> Proof:
+        """The evidence in a batch, or why there is none.
+
+        Prompts are known by their texts; without, by their group ids, whatever file holds them: ranks
+        that number their own prompts from 0 then share ids, which costs independent draws and never
+        counts one prompt twice.
+
+        Args:
+            batch: sequences, with exact divergences, rewards, prompt groups and versions.
+        """
+        why_not = _missing(batch)
+        if why_not:
+            return Proof(why_not=why_not)
+        who = _Who.of(batch)
+        chosen = batch.select(torch.from_numpy(np.flatnonzero(who.chosen)))
+        judged = "old" if who.old else "current"
+        logp = chosen.logp_old if who.old else chosen.logp
+        tv = chosen.divergences.get(f"tv_rollout_{judged}")
+        tokens = {"logp_rollout": chosen.logp_rollout, "logp": logp, TV: tv}
+        tokens[KL] = chosen.divergences[f"kl_rollout_{judged}"]
+        lengths = chosen.cu_seqlens.diff()
+        sequences = {"rewards": chosen.rewards, "lengths": lengths}
+        given = {k: x for k, x in (tokens | sequences).items() if x is not None}
+        kinds = COLUMNS | PER_SEQUENCE
+        arrays = {k: x.numpy().astype(kinds[k]) for k, x in given.items()}
+        arrays["keys"] = _keys(batch)[who.chosen]
+        masked = bool((chosen.response_lengths != lengths).any())
+        return Proof(who.order, arrays, 0, who.reused, masked, who.why_not)._thinned(0)
+
+    @staticmethod
+    def over(batches: Sequence[Logged]) -> Proof:
+        """The evidence in batches of one reading, which may hold different fields."""
+        proofs = [Proof.of(batch) for batch in batches]
+        found = functools.reduce(Proof.merge, proofs)
+        if found.arrays and not found.why_not and any(p.why_not for p in proofs):
+            return replace(found, why_not=INCOMPLETE)
+        return found
+
+    def merge(self, other: Proof) -> Proof:
+        """The better evidence, or both if they are about the same two policies."""
+        if self.order != other.order:
+            better, worse = (self, other) if self.order > other.order else (other, self)
+            return replace(better, reused=better.reused or better.order[0] == worse.order[0] >= 0)
+        if not self.arrays or not other.arrays:
+            return other if other.arrays or self.why_not == NOTHING else self
+        shared = [name for name in self.arrays if name in other.arrays]
+        both = {k: np.concatenate([self.arrays[k], other.arrays[k]]) for k in shared}
+        return Proof(
+            self.order,
+            both,
+            0,
+            self.reused or other.reused,
+            self.masked or other.masked,
+            self.why_not or other.why_not,
+        )._thinned(max(self.level, other.level))
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Plain arrays, for `numpy.savez` without pickling."""
+        told = [*self.order, self.level, int(self.reused), int(self.masked)]
+        return {
+            **self.arrays,
+            "told": np.array(told, dtype=np.int64),
+            "why_not": np.array(self.why_not),
+        }
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, np.ndarray]) -> Proof:
+        """What `to_arrays` gave."""
+        *order, level, reused, masked = (int(x) for x in arrays["told"])
+        kinds = COLUMNS | PER_SEQUENCE
+        held = {k: x for k, x in arrays.items() if k in kinds}
+        why_not = str(arrays["why_not"])
+        return Proof((order[0], order[1], order[2]), held, level, bool(reused), bool(masked), why_not)  # fmt: skip
+
+    def as_dict(self, *, delta: float = 0.05, alpha: float = 0.05) -> dict[str, Any]:
+        """The certificate, ready for JSON; or `why_not`.
+
+        Args:
+            delta: limit on KL(rollout || judged) that is certified, nats; chosen before the log was
+                read.
+            alpha: largest probability that a statement of the certificate is wrong.
+        """
+        if self.why_not:
+            return _none(self.why_not)
+        rewards, longest = self.arrays["rewards"], int(self.arrays["lengths"].max())
+        fits = [r for r in RANGES if r[0] <= rewards.min() and rewards.max() <= r[1]]
+        if not fits:
+            return _none(f"rewards from {rewards.min():g} to {rewards.max():g} are outside [-1, 1]; rescale them")  # fmt: skip
+        try:
+            evidence = self._evidence(TrustRegion(horizon=longest, delta=delta))
+            found = certify(evidence, reward_range=fits[0], alpha=alpha, fresh=True).as_dict()
+        except OffdriftError as e:
+            return _none(str(e))
+        provided = self._provided(fits[0], longest)
+        return found | {
+            "verdict": "; ".join([found["verdict"], *provided]),
+            "why_not": None,
+            "judged": "old" if self.order[1] else "current",
+            "rollout_version": self.order[0],
+            "share_of_prompts": 0.5**self.level,
+            "provided": provided,
+        }
+
+    def _evidence(self, region: TrustRegion) -> BatchEvidence:
+        held = {k: torch.from_numpy(x) for k, x in self.arrays.items() if k != "keys"}
+        ids = torch.from_numpy(self.arrays["keys"].view(np.int64))
+        segments = Segments.from_lengths(held["lengths"], group_ids=ids)
+        logprobs = LogProbs.pack(held["logp_rollout"], held["logp"], segments=segments)
+        exact = {k: Divergence.exact(k, held[k]) for k in (KL, TV) if k in held}
+        return BatchEvidence.of(logprobs, held["rewards"], region=region, divergences=exact)
+
+    def _provided(self, rewards: tuple[float, float], longest: int) -> list[str]:
+        """What the log cannot show and the certificate takes for granted, besides `ALWAYS`."""
+        said = [
+            f"rewards lie in [{rewards[0]:g}, {rewards[1]:g}]",
+            f"no response can be longer than the longest logged, {longest} tokens",
+        ]
+        if self.reused:
+            said.append("which rollouts of these weights were used first did not depend on what was drawn, as on their length")  # fmt: skip
+        if self.masked:
+            said.append("tokens that are not trained on were not drawn by the policy")
+        return said
+
+    def _thinned(self, level: int) -> Proof:
+        """The same with the prompts of a level, and of higher ones until the tokens are few enough."""
+        keys, lengths = self.arrays["keys"], self.arrays["lengths"]
+        kept = _divisible(keys, level)
+        while lengths[kept].sum() > TOKENS and _divisible(keys, level + 1).any():
+            level += 1
+            kept = _divisible(keys, level)
+        if kept.all():
+            return replace(self, level=level)
+        tokens = np.repeat(kept, lengths)
+        arrays = {k: x[tokens if k in COLUMNS else kept] for k, x in self.arrays.items()}
+        return replace(self, arrays=arrays, level=level)
+
+
+@dataclass(frozen=True)
+class _Who:
+    """Which sequences of a batch are evidence about which policy."""
+
+    order: tuple[int, int, int]
+    chosen: Bool[np.ndarray, " b"]
+    old: bool
+    reused: bool
+    why_not: str
+
+    @staticmethod
+    def of(batch: Logged) -> _Who:
+        assert batch.rollout_version is not None
+        segments, old = batch.segments, _judges_old(batch)
+        versions, scored = batch.rollout_version.double(), segments.lengths > 0
+        newest = int(versions.max())
+        lowest, highest = segments.min(versions, empty=-1.0), segments.max(versions, empty=-1.0)
+        clock = batch.step if old else batch.version
+        assert clock is not None
+        touched = (highest == newest) & scored
+        first = int(clock[touched].min())
+        chosen = touched & (clock == first)
+        why_not = ""
+        if bool((chosen & (lowest < newest)).any()):
+            why_not = "responses of the newest rollouts were drawn while the weights were updated, so there is no one rollout policy; draw a step's rollouts without updating the weights in between"  # fmt: skip
+        elif bool((~scored & (clock == first)).any()):
+            why_not = "some responses have no log-probs at all, so the rest is no random sample; log every response"  # fmt: skip
+        elif unscored := sum(int(n.sum()) for n in batch.unscored.values()):
+            why_not = f"{unscored} tokens have no log-probs; log them for every token"
+        order = (newest, int(old), -first)
+        reused = bool((touched & (clock != first)).any())
+        return _Who(order, chosen.numpy(), old, reused, why_not)
+
+
+def _judges_old(batch: Logged) -> bool:
+    return batch.logp_old is not None and "kl_rollout_old" in batch.divergences
+
+
+def _missing(batch: Logged) -> str:
+    """What a batch lacks to be evidence; "" if nothing."""
+    current = batch.logp is not None and KL in batch.divergences
+    if not (_judges_old(batch) or current):
+        return "log exact divergences per token (kl_rollout_old and tv_rollout_old with logp_old, or kl_rollout_current with logp), from full logits or hidden states; a sampled estimate proves nothing"  # fmt: skip
+    if not batch.num_tokens:
+        return NOTHING
+    wanted = {
+        "logp_rollout": "the rollout engine's log-probs (logp_rollout)",
+        "rewards": "the reward of each response (reward)",
+        "rollout_version": "the version of the weights that drew each response (rollout_version): a certificate compares two policies",
+    }
+    if not _judges_old(batch):
+        wanted["version"] = "the version of the trained weights (version): without it, whether the policy has already learned from these rollouts is unknown"  # fmt: skip
+    for name, words in wanted.items():
+        if getattr(batch, name) is None:
+            return f"log {words}"
+    if batch.group_ids is None and batch.prompts is None:
+        return "log the prompt or its id (group_id): responses to one prompt are no independent draws"  # fmt: skip
+    assert batch.rewards is not None
+    if not bool(batch.rewards.isfinite().all()):
+        return "log the reward of every response; some are missing or not finite"
+    return ""
+
+
+def _keys(batch: Logged) -> UInt64[np.ndarray, " b"]:
+    """A number for the prompt of each sequence, the same in all files of the step."""
+    if batch.prompts is None:
+        assert batch.group_ids is not None
+        return mixed(batch.group_ids.numpy().astype(np.uint64))
+    digests = (
+        hashlib.blake2b(p.encode(errors="surrogatepass"), digest_size=8).digest()
+        for p in batch.prompts
+    )
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+
+def _divisible(keys: UInt64[np.ndarray, " b"], level: int) -> Bool[np.ndarray, " b"]:
+    return keys & np.uint64(2**level - 1) == 0
+
+
+def _none(why_not: str) -> dict[str, Any]:
+    return {"verdict": f"no certificate: {why_not}", "why_not": why_not, "certified": False}

@@ -1,0 +1,349 @@
+"""Two audits, number by number: which run drifts less, and what that changes about the methods.
+
+A difference of two numbers is judged by the direction that the metric table gives it; nothing here
+says whether it is more than noise between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from offdrift.audit.charts import best_kl
+from offdrift.audit.histogram import axis, bars_of, steps_of
+from offdrift.audit.method_table import METHOD_COLUMNS, MethodColumn, Tried, asked_about, tried
+from offdrift.audit.page import provenance
+from offdrift.show.charts import Chart, Columns, Series
+from offdrift.show.findings import WORDS, in_order, safe, verdict_of
+from offdrift.show.headline import (
+    PAIRS,
+    best_of,
+    headlines,
+    kl_metric,
+    kl_metrics,
+    main_pair,
+    meaning_of,
+)
+from offdrift.show.html import render_document, write_document
+from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
+from offdrift.show.numbers import percent, short
+from offdrift.show.page import SCRIPTS, STYLES, common_context, count_words
+from offdrift.stats.summary import METRICS
+
+SHARES = tuple(
+    c for c in METHOD_COLUMNS if c.key in ("kept_tokens", "ess_frac", "kept_length_ratio")
+)
+"""What is compared of each method."""
+SAME = 1e-9
+"""Relative difference below which two numbers are the same."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One number of two runs."""
+
+    name: str
+    a: float | None
+    b: float | None
+    larger_is: str
+    meaning: str
+    write: Callable[[float | None], str]
+
+    @property
+    def difference(self) -> float | None:
+        """The second run's number less the first's."""
+        return None if self.a is None or self.b is None else self.b - self.a
+
+    @property
+    def winner(self) -> str:
+        """ "a", "b", or "" where they are equal, or neither direction is better."""
+        d = self.difference
+        if d is None or self.a is None or self.larger_is == "neither" or abs(d) <= SAME * abs(self.a):  # fmt: skip
+            return ""
+        return "b" if (d > 0) == (self.larger_is == "better") else "a"
+
+    @property
+    def change(self) -> str:
+        """The difference with its sign."""
+        d = self.difference
+        return "–" if d is None else ("+" if d > 0 else "") + _signed(self.write, d)
+
+
+def overall(a: Fields, b: Fields) -> list[Compared]:
+    """Every metric that both runs have over their whole logs, the telling ones first."""
+    mine, its = mapping(a.get("overall")), mapping(b.get("overall"))
+    pair = main_pair(a) or main_pair(b)
+    first = [kl_metric(mine, pair), f"{pair}/ess_frac", f"{pair}/pearson", f"{pair}/chi2_token", "reward/mean", "response/length_mean"]  # fmt: skip
+    order = {name: i for i, name in enumerate(dict.fromkeys([*first, *METRICS]))}
+    both = [k for k in mine if number(mine[k]) is not None and number(its.get(k)) is not None]
+    return [
+        Compared(name, number(mine[name]), number(its[name]), METRICS[name].larger_is if name in METRICS else "neither", meaning_of(name), short)
+        for name in sorted(both, key=lambda n: (order.get(n, len(order)), n))
+    ]  # fmt: skip
+
+
+def methods(a: Fields, b: Fields) -> list[tuple[str, list[Compared]]]:
+    """What each method would have kept of either log, and at which effective sample size."""
+    mine, its = ({m.name: m for m in tried(x)} for x in (a, b))
+    return [(name, [_compared(c, mine[name], its[name]) for c in SHARES]) for name in mine if name in its]  # fmt: skip
+
+
+def familiar(found: list[tuple[str, list[Compared]]]) -> list[tuple[str, list[Compared]]]:
+    """The methods that most people ask about; all if none of them is there."""
+    names = asked_about(name for name, _ in found)
+    return [row for row in found if row[0] in names] or found[: len(names)]
+
+
+def differences(a: Fields, b: Fields) -> dict[str, Any]:
+    """The comparison as plain data: metrics over the whole logs, and KL over the steps in common."""
+    metric = common_kl(a, b)
+    mine, its = in_common(a, b, metric)
+    return {
+        "kl": {"metric": metric or None, "a": mine, "b": its},
+        "metrics": {
+            c.name: {"a": c.a, "b": c.b, "difference": c.difference, "better": c.winner or None}
+            for c in overall(a, b)
+        },
+        "methods": {
+            name: {c.name: {"a": c.a, "b": c.b} for c in cells} for name, cells in methods(a, b)
+        },
+    }
+
+
+def common_kl(a: Fields, b: Fields) -> str:
+    """The best measure of KL that both logs have, of the first pair of policies with one; "" for none."""
+    mine, its = mapping(a.get("overall")), mapping(b.get("overall"))
+    both = [m for pair in PAIRS for m in kl_metrics(pair) if best_of(mine, (m,)) and best_of(its, (m,))]  # fmt: skip
+    return both[0] if both else ""
+
+
+def in_common(a: Fields, b: Fields, metric: str) -> tuple[float | None, float | None]:
+    """Mean of a metric over the tokens of the steps that both runs have; over all where none is common.
+
+    A run that went on longer has had more time to drift.
+    """
+    whole = [number(mapping(x.get("overall")).get(metric)) for x in (a, b)]
+    tables = [rows(x.get("steps")) for x in (a, b)]
+    found = [[s for s in column(t, "step") if s is not None] for t in tables]
+    if not all(found):
+        return whole[0], whole[1]
+    low, high = max(map(min, found)), min(map(max, found))
+    means = [_mean(t, metric, low, high) for t in tables]
+    return (means[0], means[1]) if None not in means else (whole[0], whole[1])
+
+
+def sentence(a: Fields, b: Fields, names: tuple[str, str]) -> str:
+    """What the comparison amounts to, by the best measure of KL that both runs have."""
+    metric = common_kl(a, b)
+    x, y = in_common(a, b, metric)
+    if x is None or y is None:
+        return "The two logs have no measure of drift in common."
+    if abs(x - y) <= SAME * max(x, y):
+        return f"Both runs have the same KL per token ({metric}): {short(x)} nat."
+    (low, name), (high, _) = sorted([(x, names[0]), (y, names[1])])
+    factor = f", a factor of {high / low:.3g}" if low > 0 else ""
+    return f"{name} drifts less: over the steps in common its KL per token ({metric}) is {short(low)} nat against {short(high)} nat{factor}."  # fmt: skip
+
+
+def _mean(table: list[dict[str, Any]], metric: str, low: float, high: float) -> float | None:
+    """Mean over the tokens of steps `low` to `high`."""
+    inside = [r for r in table if (s := number(r.get("step"))) is not None and low <= s <= high]
+    pairs = [(v, number(r.get("tokens")) or 1.0) for r in inside if (v := number(r.get(metric))) is not None]  # fmt: skip
+    return sum(v * n for v, n in pairs) / sum(n for _, n in pairs) if pairs else None
+
+
+def _compared(c: MethodColumn, x: Tried, y: Tried) -> Compared:
+    return Compared(c.key, x.values[c.key], y.values[c.key], c.better, c.meaning, percent)
+
+
+def _signed(write: Callable[[float | None], str], d: float) -> str:
+    return write(d) if d >= 0 else "−" + write(-d).lstrip("−")
+
+
+# Two audits side by side: as a page, with series and histograms overlaid, and in the terminal.
+
+
+COLORS, DASH = ("arm-0", "arm-1"), ("solid", "dash")
+METRICS_SHOWN, METHODS_SHOWN = 12, 8
+"""Rows of the terminal view; the page has all."""
+
+OVER_TIME = (
+    ("ess_frac", "Effective sample size", "share", False),
+    ("chi2_token", "χ² of token weights", "log scale", True),
+    ("pearson", "Correlation of probabilities", "", False),
+    ("abs_log_ratio_max", "Worst token, |log ratio|", "nat, log scale", True),
+)
+ALWAYS = (
+    ("reward/mean", "Reward", ""),
+    ("response/length_mean", "Response length", "tokens"),
+    ("version_lag/mean", "Version lag", "updates"),
+    ("optim/grad_norm", "Gradient norm", ""),
+)
+
+
+def write_comparison(
+    a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str], path: Path
+) -> Path:
+    """Write two audits side by side as one page, whole or not at all, and say where it is.
+
+    Args:
+        a, b: contents of two `audit.json`.
+        names: what the runs are called.
+        path: the page, `compare.html` or what you like.
+
+    Raises: `RecordError` if it cannot be written.
+    """
+    return write_document(render_comparison(a, b, names), path)
+
+
+def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str]) -> str:
+    """The page as text, the same for the same audits."""
+    columns = Columns()
+    charts = [c for c in _charts((a, b), names, columns) if c.series]
+    context = {
+        **common_context(a),
+        "title": f"{names[0]} and {names[1]}",
+        "sentence": sentence(a, b, names),
+        "names": names,
+        "runs": [_run(x) for x in (a, b)],
+        "compared": overall(a, b),
+        "methods": methods(a, b),
+        "shares": SHARES,
+        "charts": charts,
+        "colors": list(zip(names, COLORS, DASH, ("a", "b"))),
+    }
+    data = {"charts": [c.as_dict() for c in charts], "columns": columns.used(charts)}
+    return render_document("compare.html.j2", context, data=data, scripts=SCRIPTS, styles=STYLES)
+
+
+def _run(audit: Fields) -> dict[str, Any]:
+    framework = text(at(audit, "source", "framework"))
+    level, words = verdict_of(audit.get("verdict"))
+    return {
+        "level": level,
+        "verdict": words,
+        "findings": in_order(audit.get("findings"), framework),
+        "headlines": headlines(audit),
+        "provenance": provenance(audit),
+        "counts": count_words(audit),
+    }
+
+
+def _charts(audits: tuple[Fields, Fields], names: tuple[str, str], columns: Columns) -> list[Chart]:
+    steps = [rows(x.get("steps")) for x in audits]
+    for i, table in enumerate(steps):
+        columns.add(f"step:{i}", column(table, "step"))
+    pairs = [p for p in PAIRS if all(best_kl(s, p) for s in steps)]
+    charts = [
+        _over_time(f"kl-{p}", f"KL per token, {p}", "nat, log scale", [best_kl(s, p) for s in steps], steps, names, columns, log=True)
+        for p in pairs
+    ]  # fmt: skip
+    for pair in pairs[:1]:
+        charts += [
+            _over_time(f"{metric}-{pair}", f"{title}, {pair}", unit, [f"{pair}/{metric}"] * 2, steps, names, columns, log=log, share=metric == "ess_frac")
+            for metric, title, unit, log in OVER_TIME
+        ]  # fmt: skip
+    charts += [
+        _over_time(metric.replace("/", "-"), title, unit, [metric] * 2, steps, names, columns)
+        for metric, title, unit in ALWAYS
+    ]
+    return [*charts, *(_ratios(pair, audits, names, columns) for pair in PAIRS)]
+
+
+def _over_time(
+    id: str,
+    title: str,
+    unit: str,
+    metrics: list[str],
+    steps: list[list[dict[str, Any]]],
+    names: tuple[str, str],
+    columns: Columns,
+    *,
+    log: bool = False,
+    share: bool = False,
+) -> Chart:
+    add = columns.add_positive if log else columns.add
+    found = []
+    for i, (metric, table) in enumerate(zip(metrics, steps)):
+        y = add(f"{i}:{metric}", column(table, metric))
+        if y:
+            found.append(Series(names[i], f"step:{i}", y, color=COLORS[i], dash=DASH[i], group="ab"[i]))  # fmt: skip
+    return Chart(id, title, unit, meaning_of(metrics[0]), tuple(found), log=log, share=share)
+
+
+def _ratios(
+    pair: str, audits: tuple[Fields, Fields], names: tuple[str, str], columns: Columns
+) -> Chart:
+    found, reach = [], 0.0
+    for i, audit in enumerate(audits):
+        bars = bars_of(mapping(at(audit, "histograms", pair)))
+        if bars:
+            series = steps_of(names[i], bars, columns, color=COLORS[i], key=f"{pair}:{i}")
+            found.append(replace(series, group="ab"[i], dash=DASH[i]))
+            reach = max(reach, abs(bars[0][0]), abs(bars[-1][1]))
+    meaning = "How large a share of each run's tokens has which ratio of probabilities; both axes are logarithmic."  # fmt: skip
+    return Chart(f"ratios-{pair}", f"Ratios of the sampled tokens, {pair}", "log scale", meaning, tuple(found), log=True, x_title="ratio", wide=True, layout=axis(reach))  # fmt: skip
+
+
+# -- in the terminal --------------------------------------------------------------------------
+
+
+def comparison_view(
+    a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str], width: int = 100
+) -> RenderableType:
+    """Two audits side by side in the terminal: verdicts, the telling numbers, the familiar methods.
+
+    Args:
+        a, b: contents of two `audit.json`.
+        names: what the runs are called.
+        width: columns of the terminal.
+    """
+    parts: list[RenderableType] = [Text(safe(sentence(a, b, names)), style="bold"), Text()]
+    for name, audit in zip(names, (a, b)):
+        level, words = verdict_of(audit.get("verdict"))
+        sign, word, style = WORDS[level]
+        parts.append(Text.assemble((f"{safe(name)}  ", "bold"), (f"{sign} {word}  ", style), safe(words)))  # fmt: skip
+        parts.append(Text(" · ".join(count_words(audit)), style="dim"))
+    numbers, tried_on = overall(a, b)[:METRICS_SHOWN], familiar(methods(a, b))[:METHODS_SHOWN]
+    if numbers:
+        parts.append(_numbers_table(numbers, names, width))
+    if tried_on:
+        parts.append(_methods_table(tried_on, names))
+    return Group(*parts)
+
+
+def _numbers_table(found: list[Compared], names: tuple[str, str], width: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    most = max(12, (width - 50) // 2)
+    table.add_column("over the whole log", overflow="fold")
+    for name in names:
+        table.add_column(Text(_short_name(name, most)), justify="right", no_wrap=True)
+    table.add_column("difference", justify="right", no_wrap=True)
+    for c in found:
+        cells = [Text(c.write(v), style="green" if c.winner == w else "") for v, w in ((c.a, "a"), (c.b, "b"))]  # fmt: skip
+        table.add_row(Text(safe(c.name)), *cells, c.change)
+    return table
+
+
+def _methods_table(found: list[tuple[str, list[Compared]]], names: tuple[str, str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("method", min_width=24, overflow="fold")
+    for shown in SHARES:
+        table.add_column(shown.short_title, justify="right", overflow="fold")
+    for name, cells in found:
+        table.add_row(Text(safe(name)), *(f"{c.write(c.a)} → {c.write(c.b)}" for c in cells))
+    table.caption = Text(f"{safe(names[0])} → {safe(names[1])}", style="dim")
+    table.caption_justify = "left"
+    return table
+
+
+def _short_name(name: str, most: int) -> str:
+    words = safe(name)
+    return words if len(words) <= most else f"…{words[1 - most :]}"

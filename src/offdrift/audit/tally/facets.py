@@ -1,0 +1,311 @@
+"""Logged sequences cut into runs of whole sequences, without copying tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.audit.tally.buckets import AXES, Cells, length_bucket
+from offdrift.numerics import BLOCK, at_least_float32, clamped
+from offdrift.records.batch import Logged
+from offdrift.segments import Segments
+from offdrift.stats import METRICS
+from offdrift.stats.drift import SECOND, TOKEN_LOGS
+from offdrift.stats.metric import Numbers
+from offdrift.stats.signature import PerSequence
+
+CHUNK = 2**20
+"""Tokens that are summarized at once: temporaries stay at some tens of MiB however large a piece is."""
+
+
+def by_step(batch: Logged) -> Logged:
+    """The same sequences, those of earlier steps first, otherwise in their order."""
+    if bool((batch.step.diff() >= 0).all()):
+        return batch
+    return batch.select(torch.sort(batch.step, stable=True).indices)
+
+
+def cut(batch: Logged, first: int, last: int) -> Logged:
+    """Sequences `first` up to but not including `last`: views, no copies."""
+    if (first, last) == (0, batch.num_sequences):
+        return batch
+    cuts = batch.cu_seqlens[first : last + 1]
+    a, b = int(cuts[0]), int(cuts[-1])
+
+    def part(x: Any, i: int, j: int) -> Any:
+        return None if x is None else x[i:j]
+
+    by_token = ("logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rollout_version", "position", "entropy", "tokens")  # fmt: skip
+    by_sequence = ("rewards", "group_ids", "version", "old_status", "truncated", "prompts", "completions", "trainable")  # fmt: skip
+    return replace(
+        batch,
+        cu_seqlens=cuts - a,
+        step=batch.step[first:last],
+        row=batch.row[first:last],
+        response_lengths=batch.response_lengths[first:last],
+        divergences={name: x[a:b] for name, x in batch.divergences.items()},
+        unscored={name: x[first:last] for name, x in batch.unscored.items()},
+        **{name: part(getattr(batch, name), a, b) for name in by_token},
+        **{name: part(getattr(batch, name), first, last) for name in by_sequence},
+    )
+
+
+def chunks(batch: Logged, *, tokens: int = CHUNK) -> Iterator[Logged]:
+    """Runs of whole sequences of about so many tokens each; one longer sequence is a run of its own.
+
+    Where they are cut depends on the batch alone, never on the machine.
+    """
+    goals = torch.tensor(range(tokens, batch.num_tokens, tokens), dtype=torch.int64)
+    inner = torch.searchsorted(batch.cu_seqlens, goals)
+    inner = inner[batch.cu_seqlens[inner] < batch.num_tokens]  # no run without a token at the end
+    bounds = sorted({0, *inner.tolist(), batch.num_sequences})
+    for first, last in pairwise(bounds):
+        yield cut(batch, first, last)
+
+
+def runs(batch: Logged, width: int) -> Iterator[tuple[int, Logged]]:
+    """Each run of steps that share `step // width`, with that number; the batch is in order of steps."""
+    keys, counts = torch.unique_consecutive(
+        torch.div(batch.step, width, rounding_mode="floor"), return_counts=True
+    )
+    ends = counts.cumsum(0).tolist()
+    for key, first, last in zip(keys.tolist(), [0, *ends], ends):
+        yield key, cut(batch, first, last)
+
+
+# `Facets`: the same metrics by length, position, sign of the advantage, policy lag and token class.
+#
+# Every sum is scattered once over the cells of `audit.axes` and then added up along each axis, so that
+# five tables cost one pass. Only the tables by axis are kept: parts whose logs hold different fields
+# add up.
+
+
+SUMS = ("excess", "excess_sq", "l_limited", "abs", "excess_abs")
+TOKEN_METRICS = ("k1", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "chi2_token", "ess_frac", "tv_sampled", "ratio_mean")  # fmt: skip
+SEQUENCE_METRICS = ("acceptance_sum", "acceptance_mean", "acceptance_worst")
+DIVERGENCES = tuple(name for name in METRICS if name.startswith("divergence/") and name.endswith("_mean"))  # fmt: skip
+
+Tables = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Facets:
+    """Sums, maxima and logs of sums by bucket, under `axis/column`."""
+
+    sums: Mapping[str, np.ndarray] = field(default_factory=dict)
+    maxima: Mapping[str, np.ndarray] = field(default_factory=dict)
+    logs: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @staticmethod
+    def of(batch: Logged) -> tuple[Facets, dict[str, PerSequence]]:
+        """Summarize one batch, also by sequence for each of its ratios to the rollout policy."""
+        if batch.logp_rollout is None or not batch.num_tokens:
+            return Facets(_by_length(batch, {})), {}
+        sums = _Sums.of(batch)
+        tables, maxima, logs = sums.along_axes()
+        found = Facets(_by_length(batch, sums.per_sequence) | tables, maxima, logs)
+        return found, sums.per_sequence
+
+    def merge(self, other: Facets) -> Facets:
+        """The sums of both."""
+        return Facets(
+            _joined(np.add, self.sums, other.sums),
+            _joined(np.maximum, self.maxima, other.maxima),
+            _joined(np.logaddexp, self.logs, other.logs),
+        )
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """One table by axis: a row for each bucket with anything in it, by length for every bucket."""
+        found = {}
+        for name, axis in AXES.items():
+            rows = (self._row(name, i) for i in range(len(axis)))
+            found[name] = [r for r in rows if name == "length" or r["sequences"]]
+        return found
+
+    def _row(self, name: str, i: int) -> dict[str, Any]:
+        axis, prefix = AXES[name], f"{name}/"
+        held, largest, logs = (
+            {k.removeprefix(prefix): float(x[i]) for k, x in tables.items() if k.startswith(prefix)}
+            for tables in (self.sums, self.maxima, self.logs)
+        )
+        row = {
+            "label": axis.labels[i],
+            "low": axis.lows[i],
+            "high": axis.highs[i],
+            "sequences": int(held.get("sequences", 0)),
+            "tokens": int(held.get("tokens", 0)),
+        }
+        return row | _metrics(_numbers(held, largest) | logs)
+
+
+def _joined(how: np.ufunc, mine: Tables, others: Tables) -> Tables:
+    """Tables of both, combined where both have one."""
+    return {**mine, **{k: how(mine[k], x) if k in mine else x for k, x in others.items()}}
+
+
+def _numbers(held: Mapping[str, float], largest: Mapping[str, float]) -> Numbers:
+    """The sums under the names that the table of metrics knows."""
+    numbers = dict(held)
+    for key, worst in largest.items():
+        on = key.removesuffix("/abs_max")
+        n, excess = held[f"{on}/n"], held[f"{on}/excess"]
+        numbers[f"{on}/w"] = n + excess
+        numbers[f"{on}/w2"] = n + 2 * excess + held[f"{on}/excess_sq"]
+        numbers[f"{on}/k3"] = excess - held[f"{on}/l_limited"]
+        numbers[f"{on}/l_max"] = numbers[f"{on}/-l_min"] = worst
+    return numbers
+
+
+def _metrics(numbers: Numbers) -> dict[str, float]:
+    ratios = [name.removesuffix("/excess") for name in numbers if name.endswith("/excess")]
+    names = [f"{on}/{m}" for on in ratios for m in (*TOKEN_METRICS, *SEQUENCE_METRICS)]
+    found = {}
+    for name in (*names, *DIVERGENCES, "reward/mean"):
+        try:
+            found[name] = METRICS[name].value(numbers)
+        except (KeyError, ZeroDivisionError, ValueError):  # not of this axis; an empty bucket
+            continue
+    return found
+
+
+def _by_length(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str, np.ndarray]:
+    """What is counted by sequence."""
+    bucket = length_bucket(batch.response_lengths)
+
+    def count(weights: Tensor | None = None) -> np.ndarray:
+        held = None if weights is None else weights.double()
+        return torch.bincount(bucket, held, len(AXES["length"])).double().numpy()
+
+    sums = {"length/sequences": count(), "length/tokens": count(batch.cu_seqlens.diff())}
+    if batch.rewards is not None:
+        known = batch.rewards.isfinite()
+        sums["length/reward"] = count(batch.rewards.where(known, 0.0))
+        sums["length/reward/n"] = count(known)
+    for on, s in per_sequence.items():
+        sums[f"length/{on}/b"] = count(s.lengths > 0)
+        for gate, accepted in s.accepted().items():
+            sums[f"length/{on}/accepted_{gate}"] = count(accepted)
+    return sums
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the cells of all axes: one pass, in blocks of whole sequences that stay in cache."""
+
+    cells: Cells
+    tokens: Tensor
+    present: np.ndarray
+    ratios: dict[str, Tensor]
+    logs: dict[str, LogTable]
+    largest: dict[str, Tensor]
+    exact: dict[str, Tensor]
+    per_sequence: dict[str, PerSequence]
+
+    @staticmethod
+    def of(batch: Logged) -> _Sums:
+        cells, second = Cells.known(batch), seconds(batch)
+        size = math.prod(cells.shape)
+
+        def table(rows: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(rows, size, dtype=dtype)
+
+        tokens, present, parts = table(), np.zeros(64), {on: [] for on in second}
+        ratios = {on: table(len(SUMS)) for on in second}
+        logs = {on: LogTable.empty(size, x.dtype) for on, x in second.items()}
+        largest = {on: table(dtype=x.dtype) for on, x in second.items()}
+        exact = {name: table() for name in batch.divergences}
+        for block in chunks(batch, tokens=2 * BLOCK):  # some sixty calls on each
+            assert block.logp_rollout is not None
+            cell, rollout = cells.of_tokens(block), at_least_float32(block.logp_rollout)
+            tokens += torch.bincount(cell, minlength=size)
+            present += cells.sequences(cell, block.cu_seqlens)
+            cell = cell.long()
+            for on, policy in seconds(block).items():
+                raw = policy - rollout
+                parts[on].append(_scatter(raw, block.segments, cell, ratios[on], largest[on][0]))
+                logs[on].add(raw, cell)
+            for name, x in block.divergences.items():
+                exact[name][0].scatter_add_(0, cell, x.double())
+        per_sequence = {on: PerSequence.cat(held) for on, held in parts.items()}
+        return _Sums(cells, tokens, present, ratios, logs, largest, exact, per_sequence)
+
+    def along_axes(self) -> tuple[Tables, Tables, Tables]:
+        """Sums, maxima and logs of sums by bucket, under `axis/column`."""
+        sums, maxima, logs = {}, {}, {}
+        for axis, found in self.cells.named(self.present).items():
+            sums[f"{axis}/sequences"] = found
+        for axis, (count,) in self.cells.along(self.tokens).items():
+            sums[f"{axis}/tokens"] = count
+            own = [*self.ratios, *(f"divergence/{name}" for name in self.exact)]
+            sums.update({f"{axis}/{name}/n": count for name in own})
+        for on, table in self.ratios.items():
+            for axis, found in self.cells.along(table).items():
+                sums.update({f"{axis}/{on}/{k}": x for k, x in zip(SUMS, found, strict=True)})
+            for axis, (most,) in self.cells.along(self.largest[on], np.maximum).items():
+                maxima[f"{axis}/{on}/abs_max"] = most
+        for on, table in self.logs.items():
+            for axis, found in self.cells.log_added(table.logs()).items():
+                logs.update({f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, found, strict=True)})
+        for name, table in self.exact.items():
+            for axis, (found,) in self.cells.along(table).items():
+                sums[f"{axis}/divergence/{name}"] = found
+        for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
+            del sums[f"length/{column}"]
+        return sums, maxima, logs
+
+
+@dataclass(frozen=True)
+class LogTable:
+    """Sums of e^l and of e^2l in each cell, at any size of l: the cell's largest l is taken out."""
+
+    top: Float[Tensor, " cells"]
+    scaled: Float[Tensor, "2 cells"]
+
+    @staticmethod
+    def empty(cells: int, dtype: torch.dtype) -> LogTable:
+        """Nothing in any cell; `dtype` is that of the log-ratios."""
+        top = torch.full((cells,), torch.finfo(dtype).min, dtype=dtype)
+        return LogTable(top, torch.zeros(2, cells, dtype=torch.float64))
+
+    def add(self, log_ratio: Float[Tensor, " n"], cell: Int[Tensor, " n"]) -> None:
+        """Add tokens, in place."""
+        before = self.top.clone()
+        self.top.scatter_reduce_(0, cell, log_ratio, "amax")
+        shrunk = (before - self.top).double().exp()
+        self.scaled.mul_(torch.stack([shrunk, shrunk * shrunk]))
+        x = (log_ratio - self.top.index_select(0, cell)).exp_().double()
+        self.scaled[0].scatter_add_(0, cell, x)
+        self.scaled[1].scatter_add_(0, cell, x.square_())
+
+    def logs(self) -> Float[Tensor, "2 cells"]:
+        """Logs of both sums; -inf in empty cells."""
+        top = self.top.double()
+        return self.scaled.log() + torch.stack([top, 2 * top])
+
+
+def seconds(batch: Logged) -> dict[str, Tensor]:
+    """Log-probs of the second policy of each ratio to the rollout policy that a batch knows."""
+    held = {"old": batch.logp_old, "current": batch.logp}
+    known = {on: held[policy] for on, policy in SECOND.items()}
+    return {on: at_least_float32(x) for on, x in known.items() if x is not None}
+
+
+def _scatter(
+    raw: Tensor, segments: Segments, cell: Tensor, table: Tensor, largest: Tensor
+) -> PerSequence:
+    """`SUMS` and the largest |l| of one block, and its sequences; one exponential per token."""
+    limited, size = clamped(raw), raw.abs()
+    excess = limited.expm1().double()
+    values = (excess, excess * excess, limited.double(), size.double(), excess.abs())
+    for row, x in zip(table, values, strict=True):
+        row.scatter_add_(0, cell, x)
+    largest.scatter_reduce_(0, cell, size, "amax")
+    return PerSequence.sums(segments, raw, excess, size)

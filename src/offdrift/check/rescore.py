@@ -1,0 +1,218 @@
+"""Rollouts scored again: the training engine beside the recorded policy, over whole vocabularies.
+
+Some tokens at a time, so that memory does not grow with the number of rollouts. The model may use all
+threads; the comparison on a CPU uses one: its many small steps, each of which stays in a core's cache,
+cost more to hand to a second thread than that thread saves.
+
+Shape suffixes: c tokens of a chunk, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from offdrift.divergence.chunks import by_rows
+from offdrift.divergence.fused import exact_divergences
+from offdrift.engines.output_head import logits_in_pieces
+from offdrift.engines.score import chunks, score
+from offdrift.numerics import one_thread
+from offdrift.records.rollouts import FullVocab, HiddenStates, Rollouts
+from offdrift.segments import Segments
+
+LOGITS = 2**26
+"""Logits of one forward pass: 256 MiB in float32."""
+PADDED = 8192
+"""Padded tokens of one forward pass at most, for the sake of activations."""
+CHUNK = 2**21
+"""Log-probs of a full record that are compared at a time."""
+
+TOP = 20
+"""Log-probs that engines commonly record: the k for which a cap on the tail is sought."""
+
+
+THETAS = tuple(sign * 2.0**-j for sign in (1, -1) for j in range(7, 0, -1))
+"""Where the distribution of a token's surprise is known: +-1/128, +-1/64, ... +-1/2."""
+
+
+class Scored(NamedTuple):
+    """The training engine's view of `n` drawn tokens, in the order of the rollouts.
+
+    pi is the training engine, mu the recorded rollout policy. What needs mu's whole vocabulary is
+    None for rollouts that did not record it; details are None if they were not asked for.
+    """
+
+    logp: Float[Tensor, " n"]
+    """log pi(token), nats."""
+    entropy: Float[Tensor, " n"]
+    """Entropy of pi, nats."""
+    kl: Float[Tensor, " n"] | None = None
+    """KL(mu || pi), nats, exact."""
+    kl_reverse: Float[Tensor, " n"] | None = None
+    """KL(pi || mu), nats, exact; +inf where mu was filtered."""
+    tv: Float[Tensor, " n"] | None = None
+    """TV(mu, pi), exact."""
+    chi2: Float[Tensor, " n"] | None = None
+    """chi2(pi || mu), exact; +inf where mu was filtered."""
+    logp_recorded: Float[Tensor, " n"] | None = None
+    """log mu(token) by the recorded distribution, nats; what the engine reported is to equal it."""
+    surprise: Float[Tensor, " n"] | None = None
+    """log mu(token) + H(mu), nats: 0 in expectation if the token was drawn from mu."""
+    surprise_cgf: Float[Tensor, "n g"] | None = None
+    """Detail: log E e^(theta surprise) at `THETAS` if the token was drawn from mu, float64."""
+    tail_cap: Float[Tensor, " n"] | None = None
+    """Detail: the smallest `tail_log_ratio_cap` under which the top 20 and the drawn token certify an
+    upper end of at least KL(mu || pi), nats; 0 where they leave no tail."""
+
+
+@torch.no_grad()
+def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> Scored:
+    """Score drawn tokens with a model, at the temperature they were drawn at.
+
+    Filters are not replayed: a policy that cut its tail off differs from one that did not, and the
+    difference is reported.
+
+    Args:
+        model: a causal language model with the `transformers` call signature.
+        rollouts: with evidence of the whole vocabulary (full, or hidden states) for divergences.
+        details: see `Scored`.
+
+    Raises: `EvidenceError` if the evidence is over another vocabulary.
+    """
+    device = next(model.parameters()).device
+    vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
+    budget = min(PADDED, max(1, LOGITS // vocabulary))
+    cuts = Segments(rollouts.cu_seqlens)
+    parts: list[Scored] = []
+    rows: list[Tensor] = []
+    for piece in chunks(rollouts, token_budget=budget):
+        part = rollouts.select(piece)
+        said = score(model, part, temperature=part.provenance.sampling.temperature)
+        found = [
+            _compared(mu.to(device), said.logits[at], part.tokens[at].to(device), details)
+            for at, mu in _recorded(part, device)
+        ]
+        joined = [torch.cat(x).cpu() if x[0] is not None else None for x in zip(*found)]
+        parts.append(Scored(said.logp.cpu(), said.entropy.cpu(), *joined))
+        rows.append(cuts.rows(piece))
+    order = torch.cat(rows)
+    return Scored(*(_placed([p[i] for p in parts], order) for i in range(len(Scored._fields))))  # type: ignore[arg-type]
+
+
+def _placed(parts: list[Tensor | None], order: Int[Tensor, " n"]) -> Tensor | None:
+    given = [p for p in parts if p is not None]
+    if not given:
+        return None
+    together = torch.cat(given)
+    return torch.empty_like(together).index_copy_(0, order, together)
+
+
+def _recorded(part: Rollouts, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Scores of the recorded policy over the vocabulary, some tokens at a time."""
+    evidence = part.evidence
+    if isinstance(evidence, FullVocab):
+        step = max(1, CHUNK // evidence.logp.shape[1])
+        for start in range(0, len(evidence.logp), step):
+            at = slice(start, start + step)
+            yield at, evidence.logp[at]
+    elif isinstance(evidence, HiddenStates):
+        temperature = part.provenance.sampling.temperature
+        yield from logits_in_pieces(evidence.to(device), temperature=temperature)
+
+
+def _compared(
+    mu: Float[Tensor, "c v"], pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"], details: bool
+) -> tuple[Tensor | None, ...]:
+    """The fields of `Scored` from `kl` on."""
+    with one_thread():
+        d = exact_divergences(mu, pi, tokens=tokens.long())
+        assert d.logp_rollout is not None
+        surprise = d.logp_rollout + d.entropy_rollout
+        plain = (d.kl_rollout_current, d.kl_current_rollout, d.tv, d.chi2, d.logp_rollout, surprise)
+        if not details:
+            return (*plain, None, None)
+        # A row at a time on CPUs, whose temporaries stay in the cache.
+        cgf, *tail = by_rows(_detail_sums, (mu, pi, tokens.long()), compiled=False)
+        return (*plain, cgf, _smallest_caps(*tail))
+
+
+def _detail_sums(
+    mu: Float[Tensor, "c v"], pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`surprise_cgf`, then `_tail_sums`."""
+    log_mu, log_pi = mu.float().log_softmax(-1), pi.float().log_softmax(-1)
+    return surprise_cgf(log_mu), *_tail_sums(log_mu, log_pi, tokens)
+
+
+def surprise_cgf(log_mu: Float[Tensor, "c v"]) -> Float[Tensor, "c g"]:
+    """log sum_a mu_a e^(theta s_a) at `THETAS`, s_a = log mu_a + H: 0 where mu is sure of one token.
+
+    One exponential, of the smallest theta; the others are its squares, the negative ones their inverses.
+
+    Returns: float64, positive thetas from the smallest, then their negatives.
+
+    Example:
+        >>> coin = surprise_cgf(torch.tensor([[0.9, 0.1]]).log())
+        >>> s = torch.tensor([0.9, 0.1]).double().log() + 0.32508297
+        >>> by_hand = (0.9 * (0.5 * s[0]).exp() + 0.1 * (0.5 * s[1]).exp()).log()
+        >>> abs(float(coin[0, THETAS.index(0.5)] - by_hand)) < 1e-6
+        True
+    """
+    log_mu = log_mu.double().log_softmax(-1)  # of float32, masses add up to 1 to 1e-7 only
+    mu = log_mu.exp()
+    surprise = log_mu.clamp(min=-700.0)
+    surprise = surprise - (mu * surprise).sum(-1, keepdim=True)
+    power = (surprise * THETAS[0]).exp_()
+    up, down = [], []
+    for _ in range(len(THETAS) // 2):
+        # Less 1 before the sum: what is left is of second order in theta.
+        up.append((mu * (power - 1)).sum(-1))
+        down.append((mu * (1 / power - 1)).sum(-1))
+        power = power.square()
+    return torch.stack(up + down, dim=1).log1p().clamp(min=0.0)
+
+
+def tail_caps(
+    log_mu: Float[Tensor, "c v"], log_pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
+) -> Float[Tensor, " c"]:
+    """The smallest cap L whose upper end covers the exact KL, if the top 20 of mu were recorded.
+
+        sum over the tail of mu log(mu / pi) - mu + pi  <=  L tanh(L/2) s + (L / tanh(L) - 1) (r - s)
+
+    r and s are what mu and pi have in the tail. The right side is the upper end of a capped interval
+    (`divergence.tail.most_under_cap`), which grows with L; so L is found by halving.
+
+    Returns: nats; 0 where the tail is empty, +inf where no cap helps. Float32.
+    """
+    return _smallest_caps(*_tail_sums(log_mu, log_pi, tokens))
+
+
+def _tail_sums(
+    log_mu: Float[Tensor, "c v"], log_pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """r, s and the left side of `tail_caps`, float64."""
+    known = torch.zeros_like(log_mu, dtype=torch.bool)
+    known.scatter_(1, log_mu.topk(min(TOP, log_mu.shape[1]), dim=-1).indices, True)
+    known.scatter_(1, tokens[:, None], True)
+    # float64 before the exponential: small terms are differences of the masses.
+    log_mu, log_pi = log_mu.double(), log_pi.double()
+    mu, pi = (x.exp().masked_fill(known, 0.0) for x in (log_mu, log_pi))
+    ratio = log_mu - log_pi
+    terms = torch.where(mu > 0, mu * ratio - mu + pi, pi).masked_fill(known, 0.0).sum(-1)
+    return mu.sum(-1), pi.sum(-1), terms
+
+
+def _smallest_caps(
+    r: Float[Tensor, " c"], s: Float[Tensor, " c"], terms: Float[Tensor, " c"]
+) -> Float[Tensor, " c"]:
+    low, high = torch.zeros_like(terms), torch.full_like(terms, 64.0)
+    for _ in range(40):
+        cap = (low + high) / 2
+        enough = cap * (cap / 2).tanh() * s + (cap / cap.tanh() - 1) * (r - s) >= terms  # fmt: skip
+        low, high = low.where(enough, cap), cap.where(enough, high)
+    high = high.where(terms < torch.inf, torch.inf)
+    return high.where(terms > 1e-12, 0.0).float()

@@ -1,0 +1,336 @@
+"""From what an engine drew to `Rollouts`: the checks before and the packing after, for every engine.
+
+An engine file only knows how its backend samples. What may be asked (`check_request`), which
+responses answer the same prompt, how a response ended and where its tokens stand in the packed
+stream (`rollouts_from`) is decided here once, so that two engines cannot differ in it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.engines.base import check_evidence
+from offdrift.engines.output_head import check_states
+from offdrift.errors import EngineError
+from offdrift.records.rollouts import (
+    Evidence,
+    EvidenceKind,
+    FullVocab,
+    HiddenStates,
+    Provenance,
+    Rollouts,
+    Sampling,
+    TopK,
+    pack_sequences,
+)
+
+MIN_TEMPERATURE = 0.01
+"""Below it vLLM clamps in silence and float32 softmax overflows; greedy is `top_k=1`."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Responses of a few consecutive prompts, packed: `n` tokens in `b` sequences."""
+
+    tokens: Int[Tensor, " n"]
+    lengths: Int[Tensor, " b"]
+    logp: Float[Tensor, " n"]
+    evidence: Evidence | None
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    evidence: EvidenceKind,
+    *,
+    vocab_size: int,
+    state_bytes: int,
+    limit_mib: int,
+) -> None:
+    """Refuse a request that no engine should answer, before anything is drawn.
+
+    Args:
+        evidence: what is to be recorded per token.
+        state_bytes: what one hidden state takes.
+        limit_mib: memory that the evidence may take, MiB.
+
+    Raises: `EngineError` naming the prompt or the sampling parameter, its value and the way out.
+    """
+    if not prompts:
+        raise EngineError("prompts is empty; give at least one list of token ids")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise EngineError(f"prompts[{i}] has no tokens; give at least a start token")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            bad = next(t for t in prompt if not 0 <= t < vocab_size)
+            raise EngineError(f"prompts[{i}] has token id {bad}, the vocabulary has {vocab_size}")
+    _check_sampling(sampling, vocab_size)
+    if isinstance(evidence, str) and evidence not in ("full", "hidden", "sampled"):
+        raise EngineError(
+            f'evidence is "full", "hidden", "sampled" or a number of tokens, got {evidence!r}'
+        )
+    if evidence == "hidden" and (sampling.top_k > 0 or sampling.top_p < 1):
+        raise EngineError(
+            'evidence = "hidden" describes the whole distribution, but sampling.top_k = '
+            f"{sampling.top_k} and sampling.top_p = {sampling.top_p} draw from a part of it; sample "
+            'without filters (top_k = 0, top_p = 1), or record evidence = "full"'
+        )
+    check_evidence(
+        evidence,
+        sequences=len(prompts),
+        max_tokens=sampling.max_tokens,
+        vocab_size=vocab_size,
+        state_bytes=state_bytes,
+        limit_mib=limit_mib,
+    )
+
+
+def rollouts_from(
+    draws: Sequence[Draws],
+    prompts: Sequence[Sequence[int]],
+    *,
+    version: int,
+    provenance: Provenance,
+) -> Rollouts:
+    """One batch from the draws of consecutive chunks of `prompts`.
+
+    Equal prompts share a group. A response ended with "stop" if its last token is a stop token.
+
+    Args:
+        version: trainer version of the weights that drew every token, optimizer steps.
+
+    Raises: `EngineError` if a sampled token has a log-prob that is not finite.
+    """
+    tokens = _joined([d.tokens for d in draws])
+    lengths = torch.cat([d.lengths for d in draws])
+    logp = _joined([d.logp for d in draws])
+    cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    _check_finite(logp, cuts, provenance.engine)
+    ended = torch.isin(tokens[cuts[1:] - 1], torch.tensor(provenance.sampling.stop_token_ids))
+    first_seen: dict[tuple[int, ...], int] = {}
+    groups = [first_seen.setdefault(tuple(p), len(first_seen)) for p in prompts]
+    prompt_tokens, prompt_cuts = pack_sequences(prompts)
+    return Rollouts(
+        tokens=tokens,
+        logp_rollout=logp,
+        cu_seqlens=cuts,
+        rollout_version=torch.full_like(tokens, version),
+        prompt_tokens=prompt_tokens,
+        prompt_cu_seqlens=prompt_cuts,
+        group_ids=torch.tensor(groups),
+        finish=tuple("stop" if e else "length" for e in ended.tolist()),
+        provenance=provenance,
+        evidence=_joined_evidence([d.evidence for d in draws]),
+    )
+
+
+def redrawn(
+    rollouts: Rollouts, draws: Sequence[Draws], *, version: int, provenance: Provenance
+) -> Rollouts:
+    """The same tokens with what another engine, or the same one once more, recorded of them.
+
+    Raises: `EngineError` if the engine did not follow the tokens, or one of them is impossible to it.
+    """
+    fresh = rollouts_from(draws, prompts_of(rollouts), version=version, provenance=provenance)
+    if not torch.equal(fresh.tokens, rollouts.tokens.long()):
+        raise EngineError(
+            f"engine {provenance.engine!r} did not follow the tokens that it was given; "
+            "this version of its backend is not supported"
+        )
+    return rollouts.with_(
+        logp_rollout=fresh.logp_rollout,
+        rollout_version=fresh.rollout_version,
+        provenance=provenance,
+        evidence=fresh.evidence,
+    )
+
+
+def prompts_of(rollouts: Rollouts) -> list[list[int]]:
+    """Token ids of every prompt."""
+    cuts = rollouts.prompt_cu_seqlens.diff().tolist()
+    return [p.tolist() for p in rollouts.prompt_tokens.split(cuts)]
+
+
+def responses_of(rollouts: Rollouts) -> list[list[int]]:
+    """Token ids of every response."""
+    return [r.tolist() for r in rollouts.tokens.split(rollouts.lengths.tolist())]
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    t = sampling.temperature
+    if not (math.isfinite(t) and t >= MIN_TEMPERATURE):
+        raise EngineError(
+            f"sampling.temperature = {t}, must be at least {MIN_TEMPERATURE}; "
+            "for greedy decoding use top_k=1, whose log-probs are those of what is drawn"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"sampling.top_p = {sampling.top_p}, must be in (0, 1]; 1 keeps all")
+    if sampling.top_k < 0:
+        raise EngineError(f"sampling.top_k = {sampling.top_k}, must be 0 (keeps all) or more")
+    if sampling.max_tokens < 1:
+        raise EngineError(f"sampling.max_tokens = {sampling.max_tokens}, must be at least 1")
+    for stop in sampling.stop_token_ids:
+        if not 0 <= stop < vocab_size:
+            raise EngineError(
+                f"sampling.stop_token_ids has {stop}, the vocabulary has {vocab_size} tokens"
+            )
+
+
+def _check_finite(logp: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"], engine: str) -> None:
+    bad = (~logp.isfinite()).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        sequence = int(torch.searchsorted(cuts, token, right=True)) - 1
+        raise EngineError(
+            f"engine {engine!r} sampled a token with log-prob {float(logp[token])} "
+            f"(sequence {sequence}); its weights or activations are not finite at this dtype: "
+            "check the weights it was given, or use a wider dtype"
+        )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    # A lone part stays where it is: full-vocabulary rows are too large to copy for nothing.
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _joined_evidence(parts: list[Evidence | None]) -> Evidence | None:
+    full = [p.logp for p in parts if isinstance(p, FullVocab)]
+    top = [p for p in parts if isinstance(p, TopK)]
+    hidden = [p for p in parts if isinstance(p, HiddenStates)]
+    if hidden:
+        return HiddenStates(_joined([p.states for p in hidden]), hidden[0].head)
+    if full:
+        return FullVocab(_joined(full))
+    if top:
+        return TopK(_joined([p.ids for p in top]), _joined([p.logp for p in top]))
+    return None
+
+
+# Drawing, and following tokens that were drawn, as every engine does both: check, draw, pack.
+#
+# How a backend samples is each engine's own (`_draws`); what is refused before, in which pieces it is
+# drawn, and what is said of the result afterwards is the same and stands here.
+
+
+Tokens = Sequence[Sequence[int]]
+"""Token ids of several prompts, or of several responses."""
+
+
+class Drawing(ABC):
+    """An engine's `generate` and `rescore`, made of what its backend can do.
+
+    A subclass sets the attributes, draws, and says what drew.
+    """
+
+    name: str
+    version: int
+    dtype: str
+    quantization: str | None
+    vocab_size: int
+    evidence_limit_mib: int
+    _state_bytes: int  # of one hidden state
+
+    def generate(
+        self,
+        prompts: Tokens,
+        sampling: Sampling,
+        *,
+        seed: int,
+        evidence: EvidenceKind = "sampled",
+    ) -> Rollouts:
+        """One response per prompt, in order; see `Engine.generate`.
+
+        Raises: `EngineError` if the request makes no sense or does not fit this engine, if its
+            evidence outgrows the limit, or if hidden states are asked of a model or a backend that
+            does not show them.
+        """
+        self._check(prompts, sampling, evidence)
+        draws = self._draws(prompts, sampling, evidence, seed=seed)
+        provenance = self._provenance(sampling)
+        return rollouts_from(draws, prompts, version=self.version, provenance=provenance)
+
+    def rescore(
+        self,
+        rollouts: Rollouts,
+        *,
+        evidence: EvidenceKind = "full",
+        sampling: Sampling | None = None,
+    ) -> Rollouts:
+        """The same tokens as this engine would have recorded them; see `Rescores`.
+
+        Raises: `EngineError` as `generate` does, if a filter excludes a token, or if the backend
+            cannot be made to follow tokens.
+        """
+        prompts, responses = prompts_of(rollouts), responses_of(rollouts)
+        sampling = sampling or rollouts.provenance.sampling
+        sampling = replace(sampling, max_tokens=max(map(len, responses)))
+        self._check(prompts, sampling, evidence)
+        draws = self._draws(prompts, sampling, evidence, seed=0, given=responses)
+        return redrawn(rollouts, draws, version=self.version, provenance=self._provenance(sampling))
+
+    @abstractmethod
+    def _draws(
+        self,
+        prompts: Tokens,
+        sampling: Sampling,
+        evidence: EvidenceKind,
+        *,
+        seed: int,
+        given: Tokens | None = None,
+    ) -> list[Draws]:
+        """Draw, or follow the responses that are given; consecutive prompts in each part."""
+
+    @property
+    @abstractmethod
+    def _source(self) -> tuple[str, str]:
+        """The backend's version, and what the model is called."""
+
+    def _check(self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind) -> None:
+        check_request(
+            prompts,
+            sampling,
+            evidence,
+            vocab_size=self.vocab_size,
+            state_bytes=self._state_bytes,
+            limit_mib=self.evidence_limit_mib,
+        )
+
+    def _checked(self, draws: Draws, sampling: Sampling) -> Draws:
+        """The same, once its hidden states have reproduced the log-probs beside them."""
+        assert isinstance(draws.evidence, HiddenStates)
+        check_states(
+            draws.evidence,
+            draws.tokens,
+            draws.logp,
+            temperature=sampling.temperature,
+            engine=self.name,
+        )
+        return draws
+
+    def _provenance(self, sampling: Sampling) -> Provenance:
+        engine_version, model = self._source
+        return Provenance(
+            engine=self.name,
+            engine_version=engine_version,
+            model=model,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            sampling=sampling,
+        )
+
+
+def pieces(count: int, size: int) -> list[slice]:
+    """Consecutive pieces of at most `size`, which together are `count`.
+
+    Example:
+        >>> pieces(5, 2)
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    return [slice(i, min(i + size, count)) for i in range(0, count, size)]

@@ -1,0 +1,283 @@
+"""A rollout engine on Hugging Face transformers: any causal language model, any device.
+
+It keeps its own copy of the model, always in eval mode and without gradient checkpointing, at its
+own dtype and, if asked, with every matrix on an int8 grid. So the trainer may be in train mode, in
+another dtype or several updates ahead: what is sampled is what this copy says, and what is
+recorded is the distribution of the sampler's own scores, after temperature, top-k and top-p.
+
+Reproducible for the same prompts in the same order and the same `batch_size`; in another batch
+the same seed draws other tokens, because the backend draws a whole batch from one random stream.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import transformers
+from jaxtyping import Int
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.utils import logging
+
+from offdrift.divergence.head import Head
+from offdrift.engines.generate import Drawing, Draws, Tokens, pieces
+from offdrift.engines.hf.int8 import int8_grid, matrices
+from offdrift.engines.hf.logits_processors import (
+    PAD,
+    Leader,
+    Recorder,
+    left_padded,
+    response_lengths,
+)
+from offdrift.engines.output_head import compute_head_in, head_input, head_of, kept
+from offdrift.engines.routing import routes_of
+from offdrift.errors import EngineError
+from offdrift.records.rollouts import EvidenceKind, Rollouts, Sampling
+
+
+class TransformersEngine(Drawing):
+    """Rollouts from a copy of a transformers causal language model.
+
+    Args:
+        model_or_path: the model to copy (it is not changed), or a checkpoint folder.
+        dtype: the copy's parameters and arithmetic.
+        quantization: "int8" rounds every matrix (linear layers and fused experts; not embeddings,
+            head, router or norms) to an int8 grid per output channel, at each `load_weights`.
+        batch_size: responses drawn at once.
+        head_dtype: of the output head's arithmetic and logits, for instance "float32"; its weights
+            are those of `dtype`. Absent: `dtype`.
+        attn_implementation: transformers' name, for instance "eager"; absent: the model's own.
+        as_in_training: leave the copy in train mode with gradient checkpointing on, as a trainer has
+            it. Such a model draws from another distribution than it scores; for experiments.
+        evidence_limit_mib: memory that recorded evidence may take, MiB.
+        version: trainer version of the given weights, optimizer steps.
+
+    Raises: `EngineError` if the model cannot generate.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8,
+        ...     num_hidden_layers=1, num_attention_heads=1)
+        >>> engine = TransformersEngine(LlamaForCausalLM(config))
+        >>> rollouts = engine.generate([[1, 2]], Sampling(max_tokens=3), seed=0, evidence="full")
+        >>> rollouts.evidence.logp.shape
+        torch.Size([3, 8])
+    """
+
+    def __init__(
+        self,
+        model_or_path: PreTrainedModel | str,
+        *,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        quantization: Literal["int8"] | None = None,
+        batch_size: int = 64,
+        head_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        attn_implementation: str | None = None,
+        as_in_training: bool = False,
+        evidence_limit_mib: int = 1024,
+        name: str = "transformers",
+        version: int = 0,
+    ) -> None:
+        if isinstance(model_or_path, str):
+            source = AutoModelForCausalLM.from_pretrained(model_or_path, dtype=torch.float32)
+            model = source
+        else:
+            source, model = model_or_path, copy.deepcopy(model_or_path)
+        if not hasattr(model, "generate"):
+            raise EngineError(
+                f"{type(model).__name__} has no generate(); give a transformers causal language "
+                "model (unwrap it first: accelerator.unwrap_model)"
+            )
+        self.name, self.version, self.batch_size = name, version, batch_size
+        self.dtype, self.quantization = dtype, quantization
+        self.evidence_limit_mib = evidence_limit_mib
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        width = getattr(model.get_output_embeddings(), "in_features", None)
+        width = width or model.config.get_text_config().hidden_size
+        self._state_bytes = width * getattr(torch, dtype).itemsize
+        self._rounded = matrices(model) if quantization == "int8" else {}
+        self._head: Head | None = None
+        weights = [(name, weight.detach()) for name, weight in source.named_parameters()]
+        self._model: PreTrainedModel | None = _frozen(model, getattr(torch, dtype))
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
+        if head_dtype is not None:
+            compute_head_in(model, getattr(torch, head_dtype))
+        if as_in_training:
+            model.gradient_checkpointing_enable()
+            model.train()
+        self._expected = _quiet if as_in_training else nullcontext
+        self.load_weights(weights, version=version)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The engine's own copy. Raises `EngineError` once the engine is closed."""
+        if self._model is None:
+            raise EngineError(f"engine {self.name!r} is closed; construct another one")
+        return self._model
+
+    def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
+        """Experts that this copy chooses when it reads these tokens; see `engines.routing`."""
+        return routes_of(self.model, rollouts)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Take all of the trainer's `named_parameters`, cast and rounded; see `Engine`.
+
+        Raises: `EngineError` if a weight is unknown, has another shape, or is missing.
+        """
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        stale = {name for name, _ in self.model.named_parameters()}
+        with torch.no_grad():
+            for name, weight in weights:
+                target = own.get(name)
+                if target is None or target.shape != weight.shape:
+                    raise EngineError(_misfit(name, weight, target, own))
+                dim = self._rounded.get(name)
+                target.copy_(weight if dim is None else int8_grid(weight.float(), dim=dim))
+                stale.discard(name)
+        self._head = None  # batches that were drawn keep the old one
+        if stale:
+            raise EngineError(
+                f"{len(stale)} weights of engine {self.name!r} were not given, the first is "
+                f"{min(stale)}; give all of the trainer's named_parameters()"
+            )
+        self.version = version
+
+    def close(self) -> None:
+        """Free the copy of the model. Idempotent."""
+        self._model = None
+
+    def _draws(
+        self,
+        prompts: Tokens,
+        sampling: Sampling,
+        evidence: EvidenceKind,
+        *,
+        seed: int,
+        given: Tokens | None = None,
+    ) -> list[Draws]:
+        parts = pieces(len(prompts), self.batch_size)
+        with torch.no_grad(), _own_random_stream(self.model.device, seed):
+            return [
+                self._draw(prompts[p], sampling, evidence, None if given is None else given[p])
+                for p in parts
+            ]
+
+    def _draw(
+        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, given: Tokens | None
+    ) -> Draws:
+        if evidence != "hidden":
+            return self._drawn(prompts, sampling, Recorder(evidence), given)
+        self._head = self._head or kept(head_of(self.model))
+        with head_input(self.model) as seen:
+            draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, seen), given)
+        return self._checked(draws, sampling)
+
+    def _drawn(
+        self, prompts: Tokens, sampling: Sampling, recorder: Recorder, given: Tokens | None
+    ) -> Draws:
+        ids, mask = left_padded(prompts, self.model.device)
+        leader = [] if given is None else [Leader(given, self.model.device)]
+        if given is not None:
+            sampling = replace(sampling, max_tokens=max(map(len, given)), stop_token_ids=())
+        with self._expected():
+            output = self.model.generate(  # type: ignore[operator]
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=_generation_config(sampling),
+                logits_processor=LogitsProcessorList([*_filters(sampling), recorder, *leader]),
+            )
+        tokens = output[:, ids.shape[1] :]
+        if given is None:
+            return recorder.draws(tokens, response_lengths(tokens, sampling.stop_token_ids))
+        return recorder.draws(tokens, torch.tensor(list(map(len, given)), device=tokens.device))
+
+    @property
+    def _source(self) -> tuple[str, str]:
+        name = self.model.config.name_or_path or type(self.model).__name__
+        return transformers.__version__, name
+
+
+def _frozen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """In eval mode, at `dtype`, deaf to the settings that a trainer leaves behind."""
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()
+    for parameter in model.parameters():
+        # Parameters only: rotary frequencies are buffers, which real engines keep in float32.
+        parameter.requires_grad_(False).grad = None
+        parameter.data = parameter.data.to(dtype)
+    # generate() fills whatever a request leaves open from here: top_k, penalties, stop tokens.
+    model.generation_config = GenerationConfig()
+    return model.eval()
+
+
+def _generation_config(sampling: Sampling) -> GenerationConfig:
+    """Plain sampling; filters are given as processors, so that the recorder stands behind them."""
+    return GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=sampling.max_tokens,
+        eos_token_id=list(sampling.stop_token_ids) or None,
+        pad_token_id=PAD,
+        use_cache=True,
+    )
+
+
+def _filters(sampling: Sampling) -> Iterator[LogitsProcessor]:
+    if sampling.temperature != 1:
+        yield TemperatureLogitsWarper(float(sampling.temperature))
+    if sampling.top_k:
+        yield TopKLogitsWarper(sampling.top_k)
+    if sampling.top_p < 1:
+        yield TopPLogitsWarper(sampling.top_p)
+
+
+@contextmanager
+def _own_random_stream(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw from `seed` on `device`; the host's random state is as before afterwards."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)
+        for each in cuda:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own warnings that this goes wrong: it is meant to."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _misfit(name: str, weight: Tensor, target: Tensor | None, own: Mapping[str, Tensor]) -> str:
+    if target is None:
+        return (
+            f"weight {name!r} is not one of this model's ({next(iter(own))!r}, ...); "
+            "give the trainer's named_parameters(), unwrapped"
+        )
+    return (
+        f"weight {name!r} has shape {tuple(weight.shape)}, the engine's has "
+        f"{tuple(target.shape)}; the trainer holds another model"
+    )

@@ -1,0 +1,293 @@
+"""What is sent to an inference server and what comes back, in the three dialects that say enough.
+
+- "completions": `/v1/completions` of vLLM, with its `return_token_ids`.
+- "generate": `/inference/v1/generate` of vLLM (`--enable-scale-out`), which also says for every
+  token which weights drew it.
+- "sglang": `/generate` of SGLang.
+
+Token ids go in and token ids come out. A server that answers with text alone is refused: text that
+is tokenized again may become other tokens. Answers are untrusted, so every number in them is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from offdrift.engines.generate import Draws
+from offdrift.errors import EngineError
+from offdrift.records.rollouts import EvidenceKind, FullVocab, Sampling, TopK
+
+API = Literal["completions", "generate", "sglang"]
+
+PATHS = {
+    "completions": "/v1/completions", "generate": "/inference/v1/generate", "sglang": "/generate",
+}  # fmt: skip
+
+FLOOR = -9998.0
+"""JSON has no infinity: servers write -9999 for the log-prob of what was cut off."""
+ROUNDING = 1e-3
+"""Nats above 0 that a log-prob may lie by rounding in half precision."""
+ENTRY = 160
+"""Bytes that one log-prob may take on its way."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response, and what the server said about it."""
+
+    draws: Draws
+    versions: tuple[str, ...]
+    """Labels of the weights that drew it; empty if the server does not say."""
+
+
+def request(
+    api: API,
+    model: str,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    evidence: EvidenceKind,
+    seed: int,
+) -> dict[str, Any]:
+    """The body of one request. Every parameter is sent: servers fill gaps from the model's folder."""
+    likeliest = _likeliest(evidence)
+    filters = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+    }
+    if api == "sglang":
+        filters |= {"top_k": sampling.top_k or -1, "max_new_tokens": sampling.max_tokens, "sampling_seed": seed}  # fmt: skip
+        return {
+            "input_ids": list(prompt), "sampling_params": filters, "return_logprob": True,
+            "logprob_start_len": -1, "top_logprobs_num": likeliest,
+        }  # fmt: skip
+    filters |= {"top_k": sampling.top_k, "max_tokens": sampling.max_tokens, "seed": seed}
+    if api == "completions":
+        return filters | {
+            "model": model, "prompt": list(prompt), "logprobs": likeliest,
+            "return_token_ids": True, "return_tokens_as_token_ids": True,
+        }  # fmt: skip
+    # Here the sampled token counts among those asked for.
+    logprobs = likeliest + 1 if likeliest > 0 else likeliest
+    return {"model": model, "token_ids": list(prompt), "sampling_params": filters | {"logprobs": logprobs, "detokenize": False}}  # fmt: skip
+
+
+def size_limit(prompt: Sequence[int], sampling: Sampling, entries: int) -> int:
+    """Bytes that an honest answer stays under; `entries` log-probs are asked for per token."""
+    return 2**20 + 16 * len(prompt) + sampling.max_tokens * (entries + 2) * ENTRY
+
+
+def read(
+    api: API,
+    content: Any,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    evidence: EvidenceKind,
+    vocab_size: int,
+) -> Answer:
+    """One response from the server's answer.
+
+    Raises: `EngineError` naming the field that is missing, of another type or out of range; or if
+        the response was cut, or ended by a token that ends nothing here.
+    """
+    said = _SAID[api](content, prompt)
+    for i, token in enumerate(said.tokens):
+        if not (_whole(token) and 0 <= token < vocab_size):
+            raise _odd(f"token {i} is {_short(token)}; the vocabulary has {vocab_size} tokens")
+    if len(said.tokens) != len(said.logp):
+        raise _odd(f"{len(said.tokens)} tokens have {len(said.logp)} log-probs")
+    _check_end(said, sampling)
+    logp = torch.tensor([_logp(x) for x in said.logp], dtype=torch.float32)
+    draws = Draws(
+        torch.tensor(said.tokens, dtype=torch.int64),
+        torch.tensor([len(said.tokens)]),
+        logp,
+        _evidence(said, evidence, vocab_size),
+    )
+    return Answer(draws, said.versions)
+
+
+@dataclass(frozen=True)
+class _Said:
+    tokens: list[Any]
+    logp: list[Any]
+    top: list[list[tuple[Any, Any]]]
+    finish: Any
+    reason: Any
+    versions: tuple[str, ...]
+
+
+def _completions(content: Any, prompt: Sequence[int]) -> _Said:
+    choice = _choice(content)
+    logprobs = _field(choice, "logprobs", dict)
+    tokens = _ids(choice)
+    if _field(choice, "prompt_token_ids", list) != list(prompt):
+        raise _odd("prompt_token_ids are not the prompt's: it was tokenized again")
+    if _field(logprobs, "tokens", list) != [f"token_id:{t}" for t in tokens]:
+        raise _odd("logprobs.tokens are not those of token_ids")
+    top = [[(_named(k), v) for k, v in _dict(row).items()] for row in _field(logprobs, "top_logprobs", list)]  # fmt: skip
+    return _Said(tokens, _field(logprobs, "token_logprobs", list), top, choice.get("finish_reason"), choice.get("stop_reason"), ())  # fmt: skip
+
+
+def _generate(content: Any, prompt: Sequence[int]) -> _Said:
+    choice = _choice(content)
+    rows = [_dict(row) for row in _field(_field(choice, "logprobs", dict), "content", list)]
+    tokens = _ids(choice)
+    if [row.get("token_id") for row in rows] != tokens:
+        raise _odd("logprobs.content is not about the tokens of token_ids")
+    top = [[(e.get("token_id"), e.get("logprob")) for e in map(_dict, _field(row, "top_logprobs", list))] for row in rows]  # fmt: skip
+    versions = tuple(str(_dict(s).get("version")) for s in _listed(choice.get("weight_versions")))
+    return _Said(tokens, [row.get("logprob") for row in rows], top, choice.get("finish_reason"), choice.get("stop_reason"), versions)  # fmt: skip
+
+
+def _sglang(content: Any, prompt: Sequence[int]) -> _Said:
+    content = _dict(content)
+    meta = _field(content, "meta_info", dict)
+    rows = [_pair(row) for row in _field(meta, "output_token_logprobs", list)]
+    tokens = content.get("output_ids")
+    tokens = [token for token, _ in rows] if tokens is None else tokens
+    if tokens != [token for token, _ in rows]:
+        raise _odd("output_token_logprobs are not those of output_ids")
+    if meta.get("prompt_tokens") != len(prompt):
+        raise _odd(
+            f"prompt_tokens is {_short(meta.get('prompt_tokens'))} for a prompt of {len(prompt)} tokens"
+        )
+    top = [[_pair(e) for e in _listed(row)] for row in _listed(meta.get("output_top_logprobs"))]
+    finish = _field(meta, "finish_reason", dict)
+    versions = () if meta.get("weight_version") is None else (str(meta["weight_version"]),)
+    return _Said(tokens, [x for _, x in rows], top, finish.get("type"), finish.get("matched"), versions)  # fmt: skip
+
+
+_SAID = {"completions": _completions, "generate": _generate, "sglang": _sglang}
+
+
+def _evidence(said: _Said, evidence: EvidenceKind, vocab_size: int) -> FullVocab | TopK | None:
+    if evidence == "sampled":
+        return None
+    k = vocab_size if evidence == "full" else int(evidence)
+    if len(said.top) != len(said.tokens):
+        raise _odd(f"{len(said.tokens)} tokens have {len(said.top)} lists of likeliest tokens")
+    rows = []
+    for listed in said.top:
+        row: dict[int, float] = {}
+        for token, x in listed:
+            # vLLM names the drawn token again if it is among the likeliest.
+            if _whole(token) and 0 <= token < vocab_size and row.setdefault(token, _logp(x)) != _logp(x):  # fmt: skip
+                raise _odd(f"token {token} is listed with two log-probs")
+        if len(row) < k:
+            raise _odd(f"{len(row)} tokens of the vocabulary are listed where {k} were asked for")
+        rows.append(sorted(row.items(), key=lambda entry: -entry[1])[:k])
+    ids = torch.tensor([[t for t, _ in row] for row in rows], dtype=torch.int32)
+    logp = torch.tensor([[x for _, x in row] for row in rows], dtype=torch.float32)
+    if evidence != "full":
+        return TopK(ids, logp)
+    return FullVocab(torch.empty_like(logp).scatter_(1, ids.long(), logp))
+
+
+def _check_end(said: _Said, sampling: Sampling) -> None:
+    n, finish = len(said.tokens), said.finish
+    if not 0 < n <= sampling.max_tokens:
+        raise _odd(f"the response has {n} tokens, 1 to {sampling.max_tokens} were asked for")
+    if finish not in ("stop", "length"):
+        raise EngineError(
+            f"the server ended a response after {n} tokens with finish_reason = {_short(finish)}: "
+            "it was paused, is shutting down, or takes new weights from somebody else; let it finish "
+            "and draw again"
+        )
+    if any(t in sampling.stop_token_ids for t in said.tokens[:-1]):
+        raise _odd("the response goes on behind a stop token")
+    if n < sampling.max_tokens and said.tokens[-1] not in sampling.stop_token_ids:
+        raise EngineError(
+            f"the server ended a response after {n} of {sampling.max_tokens} tokens at token "
+            f"{said.tokens[-1]} (stop_reason = {_short(said.reason)}), which is no stop token of "
+            "this run; servers add those of the model's generation_config.json: start vLLM with "
+            "--generation-config vllm, SGLang with --sampling-defaults openai, or add the token"
+        )
+
+
+def _likeliest(evidence: EvidenceKind) -> int:
+    if isinstance(evidence, int):
+        return evidence
+    return -1 if evidence == "full" else 0
+
+
+def _choice(content: Any) -> dict[str, Any]:
+    choices = _field(_dict(content), "choices", list)
+    if len(choices) != 1:
+        raise _odd(f"there are {len(choices)} choices, 1 was asked for")
+    return _dict(choices[0])
+
+
+def _ids(choice: dict[str, Any]) -> list[Any]:
+    if not isinstance(choice.get("token_ids"), list):
+        raise EngineError(
+            "the server answers with text and no token_ids; text that is tokenized again may become "
+            "other tokens: use vLLM 0.11 or later (return_token_ids), or SGLang"
+        )
+    return choice["token_ids"]
+
+
+def _field(holder: dict[str, Any], name: str, kind: type) -> Any:
+    value = holder.get(name)
+    if not isinstance(value, kind):
+        raise _odd(f"{name} is {type(value).__name__}, not {kind.__name__}")
+    return value
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise _odd(f"there is {type(value).__name__} where an object belongs")
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    """What may be absent."""
+    if not isinstance(value, list | None):
+        raise _odd(f"there is {type(value).__name__} where a list belongs")
+    return value or []
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    """SGLang's [log-prob, token, text] as token and log-prob."""
+    if not isinstance(value, list) or len(value) < 2:
+        raise _odd(f"a log-prob is {type(value).__name__}, not [log-prob, token, text]")
+    return value[1], value[0]
+
+
+def _named(name: str) -> int | None:
+    digits = name.removeprefix("token_id:")
+    return int(digits) if digits != name and digits.isdecimal() and len(digits) < 10 else None
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _logp(value: Any) -> float:
+    # Whole numbers of JSON may be too large for a float, which comparing does not mind.
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise _odd(f"a log-prob is {_short(value)}")
+    if value > ROUNDING:
+        raise EngineError(
+            f"the server reports {_short(value)} as a log-prob; are these logits? start vLLM with "
+            "--logprobs-mode processed_logprobs"
+        )
+    return -math.inf if value < FLOOR else min(float(value), 0.0)
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
+
+
+def _odd(problem: str) -> EngineError:
+    return EngineError(f"the server's answer cannot be used: {problem}")

@@ -1,0 +1,286 @@
+"""A rollout engine that is a server: vLLM or SGLang, already running, over HTTP.
+
+Every response is a request of its own with a seed of its own, so which token is drawn does not depend
+on how many are asked for at once (SGLang keeps to seeds under --enable-deterministic-inference alone).
+What the server computes with is its own affair and cannot be changed from here; what it says about it
+is recorded. Its weights are changed only if that was asked for (`sync`).
+
+vLLM is tested for real; SGLang against the contract of its 0.5 releases.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from offdrift.engines.generate import check_request, prompts_of, responses_of, rollouts_from
+from offdrift.engines.routing import route_lengths
+from offdrift.engines.server.capabilities import (
+    Mode,
+    check_model,
+    faithful,
+    identify,
+    measured_mode,
+)
+from offdrift.engines.server.client import Server
+from offdrift.engines.server.dialects import API, PATHS, Answer, read, request, size_limit
+from offdrift.engines.server.weights import Weights
+from offdrift.engines.vllm.wire import request_seed, width
+from offdrift.errors import EngineError
+from offdrift.records.rollouts import EvidenceKind, Provenance, Rollouts, Sampling
+
+PROBED = 20
+"""Likeliest tokens from which the kind of log-probs is told: what vLLM gives unless told otherwise."""
+
+
+class OpenAIEngine:
+    """Rollouts from a running server.
+
+    Args:
+        url: of the server, `http://HOST:PORT/v1`.
+        vocab_size: tokens of the model. vLLM without a tokenizer ends when it is given an id beyond.
+        model: name of the model there; absent: the only one that is served.
+        dtype: of weights and activations; "auto" takes what the server says.
+        quantization: must be left out; the server says its own.
+        api: "completions", "generate" or "sglang" (see `openai_wire`); absent: by the server.
+        on_raw: what to do if the log-probs are not those of what is sampled: "refuse", or "record"
+            them with this remark, for an audit.
+        sync: whether `load_weights` may change the server's weights.
+        sync_folder: where weights are put for the server to read; a temporary folder if absent.
+        concurrency: requests under way at once.
+        timeout: seconds for which the server may say nothing; it says nothing while it draws.
+        retries: further tries of a request that the server was too busy for.
+        evidence_limit_mib: memory that recorded evidence may take, MiB.
+        version: trainer version of the weights that the server holds, optimizer steps.
+
+    Raises: `EngineError` if there is no server, no such model, or it computes in another dtype.
+
+    Example:
+        OpenAIEngine("http://127.0.0.1:8000/v1", vocab_size=151936).generate([[1, 2]], sampling, seed=0)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        vocab_size: int,
+        model: str | None = None,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        api: str | None = None,
+        on_raw: str = "refuse",
+        sync: bool = False,
+        sync_folder: str | None = None,
+        concurrency: int = 64,
+        timeout: float | int = 600.0,
+        retries: int = 3,
+        evidence_limit_mib: int = 1024,
+        name: str = "openai",
+        version: int = 0,
+    ) -> None:
+        _check_options(vocab_size, api, on_raw, concurrency, quantization)
+        self.name, self.version, self.vocab_size = name, version, vocab_size
+        self.evidence_limit_mib = evidence_limit_mib
+        self._server = Server(url, timeout=timeout, retries=retries)
+        self.url = self._server.url
+        self.served = identify(self._server, model)
+        if dtype != "auto" and self.served.dtype not in (None, dtype):
+            raise EngineError(
+                f"{self.url} computes in {self.served.dtype}, not in {dtype}; a running server keeps "
+                f'its dtype: say dtype = "{self.served.dtype}", or start it with --dtype {dtype}'
+            )
+        # Half precision is what servers use that say nothing.
+        self.dtype = self.served.dtype or ("bfloat16" if dtype == "auto" else dtype)
+        usual = "sglang" if self.served.software == "sglang" else "completions"
+        self._api: API = cast(API, api or usual)
+        self._on_raw, self._sync, self._concurrency = on_raw, sync, concurrency
+        self._mode: Mode | None = self.served.mode
+        self._weights = Weights(self._server, self.served, folder=sync_folder)
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seed: int,
+        evidence: EvidenceKind = "sampled",
+    ) -> Rollouts:
+        """One response per prompt, in order; see `Engine.generate`.
+
+        Raises: `EngineError` if the request makes no sense, the server refuses or cannot be used,
+            its weights changed meanwhile, or its log-probs are not those of what it samples.
+        """
+        self._check(prompts, sampling, evidence)
+        told = faithful(self._mode_of(prompts[0]), sampling) if not _plain(sampling) else True
+        if not told and self._on_raw == "refuse":
+            raise EngineError(self._raw_words(sampling))
+        return self._drawn(prompts, sampling, seed, evidence, "processed" if told else "raw")
+
+    def logprobs_mode(self, prompt: Sequence[int]) -> Mode:
+        """Which log-probs the server reports: what it says, or else what is measured at a prompt."""
+        return self._mode_of(prompt)
+
+    def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
+        """Experts that the server sends these tokens to when it prefills them; see `routing.Routed`.
+
+        Raises: `EngineError` if the server does not say (`--enable-return-routed-experts`).
+        """
+        if self.served.software != "vllm":
+            raise EngineError(
+                f"routed experts are read from vLLM, and {self.url} is something else"
+            )
+        lengths = route_lengths(rollouts).tolist()
+        led = [(p + r)[:-1] for p, r in zip(prompts_of(rollouts), responses_of(rollouts), strict=True)]  # fmt: skip
+        one = Sampling(1)
+
+        def ask(i: int) -> Tensor:
+            body = request("completions", self.served.model, led[i], one, "sampled", 0)
+            # A prefix that is cached may not be routed again.
+            body["cache_salt"] = uuid.uuid4().hex
+            said = self._server.post(PATHS["completions"], body, limit=2**28)
+            read("completions", said, led[i], one, "sampled", self.vocab_size)
+            return _routes(said["choices"][0].get("routed_experts"), lengths[i])
+
+        return torch.cat(self._each(ask, len(led)))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Give the server the trainer's `named_parameters`; see `Engine`.
+
+        vLLM on CPUs needs `--worker-extension-cls offdrift.engines.server.worker.Worker` to take all.
+
+        Raises: `EngineError` unless the engine was made with `sync`, or if the server takes none.
+        """
+        if not self._sync:
+            raise EngineError(
+                f"{self.url} keeps its weights: this engine was not told that it may change them "
+                "(sync = True)"
+            )
+        self._weights.load(weights, version=version)
+        self.version = version
+
+    def close(self) -> None:
+        """End the connections; the server goes on. Idempotent."""
+        self._closed = True
+        self._server.close()
+
+    def _drawn(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seed: int,
+        evidence: EvidenceKind,
+        logprobs: Literal["processed", "raw"],
+    ) -> Rollouts:
+        entries = width(evidence, self.vocab_size)
+
+        def ask(i: int) -> Answer:
+            body = request(self._api, self.served.model, prompts[i], sampling, evidence, request_seed(seed, i))  # fmt: skip
+            limit = size_limit(prompts[i], sampling, entries)
+            said = self._server.post(PATHS[self._api], body, limit=limit)
+            check_model(said, self.served)
+            return read(self._api, said, prompts[i], sampling, evidence, self.vocab_size)
+
+        self._weights.check()
+        answers = self._each(ask, len(prompts))
+        self._weights.check(v for a in answers for v in a.versions)
+        provenance = Provenance(
+            engine=self.name,
+            engine_version=f"{self.served.software} {self.served.version}",
+            model=self.served.root,
+            dtype=self.dtype,
+            quantization=self.served.quantization,
+            sampling=sampling,
+            logprobs=logprobs,
+        )
+        draws = [a.draws for a in answers]
+        return rollouts_from(draws, prompts, version=self.version, provenance=provenance)
+
+    def _each(self, ask: Callable[[int], Any], count: int) -> list[Any]:
+        """Answers in order; the first failure, or Ctrl-C, stops what has not begun."""
+        with ThreadPoolExecutor(min(self._concurrency, count)) as threads:
+            asked = [threads.submit(ask, i) for i in range(count)]
+            try:
+                wait(asked, return_when=FIRST_EXCEPTION)
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+        failed = next((f for f in asked if not f.cancelled() and f.exception()), None)
+        return [f.result() for f in ([failed] if failed else asked)]
+
+    def _mode_of(self, prompt: Sequence[int]) -> Mode:
+        if self._mode is None:
+            k = min(PROBED, self.vocab_size)
+            measured = measured_mode(lambda s: self._drawn([prompt], s, 0, k, "raw"))
+            if measured is None:
+                return "raw"  # nothing can be said at this prompt; the next one is asked again
+            self._mode = measured
+        return self._mode
+
+    def _raw_words(self, sampling: Sampling) -> str:
+        how = f"temperature = {sampling.temperature}, top_k = {sampling.top_k}, top_p = {sampling.top_p}"  # fmt: skip
+        return (
+            f"the log-probs of {self.url} are {self._mode or 'raw, it seems'}: not those of what is "
+            f"sampled with {how}; start vLLM with --logprobs-mode processed_logprobs (SGLang knows of "
+            'no filters), sample without, or say on_raw = "record" to audit it as it is'
+        )
+
+    def _check(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind
+    ) -> None:
+        if self._closed:
+            raise EngineError(f"engine {self.name!r} is closed; construct another one")
+        if evidence == "hidden":
+            raise EngineError('a server gives no hidden states; record evidence = "full", or 20')
+        check_request(prompts, sampling, evidence, vocab_size=self.vocab_size, state_bytes=0, limit_mib=self.evidence_limit_mib)  # fmt: skip
+        longest, most = max(map(len, prompts)), self.served.max_model_len
+        if most is not None and longest + sampling.max_tokens > most:
+            raise EngineError(
+                f"a prompt of {longest} tokens and sampling.max_tokens = {sampling.max_tokens} exceed "
+                f"the {most} tokens that {self.url} serves; shorten either"
+            )
+
+
+def _plain(sampling: Sampling) -> bool:
+    return faithful("raw", sampling)
+
+
+def _routes(encoded: Any, positions: int) -> Int[Tensor, "p layers k"]:
+    if not isinstance(encoded, str):
+        raise EngineError(
+            "the server does not say its routing; start vLLM with --enable-return-routed-experts (a "
+            "dense model has none)"
+        )
+    try:
+        found = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise EngineError(f"routed_experts cannot be read: {error}") from error
+    if found.ndim != 3 or len(found) != positions or found.dtype.kind not in "iu":
+        raise EngineError(
+            f"routed_experts has shape {found.shape} and dtype {found.dtype}; {positions} positions "
+            "of whole numbers by layer and choice were expected"
+        )
+    return torch.from_numpy(found.astype(np.int64))
+
+
+def _check_options(
+    vocab_size: int, api: str | None, on_raw: str, concurrency: int, quantization: str | None
+) -> None:
+    if vocab_size < 1 or concurrency < 1:
+        raise EngineError(f"vocab_size = {vocab_size} and concurrency = {concurrency} must be 1 or more")  # fmt: skip
+    if api is not None and api not in PATHS:
+        raise EngineError(f"api = {api!r}; there are {', '.join(PATHS)}")
+    if on_raw not in ("refuse", "record"):
+        raise EngineError(f'on_raw = {on_raw!r}; say "refuse" or "record"')
+    if quantization is not None:
+        raise EngineError(
+            f"quantization = {quantization!r}: a running server keeps its own; leave it out"
+        )

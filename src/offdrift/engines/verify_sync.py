@@ -1,0 +1,396 @@
+"""Does the engine really hold the trainer's weights after a synchronisation?
+
+Loading the same weights again proves nothing: a head or an expert layer that ignores every update
+still agrees with weights that never changed. `verify_sync` therefore changes the trainer's weights,
+one group after another, loads them, lets the engine sample and asks the trainer about the tokens.
+A group that stayed behind shows as a difference far above the noise between the two engines.
+`check_sync` is the cheap check for every later synchronisation.
+
+All differences are mean |log-prob of the engine - log-prob of the trainer| on tokens that the
+engine sampled, in nats per token, without top-k or top-p: filters are not the weights' doing. What
+cannot be seen is one stale tensor among many whose share of its group's effect drowns in
+`GroupSync.limit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from offdrift.engines.base import Engine
+from offdrift.engines.score import score
+from offdrift.errors import SyncError
+from offdrift.records.rollouts import Provenance, Rollouts, Sampling
+
+FLOAT32_CAP = 1e-3
+HALF_CAP = 0.25
+QUANTIZED_CAP = 0.5
+"""Largest difference with the weights just loaded, by the coarser side's precision, nats per token.
+Measured on tiny models with a sharp distribution: up to 1e-6, 0.02 and 0.18."""
+
+EFFECT_TO_NOISE = 15.0
+"""A perturbation must move the trainer's own log-probs by this many times the noise."""
+LIMIT_TO_NOISE = 5.0
+LIMIT_TO_EFFECT = 0.15
+"""A group is stale if the difference exceeds both: this many times the noise (which grows a little
+under perturbed weights), and this share of what a group left behind would show."""
+DRIFT_TO_NOISE = 10.0
+"""Later synchronisations may differ by this many times the first noise, never above the cap."""
+FRACTIONS = (0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
+"""Sizes of the perturbation tried, in root-mean-squares of each tensor."""
+PROBE_TOKENS = 16
+"""Tokens sampled per probe prompt at most."""
+
+ONE_TOKEN = 1.0
+"""Nats that a single token may contribute to the cheap check: a router that flips on one token in a
+hundred moves it by ten nats and says nothing about weights, which move nearly every token."""
+
+GROUPS = ("embeddings", "attention", "mlp", "norms")
+
+
+@dataclass(frozen=True)
+class GroupSync:
+    """What became of one group of weights when it was changed and loaded; nats per token."""
+
+    name: str
+    fraction: float
+    """Size of the perturbation, in root-mean-squares of each tensor."""
+    effect: float
+    """How far it moved the trainer's own log-probs: what a stale group would show, about."""
+    gap: float
+    """How far engine and trainer are apart after loading it."""
+    limit: float
+    """Where a gap starts to mean that something stayed behind."""
+    conclusive: bool
+    """Whether the perturbation rose far enough above the noise to tell."""
+
+    @property
+    def stale(self) -> bool:
+        return self.gap > self.limit
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Evidence that a synchronisation reaches every group of weights; nats per token."""
+
+    engine: str
+    tokens: int
+    """Tokens compared per measurement."""
+    noise: float
+    """Difference between engine and trainer with the same weights."""
+    cap: float
+    groups: tuple[GroupSync, ...]
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Groups that stayed behind."""
+        return tuple(g.name for g in self.groups if g.stale)
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """Groups of which nothing can be said: their effect never rose above the noise."""
+        return tuple(g.name for g in self.groups if not g.conclusive)
+
+
+def verify_sync(
+    engine: Engine,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    seed: int,
+) -> SyncReport:
+    """Prove on a few prompts that `engine.load_weights` takes all of the trainer's weights.
+
+    Each group of weights w becomes w + f rms(w) N(0, 1), f growing until the trainer's log-probs
+    move by `EFFECT_TO_NOISE` times the noise; engine and trainer must still agree then. The
+    trainer's weights are restored bit for bit and the engine gets them again, whatever happens.
+
+    Args:
+        model: the trainer's model; its `named_parameters` are what is loaded.
+        prompts: probe prompts, a handful; their number times `PROBE_TOKENS` tokens are compared.
+        sampling: of the run; the probe drops its filters and stop tokens.
+        seed: of the perturbations and the samples.
+
+    Returns: noise, cap and what each group showed.
+
+    Raises: `SyncError` naming the groups that stayed behind, with the differences in nats.
+    """
+    report = examine_sync(engine, model, prompts, sampling, seed=seed)
+    if report.stale:
+        raise SyncError(_left_behind(engine.name, report.noise, report.groups))
+    return report
+
+
+def examine_sync(
+    engine: Engine,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    seed: int,
+) -> SyncReport:
+    """What `verify_sync` does, reporting groups that stayed behind instead of refusing them.
+
+    Raises: `SyncError` if the two sides differ by more than their precision explains as soon as the
+        weights are loaded: then no perturbation can say more.
+    """
+    probe = _Probe(engine, model, prompts, sampling, seed)
+    version = engine.version
+    with _evaluating(model):
+        try:
+            rollouts, before = probe.synchronised()
+            noise, cap = _gap(rollouts, before), precision_cap(rollouts.provenance, model)
+            groups = weight_groups(model)
+            # Also refuses NaN.
+            if not noise <= cap:
+                raise SyncError(_mismatch(engine.name, noise, cap, _suspects(probe, groups, cap)))
+            found = tuple(
+                _verify_group(probe, name, groups[name], rollouts, before, noise=noise)
+                for name in GROUPS
+                if groups[name]
+            )
+        finally:
+            engine.load_weights(model.named_parameters(), version=version)
+    return SyncReport(engine.name, len(rollouts.tokens), noise, cap, found)
+
+
+def check_sync(
+    engine: Engine,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    seed: int,
+    baseline: SyncReport,
+) -> float:
+    """The cheap check after a later synchronisation: sample, score, compare.
+
+    Args:
+        baseline: what `verify_sync` reported at the start of the run.
+
+    Returns: the difference in nats per token, single tokens counted up to `ONE_TOKEN`; at most
+        min(cap, max(`DRIFT_TO_NOISE` noise, cap/10)).
+
+    Raises: `SyncError` if it is larger.
+    """
+    limit = min(baseline.cap, max(DRIFT_TO_NOISE * baseline.noise, baseline.cap / 10))
+    with _evaluating(model):
+        rollouts, logp = _Probe(engine, model, prompts, sampling, seed).compared()
+    gap = _gap(rollouts, logp, ceiling=ONE_TOKEN)
+    if not gap <= limit:
+        raise SyncError(
+            f"engine {engine.name!r} and trainer differ by {gap:.3g} nats per token after a "
+            f"synchronisation at version {engine.version}; the limit is {limit:.3g}, the first "
+            f"difference was {baseline.noise:.3g}. Either the engine did not take these weights, "
+            "or its precision no longer suffices for them: run verify_sync to tell which"
+        )
+    return gap
+
+
+def precision_cap(provenance: Provenance, model: nn.Module) -> float:
+    """The cap that fits the coarser of engine and trainer, nats per token."""
+    if provenance.quantization is not None:
+        return QUANTIZED_CAP
+    trainer = next(model.parameters()).dtype
+    exact = provenance.dtype == "float32" and trainer in (torch.float32, torch.float64)
+    return FLOAT32_CAP if exact else HALF_CAP
+
+
+def weight_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The model's weights by what they do: `GROUPS`, each perhaps empty; shared ones once."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    embedding = {id(p) for m in tables for p in m.parameters(recurse=False)}
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
+    for name, weight in model.named_parameters():
+        if id(weight) in embedding:
+            group = "embeddings"
+        elif "norm" in name or "ln_" in name:
+            group = "norms"
+        else:
+            group = "attention" if "attn" in name or "attention" in name else "mlp"
+        groups[group].append(weight)
+    return groups
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """The question asked again and again: what does each side say about the engine's tokens?"""
+
+    engine: Engine
+    model: nn.Module
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    seed: int
+
+    def synchronised(self) -> tuple[Rollouts, Tensor]:
+        """Load the trainer's weights into the engine, then compare."""
+        self.engine.load_weights(self.model.named_parameters(), version=self.engine.version)
+        return self.compared()
+
+    def compared(self) -> tuple[Rollouts, Tensor]:
+        """What the engine samples now, and the trainer's log-probs of it."""
+        plain = replace(
+            self.sampling,
+            max_tokens=min(self.sampling.max_tokens, PROBE_TOKENS),
+            top_k=0,
+            top_p=1.0,
+            stop_token_ids=(),
+        )
+        rollouts = self.engine.generate(self.prompts, plain, seed=self.seed)
+        return rollouts, self.scored(rollouts)
+
+    @torch.no_grad()
+    def scored(self, rollouts: Rollouts) -> Float[Tensor, " n"]:
+        """The trainer's log-probs of these tokens, at the sampling temperature."""
+        return score(self.model, rollouts, temperature=self.sampling.temperature).logp.cpu()
+
+
+def _verify_group(
+    probe: _Probe,
+    name: str,
+    weights: list[nn.Parameter],
+    rollouts: Rollouts,
+    before: Float[Tensor, " n"],
+    *,
+    noise: float,
+) -> GroupSync:
+    fraction, effect, wanted = FRACTIONS[0], math.nan, EFFECT_TO_NOISE * noise
+    with _restored(weights) as originals:
+        while True:
+            _perturb(weights, originals, fraction=fraction, seed=probe.seed)
+            effect = _mean_abs(probe.scored(rollouts) - before)
+            if effect >= wanted or fraction == FRACTIONS[-1]:
+                break
+            fraction = _larger(fraction, effect, wanted)
+        gap = _gap(*probe.synchronised())
+    limit = max(LIMIT_TO_NOISE * noise, LIMIT_TO_EFFECT * effect)
+    return GroupSync(name, fraction, effect, gap, limit, effect >= wanted)
+
+
+def _larger(fraction: float, effect: float, wanted: float) -> float:
+    """The next size to try: where an effect in proportion to it suffices, the largest if none does.
+
+    A skipped size would have fallen short, unless the effect grows faster than in proportion.
+
+    Example:
+        >>> _larger(0.02, effect=0.1, wanted=0.75)
+        0.16
+    """
+    enough = (f for f in FRACTIONS if f > fraction and f * effect >= fraction * wanted)
+    return next(enough, FRACTIONS[-1])
+
+
+def _suspects(probe: _Probe, groups: dict[str, list[nn.Parameter]], cap: float) -> list[str]:
+    """Groups without which the two sides agree: zeros look the same however they are laid out.
+
+    Only what adds to the residual stream can be taken out; without embeddings or norms every
+    token is equally likely, which any pair of engines would agree on.
+    """
+    guilty = []
+    for name in ("attention", "mlp"):
+        with _restored(groups[name]), torch.no_grad():
+            for weight in groups[name]:
+                weight.zero_()
+            if groups[name] and _gap(*probe.synchronised()) <= cap:
+                guilty.append(name)
+    return guilty
+
+
+@torch.no_grad()
+def _perturb(
+    weights: list[nn.Parameter], originals: list[Tensor], *, fraction: float, seed: int
+) -> None:
+    """w <- w0 + fraction rms(w0) N(0, 1); a tensor of zeros takes the largest rms of the group."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [float(w.float().square().mean().sqrt()) for w in originals]
+    for weight, original, size in zip(weights, originals, sizes, strict=True):
+        noise = torch.randn(original.shape, generator=generator).to(original)
+        weight.copy_(original + fraction * (size or max(sizes)) * noise)
+
+
+@contextmanager
+def _restored(weights: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Copies of the weights, which are put back bit for bit afterwards."""
+    originals = [w.detach().clone() for w in weights]
+    try:
+        yield originals
+    finally:
+        with torch.no_grad():
+            for weight, original in zip(weights, originals, strict=True):
+                weight.copy_(original)
+
+
+@contextmanager
+def perturbed(model: nn.Module, *, fraction: float, seed: int) -> Iterator[None]:
+    """The model with every weight w at w + fraction rms(w) N(0, 1), and afterwards as it was.
+
+    Args:
+        fraction: of the root-mean-square of each tensor, 1.
+
+    Example:
+        with perturbed(model, fraction=0.02, seed=0):
+            engine.load_weights(model.named_parameters(), version=1)
+    """
+    groups = [weights for weights in weight_groups(model).values() if weights]
+    with ExitStack() as stack:
+        for i, weights in enumerate(groups):
+            originals = stack.enter_context(_restored(weights))
+            _perturb(weights, originals, fraction=fraction, seed=seed + i)
+        yield
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and back to the mode each was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _gap(rollouts: Rollouts, logp: Float[Tensor, " n"], *, ceiling: float = float("inf")) -> float:
+    """Mean difference per token, of which a single token contributes at most `ceiling` nats."""
+    difference = (rollouts.logp_rollout - logp).abs()
+    return _mean_abs(torch.where(difference > ceiling, ceiling, difference))
+
+
+def _mean_abs(difference: Float[Tensor, " n"]) -> float:
+    return float(difference.abs().mean())
+
+
+def _mismatch(engine: str, noise: float, cap: float, suspects: list[str]) -> str:
+    where = (
+        f"without the {' or '.join(suspects)} weights they agree, so those are not taken as they are"
+        if suspects
+        else "no single group explains it: another model, missing weights, or raw log-probs"
+    )
+    return (
+        f"engine {engine!r} and trainer differ by {noise:.3g} nats per token right after "
+        f"load_weights, the cap at this precision is {cap:.3g}; {where}. Do not train on these "
+        "rollouts: use another engine version, or construct the engine anew from a checkpoint"
+    )
+
+
+def _left_behind(engine: str, noise: float, groups: tuple[GroupSync, ...]) -> str:
+    shown = "; ".join(
+        f"{g.name}: differ by {g.gap:.3g} nats per token after a change worth {g.effect:.3g} "
+        f"(limit {g.limit:.3g})"
+        for g in groups
+        if g.stale
+    )
+    return (
+        f"engine {engine!r} keeps old weights although load_weights returned: {shown}; noise with "
+        f"equal weights {noise:.3g}. Do not train on these rollouts: use another engine version, "
+        "or construct the engine anew from a checkpoint at every update"
+    )

@@ -1,0 +1,340 @@
+"""Start and end vLLM engines that live in one process, one after another or side by side.
+
+Nothing here imports vLLM; its modules are given.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offdrift.engines.isolation import host_kept
+from offdrift.engines.vllm.generate import VLLMDraws
+from offdrift.errors import EngineError, NotOfferedError
+
+
+def build(
+    vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **options: Any
+) -> Any:
+    """A `vllm.LLM` that reports processed log-probs, or an error that says why there is none.
+
+    Args:
+        parallel_state: `vllm.distributed.parallel_state`.
+        core: `vllm.v1.engine.core`.
+        options: of `vllm.LLM`; None leaves the choice to it.
+
+    Raises: `EngineError` if the model cannot be loaded so, or other log-probs are reported;
+        `NotOfferedError`, which is one, if vLLM has no kernel for it on this machine.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        with own_groups(parallel_state):
+            llm = vllm.LLM(
+                path,
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                max_logprobs=-1,
+                seed=0,
+                use_tqdm_on_load=False,
+                **given,
+            )
+    except Exception as error:
+        why = str(error).rstrip(".")
+        if isinstance(error, NotImplementedError):
+            raise NotOfferedError(
+                f"not offered on this machine: {why} (vLLM {vllm.__version__} with {given}); "
+                "try another dtype or quantization"
+            ) from error
+        raise EngineError(
+            f"vLLM {vllm.__version__} cannot load {path} with {given}: {why}; "
+            "try another dtype or quantization"
+        ) from error
+    mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
+    if mode != "processed_logprobs":
+        shut_down(llm, core, keep=True)
+        raise EngineError(
+            f"vLLM reports {mode}, not the log-probs of the distribution that it samples; "
+            "install the pinned version with `make install-vllm`"
+        )
+    return llm
+
+
+def shut_down(llm: Any, core: ModuleType, *, keep: bool) -> None:
+    """End an engine; `keep` the process groups that others still use."""
+    with world_kept(core, keep=keep):
+        llm.llm_engine.engine_core.shutdown()
+
+
+def quantization_label(quantization: str | None, kv_cache_dtype: str) -> str | None:
+    """What a record says of both.
+
+    Example:
+        >>> quantization_label("fp8_per_channel", "fp8"), quantization_label(None, "auto")
+        ('fp8_per_channel+kv_fp8', None)
+    """
+    parts = [quantization, None if kv_cache_dtype == "auto" else f"kv_{kv_cache_dtype}"]
+    return "+".join(p for p in parts if p) or None
+
+
+@contextmanager
+def own_groups(parallel_state: ModuleType) -> Iterator[None]:
+    """Let a new engine make its own groups; if it fails, earlier engines find theirs again.
+
+    Those of an earlier engine lack what a mixture-of-experts model needs.
+
+    Args:
+        parallel_state: `vllm.distributed.parallel_state`.
+    """
+    kinds = parallel_state.GroupCoordinator
+    groups = {
+        name: group
+        for name, group in vars(parallel_state).items()
+        if isinstance(group, kinds) and name != "_WORLD"
+    }
+    for name in groups:
+        setattr(parallel_state, name, None)
+    try:
+        yield
+    except BaseException:
+        for name, group in groups.items():
+            setattr(parallel_state, name, group)
+        raise
+
+
+@contextmanager
+def world_kept(core: ModuleType, *, keep: bool) -> Iterator[None]:
+    """Shut an engine down without ending the process groups that others still use.
+
+    Args:
+        core: `vllm.v1.engine.core`.
+        keep: whether others do.
+    """
+    name = "cleanup_dist_env_and_memory"
+    clean_up = getattr(core, name)
+    if keep:
+        setattr(core, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(core, name, clean_up)
+
+
+# A rollout engine on vLLM, in this process. The only file that imports vllm.
+#
+# Log-probs come through vLLM's public interface, as processed log-probs: those of the distribution
+# after temperature, top-k and top-p. What vLLM does to its host is undone (random state, a replaced
+# `torch.set_num_threads`), and what it forgets in a weight synchronisation on CPUs is repaired
+# (`load_weights`); `offdrift.engines.verify_sync` checks that nothing else was forgotten.
+#
+# Every request has its own random stream, so which token is drawn does not depend on what else is in
+# the batch, up to the arithmetic of the kernels, which may.
+
+
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+_live: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
+
+
+class VLLMEngine(VLLMDraws):
+    """Rollouts from vLLM, in this process and, unless asked otherwise, without compilation.
+
+    Args:
+        path: checkpoint folder.
+        dtype: of weights and activations; "auto" leaves the choice to vLLM.
+        quantization: vLLM's name, for instance "fp8_per_channel".
+        kv_cache_dtype: "auto" is `dtype`; "fp8" makes the cache a source of mismatch (on CPUs only
+            those with AVX-512 or AMX offer it).
+        max_model_len: longest prompt and response together, tokens; absent: what the model allows.
+        max_num_seqs: responses drawn at once.
+        enforce_eager: False compiles the model: a slower start, other kernels.
+        enable_prefix_caching: keep keys and values of prompts between requests; absent: vLLM's choice.
+        max_num_batched_tokens: tokens of one step; longer prompts are prefilled in chunks. Absent:
+            vLLM's choice, and no chunks on CPUs, where vLLM cannot draw from seeds beside them
+            (`rescore`, which draws nothing, can).
+        head_dtype: of the output head's arithmetic, for instance "float32"; absent: `dtype`.
+        attention_backend: vLLM's name, for instance "FLASH_ATTN"; on CPUs there is one alone.
+        evidence_limit_mib: memory that recorded evidence may take, MiB; also, about, what vLLM's
+            own lists of log-probs may take at any one time.
+        version: trainer version of the weights at `path`, optimizer steps.
+
+    Raises: `EngineError` if vLLM is missing, cannot load the model so, or cannot say the
+        log-probs of the distribution that it samples; `NotOfferedError`, which is one, if vLLM has
+        no kernel for the options on this machine.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str = "bfloat16",
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        enforce_eager: bool = True,
+        enable_prefix_caching: bool | None = None,
+        max_num_batched_tokens: int | None = None,
+        head_dtype: str | None = None,
+        attention_backend: str | None = None,
+        evidence_limit_mib: int = 1024,
+        name: str = "vllm",
+        version: int = 0,
+    ) -> None:
+        self.name, self.version, self.path = name, version, str(path)
+        self.evidence_limit_mib = evidence_limit_mib
+        self.quantization = quantization_label(quantization, kv_cache_dtype)
+        self._compiled = not enforce_eager
+        # vLLM starts a process group of one where there is none; the last engine in it ends it.
+        started = torch.distributed.is_initialized()
+        self._owns_world = not started or any(e._owns_world for e in _live)
+        vllm = _import_vllm()
+        self.engine_version = vllm.__version__
+        self._params = vllm.SamplingParams
+        self._chunk = max_num_batched_tokens if is_cpu() else None
+        with host_kept(compiling=self._compiled):
+            self._llm = build(
+                vllm,
+                *_modules(),
+                self.path,
+                dtype=dtype,
+                quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                enforce_eager=enforce_eager,
+                enable_prefix_caching=enable_prefix_caching,
+                max_num_batched_tokens=max_num_batched_tokens,
+                hf_overrides=head_dtype and {"head_dtype": head_dtype},
+                attention_config=attention_backend and {"backend": attention_backend},
+                # A seeded request whose prompt is incomplete ends the engine on CPUs.
+                enable_chunked_prefill=False if is_cpu() and self._chunk is None else None,
+            )
+        config = self._llm.llm_engine.vllm_config.model_config
+        self.dtype = str(config.dtype).removeprefix("torch.")
+        self.vocab_size = config.get_vocab_size()
+        self.max_model_len = config.max_model_len
+        self._state_bytes = config.get_hidden_size() * config.dtype.itemsize
+        _live.add(self)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Take the trainer's `named_parameters`, all of them; see `Engine`.
+
+        vLLM's own reload leaves a tied output head and mixture-of-experts layers wrong on CPUs;
+        they are repacked here, and cached prefixes of the old weights are dropped.
+
+        Raises: `EngineError` if no weight was given.
+        """
+        count = 0
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal count
+            for name, weight in weights:
+                count += 1
+                yield name, weight.detach()
+
+        with host_kept():
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+            if not count:
+                raise EngineError(
+                    f"no weights were given to engine {self.name!r}; an iterator that was already "
+                    "used up? pass model.named_parameters() afresh"
+                )
+            repacked(self.llm)
+            self.llm.reset_prefix_cache()
+        self._head = None  # batches that were drawn keep the old one
+        self.version = version
+
+    def close(self) -> None:
+        """Shut vLLM down and free its weights and cache. Idempotent."""
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        _live.discard(self)
+        shut_down(llm, _modules()[1], keep=bool(_live) or not self._owns_world)
+        del llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Left to itself, vLLM's own finalizer would also end the process groups of others. (When the
+        # process ends, modules may already be gone: hence the argument.)
+        if not is_finalizing() and getattr(self, "_llm", None) is not None:
+            self.close()
+
+
+def repacked(llm: Any) -> None:
+    """`repack` of the model inside an in-process `vllm.LLM`."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    repack(getattr(worker, "worker", worker).model_runner)
+
+
+def repack(runner: Any) -> None:
+    """Redo what vLLM's CPU kernels derive from weights and its reload does not.
+
+    A tied output head multiplies with a packed copy, and expert kernels expect packed weights;
+    the reload writes the one into the original only and the other unpacked.
+
+    Args:
+        runner: the `model_runner` of a vLLM worker.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    with torch.no_grad(), set_current_vllm_config(runner.vllm_config):
+        for module in runner.model.modules():
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None and hasattr(module, "w13_weight"):
+                kernel.fused_experts.process_weights_after_loading(module)
+
+
+def _import_vllm() -> Any:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        with host_kept():
+            import vllm
+    except ImportError as error:
+        raise EngineError(
+            f"vLLM cannot be imported ({error}); install it with `make install-vllm`, "
+            'or use the "transformers" engine'
+        ) from error
+    return vllm
+
+
+def _modules() -> tuple[Any, Any]:
+    """Where vLLM keeps its process groups, and its engine core."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.engine import core
+
+    return parallel_state, core
+
+
+def is_cpu() -> bool:
+    """Whether vLLM computes on CPUs here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

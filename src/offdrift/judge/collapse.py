@@ -1,0 +1,194 @@
+"""Will this run collapse? The minimum sufficient diagnostic of problem 2: features, labels, AUROC.
+
+The survey conjectures that four rolling features predict collapse within 200 updates. Here is what
+is needed to test that on logged runs: the features, the label, and the score of any predictor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from offdrift.judge.context import Row
+from offdrift.judge.window import number
+
+DROP, RECOVERY, SPIKE, HORIZON, ROLLING = 0.3, 100, 10.0, 200, 100
+FEATURES = ("chi2_token_p95", "ess_seq_frac", "clip_frac", "response_length")
+
+
+class Features(NamedTuple):
+    """z_t: one row of features per step; NaN where the log had none."""
+
+    chi2_token_p95: float
+    """95th percentile over the window of the per-step chi2_token (linear interpolation)."""
+    ess_seq_frac: float
+    """Effective share of sequences at this step, untruncated weights."""
+    clip_frac: float
+    response_length: float
+    """Mean over the window, tokens."""
+
+
+class FeatureRecorder:
+    """Records z_t step by step, in memory of the window alone.
+
+    Unverified: the source names the percentile and does not define it; this is the rolling window's.
+
+    Args:
+        window: steps that the percentile and the mean length are taken over.
+
+    Example:
+        >>> recorder = FeatureRecorder(window=5)
+        >>> for x in (0.01, 0.02, 0.03, 0.05, 0.9):
+        ...     z = recorder.update({"mismatch/chi2_token": x})
+        >>> round(z.chi2_token_p95, 2)
+        0.73
+    """
+
+    def __init__(self, window: int = 20) -> None:
+        self._chi2: deque[float] = deque(maxlen=window)
+        self._length: deque[float] = deque(maxlen=window)
+
+    def update(self, row: Row) -> Features:
+        """The features after one more step."""
+        for values, names in (
+            (self._chi2, ("mismatch/chi2_token", "full/chi2_token")),
+            (self._length, ("response/length_mean",)),
+        ):
+            if (x := _first(row, names)) is not None:
+                values.append(x)
+        ess = _first(row, ("mismatch/ess_seq_frac", "full/ess_seq_frac"))
+        clip = _first(row, ("objective/clip_frac_active", "staleness/clip_frac"))
+        return Features(
+            float(np.percentile(self._chi2, 95)) if self._chi2 else math.nan,
+            math.nan if ess is None else ess,
+            math.nan if clip is None else clip,
+            float(np.mean(self._length)) if self._length else math.nan,
+        )
+
+
+def _first(row: Row, names: Sequence[str]) -> float | None:
+    return next((x for n in names if (x := number(row, n)) is not None), None)
+
+
+class Collapse(NamedTuple):
+    """When a run collapsed, and how that shows."""
+
+    step: int | None
+    """Index of the row at which it began; None if it never did."""
+    how: str
+
+
+def collapse(
+    rewards: Sequence[float],
+    grad_norms: Sequence[float] = (),
+    *,
+    recovery: int = RECOVERY,
+) -> Collapse:
+    """Whether and when a run collapsed.
+
+        reward   falls >= 30 % from its running best and stays there for `recovery` updates
+        spike    gradient norm > 10 x its rolling median, and the reward then falls by >= 30 % of what
+                 it was within `recovery` updates
+
+    A fall with fewer than `recovery` updates left is not decided, and does not count. Smooth noisy
+    rewards first. Non-finite numbers are passed over.
+
+    Args:
+        rewards: mean reward of each update, positive where the run is healthy.
+        grad_norms: global gradient norms of the same updates, if logged.
+        recovery: updates within which a run may recover.
+
+    Example:
+        >>> collapse([1.0] * 10 + [0.65] * 100)
+        Collapse(step=10, how='reward')
+        >>> collapse([1.0] * 10 + [0.65] * 50 + [0.95] * 50).step is None
+        True
+    """
+    found = [*_falls(rewards, recovery), *_spikes(rewards, grad_norms, recovery)]
+    return min(found, key=lambda c: c.step or 0) if found else Collapse(None, "")
+
+
+def _falls(rewards: Sequence[float], recovery: int) -> list[Collapse]:
+    best, start = -math.inf, None
+    for i, r in enumerate(rewards):
+        if not math.isfinite(r):
+            continue
+        if best > 0 and r <= (1 - DROP) * best + 1e-12:
+            start = i if start is None else start
+            if i - start + 1 >= recovery:
+                return [Collapse(start, "reward")]
+        else:
+            start, best = None, max(best, r)
+    return []
+
+
+def _spikes(rewards: Sequence[float], norms: Sequence[float], recovery: int) -> list[Collapse]:
+    before: deque[float] = deque(maxlen=ROLLING)
+    for i, norm in enumerate(norms[: len(rewards)]):
+        if before and not norm <= SPIKE * median(before) and rewards[i] > 0:
+            after = [r for r in rewards[i + 1 : i + 1 + recovery] if math.isfinite(r)]
+            if after and min(after) <= (1 - DROP) * rewards[i]:
+                return [Collapse(i, "gradient spike")]
+        if math.isfinite(norm):
+            before.append(norm)
+    return []
+
+
+def ahead(steps: int, collapsed: Collapse, horizon: int = HORIZON) -> list[bool]:
+    """Per step: does the collapse begin within the next `horizon` updates?
+
+    Steps from the collapse on are left out: the list ends there.
+
+    Example:
+        >>> ahead(5, Collapse(3, "reward"), horizon=2)
+        [False, True, True]
+    """
+    if collapsed.step is None:
+        return [False] * steps
+    return [collapsed.step - i <= horizon for i in range(min(steps, collapsed.step))]
+
+
+def auroc(scores: Sequence[float], labels: Sequence[bool]) -> float:
+    """Chance that a positive scores above a negative; ties count half. NaN if a class is empty.
+
+    Args:
+        scores: larger means more likely positive; no NaN.
+
+    Example:
+        >>> auroc([0.1, 0.4, 0.35, 0.8], [False, False, True, True])
+        0.75
+    """
+    x, y = np.asarray(scores, dtype=np.float64), np.asarray(labels, dtype=bool)
+    positive = int(y.sum())
+    negative = len(y) - positive
+    if not positive or not negative or np.isnan(x).any():
+        return math.nan
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    return float((ranks[y].sum() - positive * (positive + 1) / 2) / (positive * negative))
+
+
+def within_budget(metrics: Mapping[str, float]) -> bool | None:
+    """Whether drift is too small for correction to matter (problem 4): None if a number is missing.
+
+        TV per token, 95th percentile < 1e-4,   chi2_seq < 0.1,   delta_router < 1e-3
+
+    Args:
+        metrics: "tv_p95", "chi2_seq_largest" (or "chi2_seq") and, for mixtures of experts,
+            "delta_router", the share of a layer's experts whose membership differs
+            (`engines.routing.flip_rate`). A "chi2_seq" below 0 is missing: no chi^2 is negative, so
+            the sample did not meet the sequences that carry it.
+
+    Example:
+        >>> within_budget({"tv_p95": 0.281474, "chi2_seq": 0.01})
+        False
+    """
+    tv, chi2 = number(metrics, "tv_p95"), _first(metrics, ("chi2_seq_largest", "chi2_seq"))
+    if tv is None or chi2 is None or chi2 < 0:
+        return None
+    return tv < 1e-4 and chi2 < 0.1 and (number(metrics, "delta_router") or 0.0) < 1e-3

@@ -1,0 +1,387 @@
+"""The frontier of bias and variance, in a table and in a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from offdrift.certificate.bounds import LABELS as BOUNDS
+from offdrift.lab.frontier import Estimate, Verdict, conjecture, verdict
+from offdrift.lab.length_bias import Curve
+from offdrift.lab.search import Outcome, Row, of_drift, summarize
+from offdrift.show.figure import Panel, Series
+
+SMALLEST = 1e-4
+"""Bias at which a point is drawn that has less: exact methods would stretch the axis otherwise."""
+FAMILIES = ("token", "prefix", "turn", "geometric", "variational", "sequence", "uncorrected", "other")  # fmt: skip
+
+
+def by_horizon(estimates: Sequence[Estimate]) -> list[Verdict]:
+    """Who wins at each horizon."""
+    ordered = sorted(estimates, key=lambda e: e.horizon)
+    return [verdict(list(group)) for _, group in groupby(ordered, key=lambda e: e.horizon)]
+
+
+def frontier_table(title: str, estimates: Sequence[Estimate]) -> Table:
+    """Progress of the best method of every family at every horizon; the winners are marked."""
+    verdicts = by_horizon(estimates)
+    table = Table(
+        title=Text(f"{title}: progress P of the best method of each family", style="bold"),
+        title_justify="left",
+        caption=Text(
+            f"conjecture (an intermediate unit is best from T = 200): {conjecture(verdicts)}"
+        ),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("family", no_wrap=True)
+    for v in verdicts:
+        table.add_column(f"T={v.horizon}", justify="right", no_wrap=True)
+    longest = verdicts[-1]
+    table.add_column(f"best at {longest.horizon}", no_wrap=True)
+    table.add_column("bias", justify="right")
+    table.add_column("spread", justify="right")
+    for name in FAMILIES:
+        found = [v.best.get(name) for v in verdicts]
+        last = found[-1]
+        if last is None:
+            continue
+        cells = [_cell(e, v) for e, v in zip(found, verdicts, strict=True)]
+        table.add_row(name, *cells, last.method, f"{last.bias:.2g}", f"{last.spread:.2g}")
+    return table
+
+
+def frontier_panels(found: Mapping[str, Sequence[Estimate]]) -> list[Panel]:
+    """For every testbed, progress against the horizon, then bias against spread at the longest."""
+    pairs = [_panels(title, estimates) for title, estimates in found.items()]
+    return [p for p, _ in pairs] + [c for _, c in pairs]
+
+
+def _panels(title: str, estimates: Sequence[Estimate]) -> tuple[Panel, Panel]:
+    verdicts = by_horizon(estimates)
+    names = [f for f in FAMILIES if any(f in v.best for v in verdicts)]
+    progress = [
+        Series(
+            name,
+            [v.horizon for v in verdicts if name in v.best],
+            [v.best[name].progress for v in verdicts if name in v.best],
+        )
+        for name in names
+    ]
+    longest = [e for e in estimates if e.horizon == verdicts[-1].horizon]
+    clouds = [
+        Series(
+            name,
+            [max(e.bias, SMALLEST) for e in longest if e.family == name],
+            [e.spread for e in longest if e.family == name],
+            style="points",
+        )
+        for name in names
+    ]
+    return (
+        Panel(f"{title}: progress of the best of each family", "horizon T, tokens", "P / |∇J|²", progress, log_x=True, log_y=True),
+        Panel(f"{title}: every method at T = {verdicts[-1].horizon}", f"bias / |∇J| (at least {SMALLEST:g})", "spread of a batch / |∇J|", clouds, log_x=True, log_y=True),
+    )  # fmt: skip
+
+
+def frontier_rows(title: str, estimates: Sequence[Estimate]) -> dict[str, Any]:
+    """Everything, ready for JSON."""
+    verdicts = by_horizon(estimates)
+    return {
+        "testbed": title,
+        "conjecture": conjecture(verdicts),
+        "winners": [
+            {"horizon": v.horizon, "method": v.winner.method, "family": v.winner.family,
+             "tied": list(v.tied), "plain": v.plain and v.plain.method}
+            for v in verdicts
+        ],
+        "estimates": [vars(e) for e in estimates],
+    }  # fmt: skip
+
+
+def _caption(verdicts: Sequence[Verdict]) -> str:
+    plain = [f"{v.plain.method} at {v.horizon}" for v in verdicts if v.plain is not None]
+    among = f"\nbest of the plainest of each family: {', '.join(plain)}" if plain else ""
+    return f"conjecture (an intermediate unit is best from T = 200): {conjecture(verdicts)}{among}"
+
+
+def _cell(e: Estimate | None, v: Verdict) -> Text:
+    if e is None:
+        return Text("")
+    won = e is v.winner
+    error = f"±{e.progress_se:.0e}" if e.progress_se > 0.01 * e.progress else ""
+    return Text(f"{e.progress:.3g}{error}", style="bold green" if won else "")
+
+
+# Which gates punish length, in a table and in a figure.
+
+
+LABELS = {
+    "trm_max": "TRM-Max",
+    "trm_avg": "TRM-Avg",
+    "ln_trm": "LN-TRM",
+    "ser": "SER",
+    "seq_product": "sequence product",
+}
+
+
+def length_bias_table(title: str, curves: Sequence[Curve], *, width: int = 140) -> Table:
+    """Acceptance at every length that fits and the fitted growth, one row per gate."""
+    stated = width >= 120
+    fits = max(2, (width - (79 if stated else 62)) // 8)
+    shown = _spread(len(curves[0].lengths), fits)
+    table = Table(
+        title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("gate", no_wrap=True)
+    table.add_column("threshold", justify="right", no_wrap=True)
+    for i in shown:
+        table.add_column(f"T={curves[0].lengths[i]}", justify="right", no_wrap=True)
+    table.add_column("γ", justify="right", no_wrap=True)
+    table.add_column("with length", no_wrap=True)
+    if stated:
+        table.add_column("Table 2", no_wrap=True, style="dim")
+    for c in curves:
+        some = [c.acceptance[i] for i in shown]
+        shares = [Text(f"{a:.2f}", style="bold red" if a < 0.5 else "") for a in some]
+        gamma = "" if c.exponent is None else f"{c.exponent:.2f}"
+        last = [c.stated] if stated else []
+        table.add_row(
+            LABELS[c.gate], f"{c.threshold:.3g}", *shares, gamma, length_verdict(c), *last
+        )
+    return table
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of the positions, from first to last."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def length_verdict(curve: Curve) -> str:
+    """What acceptance does with length, in words."""
+    if curve.exponent is None:
+        return "unchanged"
+    first, last = curve.acceptance[0], curve.acceptance[-1]
+    overlap = curve.low[0] <= last <= curve.high[0] or curve.low[-1] <= first <= curve.high[-1]
+    if overlap or abs(first - last) < 0.02:
+        return "about constant"
+    if last > first:
+        return "grows"
+    return "falls exponentially" if curve.exponent > 0.85 else "falls"
+
+
+def length_bias_panels(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[Panel]:
+    """One panel per stream and choice of thresholds."""
+    return [
+        Panel(
+            title=title,
+            x="length T, tokens",
+            y="accepted sequences",
+            log_x=True,
+            series=[
+                Series(LABELS[c.gate], c.lengths, c.acceptance, low=c.low, high=c.high)
+                for c in curves
+            ],
+        )
+        for title, curves in results
+    ]
+
+
+def length_bias_rows(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[dict[str, Any]]:
+    """The same numbers, ready for JSON."""
+    return [
+        {"stream": title, **vars(c), "verdict": length_verdict(c)}
+        for title, cs in results
+        for c in cs
+    ]
+
+
+# How close the bounds come to the truth, in tables and in a figure.
+
+
+BOUND_LABELS = BOUNDS | {
+    "sequence_kl": "Sequence KL",
+    "masked_ratio": "Masked, ratio region",
+    "masked_kl": "Masked, trust region",
+}
+DRAWN = ("coupling", "pinsker_marginal_kl", "mixed_kl", "mixed_tv", "adaptive", "pointwise", "sequence_kl")  # fmt: skip
+"""What the figure shows, with sharp constants: more lines than these hide each other."""
+EDGES = (0.0, 1e-3, 1e-2, 1e-1, math.inf)
+"""Largest token TV that separates sizes of drift."""
+
+
+def violations(outcomes: Sequence[Outcome]) -> int:
+    """Pairs and bounds for which the error exceeds the bound."""
+    return sum(int(o.violated.sum()) for o in outcomes)
+
+
+def bounds_table(
+    outcomes: Sequence[Outcome], found: Sequence[Outcome], *, width: int = 140
+) -> Table:
+    """Every bound: pairs, violations, the largest |Error| / bound, and where that was.
+
+    Args:
+        outcomes: random pairs.
+        found: pairs of the adversarial search; may be empty.
+        width: columns of the screen; where is left out on a narrow one.
+    """
+    wide, narrow = width >= 150, width < 100
+    random, searched = summarize(outcomes), summarize(found)
+    table = Table(
+        title=Text("|Error| / bound, at most 1 where the bound holds", style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for name in ("bound", "constants"):
+        table.add_column(name, no_wrap=True)
+    for name in ("pairs", "violations", *(() if narrow else ("median",)), "largest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("at", style="dim")
+    table.add_column("searched", justify="right", no_wrap=True)
+    if wide:
+        table.add_column("at", style="dim")
+    for i, row in enumerate(random or searched):
+        other = searched[i] if searched else None
+        first = row if random else None
+        wrong = sum(r.violations for r in (first, other) if r)
+        table.add_row(
+            BOUND_LABELS[row.bound],
+            row.constants,
+            f"{first.checked:,}" if first else "–",
+            Text(f"{wrong:,}", style="bold red" if wrong else ""),
+            *(() if narrow else (f"{first.median:.4f}" if first else "–",)),
+            *_cells(first)[: 2 if wide else 1],
+            *_cells(other)[: 2 if wide else 1],
+        )
+    return table
+
+
+def horizon_table(
+    outcomes: Sequence[Outcome], found: Sequence[Outcome], *, width: int = 140
+) -> Table:
+    """The largest |Error| / bound at every horizon, random or searched, with sharp constants."""
+    both = [*outcomes, *found]
+    table = Table(
+        title=Text("largest at every horizon, sharp constants", style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("bound", no_wrap=True)
+    horizons = sorted({o.horizon for o in both})
+    most = max(2, (width - 24) // 9)  # columns that fit; the first and the last are among them
+    while len(horizons) > most:
+        horizons.pop(len(horizons) // 2)
+    columns = [_sharp([o for o in both if o.horizon == t]) for t in horizons]
+    for t in horizons:
+        table.add_column(f"T={t}", justify="right", no_wrap=True)
+    for i, row in enumerate(columns[0]) if columns else ():
+        cells = [f"{c[i].largest:.3f}" if c[i].checked and c[i].where else "–" for c in columns]
+        table.add_row(BOUND_LABELS[row.bound], *cells)
+    return table
+
+
+def bounds_panels(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> list[Panel]:
+    """Tightness against the horizon: searched, random, typical; and against the drift's size."""
+    panels = []
+    one = (("attained", 1.0),)
+    for title, chosen, value in (
+        ("largest found by search", found, _largest),
+        ("largest of random pairs", outcomes, _largest),
+        ("median of random pairs", outcomes, _median),
+    ):
+        if not chosen:
+            continue
+        horizons = sorted({o.horizon for o in chosen})
+        rows = [_sharp([o for o in chosen if o.horizon == t]) for t in horizons]
+        log = value is _median
+        panels.append(
+            Panel(
+                title, "horizon T, tokens", "|Error| / bound", _series(horizons, rows, value),
+                log_x=True, log_y=log, marks=() if log else one,
+            )
+        )  # fmt: skip
+    if outcomes:
+        sizes = [_sharp([of_drift(o, *edges) for o in outcomes]) for edges in pairwise(EDGES)]
+        places = [3e-4, 3e-3, 3e-2, 3e-1]
+        panels.append(
+            Panel(
+                "median by size of drift", "largest token TV, by decade", "|Error| / bound",
+                _series(places, sizes, _median), log_x=True, log_y=True,
+            )
+        )  # fmt: skip
+    return panels
+
+
+def bounds_rows(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> dict[str, Any]:
+    """Everything, ready for JSON: all random pairs, what was searched, and random by regime."""
+    return {
+        "pairs": sum(len(o.eps) for o in outcomes),
+        "violations": violations(outcomes) + violations(found),
+        "random": _json(summarize(outcomes)),
+        "searched": _json(summarize(found)),
+        "by_horizon": _grouped(outcomes, lambda o: o.horizon),
+        "searched_by_horizon": _grouped(found, lambda o: o.horizon),
+        "by_family": _grouped(outcomes, lambda o: o.family),
+        "by_drift": {
+            f"{low:g} to {min(high, 1):g}": _json(
+                summarize([of_drift(o, low, high) for o in outcomes])
+            )
+            for low, high in pairwise(EDGES)
+        },
+    }
+
+
+def _cells(row: Row | None) -> tuple[Text, str]:
+    if row is None or not row.where:
+        return Text("–"), ""
+    return Text(f"{row.largest:.4f}", style="bold" if row.largest > 0.99 else ""), row.where
+
+
+def _sharp(outcomes: Sequence[Outcome]) -> list[Row]:
+    return [r for r in summarize(outcomes) if r.constants == "sharp"]
+
+
+def _largest(row: Row) -> float:
+    return row.largest
+
+
+def _median(row: Row) -> float:
+    return row.median
+
+
+def _series(
+    places: Sequence[float | int], rows: Sequence[Sequence[Row]], value: Callable[[Row], float]
+) -> list[Series]:
+    """One line per bound that is drawn, with a gap where nothing was checked."""
+    found = [{r.bound: value(r) if r.where else math.nan for r in each} for each in rows]
+    return [Series(BOUND_LABELS[n], places, [f.get(n, math.nan) for f in found]) for n in DRAWN]
+
+
+def _grouped(
+    outcomes: Sequence[Outcome], key: Callable[[Outcome], int | str]
+) -> dict[str, list[dict[str, Any]]]:
+    names = sorted({key(o) for o in outcomes}, key=lambda k: (isinstance(k, str), k))
+    return {str(n): _json(summarize([o for o in outcomes if key(o) == n])) for n in names}
+
+
+def _json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as mappings; infinite, a bound of 0 with an error above it, is null."""
+    return [
+        {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in vars(r).items()
+        }
+        for r in rows
+    ]

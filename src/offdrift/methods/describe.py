@@ -1,0 +1,336 @@
+"""What a method does, read off its parts: nothing here is typed in by hand for any row.
+
+    unit           over what ratios, divergences and statistics are taken
+    ratio          which of the three ratios are read
+    evidence       how much of a distribution has to be recorded
+    sign           whether both signs of the advantage, and answers of either outcome, are treated alike
+    stop-gradient  whether the ratio is a constant to the gradient
+
+`facts` holds all of it, for the terminal, for JSON and for docs/methods.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, get_args
+
+import torch
+
+from offdrift.methods import probe
+from offdrift.methods.method import Method
+from offdrift.methods.override import PLAIN, SINGLE
+from offdrift.methods.table import FAMILIES
+from offdrift.ratios import RatioName
+
+UNITS = {
+    "token": "each token by itself",
+    "prefix": "product of ratios over the tokens up to each one",
+    "prefix_min": "each token's ratio, times the smallest one before it",
+    "turn": "geometric mean of ratios over an assistant turn",
+    "turn_product": "product of ratios over an assistant turn",
+    "turn_arithmetic": "mean of ratios over an assistant turn",
+    "entropy_group": "geometric mean of ratios over tokens of similar entropy in a response",
+    "geometric": "geometric mean of ratios over a response",
+    "sequence": "product of ratios over a response",
+    "seq_mean": "mean of a statistic over a response",
+    "seq_sum": "sum of a statistic over a response",
+    "worst": "the worst token of a response decides",
+    "group": "all responses to a prompt",
+    "batch": "all tokens of a step, over all ranks",
+}
+"""Units in the order they are shown. A gate's `seq_max` is called worst."""
+
+EVIDENCE = {
+    "none": "compares no policies",
+    "sampled": "log-probs of the sampled tokens",
+    "exact": "divergences of whole distributions, or of their top k tokens",
+    "versions": "which weights drew each token",
+}
+SYMMETRIC, BY_SIGN, BY_OUTCOME = "symmetric", "by sign of the advantage", "by outcome of the answer"
+SIGNS = {
+    SYMMETRIC: "turning the sign of the advantage turns the push and changes nothing else",
+    BY_SIGN: "positive and negative advantages are limited in different ways",
+    BY_OUTCOME: "correct and incorrect answers, told apart by their reward, are limited in different ways",
+}
+STOPPED = {
+    "yes": "every ratio is a constant; the gradient goes through log pi",
+    "unit": "the unit's ratio is a value; its gradient goes through each token's own log-prob",
+    "no": "the gradient goes through the ratio of the whole unit",
+    "n/a": "contains no ratio",
+}
+AGGREGATES = {
+    "token_mean": "sum over all tokens, divided by the tokens",
+    "seq_mean_token_mean": "mean over the tokens of each response, mean over responses",
+    "seq_mean_token_sum": "sum over the tokens of each response, mean over responses",
+    "fixed": "sum over all tokens, divided by responses times a fixed horizon",
+}
+BIASES = {
+    "none": "the expected gradient is that of the true return",
+    "none inside limits": "the expected gradient is that of the true return until a limit acts",
+    "O(drift)": "grows in proportion to the drift",
+    "O(drift^2)": "grows with the square of the drift",
+    "O(1)": "does not vanish with the drift",
+}
+STATUS = {
+    "stated": "in a primary source",
+    "implementation": "from an official implementation",
+    "secondary": "from a secondary description",
+    "unverified": "experimental; no equation could be found, this is our best reading",
+}
+OF_RATIO = {"seq_sum": "sequence", "seq_mean": "geometric"}
+"""What a gate's unit is called where its statistic is the ratio: sums are of logs."""
+UNSAID: dict[str, tuple[str, ...]] = {
+    "GeometricClipped": ("geometric",),
+    "PrefixClipped": ("prefix",),
+    "PrefixMinClipped": ("prefix_min",),
+    "EntropyGrouped": ("entropy_group",),
+    "TurnNormalized": ("turn",),
+    "LengthNeutralGate": ("seq_mean",),
+}
+"""Units of parts whose `unit` does not say all. Any other part with a ratio and no `unit` works on
+tokens; a test perturbs single tokens of every method and fails where that is untrue."""
+
+
+# -- axes -----------------------------------------------------------------------------------------
+
+
+def units(row: Method) -> frozenset[str]:
+    """Over what objective, weights and gates compare policies; "token" if they compare none.
+
+    Example:
+        >>> from offdrift.methods import method
+        >>> sorted(units(method("trm_max")))
+        ['token', 'worst']
+    """
+    found = {unit for part in row.parts for unit in _units_of(part)}
+    return frozenset(found or {"token"})
+
+
+def ratios(row: Method) -> frozenset[str]:
+    """Which of full, mismatch and staleness are read; empty for none.
+
+    Example:
+        >>> from offdrift.methods import method
+        >>> sorted(ratios(method("icepop")))
+        ['mismatch', 'staleness']
+    """
+    deciding = (*row.correction.gates, *row.correction.weights, row.objective)
+    read = (p.on for p in deciding if getattr(p, "statistic", None) != "version_lag")
+    return frozenset(on for on in read if on is not None)
+
+
+def evidence(row: Method) -> frozenset[str]:
+    """What has to be recorded of the rollout: see `EVIDENCE`.
+
+    Example:
+        >>> from offdrift.methods import method
+        >>> [sorted(evidence(method(n))) for n in ("none", "token_tis", "trm_max")]
+        [['none'], ['sampled'], ['exact']]
+    """
+    versions = any(getattr(g, "statistic", None) == "version_lag" for g in row.correction.gates)
+    found = {"versions"} if versions or "version_lag" in row.needs else set()
+    if row.needs_divergences:
+        found.add("exact")
+    elif ratios(row):
+        found.add("sampled")
+    return frozenset(found or {"none"})
+
+
+@cache
+def sign(row: Method) -> str:
+    """Whether both signs of the advantage, and answers of either outcome, are treated alike.
+
+    Symmetric means, on a small drifted batch: gates and weights are the same for A and -A, and the
+    gradient g of the objective obeys g(A) - g(0) = g(0) - g(-A).
+
+    Example:
+        >>> from offdrift.methods import method
+        >>> sign(method("token_tis")), sign(method("topr"))
+        ('symmetric', 'by outcome of the answer')
+    """
+    deciding = (*row.correction.gates, *row.correction.weights)
+    if any(getattr(part, "advantage", "any") != "any" for part in deciding):
+        return BY_SIGN
+    if any(getattr(part, "outcome", "any") != "any" for part in deciding):
+        return BY_OUTCOME
+    same = torch.equal(*(probe.corrected(row.correction, scale=s) for s in (1, -1)))
+    up, flat, down = (probe.push(row.objective, scale=s) for s in (1, 0, -1))
+    odd = torch.allclose(up - flat, flat - down, rtol=1e-9, atol=1e-12)
+    return SYMMETRIC if same and odd else BY_SIGN
+
+
+def stop_gradient(row: Method) -> str:
+    """Whether ratios are constants to the gradient: see `STOPPED`."""
+    if not ratios(row):
+        return "n/a"
+    default = "score" if row.objective.on is None else "unit"
+    gradient = getattr(row.objective, "gradient", default)
+    return {"score": "yes", "token": "unit", "unit": "no"}[gradient]
+
+
+def is_treatment(row: Method) -> str:
+    """How importance sampling enters, in words.
+
+    Example:
+        >>> from offdrift.methods import method
+        >>> is_treatment(method("icepop"))
+        'token weight on mismatch, masked outside [0.5, 5]; token ratio on staleness in the objective'
+    """
+    words = [_weight_in_words(w) for w in row.correction.weights]
+    if row.objective.on is not None:
+        unit = _listed(_units_of(row.objective) - {"batch", "group"}, UNITS)
+        words.append(
+            f"{' and '.join(unit).replace('_', ' ')} ratio on {row.objective.on} in the objective"
+        )
+    return "; ".join(words) or "none"
+
+
+def family(name: str) -> str:
+    """The chapter of the table that a row is in."""
+    return next(title for title, rows in FAMILIES.items() if name in rows)
+
+
+# -- together -------------------------------------------------------------------------------------
+
+
+def command(name: str) -> str:
+    """What trains with a method."""
+    return f"offdrift train recipes/tiny.toml --set method={name}"
+
+
+def facts(name: str, row: Method) -> dict[str, Any]:
+    """All that is known of a row, as plain data."""
+    return {
+        "name": name,
+        "kind": "method",
+        "family": family(name),
+        "summary": row.summary,
+        "unit": _listed(units(row), UNITS),
+        "ratio": _listed(ratios(row), get_args(RatioName)),
+        "evidence": _listed(evidence(row), EVIDENCE),
+        "sign": sign(row),
+        "stop_gradient": stop_gradient(row),
+        "aggregate": row.aggregate,
+        "mechanism": row.mechanism,
+        "is_treatment": is_treatment(row),
+        "target": row.target,
+        "fails": row.fails,
+        "bias": row.bias,
+        "reference": row.reference,
+        "status": row.status,
+        "experimental": row.status == "unverified",
+        "needs": sorted(row.needs),
+        "needs_old": row.needs_old,
+        "needs_divergences": row.needs_divergences,
+        "advantage": row.advantage,
+        "formula": row.describe(),
+        "parts": parts(row),
+        "settings": settings(row),
+        "command": command(name),
+    }
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def _units_of(part: Any) -> set[str]:
+    """The units of one part: what it says, what it observes, and what is `UNSAID`."""
+    found = set(UNSAID.get(type(part).__name__, ()))
+    said: str | None = getattr(part, "unit", None)
+    if said is not None:
+        names = {"seq_max": "worst"}
+        names |= OF_RATIO if getattr(part, "statistic", None) == "ratio" else {}
+        found.add(names.get(said, said))
+    elif getattr(part, "on", None) is not None and not found:
+        found.add("token")
+    if hasattr(part, "observe") and getattr(part, "observes", True):
+        batch = probe.batch()
+        seen = part.observe(batch.logprobs, batch.advantages, batch.facts)
+        found |= ({"group"} if "prompt" in seen else {"batch"}) if seen else set()
+    return found
+
+
+def _weight_in_words(weight: Any) -> str:
+    """A weight in a few words; of one that is no `Weight`, its unit, its ratio and its name."""
+    unit = getattr(weight, "unit", "token").replace("_", " ")
+    words = f"{unit} weight on {weight.on}"
+    if not hasattr(weight, "outside"):
+        kind = type(weight).__name__.removesuffix("Weight").lower()
+        return f"{words} ({kind})"
+    cap, floor, mask = weight.cap, weight.floor, weight.outside == "mask"
+    if cap is not None and floor:
+        words += f", {'masked outside' if mask else 'clipped to'} [{floor:g}, {cap:g}]"
+    elif cap is not None:
+        words += f", {'masked above' if mask else 'truncated at'} {cap:g}"
+    elif floor:
+        words += f", {'masked below' if mask else 'at least'} {floor:g}"
+    if weight.growth:
+        words += f", limits growing with t^{weight.growth:g}"
+    if weight.saturation is not None:
+        words += f", saturating: w / (w + {weight.saturation:g})"
+    if weight.normalize:
+        words += ", divided by its mean"
+    said = {"advantages": weight.advantage, "answers": weight.outcome}
+    about = [f"{which} {noun}" for noun, which in said.items() if which != "any"]
+    return words + (f" ({', '.join(about)})" if about else "")
+
+
+def _listed(found: Iterable[str], order: Iterable[str]) -> list[str]:
+    """Known names in their order, then any others."""
+    known = [x for x in order if x in found]
+    return known + sorted(set(found) - set(known))
+
+
+# The numbers of a method: every part with its values, and the paths that change them.
+
+
+def by_path(row: Method) -> dict[str, Any]:
+    """Every part by the path that `override` knows it by."""
+    found: dict[str, Any] = {"objective": row.objective}
+    for role, several in (("gate", row.correction.gates), ("weight", row.correction.weights)):
+        for i, part in enumerate(several):
+            found[role if len(several) == 1 else f"{role}.{i}"] = part
+    return found | {role: part for role in SINGLE if (part := getattr(row, role)) is not None}
+
+
+def parts(row: Method) -> list[dict[str, Any]]:
+    """Every part with its role, its path, its formula and its values."""
+    return [
+        {
+            "role": path.partition(".")[0],
+            "path": path,
+            "type": type(part).__name__,
+            "formula": part.formula,
+            "values": plain(part),
+        }
+        for path, part in by_path(row).items()
+    ]
+
+
+def settings(row: Method) -> dict[str, Any]:
+    """Every value that `override` can change, by path.
+
+    Example:
+        >>> from offdrift.methods import method
+        >>> settings(method("trm_max"))["gate.high"]
+        0.05
+    """
+    given = {name: getattr(row, name) for name in PLAIN}
+    for path, part in by_path(row).items():
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.init and not is_dataclass(value):
+                given[f"{path}.{field.name}"] = plain(value)
+    return given
+
+
+def plain(x: Any) -> Any:
+    """A part as nested dicts and lists of numbers and text, ready for JSON."""
+    if is_dataclass(x) and not isinstance(x, type):
+        return {f.name: plain(getattr(x, f.name)) for f in fields(x)}
+    if isinstance(x, float) and not math.isfinite(x):
+        return str(x)
+    return [plain(v) for v in x] if isinstance(x, tuple) else x

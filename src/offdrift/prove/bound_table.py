@@ -1,0 +1,328 @@
+"""The words around the bound table: what was asked, what B* is, where it ends to say anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from offdrift.certificate import Bound, Premises, all_bounds, premises, tightest
+from offdrift.certificate.bounds import LABELS
+from offdrift.certificate.inverse import (
+    kl_of_sequences,
+    route_crossovers,
+    vacuous_horizon,
+)
+
+CONSTANTS = {"sharp": "sharp constants", "paper": "the paper's constants"}
+OTHERS = {"sharp": "sharp ones", "paper": "the paper's"}
+ROUTES = {"tv": "TV", "kl": "KL", "tv_seq": "TV_seq", "kl_seq": "KL_seq", "one": "the cap of 1"}
+
+
+def title(known: Premises, given: Mapping[str, Any], reward_range: float) -> Text:
+    """The question and the premises; those that were not given are called derived."""
+
+    def value(name: str, symbol: str, unit: str = "") -> str:
+        number = getattr(known, name)
+        if math.isinf(number):
+            return f"{symbol} unknown"
+        derived = "" if given[name] is not None and name not in known.notes else " (derived)"
+        return f"{symbol} = {number:.4g}{unit}{derived}"
+
+    token = [value("delta", "max KL δ", " nats"), value("eps", "max TV ε")]
+    sequence = [value("kl_seq", "KL_seq", " nats"), value("tv_seq", "TV_seq")]
+    return Text.assemble(
+        ("How far can the surrogate be from the true return?\n", "bold"),
+        (f"horizon T = {known.horizon:,} token{'s' * (known.horizon > 1)}", "bold"),
+        f"   rewards in a range of {reward_range:g}\n",
+        f"per token      {'   '.join(token)}\n",
+        f"per sequence   {'   '.join(sequence)}",
+    )
+
+
+def caption(
+    rows: Sequence[dict[str, Any]],
+    reward_range: float,
+    constants: Sequence[str],
+    given: Mapping[str, Any],
+    kl_rate: float | None,
+    *,
+    narrow: bool,
+) -> Text:
+    """B*, its horizon, the routes, and notes on the table, one line each."""
+    lines = [_verdict(rows, reward_range, constants)]
+    lines += [Text(line) for line in (_horizons(rows[-1], constants, given, kl_rate),) if line]
+    lines += [Text(_routes(rows[-1]["routes"]))]
+    lines += [Text(note, style="yellow") for note in dict.fromkeys(r["note"] for r in rows) if note]
+    about = []
+    if not narrow:
+        about = ["closed form: eq. 14, Thm. 3.5; Table 1 prints it for Pinsker-Marginal, Adaptive."]
+    if any(row["worst_case"] for row in rows):
+        about.append("≤ adaptive: no mean TV per position given; ε everywhere, not in the minimum.")
+    lines += [Text(line, style="dim") for line in about]
+    return Text("\n").join(lines)
+
+
+def _verdict(rows: Sequence[dict[str, Any]], reward_range: float, constants: Sequence[str]) -> Text:
+    """What the smallest bound is, which rows attain it, and what it is good for."""
+    best = min(constants, key=lambda c: rows[-1][c])
+    value, color = rows[-1][best], "green"
+    if value == 0:
+        says = "The surrogate is exact: its gain is the gain of the true return."
+    elif value < reward_range:
+        says = "A surrogate gain above B* certifies an improvement."
+    else:
+        says, color = f"Vacuous: not below the reward range of {reward_range:g}.", "yellow"
+    shown = Text.assemble((f"B* = {value:.4g}", f"bold {color}"), f" with {CONSTANTS[best]}")
+    shown.append(f" ({_by(rows, best)})")
+    if len(constants) > 1:
+        other = next(c for c in constants if c != best)
+        shown.append(f", {rows[-1][other]:.4g} with {OTHERS[other]} ({_by(rows, other)})")
+    return shown.append(f".\n{says}")
+
+
+def _by(rows: Sequence[dict[str, Any]], constants: str) -> str:
+    first, *others = [LABELS[row["bound"]] for row in rows if constants in row["attains"]]
+    return f"{first}, {len(others)} more" if others else first
+
+
+def _horizons(
+    unified: dict[str, Any],
+    constants: Sequence[str],
+    given: Mapping[str, Any],
+    kl_rate: float | None,
+) -> str:
+    """From which horizon on the minimum says nothing, and what was taken to hold there."""
+    if isinstance(given["mean_tv"], Sequence) or getattr(given["mean_tv"], "ndim", 0):
+        return ""
+    at = {c: unified["vacuous_from"][c] for c in sorted(constants, reverse=True)}
+    if set(at.values()) == {None}:
+        return "Never vacuous up to 10^12 tokens, if these divergences hold at every T."
+    fixed = [s for n, s in (("kl_seq", "KL_seq"), ("tv_seq", "TV_seq")) if given[n] is not None]
+    if kl_rate is not None:
+        fixed[0] = "KL_seq = T kl_rate"
+    held = f", {' and '.join(fixed)} at every T" if fixed else ""
+    where = ", ".join(f"{'no T' if t is None else f'T = {t:,}'} ({c})" for c, t in at.items())
+    return f"Vacuous from {where}{held}."
+
+
+def _routes(routes: Sequence[Sequence[Any]]) -> str:
+    spans = [f"{ROUTES[name]} to token {last:,}" for name, _, last in routes]
+    return f"Smallest route to the context shift (Lemma 3.2): {', '.join(spans)}."
+
+
+# Every error bound in one table: the paper's constants beside the sharp ones, and the minimum.
+#
+# `bound_rows` holds the numbers, `bound_table` shows them. A bound that is not below the range of the
+# reward is vacuous, it limits nothing, and is shown dimmed; the rows that attain the unified bound
+# are marked.
+
+
+def bound_rows(
+    *,
+    horizon: int,
+    delta: float,
+    eps: float | None = None,
+    kl_seq: float | None = None,
+    tv_seq: float | None = None,
+    mean_tv: Float[np.ndarray, " t"] | float | None = None,
+    reward_range: float = 1.0,
+    kl_rate: float | None = None,
+) -> list[dict[str, Any]]:
+    """The numbers of `bound_table`, one dict per row, ready for JSON; the last row is unified.
+
+    Without `mean_tv` the adaptive bound is given for eps at every position, its largest value, and
+    does not enter the minimum. A number that is infinite or does not exist is None.
+
+    Args, Raises: as in `offdrift.certificate.all_bounds`; `kl_rate` as in `vacuous_horizon`.
+
+    Returns: for each row `bound`, `route`, `equation`, `scaling`, `paper`, `sharp`, `closed_form`
+        (paper constants), `worst_case`, `attains` (which of "paper" and "sharp" have their minimum
+        here), `vacuous` (with the sharper of the two constants) and `note`; for the last row also
+        `vacuous_from`, the shortest horizon at which it is (None: never, or a mean TV per
+        position), and `routes`, by which route the context shift is smallest, first to last token.
+
+    Example:
+        >>> rows = bound_rows(horizon=4096, delta=1e-4, eps=5e-3, kl_seq=0.01, tv_seq=0.05)
+        >>> rows[-1]["bound"], round(rows[-1]["paper"], 3), round(rows[-1]["sharp"], 3)
+        ('unified', 4.096, 0.01)
+    """
+    kl_seq = kl_of_sequences(horizon, kl_seq, kl_rate)
+    token: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
+    known = premises(horizon=horizon, kl_seq=kl_seq, **token)
+    given = {"horizon": horizon, "kl_seq": kl_seq, "reward_range": reward_range} | token
+    paper, sharp = (all_bounds(**given, constants=c) for c in ("paper", "sharp"))
+    best = {"paper": tightest(paper).value, "sharp": tightest(sharp).value}
+    if mean_tv is None:
+        worst: dict[str, Any] = given | {"mean_tv": known.eps}
+        paper, sharp = (all_bounds(**worst, constants=c) for c in ("paper", "sharp"))
+    by_name = {b.name: b for b in paper}
+    if mean_tv is None:  # at its worst the hybrid is below Pinsker-Marginal TV, as Table 1 notes
+        closed = by_name["pinsker_marginal_tv"].closed_form
+        by_name["adaptive"] = replace(by_name["adaptive"], closed_form=closed)
+    rows = [
+        _row(by_name.get(b.name), b, best, worst_case=mean_tv is None)
+        for b in sharp
+        if not (mean_tv is None and b.name in ("adaptive_kl", "adaptive_tv"))
+    ]
+    rows.append(_unified_row(best))
+    sequence: dict[str, Any] = {"kl_seq": kl_seq} if kl_rate is None else {"kl_rate": kl_rate}
+    rows[-1]["vacuous_from"] = {
+        c: None
+        if isinstance(mean_tv, np.ndarray)
+        else vacuous_horizon(**token, **sequence, reward_range=reward_range, constants=c)
+        for c in best
+    }
+    routes = route_crossovers(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq)
+    rows[-1]["routes"] = [[r.name, r.first, r.last] for r in routes]
+    for row in rows:
+        row["vacuous"] = row["sharp"] is None or row["sharp"] >= reward_range
+    return rows
+
+
+def bound_table(
+    *,
+    horizon: int,
+    delta: float,
+    eps: float | None = None,
+    kl_seq: float | None = None,
+    tv_seq: float | None = None,
+    mean_tv: Float[np.ndarray, " t"] | float | None = None,
+    reward_range: float = 1.0,
+    kl_rate: float | None = None,
+    constants: Sequence[str] = ("paper", "sharp"),
+    narrow: bool = False,
+) -> Table:
+    """Table 1 of the paper for these divergences, with the sharp constants beside it.
+
+    Args:
+        constants: which columns are shown, "paper", "sharp" or both.
+        narrow: without equations, growth and closed forms; fits 80 columns.
+        others: as in `offdrift.certificate.all_bounds`; `kl_rate` as in `vacuous_horizon`.
+
+    Raises: as in `offdrift.certificate.all_bounds`.
+
+    Reference: Li et al., arXiv:2512.23075v5, Table 1.
+    """
+    known: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
+    rows = bound_rows(
+        horizon=horizon, **known, kl_seq=kl_seq, kl_rate=kl_rate, reward_range=reward_range
+    )
+    given = known | {"horizon": horizon, "kl_seq": kl_of_sequences(horizon, kl_seq, kl_rate)}
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=title(premises(**given), given, reward_range),
+        title_justify="left",
+        title_style="",
+        caption=caption(rows, reward_range, constants, given, kl_rate, narrow=narrow),
+        caption_justify="left",
+        caption_style="",
+        pad_edge=False,
+    )
+    left = ("bound", "route") if narrow else ("bound", "route", "equation", "growth")
+    right = constants if narrow else ("closed form", *constants)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    decimals = _decimals(rows[-1])
+    shown = [row for row in rows if any(row[c] is not None for c in constants)]
+    for i, row in enumerate(shown):
+        cells = _cells(row, decimals, reward_range, (*left, *right))
+        table.add_row(*cells, end_section=i == len(shown) - 2)
+    return table
+
+
+# -- rows -------------------------------------------------------------------------------------
+
+
+def _row(
+    paper: Bound | None, sharp: Bound, best: dict[str, float], *, worst_case: bool
+) -> dict[str, Any]:
+    worst_case = worst_case and sharp.name == "adaptive"
+    values = {"paper": None if paper is None else paper.value, "sharp": sharp.value}
+    candidate = sharp.unified and not worst_case
+    return {
+        "bound": sharp.name,
+        "route": sharp.route,
+        "equation": sharp.equation,
+        "scaling": sharp.scaling,
+        **{name: _finite(value) for name, value in values.items()},
+        "closed_form": None if paper is None else _finite(paper.closed_form),
+        "worst_case": worst_case,
+        "attains": [k for k, v in values.items() if candidate and v is not None and v == best[k]],
+        "note": sharp.note,
+    }
+
+
+def _unified_row(best: dict[str, float]) -> dict[str, Any]:
+    return {
+        "bound": "unified",
+        "route": "minimum",
+        "equation": "eq. 21",
+        "scaling": "",
+        **best,
+        "closed_form": None,
+        "worst_case": False,
+        "attains": [],
+        "note": "",
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or math.isinf(value) else value
+
+
+# -- how they look ----------------------------------------------------------------------------
+
+
+def _cells(
+    row: dict[str, Any], decimals: int | None, reward_range: float, columns: Sequence[str]
+) -> list[Text]:
+    last = row["bound"] == "unified"
+    style = "bold" if row["attains"] or last else "dim" if row["vacuous"] else ""
+    mark = "≤ " if row["worst_case"] else ""
+    words = {
+        "bound": LABELS[row["bound"]],
+        "route": row["route"],
+        "equation": row["equation"],
+        "growth": row["scaling"],
+    }
+
+    def cell(column: str) -> Text:
+        if column in words:
+            return Text(words[column], style=style)
+        if column == "closed form":
+            return Text(_shown(row["closed_form"], decimals), style="dim")
+        value, attained = row[column], last or column in row["attains"]
+        color = "yellow" if value is None or value >= reward_range else "green"
+        shown = _shown(value, decimals)
+        text = Text(mark + shown if shown else "", style=f"bold {color}" if attained else style)
+        return text.append(" ◂" if column in row["attains"] else "  ", style=f"bold {color}")
+
+    return list(map(cell, columns))
+
+
+def _shown(value: float | None, decimals: int | None) -> str:
+    """Aligned decimals where they tell the value in nine characters, an exponent elsewhere."""
+    if value is None:
+        return ""
+    plain = f"{value:,.{3 if decimals is None else decimals}f}"
+    lost = decimals is None or value < 0.5 * 10**-decimals or len(plain) > 9
+    return f"{value:.2e}" if value and lost else plain
+
+
+def _decimals(unified: dict[str, Any]) -> int | None:
+    """Decimals that give the paper's unified bound four digits; None asks for exponents."""
+    smallest = unified["paper"]
+    if smallest == 0:
+        return 3
+    needed = 3 - math.floor(math.log10(smallest))
+    return max(1, needed) if needed <= 6 else None

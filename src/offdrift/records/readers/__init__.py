@@ -1,0 +1,13 @@
+"""Logs that reinforcement learning frameworks already write, read as `Logged` batches.
+
+`detect` says what it found and how, `pieces` cuts it into parts that fit memory, `read` reads one.
+"""
+
+from offdrift.records.readers.detect import detect as detect
+from offdrift.records.readers.files import fingerprint as fingerprint
+from offdrift.records.readers.reader import pieces as pieces
+from offdrift.records.readers.reader import read as read
+from offdrift.records.readers.types import BadRow as BadRow
+from offdrift.records.readers.types import Detected as Detected
+from offdrift.records.readers.types import Piece as Piece
+from offdrift.records.readers.types import Read as Read

@@ -1,0 +1,247 @@
+"""Columns of a log to `Logged`: rows that do not fit are named, those that lack a field stand apart."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from offdrift.records.batch import Logged
+from offdrift.records.readers.columns import Columns, Lists, cumulative
+from offdrift.records.readers.comparable import examined, response_positions
+from offdrift.records.readers.fields import DIVERGENCES, EITHER, FLOATS, INTEGERS, POLICIES
+from offdrift.records.readers.types import BadRow
+
+PATTERNS = 8
+"""Sets of fields that rows are told apart by; of more, the field that most rows lack is left out."""
+
+BY_ROW = ("version", "old_status", "truncated")
+"""Numbers per row that some rows may lack; an unknown reward is NaN."""
+
+STEP_STRIDE = 0x9E3779B97F4A7C15 - 2**64
+"""An odd 64-bit number: `group + step * STEP_STRIDE` keeps equal ids of different steps apart."""
+
+
+def assemble(
+    columns: Columns, *, file: str, step: int | None = None
+) -> tuple[tuple[Logged, ...], tuple[BadRow, ...]]:
+    """The rows as batches, those that lack a field apart, and the rows that are not usable.
+
+    Args:
+        columns: as decoded.
+        file: for the messages.
+        step: of rows that do not say; None: 0 if no row says.
+    """
+    lists = {n: x for n, x in columns.lists.items() if x.absent is None or not x.absent.all()}
+    columns, bad = _usable(replace(columns, lists=lists), file, step)
+    return (_logged(columns, step) if len(columns.row) else ()), bad
+
+
+def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tuple[BadRow, ...]]:
+    wrong = torch.zeros(len(columns.row), dtype=torch.bool)
+    listed = columns.lists
+    if listed:
+        longest = torch.stack([x.lengths for x in listed.values()]).amax(0)
+        for x in listed.values():
+            differs = x.lengths != longest
+            wrong |= differs if x.absent is None else differs & ~x.absent
+        if all(x.absent is not None for x in listed.values()):
+            nothing = torch.stack([x.absent for x in listed.values() if x.absent is not None]).all(
+                0
+            )
+            wrong |= nothing & ~_empty(columns)
+    stepless = torch.zeros_like(wrong)
+    if step is None and "step" in columns.numbers:
+        stepless = columns.numbers["step"].missing()
+        if bool(stepless.all()):
+            stepless = torch.zeros_like(wrong)
+    bad = tuple(
+        BadRow(file, int(columns.row[i]), _reason(listed, i, bool(wrong[i])))
+        for i in (wrong | stepless).nonzero().squeeze(-1).tolist()
+    )
+    return (columns.rows(~(wrong | stepless)), bad) if bad else (columns, bad)
+
+
+def _empty(columns: Columns) -> Bool[Tensor, " b"]:
+    """Rows that say that their response has no token."""
+    stated = columns.numbers.get("response_length")
+    if stated is None:
+        return torch.zeros(len(columns.row), dtype=torch.bool)
+    return ~stated.missing() & (stated.values == 0)
+
+
+def _reason(lists: dict[str, Lists] | object, i: int, wrong: bool) -> str:
+    assert isinstance(lists, dict)
+    if not wrong:
+        return "the row has no step, though the log has a column for it"
+    lengths = {
+        name: int(x.lengths[i])
+        for name, x in lists.items()
+        if x.absent is None or not bool(x.absent[i])
+    }
+    if not lengths:
+        return f"none of {', '.join(lists)} is there"
+    said = ", ".join(f"{name} {n}" for name, n in lengths.items())
+    return f"lists of unequal length ({said}); all lists of a row describe its response tokens"
+
+
+def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
+    b = len(columns.row)
+    lengths = torch.zeros(b, dtype=torch.int64)
+    for x in columns.lists.values():
+        lengths = torch.maximum(lengths, x.lengths)
+    lists = {name: x.filled(lengths) for name, x in columns.lists.items()}
+    if "mask" in lists and (unmasked := lists["mask"].absent) is not None:
+        # A row without a mask trains on every token.
+        rows = torch.repeat_interleave(unmasked, lengths)
+        trains, holes = lists["mask"].values.bool() | rows, lists["mask"].missing
+        holes = None if holes is None else holes & ~rows
+        lists["mask"] = Lists(trains.long(), lists["mask"].cuts, None, holes)
+    for name in EITHER:
+        if name in columns.numbers and name not in lists:
+            lists[name] = columns.numbers[name].per_token(lengths, whole=name in INTEGERS)
+    numbers = {n: columns.numbers[n] for n in BY_ROW if n in columns.numbers}
+    cuts = cumulative(lengths)
+    found = examined(lists, numbers, cuts)
+    keep = found.keep
+    position = _positions(lists.get("position"), cuts, always=keep is not None)
+    if keep is not None:
+        position = None if position is None else position[keep]
+        cuts = torch.cat([cuts.new_zeros(1), keep.cumsum(0)])[cuts]
+
+    def tokens(name: str) -> Tensor | None:
+        if name not in lists:
+            return None
+        values = lists[name].values
+        return values if keep is None else values[keep]
+
+    def whole(name: str) -> Tensor | None:
+        return numbers[name].whole() if name in numbers else None
+
+    by_token = {name: tokens(name) for name in (*FLOATS, *INTEGERS)}
+    responses, unit = _response_lengths(columns, lengths)
+    steps = _steps(columns, step)
+    rewards = columns.numbers.get("reward")
+    if rewards is not None and bool(rewards.missing().all()):
+        rewards = None
+    batch = Logged(
+        cu_seqlens=cuts,
+        step=steps,
+        row=columns.row,
+        response_lengths=responses,
+        length_unit=unit,
+        logp_rollout=by_token["logp_rollout"],
+        logp_old=by_token["logp_old"],
+        logp=by_token["logp"],
+        logp_ref=by_token["logp_ref"],
+        advantages=by_token["advantages"],
+        rewards=None
+        if rewards is None
+        else rewards.values.float().masked_fill(rewards.missing(), float("nan")),
+        group_ids=_groups(columns, steps),
+        rollout_version=by_token["rollout_version"],
+        version=whole("version"),
+        position=position,
+        entropy=by_token["entropy"],
+        divergences={name: x for name in DIVERGENCES if (x := by_token[name]) is not None},
+        tokens=by_token["tokens"],
+        old_status=whole("old_status"),
+        truncated=whole("truncated"),
+        prompts=_texts(columns, "prompt"),
+        completions=_texts(columns, "completion"),
+        trainable=found.trainable,
+        unscored=found.unscored,
+    )
+    return tuple(_apart(batch, dict(found.lacks)))
+
+
+def _positions(
+    stated: Lists | None, cuts: Int[Tensor, " cuts"], *, always: bool
+) -> Int[Tensor, " n"] | None:
+    """Places of tokens in their responses: as stated, and counted where a row does not say."""
+    if stated is None:
+        return response_positions(cuts) if always else None
+    if stated.missing is None:
+        return stated.values
+    unknown = torch.repeat_interleave(stated.per_row(stated.missing) > 0, stated.lengths)
+    return response_positions(cuts).where(unknown, stated.values)
+
+
+def _apart(batch: Logged, lacks: dict[str, Bool[Tensor, " b"]]) -> Iterator[Logged]:
+    """Sequences by the fields that they have, those of the first sequence first."""
+    left_out: set[str] = set()
+    # A sequence without tokens lacks no field of theirs, and is kept with the most.
+    some = batch.cu_seqlens.diff() > 0
+    by_token = {name: x for name, x in lacks.items() if name not in BY_ROW}
+    lacks |= {n: x & some if bool((~x & some).any()) else x | ~some for n, x in by_token.items()}
+    while len((held := _sets(lacks, batch.num_sequences)).unique()) > PATTERNS:
+        most = max((n for n in lacks if n not in POLICIES), key=lambda n: int(lacks[n].sum()))
+        left_out.add(most)
+        del lacks[most]
+    for i in dict.fromkeys(held.tolist()):
+        without = left_out.union(n for place, n in enumerate(lacks) if i >> place & 1)
+        rows = (held == i).nonzero().squeeze(-1)
+        part = batch if len(rows) == len(held) else batch.select(rows)
+        yield _without(part, without) if without else part
+
+
+def _sets(lacks: Mapping[str, Bool[Tensor, " b"]], b: int) -> Int[Tensor, " b"]:
+    """A number for the set of fields that each sequence lacks."""
+    held = torch.zeros(b, dtype=torch.int64)
+    for place, rows in enumerate(lacks.values()):
+        held |= rows.long() << place
+    return held
+
+
+def _without(batch: Logged, names: Collection[str]) -> Logged:
+    exact = {name: x for name, x in batch.divergences.items() if name not in names}
+    gone = {name: None for name in names if name not in batch.divergences}
+    return replace(batch, divergences=exact, **gone)
+
+
+def _steps(columns: Columns, step: int | None) -> Int[Tensor, " b"]:
+    default = torch.full((len(columns.row),), step or 0)
+    if "step" not in columns.numbers:
+        return default
+    stated = columns.numbers["step"]
+    return torch.where(stated.missing(), default, stated.whole())
+
+
+def _response_lengths(
+    columns: Columns, lengths: Int[Tensor, " b"]
+) -> tuple[Int[Tensor, " b"], str]:
+    if "response_length" in columns.numbers:
+        return torch.maximum(columns.numbers["response_length"].whole(), lengths), "token"
+    if not columns.lists and "completion" in columns.texts:
+        return torch.tensor([len(t or "") for t in columns.texts["completion"]]), "character"
+    return lengths, "token"
+
+
+def _groups(columns: Columns, steps: Int[Tensor, " b"]) -> Int[Tensor, " b"] | None:
+    """The log's own groups, or else equal prompts, within a step."""
+    if "group_id" in columns.numbers:
+        stated = columns.numbers["group_id"]
+        ids, absent = stated.whole(), stated.missing()
+    elif (texts := columns.texts.get("group_id") or columns.texts.get("prompt")) is not None:
+        ids = torch.tensor([0 if t is None else text_id(t) for t in texts])
+        absent = torch.tensor([t is None for t in texts])
+    else:
+        return None
+    if bool(absent.all()):
+        return None
+    return torch.where(absent, 2**62 + columns.row, ids) + steps * STEP_STRIDE
+
+
+def text_id(text: str | bytes) -> int:
+    """A number that equal texts share, in every process."""
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def _texts(columns: Columns, name: str) -> tuple[str, ...] | None:
+    texts: Sequence[str | None] | None = columns.texts.get(name)
+    return None if texts is None else tuple(t or "" for t in texts)

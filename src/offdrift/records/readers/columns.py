@@ -1,0 +1,364 @@
+"""Rows of a log as columns: the one shape that every reader decodes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+
+from offdrift.records.readers.fields import (
+    EITHER,
+    FIELDS,
+    FLOATS,
+    INTEGERS,
+    LISTS,
+    NUMBERS,
+    OTHER,
+    TEXTS,
+    WORDS,
+)
+from offdrift.records.readers.types import BadRow
+
+
+@dataclass(frozen=True)
+class Lists:
+    """A list of numbers per row, flat."""
+
+    values: Shaped[Tensor, " n"]
+    """Missing floats are NaN."""
+    cuts: Int[Tensor, " cuts"]
+    absent: Bool[Tensor, " b"] | None = None
+    """Rows that have no such list; their length is 0."""
+    missing: Bool[Tensor, " n"] | None = None
+    """Missing integers."""
+
+    @property
+    def lengths(self) -> Int[Tensor, " b"]:
+        return self.cuts.diff()
+
+    def per_row(self, tokens: Shaped[Tensor, " n"]) -> Shaped[Tensor, " b"]:
+        """The sum in each row of a number, or the count of a truth, per token."""
+        return torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])[self.cuts].diff()
+
+    def rows(self, keep: Bool[Tensor, " b"]) -> Lists:
+        """The rows that are True in `keep`."""
+        lengths = self.lengths
+        kept = torch.repeat_interleave(keep, lengths)
+        return Lists(
+            self.values[kept],
+            cumulative(lengths[keep]),
+            None if self.absent is None else self.absent[keep],
+            None if self.missing is None else self.missing[kept],
+        )
+
+    def filled(self, lengths: Int[Tensor, " b"]) -> Lists:
+        """With a list of missing values in every row that has none; `absent` still says which."""
+        if self.absent is None or not bool(self.absent.any()):
+            return replace(self, absent=None)
+        there = torch.repeat_interleave(~self.absent, lengths)
+        whole = self.values.dtype.is_floating_point
+        values = self.values.new_full((len(there),), float("nan") if whole else 0)
+        values[there] = self.values
+        missing = ~there
+        if self.missing is not None:
+            missing[there] = self.missing
+        return Lists(values, cumulative(lengths), self.absent, None if whole else missing)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A number per row."""
+
+    values: Shaped[Tensor, " b"]
+    """Missing floats are NaN."""
+    absent: Bool[Tensor, " b"] | None = None
+    """Missing integers."""
+
+    def rows(self, keep: Bool[Tensor, " b"]) -> Numbers:
+        """The rows that are True in `keep`."""
+        return Numbers(self.values[keep], None if self.absent is None else self.absent[keep])
+
+    def missing(self) -> Bool[Tensor, " b"]:
+        """Rows without the number."""
+        absent = self.values.isnan()
+        return absent if self.absent is None else absent | self.absent
+
+    def whole(self) -> Int[Tensor, " b"]:
+        """As integers, 0 where missing."""
+        return self.values.masked_fill(self.missing(), 0).long()
+
+    def per_token(self, lengths: Int[Tensor, " b"], *, whole: bool) -> Lists:
+        """Repeated for every token.
+
+        Args:
+            lengths: tokens of each row.
+            whole: whether the field holds integers.
+        """
+        missing = torch.repeat_interleave(self.missing(), lengths) if whole else None
+        values = torch.repeat_interleave(self.whole() if whole else self.values, lengths)
+        return Lists(values, cumulative(lengths), None, missing)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """`b` rows by field name; see `fields` for the names."""
+
+    row: Int[Tensor, " b"]
+    """Number of each row in its file, from 1."""
+    lists: Mapping[str, Lists] = field(default_factory=dict)
+    numbers: Mapping[str, Numbers] = field(default_factory=dict)
+    texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+
+    def rows(self, keep: Bool[Tensor, " b"]) -> Columns:
+        """The rows that are True in `keep`."""
+        if bool(keep.all()):
+            return self
+        chosen = keep.tolist()
+        return Columns(
+            self.row[keep],
+            {name: x.rows(keep) for name, x in self.lists.items()},
+            {name: x.rows(keep) for name, x in self.numbers.items()},
+            {
+                name: [t for t, k in zip(x, chosen, strict=True) if k]
+                for name, x in self.texts.items()
+            },
+        )
+
+
+def cumulative(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:
+    """Cuts of consecutive segments with these lengths."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def joined(parts: Sequence[Columns]) -> Columns | None:
+    """Parts with the same columns, one after another; None if there are none."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+
+    def lists(name: str) -> Lists:
+        found = [p.lists[name] for p in parts]
+        return Lists(
+            torch.cat([x.values for x in found]),
+            cumulative(torch.cat([x.lengths for x in found])),
+            _masks([(x.absent, len(x.cuts) - 1) for x in found]),
+            _masks([(x.missing, len(x.values)) for x in found]),
+        )
+
+    def numbers(name: str) -> Numbers:
+        found = [p.numbers[name] for p in parts]
+        return Numbers(
+            torch.cat([x.values for x in found]),
+            _masks([(x.absent, len(x.values)) for x in found]),
+        )
+
+    return Columns(
+        torch.cat([p.row for p in parts]),
+        {name: lists(name) for name in parts[0].lists},
+        {name: numbers(name) for name in parts[0].numbers},
+        {name: [t for p in parts for t in p.texts[name]] for name in parts[0].texts},
+    )
+
+
+def _masks(parts: Sequence[tuple[Bool[Tensor, " s"] | None, int]]) -> Bool[Tensor, " s"] | None:
+    if all(mask is None for mask, _ in parts):
+        return None
+    return torch.cat([torch.zeros(n, dtype=torch.bool) if m is None else m for m, n in parts])
+
+
+# Rows of Python values (decoded JSON, unpickled tensors) as columns.
+
+
+Row = Mapping[str, Any]
+"""Values by field of the plain schema."""
+
+Conversion = (ValueError, TypeError, OverflowError, RecursionError)
+
+
+LARGE = 2.0**63
+"""What no 64-bit integer reaches."""
+
+
+def pack(rows: Sequence[Row], numbers: Sequence[int], file: str) -> tuple[Columns, list[BadRow]]:
+    """Rows as columns, without those that hold a value of the wrong kind.
+
+    Args:
+        rows: by field; a field that is None or not there is missing in this row.
+        numbers: number of each row in its file.
+        file: for the messages.
+    """
+    rows = _lists_only(rows)
+    try:
+        return _columns(rows, numbers), []
+    except Conversion:
+        pass
+    # Somewhere is a value that is none: look for it row by row.
+    good: list[int] = []
+    bad: list[BadRow] = []
+    for i, row in enumerate(rows):
+        try:
+            _columns([row], [numbers[i]])
+            good.append(i)
+        except Conversion as e:
+            bad.append(BadRow(file, numbers[i], str(e)))
+    return _columns([rows[i] for i in good], [numbers[i] for i in good]), bad
+
+
+def _lists_only(rows: Sequence[Row]) -> Sequence[Row]:
+    """Without the columns that bear the name of a list per token and hold no list in any row."""
+    given = {name for row in rows for name in LISTS if row.get(name) is not None}
+    single = {n for n in given if not any(_is_list(row.get(n)) for row in rows)}
+    if not single:
+        return rows
+    return [{name: x for name, x in row.items() if name not in single} for row in rows]
+
+
+def text_of(value: Any) -> str | None:
+    """A text, the contents of a list of chat messages, or anything else as JSON."""
+    if value is None or isinstance(value, str):
+        return value if value is None or value.isascii() else _clean(value)
+    if isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
+        return "\n".join(text_of(m["content"]) or "" for m in value)
+    return _clean(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _clean(text: str) -> str:
+    """Model output may hold lone surrogates, which no output stream takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _columns(rows: Sequence[Row], numbers: Sequence[int]) -> Columns:
+    given = {name for row in rows for name, value in row.items() if value is not None}
+    lists: dict[str, Lists] = {}
+    single: dict[str, Numbers] = {}
+    texts: dict[str, list[str | None]] = {}
+    for name in (n for n in FIELDS if n in given):
+        values = [row.get(name) for row in rows]
+        if name in TEXTS or (name == "group_id" and any(isinstance(v, str) for v in values)):
+            texts[name] = [text_of(v) for v in values]
+        elif name in EITHER and not any(_is_list(v) for v in values):
+            single[name] = _numbers(name, values)
+        elif name in FLOATS or name in INTEGERS:
+            if name in EITHER:
+                values = _spread(values, rows)
+            lists[name] = _lists(name, values)
+        elif name in NUMBERS:
+            single[name] = _numbers(name, values)
+    return Columns(torch.tensor(numbers, dtype=torch.int64), lists, single, texts)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray | torch.Tensor)
+
+
+def _spread(values: list[Any], rows: Sequence[Row]) -> list[Any]:
+    """Single numbers among lists, repeated for every token of their row."""
+    return [
+        v if v is None or _is_list(v) else [v] * _length(row)
+        for v, row in zip(values, rows, strict=True)
+    ]
+
+
+def _length(row: Row) -> int:
+    return max((len(v) for k, v in row.items() if _is_list(v) and k not in NUMBERS), default=0)
+
+
+def _lists(name: str, values: list[Any]) -> Lists:
+    wrong = next((v for v in values if v is not None and not _is_list(v)), None)
+    if wrong is not None:
+        raise TypeError(
+            f"{name} is {_shown(wrong)}, expected a list of numbers; "
+            f"--columns {name}= leaves the column out"
+        )
+    parts = [_flat(v) for v in values if v is not None]
+    lengths = torch.tensor([0 if v is None else len(v) for v in values], dtype=torch.int64)
+    absent = [v is None for v in values]
+    flat, missing = _array(name, parts)
+    return Lists(
+        torch.from_numpy(flat),
+        cumulative(lengths),
+        torch.tensor(absent) if any(absent) else None,
+        None if missing is None else torch.from_numpy(missing),
+    )
+
+
+def _flat(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()
+        value = value.numpy()
+    if isinstance(value, np.ndarray) and value.ndim != 1:
+        raise ValueError(f"expected a list of numbers, got an array of shape {value.shape}")
+    return value
+
+
+def _array(name: str, parts: list[Any]) -> tuple[np.ndarray, np.ndarray | None]:
+    """The parts as one array: float32 with NaN for holes, or int64 and where the holes are."""
+    if parts and all(isinstance(p, np.ndarray) for p in parts):
+        flat = np.concatenate(parts)
+        if flat.dtype.kind not in "fiub":
+            raise TypeError(f"{name} holds values of type {flat.dtype}, expected numbers")
+    else:
+        listed = [p.tolist() if isinstance(p, np.ndarray) else p for p in parts]
+        flat = _converted(name, chain.from_iterable(listed), sum(map(len, listed)))
+    if name in FLOATS:
+        # A double beyond float32 is as unusable as the infinity it becomes.
+        with np.errstate(over="ignore"):
+            return flat.astype(np.float32), None
+    if flat.dtype.kind == "f":
+        holes = ~(np.abs(flat) < LARGE)
+        return np.where(holes, 0, flat).astype(np.int64), holes if holes.any() else None
+    return flat.astype(np.int64), None
+
+
+def _converted(name: str, values: Iterable[Any], n: int) -> np.ndarray:
+    flat = list(values)
+    try:
+        if name in INTEGERS:
+            whole = np.array(flat) if n else np.zeros(0, np.int64)
+            if whole.dtype.kind in "iub":
+                return whole
+        array = np.array(flat, dtype=np.float64)
+    except Conversion as e:
+        raise type(e)(f"{name} holds {_odd(flat)}, expected numbers") from e
+    if array.ndim != 1:
+        raise ValueError(f"{name} holds lists, expected numbers")
+    return array
+
+
+def _odd(values: list[Any]) -> str:
+    odd = next((v for v in values if not isinstance(v, int | float | None)), None)
+    return "a number that is too large" if odd is None else _shown(odd)
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return f"{shown[:40]}{'...' if len(shown) > 40 else ''} ({type(value).__name__})"
+
+
+def _numbers(name: str, values: list[Any]) -> Numbers:
+    plain = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
+    if name in WORDS:
+        plain = [WORDS[name].get(v, OTHER[name]) if isinstance(v, str) else v for v in plain]
+    wrong = next((v for v in plain if v is not None and not isinstance(v, int | float)), None)
+    if wrong is not None:
+        raise TypeError(
+            f"{name} is {_shown(wrong)}, expected a number; --columns {name}= leaves the column out"
+        )
+    try:
+        if all(isinstance(v, int) for v in plain if v is not None):
+            absent = [v is None for v in plain]
+            whole = torch.tensor([v or 0 for v in plain], dtype=torch.int64)
+            return Numbers(whole, torch.tensor(absent) if any(absent) else None)
+        array = np.array([np.nan if v is None else v for v in plain], dtype=np.float64)
+    except (*Conversion, RuntimeError) as e:
+        raise OverflowError(f"{name} holds a number that is too large") from e
+    usable = np.abs(array) < LARGE
+    if name not in FLOATS and name != "reward" and not (usable | np.isnan(array)).all():
+        raise OverflowError(f"{name} holds a number that is too large")
+    return Numbers(torch.from_numpy(np.where(usable, array, np.nan)))

@@ -1,0 +1,247 @@
+"""Files of a log, on disk or behind any URL that fsspec knows; disk never goes through fsspec."""
+
+from __future__ import annotations
+
+import glob as local_glob
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from offdrift.errors import RecordError
+from offdrift.records.readers.types import BadRow
+
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".pt", ".pkl")
+"""What may be a log; other files of a folder are not looked at."""
+
+Problem = (OSError, ValueError, ImportError)
+"""What reading a file raises where it, its store or the store's client library is missing."""
+
+Bytes = Any
+"""A file to read bytes from. What fsspec opens is no `BinaryIO`, though it has all of its methods."""
+
+
+def is_url(path: str) -> bool:
+    """Whether a path has a scheme; a Windows drive is none."""
+    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path))
+
+
+def too_large(what: str, limit: int) -> str:
+    """The sentence about a file that takes more than it may."""
+    return (
+        f"{what} more than {limit / 2**20:,.0f} MiB, the most that it may; allow more with "
+        "--max-file-mib if you trust the file"
+    )
+
+
+def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
+    """Every file that the paths name: files as they are, folders and globs with what is in them.
+
+    A file that several paths name stands there several times (see `unrepeated`). Files of a folder stand in the order of the numbers in their names. A folder is searched to
+    any depth for the suffixes of logs, without hidden files.
+
+    Returns: the files; and what folders and globs hold under the name of a log that is no file to
+        read (a link that leads nowhere, a pipe, a folder without permission), with the reason.
+
+    Raises: `RecordError` naming the path that leads nowhere, or to no file.
+    """
+    found: list[str] = []
+    skipped: list[BadRow] = []
+    for path in paths:
+        before = len(skipped)
+        files = _remote(path) if is_url(path) else _local(path, skipped)
+        if not files and len(skipped) == before:
+            raise RecordError(
+                f"no log at {path}: it does not exist, or holds no file ending in "
+                f"{', '.join(SUFFIXES)}"
+            )
+        found += files
+    return found, skipped
+
+
+def unrepeated(files: Sequence[str]) -> tuple[list[str], int]:
+    """The files without those that another name leads to, and how many those are.
+
+    Paths are compared as the disk resolves them: `a/../b`, links to files and hard links are
+    one file. Its first name is kept, one that is no link where there is one: a name may tell the
+    step, and the name of a link tells nothing.
+    """
+    names: dict[object, str] = {}
+    for file in files:
+        key = _identity(file)
+        if key not in names or (os.path.islink(names[key]) and not os.path.islink(file)):
+            names[key] = file
+    kept = set(names.values())
+    return [f for f in dict.fromkeys(files) if f in kept], len(files) - len(kept)
+
+
+def _identity(file: str) -> object:
+    """What is equal for two names of one file."""
+    if is_url(file):
+        try:
+            fs, inside = _store(file)
+        except Problem as e:
+            raise missing(file, e) from e
+        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        if protocol != "file":
+            return protocol, str(fs.storage_options), inside
+        file = inside
+    try:
+        seen = os.stat(file)
+    except OSError:
+        return os.path.realpath(file)
+    # Some file systems number no files.
+    return (seen.st_dev, seen.st_ino) if seen.st_ino else os.path.realpath(file)
+
+
+def size(path: str) -> int:
+    """Bytes of a file; `RecordError` if it is not there."""
+    try:
+        if not is_url(path):
+            return os.path.getsize(path)
+        fs, inside = _store(path)
+        return int(fs.size(inside) or 0)
+    except Problem as e:
+        raise missing(path, e) from e
+
+
+def fingerprint(file: str) -> str:
+    """What changes when a file's content does: its name, size and date.
+
+    Raises: `RecordError` if the file is gone.
+    """
+    try:
+        if is_url(file):
+            fs, inside = _store(file)
+            return f"{file}:{fs.ukey(inside)}"
+        seen = os.stat(file)
+    except Problem as e:
+        raise missing(file, e) from e
+    return f"{os.path.abspath(file)}:{seen.st_size}:{seen.st_mtime_ns}"
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Bytes]:
+    """A file to read bytes from; `RecordError` if it cannot be opened."""
+    try:
+        if is_url(path):
+            fs, inside = _store(path)
+            file = fs.open(inside, "rb")
+        else:
+            file = open(path, "rb", opener=_regular)  # noqa: SIM115
+    except Problem as e:
+        raise missing(path, e) from e
+    with file:
+        yield file
+
+
+def _regular(path: str, flags: int) -> int:
+    """Opens a file and nothing else: opening a pipe waits until somebody writes to it."""
+    opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if (why := _no_file(os.fstat(opened).st_mode)) is not None:
+        os.close(opened)
+        raise OSError(why)
+    return opened
+
+
+def _no_file(mode: int) -> str | None:
+    """What something is that cannot be read as a file; None if it can."""
+    if stat.S_ISREG(mode):
+        return None
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, no file"
+
+
+def missing(path: str, error: Exception) -> RecordError:
+    """The error of a file that cannot be read."""
+    reason = getattr(error, "strerror", None) or error
+    return RecordError(f"cannot read {path}: {reason}; check the path and its permissions")
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A key that puts step_2 before step_10."""
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.findall(r"\d+|\D+", name)]
+
+
+def _local(path: str, skipped: list[BadRow]) -> list[str]:
+    if os.path.isdir(path):
+        unread: list[OSError] = []
+        walk = os.walk(path, onerror=unread.append)
+        listed = _logs([os.path.join(d, name) for d, _, names in walk for name in names], path)
+        skipped += [
+            BadRow(e.filename, 0, f"the folder cannot be read: {e.strerror}", rows=0)
+            for e in unread
+        ]
+    elif os.path.lexists(path):
+        if (reason := _unreadable(path)) is not None:
+            raise RecordError(f"cannot read {path}: {reason}; name the file itself")
+        return [path]
+    else:
+        named = _globbed(path)
+        listed = sorted((p for p in named if not os.path.isdir(p)), key=natural)
+    why = {file: _unreadable(file) for file in listed}
+    skipped += [
+        BadRow(file, 0, reason, rows=0) for file, reason in why.items() if reason is not None
+    ]
+    return [file for file, reason in why.items() if reason is None]
+
+
+def _globbed(pattern: str) -> list[str]:
+    """What a glob names. `**` leads into folders and through no links: they may lead back."""
+    head, deep, tail = f"/{pattern}".partition("/**/")
+    if not deep:
+        return local_glob.glob(pattern)
+    found: dict[str, None] = {}
+    for base in local_glob.glob(head[1:]) if head else ["/" if pattern[0] == "/" else "."]:
+        for folder, inner, _ in os.walk(base):
+            inner[:] = [name for name in inner if not name.startswith(".")]
+            below = os.path.join(local_glob.escape(folder), tail)
+            found |= dict.fromkeys(_globbed(os.path.normpath(below)))
+    return list(found)
+
+
+def _unreadable(path: str) -> str | None:
+    """Why something cannot be read as a file, as far as its name tells; None if it can."""
+    try:
+        return _no_file(os.stat(path).st_mode)
+    except OSError as e:
+        what = "a link that leads nowhere" if os.path.islink(path) else "not there"
+        return f"it is {what}: {e.strerror}"
+
+
+def _remote(path: str) -> list[str]:
+    try:
+        fs, inside = _store(path)
+        if "*" in path or "?" in path or "[" in path:
+            listed = [p for p in fs.glob(inside) if not fs.isdir(p)]
+            return sorted((fs.unstrip_protocol(p) for p in listed), key=natural)
+        if fs.isdir(inside):
+            return _logs(
+                [fs.unstrip_protocol(p) for p in fs.find(inside)], fs.unstrip_protocol(inside)
+            )
+        return [path] if fs.exists(inside) else []
+    except Problem as e:
+        raise missing(path, e) from e
+
+
+def _logs(files: list[str], folder: str) -> list[str]:
+    inside = len(folder.rstrip("/"))
+    kept = [
+        f
+        for f in files
+        if f.endswith(SUFFIXES) and not any(p.startswith(".") for p in f[inside:].split("/"))
+    ]
+    return sorted(kept, key=natural)
+
+
+def _store(path: str) -> tuple[Any, str]:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as e:
+        raise RecordError(
+            f"{path} is a URL, which needs fsspec (and the client of its store, such as s3fs): "
+            "pip install fsspec, or copy the files to disk"
+        ) from e
+    return url_to_fs(path)

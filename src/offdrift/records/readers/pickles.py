@@ -1,0 +1,415 @@
+"""Pickles of other people, as data: nothing in them is called, and what they may take is bounded.
+
+A pickle is a program. Here its instructions are interpreted one by one: those that build numbers,
+texts, lists and dicts are known, those that could do anything else are refused. A name that the
+program asks for is looked up in a table of harmless stand-ins and never imported. What is built is
+charged to a budget before the next instruction, since a few bytes can ask for gigabytes: a declared
+length, an expanded tensor, one value that is repeated.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+import re
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offdrift.errors import RecordError
+from offdrift.records.readers.files import Bytes, too_large
+from offdrift.records.readers.types import LIMIT
+
+SCALARS = re.compile(rb"(?:K.|M..|J....|G.{8}|[N\x88\x89])+", re.DOTALL)
+"""A run of numbers, None, True and False: instructions of fixed length that do nothing else."""
+
+SCALAR, INSTRUCTION = 40, 256
+"""Bytes that one number takes in a list, and any other instruction at most beside its argument."""
+
+CONSTANTS = frozenset({
+    "LONG1", "LONG4", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES",
+    "BINBYTES8", "BYTEARRAY8", "SHORT_BINSTRING", "BINSTRING",
+})  # fmt: skip
+KEYS = (str, int, float, bytes, type(None))
+"""What may be a key: the hash of a tuple follows it to any depth, and ends the process."""
+
+
+class Budget:
+    """The bytes that one file may still take."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.left = limit, limit
+
+    def spend(self, count: int) -> None:
+        """Raises: `RecordError` where the file takes more than it may."""
+        self.left -= count
+        if self.left < 0:
+            raise RecordError(too_large("what the file holds takes", self.limit))
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a name of the pickle stands for: it may be called with data, and passed on."""
+
+    call: Callable[..., object]
+
+
+@dataclass
+class TensorBatch:
+    """What SkyRL's batches unpickle to: their state, and nothing that acts."""
+
+    state: object
+
+
+@dataclass
+class Dtype:
+    """A number type of NumPy."""
+
+    code: str
+
+    def build(self, state: Any) -> None:
+        """The byte order, which a pickle states apart."""
+        if state[1] in ("<", ">"):
+            self.code = state[1] + self.code
+
+    def of(self) -> np.dtype:
+        if not re.fullmatch(r"[<>]?(?:[fiu][1248]|b1)", self.code):
+            raise RecordError(
+                f"the file holds an array of NumPy type {self.code[:20]!r}, no numbers"
+            )
+        return np.dtype(self.code)
+
+
+@dataclass
+class Array:
+    """A NumPy array."""
+
+    value: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    def build(self, state: Any) -> None:
+        """Shape, type and bytes, as `ndarray.__reduce__` states them."""
+        _, shape, dtype, fortran, raw = state
+        flat = np.frombuffer(raw, dtype.of())
+        self.value = flat.reshape(shape, order="F" if fortran else "C")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor that is read from the archive when it is wanted."""
+
+    read: Callable[[], Tensor]
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def plain(value: Any) -> Any:
+    """A tensor or array that a file holds; any other value as it is."""
+    if isinstance(value, Stored):
+        return value.read()
+    return value.value if isinstance(value, Array) else value
+
+
+def decode(
+    data: bytes,
+    names: Mapping[tuple[str, str], object],
+    budget: Budget,
+    persistent: Callable[[Any], object] | None = None,
+) -> Any:
+    """What a pickle builds.
+
+    Args:
+        data: the pickle.
+        names: what each name that it may ask for stands for.
+        budget: what it may take.
+        persistent: what an id that points outside of the pickle stands for.
+
+    Raises: `RecordError` if it asks for anything but data, or takes more than it may; whatever else
+        (`ValueError`, `IndexError`, ...) if it is damaged.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    stream = io.BytesIO(data)
+
+    def marked() -> list[Any]:
+        begin = marks.pop()
+        items = stack[begin:]
+        del stack[begin:]
+        return items
+
+    def held(kind: type) -> Any:
+        if type(stack[-1]) is not kind:
+            raise ValueError(f"{name} on a {type(stack[-1]).__name__}")
+        return stack[-1]
+
+    while True:
+        if run := SCALARS.match(data, stream.tell()):
+            values = pickle.loads(b"\x80\x02(" + run.group() + b"l.")
+            budget.spend(SCALAR * len(values))
+            stack += values
+            stream.seek(run.end())
+        code = pickletools.code2op[stream.read(1).decode("latin-1")]
+        name, arg = code.name, None if code.arg is None else code.arg.reader(stream)
+        budget.spend(INSTRUCTION)
+        match name:
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return stack.pop()
+            case "MARK":
+                marks.append(len(stack))
+            case _ if name in CONSTANTS:
+                budget.spend(sys.getsizeof(arg))
+                stack.append(arg)
+            case "BINPUT" | "LONG_BINPUT":
+                memo[arg] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[arg])
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "TUPLE":
+                stack.append(tuple(marked()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                marks.append(len(stack) - int(name[-1]))
+                stack.append(tuple(marked()))
+            case "EMPTY_LIST" | "EMPTY_SET":
+                stack.append([])
+            case "APPEND":
+                value = stack.pop()
+                held(list).append(value)
+            case "APPENDS" | "ADDITEMS":
+                values = marked()
+                held(list).extend(values)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "SETITEM" | "SETITEMS":
+                if name == "SETITEM":
+                    marks.append(len(stack) - 2)
+                values = marked()
+                for key in values[::2]:
+                    if not isinstance(key, KEYS):
+                        raise RecordError(f"the pickle has a {type(key).__name__} as a key; it was refused")  # fmt: skip
+                held(dict).update(zip(values[::2], values[1::2], strict=True))
+            case "GLOBAL" | "STACK_GLOBAL":
+                if name == "STACK_GLOBAL":
+                    arg = " ".join(map(str, (stack.pop(-2), stack.pop())))
+                stack.append(_named(str(arg), names))
+            case "REDUCE":
+                args, function = stack.pop(), stack.pop()
+                if not isinstance(function, Name):
+                    raise RecordError("the pickle calls what is no function; it was refused")
+                made = function.call(*args)
+                budget.spend(sys.getsizeof(made))
+                stack.append(made)
+            case "BUILD":
+                state = stack.pop()
+                if not isinstance(stack[-1], Dtype | Array):
+                    raise RecordError(
+                        f"the pickle sets attributes of a {type(stack[-1]).__name__}, which no log "
+                        "needs; it was refused"
+                    )
+                stack[-1].build(state)
+            case "BINPERSID" if persistent is not None:
+                stack.append(persistent(stack.pop()))
+            case _:
+                raise RecordError(f"the pickle has the instruction {name}, which no log needs; it was not run")  # fmt: skip
+
+
+def _named(asked: str, names: Mapping[tuple[str, str], object]) -> object:
+    module, _, name = asked.partition(" ")
+    if (module, name) in names:
+        return names[module, name]
+    parts = module.split(".")
+    if ("skyrl", name) in names and parts[0].startswith("skyrl") and parts[-1] == BATCHES:
+        return names["skyrl", name]
+    raise RecordError(
+        f"the pickle asks for {module[:80]}.{name[:80]}, which no log needs; it was not run"
+    )
+
+
+BATCHES = "training_batch"
+"""Last part of the module that SkyRL's batches come from; its package moved between versions."""
+
+
+def _uncalled(*args: object) -> object:
+    raise RecordError("the pickle makes a batch in a way that SkyRL does not; it was refused")
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise RecordError(f"the pickle encodes a text as {encoding[:20]!r}; it was refused")
+    return text.encode("latin1")
+
+
+_BUILTIN: dict[tuple[str, str], object] = {
+    ("collections", "OrderedDict"): Name(lambda: {}),
+    ("builtins", "set"): Name(list),
+    ("__builtin__", "set"): Name(list),
+    ("torch", "device"): Name(lambda *args: "cpu"),
+    ("torch", "Size"): Name(lambda sizes: tuple(sizes)),
+    ("_codecs", "encode"): Name(_encoded),
+    ("numpy", "ndarray"): Name(_uncalled),
+    ("numpy", "dtype"): Name(lambda code, *flags: Dtype(code)),
+    **{
+        (module, name): Name(call)
+        for module in ("numpy.core.multiarray", "numpy._core.multiarray")
+        for name, call in (
+            ("_reconstruct", lambda kind, shape, code: Array()),
+            ("scalar", lambda dtype, raw: np.frombuffer(raw, dtype.of())[0].item()),
+        )
+    },
+}
+
+_SKYRL: Mapping[tuple[str, str], object] = MappingProxyType({
+    **_BUILTIN,
+    ("skyrl", "_rebuild_tensor_batch"): Name(lambda kind, state: TensorBatch(state)),
+    **{("skyrl", n): Name(_uncalled) for n in ("TensorBatch", "TrainingInputBatch", "TrainingOutputBatch")},
+})  # fmt: skip
+"""SkyRL's classes are only passed to `_rebuild_tensor_batch`."""
+
+DTYPES = {
+    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8,
+    "Byte": torch.uint8, "Bool": torch.bool,
+}  # fmt: skip
+
+
+def load_pickle(file: Bytes, limit: int = LIMIT) -> Any:
+    """What a pickle holds.
+
+    Args:
+        file: opened for reading.
+        limit: bytes that it may take in memory.
+
+    Raises: `RecordError` if it asks for anything but data, or takes more than `limit`.
+    """
+    if _size(file) > limit:
+        raise RecordError(too_large("the pickle has", limit))
+    return decode(file.read(), _SKYRL, Budget(limit))
+
+
+def _size(file: Bytes) -> int:
+    size = int(file.seek(0, io.SEEK_END))
+    file.seek(0)
+    return size
+
+
+def load_torch(file: Bytes, limit: int = LIMIT) -> Any:
+    """What `torch.save` wrote: builtin containers with `Stored` tensors and NumPy arrays in them.
+
+    A tensor is read when it is wanted, from a record that the file really holds: the records of the
+    archive are not compressed and not larger than the file together, and no tensor has more elements
+    than its storage. `file` must still be open then.
+
+    Args:
+        file: opened for reading.
+        limit: bytes that all of it may take in memory, tensors that are never read left out.
+
+    Raises: `RecordError` naming what the file asks for beyond that.
+    """
+    size, budget = _size(file), Budget(limit)
+    try:
+        archive = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, NotImplementedError) as e:
+        raise RecordError(f"no whole archive of torch.save: {e}") from e
+    records = {r.filename: r for r in archive.infolist()}
+    if any(r.compress_type != zipfile.ZIP_STORED for r in records.values()):
+        raise RecordError("the archive is compressed, which torch.save never does; it was refused")
+    if (claimed := sum(r.file_size for r in records.values())) > size:
+        raise RecordError(f"the archive claims {claimed} bytes of records in {size} bytes of file")
+    stems = [name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")]
+    if len(stems) != 1:
+        raise RecordError("no archive of torch.save: it holds no data.pkl")
+    stem = stems[0]
+    if records[f"{stem}data.pkl"].file_size > limit:
+        raise RecordError(too_large("the pickle in the archive has", limit))
+    if f"{stem}byteorder" in records and archive.read(f"{stem}byteorder") != b"little":
+        raise RecordError("the tensors were written on a big-endian machine")
+
+    opened: dict[object, Storage] = {}
+
+    def storage(about: Any) -> Storage:
+        kind, dtype, key, _, elements = about
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise RecordError("the file refers to something that is no storage of a tensor")
+        record = records[f"{stem}data/{key}"]
+        if not 0 <= elements * dtype.itemsize <= record.file_size:
+            raise RecordError(
+                f"storage {key} claims {elements} elements of {dtype}, and has {record.file_size} bytes"
+            )
+        if key not in opened:
+            opened[key] = Storage(archive, record, dtype, elements, budget)
+        return opened[key]
+
+    return decode(archive.read(f"{stem}data.pkl"), _TORCH, budget, storage)
+
+
+@dataclass
+class Storage:
+    """Where the elements of tensors lie in an archive."""
+
+    archive: zipfile.ZipFile
+    record: zipfile.ZipInfo
+    dtype: torch.dtype
+    elements: int
+    budget: Budget
+    held: Tensor | None = None
+
+    def flat(self) -> Tensor:
+        """All of it, read once; the archive's checksum is verified."""
+        if self.held is None:
+            self.budget.spend(self.record.file_size)
+            raw = bytearray(self.archive.read(self.record))
+            kind = torch.uint8 if self.dtype == torch.bool else self.dtype
+            flat = torch.frombuffer(raw, dtype=kind, count=self.elements)
+            self.held = flat != 0 if self.dtype == torch.bool else flat
+        return self.held
+
+    def tensor(self, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Stored:
+        """A view of it, to be read later; `RecordError` if it is not inside."""
+        count = math.prod(size)
+        last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        inside = count == 0 or max(last + 1, count) <= self.elements
+        if min(offset, *size, *stride, 0) < 0 or not inside:
+            raise RecordError(
+                f"a tensor of shape {size} and strides {stride} has {count} elements, its storage "
+                f"{self.elements}; it was refused. Call .contiguous() before torch.save"
+            )
+
+        def read() -> Tensor:
+            return self.flat().as_strided(size, stride, offset) if count else torch.empty(size, dtype=self.dtype)  # fmt: skip
+
+        return Stored(read, size)
+
+
+def _rebuilt(storage: Storage, offset: int, size: Any, stride: Any, *rest: object) -> Stored:
+    return storage.tensor(offset, tuple(size), tuple(stride))
+
+
+_TORCH: Mapping[tuple[str, str], object] = MappingProxyType({
+    **_BUILTIN,
+    ("torch._utils", "_rebuild_tensor_v2"): Name(_rebuilt),
+    **{("torch", f"{name}Storage"): dtype for name, dtype in DTYPES.items()},
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
+})  # fmt: skip
+
+
+def tensor_of(stated: Any, limit: int = LIMIT) -> Tensor:
+    """A tensor from SkyRL's own serialization of it."""
+    if stated.get("format") == "torch":
+        return plain(load_torch(io.BytesIO(stated["data"]), limit))
+    flat = np.frombuffer(stated["data"], dtype=np.dtype(stated["dtype"]))
+    return torch.from_numpy(flat.reshape(stated["shape"]).copy())

@@ -1,0 +1,439 @@
+"""Batches on their way from a step to the disk: copied off the device, checked, joined."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Shaped
+from numpy import ndarray
+from torch import Tensor
+
+from offdrift.errors import BadValueError, RecordError, ShapeError, check_choice
+from offdrift.records.batch import Logged
+from offdrift.records.log import ROW_COLUMNS, TOKEN_COLUMNS
+from offdrift.records.outbox import LOG, Limits, OnError, Outbox, WhenFull
+from offdrift.records.shared import rank_here, remove_stale, write_unclaimed
+from offdrift.records.unpacked import Unpacked, text_ids
+from offdrift.segments import Segments
+
+SEQUENCES = (*(attribute for attribute, _ in ROW_COLUMNS.values()), "row")
+INT32 = ("tokens", "rollout_version", "position")
+"""Stored as 32-bit integers."""
+
+
+def on_host(batch: Logged | Unpacked) -> tuple[Logged | Unpacked, list[torch.cuda.Event]]:
+    """The batch in host memory of its own, without graph; and what to wait for before reading it.
+
+    Nothing waits here for a CUDA device: its copies run on the current stream, into pinned memory,
+    behind the work that makes the values. The copies on the device can be freed or changed at once.
+    """
+    events: dict[torch.device, torch.cuda.Event] = {}
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {name: copied(y) for name, y in x.items()}
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach()
+        if x.device.type != "cuda":
+            return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        events[x.device] = torch.cuda.Event()
+        return host.copy_(x, non_blocking=True)
+
+    held = replace(batch, **{f.name: copied(getattr(batch, f.name)) for f in fields(batch)})
+    for device, event in events.items():
+        event.record(torch.cuda.current_stream(device))
+    return held, list(events.values())
+
+
+def num_bytes(batch: Logged | Unpacked) -> int:
+    """Memory that a copy of the batch takes, about: texts count one byte per character."""
+    values = [getattr(batch, f.name) for f in fields(batch)]
+    values += [x for v in values if isinstance(v, Mapping) for x in v.values()]
+    tensors = sum(x.numel() * x.element_size() for x in values if isinstance(x, Tensor))
+    return tensors + sum(len(t) for v in values if isinstance(v, tuple) for t in v)
+
+
+def present(batch: Logged | Unpacked) -> frozenset[str]:
+    """Names of what the batch holds: batches that hold the same can share a file."""
+    named = {f.name for f in fields(batch) if getattr(batch, f.name) is not None} - {"position"}
+    return frozenset(named | {*batch.divergences, getattr(batch, "length_unit", "token")})
+
+
+def check_shapes(batch: Logged) -> None:
+    """Raise `ShapeError` unless all fields describe the same tokens and sequences."""
+    b = len(batch.cu_seqlens) - 1
+    by_token = {name: getattr(batch, name) for name in TOKEN_COLUMNS} | dict(batch.divergences)
+    lengths = {name: len(x) for name, x in by_token.items() if x is not None}
+    if len(set(lengths.values())) > 1:
+        raise ShapeError(f"token fields of different lengths: {lengths}")
+    for name in (*SEQUENCES, "prompts", "completions"):
+        x = getattr(batch, name)
+        if x is not None and len(x) != b:
+            raise ShapeError(f"{name} has {len(x)} entries for {b} sequences")
+
+
+def check_values(batch: Logged) -> None:
+    """Raise unless `cu_seqlens` cuts the tokens, and integers fit where they are stored."""
+    Segments(batch.cu_seqlens).check()
+    for name in INT32:
+        x = getattr(batch, name)
+        if x is not None and len(x) and not -(2**31) <= int(x.min()) <= int(x.max()) < 2**31:
+            raise BadValueError(
+                f"{name} reaches from {int(x.min())} to {int(x.max())}, beyond 32 bits"
+            )
+    by_token = {name: getattr(batch, name) for name in TOKEN_COLUMNS} | dict(batch.divergences)
+    for name, x in by_token.items():
+        if x is not None and len(x) != batch.num_tokens:
+            raise ShapeError(f"{name} has {len(x)} tokens, cu_seqlens ends at {batch.num_tokens}")
+
+
+def joined(batches: Sequence[Logged]) -> Logged:
+    """Batches that hold the same fields (`present`, `position` aside) as one, in order."""
+    if len(batches) == 1:
+        return batches[0]
+    first = batches[0]
+    whole = all(b.position is None for b in batches)
+    lengths = torch.cat([b.cu_seqlens.diff() for b in batches])
+    values: dict[str, Any] = {
+        name: torch.cat([getattr(b, name) for b in batches])
+        for name in (*TOKEN_COLUMNS, *SEQUENCES)
+        if name != "position" and getattr(first, name) is not None
+    }
+    for name in ("prompts", "completions"):
+        if getattr(first, name) is not None:
+            values[name] = tuple(t for b in batches for t in getattr(b, name))
+    return Logged(
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        length_unit=first.length_unit,
+        position=None if whole else torch.cat([b.in_response for b in batches]),
+        divergences={k: torch.cat([b.divergences[k] for b in batches]) for k in first.divergences},
+        **values,
+    )
+
+
+# `Recorder`: logs that can be audited, from any training loop, without making a step wait for a disk.
+#
+# A step hands over a batch, which is copied and queued; a thread of the recorder's own writes it, in the
+# plain schema (`offdrift.records.log`). Files appear whole or not at all, and none is ever replaced.
+
+
+AT_EXIT_S = 300.0
+"""How long the end of a process waits for the disk."""
+
+
+class Recorder:
+    """Writes batches to a folder that `offdrift audit` reads; one recorder per process and folder.
+
+    Small batches share files: a batch waits up to `seconds` for others, or until a file is full. So
+    much can be lost if the process is killed, and no more; at the end of the process everything is
+    written. Files are called NAME-FIRST-LAST-rankR-I.parquet, for steps FIRST to LAST.
+
+    Args:
+        folder: is made; files that are in it stay.
+        framework: that the run belongs to; a diagnosis suggests fixes in its terms.
+        when_full: "wait" until there is room in the queue, which loses nothing; or "drop" the batch,
+            which never makes a step wait. Drops are counted, and logged once and at the end.
+        on_error: "raise" what stops the writer at the next `add`, `flush` or `close`; batches are kept
+            and tried again after that. "warn" logs it, drops the batches and counts them.
+        queue: batches that may wait, those that are being written included.
+        queue_mib: memory that they may take; a batch that is larger is let in alone.
+        file_mib: size from which on batches are written at once.
+        seconds: longest time for which a batch waits for others.
+        text: whether prompts and completions are written. Without, equal prompts stay groups.
+        rank: of this process; None: of `torch.distributed` if it is initialized, else RANK, else 0.
+
+    Raises: `RecordError` if the folder cannot be made; `MethodError` for an unknown choice.
+
+    Example:
+        >>> with Recorder("run/log") as recorder:                           # doctest: +SKIP
+        ...     recorder.add(batch)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        framework: str = "offdrift",
+        when_full: WhenFull = "wait",
+        on_error: OnError = "raise",
+        queue: int = 64,
+        queue_mib: float | int = 1024,
+        file_mib: float | int = 32,
+        seconds: float | int = 10,
+        text: bool = True,
+        rank: int | None = None,
+    ) -> None:
+        check_choice("when_full", when_full, ("wait", "drop"))
+        check_choice("on_error", on_error, ("raise", "warn"))
+        # Some launchers change the working directory while a batch waits.
+        self.folder = Path(os.path.abspath(folder))
+        self.framework, self.text = framework, text
+        self._rank = rank
+        self._limits = Limits(
+            queue=max(1, queue),
+            queue_bytes=float(queue_mib * 2**20),
+            file_bytes=float(file_mib * 2**20),
+            seconds=float(seconds),
+        )
+        self._when_full: WhenFull = when_full
+        self._on_error: OnError = on_error
+        self._open()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            error = RecordError(f"cannot record to {self.folder}: {e.strerror}; choose a folder that can be written")  # fmt: skip
+            if on_error == "raise":
+                raise error from e
+            LOG.warning("%s", error)
+        remove_stale(self.folder)
+        _RECORDERS.add(self)
+
+    def _open(self) -> None:
+        self._pid = os.getpid()
+        self._box = Outbox(
+            self.folder, _prepared, self._write, self._limits, self._when_full, self._on_error
+        )
+        if multiprocessing.parent_process() is not None:
+            # Such a process ends without `atexit`, unless it was spawned.
+            Finalize(None, _close_all, exitpriority=0)
+
+    @property
+    def _own(self) -> Outbox:
+        # After a fork, what waits is the parent's to write, and its thread does not run here.
+        if self._pid != os.getpid():
+            self._open()
+        return self._box
+
+    @property
+    def written(self) -> int:
+        """Batches that are on disk."""
+        return self._own.written
+
+    @property
+    def dropped(self) -> int:
+        """Batches that were given up: the queue was full, or they could not be written."""
+        return self._own.dropped
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is taken."""
+        return self._own.closed
+
+    def add(self, batch: Logged | Unpacked, *, name: str | None = None) -> None:
+        """Queue a batch; it may be changed or freed as soon as this returns.
+
+        Args:
+            batch: on any device. Its `group_ids` mean the same in all batches of a step. NaN and
+                infinite values are written as they are; readers leave such tokens out and count them.
+            name: that the file's name begins with, "log" unless given; batches of different names
+                never share a file.
+
+        Raises: `RecordError` if an earlier batch could not be written, and this one is then not
+            taken; `ShapeError` if the batch contradicts itself.
+        """
+        name = "log" if name is None else name
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise RecordError(f"name={name!r}: letters, digits, - and _ make the name of a file")
+        if isinstance(batch, Logged):
+            check_shapes(batch)
+        whole = batch if self.text else _without_text(batch)
+        if self._rank is None:
+            self._rank = rank_here()
+        kind = (name, present(whole))
+        self._own.put(lambda: on_host(whole), kind=kind, size=num_bytes(whole))
+
+    def flush(self, timeout: float | int | None = None) -> bool:
+        """Wait until every batch so far is on disk; False if that takes longer than `timeout` seconds.
+
+        Raises: `RecordError` if one cannot be written.
+        """
+        return self._own.flush(timeout)
+
+    def close(self, timeout: float | int | None = None) -> None:
+        """Write what waits, and stop; batches that cannot be written within `timeout` seconds are dropped.
+
+        Raises: `RecordError` if batches could not be written, and `on_error` is "raise".
+        """
+        self._own.close(timeout)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except RecordError as e:
+            if kind is None:
+                raise
+            LOG.error("%s", e)  # what ended the loop comes first
+
+    def _write(self, batches: Sequence[Logged], kind: tuple[str, Any]) -> None:
+        batch = joined(batches)
+        if batch.num_sequences == 0:
+            return
+        first, last = (int(x) for x in batch.step.aminmax())
+        stem = f"{kind[0]}-{first:08d}-{last:08d}-rank{self._rank}"
+        write_unclaimed(batch, self.folder, stem, framework=self.framework)
+
+
+def _prepared(held: tuple[Logged | Unpacked, Sequence[torch.cuda.Event]]) -> Logged:
+    """Wait for the copy; leave out what is masked; raise if the batch is not what it claims to be."""
+    batch, events = held
+    for event in events:
+        event.synchronize()
+    logged = batch.logged() if isinstance(batch, Unpacked) else batch
+    check_values(logged)
+    return logged
+
+
+def _without_text(batch: Logged | Unpacked) -> Logged | Unpacked:
+    ids = batch.group_ids
+    if ids is None and batch.prompts is not None:
+        ids = text_ids(batch.prompts)
+    return replace(batch, prompts=None, completions=None, group_ids=ids)
+
+
+_RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for recorder in list(_RECORDERS):
+        try:
+            recorder.close(AT_EXIT_S)
+        except RecordError as e:
+            LOG.error("%s", e)
+
+
+atexit.register(_close_all)
+
+
+# `record`: one call in any training loop, and its log can be audited.
+
+
+Values: TypeAlias = Shaped[Tensor, "..."] | Shaped[ndarray, "..."] | Sequence[Any] | float | int
+
+_OPEN: dict[str, Recorder] = {}
+_LOCK = threading.Lock()
+
+
+def record(
+    folder: str | os.PathLike[str] | Recorder,
+    *,
+    step: Values,
+    logp_rollout: Values | None = None,
+    logp_old: Values | None = None,
+    logp: Values | None = None,
+    logp_ref: Values | None = None,
+    mask: Values | None = None,
+    cu_seqlens: Values | None = None,
+    advantages: Values | None = None,
+    rewards: Values | None = None,
+    group_ids: Values | Sequence[str] | None = None,
+    tokens: Values | None = None,
+    prompts: Sequence[str] | None = None,
+    completions: Sequence[str] | None = None,
+    version: Values | None = None,
+    rollout_version: Values | None = None,
+    entropy: Values | None = None,
+    old_status: Values | None = None,
+    truncated: Values | None = None,
+    response_lengths: Values | None = None,
+    divergences: Mapping[str, Values] | None = None,
+) -> Recorder:
+    """Record what a step knew of its tokens; returns at once, a thread writes.
+
+    Token values are padded `[b, time]` with `mask`, or packed `[n]` with `cu_seqlens` (and `mask`, if
+    some tokens do not train). Value `[i, t]` describes token `[i, t]`: log-probs are those *of* the
+    token that stands there. What a loop does not have it leaves out.
+
+    Args:
+        folder: of the log, made at the first call; or a `Recorder` with settings of your own. The
+            recorder of a folder is closed when the process ends.
+        step: counts optimizer steps; one number, or one per sequence (as `version`).
+        logp_rollout: log-probs of the engine that drew the tokens, of the distribution that it drew
+            from, nats.
+        logp_old: log-probs of the training engine before the first update on this batch.
+        logp: log-probs of the policy being trained; the graph is not kept.
+        logp_ref: log-probs of the frozen reference policy.
+        mask: nonzero where a token trains; padding, prompt and tool output are 0 and not recorded.
+        cu_seqlens: starts of the sequences in the packed tokens, first 0, last `n`.
+        advantages: per token, or per sequence `[b]`; what has the tokens' shape is per token.
+        rewards: per sequence.
+        group_ids: per sequence, numbers or texts; responses to one prompt share theirs within a step.
+            Without, equal `prompts` are a group.
+        tokens: ids.
+        prompts: texts.
+        completions: texts.
+        version: of the weights being trained, optimizer steps taken so far.
+        rollout_version: of the weights that drew the tokens; per token, per sequence, or one number.
+        entropy: of the policy being trained, nats.
+        old_status: how a response's `logp_old` was come by: 0 exact (the training engine at the weights
+            that sampled), 1 stale (at others), 2 approximated, 3 missing (the rollout's stand in).
+        truncated: 1 where a response hit its length limit.
+        response_lengths: tokens of each whole response. Without, from its first to its last token
+            that trains.
+        divergences: exact ones by name (`kl_rollout_current`, ...), nats per token.
+
+    NaN and infinite values are written as they are: readers leave such tokens out and count them by
+    field, so that an audit shows them. A sequence without a token keeps its row.
+
+    Raises: `ShapeError` if a field has the shape of neither tokens nor sequences; `BadValueError` for
+        a prompt or completion that is no text; `RecordError` if an earlier batch could not be written.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> logp = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])
+        >>> log = record(mkdtemp(), step=1, logp_rollout=logp - 0.1, logp=logp,
+        ...              mask=torch.tensor([[1, 1], [1, 0]]), rewards=[1.0, 0.0])
+        >>> log.close()
+        >>> log.written, log.dropped
+        (1, 0)
+    """
+    if isinstance(group_ids, Sequence) and any(isinstance(x, str) for x in group_ids):
+        group_ids = text_ids(_texts("group_ids", group_ids) or ())
+    given: dict[str, Any] = {
+        "step": step, "logp_rollout": logp_rollout, "logp_old": logp_old, "logp": logp,
+        "logp_ref": logp_ref, "mask": mask, "cu_seqlens": cu_seqlens, "advantages": advantages,
+        "rewards": rewards, "group_ids": group_ids, "tokens": tokens, "version": version,
+        "rollout_version": rollout_version, "entropy": entropy, "old_status": old_status, "truncated": truncated,
+        "response_lengths": response_lengths,
+    }  # fmt: skip
+    batch = Unpacked(
+        divergences={name: torch.as_tensor(x) for name, x in (divergences or {}).items()},
+        prompts=_texts("prompts", prompts),
+        completions=_texts("completions", completions),
+        **{name: torch.as_tensor(x) for name, x in given.items() if x is not None},
+    )
+    recorder = folder if isinstance(folder, Recorder) else _recorder(folder)
+    recorder.add(batch)
+    return recorder
+
+
+def _recorder(folder: str | os.PathLike[str]) -> Recorder:
+    key = os.path.abspath(folder)
+    with _LOCK:
+        if key not in _OPEN or _OPEN[key].closed:
+            _OPEN[key] = Recorder(folder)
+        return _OPEN[key]
+
+
+def _texts(name: str, texts: Sequence[str] | None) -> tuple[str, ...] | None:
+    for i, text in enumerate(texts or ()):
+        if not isinstance(text, str):
+            raise BadValueError(
+                f"{name}[{i}] is of type {type(text).__name__}; give one text per sequence, such as "
+                "the rendered chat template"
+            )
+    return None if texts is None else tuple(texts)

@@ -1,0 +1,273 @@
+"""Rollouts on disk: one Parquet file per batch, written whole or not at all, read without copies.
+
+One row per sequence; token-valued columns are Arrow lists, whose flat value buffer *is* the packed
+stream and whose offsets *are* `cu_seqlens`. Provenance and format version travel in the schema's
+metadata as JSON. Hidden states are fixed-size lists in the engine's own dtype; the head they belong
+to stands in `heads/` beside the batches, once, and the header names it by its content. Nothing is
+unpickled and nothing is evaluated: a file from elsewhere is data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from offdrift.errors import RecordError
+from offdrift.records.atomic import write_atomically as write_atomically
+from offdrift.records.head_store import read_head, write_head
+from offdrift.records.rollouts import (
+    Evidence,
+    FullVocab,
+    HiddenStates,
+    Provenance,
+    Rollouts,
+    Sampling,
+    TopK,
+)
+
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""Format 2 adds hidden states; whatever else a file of format 1 holds is the same."""
+KEY = b"offdrift"
+
+Found = TypeVar("Found")
+
+TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
+"""Per response token. `prompt_tokens` is cut by its own lengths; evidence is `width` per token."""
+
+STATES = {torch.float32: torch.float32, torch.float16: torch.float16, torch.bfloat16: torch.uint16}
+"""Dtypes of hidden states, and what their bits are stored as: Arrow has no bfloat16."""
+
+
+def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
+    """Write a batch to `path`, atomically: a killed run leaves the old file or the new one.
+
+    The head of hidden-state evidence goes into `heads/` beside it first, unless it is there.
+
+    Raises: `RecordError` naming the file if the disk is full or the folder cannot be written, or
+        if the hidden states have a dtype that no engine computes in.
+    """
+    path = Path(path)
+    table = _to_table(rollouts, path)
+    # Zstandard at level 1 halves token columns; log-probs hardly compress, whatever the level.
+    write_atomically(
+        path,
+        lambda tmp: pq.write_table(
+            table, tmp, compression="zstd", compression_level=1, write_page_checksum=True
+        ),
+    )
+    return path
+
+
+def read(path: str | os.PathLike[str]) -> Rollouts:
+    """Read a batch back; tensors share memory with the decoded Arrow buffers.
+
+    Raises: `RecordError` naming the file if it, or the head it refers to, is missing, corrupt, or
+        not one of ours.
+    """
+    path = Path(path)
+    return _understood(
+        path, None, lambda table, header: _from_table(table.combine_chunks(), header, path)
+    )
+
+
+def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
+    """How a batch was drawn, and the versions of the weights that drew it; little else is read.
+
+    Raises: `RecordError` naming the file if it is missing, corrupt, or not one of ours.
+    """
+    path = Path(path)
+
+    def drawn_by(table: pa.Table, header: dict[str, Any]) -> tuple[Provenance, list[int]]:
+        chunks = table.column("rollout_version").chunks
+        versions = {v for chunk in chunks for v in chunk.flatten().unique().to_pylist()}
+        return _provenance(header), sorted(versions)
+
+    return _understood(path, ["rollout_version"], drawn_by)
+
+
+def _understood(
+    path: Path, columns: list[str] | None, as_what: Callable[[pa.Table, dict[str, Any]], Found]
+) -> Found:
+    """A file as something, or a `RecordError` that says what is wrong with it."""
+    try:
+        whole = pq.read_schema(path)
+        wanted = columns if columns and set(columns) <= set(whole.names) else None
+        table = pq.read_table(
+            path, memory_map=True, columns=wanted, page_checksum_verification=True
+        )
+    except (OSError, pa.ArrowException) as e:
+        raise RecordError(
+            f"cannot read {path}: {e}; the file is corrupt or incomplete. Delete it and draw the "
+            "batch again, or restore it from a copy"
+        ) from e
+    try:
+        return as_what(table, _header(table, path))
+    except RecordError:
+        raise
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        pa.ArrowException,
+    ) as e:
+        raise RecordError(f"{path} does not hold what its header says: {e!r}") from e
+
+
+def _to_table(r: Rollouts, path: Path) -> pa.Table:
+    offsets, prompt_offsets = r.cu_seqlens, r.prompt_cu_seqlens
+    columns: dict[str, pa.Array] = {
+        name: _list(getattr(r, name), offsets, kind) for name, kind in TOKEN_COLUMNS.items()
+    }
+    columns["prompt_tokens"] = _list(r.prompt_tokens, prompt_offsets, pa.int32())
+    columns["group_id"] = pa.array(r.group_ids.numpy(), pa.int64())
+    columns["finish"] = pa.array(r.finish, pa.string())
+    if r.rewards is not None:
+        columns["reward"] = pa.array(r.rewards.numpy(), pa.float32())
+    for name, texts in (("prompt", r.prompts), ("completion", r.completions)):
+        if texts is not None:
+            columns[name] = pa.array([_clean(t) for t in texts], pa.string())
+    stated: dict[str, Any] = {"kind": type(r.evidence).__name__, "width": 0}
+    if isinstance(r.evidence, FullVocab | TopK):
+        stated["width"] = width = r.evidence.logp.shape[1]
+        columns["evidence_logp"] = _list(r.evidence.logp, offsets * width, pa.float32())
+    if isinstance(r.evidence, TopK):
+        columns["evidence_ids"] = _list(r.evidence.ids, offsets * stated["width"], pa.int32())
+    elif isinstance(r.evidence, HiddenStates):
+        columns["evidence_states"] = _states(r.evidence.states, offsets, path)
+        stated["width"] = r.evidence.states.shape[1]
+        stated["dtype"] = str(r.evidence.states.dtype).removeprefix("torch.")
+        stated["head"] = write_head(r.evidence.head, path.parent)
+    header = {"format": FORMAT, "provenance": asdict(r.provenance), "evidence": stated}
+    table = pa.table(columns)
+    return table.replace_schema_metadata({KEY: json.dumps(header).encode()})
+
+
+def _list(values: Tensor, offsets: Tensor, kind: pa.DataType) -> pa.Array:
+    return _cut(pa.array(values.reshape(-1).numpy()).cast(kind), offsets)
+
+
+def _states(states: Tensor, offsets: Tensor, path: Path) -> pa.Array:
+    if states.dtype not in STATES:
+        raise RecordError(
+            f"cannot write {path}: hidden states of dtype {states.dtype}; the format knows "
+            f"{', '.join(str(d).removeprefix('torch.') for d in STATES)}"
+        )
+    flat = pa.array(states.reshape(-1).view(STATES[states.dtype]).numpy())
+    return _cut(pa.FixedSizeListArray.from_arrays(flat, states.shape[1]), offsets)
+
+
+def _cut(values: pa.Array, offsets: Tensor) -> pa.Array:
+    return pa.LargeListArray.from_arrays(pa.array(offsets.to(torch.int64).numpy()), values)
+
+
+def _clean(text: str) -> str:
+    """Model output may hold lone surrogates, which no Parquet string can."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _header(table: pa.Table, path: Path) -> dict[str, Any]:
+    metadata = table.schema.metadata or {}
+    if KEY not in metadata:
+        raise RecordError(
+            f"{path} is a Parquet file, but not of this library (columns {table.column_names[:8]})"
+        )
+    header = json.loads(metadata[KEY])
+    if header.get("format") not in READABLE:
+        raise RecordError(
+            f"{path} has record format {header.get('format')}, this version reads "
+            f"{' and '.join(map(str, READABLE))}"
+        )
+    return header
+
+
+def _from_table(table: pa.Table, header: dict[str, Any], path: Path) -> Rollouts:
+    tokens, cu_seqlens = _stream(table, "tokens")
+    for name in TOKEN_COLUMNS:
+        if not torch.equal(_stream(table, name)[1], cu_seqlens):
+            raise ValueError(f"{name} and tokens have different lengths")
+    prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
+    return Rollouts(
+        tokens=tokens,
+        logp_rollout=_stream(table, "logp_rollout")[0],
+        cu_seqlens=cu_seqlens,
+        rollout_version=_stream(table, "rollout_version")[0],
+        prompt_tokens=prompt_tokens,
+        prompt_cu_seqlens=prompt_cu_seqlens,
+        group_ids=_tensor(table.column("group_id").chunk(0))
+        if len(table)
+        else torch.zeros(0).long(),
+        finish=tuple(table.column("finish").to_pylist()),
+        provenance=_provenance(header),
+        evidence=_evidence(table, header["evidence"], path),
+        rewards=_tensor(table.column("reward").chunk(0))
+        if "reward" in table.column_names
+        else None,
+        prompts=_texts(table, "prompt"),
+        completions=_texts(table, "completion"),
+    )
+
+
+def _provenance(header: dict[str, Any]) -> Provenance:
+    stated = dict(header["provenance"])
+    sampling = dict(stated.pop("sampling"))
+    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    return Provenance(sampling=Sampling(**sampling), **stated)
+
+
+def _evidence(table: pa.Table, stated: dict[str, Any], path: Path) -> Evidence | None:
+    kind, width = stated["kind"], stated["width"]
+    if kind == "NoneType":
+        return None
+    if kind == "HiddenStates":
+        return _hidden(table, stated, path)
+    values, offsets = _stream(table, "evidence_logp")
+    if not torch.equal(offsets, _stream(table, "tokens")[1] * width):
+        raise ValueError(f"evidence_logp does not hold {width} values per token")
+    logp = values.reshape(-1, width)
+    if kind == "FullVocab":
+        return FullVocab(logp)
+    if kind == "TopK":
+        return TopK(_stream(table, "evidence_ids")[0].reshape(-1, width), logp)
+    raise ValueError(f"unknown evidence {kind!r}")
+
+
+def _hidden(table: pa.Table, stated: dict[str, Any], path: Path) -> HiddenStates:
+    chunk = table.column("evidence_states").chunk(0)
+    width, dtype = stated["width"], getattr(torch, stated["dtype"])
+    if not torch.equal(_tensor(chunk.offsets), _stream(table, "tokens")[1]):
+        raise ValueError("evidence_states and tokens have different lengths")
+    states = _tensor(chunk.values.values)
+    if states.dtype != STATES[dtype] or chunk.values.type.list_size != width:
+        raise ValueError(f"evidence_states does not hold {width} {stated['dtype']} per token")
+    head = read_head(path.parent, stated["head"], wanted_by=path)
+    if head.weight.shape[1] != width:
+        raise ValueError(f"states of {width} numbers, but a head for {head.weight.shape[1]}")
+    return HiddenStates(states.view(dtype).reshape(-1, width), head)
+
+
+def _stream(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:
+    """A list column as its flat values and its cuts."""
+    chunk = table.column(name).chunk(0)
+    return _tensor(chunk.values), _tensor(chunk.offsets)
+
+
+def _tensor(array: pa.Array) -> Tensor:
+    """A null-free Arrow array as a tensor on the same memory (never written to in place)."""
+    return torch.from_dlpack(array)
+
+
+def _texts(table: pa.Table, name: str) -> tuple[str, ...] | None:
+    return tuple(table.column(name).to_pylist()) if name in table.column_names else None

@@ -1,0 +1,232 @@
+"""Findings as people read them: the same words in the terminal and on a page.
+
+A finding is the mapping that `Finding.as_dict` makes; whatever it lacks is left out. What to do comes
+as a snippet for the framework that wrote the log, the others behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from offdrift.show.json_access import Fields, mapping, number, rows, text
+from offdrift.show.numbers import short
+from offdrift.show.sanitize import visible
+
+OWN = "offdrift"
+LEVELS = ("stop", "act", "watch", "info", "ok")
+"""Severities, the most urgent first; "ok" is a verdict only."""
+
+WORDS = {
+    "stop": ("■", "Stop", "bold red"),
+    "act": ("▲", "Act", "bold yellow"),
+    "watch": ("◆", "Watch", "bold cyan"),
+    "info": ("●", "Note", "dim"),
+    "ok": ("✓", "OK", "bold green"),
+    "": ("○", "No verdict", "dim"),
+}
+"""Sign, word and terminal style of each level: told by more than color."""
+
+SEVERITY_STYLE = {level: WORDS[level][2] for level in ("info", "watch", "act", "stop")}
+"""Terminal style of each severity of a finding, the least urgent first."""
+
+CAUSES = {
+    "precision": "numerical precision of the engines",
+    "raw_logprobs": "log-probs taken before temperature or top-p",
+    "misaligned": "log-probs off by one token",
+    "one_sided_filter": "a filter that only one side applies",
+    "router_flips": "experts routed differently",
+    "wrong_weights": "the engine does not hold the weights it claims",
+    "stale_engine": "a stale rollout policy",
+    "old_policy_stale": "old log-probs taken at newer weights",
+    "token_drift": "moderate drift of tokens",
+    "weight_variance": "variance of the importance weights",
+    "clip_saturation": "clipping is saturated",
+    "optimizer_amplification": "the optimizer amplifies the drift",
+    "engine_or_lag": "the engines or the lag; the log cannot tell which",
+    "beyond_correction": "more than a correction can repair",
+    "length_trap": "the length trap",
+    "gate_too_tight": "a gate that is too tight",
+    "not_finite": "numbers that are not finite",
+    "not_live": "the training does not move",
+    "not_logged": "something that is not logged",
+    "missing_data": "data that is missing",
+}
+"""What a person calls each cause; one that is not here is shown by its identifier."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A finding ready to be shown: texts as they were written, numbers as texts."""
+
+    level: str
+    cause: str
+    letter: str
+    symptom: str
+    explanation: str
+    fix: str
+    refuted_by: str
+    confidence: str
+    source: str
+    when: str
+    method: str
+    evidence: tuple[tuple[str, str, str, str], ...]
+    """Metric, value, threshold, source of the threshold."""
+    snippets: tuple[tuple[str, str], ...]
+    """Framework and configuration, the detected framework's first."""
+
+
+def shown(finding: Fields, framework: str = OWN) -> Shown:
+    """One finding, read without trust in its shape.
+
+    Args:
+        framework: whose snippet comes first; `offdrift`'s where there is none for it.
+
+    Example:
+        >>> s = shown({"cause": "stale_engine", "letter": "B", "severity": "act", "step": 40,
+        ...            "steps": 12, "snippets": {"trl": "a", "verl": "b"}}, "verl")
+        >>> s.cause, s.when, s.snippets
+        ('a stale rollout policy', 'first at step 40, at 12 steps', (('verl', 'b'), ('trl', 'a')))
+    """
+    severity, cause = text(finding.get("severity")), text(finding.get("cause"))
+    plain = {
+        key: text(finding.get(key))
+        for key in ("letter", "symptom", "explanation", "fix", "refuted_by", "confidence", "source", "method")
+    }  # fmt: skip
+    return Shown(
+        level=severity if severity in LEVELS else "info",
+        cause=CAUSES.get(cause, cause.replace("_", " ")),
+        when=_when(finding),
+        evidence=tuple(map(_evidence, rows(finding.get("evidence")))),
+        snippets=_snippets(finding, framework),
+        **plain,
+    )
+
+
+def in_order(findings: object, framework: str = OWN) -> list[Shown]:
+    """All findings in the order of repair, as they were given; what can wait stands last."""
+    found = [shown(f, framework) for f in rows(findings)]
+    return sorted(found, key=lambda s: s.level not in ("stop", "act"))
+
+
+def finding_view(finding: Fields, framework: str = OWN, width: int = 100) -> RenderableType:
+    """One finding in the terminal: symptom, evidence, cause, fix and the snippet to paste.
+
+    Args:
+        finding: of `Finding.as_dict`.
+        framework: whose snippet is shown.
+        width: columns of the terminal.
+    """
+    return shown_view(shown(finding, framework), width=width)
+
+
+def shown_view(s: Shown, *, width: int = 100, brief: bool = False) -> RenderableType:
+    """`finding_view` of a finding that was read already.
+
+    Args:
+        brief: without explanation, snippet and small print.
+    """
+    sign, word, style = WORDS[s.level]
+    title = Text.assemble((f"{sign} {word}", style), "  ", (safe(s.cause), "bold"))
+    if s.letter:
+        title.append(f"  cause {safe(s.letter)}", style="dim")
+    parts: list[RenderableType] = [title, _indented(Text(safe(s.symptom)))] if s.symptom else [title]  # fmt: skip
+    parts += [_indented(_evidence_table(s))] if s.evidence else []
+    if s.explanation and not brief:
+        parts.append(_indented(Text(safe(s.explanation), style="dim")))
+    if s.fix:
+        parts.append(_indented(Text.assemble(("Fix: ", "bold green"), safe(s.fix))))
+    if brief:
+        return Group(*parts)
+    if s.snippets:
+        parts.append(_indented(_snippet_panel(*s.snippets[0], width=min(width, 110) - 2)))
+    parts += [_indented(Text(line, style="dim")) for line in _small_print(s)]
+    return Group(*parts)
+
+
+def verdict_view(verdict: object, *, width: int = 100) -> RenderableType:
+    """The verdict in the terminal, framed.
+
+    Args:
+        verdict: mapping of `level` and `text`.
+    """
+    level, words = verdict_of(verdict)
+    sign, word, style = WORDS[level]
+    return Panel(Text(safe(words)), title=Text(f"{sign} {word}", style=style), title_align="left", border_style=style.removeprefix("bold "), width=min(width, 110))  # fmt: skip
+
+
+def verdict_of(verdict: object) -> tuple[str, str]:
+    """Level and text of a verdict; level "" where none was reached.
+
+    Example:
+        >>> verdict_of({"level": "act", "text": "Correct it."}), verdict_of(None)
+        (('act', 'Correct it.'), ('', 'No verdict was recorded.'))
+    """
+    fields = mapping(verdict)
+    level, words = text(fields.get("level")), text(fields.get("text"))
+    return (level if level in LEVELS else ""), words or "No verdict was recorded."
+
+
+def safe(words: str) -> str:
+    """Text for a terminal: nothing in it moves the cursor, colors or reorders."""
+    return visible(words).replace("\t", "    ")
+
+
+def _when(finding: Fields) -> str:
+    step, count = number(finding.get("step")), number(finding.get("steps"))
+    if step is None and count == 0:
+        return "over the whole log"
+    words = [] if step is None else [f"first at step {step:.0f}"]
+    if count:
+        words.append(f"at {count:.0f} step{'' if count == 1 else 's'}")
+    return ", ".join(words)
+
+
+def _evidence(row: Fields) -> tuple[str, str, str, str]:
+    unit, value = text(row.get("unit")), number(row.get("value"))
+    unit = f" {unit}" if unit not in ("", "1") else ""
+    threshold, relation = number(row.get("threshold")), text(row.get("relation"))
+    held = "" if threshold is None else f"{relation} {short(threshold)}{unit}"
+    if value is None:
+        return text(row.get("metric")), "not logged", held, text(row.get("source"))
+    return text(row.get("metric")), f"{short(value)}{unit}", held, text(row.get("source"))
+
+
+def _snippets(finding: Fields, framework: str) -> tuple[tuple[str, str], ...]:
+    found = {k: v for k, v in mapping(finding.get("snippets")).items() if isinstance(v, str) and v.strip()}  # fmt: skip
+    first = [name for name in (framework, OWN) if name in found][:1]
+    return tuple((name, found[name].strip("\n")) for name in dict.fromkeys([*first, *found]))
+
+
+def _small_print(s: Shown) -> Sequence[str]:
+    facts = [f"confidence {s.confidence}" if s.confidence else "", s.when, s.source]
+    lines = [f"Refuted by: {s.refuted_by}"] if s.refuted_by else []
+    if any(facts):
+        lines.append(" · ".join(f for f in facts if f))
+    return [safe(line) for line in lines]
+
+
+def _evidence_table(s: Shown) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for justify in ("left", "right", "left", "left"):
+        table.add_column(justify=justify, overflow="fold")
+    for metric, value, held, source in s.evidence:
+        cells = (Text(safe(metric)), Text(safe(value), style="bold"), Text(safe(held)))
+        table.add_row(*cells, Text(safe(source), style="dim"))
+    return table
+
+
+def _snippet_panel(framework: str, code: str, *, width: int) -> RenderableType:
+    """Rules above and below and nothing beside the lines, so that they can be copied."""
+    return Panel(Text(safe(code)), box=box.HORIZONTALS, title=Text(safe(framework)), title_align="left", border_style="green", padding=0, width=width)  # fmt: skip
+
+
+def _indented(what: RenderableType) -> RenderableType:
+    return Padding(what, (0, 0, 0, 2))

@@ -1,0 +1,232 @@
+"""The three numbers that matter of an audit, chosen by what the log holds.
+
+With log-probs: how far apart the policies are (KL), how much of the batch an importance weight could
+use (ESS, which a few tokens ruin), and whether the engines agree on probabilities (Pearson); of the
+two engines where the log has both, else of rollout and current policy. Without log-probs: what the
+rest of the log says. A number is only judged where the survey's tree has a threshold for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from offdrift.show.charts import thinned
+from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
+from offdrift.show.numbers import percent, short
+from offdrift.stats.summary import METRICS
+
+PAIRS = ("mismatch", "full", "staleness")
+PAIR_WORDS = {
+    "mismatch": "old vs rollout: the engines",
+    "full": "current vs rollout: everything",
+    "staleness": "current vs old: the lag",
+}
+EXACT = {
+    "mismatch": "divergence/kl_rollout_old_mean",
+    "full": "divergence/kl_rollout_current_mean",
+}
+"""Exact full-vocabulary KL, which is preferred to the sampled estimate where it was logged."""
+
+LENGTH_UNITS = {"character": "character", "mixed": "character or token"}
+"""What lengths are counted in where it is not tokens: a log of texts alone has no tokens."""
+
+TREE = "decision tree of the rollout-mismatch survey, step 1"
+SPARK_POINTS = 120
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Two limits: beyond the first is to be watched, beyond the second to be acted on."""
+
+    watch: float
+    act: float
+    above: bool
+    said: tuple[str, str, str]
+
+    def of(self, value: float) -> tuple[str, str]:
+        """Level and comparison of a value."""
+        beyond = [(value > limit) if self.above else (value < limit) for limit in (self.watch, self.act)]  # fmt: skip
+        i = 2 if beyond[1] else 1 if beyond[0] else 0
+        return ("ok", "watch", "act")[i], self.said[i]
+
+
+JUDGED = {
+    "missing": Judged(0.01, 0.1, True, ("1 % or less: little is missing", "above 1 %: the numbers are about the rest", "above 10 %: the rest may not stand for it")),
+    "kl": Judged(0.02, 0.05, True, ("below 0.02: no meaningful drift", "between 0.02 and 0.05: keep an eye on it", "above 0.05: find the cause")),
+    "ess": Judged(0.5, 0.5, False, ("0.5 or more: weights are usable", "", "below 0.5: filter before reweighting")),
+    "pearson": Judged(0.99, 0.95, False, ("0.99 or more: the engines agree", "between 0.95 and 0.99: keep an eye on it", "below 0.95: not the same policy")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One number of the first screen."""
+
+    metric: str
+    title: str
+    text: str
+    unit: str
+    about: str
+    """Which policies, or of what."""
+    level: str
+    said: str
+    """The value beside its threshold."""
+    meaning: str
+    series: tuple[float | None, ...]
+    """The metric at each step, for a line in miniature."""
+
+    @property
+    def path(self) -> str:
+        """The series as the path of an SVG of 100 by 24, from its smallest value to its largest."""
+        values = thinned(list(self.series), SPARK_POINTS)
+        known = [v for v in values if v is not None]
+        if len(known) < 2:
+            return ""
+        low, span = min(known), max(known) - min(known) or 1.0
+        found, pen = [], "M"
+        for i, v in enumerate(values):
+            if v is not None:
+                x, y = 100 * i / (len(values) - 1), 22 - 20 * (v - low) / span
+                found.append(f"{pen}{x:.1f} {y:.1f}")
+            pen = "M" if v is None else "L"
+        return "".join(found)
+
+
+def headlines(audit: Fields) -> list[Headline]:
+    """At most three numbers, the most telling that the log allows.
+
+    Example:
+        >>> [h.text for h in headlines({"overall": {"full/k3": 0.0021, "full/ess_frac": 0.98}})]
+        ['0.00210', '98.0 %']
+    """
+    overall, steps = mapping(audit.get("overall")), rows(audit.get("steps"))
+    pair, length = main_pair(audit), length_unit(audit)
+    wanted = [*_drift(pair, overall), *_WITHOUT_DRIFT] if pair else _WITHOUT_DRIFT
+    wanted = [*_missing(overall), *wanted]
+    found: dict[str, Headline] = {}
+    for slot, title, metric, about, write in wanted:
+        value = number(overall.get(metric))
+        if value is None or slot in found:
+            continue
+        level, said = JUDGED[slot].of(value) if slot in JUDGED else ("", "")
+        unit = unit_of(metric, length)
+        unit = unit if unit != "task" and write is short else ""
+        found[slot] = Headline(
+            metric, title, write(value), unit, about, level, said, meaning_of(metric, length),
+            tuple(column(steps, metric)),
+        )  # fmt: skip
+    return list(found.values())[:3]
+
+
+def main_pair(audit: Fields) -> str:
+    """The pair of policies that the audit is mainly about: the first that has numbers; "" for none."""
+    overall = mapping(audit.get("overall"))
+    return next((p for p in PAIRS if kl_metric(overall, p)), "")
+
+
+def kl_metric(fields: Fields, pair: str) -> str:
+    """The best measure of the KL of a pair that is there: exact before sampled; "" for none.
+
+    Example:
+        >>> kl_metric({"mismatch/k3": 0.1}, "mismatch"), kl_metric({}, "full")
+        ('mismatch/k3', '')
+    """
+    return best_of(fields, kl_metrics(pair))
+
+
+def kl_metrics(pair: str) -> tuple[str, ...]:
+    """What can measure the KL of a pair, the best first."""
+    return (*([EXACT[pair]] if pair in EXACT else []), f"{pair}/k3")
+
+
+def best_of(fields: Fields, names: tuple[str, ...]) -> str:
+    """The first of some metrics that is there; "" for none."""
+    return next((name for name in names if number(fields.get(name)) is not None), "")
+
+
+def best_numbers(table: list[dict[str, Any]]) -> list[str]:
+    """The few metrics that a table of buckets shows: KL, ESS and the worst token of each pair."""
+    held = {k: v for row in table for k, v in row.items() if number(v) is not None}
+    wanted = [n for p in PAIRS for n in (kl_metric(held, p), f"{p}/ess_frac", f"{p}/abs_log_ratio_max")]  # fmt: skip
+    return [name for name in wanted if name in held]
+
+
+def length_unit(audit: Fields) -> str:
+    """What the lengths of an audit's responses are counted in.
+
+    Example:
+        >>> length_unit({}), length_unit({"counts": {"length_unit": "character"}})
+        ('token', 'character')
+    """
+    return LENGTH_UNITS.get(text(at(audit, "counts", "length_unit")), "token")
+
+
+def unit_of(metric: str, length: str = "token") -> str:
+    """The unit of a metric; "" for a bare number.
+
+    Args:
+        length: what lengths of responses are counted in.
+    """
+    row = METRICS.get(metric)
+    if row is None or row.unit == "1":
+        return ""
+    return length if metric.startswith("response/length") else row.unit
+
+
+def meaning_of(metric: str, length: str = "token") -> str:
+    """Formula, unit and better direction of a metric, for a tooltip.
+
+    Args:
+        length: what lengths of responses are counted in.
+    """
+    row = METRICS.get(metric)
+    if row is None:
+        return metric
+    better = {"worse": "Lower is better.", "better": "Higher is better.", "neither": ""}
+    unit = unit_of(metric, length)
+    unit = f" [{unit}]" if unit else ""
+    return f"{metric} = {row.formula}{unit}. {better[row.larger_is]}".rstrip()
+
+
+def _missing(overall: Fields) -> list[_Wanted]:
+    """What stands before every number that does not know of it."""
+    words = {"data/unread_frac": ("Not readable", "of rows, or of bytes"), "batch/unscored_frac": ("Not comparable", "of the tokens that may train")}  # fmt: skip
+    shares = {name: number(overall.get(name)) or 0.0 for name in words}
+    worst = max(shares, key=lambda name: shares[name])
+    if JUDGED["missing"].of(shares[worst])[0] == "ok":
+        return []
+    title, about = words[worst]
+    return [("missing", title, worst, about, percent)]
+
+
+_Wanted = tuple[str, str, str, str, Callable[[float | None], str]]
+
+
+def _drift(pair: str, overall: Fields) -> list[_Wanted]:
+    about = PAIR_WORDS[pair]
+    kl = kl_metric(overall, pair)
+    grade = "exact" if kl == EXACT.get(pair) else "sampled, k3"
+    return [
+        ("kl", "KL per token", kl, f"{about} ({grade})", short),
+        ("ess", "Effective sample size", f"{pair}/ess_frac", about, percent),
+        ("pearson", "Correlation of probabilities", f"{pair}/pearson", about, correlation),
+        ("chi2", "χ² of token weights", f"{pair}/chi2_token", about, short),
+        ("worst", "Worst token, |log ratio|", f"{pair}/abs_log_ratio_max", about, short),
+    ]  # fmt: skip
+
+
+def correlation(value: float | None) -> str:
+    """Five decimals, cut and not rounded: 0.99999 is not 1."""
+    return "–" if value is None else f"{math.floor(value * 1e5) / 1e5:.5f}".replace("-", "−")
+
+
+_WITHOUT_DRIFT: list[_Wanted] = [
+    ("reward", "Mean reward", "reward/mean", "of all sequences", short),
+    ("length", "Mean response length", "response/length_mean", "of all sequences", short),
+    ("longest", "Longest response", "response/length_max", "", short),
+    ("lag", "Mean version lag", "version_lag/mean", "updates between sampling and training", short),
+    ("entropy", "Entropy", "current/entropy", "of the training policy", short),
+]

@@ -1,0 +1,139 @@
+"""What every page of this package is: one HTML file that needs nothing but itself, and trusts nothing.
+
+Every text goes through the template's autoescape, data reaches the scripts as escaped JSON, and the
+Content-Security-Policy lets exactly the page's own scripts run (by their hash) and nothing be
+loaded, so that markup which slipped through could still do nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+from plotly.offline import get_plotlyjs
+
+from offdrift.records.atomic import write_atomically
+from offdrift.show.numbers import duration, fixed, percent, short
+from offdrift.show.sanitize import visible, visible_token
+
+_ASSETS = Path(__file__).parent / "assets"
+
+
+def render_document(
+    template: str,
+    context: Mapping[str, Any],
+    *,
+    data: Mapping[str, Any],
+    scripts: Sequence[str],
+    styles: Sequence[str],
+) -> str:
+    """A page as text, the same for the same input.
+
+    Args:
+        template: file name of the jinja template.
+        context: what the template shows; every text of it is escaped.
+        data: what the script reads, as JSON.
+        scripts: file names, run after plotly as one script.
+        styles: file names, one style sheet together.
+    """
+    style, script = "".join(map(_own, styles)), "".join(map(_own, scripts))
+    plotly = _plotly()
+    return (
+        environment()
+        .get_template(template)
+        .render(
+            **context,
+            data=data,
+            policy=content_security_policy(scripts=(plotly, script), styles=(style,)),
+            # Trusted text of this package; everything else on the page is escaped.
+            plotly=Markup(plotly),
+            script=Markup(script),
+            style=Markup(style),
+        )
+    )
+
+
+def write_document(html: str, path: Path) -> Path:
+    """Write a page, whole or not at all; an earlier one is replaced.
+
+    Raises: `RecordError` if it cannot be written.
+    """
+    write_atomically(path, lambda partial: Path(partial).write_text(html, encoding="utf-8"))
+    return path
+
+
+def content_security_policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
+    """A policy under which only these inline scripts and style sheets apply, and nothing loads.
+
+    Style *attributes* are allowed: plotly positions its drawings with them. `data:` images are how
+    it saves a chart as a picture.
+
+    Reference: Content Security Policy Level 3, section 2.3.1, https://www.w3.org/TR/CSP3/.
+    """
+    script_hashes = " ".join(map(_hash, scripts))
+    style_hashes = " ".join(map(_hash, (*styles, "")))  # "": the empty sheet that plotly fills
+    return (
+        f"default-src 'none'; script-src {script_hashes}; style-src-elem {style_hashes}; "
+        "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def environment() -> Environment:
+    """Jinja as every page of this package uses it: all escaped, nothing undefined, nothing hidden."""
+    made = Environment(
+        loader=FileSystemLoader(_ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown_as_text,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "short": short,
+        "fixed": fixed,
+        "percent": percent,
+        "duration": duration,
+        "token": visible_token,
+        "breakable": breakable,
+    }
+    return made
+
+
+def breakable(name: str) -> Markup:
+    """A name that may go on in the next line after each of its _ and /.
+
+    Example:
+        >>> breakable("a_b/<c>")
+        Markup('a_<wbr>b/<wbr>&lt;c&gt;')
+    """
+    return Markup("<wbr>").join(escape(visible(part)) for part in re.split(r"(?<=[_/])", name))
+
+
+def _shown_as_text(value: object) -> object:
+    """What jinja prints: the package's own markup as it is, any other text without hidden signs."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return visible(value)
+
+
+def _own(file: str) -> str:
+    return (_ASSETS / file).read_text("utf-8")
+
+
+@cache
+def _plotly() -> str:
+    return get_plotlyjs()
+
+
+@cache
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

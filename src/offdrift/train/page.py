@@ -1,0 +1,91 @@
+"""The report of a run: one HTML page that needs nothing but itself.
+
+Built from the run folder alone, so it can be rebuilt at any time, also while the run goes on. What a
+model wrote is never trusted, see `offdrift.show.html`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from offdrift.show.figure import SYMBOLS
+from offdrift.show.html import render_document, write_document
+from offdrift.show.numbers import flatten, kl_labels, kl_level, short
+from offdrift.train.charts import all_charts
+from offdrift.train.stored import Arm, Run, Sample, read_run
+from offdrift.train.table import COLUMNS, verdict
+
+FILE_NAME = "report.html"
+SAMPLES_PER_ARM = 8
+TOKENS_PER_SAMPLE = 600
+
+
+GLYPHS = dict(zip(SYMBOLS, "●■◆▲✚★⬢⬟"))
+"""The plotted marker symbols as text, for legend and table."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` of a run, finished or not, and say where it is.
+
+    The file appears whole or not at all; an earlier report is replaced.
+
+    Args:
+        run_dir: folder of the run (`run.json`, `arms/<arm>/...`).
+
+    Returns: path of the page.
+    Raises: `RecordError` if the folder is not a run, or cannot be written.
+    """
+    return write_document(render(read_run(run_dir)), run_dir / FILE_NAME)
+
+
+def render(run: Run) -> str:
+    """The page of a run as text."""
+    charts = all_charts(run.arms)
+    shown = [(arm, pick_samples(arm.samples, SAMPLES_PER_ARM)) for arm in run.arms]
+    context = {
+        "run": run,
+        "verdict": verdict(run),
+        "columns": COLUMNS,
+        "charts": charts,
+        "shown": shown,
+        "recipe": list(flatten(run.recipe)),
+        "kl_level": kl_level,
+        "kl_labels": kl_labels(),
+        "glyph": lambda i: GLYPHS[SYMBOLS[i % len(SYMBOLS)]],
+        "num_colors": len(SYMBOLS),
+        "token_limit": TOKENS_PER_SAMPLE,
+        "grade_of": _grade,
+    }
+    data = {
+        "charts": [chart for chart in charts if chart["data"]],
+        "samples": [[_token_numbers(s) for s in samples] for _, samples in shown],
+    }
+    return render_document(
+        "page.html.j2", context, data=data, scripts=("common.js", "page.js"), styles=("page.css",)
+    )
+
+
+def pick_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
+    """The latest samples, newest first, always with the one of largest KL among all.
+
+    Args:
+        limit: how many at most.
+    """
+    newest = list(reversed(samples))
+    picked = newest[:limit]
+    worst = max(newest, key=lambda s: s.kl_max, default=None)
+    if worst is not None and not any(s is worst for s in picked):
+        picked[-1] = worst
+    return picked
+
+
+def _token_numbers(sample: Sample) -> list[list[str]]:
+    """What the page says about each shown token: KL, TV, log-prob, weight."""
+    columns = zip(sample.kl, sample.tv, sample.logp_rollout, sample.weight)
+    return [[short(v) for v in row] for row in list(columns)[:TOKENS_PER_SAMPLE]]
+
+
+def _grade(arms: Sequence[Arm]) -> str:
+    """The grades of evidence that the run's divergences have."""
+    return ", ".join(sorted({grade for arm in arms if (grade := arm.label("grade"))}))

@@ -1,0 +1,138 @@
+"""The run folder: everything a run stores, so that reports and audits need nothing else.
+
+    run.json                          recipe, versions, model, and at the end the table of arms
+    arms/NAME/metrics.jsonl           one object per optimizer step
+    arms/NAME/eval.jsonl              held-out rewards
+    arms/NAME/samples.jsonl           a few rollouts with per-token divergences
+    arms/NAME/findings.jsonl          what the diagnosis found, at the update at which it did
+    arms/NAME/rollouts/*.parquet      every batch, with provenance and evidence
+    arms/NAME/log/*.parquet           every batch as it was trained on: what `offdrift audit` reads
+    arms/NAME/checkpoints/batch-N/    what `--resume` continues from
+    arms/NAME/model/                  the trained model
+    arms/NAME/summary.json            the arm's row of the table; its presence means "finished"
+
+Single files are replaced whole; line files are appended line by line and cut back to the checkpoint
+when a run resumes. NaN and infinity are stored as null.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offdrift.errors import CheckpointError, RecordError
+from offdrift.records.atomic import plain as plain
+from offdrift.records.atomic import write_atomically
+from offdrift.records.atomic import write_json as write_json
+
+FORMAT = 1
+LINE_FILES = ("metrics", "eval", "samples", "findings")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder on disk."""
+
+    path: Path
+
+    def create(self, head: Mapping[str, Any]) -> None:
+        """Write `run.json`. Raises: `RecordError` if the folder cannot be written."""
+        write_json(self.path / "run.json", {"format": FORMAT, **head})
+
+    def head(self) -> dict[str, Any]:
+        """What `run.json` says. Raises: `CheckpointError` if there is no run here."""
+        try:
+            return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise CheckpointError(
+                f"there is no run to resume at {self.path} ({e}); start it without --resume"
+            ) from e
+
+    def arm(self, name: str) -> ArmFolder:
+        """The folder of one arm."""
+        return ArmFolder(self.path / "arms" / name)
+
+
+@dataclass(frozen=True)
+class ArmFolder:
+    """One arm's folder."""
+
+    path: Path
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def summary(self) -> dict[str, Any] | None:
+        """The arm's row of the table, or None if the arm has not finished."""
+        try:
+            return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Store the arm's row: from now on the arm counts as finished."""
+        write_json(self.path / "summary.json", summary)
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Add one line to a line file. Raises: `RecordError` if it cannot be written."""
+        file = self.path / f"{name}.jsonl"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as f:
+                f.write(json.dumps(plain(row), allow_nan=False) + "\n")
+        except OSError as e:
+            raise RecordError(
+                f"cannot write {file}: {e.strerror or e}; free disk space or choose another run "
+                "folder, then continue with --resume"
+            ) from e
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a line file; a last line that a killed run left half written is dropped."""
+        file = self.path / f"{name}.jsonl"
+        if not file.exists():
+            return []
+        found = []
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
+
+    def cut_back(self, version: int, *, batch: int) -> None:
+        """Forget what happened after optimizer step `version`; evaluations at it are repeated.
+
+        Args:
+            batch: index of the first batch that will be trained on again.
+        """
+        for name in LINE_FILES:
+            first_gone = version if name == "eval" else version + 1
+            kept = [r for r in self.rows(name) if r["update"] < first_gone]
+            text = "".join(json.dumps(r) + "\n" for r in kept)
+            write_atomically(self.path / f"{name}.jsonl", lambda tmp, t=text: _write(tmp, t))
+        for file in self.log.glob("batch-*.parquet"):
+            number = re.match(r"batch-(\d+)", file.name)
+            if number and int(number[1]) >= batch:
+                file.unlink()
+
+    def clear(self) -> None:
+        """Forget everything: the arm starts over."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text, encoding="utf-8")

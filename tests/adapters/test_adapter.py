@@ -1,0 +1,195 @@
+"""The adapter adds up what losses and decisions saw, whatever way a step is cut."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+
+import pytest
+import torch
+
+from offdrift.adapters import frameworks
+from offdrift.adapters.base import Adapter, adapter_from_env, settings_of
+from offdrift.adapters.frameworks import FRAMEWORKS, require
+from offdrift.errors import FrameworkError, MethodError
+from offdrift.logprobs import LogProbs
+from offdrift.loss import policy_loss
+from offdrift.methods import method, override
+from offdrift.segments import Segments
+from offdrift.stats import summarize
+
+LENGTHS = [4, 1, 7, 3, 5, 4]
+
+
+def sequences(seed: int = 0, noise: float = 0.2):
+    g = torch.Generator().manual_seed(seed)
+    n = sum(LENGTHS)
+    rollout = -2 * torch.rand(n, generator=g)
+    old = (rollout + noise * torch.randn(n, generator=g)).clamp(max=0.0)
+    current = (old + noise * torch.randn(n, generator=g)).clamp(max=0.0)
+    return rollout, current, old, torch.randn(n, generator=g)
+
+
+def packed(first: int, last: int, seed: int = 0, noise: float = 0.2):
+    cut = torch.tensor([0, *LENGTHS]).cumsum(0)
+    at = slice(int(cut[first]), int(cut[last]))
+    rollout, current, old, advantages = (x[at] for x in sequences(seed, noise))
+    lp = LogProbs.pack(rollout, current, old, segments=Segments.from_lengths(LENGTHS[first:last]))
+    return lp, advantages
+
+
+def stepped(cuts: list[int], name: str = "decoupled_geo_rs_token_tis") -> dict[str, float]:
+    adapter = Adapter(name, framework="plain", on_idle="warn")
+    for first, last in itertools.pairwise(cuts):
+        lp, advantages = packed(first, last)
+        adapter.loss(lp, advantages, normalizer=6.0)
+    return adapter.end_step(1)
+
+
+def test_micro_batches_give_the_metrics_of_the_whole_step() -> None:
+    whole, cut = stepped([0, 6]), stepped([0, 1, 4, 6])
+    assert whole.keys() == cut.keys()
+    assert len(whole) > 60
+    assert {
+        "offdrift/mismatch/ratio_mean",
+        "offdrift/full/slope",
+        "offdrift/full/k3_top_share",
+    } <= set(whole)
+    for name, x in whole.items():
+        assert cut[name] == pytest.approx(x, rel=1e-5, abs=1e-7, nan_ok=True), name
+
+
+def test_metrics_are_those_of_the_table() -> None:
+    lp, advantages = packed(0, 6)
+    expected = summarize(policy_loss(lp, method("decoupled_geo_rs_token_tis"), advantages).stats)
+    found = stepped([0, 6])
+    same = [n for n in expected if found[f"offdrift/{n}"] == pytest.approx(expected[n], nan_ok=True)]  # fmt: skip
+    assert same == list(expected)
+
+
+def test_correct_decides_what_the_loss_decides() -> None:
+    lp, advantages = packed(0, 6)
+    adapter = Adapter("decoupled_geo_rs_token_tis", framework="plain")
+    decided = adapter.correct(lp, advantages)
+    expected = policy_loss(lp, adapter.method, advantages).corrected
+    assert torch.equal(decided.keep, expected.keep)
+    assert torch.equal(decided.weight, expected.weight)
+    assert adapter.end_step(3)["offdrift/gate/drop_frac_token"] == pytest.approx(1 - float(expected.keep.float().mean()))  # fmt: skip
+
+
+def test_a_step_without_batches_logs_nothing_and_is_no_error_later() -> None:
+    adapter = Adapter("decoupled_token_is", framework="plain")
+    lp, advantages = packed(0, 6)
+    adapter.loss(lp, advantages)
+    assert adapter.end_step(1)
+    assert adapter.end_step(2) == {}
+
+
+def test_processes_together_give_the_metrics_of_one() -> None:
+    """Two adapters, each with half of the step, as two processes would run them."""
+    import threading
+
+    meet, slots = threading.Barrier(2), {}
+
+    def gather_of(rank: int):
+        def gather(mine):
+            slots[rank] = mine
+            meet.wait(10)
+            both = [slots[0], slots[1]]
+            meet.wait(10)
+            return both
+
+        return gather
+
+    found = {}
+
+    def run(rank: int) -> None:
+        adapter = Adapter(
+            "decoupled_geo_rs_token_tis", framework="plain", on_idle="warn", gather=gather_of(rank)
+        )
+        lp, advantages = packed(3 * rank, 3 * rank + 3)
+        adapter.loss(lp, advantages, normalizer=6.0)
+        found[rank] = adapter.end_step(1)
+        if rank == 0:  # the other has no batch in its second step
+            adapter.loss(lp, advantages, normalizer=6.0)
+        found[rank, 2] = adapter.end_step(2)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in (0, 1)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    whole = stepped([0, 6])
+    assert found[0] == pytest.approx(found[1], nan_ok=True)
+    for name, x in whole.items():
+        assert found[0][name] == pytest.approx(x, rel=1e-5, abs=1e-7, nan_ok=True), name
+    assert found[0, 2] == pytest.approx(found[1, 2], nan_ok=True)
+    assert found[1, 2]["offdrift/batch/tokens"] == sum(LENGTHS[:3])
+
+
+def test_findings_come_once_with_the_fix_for_the_framework(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    adapter = Adapter("decoupled_token_is", framework="trl")
+    with caplog.at_level(logging.INFO, logger="offdrift.trl"):
+        for step in range(1, 7):
+            lp, advantages = packed(0, 6, seed=step, noise=1.5)
+            adapter.loss(lp, advantages)
+            metrics = adapter.end_step(step)
+    told = [r.message for r in caplog.records if ": " in r.message and r.message.split(":")[0] in ("stop", "act")]  # fmt: skip
+    urgent = [f for f in adapter.findings if f.severity in ("stop", "act")]
+    assert len(told) == len(set(told)) >= len(urgent) > 0
+    assert metrics["offdrift/findings_stop"] + metrics["offdrift/findings_act"] == len(urgent)
+    assert any(next(iter(f.snippets)) == "trl" and f.snippets["trl"] in "\n".join(told) for f in urgent if "trl" in f.snippets)  # fmt: skip
+
+
+def test_settings_reach_the_method_and_unknown_ones_are_refused() -> None:
+    adapter = Adapter("token_tis", framework="plain", settings={"weight.cap": 5.0})
+    assert adapter.method == override(method("token_tis"), {"weight.cap": 5.0})
+    with pytest.raises(MethodError, match="cap"):
+        Adapter("token_tis", framework="plain", settings={"weight.capp": 5.0})
+    with pytest.raises(MethodError, match="path=value"):
+        settings_of("weight.cap")
+
+
+def test_the_environment_configures_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter_from_env.cache_clear()
+    monkeypatch.delenv("OFFDRIFT_METHOD", raising=False)
+    with pytest.raises(MethodError, match="OFFDRIFT_METHOD"):
+        adapter_from_env("slime")
+    monkeypatch.setenv("OFFDRIFT_METHOD", "token_tis")
+    monkeypatch.setenv("OFFDRIFT_SETTINGS", "weight.cap=3")
+    adapter = adapter_from_env("slime")
+    assert adapter.method == override(method("token_tis"), {"weight.cap": 3.0})
+    assert adapter_from_env("slime") is adapter
+    adapter_from_env.cache_clear()
+
+
+@pytest.mark.parametrize(("found", "raises"), [("1.15.9", "older"), ("1.9.0", "older"), ("0.1", "older"), ("1.16.0", None), ("2.0.0", None)])  # fmt: skip
+def test_versions_are_compared_as_numbers(found, raises, monkeypatch, caplog) -> None:
+    require.cache_clear()
+    monkeypatch.setattr(frameworks, "version", lambda name: found)
+    with caplog.at_level(logging.WARNING):
+        if raises:
+            with pytest.raises(FrameworkError, match=rf"trl {found}.*older.*1\.16\.0.*pip install"):
+                require("trl")
+        else:
+            require("trl")
+    assert bool(caplog.records) == (found == "2.0.0")
+    require.cache_clear()
+
+
+def test_what_is_not_installed_says_what_to_install() -> None:
+    require.cache_clear()
+    with pytest.raises(FrameworkError, match=r"slime is not installed.*tested"):
+        require("slime")
+
+
+def test_no_framework_is_imported_with_the_library() -> None:
+    import subprocess
+
+    names = [f.module for f in FRAMEWORKS.values()]
+    code = f"import sys, offdrift, offdrift.adapters.base; print([m for m in {names!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

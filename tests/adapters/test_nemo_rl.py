@@ -1,0 +1,563 @@
+"""NeMo-RL's loss function, against the contract of NeMo-RL 0.7.0 and of its main branch (7ea279abf).
+
+The stand-in is written from that contract: `LossType`, `LossInputType`, `MetricNormalizer`; the loss
+is called by keyword per micro-batch with the step's counts, parts and metrics are added. Where NeMo-RL
+itself can be imported, the same tests run against its enums, `prepare_loss_input` and packing wrapper.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import importlib.util
+import logging
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from offdrift.adapters import frameworks
+from offdrift.adapters.contrib import nemo_rl
+from offdrift.adapters.contrib.nemo_rl import FULL, TOP_IDS, TOP_LOGP
+from offdrift.divergence import exact_divergences
+from offdrift.errors import (
+    BadValueError,
+    EvidenceError,
+    FrameworkError,
+    LivenessError,
+    MethodError,
+    ShapeError,
+)
+from offdrift.methods import METHODS, override
+from tests.adapters import loss_laws as laws
+from tests.adapters.hooked import Batch, batch, install, optimizer_step, process
+
+__all__ = ["process"]
+
+REAL = importlib.util.find_spec("nemo_rl") is not None
+VOCAB = 7
+
+
+class LossType(enum.Enum):
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class LossInputType(enum.Enum):
+    LOGIT = "logit"
+    LOGPROB = "logprob"
+
+
+class MetricNormalizer(enum.Enum):
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    NONE = "none"
+
+
+class ClippedPGLossFn:
+    """NeMo-RL's own loss, which `setup` builds by name."""
+
+    def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False) -> None:
+        self.cfg = cfg
+
+
+@pytest.fixture(autouse=True)
+def nemo(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[None]:
+    names = {k: globals()[k] for k in ("LossType", "LossInputType", "MetricNormalizer")}
+    modules = {} if REAL else {"nemo_rl__algorithms__loss__interfaces": names}
+    install(monkeypatch, "0.7.0", **modules)
+    nemo_rl._hook.cache_clear()
+    yield
+    nemo_rl._hook.cache_clear()
+
+
+@pytest.fixture
+def grpo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`nemo_rl.algorithms.grpo`, as far as `setup` is concerned."""
+    install(monkeypatch, "0.7.0", nemo_rl__algorithms__grpo={"ClippedPGLossFn": ClippedPGLossFn})
+    yield importlib.import_module("nemo_rl.algorithms.grpo")
+    nemo_rl.uninstall()
+
+
+def fields(given: Batch) -> dict[str, Tensor]:
+    """NeMo-RL's data: index 0 of every field is padding, here NaN where it may not be read."""
+
+    def shifted(x: Tensor, pad: float) -> Tensor:
+        return torch.cat([torch.full_like(x[:, :1], pad), x], 1)
+
+    ids = torch.arange(given.mask.numel()).reshape(given.mask.shape) % VOCAB
+    return {
+        "input_ids": shifted(ids, 0),
+        "token_mask": shifted(given.mask.float(), 1),
+        "sample_mask": given.mask.any(1).float(),
+        "advantages": shifted(given.advantages, torch.nan),
+        "prev_logprobs": shifted(given.old, torch.nan),
+        "generation_logprobs": shifted(given.rollout, torch.nan),
+    }
+
+
+def runner(made: nemo_rl.OffdriftLoss) -> laws.Run:
+    def run(given: Batch, tokens: float, sequences: float) -> tuple[float, Tensor]:
+        current = given.current.clone().requires_grad_()
+        loss, metrics = made(
+            data=fields(given),
+            global_valid_seqs=torch.tensor(sequences),
+            global_valid_toks=torch.tensor(tokens),
+            next_token_logprobs=current,
+        )
+        loss.backward()
+        assert current.grad is not None
+        assert all(type(x) is float for x in metrics.values())
+        assert metrics["num_valid_samples"] == int(given.mask.any(1).sum())
+        assert metrics["loss"] == float(loss.detach())
+        return metrics["loss"], current.grad
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["dapo", "icepop", "grpo", "seq_tis", "trm_max_k2", "dppo_tv"])
+def test_loss_is_the_methods_over_the_steps_counts(name: str) -> None:
+    laws.check_loss(runner(nemo_rl.loss(name, horizon=laws.HORIZON)), METHODS[name])
+
+
+@pytest.mark.parametrize("name", ["icepop", "grpo", "geo_mask"])
+def test_laws(name: str) -> None:
+    run = runner(nemo_rl.loss(name, settings=laws.SOME.get(name, {})))
+    laws.check_padding(run)
+    laws.check_order(run)
+    laws.check_split(run)
+    laws.check_all_masked(run)
+    laws.check_bad_advantages(run)
+
+
+@pytest.mark.parametrize("name", ["icepop", "geo_mask", "dppo_tv"])
+def test_unscored_tokens(name: str) -> None:
+    settings = {**laws.SOME.get(name, {}), "aggregate": "token_mean"}
+    laws.check_unscored(runner(nemo_rl.loss(name, settings=settings)))
+
+
+def test_all_rejected() -> None:
+    laws.check_all_rejected(runner(nemo_rl.loss("geo_mask", settings=laws.REJECTS_ALL)))
+
+
+def test_every_method_is_served_or_refused_by_name() -> None:
+    served, refused = 0, {}
+    for name, row in METHODS.items():
+        try:
+            made = nemo_rl.loss(name, horizon=laws.HORIZON)
+        except (EvidenceError, MethodError) as e:
+            refused[name] = str(e)
+        else:
+            if row.penalty is None:
+                laws.check_loss(runner(made), row)
+            served += 1
+    assert (served, len(refused)) == (90, len(METHODS) - 90)
+    reasons = "whole step", "(divergences)", "(version_lag)", "(rewards)", "(entropy)"
+    assert all(any(r in said for r in reasons) for said in refused.values())
+
+
+def test_settings_change_the_method() -> None:
+    settings = {"weight.cap": 1.05}
+    made = nemo_rl.loss("token_tis", settings=settings)
+    laws.check_loss(runner(made), override(METHODS["token_tis"], settings))
+    plain = laws.expected(METHODS["token_tis"], batch(), *laws.counts(batch()))[0]
+    assert runner(made)(batch(), *laws.counts(batch()))[0] != plain
+
+
+def test_metrics_add_up_to_those_of_the_step() -> None:
+    made, given = nemo_rl.loss("geo_mask", settings=laws.SOME["geo_mask"]), batch()
+    tokens, sequences = laws.counts(given)
+    parts: list[dict[str, float]] = []
+    for i in ([0, 3], [1], [2, 4], [5]):
+        piece = laws.rows(given, torch.tensor(i))
+        counted = torch.tensor(sequences), torch.tensor(tokens)
+        parts.append(made(fields(piece), *counted, next_token_logprobs=piece.current)[1])
+    optimizer_step()
+    step = nemo_rl._hook(made).metrics
+    names = {k for part in parts for k in part} - {"loss", "num_valid_samples"}
+    assert len(names) >= 7
+    assert parts[-1] == {"loss": 0.0, "num_valid_samples": 0.0}
+    for name in names:
+        assert sum(p.get(name, 0.0) for p in parts) == pytest.approx(step[name], rel=1e-5)
+    assert names <= set(made.metric_normalizations)
+    assert step["offdrift/gate/drop_frac_token"] > 0
+
+
+def test_types_say_what_it_reads_and_divides_by() -> None:
+    kinds = importlib.import_module("nemo_rl.algorithms.loss.interfaces")
+    by_token, by_sequence = nemo_rl.loss("dapo"), nemo_rl.loss("grpo")
+    assert by_token.loss_type is kinds.LossType.TOKEN_LEVEL
+    assert by_sequence.loss_type is kinds.LossType.SEQUENCE_LEVEL
+    assert by_token.input_type is kinds.LossInputType.LOGPROB
+    assert nemo_rl.loss("dapo", reads="logit", vocab=VOCAB).input_type is kinds.LossInputType.LOGIT
+    assert by_sequence.metric_normalizations["loss"] is kinds.MetricNormalizer.SEQUENCES
+    assert by_sequence.metric_normalizations["offdrift/full/k3"] is kinds.MetricNormalizer.TOKENS
+
+
+def test_it_travels_as_a_value_and_has_one_hook_per_process() -> None:
+    made = nemo_rl.loss("geo_mask", settings={"gate.high": 3.0})
+    copy = pickle.loads(pickle.dumps(made))  # our own bytes
+    assert copy == made
+    assert nemo_rl._hook(copy) is nemo_rl._hook(made)
+    assert nemo_rl._hook(made).method.correction.gates[0].high == 3.0  # type: ignore[attr-defined]
+
+
+# -- logits ---------------------------------------------------------------------------------------
+
+
+def scored(given: Batch, seed: int = 1) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Data and logits whose sampled log-probs are those of two hand-made policies.
+
+    Returns: the data; the current policy's logits `[b, t + 1, v]`, position t about token t + 1; the
+        rollout policy's, aligned likewise.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    shape = (*given.mask.shape, VOCAB)
+    mu = torch.randn(shape, generator=draw)
+    pi = mu + 0.3 * torch.randn(shape, generator=draw)
+    data = fields(given)
+    ids = data["input_ids"][:, 1:, None]
+    for name, z in (("generation_logprobs", mu), ("prev_logprobs", mu + 0.01 * pi)):
+        data[name] = data[name].clone()
+        data[name][:, 1:] = z.log_softmax(-1).gather(2, ids).squeeze(2)
+
+    def as_model(z: Tensor) -> Tensor:
+        return torch.cat(
+            [z, torch.full_like(z[:, :1], torch.nan)], 1
+        )  # the last position is unused
+
+    return data, as_model(pi), as_model(mu)
+
+
+def aligned(z: Tensor) -> Tensor:
+    """A model's logits as data: index t is about token t."""
+    return torch.cat([torch.full_like(z[:, :1], torch.nan), z[:, :-1]], 1)
+
+
+def step_of(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    return {"global_valid_seqs": data["sample_mask"].sum(), "global_valid_toks": mask.sum()}
+
+
+def test_logits_give_the_loss_that_log_probs_give() -> None:
+    data, pi, _ = scored(batch())
+    z = pi.clone().requires_grad_()
+    made = nemo_rl.loss("icepop", reads="logit", vocab=VOCAB)
+    loss, metrics = made(data=data, **step_of(data), logits=z)
+    loss.backward()
+    y = pi.clone().requires_grad_()
+    logp = y[:, :-1].log_softmax(-1).gather(2, data["input_ids"][:, 1:, None]).squeeze(2)
+    want, _ = nemo_rl.loss("icepop")(data=data, **step_of(data), next_token_logprobs=logp)
+    want.backward()
+    assert float(want.detach()) != 0
+    assert "offdrift/full/k3" in metrics
+    torch.testing.assert_close(loss, want)
+    assert z.grad is not None
+    assert y.grad is not None
+    torch.testing.assert_close(z.grad, y.grad.nan_to_num())
+    assert not bool(z.grad[~data["token_mask"].bool().roll(-1, 1)].any())
+
+
+def test_exact_kl_is_the_enumerated_one() -> None:
+    data, pi, mu = scored(batch())
+    data[FULL] = aligned(mu)
+    made = nemo_rl.loss("trm_max", reads="logit", vocab=VOCAB)
+    _loss, metrics = made(data=data, **step_of(data), logits=pi)
+    mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).bool()
+    total, tv, n = 0.0, 0.0, 0
+    for i, t in mask.nonzero().tolist():
+        p, q = mu[i, t].double().softmax(0), pi[i, t].double().softmax(0)
+        total += sum(float(p[a] * (p[a] / q[a]).log()) for a in range(VOCAB))
+        tv += sum(abs(float(p[a] - q[a])) for a in range(VOCAB)) / 2
+        n += 1
+    assert n > 30
+    assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(
+        total / n, rel=1e-5
+    )
+    assert metrics["offdrift/divergence/tv_rollout_current_mean"] == pytest.approx(tv / n, rel=1e-5)
+    found = exact_divergences(mu[:, :-1][mask], pi[:, :-1][mask])
+    assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(
+        float(found.kl_rollout_current.mean()), rel=1e-6
+    )
+    # The gate reads them: a threshold between the largest KL of two sequences tells them apart.
+    worst = [float(found.kl_rollout_current[mask.nonzero()[:, 0] == i].max()) for i in range(5)]
+    between = (sorted(worst)[2] + sorted(worst)[3]) / 2
+    gated = nemo_rl.loss("trm_max", reads="logit", vocab=VOCAB, settings={"gate.high": between})
+    z = pi.clone().requires_grad_()
+    gated(data=data, **step_of(data), logits=z)[0].backward()
+    assert z.grad is not None
+    kept = z.grad.abs().sum((1, 2)) > 0
+    assert kept.tolist() == [w < between for w in worst] + [False]
+
+
+def test_top_k_gives_intervals_around_the_exact_numbers() -> None:
+    data, pi, mu = scored(batch())
+    exact = {**data, FULL: aligned(mu)}
+    log_mu = mu[:, :-1].log_softmax(-1)
+    top = log_mu.topk(3)
+    pad = torch.zeros_like(top.values[:, :1])
+    some = {**data, TOP_IDS: torch.cat([pad.long(), top.indices], 1), TOP_LOGP: torch.cat([pad, top.values], 1)}  # fmt: skip
+    key = "offdrift/divergence/kl_rollout_current_mean"
+    made = nemo_rl.loss("trm_max", reads="logit", vocab=VOCAB)
+    lower, value = (made(data=d, **step_of(data), logits=pi)[1][key] for d in (some, exact))
+    assert 0 < lower < value
+
+
+def test_logits_need_evidence_and_a_whole_vocabulary() -> None:
+    data, pi, _ = scored(batch())
+    made = nemo_rl.loss("trm_max", reads="logit", vocab=VOCAB)
+    with pytest.raises(EvidenceError, match="generation_logits"):
+        made(data=data, **step_of(data), logits=pi)
+    with pytest.raises(ShapeError, match="tensor_model_parallel_size=1"):
+        made(data=data, **step_of(data), logits=pi[..., : VOCAB // 2])
+    with pytest.raises(MethodError, match="vocab="):
+        nemo_rl.loss("dapo", reads="logit")
+    with pytest.raises(EvidenceError, match='reads="logit"'):
+        nemo_rl.loss("trm_max")
+
+
+def test_all_masked_logits() -> None:
+    data, pi, _ = scored(batch())
+    z = torch.full_like(pi, torch.nan).requires_grad_()
+    made = nemo_rl.loss("icepop", reads="logit", vocab=VOCAB)
+    masked = {**data, "sample_mask": torch.zeros(6)}
+    loss, metrics = made(data=masked, **step_of(data), logits=z)
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert z.grad is not None
+    assert not bool(z.grad.any())
+    assert metrics == {"loss": 0.0, "num_valid_samples": 0.0}
+
+
+def test_entropy_of_the_current_policy_for_methods_that_read_it() -> None:
+    data, pi, _ = scored(batch())
+    made = nemo_rl.loss("espo", reads="logit", old="current", vocab=VOCAB)
+    loss, _ = made(data=data, **step_of(data), logits=pi)
+    assert torch.isfinite(loss)
+    with pytest.raises(EvidenceError, match="entropy"):
+        nemo_rl.loss("espo")
+
+
+# -- evidence, liveness, records ------------------------------------------------------------------
+
+
+def call(made: nemo_rl.OffdriftLoss, data: dict[str, Tensor]) -> Tensor:
+    given = batch()
+    return made(data=data, **step_of(data), next_token_logprobs=given.current)[0]
+
+
+def test_placeholders_are_not_log_probs() -> None:
+    data = fields(batch())
+    made = nemo_rl.loss("icepop")
+    for name in ("prev_logprobs", "generation_logprobs"):
+        with pytest.raises(EvidenceError, match=name):
+            call(made, {**data, name: torch.zeros_like(data[name])})
+        with pytest.raises(EvidenceError, match=f"{name} are missing"):
+            call(made, {k: x for k, x in data.items() if k != name})
+    bad = data["generation_logprobs"].clone()
+    bad[0, 1:] = torch.nan
+    with pytest.raises(BadValueError, match="logp_rollout of sequence 0"):
+        call(made, {**data, "generation_logprobs": bad})
+
+
+def test_old_may_be_the_current_policy() -> None:
+    data = fields(batch())
+    data["prev_logprobs"] = torch.zeros_like(data["prev_logprobs"])
+    given = batch()
+    want = laws.expected(METHODS["icepop"], Batch(given.rollout, given.current, given.current, given.advantages, given.mask), *laws.counts(given))  # fmt: skip
+    loss = call(nemo_rl.loss("icepop", old="current"), data)
+    assert float(loss) == pytest.approx(want[0], rel=1e-5)
+
+
+def test_reference_kl_needs_the_reference() -> None:
+    data = fields(batch())
+    made = nemo_rl.loss("deepseek_v32")
+    with pytest.raises(EvidenceError, match="skip_reference_policy_logprobs_calculation"):
+        call(made, data)
+    assert torch.isfinite(call(made, {**data, "reference_policy_logprobs": data["prev_logprobs"]}))
+
+
+def test_copies_of_log_probs_are_dead_parts() -> None:
+    data = fields(batch())
+    data["prev_logprobs"] = data["generation_logprobs"]
+    call(nemo_rl.loss("icepop"), data)
+    with pytest.raises(LivenessError, match="cannot act"):
+        optimizer_step()
+    call(nemo_rl.loss("icepop", on_idle="warn"), data)
+    nemo_rl._hook.cache_clear()
+
+
+def test_records_can_be_read_back(tmp_path: Any) -> None:
+    made = nemo_rl.loss("icepop", record=str(tmp_path))
+    given = batch()
+    call(made, fields(given))
+    optimizer_step()
+    nemo_rl._hook(made).adapter.close()
+    (path,) = tmp_path.glob("*.parquet")
+    table = pq.read_table(path)
+    given_tokens = int(given.mask.sum())
+    for name in ("tokens", "logp_rollout", "logp_old", "logp", "advantages"):
+        assert sum(len(x) for x in table[name].to_pylist() if x) == given_tokens, name
+
+
+# -- set-up ---------------------------------------------------------------------------------------
+
+
+class ClippedPGLossConfig(BaseModel):
+    """NeMo-RL's fields and defaults, but for the KL penalty, which is 0.01 there."""
+
+    disable_ppo_ratio: bool = False
+    token_level_loss: bool = True
+    sequence_level_importance_ratios: bool = False
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    ratio_clip_c: float | None = None
+    reference_policy_kl_penalty: float = 0.0
+    reference_policy_kl_type: str = "k3"
+    kl_input_clamp_value: float | None = 20.0
+    kl_output_clamp_value: float | None = 10.0
+    use_kl_in_reward: bool = False
+    use_importance_sampling_correction: bool = False
+    truncated_importance_sampling_type: str | None = None
+    truncated_importance_sampling_ratio: float | None = None
+    truncated_importance_sampling_ratio_min: float | None = None
+    use_on_policy_kl_approximation: bool = False
+    force_on_policy_ratio: bool = False
+    use_cispo: bool = False
+    positive_example_nll_weight: float = 0.0
+
+
+class LaterConfig(ClippedPGLossConfig):
+    """A field of a later version."""
+
+    some_new_weight: float = 0.0
+
+
+def config(**changed: Any) -> Any:
+    if REAL:
+        ours = importlib.import_module("nemo_rl.algorithms.loss.loss_functions").ClippedPGLossConfig
+        return ours(**{"reference_policy_kl_penalty": 0.0, **changed})
+    return ClippedPGLossConfig(**changed)
+
+
+def test_every_field_of_their_loss_is_known() -> None:
+    known = {*nemo_rl.OWN_TERMS, *nemo_rl.STOOD_IN_FOR, *nemo_rl.FOLLOWED}
+    assert known == set(type(config()).model_fields)
+    assert len(known) == len([*nemo_rl.OWN_TERMS, *nemo_rl.STOOD_IN_FOR, *nemo_rl.FOLLOWED])
+    assert {k: getattr(config(), k) for k in nemo_rl.OWN_TERMS} == nemo_rl.OWN_TERMS
+
+
+ASKED = {
+    "positive_example_nll_weight": 0.1,
+    "disable_ppo_ratio": True,
+    "sequence_level_importance_ratios": True,
+    "use_cispo": True,
+    "ratio_clip_c": 3.0,
+    "truncated_importance_sampling_type": "tis",
+    "use_on_policy_kl_approximation": True,
+}
+
+
+@pytest.mark.parametrize("name", nemo_rl.OWN_TERMS)
+def test_terms_of_their_loss_are_refused_by_name(grpo: Any, name: str) -> None:
+    nemo_rl.install("icepop")
+    with pytest.raises(MethodError, match=rf"loss_fn\.{name}={ASKED[name]}"):
+        grpo.ClippedPGLossFn(config(**{name: ASKED[name]}))
+
+
+def test_a_term_of_a_later_version_is_refused_by_name(grpo: Any) -> None:
+    nemo_rl.install("icepop")
+    assert grpo.ClippedPGLossFn(LaterConfig()).choice.method == "icepop"
+    with pytest.raises(MethodError, match=r"loss_fn\.some_new_weight=0\.5"):
+        grpo.ClippedPGLossFn(LaterConfig(some_new_weight=0.5))
+
+
+def test_the_dictionary_of_0_6_is_read_as_well(grpo: Any) -> None:
+    nemo_rl.install("icepop")
+    plain = {
+        "reference_policy_kl_penalty": 0.0,
+        "ratio_clip_c": None,
+        "force_on_policy_ratio": True,
+    }
+    assert grpo.ClippedPGLossFn(plain).old == "current"
+    for name, value in (("reference_policy_kl_penalty", 0.1), ("ratio_clip_c", 3.0), ("new", 0.5)):
+        with pytest.raises(MethodError, match=rf"loss_fn\.{name}={value}"):
+            grpo.ClippedPGLossFn({**plain, name: value})
+
+
+def test_their_numbers_are_named_and_kl_in_the_reward_is_theirs(
+    grpo: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    nemo_rl.install("icepop")
+    with caplog.at_level(logging.INFO, "offdrift.nemo-rl"):
+        grpo.ClippedPGLossFn(config(ratio_clip_max=0.28))
+    assert "ratio_clip_max=0.28" in caplog.text
+    kept = config(reference_policy_kl_penalty=0.1, use_kl_in_reward=True)
+    assert grpo.ClippedPGLossFn(kept).choice.method == "icepop"
+
+
+def test_install_has_setup_build_it(grpo: Any) -> None:
+    original = grpo.ClippedPGLossFn
+    nemo_rl.install("icepop")
+    made = grpo.ClippedPGLossFn(config(), use_fused_linear_logprobs=True)
+    assert made == nemo_rl.loss("icepop", use_fused_linear_logprobs=True)
+    assert grpo.ClippedPGLossFn(config(force_on_policy_ratio=True)).old == "current"
+    with pytest.raises(MethodError, match=r"reference_policy_kl_penalty=0\.1"):
+        grpo.ClippedPGLossFn(config(reference_policy_kl_penalty=0.1))
+    nemo_rl.install("deepseek_v32")
+    assert (
+        grpo.ClippedPGLossFn(config(reference_policy_kl_penalty=0.1)).choice.method
+        == "deepseek_v32"
+    )
+    nemo_rl.uninstall()
+    assert grpo.ClippedPGLossFn is original
+
+
+def test_environment_names_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MethodError, match="OFFDRIFT_METHOD"):
+        nemo_rl.loss()
+    monkeypatch.setenv("OFFDRIFT_METHOD", "token_tis")
+    monkeypatch.setenv("OFFDRIFT_SETTINGS", "weight.cap=1.05")
+    assert nemo_rl.loss() == nemo_rl.loss("token_tis", settings={"weight.cap": 1.05})
+
+
+def test_a_missing_or_old_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    oldest = frameworks.FRAMEWORKS["nemo-rl"].oldest
+    monkeypatch.setattr(frameworks, "version", lambda _: "0.0.0")
+    frameworks.require.cache_clear()
+    with pytest.raises(FrameworkError, match=f"nemo-rl 0.0.0 is older.*{oldest}"):
+        nemo_rl.loss("dapo")
+
+
+# -- NeMo-RL itself -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not REAL, reason="NeMo-RL is not installed")
+@pytest.mark.parametrize("reads", ["logprob", "logit"])
+def test_its_own_packing_wrapper(reads: Any) -> None:
+    """NeMo-RL packs rows end to end, and calls the loss one sequence at a time."""
+    if reads == "logprob" and not torch.cuda.is_available():
+        pytest.skip("NeMo-RL computes log-probs on CUDA alone")
+    from nemo_rl.algorithms.loss.utils import prepare_loss_input
+    from nemo_rl.algorithms.loss.wrapper import SequencePackingLossWrapper
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    data, pi, _ = scored(batch())
+    data = {k: x.nan_to_num() for k, x in data.items()}
+    pi = pi.nan_to_num()
+    made = nemo_rl.loss("grpo", reads=reads, vocab=VOCAB)
+    loss_input, _ = prepare_loss_input(pi, BatchedDataDict(data), made)
+    whole, metrics = made(data=data, **step_of(data), **loss_input)
+    b, t, _ = pi.shape
+    cuts = torch.arange(b + 1) * t
+    packed = pi.reshape(1, b * t, VOCAB)
+    wrapper = SequencePackingLossWrapper(made, prepare_loss_input, cuts)
+    loss, added = wrapper(packed, BatchedDataDict(data), *step_of(data).values())
+    torch.testing.assert_close(loss, whole)
+    assert added["offdrift/full/k3"] == pytest.approx(metrics["offdrift/full/k3"], rel=1e-5)
+    assert len(added) == len(metrics) >= 7

@@ -1,0 +1,325 @@
+"""OpenRLHF's policy loss, against the contract of OpenRLHF 0.11.2 and of 0.10.4, 0.11.0 and 0.11.1.
+
+The stand-in is written from that contract: `ActorPPOTrainer` builds `PolicyLoss` by the name in its own
+module, calls it per micro-batch with counts of the optimizer step, and unpacks five values (until
+0.11.1: four). `trainer.ray.ppo_actor` itself needs DeepSpeed, FlashAttention and a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offdrift.adapters.after_import import WAITING
+from offdrift.adapters.contrib import openrlhf
+from offdrift.errors import BadValueError, EvidenceError, LivenessError, MethodError
+from offdrift.methods import METHODS
+from tests.adapters import loss_laws as laws
+from tests.adapters.hooked import Batch, batch, install, process
+
+__all__ = ["process"]
+
+
+class TheirLoss:
+    """The signature of OpenRLHF 0.11.2."""
+
+    def __init__(
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        dual_clip: float | None = None,
+        token_level_loss: bool = True,
+        policy_loss_type: str = "ppo",
+        is_correction_level: str = "off",
+        is_correction_mode: str = "mask",
+        is_correction_gating: str = "ratio",
+        is_correction_threshold: tuple[float, float] = (0.5, 5.0),
+    ) -> None: ...
+
+
+class EarlierLoss:
+    """The signature until 0.11.1."""
+
+    def __init__(
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        dual_clip: float | None = None,
+        token_level_loss: bool = True,
+        policy_loss_type: str = "ppo",
+        enable_vllm_is_correction: bool = False,
+        vllm_is_truncated_threshold: list[float] | None = None,
+        vllm_is_correction_type: str = "tis",
+    ) -> None: ...
+
+
+ACTOR = """
+from openrlhf.models import PolicyLoss
+import torch
+
+
+class ActorPPOTrainer:
+    def __init__(self, **given):
+        self.actor_loss_fn = PolicyLoss(clip_eps_low=0.2, clip_eps_high=0.28, **given)
+
+    def ppo_train(self, kl_ctl):
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for piece, info in self.pieces:
+            log_probs = piece.current + weight
+            loss, *rest = self.actor_loss_fn(
+                log_probs, piece.old, piece.advantages, action_mask=piece.mask,
+                rollout_log_probs=piece.rollout, **info,
+            )
+            loss.backward()
+            self.rest = rest
+        optimizer.step()
+        return {"policy_loss": float(loss.detach())}
+"""
+
+
+@pytest.fixture(params=[TheirLoss, EarlierLoss], ids=["0.11.2", "earlier"])
+def actor(
+    request: Any, monkeypatch: pytest.MonkeyPatch, process: None, tmp_path: Path
+) -> Iterator[ModuleType]:
+    """`openrlhf.trainer.ray.ppo_actor`, to be imported by the test."""
+    version = "0.11.2" if request.param is TheirLoss else "0.11.1"
+    install(monkeypatch, version, openrlhf__models={"PolicyLoss": request.param})
+    folder = tmp_path / "openrlhf" / "trainer" / "ray"
+    folder.mkdir(parents=True)
+    (folder / "ppo_actor.py").write_text(ACTOR)
+    for name, path in (("trainer", folder.parent), ("trainer.ray", folder)):
+        package = ModuleType(f"openrlhf.{name}")
+        package.__path__ = [str(path)]
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setattr(
+        sys.modules["openrlhf"], "__path__", [str(tmp_path / "openrlhf")], raising=False
+    )
+    yield request.param
+    openrlhf.uninstall()
+    WAITING.queues.pop(openrlhf.ACTOR, None)
+    sys.modules.pop(openrlhf.ACTOR, None)
+
+
+def imported() -> Any:
+    return importlib.import_module(openrlhf.ACTOR)
+
+
+def runner(loss: Any, values: int, dp_size: int = 1) -> laws.Run:
+    def run(given: Batch, tokens: float, sequences: float) -> tuple[float, Tensor]:
+        current = given.current.clone().requires_grad_()
+        out, *rest = loss(
+            current,
+            given.old,
+            given.advantages,
+            action_mask=given.mask,
+            rollout_log_probs=given.rollout,
+            dp_size=dp_size,
+            batch_num_tokens=torch.tensor(tokens),
+            global_batch_size=torch.tensor(sequences),
+        )
+        out.backward()
+        assert current.grad is not None
+        assert len(rest) == values - 1
+        assert all(bool(torch.isfinite(x)) for x in rest)
+        return float(out.detach()), current.grad
+
+    return run
+
+
+def built(actor: Any, method: str, **given: Any) -> tuple[laws.Run, int]:
+    openrlhf.install(method, **given)
+    trainer = imported().ActorPPOTrainer()
+    values = 5 if actor is TheirLoss else 4
+    return runner(trainer.actor_loss_fn, values), values
+
+
+@pytest.mark.parametrize("name", ["dapo", "grpo", "seq_tis", "dppo_tv"])
+def test_loss_is_the_methods_over_the_steps_counts(actor: Any, name: str) -> None:
+    run, _ = built(actor, name, horizon=laws.HORIZON)
+    laws.check_loss(run, METHODS[name])
+
+
+@pytest.mark.parametrize("name", ["icepop", "geo_mask"])
+def test_laws(actor: Any, name: str) -> None:
+    run, _ = built(actor, name, settings=laws.SOME.get(name, {}))
+    laws.check_padding(run)
+    laws.check_order(run)
+    laws.check_split(run)
+    laws.check_all_masked(run)
+    laws.check_bad_advantages(run)
+
+
+@pytest.mark.parametrize("name", ["icepop", "geo_mask"])
+def test_unscored_tokens(actor: Any, name: str) -> None:
+    laws.check_unscored(built(actor, name, settings=laws.SOME.get(name, {}))[0])
+
+
+def test_all_rejected(actor: Any) -> None:
+    run, _ = built(actor, "geo_mask", settings=laws.REJECTS_ALL)
+    laws.check_all_rejected(run)
+
+
+def test_ranks_are_averaged_by_the_optimizer(actor: Any) -> None:
+    openrlhf.install("dapo")
+    loss = imported().ActorPPOTrainer().actor_loss_fn
+    values = 5 if actor is TheirLoss else 4
+    given = batch()
+    one, four = (runner(loss, values, dp_size=n)(given, *laws.counts(given)) for n in (1, 4))
+    laws.same((four[0] / 4, four[1] / 4), one)
+
+
+def test_a_batch_without_counts_is_the_step(actor: Any) -> None:
+    openrlhf.install("grpo")
+    loss = imported().ActorPPOTrainer().actor_loss_fn
+    given = batch()
+    out, *_ = loss(given.current, given.old, given.advantages, given.mask, given.rollout)
+    want = laws.expected(METHODS["grpo"], given, *laws.counts(given))[0]
+    assert float(out) == pytest.approx(want, rel=1e-5)
+
+
+def test_reported_values_by_hand(actor: Any) -> None:
+    openrlhf.install("ppo_clip")
+    loss = imported().ActorPPOTrainer().actor_loss_fn
+    row = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])
+    current = row + torch.tensor([[0.5, 0.0, -0.5, 9.0]])  # e^0.5 > 1.2 is clipped for A > 0
+    out = loss(
+        current.clamp(max=0), row, torch.ones(1, 4), torch.tensor([[1, 1, 1, 0]]), row - 0.25
+    )
+    # L = -(min(e^0.5, 1.2) + 1 + e^-0.5) / 3
+    assert float(out[0]) == pytest.approx(-(1.2 + 1 + 0.60653066) / 3, rel=1e-5)
+    assert float(out[1]) == pytest.approx(1 / 3)
+    assert float(out[2]) == pytest.approx(0.0, abs=1e-6)  # -(0.5 + 0 - 0.5) / 3
+    assert float(out[3]) == pytest.approx(-0.25)
+    assert actor is not TheirLoss or float(out[4]) == 0.0
+
+
+def test_installed_before_or_after_the_import_and_undone(actor: Any) -> None:
+    openrlhf.install("icepop")
+    assert openrlhf.ACTOR not in sys.modules
+    module = imported()
+    assert isinstance(module.ActorPPOTrainer().actor_loss_fn, openrlhf.PolicyLoss)
+    openrlhf.uninstall()
+    assert module.PolicyLoss is actor
+    openrlhf.install("dapo")  # the module is there already
+    assert module.ActorPPOTrainer().actor_loss_fn.hook.method.aggregate == "token_mean"
+    openrlhf.uninstall()
+    assert module.PolicyLoss is actor
+
+
+def test_uninstalled_before_the_import(actor: Any) -> None:
+    openrlhf.install("icepop")
+    openrlhf.uninstall()
+    assert imported().PolicyLoss is actor
+
+
+def test_a_training_step_reports_metrics_and_records(actor: Any, tmp_path: Path) -> None:
+    openrlhf.install("geo_mask", settings=laws.SOME["geo_mask"], record=tmp_path / "log")
+    trainer = imported().ActorPPOTrainer(is_correction_level="token") if actor is TheirLoss else imported().ActorPPOTrainer(enable_vllm_is_correction=True)  # fmt: skip
+    given = batch()
+    tokens, sequences = laws.counts(given)
+    info = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": sequences}
+    trainer.pieces = [(laws.rows(given, torch.tensor(i)), info) for i in ([0, 1, 2], [3, 4, 5])]
+    status = trainer.ppo_train(0.0)
+    assert "policy_loss" in status
+    assert status["offdrift/batch/tokens"] == tokens
+    assert 0 < status["offdrift/gate/drop_frac_token"] < 1
+    trainer.actor_loss_fn.hook.adapter.close()
+    assert len(list((tmp_path / "log").glob("*.parquet"))) == 1
+
+
+def test_missing_log_probs_are_named(actor: Any) -> None:
+    openrlhf.install("icepop")
+    loss = imported().ActorPPOTrainer().actor_loss_fn
+    given = batch()
+    with pytest.raises(EvidenceError, match=r"rollout_log_probs are missing.*is_correction_level"):
+        loss(given.current, given.old, given.advantages, given.mask, None)
+    with pytest.raises(BadValueError, match="logp_rollout"):
+        loss(given.current, given.old, given.advantages, given.mask, given.rollout + 9)
+
+
+def test_copies_of_log_probs_are_dead_parts(actor: Any) -> None:
+    openrlhf.install("icepop")
+    trainer = imported().ActorPPOTrainer()
+    given = batch()
+    copied = Batch(given.old, given.old, given.current, given.advantages, given.mask)
+    trainer.pieces = [(copied, {})]
+    with pytest.raises(LivenessError, match="cannot act"):
+        trainer.ppo_train(0.0)
+
+
+def test_what_contradicts_is_refused(actor: Any) -> None:
+    openrlhf.install("icepop")
+    with pytest.raises(MethodError, match="policy_loss_type gspo"):
+        imported().ActorPPOTrainer(policy_loss_type="gspo")
+    with pytest.raises(EvidenceError, match="divergences"):
+        openrlhf.install("trm_max")
+    with pytest.raises(MethodError, match="whole step"):
+        openrlhf.install("m2po")
+    with pytest.raises(EvidenceError, match="logp_ref"):
+        openrlhf.install("deepseek_v32")
+
+
+RAY = """
+import os, ray, sys
+
+# What `ray job submit` hands its driver; the driver then calls ray.init as OpenRLHF does.
+ray.init(
+    num_cpus=1, include_dashboard=False, logging_level="ERROR",
+    runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "true"}},
+)
+
+@ray.remote
+class PolicyModelActor:
+    def loss(self):
+        from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+        return repr(ActorPPOTrainer().actor_loss_fn.hook.method.describe())
+
+actor = PolicyModelActor.remote()
+print("LOSS", ray.get(actor.loss.remote()))
+"""
+
+
+@pytest.mark.slow
+def test_ray_runs_it_in_the_actors_process(tmp_path: Path) -> None:
+    """The runtime environment of the page's command, in a real Ray job, on a stand-in package."""
+    package = tmp_path / "site" / "openrlhf"
+    (package / "trainer" / "ray").mkdir(parents=True)
+    (package / "models").mkdir()
+    signature = "is_correction_level='off', **_"
+    theirs = f"class PolicyLoss:\n    def __init__(self, {signature}): ...\n"
+    (package / "models" / "__init__.py").write_text(theirs)
+    (package / "trainer" / "ray" / "ppo_actor.py").write_text(ACTOR)
+    for folder in (package, package / "trainer", package / "trainer" / "ray"):
+        (folder / "__init__.py").touch()
+    info = tmp_path / "site" / "openrlhf-0.11.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: openrlhf\nVersion: 0.11.2\n")
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(RAY))
+    environment = {
+        "worker_process_setup_hook": "offdrift.adapters.contrib.openrlhf.install",
+        "env_vars": {"OFFDRIFT_METHOD": "icepop"},
+    }
+
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path / 'site'}:{Path(openrlhf.__file__).parents[2]}",
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": environment, "metadata": {}}),
+    }
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert f"LOSS {METHODS['icepop'].describe()!r}" in done.stdout.replace('"', "'"), done.stderr[
+        -3000:
+    ]

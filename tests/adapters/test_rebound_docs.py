@@ -1,0 +1,140 @@
+"""Configurations and commands in the pages of NeMo-RL, ROLL, AReaL and OpenRLHF do what they say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import runpy
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from offdrift.adapters.after_import import WAITING
+from offdrift.adapters.contrib import areal, nemo_rl, openrlhf, roll
+from offdrift.adapters.hooks import chosen
+from offdrift.errors import EvidenceError
+from tests.adapters.hooked import ROOT, code, install, process
+from tests.adapters.test_nemo_rl import ClippedPGLossConfig
+
+__all__ = ["process"]
+
+PAGES = ROOT / "docs" / "integrations"
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(process: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    install(monkeypatch, "99", nemo_rl={}, roll={}, areal={}, openrlhf={})
+    yield
+    areal.uninstall()
+    openrlhf.uninstall()
+    for name in (areal.ACTOR, areal.FUNCTIONAL, openrlhf.ACTOR):
+        WAITING.queues.pop(name, None)
+
+
+def in_environment(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    for name, value in given.items():
+        assert name.startswith("OFFDRIFT_")
+        monkeypatch.setenv(name, value)
+
+
+def test_nemo_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: ran.append(path))
+    names = {"ClippedPGLossFn": object}
+    install(monkeypatch, "0.6.0", nemo_rl__algorithms__grpo=names)
+    grpo = importlib.import_module("nemo_rl.algorithms.grpo")
+    whole, exact = code("nemo-rl.md", "python")
+    for block, method in ((whole, "dppo_tv"), (exact, "trm_max")):
+        exec(block, {})
+        assert grpo.ClippedPGLossFn(ClippedPGLossConfig()).choice.method == method
+        nemo_rl.uninstall()
+    assert ran == ["examples/run_grpo.py"]
+    (command,) = code("nemo-rl.md", "shell")
+    assert "train.py" in shlex.split(command)
+
+
+def test_roll_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [yaml.safe_load(block) for block in code("roll.md", "yaml")]
+    assert len(blocks) == 2
+    for block, name in zip(blocks, ("Worker", "CorrectingWorker"), strict=True):
+        in_environment(monkeypatch, block["system_envs"])
+        assert block["actor_train"]["worker_cls"] == f"offdrift.adapters.contrib.roll.{name}"
+        assert name in roll.WORKERS
+        hook = (roll._pushing, roll._correcting)[name == "CorrectingWorker"]
+        monkeypatch.delenv("OFFDRIFT_RECORD", raising=False)
+        hook.cache_clear()
+        assert hook().method.correction.gates or hook().method.correction.weights
+        hook.cache_clear()
+        monkeypatch.delenv("OFFDRIFT_SETTINGS", raising=False)
+        assert block["actor_infer"]["generating_args"]["logprobs"] == 1
+        correcting = name == "CorrectingWorker"
+        assert block["train_infer_correction"]["is_weight"]["enabled"] is correcting
+    named = set(re.findall(r"^\| `(\w+)` \|", (PAGES / "roll.md").read_text(), re.MULTILINE))
+    assert named == set(roll.WORKERS)
+
+
+def test_areal_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = (yaml.safe_load(b)["actor"] for b in code("areal.md", "yaml"))
+    (spec,) = block["scheduling_spec"]
+    assert shlex.split(spec["cmd"]) == ["python", "-m", "offdrift.adapters.contrib.areal"]
+    in_environment(monkeypatch, spec["env_vars"])
+    areal.install()
+    assert areal._CHOICE[0][0].method == "icepop"
+    assert block["use_decoupled_loss"]
+    assert block["rejection_sampling"] is None
+
+
+@pytest.mark.parametrize(("page", "module"), [("areal.md", areal), ("openrlhf.md", openrlhf)])
+def test_python_blocks_run(page: str, module: Any) -> None:
+    (block,) = code(page, "python")
+    exec(block, {})
+    assert not module._CHOICE
+
+
+def test_openrlhf_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    (command,) = code("openrlhf.md", "shell")
+    words = shlex.split(command)
+    environment = json.loads(words[words.index("--runtime-env-json") + 1])
+    module, _, name = environment["worker_process_setup_hook"].rpartition(".")
+    in_environment(monkeypatch, environment["env_vars"])
+    getattr(importlib.import_module(module), name)()
+    assert openrlhf._CHOICE[0].method == "icepop"
+    assert words[words.index("--") + 1 :][:3] == ["python", "-m", "openrlhf.cli.train_ppo_ray"]
+
+
+@pytest.mark.parametrize("method", ["trm_max", "deepseek_v32"])
+def test_what_the_openrlhf_page_calls_unsupported(method: str) -> None:
+    assert chosen("openrlhf", method)
+    with pytest.raises(EvidenceError):
+        openrlhf.install(method)
+
+
+def test_the_overview_links_every_page_and_only_those() -> None:
+    text = (PAGES / "README.md").read_text()
+    linked = set(re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", text, re.MULTILINE))
+    assert linked == {p.name for p in PAGES.glob("*.md")} - {"README.md"}
+    assert len(linked) == 11
+
+
+@pytest.mark.parametrize("page", ["prime-rl", "slime", "skyrl", "nemo-rl", "roll", "areal", "openrlhf"])  # fmt: skip
+def test_pages_of_hooks_are_built_alike(page: str) -> None:
+    text = (PAGES / f"{page}.md").read_text()
+    facts = ["Version", "Tests here", "Run against the real package", "Not run"]
+    before, *_ = text.partition("\n## ")
+    assert re.findall(r"^\| ([A-Z][\w ]+) \|", before, re.MULTILINE) == facts
+    sections = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert sections[-3:] == ["What you see", "Supported", "Not supported"]
+    stated = re.findall(r"`(tests/[\w/.]+)`", before)
+    assert stated
+    assert all((ROOT / path).is_file() for path in stated)
+    assert text.index("```") < text.index("## What you see")
+
+
+def test_the_overviews_versions_are_those_of_the_pages() -> None:
+    rows = re.findall(r"^\| \[[^]]+\]\(([\w-]+)\.md\) \|.*\| (\d+\.\d+[\d.]*) \|[^|]*\|$", (PAGES / "README.md").read_text(), re.MULTILINE)  # fmt: skip
+    assert len(rows) == 9
+    for page, version in rows:
+        assert version in (PAGES / f"{page}.md").read_text(), page

@@ -1,0 +1,508 @@
+"""The zero-update check: what it reports, what it calls out, and what survives an interruption."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from offdrift.audit.suggest import PPL_CLEAN
+from offdrift.check.bench import Bench, EngineSpec
+from offdrift.check.check import check, check_max_kl, repeated
+from offdrift.check.factors import FACTORS
+from offdrift.check.factors.choice import chosen, left_out
+from offdrift.check.measure import measure
+from offdrift.check.outcome import Outcome
+from offdrift.check.recommend import fitting, published, recommended
+from offdrift.check.verdict import THRESHOLDS, level_of, sentence, thresholds, worst
+from offdrift.errors import BadValueError, EngineError, RecipeError
+from offdrift.judge import load_rules
+from offdrift.records.rollouts import FullVocab, Sampling
+from offdrift.segments import Segments
+from offdrift.train.models import tiny_tokenizer
+from tests.engines.models import tiny
+
+FLOAT32 = EngineSpec("transformers", "float32")
+BFLOAT16 = EngineSpec("transformers", "bfloat16")
+PROMPTS = [[4 + i, 13, 5 + i % 7][: 1 + i % 3] for i in range(16)]
+PLAIN = Sampling(max_tokens=16)
+COLD = Sampling(max_tokens=16, temperature=0.7)
+
+
+def bench_of(kind: type[Bench] = Bench, sampling: Sampling = PLAIN) -> Bench:
+    return kind(tiny("dense"), tiny_tokenizer(), PROMPTS, sampling=sampling, name="tiny")
+
+
+@pytest.fixture(scope="module")
+def clean():
+    with bench_of() as bench:
+        yield check(bench, BFLOAT16, FLOAT32)
+
+
+@pytest.fixture(scope="module")
+def baseline():
+    with bench_of() as bench:
+        yield measure(bench, bench.rollouts(BFLOAT16), FLOAT32, details=True)
+
+
+# -- what is reported ----------------------------------------------------------------------------
+
+
+def test_a_clean_pair_passes_with_every_field_of_the_format(clean):
+    json.dumps(clean, allow_nan=False)
+    assert set(clean) >= {
+        "format", "kind", "offdrift", "created", "model", "rollout", "train", "sampling", "prompts",
+        "sequences", "tokens", "seconds", "baseline", "noise", "factors", "thresholds", "findings",
+        "verdict", "recommended", "max_kl", "passed", "interrupted",
+    }  # fmt: skip
+    assert clean["kind"] == "check"
+    assert clean["model"] == "tiny"
+    assert clean["rollout"]["dtype"] == "bfloat16"
+    assert (clean["sequences"], clean["tokens"]) == (16, 256)
+    assert clean["verdict"]["level"] == "ok"
+    assert clean["passed"] is True
+    assert clean["interrupted"] is False
+    assert 1e-6 < clean["baseline"]["kl_mean"] < 0.01
+    assert clean["baseline"]["divergence/kl_rollout_old_mean"] == pytest.approx(clean["baseline"]["kl_mean"], rel=1e-5)  # fmt: skip
+    assert len(clean["thresholds"]) == len(THRESHOLDS) - 1  # a dense model has no routing
+    assert all(row["source"] for row in clean["thresholds"])
+
+
+def test_the_noise_is_that_of_each_engine_alone(clean):
+    assert clean["noise"]["null"]["kl_max"] < 1e-6
+    assert clean["noise"]["null"]["tokens"] >= 100
+    assert clean["noise"]["repeat"]["same_tokens_frac"] == 1
+    assert clean["noise"]["repeat"]["abs_log_ratio_max"] == 0
+    assert 0 < clean["noise"]["kl_mean_se"] < clean["baseline"]["kl_mean"]
+
+
+def test_max_kl_is_held_against_the_mean_kl(clean):
+    kl = clean["baseline"]["kl_mean"]
+    with bench_of() as bench:
+        for limit, passed in ((1.01 * kl, True), (0.99 * kl, False)):
+            found = check(bench, BFLOAT16, FLOAT32, noise=False, max_kl=limit)
+            assert found["passed"] is passed
+            assert found["max_kl"] == limit
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_none_is_refused(limit):
+    with pytest.raises(BadValueError, match="max_kl"):
+        check_max_kl(limit)
+
+
+def test_a_pair_that_cannot_be_is_refused_before_anything_is_drawn():
+    drawn = []
+
+    class Counting(Bench):
+        def rollouts(self, spec, **how):
+            drawn.append(spec)
+            return super().rollouts(spec, **how)
+
+    with bench_of(Counting) as bench, pytest.raises(EngineError, match="transformers"):
+        check(bench, BFLOAT16, EngineSpec("vllm", "bfloat16"))
+    assert not drawn
+
+
+def test_rules_that_cannot_be_read_cost_no_measurement(monkeypatch):
+    def broken():
+        raise RecipeError("no such rule")
+
+    def never(self, spec, **how):
+        pytest.fail("something was drawn")
+
+    monkeypatch.setattr("offdrift.check.check.load_rules", broken)
+    monkeypatch.setattr(Bench, "rollouts", never)
+    with bench_of() as bench, pytest.raises(RecipeError):
+        check(bench, BFLOAT16, FLOAT32)
+
+
+# -- what is called out --------------------------------------------------------------------------
+
+
+class Shifted(Bench):
+    """An engine whose log-probs stand one token late; so does its evidence."""
+
+    def rollouts(self, spec, **how):
+        found = super().rollouts(spec, **how)
+        segments = Segments(found.cu_seqlens)
+        at = torch.arange(len(found.tokens)) - (segments.position > 0).long()
+        evidence = FullVocab(found.evidence.logp[at])
+        return found.with_(logp_rollout=found.logp_rollout[at], evidence=evidence)
+
+
+class Raw(Bench):
+    """An engine that reports log-probs from before the temperature."""
+
+    def rollouts(self, spec, **how):
+        found = super().rollouts(spec, **how)
+        raw = (found.evidence.logp * found.provenance.sampling.temperature).log_softmax(-1)
+        logp = raw.gather(1, found.tokens[:, None]).squeeze(1)
+        return found.with_(logp_rollout=logp, evidence=self.shown(found.evidence, raw))
+
+    def shown(self, before, raw):
+        return FullVocab(raw)
+
+
+class RawReport(Raw):
+    """The same, beside evidence of what was sampled."""
+
+    def shown(self, before, raw):
+        return before
+
+
+class OtherWeights(Bench):
+    """An engine that holds other weights than the trainer: all of them moved by a third."""
+
+    def engine(self, spec):
+        made = super().engine(spec)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in made.model.parameters():
+                p += 0.33 * p.std() * torch.randn(p.shape, generator=generator)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "missed"),
+    [
+        (Shifted, PLAIN, "drawn_z"),
+        (Raw, COLD, "drawn_z"),
+        (RawReport, COLD, "record_deviation"),
+        (OtherWeights, PLAIN, "kl_mean"),
+    ],
+)
+def test_a_broken_pair_is_called_out(kind, sampling, missed):
+    with bench_of(kind, sampling) as bench:
+        found = check(bench, FLOAT32, FLOAT32, noise=False)
+    assert found["verdict"]["level"] in ("act", "stop")
+    assert missed in {row["metric"] for row in found["thresholds"] if not row["holds"]}
+    assert found["recommended"]["method"] is None
+    assert found["findings"], "the diagnosis says nothing"
+    causes = {Shifted: "misaligned", Raw: "raw_logprobs", RawReport: "raw_logprobs", OtherWeights: "wrong_weights"}  # fmt: skip
+    assert causes[kind] in {f["cause"] for f in found["findings"]}, [f["cause"] for f in found["findings"]]  # fmt: skip
+    if kind is not OtherWeights:
+        assert found["passed"] is False
+
+
+def test_the_same_sampling_without_the_bug_is_clean():
+    with bench_of(sampling=COLD) as bench:
+        found = check(bench, FLOAT32, FLOAT32, noise=False)
+    assert found["verdict"]["level"] == "ok"
+    assert found["baseline"]["kl_max"] < 1e-6
+
+
+# -- factors -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fake:
+    name: str
+    error: BaseException | None = None
+    detail: dict | None = None
+    what: str = "a test"
+    side: str = "rollout"
+
+    def applies(self, bench, rollout, train):
+        return None
+
+    def run(self, bench, pair, baseline):
+        if self.error is not None:
+            raise self.error
+        row = Outcome(self.name, self.what, "rollout", "x instead of y", 2 * baseline.kl_mean, baseline_kl_mean=baseline.kl_mean)  # fmt: skip
+        return row if self.detail is None else _WithDetail(**vars(row), detail=self.detail)
+
+
+@dataclass(frozen=True)
+class _WithDetail(Outcome):
+    detail: dict | None = None
+
+
+def test_a_factor_that_breaks_costs_its_row_alone():
+    factors = [Fake("first"), Fake("broken", RuntimeError("no kernel\nstack")), Fake("refused", EngineError("say so")), Fake("last")]  # fmt: skip
+    with bench_of() as bench:
+        found = check(bench, BFLOAT16, FLOAT32, factors=factors, noise=False)
+    rows = {row["factor"]: row for row in found["factors"]}
+    assert [row["status"] for row in rows.values()] == ["ran", "failed", "failed", "ran"]
+    assert rows["broken"]["why"] == "RuntimeError: no kernel"
+    assert rows["refused"]["why"] == "say so"
+    assert rows["last"]["ratio"] == pytest.approx(2)
+    assert found["passed"] is True
+
+
+def test_an_interrupt_keeps_what_was_measured():
+    factors = [Fake("first"), Fake("stopped", KeyboardInterrupt()), Fake("last")]
+    with bench_of() as bench:
+        found = check(bench, BFLOAT16, FLOAT32, factors=factors)
+    assert found["interrupted"] is True
+    assert [row["status"] for row in found["factors"]] == ["ran", "skipped", "skipped"]
+    assert found["baseline"]["kl_mean"] > 0
+    assert found["noise"]["null"]["kl_max"] < 1e-6
+
+
+def test_an_interrupt_before_there_is_anything_is_an_interrupt():
+    class Stopped(Bench):
+        def rollouts(self, spec, **how):
+            raise KeyboardInterrupt
+
+    with bench_of(Stopped) as bench, pytest.raises(KeyboardInterrupt):
+        check(bench, BFLOAT16, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("name", "detail", "said"),
+    [
+        ("weight_sync", {"stale": ["head"]}, "head"),
+        ("off_by_one", {"detected": True}, "neighboring token"),
+    ],
+)
+def test_what_an_experiment_finds_broken_stops(name, detail, said):
+    with bench_of() as bench:
+        found = check(bench, BFLOAT16, FLOAT32, factors=[Fake(name, detail=detail)], noise=False)
+        fine = check(bench, BFLOAT16, FLOAT32, factors=[Fake(name, detail={"stale": [], "detected": False})], noise=False)  # fmt: skip
+    assert found["verdict"]["level"] == "stop"
+    assert said in found["verdict"]["text"]
+    assert found["passed"] is False
+    assert fine["verdict"]["level"] == "ok"
+
+
+def test_factors_are_chosen_by_name():
+    names = [f.name for f in FACTORS]
+    assert len(names) > 10
+    assert [f.name for f in chosen("all", thorough=True)] == names
+    assert chosen("none") == []
+    assert [f.name for f in chosen(f"{names[3]}, {names[0]},{names[3]}")] == [names[3], names[0]]
+    quick = chosen("all", quick=True)
+    assert 0 < len(quick) < len(names)
+    assert {f.cost for f in quick} == {"cheap"}
+    with pytest.raises(BadValueError, match="'bogus'") as error:
+        chosen("bogus")
+    assert names[0] in str(error.value)
+    with pytest.raises(BadValueError, match="thorough"):
+        chosen("all", quick=True, thorough=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "costs"),
+    [({}, {"compile"}), ({"quick": True}, {"engine", "compile"}), ({"thorough": True}, set())],
+    ids=["default", "quick", "thorough"],
+)
+def test_what_is_dear_is_left_out_and_says_how_to_run_it(options, costs):
+    run, later = chosen("all", **options), left_out("all", **options)
+    assert {f.name for f in run} | {f.name for f, _ in later} == {f.name for f in FACTORS}
+    assert len(run) + len(later) == len(FACTORS) == 22
+    assert {f.cost for f, _ in later} == costs
+    assert {f.cost for f in run} == {"cheap", "engine", "compile"} - costs
+    assert all(f"--factors {f.name}" in how for f, how in later)
+    # By its name, anything runs, and then nothing else is missing.
+    assert [f.cost for f in chosen("compiled", **options)] == ["compile"]
+    assert left_out("compiled", **options) == left_out("none", **options) == []
+
+
+def test_what_is_left_out_is_a_row_unless_these_engines_lack_it():
+    class Lacking(Fake):
+        def applies(self, bench, rollout, train):
+            return "no such thing"
+
+    later = [(Fake("dear"), "takes long; add --thorough"), (Lacking("absent"), "takes long")]
+    with bench_of() as bench:
+        found = check(bench, BFLOAT16, FLOAT32, factors=[Fake("one")], left_out=later, noise=False)
+    rows = [(row["factor"], row["status"], row["why"]) for row in found["factors"]]
+    assert rows == [
+        ("one", "ran", ""),
+        ("dear", "skipped", "takes long; add --thorough"),
+        ("absent", "not offered", "no such thing"),
+    ]
+    assert found["interrupted"] is False
+
+
+def test_stages_are_told_in_order():
+    told = []
+    with bench_of() as bench:
+        check(bench, BFLOAT16, FLOAT32, factors=[Fake("one")], watch=lambda s, d, n: told.append((s, d, n)))  # fmt: skip
+    assert [d for _, d, _ in told] == list(range(6))
+    assert {n for *_, n in told} == {5}
+    assert told[4][0] == "one"
+
+
+# -- verdict -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        # The table of the decision tree's goldens, same checkpoint; in between is "watch".
+        ({"pearson": 0.995, "kl_mean": 0.01}, "ok"),
+        ({"pearson": 0.93, "kl_mean": 0.01}, "stop"),
+        ({"pearson": 0.995, "kl_mean": 0.08}, "act"),
+        ({"pearson": 0.97, "kl_mean": 0.03}, "watch"),
+        ({"kl_mean": 0.05}, "watch"),
+        ({"chi2_token": 0.4}, "watch"),
+        ({"chi2_token": 1.2}, "act"),
+        ({"drawn_z": -6.0}, "stop"),
+        ({"record_deviation": 0.1}, "stop"),
+        ({"tv_p95": 0.5}, "ok"),
+    ],
+)
+def test_the_level_follows_the_table(baseline, changes, level):
+    rows = thresholds(replace(baseline, **changes))
+    assert level_of(rows) == level
+    text = sentence(baseline, rows, pair="A against B")
+    assert text.startswith("A against B")
+    assert ("healthy:" in text) is (level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("kl", "level"), [(0.0, "ok"), (0.015, "ok"), (0.019, "ok"), (0.025, "watch"), (0.06, "act")]
+)
+def test_the_ratio_of_perplexities_follows_the_kl_that_makes_it(baseline, kl, level):
+    """PPL_old / PPL_rollout is e^KL: what the tree calls clean by its KL is clean by this ratio."""
+    for ratio in (math.exp(kl), math.exp(-kl)):
+        metrics = {**baseline.metrics, "mismatch/ppl_ratio": ratio}
+        rows = thresholds(replace(baseline, metrics=metrics))
+        assert level_of(rows) == level
+    near = load_rules().limits["ppl_near"]
+    assert near == PPL_CLEAN == min(r["threshold"] for r in rows if "ppl_ratio" in r["metric"])
+
+
+def test_a_number_that_is_missing_is_not_judged(baseline):
+    rows = thresholds(replace(baseline, pearson=float("nan"), drawn_z=float("nan")))
+    assert len(rows) == len(THRESHOLDS) - 4  # two of pearson; routing of a dense model
+    assert level_of(rows) == "ok"
+
+
+@pytest.mark.parametrize(("delta", "holds"), [(9e-4, True), (1.1e-3, False)])
+def test_routing_is_part_of_the_budget(baseline, delta, holds):
+    """delta_router < 1e-3, the survey's third number: missed, it changes the sentence and no verdict."""
+    metrics = {**baseline.metrics, "mismatch/chi2_seq_largest": 0.01}
+    found = replace(baseline, tv_p95=1e-5, metrics=metrics, delta_router=delta)
+    rows = thresholds(found)
+    (row,) = [r for r in rows if r["metric"] == "delta_router"]
+    assert (row["holds"], row["kind"], row["threshold"]) == (holds, "budget", 1e-3)
+    assert level_of(rows) == "ok"
+    assert ("delta_router = 0.0011, not < 0.001" in sentence(found, rows, pair="A")) is not holds
+    assert "delta_router" not in {r["metric"] for r in thresholds(baseline)}
+
+
+def test_a_mixture_of_experts_is_held_to_the_budget_of_its_router():
+    (routing,) = [f for f in FACTORS if f.name == "routing"]
+    with Bench(tiny("moe"), tiny_tokenizer(), PROMPTS, sampling=PLAIN, name="moe") as bench:
+        found = check(bench, BFLOAT16, FLOAT32, factors=[routing], noise=False)
+    (row,) = [r for r in found["thresholds"] if r["metric"] == "delta_router"]
+    (factor,) = found["factors"]
+    assert row["value"] == factor["detail"]["delta_router"] == found["baseline"]["delta_router"] > 0
+    assert row["holds"] == (row["value"] < 1e-3)
+
+
+@pytest.mark.parametrize("tv_p95", [1e-5, 0.036])
+def test_the_sentence_claims_no_more_than_the_rows(baseline, tv_p95):
+    """A budget that is missed is no defect, but then not "every threshold holds"."""
+    metrics = {**baseline.metrics, "mismatch/chi2_seq_largest": 0.01}
+    rows = thresholds(replace(baseline, tv_p95=tv_p95, metrics=metrics))
+    text = sentence(baseline, rows, pair="A against B")
+    missed = {row["metric"] for row in rows if not row["holds"]}
+    assert missed == ({"tv_p95"} if tv_p95 > 1e-4 else set())
+    assert ("Every threshold holds" in text) is (not missed)
+    assert ("Every threshold of health holds" in text) is bool(missed)
+    assert ("tv_p95 = 0.036, not < 0.0001" in text) is bool(missed)
+    assert level_of(rows) == "ok"
+
+
+def test_the_worst_level_of_nothing_is_ok():
+    assert worst([]) == "ok"
+    assert worst(["watch", "stop", "act"]) == "stop"
+
+
+# -- noise and advice ----------------------------------------------------------------------------
+
+
+def test_draws_are_compared_where_they_are_the_same():
+    with bench_of() as bench:
+        first = bench.rollouts(FLOAT32)
+    tokens = first.tokens.clone()
+    tokens[20] = (tokens[20] + 1) % 64  # sequence 1, position 4
+    logp = first.logp_rollout + 0.25 * (torch.arange(256) == 3) + 9.0 * (torch.arange(256) == 20)
+    found = repeated(first, first.with_(tokens=tokens, logp_rollout=logp))
+    assert found["same_tokens_frac"] == pytest.approx(15 / 16)
+    assert found["compared_tokens"] == 256 - 12
+    assert found["abs_log_ratio_max"] == pytest.approx(0.25, abs=1e-6)
+
+
+def test_the_floor_accepts_the_share_of_clean_sequences_and_no_less_will_do(baseline):
+    advice = recommended(baseline, level="ok")
+    assert advice["method"] == "trm_max"
+    floor = advice["floor"]["gate.high"]
+    worst_token = baseline.by_sequence["kl_max"]
+    assert len(worst_token) == 16
+    # ceil(0.99 * 16) = 16: all of them.
+    assert int((worst_token <= floor).sum()) == 16
+    assert int((worst_token <= 0.99 * floor).sum()) < 16
+    assert advice["settings"]["gate.high"] == max(floor, 0.05) == 0.05
+    assert published("trm_max", ["gate.high"]) == {"gate.high": 0.05}
+    assert set(advice["snippets"]) == {"offdrift", "verl", "trl"}
+
+
+def test_a_floor_above_the_published_threshold_is_what_is_advised(baseline):
+    far = replace(baseline, logged=replace(baseline.logged, divergences={k: 1000 * x for k, x in baseline.logged.divergences.items()}))  # fmt: skip
+    advice = recommended(far, level="ok")
+    floor = advice["floor"]["gate.high"]
+    assert advice["settings"]["gate.high"] == floor > 0.05
+    assert "would reject clean data" in advice["why"]
+
+
+def test_a_band_is_widened_never_narrowed(baseline):
+    advice = recommended(baseline, level="ok", mixture_of_experts=True)
+    assert advice["method"] == "icepop"
+    assert advice["settings"] == {"weight.floor": 0.5, "weight.cap": 5.0}
+    assert fitting("icepop", []) == {}
+
+
+def test_the_configurations_are_ones_their_frameworks_take(baseline):
+    """TOML that our recipe takes; verl's parser and TRL's config take theirs."""
+    import tomllib
+
+    from offdrift.methods import method, override
+
+    advice = recommended(baseline, level="ok")
+    own = tomllib.loads(advice["snippets"]["offdrift"])
+    assert override(method(own["method"]), own["override"]).correction.gates[0].high == 0.05
+    pytest.importorskip("verl")
+    from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS
+
+    assert "rollout_rs: seq_max_k2\n" in advice["snippets"]["verl"]
+    assert "seq_max_k2" in SUPPORTED_ROLLOUT_RS_OPTIONS
+
+
+@pytest.mark.parametrize("level", ["act", "stop"])
+def test_a_pair_that_is_to_be_repaired_is_not_corrected(baseline, level):
+    advice = recommended(baseline, level=level)
+    assert advice["method"] is None
+    assert advice["snippets"] == {}
+    assert "repair" in advice["why"]
+    assert advice["calibrated"]
+
+
+# -- vLLM ----------------------------------------------------------------------------------------
+
+
+def test_vllm_against_transformers_for_real():
+    if importlib.util.find_spec("vllm") is None:
+        if os.environ.get("CI"):
+            pytest.fail("vLLM is not installed; run `make install-vllm`", pytrace=False)
+        pytest.skip("vLLM is not installed; run `make install-vllm`")
+    spec = EngineSpec.parse("vllm:bfloat16,max_model_len=128")
+    with bench_of() as bench:
+        found = check(bench, spec, FLOAT32)
+        assert found["rollout"]["engine"] == "vllm"
+        assert found["verdict"]["level"] == "ok", found["verdict"]
+        # The band that bfloat16 gives a model of this size; a null pair is 1e-6 below.
+        assert 1e-6 < found["baseline"]["kl_mean"] < 0.02
+        assert found["noise"]["repeat"]["same_tokens_frac"] == 1
+        assert found["baseline"]["record_deviation"] < 1e-4
+        exact = measure(bench, bench.rollouts(spec.with_(dtype="float32")), FLOAT32)
+    assert exact.kl_max < 1e-5

@@ -1,0 +1,208 @@
+"""Histories made by hand: a clean run, and for each rule the smallest change that it is about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offdrift.judge import Context
+
+Row = dict[str, float]
+STEPS = 60
+
+
+def clean(steps: int = STEPS, first: int = 1) -> list[Row]:
+    """A healthy run: bfloat16 against float32, one update of lag every second step, a little noise."""
+    rows = []
+    for i in range(steps):
+        wave = 1 + 0.1 * math.sin(1.7 * i)
+        lag = float(i % 2)
+        kl = 0.0012 * wave * (1 + 0.3 * lag)
+        row: Row = {"step": float(first + i)}
+        for on in ("mismatch", "full"):
+            row |= {
+                f"{on}/k1": kl,
+                f"{on}/k3": kl * 1.01,
+                f"{on}/pearson": 0.9990 + 0.0002 * wave,
+                f"{on}/ppl_ratio": 1.0013,
+                f"{on}/chi2_token": 0.003 * wave,
+                f"{on}/chi2_seq": 0.2 * wave,
+                f"{on}/ess_frac": 0.997,
+                f"{on}/ess_seq_frac": 0.8 * wave,
+                f"{on}/prob_diff_mean": 0.005,
+                f"{on}/prob_diff_std": 0.01,
+                f"{on}/prob_diff_max": 0.12 * wave,
+                f"{on}/abs_log_ratio_mean": 0.02,
+                f"{on}/abs_log_ratio_max": 0.5,
+                f"{on}/ratio_mean": 1 + 0.0002 * math.sin(i),
+                f"{on}/ratio_mean_z": math.sin(i),
+                f"{on}/slope": 1.001,
+                f"{on}/slope_r2": 0.999,
+                f"{on}/shift_corr": 0.999,
+                f"{on}/shift_corr_before": 0.1,
+                f"{on}/shift_corr_after": 0.1,
+                f"{on}/positive_frac": 0.46,
+                f"{on}/negative_frac": 0.47,
+                f"{on}/k3_top_share": 0.17,
+            }
+        rows.append(
+            row
+            | {
+                "staleness/k3": 0.001,
+                "version_lag/mean": lag,
+                "version_lag/max": lag,
+                "weight/std": 0.05,
+                "weight/ess_frac": 0.99,
+                "weight/cap_frac": 0.001,
+                "gate/acceptance_seq": 0.97,
+                "gate/drop_frac_seq": 0.03,
+                "gate/0/drop_frac_token": 0.03,
+                "objective/clip_frac_active": 0.03 * wave,
+                "objective/eps_high": 0.2,
+                "response/length_mean": 200.0 * (1 + 0.02 * math.sin(i)),
+                "reward/mean": 0.5 + 0.002 * i + 0.01 * math.sin(i),
+                "optim/grad_norm": 0.4 * wave,
+                "optim/loss": 0.01,
+                "optim/lr": 1e-6,
+                "variance_proxy/proxy3_pure_noise": 0.02 * wave,
+            }
+        )
+    return rows
+
+
+def altered(
+    change: Mapping[str, float] | Callable[[int, Row], Mapping[str, float | None]],
+) -> list[Row]:
+    """The clean run with some numbers changed; None takes a number away."""
+    rows = []
+    for i, row in enumerate(clean()):
+        new = change(i, row) if callable(change) else change
+        rows.append({k: v for k, v in {**row, **new}.items() if v is not None})
+    return rows
+
+
+def both(**changes: float) -> dict[str, float]:
+    """The same change on both ratios."""
+    return {f"{on}/{name}": x for on in ("mismatch", "full") for name, x in changes.items()}
+
+
+def without_lag(*more: str) -> dict[str, None]:
+    """Takes away everything that says how old the weights are."""
+    return dict.fromkeys(("version_lag/mean", "version_lag/max", *more))
+
+
+def drift(k1: float, **more: float) -> dict[str, float]:
+    """Honest drift of a size: k1 = k3 = chi2 / 2."""
+    return both(k1=k1, k3=k1, chi2_token=2 * k1, ppl_ratio=math.exp(k1), **more)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A history on which a rule must fire."""
+
+    rows: list[Any]
+    context: Context = field(default_factory=Context)
+
+
+def rising(i: int, last: float, first: float = 0.0) -> float:
+    return first + (last - first) * i / (STEPS - 1)
+
+
+LATER = 1000.0
+"""A log that begins in the middle of a run: its first step is no same-weights reading."""
+
+
+def later(rows: list[Row]) -> list[Row]:
+    return [{**row, "step": row["step"] + LATER} for row in rows]
+
+
+FIRES: dict[str, Example] = {
+    "misaligned": Example(altered(both(shift_corr=0.2, shift_corr_after=0.99, pearson=0.3))),
+    "raw_logprobs": Example(altered(both(k1=-0.08, k3=0.06, ratio_mean=1.14, ratio_mean_z=4.0))),
+    "one_sided_filter": Example(altered(both(k1=0.048, k3=0.0015, ratio_mean=0.9535, ratio_mean_z=-20.0))),
+    "untempered_trainer": Example(
+        altered({**drift(0.06, slope=0.85, slope_r2=0.98), **without_lag()}),  # type: ignore[arg-type]
+        Context(temperature=0.8),
+    ),
+    "wrong_weights": Example(
+        altered(lambda i, row: {**drift(rising(i, 0.2, 0.001)), "version_lag/mean": 0.0, "version_lag/max": 0.0})
+    ),
+    "weights_part": Example(
+        altered(lambda i, row: {**drift(rising(i, 2e-3, 1e-5)), "version_lag/mean": 0.0, "version_lag/max": 0.0})
+    ),
+    "wrong_weights_from_the_start": Example(altered(drift(0.9)), Context(same_weights=True)),
+    "router_flips": Example(
+        altered(drift(0.03, k3_top_share=0.95, prob_diff_max=0.9)), Context(mixture_of_experts=True)
+    ),
+    "router_or_rare_tokens": Example(
+        altered(drift(0.018, k3_top_share=0.95, prob_diff_max=0.9))
+    ),
+    "engines_disagree": Example(altered(drift(0.08, pearson=0.93))),
+    "engine_gap": Example(altered(drift(0.03))),
+    "probability_spike": Example(altered(lambda i, row: both(prob_diff_max=0.8) if i == 30 else {})),
+    "engine_or_lag": Example(later(altered({**drift(0.08), **without_lag()}))),  # type: ignore[arg-type]
+    "weight_variance": Example(altered(both(chi2_token=1.2))),
+    "toxic_tail": Example(altered(both(chi2_token=2.5))),
+    "sequence_weights_wasted": Example(altered({"weight/ess_frac": 0.4}), Context(method="seq_tis")),
+    "ess_collapse": Example(altered(lambda i, row: both(ess_seq_frac=0.8 if i < 50 else 0.1))),
+    "stale_engine": Example(
+        altered(lambda i, row: {**drift(0.001 if i % 4 == 0 else 0.08), "version_lag/max": float(i % 4), "version_lag/mean": float(i % 4)})
+    ),
+    "lag_shows": Example(
+        altered(
+            lambda i, row: {
+                **drift(0.0005 if i % 4 == 0 else 0.01, pearson=0.995 if i % 4 == 0 else 0.97),
+                "version_lag/max": float(i % 4),
+                "version_lag/mean": float(i % 4),
+            }
+        )
+    ),
+    "lag_since_old": Example(
+        altered(lambda i, row: {"staleness/k3": 0.07, "old/exact_frac": 1.0, "version_lag/mean": 3.0, "version_lag/max": 6.0})
+    ),
+    "old_policy_stale": Example(altered({"old/stale_frac": 0.5, "old/exact_frac": 0.5, "old/version_lag": 3.0})),
+    "batch_reused": Example(altered({"staleness/k3": 0.07})),
+    "token_drift": Example(altered(both(chi2_token=0.4, ess_frac=0.7))),
+    "clip_saturation": Example(altered(lambda i, row: {"objective/clip_frac_active": rising(i, 0.5)})),
+    "clip_widened": Example(
+        altered(lambda i, row: {"objective/clip_frac_active": 0.25, "objective/eps_high": 0.2 if i < 30 else 0.28})
+    ),
+    "length_surge": Example(altered(lambda i, row: {"response/length_mean": 200.0 if i < 40 else 260.0})),
+    "surge_without_guard": Example(altered(lambda i, row: {"response/length_mean": rising(i, 300.0, 200.0)})),
+    "surge_despite_guard": Example(
+        altered(lambda i, row: {"response/length_mean": rising(i, 400.0, 200.0), "optim/lr": 1e-6 if i < 30 else 5e-7})
+    ),
+    "update_too_large": Example(altered({"staleness/k3": 0.3})),
+    "grad_spike": Example(altered(lambda i, row: {"optim/grad_norm": 6.0} if i == 40 else {})),
+    "reward_collapse": Example(altered(lambda i, row: {"reward/mean": 0.6 if i < 35 else 0.2})),
+    "systems_fix": Example(altered({"gate/drop_frac_seq": 0.4})),
+    "rejection_not_enough": Example(altered({"gate/drop_frac_seq": 0.15})),
+    "length_trap": Example(
+        clean(),
+        Context(facets={"length": [{"low": 0, "gate/acceptance_seq": 0.99}, {"low": 512, "gate/acceptance_seq": 0.3}]}),
+    ),
+    "broken_numbers": Example(altered(lambda i, row: {"optim/grad_norm": math.nan} if i == 7 else {})),
+    "probabilities_logged": Example(altered({"batch/unscored_frac": 1.0, "data/probability": 1.0})),
+    "negated_log_probs": Example(altered({"batch/unscored_frac": 1.0, "data/negated": 1.0})),
+    "unscored_most": Example(altered({"batch/unscored_frac": 0.9})),
+    "unscored_many": Example(altered({"batch/unscored_frac": 0.3})),
+    "unscored_some": Example(altered({"batch/unscored_frac": 0.02})),
+    "unread_most": Example(altered({"data/unread_frac": 0.9})),
+    "unread_many": Example(altered({"data/unread_frac": 0.3})),
+    "unread_some": Example(altered({"data/unread_frac": 0.001, "data/cuts": 1.0})),
+    "partly_scored": Example(altered({"data/partly_frac": 0.02})),
+    "rollout_not_logged": Example(
+        [{"step": float(i), "staleness/k3": 0.001, "reward/mean": 0.5} for i in range(9)]
+    ),
+    "nothing_measured": Example([{"step": float(i), "reward/mean": 0.5} for i in range(9)]),
+    "all_rejected": Example(altered({"gate/acceptance_seq": 0.0})),
+    "low_acceptance": Example(altered({"gate/acceptance_seq": 0.6})),
+    "idle_gate": Example(altered({**both(chi2_token=0.5), "gate/0/drop_frac_token": 0.0})),
+    "idle_cap": Example(altered({**both(chi2_token=0.5), "weight/cap_frac": 0.0})),
+    "inert_weights": Example(altered({"weight/std": 0.0}), Context(method="token_tis")),
+    "averaged_max": Example(altered(both(prob_diff_max=0.008))),
+    "agreement_gap": Example(later(altered({**drift(0.03, pearson=0.97), **without_lag()}))),  # type: ignore[arg-type]
+}  # fmt: skip
+"""One for every built-in rule: a test fails if a rule has none."""

@@ -1,0 +1,211 @@
+"""What is healthy, or not known, is not accused: noise, missing lags, luck, and nearly sure tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from offdrift.judge import Context, diagnose, escalate, judge, load_rules, verdict
+from tests.judge.histories import altered, both, clean, drift, later, without_lag
+
+SURE = {"pearson": 0.4, "prob_diff_max": 0.002, "kl": 1e-5}
+"""All probabilities lie in [0.9989, 0.9999] and differ by 5e-4: the range is restricted."""
+
+
+def rules_of(rows, context=None):
+    return [f.rule for f in diagnose(rows, context=context or Context())]
+
+
+def test_a_low_correlation_of_nearly_sure_tokens_says_nothing():
+    assert judge(SURE, load_rules()) == []
+    same = both(k1=1e-5, k3=1e-5, pearson=0.4, prob_diff_max=0.002, prob_diff_mean=4e-4, prob_diff_std=3e-4)  # fmt: skip
+    rows = altered(same)
+    assert diagnose(rows) == []
+    tail = {**SURE, "tail_share": 0.95, "experts": 1.0}
+    assert judge(tail, load_rules()) == []
+    lagging = {**SURE, "kl_same_ckpt": 1e-5, "lag_growth": 3.0}
+    assert judge(lagging, load_rules()) == []
+    visible = judge({**SURE, "prob_diff_max": 0.2}, load_rules())
+    assert [f.rule for f in visible] == ["engines_disagree", "systems_fix"]
+    unknown = judge({"pearson": 0.4}, load_rules())
+    assert [f.rule for f in unknown] == ["engines_disagree", "systems_fix"]
+
+
+def test_the_escalation_overlooks_it_too():
+    assert escalate(0.1, 0.0, pearson=0.4, prob_diff_max=0.002).action == "rejection"
+    assert escalate(0.1, 0.0, pearson=0.4, prob_diff_max=0.2).action == "systems fix"
+
+
+@pytest.mark.parametrize("kl", [0.03, 0.104])
+def test_low_correlation_at_a_known_lag_is_engine_or_lag_alone(kl):
+    """A constant lag of 4 and nothing at the same weights: neither the engine nor the lag is cleared."""
+    rows = later(altered({**drift(kl, pearson=0.937, prob_diff_max=0.5), "version_lag/mean": 4.0, "version_lag/max": 4.0}))  # fmt: skip
+    (found,) = diagnose(rows)
+    assert (found.rule, found.letter, found.severity) == ("engine_or_lag", "A/B", "act")
+
+
+def test_engines_and_lag_are_never_blamed_and_cleared_together():
+    """Without any lag in the log, too: a KL that lag could have made is not the engine's alone."""
+    rows = later(altered({**drift(0.104, pearson=0.937, prob_diff_max=0.5), **without_lag()}))
+    assert rules_of(rows) == ["engine_or_lag"]
+
+
+def test_the_same_weights_decide_over_a_low_correlation():
+    def at_lag(i, row):
+        lag = float(i % 4)
+        far = {"pearson": 0.93, "prob_diff_max": 0.4}
+        return {**drift(0.001 + 0.02 * lag, **({} if lag == 0 else far)), "version_lag/mean": lag, "version_lag/max": lag}  # fmt: skip
+
+    assert rules_of(later(altered(at_lag))) == ["stale_engine"]
+    lag_free = {"version_lag/mean": 0.0, "version_lag/max": 0.0}
+    engine = altered({**drift(0.04, pearson=0.93, prob_diff_max=0.4), **lag_free})
+    assert rules_of(engine) == ["engines_disagree", "systems_fix"]
+
+
+@pytest.mark.parametrize(
+    ("on", "step", "rules"),
+    [
+        ("mismatch", lambda i: i + 1, ["engines_disagree"]),
+        ("mismatch", lambda i: 0, ["engine_or_lag"]),
+        ("full", lambda i: i + 1, ["engine_or_lag"]),
+    ],
+    ids=["old policy", "no column of steps", "current policy"],
+)
+def test_the_first_step_is_at_the_same_weights_only_where_nothing_was_updated(on, step, rules):
+    rows = [{"step": step(i), f"{on}/k1": 0.08, f"{on}/k3": 0.08, f"{on}/pearson": 0.99} for i in range(9)]  # fmt: skip
+    assert rules_of(rows) == rules
+
+
+def test_a_few_sequences_leave_k1_at_several_times_the_kl():
+    noisy = {"step": 5, "mismatch/k1": 0.042, "mismatch/k3": 0.0148, "mismatch/ratio_mean_z": -2.0, "version_lag/max": 0}  # fmt: skip
+    assert diagnose([noisy]) == []
+    assert "KL 0.0148 nat" in verdict([], noisy)["text"]
+    negative = {**noisy, "mismatch/k1": -0.03}
+    assert "KL 0.0148 nat" in verdict([], negative)["text"]
+    # A mean ratio that is not 1 is no noise: then k1 shows what k3 hides.
+    dishonest = {**noisy, "mismatch/ratio_mean_z": -20.0}
+    assert rules_of([dishonest]) == ["one_sided_filter"]
+    assert diagnose([dishonest])[0].evidence[0].metric == "ratio_mean"
+
+
+def test_a_noisy_first_batch_does_not_decide_a_run():
+    rows = altered(lambda i, row: {**both(k1=0.0224 if i == 0 else 0.009, k3=0.009, ratio_mean_z=-1.0), **without_lag()})  # fmt: skip
+    assert diagnose(rows) == []
+
+
+@pytest.mark.parametrize("p", [0.004, 0.02, 0.1, 0.5])
+def test_rare_rewards_that_come_and_go_are_no_collapse(p):
+    """200 steps of 16 sequences, rewarded with probability p, always."""
+    for seed in range(4):
+        g = random.Random(seed)
+        rows = [{"step": 100 + i, "mismatch/k1": 0.001, "reward/mean": sum(g.random() < p for _ in range(16)) / 16} for i in range(200)]  # fmt: skip
+        assert diagnose(rows) == []
+
+
+def test_a_fall_of_the_reward_alone_is_of_medium_confidence():
+    fall = altered(lambda i, row: {"reward/mean": 0.8 if i < 35 else 0.4})
+    (found,) = diagnose(fall)
+    assert (found.rule, found.severity, found.confidence) == ("reward_collapse", "stop", "medium")
+    second = [{**row, "objective/clip_frac_active": 0.3} for row in fall]
+    (raised,) = [f for f in diagnose(second) if f.rule == "reward_collapse"]
+    assert raised.confidence == "high"
+
+
+def test_lengths_that_scatter_do_not_surge():
+    """Means of 8 lognormal lengths a step, independent of the step."""
+    for seed in range(4):
+        g = random.Random(seed)
+        rows = [{"step": i, "mismatch/k1": 0.001, "response/length_mean": sum(g.lognormvariate(3, 1) for _ in range(8)) / 8} for i in range(160)]  # fmt: skip
+        assert diagnose(rows) == []
+
+
+@pytest.mark.parametrize(("steps", "rules"), [(30, []), (60, ["length_surge"])])
+def test_a_young_run_has_no_lengths_to_compare_with(steps, rules):
+    rows = [{"step": i, "mismatch/k1": 0.001, "response/length_mean": 100.0 if i < steps - 9 else 200.0} for i in range(steps)]  # fmt: skip
+    assert rules_of(rows) == rules
+
+
+@pytest.mark.parametrize(
+    ("known", "rule", "severity"),
+    [(None, "router_or_rare_tokens", "watch"), (True, "router_flips", "act"), (False, "probability_spike", "watch")],
+)  # fmt: skip
+def test_a_router_is_only_accused_where_there_is_one(known, rule, severity):
+    rows = altered(both(k1=0.005, k3=0.005, k3_top_share=0.93, prob_diff_max=0.77))
+    (found,) = diagnose(rows, context=Context(mixture_of_experts=known))
+    assert (found.rule, found.severity) == (rule, severity)
+
+
+def test_an_unknown_router_does_not_hide_engines_that_disagree():
+    rows = altered({**drift(0.08, k3_top_share=0.95), "version_lag/mean": 0.0, "version_lag/max": 0.0})  # fmt: skip
+    assert rules_of(rows) == ["engines_disagree"]
+
+
+def growing(first):
+    """Drift at lag 0 that grows; the first batch alone is `first`."""
+    return altered(lambda i, row: {**drift(first if i == 0 else 0.01 + 0.0006 * i), "version_lag/mean": 0.0, "version_lag/max": 0.0})  # fmt: skip
+
+
+def test_drift_that_grows_at_lag_0_is_the_sync_or_the_numerics():
+    rows = altered(lambda i, row: {**drift(0.0015 + 0.001 * i), "version_lag/mean": 0.0, "version_lag/max": 0.0})  # fmt: skip
+    (found,) = diagnose(rows)
+    assert (found.rule, found.severity, found.confidence) == ("wrong_weights", "act", "medium")
+    assert "numerics" in found.explanation
+    assert "checksum" in found.explanation
+
+
+def test_one_lucky_first_batch_is_no_baseline():
+    """k3 of 0.0106 to 0.045: against a first batch of 0.001 it would have grown 40 times."""
+    assert growing(0.001)[0]["mismatch/k3"] == 0.001
+    (found,) = [f for f in diagnose(growing(0.001)) if f.rule == "wrong_weights"] or [None]
+    assert found is None or found.evidence[1].value < 5
+
+
+def by_length(short, long, sequences=100):
+    return {"length": [{"low": 1, "mismatch/acceptance_sum": short, "sequences": 400}, {"low": 512, "mismatch/acceptance_sum": long, "sequences": sequences}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "facets", "trapped"),
+    [
+        ("seq_mis", by_length(0.9, 0.2), True),
+        ("seq_tis", by_length(0.9, 0.2), True),
+        ("seq_tis", by_length(0.9, 0.8), False),
+        ("seq_tis", by_length(0.9, 0.0, sequences=12), False),
+        ("token_tis", by_length(0.9, 0.0), False),
+        ("decoupled_geo_rs", by_length(0.9, 0.0), False),
+        (None, by_length(0.9, 0.0), False),
+    ],
+)
+def test_length_trap_of_an_audit(method, facets, trapped):
+    """The audit knows what a gate on sums would accept; that is held against methods on sums alone."""
+    found = rules_of(clean(), Context(method=method, facets=facets))
+    assert ("length_trap" in found) == trapped
+
+
+def test_what_is_about_the_whole_log_has_no_step():
+    blind = [{"step": i, "reward/mean": 0.5} for i in range(5)]
+    (found,) = diagnose(blind)
+    assert (found.rule, found.step, found.steps) == ("nothing_measured", None, 0)
+    late = [*blind, *({"step": i, "mismatch/k1": 0.001} for i in range(5, 9))]
+    assert diagnose(late) == []
+
+
+def jumping(first, later, steps=12):
+    """Same weights throughout, k3 of the first batch and around that of all others."""
+    return [{"step": i + 1.0, "version_lag/mean": 0.0, "version_lag/max": 0.0, **drift(first if i == 0 else later * (0.5 + i % 3))} for i in range(steps)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "named"),
+    [
+        (1e-13, 1.5e-3, "weights_part"),  # equal to rounding before the first update, never again
+        (1e-13, 0.04, "wrong_weights"),
+        (1e-4, 1.5e-3, None),  # batches of one engine differ that much
+        (1e-13, 1e-4, None),  # too small to be told from rounding that begins with the second batch
+        (1e-3, 1.5e-3, None),
+    ],
+)
+def test_weights_that_part_at_the_first_update(first, later, named):
+    rules = rules_of(jumping(first, later))
+    assert [r for r in rules if r in ("weights_part", "wrong_weights")] == ([named] if named else [])  # fmt: skip

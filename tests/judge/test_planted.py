@@ -1,0 +1,109 @@
+"""Each planted cause is named, clean runs are left in peace, and the documented matrix is the measured one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.confusion import BEGIN, END, KINDS, PAGE, RESULTS, render
+
+from offdrift.judge import Context
+from offdrift.stats import DriftStats, summarize
+from offdrift.stats.signature import signature
+from offdrift.train.tasks import TASKS
+from tests.judge import planted, planted_real
+from tests.judge.reported import CAUSES, CLEAN, audited, logged
+from tests.train.conftest import Digits
+
+CONFUSED = {"learning rate, clip saturated"}
+"""Both are true of it, and the survey repairs the clip (E) before the optimizer (F)."""
+
+
+@pytest.mark.parametrize("case", planted.CASES, ids=lambda c: c.name)
+def test_a_generated_plant_is_named_first(case):
+    said = audited(planted.run(case, seed=0), Context(mixture_of_experts=case.mixture_of_experts))
+    assert (case.cause or CLEAN) in (said.causes or (CLEAN,))
+    assert (said.cause == (case.cause or CLEAN)) == (case.name not in CONFUSED)
+
+
+def test_every_cause_is_planted_and_so_is_nothing():
+    planted_causes = Counter(c.cause for c in planted.CASES)
+    assert set(planted_causes) == {None, *CAUSES}
+    assert planted_causes[None] >= 4
+    assert {c.cause for c in planted_real.CASES} >= {
+        None, "precision", "stale_engine", "raw_logprobs", "router_flips", "wrong_weights", "optimizer_amplification",
+    }  # fmt: skip
+
+
+def test_generated_tokens_are_drawn_from_what_is_said():
+    """E[pi / mu] = 1 where both sides are honest; a filter or a temperature on one side breaks it."""
+    compared = 0
+    for case in planted.CASES:
+        batches = planted.run(replace(case, steps=12, growth=0.0), seed=3)
+        each = (lp for lp in (b.logprobs() for b in batches))
+        found = summarize(
+            DriftStats.merge_all(DriftStats.of(lp).plus(signature(lp)) for lp in each)
+        )
+        lies = case.cause in ("one_sided_filter", "misaligned") or "engine raw" in case.name
+        assert (abs(found["full/ratio_mean_z"]) > 5) == lies, case.name
+        compared += 1
+    assert compared == len(planted.CASES) == 25
+
+
+SMALL = {"task": "digits", "warm_start.steps": 0, "rollout.prompts": 8, "rollout.max_tokens": 10}
+"""Untrained, so that no warm start is needed; rewards vary all the same."""
+REAL = {
+    "float32": {},
+    "top-p 0.9": {},
+    "off by one": {},
+    "no weights arrive": {"optim.lr": 1e-2},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_plant_is_named_first_by_the_audit_and_by_the_trainer(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "digits", Digits())
+    (case,) = (c for c in planted_real.CASES if c.name == name)
+    case = replace(case, recipe={**case.recipe, **SMALL, **REAL[name]})
+    arm = planted_real.run(case, tmp_path, batches=8)
+    said = audited(logged(arm / "log"), planted_real.context_of(case))
+    assert said.cause == (case.cause or CLEAN), said.causes
+    live = json.loads((arm / "summary.json").read_text())["findings"]
+    assert [f["cause"] for f in live][:1] == ([case.cause] if case.cause else [])
+
+
+def test_untempering_gives_back_the_log_probs_before_the_temperature():
+    from offdrift.records import FullVocab, Provenance, Rollouts, Sampling
+
+    z = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    tempered = (z / 0.7).log_softmax(-1)
+    tokens = torch.tensor([0, 3, 6, 2, 2])
+    provenance = Provenance("e", "1", "m", "float32", None, Sampling(max_tokens=5, temperature=0.7))
+    drawn = Rollouts(
+        tokens=tokens, logp_rollout=tempered[range(5), tokens], cu_seqlens=torch.tensor([0, 5]),
+        rollout_version=torch.zeros(5, dtype=torch.int64), prompt_tokens=tokens[:1],
+        prompt_cu_seqlens=torch.tensor([0, 1]), group_ids=torch.tensor([0]), finish=("length",),
+        provenance=provenance, evidence=FullVocab(tempered),
+    )  # fmt: skip
+    raw = planted_real.untempered(drawn).logp_rollout
+    torch.testing.assert_close(raw, z.log_softmax(-1)[range(5), tokens])
+    late = planted_real.late(drawn).logp_rollout
+    assert late.tolist() == drawn.logp_rollout[[0, 0, 1, 2, 3]].tolist()
+
+
+def test_the_documented_matrix_is_the_stored_one_and_covers_every_case():
+    runs = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
+    there = {kind: {r["case"] for r in runs if r["kind"] == kind} for kind in KINDS}
+    assert there == {
+        "generated": {c.name for c in planted.CASES},
+        "real": {c.name for c in planted_real.CASES},
+    }
+    page = Path(PAGE).read_text(encoding="utf-8")
+    assert page.split(BEGIN)[1].split(END)[0].strip() == render(runs).strip()
+    assert all(math.isfinite(r["k3"]) for r in runs)

@@ -1,0 +1,235 @@
+"""What readings are made of: levels, trends, same weights, and what happens without numbers."""
+
+import math
+
+import numpy as np
+import pytest
+from benchmarks.trend_alarms import ar1
+
+from offdrift.judge import READINGS, Context, Watcher, load_rules
+from offdrift.judge.scatter import Scatter, slope_over
+from offdrift.judge.window import Window
+from tests.judge.histories import altered, both, clean
+
+LIMITS = load_rules().limits
+
+
+def reading_after(rows, context=None):
+    watcher = Watcher(context=context or Context())
+    for row in rows:
+        watcher.update(row)
+    return watcher.reading
+
+
+def test_levels_are_medians_of_five_steps():
+    values = [0.0, 0.1, 5.0, 0.2, 0.4, 0.3]
+    reading = reading_after([{"mismatch/chi2_token": x} for x in values])
+    assert reading["chi2_token"] == 0.3  # of the last five
+    assert reading.metrics["chi2_token"] == "mismatch/chi2_token"
+
+
+def test_maxima_are_maxima_of_five_steps():
+    rows = [{"mismatch/prob_diff_max": x} for x in (0.9, 0.1, 0.5, 0.2, 0.4, 0.3)]
+    assert reading_after(rows)["prob_diff_max"] == 0.5
+
+
+def test_engine_ratio_is_mismatch_where_there_is_one():
+    both_logged = reading_after([{"mismatch/pearson": 0.9, "full/pearson": 0.8}])
+    full_alone = reading_after([{"full/pearson": 0.8}])
+    assert (both_logged["pearson"], full_alone["pearson"]) == (0.9, 0.8)
+    assert full_alone.metrics["pearson"] == "full/pearson"
+
+
+@pytest.mark.parametrize("nothing", [None, math.nan, math.inf, -math.inf, "0.9", [0.9], {}])
+def test_what_is_not_a_number_is_missing(nothing):
+    assert "pearson" not in reading_after([{"mismatch/pearson": nothing, "mismatch/k1": 0.1}])
+
+
+def test_broken_gradients_are_not_missing():
+    assert reading_after([{"optim/grad_norm": math.inf}])["broken"] == 1
+    assert "broken" not in reading_after([{"optim/grad_norm": 1.0}])
+    assert "broken" not in reading_after([{"optim/grad_norm": None}])
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "t"),
+    [
+        ([1.0] * 9, 0.0, 0.0),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 4 / 3, math.inf),
+        ([5.0, 4.0, 3.0, 2.0, 1.0], -4 / 3, -math.inf),
+        ([1.0, 2.0], 0.0, 0.0),
+        ([], 0.0, 0.0),
+        ([-1.0, 1.0, -1.0, 1.0, 0.0], 0.0, 0.0),
+    ],
+)
+def test_slope_by_hand(values, change, t):
+    assert slope_over(values) == pytest.approx((change, t))
+
+
+def test_slope_against_numpy():
+    g = np.random.default_rng(0)
+    y = 3 + 0.05 * np.arange(40) + g.normal(size=40) * 0.2
+    line = np.polyfit(np.arange(40), y, 1)
+    change, t = slope_over(list(y))
+    assert change == pytest.approx(line[0] * 39 / y.mean())
+    found = Scatter.of(list(y - np.polyval(line, np.arange(40))), fitted=2)
+    sxx = 40 * (40**2 - 1) / 12
+    assert t == pytest.approx(line[0] / (found.deviation * math.sqrt(found.per_draw / sxx)))
+
+
+def test_the_scatter_of_autocorrelated_steps_counts_independent_ones():
+    """phi = .8 over 2,000 steps: nine steps say as much as one draw, and the mean scatters as it does."""
+    series = np.array([ar1(0.8, 2000, seed) for seed in range(40)])
+    found = [Scatter.of(list(x - x.mean()), fitted=1) for x in series]
+    assert np.mean([s.deviation for s in found]) == pytest.approx(1.0, rel=0.05)
+    assert np.mean([s.per_draw for s in found]) == pytest.approx(9.0, rel=0.15)
+    assert np.mean([s.of_mean(2000) for s in found]) == pytest.approx(series.mean(1).std(), rel=0.3)
+
+
+def test_a_series_too_short_for_its_correlation_counts_as_one_draw():
+    walk = np.cumsum(np.random.default_rng(0).normal(size=30))
+    walk -= walk.mean()
+    assert Scatter.of(list(walk), fitted=1) == pytest.approx((math.hypot(*walk), 30.0))
+    assert abs(slope_over(list(100 + walk))[1]) < 1
+    smooth = [math.exp(i / 20) for i in range(40)]  # no line, and yet it rises at every step
+    assert slope_over(smooth)[1] > LIMITS["trend_t"]
+
+
+def test_noise_does_not_rise():
+    """2,000 steps of noise with a coefficient of variation of one half: next to no window alarms."""
+    g = np.random.default_rng(1)
+    values = list(map(float, g.gamma(4, 0.25, 2000)))
+    trends = [slope_over(values[i : i + 20]) for i in range(len(values) - 20)]
+    steep = sum(change > LIMITS["trend_change"] for change, _ in trends)
+    raised = sum(c > LIMITS["trend_change"] and t > LIMITS["trend_t"] for c, t in trends)
+    assert len(trends) == 1980
+    assert raised <= 4 < steep  # the change alone would alarm all the time
+
+
+def test_length_ratio_is_the_golden_of_the_methods():
+    """Entry metric.response_length: 1.21, over a hundred steps; medians see through one odd batch."""
+    rows = [{"step": i, "response/length_mean": 100.0} for i in range(100)]
+    rows += [{"step": i, "response/length_mean": 121.0} for i in range(100, 105)]
+    assert reading_after(rows)["len_ratio"] == pytest.approx(1.21)
+    rows[-1] = {"step": 104, "response/length_mean": 900.0}
+    assert reading_after(rows)["len_ratio"] == pytest.approx(1.21)
+
+
+def test_length_ratio_looks_back_by_steps_not_by_rows():
+    """Steps logged every tenth: a hundred steps ago is ten rows ago."""
+    rows = [{"step": 10 * i, "response/length_mean": 100.0 + i} for i in range(40)]
+    ratio = reading_after(rows)["len_ratio"]
+    assert ratio == pytest.approx((100 + 37) / (100 + 27))  # medians of rows 35..39 and 25..29
+
+
+def test_same_weights_from_the_best_source():
+    row = {"step": 50, "mismatch/k1": 0.03, "version_lag/max": 0}
+    lagging = {"step": 51, "mismatch/k1": 0.3, "version_lag/max": 2}
+    assert reading_after([row, lagging])["kl_same_ckpt"] == 0.03
+    assert "kl_same_ckpt" not in reading_after([lagging])
+    assert reading_after([lagging], Context(same_weights=True))["kl_same_ckpt"] == 0.3
+    bucket = Context(by_lag=[{"low": 3, "mismatch/k1": 0.5}, {"low": 0, "mismatch/k1": 0.02}])
+    assert reading_after([lagging], bucket)["kl_same_ckpt"] == 0.02
+    first = {"step": 1, "mismatch/k1": 0.01}
+    assert reading_after([first, {"step": 2, "mismatch/k1": 0.2}])["kl_same_ckpt"] == 0.01
+    # the old policy may be scored by newer weights than the rollout's: its own lag decides
+    scored_late = {"step": 50, "mismatch/k1": 0.3, "old/version_lag": 2, "version_lag/max": 3}
+    assert "kl_same_ckpt" not in reading_after([scored_late])
+    scored_at_once = {**scored_late, "old/version_lag": 0}
+    assert reading_after([scored_at_once])["kl_same_ckpt"] == 0.3
+
+
+def test_exact_divergences_are_preferred():
+    row = {"mismatch/k1": 0.05, "divergence/kl_rollout_old_mean": 0.04, "full/k1": 0.2}
+    reading = reading_after([row])
+    assert (reading["kl"], reading["kl_full"]) == (0.04, 0.2)
+
+
+def test_mean_ratio_follows_from_what_every_framework_logs():
+    """mean e^l = 1 + k3 - k1, identically."""
+    import torch
+
+    l = torch.randn(999, dtype=torch.float64)  # noqa: E741
+    row = {"mismatch/k1": float(-l.mean()), "mismatch/k3": float((l.exp() - 1 - l).mean())}
+    assert reading_after([row])["ratio_mean"] == pytest.approx(float(l.exp().mean()), abs=1e-12)
+
+
+def test_gates_and_weights_by_the_method():
+    rows = altered({"weight/cap_frac": 0.2})
+    assert reading_after(rows, Context(method="decoupled_token_icepop"))["icepop_oob"] == 0.2
+    assert "icepop_oob" not in reading_after(rows, Context(method="token_tis"))
+    assert reading_after(rows, Context(method="seq_tis"))["sequence_weights"] == 1
+    assert reading_after(rows, Context(method="geo_is"))["sequence_weights"] == 0
+    assert "sequence_weights" not in reading_after(rows, Context(method="not a method"))
+
+
+def test_a_gate_that_acted_once_is_not_idle():
+    rows = altered(lambda i, row: {"gate/0/drop_frac_token": 0.1 if i == 3 else 0.0, "gate/1/drop_frac_token": 0.1})  # fmt: skip
+    assert reading_after(rows)["idle_gate"] == 0
+    rows = altered({"gate/0/drop_frac_token": 0.1, "gate/1/drop_frac_token": 0.0})
+    reading = reading_after(rows)
+    assert (reading["idle_gate"], reading.metrics["idle_gate"]) == (60, "gate/1/drop_frac_token")
+
+
+def test_every_reading_can_be_made_and_is_documented():
+    context = Context(
+        same_weights=True,
+        mixture_of_experts=True,
+        temperature=0.7,
+        method="decoupled_token_icepop",
+        facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}]},
+    )  # fmt: skip
+    data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/negated")  # fmt: skip
+    data += ("old/version_lag", "old/stale_frac")
+    rows = altered(
+        {"router/delta_router": 0.01, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)}
+    )
+    rows[-1] = {**rows[-1], "optim/loss": math.nan}
+    made = reading_after(rows, context)
+    assert set(made) == set(READINGS)
+    assert all(math.isfinite(x) for x in made.values())
+    assert all(len(d.about) > 20 or "`" in d.about for d in READINGS.values())
+    assert len(READINGS) > 40
+
+
+def test_memory_does_not_grow_with_the_run():
+    window = Window(205)
+    for i in range(2000):
+        window.add({"step": i, "gate/0/drop_frac_token": 0.0}, same_weights=True)
+    assert len(window.rows) == 205
+    assert window.seen == 2000
+    assert len(window.same_weights) == 5
+    assert len(window.peak) == 1
+
+
+def test_alarms_need_more_than_one_odd_batch():
+    rows = altered(lambda i, row: both(chi2_token=5.0, pearson=0.5) if i == 30 else {})
+    watcher = Watcher()
+    assert sum(len(watcher.update(row)) for row in rows) == 0
+
+
+def test_watcher_and_diagnosis_agree():
+    from offdrift.judge import diagnose
+    from tests.judge.histories import FIRES
+
+    compared = 0
+    for name in ("raw_logprobs", "stale_engine", "length_surge", "idle_gate", "length_trap"):
+        example = FIRES[name]
+        watcher = Watcher(context=example.context)
+        alerts = [f for row in example.rows for f in watcher.update(row)]
+        assert len({f.rule for f in alerts}) == len(alerts)
+        assert watcher.conclude() == diagnose(example.rows, context=example.context)
+        compared += len(alerts)
+    assert compared >= 5
+
+
+def test_passing_findings_are_told_as_passing():
+    from offdrift.judge import diagnose
+
+    rows = clean(400)
+    for i in range(100, 105):
+        rows[i] = {**rows[i], **both(pearson=0.9), "version_lag/mean": 0.0, "version_lag/max": 0.0}
+    (a, b) = diagnose(rows)
+    assert (a.rule, a.severity, a.steps) == ("engines_disagree", "watch", 5)
+    assert (b.rule, b.severity) == ("systems_fix", "watch")
+    assert a.step == 103  # the third of five

@@ -1,0 +1,173 @@
+"""A user's TOML: what it changes, and what it is told when it is wrong."""
+
+import pytest
+
+from offdrift.errors import RecipeError
+from offdrift.judge import diagnose, judge, load_rules
+
+OWN = """
+[thresholds]
+kl_large = 0.1
+ess_half = { value = 0.4, source = "our cluster" }
+
+[rules.probability_spike]
+enabled = false
+
+[rules.token_drift]
+severity = "stop"
+all = [{ metric = "chi2_token", above = 0.2 }]
+
+[rules.entropy_gone]
+cause = "entropy"
+letter = "F"
+severity = "watch"
+confidence = "low"
+all = [
+    { metric = "clip_frac", above = 0.3 },
+    { any = [{ metric = "len_ratio", below = 0.8 }, { metric = "len_ratio", missing = true }] },
+]
+raised_by = [{ metric = "clip_rising", is = 1 }]
+symptom = "Responses shrink while the clip acts."
+explanation = "The policy collapses onto short answers."
+fix = "less"
+refuted_by = "Held-out reward rises."
+source = "us"
+
+[fixes.less]
+do = "Less."
+snippets.verl = "actor: {}"
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    return load_rules(path)
+
+
+def test_everything_that_is_not_named_stays(own):
+    built_in = load_rules()
+    assert set(built_in.rules) - set(own.rules) == {"probability_spike"}
+    assert set(own.rules) - set(built_in.rules) == {"entropy_gone"}
+    changed = {n for n in built_in.rules if n in own.rules and own.rules[n] != built_in.rules[n]}
+    assert changed == {"token_drift"}
+    limits = {n for n, t in built_in.thresholds.items() if own.thresholds[n] != t}
+    assert limits == {"kl_large", "ess_half"}
+    assert own.thresholds["kl_large"].unit == "nat"
+    assert built_in is load_rules()
+
+
+def test_changed_thresholds_decide(own):
+    reading = {"kl": 0.08, "kl_same_ckpt": 0.01}
+    assert [f.rule for f in judge(reading, load_rules())] == ["stale_engine"]
+    assert [f.rule for f in judge(reading, own)] == ["agreement_gap"]
+    (drift,) = judge({"chi2_token": 0.25}, own)
+    assert (drift.rule, drift.severity) == ("token_drift", "stop")
+    assert (drift.evidence[0].threshold, drift.evidence[0].source) == (0.2, drift.source)
+
+
+def test_own_rule_fires_with_its_own_fix(own):
+    row = {"mismatch/pearson": 0.999, "objective/clip_frac_active": 0.4}
+    (found,) = diagnose([row], rules=own)
+    assert (found.rule, found.cause, found.letter, found.confidence) == ("entropy_gone", "entropy", "F", "low")  # fmt: skip
+    assert found.fix == "Less."
+    assert found.snippets == {"verl": "actor: {}\n"}
+    assert [(e.metric, e.relation) for e in found.evidence] == [
+        ("objective/clip_frac_active", ">"),
+        ("len_ratio", "missing"),
+    ]
+    raised = judge({"clip_frac": 0.4, "clip_rising": 1.0, "len_ratio": 0.5}, own)
+    assert [f.confidence for f in raised if f.rule == "entropy_gone"] == ["medium"]
+
+
+def test_own_rule_takes_the_place_of_its_letter(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        f"[rules.mine]\nletter = 'A'\n{RULE}all = [{{ metric = 'chi2_token', above = 0.1 }}]"
+    )
+    told = judge({"chi2_token": 1.5, "pearson": 0.9}, load_rules(path))
+    assert [f.rule for f in told] == ["engines_disagree", "mine", "weight_variance", "systems_fix"]
+
+
+def test_every_rule_can_be_switched_off(tmp_path):
+    path = tmp_path / "off.toml"
+    names = list(load_rules().rules)
+    path.write_text("\n".join(f"[rules.{n}]\nenabled = false" for n in names))
+    assert dict(load_rules(path).rules) == {}
+    assert diagnose([{"mismatch/pearson": 0.1}], rules=load_rules(path)) == []
+
+
+RULE = 'cause = "x"\nsymptom = "x"\nexplanation = "x"\nrefuted_by = "x"\nfix = "halve_lr"\n'
+WRONG = {
+    "no TOML": ("= 3", "cannot be read as TOML"),
+    "table": ("[treshold]\nx = 1", "unknown key 'treshold'; did you mean 'thresholds'?"),
+    "table of the wrong kind": ("rules = 3", "[rules] = 3 must be a table"),
+    "threshold": ("[thresholds]\nkl_larg = 0.1", "[thresholds]: unknown key 'kl_larg'; did you mean 'kl_large'?"),
+    "threshold's value": ("[thresholds]\nkl_large = 'a'", "kl_large.value = 'a' must be a number"),
+    "threshold that is no number": ("[thresholds]\nkl_large = nan", "kl_large.value = nan must be a number"),
+    "threshold that is true": ("[thresholds]\nkl_large = true", "kl_large.value = True must be a number"),
+    "threshold's key": ("[thresholds]\nkl_large = { valu = 1 }", "unknown key 'valu'; did you mean 'value'?"),
+    "window of nothing": ("[thresholds]\nwindow_level = 0", "window_level.value = 0 must be at least 1: it is a number of steps"),
+    "endless window": ("[thresholds]\nwindow_long = { value = inf }", "window_long.value = inf must be at least 1"),
+    "key of a rule": ("[rules.token_drift]\nseverty = 'act'", "[rules.token_drift]: unknown key 'severty'; did you mean 'severity'?"),
+    "severity": ("[rules.token_drift]\nseverity = 'bad'", "severity = 'bad' must be one of 'info', 'watch', 'act', 'stop'"),
+    "confidence": ("[rules.token_drift]\nconfidence = 'sure'", "confidence = 'sure' must be one of"),
+    "letter": ("[rules.token_drift]\nletter = 'G'", "letter = 'G' must be one of"),
+    "fix": ("[rules.token_drift]\nfix = 'halve_the_lr'", "fix = 'halve_the_lr' is not known; did you mean 'halve_lr'?"),
+    "suppressor": ("[rules.token_drift]\nsuppressed_by = ['weight_varianc']", "did you mean 'weight_variance'?"),
+    "reading": (f"[rules.x]\n{RULE}all = [{{ metric = 'ch2_token', above = 1 }}]", "metric = 'ch2_token' is not known; did you mean 'chi2_token'?"),
+    "relation": (f"[rules.x]\n{RULE}all = [{{ metric = 'kl', abov = 1 }}]", "unknown key 'abov'; did you mean 'above'?"),
+    "two relations": (f"[rules.x]\n{RULE}all = [{{ metric = 'kl', above = 1, below = 2 }}]", "needs exactly one of"),
+    "no relation": (f"[rules.x]\n{RULE}all = [{{ metric = 'kl' }}]", "needs exactly one of"),
+    "name of a threshold": (f"[rules.x]\n{RULE}all = [{{ metric = 'kl', above = 'kl_lrge' }}]", "above = 'kl_lrge' is not known; did you mean 'kl_large'?"),
+    "limit of the wrong kind": (f"[rules.x]\n{RULE}all = [{{ metric = 'kl', above = [1] }}]", "above = [1] must be a number"),
+    "missing = false": (f"[rules.x]\n{RULE}all = [{{ metric = 'kl', missing = false }}]", "must be true"),
+    "no condition": (f"[rules.x]\n{RULE}", "has no condition"),
+    "empty condition": (f"[rules.x]\n{RULE}any = []", "never says anything"),
+    "code": (f"[rules.x]\n{RULE}all = 'kl > 1'", "all = 'kl > 1' must be a list"),
+    "no text": ("[rules.x]\ncause = 'x'\nall = [{ metric = 'kl', above = 1 }]", "symptom = None must be text"),
+    "fix without words": ("[fixes.x]\nmethod = 'token_tis'", "[fixes.x] do = None must be text"),
+    "method of a fix": ("[fixes.x]\ndo = 'x'\nmethod = 'token_ti'", "method = 'token_ti' is not known; did you mean 'token_tis'?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "told"), WRONG.values(), ids=WRONG)
+def test_wrong_files_name_the_table_the_value_and_the_way_out(tmp_path, text, told):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        load_rules(path)
+    assert told in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match=r"none\.toml cannot be read: No such file or directory"):
+        load_rules(tmp_path / "none.toml")
+
+
+def test_built_in_tables_are_used_and_documented():
+    """No threshold, and no fix, that no rule uses; every threshold says where it is from."""
+    from offdrift.judge.conditions import Joined
+
+    rules = load_rules()
+
+    def names(condition):
+        if isinstance(condition, Joined):
+            return set().union(*(names(p) for p in condition.parts))
+        return {condition.threshold}
+
+    used = set().union(*(names(c) for r in rules.rules.values() for c in (r.when, *r.raised_by)))
+    windows = {
+        "window_level",
+        "window_trend",
+        "window_long",
+        "window_young",
+        "trend_change",
+        "trend_t",
+    }
+    assert set(rules.thresholds) - used == windows
+    assert {r.fix for r in rules.rules.values()} == set(rules.fixes)
+    assert all(t.source and t.about for t in rules.thresholds.values())
+    assert len(rules.thresholds) > 50

@@ -1,0 +1,199 @@
+"""Every snippet can be pasted: it parses in its language, and its keys exist where they are read."""
+
+import ast
+import dataclasses
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offdrift.judge import load_rules
+
+FIXES = load_rules().fixes
+SNIPPETS = [(fix, where, text) for fix, f in FIXES.items() for where, text in f.snippets.items()]
+LANGUAGES = {
+    "verl",
+    "nemo-rl",
+    "trl",
+    "prime-rl",
+    "offdrift",
+    "slime",
+    "skyrl",
+    "vllm",
+    "python",
+    "shell",
+}
+
+
+def of(*frameworks):
+    chosen = [s for s in SNIPPETS if s[1] in frameworks]
+    return pytest.mark.parametrize(("fix", "where", "text"), chosen, ids=[f"{s[0]}-{s[1]}" for s in chosen])  # fmt: skip
+
+
+def test_every_framework_is_served():
+    assert {where for _, where, _ in SNIPPETS} == LANGUAGES
+    assert len(SNIPPETS) > 100
+    corrections = [f for f in FIXES.values() if f.method not in (None, "disabled", "vcpo")]
+    assert len(corrections) >= 6
+    assert all({"verl", "trl", "offdrift", "slime"} <= set(f.snippets) for f in corrections)
+
+
+def leaves(tree, path=()):
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    else:
+        yield ".".join(path), tree
+
+
+@of("verl")
+def test_verl_keys_are_verls(fix, where, text):
+    """Against the configuration files that the installed verl starts from."""
+    root = Path(pytest.importorskip("verl").__file__).parent
+    config = root / "trainer" / "config"
+    ppo = yaml.safe_load((config / "_generated_ppo_trainer.yaml").read_text())
+    megatron = yaml.safe_load((config / "_generated_ppo_megatron_trainer.yaml").read_text())
+    async_folder = root / "experimental" / "fully_async_policy" / "config"
+    lagging = yaml.safe_load((async_folder / "fully_async_ppo_trainer.yaml").read_text())
+    known = set().union(*(dict(leaves(tree)) for tree in (ppo, megatron, lagging)))
+    asked = dict(leaves(yaml.safe_load(text)))
+    assert asked
+    assert set(asked) <= known
+
+
+@of("verl")
+def test_verl_correction_is_accepted_by_verl_and_is_the_method(fix, where, text):
+    """Numbers of the correction are those of verl's preset of the same name, where there is one."""
+    algorithm = pytest.importorskip("verl.trainer.config.algorithm")
+    asked = yaml.safe_load(text).get("algorithm", {}).get("rollout_correction")
+    if asked is None:
+        return
+    config = algorithm.RolloutCorrectionConfig(**{"rollout_is": None, **asked})
+    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    presets = {
+        "mask_the_band": config.decoupled_token_icepop(threshold_lower=0.5, threshold=5.0),
+        "replay_routing": config.decoupled_token_icepop(threshold_lower=0.5, threshold=5.0),
+        "reject_geometric": config.decoupled_geo_rs(rs_threshold="0.99_1.01"),
+        "reject_then_weight": config.decoupled_geo_rs_token_tis(is_threshold=2.0, rs_threshold="0.99_1.01"),
+        "reject_stale": config.decoupled_geo_rs_seq_tis(is_threshold=2.0, rs_threshold="0.99_1.01"),
+        "reduce_lag": config.decoupled_token_is(threshold=2.0),
+        "halve_lr": config.bypass_pg_geo_rs(),
+        "make_it_live": config.decoupled_token_is(threshold=2.0),
+    }  # fmt: skip
+    preset = presets.get(fix, algorithm.RolloutCorrectionConfig.disabled())
+    expected = {f.name: getattr(preset, f.name) for f in dataclasses.fields(preset)}
+    if expected["rollout_is"] is None:  # a threshold of nothing
+        given.pop("rollout_is_threshold"), expected.pop("rollout_is_threshold")
+    assert given == expected
+
+
+@of("trl")
+def test_trl_arguments_are_trls(fix, where, text):
+    fields = {f.name for f in dataclasses.fields(pytest.importorskip("trl").GRPOConfig)}
+    (statement,) = ast.parse(text).body
+    call = statement.value
+    assert call.func.id == "GRPOConfig"
+    assert not call.args
+    asked = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+    assert asked
+    assert set(asked) <= fields
+    mode = asked.get("vllm_importance_sampling_mode", "token_mask")
+    assert mode in {"token_truncate", "token_mask", "sequence_truncate", "sequence_mask"}
+
+
+@of("offdrift")
+def test_recipe_takes_it(fix, where, text, request):
+    """Pasted into a recipe of the repository, in place of what it changes."""
+    pytest.importorskip("pydantic")
+    from offdrift.train.recipe import Recipe
+
+    recipe = tomllib.loads((Path(__file__).parents[2] / "recipes" / "tiny.toml").read_text())
+    asked = tomllib.loads(text)
+    if "method" in asked:
+        recipe.pop("arms", None), recipe.pop("method", None), recipe.pop("override", None)
+        assert asked["method"] == FIXES[fix].method
+    for key, value in asked.items():
+        recipe[key] = {**recipe.get(key, {}), **value} if isinstance(value, dict) and key != "override" else value  # fmt: skip
+    built = Recipe.model_validate(recipe)
+    assert all(arm.build() for arm in built.arms.values())
+
+
+# What each framework reads, from its own sources at the commits that fixes.toml names.
+PRIME_RL = {
+    "inference.vllm.logprobs_mode", "inference.vllm.dtype", "orchestrator.train.sampling.temperature",
+    "orchestrator.max_off_policy_steps", "trainer.enable_router_replay", "trainer.enable_token_export",
+    "trainer.model.optimization_dtype", "trainer.optim.lr", "trainer.optim.max_norm",
+    "trainer.loss.type", "trainer.loss.dppo_mask_low", "trainer.loss.dppo_mask_high",
+}  # fmt: skip
+NEMO_RL = {
+    "policy.generation.vllm_cfg.logprobs_mode", "policy.generation.temperature", "policy.generation.top_p",
+    "policy.generation.top_k", "policy.router_replay.enabled", "policy.precision", "policy.max_grad_norm",
+    "policy.optimizer.kwargs.lr", "grpo.async_grpo.max_trajectory_age_steps",
+    "loss_fn.use_importance_sampling_correction", "loss_fn.truncated_importance_sampling_type",
+    "loss_fn.truncated_importance_sampling_ratio", "loss_fn.truncated_importance_sampling_ratio_min",
+}  # fmt: skip
+SKYRL = {
+    "generator.sampling_params.temperature", "generator.sampling_params.top_p",
+    "generator.sampling_params.top_k", "generator.sampling_params.min_p",
+    "generator.inference_engine.enable_return_routed_experts", "generator.inference_engine.model_dtype",
+    "trainer.bf16", "trainer.dump_data_batch", "trainer.update_epochs_per_batch",
+    "trainer.fully_async.max_staleness_steps", "trainer.policy.optimizer_config.lr",
+    "trainer.policy.optimizer_config.max_grad_norm",
+    "trainer.policy.megatron_config.moe_enable_routing_replay",
+    *(f"trainer.algorithm.off_policy_correction.{key}" for key in (
+        "tis_ratio_type", "token_tis_ratio_clip_high", "sequence_mask_metric", "geo_mask_low",
+        "geo_mask_high", "token_mask_is_threshold_low", "token_mask_is_threshold_high",
+    )),
+}  # fmt: skip
+SLIME = {
+    "--rollout-temperature", "--rollout-top-p", "--rollout-top-k", "--check-weight-update-equal",
+    "--use-rollout-routing-replay", "--keep-old-actor", "--fp16", "--sglang-dtype",
+    "--sglang-enable-deterministic-inference", "--lr", "--get-mismatch-metrics", "--use-tis",
+    "--tis-clip", "--tis-clip-low", "--custom-tis-function-path", "--custom-config-path",
+    "--update-weights-interval", "--num-steps-per-rollout", "--clip-grad", "--save-debug-train-data",
+}  # fmt: skip
+
+
+@of("prime-rl")
+def test_prime_rl_keys(fix, where, text):
+    asked = dict(leaves(tomllib.loads(text)))
+    assert asked
+    assert set(asked) <= PRIME_RL
+
+
+@of("nemo-rl")
+def test_nemo_rl_keys(fix, where, text):
+    asked = dict(leaves(yaml.safe_load(text)))
+    assert asked
+    assert set(asked) <= NEMO_RL
+
+
+@of("skyrl")
+def test_skyrl_overrides(fix, where, text):
+    pairs = [line.split("=") for line in text.splitlines()]
+    assert pairs
+    assert all(len(p) == 2 and p[1] for p in pairs)
+    assert {p[0] for p in pairs} <= SKYRL
+
+
+@of("slime")
+def test_slime_flags(fix, where, text):
+    flags = [word for word in shlex.split(text, comments=True) if word.startswith("--")]
+    assert flags
+    assert set(flags) <= SLIME
+
+
+@of("python")
+def test_python_compiles(fix, where, text):
+    compile(text, fix, "exec")
+
+
+@of("shell")
+def test_shell_calls_our_command(fix, where, text):
+    words = shlex.split(text)
+    assert words[0] == "offdrift"
+    assert words[1] in {"check", "audit", "watch"}
+    assert not re.search(r"[;&|`$<>]", text)

@@ -1,0 +1,274 @@
+"""Schedules: numbers of the methods table, their edges, and a step in pieces."""
+
+import json
+import math
+from functools import reduce
+
+import pytest
+import torch
+
+from offdrift.batch_info import NO_FACTS, Facts, Observed
+from offdrift.correction.weight import Weight
+from offdrift.errors import MethodError, ShapeError
+from offdrift.logprobs import LogProbs
+from offdrift.methods.schedules import (
+    EssScale,
+    LengthSurge,
+    SurgeState,
+    alpha_decay,
+    fused_logits,
+    gac_coefficient,
+    gac_projection,
+)
+from offdrift.segments import Segments
+from tests.objectives.checks import SPLITS, piece
+from tests.oracles.fixtures import double, ragged
+
+UNLIMITED = Weight(on="full", unit="sequence")
+
+
+def sequences_with(weights: list[float]) -> LogProbs:
+    """Sequences of 2, 3, ... tokens with these products of full ratios."""
+    lengths = torch.arange(len(weights)) + 2
+    share = (double(weights).log() / lengths).repeat_interleave(lengths)
+    logp = torch.full_like(share, -3.0)
+    return LogProbs.pack(logp - share, logp, segments=Segments.from_lengths(lengths))
+
+
+@pytest.mark.parametrize(
+    ("weights", "ess", "scale"),
+    [  # c.ess, c.lr
+        ([1, 1, 1, 1], 1.0, 1.0),
+        ([4, 1, 0.5, 0.5], 0.514286, 0.717137),
+        ([8, 0.01, 0.01, 0.01], 0.251877, 0.501874),
+        ([0.3], 1.0, 1.0),
+    ],
+)
+def test_scale_of_the_learning_rate(weights, ess, scale):
+    lp = sequences_with(weights)
+    for power, expected in ((0.5, scale), (1.0, ess)):
+        schedule = EssScale(power=power, weight=UNLIMITED)
+        got = schedule.scale(schedule.observe(lp, None, NO_FACTS))
+        assert got.ndim == 0
+        assert got.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_reference_is_where_the_scale_begins_to_fall():
+    lp = sequences_with([4, 1, 0.5, 0.5])
+    for reference, expected in ((0.55, 18 / 35 / 0.55), (0.5, 1.0)):
+        schedule = EssScale(power=1.0, reference=reference, weight=UNLIMITED)
+        got = schedule.scale(schedule.observe(lp, None, NO_FACTS))
+        assert got.item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_weights_are_truncated_as_in_the_loss():
+    lp = sequences_with([8, 1])
+    got = EssScale(power=1.0).scale(EssScale().observe(lp, None, NO_FACTS))
+    assert got.item() == pytest.approx(9 / 10)  # (2 + 1)^2 / (2 (4 + 1))
+
+
+def test_without_any_weight_the_scale_is_zero():
+    masked = EssScale(weight=Weight(on="full", unit="sequence", cap=2.0, outside="mask"))
+    for weights in ([8.0, 9.0], [8.0]):
+        seen = masked.observe(sequences_with(weights), None, NO_FACTS)
+        assert seen["log_weight"] == -math.inf
+        assert masked.scale(seen).item() == 0
+
+
+def test_sequences_without_a_token_do_not_count():
+    lp = sequences_with([4, 1, 0.5, 0.5])
+    holes = LogProbs.pack(lp.logp_rollout, lp.current, segments=Segments.from_lengths([0, 2, 3, 0, 4, 5]))  # fmt: skip
+    schedule = EssScale(weight=UNLIMITED)
+    got, expected = (schedule.observe(x, None, NO_FACTS) for x in (holes, lp))
+    assert got == expected
+    assert got["count"] == 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_in_pieces_has_the_scale_of_the_whole(seed):
+    lp, schedule = ragged(seed), EssScale()
+    whole = schedule.scale(schedule.observe(lp, None, NO_FACTS))
+    assert 0.2 < whole < 0.999
+    assert not whole.requires_grad
+    for split in SPLITS:
+        seen = [Observed({schedule: schedule.observe(piece(lp, s)[0], None, NO_FACTS)}) for s in split]  # fmt: skip
+        merged = reduce(Observed.merge, seen)
+        got = schedule.scale(Facts(observed=merged).seen_by(schedule, lp, None))
+        torch.testing.assert_close(got, whole, rtol=1e-12, atol=0)
+
+
+def test_the_formula_names_the_numbers():
+    assert EssScale(power=1.0, reference=0.55).formula == (
+        "lr x min(1, ess / 0.55)^1, ess of weight sequence ratio(full), truncate above 2"
+    )
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"power": 0.0},
+        {"reference": 1.5},
+        {"reference": math.nan},
+        {"weight": Weight(on="full", unit="token")},
+        {"weight": Weight(on="full", unit="sequence", normalize=True)},
+    ],
+)
+def test_scales_that_cannot_mean_anything_are_refused(parts):
+    with pytest.raises(MethodError, match=next(iter(parts))):
+        EssScale(**parts)
+
+
+def run(schedule: LengthSurge, lengths: list[float]) -> list[SurgeState]:
+    states = [SurgeState()]
+    for length in lengths:
+        states.append(schedule.after(states[-1], length))
+    return states
+
+
+def test_periods_after_a_surge():
+    states = run(LengthSurge(), [100.0] * 109 + [300.5] + [400.0] * 800)
+    steps = [110, 111, 308, 309, 506, 507, 704, 705, 902, 903]  # c.surge
+    expected = [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1]
+    assert [states[step].scale for step in steps] == expected
+    assert [s.step for s in states if s.fired] == [110]
+    assert states[-1].surge == 110
+    assert int(1.8 * 110) == 198
+
+
+@pytest.mark.parametrize(("length", "fires"), [(300.0, False), (300.1, True)])
+def test_a_surge_is_more_than_three_times_the_first_fifty(length, fires):
+    first = [99.0, 101.0] * 25
+    assert run(LengthSurge(), [*first, length])[-1].fired == fires
+    assert not any(s.fired for s in run(LengthSurge(), [*first[:-1], length]))
+
+
+def test_slow_growth_is_a_surge_over_the_first_fifty_but_not_over_the_last_hundred():
+    lengths = [100.0 * 1.001**t for t in range(2000)]  # 1.105 times in 100 steps
+    assert not any(s.fired for s in run(LengthSurge(mode="survey"), lengths))
+    (fired,) = [s.step for s in run(LengthSurge(), lengths) if s.fired]
+    base = sum(lengths[:50]) / 50
+    assert lengths[fired - 1] > 3 * base >= lengths[fired - 2]
+
+
+@pytest.mark.parametrize(("length", "fires"), [(121.0, True), (120.0, False)])
+def test_the_rule_of_the_survey(length, fires):
+    states = run(LengthSurge(mode="survey"), [100.0] + [110.0] * 99 + [length])
+    assert [s.fired for s in states] == [False] * 101 + [fires]
+    assert states[-1].scale == (0.5 if fires else 1.0)
+
+
+def test_the_survey_rule_rests_after_it_fired_and_stops_at_the_floor():
+    lengths = [100 * 1.01**t for t in range(600)]  # grows 2.7 times in 100 steps, always
+    states = run(LengthSurge(mode="survey", cooldown=30), lengths)
+    fired = [s.step for s in states if s.fired]
+    assert fired[:3] == [101, 132, 163]
+    assert [states[t].scale for t in fired[:5]] == [0.5, 0.25, 0.125, 0.1, 0.1]
+    assert max(len(s.lengths) for s in states) == 100
+
+
+@pytest.mark.parametrize("mode", ["period", "survey"])
+def test_a_state_survives_a_checkpoint(mode):
+    schedule = LengthSurge(mode=mode, window=3)
+    lengths = [10.0, 10.0, 10.0, 50.0, 60.0, 200.0]
+    states = run(schedule, lengths)
+    for cut in range(7):
+        fields = json.loads(json.dumps(states[cut]._asdict()))
+        state = SurgeState(**{**fields, "lengths": tuple(fields["lengths"])})
+        for length in lengths[cut:]:
+            state = schedule.after(state, length)
+        assert state == states[-1]
+    assert any(s.fired for s in states)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"threshold": 0.0},
+        {"window": 0},
+        {"period": -1.0},
+        {"factor": 1.0},
+        {"floor": 2.0},
+        {"cooldown": -1},
+    ],
+)
+def test_surges_that_cannot_mean_anything_are_refused(parts):
+    with pytest.raises(MethodError, match=next(iter(parts))):
+        LengthSurge(**parts)
+
+
+def test_projection_of_an_aligned_gradient():
+    g, p = double([0.8, 0.6, 0.0]), double([1.0, 0.0, 0.0])
+    got = gac_projection(g, p)  # c.gac
+    assert got.cosine.item() == pytest.approx(0.8)
+    torch.testing.assert_close(got.grad, double([0.0, 0.6, 0.0]))
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+def test_projection_removes_the_named_share_of_the_parallel_part(strength):
+    g = torch.Generator().manual_seed(0)
+    last = torch.randn(50, generator=g, dtype=torch.float64)
+    grad = 2 * last + torch.randn(50, generator=g, dtype=torch.float64)
+    got = gac_projection(grad, last, strength=strength)
+    along = lambda x: (x @ last / (last @ last)).item()  # noqa: E731
+    assert along(got.grad) == pytest.approx((1 - strength) * along(grad), abs=1e-12)
+    torch.testing.assert_close(got.grad - along(got.grad) * last, grad - along(grad) * last)
+
+
+@pytest.mark.parametrize(
+    ("grad", "previous"),
+    [
+        ([-0.8, 0.6], [1.0, 0.0]),
+        ([0.3, 1.0], [1.0, 0.0]),
+        ([0.0, 0.0], [1.0, 0.0]),
+        ([1.0, 0.0], [0.0, 0.0]),
+        ([1.0, 0.0], None),
+    ],
+    ids=["opposed", "below the threshold", "zero", "zero before", "first step"],
+)
+def test_other_gradients_stay_as_they_are(grad, previous):
+    got = gac_projection(double(grad), None if previous is None else double(previous))
+    assert got.grad.tolist() == grad
+    assert got.cosine.isfinite()
+
+
+def test_gradients_in_parts_are_projected_as_one():
+    g, p = double([0.8, 0.6, 0.1, 0.4]), double([1.0, 0.1, -0.2, 0.0])
+    whole = gac_projection(g, p)
+    halves = list(zip(g.split(2), p.split(2), strict=True))
+    sums = [sum((f(a, b) for a, b in halves), double(0)) for f in (lambda a, b: a @ b, lambda a, b: a @ a, lambda a, b: b @ b)]  # fmt: skip
+    coefficient, cosine = gac_coefficient(*sums)
+    torch.testing.assert_close(cosine, whole.cosine)
+    torch.testing.assert_close(torch.cat([a - coefficient * b for a, b in halves]), whole.grad)
+    with pytest.raises(ShapeError):
+        gac_projection(g, p[:2])
+
+
+def test_the_teacher_fades():
+    got = [alpha_decay(0.5, k, 100, 0.8) for k in (0, 25, 50, 100, 120)]  # lf.alpha
+    assert got == pytest.approx([0.4, 0.3, 0.2, 0, 0])
+    per_prompt = alpha_decay(0.5, 25, 100, double([0.8, 0.0]))
+    torch.testing.assert_close(per_prompt, double([0.3, 0.0]))
+    for initial, steps in ((1.5, 100), (0.5, 0)):
+        with pytest.raises(MethodError):
+            alpha_decay(initial, 0, steps)
+
+
+def test_mixture_of_teacher_and_student():
+    teacher, student = double([2.0, 0.0, -1.0]), double([0.0, 1.0, 0.0])
+    got = fused_logits(teacher, student, 0.3).exp()
+    torch.testing.assert_close(got, double([0.39813, 0.440002, 0.161868]), rtol=0, atol=1e-6)
+    product = teacher.softmax(0) ** 0.3 * student.softmax(0) ** 0.7  # lf.gm
+    torch.testing.assert_close(got, product / product.sum())
+    ratio = student.softmax(0) / got  # lf.ratio
+    torch.testing.assert_close(ratio, double([0.532342, 1.309351, 1.309351]), rtol=0, atol=1e-6)
+
+
+def test_each_row_has_its_own_share_and_impossible_tokens_stay_so():
+    teacher = double([[2.0, -math.inf, -1.0]] * 3)
+    student = double([[0.0, 1.0, -math.inf]] * 3)
+    got = fused_logits(teacher, student, double([0.0, 0.5, 1.0])).exp()
+    expected = [student[0].softmax(0).tolist(), [1.0, 0.0, 0.0], teacher[0].softmax(0).tolist()]
+    torch.testing.assert_close(got, double(expected))
+    assert fused_logits(teacher.half(), student.half(), 0.5).dtype == torch.float32
+    with pytest.raises(ShapeError, match="vocabulary"):
+        fused_logits(teacher, student[:, :2], 0.5)

@@ -1,0 +1,389 @@
+"""Stored rollouts judged by a policy: the evidence is what exact logits say, however it is cut."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offdrift.certificate import BatchEvidence, TrustRegion, certify
+from offdrift.certificate.batch import COLUMNS
+from offdrift.divergence.evidence import Divergence
+from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.score import chunks
+from offdrift.errors import RecordError, ShapeError
+from offdrift.logprobs import LogProbs
+from offdrift.prove.certify import Judged, judge, longest_response, newest_policy, rollout_files
+from offdrift.records import Provenance, Rollouts, Sampling
+from offdrift.records.store import read, write
+from tests.engines.models import tiny
+
+module = importlib.import_module("offdrift.prove.certify")
+LONGEST, PROMPTS, ANSWERS = 7, 4, 3
+REGION = TrustRegion(horizon=LONGEST, delta=0.05, eps=0.15, tau=0.5)
+OF_RATIOS = ("length", "reward", "kept", "excess", "log_product", "worst")
+OF_DIVERGENCES = tuple(c for c in COLUMNS if c not in OF_RATIOS)
+EVIDENCE = ("full", "hidden", 8, "sampled")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def policies() -> tuple[nn.Module, nn.Module]:
+    """The one that drew the rollouts, and another that is to be judged by them."""
+    mu = tiny("dense")
+    pi, g = copy.deepcopy(mu), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in pi.parameters():
+            p += 0.04 * p.std() * torch.randn(p.shape, generator=g)
+    return mu, pi
+
+
+@pytest.fixture(scope="module")
+def drawn(policies) -> dict[str | int, Rollouts]:
+    """The same ragged batch with every kind of evidence, and one that was tempered."""
+    engine = TransformersEngine(policies[0], dtype="float32")
+    prompts = [[5, 6, 7, 8][: 1 + i // ANSWERS] for i in range(PROMPTS * ANSWERS)]
+
+    def draw(evidence: str | int, temperature: float = 1.0) -> Rollouts:
+        sampling = Sampling(max_tokens=LONGEST, temperature=temperature, stop_token_ids=tuple(range(8)))  # fmt: skip
+        g = torch.Generator().manual_seed(0)
+        return engine.generate(prompts, sampling, seed=2, evidence=evidence).with_(
+            rewards=torch.rand(len(prompts), generator=g),
+            group_ids=torch.arange(len(prompts)) // ANSWERS,
+        )
+
+    found = {kind: draw(kind) for kind in EVIDENCE}
+    assert len(set(found["full"].lengths.tolist())) > 2
+    assert all(torch.equal(r.tokens, found["full"].tokens) for r in found.values())
+    return {**found, "cool": draw("full", temperature=0.7)}
+
+
+@pytest.fixture(scope="module")
+def stored(drawn, tmp_path_factory: pytest.TempPathFactory) -> dict[str | int, Path]:
+    folder = tmp_path_factory.mktemp("rollouts")
+    return {kind: write(r, folder / f"{kind}.parquet") for kind, r in drawn.items()}
+
+
+def rows(model: nn.Module, rollouts: Rollouts) -> Tensor:
+    """log pi of the whole vocabulary at every response token: one sequence at a time, unpadded."""
+    found = []
+    cuts, prompt_cuts = rollouts.cu_seqlens.tolist(), rollouts.prompt_cu_seqlens.tolist()
+    for i in range(rollouts.num_sequences):
+        prompt = rollouts.prompt_tokens[prompt_cuts[i] : prompt_cuts[i + 1]]
+        response = rollouts.tokens[cuts[i] : cuts[i + 1]]
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([prompt, response])[None].long()).logits[0]
+        found.append(logits[len(prompt) - 1 : -1].double().log_softmax(-1))
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module")
+def truth(policies, drawn) -> BatchEvidence:
+    """The evidence by the definitions of ratio, KL and TV, in the order of the file."""
+    rollouts = drawn["full"]
+    mu, pi = (rows(model, rollouts) for model in policies)
+    drawn_token = rollouts.tokens.long()[:, None]
+    logp_mu, logp_pi = (x.gather(1, drawn_token).squeeze(1) for x in (mu, pi))
+    exact = {
+        "kl_rollout_current": (mu.exp() * (mu - pi)).sum(-1),
+        "tv_rollout_current": (mu.exp() - pi.exp()).abs().sum(-1) / 2,
+    }
+    assert exact["kl_rollout_current"].max() > REGION.delta, "some tokens must leave the region"
+    assert exact["kl_rollout_current"].median() < REGION.delta
+    assert rollouts.rewards is not None
+    by_prompt = rollouts.with_(
+        group_ids=rollouts.prompt_keys()
+    )  # intervals take them in this order
+    return BatchEvidence.of(
+        LogProbs.pack(logp_mu, logp_pi, segments=by_prompt.segments),
+        rollouts.rewards.double(),
+        region=REGION,
+        divergences={k: Divergence.exact(k, x) for k, x in exact.items()},
+    )
+
+
+def judged(files: list[Path], model: nn.Module, budget: int = 40, **options) -> Judged:
+    return judge(files, model, region=REGION, token_budget=budget, **options)
+
+
+def in_order(found: BatchEvidence, rollouts: Rollouts, budget: int = 40) -> Tensor:
+    """The columns of a file's sequences in its own order: pieces are cut by length."""
+    pieces = list(chunks(rollouts, token_budget=budget))
+    assert len(found) == rollouts.num_sequences
+    return found.columns[torch.cat(pieces).argsort()]
+
+
+def columns(table: Tensor, names: tuple[str, ...]) -> Tensor:
+    return table[:, [COLUMNS.index(n) for n in names]]
+
+
+@pytest.mark.parametrize("kind", ["full", "hidden"])
+def test_whole_distributions_give_the_evidence_of_exact_logits(
+    policies, drawn, stored, truth, kind
+):
+    found = judged([stored[kind]], policies[1])
+    table = in_order(found.evidence, drawn[kind])
+    assert table.shape == (PROMPTS * ANSWERS, len(COLUMNS))
+    torch.testing.assert_close(table, truth.columns, rtol=2e-4, atol=2e-6)
+    torch.testing.assert_close(found.evidence.tv_by_position, truth.tv_by_position, rtol=2e-4, atol=2e-6)  # fmt: skip
+    assert found.evidence.grades == truth.grades
+    assert (found.files, found.tokens) == (1, len(drawn[kind].tokens))
+    ours, theirs = (certify(e) for e in (found.evidence, truth))
+    assert ours.premises == theirs.premises
+    assert ours.gain_low == pytest.approx(theirs.gain_low, rel=1e-4)
+
+
+def test_top_k_surrounds_the_truth_and_says_what_a_cap_assumes(policies, drawn, stored, truth):
+    found = judged([stored[8]], policies[1]).evidence
+    table = in_order(found, drawn[8])
+    torch.testing.assert_close(columns(table, OF_RATIOS), columns(truth.columns, OF_RATIOS), rtol=2e-4, atol=2e-6)  # fmt: skip
+    room = 1e-6
+    for name in ("kl", "tv"):
+        low, high = (columns(table, (f"{name}_{end}",)) for end in ("low", "high"))
+        exact = columns(truth.columns, (f"{name}_high",))
+        assert (low <= exact + room).all()
+        assert (high >= exact - room).all()
+        assert (low < high).all()
+    assert set(found.grades.values()) == {"interval"}
+    assert not found.assumes
+    capped = judged([stored[8]], policies[1], tail_log_ratio_cap=0.5).evidence
+    assert set(capped.grades.values()) == {"capped interval"}
+    assert capped.assumes
+    assert (capped.column("kl_high") <= found.column("kl_high")).all()
+    assert (capped.column("kl_high") < found.column("kl_high")).any()
+
+
+def test_the_sampled_token_alone_says_nothing_of_divergences(policies, drawn, stored, truth):
+    found = judged([stored["sampled"]], policies[1]).evidence
+    table = in_order(found, drawn["sampled"])
+    torch.testing.assert_close(columns(table, OF_RATIOS), columns(truth.columns, OF_RATIOS), rtol=2e-4, atol=2e-6)  # fmt: skip
+    for name, end in (("kl_low", 0.0), ("kl_high", math.inf), ("tv_low", 0.0), ("tv_high", 1.0)):
+        assert found.column(name).tolist() == [end] * len(found), name
+    proof = certify(found)
+    assert set(proof.premises.values()) == {"unknown"}
+    assert proof.bound is None
+    assert proof.unseen is None
+
+
+@pytest.mark.parametrize("kind", ["full", "sampled"])
+def test_a_policy_equal_to_the_engines_has_not_moved(policies, drawn, stored, kind):
+    found = judged([stored[kind]], policies[0])
+    table = in_order(found.evidence, drawn[kind])
+    assert columns(table, ("excess", "log_product", "worst")).abs().max() < 1e-5
+    proof = certify(found.evidence)
+    assert proof.estimates["surrogate"].mean == pytest.approx(0.0, abs=1e-5)
+    assert proof.gain_low <= 0
+    assert not proof.certified
+    if kind == "full":
+        assert proof.delta_seen[1] == pytest.approx(0.0, abs=1e-6)
+        assert proof.precondition == "not falsified"
+        assert proof.bound is not None
+
+
+def test_both_policies_are_tempered_as_the_rollouts_were(policies, stored):
+    same = judged([stored["cool"]], policies[0]).evidence
+    assert same.column("worst").max() < 1e-5
+    assert same.column("kl_high").max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", EVIDENCE)
+def test_evidence_does_not_depend_on_how_a_file_is_cut(policies, drawn, stored, kind):
+    whole = judged([stored[kind]], policies[1], 10_000).evidence
+    expected = in_order(whole, drawn[kind], 10_000)
+    for budget in (1, 30):
+        assert len(list(chunks(drawn[kind], token_budget=budget))) > 2
+        found = judged([stored[kind]], policies[1], budget).evidence
+        table = in_order(found, drawn[kind], budget)
+        torch.testing.assert_close(table, expected, rtol=2e-4, atol=2e-6)
+        assert found.group_ids is not None
+        order = torch.cat(list(chunks(drawn[kind], token_budget=budget)))
+        assert torch.equal(found.group_ids, drawn[kind].prompt_keys()[order])
+        assert certify(found).gain_low == pytest.approx(certify(whole).gain_low, rel=1e-5)
+
+
+@pytest.mark.parametrize("stretch", [1, 2**32, -(2**62) // PROMPTS])
+def test_a_prompt_is_known_by_its_tokens_in_every_file(policies, drawn, stored, tmp_path, stretch):
+    """Whatever the ids are: small and the same in every file, or as large as ids of others go."""
+    wide = drawn["full"].with_(group_ids=drawn["full"].group_ids * stretch)
+    longer = torch.tensor([0, *wide.prompt_cu_seqlens.diff().add(1).cumsum(0).tolist()])
+    others = torch.full((int(longer[-1]),), 9)
+    other = drawn["full"].with_(prompt_tokens=others, prompt_cu_seqlens=longer)
+    files = [write(wide, tmp_path / "a.parquet"), stored["full"], stored["hidden"]]
+    found = judged([*files, write(other, tmp_path / "b.parquet")], policies[1], 10_000).evidence
+    ids = found.group_ids
+    assert ids is not None
+    assert sorted(ids.unique(return_counts=True)[1].tolist()) == [ANSWERS] * PROMPTS + [3 * ANSWERS] * PROMPTS  # fmt: skip
+    order = torch.cat(list(chunks(wide, token_budget=10_000)))
+    same_prompt = wide.group_ids[order][:, None] == wide.group_ids[order]
+    for mine in ids[: 3 * PROMPTS * ANSWERS].split(PROMPTS * ANSWERS):
+        assert torch.equal(mine, ids[: PROMPTS * ANSWERS])
+        assert torch.equal(mine[:, None] == mine, same_prompt)
+    assert certify(found).prompts == 2 * PROMPTS
+
+
+def test_a_group_of_a_file_is_one_draw_even_if_its_prompts_differ(policies, drawn, tmp_path):
+    """Two questions about one text, say: the file knows that they belong together."""
+    joined = drawn["full"].with_(group_ids=drawn["full"].group_ids // 2)
+    found = judged([write(joined, tmp_path / "joined.parquet")], policies[1]).evidence
+    assert certify(found).prompts == PROMPTS / 2
+
+
+class Constant(nn.Module):
+    """A policy over two tokens that says the same everywhere: log(3/4), log(1/4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor([0.75, 0.25]).log())
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.logits.expand(len(input_ids), logits_to_keep, 2))
+
+
+def test_prompts_that_recur_over_files_are_no_fresh_draws(tmp_path):
+    """8 prompts in 12 files, a gain of +-1/4 on each and of 0 in expectation over prompts.
+
+    The rollout policy tosses a fair coin; a prompt, drawn at random, rewards one of its sides.
+    """
+    runs, prompts, files, g = 24, 8, 12, torch.Generator().manual_seed(0)
+    b, model = 16 * prompts, Constant()
+    provenance = Provenance("coin", "0", "none", "float32", None, Sampling(max_tokens=1))
+    region = TrustRegion(horizon=1, delta=1.0)
+    certified, split = 0, 0
+    for run in range(runs):
+        ids = torch.randint(2**31, (prompts,), generator=g).repeat_interleave(16)
+        wanted = torch.randint(2, (prompts,), generator=g).repeat_interleave(16)
+        paths = []
+        for i in range(files):
+            tokens = torch.randint(2, (b,), generator=g)
+            paths.append(write(Rollouts(
+                tokens=tokens, logp_rollout=torch.full((b,), math.log(0.5)), cu_seqlens=torch.arange(b + 1),
+                rollout_version=torch.zeros(b, dtype=torch.int64), prompt_tokens=ids,
+                prompt_cu_seqlens=torch.arange(b + 1), group_ids=torch.arange(b) // 16, finish=("length",) * b,
+                provenance=provenance, rewards=(tokens == wanted).float(),
+            ), tmp_path / f"{run}-{i}.parquet"))  # fmt: skip
+        found = judge(paths, model, region=region).evidence
+        assert certify(found).prompts == prompts
+        certified += certify(found).certified
+        ours = torch.arange(len(found)) // b * 2**20 + found.group_ids % 2**20
+        apart = replace(found, group_ids=ours)  # as if prompts of different files were different
+        split += certify(apart).certified
+    assert certified <= 0.05 * runs
+    assert split > 0.1 * runs  # what goes wrong where they count as fresh
+
+
+def test_one_file_at_a_time_is_in_memory(policies, stored, monkeypatch):
+    opened: list[weakref.ref] = []
+
+    def reading(path: Path) -> Rollouts:
+        alive = [r for r in opened if r() is not None]
+        assert not alive, f"{len(alive)} earlier files are still in memory"
+        rollouts = read(path)
+        opened.extend(map(weakref.ref, (rollouts, rollouts.evidence)))
+        return rollouts
+
+    monkeypatch.setattr(module, "read", reading)
+    files = [stored["full"], stored["hidden"], stored[8]]
+    assert judged(files, policies[1]).files == 3
+    assert len(opened) == 6
+    assert longest_response(files) == LONGEST
+    assert len(opened) == 6  # it reads headers
+
+
+def test_whoever_watches_sees_what_was_read_so_far(policies, drawn, stored):
+    seen: list[tuple[Path, Judged]] = []
+    files = [stored["full"], stored["sampled"]]
+    last = judged(files, policies[1], watch=lambda file, so_far: seen.append((file, so_far)))
+    n, b = len(drawn["full"].tokens), PROMPTS * ANSWERS
+    assert [file for file, _ in seen] == files
+    assert [(s.files, s.tokens, len(s.evidence)) for _, s in seen] == [(1, n, b), (2, 2 * n, 2 * b)]
+    assert {str(g) for g in seen[0][1].evidence.grades.values()} == {"exact"}
+    assert {str(g) for g in last.evidence.grades.values()} == {"sampled"}, "the weakest"
+    assert torch.equal(last.evidence.columns, seen[1][1].evidence.columns)
+
+
+def test_dropout_does_not_judge(policies, drawn, stored):
+    model = copy.deepcopy(policies[0]).train()
+    changed = 0
+    for part in model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout, changed = 0.5, changed + 1
+    assert changed > 0
+    assert judged([stored["full"]], model).evidence.column("worst").max() < 1e-5
+
+
+def test_files_that_do_not_add_up_or_hold_nothing_are_refused(policies, drawn, stored, tmp_path):
+    silent = write(drawn["full"].with_(rewards=None), tmp_path / "silent.parquet")
+    empty = write(drawn["full"].select(torch.zeros(0).long()), tmp_path / "empty.parquet")
+    with pytest.raises(ShapeError, match="some batches have rewards and some have none"):
+        judged([stored["full"], silent], policies[1])
+    for files in ([], [empty]):
+        with pytest.raises(RecordError, match="nothing to certify"):
+            judged(files, policies[1])
+    assert certify(judged([silent], policies[1]).evidence).verdict.endswith("has no rewards")
+    both = judged([empty, stored["full"], empty], policies[1])
+    assert (both.files, len(both.evidence)) == (3, PROMPTS * ANSWERS)
+
+
+def test_files_are_found_in_files_folders_and_arms(drawn, tmp_path):
+    arm, folder = tmp_path / "arms" / "none", tmp_path / "fresh"
+    for name in ("b", "a"):
+        write(drawn["sampled"], folder / f"{name}.parquet")
+        write(drawn["sampled"], arm / "rollouts" / f"{name}.parquet")
+    (folder / "notes.txt").write_text("")
+    ours = [arm / "rollouts" / "a.parquet", arm / "rollouts" / "b.parquet"]
+    fresh = [folder / "a.parquet", folder / "b.parquet"]
+    assert rollout_files([arm]) == rollout_files([arm / "rollouts"]) == ours
+    assert rollout_files([folder, arm]) == fresh + ours
+    assert rollout_files([folder / "b.parquet"]) == [folder / "b.parquet"]
+    again = [folder / "b.parquet", folder, folder / ".." / "fresh" / "a.parquet"]
+    assert rollout_files(again) == [folder / "b.parquet", folder / "a.parquet"], "each once"
+    (tmp_path / "bare").mkdir()
+    for nothing in (tmp_path / "bare", tmp_path / "absent", tmp_path / "absent.parquet"):
+        with pytest.raises(RecordError, match="holds no rollouts; give") as refused:
+            rollout_files([folder, nothing])
+        assert str(nothing) in str(refused.value)
+
+
+def test_the_longest_response_is_what_sampling_allowed(drawn, stored, tmp_path):
+    provenance = replace(drawn["full"].provenance, sampling=Sampling(max_tokens=50))
+    longer = write(drawn["sampled"].with_(provenance=provenance), tmp_path / "longer.parquet")
+    assert longest_response([stored["full"]]) == LONGEST
+    assert longest_response([stored["full"], longer, stored[8]]) == 50
+
+
+def test_a_certificate_is_about_one_rollout_policy(policies, stored, tmp_path):
+    """Rollouts of several versions or samplings are several samples: pooled, nothing covers."""
+    one = read(stored["full"])
+    later = tmp_path / "later.parquet"
+    write(one.with_(rollout_version=one.rollout_version + 3), later)
+    hotter = tmp_path / "hotter.parquet"
+    sampling = replace(one.provenance.sampling, temperature=1.5)
+    write(one.with_(provenance=replace(one.provenance, sampling=sampling)), hotter)
+    mixed = tmp_path / "mixed.parquet"
+    versions = one.rollout_version.clone()
+    versions[-1] += 1
+    write(one.with_(rollout_version=versions), mixed)
+    raw = tmp_path / "raw.parquet"
+    write(one.with_(provenance=replace(one.provenance, logprobs="raw")), raw)
+    assert newest_policy([stored["full"], later]) == (3, [later])
+    assert newest_policy([stored["full"], mixed]) == (0, [stored["full"]])
+    with pytest.raises(RecordError, match="several weight versions"):
+        newest_policy([mixed])
+    for other, words in ((later, "later.parquet"), (hotter, "temperature=1.5"), (mixed, "mixed"), (raw, "raw log-probs")):  # fmt: skip
+        with pytest.raises(RecordError, match=words):
+            judged([stored["full"], other], policies[1])

@@ -1,0 +1,295 @@
+"""Which files of a framework's run are read, and which of their rows count.
+
+The dumps are laid out as the frameworks lay them out (commits in `docs/logs.md`), around samples that
+their own writers made.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offdrift.audit.partial import Job, work
+from offdrift.errors import RecordError
+from offdrift.records.readers import detect, pieces
+from tests.records.samples import LOGS, one, read_all
+
+MILES = LOGS / "miles"
+
+
+def rank_dump(path: Path, rank: int, samples: list[int], **changed: Any) -> None:
+    """miles' dump of one rank that holds some of the three samples."""
+    payload = torch.load(MILES / "train_data" / "7_0.pt", weights_only=True)
+    data = payload["rollout_data"]
+    n = len(data["response_lengths"])
+    cut = {
+        k: [v[i] for i in samples] if isinstance(v, list | tuple) and len(v) == n else v
+        for k, v in data.items()
+    }
+    cut = {**cut, "sample_indices": samples, **changed.pop("data", {})}
+    cut = {k: v for k, v in cut.items() if v is not None}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({**payload, "rank": rank, "rollout_data": cut, **changed}, path)
+
+
+def test_ranks_of_miles_that_hold_the_same_samples_count_once(tmp_path: Path) -> None:
+    """Tensor parallelism of 2, a pipeline of 2 stages and 2 shards of data, in two rollouts."""
+    shards = [[0, 2], [1]]
+    for rollout in (7, 8):
+        for rank in range(8):
+            stage, shard, _ = rank // 4, (rank // 2) % 2, rank % 2
+            # Only the last stage computes log-probs.
+            lacks = {} if stage else {"log_probs": None, "ref_log_probs": None}
+            path = tmp_path / "train_data" / f"{rollout}_{rank}.pt"
+            rank_dump(path, rank, shards[shard], data=lacks, rollout_id=rollout)
+    found, batches, bad = read_all(tmp_path)
+    assert (found.format, bad) == ("miles-train", [])
+    assert sum(b.num_sequences for b in batches) == 6
+    assert sorted(Path(f).name for f in found.files) == ["7_4.pt", "7_6.pt", "8_4.pt", "8_6.pt"]
+    assert all(b.logp_old is not None for b in batches)
+    assert "not reading 12 files of ranks that hold the samples of another rank" in found.said
+    # A rank that cannot be read is reported, and another one with the same samples is read.
+    (tmp_path / "train_data" / "7_4.pt").write_bytes(b"damaged")
+    found, batches, bad = read_all(tmp_path)
+    assert sum(b.num_sequences for b in batches) == 6
+    assert [Path(b.file).name for b in bad] == ["7_4.pt"]
+
+
+def miles_rollout(path: Path) -> None:
+    """miles' rollout dump: slime's with its metadata."""
+    payload = torch.load(LOGS / "slime" / "rollout_data" / "7.pt", weights_only=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({**payload, "metadata": {}}, path)
+
+
+def loss_call(path: Path) -> None:
+    """What miles' `maybe_dump_policy_loss_debug` writes on one context-parallel rank."""
+    part = torch.tensor([-1.0, -2.0])
+    sample = {
+        "index": 0, "total_length": 9, "response_length": 4, "train_log_probs": part,
+        "old_log_probs": part, "advantages": part, "local_loss_mask": torch.tensor([1.0, 0.0]),
+        "rollout_log_probs": part, "train_rollout_abs_diff": part * 0,
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"rank": 0, "call": 0, "samples": [sample], "ppo_kl": part, "pg_loss": part, "finite": {}}, path)  # fmt: skip
+
+
+def test_slices_and_single_calls_of_miles_are_no_sequences(tmp_path: Path) -> None:
+    """A run with context parallelism: the rollout dump is what can be read."""
+    for rank in range(2):
+        rank_dump(
+            tmp_path / "train_data" / f"7_{rank}.pt", rank, [0, 1, 2], cp_rank=rank, cp_size=2
+        )
+        loss_call(tmp_path / "policy_loss_debug" / f"rank_{rank}_call_0.pt")
+    miles_rollout(tmp_path / "rollout_data" / "7.pt")
+    found, (batch,), bad = read_all(tmp_path)
+    assert (found.format, bad) == ("miles-rollout", [])
+    assert batch.num_sequences == 3
+    assert batch.response_lengths.tolist() == [3, 1, 4]
+    assert "one of 2 context-parallel slices" in found.said
+    moved = tmp_path / "elsewhere" / "calls.pt"
+    loss_call(moved)
+    with pytest.raises(RecordError, match="one rank's part of one call of miles' policy loss"):
+        detect([str(moved)])
+    with pytest.raises(RecordError, match="evaluation or metadata"):
+        detect([str(tmp_path / "policy_loss_debug")])
+
+
+def test_evaluations_of_miles_are_no_training(tmp_path: Path) -> None:
+    folder = tmp_path / "dashboard_columns"
+    shutil.copytree(MILES / "dashboard_columns", folder)
+    shutil.copy(folder / "rollout_7.parquet", folder / "rollout_eval_0.parquet")
+    found, (batch,), _ = read_all(tmp_path)
+    assert [Path(f).name for f in found.files] == ["rollout_7.parquet"]
+    assert batch.num_sequences == 3
+    assert "not reading 1 file of evaluation" in found.said
+
+
+def test_samples_that_slime_removes_do_not_train(tmp_path: Path) -> None:
+    payload = torch.load(LOGS / "slime" / "rollout_data" / "7.pt", weights_only=True)
+    payload["samples"][0]["remove_sample"] = True
+    assert payload["samples"][0]["loss_mask"] is not None
+    torch.save(payload, tmp_path / "7.pt")
+    kept, all_of_them = one(tmp_path), one(LOGS / "slime" / "rollout_data")
+    assert kept.num_sequences == 3
+    assert kept.cu_seqlens.diff().tolist() == [0, *all_of_them.cu_seqlens.diff().tolist()[1:]]
+
+
+def test_train_dumps_of_slime_say_what_was_truncated(tmp_path: Path) -> None:
+    payload = torch.load(LOGS / "slime" / "train_data" / "7.pt", weights_only=True)
+    for sample, cut in zip(payload["samples"], (0, 1, 0), strict=True):
+        sample["truncated"] = cut
+    torch.save(payload, tmp_path / "7.pt")
+    batch = one(tmp_path)
+    assert batch.truncated is not None
+    assert batch.truncated.tolist() == [0, 1, 0]
+
+
+def nemo_rows() -> Iterator[dict[str, Any]]:
+    for line in (LOGS / "nemo_rl" / "train_data_step7.jsonl").read_text().splitlines():
+        yield json.loads(line)
+
+
+def test_rewards_of_dynamic_sampling_belong_to_the_rows(tmp_path: Path) -> None:
+    """`rewards` are then those of every sequence that was drawn, in another order."""
+    path = tmp_path / "train_data_step7.jsonl"
+    rows = [{**row, "filtered_rewards": row["rewards"], "rewards": [9.0]} for row in nemo_rows()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = one(LOGS / "nemo_rl").rewards
+    found = one(path).rewards
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
+
+
+def test_a_folder_with_nemo_rls_validation_alone(tmp_path: Path) -> None:
+    (tmp_path / "val_data_step7.jsonl").write_text(
+        '{"content": ["x"], "rewards": [1.0], "idx": 0}\n'
+    )
+    with pytest.raises(RecordError, match=r"data_plane.enabled\) does not write: record"):
+        detect([str(tmp_path)])
+
+
+VERL = {"input": "q", "output": "a", "gts": "1", "score": 1.0, "step": 3}
+
+
+def test_validation_of_verl_is_no_training(tmp_path: Path) -> None:
+    """verl writes both alike; only its validation has `reward` beside `score`."""
+    for name, extra in (
+        ("val", {"reward": 1.0, "acc": 1.0}),
+        ("train", {"request_id": "x", "acc": 1.0}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "3.jsonl").write_text(json.dumps({**VERL, **extra}) + "\n")
+    found, (batch,), _ = read_all(tmp_path)
+    assert [Path(f).parent.name for f in found.files] == ["train"]
+    assert batch.num_sequences == 1
+    assert "not reading 1 file of verl's validation dump" in found.said
+    alone, (batch,), _ = read_all(tmp_path / "val")
+    assert alone.format == "verl-validation"
+    assert "nothing that was trained on" in alone.said
+    assert batch.rewards is not None
+
+
+def test_tokens_of_tools_in_open_instruct_are_no_log_probs(tmp_path: Path) -> None:
+    """The engine's log-probs have exact zeros where a tool answered; a mask is not logged."""
+    row = {
+        "step": 1, "sample_idx": 0, "prompt_idx": 0, "prompt_tokens": [1], "response_tokens": [2, 3, 4, 5],
+        "reward": 1.0, "advantage": 0.5, "finish_reason": "stop", "logprobs": [-1.0, 0.0, 0.0, -2.0],
+    }  # fmt: skip
+    called = {**row, "request_info": {"num_calls": 1, "tool_calleds": True, "tool_outputs": "ok"}}
+    certain = {**row, "request_info": {"num_calls": 0, "tool_calleds": False}}
+    path = tmp_path / "run_rollouts_000000.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in (called, certain, row)))
+    batch = one(path)
+    assert batch.cu_seqlens.diff().tolist() == [2, 4, 4]
+    assert batch.logp_rollout is not None
+    assert batch.logp_rollout[:2].tolist() == [-1.0, -2.0]
+    assert batch.in_response[:2].tolist() == [0, 3]
+
+
+def node(parent: int | None, tokens: list[int], sampled: int, **more: Any) -> dict[str, Any]:
+    """A message of a trace; its last tokens are sampled."""
+    n = len(tokens)
+    mask = [i >= n - sampled for i in range(n)]
+    found = {"message": {"role": "assistant"}, "sampled": sampled > 0, "token_ids": tokens, "mask": mask, **more}  # fmt: skip
+    if sampled:
+        found["logprobs"] = [-0.5 * t for t in tokens[n - sampled :]]
+    return found if parent is None else {**found, "parent": parent}
+
+
+def episode(nodes: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    trace = {
+        "version": 1, "agent": {"name": "agent", "trainable": True, "config": {}}, "nodes": nodes,
+        "rewards": {"right": {"score": 1.0, "weight": 0.5}, "style": {"score": 2.0, "weight": 1.0}},
+        "calls": [{"node": 1, "finish_reason": "stop"}], "ok": True,
+    }  # fmt: skip
+    work = {"type": "train", "step": 2, "policy": {"start": 4, "end": 4}}
+    return {
+        "id": "e", "env": {"id": "e"}, "task": {"type": "T"}, "group": {"id": "g"}, "ok": True, "errors": [],
+        "run": {"type": "train", "id": "r", "work": work}, "traces": [{**trace, **more}],
+    }  # fmt: skip
+
+
+def traces(folder: Path, *records: Any, where: str = "train/effective") -> None:
+    path = folder / "rollouts" / "step_3" / where / "traces.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+FORK = [
+    node(None, [1, 2], 0),
+    node(0, [3, 4, 5], 2, advantages=[1.0, 2.0]),
+    node(1, [6], 0),
+    node(2, [7, 8], 2, advantages=[3.0, 4.0]),
+    node(2, [9], 1, advantages=[5.0]),
+]
+
+
+def test_episodes_of_prime_rl(tmp_path: Path) -> None:
+    frozen = episode(FORK)
+    frozen["traces"][0]["agent"]["trainable"] = False
+    traces(tmp_path, episode(FORK), frozen)
+    traces(tmp_path, *[episode(FORK)] * 5, where="train/all")
+    traces(tmp_path, *[episode(FORK)] * 5, where="eval/effective")
+    found, (batch,), bad = read_all(tmp_path)
+    assert (found.framework, found.format, bad) == ("prime-rl", "prime-rl-traces", [])
+    assert len(found.files) == 1
+    # Two paths; what they share trains in the first.
+    assert batch.num_sequences == 2
+    assert batch.step.tolist() == [3, 3]
+    assert batch.tokens is not None
+    assert batch.tokens.tolist() == [4, 5, 7, 8, 9]
+    assert batch.cu_seqlens.tolist() == [0, 4, 5]
+    assert batch.logp_rollout is not None
+    assert batch.logp_rollout.tolist() == [-2.0, -2.5, -3.5, -4.0, -4.5]
+    assert batch.advantages is not None
+    assert batch.advantages.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert batch.rewards is not None
+    assert batch.rewards.tolist() == [2.5, 2.5]
+    assert batch.rollout_version is not None
+    assert batch.rollout_version.tolist() == [4] * 5
+    assert batch.group_ids is not None
+    assert len(batch.group_ids.unique()) == 1
+    assert "token_export" in found.said
+
+
+def test_episodes_lie_beside_token_exports(tmp_path: Path) -> None:
+    shutil.copytree(LOGS / "prime_rl" / "token_exports", tmp_path / "token_exports")
+    traces(tmp_path, episode(FORK))
+    assert detect([str(tmp_path)]).format == "prime-rl"
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [[{**FORK[0], "parent": 0}], [{**FORK[0], "parent": 7}], [FORK[1]], [{}], "x", [{**FORK[1], "mask": 3}]],
+    ids=str,
+)  # fmt: skip
+def test_a_trace_that_is_none_is_a_bad_row(tmp_path: Path, nodes: Any) -> None:
+    traces(tmp_path, episode(FORK), episode(nodes))
+    _, (batch,), bad = read_all(tmp_path)
+    assert batch.num_sequences == 2
+    assert [b.row for b in bad] in ([2], [])
+    assert bad or nodes == [FORK[1]]
+
+
+def test_prompts_that_two_ranks_share_count_once(tmp_path: Path) -> None:
+    """prime-rl packs the responses to one prompt on any rank."""
+    source = LOGS / "prime_rl" / "token_exports" / "step_7" / "rank_0.jsonl"
+    first, second, third = source.read_text().splitlines()
+    folder = tmp_path / "token_exports" / "step_7"
+    folder.mkdir(parents=True)
+    (folder / "rank_0.jsonl").write_text(first + "\n" + third + "\n")
+    (folder / "rank_1.jsonl").write_text(second + "\n")
+    found = detect([str(tmp_path)])
+    parts = [work(piece, Job(found)) for piece in pieces(found)]
+    tally = parts[0].merge(parts[1]).tally
+    assert tally is not None
+    assert tally.as_dict()["counts"]["prompts"] == 2
+    assert tally.as_dict()["counts"]["sequences"] == 3

@@ -1,0 +1,598 @@
+"""The recorder: nothing waits for the disk, nothing is lost that need not be, no file is ever broken."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from offdrift.errors import OffdriftError, RecordError, ShapeError
+from offdrift.records import recorder as module
+from offdrift.records import shared
+from offdrift.records.batch import Logged
+from offdrift.records.recorder import Recorder
+from offdrift.records.shared import write_unclaimed
+from tests.records.samples import flat, ragged, read_all
+
+SOON = 60.0
+"""Seconds after which something that must happen is taken not to happen."""
+
+
+def at(step: int, sequences: int = 3) -> Logged:
+    """A batch of its own for every step."""
+    return replace(ragged(sequences, seed=step), step=torch.full((sequences,), step))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of all sequences that an audit would read, three per batch of `at`."""
+    _, batches, bad = read_all(folder)
+    assert not bad
+    return [s for b in batches for s in b.step.tolist()]
+
+
+def thrice(steps: range | list[int]) -> list[int]:
+    return [s for s in steps for _ in range(3)]
+
+
+def until(true: Callable[[], object]) -> None:
+    end = time.monotonic() + SOON
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Disk:
+    """A disk that takes nothing until it is released."""
+
+    def __init__(self) -> None:
+        self.released, self.asked = threading.Event(), threading.Event()
+
+    def write(self, *args: object, **options: object) -> Path:
+        self.asked.set()
+        assert self.released.wait(SOON)
+        return write_unclaimed(*args, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    slow = Disk()
+    monkeypatch.setattr(module, "write_unclaimed", slow.write)
+    yield slow
+    slow.released.set()
+
+
+# -- what is written ---------------------------------------------------------------------------
+
+
+def test_batches_come_back_as_they_were_in_one_file(tmp_path: Path) -> None:
+    batches = [ragged(5, seed=i) for i in range(4)]
+    with Recorder(tmp_path, seconds=SOON) as recorder:
+        for batch in batches:
+            recorder.add(batch)
+    assert (recorder.written, recorder.dropped) == (4, 0)
+    assert [p.name for p in tmp_path.iterdir()] == ["log-00000000-00000001-rank0-0.parquet"]
+    found, back, bad = read_all(tmp_path)
+    assert (found.framework, bad) == ("offdrift", [])
+    want, have = flat(batches), flat(back)
+    assert len(want["logp"]) > 100  # type: ignore[arg-type]
+    for name in want.keys() - {"row", "group_ids"}:
+        assert have[name] == want[name], name
+    assert have["row"] == list(range(1, 21))
+
+
+def test_batches_share_a_file_until_it_is_full(tmp_path: Path) -> None:
+    size = 3 * module.num_bytes(at(0, 40)) / 2**20
+    with Recorder(tmp_path, file_mib=size * 0.9, seconds=SOON, queue=100) as recorder:
+        for step in range(30):
+            recorder.add(at(step, 40))
+    files = sorted(tmp_path.iterdir())
+    assert 5 <= len(files) <= 15
+    assert sorted(set(steps_in(tmp_path))) == list(range(30))
+
+
+def test_a_batch_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, seconds=0.01)
+    recorder.add(at(1))
+    until(lambda: recorder.written == 1)
+    assert steps_in(tmp_path) == [1] * 3
+    recorder.close()
+
+
+def test_batches_with_other_fields_or_names_have_files_of_their_own(tmp_path: Path) -> None:
+    bare = replace(at(1), entropy=None)
+    with Recorder(tmp_path, framework="verl", seconds=SOON) as recorder:
+        recorder.add(at(0))
+        recorder.add(bare)
+        recorder.add(at(2), name="eval_0")
+        recorder.add(at(3))
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {
+        "log-00000000-00000003-rank0-0.parquet",
+        "log-00000001-00000001-rank0-0.parquet",
+        "eval_0-00000002-00000002-rank0-0.parquet",
+    }
+    found, batches, _ = read_all(tmp_path)  # evaluations are left out
+    assert found.framework == "verl"
+    assert sorted(s for b in batches for s in b.step.tolist()) == thrice([0, 1, 3])
+    assert [b.entropy is None for b in batches] == [False, True]
+
+
+def test_dropped_tokens_keep_their_places_in_a_shared_file(tmp_path: Path) -> None:
+    whole, part = at(0), at(1)
+    keep = torch.arange(part.num_tokens) % 2 == 1
+    thinned = Logged(
+        cu_seqlens=torch.cat([torch.zeros(1).long(), keep.cumsum(0)])[part.cu_seqlens],
+        step=part.step,
+        row=part.row,
+        response_lengths=part.response_lengths,
+        logp=None if part.logp is None else part.logp[keep],
+        position=part.in_response[keep],
+    )
+    whole = Logged(**{n: getattr(whole, n) for n in ("cu_seqlens", "step", "row", "response_lengths", "logp")})  # fmt: skip
+    with Recorder(tmp_path, seconds=SOON) as recorder:
+        recorder.add(whole)
+        recorder.add(thinned)
+    assert len(list(tmp_path.iterdir())) == 1
+    _, (back,), _ = read_all(tmp_path)
+    assert torch.equal(back.in_response, torch.cat([whole.in_response, thinned.in_response]))
+    assert len(back.in_response) > 30
+
+
+def test_no_sequences_make_no_file_and_no_tokens_keep_their_rows(tmp_path: Path) -> None:
+    with Recorder(tmp_path) as recorder:
+        recorder.add(ragged(0))
+        recorder.flush()
+        assert list(tmp_path.iterdir()) == []
+        recorder.add(ragged(3, longest=1))
+    _, (back,), _ = read_all(tmp_path)
+    assert (recorder.written, back.num_sequences, back.num_tokens) == (2, 3, 0)
+
+
+def test_without_text_equal_prompts_stay_groups(tmp_path: Path) -> None:
+    with Recorder(tmp_path, text=False) as recorder:
+        recorder.add(replace(at(1, 6), group_ids=None))
+    _, (back,), _ = read_all(tmp_path)
+    assert (back.prompts, back.completions) == (None, None)
+    assert back.group_ids is not None
+    assert (back.group_ids.diff() == 0).tolist() == [True, False, True, False, True]
+
+
+# -- never waiting -----------------------------------------------------------------------------
+
+
+def test_adds_return_while_the_disk_hangs_and_the_queue_stays_bounded(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path, when_full="drop", queue=4)
+    for step in range(10):
+        recorder.add(at(step))  # on this thread: were it to wait, the test would never end
+    assert disk.asked.wait(SOON)
+    assert (recorder.written, recorder.dropped) == (0, 6)
+    assert not recorder.flush(timeout=0)
+    assert [r.message for r in caplog.records if "dropped" in r.message] == [
+        f"{tmp_path}: the disk is slower than training: batches are dropped, and counted"
+    ]
+    disk.released.set()
+    recorder.close()
+    assert (recorder.written, recorder.dropped) == (4, 6)
+    assert caplog.records[-1].message == f"{tmp_path}: 6 batches were not recorded, 4 were"
+    assert steps_in(tmp_path) == thrice(range(4))
+
+
+@pytest.mark.parametrize("limit", [{"queue": 4}, {"queue": 100, "queue_mib": 0.5}])
+def test_by_default_a_full_queue_waits_and_nothing_is_lost(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, limit: dict[str, float]
+) -> None:
+    caplog.set_level(logging.WARNING)
+    recorder = Recorder(tmp_path, **limit)  # type: ignore[arg-type]
+    batch, returned = at(0, 100), count()
+    size = module.num_bytes(batch)
+
+    def train() -> None:
+        for _ in range(12):
+            recorder.add(replace(batch, step=batch.step + next(returned)))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    until(lambda: any("steps wait" in r.message for r in caplog.records))
+    waiting = next(returned) - 1  # the one that waits has drawn its number
+    room = limit.get("queue_mib", 1e9) * 2**20
+    assert 1 < waiting == min(limit["queue"], int(room // size)) < 12
+    disk.released.set()
+    thread.join(SOON)
+    recorder.close()
+    assert (recorder.written, recorder.dropped) == (12, 0)
+    assert len(steps_in(tmp_path)) == 12 * 100
+
+
+def test_a_batch_larger_than_the_queue_is_let_in_alone(tmp_path: Path) -> None:
+    with Recorder(tmp_path, queue=1, queue_mib=1e-6) as recorder:
+        for step in range(3):
+            recorder.add(at(step))
+    assert steps_in(tmp_path) == thrice(range(3))
+
+
+class Graph(torch.autograd.Function):
+    """A node of a graph that can be watched."""
+
+    nodes: ClassVar[weakref.WeakSet[object]] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        Graph.nodes.add(ctx)
+        return x.clone()
+
+
+def test_what_a_step_does_afterwards_is_not_recorded_and_nothing_of_it_is_kept(
+    tmp_path: Path, disk: Disk
+) -> None:
+    recorder, batch = Recorder(tmp_path), at(1)
+    weights = torch.ones(batch.num_tokens, requires_grad=True)
+    assert batch.logp is not None
+    logp, expected = Graph.apply(batch.logp * weights), batch.logp.clone()
+    assert logp.requires_grad
+    assert len(Graph.nodes) == 1
+    advantages = batch.advantages
+    assert advantages is not None
+    wanted = advantages.clone()
+    recorder.add(replace(batch, logp=logp))
+    advantages.zero_()
+    ref = weakref.ref(logp)
+    del logp
+    gc.collect()
+    assert ref() is None
+    assert len(Graph.nodes) == 0
+    disk.released.set()
+    recorder.close()
+    _, (back,), _ = read_all(tmp_path)
+    assert back.logp is not None
+    assert torch.equal(back.logp, expected)
+    assert back.advantages is not None
+    assert torch.equal(back.advantages, wanted)
+    assert len(expected) == batch.num_tokens > 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_is_not_waited_for_and_its_memory_not_kept(tmp_path: Path) -> None:
+    n = 1 << 20
+    held = torch.cuda.memory_allocated()
+    x = torch.zeros(n, device="cuda")
+    with Recorder(tmp_path) as recorder:
+        recorder.add(at(0))  # whatever is set up once
+        torch.cuda._sleep(2_000_000_000)
+        x -= 1.5
+        late = torch.cuda.Event()
+        recorder.add(
+            Logged(
+                cu_seqlens=torch.tensor([0, n]), step=torch.tensor([1]), row=torch.tensor([1]),
+                response_lengths=torch.tensor([n]), logp=x,
+            )
+        )  # fmt: skip
+        late.record()
+        assert not late.query()  # the device is still busy with what came before
+        x.zero_()
+        del x
+        assert torch.cuda.memory_allocated() == held
+    _, batches, _ = read_all(tmp_path)
+    logp = next(b.logp for b in batches if b.step[0] == 1)
+    assert logp is not None
+    assert bool((logp == -1.5).all())
+
+
+def wrongly(batch: Logged, **fields: torch.Tensor) -> Logged:
+    """The batch with fields that the checks of the tests would refuse, and nobody else's."""
+    wrong = replace(batch)
+    for name, value in fields.items():
+        object.__setattr__(wrong, name, value)
+    return wrong
+
+
+# -- disks that fail ---------------------------------------------------------------------------
+
+
+def run(program: str, *args: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", HEAD + program, *map(str, args)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, capture_output=True, text=True, timeout=SOON, env=env)
+
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+from offdrift.errors import RecordError
+from offdrift.records.recorder import Recorder
+from tests.records.test_recorder import at
+folder = Path(sys.argv[1])
+"""
+
+DISK_FULL = """
+import resource
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+for choice in ("raise", "warn"):
+    recorder = Recorder(folder / choice, on_error=choice)
+    recorder.add(at(0))
+    recorder.flush()
+    limit(1000)
+    recorder.add(at(1))
+    try:
+        recorder.flush()
+        print("went on")
+    except RecordError as e:
+        print(e)
+    limit(resource.RLIM_INFINITY)
+    recorder.add(at(2))
+    recorder.close()
+    print(recorder.written, recorder.dropped)
+"""
+
+
+def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
+    done = run(DISK_FULL, tmp_path)
+    assert done.returncode == 0, done.stderr
+    told, *others = done.stdout.splitlines()
+    # Told with the file and a way out, and nothing is lost once there is room again ...
+    assert told.startswith(f"cannot write {tmp_path}/raise/log-00000001-00000001-rank0-0.parquet: ")
+    assert "free disk space" in told
+    assert sorted(steps_in(tmp_path / "raise")) == thrice(range(3))
+    # ... or, if training should go on, logged and counted.
+    assert others == ["3 0", "went on", "2 1"]
+    assert "1 batches are lost: cannot write" in done.stderr
+    assert "1 batches were not recorded, 2 were" in done.stderr
+    assert sorted(steps_in(tmp_path / "warn")) == thrice([0, 2])
+    assert list(tmp_path.rglob(".*")) == []
+
+
+def test_a_folder_that_goes_away_is_told_at_the_next_add_and_at_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    recorder = Recorder(folder, seconds=0.01)
+    folder.rmdir()
+    folder.write_text("in the way")
+    recorder.add(at(0))
+    until(lambda: recorder._box._error)
+    with pytest.raises(RecordError, match=r"cannot write .*/log/log-.*parquet: .*choose another"):
+        recorder.add(at(1))
+    with pytest.raises(RecordError, match=r"choose another folder \(1 batches are lost\)"):
+        recorder.close()
+    assert (recorder.written, recorder.dropped) == (0, 1)
+    recorder.close()
+
+
+def test_drops_do_not_hide_that_the_disk_fails(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    recorder = Recorder(folder, when_full="drop", queue=1)
+    folder.rmdir()
+    folder.write_text("in the way")
+    recorder.add(at(0))
+    until(lambda: recorder._box._error)
+    with pytest.raises(RecordError, match="cannot write"):
+        recorder.add(at(1))
+    folder.unlink()
+    recorder.close()
+    assert steps_in(folder) == [0] * 3
+
+
+def test_a_folder_that_cannot_be_made_is_told_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match=r"cannot record to .*file/log: .*choose a folder"):
+        Recorder(tmp_path / "file" / "log")
+    recorder = Recorder(tmp_path / "file" / "log", on_error="warn")
+    recorder.add(at(0))
+    recorder.close()
+    assert recorder.dropped == 1
+    assert len(caplog.records) == 3
+
+
+def test_a_batch_that_contradicts_itself_is_named_and_the_others_are_written(
+    tmp_path: Path,
+) -> None:
+    recorder, good = Recorder(tmp_path, seconds=SOON), at(1)
+    with pytest.raises(ShapeError, match="rewards has 2 entries for 3 sequences"):
+        recorder.add(wrongly(good, rewards=torch.zeros(2)))
+    with pytest.raises(ShapeError, match="different lengths"):
+        recorder.add(wrongly(good, logp=torch.zeros(5)))
+    recorder.add(good)
+    bad = [
+        replace(good, cu_seqlens=good.cu_seqlens + 1),
+        replace(good, tokens=torch.full_like(good.tokens, 2**31)),  # type: ignore[arg-type]
+    ]
+    for wrong, said in zip(bad, ("cu_seqlens must start at 0", "beyond 32 bits"), strict=True):
+        recorder.add(wrong)
+        with pytest.raises(RecordError, match=said):
+            recorder.flush()
+    recorder.close()
+    assert (recorder.written, recorder.dropped) == (1, 2)
+    assert steps_in(tmp_path) == [1] * 3
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", ".x"])
+def test_names_stay_in_the_folder(tmp_path: Path, name: str) -> None:
+    with Recorder(tmp_path) as recorder, pytest.raises(RecordError, match="name="):
+        recorder.add(at(0), name=name)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- processes that end, fork, and share a folder ------------------------------------------------
+
+KILLED = """
+recorder = Recorder(folder, seconds=0)
+replaced, move = 0, os.replace
+def hang(*paths):
+    global replaced
+    replaced += 1
+    if replaced == 4:
+        print("writing", flush=True)
+        time.sleep(600)
+    move(*paths)
+os.replace = hang
+for step in range(20):
+    recorder.add(at(step))
+    until = time.monotonic() + 60
+    while recorder.written <= step and replaced < 4 and time.monotonic() < until:
+        time.sleep(0.001)
+time.sleep(600)
+"""
+
+
+def test_a_killed_process_leaves_whole_files_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", HEAD + KILLED, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.kill()
+    left = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    hidden = sorted(name for name in left if name.startswith("."))
+    assert len(left) - len(hidden) == 3
+    assert {name.rsplit(".")[-1] for name in hidden} == {"tmp", "claim"}
+    assert steps_in(tmp_path) == thrice(range(3))
+    # The next process repeats a step, and the one whose file was never finished.
+    with Recorder(tmp_path, seconds=0) as recorder:
+        for step in (2, 3, 4):
+            recorder.add(at(step))
+            recorder.flush()
+    assert steps_in(tmp_path) == thrice([0, 1, 2, 2, 3, 4])
+    assert all((tmp_path / name).read_bytes() == data for name, data in left.items())
+    # What the killed process left is removed once no writer can be at it.
+    long_ago = time.time() - 2 * shared.STALE_S
+    for name in hidden:
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    Recorder(tmp_path).close()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+    assert steps_in(tmp_path) == thrice([0, 1, 2, 2, 3, 4])
+
+
+ENDS = """
+recorder = Recorder(folder, seconds=600)
+recorder.add(at(0))
+if os.fork() == 0:
+    sys.exit(0)  # what waits is the parent's
+os.wait()
+if os.fork() == 0:
+    recorder.add(at(1))
+    sys.exit(0)
+os.wait()
+recorder.add(at(0))
+raise KeyError("the loop fails")
+"""
+
+
+def test_a_process_that_ends_writes_what_waits_once_forks_included(tmp_path: Path) -> None:
+    done = run(ENDS, tmp_path)
+    assert "the loop fails" in done.stderr
+    assert sorted(steps_in(tmp_path)) == thrice([0, 0, 1])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_writers_of_one_name_never_replace_each_others_files(tmp_path: Path) -> None:
+    ready = threading.Barrier(4)
+
+    def write(seed: int) -> None:
+        ready.wait()
+        for i in range(4):
+            write_unclaimed(at(100 * seed + i), tmp_path, "log", framework="offdrift")
+
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert len(list(tmp_path.iterdir())) == 16
+    want = thrice([100 * seed + i for seed in range(4) for i in range(4)])
+    assert sorted(steps_in(tmp_path)) == want
+
+
+RANKS = """
+import os, sys
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from offdrift import Recorder
+from tests.records.test_recorder import at
+
+def one(**options):
+    with Recorder(sys.argv[1], **options) as recorder:
+        recorder.add(at(5))
+
+one()
+os.environ["RANK"] = "2"
+one()
+one(rank=7)
+torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+one()
+"""
+
+
+def test_ranks_write_into_one_folder(tmp_path: Path) -> None:
+    """In a process of its own: an engine in this one may have a process group."""
+    environment = {k: v for k, v in os.environ.items() if k != "RANK"}
+    command = [sys.executable, "-c", RANKS, str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True, timeout=120)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        f"log-00000005-00000005-rank{rank}-0.parquet" for rank in (0, 2, 3, 7)
+    ]
+    assert steps_in(tmp_path) == thrice([5] * 4)
+
+
+def test_a_closed_recorder_takes_nothing_and_does_not_mask_what_ended_the_loop(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "log"
+    recorder = Recorder(folder)
+
+    def loop() -> None:
+        with recorder:
+            recorder.add(at(0))
+            folder.rmdir()
+            folder.write_text("in the way")
+            raise KeyError("loop")
+
+    with pytest.raises(KeyError, match="loop"):
+        loop()
+    assert recorder.closed
+    assert recorder.dropped == 1
+    with pytest.raises(RecordError, match="is closed"):
+        recorder.add(at(1))
+
+
+def end_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread ends, without a word, at what it is to write next."""
+
+    def gone(*args: object, **options: object) -> Path:
+        raise SystemExit
+
+    monkeypatch.setattr(module, "write_unclaimed", gone)
+    monkeypatch.setattr(threading, "excepthook", lambda told: None)
+
+
+def test_nobody_waits_for_a_thread_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_the_writer(monkeypatch)
+    recorder = Recorder(tmp_path, queue=1)
+    recorder.add(at(0))
+    with pytest.raises(RecordError, match="1 batches are lost"):
+        recorder.flush(timeout=5)
+    recorder.close(timeout=5)
+    assert (recorder.closed, recorder.written, recorder.dropped) == (True, 0, 1)
+
+
+@pytest.mark.parametrize("option", ["when_full", "on_error"])
+def test_unknown_choices_are_named(tmp_path: Path, option: str) -> None:
+    with pytest.raises((OffdriftError, TypeError), match=option):
+        Recorder(tmp_path, **{option: "never"})  # type: ignore[arg-type]

@@ -1,0 +1,253 @@
+"""The page of an audit: chosen numbers, honest charts, small, and without trust in what was logged."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from offdrift.audit.page import render_audit, write_audit_page
+from offdrift.audit.questions import LOG, questions
+from offdrift.audit.view import audit_view, unanswered
+from offdrift.errors import RecordError
+from offdrift.show.charts import MAX_POINTS
+from offdrift.stats.summary import METRICS
+from tests.show.hostile import PAYLOADS, SHOWN
+from tests.show.hostile_audit import hostile
+from tests.show.synthetic_audit import audit, little
+from tests.show.test_page import Parsed, _hash, parse
+
+ALL = "".join(PAYLOADS)
+
+
+@pytest.fixture(scope="module")
+def content() -> dict[str, Any]:
+    return audit(steps=4)
+
+
+@pytest.fixture(scope="module")
+def good(content: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Parsed:
+    return parse(write_audit_page(content, tmp_path_factory.mktemp("good")))
+
+
+@pytest.fixture(scope="module")
+def bad(content: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Parsed:
+    return parse(write_audit_page(hostile(content, ALL), tmp_path_factory.mktemp("bad")))
+
+
+# -- texts from elsewhere ------------------------------------------------------------------------
+
+
+def test_hostile_texts_add_no_element_and_no_attribute(good: Parsed, bad: Parsed) -> None:
+    assert {tag for tag, _ in bad.tags} <= {tag for tag, _ in good.tags}
+    names = {name for _, attributes in bad.tags for name in attributes}
+    assert names <= {name for _, attributes in good.tags for name in attributes}
+    assert not any(name.startswith("on") for name in names)
+    assert [tag for tag, _ in bad.tags].count("script") == 3
+    assert [tag for tag, _ in bad.tags].count("img") == 0
+
+
+PLACES = (
+    "mask tokens outside [0.5, 5].", "at the same weights.", "with the learning rate.",
+    "truncated at 2.", "0.001 nat.", "arXiv:2510.26788", "snippet ", "column ", "/data/", "inside a string",
+    "112.jsonl", "Think step by step.", "no routing was logged", "in both engines", "no length is favored", "so the answer is",
+    "decoupled_geo_rs", "the log lacks", "the gain 0.004", "every token are there", "(0.1 to 0.5)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hostile_texts_are_shown_as_text(bad: Parsed, place: str) -> None:
+    """Of a prompt, a completion, a file name, a reason, a column, a finding: all as they are."""
+    assert f"{place}{''.join(SHOWN)}" in "".join(bad.text)
+
+
+def test_hostile_names_of_metrics_and_tokens_are_shown_as_text(bad: Parsed) -> None:
+    shown = "".join(SHOWN)
+    assert sum(shown in text for text in bad.text) > 100
+    assert bad.text.count(shown) >= 3, "as option, as metric, as tab"
+
+
+def test_data_for_the_script_is_json_without_markup(bad: Parsed) -> None:
+    block = bad.raw["script"][0]
+    assert not re.search("[<>&\u2028\u2029]", block)
+    data = json.loads(block)
+    assert len(data["charts"]) == 19
+    drawn = [s["name"] for c in data["charts"] for s in c["series"]]
+    texts = [t for c in data["columns"].values() for t in c if isinstance(t, str)]
+    assert len(drawn) > 40
+    assert len(texts) > 100
+    assert not any(re.search("<[a-z/]", text) for text in [*drawn, *texts]), "plotly reads markup"
+
+
+def test_the_policy_lets_the_two_scripts_and_the_style_sheet_apply_and_nothing_else(
+    good: Parsed, bad: Parsed
+) -> None:
+    policies = [
+        a["content"] for p in (good, bad) for tag, a in p.tags
+        if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+    ]  # fmt: skip
+    assert len(policies) == 2
+    assert policies[0] == policies[1], "the policy depends on no logged text"
+    directives = dict(part.strip().split(" ", 1) for part in policies[0].split(";"))
+    assert directives["script-src"].split() == [_hash(s) for s in good.raw["script"][1:]]
+    assert directives["style-src-elem"].split() == [_hash(good.raw["style"][0]), _hash("")]
+    assert {directives[k] for k in ("default-src", "base-uri", "form-action")} == {"'none'"}
+    assert "unsafe" not in directives["script-src"] + directives["style-src-elem"]
+
+
+def test_the_page_refers_to_nothing_outside_itself(good: Parsed) -> None:
+    links = [a[k] for _, a in good.tags for k in ("src", "href", "action", "srcset") if k in a]
+    assert links == ["data:,", "#verdict"]
+    assert not re.search(r"url\(|@import", good.raw["style"][0])
+
+
+@pytest.mark.parametrize("which", ["good", "bad"])
+def test_every_id_is_unique_and_every_reference_resolves(
+    which: str, request: pytest.FixtureRequest
+) -> None:
+    parsed: Parsed = request.getfixturevalue(which)
+    ids = [a["id"] for _, a in parsed.tags if "id" in a]
+    keys = ("aria-labelledby", "aria-controls", "for")
+    references = [a[k] for _, a in parsed.tags for k in keys if k in a]
+    assert len(ids) == len(set(ids))
+    assert len(references) > 30
+    assert set(references) <= set(ids)
+
+
+# -- size and shape ------------------------------------------------------------------------------
+
+
+def test_a_run_of_a_hundred_million_tokens_is_a_page_under_ten_megabytes() -> None:
+    """More steps, metrics, files and text than the audit stores."""
+    large = audit(steps=2)
+    step = {name: 0.123456789 + i for i, name in enumerate(METRICS)} | large["steps"][0]
+    long = "word " * 10_000
+    sequence = {
+        "tokens": [" token"] * 5000, "log_ratio": [0.123456789] * 5000, "logp_rollout": [-0.123456789] * 5000,
+        "kl": [1e-3] * 5000, "prompt": long, "completion": long, "length": 32_000, "first": 0,
+    }  # fmt: skip
+    large |= {
+        "steps": [step | {"step": i} for i in range(2100)],
+        "worst": {"sequences": [sequence] * 100, "tokens": [{"context": long, "token": 1}] * 1000},
+        "bad_rows": [{"file": "f", "row": i, "reason": long} for i in range(100)],
+        "findings": large["findings"] * 3,
+    }  # fmt: skip
+    large["source"]["paths"] = [f"/data/{i}" for i in range(100_000)]
+    assert len(METRICS) > 100
+    html = render_audit(large)
+    assert len(html.encode()) < 10e6
+    block = re.search(r'id="report-data">(.*?)</script>', html, re.S)
+    assert block is not None
+    data = json.loads(block.group(1))
+    assert max(map(len, data["columns"].values())) == MAX_POINTS
+    assert len(data["explore"]) >= len(METRICS)
+    assert len(data["heat"]) == 20
+    assert {len(heat["values"]) for heat in data["heat"]} == {600}
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", 3, [None], [{}], {"a": None}, float("nan"), [["x"]]], ids=str)  # fmt: skip
+def test_all_keys_may_be_null_or_of_another_kind(content: dict[str, Any], value: object) -> None:
+    assert "</html>" in render_audit(dict.fromkeys(content, value))
+
+
+def test_any_key_may_be_missing(content: dict[str, Any]) -> None:
+    assert len(content) == 20
+    small = content | {"methods": content["methods"][:3]}
+    for key in small:
+        rest = {k: v for k, v in small.items() if k != key}
+        assert "</html>" in render_audit(rest), key
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}])
+def test_any_key_of_a_row_may_be_null_or_of_another_kind(content: dict[str, Any], value: object) -> None:  # fmt: skip
+    def damaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**rows[0], key: value} for key in rows[0]]
+
+    names = ("questions", "steps", "methods", "findings", "bad_rows")
+    groups = ("worst", "facets")
+    broken: dict[str, Any] = {name: damaged(content[name]) for name in names}
+    for group in groups:
+        broken[group] = {name: damaged(rows) for name, rows in content[group].items()}
+    count = sum(len(broken[n]) for n in names) + sum(len(r) for g in groups for r in broken[g].values())  # fmt: skip
+    assert count > 200
+    html = render_audit({**content, **broken})
+    assert "</html>" in html
+    assert html.count('<article class="finding') == 1
+
+
+def test_a_log_without_log_probs_is_still_a_page() -> None:
+    html = render_audit(little())
+    assert "Mean reward" in html
+    assert "cannot tell whether there is drift" in html
+    assert "KL per token" not in html
+    assert 'id="chart-ratios"' not in html
+    assert "the log holds no rollout log-probs" in html
+    assert "No verdict was recorded" in render_audit({})
+
+
+def test_the_same_audit_is_the_same_page_and_no_other_file_is_left(tmp_path: Path) -> None:
+    page = write_audit_page(little(), tmp_path)
+    assert page == tmp_path / "report.html"
+    assert page.read_text("utf-8") == render_audit(little())
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+    with pytest.raises(RecordError, match="cannot write"):
+        write_audit_page(little(), page)
+
+
+def test_the_page_says_everything_of_the_first_screen(good: Parsed) -> None:
+    text = " ".join("".join(good.text).split())
+    order = ["qwen3-30b-a3b-math/rollouts", "The engines disagree from step 107", "KL per token",
+             "Effective sample size", "Correlation of probabilities", "Fix", "rollout_is_threshold: 2.0",
+             "What this log cannot answer", "Over the run", "Ratios of the sampled tokens", "KL by position",
+             "Acceptance by response length", "What each method would have done", "The worst sequences",
+             "Certificate", "All numbers", "Where the numbers come from", "3 rows could not be read"]  # fmt: skip
+    at = 0
+    for part in order:
+        found = text.find(part, at)
+        assert found >= 0, part
+        at = found
+    first = next(a for tag, a in good.tags if a.get("role") == "tab")
+    assert first["aria-selected"] == "true"
+    assert good.text[good.text.index("verl")] == "verl"
+
+
+def test_what_to_log_is_said_once_with_the_questions_it_is_for() -> None:
+    asked = questions({"rewards"})
+    found = unanswered({"questions": asked})
+    still = [q for q in asked if not q["answered"]]
+    assert len(still) == 9
+    assert [q for q, _ in found.questions] == [q["question"] for q in still]
+    # Every field that some question misses, once, however many miss it.
+    assert sorted(x for x, _ in found.log) == sorted({x for q in still for x in q["log"].split("; ")})  # fmt: skip
+    numbers = {x: [int(n) for n in which.removeprefix("for ").split(", ")] for x, which in found.log}  # fmt: skip
+    assert numbers[LOG["logp_rollout"]] == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert numbers[LOG["tokens"]] == [8]
+    assert len(numbers) == len(LOG) - 1 == 9
+    for x, which in numbers.items():
+        assert which == [i for i, q in enumerate(still, 1) if x in q["log"].split("; ")]
+    content = little() | {"questions": asked}
+    page = html.unescape(render_audit(content))
+    terminal = io.StringIO()
+    Console(file=terminal, width=2000).print(audit_view(content, 100))
+    for shown in (page, terminal.getvalue()):
+        for x, which in found.log:
+            assert shown.count(x) == 1
+            assert which in shown
+        for q, because in found.questions:
+            assert shown.count(q) == 1
+            assert f"{because}." in shown
+
+
+def test_one_open_question_has_no_number() -> None:
+    asked = [{"question": "A?", "answered": False, "because": "no x", "log": "x"}]
+    found = unanswered({"questions": asked})
+    assert (found.questions, found.log) == ([("A?", "no x")], [("x", "")])
+    page = render_audit(little() | {"questions": asked})
+    assert "<dt>A?</dt>" in page
+    assert "To answer it" in page

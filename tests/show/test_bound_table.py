@@ -1,0 +1,222 @@
+"""The bound table says which horizon, which minimum, attained where, and fits a terminal."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from offdrift.certificate import Bound, all_bounds, tightest
+from offdrift.certificate.bounds import LABELS
+from offdrift.errors import BadValueError
+from offdrift.prove.bound_answer import answer_rows, answer_table
+from offdrift.prove.bound_table import bound_rows, bound_table
+
+TABLE_1 = {"horizon": 4096, "delta": 1e-4, "eps": 5e-3, "kl_seq": 0.01, "tv_seq": 0.05}
+
+
+def shown(width: int = 100, **given: object) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(bound_table(**given))  # type: ignore[arg-type]
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def numbers(text: str, label: str) -> list[str]:
+    """The numbers in the row with this label, marks stripped."""
+    (line,) = [x for x in text.splitlines() if x.strip().startswith(label + "  ")]
+    return [w for w in line.split() if w[0].isdigit() and ("." in w or "e" in w)]
+
+
+def test_table_1_is_printed_to_every_digit():
+    text = shown(**TABLE_1)
+    # label: the paper's printed KL+TV column, and where it stands among the numbers of the row
+    printed = {
+        "Classical TV": ("839", 0),
+        "Coupling": ("79.9", 1),
+        "Pinsker-Marginal KL": ("35.0", 0),
+        "Pinsker-Marginal TV": ("24.7", 0),
+        "Mixed KL": ("8.2", 0),
+        "Mixed TV": ("4.1", 0),
+        "Adaptive": ("24.7", 0),
+        "Unified B*": ("4.1", 0),
+    }
+    for label, (want, column) in printed.items():
+        value = float(numbers(text, label)[column].replace(",", ""))
+        assert f"{value:.{1 if '.' in want else 0}f}" == want, label
+    assert numbers(text, "Classical KL")[0] == "1,677.312"
+    assert "≤ 24.711" in text
+    assert "horizon T = 4,096 tokens" in text
+    assert "B* = 0.01 with sharp constants (Sequence KL), 4.096 with the paper's (Mixed TV)" in text
+    assert "A surrogate gain above B* certifies an improvement." in text
+    assert numbers(text, "Pointwise") == ["2.039"]
+    paper = shown(**TABLE_1, constants=["paper"])
+    assert "Vacuous: not below the reward range of 1." in paper
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_rows_are_the_bounds():
+    rows = {r["bound"]: r for r in bound_rows(**TABLE_1, mean_tv=1e-3, reward_range=2.0)}
+    assert list(rows) == list(LABELS)
+    compared = 0
+    for constants in ("paper", "sharp"):
+        for b in all_bounds(**TABLE_1, mean_tv=1e-3, reward_range=2.0, constants=constants):
+            assert rows[b.name][constants] == b.value
+            compared += 1
+    assert compared == 10 + 12
+    assert rows["pointwise"]["paper"] is None
+    assert [n for n, r in rows.items() if "paper" in r["attains"]] == ["mixed_tv"]
+    assert rows["sequence_kl"]["paper"] is None
+    assert rows["sequence_kl"]["sharp"] == 2 * 0.01
+    assert [n for n, r in rows.items() if "sharp" in r["attains"]] == ["sequence_kl"]
+    assert rows["unified"]["paper"] == rows["mixed_tv"]["paper"]
+    assert rows["unified"]["sharp"] == rows["sequence_kl"]["sharp"]
+
+
+def test_the_worst_case_adaptive_row_never_attains_the_minimum():
+    # One divergence only: adaptive at eps everywhere equals Pinsker-Marginal and is not counted.
+    rows = {r["bound"]: r for r in bound_rows(horizon=64, delta=1e-6, kl_seq=64e-6)}
+    assert rows["adaptive"]["worst_case"]
+    assert rows["adaptive"]["attains"] == []
+    assert rows["adaptive"]["paper"] == pytest.approx(rows["pinsker_marginal_kl"]["paper"])
+    assert rows["unified"]["paper"] == rows["pinsker_marginal_kl"]["paper"]
+    assert "adaptive_kl" not in rows
+    assert len(rows) == 11
+
+
+def test_mean_tv_gives_the_adaptive_rows():
+    mean_tv = np.linspace(0, 1e-4, 64)
+    rows = {r["bound"]: r for r in bound_rows(horizon=64, delta=1e-6, mean_tv=mean_tv)}
+    assert rows["adaptive"]["attains"] == ["paper", "sharp"]
+    assert not rows["adaptive"]["worst_case"]
+    assert not rows["unified"]["vacuous"]
+    text = shown(horizon=64, delta=1e-6, mean_tv=mean_tv)
+    assert "A surrogate gain above B* certifies an improvement." in text
+    assert "≤ adaptive" not in text
+
+
+def test_vacuous_does_not_depend_on_the_unit_of_reward():
+    for reward_range in (1e-3, 1.0, 1e6):
+        large = bound_rows(**TABLE_1 | {"kl_seq": 2.0, "delta": 1e-2}, reward_range=reward_range)
+        small = bound_rows(horizon=8, delta=1e-6, reward_range=reward_range)
+        assert {r["vacuous"] for r in large} == {True}
+        assert {r["vacuous"] for r in small} == {False}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"horizon": 16, "delta": float("inf"), "eps": 5e-4},
+        {"horizon": 1, "delta": 1e-6},
+        {"horizon": 10**7, "delta": 1e-9, "eps": 1e-6, "kl_seq": 1e-3},
+        {"horizon": 8192, "delta": 8.0},
+        {"horizon": 8, "delta": 0.0},
+        {"horizon": 8, "delta": 1e-12},
+    ],
+)
+def test_any_size_fits_and_is_json(given: dict):
+    text = shown(**given)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    assert "nan" not in text
+    rows = bound_rows(**given)
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert rows[-1]["bound"] == "unified"
+
+
+def test_tightened_premises_are_said():
+    text = shown(horizon=8, delta=0.02, eps=0.5)
+    assert "eps = 0.5 exceeds sqrt(delta/2) = 0.1, which holds too and was used" in text
+    assert "max TV ε = 0.1 (derived)" in text
+
+
+def test_an_exact_surrogate_is_called_exact():
+    assert "The surrogate is exact" in shown(horizon=1, delta=0.3)
+    assert "horizon T = 1 token " in shown(horizon=1, delta=0.3)
+
+
+def test_it_says_from_which_horizon_on_it_is_vacuous():
+    text = " ".join(shown(**TABLE_1).split())
+    assert "Vacuous from no T (sharp), T = 1,000 (paper), KL_seq and TV_seq at every T." in text
+    assert "TV to token 3, KL to token 51, TV_seq to token 4,096." in text
+    known = {"delta": 1e-4, "eps": 5e-3}
+    last = bound_rows(**known, horizon=4096)[-1]
+    for constants, horizon in last["vacuous_from"].items():
+        after, before = (
+            tightest(all_bounds(**known, horizon=horizon - less, constants=constants)).value
+            for less in (0, 1)
+        )
+        assert before < 1 <= after
+    assert last["vacuous_from"]["sharp"] == 10_000
+    assert len(last["vacuous_from"]) == 2
+    grown = shown(horizon=512, delta=1e-4, kl_rate=1e-6)
+    assert "KL_seq = T kl_rate at every T." in grown
+    assert "KL_seq = 0.000512 nats" in grown
+    assert "no T" not in grown
+    assert "Never vacuous up to 10^12 tokens" in shown(horizon=8, delta=0.0)
+    # Nothing is known about positions beyond the array.
+    positions = {"horizon": 8, "delta": 1e-6, "mean_tv": np.zeros(8)}
+    assert "acuous from" not in shown(**positions)
+    assert bound_rows(**positions)[-1]["vacuous_from"] == {"paper": None, "sharp": None}
+
+
+def test_one_set_of_constants_can_be_shown_alone():
+    paper = shown(**TABLE_1, constants=["paper"])
+    assert "B* = 4.096 with the paper's constants (Mixed TV)." in paper
+    assert not any(word in paper for word in ("sharp", "Pointwise", "Sequence", "2.039"))
+    sharp = shown(**TABLE_1, constants=["sharp"])
+    assert "B* = 0.01 with sharp constants (Sequence KL)." in sharp
+    assert numbers(sharp, "Pointwise") == ["2.039"]
+
+
+def test_a_narrow_terminal_loses_columns_not_letters():
+    text = shown(width=80, **TABLE_1, narrow=True)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert numbers(text, "Pinsker-Marginal TV") == ["24.711", "12.355"]
+    assert "eq." not in text
+
+
+# -- the questions backwards ------------------------------------------------------------------
+
+
+def test_answers_keep_the_target():
+    given = {"delta": 1e-2, "eps": 5e-2, "tv_seq": 0.5}
+    compared = 0
+
+    def best(tokens: int, constants: str, known: dict) -> Bound:
+        return tightest(all_bounds(horizon=tokens, constants=constants, **known))
+
+    for solve in ("delta", "eps", "kl_seq"):
+        asked = {n: None if n == solve else v for n, v in given.items()}
+        for row in answer_rows(solve, target=0.3, horizon=1000, **asked):
+            at = best(1000, row["constants"], asked | {solve: row["value"]})
+            assert at.name == row["attained_by"]
+            assert 0.3 * (1 - 1e-9) <= at.value <= 0.3
+            assert not row["any"]
+            compared += 1
+    for row in answer_rows("T", target=0.5, **given):
+        after, before = (best(row["value"] + n, row["constants"], given).value for n in (1, 0))
+        assert before < 0.5 <= after
+        compared += 1
+    assert compared == 8
+
+
+def test_any_value_is_said_and_is_json():
+    rows = answer_rows("delta", target=0.5, horizon=10, eps=1e-3, mean_tv=1e-4)
+    assert [(r["value"], r["any"]) for r in rows] == [(None, True)] * 2
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert answer_rows("eps", target=5.0, horizon=1, delta=0.5)[0]["any"]
+    assert answer_rows("T", target=5, delta=0.0, constants=["paper"])[0]["any"]
+    with pytest.raises(BadValueError, match="kl_seq is solved for and kl_rate gives it"):
+        answer_rows("kl_seq", target=0.5, horizon=10, delta=0.1, kl_rate=0.1)
+
+
+def test_an_answer_is_a_table():
+    rows = answer_rows("delta", target=0.1, horizon=8192)
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(answer_table(rows, target=0.1, horizon=8192))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Largest token KL δ with B* ≤ 0.1 at T = 8,192" in text
+    assert f"{rows[1]['value']:.6g}" in text
+    assert "Pinsker-Marginal KL" in text

@@ -1,0 +1,309 @@
+"""Figures: the numbers that were given, gaps where there are none, labels apart, nothing executed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html import unescape
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offdrift.errors import BadValueError, MethodError, OffdriftError, RecordError, ShapeError
+from offdrift.show.figure import Panel, Series, order, palette, points, write_figure
+from offdrift.show.figure_html import html_of
+from offdrift.show.figure_png import png_of, spread
+from tests.show.browser import chromium, open_page
+from tests.show.hostile import PAYLOADS
+from tests.show.test_colors import DARK, LIGHT
+
+NAN, INF = math.nan, math.inf
+X = [1, 10, 100, 1000]
+LINES = [
+    Series("rising", X, [1e-3, 1e-2, 0.1, 1.0]),
+    Series("flat", X, [0.5, 0.5, NAN, 0.5], low=[0.4, 0.3, 0.2, 0.1], high=[0.6] * 4),
+    Series("strong", X, [2.0, INF, 4.0, 8.0], style="dashed", strong=True),
+]
+PANEL = Panel("Bounds", "T (tokens)", "reward", LINES, True, True, [("range", 1.0)], [("here", 50)])
+
+
+def drawn(page: str) -> list[dict]:
+    found = re.search(r'<script type="application/json" id="figure-data">(.*?)</script>', page)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def draw(*panels: Panel, title: str = "A figure", caption: str = "") -> list[dict]:
+    return drawn(html_of(panels, title=title, caption=caption))
+
+
+# -- what is drawn ----------------------------------------------------------------------------
+
+
+def test_both_files_are_written_and_say_the_same_each_time(tmp_path):
+    first = write_figure(tmp_path / "deep" / "a.b", [PANEL], title="Title", caption="Caption")
+    assert [p.name for p in first] == ["a.b.png", "a.b.html"]
+    again = write_figure(tmp_path / "again", [PANEL], title="Title", caption="Caption")
+    for one, other in zip(first, again, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+    assert sorted(p.name for p in first[0].parent.iterdir()) == ["a.b.html", "a.b.png"]
+    size = np.frombuffer(first[0].read_bytes()[16:24], dtype=">i4")  # IHDR: width, height
+    assert size.tolist() == [900, 660]
+
+
+def test_the_page_draws_the_numbers_and_gaps_where_there_are_none():
+    (panel,) = draw(PANEL)
+    lines = {t["name"]: t for t in panel["data"] if t["mode"] == "lines"}
+    assert lines["rising"]["x"] == X
+    assert lines["rising"]["y"] == [1e-3, 1e-2, 0.1, 1.0]
+    assert lines["flat"]["y"] == [0.5, 0.5, None, 0.5]
+    assert lines["strong"]["y"] == [2.0, None, 4.0, 8.0]
+    assert lines["strong"]["line"]["dash"] == "dash"
+    assert panel["data"][0]["name"] == "strong", "behind the others"
+    (band,) = [t for t in panel["data"] if t.get("fill")]
+    # two outlines, one on each side of the gap: up along `high`, back along `low`
+    assert band["x"] == [1, 10, 10, 1, None, 1000, 1000, None]
+    assert band["y"] == [0.6, 0.6, 0.3, 0.4, None, 0.6, 0.1, None]
+    assert lines["flat"]["customdata"][0] == [0.4, 0.6]
+
+
+def test_axes_and_reference_lines():
+    layout = draw(PANEL)[0]["layout"]
+    assert layout["xaxis"]["type"] == layout["yaxis"]["type"] == "log"
+    assert layout["yaxis"]["title"]["text"] == "reward"
+    across, upright = layout["shapes"]
+    assert (across["y0"], across["y1"], across["xref"]) == (1.0, 1.0, "paper")
+    assert (upright["x0"], upright["x1"], upright["yref"]) == (50, 50, "paper")
+    above, beside = layout["annotations"]
+    assert (above["text"], above["y"]) == ("range", 0.0)  # log10(1)
+    assert (beside["text"], beside["x"]) == ("here", pytest.approx(math.log10(50)))
+    linear = Panel("", "", "", LINES, marks=[("zero", 0)], y_range=(-1, 2))
+    layout = draw(linear)[0]["layout"]
+    assert "type" not in layout["yaxis"]
+    assert layout["yaxis"]["range"] == [-1.0, 2.0]
+    assert layout["annotations"][0]["y"] == 0
+
+
+def test_one_name_is_one_color_in_every_panel():
+    other = Panel("Other", "", "", [Series("new", X, X), Series("flat", X, X)])
+    assert order([PANEL, other]) == {"rising": 0, "flat": 1, "strong": 2, "new": 3}
+    first, second = draw(PANEL, other)
+    colors = {t["name"]: t["meta"]["color"] for t in first["data"] + second["data"] if "name" in t}
+    assert colors == {"rising": 0, "flat": 1, "strong": 2, "new": 3}
+    many = Panel("", "", "", [Series(f"{i}", X, X) for i in range(20)])
+    looks = [(t["meta"]["color"], t["line"]["dash"]) for t in draw(many)[0]["data"]]
+    assert len(set(looks)) == 20
+
+
+def test_the_colors_are_those_of_the_report():
+    # their contrast in both themes is tested with the report's style sheet
+    assert palette() == {"light": LIGHT, "dark": DARK}
+    assert len({LIGHT[f"arm-{i}"] for i in range(8)}) == 8
+    picture = np.unique(_pixels(png_of([PANEL], title="", caption="")).reshape(-1, 3), axis=0)
+    shown = {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in picture}
+    assert {LIGHT["arm-0"], LIGHT["arm-1"], LIGHT["card"], LIGHT["soft"]} <= shown
+
+
+def _pixels(png: bytes) -> np.ndarray:
+    import io
+
+    from matplotlib.image import imread
+
+    return (imread(io.BytesIO(png), format="png")[..., :3] * 255).round().astype(int)
+
+
+def test_on_a_log_axis_what_is_not_above_zero_is_a_gap():
+    series = Series(
+        "a", [0, 1, 2, 3], [1.0, 0.0, -1.0, 2.0], low=[0.5, 0, 0, -1], high=[2, 1, 1, 3]
+    )
+    log = points(Panel("", "", "", [series], log_x=True, log_y=True), series)
+    assert np.isnan(log["x"]).tolist() == [True, False, False, False]
+    assert np.isnan(log["y"]).tolist() == [True, True, True, False]
+    assert log["low"][3] == 0.5, "a band that reaches 0 goes down to what is shown"
+    plain = points(Panel("", "", "", [series]), series)
+    assert plain["y"].tolist() == [1.0, 0.0, -1.0, 2.0]
+    assert plain["low"].tolist() == [0.5, 0, 0, -1]
+
+
+@pytest.mark.parametrize(
+    "series",
+    [
+        [],
+        [Series("empty", [], [])],
+        [Series("nothing", [1, 2], [NAN, INF])],
+        [Series("one", [1], [2])],
+        [Series("points", [1, 2, 3], [1, 5, NAN], style="points", low=[0, 4, 1], high=[2, 6, 2])],
+        [Series("array", np.arange(1, 9), np.arange(8.0))],
+        [Series(f"{i}", X, [10.0**i] * 4) for i in range(13)],
+        [Series("same", [3, 3], [7, 7])],
+    ],
+    ids=lambda s: s[0].name if s else "none",
+)
+@pytest.mark.parametrize("log", [False, True])
+def test_any_content_is_drawn(series: list[Series], log: bool):
+    panel = Panel("Any", "x", "y", series, log_x=log, log_y=log)
+    assert png_of([panel], title="t", caption="").startswith(b"\x89PNG")
+    json.dumps(draw(panel), allow_nan=False)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_any_number_of_panels(count: int):
+    panels = [Panel(f"P{i}", "x", "y", [LINES[0]]) for i in range(count)]
+    assert len(draw(*panels)) == count
+    assert png_of(panels, title="t", caption="c").startswith(b"\x89PNG")
+
+
+# -- labels -----------------------------------------------------------------------------------
+
+
+def test_labels_are_apart_and_near_the_ends_of_their_lines():
+    rng = np.random.default_rng(0)
+    checked = 0
+    for _ in range(300):
+        n = int(rng.integers(1, 13))
+        wanted, sizes = rng.random(n).tolist(), rng.uniform(0.02, 0.08, n).tolist()
+        places = spread(wanted, sizes)
+        ranks = sorted(range(n), key=lambda i: wanted[i])
+        for low, high in pairwise(ranks):
+            assert places[high] - places[low] >= (sizes[low] + sizes[high]) / 2 - 1e-12
+            checked += 1
+        assert min(p - s / 2 for p, s in zip(places, sizes)) >= -0.1 - 1e-12
+        assert max(p + s / 2 for p, s in zip(places, sizes)) <= 1.1 + 1e-12
+    assert checked > 1000
+    assert spread([0.2, 0.8], [0.1, 0.1]) == pytest.approx([0.2, 0.8]), "nothing moved without need"
+    assert spread([], []) == []
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: Series("a", [1, 2], [1]), ShapeError, r"'a' has points of different counts.*'y': 1"),
+        (lambda: Series("a", [1], [1], low=[0]), BadValueError, "one end of a band"),
+        (lambda: Series("a", [1], [1], style="dots"), Exception, "style"),
+        (
+            lambda: Panel("P", "", "", [LINES[0], LINES[0]]),
+            BadValueError,
+            "'P' has two series named 'rising'",
+        ),
+        (lambda: Panel("P", "", "", [], log_y=True, marks=[("m", 0.0)]), BadValueError, "'m' has no"),
+        (lambda: Panel("P", "", "", [], marks=[("m", NAN)]), BadValueError, "no place at nan"),
+        (lambda: Panel("P", "", "", [], log_x=True, x_marks=[("v", -1)]), BadValueError, "'v' has no"),
+        (
+            lambda: Panel("P", "", "", [], log_y=True, y_range=(0.0, 1.0)),
+            BadValueError,
+            "'y_range' has no place at 0.0",
+        ),
+        (lambda: write_figure(Path("x"), [], title=""), BadValueError, "without panels"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_refused_by_name(make, error, said):
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_another_style_is_refused_where_types_are_not_checked():
+    series = object.__new__(Series)
+    for name, value in {"name": "a", "x": [], "y": [], "low": None, "high": None}.items():
+        object.__setattr__(series, name, value)
+    object.__setattr__(series, "style", "dots")
+    with pytest.raises(MethodError, match="style='dots' is not one of"):
+        series.__post_init__()
+
+
+def test_a_place_that_cannot_be_written_is_our_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="cannot write"):
+        write_figure(tmp_path / "file" / "figure", [PANEL], title="")
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "plotly"])
+def test_a_missing_package_is_named_with_the_way_to_get_it(missing, tmp_path, monkeypatch):
+    for name in [m for m in sys.modules if m.startswith("offdrift.show.figure_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "offdrift.train.page", raising=False)
+    for name in [m for m in sys.modules if m.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+
+    class Nothing:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] == missing:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Nothing(), *sys.meta_path])
+    with pytest.raises(OffdriftError, match=rf"{missing}.*pip install 'offdrift\[train\]'"):
+        write_figure(tmp_path / "x", [PANEL], title="")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_naming_a_figure_loads_no_drawing_library():
+    program = "import sys, offdrift.show.figure; print([m for m in ('matplotlib', 'plotly', 'pyarrow') if m in sys.modules])"  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# -- in a browser -----------------------------------------------------------------------------
+
+
+def test_the_page_is_drawn_and_nothing_written_in_it_runs(tmp_path):
+    chromium()
+    series = [Series(text, X, [1.0, 2.0, 3.0, i + 1.0]) for i, text in enumerate(PAYLOADS)]
+    panel = Panel(PAYLOADS[0], PAYLOADS[1], PAYLOADS[0], series, marks=[(PAYLOADS[0], 1.0)])
+    _, page = write_figure(tmp_path / "bad", [panel, PANEL], title=PAYLOADS[0], caption=PAYLOADS[1])
+    document, console = open_page(page, tmp_path / "profile")
+    assert 'data-drawn="2"' in document
+    assert document.count('class="trace scatter') == len(PAYLOADS) + len(LINES) + 1  # and a band
+    assert "data-pwned" not in document
+    assert console == []
+
+
+def test_markup_in_a_name_is_shown_and_not_obeyed():
+    # plotly would print it bold
+    panel = Panel("", "<i>x</i>", "", [Series("<b>bold</b>", X, X)], marks=[("<u>m</u>", 1)])
+    (shown,) = draw(panel)
+    assert shown["data"][0]["name"] == "&lt;b&gt;bold&lt;/b&gt;"
+    assert shown["layout"]["xaxis"]["title"]["text"] == "&lt;i&gt;x&lt;/i&gt;"
+    assert shown["layout"]["annotations"][0]["text"] == "&lt;u&gt;m&lt;/u&gt;"
+    # matplotlib would read a formula, and fail at this one
+    bad = "$\\frac$"
+    for panel in (
+        Panel(bad, "", "", LINES),
+        Panel("", bad, bad, [Series(bad, X, X)], marks=[(bad, 1)]),
+    ):
+        assert png_of([panel], title=bad, caption=bad).startswith(b"\x89PNG")
+    points = Panel("", "", "", [Series(bad, X, X, style="points")], x_marks=[(bad, 2)])
+    assert png_of([points], title="", caption="").startswith(b"\x89PNG")
+
+
+def test_a_series_can_be_hidden_and_nothing_sticks_out(tmp_path):
+    chromium()
+    _, page = write_figure(tmp_path / "probe", [PANEL, PANEL], title="Two panels")
+    probe = """<script>(async () => {
+      const state = document.documentElement.dataset, wait = () => new Promise(f => setTimeout(f, 300));
+      while (!state.drawn) await wait();
+      const lines = () => document.querySelectorAll("g.trace.scatter").length;
+      state.before = lines();
+      const button = document.querySelectorAll(".legend button")[1];
+      button.click(); await wait(); state.after = lines(); state.pressed = button.ariaPressed;
+      button.click(); await wait(); state.again = lines();
+      state.wide = document.documentElement.scrollWidth > innerWidth;
+    })();</script>"""
+    text, removed = re.subn(r'<meta http-equiv="Content-Sec[^>]*>', "", page.read_text("utf-8"))
+    assert removed == 1
+    page.write_text(text.replace("</main>", f"</main>{probe}"), encoding="utf-8")
+    document, _ = open_page(page, tmp_path / "profile")
+    (root,) = re.findall(r"<html[^>]*>", document)
+    state = {k: unescape(v) for k, v in re.findall(r'data-([\w-]+)="([^"]*)"', root)}
+    # per panel three lines and a band; "flat" is a line and a band
+    assert (state["before"], state["after"], state["again"]) == ("8", "4", "8")
+    assert state["pressed"] == "false"
+    assert state["wide"] == "false"

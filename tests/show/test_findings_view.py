@@ -1,0 +1,147 @@
+"""Findings as people read them: order, wording, snippet of their framework, and nothing that runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console, RenderableType
+
+from offdrift.audit.compare import comparison_view
+from offdrift.audit.view import audit_view, spark
+from offdrift.judge.findings import Evidence, Finding
+from offdrift.show.findings import (
+    CAUSES,
+    SEVERITY_STYLE,
+    finding_view,
+    in_order,
+    shown,
+    verdict_of,
+    verdict_view,
+)
+from tests.show.hostile import PAYLOADS
+from tests.show.hostile_audit import replaced
+from tests.show.synthetic_audit import SNIPPETS, audit, finding, little
+
+
+def drawn(what: RenderableType, width: int = 100, *, color: bool = False) -> str:
+    screen = io.StringIO()
+    console = Console(file=screen, width=width, force_terminal=color, color_system="standard" if color else None)  # fmt: skip
+    console.print(what)
+    return screen.getvalue()
+
+
+def flat(text: str) -> str:
+    """Without line breaks, so that wrapped words are found."""
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_finding_shows_everything_that_it_says(width: int) -> None:
+    text = drawn(finding_view(finding(), "verl", width), width)
+    words = flat(text)
+    for part in ("▲ Act", "cause A", "correlate by 0.931", "0.0611 nat", "> 0.0500 nat", "not logged",
+                 "Fix: Run both engines", "Refuted by:", "confidence high", "first at step 107"):  # fmt: skip
+        assert part in words, part
+    for line in SNIPPETS["verl"].strip().splitlines():
+        assert f"   {line}" in text, "a snippet's lines can be copied: nothing stands beside them"
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_real_finding_is_read_from_its_dict() -> None:
+    real = Finding(
+        rule="r", cause="stale_engine", letter="B", severity="stop", confidence="low", symptom="S.",
+        evidence=(Evidence("m", 2.0, ">", 1.0, "nat", "src"),), explanation="E.", fix="F.",
+        refuted_by="R.", snippets={"trl": "x"}, step=None, steps=1,
+    )  # fmt: skip
+    s = shown(real.as_dict(), "verl")
+    assert (s.level, s.cause, s.when) == ("stop", CAUSES["stale_engine"], "at 1 step")
+    assert s.evidence == (("m", "2.00 nat", "> 1.00 nat", "src"),)
+    assert s.snippets == (("trl", "x"),), (
+        "without a snippet for verl or offdrift, the first there is"
+    )
+
+
+@pytest.mark.parametrize(("where", "when"), [({"step": None, "steps": 0}, "over the whole log"), ({"step": 3, "steps": 1}, "first at step 3, at 1 step"), ({"step": None, "steps": 4}, "at 4 steps")])  # fmt: skip
+def test_a_finding_says_where_it_was_seen(where: dict, when: str) -> None:
+    assert shown(finding() | where).when == when
+
+
+@pytest.mark.parametrize(("framework", "first"), [("trl", "trl"), ("slime", "slime"), ("plain", "offdrift"), ("", "offdrift")])  # fmt: skip
+def test_the_snippet_of_the_detected_framework_comes_first(framework: str, first: str) -> None:
+    names = [name for name, _ in shown(finding(), framework).snippets]
+    assert names[0] == first
+    assert sorted(names) == sorted(SNIPPETS)
+
+
+def test_what_can_wait_stands_last_and_the_order_of_repair_stays() -> None:
+    found = [finding(severity=s, rule=str(i), symptom=f"{i}") for i, s in enumerate(("info", "act", "stop", "watch", "act", "odd"))]  # fmt: skip
+    assert [f.symptom for f in in_order(found)] == ["1", "2", "4", "0", "3", "5"]
+    assert list(SEVERITY_STYLE) == ["info", "watch", "act", "stop"]
+
+
+@pytest.mark.parametrize("content", [{}, {"severity": None, "evidence": None, "snippets": None},
+    {"evidence": [None, {"value": float("nan")}], "snippets": {"verl": None, "trl": "  "}, "step": "x"}])  # fmt: skip
+def test_a_finding_with_next_to_nothing_is_shown(content: dict) -> None:
+    s = shown(content)
+    assert (s.level, s.snippets, s.when) == ("info", (), "")
+    assert "● Note" in drawn(finding_view(content))
+
+
+def test_verdicts_that_are_not_there_are_called_that() -> None:
+    assert verdict_of({"level": "odd", "text": None}) == ("", "No verdict was recorded.")
+    assert "No verdict" in drawn(verdict_view(None))
+
+
+@pytest.mark.parametrize(
+    "payload", [*PAYLOADS, "[red]x[/red]", "[/]", "\x1b[31mred\x1b]0;title\x07"]
+)
+def test_texts_are_neither_markup_nor_escape_sequences(payload: str) -> None:
+    hostile = replaced(finding(), lambda text: payload + text)
+    text = drawn(finding_view(hostile, "verl", 100), color=True)
+    controls = [c for c in text if ord(c) < 32 and c not in "\n\x1b"]
+    assert controls == []
+    assert "\x1b]" not in text
+    assert "\x1b[31mred" not in text
+    assert "\u202e" not in text
+    if payload.startswith("["):
+        assert payload in flat(drawn(finding_view(hostile, "verl", 100)))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_view_of_an_audit_fits_and_holds_what_matters(width: int) -> None:
+    content = audit(steps=30)
+    text = drawn(audit_view(content, width), width)
+    words = flat(text)
+    assert max(map(len, text.splitlines())) <= width
+    for part in ("▲ Act", "KL per token", "Effective sample size", "rollout_is_threshold: 2.0", "■ Stop",
+                 "decoupled_token_icepop ◂", "What this log cannot answer", "log: kl_rollout_current",
+                 "3 rows could not be read", "112.jsonl:498", "99 more", "30 steps"):  # fmt: skip
+        assert part.replace("99 more", " more in the page") in words, part
+    assert words.count("rollout_is_threshold: 2.0") == 1, "one snippet, that of the first finding"
+
+
+def test_the_view_of_a_log_without_log_probs_and_of_nothing() -> None:
+    words = flat(drawn(audit_view(little(), 80), 80))
+    assert "Mean reward" in words
+    assert "KL per token" not in words
+    assert "cannot tell whether there is drift" in words
+    assert "No verdict" in drawn(audit_view({}, 80), 80)
+
+
+@pytest.mark.parametrize("payload", [*PAYLOADS, "[red]x", "\x1b[2J"])
+def test_an_audit_full_of_hostile_texts_is_shown(payload: str) -> None:
+    hostile = replaced(audit(steps=3), lambda text: text + payload)
+    for view in (
+        audit_view(hostile, 90),
+        comparison_view(hostile, hostile, (payload, payload), 90),
+    ):
+        text = drawn(view, 90)
+        assert [c for c in text if (ord(c) < 32 and c != "\n") or c == "\u202e"] == []
+        assert len(text) > 500
+
+
+def test_a_series_in_blocks() -> None:
+    assert spark(tuple(float(i) for i in range(8)), 8) == "▁▂▃▄▅▆▇█"
+    assert spark((0.0, 0.0, 4.0, 4.0), 2) == "▁█", "averages of two"
+    assert spark((1.0, None)) == ""

@@ -1,0 +1,149 @@
+"""The method table as a person reads it: at every width, all of it, and nothing broken."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from offdrift.methods import METHODS
+from offdrift.methods.catalog import catalog, find, select
+from offdrift.methods.systems import SYSTEMS
+from offdrift.show.method_table import ABOUT, WIDE, method_list, method_page, shown
+from offdrift.train.recipe import load_recipe
+
+WIDTHS = (60, 80, 100, 112, 120, 160, 200, 240)
+ROWS = catalog()
+
+
+def printed(what, width: int, *, color: bool = False) -> str:
+    screen = io.StringIO()
+    console = Console(file=screen, width=width, force_terminal=color, color_system="standard" if color else None)  # fmt: skip
+    console.print(what, highlight=False)
+    return screen.getvalue()
+
+
+def listed(width: int, **wanted: str) -> str:
+    return printed(method_list(select(ROWS, **wanted), width=width), width)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_list_fits_and_holds_every_row_once(width):
+    lines = listed(width).splitlines()
+    assert max(map(len, lines)) <= width
+    first = [line.split()[0] for line in lines if line and not line.startswith(" ")]
+    for name in ROWS:
+        assert first.count(name) == 1 + (name == "none") * 0, name
+    assert len(ROWS) == len(METHODS) + len(SYSTEMS)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_below_its_axes_a_row_says_what_it_does(width):
+    text = words(listed(width))
+    for name, row in ROWS.items():
+        assert words(row["summary"]) in text, name
+    assert "token · full · sampled · bias O(drift)" in text
+
+
+@pytest.mark.parametrize(("width", "most"), [(112, 5), (120, 5), (160, 3), (200, 2)])
+def test_no_row_is_wrapped_to_death(width, most):
+    """How many lines the tallest row takes, and that its first line says something."""
+    height, tallest = 0, 0
+    for line in listed(width).splitlines()[2:]:
+        if line.startswith(" "):
+            height += 1
+        else:
+            height = 1
+        tallest = max(tallest, height)
+    assert 1 < tallest <= most
+
+
+@pytest.mark.parametrize("width", [w for w in WIDTHS if w >= WIDE])
+def test_columns_line_up(width):
+    lines = listed(width).splitlines()
+    assert re.split(r"  +", lines[0].strip()) == ["method", "what it does", "unit", "ratio", "evidence", "bias"]  # fmt: skip
+    at = lines[0].index("bias")
+    row = next(line for line in lines if line.startswith("full_is"))
+    assert row[at:].strip() == "none"
+    assert row[lines[0].index("ratio") :].startswith("full ")
+
+
+def test_families_have_a_line_that_fits_in_eighty_columns():
+    families = {row["family"] for row in ROWS.values()}
+    assert families == set(ABOUT)
+    for title, about in ABOUT.items():
+        assert len(f"{title}  {about}") <= 80
+        assert f"{title}  {about}" in listed(80)
+
+
+def test_systems_and_experimental_rows_are_marked():
+    text = listed(240)
+    lines = {line.split()[0]: line for line in text.splitlines() if line and line[0] != " "}
+    unverified = {n for n, row in ROWS.items() if row["status"] == "unverified"}
+    assert len(unverified) > 5
+    assert {n for n, line in lines.items() if "(experimental)" in line} == unverified
+    for name in SYSTEMS:
+        assert re.search(r"  system( \(|$| )", lines[name]), name
+    assert f"{len(METHODS)} methods, {len(SYSTEMS)} systems." in text
+
+
+def test_a_choice_of_one_is_counted_as_one():
+    text = listed(80, unit="prefix", stop_gradient="no")
+    assert "1 method." in text
+    assert "system" not in text.replace("systems", "")
+    assert "1 system." in words(listed(80, reference="2510.11370"))
+
+
+def test_what_looks_like_markup_is_shown():
+    assert "[0.5, 5]" in listed(80, reference="IcePop")
+    row = {**ROWS["none"], "summary": "a [bold]b[/bold] [/x] :smile:"}
+    for width in (80, 120):
+        assert "a [bold]b[/bold] [/x] :smile:" in printed(method_list({"none": row}, width=width), width)  # fmt: skip
+    assert "a [bold]b[/bold]" in printed(method_page(row), 80)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_page_says_all_there_is(name):
+    row = find(name)
+    text = printed(method_page(row), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    said = words(text)
+    for key in ("summary", "mechanism", "target", "fails", "reference", "is_treatment"):
+        assert words(row[key]) in said, key
+    assert f"{row['status']}: " in said
+    if row["kind"] == "system":
+        assert "a system, not a method: nothing here runs it" in said
+        assert words(row["where"]) in said
+        assert ", ".join(row["related"]) in said
+        assert "--set method=" not in said
+        return
+    assert ("EXPERIMENTAL: the formula is unverified" in said) == (row["status"] == "unverified")
+    for part in row["parts"]:
+        assert words(part["formula"]).removeprefix("weight ") in said
+    for path, value in row["settings"].items():
+        assert re.search(rf"override\.{re.escape(path)} +{re.escape(shown(value))}\s", text), path
+    for word in (*row["unit"], *row["ratio"], *row["evidence"]):
+        assert f"{word}: " in said
+    assert row["aggregate"] in said
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_commands_of_a_page_run(name):
+    said = words(printed(method_page(find(name)), 80))
+    command = re.search(r"offdrift train (\S+) --set (method=\S+) .*--set (override\.\S+)", said)
+    assert command is not None
+    path, *changes = command.groups()
+    recipe = load_recipe(path, changes=changes)
+    assert list(recipe.arms) == [name]
+    assert recipe.arms[name].build().describe() == METHODS[name].describe()
+
+
+def test_a_page_has_color_on_a_terminal_only():
+    assert "\x1b[" in printed(method_page(find("tbpo")), 80, color=True)
+    assert "\x1b[" not in printed(method_page(find("tbpo")), 80)

@@ -1,0 +1,236 @@
+"""The page: whole, self-contained, and without trust in anything a run stored."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from offdrift.errors import RecordError
+from offdrift.show.numbers import KL_EDGES, flatten, kl_level
+from offdrift.train.page import pick_samples, write_report
+from offdrift.train.stored import Arm, Sample
+from tests.show.hostile import PAYLOADS, SHOWN, write_hostile_run
+from tests.show.synthetic import ARMS, write_lines, write_run
+
+
+@dataclass
+class Parsed(HTMLParser):
+    """What a browser's parser would see: tags, attributes, text, raw scripts and styles."""
+
+    tags: list[tuple[str, dict]] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    raw: dict[str, list[str]] = field(default_factory=lambda: {"script": [], "style": []})
+    inside: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag
+        if tag in self.raw:
+            self.raw[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside in self.raw:
+            self.raw[self.inside][-1] += data
+        else:
+            self.text.append(data)
+
+
+def parse(path: Path) -> Parsed:
+    parsed = Parsed()
+    parsed.feed(path.read_text("utf-8"))
+    parsed.close()
+    return parsed
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
+    return parse(write_report(write_run(tmp_path_factory.mktemp("good"))))
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
+    return parse(write_report(write_hostile_run(tmp_path_factory.mktemp("hostile"))))
+
+
+def test_hostile_texts_add_no_element_and_no_attribute(good: Parsed, hostile: Parsed) -> None:
+    assert {tag for tag, _ in hostile.tags} <= {tag for tag, _ in good.tags}
+    names = {name for _, attributes in hostile.tags for name in attributes}
+    assert names <= {name for _, attributes in good.tags for name in attributes}
+    assert not any(name.startswith("on") for name in names)
+    assert [tag for tag, _ in hostile.tags].count("script") == 3
+    assert [tag for tag, _ in hostile.tags].count("img") == 0
+
+
+# Where a payload stands, as text before it, and how often: once an arm, or once a payload.
+PLACES = ("prompt ", "ended by finish ", "note ", "description ", "key ", "package ")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shown", SHOWN, ids=range(len(SHOWN)))
+def test_hostile_texts_are_shown_as_text(hostile: Parsed, place: str, shown: str) -> None:
+    assert f"{place}{shown}" in "".join(hostile.text)
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=range(len(SHOWN)))
+def test_hostile_tokens_and_arm_names_are_shown_as_text(hostile: Parsed, shown: str) -> None:
+    assert hostile.text.count(shown) >= len(PAYLOADS), "every arm's sample holds this token"
+    assert any(text.startswith("arm ") and text.rstrip().endswith(shown) for text in hostile.text)
+
+
+def test_data_for_the_scripts_is_json_without_markup(hostile: Parsed) -> None:
+    block = hostile.raw["script"][0]
+    assert not re.search("[<>&\u2028\u2029]", block)
+    data = json.loads(block)
+    assert len(data["charts"]) == 1
+    assert [len(arm) for arm in data["samples"]] == [1] * len(PAYLOADS)
+    assert [row[0] for row in data["samples"][0][0]][:3] == ["1.00", "0.100", "0.0100"]
+
+
+def test_the_policy_lets_the_two_scripts_and_the_style_sheet_apply_and_nothing_else(
+    good: Parsed, hostile: Parsed
+) -> None:
+    policies = [
+        a["content"]
+        for parsed in (good, hostile)
+        for tag, a in parsed.tags
+        if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert len(policies) == 2
+    assert policies[0] == policies[1], "the policy depends on no stored text"
+    directives = dict(part.strip().split(" ", 1) for part in policies[0].split(";"))
+    data_block, *scripts = good.raw["script"]
+    assert json.loads(data_block)["charts"]
+    assert directives["script-src"].split() == [_hash(s) for s in scripts]
+    assert directives["style-src-elem"].split() == [_hash(good.raw["style"][0]), _hash("")]
+    assert (
+        directives["default-src"] == directives["base-uri"] == directives["form-action"] == "'none'"
+    )
+    assert "unsafe-inline" not in directives["script-src"] + directives["style-src-elem"]
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_the_page_refers_to_nothing_outside_itself(good: Parsed) -> None:
+    links = [a[k] for _, a in good.tags for k in ("src", "href", "action", "srcset") if k in a]
+    assert links == ["data:,", "#results"]
+    assert not re.search(r"url\(|@import", good.raw["style"][0])
+
+
+def test_every_id_is_unique_and_every_reference_resolves(good: Parsed) -> None:
+    ids = [a["id"] for _, a in good.tags if "id" in a]
+    references = [
+        a[k] for _, a in good.tags for k in ("aria-labelledby", "aria-describedby") if k in a
+    ]
+    assert len(ids) == len(set(ids))
+    assert len(references) == 9 + 10 + 5  # columns, charts, sections
+    assert set(references) <= set(ids)
+
+
+def test_the_page_shows_every_arm_sample_and_recipe_key(good: Parsed) -> None:
+    text = "".join(good.text)
+    buttons = [a for tag, a in good.tags if tag == "button" and "data-arm" in a]
+    samples = [a["data-sample"] for _, a in good.tags if "data-sample" in a]
+    assert len(buttons) == len(ARMS)
+    assert samples == [f"{arm},{i}" for arm in range(4) for i in range(8)]
+    for expected in (*ARMS, "rollout.dtype", "bfloat16", "transformers", "3,412,096 parameters"):
+        assert expected in text
+
+
+def test_rebuilding_gives_the_same_bytes_and_leaves_no_other_file(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, updates=4)
+    before = {p.name for p in run_dir.iterdir()}
+    path = write_report(run_dir)
+    first = path.read_bytes()
+    assert write_report(run_dir) == run_dir / "report.html"
+    assert path.read_bytes() == first
+    assert {p.name for p in run_dir.iterdir()} - before == {"report.html"}
+
+
+def test_a_failed_write_keeps_the_earlier_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_report(write_run(tmp_path, updates=4))
+    before, files = path.read_bytes(), sorted(p.name for p in tmp_path.iterdir())
+
+    (tmp_path / "run.json").write_text('{"format": 1, "name": "changed"}')
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(RecordError, match="no space left"):
+        write_report(tmp_path)
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == files
+
+
+@pytest.mark.parametrize("arms", [0, 1, 2])
+def test_a_run_with_next_to_nothing_is_a_page(tmp_path: Path, arms: int) -> None:
+    (tmp_path / "run.json").write_text('{"format": 1}')
+    for i in range(arms):
+        write_lines(
+            tmp_path / f"arms/arm{i}/metrics.jsonl", [{"update": 0, "reward/mean": None}] * i
+        )
+    parsed = parse(write_report(tmp_path))
+    text = "".join(parsed.text)
+    assert [a.get("class") for _, a in parsed.tags].count("badge") == arms, "running"
+    assert ("No arm has started yet." in text) == (arms == 0)
+    assert text.count("Not recorded.") == (7 if arms else 0) + 2
+    assert text.count("No value above 0") == (3 if arms else 0)
+    assert json.loads(parsed.raw["script"][0])["charts"] == []
+
+
+def sample(update: int, kl: float) -> Sample:
+    return Sample(update, "", None, None, "", ("a",), (kl,), (None,), (None,), (None,))
+
+
+def test_the_latest_samples_are_picked_and_the_worst_is_always_among_them() -> None:
+    samples = [sample(0, 0.1), sample(1, 0.9), sample(2, 0.2), sample(3, 0.3)]
+    assert [s.update for s in pick_samples(samples, 2)] == [3, 1]
+    assert [s.update for s in pick_samples(samples, 3)] == [3, 2, 1]
+    assert [s.update for s in pick_samples(samples, 9)] == [3, 2, 1, 0]
+    assert pick_samples([], 2) == []
+
+
+def test_color_steps_begin_at_their_edges() -> None:
+    assert [kl_level(edge) for edge in KL_EDGES] == list(range(1, 10))
+    assert [kl_level(edge * 0.999) for edge in KL_EDGES] == list(range(9))
+
+
+def test_a_recipe_is_flattened_to_dotted_keys() -> None:
+    tree = {"a": {"b": {"c": 1}, "d": None}, "e": [], "f": {}, "g": True, "h": "x", "i": [{"j": 1}]}
+    assert dict(flatten(tree)) == {
+        "a.b.c": "1", "a.d": "null", "e": "[]", "f": "{}", "g": "true", "h": "x", "i": '[{"j": 1}]',
+    }  # fmt: skip
+
+
+def test_the_last_new_batch_of_every_arm_says_what_it_proves(tmp_path):
+    """Of the latest update whose batch was new to the policy; whatever it says is escaped."""
+    folder = write_run(tmp_path / "run")
+    planted = {
+        "update": 1001, "certificate/fresh": True, "certificate/verdict": "J improves <b>surely</b>",
+    }  # fmt: skip
+    learned = {"update": 1002, "certificate/fresh": False, "certificate/verdict": "not this one"}
+    name = next((folder / "arms").iterdir()).name
+    with open(folder / "arms" / name / "metrics.jsonl", "a") as f:
+        f.writelines(json.dumps(row) + "\n" for row in (planted, learned))
+    page = write_report(folder).read_text("utf-8")
+    assert page.count("J improves &lt;b&gt;surely&lt;/b&gt;") == 1
+    assert "not this one" not in page
+    assert Arm("b", finished=True, metrics=({"update": 1},)).proved is None
