@@ -23,6 +23,11 @@ COMMANDS = [
 ]
 
 
+def test_its_snippets_and_commands_are_all_run():
+    assert len(SNIPPETS) == 3
+    assert len(COMMANDS) == 4
+
+
 @pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_snippets_run(code):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
