@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, overload, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -116,6 +116,14 @@ class Observer(Hashable, Protocol):
 NO_FACTS = Facts()
 
 
+@overload
+def of_scored(
+    logprobs: LogProbs, advantages: Tensor, facts: Facts
+) -> tuple[LogProbs, Tensor, Facts]: ...
+@overload
+def of_scored(
+    logprobs: LogProbs, advantages: None, facts: Facts
+) -> tuple[LogProbs, None, Facts]: ...
 def of_scored(
     logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
 ) -> tuple[LogProbs, Float[Tensor, " s"] | None, Facts]:

@@ -97,13 +97,9 @@ class LogProbs:
             >>> lp.logp_rollout, lp.unpack(torch.tensor([5.0, 6.0]))
             (tensor([-1., -2.]), tensor([[5., 6., 0.]]))
         """
-        named = {
-            "logp_rollout": logp_rollout,
-            "logp": logp,
-            "logp_old": logp_old,
-            "logp_ref": logp_ref,
-        }
-        given = {k: x for k, x in named.items() if x is not None or k == "logp_rollout"}
+        optional = {"logp": logp, "logp_old": logp_old, "logp_ref": logp_ref}
+        given = {"logp_rollout": logp_rollout}
+        given |= {name: x for name, x in optional.items() if x is not None}
         for name, x in given.items():
             check_tensor(name, x)
         _check_shapes(given, mask, segments)
@@ -148,11 +144,13 @@ class LogProbs:
         rows = self.scored_rows
         if rows is None:
             return self
-        given = (self.logp_rollout, self.logp, self.logp_old, self.logp_ref, self.kept)
-        rollout, *others, kept = (None if x is None else self.at_scored(x) for x in given)
-        assert rollout is not None
-        segments = self.segments.narrowed(rows)
-        return LogProbs(rollout, segments, *others, rows if kept is None else kept, self.shape)
+        logp, logp_old, logp_ref = (
+            None if x is None else self.at_scored(x)
+            for x in (self.logp, self.logp_old, self.logp_ref)
+        )
+        kept = rows if self.kept is None else self.at_scored(self.kept)
+        rollout, segments = self.at_scored(self.logp_rollout), self.segments.narrowed(rows)
+        return LogProbs(rollout, segments, logp, logp_old, logp_ref, kept, self.shape)
 
     @cached
     def stopped(self) -> dict[str, Float[Tensor, " n"]]:

@@ -185,12 +185,11 @@ def _check(
             raise MethodError(f"{name} is a {type(x).__name__}, not a {kind.__name__}; {way}")
     n, b = logprobs.logp_rollout.shape, (len(logprobs.segments),)
     wanted = {"advantages": n, "entropy": n, "version_lag": n, "rewards": b}
-    given = {"advantages": advantages, **{k: getattr(facts, k) for k in list(wanted)[1:]}}
+    given = {"advantages": advantages}
+    given |= {k: x for k in list(wanted)[1:] if (x := getattr(facts, k)) is not None}
     for name, d in facts.divergences.items():
         wanted[name], given[name] = n, d.lo
     for name, x in given.items():
-        if x is None and name != "advantages":
-            continue
         check_tensor(name, x)
         if x.shape != wanted[name]:
             raise ShapeError(
@@ -199,7 +198,7 @@ def _check(
                 "pack padded ones with logprobs.like_caller"
             )
     read = ("advantages", *(k for k in ("entropy", "rewards", "version_lag") if k in method.needs))
-    numbers = {k: x for k in read if (x := given[k]) is not None and len(x)}
+    numbers = {k: x for k in read if (x := given.get(k)) is not None and len(x)}
     # A sum of finite numbers may overflow in half precision; the extremes do not.
     ends = [e.detach().double() for x in numbers.values() for e in torch.aminmax(x)]
     if isinstance(normalizer, Tensor):

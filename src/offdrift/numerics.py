@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from offdrift.errors import BadValueError
 
@@ -37,7 +38,7 @@ def check_tensor(name: str, x: Any, *, integers: bool = False) -> None:
 
 def transformed() -> bool:
     """Whether a transformation of `torch.func` is at work: what it makes dies with it."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 class cached(cached_property):

@@ -164,7 +164,9 @@ class Decisions:
         weight = functools.reduce(torch.mul, (w.weight for w in parts))
         limited = functools.reduce(torch.logical_or, (w.limited for w in parts))
         guarded = any(w.guarded() for w in parts)
-        return weight, limited, late, sum(w.log_weight() for w in parts) if guarded else None
+        if not guarded:
+            return weight, limited, late, None
+        return weight, limited, late, functools.reduce(torch.add, (w.log_weight() for w in parts))
 
     def _clip(self, method: Method) -> tuple[Tensor, bool] | str:
         objective = method.objective

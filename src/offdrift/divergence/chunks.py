@@ -111,7 +111,7 @@ def _kernel(function: RowFunction) -> RowFunction:
     width = VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
     # The bare function: argument checkers that tests wrap around it cannot be compiled.
     bare = inspect.unwrap(function)
-    options = INLINE_ALL | {"cpp.simdlen": width}
+    options: dict[str, Any] = INLINE_ALL | {"cpp.simdlen": width}
     return torch.compile(bare, dynamic=True, fullgraph=True, options=options)
 
 

@@ -95,9 +95,19 @@ def definition(
     """
     log_mu_nv, log_pi_nv = log_policies(logits_rollout, logits, temperature)
     mu, pi = log_mu_nv.exp(), log_pi_nv.exp()
-    sums = (x.sum(-1) for x in all_terms(log_mu_nv, log_pi_nv, mu, pi))
-    entropies = (-weighted(mu, log_mu_nv).sum(-1), -weighted(pi, log_pi_nv).sum(-1))
-    return fields(*sums, *entropies, (pi * pi).sum(-1), log_mu_nv, log_pi_nv, tokens)
+    kl, kl_back, tv, chi2 = (x.sum(-1) for x in all_terms(log_mu_nv, log_pi_nv, mu, pi))
+    return fields(
+        kl,
+        kl_back,
+        tv,
+        chi2,
+        -weighted(mu, log_mu_nv).sum(-1),
+        -weighted(pi, log_pi_nv).sum(-1),
+        (pi * pi).sum(-1),
+        log_mu_nv,
+        log_pi_nv,
+        tokens,
+    )
 
 
 @no_type_check

@@ -24,7 +24,10 @@ class TokenLoss(NamedTuple):
 
     def placed(self, logprobs: LogProbs) -> TokenLoss:
         """The losses of the scored tokens of a batch, as losses of all of them: 0 at the others."""
-        return TokenLoss(*(None if x is None else logprobs.of_all(x) for x in self))
+        clipped, regularizer = (
+            None if x is None else logprobs.of_all(x) for x in (self.clipped, self.regularizer)
+        )
+        return TokenLoss(logprobs.of_all(self.loss), clipped, regularizer)
 
 
 @runtime_checkable

@@ -78,8 +78,8 @@ class Assessment:
             for k in first.divergences
         }
         version = None if first.version is None else placed("version")
-        columns = (placed(k) for k in ("logp", "entropy", "sum_pi_squared"))
-        return Assessment(*columns, divergences, version)
+        logp, entropy, squared = (placed(k) for k in ("logp", "entropy", "sum_pi_squared"))
+        return Assessment(logp, entropy, squared, divergences, version)
 
 
 @torch.no_grad()

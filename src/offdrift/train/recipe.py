@@ -98,7 +98,7 @@ class OldPolicy(Part):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
-    source: OldPolicySource | None = Field(None, alias="from")
+    source: OldPolicySource | None = Field(default=None, alias="from")
     """sampling: the training engine at the weights that drew each token, from snapshots by version;
     second_model: a copy of the model that takes new weights when the engine does; batch_start: the
     trainer when a batch arrives; ewma: an exponential average of the trainer's weights; rollout: the

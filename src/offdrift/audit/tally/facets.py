@@ -111,7 +111,7 @@ class Facets:
             return Facets(_by_length(batch, {})), {}
         sums = _Sums.of(batch)
         tables, maxima, logs = sums.along_axes()
-        found = Facets(_by_length(batch, sums.per_sequence) | tables, maxima, logs)
+        found = Facets({**_by_length(batch, sums.per_sequence), **tables}, maxima, logs)
         return found, sums.per_sequence
 
     def merge(self, other: Facets) -> Facets:

@@ -39,6 +39,7 @@ CONSTANTS = frozenset({
     "LONG1", "LONG4", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES",
     "BINBYTES8", "BYTEARRAY8", "SHORT_BINSTRING", "BINSTRING",
 })  # fmt: skip
+OPCODES = {code.code: code for code in pickletools.opcodes}
 KEYS = (str, int, float, bytes, type(None))
 """What may be a key: the hash of a tuple follows it to any depth, and ends the process."""
 
@@ -159,8 +160,9 @@ def decode(
             budget.spend(SCALAR * len(values))
             stack += values
             stream.seek(run.end())
-        code = pickletools.code2op[stream.read(1).decode("latin-1")]
-        name, arg = code.name, None if code.arg is None else code.arg.reader(stream)
+        code = OPCODES[stream.read(1).decode("latin-1")]
+        name = code.name
+        arg: Any = None if code.arg is None else code.arg.reader(stream)
         budget.spend(INSTRUCTION)
         match name:
             case "PROTO" | "FRAME":
