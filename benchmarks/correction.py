@@ -25,7 +25,7 @@ from offdrift.correction import Corrected, Correction, Gate, Weight
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats
-from offdrift.stats.summary import summarize
+from offdrift.stats.metrics import summarize
 
 CAP, K3_HIGH, RATIO_HIGH = 2.0, 0.01, 2.0
 TOKEN_WEIGHT = Weight(on="mismatch", unit="token", cap=CAP)

@@ -39,7 +39,7 @@ from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method, method, override
 from offdrift.methods.table import FAMILIES
 from offdrift.stats.drift import DriftStats
-from offdrift.stats.summary import summarize
+from offdrift.stats.metrics import summarize
 
 BASE = "ppo_clip"
 KINDS = ("loss", "whole")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.advantages import ADVANTAGES
-from offdrift.certificate.metrics import LOGGED
+from offdrift.certificate.certify import LOGGED
 from offdrift.methods import describe as axes
 from offdrift.methods import systems
-from offdrift.methods.catalog import catalog
+from offdrift.methods.describe import catalog
 from offdrift.methods.table import FAMILIES
 from offdrift.penalty import ESTIMATORS
 from offdrift.show.method_table import ABOUT, RATIOS, shown

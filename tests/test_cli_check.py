@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from offdrift.check.factors import FACTORS
-from offdrift.check.factors.choice import SECONDS
+from offdrift.check.factors import FACTORS, SECONDS
 from offdrift.check.prompts import BUNDLED, encoded, read_prompts
 from offdrift.check.view import check_view
 from offdrift.cli import check as command_module

@@ -10,7 +10,8 @@ import jaxtyping
 import pytest
 
 from offdrift.cli import lab as lab_cli
-from offdrift.lab import adversary, pairs
+from offdrift.lab import pairs
+from offdrift.lab import search as adversary
 from tests.command import Done, command
 
 

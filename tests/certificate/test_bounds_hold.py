@@ -21,10 +21,9 @@ from offdrift.lab import (
     tilted_pair,
     worst_rewards,
 )
-from offdrift.lab.automaton import counter
-from offdrift.lab.enumerate import Divergences
-from offdrift.lab.markov import MarkovPolicy
+from offdrift.lab.markov import MarkovPolicy, counter
 from offdrift.lab.pairs import batches
+from offdrift.lab.policy import Divergences
 from offdrift.lab.recursions import markov_divergences, markov_returns, worst_state_rewards
 from offdrift.lab.search import check, summarize
 

@@ -19,8 +19,7 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.interval import topk_divergences
 from offdrift.errors import BadValueError, MethodError
 from offdrift.lab import divergences, perturbed, random_policies, returns
-from offdrift.lab.enumerate import token_kl, token_tv
-from offdrift.lab.policy import TabularPolicy
+from offdrift.lab.policy import TabularPolicy, token_kl, token_tv
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 
@@ -416,7 +415,7 @@ def test_everything_is_json(made: BatchEvidence, constants: str):
 
 
 def test_every_logged_number_is_documented():
-    from offdrift.certificate.metrics import LOGGED
+    from offdrift.certificate.certify import LOGGED
 
     lp = LogProbs.pack(
         torch.tensor([-1.0]), torch.tensor([-1.1]), segments=Segments.from_lengths([1])

@@ -24,7 +24,7 @@ from offdrift.lab import (
     returns,
     worst_rewards,
 )
-from offdrift.lab.enumerate import token_kl
+from offdrift.lab.policy import token_kl
 
 SIZES = [(2, 1), (2, 2), (2, 4), (3, 3)]
 PAIRS = 60

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from offdrift.certificate.proportions import clopper_pearson, missing_mass, rule_of_three
+from offdrift.certificate.confidence import clopper_pearson, missing_mass, rule_of_three
 from offdrift.errors import BadValueError
 
 

@@ -14,12 +14,18 @@ import torch
 from offdrift.audit.suggest import PPL_CLEAN
 from offdrift.check.bench import Bench, EngineSpec
 from offdrift.check.check import check, check_max_kl, repeated
-from offdrift.check.factors import FACTORS
-from offdrift.check.factors.choice import chosen, left_out
-from offdrift.check.measure import measure
-from offdrift.check.outcome import Outcome
-from offdrift.check.recommend import fitting, published, recommended
-from offdrift.check.verdict import THRESHOLDS, level_of, sentence, thresholds, worst
+from offdrift.check.factors import FACTORS, chosen, left_out
+from offdrift.check.measure import Outcome, measure
+from offdrift.check.recommend import (
+    THRESHOLDS,
+    fitting,
+    level_of,
+    published,
+    recommended,
+    sentence,
+    thresholds,
+    worst,
+)
 from offdrift.errors import BadValueError, EngineError, RecipeError
 from offdrift.judge import load_rules
 from offdrift.records.rollouts import FullVocab, Sampling

@@ -13,7 +13,7 @@ from offdrift.check.check import check
 from offdrift.check.factors import FACTORS
 from offdrift.check.factors.base import Setting
 from offdrift.check.factors.compare import recorded_alike, self_difference
-from offdrift.check.factors.routing import predicting
+from offdrift.check.factors.rollout import predicting
 from offdrift.check.measure import measure
 from offdrift.engines.hf.engine import TransformersEngine
 from offdrift.engines.spec import EngineSpec, Pair

@@ -11,8 +11,8 @@ from offdrift.check import bench as pair
 from offdrift.check import rescore
 from offdrift.check.bench import Bench, EngineSpec
 from offdrift.check.measure import Measured, _drawn_z, clustered_error, logged, measure, measured
+from offdrift.check.recommend import MAX_Z
 from offdrift.check.rescore import THETAS, Scored, rescored, surprise_cgf, tail_caps
-from offdrift.check.verdict import MAX_Z
 from offdrift.divergence.interval import topk_divergences
 from offdrift.records.rollouts import Provenance, Rollouts, Sampling
 from offdrift.train.models import tiny_tokenizer

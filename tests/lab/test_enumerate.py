@@ -16,9 +16,8 @@ from offdrift.lab import (
     returns,
     worst_rewards,
 )
-from offdrift.lab.automaton import product, random_automaton, walk
-from offdrift.lab.enumerate import error_weights, over_prompts, surrogate_weights, token_kl
-from offdrift.lab.markov import drift_noise, random_markov, shifted
+from offdrift.lab.markov import drift_noise, product, random_automaton, random_markov, shifted, walk
+from offdrift.lab.policy import error_weights, over_prompts, surrogate_weights, token_kl
 from offdrift.lab.recursions import state_error_weights
 
 # Two independent binary tokens, P(1) = .6, .3 under mu and .5, .4 under pi; reward

@@ -10,7 +10,6 @@ import torch
 
 from offdrift.errors import BadValueError, MethodError
 from offdrift.lab import frontier as module
-from offdrift.lab.estimators import all_sequences, coefficients, draw, gradients
 from offdrift.lab.frontier import (
     BETWEEN,
     Estimate,
@@ -21,7 +20,14 @@ from offdrift.lab.frontier import (
     verdict,
 )
 from offdrift.lab.recursions import return_gradient
-from offdrift.lab.testbeds import TESTBEDS, make_testbed
+from offdrift.lab.testbeds import (
+    TESTBEDS,
+    all_sequences,
+    coefficients,
+    draw,
+    gradients,
+    make_testbed,
+)
 from offdrift.methods import METHODS
 
 

@@ -6,28 +6,26 @@ import pytest
 import torch
 
 from offdrift.errors import BadValueError, ShapeError
-from offdrift.lab.automaton import (
+from offdrift.lab.markov import (
     Automaton,
+    MarkovPolicy,
     counter,
+    drift_flip,
+    drift_noise,
+    drift_tilt,
+    from_logits,
     last_tokens,
+    low_rank,
     memoryless,
     pattern,
     product,
     prompts,
     random_automaton,
-    walk,
-)
-from offdrift.lab.enumerate import divergences, returns
-from offdrift.lab.markov import (
-    MarkovPolicy,
-    drift_flip,
-    drift_noise,
-    drift_tilt,
-    from_logits,
-    low_rank,
     random_markov,
     shifted,
+    walk,
 )
+from offdrift.lab.policy import divergences, returns
 from offdrift.lab.recursions import (
     chi2_seq,
     context_shift,

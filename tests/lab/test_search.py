@@ -12,18 +12,23 @@ import torch
 from offdrift.certificate.bounds import ROWS
 from offdrift.errors import BadValueError
 from offdrift.lab import TabularPolicy, random_policies
-from offdrift.lab.adversary import GOALS, arenas, attack, remembering, smooth_bounds, tree
-from offdrift.lab.automaton import counter
+from offdrift.lab.markov import counter
 from offdrift.lab.pairs import FAMILIES, HORIZONS, MACHINES, TREES, batches, enumerated, masked
 from offdrift.lab.policy import tilted_pair
 from offdrift.lab.search import (
+    GOALS,
     OTHERS,
     ROW_NAMES,
     TABLE,
+    arenas,
+    attack,
     bound_values,
     check,
     of_drift,
+    remembering,
+    smooth_bounds,
     summarize,
+    tree,
 )
 
 

@@ -13,8 +13,8 @@ from offdrift.logprobs import UNSCORED_BELOW, LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method
 from offdrift.stats import DriftStats, summarize
+from offdrift.stats.drift import Tails
 from offdrift.stats.signature import signature
-from offdrift.stats.tails import Tails
 from tests.laws.batches import Batch, Given, draw, packed, run, segments_of
 
 every_row = pytest.mark.parametrize("name", METHODS)

@@ -15,7 +15,7 @@ import torch
 from offdrift.audit.counterfactual import Counterfactual
 from offdrift.audit.tally.tally import Tally
 from offdrift.batch_info import NO_FACTS, Facts, Observed
-from offdrift.check.verdict import THRESHOLDS
+from offdrift.check.recommend import THRESHOLDS
 from offdrift.correction import Weight
 from offdrift.judge.collapse import within_budget
 from offdrift.logprobs import LogProbs

@@ -15,7 +15,7 @@ from offdrift.correction.gate import GateUnit
 from offdrift.errors import MethodError
 from offdrift.methods import METHODS, Method, override, probe
 from offdrift.methods import describe as axes
-from offdrift.methods.catalog import CHOICES, catalog, chosen, find, select
+from offdrift.methods.describe import CHOICES, catalog, chosen, find, select
 from offdrift.methods.method import Bias, Status
 from offdrift.methods.override import PLAIN
 from offdrift.methods.systems import SYSTEMS

@@ -9,7 +9,7 @@ import pytest
 
 from offdrift.methods import METHODS
 from offdrift.methods import describe as axes
-from offdrift.methods.catalog import catalog, find
+from offdrift.methods.describe import catalog, find
 from offdrift.methods.systems import FAMILIES, SYSTEMS, System
 from offdrift.stats import METRICS
 

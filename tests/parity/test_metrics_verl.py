@@ -13,7 +13,7 @@ import torch
 from offdrift.correction import Correction, Weight, rejection
 from offdrift.logprobs import LogProbs
 from offdrift.stats.drift import DriftStats
-from offdrift.stats.summary import summarize
+from offdrift.stats.metrics import summarize
 from tests.parity.peers import EMPTY_ROW, Batch, load_verl, random_batch, verl_correction
 
 SEEDS = range(6)

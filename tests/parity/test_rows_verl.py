@@ -19,7 +19,7 @@ from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, override
 from offdrift.methods.table import PRESET_ROWS as PRESETS
 from offdrift.objectives import Clipped
-from offdrift.stats.summary import summarize
+from offdrift.stats.metrics import summarize
 from tests.parity.peers import (
     MODES,
     Batch,

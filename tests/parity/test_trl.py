@@ -17,7 +17,7 @@ from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method, override
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.objectives.geometric import GeometricClipped
-from offdrift.stats.summary import summarize
+from offdrift.stats.metrics import summarize
 from tests.parity.peers import Batch, agree, differ, ours, random_batch, same
 from tests.parity.trl_trainer import HORIZON, LOSSES, Trainer, load_trl, sequence_batch
 

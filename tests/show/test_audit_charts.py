@@ -12,10 +12,9 @@ import pytest
 from rich.console import Console
 
 from offdrift.audit.charts import along, over_time
-from offdrift.audit.heatmap import heats
 from offdrift.audit.histogram import bars_of, histogram_chart, limits_of, place
 from offdrift.audit.method_table import FAMILIAR, length_curves, tried, untried
-from offdrift.audit.page import render_audit
+from offdrift.audit.page import heats, render_audit
 from offdrift.audit.view import audit_view
 from offdrift.methods import METHODS
 from offdrift.show.charts import Columns

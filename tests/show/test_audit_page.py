@@ -17,7 +17,7 @@ from offdrift.audit.questions import LOG, questions
 from offdrift.audit.view import audit_view, unanswered
 from offdrift.errors import RecordError
 from offdrift.show.charts import MAX_POINTS
-from offdrift.stats.summary import METRICS
+from offdrift.stats.metrics import METRICS
 from tests.show.hostile import PAYLOADS, SHOWN
 from tests.show.hostile_audit import hostile
 from tests.show.synthetic_audit import audit, little

@@ -10,7 +10,7 @@ import pytest
 from offdrift.certificate import all_bounds
 from offdrift.certificate.bounds import LABELS
 from offdrift.errors import BadValueError
-from offdrift.prove.bound_figure import bound_panels, write_bound_figure
+from offdrift.prove.bound import bound_panels, write_bound_figure
 
 GIVEN = {"delta": 1e-4, "eps": 5e-3, "kl_seq": 0.01, "tv_seq": 0.05}
 

@@ -14,7 +14,7 @@ from offdrift.certificate import BatchEvidence, Certificate, TrustRegion, certif
 from offdrift.certificate.samples import SHARES
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
-from offdrift.prove.certificate_view import NAMES, certificate_view, number
+from offdrift.prove.certify import NAMES, certificate_view, number
 from offdrift.segments import Segments
 
 REGION = TrustRegion(horizon=4, delta=0.02, eps=0.08, tau=0.4)

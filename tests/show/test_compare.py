@@ -23,7 +23,7 @@ from offdrift.audit.compare import (
     write_comparison,
 )
 from offdrift.show.numbers import short
-from offdrift.stats.summary import METRICS
+from offdrift.stats.metrics import METRICS
 from tests.show.hostile import PAYLOADS, SHOWN
 from tests.show.hostile_audit import hostile
 from tests.show.synthetic_audit import audit, little

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from offdrift.methods import METHODS
-from offdrift.methods.catalog import catalog, find, select
+from offdrift.methods.describe import catalog, find, select
 from offdrift.methods.systems import SYSTEMS
 from offdrift.show.method_table import ABOUT, WIDE, method_list, method_page, shown
 from offdrift.train.recipe import load_recipe

@@ -12,7 +12,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
-from offdrift.stats.tails import Tails
+from offdrift.stats.drift import Tails
 
 
 def share(lp: LogProbs, on: str = "full") -> float:

@@ -32,8 +32,8 @@ from offdrift.methods import Method, override
 from offdrift.methods import method as row
 from offdrift.numerics import largest_of
 from offdrift.stats import DriftStats, summarize
+from offdrift.stats.drift import Tails
 from offdrift.stats.signature import signature
-from offdrift.stats.tails import Tails
 
 if TYPE_CHECKING:
     from offdrift.records.batch import Logged

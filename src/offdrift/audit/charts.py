@@ -29,7 +29,7 @@ from offdrift.show.json_access import (
     text,
 )
 from offdrift.show.numbers import short
-from offdrift.stats.summary import METRICS
+from offdrift.stats.metrics import METRICS
 
 Rows = list[dict[str, Any]]
 STEP = "step"

@@ -35,7 +35,7 @@ from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
 from offdrift.show.numbers import percent, short
 from offdrift.show.page import SCRIPTS, STYLES, common_context, count_words
-from offdrift.stats.summary import METRICS
+from offdrift.stats.metrics import METRICS
 
 SHARES = tuple(
     c for c in METHOD_COLUMNS if c.key in ("kept_tokens", "ess_frac", "kept_length_ratio")

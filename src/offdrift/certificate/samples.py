@@ -12,8 +12,13 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from offdrift.certificate.batch import HostEvidence
-from offdrift.certificate.confidence import Estimate, asymptotic, betting, cluster_means
-from offdrift.certificate.proportions import clopper_pearson
+from offdrift.certificate.confidence import (
+    Estimate,
+    asymptotic,
+    betting,
+    clopper_pearson,
+    cluster_means,
+)
 from offdrift.certificate.regions import TrustRegion
 from offdrift.errors import BadValueError
 

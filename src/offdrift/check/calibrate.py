@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import Facts
-from offdrift.certificate.proportions import clopper_pearson
+from offdrift.certificate.confidence import clopper_pearson
 from offdrift.correction.statistics import statistic
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, EvidenceError

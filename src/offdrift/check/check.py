@@ -19,10 +19,16 @@ import torch
 from torch import Tensor
 
 from offdrift.check.bench import Bench, EngineSpec, Pair
-from offdrift.check.measure import Measured, measure
-from offdrift.check.outcome import Factor, Outcome
-from offdrift.check.recommend import recommended
-from offdrift.check.verdict import broken_record, defects, level_of, sentence, thresholds, worst
+from offdrift.check.measure import Factor, Measured, Outcome, measure
+from offdrift.check.recommend import (
+    broken_record,
+    defects,
+    level_of,
+    recommended,
+    sentence,
+    thresholds,
+    worst,
+)
 from offdrift.engines.routing import num_experts
 from offdrift.errors import BadValueError, OffdriftError
 from offdrift.judge import Context, Rules, diagnose, load_rules, verdict

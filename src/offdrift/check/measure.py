@@ -1,20 +1,21 @@
-"""The zero-update mismatch of two engines, as numbers: one draw, scored again with the same weights.
+"""Measure the zero-update mismatch of two engines: tokens of one draw, scored again with the same weights.
 
-Nothing was trained between drawing and scoring, so the old policy of a training step and the current
-one are the same, and every difference from the recorded policy is the engines'.
+Nothing was trained between sampling and scoring, so the old policy and the current policy are the same,
+and every difference from the recorded policy comes from the engines.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from offdrift.check.bench import Bench, EngineSpec
+from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.rescore import THETAS, Scored
 from offdrift.divergence.evidence import Divergence
 from offdrift.records.batch import Logged
@@ -217,3 +218,76 @@ def _mean(x: Float[Tensor, " n"] | None) -> float:
 
 def _max(x: Float[Tensor, " n"] | None) -> float:
     return NAN if x is None else float(x.max())
+
+
+Side = Literal["rollout", "train", "sampling", "sync", "routing"]
+"""Where a factor acts."""
+
+Status = Literal["ran", "not offered", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one change did to the mismatch. NaN where nothing was measured."""
+
+    factor: str
+    what: str
+    """The question in one line."""
+    side: Side
+    changed: str = ""
+    """What was changed, in words: "float32 instead of bfloat16"."""
+    kl_mean: float = NAN
+    """Mean over tokens of KL(rollout || train) after the change, nats."""
+    kl_max: float = NAN
+    tv_max: float = NAN
+    abs_log_ratio_max: float = NAN
+    pearson: float = NAN
+    baseline_kl_mean: float = NAN
+    """The same mean before the change."""
+    status: Status = "ran"
+    why: str = ""
+    """Why it did not run, or one sentence on what the numbers say."""
+    seconds: float = 0.0
+
+    @staticmethod
+    def without(factor: Factor, status: Status, why: str, *, seconds: float = 0.0) -> Outcome:
+        """The row of a factor that was not measured, and why."""
+        return Outcome(
+            factor.name, factor.what, factor.side, status=status, why=why, seconds=seconds
+        )
+
+    @property
+    def ratio(self) -> float:
+        """The change's mean KL over the baseline's; NaN where there is none to compare."""
+        if not self.baseline_kl_mean > 0:
+            return math.nan
+        return self.kl_mean / self.baseline_kl_mean
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as it stands in `check.json`."""
+        return {**asdict(self), "ratio": self.ratio}
+
+
+@runtime_checkable
+class Factor(Protocol):
+    """One thing that may set two engines apart, and the experiment that shows how far."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def what(self) -> str: ...
+
+    @property
+    def side(self) -> Side: ...
+
+    def applies(self, bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+        """Why these engines do not have it; None if they do."""
+        ...
+
+    def run(self, bench: Bench, pair: Pair, baseline: Measured) -> Outcome:
+        """Change this one thing, measure again.
+
+        What these engines do not have is an outcome of status "not offered", not an error.
+        """
+        ...

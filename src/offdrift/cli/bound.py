@@ -82,7 +82,7 @@ def _solve(solve: str, horizon: int | None, target: float, wanted: tuple, given:
 
 
 def _table(horizon: int, wanted: tuple, given: dict, as_json: bool) -> None:
-    from offdrift.prove.bound_table import bound_rows, bound_table
+    from offdrift.prove.bound import bound_rows, bound_table
 
     if as_json:
         typer.echo(json.dumps(bound_rows(horizon=horizon, **given), indent=1))
@@ -91,7 +91,7 @@ def _table(horizon: int, wanted: tuple, given: dict, as_json: bool) -> None:
 
 
 def _plot(stem: Path, horizon: int, wanted: tuple, given: dict, as_json: bool) -> None:
-    from offdrift.prove.bound_figure import write_bound_figure
+    from offdrift.prove.bound import write_bound_figure
 
     for path in write_bound_figure(stem, horizon=horizon, **given, constants=wanted):
         if not as_json:

@@ -85,8 +85,14 @@ def certify(
     """  # fmt: skip
     from offdrift.certificate import TrustRegion
     from offdrift.certificate import certify as certificate_of
-    from offdrift.prove.certificate_view import certificate_view
-    from offdrift.prove.certify import Judged, judge, longest_response, newest_policy, rollout_files
+    from offdrift.prove.certify import (
+        Judged,
+        certificate_view,
+        judge,
+        longest_response,
+        newest_policy,
+        rollout_files,
+    )
     from offdrift.train.models import load_model
 
     files = rollout_files(rollouts)

@@ -101,7 +101,7 @@ def check(
     from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
     from offdrift.check.check import FILE_NAME, check_max_kl
     from offdrift.check.check import check as measure_all
-    from offdrift.check.factors.choice import chosen, left_out
+    from offdrift.check.factors import chosen, left_out
     from offdrift.check.page import write_check_page
     from offdrift.check.prompts import BUNDLED, encoded, read_prompts
     from offdrift.check.view import check_view

@@ -107,9 +107,8 @@ def _run(
     factor: float,
 ) -> None:
     """Fill both lists, so that what is there when a person interrupts can be shown."""
-    from offdrift.lab.adversary import arenas, attack
     from offdrift.lab.pairs import batches
-    from offdrift.lab.search import check
+    from offdrift.lab.search import arenas, attack, check
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("random pairs", total=pairs)

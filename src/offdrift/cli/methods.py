@@ -53,7 +53,7 @@ def methods(
     offdrift methods --evidence exact --sign symmetric
     offdrift methods --reference DeepSeek --json       facts and numbers
     """
-    from offdrift.methods.catalog import catalog, find, select
+    from offdrift.methods.describe import catalog, find, select
     from offdrift.show.method_table import method_list, method_page
 
     filters = {"unit": unit, "ratio": ratio, "evidence": evidence, "sign": sign, "stop_gradient": stop_gradient, "bias": bias, "kind": kind, "reference": reference}  # fmt: skip

@@ -3,7 +3,7 @@
 from offdrift.correction.compose import Corrected as Corrected
 from offdrift.correction.compose import Correction as Correction
 from offdrift.correction.gate import Gate as Gate
+from offdrift.correction.gate import LengthNeutralGate as LengthNeutralGate
 from offdrift.correction.gate import rejection as rejection
-from offdrift.correction.length_neutral import LengthNeutralGate as LengthNeutralGate
-from offdrift.correction.variational import VariationalWeight as VariationalWeight
+from offdrift.correction.weight import VariationalWeight as VariationalWeight
 from offdrift.correction.weight import Weight as Weight

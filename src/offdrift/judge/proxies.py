@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats
-from offdrift.stats.proxies import PROXIES, gradient_power
+from offdrift.stats.metrics import PROXIES, gradient_power
 
 
 class VarianceProxies(NamedTuple):

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, ShapeError
-from offdrift.lab.enumerate import token_kl, token_tv
-from offdrift.lab.policy import TabularPolicy
+from offdrift.lab.policy import TabularPolicy, token_kl, token_tv
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods.method import Bias, Method

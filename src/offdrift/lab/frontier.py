@@ -24,14 +24,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.certificate.proportions import rule_of_three
+from offdrift.certificate.confidence import rule_of_three
 from offdrift.correction import Correction
-from offdrift.correction.variational import VariationalWeight
+from offdrift.correction.weight import VariationalWeight
 from offdrift.errors import BadValueError
-from offdrift.lab.enumerate import token_kl
-from offdrift.lab.estimators import Draw, all_sequences, coefficients, draw, gradients
+from offdrift.lab.policy import token_kl
 from offdrift.lab.recursions import markov_returns, return_gradient
-from offdrift.lab.testbeds import Testbed
+from offdrift.lab.testbeds import Draw, Testbed, all_sequences, coefficients, draw, gradients
 from offdrift.methods import METHODS
 from offdrift.methods.describe import units
 from offdrift.methods.method import Method

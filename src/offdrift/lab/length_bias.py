@@ -25,11 +25,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import Facts
-from offdrift.correction.gate import Gate
-from offdrift.correction.length_neutral import LengthNeutralGate
+from offdrift.correction.gate import Gate, LengthNeutralGate
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, RecordError, ShapeError
-from offdrift.lab.enumerate import token_kl
+from offdrift.lab.policy import token_kl
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 

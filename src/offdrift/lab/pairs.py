@@ -23,24 +23,32 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.errors import BadValueError
-from offdrift.lab.automaton import Automaton, counter, last_tokens, pattern, product, prompts, walk
-from offdrift.lab.enumerate import (
-    Divergences,
-    divergences,
-    error_weights,
-    over_prompts,
-    token_kl,
-    weights_by_sequence,
-)
 from offdrift.lab.markov import (
+    Automaton,
     MarkovPolicy,
+    counter,
     drift_flip,
     drift_noise,
     drift_tilt,
+    last_tokens,
+    pattern,
+    product,
+    prompts,
     random_markov,
     shifted,
+    walk,
 )
-from offdrift.lab.policy import TabularPolicy, perturbed, random_policies
+from offdrift.lab.policy import (
+    Divergences,
+    TabularPolicy,
+    divergences,
+    error_weights,
+    over_prompts,
+    perturbed,
+    random_policies,
+    token_kl,
+    weights_by_sequence,
+)
 from offdrift.lab.recursions import markov_divergences, state_error_weights
 
 

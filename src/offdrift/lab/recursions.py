@@ -1,6 +1,6 @@
 """What is exactly true about two Markov policies, by recursion over positions.
 
-The same quantities as `offdrift.lab.enumerate`, without visiting sequences. Small drift is not
+The same quantities as `offdrift.lab.policy`, without visiting sequences. Small drift is not
 found as a difference of large numbers: with e_t = d_t^pi - d_t^mu and F_t the error's weights,
 
     e_{t+1} = e_t pi_t + d_t (pi_t - mu_t)        shift of the contexts
@@ -22,8 +22,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.errors import ShapeError
-from offdrift.lab.enumerate import Returns, refuse_rewards, token_kl, token_tv
 from offdrift.lab.markov import MarkovPolicy, backward
+from offdrift.lab.policy import Returns, refuse_rewards, token_kl, token_tv
 
 _LARGEST = torch.finfo(torch.float64).max
 
@@ -58,7 +58,7 @@ def markov_divergences(rollout: MarkovPolicy, current: MarkovPolicy) -> MarkovDi
     Raises: `ShapeError` if the policies differ in pairs, horizon or automaton.
 
     Example:
-        >>> from offdrift.lab.automaton import memoryless
+        >>> from offdrift.lab.markov import memoryless
         >>> a, b = (MarkovPolicy(memoryless(2), torch.tensor([[[[x, 1 - x]]]], dtype=torch.float64),
         ...         horizon=1000) for x in (0.5, 0.51))
         >>> d = markov_divergences(a, b)

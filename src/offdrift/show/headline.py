@@ -16,7 +16,7 @@ from typing import Any
 from offdrift.show.charts import thinned
 from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
 from offdrift.show.numbers import percent, short
-from offdrift.stats.summary import METRICS
+from offdrift.stats.metrics import METRICS
 
 PAIRS = ("mismatch", "full", "staleness")
 PAIR_WORDS = {

@@ -1,6 +1,6 @@
 """The method table in a terminal: a list that fits its width, and a page for each row.
 
-Nothing is computed here: `offdrift.methods.catalog` has the facts.
+Nothing is computed here: `offdrift.methods.describe` has the facts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def method_list(rows: Mapping[str, Row], *, width: int) -> RenderableType:
     """All given rows by family, for a terminal of that many columns.
 
     Args:
-        rows: of `offdrift.methods.catalog`.
+        rows: of `offdrift.methods.describe`.
         width: columns; below `WIDE` a row is its name and axes, and under them what it does.
     """
     cells = {name: _cells(row, ", " if width >= WIDEST else ",\n") for name, row in rows.items()}

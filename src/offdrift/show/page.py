@@ -14,7 +14,7 @@ from offdrift.show.headline import (
 from offdrift.show.json_access import Fields, at, items, mapping, number, text
 from offdrift.show.numbers import short
 from offdrift.show.sanitize import clipped
-from offdrift.stats.summary import METRICS
+from offdrift.stats.metrics import METRICS
 
 
 def count_words(audit: Fields) -> list[str]:

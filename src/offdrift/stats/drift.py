@@ -1,18 +1,18 @@
 """`DriftStats`: everything the metrics need from a batch, as numbers that can be added.
 
-Sums are added, extremes are compared, logs of sums are joined by `logaddexp`: one batch, many
-micro-batches, many ranks, many files and many workers all combine with the same `merge`, and any
-split gives what one pass gives. A sum of ratios that divides another is kept as its log, whatever its
-size; only sums that are shown by themselves have their exponentials limited. A batch is
-summarized on its own device in one pass and comes to the host in one transfer (`to_host`).
-Statistics describe the *sampled* tokens, before any gate; what gates and weights did is counted
-beside them.
+Sums are added, extremes are compared, logs of sums are joined by `logaddexp`: micro-batches, ranks,
+files and workers all combine with the same `merge`, and any split gives what one pass gives. A sum of
+ratios that divides another is kept as its log, whatever its size; only sums that are shown by
+themselves have their exponentials limited. A batch is summarized on its own device in one pass and
+comes to the host in one transfer (`to_host`). Statistics describe the *sampled* tokens, before any
+gate; what gates and weights did is counted beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Shaped
@@ -25,6 +25,59 @@ from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, largest_of, log_sums
 from offdrift.ratios import stopped_log_ratio
 from offdrift.segments import Segments
+
+SHARE = 100
+"""One in so many tokens is in the tail, and at least one."""
+
+
+@dataclass
+class Tails:
+    """Collects k3 of every token of a step, on its device.
+
+    As `{on}/k3` shows it, with l limited at 20: tokens beyond count alike, and outweigh all others.
+    """
+
+    k3: dict[str, list[Float[Tensor, " k"]]] = field(default_factory=lambda: defaultdict(list))
+
+    @torch.no_grad()
+    def add(self, logprobs: LogProbs) -> None:
+        """Note the tokens of a piece that the engine scored."""
+        logprobs = logprobs.scored
+        for on, second in SECOND.items():
+            if (logprobs.logp_old if second == "old" else logprobs.logp) is None:
+                continue
+            ratio = clamped(stopped_log_ratio(logprobs, on=on))  # type: ignore[arg-type]
+            self.k3[on].append(ratio.expm1() - ratio)
+
+    def sums(self, gather: Callable[[object], list]) -> dict[str, Tensor]:
+        """Sums for `{on}/k3_top_share`: k3 of the 1 % of tokens with the largest k3, and of all.
+
+        Args:
+            gather: one object of every process, in every process.
+
+        Example:
+            >>> from offdrift.segments import Segments
+            >>> zero = torch.full((200,), -1.0)
+            >>> off = zero.clone()
+            >>> off[[3, 7]] = -2.0
+            >>> tails = Tails()
+            >>> tails.add(LogProbs.pack(zero, off, segments=Segments.from_lengths([200])))
+            >>> found = tails.sums(lambda mine: [mine])
+            >>> bool(found["full/k3_top"] == found["full/k3_binned"])
+            True
+        """
+        # Some process may have seen nothing, and must take part all the same.
+        seen = set().union(*gather(list(self.k3)))
+        found = {}
+        for on in (name for name in SECOND if name in seen):
+            k3 = torch.cat(self.k3[on]).double() if on in self.k3 else torch.zeros(0).double()
+            worst = -(-sum(gather(len(k3))) // SHARE)
+            mine = k3.topk(min(worst, len(k3))).values
+            tops, totals = zip(*gather((mine.cpu(), k3.sum().cpu())), strict=True)
+            found[f"{on}/k3_top"] = torch.cat(tops).topk(worst).values.sum()
+            found[f"{on}/k3_binned"] = torch.stack(totals).sum()
+        return found
+
 
 Named = dict[str, Tensor]
 

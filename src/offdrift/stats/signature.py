@@ -126,7 +126,7 @@ def signature(
 
     Example:
         >>> from offdrift.stats.drift import DriftStats
-        >>> from offdrift.stats.summary import summarize
+        >>> from offdrift.stats.metrics import summarize
         >>> lp = LogProbs.pack(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-0.5, -1.0, -1.5]),
         ...                    segments=Segments.from_lengths([3]))
         >>> summarize(DriftStats.of(lp).plus(signature(lp)))["full/slope"]

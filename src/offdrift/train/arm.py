@@ -20,7 +20,7 @@ from offdrift.judge import Context, Finding
 from offdrift.methods import Method
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
-from offdrift.stats.summary import summarize
+from offdrift.stats.metrics import summarize
 from offdrift.train import checkpoint
 from offdrift.train.assess import Assessment, assess, credit, reads_correction, reference_logp
 from offdrift.train.context import Event, Workshop, has_experts

@@ -35,10 +35,9 @@ from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
 from offdrift.segments import Segments
-from offdrift.stats.drift import DriftStats
-from offdrift.stats.proxies import gradient_power
+from offdrift.stats.drift import DriftStats, Tails
+from offdrift.stats.metrics import gradient_power
 from offdrift.stats.signature import signature
-from offdrift.stats.tails import Tails
 from offdrift.train.assess import Assessment
 from offdrift.train.token_view import TokenView, Viewer
 

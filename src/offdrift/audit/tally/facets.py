@@ -19,7 +19,7 @@ from offdrift.records.batch import Logged
 from offdrift.segments import Segments
 from offdrift.stats import METRICS
 from offdrift.stats.drift import SECOND, TOKEN_LOGS
-from offdrift.stats.metric import Numbers
+from offdrift.stats.metrics import Numbers
 from offdrift.stats.signature import PerSequence
 
 CHUNK = 2**20

@@ -1,10 +1,14 @@
-"""Causes of drift between two engines, each with the experiment that isolates it."""
+"""Causes of drift between two engines, the experiment that isolates each, and the choice of experiments."""
 
 from __future__ import annotations
 
-from offdrift.check.factors import rollout, routing, sampling, sync, train
+from collections.abc import Sequence
+
+from offdrift.check.factors import rollout, sampling, train
+from offdrift.check.factors.base import Cost
 from offdrift.check.factors.base import Factor as Factor
 from offdrift.check.factors.base import Row as Row
+from offdrift.errors import BadValueError
 
 FACTORS: tuple[Factor, ...] = (
     # With the rollout engine as it is ...
@@ -17,8 +21,8 @@ FACTORS: tuple[Factor, ...] = (
     sampling.OFF_BY_ONE,
     sampling.TOKENIZATION,
     train.PAD,
-    routing.ROUTING,
-    sync.SYNC,
+    rollout.ROUTING,
+    train.SYNC,
     # ... with the training engine alone ...
     train.DTYPE,
     train.HEAD,
@@ -34,3 +38,62 @@ FACTORS: tuple[Factor, ...] = (
     rollout.COMPILED,
 )
 """Every factor, in an order that starts each engine once."""
+
+
+SECONDS: dict[Cost, str] = {
+    "cheap": "2 to 25 s",
+    "engine": "20 to 40 s",
+    "compile": "2 min",
+}
+"""What one factor takes on SmolLM2-135M and one CPU core, by what it needs."""
+
+
+def chosen(names: str, *, quick: bool = False, thorough: bool = False) -> list[Factor]:
+    """The factors that a user names: "all", "none", or names with commas between.
+
+    Args:
+        quick: of "all", only those that need no other engine.
+        thorough: of "all", also those that compile an engine.
+
+    Raises: `BadValueError` for a name that no factor has, with those there are; if `quick` and
+        `thorough` are both asked for.
+
+    Example:
+        >>> chosen("none")
+        []
+    """
+    if quick and thorough:
+        raise BadValueError("quick leaves factors out that thorough asks for; give one of the two")
+    table = {factor.name: factor for factor in FACTORS}
+    if names == "all":
+        return [f for f in FACTORS if _how_to_run(f, quick, thorough) is None]
+    wanted = [] if names == "none" else [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in table:
+            raise BadValueError(f"no factor is called {name!r}; there are {', '.join(table)}")
+    return [table[name] for name in dict.fromkeys(wanted)]
+
+
+def left_out(
+    names: str, *, quick: bool = False, thorough: bool = False
+) -> Sequence[tuple[Factor, str]]:
+    """What "all" does not run for the time it takes, and how to run it; nothing for other names.
+
+    Example:
+        >>> [(factor.name, how) for factor, how in left_out("all")]
+        [('compiled', 'compiles an engine (2 min); add --thorough, or --factors compiled')]
+    """
+    if names != "all":
+        return []
+    found = ((f, _how_to_run(f, quick, thorough)) for f in FACTORS)
+    return [(factor, how) for factor, how in found if how is not None]
+
+
+def _how_to_run(factor: Factor, quick: bool, thorough: bool) -> str | None:
+    """None for a factor that "all" runs."""
+    took = SECONDS[factor.cost]
+    if factor.cost == "compile" and not thorough:
+        return f"compiles an engine ({took}); add --thorough, or --factors {factor.name}"
+    if factor.cost == "engine" and quick:
+        return f"starts another engine ({took}); leave out --quick, or --factors {factor.name}"
+    return None

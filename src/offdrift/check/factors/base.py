@@ -1,10 +1,10 @@
-"""What a factor is: one thing changed in a pair of engines, and the divergence measured again.
+"""One factor of a check: one setting of an engine pair is changed and the divergence measured again.
 
-Every experiment changes one thing against the baseline pair and keeps the tokens wherever the
-engine can be led along them (`Rescores`): then both measurements are over the same contexts, and
-their difference is the factor's doing and not the luck of another draw. A factor that should
-change nothing (batch, caches, repeats, kernels) is also measured against the same engine without
-the change, which needs no trainer: `detail["self_kl_mean"]`, `detail["self_abs_log_ratio_max"]`.
+Every experiment changes one setting of the baseline pair and keeps the sampled tokens wherever the
+engine can be made to follow them (`Rescores`). Both measurements are then over the same contexts, so
+their difference is the factor's effect and not the luck of another draw. A factor that should change
+nothing (batch, caches, repeats, kernels) is also measured against the same engine without the change,
+which needs no trainer: `detail["self_kl_mean"]`, `detail["self_abs_log_ratio_max"]`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from offdrift.check.bench import Bench
-from offdrift.check.measure import NAN, Measured, measure
-from offdrift.check.outcome import Outcome, Side
+from offdrift.check.measure import NAN, Measured, Outcome, Side, measure
 from offdrift.engines.base import Engine
-from offdrift.engines.spec import EngineSpec, Pair
+from offdrift.engines.spec import EngineSpec, Option, Pair
 from offdrift.errors import NotOfferedError
 from offdrift.records.rollouts import Rollouts, Sampling
 
@@ -166,3 +167,56 @@ def only_vllm(reason: str) -> Callable[[Bench, EngineSpec, EngineSpec], str | No
         return None if rollout.kind == "vllm" else f"the {rollout.kind} engine has no {reason}"
 
     return offered
+
+
+OPTION = {"vllm": "attention_backend", "transformers": "attn_implementation"}
+"""What each engine that is started here calls its attention kernel."""
+BACKENDS, IMPLEMENTATIONS = ("TRITON_ATTN", "FLASH_ATTN"), ("eager", "sdpa")
+"""Attention kernels by engine: the first is tried, or the second if that is the one in use."""
+
+
+class Change(NamedTuple):
+    """An engine with one setting changed, and the change in words."""
+
+    words: str
+    spec: EngineSpec
+
+
+def dtype_changed(spec: EngineSpec) -> Change:
+    """The whole engine at another precision.
+
+    Example:
+        >>> dtype_changed(EngineSpec.parse("vllm:bfloat16")).words
+        'float32 instead of bfloat16'
+    """
+    other = _other_dtype(spec.dtype)
+    return Change(f"{other} instead of {spec.dtype}", spec.with_(dtype=other))
+
+
+def head_changed(spec: EngineSpec) -> Change:
+    """The output head alone at another precision."""
+    now = str(spec.options.get("head_dtype", spec.dtype))
+    other = _other_dtype(now)
+    words = f"output head in {other} instead of {now}, the rest in {spec.dtype}"
+    return Change(words, spec.with_(head_dtype=other))
+
+
+def attention_changed(spec: EngineSpec, model: torch.nn.Module) -> Change:
+    """Another attention kernel."""
+    option, (first, second) = OPTION[spec.kind], BACKENDS
+    default: Option = "the default"
+    if spec.kind == "transformers":
+        first, second = IMPLEMENTATIONS
+        default = str(getattr(model.config, "_attn_implementation", None) or second)
+    now = spec.options.get(option, default)
+    other = second if now == first else first
+    return Change(f"{other} instead of {now}", spec.with_(**{option: other}))
+
+
+def several_prompts(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    """Offered where a batch has more than one sequence."""
+    return "there is one prompt only" if len(bench.prompts) < 2 else None
+
+
+def _other_dtype(now: str) -> str:
+    return "bfloat16" if now == "float32" else "float32"
