@@ -38,8 +38,11 @@ def test_a_model_is_not_a_checkpoint_folder():
         make_engine("vllm", tiny("dense"))
 
 
-@pytest.mark.parametrize("module", ["offdrift.engines.hf.engine"])
-def test_a_missing_backend_says_how_to_install_it(module, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [("transformers", "offdrift.engines.hf.engine"), ("openai", "offdrift.engines.server.engine")],
+)
+def test_a_missing_backend_says_how_to_install_it(kind, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(EngineError, match=r"pip install offdrift\[train\]"):
-        make_engine("transformers", "path")
+        make_engine(kind, "path")

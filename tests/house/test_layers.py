@@ -59,6 +59,7 @@ ALLOWED = {
     },
     "triton": {"divergence/kernels_"},
     "safetensors": {"records/head_store.py", "engines/server/weights.py", "train/"},
+    "httpx": {"engines/server/client.py"},
     "matplotlib": {"show/figure_png.py"},
     "jinja2": {"show/html.py"},
     "plotly": {"show/html.py", "train/charts.py", "show/figure_html.py"},

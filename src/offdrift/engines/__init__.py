@@ -21,15 +21,6 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
 
     Raises: `EngineError` for an unknown kind, or one whose backend is not installed.
     """
-    if kind == "transformers":
-        try:
-            from offdrift.engines.hf.engine import TransformersEngine
-        except ImportError as error:
-            raise EngineError(
-                f"the transformers engine cannot be imported ({error}); "
-                "install it with `pip install offdrift[train]`"
-            ) from error
-        return TransformersEngine(model_or_path, **options)
     if kind == "vllm":
         from offdrift.engines.vllm.engine import VLLMEngine
 
@@ -39,10 +30,18 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
                 "save the model with save_pretrained(folder) and give the folder"
             )
         return VLLMEngine(model_or_path, **options)
-    if kind == "openai":
-        from offdrift.engines.server.engine import OpenAIEngine
-
-        return OpenAIEngine(model_or_path, **options)
-    raise EngineError(
-        f'no engine is called {kind!r}; there are "transformers", "vllm" and "openai"'
-    )
+    if kind not in ("transformers", "openai"):
+        raise EngineError(
+            f'no engine is called {kind!r}; there are "transformers", "vllm" and "openai"'
+        )
+    try:
+        if kind == "transformers":
+            from offdrift.engines.hf.engine import TransformersEngine as Chosen
+        else:
+            from offdrift.engines.server.engine import OpenAIEngine as Chosen
+    except ImportError as error:
+        raise EngineError(
+            f"the {kind} engine cannot be imported ({error}); "
+            "install it with `pip install offdrift[train]`"
+        ) from error
+    return Chosen(model_or_path, **options)
