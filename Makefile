@@ -19,7 +19,7 @@ NARROW := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 # Of the features that numpy dispatches on and this processor has, those wider than AVX2; numpy warns of others.
 WIDE_NUMPY = from numpy._core import _multiarray_umath as n; \
 	print(*(f for f in n.__cpu_dispatch__ if n.__cpu_features__[f] and ("512" in f or f == "X86_V4")))
-NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats rollouts/test_hidden.py)
+NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_hidden.py)
 
 .PHONY: train train-vllm train-smollm2 test test-narrow test-foreign install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
 
