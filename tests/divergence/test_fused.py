@@ -5,6 +5,9 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -44,6 +47,69 @@ def test_pieces_give_the_definition(pair):
         got = exact_divergences(mu, pi, tokens=tokens, compiled=False)
     assert isinstance(got, ExactDivergences)
     check_same(got, definition(mu, pi, tokens), n=len(mu), rtol=1e-12)
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(chunks, "THREADS_FROM", 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 11])
+def test_rows_shared_out_among_threads_give_the_definition(n, two_threads, monkeypatch):
+    mu, pi = random_pair(n, 50, drift=0.5)
+    monkeypatch.setitem(chunks.PLAIN_CHUNK, "cpu", 3 * 50)
+    with torch.inference_mode():
+        got = exact_divergences(mu, pi, tokens=first_tokens(mu), compiled=False)
+    check_same(got, definition(mu, pi, first_tokens(mu)), n=n, rtol=1e-12)
+
+
+def test_each_thread_keeps_its_operators_to_itself_and_leaves_the_others_theirs(two_threads):
+    here, widths = threading.get_ident(), {}
+
+    def spy(x):
+        widths.setdefault(threading.get_ident(), set()).add(torch.get_num_threads())
+        time.sleep(0.01)  # long enough for both to take part
+        assert not torch.is_grad_enabled()
+        return (x.sum(1),)
+
+    x = random_pair(8, 5, drift=0.1)[0]
+    with torch.no_grad():
+        (sums,) = chunks.by_rows(spy, (x,), compiled=False)
+    assert torch.equal(sums, x.sum(1))
+    assert here not in widths
+    assert list(widths.values()) == [{1}, {1}]
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 2
+
+
+def test_what_fails_in_a_thread_fails_in_the_caller(two_threads):
+    def failing(x):
+        raise ArithmeticError("in a thread")
+
+    with pytest.raises(ArithmeticError, match="in a thread"):
+        chunks.by_rows(failing, random_pair(8, 5, drift=0.1)[:1], compiled=False)
+    assert torch.get_num_threads() == 2
+
+
+def test_a_thread_that_cannot_start_leaves_none_waiting(two_threads, monkeypatch):
+    submit, calls = ThreadPoolExecutor.submit, []
+
+    def second_fails(pool, *arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("can't start new thread")
+        return submit(pool, *arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", second_fails)
+    mu, pi = random_pair(8, 5, drift=0.1)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        exact_divergences(mu, pi, compiled=False)
+    assert torch.get_num_threads() == 2
 
 
 STRANGE = [

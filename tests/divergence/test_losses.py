@@ -189,6 +189,21 @@ def test_pieces_change_nothing(of, monkeypatch):
 
 
 @every_loss
+def test_threads_write_the_same_gradient(of, monkeypatch):
+    mu, pi = random_pair(11, 30, drift=0.5)
+    pi.requires_grad_()
+    whole = gradient_of(LOSSES[of](mu, pi, compiled=False), pi, upstream_for(pi))
+    before = torch.get_num_threads()
+    monkeypatch.setattr(chunks, "THREADS_FROM", 1)
+    torch.set_num_threads(2)
+    try:
+        shared_out = gradient_of(LOSSES[of](mu, pi, compiled=False), pi, upstream_for(pi))
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(shared_out, whole, rtol=1e-12, atol=1e-16)
+
+
+@every_loss
 def test_logits_may_be_cut_from_a_padded_vocabulary(of):
     mu, pi = random_pair(5, 12, drift=0.5)
     padded = torch.cat([pi, torch.full((5, 4), 99.0).double()], dim=1).requires_grad_()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -33,6 +35,9 @@ PLAIN_CHUNK = {"cpu": 2**16}
 
 PLAIN_CHUNK_ELSEWHERE = 2**23
 """The same on accelerators, where a call must be large enough to hide its launches."""
+
+THREADS_FROM = 2**19
+"""Entries from which the plain way on a CPU gives each thread rows of its own: 1 ms of work for each."""
 
 INLINE_ALL: dict[str, Any] = {
     "realize_opcount_threshold": 10_000,
@@ -81,6 +86,9 @@ def by_rows(
             # Never a chunk of one row, for which the compiler would make a kernel of its own.
             return _in_chunks(_kernel(function), COMPILED_CHUNK, rows, shared, at_least=2)
         chunk = PLAIN_CHUNK.get(widest.device.type, PLAIN_CHUNK_ELSEWHERE)
+        threads = torch.get_num_threads() if widest.device.type == "cpu" else 1
+        if threads > 1 and len(widest) > 1 and widest.numel() >= THREADS_FROM:
+            return _in_threads(threads, plain or function, chunk, rows, shared)
         return _in_chunks(plain or function, chunk, rows, shared)
 
     return compiled_or_plain(run, widest.device, widest.numel(), compiled)
@@ -113,6 +121,43 @@ def _kernel(function: RowFunction) -> RowFunction:
     bare = inspect.unwrap(function)
     options: dict[str, Any] = INLINE_ALL | {"cpp.simdlen": width}
     return torch.compile(bare, dynamic=True, fullgraph=True, options=options)
+
+
+def _in_threads(
+    threads: int,
+    function: RowFunction,
+    chunk: int,
+    rows: Sequence[Tensor],
+    shared: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """`_in_chunks` with a share of the rows for each thread, whose operators stay on that thread.
+
+    Threads that share every operator wait for each other some thirty times per chunk, and where another
+    process is busy each wait can last until the system next lets the slower thread run.
+    """
+    threads = min(threads, len(rows[0]))
+    started = threading.Barrier(threads + 1)
+    outer = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads())
+
+    def share(*piece: Tensor) -> tuple[Tensor, ...]:
+        torch.get_num_threads()  # a thread's first question sets its number to the common one
+        torch.set_num_threads(1)  # this thread's, and the common one until all have started
+        started.wait()
+        with torch.inference_mode(outer[1]), torch.set_grad_enabled(outer[0]):
+            return _in_chunks(function, chunk, piece, shared)
+
+    pieces = zip(*(x.detach().tensor_split(threads) for x in rows), strict=True)
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            shares = [pool.submit(share, *piece) for piece in pieces]
+            started.wait()
+        except BaseException:
+            started.abort()  # or those that have started would wait for ever
+            raise
+        finally:
+            torch.set_num_threads(outer[2])
+        parts = [one.result() for one in shares]
+    return tuple(torch.cat(numbers) for numbers in zip(*parts, strict=True))
 
 
 def _in_chunks(
