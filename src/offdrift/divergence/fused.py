@@ -61,7 +61,7 @@ def exact_divergences(
 
     Zeros, infinities and rows that are no distribution behave as in `exact.definition`. Beyond the
     results: compiled, some twenty numbers per token of a chunk; plain, about ten temporaries of 256
-    to 512 KiB on a CPU (of one row, if larger). Neither grows with `n`.
+    to 512 KiB (of one row, if larger) for each thread of a CPU. Neither grows with `n`.
 
     Args:
         logits_rollout: scores of the rollout policy as it was sampled, logits or log-probs, any
