@@ -9,7 +9,7 @@ import torch
 from offdrift.certificate.batch import COLUMNS, BatchEvidence
 from offdrift.certificate.regions import TrustRegion
 from offdrift.divergence.evidence import Divergence, Grade
-from offdrift.errors import MethodError, ShapeError
+from offdrift.errors import BadValueError, MethodError, ShapeError
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 
@@ -56,6 +56,7 @@ def test_every_column_by_hand():
         "length": [3, 0, 2],
         "reward": [1.0, 0.0, 0.5],
         "kept": [1, 1, 0],
+        "unscored": [0, 0, 0],
         "excess": [e(0.1) + e(-0.2) + e(0.3) - 3, 0, e(-1) - 1],
         "log_product": [0.2, 0, -1.0],
         "worst": [0.3, 0, 1.0],
@@ -174,6 +175,70 @@ def test_huge_ratios_are_limited_above_only():
     host = BatchEvidence.of(wild, region=REGION).to_host()
     assert host["excess"] == pytest.approx([math.expm1(20.0)])
     assert host["log_product"] == pytest.approx([49.0])
+
+
+def with_unscored(value: float = -INF) -> LogProbs:
+    """The batch with the second token of the first sequence not scored."""
+    rollout = torch.full((5,), -3.0).double()
+    rollout[1] = value
+    groups = Segments.from_lengths(LENGTHS, group_ids=torch.tensor([4, 4, 9]))
+    return LogProbs.pack(rollout, doubles(LOG_W) - 3.0, segments=groups)
+
+
+@pytest.mark.parametrize("value", [-INF, -9999.0, -1000.0])
+def test_a_token_that_was_not_scored_has_any_ratio_and_any_divergence(value):
+    kl = [0.01, 0.0, 0.02, 0.03, 0.04]  # what a record says of a token without log-prob is not used
+    region = TrustRegion(horizon=5, delta=0.05, eps=0.2)
+    exact = known(kl=kl, tv=[0.05, 0.0, 0.07, 0.11, 0.02])
+    found = BatchEvidence.of(with_unscored(value), region=region, divergences=exact)
+    host, e = found.to_host(), np.exp
+    omega = [math.sqrt(k * 0.025) for k in (4, 3)] + [math.sqrt(2 * 0.025)]
+    expected = {
+        "length": [3, 0, 2],
+        "kept": [1, 1, 1],
+        "unscored": [1, 0, 0],
+        "excess": [e(0.1) - 1 - 1 + e(0.3) - 1, 0, e(-1) - 1],
+        "log_product": [-INF, 0, -1.0],
+        "worst": [INF, 0, 1.0],
+        "kl_low": [0.02, 0, 0.04],
+        "kl_high": [INF, 0, 0.04],
+        "tv_low": [0.07, 0, 0.11],
+        "tv_high": [1, 0, 0.11],
+        "kl_total": [INF, 0, 0.07],
+        "kl_sum": [0.01 + 0.05 + 0.02, 0, 0.07],
+        "prefix_kl": [0.01 + 0.05, 0, 0.07],
+        "refuted": [0, 0, 0],
+        "shift": [
+            0.05 * omega[0] + math.sqrt(0.025) * omega[1] + 0.07 * omega[2],
+            0,
+            0.11 * omega[0] + 0.02 * omega[1],
+        ],
+    }
+    assert [name for name in COLUMNS if name != "reward"] == list(expected)
+    for name, values in expected.items():
+        assert host[name] == pytest.approx(values, rel=1e-12, abs=1e-15), name
+    assert host.tv_by_position == pytest.approx([0.16, math.sqrt(0.025) + 0.02, 0.07, 0, 0])
+
+
+def test_an_interval_of_a_token_that_was_not_scored_says_nothing():
+    low, high = doubles(KL) / 2, doubles(KL)
+    interval = {"kl_rollout_current": Divergence.interval("kl_rollout_current", low, high)}
+    host = BatchEvidence.of(with_unscored(), region=REGION, divergences=interval).to_host()
+    assert host["kl_low"] == pytest.approx([0.01, 0, 0.02])
+    assert host["kl_high"].tolist() == [INF, 0, pytest.approx(0.04)]
+
+
+def test_an_unscored_token_in_a_region_without_limits_makes_no_nan():
+    for eps in (None, 0.1):
+        region = TrustRegion(horizon=5, delta=INF, eps=eps)
+        host = BatchEvidence.of(with_unscored(), region=region, divergences=known()).to_host()
+        assert host["prefix_kl"][0] == INF  # KL <= delta limits nothing
+        assert not any(np.isnan(host[name]).any() for name in COLUMNS if name != "reward")
+
+
+def test_a_rollout_log_prob_that_is_nan_never_gets_here():
+    with pytest.raises(BadValueError, match="logp_rollout of sequence 0 is nan"):
+        with_unscored(math.nan)
 
 
 def test_what_does_not_add_up_is_refused():

@@ -111,6 +111,64 @@ def test_no_statement_is_wrong_more_often_than_alpha(scale, answers, constants):
     assert max(wrong.values()) <= MISSES, wrong
 
 
+def test_means_are_lower_ends_whichever_tokens_the_engine_did_not_score():
+    """Enumerated: what is not scored depends on the token that was drawn, to each sum's disadvantage."""
+    world = World(0.3, seed=5)
+    who = torch.arange(PROMPTS).repeat_interleave(3**HORIZON)
+    sequence = torch.arange(3**HORIZON).repeat(PROMPTS)
+    log_w, kl, tv = world.along(who, sequence)
+    k3 = log_w.expm1() - log_w
+    rollout = torch.full_like(log_w, -5.0)
+    scored = LogProbs(rollout, Segments.from_lengths([HORIZON] * len(who)), rollout + log_w)
+    exact = {k: Divergence.exact(k, x) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv))}  # fmt: skip
+    law, rewards = world.mu.law().flatten(), world.rewards.flatten()
+    first = scored.segments.position == 0
+    holes = {"first": first & (k3 < kl), "up": log_w > 0.2, "down": log_w < -0.2, "none": k3 < 0}
+    for delta in (world.kl_max, float(kl.median())):
+        region = TrustRegion(horizon=HORIZON, delta=delta)
+        for name, hidden in holes.items():
+            hole = rollout.masked_fill(hidden, -INF)
+            lp = LogProbs.pack(hole, scored.current, segments=scored.segments)
+            assert (lp.unscored is None) == (name == "none")
+            e = BatchEvidence.of(lp, rewards, region=region, divergences=exact)
+            product = e.column("log_product").exp().clamp(max=2.0)
+            assert (law * rewards * (product - 1)).sum() / PROMPTS <= world.gain
+            assert (law * rewards * e.column("excess")).sum() / PROMPTS <= world.surrogate + 1e-12
+            accepted = e.column("kl_high") <= delta
+            spent = (law * scored.segments.sum(k3) * accepted).view(PROMPTS, -1).sum(1)
+            limit = (law * e.column("prefix_kl")).view(PROMPTS, -1).sum(1)
+            assert (spent <= limit + 1e-12).all(), (name, delta)
+            assert float(spent.max()) > 0
+
+
+def test_a_certificate_says_that_tokens_were_not_scored():
+    """Policies that agree wherever they were scored, in a batch with a hole in half of it."""
+    rollout = torch.full((400,), -1.0)
+    segments = Segments.from_lengths([1] * 400)
+    current = LogProbs.pack(rollout, rollout, segments=segments)
+    unscored = torch.arange(400) % 2 == 0
+    hole = LogProbs.pack(rollout.masked_fill(unscored, -INF), rollout, segments=segments)
+    kl = {"kl_rollout_current": Divergence.exact("kl_rollout_current", torch.zeros(400))}
+    region = TrustRegion(horizon=4, delta=0.05, tau=0.1)
+    whole, holed = (
+        certify(BatchEvidence.of(lp, torch.ones(400), region=region, divergences=kl))
+        for lp in (current, hole)
+    )
+    assert (whole.unscored, holed.unscored) == (0, 200)
+    assert holed.estimates["gain"].mean == pytest.approx(-0.5)
+    assert holed.estimates["surrogate"].mean == pytest.approx(-0.5)
+    assert holed.estimates["acceptance"].mean == pytest.approx(0.5)
+    assert holed.estimates["prefix_kl"].mean == pytest.approx(0.025)
+    assert whole.unseen is not None
+    assert holed.unseen is not None
+    assert whole.unseen < 0.02 < 0.5 < holed.unseen
+    assert holed.gain_low < -0.5 < whole.gain_low
+    assert set(whole.asymptotic) == {"gain", "surrogate", "surrogate_masked"}
+    assert holed.asymptotic == {}
+    assert "200 of 400 sequences have a token that the engine did not score" in holed.verdict
+    assert holed.as_dict()["unscored"] == 200
+
+
 @pytest.mark.usefixtures("_without_shape_checks")
 def test_it_is_right_where_the_region_is_left_and_ratios_are_cut():
     # no premise holds: a third of all sequences leave the region, ratios exceed the cap

@@ -6,7 +6,10 @@ one transfer. Each row holds ends of what is known, never estimates of a diverge
 evidence has KL in [0, inf] and TV in [0, 1].
 
 Ratios are those of the current to the rollout policy ("full"). They are limited above, at e^20, and
-not below: a limit above can only lower the lower ends that guarantees use.
+not below: a limit above can only lower the lower ends that guarantees use. The ratio of a token that
+the engine did not score (`LogProbs.unscored`) may be any number >= 0, so it counts as 0: means of
+ratios times rewards >= 0 are then lower ends. Nothing is taken from a record of such a token: its KL
+lies in [0, inf] and its TV in [0, 1].
 """
 
 from __future__ import annotations
@@ -34,16 +37,19 @@ COLUMNS = (
     "length",  # tokens
     "reward",  # NaN if none was given
     "kept",  # 1 if no token was rejected
-    "excess",  # sum_t (w_t - 1)
-    "log_product",  # sum_t log w_t, nats
-    "worst",  # max_t |log w_t|, nats
+    "unscored",  # tokens that the engine did not score
+    "excess",  # sum_t (w_t - 1), with w_t = 0 of unscored tokens
+    "log_product",  # sum_t log w_t, nats; -inf with an unscored token
+    "worst",  # max_t |log w_t|, nats; inf with an unscored token
     "kl_low",  # max_t of the lower ends, nats
     "kl_high",  # max_t of the upper ends
     "tv_low",
     "tv_high",
     "kl_total",  # sum_t of the upper ends
     "kl_sum",  # sum_t min(KL upper end, delta): an upper end where KL <= delta holds
-    "prefix_kl",  # sum_t KL upper end, up to the first that exceeds delta or eps: at most T delta
+    # sum_t KL upper end, up to the first that exceeds delta or eps, or one that was not scored, which
+    # counts as delta: at most T delta
+    "prefix_kl",
     "refuted",  # 1 if a token contradicts what its capped interval assumes
     "shift",  # sum_t omega_t min(TV upper end, eps, sqrt(delta/2)): the adaptive sum
 )
@@ -113,7 +119,7 @@ class BatchEvidence:
             "reward": _rewards(rewards, segments),
             "kept": _kept(keep, segments),
             **_ratios(logprobs),
-            **_divergences(kl, tv, region, segments),
+            **_divergences(kl, tv, region, segments, logprobs.unscored),
             "refuted": _refuted(divergences, segments),
         }
         limited = _limited_tv(kl[1], tv[1], region)
@@ -229,7 +235,12 @@ def _kept(keep: Tensor | None, segments: Segments) -> Float[Tensor, " b"]:
 
 def _ratios(logprobs: LogProbs) -> dict[str, Float[Tensor, " b"]]:
     log_w, segments = stopped_log_ratio(logprobs, on="full").double(), logprobs.segments
+    unscored = torch.zeros_like(segments.lengths, dtype=torch.float64)
+    if logprobs.unscored is not None:
+        unscored = segments.sum(logprobs.unscored.double())
+        log_w = log_w.masked_fill(logprobs.unscored, -torch.inf)
     return {
+        "unscored": unscored,
         "excess": segments.sum(log_w.clamp(max=LOG_RATIO_LIMIT).expm1()),
         "log_product": segments.sum(log_w),
         "worst": segments.max(log_w.abs()),
@@ -237,13 +248,19 @@ def _ratios(logprobs: LogProbs) -> dict[str, Float[Tensor, " b"]]:
 
 
 def _divergences(
-    kl: Ends, tv: Ends, region: TrustRegion, segments: Segments
+    kl: Ends, tv: Ends, region: TrustRegion, segments: Segments, unscored: Tensor | None
 ) -> dict[str, Float[Tensor, " b"]]:
     inside = kl[1] <= region.delta
     if region.eps is not None:
         inside = inside & (tv[1] <= region.eps)
     violations = segments.position.where(~inside, region.horizon).to(kl[1].dtype)
-    so_far = segments.position < segments.spread(segments.min(violations))
+    first = segments.spread(segments.min(violations))
+    prefix = kl[1].double().where(segments.position < first, 0.0)
+    if unscored is not None:
+        # Whether a token was scored may depend on which one was drawn. Leaving its context out would
+        # make the sum too small; its limit is an upper end where it is met, and decided beforehand.
+        edge = unscored & (segments.position == first)
+        prefix = prefix.masked_fill(edge, region.delta)
     high = {"kl_high": segments.max(kl[1]).double(), "tv_high": segments.max(tv[1]).double()}
     low = {
         "kl_low": high["kl_high"] if kl[0] is kl[1] else segments.max(kl[0]).double(),
@@ -254,7 +271,7 @@ def _divergences(
         **low,
         "kl_total": segments.sum(kl[1].double()),
         "kl_sum": segments.sum(kl[1].double().clamp(max=region.delta)),
-        "prefix_kl": segments.sum(kl[1].where(so_far, 0.0).double()),
+        "prefix_kl": segments.sum(prefix),
     }
 
 
@@ -276,15 +293,21 @@ def _limited_tv(kl: Tensor, tv: Tensor, region: TrustRegion) -> Float[Tensor, " 
 def _ends(
     name: str, divergences: Mapping[str, Divergence] | None, logprobs: LogProbs
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Lower and upper end of every token; NaN is a violation, and unknown above."""
+    """Lower and upper end of every token; NaN is a violation, and unknown above.
+
+    A token that the engine did not score has no evidence, whatever the record of it says: the end of
+    a top-k interval rests on the log-prob of the drawn token.
+    """
     d, largest = (divergences or {}).get(name), 1.0 if name == TV else torch.inf
     if d is None or not d.may_certify:
         low = torch.zeros_like(logprobs.logp_rollout)
         return low, torch.full_like(low, largest)
     low = d.lo.nan_to_num(nan=largest, posinf=largest).clamp(0.0, largest)
-    if d.lo is d.hi:
-        return low, low
-    return low, d.hi.nan_to_num(nan=largest, posinf=largest).clamp(0.0, largest)
+    same = d.lo is d.hi
+    high = low if same else d.hi.nan_to_num(nan=largest, posinf=largest).clamp(0.0, largest)
+    if logprobs.unscored is None:
+        return low, high
+    return low.masked_fill(logprobs.unscored, 0.0), high.masked_fill(logprobs.unscored, largest)
 
 
 @functools.lru_cache(maxsize=4)

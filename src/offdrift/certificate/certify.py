@@ -141,7 +141,13 @@ def certify(
     bound = _unified(found, region, constants) if usable else None
     exact = all(grades[k] is Grade.EXACT for k in ("kl", *premises))
     guarantees = _guarantees(found, bound, region, premises, measured and exact, constants)
-    normal = {} if rewards is None else normal_intervals(host, rewards, accepted, alpha=alpha)
+    unscored = int((host["unscored"] > 0).sum())
+    # Both ends of a normal interval want ratios, and an unscored token has only a lower end of one.
+    normal = (
+        {}
+        if rewards is None or unscored
+        else normal_intervals(host, rewards, accepted, alpha=alpha)
+    )
     return Certificate(
         region=region,
         constants=constants,
@@ -162,6 +168,7 @@ def certify(
         fresh=fresh,
         assumes=batch.assumes,
         refuted=refuted,
+        unscored=unscored,
     )
 
 

@@ -75,6 +75,9 @@ class Certificate:
     """What the evidence itself takes for granted."""
     refuted: int = 0
     """Sequences that contradict `assumes`: if any, no upper end is used."""
+    unscored: int = 0
+    """Sequences with a token that the engine did not score. Its ratio counts as 0, so that means of
+    ratios are lower ends; `asymptotic` is empty."""
 
     @property
     def precondition(self) -> Status:
@@ -173,6 +176,9 @@ class Certificate:
         if self.refuted:
             words = " and ".join(sorted(self.assumes))
             reasons.append((math.inf, f"{self.refuted} sequences contradict {words}"))
+        if self.unscored:
+            words = "sequences have a token that the engine did not score, which counts as ratio 0"
+            reasons.append((math.inf, f"{self.unscored} of {self.sequences} {words}"))
         if self.advice is not None:
             reasons.append((math.inf, self.advice))
         if self.bound is not None:
@@ -222,6 +228,7 @@ class Certificate:
             "grades": dict(self.grades),
             "assumes": sorted(self.assumes),
             "refuted": self.refuted,
+            "unscored": self.unscored,
             "premises": dict(self.premises),
             "delta_seen": list(self.delta_seen),
             "eps_seen": list(self.eps_seen),
