@@ -66,7 +66,7 @@ def conclude(
         "bad_rows": [b._asdict() for b in part.bad],
         "questions": questions(has),
         "methods": methods,
-        "suggestion": suggest(methods, overall),
+        "suggestion": suggest(methods, overall, limits=None if rules is None else rules.limits),
         "findings": [f.as_dict() for f in findings],
         "verdict": verdict(findings, overall, missing=seen["said"]),
         "certificate": (part.proof or Proof.nothing()).as_dict(),

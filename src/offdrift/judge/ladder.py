@@ -24,6 +24,7 @@ def escalate(
     ess_after_rs: float | int | None = None,
     pearson: float | int | None = None,
     prob_diff_max: float | int | None = None,
+    kl: float | int | None = None,
     limits: Mapping[str, float] | None = None,
 ) -> Escalation:
     """The survey's escalation. Rejection runs first in every row: tails are removed, then weighted.
@@ -33,37 +34,71 @@ def escalate(
         rejection                 otherwise
 
     The source leaves chi2_token = 2 and > 4 open; here they are rejection alone and a systems fix.
+    What is None or NaN is unknown and decides nothing.
 
     Args:
         chi2_token: of the ratio that is corrected.
-        rs_masked: share of sequences that rejection removes.
+        rs_masked: share of the batch that rejection alone removes.
         ess_after_rs: effective share of what is left.
+        pearson: correlation of the probabilities of the two policies.
         prob_diff_max: largest difference of a token's probabilities. Where it is small, a low
             correlation only says that all tokens are about equally likely, and does not count.
+        kl: between the two policies, nats per token. Where it is large, a low correlation counts.
         limits: thresholds by name, if not the built-in ones.
 
     Example:
-        >>> escalate(2.5, 0.05).action
-        'rejection and token TIS'
+        >>> escalate(2.5, 0.05)
+        Escalation(action='rejection and token TIS', because='token chi2 is 2.5, above 2')
 
     Reference: survey, "When to escalate".
     """
     t = load_rules().limits if limits is None else limits
+    if correlation_broken(pearson, prob_diff_max=prob_diff_max, kl=kl, limits=t):
+        why = f"the policies' probabilities correlate at {pearson:.3g}"
+        return Escalation("systems fix", f"{why}, below {t['pearson_broken']:g}")
     if rs_masked > t["rs_hard"]:
-        return Escalation("systems fix", f"rejection removes {rs_masked:.0%} of the batch")
+        return Escalation(
+            "systems fix",
+            f"rejection would mask {rs_masked:.1%} of the batch, above {t['rs_hard']:.0%}",
+        )
     if ess_after_rs is not None and ess_after_rs < t["ess_wasted"]:
         return Escalation(
-            "systems fix", f"effective sample size {ess_after_rs:.2g} after rejection"
+            "systems fix",
+            f"the effective sample size after rejection is {ess_after_rs:.1%} of what is kept, below {t['ess_wasted']:.0%}",
         )
-    differs = prob_diff_max is None or prob_diff_max > t["prob_diff_visible"]
-    if pearson is not None and pearson < t["pearson_broken"] and differs:
-        return Escalation("systems fix", f"correlation of the engines {pearson:.3g}")
     if chi2_token > t["chi2_last"]:
-        return Escalation("systems fix", f"chi2 {chi2_token:.3g} is past what weights can carry")
+        return Escalation(
+            "systems fix", f"token chi2 is {chi2_token:.3g}, above {t['chi2_last']:g}"
+        )
     if chi2_token > t["chi2_toxic"]:
-        return Escalation("rejection and token TIS", f"chi2 {chi2_token:.3g}: a toxic tail")
+        return Escalation(
+            "rejection and token TIS", f"token chi2 is {chi2_token:.3g}, above {t['chi2_toxic']:g}"
+        )
     if rs_masked >= t["rs_soft"]:
         return Escalation(
-            "rejection and token TIS", f"rejection alone removes {rs_masked:.0%} of the batch"
+            "rejection and token TIS",
+            f"rejection alone would mask {rs_masked:.1%} of the batch, at least {t['rs_soft']:.0%}",
         )
-    return Escalation("rejection", f"chi2 {chi2_token:.3g}, {rs_masked:.0%} rejected")
+    return Escalation(
+        "rejection",
+        f"token chi2 is {chi2_token:.3g} and rejection would mask only {rs_masked:.1%} of the batch",
+    )
+
+
+def correlation_broken(
+    pearson: float | int | None,
+    *,
+    prob_diff_max: float | int | None,
+    kl: float | int | None,
+    limits: Mapping[str, float],
+) -> bool:
+    """Whether the correlation of two policies' probabilities says that no correction helps.
+
+    It is a correlation over the probabilities that occur: where all of them are near 1, differences
+    of no weight spoil it. It counts unless some probability is known not to differ visibly, and the
+    policies are not known to differ in KL.
+    """
+    if pearson is None or not pearson < limits["pearson_broken"]:
+        return False
+    alike = prob_diff_max is not None and prob_diff_max <= limits["prob_diff_visible"]
+    return not alike or (kl is not None and kl > limits["kl_clean"])
