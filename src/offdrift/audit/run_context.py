@@ -1,4 +1,4 @@
-"""What is known of a run beside its log: what the user says, and what a run of ours says of itself."""
+"""Build the diagnosis context from command-line options and, for runs of this library, from `run.json`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 
 from offdrift.judge import Context
 
+FOLDERS_ABOVE = 4
+"""How far above a log its `run.json` is looked for."""
 
-def known(
+
+def run_context(
     path: str,
     framework: str,
     *,
@@ -19,49 +22,45 @@ def known(
     temperature: float | None = None,
     mixture_of_experts: bool | None = None,
 ) -> Context:
-    """The context of a diagnosis.
+    """The context of a diagnosis. Options stand above what `run.json` says.
 
     Args:
         path: the log; the `run.json` of a run of this library is looked for in the folders above it.
         framework: whose configuration fixes are written in.
-        method: row of `METHODS` that the run trains with; what is given here stands above `run.json`.
+        method: row of `METHODS` that the run trains with.
         temperature: of the rollouts.
         mixture_of_experts: whether the model routes tokens to experts.
 
     Example:
-        >>> known("log.jsonl", "verl", temperature=0.7).temperature
+        >>> run_context("log.jsonl", "verl", temperature=0.7).temperature
         0.7
     """
-    context = _from_run(Path(path), Context(framework=framework))
-    given = {
+    options = {
         "method": method,
         "temperature": temperature,
         "mixture_of_experts": mixture_of_experts,
     }
-    return replace(context, **{name: value for name, value in given.items() if value is not None})
+    stored = _from_run(Path(path)) | {k: v for k, v in options.items() if v is not None}
+    return replace(Context(framework=framework), **stored)
 
 
-def _from_run(path: Path, context: Context) -> Context:
-    for folder in (path, *path.absolute().parents[:4]):
-        head = _run_of(folder)
-        if head is not None:
-            break
-    else:
-        return context
-    recipe = head.get("recipe", {})
+def _from_run(path: Path) -> dict[str, Any]:
+    """What the nearest `run.json` says: fields of `Context`, nothing where there is no run."""
+    run: dict[str, Any] = {}
+    for folder in (path, *path.absolute().parents[:FOLDERS_ABOVE]):
+        with suppress(OSError, ValueError):
+            content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            if isinstance(content, dict) and "recipe" in content:
+                run = content
+                break
+    if not run:
+        return {}
+    recipe = run.get("recipe", {})
     arms: dict[str, Any] = recipe.get("arms", {})
-    mine = [arm for name, arm in arms.items() if name in path.absolute().parts]
-    arm = mine[0] if mine else next(iter(arms.values())) if len(arms) == 1 else {}
-    return replace(
-        context,
-        method=arm.get("method"),
-        temperature=recipe.get("rollout", {}).get("temperature"),
-        mixture_of_experts=head.get("model", {}).get("experts"),
-    )
-
-
-def _run_of(folder: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        held = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        return held if isinstance(held, dict) and "recipe" in held else None
-    return None
+    named = [arm for name, arm in arms.items() if name in path.absolute().parts]
+    arm = named[0] if named else next(iter(arms.values())) if len(arms) == 1 else {}
+    return {
+        "method": arm.get("method"),
+        "temperature": recipe.get("rollout", {}).get("temperature"),
+        "mixture_of_experts": run.get("model", {}).get("experts"),
+    }

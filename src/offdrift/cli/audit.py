@@ -88,7 +88,7 @@ def audit(
     from offdrift.audit.conclude import conclude, write_audit
     from offdrift.audit.page import write_audit_page
     from offdrift.audit.partial import Job, Part
-    from offdrift.audit.run_context import known
+    from offdrift.audit.run_context import run_context
     from offdrift.audit.stream import audit as stream
     from offdrift.audit.stream import in_process, in_processes
     from offdrift.audit.view import audit_view
@@ -129,7 +129,7 @@ def audit(
             again = shlex.join(["offdrift", *sys.argv[1:]])
             err.print(f"\ninterrupted; what was read is in {folder / 'parts'}. The same command continues:\n  {again}", markup=False, highlight=False)  # fmt: skip
             raise typer.Exit(INTERRUPTED) from None
-    about = known(paths[0], framework or found.framework, method=method, temperature=temperature, mixture_of_experts=moe)  # fmt: skip
+    about = run_context(paths[0], framework or found.framework, method=method, temperature=temperature, mixture_of_experts=moe)  # fmt: skip
     result = conclude(part, job, context=about, rules=table)
     result["source"]["seconds"] = time.perf_counter() - started
     file = write_audit(result, folder)

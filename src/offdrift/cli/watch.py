@@ -58,7 +58,7 @@ def watch(
     offdrift watch runs/tiny
     offdrift watch /data/run/token_exports --framework prime-rl --fail-on stop
     """  # fmt: skip
-    from offdrift.audit.run_context import known
+    from offdrift.audit.run_context import run_context
     from offdrift.audit.watch import Log, Row, sources
     from offdrift.audit.watch_view import LiveWatch
     from offdrift.judge import Watcher, load_rules
@@ -72,7 +72,7 @@ def watch(
         """Judge one row; whether a finding is severe enough to end the watch."""
         if row.source not in watchers:
             arm = run / "arms" / row.source
-            about = known(str(arm if arm.is_dir() else run), framework, method=method, temperature=temperature, mixture_of_experts=moe)  # fmt: skip
+            about = run_context(str(arm if arm.is_dir() else run), framework, method=method, temperature=temperature, mixture_of_experts=moe)  # fmt: skip
             watchers[row.source] = Watcher(context=about, rules=table)
         fired = watchers[row.source].update(row.numbers)
         if screen is not None:
