@@ -137,7 +137,9 @@ class Proof:
         kinds = COLUMNS | PER_SEQUENCE
         held = {k: x for k, x in arrays.items() if k in kinds}
         why_not = str(arrays["why_not"])
-        return Proof((order[0], order[1], order[2]), held, level, bool(reused), bool(masked), why_not)  # fmt: skip
+        return Proof(
+            (order[0], order[1], order[2]), held, level, bool(reused), bool(masked), why_not
+        )
 
     def as_dict(self, *, delta: float = 0.05, alpha: float = 0.05) -> dict[str, Any]:
         """The certificate, ready for JSON; or `why_not`.
@@ -152,7 +154,9 @@ class Proof:
         rewards, longest = self.arrays["rewards"], int(self.arrays["lengths"].max())
         fits = [r for r in RANGES if r[0] <= rewards.min() and rewards.max() <= r[1]]
         if not fits:
-            return _none(f"rewards from {rewards.min():g} to {rewards.max():g} are outside [-1, 1]; rescale them")  # fmt: skip
+            return _none(
+                f"rewards from {rewards.min():g} to {rewards.max():g} are outside [-1, 1]; rescale them"
+            )
         try:
             evidence = self._evidence(TrustRegion(horizon=longest, delta=delta))
             found = certify(evidence, reward_range=fits[0], alpha=alpha, fresh=True).as_dict()
@@ -183,7 +187,9 @@ class Proof:
             f"no response can be longer than the longest logged, {longest} tokens",
         ]
         if self.reused:
-            said.append("which rollouts of these weights were used first did not depend on what was drawn, as on their length")  # fmt: skip
+            said.append(
+                "which rollouts of these weights were used first did not depend on what was drawn, as on their length"
+            )
         if self.masked:
             said.append("tokens that are not trained on were not drawn by the policy")
         return said
@@ -226,9 +232,9 @@ class _Who:
         chosen = touched & (clock == first)
         why_not = ""
         if bool((chosen & (lowest < newest)).any()):
-            why_not = "responses of the newest rollouts were drawn while the weights were updated, so there is no one rollout policy; draw a step's rollouts without updating the weights in between"  # fmt: skip
+            why_not = "responses of the newest rollouts were drawn while the weights were updated, so there is no one rollout policy; draw a step's rollouts without updating the weights in between"
         elif bool((~scored & (clock == first)).any()):
-            why_not = "some responses have no log-probs at all, so the rest is no random sample; log every response"  # fmt: skip
+            why_not = "some responses have no log-probs at all, so the rest is no random sample; log every response"
         elif unscored := sum(int(n.sum()) for n in batch.unscored.values()):
             why_not = f"{unscored} tokens have no log-probs; log them for every token"
         order = (newest, int(old), -first)
@@ -244,7 +250,7 @@ def _missing(batch: Logged) -> str:
     """What a batch lacks to be evidence; "" if nothing."""
     current = batch.logp is not None and KL in batch.divergences
     if not (_judges_old(batch) or current):
-        return "log exact divergences per token (kl_rollout_old and tv_rollout_old with logp_old, or kl_rollout_current with logp), from full logits or hidden states; a sampled estimate proves nothing"  # fmt: skip
+        return "log exact divergences per token (kl_rollout_old and tv_rollout_old with logp_old, or kl_rollout_current with logp), from full logits or hidden states; a sampled estimate proves nothing"
     if not batch.num_tokens:
         return NOTHING
     wanted = {
@@ -253,12 +259,16 @@ def _missing(batch: Logged) -> str:
         "rollout_version": "the version of the weights that drew each response (rollout_version): a certificate compares two policies",
     }
     if not _judges_old(batch):
-        wanted["version"] = "the version of the trained weights (version): without it, whether the policy has already learned from these rollouts is unknown"  # fmt: skip
+        wanted["version"] = (
+            "the version of the trained weights (version): without it, whether the policy has already learned from these rollouts is unknown"
+        )
     for name, words in wanted.items():
         if getattr(batch, name) is None:
             return f"log {words}"
     if batch.group_ids is None and batch.prompts is None:
-        return "log the prompt or its id (group_id): responses to one prompt are no independent draws"  # fmt: skip
+        return (
+            "log the prompt or its id (group_id): responses to one prompt are no independent draws"
+        )
     assert batch.rewards is not None
     if not bool(batch.rewards.isfinite().all()):
         return "log the reward of every response; some are missing or not finite"

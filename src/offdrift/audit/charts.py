@@ -8,7 +8,7 @@ from typing import Any
 
 from offdrift.audit.method_table import length_curves, tried
 from offdrift.show.charts import DASHES, SERIES_COLORS, Chart, Columns, Series, thinned
-from offdrift.show.headline import (  # fmt: skip
+from offdrift.show.headline import (
     EXACT,
     PAIR_WORDS,
     PAIRS,
@@ -145,7 +145,11 @@ def pair_series(
         name = metric(pair)
         y = add(f"{prefix}:{name}", column(table, name)) if name else ""
         if y:
-            found.append(Series(pair, x, y, color=SERIES_COLORS[pair], dash=DASHES[pair], group=pair, kind=kind))  # fmt: skip
+            found.append(
+                Series(
+                    pair, x, y, color=SERIES_COLORS[pair], dash=DASHES[pair], group=pair, kind=kind
+                )
+            )
     return tuple(found)
 
 
@@ -161,21 +165,28 @@ def _kl_chart(audit: Fields, steps: Rows, columns: Columns) -> Chart:
     grade = f"exact for {', '.join(exact)}; else k3" if exact else "k3 of the sampled tokens"
     meaning = f"KL of a token, mean over the step: {grade}. " + _pairs_in_words(series)
     lines = ((0.05, "0.05"),)
-    return Chart("kl", "KL per token", "nat, log scale", meaning, series, log=True, lines=lines, wide=True)  # fmt: skip
+    return Chart(
+        "kl", "KL per token", "nat, log scale", meaning, series, log=True, lines=lines, wide=True
+    )
 
 
 def _quantile_chart(audit: Fields, steps: Rows, columns: Columns) -> Chart:
     pair = main_pair(audit)
     key = f"{pair}/log_ratio"
-    add = {q: columns.add(f"q:{key}:{q}", _quantile(steps, key, q)) for q in ("p05", "p50", "p95", "p99")}  # fmt: skip
+    add = {
+        q: columns.add(f"q:{key}:{q}", _quantile(steps, key, q))
+        for q in ("p05", "p50", "p95", "p99")
+    }
     color = SERIES_COLORS.get(pair, "arm-0")
     found = []
     if add["p05"] and add["p95"]:
-        found.append(Series("5 % to 95 %", STEP, low=add["p05"], high=add["p95"], color=color, group=pair))  # fmt: skip
+        found.append(
+            Series("5 % to 95 %", STEP, low=add["p05"], high=add["p95"], color=color, group=pair)
+        )
     for q, dash, name in (("p50", "solid", "median"), ("p99", "dot", "99 %")):
         if add[q]:
             found.append(Series(name, STEP, add[q], color=color, dash=dash, group=pair))
-    meaning = f"Log-ratio of a token, {PAIR_WORDS.get(pair, '')}: its median, the band from 5 % to 95 %, and the 99 % quantile of each step."  # fmt: skip
+    meaning = f"Log-ratio of a token, {PAIR_WORDS.get(pair, '')}: its median, the band from 5 % to 95 %, and the 99 % quantile of each step."
     return Chart("quantiles", f"Log-ratio, {pair}", "nat, quantiles", meaning, tuple(found))
 
 
@@ -206,7 +217,11 @@ def _band_chart(
 ) -> Chart:
     y = columns.add(f"s:{metric}", column(steps, metric))
     low, high = (columns.add(f"q:{key}:{q}", _quantile(steps, key, q)) for q in ("p05", "p95"))
-    band = (Series("5 % to 95 %", STEP, low=low, high=high, color="arm-3", group="run"),) if low and high else ()  # fmt: skip
+    band = (
+        (Series("5 % to 95 %", STEP, low=low, high=high, color="arm-3", group="run"),)
+        if low and high
+        else ()
+    )
     line = (Series("mean", STEP, y, color="arm-3", group="run"),) if y else ()
     said = unit if band else "mean"
     said = f"{length}, {said}" if id == "length" else said
@@ -220,7 +235,13 @@ def _facet(
     table = table[inhabited(table)]
     x = columns.add(f"{name}:label", labels(table))
     log = kind != "bars"
-    series = pair_series(lambda p: best_kl(table, p), table, columns, prefix=name, x=x, log=log, kind=kind) if table else ()  # fmt: skip
+    series = (
+        pair_series(
+            lambda p: best_kl(table, p), table, columns, prefix=name, x=x, log=log, kind=kind
+        )
+        if table
+        else ()
+    )
     counts = columns.add(f"{name}:words", [_words(row) for row in table]) if series else ""
     series = tuple(_with_texts(s, counts, columns, name) for s in series)
     unit = "nat, log scale" if log else "nat"
@@ -240,8 +261,19 @@ def _trap(audit: Fields, columns: Columns) -> Chart:
         Series(name, x, columns.add(f"trap:{i}", curve), color=f"arm-{i}", dash=("solid", "dash", "dot")[i % 3], kind="points", group="", hover=".1%")
         for i, (name, curve) in enumerate(curves)
     )  # fmt: skip
-    meaning = "Share of the sequences of each length that a method would have kept. A curve that falls is the length trap: long responses are rejected for their length, not for their drift per token, and training shortens the answers. Shown are the methods that depend on length most."  # fmt: skip
-    return Chart("trap", "Acceptance by response length", "the length trap", meaning, series, share=True, x_title=_lengths(audit), categories=x, wide=True, legend=True)  # fmt: skip
+    meaning = "Share of the sequences of each length that a method would have kept. A curve that falls is the length trap: long responses are rejected for their length, not for their drift per token, and training shortens the answers. Shown are the methods that depend on length most."
+    return Chart(
+        "trap",
+        "Acceptance by response length",
+        "the length trap",
+        meaning,
+        series,
+        share=True,
+        x_title=_lengths(audit),
+        categories=x,
+        wide=True,
+        legend=True,
+    )
 
 
 def _lengths(audit: Fields) -> str:
@@ -262,7 +294,12 @@ def _words(row: Fields) -> str:
 
 
 def _pairs_in_words(series: Iterable[Series]) -> str:
-    return "; ".join(f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s in series if s.name in PAIR_WORDS) + "."  # fmt: skip
+    return (
+        "; ".join(
+            f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s in series if s.name in PAIR_WORDS
+        )
+        + "."
+    )
 
 
 def _quantile(steps: Rows, key: str, q: str) -> list[float | None]:

@@ -65,7 +65,12 @@ class Compared:
     def winner(self) -> str:
         """ "a", "b", or "" where they are equal, or neither direction is better."""
         d = self.difference
-        if d is None or self.a is None or self.larger_is == "neither" or abs(d) <= SAME * abs(self.a):  # fmt: skip
+        if (
+            d is None
+            or self.a is None
+            or self.larger_is == "neither"
+            or abs(d) <= SAME * abs(self.a)
+        ):
             return ""
         return "b" if (d > 0) == (self.larger_is == "better") else "a"
 
@@ -80,7 +85,14 @@ def overall(a: Fields, b: Fields) -> list[Compared]:
     """Every metric that both runs have over their whole logs, the telling ones first."""
     mine, its = mapping(a.get("overall")), mapping(b.get("overall"))
     pair = main_pair(a) or main_pair(b)
-    first = [kl_metric(mine, pair), f"{pair}/ess_frac", f"{pair}/pearson", f"{pair}/chi2_token", "reward/mean", "response/length_mean"]  # fmt: skip
+    first = [
+        kl_metric(mine, pair),
+        f"{pair}/ess_frac",
+        f"{pair}/pearson",
+        f"{pair}/chi2_token",
+        "reward/mean",
+        "response/length_mean",
+    ]
     order = {name: i for i, name in enumerate(dict.fromkeys([*first, *METRICS]))}
     both = [k for k in mine if number(mine[k]) is not None and number(its.get(k)) is not None]
     return [
@@ -92,7 +104,11 @@ def overall(a: Fields, b: Fields) -> list[Compared]:
 def methods(a: Fields, b: Fields) -> list[tuple[str, list[Compared]]]:
     """What each method would have kept of either log, and at which effective sample size."""
     mine, its = ({m.name: m for m in tried(x)} for x in (a, b))
-    return [(name, [_compared(c, mine[name], its[name]) for c in SHARES]) for name in mine if name in its]  # fmt: skip
+    return [
+        (name, [_compared(c, mine[name], its[name]) for c in SHARES])
+        for name in mine
+        if name in its
+    ]
 
 
 def familiar(found: list[tuple[str, list[Compared]]]) -> list[tuple[str, list[Compared]]]:
@@ -120,7 +136,9 @@ def differences(a: Fields, b: Fields) -> dict[str, Any]:
 def common_kl(a: Fields, b: Fields) -> str:
     """The best measure of KL that both logs have, of the first pair of policies with one; "" for none."""
     mine, its = mapping(a.get("overall")), mapping(b.get("overall"))
-    both = [m for pair in PAIRS for m in kl_metrics(pair) if best_of(mine, (m,)) and best_of(its, (m,))]  # fmt: skip
+    both = [
+        m for pair in PAIRS for m in kl_metrics(pair) if best_of(mine, (m,)) and best_of(its, (m,))
+    ]
     return both[0] if both else ""
 
 
@@ -149,13 +167,17 @@ def sentence(a: Fields, b: Fields, names: tuple[str, str]) -> str:
         return f"Both runs have the same KL per token ({metric}): {short(x)} nat."
     (low, name), (high, _) = sorted([(x, names[0]), (y, names[1])])
     factor = f", a factor of {high / low:.3g}" if low > 0 else ""
-    return f"{name} drifts less: over the steps in common its KL per token ({metric}) is {short(low)} nat against {short(high)} nat{factor}."  # fmt: skip
+    return f"{name} drifts less: over the steps in common its KL per token ({metric}) is {short(low)} nat against {short(high)} nat{factor}."
 
 
 def _mean(table: list[dict[str, Any]], metric: str, low: float, high: float) -> float | None:
     """Mean over the tokens of steps `low` to `high`."""
     inside = [r for r in table if (s := number(r.get("step"))) is not None and low <= s <= high]
-    pairs = [(v, number(r.get("tokens")) or 1.0) for r in inside if (v := number(r.get(metric))) is not None]  # fmt: skip
+    pairs = [
+        (v, number(r.get("tokens")) or 1.0)
+        for r in inside
+        if (v := number(r.get(metric))) is not None
+    ]
     return sum(v * n for v, n in pairs) / sum(n for _, n in pairs) if pairs else None
 
 
@@ -274,7 +296,9 @@ def _over_time(
     for i, (metric, table) in enumerate(zip(metrics, steps)):
         y = add(f"{i}:{metric}", column(table, metric))
         if y:
-            found.append(Series(names[i], f"step:{i}", y, color=COLORS[i], dash=DASH[i], group="ab"[i]))  # fmt: skip
+            found.append(
+                Series(names[i], f"step:{i}", y, color=COLORS[i], dash=DASH[i], group="ab"[i])
+            )
     return Chart(id, title, unit, meaning_of(metrics[0]), tuple(found), log=log, share=share)
 
 
@@ -288,8 +312,18 @@ def _ratios(
             series = steps_of(names[i], bars, columns, color=COLORS[i], key=f"{pair}:{i}")
             found.append(replace(series, group="ab"[i], dash=DASH[i]))
             reach = max(reach, abs(bars[0][0]), abs(bars[-1][1]))
-    meaning = "How large a share of each run's tokens has which ratio of probabilities; both axes are logarithmic."  # fmt: skip
-    return Chart(f"ratios-{pair}", f"Ratios of the sampled tokens, {pair}", "log scale", meaning, tuple(found), log=True, x_title="ratio", wide=True, layout=axis(reach))  # fmt: skip
+    meaning = "How large a share of each run's tokens has which ratio of probabilities; both axes are logarithmic."
+    return Chart(
+        f"ratios-{pair}",
+        f"Ratios of the sampled tokens, {pair}",
+        "log scale",
+        meaning,
+        tuple(found),
+        log=True,
+        x_title="ratio",
+        wide=True,
+        layout=axis(reach),
+    )
 
 
 # -- in the terminal --------------------------------------------------------------------------
@@ -309,7 +343,9 @@ def comparison_view(
     for name, audit in zip(names, (a, b)):
         level, words = verdict_of(audit.get("verdict"))
         sign, word, style = WORDS[level]
-        parts.append(Text.assemble((f"{safe(name)}  ", "bold"), (f"{sign} {word}  ", style), safe(words)))  # fmt: skip
+        parts.append(
+            Text.assemble((f"{safe(name)}  ", "bold"), (f"{sign} {word}  ", style), safe(words))
+        )
         parts.append(Text(" · ".join(count_words(audit)), style="dim"))
     numbers, tried_on = overall(a, b)[:METRICS_SHOWN], familiar(methods(a, b))[:METHODS_SHOWN]
     if numbers:
@@ -327,7 +363,10 @@ def _numbers_table(found: list[Compared], names: tuple[str, str], width: int) ->
         table.add_column(Text(_short_name(name, most)), justify="right", no_wrap=True)
     table.add_column("difference", justify="right", no_wrap=True)
     for c in found:
-        cells = [Text(c.write(v), style="green" if c.winner == w else "") for v, w in ((c.a, "a"), (c.b, "b"))]  # fmt: skip
+        cells = [
+            Text(c.write(v), style="green" if c.winner == w else "")
+            for v, w in ((c.a, "a"), (c.b, "b"))
+        ]
         table.add_row(Text(safe(c.name)), *cells, c.change)
     return table
 

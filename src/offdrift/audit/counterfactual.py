@@ -26,7 +26,19 @@ from offdrift.methods.table import FAMILIES
 from offdrift.numerics import log_sums, one_thread
 from offdrift.records.batch import Logged
 
-COUNTED = ("sequences", "tokens", "first_update", "kept_sequences", "kept_tokens", "length", "kept_length", "weight", "limited", "clipped", "clip_tokens")  # fmt: skip
+COUNTED = (
+    "sequences",
+    "tokens",
+    "first_update",
+    "kept_sequences",
+    "kept_tokens",
+    "length",
+    "kept_length",
+    "weight",
+    "limited",
+    "clipped",
+    "clip_tokens",
+)
 """Sums of each row; after them, sequences and kept sequences of each length bucket."""
 AT = {name: i for i, name in enumerate(COUNTED)}
 COLUMNS = len(COUNTED) + 2 * (len(LENGTH_CUTS) + 1)
@@ -34,7 +46,12 @@ COLUMNS = len(COUNTED) + 2 * (len(LENGTH_CUTS) + 1)
 WIDE = {"gate.low": 0.99, "gate.high": 1.01}
 """The geometric band that is advised where one is needed; verl's default is ten times narrower."""
 
-GEOMETRIC = ("decoupled_geo_rs", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis")  # fmt: skip
+GEOMETRIC = (
+    "decoupled_geo_rs",
+    "decoupled_geo_rs_token_tis",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_token_tis",
+)
 
 
 @dataclass(frozen=True)
@@ -217,9 +234,19 @@ class _Counts:
             logs = log_sums(log_w if kept is None else log_w.where(kept, -torch.inf))
         sequences = self._sequences(kept)
         limited = 0 if decided.limited is None else int(decided.limited.count_nonzero())
-        counted = [self.scored.sum(), tokens, decided.first_update,
-                   sequences.sum(), kept_tokens, self.lengths.sum(), sequences @ self.lengths,
-                   total, limited, 0, 0]  # fmt: skip
+        counted = [
+            self.scored.sum(),
+            tokens,
+            decided.first_update,
+            sequences.sum(),
+            kept_tokens,
+            self.lengths.sum(),
+            sequences @ self.lengths,
+            total,
+            limited,
+            0,
+            0,
+        ]
         buckets = [
             np.bincount(self.bucket, weights=x, minlength=len(LENGTH_CUTS) + 1)
             for x in (self.scored, sequences)
@@ -274,7 +301,17 @@ def _described(
     }  # fmt: skip
 
 
-NUMBERS = ("kept_tokens", "kept_sequences", "kept_length_ratio", "weight_mean", "weight_max", "limited_frac", "ess_frac", "clipped_frac", "acceptance_by_length")  # fmt: skip
+NUMBERS = (
+    "kept_tokens",
+    "kept_sequences",
+    "kept_length_ratio",
+    "weight_mean",
+    "weight_max",
+    "limited_frac",
+    "ess_frac",
+    "clipped_frac",
+    "acceptance_by_length",
+)
 
 
 def _compared(method: Method) -> str:

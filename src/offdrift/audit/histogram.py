@@ -55,7 +55,17 @@ def histogram_chart(histograms: object, columns: Columns) -> Chart:
         "How many tokens have which ratio of probabilities; " + "; ".join(f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s in series)
         + ". Both axes are logarithmic, the lower one towards 1 from both sides: equal ratios are in the middle, and the two humps stand at the usual size of a difference. Dashed lines are the limits of the chosen method."
     )  # fmt: skip
-    return Chart("ratios", "Ratios of the sampled tokens", "log scale", meaning, tuple(series), log=True, x_title="ratio", wide=True, layout=axis(reach))  # fmt: skip
+    return Chart(
+        "ratios",
+        "Ratios of the sampled tokens",
+        "log scale",
+        meaning,
+        tuple(series),
+        log=True,
+        x_title="ratio",
+        wide=True,
+        layout=axis(reach),
+    )
 
 
 def steps_of(name: str, bars: list[Bar], columns: Columns, *, color: str, key: str = "") -> Series:
@@ -70,7 +80,9 @@ def steps_of(name: str, bars: list[Bar], columns: Columns, *, color: str, key: s
     total = sum(count for *_, count in bars)
     x = [place(low) for low, *_ in bars] + [place(bars[-1][1])]
     density = [c / total / (b - a) if c else None for (a, b), (*_, c) in zip(pairwise(x), bars)]
-    words = [f"{_ratio(a)} to {_ratio(b)}: {c:,.0f} tokens ({percent(c / total)})" for a, b, c in bars]  # fmt: skip
+    words = [
+        f"{_ratio(a)} to {_ratio(b)}: {c:,.0f} tokens ({percent(c / total)})" for a, b, c in bars
+    ]
     return Series(
         name, columns.add(f"ratios:{key}:x", x), columns.add(f"ratios:{key}:y", [*density, density[-1]]),
         color=color, kind="steps", group=name, texts=columns.add(f"ratios:{key}:words", [*words, words[-1]]),
@@ -109,9 +121,23 @@ def axis(reach: float) -> dict:
     """
     below = [r for r in (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999) if -math.log(r) <= reach]
     ratios = [*below, 1.0, *(1 / r for r in reversed(below))]
-    names = {0.999: "0.999", 1 / 0.999: "1.001", 0.99: "0.99", 1 / 0.99: "1.01", 0.9: "0.9", 1 / 0.9: "1.11"}  # fmt: skip
+    names = {
+        0.999: "0.999",
+        1 / 0.999: "1.001",
+        0.99: "0.99",
+        1 / 0.99: "1.01",
+        0.9: "0.9",
+        1 / 0.9: "1.11",
+    }
     texts = [names.get(r, f"{r:g}") for r in ratios]
-    return {"xaxis": {"tickmode": "array", "tickvals": [place(math.log(r)) for r in ratios], "ticktext": texts, "tickangle": 0}}  # fmt: skip
+    return {
+        "xaxis": {
+            "tickmode": "array",
+            "tickvals": [place(math.log(r)) for r in ratios],
+            "ticktext": texts,
+            "tickangle": 0,
+        }
+    }
 
 
 def _end(edge: float | None, inner: list[float], side: int) -> float:
@@ -159,7 +185,9 @@ def choices(audit: Fields) -> dict[str, list[dict[str, Any]]]:
     settings = {text(r.get("name")): mapping(r.get("settings")) for r in rows(audit.get("methods"))}
     names = dict.fromkeys([suggested, *settings])
     if suggested:
-        settings[suggested] = mapping(at(audit, "suggestion", "settings")) or settings.get(suggested, {})  # fmt: skip
+        settings[suggested] = mapping(at(audit, "suggestion", "settings")) or settings.get(
+            suggested, {}
+        )
     found = {name: limits_of(name, settings.get(name, {})) for name in names if name}
     return dict([(n, limits) for n, limits in found.items() if limits][:SELECTABLE])
 

@@ -69,7 +69,12 @@ class Heat:
 
     @property
     def as_data(self) -> dict[str, Any]:
-        return {"first": self.first, "ids": self.ids, "on": self.on, "values": [list(n) for n in self.numbers]}  # fmt: skip
+        return {
+            "first": self.first,
+            "ids": self.ids,
+            "on": self.on,
+            "values": [list(n) for n in self.numbers],
+        }
 
 
 def heats(audit: Fields) -> list[Heat]:
@@ -110,7 +115,9 @@ def edges() -> dict[str, list[float]]:
 
 
 def _heat(row: Fields) -> Heat:
-    ratios, logps, kls = (numbers(row.get(k))[:MAX_TOKENS] for k in ("log_ratio", "logp_rollout", "kl"))  # fmt: skip
+    ratios, logps, kls = (
+        numbers(row.get(k))[:MAX_TOKENS] for k in ("log_ratio", "logp_rollout", "kl")
+    )
     tokens = items(row.get("tokens"))[:MAX_TOKENS]
     count = max(len(ratios), len(kls), len(tokens))
     first = int(number(row.get("first")) or 0)
@@ -253,7 +260,13 @@ def facet_tables(audit: Fields) -> list[dict[str, Any]]:
             + [short(number(row.get(m))) for m in metrics]
             for row in table
         ]
-        found.append({"title": title, "head": ["sequences", "tokens", *metrics], "rows": list(zip(labels(table), cells))})  # fmt: skip
+        found.append(
+            {
+                "title": title,
+                "head": ["sequences", "tokens", *metrics],
+                "rows": list(zip(labels(table), cells)),
+            }
+        )
     return found
 
 
@@ -281,7 +294,10 @@ def provenance(audit: Fields) -> list[tuple[str, str]]:
 def _bad_rows(audit: Fields) -> list[tuple[str, str]]:
     """Where each stands, and why it could not be read."""
     found = rows(audit.get("bad_rows"))[:SHOWN_BAD_ROWS]
-    return [(f"{text(b.get('file'))}:{text(b.get('row'))}", clipped(text(b.get("reason")), 600)) for b in found]  # fmt: skip
+    return [
+        (f"{text(b.get('file'))}:{text(b.get('row'))}", clipped(text(b.get("reason")), 600))
+        for b in found
+    ]
 
 
 def _worst_tokens(audit: Fields) -> list[dict[str, Any]]:

@@ -60,10 +60,18 @@ def suggest(
     t = load_rules().limits if limits is None else limits
     missing = max(overall.get(x) or 0.0 for x in ("data/unread_frac", "batch/unscored_frac"))
     if missing > t["data_most"]:
-        return _said(None, None, f"{missing:.0%} of the log is missing, so what the rest asks for may not be what the run needs")  # fmt: skip
+        return _said(
+            None,
+            None,
+            f"{missing:.0%} of the log is missing, so what the rest asks for may not be what the run needs",
+        )
     on = next((x for x in LADDERS if _known(overall, f"{x}/chi2_token")), None)
     if on is None:
-        return _said(None, None, "drift cannot be measured: log the rollout engine's log-probs, and those of the training engine for the same tokens")  # fmt: skip
+        return _said(
+            None,
+            None,
+            "drift cannot be measured: log the rollout engine's log-probs, and those of the training engine for the same tokens",
+        )
     chi2, pearson = _number(overall, f"{on}/chi2_token"), _number(overall, f"{on}/pearson")
     kl, ppl = _kl(overall, on), _number(overall, f"{on}/ppl_ratio")
     prob_diff = _number(overall, f"{on}/prob_diff_max")
@@ -135,9 +143,13 @@ def _reweighted(
     ).action
     if rung == "systems fix":
         return None
-    size = f"KL is {kl:.2g} nats per token and token chi2 {chi2:.2g} ({on}), with no heavy tail: {rejected:.1%} of tokens have a ratio outside [0.5, 5]"  # fmt: skip
-    left = f"a band around no drift would mask most of the batch, weights leave an effective sample size of {weights['ess_frac']:.1%}"  # fmt: skip
-    age = f"tokens are {lag:.3g} updates old on average" if lag > 0 else "the log does not say that the policies hold the same weights; if they do, repair the engines instead"  # fmt: skip
+    size = f"KL is {kl:.2g} nats per token and token chi2 {chi2:.2g} ({on}), with no heavy tail: {rejected:.1%} of tokens have a ratio outside [0.5, 5]"
+    left = f"a band around no drift would mask most of the batch, weights leave an effective sample size of {weights['ess_frac']:.1%}"
+    age = (
+        f"tokens are {lag:.3g} updates old on average"
+        if lag > 0
+        else "the log does not say that the policies hold the same weights; if they do, repair the engines instead"
+    )
     return _said("token TIS", weights["name"], f"{size}; {left}; {age}")
 
 

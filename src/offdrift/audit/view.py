@@ -147,7 +147,11 @@ def _methods(audit: Fields, width: int) -> list[RenderableType]:
         parts += [Text(f"{more} more in the page", style="dim")] if more else []
     name, why = text(suggestion.get("method")), text(suggestion.get("why"))
     if name:
-        parts.append(Text.assemble(("Suggested: ", "bold green"), (safe(name), "bold"), f": {safe(why)}" if why else ""))  # fmt: skip
+        parts.append(
+            Text.assemble(
+                ("Suggested: ", "bold green"), (safe(name), "bold"), f": {safe(why)}" if why else ""
+            )
+        )
     return parts
 
 
@@ -159,8 +163,13 @@ def _method_table(methods: list[Tried], width: int) -> Table:
     for c in columns:
         table.add_column(c.short_title, justify="right", no_wrap=True)
     for m in methods:
-        name = Text(safe(m.name) + (" ◂" if m.suggested else ""), style="bold green" if m.suggested else "")  # fmt: skip
-        cells = [Text(c.write(m.values[c.key]), style="yellow" if m.flagged(c.key) else "") for c in columns]  # fmt: skip
+        name = Text(
+            safe(m.name) + (" ◂" if m.suggested else ""), style="bold green" if m.suggested else ""
+        )
+        cells = [
+            Text(c.write(m.values[c.key]), style="yellow" if m.flagged(c.key) else "")
+            for c in columns
+        ]
         table.add_row(name, *cells)
     return table
 
@@ -188,7 +197,7 @@ def _bad_rows(audit: Fields) -> list[RenderableType]:
         return []
     first = next(iter(rows(audit.get("bad_rows"))), {})
     where = f"{text(first.get('file'))}:{text(first.get('row'))}: {text(first.get('reason'))}"
-    words = f"{count:,.0f} row{'' if count == 1 else 's'} could not be read and {'was' if count == 1 else 'were'} left out"  # fmt: skip
+    words = f"{count:,.0f} row{'' if count == 1 else 's'} could not be read and {'was' if count == 1 else 'were'} left out"
     return [Text(), Text(words + (f"; first {safe(where)}" if first else ""), style="yellow")]
 
 

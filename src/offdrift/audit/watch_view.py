@@ -34,7 +34,9 @@ class LiveWatch:
         self.worst: dict[str, str] = {}
         self.fired: dict[str, int] = {}
         # Without a terminal a redrawn table would be printed again and again.
-        self.live = Live(self._view(), console=console, auto_refresh=False) if console.is_terminal else None  # fmt: skip
+        self.live = (
+            Live(self._view(), console=console, auto_refresh=False) if console.is_terminal else None
+        )
         if self.live is not None:
             self.live.start()
 

@@ -84,7 +84,9 @@ def _read(stored: np.ndarray) -> Any:
     return json.loads(stored.astype(np.uint8).tobytes())
 
 
-def _columns(kind: str, names: list[str], rows: list[tuple[tuple[str, ...], torch.Tensor]]) -> Arrays:  # fmt: skip
+def _columns(
+    kind: str, names: list[str], rows: list[tuple[tuple[str, ...], torch.Tensor]]
+) -> Arrays:
     """Named vectors as one table, and which of its entries there are."""
     column = {name: i for i, name in enumerate(names)}
     table = np.zeros((len(rows), len(names)))
@@ -95,7 +97,9 @@ def _columns(kind: str, names: list[str], rows: list[tuple[tuple[str, ...], torc
     return {kind: table, f"{kind}/known": known}
 
 
-def _row(arrays: Mapping[str, np.ndarray], kind: str, names: list[str], i: int) -> tuple[tuple[str, ...], torch.Tensor]:  # fmt: skip
+def _row(
+    arrays: Mapping[str, np.ndarray], kind: str, names: list[str], i: int
+) -> tuple[tuple[str, ...], torch.Tensor]:
     known = arrays[f"{kind}/known"][i]
     return tuple(n for n, k in zip(names, known) if k), torch.from_numpy(arrays[kind][i][known])
 

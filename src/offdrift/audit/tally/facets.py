@@ -43,8 +43,27 @@ def cut(batch: Logged, first: int, last: int) -> Logged:
     def part(x: Any, i: int, j: int) -> Any:
         return None if x is None else x[i:j]
 
-    by_token = ("logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rollout_version", "position", "entropy", "tokens")  # fmt: skip
-    by_sequence = ("rewards", "group_ids", "version", "old_status", "truncated", "prompts", "completions", "trainable")  # fmt: skip
+    by_token = (
+        "logp_rollout",
+        "logp_old",
+        "logp",
+        "logp_ref",
+        "advantages",
+        "rollout_version",
+        "position",
+        "entropy",
+        "tokens",
+    )
+    by_sequence = (
+        "rewards",
+        "group_ids",
+        "version",
+        "old_status",
+        "truncated",
+        "prompts",
+        "completions",
+        "trainable",
+    )
     return replace(
         batch,
         cu_seqlens=cuts - a,
@@ -89,9 +108,20 @@ def runs(batch: Logged, width: int) -> Iterator[tuple[int, Logged]]:
 
 
 SUMS = ("excess", "excess_sq", "l_limited", "abs", "excess_abs")
-TOKEN_METRICS = ("k1", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "chi2_token", "ess_frac", "tv_sampled", "ratio_mean")  # fmt: skip
+TOKEN_METRICS = (
+    "k1",
+    "k3",
+    "abs_log_ratio_mean",
+    "abs_log_ratio_max",
+    "chi2_token",
+    "ess_frac",
+    "tv_sampled",
+    "ratio_mean",
+)
 SEQUENCE_METRICS = ("acceptance_sum", "acceptance_mean", "acceptance_worst")
-DIVERGENCES = tuple(name for name in METRICS if name.startswith("divergence/") and name.endswith("_mean"))  # fmt: skip
+DIVERGENCES = tuple(
+    name for name in METRICS if name.startswith("divergence/") and name.endswith("_mean")
+)
 
 Tables = Mapping[str, np.ndarray]
 

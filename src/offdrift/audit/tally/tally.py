@@ -25,7 +25,24 @@ from offdrift.numerics import one_thread
 from offdrift.records.batch import Logged
 from offdrift.stats.signature import PerSequence
 
-FIELDS = ("logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rewards", "group_ids", "rollout_version", "version", "position", "entropy", "tokens", "old_status", "truncated", "prompts", "completions")  # fmt: skip
+FIELDS = (
+    "logp_rollout",
+    "logp_old",
+    "logp",
+    "logp_ref",
+    "advantages",
+    "rewards",
+    "group_ids",
+    "rollout_version",
+    "version",
+    "position",
+    "entropy",
+    "tokens",
+    "old_status",
+    "truncated",
+    "prompts",
+    "completions",
+)
 """What a log may hold, as `has` names it; exact divergences follow under their own names."""
 
 
@@ -161,7 +178,9 @@ class Tally:
 
     def _counts_as_dict(self) -> dict[str, Any]:
         def under(prefix: str) -> dict[str, int]:
-            return {k.removeprefix(prefix): n for k, n in self.counts.items() if k.startswith(prefix)}  # fmt: skip
+            return {
+                k.removeprefix(prefix): n for k, n in self.counts.items() if k.startswith(prefix)
+            }
 
         units = list(under("unit/"))
         return {

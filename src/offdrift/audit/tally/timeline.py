@@ -113,7 +113,11 @@ def _scored(
 def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor | float]]:
     """Rewards, lengths, lags and entropy, each with its own count: a log may lack any of them."""
     b, n, length = batch.num_sequences, batch.num_tokens, batch.response_lengths
-    sums: dict[str, Tensor | float] = {"sequences": float(b), "length": length.sum(), "length/n": float(b)}  # fmt: skip
+    sums: dict[str, Tensor | float] = {
+        "sequences": float(b),
+        "length": length.sum(),
+        "length/n": float(b),
+    }
     maxima: dict[str, Tensor | float] = {"length_max": length.max()} if b else {}
     if batch.trainable is not None:
         sums["unscored"] = float(batch.trainable.sum()) - n
@@ -168,7 +172,9 @@ class Timeline:
         points: dict[int, Point] = {}
         for key in sorted(self.points):
             wide = key * self.width // width
-            points[wide] = points[wide].merge(self.points[key]) if wide in points else self.points[key]  # fmt: skip
+            points[wide] = (
+                points[wide].merge(self.points[key]) if wide in points else self.points[key]
+            )
         return Timeline(width, points, self.seen)
 
     def whole(self) -> Point:
