@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from offdrift.adapters import frameworks
-from offdrift.adapters.base import Adapter, adapter_from_env, settings_of
+from offdrift.adapters.base import Adapter, settings_of
 from offdrift.adapters.frameworks import FRAMEWORKS, require
+from offdrift.adapters.hooks import HookConfig
 from offdrift.errors import FrameworkError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
@@ -154,16 +155,12 @@ def test_settings_reach_the_method_and_unknown_ones_are_refused() -> None:
 
 
 def test_the_environment_configures_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter_from_env.cache_clear()
     monkeypatch.delenv("OFFDRIFT_METHOD", raising=False)
     with pytest.raises(MethodError, match="OFFDRIFT_METHOD"):
-        adapter_from_env("slime")
+        HookConfig.of("slime")
     monkeypatch.setenv("OFFDRIFT_METHOD", "token_tis")
     monkeypatch.setenv("OFFDRIFT_SETTINGS", "weight.cap=3")
-    adapter = adapter_from_env("slime")
-    assert adapter.method == override(method("token_tis"), {"weight.cap": 3.0})
-    assert adapter_from_env("slime") is adapter
-    adapter_from_env.cache_clear()
+    assert HookConfig.of("slime").row == override(method("token_tis"), {"weight.cap": 3.0})
 
 
 @pytest.mark.parametrize(("found", "raises"), [("1.15.9", "older"), ("1.9.0", "older"), ("0.1", "older"), ("1.16.0", None), ("2.0.0", None)])  # fmt: skip

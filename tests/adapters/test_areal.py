@@ -24,13 +24,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.adapters.after_import import WAITING
 from offdrift.adapters.contrib import areal
+from offdrift.adapters.frameworks import WAITING
 from offdrift.errors import EvidenceError, LivenessError, MethodError, ShapeError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
 from tests.adapters import loss_laws as laws
-from tests.adapters.hooked import Batch, batch, install, poisoned, process
+from tests.adapters.hooked import ROOT, Batch, batch, install, poisoned, process
 
 __all__ = ["process"]
 
@@ -228,11 +228,11 @@ def test_versions_are_those_of_the_predicted_tokens(actor: Any) -> None:
     given = batch()
     data = packed(given)
     logprobs = LogProbs.pack(data["logprobs"], logp_old=data["prox_logp"], mask=data["loss_mask"], segments=areal.Segments(data["cu_seqlens"].long()))  # fmt: skip
-    also, known = areal._per_token(data, logprobs, 5)
+    also, version_lag = areal._per_token(data, logprobs, 5)
     want = (torch.arange(given.mask.shape[1]) % 4).expand(given.mask.shape)[given.mask]
     assert len(want) > 30
     assert torch.equal(also["rollout_version"], want)
-    assert torch.equal(known["version_lag"], 5 - want)
+    assert torch.equal(version_lag, 5 - want)
     columns = torch.arange(given.mask.numel()).reshape(given.mask.shape)
     ids = data["input_ids"].reshape(len(given.mask), -1)[:, 3:].reshape(-1)[columns[given.mask]]
     assert torch.equal(also["tokens"], ids)
@@ -421,13 +421,13 @@ def test_the_command_installs_and_goes_on_as_areals_worker(
     server.mkdir(parents=True)
     (tmp_path / "areal" / "__init__.py").touch()
     (server / "rpc_server.py").write_text(
-        "import sys\nfrom offdrift.adapters import areal\n"
-        "print(__name__, sys.argv[1:], areal._CHOICE[0][0].method)\n"
+        "import sys\nfrom offdrift.adapters.contrib import areal\n"
+        "print(__name__, sys.argv[1:], areal._INSTALLED[0][0].method)\n"
     )
     info = tmp_path / "areal-1.0.4.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: areal\nVersion: 1.0.4\n")
-    path = f"{tmp_path}:{Path(areal.__file__).parents[2]}"
+    path = f"{tmp_path}:{ROOT / 'src'}"
     done = subprocess.run(
         [sys.executable, "-m", "offdrift.adapters.contrib.areal", "--port", "0"],
         env={**os.environ, "PYTHONPATH": path, "OFFDRIFT_METHOD": "a3po"},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offdrift.adapters.hooks import attach
+from offdrift.adapters.hooks import HookConfig
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import method
@@ -22,7 +22,9 @@ def test_a_disk_that_fails_does_not_mix_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "log"
-    hook = attach("plain", "token_tis", method("token_tis"), record=str(folder))
+    hook = HookConfig.of("plain", "token_tis", record=folder).attach_sum(
+        "plain", method("token_tis")
+    )
     given = batch()
     logprobs = LogProbs.pack(given.rollout, given.current, given.old, mask=given.mask)
     place = logprobs.like_caller(torch.arange(given.mask.shape[1]).expand(given.mask.shape))

@@ -472,7 +472,7 @@ def test_terms_of_their_loss_are_refused_by_name(grpo: Any, name: str) -> None:
 
 def test_a_term_of_a_later_version_is_refused_by_name(grpo: Any) -> None:
     nemo_rl.install("icepop")
-    assert grpo.ClippedPGLossFn(LaterConfig()).choice.method == "icepop"
+    assert grpo.ClippedPGLossFn(LaterConfig()).config.method == "icepop"
     with pytest.raises(MethodError, match=r"loss_fn\.some_new_weight=0\.5"):
         grpo.ClippedPGLossFn(LaterConfig(some_new_weight=0.5))
 
@@ -498,7 +498,7 @@ def test_their_numbers_are_named_and_kl_in_the_reward_is_theirs(
         grpo.ClippedPGLossFn(config(ratio_clip_max=0.28))
     assert "ratio_clip_max=0.28" in caplog.text
     kept = config(reference_policy_kl_penalty=0.1, use_kl_in_reward=True)
-    assert grpo.ClippedPGLossFn(kept).choice.method == "icepop"
+    assert grpo.ClippedPGLossFn(kept).config.method == "icepop"
 
 
 def test_install_has_setup_build_it(grpo: Any) -> None:
@@ -511,7 +511,7 @@ def test_install_has_setup_build_it(grpo: Any) -> None:
         grpo.ClippedPGLossFn(config(reference_policy_kl_penalty=0.1))
     nemo_rl.install("deepseek_v32")
     assert (
-        grpo.ClippedPGLossFn(config(reference_policy_kl_penalty=0.1)).choice.method
+        grpo.ClippedPGLossFn(config(reference_policy_kl_penalty=0.1)).config.method
         == "deepseek_v32"
     )
     nemo_rl.uninstall()

@@ -22,12 +22,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.adapters.after_import import WAITING
 from offdrift.adapters.contrib import openrlhf
+from offdrift.adapters.frameworks import WAITING
 from offdrift.errors import BadValueError, EvidenceError, LivenessError, MethodError
 from offdrift.methods import METHODS
 from tests.adapters import loss_laws as laws
-from tests.adapters.hooked import Batch, batch, install, process
+from tests.adapters.hooked import ROOT, Batch, batch, install, process
 
 __all__ = ["process"]
 
@@ -316,7 +316,7 @@ def test_ray_runs_it_in_the_actors_process(tmp_path: Path) -> None:
 
     env = {
         **os.environ,
-        "PYTHONPATH": f"{tmp_path / 'site'}:{Path(openrlhf.__file__).parents[2]}",
+        "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT / 'src'}",
         "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": environment, "metadata": {}}),
     }
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)  # fmt: skip

@@ -7,15 +7,16 @@ import json
 import re
 import runpy
 import shlex
+import sys
 from typing import Any
 
 import pytest
 import yaml
 
-from offdrift.adapters.after_import import WAITING
 from offdrift.adapters.contrib import areal, nemo_rl, openrlhf, roll
-from offdrift.adapters.hooks import chosen
-from offdrift.errors import EvidenceError
+from offdrift.adapters.frameworks import FRAMEWORKS, WAITING
+from offdrift.adapters.hooks import HookConfig
+from offdrift.errors import EvidenceError, FrameworkError
 from tests.adapters.hooked import ROOT, code, install, process
 from tests.adapters.test_nemo_rl import ClippedPGLossConfig
 
@@ -49,7 +50,7 @@ def test_nemo_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, exact = code("nemo-rl.md", "python")
     for block, method in ((whole, "dppo_tv"), (exact, "trm_max")):
         exec(block, {})
-        assert grpo.ClippedPGLossFn(ClippedPGLossConfig()).choice.method == method
+        assert grpo.ClippedPGLossFn(ClippedPGLossConfig()).config.method == method
         nemo_rl.uninstall()
     assert ran == ["examples/run_grpo.py"]
     (command,) = code("nemo-rl.md", "shell")
@@ -63,7 +64,7 @@ def test_roll_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
         in_environment(monkeypatch, block["system_envs"])
         assert block["actor_train"]["worker_cls"] == f"offdrift.adapters.contrib.roll.{name}"
         assert name in roll.WORKERS
-        hook = (roll._pushing, roll._correcting)[name == "CorrectingWorker"]
+        hook = (roll._loss_hook, roll._correction_hook)[name == "CorrectingWorker"]
         monkeypatch.delenv("OFFDRIFT_RECORD", raising=False)
         hook.cache_clear()
         assert hook().method.correction.gates or hook().method.correction.weights
@@ -82,7 +83,7 @@ def test_areal_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shlex.split(spec["cmd"]) == ["python", "-m", "offdrift.adapters.contrib.areal"]
     in_environment(monkeypatch, spec["env_vars"])
     areal.install()
-    assert areal._CHOICE[0][0].method == "icepop"
+    assert areal._INSTALLED[0][0].method == "icepop"
     assert block["use_decoupled_loss"]
     assert block["rejection_sampling"] is None
 
@@ -91,7 +92,7 @@ def test_areal_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_python_blocks_run(page: str, module: Any) -> None:
     (block,) = code(page, "python")
     exec(block, {})
-    assert not module._CHOICE
+    assert not module._INSTALLED
 
 
 def test_openrlhf_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,13 +102,13 @@ def test_openrlhf_command(monkeypatch: pytest.MonkeyPatch) -> None:
     module, _, name = environment["worker_process_setup_hook"].rpartition(".")
     in_environment(monkeypatch, environment["env_vars"])
     getattr(importlib.import_module(module), name)()
-    assert openrlhf._CHOICE[0].method == "icepop"
+    assert openrlhf._INSTALLED[0].method == "icepop"
     assert words[words.index("--") + 1 :][:3] == ["python", "-m", "openrlhf.cli.train_ppo_ray"]
 
 
 @pytest.mark.parametrize("method", ["trm_max", "deepseek_v32"])
 def test_what_the_openrlhf_page_calls_unsupported(method: str) -> None:
-    assert chosen("openrlhf", method)
+    assert HookConfig.of("openrlhf", method)
     with pytest.raises(EvidenceError):
         openrlhf.install(method)
 
@@ -117,6 +118,37 @@ def test_the_overview_links_every_page_and_only_those() -> None:
     linked = set(re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\)", text, re.MULTILINE))
     assert linked == {p.name for p in PAGES.glob("*.md")} - {"README.md"}
     assert len(linked) == 11
+
+
+def resolve(path: str) -> Any:
+    """The module or attribute of a dotted path; a class that needs a missing framework is one."""
+    names = path.split(".")
+    for i in range(len(names), 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(names[:i]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not error.name.startswith("offdrift"):
+                raise
+            continue
+        try:
+            for name in names[i:]:
+                value = getattr(value, name)
+        except FrameworkError:
+            return None
+        return value
+    raise AssertionError(f"{path} is nothing")
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in PAGES.glob("*.md")))
+def test_every_dotted_path_of_a_page_resolves(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)  # which takes long to import
+    text = (PAGES / page).read_text()
+    loggers = {f"offdrift.{name}" for name in FRAMEWORKS}
+    for path in set(re.findall(r"(?<![\w.])offdrift(?:\.[A-Za-z_][\w-]*)+", text)) - loggers:
+        resolve(path)
+    for module, names in re.findall(r"from (offdrift[\w.]*) import ([\w, ]+)", text):
+        for name in names.split(", "):
+            resolve(f"{module}.{name}")
 
 
 @pytest.mark.parametrize("page", ["prime-rl", "slime", "skyrl", "nemo-rl", "roll", "areal", "openrlhf"])  # fmt: skip

@@ -128,7 +128,7 @@ def framework(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[None]:
         modules = {k.replace(".", "__"): {**v, **compute} for k, v in workers.items()}
         modules["roll__utils__train_infer_corrections"] = compute
     install(monkeypatch, "0.3.0", **modules)
-    caches = roll._worker, roll._pushing, roll._correcting
+    caches = roll._worker, roll._loss_hook, roll._correction_hook
     for cache in caches:
         cache.cache_clear()
     yield
@@ -283,7 +283,7 @@ def test_sample_weights_multiply_the_loss(choose: Any) -> None:
     want, _ = laws.expected(METHODS["dapo"], given, *laws.counts(given))
     assert float(loss) == pytest.approx(3 * want, rel=1e-5)
     choose("prime_rl")  # its loss is not proportional to the advantage
-    roll._pushing.cache_clear()
+    roll._loss_hook.cache_clear()
     with pytest.raises(MethodError, match="difficulty_loss_weight"):
         made.loss_func(data, logits)
 
@@ -311,7 +311,7 @@ def test_metrics_add_up_to_those_of_the_step(choose: Any) -> None:
         logits = torch.cat([piece.current, piece.current[:, :1]], 1)
         parts.append(made.loss_func(data_of(piece, *laws.counts(given)), logits)[1])
     optimizer_step()
-    step = roll._pushing().metrics
+    step = roll._loss_hook().metrics
     names = {k for p in parts for k in p} - {"actor/offdrift/loss@sum"}
     assert len(names) >= 6
     for name in names:
@@ -513,5 +513,5 @@ def test_records(choose: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     given = batch()
     runner(worker())(given, *laws.counts(given))
     optimizer_step()
-    roll._pushing().adapter.close()
+    roll._loss_hook().adapter.close()
     assert len(list(tmp_path.glob("*.parquet"))) == 1

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.adapters.contrib import slime, slime_record
+from offdrift.adapters.contrib import slime
 from offdrift.adapters.hooks import proportional
 from offdrift.errors import BadValueError, EvidenceError, FrameworkError, LivenessError, MethodError
 from offdrift.methods import METHODS
@@ -131,7 +131,7 @@ def framework(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Shares
 
 
 def forget() -> None:
-    for cached in (slime._tis_hook, slime._loss_hook, slime_record._recorder):
+    for cached in (slime._tis_hook, slime._loss_hook, slime._recorder):
         cached.cache_clear()
 
 
@@ -520,8 +520,8 @@ def test_the_record_holds_tokens_and_both_log_probs(
 ) -> None:
     given = batch()
     monkeypatch.setenv("OFFDRIFT_RECORD", str(tmp_path))
-    slime_record.record(options(), 7, rollout_data(given))
-    slime_record._recorder().close()
+    slime.record(options(), 7, rollout_data(given))
+    slime._recorder().close()
     (file,) = tmp_path.glob("*.parquet")
     rows = pq.read_table(file).to_pylist()
     compared = 0
@@ -541,14 +541,14 @@ def test_the_record_holds_tokens_and_both_log_probs(
 def test_what_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = rollout_data(batch())
     with pytest.raises(MethodError, match="OFFDRIFT_RECORD"):
-        slime_record.record(options(), 1, data)
+        slime.record(options(), 1, data)
     monkeypatch.setenv("OFFDRIFT_RECORD", str(tmp_path))
     with pytest.raises(EvidenceError, match="--get-mismatch-metrics"):
-        slime_record.record(options(), 1, data | {"log_probs": None})
+        slime.record(options(), 1, data | {"log_probs": None})
     with pytest.raises(EvidenceError, match=r"Sample\.rollout_log_probs"):
-        slime_record.record(options(), 1, data | {"rollout_log_probs": None})
+        slime.record(options(), 1, data | {"rollout_log_probs": None})
     with pytest.raises(MethodError, match="context parallelism"):
-        slime_record.record(options(context_parallel_size=2), 1, data)
+        slime.record(options(context_parallel_size=2), 1, data)
 
 
 # -- versions and the page ----------------------------------------------------------------------------
@@ -583,7 +583,7 @@ def test_flags_of_the_page_name_functions_and_run(
             run = {
                 "--custom-tis-function-path": (slime.tis, tis_step),
                 "--custom-loss-function-path": (slime.loss, loss_step),
-                "--rollout-data-postprocess-path": (slime_record.record, None),
+                "--rollout-data-postprocess-path": (slime.record, None),
             }[flag]
             assert function is run[0]
             if run[1] is not None:

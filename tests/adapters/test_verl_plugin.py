@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from offdrift.adapters.after_import import WAITING, after_import
+from offdrift.adapters.frameworks import WAITING, after_import
 
 ENTRY = "[verl.plugins]\noffdrift = offdrift.adapters.verl\n"
 

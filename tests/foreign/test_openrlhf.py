@@ -22,8 +22,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.adapters.after_import import WAITING
 from offdrift.adapters.contrib import openrlhf
+from offdrift.adapters.frameworks import WAITING
 from offdrift.methods import METHODS
 from tests.adapters.hooked import Batch, batch, code, process
 from tests.foreign import real

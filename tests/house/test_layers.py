@@ -67,7 +67,7 @@ ALLOWED = {
     "prime_rl": {"adapters/contrib/prime_rl.py"},
     "slime": {"adapters/contrib/slime.py"},
     "nemo_rl": {"adapters/contrib/nemo_rl.py"},
-    "megatron": {"adapters/contrib/slime_record.py"},
+    "megatron": {"adapters/contrib/slime.py"},
     "skyrl": {"adapters/contrib/skyrl.py"},
     "math_verify": {"train/tasks.py"},
 }

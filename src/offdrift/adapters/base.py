@@ -7,7 +7,6 @@ configured part that says whether it is alive.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,13 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.adapters import environment
-from offdrift.adapters.environment import OnIdle, options
+from offdrift.adapters.environment import OnIdle
 from offdrift.adapters.environment import settings_of as settings_of
 from offdrift.adapters.liveness import PartState, liveness, undecided
 from offdrift.batch_info import NO_FACTS, Facts
 from offdrift.correction import Corrected
-from offdrift.errors import LivenessError, MethodError, check_choice
+from offdrift.errors import LivenessError, check_choice
 from offdrift.judge import Context, Finding, Watcher, load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
@@ -274,18 +272,3 @@ def recorder_of(record: Recorder | str | Path | None, framework: str) -> Recorde
     from offdrift.records.recorder import Recorder
 
     return Recorder(record, framework=framework)
-
-
-@functools.cache
-def adapter_from_env(framework: str) -> Adapter:
-    """The adapter of a hook that is a plain function, one per process; see `environment`.
-
-    Raises: `MethodError` if OFFDRIFT_METHOD is not set or a setting cannot be read.
-    """
-    name = environment.method()
-    if not name:
-        raise MethodError(
-            f"{framework}'s hook needs the environment variable OFFDRIFT_METHOD, for instance "
-            "OFFDRIFT_METHOD=token_tis; `offdrift methods` lists all rows"
-        )
-    return Adapter(name, framework=framework, **options())

@@ -1,14 +1,24 @@
-"""Which versions of which frameworks the adapters know, and how to say that one is missing."""
+"""Versions of frameworks that the adapters know, and how to change their modules.
+
+`after_import` is for hooks that a framework loads before the modules that they change: importing those
+at once would be slow, or circular.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from offdrift.errors import FrameworkError
 
@@ -61,23 +71,121 @@ def require(name: str) -> ModuleType:
     if name not in FRAMEWORKS:
         raise FrameworkError(f"no adapter for {name!r}; there are {', '.join(FRAMEWORKS)}")
     framework = FRAMEWORKS[name]
-    known = f"tested: {framework.oldest} to {framework.tested}; {framework.install}"
+    versions = f"tested: {framework.oldest} to {framework.tested}; {framework.install}"
     try:
-        found = version(framework.distribution)
+        installed = version(framework.distribution)
     except PackageNotFoundError as e:
-        raise FrameworkError(f"{name} is not installed ({known})") from e
-    if _release(found) < _release(framework.oldest):
-        raise FrameworkError(f"{name} {found} is older than this adapter knows ({known})")
-    if _release(found) > _release(framework.tested):
-        logging.getLogger(f"offdrift.{name}").warning("%s %s is newer than tested (%s)", name, found, known)  # fmt: skip
+        raise FrameworkError(f"{name} is not installed ({versions})") from e
+    if _release(installed) < _release(framework.oldest):
+        raise FrameworkError(f"{name} {installed} is older than this adapter knows ({versions})")
+    if _release(installed) > _release(framework.tested):
+        log = logging.getLogger(f"offdrift.{name}")
+        log.warning("%s %s is newer than tested (%s)", name, installed, versions)
     try:
         return import_module(framework.module)
     except ImportError as e:
-        raise FrameworkError(f"{name} {found} cannot be imported: {e} ({known})") from e
+        raise FrameworkError(f"{name} {installed} cannot be imported: {e} ({versions})") from e
 
 
 def _release(text: str) -> tuple[int, ...]:
     """The release numbers of a version: "1.16.0rc1" is (1, 16, 0)."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    numbers = tuple(int(x) for x in found.group().split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", text)
+    numbers = tuple(int(x) for x in match.group().split(".")) if match else ()
     return (*numbers, 0, 0, 0)[: max(3, len(numbers))]
+
+
+Callbacks = list[Callable[[ModuleType], None]]
+
+
+def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call `then(module)` after the module of that name was imported; at once if it is.
+
+    An error in `then` is an error of the import. The same function is called once.
+
+    Example:
+        >>> after_import("json", lambda module: print(module.__name__))
+        json
+    """
+    module = sys.modules.get(name)
+    if module is not None and name not in WAITING.running:
+        then(module)
+        return
+    if WAITING not in sys.meta_path:
+        sys.meta_path.insert(0, WAITING)
+    queue = WAITING.running.get(name, WAITING.queues.setdefault(name, []))
+    if then not in queue:
+        queue.append(then)
+
+
+class _Waiting(MetaPathFinder):
+    """Finds what other finders find, and has the loader call back."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, Callbacks] = {}
+        self.running: dict[str, Callbacks] = {}
+        """Of modules that are being executed."""
+
+    def find_spec(
+        self, fullname: str, path: Any, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        queue = self.queues.pop(fullname, None)  # gone while the others are asked
+        if queue is None:
+            return None
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            self.queues[fullname] = queue
+            return None
+        spec.loader = _CallingLoader(spec.loader, queue)
+        return spec
+
+
+class _CallingLoader(Loader):
+    """A loader that calls functions after the module was executed; otherwise the one it wraps."""
+
+    def __init__(self, loader: Loader, queue: Callbacks) -> None:
+        self._loader, self._queue = loader, queue
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        name = module.__name__
+        WAITING.running[name] = self._queue
+        try:
+            self._loader.exec_module(module)
+        except BaseException:
+            WAITING.queues[name] = self._queue  # it may be tried again
+            raise
+        finally:
+            del WAITING.running[name]
+        for then in self._queue:
+            then(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+WAITING = _Waiting()
+
+
+class Replacements:
+    """Attributes of a framework's modules that stand for ours, until they are restored."""
+
+    def __init__(self) -> None:
+        self._originals: dict[tuple[int, str], tuple[Any, Any]] = {}
+
+    def replace(self, holder: Any, name: str, ours: Any) -> None:
+        """Set an attribute; the first one that it had is what `restore` puts back."""
+        self._originals.setdefault((id(holder), name), (holder, getattr(holder, name)))
+        setattr(holder, name, ours)
+
+    def restore(self) -> None:
+        """Put the originals back. Idempotent."""
+        for (_, name), (holder, original) in self._originals.items():
+            setattr(holder, name, original)
+        self._originals.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._originals)

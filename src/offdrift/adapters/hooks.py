@@ -1,20 +1,21 @@
-"""What hooks that are plain functions share: which methods they can serve, where a step ends, and
-what they record.
+"""Losses for frameworks that call a function per sequence or per micro-batch.
 
-A framework that calls a function per sequence or per micro-batch says neither which step this is nor
-what the rest of the step looks like, and divides by denominators of its own. So a step ends when an
-optimizer of this process has stepped, methods that must see a whole step are refused, and losses are
-sums over tokens that the framework divides.
+Such a hook does not know which optimizer step it is in, nor the rest of the step. So a step ends when
+an optimizer of this process has stepped, and methods that must see a whole step are refused. Where
+the framework passes the token and sequence counts of the whole step, every aggregate is exact;
+elsewhere the loss is a sum over tokens, which the framework divides.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -35,8 +36,21 @@ from offdrift.ratios import RatioName, stopped_log_ratio
 from offdrift.records.batch import Logged
 from offdrift.segments import Segments
 
-BY_TOKEN = ("logp_rollout", "logp_old", "logp", "advantages")
-ASKED = {
+METRIC_SUMS = {
+    "full/k3": "full/k3",
+    "mismatch/k3": "mismatch/k3",
+    "staleness/k3": "staleness/k3",
+    "weight/mean": "weight/w",
+    "weight/cap_frac": "weight/limited",
+    "objective/clip_frac_active": "objective/clipped",
+    "divergence/kl_rollout_current_mean": "divergence/kl_rollout_current",
+    "divergence/tv_rollout_current_mean": "divergence/tv_rollout_current",
+}
+"""Metrics that are a sum over tokens divided by their number, and the sum."""
+
+DROPPED = "gate/drop_frac_token"
+
+INPUTS = {
     "logp_old": "log-probs of the old policy",
     "logp_ref": "log-probs of the reference policy",
     "entropy": "entropies of the old policy",
@@ -58,7 +72,7 @@ def check_served(
     """Raise unless a hook that sees one piece of a step, and `has` these inputs, can serve the method.
 
     Args:
-        has: of the keys of `ASKED`, what the hook is given besides log-probs of the rollout and the
+        has: of the keys of `INPUTS`, what the hook is given besides log-probs of the rollout and the
             current policy.
         hints: ways out, by what is missing.
         folded: whether the framework divides advantages, rather than losses, by its denominators.
@@ -73,14 +87,16 @@ def check_served(
         Traceback (most recent call last):
         offdrift.errors.EvidenceError: x hands its hook no log-probs of the old policy (logp_old), which this method needs: choose another method
     """
-    wanted = set(method.needs)
-    wanted |= {"version_lag"} if "versions" in evidence(method) else set()
-    wanted |= {"logp_old"} if method.needs_old else set()
-    wanted |= {"logp_ref"} if method.penalty is not None else set()
-    wanted |= {"divergences"} if method.needs_divergences else set()
-    missing = [name for name in ASKED if name in wanted - set(has)]
+    needed = {
+        "version_lag": "versions" in evidence(method),
+        "logp_old": method.needs_old,
+        "logp_ref": method.penalty is not None,
+        "divergences": method.needs_divergences,
+    }
+    needs = {name for name in INPUTS if name in method.needs or needed.get(name)}
+    missing = [name for name in INPUTS if name in needs - set(has)]
     if missing:
-        named = " and ".join(f"{ASKED[name]} ({name})" for name in missing)
+        named = " and ".join(f"{INPUTS[name]} ({name})" for name in missing)
         hint = next((hints[name] for name in missing if name in hints), "choose another method")
         raise EvidenceError(
             f"{framework} hands its hook no {named}, which this method needs: {hint}"
@@ -97,7 +113,7 @@ def check_served(
         )
 
 
-def correction_alone(
+def correction_only(
     name: str, method: Method, *, framework: str, instead: str, hints: Mapping[str, str] = {}
 ) -> Method:
     """The method's gates and weights, for a hook that is given log-probs of the rollout and of the old
@@ -110,7 +126,7 @@ def correction_alone(
     Raises: `MethodError` if there is nothing for the hook to do; `EvidenceError` if a part needs more.
 
     Example:
-        >>> correction_alone("token_tis", row("token_tis"), framework="x", instead="y")
+        >>> correction_only("token_tis", row("token_tis"), framework="x", instead="y")
         Traceback (most recent call last):
         offdrift.errors.EvidenceError: x hands this hook log-probs of the rollout and of the old policy, but no current ones and no advantages, which token_tis needs for [weight token ratio(full), truncate above 2]: use y, or a method on="mismatch"
     """
@@ -147,64 +163,97 @@ def proportional(method: Method) -> bool:
         >>> proportional(row("dapo")), proportional(row("prime_rl"))
         (True, False)
     """
-    given = probe_batch()
+    batch = probe_batch()
     one, three = (
-        method.objective(given.logprobs, c * given.advantages, given.facts) for c in (1, 3)
+        method.objective(batch.logprobs, c * batch.advantages, batch.facts) for c in (1, 3)
     )
     plain = one.regularizer is None and method.penalty is None
     return plain and torch.allclose(three.loss, 3 * one.loss, rtol=1e-9, atol=1e-12)
 
 
-def chosen(
-    framework: str, method: str | None = None, settings: Mapping[str, Any] | None = None
-) -> tuple[str, Method]:
-    """The method that arguments name, or else the environment (see `adapter_from_env`).
+@dataclass(frozen=True)
+class HookConfig:
+    """What a hook was asked for: a value that can travel to other processes."""
 
-    Raises: `MethodError` if neither names one.
-    """
-    name = method or environment.method()
-    if not name:
-        raise MethodError(
-            f"{framework}'s hook needs a method: give method= or set OFFDRIFT_METHOD, for instance "
-            "OFFDRIFT_METHOD=token_tis; `offdrift methods` lists all rows"
+    method: str
+    settings: str = "{}"
+    """JSON."""
+    record: str | None = None
+    on_idle: str = "error"
+    horizon: int | None = None
+    """Tokens per sequence that aggregate="fixed" divides by."""
+
+    @staticmethod
+    def of(
+        framework: str,
+        method: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        record: str | os.PathLike[str] | None = None,
+        on_idle: str | None = None,
+        horizon: int | None = None,
+    ) -> HookConfig:
+        """Arguments, or the environment (see `environment`) for those that are None.
+
+        Raises: `MethodError` if neither names a method, or for an unknown method or setting.
+        """
+        name = method or environment.method()
+        if not name:
+            raise MethodError(
+                f"{framework}'s hook needs a method: give method= or set OFFDRIFT_METHOD, for instance "
+                "OFFDRIFT_METHOD=token_tis; `offdrift methods` lists all rows"
+            )
+        settings = environment.settings() if settings is None else settings
+        record = record or environment.record()
+        config = HookConfig(
+            name,
+            json.dumps(dict(settings), sort_keys=True),
+            None if record is None else os.fspath(record),
+            on_idle or environment.on_idle(),
+            horizon,
         )
-    if settings is None:
-        settings = environment.settings()
-    return name, override(row(name), settings)
+        _ = config.row  # an unknown setting is an error here, not in another process
+        return config
+
+    @property
+    def row(self) -> Method:
+        """The method, with its settings."""
+        return override(row(self.method), json.loads(self.settings))
+
+    def attach(self, framework: str, method: Method | None = None, *, note: str = "") -> LossHook:
+        """The method at work in this process.
+
+        Args:
+            method: what of the row is used; None: all of it.
+            note: the same for the log.
+        """
+        adapter = Adapter(
+            self.row if method is None else method,
+            framework=framework,
+            record=self.record,
+            context=Context(method=self.method),
+            on_idle=self.on_idle,  # type: ignore[arg-type]
+        )
+        adapter.log.info("%s: %s", self.method, note or adapter.method.describe())
+        return LossHook(adapter, self.horizon)
+
+    def attach_sum(self, framework: str, method: Method, *, note: str = "") -> LossHook:
+        """The method as a sum over tokens, which the framework divides."""
+        note = f"{note or method.describe()}. {framework}'s denominators"
+        return self.attach(framework, replace(method, aggregate="token_mean"), note=note)
 
 
-def attach(
-    framework: str,
-    name: str,
-    method: Method,
-    *,
-    record: str | None = None,
-    on_idle: str | None = None,
-    said: str = "",
-) -> Attached:
-    """The method as a hook whose loss is a sum over tokens: the framework divides.
-
-    Args:
-        name: of its row.
-        said: what of the method is used, for the log; all of it unless given.
-    """
-    adapter = Adapter(
-        replace(method, aggregate="token_mean"),
-        framework=framework,
-        record=record,
-        context=Context(method=name),
-        on_idle=on_idle or "error",  # type: ignore[arg-type]
-    )
-    adapter.log.info("%s: %s. %s's denominators", name, said or method.describe(), framework)
-    return Attached(adapter)
-
-
-class Attached:
+class LossHook:
     """An adapter whose steps end when an optimizer of this process has stepped."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, horizon: int | None = None) -> None:
         self.adapter = adapter
         self.method = adapter.method
+        if self.method.aggregate == "fixed" and not horizon:
+            raise MethodError(
+                'aggregate="fixed" divides by a number of tokens per sequence; give horizon= (the '
+                "longest response), or another aggregate"
+            )
         self.proportional = proportional(adapter.method)
         self.step = 0
         """Steps closed in this process."""
@@ -212,20 +261,48 @@ class Attached:
         """Those of the last step."""
         self.reached = False
         """Whether the framework called the hook at all, if only on masked tokens."""
-        self._pieces: list[_Piece] = []
-        self._seen = False
+        self._horizon = horizon
+        self._pieces: list[dict[str, Tensor]] = []
+        self._open = False
         register_optimizer_step_post_hook(lambda *_: self.end_step())
 
     def loss(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], place: Int[Tensor, " n"]
+        self,
+        logprobs: LogProbs,
+        advantages: Float[Tensor, " n"],
+        column: Int[Tensor, " n"],
+        *,
+        tokens: Tensor | float | int = 1.0,
+        sequences: Tensor | float | int = 1.0,
+        also: Mapping[str, Shaped[Tensor, " n"]] = {},
+        **known: Any,
     ) -> PolicyLoss:
-        """The sum of the method's token losses.
+        """This piece's part of the step's loss; parts are added.
 
         Args:
-            place: of each token in its row, for the record.
+            column: of each token in its row, for the record.
+            tokens: trainable tokens of the whole step; 1 for a framework that divides.
+            sequences: sequences of the whole step.
+            also: other fields of the record, per token (`tokens`, `rollout_version`).
+            known: other arguments of `policy_loss`.
         """
-        result = self.adapter.loss(logprobs, advantages, normalizer=1.0)
-        self._keep(logprobs, advantages, place)
+        aggregate = self.method.aggregate
+        count = tokens if aggregate == "token_mean" else sequences
+        count = count * self._horizon if aggregate == "fixed" and self._horizon else count
+        divisor = torch.as_tensor(count, dtype=torch.float32, device=advantages.device)
+        result = self.adapter.loss(logprobs, advantages, normalizer=divisor, **known)
+        self._open = True
+        if self.adapter.records:
+            fields = {
+                "logp_rollout": logprobs.logp_rollout,
+                "logp_old": logprobs.logp_old,
+                "logp": logprobs.logp,
+                "advantages": advantages,
+                **also,
+                "lengths": logprobs.segments.lengths,
+                "column": column,
+            }
+            self._pieces.append({k: x.detach() for k, x in fields.items() if x is not None})
         return result
 
     def correct(self, logprobs: LogProbs, *, applied: bool = True) -> Corrected:
@@ -234,14 +311,14 @@ class Attached:
         Args:
             applied: False if the framework measures with it and changes nothing.
         """
-        self._seen = True
+        self._open = True
         return self.adapter.correct(logprobs, applied=applied)
 
     def end_step(self) -> None:
         """Close the step, if this process saw any of it."""
-        if not self._seen:
+        if not self._open:
             return
-        self.step, self._seen = self.step + 1, False
+        self.step, self._open = self.step + 1, False
         pieces, self._pieces = self._pieces, []
         try:
             if pieces:
@@ -250,12 +327,22 @@ class Attached:
             self.metrics = self.adapter.end_step(self.step)
         self.adapter.log.debug("step %d: %s", self.step, self.metrics)
 
-    def _keep(self, logprobs: LogProbs, advantages: Tensor, place: Tensor) -> None:
-        self._seen = True
-        if self.adapter.records:
-            given = {**vars(logprobs), "advantages": advantages}
-            fields = {k: given[k].detach() for k in BY_TOKEN if given[k] is not None}
-            self._pieces.append(_Piece(fields, logprobs.segments.lengths, place))
+
+def _logged(pieces: list[dict[str, Tensor]], step: int) -> Logged:
+    """The pieces of a step as one batch; positions count from each row's first token."""
+    fields = {k: torch.cat([piece[k] for piece in pieces]) for k in pieces[0]}
+    lengths, column = fields.pop("lengths"), fields.pop("column")
+    cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    end = len(column) - 1
+    first, last = column[cuts[:-1].clamp(max=end)], column[(cuts[1:] - 1).clamp(min=0)]
+    return Logged(
+        cu_seqlens=cuts,
+        step=torch.full_like(lengths, step),
+        row=torch.arange(1, len(lengths) + 1, device=lengths.device),
+        response_lengths=(last - first + 1).where(lengths > 0, 0),
+        position=column - Segments(cuts).spread(first),
+        **fields,  # type: ignore[arg-type]
+    )
 
 
 def decisions(
@@ -275,29 +362,46 @@ def decision_names(on: RatioName) -> list[str]:
     return [f"offdrift/{name}" for name in (f"{on}/k3", "weight", "rejected", "limited")]
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """What one call saw, kept until the step ends."""
+def metric_parts(result: PolicyLoss, tokens: Tensor | float | int) -> dict[str, float]:
+    """Metrics of one piece as parts of the step's: to be added over pieces and ranks.
 
-    fields: Mapping[str, Tensor]
-    lengths: Tensor
-    place: Tensor
+    Args:
+        tokens: trainable tokens of the whole step.
+    """
+    numbers, n = result.stats.to_host(), max(float(tokens), 1.0)
+    parts = {name: numbers[key] / n for name, key in METRIC_SUMS.items() if key in numbers}
+    parts[DROPPED] = (numbers["n"] - numbers["gate/kept_tokens"]) / n
+    return parts
 
 
-def _logged(pieces: list[_Piece], step: int) -> Logged:
-    """The pieces of a step as one batch; places count from each row's first token."""
-    fields = {k: torch.cat([p.fields[k] for p in pieces]) for k in pieces[0].fields}
-    lengths = torch.cat([p.lengths for p in pieces])
-    place = torch.cat([p.place for p in pieces])
-    cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    segments = Segments(cuts)
-    end = len(place) - 1
-    first, last = place[cuts[:-1].clamp(max=end)], place[(cuts[1:] - 1).clamp(min=0)]
-    return Logged(
-        cu_seqlens=cuts,
-        step=torch.full_like(lengths, step),
-        row=torch.arange(1, len(lengths) + 1, device=lengths.device),
-        response_lengths=(last - first + 1).where(lengths > 0, 0),
-        position=place - segments.spread(first),
-        **fields,  # type: ignore[arg-type]
-    )
+def columns(mask: Shaped[Tensor, "b t"], logprobs: LogProbs) -> Int[Tensor, " n"]:
+    """The column of each trainable token of a padded batch."""
+    return logprobs.like_caller(torch.arange(mask.shape[1], device=mask.device).expand(mask.shape))
+
+
+def zero_loss(x: Float[Tensor, ...]) -> Float[Tensor, ""]:
+    """Zero, with a graph to `x` that brings no NaN: every rank must run its backward pass."""
+    return x.reshape(-1)[:0].sum()
+
+
+def require_logprobs(
+    x: Float[Tensor, " *shape"] | None,
+    mask: Shaped[Tensor, " *shape"],
+    name: str,
+    way_out: str,
+    *,
+    beside: Float[Tensor, " *shape"],
+) -> Float[Tensor, " *shape"]:
+    """The log-probs, unless they are absent or a placeholder of zeros.
+
+    A policy that is sure of every token has zeros, too; another one that has -1 nat or less in all on
+    the same tokens (`beside`) tells the two apart.
+
+    Raises: `EvidenceError` with the way out.
+    """
+    if x is None:
+        raise EvidenceError(f"{name} are missing; {way_out}")
+    at = mask != 0
+    if not bool((x[at] != 0).any()) and float(beside.detach()[at].sum()) <= -1:
+        raise EvidenceError(f"{name} are 0 at every trainable token, a placeholder; {way_out}")
+    return x

@@ -32,10 +32,16 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from offdrift.adapters.after_import import after_import
-from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import check_served, correction_alone
-from offdrift.adapters.whole_step import Choice, WholeStep, columns, nothing, recorded
+from offdrift.adapters.frameworks import Replacements, after_import, require
+from offdrift.adapters.hooks import (
+    HookConfig,
+    LossHook,
+    check_served,
+    columns,
+    correction_only,
+    require_logprobs,
+    zero_loss,
+)
 from offdrift.errors import MethodError, ShapeError, check_choice
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
@@ -47,9 +53,9 @@ SERVER = "areal.infra.rpc.rpc_server"
 
 Keep = Literal["nothing", "loss"]
 
-_CHOICE: list[tuple[Choice, Keep]] = []
+_INSTALLED: list[tuple[HookConfig, Keep]] = []
 """What is installed in this process: one, or none."""
-_ORIGINAL: dict[tuple[Any, str], Any] = {}
+_REPLACED = Replacements()
 
 
 def install(
@@ -72,13 +78,13 @@ def install(
     Raises: `EvidenceError`, `MethodError`: AReaL's hook is not given what the method needs.
     """
     check_choice("keep", keep, ("nothing", "loss"))
-    choice = Choice.of("areal", method, settings, record, on_idle)
+    config = HookConfig.of("areal", method, settings, record=record, on_idle=on_idle)
     if keep == "loss":
-        _corrected(choice)
+        _correction(config)
     else:
-        check_served(choice.row, framework="areal", has={"logp_old", "version_lag"})
+        check_served(config.row, framework="areal", has={"logp_old", "version_lag"})
     uninstall()
-    _CHOICE.append((choice, keep))
+    _INSTALLED.append((config, keep))
     _hook.cache_clear()
     after_import(FUNCTIONAL, _rebind_functional)
     after_import(ACTOR, _rebind_actor)
@@ -86,29 +92,23 @@ def install(
 
 def uninstall() -> None:
     """Give AReaL its own functions back."""
-    _CHOICE.clear()
-    for (holder, name), original in _ORIGINAL.items():
-        setattr(holder, name, original)
-    _ORIGINAL.clear()
+    _INSTALLED.clear()
+    _REPLACED.restore()
 
 
 def _rebind_actor(module: Any) -> None:
-    if _CHOICE:
+    if _INSTALLED:
         require("areal")
-        if _CHOICE[0][1] == "nothing":
-            _replace(module, "grpo_loss_fn", functools.partial(_loss, module))
-        update = module.PPOActor._ppo_update
-        _replace(module.PPOActor, "_ppo_update", _reporting(update, module.stats_tracker))
+        if _INSTALLED[0][1] == "nothing":
+            _REPLACED.replace(module, "grpo_loss_fn", functools.partial(_loss, module))
+        update = _reporting(module.PPOActor._ppo_update, module.stats_tracker)
+        _REPLACED.replace(module.PPOActor, "_ppo_update", update)
 
 
 def _rebind_functional(module: Any) -> None:
-    if _CHOICE and _CHOICE[0][1] == "loss":
-        _replace(module, "apply_rejection_sampling", functools.partial(_decide, module))
-
-
-def _replace(holder: Any, name: str, ours: Any) -> None:
-    _ORIGINAL.setdefault((holder, name), getattr(holder, name))
-    setattr(holder, name, ours)
+    if _INSTALLED and _INSTALLED[0][1] == "loss":
+        ours = functools.partial(_decide, module)
+        _REPLACED.replace(module, "apply_rejection_sampling", ours)
 
 
 def _reporting(update: Callable[..., Any], stats_tracker: Any) -> Callable[..., Any]:
@@ -127,18 +127,18 @@ def _reporting(update: Callable[..., Any], stats_tracker: Any) -> Callable[..., 
 
 
 @functools.cache
-def _hook() -> WholeStep:
-    (choice, keep), *_ = _CHOICE
-    if keep == "loss":
-        return choice.attach("areal", _corrected(choice))
-    return choice.attach("areal", replace(choice.row, aggregate="token_mean"))
+def _hook() -> LossHook:
+    config, keep = _INSTALLED[0]
+    whole = keep == "nothing"
+    method = replace(config.row, aggregate="token_mean") if whole else _correction(config)
+    return config.attach("areal", method)
 
 
-def _corrected(choice: Choice) -> Method:
+def _correction(config: HookConfig) -> Method:
     """What of the method `apply_rejection_sampling` can serve."""
-    return correction_alone(
-        choice.method,
-        choice.row,
+    return correction_only(
+        config.method,
+        config.row,
         framework="areal",
         instead='keep="nothing"',
         hints={"version_lag": 'use keep="nothing", which knows version lags'},
@@ -174,30 +174,35 @@ def _loss(
     mask, hook = input_data["loss_mask"].bool(), _hook()
     hook.reached = True
     if not bool(mask.any()):
-        return nothing(logprobs)
+        return zero_loss(logprobs)
     rollout = input_data["logprobs"]
-    given = input_data.get("prox_logp")
+    proximal = input_data.get("prox_logp")
     old = module._resolve_proximal_logp(  # which refuses NaN, at masked positions, too
-        prox_logp_gt=None if given is None else given.where(mask, 0.0),
+        prox_logp_gt=None if proximal is None else proximal.where(mask, 0.0),
         prox_logp_method=prox_logp_method,
         old_logp=rollout.where(mask, 0.0),
         logprobs=logprobs.detach().where(mask, 0.0),
         versions=input_data.get("versions"),
         current_version=current_version,
     )
-    old = recorded(
+    old = require_logprobs(
         old, mask, "prox_logp", "set actor.use_decoupled_loss and recompute it", beside=logprobs
     )
-    packed = _packed(rollout, logprobs, old, mask, input_data.get("cu_seqlens"))
-    also, known = _per_token(input_data, packed, current_version)
-    pushed = hook.push(
+    cuts = input_data.get("cu_seqlens")
+    packed = _packed(rollout, logprobs, old, mask, cuts)
+    if mask.ndim == 1:
+        column = packed.like_caller(Segments(cuts.long()).position)
+    else:
+        column = columns(mask, packed)
+    also, version_lag = _per_token(input_data, packed, current_version)
+    result = hook.loss(
         packed,
         packed.like_caller(input_data["advantages"]),
-        _place(mask, packed, input_data.get("cu_seqlens")),
+        column,
         tokens=packed.segments.num_tokens,
         sequences=len(packed.segments),
         also=also,
-        **known,
+        version_lag=version_lag,
     )
     tracker = module.stats_tracker
     tracker.denominator(n_valid_tokens=mask)
@@ -205,11 +210,11 @@ def _loss(
         new_logp=logprobs.detach(),
         old_logp=rollout,
         entropy=entropy.detach().float(),
-        importance_weight=packed.unpack(pushed.corrected.weight),
+        importance_weight=packed.unpack(result.corrected.weight),
         approx_kl=logprobs.detach() - old,
         denominator="n_valid_tokens",
     )
-    return pushed.loss
+    return result.loss
 
 
 def _decide(
@@ -244,17 +249,10 @@ def _packed(
     return LogProbs.pack(rollout, logp, old, mask=mask, segments=segments)
 
 
-def _place(mask: Tensor, packed: LogProbs, cuts: Tensor | None) -> Tensor:
-    """Of each trainable token in its row."""
-    if mask.ndim == 1 and cuts is not None:
-        return packed.like_caller(Segments(cuts.long()).position)
-    return columns(mask, packed)
-
-
 def _per_token(
     data: Mapping[str, Any], packed: LogProbs, current_version: int | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Token ids and versions for the record, and the version lag.
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Token ids and versions for the record, and the version lag if versions are known.
 
     AReaL shifts log-probs and masks to where a token is predicted, but neither ids nor versions: those
     of the token that is predicted at t stand at t + 1, which is never in another sequence.
@@ -264,14 +262,13 @@ def _per_token(
         if data.get(theirs) is not None:
             also[ours] = packed.like_caller(data[theirs].roll(-1, dims=-1)).long()
     if current_version is None or "rollout_version" not in also:
-        return also, {}
-    return also, {"version_lag": (current_version - also["rollout_version"]).clamp(min=0)}
+        return also, None
+    return also, (current_version - also["rollout_version"]).clamp(min=0)
 
 
 if __name__ == "__main__":
-    from offdrift.adapters.contrib import (
-        areal,  # the module that others import, not this copy of it
-    )
+    # The module that others import, not this copy of it.
+    from offdrift.adapters.contrib import areal
 
     areal.install()
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)

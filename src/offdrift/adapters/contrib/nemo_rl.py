@@ -1,4 +1,22 @@
-"""What a micro-batch of NeMo-RL holds, and the exact divergences that its logits allow."""
+"""NeMo-RL: any method that decides by token or sequence, as its loss function.
+
+In a launcher, before NeMo-RL's own:
+
+    from offdrift.adapters.contrib import nemo_rl
+    nemo_rl.install("dppo_tv", horizon=8192)
+
+`setup` of `nemo_rl.algorithms.grpo` then builds this loss instead of `ClippedPGLossFn`. It travels to
+the workers as a value. NeMo-RL's counts of valid tokens and sequences are the denominators, so the
+loss does not depend on micro-batches, sequence packing and ranks.
+
+With `reads="logit"` the loss sees the whole distribution of the current policy, in this framework
+alone. If the data carries what the engine sampled from (all of it, or its top k), KL and TV between
+the two are exact, or an interval that contains them, at every token.
+
+Reference: NeMo-RL 0.7.0 (81aa43dd) and its main branch (7ea279abf), `algorithms/loss/interfaces.py`:
+`LossFunction`; `algorithms/loss/utils.py`: `prepare_loss_input`; `algorithms/loss/loss_functions.py`:
+`ClippedPGLossConfig`; `algorithms/grpo.py`: `setup`.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +31,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import check_served
-from offdrift.adapters.whole_step import DROPPED as DROPPED
-from offdrift.adapters.whole_step import (
-    SHARES,
-    Choice,
-    WholeStep,
+from offdrift.adapters.frameworks import Replacements, require
+from offdrift.adapters.hooks import (
+    DROPPED,
+    METRIC_SUMS,
+    HookConfig,
+    LossHook,
+    check_served,
     columns,
-    nothing,
-    recorded,
-    shares,
+    metric_parts,
+    require_logprobs,
+    zero_loss,
 )
 from offdrift.divergence import Divergence, exact_divergences, topk_divergences
 from offdrift.errors import EvidenceError, MethodError, ShapeError, check_choice
@@ -34,88 +52,6 @@ FULL = "generation_logits"
 aligned as `generation_logprobs` (index t is about token t; index 0 is padding)."""
 TOP_IDS, TOP_LOGP = "generation_topk_ids", "generation_topk_logprobs"
 """Data fields `[batch, time, k]`: ids and log-probs of its k likeliest tokens, aligned likewise."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The trainable tokens of a micro-batch; index 0 of every field is padding."""
-
-    data: Mapping[str, Any]
-    mask: Bool[Tensor, "b s"]
-
-    def field(self, name: str) -> Tensor | None:
-        """A field `[b, s, ...]` without its padding at index 0; None if the data lack it."""
-        return self.data[name][:, 1:] if name in self.data else None
-
-    def rows(self, name: str) -> Tensor | None:
-        """A field of vectors at the trainable tokens."""
-        x = self.field(name)
-        return None if x is None else x[self.mask]
-
-    @functools.cached_property
-    def ids(self) -> Int[Tensor, " n"]:
-        """The trainable tokens themselves."""
-        return self.data["input_ids"][:, 1:][self.mask]
-
-    def unpack(self, x: Float[Tensor, " n"]) -> Float[Tensor, "b s"]:
-        """One number per trainable token, where the token stands; 0 elsewhere. Gradient: to `x`."""
-        empty = x.new_zeros(self.mask.numel())
-        at = self.mask.reshape(-1).nonzero().squeeze(1)
-        return empty.index_put((at,), x).reshape(self.mask.shape)
-
-
-def score_rows(logits: Tensor, seen: Seen, vocab: int | None) -> Float[Tensor, "n v"]:
-    """The scores from which each trainable token was drawn. Gradient: to `logits`."""
-    if isinstance(logits, DTensor):
-        logits = logits.full_tensor()
-    if vocab is not None and logits.shape[-1] < vocab:
-        raise ShapeError(
-            f"logits have {logits.shape[-1]} columns for a vocabulary of {vocab}: tensor parallelism "
-            'has sharded it; set tensor_model_parallel_size=1, or reads="logprob"'
-        )
-    return logits[:, : seen.mask.shape[1]][seen.mask]
-
-
-def drawn(scores: Float[Tensor, "n v"], ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """log pi(token) = z(token) - log sum exp z. Gradient: to `scores`."""
-    scores = scores.float()
-    return scores.gather(1, ids[:, None].long()).squeeze(1) - scores.logsumexp(1)
-
-
-def divergences_of(
-    scores: Float[Tensor, "n v"], seen: Seen, logprobs: LogProbs
-) -> dict[str, Divergence] | None:
-    """KL(mu || pi) and TV(mu, pi) at every token: exact, intervals, or None without evidence."""
-    full = seen.rows(FULL)
-    if full is not None:
-        found = exact_divergences(full, scores)
-        kl = Divergence.exact("kl_rollout_current", found.kl_rollout_current)
-        return {kl.name: kl, "tv_rollout_current": Divergence.exact("tv_rollout_current", found.tv)}
-    ids, top = seen.rows(TOP_IDS), seen.rows(TOP_LOGP)
-    if ids is None or top is None:
-        return None
-    pair = topk_divergences(ids.long(), top, seen.ids.long(), logprobs.logp_rollout, scores)
-    return {d.name: d for d in pair}
-
-
-# NeMo-RL: any method that decides by token or sequence, as its loss function.
-#
-# In a launcher, before NeMo-RL's own:
-#
-#     from offdrift.adapters import nemo_rl
-#     nemo_rl.install("dppo_tv", horizon=8192)
-#
-# `setup` of `nemo_rl.algorithms.grpo` then builds this loss instead of `ClippedPGLossFn`. It travels to
-# the workers as a value. NeMo-RL's counts of valid tokens and sequences are the denominators, so the
-# loss does not depend on micro-batches, sequence packing and ranks.
-#
-# With `reads="logit"` the loss sees the whole distribution of the current policy, in this framework
-# alone. If the data carries what the engine sampled from (all of it, or its top k), KL and TV between
-# the two are exact, or an interval that contains them, at every token.
-#
-# Reference: NeMo-RL 0.7.0 (81aa43dd) and its main branch (7ea279abf), `algorithms/loss/interfaces.py`:
-# `LossFunction`; `algorithms/loss/utils.py`: `prepare_loss_input`; `algorithms/loss/loss_functions.py`:
-# `ClippedPGLossConfig`; `algorithms/grpo.py`: `setup`.
 
 
 WAYS_OUT = {
@@ -163,10 +99,72 @@ Old = Literal["recorded", "current"]
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """The trainable tokens of a micro-batch; index 0 of every field is padding."""
+
+    data: Mapping[str, Any]
+    mask: Bool[Tensor, "b s"]
+
+    def field(self, name: str) -> Tensor | None:
+        """A field `[b, s, ...]` without its padding at index 0; None if the data lack it."""
+        return self.data[name][:, 1:] if name in self.data else None
+
+    def rows(self, name: str) -> Tensor | None:
+        """A field of vectors at the trainable tokens."""
+        x = self.field(name)
+        return None if x is None else x[self.mask]
+
+    @functools.cached_property
+    def ids(self) -> Int[Tensor, " n"]:
+        """The trainable tokens themselves."""
+        return self.data["input_ids"][:, 1:][self.mask]
+
+    def unpack(self, x: Float[Tensor, " n"]) -> Float[Tensor, "b s"]:
+        """One number per trainable token, where the token stands; 0 elsewhere. Gradient: to `x`."""
+        empty = x.new_zeros(self.mask.numel())
+        at = self.mask.reshape(-1).nonzero().squeeze(1)
+        return empty.index_put((at,), x).reshape(self.mask.shape)
+
+
+def score_rows(logits: Tensor, batch: Tokens, vocab: int | None) -> Float[Tensor, "n v"]:
+    """The scores from which each trainable token was drawn. Gradient: to `logits`."""
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    if vocab is not None and logits.shape[-1] < vocab:
+        raise ShapeError(
+            f"logits have {logits.shape[-1]} columns for a vocabulary of {vocab}: tensor parallelism "
+            'has sharded it; set tensor_model_parallel_size=1, or reads="logprob"'
+        )
+    return logits[:, : batch.mask.shape[1]][batch.mask]
+
+
+def drawn(scores: Float[Tensor, "n v"], ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """log pi(token) = z(token) - log sum exp z. Gradient: to `scores`."""
+    scores = scores.float()
+    return scores.gather(1, ids[:, None].long()).squeeze(1) - scores.logsumexp(1)
+
+
+def divergences_of(
+    scores: Float[Tensor, "n v"], batch: Tokens, logprobs: LogProbs
+) -> dict[str, Divergence] | None:
+    """KL(mu || pi) and TV(mu, pi) at every token: exact, intervals, or None without evidence."""
+    full = batch.rows(FULL)
+    if full is not None:
+        exact = exact_divergences(full, scores)
+        values = {"kl_rollout_current": exact.kl_rollout_current, "tv_rollout_current": exact.tv}
+        return {name: Divergence.exact(name, x) for name, x in values.items()}
+    ids, top = batch.rows(TOP_IDS), batch.rows(TOP_LOGP)
+    if ids is None or top is None:
+        return None
+    pair = topk_divergences(ids.long(), top, batch.ids.long(), logprobs.logp_rollout, scores)
+    return {d.name: d for d in pair}
+
+
+@dataclass(frozen=True)
 class OffdriftLoss:
     """NeMo-RL's `LossFunction`; made by `loss`, called by the policy workers. No live state."""
 
-    choice: Choice
+    config: HookConfig
     reads: Reads = "logprob"
     old: Old = "recorded"
     vocab: int | None = None
@@ -176,7 +174,7 @@ class OffdriftLoss:
     @property
     def loss_type(self) -> Any:
         """NeMo-RL's name for what the loss is divided by."""
-        by_token = self.choice.row.aggregate == "token_mean"
+        by_token = self.config.row.aggregate == "token_mean"
         kinds = _interfaces().LossType
         return kinds.TOKEN_LEVEL if by_token else kinds.SEQUENCE_LEVEL
 
@@ -190,7 +188,7 @@ class OffdriftLoss:
     def metric_normalizations(self) -> dict[str, Any]:
         """What each returned metric was divided by, in NeMo-RL's words."""
         by = _interfaces().MetricNormalizer
-        named = {f"offdrift/{name}": by.TOKENS for name in (*SHARES, DROPPED)}
+        named = {f"offdrift/{name}": by.TOKENS for name in (*METRIC_SUMS, DROPPED)}
         whole = by.TOKENS if self.loss_type.name == "TOKEN_LEVEL" else by.SEQUENCES
         return {**named, "loss": whole, "num_valid_samples": by.NONE}
 
@@ -220,47 +218,50 @@ class OffdriftLoss:
         """
         hook = _hook(self)
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        seen = Seen(data, mask != 0)
+        batch = Tokens(data, mask != 0)
         count = float(data["sample_mask"].sum())
-        scores = None if logits is None else score_rows(logits, seen, self.vocab)
+        scores = None if logits is None else score_rows(logits, batch, self.vocab)
         if scores is None and next_token_logprobs is None:
             raise EvidenceError(f'NeMo-RL gave no log-probs to a loss that reads="{self.reads}"')
-        if not bool(seen.mask.any()):
-            given = next_token_logprobs if scores is None else scores
-            return nothing(given), {"loss": 0.0, "num_valid_samples": count}  # type: ignore[arg-type]
-        logp = next_token_logprobs if scores is None else seen.unpack(drawn(scores, seen.ids))
-        logprobs = self._packed(logp, seen, hook)  # type: ignore[arg-type]
-        known: dict[str, Any] = {} if scores is None else self._known(scores, seen, logprobs, hook)
-        result = hook.push(
+        if not bool(batch.mask.any()):
+            graph = next_token_logprobs if scores is None else scores
+            return zero_loss(graph), {"loss": 0.0, "num_valid_samples": count}  # type: ignore[arg-type]
+        logp = next_token_logprobs if scores is None else batch.unpack(drawn(scores, batch.ids))
+        logprobs = self._packed(logp, batch, hook)  # type: ignore[arg-type]
+        known = {} if scores is None else self._distributions(scores, batch, logprobs, hook)
+        result = hook.loss(
             logprobs,
             logprobs.like_caller(data["advantages"][:, 1:]),
             columns(mask, logprobs),
             tokens=global_valid_toks,
             sequences=global_valid_seqs,
-            also={"tokens": seen.ids},
+            also={"tokens": batch.ids},
             **known,
         )
-        found = {f"offdrift/{k}": x for k, x in shares(result, global_valid_toks).items()}
-        said = {"loss": float(result.loss.detach()), "num_valid_samples": count}
-        return result.loss, {**found, **said}
+        parts = metric_parts(result, global_valid_toks)
+        metrics = {f"offdrift/{name}": x for name, x in parts.items()}
+        metrics |= {"loss": float(result.loss.detach()), "num_valid_samples": count}
+        return result.loss, metrics
 
-    def _packed(self, logp: Tensor, seen: Seen, hook: WholeStep) -> LogProbs:
-        def given(name: str) -> Tensor:
-            return recorded(seen.field(name), seen.mask, name, WAYS_OUT[name], beside=logp)
+    def _packed(self, logp: Tensor, batch: Tokens, hook: LossHook) -> LogProbs:
+        def field(name: str) -> Tensor:
+            x = batch.field(name)
+            return require_logprobs(x, batch.mask, name, WAYS_OUT[name], beside=logp)
 
-        old = given("prev_logprobs") if self.old == "recorded" else logp.detach()
-        ref = given("reference_policy_logprobs") if hook.method.penalty is not None else None
-        return LogProbs.pack(given("generation_logprobs"), logp, old, logp_ref=ref, mask=seen.mask)
+        old = field("prev_logprobs") if self.old == "recorded" else logp.detach()
+        ref = field("reference_policy_logprobs") if hook.method.penalty is not None else None
+        return LogProbs.pack(field("generation_logprobs"), logp, old, logp_ref=ref, mask=batch.mask)
 
-    def _known(
-        self, scores: Tensor, seen: Seen, logprobs: LogProbs, hook: WholeStep
+    def _distributions(
+        self, scores: Tensor, batch: Tokens, logprobs: LogProbs, hook: LossHook
     ) -> dict[str, Any]:
         """Divergences and entropies of whole distributions, where the data allows them."""
-        known: dict[str, Any] = {"vocab": self.vocab}
-        divergences = divergences_of(scores.detach(), seen, logprobs)
+        divergences = divergences_of(scores.detach(), batch, logprobs)
         if divergences is None and hook.method.needs_divergences:
-            raise EvidenceError(f"this method needs divergences of whole distributions: {HINTS['divergences']}")  # fmt: skip
-        known["divergences"] = divergences
+            raise EvidenceError(
+                f"this method needs divergences of whole distributions: {HINTS['divergences']}"
+            )
+        known: dict[str, Any] = {"vocab": self.vocab, "divergences": divergences}
         if "entropy" in hook.method.needs:
             log_pi = scores.detach().float().log_softmax(-1)
             known["entropy"] = -(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(-1)
@@ -304,15 +305,16 @@ def loss(
             'reads="logit" needs vocab= (len(tokenizer)), and use_fused_linear_logprobs off, which '
             "computes log-probs without logits"
         )
-    choice = Choice.of("nemo-rl", method, settings, record, on_idle, horizon)
-    made = OffdriftLoss(choice, reads, old, vocab, use_fused_linear_logprobs)
+    config = HookConfig.of(
+        "nemo-rl", method, settings, record=record, on_idle=on_idle, horizon=horizon
+    )
     has = {"logp_old", "logp_ref"} | ({"divergences"} if reads == "logit" else set())
     has |= {"entropy", "vocab"} if reads == "logit" and old == "current" else set()
-    check_served(choice.row, framework="nemo-rl", has=has, hints=HINTS)
-    return made
+    check_served(config.row, framework="nemo-rl", has=has, hints=HINTS)
+    return OffdriftLoss(config, reads, old, vocab, use_fused_linear_logprobs)
 
 
-def install(method: str | None = None, **given: Any) -> None:
+def install(method: str | None = None, **options: Any) -> None:
     """Have NeMo-RL's `setup` build this loss; call it before, in the process that calls `setup`.
 
     Args: as `loss`. `force_on_policy_ratio` and the fused log-probs of NeMo-RL's configuration are
@@ -322,41 +324,40 @@ def install(method: str | None = None, **given: Any) -> None:
         term that the method has not (a KL penalty, the likelihood of positive examples, ...).
     """
     require("nemo-rl")
-    loss(method, **given)  # wrong arguments are an error here, not after minutes of set-up
+    loss(method, **options)  # wrong arguments are an error here, not after minutes of set-up
     from nemo_rl.algorithms import grpo
 
-    _ORIGINAL.setdefault("ClippedPGLossFn", grpo.ClippedPGLossFn)
-    grpo.ClippedPGLossFn = functools.partial(_instead, method, given)
+    _REPLACED.replace(grpo, "ClippedPGLossFn", functools.partial(_instead, method, options))
 
 
 def uninstall() -> None:
     """Have `setup` build NeMo-RL's own loss again."""
-    if _ORIGINAL:
-        from nemo_rl.algorithms import grpo
-
-        grpo.ClippedPGLossFn = _ORIGINAL.pop("ClippedPGLossFn")
+    _REPLACED.restore()
 
 
-_ORIGINAL: dict[str, Any] = {}
+_REPLACED = Replacements()
 
 
 def _instead(
-    method: str | None, given: Mapping[str, Any], cfg: Any, use_fused_linear_logprobs: bool = False
+    method: str | None,
+    options: Mapping[str, Any],
+    cfg: Any,
+    use_fused_linear_logprobs: bool = False,
 ) -> OffdriftLoss:
     """What `setup` gets for `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`."""
     theirs = _settings(cfg)
     if theirs["force_on_policy_ratio"]:
-        given = {**given, "old": "current"}
-    made = loss(method, **{"use_fused_linear_logprobs": use_fused_linear_logprobs, **given})
+        options = {**options, "old": "current"}
+    made = loss(method, **{"use_fused_linear_logprobs": use_fused_linear_logprobs, **options})
     penalty = 0 if theirs["use_kl_in_reward"] else theirs["reference_policy_kl_penalty"]
-    if penalty and made.choice.row.penalty is None:
+    if penalty and made.config.row.penalty is None:
         raise MethodError(
             f"loss_fn.reference_policy_kl_penalty={penalty} belongs to NeMo-RL's loss and would be "
-            f"dropped: set it to 0, or give {made.choice.method} a penalty"
+            f"dropped: set it to 0, or give {made.config.method} a penalty"
         )
     numbers = ", ".join(f"{name}={theirs[name]}" for name in STOOD_IN_FOR)
     logging.getLogger("offdrift.nemo-rl").info(
-        "%s stands in for NeMo-RL's loss with %s", made.choice.row.describe(), numbers
+        "%s stands in for NeMo-RL's loss with %s", made.config.row.describe(), numbers
     )
     return made
 
@@ -368,15 +369,15 @@ def _settings(cfg: Any) -> dict[str, Any]:
     """
     absent = {**dict.fromkeys((*STOOD_IN_FOR, *FOLLOWED)), **OWN_TERMS}
     if isinstance(cfg, Mapping):
-        given, without = dict(cfg), absent
+        values, defaults = dict(cfg), absent
     else:
         model = type(cfg).model_fields
-        given = {name: getattr(cfg, name) for name in model}
-        without = {**{name: field.default for name, field in model.items()}, **OWN_TERMS}
+        values = {name: getattr(cfg, name) for name in model}
+        defaults = {**{name: field.default for name, field in model.items()}, **OWN_TERMS}
     dropped = {
         name: value
-        for name, value in given.items()
-        if name not in (*STOOD_IN_FOR, *FOLLOWED) and value != without.get(name)
+        for name, value in values.items()
+        if name not in (*STOOD_IN_FOR, *FOLLOWED) and value != defaults.get(name)
     }
     if dropped:
         named = ", ".join(f"loss_fn.{name}={value}" for name, value in dropped.items())
@@ -384,12 +385,12 @@ def _settings(cfg: Any) -> dict[str, Any]:
             f"{named}: part of NeMo-RL's own loss, which is replaced, and would be dropped: leave it at "
             "its default, and choose a method that has it (`offdrift methods` lists all rows)"
         )
-    return {**absent, **given}
+    return {**absent, **values}
 
 
 @functools.cache
-def _hook(made: OffdriftLoss) -> WholeStep:
-    return made.choice.attach("nemo-rl")
+def _hook(made: OffdriftLoss) -> LossHook:
+    return made.config.attach("nemo-rl")
 
 
 def _interfaces() -> Any:

@@ -21,20 +21,24 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from offdrift.adapters.after_import import after_import
-from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import check_served
-from offdrift.adapters.whole_step import Choice, WholeStep, columns, nothing, recorded
+from offdrift.adapters.frameworks import Replacements, after_import, require
+from offdrift.adapters.hooks import (
+    HookConfig,
+    LossHook,
+    check_served,
+    columns,
+    require_logprobs,
+    zero_loss,
+)
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
-from offdrift.loss import PolicyLoss as Pushed
 
 ACTOR = "openrlhf.trainer.ray.ppo_actor"
 RECORD = (
@@ -43,9 +47,9 @@ RECORD = (
 )
 WAYS_OUT = {"rollout_log_probs": RECORD, "old_log_probs": "have the actor score the samples"}
 
-_CHOICE: list[Choice] = []
+_INSTALLED: list[HookConfig] = []
 """What is installed in this process: one, or none."""
-_ORIGINAL: dict[str, Any] = {}
+_REPLACED = Replacements()
 
 
 def install(
@@ -67,42 +71,38 @@ def install(
 
     Raises: `EvidenceError`, `MethodError`: OpenRLHF's loss is not given what the method needs.
     """
-    choice = Choice.of("openrlhf", method, settings, record, on_idle, horizon)
-    check_served(choice.row, framework="openrlhf", has={"logp_old"})
-    _CHOICE[:] = [choice]
+    config = HookConfig.of(
+        "openrlhf", method, settings, record=record, on_idle=on_idle, horizon=horizon
+    )
+    check_served(config.row, framework="openrlhf", has={"logp_old"})
+    _INSTALLED[:] = [config]
     after_import(ACTOR, _rebind)
 
 
 def uninstall() -> None:
     """Give OpenRLHF its own loss back; losses that were built stay ours."""
-    _CHOICE.clear()
-    module = _ORIGINAL.pop("module", None)
-    if module is not None:
-        module.PolicyLoss = _ORIGINAL.pop("PolicyLoss")
-        module.ActorPPOTrainer.ppo_train = _ORIGINAL.pop("ppo_train")
+    _INSTALLED.clear()
+    _REPLACED.restore()
 
 
 def _rebind(module: Any) -> None:
-    if not _CHOICE or "module" in _ORIGINAL:
+    if not _INSTALLED or _REPLACED:
         return
     require("openrlhf")
     trainer = module.ActorPPOTrainer
-    _ORIGINAL.update(module=module, PolicyLoss=module.PolicyLoss, ppo_train=trainer.ppo_train)
+    ppo_train = trainer.ppo_train
     five = "is_correction_level" in inspect.signature(module.PolicyLoss.__init__).parameters
-    module.PolicyLoss = functools.partial(PolicyLoss, values=5 if five else 4)
-    trainer.ppo_train = _reporting(trainer.ppo_train)
-
-
-def _reporting(ppo_train: Callable[..., Any]) -> Callable[..., Any]:
-    """OpenRLHF's training of a batch; its status also has the metrics of the last step."""
 
     @functools.wraps(ppo_train)
     def with_metrics(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """OpenRLHF's training of a batch; its status also has the metrics of the last step."""
         status = ppo_train(self, *args, **kwargs)
         hook = getattr(self.actor_loss_fn, "hook", None)
         return status if hook is None else {**status, **hook.metrics}
 
-    return with_metrics
+    ours = functools.partial(PolicyLoss, values=5 if five else 4)
+    _REPLACED.replace(module, "PolicyLoss", ours)
+    _REPLACED.replace(trainer, "ppo_train", with_metrics)
 
 
 class PolicyLoss(torch.nn.Module):
@@ -121,9 +121,9 @@ class PolicyLoss(torch.nn.Module):
                 f"--actor.policy_loss_type {theirs['policy_loss_type']} chooses OpenRLHF's own loss, "
                 "which is replaced; drop it (offdrift's gspo is OFFDRIFT_METHOD=gspo)"
             )
-        if not _CHOICE:
+        if not _INSTALLED:
             raise MethodError("no method is installed in this process; call install() in it first")
-        self.hook: WholeStep = _CHOICE[0].attach("openrlhf")
+        self.hook: LossHook = _INSTALLED[0].attach("openrlhf")
         self._values = values
 
     def forward(
@@ -154,30 +154,26 @@ class PolicyLoss(torch.nn.Module):
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         if not bool((mask != 0).any()):
-            zero = nothing(log_probs)
+            zero = zero_loss(log_probs)
             return (zero, *[zero.detach()] * (self._values - 1))
-        given = {"rollout_log_probs": rollout_log_probs, "old_log_probs": old_log_probs}
+        fields = {"rollout_log_probs": rollout_log_probs, "old_log_probs": old_log_probs}
         rollout, old = (
-            recorded(x, mask, name, WAYS_OUT[name], beside=log_probs) for name, x in given.items()
+            require_logprobs(x, mask, name, WAYS_OUT[name], beside=log_probs)
+            for name, x in fields.items()
         )
         logprobs = LogProbs.pack(rollout, log_probs, old, mask=mask)
         lengths = logprobs.segments.lengths
-        pushed = self.hook.push(
+        result = self.hook.loss(
             logprobs,
             logprobs.like_caller(advantages),
             columns(mask, logprobs),
             tokens=lengths.sum() if batch_num_tokens is None else batch_num_tokens,
             sequences=(lengths > 0).sum() if global_batch_size is None else global_batch_size,
         )
-        return (pushed.loss * dp_size, *_reported(logprobs, pushed))[: self._values]
-
-
-def _reported(logprobs: LogProbs, pushed: Pushed) -> tuple[Tensor, ...]:
-    """Clip share, E[old - current], E[rollout - old], share beyond limits; on the device."""
-    sums = dict(zip(pushed.stats.sum_names, pushed.stats.sums, strict=True))
-    n = sums["n"]
-    clipped = sums.get("objective/clipped", torch.zeros_like(n)) / n
-    moved = (logprobs.old - logprobs.current.detach()).mean()
-    mismatch = (logprobs.logp_rollout - logprobs.old).mean()
-    beyond = (~pushed.corrected.keep | pushed.corrected.limited).float().mean()
-    return clipped.float(), moved, mismatch, beyond
+        sums = dict(zip(result.stats.sum_names, result.stats.sums, strict=True))
+        clipped = sums.get("objective/clipped", torch.zeros_like(sums["n"])) / sums["n"]
+        moved = (logprobs.old - logprobs.current.detach()).mean()
+        mismatch = (logprobs.logp_rollout - logprobs.old).mean()
+        beyond = (~result.corrected.keep | result.corrected.limited).float().mean()
+        values = (result.loss * dp_size, clipped.float(), moved, mismatch, beyond)
+        return values[: self._values]

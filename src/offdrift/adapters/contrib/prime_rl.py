@@ -25,17 +25,15 @@ from typing import Any
 
 from torch import Tensor
 
-from offdrift.adapters import environment
 from offdrift.adapters.frameworks import require
 from offdrift.adapters.hooks import (
-    Attached,
-    attach,
+    HookConfig,
+    LossHook,
     check_served,
-    chosen,
+    columns,
     decision_names,
     decisions,
 )
-from offdrift.adapters.whole_step import columns
 from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
 
@@ -92,7 +90,7 @@ def loss(
     return _outputs(result.loss, decisions(logprobs, result.corrected, on="full"))
 
 
-def _weighted(inputs: Any, hook: Attached) -> Tensor:
+def _weighted(inputs: Any, hook: LossHook) -> Tensor:
     """Advantages times loss weights, which is the loss times them.
 
     Raises: `MethodError` where it is not, and the weights are not all 1.
@@ -111,20 +109,14 @@ def _weighted(inputs: Any, hook: Attached) -> Tensor:
 @functools.cache
 def _hook(
     method: str | None, settings: str, old: str, record: str | None, on_idle: str | None
-) -> Attached:
+) -> LossHook:
     """The method of this process; settings as JSON, since they must be hashable."""
     require("prime-rl")
     check_choice("old", old, ("absent", "current"))
-    name, row = chosen("prime-rl", method, json.loads(settings))
+    config = HookConfig.of("prime-rl", method, json.loads(settings), record=record, on_idle=on_idle)
     has = {"logp_ref"} | ({"logp_old"} if old == "current" else set())
-    check_served(row, framework="prime-rl", has=has, hints=HINTS)
-    return attach(
-        "prime-rl",
-        name,
-        row,
-        record=record or environment.record(),
-        on_idle=on_idle or environment.on_idle(),
-    )
+    check_served(config.row, framework="prime-rl", has=has, hints=HINTS)
+    return config.attach_sum("prime-rl", config.row)
 
 
 def _outputs(total: Tensor, metrics: Mapping[str, Tensor]) -> Any:

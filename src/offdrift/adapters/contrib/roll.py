@@ -35,8 +35,16 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import check_served, correction_alone
-from offdrift.adapters.whole_step import Choice, WholeStep, columns, nothing, recorded, shares
+from offdrift.adapters.hooks import (
+    HookConfig,
+    LossHook,
+    check_served,
+    columns,
+    correction_only,
+    metric_parts,
+    require_logprobs,
+    zero_loss,
+)
 from offdrift.errors import FrameworkError, LivenessError, MethodError
 from offdrift.logprobs import LogProbs
 
@@ -90,7 +98,7 @@ def install() -> None:
     Raises: `EvidenceError`, `MethodError`: ROLL's hook is not given what the method needs.
     """
     module = _import(CORRECTIONS)
-    _correcting()
+    _correction_hook()
     _rebind(_ORIGINAL.setdefault("theirs", getattr(module, COMPUTE)), _correction)
 
 
@@ -122,10 +130,10 @@ def _import(name: str) -> Any:
 
 
 @functools.cache
-def _pushing() -> WholeStep:
-    choice = Choice.of("roll", None, None, None, None)
-    check_served(choice.row, framework="roll", has={"logp_old", "logp_ref"})
-    return choice.attach("roll")
+def _loss_hook() -> LossHook:
+    config = HookConfig.of("roll")
+    check_served(config.row, framework="roll", has={"logp_old", "logp_ref"})
+    return config.attach("roll")
 
 
 class _Loss:
@@ -144,20 +152,18 @@ class _Loss:
 
         Raises: `EvidenceError` without the engine's log-probs; `MethodError` if ROLL's own terms are on.
         """
-        hook = _pushing()
-        _check_alone(self.pipeline_config)
-        batch, name, counts = data.batch, *_mask_name(data)
-        mask = batch["response_mask"][:, 1:]
-        mask = mask if name == "response_mask" else batch[name]
+        hook = _loss_hook()
+        _refuse_own_terms(self.pipeline_config)
+        batch, mask, counts = data.batch, *_mask_and_counts(data)
         logp = self.strategy.op_compute_log_probs(
             logits=output_tensor,
             input_ids=batch["input_ids"],
             attention_mask=batch["response_mask"],
         )
         if not bool((mask != 0).any()):
-            return nothing(logp), {"actor/offdrift/loss@sum": 0.0}
+            return zero_loss(logp), {"actor/offdrift/loss@sum": 0.0}
         logprobs = self._packed(data, logp, mask, hook)
-        pushed = hook.push(
+        result = hook.loss(
             logprobs,
             logprobs.like_caller(self._weighted(data, mask, hook)),
             columns(mask, logprobs),
@@ -165,23 +171,25 @@ class _Loss:
             sequences=counts["global_valid_samples"],
             also={"tokens": logprobs.like_caller(batch["input_ids"][:, 1:])},
         )
-        found = shares(pushed, counts["batch_num_tokens"])
-        found["loss"] = float(pushed.loss.detach())
-        loss = pushed.loss * getattr(self.pipeline_config, "rl_loss_coef", 1.0)
-        return loss, {f"actor/offdrift/{key}@sum": value for key, value in found.items()}
+        metrics = metric_parts(result, counts["batch_num_tokens"])
+        metrics["loss"] = float(result.loss.detach())
+        loss = result.loss * getattr(self.pipeline_config, "rl_loss_coef", 1.0)
+        return loss, {f"actor/offdrift/{key}@sum": value for key, value in metrics.items()}
 
-    def _packed(self, data: Any, logp: Tensor, mask: Tensor, hook: WholeStep) -> LogProbs:
+    def _packed(self, data: Any, logp: Tensor, mask: Tensor, hook: LossHook) -> LogProbs:
         old = self.get_old_log_probs_with_cache(data, logp)  # type: ignore[attr-defined]
-        given = {"infer_logprobs": data.batch.get("infer_logprobs", None), "old_log_probs": old}
+        fields = {"infer_logprobs": data.batch.get("infer_logprobs", None), "old_log_probs": old}
         if hook.method.penalty is not None:
-            given["ref_log_probs"] = data.batch.get("ref_log_probs", None)
+            fields["ref_log_probs"] = data.batch.get("ref_log_probs", None)
         rollout, old, *ref = (
-            recorded(x if x is not None and len(x) else None, mask, k, WAYS_OUT[k], beside=logp)
-            for k, x in given.items()
+            require_logprobs(
+                x if x is not None and len(x) else None, mask, name, WAYS_OUT[name], beside=logp
+            )
+            for name, x in fields.items()
         )
         return LogProbs.pack(rollout, logp, old, logp_ref=ref[0] if ref else None, mask=mask)
 
-    def _weighted(self, data: Any, mask: Tensor, hook: WholeStep) -> Float[Tensor, "b t"]:
+    def _weighted(self, data: Any, mask: Tensor, hook: LossHook) -> Float[Tensor, "b t"]:
         """Advantages times ROLL's weights of samples, which is the loss times them."""
         advantages = data.batch["advantages"]
         weigh = getattr(self, "compute_sample_weights", None)
@@ -196,18 +204,19 @@ class _Loss:
         return advantages * weights[:, None]
 
 
-def _mask_name(data: Any) -> tuple[str, dict[str, Any]]:
-    """Which mask trains, and how much of it the whole step has."""
-    final = data.batch.get("final_response_mask", None) is not None
-    name = "final_response_mask" if final else "response_mask"
+def _mask_and_counts(data: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The mask that trains, and how much of it the whole step has."""
+    name, mask = "final_response_mask", data.batch.get("final_response_mask", None)
+    if mask is None:
+        name, mask = "response_mask", data.batch["response_mask"][:, 1:]
     counts = {}
     for key in ("batch_num_tokens", "global_valid_samples"):
-        given = data.meta_info[key]
-        counts[key] = given[name] if name in given else given["response_mask"]
-    return name, counts
+        by_mask = data.meta_info[key]
+        counts[key] = by_mask.get(name, by_mask["response_mask"])
+    return mask, counts
 
 
-def _check_alone(config: Any) -> None:
+def _refuse_own_terms(config: Any) -> None:
     """Raise if ROLL's own loss terms are configured, which this loss would drop or count twice."""
     own = config.train_infer_correction
     dropped = {
@@ -279,12 +288,12 @@ WORKERS: dict[str, tuple[str, str, type]] = {
 
 
 @functools.cache
-def _correcting() -> WholeStep:
-    choice = Choice.of("roll", None, None, None, None)
-    only = correction_alone(
-        choice.method, choice.row, framework="roll", instead="the class Worker or AgenticWorker"
+def _correction_hook() -> LossHook:
+    config = HookConfig.of("roll")
+    only = correction_only(
+        config.method, config.row, framework="roll", instead="the class Worker or AgenticWorker"
     )
-    return choice.attach("roll", only)
+    return config.attach("roll", only)
 
 
 def _correction(
@@ -305,11 +314,11 @@ def _correction(
             "ROLL drops the weights, and under token-mean the rejections, that this correction "
             "returns: set train_infer_correction.is_weight.enabled: true"
         )
-    hook, mask = _correcting(), response_mask != 0
+    hook, mask = _correction_hook(), response_mask != 0
     keep, weight = mask.long(), torch.zeros_like(old_log_probs)
     if not bool(mask.any()):
         return weight, keep, {}
-    infer_log_probs = recorded(
+    infer_log_probs = require_logprobs(
         infer_log_probs, mask, "infer_logprobs", WAYS_OUT["infer_logprobs"], beside=old_log_probs
     )
     logprobs = LogProbs.pack(infer_log_probs, logp_old=old_log_probs, mask=mask)

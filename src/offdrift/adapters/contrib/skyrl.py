@@ -29,11 +29,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import Attached, attach, check_served
-from offdrift.adapters.whole_step import Choice, columns, nothing
+from offdrift.adapters.hooks import HookConfig, LossHook, check_served, columns, zero_loss
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
-from offdrift.methods import Method
 from offdrift.stats import summarize
 
 PREFIX = "offdrift/"
@@ -67,7 +65,7 @@ OWN = (
 class RegisteredLoss:
     """A method as SkyRL's policy loss: a value that travels to the workers, and no live state."""
 
-    choice: Choice
+    config: HookConfig
 
     def __call__(
         self,
@@ -92,7 +90,14 @@ class RegisteredLoss:
             `BadValueError` for NaN or a positive log-prob on an unmasked token.
         """
         hook = _hook(self)
-        _check_alone(config)
+        theirs = getattr(config, "off_policy_correction", None)
+        configured = [name for name in OWN if getattr(theirs, name, None) is not None]
+        if configured:
+            raise MethodError(
+                f"trainer.algorithm.off_policy_correction.{configured[0]} is set, and has no effect "
+                "under a policy loss of offdrift; remove it, and choose a method with the correction "
+                "you want"
+            )
         mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
         if rollout_logprobs is None:
             raise EvidenceError(
@@ -100,7 +105,7 @@ class RegisteredLoss:
                 "its engine returns the log-prob of every sampled token"
             )
         if not bool(mask.any()):
-            return nothing(log_probs), dict.fromkeys(_named({}), 0.0)
+            return zero_loss(log_probs), dict.fromkeys(_named({}), 0.0)
         logprobs = LogProbs.pack(rollout_logprobs, log_probs, old_log_probs, mask=mask)
         advantages = logprobs.like_caller(advantages)
         result = hook.loss(logprobs, advantages, columns(mask, logprobs))
@@ -125,12 +130,12 @@ def register(
     require("skyrl")
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
-    function = RegisteredLoss(Choice.of("skyrl", method, settings, record, on_idle))
-    _served(function)
+    config = HookConfig.of("skyrl", method, settings, record=record, on_idle=on_idle)
+    check_served(config.row, framework="SkyRL", has={"logp_old"}, folded=True)
     name = PREFIX + method
     if name in PolicyLossRegistry.list_available():
         PolicyLossRegistry.unregister(name)
-    PolicyLossRegistry.register(name, function)
+    PolicyLossRegistry.register(name, RegisteredLoss(config))
     return name
 
 
@@ -139,48 +144,23 @@ def main() -> None:
     require("skyrl")
     from skyrl.train.entrypoints import main_base
 
-    ours = "trainer.override_entrypoint="
-    named = "trainer.algorithm.policy_loss_type="
-    arguments = [a for a in sys.argv[1:] if not a.startswith(ours)]
-    chosen = [a.removeprefix(named).strip("'\"") for a in arguments if a.startswith(named)]
-    if not chosen or not chosen[-1].startswith(PREFIX):
+    key = "trainer.algorithm.policy_loss_type="
+    arguments = [a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")]
+    types = [a.removeprefix(key).strip("'\"") for a in arguments if a.startswith(key)]
+    if not types or not types[-1].startswith(PREFIX):
         raise MethodError(
-            f"this entrypoint needs {named}{PREFIX}METHOD; `offdrift methods` lists all rows"
+            f"this entrypoint needs {key}{PREFIX}METHOD; `offdrift methods` lists all rows"
         )
-    register(chosen[-1].removeprefix(PREFIX))
+    register(types[-1].removeprefix(PREFIX))
     sys.argv = [sys.argv[0], *arguments]
     main_base.main()
 
 
-def _served(function: RegisteredLoss) -> Method:
-    """The method, or the reason why SkyRL's hook cannot serve it."""
-    row = function.choice.row
-    check_served(row, framework="SkyRL", has={"logp_old"}, folded=True)
-    return row
-
-
 @functools.cache
-def _hook(function: RegisteredLoss) -> Attached:
+def _hook(function: RegisteredLoss) -> LossHook:
     """The method of this process."""
-    return attach(
-        "skyrl",
-        function.choice.method,
-        _served(function),
-        record=function.choice.record,
-        on_idle=function.choice.on_idle,
-    )
+    return function.config.attach_sum("skyrl", function.config.row)
 
 
-def _check_alone(config: Any) -> None:
-    """Raise if SkyRL's own off-policy correction is configured: its losses apply it, ours does not."""
-    theirs = getattr(config, "off_policy_correction", None)
-    asked = [name for name in OWN if getattr(theirs, name, None) is not None]
-    if asked:
-        raise MethodError(
-            f"trainer.algorithm.off_policy_correction.{asked[0]} is set, and has no effect under a "
-            "policy loss of offdrift; remove it, and choose a method with the correction you want"
-        )
-
-
-def _named(found: Mapping[str, float]) -> dict[str, float]:
-    return {PREFIX + theirs: found.get(ours, 0.0) for ours, theirs in METRICS.items()}
+def _named(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {PREFIX + theirs: metrics.get(ours, 0.0) for ours, theirs in METRICS.items()}

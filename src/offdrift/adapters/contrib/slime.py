@@ -1,4 +1,4 @@
-"""slime and miles: gates and weights as the custom TIS function, or in slime the whole loss.
+"""slime and miles: gates and weights as custom TIS function, a method as custom loss, records.
 
     --use-tis --custom-tis-function-path offdrift.adapters.contrib.slime.tis
 
@@ -7,14 +7,20 @@ the rollout engine (on="mismatch"). Rejected tokens lose their loss and stay in 
 
     --loss-type custom_loss --custom-loss-function-path offdrift.adapters.contrib.slime.loss
 
-takes the whole method, and so any that decides by token or sequence (slime only).
+takes any whole method that decides by token or sequence (slime only).
 
-The method is named by OFFDRIFT_METHOD, see `adapter_from_env`. Under context parallelism the TIS
-function gathers whole sequences over the group, as sequence-level decisions need them; the loss is
-refused there.
+    --rollout-data-postprocess-path offdrift.adapters.contrib.slime.record
+
+records tokens, both log-probs, advantages and groups before each training phase, in the folder
+OFFDRIFT_RECORD, to which all training processes can write.
+
+The method is named by OFFDRIFT_METHOD, see `offdrift.adapters.environment`. Under context parallelism
+the TIS function gathers whole sequences over the group, as sequence-level decisions need them; the
+loss and the records are refused there.
 
 Reference: slime 0.3.1 (624b824), `backends/megatron_utils/loss.py`: `policy_loss_function`,
-`loss_function`; `cp_utils.py`. miles 0.1.0 (31f1ca9), `backends/training_utils/loss_hub/losses.py`.
+`loss_function`; `cp_utils.py`; `actor.py`: `train_actor`; `ray/rollout.py`. miles 0.1.0 (31f1ca9),
+`backends/training_utils/loss_hub/losses.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +28,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -32,11 +39,10 @@ from torch import Tensor
 from offdrift.adapters import environment
 from offdrift.adapters.frameworks import FRAMEWORKS, require
 from offdrift.adapters.hooks import (
-    Attached,
-    attach,
+    HookConfig,
+    LossHook,
     check_served,
-    chosen,
-    correction_alone,
+    correction_only,
     decision_names,
     decisions,
 )
@@ -44,11 +50,16 @@ from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 
+if TYPE_CHECKING:
+    from offdrift.records.recorder import Recorder
+    from offdrift.records.unpacked import Unpacked
+
 CONTEXT_PARALLEL = {
     "slime": "slime.backends.megatron_utils.cp_utils",
     "miles": "miles.backends.training_utils.cp_utils",
 }
 WITHOUT_MU = "its rollout function must fill Sample.rollout_log_probs"
+WITHOUT_OLD = "add --get-mismatch-metrics, with which slime scores the tokens before it trains"
 
 Tensors = Sequence[Tensor]
 
@@ -105,8 +116,8 @@ def tis(
     def by_sample(x: Tensor) -> list[Tensor]:
         return list(logprobs.unpack(x).split(list(response_lengths)))
 
-    found = decisions(logprobs, corrected, on="mismatch")
-    metrics = {name: torch.cat(local(by_sample(x))) for name, x in found.items()}
+    by_token = decisions(logprobs, corrected, on="mismatch")
+    metrics = {name: torch.cat(local(by_sample(x))) for name, x in by_token.items()}
     if not args.use_tis:
         return pg_loss, list(loss_masks), metrics
     weight = torch.cat(local(by_sample(corrected.weight.where(corrected.keep, 0.0))))
@@ -137,7 +148,16 @@ def loss(
     Raises: as `tis`; `MethodError` also for context parallelism and for slime's own KL loss.
     """
     hook = _loss_hook()
-    _check_loss(args)
+    if cp_size(args) > 1:
+        raise MethodError(
+            "context parallelism cuts sequences, which this loss needs whole; use "
+            f"--custom-tis-function-path {__name__}.tis, or --context-parallel-size 1"
+        )
+    if args.use_kl_loss and args.kl_loss_coef != 0:
+        raise MethodError(
+            "--use-kl-loss belongs to slime's policy_loss and has no effect on a custom loss; drop it, "
+            "or put the KL into the rewards with --kl-coef"
+        )
     # slime has loaded this module by now; nobody else needs it to import ours.
     from slime.backends.megatron_utils import loss as theirs
 
@@ -153,7 +173,7 @@ def loss(
     logp, mask = torch.cat(list(scored["log_probs"])), torch.cat(list(batch["loss_masks"]))
     entropy = sum_of_sample_mean(torch.cat(list(scored["entropy"])))
     if bool(mask.any()):
-        total, metrics = _pushed(args, batch, hook, logp, mask)
+        total, metrics = _method_loss(args, batch, hook, logp, mask)
     else:
         # Zero, with a graph: every rank must run its backward pass.
         total = logp[mask != 0].sum() if len(logp) else 0 * logits.sum()
@@ -167,24 +187,29 @@ def loss(
 
 
 @functools.cache
-def _tis_hook(framework: str) -> Attached:
+def _tis_hook(framework: str) -> LossHook:
     """Gates and weights of the method of this process, without its objective."""
-    _require(framework)
-    name, row = chosen(framework)
+    config = _config(framework)
     instead = f"--custom-loss-function-path {__name__}.loss"
-    only = correction_alone(name, row, framework=framework, instead=instead)
-    parts = (*row.correction.gates, *row.correction.weights)
-    said = f"its {'; '.join(p.formula for p in parts)}; the objective is {framework}'s own"
-    return attach(framework, name, only, on_idle=environment.on_idle(), said=said)
+    only = correction_only(config.method, config.row, framework=framework, instead=instead)
+    parts = (*only.correction.gates, *only.correction.weights)
+    note = f"its {'; '.join(p.formula for p in parts)}; the objective is {framework}'s own"
+    return config.attach_sum(framework, only, note=note)
 
 
 @functools.cache
-def _loss_hook() -> Attached:
+def _loss_hook() -> LossHook:
     """The whole method of this process."""
-    _require("slime")
-    name, row = chosen("slime")
-    check_served(row, framework="slime", has={"logp_old"}, folded=True)
-    return attach("slime", name, row, on_idle=environment.on_idle())
+    config = _config("slime")
+    check_served(config.row, framework="slime", has={"logp_old"}, folded=True)
+    return config.attach_sum("slime", config.row)
+
+
+def _config(framework: str) -> HookConfig:
+    """As the environment has it. OFFDRIFT_RECORD is for `record`, not for these hooks."""
+    if framework in FRAMEWORKS:
+        require(framework)
+    return replace(HookConfig.of(framework), record=None)
 
 
 def _framework() -> str:
@@ -192,16 +217,11 @@ def _framework() -> str:
     return "miles" if "miles" in sys.modules and "slime" not in sys.modules else "slime"
 
 
-def _require(framework: str) -> None:
-    if framework in FRAMEWORKS:
-        require(framework)
-
-
 # -- one micro-batch ------------------------------------------------------------------------------
 
 
-def _pushed(
-    args: Any, batch: Mapping[str, Any], hook: Attached, logp: Tensor, mask: Tensor
+def _method_loss(
+    args: Any, batch: Mapping[str, Any], hook: LossHook, logp: Tensor, mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and metrics per token; slime's denominators are in the advantages."""
     if not batch.get("rollout_log_probs"):
@@ -219,23 +239,10 @@ def _pushed(
     if not args.calculate_per_token_loss:
         tokens = torch.stack([torch.as_tensor(n) for n in batch["rollout_mask_sums"]]).to(logp)
         advantages = advantages / segments.spread(tokens.clamp(min=1))
-    place = logprobs.like_caller(segments.position)
-    result = hook.loss(logprobs, logprobs.like_caller(advantages), place)
-    found = decisions(logprobs, result.corrected, on="full")
-    return result.loss, {name: logprobs.unpack(x) for name, x in found.items()}
-
-
-def _check_loss(args: Any) -> None:
-    if cp_size(args) > 1:
-        raise MethodError(
-            "context parallelism cuts sequences, which this loss needs whole; use "
-            f"--custom-tis-function-path {__name__}.tis, or --context-parallel-size 1"
-        )
-    if args.use_kl_loss and args.kl_loss_coef != 0:
-        raise MethodError(
-            "--use-kl-loss belongs to slime's policy_loss and has no effect on a custom loss; drop it, "
-            "or put the KL into the rewards with --kl-coef"
-        )
+    column = logprobs.like_caller(segments.position)
+    result = hook.loss(logprobs, logprobs.like_caller(advantages), column)
+    by_token = decisions(logprobs, result.corrected, on="full")
+    return result.loss, {name: logprobs.unpack(x) for name, x in by_token.items()}
 
 
 def _context_parallel(
@@ -271,3 +278,69 @@ def _only(pg_loss: Tensor, weight: Tensor) -> Tensor:
 def cp_size(args: Any) -> int:
     """Ranks among which context parallelism cuts each sequence; 1 without it."""
     return getattr(args, "context_parallel_size", 1)
+
+
+# -- records --------------------------------------------------------------------------------------
+
+
+def record(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+    """slime's hook on the data of a rollout before it is trained on: records it in OFFDRIFT_RECORD.
+
+    Of each tensor-parallel group one process writes, in the last pipeline stage.
+
+    Raises: `EvidenceError` without log-probs of either engine; `MethodError` without OFFDRIFT_RECORD
+        or under context parallelism.
+    """
+    from megatron.core import mpu
+
+    if cp_size(args) > 1:
+        raise MethodError("context parallelism cuts slime's log-probs: record without it")
+    if mpu.get_tensor_model_parallel_rank() != 0 or not mpu.is_pipeline_last_stage():
+        return
+    for name, way_out in (("rollout_log_probs", WITHOUT_MU), ("log_probs", WITHOUT_OLD)):
+        if not rollout_data.get(name):
+            raise EvidenceError(f"slime's rollout data holds no {name}; {way_out}")
+    _recorder().add(unpacked(args, rollout_id, rollout_data))
+
+
+def unpacked(args: Any, rollout_id: int, data: Mapping[str, Any]) -> Unpacked:
+    """slime's rollout data of one process, response tokens end to end."""
+    from offdrift.records.unpacked import Unpacked
+
+    lengths = torch.as_tensor(data["response_lengths"])
+
+    def cat(name: str) -> Tensor | None:
+        return torch.cat(list(data[name])) if data.get(name) else None
+
+    def column(name: str) -> Tensor | None:
+        return torch.as_tensor(data[name]) if data.get(name) is not None else None
+
+    index, rewards = column("sample_indices"), column("raw_reward")
+    if rewards is not None and data.get("partition") is not None:
+        rewards = rewards[torch.as_tensor(data["partition"])]  # slime passes those of all processes
+    responses = [t[len(t) - r :] for t, r in zip(data["tokens"], lengths.tolist(), strict=True)]
+    return Unpacked(
+        step=torch.tensor(rollout_id),
+        logp_rollout=cat("rollout_log_probs"),
+        logp_old=cat("log_probs"),
+        logp_ref=cat("ref_log_probs"),
+        tokens=torch.cat(responses),
+        mask=cat("loss_masks"),
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        advantages=cat("advantages"),
+        rewards=rewards,
+        group_ids=None if index is None else index // args.n_samples_per_prompt,
+        truncated=column("truncated"),
+        response_lengths=lengths,
+    )
+
+
+@functools.cache
+def _recorder() -> Recorder:
+    # Only this hook needs Arrow.
+    from offdrift.records.recorder import Recorder
+
+    folder = environment.record()
+    if not folder:
+        raise MethodError("recording slime's rollouts needs OFFDRIFT_RECORD, a folder")
+    return Recorder(folder, framework="slime")

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offdrift.adapters import environment
-from offdrift.adapters.after_import import after_import
-from offdrift.adapters.frameworks import require
+from offdrift.adapters.frameworks import after_import, require
 from offdrift.errors import FrameworkError
 
 if TYPE_CHECKING:
