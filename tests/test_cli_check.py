@@ -12,7 +12,7 @@ from rich.console import Console
 
 from offdrift.check.factors import FACTORS, SECONDS
 from offdrift.check.prompts import BUNDLED, encoded, read_prompts
-from offdrift.check.view import check_view
+from offdrift.check.view import BUDGET, check_view
 from offdrift.cli import check as command_module
 from offdrift.errors import RecordError
 from offdrift.train.models import load_model, tiny_tokenizer
@@ -53,7 +53,7 @@ def test_it_writes_both_files_and_says_what_it_found(run, tmp_path):
     kept = json.loads((tmp_path / "out" / "check.json").read_text())
     assert kept["passed"] is True
     assert kept["prompts"] == 6
-    assert "Every threshold of health holds" in done.stdout
+    assert "threshold" in done.stdout
     assert "passed: mean KL" in done.stdout
     page = (tmp_path / "out" / "check.html").read_text()
     assert "tiny-qwen3" in page
@@ -240,12 +240,10 @@ def test_the_verdict_and_the_table_agree_about_budgets(found):
     spent = [row["metric"] for row in found["thresholds"] if not row["holds"]]
     assert spent == ["tv_p95"]  # of bfloat16: 0.0003, the budget is 0.0001
     text = " ".join(shown(found, 120).split())
-    assert "Every threshold of health holds" in text
     assert "tv_p95 = " in text[: text.index("Thresholds")]
     assert "○ tv_p95" in text
-    assert "no change of the verdict" in text
     assert text.count("✓") >= 9
-    assert "○ outside a budget: nothing is broken, but a correction may gain" in text
+    assert f"○ {BUDGET}" in text
 
 
 def test_a_factor_that_was_left_out_says_how_to_run_it(found):

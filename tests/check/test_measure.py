@@ -10,7 +10,7 @@ import torch
 from offdrift.check import bench as pair
 from offdrift.check import rescore
 from offdrift.check.bench import Bench, EngineSpec
-from offdrift.check.measure import Measured, _drawn_z, clustered_error, logged, measure, measured
+from offdrift.check.measure import Measured, clustered_error, logged, measure, measured, surprise_z
 from offdrift.check.recommend import MAX_Z
 from offdrift.check.rescore import THETAS, Scored, rescored, surprise_cgf, tail_caps
 from offdrift.divergence.interval import topk_divergences
@@ -237,7 +237,7 @@ def test_nearly_sure_tokens_are_no_alarm(rare):
         surprise = torch.full((tokens,), float(log_mu[0, 0] + entropy)).double()
         surprise[: int(k)] = log_mu[0, 1] + entropy
         scored = Scored(log_mu[0, :1], log_mu[0, :1], surprise=surprise, surprise_cgf=cgf)
-        alarms["ours"] += count * (abs(_drawn_z(scored)) > MAX_Z)
+        alarms["ours"] += count * (abs(surprise_z(scored)) > MAX_Z)
         alarms["normal"] += count * (abs(float(surprise.sum())) / math.sqrt(variance) > MAX_Z)
     assert alarms["ours"] <= 1  # one in 130,000 at most
     if rare < 1e-2:
@@ -252,7 +252,7 @@ def test_tokens_that_were_not_drawn_from_the_record_alarm():
     log_mu = (z / 0.7).double().log_softmax(-1)
     surprise = log_mu.gather(1, tokens).squeeze(1) - (log_mu.exp() * log_mu).sum(1)
     scored = Scored(surprise, surprise, surprise=surprise, surprise_cgf=surprise_cgf(log_mu))
-    assert _drawn_z(scored) < -MAX_Z
+    assert surprise_z(scored) < -MAX_Z
 
 
 def test_wider_arithmetic_comes_closer(bench):

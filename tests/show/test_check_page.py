@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offdrift.check.page import check_headlines, factor_chart, render_check, write_check_page
-from offdrift.check.view import held
+from offdrift.check.view import threshold_rows
 from offdrift.show.charts import Columns
 from tests.show.hostile import PAYLOADS, SHOWN
 from tests.show.hostile_audit import hostile
@@ -76,7 +76,7 @@ def test_a_metric_with_two_thresholds_is_one_row() -> None:
     row = {"metric": "kl_mean", "value": 0.03, "source": "tree", "missed": "larger", "kind": "size"}
     watch = {**row, "relation": "<", "threshold": 0.02, "level": "watch", "holds": False}
     act = {**row, "relation": "<=", "threshold": 0.05, "level": "act", "holds": True}
-    (one,) = held({"thresholds": [act, watch]})
+    (one,) = threshold_rows({"thresholds": [act, watch]})
     assert (one.healthy, one.otherwise, one.level) == ("< 0.02", "watch; act if > 0.05", "watch")
     assert (one.sources, one.missed, one.outside) == (("tree",), "larger", False)
     text = html.unescape(render_check({**check(), "thresholds": [act, watch]}))

@@ -1,8 +1,7 @@
-"""Two engines on one set of weights: who draws the tokens, and who scores them again.
+"""`Bench`: one set of weights in float32, and the rollout and training engines made of it.
 
-`Bench` holds the weights once, in float32, and makes of them whatever engine a measurement asks
-for. Engines are dear (a vLLM start takes seconds and gigabytes), so at most one of each kind is
-alive, and a draw that was made before is not made again.
+Starting an engine takes seconds and gigabytes, so at most one of each kind is alive, and rollouts are
+kept to be used again.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,33 +29,33 @@ from offdrift.errors import EngineError
 from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
 
 TRAIN_OPTIONS = ("attn_implementation", "experts_implementation", "head_dtype")
-"""Options of a training engine; those of a rollout engine are arguments of its constructor."""
+"""Options of a training engine; a rollout engine's are the arguments of its constructor."""
 
 FULL_ENTRIES = {"vllm": 2**22, "transformers": 2**24, "openai": 2**22}
-"""Log-probs of whole vocabularies that are recorded as they are; beyond, hidden states stand for
-them (of a server, the likeliest tokens). vLLM hands each log-prob over as a Python object, hence the
-smaller number."""
+"""Up to so many log-probs, whole vocabularies are recorded; beyond, hidden states (from a server, the
+likeliest tokens). vLLM returns each log-prob as a Python object, hence its smaller number."""
 
 LIKELIEST = 20
-"""Log-probs per token that vLLM's server gives unless it was told to give more."""
+"""Log-probs per token that vLLM's server returns by default at most."""
 
 KEPT_BYTES = 512 * 2**20
-"""Draws kept to be used again, about."""
+"""Memory of rollouts kept to be used again, about."""
 
 
 class Bench:
-    """One set of weights, some prompts, and every engine that can be made of them.
+    """One set of weights, some prompts, and the engines made of the weights.
 
     Args:
-        model: a transformers causal language model in float32: the weights that both sides hold.
+        model: a transformers causal language model in float32: the weights of both engines.
         tokenizer: its tokenizer; saved for engines that open a folder, never used to draw.
         prompts: token ids, one list per response wanted (repeat a prompt to draw several).
-        sampling: how to draw, if a call does not say.
-        seed: of every draw.
-        name: what the model is called.
-        folder: a checkpoint folder with these very weights; written to a temporary place if absent.
-        save: writes a checkpoint into a folder; the model's and the tokenizer's own way if absent.
-        device: where the training engine runs; where the model is, if absent.
+        sampling: default sampling parameters.
+        seed: default sampling seed.
+        name: the model's name.
+        folder: a checkpoint folder with exactly these weights; default: a temporary one, written when
+            an engine needs it.
+        save: writes a checkpoint into a folder; default: `save_pretrained` of model and tokenizer.
+        device: where the training engine runs; default: where the model is.
 
     Example:
         with Bench(model, tokenizer, prompts, sampling=Sampling(max_tokens=64)) as bench:
@@ -105,32 +105,35 @@ class Bench:
         if self._folder is None:
             self._written = tempfile.TemporaryDirectory(prefix="offdrift-check-")
             self._folder = self._written.name
-            (self._save or self._saved_to)(self._folder)
+            if self._save is not None:
+                self._save(self._folder)
+            else:
+                self.model.save_pretrained(self._folder)  # type: ignore[operator]
+                self.tokenizer.save_pretrained(self._folder)
         return self._folder
 
     def engine(self, spec: EngineSpec) -> Engine:
-        """The rollout engine of this description; an older one of its kind is closed.
+        """The rollout engine of this specification; an older one of its kind is closed.
 
         Raises: `EngineError` if the engine is missing, or does not know an option.
         """
-        held, engine = self._engines.get(spec.kind, (None, None))
-        if held == spec and engine is not None:
-            return engine
+        if spec.kind in self._engines and self._engines[spec.kind][0] == spec:
+            return self._engines[spec.kind][1]
         self.close_engine(spec.kind)
         source: Any = self.folder if spec.kind == "vllm" else self.model
         options: dict[str, Any] = dict(spec.options)
-        if spec.kind == "openai":  # an audit wants to see what is wrong, not to be spared it
+        if spec.kind == "openai":  # wrong log-probs are to be measured, not refused
             source = options.pop("url", "")
             options = {"vocab_size": self.vocab_size, "on_raw": "record", **options}
         try:
-            made = make_engine(spec.kind, source, dtype=spec.dtype, **options)
+            engine = make_engine(spec.kind, source, dtype=spec.dtype, **options)
         except TypeError as error:
             raise EngineError(f"{spec} cannot be made: {error}; leave that option out") from error
-        self._engines[spec.kind] = (spec, made)
-        return made
+        self._engines[spec.kind] = (spec, engine)
+        return engine
 
     def close_engine(self, kind: str) -> None:
-        """Free the engine of this kind, for instance after its weights were changed."""
+        """Free the engine of this kind, if there is one."""
         if kind in self._engines:
             self._engines.pop(kind)[1].close()
 
@@ -144,31 +147,40 @@ class Bench:
         repeat: int = 0,
         seed: int | None = None,
     ) -> Rollouts:
-        """What the engine draws; a draw that was made before is given again.
+        """Sample from the engine, or return the rollouts that the same call sampled before.
 
         Args:
-            sampling: the bench's, if absent.
-            prompts: token ids; the bench's, if absent.
-            evidence: absent chooses what makes divergences exact: the full vocabulary where it is
+            sampling, prompts, seed: default to the bench's.
+            evidence: default: what makes divergences exact, which is the full vocabulary where it is
                 small, else hidden states, else (a filter, or a head of unknown form) the full one.
-            repeat: which repetition; draws of the same seed that differ in it alone are made anew.
-            seed: the bench's, if absent.
+            repeat: another number samples again with the same seed.
         """
         sampling = sampling or self.sampling
         prompts = self.prompts if prompts is None else [list(p) for p in prompts]
         seed = self.seed if seed is None else seed
         key = (str(spec), sampling, tuple(map(tuple, prompts)), evidence, repeat, seed)
         if key not in self._draws:
-            kinds = self._exact(spec, sampling, prompts) if evidence is None else (evidence,)
-            self._keep(key, _drawn(self.engine(spec), prompts, sampling, kinds, seed))
+            engine = self.engine(spec)
+            kinds = (evidence,) if evidence is not None else self._exact(spec, sampling, prompts)
+            for kind in kinds[:-1]:
+                with suppress(EngineError):  # an engine that cannot record this evidence
+                    drawn = engine.generate(prompts, sampling, seed=seed, evidence=kind)
+                    break
+            else:
+                drawn = engine.generate(prompts, sampling, seed=seed, evidence=kinds[-1])
+            self._draws[key] = drawn
+            while len(self._draws) > 1 and sum(map(_size, self._draws.values())) > KEPT_BYTES:
+                oldest = [k for k in self._draws if k != key]
+                # The first rollouts are the baseline, which every factor is compared with.
+                del self._draws[oldest[1] if len(oldest) > 1 else oldest[0]]
         return self._draws[key]
 
     def train_model(self, spec: EngineSpec) -> nn.Module:
-        """The training engine: the weights at this dtype, with this description's options.
+        """The training engine: the weights at this dtype, with these options.
 
-        The model itself where nothing is asked of it; otherwise a copy, of which the last is kept.
+        The model itself in float32 without options; otherwise a copy, of which the last is kept.
 
-        Raises: `EngineError` if the description is not of a transformers model.
+        Raises: `EngineError` if the specification is not of a transformers model.
         """
         if spec.kind != "transformers":
             raise EngineError(
@@ -188,10 +200,10 @@ class Bench:
         return self._copy[1]
 
     def score(self, rollouts: Rollouts, spec: EngineSpec, *, details: bool = False) -> Scored:
-        """What the training engine says about drawn tokens, tempered as they were drawn.
+        """Score sampled tokens with the training engine, at the temperature they were sampled at.
 
         Args:
-            details: also what `Scored` calls details; one more pass over the vocabulary.
+            details: also the details of `Scored`; one more pass over the vocabulary.
         """
         return rescored(self.train_model(spec), rollouts, details=details)
 
@@ -205,14 +217,10 @@ class Bench:
             self._written.cleanup()
             self._written = self._folder = None
 
-    def _saved_to(self, folder: str) -> None:
-        self.model.save_pretrained(folder)  # type: ignore[operator]
-        self.tokenizer.save_pretrained(folder)
-
     def _exact(
         self, spec: EngineSpec, sampling: Sampling, prompts: Sequence[Sequence[int]]
     ) -> tuple[EvidenceKind, ...]:
-        """What to record, by preference."""
+        """Kinds of evidence that make divergences exact, by preference."""
         entries = len(prompts) * sampling.max_tokens * self.vocab_size
         filtered = sampling.top_k > 0 or sampling.top_p < 1
         if spec.kind == "openai":
@@ -220,54 +228,32 @@ class Bench:
             return ("full", *few) if entries <= FULL_ENTRIES["openai"] else few
         return ("full",) if filtered or entries <= FULL_ENTRIES[spec.kind] else ("hidden", "full")
 
-    def _keep(self, key: tuple[object, ...], rollouts: Rollouts) -> None:
-        self._draws[key] = rollouts
-        while len(self._draws) > 1 and sum(map(_size, self._draws.values())) > KEPT_BYTES:
-            oldest = [k for k in self._draws if k != key]
-            # The first draw is the baseline, which every factor is held against.
-            del self._draws[oldest[1] if len(oldest) > 1 else oldest[0]]
-
-
-def _drawn(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    kinds: Sequence[EvidenceKind],
-    seed: int,
-) -> Rollouts:
-    """The draw with the first kind of evidence that the engine can give."""
-    for evidence in kinds[:-1]:
-        try:
-            return engine.generate(prompts, sampling, seed=seed, evidence=evidence)
-        except EngineError:
-            continue
-    return engine.generate(prompts, sampling, seed=seed, evidence=kinds[-1])
-
 
 def _copied(model: nn.Module, spec: EngineSpec) -> nn.Module:
-    """A copy at another dtype, with other kernels, or with its output head at a dtype of its own."""
-    made: Any = copy.deepcopy(model)
+    """A copy at another dtype, with other kernels, or with its output head at its own dtype."""
+    copied: Any = copy.deepcopy(model)
     if "attn_implementation" in spec.options:
-        made.set_attn_implementation(spec.options["attn_implementation"])
+        copied.set_attn_implementation(spec.options["attn_implementation"])
     if "experts_implementation" in spec.options:
-        made.set_experts_implementation(spec.options["experts_implementation"])
-    for parameter in made.parameters():
+        copied.set_experts_implementation(spec.options["experts_implementation"])
+    for parameter in copied.parameters():
         # Parameters only: rotary frequencies are buffers, which real engines keep in float32.
         parameter.requires_grad_(False).grad = None
         parameter.data = parameter.data.to(getattr(torch, spec.dtype))
     if "head_dtype" in spec.options:
-        compute_head_in(made, getattr(torch, dtype_of(spec.options["head_dtype"])))
-    return made.eval()
+        compute_head_in(copied, getattr(torch, dtype_of(spec.options["head_dtype"])))
+    return copied.eval()
 
 
 def _size(rollouts: Rollouts) -> int:
-    held = rollouts.evidence
-    if isinstance(held, FullVocab):
-        return held.logp.nbytes
-    return held.states.nbytes if isinstance(held, HiddenStates) else rollouts.tokens.nbytes
+    """Bytes of the recorded evidence."""
+    evidence = rollouts.evidence
+    if isinstance(evidence, FullVocab):
+        return evidence.logp.nbytes
+    return (evidence.states if isinstance(evidence, HiddenStates) else rollouts.tokens).nbytes
 
 
 def checkpoint_of(model: nn.Module) -> str | None:
-    """The folder that a model was loaded from, if it is one; None for built-in and hub models."""
+    """The local folder that a model was loaded from; None for built-in and hub models."""
     name = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
     return name if name and (Path(name) / "config.json").is_file() else None

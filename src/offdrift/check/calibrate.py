@@ -1,18 +1,19 @@
-"""Thresholds from measured drift: what a gate must allow to accept a given share of clean data.
+"""Thresholds from measured mismatch: the gate limits that accept a given share of clean data.
 
-Published thresholds belong to their authors' engines. Where two engines hold the same weights,
-everything a gate rejects is rejected for nothing; the threshold that accepts 99 % of that is where
-real drift begins to show.
+Published thresholds fit their authors' engines. Between two engines with the same weights, everything
+that a gate rejects is a false positive; the threshold that accepts 99 % of such data shows where real
+drift begins.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.batch_info import Facts
@@ -21,28 +22,41 @@ from offdrift.correction.statistics import statistic
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, EvidenceError
 from offdrift.logprobs import LogProbs
-from offdrift.methods import METHODS, Method, override
+from offdrift.methods import METHODS, override
 from offdrift.ratios import stopped_log_ratio
 
-GATES = ("trm_max", "trm_max_tv", "trm_avg", "trm_max_k2", "trm_avg_k3", "decoupled_k3_rs", "bypass_ppo_clip_k3_rs")  # fmt: skip
+GATES = (
+    "trm_max",
+    "trm_max_tv",
+    "trm_avg",
+    "trm_max_k2",
+    "trm_avg_k3",
+    "decoupled_k3_rs",
+    "bypass_ppo_clip_k3_rs",
+)
 """Methods of one gate with an upper bound."""
 
-BANDS = {"decoupled_geo_rs": "gate", "bypass_pg_geo_rs": "gate", "icepop": "weight", "bypass_pg_token_icepop": "weight"}  # fmt: skip
+BANDS = {
+    "decoupled_geo_rs": "gate",
+    "bypass_pg_geo_rs": "gate",
+    "icepop": "weight",
+    "bypass_pg_token_icepop": "weight",
+}
 """Methods with a band of ratios, and the part that has it."""
 
 CAPS = ("decoupled_token_is", "token_tis")
 """Methods that truncate a token's weight."""
 
 DIGITS = 3
-"""Significant digits of a threshold; what is cut off widens it."""
+"""Significant digits of a threshold, which is rounded outwards."""
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """One setting of one method, and what it accepts.
+    """One setting of one method, and the share of data it accepts.
 
-    A band is two of these: apply both. Of sequence gates `acceptance` is a share of sequences, of
-    token bands and caps a share of tokens.
+    A band is two of these: apply both. `acceptance` is a share of sequences for sequence gates, and a
+    share of tokens for token bands and caps.
     """
 
     method: str
@@ -63,22 +77,22 @@ def calibrated(
     acceptance: float = 0.99,
     confidence: float = 0.95,
 ) -> list[Calibrated]:
-    """The tightest settings that accept a share of the data, for the main methods.
+    """The tightest settings that accept a given share of the data, for the main methods.
 
     The value is an order statistic of the data, so the share of fresh data below it has a
     Beta(k, n + 1 - k) distribution whatever the data's own is; [low, high] is its Clopper-Pearson
-    interval. Prompts count as draws, not their sequences or tokens, as if all of a prompt agreed.
+    interval. Independent draws are prompts, not their sequences or tokens (the cautious count).
 
     Args:
-        logprobs: of two engines with the same weights; whatever policies they hold decides which
-            methods are calibrated.
+        logprobs: of two engines with the same weights; the policies in it decide which methods are
+            calibrated.
         divergences: of the same tokens, for gates on whole distributions.
         acceptance: share to be accepted, in (0, 1].
         confidence: of [low, high].
 
-    Returns: settings of every method whose evidence is there, in the order of the table above.
+    Returns: settings of every method whose evidence is there: gates, then bands, then caps.
 
-    Raises: `BadValueError` if acceptance or confidence is no share.
+    Raises: `BadValueError` if acceptance or confidence lies outside its interval.
 
     Example:
         >>> import torch
@@ -94,29 +108,27 @@ def calibrated(
         raise BadValueError(
             f"acceptance = {acceptance} must lie in (0, 1], confidence = {confidence} in (0, 1)"
         )
-    measure = _Measure(logprobs, Facts(divergences=divergences), acceptance, 1 - confidence)
+    data = _Data(logprobs, Facts(divergences=divergences), acceptance, 1 - confidence)
     jobs: list[tuple[Callable[[str], list[Calibrated]], str]] = [
-        *((measure.gate, name) for name in GATES),
-        *((measure.band, name) for name in BANDS),
-        *((measure.cap, name) for name in CAPS),
+        *((data.gate, name) for name in GATES),
+        *((data.band, name) for name in BANDS),
+        *((data.cap, name) for name in CAPS),
     ]
-    found = []
-    for job, name in jobs:
-        try:
-            found += job(name)
-        except EvidenceError:  # the log-probs or divergences lack what this method reads
-            continue
-    return found
+    table = []
+    for calibrate, name in jobs:
+        with suppress(EvidenceError):  # the log-probs or divergences lack what this method reads
+            table += calibrate(name)
+    return table
 
 
-def settings(found: list[Calibrated], name: str) -> dict[str, float]:
+def settings(table: list[Calibrated], name: str) -> dict[str, float]:
     """The calibrated settings of one method, for `override`."""
-    return {c.setting: c.value for c in found if c.method == name}
+    return {c.setting: c.value for c in table if c.method == name}
 
 
 @dataclass(frozen=True)
-class _Measure:
-    """The data, and the share of it that is to be accepted."""
+class _Data:
+    """The data, the share of it to accept, and the error probability of the intervals."""
 
     logprobs: LogProbs
     facts: Facts
@@ -130,7 +142,7 @@ class _Measure:
         x = statistic(gate.statistic, self.logprobs, self.facts, on=gate.on)
         x = segments.max(x) if gate.unit == "seq_max" else segments.mean(x)
         high = self._quantile(x[segments.lengths > 0])
-        return self._found(name, {"gate.high": rounded_up(high)})
+        return self._table(name, {"gate.high": rounded_up(high)})
 
     def band(self, name: str) -> list[Calibrated]:
         """A band [1/u, u] of ratios, u from the quantile of the absolute log-ratio."""
@@ -143,40 +155,34 @@ class _Measure:
             log_ratio = segments.mean(log_ratio)[segments.lengths > 0]
         u = _ratio_above(self._quantile(log_ratio.abs()))
         ends = ("gate.low", "gate.high") if kind == "gate" else ("weight.floor", "weight.cap")
-        return self._found(name, {ends[0]: 1 / u, ends[1]: u})
+        return self._table(name, {ends[0]: 1 / u, ends[1]: u})
 
     def cap(self, name: str) -> list[Calibrated]:
         """A cap on token weights, at least 1."""
         weight: Any = METHODS[name].correction.weights[0]
         log_ratio = stopped_log_ratio(self.logprobs, on=weight.on)
-        return self._found(name, {"weight.cap": _ratio_above(max(0.0, self._quantile(log_ratio)))})
+        return self._table(name, {"weight.cap": _ratio_above(max(0.0, self._quantile(log_ratio)))})
 
     def _quantile(self, x: Float[Tensor, " k"]) -> float:
         """The smallest number of `x` that the share of them does not exceed."""
         rank = math.ceil(self.share * len(x) - 1e-9)
         return float(x.kthvalue(max(rank, 1)).values)
 
-    def _found(self, name: str, values: dict[str, float]) -> list[Calibrated]:
+    def _table(self, name: str, values: dict[str, float]) -> list[Calibrated]:
         """The settings with the acceptance that the method itself, so set, has on the data."""
-        accepted, by_sequence = self._accepted(override(METHODS[name], values))
+        method = override(METHODS[name], values)
+        decided = method.correction(self.logprobs, None, self.facts)
+        accepted = decided.keep & ~decided.limited
         segments = self.logprobs.segments
-        if by_sequence:
+        if method.correction.gates:  # which decide about whole sequences
             accepted = segments.sum(accepted.double())[segments.lengths > 0] > 0
         acceptance = float(accepted.double().mean())
         ids = segments.group_ids
         draws = int((segments.lengths > 0).sum()) if ids is None else len(ids.unique())
         # Rounded down: a share that no whole number of draws has must not look better than it is.
         events = math.floor(min(acceptance, 1.0) * draws + 1e-9)
-        found = clopper_pearson(events, draws, alpha=self.alpha)
-        return [
-            Calibrated(name, k, v, acceptance, found.low, found.high) for k, v in values.items()
-        ]
-
-    def _accepted(self, method: Method) -> tuple[Bool[Tensor, " n"], bool]:
-        """Tokens that the method leaves as they are, and whether it decides about sequences."""
-        decided = method.correction(self.logprobs, None, self.facts)
-        by_sequence = bool(method.correction.gates)
-        return decided.keep & ~decided.limited, by_sequence
+        ends = clopper_pearson(events, draws, alpha=self.alpha)
+        return [Calibrated(name, k, v, acceptance, ends.low, ends.high) for k, v in values.items()]
 
 
 def _ratio_above(log_ratio: float) -> float:

@@ -1,21 +1,20 @@
-"""Measure the zero-update mismatch of two engines: tokens of one draw, scored again with the same weights.
+"""The zero-update mismatch of two engines: tokens that one sampled, scored by the other at the same weights.
 
-Nothing was trained between sampling and scoring, so the old policy and the current policy are the same,
-and every difference from the recorded policy comes from the engines.
+No update lies between sampling and scoring, so the old policy and the current policy are the same, and
+every difference from the recorded policy comes from the engines.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from offdrift.check.bench import Bench, EngineSpec, Pair
+from offdrift.check.bench import Bench, EngineSpec
 from offdrift.check.rescore import THETAS, Scored
 from offdrift.divergence.evidence import Divergence
 from offdrift.records.batch import Logged
@@ -27,7 +26,7 @@ NAN = math.nan
 
 @dataclass(frozen=True)
 class Measured:
-    """How far two engines with the same weights are apart. NaN where the evidence does not say.
+    """Divergences of two engines with the same weights. NaN where the evidence is missing.
 
     pi is the training engine, mu the policy that the rollout engine recorded.
     """
@@ -57,8 +56,8 @@ class Measured:
     """Mean |reported log mu - recorded distribution's log mu| of the drawn tokens, nats: 0 up to
     rounding if the engine reports the distribution that it shows."""
     drawn_z: float = NAN
-    """How far the drawn tokens' surprise is from what the recorded distribution expects, in standard
-    errors of a normal variable that is out there as rarely: beyond 5, they were not drawn from it."""
+    """Deviation of the drawn tokens' surprise from what the recorded distribution expects, as the
+    z-score of a normal variable with the same probability: beyond 5, they were not drawn from it."""
     tail_log_ratio_cap: float | None = None
     """Smallest cap on the tail's |log mu - log pi| whose upper end, with the top 20 recorded, covers
     the exact KL of 99 % of tokens, nats. None without full evidence, or if there is no tail."""
@@ -76,10 +75,10 @@ class Measured:
 def measure(
     bench: Bench, rollouts: Rollouts, train: EngineSpec, *, details: bool = False
 ) -> Measured:
-    """Score a draw with the training engine and say how far the two are apart.
+    """Score rollouts with the training engine and measure the divergence of the two engines.
 
     Args:
-        bench: holds the weights of both.
+        bench: makes the training engine.
         rollouts: of the rollout engine; `Bench.rollouts` records what exact divergences need.
         train: the training engine.
         details: also `drawn_z` and the caps on the tail.
@@ -91,17 +90,32 @@ def measure(
 
 
 def measured(rollouts: Rollouts, scored: Scored) -> Measured:
-    """`Measured` of a draw and its scores."""
+    """`Measured` of rollouts and their scores."""
     log = logged(rollouts, scored)
     metrics = metrics_of(log)
-    by_sequence = _by_sequence(log)
     kl, tv = scored.kl, scored.tv
-    cap, cap_all = _caps(scored.tail_cap)
+    segments, log_ratio = log.segments, scored.logp - rollouts.logp_rollout
+    by_sequence = {
+        "length": segments.lengths,
+        "log_ratio_sum": segments.sum(log_ratio),
+        "abs_log_ratio_max": segments.max(log_ratio.abs()),
+    }
+    if kl is not None and tv is not None:
+        by_sequence["kl_mean"], by_sequence["kl_max"] = segments.mean(kl), segments.max(kl)
+        by_sequence["tv_max"] = segments.max(tv)
+    deviation = None
+    if scored.logp_recorded is not None:
+        deviation = (scored.logp_recorded - rollouts.logp_rollout).abs()
+    cap = cap_all = None
+    if scored.tail_cap is not None and bool((scored.tail_cap > 0).any()):
+        ordered = scored.tail_cap.double().sort().values
+        # The smallest that covers 99 % of tokens, and the one that covers all.
+        cap, cap_all = float(ordered[math.ceil(0.99 * len(ordered)) - 1]), float(ordered[-1])
     return Measured(
         kl_mean=_mean(kl),
-        kl_max=_max(kl),
+        kl_max=NAN if kl is None else float(kl.max()),
         tv_mean=_mean(tv),
-        tv_max=_max(tv),
+        tv_max=NAN if tv is None else float(tv.max()),
         abs_log_ratio_max=metrics["mismatch/abs_log_ratio_max"],
         pearson=metrics["mismatch/pearson"],
         chi2_token=metrics["mismatch/chi2_token"],
@@ -111,12 +125,8 @@ def measured(rollouts: Rollouts, scored: Scored) -> Measured:
         kl_se=NAN if kl is None else clustered_error(kl, log),
         tv_p95=NAN if tv is None else float(torch.quantile(tv.double(), 0.95)),
         chi2_exact=_mean(scored.chi2),
-        record_deviation=_mean(
-            None
-            if scored.logp_recorded is None
-            else (scored.logp_recorded - rollouts.logp_rollout).abs()
-        ),
-        drawn_z=_drawn_z(scored),
+        record_deviation=_mean(deviation),
+        drawn_z=surprise_z(scored),
         tail_log_ratio_cap=cap,
         tail_log_ratio_cap_all=cap_all,
         by_sequence=by_sequence,
@@ -125,7 +135,7 @@ def measured(rollouts: Rollouts, scored: Scored) -> Measured:
 
 
 def logged(rollouts: Rollouts, scored: Scored) -> Logged:
-    """The draw as a training log would hold it at its first step, before any update."""
+    """The rollouts as a training log records them at its first step, before any update."""
     divergences: dict[str, Tensor] = {}
     for policy in ("old", "current"):
         if scored.kl is not None and scored.tv is not None:
@@ -148,16 +158,16 @@ def logged(rollouts: Rollouts, scored: Scored) -> Logged:
 
 
 def metrics_of(log: Logged) -> dict[str, float]:
-    """Every metric that the log allows; none about updates, of which there were none."""
+    """Every metric that the log allows, without those of updates."""
     divergences = {name: Divergence.exact(name, x) for name, x in log.divergences.items()}
     logprobs = log.logprobs()
     stats = DriftStats.of(logprobs, divergences=divergences).plus(signature(logprobs))
-    found = summarize(stats)
-    return {name: x for name, x in found.items() if not name.startswith("staleness/")}
+    metrics = summarize(stats)
+    return {name: x for name, x in metrics.items() if not name.startswith("staleness/")}
 
 
 def clustered_error(x: Float[Tensor, " n"], log: Logged) -> float:
-    """Standard error of a mean over tokens, if sequences are the independent draws; NaN for one.
+    """Standard error of a mean over tokens, clustered by sequence; NaN for one sequence.
 
     sqrt(b / (b - 1) sum_i (S_i - xbar T_i)^2) / n,   S_i the sum over sequence i, T_i its length
     """
@@ -169,24 +179,8 @@ def clustered_error(x: Float[Tensor, " n"], log: Logged) -> float:
     return math.sqrt(b / (b - 1) * float(residuals.square().sum())) / n
 
 
-def _by_sequence(log: Logged) -> dict[str, Tensor]:
-    segments = log.segments
-    assert log.logp_old is not None
-    assert log.logp_rollout is not None
-    ratio = log.logp_old - log.logp_rollout
-    found = {
-        "length": segments.lengths,
-        "log_ratio_sum": segments.sum(ratio),
-        "abs_log_ratio_max": segments.max(ratio.abs()),
-    }
-    if "kl_rollout_old" in log.divergences:
-        kl, tv = log.divergences["kl_rollout_old"], log.divergences["tv_rollout_old"]
-        found |= {"kl_mean": segments.mean(kl), "kl_max": segments.max(kl), "tv_max": segments.max(tv)}  # fmt: skip
-    return found
-
-
-def _drawn_z(scored: Scored) -> float:
-    """How many standard errors of a normal sum are as rare as this sum of surprises; NaN if none could be.
+def surprise_z(scored: Scored) -> float:
+    """Normal z-score with the tail probability of this sum of surprises; NaN if all tokens are sure.
 
         sign(S) sqrt(2 L)      L = max_theta theta S - sum_t log E e^(theta s_t)      S = sum_t s_t
 
@@ -197,97 +191,12 @@ def _drawn_z(scored: Scored) -> float:
     if scored.surprise is None or scored.surprise_cgf is None:
         return NAN
     total = float(scored.surprise.double().sum())
-    price = scored.surprise_cgf.double().sum(0).tolist()
-    if not any(price):
+    cgf = scored.surprise_cgf.double().sum(0).tolist()
+    if not any(cgf):
         return NAN
-    rate = max(theta * total - cost for theta, cost in zip(THETAS, price, strict=True))
+    rate = max(theta * total - log_mgf for theta, log_mgf in zip(THETAS, cgf, strict=True))
     return math.copysign(math.sqrt(2 * max(rate, 0.0)), total)
-
-
-def _caps(caps: Float[Tensor, " n"] | None) -> tuple[float | None, float | None]:
-    if caps is None or not bool((caps > 0).any()):
-        return None, None
-    ordered = caps.double().sort().values
-    at = math.ceil(0.99 * len(ordered)) - 1  # the smallest that covers 99 % of tokens
-    return float(ordered[at]), float(ordered[-1])
 
 
 def _mean(x: Float[Tensor, " n"] | None) -> float:
     return NAN if x is None else float(x.double().mean())
-
-
-def _max(x: Float[Tensor, " n"] | None) -> float:
-    return NAN if x is None else float(x.max())
-
-
-Side = Literal["rollout", "train", "sampling", "sync", "routing"]
-"""Where a factor acts."""
-
-Status = Literal["ran", "not offered", "failed", "skipped"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one change did to the mismatch. NaN where nothing was measured."""
-
-    factor: str
-    what: str
-    """The question in one line."""
-    side: Side
-    changed: str = ""
-    """What was changed, in words: "float32 instead of bfloat16"."""
-    kl_mean: float = NAN
-    """Mean over tokens of KL(rollout || train) after the change, nats."""
-    kl_max: float = NAN
-    tv_max: float = NAN
-    abs_log_ratio_max: float = NAN
-    pearson: float = NAN
-    baseline_kl_mean: float = NAN
-    """The same mean before the change."""
-    status: Status = "ran"
-    why: str = ""
-    """Why it did not run, or one sentence on what the numbers say."""
-    seconds: float = 0.0
-
-    @staticmethod
-    def without(factor: Factor, status: Status, why: str, *, seconds: float = 0.0) -> Outcome:
-        """The row of a factor that was not measured, and why."""
-        return Outcome(
-            factor.name, factor.what, factor.side, status=status, why=why, seconds=seconds
-        )
-
-    @property
-    def ratio(self) -> float:
-        """The change's mean KL over the baseline's; NaN where there is none to compare."""
-        if not self.baseline_kl_mean > 0:
-            return math.nan
-        return self.kl_mean / self.baseline_kl_mean
-
-    def as_dict(self) -> dict[str, Any]:
-        """The row as it stands in `check.json`."""
-        return {**asdict(self), "ratio": self.ratio}
-
-
-@runtime_checkable
-class Factor(Protocol):
-    """One thing that may set two engines apart, and the experiment that shows how far."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def what(self) -> str: ...
-
-    @property
-    def side(self) -> Side: ...
-
-    def applies(self, bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-        """Why these engines do not have it; None if they do."""
-        ...
-
-    def run(self, bench: Bench, pair: Pair, baseline: Measured) -> Outcome:
-        """Change this one thing, measure again.
-
-        What these engines do not have is an outcome of status "not offered", not an error.
-        """
-        ...

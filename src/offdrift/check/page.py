@@ -1,8 +1,4 @@
-"""The page of a check: do two engines compute the same policy, and if not, what makes the difference.
-
-From `check.json` alone. The table of factors is one experiment a row: what was changed, and by how
-much the mean KL changed with it.
-"""
+"""The page of a check, from `check.json` alone: verdict, headlines, experiments, thresholds, recommendation."""
 
 from __future__ import annotations
 
@@ -10,11 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offdrift.check.view import BUDGET, OUTSIDE, by_kind, cited, correlation_or_short, held, times
+from offdrift.check.view import (
+    BUDGET,
+    OUTSIDE,
+    by_kind,
+    cited,
+    correlation_or_short,
+    threshold_rows,
+    times,
+)
 from offdrift.show.charts import Chart, Columns, Series
 from offdrift.show.headline import JUDGED, Headline, best_of, correlation
 from offdrift.show.html import render_document, write_document
-from offdrift.show.json_access import Fields, at, mapping, number, rows, text
+from offdrift.show.json_access import Fields, mapping, number, rows, text
 from offdrift.show.numbers import duration, flatten, percent, short
 from offdrift.show.page import SCRIPTS, STYLES, all_numbers, common_context
 
@@ -28,17 +32,30 @@ FACTOR_NUMBERS = (
     ("abs_log_ratio_max", "|log ratio|, max", "Largest |log-ratio| of a sampled token, nats."),
     ("pearson", "Pearson", "Correlation of the sampled tokens' probabilities."),
 )  # fmt: skip
+HEADLINES = (
+    ("kl", "KL per token", "nat", short, "mean over sampled tokens",
+     ("kl_mean", "divergence/kl_rollout_old_mean", "divergence/kl_rollout_current_mean", "mismatch/k3", "full/k3")),
+    ("tv", "Largest TV of a token", "", short, "over the whole vocabulary",
+     ("tv_max", "divergence/tv_rollout_old_max", "divergence/tv_rollout_current_max")),
+    ("pearson", "Correlation of probabilities", "", correlation, "of the sampled tokens",
+     ("pearson", "mismatch/pearson", "full/pearson")),
+    ("ess", "Effective sample size", "", percent, "of the sampled tokens",
+     ("mismatch/ess_frac", "full/ess_frac")),
+    ("worst", "Worst token, |log ratio|", "nat", short, "",
+     ("abs_log_ratio_max", "mismatch/abs_log_ratio_max", "full/abs_log_ratio_max")),
+)  # fmt: skip
+"""Judged as, title, unit, how it is written, over what, and metrics by preference."""
 LOWEST = 10**-7.8
-"""Share of the largest KL that is drawn as such: the axis has eight decades."""
+"""Smallest share of the largest KL that the chart shows: the axis has eight decades."""
 HALF, DOUBLE = 0.5, 2.0
 """Factors of the baseline's KL beyond which a row is marked."""
 
 
 def write_check_page(check: Mapping[str, Any], folder: Path) -> Path:
-    """Write `check.html` of a check, whole or not at all, and say where it is.
+    """Write `check.html` of a check, atomically, and return its path.
 
     Args:
-        check: content of `check.json`; what it lacks is left out.
+        check: content of `check.json`; missing parts are left out.
         folder: where the page goes.
 
     Raises: `RecordError` if it cannot be written.
@@ -51,18 +68,22 @@ def render_check(check: Mapping[str, Any]) -> str:
     columns = Columns()
     factors = rows(check.get("factors"))
     chart = factor_chart(check, columns)
+    titles = ("One setting changed at a time", "What common mistakes would cost here")
+    counts = [(k, number(check.get(k))) for k in ("prompts", "sequences", "tokens")]
+    seconds = number(check.get("seconds"))
+    took = [] if seconds is None else [f"took {duration(seconds)}"]
     recommended = mapping(check.get("recommended"))
     snippets = {k: v for k, v in mapping(recommended.get("snippets")).items() if isinstance(v, str)}
     context = {
         **common_context(check),
         "title": text(check.get("model")) or "two engines",
         "sides": [_side(check, name) for name in ("rollout", "train")],
-        "counts": _counts(check),
+        "counts": [f"{n:,.0f} {k}" for k, n in counts if n is not None] + took,
         "headlines": check_headlines(check),
         "passed": check.get("passed") if isinstance(check.get("passed"), bool) else None,
         "max_kl": number(check.get("max_kl")),
         "interrupted": bool(check.get("interrupted")),
-        "experiments": _experiments(factors),
+        "experiments": [(title, group) for title, group in zip(titles, by_kind(factors)) if group],
         "factor_numbers": FACTOR_NUMBERS,
         "write": {"pearson": correlation, "ratio": times},
         "number_of": number,
@@ -75,12 +96,12 @@ def render_check(check: Mapping[str, Any]) -> str:
         "settings": list(flatten(mapping(recommended.get("settings")))),
         "snippets": list(snippets.items()),
         "numbers": all_numbers(mapping(check.get("baseline"))),
-        "noise": _told(check.get("noise")),
+        "noise": [(k, _short_if_number(v)) for k, v in flatten(mapping(check.get("noise")))],
         "provenance": [
-            *_prefixed("rollout", check), *_prefixed("train", check), *_prefixed("sampling", check),
+            *flatten({k: mapping(check.get(k)) for k in ("rollout", "train", "sampling")}),
             ("checked with", f"offdrift {text(check.get('offdrift'))}".strip()),
         ],
-    }  # fmt: skip
+    }
     data = {"charts": [chart.as_dict()] if chart.series else [], "columns": columns.held}
     return render_document(
         "check.html.j2", context, data=data, scripts=SCRIPTS, styles=(*STYLES, "check.css")
@@ -88,24 +109,20 @@ def render_check(check: Mapping[str, Any]) -> str:
 
 
 def check_headlines(check: Fields) -> list[Headline]:
-    """KL per token, largest TV of a token and correlation: of the unchanged pair."""
-    held = mapping(check.get("baseline"))
-    slots = (
-        ("kl", "KL per token", ("kl_mean", "divergence/kl_rollout_old_mean", "divergence/kl_rollout_current_mean", "mismatch/k3", "full/k3"), "nat", short, "mean over sampled tokens"),
-        ("tv", "Largest TV of a token", ("tv_max", "divergence/tv_rollout_old_max", "divergence/tv_rollout_current_max"), "", short, "over the whole vocabulary"),
-        ("pearson", "Correlation of probabilities", ("pearson", "mismatch/pearson", "full/pearson"), "", correlation, "of the sampled tokens"),
-        ("ess", "Effective sample size", ("mismatch/ess_frac", "full/ess_frac"), "", percent, "of the sampled tokens"),
-        ("worst", "Worst token, |log ratio|", ("abs_log_ratio_max", "mismatch/abs_log_ratio_max", "full/abs_log_ratio_max"), "nat", short, ""),
-    )  # fmt: skip
-    found = []
-    for slot, title, names, unit, write, about in slots:
-        metric = best_of(held, names)
+    """KL per token, largest TV of a token and correlation of the unchanged pair, or what stands in."""
+    baseline = mapping(check.get("baseline"))
+    headlines = []
+    for slot, title, unit, write, about, names in HEADLINES:
+        metric = best_of(baseline, names)
         if not metric:
             continue
-        value = number(held[metric]) or 0.0
-        level, said = JUDGED[slot].of(value) if slot in JUDGED else ("", "")
-        found.append(Headline(metric, title, write(value), unit, about, level, said, f"{metric}, at the same weights.", ()))  # fmt: skip
-    return found[:3]
+        value = number(baseline[metric]) or 0.0
+        level, judgement = JUDGED[slot].of(value) if slot in JUDGED else ("", "")
+        meaning = f"{metric}, at the same weights."
+        headlines.append(
+            Headline(metric, title, write(value), unit, about, level, judgement, meaning, ())
+        )
+    return headlines[:3]
 
 
 def factor_chart(check: Fields, columns: Columns) -> Chart:
@@ -116,21 +133,27 @@ def factor_chart(check: Fields, columns: Columns) -> Chart:
     x = columns.add("factor", [text(f.get("factor")) for f in ran])
     means = [number(f.get("kl_mean")) or 0.0 for f in ran]
     y = columns.add_positive("kl", [max(kl, LOWEST * max(means)) for kl in means])
-    words = columns.add("words", [f"{short(number(f.get('kl_mean')))} nat: {text(f.get('changed'))}" for f in ran])  # fmt: skip
+    words = columns.add(
+        "words", [f"{short(number(f.get('kl_mean')))} nat: {text(f.get('changed'))}" for f in ran]
+    )
     series = (Series("KL, mean", x, y, kind="dots", texts=words),) if x and y else ()
-    lines = ((base, f"unchanged: {short(base)}"),) if base else ()
-    meaning = "Mean KL of a token with one factor changed at a time; the line is the unchanged pair. A factor that lowers the KL is part of the cause. What is next to nothing is drawn at the bottom."  # fmt: skip
-    return Chart("factors", "KL with one factor changed", "nat, log scale", meaning, series, log=True, lines=lines, x_title="", categories=x, wide=True)  # fmt: skip
-
-
-def _experiments(factors: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """What was tried, by kind: settings that two engines may differ in, and mistakes."""
-    titles = ("One setting changed at a time", "What common mistakes would cost here")
-    return [(title, found) for title, found in zip(titles, by_kind(factors)) if found]
+    return Chart(
+        "factors",
+        "KL with one factor changed",
+        "nat, log scale",
+        "Mean KL of a token with one factor changed at a time; the line is the unchanged pair. A factor "
+        "that lowers the KL is part of the cause. Values near zero are drawn at the bottom.",
+        series,
+        log=True,
+        lines=((base, f"unchanged: {short(base)}"),) if base else (),
+        x_title="",
+        categories=x,
+        wide=True,
+    )
 
 
 def _marked(factor: Fields) -> str:
-    """Whether a factor matters: "better" where it removes half of the KL, "flagged" where it doubles it."""
+    """Mark of a factor: "better" where it removes half of the KL, "flagged" where it doubles it."""
     ratio = number(factor.get("ratio"))
     if ratio is None:
         return ""
@@ -143,16 +166,10 @@ def _side(check: Fields, name: str) -> str:
     return f"{name}: {' '.join(filter(None, words)) or '?'}"
 
 
-def _counts(check: Fields) -> list[str]:
-    found = [(k, number(check.get(k))) for k in ("prompts", "sequences", "tokens")]
-    seconds = number(check.get("seconds"))
-    return [f"{n:,.0f} {k}" for k, n in found if n is not None] + ([] if seconds is None else [f"took {duration(seconds)}"])  # fmt: skip
-
-
 def _thresholds(check: Fields) -> dict[str, Any]:
-    """Rows, sources and, where a budget is missed, what that means."""
-    judged = held(check)
-    sources = cited(judged)
+    """Rows, sources and, where a budget is missed, the note about it."""
+    table = threshold_rows(check)
+    sources = cited(table)
     shown = [
         {
             "metric": row.metric,
@@ -164,23 +181,14 @@ def _thresholds(check: Fields) -> dict[str, Any]:
             "cited": [sources.index(s) + 1 for s in row.sources],
             "missed": row.missed,
         }
-        for row in judged
-    ]  # fmt: skip
-    return {"rows": shown, "sources": sources, "budget": f"{OUTSIDE} {BUDGET}" if any(r.outside for r in judged) else ""}  # fmt: skip
+        for row in table
+    ]
+    budget = f"{OUTSIDE} {BUDGET}" if any(row.outside for row in table) else ""
+    return {"rows": shown, "sources": sources, "budget": budget}
 
 
-def _told(fields: object) -> list[tuple[str, str]]:
-    """A nested mapping as texts, its numbers as short as on the rest of the page."""
-    return [(k, short(float(v)) if _is_number(v) else v) for k, v in flatten(mapping(fields))]
-
-
-def _is_number(words: str) -> bool:
+def _short_if_number(value: str) -> str:
     try:
-        float(words)
+        return short(float(value))
     except ValueError:
-        return False
-    return True
-
-
-def _prefixed(name: str, check: Fields) -> list[tuple[str, str]]:
-    return list(flatten({name: mapping(at(check, name))}))
+        return value

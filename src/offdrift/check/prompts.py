@@ -1,6 +1,6 @@
-"""What models are asked in a check: prompts of the user's own, or the ones that come along.
+"""Prompts of a check: the user's file, or the bundled ones.
 
-The bundled ones are short and of many kinds (facts, arithmetic, code, lists, dialogue, other
+The bundled prompts are short and of many kinds (facts, arithmetic, code, lists, dialogue, other
 languages), because engines differ most where distributions are flat and agree where they are sharp.
 """
 
@@ -53,13 +53,13 @@ BUNDLED: tuple[str, ...] = (
 
 
 def read_prompts(path: Path, *, limit: int | None = None) -> list[Prompt]:
-    """Prompts from a file: one per line, or JSON lines with a `prompt`.
+    """Read prompts from a file: one per line, or JSON lines with a `prompt`.
 
-    A file whose name ends with .jsonl or .json holds JSON lines; `prompt` is text, or a list of
-    messages. In other files each line is a prompt, as it stands. Empty lines are skipped.
+    A .jsonl or .json file has one JSON object per line, whose `prompt` is text or a list of messages.
+    In other files each line is a prompt, unchanged. Empty lines are skipped.
 
     Args:
-        limit: the first so many.
+        limit: number of prompts to read at most.
 
     Raises: `RecordError` naming the file, the line and what is wrong with it.
 
@@ -76,31 +76,40 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[Prompt]:
             f"cannot read {path}: {error.strerror or error}; give a text file, one prompt per line"
         ) from error
     as_json = path.suffix in (".jsonl", ".json")
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for number, line in enumerate(text.split("\n"), start=1):
-        if limit is not None and len(found) >= limit:
+        if limit is not None and len(prompts) >= limit:
             break
         if line.strip():
-            found.append(_from_json(path, number, line) if as_json else line.rstrip("\r"))
-    if not found:
+            prompts.append(_from_json(path, number, line) if as_json else line.rstrip("\r"))
+    if not prompts:
         raise RecordError(f"{path} holds no prompts; write one per line")
-    return found
+    return prompts
 
 
 def encoded(
     prompts: Sequence[Prompt], tokenizer: Any, *, vocab_size: int, chat: bool = True
 ) -> list[list[int]]:
-    """Prompts as token ids; text becomes a user's turn where the tokenizer has a chat template.
+    """Token ids of prompts; text becomes a user message where the tokenizer has a chat template.
 
     Args:
-        chat: False encodes text as it stands.
+        chat: False encodes text without the template.
 
     Raises: `RecordError` for a prompt without tokens, with tokens that the model does not have, or a
         conversation for a tokenizer that has no chat template.
     """
-    found = []
+    encoded_prompts = []
+    template = getattr(tokenizer, "chat_template", None)
     for i, prompt in enumerate(prompts, start=1):
-        ids = _ids(prompt, tokenizer, chat, i)
+        text = prompt
+        if not isinstance(prompt, str) or (chat and template):
+            if not template:
+                raise RecordError(
+                    f"prompt {i} is a conversation, but the tokenizer has no chat template; give text"
+                )
+            turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = list(tokenizer.encode(str(text), add_special_tokens=False))
         if not ids:
             raise RecordError(f"prompt {i} ({str(prompt)[:40]!r}) has no tokens; write something")
         if max(ids) >= vocab_size:
@@ -108,21 +117,8 @@ def encoded(
                 f"prompt {i} has token id {max(ids)}, but the model has {vocab_size} tokens; the "
                 "tokenizer belongs to another model"
             )
-        found.append(ids)
-    return found
-
-
-def _ids(prompt: Prompt, tokenizer: Any, chat: bool, number: int) -> list[int]:
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(prompt, str) and not (chat and template):
-        return list(tokenizer.encode(prompt, add_special_tokens=False))
-    if not template:
-        raise RecordError(
-            f"prompt {number} is a conversation, but the tokenizer has no chat template; give text"
-        )
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(str(text), add_special_tokens=False))
+        encoded_prompts.append(ids)
+    return encoded_prompts
 
 
 def _from_json(path: Path, number: int, line: str) -> Prompt:
@@ -132,21 +128,18 @@ def _from_json(path: Path, number: int, line: str) -> Prompt:
     except (ValueError, RecursionError) as error:
         raise RecordError(f'{where} is no JSON ({error}); write {{"prompt": "..."}}') from error
     prompt = row.get("prompt") if isinstance(row, dict) else None
-    if "\\ud" in line.lower() and _has_half_surrogate(prompt):
+    characters = json.dumps(prompt, ensure_ascii=False) if "\\ud" in line.lower() else ""
+    if any("\ud800" <= c <= "\udfff" for c in characters):
         raise RecordError(f'{where} has half a surrogate pair in its "prompt", which is no text')
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-        return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
+    if isinstance(prompt, list) and prompt:
+        keys = ("role", "content")
+        if all(
+            isinstance(m, dict) and all(isinstance(m.get(k), str) for k in keys) for m in prompt
+        ):
+            return tuple({k: m[k] for k in keys} for m in prompt)
     raise RecordError(
         f'{where} has no "prompt" that is text or a list of messages with role and content; '
         f"it has {sorted(row)[:8] if isinstance(row, dict) else type(row).__name__}"
     )
-
-
-def _is_message(x: object) -> bool:
-    return isinstance(x, dict) and all(isinstance(x.get(key), str) for key in ("role", "content"))
-
-
-def _has_half_surrogate(prompt: object) -> bool:
-    return any("\ud800" <= c <= "\udfff" for c in json.dumps(prompt, ensure_ascii=False))

@@ -1,7 +1,7 @@
-"""Rollouts scored again: the training engine beside the recorded policy, over whole vocabularies.
+"""Rescore rollouts with the training engine and compare it with the recorded policy, over whole vocabularies.
 
-Some tokens at a time, so that memory does not grow with the number of rollouts. The model may use all
-threads; the comparison on a CPU uses one: its many small steps, each of which stays in a core's cache,
+A few tokens at a time, so that memory does not grow with the number of rollouts. The model may use all
+threads; the comparison on a CPU uses one, because its many small steps each fit in a core's cache and
 cost more to hand to a second thread than that thread saves.
 
 Shape suffixes: c tokens of a chunk, v vocabulary.
@@ -27,23 +27,22 @@ from offdrift.segments import Segments
 LOGITS = 2**26
 """Logits of one forward pass: 256 MiB in float32."""
 PADDED = 8192
-"""Padded tokens of one forward pass at most, for the sake of activations."""
+"""Padded tokens of one forward pass at most, which bounds the memory of activations."""
 CHUNK = 2**21
 """Log-probs of a full record that are compared at a time."""
 
 TOP = 20
-"""Log-probs that engines commonly record: the k for which a cap on the tail is sought."""
-
+"""Log-probs that engines commonly record: the k of the cap on the tail."""
 
 THETAS = tuple(sign * 2.0**-j for sign in (1, -1) for j in range(7, 0, -1))
-"""Where the distribution of a token's surprise is known: +-1/128, +-1/64, ... +-1/2."""
+"""Arguments of the cumulant-generating function of a token's surprise: +-1/128, +-1/64, ... +-1/2."""
 
 
 class Scored(NamedTuple):
     """The training engine's view of `n` drawn tokens, in the order of the rollouts.
 
-    pi is the training engine, mu the recorded rollout policy. What needs mu's whole vocabulary is
-    None for rollouts that did not record it; details are None if they were not asked for.
+    pi is the training engine, mu the recorded rollout policy. Fields that need mu's whole vocabulary are
+    None for rollouts without it; details are None unless asked for.
     """
 
     logp: Float[Tensor, " n"]
@@ -59,22 +58,22 @@ class Scored(NamedTuple):
     chi2: Float[Tensor, " n"] | None = None
     """chi2(pi || mu), exact; +inf where mu was filtered."""
     logp_recorded: Float[Tensor, " n"] | None = None
-    """log mu(token) by the recorded distribution, nats; what the engine reported is to equal it."""
+    """log mu(token) by the recorded distribution, nats; the reported log-prob is to equal it."""
     surprise: Float[Tensor, " n"] | None = None
     """log mu(token) + H(mu), nats: 0 in expectation if the token was drawn from mu."""
     surprise_cgf: Float[Tensor, "n g"] | None = None
     """Detail: log E e^(theta surprise) at `THETAS` if the token was drawn from mu, float64."""
     tail_cap: Float[Tensor, " n"] | None = None
-    """Detail: the smallest `tail_log_ratio_cap` under which the top 20 and the drawn token certify an
-    upper end of at least KL(mu || pi), nats; 0 where they leave no tail."""
+    """Detail: the smallest `tail_log_ratio_cap` with which the top 20 and the drawn token give an upper
+    end of at least KL(mu || pi), nats; 0 where they leave no tail."""
 
 
 @torch.no_grad()
 def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> Scored:
-    """Score drawn tokens with a model, at the temperature they were drawn at.
+    """Score sampled tokens with a model, at the temperature they were sampled at.
 
-    Filters are not replayed: a policy that cut its tail off differs from one that did not, and the
-    difference is reported.
+    Filters are not replayed: a policy that cut its tail off differs from one that did not, and that is
+    part of what is measured.
 
     Args:
         model: a causal language model with the `transformers` call signature.
@@ -91,28 +90,27 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
     rows: list[Tensor] = []
     for piece in chunks(rollouts, token_budget=budget):
         part = rollouts.select(piece)
-        said = score(model, part, temperature=part.provenance.sampling.temperature)
-        found = [
-            _compared(mu.to(device), said.logits[at], part.tokens[at].to(device), details)
+        scores = score(model, part, temperature=part.provenance.sampling.temperature)
+        compared = [
+            _compared(mu.to(device), scores.logits[at], part.tokens[at].to(device), details)
             for at, mu in _recorded(part, device)
         ]
-        joined = [torch.cat(x).cpu() if x[0] is not None else None for x in zip(*found)]
-        parts.append(Scored(said.logp.cpu(), said.entropy.cpu(), *joined))
+        columns = [torch.cat(x).cpu() if x[0] is not None else None for x in zip(*compared)]
+        parts.append(Scored(scores.logp.cpu(), scores.entropy.cpu(), *columns))
         rows.append(cuts.rows(piece))
     order = torch.cat(rows)
-    return Scored(*(_placed([p[i] for p in parts], order) for i in range(len(Scored._fields))))  # type: ignore[arg-type]
-
-
-def _placed(parts: list[Tensor | None], order: Int[Tensor, " n"]) -> Tensor | None:
-    given = [p for p in parts if p is not None]
-    if not given:
-        return None
-    together = torch.cat(given)
-    return torch.empty_like(together).index_copy_(0, order, together)
+    fields: list[Tensor | None] = []
+    for column in zip(*parts, strict=True):
+        present = [x for x in column if x is not None]
+        together = torch.cat(present) if present else None
+        fields.append(
+            None if together is None else torch.empty_like(together).index_copy_(0, order, together)
+        )
+    return Scored(*fields)  # type: ignore[arg-type]
 
 
 def _recorded(part: Rollouts, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Scores of the recorded policy over the vocabulary, some tokens at a time."""
+    """Log-probs or logits of the recorded policy over the vocabulary, some tokens at a time."""
     evidence = part.evidence
     if isinstance(evidence, FullVocab):
         step = max(1, CHUNK // evidence.logp.shape[1])
@@ -135,23 +133,20 @@ def _compared(
         plain = (d.kl_rollout_current, d.kl_current_rollout, d.tv, d.chi2, d.logp_rollout, surprise)
         if not details:
             return (*plain, None, None)
+
+        def sums(mu: Tensor, pi: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            log_mu, log_pi = mu.float().log_softmax(-1), pi.float().log_softmax(-1)
+            return surprise_cgf(log_mu), *_tail_sums(log_mu, log_pi, tokens)
+
         # A row at a time on CPUs, whose temporaries stay in the cache.
-        cgf, *tail = by_rows(_detail_sums, (mu, pi, tokens.long()), compiled=False)
+        cgf, *tail = by_rows(sums, (mu, pi, tokens.long()), compiled=False)
         return (*plain, cgf, _smallest_caps(*tail))
 
 
-def _detail_sums(
-    mu: Float[Tensor, "c v"], pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`surprise_cgf`, then `_tail_sums`."""
-    log_mu, log_pi = mu.float().log_softmax(-1), pi.float().log_softmax(-1)
-    return surprise_cgf(log_mu), *_tail_sums(log_mu, log_pi, tokens)
-
-
 def surprise_cgf(log_mu: Float[Tensor, "c v"]) -> Float[Tensor, "c g"]:
-    """log sum_a mu_a e^(theta s_a) at `THETAS`, s_a = log mu_a + H: 0 where mu is sure of one token.
+    """log sum_a mu_a e^(theta s_a) at `THETAS`, s_a = log mu_a + H: 0 where mu is one token.
 
-    One exponential, of the smallest theta; the others are its squares, the negative ones their inverses.
+    One exponential, of the smallest theta; the others are its squares, negative thetas its inverses.
 
     Returns: float64, positive thetas from the smallest, then their negatives.
 
@@ -169,7 +164,7 @@ def surprise_cgf(log_mu: Float[Tensor, "c v"]) -> Float[Tensor, "c g"]:
     power = (surprise * THETAS[0]).exp_()
     up, down = [], []
     for _ in range(len(THETAS) // 2):
-        # Less 1 before the sum: what is left is of second order in theta.
+        # Subtract 1 before the sum: the rest is of second order in theta.
         up.append((mu * (power - 1)).sum(-1))
         down.append((mu * (1 / power - 1)).sum(-1))
         power = power.square()
@@ -183,8 +178,8 @@ def tail_caps(
 
         sum over the tail of mu log(mu / pi) - mu + pi  <=  L tanh(L/2) s + (L / tanh(L) - 1) (r - s)
 
-    r and s are what mu and pi have in the tail. The right side is the upper end of a capped interval
-    (`divergence.tail.most_under_cap`), which grows with L; so L is found by halving.
+    r and s are the tail masses of mu and pi. The right side is the upper end of a capped interval
+    (`divergence.tail.most_under_cap`), which grows with L, so L follows by bisection.
 
     Returns: nats; 0 where the tail is empty, +inf where no cap helps. Float32.
     """
@@ -195,14 +190,14 @@ def _tail_sums(
     log_mu: Float[Tensor, "c v"], log_pi: Float[Tensor, "c v"], tokens: Int[Tensor, " c"]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """r, s and the left side of `tail_caps`, float64."""
-    known = torch.zeros_like(log_mu, dtype=torch.bool)
-    known.scatter_(1, log_mu.topk(min(TOP, log_mu.shape[1]), dim=-1).indices, True)
-    known.scatter_(1, tokens[:, None], True)
+    listed = torch.zeros_like(log_mu, dtype=torch.bool)
+    listed.scatter_(1, log_mu.topk(min(TOP, log_mu.shape[1]), dim=-1).indices, True)
+    listed.scatter_(1, tokens[:, None], True)
     # float64 before the exponential: small terms are differences of the masses.
     log_mu, log_pi = log_mu.double(), log_pi.double()
-    mu, pi = (x.exp().masked_fill(known, 0.0) for x in (log_mu, log_pi))
+    mu, pi = (x.exp().masked_fill(listed, 0.0) for x in (log_mu, log_pi))
     ratio = log_mu - log_pi
-    terms = torch.where(mu > 0, mu * ratio - mu + pi, pi).masked_fill(known, 0.0).sum(-1)
+    terms = torch.where(mu > 0, mu * ratio - mu + pi, pi).masked_fill(listed, 0.0).sum(-1)
     return mu.sum(-1), pi.sum(-1), terms
 
 
@@ -212,7 +207,7 @@ def _smallest_caps(
     low, high = torch.zeros_like(terms), torch.full_like(terms, 64.0)
     for _ in range(40):
         cap = (low + high) / 2
-        enough = cap * (cap / 2).tanh() * s + (cap / cap.tanh() - 1) * (r - s) >= terms  # fmt: skip
+        enough = cap * (cap / 2).tanh() * s + (cap / cap.tanh() - 1) * (r - s) >= terms
         low, high = low.where(enough, cap), cap.where(enough, high)
     high = high.where(terms < torch.inf, torch.inf)
     return high.where(terms > 1e-12, 0.0).float()

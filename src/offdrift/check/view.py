@@ -1,4 +1,7 @@
-"""The thresholds of a check, one row per metric, as its terminal view and its page show them."""
+"""What `offdrift check` prints: verdict, three numbers, factors, thresholds, recommendation.
+
+The page of a check (`check.page`) shows the same rows of thresholds and factors.
+"""
 
 from __future__ import annotations
 
@@ -19,43 +22,83 @@ from offdrift.show.numbers import short
 
 OUTSIDE = "○"
 """Sign of a missed budget."""
-BUDGET = "outside a budget: nothing is broken, but a correction may gain"
+BUDGET = "outside a budget: nothing is broken, but a correction may help"
+OWN = "offdrift"
+MISTAKES = (
+    "off_by_one",
+    "raw_logprobs",
+    "top_p",
+    "pad_id",
+    "gradient_checkpointing",
+    "tokenization",
+)
+"""Factors that are mistakes: their numbers are what making the mistake would cost."""
+MATTERS = 1.25
+"""A mean KL that changes by this factor or more is colored."""
+OWN_KL = (
+    "  × before: mean KL over that of the same tokens without the change. "
+    "own KL: the changed engine against itself unchanged, nat."
+)
 
 
-class Held(NamedTuple):
-    """A metric beside its thresholds."""
+class ThresholdRow(NamedTuple):
+    """A metric and its thresholds."""
 
     metric: str
     value: float | None
     healthy: str
     """The strictest threshold: "< 0.02"."""
     otherwise: str
-    """What missing it means; where that depends on the size, from where on it is worse."""
+    """Level of a miss; where it depends on the size, also from which size on it is worse."""
     level: str
-    """Of the worst threshold that is missed."""
+    """Level of the worst threshold that is missed."""
     holds: bool
     outside: bool
-    """Whether what is missed is a budget, which changes no verdict."""
+    """Whether the missed threshold is a budget, which does not change the verdict."""
     sources: tuple[str, ...]
     missed: str
-    """What the worst miss says, or nothing."""
+    """Meaning of the worst miss, or nothing."""
 
 
-def held(check: Fields) -> list[Held]:
-    """The rows of `thresholds`, those of one metric together."""
+def threshold_rows(check: Fields) -> list[ThresholdRow]:
+    """The `thresholds` of a check, one row per metric."""
     by_metric: dict[str, list[dict[str, Any]]] = {}
     for row in rows(check.get("thresholds")):
         by_metric.setdefault(text(row.get("metric")), []).append(row)
-    return [_held(metric, group) for metric, group in by_metric.items()]
+    merged = []
+    for metric, group in by_metric.items():
+        group.sort(
+            key=lambda r: LEVELS.index(n) if (n := text(r.get("level"))) in LEVELS else 0,
+            reverse=True,
+        )
+        first, *worse = group
+        missed = [row for row in group if row.get("holds") is not True]
+        budget = first.get("kind") == "budget"
+        steps = [text(first.get("level"))]
+        steps += [f"{text(r.get('level'))} if {_limit(r, negated=True)}" for r in worse]
+        merged.append(
+            ThresholdRow(
+                metric,
+                number(first.get("value")),
+                healthy=_limit(first),
+                otherwise="no change of the verdict" if budget else "; ".join(filter(None, steps)),
+                level=text(missed[-1].get("level")) if missed else "ok",
+                holds=not missed,
+                outside=bool(missed) and budget,
+                sources=tuple(dict.fromkeys(s for row in group if (s := text(row.get("source"))))),
+                missed=text(missed[-1].get("missed")) if missed else "",
+            )
+        )
+    return merged
 
 
-def cited(judged: Iterable[Held]) -> list[str]:
+def cited(table: Iterable[ThresholdRow]) -> list[str]:
     """The sources of all rows, each once, in the order in which they appear."""
-    return list(dict.fromkeys(source for row in judged for source in row.sources))
+    return list(dict.fromkeys(source for row in table for source in row.sources))
 
 
 def correlation_or_short(value: float | None) -> str:
-    """A number near 1 keeps the digits that tell it from 1.
+    """Write a number; one near 1 keeps the digits that tell it from 1.
 
     Example:
         >>> correlation_or_short(0.99957), correlation_or_short(0.0123)
@@ -64,46 +107,10 @@ def correlation_or_short(value: float | None) -> str:
     return correlation(value) if value is not None and 0.9 <= value < 1 else short(value)
 
 
-def _held(metric: str, group: list[dict[str, Any]]) -> Held:
-    group = sorted(group, key=_urgency, reverse=True)
-    first, *worse = group
-    missed = [row for row in group if row.get("holds") is not True]
-    budget = first.get("kind") == "budget"
-    words = [text(first.get("level")), *(f"{text(r.get('level'))} if {_limit(r, negated=True)}" for r in worse)]  # fmt: skip
-    return Held(
-        metric,
-        number(first.get("value")),
-        _limit(first),
-        "no change of the verdict" if budget else "; ".join(filter(None, words)),
-        text(missed[-1].get("level")) if missed else "ok",
-        not missed,
-        bool(missed) and budget,
-        tuple(dict.fromkeys(s for row in group if (s := text(row.get("source"))))),
-        text(missed[-1].get("missed")) if missed else "",
-    )
-
-
-def _urgency(row: Fields) -> int:
-    level = text(row.get("level"))
-    return LEVELS.index(level) if level in LEVELS else 0
-
-
 def _limit(row: Fields, *, negated: bool = False) -> str:
     limit, relation = number(row.get("threshold")), text(row.get("relation"))
     signs = {"<": "≥", "<=": ">", ">": "≤", ">=": "<"} if negated else {"<=": "≤", ">=": "≥"}
     return "" if limit is None else f"{signs.get(relation, relation)} {limit:g}".strip()
-
-
-# A zero-update check in the terminal: verdict, three numbers, what changes them, thresholds, advice.
-
-
-OWN = "offdrift"
-MISTAKES = ("off_by_one", "raw_logprobs", "top_p", "pad_id", "gradient_checkpointing", "tokenization")  # fmt: skip
-"""Factors that no sane pair has switched on: their numbers are what making the mistake would cost."""
-MATTERS = 1.25
-"""A mean KL changed by this factor or more is called a change."""
-
-OWN_KL = "  × before: mean KL over that of the same tokens without the change. own KL: the changed engine against itself unchanged, nat."
 
 
 def check_view(check: Fields, width: int = 100) -> RenderableType:
@@ -123,15 +130,20 @@ def check_view(check: Fields, width: int = 100) -> RenderableType:
         *_factors(check),
         *_thresholds(check),
         *_recommended(check),
-        *_passed(check),
     ]
+    limit, passed = number(check.get("max_kl")), check.get("passed") is True
+    if limit is not None or not passed:
+        kl = short(number(at(check, "baseline", "kl_mean")))
+        words = f"\n{'passed' if passed else 'FAILED'}: mean KL {kl} nat per token"
+        words += "" if limit is None else f", --max-kl {limit:g}"
+        parts.append(Text(words, style="bold green" if passed else "bold red"))
     if check.get("interrupted"):
-        parts.append(Text("Interrupted: what is above was measured before that.", style="yellow"))
+        parts.append(Text("Interrupted: the numbers above were measured before.", style="yellow"))
     return Group(*parts)
 
 
 def about(check: Fields) -> list[str]:
-    """What was measured, in words: model, prompts, tokens, temperature, time."""
+    """Model, prompts, sequences, tokens, temperature, top-p and time of a check, in words."""
     sampling = mapping(check.get("sampling"))
     words = [safe(text(check.get("model")))]
     words += [
@@ -154,13 +166,13 @@ def _numbers(check: Fields) -> RenderableType:
         table.add_column(justify=justify, overflow="fold")
     for h in headlines({"overall": check.get("baseline")}):
         style = WORDS[h.level][2] if h.level in ("watch", "act") else "bold"
-        said = Text(h.said or h.about, style="" if h.said else "dim")
-        table.add_row(Text(h.title), Text(f"{h.text} {h.unit}".rstrip(), style=style), said)
+        note = Text(h.said or h.about, style="" if h.said else "dim")
+        table.add_row(Text(h.title), Text(f"{h.text} {h.unit}".rstrip(), style=style), note)
     return Padding(table, (1, 0, 1, 0))
 
 
 def _noise(check: Fields) -> list[RenderableType]:
-    """What part of the numbers is chance, or the harness' own."""
+    """Standard error, repetition and null test: the part of the numbers that is not drift."""
     noise = mapping(check.get("noise"))
     lines = []
     error = number(noise.get("kl_mean_se"))
@@ -169,7 +181,10 @@ def _noise(check: Fields) -> list[RenderableType]:
     repeat = mapping(noise.get("repeat"))
     if (same := number(repeat.get("same_tokens_frac"))) is not None:
         apart = short(number(repeat.get("abs_log_ratio_max")))
-        lines.append(f"drawn twice: {same:.0%} of responses are the same, log-probs differ by {apart} nat at most")  # fmt: skip
+        lines.append(
+            f"drawn twice: {same:.0%} of responses are the same, "
+            f"log-probs differ by {apart} nat at most"
+        )
     null = mapping(noise.get("null"))
     if (kl := number(null.get("kl_mean"))) is not None:
         lines.append(f"{safe(text(null.get('rollout')))} against itself: KL {short(kl)} nat")
@@ -177,29 +192,44 @@ def _noise(check: Fields) -> list[RenderableType]:
 
 
 def _factors(check: Fields) -> list[RenderableType]:
-    found = rows(check.get("factors"))
-    settings, mistakes = by_kind(found)
+    factors = rows(check.get("factors"))
+    settings, mistakes = by_kind(factors)
     parts: list[RenderableType] = []
     if settings:
         parts += [_heading("One setting changed at a time"), _factor_table(settings, check)]
         if any(number(at(f, "detail", "self_kl_mean")) is not None for f in settings):
             parts.append(Text(OWN_KL, style="dim"))
-        parts += _said(settings)
+        parts += _reasons(settings)
     if mistakes:
         parts += [_heading("What common mistakes would cost here"), _factor_table(mistakes)]
-        parts += _said(mistakes)
-    return parts + _not_run(found)
+        parts += _reasons(mistakes)
+    for status, style in (("failed", "yellow"), ("not offered", "dim"), ("skipped", "dim")):
+        parts += [
+            Text(f"  {_name(f)} {status}: {safe(text(f.get('why')))}", style=style)
+            for f in factors
+            if f.get("status") == status
+        ]
+    return parts
 
 
-def by_kind(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def by_kind(
+    factors: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Factors that ran, the largest effect first: those that are settings, those that are mistakes."""
-    ran = sorted((f for f in found if text(f.get("status")) == "ran"), key=_effect, reverse=True)
+
+    def effect(factor: Fields) -> float:
+        ratio = number(factor.get("ratio"))
+        if ratio is None:
+            return -1.0
+        return abs(math.log(ratio)) if ratio > 0 else math.inf
+
+    ran = sorted((f for f in factors if text(f.get("status")) == "ran"), key=effect, reverse=True)
     settings = [f for f in ran if text(f.get("factor")) not in MISTAKES]
     return settings, [f for f in ran if text(f.get("factor")) in MISTAKES]
 
 
-def _factor_table(found: list[dict[str, Any]], check: Fields | None = None) -> Table:
-    """Rows of factors; the baseline above them, if the check is given."""
+def _factor_table(factors: list[dict[str, Any]], check: Fields | None = None) -> Table:
+    """One row per factor; with a check, its baseline in the first row and a column of own KL."""
     own = check is not None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("factor", overflow="fold", min_width=14)
@@ -209,10 +239,12 @@ def _factor_table(found: list[dict[str, Any]], check: Fields | None = None) -> T
     if check is not None:
         base = mapping(check.get("baseline"))
         kl = (Text(short(number(base.get(key))), style="bold") for key in ("kl_mean", "kl_max"))
-        table.add_row(Text("as it is", style="bold"), Text(), *kl, Text("1"), Text("–"))  # fmt: skip
-    for f in found:
+        table.add_row(Text("as it is", style="bold"), Text(), *kl, Text("1"), Text("–"))
+    for f in factors:
         ratio = number(f.get("ratio"))
-        style = "" if ratio is None or not _changes(ratio) else "yellow" if ratio > 1 else "green"
+        style = ""
+        if ratio is not None and not 1 / MATTERS < ratio < MATTERS:
+            style = "yellow" if ratio > 1 else "green"
         cells = [
             Text(_name(f)),
             Text(safe(text(f.get("changed"))), style="dim"),
@@ -220,38 +252,30 @@ def _factor_table(found: list[dict[str, Any]], check: Fields | None = None) -> T
             Text(short(number(f.get("kl_max")))),
             Text(times(ratio), style=style),
         ]
-        table.add_row(*cells, *([Text(short(number(at(f, "detail", "self_kl_mean"))))] if own else []))  # fmt: skip
+        if own:
+            cells.append(Text(short(number(at(f, "detail", "self_kl_mean")))))
+        table.add_row(*cells)
     return table
 
 
-def _said(found: list[dict[str, Any]]) -> list[RenderableType]:
-    """What experiments say beside their numbers."""
+def _reasons(factors: list[dict[str, Any]]) -> list[RenderableType]:
+    """The sentences of experiments about their numbers."""
     return [
         Text.assemble((f"  {_name(f)}: ", "bold"), why)
-        for f in found
+        for f in factors
         if (why := safe(text(f.get("why"))))
     ]
 
 
 def _name(factor: Fields) -> str:
-    """With spaces, where a line may break."""
+    """Name of a factor, with spaces where a line may break."""
     return safe(text(factor.get("factor"))).replace("_", " ")
 
 
-def _not_run(found: list[dict[str, object]]) -> list[RenderableType]:
-    parts: list[RenderableType] = []
-    for status, style in (("failed", "yellow"), ("not offered", "dim"), ("skipped", "dim")):
-        for f in found:
-            if f.get("status") == status:
-                words = f"  {_name(f)} {status}: {safe(text(f.get('why')))}"
-                parts.append(Text(words, style=style))
-    return parts
-
-
 def _thresholds(check: Fields) -> list[RenderableType]:
-    """One line per metric: its value, what is healthy, and from where on it is worse than unhealthy."""
-    judged = held(check)
-    if not judged:
+    """One line per metric: its value, the healthy range, and the level of a miss."""
+    table_rows = threshold_rows(check)
+    if not table_rows:
         return []
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
@@ -259,8 +283,8 @@ def _thresholds(check: Fields) -> list[RenderableType]:
     table.add_column("value", justify="right", no_wrap=True)
     for title in ("healthy", "else", "source"):
         table.add_column(title, overflow="fold")
-    sources = cited(judged)
-    for row in judged:
+    sources = cited(table_rows)
+    for row in table_rows:
         sign, _, style = WORDS["ok"] if row.holds else WORDS.get(row.level, WORDS[""])
         table.add_row(
             Text(OUTSIDE if row.outside else sign, style="dim" if row.outside else style),
@@ -270,7 +294,9 @@ def _thresholds(check: Fields) -> list[RenderableType]:
             Text(safe(row.otherwise)),
             Text(", ".join(f"[{sources.index(s) + 1}]" for s in row.sources), style="dim"),
         )
-    notes = [Text(f"  {OUTSIDE} {BUDGET}", style="dim")] if any(r.outside for r in judged) else []
+    notes = (
+        [Text(f"  {OUTSIDE} {BUDGET}", style="dim")] if any(r.outside for r in table_rows) else []
+    )
     legend = (Text(f"  [{i}] {safe(s)}", style="dim") for i, s in enumerate(sources, start=1))
     return [_heading("Thresholds"), table, *notes, *legend]
 
@@ -284,7 +310,8 @@ def _recommended(check: Fields) -> list[RenderableType]:
             f"{safe(path)} = {short(number(value))}"
             for path, value in mapping(advice.get("settings")).items()
         )
-        parts.append(Text.assemble("\n", ("Recommended: ", "bold green"), (name, "bold"), f" ({changed}): {why}"))  # fmt: skip
+        words = (("Recommended: ", "bold green"), (name, "bold"), f" ({changed}): {why}")
+        parts.append(Text.assemble("\n", *words))
     elif why:
         parts.append(Text.assemble("\n", ("Recommended: ", "bold"), why))
     for framework, code in mapping(advice.get("snippets")).items():
@@ -294,34 +321,16 @@ def _recommended(check: Fields) -> list[RenderableType]:
     cap = number(at(check, "baseline", "tail_log_ratio_cap"))
     if cap is not None:
         every = short(number(at(check, "baseline", "tail_log_ratio_cap_all")))
-        parts.append(Text(f"\nWith the top 20 log-probs recorded, tail_log_ratio_cap = {short(cap)} covers the exact KL of 99 % of tokens ({every}: of all).", style="dim"))  # fmt: skip
+        words = (
+            f"\nWith the top 20 log-probs recorded, tail_log_ratio_cap = {short(cap)} covers the "
+            f"exact KL of 99 % of tokens ({every}: of all)."
+        )
+        parts.append(Text(words, style="dim"))
     return parts
 
 
-def _passed(check: Fields) -> list[RenderableType]:
-    limit = number(check.get("max_kl"))
-    passed = check.get("passed") is True
-    if limit is None and passed:
-        return []
-    kl = short(number(at(check, "baseline", "kl_mean")))
-    words = f"{'passed' if passed else 'FAILED'}: mean KL {kl} nat per token"
-    words += "" if limit is None else f", --max-kl {limit:g}"
-    return [Text(f"\n{words}", style="bold green" if passed else "bold red")]
-
-
-def _effect(factor: Fields) -> float:
-    ratio = number(factor.get("ratio"))
-    if ratio is None:
-        return -1.0
-    return abs(math.log(ratio)) if ratio > 0 else math.inf
-
-
-def _changes(ratio: float) -> bool:
-    return not 1 / MATTERS < ratio < MATTERS
-
-
 def times(ratio: float | None) -> str:
-    """How often the KL before, in words where the digits say nothing.
+    """Write a multiple of the KL before; extremes are cut off.
 
     Example:
         >>> times(1.234), times(1e-9), times(4e11)

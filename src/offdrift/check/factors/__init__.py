@@ -7,49 +7,47 @@ from collections.abc import Sequence
 from offdrift.check.factors import rollout, sampling, train
 from offdrift.check.factors.base import Cost
 from offdrift.check.factors.base import Factor as Factor
-from offdrift.check.factors.base import Row as Row
 from offdrift.errors import BadValueError
 
 FACTORS: tuple[Factor, ...] = (
-    # With the rollout engine as it is ...
-    rollout.REPEATS,
-    rollout.BATCH,
-    rollout.PREFIX_CACHE,
-    sampling.TEMPERATURE,
-    sampling.TOP_P,
-    sampling.RAW,
-    sampling.OFF_BY_ONE,
-    sampling.TOKENIZATION,
-    train.PAD,
-    rollout.ROUTING,
-    train.SYNC,
-    # ... with the training engine alone ...
-    train.DTYPE,
-    train.HEAD,
-    train.ATTENTION,
-    train.BATCH,
-    train.CHECKPOINTING,
-    # ... with another rollout engine for each: seconds, or a minute where it compiles.
-    rollout.CHUNKED,
-    rollout.DTYPE,
-    rollout.HEAD,
-    rollout.KV_CACHE,
-    rollout.ATTENTION,
-    rollout.COMPILED,
+    # With the rollout engine as it is,
+    rollout.repeats,
+    rollout.batch,
+    rollout.prefix_caching,
+    sampling.temperature,
+    sampling.top_p,
+    sampling.raw_logprobs,
+    sampling.off_by_one,
+    sampling.tokenization,
+    train.pad_id,
+    rollout.routing,
+    train.weight_sync,
+    # with another training engine,
+    train.train_dtype,
+    train.train_lm_head,
+    train.train_attention,
+    train.train_batch,
+    train.gradient_checkpointing,
+    # with another rollout engine each: seconds, or minutes where it compiles.
+    rollout.chunked_prefill,
+    rollout.rollout_dtype,
+    rollout.rollout_lm_head,
+    rollout.kv_cache_dtype,
+    rollout.rollout_attention,
+    rollout.compiled,
 )
 """Every factor, in an order that starts each engine once."""
-
 
 SECONDS: dict[Cost, str] = {
     "cheap": "2 to 25 s",
     "engine": "20 to 40 s",
     "compile": "2 min",
 }
-"""What one factor takes on SmolLM2-135M and one CPU core, by what it needs."""
+"""Time of one factor on SmolLM2-135M and one CPU core."""
 
 
 def chosen(names: str, *, quick: bool = False, thorough: bool = False) -> list[Factor]:
-    """The factors that a user names: "all", "none", or names with commas between.
+    """The factors that a user names: "all", "none", or names separated by commas.
 
     Args:
         quick: of "all", only those that need no other engine.
@@ -77,7 +75,7 @@ def chosen(names: str, *, quick: bool = False, thorough: bool = False) -> list[F
 def left_out(
     names: str, *, quick: bool = False, thorough: bool = False
 ) -> Sequence[tuple[Factor, str]]:
-    """What "all" does not run for the time it takes, and how to run it; nothing for other names.
+    """Factors that "all" leaves out because they are slow, and how to run each; none for other names.
 
     Example:
         >>> [(factor.name, how) for factor, how in left_out("all")]
@@ -85,12 +83,12 @@ def left_out(
     """
     if names != "all":
         return []
-    found = ((f, _how_to_run(f, quick, thorough)) for f in FACTORS)
-    return [(factor, how) for factor, how in found if how is not None]
+    options = ((f, _how_to_run(f, quick, thorough)) for f in FACTORS)
+    return [(factor, option) for factor, option in options if option is not None]
 
 
 def _how_to_run(factor: Factor, quick: bool, thorough: bool) -> str | None:
-    """None for a factor that "all" runs."""
+    """The option that runs a slow factor; None for a factor that "all" runs."""
     took = SECONDS[factor.cost]
     if factor.cost == "compile" and not thorough:
         return f"compiles an engine ({took}); add --thorough, or --factors {factor.name}"

@@ -1,41 +1,37 @@
-"""One factor of a check: one setting of an engine pair is changed and the divergence measured again.
+"""A factor of a check: change one setting of an engine pair and measure the divergence again.
 
-Every experiment changes one setting of the baseline pair and keeps the sampled tokens wherever the
-engine can be made to follow them (`Rescores`). Both measurements are then over the same contexts, so
-their difference is the factor's effect and not the luck of another draw. A factor that should change
-nothing (batch, caches, repeats, kernels) is also measured against the same engine without the change,
-which needs no trainer: `detail["self_kl_mean"]`, `detail["self_abs_log_ratio_max"]`.
+Experiments keep the sampled tokens wherever the engine can rescore them (`Rescores`). Both measurements
+are then over the same contexts, so their difference is the factor's effect and not that of another
+sample. A factor that should change nothing (batch, caches, repeats, kernels) is also measured against
+the same engine without the change: `detail["self_kl_mean"]`, `detail["self_abs_log_ratio_max"]`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from offdrift.check.bench import Bench
-from offdrift.check.measure import NAN, Measured, Outcome, Side, measure
+from offdrift.check.measure import NAN, Measured, measure
 from offdrift.engines.base import Engine
 from offdrift.engines.spec import EngineSpec, Option, Pair
 from offdrift.errors import NotOfferedError
 from offdrift.records.rollouts import Rollouts, Sampling
 
 Cost = Literal["cheap", "engine", "compile"]
-"""What a factor takes: scoring or drawing with what is there, another engine, a compiled one."""
-
-Nested = Mapping[str, Any]
-
-
-class NotOffered(NotOfferedError):
-    """An experiment found out that it makes no sense on this pair; the message says why."""
+"""What a factor needs: the engines of the pair, another engine, or a compiled one."""
+Side = Literal["rollout", "train", "sampling", "sync", "routing"]
+"""Where a factor acts."""
+Status = Literal["ran", "not offered", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is held fixed: the weights, the two engines, and how far they are apart."""
+    """What an experiment starts from: the weights, the two engines, and their divergence."""
 
     bench: Bench
     rollout: EngineSpec
@@ -49,13 +45,12 @@ class Setting:
 
     @property
     def unfiltered(self) -> Sampling:
-        """The sampling asked for, without top-k and top-p: a filter that removes one token here and
-        another one there is a question of its own."""
+        """The check's sampling without top-k and top-p, which are factors of their own."""
         return replace(self.bench.sampling, top_k=0, top_p=1.0)
 
     @property
     def drawn(self) -> Rollouts:
-        """The baseline's draw, or the like without filters, with evidence of whole vocabularies."""
+        """The baseline's rollouts, or the like without filters; evidence of whole vocabularies."""
         return self.bench.rollouts(self.rollout, sampling=self.unfiltered)
 
     @property
@@ -68,9 +63,8 @@ class Setting:
         log = self.scored.logged
         if log is None or "kl_rollout_old" not in log.divergences:
             return NAN
-        return float(
-            log.divergences["kl_rollout_old"][: int(log.cu_seqlens[sequences])].double().mean()
-        )
+        tokens = int(log.cu_seqlens[sequences])
+        return float(log.divergences["kl_rollout_old"][:tokens].double().mean())
 
     @property
     def scored(self) -> Measured:
@@ -81,26 +75,69 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Found:
+class Effect:
     """What an experiment measured."""
 
     changed: str
-    """Which thing became what: "float32 instead of bfloat16"."""
-    figures: Measured | None
-    """Rollout engine against training engine under the change; None where no KL can be said."""
-    without: float
+    """The change in words: "float32 instead of bfloat16"."""
+    after: Measured | None
+    """Rollout engine against training engine under the change; None where there is no KL."""
+    kl_before: float
     """Mean KL of the same measurement without the change, nats."""
     why: str = ""
-    """One sentence on what the numbers say, where they do not speak for themselves."""
-    detail: Nested = field(default_factory=dict)
+    """One sentence on what the numbers mean."""
+    detail: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Row(Outcome):
-    """An outcome with what only its own factor knows."""
+class Outcome:
+    """A factor's row in `check.json`. NaN where nothing was measured."""
 
-    detail: Nested = field(default_factory=dict)
-    """For instance flips per layer, or how far the engine moved from itself; plain values."""
+    factor: str
+    what: str
+    """The question in one line."""
+    side: Side
+    changed: str = ""
+    """The change in words: "float32 instead of bfloat16"."""
+    kl_mean: float = NAN
+    """Mean over tokens of KL(rollout || train) after the change, nats."""
+    kl_max: float = NAN
+    tv_max: float = NAN
+    abs_log_ratio_max: float = NAN
+    pearson: float = NAN
+    baseline_kl_mean: float = NAN
+    """The same mean before the change."""
+    status: Status = "ran"
+    why: str = ""
+    """Why it did not run, or one sentence on what the numbers mean."""
+    seconds: float = 0.0
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers of this factor alone, for instance flips per layer; plain values."""
+
+    @staticmethod
+    def without(factor: Factor, status: Status, why: str, *, seconds: float = 0.0) -> Outcome:
+        """The row of a factor that was not measured, and why."""
+        return Outcome(
+            factor.name, factor.what, factor.side, status=status, why=why, seconds=seconds
+        )
+
+    @property
+    def ratio(self) -> float:
+        """The change's mean KL over the baseline's; NaN where there is none to compare."""
+        return self.kl_mean / self.baseline_kl_mean if self.baseline_kl_mean > 0 else NAN
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as it stands in `check.json`."""
+        return {**asdict(self), "ratio": self.ratio}
+
+
+Offered = Callable[[Bench, EngineSpec, EngineSpec], str | None]
+"""(bench, rollout engine, training engine) -> why this pair does not have the factor, or None."""
+
+
+def always(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    """Offered on every pair."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -114,18 +151,18 @@ class Factor:
 
     name: str
     what: str
-    """One line that teaches."""
+    """The cause in one line."""
     side: Side
-    offered: Callable[[Bench, EngineSpec, EngineSpec], str | None]
-    experiment: Callable[[Setting], Found]
+    experiment: Callable[[Setting], Effect]
+    offered: Offered = always
     cost: Cost = "cheap"
 
     def applies(self, bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
         """Why this factor is not offered on this pair; None if it is."""
         return self.offered(bench, rollout, train)
 
-    def run(self, bench: Bench, pair: Pair, baseline: Measured) -> Row:
-        """Change this one thing and measure again; afterwards the bench holds its weights still.
+    def run(self, bench: Bench, pair: Pair, baseline: Measured) -> Outcome:
+        """Change this one thing and measure again; afterwards the bench has its weights still.
 
         Args:
             baseline: the pair without any change: `measure(bench, bench.rollouts(rollout), train)`.
@@ -133,46 +170,55 @@ class Factor:
         Raises: what an engine raises that cannot do it; `check` makes a row of that.
         """
         start = time.monotonic()
-        why = self.applies(bench, pair.rollout, pair.train)
-        if why is not None:
-            return Row(self.name, self.what, self.side, status="not offered", why=why)
+        reason = self.applies(bench, pair.rollout, pair.train)
+        if reason is not None:
+            return Outcome.without(self, "not offered", reason)
         try:
-            found = self.experiment(Setting(bench, pair.rollout, pair.train, baseline))
+            effect = self.experiment(Setting(bench, pair.rollout, pair.train, baseline))
         except NotOfferedError as error:
-            return Row(self.name, self.what, self.side, status="not offered", why=str(error))
-        row = Row(
+            return Outcome.without(self, "not offered", str(error))
+        names = ("kl_mean", "kl_max", "tv_max", "abs_log_ratio_max", "pearson")
+        return Outcome(
             self.name,
             self.what,
             self.side,
-            found.changed,
-            baseline_kl_mean=found.without,
-            why=found.why,
+            effect.changed,
+            **({} if effect.after is None else {n: getattr(effect.after, n) for n in names}),
+            baseline_kl_mean=effect.kl_before,
+            why=effect.why,
             seconds=time.monotonic() - start,
-            detail=found.detail,
+            detail=effect.detail,
         )
-        names = ("kl_mean", "kl_max", "tv_max", "abs_log_ratio_max", "pearson")
-        figures = found.figures
-        return row if figures is None else replace(row, **{n: getattr(figures, n) for n in names})
 
 
-def always(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered on every pair."""
-    return None
+def factor(
+    side: Side, *, offered: Offered = always, cost: Cost = "cheap"
+) -> Callable[[Callable[[Setting], Effect]], Factor]:
+    """Make a factor of an experiment: its name, and the first line of its docstring as `what`."""
+
+    def wrap(experiment: Callable[[Setting], Effect]) -> Factor:
+        what = (experiment.__doc__ or "").partition("\n")[0]
+        return Factor(experiment.__name__, what, side, experiment, offered, cost)
+
+    return wrap
 
 
-def only_vllm(reason: str) -> Callable[[Bench, EngineSpec, EngineSpec], str | None]:
-    """Offered if vLLM draws; `reason` says what the other engine lacks."""
+def only_vllm(feature: str) -> Offered:
+    """Offered if vLLM draws; `feature` is what the other engines lack."""
+    return lambda bench, rollout, train: (
+        None if rollout.kind == "vllm" else f"the {rollout.kind} engine has no {feature}"
+    )
 
-    def offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-        return None if rollout.kind == "vllm" else f"the {rollout.kind} engine has no {reason}"
 
-    return offered
+def several_prompts(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    """Offered where a batch has more than one sequence."""
+    return "there is one prompt only" if len(bench.prompts) < 2 else None
 
 
 OPTION = {"vllm": "attention_backend", "transformers": "attn_implementation"}
-"""What each engine that is started here calls its attention kernel."""
+"""Name of the attention kernel's option, of each engine that is started here."""
 BACKENDS, IMPLEMENTATIONS = ("TRITON_ATTN", "FLASH_ATTN"), ("eager", "sdpa")
-"""Attention kernels by engine: the first is tried, or the second if that is the one in use."""
+"""Attention kernels of vLLM and transformers: the first is tried, or the second where it is in use."""
 
 
 class Change(NamedTuple):
@@ -211,11 +257,6 @@ def attention_changed(spec: EngineSpec, model: torch.nn.Module) -> Change:
     now = spec.options.get(option, default)
     other = second if now == first else first
     return Change(f"{other} instead of {now}", spec.with_(**{option: other}))
-
-
-def several_prompts(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered where a batch has more than one sequence."""
-    return "there is one prompt only" if len(bench.prompts) < 2 else None
 
 
 def _other_dtype(now: str) -> str:

@@ -1,4 +1,4 @@
-"""Comparisons that factors share: the same tokens seen twice, and small pieces of a draw.
+"""Comparisons that factors share: the same tokens scored twice, and small parts of the rollouts.
 
 Shape suffixes: n tokens, v vocabulary.
 """
@@ -12,45 +12,46 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from offdrift.check.factors.base import NotOffered, Setting
+from offdrift.check.factors.base import Setting
 from offdrift.check.measure import Measured, measured
 from offdrift.check.rescore import Scored, rescored
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines.base import Rescores
 from offdrift.engines.spec import EngineSpec
+from offdrift.errors import NotOfferedError
 from offdrift.numerics import one_thread
 from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
 
 ENTRIES = 2**24
-"""Log-probs of whole vocabularies that an experiment holds at once: 64 MiB in float32."""
+"""Log-probs of whole vocabularies that an experiment keeps at once: 64 MiB in float32."""
 LISTED = 2**22
 """The same, where an engine hands each of them over as a Python object."""
 ONE_BY_ONE = 8
 """Sequences that are run alone."""
 
 
-def led_by(
+def teacher_forced(
     setting: Setting, spec: EngineSpec, rollouts: Rollouts, *, sampling: Sampling | None = None
 ) -> Rollouts:
-    """What another engine records of the same tokens.
+    """What another engine records for the same tokens.
 
-    Raises: `NotOffered` if the engine cannot be led along given tokens.
+    Raises: `NotOfferedError` if the engine cannot score tokens that it did not sample.
     """
     engine = setting.bench.engine(spec)
     if not isinstance(engine, Rescores):
-        raise NotOffered(f"the {spec.kind} engine cannot be led along given tokens")
+        raise NotOfferedError(f"the {spec.kind} engine cannot score tokens that it did not sample")
     return engine.rescore(rollouts, evidence=evidence_of(rollouts), sampling=sampling)
 
 
 def measured_by(
     setting: Setting, rollouts: Rollouts, *, train: EngineSpec | None = None
 ) -> Measured:
-    """Rollouts against the training engine."""
+    """Rollouts against the training engine: the setting's, or another one."""
     return measured(rollouts, setting.bench.score(rollouts, train or setting.train))
 
 
 def evidence_of(rollouts: Rollouts) -> EvidenceKind:
-    """The kind of evidence that a draw holds."""
+    """The kind of evidence that the rollouts record."""
     if isinstance(rollouts.evidence, HiddenStates):
         return "hidden"
     return "full" if isinstance(rollouts.evidence, FullVocab) else "sampled"
@@ -59,7 +60,7 @@ def evidence_of(rollouts: Rollouts) -> EvidenceKind:
 def scores(rollouts: Rollouts, piece: slice = slice(None)) -> Float[Tensor, "n v"]:
     """Recorded log-probs, or tempered logits, of some tokens over the whole vocabulary.
 
-    Raises: `NotOffered` if the rollouts do not record them.
+    Raises: `NotOfferedError` if the rollouts do not record them.
     """
     evidence = rollouts.evidence
     if isinstance(evidence, FullVocab):
@@ -68,13 +69,11 @@ def scores(rollouts: Rollouts, piece: slice = slice(None)) -> Float[Tensor, "n v
         head = evidence.head
         whole = head.scores(evidence.states[piece], slice(0, len(head.weight)))
         return whole / rollouts.provenance.sampling.temperature
-    raise NotOffered("the engine records the log-prob of the drawn token alone")
+    raise NotOfferedError("the engine records the log-prob of the drawn token alone")
 
 
 def recorded_alike(one: Rollouts, other: Rollouts) -> bool:
     """Whether two records hold the same tokens, log-probs and distributions, bit for bit."""
-    if not torch.equal(one.tokens, other.tokens) or not torch.equal(one.cu_seqlens, other.cu_seqlens):  # fmt: skip
-        return False
     a, b = one.evidence, other.evidence
     if isinstance(a, FullVocab) and isinstance(b, FullVocab):
         same = torch.equal(a.logp, b.logp)
@@ -82,37 +81,35 @@ def recorded_alike(one: Rollouts, other: Rollouts) -> bool:
         same = torch.equal(a.states, b.states) and a.head is b.head
     else:
         same = a is None and b is None
-    return same and torch.equal(one.logp_rollout, other.logp_rollout)
+    fields = ("tokens", "cu_seqlens", "logp_rollout")
+    return same and all(torch.equal(getattr(one, f), getattr(other, f)) for f in fields)
 
 
 def self_difference(without: Rollouts, with_change: Rollouts) -> dict[str, object]:
-    """An engine beside itself under a change, on the same tokens: exact KL, largest |log-ratio|."""
-    whole = _self_kl(without, with_change)
+    """An engine against itself under a change, on the same tokens: exact KL, largest |log-ratio|."""
+    parts: list[Tensor] = []
+    if recorded_alike(without, with_change):
+        parts = [torch.zeros(len(without.tokens))]
+    else:
+        step = max(1, LISTED // scores(without, slice(0, 1)).shape[-1])
+        for start in range(0, len(without.tokens), step):
+            piece = slice(start, start + step)
+            mu, pi = scores(without, piece), scores(with_change, piece)
+            with one_thread():  # see `check.rescore`
+                parts.append(exact_divergences(mu, pi).kl_rollout_current)
+    kl = torch.cat(parts)
     moved = (with_change.logp_rollout - without.logp_rollout).abs()
     return {
-        "self_kl_mean": float(whole.double().mean()),
-        "self_kl_max": float(whole.max()),
+        "self_kl_mean": float(kl.double().mean()),
+        "self_kl_max": float(kl.max()),
         "self_abs_log_ratio_max": float(moved.max()),
         "self_changed_frac": float((moved > 0).double().mean()),
         "self_tokens": len(moved),
     }
 
 
-def _self_kl(without: Rollouts, with_change: Rollouts) -> Float[Tensor, " n"]:
-    if recorded_alike(without, with_change):
-        return torch.zeros(len(without.tokens))
-    kl: list[Tensor] = []
-    step = max(1, LISTED // scores(without, slice(0, 1)).shape[-1])
-    for start in range(0, len(without.tokens), step):
-        piece = slice(start, start + step)
-        mu, pi = scores(without, piece), scores(with_change, piece)
-        with one_thread():  # see `audit.rescore`
-            kl.append(exact_divergences(mu, pi).kl_rollout_current)
-    return torch.cat(kl)
-
-
 def few(rollouts: Rollouts, *, sequences: int = 10**9, entries: int = ENTRIES, v: int) -> Rollouts:
-    """The first sequences, so many that `tokens x vocabulary` stays within `entries`; at least one."""
+    """The first sequences: as many as keep `tokens x vocabulary` within `entries`, at least one."""
     fits = int((rollouts.cu_seqlens[1:] * v <= entries).sum())
     return rollouts.select(torch.arange(max(1, min(sequences, fits, rollouts.num_sequences))))
 
@@ -120,7 +117,7 @@ def few(rollouts: Rollouts, *, sequences: int = 10**9, entries: int = ENTRIES, v
 def few_prompts(
     prompts: Sequence[Sequence[int]], sampling: Sampling, *, entries: int, v: int
 ) -> tuple[list[list[int]], Sampling]:
-    """Prompts and a length whose whole draw stays within `entries`, at least 8 tokens long."""
+    """Prompts and a response length (8 or more) that keep `tokens x vocabulary` within `entries`."""
     tokens = max(8, entries // v)
     length = min(sampling.max_tokens, max(8, tokens // 8))
     count = max(1, min(len(prompts), tokens // length))
@@ -129,8 +126,7 @@ def few_prompts(
 
 def scored_alone(model: nn.Module, rollouts: Rollouts) -> Scored:
     """Scores of each sequence in a forward pass of its own, without any padding."""
-    parts = [rescored(model, rollouts.select(torch.tensor([i]))) for i in _numbers(rollouts)]
-    return joined(parts)
+    return joined([rescored(model, one) for one in one_by_one(rollouts)])
 
 
 def joined(parts: Sequence[Scored]) -> Scored:
@@ -141,13 +137,9 @@ def joined(parts: Sequence[Scored]) -> Scored:
 
 def one_by_one(rollouts: Rollouts) -> list[Rollouts]:
     """Every sequence as a batch of its own."""
-    return [rollouts.select(torch.tensor([i])) for i in _numbers(rollouts)]
+    return [rollouts.select(torch.tensor([i])) for i in range(rollouts.num_sequences)]
 
 
 def is_plain(sampling: Sampling) -> bool:
     """Whether tokens are drawn from the model's own distribution."""
     return sampling.temperature == 1 and sampling.top_k == 0 and sampling.top_p == 1
-
-
-def _numbers(rollouts: Rollouts) -> range:
-    return range(rollouts.num_sequences)

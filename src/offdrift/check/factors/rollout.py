@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -12,13 +13,11 @@ from offdrift.check.bench import Bench
 from offdrift.check.factors.base import (
     OPTION,
     Change,
-    Factor,
-    Found,
-    NotOffered,
+    Effect,
     Setting,
-    always,
     attention_changed,
     dtype_changed,
+    factor,
     head_changed,
     only_vllm,
     several_prompts,
@@ -31,11 +30,11 @@ from offdrift.check.factors.compare import (
     few,
     few_prompts,
     joined,
-    led_by,
     measured_by,
     one_by_one,
     recorded_alike,
     self_difference,
+    teacher_forced,
 )
 from offdrift.check.measure import measured
 from offdrift.check.rescore import Scored
@@ -52,7 +51,7 @@ from offdrift.engines.routing import (
 )
 from offdrift.engines.score import divergences, score
 from offdrift.engines.spec import EngineSpec
-from offdrift.errors import ShapeError
+from offdrift.errors import NotOfferedError, ShapeError
 from offdrift.records.rollouts import Rollouts, concatenate
 from offdrift.segments import Segments
 
@@ -62,110 +61,119 @@ STEP = 64
 """Tokens of one step under chunked prefill."""
 
 
-def _variant(setting: Setting, change: Change) -> Found:
-    """The baseline's tokens as another engine records them."""
+def _variant(setting: Setting, change: Change) -> Effect:
+    """The baseline's tokens, scored by another rollout engine."""
     drawn = setting.drawn
-    led = led_by(setting, change.spec, drawn)
-    return Found(
+    forced = teacher_forced(setting, change.spec, drawn)
+    return Effect(
         change.words,
-        measured_by(setting, led),
+        measured_by(setting, forced),
         setting.drawn_kl,
-        detail=self_difference(drawn, led),
+        detail=self_difference(drawn, forced),
     )
 
 
-# -- what the engine computes with ---------------------------------------------------------------
+# -- numerics of the engine ------------------------------------------------------------------------
 
 
-def _settable(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+def settable(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    """Offered if the engine is started here, so that its settings can be chosen."""
     if rollout.kind in OPTION:
         return None
     return "a running server keeps its settings; start it with the other one and check again"
 
 
-def _dtype(setting: Setting) -> Found:
+def several_attention_kernels(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    """Offered if the engine has another attention kernel."""
+    if rollout.kind == "vllm" and not torch.cuda.is_available():
+        return "vLLM has one attention backend on CPUs"
+    return settable(bench, rollout, train)
+
+
+def compiles(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    """Offered if vLLM draws and may compile."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE=1 is set"
+    return only_vllm("compiled mode here")(bench, rollout, train)
+
+
+@factor("rollout", offered=settable, cost="engine")
+def rollout_dtype(setting: Setting) -> Effect:
+    """How much of the mismatch is the rollout engine's rounding: bf16 keeps 8 bits, float32 24."""
     return _variant(setting, dtype_changed(setting.rollout))
 
 
-def _head(setting: Setting) -> Found:
+@factor("rollout", offered=settable, cost="engine")
+def rollout_lm_head(setting: Setting) -> Effect:
+    """Logits are large sums rounded once more: the head's precision alone."""
     return _variant(setting, head_changed(setting.rollout))
 
 
-def _kv_cache(setting: Setting) -> Found:
+@factor("rollout", offered=only_vllm("cache of another dtype"), cost="engine")
+def kv_cache_dtype(setting: Setting) -> Effect:
+    """A cache in fp8 halves memory and reads every earlier token through 3 bits of mantissa."""
     now = str(setting.rollout.options.get("kv_cache_dtype", "auto"))
     other = "fp8" if now == "auto" else "auto"
     spec = setting.rollout.with_(kv_cache_dtype=other)
     return _variant(setting, Change(f"kv_cache_dtype {other} instead of {now}", spec))
 
 
-def _compiled_offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        return "TORCH_COMPILE_DISABLE=1 is set"
-    return only_vllm("compiled mode here")(bench, rollout, train)
-
-
-def _compiled(setting: Setting) -> Found:
+@factor("rollout", offered=compiles, cost="compile")
+def compiled(setting: Setting) -> Effect:
+    """Compilation fuses kernels and keeps intermediate results in other precisions."""
     eager = bool(setting.rollout.options.get("enforce_eager", True))
     changed = "compiled instead of eager" if eager else "eager instead of compiled"
     return _variant(setting, Change(changed, setting.rollout.with_(enforce_eager=not eager)))
 
 
-def _attention_offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    if rollout.kind == "vllm" and not torch.cuda.is_available():
-        return "vLLM has one attention backend on CPUs"
-    return _settable(bench, rollout, train)
-
-
-def _attention(setting: Setting) -> Found:
+@factor("rollout", offered=several_attention_kernels, cost="engine")
+def rollout_attention(setting: Setting) -> Effect:
+    """Another attention kernel: the same sums in another order."""
     return _variant(setting, attention_changed(setting.rollout, setting.bench.model))
 
 
-# -- what should not matter ----------------------------------------------------------------------
+# -- batching and caches ---------------------------------------------------------------------------
 
 
-def _repeats(setting: Setting) -> Found:
+@factor("rollout")
+def repeats(setting: Setting) -> Effect:
+    """The same seed twice: does the engine repeat itself? Atomics and races show here."""
     drawn, bench = setting.drawn, setting.bench
     again = setting.engine.generate(
         bench.prompts, setting.unfiltered, seed=bench.seed, evidence=evidence_of(drawn)
     )
-    detail: dict[str, object] = {"same_tokens_frac": _same_sequences(drawn, again)}
-    if isinstance(setting.engine, Rescores):
-        led = led_by(setting, setting.rollout, drawn)
-        detail |= self_difference(drawn, led)
-    changed = "drawn again with the same seed"
-    same = recorded_alike(drawn, again)
-    figures = setting.scored if same else measured_by(setting, again)
-    return Found(changed, figures, setting.drawn_kl, detail=detail)
-
-
-def _same_sequences(one: Rollouts, other: Rollouts) -> float:
-    """Share of sequences that two draws have in common, token for token."""
-    a, b = (r.tokens.split(r.lengths.tolist()) for r in (one, other))
+    a, b = (r.tokens.split(r.lengths.tolist()) for r in (drawn, again))
     same = [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
-    return sum(same) / len(same)
+    detail: dict[str, object] = {"same_tokens_frac": sum(same) / len(same)}
+    if isinstance(setting.engine, Rescores):
+        detail |= self_difference(drawn, teacher_forced(setting, setting.rollout, drawn))
+    return Effect(
+        "drawn again with the same seed",
+        setting.scored if recorded_alike(drawn, again) else measured_by(setting, again),
+        setting.drawn_kl,
+        detail=detail,
+    )
 
 
-def _batch(setting: Setting) -> Found:
-    crowd = few(setting.drawn, sequences=ONE_BY_ONE, v=setting.bench.vocab_size)
-    led = [led_by(setting, setting.rollout, each) for each in one_by_one(crowd)]
+@factor("rollout", offered=several_prompts)
+def batch(setting: Setting) -> Effect:
+    """A prompt alone and in a batch: kernels sum in another order for another batch size."""
+    together = few(setting.drawn, sequences=ONE_BY_ONE, v=setting.bench.vocab_size)
+    parts = [teacher_forced(setting, setting.rollout, one) for one in one_by_one(together)]
     try:
-        alone = concatenate([each.with_(provenance=led[0].provenance) for each in led])
+        alone = concatenate([part.with_(provenance=parts[0].provenance) for part in parts])
     except ShapeError as error:
-        raise NotOffered(f"its draws do not join: {error}") from error
-    return Found(
+        raise NotOfferedError(f"its draws do not join: {error}") from error
+    return Effect(
         f"each sequence alone instead of {setting.drawn.num_sequences} together",
         measured_by(setting, alone),
-        setting.drawn_kl_of(crowd.num_sequences),
-        detail=self_difference(crowd, alone),
+        setting.drawn_kl_of(together.num_sequences),
+        detail=self_difference(together, alone),
     )
 
 
 def _long_drawn(setting: Setting) -> Rollouts:
-    """A draw of the rollout engine from prompts longer than a block of its prefix cache.
-
-    Prompts are repeated until they are long enough; that they make little sense does not matter
-    for how they are computed.
-    """
+    """Rollouts of prompts longer than a block of the prefix cache: each prompt is repeated."""
     bench = setting.bench
     distinct = [list(p) for p in dict.fromkeys(map(tuple, bench.prompts))]
     longer = [(p * (LONG // len(p) + 1))[: max(LONG, len(p))] for p in distinct]
@@ -174,25 +182,27 @@ def _long_drawn(setting: Setting) -> Rollouts:
     longest = max(map(len, prompts))
     limit = int(getattr(setting.engine, "max_model_len", longest + sampling.max_tokens))
     if longest + 8 > limit:
-        raise NotOffered(f"prompts of {longest} tokens do not fit max_model_len = {limit}")
+        raise NotOfferedError(f"prompts of {longest} tokens do not fit max_model_len = {limit}")
     sampling = replace(sampling, max_tokens=min(sampling.max_tokens, limit - longest))
     return bench.rollouts(setting.rollout, prompts=prompts, sampling=sampling)
 
 
-def _prefix_cache(setting: Setting) -> Found:
+@factor("rollout", offered=only_vllm("prefix cache"))
+def prefix_caching(setting: Setting) -> Effect:
+    """Keys and values kept from an earlier request, perhaps computed in another shape."""
     drawn, engine = _long_drawn(setting), setting.engine
     if not isinstance(engine, CachesPrefixes):
-        raise NotOffered(f"the {setting.rollout.kind} engine has no prefix cache")
+        raise NotOfferedError(f"the {setting.rollout.kind} engine has no prefix cache")
     engine.drop_prefixes()
-    cold = led_by(setting, setting.rollout, drawn)
+    cold = teacher_forced(setting, setting.rollout, drawn)
     before = engine.cached_tokens
-    warm = led_by(setting, setting.rollout, drawn)
+    warm = teacher_forced(setting, setting.rollout, drawn)
     hits = engine.cached_tokens - before
     if not hits:
-        raise NotOffered(
+        raise NotOfferedError(
             "the engine found no prefix in its cache; it is off, or its blocks are long"
         )
-    return Found(
+    return Effect(
         f"prompts taken from the prefix cache ({hits} tokens) instead of computed",
         measured_by(setting, warm),
         measured_by(setting, cold).kl_mean,
@@ -200,13 +210,15 @@ def _prefix_cache(setting: Setting) -> Found:
     )
 
 
-def _chunked(setting: Setting) -> Found:
+@factor("rollout", offered=only_vllm("chunked prefill"), cost="engine")
+def chunked_prefill(setting: Setting) -> Effect:
+    """A long prompt computed piece by piece: attention over the cache instead of over itself."""
     drawn = _long_drawn(setting)
-    whole = led_by(setting, setting.rollout, drawn)
+    whole = teacher_forced(setting, setting.rollout, drawn)
     seats = min(STEP, int(setting.rollout.options.get("max_num_seqs", STEP)))
     spec = setting.rollout.with_(max_num_batched_tokens=STEP, max_num_seqs=seats)
-    chunked = led_by(setting, spec, drawn)
-    return Found(
+    chunked = teacher_forced(setting, spec, drawn)
+    return Effect(
         f"prompts prefilled in chunks of {STEP} tokens instead of whole",
         measured_by(setting, chunked),
         measured_by(setting, whole).kl_mean,
@@ -214,87 +226,22 @@ def _chunked(setting: Setting) -> Found:
     )
 
 
-REPEATS = Factor(
-    "repeats",
-    "The same seed twice: does the engine itself know what it does? Atomics and races show here.",
-    "rollout",
-    always,
-    _repeats,
-)
-BATCH = Factor(
-    "batch",
-    "A prompt alone and in a crowd: kernels sum in another order for another batch size.",
-    "rollout",
-    several_prompts,
-    _batch,
-)
-PREFIX_CACHE = Factor(
-    "prefix_caching",
-    "Keys and values kept from an earlier request, perhaps computed in another shape.",
-    "rollout",
-    only_vllm("prefix cache"),
-    _prefix_cache,
-)
-CHUNKED = Factor(
-    "chunked_prefill",
-    "A long prompt computed piece by piece: attention over the cache instead of over itself.",
-    "rollout",
-    only_vllm("chunked prefill"),
-    _chunked,
-    "engine",
-)
-DTYPE = Factor(
-    "rollout_dtype",
-    "How much of the mismatch is the rollout engine's rounding: bf16 keeps 8 bits, float32 24.",
-    "rollout",
-    _settable,
-    _dtype,
-    "engine",
-)
-HEAD = Factor(
-    "rollout_lm_head",
-    "Logits are large sums rounded once more: the head's precision alone.",
-    "rollout",
-    _settable,
-    _head,
-    "engine",
-)
-KV_CACHE = Factor(
-    "kv_cache_dtype",
-    "A cache in fp8 halves memory and reads every earlier token through 3 bits of mantissa.",
-    "rollout",
-    only_vllm("cache of another dtype"),
-    _kv_cache,
-    "engine",
-)
-ATTENTION = Factor(
-    "rollout_attention",
-    "Another attention kernel: the same sums in another order.",
-    "rollout",
-    _attention_offered,
-    _attention,
-    "engine",
-)
-COMPILED = Factor(
-    "compiled",
-    "Compilation fuses kernels and keeps intermediate results in other precisions.",
-    "rollout",
-    _compiled_offered,
-    _compiled,
-    "compile",
-)
+# -- expert routing --------------------------------------------------------------------------------
 
 
-def _offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+def has_experts(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    """Offered if the model routes tokens to experts."""
     return None if routers(bench.model) else "needs a mixture of experts"
 
 
-def _routing(setting: Setting) -> Found:
+@factor("routing", offered=has_experts)
+def routing(setting: Setting) -> Effect:
+    """A router picks experts by rank: a last-bit difference sends a token somewhere else."""
     bench = setting.bench
     drawn = few(setting.drawn, entries=2 * ENTRIES, v=bench.vocab_size)
     engine = setting.engine
     if not isinstance(engine, Routed):
-        raise NotOffered(f"the {setting.rollout.kind} engine does not say its routing")
+        raise NotOfferedError(f"the {setting.rollout.kind} engine does not record its routing")
     theirs = engine.routes(drawn)
     model = bench.train_model(setting.train)
     ours = routes_of(model, drawn)
@@ -305,7 +252,7 @@ def _routing(setting: Setting) -> Found:
     assert same.kl is not None
     without, replay = measured(drawn, own), measured(drawn, same)
     gate = predicting(drawn, flipped.amax(1) > 0)
-    return Found(
+    return Effect(
         "the trainer sends every token to the rollout engine's experts instead of its own",
         replay,
         without.kl_mean,
@@ -328,41 +275,31 @@ def _routing(setting: Setting) -> Found:
 
 
 def predicting(rollouts: Rollouts, at: Tensor) -> Tensor:
-    """Of every response token, what holds at the position that predicts it."""
-    cuts = Segments(
-        torch.cat([torch.zeros(1, dtype=torch.int64), route_lengths(rollouts).cumsum(0)])
-    )
+    """Values at positions, for each response token the one at the position that predicts it."""
+    cuts = _route_cuts(rollouts)
     first = rollouts.prompt_cu_seqlens.diff() - 1
     segments = Segments(rollouts.cu_seqlens)
     return at[cuts.cu_seqlens[:-1][segments.seq_ids] + first[segments.seq_ids] + segments.position]
 
 
+def _route_cuts(rollouts: Rollouts) -> Segments:
+    """Boundaries of each sequence's routed positions."""
+    lengths = route_lengths(rollouts)
+    return Segments(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+
 @torch.no_grad()
 def scored_with(model: nn.Module, rollouts: Rollouts, routes: Tensor | None) -> Scored:
     """Scores of a model, sequence by sequence, with these experts or its own."""
-    cuts = Segments(
-        torch.cat([torch.zeros(1, dtype=torch.int64), route_lengths(rollouts).cumsum(0)])
-    )
+    cuts = _route_cuts(rollouts)
     parts = []
     for i in range(rollouts.num_sequences):
         one = torch.tensor([i])
         part = rollouts.select(one)
-        temperature = part.provenance.sampling.temperature
-        if routes is None:
-            said = score(model, part, temperature=temperature)
-        else:
-            with replayed(model, part, routes[cuts.rows(one)]):
-                said = score(model, part, temperature=temperature)
-        found = divergences(part, said.logits)
-        kl, tv = found["kl_rollout_current"].lo, found["tv_rollout_current"].lo
-        parts.append(Scored(said.logp.cpu(), said.entropy.cpu(), kl=kl.cpu(), tv=tv.cpu()))
+        replay = nullcontext() if routes is None else replayed(model, part, routes[cuts.rows(one)])
+        with replay:
+            scores = score(model, part, temperature=part.provenance.sampling.temperature)
+        exact = divergences(part, scores.logits)
+        kl, tv = exact["kl_rollout_current"].lo, exact["tv_rollout_current"].lo
+        parts.append(Scored(scores.logp.cpu(), scores.entropy.cpu(), kl=kl.cpu(), tv=tv.cpu()))
     return joined(parts)
-
-
-ROUTING = Factor(
-    "routing",
-    "A router picks experts by rank: a last-bit difference sends a token somewhere else.",
-    "routing",
-    _offered,
-    _routing,
-)

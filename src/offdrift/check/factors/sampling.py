@@ -1,25 +1,24 @@
-"""Factors of sampling and of what is recorded: temperature, filters, alignment, text and tokens."""
+"""Factors of sampling and of the record: temperature, filters, alignment, text and tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from offdrift.check.bench import Bench
-from offdrift.check.factors.base import Factor, Found, NotOffered, Setting, always
+from offdrift.check.factors.base import Effect, Setting, factor
 from offdrift.check.factors.compare import (
     LISTED,
     few,
     few_prompts,
     is_plain,
-    led_by,
     measured_by,
-    one_by_one,
     scores,
+    teacher_forced,
 )
 from offdrift.check.factors.train import score_rows
 from offdrift.check.measure import NAN, measured
@@ -28,39 +27,45 @@ from offdrift.divergence.fused import exact_divergences
 from offdrift.engines.generate import responses_of
 from offdrift.engines.score import score
 from offdrift.engines.spec import EngineSpec
+from offdrift.errors import NotOfferedError
 from offdrift.records.rollouts import Rollouts, Sampling, pack_sequences
 from offdrift.segments import Segments
 
 COLD = 0.7
-"""Temperature that is tried where none is asked for."""
+"""Temperature that is tried where the check samples at 1."""
 NUCLEUS = 0.95
-"""The same for top-p."""
+"""Top-p that is tried where the check samples without a filter."""
 
 
 def _drawn_at(setting: Setting, sampling: Sampling) -> Rollouts:
-    """A small draw under another sampling, with the whole vocabulary recorded."""
+    """A few rollouts under another sampling, with the whole vocabulary recorded."""
     bench = setting.bench
     prompts, short = few_prompts(bench.prompts, sampling, entries=LISTED, v=bench.vocab_size)
     return bench.rollouts(setting.rollout, sampling=short, prompts=prompts, evidence="full")
 
 
-def _temperature(setting: Setting) -> Found:
+@factor("sampling")
+def temperature(setting: Setting) -> Effect:
+    """Both engines divide their logits by it: below 1 every difference of logits weighs more."""
     now = setting.bench.sampling.temperature
     other = COLD if now == 1 else 1.0
     drawn = setting.bench.rollouts(
         setting.rollout, sampling=replace(setting.unfiltered, temperature=other)
     )
     changed = f"temperature {other:g} instead of {now:g} in both engines"
-    return Found(changed, measured_by(setting, drawn), setting.drawn_kl)
+    return Effect(changed, measured_by(setting, drawn), setting.drawn_kl)
 
 
-def _top_p(setting: Setting) -> Found:
-    asked = setting.bench.sampling
-    filtered = asked if asked.top_p < 1 or asked.top_k else replace(asked, top_p=NUCLEUS)
+@factor("sampling")
+def top_p(setting: Setting) -> Effect:
+    """A filter on one side: the rollout policy has no tail, the training policy has."""
+    filtered = setting.bench.sampling
+    if filtered.top_p == 1 and not filtered.top_k:
+        filtered = replace(filtered, top_p=NUCLEUS)
     drawn = _drawn_at(setting, filtered)
-    plain = led_by(setting, setting.rollout, drawn, sampling=setting.unfiltered)
+    plain = teacher_forced(setting, setting.rollout, drawn, sampling=setting.unfiltered)
     kept = f"top_p {filtered.top_p:g}" + (f", top_k {filtered.top_k}" if filtered.top_k else "")
-    return Found(
+    return Effect(
         f"{kept} in the rollout engine alone instead of no filter",
         measured_by(setting, drawn),
         measured_by(setting, plain).kl_mean,
@@ -68,20 +73,19 @@ def _top_p(setting: Setting) -> Found:
     )
 
 
-def _raw(setting: Setting) -> Found:
-    asked = setting.bench.sampling
-    processed = replace(asked, temperature=COLD) if is_plain(asked) else asked
+@factor("sampling")
+def raw_logprobs(setting: Setting) -> Effect:
+    """Log-probs taken before temperature and top-p describe a policy that never sampled."""
+    processed = setting.bench.sampling
+    if is_plain(processed):
+        processed = replace(processed, temperature=COLD)
     drawn = _drawn_at(setting, processed)
-    raw = led_by(
-        setting,
-        setting.rollout,
-        drawn,
-        sampling=replace(processed, temperature=1.0, top_k=0, top_p=1.0),
-    )
+    unprocessed = replace(processed, temperature=1.0, top_k=0, top_p=1.0)
+    raw = teacher_forced(setting, setting.rollout, drawn, sampling=unprocessed)
     # Recorded as raw, but scored at the temperature that sampled, as a correct trainer does.
     recorded = raw.with_(provenance=drawn.provenance)
     exact = exact_divergences(scores(drawn), scores(raw)).kl_rollout_current.double()
-    return Found(
+    return Effect(
         f"log-probs before temperature {processed.temperature:g} and top_p {processed.top_p:g} "
         "instead of after",
         measured_by(setting, recorded),
@@ -97,7 +101,9 @@ def _raw(setting: Setting) -> Found:
 # -- alignment -----------------------------------------------------------------------------------
 
 
-def _off_by_one(setting: Setting) -> Found:
+@factor("sampling")
+def off_by_one(setting: Setting) -> Effect:
+    """Log-probs shifted by one token: the logits at position t speak about token t + 1."""
     drawn = setting.drawn
     log = setting.scored.logged
     assert log is not None
@@ -105,18 +111,17 @@ def _off_by_one(setting: Setting) -> Found:
     corr = {shift: shifted_correlation(drawn, log.logp_old, shift) for shift in (-1, 0, 1)}
     some = few(drawn, v=setting.bench.vocab_size)
     if int(some.lengths.max()) < 2:
-        raise NotOffered("responses of one token cannot be misaligned")
+        raise NotOfferedError("responses of one token cannot be misaligned")
     rows = score_rows(setting.bench.train_model(setting.train), some)
-    inner = Segments(some.cu_seqlens).position > 0
-    late = inner.nonzero().flatten()
+    late = (Segments(some.cu_seqlens).position > 0).nonzero().flatten()
     shifted = some_tokens(some, late)
     d = exact_divergences(scores(some)[late], rows[late - 1])
     # Row t - 1 of the trainer, beside token t.
     tokens = some.tokens[late, None].long()
-    said = rows[late - 1].log_softmax(-1).gather(1, tokens).squeeze(1)
-    scored = Scored(said, torch.zeros_like(said), kl=d.kl_rollout_current, tv=d.tv)
+    logp = rows[late - 1].log_softmax(-1).gather(1, tokens).squeeze(1)
+    scored = Scored(logp, torch.zeros_like(logp), kl=d.kl_rollout_current, tv=d.tv)
     detected = not math.isnan(corr[0]) and max(corr[-1], corr[1]) > corr[0]
-    return Found(
+    return Effect(
         "the trainer's distributions one token late instead of aligned",
         measured(shifted, scored),
         setting.drawn_kl_of(some.num_sequences),
@@ -133,7 +138,7 @@ def _off_by_one(setting: Setting) -> Found:
 
 
 def some_tokens(rollouts: Rollouts, at: Tensor) -> Rollouts:
-    """The tokens at these places, each sequence shortened; sequences left empty are left out."""
+    """The rollouts with these tokens only; sequences without any are left out."""
     ids = Segments(rollouts.cu_seqlens).seq_ids[at]
     counts = torch.bincount(ids, minlength=rollouts.num_sequences)
     left = rollouts.select((counts > 0).nonzero().flatten())
@@ -162,53 +167,43 @@ def shifted_correlation(rollouts: Rollouts, logp: Tensor, shift: int) -> float:
 # -- text ----------------------------------------------------------------------------------------
 
 
-def _text_offered(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+def has_tokenizer(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    """Offered if the bench has a tokenizer."""
     return "there is no tokenizer" if not hasattr(bench.tokenizer, "decode") else None
 
 
-def _tokenization(setting: Setting) -> Found:
-    tokenizer, drawn = setting.bench.tokenizer, setting.drawn
-    there = responses_of(drawn)
-    back = [
-        list(
-            tokenizer.encode(
-                tokenizer.decode(r, skip_special_tokens=False), add_special_tokens=False
-            )
-        )
-        for r in there
+@factor("sampling", offered=has_tokenizer)
+def tokenization(setting: Setting) -> Effect:
+    """Text is not tokens: decoding and encoding again may give other ids than were sampled."""
+    tokenizer, responses = setting.bench.tokenizer, responses_of(setting.drawn)
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in responses]
+    again = [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    changed = [i for i, (a, b) in enumerate(zip(responses, again, strict=True)) if a != b]
+    first = [
+        next((t for t, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+        for a, b in ((responses[i], again[i]) for i in changed)
     ]
-    changed = [i for i, (a, b) in enumerate(zip(there, back, strict=True)) if a != b]
-    first = [_first_difference(there[i], back[i]) for i in changed]
-    detail: dict[str, object] = {
-        "sequences": len(there),
-        "changed_sequences": len(changed),
-        "changed_frac": len(changed) / len(there),
-        "first_difference_min": min(first) if first else None,
-        "sequence_logp_gap_max": _gap(setting, [i for i in changed if back[i]], back),
-    }
-    return Found(
+    return Effect(
         "responses decoded to text and encoded again instead of kept as token ids",
         None,
         NAN,
-        why=f"{len(changed)} of {len(there)} responses come back as other tokens",
-        detail=detail,
+        why=f"{len(changed)} of {len(responses)} responses come back as other tokens",
+        detail={
+            "sequences": len(responses),
+            "changed_sequences": len(changed),
+            "changed_frac": len(changed) / len(responses),
+            "first_difference_min": min(first) if first else None,
+            "sequence_logp_gap_max": _logp_gap(setting, {i: again[i] for i in changed if again[i]}),
+        },
     )
 
 
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    same = (x == y for x, y in zip(a, b))
-    return next((i for i, s in enumerate(same) if not s), min(len(a), len(b)))
-
-
-def _gap(setting: Setting, changed: Sequence[int], back: Sequence[Sequence[int]]) -> float | None:
-    """Largest change of a sequence's log-prob in the trainer's eyes, over a few responses, nats."""
-    some = list(changed[:8])
-    if not some:
-        return None
+def _logp_gap(setting: Setting, encoded_again: Mapping[int, Sequence[int]]) -> float | None:
+    """Largest change of a response's log-prob in the training engine, of the first eight, nats."""
     model = setting.bench.train_model(setting.train)
-    before = setting.drawn.select(torch.tensor(some))
     gaps = []
-    for one, ids in zip(one_by_one(before), [back[i] for i in some], strict=True):
+    for i, ids in list(encoded_again.items())[:8]:
+        one = setting.drawn.select(torch.tensor([i]))
         tokens, cuts = pack_sequences([ids])
         again = one.with_(
             tokens=tokens,
@@ -218,44 +213,6 @@ def _gap(setting: Setting, changed: Sequence[int], back: Sequence[Sequence[int]]
             evidence=None,
         )
         with torch.no_grad():
-            gaps.append(
-                float((score(model, again).logp.sum() - score(model, one).logp.sum()).abs())
-            )
-    return max(gaps)
-
-
-TEMPERATURE = Factor(
-    "temperature",
-    "Both engines divide their logits by it: below 1 every difference of logits weighs more.",
-    "sampling",
-    always,
-    _temperature,
-)
-TOP_P = Factor(
-    "top_p",
-    "A filter on one side: the rollout policy has no tail, the training policy has.",
-    "sampling",
-    always,
-    _top_p,
-)
-RAW = Factor(
-    "raw_logprobs",
-    "Log-probs taken before temperature and top-p describe a policy that never sampled.",
-    "sampling",
-    always,
-    _raw,
-)
-OFF_BY_ONE = Factor(
-    "off_by_one",
-    "Log-probs shifted by one token: the logits at position t speak about token t + 1.",
-    "sampling",
-    always,
-    _off_by_one,
-)
-TOKENIZATION = Factor(
-    "tokenization",
-    "Text is not tokens: decoding and encoding again may give other ids than were sampled.",
-    "sampling",
-    _text_offered,
-    _tokenization,
-)
+            gap = score(model, again).logp.sum() - score(model, one).logp.sum()
+        gaps.append(abs(float(gap)))
+    return max(gaps, default=None)
