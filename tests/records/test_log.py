@@ -11,7 +11,8 @@ import torch
 
 from offdrift.errors import RecordError
 from offdrift.records.batch import Logged
-from offdrift.records.log import TOKEN_COLUMNS, write_log
+from offdrift.records.log import write_log
+from offdrift.records.schema import BY_TOKEN
 from tests.records.samples import one, ragged, read_all, same_groups
 
 FIELDS = ("cu_seqlens", "step", "row", "response_lengths", "logp_rollout", "logp_old", "logp", "logp_ref", "advantages", "rewards", "rollout_version", "version", "entropy", "tokens", "old_status", "truncated")  # fmt: skip
@@ -97,7 +98,7 @@ def test_lone_surrogates_of_a_tokenizer_do_not_stop_the_log(tmp_path: Path) -> N
 def test_a_reader_decodes_without_copies_and_the_framework_is_remembered(tmp_path: Path) -> None:
     path = write_log(ragged(8), tmp_path / "log.parquet", framework="verl")
     schema = pq.read_schema(path)
-    lists = [schema.field(name).type for name in TOKEN_COLUMNS if name in schema.names]
+    lists = [schema.field(name).type for f in BY_TOKEN if (name := f.column) in schema.names]
     assert len(lists) == 8
     assert all(not kind.value_field.nullable for kind in lists)
     found, _, _ = read_all(path)

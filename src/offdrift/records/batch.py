@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,58 +19,26 @@ from torch import Tensor
 
 from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
+from offdrift.records.schema import FIELDS, LogValues
 from offdrift.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logged:
+class Logged(LogValues):
     """A batch of logged sequences: `n` scored response tokens in `b` sequences; `n` may be 0.
 
-    A sequence without any scored token has length 0 in `cu_seqlens`; `response_lengths` says how
+    Its other fields are those of `schema.LogValues`, which describes them. A sequence without any scored token has length 0 in `cu_seqlens`; `response_lengths` says how
     long the response was.
     """
 
     cu_seqlens: Int[Tensor, " cuts"]
-    step: Int[Tensor, " b"]
-    """Optimizer step (or the log's own counter) that each sequence belongs to."""
-    row: Int[Tensor, " b"]
-    """Where the sequence stands in its file: line or row number, from 1."""
-    response_lengths: Int[Tensor, " b"]
-    """Length of each whole response, masked and unscored tokens included, in `length_unit`."""
     length_unit: str = "token"
     """"token", or "character" where the log holds text alone."""
-    logp_rollout: Float[Tensor, " n"] | None = None
-    logp_old: Float[Tensor, " n"] | None = None
-    logp: Float[Tensor, " n"] | None = None
-    logp_ref: Float[Tensor, " n"] | None = None
-    advantages: Float[Tensor, " n"] | None = None
-    """Per token; a log with one advantage per sequence has it repeated."""
-    rewards: Float[Tensor, " b"] | None = None
-    group_ids: Int[Tensor, " b"] | None = None
-    """Sequences of one prompt share a number, within the batch."""
-    rollout_version: Int[Tensor, " n"] | None = None
-    """Version of the weights that drew each token."""
-    version: Int[Tensor, " b"] | None = None
-    """Version of the weights that were trained when the sequence was used."""
-    position: Int[Tensor, " n"] | None = None
-    """Place of each token in its response, from 0; None: no token was dropped."""
-    entropy: Float[Tensor, " n"] | None = None
-    """Entropy of the training policy at each token, nats."""
     divergences: Mapping[str, Float[Tensor, " n"]] = field(default_factory=dict)
     """Exact full-vocabulary divergences by name (`kl_rollout_current`, `tv_rollout_old`, ...)."""
-    tokens: Int[Tensor, " n"] | None = None
-    old_status: Int[Tensor, " b"] | None = None
-    """How the old log-probs of each sequence were come by, its worst token's: an index into
-    `OLD_STATUS` (exact, stale, approximated, missing)."""
-    truncated: Int[Tensor, " b"] | None = None
-    """1 where the response was cut off by its length limit."""
-    prompts: tuple[str, ...] | None = field(default=None, repr=False)
-    completions: tuple[str, ...] | None = field(default=None, repr=False)
-    trainable: Int[Tensor, " b"] | None = None
-    """Tokens of each response that may train, scored or not; None: those that are here."""
     unscored: Mapping[str, Int[Tensor, " b"]] = field(default_factory=dict)
-    """Of these, tokens without a usable log-prob, by "FIELD/CAUSE" (see `integrations.logs.scored`);
-    a token without two of them counts in both."""
+    """Of the tokens that may train, those without a usable log-prob, by "FIELD/CAUSE" (see
+    `records.readers.comparable`); a token without two of them counts in both."""
 
     @property
     def num_sequences(self) -> int:
@@ -87,12 +56,12 @@ class Logged:
     @property
     def pairs(self) -> tuple[str, ...]:
         """The ratios that the log's policies make: of "mismatch", "full" and "staleness"."""
-        held = {
+        policies = {
             "mismatch": (self.logp_rollout, self.logp_old),
             "full": (self.logp_rollout, self.logp),
             "staleness": (self.logp_old, self.logp),
         }
-        return tuple(on for on, two in held.items() if all(x is not None for x in two))
+        return tuple(on for on, two in policies.items() if all(x is not None for x in two))
 
     @cached_property
     def lag(self) -> Int[Tensor, " n"] | None:
@@ -153,42 +122,33 @@ class Logged:
 
     def select(self, sequences: Int[Tensor, " s"]) -> Logged:
         """The given sequences, in the given order, as a batch of their own."""
-        rows = Segments(self.cu_seqlens).rows(sequences)
-        order = sequences.tolist()
         lengths = self.cu_seqlens.diff()[sequences]
+        cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return self._part(cuts, Segments(self.cu_seqlens).rows(sequences), sequences)
 
-        def by_token(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[rows]
+    def cut(self, first: int, last: int) -> Logged:
+        """Sequences `first` up to but not including `last`: views, no copies."""
+        if (first, last) == (0, self.num_sequences):
+            return self
+        cuts = self.cu_seqlens[first : last + 1]
+        tokens = slice(int(cuts[0]), int(cuts[-1]))
+        return self._part(cuts - cuts[0], tokens, slice(first, last))
 
-        def by_sequence(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[sequences]
-
-        def texts(x: tuple[str, ...] | None) -> tuple[str, ...] | None:
-            return None if x is None else tuple(x[i] for i in order)
-
+    def _part(
+        self, cu_seqlens: Int[Tensor, " cuts"], tokens: Tensor | slice, sequences: Tensor | slice
+    ) -> Logged:
+        values: dict[str, Any] = {}
+        for f in FIELDS:
+            x = getattr(self, f.name)
+            if isinstance(x, tuple) and isinstance(sequences, Tensor):
+                x = tuple(x[i] for i in sequences.tolist())
+            elif x is not None:
+                x = x[tokens if f.by_token else sequences]
+            values[f.name] = x
         return Logged(
-            cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            step=self.step[sequences],
-            row=self.row[sequences],
-            response_lengths=self.response_lengths[sequences],
+            cu_seqlens=cu_seqlens,
             length_unit=self.length_unit,
-            logp_rollout=by_token(self.logp_rollout),
-            logp_old=by_token(self.logp_old),
-            logp=by_token(self.logp),
-            logp_ref=by_token(self.logp_ref),
-            advantages=by_token(self.advantages),
-            rewards=by_sequence(self.rewards),
-            group_ids=by_sequence(self.group_ids),
-            rollout_version=by_token(self.rollout_version),
-            version=by_sequence(self.version),
-            position=by_token(self.position),
-            entropy=by_token(self.entropy),
-            divergences={name: x[rows] for name, x in self.divergences.items()},
-            tokens=by_token(self.tokens),
-            old_status=by_sequence(self.old_status),
-            truncated=by_sequence(self.truncated),
-            prompts=texts(self.prompts),
-            completions=texts(self.completions),
-            trainable=by_sequence(self.trainable),
+            divergences={name: x[tokens] for name, x in self.divergences.items()},
             unscored={name: x[sequences] for name, x in self.unscored.items()},
+            **values,
         )

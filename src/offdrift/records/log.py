@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +18,14 @@ from torch import Tensor
 
 from offdrift.records.atomic import write_atomically
 from offdrift.records.batch import Logged
+from offdrift.records.schema import DIVERGENCES, FIELDS, TEXTS
 
 FORMAT = 1
 KEY = b"offdrift.log"
 GROUP_BYTES = 48 << 20
 """Decoded size of a row group: what a reader has to hold at least."""
-
-TOKEN_COLUMNS = {
-    "tokens": pa.int32(),
-    "logp_rollout": pa.float32(),
-    "logp_old": pa.float32(),
-    "logp": pa.float32(),
-    "logp_ref": pa.float32(),
-    "advantages": pa.float32(),
-    "rollout_version": pa.int32(),
-    "entropy": pa.float32(),
-    "position": pa.int32(),
-}
-ROW_COLUMNS = {
-    "step": ("step", pa.int64()),
-    "response_length": ("response_lengths", pa.int64()),
-    "reward": ("rewards", pa.float32()),
-    "group_id": ("group_ids", pa.int64()),
-    "version": ("version", pa.int64()),
-    "old_status": ("old_status", pa.int8()),
-    "truncated": ("truncated", pa.int8()),
-}
-"""Column: (attribute of `Logged`, type)."""
-TEXTS = ("prompt", "completion")
-REPEATING = ("step", "version", "rollout_version", "prompt")
-"""Columns whose values repeat: a dictionary holds each once."""
+REPEATING = tuple(f.column for f in FIELDS if f.repeats)
+"""Columns that hold each value once, in a dictionary."""
 
 
 def write_log(batch: Logged, path: str | os.PathLike[str], *, framework: str = "offdrift") -> Path:
@@ -81,22 +60,21 @@ def to_columns(batch: Logged) -> dict[str, pa.Array]:
     """The plain schema's columns of a batch; lists share memory with its tensors."""
     cuts = _array(batch.cu_seqlens, pa.int64())
     columns: dict[str, pa.Array] = {}
-    for name, (attribute, kind) in ROW_COLUMNS.items():
-        values: Tensor | None = getattr(batch, attribute)
-        if values is not None and not (name == "response_length" and batch.length_unit != "token"):
-            columns[name] = _array(values, kind)
-    by_token = {name: (getattr(batch, name), kind) for name, kind in TOKEN_COLUMNS.items()}
-    by_token |= {name: (x, pa.float32()) for name, x in batch.divergences.items()}
-    for name, (values, kind) in by_token.items():
-        if values is not None:
-            flat = _array(values, kind)
+    exact = [(replace(DIVERGENCES[0], column=name), x) for name, x in batch.divergences.items()]
+    for f, values in (*((f, getattr(batch, f.name)) for f in FIELDS if f.column), *exact):
+        if values is None or (f.name == "response_lengths" and batch.length_unit != "token"):
+            continue
+        if f.is_text:
+            clean = [t.encode("utf-8", "replace").decode() for t in values]
+            columns[f.column] = pa.array(clean, pa.large_string())
+            continue
+        kind = pa.type_for_alias(f.dtype)
+        flat = _array(values, kind)
+        if f.by_token:
             # Elements that cannot be null have shorter levels, which halves the time to decode them.
             element = pa.field("element", kind, nullable=False)
-            columns[name] = pa.LargeListArray.from_arrays(cuts, flat, type=pa.large_list(element))
-    for name, texts in zip(TEXTS, (batch.prompts, batch.completions), strict=True):
-        if texts is not None:
-            clean = [t.encode("utf-8", "replace").decode() for t in texts]
-            columns[name] = pa.array(clean, pa.large_string())
+            flat = pa.LargeListArray.from_arrays(cuts, flat, type=pa.large_list(element))
+        columns[f.column] = flat
     return columns
 
 

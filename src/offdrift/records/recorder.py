@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import multiprocessing
 import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
+from itertools import chain
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,15 +23,11 @@ from torch import Tensor
 
 from offdrift.errors import BadValueError, RecordError, ShapeError, check_choice
 from offdrift.records.batch import Logged
-from offdrift.records.log import ROW_COLUMNS, TOKEN_COLUMNS
 from offdrift.records.outbox import LOG, Limits, OnError, Outbox, WhenFull
+from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, FIELDS, arguments
 from offdrift.records.shared import rank_here, remove_stale, write_unclaimed
-from offdrift.records.unpacked import Unpacked, text_ids
+from offdrift.records.unpacked import ARGUMENTS, Unpacked, text_ids
 from offdrift.segments import Segments
-
-SEQUENCES = (*(attribute for attribute, _ in ROW_COLUMNS.values()), "row")
-INT32 = ("tokens", "rollout_version", "position")
-"""Stored as 32-bit integers."""
 
 
 def on_host(batch: Logged | Unpacked) -> tuple[Logged | Unpacked, list[torch.cuda.Event]]:
@@ -74,29 +73,32 @@ def present(batch: Logged | Unpacked) -> frozenset[str]:
 def check_shapes(batch: Logged) -> None:
     """Raise `ShapeError` unless all fields describe the same tokens and sequences."""
     b = len(batch.cu_seqlens) - 1
-    by_token = {name: getattr(batch, name) for name in TOKEN_COLUMNS} | dict(batch.divergences)
-    lengths = {name: len(x) for name, x in by_token.items() if x is not None}
+    lengths = {name: len(x) for name, x in _by_token(batch).items()}
     if len(set(lengths.values())) > 1:
         raise ShapeError(f"token fields of different lengths: {lengths}")
-    for name in (*SEQUENCES, "prompts", "completions"):
-        x = getattr(batch, name)
+    for f in BY_SEQUENCE:
+        x = getattr(batch, f.name)
         if x is not None and len(x) != b:
-            raise ShapeError(f"{name} has {len(x)} entries for {b} sequences")
+            raise ShapeError(f"{f.name} has {len(x)} entries for {b} sequences")
 
 
 def check_values(batch: Logged) -> None:
     """Raise unless `cu_seqlens` cuts the tokens, and integers fit where they are stored."""
     Segments(batch.cu_seqlens).check()
-    for name in INT32:
+    for name in (f.name for f in FIELDS if f.dtype == "int32"):
         x = getattr(batch, name)
         if x is not None and len(x) and not -(2**31) <= int(x.min()) <= int(x.max()) < 2**31:
             raise BadValueError(
                 f"{name} reaches from {int(x.min())} to {int(x.max())}, beyond 32 bits"
             )
-    by_token = {name: getattr(batch, name) for name in TOKEN_COLUMNS} | dict(batch.divergences)
-    for name, x in by_token.items():
-        if x is not None and len(x) != batch.num_tokens:
+    for name, x in _by_token(batch).items():
+        if len(x) != batch.num_tokens:
             raise ShapeError(f"{name} has {len(x)} tokens, cu_seqlens ends at {batch.num_tokens}")
+
+
+def _by_token(batch: Logged) -> dict[str, Tensor]:
+    values = {f.name: getattr(batch, f.name) for f in BY_TOKEN}
+    return {name: x for name, x in values.items() if x is not None} | dict(batch.divergences)
 
 
 def joined(batches: Sequence[Logged]) -> Logged:
@@ -104,20 +106,18 @@ def joined(batches: Sequence[Logged]) -> Logged:
     if len(batches) == 1:
         return batches[0]
     first = batches[0]
-    whole = all(b.position is None for b in batches)
     lengths = torch.cat([b.cu_seqlens.diff() for b in batches])
-    values: dict[str, Any] = {
-        name: torch.cat([getattr(b, name) for b in batches])
-        for name in (*TOKEN_COLUMNS, *SEQUENCES)
-        if name != "position" and getattr(first, name) is not None
-    }
-    for name in ("prompts", "completions"):
-        if getattr(first, name) is not None:
-            values[name] = tuple(t for b in batches for t in getattr(b, name))
+    values: dict[str, Any] = {}
+    for f in FIELDS:
+        parts = [getattr(b, f.name) for b in batches]
+        if f.name == "position":
+            counted = all(x is None for x in parts)
+            values[f.name] = None if counted else torch.cat([b.in_response for b in batches])
+        elif parts[0] is not None:
+            values[f.name] = tuple(chain(*parts)) if f.is_text else torch.cat(parts)
     return Logged(
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         length_unit=first.length_unit,
-        position=None if whole else torch.cat([b.in_response for b in batches]),
         divergences={k: torch.cat([b.divergences[k] for b in batches]) for k in first.divergences},
         **values,
     )
@@ -332,25 +332,9 @@ def record(
     folder: str | os.PathLike[str] | Recorder,
     *,
     step: Values,
-    logp_rollout: Values | None = None,
-    logp_old: Values | None = None,
-    logp: Values | None = None,
-    logp_ref: Values | None = None,
-    mask: Values | None = None,
     cu_seqlens: Values | None = None,
-    advantages: Values | None = None,
-    rewards: Values | None = None,
-    group_ids: Values | Sequence[str] | None = None,
-    tokens: Values | None = None,
-    prompts: Sequence[str] | None = None,
-    completions: Sequence[str] | None = None,
-    version: Values | None = None,
-    rollout_version: Values | None = None,
-    entropy: Values | None = None,
-    old_status: Values | None = None,
-    truncated: Values | None = None,
-    response_lengths: Values | None = None,
     divergences: Mapping[str, Values] | None = None,
+    **fields: Values | Sequence[str] | None,
 ) -> Recorder:
     """Record what a step knew of its tokens; returns at once, a thread writes.
 
@@ -361,30 +345,9 @@ def record(
     Args:
         folder: of the log, made at the first call; or a `Recorder` with settings of your own. The
             recorder of a folder is closed when the process ends.
-        step: counts optimizer steps; one number, or one per sequence (as `version`).
-        logp_rollout: log-probs of the engine that drew the tokens, of the distribution that it drew
-            from, nats.
-        logp_old: log-probs of the training engine before the first update on this batch.
-        logp: log-probs of the policy being trained; the graph is not kept.
-        logp_ref: log-probs of the frozen reference policy.
-        mask: nonzero where a token trains; padding, prompt and tool output are 0 and not recorded.
         cu_seqlens: starts of the sequences in the packed tokens, first 0, last `n`.
-        advantages: per token, or per sequence `[b]`; what has the tokens' shape is per token.
-        rewards: per sequence.
-        group_ids: per sequence, numbers or texts; responses to one prompt share theirs within a step.
-            Without, equal `prompts` are a group.
-        tokens: ids.
-        prompts: texts.
-        completions: texts.
-        version: of the weights being trained, optimizer steps taken so far.
-        rollout_version: of the weights that drew the tokens; per token, per sequence, or one number.
-        entropy: of the policy being trained, nats.
-        old_status: how a response's `logp_old` was come by: 0 exact (the training engine at the weights
-            that sampled), 1 stale (at others), 2 approximated, 3 missing (the rollout's stand in).
-        truncated: 1 where a response hit its length limit.
-        response_lengths: tokens of each whole response. Without, from its first to its last token
-            that trains.
         divergences: exact ones by name (`kl_rollout_current`, ...), nats per token.
+        fields: those of `offdrift.records.schema`.
 
     NaN and infinite values are written as they are: readers leave such tokens out and count them by
     field, so that an audit shows them. A sequence without a token keeps its row.
@@ -401,24 +364,50 @@ def record(
         >>> log.written, log.dropped
         (1, 0)
     """
-    if isinstance(group_ids, Sequence) and any(isinstance(x, str) for x in group_ids):
-        group_ids = text_ids(_texts("group_ids", group_ids) or ())
-    given: dict[str, Any] = {
-        "step": step, "logp_rollout": logp_rollout, "logp_old": logp_old, "logp": logp,
-        "logp_ref": logp_ref, "mask": mask, "cu_seqlens": cu_seqlens, "advantages": advantages,
-        "rewards": rewards, "group_ids": group_ids, "tokens": tokens, "version": version,
-        "rollout_version": rollout_version, "entropy": entropy, "old_status": old_status, "truncated": truncated,
-        "response_lengths": response_lengths,
-    }  # fmt: skip
+    known = {f.name: f for f in ARGUMENTS}
+    for name in fields:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            raise TypeError(
+                f"record() takes no field {name!r}; "
+                + (f"did you mean {close[0]!r}? " if close else "")
+                + f"There are {', '.join(known)}"
+            )
+    values: dict[str, Any] = {}
+    for name, x in {"step": step, **fields}.items():
+        if known[name].is_text:
+            values[name] = _texts(name, x)
+        elif (
+            known[name].text_ids and isinstance(x, Sequence) and any(isinstance(t, str) for t in x)
+        ):
+            values[name] = text_ids(_texts(name, x) or ())
+        elif x is not None:
+            values[name] = torch.as_tensor(x)
     batch = Unpacked(
+        cu_seqlens=None if cu_seqlens is None else torch.as_tensor(cu_seqlens),
         divergences={name: torch.as_tensor(x) for name, x in (divergences or {}).items()},
-        prompts=_texts("prompts", prompts),
-        completions=_texts("completions", completions),
-        **{name: torch.as_tensor(x) for name, x in given.items() if x is not None},
+        **values,
     )
     recorder = folder if isinstance(folder, Recorder) else _recorder(folder)
     recorder.add(batch)
     return recorder
+
+
+def _document(function: Any) -> None:
+    """Name and describe every field in the signature and the docstring that `help` shows."""
+    own = inspect.signature(function)
+    named = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for f in ARGUMENTS
+        if f.name not in own.parameters
+    ]
+    kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = own.replace(parameters=[*kept, *named])
+    stub = "        fields: those of `offdrift.records.schema`."
+    function.__doc__ = (function.__doc__ or "").replace(stub, arguments())
+
+
+_document(record)
 
 
 def _recorder(folder: str | os.PathLike[str]) -> Recorder:

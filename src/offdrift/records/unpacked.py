@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -13,55 +13,39 @@ from torch import Tensor
 
 from offdrift.errors import BadValueError, ShapeError
 from offdrift.records.batch import Logged
+from offdrift.records.schema import FIELDS, MASK, LogField
 from offdrift.segments import Segments
 
-BY_TOKEN = ("logp_rollout", "logp_old", "logp", "logp_ref", "tokens", "entropy")
-"""Always one value per token."""
-EITHER = ("advantages", "rollout_version")
-"""One value per token, or per sequence."""
-BY_SEQUENCE = (
-    "step",
-    "version",
-    "rewards",
-    "group_ids",
-    "old_status",
-    "truncated",
-    "response_lengths",
+ARGUMENTS = tuple(f for f in (*FIELDS, MASK) if f.argument)
+"""What a training loop may give."""
+
+
+_Values: Any = make_dataclass(
+    "_Values",
+    [
+        (f.name, tuple[str, ...] | None, field(default=None, repr=False))
+        if f.is_text
+        else (f.name, Shaped[Tensor, "..."] | None, None)
+        for f in ARGUMENTS
+    ],
+    frozen=True,
+    kw_only=True,
 )
-WHOLE = ("tokens", "rollout_version", *(n for n in BY_SEQUENCE if n != "rewards"))
-"""What is counted, and stays an integer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unpacked:
+class Unpacked(_Values):
     """Token tensors of one shape: padded `[b, time]` with `mask`, or packed `[n]` with `cu_seqlens`.
 
-    Making one looks at shapes alone, so that nothing waits for a device.
+    Its other fields are those that `record` takes. Making one looks at shapes alone, so that nothing
+    waits for a device.
 
     Raises: `ShapeError` if a field has neither the tokens' shape nor one value per sequence.
     """
 
     step: Shaped[Tensor, ...]
-    """Per sequence, or one number for all; so is `version`."""
-    logp_rollout: Shaped[Tensor, ...] | None = None
-    logp_old: Shaped[Tensor, ...] | None = None
-    logp: Shaped[Tensor, ...] | None = None
-    logp_ref: Shaped[Tensor, ...] | None = None
-    tokens: Shaped[Tensor, ...] | None = None
-    entropy: Shaped[Tensor, ...] | None = None
-    divergences: Mapping[str, Tensor] = field(default_factory=dict)
-    mask: Shaped[Tensor, ...] | None = None
     cu_seqlens: Shaped[Tensor, ...] | None = None
-    advantages: Shaped[Tensor, ...] | None = None
-    rollout_version: Shaped[Tensor, ...] | None = None
-    version: Shaped[Tensor, ...] | None = None
-    rewards: Shaped[Tensor, ...] | None = None
-    group_ids: Shaped[Tensor, ...] | None = None
-    old_status: Shaped[Tensor, ...] | None = None
-    truncated: Shaped[Tensor, ...] | None = None
-    response_lengths: Shaped[Tensor, ...] | None = None
-    prompts: tuple[str, ...] | None = field(default=None, repr=False)
-    completions: tuple[str, ...] | None = field(default=None, repr=False)
+    divergences: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape, b = self.shape, self.num_sequences
@@ -72,29 +56,35 @@ class Unpacked:
             )
         if len(shape) == 2 and self.mask is None:
             raise ShapeError("padded input needs mask= (nonzero where a token may train)")
-        one = [(b,), (b, 1)]
-        expected = {name: [shape] for name in (*BY_TOKEN, "mask")}
-        expected |= {name: [shape, (), *one] for name in EITHER}
-        expected |= dict.fromkeys(BY_SEQUENCE, one)
-        expected |= {name: [(), *one] for name in ("step", "version")}
-        given = {name: getattr(self, name) for name in expected} | dict(self.divergences)
-        for name, x in given.items():
-            allowed = expected.get(name, [shape])
-            if x is not None and tuple(x.shape) not in allowed:
-                raise ShapeError(
-                    f"{name} has shape {tuple(x.shape)}, expected {' or '.join(map(str, allowed))}: "
-                    f"{self._first} has shape {shape}, {b} sequences"
-                )
-        for name, texts in (("prompts", self.prompts), ("completions", self.completions)):
-            if texts is not None and len(texts) != b:
-                raise ShapeError(f"{name} has {len(texts)} texts for {b} sequences")
+        by_sequence = [(b,), (b, 1)]
+        for f in ARGUMENTS:
+            x = getattr(self, f.name)
+            if x is None:
+                continue
+            if f.is_text:
+                if len(x) != b:
+                    raise ShapeError(f"{f.name} has {len(x)} texts for {b} sequences")
+                continue
+            allowed = [shape] if f.by_token else []
+            allowed += [()] if f.one_for_all or f.per == "token or sequence" else []
+            self._check_shape(f.name, x, allowed + (by_sequence if f.per != "token" else []))
+        for name, x in self.divergences.items():
+            self._check_shape(name, x, [shape])
+
+    def _check_shape(self, name: str, x: Tensor, allowed: list[tuple[int, ...]]) -> None:
+        if tuple(x.shape) not in allowed:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, expected {' or '.join(map(str, allowed))}: "
+                f"{self._first} has shape {self.shape}, {self.num_sequences} sequences"
+            )
 
     @property
     def _first(self) -> str:
-        for name in BY_TOKEN:
+        names = [f.name for f in ARGUMENTS if f.per == "token" and f is not MASK]
+        for name in names:
             if getattr(self, name) is not None:
                 return name
-        raise ShapeError(f"nothing per token is given; give at least one of {', '.join(BY_TOKEN)}")
+        raise ShapeError(f"nothing per token is given; give at least one of {', '.join(names)}")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,26 +115,26 @@ class Unpacked:
             if not torch.equal(lengths, cuts.diff()):
                 position = kept - torch.repeat_interleave(start, cuts.diff())
 
-        def tokens(name: str, x: Tensor) -> Tensor:
-            if tuple(x.shape) == self.shape:
-                return _as_stored(name, x.reshape(-1) if kept is None else x.reshape(-1)[kept])
-            return torch.repeat_interleave(sequences(name, x), cuts.diff())
+        def sequences(x: Tensor) -> Tensor:
+            return x.reshape(-1).expand(b)
 
-        def sequences(name: str, x: Tensor) -> Tensor:
-            return _as_stored(name, x.reshape(-1)).expand(b)
+        def tokens(x: Tensor) -> Tensor:
+            if tuple(x.shape) == self.shape:
+                return x.reshape(-1) if kept is None else x.reshape(-1)[kept]
+            return torch.repeat_interleave(sequences(x), cuts.diff())
 
         values: dict[str, Any] = {"response_lengths": lengths}
-        for name in (*BY_TOKEN, *EITHER, *BY_SEQUENCE):
-            x = getattr(self, name)
-            if x is not None:
-                values[name] = sequences(name, x) if name in BY_SEQUENCE else tokens(name, x)
+        for f in ARGUMENTS:
+            x = getattr(self, f.name)
+            if x is not None and f is not MASK:
+                values[f.name] = (
+                    x if f.is_text else _as_stored(f, (tokens if f.by_token else sequences)(x))
+                )
         return Logged(
             cu_seqlens=cuts,
             row=torch.arange(1, b + 1),
             position=position,
-            divergences={name: tokens(name, x) for name, x in self.divergences.items()},
-            prompts=self.prompts,
-            completions=self.completions,
+            divergences={name: tokens(x).float() for name, x in self.divergences.items()},
             **values,
         )
 
@@ -161,13 +151,13 @@ class Unpacked:
         return cuts
 
 
-def _as_stored(name: str, x: Shaped[Tensor, " n"]) -> Shaped[Tensor, " n"]:
-    if name not in WHOLE:
+def _as_stored(f: LogField, x: Shaped[Tensor, " n"]) -> Shaped[Tensor, " n"]:
+    if not f.is_whole:
         return x.float()
     if x.is_floating_point():
-        odd = x[~x.isfinite() | (x != x.trunc())]
-        if len(odd):
-            raise BadValueError(f"{name} holds {float(odd[0]):g}; give whole numbers")
+        fractions = x[~x.isfinite() | (x != x.trunc())]
+        if len(fractions):
+            raise BadValueError(f"{f.name} holds {float(fractions[0]):g}; give whole numbers")
     return x.long()
 
 

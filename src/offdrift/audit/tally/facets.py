@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -33,50 +33,6 @@ def by_step(batch: Logged) -> Logged:
     return batch.select(torch.sort(batch.step, stable=True).indices)
 
 
-def cut(batch: Logged, first: int, last: int) -> Logged:
-    """Sequences `first` up to but not including `last`: views, no copies."""
-    if (first, last) == (0, batch.num_sequences):
-        return batch
-    cuts = batch.cu_seqlens[first : last + 1]
-    a, b = int(cuts[0]), int(cuts[-1])
-
-    def part(x: Any, i: int, j: int) -> Any:
-        return None if x is None else x[i:j]
-
-    by_token = (
-        "logp_rollout",
-        "logp_old",
-        "logp",
-        "logp_ref",
-        "advantages",
-        "rollout_version",
-        "position",
-        "entropy",
-        "tokens",
-    )
-    by_sequence = (
-        "rewards",
-        "group_ids",
-        "version",
-        "old_status",
-        "truncated",
-        "prompts",
-        "completions",
-        "trainable",
-    )
-    return replace(
-        batch,
-        cu_seqlens=cuts - a,
-        step=batch.step[first:last],
-        row=batch.row[first:last],
-        response_lengths=batch.response_lengths[first:last],
-        divergences={name: x[a:b] for name, x in batch.divergences.items()},
-        unscored={name: x[first:last] for name, x in batch.unscored.items()},
-        **{name: part(getattr(batch, name), a, b) for name in by_token},
-        **{name: part(getattr(batch, name), first, last) for name in by_sequence},
-    )
-
-
 def chunks(batch: Logged, *, tokens: int = CHUNK) -> Iterator[Logged]:
     """Runs of whole sequences of about so many tokens each; one longer sequence is a run of its own.
 
@@ -87,7 +43,7 @@ def chunks(batch: Logged, *, tokens: int = CHUNK) -> Iterator[Logged]:
     inner = inner[batch.cu_seqlens[inner] < batch.num_tokens]  # no run without a token at the end
     bounds = sorted({0, *inner.tolist(), batch.num_sequences})
     for first, last in pairwise(bounds):
-        yield cut(batch, first, last)
+        yield batch.cut(first, last)
 
 
 def runs(batch: Logged, width: int) -> Iterator[tuple[int, Logged]]:
@@ -97,7 +53,7 @@ def runs(batch: Logged, width: int) -> Iterator[tuple[int, Logged]]:
     )
     ends = counts.cumsum(0).tolist()
     for key, first, last in zip(keys.tolist(), [0, *ends], ends):
-        yield key, cut(batch, first, last)
+        yield key, batch.cut(first, last)
 
 
 # `Facets`: the same metrics by length, position, sign of the advantage, policy lag and token class.

@@ -23,28 +23,8 @@ from offdrift.audit.tally.worst import Worst
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import one_thread
 from offdrift.records.batch import Logged
+from offdrift.records.schema import HELD
 from offdrift.stats.signature import PerSequence
-
-FIELDS = (
-    "logp_rollout",
-    "logp_old",
-    "logp",
-    "logp_ref",
-    "advantages",
-    "rewards",
-    "group_ids",
-    "rollout_version",
-    "version",
-    "position",
-    "entropy",
-    "tokens",
-    "old_status",
-    "truncated",
-    "prompts",
-    "completions",
-)
-"""What a log may hold, as `has` names it; exact divergences follow under their own names."""
-
 
 LAGS = ("version_lag/mean", "version_lag/max")
 
@@ -275,8 +255,8 @@ def _worst(batch: Logged, parts: list[_Part], file: str) -> Worst:
 def _counts(batch: Logged) -> dict[str, int]:
     b = batch.num_sequences
     counts = {"rows": len(batch.row.unique()), "sequences": b, "tokens": batch.num_tokens}
-    held = [name for name in FIELDS if getattr(batch, name) is not None]
-    counts |= {f"has/{name}": b for name in (*held, *batch.divergences)}
+    fields = [name for name in HELD if getattr(batch, name) is not None]
+    counts |= {f"has/{name}": b for name in (*fields, *batch.divergences)}
     trainable = batch.cu_seqlens.diff() if batch.trainable is None else batch.trainable
     unscored = {name: int(n.sum()) for name, n in batch.unscored.items()}
     absent = [

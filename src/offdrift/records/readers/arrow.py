@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offdrift.records.readers.columns import LARGE, Columns, Lists, Numbers, cumulative, text_of
-from offdrift.records.readers.fields import FLOATS, INTEGERS, NUMBERS, OTHER, TEXTS, WORDS
+from offdrift.records.schema import COLUMNS, LogField
 
 pc: Any = pyarrow.compute
 """Its functions are made at import, where no type checker sees them."""
@@ -41,11 +41,12 @@ def fits(field: str, kind: pa.DataType) -> bool:
     """Whether a column of this type can hold a field."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if pa.types.is_null(kind) or field in TEXTS or field == "group_id":
+    f = COLUMNS[field]
+    if pa.types.is_null(kind) or f.is_text or f.text_ids:
         return True
-    if (field in FLOATS or field in INTEGERS) and is_list(kind):
+    if f.by_token and is_list(kind):
         return is_number(kind.value_type)
-    return field in NUMBERS and (is_number(kind) or (field in WORDS and is_text(kind)))
+    return f.per != "token" and (is_number(kind) or (bool(f.words) and is_text(kind)))
 
 
 def to_columns(table: pa.Table, before: int, wanted: Mapping[str, str]) -> Columns:
@@ -57,12 +58,13 @@ def to_columns(table: pa.Table, before: int, wanted: Mapping[str, str]) -> Colum
         array = _column(table, name)
         if pa.types.is_dictionary(array.type):
             array = array.dictionary_decode()
-        if field in TEXTS or (field == "group_id" and not is_number(array.type)):
+        f = COLUMNS[field]
+        if f.is_text or (f.text_ids and not is_number(array.type)):
             texts[field] = _texts(array)
-        elif (field in FLOATS or field in INTEGERS) and is_list(array.type):
-            lists[field] = _lists(array, field in FLOATS)
-        elif field in NUMBERS:
-            numbers[field] = _numbers(array, field)
+        elif f.by_token and is_list(array.type):
+            lists[field] = _lists(array, not f.is_whole)
+        elif f.per != "token":
+            numbers[field] = _numbers(array, f)
     row = torch.arange(before + 1, before + 1 + len(table))
     return Columns(row, lists, numbers, texts)
 
@@ -111,14 +113,13 @@ def _lists(array: pa.Array, floats: bool) -> Lists:
     return Lists(tensor(values), cumulative(lengths), absent, missing)
 
 
-def _numbers(array: pa.Array, field: str) -> Numbers:
-    if field in WORDS and is_text(array.type):
-        words = WORDS[field]
-        codes = pa.array([*words.values(), OTHER[field]], pa.int64())
-        where = pc.index_in(array, pa.array(list(words), array.type))
-        known = pc.fill_null(where, len(words))
-        array = pc.if_else(array.is_valid(), codes.take(known), None)
-    if pa.types.is_floating(array.type) or field in ("reward", "advantages"):
+def _numbers(array: pa.Array, f: LogField) -> Numbers:
+    if f.words and is_text(array.type):
+        codes = pa.array([*f.words.values(), f.other_word], pa.int64())
+        index = pc.index_in(array, pa.array(list(f.words), array.type))
+        codes = codes.take(pc.fill_null(index, len(f.words)))
+        array = pc.if_else(array.is_valid(), codes, None)
+    if pa.types.is_floating(array.type) or not f.is_whole:
         values = pc.fill_null(array.cast(pa.float64(), safe=False), float("nan"))
         return Numbers(tensor(pc.if_else(pc.less(pc.abs(values), LARGE), values, float("nan"))))
     absent = tensor(array.is_null()) if array.null_count else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -13,14 +14,17 @@ from torch import Tensor
 from offdrift.records.batch import Logged
 from offdrift.records.readers.columns import Columns, Lists, cumulative
 from offdrift.records.readers.comparable import examined, response_positions
-from offdrift.records.readers.fields import DIVERGENCES, EITHER, FLOATS, INTEGERS, POLICIES
 from offdrift.records.readers.types import BadRow
+from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, COLUMNS, DIVERGENCES, EITHER, POLICIES
 
 PATTERNS = 8
 """Sets of fields that rows are told apart by; of more, the field that most rows lack is left out."""
 
-BY_ROW = ("version", "old_status", "truncated")
-"""Numbers per row that some rows may lack; an unknown reward is NaN."""
+DERIVED = ("step", "response_lengths", "group_ids")
+"""Fields per sequence that every row gets, whether or not the log has their columns."""
+
+COUNTED = tuple(f for f in BY_SEQUENCE if f.column and f.is_whole and f.name not in DERIVED)
+"""Integers per sequence that some rows may lack; a float that a row lacks is NaN."""
 
 STEP_STRIDE = 0x9E3779B97F4A7C15 - 2**64
 """An odd 64-bit number: `group + step * STEP_STRIDE` keeps equal ids of different steps apart."""
@@ -103,60 +107,44 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
         lists["mask"] = Lists(trains.long(), lists["mask"].cuts, None, holes)
     for name in EITHER:
         if name in columns.numbers and name not in lists:
-            lists[name] = columns.numbers[name].per_token(lengths, whole=name in INTEGERS)
-    numbers = {n: columns.numbers[n] for n in BY_ROW if n in columns.numbers}
+            whole = COLUMNS[name].is_whole
+            lists[name] = columns.numbers[name].per_token(lengths, whole=whole)
+    counted = {f.column: columns.numbers[f.column] for f in COUNTED if f.column in columns.numbers}
     cuts = cumulative(lengths)
-    found = examined(lists, numbers, cuts)
-    keep = found.keep
+    usable = examined(lists, counted, cuts)
+    keep = usable.keep
     position = _positions(lists.get("position"), cuts, always=keep is not None)
     if keep is not None:
         position = None if position is None else position[keep]
         cuts = torch.cat([cuts.new_zeros(1), keep.cumsum(0)])[cuts]
 
-    def tokens(name: str) -> Tensor | None:
-        if name not in lists:
-            return None
-        values = lists[name].values
-        return values if keep is None else values[keep]
-
-    def whole(name: str) -> Tensor | None:
-        return numbers[name].whole() if name in numbers else None
-
-    by_token = {name: tokens(name) for name in (*FLOATS, *INTEGERS)}
-    responses, unit = _response_lengths(columns, lengths)
+    values: dict[str, Any] = {}
+    for f in BY_TOKEN:
+        if f.column in lists and f.column != "position":
+            values[f.name] = lists[f.column].kept(keep)
+    for f in BY_SEQUENCE:
+        if f.is_text and (texts := columns.texts.get(f.column)) is not None:
+            values[f.name] = tuple(t or "" for t in texts)
+        elif f.column in counted:
+            values[f.name] = counted[f.column].whole()
+        elif (x := columns.numbers.get(f.column)) and not (f.is_whole or x.missing().all()):
+            values[f.name] = x.values.float().masked_fill(x.missing(), float("nan"))
     steps = _steps(columns, step)
-    rewards = columns.numbers.get("reward")
-    if rewards is not None and bool(rewards.missing().all()):
-        rewards = None
+    responses, unit = _response_lengths(columns, lengths)
     batch = Logged(
         cu_seqlens=cuts,
         step=steps,
         row=columns.row,
         response_lengths=responses,
         length_unit=unit,
-        logp_rollout=by_token["logp_rollout"],
-        logp_old=by_token["logp_old"],
-        logp=by_token["logp"],
-        logp_ref=by_token["logp_ref"],
-        advantages=by_token["advantages"],
-        rewards=None
-        if rewards is None
-        else rewards.values.float().masked_fill(rewards.missing(), float("nan")),
         group_ids=_groups(columns, steps),
-        rollout_version=by_token["rollout_version"],
-        version=whole("version"),
         position=position,
-        entropy=by_token["entropy"],
-        divergences={name: x for name in DIVERGENCES if (x := by_token[name]) is not None},
-        tokens=by_token["tokens"],
-        old_status=whole("old_status"),
-        truncated=whole("truncated"),
-        prompts=_texts(columns, "prompt"),
-        completions=_texts(columns, "completion"),
-        trainable=found.trainable,
-        unscored=found.unscored,
+        divergences={f.name: lists[f.column].kept(keep) for f in DIVERGENCES if f.column in lists},
+        trainable=usable.trainable,
+        unscored=usable.unscored,
+        **values,
     )
-    return tuple(_apart(batch, dict(found.lacks)))
+    return tuple(_apart(batch, dict(usable.lacks)))
 
 
 def _positions(
@@ -176,7 +164,7 @@ def _apart(batch: Logged, lacks: dict[str, Bool[Tensor, " b"]]) -> Iterator[Logg
     left_out: set[str] = set()
     # A sequence without tokens lacks no field of theirs, and is kept with the most.
     some = batch.cu_seqlens.diff() > 0
-    by_token = {name: x for name, x in lacks.items() if name not in BY_ROW}
+    by_token = {name: x for name, x in lacks.items() if COLUMNS[name].by_token}
     lacks |= {n: x & some if bool((~x & some).any()) else x | ~some for n, x in by_token.items()}
     while len((held := _sets(lacks, batch.num_sequences)).unique()) > PATTERNS:
         most = max((n for n in lacks if n not in POLICIES), key=lambda n: int(lacks[n].sum()))
@@ -197,10 +185,10 @@ def _sets(lacks: Mapping[str, Bool[Tensor, " b"]], b: int) -> Int[Tensor, " b"]:
     return held
 
 
-def _without(batch: Logged, names: Collection[str]) -> Logged:
-    exact = {name: x for name, x in batch.divergences.items() if name not in names}
-    gone = {name: None for name in names if name not in batch.divergences}
-    return replace(batch, divergences=exact, **gone)
+def _without(batch: Logged, columns: Collection[str]) -> Logged:
+    exact = {name: x for name, x in batch.divergences.items() if name not in columns}
+    absent = {COLUMNS[c].name: None for c in columns if c not in batch.divergences}
+    return replace(batch, divergences=exact, **absent)
 
 
 def _steps(columns: Columns, step: int | None) -> Int[Tensor, " b"]:
@@ -240,8 +228,3 @@ def text_id(text: str | bytes) -> int:
     """A number that equal texts share, in every process."""
     data = text.encode("utf-8", "replace") if isinstance(text, str) else text
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
-
-
-def _texts(columns: Columns, name: str) -> tuple[str, ...] | None:
-    texts: Sequence[str | None] | None = columns.texts.get(name)
-    return None if texts is None else tuple(t or "" for t in texts)

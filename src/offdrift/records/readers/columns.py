@@ -13,18 +13,8 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from offdrift.records.readers.fields import (
-    EITHER,
-    FIELDS,
-    FLOATS,
-    INTEGERS,
-    LISTS,
-    NUMBERS,
-    OTHER,
-    TEXTS,
-    WORDS,
-)
 from offdrift.records.readers.types import BadRow
+from offdrift.records.schema import COLUMNS, LISTS
 
 
 @dataclass(frozen=True)
@@ -57,6 +47,10 @@ class Lists:
             None if self.absent is None else self.absent[keep],
             None if self.missing is None else self.missing[kept],
         )
+
+    def kept(self, keep: Bool[Tensor, " n"] | None) -> Shaped[Tensor, " m"]:
+        """The values that are True in `keep`, or all of them."""
+        return self.values if keep is None else self.values[keep]
 
     def filled(self, lengths: Int[Tensor, " b"]) -> Lists:
         """With a list of missing values in every row that has none; `absent` still says which."""
@@ -108,7 +102,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Columns:
-    """`b` rows by field name; see `fields` for the names."""
+    """`b` rows by column of `records.schema`."""
 
     row: Int[Tensor, " b"]
     """Number of each row in its file, from 1."""
@@ -238,17 +232,17 @@ def _columns(rows: Sequence[Row], numbers: Sequence[int]) -> Columns:
     lists: dict[str, Lists] = {}
     single: dict[str, Numbers] = {}
     texts: dict[str, list[str | None]] = {}
-    for name in (n for n in FIELDS if n in given):
+    for name, f in COLUMNS.items():
+        if name not in given:
+            continue
         values = [row.get(name) for row in rows]
-        if name in TEXTS or (name == "group_id" and any(isinstance(v, str) for v in values)):
+        if f.is_text or (f.text_ids and any(isinstance(v, str) for v in values)):
             texts[name] = [text_of(v) for v in values]
-        elif name in EITHER and not any(_is_list(v) for v in values):
-            single[name] = _numbers(name, values)
-        elif name in FLOATS or name in INTEGERS:
-            if name in EITHER:
-                values = _spread(values, rows)
+        elif f.per == "token":
             lists[name] = _lists(name, values)
-        elif name in NUMBERS:
+        elif f.by_token and any(_is_list(v) for v in values):
+            lists[name] = _lists(name, _spread(values, rows))
+        else:
             single[name] = _numbers(name, values)
     return Columns(torch.tensor(numbers, dtype=torch.int64), lists, single, texts)
 
@@ -266,7 +260,8 @@ def _spread(values: list[Any], rows: Sequence[Row]) -> list[Any]:
 
 
 def _length(row: Row) -> int:
-    return max((len(v) for k, v in row.items() if _is_list(v) and k not in NUMBERS), default=0)
+    lists = (v for name, v in row.items() if name in LISTS and _is_list(v))
+    return max(map(len, lists), default=0)
 
 
 def _lists(name: str, values: list[Any]) -> Lists:
@@ -306,7 +301,7 @@ def _array(name: str, parts: list[Any]) -> tuple[np.ndarray, np.ndarray | None]:
     else:
         listed = [p.tolist() if isinstance(p, np.ndarray) else p for p in parts]
         flat = _converted(name, chain.from_iterable(listed), sum(map(len, listed)))
-    if name in FLOATS:
+    if not COLUMNS[name].is_whole:
         # A double beyond float32 is as unusable as the infinity it becomes.
         with np.errstate(over="ignore"):
             return flat.astype(np.float32), None
@@ -319,7 +314,7 @@ def _array(name: str, parts: list[Any]) -> tuple[np.ndarray, np.ndarray | None]:
 def _converted(name: str, values: Iterable[Any], n: int) -> np.ndarray:
     flat = list(values)
     try:
-        if name in INTEGERS:
+        if COLUMNS[name].is_whole:
             whole = np.array(flat) if n else np.zeros(0, np.int64)
             if whole.dtype.kind in "iub":
                 return whole
@@ -342,9 +337,10 @@ def _shown(value: Any) -> str:
 
 
 def _numbers(name: str, values: list[Any]) -> Numbers:
+    f = COLUMNS[name]
     plain = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
-    if name in WORDS:
-        plain = [WORDS[name].get(v, OTHER[name]) if isinstance(v, str) else v for v in plain]
+    if f.words:
+        plain = [f.words.get(v, f.other_word) if isinstance(v, str) else v for v in plain]
     wrong = next((v for v in plain if v is not None and not isinstance(v, int | float)), None)
     if wrong is not None:
         raise TypeError(
@@ -359,6 +355,6 @@ def _numbers(name: str, values: list[Any]) -> Numbers:
     except (*Conversion, RuntimeError) as e:
         raise OverflowError(f"{name} holds a number that is too large") from e
     usable = np.abs(array) < LARGE
-    if name not in FLOATS and name != "reward" and not (usable | np.isnan(array)).all():
+    if f.is_whole and not (usable | np.isnan(array)).all():
         raise OverflowError(f"{name} holds a number that is too large")
     return Numbers(torch.from_numpy(np.where(usable, array, np.nan)))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from offdrift.logprobs import POSITIVE_SLACK, UNSCORED_BELOW
 from offdrift.records.readers.columns import Lists, Numbers
-from offdrift.records.readers.fields import LOGPS, POLICIES
+from offdrift.records.schema import LOGPS, POLICIES
 
 LOWEST = -9999.0
 """What is written for minus infinity; a policy that did not draw the token may find it unlikely."""

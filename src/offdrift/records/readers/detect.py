@@ -10,13 +10,13 @@ from typing import NamedTuple
 from offdrift.errors import OffdriftError, RecordError
 from offdrift.records.readers import files
 from offdrift.records.readers.arrow import is_number, present, type_of
-from offdrift.records.readers.fields import FIELDS, LISTS
-from offdrift.records.readers.formats.base import PER_ROW, SPELLINGS, Source
+from offdrift.records.readers.formats.base import PER_ROW, Source
 from offdrift.records.readers.formats.plain import PLAIN, TRL
 from offdrift.records.readers.formats.slime import NotRead
 from offdrift.records.readers.formats.table import rank, source_of
 from offdrift.records.readers.look import Look, look
 from offdrift.records.readers.types import LIMIT, BadRow, Detected
+from offdrift.records.schema import COLUMNS, LISTS
 
 BESIDE = "|".join((
     r"/eval-rollout/",
@@ -115,11 +115,11 @@ def detect(
 
 
 def _fields(columns: Mapping[str, str]) -> dict[str, str]:
-    known = {other: name for name, others in SPELLINGS.items() for other in others}
-    named = {known.get(name, name): column for name, column in columns.items()}
+    fields = {other: name for name, f in COLUMNS.items() for other in f.spellings}
+    named = {fields.get(name, name): column for name, column in columns.items()}
     for name in named:
-        if name not in FIELDS:
-            raise RecordError(f"columns: {name!r} is no field; the fields are {', '.join(FIELDS)}")
+        if name not in COLUMNS:
+            raise RecordError(f"columns: {name!r} is no field; the fields are {', '.join(COLUMNS)}")
     return named
 
 

@@ -8,23 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offdrift.records.readers.columns import Row
-from offdrift.records.readers.fields import EITHER, FIELDS, NUMBERS, TEXTS
-
-SPELLINGS: Mapping[str, tuple[str, ...]] = {
-    "logp_rollout": ("rollout_log_probs", "rollout_logprobs", "inference_logprobs"),
-    "logp_old": ("old_log_probs", "old_logprobs"),
-    "logp_ref": ("ref_log_probs", "ref_log_prob", "ref_logprobs"),
-    "mask": ("response_mask", "loss_mask"),
-    "advantages": ("advantage",),
-    "reward": ("rewards", "score"),
-    "group_id": ("group_ids",),
-    "entropy": ("entropies",),
-    "tokens": ("response_ids", "completion_ids"),
-    "completion": ("response", "output"),
-    "prompt": ("input",),
-    "response_length": ("response_lengths",),
-}
-"""Names that mean one thing only, where a log does not use the field's own."""
+from offdrift.records.schema import COLUMNS
 
 
 @dataclass(frozen=True)
@@ -63,15 +47,15 @@ class Source:
         """Column by field: as mapped, or as this source calls it, or by a known name."""
         there = set(names)
         found = {}
-        for name in FIELDS:
-            tried = (self.columns.get(name), name, *SPELLINGS.get(name, ()))
+        for name, f in COLUMNS.items():
+            tried = (self.columns.get(name), name, *f.spellings)
             own = next((n for n in tried if n is not None and n in there), None)
             if name in mapped or own is not None:
                 found[name] = mapped.get(name, own)
         return {name: column for name, column in found.items() if column}
 
 
-PER_ROW = tuple(n for n in (*NUMBERS, *TEXTS) if n not in EITHER)
+PER_ROW = tuple(name for name, f in COLUMNS.items() if f.per == "sequence")
 """Fields that may be mapped whatever the log: they need no alignment with tokens."""
 
 

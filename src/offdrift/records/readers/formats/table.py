@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from offdrift.records.readers.fields import DIVERGENCES, LOGPS
 from offdrift.records.readers.formats.base import Source
 from offdrift.records.readers.formats.nemo_rl import NEMO_RL
 from offdrift.records.readers.formats.open_instruct import OPEN_INSTRUCT
@@ -26,6 +25,7 @@ from offdrift.records.readers.formats.slime import (
     SLIME_ROLLOUT,
     SLIME_TRAIN,
 )
+from offdrift.records.schema import DIVERGENCES, LOGPS
 
 SOURCES = (
     PRIME_RL, NEMO_RL, SLIME_TRAIN, MILES_TRAIN, SKYRL, OWN, OWN_ROLLOUTS, PLAIN, SLIME_ROLLOUT, MILES_ROLLOUT,
@@ -49,7 +49,7 @@ KEYS: Mapping[str, frozenset[str]] = {
 WITHOUT: Mapping[str, frozenset[str]] = {"verl-validation": frozenset({"request_id"})}
 """Names that it does not have."""
 
-SAYING = {*LOGPS, *DIVERGENCES, "completion"}
+SAYING = {*LOGPS, *(f.column for f in DIVERGENCES), "completion"}
 """Of the plain schema, a log of sequences has one of these; rewards alone are a table of metrics."""
 
 

@@ -1,0 +1,345 @@
+"""The fields of a log: one table, from which whatever records, stores, reads or documents logs derives.
+
+`LogValues` is the table: each attribute is one row, with the tensor's type, what it is per, how files
+store it, the names that frameworks give it, and its description. `record`, `Unpacked`, `Logged`, the
+Parquet writer, the readers, the audit's list of fields and the table in docs/logs.md follow from it, so
+a new field is one attribute here.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.records.rollouts import OLD_STATUS
+
+Per = Literal["token", "sequence", "token or sequence"]
+"""What there is one value for. "token or sequence": a log may have either; in a batch, always per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogField:
+    """One row of the table."""
+
+    name: str
+    """Attribute of a batch, and argument of `record`."""
+    column: str
+    """Name of the column in files; "" for what is not stored."""
+    per: Per
+    dtype: Literal["float32", "int8", "int32", "int64", "string"]
+    """Type in files."""
+    about: str
+    default: str = ""
+    """What is assumed without it."""
+    spellings: tuple[str, ...] = ()
+    """Other names of the column that mean one thing only."""
+    words: Mapping[str, int] = field(default_factory=dict)
+    """Words that a log may hold in place of the numbers."""
+    other_word: int = 0
+    """The number for any other word."""
+    text_ids: bool = False
+    """A log may hold texts in place of the numbers: only which are equal counts."""
+    one_for_all: bool = False
+    """A training loop may give one number for all sequences of a batch."""
+    repeats: bool = False
+    """Values repeat, so that files hold each of them once."""
+    argument: bool = True
+    """A training loop gives it to `record`; otherwise it is computed."""
+
+    @property
+    def is_text(self) -> bool:
+        return self.dtype == "string"
+
+    @property
+    def is_whole(self) -> bool:
+        return self.dtype.startswith("int")
+
+    @property
+    def by_token(self) -> bool:
+        """In a batch, one value per token."""
+        return self.per != "sequence"
+
+
+def _row(per: Per, dtype: str, about: str, **more: Any) -> dict[str, Any]:
+    return {"per": per, "dtype": dtype, "about": about, **more}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogValues:
+    """Values of `n` tokens in `b` sequences; what a log does not hold is None."""
+
+    step: Int[Tensor, " b"] = field(
+        metadata=_row(
+            "sequence",
+            "int64",
+            "optimizer step, or another counter that the log goes by",
+            default="`step_N` in the file's path, or 0",
+            one_for_all=True,
+            repeats=True,
+        )
+    )
+    row: Int[Tensor, " b"] = field(
+        metadata=_row(
+            "sequence",
+            "int64",
+            "place of the sequence in its file: line or row number, from 1",
+            column="",
+            argument=False,
+        )
+    )
+    response_lengths: Int[Tensor, " b"] = field(
+        metadata=_row(
+            "sequence",
+            "int64",
+            "tokens of the whole response, those that are masked or left out included",
+            default="from the first to the last token that trains",
+            column="response_length",
+            spellings=("response_lengths",),
+        )
+    )
+    logp_rollout: Float[Tensor, " n"] | None = field(
+        default=None,
+        metadata=_row(
+            "token",
+            "float32",
+            "log mu: log-prob of the sampled token, nats, under the distribution that the engine drew it "
+            "from (after temperature and top-p)",
+            spellings=("rollout_log_probs", "rollout_logprobs", "inference_logprobs"),
+        ),
+    )
+    logp_old: Float[Tensor, " n"] | None = field(
+        default=None,
+        metadata=_row(
+            "token",
+            "float32",
+            "log pi_old: from the training engine before the first update on this batch",
+            spellings=("old_log_probs", "old_logprobs"),
+        ),
+    )
+    logp: Float[Tensor, " n"] | None = field(
+        default=None,
+        metadata=_row("token", "float32", "log pi: of the policy being trained, without graph"),
+    )
+    logp_ref: Float[Tensor, " n"] | None = field(
+        default=None,
+        metadata=_row(
+            "token",
+            "float32",
+            "log-prob of the frozen reference policy",
+            spellings=("ref_log_probs", "ref_log_prob", "ref_logprobs"),
+        ),
+    )
+    advantages: Float[Tensor, " n"] | None = field(
+        default=None,
+        metadata=_row(
+            "token or sequence",
+            "float32",
+            "advantage; what has the shape of the tokens is per token",
+            spellings=("advantage",),
+        ),
+    )
+    rewards: Float[Tensor, " b"] | None = field(
+        default=None,
+        metadata=_row(
+            "sequence",
+            "float32",
+            "reward; an unknown one is NaN",
+            column="reward",
+            spellings=("rewards", "score"),
+        ),
+    )
+    group_ids: Int[Tensor, " b"] | None = field(
+        default=None,
+        metadata=_row(
+            "sequence",
+            "int64",
+            "number or text that responses to one prompt share within a step",
+            default="equal prompts are a group",
+            column="group_id",
+            spellings=("group_ids",),
+            text_ids=True,
+        ),
+    )
+    rollout_version: Int[Tensor, " n"] | None = field(
+        default=None,
+        metadata=_row(
+            "token or sequence", "int32", "version of the weights that drew the token", repeats=True
+        ),
+    )
+    version: Int[Tensor, " b"] | None = field(
+        default=None,
+        metadata=_row(
+            "sequence",
+            "int64",
+            "version of the weights being trained: optimizer steps taken so far",
+            one_for_all=True,
+            repeats=True,
+        ),
+    )
+    position: Int[Tensor, " n"] | None = field(
+        default=None,
+        metadata=_row(
+            "token",
+            "int32",
+            "place of the token in its response, from 0",
+            default="the lists leave no token out",
+            argument=False,
+        ),
+    )
+    entropy: Float[Tensor, " n"] | None = field(
+        default=None,
+        metadata=_row(
+            "token",
+            "float32",
+            "entropy of the policy being trained, nats",
+            spellings=("entropies",),
+        ),
+    )
+    tokens: Int[Tensor, " n"] | None = field(
+        default=None,
+        metadata=_row("token", "int32", "token ids", spellings=("response_ids", "completion_ids")),
+    )
+    old_status: Int[Tensor, " b"] | None = field(
+        default=None,
+        metadata=_row(
+            "sequence",
+            "int8",
+            "how `logp_old` was come by, the worst of the sequence's tokens: 0 `exact` (the training engine "
+            "at the weights that sampled), 1 `stale` (at others), 2 `approximated`, 3 `missing` (the "
+            "rollout's own stand in)",
+            words={status: code for code, status in enumerate(OLD_STATUS)},
+            other_word=-1,
+        ),
+    )
+    truncated: Int[Tensor, " b"] | None = field(
+        default=None,
+        metadata=_row(
+            "sequence",
+            "int8",
+            "1, or the finish reason `length`, where the response hit its length limit",
+            words={"length": 1, "truncated": 1},
+        ),
+    )
+    prompts: tuple[str, ...] | None = field(
+        default=None,
+        metadata=_row(
+            "sequence",
+            "string",
+            "text of the prompt, or a list of chat messages in a file",
+            column="prompt",
+            spellings=("input",),
+            repeats=True,
+        ),
+        repr=False,
+    )
+    completions: tuple[str, ...] | None = field(
+        default=None,
+        metadata=_row(
+            "sequence",
+            "string",
+            "text of the response, or a list of chat messages in a file",
+            column="completion",
+            spellings=("response", "output"),
+        ),
+        repr=False,
+    )
+    trainable: Int[Tensor, " b"] | None = field(
+        default=None,
+        metadata=_row(
+            "sequence",
+            "int64",
+            "tokens of the response that may train, scored or not",
+            default="those of the batch",
+            column="",
+            argument=False,
+        ),
+    )
+
+
+FIELDS: tuple[LogField, ...] = tuple(
+    LogField(name=f.name, **{"column": f.name, **f.metadata}) for f in fields(LogValues)
+)
+"""The rows of the table: the attributes of a batch."""
+
+MASK = LogField(
+    name="mask",
+    column="mask",
+    per="token",
+    dtype="int8",
+    about="nonzero where a token trains; padding, prompt and tool output are 0 and left out",
+    default="every token trains",
+    spellings=("response_mask", "loss_mask"),
+)
+"""What leaves tokens out, so that no batch holds it."""
+
+DIVERGENCES: tuple[LogField, ...] = tuple(
+    LogField(
+        name=f"{kind}_{first}_{second}",
+        column=f"{kind}_{first}_{second}",
+        per="token",
+        dtype="float32",
+        about=f"exact full-vocabulary {meaning.format(first, second)}",
+    )
+    for kind, meaning in (("kl", "KL({} || {}), nats"), ("tv", "total variation of {} and {}"))
+    for first, second in (("rollout", "current"), ("rollout", "old"), ("old", "current"))
+)
+"""What `divergences` of a batch may hold, by name."""
+
+POLICIES = ("logp_rollout", "logp_old", "logp")
+"""The policies that an audit compares."""
+LOGPS = (*POLICIES, "logp_ref")
+
+BY_TOKEN = tuple(f for f in FIELDS if f.by_token)
+BY_SEQUENCE = tuple(f for f in FIELDS if not f.by_token)
+HELD = tuple(f.name for f, d in zip(FIELDS, fields(LogValues)) if f.column and d.default is None)
+"""What a log may hold or not: the names in the audit's `has`, with those of divergences."""
+
+# What a reader looks for, by name of the column: values per token first.
+COLUMNS: Mapping[str, LogField] = {
+    f.column: f for f in (*BY_TOKEN, MASK, *DIVERGENCES, *BY_SEQUENCE) if f.column
+}
+FLOATS = tuple(c for c, f in COLUMNS.items() if f.by_token and not f.is_whole)
+"""Per token."""
+INTEGERS = tuple(c for c, f in COLUMNS.items() if f.by_token and f.is_whole)
+"""Per token."""
+LISTS = tuple(c for c, f in COLUMNS.items() if f.per == "token")
+"""Per token, and nothing else: a column of single numbers is another thing of that name."""
+EITHER = tuple(c for c, f in COLUMNS.items() if f.per == "token or sequence")
+NUMBERS = tuple(c for c, f in COLUMNS.items() if f.per != "token" and not f.is_text)
+"""Per sequence, or per either."""
+TEXTS = tuple(c for c, f in COLUMNS.items() if f.is_text)
+WORDS = {c: f.words for c, f in COLUMNS.items() if f.words}
+"""Columns of numbers that a log may give as words."""
+TEXT_IDS = tuple(c for c, f in COLUMNS.items() if f.text_ids)
+
+
+def arguments() -> str:
+    """The fields that `record` takes, one paragraph each, as its docstring shows them."""
+    described = (
+        f"{f.name}: per {f.per}: {f.about}."
+        + (f" Without it: {f.default}." if f.default and f.name != "step" else "")
+        + (" One number may stand for all sequences." if f.one_for_all else "")
+        for f in (*FIELDS, MASK)
+        if f.argument
+    )
+    return "\n".join(
+        textwrap.fill(d, 104, initial_indent=" " * 8, subsequent_indent=" " * 12) for d in described
+    )
+
+
+def table() -> list[str]:
+    """The columns of a log as a Markdown table, for docs/logs.md."""
+    lines = ["| column | per | type | what | also read as |", "|---|---|---|---|---|"]
+    for column, f in COLUMNS.items():
+        about = f.about + (f"; without the column: {f.default}" if f.default else "")
+        about += f"; `{f.name}=` of `record`" if f.argument and f.name != column else ""
+        also = ", ".join(f"`{name}`" for name in f.spellings)
+        lines.append(
+            f"| `{column}` | {f.per} | {f.dtype} | {about.replace('|', chr(92) + '|')} | {also} |"
+        )
+    return lines
