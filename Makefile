@@ -6,7 +6,7 @@
 # make train-smollm2  a few steps on a real pretrained model
 # make bench        the benchmarks, each a ratio measured side by side
 # make check        formatter, linter, types
-# make docs         regenerate docs/methods.md, metrics.md and rules.md
+# make docs         regenerate docs/methods.md, metrics.md, rules.md and the table of logs.md
 
 PYTHON ?= python3
 VENV ?= .venv

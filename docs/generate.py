@@ -1,6 +1,6 @@
-"""Write docs/methods.md, metrics.md and rules.md from the tables in the code: `make docs`.
+"""Write docs/methods.md, metrics.md, rules.md and the table of logs.md from the code: `make docs`.
 
-Nobody edits those pages; a test fails when they differ from what this prints.
+Nobody edits those; a test fails when they differ from what this prints.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from offdrift.methods import systems
 from offdrift.methods.describe import catalog
 from offdrift.methods.table import FAMILIES
 from offdrift.penalty import ESTIMATORS
+from offdrift.records import schema
 from offdrift.show.method_table import ABOUT, RATIOS, shown
 from offdrift.stats import METRICS
 
@@ -231,7 +232,23 @@ def rules_page() -> str:
     return runpy.run_path(str(HERE / "rules_page.py"))["rules_page"]()
 
 
-PAGES = {"methods.md": methods_page, "metrics.md": metrics_page, "rules.md": rules_page}
+def logs_page() -> str:
+    """docs/logs.md with the table of fields renewed."""
+    page = (HERE / "logs.md").read_text(encoding="utf-8")
+    before, rest = page.split(TABLE_BEGINS)
+    after = rest.split(TABLE_ENDS)[1]
+    return "\n".join([before + TABLE_BEGINS, "", *schema.table(), "", TABLE_ENDS]) + after
+
+
+TABLE_BEGINS = "<!-- The table of fields, written by `make docs`. -->"
+TABLE_ENDS = "<!-- End of the table. -->"
+
+PAGES = {
+    "methods.md": methods_page,
+    "metrics.md": metrics_page,
+    "rules.md": rules_page,
+    "logs.md": logs_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -123,7 +123,7 @@ class LogValues:
     )
     logp: Float[Tensor, " n"] | None = field(
         default=None,
-        metadata=_row("token", "float32", "log pi: of the policy being trained, without graph"),
+        metadata=_row("token", "float32", "log pi: of the policy being trained"),
     )
     logp_ref: Float[Tensor, " n"] | None = field(
         default=None,
