@@ -11,6 +11,7 @@ from torch.autograd import gradcheck
 from offdrift.divergence import chunks, kernels, losses
 from offdrift.divergence.exact import definition
 from offdrift.divergence.fused import exact_divergences
+from offdrift.divergence.interval import OWN
 from offdrift.divergence.losses import entropy, kl_current_rollout, kl_rollout_current
 from offdrift.errors import BadValueError, ShapeError
 from tests.divergence.definitions import naive_loss
@@ -75,10 +76,9 @@ def test_laws_of_the_gradient(of, pair):
     gradient = gradient_of(value, pi, ones)
     assert gradient.shape == pi.shape
     finite = value.isfinite()
-    # A shift of all logits changes nothing; a token that is filtered stays so.
-    torch.testing.assert_close(
-        gradient[finite].sum(-1), torch.zeros_like(value[finite]), rtol=0, atol=1e-10
-    )
+    # A shift of all logits changes nothing, as far as the KL is known; a filtered token stays so.
+    shift = gradient[finite].sum(-1)
+    assert (shift.abs() <= OWN * value[finite] + 1e-12).all()
     assert (gradient[pi == -INF] == 0).all()
     assert gradient.isfinite().all(1)[finite].all()
     if of != "entropy":
