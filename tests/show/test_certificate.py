@@ -14,7 +14,7 @@ from offdrift.certificate import BatchEvidence, Certificate, TrustRegion, certif
 from offdrift.certificate.samples import SHARES
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
-from offdrift.prove.certify import NAMES, certificate_view, number
+from offdrift.prove.certify import NAMES, NOT_FRESH, certificate_view, number
 from offdrift.segments import Segments
 
 REGION = TrustRegion(horizon=4, delta=0.02, eps=0.08, tau=0.4)
@@ -151,7 +151,7 @@ def test_shares_that_round_to_nothing_are_still_numbers():
 def test_samples_show_dashes_where_exact_evidence_shows_numbers(width: int):
     text = shown(CASES["sampled"], width)
     assert row_of(text, "unknown", "–", "sampled")
-    assert "at most" not in text.partition("what the batch says")[2].partition("expectations")[0]
+    assert "at most" not in text.partition("premises of")[2].partition("expectations")[0]
     dashes = [line for line in text.splitlines() if row_of(line, "–", "–", "–")]
     assert [line.split()[0] for line in dashes] == ["KL", "KL", "adaptive"]
     # what is shown without evidence would be the region's own limits: 2 tokens of KL <= 0.02
@@ -167,14 +167,14 @@ def test_means_that_rest_on_a_fallen_premise_are_dashes(case: str, absent: int):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_is_taken_for_granted_is_said(width: int):
-    assert f"taken for granted: {CAP}" in flat(shown(CASES["capped"], width))
+    assert f"assumed: {CAP}" in flat(shown(CASES["capped"], width))
     assert f"{CAP}; 600 sequences contradict it" in flat(shown(CASES["refuted"], width))
-    assert "taken for granted" not in shown(CASES["certified"], width)
+    assert "assumed:" not in shown(CASES["certified"], width)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_policy_that_learned_from_the_rollouts_is_called_so(width: int):
-    words = "not fresh: the policy learned from these prompts, and none of this covers"
+    words = NOT_FRESH
     assert words in flat(shown(CASES["stale"], width))
     assert words in flat(shown(proof(rewarded=False, fresh=False), width))
     assert words not in flat(shown(CASES["certified"], width))

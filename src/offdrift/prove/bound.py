@@ -1,6 +1,6 @@
-"""Error bounds of the surrogate: the table, its summary sentences, and a figure over the horizon.
+"""Error bounds of the surrogate: `bound_rows` computes them, `bound_table` and `write_bound_figure` show them.
 
-The paper's constants stand beside the sharp ones. `bound_rows` holds the numbers, `bound_table` shows them.
+The paper's constants stand beside the sharp ones.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ OTHERS = {"sharp": "sharp ones", "paper": "the paper's"}
 ROUTES = {"tv": "TV", "kl": "KL", "tv_seq": "TV_seq", "kl_seq": "KL_seq", "one": "the cap of 1"}
 
 
-def title(known: Premises, given: Mapping[str, Any], reward_range: float) -> Text:
-    """The question and the premises; those that were not given are called derived."""
+def title(limits: Premises, arguments: Mapping[str, Any], reward_range: float) -> Text:
+    """The question and the premises; those that were not passed in are marked as derived."""
 
     def value(name: str, symbol: str, unit: str = "") -> str:
-        number = getattr(known, name)
+        number = getattr(limits, name)
         if math.isinf(number):
             return f"{symbol} unknown"
-        derived = "" if given[name] is not None and name not in known.notes else " (derived)"
-        return f"{symbol} = {number:.4g}{unit}{derived}"
+        passed = arguments[name] is not None and name not in limits.notes
+        return f"{symbol} = {number:.4g}{unit}{'' if passed else ' (derived)'}"
 
     token = [value("delta", "max KL δ", " nats"), value("eps", "max TV ε")]
     sequence = [value("kl_seq", "KL_seq", " nats"), value("tv_seq", "TV_seq")]
     return Text.assemble(
         ("How far can the surrogate be from the true return?\n", "bold"),
-        (f"horizon T = {known.horizon:,} token{'s' * (known.horizon > 1)}", "bold"),
+        (f"horizon T = {limits.horizon:,} token{'s' * (limits.horizon > 1)}", "bold"),
         f"   rewards in a range of {reward_range:g}\n",
         f"per token      {'   '.join(token)}\n",
         f"per sequence   {'   '.join(sequence)}",
@@ -57,71 +57,62 @@ def caption(
     rows: Sequence[dict[str, Any]],
     reward_range: float,
     constants: Sequence[str],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     kl_rate: float | None,
     *,
     narrow: bool,
 ) -> Text:
-    """B*, its horizon, the routes, and notes on the table, one line each."""
+    """Text below the table: B*, from which horizon on it is vacuous, the routes, and notes."""
+    unified, mean_tv = rows[-1], arguments["mean_tv"]
     lines = [_verdict(rows, reward_range, constants)]
-    lines += [Text(line) for line in (_horizons(rows[-1], constants, given, kl_rate),) if line]
-    lines += [Text(_routes(rows[-1]["routes"]))]
+    if not isinstance(mean_tv, Sequence) and not getattr(mean_tv, "ndim", 0):
+        first = {c: unified["vacuous_from"][c] for c in sorted(constants, reverse=True)}
+        fixed = ["KL_seq = T kl_rate"] if kl_rate is not None else []
+        if kl_rate is None and arguments["kl_seq"] is not None:
+            fixed.append("KL_seq")
+        if arguments["tv_seq"] is not None:
+            fixed.append("TV_seq")
+        if set(first.values()) == {None}:
+            lines.append(
+                Text("Never vacuous up to 10^12 tokens, if these divergences hold at every T.")
+            )
+        else:
+            at = (f"{'no T' if t is None else f'T = {t:,}'} ({c})" for c, t in first.items())
+            held = f", {' and '.join(fixed)} at every T" if fixed else ""
+            lines.append(Text(f"Vacuous from {', '.join(at)}{held}."))
+    routes = ", ".join(f"{ROUTES[name]} to token {last:,}" for name, _, last in unified["routes"])
+    lines.append(Text(f"Smallest route to the context shift (Lemma 3.2): {routes}."))
     lines += [Text(note, style="yellow") for note in dict.fromkeys(r["note"] for r in rows) if note]
     about = []
     if not narrow:
         about = ["closed form: eq. 14, Thm. 3.5; Table 1 prints it for Pinsker-Marginal, Adaptive."]
     if any(row["worst_case"] for row in rows):
-        about.append("≤ adaptive: no mean TV per position given; ε everywhere, not in the minimum.")
+        about.append("≤ adaptive: eps at every position, no mean TV given; not in the minimum.")
     lines += [Text(line, style="dim") for line in about]
     return Text("\n").join(lines)
 
 
 def _verdict(rows: Sequence[dict[str, Any]], reward_range: float, constants: Sequence[str]) -> Text:
-    """What the smallest bound is, which rows attain it, and what it is good for."""
+    """The smallest bound, the rows that attain it, and whether it is vacuous."""
     best = min(constants, key=lambda c: rows[-1][c])
     value, color = rows[-1][best], "green"
     if value == 0:
-        says = "The surrogate is exact: its gain is the gain of the true return."
+        meaning = "The surrogate is exact: its gain is the gain of the true return."
     elif value < reward_range:
-        says = "A surrogate gain above B* certifies an improvement."
+        meaning = "A surrogate gain above B* certifies an improvement."
     else:
-        says, color = f"Vacuous: not below the reward range of {reward_range:g}.", "yellow"
+        meaning, color = f"Vacuous: not below the reward range of {reward_range:g}.", "yellow"
     shown = Text.assemble((f"B* = {value:.4g}", f"bold {color}"), f" with {CONSTANTS[best]}")
     shown.append(f" ({_by(rows, best)})")
     if len(constants) > 1:
         other = next(c for c in constants if c != best)
         shown.append(f", {rows[-1][other]:.4g} with {OTHERS[other]} ({_by(rows, other)})")
-    return shown.append(f".\n{says}")
+    return shown.append(f".\n{meaning}")
 
 
 def _by(rows: Sequence[dict[str, Any]], constants: str) -> str:
     first, *others = [LABELS[row["bound"]] for row in rows if constants in row["attains"]]
     return f"{first}, {len(others)} more" if others else first
-
-
-def _horizons(
-    unified: dict[str, Any],
-    constants: Sequence[str],
-    given: Mapping[str, Any],
-    kl_rate: float | None,
-) -> str:
-    """From which horizon on the minimum says nothing, and what was taken to hold there."""
-    if isinstance(given["mean_tv"], Sequence) or getattr(given["mean_tv"], "ndim", 0):
-        return ""
-    at = {c: unified["vacuous_from"][c] for c in sorted(constants, reverse=True)}
-    if set(at.values()) == {None}:
-        return "Never vacuous up to 10^12 tokens, if these divergences hold at every T."
-    fixed = [s for n, s in (("kl_seq", "KL_seq"), ("tv_seq", "TV_seq")) if given[n] is not None]
-    if kl_rate is not None:
-        fixed[0] = "KL_seq = T kl_rate"
-    held = f", {' and '.join(fixed)} at every T" if fixed else ""
-    where = ", ".join(f"{'no T' if t is None else f'T = {t:,}'} ({c})" for c, t in at.items())
-    return f"Vacuous from {where}{held}."
-
-
-def _routes(routes: Sequence[Sequence[Any]]) -> str:
-    spans = [f"{ROUTES[name]} to token {last:,}" for name, _, last in routes]
-    return f"Smallest route to the context shift (Lemma 3.2): {', '.join(spans)}."
 
 
 def bound_rows(
@@ -137,7 +128,7 @@ def bound_rows(
 ) -> list[dict[str, Any]]:
     """The numbers of `bound_table`, one dict per row, ready for JSON; the last row is unified.
 
-    Without `mean_tv` the adaptive bound is given for eps at every position, its largest value, and
+    Without `mean_tv` the adaptive bound is that of eps at every position, its largest value, and
     does not enter the minimum. A number that is infinite or does not exist is None.
 
     Args, Raises: as in `offdrift.certificate.all_bounds`; `kl_rate` as in `vacuous_horizon`.
@@ -155,12 +146,12 @@ def bound_rows(
     """
     kl_seq = kl_of_sequences(horizon, kl_seq, kl_rate)
     token: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
-    known = premises(horizon=horizon, kl_seq=kl_seq, **token)
-    given = {"horizon": horizon, "kl_seq": kl_seq, "reward_range": reward_range} | token
-    paper, sharp = (all_bounds(**given, constants=c) for c in ("paper", "sharp"))
+    limits = premises(horizon=horizon, kl_seq=kl_seq, **token)
+    arguments = {"horizon": horizon, "kl_seq": kl_seq, "reward_range": reward_range} | token
+    paper, sharp = (all_bounds(**arguments, constants=c) for c in ("paper", "sharp"))
     best = {"paper": tightest(paper).value, "sharp": tightest(sharp).value}
     if mean_tv is None:
-        worst: dict[str, Any] = given | {"mean_tv": known.eps}
+        worst: dict[str, Any] = arguments | {"mean_tv": limits.eps}
         paper, sharp = (all_bounds(**worst, constants=c) for c in ("paper", "sharp"))
     by_name = {b.name: b for b in paper}
     if mean_tv is None:  # at its worst the hybrid is below Pinsker-Marginal TV, as Table 1 notes
@@ -171,19 +162,54 @@ def bound_rows(
         for b in sharp
         if not (mean_tv is None and b.name in ("adaptive_kl", "adaptive_tv"))
     ]
-    rows.append(_unified_row(best))
+    rows.append(
+        {**dict.fromkeys(rows[0], ""), "bound": "unified", "route": "minimum", "equation": "eq. 21"}
+    )
     sequence: dict[str, Any] = {"kl_seq": kl_seq} if kl_rate is None else {"kl_rate": kl_rate}
-    rows[-1]["vacuous_from"] = {
-        c: None
+    vacuous_from = (
+        dict.fromkeys(best)
         if isinstance(mean_tv, np.ndarray)
-        else vacuous_horizon(**token, **sequence, reward_range=reward_range, constants=c)
-        for c in best
-    }
+        else {
+            c: vacuous_horizon(**token, **sequence, reward_range=reward_range, constants=c)
+            for c in best
+        }
+    )
     routes = route_crossovers(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq)
-    rows[-1]["routes"] = [[r.name, r.first, r.last] for r in routes]
+    rows[-1] |= {
+        **best,
+        "closed_form": None,
+        "worst_case": False,
+        "attains": [],
+        "vacuous_from": vacuous_from,
+        "routes": [[r.name, r.first, r.last] for r in routes],
+    }
     for row in rows:
         row["vacuous"] = row["sharp"] is None or row["sharp"] >= reward_range
     return rows
+
+
+def _row(
+    paper: Bound | None, sharp: Bound, best: dict[str, float], *, worst_case: bool
+) -> dict[str, Any]:
+    """One bound with both sets of constants; infinite numbers are None."""
+    worst_case = worst_case and sharp.name == "adaptive"
+    values = {"paper": None if paper is None else paper.value, "sharp": sharp.value}
+    candidate = sharp.unified and not worst_case
+    return {
+        "bound": sharp.name,
+        "route": sharp.route,
+        "equation": sharp.equation,
+        "scaling": sharp.scaling,
+        **{name: _finite(value) for name, value in values.items()},
+        "closed_form": None if paper is None else _finite(paper.closed_form),
+        "worst_case": worst_case,
+        "attains": [k for k, v in values.items() if candidate and v is not None and v == best[k]],
+        "note": sharp.note,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or math.isinf(value) else value
 
 
 def bound_table(
@@ -210,17 +236,17 @@ def bound_table(
 
     Reference: Li et al., arXiv:2512.23075v5, Table 1.
     """
-    known: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
+    token: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
     rows = bound_rows(
-        horizon=horizon, **known, kl_seq=kl_seq, kl_rate=kl_rate, reward_range=reward_range
+        horizon=horizon, **token, kl_seq=kl_seq, kl_rate=kl_rate, reward_range=reward_range
     )
-    given = known | {"horizon": horizon, "kl_seq": kl_of_sequences(horizon, kl_seq, kl_rate)}
+    arguments = token | {"horizon": horizon, "kl_seq": kl_of_sequences(horizon, kl_seq, kl_rate)}
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=title(premises(**given), given, reward_range),
+        title=title(premises(**arguments), arguments, reward_range),
         title_justify="left",
         title_style="",
-        caption=caption(rows, reward_range, constants, given, kl_rate, narrow=narrow),
+        caption=caption(rows, reward_range, constants, arguments, kl_rate, narrow=narrow),
         caption_justify="left",
         caption_style="",
         pad_edge=False,
@@ -231,100 +257,39 @@ def bound_table(
         table.add_column(name, no_wrap=True)
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
-    decimals = _decimals(rows[-1])
+    # The paper's unified bound gets four digits; where that takes too many decimals, exponents.
+    smallest = rows[-1]["paper"]
+    needed = 3 - math.floor(math.log10(smallest)) if smallest else 3
+    decimals = max(1, needed) if needed <= 6 else None
     shown = [row for row in rows if any(row[c] is not None for c in constants)]
     for i, row in enumerate(shown):
-        cells = _cells(row, decimals, reward_range, (*left, *right))
+        cells = (_cell(row, column, decimals, reward_range) for column in (*left, *right))
         table.add_row(*cells, end_section=i == len(shown) - 2)
     return table
 
 
-# -- rows -------------------------------------------------------------------------------------
-
-
-def _row(
-    paper: Bound | None, sharp: Bound, best: dict[str, float], *, worst_case: bool
-) -> dict[str, Any]:
-    worst_case = worst_case and sharp.name == "adaptive"
-    values = {"paper": None if paper is None else paper.value, "sharp": sharp.value}
-    candidate = sharp.unified and not worst_case
-    return {
-        "bound": sharp.name,
-        "route": sharp.route,
-        "equation": sharp.equation,
-        "scaling": sharp.scaling,
-        **{name: _finite(value) for name, value in values.items()},
-        "closed_form": None if paper is None else _finite(paper.closed_form),
-        "worst_case": worst_case,
-        "attains": [k for k, v in values.items() if candidate and v is not None and v == best[k]],
-        "note": sharp.note,
-    }
-
-
-def _unified_row(best: dict[str, float]) -> dict[str, Any]:
-    return {
-        "bound": "unified",
-        "route": "minimum",
-        "equation": "eq. 21",
-        "scaling": "",
-        **best,
-        "closed_form": None,
-        "worst_case": False,
-        "attains": [],
-        "note": "",
-    }
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or math.isinf(value) else value
-
-
-# -- how they look ----------------------------------------------------------------------------
-
-
-def _cells(
-    row: dict[str, Any], decimals: int | None, reward_range: float, columns: Sequence[str]
-) -> list[Text]:
+def _cell(row: dict[str, Any], column: str, decimals: int | None, reward_range: float) -> Text:
     last = row["bound"] == "unified"
     style = "bold" if row["attains"] or last else "dim" if row["vacuous"] else ""
-    mark = "≤ " if row["worst_case"] else ""
-    words = {
-        "bound": LABELS[row["bound"]],
-        "route": row["route"],
-        "equation": row["equation"],
-        "growth": row["scaling"],
-    }
-
-    def cell(column: str) -> Text:
-        if column in words:
-            return Text(words[column], style=style)
-        if column == "closed form":
-            return Text(_shown(row["closed_form"], decimals), style="dim")
-        value, attained = row[column], last or column in row["attains"]
-        color = "yellow" if value is None or value >= reward_range else "green"
-        shown = _shown(value, decimals)
-        text = Text(mark + shown if shown else "", style=f"bold {color}" if attained else style)
-        return text.append(" ◂" if column in row["attains"] else "  ", style=f"bold {color}")
-
-    return list(map(cell, columns))
+    if column == "closed form":
+        return Text(_shown(row["closed_form"], decimals), style="dim")
+    if column not in CONSTANTS:
+        words = {"bound": LABELS[row["bound"]], "growth": row["scaling"]}
+        return Text(words.get(column) or row.get(column, ""), style=style)
+    value, attained = row[column], last or column in row["attains"]
+    color = "yellow" if value is None or value >= reward_range else "green"
+    number = ("≤ " if row["worst_case"] else "") + _shown(value, decimals)
+    text = Text(number if value is not None else "", style=f"bold {color}" if attained else style)
+    return text.append(" ◂" if column in row["attains"] else "  ", style=f"bold {color}")
 
 
 def _shown(value: float | None, decimals: int | None) -> str:
-    """Aligned decimals where they tell the value in nine characters, an exponent elsewhere."""
+    """Aligned decimals where they give the value in nine characters, else an exponent."""
     if value is None:
         return ""
     plain = f"{value:,.{3 if decimals is None else decimals}f}"
     lost = decimals is None or value < 0.5 * 10**-decimals or len(plain) > 9
     return f"{value:.2e}" if value and lost else plain
-
-
-def _decimals(unified: dict[str, Any]) -> int | None:
-    """Decimals that give the paper's unified bound four digits; None asks for exponents."""
-    smallest = unified["paper"]
-    if smallest == 0:
-        return 3
-    needed = 3 - math.floor(math.log10(smallest))
-    return max(1, needed) if needed <= 6 else None
 
 
 TITLES = {"paper": "Constants of the paper", "sharp": "Sharp constants (half of the paper's)"}
@@ -354,22 +319,35 @@ def write_bound_figure(
 
     Returns, Raises: as in `offdrift.show.figure.write_figure` and `all_bounds`.
     """
-    given: dict[str, Any] = {
-        "delta": delta, "eps": eps, "kl_seq": kl_seq, "kl_rate": kl_rate,
-        "tv_seq": tv_seq, "mean_tv": mean_tv, "reward_range": reward_range,
-    }  # fmt: skip
-    panels = bound_panels(horizon=horizon, **given, constants=constants)
-    known = [f"{name} = {value:.4g}" for name, value in given.items() if value is not None]
+    arguments: dict[str, Any] = {
+        "delta": delta,
+        "eps": eps,
+        "kl_seq": kl_seq,
+        "kl_rate": kl_rate,
+        "tv_seq": tv_seq,
+        "mean_tv": mean_tv,
+        "reward_range": reward_range,
+    }
+    panels = bound_panels(horizon=horizon, **arguments, constants=constants)
+    values = [f"{name} = {value:.4g}" for name, value in arguments.items() if value is not None]
+    first = {c: vacuous_horizon(**arguments, constants=c) for c in constants}
+    at = [f"{'never' if t is None else f'from T = {t:,}'} ({c})" for c, t in first.items()]
+    premise = "A given divergence of whole sequences is taken as a limit at every T."
+    if kl_seq is None and tv_seq is None:
+        premise = f"A sequence's KL grows as T {'delta' if kl_rate is None else 'kl_rate'}."
     return write_figure(
         stem,
         panels,
         title="How far can the surrogate be from the true return?",
-        caption=f"{', '.join(known)}. {_vacuous(given, constants)} {_premises(given)}",
+        caption=(
+            f"{', '.join(values)}. The unified bound B*, drawn thick, is vacuous {', '.join(at)}. "
+            f"{premise}"
+        ),
     )
 
 
 def bound_panels(
-    *, horizon: int, reward_range: float | int, constants: tuple[str, ...], **given: Any
+    *, horizon: int, reward_range: float | int, constants: tuple[str, ...], **limits: Any
 ) -> list[Panel]:
     """One panel for each set of constants, with the same axes; the unified bound behind its rows."""
     if horizon < 1:
@@ -377,9 +355,9 @@ def bound_panels(
     horizons = sorted(
         {horizon, *np.geomspace(1, 10 * horizon, POINTS).round().astype(int).tolist()}
     )
-    curves = {c: _curves(horizons, reward_range, c, **given) for c in constants}
-    shown = [y for lines in curves.values() for line in lines.values() for y in line]
-    drawn = [y for y in shown if 0 < y < math.inf] + [float(reward_range)]
+    curves = {c: _curves(horizons, reward_range, c, **limits) for c in constants}
+    values = [y for lines in curves.values() for line in lines.values() for y in line]
+    drawn = [y for y in values if 0 < y < math.inf] + [float(reward_range)]
     ends = (10.0 ** math.floor(math.log10(min(drawn))), 10.0 ** math.ceil(math.log10(max(drawn))))
     return [
         Panel(
@@ -401,30 +379,15 @@ def bound_panels(
 
 
 def _curves(
-    horizons: list[int], reward_range: float | int, constants: str, **given: Any
+    horizons: list[int], reward_range: float | int, constants: str, **limits: Any
 ) -> dict[str, list[float]]:
     """The value of each bound at each horizon, by name; the unified one first."""
-    rate = given.pop("kl_rate", None)
+    rate, total = limits.pop("kl_rate", None), limits.pop("kl_seq", None)
     lines: dict[str, list[float]] = {"unified": []}
     for tokens in horizons:
-        known: dict[str, Any] = given | {
-            "kl_seq": kl_of_sequences(tokens, given.get("kl_seq"), rate)
-        }
-        rows = all_bounds(horizon=tokens, constants=constants, reward_range=reward_range, **known)
+        limits["kl_seq"] = kl_of_sequences(tokens, total, rate)
+        rows = all_bounds(horizon=tokens, constants=constants, reward_range=reward_range, **limits)
         for row in rows:
             lines.setdefault(row.name, []).append(row.value)
         lines["unified"].append(tightest(rows).value)
     return lines
-
-
-def _vacuous(given: dict[str, Any], constants: tuple[str, ...]) -> str:
-    at = {c: vacuous_horizon(**given, constants=c) for c in constants}
-    texts = [f"{'never' if t is None else f'from T = {t:,}'} ({c})" for c, t in at.items()]
-    return f"The unified bound B*, drawn thick, is vacuous {', '.join(texts)}."
-
-
-def _premises(given: dict[str, Any]) -> str:
-    if given["kl_seq"] is None and given["tv_seq"] is None:
-        rate = "kl_rate" if given["kl_rate"] is not None else "delta"
-        return f"A sequence's KL grows as T {rate}."
-    return "A given divergence of whole sequences is taken as a limit at every T."

@@ -1,4 +1,4 @@
-"""Inverse questions about the unified bound, answered in a table: how much drift, how long a horizon."""
+"""Inverse questions about the unified bound: how much drift, or how long a horizon, keeps it below a target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUESTIONS = {
     "kl_seq": ("Largest KL of whole sequences", "nats"),
     "T": ("Longest horizon T", "tokens"),
 }
-"""What can be solved for: the words, and the unit."""
+"""Name and unit of each parameter that can be solved for."""
 
 
 def answer_rows(
@@ -36,7 +36,7 @@ def answer_rows(
     horizon: int | None = None,
     kl_rate: float | int | None = None,
     constants: Sequence[str] = ("paper", "sharp"),
-    **given: Any,
+    **premises: Any,
 ) -> list[dict[str, Any]]:
     """The largest value of one parameter that keeps B* within a target, ready for JSON.
 
@@ -46,7 +46,7 @@ def answer_rows(
         horizon: tokens; not needed for "T".
         kl_rate: mean token KL, nats per token, in place of `kl_seq`.
         constants: one row each.
-        given: the other premises and `reward_range`, as in `all_bounds`.
+        premises: the other premises and `reward_range`, as in `all_bounds`.
 
     Returns: dicts of `constants`, `solve`, `value` (None if there is no largest one), `any` (whether
         every value keeps the target) and `attained_by`, the row of B* there.
@@ -57,48 +57,35 @@ def answer_rows(
         >>> answer_rows("T", target=1, delta=1e-4, constants=["sharp"])
         [{'constants': 'sharp', 'solve': 'T', 'value': 9999, 'any': False, 'attained_by': 'sequence_kl'}]
     """
-    if solve == "T":
-        return [_longest(c, target, kl_rate, **given) for c in constants]
-    assert horizon is not None
-    if solve == "kl_seq" and kl_rate is not None:
-        raise BadValueError("kl_seq is solved for and kl_rate gives it; leave kl_rate out")
-    if solve != "kl_seq":
-        given["kl_seq"] = kl_of_sequences(horizon, given.get("kl_seq"), kl_rate)
     rows = []
     for c in constants:
-        asked = {name: v for name, v in given.items() if name != solve or v is not None}
-        value = largest(solve, target=target, horizon=horizon, constants=c, **asked)
-        every = value == (1.0 if solve == "eps" else math.inf)
-        at = tightest(all_bounds(horizon=horizon, constants=c, **_lowered(asked | {solve: value})))
-        rows.append(_row(c, solve, None if every else value, every, at.name))
+        if solve == "T":
+            first = vacuous_horizon(target=target, kl_rate=kl_rate, constants=c, **premises)
+            every, value = first is None, LONGEST if first is None else first - 1
+            kl_seq = kl_of_sequences(value, premises.get("kl_seq"), kl_rate)
+            at = {**premises, "kl_seq": kl_seq, "horizon": value}
+        else:
+            assert horizon is not None
+            others = {name: x for name, x in premises.items() if name != solve or x is not None}
+            if solve == "kl_seq" and kl_rate is not None:
+                raise BadValueError("kl_seq is solved for and kl_rate gives it; leave kl_rate out")
+            if solve != "kl_seq":
+                others["kl_seq"] = kl_of_sequences(horizon, premises.get("kl_seq"), kl_rate)
+            value = largest(solve, target=target, horizon=horizon, constants=c, **others)
+            every = value == (1.0 if solve == "eps" else math.inf)
+            at = {**others, solve: value, "horizon": horizon}
+            if at.get("mean_tv") is not None and at.get("eps") is not None:
+                at["mean_tv"] = min(at["mean_tv"], at["eps"])
+        rows.append(
+            {
+                "constants": c,
+                "solve": solve,
+                "value": None if every else value,
+                "any": every,
+                "attained_by": tightest(all_bounds(constants=c, **at)).name,
+            }
+        )
     return rows
-
-
-def _longest(
-    constants: str, target: float | int, kl_rate: float | int | None, **given: Any
-) -> dict[str, Any]:
-    first = vacuous_horizon(target=target, kl_rate=kl_rate, constants=constants, **given)
-    horizon = LONGEST if first is None else first - 1
-    given["kl_seq"] = kl_of_sequences(horizon, given.get("kl_seq"), kl_rate)
-    at = tightest(all_bounds(horizon=horizon, constants=constants, **given))
-    return _row(constants, "T", None if first is None else horizon, first is None, at.name)
-
-
-def _row(
-    constants: str, solve: str, value: float | int | None, every: bool, name: str
-) -> dict[str, Any]:
-    return {
-        "constants": constants,
-        "solve": solve,
-        "value": value,
-        "any": every,
-        "attained_by": name,
-    }
-
-
-def _lowered(given: dict[str, Any]) -> dict[str, Any]:
-    mean, eps = given.get("mean_tv"), given.get("eps")
-    return given if mean is None or eps is None else given | {"mean_tv": min(mean, eps)}
 
 
 def answer_table(
@@ -119,11 +106,10 @@ def answer_table(
     table.add_column(unit or "value", justify="right")
     table.add_column("B* there is")
     for row in rows:
-        table.add_row(row["constants"], Text(_shown(row), "bold green"), LABELS[row["attained_by"]])
+        exact = row["solve"] == "T"
+        if row["any"]:
+            value = f"any up to {LONGEST:.0e}" if exact else "any"
+        else:
+            value = f"{row['value']:,}" if exact else f"{row['value']:.6g}"
+        table.add_row(row["constants"], Text(value, "bold green"), LABELS[row["attained_by"]])
     return table
-
-
-def _shown(row: dict[str, Any]) -> str:
-    if row["any"]:
-        return f"any up to {LONGEST:.0e}" if row["solve"] == "T" else "any"
-    return f"{row['value']:,}" if row["solve"] == "T" else f"{row['value']:.6g}"

@@ -1,7 +1,7 @@
 """Certify a policy from stored rollouts: score them, bound the gain, and show the certificate.
 
-One file at a time is in memory, and of each file only `token_budget` padded tokens are scored at
-once; what stays is a row of numbers per sequence.
+One file at a time is in memory, and at most `token_budget` padded tokens are scored at once; a row of
+numbers per sequence is kept.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Int
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 
 from offdrift.certificate import BatchEvidence, Certificate, TrustRegion
 from offdrift.certificate.verdict import ONE_LOOK
@@ -31,7 +30,7 @@ from offdrift.records.store import read, read_drawn_by
 
 @dataclass(frozen=True)
 class Judged:
-    """What was read, and the evidence in it."""
+    """Counts of what was read, and its evidence."""
 
     files: int
     tokens: int
@@ -41,11 +40,11 @@ class Judged:
 def rollout_files(paths: Sequence[Path]) -> list[Path]:
     """The Parquet files among files, folders of files, and arms of a run, in order.
 
-    A file that is named twice is there once: its sequences are no further independent draws.
+    A file that is named twice is read once: its sequences are no further independent draws.
 
     Raises: `RecordError` naming a path that holds none.
     """
-    found: dict[Path, Path] = {}
+    files: dict[Path, Path] = {}
     for path in paths:
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
         here = sorted(folder.glob("*.parquet")) if folder.is_dir() else [folder]
@@ -55,8 +54,8 @@ def rollout_files(paths: Sequence[Path]) -> list[Path]:
                 "(runs/NAME/arms/ARM)"
             )
         for file in here:
-            found.setdefault(file.resolve(), file)
-    return list(found.values())
+            files.setdefault(file.resolve(), file)
+    return list(files.values())
 
 
 def longest_response(files: Sequence[Path]) -> int:
@@ -67,13 +66,13 @@ def longest_response(files: Sequence[Path]) -> int:
 def newest_policy(files: Sequence[Path]) -> tuple[int | None, list[Path]]:
     """The newest version among the files' rollout policies, and the files that it alone drew.
 
-    A certificate compares two policies: rollouts of several are several samples, and pooled their
-    intervals cover nothing. A batch that was drawn while weights were updated is of no one version.
+    A certificate compares two policies: intervals of rollouts pooled from several policies are not
+    valid. A batch that was drawn while weights were updated has no single version.
 
     Raises: `RecordError` if no file is of one version.
     """
     versions = {file: read_drawn_by(file)[1] for file in files}
-    pure = {file: found[0] for file, found in versions.items() if len(found) == 1}
+    pure = {file: drawn_by[0] for file, drawn_by in versions.items() if len(drawn_by) == 1}
     if not pure:
         if any(versions.values()):
             raise RecordError(
@@ -95,18 +94,18 @@ def judge(
     tail_log_ratio_cap: float | None = None,
     watch: Callable[[Path, Judged], None] = lambda path, so_far: None,
 ) -> Judged:
-    """The evidence that stored rollouts hold about a policy.
+    """The evidence about a policy in stored rollouts.
 
     Args:
-        files: of rollouts, with whatever evidence their engine recorded.
+        files: rollouts, with the evidence that their engine recorded.
         model: the current policy, a causal language model.
-        region: what is to be certified, chosen before the rollouts are seen.
+        region: the trust region to certify, chosen before looking at the rollouts.
         token_budget: padded tokens per forward pass.
-        tail_log_ratio_cap: what top-k evidence may assume of its tail, nats.
+        tail_log_ratio_cap: assumed limit of |log-ratio| in the tail of top-k evidence, nats.
         watch: called after each file, once there are sequences.
 
-    Prompts are known by their tokens: one that recurs, in a file or in several, is one independent
-    draw, whatever its group ids. So are the prompts that one file gives one group id.
+    Prompts are identified by their tokens: one that recurs, in a file or in several, is one independent
+    draw, whatever its group ids. So are prompts with the same group id in a file.
 
     Raises: `RecordError` for a file that is none of ours, files without any sequence, log-probs that
         are not those of the policy that was sampled, or more than one rollout policy;
@@ -119,7 +118,13 @@ def judge(
     for i, file in enumerate(files):
         rollouts = read(file)
         drawn = _same_policy(drawn, rollouts, file)
-        rollouts = rollouts.with_(group_ids=_prompts(rollouts))
+        # Each group's id is the least key of its prompts: the same number in every file.
+        keys = rollouts.prompt_keys()
+        groups, group = rollouts.group_ids.unique(return_inverse=True)
+        least = keys.new_zeros(len(groups)).scatter_reduce(
+            0, group, keys, "amin", include_self=False
+        )
+        rollouts = rollouts.with_(group_ids=least[group])
         for piece in chunks(rollouts, token_budget=token_budget):
             parts.append(_evidence(model, rollouts.select(piece), region, tail_log_ratio_cap))
         tokens += len(rollouts.tokens)
@@ -132,19 +137,12 @@ def judge(
     return Judged(len(files), tokens, parts[0])
 
 
-def _prompts(rollouts: Rollouts) -> Int[Tensor, " b"]:
-    """The prompt of each sequence, by the same number in every file: the least key of its group."""
-    keys = rollouts.prompt_keys()
-    found, group = rollouts.group_ids.unique(return_inverse=True)
-    return keys.new_zeros(len(found)).scatter_reduce(0, group, keys, "amin", include_self=False)[group]  # fmt: skip
-
-
 Drawn = tuple[Provenance, tuple[int, ...]]
-"""How rollouts were drawn, and by the weights of which versions."""
+"""How rollouts were drawn, and the versions of the weights."""
 
 
 def _same_policy(before: Drawn | None, rollouts: Rollouts, file: Path) -> Drawn | None:
-    """What the files so far were drawn by; refused if this one was drawn by something else."""
+    """How the files so far were drawn; `RecordError` if this file was drawn otherwise."""
     if not rollouts.num_sequences:
         return before
     provenance = rollouts.provenance
@@ -155,11 +153,11 @@ def _same_policy(before: Drawn | None, rollouts: Rollouts, file: Path) -> Drawn 
         )
     now = (provenance, tuple(rollouts.rollout_version.unique().tolist()))
     if len(now[1]) > 1 or (before is not None and before != now):
-        told = (
-            "differs from the files before" if len(now[1]) == 1 else "holds several weight versions"
-        )
+        defect = "differs from the files before"
+        if len(now[1]) > 1:
+            defect = "holds several weight versions"
         raise RecordError(
-            f"{file} {told} (versions {list(now[1])}, {provenance.sampling}): a certificate compares two "
+            f"{file} {defect} (versions {list(now[1])}, {provenance.sampling}): a certificate compares two "
             "policies, so give rollouts that one policy drew with one sampling"
         )
     return now
@@ -168,21 +166,18 @@ def _same_policy(before: Drawn | None, rollouts: Rollouts, file: Path) -> Drawn 
 def _evidence(
     model: nn.Module, part: Rollouts, region: TrustRegion, cap: float | None
 ) -> BatchEvidence:
-    said = score(model, part, temperature=part.provenance.sampling.temperature)
-
-    def here(x: Tensor) -> Tensor:
-        return x.to(said.logp.device)
-
+    """Evidence of one piece of the rollouts, scored by the model."""
+    scores = score(model, part, temperature=part.provenance.sampling.temperature)
+    device = scores.logp.device
+    cuts, groups = part.cu_seqlens.to(device), part.group_ids.to(device)
     logprobs = LogProbs.pack(
-        here(part.logp_rollout),
-        said.logp,
-        segments=replace(
-            part.segments, cu_seqlens=here(part.cu_seqlens), group_ids=here(part.group_ids)
-        ),
+        part.logp_rollout.to(device),
+        scores.logp,
+        segments=replace(part.segments, cu_seqlens=cuts, group_ids=groups),
     )
-    found = divergences(part, said.logits, tail_log_ratio_cap=cap)
-    rewards = None if part.rewards is None else here(part.rewards)
-    return BatchEvidence.of(logprobs, rewards, region=region, divergences=found)
+    exact = divergences(part, scores.logits, tail_log_ratio_cap=cap)
+    rewards = None if part.rewards is None else part.rewards.to(device)
+    return BatchEvidence.of(logprobs, rewards, region=region, divergences=exact)
 
 
 NAMES = {
@@ -195,54 +190,50 @@ NAMES = {
     "kl_seq": "KL of sequences, nat",
     "shift": "adaptive sum of mean TV",
 }
-"""What each estimate is called where a person reads it."""
+"""Names of the estimates on the screen."""
 
 
 NOTHING = "–"
-"""Shown where nothing bounds a number, or nothing stands behind it."""
-
-NOT_FRESH = "not fresh: the policy learned from these prompts, and none of this covers"
-
+"""Shown for numbers without a bound or without evidence."""
+NOT_FRESH = "not fresh: the policy was trained on these prompts, so no interval above is valid"
 COLORS = {"falsified": "red", "unknown": "yellow", "not falsified": "", "known": "green"}
 
 
 def certificate_view(proof: Certificate, *, width: int = 100) -> RenderableType:
     """The verdict, the preconditions, the intervals and the guarantees."""
     color = "green" if proof.certified else "yellow"
+    region = proof.region
+    limits = [f"T = {region.horizon:,}", f"KL <= {region.delta:g} nat"]
+    limits += [f"TV <= {region.eps:g}"] if region.eps is not None else []
+    limits += [f"|log ratio| <= {region.tau:g}"] if region.tau is not None else []
+    summary = (
+        f"trust region: {', '.join(limits)}.  {proof.sequences:,} sequences of {proof.prompts:,} "
+        f"prompts, probability of error {proof.alpha:g} ({ONE_LOOK}), {proof.constants} constants"
+    )
     return Group(
         Panel(Text(proof.verdict), title="certificate", border_style=color, width=min(width, 110)),
-        _region(proof),
-        _premises(proof),
-        _estimates(proof),
-        *([_guarantees(proof)] if proof.guarantees else []),
+        Text(summary, style="bold"),
+        premises_table(proof),
+        estimates_table(proof),
+        *([guarantees_table(proof)] if proof.guarantees else []),
         *([] if proof.fresh else [Text(NOT_FRESH, style="yellow")]),
         *([] if proof.advice is None else [Text(proof.advice, style="yellow")]),
     )
 
 
 def number(x: float | None) -> str:
-    """Four digits; what nothing bounds is a dash."""
+    """Four digits; a dash for None and infinite numbers."""
     return NOTHING if x is None or not math.isfinite(x) else f"{x:.4g}"
 
 
-def _region(proof: Certificate) -> Text:
-    limits = [f"T = {proof.region.horizon:,}", f"KL <= {proof.region.delta:g} nat"]
-    limits += [f"TV <= {proof.region.eps:g}"] if proof.region.eps is not None else []
-    limits += [f"|log ratio| <= {proof.region.tau:g}"] if proof.region.tau is not None else []
-    return Text(
-        f"trust region: {', '.join(limits)}.  {proof.sequences:,} sequences of {proof.prompts:,} "
-        f"prompts, probability of error {proof.alpha:g} ({ONE_LOOK}), {proof.constants} constants",
-        style="bold",
-    )
-
-
-def _premises(proof: Certificate) -> Table:
-    table = _table("what the batch says of the trust region")
-    for name in ("premise", "status", "largest seen", "evidence"):
+def premises_table(proof: Certificate) -> Table:
+    """Status of each premise of the trust region, and the assumptions of the evidence."""
+    table = _table("premises of the trust region in this batch")
+    for name in ("premise", "status", "largest measured", "evidence"):
         table.add_column(name)
-    seen = {"kl": proof.delta_seen, "tv": proof.eps_seen}
+    largest = {"kl": proof.delta_seen, "tv": proof.eps_seen}
     for name, status in proof.premises.items():
-        low, high = seen[name]
+        low, high = largest[name]
         ends = number(high) if low == high else f"{number(low)} to {number(high)}"
         if proof.grades[name] == "sampled":
             ends = NOTHING
@@ -253,21 +244,18 @@ def _premises(proof: Certificate) -> Table:
             proof.grades[name],
         )
     if proof.unseen is not None:
-        table.add_row(
-            "a fresh prompt leaves it",
-            "at most",
-            f"{number(100 * proof.unseen)}%",
-            "Clopper-Pearson",
-        )
+        share = f"{number(100 * proof.unseen)}%"
+        table.add_row("a fresh prompt leaves it", "at most", share, "Clopper-Pearson")
     if proof.assumes:
-        words = f"taken for granted: {'; '.join(sorted(proof.assumes))}"
+        words = f"assumed: {'; '.join(sorted(proof.assumes))}"
         words += f"; {proof.refuted:,} sequences contradict it" if proof.refuted else ""
-        _below(table, Text(words, style="yellow"))
+        table.caption = Text(words, style="yellow")
     return table
 
 
-def _estimates(proof: Certificate) -> Table:
-    table = _table("expectations, and where they surely lie")
+def estimates_table(proof: Certificate) -> Table:
+    """Mean and confidence interval of each estimate."""
+    table = _table("expectations and their confidence intervals")
     table.add_column("quantity")
     for name in ("mean", "low", "high"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -278,11 +266,12 @@ def _estimates(proof: Certificate) -> Table:
         about = "" if normal is None else f"{number(normal.low)} to {number(normal.high)}"
         ends = (None, None, None) if name in absent else (e.mean, e.low, e.high)
         table.add_row(Text(NAMES.get(name, name)), *map(number, ends), Text(about, style="dim"))
-    _below(table, Text("* asymptotic, not a guarantee; no verdict uses it", style="dim"))
+    table.caption = Text("* asymptotic, not a guarantee; no verdict uses it", style="dim")
     return table
 
 
-def _guarantees(proof: Certificate) -> Table:
+def guarantees_table(proof: Certificate) -> Table:
+    """Lower bounds on the gain, with their parts and conditions."""
     table = _table("guarantees on J(pi) - J(mu): start - error - price")
     table.add_column("guarantee", no_wrap=True)
     for name in ("start", "error", "price", "at least"):
@@ -301,9 +290,11 @@ def _guarantees(proof: Certificate) -> Table:
     return table
 
 
-def _below(table: Table, words: Text) -> None:
-    table.caption, table.caption_justify = words, "left"
-
-
 def _table(title: str) -> Table:
-    return Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip
+    return Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )

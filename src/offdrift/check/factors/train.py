@@ -232,7 +232,8 @@ enough, since stale weights show after any prompt, and the trainer scores these 
 def weight_sync(setting: Setting) -> Effect:
     """Load moved weights: an identity sync agrees even if a tied head or the experts ignore it.
 
-    All weights are perturbed, loaded into the engine, and compared on the tokens of the baseline. Both sides of the comparison are scored by the model that holds the weights, in its own dtype.
+    All weights are perturbed, loaded into the engine, and compared on the tokens of the baseline.
+    Both sides are scored by the model that has the weights, in its own dtype.
     """
     bench, engine = setting.bench, setting.engine
     model, version = bench.model, setting.engine.version
