@@ -363,6 +363,23 @@ def test_the_ratio_of_perplexities_follows_the_kl_that_makes_it(baseline, kl, le
     assert near == min(r["threshold"] for r in rows if "ppl_ratio" in r["metric"])
 
 
+@pytest.mark.parametrize("row", THRESHOLDS, ids=lambda row: f"{row.metric} {row.limit}")
+def test_rules_of_ones_own_move_every_threshold(baseline, row):
+    """On either side of the measured value, the row holds or not, and shows the limit it was held to."""
+    baseline = replace(baseline, delta_router=5e-4)
+    value, seen = row.value(baseline), set()
+    for limit in (value - 1, value + 1):
+        limits = {**load_rules().limits, row.limit: limit}
+        (found,) = [
+            r
+            for r in thresholds(baseline, limits)
+            if (r["metric"], r["level"]) == (row.metric, row.level)
+        ]
+        assert found["threshold"] == limit
+        seen.add(found["holds"])
+    assert seen == {True, False}
+
+
 def test_a_number_that_is_missing_is_not_judged(baseline):
     rows = thresholds(replace(baseline, pearson=float("nan"), drawn_z=float("nan")))
     assert len(rows) == len(THRESHOLDS) - 4  # two of pearson; routing of a dense model

@@ -11,9 +11,9 @@ from offdrift.check import bench as pair
 from offdrift.check import rescore
 from offdrift.check.bench import Bench, EngineSpec
 from offdrift.check.measure import Measured, clustered_error, logged, measure, measured, surprise_z
-from offdrift.check.recommend import MAX_Z
 from offdrift.check.rescore import THETAS, Scored, rescored, surprise_cgf, tail_caps
 from offdrift.divergence.interval import topk_divergences
+from offdrift.judge import load_rules
 from offdrift.records.rollouts import Provenance, Rollouts, Sampling
 from offdrift.train.models import tiny_tokenizer
 from tests.engines.models import VOCAB, tiny
@@ -221,6 +221,9 @@ def test_the_surprise_of_a_token_has_mean_zero_and_the_stated_moments(bench):
     drawn = surprise.gather(1, rollouts.tokens[:, None]).squeeze(1).float()
     torch.testing.assert_close(scored.surprise, drawn, rtol=1e-3, atol=1e-5)
     assert len(drawn) > 100
+
+
+MAX_Z = load_rules().limits["drawn_z"]
 
 
 @pytest.mark.parametrize("rare", [1e-2, 1e-3, 1e-4])

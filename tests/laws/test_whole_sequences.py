@@ -17,7 +17,7 @@ from offdrift.audit.tally.tally import Tally
 from offdrift.batch_info import NO_FACTS, Facts, Observed
 from offdrift.check.recommend import THRESHOLDS
 from offdrift.correction import Weight
-from offdrift.judge.collapse import within_budget
+from offdrift.judge import load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS
 from offdrift.methods.schedules import EssScale
@@ -76,11 +76,8 @@ def test_chi_squared_of_long_sequences_is_not_taken_for_none():
 def test_no_verdict_takes_it_for_none():
     found = summarize(DriftStats.of(drifted()))
     (row,) = [t for t in THRESHOLDS if "chi2_seq" in t.metric]
-    assert not row.holds(found[row.metric])
+    assert (row.relation, found[row.metric] < load_rules().limits[row.limit]) == ("<", False)
     assert row.metric == "mismatch/chi2_seq_largest"
-    bare = {k.removeprefix("mismatch/"): x for k, x in found.items() if k.startswith("mismatch/")}
-    assert within_budget({"tv_p95": 1e-5, **bare}) is False
-    assert within_budget({"tv_p95": 1e-5, "chi2_seq": bare["chi2_seq"]}) is None
     # One sequence, or equal ones: they agree with each other, but not with E[W] = 1.
     for same in ([-50.0], [-50.0, -50.0]):
         found = summarize(DriftStats.of(with_sums(same)))

@@ -180,7 +180,7 @@ def _content(
     routing = [o.detail["delta_router"] for o in so_far.outcomes if "delta_router" in o.detail]
     baseline = replace(baseline, delta_router=routing[0] if routing else math.nan)
     mixture = num_experts(bench.model) > 1
-    rows = thresholds(baseline)
+    rows = thresholds(baseline, rules.limits)
     diagnosed = diagnose(
         [{"step": 0.0, **baseline.metrics}],
         context=Context(

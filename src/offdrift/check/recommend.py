@@ -31,15 +31,6 @@ TREE = "survey of off-policy RL for LLMs, 2026, decision tree, step 1"
 CHOICE = "this library's reading of the decision tree"
 BUDGET = "survey of off-policy RL for LLMs, 2026, problem 4 (conjecture): inside, a correction gains < 0.3 %"
 CONTRACT = "engine contract: reported and sampled distribution are one"
-PPL_NEAR, PPL_FAR = (load_rules().limits[name] for name in ("ppl_near", "ppl_far"))
-"""The thresholds of the diagnosis, so that a check and an audit judge a ratio alike."""
-
-MAX_DEVIATION = 0.02
-"""Mean nats by which reported log-probs may miss those of the recorded distribution: rounding of
-bfloat16 logits stays below it, another temperature or another token's log-prob does not."""
-MAX_Z = 5.0
-"""Exceeded by chance in one of 130,000 checks at most."""
-
 ALIGNED = (
     "At temperature 1 without filters raw and processed log-probs are the same, so these belong to other "
     "tokens: logits at position t score token t + 1, and an array was cut at the wrong end."
@@ -61,17 +52,14 @@ class Threshold:
     metric: str
     value: Callable[[Measured], float]
     relation: Literal["<", "<=", ">=", ">"]
-    threshold: float
+    limit: str
+    """Name of the threshold in the rules' table."""
     level: Level
     """Verdict of a miss."""
     kind: Literal["record", "size", "budget"]
     source: str
     missed: str
     """Meaning of a miss, in a few words."""
-
-    def holds(self, value: float) -> bool:
-        """Whether the value meets the threshold; NaN does not."""
-        return RELATIONS[self.relation](value, self.threshold)
 
 
 def _metric(name: str) -> Callable[[Measured], float]:
@@ -81,48 +69,58 @@ def _metric(name: str) -> Callable[[Measured], float]:
 _ppl_ratio = _metric("mismatch/ppl_ratio")
 
 THRESHOLDS: tuple[Threshold, ...] = (
-    Threshold("record_deviation", lambda m: m.record_deviation, "<", MAX_DEVIATION, "stop", "record", CONTRACT,
+    Threshold("record_deviation", lambda m: m.record_deviation, "<", "record_deviation", "stop", "record", CONTRACT,
               "the engine reports other log-probs than those of the distribution it recorded: raw ones under a "
               "temperature, or another token's"),
-    Threshold("drawn_z", lambda m: abs(m.drawn_z), "<", MAX_Z, "stop", "record", CONTRACT,
+    Threshold("drawn_z", lambda m: abs(m.drawn_z), "<", "drawn_z", "stop", "record", CONTRACT,
               "the tokens were not drawn from the distribution that the engine recorded: raw log-probs under a "
               "temperature or a filter"),
-    Threshold("mismatch/pearson", lambda m: m.pearson, ">=", 0.95, "stop", "size", TREE,
+    Threshold("mismatch/pearson", lambda m: m.pearson, ">=", "pearson_broken", "stop", "size", TREE,
               "probabilities hardly correlate: the engines do not compute the same model"),
-    Threshold("mismatch/pearson", lambda m: m.pearson, ">=", 0.99, "watch", "size", TREE,
+    Threshold("mismatch/pearson", lambda m: m.pearson, ">=", "pearson_clean", "watch", "size", TREE,
               "probabilities correlate less than they should on one set of weights"),
-    Threshold("kl_mean", lambda m: m.kl_mean, "<=", 0.05, "act", "size", TREE,
+    Threshold("kl_mean", lambda m: m.kl_mean, "<=", "kl_large", "act", "size", TREE,
               "the engines differ by as much as policy drift should"),
-    Threshold("kl_mean", lambda m: m.kl_mean, "<", 0.02, "watch", "size", TREE,
+    Threshold("kl_mean", lambda m: m.kl_mean, "<", "kl_clean", "watch", "size", TREE,
               "the mismatch is larger than that of a healthy pair"),
-    Threshold("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", PPL_FAR, "act", "size", CHOICE,
+    Threshold("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", "ppl_far", "act", "size", CHOICE,
               "perplexities are far apart on one set of weights"),
-    Threshold("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", PPL_NEAR, "watch", "size", CHOICE,
+    Threshold("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", "ppl_near", "watch", "size", CHOICE,
               "perplexities differ on one set of weights"),
-    Threshold("mismatch/prob_diff_max", _metric("mismatch/prob_diff_max"), "<", 0.5, "act", "size", CHOICE,
+    Threshold("mismatch/prob_diff_max", _metric("mismatch/prob_diff_max"), "<", "prob_diff_large", "act", "size", CHOICE,
               "a token's probability moved by half: a kernel, a router or an alignment error, which means hide"),
-    Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", 0.3, "watch", "size", TREE,
+    Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_moderate", "watch", "size", TREE,
               "importance weights are noisy before anything was learned"),
-    Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", 1.0, "act", "size", TREE,
+    Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_heavy", "act", "size", TREE,
               "importance weights are heavy-tailed before anything was learned"),
-    Threshold("tv_p95", lambda m: m.tv_p95, "<", 1e-4, "ok", "budget", BUDGET, WIDE),
-    Threshold("mismatch/chi2_seq_largest", _metric("mismatch/chi2_seq_largest"), "<", 0.1, "ok", "budget", BUDGET,
+    Threshold("tv_p95", lambda m: m.tv_p95, "<", "tv_budget", "ok", "budget", BUDGET, WIDE),
+    Threshold("mismatch/chi2_seq_largest", _metric("mismatch/chi2_seq_largest"), "<", "chi2_seq_budget", "ok", "budget", BUDGET,
               WIDE),
-    Threshold("delta_router", lambda m: m.delta_router, "<", 1e-3, "ok", "budget", BUDGET, WIDE),
+    Threshold("delta_router", lambda m: m.delta_router, "<", "router_flip", "ok", "budget", BUDGET, WIDE),
 )  # fmt: skip
 
 
-def thresholds(baseline: Measured) -> list[dict[str, Any]]:
-    """Every row whose number was measured, as it stands in `check.json`.
+def thresholds(
+    baseline: Measured, limits: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Every row whose number was measured, as it stands in `check.json`; NaN holds no threshold.
 
     Correlation is left out where it is undefined (a single token, or equal probabilities).
+
+    Args:
+        limits: thresholds by name (`Rules.limits`), if not the built-in ones.
     """
-    names = ("metric", "relation", "threshold", "source", "level", "kind", "missed")
-    values = ((row, row.value(baseline)) for row in THRESHOLDS)
+    limits = load_rules().limits if limits is None else limits
+    names = ("metric", "relation", "source", "level", "kind", "missed")
     return [
-        {**{n: getattr(row, n) for n in names}, "value": value, "holds": row.holds(value)}
-        for row, value in values
-        if not math.isnan(value)
+        {n: getattr(row, n) for n in names}
+        | {
+            "threshold": limits[row.limit],
+            "value": value,
+            "holds": RELATIONS[row.relation](value, limits[row.limit]),
+        }
+        for row in THRESHOLDS
+        if not math.isnan(value := row.value(baseline))
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -171,24 +171,3 @@ def auroc(scores: Sequence[float], labels: Sequence[bool]) -> float:
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     return float((ranks[y].sum() - positive * (positive + 1) / 2) / (positive * negative))
-
-
-def within_budget(metrics: Mapping[str, float]) -> bool | None:
-    """Whether drift is too small for correction to matter (problem 4): None if a number is missing.
-
-        TV per token, 95th percentile < 1e-4,   chi2_seq < 0.1,   delta_router < 1e-3
-
-    Args:
-        metrics: "tv_p95", "chi2_seq_largest" (or "chi2_seq") and, for mixtures of experts,
-            "delta_router", the share of a layer's experts whose membership differs
-            (`engines.routing.flip_rate`). A "chi2_seq" below 0 is missing: no chi^2 is negative, so
-            the sample did not meet the sequences that carry it.
-
-    Example:
-        >>> within_budget({"tv_p95": 0.281474, "chi2_seq": 0.01})
-        False
-    """
-    tv, chi2 = number(metrics, "tv_p95"), _first(metrics, ("chi2_seq_largest", "chi2_seq"))
-    if tv is None or chi2 is None or chi2 < 0:
-        return None
-    return tv < 1e-4 and chi2 < 0.1 and (number(metrics, "delta_router") or 0.0) < 1e-3
