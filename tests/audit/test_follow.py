@@ -9,6 +9,7 @@ import torch
 
 from offdrift.audit.watch import Log, Metrics, sources
 from offdrift.records.recorder import Recorder, record
+from tests.records.test_dumps import rank_dump
 
 
 def line(step: int, reward: float = 1.0, shift: float = 0.1) -> str:
@@ -179,3 +180,25 @@ def test_a_step_waits_for_the_files_of_other_ranks_and_memory_for_none(tmp_path)
         (i, 8) for i in range(1, 21)
     ]
     assert follow.late_rows == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pipelines_last_stage_takes_the_place_of_the_stages_before_it(tmp_path, late):
+    """miles writes the samples of a rollout once per stage; the last one has the log-probs."""
+    clock, folder = Clock(), tmp_path / "train_data"
+    follow = Log([str(tmp_path)], clock=clock, settle=10)
+    rows = []
+    for rollout in (7, 8):
+        stages = [{"log_probs": None, "ref_log_probs": None}, {}]
+        for rank, lacks in enumerate(stages):
+            path = folder / f"{rollout}_{rank}.pt"
+            rank_dump(path, rank, [0, 1, 2], data=lacks, rollout_id=rollout)
+            rows += follow.poll()
+            clock.now += 11 if late and rollout == 7 else 4
+            rows += follow.poll()
+    rows += follow.finish()
+    assert [(r.numbers["step"], r.numbers["sequences"]) for r in rows] == [(7, 3), (8, 3)]
+    # What comes after the wait is too late, and is said to be: the wait has an end.
+    assert ["mismatch/k1" in r.numbers for r in rows] == [not late, True]
+    assert follow.late_rows == (3 if late else 0)
+    assert follow.rows == (9 if late else 6)

@@ -4,10 +4,13 @@ Two kinds of places are followed. A run of this library writes its metrics; its 
 they are. Any other log is read by its framework's reader as it grows: whole lines only, whole files
 where a format is not made of lines. A step's row is given once it is complete: in a file of lines when
 a later step appears; where several processes may each write files, when nothing was added for a while.
+Until then the file of one rank may take the place of another's that was read before: a pipeline's last
+stage writes the samples of the stages before it again, and it alone has the trainer's log-probs.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -78,7 +81,10 @@ class Log:
     def __post_init__(self) -> None:
         self.read_to: dict[str, int] = {}
         self.whole: set[str] = set()
-        self.open: dict[int, Tally] = {}
+        self.open: dict[int, dict[str, Tally]] = {}
+        """Of the steps that wait, by file."""
+        self.rows_of: dict[str, int] = {}
+        """Sequences that count in `rows`, of each whole file."""
         self.given = -1
         self.grew: dict[int, float] = {}
         """When a whole file last added to an open step."""
@@ -94,6 +100,8 @@ class Log:
             return
         for piece in self._new(found):
             self._take(piece, found)
+        for file in self.whole.intersection(found.repeats):
+            self._drop(file)
         yield from self._complete(everything=self.clock() - self.changed >= self.settle)
 
     def finish(self) -> Iterator[Row]:
@@ -120,7 +128,10 @@ class Log:
         if not lines:
             self.whole.add(piece.file)
         self.bad_rows += Unread.of(bad, {}).rows
-        self.rows += sum(batch.num_sequences for batch in batches)
+        sequences = sum(batch.num_sequences for batch in batches)
+        self.rows += sequences
+        if not lines:
+            self.rows_of[piece.file] = self.rows_of.get(piece.file, 0) + sequences
         self.changed = self.clock()
         for step in sorted({step for batch in batches for step in batch.step.tolist()}):
             rows = [(batch.step == step).nonzero().squeeze(-1) for batch in batches]
@@ -129,9 +140,21 @@ class Log:
                 continue
             mine = [batch.select(at) for batch, at in zip(batches, rows)]
             tally = Tally.over(mine, file=piece.file)
-            self.open[step] = self.open[step].merge(tally) if step in self.open else tally
+            tallies = self.open.setdefault(step, {})
+            before = tallies.get(piece.file)
+            tallies[piece.file] = tally if before is None else before.merge(tally)
             if not lines:
                 self.grew[step] = self.changed
+
+    def _drop(self, file: str) -> None:
+        """Forget a file whose samples stand in another's, in the steps that are still open."""
+        steps = [step for step, tallies in self.open.items() if file in tallies]
+        if steps:
+            self.rows -= self.rows_of.pop(file, 0)
+        for step in steps:
+            del self.open[step][file]
+            if not self.open[step]:
+                del self.open[step]
 
     def _complete(self, *, everything: bool) -> Iterator[Row]:
         newest = max(self.open, default=0)
@@ -142,7 +165,8 @@ class Log:
             yield self._give(step)
 
     def _give(self, step: int) -> Row:
-        tally = self.open.pop(step)
+        first, *others = self.open.pop(step).values()
+        tally = functools.reduce(Tally.merge, others, first)
         self.grew.pop(step, None)
         self.given = step
         (row,) = tally.as_dict()["steps"]

@@ -96,19 +96,21 @@ def detect(
     unknown = [u for u in unknown if u not in damaged]
     chosen = {*best.files, *(f for u in damaged for f in u.files)}
     best = best._replace(files=[f for f in kept if f in chosen])
-    of_ranks = len(best.files)
+    of_ranks: tuple[str, ...] = ()
     if best.source.distinct is not None:
-        best = best._replace(files=best.source.distinct(best.files, limit))
-    of_ranks -= len(best.files)
+        read = best.source.distinct(best.files, limit)
+        of_ranks = tuple(f for f in best.files if f not in set(read))
+        best = best._replace(files=read)
     resolved = {n: c for n, c in _resolved(best, mapped).items() if n not in without}
     return Detected(
         format=best.source.format,
         framework=best.seen.framework or best.source.framework,
         files=tuple(best.files),
-        said=_said(best, found, unknown, skipped, resolved, repeated, of_ranks, unreadable),
+        said=_said(best, found, unknown, skipped, resolved, repeated, len(of_ranks), unreadable),
         columns=resolved,
         sizes=tuple(files.size(f) for f in best.files),
         skipped=tuple(unreadable),
+        repeats=of_ranks,
         limit=limit,
         without=without,
     )

@@ -61,6 +61,8 @@ class Detected:
     """Bytes of each file."""
     skipped: tuple[BadRow, ...] = ()
     """Files that cannot be opened at all, and why."""
+    repeats: tuple[str, ...] = ()
+    """Files of ranks whose samples stand in the files of other ranks; they are not read."""
     limit: int = LIMIT
     """Bytes that one file may take in memory, or decompress to."""
     without: tuple[str, ...] = ()
