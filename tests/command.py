@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 
 import pytest
-from rich.console import Console
 
 from offdrift import cli
 
@@ -22,19 +20,12 @@ def command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     *words: str,
-    screens: tuple[ModuleType, ...],
     width: int = 140,
 ) -> Done:
-    """Run `offdrift WORDS` in a terminal of the given width.
-
-    Args:
-        screens: the modules of `offdrift.cli` whose console is replaced.
-    """
+    """Run `offdrift WORDS` in a terminal of the given width."""
     monkeypatch.setattr(sys, "argv", ["offdrift", *words])
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("NO_COLOR", "1")
-    for module in screens:
-        monkeypatch.setattr(module, "console", Console(width=width))
     code = 0
     try:
         cli.main()

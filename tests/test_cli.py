@@ -103,7 +103,7 @@ def test_train_interrupt_and_resume(tmp_path):
     assert "already holds a run" in refused.stderr
     done = offdrift(*words, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "already finished" in done.stdout
+    assert "already finished" in done.stderr
     assert str(run / "report.html") in done.stdout.replace("\n", "")
     table = json.loads((run / "run.json").read_text())["table"]
     assert [row["arm"] for row in table] == ["none", "trm_max"]

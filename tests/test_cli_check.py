@@ -24,7 +24,7 @@ TINY = ("check", "--model", "tiny-qwen3", "--rollout", "transformers:bfloat16", 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
     def run(*words: str, width: int = 140) -> Done:
-        return command(monkeypatch, capsys, *words, "--out", str(tmp_path / "out"), screens=(command_module,), width=width)  # fmt: skip
+        return command(monkeypatch, capsys, *words, "--out", str(tmp_path / "out"), width=width)  # fmt: skip
 
     return run
 
@@ -35,7 +35,7 @@ def found(tmp_path_factory):
     out = tmp_path_factory.mktemp("check")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["offdrift", *TINY, "--factors", "rollout_dtype,off_by_one,prefix_caching", "--out", str(out)])  # fmt: skip
-        patch.setattr(command_module, "console", Console(file=io.StringIO(), width=100))
+        patch.setenv("COLUMNS", "100")
         from offdrift import cli
 
         with pytest.raises(SystemExit) as end:
@@ -69,7 +69,7 @@ def test_json_is_the_file_and_nothing_else(run, tmp_path):
 
 def test_a_pair_that_differs_by_more_than_allowed_fails(run, tmp_path):
     done = run(*TINY, "--factors", "none", "--max-kl", "1e-9")
-    assert done.code == 1
+    assert done.code == 3
     assert "FAILED: mean KL" in done.stdout
     assert json.loads((tmp_path / "out" / "check.json").read_text())["passed"] is False
 

@@ -9,7 +9,6 @@ from functools import partial
 import jaxtyping
 import pytest
 
-from offdrift.cli import lab as lab_cli
 from offdrift.lab import pairs
 from offdrift.lab import search as adversary
 from tests.command import Done, command
@@ -21,7 +20,7 @@ def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(pairs, "HORIZONS", (16,))
     monkeypatch.setattr(adversary, "arenas", lambda: [adversary.tree(2, t) for t in (2, 7)])
-    return partial(command, monkeypatch, capsys, "lab", "bounds", screens=(lab_cli,), width=170)
+    return partial(command, monkeypatch, capsys, "lab", "bounds", width=170)
 
 
 def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
@@ -52,7 +51,7 @@ def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
 
 def test_a_planted_constant_is_found_and_fails(offdrift):
     done = offdrift("--pairs", "1500", "--plant", "0.9", "--adversarial-steps", "0", "--json")
-    assert done.code == 1
+    assert done.code == 3
     found = json.loads(done.stdout)
     assert found["violations"] > 0
     assert found["factor"] == 0.9
@@ -60,7 +59,7 @@ def test_a_planted_constant_is_found_and_fails(offdrift):
     assert "coupling" in wrong
     assert found["searched"] == []
     done = offdrift("--pairs", "1500", "--plant", "0.9", "--adversarial-steps", "0")
-    assert done.code == 1
+    assert done.code == 3
     assert "violations in 1,500 random pairs and 0 searches (every bound times 0.9)" in done.stdout
 
 
@@ -95,15 +94,15 @@ def test_an_interrupt_before_the_first_pair(offdrift, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--pairs", "0"), "--pairs 0"),
+        (("--pairs", "0"), "'--pairs'"),
         (("--plant", "0"), "--plant 0"),
         (("--plant", "nan"), "--plant nan"),
-        (("--adversarial-steps", "-1"), "--adversarial-steps -1"),
-        (("--restarts", "0"), "--restarts 0"),
+        (("--adversarial-steps", "-1"), "'--adversarial-steps'"),
+        (("--restarts", "0"), "'--restarts'"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(offdrift, words, says):
     done = offdrift(*words)
-    assert done.code == 1
+    assert done.code == 2
     assert says in done.stderr
     assert done.stdout == ""

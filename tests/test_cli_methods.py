@@ -12,7 +12,6 @@ from functools import partial
 
 import pytest
 
-from offdrift import cli
 from offdrift.methods import METHODS
 from offdrift.methods.systems import SYSTEMS
 from tests.command import Done, command
@@ -21,7 +20,7 @@ from tests.command import Done, command
 @pytest.fixture
 def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
     """The command line in this process, in a terminal of the given width."""
-    return partial(command, monkeypatch, capsys, screens=(cli.methods,))
+    return partial(command, monkeypatch, capsys)
 
 
 def said(text: str) -> str:

@@ -278,13 +278,12 @@ def test_weights_are_left_alone_unless_asked_for(url, model):
 def test_check_finds_a_float32_server_equal_to_its_checkpoint(
     url, folder, model, tmp_path, monkeypatch, capsys
 ):
-    from offdrift.cli import check as screen
     from tests.command import command
 
     _engine(url).load_weights(model.named_parameters(), version=0)
     words = ("check", "--model", folder, "--rollout", f"openai:{url}", "--max-prompts", "6", "--max-tokens", "12")  # fmt: skip
     words += ("--factors", "off_by_one", "--max-kl", "1e-5", "--out", str(tmp_path))
-    done = command(monkeypatch, capsys, *words, screens=(screen,))
+    done = command(monkeypatch, capsys, *words)
     assert done.code == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "check.json").read_text())
     assert 48 < found["tokens"] <= 72  # a response may end early
@@ -295,7 +294,6 @@ def test_check_finds_a_float32_server_equal_to_its_checkpoint(
 
 
 def test_check_finds_other_weights(url, folder, model, tmp_path, monkeypatch, capsys):
-    from offdrift.cli import check as screen
     from tests.command import command
 
     changed = [(n, 1.1 * w.detach()) for n, w in model.named_parameters()]
@@ -303,10 +301,10 @@ def test_check_finds_other_weights(url, folder, model, tmp_path, monkeypatch, ca
     engine.load_weights(changed, version=1)
     words = ("check", "--model", folder, "--rollout", f"openai:{url}", "--max-prompts", "4", "--max-tokens", "8")  # fmt: skip
     try:
-        done = command(monkeypatch, capsys, *words, "--factors", "none", "--max-kl", "0.001", "--out", str(tmp_path), screens=(screen,))  # fmt: skip
+        done = command(monkeypatch, capsys, *words, "--factors", "none", "--max-kl", "0.001", "--out", str(tmp_path))  # fmt: skip
     finally:
         engine.load_weights(model.named_parameters(), version=0)
-    assert done.code == 1
+    assert done.code == 3
     assert json.loads((tmp_path / "check.json").read_text())["baseline"]["kl_mean"] > 0.001
 
 

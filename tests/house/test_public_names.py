@@ -1,6 +1,10 @@
 """The exported names are a promise: few, listed, documented, with an example that runs."""
 
+import ast
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,22 +14,40 @@ NAMES = {
     "BatchEvidence", "Bound", "Certificate", "Clipped", "Correction", "Divergence", "DriftStats", "Gate", "Grade", "Head",
     "ImportanceSampled", "KLPenalty", "LogProbs", "METHODS", "METRICS", "Method", "Observed",
     "OffdriftError", "PolicyLoss",
-    "Reinforce", "Segments", "TrustRegion", "Weight", "advantages", "aggregate", "all_bounds", "certify",
+    "Recorder", "Reinforce", "Segments", "TrustRegion", "Weight", "advantages", "aggregate", "all_bounds", "certify",
     "exact_divergences", "hidden_divergences", "log_ratio", "method", "normalizer_of", "override", "per_unit",
-    "policy_loss", "rejection", "summarize", "topk_divergences", "unified",
+    "policy_loss", "record", "rejection", "summarize", "topk_divergences", "unified",
 }  # fmt: skip
 FUNCTIONS = sorted(n for n in NAMES if inspect.isfunction(getattr(offdrift, n, None)))
 
 
 def exported() -> set[str]:
-    return {
-        n for n, v in vars(offdrift).items() if not n.startswith("_") and not inspect.ismodule(v)
-    }
+    names = (n for n in dir(offdrift) if not n.startswith("_"))
+    return {n for n in names if not inspect.ismodule(getattr(offdrift, n))}
 
 
 def test_exactly_these_names_are_exported():
     assert exported() == NAMES
     assert len(NAMES) <= 60
+
+
+def test_type_checkers_and_the_running_program_see_the_same_names():
+    source = ast.parse(Path(offdrift.__file__).read_text("utf-8"))
+    listed = {
+        alias.asname: node.module
+        for node in ast.walk(source)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert listed == offdrift._HOME
+
+
+def test_a_function_is_not_hidden_by_the_module_of_its_name():
+    code = (
+        "import offdrift.aggregate, offdrift.advantages.base, offdrift as od\n"
+        "assert callable(od.aggregate) and callable(od.advantages)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

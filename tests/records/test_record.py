@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import offdrift
-from offdrift.cli import audit as audit_command
 from offdrift.errors import RecordError, ShapeError
 from offdrift.records.batch import Logged
 from tests.command import command
@@ -233,7 +232,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 
 
 def audited(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> dict[str, Any]:
-    done = command(monkeypatch, capsys, *words, "--json", screens=(audit_command,))
+    done = command(monkeypatch, capsys, *words, "--json")
     assert done.code == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -88,7 +88,7 @@ def test_the_command_follows_a_recorder_and_finds_an_engine_that_breaks(
     training.start()
     monkeypatch.setattr(watch_command, "time", Clock())
     words = ("watch", str(tmp_path), "--every", "0.05", "--until-idle", "2", "--json")
-    done = command(monkeypatch, capsys, *words, screens=(watch_command,))
+    done = command(monkeypatch, capsys, *words)
     training.join()
     assert (done.code, done.stderr) == (0, "")
     said = [json.loads(line) for line in done.stdout.splitlines()]

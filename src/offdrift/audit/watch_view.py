@@ -26,17 +26,16 @@ COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 class LiveWatch:
-    """Shows rows and findings; `close` leaves the last state on the screen."""
+    """Shows rows (unless `table` is False) and findings; `close` leaves the last state on the screen."""
 
-    def __init__(self, console: Console, title: str, framework: str) -> None:
-        self.console, self.title, self.framework = console, title, framework
+    def __init__(self, console: Console, title: str, framework: str, *, table: bool = True) -> None:
+        self.console, self.title, self.framework, self.table = console, title, framework, table
         self.rows: dict[str, Mapping[str, float | int]] = {}
         self.worst: dict[str, str] = {}
         self.fired: dict[str, int] = {}
         # Without a terminal a redrawn table would be printed again and again.
-        self.live = (
-            Live(self._view(), console=console, auto_refresh=False) if console.is_terminal else None
-        )
+        redrawn = table and console.is_terminal
+        self.live = Live(self._view(), console=console, auto_refresh=False) if redrawn else None
         if self.live is not None:
             self.live.start()
 
@@ -60,7 +59,7 @@ class LiveWatch:
         if self.live is not None:
             self.live.update(self._view(), refresh=True)
             self.live.stop()
-        else:
+        elif self.table:
             self.console.print(self._view())
 
     def _view(self) -> Table | Text:

@@ -1,24 +1,141 @@
-"""The application that every command belongs to, and its screen."""
+"""The application that every command belongs to, its common options, and where a command prints."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-app = typer.Typer(
+from offdrift.cli.exit_codes import exit_codes_text
+
+BEFORE, DURING, AFTER = "Before a run", "During a run", "After a run"
+THEORY = "Methods and theory"
+"""Panels of the help page, by the question that a command answers."""
+
+
+class _Application(typer.Typer):
+    """Typer whose help texts are the paragraphs of docstrings, wrapped at the terminal's width."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[..., Any]:
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+            text = "\n\n".join(
+                p if p.startswith("\b") else p.replace("\n", " ") for p in paragraphs
+            )
+            return typer.Typer.command(self, name, help=text, **options)(function)
+
+        return register
+
+
+app = _Application(
     name="offdrift",
     help="Measure, correct and certify off-policy drift in reinforcement learning of language models.",
-    epilog="Start with:  offdrift train recipes/tiny.toml",
+    epilog=f"Start with: offdrift train recipes/tiny.toml\n\nExit status: {exit_codes_text()}",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
-lab = typer.Typer(
+lab = _Application(
     name="lab",
     help="Exact experiments on policies small enough to know everything about them.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-app.add_typer(lab)
-console = Console()
+app.add_typer(lab, rich_help_panel=THEORY)
+
+
+def _no_color(chosen: bool) -> bool:
+    if chosen:
+        os.environ["NO_COLOR"] = "1"  # read by every console from here on, typer's too
+    return chosen
+
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress and no hints; results and errors only.")
+]
+NoColor = Annotated[
+    bool,
+    typer.Option(
+        "--no-color", help="Plain text, as NO_COLOR=1.", callback=_no_color, is_eager=True
+    ),
+]
+
+
+class Screen:
+    """Where a command prints: results on stdout, progress, notes and the next step on stderr.
+
+    Args:
+        as_json: stdout belongs to a machine; what a person would read there is left out.
+        quiet: nothing on stderr but errors and warnings.
+    """
+
+    def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        self.out = Console(quiet=as_json)
+        self.err = Console(stderr=True, quiet=quiet)
+
+    @property
+    def width(self) -> int:
+        return self.out.width
+
+    def show(self, *views: Any) -> None:
+        """Print tables and texts for a person."""
+        self.out.print(*views, highlight=False)
+
+    def wrote(self, **files: object) -> None:
+        """Name the files that were written, each on its line, whole."""
+        for what, path in files.items():
+            self.out.print(f"{what}: {escape(str(path))}", highlight=False, soft_wrap=True)
+
+    def json(self, value: Any, indent: int | None = 1) -> None:
+        """Print a value on stdout for a machine."""
+        typer.echo(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False))
+
+    def note(self, text: str) -> None:
+        """Say something about the work on stderr."""
+        self.err.print(text, markup=False, highlight=False, soft_wrap=True, style="dim")
+
+    def warn(self, text: str) -> None:
+        """Say on stderr, with --quiet too, why a result is not what was asked for."""
+        Console(stderr=True).print(
+            text, markup=False, highlight=False, soft_wrap=True, style="yellow"
+        )
+
+    def next(self, command: str, purpose: str) -> None:
+        """The line that a command ends with: what to do now."""
+        if not self.as_json:
+            self.err.print(
+                f"next: [bold]{escape(command)}[/]  # {escape(purpose)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def progress(self, unit: str = "") -> Progress:
+        """A bar on stderr that vanishes when it is done."""
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn(unit),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.err,
+            transient=True,
+        )

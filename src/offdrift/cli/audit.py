@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -10,15 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from offdrift.cli.app import app, console
+from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.exit_codes import ExitCode
 from offdrift.cli.options import (
-    FAILED,
-    INTERRUPTED,
-    SEVERITIES,
     Columns,
     Experts,
     FailOn,
@@ -26,12 +20,12 @@ from offdrift.cli.options import (
     RulesFile,
     Temperature,
     pairs,
-    severity,
+    reaches,
 )
 from offdrift.errors import BadValueError
 
 
-@app.command()
+@app.command(rich_help_panel=AFTER)
 def audit(
     logs: Annotated[
         list[str],
@@ -72,19 +66,22 @@ def audit(
         ),
     ] = 4096,
     fail_on: FailOn = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print audit.json.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:
     """What happened in a run, from its logs: drift, its cause, and the smallest fix.
 
-    Reads verl, TRL, prime-rl, slime, miles, SkyRL, NeMo-RL, open-instruct, AReaL, our own records, and
-    plain JSONL or Parquet (docs/logs.md); says what it detected, what the log can not answer, and what to log to have it
-    answered. Files may be larger than memory. Interrupt it at any time: the same command continues.
+    Reads logs of verl, TRL, prime-rl, slime, miles, SkyRL, NeMo-RL, open-instruct and AReaL, records
+    of offdrift, and plain JSONL or Parquet (docs/logs.md). Says which format it detected, what the log
+    can not answer, and what to log to have it answered. Files may be larger than memory. You can
+    interrupt it at any time: the same command continues.
 
     \b
     offdrift audit runs/tiny/arms/none
     offdrift audit 's3://bucket/run/token_exports/*/rank_*.jsonl' --workers 8
-    offdrift audit rollouts.jsonl --columns logp_rollout=vllm_lp,logp_old=fsdp_lp --fail-on act
-    """  # fmt: skip
+    offdrift audit rollouts.jsonl --columns logp_rollout=vllm_lp --fail-on act
+    """
     from offdrift.audit.conclude import conclude, write_audit
     from offdrift.audit.page import write_audit_page
     from offdrift.audit.partial import Job, Part
@@ -95,24 +92,23 @@ def audit(
     from offdrift.judge import load_rules
     from offdrift.records.readers import detect, pieces
 
-    limit = severity(fail_on)
+    screen = Screen(as_json, quiet)
     table = load_rules(rules)
     paths = [p for log in logs for p in _logs_of(log)]
     started = time.perf_counter()
-    found = detect(paths, columns=pairs(columns), limit=max_file_mib << 20)
+    source = detect(paths, columns=pairs(columns), limit=max_file_mib << 20)
     folder = out or Path("audits") / _name(logs[0])
-    err = Console(stderr=True)
-    many = len(found.files)
-    err.print(f"reading {many} {'file' if many == 1 else 'files'}, {_size(found.bytes)}", highlight=False)  # fmt: skip
-    plan = pieces(found)
-    job = Job(found, sample_rate=min(1.0, sample_mib * 2**20 / max(found.bytes, 1)))
+    count = len(source.files)
+    screen.note(f"reading {count} {'file' if count == 1 else 'files'}, {_size(source.bytes)}")
+    plan = pieces(source)
+    job = Job(source, sample_rate=min(1.0, sample_mib * 2**20 / max(source.bytes, 1)))
     if ray is not None:
         from offdrift.audit.cluster import on_ray
 
         run = on_ray(ray)
     else:
         run = in_process if workers == 1 else in_processes(min(workers, max(len(plan), 1)))
-    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} pieces"), TimeRemainingColumn(), console=err, transient=True) as progress:  # fmt: skip
+    with screen.progress("pieces") as progress:
         task = progress.add_task("reading", total=len(plan))
 
         def watch(done: int, so_far: Part) -> None:
@@ -127,20 +123,37 @@ def audit(
         except KeyboardInterrupt:
             progress.stop()
             again = shlex.join(["offdrift", *sys.argv[1:]])
-            err.print(f"\ninterrupted; what was read is in {folder / 'parts'}. The same command continues:\n  {again}", markup=False, highlight=False)  # fmt: skip
-            raise typer.Exit(INTERRUPTED) from None
-    about = run_context(paths[0], framework or found.framework, method=method, temperature=temperature, mixture_of_experts=moe)  # fmt: skip
+            screen.warn(
+                f"\ninterrupted; what was read is in {folder / 'parts'}. The same command continues:\n"
+                f"  {again}"
+            )
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+    about = run_context(
+        paths[0],
+        framework or source.framework,
+        method=method,
+        temperature=temperature,
+        mixture_of_experts=moe,
+    )
     result = conclude(part, job, context=about, rules=table)
     result["source"]["seconds"] = time.perf_counter() - started
     file = write_audit(result, folder)
     page = write_audit_page(result, folder)
     if as_json:
-        typer.echo(json.dumps(result, allow_nan=False))
+        screen.json(result, indent=None)
     else:
-        console.print(audit_view(result, width=console.width))
-        console.print(f"\nreport: {escape(str(page))}    numbers: {escape(str(file))}")
-    if SEVERITIES.index(result["verdict"]["level"]) >= limit:
-        raise typer.Exit(FAILED)
+        screen.show(audit_view(result, width=screen.width), "")
+        screen.wrote(report=page, numbers=file)
+    level = result["verdict"]["level"]
+    if level in ("act", "stop"):
+        screen.next(
+            f"offdrift compare {folder} FIXED",
+            "once the fixed run is audited, too: did it help?",
+        )
+    else:
+        screen.next(f"offdrift audit {logs[0]} --fail-on act", "the same as a test: exit status 3")
+    if reaches(level, fail_on):
+        raise typer.Exit(ExitCode.VERDICT)
 
 
 def _logs_of(path: str) -> list[str]:
@@ -157,7 +170,8 @@ def _logs_of(path: str) -> list[str]:
 
 def _name(path: str) -> str:
     """A folder name from what was audited."""
-    parts = [p for p in Path(path.split("://")[-1]).parts if p not in ("/", "runs", "arms", "log", "..", ".")]  # fmt: skip
+    common = ("/", "runs", "arms", "log", "..", ".")
+    parts = [p for p in Path(path.split("://")[-1]).parts if p not in common]
     text = "-".join(parts[-2:]) or "log"
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in text).strip("_.") or "log"
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from offdrift.cli.app import app, console
+from offdrift.cli.app import THEORY, AsJson, NoColor, Quiet, Screen, app
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -30,7 +29,7 @@ Every bound against the horizon, as bounds.png and bounds.html:
 """
 
 
-@app.command(epilog=EXAMPLES)
+@app.command(epilog=EXAMPLES, rich_help_panel=THEORY)
 def bound(
     horizon: Annotated[int | None, typer.Option("--T", help="Horizon: tokens of the longest sequence.")] = None,
     delta: Annotated[float | None, typer.Option(help="Largest token KL(rollout || current), nat; inf if only TV is known.")] = None,
@@ -41,17 +40,30 @@ def bound(
     mean_tv: Annotated[float | None, typer.Option(help="Mean TV per position, for the adaptive rows.")] = None,
     reward_range: Annotated[float, typer.Option(help="Largest minus smallest possible reward.")] = 1.0,
     constants: Annotated[Literal["both", "paper", "sharp"], typer.Option(help="Which constants are shown.")] = "both",
-    solve: Annotated[Literal["delta", "eps", "kl_seq", "T"] | None, typer.Option(help="Answer the inverse question: the largest such value with B* within the target.")] = None,
+    solve: Annotated[Literal["delta", "eps", "kl_seq", "T"] | None, typer.Option(help="The inverse question: the largest such value whose tightest bound B* is within the target.")] = None,
     target: Annotated[float | None, typer.Option(help="Largest acceptable error, for --solve; default the reward range.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="STEM", help="Draw every bound for T from 1 to ten times --T: STEM.png and STEM.html.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:  # fmt: skip
-    """Every bound on how far the surrogate can be from the true return, with its minimum B*.
+    """How far can the surrogate objective be from the true return? Every proved bound, and the tightest, B*.
 
     A bound that is not below the range of the reward is vacuous: it says nothing.
     """
-    wanted = ("paper", "sharp") if constants == "both" else (constants,)
-    given = {"delta": delta, "eps": eps, "kl_seq": kl_seq, "kl_rate": kl_rate, "tv_seq": tv_seq, "mean_tv": mean_tv, "reward_range": reward_range}  # fmt: skip
+    from offdrift.prove.bound import bound_rows, bound_table, write_bound_figure
+
+    screen = Screen(as_json, quiet)
+    columns = ("paper", "sharp") if constants == "both" else (constants,)
+    divergences = {
+        "delta": delta,
+        "eps": eps,
+        "kl_seq": kl_seq,
+        "kl_rate": kl_rate,
+        "tv_seq": tv_seq,
+        "mean_tv": mean_tv,
+        "reward_range": reward_range,
+    }
     if horizon is None and solve != "T":
         raise typer.BadParameter("how many tokens has the longest sequence? give --T")
     if delta is None and solve != "delta":
@@ -61,38 +73,28 @@ def bound(
     if solve is not None and plot is not None:
         raise typer.BadParameter("--plot draws the bounds of given divergences; leave out --solve")
     if solve is not None:
-        _solve(solve, horizon, reward_range if target is None else target, wanted, given, as_json)
+        from offdrift.prove.bound_answer import answer_rows, answer_table
+
+        if solve == "T" and horizon is not None:
+            raise typer.BadParameter("--T is given and solved for; leave one out")
+        goal = reward_range if target is None else target
+        rows = answer_rows(solve, target=goal, horizon=horizon, constants=columns, **divergences)
+        if as_json:
+            screen.json(rows)
+        else:
+            screen.show(answer_table(rows, target=goal, horizon=horizon))
+        screen.next("offdrift certify RUN/arms/NAME", "does a policy keep to it?")
         return
     assert horizon is not None
-    _table(horizon, wanted, given, as_json)
+    if as_json:
+        screen.json(bound_rows(horizon=horizon, **divergences))
+    else:
+        narrow = screen.width < 96
+        screen.show(bound_table(horizon=horizon, **divergences, constants=columns, narrow=narrow))
     if plot is not None:
-        _plot(plot, horizon, wanted, given, as_json)
-
-
-def _solve(solve: str, horizon: int | None, target: float, wanted: tuple, given: dict, as_json: bool) -> None:  # fmt: skip
-    from offdrift.prove.bound_answer import answer_rows, answer_table
-
-    if solve == "T" and horizon is not None:
-        raise typer.BadParameter("--T is given and solved for; leave one out")
-    rows = answer_rows(solve, target=target, horizon=horizon, constants=wanted, **given)
-    if as_json:
-        typer.echo(json.dumps(rows, indent=1))
-    else:
-        console.print(answer_table(rows, target=target, horizon=horizon))
-
-
-def _table(horizon: int, wanted: tuple, given: dict, as_json: bool) -> None:
-    from offdrift.prove.bound import bound_rows, bound_table
-
-    if as_json:
-        typer.echo(json.dumps(bound_rows(horizon=horizon, **given), indent=1))
-    else:
-        console.print(bound_table(horizon=horizon, **given, constants=wanted, narrow=console.width < 96))  # fmt: skip
-
-
-def _plot(stem: Path, horizon: int, wanted: tuple, given: dict, as_json: bool) -> None:
-    from offdrift.prove.bound import write_bound_figure
-
-    for path in write_bound_figure(stem, horizon=horizon, **given, constants=wanted):
-        if not as_json:
-            console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+        picture, page = write_bound_figure(plot, horizon=horizon, **divergences, constants=columns)
+        screen.wrote(picture=picture, page=page)
+    screen.next(
+        f"offdrift bound --T {horizon} --solve delta --target 0.1",
+        "token KL for an error of 0.1",
+    )

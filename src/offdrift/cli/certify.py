@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.text import Text
 
-from offdrift.cli.app import app, console
-from offdrift.errors import BadValueError
-
-INTERRUPTED = 130
+from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.exit_codes import ExitCode
 
 
-@app.command()
+@app.command(rich_help_panel=AFTER)
 def certify(
     rollouts: Annotated[
         list[Path],
@@ -53,7 +48,9 @@ def certify(
             help="Largest probability that any statement is wrong: for one policy and one look. Divide it by the checkpoints that you will judge by these rollouts."
         ),
     ] = 0.05,
-    constants: Annotated[str, typer.Option(help='"sharp", or "paper".')] = "sharp",
+    constants: Annotated[
+        Literal["sharp", "paper"], typer.Option(help="Constants of the bounds.")
+    ] = "sharp",
     tail_log_ratio_cap: Annotated[
         float | None,
         typer.Option(help="Assume that |log ratio| stays below this outside a recorded top k."),
@@ -66,15 +63,17 @@ def certify(
         ),
     ] = False,
     token_budget: Annotated[int, typer.Option(help="Padded tokens per forward pass.")] = 4096,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:
     """Is this policy better than the one that drew the rollouts, and how surely?
 
-    Scores every recorded token with the policy, compares the distributions as far as the rollouts
-    recorded them, and says what that proves: a lower bound on J(policy) - J(rollout policy) that
-    holds with probability 1 - alpha, for one policy and one look, and what has to be taken for granted.
-    A policy that learned from these rollouts can not be certified by them; the model of an arm judged
-    by the arm's rollouts is one. A prompt that recurs in several files is one independent draw.
+    Scores every recorded token with the policy and compares the distributions as far as the rollouts
+    recorded them. Prints a lower bound on J(policy) - J(rollout policy) that holds with probability
+    1 - alpha for one policy and one look, and the preconditions that have to be taken for granted. A
+    policy that learned from these rollouts can not be certified by them, for instance the model of an
+    arm by the rollouts of that arm. A prompt that recurs in several files counts as one draw.
 
     Exit status 0 whether or not there is a certificate; "certified" is in the JSON.
 
@@ -82,7 +81,7 @@ def certify(
     offdrift certify runs/tiny/arms/trm_max
     offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
     offdrift certify fresh/*.parquet --model checkpoints/step-200 --tau 0.05 --json
-    """  # fmt: skip
+    """
     from offdrift.certificate import TrustRegion
     from offdrift.certificate import certify as certificate_of
     from offdrift.prove.certify import (
@@ -95,11 +94,12 @@ def certify(
     )
     from offdrift.train.models import load_model
 
+    screen = Screen(as_json, quiet)
     files = rollout_files(rollouts)
     own = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
     if model is None:
         if len(own) != 1:
-            raise BadValueError("--model is missing: name the checkpoint that is to be judged")
+            raise typer.BadParameter("--model is missing: name the checkpoint that is to be judged")
         model = str(own[0])
     version, chosen = newest_policy(files)
     skipped, files = len(files) - len(chosen), chosen
@@ -108,42 +108,67 @@ def certify(
     longest = longest_response(files) if horizon is None else horizon
     region = TrustRegion(horizon=longest, **limits)  # type: ignore[arg-type]
     policy, _ = load_model(model, seed=0)
-    prove = partial(certificate_of, reward_range=reward_range, alpha=alpha, constants=constants, fresh=not trained_on)  # fmt: skip
-    found: list[Judged] = []
+    prove = partial(
+        certificate_of,
+        reward_range=reward_range,
+        alpha=alpha,
+        constants=constants,
+        fresh=not trained_on,
+    )
+    judged: Judged | None = None
     interrupted = False
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with screen.progress("files") as progress:
         task = progress.add_task("reading", total=len(files))
 
         def watch(file: Path, so_far: Judged) -> None:
-            if not found:  # a number that cannot be is named now, not when all files are read
+            nonlocal judged
+            if judged is None:  # a number that cannot be is named now, not when all files are read
                 prove(so_far.evidence)
-            found[:] = [so_far]
+            judged = so_far
             progress.update(task, description=escape(file.name), advance=1)
 
         try:
-            judge(files, policy, region=region, token_budget=token_budget, tail_log_ratio_cap=tail_log_ratio_cap, watch=watch)  # fmt: skip
+            judge(
+                files,
+                policy,
+                region=region,
+                token_budget=token_budget,
+                tail_log_ratio_cap=tail_log_ratio_cap,
+                watch=watch,
+            )
         except KeyboardInterrupt:
             interrupted = True
-    if not found:
-        raise typer.Exit(INTERRUPTED)
-    proof = prove(found[0].evidence)
+    if judged is None:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    proof = prove(judged.evidence)
     if as_json:
-        about = {"files": found[0].files, "skipped": skipped, "rollout_version": version, "tokens": found[0].tokens, "model": model}  # fmt: skip
-        typer.echo(json.dumps({**about, **proof.as_dict()}, indent=1, allow_nan=False))
+        about = {
+            "files": judged.files,
+            "skipped": skipped,
+            "rollout_version": version,
+            "tokens": judged.tokens,
+            "model": model,
+        }
+        screen.json({**about, **proof.as_dict()})
     else:
-        console.print(certificate_view(proof, width=console.width))
-        many = "1 file" if found[0].files == 1 else f"{found[0].files} files"
-        about = f"{many}, {found[0].tokens:,} tokens, judged: {model}"
+        screen.show(certificate_view(proof, width=screen.width))
+        count = "1 file" if judged.files == 1 else f"{judged.files} files"
+        about = f"{count}, {judged.tokens:,} tokens, judged: {model}"
         if skipped:
             about += (
                 f"; drawn by the weights of version {version}, the newest. {skipped} files of other "
                 "versions are another policy's, and were left out: name them to judge against it"
             )
-        console.print(Text(about, style="dim"), soft_wrap=True)
+        screen.out.print(Text(about, style="dim"), soft_wrap=True)
     if interrupted:
-        said = f"interrupted after {found[0].files} of {len(files)} files; the numbers are of those"
-        Console(stderr=True).print(said, style="yellow")
-        raise typer.Exit(INTERRUPTED)
+        screen.warn(
+            f"interrupted after {judged.files} of {len(files)} files; the numbers are of those"
+        )
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    screen.next(
+        f"offdrift bound --T {longest} --solve delta --target 0.1",
+        "drift for a useful bound",
+    )
 
 
 def _learned_from(model: str, files: list[Path]) -> bool:
@@ -154,5 +179,5 @@ def _learned_from(model: str, files: list[Path]) -> bool:
     path = Path(model).expanduser()
     arms = {place.parent.parent for place in (path, path.resolve())}
     drawn = {folder.resolve() for arm in arms for folder in arm.glob("*/rollouts")}
-    given = {folder for f in files for folder in (f.parent.resolve(), f.resolve().parent)}
-    return not drawn.isdisjoint(given)
+    read = {folder for f in files for folder in (f.parent.resolve(), f.resolve().parent)}
+    return not drawn.isdisjoint(read)

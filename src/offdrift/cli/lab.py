@@ -1,48 +1,61 @@
-"""`offdrift lab bounds`: does any bound fail, and how close do they come?"""
+"""`offdrift lab`: exact experiments on error bounds, on gradients, and on gates against length."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 
-from offdrift.cli.app import console, lab
-from offdrift.errors import BadValueError
+from offdrift.cli.app import AsJson, NoColor, Quiet, Screen, lab
+from offdrift.cli.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from offdrift.lab.search import Outcome
 
+Stem = Annotated[
+    Path | None, typer.Option(metavar="STEM", help="Also write STEM.png, STEM.html and STEM.json.")
+]
 
-FAILED, INTERRUPTED = 1, 130
+
+def _write(out: Path, panels: Any, numbers: Any, screen: Screen, **texts: str) -> None:
+    """Write a figure as a picture and a page, and its numbers beside them."""
+    from offdrift.records.store import write_atomically
+    from offdrift.show.figure import write_figure
+
+    picture, page = write_figure(out, panels, **texts)
+    table, text = out.with_name(out.name + ".json"), json.dumps(numbers, indent=1, allow_nan=False)
+    write_atomically(table, lambda partial: Path(partial).write_text(text))
+    for path in (picture, page, table):
+        screen.note(f"wrote {path}")
 
 
 @lab.command()
 def bounds(
-    pairs: Annotated[int, typer.Option(help="Random pairs of policies.")] = 100_000,
-    seed: Annotated[int, typer.Option(help="Of pairs and searches.")] = 0,
+    pairs: Annotated[int, typer.Option(help="Random pairs of policies.", min=1)] = 100_000,
+    seed: Annotated[int, typer.Option(help="Seed of pairs and searches.")] = 0,
     adversarial_steps: Annotated[
-        int, typer.Option(help="Gradient steps of each search; 0 leaves the search out.")
+        int, typer.Option(help="Gradient steps of each search; 0 leaves the search out.", min=0)
     ] = 200,
-    restarts: Annotated[int, typer.Option(help="Starts of each search, for every bound.")] = 8,
+    restarts: Annotated[
+        int, typer.Option(help="Starts of each search, for every bound.", min=1)
+    ] = 8,
     plant: Annotated[
         float, typer.Option(help="Multiply every bound with this: below 1, does the check notice?")
     ] = 1.0,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="STEM", help="Also write STEM.png, STEM.html and STEM.json."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Stem = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:
-    """Try every error bound on random pairs of policies and on pairs made to break it.
+    """Does any error bound fail, and how close do they come?
 
-    Errors and divergences are exact, rewards the worst there are. Exit status 1 if a bound fails.
-    100,000 pairs take about two minutes; Ctrl-C shows what was checked.
+    Tries every bound on random pairs of policies and on pairs made to break it. Errors and divergences
+    are exact, and rewards are the worst there are. Exit status 3 if a bound fails. 100,000 pairs take
+    about two minutes; Ctrl-C shows what was checked.
 
     \b
     offdrift lab bounds
@@ -55,98 +68,106 @@ def bounds(
         horizon_table,
         violations,
     )
-    from offdrift.records.store import write_atomically
-    from offdrift.show.figure import write_figure
 
     if not 0 < plant < math.inf:
-        raise BadValueError(f"--plant {plant}: give a factor above 0; 1 leaves the bounds alone")
-    for name, value, least in (("pairs", pairs, 1), ("restarts", restarts, 1), ("adversarial-steps", adversarial_steps, 0)):  # fmt: skip
-        if value < least:
-            raise BadValueError(f"--{name} {value}: give at least {least}")
+        raise typer.BadParameter(
+            f"--plant {plant}: give a factor above 0; 1 leaves the bounds alone"
+        )
+    screen = Screen(as_json, quiet)
     outcomes: list[Outcome] = []
-    found: list[Outcome] = []
+    searches: list[Outcome] = []
     interrupted = False
-    try:
-        _run(outcomes, found, pairs, seed, adversarial_steps, restarts, plant)
-    except KeyboardInterrupt:
-        interrupted = True
-    result = {"seed": seed, "factor": plant, "complete": not interrupted, **bounds_rows(outcomes, found)}  # fmt: skip
+    with screen.progress() as progress:
+        try:
+            _check_bounds(
+                outcomes, searches, pairs, seed, adversarial_steps, restarts, plant, progress
+            )
+        except KeyboardInterrupt:
+            interrupted = True
+    result = {
+        "seed": seed,
+        "factor": plant,
+        "complete": not interrupted,
+        **bounds_rows(outcomes, searches),
+    }
     if as_json:
-        typer.echo(json.dumps(result, indent=1, allow_nan=False))
-    elif outcomes or found:
-        console.print(bounds_table(outcomes, found, width=console.width))
-        console.print(horizon_table(outcomes, found, width=console.width))
-        console.print(_verdict(result["pairs"], len(found), violations([*outcomes, *found]), plant))
-    if out is not None and (outcomes or found):
-        title = "How close do the bounds come to the worst error?"
+        screen.json(result)
+    elif outcomes or searches:
+        wrong = violations([*outcomes, *searches])
+        verdict = f"[bold red]{wrong:,} violations[/]" if wrong else "[bold green]No violation[/]"
+        planted = "" if plant == 1 else f" (every bound times {plant:g})"
+        screen.show(bounds_table(outcomes, searches, width=screen.width))
+        screen.show(horizon_table(outcomes, searches, width=screen.width))
+        screen.show(
+            f"{verdict} in {result['pairs']:,} random pairs and {len(searches)} searches{planted}."
+        )
+    if out is not None and (outcomes or searches):
         caption = (
             f"{result['pairs']:,} random pairs of policies and an adversarial search; exact errors, "
             "sharp constants. Worst of all rewards in [0, 1] up to T = 8, from 16 on worst of those "
             "that look at the last state of a policy's memory."
         )
-        files = write_figure(out, bounds_panels(outcomes, found), title=title, caption=caption)
-        table = out.with_name(out.name + ".json")
-        text = json.dumps(result, indent=1, allow_nan=False)
-        write_atomically(table, lambda partial: Path(partial).write_text(text))
-        for path in (*files, table):
-            Console(stderr=True).print(f"wrote {escape(str(path))}")
-    if result["violations"]:
-        raise typer.Exit(FAILED)
+        title = "How close do the bounds come to the worst error?"
+        panels = bounds_panels(outcomes, searches)
+        _write(out, panels, result, screen, title=title, caption=caption)
     if interrupted:
-        Console(stderr=True).print("interrupted; what was not checked is left out")
-        raise typer.Exit(INTERRUPTED)
+        screen.warn("interrupted; what was not checked is left out")
+    _next_picture(screen, out, "bounds")
+    if result["violations"]:
+        raise typer.Exit(ExitCode.VERDICT)
+    if interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-def _run(
+def _next_picture(screen: Screen, out: Path | None, experiment: str) -> None:
+    if out is None:
+        screen.next(
+            f"offdrift lab {experiment} --out {experiment}", "the same as a picture and a page"
+        )
+    else:
+        screen.next(f"open {out}.html", "the figure, in a browser")
+
+
+def _check_bounds(
     outcomes: list[Outcome],
-    found: list[Outcome],
+    searches: list[Outcome],
     pairs: int,
     seed: int,
     steps: int,
     restarts: int,
     factor: float,
+    progress: Progress,
 ) -> None:
-    """Fill both lists, so that what is there when a person interrupts can be shown."""
+    """Fill both lists as results arrive, so that an interrupt keeps what was checked."""
     from offdrift.lab.pairs import batches
     from offdrift.lab.search import arenas, attack, check
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("random pairs", total=pairs)
-        for batch in batches(pairs, seed=seed):
-            outcomes.append(check(batch, factor=factor))
-            progress.advance(task, len(outcomes[-1].eps))
-        places = arenas() if steps else []
-        task = progress.add_task("", total=steps * len(places))
-        for arena in places:
-            progress.update(task, description=f"search, {arena.name}")
-            batch = attack(
-                arena,
-                restarts=restarts,
-                steps=steps,
-                seed=seed,
-                tick=lambda: progress.advance(task),
-            )
-            found.append(check(batch, factor=factor))
-
-
-def _verdict(pairs: int, searches: int, wrong: int, factor: float) -> str:
-    where = f"{pairs:,} random pairs and {searches} searches"
-    planted = "" if factor == 1 else f" (every bound times {factor:g})"
-    if wrong:
-        return f"[bold red]{wrong:,} violations[/] in {where}{planted}."
-    return f"[bold green]No violation[/] in {where}{planted}."
-
-
-# `offdrift lab frontier`: bias and variance of every method against the exact gradient.
+    task = progress.add_task("random pairs", total=pairs)
+    for batch in batches(pairs, seed=seed):
+        outcomes.append(check(batch, factor=factor))
+        progress.advance(task, len(outcomes[-1].eps))
+    places = arenas() if steps else []
+    task = progress.add_task("", total=steps * len(places))
+    for arena in places:
+        progress.update(task, description=f"search, {arena.name}")
+        batch = attack(
+            arena,
+            restarts=restarts,
+            steps=steps,
+            seed=seed,
+            tick=lambda: progress.advance(task),
+        )
+        searches.append(check(batch, factor=factor))
 
 
 HORIZONS = "8,16,32,64,128,256,512,1024"
-FRONTIER_INTERRUPTED = 130
 
 
 @lab.command()
 def frontier(
-    testbeds: Annotated[str, typer.Option(help="Comma-separated.")] = "walk,chain,flip",
+    testbeds: Annotated[
+        str, typer.Option(help="Names of testbeds, comma-separated.")
+    ] = "walk,chain,flip",
     horizons: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = HORIZONS,
     kl: Annotated[
         float, typer.Option(help="Mean KL(rollout || current) of a token, nat, at every horizon.")
@@ -158,12 +179,11 @@ def frontier(
     methods: Annotated[
         str | None, typer.Option(help="Only these rows of the table, comma-separated.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of testbeds and samples.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="STEM", help="Also write STEM.png, STEM.html and STEM.json."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of testbeds and samples.")] = 0,
+    out: Stem = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:
     """How biased and how noisy is each method's gradient as sequences get longer?
 
@@ -180,14 +200,13 @@ def frontier(
     from offdrift.lab.testbeds import make_testbed
     from offdrift.lab.views import frontier_panels, frontier_rows, frontier_table
     from offdrift.methods import METHODS, method
-    from offdrift.records.store import write_atomically
-    from offdrift.show.figure import write_figure
 
+    screen = Screen(as_json, quiet)
     rows = {n: method(n) for n in _words(methods)} if methods else METHODS
     lengths = sorted({_number(h) for h in _words(horizons)})
-    found: dict[str, list[Estimate]] = {}
+    estimates: dict[str, list[Estimate]] = {}
     interrupted = False
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with screen.progress() as progress:
         task = progress.add_task("", total=len(_words(testbeds)) * len(lengths) * len(rows))
         try:
             for name in _words(testbeds):
@@ -198,31 +217,28 @@ def frontier(
                     for e in estimates_of(bed, rows=rows, batch=batch, tokens=tokens, seed=seed):
                         done.append(e)
                         progress.advance(task)
-                    found.setdefault(name, []).extend(done)
+                    estimates.setdefault(name, []).extend(done)
         except KeyboardInterrupt:
             interrupted = True
-    results = [frontier_rows(name, es) for name, es in found.items()]
+    results = [frontier_rows(name, es) for name, es in estimates.items()]
     if as_json:
-        typer.echo(json.dumps(results, indent=1))
+        screen.json(results)
     else:
-        for name, estimates in found.items():
-            console.print(frontier_table(name, estimates))
-        console.print(
+        for name, es in estimates.items():
+            screen.show(frontier_table(name, es))
+        screen.out.print(
             f"P = <∇J, E[g]>² / (tr Var(g) + bias²) of a step of {batch} sequences, bias and spread in "
             f"units of |∇J|; {kl:g} nat of drift per token.",
             style="dim",
             markup=False,
         )
-    if out is not None and found:
-        files = write_figure(out, frontier_panels(found), title="Bias and variance of every method")
-        table = out.with_name(out.name + ".json")
-        text = json.dumps(results, indent=1)
-        write_atomically(table, lambda tmp: Path(tmp).write_text(text))
-        for path in (*files, table):
-            console.print(f"wrote {escape(str(path))}")
+    if out is not None and estimates:
+        title = "Bias and variance of every method"
+        _write(out, frontier_panels(estimates), results, screen, title=title)
     if interrupted:
-        console.print("interrupted; horizons that were not finished are left out")
-        raise typer.Exit(FRONTIER_INTERRUPTED)
+        screen.warn("interrupted; horizons that were not finished are left out")
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    _next_picture(screen, out, "frontier")
 
 
 def _words(text: str) -> list[str]:
@@ -233,12 +249,9 @@ def _number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise BadValueError(
+        raise typer.BadParameter(
             f"--horizons: {text!r} is not a number of tokens; give 8,64,512"
         ) from None
-
-
-# `offdrift lab length-bias`: which gates punish length.
 
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -257,11 +270,11 @@ def length_bias(
         list[Path] | None,
         typer.Option(help="A recorded stream (.npz of benchmarks/record_drift.py). Repeatable."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the drawn stream.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="STEM", help="Also write STEM.png and STEM.html.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn stream.")] = 0,
+    out: Stem = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:
     """Acceptance against length, for gates on the worst token, on means and on products.
 
@@ -275,10 +288,9 @@ def length_bias(
     """
     from offdrift.lab.length_bias import curves, independent_stream, packaged, read_recording
     from offdrift.lab.views import length_bias_panels, length_bias_rows, length_bias_table
-    from offdrift.show.figure import write_figure
 
     if not 1 <= same_at <= LENGTHS[-1]:
-        raise BadValueError(
+        raise typer.BadParameter(
             f"--same-at {same_at}: the drawn sequences have 1 to {LENGTHS[-1]} tokens"
         )
     paths = recording or packaged()
@@ -292,24 +304,28 @@ def length_bias(
     for stream in streams:
         longest = stream.kl.shape[1]
         lengths = [n for n in LENGTHS if n <= longest]
-        for at, how in ((None, "published thresholds"), (min(same_at, longest), "same at T = {}")):
-            title = f"{stream.name}; {how.format(at)}"
+        for at in (None, min(same_at, longest)):
+            thresholds = "published thresholds" if at is None else f"same at T = {at}"
+            title = f"{stream.name}; {thresholds}"
             results.append((title, curves(stream, lengths=lengths, same_at=at)))
+    screen = Screen(as_json, quiet)
+    rows = length_bias_rows(results)
     if as_json:
-        typer.echo(json.dumps(length_bias_rows(results), indent=1, allow_nan=False))
+        screen.json(rows)
     else:
-        for title, found in results:
-            console.print(length_bias_table(title, found, width=console.width))
-        console.print(
+        for title, accepted in results:
+            screen.show(length_bias_table(title, accepted, width=screen.width))
+        screen.out.print(
             "acceptance = exp(-c T^γ): γ = 1 falls exponentially, γ = 0 does not depend on length.",
             style="dim",
         )
     if out is not None:
-        files = write_figure(
+        _write(
             out,
             length_bias_panels(results),
+            rows,
+            screen,
             title="Which gates punish length?",
             caption="Share of sequences accepted, 95 % intervals. TRM paper, Appendix F, Table 2.",
         )
-        for path in files:
-            console.print(f"wrote {escape(str(path))}")
+    _next_picture(screen, out, "length-bias")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
-from offdrift.cli.app import app, console
+from offdrift.cli.app import THEORY, AsJson, NoColor, Quiet, Screen, app
 
 
-@app.command()
+@app.command(rich_help_panel=THEORY)
 def methods(
     name: Annotated[str | None, typer.Argument(help="One method or system, in full.")] = None,
     unit: Annotated[
@@ -39,7 +38,9 @@ def methods(
         str | None,
         typer.Option(metavar="TEXT", help="Part of where it is from: DeepSeek, 2512.23075, ..."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every number.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:
     """Every method: what it does, when it fails, where it is from, how to run it.
 
@@ -56,7 +57,17 @@ def methods(
     from offdrift.methods.describe import catalog, find, select
     from offdrift.show.method_table import method_list, method_page
 
-    filters = {"unit": unit, "ratio": ratio, "evidence": evidence, "sign": sign, "stop_gradient": stop_gradient, "bias": bias, "kind": kind, "reference": reference}  # fmt: skip
+    screen = Screen(as_json, quiet)
+    filters = {
+        "unit": unit,
+        "ratio": ratio,
+        "evidence": evidence,
+        "sign": sign,
+        "stop_gradient": stop_gradient,
+        "bias": bias,
+        "kind": kind,
+        "reference": reference,
+    }
     if name is not None:
         if any(value is not None for value in filters.values()):
             raise typer.BadParameter("a name is one row already; give a name or filters")
@@ -64,8 +75,8 @@ def methods(
         rows, shown = {row["name"]: row}, method_page(row)
     else:
         rows = select(catalog(), **filters)
-        shown = method_list(rows, width=console.width)
+        shown = method_list(rows, width=screen.width)
     if as_json:
-        typer.echo(json.dumps(rows, indent=1, ensure_ascii=False, allow_nan=False))
+        screen.json(rows)
     else:
-        console.print(shown, highlight=False)
+        screen.show(shown)

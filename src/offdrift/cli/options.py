@@ -1,24 +1,16 @@
-"""Options that several commands share, and what they mean."""
+"""Options about a log and its judgement, which several commands share."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-
-from offdrift.errors import BadValueError
-
-INTERRUPTED = 130
-FAILED = 2
-"""Exit status of a run with a finding as severe as --fail-on."""
-
-SEVERITIES = ("ok", "info", "watch", "act", "stop")
 
 Columns = Annotated[
     str | None,
     typer.Option(
-        help="Names of the log's columns: logp_rollout=my_lp,logp_old=trainer.lp,reward=score. A field without one, entropy=, is not read."
+        help="Which column of the log holds which field: logp_old=lp,reward=score and so on. A field without a column, as in entropy=, is not read."
     ),
 ]
 RulesFile = Annotated[
@@ -32,39 +24,39 @@ Experts = Annotated[
     bool | None, typer.Option("--moe/--dense", help="Whether the model routes tokens to experts.")
 ]
 FailOn = Annotated[
-    str | None,
-    typer.Option(help="End with status 2 at a finding this severe: watch, act or stop."),
+    Literal["watch", "act", "stop"] | None,
+    typer.Option(help="End with exit status 3 at a finding this severe."),
 ]
 
 
-def severity(fail_on: str | None) -> int:
-    """The place of --fail-on among severities; beyond the last if it is not given.
+def reaches(severity: str, fail_on: str | None) -> bool:
+    """Whether a verdict is as severe as --fail-on asks.
 
-    Raises: `BadValueError` naming what is none of them.
+    Example:
+        >>> reaches("stop", "act"), reaches("watch", "act"), reaches("stop", None)
+        (True, False, False)
     """
-    if fail_on is None:
-        return len(SEVERITIES)
-    if fail_on not in SEVERITIES[2:]:
-        raise BadValueError(f"--fail-on {fail_on}: give one of {', '.join(SEVERITIES[2:])}")
-    return SEVERITIES.index(fail_on)
+    from offdrift.judge.verdict import URGENCY
+
+    return fail_on is not None and severity in URGENCY[: URGENCY.index(fail_on) + 1]
 
 
 def pairs(columns: str | None) -> dict[str, str]:
-    """`a=b,c=d` as a mapping; `a=` maps to "". Raises: `BadValueError` naming what is not a pair.
+    """`a=b,c=d` as a mapping; `a=` maps to "". Raises: `typer.BadParameter` naming what is not a pair.
 
     Example:
         >>> pairs("logp_old=trainer.lp, reward=score, entropy=")
         {'logp_old': 'trainer.lp', 'reward': 'score', 'entropy': ''}
     """
-    found = {}
+    names = {}
     for pair in (columns or "").split(","):
         ours, equals, theirs = (x.strip() for x in pair.partition("="))
         if not pair.strip():
             continue
         if not (equals and ours):
-            raise BadValueError(
+            raise typer.BadParameter(
                 f"--columns {pair!r}: write our name, =, and the log's column, or nothing behind the "
                 "= to leave our field out"
             )
-        found[ours] = theirs
-    return found
+        names[ours] = theirs
+    return names

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from offdrift.cli.app import app, console
+from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
 
 
-@app.command()
+@app.command(rich_help_panel=AFTER)
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder, finished or not, or an audit.")],
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:
-    """Write the report.html of a run or an audit again from what it stored, and print its table."""
-    page = _audit_report(run) if (run / "audit.json").is_file() else _run_report(run)
-    console.print(f"\nreport: {escape(str(page))}")
+    """Write the report.html of a run or an audit again from what it stored, and print its table.
 
+    --json prints run.json or audit.json.
+    """
+    screen = Screen(as_json, quiet)
+    if (run / "audit.json").is_file():
+        from offdrift.audit.conclude import read_audit
+        from offdrift.audit.page import write_audit_page
+        from offdrift.audit.view import audit_view
 
-def _run_report(run: Path) -> Path:
-    from offdrift.train.page import write_report
-    from offdrift.train.stored import read_run
-    from offdrift.train.view import run_summary
+        stored = read_audit(run)
+        page, view = write_audit_page(stored, run), audit_view(stored, width=screen.width)
+    else:
+        from offdrift.train.page import write_report
+        from offdrift.train.stored import read_run
+        from offdrift.train.view import run_summary
 
-    page = write_report(run)
-    console.print(run_summary(read_run(run), width=console.width))
-    return page
-
-
-def _audit_report(folder: Path) -> Path:
-    from offdrift.audit.conclude import read_audit
-    from offdrift.audit.page import write_audit_page
-    from offdrift.audit.view import audit_view
-
-    found = read_audit(folder)
-    page = write_audit_page(found, folder)
-    console.print(audit_view(found, width=console.width))
-    return page
+        page, view = write_report(run), run_summary(read_run(run), width=screen.width)
+        stored = json.loads((run / "run.json").read_text("utf-8")) if as_json else None
+    if as_json:
+        screen.json(stored, indent=None)
+    else:
+        screen.show(view, "")
+        screen.wrote(report=page)
+    screen.next(f"open {page}", "the whole report, in a browser")

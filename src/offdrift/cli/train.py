@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -9,15 +10,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from offdrift.cli.app import app, console
+from offdrift.cli.app import DURING, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.exit_codes import ExitCode
 
-INTERRUPTED = 130
 
-
-@app.command()
+@app.command(rich_help_panel=DURING)
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML); see recipes/ for examples.")],
     changes: Annotated[
@@ -25,7 +24,7 @@ def train(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Replace a value of the recipe: lag.sync_every=4, rollout.dtype=bfloat16; or all its arms: method=gspo, with override.objective.eps_high=0.3. Repeatable.",
+            help="Change a value of the recipe, as in lag.sync_every=4 or rollout.dtype=bfloat16; method=gspo replaces all its arms, and override.objective.eps_high=0.3 changes that method. Repeatable.",
         ),
     ] = None,
     arms: Annotated[
@@ -42,19 +41,23 @@ def train(
             help="Continue the newest run of this recipe (or --out) from its last checkpoint.",
         ),
     ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:
     """Train each arm of a recipe under real drift, compare them, and write a report.
 
     Every arm sees the same prompts, seeds and drift. The run folder holds everything: metrics,
-    rollouts with provenance, checkpoints, the trained models, and report.html.
+    rollouts with provenance, checkpoints, the trained models, and report.html. --json prints run.json
+    at the end.
 
-    Several GPUs:  accelerate launch -m offdrift train recipes/tiny.toml
-    """  # fmt: skip
+    Several GPUs: accelerate launch -m offdrift train recipes/tiny.toml
+    """
     main_process = int(os.environ.get("RANK", "0")) == 0
-    screen = console if main_process else Console(quiet=True)
-    with screen.status("loading PyTorch and transformers"):  # seconds, on a slow disk many
-        if not screen.is_terminal:
-            screen.print(f"{escape(str(recipe))}: loading PyTorch and transformers")
+    screen = Screen(as_json or not main_process, quiet or not main_process)
+    with screen.err.status("loading PyTorch and transformers"):  # seconds, on a slow disk many
+        if not screen.err.is_terminal:
+            screen.note(f"{recipe}: loading PyTorch and transformers")
         from offdrift.train.loop import agree
         from offdrift.train.loop import train as train_recipe
         from offdrift.train.page import write_report
@@ -66,29 +69,44 @@ def train(
     if arms is not None:
         chosen = _only(chosen, arms)
     folder = agree(_run_folder(out, chosen.name, resume) if main_process else None)
-    screen.print(f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; run folder {escape(str(folder))}")  # fmt: skip
-    given = [w for c in changes or [] for w in ("--set", c)]
-    given += ["--arms", arms] if arms else []
-    again = shlex.join(["offdrift", "train", str(recipe), *given, "--out", str(folder), "--resume"])
+    screen.err.print(
+        f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; "
+        f"run folder {escape(str(folder))}",
+        soft_wrap=True,
+    )
+    flags = [w for c in changes or [] for w in ("--set", c)]
+    flags += ["--arms", arms] if arms else []
+    again = shlex.join(["offdrift", "train", str(recipe), *flags, "--out", str(folder), "--resume"])
     # A polite kill ends like Ctrl-C: the live display is put away and the way back is printed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with LiveProgress(screen) as watch:
+        with LiveProgress(screen.err) as watch:
             train_recipe(chosen, folder, resume=resume, watch=watch)
     except KeyboardInterrupt:
-        screen.print(f"\ninterrupted; nothing before the last checkpoint is lost. Continue with:\n  {escape(again)}")  # fmt: skip
-        raise typer.Exit(INTERRUPTED) from None
+        if main_process:
+            screen.warn(
+                f"\ninterrupted; nothing before the last checkpoint is lost. Continue with:\n  {again}"
+            )
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     if main_process:
         page = write_report(folder)
-        screen.print(run_summary(read_run(folder), width=screen.width))
-        screen.print(f"\nreport: {escape(str(page))}")
+        if as_json:
+            screen.json(json.loads((folder / "run.json").read_text("utf-8")), indent=None)
+        else:
+            screen.show(run_summary(read_run(folder), width=screen.width), "")
+            screen.wrote(report=page)
+        first = folder / "arms" / next(iter(chosen.arms))
+        screen.next(f"offdrift audit {first}", "what drifted in an arm, why, and the smallest fix")
 
 
 def _only(recipe, arms: str):
     names = [a.strip() for a in arms.split(",") if a.strip()]
     unknown = [n for n in names if n not in recipe.arms]
     if unknown or not names:
-        raise typer.BadParameter(f"{recipe.name} has the arms {', '.join(recipe.arms)}; not {', '.join(unknown) or 'none'}")  # fmt: skip
+        raise typer.BadParameter(
+            f"{recipe.name} has the arms {', '.join(recipe.arms)}; "
+            f"not {', '.join(unknown) or 'none'}"
+        )
     return recipe.model_copy(update={"arms": {n: recipe.arms[n] for n in names}})
 
 
@@ -96,12 +114,16 @@ def _run_folder(out: Path | None, name: str, resume: bool) -> Path:
     """The folder to run in: the one asked for, the newest to resume, or the next free one."""
     if out is not None:
         if not resume and (out / "run.json").exists():
-            raise typer.BadParameter(f"{out} already holds a run; add --resume to continue it, or choose another --out")  # fmt: skip
+            raise typer.BadParameter(
+                f"{out} already holds a run; add --resume to continue it, or choose another --out"
+            )
         return out
-    taken = [Path("runs") / name, *(Path("runs") / f"{name}-{i}" for i in range(2, 10_000))]
-    existing = [p for p in taken if (p / "run.json").exists()]
+    candidates = [Path("runs") / name, *(Path("runs") / f"{name}-{i}" for i in range(2, 10_000))]
+    existing = [p for p in candidates if (p / "run.json").exists()]
     if resume:
         if not existing:
-            raise typer.BadParameter(f"there is no run of {name} under runs/; start it without --resume")  # fmt: skip
+            raise typer.BadParameter(
+                f"there is no run of {name} under runs/; start it without --resume"
+            )
         return max(existing, key=lambda p: (p / "run.json").stat().st_mtime)
-    return next(p for p in taken if not p.exists())
+    return next(p for p in candidates if not p.exists())

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from offdrift.cli.app import app, console
+from offdrift.cli.app import DURING, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.exit_codes import ExitCode
 from offdrift.cli.options import (
-    FAILED,
-    INTERRUPTED,
-    SEVERITIES,
     Columns,
     Experts,
     FailOn,
@@ -22,12 +18,12 @@ from offdrift.cli.options import (
     RulesFile,
     Temperature,
     pairs,
-    severity,
+    reaches,
 )
 from offdrift.errors import BadValueError
 
 
-@app.command()
+@app.command(rich_help_panel=DURING)
 def watch(
     run: Annotated[
         Path, typer.Argument(help="A run folder, one of its arms, or a log that grows.")
@@ -45,56 +41,68 @@ def watch(
         float | None, typer.Option(help="End when nothing was added for this many seconds.")
     ] = None,
     fail_on: FailOn = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print steps and findings as JSON lines.")
-    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    no_color: NoColor = False,
 ) -> None:
     """Follow a run and alert in the terminal: what is wrong, how it is known, and the smallest fix.
 
-    Follows runs of `offdrift train` by their metrics, any other framework's by its log. What was
-    there before counts, too: a run is judged from its beginning. Ctrl-C ends it.
+    Follows runs of `offdrift train` by their metrics, and any other framework's by its log. A run is
+    judged from its beginning, not from when the watch starts. Ctrl-C ends the watch. --json prints
+    steps and findings as JSON lines.
 
     \b
     offdrift watch runs/tiny
     offdrift watch /data/run/token_exports --framework prime-rl --fail-on stop
-    """  # fmt: skip
+    """
     from offdrift.audit.run_context import run_context
     from offdrift.audit.watch import Log, Row, sources
     from offdrift.audit.watch_view import LiveWatch
     from offdrift.judge import Watcher, load_rules
 
-    limit = severity(fail_on)
+    screen = Screen(as_json, quiet)
     table, names = load_rules(rules), pairs(columns)
     followed, watchers = sources(run, columns=names), {}
     failed, last = False, time.monotonic()
 
-    def take(row: Row, screen: LiveWatch | None) -> bool:
+    def judge(row: Row) -> bool:
         """Judge one row; whether a finding is severe enough to end the watch."""
         if row.source not in watchers:
             arm = run / "arms" / row.source
-            about = run_context(str(arm if arm.is_dir() else run), framework, method=method, temperature=temperature, mixture_of_experts=moe)  # fmt: skip
+            about = run_context(
+                str(arm if arm.is_dir() else run),
+                framework,
+                method=method,
+                temperature=temperature,
+                mixture_of_experts=moe,
+            )
             watchers[row.source] = Watcher(context=about, rules=table)
         fired = watchers[row.source].update(row.numbers)
-        if screen is not None:
-            screen.show(row.source, row.numbers, [f.as_dict() for f in fired])
+        if live is not None:
+            live.show(row.source, row.numbers, [f.as_dict() for f in fired])
         else:
-            typer.echo(json.dumps({"source": row.source, "kind": "step", **row.numbers}))
+            screen.json({"source": row.source, "kind": "step", **row.numbers}, indent=None)
             for f in fired:
-                typer.echo(json.dumps({"source": row.source, "kind": "finding", **f.as_dict()}))
-        return any(SEVERITIES.index(f.severity) >= limit for f in fired)
+                line = {"source": row.source, "kind": "finding", **f.as_dict()}
+                screen.json(line, indent=None)
+        return any(reaches(f.severity, fail_on) for f in fired)
 
     if not run.exists():
         raise BadValueError(f"there is nothing at {run}; give the folder that the run writes to")
-    screen = None if as_json else LiveWatch(console, str(run), framework)
+    live = None if as_json else LiveWatch(screen.out, str(run), framework, table=not quiet)
     stopped = False
     try:
         while not failed:
-            seen = {s.name for s in followed if not isinstance(s, Log)}
-            followed += [s for s in sources(run, columns=names) if not isinstance(s, Log) and s.name not in seen]  # fmt: skip
+            arms = {s.name for s in followed if not isinstance(s, Log)}
+            followed += [
+                s
+                for s in sources(run, columns=names)
+                if not isinstance(s, Log) and s.name not in arms
+            ]
             for source in followed:
                 for row in source.poll():
                     last = time.monotonic()
-                    failed = take(row, screen) or failed
+                    failed = judge(row) or failed
             if until_idle is not None and time.monotonic() - last >= until_idle:
                 break
             if not failed:
@@ -104,14 +112,18 @@ def watch(
     try:
         for source in followed:  # the newest step was waiting for a later one
             for row in source.finish():
-                failed = take(row, screen) or failed
+                failed = judge(row) or failed
     finally:
-        if screen is not None:
-            screen.close()
+        if live is not None:
+            live.close()
     for source in followed:
         if isinstance(source, Log) and source.bad_rows + source.late_rows:
-            Console(stderr=True).print(f"{source.bad_rows} bad rows were skipped, and {source.late_rows} rows of steps that were judged before", highlight=False)  # fmt: skip
+            screen.warn(
+                f"{source.bad_rows} bad rows were skipped, and {source.late_rows} rows of steps that "
+                "were judged before"
+            )
+    screen.next(f"offdrift audit {run}", "every metric, cause and fix, from all that was logged")
     if stopped:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(ExitCode.INTERRUPTED)
     if failed:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(ExitCode.VERDICT)
