@@ -110,6 +110,7 @@ def test_json_is_the_certificate(arm):
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_shows_the_verdict_and_what_was_read(arm, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "dumb")
     done = certify(arm, "--model", "tiny-qwen3")
     assert done.exit_code == 0, done.output
     text = " ".join(done.stdout.replace("│", " ").split())
@@ -126,6 +127,7 @@ def test_names_of_files_and_models_are_text(arm, tmp_path, monkeypatch):
     drawn = read(arm / "rollouts" / "batch-0.parquet")
     rollouts = write(drawn, tmp_path / f"{name.replace(':', '')}.parquet")
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
     # as on a terminal, where the name of each file is shown while it is read
     done = certify(rollouts, "--model", tmp_path / name / "model", env={"FORCE_COLOR": "1", "COLUMNS": "120"})  # fmt: skip
     assert done.exit_code == 0, done.output
