@@ -14,7 +14,7 @@ from offdrift.advantages import ADVANTAGES
 from offdrift.certificate.certify import LOGGED
 from offdrift.methods import describe as axes
 from offdrift.methods import systems
-from offdrift.methods.describe import catalog
+from offdrift.methods.describe import catalog, catalog_text
 from offdrift.methods.table import FAMILIES
 from offdrift.penalty import ESTIMATORS
 from offdrift.records import schema
@@ -22,6 +22,8 @@ from offdrift.show.method_table import ABOUT, RATIOS, shown
 from offdrift.stats import METRICS
 
 HERE = Path(__file__).parent
+TABLE = HERE.parent / "src" / "offdrift" / "show" / "methods.json"
+"""What `offdrift methods` shows."""
 
 
 # -- methods ----------------------------------------------------------------------------------
@@ -254,3 +256,5 @@ if __name__ == "__main__":
     for name, page in PAGES.items():
         (HERE / name).write_text(page(), encoding="utf-8")
         print(HERE / name)
+    TABLE.write_text(catalog_text(), encoding="utf-8")
+    print(TABLE)

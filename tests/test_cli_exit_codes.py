@@ -143,9 +143,10 @@ def test_a_shell_completes_commands(tmp_path):
     assert done.stdout.split() == ["compare"]
 
 
-def test_help_and_completion_do_not_wait_for_torch(tmp_path):
+@pytest.mark.parametrize("words", [["--help"], ["methods"], ["methods", "gspo"]])
+def test_help_and_the_table_of_methods_do_not_wait_for_torch(words):
     code = (
-        "import sys; sys.argv = ['offdrift', '--help']\n"
+        f"import sys; sys.argv = ['offdrift', *{words}]\n"
         "from offdrift.cli import main\n"
         "try: main()\n"
         "finally: print({'torch', 'numpy', 'pyarrow', 'transformers'} & set(sys.modules), file=sys.stderr)"

@@ -15,13 +15,14 @@ from offdrift.correction.gate import GateUnit
 from offdrift.errors import MethodError
 from offdrift.methods import METHODS, Method, override, probe
 from offdrift.methods import describe as axes
-from offdrift.methods.describe import CHOICES, catalog, chosen, find, select
+from offdrift.methods.describe import CHOICES, catalog
 from offdrift.methods.method import Bias, Status
 from offdrift.methods.override import PLAIN
 from offdrift.methods.systems import SYSTEMS
 from offdrift.methods.table import FAMILIES
 from offdrift.objectives import Clipped, Reinforce, TokenLoss
 from offdrift.ratios import RatioName, Unit
+from offdrift.show.method_table import chosen, find, select
 
 ALL = pytest.mark.parametrize("name", METHODS)
 

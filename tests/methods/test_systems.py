@@ -9,8 +9,9 @@ import pytest
 
 from offdrift.methods import METHODS
 from offdrift.methods import describe as axes
-from offdrift.methods.describe import catalog, find
+from offdrift.methods.describe import catalog
 from offdrift.methods.systems import FAMILIES, SYSTEMS, System
+from offdrift.show.method_table import find
 from offdrift.stats import METRICS
 
 # Row of the map: our rows, and the unit it aggregates over (None where only systems are behind it).

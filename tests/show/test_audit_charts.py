@@ -62,7 +62,7 @@ def test_numbers_are_judged_by_the_thresholds_of_the_tree(metric: str, value: fl
     found = headlines({"overall": {"mismatch/k3": 0.0, metric: value}})
     (mine,) = [h for h in found if h.metric == metric]
     assert mine.level == level
-    assert mine.said
+    assert mine.comparison
 
 
 def test_a_correlation_is_never_rounded_up_to_one() -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 
 import pytest
 from rich.console import Console
 
 from offdrift.methods import METHODS
-from offdrift.methods.describe import catalog, find, select
+from offdrift.methods.describe import catalog, catalog_text
 from offdrift.methods.systems import SYSTEMS
-from offdrift.show.method_table import ABOUT, WIDE, method_list, method_page, shown
+from offdrift.show.method_table import (
+    ABOUT,
+    WIDE,
+    find,
+    method_list,
+    method_page,
+    select,
+    shown,
+    stored,
+)
 from offdrift.train.recipe import load_recipe
 
 WIDTHS = (60, 80, 100, 112, 120, 160, 200, 240)
@@ -147,3 +157,9 @@ def test_the_commands_of_a_page_run(name):
 def test_a_page_has_color_on_a_terminal_only():
     assert "\x1b[" in printed(method_page(find("tbpo")), 80, color=True)
     assert "\x1b[" not in printed(method_page(find("tbpo")), 80)
+
+
+def test_the_stored_table_is_the_table_in_the_code():
+    """If this fails, `make docs` writes the table again."""
+    assert stored() == json.loads(catalog_text())
+    assert stored()["rows"] == json.loads(json.dumps(catalog()))

@@ -126,7 +126,7 @@ def _numbers(found: list[Headline], width: int) -> RenderableType:
         table.add_column(justify=justify, overflow="fold")
     for h in found:
         style = WORDS[h.level][2] if h.level in ("watch", "act") else "bold"
-        about = Text(h.said or h.about, style="" if h.said else "dim")
+        about = Text(h.comparison or h.about, style="" if h.comparison else "dim")
         value = Text(f"{h.text} {h.unit}".rstrip(), style=style)
         table.add_row(
             Text(h.title),

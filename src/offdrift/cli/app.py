@@ -43,7 +43,8 @@ class _Application(typer.Typer):
 
 app = _Application(
     name="offdrift",
-    help="Measure, correct and certify off-policy drift in reinforcement learning of language models.",
+    help="Measure, correct and certify off-policy drift in reinforcement learning of language "
+    "models.",
     epilog=f"Start with: offdrift train recipes/tiny.toml\n\nExit status: {exit_codes_text()}",
     no_args_is_help=True,
     rich_markup_mode="rich",

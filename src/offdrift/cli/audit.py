@@ -30,7 +30,8 @@ def audit(
     logs: Annotated[
         list[str],
         typer.Argument(
-            help="What a run logged: files, folders, globs, URLs (s3://, gs://, ...), or an arm of a run.",
+            help="What a run logged: files, folders, globs, URLs (s3://, gs://, ...), or an "
+            "arm of a run.",
         ),
     ],
     columns: Columns = None,

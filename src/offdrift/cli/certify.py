@@ -23,13 +23,15 @@ def certify(
     model: Annotated[
         str | None,
         typer.Option(
-            help="The policy to judge: a checkpoint folder, or a name as in recipes; an arm's own if absent."
+            help="The policy to judge: a checkpoint folder, or a name as in recipes; an arm's "
+            "own if absent.",
         ),
     ] = None,
     delta: Annotated[
         float,
         typer.Option(
-            help="Trust region, chosen before the rollouts are seen: limit on a token's KL(rollout || current), nat."
+            help="Trust region, chosen before the rollouts are seen: limit on a token's "
+            "KL(rollout || current), nat.",
         ),
     ] = 0.05,
     eps: Annotated[float | None, typer.Option(help="Limit on a token's TV, if any.")] = None,
@@ -45,7 +47,8 @@ def certify(
     alpha: Annotated[
         float,
         typer.Option(
-            help="Largest probability that any statement is wrong: for one policy and one look. Divide it by the checkpoints that you will judge by these rollouts."
+            help="Largest probability that any statement is wrong: for one policy and one "
+            "look. Divide it by the checkpoints that you will judge by these rollouts.",
         ),
     ] = 0.05,
     constants: Annotated[

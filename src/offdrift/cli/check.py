@@ -25,7 +25,8 @@ def check(
         str | None,
         typer.Option(
             metavar="ENGINE",
-            help="Engine that draws the tokens, KIND:DTYPE[,OPTION=VALUE ...]; default vllm:bfloat16, or transformers:bfloat16 without vLLM.",
+            help="Engine that draws the tokens, KIND:DTYPE[,OPTION=VALUE ...]; default "
+            "vllm:bfloat16, or transformers:bfloat16 without vLLM.",
         ),
     ] = None,
     train: Annotated[
@@ -51,7 +52,8 @@ def check(
     factors: Annotated[
         str,
         typer.Option(
-            help="Factors to change one at a time: all (except those that compile an engine), none, or names with commas between."
+            help="Factors to change one at a time: all (except those that compile an engine), "
+            "none, or names with commas between.",
         ),
     ] = "all",
     quick: Annotated[

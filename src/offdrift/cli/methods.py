@@ -54,8 +54,7 @@ def methods(
     offdrift methods --evidence exact --sign symmetric
     offdrift methods --reference DeepSeek --json       facts and numbers
     """
-    from offdrift.methods.describe import catalog, find, select
-    from offdrift.show.method_table import method_list, method_page
+    from offdrift.show.method_table import find, method_list, method_page, select, stored
 
     screen = Screen(as_json, quiet)
     filters = {
@@ -74,7 +73,7 @@ def methods(
         row = find(name)
         rows, shown = {row["name"]: row}, method_page(row)
     else:
-        rows = select(catalog(), **filters)
+        rows = select(stored()["rows"], **filters)
         shown = method_list(rows, width=screen.width)
     if as_json:
         screen.json(rows)

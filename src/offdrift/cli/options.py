@@ -10,7 +10,8 @@ import typer
 Columns = Annotated[
     str | None,
     typer.Option(
-        help="Which column of the log holds which field: logp_old=lp,reward=score and so on. A field without a column, as in entropy=, is not read."
+        help="Which column of the log holds which field: logp_old=lp,reward=score and so on. A "
+        "field without a column, as in entropy=, is not read.",
     ),
 ]
 RulesFile = Annotated[

@@ -24,7 +24,9 @@ def train(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change a value of the recipe, as in lag.sync_every=4 or rollout.dtype=bfloat16; method=gspo replaces all its arms, and override.objective.eps_high=0.3 changes that method. Repeatable.",
+            help="Change a value of the recipe, as in lag.sync_every=4 or "
+            "rollout.dtype=bfloat16; method=gspo replaces all its arms, and "
+            "override.objective.eps_high=0.3 changes that method. Repeatable.",
         ),
     ] = None,
     arms: Annotated[

@@ -48,8 +48,8 @@ class Series:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields that are set; the name escaped, as plotly reads some markup in names."""
-        found = {k: v for k, v in vars(self).items() if v != ""}
-        return found | {"name": html.escape(visible(self.name), quote=False)}
+        fields = {k: v for k, v in vars(self).items() if v != ""}
+        return fields | {"name": html.escape(visible(self.name), quote=False)}
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class Series:
         check_choice("style", self.style, STYLES)
         if (self.low is None) != (self.high is None):
             raise BadValueError(f"series {self.name!r} has one end of a band; give low and high")
-        given = {"x": self.x, "y": self.y, "low": self.low, "high": self.high}
-        sizes = {name: len(v) for name, v in given.items() if v is not None}
+        columns = {"x": self.x, "y": self.y, "low": self.low, "high": self.high}
+        sizes = {name: len(v) for name, v in columns.items() if v is not None}
         if len(set(sizes.values())) > 1:
             raise ShapeError(f"series {self.name!r} has points of different counts: {sizes}")
 
@@ -153,15 +153,15 @@ def points(panel: Panel, series: Series) -> dict[str, Any]:
     """
     x, y = _drawable(series.x, log=panel.log_x), _drawable(series.y, log=panel.log_y)
     gap = np.isnan(x) | np.isnan(y)
-    found: dict[str, Any] = {"x": x, "y": np.where(gap, np.nan, y), "low": None, "high": None}
+    drawn: dict[str, Any] = {"x": x, "y": np.where(gap, np.nan, y), "low": None, "high": None}
     if series.low is not None and series.high is not None:
         low, high = _finite(series.low), _finite(series.high)
         gap |= np.isnan(low) | np.isnan(high) | (panel.log_y & (np.nan_to_num(high) <= 0))
         if panel.log_y:  # a band that reaches 0 goes down to the smallest thing drawn
             shown = np.concatenate([low[low > 0], y[y > 0], [np.inf]])
             low = np.where(low <= 0, shown.min(), low)
-        found |= {"low": np.where(gap, np.nan, low), "high": np.where(gap, np.nan, high)}
-    return found
+        drawn |= {"low": np.where(gap, np.nan, low), "high": np.where(gap, np.nan, high)}
+    return drawn
 
 
 def _finite(values: Numbers) -> np.ndarray:

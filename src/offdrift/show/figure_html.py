@@ -88,7 +88,7 @@ def _text(text: str) -> str:
 
 
 def _figure(i: int, panel: Panel) -> str:
-    return f'<figure><figcaption>{_text(panel.title)}</figcaption><div class="plot" id="panel-{i}"></div></figure>'  # fmt: skip
+    return f'<figure><figcaption>{_text(panel.title)}</figcaption><div class="plot" id="panel-{i}"></div></figure>'
 
 
 def _legend(panels: Sequence[Panel], numbers: dict[str, int]) -> str:
@@ -106,7 +106,7 @@ def _swatch(series: Series, number: int) -> str:
         return '<svg viewBox="0 0 30 10" aria-hidden="true"><circle cx="15" cy="5" r="4"/></svg>'
     dashes = {"solid": "", "dashdot": "9 3 2 3", "dot": "2 3", "dash": "6 4"}[_dash(series, number)]
     width = 5 if series.strong else 2
-    return f'<svg viewBox="0 0 30 10" aria-hidden="true"><line x1="0" x2="30" y1="5" y2="5" stroke-width="{width}" stroke-dasharray="{dashes}"/></svg>'  # fmt: skip
+    return f'<svg viewBox="0 0 30 10" aria-hidden="true"><line x1="0" x2="30" y1="5" y2="5" stroke-width="{width}" stroke-dasharray="{dashes}"/></svg>'
 
 
 def _dash(series: Series, number: int) -> str:

@@ -82,7 +82,9 @@ def _draw(
     shown = {s.name: points(panel, s) for s in panel.series}
     shown = {name: p for name, p in shown.items() if not np.isnan(p["y"]).all()}
     if not shown:
-        axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", color=colors["soft"])  # fmt: skip
+        axes.text(
+            0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", color=colors["soft"]
+        )
         axes.set(xticks=[], yticks=[])
         return []
     for series in panel.series:
@@ -92,7 +94,18 @@ def _draw(
         axes.axhline(value, color=colors["soft"], linewidth=1.1, linestyle=(0, (3, 2)), zorder=1.5)
     for label, value in panel.x_marks:
         axes.axvline(value, color=colors["soft"], linewidth=1.1, linestyle=(0, (1, 2)), zorder=1.5)
-        axes.annotate(visible(label), (value, 1), xycoords=("data", "axes fraction"), xytext=(-4, -3), textcoords="offset points", ha="right", va="top", color=colors["soft"], fontsize=8.5, parse_math=False)  # fmt: skip
+        axes.annotate(
+            visible(label),
+            (value, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-4, -3),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=colors["soft"],
+            fontsize=8.5,
+            parse_math=False,
+        )
     if panel.y_range:
         axes.set_ylim(*panel.y_range)
     axes.margins(x=0.02 if any(s.style == "points" for s in panel.series) else 0)

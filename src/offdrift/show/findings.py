@@ -98,8 +98,17 @@ def shown(finding: Fields, framework: str = OWN) -> Shown:
     severity, cause = text(finding.get("severity")), text(finding.get("cause"))
     plain = {
         key: text(finding.get(key))
-        for key in ("letter", "symptom", "explanation", "fix", "refuted_by", "confidence", "source", "method")
-    }  # fmt: skip
+        for key in (
+            "letter",
+            "symptom",
+            "explanation",
+            "fix",
+            "refuted_by",
+            "confidence",
+            "source",
+            "method",
+        )
+    }
     return Shown(
         level=severity if severity in LEVELS else "info",
         cause=CAUSES.get(cause, cause.replace("_", " ")),
@@ -112,8 +121,9 @@ def shown(finding: Fields, framework: str = OWN) -> Shown:
 
 def in_order(findings: object, framework: str = OWN) -> list[Shown]:
     """All findings in the order of repair, as they were given; what can wait stands last."""
-    found = [shown(f, framework) for f in rows(findings)]
-    return sorted(found, key=lambda s: s.level not in ("stop", "act"))
+    return sorted(
+        (shown(f, framework) for f in rows(findings)), key=lambda s: s.level not in ("stop", "act")
+    )
 
 
 def finding_view(finding: Fields, framework: str = OWN, width: int = 100) -> RenderableType:
@@ -137,7 +147,9 @@ def shown_view(s: Shown, *, width: int = 100, brief: bool = False) -> Renderable
     title = Text.assemble((f"{sign} {word}", style), "  ", (safe(s.cause), "bold"))
     if s.letter:
         title.append(f"  cause {safe(s.letter)}", style="dim")
-    parts: list[RenderableType] = [title, _indented(Text(safe(s.symptom)))] if s.symptom else [title]  # fmt: skip
+    parts: list[RenderableType] = (
+        [title, _indented(Text(safe(s.symptom)))] if s.symptom else [title]
+    )
     parts += [_indented(_evidence_table(s))] if s.evidence else []
     if s.explanation and not brief:
         parts.append(_indented(Text(safe(s.explanation), style="dim")))
@@ -159,7 +171,13 @@ def verdict_view(verdict: object, *, width: int = 100) -> RenderableType:
     """
     level, words = verdict_of(verdict)
     sign, word, style = WORDS[level]
-    return Panel(Text(safe(words)), title=Text(f"{sign} {word}", style=style), title_align="left", border_style=style.removeprefix("bold "), width=min(width, 110))  # fmt: skip
+    return Panel(
+        Text(safe(words)),
+        title=Text(f"{sign} {word}", style=style),
+        title_align="left",
+        border_style=style.removeprefix("bold "),
+        width=min(width, 110),
+    )
 
 
 def verdict_of(verdict: object) -> tuple[str, str]:
@@ -193,16 +211,17 @@ def _evidence(row: Fields) -> tuple[str, str, str, str]:
     unit, value = text(row.get("unit")), number(row.get("value"))
     unit = f" {unit}" if unit not in ("", "1") else ""
     threshold, relation = number(row.get("threshold")), text(row.get("relation"))
-    held = "" if threshold is None else f"{relation} {short(threshold)}{unit}"
+    limit = "" if threshold is None else f"{relation} {short(threshold)}{unit}"
     if value is None:
-        return text(row.get("metric")), "not logged", held, text(row.get("source"))
-    return text(row.get("metric")), f"{short(value)}{unit}", held, text(row.get("source"))
+        return text(row.get("metric")), "not logged", limit, text(row.get("source"))
+    return text(row.get("metric")), f"{short(value)}{unit}", limit, text(row.get("source"))
 
 
 def _snippets(finding: Fields, framework: str) -> tuple[tuple[str, str], ...]:
-    found = {k: v for k, v in mapping(finding.get("snippets")).items() if isinstance(v, str) and v.strip()}  # fmt: skip
-    first = [name for name in (framework, OWN) if name in found][:1]
-    return tuple((name, found[name].strip("\n")) for name in dict.fromkeys([*first, *found]))
+    stored = mapping(finding.get("snippets")).items()
+    code = {name: v.strip("\n") for name, v in stored if isinstance(v, str) and v.strip()}
+    first = [name for name in (framework, OWN) if name in code][:1]
+    return tuple((name, code[name]) for name in dict.fromkeys([*first, *code]))
 
 
 def _small_print(s: Shown) -> Sequence[str]:
@@ -217,15 +236,23 @@ def _evidence_table(s: Shown) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for justify in ("left", "right", "left", "left"):
         table.add_column(justify=justify, overflow="fold")
-    for metric, value, held, source in s.evidence:
-        cells = (Text(safe(metric)), Text(safe(value), style="bold"), Text(safe(held)))
+    for metric, value, limit, source in s.evidence:
+        cells = (Text(safe(metric)), Text(safe(value), style="bold"), Text(safe(limit)))
         table.add_row(*cells, Text(safe(source), style="dim"))
     return table
 
 
 def _snippet_panel(framework: str, code: str, *, width: int) -> RenderableType:
     """Rules above and below and nothing beside the lines, so that they can be copied."""
-    return Panel(Text(safe(code)), box=box.HORIZONTALS, title=Text(safe(framework)), title_align="left", border_style="green", padding=0, width=width)  # fmt: skip
+    return Panel(
+        Text(safe(code)),
+        box=box.HORIZONTALS,
+        title=Text(safe(framework)),
+        title_align="left",
+        border_style="green",
+        padding=0,
+        width=width,
+    )
 
 
 def _indented(what: RenderableType) -> RenderableType:

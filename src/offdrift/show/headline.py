@@ -44,21 +44,56 @@ class Judged:
     watch: float
     act: float
     above: bool
-    said: tuple[str, str, str]
+    comparisons: tuple[str, str, str]
+    """What is written below the first limit, between the two, and beyond the second."""
 
     def of(self, value: float) -> tuple[str, str]:
         """Level and comparison of a value."""
-        beyond = [(value > limit) if self.above else (value < limit) for limit in (self.watch, self.act)]  # fmt: skip
+        beyond = [
+            (value > limit) if self.above else (value < limit) for limit in (self.watch, self.act)
+        ]
         i = 2 if beyond[1] else 1 if beyond[0] else 0
-        return ("ok", "watch", "act")[i], self.said[i]
+        return ("ok", "watch", "act")[i], self.comparisons[i]
 
 
 JUDGED = {
-    "missing": Judged(0.01, 0.1, True, ("1 % or less: little is missing", "above 1 %: the numbers are about the rest", "above 10 %: the rest may not stand for it")),
-    "kl": Judged(0.02, 0.05, True, ("below 0.02: no meaningful drift", "between 0.02 and 0.05: keep an eye on it", "above 0.05: find the cause")),
-    "ess": Judged(0.5, 0.5, False, ("0.5 or more: weights are usable", "", "below 0.5: filter before reweighting")),
-    "pearson": Judged(0.99, 0.95, False, ("0.99 or more: the engines agree", "between 0.95 and 0.99: keep an eye on it", "below 0.95: not the same policy")),
-}  # fmt: skip
+    "missing": Judged(
+        0.01,
+        0.1,
+        True,
+        (
+            "1 % or less: little is missing",
+            "above 1 %: the numbers are about the rest",
+            "above 10 %: the rest may not stand for it",
+        ),
+    ),
+    "kl": Judged(
+        0.02,
+        0.05,
+        True,
+        (
+            "below 0.02: no meaningful drift",
+            "between 0.02 and 0.05: keep an eye on it",
+            "above 0.05: find the cause",
+        ),
+    ),
+    "ess": Judged(
+        0.5,
+        0.5,
+        False,
+        ("0.5 or more: weights are usable", "", "below 0.5: filter before reweighting"),
+    ),
+    "pearson": Judged(
+        0.99,
+        0.95,
+        False,
+        (
+            "0.99 or more: the engines agree",
+            "between 0.95 and 0.99: keep an eye on it",
+            "below 0.95: not the same policy",
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +107,7 @@ class Headline:
     about: str
     """Which policies, or of what."""
     level: str
-    said: str
+    comparison: str
     """The value beside its threshold."""
     meaning: str
     series: tuple[float | None, ...]
@@ -82,17 +117,17 @@ class Headline:
     def path(self) -> str:
         """The series as the path of an SVG of 100 by 24, from its smallest value to its largest."""
         values = thinned(list(self.series), SPARK_POINTS)
-        known = [v for v in values if v is not None]
-        if len(known) < 2:
+        numbers = [v for v in values if v is not None]
+        if len(numbers) < 2:
             return ""
-        low, span = min(known), max(known) - min(known) or 1.0
-        found, pen = [], "M"
+        low, span = min(numbers), max(numbers) - min(numbers) or 1.0
+        strokes, pen = [], "M"
         for i, v in enumerate(values):
             if v is not None:
                 x, y = 100 * i / (len(values) - 1), 22 - 20 * (v - low) / span
-                found.append(f"{pen}{x:.1f} {y:.1f}")
+                strokes.append(f"{pen}{x:.1f} {y:.1f}")
             pen = "M" if v is None else "L"
-        return "".join(found)
+        return "".join(strokes)
 
 
 def headlines(audit: Fields) -> list[Headline]:
@@ -106,19 +141,26 @@ def headlines(audit: Fields) -> list[Headline]:
     pair, length = main_pair(audit), length_unit(audit)
     wanted = [*_drift(pair, overall), *_WITHOUT_DRIFT] if pair else _WITHOUT_DRIFT
     wanted = [*_missing(overall), *wanted]
-    found: dict[str, Headline] = {}
+    chosen: dict[str, Headline] = {}
     for slot, title, metric, about, write in wanted:
         value = number(overall.get(metric))
-        if value is None or slot in found:
+        if value is None or slot in chosen:
             continue
-        level, said = JUDGED[slot].of(value) if slot in JUDGED else ("", "")
+        level, comparison = JUDGED[slot].of(value) if slot in JUDGED else ("", "")
         unit = unit_of(metric, length)
         unit = unit if unit != "task" and write is short else ""
-        found[slot] = Headline(
-            metric, title, write(value), unit, about, level, said, meaning_of(metric, length),
+        chosen[slot] = Headline(
+            metric,
+            title,
+            write(value),
+            unit,
+            about,
+            level,
+            comparison,
+            meaning_of(metric, length),
             tuple(column(steps, metric)),
-        )  # fmt: skip
-    return list(found.values())[:3]
+        )
+    return list(chosen.values())[:3]
 
 
 def main_pair(audit: Fields) -> str:
@@ -149,9 +191,13 @@ def best_of(fields: Fields, names: tuple[str, ...]) -> str:
 
 def best_numbers(table: list[dict[str, Any]]) -> list[str]:
     """The few metrics that a table of buckets shows: KL, ESS and the worst token of each pair."""
-    held = {k: v for row in table for k, v in row.items() if number(v) is not None}
-    wanted = [n for p in PAIRS for n in (kl_metric(held, p), f"{p}/ess_frac", f"{p}/abs_log_ratio_max")]  # fmt: skip
-    return [name for name in wanted if name in held]
+    present = {k: v for row in table for k, v in row.items() if number(v) is not None}
+    names = [
+        name
+        for pair in PAIRS
+        for name in (kl_metric(present, pair), f"{pair}/ess_frac", f"{pair}/abs_log_ratio_max")
+    ]
+    return [name for name in names if name in present]
 
 
 def length_unit(audit: Fields) -> str:
@@ -193,7 +239,10 @@ def meaning_of(metric: str, length: str = "token") -> str:
 
 def _missing(overall: Fields) -> list[_Wanted]:
     """What stands before every number that does not know of it."""
-    words = {"data/unread_frac": ("Not readable", "of rows, or of bytes"), "batch/unscored_frac": ("Not comparable", "of the tokens that may train")}  # fmt: skip
+    words = {
+        "data/unread_frac": ("Not readable", "of rows, or of bytes"),
+        "batch/unscored_frac": ("Not comparable", "of the tokens that may train"),
+    }
     shares = {name: number(overall.get(name)) or 0.0 for name in words}
     worst = max(shares, key=lambda name: shares[name])
     if JUDGED["missing"].of(shares[worst])[0] == "ok":
@@ -215,7 +264,7 @@ def _drift(pair: str, overall: Fields) -> list[_Wanted]:
         ("pearson", "Correlation of probabilities", f"{pair}/pearson", about, correlation),
         ("chi2", "χ² of token weights", f"{pair}/chi2_token", about, short),
         ("worst", "Worst token, |log ratio|", f"{pair}/abs_log_ratio_max", about, short),
-    ]  # fmt: skip
+    ]
 
 
 def correlation(value: float | None) -> str:

@@ -5,7 +5,13 @@ Nothing is computed here: `offdrift.methods.describe` has the facts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,9 +19,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.methods.describe import AGGREGATES, BIASES, EVIDENCE, SIGNS, STATUS, STOPPED, UNITS
+from offdrift.errors import MethodError
 
 Row = Mapping[str, Any]
+Rows = dict[str, dict[str, Any]]
 
 WIDE, WIDEST = 112, 160
 """Terminal columns from which axes have columns of their own, and from which they need one line."""
@@ -42,6 +49,124 @@ ABOUT = {
 """One line for each family."""
 
 
+# -- look-ups -------------------------------------------------------------------------------------
+
+
+@cache
+def stored() -> dict[str, Any]:
+    """methods.json: `rows` by name, `choices` of each filter, `words` that explain each axis."""
+    return json.loads((Path(__file__).parent / "methods.json").read_text("utf-8"))
+
+
+def _meanings(axis: str) -> dict[str, str]:
+    return stored()["words"][axis]
+
+
+def find(name: str) -> dict[str, Any]:
+    """Facts of one row; case, spaces and hyphens do not matter.
+
+    Raises: `MethodError` with names that are called alike, or rows that mention it.
+
+    Example:
+        >>> find("GSPO-token")["name"], find("Keep Routing")["kind"]
+        ('gspo_token', 'system')
+    """
+    rows, key = stored()["rows"], _key(name)
+    if key in rows:
+        return rows[key]
+    texts = {
+        n: f"{n} {r['reference']} {r.get('title', '')} {r['summary']}" for n, r in rows.items()
+    }
+    mentions = [n for n, text in texts.items() if len(key) > 2 and f"_{key}_" in f"_{_key(text)}_"]
+    near = difflib.get_close_matches(key, rows, n=3, cutoff=0.75)
+    if mentions and not near:
+        hint = f"it is part of {' and '.join(mentions[:5])}; "
+    else:
+        near = near or difflib.get_close_matches(key, rows, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise MethodError(f"no method {name!r}; {hint}`offdrift methods` lists all {len(rows)}")
+
+
+def select(rows: Rows, **filters: str | None) -> Rows:
+    """The rows that have every axis that is asked for.
+
+    Args:
+        rows: of `stored`.
+        filters: an axis and one of its values (or its beginning, if that is enough), or `reference`
+            and a text that the reference contains; None for any.
+
+    Raises: `MethodError` for an unknown value, naming the choices, and for an empty result, naming
+        the filter to drop.
+
+    Example:
+        >>> list(select(stored()["rows"], unit="prefix", stop_gradient="no"))
+        ['ctpo_paper']
+    """
+    values = {axis: chosen(axis, value) for axis, value in filters.items() if value is not None}
+    selected = _having(rows, values)
+    if selected:
+        return selected
+    ways = []
+    for axis in values:
+        left = list(_having(rows, {a: v for a, v in values.items() if a != axis}))
+        few = f" ({', '.join(left)})" if len(left) <= 5 else ""
+        ways += [f"drop {_flag(axis)} for {len(left)}{few}"] if left else []
+    if not ways:
+        alone = [f"{_flag(a)} alone has {len(_having(rows, {a: v}))}" for a, v in values.items()]
+        ways = [f"drop more than one: {', '.join(alone)}"]
+    asked = " ".join(f"{_flag(axis)} {value!r}" for axis, value in values.items())
+    raise MethodError(f"nothing has {asked}; {' or '.join(ways)}")
+
+
+def chosen(axis: str, value: str) -> str:
+    """A value of an axis as the table spells it. Raises: `MethodError` naming the choices."""
+    if axis == "reference":
+        return value
+    choices_of = stored()["choices"]
+    if axis not in choices_of:
+        raise MethodError(
+            f"no filter {axis!r}; filters are {', '.join([*choices_of, 'reference'])}"
+        )
+    choices, key = choices_of[axis], _key("worst" if _key(value) == "seq_max" else value)
+    exact = [c for c in choices if _key(c) == key]
+    starting = [c for c in choices if _key(c).startswith(key)]
+    if exact or len(starting) == 1:
+        return (exact or starting)[0]
+    raise MethodError(f"{_flag(axis)} {value!r} is not one of: {'; '.join(choices)}")
+
+
+def _having(rows: Rows, values: Mapping[str, str]) -> Rows:
+    return {
+        name: row
+        for name, row in rows.items()
+        if all(READ.get(axis, _has)(row, axis, value) for axis, value in values.items())
+    }
+
+
+def _has(row: Row, axis: str, value: str) -> bool:
+    cell = row[axis]
+    return value in cell if isinstance(cell, list) else value == cell
+
+
+READ: dict[str, Callable[[Row, str, str], bool]] = {
+    "ratio": lambda row, axis, value: (
+        _has(row, axis, value) or (value == "none" and row["kind"] == "method" and not row[axis])
+    ),
+    "kind": lambda row, axis, value: value in (row["kind"], row["family"]),
+    "reference": lambda row, axis, value: value.casefold() in row[axis].casefold(),
+}
+
+
+def _flag(axis: str) -> str:
+    return "--" + axis.replace("_", "-")
+
+
+def _key(text: str) -> str:
+    """Names as they are compared: "R²VPO" is "r2vpo", "GSPO-token" is "gspo_token"."""
+    flat = unicodedata.normalize("NFKC", text).casefold()
+    return re.sub(r"[^a-z0-9]+", "_", flat).strip("_")
+
+
 # -- the list -------------------------------------------------------------------------------------
 
 
@@ -57,11 +182,14 @@ def method_list(rows: Mapping[str, Row], *, width: int) -> RenderableType:
     shown: list[RenderableType] = []
     if width >= WIDE:
         heads = [Text(title, style="dim") for title in ("method", "what it does", *AXES)]
-        shown += [_grid([heads], widths), Text("─" * (sum(widths) + 2 * len(widths) - 2), style="dim")]  # fmt: skip
+        shown += [
+            _grid([heads], widths),
+            Text("─" * (sum(widths) + 2 * len(widths) - 2), style="dim"),
+        ]
     for title in dict.fromkeys(row["family"] for row in rows.values()):
-        mine = [name for name, row in rows.items() if row["family"] == title]
+        names = [name for name, row in rows.items() if row["family"] == title]
         heading = Text.assemble((title, "bold cyan"), (f"  {ABOUT.get(title, '')}", "cyan"))
-        shown += [heading, *_family(mine, cells, widths, width), Text()]
+        shown += [heading, *_family(names, cells, widths, width), Text()]
     return Group(*shown, _legend(rows))
 
 
@@ -95,7 +223,10 @@ def _cells(row: Row, joiner: str) -> list[Text]:
 def _widths(cells: Mapping[str, list[Text]], width: int) -> list[int]:
     """Columns of name, text and axes: axes get what they need, the bias at least half of it."""
     names = max(6, *map(len, cells))
-    axes = [max(len(title), *(_longest(c[1 + i]) for c in cells.values())) for i, title in enumerate(AXES)]  # fmt: skip
+    axes = [
+        max(len(title), *(_longest(c[1 + i]) for c in cells.values()))
+        for i, title in enumerate(AXES)
+    ]
     if width < WIDEST:
         axes[-1] = min(axes[-1], NARROW_BIAS)
     left = width - names - sum(axes) - 2 * (len(axes) + 1)
@@ -126,7 +257,9 @@ def _stacked(name: str, cells: list[Text], names: int, width: int) -> list[Rende
 def _legend(rows: Mapping[str, Row]) -> Text:
     systems = sum(row["kind"] == "system" for row in rows.values())
     methods = len(rows) - systems
-    counts = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((methods, "method"), (systems, "system")) if n]  # fmt: skip
+    counts = [
+        f"{n} {what}{'s' * (n != 1)}" for n, what in ((methods, "method"), (systems, "system")) if n
+    ]
     words = Text.assemble((", ".join(counts), "bold"), ".  ")
     if methods:
         words.append(
@@ -153,7 +286,7 @@ def _method_page(row: Row) -> RenderableType:
         (part["path"].replace(".", " "), part["formula"].removeprefix("weight "))
         for part in row["parts"]
     ]
-    parts.append(("aggregate", f"{row['aggregate']}: {AGGREGATES[row['aggregate']]}"))
+    parts.append(("aggregate", f"{row['aggregate']}: {_meanings('aggregate')[row['aggregate']]}"))
     if row["settings"].get("normalizer", "sampled") != "sampled":
         parts.append(("divided by", row["settings"]["normalizer"]))
     if row["advantage"]:
@@ -177,7 +310,7 @@ def _system_page(row: Row) -> RenderableType:
         ("models", {"both": "dense and MoE"}.get(row["model_class"], row["model_class"])),
         ("against", row["target"]),
         ("fails", row["fails"]),
-        ("status", f"{row['status']}: {STATUS[row['status']]}"),
+        ("status", f"{row['status']}: {_meanings('status')[row['status']]}"),
         ("reference", row["reference"]),
     ]
     place = [("where", row["where"])]
@@ -207,13 +340,13 @@ def _axes_in_full(row: Row) -> list[tuple[str, str]]:
     penalized = any(part["role"] == "penalty" for part in row["parts"])
     needs = [*row["needs"], *["logp_old"] * row["needs_old"], *["logp_ref"] * penalized]
     return [
-        ("unit", _explained(row["unit"], UNITS)),
+        ("unit", _explained(row["unit"], _meanings("unit"))),
         ("ratio", _explained(row["ratio"], RATIOS) or "none"),
         ("importance", row["is_treatment"]),
-        ("evidence", _explained(row["evidence"], EVIDENCE)),
-        ("sign", _explained([row["sign"]], SIGNS)),
-        ("stop-gradient", _explained([row["stop_gradient"]], STOPPED)),
-        ("bias", "not known" if bias is None else f"{bias}: {BIASES[bias]}"),
+        ("evidence", _explained(row["evidence"], _meanings("evidence"))),
+        ("sign", _explained([row["sign"]], _meanings("sign"))),
+        ("stop-gradient", _explained([row["stop_gradient"]], _meanings("stop_gradient"))),
+        ("bias", "not known" if bias is None else f"{bias}: {_meanings('bias')[bias]}"),
         (
             "needs",
             ", ".join(sorted(needs)) or "log-probs of rollout and current policy, advantages",
@@ -230,7 +363,7 @@ def _words(row: Row) -> list[tuple[str, str]]:
         ("against", row["target"]),
         ("mechanism", row["mechanism"]),
         ("fails", row["fails"]),
-        ("status", f"{row['status']}: {STATUS[row['status']]}"),
+        ("status", f"{row['status']}: {_meanings('status')[row['status']]}"),
         ("reference", row["reference"]),
     ]
 
@@ -246,9 +379,11 @@ def _run(row: Row) -> Text:
     path = numbers[0] if numbers else "aggregate"
     change = f"--set override.{path}={shown(row['settings'][path])}"
     return Text.assemble(
-        ("\nRun it\n", "bold"), (f"  {row['command']}\n", "green"), "  and, to change a value, ",
+        ("\nRun it\n", "bold"),
+        (f"  {row['command']}\n", "green"),
+        "  and, to change a value, ",
         (change, "green"),
-    )  # fmt: skip
+    )
 
 
 def shown(value: Any) -> str:

@@ -20,8 +20,8 @@ from offdrift.stats.metrics import METRICS
 def count_words(audit: Fields) -> list[str]:
     """How much was read, in words: sequences, tokens, steps, files."""
     counts = mapping(audit.get("counts"))
-    found = [(key, number(counts.get(key))) for key in ("sequences", "tokens", "steps")]
-    words = [f"{n:,.0f} {key if n != 1 else key[:-1]}" for key, n in found if n is not None]
+    totals = [(key, number(counts.get(key))) for key in ("sequences", "tokens", "steps")]
+    words = [f"{n:,.0f} {key if n != 1 else key[:-1]}" for key, n in totals if n is not None]
     files = number(at(audit, "source", "files"))
     return words + ([] if files is None else [f"{files:,.0f} file{'' if files == 1 else 's'}"])
 
@@ -73,12 +73,17 @@ def all_numbers(overall: Fields, length: str = "token") -> list[dict[str, str]]:
     """
     order = {name: i for i, name in enumerate(METRICS)}
     better = {"worse": "lower", "better": "higher", "neither": ""}
-    found = []
+    table = []
     for name in sorted(overall, key=lambda n: (order.get(n, len(order)), n)):
         value, row = number(overall[name]), METRICS.get(name)
-        found.append({
-            "name": name, "value": short(value), "sort": "" if value is None else repr(value),
-            "unit": unit_of(name, length), "formula": row.formula if row else "",
-            "better": better[row.larger_is] if row else "",
-        })  # fmt: skip
-    return found
+        table.append(
+            {
+                "name": name,
+                "value": short(value),
+                "sort": "" if value is None else repr(value),
+                "unit": unit_of(name, length),
+                "formula": row.formula if row else "",
+                "better": better[row.larger_is] if row else "",
+            }
+        )
+    return table
