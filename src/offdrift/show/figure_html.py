@@ -27,7 +27,8 @@ STYLE = """
 .plot { height: 420px }
 h1 { font-size: 1.45rem }
 .legend { position: static; padding: 14px 0 }
-.legend svg { width: 30px; height: 10px; margin-right: 8px; vertical-align: middle; stroke: var(--arm); fill: var(--arm); overflow: visible }
+.legend svg { width: 30px; height: 10px; margin-right: 8px; vertical-align: middle }
+.legend svg { stroke: var(--arm); fill: var(--arm); overflow: visible }
 .caption { color: var(--soft); max-width: 90ch; margin-top: 14px; white-space: pre-line }
 """
 
@@ -106,7 +107,10 @@ def _swatch(series: Series, number: int) -> str:
         return '<svg viewBox="0 0 30 10" aria-hidden="true"><circle cx="15" cy="5" r="4"/></svg>'
     dashes = {"solid": "", "dashdot": "9 3 2 3", "dot": "2 3", "dash": "6 4"}[_dash(series, number)]
     width = 5 if series.strong else 2
-    return f'<svg viewBox="0 0 30 10" aria-hidden="true"><line x1="0" x2="30" y1="5" y2="5" stroke-width="{width}" stroke-dasharray="{dashes}"/></svg>'
+    line = (
+        f'<line x1="0" x2="30" y1="5" y2="5" stroke-width="{width}" stroke-dasharray="{dashes}"/>'
+    )
+    return f'<svg viewBox="0 0 30 10" aria-hidden="true">{line}</svg>'
 
 
 def _dash(series: Series, number: int) -> str:
