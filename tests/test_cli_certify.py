@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import offdrift.cli
 from offdrift.certificate import TrustRegion
 from offdrift.certificate import certify as certificate_of
-from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.hf import TransformersEngine
 from offdrift.prove.certify import judge
 from offdrift.records import Sampling
 from offdrift.records.store import read, write

@@ -304,7 +304,7 @@ def test_evaluation_is_trls():
 
 
 def made(row: Method, mode: str = "correct", **fields: Any) -> None:
-    from offdrift.adapters.trl.rules import refuse_method
+    from offdrift.adapters.trl import refuse_method
 
     refuse_method(row, mode)  # type: ignore[arg-type]
     ours(sequence_batch(0), row, mode, **fields)

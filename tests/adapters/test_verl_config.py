@@ -13,7 +13,7 @@ import yaml
 
 from offdrift.adapters.base import settings_of
 from offdrift.adapters.verl.config import DEFAULTS, read_rollout_correction
-from offdrift.adapters.verl.shares import runnable
+from offdrift.adapters.verl.losses import runnable
 from offdrift.correction import Correction
 from offdrift.errors import RecipeError
 from offdrift.methods import METHODS, method, override

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offdrift.adapters.verl import losses as verl_losses
-from offdrift.adapters.verl.shares import driver_share, loss_share, missing, modes, runnable
+from offdrift.adapters.verl.losses import driver_share, loss_share, missing, modes, runnable
 from offdrift.errors import EvidenceError, LivenessError, MethodError
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS

@@ -15,7 +15,7 @@ from offdrift.check.factors.base import Setting
 from offdrift.check.factors.compare import recorded_alike, self_difference
 from offdrift.check.factors.rollout import predicting
 from offdrift.check.measure import measure
-from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.spec import EngineSpec, Pair
 from offdrift.records.rollouts import FullVocab, HiddenStates, Sampling
 from offdrift.train.models import tiny_tokenizer

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from offdrift.engines.server.capabilities import measured_mode
-from offdrift.engines.server.engine import OpenAIEngine
-from offdrift.engines.server.weights import OWN_METHOD
+from offdrift.engines.server.engine import OWN_METHOD, OpenAIEngine
 from offdrift.engines.verify_sync import verify_sync
 from offdrift.errors import EngineError, SyncError
 from offdrift.train.models import save_for_engine, tiny_tokenizer
@@ -33,7 +32,7 @@ START_S = 300
 FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "64",
     "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
-    "--enable-scale-out", "--worker-extension-cls", "offdrift.engines.server.worker.Worker",
+    "--enable-scale-out", "--worker-extension-cls", "offdrift.engines.vllm.worker.Worker",
 )  # fmt: skip
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -257,7 +256,7 @@ def test_weight_files_are_removed(url, model, tmp_path):
 def test_without_our_worker_vllm_keeps_the_tied_head_on_cpus_and_that_is_caught(
     url, model, monkeypatch
 ):
-    monkeypatch.setattr("offdrift.engines.server.weights.OWN_METHOD", "no_such_method")
+    monkeypatch.setattr("offdrift.engines.server.engine.OWN_METHOD", "no_such_method")
     with pytest.raises(SyncError, match="embeddings: differ by"):
         verify_sync(_engine(url), model, PROMPTS, PLAIN, seed=0)
     monkeypatch.undo()

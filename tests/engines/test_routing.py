@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.routing import (
     flip_rate,
     flips,

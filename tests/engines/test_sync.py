@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from offdrift.engines import verify_sync as sync
-from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.verify_sync import (
     EFFECT_TO_NOISE,
     FLOAT32_CAP,

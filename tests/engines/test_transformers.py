@@ -6,9 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from offdrift.engines.hf.engine import TransformersEngine
-from offdrift.engines.hf.int8 import int8_grid, matrices
-from offdrift.engines.hf.logits_processors import Recorder
+from offdrift.engines.hf import Recorder, TransformersEngine, int8_grid, matrices
 from offdrift.engines.output_head import deviations
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Sampling

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+import offdrift.engines.vllm.engine as vllm_draws
 import offdrift.engines.vllm.engine as vllm_engine_module
-import offdrift.engines.vllm.generate as vllm_draws
 from offdrift.engines.verify_sync import QUANTIZED_CAP, verify_sync
 from offdrift.engines.vllm.taps import runner_of
 from offdrift.engines.vllm.wire import request_seed

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offdrift.certificate import BatchEvidence, TrustRegion, certify
 from offdrift.certificate.batch import COLUMNS
 from offdrift.divergence.evidence import Divergence
-from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.score import chunks
 from offdrift.errors import RecordError, ShapeError
 from offdrift.logprobs import LogProbs

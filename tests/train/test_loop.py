@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from offdrift.advantages import ADVANTAGES
-from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.hf import TransformersEngine
 from offdrift.errors import CheckpointError, RecipeError, RecordError, SyncError
 from offdrift.records import FullVocab, TopK
 from offdrift.records.store import read

@@ -15,7 +15,7 @@ from offdrift.advantages import advantages
 from offdrift.batch_info import Facts
 from offdrift.certificate import BatchEvidence, TrustRegion, certify
 from offdrift.certificate.batch import COLUMNS
-from offdrift.engines.hf.engine import TransformersEngine
+from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.score import chunks, divergences, left_right_padded, score
 from offdrift.errors import EngineError
 from offdrift.judge import variance_proxies

@@ -36,7 +36,7 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
         )
     try:
         if kind == "transformers":
-            from offdrift.engines.hf.engine import TransformersEngine as Chosen
+            from offdrift.engines.hf import TransformersEngine as Chosen
         else:
             from offdrift.engines.server.engine import OpenAIEngine as Chosen
     except ImportError as error:

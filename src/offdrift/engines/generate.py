@@ -272,7 +272,7 @@ class Drawing(ABC):
         sampling = sampling or rollouts.provenance.sampling
         sampling = replace(sampling, max_tokens=max(map(len, responses)))
         self._check(prompts, sampling, evidence)
-        draws = self._draws(prompts, sampling, evidence, seed=0, given=responses)
+        draws = self._draws(prompts, sampling, evidence, seed=0, forced=responses)
         return redrawn(rollouts, draws, version=self.version, provenance=self._provenance(sampling))
 
     @abstractmethod
@@ -283,9 +283,9 @@ class Drawing(ABC):
         evidence: EvidenceKind,
         *,
         seed: int,
-        given: Tokens | None = None,
+        forced: Tokens | None = None,
     ) -> list[Draws]:
-        """Draw, or follow the responses that are given; consecutive prompts in each part."""
+        """Draw, or follow `forced` responses; consecutive prompts in each part."""
 
     @property
     @abstractmethod

@@ -58,8 +58,7 @@ def register(core: ModuleType) -> None:
     Rows that need what verl does not pass are registered, too, and say so when they are called.
     """
     from offdrift.adapters.verl.advantages import advantage_named, estimator_names
-    from offdrift.adapters.verl.losses import policy_loss_named
-    from offdrift.adapters.verl.shares import modes
+    from offdrift.adapters.verl.losses import modes, policy_loss_named
     from offdrift.methods import METHODS
 
     for name in METHODS:

@@ -19,8 +19,7 @@ from torch import Tensor
 from offdrift.adapters.base import PREFIX, Adapter, OnIdle, recorder_of
 from offdrift.adapters.verl.advantages import advantage_named, dense
 from offdrift.adapters.verl.config import RolloutCorrection, read_rollout_correction
-from offdrift.adapters.verl.losses import configured
-from offdrift.adapters.verl.shares import driver_share, loss_share, signed
+from offdrift.adapters.verl.losses import configured, driver_share, loss_share, signed
 from offdrift.errors import LivenessError, MethodError, check_choice
 from offdrift.judge import Context
 from offdrift.logprobs import LogProbs

@@ -1,6 +1,13 @@
-"""Start and end vLLM engines that live in one process, one after another or side by side.
+"""A rollout engine on vLLM, in this process. The only file that imports vllm.
 
-Nothing here imports vLLM; its modules are given.
+Log-probs come through vLLM's public interface, as processed log-probs: those of the distribution
+after temperature, top-k and top-p. What vLLM does to its host is undone (random state, a replaced
+`torch.set_num_threads`), and what it forgets in a weight synchronisation on CPUs is repaired
+(`load_weights`); `offdrift.engines.verify_sync` checks that nothing else was forgotten.
+
+Every request has its own random stream, so which token is drawn does not depend on what else is in
+the batch, up to the arithmetic of the kernels, which may. Several engines can live in one process,
+one after another or side by side.
 """
 
 from __future__ import annotations
@@ -10,135 +17,29 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
+from offdrift.divergence.head import Head
+from offdrift.engines.generate import Drawing, Draws, Tokens, pieces, prompts_of, responses_of
 from offdrift.engines.isolation import host_kept
-from offdrift.engines.vllm.generate import VLLMDraws
+from offdrift.engines.routing import route_lengths
+from offdrift.engines.vllm.taps import IMPOSED, imposed, routes_tap, state_tap
+from offdrift.engines.vllm.wire import read, sampling_params, width
 from offdrift.errors import EngineError, NotOfferedError
+from offdrift.records.rollouts import EvidenceKind, HiddenStates, Rollouts, Sampling
 
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses higher ones."""
 
-def build(
-    vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **options: Any
-) -> Any:
-    """A `vllm.LLM` that reports processed log-probs, or an error that says why there is none.
-
-    Args:
-        parallel_state: `vllm.distributed.parallel_state`.
-        core: `vllm.v1.engine.core`.
-        options: of `vllm.LLM`; None leaves the choice to it.
-
-    Raises: `EngineError` if the model cannot be loaded so, or other log-probs are reported;
-        `NotOfferedError`, which is one, if vLLM has no kernel for it on this machine.
-    """
-    given = {name: value for name, value in options.items() if value is not None}
-    try:
-        with own_groups(parallel_state):
-            llm = vllm.LLM(
-                path,
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                logprobs_mode="processed_logprobs",
-                max_logprobs=-1,
-                seed=0,
-                use_tqdm_on_load=False,
-                **given,
-            )
-    except Exception as error:
-        why = str(error).rstrip(".")
-        if isinstance(error, NotImplementedError):
-            raise NotOfferedError(
-                f"not offered on this machine: {why} (vLLM {vllm.__version__} with {given}); "
-                "try another dtype or quantization"
-            ) from error
-        raise EngineError(
-            f"vLLM {vllm.__version__} cannot load {path} with {given}: {why}; "
-            "try another dtype or quantization"
-        ) from error
-    mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
-    if mode != "processed_logprobs":
-        shut_down(llm, core, keep=True)
-        raise EngineError(
-            f"vLLM reports {mode}, not the log-probs of the distribution that it samples; "
-            "install the pinned version with `make install-vllm`"
-        )
-    return llm
-
-
-def shut_down(llm: Any, core: ModuleType, *, keep: bool) -> None:
-    """End an engine; `keep` the process groups that others still use."""
-    with world_kept(core, keep=keep):
-        llm.llm_engine.engine_core.shutdown()
-
-
-def quantization_label(quantization: str | None, kv_cache_dtype: str) -> str | None:
-    """What a record says of both.
-
-    Example:
-        >>> quantization_label("fp8_per_channel", "fp8"), quantization_label(None, "auto")
-        ('fp8_per_channel+kv_fp8', None)
-    """
-    parts = [quantization, None if kv_cache_dtype == "auto" else f"kv_{kv_cache_dtype}"]
-    return "+".join(p for p in parts if p) or None
-
-
-@contextmanager
-def own_groups(parallel_state: ModuleType) -> Iterator[None]:
-    """Let a new engine make its own groups; if it fails, earlier engines find theirs again.
-
-    Those of an earlier engine lack what a mixture-of-experts model needs.
-
-    Args:
-        parallel_state: `vllm.distributed.parallel_state`.
-    """
-    kinds = parallel_state.GroupCoordinator
-    groups = {
-        name: group
-        for name, group in vars(parallel_state).items()
-        if isinstance(group, kinds) and name != "_WORLD"
-    }
-    for name in groups:
-        setattr(parallel_state, name, None)
-    try:
-        yield
-    except BaseException:
-        for name, group in groups.items():
-            setattr(parallel_state, name, group)
-        raise
-
-
-@contextmanager
-def world_kept(core: ModuleType, *, keep: bool) -> Iterator[None]:
-    """Shut an engine down without ending the process groups that others still use.
-
-    Args:
-        core: `vllm.v1.engine.core`.
-        keep: whether others do.
-    """
-    name = "cleanup_dist_env_and_memory"
-    clean_up = getattr(core, name)
-    if keep:
-        setattr(core, name, lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        setattr(core, name, clean_up)
-
-
-# A rollout engine on vLLM, in this process. The only file that imports vllm.
-#
-# Log-probs come through vLLM's public interface, as processed log-probs: those of the distribution
-# after temperature, top-k and top-p. What vLLM does to its host is undone (random state, a replaced
-# `torch.set_num_threads`), and what it forgets in a weight synchronisation on CPUs is repaired
-# (`load_weights`); `offdrift.engines.verify_sync` checks that nothing else was forgotten.
-#
-# Every request has its own random stream, so which token is drawn does not depend on what else is in
-# the batch, up to the arithmetic of the kernels, which may.
-
+BYTES_PER_ENTRY = 128
+"""Of a log-prob on its way through vLLM's lists: id, value, rank, pointers."""
 
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -151,7 +52,7 @@ _ENVIRONMENT = {
 _live: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
-class VLLMEngine(VLLMDraws):
+class VLLMEngine(Drawing):
     """Rollouts from vLLM, in this process and, unless asked otherwise, without compilation.
 
     Args:
@@ -177,6 +78,11 @@ class VLLMEngine(VLLMDraws):
         log-probs of the distribution that it samples; `NotOfferedError`, which is one, if vLLM has
         no kernel for the options on this machine.
     """
+
+    cached_tokens: int = 0
+    """Prompt tokens, so far, whose keys and values were taken from the prefix cache."""
+    _llm: Any = None
+    _head: Head | None = None  # one for all batches of a version
 
     def __init__(
         self,
@@ -232,6 +138,33 @@ class VLLMEngine(VLLMDraws):
         self._state_bytes = config.get_hidden_size() * config.dtype.itemsize
         _live.add(self)
 
+    @property
+    def llm(self) -> Any:
+        """The `vllm.LLM` behind it. Raises `EngineError` once the engine is closed."""
+        if self._llm is None:
+            raise EngineError(f"engine {self.name!r} is closed; construct another one")
+        return self._llm
+
+    def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
+        """Experts that every token was sent to on its way; see `engines.routing`.
+
+        Raises: `EngineError` for a dense model, or a vLLM that does not show its routing.
+        """
+        prompts, forced = prompts_of(rollouts), responses_of(rollouts)
+        sampling = Sampling(max_tokens=max(map(len, forced)))
+        self._check(prompts, sampling, "sampled")
+        params = self._requested(prompts, sampling, "sampled", 0, forced)
+        for each in params:
+            each.skip_reading_prefix_cache = True  # a cached position is not routed again
+        requests = [{"prompt_token_ids": p} for p in prompts]
+        with host_kept(compiling=self._compiled), imposed(self.llm), routes_tap(self.llm) as tap:
+            answers = self.llm.generate(requests, params, use_tqdm=False)
+        return tap.routes([a.request_id for a in answers], route_lengths(rollouts).tolist())
+
+    def drop_prefixes(self) -> None:
+        """Forget the cached keys and values of all prompts."""
+        self.llm.reset_prefix_cache()
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Take the trainer's `named_parameters`, all of them; see `Engine`.
 
@@ -277,6 +210,178 @@ class VLLMEngine(VLLMDraws):
         # process ends, modules may already be gone: hence the argument.)
         if not is_finalizing() and getattr(self, "_llm", None) is not None:
             self.close()
+
+    def _draws(
+        self,
+        prompts: Tokens,
+        sampling: Sampling,
+        evidence: EvidenceKind,
+        *,
+        seed: int,
+        forced: Tokens | None = None,
+    ) -> list[Draws]:
+        count = sum(map(len, prompts))
+        if forced is None and self._chunk is not None and count + len(prompts) > self._chunk:
+            raise EngineError(
+                f"prompts of {count} tokens exceed max_num_batched_tokens = {self._chunk}, and vLLM "
+                "cannot draw from seeds beside a prompt in chunks on CPUs; leave "
+                "max_num_batched_tokens out, or draw fewer at once"
+            )
+        per_request = sampling.max_tokens * width(evidence, self.vocab_size) * BYTES_PER_ENTRY
+        at_once = max(1, self.evidence_limit_mib * 2**20 // per_request)
+        params = self._requested(prompts, sampling, evidence, seed, forced)
+        parts = pieces(len(prompts), at_once)
+        led = nullcontext() if forced is None else imposed(self.llm)
+        with led, host_kept(compiling=self._compiled):
+            return [self._draw(prompts[p], params[p], sampling, evidence) for p in parts]
+
+    def _requested(
+        self,
+        prompts: Tokens,
+        sampling: Sampling,
+        evidence: EvidenceKind,
+        seed: int,
+        forced: Tokens | None,
+    ) -> list[Any]:
+        """Parameters of requests that draw, or that follow the responses that are given."""
+        params = sampling_params(self._params, sampling, evidence, seed, range(len(prompts)))
+        for each, response in zip(params, forced or ()):
+            each.max_tokens, each.stop_token_ids, each.seed = len(response), [], None
+            each.extra_args = {IMPOSED: response}
+        return params
+
+    def _draw(
+        self, prompts: Tokens, params: list[Any], sampling: Sampling, evidence: EvidenceKind
+    ) -> Draws:
+        requests = [{"prompt_token_ids": list(p)} for p in prompts]
+        with state_tap(self.llm) if evidence == "hidden" else nullcontext() as tap:
+            answers = self.llm.generate(requests, params, use_tqdm=False)
+        self.cached_tokens += sum(a.num_cached_tokens or 0 for a in answers)
+        draws = read([a.outputs[0] for a in answers], evidence, self.vocab_size)
+        if tap is None:
+            return draws
+        self._head = self._head or tap.head
+        assert self._head is not None
+        states = tap.states([a.request_id for a in answers], draws.lengths.tolist())
+        return self._checked(replace(draws, evidence=HiddenStates(states, self._head)), sampling)
+
+    @property
+    def _source(self) -> tuple[str, str]:
+        return self.engine_version, self.path
+
+    def _check(self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind) -> None:
+        super()._check(prompts, sampling, evidence)
+        longest = max(map(len, prompts))
+        if longest + sampling.max_tokens > self.max_model_len:
+            raise EngineError(
+                f"a prompt of {longest} tokens and sampling.max_tokens = {sampling.max_tokens} "
+                f"exceed max_model_len = {self.max_model_len}, where vLLM would cut responses "
+                "in silence; shorten either, or construct the engine with a larger max_model_len"
+            )
+        if sampling.temperature > MAX_TEMPERATURE:
+            raise EngineError(
+                f"sampling.temperature = {sampling.temperature}, vLLM samples up to "
+                f"{MAX_TEMPERATURE}; use the transformers engine for hotter policies"
+            )
+
+
+def build(
+    vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **options: Any
+) -> Any:
+    """A `vllm.LLM` that reports processed log-probs, or an error that says why there is none.
+
+    Args:
+        parallel_state: `vllm.distributed.parallel_state`.
+        core: `vllm.v1.engine.core`.
+        options: of `vllm.LLM`; None leaves the choice to it.
+
+    Raises: `EngineError` if the model cannot be loaded so, or other log-probs are reported;
+        `NotOfferedError`, which is one, if vLLM has no kernel for it on this machine.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        with own_groups(parallel_state):
+            llm = vllm.LLM(
+                path,
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                max_logprobs=-1,
+                seed=0,
+                use_tqdm_on_load=False,
+                **given,
+            )
+    except Exception as error:
+        why = str(error).rstrip(".")
+        if isinstance(error, NotImplementedError):
+            raise NotOfferedError(
+                f"not offered on this machine: {why} (vLLM {vllm.__version__} with {given}); "
+                "try another dtype or quantization"
+            ) from error
+        raise EngineError(
+            f"vLLM {vllm.__version__} cannot load {path} with {given}: {why}; "
+            "try another dtype or quantization"
+        ) from error
+    mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
+    if mode != "processed_logprobs":
+        shut_down(llm, core, keep=True)
+        raise EngineError(
+            f"vLLM reports {mode}, not the log-probs of the distribution that it samples; "
+            "install the pinned version with `make install-vllm`"
+        )
+    return llm
+
+
+def shut_down(llm: Any, core: ModuleType, *, keep: bool) -> None:
+    """End an engine; `keep` the process groups that others still use.
+
+    Args:
+        core: `vllm.v1.engine.core`.
+    """
+    name = "cleanup_dist_env_and_memory"
+    clean_up = getattr(core, name)
+    if keep:
+        setattr(core, name, lambda *_, **__: None)
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        setattr(core, name, clean_up)
+
+
+def quantization_label(quantization: str | None, kv_cache_dtype: str) -> str | None:
+    """What a record says of both.
+
+    Example:
+        >>> quantization_label("fp8_per_channel", "fp8"), quantization_label(None, "auto")
+        ('fp8_per_channel+kv_fp8', None)
+    """
+    parts = [quantization, None if kv_cache_dtype == "auto" else f"kv_{kv_cache_dtype}"]
+    return "+".join(p for p in parts if p) or None
+
+
+@contextmanager
+def own_groups(parallel_state: ModuleType) -> Iterator[None]:
+    """Let a new engine make its own groups; if it fails, earlier engines find theirs again.
+
+    Those of an earlier engine lack what a mixture-of-experts model needs.
+
+    Args:
+        parallel_state: `vllm.distributed.parallel_state`.
+    """
+    kinds = parallel_state.GroupCoordinator
+    groups = {
+        name: group
+        for name, group in vars(parallel_state).items()
+        if isinstance(group, kinds) and name != "_WORLD"
+    }
+    for name in groups:
+        setattr(parallel_state, name, None)
+    try:
+        yield
+    except BaseException:
+        for name, group in groups.items():
+            setattr(parallel_state, name, group)
+        raise
 
 
 def repacked(llm: Any) -> None:

@@ -12,15 +12,15 @@ the same seed draws other tokens, because the backend draws a whole batch from o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
 import torch
 import transformers
-from jaxtyping import Int
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -35,18 +35,18 @@ from transformers.utils import logging
 
 from offdrift.divergence.head import Head
 from offdrift.engines.generate import Drawing, Draws, Tokens, pieces
-from offdrift.engines.hf.int8 import int8_grid, matrices
-from offdrift.engines.hf.logits_processors import (
-    PAD,
-    Leader,
-    Recorder,
-    left_padded,
-    response_lengths,
-)
-from offdrift.engines.output_head import compute_head_in, head_input, head_of, kept
+from offdrift.engines.output_head import HeadInput, compute_head_in, head_input, head_of, kept
 from offdrift.engines.routing import routes_of
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import EvidenceKind, Rollouts, Sampling
+from offdrift.records.rollouts import (
+    Evidence,
+    EvidenceKind,
+    FullVocab,
+    HiddenStates,
+    Rollouts,
+    Sampling,
+    TopK,
+)
 
 
 class TransformersEngine(Drawing):
@@ -152,7 +152,7 @@ class TransformersEngine(Drawing):
         self._head = None  # batches that were drawn keep the old one
         if stale:
             raise EngineError(
-                f"{len(stale)} weights of engine {self.name!r} were not given, the first is "
+                f"{len(stale)} weights of engine {self.name!r} were not forced, the first is "
                 f"{min(stale)}; give all of the trainer's named_parameters()"
             )
         self.version = version
@@ -168,43 +168,43 @@ class TransformersEngine(Drawing):
         evidence: EvidenceKind,
         *,
         seed: int,
-        given: Tokens | None = None,
+        forced: Tokens | None = None,
     ) -> list[Draws]:
         parts = pieces(len(prompts), self.batch_size)
         with torch.no_grad(), _own_random_stream(self.model.device, seed):
             return [
-                self._draw(prompts[p], sampling, evidence, None if given is None else given[p])
+                self._draw(prompts[p], sampling, evidence, None if forced is None else forced[p])
                 for p in parts
             ]
 
     def _draw(
-        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, given: Tokens | None
+        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, forced: Tokens | None
     ) -> Draws:
         if evidence != "hidden":
-            return self._drawn(prompts, sampling, Recorder(evidence), given)
+            return self._drawn(prompts, sampling, Recorder(evidence), forced)
         self._head = self._head or kept(head_of(self.model))
         with head_input(self.model) as seen:
-            draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, seen), given)
+            draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, seen), forced)
         return self._checked(draws, sampling)
 
     def _drawn(
-        self, prompts: Tokens, sampling: Sampling, recorder: Recorder, given: Tokens | None
+        self, prompts: Tokens, sampling: Sampling, recorder: Recorder, forced: Tokens | None
     ) -> Draws:
         ids, mask = left_padded(prompts, self.model.device)
-        leader = [] if given is None else [Leader(given, self.model.device)]
-        if given is not None:
-            sampling = replace(sampling, max_tokens=max(map(len, given)), stop_token_ids=())
+        forcing = [] if forced is None else [TeacherForcing(forced, self.model.device)]
+        if forced is not None:
+            sampling = replace(sampling, max_tokens=max(map(len, forced)), stop_token_ids=())
         with self._expected():
             output = self.model.generate(  # type: ignore[operator]
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=_generation_config(sampling),
-                logits_processor=LogitsProcessorList([*_filters(sampling), recorder, *leader]),
+                logits_processor=LogitsProcessorList([*_filters(sampling), recorder, *forcing]),
             )
         tokens = output[:, ids.shape[1] :]
-        if given is None:
+        if forced is None:
             return recorder.draws(tokens, response_lengths(tokens, sampling.stop_token_ids))
-        return recorder.draws(tokens, torch.tensor(list(map(len, given)), device=tokens.device))
+        return recorder.draws(tokens, torch.tensor(list(map(len, forced)), device=tokens.device))
 
     @property
     def _source(self) -> tuple[str, str]:
@@ -213,7 +213,7 @@ class TransformersEngine(Drawing):
 
 
 def _frozen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """In eval mode, at `dtype`, deaf to the settings that a trainer leaves behind."""
+    """The model in eval mode, at `dtype`, without the settings that a trainer leaves behind."""
     if getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()
     for parameter in model.parameters():
@@ -226,7 +226,7 @@ def _frozen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _generation_config(sampling: Sampling) -> GenerationConfig:
-    """Plain sampling; filters are given as processors, so that the recorder stands behind them."""
+    """Plain sampling; filters are separate processors, so that the recorder stands behind them."""
     return GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -262,7 +262,7 @@ def _own_random_stream(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' own warnings that this goes wrong: it is meant to."""
+    """Without transformers' warnings about train mode, which is intended here."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -281,3 +281,141 @@ def _misfit(name: str, weight: Tensor, target: Tensor | None, own: Mapping[str, 
         f"weight {name!r} has shape {tuple(weight.shape)}, the engine's has "
         f"{tuple(target.shape)}; the trainer holds another model"
     )
+
+
+# -- logits processors: record sampled log-probs, or force given tokens ----------------------------
+
+
+PAD = 0
+"""Padding id. Lengths say which tokens are real, so any id will do."""
+
+
+class Recorder:
+    """Records the scores that are sampled: the last processor, behind every filter.
+
+    Which token was drawn is known one step later, so one block of `[batch, vocab]` waits; with
+    full evidence all blocks are kept, with top-k evidence their k largest, with hidden evidence what
+    the head consumed to make them.
+    """
+
+    def __init__(
+        self, evidence: EvidenceKind, head: Head | None = None, seen: HeadInput | None = None
+    ) -> None:
+        self.evidence, self.head, self.seen = evidence, head, seen
+        self.waiting: Tensor | None = None
+        self.logp: list[Tensor] = []  # per step: log-prob of the token drawn, [batch]
+        self.ids: list[Tensor] = []  # per step: ids of the k likeliest, [batch, k]
+        self.rows: list[Tensor] = []  # per step: log-probs or states, [batch, vocab, k or hidden]
+
+    def __call__(
+        self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]
+    ) -> Float[Tensor, "b v"]:
+        self._settle(input_ids[:, -1])
+        self.waiting = block = scores.float().log_softmax(-1)
+        if self.evidence == "full":
+            self.rows.append(block)
+        elif isinstance(self.evidence, int):
+            top = block.topk(self.evidence, dim=-1)
+            self.rows.append(top.values)
+            self.ids.append(top.indices.int())
+        elif self.seen is not None and self.seen.last is not None:
+            # The last place of every prompt: a copy, where the forward pass kept all places.
+            self.rows.append(self.seen.last[:, -1].clone())
+        return scores
+
+    def draws(self, tokens: Int[Tensor, "b t"], lengths: Int[Tensor, " b"]) -> Draws:
+        """What was drawn, packed, given the tokens that `generate` returned."""
+        steps = tokens.shape[1]
+        if len(self.logp) < steps:
+            self._settle(tokens[:, -1])
+        drawn = torch.arange(steps, device=tokens.device) < lengths[:, None]  # [b, t]
+
+        def packed(per_step: list[Tensor]) -> Tensor:
+            # A backend that checks for stops late records steps it then undoes: keep the rest.
+            return torch.stack(per_step[:steps], dim=1)[drawn].cpu()
+
+        evidence: Evidence | None = None
+        if self.ids:
+            evidence = TopK(packed(self.ids), packed(self.rows))
+        elif self.head is not None:
+            evidence = HiddenStates(packed(self.rows), self.head)
+        elif self.rows:
+            evidence = FullVocab(packed(self.rows))
+        return Draws(tokens[drawn].cpu(), lengths.cpu(), packed(self.logp), evidence)
+
+    def _settle(self, drawn: Int[Tensor, " b"]) -> None:
+        if self.waiting is not None:
+            self.logp.append(self.waiting.gather(1, drawn[:, None]).squeeze(1))
+
+
+class TeacherForcing:
+    """Forces the next token of a given response (teacher forcing); stands behind the recorder."""
+
+    def __init__(self, responses: Sequence[Sequence[int]], device: torch.device) -> None:
+        width = max(map(len, responses))
+        rows = [[*r, *[PAD] * (width - len(r))] for r in responses]
+        self.steps = iter(torch.tensor(rows, device=device).T)
+
+    def __call__(
+        self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]
+    ) -> Float[Tensor, "b v"]:
+        alone = torch.full_like(scores, -torch.inf)
+        return alone.scatter_(1, next(self.steps)[:, None], 0.0)
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """Prompts flush right, and the mask of what is a prompt, by length."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in prompts], device=device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    mask = torch.arange(width, device=device) >= width - lengths[:, None]
+    return ids, mask.long()
+
+
+def response_lengths(tokens: Int[Tensor, "b t"], stops: tuple[int, ...]) -> Int[Tensor, " b"]:
+    """Tokens up to and including the first stop token; all of them if there is none."""
+    is_stop = torch.isin(tokens, torch.tensor(stops, dtype=tokens.dtype, device=tokens.device))
+    first = is_stop.int().argmax(1) + 1
+    return first.where(is_stop.any(1), tokens.shape[1])
+
+
+# -- weights on an int8 grid ----------------------------------------------------------------------
+
+
+INT8_LEVELS = 127
+"""Largest magnitude on the symmetric int8 grid."""
+
+
+def int8_grid(weight: Float[Tensor, "*d"], *, dim: int) -> Float[Tensor, "*d"]:
+    """The nearest weights on a symmetric int8 grid, one scale per output channel.
+
+    round(w / s) s with s = max|w| / 127, the maximum taken over the input dimension `dim`.
+
+    Gradient: none is meant to flow through it.
+
+    Example:
+        >>> int8_grid(torch.tensor([[1.27, 0.004], [0.0, 0.0]]), dim=-1)
+        tensor([[1.2700, 0.0000],
+                [0.0000, 0.0000]])
+    """
+    scale = weight.abs().amax(dim, keepdim=True) / INT8_LEVELS
+    return (weight / scale.clamp(min=torch.finfo(weight.dtype).tiny)).round() * scale
+
+
+def matrices(model: nn.Module) -> dict[str, int]:
+    """Names of the weights that "int8" rounds, and the input dimension of each.
+
+    Linear layers except the output head, and fused expert tensors `[experts, out, in]` (or
+    `[experts, in, out]` where the module says that it is transposed).
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            found[f"{path}.weight"] = -1
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.ndim == 3 and "expert" in path:
+                found[f"{path}.{name}"] = -2 if getattr(module, "is_transposed", False) else -1
+    return found

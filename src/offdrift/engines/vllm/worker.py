@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker processes: `--worker-extension-cls offdrift.engines.server.worker.Worker`."""
+"""Runs inside vLLM's worker processes: `--worker-extension-cls offdrift.engines.vllm.worker.Worker`."""
 
 from __future__ import annotations
 
