@@ -28,7 +28,7 @@ def fresh(monkeypatch):
     """Each test is the first call of its process, with nothing in the environment."""
     for name in ("METHOD", "SETTINGS", "ON_IDLE", "RECORD"):
         monkeypatch.delenv(f"OFFDRIFT_{name}", raising=False)
-    monkeypatch.setattr(verl_losses, "_SAID", set())
+    monkeypatch.setattr(verl_losses, "_REPORTED", set())
     verl_losses.configured.cache_clear()
     yield
     verl_losses.configured.cache_clear()
@@ -369,7 +369,7 @@ def test_copies_of_the_log_probs_are_an_error(monkeypatch):
     batch = replace(batch_for("token_is"), logp=batch_for("token_is").old)
     with pytest.raises(LivenessError, match="equal the current ones"):
         run("token_is", "token-mean", batch)
-    verl_losses._SAID.clear()
+    verl_losses._REPORTED.clear()
     monkeypatch.setenv("OFFDRIFT_ON_IDLE", "warn")
     assert run("token_is", "token-mean", batch)[1].count_nonzero() > 0
 

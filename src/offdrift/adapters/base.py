@@ -1,8 +1,7 @@
-"""`Adapter`: a method in somebody else's training loop, with its metrics, findings and records.
+"""`Adapter`: a method in another framework's training loop, with its metrics, findings and records.
 
-What every framework's file shares. It computes losses or decisions, adds up what they saw, and at
-the end of a step turns that into metrics, new findings and, the first time, a line for each
-configured part that says whether it is alive.
+It computes losses or corrections, adds up their statistics, and at the end of a step turns those into
+metrics, new findings and, the first time, a line for each configured part: whether it acts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from offdrift.adapters.environment import OnIdle
 from offdrift.adapters.environment import settings_of as settings_of
-from offdrift.adapters.liveness import PartState, liveness, undecided
+from offdrift.adapters.liveness import liveness, undecided
 from offdrift.batch_info import NO_FACTS, Facts
 from offdrift.correction import Corrected
 from offdrift.errors import LivenessError, check_choice
@@ -89,14 +88,14 @@ class Adapter:
         self.log = logging.getLogger(f"offdrift.{framework}")
         self._on_idle = on_idle
         self._gather = gather
-        known = context or Context()
-        named = method if isinstance(method, str) else known.method
-        known = replace(known, framework=framework, method=named)
-        self._watcher = Watcher(context=known, rules=load_rules(rules))
+        context = context or Context()
+        name = method if isinstance(method, str) else context.method
+        context = replace(context, framework=framework, method=name)
+        self._watcher = Watcher(context=context, rules=load_rules(rules))
         self._recorder = recorder_of(record, framework)
         self._stats: DriftStats | None = None
         self._tails = Tails()
-        self._pushed = self._skipped = self._checked = False
+        self._computes_loss = self._skipped = self._checked = False
         self._applied = True
 
     @property
@@ -113,7 +112,7 @@ class Adapter:
         version_lag: Tensor | None = None,
         **known: Any,
     ) -> PolicyLoss:
-        """`policy_loss` under the method; what it saw is added to the step.
+        """`policy_loss` under the method; its statistics are added to the step.
 
         Args:
             logprobs: packed; `logp` carries the gradient.
@@ -129,7 +128,7 @@ class Adapter:
             version_lag=version_lag,
             **known,
         )
-        self._pushed = True
+        self._computes_loss = True
         self._add(logprobs, result.stats, advantages, Facts(rewards=rewards, version_lag=version_lag))  # fmt: skip
         return result
 
@@ -150,8 +149,8 @@ class Adapter:
         """
         anchored = logprobs if self.method.anchor is None else self.method.anchor(logprobs, facts)
         if facts.observed is None and self.method.looks_ahead:
-            seen = advantages if advantages is not None else torch.zeros_like(logprobs.logp_rollout)
-            facts = replace(facts, observed=self.method.observe(anchored, seen, facts))
+            a = torch.zeros_like(logprobs.logp_rollout) if advantages is None else advantages
+            facts = replace(facts, observed=self.method.observe(anchored, a, facts))
         corrected = self.method.correction(anchored, advantages, facts)
         stats = DriftStats.of(logprobs, corrected, divergences=facts.divergences)
         self._applied = applied
@@ -159,25 +158,29 @@ class Adapter:
         return corrected
 
     def skip(self) -> None:
-        """Note a piece without a token that trains: the hook lives, and there was nothing to see.
+        """Note a piece without a token that trains: the hook was called, with nothing to measure.
 
-        In every process that sees a share of the step, if this one does.
+        Call it in every process that has a part of the step, or in none.
         """
         self._skipped = True
 
     def end_step(self, step: int, *, also: Mapping[str, float] = {}) -> dict[str, float]:
-        """Close the step: metrics to log, by name; {} if nothing was seen since the last call.
+        """Close the step: metrics to log, by name; {} if no tokens came since the last call.
 
-        New findings and, the first time that tokens were seen, the state of every part go to the log
-        of this framework.
+        New findings and, the first time that tokens came, the state of every part go to the log of
+        this framework.
 
         Args:
             step: number of the optimizer step.
-            also: what the framework knows: "optim/grad_norm", "optim/lr", "reward/mean", ...
+            also: metrics of the framework: "optim/grad_norm", "optim/lr", "reward/mean", ...
 
         Raises: `LivenessError` if a part is dead, unless `on_idle` is "warn".
         """
-        stats = self._closed()
+        gather = self._gather or (lambda own: [own])
+        own, tails = self._stats, self._tails
+        self._stats, self._tails = None, Tails()
+        parts = [s for s in gather(None if own is None else own.cpu()) if s is not None]
+        stats = DriftStats.merge_all(parts).plus(tails.sums(gather)) if parts else None
         numbers = {} if stats is None else stats.to_host()
         empty = self._skipped if stats is None else not numbers["n"]
         if not (self._checked or empty or undecided(numbers)):
@@ -186,12 +189,17 @@ class Adapter:
             return {}
         metrics = {**summarize(stats), **also}
         for finding in self._watcher.update({"step": step, **metrics}):
-            self._tell(finding)
-        counted = {f"findings_{s}": 0.0 for s in ("stop", "act", "watch")}
-        for finding in self.findings:
-            if finding.severity != "info":
-                counted[f"findings_{finding.severity}"] += 1
-        return {f"{PREFIX}{name}": float(x) for name, x in {**metrics, **counted}.items()}
+            snippet = next(iter(finding.snippets.values()), "")
+            values = (e for e in finding.evidence if e.value is not None)
+            evidence = ", ".join(f"{e.metric} = {e.value:.3g}" for e in values)
+            self.log.log(
+                logging.WARNING if finding.severity in LOUD else logging.INFO,
+                "%s: %s (%s). %s\n%s",
+                *(finding.severity, finding.symptom, evidence, finding.fix, snippet),
+            )
+        severities = [finding.severity for finding in self.findings]
+        counts = {f"findings_{s}": severities.count(s) for s in ("stop", "act", "watch")}
+        return {f"{PREFIX}{name}": float(x) for name, x in {**metrics, **counts}.items()}
 
     def record(self, batch: Logged | Unpacked) -> None:
         """Record a batch, if there is a recorder; never waits for the disk unless its queue is full."""
@@ -226,42 +234,19 @@ class Adapter:
             self._tails.add(logprobs)
         self._stats = stats if self._stats is None else self._stats.merge(stats)
 
-    def _closed(self) -> DriftStats | None:
-        """The step's statistics over all processes; the next step begins empty."""
-        gather = self._gather or (lambda mine: [mine])
-        mine, tails = self._stats, self._tails
-        self._stats, self._tails = None, Tails()
-        parts = [s for s in gather(None if mine is None else mine.cpu()) if s is not None]
-        if not parts:
-            return None
-        return DriftStats.merge_all(parts).plus(tails.sums(gather))
-
     def _check(self, numbers: Mapping[str, float]) -> None:
-        """Say what each part did. Raises: `LivenessError`."""
+        """Log the state of each part. Raises: `LivenessError`."""
         self._checked = True
-        whole = self._pushed or not numbers
-        parts = liveness(numbers, self.method, objective=whole, applied=self._applied)
+        objective = self._computes_loss or not numbers
+        parts = liveness(numbers, self.method, objective=objective, applied=self._applied)
         for part in parts:
             self.log.log(logging.WARNING if part.dead else logging.INFO, "%s", part)
-        dead = [p for p in parts if p.dead]
+        dead = "; ".join(str(p) for p in parts if p.dead)
         if dead and self._on_idle == "error":
-            raise LivenessError(_dead(dead))
-
-    def _tell(self, finding: Finding) -> None:
-        level = logging.WARNING if finding.severity in LOUD else logging.INFO
-        snippet = next(iter(finding.snippets.values()), "")
-        seen = ", ".join(f"{e.metric} = {e.value:.3g}" for e in finding.evidence if e.value is not None)  # fmt: skip
-        self.log.log(
-            level, "%s: %s (%s). %s\n%s", finding.severity, finding.symptom, seen, finding.fix, snippet
-        )  # fmt: skip
-
-
-def _dead(parts: list[PartState]) -> str:
-    said = "; ".join(str(p) for p in parts)
-    return (
-        f"a configured part never acts: {said}. Give it the log-probs it compares (the engine's own, "
-        'recorded while sampling), or remove it; on_idle="warn" goes on regardless'
-    )
+            raise LivenessError(
+                f"a configured part never acts: {dead}. Give it the log-probs it compares (the engine's "
+                'own, recorded while sampling), or remove it; on_idle="warn" goes on regardless'
+            )
 
 
 def recorder_of(record: Recorder | str | Path | None, framework: str) -> Recorder | None:

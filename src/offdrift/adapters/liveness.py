@@ -1,22 +1,23 @@
-"""Is what was configured alive? Each part of a method: was it called, on what, and what did it change.
+"""Liveness: whether each configured part of a method was called, on what, and what it changed.
 
-A correction that is configured and never acts is the most common silent failure of the field: its
-log-probs are missing or copies of each other, an option needs another option, a batch is skipped.
-A part that looks at a live ratio and finds nothing to change is healthy, and told apart.
+A correction that is configured and never acts is a common silent failure: its log-probs are missing
+or copies of each other, an option needs another option, a batch is skipped. A part whose ratio moves
+and that still changes nothing is healthy ("idle").
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from offdrift.correction.compose import factors
 from offdrift.methods.method import Method
 
+Kind = Literal["gate", "weight", "objective"]
 State = Literal["acted", "measured", "idle", "blind", "not called"]
 
-SAID = {
+WORDS = {
     "acted": "acted",
     "measured": "measured, not applied",
     "idle": "nothing to change",
@@ -31,7 +32,7 @@ class PartState:
 
     part: str
     """Its formula."""
-    kind: Literal["gate", "weight", "objective"]
+    kind: Kind
     tokens: int
     """Tokens that it was asked about."""
     changed: int
@@ -51,9 +52,11 @@ class PartState:
         return self.state == "not called"
 
     def __str__(self) -> str:
+        text = f"{self.kind} [{self.part}]: {WORDS[self.state]}"
+        if self.state == "not called":
+            return text
         verb = "would change" if self.state == "measured" else "changed"
-        counted = "" if self.state == "not called" else f", {self.changed:,} of {self.tokens:,} tokens {verb}"  # fmt: skip
-        return f"{self.kind} [{self.part}]: {SAID[self.state]}{counted}"
+        return f"{text}, {self.changed:,} of {self.tokens:,} tokens {verb}"
 
 
 def undecided(numbers: Mapping[str, float]) -> bool:
@@ -62,7 +65,8 @@ def undecided(numbers: Mapping[str, float]) -> bool:
     Where the rollout policy was sure of every token, in a micro-batch of one word for instance, honest
     log-probs of any engine are all 0.
     """
-    return numbers.get("rollout/nll") == 0 and not any(_moves(numbers, on) for on in ("mismatch", "full"))  # fmt: skip
+    sure = numbers.get("rollout/nll") == 0
+    return sure and not (_moves(numbers, "mismatch") or _moves(numbers, "full"))
 
 
 def liveness(
@@ -87,62 +91,47 @@ def liveness(
         weight [weight token ratio(full), truncate above 2]: was never called
         objective [L = -A log pi]: was never called
     """
-    parts = _parts(numbers, method, objective)
-    if applied:
-        return list(parts)
-    return [replace(p, state="measured") if p.state == "acted" else p for p in parts]
-
-
-def _parts(numbers: Mapping[str, float], method: Method, objective: bool) -> Iterator[PartState]:
     tokens = int(numbers.get("n", 0))
-    correction = method.correction
-    for i, gate in enumerate(correction.gates):
-        called = f"gate/{i}/rejected_tokens" in numbers
-        changed = int(numbers.get(f"gate/{i}/rejected_tokens", 0))
-        yield _state(gate, "gate", tokens, changed, called, numbers)
-    if correction.weights:
-        # Weights multiply; what is known of a token is their product, and that a ratio of 1 at every
-        # token has no part in it.
-        called, product = "weight/changed" in numbers, int(numbers.get("weight/changed", 0))
-        for weight in correction.weights:
-            alone = len(correction.weights) == 1
-            changed = product if alone or _sees(weight, numbers) else 0
-            yield _state(weight, "weight", tokens, changed, called, numbers)
-    if objective:
-        called, changed = bool(tokens), int(numbers.get("objective/clipped", 0))
-        yield _state(method.objective, "objective", tokens, changed, called, numbers)
 
-
-def _state(
-    part: Any,
-    kind: Literal["gate", "weight", "objective"],
-    tokens: int,
-    changed: int,
-    called: bool,
-    numbers: Mapping[str, float],
-) -> PartState:
-    on = getattr(part, "on", None)
-    if not called or not tokens:
+    def state_of(part: Any, kind: Kind, changed: float | None) -> PartState:
+        """`changed` is None if the part was not called."""
         state: State = "not called"
-    elif changed:
-        state = "acted"
-    else:
-        state = "idle" if _sees(part, numbers) else "blind"
-    return PartState(part.formula, kind, tokens, changed, state, on)
+        if changed and tokens:
+            state = "acted" if applied else "measured"
+        elif changed is not None and tokens:
+            state = "idle" if _moves_input(part, numbers) else "blind"
+        return PartState(
+            part.formula, kind, tokens, int(changed or 0), state, getattr(part, "on", None)
+        )
+
+    parts = []
+    for i, gate in enumerate(method.correction.gates):
+        parts.append(state_of(gate, "gate", numbers.get(f"gate/{i}/rejected_tokens")))
+    weights = method.correction.weights
+    for weight in weights:
+        # Weights multiply, and only their product is known; a ratio of 1 at every token has no part
+        # in it.
+        changed = numbers.get("weight/changed")
+        alone = len(weights) == 1 or _moves_input(weight, numbers)
+        parts.append(state_of(weight, "weight", changed if alone or changed is None else 0))
+    if objective:
+        parts.append(state_of(method.objective, "objective", numbers.get("objective/clipped", 0)))
+    return parts
 
 
-def _sees(part: Any, numbers: Mapping[str, float]) -> bool:
+def _moves_input(part: Any, numbers: Mapping[str, float]) -> bool:
     """Whether what the part reads differs from that of equal policies at some token."""
     on = getattr(part, "on", None)
     if on is None or getattr(part, "statistic", None) == "version_lag":
         return True
     if getattr(part, "exact", False):
-        largest = [x for name, x in numbers.items() if name.startswith("divergence/") and name.endswith("_max")]  # fmt: skip
-        return not largest or any(x != 0 for x in largest)
+        names = [n for n in numbers if n.startswith("divergence/") and n.endswith("_max")]
+        return not names or any(numbers[name] != 0 for name in names)
     return _moves(numbers, on)
 
 
 def _moves(numbers: Mapping[str, float], on: str) -> bool:
     """Whether the ratio differs from 1 at some token; where it is not logged, its factors decide."""
     names: Iterable[str] = (on,) if f"{on}/l_max" in numbers else sorted(factors(on))  # type: ignore[arg-type]
-    return any(numbers.get(f"{name}/{end}", 0.0) != 0 for name in names for end in ("l_max", "-l_min"))  # fmt: skip
+    ends = (f"{name}/{end}" for name in names for end in ("l_max", "-l_min"))
+    return any(numbers.get(end, 0.0) != 0 for end in ends)

@@ -4,8 +4,8 @@ An engine draws tokens from its own copy of the weights and says with which prob
 them. The contract (`tests/engines/contract.py` runs it on every engine):
 
 - `logp_rollout` is the log-prob under the distribution that was sampled: after temperature, top-k
-  and top-p, at the engine's own precision. So is the evidence. Hidden states, which know of no
-  filter, are recorded without filters only; together with their head they reproduce `logp_rollout`.
+  and top-p, at the engine's own precision. So is the evidence. Hidden states are recorded only
+  without filters; together with their head they reproduce `logp_rollout`.
 - The response ends with the stop token it sampled, if it sampled one; its length is what was
   drawn, never what a comparison with a pad id says. A pad id that was sampled is a token.
 - The same weights, prompts, sampling and seed give the same tokens; the host's random state is
@@ -20,7 +20,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from offdrift.errors import EngineError
 from offdrift.records.rollouts import EvidenceKind, Rollouts, Sampling
 
 
@@ -58,12 +57,11 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Rescores(Protocol):
-    """An engine that can be led along tokens that were drawn before, by it or by another one.
+    """An engine that can be forced along tokens that were drawn before (teacher forcing).
 
-    Only the outcome of each draw is imposed: prompts are prefilled and tokens follow one another
-    through the engine's cache, kernels, head, temperature and filters exactly as when it draws. So
-    what it records is what it would have recorded had it drawn them, and two engines that differ in
-    one setting can be compared token by token.
+    Only the outcome of each draw is imposed: prompts are prefilled and tokens go through the engine's
+    cache, kernels, head, temperature and filters exactly as when it draws. So two engines that differ
+    in one setting can be compared token by token.
     """
 
     def rescore(
@@ -93,41 +91,3 @@ class CachesPrefixes(Protocol):
     def drop_prefixes(self) -> None:
         """Forget all that is kept."""
         ...
-
-
-def check_evidence(
-    evidence: EvidenceKind,
-    *,
-    sequences: int,
-    max_tokens: int,
-    vocab_size: int,
-    state_bytes: int,
-    limit_mib: int,
-) -> None:
-    """Refuse evidence that could outgrow its memory limit, before anything is drawn.
-
-    Full-vocabulary evidence takes `sequences * max_tokens * vocab_size` float32, top-k evidence
-    `sequences * max_tokens * k` pairs of float32 and int32, hidden states `state_bytes` per token
-    (and one copy of the output head, which the limit does not count).
-
-    Raises: `EngineError` with the number of MiB it would take and the way out.
-    """
-    if evidence == "sampled":
-        return
-    if isinstance(evidence, int) and not 0 < evidence <= vocab_size:
-        raise EngineError(
-            f"evidence = {evidence} top log-probs, but the vocabulary has {vocab_size} tokens; "
-            'ask for 1 to that many, or for "full"'
-        )
-    if isinstance(evidence, int):
-        per_token = 8 * evidence
-    else:
-        per_token = 4 * vocab_size if evidence == "full" else state_bytes
-    need = sequences * max_tokens * per_token / 2**20
-    if need > limit_mib:
-        raise EngineError(
-            f"evidence = {evidence!r} could take {need:,.0f} MiB for {sequences} sequences of up to "
-            f"{max_tokens} tokens over a vocabulary of {vocab_size:,} (limit {limit_mib:,} MiB); "
-            "record less (evidence = 20 keeps the top 20 log-probs), draw smaller batches, "
-            "or raise evidence_limit_mib"
-        )

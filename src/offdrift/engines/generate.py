@@ -1,8 +1,8 @@
-"""From what an engine drew to `Rollouts`: the checks before and the packing after, for every engine.
+"""Checks before sampling and packing into `Rollouts` after it, the same for every engine.
 
-An engine file only knows how its backend samples. What may be asked (`check_request`), which
+An engine file only knows how its backend samples. Which requests are refused (`check_request`), which
 responses answer the same prompt, how a response ended and where its tokens stand in the packed
-stream (`rollouts_from`) is decided here once, so that two engines cannot differ in it.
+stream (`rollouts_from`) is decided here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.engines.base import check_evidence
 from offdrift.engines.output_head import check_states
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import (
@@ -56,9 +55,13 @@ def check_request(
 ) -> None:
     """Refuse a request that no engine should answer, before anything is drawn.
 
+    Full-vocabulary evidence takes `sequences * max_tokens * vocab_size` float32, top-k evidence
+    `sequences * max_tokens * k` pairs of float32 and int32, hidden states `state_bytes` per token
+    (and one copy of the output head, which the limit does not count).
+
     Args:
         evidence: what is to be recorded per token.
-        state_bytes: what one hidden state takes.
+        state_bytes: bytes of one hidden state.
         limit_mib: memory that the evidence may take, MiB.
 
     Raises: `EngineError` naming the prompt or the sampling parameter, its value and the way out.
@@ -71,7 +74,23 @@ def check_request(
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             bad = next(t for t in prompt if not 0 <= t < vocab_size)
             raise EngineError(f"prompts[{i}] has token id {bad}, the vocabulary has {vocab_size}")
-    _check_sampling(sampling, vocab_size)
+    t = sampling.temperature
+    if not (math.isfinite(t) and t >= MIN_TEMPERATURE):
+        raise EngineError(
+            f"sampling.temperature = {t}, must be at least {MIN_TEMPERATURE}; "
+            "for greedy decoding use top_k=1, whose log-probs are those of what is drawn"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"sampling.top_p = {sampling.top_p}, must be in (0, 1]; 1 keeps all")
+    if sampling.top_k < 0:
+        raise EngineError(f"sampling.top_k = {sampling.top_k}, must be 0 (keeps all) or more")
+    if sampling.max_tokens < 1:
+        raise EngineError(f"sampling.max_tokens = {sampling.max_tokens}, must be at least 1")
+    for stop in sampling.stop_token_ids:
+        if not 0 <= stop < vocab_size:
+            raise EngineError(
+                f"sampling.stop_token_ids has {stop}, the vocabulary has {vocab_size} tokens"
+            )
     if isinstance(evidence, str) and evidence not in ("full", "hidden", "sampled"):
         raise EngineError(
             f'evidence is "full", "hidden", "sampled" or a number of tokens, got {evidence!r}'
@@ -82,14 +101,25 @@ def check_request(
             f"{sampling.top_k} and sampling.top_p = {sampling.top_p} draw from a part of it; sample "
             'without filters (top_k = 0, top_p = 1), or record evidence = "full"'
         )
-    check_evidence(
-        evidence,
-        sequences=len(prompts),
-        max_tokens=sampling.max_tokens,
-        vocab_size=vocab_size,
-        state_bytes=state_bytes,
-        limit_mib=limit_mib,
-    )
+    if evidence == "sampled":
+        return
+    if isinstance(evidence, int) and not 0 < evidence <= vocab_size:
+        raise EngineError(
+            f"evidence = {evidence} top log-probs, but the vocabulary has {vocab_size} tokens; "
+            'ask for 1 to that many, or for "full"'
+        )
+    if isinstance(evidence, int):
+        per_token = 8 * evidence
+    else:
+        per_token = 4 * vocab_size if evidence == "full" else state_bytes
+    need = len(prompts) * sampling.max_tokens * per_token / 2**20
+    if need > limit_mib:
+        raise EngineError(
+            f"evidence = {evidence!r} could take {need:,.0f} MiB for {len(prompts)} sequences of up to "
+            f"{sampling.max_tokens} tokens over a vocabulary of {vocab_size:,} (limit {limit_mib:,} "
+            "MiB); record less (evidence = 20 keeps the top 20 log-probs), draw smaller batches, "
+            "or raise evidence_limit_mib"
+        )
 
 
 def rollouts_from(
@@ -112,7 +142,15 @@ def rollouts_from(
     lengths = torch.cat([d.lengths for d in draws])
     logp = _joined([d.logp for d in draws])
     cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    _check_finite(logp, cuts, provenance.engine)
+    bad = (~logp.isfinite()).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        sequence = int(torch.searchsorted(cuts, token, right=True)) - 1
+        raise EngineError(
+            f"engine {provenance.engine!r} sampled a token with log-prob {float(logp[token])} "
+            f"(sequence {sequence}); its weights or activations are not finite at this dtype: "
+            "check the weights it was given, or use a wider dtype"
+        )
     ended = torch.isin(tokens[cuts[1:] - 1], torch.tensor(provenance.sampling.stop_token_ids))
     first_seen: dict[tuple[int, ...], int] = {}
     groups = [first_seen.setdefault(tuple(p), len(first_seen)) for p in prompts]
@@ -131,27 +169,6 @@ def rollouts_from(
     )
 
 
-def redrawn(
-    rollouts: Rollouts, draws: Sequence[Draws], *, version: int, provenance: Provenance
-) -> Rollouts:
-    """The same tokens with what another engine, or the same one once more, recorded of them.
-
-    Raises: `EngineError` if the engine did not follow the tokens, or one of them is impossible to it.
-    """
-    fresh = rollouts_from(draws, prompts_of(rollouts), version=version, provenance=provenance)
-    if not torch.equal(fresh.tokens, rollouts.tokens.long()):
-        raise EngineError(
-            f"engine {provenance.engine!r} did not follow the tokens that it was given; "
-            "this version of its backend is not supported"
-        )
-    return rollouts.with_(
-        logp_rollout=fresh.logp_rollout,
-        rollout_version=fresh.rollout_version,
-        provenance=provenance,
-        evidence=fresh.evidence,
-    )
-
-
 def prompts_of(rollouts: Rollouts) -> list[list[int]]:
     """Token ids of every prompt."""
     cuts = rollouts.prompt_cu_seqlens.diff().tolist()
@@ -163,60 +180,22 @@ def responses_of(rollouts: Rollouts) -> list[list[int]]:
     return [r.tolist() for r in rollouts.tokens.split(rollouts.lengths.tolist())]
 
 
-def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    t = sampling.temperature
-    if not (math.isfinite(t) and t >= MIN_TEMPERATURE):
-        raise EngineError(
-            f"sampling.temperature = {t}, must be at least {MIN_TEMPERATURE}; "
-            "for greedy decoding use top_k=1, whose log-probs are those of what is drawn"
-        )
-    if not 0 < sampling.top_p <= 1:
-        raise EngineError(f"sampling.top_p = {sampling.top_p}, must be in (0, 1]; 1 keeps all")
-    if sampling.top_k < 0:
-        raise EngineError(f"sampling.top_k = {sampling.top_k}, must be 0 (keeps all) or more")
-    if sampling.max_tokens < 1:
-        raise EngineError(f"sampling.max_tokens = {sampling.max_tokens}, must be at least 1")
-    for stop in sampling.stop_token_ids:
-        if not 0 <= stop < vocab_size:
-            raise EngineError(
-                f"sampling.stop_token_ids has {stop}, the vocabulary has {vocab_size} tokens"
-            )
-
-
-def _check_finite(logp: Float[Tensor, " n"], cuts: Int[Tensor, " cuts"], engine: str) -> None:
-    bad = (~logp.isfinite()).nonzero()
-    if len(bad):
-        token = int(bad[0])
-        sequence = int(torch.searchsorted(cuts, token, right=True)) - 1
-        raise EngineError(
-            f"engine {engine!r} sampled a token with log-prob {float(logp[token])} "
-            f"(sequence {sequence}); its weights or activations are not finite at this dtype: "
-            "check the weights it was given, or use a wider dtype"
-        )
-
-
 def _joined(parts: list[Tensor]) -> Tensor:
     # A lone part stays where it is: full-vocabulary rows are too large to copy for nothing.
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _joined_evidence(parts: list[Evidence | None]) -> Evidence | None:
-    full = [p.logp for p in parts if isinstance(p, FullVocab)]
-    top = [p for p in parts if isinstance(p, TopK)]
-    hidden = [p for p in parts if isinstance(p, HiddenStates)]
-    if hidden:
-        return HiddenStates(_joined([p.states for p in hidden]), hidden[0].head)
-    if full:
-        return FullVocab(_joined(full))
-    if top:
-        return TopK(_joined([p.ids for p in top]), _joined([p.logp for p in top]))
+    """One evidence from those of all parts, which are of one kind."""
+    match parts[0]:
+        case HiddenStates(head=head):
+            return HiddenStates(_joined([p.states for p in parts]), head)  # type: ignore[union-attr]
+        case FullVocab():
+            return FullVocab(_joined([p.logp for p in parts]))  # type: ignore[union-attr]
+        case TopK():
+            ids = _joined([p.ids for p in parts])  # type: ignore[union-attr]
+            return TopK(ids, _joined([p.logp for p in parts]))  # type: ignore[union-attr]
     return None
-
-
-# Drawing, and following tokens that were drawn, as every engine does both: check, draw, pack.
-#
-# How a backend samples is each engine's own (`_draws`); what is refused before, in which pieces it is
-# drawn, and what is said of the result afterwards is the same and stands here.
 
 
 Tokens = Sequence[Sequence[int]]
@@ -224,9 +203,9 @@ Tokens = Sequence[Sequence[int]]
 
 
 class Drawing(ABC):
-    """An engine's `generate` and `rescore`, made of what its backend can do.
+    """`generate` and `rescore` of an engine: check, draw, pack.
 
-    A subclass sets the attributes, draws, and says what drew.
+    A subclass sets the attributes and implements `_draws` and `_source`.
     """
 
     name: str
@@ -273,7 +252,19 @@ class Drawing(ABC):
         sampling = replace(sampling, max_tokens=max(map(len, responses)))
         self._check(prompts, sampling, evidence)
         draws = self._draws(prompts, sampling, evidence, seed=0, forced=responses)
-        return redrawn(rollouts, draws, version=self.version, provenance=self._provenance(sampling))
+        provenance = self._provenance(sampling)
+        rescored = rollouts_from(draws, prompts, version=self.version, provenance=provenance)
+        if not torch.equal(rescored.tokens, rollouts.tokens.long()):
+            raise EngineError(
+                f"engine {self.name!r} did not follow the tokens that it was given; "
+                "this version of its backend is not supported"
+            )
+        return rollouts.with_(
+            logp_rollout=rescored.logp_rollout,
+            rollout_version=rescored.rollout_version,
+            provenance=provenance,
+            evidence=rescored.evidence,
+        )
 
     @abstractmethod
     def _draws(

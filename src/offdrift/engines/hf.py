@@ -152,7 +152,7 @@ class TransformersEngine(Drawing):
         self._head = None  # batches that were drawn keep the old one
         if stale:
             raise EngineError(
-                f"{len(stale)} weights of engine {self.name!r} were not forced, the first is "
+                f"{len(stale)} weights of engine {self.name!r} were not given, the first is "
                 f"{min(stale)}; give all of the trainer's named_parameters()"
             )
         self.version = version

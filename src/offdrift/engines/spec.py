@@ -75,7 +75,8 @@ class EngineSpec:
         parts = [f"{self.kind}:{self.dtype}"]
         if self.kind == "openai":
             parts = [f"openai:{options.pop('url', '')}", f"dtype={self.dtype}"]
-        parts += [f"{name}={_word(value)}" for name, value in options.items()]
+        for name, value in options.items():
+            parts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
         return ",".join(parts)
 
     def __hash__(self) -> int:
@@ -107,7 +108,3 @@ def _value(word: str) -> Option:
         except ValueError:
             continue
     return word
-
-
-def _word(value: Option) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -144,10 +144,12 @@ def _take_over(module: ModuleType) -> None:
 
 def _replacements(module: ModuleType) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Owner, name and maker of each function that a module of verl defines and we replace."""
+
+    def corrector(driver: Driver, _original: Any) -> Callable[..., Any]:
+        return lambda batch, rollout_corr_config: driver.correct(batch, rollout_corr_config)
+
     return {
-        HELPER: [
-            (module, "compute_rollout_correction_and_add_to_batch", _corrector),
-        ],
+        HELPER: [(module, "compute_rollout_correction_and_add_to_batch", corrector)],
         TRAINER: [(module, "compute_advantage", _estimator)],
         TRAINER_V1: [(getattr(module, "PPOTrainer", None), "_compute_advantage", _recorder_v1)],
     }[module.__name__]
@@ -158,13 +160,6 @@ def _rebind(name: str, old: Any, new: Any) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)
-
-
-def _corrector(driver: Driver, _original: Any) -> Callable[..., Any]:
-    def correct(batch: Any, rollout_corr_config: Any) -> Any:
-        return driver.correct(batch, rollout_corr_config)
-
-    return correct
 
 
 def _keep_our_loss(helper: ModuleType) -> None:
@@ -186,12 +181,18 @@ def _keep_our_loss(helper: ModuleType) -> None:
 
 
 def _estimator(driver: Driver, original: Any) -> Callable[..., Any]:
-    def compute(data: Any, adv_estimator: Any, gamma: float = 1.0, lam: float = 1.0,
-                num_repeat: int = 1, norm_adv_by_std_in_grpo: bool = True, config: Any = None) -> Any:  # fmt: skip
-        return driver.advantages(
-            original, data, adv_estimator, gamma, lam=lam, num_repeat=num_repeat,
-            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo, config=config,
-        )  # fmt: skip
+    def compute(
+        data: Any,
+        adv_estimator: Any,
+        gamma: float = 1.0,
+        lam: float = 1.0,
+        num_repeat: int = 1,
+        norm_adv_by_std_in_grpo: bool = True,
+        config: Any = None,
+    ) -> Any:
+        options = {"lam": lam, "num_repeat": num_repeat, "config": config}
+        options["norm_adv_by_std_in_grpo"] = norm_adv_by_std_in_grpo
+        return driver.advantages(original, data, adv_estimator, gamma, **options)
 
     return compute
 
@@ -203,18 +204,20 @@ def _recorder_v1(driver: Driver, original: Any) -> Callable[..., Any]:
         batch = original(self, batch, metrics)
         if driver.records:
             real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
-            held = sys.modules[TRAINER_V1].tq.kv_batch_get(
+            fields = sys.modules[TRAINER_V1].tq.kv_batch_get(
                 keys=[batch.keys[i] for i in real],
                 partition_id=batch.partition_id,
                 select_fields=RECORDED_V1,
             )
-            held = held.to_padded_tensor()
-            drew = [batch.tags[i].get("min_global_steps") for i in real]
-            known = all(x is not None for x in drew)
+            fields = fields.to_padded_tensor()
+            versions = [batch.tags[i].get("min_global_steps") for i in real]
             driver.record(
-                held, held["uid"].tolist(), step=self.global_steps, version=self.global_steps - 1,
-                rollout_version=torch.tensor(drew) if known else None,
-            )  # fmt: skip
+                fields,
+                fields["uid"].tolist(),
+                step=self.global_steps,
+                version=self.global_steps - 1,
+                rollout_version=None if None in versions else torch.tensor(versions),
+            )
         return batch
 
     return compute
@@ -222,13 +225,12 @@ def _recorder_v1(driver: Driver, original: Any) -> Callable[..., Any]:
 
 def _from_environment(_module: ModuleType) -> None:
     """`install` as OFFDRIFT_METHOD and OFFDRIFT_RECORD ask; see `environment`."""
-    from offdrift.adapters.environment import options
-
     name, record = environment.method(), environment.record()
     if "driver" in _STATE or not (name or record):
         return
     chosen = None if name in (None, "", FROM_BLOCK) else name
-    install(chosen, **(options() if chosen else options() | {"settings": {}}))
+    options = environment.options()
+    install(chosen, **(options if chosen else options | {"settings": {}}))
 
 
 def _register_or_say_why(core: ModuleType) -> None:

@@ -6,12 +6,12 @@ nor given weight 0 by the driver's correction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from offdrift.advantages import advantages
@@ -47,7 +47,7 @@ def advantage_named(name: str) -> AdvantageFn:
 
     `install()` has it called with the whole batch; verl alone hands over rewards, mask and groups.
     """
-    how = name.removesuffix(KEPT)
+    row = name.removesuffix(KEPT)
 
     def estimate(
         token_level_rewards: Tensor,
@@ -56,65 +56,45 @@ def advantage_named(name: str) -> AdvantageFn:
         config: Any = None,
         **batch: Any,
     ) -> tuple[Tensor, Tensor]:
-        mask = response_mask.bool()
+        rewards, mask = token_level_rewards, response_mask.bool()
         if not len(mask):
             raise BadValueError("empty batch: no sequence to estimate an advantage for")
+        if index is None and ADVANTAGES[row].siblings:
+            raise EvidenceError(
+                f"offdrift/{row} needs the prompt of each sequence: non_tensor_batch['uid'], which "
+                "this batch lacks"
+            )
+        groups = None if index is None else dense(index).to(mask.device)
         gamma = batch.pop("gamma", 1.0 if config is None else config.get("gamma", 1.0))
-        groups = _groups(how, index, mask.device)
-        kept = name.endswith(KEPT)
-        found = _estimated(how, kept, token_level_rewards, mask, groups, float(gamma), batch)
-        padded = torch.zeros_like(token_level_rewards)
-        padded[mask] = found.to(padded.dtype)
+        weights = batch.get("rollout_is_weights")
+        has_weight = mask if weights is None else mask & (weights != 0)
+        columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+
+        def tokens(key: str) -> Tensor | None:
+            x = batch.get(key)
+            return None if x is None else x[mask]
+
+        # verl pays a sequence's reward at its last token, which the mask may have lost.
+        total = rewards.where(mask | rewards.isfinite(), 0.0).sum(-1)
+        packed = advantages(
+            rewards[mask] if row in BY_TOKEN else total,
+            Segments.from_lengths(mask.sum(-1), group_ids=groups),
+            how=row,  # type: ignore[arg-type]
+            baseline_over="kept" if name.endswith(KEPT) else "sampled",
+            keep=has_weight.any(-1),
+            gamma=float(gamma),
+            greedy_rewards=batch.get("reward_baselines"),
+            logp_old=tokens("old_log_probs"),
+            sum_pi_squared=tokens("sum_pi_squared"),
+            weight=tokens("rollout_is_weights"),
+            position=columns[mask],
+        )
+        padded = torch.zeros_like(rewards)
+        padded[mask] = packed.to(padded.dtype)
         return padded, padded.clone()
 
     estimate.__name__ = estimate.__qualname__ = f"offdrift_{name.replace('/', '_')}"
     return estimate
-
-
-def _estimated(
-    how: str,
-    kept: bool,
-    rewards: Tensor,
-    mask: Tensor,
-    groups: Tensor | None,
-    gamma: float,
-    batch: Mapping[str, Any],
-) -> Float[Tensor, " n"]:
-    weights = batch.get("rollout_is_weights")
-    has_weight = mask if weights is None else mask & (weights != 0)
-    columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-
-    def tokens(key: str) -> Tensor | None:
-        x = batch.get(key)
-        return None if x is None else x[mask]
-
-    # verl pays a sequence's reward at its last token, which the mask may have lost.
-    total = rewards.where(mask | rewards.isfinite(), 0.0).sum(-1)
-    return advantages(
-        rewards[mask] if how in BY_TOKEN else total,
-        Segments.from_lengths(mask.sum(-1), group_ids=groups),
-        how=how,  # type: ignore[arg-type]
-        baseline_over="kept" if kept else "sampled",
-        keep=has_weight.any(-1),
-        gamma=gamma,
-        greedy_rewards=batch.get("reward_baselines"),
-        logp_old=tokens("old_log_probs"),
-        sum_pi_squared=tokens("sum_pi_squared"),
-        weight=tokens("rollout_is_weights"),
-        position=columns[mask],
-    )
-
-
-def _groups(how: str, index: Any, device: torch.device) -> Tensor | None:
-    """The prompt group of each sequence."""
-    if index is None:
-        if ADVANTAGES[how].siblings:
-            raise EvidenceError(
-                f"offdrift/{how} needs the prompt of each sequence: non_tensor_batch['uid'], which "
-                "this batch lacks"
-            )
-        return None
-    return dense(index).to(device)
 
 
 def dense(uids: Any) -> Int[Tensor, " b"]:

@@ -73,33 +73,29 @@ def read_rollout_correction(config: Mapping[str, Any] | None) -> RolloutCorrecti
         bypass_mode                 False       decoupled: the driver corrects the mismatch of the engines
         loss_type                   ppo_clip    read in bypass mode only
     """
-    given = _known(config or {})
-    if given["loss_type"] not in LOSSES:
-        raise RecipeError(f"loss_type={given['loss_type']!r} is not one of {LOSSES}")
-    bypass = bool(given["bypass_mode"])
-    on: RatioName = "full" if bypass else "mismatch"
-    gates, weight = _gates(given, on), _weight(given, on)
-    clips = bypass and given["loss_type"] == "ppo_clip"
-    objective: Objective = Clipped(on="full", dual_clip=3.0) if clips else Reinforce()
-    used = () if weight is None or clips else (weight,)
-    method = Method(objective=objective, correction=Correction(gates, used), aggregate="token_mean")
-    return RolloutCorrection(method, bypass, _rows(given, method, weight))
-
-
-def _known(config: Mapping[str, Any]) -> dict[str, Any]:
-    given = {k: config[k] for k in config if k != "_target_"}
-    for key in given:
+    config = config or {}
+    block = DEFAULTS | {key: config[key] for key in config if key != "_target_"}
+    for key in block:
         if key not in DEFAULTS:
             near = difflib.get_close_matches(str(key), DEFAULTS, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise RecipeError(
                 f"rollout_correction has no key {key!r}; {hint}verl 0.9 has {', '.join(DEFAULTS)}"
             )
-    return DEFAULTS | given
+    if block["loss_type"] not in LOSSES:
+        raise RecipeError(f"loss_type={block['loss_type']!r} is not one of {LOSSES}")
+    bypass = bool(block["bypass_mode"])
+    on: RatioName = "full" if bypass else "mismatch"
+    gates, weight = _gates(block, on), _weight(block, on)
+    clips = bypass and block["loss_type"] == "ppo_clip"
+    objective: Objective = Clipped(on="full", dual_clip=3.0) if clips else Reinforce()
+    used = () if weight is None or clips else (weight,)
+    method = Method(objective=objective, correction=Correction(gates, used), aggregate="token_mean")
+    return RolloutCorrection(method, bypass, _rows(block, method, weight))
 
 
-def _weight(given: Mapping[str, Any], on: RatioName) -> Weight | None:
-    unit, threshold = given["rollout_is"], given["rollout_is_threshold"]
+def _weight(block: Mapping[str, Any], on: RatioName) -> Weight | None:
+    unit, threshold = block["rollout_is"], block["rollout_is_threshold"]
     if unit is None:
         return None
     if unit not in UNITS:
@@ -109,7 +105,7 @@ def _weight(given: Mapping[str, Any], on: RatioName) -> Weight | None:
         band = {"floor": ends[0], "outside": "mask"} if len(ends) == 2 else {}
         if isinstance(threshold, bool) or len(ends) > 2 or 0 in ends:
             raise ValueError
-        return Weight(on=on, unit=unit, cap=ends[-1], normalize=bool(given["rollout_is_batch_normalize"]), **band)  # fmt: skip
+        return Weight(on=on, unit=unit, cap=ends[-1], normalize=bool(block["rollout_is_batch_normalize"]), **band)  # fmt: skip
     except ValueError as e:
         raise RecipeError(
             f"rollout_is_threshold={threshold!r} is no positive cap (2.0) and no band "
@@ -117,15 +113,15 @@ def _weight(given: Mapping[str, Any], on: RatioName) -> Weight | None:
         ) from e
 
 
-def _gates(given: Mapping[str, Any], on: RatioName) -> tuple[Gate, ...]:
+def _gates(block: Mapping[str, Any], on: RatioName) -> tuple[Gate, ...]:
     """One gate per mode. verl applies k1 bands to the inverse ratio; so does this."""
-    if given["rollout_rs"] is None:
+    if block["rollout_rs"] is None:
         return ()
-    modes = list(dict.fromkeys(filter(None, (x.strip() for x in str(given["rollout_rs"]).split(",")))))  # fmt: skip
-    thresholds = [x.strip() for x in str(given["rollout_rs_threshold"]).split(",")]
+    modes = list(dict.fromkeys(filter(None, (x.strip() for x in str(block["rollout_rs"]).split(",")))))  # fmt: skip
+    thresholds = [x.strip() for x in str(block["rollout_rs_threshold"]).split(",")]
     if len(thresholds) not in (1, len(modes)):
         raise RecipeError(
-            f"rollout_rs_threshold={given['rollout_rs_threshold']!r} gives {len(thresholds)} "
+            f"rollout_rs_threshold={block['rollout_rs_threshold']!r} gives {len(thresholds)} "
             f"thresholds for {len(modes)} modes ({', '.join(modes)}); give one, or one for each"
         )
     if len(thresholds) == 1:
@@ -134,18 +130,16 @@ def _gates(given: Mapping[str, Any], on: RatioName) -> tuple[Gate, ...]:
         if not mode.endswith(("_k1", "_k2", "_k3")):
             raise RecipeError(f"rollout_rs={mode!r} is not one of verl's modes, as seq_mean_k3 is")
     try:
-        found = [
-            rejection(m, t, on=on, k1_band="verl") for m, t in zip(modes, thresholds, strict=True)
-        ]
+        pairs = zip(modes, thresholds, strict=True)
+        return tuple(rejection(mode, x, on=on, k1_band="verl") for mode, x in pairs)
     except MethodError as e:
-        raise RecipeError(f"rollout_rs={given['rollout_rs']!r}: {e}") from e
-    return tuple(found)
+        raise RecipeError(f"rollout_rs={block['rollout_rs']!r}: {e}") from e
 
 
-def _rows(given: Mapping[str, Any], method: Method, weight: Weight | None) -> tuple[Mapped, ...]:
+def _rows(block: Mapping[str, Any], method: Method, weight: Weight | None) -> tuple[Mapped, ...]:
     gates = "; ".join(g.formula for g in method.correction.gates)
-    bypass, clips = given["bypass_mode"], isinstance(method.objective, Clipped)
-    inverted = " (bands as verl applies them: to the inverse ratio)" if "k1" in str(given["rollout_rs"]) else ""  # fmt: skip
+    bypass, clips = block["bypass_mode"], isinstance(method.objective, Clipped)
+    inverted = " (bands as verl applies them: to the inverse ratio)" if "k1" in str(block["rollout_rs"]) else ""  # fmt: skip
     weighs = "no weights" if weight is None else weight.formula
     if weight is not None and clips:
         weighs = (
@@ -160,4 +154,4 @@ def _rows(given: Mapping[str, Any], method: Method, weight: Weight | None) -> tu
         "bypass_mode": "bypass: old log-probs are the rollout's, all in the loss" if bypass else "decoupled: the driver corrects the mismatch of the engines",
         "loss_type": method.objective.formula if bypass else "read in bypass mode only",
     }  # fmt: skip
-    return tuple(Mapped(key, given[key], ours[key]) for key in DEFAULTS)
+    return tuple(Mapped(key, block[key], ours[key]) for key in DEFAULTS)

@@ -1,4 +1,4 @@
-"""What happens in verl's driver: the correction of the mismatch, advantages, and records.
+"""verl's driver: the correction of the mismatch, advantages, and records.
 
 Two decisions differ from verl's own correction. A rejected token keeps its place in the response
 mask and gets weight 0, so that every denominator counts what was sampled and a step from which
@@ -53,11 +53,22 @@ class Driver:
         rules: Path | None = None,
         on_idle: OnIdle = "error",
     ) -> None:
-        named = method(row) if isinstance(row, str) else row
-        self.row = None if named is None else override(named, settings)
+        chosen = method(row) if isinstance(row, str) else row
+        self.row = None if chosen is None else override(chosen, settings)
         check_choice("on_idle", on_idle, get_args(OnIdle))
-        if isinstance(row, str):
-            _check_reaches(row, self.row, settings)
+        if (
+            isinstance(row, str)
+            and self.row
+            and loss_share(self.row) != loss_share(configured(row))
+        ):
+            # The loss runs in workers, which read the environment: settings of it must stand there.
+            pairs = ",".join(f"{path}={value}" for path, value in settings.items()) or "(nothing)"
+            raise MethodError(
+                f"install({row!r}) was given settings={dict(settings)}, some of which belong to the "
+                "loss; that runs in verl's workers, and they would not hear of it: set OFFDRIFT_METHOD="
+                f"{row} and OFFDRIFT_SETTINGS={pairs} for all processes "
+                "(ray_kwargs.ray_init.runtime_env.env_vars)"
+            )
         self._options: dict[str, Any] = {"context": context, "rules": rules, "on_idle": on_idle}
         self._record, self._on_idle = record, on_idle
         self._adapter: Adapter | None = None
@@ -87,8 +98,11 @@ class Driver:
             time, if a configured part cannot act; `MethodError` for two corrections at once.
         """
         tensors = batch.batch
-        adapter = self._adapter_for(config)
-        self._called = True
+        if self._adapter is None:
+            block, wanted = self._wanted(config)
+            LOG.info("algorithm.rollout_correction reads\n%s", block)
+            self._adapter = Adapter(wanted, framework="verl", **self._options)
+        adapter, self._called = self._adapter, True
         self._steps = int(batch.meta_info.get("global_steps", self._steps + 1))
         mask, old = tensors["response_mask"], tensors["old_log_probs"]
         weights = torch.zeros_like(old, dtype=torch.promote_types(old.dtype, torch.float32))
@@ -114,11 +128,10 @@ class Driver:
         if name.startswith(PREFIX):
             tensors = dict(data.batch.items())
             mask = tensors.pop("response_mask")
-            found = advantage_named(name.removeprefix(PREFIX))(
-                tensors.pop("token_level_rewards"), mask,
-                index=data.non_tensor_batch.get("uid"), gamma=gamma, **tensors,
-            )  # fmt: skip
-            data.batch["advantages"], data.batch["returns"] = found
+            rewards, uids = tensors.pop("token_level_rewards"), data.non_tensor_batch.get("uid")
+            ours = advantage_named(name.removeprefix(PREFIX))
+            result = ours(rewards, mask, index=uids, gamma=gamma, **tensors)
+            data.batch["advantages"], data.batch["returns"] = result
         else:
             data = estimate(data, name, gamma=gamma, **options)
         if "responses" in data.batch:  # the v1 trainer keeps its tokens elsewhere
@@ -141,7 +154,8 @@ class Driver:
         if self._recorder is None:
             self._recorder = recorder_of(self._record, "verl")
         assert self._recorder is not None
-        self._recorder.add(logged(tensors, uids, step=step, rollout_version=rollout_version, version=version))  # fmt: skip
+        versions = {"rollout_version": rollout_version, "version": version}
+        self._recorder.add(logged(tensors, uids, step=step, **versions))
 
     @property
     def records(self) -> bool:
@@ -170,13 +184,6 @@ class Driver:
             )
         return block, Method(objective=Reinforce(), correction=self._share())
 
-    def _adapter_for(self, config: Any) -> Adapter:
-        if self._adapter is None:
-            block, wanted = self._wanted(config)
-            LOG.info("algorithm.rollout_correction reads\n%s", block)
-            self._adapter = Adapter(wanted, framework="verl", **self._options)
-        return self._adapter
-
     def _check_called(self, tensors: Any, algorithm: Any) -> None:
         """A correction that is configured must have been called since the last batch."""
         called, self._called = self._called, False
@@ -198,23 +205,10 @@ class Driver:
                 )
         if problem is None:
             return
-        said = f"[{'; '.join(parts)}] is configured and was never called: {problem}"
+        message = f"[{'; '.join(parts)}] is configured and was never called: {problem}"
         if self._on_idle == "error":
-            raise LivenessError(said)
-        LOG.warning("%s", said)
-
-
-def _check_reaches(name: str, row: Method | None, settings: Mapping[str, Any]) -> None:
-    """The loss runs in workers, which read the environment: settings of it must stand there."""
-    if row is None or loss_share(row) == loss_share(configured(name)):
-        return
-    wanted = ",".join(f"{path}={value}" for path, value in settings.items()) or "(nothing)"
-    raise MethodError(
-        f"install({name!r}) was given settings={dict(settings)}, some of which belong to the loss; "
-        "that runs in verl's workers, and they would not hear of it: set OFFDRIFT_METHOD="
-        f"{name} and OFFDRIFT_SETTINGS={wanted} for all processes "
-        "(ray_kwargs.ray_init.runtime_env.env_vars)"
-    )
+            raise LivenessError(message)
+        LOG.warning("%s", message)
 
 
 def loss_mode(config: Any) -> str | None:
@@ -242,18 +236,18 @@ def logged(
         rollout_version: version of the weights that drew each sequence.
         version: version of the weights being trained.
     """
-    given = {k: x for k, x in tensors.items() if isinstance(x, Tensor)}
-    mask = given["response_mask"].bool()
+    fields = {k: x for k, x in tensors.items() if isinstance(x, Tensor)}
+    mask = fields["response_mask"].bool()
     scored = mask
     for name in ("rollout_log_probs", "old_log_probs"):
-        scored = scored & ~given[name].isnan() if name in given else scored
+        scored = scored & ~fields[name].isnan() if name in fields else scored
     count, lengths = len(mask), scored.sum(-1)
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    whole = given["attention_mask"][:, -mask.shape[1] :] if "attention_mask" in given else mask
-    score = given.get("token_level_scores", given.get("rm_scores"))
+    whole = fields["attention_mask"][:, -mask.shape[1] :] if "attention_mask" in fields else mask
+    score = fields.get("token_level_scores", fields.get("rm_scores"))
 
     def packed(name: str) -> Tensor | None:
-        x = given.get(name)
+        x = fields.get(name)
         return None if x is None else x[scored].detach()
 
     return Logged(

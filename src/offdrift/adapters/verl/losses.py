@@ -19,7 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.adapters import environment
-from offdrift.adapters.environment import on_idle
 from offdrift.adapters.liveness import liveness, undecided
 from offdrift.batch_info import NO_FACTS, Facts
 from offdrift.correction import Correction
@@ -93,25 +92,27 @@ def policy_loss_named(name: str) -> PolicyLossFn:
         _check(name, row, config, rollout_is_weights)
         if not bool(response_mask.any()):  # a product with zero would keep NaN of the padding
             nothing = torch.zeros_like(log_prob, dtype=torch.bool)
-            return log_prob.where(nothing, 0.0).sum(), dict.fromkeys(_logged(row), 0.0)
+            return log_prob.where(nothing, 0.0).sum(), dict.fromkeys(_metric_names(row), 0.0)
         old = None if reads_rollout(share) else old_log_prob
         packed = LogProbs.pack(old_log_prob, log_prob, old, mask=response_mask)
-        given = share.correction
+        correction = share.correction
         if rollout_is_weights is not None:
             weight: WeightLike = DriverWeight(packed.like_caller(rollout_is_weights))
-            given = given & weight
-        counts = _counts(config)
+            correction = correction & weight
+        counts = getattr(config, "global_batch_info", None) or {}
         _check_whole(name, share, counts, packed)
         normalizer = _normalizer(loss_agg_mode, counts, packed)
         result = policy_loss(
             packed,
-            replace(share, correction=given, aggregate=AGGREGATES[loss_agg_mode]),
+            replace(share, correction=correction, aggregate=AGGREGATES[loss_agg_mode]),
             packed.like_caller(advantages),
             observed="this_batch",  # see _check_whole
             normalizer=normalizer,
         )
         _check_alive(name, row, result.stats)
-        return result.loss, _metrics(row, result.stats)
+        # verl averages metrics over micro-batches and ranks, whatever their sizes. One host transfer.
+        metrics = summarize(result.stats)
+        return result.loss, {k: metrics.get(x, 0.0) for k, x in _metric_names(row).items()}
 
     loss.__name__ = loss.__qualname__ = f"offdrift_{name}"
     return loss
@@ -141,7 +142,9 @@ def _check(name: str, row: Method, config: Any, weights: Tensor | None) -> None:
                 "rollout_is_weights, its mismatch factor, as well: it would count twice. Set "
                 "algorithm.rollout_correction.rollout_is=null and bypass_mode=true"
             )
-        if not _bypasses(config):
+        policy = getattr(config, "policy_loss", None)
+        block = None if policy is None else policy.get("rollout_correction", None)
+        if not (block is not None and block.get("bypass_mode", False)):
             raise EvidenceError(
                 f"offdrift/{name} compares with the rollout policy, whose log-probs verl passes in "
                 f"bypass mode alone, and nothing here says that it is on; set {DECLARE}"
@@ -153,17 +156,6 @@ def _check(name: str, row: Method, config: Any, weights: Tensor | None) -> None:
             f"rollout_is_weights; call offdrift.adapters.verl.install({name!r}) there, or set "
             f"OFFDRIFT_METHOD={name}, with actor_rollout_ref.rollout.calculate_log_probs=true"
         )
-
-
-def _bypasses(config: Any) -> bool:
-    """Whether the actor was told that verl runs in bypass mode."""
-    policy = getattr(config, "policy_loss", None)
-    block = None if policy is None else policy.get("rollout_correction", None)
-    return bool(block is not None and block.get("bypass_mode", False))
-
-
-def _counts(config: Any) -> Mapping[str, Any]:
-    return getattr(config, "global_batch_info", None) or {}
 
 
 def _check_whole(name: str, share: Method, counts: Mapping[str, Any], packed: LogProbs) -> None:
@@ -206,39 +198,28 @@ def _normalizer(mode: str, counts: Mapping[str, Any], packed: LogProbs) -> float
     return count / ranks
 
 
-def _logged(row: Method) -> list[str]:
-    """Names of what a call returns for verl to log; always the same, as verl demands."""
-    return ["actor/ppo_kl", "actor/pg_clipfrac", *(f"offdrift/{x}" for x in _watched(row))]
-
-
-def _watched(row: Method) -> list[str]:
+def _metric_names(row: Method) -> dict[str, str]:
+    """Names of what a call returns for verl to log, always the same as verl demands, and ours."""
     share = loss_share(row)
     on = "full" if reads_rollout(share) else "staleness"
-    found = [f"{on}/k3", f"{on}/abs_log_ratio_mean", f"{on}/log_ppl_gap", "weight/mean"]
-    return found + ["gate/drop_frac_token"] * bool(share.correction.gates)
+    same = [f"{on}/k3", f"{on}/abs_log_ratio_mean", f"{on}/log_ppl_gap", "weight/mean"]
+    same += ["gate/drop_frac_token"] * bool(share.correction.gates)
+    theirs = {"actor/ppo_kl": f"{on}/k1", "actor/pg_clipfrac": "objective/clip_frac_active"}
+    return theirs | {f"offdrift/{name}": name for name in same}
 
 
-def _metrics(row: Method, stats: DriftStats) -> dict[str, float]:
-    """verl averages them over micro-batches and ranks, whatever their sizes. One host transfer."""
-    found = summarize(stats)
-    watched = _watched(row)
-    on = watched[0].partition("/")[0]
-    values = [found[f"{on}/k1"], found.get("objective/clip_frac_active", 0.0)]
-    return dict(zip(_logged(row), values + [found[x] for x in watched], strict=True))
-
-
-_SAID: set[str] = set()
+_REPORTED: set[str] = set()
 
 
 def _check_alive(name: str, row: Method, stats: DriftStats) -> None:
     """The first time that it can be told, say what each part of the loss did."""
-    if name in _SAID:
+    if name in _REPORTED:
         return
-    strict = on_idle() == "error"
+    strict = environment.on_idle() == "error"
     share, numbers = loss_share(row), stats.to_host()
     if undecided(numbers):
         return
-    _SAID.add(name)
+    _REPORTED.add(name)
     LOG.info("offdrift/%s: %s", name, share.describe())
     parts = liveness(numbers, share)
     for part in parts:
@@ -261,19 +242,19 @@ def _check_alive(name: str, row: Method, stats: DriftStats) -> None:
 
 def driver_share(row: Method) -> Correction:
     """The gates and weights that verl's driver can apply: those on the mismatch."""
-    of = row.correction
+    gates, weights = row.correction.gates, row.correction.weights
     return Correction(
-        tuple(g for g in of.gates if g.on == "mismatch"),
-        tuple(w for w in of.weights if w.on == "mismatch"),
+        tuple(g for g in gates if g.on == "mismatch"),
+        tuple(w for w in weights if w.on == "mismatch"),
     )
 
 
 def loss_share(row: Method) -> Method:
     """The method without its driver's share."""
-    of, gone = row.correction, driver_share(row)
+    gates, weights = row.correction.gates, row.correction.weights
     rest = Correction(
-        tuple(g for g in of.gates if g not in gone.gates),
-        tuple(w for w in of.weights if w not in gone.weights),
+        tuple(g for g in gates if g.on != "mismatch"),
+        tuple(w for w in weights if w.on != "mismatch"),
     )
     return replace(row, correction=rest)
 
@@ -289,29 +270,27 @@ def missing(row: Method) -> tuple[str, ...]:
     share = loss_share(row)
     lags = any(getattr(g, "statistic", "") == "version_lag" for g in row.correction.gates)
     needs = row.needs | {"version_lag"} if lags else row.needs
-    found = [f"{name} of the batch" for name in sorted(needs)]
+    absent = [f"{name} of the batch" for name in sorted(needs)]
     if row.needs_divergences:
-        found.append("divergences of whole distributions")
+        absent.append("divergences of whole distributions")
     if reads_rollout(share) and share.needs_old:
-        found.append("rollout and old log-probs at once")
+        absent.append("rollout and old log-probs at once")
     if any(str(getattr(p, "unit", "")).startswith("turn") for p in row.parts) or any(
         type(p).__name__ == "TurnNormalized" for p in row.parts
     ):
-        found.append("turns")
+        absent.append("turns")
     if row.penalty is not None:
-        found.append("log-probs of the reference policy (use actor.use_kl_loss with another row)")
+        absent.append("log-probs of the reference policy (use actor.use_kl_loss with another row)")
     if row.lr_scale is not None:
-        found.append("the learning rate, which this method scales")
+        absent.append("the learning rate, which this method scales")
     if hasattr(row.objective, "next"):
-        found.append("the end of a step, where its objective adapts")
+        absent.append("the end of a step, where its objective adapts")
     driven = driver_share(row)
     if any(signed(p) for p in (*driven.gates, *driven.weights)):
-        found.append("advantages in the driver's correction, which comes before them")
-    return tuple(found) or _tried(share)
-
-
-def _tried(share: Method) -> tuple[str, ...]:
-    """What two sequences of one token, with what verl passes, are refused for."""
+        absent.append("advantages in the driver's correction, which comes before them")
+    if absent:
+        return tuple(absent)
+    # Try it on two sequences of one token, with what verl passes.
     logp = torch.tensor([-1.0, -2.0])
     bare = LogProbs.pack(logp, logp, logp, segments=Segments.from_lengths([1, 1]))
     try:
@@ -349,5 +328,4 @@ def runnable() -> dict[str, str]:
         >>> rows["trm_max_k2"], rows["icepop"], rows["ppo_clip"], "trm_max" in rows
         ('bypass', 'decoupled', 'either', False)
     """
-    found = {name: modes(row) for name, row in METHODS.items()}
-    return {name: mode for name, mode in found.items() if mode != "none"}
+    return {name: mode for name, row in METHODS.items() if (mode := modes(row)) != "none"}

@@ -1,8 +1,7 @@
-"""What a running server says about itself, and what is measured where it says nothing.
+"""Which software, model and kind of log-probs a server has: as reported, or else measured.
 
-The most important thing is which log-probs it reports. Those of vLLM are raw unless it is told
-otherwise; SGLang's know of the temperature and not of top-k and top-p. Either is right for plain
-sampling and wrong for any other.
+vLLM reports raw log-probs by default; SGLang's are after the temperature, but not after top-k and
+top-p. Either is right for plain sampling and wrong for any other.
 """
 
 from __future__ import annotations
@@ -95,7 +94,14 @@ def measured_mode(draw: Callable[[Sampling], Rollouts]) -> Mode | None:
 
     Raises: `EngineError` if neither is the case.
     """
-    plain, cold = (_row(draw(Sampling(1, temperature=t))) for t in (1.0, 0.5))
+
+    def row(temperature: float) -> dict[int, float]:
+        drawn = draw(Sampling(1, temperature=temperature))
+        assert isinstance(drawn.evidence, TopK)
+        entries = zip(drawn.evidence.ids[0].tolist(), drawn.evidence.logp[0].tolist(), strict=True)
+        return {token: x for token, x in entries if x > -torch.inf}
+
+    plain, cold = row(1.0), row(0.5)
     shared = sorted(plain.keys() & cold.keys())
     a, b = (torch.tensor([row[t] for t in shared]).double() for row in (plain, cold))
     a, b = a - a.max(), b - b.max()
@@ -113,15 +119,9 @@ def measured_mode(draw: Callable[[Sampling], Rollouts]) -> Mode | None:
     return "processed" if float(lone.logp_rollout[0]) > -1e-3 else "tempered"
 
 
-def _row(drawn: Rollouts) -> dict[int, float]:
-    assert isinstance(drawn.evidence, TopK)
-    entries = zip(drawn.evidence.ids[0].tolist(), drawn.evidence.logp[0].tolist(), strict=True)
-    return {token: x for token, x in entries if x > -torch.inf}
-
-
 def _vllm(server: Server, model: str, root: str, length: int | None) -> Served:
-    said = optional(lambda: server.get("/version"))
-    version = str(said.get("version"))[:40] if isinstance(said, dict) else "unknown"
+    answer = optional(lambda: server.get("/version"))
+    version = str(answer.get("version"))[:40] if isinstance(answer, dict) else "unknown"
     info = optional(lambda: server.get("/server_info?config_format=json"))
     config = _at(info, "vllm_config", "model_config")
     cache = _at(info, "vllm_config", "cache_config").get("cache_dtype")
@@ -158,9 +158,9 @@ def _sglang(server: Server, model: str, root: str, length: int | None) -> Served
     )
 
 
-def check_model(said: Any, served: Served) -> None:
+def check_model(answer: Any, served: Served) -> None:
     """Raise `EngineError` if an answer says that another model gave it, as behind a gateway."""
-    named = said.get("model") if isinstance(said, dict) else None
+    named = answer.get("model") if isinstance(answer, dict) else None
     if named is not None and named not in served.aliases:
         raise EngineError(
             f"{str(named)[:120]!r} answered in place of {served.model!r}; is this a gateway that "
@@ -184,8 +184,8 @@ def _at(info: Any, *names: str) -> dict[str, Any]:
     return info if isinstance(info, dict) else {}
 
 
-def _dtype(said: Any) -> str | None:
-    name = str(said).removeprefix("torch.")
+def _dtype(reported: Any) -> str | None:
+    name = str(reported).removeprefix("torch.")
     return name if name in ("float32", "bfloat16", "float16") else None
 
 

@@ -1,4 +1,4 @@
-"""What is sent to an inference server and what comes back, in the three dialects that say enough.
+"""Requests to an inference server and its answers, in the three APIs that return token ids.
 
 - "completions": `/v1/completions` of vLLM, with its `return_token_ids`.
 - "generate": `/inference/v1/generate` of vLLM (`--enable-scale-out`), which also says for every
@@ -38,7 +38,7 @@ ENTRY = 160
 
 @dataclass(frozen=True)
 class Answer:
-    """One response, and what the server said about it."""
+    """One response, and what the server answer about it."""
 
     draws: Draws
     versions: tuple[str, ...]
@@ -54,7 +54,7 @@ def request(
     seed: int,
 ) -> dict[str, Any]:
     """The body of one request. Every parameter is sent: servers fill gaps from the model's folder."""
-    likeliest = _likeliest(evidence)
+    likeliest = evidence if isinstance(evidence, int) else -1 if evidence == "full" else 0
     filters = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -100,25 +100,25 @@ def read(
     Raises: `EngineError` naming the field that is missing, of another type or out of range; or if
         the response was cut, or ended by a token that ends nothing here.
     """
-    said = _SAID[api](content, prompt)
-    for i, token in enumerate(said.tokens):
+    answer = _PARSERS[api](content, prompt)
+    for i, token in enumerate(answer.tokens):
         if not (_whole(token) and 0 <= token < vocab_size):
             raise _odd(f"token {i} is {_short(token)}; the vocabulary has {vocab_size} tokens")
-    if len(said.tokens) != len(said.logp):
-        raise _odd(f"{len(said.tokens)} tokens have {len(said.logp)} log-probs")
-    _check_end(said, sampling)
-    logp = torch.tensor([_logp(x) for x in said.logp], dtype=torch.float32)
+    if len(answer.tokens) != len(answer.logp):
+        raise _odd(f"{len(answer.tokens)} tokens have {len(answer.logp)} log-probs")
+    _check_end(answer, sampling)
+    logp = torch.tensor([_logp(x) for x in answer.logp], dtype=torch.float32)
     draws = Draws(
-        torch.tensor(said.tokens, dtype=torch.int64),
-        torch.tensor([len(said.tokens)]),
+        torch.tensor(answer.tokens, dtype=torch.int64),
+        torch.tensor([len(answer.tokens)]),
         logp,
-        _evidence(said, evidence, vocab_size),
+        _evidence(answer, evidence, vocab_size),
     )
-    return Answer(draws, said.versions)
+    return Answer(draws, answer.versions)
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Parsed:
     tokens: list[Any]
     logp: list[Any]
     top: list[list[tuple[Any, Any]]]
@@ -127,7 +127,7 @@ class _Said:
     versions: tuple[str, ...]
 
 
-def _completions(content: Any, prompt: Sequence[int]) -> _Said:
+def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
     choice = _choice(content)
     logprobs = _field(choice, "logprobs", dict)
     tokens = _ids(choice)
@@ -136,10 +136,10 @@ def _completions(content: Any, prompt: Sequence[int]) -> _Said:
     if _field(logprobs, "tokens", list) != [f"token_id:{t}" for t in tokens]:
         raise _odd("logprobs.tokens are not those of token_ids")
     top = [[(_named(k), v) for k, v in _dict(row).items()] for row in _field(logprobs, "top_logprobs", list)]  # fmt: skip
-    return _Said(tokens, _field(logprobs, "token_logprobs", list), top, choice.get("finish_reason"), choice.get("stop_reason"), ())  # fmt: skip
+    return _Parsed(tokens, _field(logprobs, "token_logprobs", list), top, choice.get("finish_reason"), choice.get("stop_reason"), ())  # fmt: skip
 
 
-def _generate(content: Any, prompt: Sequence[int]) -> _Said:
+def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
     choice = _choice(content)
     rows = [_dict(row) for row in _field(_field(choice, "logprobs", dict), "content", list)]
     tokens = _ids(choice)
@@ -147,10 +147,10 @@ def _generate(content: Any, prompt: Sequence[int]) -> _Said:
         raise _odd("logprobs.content is not about the tokens of token_ids")
     top = [[(e.get("token_id"), e.get("logprob")) for e in map(_dict, _field(row, "top_logprobs", list))] for row in rows]  # fmt: skip
     versions = tuple(str(_dict(s).get("version")) for s in _listed(choice.get("weight_versions")))
-    return _Said(tokens, [row.get("logprob") for row in rows], top, choice.get("finish_reason"), choice.get("stop_reason"), versions)  # fmt: skip
+    return _Parsed(tokens, [row.get("logprob") for row in rows], top, choice.get("finish_reason"), choice.get("stop_reason"), versions)  # fmt: skip
 
 
-def _sglang(content: Any, prompt: Sequence[int]) -> _Said:
+def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:
     content = _dict(content)
     meta = _field(content, "meta_info", dict)
     rows = [_pair(row) for row in _field(meta, "output_token_logprobs", list)]
@@ -165,20 +165,20 @@ def _sglang(content: Any, prompt: Sequence[int]) -> _Said:
     top = [[_pair(e) for e in _listed(row)] for row in _listed(meta.get("output_top_logprobs"))]
     finish = _field(meta, "finish_reason", dict)
     versions = () if meta.get("weight_version") is None else (str(meta["weight_version"]),)
-    return _Said(tokens, [x for _, x in rows], top, finish.get("type"), finish.get("matched"), versions)  # fmt: skip
+    return _Parsed(tokens, [x for _, x in rows], top, finish.get("type"), finish.get("matched"), versions)  # fmt: skip
 
 
-_SAID = {"completions": _completions, "generate": _generate, "sglang": _sglang}
+_PARSERS = {"completions": _completions, "generate": _generate, "sglang": _sglang}
 
 
-def _evidence(said: _Said, evidence: EvidenceKind, vocab_size: int) -> FullVocab | TopK | None:
+def _evidence(answer: _Parsed, evidence: EvidenceKind, vocab_size: int) -> FullVocab | TopK | None:
     if evidence == "sampled":
         return None
     k = vocab_size if evidence == "full" else int(evidence)
-    if len(said.top) != len(said.tokens):
-        raise _odd(f"{len(said.tokens)} tokens have {len(said.top)} lists of likeliest tokens")
+    if len(answer.top) != len(answer.tokens):
+        raise _odd(f"{len(answer.tokens)} tokens have {len(answer.top)} lists of likeliest tokens")
     rows = []
-    for listed in said.top:
+    for listed in answer.top:
         row: dict[int, float] = {}
         for token, x in listed:
             # vLLM names the drawn token again if it is among the likeliest.
@@ -194,8 +194,8 @@ def _evidence(said: _Said, evidence: EvidenceKind, vocab_size: int) -> FullVocab
     return FullVocab(torch.empty_like(logp).scatter_(1, ids.long(), logp))
 
 
-def _check_end(said: _Said, sampling: Sampling) -> None:
-    n, finish = len(said.tokens), said.finish
+def _check_end(answer: _Parsed, sampling: Sampling) -> None:
+    n, finish = len(answer.tokens), answer.finish
     if not 0 < n <= sampling.max_tokens:
         raise _odd(f"the response has {n} tokens, 1 to {sampling.max_tokens} were asked for")
     if finish not in ("stop", "length"):
@@ -204,21 +204,15 @@ def _check_end(said: _Said, sampling: Sampling) -> None:
             "it was paused, is shutting down, or takes new weights from somebody else; let it finish "
             "and draw again"
         )
-    if any(t in sampling.stop_token_ids for t in said.tokens[:-1]):
+    if any(t in sampling.stop_token_ids for t in answer.tokens[:-1]):
         raise _odd("the response goes on behind a stop token")
-    if n < sampling.max_tokens and said.tokens[-1] not in sampling.stop_token_ids:
+    if n < sampling.max_tokens and answer.tokens[-1] not in sampling.stop_token_ids:
         raise EngineError(
             f"the server ended a response after {n} of {sampling.max_tokens} tokens at token "
-            f"{said.tokens[-1]} (stop_reason = {_short(said.reason)}), which is no stop token of "
+            f"{answer.tokens[-1]} (stop_reason = {_short(answer.reason)}), which is no stop token of "
             "this run; servers add those of the model's generation_config.json: start vLLM with "
             "--generation-config vllm, SGLang with --sampling-defaults openai, or add the token"
         )
-
-
-def _likeliest(evidence: EvidenceKind) -> int:
-    if isinstance(evidence, int):
-        return evidence
-    return -1 if evidence == "full" else 0
 
 
 def _choice(content: Any) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class OpenAIEngine:
         model: name of the model there; absent: the only one that is served.
         dtype: of weights and activations; "auto" takes what the server says.
         quantization: must be left out; the server says its own.
-        api: "completions", "generate" or "sglang" (see `openai_wire`); absent: by the server.
+        api: "completions", "generate" or "sglang" (see `server.dialects`); absent: by the server.
         on_raw: what to do if the log-probs are not those of what is sampled: "refuse", or "record"
             them with this remark, for an audit.
         sync: whether `load_weights` may change the server's weights.
@@ -92,7 +92,18 @@ class OpenAIEngine:
         name: str = "openai",
         version: int = 0,
     ) -> None:
-        _check_options(vocab_size, api, on_raw, concurrency, quantization)
+        if vocab_size < 1 or concurrency < 1:
+            raise EngineError(
+                f"vocab_size = {vocab_size} and concurrency = {concurrency} must be 1 or more"
+            )
+        if api is not None and api not in PATHS:
+            raise EngineError(f"api = {api!r}; there are {', '.join(PATHS)}")
+        if on_raw not in ("refuse", "record"):
+            raise EngineError(f'on_raw = {on_raw!r}; say "refuse" or "record"')
+        if quantization is not None:
+            raise EngineError(
+                f"quantization = {quantization!r}: a running server keeps its own; leave it out"
+            )
         self.name, self.version, self.vocab_size = name, version, vocab_size
         self.evidence_limit_mib = evidence_limit_mib
         self._server = Server(url, timeout=timeout, retries=retries)
@@ -126,14 +137,25 @@ class OpenAIEngine:
             its weights changed meanwhile, or its log-probs are not those of what it samples.
         """
         self._check(prompts, sampling, evidence)
-        told = faithful(self._mode_of(prompts[0]), sampling) if not _plain(sampling) else True
-        if not told and self._on_raw == "refuse":
-            raise EngineError(self._raw_words(sampling))
-        return self._drawn(prompts, sampling, seed, evidence, "processed" if told else "raw")
+        # Without temperature and filters raw log-probs are right, too.
+        right = faithful("raw", sampling) or faithful(self.logprobs_mode(prompts[0]), sampling)
+        if not right and self._on_raw == "refuse":
+            raise EngineError(
+                f"the log-probs of {self.url} are {self._mode or 'raw, it seems'}: not those of what is "
+                f"sampled with temperature = {sampling.temperature}, top_k = {sampling.top_k}, top_p = "
+                f"{sampling.top_p}; start vLLM with --logprobs-mode processed_logprobs (SGLang knows of "
+                'no filters), sample without, or say on_raw = "record" to audit it as it is'
+            )
+        return self._drawn(prompts, sampling, seed, evidence, "processed" if right else "raw")
 
     def logprobs_mode(self, prompt: Sequence[int]) -> Mode:
         """Which log-probs the server reports: what it says, or else what is measured at a prompt."""
-        return self._mode_of(prompt)
+        if self._mode is None:
+            k = min(PROBED, self.vocab_size)
+            self._mode = measured_mode(lambda s: self._drawn([prompt], s, 0, k, "raw"))
+        return (
+            self._mode or "raw"
+        )  # unknown: nothing can be said here; the next prompt is asked again
 
     def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
         """Experts that the server sends these tokens to when it prefills them; see `routing.Routed`.
@@ -145,18 +167,19 @@ class OpenAIEngine:
                 f"routed experts are read from vLLM, and {self.url} is something else"
             )
         lengths = route_lengths(rollouts).tolist()
-        led = [(p + r)[:-1] for p, r in zip(prompts_of(rollouts), responses_of(rollouts), strict=True)]  # fmt: skip
+        pairs = zip(prompts_of(rollouts), responses_of(rollouts), strict=True)
+        forced = [(prompt + response)[:-1] for prompt, response in pairs]
         one = Sampling(1)
 
         def ask(i: int) -> Tensor:
-            body = request("completions", self.served.model, led[i], one, "sampled", 0)
+            body = request("completions", self.served.model, forced[i], one, "sampled", 0)
             # A prefix that is cached may not be routed again.
             body["cache_salt"] = uuid.uuid4().hex
-            said = self._server.post(PATHS["completions"], body, limit=2**28)
-            read("completions", said, led[i], one, "sampled", self.vocab_size)
-            return _routes(said["choices"][0].get("routed_experts"), lengths[i])
+            answer = self._server.post(PATHS["completions"], body, limit=2**28)
+            read("completions", answer, forced[i], one, "sampled", self.vocab_size)
+            return _routes(answer["choices"][0].get("routed_experts"), lengths[i])
 
-        return torch.cat(self._each(ask, len(led)))
+        return torch.cat(self._each(ask, len(forced)))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Give the server the trainer's `named_parameters`; see `Engine`.
@@ -189,11 +212,12 @@ class OpenAIEngine:
         entries = width(evidence, self.vocab_size)
 
         def ask(i: int) -> Answer:
-            body = request(self._api, self.served.model, prompts[i], sampling, evidence, request_seed(seed, i))  # fmt: skip
-            limit = size_limit(prompts[i], sampling, entries)
-            said = self._server.post(PATHS[self._api], body, limit=limit)
-            check_model(said, self.served)
-            return read(self._api, said, prompts[i], sampling, evidence, self.vocab_size)
+            prompt, own_seed = prompts[i], request_seed(seed, i)
+            body = request(self._api, self.served.model, prompt, sampling, evidence, own_seed)
+            limit = size_limit(prompt, sampling, entries)
+            answer = self._server.post(PATHS[self._api], body, limit=limit)
+            check_model(answer, self.served)
+            return read(self._api, answer, prompt, sampling, evidence, self.vocab_size)
 
         self._weights.check()
         answers = self._each(ask, len(prompts))
@@ -213,30 +237,13 @@ class OpenAIEngine:
     def _each(self, ask: Callable[[int], Any], count: int) -> list[Any]:
         """Answers in order; the first failure, or Ctrl-C, stops what has not begun."""
         with ThreadPoolExecutor(min(self._concurrency, count)) as threads:
-            asked = [threads.submit(ask, i) for i in range(count)]
+            futures = [threads.submit(ask, i) for i in range(count)]
             try:
-                wait(asked, return_when=FIRST_EXCEPTION)
+                wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
-        failed = next((f for f in asked if not f.cancelled() and f.exception()), None)
-        return [f.result() for f in ([failed] if failed else asked)]
-
-    def _mode_of(self, prompt: Sequence[int]) -> Mode:
-        if self._mode is None:
-            k = min(PROBED, self.vocab_size)
-            measured = measured_mode(lambda s: self._drawn([prompt], s, 0, k, "raw"))
-            if measured is None:
-                return "raw"  # nothing can be said at this prompt; the next one is asked again
-            self._mode = measured
-        return self._mode
-
-    def _raw_words(self, sampling: Sampling) -> str:
-        how = f"temperature = {sampling.temperature}, top_k = {sampling.top_k}, top_p = {sampling.top_p}"  # fmt: skip
-        return (
-            f"the log-probs of {self.url} are {self._mode or 'raw, it seems'}: not those of what is "
-            f"sampled with {how}; start vLLM with --logprobs-mode processed_logprobs (SGLang knows of "
-            'no filters), sample without, or say on_raw = "record" to audit it as it is'
-        )
+        failed = next((f for f in futures if not f.cancelled() and f.exception()), None)
+        return [f.result() for f in ([failed] if failed else futures)]
 
     def _check(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind
@@ -245,17 +252,20 @@ class OpenAIEngine:
             raise EngineError(f"engine {self.name!r} is closed; construct another one")
         if evidence == "hidden":
             raise EngineError('a server gives no hidden states; record evidence = "full", or 20')
-        check_request(prompts, sampling, evidence, vocab_size=self.vocab_size, state_bytes=0, limit_mib=self.evidence_limit_mib)  # fmt: skip
+        check_request(
+            prompts,
+            sampling,
+            evidence,
+            vocab_size=self.vocab_size,
+            state_bytes=0,
+            limit_mib=self.evidence_limit_mib,
+        )
         longest, most = max(map(len, prompts)), self.served.max_model_len
         if most is not None and longest + sampling.max_tokens > most:
             raise EngineError(
                 f"a prompt of {longest} tokens and sampling.max_tokens = {sampling.max_tokens} exceed "
                 f"the {most} tokens that {self.url} serves; shorten either"
             )
-
-
-def _plain(sampling: Sampling) -> bool:
-    return faithful("raw", sampling)
 
 
 def _routes(encoded: Any, positions: int) -> Int[Tensor, "p layers k"]:
@@ -265,37 +275,22 @@ def _routes(encoded: Any, positions: int) -> Int[Tensor, "p layers k"]:
             "dense model has none)"
         )
     try:
-        found = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+        routes = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise EngineError(f"routed_experts cannot be read: {error}") from error
-    if found.ndim != 3 or len(found) != positions or found.dtype.kind not in "iu":
+    if routes.ndim != 3 or len(routes) != positions or routes.dtype.kind not in "iu":
         raise EngineError(
-            f"routed_experts has shape {found.shape} and dtype {found.dtype}; {positions} positions "
+            f"routed_experts has shape {routes.shape} and dtype {routes.dtype}; {positions} positions "
             "of whole numbers by layer and choice were expected"
         )
-    return torch.from_numpy(found.astype(np.int64))
-
-
-def _check_options(
-    vocab_size: int, api: str | None, on_raw: str, concurrency: int, quantization: str | None
-) -> None:
-    if vocab_size < 1 or concurrency < 1:
-        raise EngineError(f"vocab_size = {vocab_size} and concurrency = {concurrency} must be 1 or more")  # fmt: skip
-    if api is not None and api not in PATHS:
-        raise EngineError(f"api = {api!r}; there are {', '.join(PATHS)}")
-    if on_raw not in ("refuse", "record"):
-        raise EngineError(f'on_raw = {on_raw!r}; say "refuse" or "record"')
-    if quantization is not None:
-        raise EngineError(
-            f"quantization = {quantization!r}: a running server keeps its own; leave it out"
-        )
+    return torch.from_numpy(routes.astype(np.int64))
 
 
 # -- weights ---------------------------------------------------------------------------------------
 
 
 OWN_METHOD = "offdrift_load"
-"""Of `openai_worker.Worker`: what vLLM's reload leaves out on CPUs is made up for."""
+"""Of `engines.vllm.worker.Worker`, which also does what vLLM's reload leaves out on CPUs."""
 
 DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 
@@ -321,13 +316,13 @@ class Weights:
     def read(self) -> str | None:
         """What the server calls its weights now."""
         path = {"vllm": "/weight_info", "sglang": "/get_model_info"}.get(self._served.software)
-        said = optional(lambda: self._server.get(path)) if path else None
-        version = said.get("weight_version") if isinstance(said, dict) else None
+        info = optional(lambda: self._server.get(path)) if path else None
+        version = info.get("weight_version") if isinstance(info, dict) else None
         return None if version is None else str(version)
 
-    def check(self, seen: Iterable[str] = ()) -> None:
+    def check(self, labels: Iterable[str] = ()) -> None:
         """Raise `EngineError` if the server, or an answer of it, names other weights."""
-        for label in {self.read(), *seen} if self.label is not None else ():
+        for label in {self.read(), *labels} if self.label is not None else ():
             if label != self.label:
                 raise EngineError(
                     f"{self._server.url} holds weights {str(label)[:80]!r}, expected {self.label!r}: "
@@ -352,16 +347,26 @@ class Weights:
             # Two names may share one tensor, which the format refuses.
             save_file({n: w.clone() for n, w in named.items()}, folder / "model.safetensors")
             folder.chmod(0o755)  # the server may run as somebody else
-            self._take(str(folder), label)
+            self._load_from(str(folder), label)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _take(self, folder: str, label: str) -> None:
+    def _load_from(self, folder: str, label: str) -> None:
         if self._served.software == "sglang":
-            said = self._server.post("/update_weights_from_disk", {"model_path": folder, "weight_version": label, "flush_cache": True})  # fmt: skip
-            _succeeded(said, "update_weights_from_disk")
+            body = {"model_path": folder, "weight_version": label, "flush_cache": True}
+            self._succeed("update_weights_from_disk", body)
         elif self._served.software == "vllm":
-            self._into_vllm(folder)
+            try:
+                self._call(OWN_METHOD, [folder])
+            except StatusError as error:
+                if error.status == 404:
+                    raise EngineError(
+                        f"{self._server.url} takes no weights: it has no /collective_rpc; {DEV_MODE} (on "
+                        "a trusted network alone: whoever reaches it can load any file)"
+                    ) from error
+                # The server has no such method: it was started without our extension.
+                self._call("reload_weights", [], {"weights_path": folder})
+            self._succeed("reset_prefix_cache")
             self._server.post("/update_weight_version", {"new_version": label})
         else:
             raise EngineError(
@@ -369,27 +374,14 @@ class Weights:
                 "it for `check` or for frozen rollouts"
             )
 
-    def _into_vllm(self, folder: str) -> None:
-        try:
-            self._call(OWN_METHOD, [folder])
-        except StatusError as error:
-            if error.status == 404:
-                raise EngineError(
-                    f"{self._server.url} takes no weights: it has no /collective_rpc; {DEV_MODE} (on a "
-                    "trusted network alone: whoever reaches it can load any file)"
-                ) from error
-            # The server has no such method: it was started without our extension.
-            self._call("reload_weights", [], {"weights_path": folder})
-        _succeeded(self._server.post("/reset_prefix_cache"), "reset_prefix_cache")
-
     def _call(self, method: str, args: list[str], kwargs: dict[str, str] | None = None) -> None:
         body = {"method": method, "args": args, "kwargs": kwargs or {}}
         self._server.post("/collective_rpc", body, again=False)
 
-
-def _succeeded(said: Any, what: str) -> None:
-    if not isinstance(said, dict) or said.get("success") is not True:
-        raise EngineError(
-            f"{what} did not succeed ({str(said)[:200]}); are other requests running? let one trainer "
-            "own a server"
-        )
+    def _succeed(self, what: str, body: Any = None) -> None:
+        answer = self._server.post(f"/{what}", body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineError(
+                f"{what} did not succeed ({str(answer)[:200]}); are other requests running? let one "
+                "trainer own a server"
+            )
