@@ -93,7 +93,7 @@ def liveness(
     """
     tokens = int(numbers.get("n", 0))
 
-    def state_of(part: Any, kind: Kind, changed: float | None) -> PartState:
+    def state_of(part: Any, kind: Kind, changed: float | int | None) -> PartState:
         """`changed` is None if the part was not called."""
         state: State = "not called"
         if changed and tokens:

@@ -13,7 +13,7 @@ Shape suffixes: n tokens, v vocabulary, d hidden size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,10 +124,16 @@ def head_of(model: nn.Module) -> Head:
     rounding = None if logits.dtype in (torch.float32, torch.float64) else logits.dtype
     bias = None if bias is None else bias.detach()
     limit = LOGIT_ROUNDING * torch.finfo(logits.dtype).eps * float(logits.abs().max())
-    for scale, soft_cap in _proposals(model):
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    scales = [float(s) for name in SCALES if (s := getattr(config, name, None) or 0.0) > 0]
+    caps = [float(c) for name in CAPS if (c := getattr(config, name, None) or 0.0) > 0]
+    # What the configuration may mean, stated values before none.
+    scales = [*scales, *(1 / s for s in scales), 1.0]
+    for scale, soft_cap in itertools.product(scales, [*caps, None]):
         head = Head(weight.detach(), bias, scale, soft_cap, rounding)
-        found = head.scores(states, slice(0, len(weight)))
-        if float((found - logits).abs().max()) <= limit:
+        scores = head.scores(states, slice(0, len(weight)))
+        if float((scores - logits).abs().max()) <= limit:
             return head
     raise EngineError(
         _unknown(model, "no scale or soft cap of its configuration explains its logits")
@@ -183,11 +189,11 @@ def deviations(
     Example:
         deviations(rollouts.evidence, rollouts.tokens, rollouts.logp_rollout).mean()
     """
-    found = torch.empty(len(tokens), dtype=torch.float32)
+    result = torch.empty(len(tokens), dtype=torch.float32)
     for piece, logits in logits_in_pieces(evidence, temperature=temperature):
         logp = logits.log_softmax(-1).gather(1, tokens[piece, None].long()).squeeze(1)
-        found[piece] = (logp - logp_rollout[piece]).abs()
-    return found
+        result[piece] = (logp - logp_rollout[piece]).abs()
+    return result
 
 
 def check_states(
@@ -220,15 +226,6 @@ def _output_layer(model: nn.Module) -> nn.Module:
     if not isinstance(layer, nn.Module):
         raise EngineError(_unknown(model, "it names no output head (get_output_embeddings)"))
     return layer
-
-
-def _proposals(model: nn.Module) -> Iterable[tuple[float, float | None]]:
-    """Scales and caps that the configuration may mean, stated ones before none."""
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    scales = [float(s) for name in SCALES if (s := getattr(config, name, None) or 0.0) > 0]
-    caps = [float(c) for name in CAPS if (c := getattr(config, name, None) or 0.0) > 0]
-    return itertools.product([*scales, *(1 / s for s in scales), 1.0], [*caps, None])
 
 
 def _unknown(model: nn.Module, why: str) -> str:

@@ -1,8 +1,8 @@
-"""Which experts a mixture-of-experts model sends tokens to, and what it says with others imposed.
+"""Routing of mixture-of-experts models: record it, compare it, replay it in another engine.
 
 A router's choice is discrete: two engines whose router logits differ in the last bit may send a
-token to different experts, and then differ by whole nats. Counting flips says how often; replaying
-one engine's choice in the other says what of their mismatch that explains.
+token to different experts, and then differ by whole nats. Flips say how often; replaying one engine's
+choice in the other says how much of their mismatch that explains.
 
 Routes are packed like tokens: for each sequence its prompt and its response but the last token,
 which no engine computes; `p` positions in all.
@@ -12,7 +12,8 @@ Shape suffixes: p positions, k experts per token, b sequences, t columns of a pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +26,7 @@ from offdrift.errors import EngineError
 from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
 
-LEADERS = ("softmax", "sigmoid")
+ACTIVATIONS = ("softmax", "sigmoid")
 """What routers make of their logits before they pick and weigh experts."""
 COUNTED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names under which configurations of transformers give the number of experts in a layer."""
@@ -33,7 +34,7 @@ COUNTED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 @runtime_checkable
 class Routed(Protocol):
-    """An engine that says its routing."""
+    """An engine that reports its routing."""
 
     def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
         """Experts that this engine, as it is, chooses for these tokens."""
@@ -62,17 +63,30 @@ def routes_of(
 
     Raises: `EngineError` if the model has no routers, or they keep their choice to themselves.
     """
-    found: list[Tensor] = []
+    layers = routers(model)
+    if not layers:
+        raise EngineError(f"{type(model).__name__} has no routers: no mixture of experts")
+    chosen: list[Tensor] = []  # per layer of one forward pass, [b t, k]
+    by_piece: list[Tensor] = []
     rows: list[Tensor] = []
-    cuts = Segments(_cuts(route_lengths(rollouts)))
-    for piece in chunks(rollouts, token_budget=token_budget):
-        part = rollouts.select(piece)
-        with _listening(model) as seen:
+    segments = Segments.from_lengths(route_lengths(rollouts))
+
+    def record(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        chosen.append(_parts(module, output)[2])
+
+    handles = [layer.register_forward_hook(record) for layer in layers]
+    try:
+        for piece in chunks(rollouts, token_budget=token_budget):
+            part = rollouts.select(piece)
+            chosen.clear()
             score(model, part)
-        at = _places(left_right_padded(part), part)
-        found.append(torch.stack([experts.cpu()[at] for experts in seen], dim=1))
-        rows.append(cuts.rows(piece))
-    routes = torch.cat(found)
+            at = _places(left_right_padded(part), part)
+            by_piece.append(torch.stack([experts.cpu()[at] for experts in chosen], dim=1))
+            rows.append(segments.rows(piece))
+    finally:
+        for handle in handles:
+            handle.remove()
+    routes = torch.cat(by_piece)
     return torch.empty_like(routes).index_copy_(0, torch.cat(rows), routes)
 
 
@@ -176,25 +190,6 @@ def num_experts(model: nn.Module) -> int:
     return max(counts, default=0)
 
 
-@contextmanager
-def _listening(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Experts chosen in the next forward pass, one tensor `[b t, k]` per router."""
-    seen: list[Tensor] = []
-    layers = routers(model)
-    if not layers:
-        raise EngineError(f"{type(model).__name__} has no routers: no mixture of experts")
-
-    def hook(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        seen.append(_parts(module, output)[2])
-
-    handles = [m.register_forward_hook(hook) for m in layers]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _parts(module: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, weights and experts of a router's output."""
     good = isinstance(output, tuple) and len(output) == 3
@@ -211,25 +206,24 @@ def _weigher(
     logits: Float[Tensor, "m experts"],
     weights: Float[Tensor, "m k"],
     chosen: Int[Tensor, "m k"],
-) -> Any:
+) -> Callable[[Tensor], Tensor]:
     """How this router weighs the experts it chose: the one rule that gives its own weights."""
 
-    def rule(leader: str, normalized: bool) -> Any:
+    def rule(activation: str, normalized: bool) -> Callable[[Tensor], Tensor]:
+        dim = {"dim": -1} if activation == "softmax" else {}
+
         def weigh(experts: Tensor) -> Tensor:
-            p = getattr(torch, leader)(
-                logits.float(), **({"dim": -1} if leader == "softmax" else {})
-            )
+            p = getattr(torch, activation)(logits.float(), **dim)
             picked = p.gather(-1, experts.long())
             picked = picked / picked.sum(-1, keepdim=True) if normalized else picked
             return picked.to(weights.dtype)
 
         return weigh
 
-    for leader in LEADERS:
-        for normalized in (True, False):
-            weigh = rule(leader, normalized)
-            if torch.allclose(weigh(chosen), weights, atol=1e-5, rtol=1e-2):
-                return weigh
+    for activation, normalized in itertools.product(ACTIVATIONS, (True, False)):
+        weigh = rule(activation, normalized)
+        if torch.allclose(weigh(chosen), weights, atol=1e-5, rtol=1e-2):
+            return weigh
     raise EngineError(
         f"the router {type(module).__name__} weighs its experts by a rule that is not known here; "
         "its routing cannot be replayed"
@@ -247,7 +241,3 @@ def _places(inputs: Padded, rollouts: Rollouts) -> Int[Tensor, " p"]:
     kept = cells[~last]
     assert len(kept) == int(route_lengths(rollouts).sum())
     return kept
-
-
-def _cuts(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

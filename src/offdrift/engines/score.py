@@ -1,6 +1,6 @@
-"""Score: what does the training engine say about tokens that were already drawn?
+"""Score tokens that were already drawn with the training engine (teacher forcing).
 
-Teacher forcing: prompts are padded on the left, responses on the right, so that all responses begin
+Prompts are padded on the left, responses on the right, so that all responses begin
 in the same column and only those columns' logits are computed. Lengths decide what is real, never
 `ids != pad`: a policy can sample the pad id.
 
@@ -73,7 +73,7 @@ def score(
 def last_states(model: nn.Module, rollouts: Rollouts) -> Float[Tensor, "n d"]:
     """What the model's output head consumes at every response token, packed, in the model's dtype.
 
-    With `heads.head_of(model)` the other half of `hidden_divergences`, for a loop that has no
+    With `output_head.head_of(model)` the other half of `hidden_divergences`, for a loop that has no
     logits: `hidden_divergences(evidence.states, evidence.head, last_states(model, rollouts),
     head_of(model), ...)`.
 
@@ -192,11 +192,21 @@ def divergences(
     evidence = rollouts.evidence
     if isinstance(evidence, FullVocab):
         _check_vocabulary(evidence.logp.shape[1], logits)
-        found = exact_divergences(evidence.logp.to(logits.device), logits)
-        return _exact(found.kl_rollout_current, found.tv)
+        exact = exact_divergences(evidence.logp.to(logits.device), logits)
+        return _exact(exact.kl_rollout_current, exact.tv)
     if isinstance(evidence, HiddenStates):
         _check_vocabulary(len(evidence.head.weight), logits)
-        return _from_states(evidence, logits, rollouts.provenance.sampling.temperature)
+        # The engine's logits are computed again, at its precision and a few tokens at a time;
+        # `hidden_divergences` does without either side's.
+        temperature = rollouts.provenance.sampling.temperature
+        parts = [
+            exact_divergences(rollout, logits[piece])
+            for piece, rollout in logits_in_pieces(
+                evidence.to(logits.device), temperature=temperature
+            )
+        ]
+        kl, tv = (torch.cat(x) for x in zip(*((p.kl_rollout_current, p.tv) for p in parts)))
+        return _exact(kl, tv)
     if isinstance(evidence, TopK):
         kl, tv = topk_divergences(
             evidence.ids.to(logits.device).long(),
@@ -243,23 +253,6 @@ def old_divergences(
     tv = exact_divergences(logits_old.detach(), logits.detach()).tv
     named = {"kl_old_current": kl, "tv_old_current": tv}
     return {name: Divergence.exact(name, x) for name, x in named.items()}
-
-
-def _from_states(
-    evidence: HiddenStates, logits: Float[Tensor, "n v"], temperature: float
-) -> dict[str, Divergence]:
-    """Exact divergences where the rollout policy is known by its hidden states.
-
-    The current policy's logits are at hand, so only the rollout policy's are computed again, at the
-    engine's precision and a few tokens at a time. `hidden_divergences` does without either.
-    """
-    here = evidence.to(logits.device)
-    parts = [
-        exact_divergences(rollout, logits[piece])
-        for piece, rollout in logits_in_pieces(here, temperature=temperature)
-    ]
-    kl, tv = (torch.cat(x) for x in zip(*((p.kl_rollout_current, p.tv) for p in parts)))
-    return _exact(kl, tv)
 
 
 def _exact(kl: Float[Tensor, " n"], tv: Float[Tensor, " n"]) -> dict[str, Divergence]:

@@ -1,15 +1,14 @@
-"""Does the engine really hold the trainer's weights after a synchronisation?
+"""Weight sync: verify that the engine holds the trainer's weights after `load_weights`.
 
 Loading the same weights again proves nothing: a head or an expert layer that ignores every update
-still agrees with weights that never changed. `verify_sync` therefore changes the trainer's weights,
-one group after another, loads them, lets the engine sample and asks the trainer about the tokens.
+still agrees with weights that never changed. `verify_sync` therefore perturbs the trainer's weights,
+one group after another, loads them, samples with the engine and scores the tokens with the trainer.
 A group that stayed behind shows as a difference far above the noise between the two engines.
 `check_sync` is the cheap check for every later synchronisation.
 
 All differences are mean |log-prob of the engine - log-prob of the trainer| on tokens that the
-engine sampled, in nats per token, without top-k or top-p: filters are not the weights' doing. What
-cannot be seen is one stale tensor among many whose share of its group's effect drowns in
-`GroupSync.limit`.
+engine sampled, in nats per token, without top-k or top-p. One stale tensor among many cannot be seen
+if its part of the group's effect is below `GroupSync.limit`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ GROUPS = ("embeddings", "attention", "mlp", "norms")
 
 @dataclass(frozen=True)
 class GroupSync:
-    """What became of one group of weights when it was changed and loaded; nats per token."""
+    """Result for one group of weights that was perturbed and loaded; nats per token."""
 
     name: str
     fraction: float
@@ -124,7 +123,17 @@ def verify_sync(
     """
     report = examine_sync(engine, model, prompts, sampling, seed=seed)
     if report.stale:
-        raise SyncError(_left_behind(engine.name, report.noise, report.groups))
+        groups = "; ".join(
+            f"{g.name}: differ by {g.gap:.3g} nats per token after a change worth {g.effect:.3g} "
+            f"(limit {g.limit:.3g})"
+            for g in report.groups
+            if g.stale
+        )
+        raise SyncError(
+            f"engine {engine.name!r} keeps old weights although load_weights returned: {groups}; noise "
+            f"with equal weights {report.noise:.3g}. Do not train on these rollouts: use another engine "
+            "version, or construct the engine anew from a checkpoint at every update"
+        )
     return report
 
 
@@ -150,15 +159,26 @@ def examine_sync(
             groups = weight_groups(model)
             # Also refuses NaN.
             if not noise <= cap:
-                raise SyncError(_mismatch(engine.name, noise, cap, _suspects(probe, groups, cap)))
-            found = tuple(
+                suspects = " or ".join(_suspects(probe, groups, cap))
+                where = (
+                    f"without the {suspects} weights they agree, so those are not taken as they are"
+                    if suspects
+                    else "no single group explains it: another model, missing weights, or raw log-probs"
+                )
+                raise SyncError(
+                    f"engine {engine.name!r} and trainer differ by {noise:.3g} nats per token right after "
+                    f"load_weights, the cap at this precision is {cap:.3g}; {where}. Do not train on "
+                    "these rollouts: use another engine version, or construct the engine anew from a "
+                    "checkpoint"
+                )
+            results = tuple(
                 _verify_group(probe, name, groups[name], rollouts, before, noise=noise)
                 for name in GROUPS
                 if groups[name]
             )
         finally:
             engine.load_weights(model.named_parameters(), version=version)
-    return SyncReport(engine.name, len(rollouts.tokens), noise, cap, found)
+    return SyncReport(engine.name, len(rollouts.tokens), noise, cap, results)
 
 
 def check_sync(
@@ -222,7 +242,7 @@ def weight_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 @dataclass(frozen=True)
 class _Probe:
-    """The question asked again and again: what does each side say about the engine's tokens?"""
+    """Samples tokens with the engine and scores them with the trainer."""
 
     engine: Engine
     model: nn.Module
@@ -367,30 +387,3 @@ def _gap(rollouts: Rollouts, logp: Float[Tensor, " n"], *, ceiling: float = floa
 
 def _mean_abs(difference: Float[Tensor, " n"]) -> float:
     return float(difference.abs().mean())
-
-
-def _mismatch(engine: str, noise: float, cap: float, suspects: list[str]) -> str:
-    where = (
-        f"without the {' or '.join(suspects)} weights they agree, so those are not taken as they are"
-        if suspects
-        else "no single group explains it: another model, missing weights, or raw log-probs"
-    )
-    return (
-        f"engine {engine!r} and trainer differ by {noise:.3g} nats per token right after "
-        f"load_weights, the cap at this precision is {cap:.3g}; {where}. Do not train on these "
-        "rollouts: use another engine version, or construct the engine anew from a checkpoint"
-    )
-
-
-def _left_behind(engine: str, noise: float, groups: tuple[GroupSync, ...]) -> str:
-    shown = "; ".join(
-        f"{g.name}: differ by {g.gap:.3g} nats per token after a change worth {g.effect:.3g} "
-        f"(limit {g.limit:.3g})"
-        for g in groups
-        if g.stale
-    )
-    return (
-        f"engine {engine!r} keeps old weights although load_weights returned: {shown}; noise with "
-        f"equal weights {noise:.3g}. Do not train on these rollouts: use another engine version, "
-        "or construct the engine anew from a checkpoint at every update"
-    )

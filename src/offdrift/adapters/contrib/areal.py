@@ -190,7 +190,7 @@ def _loss(
     )
     cuts = input_data.get("cu_seqlens")
     packed = _packed(rollout, logprobs, old, mask, cuts)
-    if mask.ndim == 1:
+    if mask.ndim == 1 and cuts is not None:
         column = packed.like_caller(Segments(cuts.long()).position)
     else:
         column = columns(mask, packed)

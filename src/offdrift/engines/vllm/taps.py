@@ -1,12 +1,17 @@
-"""What vLLM can do in this process and has no request for: follow given tokens, say its routing.
+"""Hooks into vLLM in this process: forced tokens, expert routing, hidden states.
 
-`imposed` lets every request go on with tokens that were drawn before. Only the outcome of the draw
-is replaced: the prompt is prefilled, each token goes through cache, kernels, head, temperature and
-filters as in any generation, and log-probs are reported through the same public fields. So two
-engines that differ in one setting can be compared on the same tokens, on the path that draws.
+`imposed` forces every request along tokens that were drawn before. Only the outcome of the draw is
+replaced: the prompt is prefilled, each token goes through cache, kernels, head, temperature and
+filters as in any generation, and log-probs are reported through the same public fields.
 
-`routes_tap` notes which experts every token was sent to, at the place where vLLM's own capture
-(which needs its second model runner, and a GPU) listens.
+`routes_tap` records the experts of every token, where vLLM's own capture (which needs its second model
+runner, and a GPU) listens.
+
+`state_tap` records the hidden states that the output head consumes. vLLM has no request for them: its
+`extract_hidden_states` replaces the drafter of speculative decoding and writes files of prompts. But
+every model ends with one call, `logits_processor(lm_head, states)`, with one row per request of the
+batch, and that module can be hooked. The model runner says which row belongs to which request, and
+which rows it will throw away because a prompt was prefilled only in part.
 
 Nothing here imports vLLM.
 """
@@ -51,10 +56,10 @@ def runner_of(llm: Any, *paths: str, unsupported: Callable[[str], str] = _unsupp
             unsupported("it runs in another process (set VLLM_ENABLE_V1_MULTIPROCESSING=0)")
         )
     for path in paths:
-        found: Any = runner
+        value: Any = runner
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is None:
+            value = getattr(value, name, None)
+        if value is None:
             raise EngineError(unsupported(f"its model runner has no {path}"))
     return runner
 
@@ -75,10 +80,10 @@ def imposed(llm: Any) -> Iterator[None]:
         tokens, logp = drawn(logits, *arguments, **named)
         requests = [runner.requests[name] for name in runner.input_batch.req_ids]
         for i, request in enumerate(requests):
-            given = (request.sampling_params.extra_args or {}).get(IMPOSED)
-            if given is not None:
+            forced = (request.sampling_params.extra_args or {}).get(IMPOSED)
+            if forced is not None:
                 # Of a prompt that is not yet prefilled, vLLM throws the draw away.
-                tokens[i] = given[min(len(request.output_token_ids), len(given) - 1)]
+                tokens[i] = forced[min(len(request.output_token_ids), len(forced) - 1)]
         return tokens, logp
 
     sampler.sample = sample
@@ -114,12 +119,12 @@ class RoutesTap:
         """
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         slot = {name: (starts[i], lengths[i]) for i, name in enumerate(requests)}
-        found = torch.stack([torch.cat(steps) for steps in self.experts], dim=1)
-        experts = torch.full((starts[-1], *found.shape[1:]), -1)
+        computed = torch.stack([torch.cat(steps) for steps in self.experts], dim=1)
+        experts = torch.full((starts[-1], *computed.shape[1:]), -1)
         for row, (name, position) in enumerate(self.places):
             start, length = slot[name.rpartition("-")[0]]
             if position < length:
-                experts[start + position] = found[row]
+                experts[start + position] = computed[row]
         if bool((experts < 0).any()):
             raise EngineError(_unsupported("it did not compute every position of a request"))
         return experts
@@ -150,17 +155,6 @@ def routes_tap(llm: Any) -> Iterator[RoutesTap]:
             layer.set_capture_fn(None)
 
 
-# The hidden states that vLLM's output head consumed, taken while it draws.
-#
-# vLLM has no request for them: its `extract_hidden_states` replaces the drafter of speculative
-# decoding and writes files of prompts. But the last thing every model does with a state is one call,
-# `logits_processor(lm_head, states)`, with one row per request of the batch, and in this process that
-# module can be hooked. Which row belongs to which request the model runner says, and also which rows
-# it will throw away because a prompt was prefilled only in part.
-#
-# Nothing here imports vLLM.
-
-
 class StateTap:
     """The rows of one `LLM.generate`, in the order in which they were computed."""
 
@@ -173,8 +167,8 @@ class StateTap:
     def take(self, processor: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Forward pre-hook of the logits processor: note its states, and once its head."""
         names = ("lm_head", "hidden_states", "embedding_bias")
-        given: dict[str, Any] = {**dict(zip(names, arguments)), **named}
-        states = given["hidden_states"]
+        inputs: dict[str, Any] = {**dict(zip(names, arguments)), **named}
+        states = inputs["hidden_states"]
         ids = self.runner.input_batch.req_ids
         if len(states) != len(ids):
             raise EngineError(_states_unsupported(f"{len(states)} states for {len(ids)} requests"))
@@ -182,7 +176,7 @@ class StateTap:
         self.rows.append(states[used.to(states.device)])
         self.requests += [ids[i] for i in used.nonzero().flatten().tolist()]
         if self.head is None:
-            self.head = _head(processor, given["lm_head"], given.get("embedding_bias"))
+            self.head = _head(processor, inputs["lm_head"], inputs.get("embedding_bias"))
 
     def states(self, requests: Sequence[str], lengths: Sequence[int]) -> Float[Tensor, "n d"]:
         """States of the tokens of these requests, packed in their order.
@@ -218,24 +212,18 @@ def state_tap(llm: Any) -> Iterator[StateTap]:
 
     Raises: `EngineError` naming what of this vLLM, or of this model, does not allow it.
     """
-    runner = _runner(llm)
-    tap = StateTap(runner)
-    handle = runner.model.logits_processor.register_forward_pre_hook(tap.take, with_kwargs=True)
-    try:
-        yield tap
-    finally:
-        handle.remove()
-
-
-def _runner(llm: Any) -> Any:
-    """The model runner in this process, if it has what a tap reads."""
     paths = ("model.logits_processor", "input_batch.req_ids", "discard_request_mask.np")
     runner = runner_of(llm, *paths, unsupported=_states_unsupported)
     if getattr(runner, "speculative_config", None) is not None:
         raise EngineError(
             _states_unsupported("speculative decoding has several states per request")
         )
-    return runner
+    tap = StateTap(runner)
+    handle = runner.model.logits_processor.register_forward_pre_hook(tap.take, with_kwargs=True)
+    try:
+        yield tap
+    finally:
+        handle.remove()
 
 
 def _head(processor: Any, layer: Any, bias: Tensor | None) -> Head:
