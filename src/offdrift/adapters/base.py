@@ -129,7 +129,8 @@ class Adapter:
             **known,
         )
         self._computes_loss = True
-        self._add(logprobs, result.stats, advantages, Facts(rewards=rewards, version_lag=version_lag))  # fmt: skip
+        facts = Facts(rewards=rewards, version_lag=version_lag)
+        self._add(logprobs, result.stats, advantages, facts)
         return result
 
     def correct(
@@ -221,7 +222,9 @@ class Adapter:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _add(self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, facts: Facts) -> None:  # fmt: skip
+    def _add(
+        self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, facts: Facts
+    ) -> None:
         with torch.no_grad():
             sums: dict[str, Tensor | float] = dict(signature(logprobs, advantages=advantages))
             if facts.rewards is not None:

@@ -1,4 +1,4 @@
-"""What hooks that are plain functions are asked for by environment variables.
+"""Environment variables that configure hooks without arguments of their own.
 
 OFFDRIFT_METHOD     row of METHODS
 OFFDRIFT_SETTINGS   single values: "gate.high=0.02,weight.cap=5"
@@ -55,13 +55,13 @@ def settings_of(text: str) -> dict[str, Any]:
         >>> settings_of("gate.high=0.02, aggregate=token_mean")
         {'gate.high': 0.02, 'aggregate': 'token_mean'}
     """
-    found = {}
+    settings = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         path, equals, value = (x.strip() for x in pair.partition("="))
         if not (path and equals and value):
             raise MethodError(f'{pair!r} is no setting; write "path=value", as in "weight.cap=5"')
         try:
-            found[path] = float(value)
+            settings[path] = float(value)
         except ValueError:
-            found[path] = value
-    return found
+            settings[path] = value
+    return settings

@@ -183,8 +183,8 @@ class TransformersEngine(Drawing):
         if evidence != "hidden":
             return self._drawn(prompts, sampling, Recorder(evidence), forced)
         self._head = self._head or kept(head_of(self.model))
-        with head_input(self.model) as seen:
-            draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, seen), forced)
+        with head_input(self.model) as consumed:
+            draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, consumed), forced)
         return self._checked(draws, sampling)
 
     def _drawn(
@@ -299,9 +299,9 @@ class Recorder:
     """
 
     def __init__(
-        self, evidence: EvidenceKind, head: Head | None = None, seen: HeadInput | None = None
+        self, evidence: EvidenceKind, head: Head | None = None, consumed: HeadInput | None = None
     ) -> None:
-        self.evidence, self.head, self.seen = evidence, head, seen
+        self.evidence, self.head, self.consumed = evidence, head, consumed
         self.waiting: Tensor | None = None
         self.logp: list[Tensor] = []  # per step: log-prob of the token drawn, [batch]
         self.ids: list[Tensor] = []  # per step: ids of the k likeliest, [batch, k]
@@ -318,9 +318,9 @@ class Recorder:
             top = block.topk(self.evidence, dim=-1)
             self.rows.append(top.values)
             self.ids.append(top.indices.int())
-        elif self.seen is not None and self.seen.last is not None:
+        elif self.consumed is not None and self.consumed.last is not None:
             # The last place of every prompt: a copy, where the forward pass kept all places.
-            self.rows.append(self.seen.last[:, -1].clone())
+            self.rows.append(self.consumed.last[:, -1].clone())
         return scores
 
     def draws(self, tokens: Int[Tensor, "b t"], lengths: Int[Tensor, " b"]) -> Draws:

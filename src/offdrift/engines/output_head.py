@@ -59,18 +59,18 @@ def head_input(model: nn.Module) -> Iterator[HeadInput]:
     Raises: `EngineError` if the model names no output head.
 
     Example:
-        with head_input(model) as seen:
+        with head_input(model) as consumed:
             model(input_ids=ids)
-        seen.last  # Float[b t d]
+        consumed.last  # Float[b t d]
     """
-    seen = HeadInput()
+    consumed = HeadInput()
 
     def note(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-        seen.last = arguments[0].detach()
+        consumed.last = arguments[0].detach()
 
     handle = _output_layer(model).register_forward_pre_hook(note)
     try:
-        yield seen
+        yield consumed
     finally:
         handle.remove()
 
@@ -114,13 +114,13 @@ def head_of(model: nn.Module) -> Head:
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise EngineError(_unknown(model, f"its output head {type(layer).__name__} has no matrix"))
     ids = torch.arange(min(PROBED, len(weight)), device=weight.device)
-    with head_input(model) as seen:
+    with head_input(model) as consumed:
         logits = model(input_ids=ids[None], use_cache=False).logits[0]  # [probed, v]
-    if seen.last is None or logits.shape[-1] != len(weight):
+    if consumed.last is None or logits.shape[-1] != len(weight):
         raise EngineError(
             _unknown(model, f"{logits.shape[-1]} logits come from a head of {len(weight)} rows")
         )
-    states = seen.last.reshape(-1, weight.shape[1])[-len(logits) :]
+    states = consumed.last.reshape(-1, weight.shape[1])[-len(logits) :]
     rounding = None if logits.dtype in (torch.float32, torch.float64) else logits.dtype
     bias = None if bias is None else bias.detach()
     limit = LOGIT_ROUNDING * torch.finfo(logits.dtype).eps * float(logits.abs().max())

@@ -82,10 +82,10 @@ def last_states(model: nn.Module, rollouts: Rollouts) -> Float[Tensor, "n d"]:
     Example:
         last_states(model, rollouts)  # Float[n d]
     """
-    with head_input(model) as seen:
+    with head_input(model) as consumed:
         _, inputs = _forward(model, rollouts)
-    assert seen.last is not None
-    return seen.last[inputs.rows, inputs.columns]
+    assert consumed.last is not None
+    return consumed.last[inputs.rows, inputs.columns]
 
 
 def _forward(model: nn.Module, rollouts: Rollouts) -> tuple[Float[Tensor, "b t v"], Padded]:

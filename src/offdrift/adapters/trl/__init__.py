@@ -43,6 +43,8 @@ else:
     Base = object
 
 
+Mode = Literal["correct", "loss"]
+
 FACTS = ("entropy", "vocab", "rewards", "version_lag")
 
 
@@ -85,14 +87,21 @@ class OffdriftMixin(Base):
         refuse_method(override(row(method) if isinstance(method, str) else method, settings), mode)
         super().__init__(*positional, **named)
         folder = Path(str(self.args.output_dir)) / "rollouts" if record is True else record or None
-        known = {"settings": settings, "context": context, "rules": rules, "on_idle": on_idle}
-        known |= {"record": folder, "gather": self._everyone}
-        self._attach(Adapter(method, framework="trl", **known), mode, on_idle)
+        adapter = Adapter(
+            method,
+            framework="trl",
+            settings=settings,
+            record=folder,
+            context=context,
+            rules=rules,
+            on_idle=on_idle,
+            gather=self._everyone,
+        )
+        self._attach(adapter, mode, on_idle)
         if self.use_vllm and self.vllm_mode == "colocate":
             mend_sync(self.vllm_generation)
 
     def _attach(self, adapter: Adapter, mode: Mode, on_idle: OnIdle) -> None:
-        """Take the adapter into use; nothing is seen yet."""
         self.offdrift, self._on_idle = adapter, on_idle
         self._mode: Mode = mode
         self.vllm_importance_sampling_correction = False
@@ -104,13 +113,20 @@ class OffdriftMixin(Base):
         refuse_settings(self, adapter.method, mode)
         if not (self.use_vllm or self.rollout_func is not None):
             self._blind("TRL's own generation returns no log-probs")
-        adapter.log.info("%s", said(adapter.method, mode, self.loss_type))
+        described, parts = adapter.method.describe(), adapter.method.correction
+        formulas = "; ".join(part.formula for part in (*parts.gates, *parts.weights))
+        if mode == "loss":
+            rest = f"TRL's loss_type={self.loss_type!r} only divides its own extra terms"
+            adapter.log.info('mode="loss": %s; %s', described, rest)
+        else:
+            rest = f"in TRL's loss {self.loss_type!r}; the method's own objective is not used"
+            adapter.log.info('mode="correct": %s, %s', formulas, rest)
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
-        found = super()._calculate_rewards(*arguments, **named)
-        rewards = (found * self.reward_weights.to(found.device)).nansum(1)
-        self._rewards = rewards.where(~found.isnan().all(1), torch.nan)
-        return found
+        parts = super()._calculate_rewards(*arguments, **named)
+        rewards = (parts * self.reward_weights.to(parts.device)).nansum(1)
+        self._rewards = rewards.where(~parts.isnan().all(1), torch.nan)
+        return parts
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -160,7 +176,7 @@ class OffdriftMixin(Base):
         return loss if own is None else loss + own
 
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
-        """As TRL's; metrics and findings are told once the optimizer's step is whole."""
+        """As TRL's; metrics and findings are logged at the end of the optimizer's step."""
         loss = super().training_step(*arguments, **named)
         self._loss = self._loss + loss.detach().to(self._loss.device)
         if self.accelerator.sync_gradients:
@@ -175,15 +191,16 @@ class OffdriftMixin(Base):
             self.offdrift.flush()
 
     def _begin(self, model: Any) -> None:
-        """See the whole step first: its denominator, and what the method's parts look at."""
+        """Before the first micro-batch of a step: its denominator and the method's statistics."""
         self._open = True
         steps, at = self.args.steps_per_generation, self._step
         count, method = self.current_gradient_accumulation_steps, self.offdrift.method
         window = [self._buffered_inputs[(at + i) % steps] for i in range(count)]
         if self._mode == "loss":
-            mine = trl_batch.share(window, how=method.aggregate, horizon=self.max_completion_length)
+            horizon = self.max_completion_length
+            part = trl_batch.denominator(window, aggregate=method.aggregate, horizon=horizon)
             # Gradients are averaged over processes.
-            everyone = self._everyone(mine)
+            everyone = self._everyone(part)
             self._normalizer = max(sum(everyone), 1.0) / len(everyone)
         self._observed = None
         if method.looks_ahead and (count > 1 or self.accelerator.num_processes > 1):
@@ -191,11 +208,18 @@ class OffdriftMixin(Base):
 
     @torch.no_grad()
     def _look_ahead(self, model: Any, window: Sequence[dict[str, Any]]) -> Observed | None:
-        """What the method's parts see of the whole step, over all processes."""
-        pieces = (self._piece(inputs, *self._score(model, inputs)[:2]) for inputs in window)
-        mine = trl_batch.observed(self.offdrift.method, pieces)
-        seen = [observed for theirs in self._everyone(mine) for observed in theirs]
-        return functools.reduce(Observed.merge, seen).to(self.accelerator.device) if seen else None
+        """The method's statistics of the whole step, over all processes."""
+        method, own = self.offdrift.method, []
+        for inputs in window:
+            piece = self._piece(inputs, *self._score(model, inputs)[:2])
+            if piece is not None:
+                lp, facts = piece.logprobs, piece.facts
+                anchored = lp if method.anchor is None else method.anchor(lp, facts)
+                own.append(method.observe(anchored, piece.advantages, facts).cpu())
+        parts = [part for process in self._everyone(own) for part in process]
+        if not parts:
+            return None
+        return functools.reduce(Observed.merge, parts).to(self.accelerator.device)
 
     def _decide(
         self, inputs: dict[str, Any], piece: Piece | None
@@ -207,8 +231,8 @@ class OffdriftMixin(Base):
             return None, trl_batch.silenced(inputs), nowhere
         lp, advantages, facts = piece.logprobs, piece.advantages, piece.facts
         if self._mode == "correct":
-            known = replace(facts, observed=self._observed)
-            decided = self.offdrift.correct(lp, advantages, facts=known)
+            facts = replace(facts, observed=self._observed)
+            decided = self.offdrift.correct(lp, advantages, facts=facts)
             changed = trl_batch.corrected_inputs(inputs, piece, decided, loss_type=self.loss_type)
             return None, changed, lp.unpack(decided.keep)
         result = self.offdrift.loss(
@@ -225,8 +249,8 @@ class OffdriftMixin(Base):
     def _end(self) -> None:
         """Metrics and findings of the step."""
         step = self.state.global_step + 1  # as TRL logs it: counted after the update
-        mine = torch.stack([self._loss, self._unscored.to(self._loss)]).tolist()
-        losses, unscored = zip(*self._everyone(mine), strict=True)
+        own = torch.stack([self._loss, self._unscored.to(self._loss)]).tolist()
+        losses, unscored = zip(*self._everyone(own), strict=True)
         also = {"optim/loss": sum(losses) / len(losses), "unscored_tokens": sum(unscored)}
         if self.use_vllm:  # TRL hands its engine the weights, draws, and scores with the same ones
             also["old/version_lag"] = 0.0
@@ -237,7 +261,6 @@ class OffdriftMixin(Base):
         self._close()
 
     def _close(self) -> None:
-        """Nothing is seen of the next step."""
         self._open = False
         self._observed: Observed | None = None
         self._loss = self._unscored = torch.zeros(())
@@ -250,8 +273,8 @@ class OffdriftMixin(Base):
     def _piece(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> Piece | None:
         """The micro-batch as the library sees it."""
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
-        known = {"vocab": config.vocab_size, "version": self.state.global_step}
-        return trl_batch.piece_of(inputs, logp, entropy, **known)
+        vocab, version = config.vocab_size, self.state.global_step
+        return trl_batch.piece_of(inputs, logp, entropy, vocab=vocab, version=version)
 
     def _note(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> None:
         """Count what could not be scored, and record the micro-batch."""
@@ -259,15 +282,22 @@ class OffdriftMixin(Base):
         self._unscored = self._unscored.to(missing.device) + missing
         if self.offdrift.records:
             decode = functools.partial(self._tokenizer.batch_decode, skip_special_tokens=True)
-            known = {"version": self.state.global_step, "ends": self.eos_token_ids}
-            self.offdrift.record(trl_batch.recorded(inputs, logp, entropy, decode=decode, **known))
+            record = trl_batch.recorded(
+                inputs,
+                logp,
+                entropy,
+                version=self.state.global_step,
+                ends=self.eos_token_ids,
+                decode=decode,
+            )
+            self.offdrift.record(record)
 
-    def _everyone(self, mine: Any) -> list[Any]:
+    def _everyone(self, own: Any) -> list[Any]:
         """One object of every process, in every process."""
-        found = [mine] * self.accelerator.num_processes
-        if len(found) > 1:
-            torch.distributed.all_gather_object(found, mine)
-        return found
+        objects = [own] * self.accelerator.num_processes
+        if len(objects) > 1:
+            torch.distributed.all_gather_object(objects, own)
+        return objects
 
     def _blind(self, why: str) -> None:
         """Refuse to go on if a part compares the engine with the trainer and cannot."""
@@ -281,20 +311,14 @@ def __getattr__(name: str) -> Any:
     """`OffdriftGRPOTrainer`, made when it is first asked for: this module imports without TRL."""
     if name != "OffdriftGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _trainer()
-
-
-@functools.cache
-def _trainer() -> type:
-    trl = require("trl")
-    body = {"__module__": __name__, "__doc__": "`GRPOTrainer` with a method in it; see `OffdriftMixin`."}  # fmt: skip
-    return type("OffdriftGRPOTrainer", (OffdriftMixin, trl.GRPOTrainer), body)
+    doc = "`GRPOTrainer` with a method in it; see `OffdriftMixin`."
+    bases = (OffdriftMixin, require("trl").GRPOTrainer)
+    trainer = type(name, bases, {"__module__": __name__, "__doc__": doc})
+    return globals().setdefault(name, trainer)
 
 
 # -- refused before a run begins; weight sync on CPUs ----------------------------------------------
 
-
-Mode = Literal["correct", "loss"]
 
 IGNORED = {
     "off_policy_mask_threshold": None,
@@ -359,8 +383,11 @@ def refuse_method(method: Method, mode: Mode) -> None:
 
 def refuse_settings(trainer: Any, method: Method, mode: Mode) -> None:
     """Raise `MethodError` if a setting of TRL would be ignored, or a step could not be seen whole."""
-    wanted = {name: getattr(trainer, name, getattr(trainer.args, name, default)) for name, default in IGNORED.items()}  # fmt: skip
-    changed = {name: x for name, x in wanted.items() if x != IGNORED[name]}
+    changed = {}
+    for name, default in IGNORED.items():
+        value = getattr(trainer, name, getattr(trainer.args, name, default))
+        if value != default:
+            changed[name] = value
     if mode == "loss" and changed:
         raise MethodError(
             f'{changed} belong to TRL\'s policy loss, which mode="loss" replaces; leave them at '
@@ -413,12 +440,3 @@ def mend_sync(generation: Any) -> None:
             llm.reset_prefix_cache()
 
     generation.sync_weights = sync_weights
-
-
-def said(method: Method, mode: Mode, loss_type: str) -> str:
-    """One line: what is used of the method, and what is not."""
-    if mode == "loss":
-        return f'mode="loss": {method.describe()}; TRL\'s loss_type={loss_type!r} only divides its own extra terms'  # fmt: skip
-    parts = (*method.correction.gates, *method.correction.weights)
-    used = "; ".join(part.formula for part in parts)
-    return f'mode="correct": {used}, in TRL\'s loss {loss_type!r}; the method\'s own objective is not used'  # fmt: skip

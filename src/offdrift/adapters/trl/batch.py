@@ -1,4 +1,4 @@
-"""What TRL's padded micro-batches mean in packed terms, and back. Nothing here imports TRL.
+"""TRL's padded micro-batches to packed log-probs, and corrections back. Nothing here imports TRL.
 
 A token trains if it is in the completion and no tool wrote it. Of these, one that the engine could
 not score (vLLM says None, TRL makes it NaN) cannot be corrected: it contributes nothing to the
@@ -8,7 +8,7 @@ loss, and is counted. TRL itself takes its ratio as 1 and says nothing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.aggregate import AggregateName
-from offdrift.batch_info import Facts, Observed
+from offdrift.batch_info import Facts
 from offdrift.correction import Corrected
 from offdrift.logprobs import LogProbs
-from offdrift.methods import Method
 from offdrift.numerics import LOG_RATIO_LIMIT, at_least_float32
 from offdrift.records.unpacked import Unpacked
 from offdrift.segments import Segments
@@ -28,13 +27,14 @@ from offdrift.segments import Segments
 Inputs = Mapping[str, Any]
 """What TRL hands to its loss: padded [b, t] tensors by name."""
 
-GROUP, VERSION, REWARD, ENTROPY = (f"offdrift_{x}" for x in ("group", "version", "reward", "entropy"))  # fmt: skip
+GROUP, VERSION = "offdrift_group", "offdrift_version"
+REWARD, ENTROPY = "offdrift_reward", "offdrift_entropy"
 """What the trainer adds to it, one per sequence (entropy: per token)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A micro-batch behind the door: `n` trainable, scored tokens in `b` sequences."""
+    """A packed micro-batch: `n` trainable, scored tokens in `b` sequences."""
 
     logprobs: LogProbs
     advantages: Float[Tensor, " n"]
@@ -56,25 +56,14 @@ def marked(
     """
     b, device = len(output["completion_ids"]), output["completion_ids"].device
     places = torch.arange(process * b, (process + 1) * b, device=device)
-    found = {
+    result = {
         **output,
         GROUP: (earlier * b + places) // group,
         VERSION: torch.full_like(places, version),
     }
     if rewards is not None and not bool(rewards.isnan().any()):
-        found[REWARD] = rewards[places.to(rewards.device)].to(device)
-    return found
-
-
-def observed(method: Method, pieces: Iterable[Piece | None]) -> list[Observed]:
-    """What the method's parts see of each piece, on the host."""
-    found = []
-    for piece in pieces:
-        if piece is not None:
-            lp, facts = piece.logprobs, piece.facts
-            anchored = lp if method.anchor is None else method.anchor(lp, facts)
-            found.append(method.observe(anchored, piece.advantages, facts).cpu())
-    return found
+        result[REWARD] = rewards[places.to(rewards.device)].to(device)
+    return result
 
 
 def score(forward: Callable[..., Any], model: Any, inputs: Inputs, **options: Any) -> Any:
@@ -83,8 +72,8 @@ def score(forward: Callable[..., Any], model: Any, inputs: Inputs, **options: An
     Args:
         forward: `_get_per_token_logps_and_entropies`.
     """
-    known = inspect.signature(forward).parameters  # pixel values and the like bear these names
-    more = {name: inputs[name] for name in known if name in inputs}
+    names = inspect.signature(forward).parameters  # pixel values and the like have these names
+    more = {name: inputs[name] for name in names if name in inputs}
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     present = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     width = inputs["completion_ids"].size(1)
@@ -213,12 +202,12 @@ def harmless(
     return logp.where(live | (mask & near), old)
 
 
-def share(window: Sequence[Inputs], *, how: AggregateName, horizon: int) -> float:
+def denominator(window: Sequence[Inputs], *, aggregate: AggregateName, horizon: int) -> float:
     """What these micro-batches add to the step's denominator: tokens, or sequences (times horizon)."""
-    if how == "token_mean":
+    if aggregate == "token_mean":
         return float(torch.stack([scored(inputs).sum() for inputs in window]).sum())
     sequences = sum(len(inputs["completion_mask"]) for inputs in window)
-    return float(sequences * horizon if how == "fixed" else sequences)
+    return float(sequences * horizon if aggregate == "fixed" else sequences)
 
 
 def recorded(

@@ -47,9 +47,15 @@ FROM_BLOCK = "rollout_correction"
 """OFFDRIFT_METHOD that takes verl's own configuration block instead of a row."""
 
 RECORDED_V1 = [
-    "responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob",
-    "advantages", "rm_scores", "uid",
-]  # fmt: skip
+    "responses",
+    "response_mask",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_prob",
+    "advantages",
+    "rm_scores",
+    "uid",
+]
 
 
 def register(core: ModuleType) -> None:
@@ -72,8 +78,10 @@ def register(core: ModuleType) -> None:
     LOG.info(
         "registered %d policy losses offdrift/<method> with verl (%d of them need what verl does not "
         "pass, and say so when called) and %d estimators offdrift/<name>",
-        len(METHODS), idle, len(names),
-    )  # fmt: skip
+        len(METHODS),
+        idle,
+        len(names),
+    )
 
 
 def install(

@@ -105,7 +105,8 @@ def _weight(block: Mapping[str, Any], on: RatioName) -> Weight | None:
         band = {"floor": ends[0], "outside": "mask"} if len(ends) == 2 else {}
         if isinstance(threshold, bool) or len(ends) > 2 or 0 in ends:
             raise ValueError
-        return Weight(on=on, unit=unit, cap=ends[-1], normalize=bool(block["rollout_is_batch_normalize"]), **band)  # fmt: skip
+        normalize = bool(block["rollout_is_batch_normalize"])
+        return Weight(on=on, unit=unit, cap=ends[-1], normalize=normalize, **band)
     except ValueError as e:
         raise RecipeError(
             f"rollout_is_threshold={threshold!r} is no positive cap (2.0) and no band "
@@ -117,7 +118,8 @@ def _gates(block: Mapping[str, Any], on: RatioName) -> tuple[Gate, ...]:
     """One gate per mode. verl applies k1 bands to the inverse ratio; so does this."""
     if block["rollout_rs"] is None:
         return ()
-    modes = list(dict.fromkeys(filter(None, (x.strip() for x in str(block["rollout_rs"]).split(",")))))  # fmt: skip
+    names = (x.strip() for x in str(block["rollout_rs"]).split(","))
+    modes = list(dict.fromkeys(filter(None, names)))
     thresholds = [x.strip() for x in str(block["rollout_rs_threshold"]).split(",")]
     if len(thresholds) not in (1, len(modes)):
         raise RecipeError(
@@ -139,7 +141,10 @@ def _gates(block: Mapping[str, Any], on: RatioName) -> tuple[Gate, ...]:
 def _rows(block: Mapping[str, Any], method: Method, weight: Weight | None) -> tuple[Mapped, ...]:
     gates = "; ".join(g.formula for g in method.correction.gates)
     bypass, clips = block["bypass_mode"], isinstance(method.objective, Clipped)
-    inverted = " (bands as verl applies them: to the inverse ratio)" if "k1" in str(block["rollout_rs"]) else ""  # fmt: skip
+    if "k1" in str(block["rollout_rs"]):
+        gate_text = f"{gates or 'no gate'} (bands as verl applies them: to the inverse ratio)"
+    else:
+        gate_text = gates or "no gate"
     weighs = "no weights" if weight is None else weight.formula
     if weight is not None and clips:
         weighs = (
@@ -147,11 +152,19 @@ def _rows(block: Mapping[str, Any], method: Method, weight: Weight | None) -> tu
         )
     ours = {
         "rollout_is": weighs,
-        "rollout_is_threshold": "not read" if weight is None else "band of the weight" if weight.floor else "cap of the weight",
-        "rollout_is_batch_normalize": "mean 1 over the batch" if weight is not None and weight.normalize else "weights as they are",
-        "rollout_rs": (gates or "no gate") + inverted,
+        "rollout_is_threshold": "not read"
+        if weight is None
+        else "band of the weight"
+        if weight.floor
+        else "cap of the weight",
+        "rollout_is_batch_normalize": "mean 1 over the batch"
+        if weight is not None and weight.normalize
+        else "weights as they are",
+        "rollout_rs": gate_text,
         "rollout_rs_threshold": "bound of the gate" if gates else "not read",
-        "bypass_mode": "bypass: old log-probs are the rollout's, all in the loss" if bypass else "decoupled: the driver corrects the mismatch of the engines",
+        "bypass_mode": "bypass: old log-probs are the rollout's, all in the loss"
+        if bypass
+        else "decoupled: the driver corrects the mismatch of the engines",
         "loss_type": method.objective.formula if bypass else "read in bypass mode only",
-    }  # fmt: skip
+    }
     return tuple(Mapped(key, block[key], ours[key]) for key in DEFAULTS)

@@ -261,10 +261,12 @@ def logged(
         advantages=packed("advantages"),
         rewards=None if score is None else score.sum(-1),
         group_ids=None if uids is None else dense(uids),
-        rollout_version=None if rollout_version is None else rollout_version.repeat_interleave(lengths),
+        rollout_version=None
+        if rollout_version is None
+        else rollout_version.repeat_interleave(lengths),
         version=None if version is None else torch.full((count,), version),
         position=columns[scored],
         tokens=packed("responses"),
         trainable=mask.sum(-1),
         unscored={"log-probs/missing": (mask & ~scored).sum(-1)},
-    )  # fmt: skip
+    )

@@ -25,8 +25,10 @@ from offdrift.records.rollouts import EvidenceKind, FullVocab, Sampling, TopK
 API = Literal["completions", "generate", "sglang"]
 
 PATHS = {
-    "completions": "/v1/completions", "generate": "/inference/v1/generate", "sglang": "/generate",
-}  # fmt: skip
+    "completions": "/v1/completions",
+    "generate": "/inference/v1/generate",
+    "sglang": "/generate",
+}
 
 FLOOR = -9998.0
 """JSON has no infinity: servers write -9999 for the log-prob of what was cut off."""
@@ -66,20 +68,34 @@ def request(
         "ignore_eos": True,
     }
     if api == "sglang":
-        filters |= {"top_k": sampling.top_k or -1, "max_new_tokens": sampling.max_tokens, "sampling_seed": seed}  # fmt: skip
+        filters |= {
+            "top_k": sampling.top_k or -1,
+            "max_new_tokens": sampling.max_tokens,
+            "sampling_seed": seed,
+        }
         return {
-            "input_ids": list(prompt), "sampling_params": filters, "return_logprob": True,
-            "logprob_start_len": -1, "top_logprobs_num": likeliest,
-        }  # fmt: skip
+            "input_ids": list(prompt),
+            "sampling_params": filters,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": likeliest,
+        }
     filters |= {"top_k": sampling.top_k, "max_tokens": sampling.max_tokens, "seed": seed}
     if api == "completions":
         return filters | {
-            "model": model, "prompt": list(prompt), "logprobs": likeliest,
-            "return_token_ids": True, "return_tokens_as_token_ids": True,
-        }  # fmt: skip
+            "model": model,
+            "prompt": list(prompt),
+            "logprobs": likeliest,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
     # Here the sampled token counts among those asked for.
     logprobs = likeliest + 1 if likeliest > 0 else likeliest
-    return {"model": model, "token_ids": list(prompt), "sampling_params": filters | {"logprobs": logprobs, "detokenize": False}}  # fmt: skip
+    return {
+        "model": model,
+        "token_ids": list(prompt),
+        "sampling_params": filters | {"logprobs": logprobs, "detokenize": False},
+    }
 
 
 def size_limit(prompt: Sequence[int], sampling: Sampling, entries: int) -> int:
@@ -135,8 +151,16 @@ def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
         raise _odd("prompt_token_ids are not the prompt's: it was tokenized again")
     if _field(logprobs, "tokens", list) != [f"token_id:{t}" for t in tokens]:
         raise _odd("logprobs.tokens are not those of token_ids")
-    top = [[(_named(k), v) for k, v in _dict(row).items()] for row in _field(logprobs, "top_logprobs", list)]  # fmt: skip
-    return _Parsed(tokens, _field(logprobs, "token_logprobs", list), top, choice.get("finish_reason"), choice.get("stop_reason"), ())  # fmt: skip
+    rows = _field(logprobs, "top_logprobs", list)
+    top = [[(_named(k), v) for k, v in _dict(row).items()] for row in rows]
+    return _Parsed(
+        tokens,
+        _field(logprobs, "token_logprobs", list),
+        top,
+        choice.get("finish_reason"),
+        choice.get("stop_reason"),
+        (),
+    )
 
 
 def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -145,9 +169,17 @@ def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
     tokens = _ids(choice)
     if [row.get("token_id") for row in rows] != tokens:
         raise _odd("logprobs.content is not about the tokens of token_ids")
-    top = [[(e.get("token_id"), e.get("logprob")) for e in map(_dict, _field(row, "top_logprobs", list))] for row in rows]  # fmt: skip
+    listed = [map(_dict, _field(row, "top_logprobs", list)) for row in rows]
+    top = [[(e.get("token_id"), e.get("logprob")) for e in entries] for entries in listed]
     versions = tuple(str(_dict(s).get("version")) for s in _listed(choice.get("weight_versions")))
-    return _Parsed(tokens, [row.get("logprob") for row in rows], top, choice.get("finish_reason"), choice.get("stop_reason"), versions)  # fmt: skip
+    return _Parsed(
+        tokens,
+        [row.get("logprob") for row in rows],
+        top,
+        choice.get("finish_reason"),
+        choice.get("stop_reason"),
+        versions,
+    )
 
 
 def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -165,7 +197,9 @@ def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:
     top = [[_pair(e) for e in _listed(row)] for row in _listed(meta.get("output_top_logprobs"))]
     finish = _field(meta, "finish_reason", dict)
     versions = () if meta.get("weight_version") is None else (str(meta["weight_version"]),)
-    return _Parsed(tokens, [x for _, x in rows], top, finish.get("type"), finish.get("matched"), versions)  # fmt: skip
+    return _Parsed(
+        tokens, [x for _, x in rows], top, finish.get("type"), finish.get("matched"), versions
+    )
 
 
 _PARSERS = {"completions": _completions, "generate": _generate, "sglang": _sglang}
@@ -182,7 +216,8 @@ def _evidence(answer: _Parsed, evidence: EvidenceKind, vocab_size: int) -> FullV
         row: dict[int, float] = {}
         for token, x in listed:
             # vLLM names the drawn token again if it is among the likeliest.
-            if _whole(token) and 0 <= token < vocab_size and row.setdefault(token, _logp(x)) != _logp(x):  # fmt: skip
+            known = _whole(token) and 0 <= token < vocab_size
+            if known and row.setdefault(token, _logp(x)) != _logp(x):
                 raise _odd(f"token {token} is listed with two log-probs")
         if len(row) < k:
             raise _odd(f"{len(row)} tokens of the vocabulary are listed where {k} were asked for")

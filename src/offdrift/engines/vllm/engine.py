@@ -298,7 +298,7 @@ def build(
     Raises: `EngineError` if the model cannot be loaded so, or other log-probs are reported;
         `NotOfferedError`, which is one, if vLLM has no kernel for it on this machine.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     try:
         with own_groups(parallel_state):
             llm = vllm.LLM(
@@ -309,17 +309,17 @@ def build(
                 max_logprobs=-1,
                 seed=0,
                 use_tqdm_on_load=False,
-                **given,
+                **chosen,
             )
     except Exception as error:
         why = str(error).rstrip(".")
         if isinstance(error, NotImplementedError):
             raise NotOfferedError(
-                f"not offered on this machine: {why} (vLLM {vllm.__version__} with {given}); "
+                f"not offered on this machine: {why} (vLLM {vllm.__version__} with {chosen}); "
                 "try another dtype or quantization"
             ) from error
         raise EngineError(
-            f"vLLM {vllm.__version__} cannot load {path} with {given}: {why}; "
+            f"vLLM {vllm.__version__} cannot load {path} with {chosen}: {why}; "
             "try another dtype or quantization"
         ) from error
     mode = llm.llm_engine.vllm_config.model_config.logprobs_mode

@@ -61,13 +61,13 @@ def read(outputs: Sequence[Any], evidence: EvidenceKind, vocab_size: int) -> Dra
             "vLLM's log-probs do not start with those of the sampled tokens; "
             "this vLLM version is not supported"
         )
-    found: Evidence | None = None
+    likeliest: Evidence | None = None
     if evidence == "full":
         rows = torch.empty(len(tokens), vocab_size)
-        found = FullVocab(rows.scatter_(1, ids[:, 1:].long(), logp[:, 1:]))
+        likeliest = FullVocab(rows.scatter_(1, ids[:, 1:].long(), logp[:, 1:]))
     elif isinstance(evidence, int):
-        found = TopK(ids[:, 1:].clone(), logp[:, 1:].clone())
-    return Draws(tokens, lengths, logp[:, 0].clone(), found)
+        likeliest = TopK(ids[:, 1:].clone(), logp[:, 1:].clone())
+    return Draws(tokens, lengths, logp[:, 0].clone(), likeliest)
 
 
 def width(evidence: EvidenceKind, vocab_size: int) -> int:
