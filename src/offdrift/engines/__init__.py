@@ -1,4 +1,4 @@
-"""Rollout engines: who draws the tokens, and with which probability.
+"""Rollout engines: sample tokens and record their log-probs.
 
 `make_engine` imports a backend only when it is asked for; nothing here needs transformers or vLLM.
 """

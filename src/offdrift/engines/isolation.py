@@ -1,7 +1,7 @@
-"""What a rollout backend in this process does to its host, undone.
+"""Isolate the trainer from a rollout backend in the same process.
 
-A library that seeds the world, replaces functions of torch or compiles what it was not asked to
-compile must not change how the trainer next door behaves.
+A library that seeds the world, replaces functions of torch or compiles unasked must not change how
+the trainer behaves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a rollout or a training engine computes, in one line of text: `vllm:bfloat16,kv_cache_dtype=fp8`."""
+"""Engine specifications, one line of text: `vllm:bfloat16,kv_cache_dtype=fp8`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class EngineSpec:
 
 
 class Pair(NamedTuple):
-    """Who draws the tokens, and who scores them."""
+    """The engine that draws the tokens and the one that scores them."""
 
     rollout: EngineSpec
     train: EngineSpec

@@ -9,8 +9,9 @@ worker of a job:
       "env_vars": {"OFFDRIFT_METHOD": "icepop"}}' -- python -m openrlhf.cli.train_ppo_ray ...
 
 OpenRLHF records the engine's log-probs only with `--algo.advantage.is_correction_level` other than
-"off" (until 0.11.1 with `--algo.advantage.is_correction_enable`); the correction that it names is replaced by the method's, as is all of its loss but KL and
-entropy. OpenRLHF's counts of tokens and sequences in the step are the denominators.
+"off" (until 0.11.1 with `--algo.advantage.is_correction_enable`). The method replaces the correction
+named there, and all of OpenRLHF's loss but KL and entropy. OpenRLHF's counts of tokens and sequences
+in the step are the denominators.
 
 Reference: OpenRLHF 0.11.2, `models/loss.py`: `PolicyLoss`, `aggregate_loss`;
 `trainer/ray/ppo_actor.py`: `ActorPPOTrainer`. Until 0.11.1 the loss returns four values, then five.

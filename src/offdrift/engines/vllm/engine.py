@@ -231,8 +231,8 @@ class VLLMEngine(Drawing):
         at_once = max(1, self.evidence_limit_mib * 2**20 // per_request)
         params = self._requested(prompts, sampling, evidence, seed, forced)
         parts = pieces(len(prompts), at_once)
-        led = nullcontext() if forced is None else imposed(self.llm)
-        with led, host_kept(compiling=self._compiled):
+        forcing = nullcontext() if forced is None else imposed(self.llm)
+        with forcing, host_kept(compiling=self._compiled):
             return [self._draw(prompts[p], params[p], sampling, evidence) for p in parts]
 
     def _requested(
@@ -243,7 +243,7 @@ class VLLMEngine(Drawing):
         seed: int,
         forced: Tokens | None,
     ) -> list[Any]:
-        """Parameters of requests that draw, or that follow the responses that are given."""
+        """Parameters of requests that draw, or that follow `forced` responses."""
         params = sampling_params(self._params, sampling, evidence, seed, range(len(prompts)))
         for each, response in zip(params, forced or ()):
             each.max_tokens, each.stop_token_ids, each.seed = len(response), [], None

@@ -1,6 +1,6 @@
-"""What is asked of vLLM and what comes back: `Sampling` to its parameters, its lists to tensors.
+"""Requests to vLLM and its answers: `Sampling` to `SamplingParams`, lists of log-probs to tensors.
 
-Nothing here imports vLLM; its `SamplingParams` is given.
+Nothing here imports vLLM; `SamplingParams` is an argument.
 """
 
 from __future__ import annotations
