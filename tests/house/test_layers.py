@@ -58,7 +58,7 @@ ALLOWED = {
         "train/view.py",
     },
     "triton": {"divergence/kernels_"},
-    "safetensors": {"records/head_store.py", "engines/server/engine.py", "train/"},
+    "safetensors": {"records/store.py", "engines/server/engine.py", "train/"},
     "httpx": {"engines/server/client.py"},
     "matplotlib": {"show/figure_png.py"},
     "jinja2": {"show/html.py"},

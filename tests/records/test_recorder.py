@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from offdrift.errors import OffdriftError, RecordError, ShapeError
+from offdrift.records import log as log_files
 from offdrift.records import recorder as module
-from offdrift.records import shared
 from offdrift.records.batch import Logged
+from offdrift.records.log import write_unclaimed
 from offdrift.records.recorder import Recorder
-from offdrift.records.shared import write_unclaimed
 from tests.records.samples import flat, ragged, read_all
 
 SOON = 60.0
@@ -473,7 +473,7 @@ def test_a_killed_process_leaves_whole_files_and_the_next_one_goes_on(tmp_path: 
     assert steps_in(tmp_path) == thrice([0, 1, 2, 2, 3, 4])
     assert all((tmp_path / name).read_bytes() == data for name, data in left.items())
     # What the killed process left is removed once no writer can be at it.
-    long_ago = time.time() - 2 * shared.STALE_S
+    long_ago = time.time() - 2 * log_files.STALE_S
     for name in hidden:
         os.utime(tmp_path / name, (long_ago, long_ago))
     Recorder(tmp_path).close()

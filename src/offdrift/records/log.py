@@ -1,14 +1,18 @@
-"""The plain schema on disk: one Parquet row per sequence, lists for what every token has.
+"""Writing logs: the plain schema in Parquet, one row per sequence, lists for what every token has.
 
 What any framework can write and every audit reads; docs/logs.md documents each column. The same names
-serve as keys of JSON lines.
+serve as keys of JSON lines. Several processes may write to one folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from dataclasses import replace
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically
 from offdrift.records.batch import Logged
-from offdrift.records.schema import DIVERGENCES, FIELDS, TEXTS
+from offdrift.records.schema import FIELDS, TEXTS
 
 FORMAT = 1
 KEY = b"offdrift.log"
@@ -59,23 +64,26 @@ def write_log(batch: Logged, path: str | os.PathLike[str], *, framework: str = "
 def to_columns(batch: Logged) -> dict[str, pa.Array]:
     """The plain schema's columns of a batch; lists share memory with its tensors."""
     cuts = _array(batch.cu_seqlens, pa.int64())
+
+    def list_of(values: Tensor, dtype: str) -> pa.Array:
+        # Elements that cannot be null have shorter levels, which halves the time to decode them.
+        element = pa.field("element", pa.type_for_alias(dtype), nullable=False)
+        kind = pa.large_list(element)
+        return pa.LargeListArray.from_arrays(cuts, _array(values, element.type), type=kind)
+
     columns: dict[str, pa.Array] = {}
-    exact = [(replace(DIVERGENCES[0], column=name), x) for name, x in batch.divergences.items()]
-    for f, values in (*((f, getattr(batch, f.name)) for f in FIELDS if f.column), *exact):
-        if values is None or (f.name == "response_lengths" and batch.length_unit != "token"):
+    for f in FIELDS:
+        values: Any = getattr(batch, f.name)
+        if not f.column or values is None:
             continue
         if f.is_text:
             clean = [t.encode("utf-8", "replace").decode() for t in values]
             columns[f.column] = pa.array(clean, pa.large_string())
-            continue
-        kind = pa.type_for_alias(f.dtype)
-        flat = _array(values, kind)
-        if f.by_token:
-            # Elements that cannot be null have shorter levels, which halves the time to decode them.
-            element = pa.field("element", kind, nullable=False)
-            flat = pa.LargeListArray.from_arrays(cuts, flat, type=pa.large_list(element))
-        columns[f.column] = flat
-    return columns
+        elif f.by_token:
+            columns[f.column] = list_of(values, f.dtype)
+        elif f.name != "response_lengths" or batch.length_unit == "token":
+            columns[f.column] = _array(values, pa.type_for_alias(f.dtype))
+    return columns | {name: list_of(x, "float32") for name, x in batch.divergences.items()}
 
 
 def _array(values: Tensor, kind: pa.DataType) -> pa.Array:
@@ -87,3 +95,67 @@ def _array(values: Tensor, kind: pa.DataType) -> pa.Array:
 def _leaf(field: pa.Field) -> str:
     """Where Parquet keeps a column's values."""
     return f"{field.name}.list.element" if pa.types.is_large_list(field.type) else field.name
+
+
+# A folder that several processes write to: no two take one name, and no file is replaced.
+
+STALE_S = 3600.0
+"""Age from which on a hidden file is what a killed process left; none takes so long to write."""
+
+
+def write_unclaimed(batch: Logged, folder: Path, stem: str, *, framework: str) -> Path:
+    """Write a batch to the first `STEM-I.parquet` that nobody has; return its path.
+
+    Raises: `RecordError` naming the file if it cannot be written.
+    """
+    for i in count():
+        path = folder / f"{stem}-{i}.parquet"
+        if path.exists():
+            continue
+        with _claimed(path) as claimed:
+            # Whoever had the claim before may have written the file since.
+            if claimed and not path.exists():
+                return write_log(batch, path, framework=framework)
+    raise AssertionError
+
+
+@contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Hold a hidden file beside `path`, as nobody else can; False if somebody does.
+
+    A claim of its own, because moving a file to its name replaces what is there, and linking, which
+    does not, is missing on some network file systems.
+    """
+    claim = path.with_name(f".{path.name}.claim")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        # The folder itself may be the file that is in the way.
+        if path.parent.is_dir():
+            yield False
+            return
+        raise RecordError(
+            f"cannot write {path}: {path.parent} is a file; choose another folder"
+        ) from None
+    except OSError as e:
+        raise RecordError(
+            f"cannot write {path}: {e.strerror or e}; free disk space or choose another folder"
+        ) from e
+    try:
+        yield True
+    finally:
+        with contextlib.suppress(OSError):
+            claim.unlink()
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what processes that were killed while they wrote left behind."""
+    now = time.time()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            ours = entry.name.startswith(".") and entry.name.endswith((".claim", ".tmp"))
+            if ours and ".parquet." in entry.name:
+                with contextlib.suppress(OSError):
+                    if now - entry.stat().st_mtime > STALE_S:
+                        os.unlink(entry)

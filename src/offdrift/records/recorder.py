@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Shaped
 from numpy import ndarray
 from torch import Tensor
 
 from offdrift.errors import BadValueError, RecordError, ShapeError, check_choice
 from offdrift.records.batch import Logged
+from offdrift.records.log import remove_stale, write_unclaimed
 from offdrift.records.outbox import LOG, Limits, OnError, Outbox, WhenFull
-from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, FIELDS, arguments
-from offdrift.records.shared import rank_here, remove_stale, write_unclaimed
-from offdrift.records.unpacked import ARGUMENTS, Unpacked, text_ids
+from offdrift.records.schema import ARGUMENTS, BY_SEQUENCE, BY_TOKEN, FIELDS, arguments
+from offdrift.records.unpacked import Unpacked, text_ids
 from offdrift.segments import Segments
 
 
@@ -286,6 +287,14 @@ class Recorder:
         first, last = (int(x) for x in batch.step.aminmax())
         stem = f"{kind[0]}-{first:08d}-{last:08d}-rank{self._rank}"
         write_unclaimed(batch, self.folder, stem, framework=self.framework)
+
+
+def rank_here() -> int:
+    """Rank of this process: of `torch.distributed` if it is initialized, else RANK, else 0."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    stated = os.environ.get("RANK", "")
+    return int(stated) if stated.isdecimal() else 0
 
 
 def _prepared(held: tuple[Logged | Unpacked, Sequence[torch.cuda.Event]]) -> Logged:

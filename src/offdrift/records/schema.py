@@ -296,26 +296,19 @@ LOGPS = (*POLICIES, "logp_ref")
 
 BY_TOKEN = tuple(f for f in FIELDS if f.by_token)
 BY_SEQUENCE = tuple(f for f in FIELDS if not f.by_token)
+ARGUMENTS = tuple(f for f in (*FIELDS, MASK) if f.argument)
+"""What a training loop may give to `record`."""
 HELD = tuple(f.name for f, d in zip(FIELDS, fields(LogValues)) if f.column and d.default is None)
 """What a log may hold or not: the names in the audit's `has`, with those of divergences."""
 
-# What a reader looks for, by name of the column: values per token first.
 COLUMNS: Mapping[str, LogField] = {
     f.column: f for f in (*BY_TOKEN, MASK, *DIVERGENCES, *BY_SEQUENCE) if f.column
 }
-FLOATS = tuple(c for c, f in COLUMNS.items() if f.by_token and not f.is_whole)
-"""Per token."""
-INTEGERS = tuple(c for c, f in COLUMNS.items() if f.by_token and f.is_whole)
-"""Per token."""
+"""What a reader looks for, by name of the column: values per token first."""
 LISTS = tuple(c for c, f in COLUMNS.items() if f.per == "token")
 """Per token, and nothing else: a column of single numbers is another thing of that name."""
 EITHER = tuple(c for c, f in COLUMNS.items() if f.per == "token or sequence")
-NUMBERS = tuple(c for c, f in COLUMNS.items() if f.per != "token" and not f.is_text)
-"""Per sequence, or per either."""
 TEXTS = tuple(c for c, f in COLUMNS.items() if f.is_text)
-WORDS = {c: f.words for c, f in COLUMNS.items() if f.words}
-"""Columns of numbers that a log may give as words."""
-TEXT_IDS = tuple(c for c, f in COLUMNS.items() if f.text_ids)
 
 
 def arguments() -> str:
@@ -324,8 +317,7 @@ def arguments() -> str:
         f"{f.name}: per {f.per}: {f.about}."
         + (f" Without it: {f.default}." if f.default and f.name != "step" else "")
         + (" One number may stand for all sequences." if f.one_for_all else "")
-        for f in (*FIELDS, MASK)
-        if f.argument
+        for f in ARGUMENTS
     )
     return "\n".join(
         textwrap.fill(d, 104, initial_indent=" " * 8, subsequent_indent=" " * 12) for d in described

@@ -13,19 +13,15 @@ from torch import Tensor
 
 from offdrift.errors import BadValueError, ShapeError
 from offdrift.records.batch import Logged
-from offdrift.records.schema import FIELDS, MASK, LogField
+from offdrift.records.schema import ARGUMENTS, MASK, LogField
 from offdrift.segments import Segments
-
-ARGUMENTS = tuple(f for f in (*FIELDS, MASK) if f.argument)
-"""What a training loop may give."""
-
 
 _Values: Any = make_dataclass(
     "_Values",
     [
         (f.name, tuple[str, ...] | None, field(default=None, repr=False))
         if f.is_text
-        else (f.name, Shaped[Tensor, "..."] | None, None)
+        else (f.name, Tensor | None, None)
         for f in ARGUMENTS
     ],
     frozen=True,

@@ -11,9 +11,8 @@ from offdrift.errors import OffdriftError, RecordError
 from offdrift.records.readers import files
 from offdrift.records.readers.arrow import is_number, present, type_of
 from offdrift.records.readers.formats.base import PER_ROW, Source
-from offdrift.records.readers.formats.plain import PLAIN, TRL
 from offdrift.records.readers.formats.slime import NotRead
-from offdrift.records.readers.formats.table import rank, source_of
+from offdrift.records.readers.formats.table import PLAIN, TRL, rank, source_of
 from offdrift.records.readers.look import Look, look
 from offdrift.records.readers.types import LIMIT, BadRow, Detected
 from offdrift.records.schema import COLUMNS, LISTS

@@ -11,10 +11,9 @@ from offdrift.errors import RecordError
 from offdrift.records.readers import parquet
 from offdrift.records.readers.arrow import is_list, is_number, type_of
 from offdrift.records.readers.files import Bytes, missing, opened
-from offdrift.records.readers.formats import plain as own
 from offdrift.records.readers.formats import skyrl, slime
 from offdrift.records.readers.formats.base import Source, look_up
-from offdrift.records.readers.formats.plain import OWN
+from offdrift.records.readers.formats.table import OWN, OWN_ROLLOUTS, STORED, header
 from offdrift.records.readers.jsonl import LINES, decode, read_lines
 from offdrift.records.readers.types import LIMIT
 
@@ -65,12 +64,12 @@ def _parquet(file: str) -> Look:
     schema = parquet.schema(file)
     names, inner = tuple(schema.names), tuple(_inner(schema))
     numeric = tuple(n for n in (*names, *inner) if _of_numbers(type_of(schema, n)))
-    if (stated := own.header(schema.metadata)) is not None:
+    if (stated := header(schema.metadata)) is not None:
         framework = stated.get("framework")
         framework = framework if isinstance(framework, str) else None
         return Look(names, inner, numeric, source=OWN, framework=framework, schema=schema)
-    if schema.metadata and own.STORED in schema.metadata:
-        return Look(names, inner, numeric, source=own.OWN_ROLLOUTS, schema=schema)
+    if schema.metadata and STORED in schema.metadata:
+        return Look(names, inner, numeric, source=OWN_ROLLOUTS, schema=schema)
     return Look(names, inner, numeric, schema=schema)
 
 
