@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -152,3 +153,9 @@ class Logged(LogValues):
             unscored={name: x[sequences] for name, x in self.unscored.items()},
             **values,
         )
+
+
+def text_id(text: str | bytes) -> int:
+    """A number that equal texts share, in every process."""
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -76,7 +76,7 @@ class Outbox:
         self._error: RecordError | None = None
         self._stuck = False
         """The disk refused what waits, and nobody has been told yet."""
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._state: Literal["open", "closing", "closed"] = "open"
         self._thread: threading.Thread | None = None
 
@@ -91,10 +91,10 @@ class Outbox:
             self._ready()
             if not self._room(size) and self._when_full == "drop":
                 self.dropped += 1
-                self._once("full", "the disk is slower than training: batches are dropped, and counted")  # fmt: skip
+                self._warn_once("full", "the disk is slower than training: batches are dropped, and counted")  # fmt: skip
                 return
             if not self._room(size):
-                self._once("full", "the disk is slower than training: steps wait for it")
+                self._warn_once("full", "the disk is slower than training: steps wait for it")
                 self._changed.wait_for(lambda: self._room(size) or self._error or self.closed)
                 self._ready()
             self._start()
@@ -107,11 +107,11 @@ class Outbox:
     def flush(self, timeout: float | int | None = None) -> bool:
         """Wait until all items so far have left; False if that takes longer than `timeout` seconds."""
         with self._changed:
-            self._tell()
+            self._raise_error()
             self._flush_to = last = self._added
             self._changed.notify_all()
             done = self._changed.wait_for(lambda: self._oldest > last or self._error, timeout)
-            self._tell()
+            self._raise_error()
             return bool(done)
 
     def close(self, timeout: float | int | None = None) -> None:
@@ -126,7 +126,7 @@ class Outbox:
             # One that the end of the interpreter overtakes in compiled code would abort the process.
             self._thread.join(ENDS_S)
         with self._changed:
-            self._tell()
+            self._raise_error()
 
     # -- under the lock -------------------------------------------------------------------------
 
@@ -158,11 +158,11 @@ class Outbox:
         return fits and len(self._waiting) < self._limits.queue
 
     def _ready(self) -> None:
-        self._tell()
+        self._raise_error()
         if self.closed:
             raise RecordError(f"the recorder of {self._place} is closed; make a new one")
 
-    def _tell(self) -> None:
+    def _raise_error(self) -> None:
         """Raise what went wrong, once, and have the thread go on."""
         error, self._error, self._stuck = self._error, None, False
         if error is None:
@@ -172,10 +172,10 @@ class Outbox:
             raise RecordError(str(error)) from error
         LOG.warning("%s", error)
 
-    def _once(self, about: str, said: str) -> None:
-        if about not in self._told:
-            self._told.add(about)
-            LOG.warning("%s: %s", self._place, said)
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            LOG.warning("%s: %s", self._place, message)
 
     def _remove(self, items: Sequence[_Item]) -> None:
         gone = set(items)
@@ -249,7 +249,7 @@ class Outbox:
     def _arrived(self, items: Sequence[_Item]) -> None:
         with self._changed:
             self.written += len(items)
-            self._told.discard("error")
+            self._warned.discard("error")
             self._remove(items)
 
     def _refused(self, items: Sequence[_Item], error: RecordError) -> None:
@@ -261,11 +261,11 @@ class Outbox:
         return None
 
     def _lost(self, items: Sequence[_Item], error: BaseException) -> None:
-        said = f"{len(items)} batches are lost: {str(error) or type(error).__name__}"
+        message = f"{len(items)} batches are lost: {str(error) or type(error).__name__}"
         with self._changed:
             self.dropped += len(items)
             if self._on_error == "warn":
-                self._once("error", said)
+                self._warn_once("error", message)
             else:
-                self._error = RecordError(f"{self._place}: {said}")
+                self._error = RecordError(f"{self._place}: {message}")
             self._remove(items)

@@ -23,11 +23,11 @@ from numpy import ndarray
 from torch import Tensor
 
 from offdrift.errors import BadValueError, RecordError, ShapeError, check_choice
-from offdrift.records.batch import Logged
+from offdrift.records.batch import Logged, text_id
 from offdrift.records.log import remove_stale, write_unclaimed
 from offdrift.records.outbox import LOG, Limits, OnError, Outbox, WhenFull
-from offdrift.records.schema import ARGUMENTS, BY_SEQUENCE, BY_TOKEN, FIELDS, arguments
-from offdrift.records.unpacked import Unpacked, text_ids
+from offdrift.records.schema import ARGUMENTS, BY_SEQUENCE, BY_TOKEN, FIELDS, LogField, arguments
+from offdrift.records.unpacked import Unpacked
 from offdrift.segments import Segments
 
 
@@ -51,10 +51,10 @@ def on_host(batch: Logged | Unpacked) -> tuple[Logged | Unpacked, list[torch.cud
         events[x.device] = torch.cuda.Event()
         return host.copy_(x, non_blocking=True)
 
-    held = replace(batch, **{f.name: copied(getattr(batch, f.name)) for f in fields(batch)})
+    host_batch = replace(batch, **{f.name: copied(getattr(batch, f.name)) for f in fields(batch)})
     for device, event in events.items():
         event.record(torch.cuda.current_stream(device))
-    return held, list(events.values())
+    return host_batch, list(events.values())
 
 
 def num_bytes(batch: Logged | Unpacked) -> int:
@@ -297,9 +297,9 @@ def rank_here() -> int:
     return int(stated) if stated.isdecimal() else 0
 
 
-def _prepared(held: tuple[Logged | Unpacked, Sequence[torch.cuda.Event]]) -> Logged:
+def _prepared(copied: tuple[Logged | Unpacked, Sequence[torch.cuda.Event]]) -> Logged:
     """Wait for the copy; leave out what is masked; raise if the batch is not what it claims to be."""
-    batch, events = held
+    batch, events = copied
     for event in events:
         event.synchronize()
     logged = batch.logged() if isinstance(batch, Unpacked) else batch
@@ -310,7 +310,7 @@ def _prepared(held: tuple[Logged | Unpacked, Sequence[torch.cuda.Event]]) -> Log
 def _without_text(batch: Logged | Unpacked) -> Logged | Unpacked:
     ids = batch.group_ids
     if ids is None and batch.prompts is not None:
-        ids = text_ids(batch.prompts)
+        ids = torch.tensor([text_id(t) for t in batch.prompts], dtype=torch.int64)
     return replace(batch, prompts=None, completions=None, group_ids=ids)
 
 
@@ -382,20 +382,10 @@ def record(
                 + (f"did you mean {close[0]!r}? " if close else "")
                 + f"There are {', '.join(known)}"
             )
-    values: dict[str, Any] = {}
-    for name, x in {"step": step, **fields}.items():
-        if known[name].is_text:
-            values[name] = _texts(name, x)
-        elif (
-            known[name].text_ids and isinstance(x, Sequence) and any(isinstance(t, str) for t in x)
-        ):
-            values[name] = text_ids(_texts(name, x) or ())
-        elif x is not None:
-            values[name] = torch.as_tensor(x)
     batch = Unpacked(
         cu_seqlens=None if cu_seqlens is None else torch.as_tensor(cu_seqlens),
         divergences={name: torch.as_tensor(x) for name, x in (divergences or {}).items()},
-        **values,
+        **{name: _value(known[name], x) for name, x in {"step": step, **fields}.items()},
     )
     recorder = folder if isinstance(folder, Recorder) else _recorder(folder)
     recorder.add(batch)
@@ -427,11 +417,17 @@ def _recorder(folder: str | os.PathLike[str]) -> Recorder:
         return _OPEN[key]
 
 
-def _texts(name: str, texts: Sequence[str] | None) -> tuple[str, ...] | None:
-    for i, text in enumerate(texts or ()):
+def _value(f: LogField, x: Any) -> Tensor | tuple[str, ...] | None:
+    """What a loop gave for a field, as texts or as a tensor."""
+    if x is None:
+        return None
+    texts = isinstance(x, Sequence) and any(isinstance(t, str) for t in x)
+    if not f.is_text and not (f.text_ids and texts):
+        return torch.as_tensor(x)
+    for i, text in enumerate(x):
         if not isinstance(text, str):
             raise BadValueError(
-                f"{name}[{i}] is of type {type(text).__name__}; give one text per sequence, such as "
+                f"{f.name}[{i}] is of type {type(text).__name__}; give one text per sequence, such as "
                 "the rendered chat template"
             )
-    return None if texts is None else tuple(texts)
+    return tuple(x) if f.is_text else torch.tensor([text_id(t) for t in x])

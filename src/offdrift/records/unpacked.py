@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -166,9 +165,3 @@ def _extents(
     last = len(kept) - 1
     start, stop = kept[cuts[:-1].clamp(max=last)], kept[(cuts[1:] - 1).clamp(min=0)]
     return start, torch.where(cuts.diff() > 0, stop - start + 1, 0)
-
-
-def text_ids(texts: Sequence[str]) -> Int[Tensor, " b"]:
-    """Numbers that equal texts share, in every process."""
-    digests = (blake2b(t.encode("utf-8", "replace"), digest_size=8).digest() for t in texts)
-    return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests]).long()

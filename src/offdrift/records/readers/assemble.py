@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from offdrift.records.batch import Logged
+from offdrift.records.batch import Logged, text_id
 from offdrift.records.readers.columns import Columns, Lists, cumulative
 from offdrift.records.readers.comparable import examined, response_positions
 from offdrift.records.readers.types import BadRow
@@ -222,9 +221,3 @@ def _groups(columns: Columns, steps: Int[Tensor, " b"]) -> Int[Tensor, " b"] | N
     if bool(absent.all()):
         return None
     return torch.where(absent, 2**62 + columns.row, ids) + steps * STEP_STRIDE
-
-
-def text_id(text: str | bytes) -> int:
-    """A number that equal texts share, in every process."""
-    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
