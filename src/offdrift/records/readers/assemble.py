@@ -88,8 +88,8 @@ def _reason(lists: dict[str, Lists] | object, i: int, wrong: bool) -> str:
     }
     if not lengths:
         return f"none of {', '.join(lists)} is there"
-    said = ", ".join(f"{name} {n}" for name, n in lengths.items())
-    return f"lists of unequal length ({said}); all lists of a row describe its response tokens"
+    described = ", ".join(f"{name} {n}" for name, n in lengths.items())
+    return f"lists of unequal length ({described}); all lists of a row describe its response tokens"
 
 
 def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
@@ -165,23 +165,23 @@ def _apart(batch: Logged, lacks: dict[str, Bool[Tensor, " b"]]) -> Iterator[Logg
     some = batch.cu_seqlens.diff() > 0
     by_token = {name: x for name, x in lacks.items() if COLUMNS[name].by_token}
     lacks |= {n: x & some if bool((~x & some).any()) else x | ~some for n, x in by_token.items()}
-    while len((held := _sets(lacks, batch.num_sequences)).unique()) > PATTERNS:
+    while len((patterns := _sets(lacks, batch.num_sequences)).unique()) > PATTERNS:
         most = max((n for n in lacks if n not in POLICIES), key=lambda n: int(lacks[n].sum()))
         left_out.add(most)
         del lacks[most]
-    for i in dict.fromkeys(held.tolist()):
+    for i in dict.fromkeys(patterns.tolist()):
         without = left_out.union(n for place, n in enumerate(lacks) if i >> place & 1)
-        rows = (held == i).nonzero().squeeze(-1)
-        part = batch if len(rows) == len(held) else batch.select(rows)
+        rows = (patterns == i).nonzero().squeeze(-1)
+        part = batch if len(rows) == len(patterns) else batch.select(rows)
         yield _without(part, without) if without else part
 
 
 def _sets(lacks: Mapping[str, Bool[Tensor, " b"]], b: int) -> Int[Tensor, " b"]:
     """A number for the set of fields that each sequence lacks."""
-    held = torch.zeros(b, dtype=torch.int64)
+    patterns = torch.zeros(b, dtype=torch.int64)
     for place, rows in enumerate(lacks.values()):
-        held |= rows.long() << place
-    return held
+        patterns |= rows.long() << place
+    return patterns
 
 
 def _without(batch: Logged, columns: Collection[str]) -> Logged:

@@ -137,19 +137,19 @@ def joined(parts: Sequence[Columns]) -> Columns | None:
         return parts[0] if parts else None
 
     def lists(name: str) -> Lists:
-        found = [p.lists[name] for p in parts]
+        columns = [p.lists[name] for p in parts]
         return Lists(
-            torch.cat([x.values for x in found]),
-            cumulative(torch.cat([x.lengths for x in found])),
-            _masks([(x.absent, len(x.cuts) - 1) for x in found]),
-            _masks([(x.missing, len(x.values)) for x in found]),
+            torch.cat([x.values for x in columns]),
+            cumulative(torch.cat([x.lengths for x in columns])),
+            _masks([(x.absent, len(x.cuts) - 1) for x in columns]),
+            _masks([(x.missing, len(x.values)) for x in columns]),
         )
 
     def numbers(name: str) -> Numbers:
-        found = [p.numbers[name] for p in parts]
+        columns = [p.numbers[name] for p in parts]
         return Numbers(
-            torch.cat([x.values for x in found]),
-            _masks([(x.absent, len(x.values)) for x in found]),
+            torch.cat([x.values for x in columns]),
+            _masks([(x.absent, len(x.values)) for x in columns]),
         )
 
     return Columns(
@@ -206,8 +206,8 @@ def pack(rows: Sequence[Row], numbers: Sequence[int], file: str) -> tuple[Column
 
 def _lists_only(rows: Sequence[Row]) -> Sequence[Row]:
     """Without the columns that bear the name of a list per token and hold no list in any row."""
-    given = {name for row in rows for name in LISTS if row.get(name) is not None}
-    single = {n for n in given if not any(_is_list(row.get(n)) for row in rows)}
+    names = {name for row in rows for name in LISTS if row.get(name) is not None}
+    single = {n for n in names if not any(_is_list(row.get(n)) for row in rows)}
     if not single:
         return rows
     return [{name: x for name, x in row.items() if name not in single} for row in rows]
@@ -228,12 +228,12 @@ def _clean(text: str) -> str:
 
 
 def _columns(rows: Sequence[Row], numbers: Sequence[int]) -> Columns:
-    given = {name for row in rows for name, value in row.items() if value is not None}
+    names = {name for row in rows for name, value in row.items() if value is not None}
     lists: dict[str, Lists] = {}
     single: dict[str, Numbers] = {}
     texts: dict[str, list[str | None]] = {}
     for name, f in COLUMNS.items():
-        if name not in given:
+        if name not in names:
             continue
         values = [row.get(name) for row in rows]
         if f.is_text or (f.text_ids and any(isinstance(v, str) for v in values)):

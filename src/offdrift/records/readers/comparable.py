@@ -124,7 +124,7 @@ def _holes(
 ) -> dict[str, dict[str, Tokens]]:
     """By policy and cause, tokens that may train and that it does not score; one cause per token."""
     zero = _filled_in({name: lists[name] for name in LOGPS if name in lists}, trains)
-    found: dict[str, dict[str, Tokens]] = {}
+    holes: dict[str, dict[str, Tokens]] = {}
     for name in (*POLICIES, "mask"):
         if name not in lists:
             continue
@@ -139,11 +139,11 @@ def _holes(
             causes["zero"] = zero[name]
         free = trains
         for cause, hole in causes.items():
-            mine = hole if free is None else hole & free
+            tokens = hole if free is None else hole & free
             free = ~hole if free is None else free & ~hole
-            if bool(mine.any()):
-                found.setdefault(name, {})[cause] = mine
-    return found
+            if bool(tokens.any()):
+                holes.setdefault(name, {})[cause] = tokens
+    return holes
 
 
 def _unusable(name: str, values: Tensor, trains: Tokens | None) -> dict[str, Tokens]:
@@ -180,8 +180,8 @@ def _unscored_rows(
         there[name] = scored
     rollout, old, current = there.values()
     compared = (rollout & (old | current)) | (old & current)
-    found = {name: compared & ~there[name] for name in POLICIES if name in holes}
-    return {name: rows for name, rows in found.items() if bool(rows.any())}
+    unscored = {name: compared & ~there[name] for name in POLICIES if name in holes}
+    return {name: rows for name, rows in unscored.items() if bool(rows.any())}
 
 
 def _incomplete(name: str, x: Lists, keep: Tokens | None, count: Count) -> Rows | None:
@@ -210,7 +210,7 @@ def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, T
     """
     compared = {name: x for name, x in logps.items() if name in POLICIES}
     compared = compared if len(compared) > 1 else logps
-    found = {}
+    filled = {}
     for name, x in compared.items() if len(compared) > 1 else ():
         zero = x.values == 0 if trains is None else (x.values == 0) & trains
         if int(zero.count_nonzero()) < ZEROS:
@@ -226,8 +226,8 @@ def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, T
             if _share(odd, zero) >= max(ODD_SHARE, ODD_TIMES * disputed):
                 rows = rows | (x.per_row(odd) > 0)
         if bool(rows.any()):
-            found[name] = zero & torch.repeat_interleave(rows, x.lengths)
-    return found
+            filled[name] = zero & torch.repeat_interleave(rows, x.lengths)
+    return filled
 
 
 def _likely(name: str, values: Tensor) -> Tensor:

@@ -134,21 +134,21 @@ def _kinds(
     found: list[_Found] = []
     unknown: list[_Unknown] = []
     for alike in shapes.values():
-        seen, why = _first(alike, limit)
-        if seen is None:
-            known = isinstance(why, NotRead)
-            unknown.append(_Unknown(alike, str(why), not known, known))
+        first, why = _first(alike, limit)
+        if first is None:
+            unread = isinstance(why, NotRead)
+            unknown.append(_Unknown(alike, str(why), not unread, unread))
             continue
-        source = seen.source or source_of(seen.names)
-        if mapped and set(mapped.values()) <= {*seen.names, *seen.inner}:
+        source = first.source or source_of(first.names)
+        if mapped and set(mapped.values()) <= {*first.names, *first.inner}:
             source = source or PLAIN
         if source is None:
-            said = f"{alike[0]} holds {', '.join(seen.names[:12]) or 'nothing'}"
-            unknown.append(_Unknown(alike, said, False))
+            contents = f"{alike[0]} holds {', '.join(first.names[:12]) or 'nothing'}"
+            unknown.append(_Unknown(alike, contents, False))
             continue
         same = next((f for f in found if f.source is source), None)
         if same is None:
-            found.append(_Found(source, seen, list(alike)))
+            found.append(_Found(source, first, list(alike)))
         else:
             same.files.extend(alike)
     return found, unknown
@@ -160,13 +160,13 @@ def _first(alike: Sequence[str], limit: int) -> tuple[Look | None, OffdriftError
     empty = None
     for file in alike[:TRIED]:
         try:
-            seen = look(file, limit)
+            first = look(file, limit)
         except OffdriftError as e:
             why = why or e
             continue
-        if seen.names or seen.source:
-            return seen, None
-        empty = empty or seen
+        if first.names or first.source:
+            return first, None
+        empty = empty or first
     return empty, why
 
 
@@ -190,22 +190,24 @@ def _resolved(best: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
                 f"columns: {name}={column}, but {best.files[0]} has no {column}; it has "
                 f"{', '.join(best.seen.names)}"
             )
-    found = _columns(best, mapped)
+    columns = _columns(best, mapped)
     if best.seen.schema is None:
-        single = {n for n, column in found.items() if n in LISTS and column in best.seen.single}
-        return {name: column for name, column in found.items() if name not in single}
-    held = present(best.seen.schema, found)
-    for name in mapped.keys() - held.keys():
+        single = {n for n, column in columns.items() if n in LISTS and column in best.seen.single}
+        return {name: column for name, column in columns.items() if name not in single}
+    readable = present(best.seen.schema, columns)
+    for name in mapped.keys() - readable.keys():
         kind = type_of(best.seen.schema, mapped[name])
         raise RecordError(f"columns: {name}={mapped[name]}, but that column is {kind}")
-    if best.source is TRL and "reward" not in held:
+    if best.source is TRL and "reward" not in readable:
         # One column per reward function, under the function's name; the weights are not logged.
         rewards = [
-            f.name for f in best.seen.schema if is_number(f.type) and f.name not in held.values()
+            f.name
+            for f in best.seen.schema
+            if is_number(f.type) and f.name not in readable.values()
         ]
         if len(rewards) == 1:
-            return {**held, "reward": rewards[0]}
-    return held
+            return {**readable, "reward": rewards[0]}
+    return readable
 
 
 def _columns(found: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
@@ -223,8 +225,10 @@ def _nothing(
         return f"no log that can be read: {file}: {reason}"
     if not unknown:
         hint = next((h for p, h in ELSEWHERE.items() if any(re.search(p, f) for f in named)), "")
-        said = f"{_files(len(named))} of evaluation or metadata, no log; the first is {named[0]}"
-        return f"{said}. {hint}".rstrip(". ")
+        evaluation = (
+            f"{_files(len(named))} of evaluation or metadata, no log; the first is {named[0]}"
+        )
+        return f"{evaluation}. {hint}".rstrip(". ")
     why = unknown[0].why.rstrip(". ")
     if all(u.known for u in unknown):
         return f"no log that can be read: {why}"

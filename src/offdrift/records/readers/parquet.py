@@ -52,22 +52,22 @@ def cuts(file: str, columns: Mapping[str, str], piece_bytes: int) -> list[tuple[
         raise
     except Broken:
         return [(0, 0)]
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     start, at, held = 0, 0, 0
     for rows, size in groups:
         if held and held + size > piece_bytes:
-            found.append((start, at))
+            ranges.append((start, at))
             start, held = at, 0
         if size > piece_bytes and rows > 1:
             step = -(-rows // -(-size // piece_bytes))
-            found += [(at + i, at + min(i + step, rows)) for i in range(0, rows, step)]
+            ranges += [(at + i, at + min(i + step, rows)) for i in range(0, rows, step)]
             start = at + rows
         else:
             held += size
         at += rows
-    if at > start or not found:
-        found.append((start, at))
-    return found
+    if at > start or not ranges:
+        ranges.append((start, at))
+    return ranges
 
 
 @contextmanager
@@ -163,18 +163,18 @@ def read_objects(
 ) -> tuple[list[tuple[int, list[dict[str, Any]]]], list[BadRow]]:
     """Rows `start` to `stop` as Python objects: (number of the first row, rows) of each part."""
     bad: list[BadRow] = []
-    found = []
+    parts = []
     for first, table in _tables(file, start, stop, None, bad, limit):
         try:
-            found.append((first + 1, table.to_pylist()))
+            parts.append((first + 1, table.to_pylist()))
         except Broken as e:
             bad.append(_undecoded(file, first, first + len(table), e))
-    return found, bad
+    return parts, bad
 
 
 def _undecoded(file: str, first: int, stop: int, error: Exception) -> BadRow:
-    said = f"rows {first + 1} to {stop} cannot be decoded: {error}"
-    return BadRow(file, first + 1, said, rows=stop - first)
+    reason = f"rows {first + 1} to {stop} cannot be decoded: {error}"
+    return BadRow(file, first + 1, reason, rows=stop - first)
 
 
 def _tables(
@@ -188,9 +188,9 @@ def _tables(
     """Decoded parts of a range of rows, each with the place of its first row, from 0."""
     try:
         with _source(file) as source:
-            found = source.schema_arrow
-        names = None if wanted is None else list(dict.fromkeys(wanted(found).values()))
-        texts = _texts(found, names)
+            whole = source.schema_arrow
+        names = None if wanted is None else list(dict.fromkeys(wanted(whole).values()))
+        texts = _texts(whole, names)
         with _source(file, texts) as source:
             for group, first, last in _groups(source, start, stop):
                 begin, end = max(first, start), min(last, stop)

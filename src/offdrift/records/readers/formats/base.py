@@ -39,20 +39,20 @@ class Source:
 
     def step(self, file: str) -> int | None:
         """The step that a file's path tells."""
-        found = re.findall(self.step_in_name, file)
+        steps = re.findall(self.step_in_name, file)
         # The innermost folder or the name itself; a number that fits no tensor is none.
-        return int(found[-1]) if found and len(found[-1]) < 19 else None
+        return int(steps[-1]) if steps and len(steps[-1]) < 19 else None
 
     def resolve(self, names: Iterable[str], mapped: Mapping[str, str]) -> dict[str, str]:
         """Column by field: as mapped, or as this source calls it, or by a known name."""
         there = set(names)
-        found = {}
+        columns = {}
         for name, f in COLUMNS.items():
             tried = (self.columns.get(name), name, *f.spellings)
             own = next((n for n in tried if n is not None and n in there), None)
             if name in mapped or own is not None:
-                found[name] = mapped.get(name, own)
-        return {name: column for name, column in found.items() if column}
+                columns[name] = mapped.get(name, own)
+        return {name: column for name, column in columns.items() if column}
 
 
 PER_ROW = tuple(name for name, f in COLUMNS.items() if f.per == "sequence")
