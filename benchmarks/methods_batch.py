@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from correction import ragged
-from offdrift.correction.statistics import divergence_name
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
@@ -41,10 +40,12 @@ class Batch:
         return LogProbs(given["rollout"], segments, leaf, given["old"], given["ref"])
 
     def evidence(self, row: Method) -> dict[str, Any]:
-        """What `policy_loss` takes besides: all facts, and the divergences that the row's gates read."""
-        gates = [gate for gate in row.correction.gates if gate.exact]
-        wanted = {divergence_name(gate.statistic, gate.on) for gate in gates}  # type: ignore[attr-defined]
-        return {**self.facts, "divergences": {name: self.divergences[name] for name in wanted}}
+        """What `policy_loss` takes besides: all facts, and the divergences that the row's parts read."""
+        found = {name: self.divergences[name] for name in row.divergences}
+        if getattr(row.objective, "exact", False):  # a penalty that is differentiated
+            name = row.objective.reads  # type: ignore[attr-defined]
+            found[name] = Divergence.exact(name, found[name].lo.detach().requires_grad_())
+        return {**self.facts, "divergences": found}
 
 
 def make_batch(sequences: int, longest: int) -> Batch:
@@ -80,7 +81,8 @@ def make_batch(sequences: int, longest: int) -> Batch:
     empty, mask = torch.zeros(sequences, longest), given.mask.bool()
     third = segments.lengths // 3
     turns = torch.stack([third, third, segments.lengths - 2 * third], dim=1).flatten()
-    names = [f"{d}_rollout_{policy}" for d in ("kl", "tv") for policy in ("current", "old")]
+    pairs = ("rollout_current", "rollout_old", "old_current")
+    names = [f"{d}_{pair}" for d in ("kl", "tv") for pair in pairs]
     return Batch(
         cu_seqlens=segments.cu_seqlens,
         turns=Segments.from_lengths(turns).cu_seqlens,

@@ -156,7 +156,7 @@ def test_every_method_is_served_or_refused_by_name() -> None:
             if row.penalty is None:
                 laws.check_loss(runner(made), row)
             served += 1
-    assert (served, len(refused)) == (90, len(METHODS) - 90)
+    assert (served, len(refused)) == (92, len(METHODS) - 92)
     reasons = "whole step", "(divergences)", "(version_lag)", "(rewards)", "(entropy)"
     assert all(any(r in said for r in reasons) for said in refused.values())
 

@@ -21,7 +21,8 @@ from offdrift.segments import Segments
 
 VOCAB = 50
 HORIZON = 12
-DIVERGENCES = ("kl_rollout_current", "kl_rollout_old", "tv_rollout_current", "tv_rollout_old")
+PAIRS = ("rollout_current", "rollout_old", "old_current")
+DIVERGENCES = tuple(f"{d}_{pair}" for pair in PAIRS for d in ("kl", "tv"))
 SCALES = (3e-4, 0.03, 0.3, 0.3, 0.8)
 """Nats by which the tokens of a sequence drift, twice: from mu to old and from old to pi."""
 
@@ -126,9 +127,9 @@ def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batc
         old, pi, ref, lag = mu.clone(), mu.clone(), mu.clone(), 0 * lag
     tokens = {"mu": mu, "old": old, "pi": pi, "ref": ref, "a": a}
     tokens |= {"entropy": 2.5 * uniform(n), "lag": lag.double()}
-    for name, second in (("current", pi), ("old", old)):
-        kl = 0.1 * (second - mu).square().clamp(max=10)
-        tokens |= {f"kl_rollout_{name}": kl, f"tv_rollout_{name}": (kl / 2).sqrt().clamp(max=1)}
+    for pair, x in zip(PAIRS, (pi - mu, old - mu, pi - old)):
+        kl = 0.1 * x.square().clamp(max=10)
+        tokens |= {f"kl_{pair}": kl, f"tv_{pair}": (kl / 2).sqrt().clamp(max=1)}
     groups = torch.tensor([7, 1, 4])[torch.randint(0, 3, (8,), generator=g)]
     turns = [_cut(length, g) for length in lengths.tolist()]
     return Batch(tokens=tokens, rewards=uniform(8) - 0.5, groups=groups, turns=turns)
@@ -149,7 +150,7 @@ def packed(batch: Batch) -> Given:
     t, leaf = batch.tokens, batch.tokens["pi"].clone().requires_grad_()
     segments = segments_of(batch.turns, batch.groups)
     lp = LogProbs.pack(t["mu"], leaf, t["old"], logp_ref=t["ref"], segments=segments)
-    return _given(lp, leaf, batch.rewards, t)
+    return with_facts(lp, leaf, batch.rewards, t)
 
 
 def padded(batch: Batch, seed: int) -> tuple[Given, Tensor]:
@@ -163,7 +164,7 @@ def padded(batch: Batch, seed: int) -> tuple[Given, Tensor]:
     lp = LogProbs.pack(
         t["mu"], leaf, t["old"], logp_ref=t["ref"], mask=mask, group_ids=batch.groups
     )
-    return _given(lp, leaf, batch.rewards, t), mask
+    return with_facts(lp, leaf, batch.rewards, t), mask
 
 
 def masked(batch: Batch, seed: int) -> tuple[Given, Tensor]:
@@ -180,7 +181,7 @@ def masked(batch: Batch, seed: int) -> tuple[Given, Tensor]:
     leaf = t["pi"].requires_grad_()
     segments = segments_of(turns, batch.groups)
     lp = LogProbs.pack(t["mu"], leaf, t["old"], logp_ref=t["ref"], mask=mask, segments=segments)
-    return _given(lp, leaf, batch.rewards, t), mask
+    return with_facts(lp, leaf, batch.rewards, t), mask
 
 
 def _with_junk(tokens: dict[str, Tensor], mask: Tensor, g: torch.Generator) -> dict[str, Tensor]:
@@ -192,8 +193,11 @@ def _with_junk(tokens: dict[str, Tensor], mask: Tensor, g: torch.Generator) -> d
     return filled
 
 
-def _given(lp: LogProbs, leaf: Tensor, rewards: Tensor, t: dict[str, Tensor]) -> Given:
+def with_facts(lp: LogProbs, leaf: Tensor, rewards: Tensor, t: dict[str, Tensor]) -> Given:
+    """A batch with its columns as facts; KL(old || pi) has the gradient log pi - log pi_old."""
     clean = {k: lp.like_caller(x) for k, x in t.items() if k not in ("mu", "old", "pi", "ref")}
+    curve = (lp.current - lp.old).square() / 2
+    clean["kl_old_current"] = clean["kl_old_current"] + (curve - curve.detach())
     facts = {
         "divergences": {k: Divergence.exact(k, clean[k]) for k in DIVERGENCES},
         "entropy": clean["entropy"],

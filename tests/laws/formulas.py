@@ -175,13 +175,14 @@ def covariances(step: Step) -> list[list[float]]:
 
 
 def cov_penalized(o: CovPenalized, s: Sequence, step: Step) -> Matrix:
-    assert o.penalty == "abs"
+    assert o.penalty in ("abs", "exact")
     cov = covariances(step)
     ranked = sorted((x for q in cov for x in q), reverse=True)
     last = ranked[max(1, int(o.fraction * len(ranked))) - 1]
-    sign = [(x > 0) - (x < 0) if c >= last else 0 for x, c in zip(s.l(o.on), cov[step.index(s)])]
+    slope = [x if o.penalty == "exact" else (x > 0) - (x < 0) for x in s.l(o.on)]
+    chosen = [x if c >= last else 0 for x, c in zip(slope, cov[step.index(s)])]
     pushed = ratio_push(s, o.on, "token", "unit")
-    return diagonal([pushed[t][t] + o.coef * sign[t] for t in range(len(s))])
+    return diagonal([pushed[t][t] + o.coef * chosen[t] for t in range(len(s))])
 
 
 def cov_clipped(o: CovClipped, s: Sequence, step: Step) -> Matrix:

@@ -42,8 +42,9 @@ def all_unscored() -> Given:
 
 
 def _given(lp: LogProbs, leaf: Tensor, ones: Tensor) -> Given:
+    exact = dict.fromkeys(DIVERGENCES, ones) | {"kl_old_current": (lp.current - lp.old).square()}
     facts = {
-        "divergences": {k: Divergence.exact(k, ones) for k in DIVERGENCES},
+        "divergences": {k: Divergence.exact(k, x) for k, x in exact.items()},
         "entropy": ones,
         "vocab": VOCAB,
         "rewards": torch.zeros(len(lp.segments), dtype=torch.float64),

@@ -114,5 +114,6 @@ WITHOUT_ADVANTAGE = {
     "dro": "the pull to the old policy remains",
     "quatro": "the pull to the old policy remains",
     "kl_cov": "a chosen token carries its penalty alone",
+    "kl_cov_exact": "a chosen token carries its penalty alone",
 }
 """Their gradient at A = 0 is asserted by formula in `test_limits`, on tokens without advantage."""

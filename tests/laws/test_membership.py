@@ -13,7 +13,7 @@ from offdrift.correction import Correction, Gate, LengthNeutralGate
 from offdrift.methods import METHODS, Method
 from tests.laws.batches import DIVERGENCES, Batch, Run, packed, run
 from tests.laws.definitions import sequences_of, untouched
-from tests.laws.handmade import MU, binary_kl, k3, made, solve
+from tests.laws.handmade import ASIDE, MU, binary_kl, k3, made, solve
 
 TINY = 1e-9
 """Relative distance from a bound; rounding is a thousand times smaller."""
@@ -110,14 +110,23 @@ def batch_of(gate: Gate, found: list[Case]) -> Batch:
     values = [x for c in found for x in c.values]
     lengths = [len(c.values) for c in found]
     if gate.statistic in ("kl", "tv"):
-        second = {"full": "current", "mismatch": "old"}[gate.on]
         wrong = {name: [9.0] * len(a) for name in DIVERGENCES}
-        columns = {**wrong, f"{gate.statistic}_rollout_{second}": values}
-        return made("full", [0.01] * len(a), a, lengths=lengths, columns=columns)
+        columns = {**wrong, column_of(gate): values}
+        # A statistic without a sign moves outward where the log-ratio has the sign of the advantage.
+        away = [math.copysign(0.01, x) for x in a]
+        return made(gate.on, away, a, lengths=lengths, columns=columns)
     if gate.statistic == "version_lag":
         return made("full", [0.01] * len(a), a, lengths=lengths, columns={"lag": values})
     l = [places(gate.statistic, x)[c.sign] for c in found for x in c.values]  # noqa: E741
-    return made(gate.on, l, a, lengths=lengths)
+    # The first of the two policies has probability P, whichever it is.
+    start = MU - ASIDE if gate.on == "staleness" else MU
+    return made(gate.on, l, a, lengths=lengths, mu=start)
+
+
+def column_of(gate: Gate) -> str:
+    """Where a batch has the statistic that it is given."""
+    pair = {"full": "rollout_current", "mismatch": "rollout_old", "staleness": "old_current"}
+    return "lag" if gate.statistic == "version_lag" else f"{gate.statistic}_{pair[gate.on]}"
 
 
 def passes(gate: Gate, case: Case) -> bool:
@@ -128,7 +137,9 @@ def passes(gate: Gate, case: Case) -> bool:
         "any": False,
         "positive": case.a <= 0,
         "negative": case.a >= 0,
-        "outward": not ((case.side == "above" and case.a > 0) or (case.side == "below" and case.a < 0)),
+        "outward": case.a == 0 if gate.statistic in ("kl", "tv") else not (
+            (case.side == "above" and case.a > 0) or (case.side == "below" and case.a < 0)
+        ),
     }[gate.advantage]  # fmt: skip
 
 
@@ -171,13 +182,11 @@ def test_a_value_on_the_bound_is_inside(name, i):
     """Where a log-ratio, a divergence or a lag can be exactly on it."""
     row = METHODS[name]
     gate = row.correction.gates[i]
-    column = {"kl": "kl_rollout_current", "tv": "tv_rollout_current", "version_lag": "lag"}
     for x in bounds(gate):
         if x is None:
             continue
-        if gate.statistic in column:
-            assert gate.on == "full"
-            batch = made("full", [0.0], [1.0], columns={column[gate.statistic]: [x]})
+        if gate.statistic in ("kl", "tv", "version_lag"):
+            batch = made("full", [0.0], [1.0], columns={column_of(gate): [x]})
         elif gate.statistic in ("ratio", "abs_log_ratio"):
             # 0 - x is exact; so is the log-ratio that the library finds
             batch = made(gate.on, [0.0], [1.0], aside=0.0)

@@ -216,7 +216,7 @@ def test_merging_the_statistics_of_any_split_gives_those_of_one_pass(name):
         assert merged.sum_names == once.sum_names
         assert merged.max_names == once.max_names
         assert merged.by_position.keys() == once.by_position.keys()
-        assert len(once.by_position) == 5
+        assert len(once.by_position) == 7
         assert merged.grade == once.grade
         for a, b in zip(states(merged), states(once), strict=True):
             close(a, b)

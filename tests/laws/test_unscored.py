@@ -15,7 +15,7 @@ from offdrift.methods import METHODS, Method
 from offdrift.stats import DriftStats, summarize
 from offdrift.stats.drift import Tails
 from offdrift.stats.signature import signature
-from tests.laws.batches import Batch, Given, draw, packed, run, segments_of
+from tests.laws.batches import Batch, Given, draw, packed, run, segments_of, with_facts
 
 every_row = pytest.mark.parametrize("name", METHODS)
 SENTINELS = (-math.inf, -9999.0, UNSCORED_BELOW)
@@ -42,14 +42,7 @@ def without(seed: int) -> Given:
     t, leaf = batch.tokens, batch.tokens["pi"].clone().requires_grad_()
     segments = segments_of(batch.turns, batch.groups)
     lp = LogProbs.pack(t["mu"], leaf, t["old"], logp_ref=t["ref"], mask=~gone, segments=segments)
-    given = packed(batch)
-    facts = {
-        **given.facts,
-        "divergences": {k: d.map(lp.like_caller) for k, d in given.facts["divergences"].items()},
-        "entropy": lp.like_caller(t["entropy"]),
-        "version_lag": lp.like_caller(t["lag"]),
-    }
-    return Given(lp=lp, leaf=leaf, advantages=lp.like_caller(t["a"]), facts=facts)
+    return with_facts(lp, leaf, batch.rewards, t)
 
 
 def summed(name: str) -> Method:

@@ -110,7 +110,9 @@ def test_the_gradient_goes_where_it_is_said_to_go(name):
     along = torch.randn(len(lp.current), generator=draw, dtype=torch.float64)
 
     def loss(logp):
-        return probe.token_losses(row, replace(given, logprobs=replace(lp, logp=logp))).sum()
+        there = replace(lp, logp=logp)
+        facts = probe.differentiable(given.facts, there)
+        return probe.token_losses(row, replace(given, logprobs=there, facts=facts)).sum()
 
     logp = lp.current.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(logp), logp)

@@ -1,13 +1,22 @@
-"""Every row of the method table trains by its name alone: a few steps, stale mismatched engine."""
+"""Every part of the method table trains by a row's name alone: a few steps, stale mismatched engine.
+
+A trained arm costs seconds, and most rows recombine parts of others. So the rows that train are as
+few as hold every part there is: every kind of gate, weight, objective, penalty and anchor with its
+units and ratios, and every aggregate, estimator and old policy. Every row is built, and checked
+against what a recipe supplies.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+from collections.abc import Hashable, Iterator
+from dataclasses import fields
 
 import pytest
 
-from offdrift.methods import METHODS
+from offdrift.methods import METHODS, Method
 from offdrift.train.loop import train
 from tests.train.conftest import small_recipe
 
@@ -17,11 +26,39 @@ RATIOS = ("k1", "k3", "chi2_token", "ess_frac", "ess_seq_frac", "abs_log_ratio_m
 UPDATES = 4
 
 
+def parts_of(row: Method) -> Iterator[Hashable]:
+    """What a row is made of, apart from the size of its numbers."""
+    for part in row.parts:
+        kind = type(part).__name__
+        yield kind, None, None
+        for f in fields(part):
+            x = getattr(part, f.name)
+            yield kind, f.name, x if isinstance(x, str | bool) else x is None
+    for name in ("aggregate", "advantage", "old_policy", "normalizer", "gate_scope"):
+        yield name, getattr(row, name)
+    yield "gates", bool(row.correction.gates[1:])
+    yield "weights", bool(row.correction.weights[1:])
+
+
+def covering() -> list[str]:
+    """As few rows as hold every part of the table: at each step the one with most parts still missing."""
+    parts = {name: set(parts_of(row)) for name, row in METHODS.items()}
+    missing, chosen = set().union(*parts.values()), ["none"]
+    while missing := missing - set().union(*(parts[name] for name in chosen)):
+        chosen.append(max(METHODS, key=lambda name: len(parts[name] & missing)))
+    return [name for name in METHODS if name in chosen]
+
+
+TRAINED = covering()
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """All rows as arms of one recipe: bfloat16 engine, up to two updates behind, small pieces."""
     folder = tmp_path_factory.mktemp("every-method")
     with pytest.MonkeyPatch.context() as patch:
+        # Between arms accelerate collects garbage, which takes a third of a small arm's time.
+        patch.setattr(gc, "collect", lambda generation=2: 0)
         from tests.train.conftest import TASKS, Digits
 
         patch.setitem(TASKS, "digits", Digits())
@@ -31,10 +68,10 @@ def runs(tmp_path_factory):
             lag={"sync_every": 3, "queue": 1},
             optim={"lr": 1e-3, "minibatches": 2, "token_budget": 60},
             log={"eval_every": 9, "eval_prompts": 2, "checkpoint_every": 9, "samples_every": 9, "trackers": []},
-            arms={name: {"method": name} for name in METHODS},
+            arms={name: {"method": name} for name in TRAINED},
         )  # fmt: skip
         table = train(recipe, folder)
-    assert [row["arm"] for row in table] == list(METHODS)
+    assert [row["arm"] for row in table] == TRAINED
     return folder
 
 
@@ -43,7 +80,7 @@ def rows_of(folder, name: str) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_it_trains_and_its_drift_shows(runs, name):
     rows = rows_of(runs, name)
     assert [r["update"] for r in rows] == list(range(1, UPDATES + 1))
@@ -69,7 +106,7 @@ def test_it_trains_and_its_drift_shows(runs, name):
     assert max(r["version_lag/max"] for r in rows) >= 1, "the engine is stale"
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_part_that_changed_nothing_is_reported(runs, name):
     """Every gate, weight and clip touched a token in some update, or the arm's notes name it."""
     row, rows = METHODS[name], rows_of(runs, name)
@@ -86,7 +123,7 @@ def test_a_part_that_changed_nothing_is_reported(runs, name):
 
 def test_methods_differ_in_what_they_do(runs):
     """All arms see the same batches; the gradients of their last update must not all agree."""
-    last = {name: rows_of(runs, name)[-1]["optim/grad_norm"] for name in METHODS}
+    last = {name: rows_of(runs, name)[-1]["optim/grad_norm"] for name in TRAINED}
     assert len({f"{x:.6g}" for x in last.values()}) > 0.6 * len(last)
     assert sum(x > 0 for x in last.values()) > 0.7 * len(last)
 
@@ -94,9 +131,9 @@ def test_methods_differ_in_what_they_do(runs):
 def test_metrics_of_the_first_batch_do_not_depend_on_the_method(runs):
     reference = rows_of(runs, "none")[0]
     compared = 0
-    for name in METHODS:
+    for name in TRAINED:
         got = rows_of(runs, name)[0]
         for metric in RATIOS:
             assert got[f"full/{metric}"] == pytest.approx(reference[f"full/{metric}"], rel=1e-6, abs=1e-12), (name, metric)  # fmt: skip
             compared += 1
-    assert compared == len(METHODS) * len(RATIOS)
+    assert compared == len(TRAINED) * len(RATIOS)

@@ -250,7 +250,17 @@ ROWS: dict[str, Method] = {
         target="entropy collapse",
         fails="no limit on any other token",
         bias="O(1)",
-        reference="Cui et al., arXiv:2505.22617, eq. 14; |log r| as in both implementations, the paper's KL(old || current) with objective.penalty=exact where distributions are kept",
+        reference="Cui et al., arXiv:2505.22617, eq. 14; |log r| as in both implementations; the paper's KL(old || current) is kl_cov_exact",
+    ),
+    "kl_cov_exact": Method(
+        objective=CovPenalized(penalty="exact"),
+        aggregate="token_mean",
+        summary="importance-sampled surrogate with the exact KL to the old policy on the tokens of highest covariance",
+        mechanism="exact KL penalty on high-covariance tokens",
+        target="entropy collapse",
+        fails="needs the old policy's distributions; no limit on any other token",
+        bias="O(drift)",
+        reference="Cui et al., arXiv:2505.22617, eq. 14",
     ),
     "qurl": Method(
         objective=QuantizedClipped(),

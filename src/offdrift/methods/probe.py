@@ -91,8 +91,17 @@ def push(objective: Objective, *, scale: float | int) -> Float[Tensor, " n"]:
     given = batch()
     logp = given.logprobs.current.clone().requires_grad_()
     logprobs = replace(given.logprobs, logp=logp)
-    pushed = objective(logprobs, scale * given.advantages, given.facts)
+    pushed = objective(logprobs, scale * given.advantages, differentiable(given.facts, logprobs))
     return torch.autograd.grad(pushed.loss.sum(), logp)[0]
+
+
+def differentiable(facts: Facts, logprobs: LogProbs) -> Facts:
+    """The facts, with a KL of old and current policy that has a gradient, as a penalty asks for."""
+    name = "kl_old_current"
+    given = batch().logprobs
+    start = (given.current - given.old).square() / 2
+    kl = facts.divergences[name].lo + (logprobs.current - logprobs.old).square() / 2 - start
+    return replace(facts, divergences={**facts.divergences, name: Divergence.exact(name, kl)})
 
 
 def corrected(correction: Correction, *, scale: float | int) -> Float[Tensor, " n"]:
