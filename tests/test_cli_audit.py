@@ -11,6 +11,7 @@ import torch
 
 from offdrift.cli import audit as audit_command
 from offdrift.records.log import write_log
+from offdrift.show.headline import headlines
 from tests.audit.drawn import logged
 from tests.command import command
 
@@ -190,3 +191,40 @@ def test_a_refused_payload_says_what_to_write_instead(run, tmp_path):
     said = " ".join(done.stderr.split())
     assert "Copy or write the file again" not in said
     assert "plain schema" in said
+
+
+def test_a_rules_file_moves_headline_findings_suggestion_status_and_json_together(run, tmp_path):
+    """The same drifting log under the built-in rules, and under rules that allow any drift."""
+    write_log(logged(drift=2.0, sequences=60), tmp_path / "log.parquet")
+    loose = {
+        "kl_clean": 100, "kl_large": 200, "kl_visible": 100, "kl_weights": 100, "chi2_moderate": 1e9, "chi2_heavy": 1e9,
+        "chi2_toxic": 1e9, "chi2_last": 1e9, "chi2_seq_exploded": 1e300, "ess_half": 0, "ess_wasted": 0, "ess_left": 0,
+        "pearson_clean": -1, "pearson_broken": -1, "ppl_near": 1e9, "ppl_far": 1e9, "prob_diff_visible": 2,
+        "prob_diff_large": 2, "rs_soft": 1, "rs_hard": 1, "icepop_soft": 2, "icepop_hard": 2, "tail_heavy": 2,
+        "clip_saturated": 2, "ratio_mean_high": 1e9, "ratio_mean_low": -1, "ratio_mean_z": 1e9, "ratio_mean_z_low": -1e9,
+        "growth_with_lag": 1e9, "growth_at_lag_0": 1e9, "k1_negative": -1e9, "one_sided": 2, "kl_update": 1e9,
+    }  # fmt: skip
+    rules = "[thresholds]\n" + "".join(f"{name} = {value}\n" for name, value in loose.items())
+    Path("loose.toml").write_text(rules)
+    strict = run("audit", "log.parquet", "--fail-on", "watch", "--out", "a", "--json")
+    tolerant = run(
+        "audit",
+        "log.parquet",
+        "--fail-on",
+        "watch",
+        "--out",
+        "b",
+        "--json",
+        "--rules",
+        "loose.toml",
+    )
+    a, b = json.loads(strict.stdout), json.loads(tolerant.stdout)
+    assert (strict.code, tolerant.code) == (3, 0)
+    assert (a["verdict"]["level"] != "ok", b["verdict"]["level"]) == (True, "ok")
+    assert {f["severity"] for f in b["findings"]} <= {"info"}
+    assert {"act", "stop"} & {f["severity"] for f in a["findings"]}
+    assert {h.level for h in headlines(b)} <= {"", "ok"}
+    assert "act" in {h.level for h in headlines(a)}
+    assert a["overall"] == b["overall"]
+    assert (a["suggestion"]["rung"] != "none", b["suggestion"]["rung"]) == (True, "none")
+    assert b["limits"]["kl_large"] == 200

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offdrift.audit.method_table import length_curves, tried
+from offdrift.judge.kl_choice import EXACT, kl_metrics
 from offdrift.show.charts import DASHES, SERIES_COLORS, Chart, Columns, Series, thinned
 from offdrift.show.headline import (
-    EXACT,
     PAIR_WORDS,
     PAIRS,
-    kl_metrics,
     length_unit,
     main_pair,
     meaning_of,
@@ -155,7 +154,7 @@ def pair_series(
 
 def best_kl(table: Rows, pair: str) -> str:
     """The best measure of KL that some row has: exact before sampled; "" for none."""
-    return next((name for name in kl_metrics(pair) if any_number(column(table, name))), "")
+    return next((name for name in kl_metrics(pair, None) if any_number(column(table, name))), "")
 
 
 def _kl_chart(audit: Fields, steps: Rows, columns: Columns) -> Chart:

@@ -20,6 +20,7 @@ from offdrift.audit.charts import best_kl
 from offdrift.audit.histogram import axis, bars_of, steps_of
 from offdrift.audit.method_table import METHOD_COLUMNS, MethodColumn, Tried, asked_about, tried
 from offdrift.audit.page import provenance
+from offdrift.judge.kl_choice import kl_metrics
 from offdrift.show.charts import Chart, Columns, Series
 from offdrift.show.findings import WORDS, in_order, safe, verdict_of
 from offdrift.show.headline import (
@@ -27,7 +28,6 @@ from offdrift.show.headline import (
     best_of,
     headlines,
     kl_metric,
-    kl_metrics,
     main_pair,
     meaning_of,
 )
@@ -137,7 +137,10 @@ def common_kl(a: Fields, b: Fields) -> str:
     """The best measure of KL that both logs have, of the first pair of policies with one; "" for none."""
     mine, its = mapping(a.get("overall")), mapping(b.get("overall"))
     both = [
-        m for pair in PAIRS for m in kl_metrics(pair) if best_of(mine, (m,)) and best_of(its, (m,))
+        m
+        for pair in PAIRS
+        for m in kl_metrics(pair, None)
+        if best_of(mine, (m,)) and best_of(its, (m,))
     ]
     return both[0] if both else ""
 

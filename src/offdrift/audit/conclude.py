@@ -20,7 +20,7 @@ from offdrift.audit.partial import Job, Part
 from offdrift.audit.questions import questions
 from offdrift.audit.suggest import suggest
 from offdrift.errors import RecordError
-from offdrift.judge import Context, Rules, diagnose, verdict
+from offdrift.judge import Context, Rules, diagnose, load_rules, verdict
 from offdrift.records.atomic import plain, write_json
 
 FORMAT = 1
@@ -48,6 +48,7 @@ def conclude(
     told = part.tally.as_dict()
     seen = coverage(part, files=len(job.found.files) + len(job.found.skipped), size=job.found.bytes)
     overall, facets = {**told["overall"], **metrics(seen)}, told["facets"]
+    limits = (rules or load_rules()).limits
     methods = [] if part.counterfactual is None else part.counterfactual.table()
     known = context or Context(framework=job.found.framework)
     known = _with_facets(known, overall, facets)
@@ -66,7 +67,8 @@ def conclude(
         "bad_rows": [b._asdict() for b in part.bad],
         "questions": questions(has),
         "methods": methods,
-        "suggestion": suggest(methods, overall, limits=None if rules is None else rules.limits),
+        "limits": limits,
+        "suggestion": suggest(methods, overall, limits=limits),
         "findings": [f.as_dict() for f in findings],
         "verdict": verdict(findings, overall, missing=seen["said"]),
         "certificate": (part.proof or Proof.nothing()).as_dict(),

@@ -220,6 +220,7 @@ def _content(
             "noise": {**so_far.noise, "kl_mean_se": baseline.kl_se},
             "factors": [o.as_dict() for o in [*so_far.outcomes, *not_run]],
             "thresholds": rows,
+            "limits": rules.limits,
             "findings": [f.as_dict() for f in findings],
             "verdict": {"level": level, "text": text},
             "recommended": recommended(baseline, level=level, mixture_of_experts=mixture),

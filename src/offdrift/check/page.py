@@ -16,7 +16,7 @@ from offdrift.check.view import (
     times,
 )
 from offdrift.show.charts import Chart, Columns, Series
-from offdrift.show.headline import JUDGED, Headline, best_of, correlation
+from offdrift.show.headline import Headline, best_of, correlation, judged
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import Fields, mapping, number, rows, text
 from offdrift.show.numbers import duration, flatten, percent, short
@@ -111,13 +111,13 @@ def render_check(check: Mapping[str, Any]) -> str:
 def check_headlines(check: Fields) -> list[Headline]:
     """KL per token, largest TV of a token and correlation of the unchanged pair, or what stands in."""
     baseline = mapping(check.get("baseline"))
-    headlines = []
+    headlines, judge = [], judged(mapping(check.get("limits")))
     for slot, title, unit, write, about, names in HEADLINES:
         metric = best_of(baseline, names)
         if not metric:
             continue
         value = number(baseline[metric]) or 0.0
-        level, judgement = JUDGED[slot].of(value) if slot in JUDGED else ("", "")
+        level, judgement = judge[slot].of(value) if slot in judge else ("", "")
         meaning = f"{metric}, at the same weights."
         headlines.append(
             Headline(metric, title, write(value), unit, about, level, judgement, meaning, ())

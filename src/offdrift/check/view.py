@@ -164,9 +164,9 @@ def _numbers(check: Fields) -> RenderableType:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for justify in ("left", "right", "left"):
         table.add_column(justify=justify, overflow="fold")
-    for h in headlines({"overall": check.get("baseline")}):
+    for h in headlines({"overall": check.get("baseline"), "limits": check.get("limits")}):
         style = WORDS[h.level][2] if h.level in ("watch", "act") else "bold"
-        note = Text(h.said or h.about, style="" if h.said else "dim")
+        note = Text(h.comparison or h.about, style="" if h.comparison else "dim")
         table.add_row(Text(h.title), Text(f"{h.text} {h.unit}".rstrip(), style=style), note)
     return Padding(table, (1, 0, 1, 0))
 

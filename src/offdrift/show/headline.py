@@ -9,10 +9,12 @@ rest of the log says. A number is only judged where the survey's tree has a thre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offdrift.judge import load_rules
+from offdrift.judge.kl_choice import EXACT, kl_metrics
 from offdrift.show.charts import thinned
 from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
 from offdrift.show.numbers import percent, short
@@ -24,12 +26,6 @@ PAIR_WORDS = {
     "full": "current vs rollout: everything",
     "staleness": "current vs old: the lag",
 }
-EXACT = {
-    "mismatch": "divergence/kl_rollout_old_mean",
-    "full": "divergence/kl_rollout_current_mean",
-}
-"""Exact full-vocabulary KL, which is preferred to the sampled estimate where it was logged."""
-
 LENGTH_UNITS = {"character": "character", "mixed": "character or token"}
 """What lengths are counted in where it is not tokens: a log of texts alone has no tokens."""
 
@@ -48,7 +44,8 @@ class Judged:
     """What is written below the first limit, between the two, and beyond the second."""
 
     def of(self, value: float) -> tuple[str, str]:
-        """Level and comparison of a value."""
+        """Level and comparison of a value. A KL estimate below 0 is a bias of that size."""
+        value = abs(value) if self.above else value
         beyond = [
             (value > limit) if self.above else (value < limit) for limit in (self.watch, self.act)
         ]
@@ -56,44 +53,59 @@ class Judged:
         return ("ok", "watch", "act")[i], self.comparisons[i]
 
 
-JUDGED = {
-    "missing": Judged(
-        0.01,
-        0.1,
-        True,
-        (
-            "1 % or less: little is missing",
-            "above 1 %: the numbers are about the rest",
-            "above 10 %: the rest may not stand for it",
+def judged(limits: Mapping[str, Any]) -> dict[str, Judged]:
+    """The numbers that are judged, by their slot on the first screen.
+
+    Args:
+        limits: thresholds by name, as an audit or a check stores them; the built-in ones stand for those
+            that are absent.
+    """
+    at = {**load_rules().limits, **{k: v for k in limits if (v := number(limits[k])) is not None}}
+    some, many = at["data_some"], at["data_many"]
+    clean, large, half = at["kl_clean"], at["kl_large"], at["ess_half"]
+    agree, broken = at["pearson_clean"], at["pearson_broken"]
+    return {
+        "missing": Judged(
+            some,
+            many,
+            True,
+            (
+                f"{100 * some:g} % or less: little is missing",
+                f"above {100 * some:g} %: the numbers are about the rest",
+                f"above {100 * many:g} %: the rest may not stand for it",
+            ),
         ),
-    ),
-    "kl": Judged(
-        0.02,
-        0.05,
-        True,
-        (
-            "below 0.02: no meaningful drift",
-            "between 0.02 and 0.05: keep an eye on it",
-            "above 0.05: find the cause",
+        "kl": Judged(
+            clean,
+            large,
+            True,
+            (
+                f"below {clean:g}: no meaningful drift",
+                f"between {clean:g} and {large:g}: keep an eye on it",
+                f"above {large:g}: find the cause",
+            ),
         ),
-    ),
-    "ess": Judged(
-        0.5,
-        0.5,
-        False,
-        ("0.5 or more: weights are usable", "", "below 0.5: filter before reweighting"),
-    ),
-    "pearson": Judged(
-        0.99,
-        0.95,
-        False,
-        (
-            "0.99 or more: the engines agree",
-            "between 0.95 and 0.99: keep an eye on it",
-            "below 0.95: not the same policy",
+        "ess": Judged(
+            half,
+            half,
+            False,
+            (
+                f"{half:g} or more: weights are usable",
+                "",
+                f"below {half:g}: filter before reweighting",
+            ),
         ),
-    ),
-}
+        "pearson": Judged(
+            agree,
+            broken,
+            False,
+            (
+                f"{agree:g} or more: the engines agree",
+                f"between {broken:g} and {agree:g}: keep an eye on it",
+                f"below {broken:g}: not the same policy",
+            ),
+        ),
+    }
 
 
 @dataclass(frozen=True)
@@ -140,13 +152,14 @@ def headlines(audit: Fields) -> list[Headline]:
     overall, steps = mapping(audit.get("overall")), rows(audit.get("steps"))
     pair, length = main_pair(audit), length_unit(audit)
     wanted = [*_drift(pair, overall), *_WITHOUT_DRIFT] if pair else _WITHOUT_DRIFT
-    wanted = [*_missing(overall), *wanted]
+    judge = judged(mapping(audit.get("limits")))
+    wanted = [*_missing(overall, judge["missing"]), *wanted]
     chosen: dict[str, Headline] = {}
     for slot, title, metric, about, write in wanted:
         value = number(overall.get(metric))
         if value is None or slot in chosen:
             continue
-        level, comparison = JUDGED[slot].of(value) if slot in JUDGED else ("", "")
+        level, comparison = judge[slot].of(value) if slot in judge else ("", "")
         unit = unit_of(metric, length)
         unit = unit if unit != "task" and write is short else ""
         chosen[slot] = Headline(
@@ -170,18 +183,13 @@ def main_pair(audit: Fields) -> str:
 
 
 def kl_metric(fields: Fields, pair: str) -> str:
-    """The best measure of the KL of a pair that is there: exact before sampled; "" for none.
+    """The best measure of the KL of a pair that is there, as the diagnosis chooses it; "" for none.
 
     Example:
         >>> kl_metric({"mismatch/k3": 0.1}, "mismatch"), kl_metric({}, "full")
         ('mismatch/k3', '')
     """
-    return best_of(fields, kl_metrics(pair))
-
-
-def kl_metrics(pair: str) -> tuple[str, ...]:
-    """What can measure the KL of a pair, the best first."""
-    return (*([EXACT[pair]] if pair in EXACT else []), f"{pair}/k3")
+    return best_of(fields, kl_metrics(pair, number(fields.get(f"{pair}/ratio_mean_z"))))
 
 
 def best_of(fields: Fields, names: tuple[str, ...]) -> str:
@@ -237,7 +245,7 @@ def meaning_of(metric: str, length: str = "token") -> str:
     return f"{metric} = {row.formula}{unit}. {better[row.larger_is]}".rstrip()
 
 
-def _missing(overall: Fields) -> list[_Wanted]:
+def _missing(overall: Fields, judge: Judged) -> list[_Wanted]:
     """What stands before every number that does not know of it."""
     words = {
         "data/unread_frac": ("Not readable", "of rows, or of bytes"),
@@ -245,7 +253,7 @@ def _missing(overall: Fields) -> list[_Wanted]:
     }
     shares = {name: number(overall.get(name)) or 0.0 for name in words}
     worst = max(shares, key=lambda name: shares[name])
-    if JUDGED["missing"].of(shares[worst])[0] == "ok":
+    if judge.of(shares[worst])[0] == "ok":
         return []
     title, about = words[worst]
     return [("missing", title, worst, about, percent)]
@@ -257,7 +265,7 @@ _Wanted = tuple[str, str, str, str, Callable[[float | None], str]]
 def _drift(pair: str, overall: Fields) -> list[_Wanted]:
     about = PAIR_WORDS[pair]
     kl = kl_metric(overall, pair)
-    grade = "exact" if kl == EXACT.get(pair) else "sampled, k3"
+    grade = "exact" if kl == EXACT[pair] else f"sampled, {kl.rpartition('/')[2]}"
     return [
         ("kl", "KL per token", kl, f"{about} ({grade})", short),
         ("ess", "Effective sample size", f"{pair}/ess_frac", about, percent),
