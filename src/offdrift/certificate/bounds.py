@@ -1,10 +1,10 @@
-"""How far the surrogate can be from the true return: every bound, paper and sharp constants.
+"""All bounds on the error of the surrogate, with the paper's constants and with sharp ones.
 
 For rewards in [0, 1] and `Error = J(pi) - J(mu) - L'(pi)`, with the surrogate
 `L' = E_mu[R sum_t (w_t - 1)]` and a current policy that draws nothing the rollout policy cannot
 (otherwise L' is the sum over positions of what changes if that token alone is drawn by pi, and the
-measured one, which is smaller, keeps the lower bound J(pi) - J(mu) >= L' - B), each bound is `4 x advantage factor x summed context shift` in the
-paper. `constants="sharp"` puts 2 in place of 4, for all of them:
+measured one, which is smaller, keeps the lower bound J(pi) - J(mu) >= L' - B), each bound is
+`4 x advantage factor x summed context shift` in the paper. `constants="sharp"` puts 2 in place of 4:
 
 - `g_t(c) = sum_y (pi - mu)(y|c) Q_t(c, y)` does not change when a constant is taken off Q. With Q
   in [0, 1] take 1/2: `|g_t| <= sum_y |pi - mu| / 2 = TV(c)`, where the paper has 2 TV(c).
@@ -29,11 +29,11 @@ import numpy as np
 from jaxtyping import Float
 
 from offdrift.certificate.inequalities import pinsker, total_shift, weighted_shift
-from offdrift.certificate.premises import Number, Premises, premises
+from offdrift.certificate.premises import Number, premises
 from offdrift.errors import BadValueError, MethodError
 
 CONSTANTS = {"paper": 4.0, "sharp": 2.0}
-"""What multiplies advantage factor and context shift."""
+"""Factor of the product of advantage factor and context shift."""
 
 
 # -- worst-case bounds, Section 3.2 -----------------------------------------------------------
@@ -221,7 +221,7 @@ ROWS = {
 """Every bound, in the order of Table 1; then those of `BEYOND`."""
 
 BEYOND = frozenset({"pointwise", "sequence_kl"})
-"""Bounds that the paper does not have: only with sharp constants."""
+"""Bounds that are not in the paper: only with sharp constants."""
 
 
 @dataclass(frozen=True)
@@ -280,17 +280,23 @@ def all_bounds(
     """
     if constants not in CONSTANTS:
         raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
+    reward_range = float(reward_range)
     if not 0 < reward_range < math.inf:
         raise BadValueError(f"reward_range = {reward_range}; give largest minus smallest reward")
-    known = premises(
+    limits = premises(
         horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq, mean_tv=mean_tv
     )
-    return [
-        _bound(name, row, known, constants, float(reward_range))
-        for name, row in ROWS.items()
-        if not ("mean_tv" in row.uses and mean_tv is None)
-        and not (name in BEYOND and constants == "paper")
-    ]
+    bounds = []
+    for name, row in ROWS.items():
+        if ("mean_tv" in row.uses and mean_tv is None) or (name in BEYOND and constants == "paper"):
+            continue
+        inputs = {field: getattr(limits, field) for field in ("horizon", *row.uses)}
+        notes = (limits.notes[field] for field in row.uses if field in limits.notes)
+        closed = row.closed and reward_range * row.closed(**inputs, constants=constants)
+        value = reward_range * row.formula(**inputs, constants=constants)
+        about = (row.route, row.scaling, row.equation, row.unified)
+        bounds.append(Bound(name, value, *about, closed_form=closed, note="; ".join(notes)))
+    return bounds
 
 
 def tightest(bounds: list[Bound]) -> Bound:
@@ -341,20 +347,6 @@ def unified(
     )
 
 
-def _bound(name: str, row: Row, known: Premises, constants: str, reward_range: float) -> Bound:
-    inputs = {field: getattr(known, field) for field in ("horizon", *row.uses)}
-    return Bound(
-        name=name,
-        value=reward_range * row.formula(**inputs, constants=constants),
-        route=row.route,
-        scaling=row.scaling,
-        equation=row.equation,
-        unified=row.unified,
-        closed_form=row.closed and reward_range * row.closed(**inputs, constants=constants),
-        note="; ".join(known.notes[field] for field in row.uses if field in known.notes),
-    )
-
-
 LABELS = {
     "classical_kl": "Classical KL",
     "classical_tv": "Classical TV",
@@ -370,4 +362,4 @@ LABELS = {
     "sequence_kl": "Sequence KL",
     "unified": "Unified B*",
 }
-"""What each bound is called where a person reads it."""
+"""Names of the bounds on the screen."""

@@ -1,6 +1,6 @@
-"""Certify a batch: what is guaranteed about the true return, and what is only estimated.
+"""Certify a batch: lower bounds on the true return's gain, and the estimates behind them.
 
-Three guarantees are tried, and the best one speaks. All are lower bounds on J(pi) - J(mu); none
+Three guarantees are computed, and the largest counts. All are lower bounds on J(pi) - J(mu); none
 needs the current policy's support inside the rollout policy's, since what mu cannot draw has a
 reward >= 0 and is counted as 0.
 
@@ -9,8 +9,8 @@ reward >= 0 and is counted as 0.
     TRM      L' - B*                                        Theorem 4.2, if KL <= delta everywhere
 
 The surrogate L' is a mean of R sum_t (w_t - 1), which is bounded below by -T and not bounded above.
-Its lower end is honest and, at T in the hundreds, vacuous; the product of ratios needs no such room
-and has no approximation error, so "direct" is the guarantee that speaks at real sizes. A baseline b
+Its lower end is vacuous at T in the hundreds; the product of ratios has a bounded range and no
+approximation error, so "direct" is the guarantee that counts at real sizes. A baseline b
 would halve the surrogate's range if ratios were bounded; they are not, and in the direct guarantee
 b drops out: cutting w at c costs b E[(w - c)+] = b (1 - E min(w, c)), exactly what b had gained.
 
@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
 
 from offdrift.certificate.batch import KL, TV, BatchEvidence, HostEvidence
 from offdrift.certificate.bounds import CONSTANTS, ROWS, Bound, all_bounds, tightest
@@ -55,31 +54,93 @@ class Logged(NamedTuple):
 
 
 LOGGED = {
-    "certificate/bound": Logged("reward", "B*: largest |J(pi) - J(mu) - L'| if the trust region holds at every context, at the upper ends of its inputs' intervals; none where its premise fell", "worse"),
+    "certificate/bound": Logged(
+        "reward",
+        "B*: largest |J(pi) - J(mu) - L'| if the trust region holds at every context, at the "
+        "upper ends of its inputs' intervals; none where its premise fell",
+        "worse",
+    ),
     "certificate/row": Logged("", "which bound attains B*", "neither"),
-    "certificate/margin": Logged("reward", "L' - B*, with the sample mean of L': above 0 the paper's condition holds, as an estimate", "better"),
-    "certificate/falsified": Logged("", "1 if a token of the batch left the trust region, so that its premise is false; 0 if none did, which proves nothing", "worse"),
-    "certificate/delta_hat": Logged("nat", "largest KL(mu || pi) of a token of the batch, upper end; a sampled maximum, not a global one", "worse"),
+    "certificate/margin": Logged(
+        "reward",
+        "L' - B*, with the sample mean of L': above 0 the paper's condition holds, as an estimate",
+        "better",
+    ),
+    "certificate/falsified": Logged(
+        "",
+        "1 if a token of the batch left the trust region, so that its premise is false; 0 if none"
+        " did, which proves nothing",
+        "worse",
+    ),
+    "certificate/delta_hat": Logged(
+        "nat",
+        "largest KL(mu || pi) of a token of the batch, upper end; a sampled maximum, not a global"
+        " one",
+        "worse",
+    ),
     "certificate/eps_hat": Logged("1", "largest TV of a token of the batch, upper end", "worse"),
-    "certificate/kl_seq": Logged("nat", "mean KL(mu || pi) of whole sequences, upper ends: |J(pi) - J(mu) - L'| is at most its expectation, for any two policies and rewards in [0, 1]", "worse"),
-    "certificate/acceptance": Logged("1", "share of sequences that no gate rejected and that surely lie in the trust region", "better"),
-    "certificate/surrogate": Logged("reward", "L' = E_mu[R sum_t (w_t - 1)], sample mean", "better"),
-    "certificate/surrogate_low": Logged("reward", "lower end of L': rigorous, and vacuous for long sequences", "better"),
-    "certificate/surrogate_masked": Logged("reward", "L' over accepted sequences, sample mean", "better"),
-    "certificate/gain": Logged("reward", "E_mu[R (min(prod_t w_t, 2) - 1)], sample mean: what the direct guarantee starts from", "better"),
-    "certificate/gain_low": Logged("reward", "J(pi) - J(mu) is at least this, with probability 1 - alpha for one policy and one look, by the best guarantee; none after a batch's first update, since the policy has learned from it", "better"),
-    "certificate/certified": Logged("", "1 if gain_low is above 0; of n such certificates of a run that gains nothing, up to n alpha are expected, and false", "better"),
-    "certificate/route": Logged("", "the guarantee that says most: direct, masked or TRM", "neither"),
-    "certificate/unseen": Logged("1", "a fresh prompt's sequences include one outside the trust region with at most this probability", "worse"),
-}  # fmt: skip
+    "certificate/kl_seq": Logged(
+        "nat",
+        "mean KL(mu || pi) of whole sequences, upper ends: |J(pi) - J(mu) - L'| is at most its "
+        "expectation, for any two policies and rewards in [0, 1]",
+        "worse",
+    ),
+    "certificate/acceptance": Logged(
+        "1",
+        "share of sequences that no gate rejected and that surely lie in the trust region",
+        "better",
+    ),
+    "certificate/surrogate": Logged(
+        "reward",
+        "L' = E_mu[R sum_t (w_t - 1)], sample mean",
+        "better",
+    ),
+    "certificate/surrogate_low": Logged(
+        "reward",
+        "lower end of L': rigorous, and vacuous for long sequences",
+        "better",
+    ),
+    "certificate/surrogate_masked": Logged(
+        "reward",
+        "L' over accepted sequences, sample mean",
+        "better",
+    ),
+    "certificate/gain": Logged(
+        "reward",
+        "E_mu[R (min(prod_t w_t, 2) - 1)], sample mean: what the direct guarantee starts from",
+        "better",
+    ),
+    "certificate/gain_low": Logged(
+        "reward",
+        "J(pi) - J(mu) is at least this, with probability 1 - alpha for one policy and one look, "
+        "by the best guarantee; none after a batch's first update, since the policy has learned "
+        "from it",
+        "better",
+    ),
+    "certificate/certified": Logged(
+        "",
+        "1 if gain_low is above 0; of n such certificates of a run that gains nothing, up to n "
+        "alpha are expected, and false",
+        "better",
+    ),
+    "certificate/route": Logged(
+        "",
+        "the guarantee that says most: direct, masked or TRM",
+        "neither",
+    ),
+    "certificate/unseen": Logged(
+        "1",
+        "a fresh prompt's sequences include one outside the trust region with at most this "
+        "probability",
+        "worse",
+    ),
+}
 """Every number of `Certificate.as_metrics`, in its order."""
 
 
 ACCEPTANCE_FLOOR = 0.70
-"""Share of accepted sequences that the paper asks to watch for (Remark 4.3); a share above it
-proves nothing, and by a gate on the worst exact KL any rejection refutes the precondition."""
-
-Rows = Bool[np.ndarray, " b"]
+"""Acceptance below which the paper warns (Remark 4.3). A larger share proves nothing, and any rejection
+by a gate on the worst exact KL refutes the precondition."""
 
 
 def certify(
@@ -127,33 +188,49 @@ def certify(
     guarantee: P. Thomas, G. Theocharous, M. Ghavamzadeh, "High-Confidence Off-Policy Evaluation",
     AAAI 2015.
     """
-    _refuse(batch, alpha, constants, assume)
+    check_alpha(alpha)
+    if constants not in CONSTANTS:
+        raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
+    for name in assume:
+        check_choice("assume", name, ("kl", "tv"))
+    if len(batch) == 0:
+        raise BadValueError("the batch has no sequences; there is nothing to certify")
     host, region, size = batch.to_host(), batch.region, reward_range[1] - reward_range[0]
-    _check_lengths(host["length"], region)
+    longest = int(host["length"].argmax())
+    if host["length"][longest] > region.horizon:
+        raise BadValueError(
+            f"sequence {longest} has {host['length'][longest]:.0f} tokens, horizon = "
+            f"{region.horizon}; the horizon is the longest possible response"
+        )
     rewards = unit_rewards(host["reward"], reward_range) if batch.rewarded else None
     grades = {"kl": batch.grades[KL], "tv": batch.grades[TV]}
     premises = _premises(host, region, grades, assume)
-    refuted = int(host["refuted"].sum())  # then no upper end of a capped interval stands
-    measured, outside = _measured(grades, premises) and not refuted, _outside(host, region)
-    accepted = _accepted(host, region, ~outside if measured else None)
-    found = estimates(host, rewards, accepted, region, alpha=alpha)
-    usable = _stand(premises) and not refuted
-    bound = _unified(found, region, constants) if usable else None
+    refuted = int(host["refuted"].sum())  # if any, no upper end of a capped interval is valid
+    # The region's limits were measured at every token, so that leaving it is noticed.
+    measured = not refuted and all(grades[name] is not Grade.SAMPLED for name in premises)
+    outside = ~(host["kl_high"] <= region.delta)
+    if region.eps is not None:
+        outside |= ~(host["tv_high"] <= region.eps)
+    accepted = host["kept"] > 0
+    if measured:
+        accepted &= ~outside
+    if region.tau is not None:
+        accepted &= host["worst"] <= region.tau
+    intervals = estimates(host, rewards, accepted, region, alpha=alpha)
+    stand = all(status in ("not falsified", "known") for status in premises.values())
+    bound = _unified(intervals, region, constants) if stand and not refuted else None
     exact = all(grades[k] is Grade.EXACT for k in ("kl", *premises))
-    guarantees = _guarantees(found, bound, region, premises, measured and exact, constants)
+    guarantees = _guarantees(intervals, bound, region, premises, measured and exact, constants)
     unscored = int((host["unscored"] > 0).sum())
-    # Both ends of a normal interval want ratios, and an unscored token has only a lower end of one.
-    normal = (
-        {}
-        if rewards is None or unscored
-        else normal_intervals(host, rewards, accepted, alpha=alpha)
-    )
+    normal: dict[str, Estimate] = {}
+    if rewards is not None and not unscored:  # an unscored token has only a lower end of its ratio
+        normal = normal_intervals(host, rewards, accepted, alpha=alpha)
     return Certificate(
         region=region,
         constants=constants,
         alpha=alpha,
         sequences=len(batch),
-        prompts=found["acceptance"].n,
+        prompts=intervals["acceptance"].n,
         grades={k: str(g) for k, g in grades.items()},
         premises=premises,
         delta_seen=(float(host["kl_low"].max()), float(host["kl_high"].max())),
@@ -161,7 +238,7 @@ def certify(
         mean_tv=host.tv_by_position / len(batch),
         kl_seq=float(host["kl_total"].mean()),
         unseen=unseen(host, outside, alpha=alpha) if measured else None,
-        estimates={k: e.scaled(size) if k in OF_REWARDS else e for k, e in found.items()},
+        estimates={k: e.scaled(size) if k in OF_REWARDS else e for k, e in intervals.items()},
         asymptotic={k: e.scaled(size) for k, e in normal.items()},
         bound=None if bound is None else _scaled(bound, size),
         guarantees=tuple(g.scaled(size) for g in guarantees),
@@ -173,38 +250,37 @@ def certify(
 
 
 def _guarantees(
-    found: dict[str, Estimate],
+    intervals: dict[str, Estimate],
     bound: Bound | None,
     region: TrustRegion,
     premises: dict[str, Status],
     predictable: bool,
     constants: str,
 ) -> list[Guarantee]:
-    """What the batch supports, for rewards in [0, 1]; nothing without rewards.
+    """The guarantees that the batch supports, for rewards in [0, 1]; none without rewards.
 
     Args:
-        predictable: whether each context's limits are decided before its token is drawn, which the
-            KL of accepted prefixes asks for. Exact evidence is; the ends of a top-k interval are not,
-            because the drawn token is part of what they know.
+        predictable: whether each context's limits are decided before its token is drawn, as the
+            KL of accepted prefixes requires. They are with exact evidence; with top-k intervals they
+            are not, because the drawn token is part of the record.
     """
-    if "gain" not in found:
+    if "gain" not in intervals:
         return []
     guarantees = [Guarantee("direct", "gain", 0.0, 0.0, ())]
     errors = []
     if region.tau is not None:
-        errors.append(
-            sample_ratio_error(horizon=region.horizon, tau=region.tau, constants=constants)
-        )
+        tau = region.tau
+        errors.append(sample_ratio_error(horizon=region.horizon, tau=tau, constants=constants))
     if constants == "sharp" and predictable:
-        errors.append(found["prefix_kl"].high)
+        errors.append(intervals["prefix_kl"].high)
     if errors and constants == "sharp":
-        rejected = found["rejected_reward"].high
+        rejected = intervals["rejected_reward"].high
         guarantees.append(masked_guarantee(error=min(errors), rejected=rejected, constants="sharp"))
     elif errors and bound is not None:  # TV_seq is estimated under KL <= delta
         priced = masked_guarantee(
             error=min(errors),
-            rejected=1 - found["acceptance"].low,
-            tv_seq=pinsker(found["kl_seq"].high),
+            rejected=1 - intervals["acceptance"].low,
+            tv_seq=pinsker(intervals["kl_seq"].high),
         )
         guarantees.append(replace(priced, provided=_conditions(region, premises)))
     if bound is not None:
@@ -213,9 +289,9 @@ def _guarantees(
     return guarantees
 
 
-def _unified(found: dict[str, Estimate], region: TrustRegion, constants: str) -> Bound:
+def _unified(intervals: dict[str, Estimate], region: TrustRegion, constants: str) -> Bound:
     """B* with every expectation at the upper end of its interval, for rewards in [0, 1]."""
-    kl_seq, shift = found["kl_seq"].high, found["shift"].high
+    kl_seq, shift = intervals["kl_seq"].high, intervals["shift"].high
     rows = all_bounds(
         horizon=region.horizon,
         delta=region.delta,
@@ -232,22 +308,19 @@ def _unified(found: dict[str, Estimate], region: TrustRegion, constants: str) ->
 def _premises(
     host: HostEvidence, region: TrustRegion, grades: dict[str, Grade], assume: Collection[str]
 ) -> dict[str, Status]:
+    """Status of each premise that the region states."""
     limits = {"kl": (region.delta, np.inf), "tv": (region.eps, 1.0)}
-    found: dict[str, Status] = {}
+    status: dict[str, Status] = {}
     for name, (limit, largest) in limits.items():
         if limit is None or limit >= largest:
-            continue  # nothing is asked
+            continue  # no limit
         if float(host[f"{name}_low"].max()) > limit:
-            found[name] = "falsified"
+            status[name] = "falsified"
         elif name in assume:
-            found[name] = "known"
+            status[name] = "known"
         else:
-            found[name] = "unknown" if grades[name] is Grade.SAMPLED else "not falsified"
-    return found
-
-
-def _stand(premises: dict[str, Status]) -> bool:
-    return all(status in ("not falsified", "known") for status in premises.values())
+            status[name] = "unknown" if grades[name] is Grade.SAMPLED else "not falsified"
+    return status
 
 
 def _conditions(region: TrustRegion, premises: dict[str, Status]) -> tuple[str, ...]:
@@ -260,44 +333,6 @@ def _conditions(region: TrustRegion, premises: dict[str, Status]) -> tuple[str, 
     )
 
 
-def _measured(grades: dict[str, Grade], premises: dict[str, Status]) -> bool:
-    """Whether the region's limits were measured at every token, so that leaving it is noticed."""
-    return all(grades[name] is not Grade.SAMPLED for name in premises)
-
-
-def _outside(host: HostEvidence, region: TrustRegion) -> Rows:
-    """Sequences with a token that may violate a limit."""
-    outside = ~(host["kl_high"] <= region.delta)
-    return outside if region.eps is None else outside | ~(host["tv_high"] <= region.eps)
-
-
-def _accepted(host: HostEvidence, region: TrustRegion, inside: Rows | None) -> Rows:
-    """Sequences that no gate rejected and that surely meet what is known about the region."""
-    accepted = host["kept"] > 0
-    if inside is not None:
-        accepted = accepted & inside
-    return accepted if region.tau is None else accepted & (host["worst"] <= region.tau)
-
-
 def _scaled(bound: Bound, size: float) -> Bound:
     closed = None if bound.closed_form is None else size * bound.closed_form
     return replace(bound, value=size * bound.value, closed_form=closed)
-
-
-def _refuse(batch: BatchEvidence, alpha: float, constants: str, assume: Collection[str]) -> None:
-    check_alpha(alpha)
-    if constants not in CONSTANTS:
-        raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
-    for name in assume:
-        check_choice("assume", name, ("kl", "tv"))
-    if len(batch) == 0:
-        raise BadValueError("the batch has no sequences; there is nothing to certify")
-
-
-def _check_lengths(lengths: Float[np.ndarray, " b"], region: TrustRegion) -> None:
-    longest = int(lengths.argmax())
-    if lengths[longest] > region.horizon:
-        raise BadValueError(
-            f"sequence {longest} has {lengths[longest]:.0f} tokens, horizon = {region.horizon}; "
-            "the horizon is the longest possible response"
-        )

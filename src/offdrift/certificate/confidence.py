@@ -99,8 +99,8 @@ def betting(
     Raises: `BadValueError` for a value outside the range or NaN, and for alpha outside (0, 1).
 
     Example:
-        >>> found = betting(np.full(100, 0.5))
-        >>> round(found.low, 3), round(found.high, 3)
+        >>> interval = betting(np.full(100, 0.5))
+        >>> round(interval.low, 3), round(interval.high, 3)
         (0.479, 0.521)
 
     Reference: I. Waudby-Smith, A. Ramdas, arXiv:2010.09686, section 4 (hedged capital
@@ -161,8 +161,8 @@ def asymptotic(x: Float[np.ndarray, " n"], *, alpha: float = 0.05, sides: str = 
     below two observations.
 
     Example:
-        >>> found = asymptotic(np.array([0.0, 1.0] * 50))
-        >>> round(found.low, 3), round(found.high, 3)
+        >>> interval = asymptotic(np.array([0.0, 1.0] * 50))
+        >>> round(interval.low, 3), round(interval.high, 3)
         (0.402, 0.598)
     """
     share = _checked(x, -math.inf, math.inf, alpha, sides)
@@ -230,11 +230,8 @@ def check_alpha(alpha: float) -> None:
         raise BadValueError(f"alpha = {alpha}; a probability of error lies in (0, 1)")
 
 
-# How often something happens that was seen rarely or never: exact intervals, and the unseen.
-#
-# A batch without a violation does not prove that there is none. What it proves is a limit on the
-# probability that the next draw has one. The draws are independent: prompt groups, not the sequences
-# inside them.
+# Probabilities of rare or unobserved events: a batch without a violation limits the probability that the
+# next draw has one. Draws are independent prompt groups, not the sequences inside them.
 
 
 def clopper_pearson(
@@ -253,8 +250,8 @@ def clopper_pearson(
     Raises: `BadValueError` unless 0 <= events <= draws and alpha lies in (0, 1).
 
     Example:
-        >>> found = clopper_pearson(2, 10)
-        >>> round(found.low, 4), round(found.high, 4)
+        >>> interval = clopper_pearson(2, 10)
+        >>> round(interval.low, 4), round(interval.high, 4)
         (0.0252, 0.5561)
 
     Reference: C. Clopper, E. Pearson, Biometrika 26 (1934), 404-413.

@@ -1,4 +1,4 @@
-"""Inequalities between divergences, and how far the contexts of two policies can drift apart.
+"""Inequalities between divergences, and the largest shift between the contexts of two policies.
 
 Everything here is worst-case mathematics on plain numbers: no batch, no estimate, no reward. The
 error bounds of `offdrift.certificate.bounds` are products of what this file returns. Divergences
@@ -9,7 +9,6 @@ infinite `kl` is legal and means "not known": the TV routes still hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Float
@@ -206,13 +205,10 @@ def weighted_shift(
     if not isinstance(mean_tv, np.ndarray):
         return mean_tv * total_shift(horizon, delta=delta, eps=eps) if mean_tv else 0.0
     weights = mean_tv[::-1]  # entry k belongs to the position with k tokens to come
-    return math.fsum(
+    sums = []
+    for low in range(0, horizon, _CHUNK):
+        k = np.arange(low, min(low + _CHUNK, horizon), dtype=np.float64)
+        shift = context_shift(k, delta=delta, eps=eps)
         # pairwise sums: a dot product of equal terms rounds the same way each time
-        float((weights[int(k[0]) : int(k[-1]) + 1] * context_shift(k, delta=delta, eps=eps)).sum())
-        for k in _steps(0, horizon)
-    )
-
-
-def _steps(start: int, stop: int) -> Iterator[Float[np.ndarray, " k"]]:
-    for low in range(start, stop, _CHUNK):
-        yield np.arange(low, min(low + _CHUNK, stop), dtype=np.float64)
+        sums.append(float((weights[low : low + _CHUNK] * shift).sum()))
+    return math.fsum(sums)

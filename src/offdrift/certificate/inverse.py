@@ -1,4 +1,4 @@
-"""The bounds read backwards: how much drift, and how long a horizon, a target error allows.
+"""Inverse bounds: the largest divergence and the longest horizon that keep B* below a target error.
 
 B*, the smallest of all bounds, never falls when a divergence or the horizon grows, so each question
 has one answer, found by bisection of B* itself. With the paper's constants B* is its unified bound;
@@ -70,8 +70,8 @@ def largest(
         '2.862e-07'
     """
     check_choice("parameter", parameter, PARAMETERS)
-    known: dict[str, Any] = {"delta": delta, "eps": eps, "kl_seq": kl_seq}
-    if known.pop(parameter) is not None:
+    others: dict[str, Any] = {"delta": delta, "eps": eps, "kl_seq": kl_seq}
+    if others.pop(parameter) is not None:
         raise BadValueError(f"{parameter} is given and solved for; leave it out")
     if parameter != "delta" and delta is None:
         raise BadValueError(f"solving for {parameter} needs delta; inf if no KL is known")
@@ -80,8 +80,11 @@ def largest(
     fixed: dict[str, Any] = {"horizon": horizon, "tv_seq": tv_seq, "constants": constants}
 
     def within(value: float) -> bool:
-        tried: dict[str, Any] = known | {parameter: value}
-        mean = _lowered(mean_tv, tried["eps"])
+        tried: dict[str, Any] = others | {parameter: value}
+        mean = mean_tv
+        if mean is not None and tried["eps"] is not None:
+            lowered = np.minimum(mean, tried["eps"])
+            mean = lowered if isinstance(mean, np.ndarray) else float(lowered)
         rows = all_bounds(**fixed, **tried, mean_tv=mean, reward_range=reward_range)
         return tightest(rows).value <= target
 
@@ -105,9 +108,9 @@ def vacuous_horizon(
     constants: str = "sharp",
     reward_range: float | int = 1.0,
 ) -> int | None:
-    """The shortest horizon at which B* says nothing.
+    """The shortest horizon at which B* is vacuous.
 
-        min { T : B*(T) >= target },  the range of the reward unless told otherwise
+        min { T : B*(T) >= target },  target = the range of the reward by default
 
     What does not depend on the horizon (delta, eps, one mean TV for all positions) holds at each.
     A sequence's divergence does depend on it: a given `kl_seq` or `tv_seq` is taken as a limit at
@@ -117,7 +120,7 @@ def vacuous_horizon(
         delta, eps, kl_seq, tv_seq: as in `all_bounds`.
         kl_rate: mean token KL, nats per token; instead of `kl_seq`.
         mean_tv: one mean TV for all positions.
-        target: the error from which on the bound is of no use.
+        target: smallest error at which the bound counts as vacuous.
         constants, reward_range: as in `all_bounds`.
 
     Returns: tokens; None if the bound stays below the target up to 10^12 tokens.
@@ -147,7 +150,15 @@ def vacuous_horizon(
         )
         return tightest(rows).value < level
 
-    return _first_without(useful)
+    low, high = 0, 1
+    while useful(high):
+        if high == LONGEST:
+            return None
+        low, high = high, min(2 * high, LONGEST)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if useful(middle) else (low, middle)
+    return high
 
 
 def kl_of_sequences(
@@ -209,34 +220,23 @@ def route_crossovers(
         tv_seq 52 4096
     """
     check_choice("of", of, ("context", "future"))
-    given = {"delta": delta, "eps": eps, "kl_seq": kl_seq, "tv_seq": tv_seq}
-    known = premises(horizon=horizon, **_floats(given))
+    limits = premises(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq)
     caps = {"one": 1.0}
     if of == "context":  # what was derived from delta and T is no route of its own
-        measured = {"tv_seq": known.tv_seq, "kl_seq": pinsker(known.kl_seq)}
-        caps = {n: cap for n, cap in measured.items() if given[n] is not None} | caps
-    name = min(caps, key=lambda n: caps[n])
+        caps |= {"tv_seq": limits.tv_seq} if tv_seq is not None else {}
+        caps |= {"kl_seq": pinsker(limits.kl_seq)} if kl_seq is not None else {}
+    name = min(("tv_seq", "kl_seq", "one"), key=lambda n: caps.get(n, math.inf))
     steps = horizon - 1
-    if known.eps == 0:
+    if limits.eps == 0:
         ends = (steps, steps)
     elif caps[name] == 0:
         ends = (0, 0)
     else:
-        ends = route_ends(steps, delta=known.delta, eps=known.eps, cap=caps[name])
+        ends = route_ends(steps, delta=limits.delta, eps=limits.eps, cap=caps[name])
     spans = [("tv", 0, ends[0]), ("kl", ends[0] + 1, ends[1]), (name, ends[1] + 1, steps)]
     if of == "context":
         return [Route(n, low + 1, high + 1) for n, low, high in spans if low <= high]
     return [Route(n, horizon - high, horizon - low) for n, low, high in spans[::-1] if low <= high]
-
-
-def _floats(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if value is None else float(value) for name, value in given.items()}
-
-
-def _lowered(mean_tv: MeanTV, eps: float | int | None) -> MeanTV:
-    if mean_tv is None or eps is None:
-        return mean_tv
-    return np.minimum(mean_tv, eps) if isinstance(mean_tv, np.ndarray) else min(mean_tv, eps)
 
 
 def _last_within(within: Callable[[float], bool], high: float) -> float:
@@ -249,16 +249,3 @@ def _last_within(within: Callable[[float], bool], high: float) -> float:
         middle = (low + top) / 2
         low, top = (middle, top) if within(math.exp(middle)) else (low, middle)
     return math.exp(low)
-
-
-def _first_without(useful: Callable[[int], bool]) -> int | None:
-    """The first horizon without `useful`: doubling, then bisection; None if there is none."""
-    low, high = 0, 1
-    while useful(high):
-        if high == LONGEST:
-            return None
-        low, high = high, min(2 * high, LONGEST)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if useful(middle) else (low, middle)
-    return high

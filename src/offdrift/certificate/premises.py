@@ -1,4 +1,4 @@
-"""`Premises`: what is known about how far apart two policies are, checked and completed.
+"""`Premises`: upper limits on the divergence of two policies, checked and completed.
 
 The bounds take five divergences. Only the worst token KL is required; what is missing follows from
 Pinsker's inequality and the chain rule. All of them are upper limits, so where one is looser than
@@ -53,7 +53,7 @@ def premises(
     tv_seq: Number | None = None,
     mean_tv: Float[np.ndarray, " t"] | Number | None = None,
 ) -> Premises:
-    """Check what is known about two policies and complete it.
+    """Check the limits on the divergence of two policies and derive the missing ones.
 
         eps <= sqrt(delta/2),  kl_seq <= T delta,  tv_seq <= sqrt(kl_seq/2),  mean_tv <= eps
 
@@ -73,9 +73,16 @@ def premises(
         >>> p.notes["eps"]
         'eps = 0.3 exceeds sqrt(delta/2) = 0.00707107, which holds too and was used'
     """
-    given = (None if x is None else float(x) for x in (delta, eps, kl_seq, tv_seq))
-    delta, eps, kl_seq, tv_seq = given  # type: ignore[assignment]
-    _refuse(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq)
+    numbers = (None if x is None else float(x) for x in (delta, eps, kl_seq, tv_seq))
+    delta, eps, kl_seq, tv_seq = numbers  # type: ignore[assignment]
+    if horizon < 1:
+        raise BadValueError(f"horizon = {horizon}; a sequence has at least 1 token")
+    limits = {"delta": delta, "eps": eps, "kl_seq": kl_seq, "tv_seq": tv_seq}
+    for name, value in limits.items():
+        largest = 1.0 if name in ("eps", "tv_seq") else math.inf
+        if value is not None and not 0 <= value <= largest:
+            kind = "a total variation lies in [0, 1]" if largest == 1 else "a KL is never negative"
+            raise BadValueError(f"{name} = {value}; {kind}, omit what was not measured")
     notes: dict[str, str] = {}
     token_tv = _tightened("eps", eps, pinsker(delta), "sqrt(delta/2)", notes)
     kl = _tightened("kl_seq", kl_seq, marginal_kl(horizon, delta), "horizon * delta", notes)
@@ -90,25 +97,15 @@ def premises(
     return Premises(horizon, delta, token_tv, kl, tv, capped, notes)
 
 
-def _refuse(*, horizon: int, **divergences: float | None) -> None:
-    if horizon < 1:
-        raise BadValueError(f"horizon = {horizon}; a sequence has at least 1 token")
-    for name, value in divergences.items():
-        largest = 1.0 if name in ("eps", "tv_seq") else math.inf
-        if value is not None and not 0 <= value <= largest:
-            kind = "a total variation lies in [0, 1]" if largest == 1 else "a KL is never negative"
-            raise BadValueError(f"{name} = {value}; {kind}, omit what was not measured")
-
-
 def _tightened(
-    name: str, given: float | None, limit: float, limit_name: str, notes: dict[str, str]
+    name: str, value: float | None, limit: float, limit_name: str, notes: dict[str, str]
 ) -> float:
-    """The smaller of what was given and what the other premises imply, with a note if that."""
-    if given is not None and given > limit * (1 + _SLACK):
+    """The smaller of a premise and what the others imply; the latter adds a note."""
+    if value is not None and value > limit * (1 + _SLACK):
         notes[name] = (
-            f"{name} = {given:g} exceeds {limit_name} = {limit:g}, which holds too and was used"
+            f"{name} = {value:g} exceeds {limit_name} = {limit:g}, which holds too and was used"
         )
-    return limit if given is None else min(given, limit)
+    return limit if value is None else min(value, limit)
 
 
 def _checked_mean_tv(

@@ -148,7 +148,8 @@ class Certificate:
                 "interval covers; draw new ones"
             )
         confidence = f"with probability {1 - self.alpha:g} ({ONE_LOOK}; {best.name})"
-        provided = "; ".join([*best.provided, *self._assumed(best), *ALWAYS])
+        assumed = [] if best.surrogate == "gain" else sorted(self.assumes)
+        provided = "; ".join([*best.provided, *assumed, *ALWAYS])
         if self.certified:
             return f"J improves by at least {self.gain_low:.4g} {confidence}, provided: {provided}"
         reasons = "; ".join(text for _, text in sorted(self._reasons(), reverse=True))
@@ -157,22 +158,20 @@ class Certificate:
             f"{self.gain_low:.4g}, provided: {provided}"
         )
 
-    def _assumed(self, best: Guarantee) -> list[str]:
-        return [] if best.surrogate == "gain" else sorted(self.assumes)
-
     def _reasons(self) -> list[tuple[float, str]]:
         """Why nothing is certified, with how much each costs."""
-        found = self.estimates["gain"]
+        gain = self.estimates["gain"]
         reasons = [
             (
-                found.mean - found.low,
-                f"sampling error {found.mean - found.low:.3g} over {found.n} independent prompts, "
-                f"where J changed by an estimated {found.mean:+.3g}",
+                gain.mean - gain.low,
+                f"sampling error {gain.mean - gain.low:.3g} over {gain.n} independent prompts, "
+                f"where J changed by an estimated {gain.mean:+.3g}",
             )
         ]
+        limits = {"kl": f"KL <= {self.region.delta:g}", "tv": f"TV <= {self.region.eps or 0:g}"}
         for name, status in self.premises.items():
             if status in ("falsified", "unknown"):
-                reasons.append((math.inf, f"{_limit(self.region, name)} is {status}"))
+                reasons.append((math.inf, f"{limits[name]} is {status}"))
         if self.refuted:
             words = " and ".join(sorted(self.assumes))
             reasons.append((math.inf, f"{self.refuted} sequences contradict {words}"))
@@ -191,14 +190,15 @@ class Certificate:
         """Numbers for a log, by name; None where something is not known."""
         means = {k: e.mean for k, e in self.estimates.items()}
         falsified = {"falsified": 1.0, "unknown": None}.get(self.precondition, 0.0)
-        seen = {"delta_hat": self.delta_seen[1], "eps_hat": self.eps_seen[1]}
-        known = {"delta_hat": self.grades["kl"], "eps_hat": self.grades["tv"]}
-        found = {
+        delta_hat = None if self.grades["kl"] == "sampled" else self.delta_seen[1]
+        eps_hat = None if self.grades["tv"] == "sampled" else self.eps_seen[1]
+        metrics = {
             "bound": None if self.bound is None else self.bound.value,
             "row": None if self.bound is None else self.bound.name,
             "margin": self.margin,
             "falsified": falsified,
-            **{k: x if known[k] != "sampled" else None for k, x in seen.items()},
+            "delta_hat": delta_hat,
+            "eps_hat": eps_hat,
             "kl_seq": self.kl_seq,
             "acceptance": means["acceptance"],
             "surrogate": means.get("surrogate"),
@@ -210,44 +210,42 @@ class Certificate:
             "route": None if self.best is None else self.best.name,
             "unseen": self.unseen,
         }
-        return {f"certificate/{name}": _plain(x) for name, x in found.items()}
+        return {f"certificate/{name}": _plain(x) for name, x in metrics.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON; infinite and missing numbers are None."""
-        return _plain({
-            "verdict": self.verdict,
-            "certified": self.certified,
-            "gain_low": self.gain_low,
-            "alpha": self.alpha,
-            "holds_for": ONE_LOOK,
-            "constants": self.constants,
-            "region": vars(self.region),
-            "sequences": self.sequences,
-            "prompts": self.prompts,
-            "fresh": self.fresh,
-            "grades": dict(self.grades),
-            "assumes": sorted(self.assumes),
-            "refuted": self.refuted,
-            "unscored": self.unscored,
-            "premises": dict(self.premises),
-            "delta_seen": list(self.delta_seen),
-            "eps_seen": list(self.eps_seen),
-            "kl_seq": self.kl_seq,
-            "unseen": self.unseen,
-            "advice": self.advice,
-            "mean_tv": self.mean_tv.tolist(),
-            "estimates": {
-                k: None if k in self.unfounded else vars(e) for k, e in self.estimates.items()
-            },
-            "asymptotic": {k: vars(e) for k, e in self.asymptotic.items()},
-            "bound": None if self.bound is None else vars(self.bound),
-            "margin": self.margin,
-            "guarantees": [{**vars(g), "gain": self.gain_of(g)} for g in self.guarantees],
-        })  # fmt: skip
-
-
-def _limit(region: TrustRegion, name: str) -> str:
-    return f"KL <= {region.delta:g}" if name == "kl" else f"TV <= {region.eps:g}"
+        return _plain(
+            {
+                "verdict": self.verdict,
+                "certified": self.certified,
+                "gain_low": self.gain_low,
+                "alpha": self.alpha,
+                "holds_for": ONE_LOOK,
+                "constants": self.constants,
+                "region": vars(self.region),
+                "sequences": self.sequences,
+                "prompts": self.prompts,
+                "fresh": self.fresh,
+                "grades": dict(self.grades),
+                "assumes": sorted(self.assumes),
+                "refuted": self.refuted,
+                "unscored": self.unscored,
+                "premises": dict(self.premises),
+                "delta_seen": list(self.delta_seen),
+                "eps_seen": list(self.eps_seen),
+                "kl_seq": self.kl_seq,
+                "unseen": self.unseen,
+                "advice": self.advice,
+                "mean_tv": self.mean_tv.tolist(),
+                "estimates": {
+                    k: None if k in self.unfounded else vars(e) for k, e in self.estimates.items()
+                },
+                "asymptotic": {k: vars(e) for k, e in self.asymptotic.items()},
+                "bound": None if self.bound is None else vars(self.bound),
+                "margin": self.margin,
+                "guarantees": [{**vars(g), "gain": self.gain_of(g)} for g in self.guarantees],
+            }
+        )
 
 
 def _plain(x: Any) -> Any:

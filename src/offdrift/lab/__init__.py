@@ -1,4 +1,4 @@
-"""Exact experiments: policies small enough, or forgetful enough, to know everything about them."""
+"""Exact experiments on tabular and Markov policies, whose expectations are finite sums."""
 
 from offdrift.lab.bias import Problem as Problem
 from offdrift.lab.bias import expected_gradient as expected_gradient

@@ -1,4 +1,4 @@
-"""How far a method's expected gradient is from the gradient of the true return, exactly.
+"""The exact bias of a method's expected gradient as an estimate of the true return's gradient.
 
     g(pi) = E_mu[-grad loss]   against   grad J(pi) = grad sum_y pi(y) R(y)
 
@@ -6,9 +6,9 @@ Both are sums over all sequences of a small tree. The step is the *population*: 
 sequence as often in the batch as the rollout policy draws it. For a method whose batch loss is the
 sum over its sequences, that is the expected gradient of a batch of any size. For one that looks at
 the whole step or prompt (mean weights, second moments, values) it is the limit of a large batch;
-what such statistics add in small ones does not show.
+their effect in small batches is not measured.
 
-What else does not show, so that every method is compared with the same gradient:
+Left out, so that every method is compared with the same gradient:
 
     advantages   R(y) - J(mu): an exact constant baseline, which is itself without bias
     lengths      all equal; normalizers are scaled so that on policy each token is pushed by its
@@ -147,7 +147,7 @@ def expected_gradient(
 ) -> Float[Tensor, "c v"]:
     """E_mu of minus the gradient of a method's loss with respect to the logits of pi.
 
-    See the head of this file for what "expected" means and what is left out. Divergences are exact,
+    "Expected", and what is left out, are defined at the head of this file. Divergences are exact,
     entropies those of the old policy, which is also the reference; a sequence has two turns, of
     T // 2 tokens and of the rest.
 
@@ -171,18 +171,34 @@ def expected_gradient(
         >>> true_gradient(*args[2:])
         tensor([[-0.1966,  0.1966]], dtype=torch.float64)
     """
-    _check_tree(rollout, old, logits, rewards)
+    rows, count = tuple(_rows(rollout).shape), (rollout.vocab**rollout.horizon,)
+    for name, x, expected in (
+        ("old", _rows(old), rows),
+        ("logits", logits, rows),
+        ("rewards", rewards, count),
+    ):
+        if tuple(x.shape) != expected:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, expected {expected}: one row per context, "
+                "one reward per sequence of the rollout policy's tree"
+            )
     horizon = rollout.horizon
     sequences = _population(rollout.law()[0])
     contexts, tokens = _places(sequences, rollout.vocab, horizon)
     leaf = logits.detach().requires_grad_()
     logp_old = _rows(old).log()[contexts, tokens]
+    turns = [n for n in (horizon // 2, horizon - horizon // 2) if n]
+    segments = Segments.from_lengths(
+        [horizon] * len(sequences),
+        turns=Segments.from_lengths(turns * len(sequences)),
+        group_ids=torch.zeros(len(sequences), dtype=torch.int64),
+    )
     batch = LogProbs.pack(
         _rows(rollout).log()[contexts, tokens],
         leaf.log_softmax(-1)[contexts, tokens],
         logp_old,
         logp_ref=logp_old,
-        segments=_segments(len(sequences), horizon),
+        segments=segments,
     )
     advantages = rewards[sequences] - rollout.law()[0] @ rewards
     entropy = torch.special.entr(_rows(old)).sum(-1)
@@ -218,13 +234,13 @@ def relative_bias(
         >>> relative_bias(method("seq_tis"), 1.0) > 0.1
         True
     """
-    found = []
+    biases = []
     for problem in standard_problems() if problems is None else problems:
         old, logits = problem.drifted(scale)
         true = true_gradient(logits, problem.rewards)
         g = expected_gradient(row, problem.rollout, old, logits, problem.rewards)
-        found.append(float((g - true).norm() / true.norm()))
-    return max(found)
+        biases.append(float((g - true).norm() / true.norm()))
+    return max(biases)
 
 
 def measured_bias(row: Method) -> Bias:
@@ -300,16 +316,6 @@ def _places(
     return (before + prefix // vocab).flatten(), (prefix % vocab).flatten()
 
 
-def _segments(sequences: int, horizon: int) -> Segments:
-    """Sequences of one prompt, each of two turns (of one if it has one token)."""
-    turns = [n for n in (horizon // 2, horizon - horizon // 2) if n]
-    return Segments.from_lengths(
-        [horizon] * sequences,
-        turns=Segments.from_lengths(turns * sequences),
-        group_ids=torch.zeros(sequences, dtype=torch.int64),
-    )
-
-
 def _divergences(
     rollout: TabularPolicy, old: TabularPolicy, current: TabularPolicy, contexts: Int[Tensor, " n"]
 ) -> dict[str, Divergence]:
@@ -318,24 +324,9 @@ def _divergences(
     Gradient: to `current`.
     """
     policies = {"rollout": _rows(rollout), "old": _rows(old), "current": _rows(current)}
-    found = {}
+    exact = {}
     for kind, function in (("kl", token_kl), ("tv", token_tv)):
         for one, other in (("rollout", "current"), ("rollout", "old"), ("old", "current")):
             name = f"{kind}_{one}_{other}"
-            found[name] = Divergence.exact(name, function(policies[one], policies[other])[contexts])
-    return found
-
-
-def _check_tree(
-    rollout: TabularPolicy, old: TabularPolicy, logits: Tensor, rewards: Tensor
-) -> None:
-    rows = tuple(_rows(rollout).shape)
-    one = (rollout.vocab**rollout.horizon,)
-    wanted = {"old": rows, "logits": rows, "rewards": one}
-    given = {"old": _rows(old), "logits": logits, "rewards": rewards}
-    for name, x in given.items():
-        if tuple(x.shape) != wanted[name]:
-            raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}, expected {wanted[name]}: one row per context, "
-                "one reward per sequence of the rollout policy's tree"
-            )
+            exact[name] = Divergence.exact(name, function(policies[one], policies[other])[contexts])
+    return exact

@@ -105,19 +105,15 @@ def known_moments(bed: Testbed) -> dict[str, Moments]:
 
 # The frontier of bias and variance: every method against the exact gradient, over the horizon.
 #
-# For each method, at each horizon and at a fixed drift per token, how far its expected gradient is
-# from the true one, how much it scatters between batches, and what both are worth together:
-#
 #     bias = E[g] - grad J        P = <grad J, E[g]>^2 / (tr Var(g) + |bias|^2)
 #
-# P counts a step's progress against its error; the survey conjectures that beyond 200 tokens it is
-# largest for a unit between token and sequence. How a number was found is part of it:
+# P is a step's progress over its error, at a fixed drift per token; the survey conjectures that beyond
+# 200 tokens it is largest for a unit between token and sequence. Each number is found by one of
 #
-#     enumeration   exact: every sequence was visited
-#     recursion     exact: first and second moments by recursion (`offdrift.lab.frontier`)
+#     enumeration   exact: a sum over all sequences
+#     recursion     exact: first and second moments by recursion (`exact_moments`)
 #     sampled       Monte Carlo over independent batches, with rows whose mean is known exactly as
-#                   control variates; standard errors by the jackknife,
-#                   coefficients of the controls held fixed
+#                   control variates; standard errors by the jackknife, with fixed coefficients
 #
 # Reference: the survey's Problem 1, "The sequence-correct low-variance frontier".
 
@@ -128,7 +124,7 @@ Family = Literal[
 BETWEEN = ("prefix", "turn", "geometric", "variational")
 """The families between token and sequence, which the conjecture favors."""
 EXTREMES = ("token", "sequence")
-"""The families that it says are not best."""
+"""The families that it calls not best."""
 PLAIN = {
     "token": "token_is",
     "prefix": "minpro",
@@ -137,16 +133,16 @@ PLAIN = {
     "variational": "vespo",
     "sequence": "full_is",
 }
-"""The plainest method of each family."""
+"""The simplest method of each family."""
 
 ENUMERATED = 2**16
-"""Sequences up to which every one is visited."""
+"""Largest number of sequences that is enumerated."""
 CONTROLS = ("none", "token_is", "full_is")
 """Rows of `known_moments` that serve as control variates."""
 ROUNDING = 1e-9
-"""Share of a row's scatter below which what its controls leave of it is rounding."""
+"""Share of a row's scatter, unexplained by its controls, that counts as rounding."""
 LONG = 200
-"""Tokens from which the conjecture speaks."""
+"""Tokens from which the conjecture holds."""
 
 
 @dataclass(frozen=True)
@@ -197,9 +193,9 @@ def family(row: Method) -> Family:
     bare = replace(row, correction=Correction((), row.correction.weights))
     if bare.objective.on is None and not bare.correction.weights:
         return "uncorrected"
-    found = {u.removesuffix("_min") for u in units(bare)}
+    names = {u.removesuffix("_min") for u in units(bare)}
     for name in ("sequence", "geometric", "turn", "prefix", "token"):
-        if name in found:
+        if name in names:
             return name
     return "other"
 
@@ -228,12 +224,17 @@ def frontier(
     true = return_gradient(bed.current, bed.rewards[None])[0].sum(0).flatten()
     if not float(true.norm()) > 0:
         raise BadValueError(
-            f"the gradient of {bed.name} at T = {bed.horizon} is 0: nothing to find"
+            f"the gradient of {bed.name} at T = {bed.horizon} is 0: nothing to compare with"
         )
     batches = min(64, max(16, tokens // (batch * bed.horizon)))
     drawn = draw(bed, batches * batch, generator=torch.Generator().manual_seed(seed))
-    known = known_moments(bed)
-    controls = _controls(bed, drawn, known, batch)
+    moments = known_moments(bed)
+    controls = []  # rows with known moments on the same sequences, minus their expectation: mean 0
+    for name in CONTROLS:
+        c = coefficients(METHODS[name], bed, drawn)
+        sample = _batches(bed, drawn, c, batch=batch, separable=True)
+        mean, variance = moments[name]
+        controls.append(_Batches(sample.g - mean, sample.variance - variance / batch))
     every = all_sequences(bed) if bed.rollout.vocab**bed.horizon <= ENUMERATED else None
     for name, row in rows.items():
         about = (name, family(row), bool(row.correction.gates), bed.horizon)
@@ -242,19 +243,19 @@ def frontier(
             mean = every[1] @ g
             variance = float(every[1] @ (g - mean).square().sum(1)) / batch
             yield Estimate(*about, *_exact(mean, variance, true), "enumeration")
-        elif name in known and row == METHODS.get(name):
-            found = known[name]
-            yield Estimate(*about, *_exact(found.mean, found.variance / batch, true), "recursion")
+        elif name in moments and row == METHODS.get(name):
+            mean, variance = moments[name]
+            yield Estimate(*about, *_exact(mean, variance / batch, true), "recursion")
         else:
             parts = [drawn.rows(slice(i * batch, (i + 1) * batch)) for i in range(batches)]
             pieces = parts if row.looks_ahead else [drawn]
             c = torch.cat([coefficients(row, bed, piece) for piece in pieces])
-            seen = _batches(bed, drawn, c, batch=batch, separable=not row.looks_ahead)
-            yield Estimate(*about, *_sampled(seen, controls, true, batch), "sampled")
+            sample = _batches(bed, drawn, c, batch=batch, separable=not row.looks_ahead)
+            yield Estimate(*about, *_sampled(sample, controls, true, batch), "sampled")
 
 
 def verdict(estimates: Sequence[Estimate]) -> Verdict:
-    """Who wins at one horizon, by progress minus two standard errors, and who cannot be told from it.
+    """The best family at one horizon, by progress minus two standard errors, and those tied with it.
 
     Raises: `BadValueError` if the estimates are of several horizons, or none.
     """
@@ -265,18 +266,23 @@ def verdict(estimates: Sequence[Estimate]) -> Verdict:
         if e.family not in best or _rank(e) > _rank(best[e.family]):
             best[e.family] = e
     winner = max(best.values(), key=_rank)
+    tied = []
+    for name, e in best.items():
+        error = 2 * math.hypot(winner.progress_se, e.progress_se)
+        near = abs(winner.progress - e.progress) <= max(error, 0.005 * winner.progress)
+        tied += [name] if near and e is not winner else []
     plain = [e for e in estimates if PLAIN.get(e.family) == e.method]
     return Verdict(
         winner.horizon,
         best,
         winner,
-        tuple(f for f, e in best.items() if e is not winner and _close(e, winner)),
+        tuple(tied),
         max(plain, key=_rank) if len(plain) == len(PLAIN) else None,
     )
 
 
 def conjecture(verdicts: Sequence[Verdict]) -> str:
-    """What a testbed says about the conjecture, from its verdicts beyond 200 tokens.
+    """Whether the conjecture holds on a testbed, from its verdicts beyond 200 tokens.
 
     "holds" if a unit between token and sequence is best at every such horizon, "fails" if token or
     sequence is, neither tied with the other side; "undecided" is the rest.
@@ -286,31 +292,25 @@ def conjecture(verdicts: Sequence[Verdict]) -> str:
         return f"untested: no horizon of {LONG} tokens or more"
     between = [_within(v, BETWEEN) for v in long]
     extreme = [_within(v, EXTREMES) for v in long]
-    said = "holds" if all(between) else "fails" if all(extreme) else "undecided"
-    return f"{said}: best {', '.join(map(_told, long))}"
+    result = "holds" if all(between) else "fails" if all(extreme) else "undecided"
+    best = []
+    for v in long:
+        ties = f", tied with {' and '.join(v.tied)}" if v.tied else ""
+        best.append(f"{v.winner.method} ({v.winner.family}{ties}) at {v.horizon}")
+    return f"{result}: best {', '.join(best)}"
 
 
 def _within(v: Verdict, families: Sequence[str]) -> bool:
-    """Whether the winner is of these families, and whatever ties with it too."""
+    """Whether the winner and all that tie with it are of these families."""
     return v.winner.family in families and not {*BETWEEN, *EXTREMES} & {*v.tied} - {*families}
 
 
-def _told(v: Verdict) -> str:
-    ties = f", tied with {' and '.join(v.tied)}" if v.tied else ""
-    return f"{v.winner.method} ({v.winner.family}{ties}) at {v.horizon}"
-
-
 def _rank(e: Estimate) -> tuple[float, bool]:
-    """The progress that a method surely makes, to four digits; at a tie what is known exactly wins.
+    """Progress minus two standard errors, to four digits; at a tie exact numbers win.
 
     Luck in a few samples is no merit, and a limit that no sample met is not known to the last digit.
     """
     return float(f"{e.progress - 2 * e.progress_se:.4g}"), e.how != "sampled"
-
-
-def _close(e: Estimate, winner: Estimate) -> bool:
-    error = 2 * math.hypot(winner.progress_se, e.progress_se)
-    return abs(winner.progress - e.progress) <= max(error, 0.005 * winner.progress)
 
 
 def _exact(
@@ -326,14 +326,14 @@ def _exact(
 
 
 class _Batches(NamedTuple):
-    """What k batches say of a row: each one's gradient, and each one's estimate of tr Var."""
+    """The gradient of each of k batches, and each one's estimate of tr Var."""
 
     g: Float[Tensor, "k d"]
     variance: Float[Tensor, " k"]
 
 
 def _batches(bed: Testbed, drawn: Draw, c: Tensor, *, batch: int, separable: bool) -> _Batches:
-    """Where a batch's gradient is a mean over its sequences, each batch knows its own variance."""
+    """Gradients of batches; where they are means over sequences, each batch estimates its variance."""
     if not separable or batch == 1:
         g = gradients(bed, drawn, c, batch=batch)
         return _Batches(g, (g - g.mean(0)).square().sum(1) * len(g) / (len(g) - 1))
@@ -342,21 +342,8 @@ def _batches(bed: Testbed, drawn: Draw, c: Tensor, *, batch: int, separable: boo
     return _Batches(each.mean(1), each.var(1).sum(1) / batch)
 
 
-def _controls(
-    bed: Testbed, drawn: Draw, known: Mapping[str, Moments], batch: int
-) -> list[_Batches]:
-    """Rows with known moments on the same sequences, minus what they are on average: mean 0."""
-    found = []
-    for name in CONTROLS:
-        c = coefficients(METHODS[name], bed, drawn)
-        seen = _batches(bed, drawn, c, batch=batch, separable=True)
-        mean, variance = known[name]
-        found.append(_Batches(seen.g - mean, seen.variance - variance / batch))
-    return found
-
-
 def _sampled(
-    seen: _Batches, controls: Sequence[_Batches], true: Float[Tensor, " d"], batch: int
+    sample: _Batches, controls: Sequence[_Batches], true: Float[Tensor, " d"], batch: int
 ) -> tuple[float, float, float, float, float]:
     """The same of batches: estimates without their first-order bias, by the jackknife.
 
@@ -364,9 +351,9 @@ def _sampled(
     Its errors are then those of the largest share q of sequences that could meet a limit and were not
     drawn (95 %), each with a gradient of usual size: q |g_i|, and 2 q |g_i| / |E g| of the progress.
     """
-    size, n = float(true.norm()), len(seen.g)
-    g = seen.g - _explained(seen.g, [c.g for c in controls])
-    variance = seen.variance - _explained(seen.variance, [c.variance for c in controls])
+    size, n = float(true.norm()), len(sample.g)
+    g = sample.g - _explained(sample.g, [c.g for c in controls])
+    variance = sample.variance - _explained(sample.variance, [c.variance for c in controls])
     whole = _statistics(g, variance, true)
     rest = [_statistics(_without(g, i), _without(variance, i), true) for i in range(n)]
     value = n * whole - (n - 1) * torch.stack(rest).mean(0)
@@ -374,8 +361,8 @@ def _sampled(
     bias, spread = value[:2].clamp(min=0).sqrt().tolist()
     bias_se = float(error[0]) / (2 * bias) if bias > 0 else math.sqrt(float(error[0]))
     progress, progress_se = max(float(value[2]), 0.0), float(error[2])
-    if _scatter(g) <= ROUNDING * _scatter(seen.g):
-        mean = float(seen.g.mean(0).norm())
+    if _scatter(g) <= ROUNDING * _scatter(sample.g):
+        mean = float(sample.g.mean(0).norm())
         unmet = rule_of_three(n * batch) * math.hypot(math.sqrt(batch) * spread, mean)
         bias_se = max(bias_se, unmet)
         progress_se = max(progress_se, 2 * progress * unmet / mean)

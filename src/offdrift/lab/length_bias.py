@@ -1,4 +1,4 @@
-"""Which gates punish length: the share of sequences that each accepts, against their length.
+"""Length bias of gates: the share of sequences that each accepts, against their length.
 
 A gate on the worst token has one more chance to reject with every token; a gate on a mean has not.
 Table 2 of the TRM paper states how each scales when violations are independent. Here the real gates
@@ -40,10 +40,6 @@ CALM, SPIKE = 0.02, 1.5
 VOCAB, CONTEXTS = 64, 4096
 
 
-def _sequence_product(cap: float) -> Gate:
-    return Gate(statistic="ratio", on="full", unit="seq_sum", low=1 / cap, high=cap)
-
-
 def _kl(unit: str, high: float) -> Gate:
     return Gate(statistic="kl", on="full", unit=unit, high=high)  # type: ignore[arg-type]
 
@@ -57,7 +53,11 @@ GATES: dict[str, tuple[Callable[[float], AnyGate], float, str]] = {
         0.10,
         "constant",
     ),
-    "seq_product": (lambda u: _sequence_product(1 + u), 2.0, "not in Table 2"),
+    "seq_product": (
+        lambda u: Gate(statistic="ratio", on="full", unit="seq_sum", low=1 / (1 + u), high=1 + u),
+        2.0,
+        "not in Table 2",
+    ),
 }
 """Gate for a threshold, the published threshold, and the rejection that Table 2 states. The product
 of ratios must lie in [1/(1+u), 1+u]."""
@@ -65,7 +65,7 @@ of ratios must lie in [1/(1+u), 1+u]."""
 
 @dataclass(frozen=True)
 class Stream:
-    """What a gate can see of `b` sequences of `t` tokens: per token, current against rollout."""
+    """Drift of `b` sequences of `t` tokens: per token, current against rollout."""
 
     name: str
     log_ratio: Float[Tensor, "b t"]
@@ -175,14 +175,30 @@ def curves(
             f"lengths = {list(lengths)}, same_at = {same_at}: the stream's sequences have "
             f"{stream.kl.shape[1]} tokens; ask for lengths from 1 to that"
         )
-    found = []
+    measured = []
     for name, (make, published, stated) in gates.items():
         limit = published
         if same_at is not None:
-            limit = _threshold(lambda u, make=make: _share(stream, make(u), same_at), share)
+            limit = _threshold(stream, make, same_at, share)
         counts = [int(stream.accepted(make(limit), n).sum()) for n in lengths]
-        found.append(_curve(name, limit, stated, lengths, counts, len(stream.kl)))
-    return found
+        sequences = len(stream.kl)
+        acceptance = tuple(k / sequences for k in counts)
+        ends = [wilson(k, sequences) for k in counts]
+        gamma, c = scaling(lengths, acceptance, sequences) or (None, None)
+        measured.append(
+            Curve(
+                gate=name,
+                threshold=limit,
+                stated=stated,
+                lengths=tuple(lengths),
+                acceptance=acceptance,
+                low=tuple(low for low, _ in ends),
+                high=tuple(high for _, high in ends),
+                exponent=gamma,
+                rate=c,
+            )
+        )
+    return measured
 
 
 def scaling(
@@ -249,45 +265,25 @@ def _draw(
     return log_ratio.float(), token_kl(mu, pi)[which].float()
 
 
-def _share(stream: Stream, gate: AnyGate, length: int) -> float:
-    return float(stream.accepted(gate, length).double().mean())
+def _threshold(
+    stream: Stream, make: Callable[[float], AnyGate], length: int, share: float
+) -> float:
+    """The smallest threshold, to rounding, whose gate accepts at least `share` at this length."""
 
+    def enough(threshold: float) -> bool:
+        return float(stream.accepted(make(threshold), length).double().mean()) >= share
 
-def _threshold(share_at: Callable[[float], float], share: float) -> float:
-    """The smallest threshold, to rounding, that accepts at least `share`."""
     low, high = 0.0, 1.0
-    while share_at(high) < share and high < 1e12:
+    while not enough(high) and high < 1e12:
         low, high = high, 2 * high
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if share_at(middle) >= share else (middle, high)
+        low, high = (low, middle) if enough(middle) else (middle, high)
     return high
 
 
-def _curve(
-    name: str, limit: float, stated: str, lengths: Sequence[int], counts: list[int], sequences: int
-) -> Curve:
-    acceptance = tuple(k / sequences for k in counts)
-    ends = [wilson(k, sequences) for k in counts]
-    fit = scaling(lengths, acceptance, sequences)
-    return Curve(
-        gate=name,
-        threshold=limit,
-        stated=stated,
-        lengths=tuple(lengths),
-        acceptance=acceptance,
-        low=tuple(a for a, _ in ends),
-        high=tuple(b for _, b in ends),
-        exponent=fit and fit[0],
-        rate=fit and fit[1],
-    )
-
-
-# Recorded drift: per token, how far a real training engine was from a real rollout engine.
-#
-# A recording is a compressed numpy archive of two arrays `[sequences, tokens]`, `log_ratio` and `kl`,
-# and a `name`. It holds numbers only: no tokens, no text, and nothing in it is ever unpickled.
-
+# Recorded drift of a real training engine from a real rollout engine, per token: a compressed numpy
+# archive of `log_ratio` and `kl`, `[sequences, tokens]`, and a `name`. No tokens, no text, no pickles.
 
 FOLDER = Path(__file__).with_name("recordings")
 
@@ -298,7 +294,7 @@ def packaged() -> list[Path]:
 
 
 def write_recording(stream: Stream, path: Path) -> None:
-    """Store a stream, as it is."""
+    """Store a stream."""
     arrays = {"log_ratio": stream.log_ratio.numpy(), "kl": stream.kl.numpy()}
     np.savez_compressed(path, name=np.array(stream.name), **arrays)  # type: ignore[arg-type]
 

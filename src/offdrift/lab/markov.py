@@ -1,9 +1,8 @@
-"""Policies over long sequences whose next token depends on the context through one of few states.
+"""Markov policies: the next token depends on the context through one of few states.
 
-An `Automaton` says what a policy remembers of the tokens so far. Rewards are functions of the last
-state, so an automaton also says what can be rewarded. `product` runs two side by side: one to steer the
-policy, one to score the sequence. Prompts are initial states, drawn from `start`. A `MarkovPolicy` holds
-one distribution over tokens per state.
+An `Automaton` maps the tokens so far to a state; rewards are functions of the last state. `product`
+runs two side by side: one to steer the policy, one to score the sequence. Prompts are initial
+states, drawn from `start`. A `MarkovPolicy` holds one distribution over tokens per state.
 """
 
 from __future__ import annotations
@@ -128,10 +127,10 @@ def pattern(vocab: int, tokens: Sequence[int]) -> Automaton:
     """
     word = list(tokens)
 
-    def after(seen: int, token: int) -> int:
-        if seen == len(word):
-            return seen
-        read = [*word[:seen], token]
+    def after(matched: int, token: int) -> int:
+        if matched == len(word):
+            return matched
+        read = [*word[:matched], token]
         return next(k for k in range(len(read), -1, -1) if word[:k] == read[len(read) - k :])
 
     states = [[after(k, v) for v in range(vocab)] for k in range(len(word) + 1)]
@@ -172,11 +171,8 @@ def _from_zero(next_state: Int[Tensor, "s v"]) -> Automaton:
     return Automaton(next_state, start)
 
 
-# `MarkovPolicy`: policies over sequences of any length whose memory is one of few states.
-#
-# Where `TabularPolicy` writes down every context, this one writes down every state of an
-# `Automaton`. All expectations are recursions over positions (`offdrift.lab.recursions`), batched
-# over `p` policies, so horizons in the thousands are exact too.
+# Expectations of Markov policies are recursions over positions (`offdrift.lab.recursions`), batched over
+# `p` policies, so horizons in the thousands are exact too.
 
 
 @dataclass(frozen=True)
@@ -344,8 +340,9 @@ def shifted(
 ) -> MarkovPolicy:
     """The policy with `scale * push` added to its logits.
 
-    `scale` is one number, or one per policy. What `push` covers says what kind of drift it is: noise on every row (numerical noise), one
-    state (a flipped expert), the same vector everywhere (a systematic tilt), some positions.
+    `scale` is one number, or one per policy. `push` decides the kind of drift: noise on every row
+    (numerical noise), one state (a flipped expert), the same vector everywhere (a systematic tilt), or
+    some positions.
     """
     push = push.expand(-1, max(push.shape[1], policy.tokens.shape[1]), -1, -1)
     size = torch.as_tensor(scale, dtype=torch.float64).reshape(-1, 1, 1, 1)

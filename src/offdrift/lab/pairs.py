@@ -1,7 +1,8 @@
-"""How much a masked surrogate can overstate, exactly, for the regions that certificates are about.
+"""Pairs of policies to test bounds on, with their exact divergences and worst errors.
 
-A guarantee without preconditions says J(pi) - J(mu) >= L'_masked - B_A - price. With F(y) the weight
-of a sequence's reward in the error, and d(y) = pi(y) - mu(y), the left side falls below L'_masked by
+For masked surrogates: a guarantee without preconditions says J(pi) - J(mu) >= L'_masked - B_A -
+price. With F(y) the weight of a sequence's reward in the error, and d(y) = pi(y) - mu(y), the left
+side falls below L'_masked by
 
     sum_y R(y) (M (d - F) - d) = sum_{accepted} R (-F) + sum_{rejected} R (-d),
 
@@ -76,7 +77,11 @@ def masked(rollout: TabularPolicy, current: TabularPolicy) -> Masked:
     law = rollout.law()
     drawn = law > 0
     over = (-error).clamp(min=0)
-    worst = _worst_log_ratio(rollout, current)
+    # max_t |log w_t| of every sequence; infinite where either policy cannot draw it.
+    worst = rollout.levels[0].new_zeros(rollout.pairs, 1)
+    for mu, pi in zip(rollout.levels, current.levels, strict=True):
+        size = torch.where((mu > 0) & (pi > 0), (pi.log() - mu.log()).abs(), torch.inf)
+        worst = torch.maximum(worst[..., None], size).flatten(1)
     tau = torch.where(drawn, worst, torch.inf).median(dim=1).values
     accepted = (worst <= tau[:, None]) & drawn
     region, prefix_kl = _inside(rollout, current)
@@ -88,15 +93,6 @@ def masked(rollout: TabularPolicy, current: TabularPolicy) -> Masked:
         prefix_kl=prefix_kl,
         overstated_kl=(over * (region & drawn)).sum(1),
     )
-
-
-def _worst_log_ratio(rollout: TabularPolicy, current: TabularPolicy) -> Float[Tensor, "p y"]:
-    """max_t |log w_t| of every sequence; infinite where either policy cannot draw it."""
-    worst = rollout.levels[0].new_zeros(rollout.pairs, 1)
-    for mu, pi in zip(rollout.levels, current.levels, strict=True):
-        size = torch.where((mu > 0) & (pi > 0), (pi.log() - mu.log()).abs(), torch.inf)
-        worst = torch.maximum(worst[..., None], size).flatten(1)
-    return worst
 
 
 def _inside(
@@ -114,16 +110,13 @@ def _inside(
     return inside, total
 
 
-# Pairs of policies to try bounds on, of every kind the library knows, with their worst error.
-#
-# Two ways of being exact. Enumerated pairs have at most 8 tokens; their rewards are the worst of all
-# rewards in [0, 1]. Pairs with a memory of few states have up to a thousand; their rewards are the
-# worst of those that look at the last state, and TV of sequences is the upper end of its interval,
-# which keeps the bounds that take it valid, if looser.
+# Enumerated pairs have at most 8 tokens; their rewards are the worst of all rewards in [0, 1]. Markov
+# pairs have up to a thousand; their rewards are the worst functions of the last state, and TV of
+# sequences is the upper end of its interval, which keeps bounds that take it valid, if looser.
 #
 # Kinds of drift: independent noise on every context, on few of them (routing flips), a constant bias,
 # one position, rare tokens, filters that cut tokens off either policy, several prompts, or no relation
-# at all. Its size is spread over orders of magnitude.
+# at all. Sizes span orders of magnitude.
 
 
 TREES = [(2, 2), (2, 3), (2, 4), (2, 5), (2, 6), (2, 8), (3, 2), (3, 3), (3, 4), (3, 6), (3, 8)]
@@ -185,7 +178,7 @@ def batches(pairs: int, *, seed: int, longest: int = HORIZONS[-1]) -> Iterator[B
     if pairs < 1:
         raise BadValueError(f"pairs = {pairs}; at least 1 pair must be checked")
     g = torch.Generator().manual_seed(seed)
-    cells = [cell for cell in _tabular_cells() + _markov_cells() if cell.horizon <= longest]
+    cells = [cell for cell in _cells() if cell.horizon <= longest]
     order = torch.randperm(len(cells), generator=g).tolist()
     for place, number in enumerate(order):
         share = pairs * (place + 1) // len(cells) - pairs * place // len(cells)
@@ -250,14 +243,14 @@ def _filtered(policy: TabularPolicy) -> TabularPolicy:
     return TabularPolicy(tuple(level / level.sum(-1, keepdim=True) for level in kept))
 
 
-def _rollout_filtered(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
-    mu, pi = _unrelated(n, vocab, horizon, g)
-    return _filtered(mu), pi
+def _one_filtered(side: int) -> Maker:
+    """Unrelated policies, of which the rollout (0) or the current one (1) is filtered."""
 
+    def make(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
+        mu, pi = _unrelated(n, vocab, horizon, g)
+        return (_filtered(mu), pi) if side == 0 else (mu, _filtered(pi))
 
-def _current_filtered(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
-    mu, pi = _unrelated(n, vocab, horizon, g)
-    return mu, _filtered(pi)
+    return make
 
 
 FAMILIES: dict[str, Maker] = {
@@ -270,8 +263,8 @@ FAMILIES: dict[str, Maker] = {
     "biased, uniform rollout": _biased(0.0),
     "rare tokens": _rare,
     "one position": _one_position,
-    "rollout filtered": _rollout_filtered,
-    "current filtered": _current_filtered,
+    "rollout filtered": _one_filtered(0),
+    "current filtered": _one_filtered(1),
 }
 """Kinds of enumerated pairs; "several prompts" is another."""
 
@@ -284,17 +277,6 @@ class Cell:
     most: int
     """Pairs at a time."""
     make: Callable[[int, torch.Generator], Batch]
-
-
-def _tabular_cells() -> list[Cell]:
-    cells = []
-    for vocab, horizon in TREES:
-        most = max(1, LARGEST // vocab**horizon)
-        makers = [partial(_one_prompt, f, m, vocab, horizon) for f, m in FAMILIES.items()]
-        cells += [Cell(horizon, most, make) for make in makers]
-        several = partial(_several_prompts, vocab, horizon)
-        cells.append(Cell(horizon, max(1, most // len(_PROMPTS)), several))
-    return cells
 
 
 def _one_prompt(
@@ -311,7 +293,7 @@ def _several_prompts(vocab: int, horizon: int, n: int, g: torch.Generator) -> Ba
     return Batch(each.family, vocab, horizon, True, over_prompts(each.divergences, _PROMPTS), error)
 
 
-# -- pairs with a memory of few states ----------------------------------------------------------
+# -- Markov pairs -------------------------------------------------------------------------------
 
 MACHINES: dict[str, Automaton] = {
     "parity": counter(2, 2),
@@ -321,21 +303,8 @@ MACHINES: dict[str, Automaton] = {
     "parity and last token": product(counter(3, 2), last_tokens(3)),
     "majority, two prompts": prompts(walk(2, 2), [0.7, 0.3]),
 }
-"""What policies remember, and rewards look at."""
+"""Automata of the policies and their rewards."""
 DRIFTS = ("noise", "noise at every position", "flip", "tilt", "rare tokens")
-
-
-def _markov_cells() -> list[Cell]:
-    return [
-        Cell(
-            horizon,
-            max(1, LARGEST // (horizon * machine.states)),
-            partial(_markov_batch, drift, name, machine, horizon),
-        )
-        for name, machine in MACHINES.items()
-        for horizon in HORIZONS
-        for drift in DRIFTS
-    ]
 
 
 def _markov_batch(
@@ -352,6 +321,23 @@ def _markov_batch(
     else:
         push = drift_tilt(mu) if drift == "tilt" else drift_noise(mu, generator=g)
     return followed(f"{name}: {drift}", mu, shifted(mu, push, scale=sizes))
+
+
+def _cells() -> list[Cell]:
+    """All kinds at all sizes: enumerated pairs, then Markov pairs."""
+    cells = []
+    for vocab, horizon in TREES:
+        most = max(1, LARGEST // vocab**horizon)
+        makers = [partial(_one_prompt, f, m, vocab, horizon) for f, m in FAMILIES.items()]
+        cells += [Cell(horizon, most, make) for make in makers]
+        several = partial(_several_prompts, vocab, horizon)
+        cells.append(Cell(horizon, max(1, most // len(_PROMPTS)), several))
+    for name, machine in MACHINES.items():
+        for horizon in HORIZONS:
+            most = max(1, LARGEST // (horizon * machine.states))
+            makers = [partial(_markov_batch, drift, name, machine, horizon) for drift in DRIFTS]
+            cells += [Cell(horizon, most, make) for make in makers]
+    return cells
 
 
 def _sizes(n: int, largest: float, g: torch.Generator) -> Float[Tensor, " p"]:

@@ -1,4 +1,4 @@
-"""Tabular policies, many at a time, and the exact truth about pairs of them.
+"""Tabular policies, many at a time, and exact divergences and returns of pairs of them.
 
 A policy over sequences of `horizon` tokens from a vocabulary of `v` is one row of probabilities per
 context: 1 context at the first position, v at the second, v^2 at the third. On such a tree every
@@ -161,7 +161,7 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor,
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-# What is exactly true about two tabular policies: every sequence is visited, none is sampled.
+# Exact quantities of two tabular policies, by enumeration of all sequences.
 #
 # The rollout policy `mu` draws, the current policy `pi` is to be judged, rewards sit on whole
 # sequences. The surrogate is written without ratios,
@@ -172,7 +172,7 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor,
 # it cannot (top-k, top-p) it is its limit, and what a batch measures is smaller, by the reward of what
 # mu never draws.
 #
-# Everything is carried down the tree once. Small drift is not found as a difference of large numbers:
+# One pass down the tree; small drift is not computed as a difference of large numbers:
 # with d, e the probability of a context and how much likelier the current policy makes it, and F the
 # weight of its reward in the error,
 #
@@ -369,7 +369,7 @@ def refuse_rewards(
     if not (within[0] - 1e-9 <= smallest and largest <= within[1] + 1e-9):
         raise BadValueError(
             f"rewards go from {smallest:g} to {largest:g}, outside [{within[0]:g}, {within[1]:g}]; "
-            "say within= what they lie, or rescale them"
+            "pass their range as within=, or rescale them"
         )
 
 

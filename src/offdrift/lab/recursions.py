@@ -1,7 +1,7 @@
-"""What is exactly true about two Markov policies, by recursion over positions.
+"""Exact divergences and returns of two Markov policies, by recursion over positions.
 
 The same quantities as `offdrift.lab.policy`, without visiting sequences. Small drift is not
-found as a difference of large numbers: with e_t = d_t^pi - d_t^mu and F_t the error's weights,
+computed as a difference of large numbers: with e_t = d_t^pi - d_t^mu and F_t the error's weights,
 
     e_{t+1} = e_t pi_t + d_t (pi_t - mu_t)        shift of the contexts
     F_{t+1} = F_t mu_t + e_t (pi_t - mu_t)        Error = sum_s F_{T+1}(s) R(s)
@@ -168,10 +168,10 @@ def chi2_seq(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[Tensor, " p"
     drawn = mu > 0
     safe = mu.where(drawn, 1.0)
     row = ((pi - mu).square() / safe).where(drawn, 0.0).sum(-1)
-    found = _from_start(rollout, (pi.square() / safe).where(drawn, 0.0), row)
+    chi2 = _from_start(rollout, (pi.square() / safe).where(drawn, 0.0), row)
     missed = ((pi > 0) & ~drawn).any(-1)
     both = rollout.reached()[:, :-1] * current.reached()[:, :-1] > 0
-    return found.where(~(both & missed).any(2).any(1) & (found < _LARGEST), math.inf)
+    return chi2.where(~(both & missed).any(2).any(1) & (chi2 < _LARGEST), math.inf)
 
 
 def return_gradient(
@@ -265,14 +265,16 @@ def _mean(
     law: Float[Tensor, "p t s"], x: Float[Tensor, "p _ s"], reached: Float[Tensor, "p t s"]
 ) -> Float[Tensor, "p t"]:
     """Mean over states; one that never occurs does not count, even if x is infinite there."""
-    known = torch.where(reached > 0, x, 0.0)
-    return torch.where(known < math.inf, law * known, math.inf).sum(-1)
+    x = torch.where(reached > 0, x, 0.0)
+    return torch.where(x < math.inf, law * x, math.inf).sum(-1)
 
 
 def _same_tree(rollout: MarkovPolicy, current: MarkovPolicy) -> None:
     sizes = [(p.pairs, p.horizon) for p in (rollout, current)]
     if sizes[0] != sizes[1]:
-        raise ShapeError(f"rollout and current policy differ in (pairs, horizon): {sizes[0]} and {sizes[1]}")  # fmt: skip
+        raise ShapeError(
+            f"rollout and current policy differ in (pairs, horizon): {sizes[0]} and {sizes[1]}"
+        )
     if not rollout.automaton.same_as(current.automaton):
         raise ShapeError(
             "rollout and current policy live on different automata; build both on the same one"

@@ -1,4 +1,4 @@
-"""Search for pairs of policies that break a bound: by sampling, and by gradient ascent on |Error| / bound.
+"""Search for pairs of policies that violate a bound: random pairs, and gradient ascent on |Error| / bound.
 
 Both policies of a pair are free; rewards need no search, because the worst ones are known in closed form
 (`worst_rewards`, `worst_state_rewards`). Many pairs start at random and climb side by side, with a smooth
@@ -41,7 +41,7 @@ Measure = Callable[[Logits, Logits], Batch]
 
 @dataclass(frozen=True)
 class Arena:
-    """A place to search: which logits there are, and how a pair is measured."""
+    """A search space: the shapes of the logits, and how a pair is measured."""
 
     name: str
     shapes: tuple[tuple[int, int], ...]
@@ -86,7 +86,7 @@ def attack(
     seed: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Batch:
-    """The pairs found: for each of `GOALS`, the best that each of `restarts` starts came by.
+    """The best pair for each of `GOALS` and each of `restarts` starts.
 
     Args:
         tick: called after each step, for a progress bar.
@@ -99,7 +99,9 @@ def attack(
     goal = torch.arange(len(GOALS)).repeat_interleave(restarts)
     free = _starts(arena, len(goal), g)
     optimizer = torch.optim.Adam(free, lr=RATE)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: _cosine(n, steps))
+    decay = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: (1 + math.cos(math.pi * n / max(steps, 1))) / 2
+    )
     best = [x.detach().clone() for x in free]
     record = torch.zeros(len(goal), dtype=torch.float64)
     for step in range(steps + 1):
@@ -125,7 +127,7 @@ def attack(
 def smooth_bounds(d: Divergences, horizon: int) -> Float[Tensor, "r p"]:
     """The sharp bounds in the order of `GOALS`, for many pairs and with gradients.
 
-    Only for directions to search in: what counts is what `offdrift.certificate` says.
+    Only for search directions: reported numbers come from `offdrift.certificate`.
     """
     steps = torch.arange(horizon, dtype=torch.float64)
     kl = (d.kl_max / 2).sqrt().clamp(max=1)
@@ -185,10 +187,6 @@ def _measured(arena: Arena, free: list[Tensor]) -> Batch:
     return arena.measure(mu, [x + amount * d for x, d in zip(mu, push, strict=True)])
 
 
-def _cosine(step: int, steps: int) -> float:
-    return (1 + math.cos(math.pi * step / max(steps, 1))) / 2
-
-
 RELATIVE = 1e-9
 """Rounding allowed in a quotient of error and bound.
 
@@ -208,7 +206,7 @@ ratios and over those inside a trust region that others leave.
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a batch of pairs showed."""
+    """Tightness of every bound for a batch of pairs."""
 
     family: str
     vocab: int
@@ -244,7 +242,7 @@ def bound_values(batch: Batch) -> Float[np.ndarray, "p r"]:
     mean_tv = d.mean_tv.detach().numpy()
     rows = []
     for i, (delta, eps, kl_seq, tv_seq) in enumerate(zip(*columns, strict=True)):
-        found = {
+        values = {
             (bound.name, constants): bound.value
             for constants in CONSTANTS
             for bound in all_bounds(
@@ -257,7 +255,7 @@ def bound_values(batch: Batch) -> Float[np.ndarray, "p r"]:
                 constants=constants,
             )
         }
-        rows.append([found[key] for key in TABLE])
+        rows.append([values[key] for key in TABLE])
     return np.array(rows)
 
 
@@ -274,7 +272,9 @@ def other_values(batch: Batch) -> tuple[Float[np.ndarray, "p o"], Float[np.ndarr
     tv_seq = batch.divergences.tv_seq.clamp(max=1).tolist()
     for i, (tau, r, tv) in enumerate(zip(m.tau.tolist(), m.rejected.tolist(), tv_seq, strict=True)):
         if not math.isnan(tau):
-            paper, sharp = (sample_ratio_error(horizon=batch.horizon, tau=tau, constants=c) for c in CONSTANTS)  # fmt: skip
+            paper, sharp = (
+                sample_ratio_error(horizon=batch.horizon, tau=tau, constants=c) for c in CONSTANTS
+            )
             price = masked_guarantee(error=paper, rejected=r, tv_seq=tv)
             values[i, :2] = price.error + price.price, sharp
     return errors, values
@@ -309,33 +309,34 @@ def check(batch: Batch, *, factor: float = 1.0) -> Outcome:
     with np.errstate(divide="ignore", invalid="ignore"):
         tightness = np.where(nothing, np.nan, errors / values)
     eps = batch.divergences.tv_max.detach().numpy()
-    return Outcome(batch.family, batch.vocab, batch.horizon, batch.enumerated, eps, tightness, checked, violated)  # fmt: skip
+    about = (batch.family, batch.vocab, batch.horizon, batch.enumerated)
+    return Outcome(*about, eps, tightness, checked, violated)
 
 
 def summarize(outcomes: Iterable[Outcome]) -> list[Row]:
-    """Every bound over all of these pairs; none of them: no rows."""
-    found = list(outcomes)
-    if not found:
+    """One row per bound over all of these pairs; no rows without outcomes."""
+    outcomes = list(outcomes)
+    if not outcomes:
         return []
-    tightness = np.concatenate([o.tightness for o in found])
-    checked = np.concatenate([o.checked for o in found])
-    violated = np.concatenate([o.violated for o in found])
-    kinds = [f"{o.family}, V={o.vocab}, T={o.horizon}" for o in found]
-    kind = np.repeat(np.arange(len(found)), [len(o.eps) for o in found])
+    tightness = np.concatenate([o.tightness for o in outcomes])
+    checked = np.concatenate([o.checked for o in outcomes])
+    violated = np.concatenate([o.violated for o in outcomes])
+    kinds = [f"{o.family}, V={o.vocab}, T={o.horizon}" for o in outcomes]
+    kind = np.repeat(np.arange(len(outcomes)), [len(o.eps) for o in outcomes])
     rows = []
     for column, (name, constants) in enumerate(ROW_NAMES):
         ratio = tightness[:, column]
-        known = ratio[~np.isnan(ratio)]
-        best = int(np.nanargmax(ratio)) if known.size else 0
+        tight = ratio[~np.isnan(ratio)]
+        best = int(np.nanargmax(ratio)) if tight.size else 0
         rows.append(
             Row(
                 bound=name,
                 constants=constants,
                 checked=int(checked[:, column].sum()),
                 violations=int(violated[:, column].sum()),
-                largest=float(ratio[best]) if known.size else 0.0,
-                median=float(np.median(known)) if known.size else 0.0,
-                where=kinds[kind[best]] if known.size else "",
+                largest=float(ratio[best]) if tight.size else 0.0,
+                median=float(np.median(tight)) if tight.size else 0.0,
+                where=kinds[kind[best]] if tight.size else "",
             )
         )
     return rows

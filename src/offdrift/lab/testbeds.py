@@ -1,10 +1,10 @@
 """Testbeds for gradient estimators: a reward, a rollout policy, and policies at a fixed drift from it.
 
-All are Markov policies, so the true gradient is known at any horizon, and the drift per token is
-the same at every horizon: what changes with T is only how much of it adds up.
+All are Markov policies, so the true gradient is exact at any horizon. The drift per token is the same at
+every horizon; only its sum changes with T.
 
-    walk    a random walk on 17 places, paid by the place where it ends: recent tokens matter
-    chain   every token may be a fatal slip, once in T on average: all tokens matter alike
+    walk    a random walk on 17 places, rewarded by its last place: recent tokens matter
+    chain   every token may be fatal, once in T on average: all tokens matter alike
     flip    the chain, with all drift in one of its states, as when an expert's routing flips
 """
 
@@ -39,7 +39,7 @@ LIVING = 3
 class Testbed:
     """One prompt, three policies, and the reward of every last state in [0, 1]."""
 
-    __test__ = False  # no test case, whatever pytest thinks of its name
+    __test__ = False  # pytest would take the name for a test case
 
     name: str
     rollout: MarkovPolicy
@@ -110,11 +110,11 @@ def _chain(horizon: int, g: torch.Generator) -> tuple[MarkovPolicy, Tensor]:
 
 
 def _scale(rollout: MarkovPolicy, push: Tensor, kl_token: float) -> float:
-    """How far along `push` the mean token KL is what was asked for."""
+    """The scale of `push` at which the mean token KL is `kl_token`."""
 
     def kl(scale: float) -> float:
-        found = markov_divergences(rollout, shifted(rollout, push, scale=scale))
-        return float(found.mean_kl.mean())
+        drifted = shifted(rollout, push, scale=scale)
+        return float(markov_divergences(rollout, drifted).mean_kl.mean())
 
     low, high = 0.0, 1.0
     while kl(high) < kl_token and high < 64:
@@ -132,7 +132,7 @@ def _scale(rollout: MarkovPolicy, push: Tensor, kl_token: float) -> float:
 # The gradient that a method takes from sampled sequences of a testbed, for every row of the table.
 #
 # One batch is one step's data: N answers to one prompt, advantages `R - J(mu)`, the exact baseline.
-# What a row makes of it is a coefficient per token (the loss's gradient with respect to the token's
+# A method reduces to a coefficient per token (the loss's gradient with respect to the token's
 # log-prob), which the softmax turns into a gradient of the shape of the policy's logits:
 #
 #     g = sum_t c_t (onehot(y_t) - pi(. | s_t))
@@ -187,7 +187,14 @@ def coefficients(row: Method, bed: Testbed, drawn: Draw) -> Float[Tensor, "b t"]
     sequences, horizon = drawn.tokens.shape
     logp = _logp(bed.current, drawn).reshape(-1).requires_grad_()
     old = _logp(bed.old, drawn).reshape(-1)
-    segments = _segments(sequences, horizon)
+    turns = min(TURNS, horizon)
+    sizes = torch.full((turns,), horizon // turns)
+    sizes[: horizon % turns] += 1
+    segments = Segments.from_lengths(
+        torch.full((sequences,), horizon),
+        turns=Segments.from_lengths(sizes.repeat(sequences)),
+        group_ids=torch.zeros(sequences, dtype=torch.int64),
+    )
     batch = LogProbs.pack(
         _logp(bed.rollout, drawn).reshape(-1), logp, old, logp_ref=old, segments=segments
     )
@@ -227,21 +234,10 @@ def _logp(policy: MarkovPolicy, drawn: Draw) -> Float[Tensor, "b t"]:
 
 def _divergences(bed: Testbed, states: Int[Tensor, " n"]) -> dict[str, Divergence]:
     """Exact divergences from the rollout policy at every token, by the names that gates read."""
-    found = {}
+    exact = {}
     mu = bed.rollout.tokens[0, 0]
     for kind, function in (("kl", token_kl), ("tv", token_tv)):
         for name, other in (("current", bed.current), ("old", bed.old)):
             value = function(mu, other.tokens[0, 0])[states]
-            found[f"{kind}_rollout_{name}"] = Divergence.exact(f"{kind}_rollout_{name}", value)
-    return found
-
-
-def _segments(sequences: int, horizon: int) -> Segments:
-    turns = min(TURNS, horizon)
-    sizes = torch.full((turns,), horizon // turns)
-    sizes[: horizon % turns] += 1
-    return Segments.from_lengths(
-        torch.full((sequences,), horizon),
-        turns=Segments.from_lengths(sizes.repeat(sequences)),
-        group_ids=torch.zeros(sequences, dtype=torch.int64),
-    )
+            exact[f"{kind}_rollout_{name}"] = Divergence.exact(f"{kind}_rollout_{name}", value)
+    return exact

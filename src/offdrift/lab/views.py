@@ -1,4 +1,4 @@
-"""The frontier of bias and variance, in a table and in a figure."""
+"""Tables, figures and JSON of the lab's experiments: frontier, length bias, bounds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,21 @@ from offdrift.lab.search import Outcome, Row, of_drift, summarize
 from offdrift.show.figure import Panel, Series
 
 SMALLEST = 1e-4
-"""Bias at which a point is drawn that has less: exact methods would stretch the axis otherwise."""
-FAMILIES = ("token", "prefix", "turn", "geometric", "variational", "sequence", "uncorrected", "other")  # fmt: skip
+"""Smallest bias that the figure shows; exact methods would stretch the axis otherwise."""
+FAMILIES = (
+    "token",
+    "prefix",
+    "turn",
+    "geometric",
+    "variational",
+    "sequence",
+    "uncorrected",
+    "other",
+)
 
 
 def by_horizon(estimates: Sequence[Estimate]) -> list[Verdict]:
-    """Who wins at each horizon."""
+    """The verdict at each horizon."""
     ordered = sorted(estimates, key=lambda e: e.horizon)
     return [verdict(list(group)) for _, group in groupby(ordered, key=lambda e: e.horizon)]
 
@@ -49,46 +58,56 @@ def frontier_table(title: str, estimates: Sequence[Estimate]) -> Table:
     table.add_column("bias", justify="right")
     table.add_column("spread", justify="right")
     for name in FAMILIES:
-        found = [v.best.get(name) for v in verdicts]
-        last = found[-1]
+        last = longest.best.get(name)
         if last is None:
             continue
-        cells = [_cell(e, v) for e, v in zip(found, verdicts, strict=True)]
+        cells = []
+        for v in verdicts:
+            e = v.best.get(name)
+            error = f"±{e.progress_se:.0e}" if e and e.progress_se > 0.01 * e.progress else ""
+            style = "bold green" if e is v.winner else ""
+            cells.append(Text(f"{e.progress:.3g}{error}" if e else "", style=style))
         table.add_row(name, *cells, last.method, f"{last.bias:.2g}", f"{last.spread:.2g}")
     return table
 
 
-def frontier_panels(found: Mapping[str, Sequence[Estimate]]) -> list[Panel]:
+def frontier_panels(by_testbed: Mapping[str, Sequence[Estimate]]) -> list[Panel]:
     """For every testbed, progress against the horizon, then bias against spread at the longest."""
-    pairs = [_panels(title, estimates) for title, estimates in found.items()]
-    return [p for p, _ in pairs] + [c for _, c in pairs]
-
-
-def _panels(title: str, estimates: Sequence[Estimate]) -> tuple[Panel, Panel]:
-    verdicts = by_horizon(estimates)
-    names = [f for f in FAMILIES if any(f in v.best for v in verdicts)]
-    progress = [
-        Series(
-            name,
-            [v.horizon for v in verdicts if name in v.best],
-            [v.best[name].progress for v in verdicts if name in v.best],
+    progress, clouds = [], []
+    for title, estimates in by_testbed.items():
+        verdicts = by_horizon(estimates)
+        longest = [e for e in estimates if e.horizon == verdicts[-1].horizon]
+        lines, points = [], []
+        for name in FAMILIES:
+            present = [v for v in verdicts if name in v.best]
+            if not present:
+                continue
+            best = [v.best[name].progress for v in present]
+            lines.append(Series(name, [v.horizon for v in present], best))
+            members = [e for e in longest if e.family == name]
+            bias = [max(e.bias, SMALLEST) for e in members]
+            points.append(Series(name, bias, [e.spread for e in members], style="points"))
+        progress.append(
+            Panel(
+                f"{title}: progress of the best of each family",
+                "horizon T, tokens",
+                "P / |∇J|²",
+                lines,
+                log_x=True,
+                log_y=True,
+            )
         )
-        for name in names
-    ]
-    longest = [e for e in estimates if e.horizon == verdicts[-1].horizon]
-    clouds = [
-        Series(
-            name,
-            [max(e.bias, SMALLEST) for e in longest if e.family == name],
-            [e.spread for e in longest if e.family == name],
-            style="points",
+        clouds.append(
+            Panel(
+                f"{title}: every method at T = {verdicts[-1].horizon}",
+                f"bias / |∇J| (at least {SMALLEST:g})",
+                "spread of a batch / |∇J|",
+                points,
+                log_x=True,
+                log_y=True,
+            )
         )
-        for name in names
-    ]
-    return (
-        Panel(f"{title}: progress of the best of each family", "horizon T, tokens", "P / |∇J|²", progress, log_x=True, log_y=True),
-        Panel(f"{title}: every method at T = {verdicts[-1].horizon}", f"bias / |∇J| (at least {SMALLEST:g})", "spread of a batch / |∇J|", clouds, log_x=True, log_y=True),
-    )  # fmt: skip
+    return progress + clouds
 
 
 def frontier_rows(title: str, estimates: Sequence[Estimate]) -> dict[str, Any]:
@@ -98,30 +117,20 @@ def frontier_rows(title: str, estimates: Sequence[Estimate]) -> dict[str, Any]:
         "testbed": title,
         "conjecture": conjecture(verdicts),
         "winners": [
-            {"horizon": v.horizon, "method": v.winner.method, "family": v.winner.family,
-             "tied": list(v.tied), "plain": v.plain and v.plain.method}
+            {
+                "horizon": v.horizon,
+                "method": v.winner.method,
+                "family": v.winner.family,
+                "tied": list(v.tied),
+                "plain": v.plain and v.plain.method,
+            }
             for v in verdicts
         ],
         "estimates": [vars(e) for e in estimates],
-    }  # fmt: skip
+    }
 
 
-def _caption(verdicts: Sequence[Verdict]) -> str:
-    plain = [f"{v.plain.method} at {v.horizon}" for v in verdicts if v.plain is not None]
-    among = f"\nbest of the plainest of each family: {', '.join(plain)}" if plain else ""
-    return f"conjecture (an intermediate unit is best from T = 200): {conjecture(verdicts)}{among}"
-
-
-def _cell(e: Estimate | None, v: Verdict) -> Text:
-    if e is None:
-        return Text("")
-    won = e is v.winner
-    error = f"±{e.progress_se:.0e}" if e.progress_se > 0.01 * e.progress else ""
-    return Text(f"{e.progress:.3g}{error}", style="bold green" if won else "")
-
-
-# Which gates punish length, in a table and in a figure.
-
+# -- length bias of gates -----------------------------------------------------------------------
 
 LABELS = {
     "trm_max": "TRM-Max",
@@ -136,7 +145,10 @@ def length_bias_table(title: str, curves: Sequence[Curve], *, width: int = 140) 
     """Acceptance at every length that fits and the fitted growth, one row per gate."""
     stated = width >= 120
     fits = max(2, (width - (79 if stated else 62)) // 8)
-    shown = _spread(len(curves[0].lengths), fits)
+    count = len(curves[0].lengths)
+    shown = range(count)
+    if count > fits:  # from the first to the last
+        shown = sorted({round(i * (count - 1) / (fits - 1)) for i in range(fits)})
     table = Table(
         title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -159,15 +171,8 @@ def length_bias_table(title: str, curves: Sequence[Curve], *, width: int = 140) 
     return table
 
 
-def _spread(count: int, most: int) -> list[int]:
-    """At most so many of the positions, from first to last."""
-    if count <= most:
-        return list(range(count))
-    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
-
-
 def length_verdict(curve: Curve) -> str:
-    """What acceptance does with length, in words."""
+    """The trend of acceptance with length, in words."""
     if curve.exponent is None:
         return "unchanged"
     first, last = curve.acceptance[0], curve.acceptance[-1]
@@ -205,16 +210,23 @@ def length_bias_rows(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[dic
     ]
 
 
-# How close the bounds come to the truth, in tables and in a figure.
-
+# -- tightness of the bounds --------------------------------------------------------------------
 
 BOUND_LABELS = BOUNDS | {
     "sequence_kl": "Sequence KL",
     "masked_ratio": "Masked, ratio region",
     "masked_kl": "Masked, trust region",
 }
-DRAWN = ("coupling", "pinsker_marginal_kl", "mixed_kl", "mixed_tv", "adaptive", "pointwise", "sequence_kl")  # fmt: skip
-"""What the figure shows, with sharp constants: more lines than these hide each other."""
+DRAWN = (
+    "coupling",
+    "pinsker_marginal_kl",
+    "mixed_kl",
+    "mixed_tv",
+    "adaptive",
+    "pointwise",
+    "sequence_kl",
+)
+"""Bounds in the figure, with sharp constants; more lines would hide each other."""
 EDGES = (0.0, 1e-3, 1e-2, 1e-1, math.inf)
 """Largest token TV that separates sizes of drift."""
 
@@ -225,17 +237,17 @@ def violations(outcomes: Sequence[Outcome]) -> int:
 
 
 def bounds_table(
-    outcomes: Sequence[Outcome], found: Sequence[Outcome], *, width: int = 140
+    outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, width: int = 140
 ) -> Table:
     """Every bound: pairs, violations, the largest |Error| / bound, and where that was.
 
     Args:
         outcomes: random pairs.
-        found: pairs of the adversarial search; may be empty.
+        attacked: pairs of the adversarial search; may be empty.
         width: columns of the screen; where is left out on a narrow one.
     """
     wide, narrow = width >= 150, width < 100
-    random, searched = summarize(outcomes), summarize(found)
+    random, searched = summarize(outcomes), summarize(attacked)
     table = Table(
         title=Text("|Error| / bound, at most 1 where the bound holds", style="bold"),
         title_justify="left",
@@ -268,10 +280,10 @@ def bounds_table(
 
 
 def horizon_table(
-    outcomes: Sequence[Outcome], found: Sequence[Outcome], *, width: int = 140
+    outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, width: int = 140
 ) -> Table:
     """The largest |Error| / bound at every horizon, random or searched, with sharp constants."""
-    both = [*outcomes, *found]
+    both = [*outcomes, *attacked]
     table = Table(
         title=Text("largest at every horizon, sharp constants", style="bold"),
         title_justify="left",
@@ -292,12 +304,12 @@ def horizon_table(
     return table
 
 
-def bounds_panels(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> list[Panel]:
+def bounds_panels(outcomes: Sequence[Outcome], attacked: Sequence[Outcome]) -> list[Panel]:
     """Tightness against the horizon: searched, random, typical; and against the drift's size."""
     panels = []
     one = (("attained", 1.0),)
     for title, chosen, value in (
-        ("largest found by search", found, _largest),
+        ("largest found by search", attacked, _largest),
         ("largest of random pairs", outcomes, _largest),
         ("median of random pairs", outcomes, _median),
     ):
@@ -308,31 +320,40 @@ def bounds_panels(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> list
         log = value is _median
         panels.append(
             Panel(
-                title, "horizon T, tokens", "|Error| / bound", _series(horizons, rows, value),
-                log_x=True, log_y=log, marks=() if log else one,
+                title,
+                "horizon T, tokens",
+                "|Error| / bound",
+                _series(horizons, rows, value),
+                log_x=True,
+                log_y=log,
+                marks=() if log else one,
             )
-        )  # fmt: skip
+        )
     if outcomes:
         sizes = [_sharp([of_drift(o, *edges) for o in outcomes]) for edges in pairwise(EDGES)]
         places = [3e-4, 3e-3, 3e-2, 3e-1]
         panels.append(
             Panel(
-                "median by size of drift", "largest token TV, by decade", "|Error| / bound",
-                _series(places, sizes, _median), log_x=True, log_y=True,
+                "median by size of drift",
+                "largest token TV, by decade",
+                "|Error| / bound",
+                _series(places, sizes, _median),
+                log_x=True,
+                log_y=True,
             )
-        )  # fmt: skip
+        )
     return panels
 
 
-def bounds_rows(outcomes: Sequence[Outcome], found: Sequence[Outcome]) -> dict[str, Any]:
+def bounds_rows(outcomes: Sequence[Outcome], attacked: Sequence[Outcome]) -> dict[str, Any]:
     """Everything, ready for JSON: all random pairs, what was searched, and random by regime."""
     return {
         "pairs": sum(len(o.eps) for o in outcomes),
-        "violations": violations(outcomes) + violations(found),
+        "violations": violations(outcomes) + violations(attacked),
         "random": _json(summarize(outcomes)),
-        "searched": _json(summarize(found)),
+        "searched": _json(summarize(attacked)),
         "by_horizon": _grouped(outcomes, lambda o: o.horizon),
-        "searched_by_horizon": _grouped(found, lambda o: o.horizon),
+        "searched_by_horizon": _grouped(attacked, lambda o: o.horizon),
         "by_family": _grouped(outcomes, lambda o: o.family),
         "by_drift": {
             f"{low:g} to {min(high, 1):g}": _json(
@@ -365,8 +386,8 @@ def _series(
     places: Sequence[float | int], rows: Sequence[Sequence[Row]], value: Callable[[Row], float]
 ) -> list[Series]:
     """One line per bound that is drawn, with a gap where nothing was checked."""
-    found = [{r.bound: value(r) if r.where else math.nan for r in each} for each in rows]
-    return [Series(BOUND_LABELS[n], places, [f.get(n, math.nan) for f in found]) for n in DRAWN]
+    values = [{r.bound: value(r) if r.where else math.nan for r in each} for each in rows]
+    return [Series(BOUND_LABELS[n], places, [v.get(n, math.nan) for v in values]) for n in DRAWN]
 
 
 def _grouped(

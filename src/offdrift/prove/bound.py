@@ -78,8 +78,8 @@ def caption(
             )
         else:
             at = (f"{'no T' if t is None else f'T = {t:,}'} ({c})" for c, t in first.items())
-            held = f", {' and '.join(fixed)} at every T" if fixed else ""
-            lines.append(Text(f"Vacuous from {', '.join(at)}{held}."))
+            premise = f", {' and '.join(fixed)} at every T" if fixed else ""
+            lines.append(Text(f"Vacuous from {', '.join(at)}{premise}."))
     routes = ", ".join(f"{ROUTES[name]} to token {last:,}" for name, _, last in unified["routes"])
     lines.append(Text(f"Smallest route to the context shift (Lemma 3.2): {routes}."))
     lines += [Text(note, style="yellow") for note in dict.fromkeys(r["note"] for r in rows) if note]

@@ -107,52 +107,86 @@ def correlation(n: float, x: float, xx: float, y: float, yy: float, xy: float) -
 
 
 def drift(on: str, second: str, first: str) -> list[Metric]:
-    """How far the two policies are apart: everything `DriftStats.of` has the sums of."""
+    """Size of the drift between two policies, from the sums of `DriftStats.of`."""
     kl = f"KL({first} || {second})"
     n, b = f"{on}/n", f"{on}/b"
     return [
-        Metric(f"{on}/k1", "nat", f"mean(-l): {kl}, unbiased, signed", "worse", lambda s: -s[f"{on}/l_limited"] / s[n]),
+        Metric(f"{on}/k1", "nat", f"mean(-l): {kl}, unbiased, signed", "worse",
+               lambda s: -s[f"{on}/l_limited"] / s[n]),
         Metric(f"{on}/k2", "nat", "mean(l^2) / 2", "worse", lambda s: s[f"{on}/l2"] / s[n] / 2),
         Metric(f"{on}/k3", "nat", f"mean(e^l - 1 - l): {kl}, never negative", "worse", mean(f"{on}/k3", n)),
         Metric(f"{on}/abs_log_ratio_mean", "nat", "mean |l|", "worse", mean(f"{on}/abs", n)),
-        Metric(f"{on}/abs_log_ratio_max", "nat", "max |l|", "worse", lambda s: max(s[f"{on}/l_max"], s[f"{on}/-l_min"])),
+        Metric(f"{on}/abs_log_ratio_max", "nat", "max |l|", "worse",
+               lambda s: max(s[f"{on}/l_max"], s[f"{on}/-l_min"])),
         Metric(f"{on}/chi2_token", "1", "mean(e^2l) - 1", "worse", second_moment(f"{on}/w2", n)),
         Metric(f"{on}/chi2_seq", "1", "mean over sequences(e^(2 sum l)) - 1", "worse", chi2(f"{on}/log_product2", b)),
-        Metric(f"{on}/chi2_seq_largest", "1", "largest of mean(W^2) - 1, mean((W - 1)^2) and mean(W^2) / mean(W)^2 - 1 over sequences, W = e^(sum l): never negative; what limits are held against", "worse", largest_chi2(f"{on}/log_product", f"{on}/log_product2", b)),
-        Metric(f"{on}/tv_sampled", "1", "mean |e^l - 1| / 2: total variation, unbiased", "worse", lambda s: s[f"{on}/excess_abs"] / s[n] / 2),
-        Metric(f"{on}/ess_frac", "1", "(sum w)^2 / (n sum w^2), w = e^l per token, untruncated", "better", ess(f"{on}/log_w", f"{on}/log_w2", n)),
-        Metric(f"{on}/ess_seq_frac", "1", "(sum W)^2 / (b sum W^2), W = e^(sum l), untruncated", "better", ess(f"{on}/log_product", f"{on}/log_product2", b)),
-        Metric(f"{on}/pearson", "1", f"correlation of the probabilities under {first} and {second}", "better", _pearson(on)),
-        Metric(f"{on}/prob_diff_mean", "1", f"mean |{second} - {first}| probability", "worse", mean(f"{on}/d_abs", n)),
-        Metric(f"{on}/prob_diff_max", "1", f"max |{second} - {first}| probability", "worse", lambda s: s[f"{on}/d_abs_max"]),
-        Metric(f"{on}/prob_diff_std", "1", f"standard deviation (n - 1) of |{second} - {first}|", "worse", std(f"{on}/d_abs", f"{on}/d2", n, ddof=1)),
-        Metric(f"{on}/log_ppl_gap", "nat", "mean over sequences |mean l| (full: eq. 25)", "worse", mean(f"{on}/mean_abs", b)),
-        Metric(f"{on}/log_ppl_diff_mean", "nat", "mean over sequences of mean(-l)", "worse", lambda s: -s[f"{on}/mean"] / s[b]),
-        Metric(f"{on}/log_ppl_diff_max", "nat", "max over sequences of mean(-l)", "worse", lambda s: s[f"{on}/-mean_min"]),
-        Metric(f"{on}/log_ppl_diff_min", "nat", "min over sequences of mean(-l)", "neither", lambda s: -s[f"{on}/mean_max"]),
+        Metric(f"{on}/chi2_seq_largest", "1",
+               "largest of mean(W^2) - 1, mean((W - 1)^2) and mean(W^2) / mean(W)^2 - 1 over sequences, W = "
+               "e^(sum l): never negative; what limits are held against",
+               "worse", largest_chi2(f"{on}/log_product", f"{on}/log_product2", b)),
+        Metric(f"{on}/tv_sampled", "1", "mean |e^l - 1| / 2: total variation, unbiased", "worse",
+               lambda s: s[f"{on}/excess_abs"] / s[n] / 2),
+        Metric(f"{on}/ess_frac", "1", "(sum w)^2 / (n sum w^2), w = e^l per token, untruncated", "better",
+               ess(f"{on}/log_w", f"{on}/log_w2", n)),
+        Metric(f"{on}/ess_seq_frac", "1", "(sum W)^2 / (b sum W^2), W = e^(sum l), untruncated", "better",
+               ess(f"{on}/log_product", f"{on}/log_product2", b)),
+        Metric(f"{on}/pearson", "1", f"correlation of the probabilities under {first} and {second}", "better",
+               _pearson(on)),
+        Metric(f"{on}/prob_diff_mean", "1", f"mean |{second} - {first}| probability", "worse",
+               mean(f"{on}/d_abs", n)),
+        Metric(f"{on}/prob_diff_max", "1", f"max |{second} - {first}| probability", "worse",
+               lambda s: s[f"{on}/d_abs_max"]),
+        Metric(f"{on}/prob_diff_std", "1", f"standard deviation (n - 1) of |{second} - {first}|", "worse",
+               std(f"{on}/d_abs", f"{on}/d2", n, ddof=1)),
+        Metric(f"{on}/log_ppl_gap", "nat", "mean over sequences |mean l| (full: eq. 25)", "worse",
+               mean(f"{on}/mean_abs", b)),
+        Metric(f"{on}/log_ppl_diff_mean", "nat", "mean over sequences of mean(-l)", "worse",
+               lambda s: -s[f"{on}/mean"] / s[b]),
+        Metric(f"{on}/log_ppl_diff_max", "nat", "max over sequences of mean(-l)", "worse",
+               lambda s: s[f"{on}/-mean_min"]),
+        Metric(f"{on}/log_ppl_diff_min", "nat", "min over sequences of mean(-l)", "neither",
+               lambda s: -s[f"{on}/mean_max"]),
         Metric(f"{on}/ppl_ratio", "1", "mean over sequences of e^(mean(-l))", "neither", mean(f"{on}/ppl_ratio", b)),
     ]  # fmt: skip
 
 
 def shape(on: str, second: str) -> list[Metric]:
-    """How the two policies differ, and so why: what `stats.signature` has the sums of.
+    """Shape of the drift, which tells its cause, from the sums of `stats.signature`.
 
-    Only for ratios whose first policy is mu: of tokens drawn from mu, nothing is known beforehand
-    about the ratio of two other policies.
+    Only for ratios whose first policy is mu: for tokens drawn from mu, the ratio of two other policies
+    has no expected value.
     """
     return [
-        Metric(f"{on}/ratio_mean", "1", f"mean(e^l): 1 in expectation, whatever the drift, if tokens were drawn from mu as logged and {second} is normalized", "neither", _ratio_mean(on)),
-        Metric(f"{on}/ratio_mean_z", "1", "sum of s over sequences / sqrt(sum of s^2), s the sequence's sum of e^l - 1: ratio_mean - 1 in standard errors", "neither", lambda s: s[f"{on}/excess"] / math.sqrt(s[f"{on}/excess2"])),
-        Metric(f"{on}/slope", "1", f"slope of the regression of log {second} on log mu: 1 / T where temperature T was left out", "neither", _slope(on)),
-        Metric(f"{on}/slope_r2", "1", f"squared correlation of log {second} and log mu", "better", lambda s: _same_token(on, s) ** 2),
-        Metric(f"{on}/shift_corr_before", "1", f"correlation of log {second} of the token before with log mu: near 1 if {second} lags by one", "worse", _shifted(on, "before")),
-        Metric(f"{on}/shift_corr", "1", f"correlation of log {second} with log mu, of the same token", "better", lambda s: _same_token(on, s)),
-        Metric(f"{on}/shift_corr_after", "1", f"correlation of log {second} of the token after with log mu: near 1 if {second} leads by one", "worse", _shifted(on, "after")),
-        Metric(f"{on}/positive_frac", "1", "share of tokens with l > 0.001", "neither", mean(f"{on}/positive", f"{on}/n")),
-        Metric(f"{on}/negative_frac", "1", "share of tokens with l < -0.001", "neither", mean(f"{on}/negative", f"{on}/n")),
-        Metric(f"{on}/k3_top_share", "1", "share of the sum of k3 that the 1% of tokens with the largest k3 carry", "worse", lambda s: s[f"{on}/k3_top"] / s[f"{on}/k3_binned"]),
+        Metric(f"{on}/ratio_mean", "1",
+               "mean(e^l): 1 in expectation, whatever the drift, if tokens were drawn from mu as logged and "
+               f"{second} is normalized",
+               "neither", _ratio_mean(on)),
+        Metric(f"{on}/ratio_mean_z", "1",
+               "sum of s over sequences / sqrt(sum of s^2), s the sequence's sum of e^l - 1: ratio_mean - 1 in "
+               "standard errors",
+               "neither", lambda s: s[f"{on}/excess"] / math.sqrt(s[f"{on}/excess2"])),
+        Metric(f"{on}/slope", "1",
+               f"slope of the regression of log {second} on log mu: 1 / T where temperature T was left out",
+               "neither", _slope(on)),
+        Metric(f"{on}/slope_r2", "1", f"squared correlation of log {second} and log mu", "better",
+               lambda s: _same_token(on, s) ** 2),
+        Metric(f"{on}/shift_corr_before", "1",
+               f"correlation of log {second} of the token before with log mu: near 1 if {second} lags by one",
+               "worse", _shifted(on, "before")),
+        Metric(f"{on}/shift_corr", "1", f"correlation of log {second} with log mu, of the same token", "better",
+               lambda s: _same_token(on, s)),
+        Metric(f"{on}/shift_corr_after", "1",
+               f"correlation of log {second} of the token after with log mu: near 1 if {second} leads by one",
+               "worse", _shifted(on, "after")),
+        Metric(f"{on}/positive_frac", "1", "share of tokens with l > 0.001", "neither",
+               mean(f"{on}/positive", f"{on}/n")),
+        Metric(f"{on}/negative_frac", "1", "share of tokens with l < -0.001", "neither",
+               mean(f"{on}/negative", f"{on}/n")),
+        Metric(f"{on}/k3_top_share", "1", "share of the sum of k3 that the 1% of tokens with the largest k3 carry",
+               "worse", lambda s: s[f"{on}/k3_top"] / s[f"{on}/k3_binned"]),
         *(
-            Metric(f"{on}/acceptance_{gate}", "1", f"share of sequences with {rule}", "better", mean(f"{on}/accepted_{gate}", f"{on}/b"))
+            Metric(f"{on}/acceptance_{gate}", "1", f"share of sequences with {rule}", "better",
+                   mean(f"{on}/accepted_{gate}", f"{on}/b"))
             for gate, rule in GATES.items()
         ),
     ]  # fmt: skip
@@ -163,7 +197,7 @@ GATES = {
     "mean": "|mean l| <= 0.01",
     "worst": "max l^2 / 2 <= 0.05",
 }
-"""Three gates that age differently with length: a sum grows, a mean shrinks, a maximum creeps up."""
+"""Three gates that depend differently on length: a sum grows, a mean shrinks, a maximum grows slowly."""
 
 
 def _ratio_mean(on: str) -> Formula:
@@ -217,8 +251,8 @@ def _shifted(on: str, where: str) -> Formula:
     """Over the tokens t that have a neighbor: log second at the neighbor, log mu at t."""
 
     def value(s: Numbers) -> float:
-        held = (s[f"{on}/{where}/{name}"] for name in ("n", "x", "xx", "y", "yy", "xy"))
-        return correlation(*held)
+        sums = (s[f"{on}/{where}/{name}"] for name in ("n", "x", "xx", "y", "yy", "xy"))
+        return correlation(*sums)
 
     return value
 
@@ -232,7 +266,7 @@ def gradient_power(
     *,
     weight: Float[Tensor, " n"] | None = None,
 ) -> dict[str, Tensor]:
-    """What each sequence's gradient contributes, added up over sequences with tokens.
+    """Sums over sequences of the squared norms of their gradients.
 
         s_t = 1 - 2 pi(y_t) + sum_a pi(a)^2        squared norm of the logits' gradient of log pi(y_t)
         W_i = sum_t s_t        A_i, w_i = means over the sequence's tokens
@@ -248,7 +282,8 @@ def gradient_power(
     Reference: verl's variance proxy metrics; survey, "Gradient variance proxy metrics".
     """
     n = int(segments.cu_seqlens[-1])
-    for name, x in (("sum_pi_squared", sum_pi_squared), ("logp", logp), ("advantages", advantages), ("weight", weight)):  # fmt: skip
+    tensors = {"sum_pi_squared": sum_pi_squared, "logp": logp, "advantages": advantages}
+    for name, x in (tensors | {"weight": weight}).items():
         if x is not None and len(x) != n:
             raise ShapeError(f"{name} has {len(x)} tokens, the segments {n}")
     # In an empty sequence sums and means are 0, and so is all that follows.
@@ -277,11 +312,22 @@ def noise(s: Numbers) -> float:
 
 
 PROXIES = [
-    Metric("variance_proxy/proxy1_signal_strength", "1", "|g|^2, g the mean gradient with respect to the parameters, before clipping", "neither", lambda s: signal(s) if s["variance_proxy/n"] else math.nan),
-    Metric("variance_proxy/proxy2_total_power", "1", "mean over sequences of w^2 A^2 sum_t (1 - 2 pi(y_t) + sum_a pi(a)^2): squared norms of gradients with respect to the logits", "neither", power),
-    Metric("variance_proxy/proxy3_pure_noise", "1", "max(0, (proxy 2 - proxy 1) / (sequences - 1)), as verl logs it: a norm over logits less one over parameters, so it is the variance of the mean gradient in neither space, and comparable with nothing but itself", "worse", noise),
-    Metric("variance_proxy/expected_a_squared", "1", "mean over sequences of A^2", "neither", lambda s: s["variance_proxy/a2"] / s["variance_proxy/n"]),
-    Metric("variance_proxy/expected_w", "1", "mean over sequences of w^2 sum_t (1 - 2 pi(y_t) + sum_a pi(a)^2)", "neither", lambda s: s["variance_proxy/w"] / s["variance_proxy/n"]),
+    Metric("variance_proxy/proxy1_signal_strength", "1",
+           "|g|^2, g the mean gradient with respect to the parameters, before clipping", "neither",
+           lambda s: signal(s) if s["variance_proxy/n"] else math.nan),
+    Metric("variance_proxy/proxy2_total_power", "1",
+           "mean over sequences of w^2 A^2 sum_t (1 - 2 pi(y_t) + sum_a pi(a)^2): squared norms of gradients "
+           "with respect to the logits",
+           "neither", power),
+    Metric("variance_proxy/proxy3_pure_noise", "1",
+           "max(0, (proxy 2 - proxy 1) / (sequences - 1)), as verl logs it: a norm over logits less one over "
+           "parameters, so it is the variance of the mean gradient in neither space, and comparable with nothing "
+           "but itself",
+           "worse", noise),
+    Metric("variance_proxy/expected_a_squared", "1", "mean over sequences of A^2", "neither",
+           lambda s: s["variance_proxy/a2"] / s["variance_proxy/n"]),
+    Metric("variance_proxy/expected_w", "1", "mean over sequences of w^2 sum_t (1 - 2 pi(y_t) + sum_a pi(a)^2)",
+           "neither", lambda s: s["variance_proxy/w"] / s["variance_proxy/n"]),
 ]  # fmt: skip
 """Rows of METRICS. Proxies, not variances: tokens of a sequence are taken as uncorrelated, only the last
 layer's logits are seen, and proxy 3 takes a norm over parameters from one over logits, which have no common
@@ -306,23 +352,24 @@ def summarize(stats: DriftStats) -> dict[str, float]:
         0.005
     """
     numbers = stats.to_host()
-    found = {}
+    metrics = {}
     for metric in METRICS.values():
         try:
             value = metric.value(numbers)
             nothing = math.isinf(value) and not numbers.get("n", 1)  # the extreme of no tokens
-            found[metric.name] = math.nan if nothing else value
+            metrics[metric.name] = math.nan if nothing else value
         except KeyError:  # this ratio, gate or divergence was not part of the batch
             continue
         except (ZeroDivisionError, ValueError, OverflowError):
-            found[metric.name] = math.nan
-    return found
+            metrics[metric.name] = math.nan
+    return metrics
 
 
 def _policy(name: str, count: str) -> list[Metric]:
     """Perplexities of one policy, over the sequences that it scored."""
     return [
-        Metric(f"{name}/log_ppl", "nat", "mean over sequences of mean(-log p)", "neither", mean(f"{name}/nll", count)),
+        Metric(f"{name}/log_ppl", "nat", "mean over sequences of mean(-log p)", "neither",
+               mean(f"{name}/nll", count)),
         Metric(f"{name}/ppl", "1", "mean over sequences of e^(mean(-log p))", "neither", mean(f"{name}/ppl", count)),
     ]  # fmt: skip
 
@@ -351,7 +398,10 @@ _ROWS = [
     *drift("mismatch", "pi_old", "mu"),
     *shape("mismatch", "pi_old"),
     *drift("staleness", "pi", "pi_old"),
-    Metric("staleness/clip_frac", "1", "share of tokens whose PPO clip at 0.2 acts: e^l > 1.2 and A > 0, or e^l < 0.8 and A < 0; either side where A was not logged", "worse", mean("staleness/clipped")),
+    Metric("staleness/clip_frac", "1",
+           "share of tokens whose PPO clip at 0.2 acts: e^l > 1.2 and A > 0, or e^l < 0.8 and A < 0; either side "
+           "where A was not logged",
+           "worse", mean("staleness/clipped")),
     *drift("full", "pi", "mu"),
     *shape("full", "pi"),
     *_policy("rollout", "b"),
@@ -364,43 +414,70 @@ _ROWS = [
     *_divergence("kl_old_current", "nat"),
     *_divergence("tv_old_current", "1"),
     Metric("weight/mean", "1", "mean weight, after limits", "neither", mean("weight/w")),
-    Metric("weight/std", "1", "standard deviation of the weight, after limits", "worse", std("weight/w", "weight/w2", "n", ddof=0)),
+    Metric("weight/std", "1", "standard deviation of the weight, after limits", "worse",
+           std("weight/w", "weight/w2", "n", ddof=0)),
     Metric("weight/max", "1", "largest weight, after limits", "worse", lambda s: s["weight/w_max"]),
     Metric("weight/min", "1", "smallest weight, after limits", "neither", lambda s: -s["weight/-w_min"]),
-    Metric("weight/ess_frac", "1", "(sum w)^2 / (n sum w^2), per token, after limits", "better", ess("weight/log_w", "weight/log_w2", "n")),
+    Metric("weight/ess_frac", "1", "(sum w)^2 / (n sum w^2), per token, after limits", "better",
+           ess("weight/log_w", "weight/log_w2", "n")),
     Metric("weight/cap_frac", "1", "share of tokens whose weight met a limit", "worse", mean("weight/limited")),
     Metric("weight/changed_frac", "1", "share of tokens whose weight is not 1", "neither", mean("weight/changed")),
-    Metric("gate/acceptance_seq", "1", "share of sequences with a kept token", "better", mean("gate/kept_sequences", "b")),
-    Metric("gate/drop_frac_seq", "1", "share of sequences rejected whole", "worse", lambda s: 1 - s["gate/kept_sequences"] / s["b"]),
-    Metric("gate/drop_frac_token", "1", "share of tokens rejected", "worse", lambda s: 1 - s["gate/kept_tokens"] / s["n"]),
+    Metric("gate/acceptance_seq", "1", "share of sequences with a kept token", "better",
+           mean("gate/kept_sequences", "b")),
+    Metric("gate/drop_frac_seq", "1", "share of sequences rejected whole", "worse",
+           lambda s: 1 - s["gate/kept_sequences"] / s["b"]),
+    Metric("gate/drop_frac_token", "1", "share of tokens rejected", "worse",
+           lambda s: 1 - s["gate/kept_tokens"] / s["n"]),
     Metric("reward/mean", "task", "mean reward of the batch's sequences", "better", mean("reward", "b")),
     Metric("response/length_mean", "token", "mean response length", "neither", _mean_length),
     Metric("response/length_max", "token", "longest response", "neither", lambda s: s["length_max"]),
-    Metric("response/truncated_frac", "1", "share of responses that the length limit cut off", "neither", lambda s: s["truncated"] / s["truncated/n"]),
+    Metric("response/truncated_frac", "1", "share of responses that the length limit cut off", "neither",
+           lambda s: s["truncated"] / s["truncated/n"]),
     Metric("version_lag/mean", "step", "mean over tokens of updates since its weights", "worse", mean("version_lag")),
-    Metric("version_lag/max", "step", "most updates since a token's weights", "worse", lambda s: s["version_lag_max"]),
-    Metric("old/exact_frac", "1", "share of tokens whose old log-prob is the training engine's at the weights that drew them", "better", mean("old/exact")),
-    Metric("old/stale_frac", "1", "share of tokens whose old log-prob was taken at other weights: their mismatch contains staleness", "worse", mean("old/stale")),
-    Metric("old/approximated_frac", "1", "share of tokens whose old log-prob is an averaged or interpolated policy's", "neither", mean("old/approximated")),
-    Metric("old/missing_frac", "1", "share of tokens whose old log-prob is the rollout policy's own (bypass)", "neither", mean("old/missing")),
-    Metric("old/version_lag", "step", "most updates between a token's weights and those that scored it as the old policy", "worse", lambda s: s["old/version_lag"]),
+    Metric("version_lag/max", "step", "most updates since a token's weights", "worse",
+           lambda s: s["version_lag_max"]),
+    Metric("old/exact_frac", "1",
+           "share of tokens whose old log-prob is the training engine's at the weights that drew them", "better",
+           mean("old/exact")),
+    Metric("old/stale_frac", "1",
+           "share of tokens whose old log-prob was taken at other weights: their mismatch contains staleness",
+           "worse", mean("old/stale")),
+    Metric("old/approximated_frac", "1", "share of tokens whose old log-prob is an averaged or interpolated policy's",
+           "neither", mean("old/approximated")),
+    Metric("old/missing_frac", "1", "share of tokens whose old log-prob is the rollout policy's own (bypass)",
+           "neither", mean("old/missing")),
+    Metric("old/version_lag", "step",
+           "most updates between a token's weights and those that scored it as the old policy", "worse",
+           lambda s: s["old/version_lag"]),
     Metric("batch/tokens", "token", "response tokens of the step, over all processes", "neither", _tokens),
-    Metric("batch/unscored_tokens", "token", "tokens that the engine did not score (rollout log-prob of -1000 nats or less): left out of every metric of ratios, never trained", "worse", lambda s: 0 * s["n"] + s.get("unscored", 0.0)),
-    Metric("batch/unscored_frac", "1", "share of the step's tokens that the engine did not score", "worse", lambda s: s.get("unscored", 0.0) / _tokens(s)),
+    Metric("batch/unscored_tokens", "token",
+           "tokens that the engine did not score (rollout log-prob of -1000 nats or less): left out of every "
+           "metric of ratios, never trained",
+           "worse", lambda s: 0 * s["n"] + s.get("unscored", 0.0)),
+    Metric("batch/unscored_frac", "1", "share of the step's tokens that the engine did not score", "worse",
+           lambda s: s.get("unscored", 0.0) / _tokens(s)),
     Metric("current/entropy", "nat", "mean entropy of the current policy", "neither", mean("current/entropy")),
-    Metric("optim/loss", "task", "loss of the step, over all pieces and processes", "neither", lambda s: s["optim/loss"]),
+    Metric("optim/loss", "task", "loss of the step, over all pieces and processes", "neither",
+           lambda s: s["optim/loss"]),
     Metric("optim/grad_norm", "1", "global gradient norm before clipping", "neither", lambda s: s["optim/grad_norm"]),
     *(
-        Metric(f"gate/{i}/drop_frac_token", "1", f"share of tokens that gate {i} alone rejects", "worse", mean(f"gate/{i}/rejected_tokens"))
+        Metric(f"gate/{i}/drop_frac_token", "1", f"share of tokens that gate {i} alone rejects", "worse",
+               mean(f"gate/{i}/rejected_tokens"))
         for i in range(MAX_GATES)
     ),
     *(
-        Metric(f"gate/{i}/rejected_{on}", "nat", f"mean over the sequences that gate {i} rejects of mean(-l), l the {on} log-ratio: its part of what they were rejected for", "worse", mean(f"gate/{i}/rejected_{on}", f"gate/{i}/rejected_sequences"))
+        Metric(f"gate/{i}/rejected_{on}", "nat",
+               f"mean over the sequences that gate {i} rejects of mean(-l), l the {on} log-ratio: its part of "
+               "what they were rejected for",
+               "worse", mean(f"gate/{i}/rejected_{on}", f"gate/{i}/rejected_sequences"))
         for i in range(MAX_GATES) for on in ("mismatch", "staleness")
     ),
-    Metric("reference/kl", "nat", "mean over tokens of the KL to the reference policy, by the penalty's estimator", "neither", mean("reference/kl")),
-    Metric("optim/lr_scale", "1", "what the method multiplied the learning rate by", "neither", lambda s: s["optim/lr_scale"]),
+    Metric("reference/kl", "nat", "mean over tokens of the KL to the reference policy, by the penalty's estimator",
+           "neither", mean("reference/kl")),
+    Metric("optim/lr_scale", "1", "what the method multiplied the learning rate by", "neither",
+           lambda s: s["optim/lr_scale"]),
     *PROXIES,
-    Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse", mean("objective/clipped")),
+    Metric("objective/clip_frac_active", "1", "share of tokens whose loss a clip changed", "worse",
+           mean("objective/clipped")),
 ]  # fmt: skip
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}
