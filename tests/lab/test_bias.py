@@ -442,7 +442,7 @@ def test_policies_on_different_trees_are_refused():
     ):
         with pytest.raises(ShapeError, match=words):
             expected_gradient(method("none"), mu, old, logits, rewards)
-    with pytest.raises(ShapeError, match="5 contexts do not form a tree over 2 tokens"):
+    with pytest.raises(ShapeError, match="5 contexts"):
         policy_of(torch.zeros(5, 2))
 
 
