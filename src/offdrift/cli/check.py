@@ -95,7 +95,7 @@ def check(
 
     \b
     offdrift check
-    offdrift check --model checkpoints/base --rollout vllm:bfloat16,kv_cache_dtype=fp8
+    offdrift check --rollout vllm:bfloat16,kv_cache_dtype=fp8
     offdrift check --model tiny-qwen3 --quick --factors none --max-kl 0.001
     """
     import torch
