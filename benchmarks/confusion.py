@@ -29,7 +29,7 @@ from tests.judge import planted, planted_real
 from tests.judge.reported import CAUSES, CLEAN, Reported, audited, logged
 
 from offdrift.judge import Context
-from offdrift.train.live import Live
+from offdrift.train.arm import LiveDiagnosis
 from offdrift.train.run_folder import ArmFolder
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +96,7 @@ def real(seeds: Sequence[int], batches: int, runs: Path | None) -> Iterator[Row]
                     planted_real.run(case, folder, seed=seed, batches=batches)
                 context = planted_real.context_of(case)
                 said = audited(logged(arm.log), context)
-                live = list(dict.fromkeys(f["cause"] for f in Live.of(arm, context).summary()))
+                live = list(dict.fromkeys(f["cause"] for f in LiveDiagnosis.of(arm, context).summary()))
                 yield _row(case.name, case.cause, seed, said, live, start)
 
 

@@ -22,9 +22,10 @@ from measure import interleaved_medians, machine
 from offdrift.engines import make_engine
 from offdrift.methods import method
 from offdrift.records.rollouts import Sampling
+from offdrift.train.batch import Batch
 from offdrift.train.models import load_model
 from offdrift.train.old_policy import Averaged, BatchStart, SecondModel, Snapshots, named_weights
-from offdrift.train.step import Batch, train_step
+from offdrift.train.step import train_step
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:

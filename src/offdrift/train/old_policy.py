@@ -1,4 +1,4 @@
-"""The old policy: whose log-probs a method reads as `logp_old`.
+"""The old policy: the policy whose log-probs a method reads as `logp_old`.
 
     log w = (log pi_old - log mu) + (log pi - log pi_old)      full = mismatch + staleness
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from offdrift.records.atomic import write_atomically
 from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
 from offdrift.train import recipe
-from offdrift.train.assess import Assessment, assess
+from offdrift.train.scoring import PolicyScores, score_batch
 
 Weights = Mapping[str, Tensor]
 FOLDER = "old_policy"
@@ -55,7 +56,7 @@ def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tenso
 def weights_replaced(
     accelerator: Accelerator, model: nn.Module, weights: Weights
 ) -> Iterator[nn.Module]:
-    """Lend the model other weights; its own come back, bit for bit, whatever happens.
+    """Put other weights into the model for a while; its own come back bit for bit, also on errors.
 
     Memory: one more copy of the weights on the model's device, if they are not there already.
     """
@@ -117,20 +118,22 @@ class OldPolicy:
 
     def score(
         self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
-    ) -> Assessment:
-        """The old policy's view of a batch; each token's is that of its own version. Gradient: none.
+    ) -> PolicyScores:
+        """Score a batch, each token under the old policy of its own version. Gradient: none.
 
         Args:
             model: the trainer's, at `version`.
-            options: of `assess`.
+            options: of `score_batch`.
         """
         parts = []
-        for drawn_at, part, rows, mine in self._by_version(rollouts):
+        for drawn_at, part, rows, part_rows in self._by_version(rollouts):
             with self.policy(drawn_at, model, version) as scorer:
-                scored = assess(scorer, part, **options)
-            at = self.scored_at(drawn_at, version)
-            parts.append((rows, (scored if at is None else scored.at(at)).select(mine)))
-        return Assessment.joined(parts, len(rollouts.tokens))
+                scores = score_batch(scorer, part, **options)
+            scored_at = self.scored_at(drawn_at, version)
+            if scored_at is not None:
+                scores = replace(scores, version=torch.full((len(scores.logp),), scored_at))
+            parts.append((rows, scores.select(part_rows)))
+        return PolicyScores.joined(parts, len(rollouts.tokens))
 
     @torch.no_grad()
     def logits(self, model: nn.Module, rollouts: Rollouts, version: int) -> Float[Tensor, "n v"]:
@@ -139,18 +142,23 @@ class OldPolicy:
         Memory: all logits of the rollouts that are given: one piece of a step at a time.
         """
         temperature, parts = rollouts.provenance.sampling.temperature, []
-        for drawn_at, part, rows, mine in self._by_version(rollouts):
+        for drawn_at, part, rows, part_rows in self._by_version(rollouts):
             with self.policy(drawn_at, model, version) as scorer:
                 was_training = scorer.training
                 scorer.eval()
-                parts.append((rows, score(scorer, part, temperature=temperature).logits[mine]))
+                logits = score(scorer, part, temperature=temperature).logits
+                parts.append((rows, logits[part_rows]))
                 scorer.train(was_training)
-        found = torch.cat([x for _, x in parts])
-        rows = torch.cat([r for r, _ in parts]).to(found.device)
-        return torch.empty_like(found).index_copy_(0, rows, found)
+        logits = torch.cat([x for _, x in parts])
+        rows = torch.cat([r for r, _ in parts]).to(logits.device)
+        return torch.empty_like(logits).index_copy_(0, rows, logits)
 
     def _by_version(self, rollouts: Rollouts) -> Iterator[tuple[int, Rollouts, Tensor, Tensor]]:
-        """(version, the sequences with a token of it, their rows that are, the same within them)."""
+        """Split rollouts by the version of the weights that drew each token.
+
+        Yields: the version, the sequences that have a token of it, the rows of those tokens in the
+            batch, and their rows within those sequences.
+        """
         drawn = rollouts.rollout_version
         present = drawn.unique().tolist()
         if not self.by_version or len(present) == 1:
@@ -161,8 +169,8 @@ class OldPolicy:
         for v in present:
             sequences = (segments.sum((drawn == v).double()) > 0).nonzero().squeeze(-1)
             rows = segments.rows(sequences)
-            mine = (drawn[rows] == v).nonzero().squeeze(-1)
-            yield v, rollouts.select(sequences), rows[mine], mine
+            part_rows = (drawn[rows] == v).nonzero().squeeze(-1)
+            yield v, rollouts.select(sequences), rows[part_rows], part_rows
 
 
 class BatchStart(OldPolicy):
@@ -213,9 +221,9 @@ class Snapshots(OldPolicy):
     def retain(self, versions: Iterable[int], model: nn.Module, version: int) -> None:
         wanted = set(versions)
         for old in self.kept.keys() - wanted:
-            held = self.kept.pop(old)
-            if isinstance(held, Path) and self.accelerator.is_main_process:
-                held.unlink(missing_ok=True)
+            snapshot = self.kept.pop(old)
+            if isinstance(snapshot, Path) and self.accelerator.is_main_process:
+                snapshot.unlink(missing_ok=True)
         if version in wanted and version not in self.kept:
             self._keep(version, named_weights(self.accelerator, model))
 
@@ -238,8 +246,8 @@ class Snapshots(OldPolicy):
         self.kept[version] = file
 
     def _weights(self, version: int) -> Weights:
-        held = self.kept[version]
-        return read_weights(held) if isinstance(held, Path) else held
+        snapshot = self.kept[version]
+        return read_weights(snapshot) if isinstance(snapshot, Path) else snapshot
 
 
 class SecondModel(OldPolicy):
@@ -323,10 +331,10 @@ class Averaged(OldPolicy):
 def make_old_policy(
     settings: recipe.OldPolicy, accelerator: Accelerator, folder: Path
 ) -> OldPolicy:
-    """What scores batches for a recipe's `[old_policy]`.
+    """The old policy of a recipe's `[old_policy]`.
 
-    Stand-ins without a forward pass (`rollout`, `interpolated`) are anchors of the method; what else
-    has to be known of a batch is then taken from the trainer when it arrives.
+    The sources without a forward pass (`rollout`, `interpolated`) are anchors of the method; other
+    scores that such a method needs are taken from the trainer when the batch arrives.
     """
     if settings.source == "sampling":
         return Snapshots(accelerator, folder, on_disk=settings.snapshots == "disk")

@@ -10,7 +10,6 @@ trained on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,7 +43,6 @@ class Source:
 
     Args:
         folder: where batches are written, one Parquet file each.
-        publish: gives the engine the trainer's current weights.
         start: index of the first batch to return.
         queued: indices of batches that an interrupted run had already drawn and not yet used.
     """
@@ -55,7 +53,6 @@ class Source:
     recipe: Recipe
     sampling: Sampling
     folder: Path
-    publish: Callable[[], None]
     shard: Shard = Shard()
     start: int = 0
     queued: tuple[int, ...] = ()
@@ -68,7 +65,11 @@ class Source:
         self._drawn = self.start + len(self.queued)
 
     def due(self, version: int) -> bool:
-        """Whether the next batch will be preceded by a weight synchronization."""
+        """Whether the engine must take new weights before the next batch.
+
+        Args:
+            version: optimizer steps the trainer has taken.
+        """
         return version - self.engine.version >= self.recipe.lag.sync_every
 
     def waiting(self) -> tuple[int, ...]:
@@ -84,14 +85,8 @@ class Source:
         undrawn = self._drawn < self.recipe.batches and not self.due(version)
         return self.versions() | ({self.engine.version} if undrawn else set())
 
-    def next(self, version: int) -> Rollouts:
-        """The next batch; draws and synchronizes as the lag asks.
-
-        Args:
-            version: optimizer steps the trainer has taken.
-        """
-        if self.due(version):
-            self.publish()
+    def next(self) -> Rollouts:
+        """The next batch; draws as many ahead as the queue holds."""
         while len(self._waiting) <= self.recipe.lag.queue and self._drawn < self.recipe.batches:
             self._waiting.append((self._drawn, self.draw(self._drawn)))
             self._drawn += 1
@@ -102,10 +97,10 @@ class Source:
         problems = self.task.sample(
             self.recipe.rollout.prompts, seed=batch_seed(self.recipe.seed, index)
         )
-        mine = list(enumerate(problems))[self.shard.rank :: self.shard.world]
+        share = list(enumerate(problems))[self.shard.rank :: self.shard.world]
         rollouts = rollout(
             self.engine,
-            [p for _, p in mine],
+            [p for _, p in share],
             self.task,
             self.tokenizer,
             self.sampling,
@@ -113,7 +108,7 @@ class Source:
             seed=batch_seed(self.recipe.seed, index, self.shard.rank),
             evidence=self.recipe.rollout.evidence,
         )
-        group_of = torch.tensor([i for i, _ in mine])
+        group_of = torch.tensor([i for i, _ in share])
         rollouts = rollouts.with_(group_ids=group_of[rollouts.group_ids])
         store.write(rollouts, self.path(index))
         return rollouts

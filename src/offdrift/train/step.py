@@ -1,4 +1,4 @@
-"""One optimizer step: score, correct and push piece by piece, with the normalizer of the whole.
+"""One optimizer step: score, correct, take the loss and its gradient, piece by piece.
 
 Pieces are cut by a token budget, so that memory is bounded whatever the batch. Each adds its share
 of the gradient, divided by what was *sampled* over all pieces and all processes: the step does not
@@ -15,74 +15,80 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from offdrift.aggregate import normalizer_of
 from offdrift.batch_info import Facts, Observed
 from offdrift.certificate import BatchEvidence, TrustRegion
-from offdrift.correction import Corrected
-from offdrift.engines.score import Score, chunks, divergences, old_divergences, score
+from offdrift.divergence.evidence import Grade
+from offdrift.engines.score import chunks, divergences, old_divergences, score
 from offdrift.errors import EngineError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
 from offdrift.methods import Method
-from offdrift.records.rollouts import OLD_STATUS, Rollouts
+from offdrift.records.rollouts import OLD_STATUS
 from offdrift.segments import Segments
 from offdrift.stats.drift import DriftStats, Tails
 from offdrift.stats.metrics import gradient_power
 from offdrift.stats.signature import signature
-from offdrift.train.assess import Assessment
-from offdrift.train.token_view import TokenView, Viewer
+from offdrift.train.batch import Batch
+from offdrift.train.scoring import PolicyScores, named_as_old
 
 GROUPS_PER_PROCESS = 2**32
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a step trains on: rollouts with their advantages and what other policies say of them."""
+class TokenView:
+    """Per-token values of a step, in the batch's order, on the host: for samples and the token log."""
 
-    rollouts: Rollouts
-    advantages: Float[Tensor, " n"]
-    old: Assessment | None = None
-    """The old policy, where the method reads it."""
-    logp_ref: Float[Tensor, " n"] | None = None
-    """The reference policy."""
-    tail_log_ratio_cap: float | None = None
-    """What top-k evidence may assume of its tail, nats; see `engines.score.divergences`."""
-    old_status: Int[Tensor, " n"] | None = None
-    """How old log-probs were come by, as indices into `OLD_STATUS`; None if the method reads none."""
-    old_is_current: bool = False
-    """The weights that drew the batch are those of its only update: the step's own forward pass is the
-    old policy's, and no other is made."""
-    old_logits: Callable[[Rollouts], Tensor] | None = None
-    """The old policy's tempered logits of a piece, `[n, v]`, where the method compares whole
-    distributions of the old and the current policy: one more forward pass per piece."""
+    keep: Bool[Tensor, " n"]
+    """Whether every gate kept the token."""
+    weight: Float[Tensor, " n"]
+    logp: Float[Tensor, " n"]
+    """log-prob under the policy that the step started from, nats."""
+    entropy: Float[Tensor, " n"]
+    """Entropy of that policy at the token, nats."""
+    lower: Mapping[str, Float[Tensor, " n"]]
+    """Divergences by name, their lower ends where they are intervals."""
+    exact: bool
+    """Whether all of them are known exactly."""
 
-    def select(self, sequences: Tensor) -> Batch:
-        """Some of the sequences, as a batch of their own."""
-        rows = self.rollouts.segments.rows(sequences)
-        return Batch(
-            self.rollouts.select(sequences),
-            self.advantages[rows],
-            None if self.old is None else self.old.select(rows),
-            None if self.logp_ref is None else self.logp_ref[rows],
-            self.tail_log_ratio_cap,
-            None if self.old_status is None else self.old_status[rows],
-            self.old_is_current,
-            self.old_logits,
+    def divergence(self, name: str) -> Float[Tensor, " n"]:
+        """A divergence, such as `kl_rollout_current`; NaN where no evidence for it was recorded."""
+        return self.lower.get(name, torch.full_like(self.weight, torch.nan))
+
+    @staticmethod
+    def joined(pieces: Sequence[tuple[Tensor, dict[str, Tensor], bool]]) -> TokenView:
+        """The view of a whole step, with one transfer to the host.
+
+        Args:
+            pieces: rows of a piece's tokens in the batch, its values by name, whether all
+                divergences among them are exact.
+        """
+        packed = torch.cat([torch.stack(list(values.values())) for _, values, _ in pieces], 1).cpu()
+        ordered = torch.empty_like(packed)
+        ordered[:, torch.cat([rows for rows, _, _ in pieces])] = packed
+        columns = dict(zip(pieces[0][1], ordered, strict=True))
+        return TokenView(
+            columns.pop("keep") > 0,
+            columns.pop("weight"),
+            columns.pop("logp"),
+            columns.pop("entropy"),
+            lower=columns,
+            exact=all(exact for _, _, exact in pieces),
         )
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a step did."""
+    """Result of a step."""
 
     stats: DriftStats
     tokens: TokenView | None
@@ -118,51 +124,74 @@ def train_step(
 
     Raises: `EngineError` if the gradient is not finite; the model is left as it was.
     """
-    how, horizon = method.aggregate, batch.rollouts.provenance.sampling.max_tokens
-    share = normalizer_of(batch.rollouts.segments, how=how, horizon=horizon)
-    world = accelerator.num_processes
+    rollouts, world = batch.rollouts, accelerator.num_processes
+    horizon = rollouts.provenance.sampling.max_tokens
+    share = normalizer_of(rollouts.segments, how=method.aggregate, horizon=horizon)
     # Data-parallel wrappers average gradients over processes: multiplying by their number makes it
     # the sum that the global normalizer expects.
-    normalizer = global_sum(accelerator, share) / world
+    normalizer = (share if world == 1 else float(sum(gather_object([share])))) / world
     model.train()
     optimizer.zero_grad(set_to_none=True)
+    pieces = list(chunks(rollouts, token_budget=token_budget))
+    passes = len(pieces) if world == 1 else max(gather_object([len(pieces)]))
+    observed = None
+    if method.looks_ahead and (passes > 1 or world > 1):
+        observed = _observe_step(accelerator, model, batch, pieces, method, version)
     stats: list[DriftStats] = []
     evidence: list[BatchEvidence] = []
-    viewer = Viewer() if view else None
+    token_values: list[tuple[Tensor, dict[str, Tensor], bool]] = []
     tails = Tails()
-    observed = _look_ahead(accelerator, model, batch, method, token_budget, version)
-    for piece, last, counts in _pieces(accelerator, batch, token_budget):
-        with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            seen = _See(model, batch.select(piece), version)
-            result = seen.push(method, normalizer, observed)
+    for i in range(passes):
+        # Every process makes the same number of backward passes: one that has fewer pieces repeats
+        # its last without counting it.
+        counts, sequences = i < len(pieces), pieces[min(i, len(pieces) - 1)]
+        with contextlib.nullcontext() if i == passes - 1 else accelerator.no_sync(model):
+            piece = ScoredPiece(model, batch.select(sequences), version)
+            result = piece.loss(method, normalizer, observed)
             accelerator.backward(result.loss if counts else result.loss * 0.0)
-        if counts:
-            tails.add(seen.logprobs)
-            stats.append(result.stats.with_sum("optim/loss", result.loss.detach() / world))
-            if region is not None:
-                evidence.append(seen.evidence(region, result))
-            if viewer is not None:
-                seen.show(viewer, batch.rollouts.segments.rows(piece), result)
-            if observed is None and method.looks_ahead:
-                observed = result.observed  # the only piece is the whole step
+        if not counts:
+            continue
+        tails.add(piece.logprobs)
+        stats.append(result.stats.with_sum("optim/loss", result.loss.detach() / world))
+        if region is not None:
+            evidence.append(piece.evidence(region, result))
+        if view:
+            rows = rollouts.segments.rows(sequences)
+            token_values.append((rows, piece.token_values(result), piece.exact))
+        if observed is None and method.looks_ahead:
+            observed = result.observed  # the only piece is the whole step
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-    local = _with_batch_facts(DriftStats.merge_all(stats), batch, version)
-    total = gather_stats(accelerator, local).plus(
-        tails.sums(lambda mine: gather_object([mine]) if accelerator.num_processes > 1 else [mine])
-    )
     norm = torch.as_tensor(0.0 if norm is None else norm).cpu()
+    local = _with_batch_stats(DriftStats.merge_all(stats), batch, version)
+    total = gather_stats(accelerator, local).plus(
+        tails.sums(lambda own: gather_object([own]) if world > 1 else [own])
+    )
     if not bool(norm.isfinite()):
         raise EngineError(
             f"the gradient norm is {norm.item()}; the step was not taken. Lower optim.lr, or look "
             "at the last batch's log-ratios (metrics full/abs_log_ratio_max, optim/loss)"
         )
-    scale = _lr_scale(method, observed)
-    with _scaled_lr(optimizer, scale):
+    # The learning rate is scaled, not the gradient: with Adam, scaling that would do nothing.
+    lr_scale = 1.0
+    if method.lr_scale is not None and observed is not None:
+        lr_scale = float(method.lr_scale.scale(observed.parts[method.lr_scale]))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr * lr_scale
         optimizer.step()
-    total = total.with_max("optim/grad_norm", norm).with_max("optim/lr_scale", torch.tensor(scale))
-    proof = gather_evidence(accelerator, evidence) if evidence else None
-    shown = None if viewer is None else viewer.view()
-    return Update(total, shown, _adapted(method, observed, total), proof)
+    finally:
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
+    total = total.with_max("optim/grad_norm", norm).with_max(
+        "optim/lr_scale", torch.tensor(lr_scale)
+    )
+    return Update(
+        total,
+        TokenView.joined(token_values) if view else None,
+        _next_method(method, observed, total),
+        gather_evidence(accelerator, evidence) if evidence else None,
+    )
 
 
 def gather_stats(accelerator: Accelerator, stats: DriftStats) -> DriftStats:
@@ -170,8 +199,7 @@ def gather_stats(accelerator: Accelerator, stats: DriftStats) -> DriftStats:
     if accelerator.num_processes == 1:
         return stats
     # A few kilobytes per step; objects, because processes may know different positions.
-    pieces = gather_object([stats.cpu()])
-    return DriftStats.merge_all(pieces)
+    return DriftStats.merge_all(gather_object([stats.cpu()]))
 
 
 def gather_evidence(accelerator: Accelerator, parts: list[BatchEvidence]) -> BatchEvidence:
@@ -185,40 +213,32 @@ def gather_evidence(accelerator: Accelerator, parts: list[BatchEvidence]) -> Bat
     return BatchEvidence.merge_all(gather_object([replace(local, group_ids=shifted).cpu()]))
 
 
-def reduce_sum(accelerator: Accelerator, x: Tensor) -> Tensor:
-    """A tensor summed over all processes."""
-    if accelerator.num_processes == 1:
-        return x
-    return torch.stack(gather_object([x.cpu()])).sum(0).to(x.device)
+class ScoredPiece:
+    """A piece of a batch, scored by the current policy: log-probs, divergences and other facts."""
 
-
-def global_sum(accelerator: Accelerator, value: float) -> float:
-    """A number summed over all processes."""
-    if accelerator.num_processes == 1:
-        return value
-    return float(sum(gather_object([value])))
-
-
-class _See:
-    """One piece under the current policy: its log-probs, divergences, and what else is known."""
-
-    def __init__(self, model: nn.Module, part: Batch, version: int) -> None:
-        self.part = part
-        rollouts, sampling = part.rollouts, part.rollouts.provenance.sampling
-        logits_old = None if part.old_logits is None else part.old_logits(rollouts)
-        self.scored: Score = score(
+    def __init__(self, model: nn.Module, batch: Batch, version: int) -> None:
+        rollouts, sampling = batch.rollouts, batch.rollouts.provenance.sampling
+        logits_old = None if batch.old_logits is None else batch.old_logits(rollouts)
+        self.horizon = sampling.max_tokens
+        self.scored = score(
             model, rollouts, temperature=sampling.temperature, keep_graph=logits_old is not None
         )
-        device = self.device = self.scored.logp.device
+        device = self.scored.logp.device
         self.divergences = divergences(
-            rollouts, self.scored.logits.detach(), tail_log_ratio_cap=part.tail_log_ratio_cap
+            rollouts, self.scored.logits.detach(), tail_log_ratio_cap=batch.tail_log_ratio_cap
         )
-        old = self._old(device)
+        old = None
+        if batch.old is not None:
+            old = batch.old.map(lambda x: x.to(device))
+        elif batch.old_is_current:
+            logp = self.scored.logp.detach()
+            as_old = named_as_old(self.divergences)
+            old = PolicyScores(logp, self.scored.entropy, self.scored.sum_pi_squared, as_old)
         self.logprobs = LogProbs.pack(
             rollouts.logp_rollout.to(device),
             self.scored.logp,
             None if old is None else old.logp,
-            logp_ref=None if part.logp_ref is None else part.logp_ref.to(device),
+            logp_ref=None if batch.logp_ref is None else batch.logp_ref.to(device),
             segments=Segments(
                 rollouts.cu_seqlens.to(device), group_ids=rollouts.group_ids.to(device)
             ),
@@ -227,54 +247,54 @@ class _See:
             self.divergences |= old.divergences
         if logits_old is not None:
             self.divergences |= old_divergences(logits_old, self.scored.logits)
-        self.advantages = part.advantages.to(device)
+        self.advantages = batch.advantages.to(device)
         self.facts = {
+            "divergences": self.divergences,
             "entropy": None if old is None else old.entropy,
             "vocab": self.scored.logits.shape[1],
             "rewards": None if rollouts.rewards is None else rollouts.rewards.to(device),
             "version_lag": (version - rollouts.rollout_version).to(device),
         }
 
-    def _old(self, device: torch.device) -> Assessment | None:
-        """What the old policy says of the piece, on the piece's device."""
-        if self.part.old is not None:
-            return self.part.old.to(device)
-        if not self.part.old_is_current:
-            return None
-        here, renamed = self.scored, {}
-        for name, d in self.divergences.items():
-            renamed[name.replace("current", "old")] = replace(
-                d, name=name.replace("current", "old")
-            )
-        return Assessment(here.logp.detach(), here.entropy, here.sum_pi_squared, renamed)
+    @property
+    def exact(self) -> bool:
+        """Whether all divergences are known exactly."""
+        return all(d.grade is Grade.EXACT for d in self.divergences.values())
 
-    def push(self, method: Method, normalizer: float, observed: Observed | None) -> PolicyLoss:
-        """Loss and statistics of the piece."""
+    def loss(self, method: Method, normalizer: float, observed: Observed | None) -> PolicyLoss:
+        """Loss of the piece under a method, and its statistics.
+
+        Args:
+            normalizer: what the sum over all pieces and processes is divided by.
+            observed: what the method observed of the whole step; None if this piece is all of it.
+        """
         result = policy_loss(
             self.logprobs,
             method,
             self.advantages,
-            divergences=self.divergences,
             **self.facts,
-            observed=observed or "this_batch",  # see _look_ahead
+            observed=observed or "this_batch",
             normalizer=normalizer,
-            horizon=self.part.rollouts.provenance.sampling.max_tokens,
+            horizon=self.horizon,
         )
-        # What drift looks like, beside how large it is: the diagnosis reads both at every step.
+        corrected = result.corrected
+        # The diagnosis reads the shape of the drift beside its size, and the gradient's noise.
         more = signature(self.logprobs, advantages=self.advantages)
         more["current/entropy"] = self.logprobs.at_scored(self.scored.entropy).sum()
-        more |= self._power(result.corrected)
-        return replace(result, stats=result.stats.plus(more))
-
-    def _power(self, corrected: Corrected) -> dict[str, Tensor]:
-        """What the piece contributes to the proxies of the gradient's noise."""
-        return gradient_power(
+        more |= gradient_power(
             self.scored.sum_pi_squared,
             self.scored.logp.detach(),
             self.advantages,
             self.logprobs.segments,
             weight=corrected.weight.where(corrected.keep, 0.0),
         )
+        return replace(result, stats=result.stats.plus(more))
+
+    def observe(self, method: Method) -> Observed:
+        """What the method's observing parts see of the piece."""
+        facts = Facts(**self.facts)
+        logprobs = self.logprobs if method.anchor is None else method.anchor(self.logprobs, facts)
+        return method.observe(logprobs, self.advantages, facts).cpu()
 
     def evidence(self, region: TrustRegion, result: PolicyLoss) -> BatchEvidence:
         """What the piece says about the trust region."""
@@ -286,79 +306,48 @@ class _See:
             keep=result.corrected.keep,
         )
 
-    def show(self, viewer: Viewer, rows: Tensor, result: PolicyLoss) -> None:
-        """Note what happened to the piece's tokens, which stand at `rows` of the batch."""
-        viewer.add(
-            rows,
-            keep=result.corrected.keep,
-            weight=result.corrected.weight,
-            logp=self.scored.logp,
-            entropy=self.scored.entropy,
-            divergences=self.divergences,
-        )
-
-    def observe(self, method: Method) -> Observed:
-        """What the method's observing parts see of the piece."""
-        facts = Facts(divergences=self.divergences, **self.facts)
-        lp = self.logprobs if method.anchor is None else method.anchor(self.logprobs, facts)
-        return method.observe(lp, self.advantages, facts).cpu()
+    def token_values(self, result: PolicyLoss) -> dict[str, Float[Tensor, " n"]]:
+        """The piece's columns of a `TokenView`, on its device."""
+        columns = {
+            "keep": result.corrected.keep,
+            "weight": result.corrected.weight,
+            "logp": self.scored.logp,
+            "entropy": self.scored.entropy,
+            **{name: d.lo for name, d in self.divergences.items()},
+        }
+        return {name: x.detach().float() for name, x in columns.items()}
 
 
 @torch.no_grad()
-def _look_ahead(
+def _observe_step(
     accelerator: Accelerator,
     model: nn.Module,
     batch: Batch,
+    pieces: Sequence[Tensor],
     method: Method,
-    token_budget: int,
     version: int,
-) -> Observed | None:
-    """What the method's parts see of the whole step; None if no part looks, or one piece is all."""
-    if not method.looks_ahead:
-        return None
-    pieces = list(chunks(batch.rollouts, token_budget=token_budget))
-    if len(pieces) == 1 and accelerator.num_processes == 1:
-        return None
-    seen = [_See(model, batch.select(piece), version).observe(method) for piece in pieces]
+) -> Observed:
+    """What the method's parts observe of the whole step, over all pieces and processes."""
+    parts = [ScoredPiece(model, batch.select(piece), version).observe(method) for piece in pieces]
     if accelerator.num_processes > 1:
-        seen = gather_object(seen)
-    return functools.reduce(Observed.merge, seen).to(accelerator.device)
+        parts = gather_object(parts)
+    return functools.reduce(Observed.merge, parts).to(accelerator.device)
 
 
-def _lr_scale(method: Method, observed: Observed | None) -> float:
-    """What the method multiplies this step's learning rate by."""
-    if method.lr_scale is None or observed is None:
-        return 1.0
-    return float(method.lr_scale.scale(observed.parts[method.lr_scale]))
-
-
-@contextlib.contextmanager
-def _scaled_lr(optimizer: torch.optim.Optimizer, scale: float):
-    """The learning rate multiplied for one step: with Adam, scaling the gradient would do nothing."""
-    before = [group["lr"] for group in optimizer.param_groups]
-    for group, lr in zip(optimizer.param_groups, before, strict=True):
-        group["lr"] = lr * scale
-    try:
-        yield
-    finally:
-        for group, lr in zip(optimizer.param_groups, before, strict=True):
-            group["lr"] = lr
-
-
-def _adapted(method: Method, observed: Observed | None, total: DriftStats) -> Method:
+def _next_method(method: Method, observed: Observed | None, total: DriftStats) -> Method:
     """The method of the next step: its own state, and the penalty's controller, moved on."""
     if observed is not None:
         method = method.next(observed)
     penalty = method.penalty
     if penalty is None or penalty.controller is None:
         return method
-    found = total.to_host()
-    kl = found["reference/kl"] / found["n"]
-    coef = penalty.controller.next(penalty.coef, kl=kl, samples=int(found["b"]))
+    sums = total.to_host()
+    kl = sums["reference/kl"] / sums["n"]
+    coef = penalty.controller.next(penalty.coef, kl=kl, samples=int(sums["b"]))
     return replace(method, penalty=replace(penalty, coef=coef))
 
 
-def _with_batch_facts(stats: DriftStats, batch: Batch, version: int) -> DriftStats:
+def _with_batch_stats(stats: DriftStats, batch: Batch, version: int) -> DriftStats:
     """Rewards, lengths, version lags and old policies, in a form that adds up over processes."""
     rollouts = batch.rollouts
     if batch.old_status is not None:
@@ -376,17 +365,3 @@ def _with_batch_facts(stats: DriftStats, batch: Batch, version: int) -> DriftSta
         return stats
     counted = {"reward": rollouts.rewards.sum(), "reward/n": float(len(rollouts.rewards))}
     return stats.plus(counted)
-
-
-def _pieces(accelerator: Accelerator, batch: Batch, token_budget: int):
-    """Pieces of the batch as (sequences, is the last, does it count).
-
-    Every process must make the same number of backward passes: one that has fewer pieces repeats
-    its last without counting it.
-    """
-    pieces = list(chunks(batch.rollouts, token_budget=token_budget))
-    real = len(pieces)
-    if accelerator.num_processes > 1:
-        pieces += [pieces[-1]] * (max(gather_object([real])) - real)
-    for i, piece in enumerate(pieces):
-        yield piece, i == len(pieces) - 1, i < real

@@ -1,0 +1,174 @@
+"""From rollouts to a batch: scores under the old and the reference policy, and advantages.
+
+Everything that a batch's updates read and that must be known before the first of them changes the
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from offdrift.advantages import ADVANTAGES, advantages
+from offdrift.batch_info import Facts
+from offdrift.certificate.samples import unit_rewards
+from offdrift.logprobs import LogProbs
+from offdrift.methods.anchor import Interpolated, RolloutAsOld
+from offdrift.penalty import penalized_rewards
+from offdrift.records.rollouts import OLD_STATUS, Rollouts
+from offdrift.train.arm import Arm
+from offdrift.train.scoring import PolicyScores, score_batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step trains on: rollouts, their advantages, and scores of the old and reference policy."""
+
+    rollouts: Rollouts
+    advantages: Float[Tensor, " n"]
+    old: PolicyScores | None = None
+    """Scores under the old policy, where the method reads it."""
+    logp_ref: Float[Tensor, " n"] | None = None
+    """log-probs under the reference policy, nats."""
+    tail_log_ratio_cap: float | None = None
+    """What top-k evidence may assume of its tail, nats; see `engines.score.divergences`."""
+    old_status: Int[Tensor, " n"] | None = None
+    """Where each old log-prob comes from, as indices into `OLD_STATUS`; None if the method reads none."""
+    old_is_current: bool = False
+    """The weights that drew the batch are those of its only update: the step's own forward pass is the
+    old policy's, and no other is made."""
+    old_logits: Callable[[Rollouts], Tensor] | None = None
+    """The old policy's tempered logits of a piece, `[n, v]`, where the method compares whole
+    distributions of the old and the current policy: one more forward pass per piece."""
+
+    def select(self, sequences: Tensor) -> Batch:
+        """Some of the sequences, as a batch of their own."""
+        rows = self.rollouts.segments.rows(sequences)
+        return replace(
+            self,
+            rollouts=self.rollouts.select(sequences),
+            advantages=self.advantages[rows],
+            old=None if self.old is None else self.old.select(rows),
+            logp_ref=None if self.logp_ref is None else self.logp_ref[rows],
+            old_status=None if self.old_status is None else self.old_status[rows],
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What policies say of a batch before its first update; None where nothing reads it."""
+
+    trainer: PolicyScores | None = None
+    """The trainer as it is now: read by advantage estimators and by a penalty in the reward."""
+    old: PolicyScores | None = None
+    """The old policy."""
+    logp_ref: Float[Tensor, " n"] | None = None
+    """The frozen reference model: the weights that all arms start from."""
+    old_is_current: bool = False
+    """The step's own forward pass will be the old policy's, so none was made for it."""
+
+
+def score_before_update(arm: Arm, rollouts: Rollouts) -> Scores:
+    """Score a batch under every policy that the arm's method and estimator read. Gradient: none."""
+    method, optim = arm.method, arm.run.recipe.optim
+    options = {
+        "token_budget": optim.token_budget,
+        "tail_log_ratio_cap": arm.run.recipe.rollout.tail_log_ratio_cap,
+    }
+    trainer = old = logp_ref = None
+    estimator = ADVANTAGES[arm.estimator]
+    in_reward = method.penalty is not None and method.penalty.place == "reward"
+    reads_trainer = {"logp_old", "sum_pi_squared"} & {*estimator.needs, *estimator.reads}
+    if reads_trainer or in_reward or arm.advantages_read_gates:
+        exact = arm.advantages_read_gates and any(g.exact for g in method.correction.gates)
+        trainer = score_batch(arm.model, rollouts, exact=exact, **options)
+    old_is_current = False
+    if arm.needs_old:
+        # One update by the very weights that drew the batch, in every process.
+        stale = (rollouts.rollout_version != arm.version).any()
+        exact_source = arm.old_settings.source in ("sampling", "second_model", "batch_start")
+        in_step = arm.run.sum(stale.double()) == 0
+        old_is_current = exact_source and optim.epochs == optim.minibatches == 1 and bool(in_step)
+        if not old_is_current:
+            exact = any(name.endswith("rollout_old") for name in method.divergences)
+            old = arm.old_policy.score(arm.model, rollouts, arm.version, exact=exact, **options)
+    if method.penalty is not None:
+        logp_ref = score_batch(arm.run.model, rollouts, token_budget=optim.token_budget).logp
+    return Scores(trainer, old, logp_ref, old_is_current)
+
+
+def token_advantages(arm: Arm, rollouts: Rollouts, scores: Scores) -> Float[Tensor, " n"]:
+    """Advantage of every token, by the arm's estimator.
+
+    Raises: `BadValueError` if a reward is outside the recipe's `reward_range`.
+    """
+    method, rewards, segments = arm.method, rollouts.rewards, rollouts.segments
+    assert rewards is not None
+    unit_rewards(rewards.double().numpy(), arm.run.recipe.reward_range)
+    trainer = scores.trainer
+    if method.penalty is not None and method.penalty.place == "reward":
+        assert trainer is not None
+        assert scores.logp_ref is not None
+        log_ratio = trainer.logp - rollouts.logp_rollout
+        kl = method.penalty(trainer.logp, scores.logp_ref, log_ratio=log_ratio)
+        rewards = penalized_rewards(rewards, segments, kl, method.penalty.coef)
+    options: dict = {
+        "how": arm.estimator,
+        "baseline_over": arm.run.recipe.optim.baseline_over,
+        "total": arm.run.sum,
+    }
+    if trainer is not None:  # the policy whose gradients the estimator weighs
+        options |= {"logp_old": trainer.logp, "sum_pi_squared": trainer.sum_pi_squared}
+    if arm.advantages_read_gates:
+        # Gates and weights as they decide before the batch's first update.
+        assert trainer is not None
+        old = scores.old or trainer
+        logprobs = LogProbs.pack(rollouts.logp_rollout, trainer.logp, old.logp, segments=segments)
+        current = {
+            name.replace("rollout_old", "rollout_current"): d
+            for name, d in trainer.divergences.items()
+        }
+        facts = Facts(
+            divergences={**current, **old.divergences},
+            entropy=old.entropy,
+            rewards=rollouts.rewards,
+            version_lag=arm.version - rollouts.rollout_version,
+        )
+        logprobs = logprobs if method.anchor is None else method.anchor(logprobs, facts)
+        assert rollouts.rewards is not None
+        plain = advantages(rollouts.rewards, segments, how="dr_grpo")
+        corrected = method.correction(logprobs, plain, facts)
+        options["weight"] = corrected.weight
+        options["keep"] = segments.sum(corrected.keep.to(trainer.logp.dtype)) > 0
+    return advantages(rewards, segments, **options)
+
+
+def make_batch(
+    arm: Arm, rollouts: Rollouts, advantages: Float[Tensor, " n"], scores: Scores
+) -> Batch:
+    """The batch that the arm's next updates train on."""
+    status = None
+    if scores.old is not None:
+        status = scores.old.status(rollouts.rollout_version)
+    elif scores.old_is_current or arm.method.anchor is not None:
+        by_anchor = {type(None): "exact", RolloutAsOld: "missing", Interpolated: "approximated"}
+        name = by_anchor[type(arm.method.anchor)]
+        status = torch.full_like(rollouts.rollout_version, OLD_STATUS.index(name))
+
+    def old_logits(piece: Rollouts) -> Tensor:
+        return arm.old_policy.logits(arm.model, piece, arm.version)
+
+    return Batch(
+        rollouts,
+        advantages,
+        scores.old,
+        scores.logp_ref,
+        arm.run.recipe.rollout.tail_log_ratio_cap,
+        status,
+        scores.old_is_current,
+        old_logits if arm.compares_old else None,
+    )
