@@ -96,7 +96,9 @@ def real(seeds: Sequence[int], batches: int, runs: Path | None) -> Iterator[Row]
                     planted_real.run(case, folder, seed=seed, batches=batches)
                 context = planted_real.context_of(case)
                 said = audited(logged(arm.log), context)
-                live = list(dict.fromkeys(f["cause"] for f in LiveDiagnosis.of(arm, context).summary()))
+                live = list(
+                    dict.fromkeys(f["cause"] for f in LiveDiagnosis.of(arm, context).summary())
+                )
                 yield _row(case.name, case.cause, seed, said, live, start)
 
 

@@ -151,7 +151,9 @@ def test_the_view_shows_each_token_in_the_batchs_order(world):
         kl = divergences(batch.rollouts, score(model, batch.rollouts).logits)[
             "kl_rollout_current"
         ].lo
-    torch.testing.assert_close(update.tokens.divergence("kl_rollout_current"), kl, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        update.tokens.divergence("kl_rollout_current"), kl, rtol=1e-3, atol=1e-6
+    )
     worst = batch.rollouts.segments.max(kl)
     kept = batch.rollouts.segments.max(update.tokens.keep.float()) > 0
     assert kept.tolist() == (worst <= row.correction.gates[0].high).tolist()
@@ -213,7 +215,12 @@ def test_hidden_states_assess_and_step_as_full_rows_do_however_the_batch_is_cut(
     _, with_rows = step(world, "trm_max", token_budget=30, view=True)
     states = (model, replace(batch, rollouts=hidden))
     _, with_states = step(states, "trm_max", token_budget=30, view=True)
-    torch.testing.assert_close(with_states.tokens.divergence("kl_rollout_current"), with_rows.tokens.divergence("kl_rollout_current"), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        with_states.tokens.divergence("kl_rollout_current"),
+        with_rows.tokens.divergence("kl_rollout_current"),
+        rtol=1e-3,
+        atol=1e-6,
+    )
     assert torch.equal(with_states.tokens.keep, with_rows.tokens.keep)
     assert with_states.stats.grade == "exact"
 
