@@ -41,7 +41,7 @@ def test_model_and_optimizer_come_back_and_old_ones_go(prepared, tmp_path):
     assert torch.equal(model.weight, at_save)
     move(model, optimizer)
     assert torch.equal(model.weight, after_one_more), "Adam's moments must come back, too"
-    assert [p.name for p in checkpoint.found(tmp_path)] == ["batch-000002", "batch-000003"]
+    assert [p.name for p in checkpoint.complete(tmp_path)] == ["batch-000002", "batch-000003"]
 
 
 def test_nothing_saved_is_nothing_to_load(prepared, tmp_path):

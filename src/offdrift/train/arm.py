@@ -185,7 +185,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         queued=position.waiting,
     )
     if position.batch > 0:
-        newest = checkpoint.found(files.checkpoints)[-1]
+        newest = checkpoint.complete(files.checkpoints)[-1]
         old_policy.load(newest, source.versions() - {position.version})
     return arm, source
 

@@ -69,7 +69,7 @@ def save(
             (partial / "position.json").write_text(json.dumps(asdict(position)))
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
-            for old in found(folder)[:-KEPT]:
+            for old in complete(folder)[:-KEPT]:
                 shutil.rmtree(old, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as e:  # torch and safetensors wrap a full disk
         shutil.rmtree(partial, ignore_errors=True)
@@ -80,7 +80,7 @@ def save(
     accelerator.wait_for_everyone()
 
 
-def found(folder: Path) -> list[Path]:
+def complete(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(p for p in folder.glob("batch-*") if p.is_dir())
 
@@ -90,22 +90,21 @@ def load(accelerator: Accelerator, folder: Path) -> Position | None:
 
     Raises: `CheckpointError` naming the folder if it cannot be read back.
     """
-    checkpoints = found(folder)
+    checkpoints = complete(folder)
     if not checkpoints:
         return None
     newest = checkpoints[-1]
     try:
-        stated = json.loads((newest / "position.json").read_text())
-        position = Position(**{**stated, "waiting": tuple(stated["waiting"])})
+        stored = json.loads((newest / "position.json").read_text())
+        position = Position(**{**stored, "waiting": tuple(stored["waiting"])})
         accelerator.load_state(str(newest))
     except Exception as e:  # whatever a damaged file provokes in the libraries that read it
-        fall_back = (
-            f"the run continues from {checkpoints[-2].name}"
-            if len(checkpoints) > 1
-            else "the arm starts over"
-        )
+        reason = str(e).splitlines()[0] if str(e) else "no message"
+        fall_back = "the arm starts over"
+        if len(checkpoints) > 1:
+            fall_back = f"the run continues from {checkpoints[-2].name}"
         raise CheckpointError(
-            f"checkpoint {newest} cannot be read ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}); "
+            f"checkpoint {newest} cannot be read ({type(e).__name__}: {reason}); "
             f"remove that folder and --resume again: {fall_back}"
         ) from e
     return position

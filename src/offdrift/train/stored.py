@@ -1,15 +1,15 @@
-"""A run folder, read back: what the report knows, and all it knows.
+"""A stored run: its folder, read back for the report.
 
-The reader takes what it finds. An arm that is still running has no summary yet and may end in half
-a line; keys may be missing, null or unknown; a run that was resumed has written some updates twice.
-None of that is an error: absent numbers stay absent, and a line that cannot be read is skipped and
-counted, so that the page can say so. Only a folder that is no run at all is refused.
+An arm that is still running has no summary yet and may end in half a line; keys may be missing, null
+or unknown; a resumed run has written some updates twice. None of that is an error: absent numbers stay
+absent, and a line that cannot be read is skipped and counted. Only a folder without a run is refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,7 +104,8 @@ class Arm:
     @property
     def certificates(self) -> int:
         """How many batches that were new to the policy have a certificate: as many looks."""
-        return sum(isinstance(row.get("certificate/verdict"), str) and bool(row.get("certificate/fresh")) for row in self.metrics)  # fmt: skip
+        fresh = [row for row in self.metrics if row.get("certificate/fresh")]
+        return sum(isinstance(row.get("certificate/verdict"), str) for row in fresh)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -144,10 +145,8 @@ def read_run(run_dir: Path) -> Run:
     }
     folders = sorted(p for p in (run_dir / "arms").glob("*") if p.is_dir())
     arms = [_read_arm(folder, table) for folder in folders]
-    found = {arm.name for arm in arms}
-    arms += [
-        Arm(name, finished=True, summary=row) for name, row in table.items() if name not in found
-    ]
+    without_folder = table.keys() - {arm.name for arm in arms}
+    arms += [Arm(name, finished=True, summary=table[name]) for name in without_folder]
     planned = _dict(_dict(head.get("recipe")).get("arms"))  # in this order they run
     order = {name: i for i, name in enumerate({**planned, **table})}
     return Run(
@@ -172,9 +171,9 @@ def _read_head(path: Path) -> Row:
     except ValueError as error:
         raise RecordError(f"{path} is not JSON ({error}); restore it, or train again") from None
     if not isinstance(head, dict) or head.get("format") != FORMAT:
-        found = head.get("format") if isinstance(head, dict) else type(head).__name__
+        stored = head.get("format") if isinstance(head, dict) else type(head).__name__
         raise RecordError(
-            f"{path} has format {found!r}, this version reads format {FORMAT}; "
+            f"{path} has format {stored!r}, this version reads format {FORMAT}; "
             "rebuild the report with the version that trained"
         )
     return head
@@ -184,24 +183,20 @@ def _read_arm(folder: Path, table: Mapping[str, Row]) -> Arm:
     metrics, bad_metrics = _read_lines(folder / "metrics.jsonl")
     evals, bad_evals = _read_lines(folder / "eval.jsonl")
     samples, bad_samples = _read_lines(folder / "samples.jsonl")
-    summary = _read_summary(folder / "summary.json") or table.get(folder.name)
+    summary: Row = {}
+    with suppress(FileNotFoundError, ValueError):  # not written yet, or being written
+        summary = _dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+    summary = summary or table.get(folder.name, {})
     metrics, evals = _by_update(metrics), _by_update(evals)
     return Arm(
-        name=str((summary or {}).get("arm") or folder.name),
-        finished=summary is not None,
-        summary=_live_summary(metrics, evals) if summary is None else summary,
+        name=str(summary.get("arm") or folder.name),
+        finished=bool(summary),
+        summary=summary or _live_summary(metrics, evals),
         metrics=metrics,
         evals=evals,
         samples=tuple(_sample(row) for row in samples),
         skipped_lines=bad_metrics + bad_evals + bad_samples,
     )
-
-
-def _read_summary(path: Path) -> Row | None:
-    try:
-        return _dict(json.loads(path.read_text(encoding="utf-8"))) or None
-    except (FileNotFoundError, ValueError):  # not written yet, or being written
-        return None
 
 
 def _read_lines(path: Path) -> tuple[list[Row], int]:

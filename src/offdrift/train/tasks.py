@@ -14,10 +14,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -90,21 +89,28 @@ class ProceduralTask:
 
         Raises: `RecipeError` if the generator has too few different problems to fill the split.
         """
+        problems: list[Problem] = []
+        entries: Any = None
         limit = _CHUNK * 50 + 4 * EVAL_SHARE * n
-        draws = itertools.islice(self._draws(split, seed), limit)
-        found = list(itertools.islice((p for p in draws if split_of(p.prompt) == split), n))
-        if len(found) < n:
+        for draw in range(limit):
+            if len(problems) == n:
+                break
+            chunk, entry = divmod(draw, _CHUNK)
+            if entry == 0:
+                # A generator seed of its own, far from the others: generators add the entry's index
+                # to it. Below 2**32, which is all that numpy's generators take.
+                chunk_seed = _digest("problems", self.name, split, seed, chunk) % (2**32 - _CHUNK)
+                entries = self.dataset(chunk_seed, _CHUNK)
+            problem = self.problem(entries[entry])
+            if split_of(problem.prompt) == split:
+                problems.append(problem)
+        if len(problems) < n:
             raise RecipeError(
-                f"task {self.name!r} gave {len(found)} of {n} {split} problems in {limit} draws; "
+                f"task {self.name!r} gave {len(problems)} of {n} {split} problems in {limit} draws; "
                 "it has too few different questions for a held-out split: ask for fewer, or "
                 "configure the generator to vary more"
             )
-        return found
-
-    def _draws(self, split: Split, seed: int) -> Iterator[Problem]:
-        for chunk in itertools.count():
-            entries = self.dataset(_derived_seed(self.name, split, seed, chunk), _CHUNK)
-            yield from (self.problem(entries[i]) for i in range(_CHUNK))
+        return problems
 
     def reward(self, completion: str, problem: Problem) -> float:
         """What the completion earns, in [0, 1]. Never raises, whatever the text."""
@@ -252,20 +258,9 @@ def evaluates(function: Callable[..., Any]) -> bool:
     return not _EVALUATORS.isdisjoint(names)
 
 
-# -- seeds ------------------------------------------------------------------------------------
-
-
 def _digest(*parts: object) -> int:
     key = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
-
-
-def _derived_seed(name: str, split: str, seed: int, chunk: int) -> int:
-    """A generator seed of its own, far from the others: generators add the entry's index to it.
-
-    Below 2**32, which is all that numpy's generators take.
-    """
-    return _digest("problems", name, split, seed, chunk) % (2**32 - _CHUNK)
 
 
 _CHAT_SUMS = partial(_named, "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2)

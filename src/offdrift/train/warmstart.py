@@ -19,7 +19,7 @@ import hashlib
 import json
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from offdrift.errors import RecipeError
 from offdrift.train.models import default_cache_dir, prompt_ids, publish_file
-from offdrift.train.tasks import Problem, Task
+from offdrift.train.tasks import Task
 
 CODE_VERSION = 1
 """Raise it when the same arguments start to give another model."""
@@ -112,9 +112,17 @@ def warm_start(
     file = (
         (cache_dir or default_cache_dir()) / "warmstart" / _file_name(model, tokenizer, task, plan)
     )
-    if not _restored(model, file):
-        _fit(model, tokenizer, task, plan, progress)
-        _keep(model, file)
+    if _restored(model, file):
+        return model
+    _fit(model, tokenizer, task, plan, progress)
+    try:
+        publish_file(file, lambda part: save_file(_named(model), part))
+    except OSError as error:
+        warnings.warn(
+            f"the warm start is not cached and will be repeated next time: {error}; "
+            "set OFFDRIFT_CACHE to a folder that can be written",
+            stacklevel=2,
+        )
     return model
 
 
@@ -186,11 +194,21 @@ def _batch(
     tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan, step: int
 ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
     """Prompts with their demonstrations, and the same tokens as labels where they are trained."""
-    problems = task.sample(plan.batch_size, seed=_problem_seed(plan.seed, step))
-    prompts = [prompt_ids(p, tokenizer) for p in problems]
-    answers = [_demonstration_ids(p, task, tokenizer) for p in problems]
-    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    # A seed that no step of the trainer uses, so that what it draws later is new.
+    digest = hashlib.sha256(f"warm start {plan.seed} {step}".encode()).digest()
+    problems = task.sample(plan.batch_size, seed=int.from_bytes(digest[:8], "big"))
     end_id = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    prompts, answers = [], []
+    for problem in problems:
+        if problem.demonstration is None:
+            raise RecipeError(
+                f"task {task.name!r} shows no demonstrations to start from; set the warm start's "
+                "steps to 0 and begin with a model that already solves some of it"
+            )
+        prompts.append(prompt_ids(problem, tokenizer))
+        text = tokenizer.encode(problem.demonstration, add_special_tokens=False)
+        answers.append([*text, end_id])
+    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     tokens = torch.full((len(problems), longest), end_id)
     labels = torch.full_like(tokens, IGNORED)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -198,23 +216,6 @@ def _batch(
         tokens[i, :end] = torch.tensor(prompt + answer)
         labels[i, len(prompt) : end] = tokens[i, len(prompt) : end]
     return tokens, labels
-
-
-def _demonstration_ids(
-    problem: Problem, task: Task, tokenizer: PreTrainedTokenizerBase
-) -> list[int]:
-    if problem.demonstration is None:
-        raise RecipeError(
-            f"task {task.name!r} shows no demonstrations to start from; set the warm start's "
-            "steps to 0 and begin with a model that already solves some of it"
-        )
-    text = tokenizer.encode(problem.demonstration, add_special_tokens=False)
-    return [*text, int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
-
-
-def _problem_seed(seed: int, step: int) -> int:
-    """A seed that no step of the trainer uses, so that what it draws later is new."""
-    return int.from_bytes(hashlib.sha256(f"warm start {seed} {step}".encode()).digest()[:8], "big")
 
 
 # -- cache ------------------------------------------------------------------------------------
@@ -232,37 +233,16 @@ def _file_name(
         "plan": asdict(plan),
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    for tensor in (*_named(model).values(), *_first_and_last(tokenizer, task, plan)):
+    first, last = (_batch(tokenizer, task, plan, step) for step in (0, plan.steps - 1))
+    for tensor in (*_named(model).values(), *first, *last):
         key.update(str((tuple(tensor.shape), tensor.dtype)).encode())
         key.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return f"{task.name.replace(':', '-').replace('/', '-')}-{key.hexdigest()[:32]}.safetensors"
 
 
-def _first_and_last(
-    tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan
-) -> Iterator[Tensor]:
-    for step in (0, plan.steps - 1):
-        yield from _batch(tokenizer, task, plan, step)
-
-
 def _named(model: PreTrainedModel) -> dict[str, Tensor]:
     """Every parameter once (a tied head is the embedding), on the host."""
     return {name: p.detach().cpu() for name, p in model.named_parameters()}
-
-
-def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(w.shape) for name, w in weights.items()}
-
-
-def _keep(model: PreTrainedModel, file: Path) -> None:
-    try:
-        publish_file(file, lambda part: save_file(_named(model), part))
-    except OSError as error:
-        warnings.warn(
-            f"the warm start is not cached and will be repeated next time: {error}; "
-            "set OFFDRIFT_CACHE to a folder that can be written",
-            stacklevel=3,
-        )
 
 
 def _restored(model: PreTrainedModel, file: Path) -> bool:
@@ -271,7 +251,8 @@ def _restored(model: PreTrainedModel, file: Path) -> bool:
         return False
     try:
         weights = load_file(file)
-        if _shapes(weights) != _shapes(dict(model.named_parameters())):
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        if {name: w.shape for name, w in weights.items()} != shapes:
             raise SafetensorError("it holds the weights of another model")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
