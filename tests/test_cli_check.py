@@ -134,7 +134,7 @@ def test_the_excerpt_in_the_readme_is_of_the_whole_output():
     whole = (ROOT / "docs" / "check.md").read_text("utf-8")
     block = next(b for b in (ROOT / "README.md").read_text("utf-8").split("```") if "$ offdrift check\n" in b)  # fmt: skip
     shown, all_rows = numbers_by_row(block), numbers_by_row(whole)
-    assert len(shown) == 7
+    assert len(shown) == 4
     assert {name: all_rows.get(name) for name in shown} == shown
     tried = sum(f.cost != "compile" for f in FACTORS)  # and routing, another attention: not here
     assert len(all_rows) + 1 == tried - 2  # "tokenization" has no KL
