@@ -237,7 +237,7 @@ def test_weights_that_change_between_the_checks_are_noticed_in_the_answers(url, 
 
 def test_a_failed_load_is_not_drawn_from(url, model, monkeypatch):
     engine = _engine(url)
-    monkeypatch.setattr(engine._weights, "_into_vllm", lambda folder: 1 / 0)
+    monkeypatch.setattr(engine._weights, "_load_from", lambda folder, label: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.load_weights(model.named_parameters(), version=1)
     with pytest.raises(EngineError, match="holds weights"):
