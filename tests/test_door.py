@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offdrift import advantages, method, policy_loss
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.errors import (
     BadValueError,
     EvidenceError,
@@ -253,7 +253,7 @@ def test_a_row_that_looks_at_the_whole_step_asks_what_it_saw(name):
     with pytest.raises(EvidenceError, match=r'give observed=.*observed="this_batch"'):
         policy_loss(lp, name, ONES, normalizer=5.0, **known)
     row = METHODS[name]
-    facts = Facts(**known)
+    facts = BatchInfo(**known)
     anchored = lp if row.anchor is None else row.anchor(lp, facts)
     seen = row.observe(anchored, ONES, facts)
     one = policy_loss(lp, name, ONES, normalizer=5.0, observed="this_batch", **known).loss

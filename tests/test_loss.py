@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offdrift.aggregate import normalizer_of
-from offdrift.batch_info import Facts, Observed
+from offdrift.batch_info import BatchInfo, Observed
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import EvidenceError, ShapeError
@@ -198,7 +198,7 @@ def test_accepted_denominators_are_those_of_the_whole_step_and_nothing_kept_is_z
     for rows, n in zip(torch.arange(len(a)).split(lengths.tolist()), lengths):
         one = LogProbs.pack(lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=Segments.from_lengths([int(n)]))  # fmt: skip
         pieces.append((one, a[rows]))
-    seen = functools.reduce(Observed.merge, [row.observe(p, x, Facts()) for p, x in pieces])
+    seen = functools.reduce(Observed.merge, [row.observe(p, x, BatchInfo()) for p, x in pieces])
     total = sum(policy_loss(p, row, x, observed=seen, normalizer=share).loss for p, x in pieces)
     torch.testing.assert_close(total, whole.loss, rtol=1e-12, atol=0)
     nothing = Correction((Gate(statistic="k2", on="mismatch", unit="token", high=-1.0),))

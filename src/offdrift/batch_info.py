@@ -1,4 +1,4 @@
-"""`Facts`: what a method may need to know about a batch besides log-probs and advantages.
+"""`BatchInfo`: what a method may need to know about a batch besides log-probs and advantages.
 
 Gates, weights and objectives all take `(logprobs, advantages, facts)`. What a batch does not carry
 is absent, and a part that needs it says so by name. `Observed` is the one mechanism by which a part
@@ -58,7 +58,7 @@ class Observed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class BatchInfo:
     """Optional side information about a batch, packed like its log-probs.
 
     Nothing carries gradient but `divergences["kl_old_current"]`, where a penalty differentiates it.
@@ -84,7 +84,7 @@ class Facts:
             raise EvidenceError(f"this method needs {name}, which the batch lacks; {WAY_OUT[name]}")
         return value
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Facts:
+    def map(self, function: Callable[[Tensor], Tensor]) -> BatchInfo:
         """The facts of other tokens: `function` applied to every tensor per token."""
         per_token = {"entropy": self.entropy, "version_lag": self.version_lag}
         return replace(
@@ -107,26 +107,26 @@ class Observer(Hashable, Protocol):
     """A part that needs to see the whole step before it can act on any piece of it."""
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Mergeable statistics of one piece. Gradient: none."""
         ...
 
 
-NO_FACTS = Facts()
+NO_INFO = BatchInfo()
 
 
 @overload
 def of_scored(
-    logprobs: LogProbs, advantages: Tensor, facts: Facts
-) -> tuple[LogProbs, Tensor, Facts]: ...
+    logprobs: LogProbs, advantages: Tensor, facts: BatchInfo
+) -> tuple[LogProbs, Tensor, BatchInfo]: ...
 @overload
 def of_scored(
-    logprobs: LogProbs, advantages: None, facts: Facts
-) -> tuple[LogProbs, None, Facts]: ...
+    logprobs: LogProbs, advantages: None, facts: BatchInfo
+) -> tuple[LogProbs, None, BatchInfo]: ...
 def of_scored(
-    logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
-) -> tuple[LogProbs, Float[Tensor, " s"] | None, Facts]:
+    logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
+) -> tuple[LogProbs, Float[Tensor, " s"] | None, BatchInfo]:
     """What a part is called with, without the tokens that the engine did not score.
 
     Gradient: to `logprobs.logp`.

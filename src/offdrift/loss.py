@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.aggregate import accepted_scale, aggregate, normalizer_of
-from offdrift.batch_info import Facts, Observed, of_scored
+from offdrift.batch_info import BatchInfo, Observed, of_scored
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, EvidenceError, MethodError, ShapeError
@@ -97,7 +97,7 @@ def policy_loss(
 
     Reference: Li et al., arXiv:2512.23075v5, eq. 22 and Algorithm 1.
     """
-    facts = Facts(
+    facts = BatchInfo(
         divergences=divergences or {},
         entropy=entropy,
         vocab=vocab,
@@ -174,7 +174,7 @@ def _check(
     logprobs: LogProbs,
     method: Method,
     advantages: Tensor,
-    facts: Facts,
+    facts: BatchInfo,
     normalizer: Any,
     horizon: int | None,
 ) -> None:

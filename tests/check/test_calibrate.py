@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.certificate import clopper_pearson
 from offdrift.check.calibrate import (
     BANDS,
@@ -34,7 +34,7 @@ SETTINGS = len(GATES) + 2 * len(BANDS) + len(CAPS)
 
 
 def corrected(log: Logged, method: str, changes: dict[str, float]) -> Corrected:
-    facts = Facts(divergences={n: Divergence.exact(n, x) for n, x in log.divergences.items()})
+    facts = BatchInfo(divergences={n: Divergence.exact(n, x) for n, x in log.divergences.items()})
     return override(METHODS[method], changes).correction(log.logprobs(), None, facts)
 
 

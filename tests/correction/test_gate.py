@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.correction import Gate, rejection
 from offdrift.correction.statistics import statistic
 from offdrift.divergence.evidence import Divergence, Grade
@@ -81,7 +81,7 @@ def one_sequence(n: int, kl: list[float], tv: list[float]):
 def test_exact_gates_on_fx_v(statistic, unit, high, expected):
     lp, divergences = one_sequence(3, FX_V_KL, FX_V_TV)
     gate = Gate(statistic=statistic, on="full", unit=unit, high=high)
-    assert gate.keep(lp, facts=Facts(divergences=divergences)).int().tolist() == expected
+    assert gate.keep(lp, facts=BatchInfo(divergences=divergences)).int().tolist() == expected
 
 
 @pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
@@ -99,7 +99,7 @@ def test_membership_below_on_inside_on_and_above_the_bounds(unit, value, inside)
 def test_nan_and_infinite_divergence_are_never_inside(unit, bad):
     lp, divergences = one_sequence(2, [0.0, bad], [0.0, 0.0])
     keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(
-        lp, facts=Facts(divergences=divergences)
+        lp, facts=BatchInfo(divergences=divergences)
     )
     assert keep.tolist() == ([True, False] if unit == "token" else [False, False])
 
@@ -124,13 +124,13 @@ def test_an_interval_rejects_by_its_lower_end():
     lp, _ = one_sequence(2, [0.0, 0.0], [0.0, 0.0])
     kl = Divergence.interval("kl_rollout_current", torch.tensor([0.01, 0.02]), torch.tensor([9.0, 9.0]))  # fmt: skip
     gate = Gate(statistic="kl", on="full", unit="seq_max", high=0.015)
-    assert gate.keep(lp, facts=Facts(divergences={kl.name: kl})).tolist() == [False, False]
+    assert gate.keep(lp, facts=BatchInfo(divergences={kl.name: kl})).tolist() == [False, False]
 
 
-def of_divergence(kl: Divergence) -> tuple[LogProbs, Facts]:
+def of_divergence(kl: Divergence) -> tuple[LogProbs, BatchInfo]:
     n = len(kl.lo)
     lp = LogProbs.pack(torch.full((n,), -1.0), torch.full((n,), -1.0), segments=Segments.from_lengths([2] * (n // 2)))  # fmt: skip
-    return lp, Facts(divergences={kl.name: kl})
+    return lp, BatchInfo(divergences={kl.name: kl})
 
 
 @pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
@@ -206,11 +206,11 @@ def test_on_staleness_the_divergence_is_that_of_the_old_and_the_current_policy(s
     gate = Gate(statistic=statistic, on="staleness", unit="token", high=0.1)
     assert gate.reads == f"{statistic}_old_current"
     wrong = {f"{statistic}_rollout_current": torch.zeros(7)}
-    facts = Facts(divergences={k: Divergence.exact(k, x) for k, x in wrong.items()})
+    facts = BatchInfo(divergences={k: Divergence.exact(k, x) for k, x in wrong.items()})
     with pytest.raises(EvidenceError, match=rf"needs {statistic}_old_current, .*_rollout_current.*old_divergences"):  # fmt: skip
         gate.keep(lp, advantages, facts)
     values = torch.tensor([0.0, 0.2, 0.05, 0.3, 0.1, 0.0, 0.11])
-    facts = Facts(divergences={gate.reads: Divergence.exact(gate.reads, values)})
+    facts = BatchInfo(divergences={gate.reads: Divergence.exact(gate.reads, values)})
     assert gate.keep(lp, advantages, facts).int().tolist() == [1, 0, 1, 0, 1, 1, 0]
 
 
@@ -219,13 +219,13 @@ def test_a_divergence_stops_only_the_push_that_goes_on():
 
     Log-ratios are [0.05, 0.3, -0.25, 0.1] with A = 1 and [-0.15, 0.2, 0.02] with A = -0.5."""
     lp, advantages, _ = fx_a()
-    facts = Facts(
+    facts = BatchInfo(
         divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.2))}
     )
     gate = Gate(statistic="tv", on="staleness", unit="token", high=0.15, advantage="outward")
     assert gate.keep(lp, advantages, facts).int().tolist() == [0, 0, 1, 0, 0, 1, 1]
     assert gate.keep(lp, 0 * advantages, facts).all()
-    small = Facts(
+    small = BatchInfo(
         divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.15))}
     )
     assert gate.keep(lp, advantages, small).all()
@@ -294,7 +294,7 @@ def test_binary_kl_of_the_methods_table_keeps_corrective_moves():
 def test_version_lag():
     lp = LogProbs.pack(double([-1.0] * 4), segments=Segments.from_lengths([1, 1, 1, 1]))
     gate = Gate(statistic="version_lag", on="full", unit="seq_max", high=2.0)
-    assert gate.keep(lp, facts=Facts(version_lag=torch.tensor([0, 1, 2, 3]))).int().tolist() == [1, 1, 1, 0]  # fmt: skip
+    assert gate.keep(lp, facts=BatchInfo(version_lag=torch.tensor([0, 1, 2, 3]))).int().tolist() == [1, 1, 1, 0]  # fmt: skip
     with pytest.raises(EvidenceError, match="needs version_lag"):
         gate.keep(lp)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.batch_info import Facts, Observed
+from offdrift.batch_info import BatchInfo, Observed
 from offdrift.correction import Weight
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
@@ -107,8 +107,8 @@ def test_the_mean_of_normalized_weights_is_one_however_the_step_is_split(unit):
     mean = whole.mean() if unit == "token" else s.mean(whole).mean()
     torch.testing.assert_close(mean, double([1.0])[0], rtol=1e-12, atol=0)
     pieces = [_sequences(lp, rows) for rows in (torch.arange(0, 2), torch.arange(2, 3), torch.arange(3, 9))]  # fmt: skip
-    seen = [Observed({part: part.observe(p, None, Facts())}) for p in pieces]
-    facts = Facts(observed=functools.reduce(Observed.merge, seen))
+    seen = [Observed({part: part.observe(p, None, BatchInfo())}) for p in pieces]
+    facts = BatchInfo(observed=functools.reduce(Observed.merge, seen))
     again = torch.cat([part(p, None, facts).weight for p in pieces])
     torch.testing.assert_close(again, whole, rtol=1e-12, atol=0)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.correction.gate import Gate
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.exact import SERIES_BELOW, ExactDivergences, all_terms, definition, terms
@@ -246,7 +246,9 @@ def test_a_gate_on_exact_kl_rejects_what_the_current_policy_cannot_draw():
     kl = of(mu, pi).kl_rollout_current
     assert kl.isinf().tolist() == [i == 1 for i in range(6)]
     lp = LogProbs.pack(torch.full((6,), -1.0), segments=Segments.from_lengths([2, 2, 2]))
-    facts = Facts(divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)})
+    facts = BatchInfo(
+        divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)}
+    )
     for unit in ("seq_max", "seq_mean", "seq_sum"):
         gate = Gate(statistic="kl", on="full", unit=unit, high=1e9)
         assert gate.keep(lp, facts=facts).tolist() == [False] * 4 + [True] * 2

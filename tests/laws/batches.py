@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from offdrift.batch_info import Facts, Observed
+from offdrift.batch_info import BatchInfo, Observed
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
@@ -226,6 +226,6 @@ def run(
 
 def seen(row: Method, given: Given) -> Observed:
     """What the row's parts see of this batch, as a trainer asks for it before the loss."""
-    facts = Facts(**given.facts)
+    facts = BatchInfo(**given.facts)
     lp = given.lp if row.anchor is None else row.anchor(given.lp, facts)
     return row.observe(lp, given.advantages, facts)

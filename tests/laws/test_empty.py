@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offdrift.adapters.base import Adapter
-from offdrift.batch_info import NO_FACTS, Observed
+from offdrift.batch_info import NO_INFO, Observed
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
@@ -89,7 +89,7 @@ def test_an_adapter_takes_it_and_waits_for_tokens(make):
     given = packed(draw(0))
     adapter.loss(given.lp, given.advantages)
     assert adapter.end_step(2)["offdrift/full/k3"] > 0
-    decided = Adapter("token_tis", framework="plain").correct(make().lp, None, facts=NO_FACTS)
+    decided = Adapter("token_tis", framework="plain").correct(make().lp, None, facts=NO_INFO)
     assert not decided.keep.any()
 
 

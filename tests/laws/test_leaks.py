@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.correction import Correction
 from offdrift.correction.weight import Weighted
 from offdrift.divergence.evidence import Divergence
@@ -53,7 +53,7 @@ def test_what_is_reported_is_without_gradient(name):
     """Also behind the door, where a batch made by hand may carry a gradient on every policy."""
     row, (given, leaves) = METHODS[name], open_doors(draw(1))
     bare = replace(given.lp, logp_rollout=leaves["mu"], logp_old=leaves["old"])
-    facts = Facts(**given.facts)
+    facts = BatchInfo(**given.facts)
     lp = bare if row.anchor is None else row.anchor(bare, facts)
     corrected = row.correction(lp, given.advantages, facts)
     assert not corrected.weight.requires_grad
@@ -80,10 +80,10 @@ class Decided:
     advantage = "any"
     formula = "decided"
 
-    def keep(self, logprobs: LogProbs, advantages: Tensor | None, facts: Facts) -> Tensor:
+    def keep(self, logprobs: LogProbs, advantages: Tensor | None, facts: BatchInfo) -> Tensor:
         return self.kept
 
-    def __call__(self, logprobs: LogProbs, advantages: Tensor | None, facts: Facts) -> Weighted:
+    def __call__(self, logprobs: LogProbs, advantages: Tensor | None, facts: BatchInfo) -> Weighted:
         return Weighted(self.weighed, ~self.kept)
 
 
@@ -91,9 +91,9 @@ def frozen(row: Method, given: Given) -> tuple[Method, Given]:
     """The row with its anchor, gates and weights replaced by what they made of this batch."""
     lp, correction = given.lp, row.correction
     if row.anchor is not None:
-        lp = row.anchor(lp, Facts(**given.facts))
+        lp = row.anchor(lp, BatchInfo(**given.facts))
         given = replace(given, lp=replace(lp, logp_old=lp.old.detach()))
-    decided = correction(lp, given.advantages, Facts(**given.facts))
+    decided = correction(lp, given.advantages, BatchInfo(**given.facts))
     on = correction.weights[0].on if correction.weights else ""
     constant = Decided(decided.keep, decided.weight.detach(), on)
     weights = (constant,) if correction.weights else ()

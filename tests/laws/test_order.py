@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.methods import METHODS
 from tests.laws.batches import draw, packed, run
@@ -29,7 +29,7 @@ def test_gates_are_joined_by_and_in_any_order(name):
     rejecting = set()
     for seed in range(3):
         given = packed(draw(seed))
-        facts = Facts(**given.facts)
+        facts = BatchInfo(**given.facts)
         lp = given.lp if row.anchor is None else row.anchor(given.lp, facts)
         alone = [g.keep(lp, given.advantages, facts) for g in gates]
         together = torch.stack(alone).all(0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from offdrift.advantages import advantages as estimated
 from offdrift.audit.counterfactual import CANDIDATES, Counterfactual
 from offdrift.audit.tally.tally import Tally
-from offdrift.batch_info import Facts, Observed
+from offdrift.batch_info import BatchInfo, Observed
 from offdrift.correction import Correction, Weight
 from offdrift.methods import METHODS
 from offdrift.methods.schedules import EssScale
@@ -68,13 +68,13 @@ def without_limits(weight: Weight) -> Weight:
 
 def weights_of(part: Weight, batch: Batch) -> Tensor:
     given = packed(batch)
-    return part(given.lp, given.advantages, Facts()).weight
+    return part(given.lp, given.advantages, BatchInfo()).weight
 
 
 def weights_in_pieces(part: Weight, batch: Batch) -> Tensor:
     given = pieces(batch)
-    saw = [Observed({part: part.observe(x.lp, x.advantages, Facts())}) for x in given]
-    facts = Facts(observed=functools.reduce(Observed.merge, saw))
+    saw = [Observed({part: part.observe(x.lp, x.advantages, BatchInfo())}) for x in given]
+    facts = BatchInfo(observed=functools.reduce(Observed.merge, saw))
     found = torch.full((SEQUENCES * LENGTH,), math.nan, dtype=torch.float64)
     for which, x in zip(SPLIT, given, strict=True):
         found[batch.rows(which)] = part(x.lp, x.advantages, facts).weight

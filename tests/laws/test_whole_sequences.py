@@ -14,7 +14,7 @@ import torch
 
 from offdrift.audit.counterfactual import Counterfactual
 from offdrift.audit.tally.tally import Tally
-from offdrift.batch_info import NO_FACTS, Facts, Observed
+from offdrift.batch_info import NO_INFO, BatchInfo, Observed
 from offdrift.check.recommend import THRESHOLDS
 from offdrift.correction import Weight
 from offdrift.judge import load_rules
@@ -142,9 +142,9 @@ def test_they_are_when_each_sequence_is_a_piece_of_its_own():
     part = Weight(on="full", unit="sequence", normalize=True)
     pieces = [with_sums([s]) for s in (-25.0, -24.0, -23.0, -26.0)]
     seen = functools.reduce(
-        Observed.merge, [Observed({part: part.observe(p, None, NO_FACTS)}) for p in pieces]
+        Observed.merge, [Observed({part: part.observe(p, None, NO_INFO)}) for p in pieces]
     )
-    got = [float(part(p, None, Facts(observed=seen)).weight[0]) for p in pieces]
+    got = [float(part(p, None, BatchInfo(observed=seen)).weight[0]) for p in pieces]
     assert got == pytest.approx(NORMALIZED, rel=1e-6)
 
 
@@ -152,4 +152,4 @@ def test_the_brake_of_vcpo_holds_at_the_worst_drift():
     """One weight in four carries all: ess 1/4, scale (1/4)^0.5."""
     schedule = METHODS["vcpo"].lr_scale or EssScale()
     lp = with_sums([-21.0, -40.0, -60.0, -80.0])
-    assert float(schedule.scale(schedule.observe(lp, None, NO_FACTS))) == pytest.approx(0.5)
+    assert float(schedule.scale(schedule.observe(lp, None, NO_INFO))) == pytest.approx(0.5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
 from offdrift.methods.anchor import Interpolated, interpolated
@@ -48,7 +48,7 @@ def test_the_two_ratios_are_powers_of_the_full_one(seed):
     lp = ragged(seed)
     g = torch.Generator().manual_seed(seed)
     lag = torch.randint(1, 6, (lp.segments.num_tokens,), generator=g)
-    anchored = Interpolated()(lp, Facts(version_lag=lag))
+    anchored = Interpolated()(lp, BatchInfo(version_lag=lag))
     full = log_ratio(lp, on="full").detach()
     staleness = log_ratio(anchored, on="staleness").detach()
     mismatch = log_ratio(anchored, on="mismatch")
@@ -61,7 +61,7 @@ def test_only_the_old_policy_changes_and_cached_ratios_are_not_shared():
     lp, _, leaf = fx_a()
     before = stopped_log_ratio(lp, on="staleness").clone()
     lag = torch.full((7,), 2)
-    anchored = Interpolated()(lp, Facts(version_lag=lag))
+    anchored = Interpolated()(lp, BatchInfo(version_lag=lag))
     assert "staleness" in lp.stopped
     assert anchored.stopped == {}
     expected = 0.5 * stopped_log_ratio(lp, on="full")
@@ -79,7 +79,7 @@ def test_the_clip_acts_on_the_tempered_ratio_and_the_gradient_only_on_the_curren
     n = 3
     mu, leaf = double([-1.0] * n), double([-0.6] * n).requires_grad_()
     lp = LogProbs.pack(mu, leaf, segments=Segments.from_lengths([n]))
-    anchored = Interpolated()(lp, Facts(version_lag=torch.tensor([1, 2, 4])))
+    anchored = Interpolated()(lp, BatchInfo(version_lag=torch.tensor([1, 2, 4])))
     got = Clipped()(anchored, torch.ones(n, dtype=torch.float64))
     got.loss.sum().backward()
     assert got.clipped is not None
@@ -99,7 +99,7 @@ def test_extreme_log_ratios_stay_between_the_two_policies():
 def test_a_batch_without_lags_is_refused():
     lp, _, _ = fx_a()
     with pytest.raises(EvidenceError, match="version_lag"):
-        Interpolated()(lp, NO_FACTS)
+        Interpolated()(lp, NO_INFO)
 
 
 def test_it_says_what_it_needs_and_what_it_does():

@@ -7,7 +7,7 @@ from functools import reduce
 import pytest
 import torch
 
-from offdrift.batch_info import NO_FACTS, Facts, Observed
+from offdrift.batch_info import NO_INFO, BatchInfo, Observed
 from offdrift.correction.weight import Weight
 from offdrift.errors import MethodError, ShapeError
 from offdrift.logprobs import LogProbs
@@ -48,7 +48,7 @@ def test_scale_of_the_learning_rate(weights, ess, scale):
     lp = sequences_with(weights)
     for power, expected in ((0.5, scale), (1.0, ess)):
         schedule = EssScale(power=power, weight=UNLIMITED)
-        got = schedule.scale(schedule.observe(lp, None, NO_FACTS))
+        got = schedule.scale(schedule.observe(lp, None, NO_INFO))
         assert got.ndim == 0
         assert got.item() == pytest.approx(expected, abs=1e-6)
 
@@ -57,20 +57,20 @@ def test_reference_is_where_the_scale_begins_to_fall():
     lp = sequences_with([4, 1, 0.5, 0.5])
     for reference, expected in ((0.55, 18 / 35 / 0.55), (0.5, 1.0)):
         schedule = EssScale(power=1.0, reference=reference, weight=UNLIMITED)
-        got = schedule.scale(schedule.observe(lp, None, NO_FACTS))
+        got = schedule.scale(schedule.observe(lp, None, NO_INFO))
         assert got.item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_weights_are_truncated_as_in_the_loss():
     lp = sequences_with([8, 1])
-    got = EssScale(power=1.0).scale(EssScale().observe(lp, None, NO_FACTS))
+    got = EssScale(power=1.0).scale(EssScale().observe(lp, None, NO_INFO))
     assert got.item() == pytest.approx(9 / 10)  # (2 + 1)^2 / (2 (4 + 1))
 
 
 def test_without_any_weight_the_scale_is_zero():
     masked = EssScale(weight=Weight(on="full", unit="sequence", cap=2.0, outside="mask"))
     for weights in ([8.0, 9.0], [8.0]):
-        seen = masked.observe(sequences_with(weights), None, NO_FACTS)
+        seen = masked.observe(sequences_with(weights), None, NO_INFO)
         assert seen["log_weight"] == -math.inf
         assert masked.scale(seen).item() == 0
 
@@ -79,7 +79,7 @@ def test_sequences_without_a_token_do_not_count():
     lp = sequences_with([4, 1, 0.5, 0.5])
     holes = LogProbs.pack(lp.logp_rollout, lp.current, segments=Segments.from_lengths([0, 2, 3, 0, 4, 5]))  # fmt: skip
     schedule = EssScale(weight=UNLIMITED)
-    got, expected = (schedule.observe(x, None, NO_FACTS) for x in (holes, lp))
+    got, expected = (schedule.observe(x, None, NO_INFO) for x in (holes, lp))
     assert got == expected
     assert got["count"] == 4
 
@@ -87,13 +87,13 @@ def test_sequences_without_a_token_do_not_count():
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_in_pieces_has_the_scale_of_the_whole(seed):
     lp, schedule = ragged(seed), EssScale()
-    whole = schedule.scale(schedule.observe(lp, None, NO_FACTS))
+    whole = schedule.scale(schedule.observe(lp, None, NO_INFO))
     assert 0.2 < whole < 0.999
     assert not whole.requires_grad
     for split in SPLITS:
-        seen = [Observed({schedule: schedule.observe(piece(lp, s)[0], None, NO_FACTS)}) for s in split]  # fmt: skip
+        seen = [Observed({schedule: schedule.observe(piece(lp, s)[0], None, NO_INFO)}) for s in split]  # fmt: skip
         merged = reduce(Observed.merge, seen)
-        got = schedule.scale(Facts(observed=merged).seen_by(schedule, lp, None))
+        got = schedule.scale(BatchInfo(observed=merged).seen_by(schedule, lp, None))
         torch.testing.assert_close(got, whole, rtol=1e-12, atol=0)
 
 

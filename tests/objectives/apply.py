@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from offdrift.aggregate import AggregateName, aggregate, normalizer_of
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.base import Objective
 from offdrift.segments import Segments
@@ -41,7 +41,7 @@ def step(
     lp: LogProbs,
     advantages: Tensor,
     how: AggregateName,
-    facts: Facts = NO_FACTS,
+    facts: BatchInfo = NO_INFO,
 ) -> tuple[float, Tensor, Tensor]:
     """Loss of the step, gradient with respect to each token's logp, and the loss of each token."""
     got = objective(lp, advantages, facts)
@@ -58,7 +58,7 @@ def check_golden(
     loss: float,
     grad: list | None = None,
     tokens: list | None = None,
-    facts: Facts = NO_FACTS,
+    facts: BatchInfo = NO_INFO,
 ) -> None:
     """Assert the values of the methods table; padded lists, or packed ones for packed batches."""
     lp, advantages = batch
@@ -104,7 +104,7 @@ def advantages_of(lp: LogProbs, seed: int, *, per: str = "sequence") -> Tensor:
     return lp.segments.spread(a) if per == "sequence" else a
 
 
-def check_laws(objective: Objective, lp: LogProbs, facts: Facts = NO_FACTS) -> None:
+def check_laws(objective: Objective, lp: LogProbs, facts: BatchInfo = NO_INFO) -> None:
     """No advantage: no loss, no gradient. No gradient to the fixed policies, however far off."""
     got = objective(lp, torch.zeros_like(lp.current), facts)
     (grad,) = torch.autograd.grad(got.loss.sum(), lp.current)
@@ -118,7 +118,9 @@ def check_laws(objective: Objective, lp: LogProbs, facts: Facts = NO_FACTS) -> N
         check_finite_and_still(objective, lp, sign, facts)
 
 
-def check_finite_and_still(objective: Objective, lp: LogProbs, sign: float, facts: Facts) -> None:
+def check_finite_and_still(
+    objective: Objective, lp: LogProbs, sign: float, facts: BatchInfo
+) -> None:
     """Log-ratios of +-1e4: loss and gradient stay finite, and only `logp` receives a gradient."""
     n = lp.segments.num_tokens
     for dtype in (torch.float32, torch.float64):
@@ -141,7 +143,7 @@ def check_on_policy(
     lp: LogProbs,
     advantages: Tensor,
     expected: Tensor,
-    facts: Facts = NO_FACTS,
+    facts: BatchInfo = NO_INFO,
 ) -> None:
     """Where all policies agree nothing is clipped and the gradient of the summed loss is as given."""
     leaf = lp.logp_rollout.clone().requires_grad_()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offdrift.aggregate import aggregate, normalizer_of
-from offdrift.batch_info import NO_FACTS, Facts, Observed
+from offdrift.batch_info import NO_INFO, BatchInfo, Observed
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 from tests.oracles.fixtures import LOGP_ROLLOUT, MASK, MISMATCH, STALENESS, double, ragged
@@ -16,12 +16,12 @@ from tests.oracles.fixtures import LOGP_ROLLOUT, MASK, MISMATCH, STALENESS, doub
 SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0, 2, 4], [1, 3, 5]], [[5], [3], [0], [1], [4], [2]]]
 
 
-def token_losses(objective, lp, advantages, facts=NO_FACTS) -> Tensor:
+def token_losses(objective, lp, advantages, facts=NO_INFO) -> Tensor:
     got = objective(lp, advantages, facts)
     return got.loss if got.regularizer is None else got.loss + got.regularizer
 
 
-def loss_and_grad(objective, lp, advantages, facts=NO_FACTS, *, how="token_mean", normalizer=None):
+def loss_and_grad(objective, lp, advantages, facts=NO_INFO, *, how="token_mean", normalizer=None):
     """The aggregated loss and its gradient with respect to the packed `logp`."""
     tokens = token_losses(objective, lp, advantages, facts)
     normalizer = normalizer_of(lp.segments, how=how) if normalizer is None else normalizer
@@ -41,7 +41,7 @@ def check_golden(objective, lp, advantages, *, tok, loss, grad, how="token_mean"
     torch.testing.assert_close(got_grad, lp.like_caller(double(grad)), **close)
 
 
-def check_finite_far_away(objective, facts=NO_FACTS) -> None:
+def check_finite_far_away(objective, facts=NO_INFO) -> None:
     """Log-ratios of +-1e4 under either sign of the advantage: loss and gradient are numbers."""
     logp_rollout, logp_old = torch.tensor([[-1.0, -999.0] * 2, [-1.0, -1e4] * 2])
     logp = torch.tensor([-1e4, -1.0, -1e4, -1.0], requires_grad=True)
@@ -53,7 +53,7 @@ def check_finite_far_away(objective, facts=NO_FACTS) -> None:
         assert grad.isfinite().sum() == 4
 
 
-def check_gradient_reaches_logp_alone(objective, facts=NO_FACTS) -> None:
+def check_gradient_reaches_logp_alone(objective, facts=NO_INFO) -> None:
     """On FX-A, with a leaf behind every policy."""
     logp_old = (double(LOGP_ROLLOUT) + double(MISMATCH)).requires_grad_()
     logp_rollout = double(LOGP_ROLLOUT).requires_grad_()
@@ -92,12 +92,12 @@ def batch(seed: int, *, drift: float = 0.3) -> tuple[LogProbs, Tensor, Tensor]:
 def check_any_split_gives_the_same(objective, seed: int, *, how="token_mean") -> int:
     """Loss and gradient of a step in pieces equal those of the whole; returns how many splits."""
     lp, advantages, rewards = batch(seed)
-    whole_facts = Facts(rewards=rewards)
+    whole_facts = BatchInfo(rewards=rewards)
     loss, grad = loss_and_grad(objective, lp, advantages, whole_facts, how=how, normalizer=1.0)
     for split in SPLITS:
         pieces = [(*piece(lp, s), rewards[s]) for s in split]
         seen = [
-            Observed({objective: objective.observe(p, advantages[rows], Facts(rewards=r))})
+            Observed({objective: objective.observe(p, advantages[rows], BatchInfo(rewards=r))})
             for p, rows, r in pieces
         ]
         merged = seen[0]
@@ -105,7 +105,7 @@ def check_any_split_gives_the_same(objective, seed: int, *, how="token_mean") ->
             merged = merged.merge(other)
         total, gradient = torch.zeros_like(loss), torch.zeros_like(grad)
         for p, rows, r in pieces:
-            facts = Facts(rewards=r, observed=merged)
+            facts = BatchInfo(rewards=r, observed=merged)
             part, part_grad = loss_and_grad(
                 objective, p, advantages[rows], facts, how=how, normalizer=1.0
             )

@@ -7,7 +7,7 @@ from functools import reduce
 import pytest
 import torch
 
-from offdrift.batch_info import NO_FACTS, Facts, Observed
+from offdrift.batch_info import NO_INFO, BatchInfo, Observed
 from offdrift.engines.score import old_divergences
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
@@ -42,13 +42,13 @@ def fx_a3():
     return lp, lp.segments.spread(double([3.0, -1.0]))
 
 
-def chosen_by(objective: CovClipped, lp, advantages, facts=NO_FACTS):
+def chosen_by(objective: CovClipped, lp, advantages, facts=NO_INFO):
     return (objective(lp, advantages, facts).loss == 0).nonzero().squeeze(-1).tolist()
 
 
 def test_covariance_on_fx_a3():
     lp, advantages = fx_a3()
-    seen = CovPenalized().observe(lp, advantages, NO_FACTS)
+    seen = CovPenalized().observe(lp, advantages, NO_INFO)
     assert seen["advantages"].mean().item() == pytest.approx(1.285714, abs=1e-6)  # cov.meanA
     assert seen["logp"].mean().item() == pytest.approx(-0.951429, abs=1e-6)  # cov.meanlp
     got = covariance(advantages, lp.current, seen)
@@ -179,7 +179,7 @@ def test_the_exact_penalty_is_the_kl_of_whole_distributions_where_the_covariance
     """Eq. 14, against the formula in plain operators; gradient to every logit of the chosen rows."""
     lp, advantages, old, leaf = whole_distributions()
     objective = CovPenalized(fraction=0.3, coef=0.7, penalty="exact")
-    facts = Facts(divergences=old_divergences(old, leaf))
+    facts = BatchInfo(divergences=old_divergences(old, leaf))
     loss = objective(lp, advantages, facts).loss
     (got,) = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)
     mu, pi = old.log_softmax(-1), leaf.log_softmax(-1)
@@ -201,7 +201,7 @@ def test_the_exact_penalty_is_refused_without_distributions_or_their_gradient():
     objective = CovPenalized(penalty="exact")
     with pytest.raises(EvidenceError, match=r"needs kl_old_current, .*none.*old_divergences"):
         objective(lp, advantages)
-    stopped = Facts(divergences=old_divergences(old, leaf.detach()))
+    stopped = BatchInfo(divergences=old_divergences(old, leaf.detach()))
     with pytest.raises(EvidenceError, match="kl_old_current carries no gradient"):
         objective(lp, advantages, stopped)
     with torch.no_grad():  # where nothing is differentiated, its value is enough
@@ -250,7 +250,7 @@ def test_the_next_step_draws_anew():
     for step in range(20):
         assert objective == replace(CovClipped(), seed=step)
         draws.append(chosen_by(objective, lp, advantages)[0])
-        objective = objective.next(objective.observe(lp, advantages, NO_FACTS))
+        objective = objective.next(objective.observe(lp, advantages, NO_INFO))
     assert len(set(draws)) == 3
 
 
@@ -278,8 +278,8 @@ def test_the_number_of_chosen_tokens_is_that_of_the_step():
     lp, advantages, _ = batch(1)
     parts = [(p, advantages[rows]) for p, rows in (piece(lp, [i]) for i in range(6))]
     for objective in (LOOSE, CovPenalized(fraction=0.1, coef=2.0)):
-        seen = [Observed({objective: objective.observe(*part, NO_FACTS)}) for part in parts]
-        facts = Facts(observed=reduce(Observed.merge, seen))
+        seen = [Observed({objective: objective.observe(*part, NO_INFO)}) for part in parts]
+        facts = BatchInfo(observed=reduce(Observed.merge, seen))
         plain = Clipped() if objective is LOOSE else CovPenalized(coef=0.0)
         changed = [objective(*part, facts).loss != plain(*part).loss for part in parts]
         assert int(torch.cat(changed).sum()) == int(0.1 * lp.segments.num_tokens) > 1
@@ -358,4 +358,4 @@ def test_parameters_that_cannot_mean_anything_are_refused(objective, parts):
 def test_advantages_are_needed():
     lp, _, _ = batch(0)
     with pytest.raises(MethodError, match="advantages"):
-        CovClipped().observe(lp, None, NO_FACTS)
+        CovClipped().observe(lp, None, NO_INFO)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.clipped import Clipped
@@ -24,15 +24,15 @@ from tests.oracles.fixtures import double, fx_a, ragged
 H = double([0.2, 2.5, 0.4, 3.0, 0.1, 0.3, 2.0])
 
 
-def facts_of(lp: LogProbs, seed: int, *, scale: float = 7.0) -> Facts:
+def facts_of(lp: LogProbs, seed: int, *, scale: float = 7.0) -> BatchInfo:
     g = torch.Generator().manual_seed(seed)
     entropy = scale * torch.rand(lp.segments.num_tokens, generator=g, dtype=torch.float64)
-    return Facts(entropy=entropy, vocab=1000)
+    return BatchInfo(entropy=entropy, vocab=1000)
 
 
 def test_values_of_the_methods_table():
     lp, a, _ = fx_a()
-    facts = Facts(entropy=H, vocab=1000)
+    facts = BatchInfo(entropy=H, vocab=1000)
     check_golden(
         EntropyGrouped(top_frac=0.5), (lp, a), "seq_mean_token_mean", loss=-0.213701, facts=facts,
         grad=[[-0.113105, 0, -0.113105, 0], [0, 0.06976738, 0.06976738, 0]],
@@ -127,7 +127,7 @@ def test_a_sequence_of_one_token_is_ppo_with_the_width_of_its_entropy():
         segments=Segments.from_lengths([1, 1]),
     )  # fmt: skip
     a = double([1.0, -1.0])
-    facts = Facts(entropy=double([math.log(10)] * 2), vocab=100)  # half of ln(100)
+    facts = BatchInfo(entropy=double([math.log(10)] * 2), vocab=100)  # half of ln(100)
     got = EntropyGrouped(alpha=0.2)(lp, a, facts)
     check_loss_and_gradient(lp, got.loss, Clipped(eps_low=0.1, eps_high=0.1)(lp, a).loss)
 
@@ -136,7 +136,9 @@ def test_entropy_zero_clips_any_outward_drift_and_none_on_policy():
     old = double([-1.0, -1.0, -1.0])
     leaf = (old + double([1e-9, -1e-9, 0.0])).requires_grad_()
     lp = LogProbs.pack(old, leaf, old, segments=Segments.from_lengths([1, 1, 1]))
-    got = EntropyGrouped()(lp, torch.ones_like(old), Facts(entropy=torch.zeros_like(old), vocab=9))
+    got = EntropyGrouped()(
+        lp, torch.ones_like(old), BatchInfo(entropy=torch.zeros_like(old), vocab=9)
+    )
     assert got.clipped is not None
     assert got.clipped.tolist() == [True, False, False]
 
@@ -158,9 +160,9 @@ def test_what_the_batch_must_carry_is_named():
     lp, a, _ = fx_a()
     assert EntropyGrouped.needs == ("entropy", "vocab")
     with pytest.raises(EvidenceError, match="entropy"):
-        EntropyGrouped()(lp, a, Facts(vocab=1000))
+        EntropyGrouped()(lp, a, BatchInfo(vocab=1000))
     with pytest.raises(EvidenceError, match="vocab"):
-        EntropyGrouped()(lp, a, Facts(entropy=H))
+        EntropyGrouped()(lp, a, BatchInfo(entropy=H))
 
 
 @pytest.mark.parametrize("parts", [{"alpha": 0.0}, {"alpha": 1.5}, {"top_frac": 0.0}, {"top_frac": 1.1}])  # fmt: skip

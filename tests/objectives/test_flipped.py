@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.flipped import Flipped, above_quantile, aspo
@@ -154,7 +154,7 @@ def test_tokens_of_high_entropy_get_the_other_range():
     )
     entropy = double([0.1, 0.9, 0.2, 0.3, 0.8])  # the 0.6 quantile lies between 0.3 and 0.8
     objective = Flipped(eps_high_entropy=(0.4, 0.4), entropy_quantile=0.6)
-    got = objective(lp, torch.ones_like(log_r), Facts(entropy=entropy))
+    got = objective(lp, torch.ones_like(log_r), BatchInfo(entropy=entropy))
     assert got.clipped is not None
     assert got.clipped.tolist() == [True, False, True, True, False]
     expected = [-1 / 1.2, -1 / 1.3, -1 / 1.2, -1 / 1.2, -1 / 1.3]
@@ -165,8 +165,8 @@ def test_low_and_high_of_the_entropy_range_are_not_swapped():
     lp, _, _ = fx_a()
     entropy = torch.arange(7.0, dtype=torch.float64)
     objective = Flipped(eps_high_entropy=(0.01, 0.02), entropy_quantile=0.0, dual_clip=None)
-    up = objective(lp, torch.ones(7, dtype=torch.float64), Facts(entropy=entropy)).loss
-    down = objective(lp, -torch.ones(7, dtype=torch.float64), Facts(entropy=entropy)).loss
+    up = objective(lp, torch.ones(7, dtype=torch.float64), BatchInfo(entropy=entropy)).loss
+    down = objective(lp, -torch.ones(7, dtype=torch.float64), BatchInfo(entropy=entropy)).loss
     # token 1 (r = 1.349859) and token 4 (r = 0.860708, the first of sequence 2: not above its 0-quantile)
     assert up[1].item() == pytest.approx(-1 / 1.02, rel=1e-12)
     assert down[2].item() == pytest.approx(0.99, rel=1e-12)
@@ -178,11 +178,13 @@ def test_the_range_by_entropy_does_not_depend_on_the_split(cut):
     lp, advantages, _ = batch(1)
     entropy = torch.rand(len(advantages), dtype=torch.float64, generator=torch.manual_seed(0))
     objective = Flipped(eps_low=0.1, eps_high=0.1, eps_high_entropy=(0.4, 0.4))
-    whole, grad = loss_and_grad(objective, lp, advantages, Facts(entropy=entropy), normalizer=1.0)
+    whole, grad = loss_and_grad(
+        objective, lp, advantages, BatchInfo(entropy=entropy), normalizer=1.0
+    )
     total, seen = torch.zeros_like(whole), 0
     for sequences in cut:
         p, rows = piece(lp, sequences)
-        facts = Facts(entropy=entropy[rows])
+        facts = BatchInfo(entropy=entropy[rows])
         part, part_grad = loss_and_grad(objective, p, advantages[rows], facts, normalizer=1.0)
         torch.testing.assert_close(part_grad, grad[rows], rtol=1e-12, atol=0)
         total, seen = total + part, seen + len(rows)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.objectives.prompt_dual import PromptDual, multipliers, tilt_kl
 from offdrift.objectives.prompts import StepPrompts
@@ -126,7 +126,7 @@ def test_each_token_pays_the_price_of_its_prompt():
     ids = lp.segments.group_ids
     assert ids is not None
     objective = PromptDual(radius=0.05)
-    _, grad = loss_and_grad(objective, lp, advantages, Facts(rewards=rewards), normalizer=1.0)
+    _, grad = loss_and_grad(objective, lp, advantages, BatchInfo(rewards=rewards), normalizer=1.0)
     prices = [lambda_of(rewards[ids == i], radius=0.05) for i in ids]
     assert len(set(prices)) > 1
     moved = (lp.current - lp.old).detach()
@@ -142,16 +142,16 @@ def test_any_split_gives_the_same(seed):
 
 def test_a_piece_that_forgets_the_step_gets_something_else():
     lp, _, rewards = batch(0)
-    whole = PromptDual().prices(lp, Facts(rewards=rewards))
+    whole = PromptDual().prices(lp, BatchInfo(rewards=rewards))
     alone, _ = piece(lp, [0])
     assert whole[0] > 0.01
-    assert PromptDual().prices(alone, Facts(rewards=rewards[:1])).item() == pytest.approx(1e-3)
+    assert PromptDual().prices(alone, BatchInfo(rewards=rewards[:1])).item() == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_on_policy_the_gradient_is_minus_the_advantage(seed):
     lp, advantages, rewards = batch(seed, drift=0.0)
-    facts = Facts(rewards=rewards)
+    facts = BatchInfo(rewards=rewards)
     _, grad = loss_and_grad(PromptDual(), lp, advantages, facts, normalizer=1.0)
     torch.testing.assert_close(grad, -advantages, rtol=1e-9, atol=1e-12)
 
@@ -165,20 +165,20 @@ def test_without_an_advantage_the_pull_remains():
 
 
 def test_far_away_everything_is_a_number():
-    check_finite_far_away(PromptDual(), Facts(rewards=torch.tensor([1.0, 0.0, 0.5])))
+    check_finite_far_away(PromptDual(), BatchInfo(rewards=torch.tensor([1.0, 0.0, 0.5])))
 
 
 def test_gradient_reaches_logp_alone():
-    check_gradient_reaches_logp_alone(PromptDual(), Facts(rewards=double([1.0, 0.0])))
+    check_gradient_reaches_logp_alone(PromptDual(), BatchInfo(rewards=double([1.0, 0.0])))
 
 
 def test_what_it_needs_is_named_and_a_given_multiplier_needs_nothing():
     lp, advantages, _ = fx_a()
     assert PromptDual().needs == ("rewards",)
     assert PromptDual(multiplier=0.0).needs == ()
-    assert PromptDual(multiplier=0.0).observe(lp, advantages, Facts()) == {}
+    assert PromptDual(multiplier=0.0).observe(lp, advantages, BatchInfo()) == {}
     with pytest.raises(EvidenceError, match="group_ids"):
-        PromptDual()(lp, advantages, Facts(rewards=double([1.0, 0.0])))
+        PromptDual()(lp, advantages, BatchInfo(rewards=double([1.0, 0.0])))
     grouped, advantages, _ = batch(0)
     with pytest.raises(EvidenceError, match="rewards"):
         PromptDual()(grouped, advantages)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.prompts import StepPrompts
@@ -119,7 +119,7 @@ def test_values_stay_finite_where_the_exponential_does_not():
 @pytest.mark.parametrize("lengths", [[1, 1, 1, 1], [3, 1, 2, 4]])
 @pytest.mark.parametrize(("beta", "expected"), [(1e-3, 0.263894), (1.0, 1.042013)])
 def test_loss_of_the_methods_table(lengths, beta, expected):
-    lp, facts = four(lengths), Facts(rewards=REWARDS)
+    lp, facts = four(lengths), BatchInfo(rewards=REWARDS)
     loss, grad = loss_and_grad(  # oapl.loss.*
         Regression(beta=beta), lp, torch.zeros(sum(lengths)), facts, how="seq_mean_token_mean"
     )
@@ -134,13 +134,13 @@ def test_loss_of_the_methods_table(lengths, beta, expected):
 
 
 def test_targets_of_the_methods_table():
-    lp, facts = four([1, 2, 1, 1]), Facts(rewards=REWARDS)
+    lp, facts = four([1, 2, 1, 1]), BatchInfo(rewards=REWARDS)
     expected = double([0.379885, -0.620115, -0.620115, 0.379885])  # oapl.A
     torch.testing.assert_close(Regression().targets(lp, facts), expected, rtol=0, atol=1e-6)
 
 
 def test_geometric_takes_the_mean_log_ratio():
-    lp, facts = four([3, 1, 2, 4]), Facts(rewards=REWARDS)
+    lp, facts = four([3, 1, 2, 4]), BatchInfo(rewards=REWARDS)
     loss, _ = loss_and_grad(
         Regression(beta=1.0, unit="geometric"),
         lp,
@@ -156,7 +156,7 @@ def test_geometric_takes_the_mean_log_ratio():
 
 def test_a_lone_answer_is_pulled_to_the_rollout_policy():
     lp, _ = piece(batch(0)[0], [2])
-    facts = Facts(rewards=double([0.7]))
+    facts = BatchInfo(rewards=double([0.7]))
     assert Regression().targets(lp, facts).item() == pytest.approx(0.0, abs=1e-15)
     _, grad = loss_and_grad(Regression(beta=1.0), lp, lp.logp_rollout, facts)
     total = (lp.current - lp.logp_rollout).sum().item()
@@ -166,7 +166,7 @@ def test_a_lone_answer_is_pulled_to_the_rollout_policy():
 
 def test_advantages_are_not_read():
     lp, advantages, rewards = batch(1)
-    facts = Facts(rewards=rewards)
+    facts = BatchInfo(rewards=rewards)
     first = loss_and_grad(Regression(), lp, advantages, facts)
     second = loss_and_grad(Regression(), lp, advantages * float("nan"), facts)
     assert torch.equal(first[0], second[0])
@@ -181,27 +181,27 @@ def test_any_split_gives_the_same(seed):
 
 def test_a_piece_that_forgets_the_step_gets_something_else():
     lp, _, rewards = batch(0)
-    whole = Regression().targets(lp, Facts(rewards=rewards))
+    whole = Regression().targets(lp, BatchInfo(rewards=rewards))
     alone, _ = piece(lp, [0])
-    assert Regression().targets(alone, Facts(rewards=rewards[:1])).item() != pytest.approx(
+    assert Regression().targets(alone, BatchInfo(rewards=rewards[:1])).item() != pytest.approx(
         whole[0].item(), abs=1e-3
     )
 
 
 def test_far_away_everything_is_a_number():
-    facts = Facts(rewards=torch.tensor([1.0, 0.0, 0.5]))
+    facts = BatchInfo(rewards=torch.tensor([1.0, 0.0, 0.5]))
     check_finite_far_away(Regression(beta=1.0), facts)
 
 
 def test_gradient_reaches_logp_alone():
-    check_gradient_reaches_logp_alone(Regression(beta=1.0), Facts(rewards=double([1.0, 0.0])))
+    check_gradient_reaches_logp_alone(Regression(beta=1.0), BatchInfo(rewards=double([1.0, 0.0])))
 
 
 def test_what_it_needs_is_named():
     lp, advantages, _ = fx_a()
     assert "rewards" in Regression.needs
     with pytest.raises(EvidenceError, match="group_ids"):
-        Regression()(lp, advantages, Facts(rewards=double([1.0, 0.0])))
+        Regression()(lp, advantages, BatchInfo(rewards=double([1.0, 0.0])))
     with pytest.raises(EvidenceError, match="rewards"):
         Regression()(four([1, 1, 1, 1]), torch.zeros(4))
 

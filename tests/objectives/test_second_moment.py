@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from offdrift.batch_info import NO_FACTS
+from offdrift.batch_info import NO_INFO
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.clipped import ppo_clip
@@ -45,7 +45,7 @@ def fx_a2():
 
 
 def harmful_squares(lp, advantages):
-    return SecondMomentClipped().observe(lp, advantages, NO_FACTS)["squares"]
+    return SecondMomentClipped().observe(lp, advantages, NO_INFO)["squares"]
 
 
 def test_within_the_budget_nothing_is_clipped():
@@ -150,7 +150,7 @@ def test_the_sign_of_a_push_is_that_of_the_sequence():
 def test_areal_drops_three_tokens_on_fx_a2():
     lp, advantages = fx_a2()
     areal = SecondMomentClipped(scope="all_drop_largest")
-    squares = areal.observe(lp, advantages, NO_FACTS)["squares"]
+    squares = areal.observe(lp, advantages, NO_INFO)["squares"]
     assert squares.mean().item() == pytest.approx(0.196129, abs=1e-6)  # m2po.areal
     got = areal(lp, advantages)
     assert got.clipped is not None
@@ -257,4 +257,4 @@ def test_parameters_that_cannot_mean_anything_are_refused(parts):
 def test_harmful_tokens_need_advantages():
     lp, _, _ = batch(0)
     with pytest.raises(MethodError, match="advantages"):
-        SecondMomentClipped().observe(lp, None, NO_FACTS)
+        SecondMomentClipped().observe(lp, None, NO_INFO)

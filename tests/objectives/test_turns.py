@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.batch_info import Facts, Observed
+from offdrift.batch_info import BatchInfo, Observed
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.clipped import Clipped
@@ -58,7 +58,7 @@ def test_st_ppo_values_of_the_methods_table():
     got = TOKENS(lp, a)
     assert got.clipped is not None
     assert got.clipped.tolist() == [False, True, False, True, True, False, False]
-    seen = TOKENS.observe(lp, a, Facts())
+    seen = TOKENS.observe(lp, a, BatchInfo())
     assert seen["sequences"].item() == 2
     assert (seen["log_squares"] / 2).exp().item() / 2 == pytest.approx(0.229564, abs=1e-6)
     vector = packed([[0, 0.168732, 0, 0.138146], [-0.07172566, 0, 0]], lp)
@@ -121,8 +121,8 @@ def test_a_step_may_be_split_anywhere(unit, at):
     whole = objective(lp, a).loss
     (grad,) = torch.autograd.grad(whole.sum(), lp.current)
     parts = pieces(lp, a, at)
-    seen = [Observed({objective: objective.observe(p, b, Facts())}) for p, b in parts]
-    merged = Facts(observed=seen[0].merge(seen[1]).cpu())
+    seen = [Observed({objective: objective.observe(p, b, BatchInfo())}) for p, b in parts]
+    merged = BatchInfo(observed=seen[0].merge(seen[1]).cpu())
     losses = [objective(p, b, merged).loss for p, b in parts]
     grads = [torch.autograd.grad(x.sum(), p.current)[0] for x, (p, _) in zip(losses, parts, strict=True)]  # fmt: skip
     torch.testing.assert_close(torch.cat(losses), whole, rtol=1e-12, atol=0)
@@ -148,7 +148,7 @@ def test_renorm_divides_by_the_mean_clipped_ratio_of_the_turn():
     torch.testing.assert_close(leaf.grad, expected.where(expected != -1.2, 0.0), rtol=1e-12, atol=0)
     assert got.clipped is not None
     assert got.clipped.tolist() == [True, False, False, False, False, False]
-    assert TurnNormalized(unit="token", mode="renorm").observe(lp, a, Facts()) == {}
+    assert TurnNormalized(unit="token", mode="renorm").observe(lp, a, BatchInfo()) == {}
 
 
 def test_the_constants_carry_no_gradient():
@@ -174,9 +174,11 @@ def test_laws(objective):
 def test_an_empty_sequence_counts_as_one_sequence():
     lp, a = fx_a_with_turns()
     wider = replace(lp, segments=Segments.from_lengths([4, 0, 3, 0]))
-    seen = TOKENS.observe(wider, a, Facts())
+    seen = TOKENS.observe(wider, a, BatchInfo())
     assert seen["sequences"].item() == 4
-    torch.testing.assert_close(seen["log_squares"], TOKENS.observe(lp, a, Facts())["log_squares"])
+    torch.testing.assert_close(
+        seen["log_squares"], TOKENS.observe(lp, a, BatchInfo())["log_squares"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,4 +193,4 @@ def test_settings_that_cannot_mean_anything_are_refused(parts):
 def test_observing_without_advantages_is_refused():
     lp, _ = fx_a_with_turns()
     with pytest.raises(MethodError, match="advantages"):
-        TurnNormalized().observe(lp, None, Facts())
+        TurnNormalized().observe(lp, None, BatchInfo())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offdrift.batch_info import Facts, Observed
+from offdrift.batch_info import BatchInfo, Observed
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.clipped import Clipped
@@ -41,7 +41,7 @@ def test_penalized_on_fx_a():
 def test_next_penalty_of_the_methods_table():
     lp, advantages, _ = fx_a()
     objective = VariancePenalized()
-    seen = objective.observe(lp, advantages, Facts())
+    seen = objective.observe(lp, advantages, BatchInfo())
     r = (lp.current - lp.old).detach().exp()
     assert (seen["variance"] / seen["count"]).item() == pytest.approx(
         0.03626421, abs=1e-8
@@ -66,10 +66,10 @@ def test_the_next_penalty_does_not_depend_on_the_split(cut):
     merged = None
     for sequences in cut:
         p, rows = piece(lp, sequences)
-        seen = Observed({objective: objective.observe(p, advantages[rows], Facts())})
+        seen = Observed({objective: objective.observe(p, advantages[rows], BatchInfo())})
         merged = seen if merged is None else merged.merge(seen)
     assert merged is not None
-    whole = objective.next(objective.observe(lp, advantages, Facts()))
+    whole = objective.next(objective.observe(lp, advantages, BatchInfo()))
     split = objective.next(merged.parts[objective])
     assert split.penalty == pytest.approx(whole.penalty, rel=1e-12)
     assert whole.penalty != 0.04
@@ -125,7 +125,7 @@ def two_prompts(ratios: list[float]) -> LogProbs:
 def test_ranges_by_hand():
     # prompt 9: 0.7, 1.3, 0.7, 1.3, mean 1, variance 0.09; prompt 4: 0.95, 1.15 twice, mean 1.05, variance 0.01
     lp = two_prompts([0.7, 1.3, 0.95, 1.15, 0.7, 1.3, 0.95, 1.15])
-    got = GroupClipped(eps=0.1, reference=0.04).ranges(lp, Facts())
+    got = GroupClipped(eps=0.1, reference=0.04).ranges(lp, BatchInfo())
     wide, tight = 0.1 * 2.0, 0.1 * 0.2 / 0.3  # sqrt(.04/.01) = 2, sqrt(.04/.09) = 2/3
     assert got.tolist() == pytest.approx([tight, wide, tight, wide], rel=1e-9)
 
@@ -133,7 +133,7 @@ def test_ranges_by_hand():
 @pytest.mark.parametrize(("reference", "share"), [(1e-9, 0.5), (1e9, 2.0)])
 def test_ranges_lie_between_half_and_twice(reference, share):
     lp = two_prompts([0.7, 1.3, 0.95, 1.15, 0.7, 1.3, 0.95, 1.15])
-    got = GroupClipped(eps=0.1, reference=reference).ranges(lp, Facts())
+    got = GroupClipped(eps=0.1, reference=reference).ranges(lp, BatchInfo())
     assert got.tolist() == [0.1 * share] * 4
 
 
@@ -141,7 +141,7 @@ def test_the_variance_of_the_methods_table():
     lp, _, _ = fx_a()
     segments = Segments(lp.segments.cu_seqlens, group_ids=torch.tensor([2, 2]))
     grouped = LogProbs.pack(lp.logp_rollout, lp.logp, lp.old, segments=segments)
-    got = GroupClipped(eps=0.2, reference=0.03320116).ranges(grouped, Facts())  # r2vpo.varc
+    got = GroupClipped(eps=0.2, reference=0.03320116).ranges(grouped, BatchInfo())  # r2vpo.varc
     assert got.tolist() == pytest.approx([0.2, 0.2], rel=1e-6)
 
 
@@ -151,10 +151,10 @@ def test_equal_ratios_get_the_widest_range_whatever_rounding_says():
     for change in torch.linspace(-0.5, 0.5, 40, dtype=torch.float64):
         logp_old = torch.full((7,), -5.0, dtype=torch.float64)
         lp = LogProbs.pack(logp_old, logp_old + change, logp_old, segments=segments)
-        seen = {k: x.sum() for k, x in objective.observe(lp, None, Facts()).items()}
+        seen = {k: x.sum() for k, x in objective.observe(lp, None, BatchInfo()).items()}
         mean = seen["change"] / seen["count"]
         below += int(seen["square"] / seen["count"] < mean.square())
-        assert objective.ranges(lp, Facts()).tolist() == [0.2] * 2
+        assert objective.ranges(lp, BatchInfo()).tolist() == [0.2] * 2
     assert below > 0
 
 
@@ -196,9 +196,9 @@ def test_any_split_gives_the_same(seed):
 def test_a_piece_that_forgets_the_step_gets_something_else():
     lp, _, _ = batch(0)
     objective = GroupClipped(reference=0.1)
-    whole = objective.ranges(lp, Facts())
+    whole = objective.ranges(lp, BatchInfo())
     alone, _ = piece(lp, [0])
-    assert objective.ranges(alone, Facts()).item() != pytest.approx(whole[0].item(), rel=1e-3)
+    assert objective.ranges(alone, BatchInfo()).item() != pytest.approx(whole[0].item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(3))

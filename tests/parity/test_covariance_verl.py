@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS
+from offdrift.batch_info import NO_INFO
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.covariance import CovClipped, CovPenalized, covariance, token_keys
 from tests.objectives.checks import loss_and_grad
@@ -116,7 +116,7 @@ def test_clip_cov_where_all_candidates_are_taken(verl, seed, how):
 def test_clip_cov_with_our_order_given_to_verl(verl, seed, monkeypatch):
     batch = Padded(seed)
     objective = CovClipped(fraction=0.1, cov_low=-0.5, seed=seed)
-    seen = objective.observe(batch.lp, batch.packed_advantages, NO_FACTS)
+    seen = objective.observe(batch.lp, batch.packed_advantages, NO_INFO)
     cov = covariance(seen["advantages"], seen["logp"], seen)
     candidates = (cov > -0.5) & (cov < 5.0) & seen["key"].isfinite()
     # verl lists candidates row by row, which is the packed order.

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from offdrift.advantages import advantages
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.certificate import BatchEvidence, TrustRegion, certify
 from offdrift.certificate.batch import COLUMNS
 from offdrift.engines.hf import TransformersEngine
@@ -362,7 +362,7 @@ def test_the_proxies_of_the_gradients_noise_are_those_of_the_whole_batch(world, 
     _, update = step(world, name, token_budget=30)
     found = summarize(update.stats)
     decided = row.correction(
-        lp, batch.advantages, Facts(divergences=divergences(batch.rollouts, scored.logits))
+        lp, batch.advantages, BatchInfo(divergences=divergences(batch.rollouts, scored.logits))
     )
     assert bool(decided.keep.all()) == (name == "token_tis")
     expected = variance_proxies(

@@ -19,7 +19,7 @@ from torch import Tensor
 from offdrift.adapters.environment import OnIdle
 from offdrift.adapters.environment import settings_of as settings_of
 from offdrift.adapters.liveness import liveness, undecided
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Corrected
 from offdrift.errors import LivenessError, check_choice
 from offdrift.judge import Context, Finding, Watcher, load_rules
@@ -129,7 +129,7 @@ class Adapter:
             **known,
         )
         self._computes_loss = True
-        facts = Facts(rewards=rewards, version_lag=version_lag)
+        facts = BatchInfo(rewards=rewards, version_lag=version_lag)
         self._add(logprobs, result.stats, advantages, facts)
         return result
 
@@ -138,7 +138,7 @@ class Adapter:
         logprobs: LogProbs,
         advantages: Float[Tensor, " n"] | None = None,
         *,
-        facts: Facts = NO_FACTS,
+        facts: BatchInfo = NO_INFO,
         applied: bool = True,
     ) -> Corrected:
         """Gates and weights alone, for a framework that keeps its own loss. Gradient: none.
@@ -223,7 +223,7 @@ class Adapter:
             self._recorder.close()
 
     def _add(
-        self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, facts: Facts
+        self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, facts: BatchInfo
     ) -> None:
         with torch.no_grad():
             sums: dict[str, Tensor | float] = dict(signature(logprobs, advantages=advantages))

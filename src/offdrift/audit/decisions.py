@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.correction.weight import Weighted
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import EvidenceError, OffdriftError
@@ -44,11 +44,11 @@ class View:
         return self.batch.trained() if self.batch.logp_rollout is None else self.batch.logprobs()
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> BatchInfo:
         """What methods may read of the batch beside its log-probs."""
         logged = self.batch
         exact = {name: Divergence.exact(name, x) for name, x in logged.divergences.items()}
-        return Facts(
+        return BatchInfo(
             divergences=exact,
             entropy=logged.entropy,
             rewards=logged.rewards,
@@ -171,7 +171,9 @@ class Decisions:
     def _clip(self, method: Method) -> tuple[Tensor, bool] | str:
         objective = method.objective
 
-        def clipped(logprobs: LogProbs, advantages: Tensor | None, facts: Facts) -> Tensor | None:
+        def clipped(
+            logprobs: LogProbs, advantages: Tensor | None, facts: BatchInfo
+        ) -> Tensor | None:
             if advantages is None:
                 raise EvidenceError("what a clip does depends on the advantages; log them")
             return objective(logprobs, advantages, facts).clipped

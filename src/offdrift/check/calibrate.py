@@ -16,7 +16,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.certificate.confidence import clopper_pearson
 from offdrift.correction.statistics import statistic
 from offdrift.divergence.evidence import Divergence
@@ -108,7 +108,7 @@ def calibrated(
         raise BadValueError(
             f"acceptance = {acceptance} must lie in (0, 1], confidence = {confidence} in (0, 1)"
         )
-    data = _Data(logprobs, Facts(divergences=divergences), acceptance, 1 - confidence)
+    data = _Data(logprobs, BatchInfo(divergences=divergences), acceptance, 1 - confidence)
     jobs: list[tuple[Callable[[str], list[Calibrated]], str]] = [
         *((data.gate, name) for name in GATES),
         *((data.band, name) for name in BANDS),
@@ -131,7 +131,7 @@ class _Data:
     """The data, the share of it to accept, and the error probability of the intervals."""
 
     logprobs: LogProbs
-    facts: Facts
+    facts: BatchInfo
     share: float
     alpha: float
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts, of_scored
+from offdrift.batch_info import NO_INFO, BatchInfo, of_scored
 from offdrift.correction.weight import Weighted
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
@@ -35,7 +35,7 @@ class GateLike(Hashable, Protocol):
     @property
     def formula(self) -> str: ...
     def keep(
-        self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: Facts = ...
+        self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: BatchInfo = ...
     ) -> Tensor: ...
 
 
@@ -50,7 +50,7 @@ class WeightLike(Hashable, Protocol):
     @property
     def formula(self) -> str: ...
     def __call__(
-        self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: Facts = ...
+        self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: BatchInfo = ...
     ) -> Weighted: ...
 
 
@@ -128,7 +128,7 @@ class Correction:
         self,
         logprobs: LogProbs,
         advantages: Float[Tensor, " n"] | None = None,
-        facts: Facts = NO_FACTS,
+        facts: BatchInfo = NO_INFO,
     ) -> Corrected:
         """Decide about every token of the batch. Gradient: none.
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction.statistics import (
     EXACT,
     SIGNED,
@@ -132,7 +132,7 @@ class Gate:
         self,
         logprobs: LogProbs,
         advantages: Float[Tensor, " n"] | None = None,
-        facts: Facts = NO_FACTS,
+        facts: BatchInfo = NO_INFO,
     ) -> Bool[Tensor, " n"]:
         """Which tokens take part. Gradient: none.
 
@@ -153,7 +153,7 @@ class Gate:
                 return (below_high | ~up) & (above_low | ~down)
             return (above_low & below_high) | ~(up if self.advantage == "positive" else down)
 
-    def _inside(self, logprobs: LogProbs, facts: Facts) -> tuple[Tensor, Tensor]:
+    def _inside(self, logprobs: LogProbs, facts: BatchInfo) -> tuple[Tensor, Tensor]:
         """Per token, whether its unit is above the lower bound, and below the upper one.
 
         The bound on one side meets one end of an interval, the bound on the other side the other.
@@ -165,7 +165,7 @@ class Gate:
         above = None if self.low is None else x >= self._bound(self.low)
         return self._per_token(above, logprobs), self._per_token(below, logprobs)
 
-    def _of_unit(self, logprobs: LogProbs, facts: Facts, end: End) -> Float[Tensor, " units"]:
+    def _of_unit(self, logprobs: LogProbs, facts: BatchInfo, end: End) -> Float[Tensor, " units"]:
         """The statistic of every token, or of every sequence for its sum or mean."""
         x = statistic(self.statistic, logprobs, facts, on=self.on, end=end)
         if self.unit == "seq_sum":
@@ -307,7 +307,7 @@ class LengthNeutralGate:
         self,
         logprobs: LogProbs,
         advantages: Float[Tensor, " n"] | None = None,
-        facts: Facts = NO_FACTS,
+        facts: BatchInfo = NO_INFO,
     ) -> Bool[Tensor, " n"]:
         """Which tokens take part. Gradient: none."""
         with torch.no_grad():

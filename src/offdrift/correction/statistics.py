@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.sampled import abs_log_ratio, k2, k3
 from offdrift.errors import EvidenceError, MethodError
@@ -108,7 +108,7 @@ def divergence_name(statistic: str, on: RatioName) -> str:
     return f"{statistic}_{POLICIES[on]}"
 
 
-def divergence_of(facts: Facts, statistic: str, *, on: RatioName) -> Divergence:
+def divergence_of(facts: BatchInfo, statistic: str, *, on: RatioName) -> Divergence:
     """The divergence of whole distributions that a part reads, as the batch carries it.
 
     Raises: `EvidenceError` naming what is missing, what there is, and the way out.
@@ -125,7 +125,7 @@ def divergence_of(facts: Facts, statistic: str, *, on: RatioName) -> Divergence:
 def statistic(
     name: str,
     logprobs: LogProbs,
-    facts: Facts = NO_FACTS,
+    facts: BatchInfo = NO_INFO,
     *,
     on: RatioName,
     end: End = "lower",

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums, ratio
@@ -136,7 +136,7 @@ class Weight:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the `Facts` that it reads."""
+        """Names of the `BatchInfo` that it reads."""
         return () if self.outcome == "any" else ("rewards",)
 
     @property
@@ -168,7 +168,7 @@ class Weight:
         self,
         logprobs: LogProbs,
         advantages: Float[Tensor, " n"] | None = None,
-        facts: Facts = NO_FACTS,
+        facts: BatchInfo = NO_INFO,
     ) -> Weighted:
         """Weights of the batch and which tokens the limits touched. Gradient: none.
 
@@ -188,7 +188,7 @@ class Weight:
         self,
         logprobs: LogProbs,
         advantages: Float[Tensor, " n"] | None = None,
-        facts: Facts = NO_FACTS,
+        facts: BatchInfo = NO_INFO,
     ) -> Float[Tensor, " n"]:
         """log W of every token, float64, at any size; -inf where a mask made it 0. Gradient: none.
 
@@ -205,7 +205,7 @@ class Weight:
             return log_w
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Log of the sum of weights, and their number, for their mean over the step. Gradient: none."""
         with torch.no_grad():
@@ -220,7 +220,7 @@ class Weight:
         return LEAST if self.saturation is None else LEAST / (LEAST + self.saturation)
 
     def _normalized(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Float[Tensor, " n"]:
         """Logs of the weights divided by their mean over the step; -inf where all are 0."""
         seen = facts.seen_by(self, logprobs, advantages)
@@ -228,7 +228,7 @@ class Weight:
         return self._log_limited(logprobs) - log_mean.clamp(min=torch.finfo(torch.float64).min)
 
     def _applies(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Iterator[Bool[Tensor, " n"]]:
         """Where each condition on a token holds; nothing for a weight of every token."""
         if self.advantage != "any":
@@ -376,7 +376,7 @@ class VariationalWeight:
         self,
         logprobs: LogProbs,
         advantages: Float[Tensor, " n"] | None = None,
-        facts: Facts = NO_FACTS,
+        facts: BatchInfo = NO_INFO,
     ) -> Weighted:
         """The kernel of every sequence, given to its tokens; limited where it nearly vanishes."""
         if advantages is None:

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.correction.gate import Gate, LengthNeutralGate
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, RecordError, ShapeError
@@ -73,7 +73,7 @@ class Stream:
     kl: Float[Tensor, "b t"]
     """KL(mu || pi) over the vocabulary, nats."""
 
-    def prefix(self, length: int) -> tuple[LogProbs, Facts]:
+    def prefix(self, length: int) -> tuple[LogProbs, BatchInfo]:
         """The first `length` tokens of every sequence, as a batch."""
         sequences = len(self.kl)
         log_ratio = self.log_ratio[:, :length].reshape(-1)
@@ -83,7 +83,7 @@ class Stream:
             low, low + log_ratio, segments=Segments.from_lengths([length] * sequences)
         )
         kl = Divergence.exact("kl_rollout_current", self.kl[:, :length].reshape(-1))
-        return batch, Facts(divergences={kl.name: kl})
+        return batch, BatchInfo(divergences={kl.name: kl})
 
     def accepted(self, gate: AnyGate, length: int) -> Bool[Tensor, " b"]:
         """Which sequences the gate keeps, cut to `length` tokens."""

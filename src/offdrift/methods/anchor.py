@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.errors import check_choice
 from offdrift.logprobs import LogProbs
 
@@ -82,7 +82,7 @@ class Interpolated:
             f"{'current' if self.at_zero_lag == 'current' else 'rollout'} policy at d = 0"
         )
 
-    def __call__(self, logprobs: LogProbs, facts: Facts) -> LogProbs:
+    def __call__(self, logprobs: LogProbs, facts: BatchInfo) -> LogProbs:
         """The same batch with the interpolated policy as its old one. Gradient: none through it.
 
         Raises: `EvidenceError` if the batch carries no version lag.
@@ -113,7 +113,7 @@ class RolloutAsOld:
         """The anchor, in one line."""
         return "log pi_old = log mu"
 
-    def __call__(self, logprobs: LogProbs, facts: Facts) -> LogProbs:
+    def __call__(self, logprobs: LogProbs, facts: BatchInfo) -> LogProbs:
         """The same batch with the rollout policy as its old one. Gradient: none through it."""
         return replace(logprobs, logp_old=logprobs.logp_rollout)
 

@@ -362,7 +362,7 @@ WORDS = {
 
 
 def catalog() -> Rows:
-    """Facts of every method and every system, by name.
+    """BatchInfo of every method and every system, by name.
 
     Example:
         >>> catalog()["trm_max"]["evidence"]

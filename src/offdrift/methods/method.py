@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.aggregate import AggregateName, NormalizerName, accepted_counts
-from offdrift.batch_info import Facts, Observed, Seen, of_scored
+from offdrift.batch_info import BatchInfo, Observed, Seen, of_scored
 from offdrift.correction import Correction
 from offdrift.correction.compose import factors
 from offdrift.errors import MethodError, check_choice
@@ -118,7 +118,7 @@ class Method:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the `Facts` that it reads, besides divergences."""
+        """Names of the `BatchInfo` that it reads, besides divergences."""
         found = {name for part in self.parts for name in getattr(part, "needs", ())}
         return frozenset(found)
 
@@ -130,7 +130,7 @@ class Method:
         )
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo
     ) -> Observed:
         """What this method's parts see of one piece of a step; merge over pieces and ranks."""
         scored = of_scored(logprobs, advantages, facts)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.correction import Correction
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
@@ -24,7 +24,7 @@ class Batch:
 
     logprobs: LogProbs
     advantages: Float[Tensor, " n"]
-    facts: Facts
+    facts: BatchInfo
 
 
 @cache
@@ -47,7 +47,7 @@ def batch() -> Batch:
     far = drift.sum(0).square()
     pairs = ("rollout_current", "rollout_old", "old_current")
     names = [f"{d}_{pair}" for d in ("kl", "tv") for pair in pairs]
-    facts = Facts(
+    facts = BatchInfo(
         divergences={name: Divergence.exact(name, far) for name in names},
         entropy=1 + far.sin(),
         vocab=64,
@@ -95,7 +95,7 @@ def push(objective: Objective, *, scale: float | int) -> Float[Tensor, " n"]:
     return torch.autograd.grad(pushed.loss.sum(), logp)[0]
 
 
-def differentiable(facts: Facts, logprobs: LogProbs) -> Facts:
+def differentiable(facts: BatchInfo, logprobs: LogProbs) -> BatchInfo:
     """The facts, with a KL of old and current policy that has a gradient, as a penalty asks for."""
     name = "kl_old_current"
     given = batch().logprobs

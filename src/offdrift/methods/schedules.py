@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import Facts, Seen
+from offdrift.batch_info import BatchInfo, Seen
 from offdrift.correction.weight import WHOLE_SEQUENCE, Weight
 from offdrift.errors import MethodError, ShapeError, check_choice, check_number
 from offdrift.logprobs import LogProbs
@@ -63,7 +63,7 @@ class EssScale:
         return f"lr x min(1, ess / {self.reference:g})^{self.power:g}, ess of {self.weight.formula}"
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Logs of the sums over sequences of w and w^2, and their number. Gradient: none."""
         segments = logprobs.segments

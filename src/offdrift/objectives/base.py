@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName
 
@@ -49,5 +49,5 @@ class Objective(Protocol):
         ...
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = ...
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = ...
     ) -> TokenLoss: ...

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
@@ -126,7 +126,7 @@ class Clipped:
         )
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         u, a = unit_ratio(logprobs, advantages, self.on, self.unit, self.gradient)
         return ppo_clip(

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.correction.statistics import divergence_of
 from offdrift.errors import EvidenceError, MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
@@ -139,7 +139,7 @@ class CovClipped:
         )
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         seen = facts.seen_by(self, logprobs, advantages)
         loss, clipped, _ = self._ppo(log_ratio(logprobs, on=self.on), advantages)
@@ -152,7 +152,7 @@ class CovClipped:
         return TokenLoss(loss.where(~chosen, 0.0), clipped | (chosen & (advantages != 0)))
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Advantages, log-probs and keys; a token that PPO clips has an infinite key."""
         seen = _observed(logprobs, advantages, self.seed)
@@ -246,7 +246,7 @@ class CovPenalized:
         )
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         seen = facts.seen_by(self, logprobs, advantages)
         x = log_ratio(logprobs, on=self.on)
@@ -257,12 +257,12 @@ class CovPenalized:
         return TokenLoss(importance_sampled(x, advantages) + penalty.where(own >= last, 0.0))
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Advantages, log-probs and keys of all tokens. Gradient: none."""
         return _observed(logprobs, advantages, 0)
 
-    def _penalty(self, x: Float[Tensor, " n"], facts: Facts) -> Float[Tensor, " n"]:
+    def _penalty(self, x: Float[Tensor, " n"], facts: BatchInfo) -> Float[Tensor, " n"]:
         if self.exact:
             kl = divergence_of(facts, "kl", on="staleness").lo
             if x.requires_grad and not kl.requires_grad:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import MethodError, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
@@ -110,7 +110,7 @@ class ProximalEwma:
         )
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         return ppo_ewma(logprobs, advantages, eps=self.eps, limit=self.limit)
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped
@@ -184,7 +184,7 @@ class PromptDual:
         )
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Prompt id and reward of each sequence; nothing if the multiplier is given."""
         if self.multiplier is not None:
@@ -195,7 +195,7 @@ class PromptDual:
         }
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         price = self.multiplier
         if price is None:
@@ -203,7 +203,7 @@ class PromptDual:
         log_r = log_ratio(logprobs, on=self.on)
         return TokenLoss(quatro(log_r, logprobs.current, advantages, multiplier=price))
 
-    def prices(self, logprobs: LogProbs, facts: Facts) -> Float[Tensor, " b"]:
+    def prices(self, logprobs: LogProbs, facts: BatchInfo) -> Float[Tensor, " b"]:
         """The multiplier of each sequence's prompt, float64. Gradient: none."""
         ids = prompt_ids(logprobs.segments)
         seen = facts.seen_by(self, logprobs, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import MethodError, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
@@ -97,7 +97,7 @@ class QuantizedClipped:
         )
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         return quantized_clip(
             log_ratio(logprobs, on="staleness"),

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.base import TokenLoss
@@ -131,7 +131,7 @@ class Quadratic:
         return f"L = -(A log pi - {self.beta:g} / 2 (log ratio({self.on}))^2)"
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         return TokenLoss(dro(log_r, logprobs.current, advantages, beta=self.beta))
@@ -188,7 +188,7 @@ class Regression:
         )
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Prompt id and reward of each sequence. Gradient: none."""
         return {
@@ -197,7 +197,7 @@ class Regression:
         }
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         segments = logprobs.segments
         log_w = log_ratio(logprobs, on="full")
@@ -205,7 +205,7 @@ class Regression:
         target = self.targets(logprobs, facts).to(total.dtype)
         return TokenLoss(segments.spread(oapl(total, target, beta=self.beta)))
 
-    def targets(self, logprobs: LogProbs, facts: Facts) -> Float[Tensor, " b"]:
+    def targets(self, logprobs: LogProbs, facts: BatchInfo) -> Float[Tensor, " b"]:
         """R - V* of each sequence, float64. Gradient: none."""
         with torch.no_grad():
             ids = prompt_ids(logprobs.segments)

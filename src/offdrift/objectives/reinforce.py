@@ -13,7 +13,7 @@ from typing import get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, ratio
@@ -64,7 +64,7 @@ class Reinforce:
         return "L = -A log pi"
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         return TokenLoss(reinforce(logprobs.current, advantages))
 
@@ -98,7 +98,7 @@ class ImportanceSampled:
         return f"L = -A {w if self.cap is None else f'min({w}, {self.cap:g})'}{pull}"
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         log_w = log_ratio(logprobs, on=self.on)
         pull = self.pull * clamped(log_w).square() if self.pull else None

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
@@ -186,7 +186,7 @@ class SecondMomentClipped:
         )
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         squares = facts.seen_by(self, logprobs, advantages)["squares"]
         u = ratio(log_ratio(logprobs, on=self.on))
@@ -202,7 +202,7 @@ class SecondMomentClipped:
         return TokenLoss(limited.where(clipped, plain), clipped)
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Squared log-ratio of every token, 0 where it is out of scope. Gradient: none."""
         x = stopped_log_ratio(logprobs, on=self.on)

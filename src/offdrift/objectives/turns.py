@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, log_sums, ratio
@@ -145,7 +145,7 @@ class TurnNormalized:
         return f"{loss}, {u} / mean {clip} of its turn where clipped"
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         u, a = unit_ratio(logprobs, advantages, self.on, self.unit, "unit")
         loss, clipped = self._clip(u, a)
@@ -158,7 +158,7 @@ class TurnNormalized:
         return TokenLoss(loss / log_norm.clamp(min=0).exp().to(loss.dtype), clipped)
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Log of the squared size of what was clipped, and the number of sequences; nothing for "renorm".
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.batch_info import NO_FACTS, Facts, Seen
+from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
@@ -110,7 +110,7 @@ class VariancePenalized:
         )
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Sum of (r - 1)^2 and number of tokens. Gradient: none."""
         variance = ratio_variance(stopped_log_ratio(logprobs, on=self.on)).double()
@@ -122,7 +122,7 @@ class VariancePenalized:
         return replace(self, penalty=max(0.0, self.penalty + self.step * (mean - self.target)))
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         pull = self.penalty * ratio_variance(log_r)
@@ -178,7 +178,7 @@ class GroupClipped:
         )
 
     def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: Facts
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
     ) -> Seen:
         """Prompt id, and sums of r - 1, its square and 1, of each sequence. Gradient: none."""
         segments = logprobs.segments
@@ -192,13 +192,13 @@ class GroupClipped:
         }
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
     ) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         eps = logprobs.segments.spread(self.ranges(logprobs, facts)).to(log_r.dtype)
         return group_clip(log_r, advantages, eps)
 
-    def ranges(self, logprobs: LogProbs, facts: Facts) -> Float[Tensor, " b"]:
+    def ranges(self, logprobs: LogProbs, facts: BatchInfo) -> Float[Tensor, " b"]:
         """eps_g of each sequence's prompt, float64. Gradient: none."""
         ids = prompt_ids(logprobs.segments)
         seen = {k: x.to(ids.device) for k, x in facts.seen_by(self, logprobs, None).items()}

@@ -63,7 +63,7 @@ def _meanings(axis: str) -> dict[str, str]:
 
 
 def find(name: str) -> dict[str, Any]:
-    """Facts of one row; case, spaces and hyphens do not matter.
+    """BatchInfo of one row; case, spaces and hyphens do not matter.
 
     Raises: `MethodError` with names that are called alike, or rows that mention it.
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.advantages import ADVANTAGES, advantages
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.certificate.samples import unit_rewards
 from offdrift.logprobs import LogProbs
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
@@ -132,7 +132,7 @@ def token_advantages(arm: Arm, rollouts: Rollouts, scores: Scores) -> Float[Tens
             name.replace("rollout_old", "rollout_current"): d
             for name, d in trainer.divergences.items()
         }
-        facts = Facts(
+        facts = BatchInfo(
             divergences={**current, **old.divergences},
             entropy=old.entropy,
             rewards=rollouts.rewards,

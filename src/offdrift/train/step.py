@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from offdrift.aggregate import normalizer_of
-from offdrift.batch_info import Facts, Observed
+from offdrift.batch_info import BatchInfo, Observed
 from offdrift.certificate import BatchEvidence, TrustRegion
 from offdrift.divergence.evidence import Grade
 from offdrift.engines.score import chunks, divergences, old_divergences, score
@@ -292,7 +292,7 @@ class ScoredPiece:
 
     def observe(self, method: Method) -> Observed:
         """What the method's observing parts see of the piece."""
-        facts = Facts(**self.facts)
+        facts = BatchInfo(**self.facts)
         logprobs = self.logprobs if method.anchor is None else method.anchor(self.logprobs, facts)
         return method.observe(logprobs, self.advantages, facts).cpu()
 

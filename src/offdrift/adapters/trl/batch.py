@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.aggregate import AggregateName
-from offdrift.batch_info import Facts
+from offdrift.batch_info import BatchInfo
 from offdrift.correction import Corrected
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, at_least_float32
@@ -38,7 +38,7 @@ class Piece:
 
     logprobs: LogProbs
     advantages: Float[Tensor, " n"]
-    facts: Facts
+    facts: BatchInfo
 
 
 def marked(
@@ -132,7 +132,7 @@ def piece_of(
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand_as(mask)
     drawn, rewards = inputs.get(VERSION), inputs.get(REWARD)
-    facts = Facts(
+    facts = BatchInfo(
         entropy=at_least_float32(lp.like_caller(inputs.get(ENTROPY, entropy)).detach()),
         vocab=vocab,
         rewards=None if rewards is None else at_least_float32(rewards),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offdrift.adapters import environment
 from offdrift.adapters.liveness import liveness, undecided
-from offdrift.batch_info import NO_FACTS, Facts
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Correction
 from offdrift.correction.compose import WeightLike, factors
 from offdrift.correction.weight import Weighted
@@ -61,7 +61,7 @@ class DriverWeight:
     formula: str = "weight of the driver on ratio(mismatch)"
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Tensor | None = None, facts: Facts = NO_FACTS
+        self, logprobs: LogProbs, advantages: Tensor | None = None, facts: BatchInfo = NO_INFO
     ) -> Weighted:
         return Weighted(self.weight.detach(), torch.zeros_like(self.weight, dtype=torch.bool))
 
