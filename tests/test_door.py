@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from offdrift import advantages, method, policy_loss
 from offdrift.batch_info import BatchInfo
+from offdrift.divergence.evidence import Divergence
 from offdrift.errors import (
     BadValueError,
     EvidenceError,
@@ -249,10 +250,11 @@ def test_a_method_by_name_is_that_method():
 @pytest.mark.parametrize("name", [n for n, row in METHODS.items() if row.looks_ahead])
 def test_a_row_that_looks_at_the_whole_step_asks_what_it_saw(name):
     known = {"entropy": ONES, "vocab": 9, "rewards": torch.ones(2), "version_lag": ONES}
+    row = METHODS[name]
     lp = batch(logp_ref=-ONES, group_ids=torch.tensor([1, 1]))
+    known["divergences"] = {name: Divergence.exact(name, lp.logp.square()) for name in row.divergences}
     with pytest.raises(EvidenceError, match=r'give observed=.*observed="this_batch"'):
         policy_loss(lp, name, ONES, normalizer=5.0, **known)
-    row = METHODS[name]
     facts = BatchInfo(**known)
     anchored = lp if row.anchor is None else row.anchor(lp, facts)
     seen = row.observe(anchored, ONES, facts)

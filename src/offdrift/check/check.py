@@ -21,6 +21,7 @@ from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
 from offdrift.check.recommend import (
+    Level,
     broken_record,
     defects,
     level_of,
@@ -194,7 +195,8 @@ def _content(
     own = broken_record(rows, rollouts.provenance.sampling)
     findings = [f for f in own if f.cause not in {d.cause for d in diagnosed}] + diagnosed
     wrong = defects(so_far.outcomes)
-    levels = [level_of(rows), *("ok" if f.severity == "info" else f.severity for f in findings)]
+    levels: list[Level] = [level_of(rows)]
+    levels += ["ok" if f.severity == "info" else f.severity for f in findings]
     level = worst(["stop"] if wrong else levels)
     text = sentence(baseline, rows, pair=f"{pair.rollout} against {pair.train}", wrong=wrong)
     if not wrong and level != level_of(rows):  # a finding of the diagnosis decided

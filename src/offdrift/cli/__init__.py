@@ -35,6 +35,7 @@ def main() -> None:
     """Run the command line; an expected error is one message and exit status 1, no traceback."""
     try:
         app(prog_name="offdrift")
+        return
     except KeyboardInterrupt:
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except (OffdriftError, OSError) as error:
