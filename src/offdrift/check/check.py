@@ -196,7 +196,7 @@ def _content(
     findings = [f for f in own if f.cause not in {d.cause for d in diagnosed}] + diagnosed
     wrong = defects(so_far.outcomes)
     levels: list[Level] = [level_of(rows)]
-    levels += ["ok" if f.severity == "info" else f.severity for f in findings]
+    levels += [f.severity for f in findings if f.severity != "info"]
     level = worst(["stop"] if wrong else levels)
     text = sentence(baseline, rows, pair=f"{pair.rollout} against {pair.train}", wrong=wrong)
     if not wrong and level != level_of(rows):  # a finding of the diagnosis decided
