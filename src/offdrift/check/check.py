@@ -195,9 +195,8 @@ def _content(
     own = broken_record(rows, rollouts.provenance.sampling)
     findings = [f for f in own if f.cause not in {d.cause for d in diagnosed}] + diagnosed
     wrong = defects(so_far.outcomes)
-    levels: list[Level] = [level_of(rows)]
-    levels += [f.severity for f in findings if f.severity != "info"]
-    level = worst(["stop"] if wrong else levels)
+    severities: list[Level] = [f.severity for f in findings if f.severity != "info"]
+    level: Level = "stop" if wrong else worst([level_of(rows), *severities])
     text = sentence(baseline, rows, pair=f"{pair.rollout} against {pair.train}", wrong=wrong)
     if not wrong and level != level_of(rows):  # a finding of the diagnosis decided
         text += f" {verdict(findings)['text']}"
