@@ -1,14 +1,26 @@
-"""How far a series moves by itself, and what goes beyond it: trends and shifts of autocorrelated steps.
+"""How far a series moves by itself, and what goes beyond it: changes of level of autocorrelated steps.
 
 Steps of a run are no independent draws: what happened at one step is still there at the next. With
-the lag-1 autocorrelation phi, n steps say as much of a mean, or of a line, as n / f independent ones,
+the lag-1 autocorrelation phi, n steps say as much of a mean as n / f independent ones,
 
     f = (1 + phi) / (1 - phi)        the long-run variance over the variance, for an AR(1) series
 
 A fit makes residuals look less correlated than the errors are, so phi is corrected for that, and taken
 one standard error higher: too small a phi is the error that raises false alarms. The variance counts
 independent steps, too: RSS / (n - fitted f). A series that is too short for its correlation, as smooth
-ones are, counts as a single draw: RSS itself, with f = n. Only what dwarfs it stands out.
+ones are, counts as a single draw: RSS itself, with f = n.
+
+Three tests say whether a level moved, and one is enough (`moved`):
+
+    shift     the last steps against the mean of the older part of the window, whose scatter they do
+              not share.
+    line      the slope of the least-squares line, once of the steps and once of means of several, and
+              the less sure of the two: a slow wander under fresh noise shows in the means only.
+    walk      the distance between two means k steps apart over sqrt(k) times the size of a step. It
+              holds whatever phi is, up to a random walk, and is the sharper one where phi is large.
+
+Few independent draws make Student's t heavy-tailed, so shift and line are normal scores of it, for
+n / f less the fitted parameters as degrees of freedom.
 
 What this costs and saves is measured in docs/diagnosis.md, by `benchmarks/trend_alarms.py`.
 """
@@ -17,12 +29,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
 
 ROUNDING = 1e-12
 """Scatter over size below which a series is exact: the rounding of a perfect line is not noise."""
+Series = Float[np.ndarray, " steps"]
 
 
 class Scatter(NamedTuple):
@@ -32,9 +47,11 @@ class Scatter(NamedTuple):
     """Standard deviation of a step; inf for too few steps."""
     per_draw: float
     """f, from 1 to n."""
+    dof: float
+    """Degrees of freedom of the deviation: independent draws, n / f, less the fitted parameters."""
 
     @staticmethod
-    def of(residuals: Sequence[float], fitted: int) -> Scatter:
+    def of(residuals: Sequence[float] | Series, fitted: int) -> Scatter:
         """Of what a fit of so many parameters (1: a mean, 2: a line) leaves of a series.
 
             phi = (n r + fitted) / (n - fitted - 2)        r = sum e_t e_{t-1} / sum e_t^2
@@ -44,103 +61,175 @@ class Scatter(NamedTuple):
         mean; about a line it is (2 + 4 phi) / n.
 
         Example:
-            >>> deviation, per_draw = Scatter.of([1.0, -1.0] * 50, fitted=1)
-            >>> round(deviation, 3), round(per_draw, 3)
-            (1.006, 1.222)
+            >>> deviation, per_draw, dof = Scatter.of([1.0, -1.0] * 50, fitted=1)
+            >>> round(deviation, 3), round(per_draw, 3), round(dof, 1)
+            (1.006, 1.222, 80.8)
         """
-        n, rss = len(residuals), math.fsum(e * e for e in residuals)
+        e = np.asarray(residuals, dtype=np.float64)
+        n, rss = len(e), float(e @ e)
         if n <= fitted + 2 or rss == 0:
-            return Scatter(math.inf if rss else 0.0, 1.0)
-        r = math.fsum(a * b for a, b in pairwise(residuals)) / rss
+            return Scatter(math.inf if rss else 0.0, 1.0, max(n - fitted, 0.0))
+        r = float(e[1:] @ e[:-1]) / rss
         phi = min(max((n * r + fitted) / (n - fitted - 2), 0.0), 1.0)
         phi = min(phi + math.sqrt((1 - phi * phi) / n), 1 - 1e-9)
         per_draw = min((1 + phi) / (1 - phi), n)
-        return Scatter(math.sqrt(rss / max(n - fitted * per_draw, 1.0)), per_draw)
+        deviation = math.sqrt(rss / max(n - fitted * per_draw, 1.0))
+        return Scatter(deviation, per_draw, max(n / per_draw - fitted, 0.0))
 
     def of_mean(self, n: int) -> float:
         """Standard error of the mean of so many consecutive steps."""
         return self.deviation * min(1.0, math.sqrt(self.per_draw / n))
 
 
-def slope_over(values: Sequence[float]) -> tuple[float, float]:
-    """Relative change along the least-squares line, and the slope over its standard error.
+def normal_score(t: float | int, dof: float | int) -> float:
+    """The z that a normal variable exceeds as rarely as Student's t of so many degrees of freedom does.
 
-        change = slope (n - 1) / |mean|        t = slope / (deviation sqrt(f / Sxx)), or mean step / (its deviation / sqrt(n - 1))
+        z = sign(t) (8 dof + 1) / (8 dof + 3) sqrt(dof log(1 + t^2 / dof))
 
-    Fewer than 5 values, or a mean of 0: (0, 0). A perfect line has t = +-inf.
+    Good to a few hundredths from one degree of freedom on, and 0 for none; fractions are fine.
+
+    Reference: D. Wallace, Annals of Mathematical Statistics 30 (1959), 1121-1130.
+
+    Example:
+        >>> [round(normal_score(12.706, dof), 2) for dof in (1, 4, 1e6)]  # 12.706: 2.5 % at 1
+        [1.86, 3.64, 12.71]
+    """
+    if not dof or math.isinf(t):
+        return t if math.isinf(t) else 0.0
+    size = math.sqrt(dof * math.log1p(t * t / dof))
+    return math.copysign(size * (8 * dof + 1) / (8 * dof + 3), t)
+
+
+def slope_over(values: Sequence[float]) -> float:
+    """Relative change along the least-squares line: slope (n - 1) / |mean|; 0 for a mean of 0.
 
     Example:
         >>> slope_over([1.0, 2.0, 3.0, 4.0, 5.0])
-        (1.3333333333333333, inf)
+        1.3333333333333333
     """
-    n, mean = len(values), fmean(values) if values else 0.0
-    if n < 5 or mean == 0:
-        return 0.0, 0.0
-    found = line(values)
-    return found.slope * (n - 1) / abs(mean), found.t
-
-
-class Line(NamedTuple):
-    """The least-squares line through equidistant values."""
-
-    slope: float
-    t: float
-    """The slope over its standard error; +-inf where the line is exact. Where the mean step, over its
-    own error, is the larger of the two, that: the test that holds even for a random walk, and that
-    sees a smooth rise which is no straight line."""
-    residuals: list[float]
-
-
-def line(values: Sequence[float]) -> Line:
-    """The line through at least two values."""
-    n, mean = len(values), fmean(values)
-    center, sxx = (n - 1) / 2, n * (n * n - 1) / 12
-    slope = math.fsum((i - center) * (y - mean) for i, y in enumerate(values)) / sxx
-    residuals = [y - mean - slope * (i - center) for i, y in enumerate(values)]
-    rounding = ROUNDING * math.hypot(*values)
-    if math.hypot(*residuals) <= rounding:
-        exact = abs(slope) * math.sqrt(sxx) > rounding
-        return Line(slope, math.copysign(math.inf, slope) if exact else 0.0, residuals)
-    found = Scatter.of(residuals, fitted=2)
-    stationary = slope / (found.deviation * math.sqrt(found.per_draw / sxx))
-    steps = [b - a for a, b in pairwise(values)]
-    step = fmean(steps)
-    spread = math.hypot(*(x - step for x in steps)) / math.sqrt(max(n - 2, 1))
-    walk = step * math.sqrt(n - 1) / spread if spread > 0 else 0.0
-    return Line(slope, max(stationary, walk, key=abs), residuals)
-
-
-def shift_of(values: Sequence[float], width: int) -> float:
-    """How far the median of the last `width` values is from the mean before, over one step's deviation.
-
-    The error is that of a single step, which a median of a few correlated ones may have. A shift from
-    values that did not vary is +-inf.
-
-    Example:
-        >>> shift_of([1.0, 2.0] * 20 + [4.5] * 5, width=5) > 5
-        True
-    """
-    past = values[:-width]
-    if len(past) < width:
+    y = np.asarray(values, dtype=np.float64)
+    if len(y) < 2 or (mean := float(y.mean())) == 0:
         return 0.0
-    mean = fmean(past)
-    apart = median(values[-width:]) - mean
-    deviation = Scatter.of([x - mean for x in past], fitted=1).deviation
-    if deviation <= ROUNDING * abs(mean):
-        return 0.0 if abs(apart) <= ROUNDING * abs(mean) else math.copysign(math.inf, apart)
-    return apart / deviation
+    return _slope(y) * (len(y) - 1) / abs(mean)
 
 
-def moved(values: Sequence[float], width: int, sign: int = 1) -> float:
-    """How surely positive values rose (sign 1) or fell (-1), in errors: on their line, or at their end.
+def about_line(values: Sequence[float] | Series) -> Series:
+    """What the least-squares line leaves of equidistant values, at least two."""
+    y = np.asarray(values, dtype=np.float64)
+    return y - y.mean() - _slope(y) * (np.arange(len(y)) - (len(y) - 1) / 2)
 
-    The end is compared on the log scale, on which large values scatter no more than small ones.
+
+def _slope(y: Series) -> float:
+    return float((np.arange(len(y)) - (len(y) - 1) / 2) @ y) / _sxx(len(y))
+
+
+def _sxx(n: int) -> float:
+    """Sum of squares of n consecutive whole numbers about their mean."""
+    return n * (n * n - 1) / 12
+
+
+def line_of(values: Sequence[float] | Series, width: int) -> float:
+    """How surely the least-squares line rises or falls, as a normal score.
+
+    The smaller of two in size, of the steps and of means of `width`; of the steps alone where there are
+    fewer than 8 such means. A perfect line has +-inf, fewer than 5 values 0.
 
     Example:
-        >>> moved([100.0] * 40 + [121.0] * 5, width=5), moved([1.0, 2.0] * 20, width=5) < 2
+        >>> line_of([1.0, 2.0, 3.0, 4.0, 5.0], width=5), line_of([1.0, 2.0] * 20, width=5) < 1
         (inf, True)
     """
-    positive = [x for x in values if x > 0]
-    if len(positive) <= width:
+    y = np.asarray(values, dtype=np.float64)
+    if len(y) < 5:
         return 0.0
-    return max(sign * line(positive).t, sign * shift_of([math.log(x) for x in positive], width))
+    score = _line_score(y)
+    if (blocks := len(y) // width) >= 8:
+        means = y[len(y) - blocks * width :].reshape(blocks, width).mean(1)
+        score = min(score, _line_score(means), key=abs)
+    return score
+
+
+def _line_score(y: Series) -> float:
+    slope, residuals = _slope(y), about_line(y)
+    rise = slope * math.sqrt(_sxx(len(y)))
+    rounding = ROUNDING * float(np.linalg.norm(y))
+    if float(np.linalg.norm(residuals)) <= rounding:
+        return math.copysign(math.inf, rise) if abs(rise) > rounding else 0.0
+    scatter = Scatter.of(residuals, fitted=2)
+    return normal_score(rise / (scatter.deviation * math.sqrt(scatter.per_draw)), scatter.dof)
+
+
+def shift_of(values: Sequence[float] | Series, width: int, gap: int | None = None) -> float:
+    """How surely the median of the last `width` values differs from the mean before, as a normal score.
+
+    The error is that of a single step about the line of those before, which a median of a few
+    correlated ones may have, and that of the mean before. A shift from values that
+    do not scatter is +-inf.
+
+    Args:
+        gap: values at the end that the mean before leaves out, at least `width`, which is the
+            default. A slow change is seen only if what it left behind is not compared with itself.
+
+    Example:
+        >>> shift_of([1.0, 2.0] * 20 + [4.5] * 5, width=5) > 4
+        True
+    """
+    y = np.asarray(values, dtype=np.float64)
+    past = y[: len(y) - (gap or width)]
+    if len(past) < width:
+        return 0.0
+    mean = float(past.mean())
+    apart = median(y[-width:].tolist()) - mean
+    scatter = Scatter.of(about_line(past), fitted=2)
+    if scatter.deviation <= ROUNDING * abs(mean):
+        return 0.0 if abs(apart) <= ROUNDING * abs(mean) else math.copysign(math.inf, apart)
+    error = math.hypot(scatter.deviation, scatter.of_mean(len(past)))
+    return normal_score(apart / error, scatter.dof)
+
+
+def walk_of(values: Sequence[float] | Series, width: int, over: int) -> float:
+    """The distance of two means of `width` steps, `over` steps apart, in errors of a random walk.
+
+        (mean of the last - mean of those before) / (s sqrt(over))        s^2 = mean (x_t - x_{t-1})^2
+
+    A stationary series with phi >= 0 moves less than the walk of the same steps, so this never claims
+    too much. Too few values: 0.
+
+    Example:
+        >>> walk_of([0.0] * 20 + [1.0] * 20, width=5, over=20), walk_of(list(range(40)), 5, 20)
+        (1.396424004376894, 4.47213595499958)
+    """
+    y = np.asarray(values, dtype=np.float64)
+    if len(y) < over + width:
+        return 0.0
+    steps = np.diff(y)
+    size = math.sqrt(float(steps @ steps) / len(steps))
+    apart = float(y[-width:].mean() - y[-width - over :][:width].mean())
+    return apart / (size * math.sqrt(over)) if size > 0 else 0.0
+
+
+def moved(
+    values: Sequence[float], width: int, sign: int = 1, *, t: float | int, walk: float | int
+) -> bool:
+    """Whether a level rose (sign 1) or fell (-1), suddenly or slowly, further than it does by itself.
+
+    Positive values are compared on the log scale, on which large ones scatter no more than small
+    ones. The last `width` are held against all before and against the older half; walks go over 4 and
+    8 widths.
+
+    Args:
+        t: normal score that a shift or a line must exceed.
+        walk: errors of a random walk that a distance must exceed.
+
+    Example:
+        >>> moved([100.0] * 40 + [121.0] * 5, width=5, t=4.0, walk=3.0)
+        True
+        >>> moved([1.0, 2.0] * 20, width=5, t=4.0, walk=3.0)
+        False
+    """
+    y = np.asarray(values, dtype=np.float64)
+    if len(y) <= width:
+        return False
+    y = sign * (np.log(y) if y.min() > 0 else y)
+    shifts = (shift_of(y, width, gap) for gap in (width, max(width, len(y) // 2)))
+    walks = (walk_of(y, width, n * width) for n in (4, 8))
+    return line_of(y, width) > t or any(x > t for x in shifts) or any(x > walk for x in walks)

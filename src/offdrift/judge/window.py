@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from offdrift.judge.context import Row
-from offdrift.judge.scatter import Scatter, line
+from offdrift.judge.scatter import Scatter, about_line
 
 EARLY = 5
 """Same-weight steps that stand for "lately"; kept apart, because they may be long ago."""
@@ -29,13 +29,16 @@ class Mean(NamedTuple):
     value: float
     error: float
     """Standard error, for autocorrelated steps."""
+    dof: float
+    """Degrees of freedom of that error."""
 
     @staticmethod
     def of(values: Sequence[float], past: Sequence[float] = ()) -> Mean:
         """Of at least one value; the scatter is that of `past` about its line, if there is any."""
         mean = fmean(values)
-        about = line(past).residuals if past else [x - mean for x in values]
-        return Mean(mean, Scatter.of(about, fitted=2 if past else 1).of_mean(len(values)))
+        about = about_line(past) if past else [x - mean for x in values]
+        scatter = Scatter.of(about, fitted=2 if past else 1)
+        return Mean(mean, scatter.of_mean(len(values)), scatter.dof)
 
 
 class Window:
