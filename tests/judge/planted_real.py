@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from offdrift.records.rollouts import EvidenceKind, FullVocab, Rollouts, Samplin
 from offdrift.segments import Segments
 from offdrift.train.loop import train
 from offdrift.train.recipe import Recipe, check_recipe
+from offdrift.train.warmstart import warm_start
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -224,13 +226,27 @@ def context_of(case: Case) -> Context:
     )
 
 
-def run(case: Case, folder: Path, *, seed: int = 0, batches: int = 32) -> Path:
-    """Train under the plant; returns the arm's folder."""
+def run(
+    case: Case, folder: Path, *, seed: int = 0, batches: int = 32, start_seed: int | None = None
+) -> Path:
+    """Train under the plant; returns the arm's folder.
+
+    Args:
+        start_seed: seed of the warm start, if it is another than the run's: starts are cached, so
+            that many runs of few starts are cheap.
+    """
     with ExitStack() as spoiling:
         if case.spoil:
             spoiling.enter_context(_spoiling(case.spoil))
+        if start_seed is not None:
+            start = partial(_started, start_seed)
+            spoiling.enter_context(patch("offdrift.train.context.warm_start", start))
         train(recipe_of(case, seed=seed, batches=batches), folder)
     return folder / "arms" / ARM
+
+
+def _started(start_seed: int, *args: Any, **options: Any) -> Any:
+    return warm_start(*args, **{**options, "seed": start_seed})
 
 
 @contextmanager

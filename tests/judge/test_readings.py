@@ -7,7 +7,15 @@ import pytest
 from benchmarks.trend_alarms import ar1
 
 from offdrift.judge import READINGS, Context, Watcher, load_rules
-from offdrift.judge.scatter import Scatter, slope_over
+from offdrift.judge.scatter import (
+    Scatter,
+    line_of,
+    moved,
+    normal_score,
+    shift_of,
+    slope_over,
+    walk_of,
+)
 from offdrift.judge.window import Window
 from tests.judge.histories import altered, both, clean
 
@@ -52,7 +60,7 @@ def test_broken_gradients_are_not_missing():
 
 
 @pytest.mark.parametrize(
-    ("values", "change", "t"),
+    ("values", "change", "score"),
     [
         ([1.0] * 9, 0.0, 0.0),
         ([1.0, 2.0, 3.0, 4.0, 5.0], 4 / 3, math.inf),
@@ -62,19 +70,67 @@ def test_broken_gradients_are_not_missing():
         ([-1.0, 1.0, -1.0, 1.0, 0.0], 0.0, 0.0),
     ],
 )
-def test_slope_by_hand(values, change, t):
-    assert slope_over(values) == pytest.approx((change, t))
+def test_slope_by_hand(values, change, score):
+    assert slope_over(values) == pytest.approx(change)
+    assert line_of(values, 5) == pytest.approx(score)
 
 
 def test_slope_against_numpy():
     g = np.random.default_rng(0)
-    y = 3 + 0.05 * np.arange(40) + g.normal(size=40) * 0.2
-    line = np.polyfit(np.arange(40), y, 1)
-    change, t = slope_over(list(y))
-    assert change == pytest.approx(line[0] * 39 / y.mean())
-    found = Scatter.of(list(y - np.polyval(line, np.arange(40))), fitted=2)
-    sxx = 40 * (40**2 - 1) / 12
-    assert t == pytest.approx(line[0] / (found.deviation * math.sqrt(found.per_draw / sxx)))
+    y = 3 + 0.05 * np.arange(39) + g.normal(size=39) * 0.2
+    line = np.polyfit(np.arange(39), y, 1)
+    assert slope_over(list(y)) == pytest.approx(line[0] * 38 / y.mean())
+    found = Scatter.of(y - np.polyval(line, np.arange(39)), fitted=2)
+    sxx = 39 * (39**2 - 1) / 12
+    t = line[0] / (found.deviation * math.sqrt(found.per_draw / sxx))
+    assert line_of(list(y), 5) == pytest.approx(normal_score(t, 39 / found.per_draw - 2))
+
+
+@pytest.mark.parametrize(
+    ("dof", "t"), [(1, 318.309), (2, 22.327), (3, 10.215), (5, 5.893), (10, 4.144), (100, 3.174)]
+)
+def test_normal_scores_are_those_of_tables(dof, t):
+    """Student's t at 0.001, where a normal variable has 3.090."""
+    assert normal_score(t, dof) == pytest.approx(3.090, rel=0.11 / dof)
+    assert normal_score(-t, dof) == -normal_score(t, dof)
+    assert normal_score(t, 0) == 0
+
+
+def test_few_independent_draws_say_little():
+    """The same shift over the same scatter: of 200 steps it is sure, of 14 it is not."""
+    noise = list(np.random.default_rng(0).normal(size=200))
+    late = [5.5] * 5
+    assert shift_of(noise + late, 5) > LIMITS["trend_t"] > shift_of(noise[:14] + late, 5)
+
+
+def test_a_slow_change_is_not_compared_with_itself():
+    """A fall to a tenth in 40 of 100 steps: it makes the scatter of all before the end its own."""
+    course = np.interp(np.arange(100), [45, 85], [0.0, -2.3])
+    values = list(course + 0.1 * ar1(0.5, 100, 3))
+    assert shift_of(values, 5, gap=50) < -LIMITS["trend_t"] < shift_of(values, 5)
+
+
+def test_a_walk_moves_as_far_as_a_walk_does():
+    """Random walks: a standard normal variable, whatever the size of a step; stationary steps: less."""
+    g = np.random.default_rng(0)
+    walks = [walk_of(7 * np.cumsum(g.normal(size=100)), 1, 40) for _ in range(2000)]
+    assert np.std(walks) == pytest.approx(1.0, abs=0.06)
+    for phi in (0.0, 0.5, 0.9):
+        assert np.std([walk_of(ar1(phi, 100, seed), 5, 40) for seed in range(300)]) < 0.8
+
+
+@pytest.mark.parametrize("phi", [0.0, 0.5, 0.8, 0.95])
+def test_a_collapse_is_seen_whatever_steps_remember(phi):
+    """A fall to a tenth in 40 steps under noise of 10 %, and the same noise without a fall."""
+    course = np.interp(np.arange(160), [60, 100], [0.0, math.log(0.1)])
+    limits = {"t": LIMITS["trend_t"], "walk": LIMITS["trend_walk"]}
+
+    def seen(y):
+        return any(moved(np.exp(y[n - 80 : n]), 5, -1, **limits) for n in range(80, 160, 4))
+
+    noise = [0.1 * ar1(phi, 160, seed) for seed in range(20)]
+    assert sum(seen(course + x) for x in noise) == 20
+    assert sum(seen(x) for x in noise) <= 1
 
 
 def test_the_scatter_of_autocorrelated_steps_counts_independent_ones():
@@ -89,20 +145,20 @@ def test_the_scatter_of_autocorrelated_steps_counts_independent_ones():
 def test_a_series_too_short_for_its_correlation_counts_as_one_draw():
     walk = np.cumsum(np.random.default_rng(0).normal(size=30))
     walk -= walk.mean()
-    assert Scatter.of(list(walk), fitted=1) == pytest.approx((math.hypot(*walk), 30.0))
-    assert abs(slope_over(list(100 + walk))[1]) < 1
-    smooth = [math.exp(i / 20) for i in range(40)]  # no line, and yet it rises at every step
-    assert slope_over(smooth)[1] > LIMITS["trend_t"]
+    assert Scatter.of(walk, fitted=1) == pytest.approx((math.hypot(*walk), 30.0, 0.0))
+    assert line_of(list(100 + walk), 5) == 0
+    smooth = [-math.exp(-i / 20) for i in range(40)]  # no line, and yet it rises at every step
+    assert walk_of(smooth, 5, 20) > LIMITS["trend_walk"]
 
 
 def test_noise_does_not_rise():
     """2,000 steps of noise with a coefficient of variation of one half: next to no window alarms."""
     g = np.random.default_rng(1)
     values = list(map(float, g.gamma(4, 0.25, 2000)))
-    trends = [slope_over(values[i : i + 20]) for i in range(len(values) - 20)]
-    steep = sum(change > LIMITS["trend_change"] for change, _ in trends)
-    raised = sum(c > LIMITS["trend_change"] and t > LIMITS["trend_t"] for c, t in trends)
-    assert len(trends) == 1980
+    windows = [values[i : i + 20] for i in range(len(values) - 20)]
+    steep = sum(slope_over(w) > LIMITS["trend_change"] for w in windows)
+    raised = sum(moved(w, 5, t=LIMITS["trend_t"], walk=LIMITS["trend_walk"]) for w in windows)
+    assert len(windows) == 1980
     assert raised <= 4 < steep  # the change alone would alarm all the time
 
 
