@@ -148,17 +148,17 @@ class Planted:
 PLANTED = {
     "clean": Planted(lines, "ok", (), "No drift that matters"),
     "placeholders": Planted(placeholders, "stop", ("unscored_most",), "1,440 a placeholder", N // 10),
-    "one placeholder": Planted(one_placeholder, "ok", (), "1 a placeholder", N - 1),
+    "one placeholder": Planted(one_placeholder, "watch", ("unscored_some",), "1 a placeholder", N - 1),
     "damaged": Planted(damaged, "stop", ("unread_most",), "72 of 80 rows (90 %)", 8 * TOKENS, 0.9),
     "not a number": Planted(not_a_number, "stop", ("unscored_most",), "1,560 null or NaN", 2 * TOKENS),
     "zero filled": Planted(zero_filled, "act", ("unscored_many",), "560 filled in with 0", 13 * SEQUENCES),
     "greedy": Planted(greedy, "ok", (), "No drift that matters"),
-    "advantages of one": Planted(advantages_of_one, "ok", (), "Only 1 of 80 sequences have advantages"),
-    "versions of half": Planted(versions_of_half, "ok", (), "Only 40 of 80 sequences have version"),
+    "advantages of one": Planted(advantages_of_one, "act", ("side_field_many",), "Only 1 of 80 sequences have advantages"),
+    "versions of half": Planted(versions_of_half, "act", ("side_field_many",), "Only 40 of 80 sequences have version"),
     "probabilities": Planted(probabilities, "stop", ("probabilities_logged",), "1,600 a probability", 0),
     "negated": Planted(negated, "stop", ("negated_log_probs",), "1,600 with the sign changed", 0),
     "all missing": Planted(all_missing, "stop", ("unscored_most",), "1,600 null or NaN", 0),
-    "newer than trained": Planted(newer_than_trained, "ok", (), "1,600 tokens have a version lag below 0"),
+    "newer than trained": Planted(newer_than_trained, "act", ("lag_below_zero_many",), "1,600 tokens have a version lag below 0"),
     "zero length": Planted(zero_length, "ok", (), "40 responses have no token"),
     "extra rewards": Planted(extra_rewards, "ok", (), "No drift that matters"),
     "an old policy with gaps": Planted(an_old_policy_with_gaps, "watch", ("partly_scored",), "1,200 null or NaN", ratio="full"),
@@ -220,7 +220,19 @@ def test_what_an_audit_has_not_seen_is_said_everywhere(audits, name):
     assert (sum(histogram["counts"]) if histogram else 0) == planted.compared
 
 
-@pytest.mark.parametrize("name", [n for n, p in PLANTED.items() if p.level in ("act", "stop")])
+def test_few_unscored_tokens_are_counted_by_name(audits):
+    (finding,) = audits["one placeholder"][2]["findings"]
+    assert "1 of 1,600 tokens" in finding["evidence"][0]["metric"]
+
+
+ASIDE = ("side_field_many", "lag_below_zero_many")
+"""Findings about fields beside the log-probs: nothing was left out of any comparison."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n, p in PLANTED.items() if p.level in ("act", "stop") and p.rules[0] not in ASIDE],
+)
 def test_what_is_missing_stands_first(audits, name):
     _, printed, told = audits[name]
     assert told["verdict"]["text"].startswith(told["coverage"]["said"][0])

@@ -188,10 +188,14 @@ FIRES: dict[str, Example] = {
     "negated_log_probs": Example(altered({"batch/unscored_frac": 1.0, "data/negated": 1.0})),
     "unscored_most": Example(altered({"batch/unscored_frac": 0.9})),
     "unscored_many": Example(altered({"batch/unscored_frac": 0.3})),
-    "unscored_some": Example(altered({"batch/unscored_frac": 0.02})),
+    "unscored_some": Example(altered(lambda i, row: {"batch/tokens": 4000.0, "batch/unscored_tokens": 3.0 if i == 30 else 0.0})),
     "unread_most": Example(altered({"data/unread_frac": 0.9})),
     "unread_many": Example(altered({"data/unread_frac": 0.3})),
     "unread_some": Example(altered({"data/unread_frac": 0.001, "data/cuts": 1.0})),
+    "side_field_many": Example(altered({"data/lacking_frac/rewards": 0.3})),
+    "side_field_some": Example(altered({"data/lacking_frac/rewards": 0.05, "data/lacking_frac/turns": 0.001})),
+    "lag_below_zero_many": Example(altered({"data/ahead_frac": 0.3})),
+    "lag_below_zero_some": Example(altered({"data/ahead_frac": 0.001})),
     "partly_scored": Example(altered({"data/partly_frac": 0.02})),
     "rollout_not_logged": Example(
         [{"step": float(i), "staleness/k3": 0.001, "reward/mean": 0.5} for i in range(9)]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offdrift.judge import Context, diagnose, escalate, judge, load_rules, verdict
+from offdrift.judge import Context, Watcher, diagnose, escalate, judge, load_rules, verdict
 from tests.judge.histories import altered, both, clean, drift, later, without_lag
 
 SURE = {"pearson": 0.4, "prob_diff_max": 0.002, "kl": 1e-5}
@@ -209,3 +209,18 @@ def jumping(first, later, steps=12):
 def test_weights_that_part_at_the_first_update(first, later, named):
     rules = rules_of(jumping(first, later))
     assert [r for r in rules if r in ("weights_part", "wrong_weights")] == ([named] if named else [])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "names", [("batch/tokens", "batch/unscored_tokens"), ("batch/tokens", "unscored_tokens")]
+)
+def test_three_tokens_without_log_probs_are_told_live_and_once(names):
+    """At one step of sixty, where a median over five would see none of them."""
+    watcher, tokens = Watcher(), dict(zip(names, (100.0, 0.0), strict=True))
+    told = []
+    for i, row in enumerate(clean()):
+        told += watcher.update({**row, **tokens, names[1]: 3.0 if i == 9 else 0.0})
+    (finding,) = told
+    assert (finding.rule, finding.severity, finding.step) == ("unscored_some", "watch", 10)
+    assert "(3 of 1,00" in finding.evidence[0].metric
+    assert [f.rule for f in watcher.conclude()] == ["unscored_some"]

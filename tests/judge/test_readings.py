@@ -9,6 +9,7 @@ from benchmarks.trend_alarms import ar1
 from offdrift.judge import READINGS, Context, Watcher, load_rules
 from offdrift.judge.scatter import (
     Scatter,
+    drift_of,
     line_of,
     moved,
     normal_score,
@@ -147,8 +148,10 @@ def test_a_series_too_short_for_its_correlation_counts_as_one_draw():
     walk -= walk.mean()
     assert Scatter.of(walk, fitted=1) == pytest.approx((math.hypot(*walk), 30.0, 0.0))
     assert line_of(list(100 + walk), 5) == 0
-    smooth = [-math.exp(-i / 20) for i in range(40)]  # no line, and yet it rises at every step
+    smooth = [math.exp(i / 20) for i in range(40)]  # no line, and yet it rises at every step
     assert walk_of(smooth, 5, 20) > LIMITS["trend_walk"]
+    assert drift_of([math.log(100 + i) for i in range(15)]) > LIMITS["trend_walk"]
+    assert abs(drift_of(list(walk))) < 2
 
 
 def test_noise_does_not_rise():
@@ -235,7 +238,7 @@ def test_every_reading_can_be_made_and_is_documented():
         method="decoupled_token_icepop",
         facets={"length": [{"low": 0, "gate/acceptance_seq": 0.9}, {"low": 9, "gate/acceptance_seq": 0.8}]},
     )  # fmt: skip
-    data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/negated")  # fmt: skip
+    data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/negated", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
     data += ("old/version_lag", "old/stale_frac")
     rows = altered(
         {"router/delta_router": 0.01, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)}

@@ -32,17 +32,22 @@ POLICIES = {
     "log-probs": "log-prob",
 }
 
+SHOWN = ("prompts", "completions")
+"""Fields that a person reads and no number needs."""
+
 
 def coverage(part: Part, *, files: int, size: int) -> dict[str, Any]:
     """What an audit has seen of a log, as plain data.
 
         unread_frac    share of rows that could not be read; of files or bytes, where it is larger
         cuts           places from which the rest of a file is lost
-        unscored_frac  share of the tokens that may train which no two policies score, where the log
-                       has two policies at all
+        trainable      tokens that may train
+        unscored       those which no two policies score, where the log has two policies at all
+        unscored_frac  their share
         partly_frac    share that two policies score, and a third does not
         causes         tokens by policy and cause
         partial        fields that only some sequences have: how many, of how many
+        ahead_frac     share of tokens with a version lag below 0
         said           in sentences, what was not read or not scored; empty if nothing is missing
         remarks        in sentences, what else numbers are not about: fields that only some
                        sequences have, lags below 0, responses without a token
@@ -73,13 +78,19 @@ def coverage(part: Part, *, files: int, size: int) -> dict[str, Any]:
         "partly_frac": _over(counts.get("partly", 0), trainable),
         "causes": causes,
         "partial": partial,
+        "ahead_frac": _over(counts.get("ahead", 0), counts.get("tokens", 0)),
+        "unscored": trainable - seen,
+        "trainable": trainable,
     }
     said = [*_unread(part.unread, sequences, found), *_unscored(found, trainable, seen)]
     return {**found, "said": said, "remarks": _remarks(found, counts)}
 
 
 def metrics(found: Mapping[str, Any]) -> dict[str, float]:
-    """The shares of `coverage` under the names that the diagnosis reads."""
+    """The shares of `coverage` under the names that the diagnosis reads.
+
+    `data/lacking_frac/FIELD` is the share of sequences that lack a field which others have.
+    """
     causes = found["causes"]
     tokens = {
         c: max((p.get(c, 0) for p in causes.values()), default=0)
@@ -87,7 +98,17 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
     }
     return {
         "batch/unscored_frac": float(found["unscored_frac"]),
-        **{f"data/{name}": float(found[name]) for name in ("unread_frac", "cuts", "partly_frac")},
+        "batch/unscored_tokens": float(found["unscored"]),
+        "batch/trainable_tokens": float(found["trainable"]),
+        **{
+            f"data/{name}": float(found[name])
+            for name in ("unread_frac", "cuts", "partly_frac", "ahead_frac")
+        },
+        **{
+            f"data/lacking_frac/{name}": 1 - _over(held["sequences"], held["of"])
+            for name, held in found["partial"].items()
+            if name not in SHOWN
+        },
         **{f"data/{cause}": float(n > 0) for cause, n in tokens.items()},
     }  # fmt: skip
 

@@ -16,8 +16,9 @@ Three tests say whether a level moved, and one is enough (`moved`):
               not share.
     line      the slope of the least-squares line, once of the steps and once of means of several, and
               the less sure of the two: a slow wander under fresh noise shows in the means only.
-    walk      the distance between two means k steps apart over sqrt(k) times the size of a step. It
-              holds whatever phi is, up to a random walk, and is the sharper one where phi is large.
+    walk      the distance between two means k steps apart over sqrt(k) times the size of a step, or
+              the mean step over its own error. Both hold whatever phi is, up to a random walk; the
+              one is the sharper test where phi is large, the other sees what rises at every step.
 
 Few independent draws make Student's t heavy-tailed, so shift and line are normal scores of it, for
 n / f less the fitted parameters as degrees of freedom.
@@ -210,6 +211,24 @@ def walk_of(values: Sequence[float] | Series, width: int, over: int) -> float:
     return apart / (size * math.sqrt(over)) if size > 0 else 0.0
 
 
+def drift_of(values: Sequence[float] | Series) -> float:
+    """The mean step over its own error, as a normal score: for a random walk, and a smooth rise.
+
+    Fewer than 5 values: 0. Equal steps have +-inf.
+
+    Example:
+        >>> drift_of([x * x for x in range(15)]) > 4, drift_of([1.0, 2.0] * 20) < 1
+        (True, True)
+    """
+    steps = np.diff(np.asarray(values, dtype=np.float64))
+    if len(steps) < 4:
+        return 0.0
+    mean, spread = float(steps.mean()), float(steps.std(ddof=1))
+    if spread <= ROUNDING * abs(mean):
+        return math.copysign(math.inf, mean) if mean else 0.0
+    return normal_score(mean * math.sqrt(len(steps)) / spread, len(steps) - 1)
+
+
 def moved(
     values: Sequence[float] | Series,
     width: int,
@@ -239,5 +258,5 @@ def moved(
         return False
     y = sign * (np.log(y) if y.min() > 0 else y)
     shifts = (shift_of(y, width, gap) for gap in (width, max(width, len(y) // 2)))
-    walks = (walk_of(y, width, n * width) for n in (4, 8))
+    walks = (drift_of(y), *(walk_of(y, width, n * width) for n in (4, 8)))
     return line_of(y, width) > t or any(x > t for x in shifts) or any(x > walk for x in walks)

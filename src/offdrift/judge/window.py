@@ -67,6 +67,8 @@ class Window:
         self.first: dict[str, float] | None = None
         self.peak: dict[str, float] = {}
         """Largest value ever of each share that says whether a configured part acts."""
+        self.tokens = self.unscored = 0.0
+        """Tokens so far, and those of them that no engine scored, where a run logs them."""
         self.best_reward: Mean | None = None
         """Largest mean reward over `trend` consecutive steps."""
 
@@ -89,6 +91,9 @@ class Window:
         for name, x in kept.items():
             if name.endswith("_frac") or "drop_frac" in name:
                 self.peak[name] = max(x, self.peak.get(name, x))
+        outside = kept.get("unscored_tokens", 0.0)  # left out before the statistics were taken
+        self.tokens += kept.get("batch/tokens", 0.0) + outside
+        self.unscored += kept.get("batch/unscored_tokens", 0.0) + outside
         rewards = self.column("reward/mean", self.trend)
         best = -math.inf if self.best_reward is None else self.best_reward.value
         if "reward/mean" in kept and len(rewards) == self.trend and fmean(rewards) >= best:

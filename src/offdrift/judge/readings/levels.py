@@ -173,6 +173,30 @@ def _ppl_off(view: View) -> Found | None:
     return None if f is None else Found(abs(f.value - 1), f.metric)
 
 
+def _ever_unscored(view: View) -> Found | None:
+    """The share of tokens without log-probs so far: three of a run are three, at whichever step."""
+    name = "batch/unscored_frac"
+    if view.overall is not None and (f := view.found(name)) is not None:
+        lost, tokens = (view.level(f"batch/{x}_tokens") for x in ("unscored", "trainable"))
+        return _counted(name, f.value, lost or 0.0, tokens or 0.0)
+    lost, tokens = view.window.unscored, view.window.tokens
+    if tokens:
+        return _counted(name, lost / tokens, lost, tokens)
+    share = view.window.peak.get(name)
+    return None if share is None else Found(share, name)
+
+
+def _counted(name: str, share: float, part: float, whole: float) -> Found:
+    return Found(share, f"{name} ({part:,.0f} of {whole:,.0f} tokens)" if whole else name)
+
+
+def _lacking(view: View) -> Found | None:
+    """The largest share of sequences that lack a field which others have."""
+    row: Row = view.overall or (view.window.rows[-1] if view.window.rows else {})
+    names = [name for name in row if name.startswith("data/lacking_frac/")]
+    return _largest(view, *names) if names else None
+
+
 LEVELS = {
     "pearson": Definition("1", "correlation of the two policies' probabilities: `{on}/pearson`", lambda v: v.found(f"{v.on}/pearson")),
     "prob_diff_max": Definition("1", "largest probability difference of the last `window_level` steps: `{on}/prob_diff_max`, never averaged", _max_diff),
@@ -195,6 +219,9 @@ LEVELS = {
     "unread": Definition("1", "share of a log's rows, or bytes, that could not be read: `data/unread_frac`", lambda v: v.found("data/unread_frac")),
     "cut_off": Definition("1", "files of a log that ended early: `data/cuts`", lambda v: v.found("data/cuts")),
     "unscored": Definition("1", "share of the tokens that may train which no two policies score: `batch/unscored_frac`", lambda v: v.found("batch/unscored_frac")),
+    "ever_unscored": Definition("1", "share of the tokens so far, or of the whole log, that no two policies score: `batch/unscored_tokens` over `batch/tokens`, else the largest `batch/unscored_frac`", _ever_unscored),
+    "side_field_lacking": Definition("1", "share of sequences that lack a field which others of the log have, of the field that most lack: `data/lacking_frac/FIELD`", _lacking),
+    "lag_below_zero": Definition("1", "share of tokens whose version lag is below 0: `data/ahead_frac`", lambda v: v.found("data/ahead_frac")),
     "partly_scored": Definition("1", "share of the tokens that two policies score, and a third that the log has does not: `data/partly_frac`", lambda v: v.found("data/partly_frac")),
     "probabilities": Definition("1", "1 if a column of log-probs holds probabilities: `data/probability`", lambda v: v.found("data/probability")),
     "negated": Definition("1", "1 if a column of log-probs holds their negatives: `data/negated`", lambda v: v.found("data/negated")),
