@@ -89,7 +89,8 @@ def coverage(part: Part, *, files: int, size: int) -> dict[str, Any]:
 def metrics(found: Mapping[str, Any]) -> dict[str, float]:
     """The shares of `coverage` under the names that the diagnosis reads.
 
-    `data/lacking_frac/FIELD` is the share of sequences that lack a field which others have.
+    `data/lacking_frac/FIELD` is the share of sequences that lack a field which others have; log-probs
+    that are missing count as tokens.
     """
     causes = found["causes"]
     tokens = {
@@ -107,7 +108,7 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
         **{
             f"data/lacking_frac/{name}": 1 - _over(held["sequences"], held["of"])
             for name, held in found["partial"].items()
-            if name not in SHOWN
+            if name not in (*SHOWN, *POLICIES)
         },
         **{f"data/{cause}": float(n > 0) for cause, n in tokens.items()},
     }  # fmt: skip

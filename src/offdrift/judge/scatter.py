@@ -94,7 +94,7 @@ def normal_score(t: float | int, dof: float | int) -> float:
 
     Example:
         >>> [round(normal_score(12.706, dof), 2) for dof in (1, 4, 1e6)]  # 12.706: 2.5 % at 1
-        [1.86, 3.64, 12.71]
+        [1.85, 3.64, 12.71]
     """
     if not dof or math.isinf(t):
         return t if math.isinf(t) else 0.0
@@ -145,11 +145,29 @@ def line_of(values: Sequence[float] | Series, width: int) -> float:
     y = np.asarray(values, dtype=np.float64)
     if len(y) < 5:
         return 0.0
-    score = _line_score(y)
-    if (blocks := len(y) // width) >= 8:
-        means = y[len(y) - blocks * width :].reshape(blocks, width).mean(1)
-        score = min(score, _line_score(means), key=abs)
-    return score
+    means = _means(y, width)
+    return min((_line_score(x) for x in (y, means) if len(x)), key=abs)
+
+
+def _means(y: Series, width: int) -> Series:
+    """Means of consecutive `width` values, the last ones included; none if they are fewer than 8."""
+    blocks = len(y) // width
+    return y[len(y) - blocks * width :].reshape(blocks, width).mean(1) if blocks >= 8 else y[:0]
+
+
+def error_of_mean(residuals: Series, fitted: int, n: int, width: int) -> tuple[float, float]:
+    """Standard error of the mean of n consecutive steps, and its degrees of freedom.
+
+    The larger of two, by the scatter of the steps and by that of means of `width`, where there are 8.
+
+    Args:
+        residuals: what a fit of so many parameters leaves of at least as many steps.
+    """
+    steps, means = Scatter.of(residuals, fitted), Scatter.of(_means(residuals, width), fitted)
+    errors = [(steps.of_mean(n), steps.dof)]
+    if len(residuals) // width >= 8:
+        errors.append((means.of_mean(max(n // width, 1)), means.dof))
+    return max(errors)
 
 
 def _line_score(y: Series) -> float:
@@ -199,7 +217,7 @@ def walk_of(values: Sequence[float] | Series, width: int, over: int) -> float:
     too much. Too few values: 0.
 
     Example:
-        >>> walk_of([0.0] * 20 + [1.0] * 20, width=5, over=20), walk_of(list(range(40)), 5, 20)
+        >>> walk_of([0.0] * 20 + [1.0] * 20, width=5, over=20), walk_of([float(x) for x in range(40)], 5, 20)
         (1.396424004376894, 4.47213595499958)
     """
     y = np.asarray(values, dtype=np.float64)
@@ -217,7 +235,7 @@ def drift_of(values: Sequence[float] | Series) -> float:
     Fewer than 5 values: 0. Equal steps have +-inf.
 
     Example:
-        >>> drift_of([x * x for x in range(15)]) > 4, drift_of([1.0, 2.0] * 20) < 1
+        >>> drift_of([float(x * x) for x in range(15)]) > 4, drift_of([1.0, 2.0] * 20) < 1
         (True, True)
     """
     steps = np.diff(np.asarray(values, dtype=np.float64))

@@ -10,11 +10,16 @@ from numbers import Real
 from statistics import fmean, median
 from typing import NamedTuple
 
+import numpy as np
+
 from offdrift.judge.context import Row
-from offdrift.judge.scatter import Scatter, about_line
+from offdrift.judge.scatter import about_line, error_of_mean
 
 EARLY = 5
 """Same-weight steps that stand for "lately"; kept apart, because they may be long ago."""
+
+BLOCK = 5
+"""Steps whose means show a slow wander under fresh noise."""
 
 
 def number(row: Row, name: str) -> float | None:
@@ -36,9 +41,8 @@ class Mean(NamedTuple):
     def of(values: Sequence[float], past: Sequence[float] = ()) -> Mean:
         """Of at least one value; the scatter is that of `past` about its line, if there is any."""
         mean = fmean(values)
-        about = about_line(past) if past else [x - mean for x in values]
-        scatter = Scatter.of(about, fitted=2 if past else 1)
-        return Mean(mean, scatter.of_mean(len(values)), scatter.dof)
+        about = about_line(past) if past else np.asarray(values, dtype=np.float64) - mean
+        return Mean(mean, *error_of_mean(about, 2 if past else 1, len(values), BLOCK))
 
 
 class Window:
