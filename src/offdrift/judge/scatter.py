@@ -69,7 +69,7 @@ class Scatter(NamedTuple):
         e = np.asarray(residuals, dtype=np.float64)
         n, rss = len(e), float(e @ e)
         if n <= fitted + 2 or rss == 0:
-            return Scatter(math.inf if rss else 0.0, 1.0, max(n - fitted, 0.0))
+            return Scatter(math.inf if rss else 0.0, 1.0, float(max(n - fitted, 0)))
         r = float(e[1:] @ e[:-1]) / rss
         phi = min(max((n * r + fitted) / (n - fitted - 2), 0.0), 1.0)
         phi = min(phi + math.sqrt((1 - phi * phi) / n), 1 - 1e-9)
@@ -149,7 +149,7 @@ def line_of(values: Sequence[float] | Series, width: int) -> float:
     return min((_line_score(x) for x in (y, means) if len(x)), key=abs)
 
 
-def _means(y: Series, width: int) -> Series:
+def _means(y: Series, width: int) -> Float[np.ndarray, " blocks"]:
     """Means of consecutive `width` values, the last ones included; none if they are fewer than 8."""
     blocks = len(y) // width
     return y[len(y) - blocks * width :].reshape(blocks, width).mean(1) if blocks >= 8 else y[:0]
