@@ -208,6 +208,7 @@ except offdrift.OffdriftError as e:
     print(e)
 for name in [m for m in sys.modules if m.startswith(("pyarrow", "offdrift.records"))]:
     del sys.modules[name]
+del offdrift.Recorder  # kept since it was first asked for
 sys.modules["pyarrow"] = None  # as if it were not installed
 try:
     offdrift.Recorder

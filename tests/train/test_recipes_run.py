@@ -30,7 +30,7 @@ def run(recipe: str, folder: Path, *changes: str) -> dict:
     command = [sys.executable, "-m", "offdrift", "train", f"recipes/{recipe}.toml", "--out", str(folder), *words]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400)  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "verifying weight synchronization with perturbed weights" in done.stdout
+    assert "verifying weight synchronization with perturbed weights" in done.stderr
     return json.loads((folder / "run.json").read_text())
 
 

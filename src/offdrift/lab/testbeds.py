@@ -10,6 +10,7 @@ every horizon; only its sum changes with T.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -233,11 +234,12 @@ def _logp(policy: MarkovPolicy, drawn: Draw) -> Float[Tensor, "b t"]:
 
 
 def _divergences(bed: Testbed, states: Int[Tensor, " n"]) -> dict[str, Divergence]:
-    """Exact divergences from the rollout policy at every token, by the names that gates read."""
-    exact = {}
-    mu = bed.rollout.tokens[0, 0]
-    for kind, function in (("kl", token_kl), ("tv", token_tv)):
-        for name, other in (("current", bed.current), ("old", bed.old)):
-            value = function(mu, other.tokens[0, 0])[states]
-            exact[f"{kind}_rollout_{name}"] = Divergence.exact(f"{kind}_rollout_{name}", value)
-    return exact
+    """Exact divergences of every pair of policies at every token, by the names that methods read."""
+    policies = {"rollout": bed.rollout, "old": bed.old, "current": bed.current}
+    laws = {name: policy.tokens[0, 0] for name, policy in policies.items()}
+    values = {
+        f"{kind}_{a}_{b}": function(laws[a], laws[b])[states]
+        for kind, function in (("kl", token_kl), ("tv", token_tv))
+        for a, b in itertools.combinations(laws, 2)
+    }
+    return {name: Divergence.exact(name, value) for name, value in values.items()}

@@ -189,6 +189,8 @@ def kl_metric(fields: Fields, pair: str) -> str:
         >>> kl_metric({"mismatch/k3": 0.1}, "mismatch"), kl_metric({}, "full")
         ('mismatch/k3', '')
     """
+    if pair not in PAIRS:
+        return ""
     return best_of(fields, kl_metrics(pair, number(fields.get(f"{pair}/ratio_mean_z"))))
 
 
