@@ -1,6 +1,8 @@
 """Planted cause against reported cause: does the diagnosis name what was done to a run?
 
     python -m benchmarks.confusion [--seeds 2] [--kinds generated,real] [--batches 16] [--runs DIR]
+    python -m benchmarks.confusion --kinds "clean generated" --seeds 30
+    python -m benchmarks.confusion --kinds "clean real" --seeds 6 --runs DIR
 
 Every case of `tests/judge/planted.py` (exact draws from explicit distributions) and of
 `tests/judge/planted_real.py` (the trainer on tiny models) is run with several seeds, read back
@@ -14,12 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import shutil
 import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from benchmarks.measure import machine
 from tests.judge import planted, planted_real
 from tests.judge.reported import CAUSES, CLEAN, Reported, audited, logged
 
+from offdrift.errors import SyncError
 from offdrift.judge import Context
 from offdrift.train.arm import LiveDiagnosis
 from offdrift.train.run_folder import ArmFolder
@@ -37,6 +42,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "confusion.json"
 PAGE = ROOT / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- confusion: made by benchmarks/confusion.py -->", "<!-- confusion: end -->"
 KINDS = ("generated", "real")
+CLEAN_KINDS = {"clean generated": "generated", "clean real": "of the trainer"}
+CLEAN_STEPS, CLEAN_BATCHES = 30, 40
+"""Longer than the planted runs: rules that look for trends ask for 20 steps."""
 Row = dict[str, Any]
 
 
@@ -64,7 +72,12 @@ def measure(kinds: Sequence[str], seeds: Sequence[int], batches: int, runs: Path
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     held = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.exists() else []
     rows: list[Row] = [r for r in held if r["kind"] not in kinds]
-    makers = {"generated": generated, "real": lambda s: real(s, batches, runs)}
+    makers = {
+        "generated": generated,
+        "real": lambda s: real(s, batches, runs),
+        "clean generated": clean_generated,
+        "clean real": lambda s: clean_real(s, runs),
+    }
     for kind in kinds:
         for row in makers[kind](seeds):
             rows.append({"kind": kind, **row})
@@ -88,18 +101,47 @@ def real(seeds: Sequence[int], batches: int, runs: Path | None) -> Iterator[Row]
     with tempfile.TemporaryDirectory() as scratch:
         for case in planted_real.CASES:
             for seed in seeds:
+                yield _trained(case, seed, batches, runs or Path(scratch))
+
+
+def clean_generated(seeds: Sequence[int]) -> Iterator[Row]:
+    """Other seeds of the clean cases alone: does any rule fire?"""
+    for seed in seeds:
+        for case in planted.CASES:
+            if case.cause is None:
                 start = time.perf_counter()
-                folder = (runs or Path(scratch)) / f"{case.name.replace(' ', '-')}-{seed}"
-                arm = ArmFolder(folder / "arms" / planted_real.ARM)
-                if arm.summary() is None:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    planted_real.run(case, folder, seed=seed, batches=batches)
-                context = planted_real.context_of(case)
-                said = audited(logged(arm.log), context)
-                live = list(
-                    dict.fromkeys(f["cause"] for f in LiveDiagnosis.of(arm, context).summary())
-                )
-                yield _row(case.name, case.cause, seed, said, live, start)
+                context = Context(mixture_of_experts=case.mixture_of_experts)
+                longer = replace(case, steps=max(case.steps, CLEAN_STEPS))
+                said = audited(planted.run(longer, seed=100 + seed), context)
+                yield _row(case.name, None, seed, said, None, start)
+
+
+def clean_real(seeds: Sequence[int], runs: Path | None) -> Iterator[Row]:
+    """The same of the trainer, each from one of two warm starts; what cannot start is told and left out."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in range(2, 2 + len(seeds)):
+            for case in planted_real.CASES:
+                if case.cause is None:
+                    try:
+                        folder = runs or Path(scratch)
+                        yield _trained(case, seed, CLEAN_BATCHES, folder, start_seed=seed % 2)
+                    except SyncError as e:
+                        print(f"    {case.name} {seed}: {e}", flush=True)
+
+
+def _trained(
+    case: planted_real.Case, seed: int, batches: int, runs: Path, start_seed: int | None = None
+) -> Row:
+    start = time.perf_counter()
+    folder = runs / f"{case.name.replace(' ', '-')}-{seed}"
+    arm = ArmFolder(folder / "arms" / planted_real.ARM)
+    if arm.summary() is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        planted_real.run(case, folder, seed=seed, batches=batches, start_seed=start_seed)
+    context = planted_real.context_of(case)
+    said = audited(logged(arm.log), context)
+    live = list(dict.fromkeys(f["cause"] for f in LiveDiagnosis.of(arm, context).summary()))
+    return _row(case.name, case.cause, seed, said, live, start)
 
 
 def _row(
@@ -131,7 +173,43 @@ def render(runs: Sequence[Row]) -> str:
             f"### {title}\n\n{len(mine)} runs; the planted cause stands first in {right}, "
             f"and among the findings in {among}.\n\n{matrix(mine)}\n\n{cases(mine)}\n"
         )
+    if any(r["kind"] in CLEAN_KINDS for r in runs):
+        parts.append(f"### Clean runs, more seeds\n\n{clean(runs)}\n")
     return "\n".join(parts)
+
+
+def clean(runs: Sequence[Row]) -> str:
+    """How many clean runs have a finding, and how often that may be at most."""
+    lines = [
+        ["runs", "number", "with a finding", "at most, 95 % confidence", "rules that fired"],
+        ["---", "---:", "---:", "---:", "---"],
+    ]
+    for kind, words in CLEAN_KINDS.items():
+        # The clean ones among the planted runs are clean runs, too.
+        mine = [r for r in runs if r["kind"] in (kind, kind.split()[1]) and r["planted"] == CLEAN]
+        rules = Counter(rule for r in mine for rule in r["rules"])
+        fired = sum(bool(r["rules"]) for r in mine)
+        live = [r for r in mine if r["live"] is not None]
+        lines.append(_clean_line(words, len(mine), fired, _counted(rules)))
+        if live:
+            fired = sum(bool(r["live"]) for r in live)
+            causes = Counter(cause for r in live for cause in r["live"])
+            lines.append(_clean_line(f"{words}, live", len(live), fired, _counted(causes)))
+    return _table(lines)
+
+
+def _clean_line(words: str, runs: int, fired: int, rules: str) -> list[str]:
+    return [words, str(runs), str(fired), f"{100 * upper_limit(fired, runs):.1f} %", rules]
+
+
+def upper_limit(hits: int, runs: int, confidence: float = 0.95) -> float:
+    """The exact one-sided upper limit of a share (Clopper and Pearson), by bisection."""
+    low, high = hits / runs, 1.0
+    while high - low > 1e-9:
+        p = (low + high) / 2
+        below = sum(math.comb(runs, k) * p**k * (1 - p) ** (runs - k) for k in range(hits + 1))
+        low, high = (p, high) if below > 1 - confidence else (low, p)
+    return high
 
 
 def matrix(runs: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.confusion import BEGIN, END, KINDS, PAGE, RESULTS, render
+from benchmarks.confusion import BEGIN, END, KINDS, PAGE, RESULTS, render, upper_limit
 
 from offdrift.judge import Context
 from offdrift.stats import DriftStats, summarize
@@ -95,6 +95,12 @@ def test_untempering_gives_back_the_log_probs_before_the_temperature():
     torch.testing.assert_close(raw, z.log_softmax(-1)[range(5), tokens])
     late = planted_real.late(drawn).logp_rollout
     assert late.tolist() == drawn.logp_rollout[[0, 0, 1, 2, 3]].tolist()
+
+
+def test_upper_limits_are_those_of_clopper_and_pearson():
+    """Without a hit 1 - 0.05^(1/n); one of 20 from a table."""
+    assert upper_limit(0, 149) == pytest.approx(1 - 0.05 ** (1 / 149), abs=1e-6)
+    assert upper_limit(1, 20) == pytest.approx(0.2161, abs=1e-4)
 
 
 def test_the_documented_matrix_is_the_stored_one_and_covers_every_case():

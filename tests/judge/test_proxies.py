@@ -59,3 +59,11 @@ def test_lengths_are_checked_and_metrics_named():
     p = variance_proxies(SUM_PI_SQUARED, LOGP_OLD, ADVANTAGES, SEGMENTS, grad_norm=0.6)
     assert len(p.metrics()) == 5
     assert p.metrics()["variance_proxy/proxy3_pure_noise"] == p.pure_noise
+
+
+def test_over_logits_alone_the_third_proxy_is_the_second():
+    """Sequences have logits of their own, so |mean g|^2 = mean |g|^2 / N, and the variance of the mean, too."""
+    p = variance_proxies(SUM_PI_SQUARED, LOGP_OLD, ADVANTAGES, SEGMENTS, grad_norm=0.0)
+    of_mean = math.sqrt(p.total_power / 2)
+    q = variance_proxies(SUM_PI_SQUARED, LOGP_OLD, ADVANTAGES, SEGMENTS, grad_norm=of_mean)
+    assert q.pure_noise == pytest.approx(p.total_power / 2)

@@ -124,7 +124,7 @@ def test_a_walk_moves_as_far_as_a_walk_does():
 def test_a_collapse_is_seen_whatever_steps_remember(phi):
     """A fall to a tenth in 40 steps under noise of 10 %, and the same noise without a fall."""
     course = np.interp(np.arange(160), [60, 100], [0.0, math.log(0.1)])
-    limits = {"t": LIMITS["trend_t"], "walk": LIMITS["trend_walk"]}
+    limits = {x: LIMITS[f"trend_{x}"] for x in ("t", "walk", "drift")}
 
     def seen(y):
         return any(moved(np.exp(y[n - 80 : n]), 5, -1, **limits) for n in range(80, 160, 4))
@@ -150,7 +150,7 @@ def test_a_series_too_short_for_its_correlation_counts_as_one_draw():
     assert line_of(list(100 + walk), 5) == 0
     smooth = [math.exp(i / 20) for i in range(40)]  # no line, and yet it rises at every step
     assert walk_of(smooth, 5, 20) > LIMITS["trend_walk"]
-    assert drift_of([math.log(100 + i) for i in range(15)]) > LIMITS["trend_walk"]
+    assert drift_of([math.log(100 + i) for i in range(15)]) > LIMITS["trend_drift"]
     assert abs(drift_of(list(walk))) < 2
 
 
@@ -160,7 +160,8 @@ def test_noise_does_not_rise():
     values = list(map(float, g.gamma(4, 0.25, 2000)))
     windows = [values[i : i + 20] for i in range(len(values) - 20)]
     steep = sum(slope_over(w) > LIMITS["trend_change"] for w in windows)
-    raised = sum(moved(w, 5, t=LIMITS["trend_t"], walk=LIMITS["trend_walk"]) for w in windows)
+    limits = {x: LIMITS[f"trend_{x}"] for x in ("t", "walk", "drift")}
+    raised = sum(moved(w, 5, **limits) for w in windows)
     assert len(windows) == 1980
     assert raised <= 4 < steep  # the change alone would alarm all the time
 

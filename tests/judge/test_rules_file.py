@@ -168,6 +168,8 @@ def test_built_in_tables_are_used_and_documented():
         "window_young",
         "trend_change",
         "trend_t",
+        "trend_walk",
+        "trend_drift",
     }
     assert set(rules.thresholds) - used == windows
     assert {r.fix for r in rules.rules.values()} == set(rules.fixes)

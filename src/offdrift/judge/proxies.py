@@ -48,8 +48,12 @@ def variance_proxies(
     Proxies, not variances: tokens of a sequence are taken as uncorrelated, only the last layer's logits
     are seen, and proxy 3, as the source has it, takes a norm over parameters (proxy 1) from one over
     logits (proxy 2). The two have no common unit; where the parameters' is the larger, proxy 3 is 0
-    whatever the noise. Its trend in one run, when weights are switched on, is all that it can say. For
-    a proxy of one space, give the norm of the mean gradient with respect to the logits as `grad_norm`.
+    whatever the noise. Its trend in one run, when weights are switched on, is all that it can say.
+
+    One space for both would not say more from what a step logs. Over logits, sequences have coordinates
+    of their own, so the squared norm of the mean gradient is proxy 2 / N identically, and the variance
+    of the mean is proxy 2 / N, too: proxy 2 again. Over parameters, proxy 2 would need the norm of each
+    sequence's gradient, a backward pass for every sequence.
 
     Args:
         sum_pi_squared: sum over the vocabulary of pi^2, per token.

@@ -254,6 +254,7 @@ def moved(
     *,
     t: float | int,
     walk: float | int,
+    drift: float | int,
 ) -> bool:
     """Whether a level rose (sign 1) or fell (-1), suddenly or slowly, further than it does by itself.
 
@@ -264,11 +265,12 @@ def moved(
     Args:
         t: normal score that a shift or a line must exceed.
         walk: errors of a random walk that a distance must exceed.
+        drift: normal score that the mean step must exceed.
 
     Example:
-        >>> moved([100.0] * 40 + [121.0] * 5, width=5, t=4.0, walk=3.0)
+        >>> moved([100.0] * 40 + [121.0] * 5, width=5, t=4.0, walk=3.0, drift=2.5)
         True
-        >>> moved([1.0, 2.0] * 20, width=5, t=4.0, walk=3.0)
+        >>> moved([1.0, 2.0] * 20, width=5, t=4.0, walk=3.0, drift=2.5)
         False
     """
     y = np.asarray(values, dtype=np.float64)
@@ -276,5 +278,10 @@ def moved(
         return False
     y = sign * (np.log(y) if y.min() > 0 else y)
     shifts = (shift_of(y, width, gap) for gap in (width, max(width, len(y) // 2)))
-    walks = (drift_of(y), *(walk_of(y, width, n * width) for n in (4, 8)))
-    return line_of(y, width) > t or any(x > t for x in shifts) or any(x > walk for x in walks)
+    walks = (walk_of(y, width, n * width) for n in (4, 8))
+    return (
+        line_of(y, width) > t
+        or drift_of(y) > drift
+        or any(x > t for x in shifts)
+        or any(x > walk for x in walks)
+    )

@@ -18,8 +18,8 @@ GRAD = "optim/grad_norm"
 
 def _moved(view: View, values: Sequence[float], sign: int) -> bool:
     """Whether the level of these steps rose or fell further than they scatter."""
-    t, walk = view.limits["trend_t"], view.limits["trend_walk"]
-    return moved(values, view.size("window_level"), sign, t=t, walk=walk)
+    limits = {name: view.limits[f"trend_{name}"] for name in ("t", "walk", "drift")}
+    return moved(values, view.size("window_level"), sign, **limits)
 
 
 def _rising(view: View, *metrics: str) -> Found | None:
@@ -103,12 +103,12 @@ def _widened(view: View) -> Found | None:
 
 TRENDS = {
     "clip_frac": Definition("1", "share of tokens whose loss the clip changed: `objective/clip_frac_active`, else `staleness/clip_frac`", lambda v: v.found(*CLIP)),
-    "clip_rising": Definition("1", "1 if it rises: least-squares line over the last `window_long` steps (of a younger run, all; at least `window_trend`) with relative change > `trend_change`, and its level moved by more than `trend_t` or `trend_walk` errors for autocorrelated steps", lambda v: _rising(v, *CLIP)),
+    "clip_rising": Definition("1", "1 if it rises: least-squares line over the last `window_long` steps (of a younger run, all; at least `window_trend`) with relative change > `trend_change`, and its level moved by more than `trend_t`, `trend_walk` or `trend_drift`, errors for autocorrelated steps", lambda v: _rising(v, *CLIP)),
     "proxy3_rising": Definition("1", "1 if gradient variance proxy 3, `variance_proxy/proxy3_pure_noise`, rises in the same sense", lambda v: _rising(v, *PROXY3)),
-    "len_ratio": Definition("1", "mean response length now over that `window_long` steps ago, or at the start of a younger run; medians of `window_level` steps; 1 while lengths rise by less than `trend_t` and `trend_walk` errors for autocorrelated steps, absent before `window_young` steps", _length_ratio),
+    "len_ratio": Definition("1", "mean response length now over that `window_long` steps ago, or at the start of a younger run; medians of `window_level` steps; 1 while lengths rise by less than `trend_t`, `trend_walk` and `trend_drift`, errors for autocorrelated steps, absent before `window_young` steps", _length_ratio),
     "grad_spike": Definition("1", "largest gradient norm of the last `window_level` steps over the median of the `window_long` before", _spike),
-    "ess_left": Definition("1", "effective sample size lately over its median in the `window_long` steps before: of sequence weights on `full` or `mismatch`, else `weight/ess_frac`; 1 while it falls by less than `trend_t` and `trend_walk` errors for autocorrelated steps", _ess_left),
-    "reward_drop": Definition("1", "1 - mean reward of the last `window_trend` steps over the best such mean, for positive rewards; 0 while the fall is within `trend_t` errors of both means, and `trend_t` and `trend_walk` errors of the last `window_long` steps, for autocorrelated steps", reward_drop),
+    "ess_left": Definition("1", "effective sample size lately over its median in the `window_long` steps before: of sequence weights on `full` or `mismatch`, else `weight/ess_frac`; 1 while it falls by less than `trend_t`, `trend_walk` and `trend_drift`, errors for autocorrelated steps", _ess_left),
+    "reward_drop": Definition("1", "1 - mean reward of the last `window_trend` steps over the best such mean, for positive rewards; 0 while the fall is within `trend_t` errors of both means, and within `trend_t`, `trend_walk` and `trend_drift` over the last `window_long` steps, for autocorrelated steps", reward_drop),
     "lr_ratio": Definition("1", "learning rate now over its largest in the window: `optim/lr_scale`, else `optim/lr`", _lr_ratio),
     "clip_widened": Definition("1", "upper clip distance now over its smallest in the window: `objective/eps_high`", _widened),
 }  # fmt: skip
