@@ -252,7 +252,9 @@ def test_a_row_that_looks_at_the_whole_step_asks_what_it_saw(name):
     known = {"entropy": ONES, "vocab": 9, "rewards": torch.ones(2), "version_lag": ONES}
     row = METHODS[name]
     lp = batch(logp_ref=-ONES, group_ids=torch.tensor([1, 1]))
-    known["divergences"] = {name: Divergence.exact(name, lp.logp.square()) for name in row.divergences}
+    known["divergences"] = {
+        name: Divergence.exact(name, lp.logp.square()) for name in row.divergences
+    }
     with pytest.raises(EvidenceError, match=r'give observed=.*observed="this_batch"'):
         policy_loss(lp, name, ONES, normalizer=5.0, **known)
     facts = BatchInfo(**known)
