@@ -111,7 +111,10 @@ def test_what_cannot_be_is_one_message(run, tmp_path, words, said):
 
 
 def test_without_vllm_the_other_engine_is_chosen_and_named(monkeypatch, run):
-    monkeypatch.setattr(command_module.importlib.util, "find_spec", lambda name: None)
+    util = command_module.importlib.util
+    here = util.find_spec
+    absent = lambda name, *args: None if name == "vllm" else here(name, *args)  # noqa: E731
+    monkeypatch.setattr(util, "find_spec", absent)
     done = run("check", "--model", "tiny-qwen3", "--quick", "--factors", "none")
     assert done.code == 0, done.stderr
     assert "rollout engine: transformers:bfloat16; vLLM is not installed" in done.stderr
