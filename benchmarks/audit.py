@@ -123,9 +123,7 @@ def core(path: Path) -> ByStep:
         for step, run in runs(batch, 1):
             stats = DriftStats.of(run.logprobs())
             steps[step] = steps[step].merge(stats) if step in steps else stats
-    return {
-        step: {name: summarize(s)[f"mismatch/{name}"] for name in CORE} for step, s in steps.items()
-    }
+    return {step: {name: summarize(s)[f"mismatch/{name}"] for name in CORE} for step, s in steps.items()}
 
 
 SQL = {
@@ -319,9 +317,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         print("largest difference from our core statistics: " + (", ".join(f"{arm} {x:.1e}" for arm, x in differs.items()) or "nothing to compare with"))  # fmt: skip
         sizes = [file.stat().st_size / 2**20 for file in files]
         peaks = {arm: [peak_mib(arm, file) for file in files] for arm in available()}
-    print(
-        f"\npeak memory beyond imports, MiB\n{'':24}" + "".join(f"{s:>10,.0f} MiB" for s in sizes)
-    )
+    print(f"\npeak memory beyond imports, MiB\n{'':24}" + "".join(f"{s:>10,.0f} MiB" for s in sizes))
     for arm, found in peaks.items():
         print(f"{arm:24}" + "".join(f"{x:14,.0f}" for x in found))
     result = {

@@ -129,9 +129,7 @@ def clean_real(seeds: Sequence[int], runs: Path | None) -> Iterator[Row]:
                         print(f"    {case.name} {seed}: {e}", flush=True)
 
 
-def _trained(
-    case: planted_real.Case, seed: int, batches: int, runs: Path, start_seed: int | None = None
-) -> Row:
+def _trained(case: planted_real.Case, seed: int, batches: int, runs: Path, start_seed: int | None = None) -> Row:
     start = time.perf_counter()
     folder = runs / f"{case.name.replace(' ', '-')}-{seed}"
     arm = ArmFolder(folder / "arms" / planted_real.ARM)
@@ -144,9 +142,7 @@ def _trained(
     return _row(case.name, case.cause, seed, said, live, start)
 
 
-def _row(
-    name: str, cause: str | None, seed: int, said: Reported, live: list[str] | None, start: float
-) -> Row:
+def _row(name: str, cause: str | None, seed: int, said: Reported, live: list[str] | None, start: float) -> Row:
     numbers = {k: said.overall.get(f"full/{k}") for k in ("k3", "pearson", "ess_frac")}
     return {
         "case": name,

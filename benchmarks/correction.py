@@ -40,10 +40,7 @@ MODES: dict[str, tuple[Correction, dict[str, str]]] = {
     ),
     "token weight, seq_mean_k3, token_k1": (
         Correction((SEQ_MEAN_K3, TOKEN_K1), (TOKEN_WEIGHT,)),
-        {
-            "rollout_rs": "seq_mean_k3,token_k1",
-            "rollout_rs_threshold": f"{K3_HIGH},{1 / RATIO_HIGH}_{RATIO_HIGH}",
-        },
+        {"rollout_rs": "seq_mean_k3,token_k1", "rollout_rs_threshold": f"{K3_HIGH},{1 / RATIO_HIGH}_{RATIO_HIGH}"},
     ),
 }
 

@@ -72,10 +72,7 @@ def policies(rows: int, vocab: int) -> Pair:
 
 
 def evidence_ways(pair: Pair, tokens: Tensor, ours: dict[str, bool | None]) -> Ways:
-    ways: Ways = {
-        "naive kl, tv": lambda: naive_kl_tv(*pair),
-        "naive": lambda: naive_all(*pair, tokens),
-    }
+    ways: Ways = {"naive kl, tv": lambda: naive_kl_tv(*pair), "naive": lambda: naive_all(*pair, tokens)}
     for name, compiled in ours.items():
         ways[name] = lambda c=compiled: exact_divergences(*pair, tokens=tokens, compiled=c)
     return ways
@@ -189,15 +186,12 @@ def measure(pair: Pair, args: argparse.Namespace) -> dict[str, object]:
 
 
 def show(title: str, table: Table) -> None:
-    print(
-        f"\n{title}\n{'':14}{'seconds':>10}{'x':>7}{'lm head':>10}{'peak MiB':>11}{'KL error':>11}"
-    )
+    print(f"\n{title}\n{'':14}{'seconds':>10}{'x':>7}{'lm head':>10}{'peak MiB':>11}{'KL error':>11}")
     for name, row in table.items():
         error = row.get("kl_rollout_current_relative_error")
         print(
             f"{name:14}{row['seconds']:10.4f}{row['times_faster']:7.1f}"
-            f"{row['share_of_lm_head']:10.1%}{row['peak_mib']:11.3f}"
-            + ("" if error is None else f"{error:11.1e}")
+            f"{row['share_of_lm_head']:10.1%}{row['peak_mib']:11.3f}" + ("" if error is None else f"{error:11.1e}")
         )
 
 

@@ -53,9 +53,7 @@ def _facts(kernel: Any, constants: dict[str, Any], dtype: str, arch: int) -> dic
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": kernels.WARPS, **kernels.OPTIONS}
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm[
-        "cubin"
-    ]
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()

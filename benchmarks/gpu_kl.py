@@ -47,9 +47,7 @@ def our_step(logits_rollout: Tensor, logits: Tensor) -> Tensor:
     """Forward of everything, backward of the KL."""
     found, normalizers = kernels.with_normalizers(logits_rollout, logits)
     kl = found.kl_rollout_current
-    return kernels.kl_rollout_current_backward(
-        torch.ones_like(kl), kl, logits_rollout, logits, normalizers
-    )
+    return kernels.kl_rollout_current_backward(torch.ones_like(kl), kl, logits_rollout, logits, normalizers)
 
 
 def policies(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -116,9 +114,7 @@ def our_arms(run: Callable[[], object], warps: list[int]) -> Arms:
     return {"ours": run} | {f"ours, {count} warps": with_warps(count) for count in warps}
 
 
-def from_logits(
-    args: argparse.Namespace, dtype: torch.dtype, device: torch.device
-) -> dict[str, Table]:
+def from_logits(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> dict[str, Table]:
     mu, pi, tokens = policies(args.rows, args.vocab, dtype, device)
     to = torch.empty_like(mu)
     exact: Arms = {"copy": lambda: to.copy_(mu), "naive": lambda: naive(mu, pi)}
@@ -168,16 +164,9 @@ def from_hidden(args: argparse.Namespace, dtype: torch.dtype, device: torch.devi
 def errors(device: torch.device, vocab: int, dtype: torch.dtype) -> dict[str, float]:
     """Largest relative distance from float64, of every field, on a few rows."""
     mu, pi, tokens = policies(8, vocab, dtype, device)
-    ours, truth = (
-        kernels.exact_divergences(mu, pi, tokens),
-        definition(mu.double(), pi.double(), tokens),
-    )
+    ours, truth = (kernels.exact_divergences(mu, pi, tokens), definition(mu.double(), pi.double(), tokens))
     pairs = zip(truth._fields, ours, truth, strict=True)
-    return {
-        name: float(((a - b) / b).abs().max())
-        for name, a, b in pairs
-        if a is not None and b is not None
-    }
+    return {name: float(((a - b) / b).abs().max()) for name, a, b in pairs if a is not None and b is not None}
 
 
 def show(title: str, table: Table) -> None:

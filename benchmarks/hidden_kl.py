@@ -28,14 +28,7 @@ ARITHMETIC = {
 """Dtype of states and weights, and what the logits are rounded to."""
 
 
-def policies(
-    tokens: int,
-    vocab: int,
-    size: int,
-    dtype: torch.dtype,
-    round_to: torch.dtype | None,
-    device: str,
-) -> Case:
+def policies(tokens: int, vocab: int, size: int, dtype: torch.dtype, round_to: torch.dtype | None, device: str) -> Case:
     """Two policies one update apart: logits of standard deviation 3, KL of about 1e-3 nats."""
     generator = torch.Generator().manual_seed(0)
 
@@ -44,15 +37,8 @@ def policies(
 
     states, weight = normal(tokens, 1.0), normal(vocab, 3 / size**0.5)
     moved = (states + normal(tokens, 0.01), weight + normal(vocab, 0.03 / size**0.5))
-    before, after = (
-        (h.to(device, dtype), w.to(device, dtype)) for h, w in ((states, weight), moved)
-    )
-    return (
-        before[0],
-        Head(before[1], round_to=round_to),
-        after[0],
-        Head(after[1], round_to=round_to),
-    )
+    before, after = ((h.to(device, dtype), w.to(device, dtype)) for h, w in ((states, weight), moved))
+    return (before[0], Head(before[1], round_to=round_to), after[0], Head(after[1], round_to=round_to))
 
 
 def whole_logits(states: Tensor, head: Head) -> Tensor:
@@ -146,9 +132,7 @@ def cuda_peak_mib(run: Callable[[], object]) -> float:
 
 
 def show(title: str, table: dict[str, dict[str, float]]) -> None:
-    print(
-        f"\n{title}\n{'':20}{'seconds':>10}{'products':>10}{'x naive':>9}{'peak MiB':>11}", end=""
-    )
+    print(f"\n{title}\n{'':20}{'seconds':>10}{'products':>10}{'x naive':>9}{'peak MiB':>11}", end="")
     print(f"{'KL rel. err':>13}{'TV err':>10}")
     for name, row in table.items():
         print(f"{name:20}{row['seconds']:10.4f}{row['products']:10.2f}", end="")
@@ -164,9 +148,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--tiny", action="store_true", help="a few seconds, uncompiled: does it run?"
-    )
+    parser.add_argument("--tiny", action="store_true", help="a few seconds, uncompiled: does it run?")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -176,9 +158,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     facts: dict[str, str | int] = machine()
     if args.device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
-    print(
-        f"divergences from hidden states, {args.tokens} tokens, vocabulary {args.vocab:,}\n{facts}"
-    )
+    print(f"divergences from hidden states, {args.tokens} tokens, vocabulary {args.vocab:,}\n{facts}")
     found: dict[str, object] = {"tokens": args.tokens, "vocab": args.vocab, "machine": facts}
     for size in args.sizes:
         for name, (dtype, round_to) in ARITHMETIC.items():

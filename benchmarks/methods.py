@@ -157,9 +157,7 @@ def _ratio(turns: list[Seconds], above: str, below: str) -> float:
     return median(t[above] / t[below] for t in turns)
 
 
-def disagreement(
-    verl: SimpleNamespace, batch: Batch, row: Method, peer: Peer
-) -> dict[str, float | int]:
+def disagreement(verl: SimpleNamespace, batch: Batch, row: Method, peer: Peer) -> dict[str, float | int]:
     """Largest relative difference of our losses and gradients (packed, whole, padded) to verl's."""
     ours_changed, verls_changed = peer.agree_if
     row = override(row, ours_changed)

@@ -45,9 +45,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     engine = make_engine("transformers", model, dtype="float32", batch_size=256)
     engine.load_weights(named_weights(accelerator, model).items(), version=0)
     g = torch.Generator().manual_seed(0)
-    prompts = torch.randint(4, 60, (args.prompts, 8), generator=g).repeat_interleave(
-        args.samples, 0
-    )
+    prompts = torch.randint(4, 60, (args.prompts, 8), generator=g).repeat_interleave(args.samples, 0)
     rollouts = engine.generate(prompts.tolist(), Sampling(max_tokens=args.tokens), seed=0)
     rollouts = rollouts.with_(rewards=torch.rand(rollouts.num_sequences, generator=g))
     budget = {"token_budget": 16384}

@@ -40,29 +40,18 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model("smollm2-135m", seed=0)
-    asks = [
-        f"Write a very long text about {TOPICS[i % len(TOPICS)]}." for i in range(args.sequences)
-    ]
+    asks = [f"Write a very long text about {TOPICS[i % len(TOPICS)]}." for i in range(args.sequences)]
     prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": ask}], add_generation_prompt=True, return_dict=False
-        )
+        tokenizer.apply_chat_template([{"role": "user", "content": ask}], add_generation_prompt=True, return_dict=False)
         for ask in asks
     ]
     for name, how in DRIFTS.items():
         engine = make_engine("transformers", model, evidence_limit_mib=8192, **how)
         parts = []
         for i in range(0, len(prompts), AT_ONCE):
-            drawn = engine.generate(
-                prompts[i : i + AT_ONCE],
-                Sampling(max_tokens=args.tokens),
-                seed=i,
-                evidence="full",
-            )
+            drawn = engine.generate(prompts[i : i + AT_ONCE], Sampling(max_tokens=args.tokens), seed=i, evidence="full")
             parts.append(compared(model, drawn, args.tokens))
-            print(
-                f"{name}: {min(i + AT_ONCE, len(prompts))} of {len(prompts)} sequences", flush=True
-            )
+            print(f"{name}: {min(i + AT_ONCE, len(prompts))} of {len(prompts)} sequences", flush=True)
         log_ratio, kl = (torch.cat(x) for x in zip(*parts, strict=True))
         stream = Stream(f"SmolLM2-135M, {name} against float32", log_ratio, kl)
         write_recording(stream, args.out / f"smollm2-{name}.npz")
@@ -70,9 +59,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def compared(
-    model: torch.nn.Module, drawn: Rollouts, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def compared(model: torch.nn.Module, drawn: Rollouts, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-ratio and exact KL of every token, `[sequences, tokens]`."""
     log_ratio, kl = torch.empty(len(drawn.tokens)), torch.empty(len(drawn.tokens))
     for piece in chunks(drawn, token_budget=tokens + 64):

@@ -87,10 +87,7 @@ def noise(kind: float | str, seed: int) -> Series:
 
 
 def rows(
-    phi: float | str,
-    spread: float,
-    seed: int,
-    course: Callable[[str], Series | float] = lambda name: 1.0,
+    phi: float | str, spread: float, seed: int, course: Callable[[str], Series | float] = lambda name: 1.0
 ) -> list[dict[str, float]]:
     """A run as it is logged: a weighted one of a small drift, each trend metric with noise of its own."""
     sigma = np.sqrt(np.log1p(spread**2))
@@ -101,10 +98,7 @@ def rows(
     shares = ("objective/clip_frac_active", "full/ess_seq_frac", "reward/mean")
     columns |= {name: columns[name].clip(max=1.0) for name in shares}
     fixed = {"mismatch/k1": 1e-3, "mismatch/k3": 1e-3, "weight/std": 0.1, "weight/cap_frac": 0.01, "optim/lr": 1e-6}  # fmt: skip
-    return [
-        {"step": float(i + 1), **fixed, **{k: float(x[i]) for k, x in columns.items()}}
-        for i in range(STEPS)
-    ]
+    return [{"step": float(i + 1), **fixed, **{k: float(x[i]) for k, x in columns.items()}} for i in range(STEPS)]
 
 
 def fired(run: list[dict[str, float]]) -> set[str]:

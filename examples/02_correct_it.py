@@ -23,11 +23,7 @@ mine = od.Method(
     & od.Gate(statistic="ratio", on="full", unit="seq_mean", low=0.9, high=1.1),
     aggregate="token_mean",
 )
-rows = {
-    "none": od.method("none"),
-    "trm_max_k2": od.override(od.method("trm_max_k2"), {"gate.high": 0.5}),
-    "mine": mine,
-}
+rows = {"none": od.method("none"), "trm_max_k2": od.override(od.method("trm_max_k2"), {"gate.high": 0.5}), "mine": mine}
 
 for name, row in rows.items():
     result = od.policy_loss(lp, row, advantages)

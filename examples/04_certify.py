@@ -30,7 +30,5 @@ region = od.TrustRegion(horizon=length, delta=0.05)
 batch = od.BatchEvidence.of(lp, rewards, region=region, divergences=divergences)
 certificate = od.certify(batch)
 
-print(
-    f"largest KL of a token {certificate.delta_seen[1]:.2e} nat; KL_seq {certificate.kl_seq:.2e} nat"
-)
+print(f"largest KL of a token {certificate.delta_seen[1]:.2e} nat; KL_seq {certificate.kl_seq:.2e} nat")
 print(certificate.verdict)

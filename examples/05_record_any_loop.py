@@ -56,9 +56,7 @@ for step in range(STEPS):
 
     logp = score(policy, prompts, tokens)
     lp = od.LogProbs.pack(logp_rollout, logp, logp_old, mask=mask)
-    loss = od.policy_loss(
-        lp, od.method("token_tis"), lp.like_caller(advantages[:, None].expand_as(mask))
-    ).loss
+    loss = od.policy_loss(lp, od.method("token_tis"), lp.like_caller(advantages[:, None].expand_as(mask))).loss
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -81,6 +79,4 @@ for step in range(STEPS):
         print(f"step {step + 1:2}   reward {rewards.mean():.3f}   loss {loss:+.4f}")
 
 recorder.close()
-print(
-    f"{recorder.written} steps recorded, {recorder.dropped} dropped; now: offdrift audit {folder}"
-)
+print(f"{recorder.written} steps recorded, {recorder.dropped} dropped; now: offdrift audit {folder}")

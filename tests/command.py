@@ -16,12 +16,7 @@ class Done:
         self.code, self.stdout, self.stderr = code, stdout, stderr
 
 
-def command(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    *words: str,
-    width: int = 140,
-) -> Done:
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, width: int = 140) -> Done:
     """Run `offdrift WORDS` in a terminal of the given width."""
     monkeypatch.setattr(sys, "argv", ["offdrift", *words])
     monkeypatch.setenv("COLUMNS", str(width))

@@ -26,8 +26,7 @@ def test_values_of_the_methods_table(how):
 def test_any_split_into_pieces_gives_the_same_number(how):
     normalizer = sum(normalizer_of(Segments.from_lengths([n]), how=how, horizon=4) for n in (4, 3))
     pieces = [
-        aggregate(x, Segments.from_lengths([len(x)]), how=how, normalizer=normalizer)
-        for x in (LOSSES[:4], LOSSES[4:])
+        aggregate(x, Segments.from_lengths([len(x)]), how=how, normalizer=normalizer) for x in (LOSSES[:4], LOSSES[4:])
     ]
     assert sum(p.item() for p in pieces) == pytest.approx(WHOLE[how])
 

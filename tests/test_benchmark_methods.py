@@ -100,11 +100,7 @@ def row_of(times: float, **beside: float) -> dict:
         ("none", row_of(3.1), "none: 3.1 times the loss of ppo_clip, and no reason"),
         ("kl_cov", row_of(50.0), None),
         ("none", row_of(1.0, loss=1e-6, gradient=1e-6), None),
-        (
-            "none",
-            row_of(1.0, loss=1e-3, gradient=1e-6),
-            "none: loss differs from verl's by 1.0e-03",
-        ),
+        ("none", row_of(1.0, loss=1e-3, gradient=1e-6), "none: loss differs from verl's by 1.0e-03"),
         ("none", row_of(1.0, loss=0.0, gradient=float("nan")), "none: gradient differs"),
     ],
 )

@@ -17,14 +17,7 @@ SMALL = ["--set", "warm_start.steps=0", "--set", "batches=4", "--set", "rollout.
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "140",
-        "TERM": "dumb",
-        "NO_COLOR": "1",
-        **more,
-    }
+    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", "TERM": "dumb", "NO_COLOR": "1", **more}
 
 
 def offdrift(*words: str) -> subprocess.CompletedProcess:
@@ -62,11 +55,7 @@ def test_bound_prints_the_papers_table_to_every_digit():
         ),
         (["train", "recipes/tiny.toml", "--arms", "nope"], 2, "tiny has the arms none, trm_max"),
         (["train", "recipes/tiny.toml", "--set", "method=gpso"], 1, "did you mean gspo"),
-        (
-            ["train", "recipes/tiny.toml", "--set", "override.gate.high=1"],
-            1,
-            "override changes the values of method",
-        ),
+        (["train", "recipes/tiny.toml", "--set", "override.gate.high=1"], 1, "override changes the values of method"),
         (["bound", "--T", "0", "--delta", "1"], 1, "horizon"),
         (["report", "nowhere"], 1, "RecordError"),
         (["train", "no[/x]where[b].toml"], 1, "cannot read recipe no[/x]where[b].toml"),

@@ -52,15 +52,7 @@ def test_json_is_the_stored_audit(run, log, tmp_path):
 def test_columns_of_any_name_are_mapped(run, tmp_path):
     rows = [{"lp": [-1.0, -2.0], "t": {"lp": [-1.5, -2.0]}, "score": i} for i in range(4)]
     Path("log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    done = run(
-        "audit",
-        "log.jsonl",
-        "--columns",
-        "logp_rollout=lp,logp_old=t.lp,reward=score",
-        "--json",
-        "--out",
-        "o",
-    )
+    done = run("audit", "log.jsonl", "--columns", "logp_rollout=lp,logp_old=t.lp,reward=score", "--json", "--out", "o")
     told = json.loads(done.stdout)
     assert told["overall"]["mismatch/k1"] == pytest.approx(0.25)
     assert told["overall"]["reward/mean"] == 1.5
@@ -120,9 +112,7 @@ def test_watch_follows_a_log_and_ends_when_it_is_idle(run, tmp_path):
     lines = [json.loads(x) for x in done.stdout.splitlines()]
     assert [x["step"] for x in lines if x["kind"] == "step"] == [0, 1, 2, 3, 4, 5]
     assert any(x["kind"] == "finding" for x in lines)
-    assert (
-        run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--fail-on", "act").code == 3
-    )
+    assert run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--fail-on", "act").code == 3
 
 
 def test_files_that_cannot_be_read_are_in_the_audit(run, log, tmp_path):
@@ -207,17 +197,7 @@ def test_a_rules_file_moves_headline_findings_suggestion_status_and_json_togethe
     rules = "[thresholds]\n" + "".join(f"{name} = {value}\n" for name, value in loose.items())
     Path("loose.toml").write_text(rules)
     strict = run("audit", "log.parquet", "--fail-on", "watch", "--out", "a", "--json")
-    tolerant = run(
-        "audit",
-        "log.parquet",
-        "--fail-on",
-        "watch",
-        "--out",
-        "b",
-        "--json",
-        "--rules",
-        "loose.toml",
-    )
+    tolerant = run("audit", "log.parquet", "--fail-on", "watch", "--out", "b", "--json", "--rules", "loose.toml")
     a, b = json.loads(strict.stdout), json.loads(tolerant.stdout)
     assert (strict.code, tolerant.code) == (3, 0)
     assert (a["verdict"]["level"] != "ok", b["verdict"]["level"]) == (True, "ok")

@@ -56,14 +56,10 @@ def test_each_question_is_answered():
         value = tightest(all_bounds(horizon=4096, delta=row["value"], constants=constants)).value
         assert value == pytest.approx(1, rel=1e-9)
     for constants, row in answers("--T 4096 --delta 1e-2 --target 1 --solve eps").items():
-        value = tightest(
-            all_bounds(horizon=4096, delta=1e-2, eps=row["value"], constants=constants)
-        ).value
+        value = tightest(all_bounds(horizon=4096, delta=1e-2, eps=row["value"], constants=constants)).value
         assert value == pytest.approx(1, rel=1e-9)
     for constants, row in answers("--T 4096 --delta 1e-2 --solve kl_seq").items():
-        value = tightest(
-            all_bounds(horizon=4096, delta=1e-2, kl_seq=row["value"], constants=constants)
-        ).value
+        value = tightest(all_bounds(horizon=4096, delta=1e-2, kl_seq=row["value"], constants=constants)).value
         assert value == pytest.approx(1, rel=1e-9)
     found = answers("--delta 1e-4 --solve T")
     assert (found["sharp"]["value"], found["paper"]["value"]) == (9999, 383)
@@ -73,9 +69,7 @@ def test_each_question_is_answered():
 def test_the_target_is_the_reward_range_unless_told():
     told = answers("--T 100 --reward-range 5 --solve delta --target 5")
     assert answers("--T 100 --reward-range 5 --solve delta") == told
-    assert answers("--T 100 --solve delta")["sharp"]["value"] == pytest.approx(
-        told["sharp"]["value"], rel=1e-9
-    )
+    assert answers("--T 100 --solve delta")["sharp"]["value"] == pytest.approx(told["sharp"]["value"], rel=1e-9)
 
 
 @pytest.mark.parametrize(

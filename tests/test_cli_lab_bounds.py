@@ -27,15 +27,7 @@ def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
     stem = tmp_path / "deep" / "bounds"
     done = offdrift("--pairs", "500", "--adversarial-steps", "2", "--restarts", "1", "--out", str(stem))  # fmt: skip
     assert done.code == 0, done.stderr
-    for word in (
-        "Coupling",
-        "Sequence KL",
-        "Masked, ratio region",
-        "sharp",
-        "paper",
-        "T=16",
-        "T=7",
-    ):
+    for word in ("Coupling", "Sequence KL", "Masked, ratio region", "sharp", "paper", "T=16", "T=7"):
         assert word in done.stdout, word
     assert "No violation in 500 random pairs and 2 searches." in done.stdout
     assert stem.with_suffix(".png").stat().st_size > 10_000

@@ -68,23 +68,9 @@ def test_it_fits_the_terminal(offdrift, width, words):
 
 def test_help_teaches_by_examples(offdrift):
     text = said(offdrift("methods", "--help").stdout)
-    for words in (
-        "offdrift methods trm_max",
-        "offdrift methods R3",
-        "--unit sequence --ratio full",
-        "--json",
-    ):
+    for words in ("offdrift methods trm_max", "offdrift methods R3", "--unit sequence --ratio full", "--json"):
         assert words in text  # fmt: skip
-    for option in (
-        "unit",
-        "ratio",
-        "evidence",
-        "sign",
-        "stop-gradient",
-        "bias",
-        "kind",
-        "reference",
-    ):
+    for option in ("unit", "ratio", "evidence", "sign", "stop-gradient", "bias", "kind", "reference"):
         assert f"--{option} " in text  # fmt: skip
 
 

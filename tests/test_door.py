@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 from offdrift import advantages, method, policy_loss
 from offdrift.batch_info import BatchInfo
 from offdrift.divergence.evidence import Divergence
-from offdrift.errors import (
-    BadValueError,
-    EvidenceError,
-    MethodError,
-    OffdriftError,
-    ShapeError,
-)
+from offdrift.errors import BadValueError, EvidenceError, MethodError, OffdriftError, ShapeError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS
 from offdrift.segments import Segments
@@ -57,9 +51,7 @@ def test_groups_given_beside_segments_are_used():
     assert lp.segments.groups.sizes.tolist() == [2]
     assert S.group_ids is None
     same = Segments.from_lengths([2, 3], group_ids=torch.tensor([4, 4]))
-    assert batch(segments=same, group_ids=torch.tensor([4, 4])).segments.groups.sizes.tolist() == [
-        2
-    ]
+    assert batch(segments=same, group_ids=torch.tensor([4, 4])).segments.groups.sizes.tolist() == [2]
     got = advantages(torch.tensor([1.0, 0.0]), lp.segments)
     torch.testing.assert_close(got, lp.segments.spread(torch.tensor([1, -1]) / math.sqrt(2)))
 
@@ -97,9 +89,7 @@ def test_malformed_groups_are_refused(groups, error, words):
 
 def test_an_estimator_that_compares_siblings_asks_which_they_are():
     rewards = torch.tensor([1.0, 0.0])
-    with pytest.raises(
-        EvidenceError, match="'grpo' compares a sequence with the others of its prom"
-    ):
+    with pytest.raises(EvidenceError, match="'grpo' compares a sequence with the others of its prom"):
         advantages(rewards, S)
     alone = advantages(rewards, S, group_ids=None)
     torch.testing.assert_close(alone, S.spread(rewards / (1 + 1e-6)))
@@ -216,10 +206,7 @@ def test_a_normalizer_is_positive(value):
 def test_what_is_no_tensor_is_refused_with_the_way_out():
     for call, words in (
         (lambda: LogProbs.pack(None, mask=torch.ones(1, 1)), "logp_rollout is None, not a tensor"),  # type: ignore[arg-type]
-        (
-            lambda: batch(logp_rollout=np.zeros(5)),
-            r"ndarray, not a tensor; give torch.as_tensor\(x\)",
-        ),
+        (lambda: batch(logp_rollout=np.zeros(5)), r"ndarray, not a tensor; give torch.as_tensor\(x\)"),
         (lambda: batch(logp=[-1.0] * 5), "logp is a list"),
         (lambda: batch(mask=np.ones(5)), "mask is a ndarray"),
         (lambda: batch(segments=[2, 3]), "segments is a list"),
@@ -252,9 +239,7 @@ def test_a_row_that_looks_at_the_whole_step_asks_what_it_saw(name):
     known = {"entropy": ONES, "vocab": 9, "rewards": torch.ones(2), "version_lag": ONES}
     row = METHODS[name]
     lp = batch(logp_ref=-ONES, group_ids=torch.tensor([1, 1]))
-    known["divergences"] = {
-        name: Divergence.exact(name, lp.logp.square()) for name in row.divergences
-    }
+    known["divergences"] = {name: Divergence.exact(name, lp.logp.square()) for name in row.divergences}
     with pytest.raises(EvidenceError, match=r'give observed=.*observed="this_batch"'):
         policy_loss(lp, name, ONES, normalizer=5.0, **known)
     facts = BatchInfo(**known)
@@ -312,9 +297,7 @@ def test_malformed_input_meets_our_errors_or_is_used(data):
     rewards = torch.ones(b)
     try:
         if packed:
-            cuts = data.draw(
-                st.lists(st.integers(-1, b * t + 1), min_size=max(b - 1, 0), max_size=max(b - 1, 0))
-            )
+            cuts = data.draw(st.lists(st.integers(-1, b * t + 1), min_size=max(b - 1, 0), max_size=max(b - 1, 0)))
             made = torch.tensor([0, *sorted(cuts), b * t] if b else [0])
             fields["segments"] = data.draw(
                 st.sampled_from([Segments(made), Segments(made), Segments(made.flip(0)), made])

@@ -80,9 +80,7 @@ def test_value_limit_has_two_sides_and_leaves_what_is_inside():
 
 def test_golden_of_the_corrected_estimate():  # kl.un.tok, kl.un.mean
     ref, log_q = double([-0.2, 0.1, 0.05]), double([1.1, 0.8, 1.5]).log()
-    value = kl_estimate(
-        torch.zeros_like(ref), ref, estimator=CORRECTED, log_ratio=log_q, ratio_gradient=False
-    )
+    value = kl_estimate(torch.zeros_like(ref), ref, estimator=CORRECTED, log_ratio=log_q, ratio_gradient=False)
     golden(value, [0.02060383, 0.00413673, 0.00190664])
     golden(value.mean(), 0.0088824)
 
@@ -90,10 +88,7 @@ def test_golden_of_the_corrected_estimate():  # kl.un.tok, kl.un.mean
 def test_kl_tau_is_k2_of_the_full_ratio_with_twice_the_coefficient():  # klt.tok, klt.mean
     lp, _, _ = fx_a()
     got = 2 * 1e-3 * kl_estimate(lp.current, lp.logp_rollout, estimator="k2").detach()
-    golden(
-        lp.unpack(got),
-        [[2.25e-05, 6.25e-05, 2.25e-05, 0.00064], [1.69e-05, 4e-05, 7.84e-05, 0.0]],
-    )
+    golden(lp.unpack(got), [[2.25e-05, 6.25e-05, 2.25e-05, 0.00064], [1.69e-05, 4e-05, 7.84e-05, 0.0]])
     golden(got.mean(), 0.00012611)
     exactly(got, 1e-3 * (lp.current - lp.logp_rollout).detach() ** 2)
 
@@ -211,11 +206,7 @@ def test_every_bias_by_its_amount(pair):
     d = (pi / ref).log()
     value_bias = {"abs": (pi * d.abs()).sum() - kl, "k2": (pi * d**2).sum() / 2 - kl}
     signs = pi * (d.sign() - (pi * d.sign()).sum())
-    gradient_bias = {
-        "k1": -kl_gradient,
-        "k3": other_gradient - kl_gradient,
-        "abs": signs - kl_gradient,
-    }
+    gradient_bias = {"k1": -kl_gradient, "k3": other_gradient - kl_gradient, "abs": signs - kl_gradient}
     for estimator in ON_POLICY:
         value, gradient = means(estimator, logits, ref)
         exactly(value - kl, value_bias.get(estimator.removesuffix("+"), double(0.0)))
@@ -292,9 +283,7 @@ def test_variance_is_high_where_the_table_says_so(seed):
     for estimator in ON_POLICY:
         x = kl_estimate(pi.log(), ref.log(), estimator=estimator)
         variance[estimator] = (pi * x**2).sum() - (pi * x).sum() ** 2
-    rows = {
-        v: [variance[e] for e in ON_POLICY if ESTIMATORS[e].variance == v] for v in ("low", "high")
-    }
+    rows = {v: [variance[e] for e in ON_POLICY if ESTIMATORS[e].variance == v] for v in ("low", "high")}
     assert (len(rows["low"]), len(rows["high"])) == (6, 2)
     assert max(rows["low"]) < min(rows["high"])
 
@@ -309,9 +298,7 @@ def test_whatever_comes_in_finite_numbers_come_out(estimator, dtype):
     for ref, ratio in [(bad, [0.0] * 8), ([1.0] * 8, bad), (bad, bad), (bad, bad[1:] + bad[:1])]:
         leaf = torch.zeros(8, dtype=dtype, requires_grad=True)
         log_ratio = leaf + torch.tensor(ratio, dtype=dtype) if estimator == CORRECTED else None
-        kl = kl_estimate(
-            leaf, torch.tensor(ref, dtype=dtype), estimator=estimator, log_ratio=log_ratio
-        )
+        kl = kl_estimate(leaf, torch.tensor(ref, dtype=dtype), estimator=estimator, log_ratio=log_ratio)
         (gradient,) = torch.autograd.grad(kl.sum(), leaf)
         assert kl.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert bool(kl.isfinite().all())
@@ -321,9 +308,7 @@ def test_whatever_comes_in_finite_numbers_come_out(estimator, dtype):
 
 @pytest.mark.parametrize("estimator", ON_POLICY)
 def test_what_an_impossible_reference_counts(estimator):
-    value, gradient = value_and_gradient(
-        estimator, double([0.0, 0.0, 0.0]), double([math.nan, -math.inf, math.inf])
-    )
+    value, gradient = value_and_gradient(estimator, double([0.0, 0.0, 0.0]), double([math.nan, -math.inf, math.inf]))
     high = {"k1": 1e4, "abs": 1e4, "k2": 5e7, "k3": math.exp(-20) + 19}
     low = {"k1": -1e4, "abs": 1e4, "k2": 5e7, "k3": math.expm1(20) - 20}
     base = estimator.removesuffix("+")
@@ -336,9 +321,7 @@ def test_an_unknown_ratio_counts_for_nothing():
     log_ratio = leaf + double([math.nan, math.inf])
     kl = kl_estimate(leaf, double([1.0, 1.0]), estimator=CORRECTED, log_ratio=log_ratio)
     k3 = math.e - 2
-    torch.testing.assert_close(
-        kl.detach(), double([math.exp(-20) * k3, math.exp(20) * k3]), rtol=1e-12, atol=0
-    )
+    torch.testing.assert_close(kl.detach(), double([math.exp(-20) * k3, math.exp(20) * k3]), rtol=1e-12, atol=0)
 
 
 def test_no_gradient_reaches_the_reference():

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from offdrift.errors import EvidenceError, MethodError, ShapeError
-from offdrift.penalty import (
-    ESTIMATORS,
-    Adaptive,
-    Fixed,
-    KLPenalty,
-    exact_kl,
-    kl_estimate,
-    penalized_rewards,
-)
+from offdrift.penalty import ESTIMATORS, Adaptive, Fixed, KLPenalty, exact_kl, kl_estimate, penalized_rewards
 from offdrift.segments import Segments
 from tests.oracles.fixtures import double
 from tests.test_kl import CORRECTED, LOGITS, LOGP, REF, REF_PROBS, exactly
@@ -88,10 +80,7 @@ def test_tokens_of_different_batches_are_refused():
         ({"cap": 2.0}, "cap and ratio_gradient belong to k3_corrected, not to 'k3'"),
         ({"ratio_gradient": False}, "belong to k3_corrected, not to 'k3'"),
         ({"estimator": CORRECTED, "place": "reward"}, "in the reward use estimator="),
-        (
-            {"coef": 0.0, "controller": Adaptive(target=0.1, horizon=10)},
-            "coef=0.0 must be positive",
-        ),
+        ({"coef": 0.0, "controller": Adaptive(target=0.1, horizon=10)}, "coef=0.0 must be positive"),
     ],
 )
 def test_penalties_that_cannot_be_are_refused(options, message):
@@ -129,12 +118,7 @@ def test_estimates_refuse_the_same_options():
             "loss + 0.1 k3_corrected (q <= 2, no gradient through q)",
         ),
         (
-            {
-                "estimator": "k3",
-                "coef": 1e-3,
-                "value_limit": 10.0,
-                "controller": Adaptive(target=0.1, horizon=10_000),
-            },
+            {"estimator": "k3", "coef": 1e-3, "value_limit": 10.0, "controller": Adaptive(target=0.1, horizon=10_000)},
             "loss + 0.001 k3 (|value| <= 10, coef adapts to 0.1 nats)",
         ),
         ({"estimator": "k3", "coef": 0, "controller": Fixed()}, "loss + 0 k3"),
@@ -167,9 +151,7 @@ def test_a_penalty_is_the_unscaled_estimate_with_its_options(estimator):
 # -- controllers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kl", "expected"), [(0.5, 0.00100512), (0.105, 0.00100128), (0.05, 0.00099488)]
-)
+@pytest.mark.parametrize(("kl", "expected"), [(0.5, 0.00100512), (0.105, 0.00100128), (0.05, 0.00099488)])
 def test_adaptive_goldens(kl, expected):  # ctl.up, ctl.small, ctl.down
     got = Adaptive(target=0.1, horizon=10_000).next(0.001, kl=kl, samples=256)
     assert got == pytest.approx(expected, abs=1e-12)

@@ -23,8 +23,7 @@ class Tree:
         self.count = vocab**horizon
         assert len(y) == self.count
         self.context = [
-            sum((y[:, s] * vocab ** (t - 1 - s) for s in range(t)), torch.zeros(len(y)).long())
-            for t in range(horizon)
+            sum((y[:, s] * vocab ** (t - 1 - s) for s in range(t)), torch.zeros(len(y)).long()) for t in range(horizon)
         ]
         self.y = y
         self.segments = Segments.from_lengths([horizon] * self.count)
@@ -42,11 +41,7 @@ class Tree:
             [
                 g.reshape(-1)
                 for g in torch.autograd.grad(
-                    objective,
-                    self.logits,
-                    retain_graph=True,
-                    materialize_grads=True,
-                    allow_unused=True,
+                    objective, self.logits, retain_graph=True, materialize_grads=True, allow_unused=True
                 )
             ]
         )

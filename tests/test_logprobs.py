@@ -25,20 +25,12 @@ def test_padded_input_is_packed_and_masked_tokens_are_gone():
 
 def test_what_comes_back_has_the_shape_that_came_in():
     lp = padded()
-    assert lp.unpack(torch.tensor([5.0, 6.0, 7.0, 8.0]), fill=-1.0).tolist() == [
-        [5.0, -1.0, 6.0],
-        [7.0, 8.0, -1.0],
-    ]
-    assert lp.unpack(torch.tensor([True, False, True, True])).tolist() == [
-        [True, False, False],
-        [True, True, False],
-    ]
+    assert lp.unpack(torch.tensor([5.0, 6.0, 7.0, 8.0]), fill=-1.0).tolist() == [[5.0, -1.0, 6.0], [7.0, 8.0, -1.0]]
+    assert lp.unpack(torch.tensor([True, False, True, True])).tolist() == [[True, False, False], [True, True, False]]
 
 
 def test_packed_input_with_a_mask_shrinks_sequences_turns_and_groups_alike():
-    segments = Segments.from_lengths(
-        [3, 2], turns=Segments.from_lengths([1, 2, 2]), group_ids=torch.tensor([4, 4])
-    )
+    segments = Segments.from_lengths([3, 2], turns=Segments.from_lengths([1, 2, 2]), group_ids=torch.tensor([4, 4]))
     x = torch.tensor([-1.0, NAN, -3.0, -4.0, -5.0])
     lp = LogProbs.pack(x, segments=segments, mask=torch.tensor([1, 0, 1, 1, 1]))
     assert lp.segments.lengths.tolist() == [2, 2]
@@ -76,9 +68,7 @@ def test_half_precisions_are_upcast_and_double_is_kept(dtype):
 def test_a_bad_value_is_refused_with_field_sequence_and_value(field, value):
     fields = {name: torch.full((5,), -1.0) for name in ("logp_rollout", "logp", "logp_old")}
     fields[field][3] = value
-    with pytest.raises(
-        BadValueError, match=rf"{field} of sequence 1 is {value} at trainable token 1"
-    ):
+    with pytest.raises(BadValueError, match=rf"{field} of sequence 1 is {value} at trainable token 1"):
         LogProbs.pack(**fields, segments=Segments.from_lengths([2, 3]))
 
 

@@ -96,9 +96,7 @@ def test_a_penalty_counts_every_token_whatever_the_gates_and_weights_do():
     base = override(METHODS["trm_max_k2"], {"gate.high": 1e-9})  # rejects both sequences
     result = policy_loss(lp, replace(base, penalty=penalty), advantages)
     assert not result.corrected.keep.any()
-    assert result.loss.item() == pytest.approx(
-        3.0 * 0.02 * 7 / 2
-    )  # k2 = 0.2^2 / 2, 7 tokens, N = 2
+    assert result.loss.item() == pytest.approx(3.0 * 0.02 * 7 / 2)  # k2 = 0.2^2 / 2, 7 tokens, N = 2
     result.loss.backward()
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, double([[0.3] * 4, [0.3] * 3 + [0]]))  # 3 * 0.2 / 2

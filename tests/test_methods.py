@@ -41,11 +41,7 @@ def test_no_two_rows_are_one_composition():
 
 
 # verl's presets under their own names beside the papers' rows
-ALIASES = [
-    ["seq_tis", "bypass_pg_is"],
-    ["dual_clip", "disabled"],
-    ["decoupled_ppo", "decoupled_token_is"],
-]
+ALIASES = [["seq_tis", "bypass_pg_is"], ["dual_clip", "disabled"], ["decoupled_ppo", "decoupled_token_is"]]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -132,9 +128,7 @@ def test_no_ratio_may_count_twice(objective, on, fine):
 )
 def test_a_misspelled_part_is_refused_when_it_is_built(name, path, value):
     # MethodError for users; where tests check types, beartype may be first to refuse
-    with pytest.raises(
-        (MethodError, Exception), match=r"is not one of|must be a number|typecheck|type-check"
-    ):
+    with pytest.raises((MethodError, Exception), match=r"is not one of|must be a number|typecheck|type-check"):
         override(method(name), {path: value})
 
 

@@ -104,14 +104,8 @@ def test_without_ids_every_sequence_is_its_own_group():
     [
         (lambda: Segments.from_lengths([3, -1]), "sequence 1 has length -1"),
         (lambda: Segments.from_lengths(torch.ones(2, 2).long()), "one-dimensional"),
-        (
-            lambda: Segments.from_lengths([1], group_ids=torch.tensor([1, 2])),
-            "has shape .2,. for 1 seq",
-        ),
-        (
-            lambda: Segments.from_lengths([2, 1], turns=Segments.from_lengths([1, 2])),
-            "turns must cut",
-        ),
+        (lambda: Segments.from_lengths([1], group_ids=torch.tensor([1, 2])), "has shape .2,. for 1 seq"),
+        (lambda: Segments.from_lengths([2, 1], turns=Segments.from_lengths([1, 2])), "turns must cut"),
         (lambda: Segments(torch.tensor([1, 2])).check(), "start at 0"),
         (lambda: Segments(torch.tensor([0, 3, 2])).check(), "never decrease"),
     ],

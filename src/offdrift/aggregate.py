@@ -29,11 +29,7 @@ NormalizerName = Literal["sampled", "accepted", "verl_trainer"]
 
 
 def aggregate(
-    token_loss: Float[Tensor, " n"],
-    segments: Segments,
-    *,
-    how: AggregateName,
-    normalizer: float | Float[Tensor, ""],
+    token_loss: Float[Tensor, " n"], segments: Segments, *, how: AggregateName, normalizer: float | Float[Tensor, ""]
 ) -> Float[Tensor, ""]:
     """Sum the per-token losses, each weighted as `how` says, and divide by `normalizer`.
 
@@ -97,12 +93,7 @@ def accepted_counts(segments: Segments, keep: Bool[Tensor, " n"]) -> dict[str, T
 
 
 def accepted_scale(
-    segments: Segments,
-    keep: Bool[Tensor, " n"],
-    counts: dict[str, Tensor],
-    *,
-    how: AggregateName,
-    name: NormalizerName,
+    segments: Segments, keep: Bool[Tensor, " n"], counts: dict[str, Tensor], *, how: AggregateName, name: NormalizerName
 ) -> Float[Tensor, " n"] | Float[Tensor, ""]:
     """What a token's loss is multiplied by, so that dividing by sampled counts divides by others.
 

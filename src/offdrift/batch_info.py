@@ -93,9 +93,7 @@ class BatchInfo:
             **{name: function(x) for name, x in per_token.items() if x is not None},
         )
 
-    def seen_by(
-        self, part: Observer, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None
-    ) -> Seen:
+    def seen_by(self, part: Observer, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None) -> Seen:
         """What an observing part saw of the step: merged if the caller did, else of this batch."""
         if self.observed is not None and part in self.observed.parts:
             return self.observed.parts[part]
@@ -106,9 +104,7 @@ class BatchInfo:
 class Observer(Hashable, Protocol):
     """A part that needs to see the whole step before it can act on any piece of it."""
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Mergeable statistics of one piece. Gradient: none."""
         ...
 
@@ -117,13 +113,9 @@ NO_INFO = BatchInfo()
 
 
 @overload
-def of_scored(
-    logprobs: LogProbs, advantages: Tensor, facts: BatchInfo
-) -> tuple[LogProbs, Tensor, BatchInfo]: ...
+def of_scored(logprobs: LogProbs, advantages: Tensor, facts: BatchInfo) -> tuple[LogProbs, Tensor, BatchInfo]: ...
 @overload
-def of_scored(
-    logprobs: LogProbs, advantages: None, facts: BatchInfo
-) -> tuple[LogProbs, None, BatchInfo]: ...
+def of_scored(logprobs: LogProbs, advantages: None, facts: BatchInfo) -> tuple[LogProbs, None, BatchInfo]: ...
 def of_scored(
     logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
 ) -> tuple[LogProbs, Float[Tensor, " s"] | None, BatchInfo]:

@@ -145,8 +145,7 @@ class LogProbs:
         if rows is None:
             return self
         logp, logp_old, logp_ref = (
-            None if x is None else self.at_scored(x)
-            for x in (self.logp, self.logp_old, self.logp_ref)
+            None if x is None else self.at_scored(x) for x in (self.logp, self.logp_old, self.logp_ref)
         )
         kept = rows if self.kept is None else self.at_scored(self.kept)
         rollout, segments = self.at_scored(self.logp_rollout), self.segments.narrowed(rows)
@@ -187,9 +186,7 @@ class LogProbs:
     @property
     def reference(self) -> Float[Tensor, " n"]:
         """`logp_ref`, or `EvidenceError` if the batch has none."""
-        return self._required(
-            "logp_ref", "score the tokens with the frozen reference model and give logp_ref="
-        )
+        return self._required("logp_ref", "score the tokens with the frozen reference model and give logp_ref=")
 
     def like_caller(self, x: Shaped[Tensor, ...]) -> Shaped[Tensor, " n"]:
         """Any other per-token tensor of the caller (advantages, ...), packed the same way."""
@@ -209,9 +206,7 @@ class LogProbs:
     def _required(self, name: str, way_out: str) -> Tensor:
         value = getattr(self, name)
         if value is None:
-            raise EvidenceError(
-                f"this method needs {name}, which the batch does not have; {way_out}"
-            )
+            raise EvidenceError(f"this method needs {name}, which the batch does not have; {way_out}")
         return value
 
 
@@ -233,9 +228,7 @@ def _check_shapes(given: dict[str, Tensor], mask: Tensor | None, segments: Segme
     if len(shape) == 2 and mask is None:
         raise ShapeError("padded input needs mask= (nonzero where a token may train)")
     if mask is not None and mask.is_floating_point() and bool(mask.isnan().any()):
-        raise BadValueError(
-            f"mask is nan at {int(mask.isnan().sum())} positions; give 0 where a token may not train"
-        )
+        raise BadValueError(f"mask is nan at {int(mask.isnan().sum())} positions; give 0 where a token may not train")
     if segments is None:
         sequences = shape[0]
     elif isinstance(segments, Segments):
@@ -248,8 +241,7 @@ def _check_shapes(given: dict[str, Tensor], mask: Tensor | None, segments: Segme
             )
     else:
         raise BadValueError(
-            f"segments is a {type(segments).__name__}; give `Segments.from_lengths(tokens of each "
-            "sequence)`"
+            f"segments is a {type(segments).__name__}; give `Segments.from_lengths(tokens of each sequence)`"
         )
     if not sequences:
         raise BadValueError("empty batch: 0 sequences; skip this batch, or check how it was cut")
@@ -281,19 +273,12 @@ def _refuse_bad_values(
     if lowest["logp_rollout"] <= UNSCORED_BELOW:
         unscored = upcast["logp_rollout"].detach() <= UNSCORED_BELOW
         # The floor, and not what stood there: packed or recorded again, the token is as unscored.
-        upcast["logp_rollout"] = upcast["logp_rollout"].masked_fill(
-            unscored, FLOORS["logp_rollout"]
-        )
-    clean = {
-        name: x if lowest[name] >= FLOORS[name] else x.clamp(min=FLOORS[name])
-        for name, x in upcast.items()
-    }
+        upcast["logp_rollout"] = upcast["logp_rollout"].masked_fill(unscored, FLOORS["logp_rollout"])
+    clean = {name: x if lowest[name] >= FLOORS[name] else x.clamp(min=FLOORS[name]) for name, x in upcast.items()}
     return clean, unscored
 
 
-def _raise_bad_value(
-    bad: Bool[Tensor, "fields n"], upcast: dict[str, Tensor], segments: Segments
-) -> None:
+def _raise_bad_value(bad: Bool[Tensor, "fields n"], upcast: dict[str, Tensor], segments: Segments) -> None:
     row = int(bad.any(1).nonzero()[0])
     token = int(bad[row].nonzero()[0])
     sequence = int(segments.seq_ids[token])

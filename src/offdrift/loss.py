@@ -98,11 +98,7 @@ def policy_loss(
     Reference: Li et al., arXiv:2512.23075v5, eq. 22 and Algorithm 1.
     """
     facts = BatchInfo(
-        divergences=divergences or {},
-        entropy=entropy,
-        vocab=vocab,
-        rewards=rewards,
-        version_lag=version_lag,
+        divergences=divergences or {}, entropy=entropy, vocab=vocab, rewards=rewards, version_lag=version_lag
     )
     method = row(method) if isinstance(method, str) else method
     _check(logprobs, method, advantages, facts, normalizer, horizon)
@@ -131,9 +127,7 @@ def policy_loss(
     if regularizer is not None:
         if method.gate_scope == "all":
             regularizer = regularizer.where(corrected.keep, 0.0)
-            regularizer = (
-                regularizer if scale is None else regularizer * scale.to(regularizer.dtype)
-            )
+            regularizer = regularizer if scale is None else regularizer * scale.to(regularizer.dtype)
         token_loss = token_loss + regularizer
     if normalizer is None:
         normalizer = normalizer_of(segments, how=how, horizon=horizon) or 1.0
@@ -144,21 +138,15 @@ def policy_loss(
     return PolicyLoss(loss, corrected, stats, observed)
 
 
-def _scale(
-    method: Method, segments: Segments, corrected: Corrected, observed: Observed
-) -> Tensor | None:
+def _scale(method: Method, segments: Segments, corrected: Corrected, observed: Observed) -> Tensor | None:
     """What turns sampled denominators into the ones the method asks for; None if they are those."""
     if method.normalizer == "sampled":
         return None
     counts = observed.parts["normalizer"]
-    return accepted_scale(
-        segments, corrected.keep, counts, how=method.aggregate, name=method.normalizer
-    )
+    return accepted_scale(segments, corrected.keep, counts, how=method.aggregate, name=method.normalizer)
 
 
-def _regularizer(
-    method: Method, logprobs: LogProbs, own: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+def _regularizer(method: Method, logprobs: LogProbs, own: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Per-token terms that weights never scale, and the KL to the reference policy among them."""
     penalty = method.penalty
     if penalty is None:
@@ -171,12 +159,7 @@ def _regularizer(
 
 
 def _check(
-    logprobs: LogProbs,
-    method: Method,
-    advantages: Tensor,
-    facts: BatchInfo,
-    normalizer: Any,
-    horizon: int | None,
+    logprobs: LogProbs, method: Method, advantages: Tensor, facts: BatchInfo, normalizer: Any, horizon: int | None
 ) -> None:
     """Refuse what is not about this batch, or not a number. One transfer to the host."""
     for name, x, kind in (("logprobs", logprobs, LogProbs), ("method", method, Method)):
@@ -214,9 +197,7 @@ def _check(
     for name, x in (("normalizer", normalizer), ("horizon", horizon)):
         number = isinstance(x, int | float) and not isinstance(x, bool)
         if x is not None and not (number and 0 < x < math.inf):
-            raise BadValueError(
-                f"{name}={x!r} must be a positive, finite number: a count of tokens or sequences"
-            )
+            raise BadValueError(f"{name}={x!r} must be a positive, finite number: a count of tokens or sequences")
 
 
 def _raise_not_finite(name: str, x: Tensor, segments: Segments) -> None:

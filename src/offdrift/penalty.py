@@ -135,9 +135,7 @@ def exact_kl(logits: Float[Tensor, "n v"], logits_ref: Float[Tensor, "n v"]) -> 
     return terms(log_pi, log_ref)[0].sum(-1)
 
 
-def penalized_rewards(
-    rewards: Float[Tensor, " b"], segments: Segments, kl: Tokens, coef: Number
-) -> Tokens:
+def penalized_rewards(rewards: Float[Tensor, " b"], segments: Segments, kl: Tokens, coef: Number) -> Tokens:
     """Token rewards: the sequence's reward on its last token, minus the penalty on every token.
 
         r_t = R [t = T] - coef * kl_t

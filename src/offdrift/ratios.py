@@ -24,15 +24,7 @@ from offdrift.segments import Segments
 
 RatioName = Literal["full", "mismatch", "staleness"]
 Unit = Literal[
-    "token",
-    "prefix",
-    "prefix_min",
-    "turn",
-    "turn_product",
-    "turn_arithmetic",
-    "sequence",
-    "geometric",
-    "worst",
+    "token", "prefix", "prefix_min", "turn", "turn_product", "turn_arithmetic", "sequence", "geometric", "worst"
 ]
 
 
@@ -78,9 +70,7 @@ def stopped_log_ratio(logprobs: LogProbs, *, on: RatioName) -> Float[Tensor, " n
     return logprobs.stopped[on]
 
 
-def per_unit(
-    log_ratio: Float[Tensor, " n"], segments: Segments, *, unit: Unit
-) -> Float[Tensor, " n"]:
+def per_unit(log_ratio: Float[Tensor, " n"], segments: Segments, *, unit: Unit) -> Float[Tensor, " n"]:
     """The log-ratio of each token's unit, given to every token of that unit.
 
         token            l_t

@@ -45,10 +45,7 @@ class Segments:
 
     @staticmethod
     def from_lengths(
-        lengths: Sequence[int] | Tensor,
-        *,
-        turns: Segments | None = None,
-        group_ids: Tensor | None = None,
+        lengths: Sequence[int] | Tensor, *, turns: Segments | None = None, group_ids: Tensor | None = None
     ) -> Segments:
         """Segments of the given lengths (tokens per sequence).
 
@@ -265,8 +262,7 @@ def check_group_ids(group_ids: Int[Tensor, " b"], sequences: int) -> None:
     check_tensor("group_ids", group_ids, integers=True)
     if group_ids.shape != (sequences,):
         raise ShapeError(
-            f"group_ids has shape {tuple(group_ids.shape)} for {sequences} sequences; "
-            "give one prompt id per sequence"
+            f"group_ids has shape {tuple(group_ids.shape)} for {sequences} sequences; give one prompt id per sequence"
         )
 
 
@@ -282,9 +278,7 @@ class _Spread(torch.autograd.Function):
         return torch.repeat_interleave(x, segments.lengths, output_size=segments.num_tokens)
 
     @staticmethod
-    def setup_context(
-        ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor
-    ) -> None:
+    def setup_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
         ctx.segments = inputs[1]  # type: ignore[attr-defined]
 
     @staticmethod

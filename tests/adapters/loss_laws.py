@@ -122,10 +122,7 @@ def unscored(given: Batch, value: float) -> tuple[Batch, Batch]:
     some = given.mask & (torch.arange(given.mask.shape[1]) % 4 == 1)
     some[2] = given.mask[2]
     assert 8 < int(some.sum()) < int(given.mask.sum()) - 8
-    return (
-        replace(given, rollout=given.rollout.masked_fill(some, value)),
-        replace(given, mask=given.mask & ~some),
-    )
+    return (replace(given, rollout=given.rollout.masked_fill(some, value)), replace(given, mask=given.mask & ~some))
 
 
 def check_unscored(run: Run) -> None:

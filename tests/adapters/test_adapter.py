@@ -52,11 +52,7 @@ def test_micro_batches_give_the_metrics_of_the_whole_step() -> None:
     whole, cut = stepped([0, 6]), stepped([0, 1, 4, 6])
     assert whole.keys() == cut.keys()
     assert len(whole) > 60
-    assert {
-        "offdrift/mismatch/ratio_mean",
-        "offdrift/full/slope",
-        "offdrift/full/k3_top_share",
-    } <= set(whole)
+    assert {"offdrift/mismatch/ratio_mean", "offdrift/full/slope", "offdrift/full/k3_top_share"} <= set(whole)
     for name, x in whole.items():
         assert cut[name] == pytest.approx(x, rel=1e-5, abs=1e-7, nan_ok=True), name
 
@@ -106,9 +102,7 @@ def test_processes_together_give_the_metrics_of_one() -> None:
     found = {}
 
     def run(rank: int) -> None:
-        adapter = Adapter(
-            "decoupled_geo_rs_token_tis", framework="plain", on_idle="warn", gather=gather_of(rank)
-        )
+        adapter = Adapter("decoupled_geo_rs_token_tis", framework="plain", on_idle="warn", gather=gather_of(rank))
         lp, advantages = packed(3 * rank, 3 * rank + 3)
         adapter.loss(lp, advantages, normalizer=6.0)
         found[rank] = adapter.end_step(1)
@@ -129,9 +123,7 @@ def test_processes_together_give_the_metrics_of_one() -> None:
     assert found[1, 2]["offdrift/batch/tokens"] == sum(LENGTHS[:3])
 
 
-def test_findings_come_once_with_the_fix_for_the_framework(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_findings_come_once_with_the_fix_for_the_framework(caplog: pytest.LogCaptureFixture) -> None:
     adapter = Adapter("decoupled_token_is", framework="trl")
     with caplog.at_level(logging.INFO, logger="offdrift.trl"):
         for step in range(1, 7):

@@ -332,9 +332,7 @@ def test_gates_alone_keep_whole_sequences(actor: Any) -> None:
     given = batch()
     decide = functional().apply_rejection_sampling
     found = decide(given.old, given.rollout, given.mask, None, None)
-    mean = (given.old - given.rollout).where(given.mask, 0.0).sum(1) / given.mask.sum(1).clamp(
-        min=1
-    )
+    mean = (given.old - given.rollout).where(given.mask, 0.0).sum(1) / given.mask.sum(1).clamp(min=1)
     inside = (mean.exp() >= 0.9) & (mean.exp() <= 1.1)
     want = given.mask & inside[:, None]
     assert 0 < int(want.sum()) < int(given.mask.sum())
@@ -349,9 +347,7 @@ def test_gates_alone_keep_whole_sequences(actor: Any) -> None:
     assert none.filtered_fraction == 0.0
 
 
-def test_a_correction_that_is_never_called_is_dead(
-    actor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_correction_that_is_never_called_is_dead(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if not REAL:
         monkeypatch.setattr(actor, "grpo_loss_fn", lambda x, *_, **__: (x * 0).nan_to_num().sum())
     areal.install("geo_mask", keep="loss")
@@ -391,11 +387,7 @@ def test_refusals(actor: Any) -> None:
         areal.install("m2po")
     areal.install("dapo")
     given = batch()
-    for changed in (
-        {"use_sapo_loss": True},
-        {"m2_threshold": 0.1},
-        {"rejection_sampling": object()},
-    ):
+    for changed in ({"use_sapo_loss": True}, {"m2_threshold": 0.1}, {"rejection_sampling": object()}):
         with pytest.raises(MethodError, match="turn them off"):
             runner(actor, **changed)(given, *laws.counts(given))
 
@@ -413,9 +405,7 @@ def test_uninstall_gives_their_functions_back(actor: Any) -> None:
     assert functional().apply_rejection_sampling is decide
 
 
-def test_the_command_installs_and_goes_on_as_areals_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_installs_and_goes_on_as_areals_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, with a stand-in for AReaL's server that says what it finds."""
     server = tmp_path / "areal" / "infra" / "rpc"
     server.mkdir(parents=True)

@@ -18,13 +18,9 @@ __all__ = ["process"]
 
 
 @pytest.mark.usefixtures("process")
-def test_a_disk_that_fails_does_not_mix_two_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_does_not_mix_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "log"
-    hook = HookConfig.of("plain", "token_tis", record=folder).attach_sum(
-        "plain", method("token_tis")
-    )
+    hook = HookConfig.of("plain", "token_tis", record=folder).attach_sum("plain", method("token_tis"))
     given = batch()
     logprobs = LogProbs.pack(given.rollout, given.current, given.old, mask=given.mask)
     place = logprobs.like_caller(torch.arange(given.mask.shape[1]).expand(given.mask.shape))

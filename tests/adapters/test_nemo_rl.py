@@ -25,14 +25,7 @@ from offdrift.adapters import frameworks
 from offdrift.adapters.contrib import nemo_rl
 from offdrift.adapters.contrib.nemo_rl import FULL, TOP_IDS, TOP_LOGP
 from offdrift.divergence import exact_divergences
-from offdrift.errors import (
-    BadValueError,
-    EvidenceError,
-    FrameworkError,
-    LivenessError,
-    MethodError,
-    ShapeError,
-)
+from offdrift.errors import BadValueError, EvidenceError, FrameworkError, LivenessError, MethodError, ShapeError
 from offdrift.methods import METHODS, override
 from tests.adapters import loss_laws as laws
 from tests.adapters.hooked import Batch, batch, install, optimizer_step, process
@@ -227,9 +220,7 @@ def scored(given: Batch, seed: int = 1) -> tuple[dict[str, Tensor], Tensor, Tens
         data[name][:, 1:] = z.log_softmax(-1).gather(2, ids).squeeze(2)
 
     def as_model(z: Tensor) -> Tensor:
-        return torch.cat(
-            [z, torch.full_like(z[:, :1], torch.nan)], 1
-        )  # the last position is unused
+        return torch.cat([z, torch.full_like(z[:, :1], torch.nan)], 1)  # the last position is unused
 
     return data, as_model(pi), as_model(mu)
 
@@ -276,9 +267,7 @@ def test_exact_kl_is_the_enumerated_one() -> None:
         tv += sum(abs(float(p[a] - q[a])) for a in range(VOCAB)) / 2
         n += 1
     assert n > 30
-    assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(
-        total / n, rel=1e-5
-    )
+    assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(total / n, rel=1e-5)
     assert metrics["offdrift/divergence/tv_rollout_current_mean"] == pytest.approx(tv / n, rel=1e-5)
     found = exact_divergences(mu[:, :-1][mask], pi[:, :-1][mask])
     assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(
@@ -479,20 +468,14 @@ def test_a_term_of_a_later_version_is_refused_by_name(grpo: Any) -> None:
 
 def test_the_dictionary_of_0_6_is_read_as_well(grpo: Any) -> None:
     nemo_rl.install("icepop")
-    plain = {
-        "reference_policy_kl_penalty": 0.0,
-        "ratio_clip_c": None,
-        "force_on_policy_ratio": True,
-    }
+    plain = {"reference_policy_kl_penalty": 0.0, "ratio_clip_c": None, "force_on_policy_ratio": True}
     assert grpo.ClippedPGLossFn(plain).old == "current"
     for name, value in (("reference_policy_kl_penalty", 0.1), ("ratio_clip_c", 3.0), ("new", 0.5)):
         with pytest.raises(MethodError, match=rf"loss_fn\.{name}={value}"):
             grpo.ClippedPGLossFn({**plain, name: value})
 
 
-def test_their_numbers_are_named_and_kl_in_the_reward_is_theirs(
-    grpo: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_their_numbers_are_named_and_kl_in_the_reward_is_theirs(grpo: Any, caplog: pytest.LogCaptureFixture) -> None:
     nemo_rl.install("icepop")
     with caplog.at_level(logging.INFO, "offdrift.nemo-rl"):
         grpo.ClippedPGLossFn(config(ratio_clip_max=0.28))
@@ -510,10 +493,7 @@ def test_install_has_setup_build_it(grpo: Any) -> None:
     with pytest.raises(MethodError, match=r"reference_policy_kl_penalty=0\.1"):
         grpo.ClippedPGLossFn(config(reference_policy_kl_penalty=0.1))
     nemo_rl.install("deepseek_v32")
-    assert (
-        grpo.ClippedPGLossFn(config(reference_policy_kl_penalty=0.1)).config.method
-        == "deepseek_v32"
-    )
+    assert grpo.ClippedPGLossFn(config(reference_policy_kl_penalty=0.1)).config.method == "deepseek_v32"
     nemo_rl.uninstall()
     assert grpo.ClippedPGLossFn is original
 

@@ -91,9 +91,7 @@ class ActorPPOTrainer:
 
 
 @pytest.fixture(params=[TheirLoss, EarlierLoss], ids=["0.11.2", "earlier"])
-def actor(
-    request: Any, monkeypatch: pytest.MonkeyPatch, process: None, tmp_path: Path
-) -> Iterator[ModuleType]:
+def actor(request: Any, monkeypatch: pytest.MonkeyPatch, process: None, tmp_path: Path) -> Iterator[ModuleType]:
     """`openrlhf.trainer.ray.ppo_actor`, to be imported by the test."""
     version = "0.11.2" if request.param is TheirLoss else "0.11.1"
     install(monkeypatch, version, openrlhf__models={"PolicyLoss": request.param})
@@ -104,9 +102,7 @@ def actor(
         package = ModuleType(f"openrlhf.{name}")
         package.__path__ = [str(path)]
         monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setattr(
-        sys.modules["openrlhf"], "__path__", [str(tmp_path / "openrlhf")], raising=False
-    )
+    monkeypatch.setattr(sys.modules["openrlhf"], "__path__", [str(tmp_path / "openrlhf")], raising=False)
     yield request.param
     openrlhf.uninstall()
     WAITING.queues.pop(openrlhf.ACTOR, None)
@@ -195,9 +191,7 @@ def test_reported_values_by_hand(actor: Any) -> None:
     loss = imported().ActorPPOTrainer().actor_loss_fn
     row = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])
     current = row + torch.tensor([[0.5, 0.0, -0.5, 9.0]])  # e^0.5 > 1.2 is clipped for A > 0
-    out = loss(
-        current.clamp(max=0), row, torch.ones(1, 4), torch.tensor([[1, 1, 1, 0]]), row - 0.25
-    )
+    out = loss(current.clamp(max=0), row, torch.ones(1, 4), torch.tensor([[1, 1, 1, 0]]), row - 0.25)
     # L = -(min(e^0.5, 1.2) + 1 + e^-0.5) / 3
     assert float(out[0]) == pytest.approx(-(1.2 + 1 + 0.60653066) / 3, rel=1e-5)
     assert float(out[1]) == pytest.approx(1 / 3)
@@ -320,6 +314,4 @@ def test_ray_runs_it_in_the_actors_process(tmp_path: Path) -> None:
         "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": environment, "metadata": {}}),
     }
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)  # fmt: skip
-    assert f"LOSS {METHODS['icepop'].describe()!r}" in done.stdout.replace('"', "'"), done.stderr[
-        -3000:
-    ]
+    assert f"LOSS {METHODS['icepop'].describe()!r}" in done.stdout.replace('"', "'"), done.stderr[-3000:]

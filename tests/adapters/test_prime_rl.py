@@ -116,10 +116,7 @@ def by_hand(given: Batch, *, drop: Any, coefficient: float) -> tuple[Tensor, Ten
     ratio, n = current - given.rollout, given.mask.sum()
     moved = current.exp() - given.rollout.exp()
     keep = given.mask & ~drop(moved.detach(), given.advantages)
-    loss = (
-        coefficient * ratio.square()[given.mask].sum()
-        - (given.advantages * ratio.exp())[keep].sum()
-    ) / n
+    loss = (coefficient * ratio.square()[given.mask].sum() - (given.advantages * ratio.exp())[keep].sum()) / n
     loss.backward()
     assert current.grad is not None
     return loss.detach(), current.grad
@@ -127,10 +124,7 @@ def by_hand(given: Batch, *, drop: Any, coefficient: float) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize(
     ("name", "drop"),
-    [
-        ("prime_rl", lambda d, a: torch.where(a > 0, d > 0.2, d < -0.2)),
-        ("prime_rl_ipo", lambda d, a: d.abs() > 0.1),
-    ],
+    [("prime_rl", lambda d, a: torch.where(a > 0, d > 0.2, d < -0.2)), ("prime_rl_ipo", lambda d, a: d.abs() > 0.1)],
 )
 def test_prime_rls_own_losses_are_rows_of_the_table(name: str, drop: Any) -> None:
     given = batch(spread=0.5)
@@ -155,9 +149,7 @@ def test_every_method_is_the_librarys_or_refused_by_name(old: str) -> None:
         wanted = old_needed or row.needs_divergences or row.needs or lag
         ahead = row.looks_ahead or row.lr_scale
         if wanted or ahead:
-            with pytest.raises(
-                EvidenceError if wanted else MethodError, match=r"prime-rl (hands|calls)"
-            ):
+            with pytest.raises(EvidenceError if wanted else MethodError, match=r"prime-rl (hands|calls)"):
                 step(given, method=name, old=old)
             refused += 1
         elif row.penalty is None:
@@ -167,8 +159,7 @@ def test_every_method_is_the_librarys_or_refused_by_name(old: str) -> None:
             torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6)
             served += 1
     penalized = sum(
-        r.penalty is not None and not r.looks_ahead and (old == "current" or not r.needs_old)
-        for r in METHODS.values()
+        r.penalty is not None and not r.looks_ahead and (old == "current" or not r.needs_old) for r in METHODS.values()
     )
     assert served + refused + penalized == len(METHODS)
     assert served >= (34 if old == "absent" else 75)
@@ -258,10 +249,7 @@ def test_all_masked_is_zero_with_a_graph_and_metrics_of_no_token() -> None:
     given = batch()
     current = torch.full((11,), float("nan"), requires_grad=True)
     nothing = torch.zeros(11, dtype=torch.bool)
-    out = prime_rl.loss(
-        LossInputs(current, given.rollout[0], None, given.advantages[0], nothing),
-        method="token_tis",
-    )
+    out = prime_rl.loss(LossInputs(current, given.rollout[0], None, given.advantages[0], nothing), method="token_tis")
     out.loss.backward()
     assert current.grad is not None
     assert out.loss.item() == 0
@@ -356,9 +344,7 @@ def test_an_optimizer_step_closes_the_step(caplog: pytest.LogCaptureFixture) -> 
     assert hook.step == 1
     drift = (given.current - given.rollout)[given.mask]
     assert hook.metrics["offdrift/batch/tokens"] == int(given.mask.sum())
-    assert hook.metrics["offdrift/full/k3"] == pytest.approx(
-        float((drift.expm1() - drift).mean()), rel=1e-5
-    )
+    assert hook.metrics["offdrift/full/k3"] == pytest.approx(float((drift.expm1() - drift).mean()), rel=1e-5)
     assert any("weight" in r.message and "acted" in r.message for r in caplog.records)
     optimizer_step()  # an optimizer that had nothing to do with it
     assert hook.step == 1

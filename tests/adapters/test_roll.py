@@ -46,13 +46,9 @@ class BaseWorker:
         config = self.pipeline_config  # type: ignore[attr-defined]
         mask = data.batch["response_mask"][:, 1:].long()
         final = data.batch.get("final_response_mask", mask)
-        tokens, samples = (
-            data.meta_info[k]["response_mask"] for k in ("batch_num_tokens", "global_valid_samples")
-        )
+        tokens, samples = (data.meta_info[k]["response_mask"] for k in ("batch_num_tokens", "global_valid_samples"))
         logp = self.strategy.op_compute_log_probs(  # type: ignore[attr-defined]
-            logits=output_tensor,
-            input_ids=data.batch["input_ids"],
-            attention_mask=data.batch["response_mask"],
+            logits=output_tensor, input_ids=data.batch["input_ids"], attention_mask=data.batch["response_mask"]
         )
         old = self.get_old_log_probs_with_cache(data, logp)
         infer = data.batch.get("infer_logprobs", old)
@@ -161,9 +157,7 @@ def configured(**changed: Any) -> Any:
 class Strategy:
     """Log-probs as the strategies return them: of tokens 1, 2, ..."""
 
-    def op_compute_log_probs(
-        self, logits: Tensor, input_ids: Tensor, attention_mask: Tensor
-    ) -> Tensor:
+    def op_compute_log_probs(self, logits: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         assert logits.shape == input_ids.shape == attention_mask.shape
         return logits[:, :-1]
 
@@ -197,10 +191,7 @@ def data_of(given: Batch, tokens: float, sequences: float, *, final: bool = True
         fields["final_response_mask"] = given.mask.long()
     named = "final_response_mask" if final else "response_mask"
     other = {"response_mask": -1.0} if final else {}
-    meta = {
-        "batch_num_tokens": {**other, named: tokens},
-        "global_valid_samples": {**other, named: sequences},
-    }
+    meta = {"batch_num_tokens": {**other, named: tokens}, "global_valid_samples": {**other, named: sequences}}
     return SimpleNamespace(batch=fields, meta_info=meta, non_tensor_batch={})
 
 
@@ -325,9 +316,7 @@ def test_missing_log_probs_are_named(choose: Any) -> None:
     logits = torch.cat([given.current, given.current[:, :1]], 1)
     data = data_of(given, *laws.counts(given))
     del data.batch["infer_logprobs"]  # ROLL would compare the old policy with itself
-    with pytest.raises(
-        EvidenceError, match=r"infer_logprobs are missing.*generating_args\.logprobs: 1"
-    ):
+    with pytest.raises(EvidenceError, match=r"infer_logprobs are missing.*generating_args\.logprobs: 1"):
         worker().loss_func(data, logits)
     data = data_of(given, *laws.counts(given))
     data.batch["infer_logprobs"] = data.batch["old_log_probs"]
@@ -357,9 +346,7 @@ def test_their_own_terms_are_refused(choose: Any, changed: dict[str, Any]) -> No
 def test_their_own_correction_is_refused(choose: Any) -> None:
     choose("icepop")
     given = batch()
-    own = SimpleNamespace(
-        is_weight=SimpleNamespace(enabled=True), filters=[SimpleNamespace(enabled=True)]
-    )
+    own = SimpleNamespace(is_weight=SimpleNamespace(enabled=True), filters=[SimpleNamespace(enabled=True)])
     with pytest.raises(MethodError, match=r"is_weight\.enabled, train_infer_correction\.filters"):
         runner(worker(train_infer_correction=own))(given, *laws.counts(given))
 
@@ -393,9 +380,7 @@ def test_rejected_tokens_weigh_nothing(choose: Any) -> None:
     roll.install()
     given = batch()
     weight, keep, metrics = compute()(ON, given.mask.long(), given.old, given.rollout)
-    mean = (given.old - given.rollout).where(given.mask, 0.0).sum(1) / given.mask.sum(1).clamp(
-        min=1
-    )
+    mean = (given.old - given.rollout).where(given.mask, 0.0).sum(1) / given.mask.sum(1).clamp(min=1)
     want = given.mask & ((mean.exp() >= 0.9) & (mean.exp() <= 1.1))[:, None]
     assert 0 < int(want.sum()) < int(given.mask.sum())
     assert torch.equal(keep, want.long())
@@ -417,9 +402,7 @@ CORRECTING = [name for name, (*_, ours) in roll.WORKERS.items() if ours is not r
 
 
 @pytest.mark.parametrize("name", CORRECTING)
-def test_a_correcting_worker_trains_rolls_loss_under_the_methods_weights(
-    choose: Any, name: str
-) -> None:
+def test_a_correcting_worker_trains_rolls_loss_under_the_methods_weights(choose: Any, name: str) -> None:
     """From the default configuration; a PG worker needs its variant, and has no default."""
     choose("icepop")
     given = batch(spread=0.6)
@@ -489,9 +472,7 @@ def test_what_the_correction_cannot_have_is_refused(choose: Any) -> None:
         roll.install()
 
 
-def test_another_package_called_roll_is_not_roll(
-    choose: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_package_called_roll_is_not_roll(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     choose("dapo")
     monkeypatch.setitem(roll.WORKERS, "Worker", ("roll.no.such.module", "ActorWorker", roll._Loss))
     with pytest.raises(FrameworkError, match="PyPI is something else"):

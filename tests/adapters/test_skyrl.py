@@ -189,9 +189,7 @@ def test_every_method_is_the_librarys_or_refused_by_name(registry: Registry) -> 
         loss, grad, _ = step(registry, given, name)
         current = given.current.clone().requires_grad_()
         lp = LogProbs.pack(given.rollout, current, given.old, mask=given.mask)
-        whole = policy_loss(
-            lp, replace(row, aggregate="token_mean"), lp.like_caller(given.advantages)
-        )
+        whole = policy_loss(lp, replace(row, aggregate="token_mean"), lp.like_caller(given.advantages))
         whole.loss.backward()
         torch.testing.assert_close(loss, whole.loss.detach(), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(grad, current.grad, rtol=1e-4, atol=1e-7)
@@ -204,9 +202,7 @@ def test_every_method_is_the_librarys_or_refused_by_name(registry: Registry) -> 
 
 
 @pytest.mark.parametrize("name", ["token_tis", "seq_tis", "decoupled_geo", "gspo"])
-def test_split_permutation_padding_and_masked_values_change_nothing(
-    registry: Registry, name: str
-) -> None:
+def test_split_permutation_padding_and_masked_values_change_nothing(registry: Registry, name: str) -> None:
     given = batch()
     loss, grad, _ = step(registry, given, name)
     for pieces in (2, 3, 6):
@@ -234,16 +230,12 @@ def test_metrics_have_the_same_keys_in_every_micro_batch(registry: Registry) -> 
     assert set(found[-1].values()) == {0.0}  # the last row is masked throughout
     assert found[0]["offdrift/weight_max"] >= found[0]["offdrift/weight_mean"] > 0
     drift = (given.current - given.rollout)[:1][given.mask[:1]]
-    assert found[0]["offdrift/full_k3"] == pytest.approx(
-        float((drift.expm1() - drift).mean()), rel=1e-5
-    )
+    assert found[0]["offdrift/full_k3"] == pytest.approx(float((drift.expm1() - drift).mean()), rel=1e-5)
 
 
 def test_all_masked_and_all_rejected_are_zero(registry: Registry) -> None:
     given = batch()
-    masked = replace(
-        given, mask=torch.zeros_like(given.mask), current=torch.full((6, 11), float("nan"))
-    )
+    masked = replace(given, mask=torch.zeros_like(given.mask), current=torch.full((6, 11), float("nan")))
     loss, grad, _ = step(registry, replace(masked, advantages=given.advantages))
     assert loss == 0
     assert torch.equal(grad, torch.zeros(6, 11))
@@ -297,17 +289,13 @@ def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- registry, steps, records -------------------------------------------------------------------------
 
 
-def test_settings_travel_with_the_function(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_travel_with_the_function(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFDRIFT_SETTINGS", "weight.cap=1.1")
     name = skyrl.register("token_tis", on_idle="warn")
     monkeypatch.delenv("OFFDRIFT_SETTINGS")  # as on another machine
     assert name == "offdrift/token_tis"
     given = batch()
-    _, found = registry.get(name)(
-        given.current, given.old, given.advantages, algorithm(), given.mask, given.rollout
-    )
+    _, found = registry.get(name)(given.current, given.old, given.advantages, algorithm(), given.mask, given.rollout)
     assert found["offdrift/weight_max"] == pytest.approx(1.1)
     skyrl.register("token_tis", settings={"weight.cap": 3.0}, on_idle="warn")  # replaces it
     assert registry.list_available() == [name]
@@ -319,9 +307,7 @@ def test_registering_leaves_nothing_alive_in_the_driver(registry: Registry, tmp_
     assert skyrl._hook.cache_info().currsize == 0
 
 
-def test_an_optimizer_step_closes_the_step_and_records_it(
-    registry: Registry, tmp_path: Path
-) -> None:
+def test_an_optimizer_step_closes_the_step_and_records_it(registry: Registry, tmp_path: Path) -> None:
     given = batch()
     step(registry, given, pieces=2, record=str(tmp_path))
     optimizer_step()
@@ -348,9 +334,7 @@ def test_copied_log_probs_end_the_run(registry: Registry) -> None:
 # -- the entrypoint and the page ----------------------------------------------------------------------
 
 
-def test_the_entrypoint_registers_and_hands_over(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_entrypoint_registers_and_hands_over(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["trainer.override_entrypoint=offdrift.adapters.contrib.skyrl", "trainer.epochs=1"]
     loss = "trainer.algorithm.policy_loss_type=offdrift/dppo_tv"
     monkeypatch.setattr(sys, "argv", ["main", *given, loss])
@@ -362,9 +346,7 @@ def test_the_entrypoint_registers_and_hands_over(
         skyrl.main()
 
 
-def test_commands_of_the_page_are_the_entrypoints(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_of_the_page_are_the_entrypoints(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = [b for b in code("skyrl.md", "bash") if "override_entrypoint" in b]
     assert commands
     for block in commands:

@@ -81,17 +81,13 @@ class Shares:
         return found
 
 
-def reducer(
-    masks: list[Tensor], sums: list[Tensor], *, per_token: bool
-) -> Callable[[Tensor], Tensor]:
+def reducer(masks: list[Tensor], sums: list[Tensor], *, per_token: bool) -> Callable[[Tensor], Tensor]:
     """Sum over samples of masked sums, each over its denominator."""
 
     def reduce(x: Tensor) -> Tensor:
         pieces = x.split([len(m) for m in masks])
         over = [torch.ones(()) if per_token else n.clamp(min=1) for n in sums]
-        return torch.stack(
-            [(p * m).sum() / n for p, m, n in zip(pieces, masks, over, strict=True)]
-        ).sum()
+        return torch.stack([(p * m).sum() / n for p, m, n in zip(pieces, masks, over, strict=True)]).sum()
 
     return reduce
 
@@ -118,9 +114,7 @@ def framework(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Shares
             "get_rollout_top_p_logprob_kwargs": lambda args, batch: {},
         },
         megatron__core={
-            "mpu": SimpleNamespace(
-                get_tensor_model_parallel_rank=lambda: 0, is_pipeline_last_stage=lambda: True
-            )
+            "mpu": SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0, is_pipeline_last_stage=lambda: True)
         },
     )
     monkeypatch.setenv("OFFDRIFT_METHOD", "decoupled_ppo")
@@ -158,11 +152,7 @@ def tis_step(
     shares = shares or Shares(1)
     args = options(context_parallel_size=shares.size, **changed)
     current = given.current.clone().requires_grad_()
-    masks, total, found = (
-        masks_of(given),
-        [p + n for p, n in zip(PROMPTS, LENGTHS, strict=True)],
-        {},
-    )
+    masks, total, found = (masks_of(given), [p + n for p, n in zip(PROMPTS, LENGTHS, strict=True)], {})
     sums, loss, kept = [m.sum().float() for m in masks], torch.zeros(()), []
     for rank in range(shares.size):
         shares.rank = rank
@@ -210,14 +200,9 @@ def weighted(given: Batch, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [
-        ("decoupled_ppo", lambda w: w.clamp(max=2.0)),
-        ("icepop", lambda w: w.where((w >= 0.5) & (w <= 5), 0.0)),
-    ],
+    [("decoupled_ppo", lambda w: w.clamp(max=2.0)), ("icepop", lambda w: w.where((w >= 0.5) & (w <= 5), 0.0))],
 )
-def test_slimes_own_corrections(
-    monkeypatch: pytest.MonkeyPatch, name: str, rule: Callable[[Tensor], Tensor]
-) -> None:
+def test_slimes_own_corrections(monkeypatch: pytest.MonkeyPatch, name: str, rule: Callable[[Tensor], Tensor]) -> None:
     given = batch(spread=0.8)
     choose(monkeypatch, name)
     loss, grad, metrics, kept = tis_step(given)
@@ -289,9 +274,7 @@ def test_every_method_is_served_or_refused_by_name(monkeypatch: pytest.MonkeyPat
     assert served >= 25
 
 
-@pytest.mark.parametrize(
-    "name", ["decoupled_ppo", "decoupled_geo", "decoupled_seq_is_rs", "segment_tis"]
-)
+@pytest.mark.parametrize("name", ["decoupled_ppo", "decoupled_geo", "decoupled_seq_is_rs", "segment_tis"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_context_parallel_shares_add_up_to_whole_sequences(
     monkeypatch: pytest.MonkeyPatch, framework: Shares, name: str, size: int
@@ -318,9 +301,7 @@ def test_masked_values_all_masked_and_all_rejected(monkeypatch: pytest.MonkeyPat
         assert torch.equal(again, loss)
         assert torch.equal(again_grad, grad)
         assert all(torch.equal(found[k], metrics[k]) for k in metrics)
-    nothing = replace(
-        given, mask=torch.zeros_like(given.mask), rollout=given.rollout * float("nan")
-    )
+    nothing = replace(given, mask=torch.zeros_like(given.mask), rollout=given.rollout * float("nan"))
     loss, grad, found, _ = tis_step(nothing)
     assert loss == 0
     assert torch.equal(grad, torch.zeros(6, 11))
@@ -368,9 +349,7 @@ def test_another_layout_under_context_parallelism_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_unscored_tokens_are_not_corrected(
-    monkeypatch: pytest.MonkeyPatch, framework: Shares, size: int
-) -> None:
+def test_unscored_tokens_are_not_corrected(monkeypatch: pytest.MonkeyPatch, framework: Shares, size: int) -> None:
     """They lose their loss and stay in slime's denominators; metrics stay finite."""
     given = batch()
     choose(monkeypatch, "icepop")
@@ -515,9 +494,7 @@ def rollout_data(given: Batch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_record_holds_tokens_and_both_log_probs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_record_holds_tokens_and_both_log_probs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = batch()
     monkeypatch.setenv("OFFDRIFT_RECORD", str(tmp_path))
     slime.record(options(), 7, rollout_data(given))
@@ -567,9 +544,7 @@ def test_no_method_is_an_error_that_names_the_variable(monkeypatch: pytest.Monke
         tis_step(batch())
 
 
-def test_flags_of_the_page_name_functions_and_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_flags_of_the_page_name_functions_and_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     paths = 0
     for block in code("slime.md", "bash"):
         words = shlex.split(block.replace("\\\n", " "), comments=True)

@@ -83,13 +83,7 @@ GATE = Gate(statistic="ratio", on="full", unit="seq_mean", low=0.95, high=1.05)
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(
     ("loss_type", "row"),
-    [
-        ("grpo", "grpo"),
-        ("bnpo", "ppo_clip"),
-        ("dr_grpo", "dr_grpo"),
-        ("sapo", "sapo"),
-        ("cispo", "cispo_upper"),
-    ],
+    [("grpo", "grpo"), ("bnpo", "ppo_clip"), ("dr_grpo", "dr_grpo"), ("sapo", "sapo"), ("cispo", "cispo_upper")],
 )
 def test_gates_on_any_ratio_and_weights_in_trls_loss_are_those_of_ours(loss_type, row, per_token):
     """Also with an advantage per token, and under a gate that looks at the current policy."""
@@ -184,9 +178,7 @@ def test_accumulation_in_trls_loss(loss_type):
     same_as(expected, pieces(batch, row, "correct", loss_type=loss_type))
 
 
-@pytest.mark.parametrize(
-    "name", ["token_tis", "gspo", "dr_grpo", "bypass_pg_geo_rs", "normalized_tis", "m2po"]
-)
+@pytest.mark.parametrize("name", ["token_tis", "gspo", "dr_grpo", "bypass_pg_geo_rs", "normalized_tis", "m2po"])
 def test_accumulation_in_our_loss(name):
     """Denominators are of the whole step, and so is what a method looks at before it acts."""
     changes = {"gate.low": 0.8, "gate.high": 1.3} if name == "bypass_pg_geo_rs" else {}
@@ -197,9 +189,7 @@ def test_accumulation_in_our_loss(name):
     assert row.looks_ahead == (name in ("normalized_tis", "m2po"))
     same_as(expected, pieces(batch, row, "loss"))
     if row.aggregate == "token_mean":  # each half by its own tokens
-        naive = [
-            pushed(t, inputs_of(t)) for t in (ours(half, row, "loss") for half in halves(batch))
-        ]
+        naive = [pushed(t, inputs_of(t)) for t in (ours(half, row, "loss") for half in halves(batch))]
         differ(torch.cat([g for _, g in naive]) / 2, expected[1], by=1e-4)
 
 
@@ -216,9 +206,7 @@ def halves(batch: Batch) -> list[Batch]:
     return [batch.rows(slice(0, n)), batch.rows(slice(n, None))]
 
 
-def pieces(
-    batch: Batch, row: Method, mode: str, **fields: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pieces(batch: Batch, row: Method, mode: str, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and gradient of the batch in two micro-batches."""
     mine = ours(batch, row, mode, **fields)
     whole, n = inputs_of(mine), batch.sequences // 2

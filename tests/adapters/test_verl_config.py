@@ -164,9 +164,7 @@ def test_configurations_of_the_page_are_verls(name):
 
 def spelled(value) -> str:
     """A value in hydra's grammar."""
-    text = (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return f"'{text}'" if "=" in text else text
 
 
@@ -213,21 +211,9 @@ def test_the_command_at_the_top_of_the_page_is_composed_by_hydra():
 
 def test_numbers_and_tables_of_the_page_are_true():
     lost = len(METHODS) - len(runnable())
-    assert (
-        f"registered {len(METHODS)} policy losses offdrift/<method> with verl ({lost} of them"
-        in PAGE
-    )
+    assert f"registered {len(METHODS)} policy losses offdrift/<method> with verl ({lost} of them" in PAGE
     table = str(read_rollout_correction({"rollout_is": "token", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.05}))  # fmt: skip
     assert table in PAGE
     names = re.findall(r"`([a-z0-9_]+)`", PAGE[PAGE.index("## What is not possible") :])
     rows = [n for n in names if n in METHODS]
-    assert {
-        "opsm",
-        "roll_flash",
-        "vespo",
-        "kl_cov",
-        "m2po",
-        "normalized_tis",
-        "trm_max",
-        "trm_max_k2",
-    } == set(rows)
+    assert {"opsm", "roll_flash", "vespo", "kl_cov", "m2po", "normalized_tis", "trm_max", "trm_max_k2"} == set(rows)

@@ -150,9 +150,7 @@ def test_metrics_alone_write_no_weights(helper):
 # -- laws -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["icepop", "geo_mask", "tbpo", "tic_filter", "decoupled_seq_is_rs"]
-)
+@pytest.mark.parametrize("name", ["icepop", "geo_mask", "tbpo", "tic_filter", "decoupled_seq_is_rs"])
 def test_padding_and_order_do_not_matter(helper, name):
     batch, order = random_batch(5), torch.randperm(14, generator=torch.Generator().manual_seed(3))
     garbage = torch.tensor(GARBAGE).double()[torch.arange(batch.width) % 4]
@@ -222,9 +220,7 @@ def test_a_rejected_sequence_stays_in_every_denominator_of_verl(helper):
     block = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
     own, _ = helper.compute_rollout_correction_and_add_to_batch(proto(batch), block)
     edited = own.batch["response_mask"]
-    theirs = pushed(actor_config("vanilla"), replace(batch, mask=edited), tokens=int(edited.sum()))[
-        1
-    ]
+    theirs = pushed(actor_config("vanilla"), replace(batch, mask=edited), tokens=int(edited.sum()))[1]
     plugin.install()
     weights, mask, _ = corrected(helper, batch, block)
     mine = pushed(actor_config("vanilla"), batch, weights=weights, tokens=int(mask.sum()))[1]
@@ -264,9 +260,7 @@ def test_a_log_prob_that_no_policy_produces_is_named(helper):
     batch = random_batch(0)
     batch.rollout[0, 4] = math.nan
     plugin.install("icepop")
-    with pytest.raises(
-        BadValueError, match="logp_rollout of sequence 0 is nan at trainable token 4"
-    ):
+    with pytest.raises(BadValueError, match="logp_rollout of sequence 0 is nan at trainable token 4"):
         corrected(helper, batch, OFF)
 
 
@@ -388,12 +382,7 @@ def test_estimators_are_verls_where_verl_has_them(name, seed):
     rewards, mask, uids = rewarded(seed)
     verl = real_verl()
     config = verl.OmegaConf.create({"gamma": 1.0, "norm_adv_by_std_in_grpo": True})
-    kwargs = {
-        "token_level_rewards": rewards,
-        "response_mask": mask,
-        "index": uids,
-        "config": config,
-    }
+    kwargs = {"token_level_rewards": rewards, "response_mask": mask, "index": uids, "config": config}
     registry = verl.core_algos.ADV_ESTIMATOR_REGISTRY
     ours = registry[f"offdrift/{name}"](**kwargs)[0]
     theirs = registry[name](**{**kwargs, "token_level_rewards": rewards.clone()})[0]
@@ -427,15 +416,11 @@ def test_installed_estimators_see_the_whole_batch():
         "old_log_probs": -torch.ones(14, 9).double(), "sum_pi_squared": torch.full((14, 9), 0.3).double(),
     }  # fmt: skip
     for name in ("remax", "optimal_token_baseline", "opob"):
-        data = verl.DataProto.from_dict(
-            tensors={"response_mask": mask, **more}, non_tensors={"uid": uids}
-        )
+        data = verl.DataProto.from_dict(tensors={"response_mask": mask, **more}, non_tensors={"uid": uids})
         data = estimated(Driver(), data, f"offdrift/{name}")
         assert int(data.batch["advantages"].count_nonzero()) > 20
     with pytest.raises(EvidenceError, match="sum_pi_squared"):
-        advantage_named("optimal_token_baseline")(
-            rewards, mask, uids, old_log_probs=more["old_log_probs"]
-        )
+        advantage_named("optimal_token_baseline")(rewards, mask, uids, old_log_probs=more["old_log_probs"])
     with pytest.raises(EvidenceError, match="uid"):
         advantage_named("rloo")(rewards, mask)
 
@@ -499,9 +484,7 @@ def test_versions_groups_and_what_was_not_scored():
     assert record.lag is not None
     assert record.lag.tolist() == (8 - (record.segments.seq_ids % 3 + 5)).tolist()
     assert record.position is not None
-    assert record.position.tolist() == [
-        c for r, c in batch.mask.nonzero().tolist() if (r, c) != (0, 2)
-    ]
+    assert record.position.tolist() == [c for r, c in batch.mask.nonzero().tolist() if (r, c) != (0, 2)]
     assert record.rewards is not None
     assert record.rewards.tolist() == batch.mask.sum(-1).tolist()
 

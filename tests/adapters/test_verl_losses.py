@@ -44,9 +44,7 @@ def weights_for(name: str, batch: Batch):
     """The driver's weights, where the row leaves it a share; every fifth token was rejected."""
     if ROWS[name] != "decoupled":
         return None
-    weights = (
-        torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1)).double() + 0.5
-    )
+    weights = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(1)).double() + 0.5
     return weights.where(torch.arange(batch.width) % 5 != 3, 0.0) * batch.mask
 
 
@@ -85,9 +83,7 @@ def test_what_cannot_run_says_what_it_lacks():
     batch = random_batch(0, far=False)
     for name, lacks in lacking.items():
         with pytest.raises(EvidenceError) as error:
-            pushed(
-                config(f"offdrift/{name}"), batch, tokens=batch.tokens, sequences=batch.sequences
-            )
+            pushed(config(f"offdrift/{name}"), batch, tokens=batch.tokens, sequences=batch.sequences)
         assert all(x in str(error.value) for x in (f"offdrift/{name}", *lacks))
     assert len(lacking) == 29
 
@@ -102,9 +98,7 @@ def test_a_loss_outside_bypass_mode_does_not_read_the_rollout_policy():
         for b in (batch, other):
             packed = b.pack()
             options = {"horizon": 23} if share.aggregate == "fixed" else {}
-            losses.append(
-                policy_loss(packed, share, packed.like_caller(b.advantages), **options).loss
-            )
+            losses.append(policy_loss(packed, share, packed.like_caller(b.advantages), **options).loss)
         if mode == "bypass":
             assert float((losses[0] - losses[1]).abs()) > 1e-6, name
         else:
@@ -171,9 +165,7 @@ def test_verl_logs_what_it_logs_for_its_own():
     batch = random_batch(6, far=False)
     mine = run("dual_clip", "token-mean", batch)[2]
     own = pushed(config("vanilla"), batch, tokens=batch.tokens, sequences=batch.sequences)[2]
-    assert mine["actor/ppo_kl"].aggregate() == pytest.approx(
-        own["actor/ppo_kl"].aggregate(), abs=1e-8
-    )
+    assert mine["actor/ppo_kl"].aggregate() == pytest.approx(own["actor/ppo_kl"].aggregate(), abs=1e-8)
     assert {"actor/pg_loss", "offdrift/staleness/k3", "offdrift/weight/mean"} <= set(mine)
 
 
@@ -272,13 +264,9 @@ def test_what_looks_at_the_whole_step_gets_it_or_refuses(name):
 def test_a_method_on_the_full_ratio_needs_to_be_told_of_bypass_mode():
     batch = random_batch(0, far=False).bypass
     counts = {"tokens": batch.tokens, "sequences": batch.sequences}
-    with pytest.raises(
-        EvidenceError, match=r"rollout_correction=\$\{algorithm.rollout_correction\}"
-    ):
+    with pytest.raises(EvidenceError, match=r"rollout_correction=\$\{algorithm.rollout_correction\}"):
         pushed(config("offdrift/trm_max_k2"), batch, **counts)
-    assert (
-        pushed(config("offdrift/trm_max_k2", bypass=True), batch, **counts)[1].count_nonzero() > 0
-    )
+    assert pushed(config("offdrift/trm_max_k2", bypass=True), batch, **counts)[1].count_nonzero() > 0
     assert BYPASS["rollout_correction"]["bypass_mode"]
 
 
@@ -325,9 +313,7 @@ def test_counts_that_are_missing_are_named():
     with pytest.raises(MethodError, match="loss_scale_factor"):
         pushed(config("offdrift/ppo_clip", "seq-mean-token-sum-norm"), batch, sequences=4)
     with pytest.raises(MethodError, match="loss_agg_mode='sum'"):
-        verl_losses.policy_loss_named("ppo_clip")(
-            batch.old, batch.logp, batch.advantages, batch.mask, "sum"
-        )
+        verl_losses.policy_loss_named("ppo_clip")(batch.old, batch.logp, batch.advantages, batch.mask, "sum")
 
 
 def test_without_counts_a_rejected_sequence_stays_in_the_denominator():

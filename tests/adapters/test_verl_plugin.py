@@ -28,9 +28,7 @@ def installed(folder: Path) -> Path:
 def child(code: str, *folders: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter that imports the real verl first."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OFFDRIFT_", "VERL_"))}
-    path = os.pathsep.join(
-        [*map(str, folders), str(Path("src").resolve()), kept.get("PYTHONPATH", "")]
-    )
+    path = os.pathsep.join([*map(str, folders), str(Path("src").resolve()), kept.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
         env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | env,

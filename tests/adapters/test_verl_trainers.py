@@ -40,9 +40,7 @@ def test_the_advantage_step_of_a_trainer(trainer, tmp_path):
     assert found["rollout_is_weights"] == weights
     # Means over kept siblings: (1 + 0) / 2, and (0 + 1 + 1) / 3; the rejected one against the kept.
     baselines = [0.5, 0.5, 0.5, 2 / 3, 2 / 3, 2 / 3]
-    for row, reward, baseline, n in zip(
-        found["advantages"], REWARDS, baselines, LENGTHS, strict=True
-    ):
+    for row, reward, baseline, n in zip(found["advantages"], REWARDS, baselines, LENGTHS, strict=True):
         assert row == pytest.approx([reward - baseline] * n + [0.0] * (width - n), abs=1e-6)
     assert found["metrics"]["offdrift/gate/acceptance_seq"] == pytest.approx(5 / 6)
     assert found["metrics"]["offdrift/batch/tokens"] == sum(LENGTHS)

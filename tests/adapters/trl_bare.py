@@ -15,9 +15,7 @@ from tests.parity.peers import Batch
 from tests.parity.trl_trainer import FIELDS, Trainer, load_trl
 
 CONFIG = SimpleNamespace(vocab_size=50)
-MODEL = SimpleNamespace(
-    **vars(FIELDS["model"]), config=SimpleNamespace(get_text_config=lambda: CONFIG)
-)
+MODEL = SimpleNamespace(**vars(FIELDS["model"]), config=SimpleNamespace(get_text_config=lambda: CONFIG))
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 
 

@@ -43,12 +43,7 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        noise: float = 0.2,
-        *,
-        holes: slice | None = None,
-        by_prompt: bool = False,
-        shift: bool = False,
+        self, noise: float = 0.2, *, holes: slice | None = None, by_prompt: bool = False, shift: bool = False
     ) -> None:
         self.noise, self.holes, self.by_prompt, self.shift = noise, holes, by_prompt, shift
         self.random = torch.Generator().manual_seed(0)

@@ -57,9 +57,7 @@ def pushed(
     if weights is not None:
         fields["rollout_is_weights"] = weights
     data = verl.TensorDict(fields, batch_size=b)
-    verl.tensordict_utils.assign_non_tensor(
-        data, dp_size=ranks, batch_num_tokens=tokens, global_batch_size=sequences
-    )
+    verl.tensordict_utils.assign_non_tensor(data, dp_size=ranks, batch_num_tokens=tokens, global_batch_size=sequences)
     leaf = batch.logp.clone().requires_grad_() if leaf is None else leaf
     # Unpadded model output: each position predicts the next token.
     flat = torch.cat([leaf, leaf.new_zeros(b, 1)], dim=1).flatten()

@@ -93,9 +93,7 @@ def v1(folder: str) -> dict:
         held = {k: torch.nested.as_nested_tensor(x, layout=torch.jagged) for k, x in fields.items()}
         held["uid"] = NonTensorStack(*UIDS)
         tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(held, batch_size=len(keys)), tags=tags)  # fmt: skip
-        trainer_class = type(
-            "Trainer", (trainer_base.PPOTrainer,), {"__abstractmethods__": frozenset()}
-        )
+        trainer_class = type("Trainer", (trainer_base.PPOTrainer,), {"__abstractmethods__": frozenset()})
         trainer_class.__abstractmethods__ = frozenset()
         trainer = object.__new__(trainer_class)
         trainer.config, trainer.global_steps, metrics = OmegaConf.create(SETTINGS), 7, {}

@@ -38,9 +38,7 @@ class Batch:
 
     def select(self, sequences: Tensor) -> Batch:
         take = lambda fields: {name: x[sequences] for name, x in fields.items() if len(x) != 2}  # noqa: E731
-        per_sequence = take(self.per_sequence) | {
-            "component_weights": self.per_sequence["component_weights"]
-        }
+        per_sequence = take(self.per_sequence) | {"component_weights": self.per_sequence["component_weights"]}
         return Batch(self.mask[sequences], self.groups[sequences], take(self.padded), per_sequence)
 
 

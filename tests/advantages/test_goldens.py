@@ -61,23 +61,13 @@ GOLDEN = {
     "optimal_token_baseline": (
         SCORES,
         flat(
-            [
-                [0.676376, 0.592115, 0.22989],
-                [-0.323624, -0.407885],
-                [0.176376, 0.09211531, -0.27011, 0.5],
-                [1.0, 1.0],
-            ]
+            [[0.676376, 0.592115, 0.22989], [-0.323624, -0.407885], [0.176376, 0.09211531, -0.27011, 0.5], [1.0, 1.0]]
         ),
     ),
 }
 GOLDEN["tir_optimal_token_baseline"] = GOLDEN["optimal_token_baseline"]  # equal if all is trained
 OTB_WEIGHTED = flat(
-    [
-        [0.748864, 0.702678, 0.123889],
-        [-0.251136, -0.297322],
-        [0.248864, 0.202678, -0.376111, 0.5],
-        [1.0, 1.0],
-    ]
+    [[0.748864, 0.702678, 0.123889], [-0.251136, -0.297322], [0.248864, 0.202678, -0.376111, 0.5], [1.0, 1.0]]
 )
 OTB = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
@@ -104,14 +94,8 @@ def test_every_estimator_has_a_golden_here():
 def test_best_of_a_group_leads_by_half_its_reward_range():
     segments = Segments.from_lengths(LENGTHS[:3], group_ids=GROUPS[:3])
     rewards = double(FX_G_REWARDS[:3])
-    check(
-        advantages(rewards, segments, how="grpo_passk"),
-        double([0.999998] * 3 + [0.0] * 6),
-    )
-    check(
-        grpo_passk(Credit(rewards=rewards, segments=segments), normalize=False),
-        double([0.5] * 3 + [0.0] * 6),
-    )
+    check(advantages(rewards, segments, how="grpo_passk"), double([0.999998] * 3 + [0.0] * 6))
+    check(grpo_passk(Credit(rewards=rewards, segments=segments), normalize=False), double([0.5] * 3 + [0.0] * 6))
 
 
 def test_best_of_several_groups_in_any_order():
@@ -137,24 +121,14 @@ def with_a_masked_token(how: str) -> Tensor:
 
 
 def test_token_baseline_per_column_with_a_masked_token():
-    expected = [
-        [0.676376, 0.616093, 0.201019],
-        [-0.323624, -0.383907],
-        [0.176376, -0.298981, 3.855018e-09],
-        [1.0, 1.0],
-    ]
+    expected = [[0.676376, 0.616093, 0.201019], [-0.323624, -0.383907], [0.176376, -0.298981, 3.855018e-09], [1.0, 1.0]]
     got = with_a_masked_token("optimal_token_baseline")
     check(got, flat(expected))
     assert got[7].item() == pytest.approx(3.855018e-09, abs=1e-14)
 
 
 def test_token_baseline_per_trainable_token_with_a_masked_token():
-    expected = [
-        [0.676376, 0.568164, 0.296322],
-        [-0.323624, -0.431836],
-        [0.176376, 0.068164, -0.203678],
-        [1.0, 1.0],
-    ]
+    expected = [[0.676376, 0.568164, 0.296322], [-0.323624, -0.431836], [0.176376, 0.068164, -0.203678], [1.0, 1.0]]
     check(with_a_masked_token("tir_optimal_token_baseline"), flat(expected))
 
 

@@ -7,9 +7,7 @@ import torch
 from offdrift.records.batch import Logged
 
 
-def logged(
-    *, sequences: int = 24, steps: int = 3, drift: float = 0.1, seed: int = 0, vocab: int = 12
-) -> Logged:
+def logged(*, sequences: int = 24, steps: int = 3, drift: float = 0.1, seed: int = 0, vocab: int = 12) -> Logged:
     """Tokens drawn from one policy, and what two others say of them.
 
     The rollout policy is a softmax of random logits at every token; the old policy adds noise of

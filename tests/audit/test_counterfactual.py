@@ -160,9 +160,7 @@ def test_any_split_between_steps_gives_what_one_pass_gives():
     """Also for the methods that look at a whole step: its steps are mixed, and in no order."""
     batch = logged(LENGTHS, steps=[2, 7, 5] * 5)
     one = Counterfactual.of(batch)
-    parts = [
-        Counterfactual.of(batch.select((batch.step == s).nonzero().squeeze(-1))) for s in (5, 2, 7)
-    ]
+    parts = [Counterfactual.of(batch.select((batch.step == s).nonzero().squeeze(-1))) for s in (5, 2, 7)]
     a, b, c = (Counterfactual.from_arrays(p.to_arrays()) for p in parts)
     columns = 17 * len(CANDIDATES)
     assert same(a.merge(b).merge(c).table(), one.table()) == columns
@@ -185,10 +183,7 @@ def test_what_is_decided_step_by_step_is_about_the_right_tokens():
     for step in (2, 5, 7):
         which = (batch.step == step).nonzero().squeeze(-1)
         rows, alone = batch.segments.rows(which), Decisions(batch.select(which))
-        part, its = (
-            alone.correction(METHODS["normalized_tis"]),
-            alone.clipped(METHODS["r2vpo_clip"]),
-        )
+        part, its = (alone.correction(METHODS["normalized_tis"]), alone.clipped(METHODS["r2vpo_clip"]))
         assert isinstance(part, Decided)
         assert its is not None
         assert whole.weight[rows].tolist() == part.weight.tolist()  # type: ignore[union-attr]
@@ -205,9 +200,7 @@ def test_any_split_between_groups_gives_what_one_pass_gives_where_steps_are_not_
     for piece in pieces[1:]:
         merged = merged.merge(Counterfactual.of(piece))
     looks = {n for n, c in CANDIDATES.items() if c.method.looks_ahead}
-    rows = [
-        [r for r in x.table() if r["name"] not in looks] for x in (merged, Counterfactual.of(batch))
-    ]
+    rows = [[r for r in x.table() if r["name"] not in looks] for x in (merged, Counterfactual.of(batch))]
     assert same(*rows) == 17 * (len(CANDIDATES) - len(looks))
     assert len(looks) == 13
 
@@ -242,15 +235,7 @@ def test_what_a_log_lacks_is_a_sentence_and_nothing_else_changes(absent: tuple[s
             explained += 1
             assert len(row["why_not"]) > 40
             assert all(row[k] is None for k in NUMBERS)
-            wanted = (
-                "logp",
-                "kl_rollout",
-                "tv_rollout",
-                "advantage",
-                "version_lag",
-                "rewards",
-                "_old_current",
-            )
+            wanted = ("logp", "kl_rollout", "tv_rollout", "advantage", "version_lag", "rewards", "_old_current")
             assert any(w in row["why_not"] for w in (*wanted, "log-probs of the rollout policy"))
     expected = {
         ("logp",): 0,

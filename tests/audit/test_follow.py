@@ -13,12 +13,7 @@ from tests.records.test_dumps import rank_dump
 
 
 def line(step: int, reward: float = 1.0, shift: float = 0.1) -> str:
-    row = {
-        "step": step,
-        "logp_rollout": [-1.0, -2.0],
-        "logp_old": [-1.0 - shift, -2.0],
-        "reward": reward,
-    }
+    row = {"step": step, "logp_rollout": [-1.0, -2.0], "logp_old": [-1.0 - shift, -2.0], "reward": reward}
     return json.dumps(row) + "\n"
 
 
@@ -94,9 +89,7 @@ def test_a_run_of_ours_is_followed_by_its_metrics(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     assert sources(tmp_path) == []  # a run whose first arm has not written yet
     metrics = arm / "metrics.jsonl"
-    metrics.write_text(
-        '{"update": 1, "full/k3": 0.5, "divergence/grade": "exact", "x": null}\n{"upd'
-    )
+    metrics.write_text('{"update": 1, "full/k3": 0.5, "divergence/grade": "exact", "x": null}\n{"upd')
     (source,) = sources(tmp_path)
     assert isinstance(source, Metrics)
     (row,) = source.poll()
@@ -176,9 +169,7 @@ def test_a_step_waits_for_the_files_of_other_ranks_and_memory_for_none(tmp_path)
     rows += follow.finish()
     for recorder in recorders:
         recorder.close()
-    assert [(r.numbers["step"], r.numbers["sequences"]) for r in rows] == [
-        (i, 8) for i in range(1, 21)
-    ]
+    assert [(r.numbers["step"], r.numbers["sequences"]) for r in rows] == [(i, 8) for i in range(1, 21)]
     assert follow.late_rows == 0
 
 

@@ -22,9 +22,7 @@ from tests.audit.logs import logged
 B, GROUP = 240, 3
 
 
-def log(
-    steps: list[int] | None = None, versions: list[int] | None = None, **changes: Any
-) -> Logged:
+def log(steps: list[int] | None = None, versions: list[int] | None = None, **changes: Any) -> Logged:
     """Rollouts of a few tokens under slight drift; by default all of version 7, used at step 9."""
     found = logged([2 + i % 3 for i in range(B)], scales=(0.01, 0.02), group=GROUP)
     size = found.cu_seqlens.diff()
@@ -180,10 +178,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logp_rollout": None}, "logp_rollout"),
     ({"rollout_version": None}, "log the version of the weights that drew"),
     ({"group_ids": None}, "log the prompt or its id"),
-    (
-        {"unscored": {"logp_rollout/missing": torch.tensor([3] + [0] * (B - 1))}},
-        "3 tokens have no log-probs",
-    ),
+    ({"unscored": {"logp_rollout/missing": torch.tensor([3] + [0] * (B - 1))}}, "3 tokens have no log-probs"),
     ({"logp_old": None, "version": None}, "already learned from these rollouts is unknown"),
 ]
 

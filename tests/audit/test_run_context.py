@@ -7,10 +7,7 @@ import json
 from offdrift.audit.run_context import run_context
 
 RUN = {
-    "recipe": {
-        "arms": {"plain": {"method": "none"}, "masked": {"method": "trm_max"}},
-        "rollout": {"temperature": 0.7},
-    },
+    "recipe": {"arms": {"plain": {"method": "none"}, "masked": {"method": "trm_max"}}, "rollout": {"temperature": 0.7}},
     "model": {"experts": True},
 }
 

@@ -123,12 +123,7 @@ def test_nothing_to_read_says_so(log, tmp_path):
 
 def test_rows_that_cannot_be_read_are_counted_and_told(tmp_path):
     good = {"logp_rollout": [-1.0, -2.0], "logp_old": [-1.1, -1.9], "reward": 1.0}
-    lines = [
-        json.dumps(good),
-        "{half a line",
-        json.dumps(good | {"logp_old": [-1.0]}),
-        json.dumps(good),
-    ]
+    lines = [json.dumps(good), "{half a line", json.dumps(good | {"logp_old": [-1.0]}), json.dumps(good)]
     log = tmp_path / "log.jsonl"
     log.write_text("\n".join(lines) + "\n")
     found = detect([str(log)])
@@ -172,6 +167,4 @@ def test_the_tally_equals_one_pass_over_everything(log, tmp_path):
     ratio = torch.cat([x.logp_old - x.logp_rollout for x in lp]).double()
     assert told["counts"]["tokens"] == len(ratio)
     assert told["overall"]["mismatch/k1"] == pytest.approx(float(-ratio.mean()), rel=1e-5)
-    assert told["overall"]["mismatch/abs_log_ratio_max"] == pytest.approx(
-        float(ratio.abs().max()), rel=1e-5
-    )
+    assert told["overall"]["mismatch/abs_log_ratio_max"] == pytest.approx(float(ratio.abs().max()), rel=1e-5)

@@ -126,9 +126,7 @@ def test_suggestions_on_logs_end_to_end(log: Logged, method: str | None):
         assert found["method"] == (renamed if current else method), found
 
 
-def aged(
-    kl: float, lag: int | None, *, tail: float = 0.0
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def aged(kl: float, lag: int | None, *, tail: float = 0.0) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics and table of 400 responses of 50 tokens whose policy moved on by `kl` nats per token.
 
     log pi_old - log mu ~ N(-kl, 2 kl), so E[ratio] = 1 and chi2 = e^(2 kl) - 1; a share `tail` of the

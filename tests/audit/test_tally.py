@@ -105,9 +105,7 @@ def test_storing_loses_nothing():
 def test_chunks_of_a_batch_are_an_inner_matter(monkeypatch, tokens):
     log = make_log(4, lengths=[0, 50, 0, 30, 200, 0, 0, 70, 0])
     whole = Tally.of(log).as_dict()
-    monkeypatch.setattr(
-        "offdrift.audit.tally.tally.chunks", lambda batch: chunks(batch, tokens=tokens)
-    )
+    monkeypatch.setattr("offdrift.audit.tally.tally.chunks", lambda batch: chunks(batch, tokens=tokens))
     assert close(Tally.of(log).as_dict(), whole) > 1000
     cut = list(chunks(log, tokens=tokens))
     assert sum(c.num_sequences for c in cut) == 9

@@ -103,7 +103,5 @@ def test_text_is_kept_in_bounds_around_the_place():
 def test_a_batch_in_chunks_has_the_same_worst(monkeypatch):
     log = make_log(1, lengths=[50] * 40)
     whole = Tally.of(log, file="f").worst
-    monkeypatch.setattr(
-        "offdrift.audit.tally.tally.chunks", lambda batch: chunks(batch, tokens=300)
-    )
+    monkeypatch.setattr("offdrift.audit.tally.tally.chunks", lambda batch: chunks(batch, tokens=300))
     assert Tally.of(log, file="f").worst == whole

@@ -50,12 +50,8 @@ def test_table_1_recomputed():
     # Methods table, keys b.*: exact sums, D-bar uniform at eps for the adaptive row.
     kt = values(**KL_TV, mean_tv=5e-3)
     k = values(**KL_ONLY, mean_tv=math.sqrt(1e-4 / 2))
-    assert [kt[n] for n in SIX] == pytest.approx(
-        [34.946092, 24.710619, 8.192, 4.096, 79.91, 24.710577], abs=1e-6
-    )
-    assert [k[n] for n in SIX] == pytest.approx(
-        [34.946092, 34.946092, 8.192, 8.192, 113.838209, 34.946092], abs=1e-6
-    )
+    assert [kt[n] for n in SIX] == pytest.approx([34.946092, 24.710619, 8.192, 4.096, 79.91, 24.710577], abs=1e-6)
+    assert [k[n] for n in SIX] == pytest.approx([34.946092, 34.946092, 8.192, 8.192, 113.838209, 34.946092], abs=1e-6)
     assert kt["classical_kl"] == k["classical_kl"] == pytest.approx(1677.312, rel=1e-12)
     assert k["classical_tv"] == pytest.approx(1677.312, rel=1e-12)
     assert kt["classical_tv"] == pytest.approx(838.656, rel=1e-12)
@@ -65,12 +61,8 @@ def test_table_1_recomputed():
 def test_closed_forms_recomputed():
     # Methods table: b.pmkl.closed, b.pmtv.closed, b.coup.cap, b.cross, b.cross.P.
     eps = math.sqrt(1e-4 / 2)
-    assert bounds.pinsker_marginal_kl_upper(horizon=4096, delta=1e-4) == pytest.approx(
-        34.952533, abs=1e-6
-    )
-    assert bounds.pinsker_marginal_tv_upper(horizon=4096, delta=1e-4, eps=5e-3) == pytest.approx(
-        24.715173, abs=1e-6
-    )
+    assert bounds.pinsker_marginal_kl_upper(horizon=4096, delta=1e-4) == pytest.approx(34.952533, abs=1e-6)
+    assert bounds.pinsker_marginal_tv_upper(horizon=4096, delta=1e-4, eps=5e-3) == pytest.approx(24.715173, abs=1e-6)
     assert bounds.coupling_upper(horizon=4096, eps=eps) == pytest.approx(115.852375, abs=1e-6)
     assert bounds.route_crossover(delta=1e-4, eps=5e-3) == pytest.approx(2.0)
     assert bounds.route_crossover(delta=1e-4, eps=eps) == pytest.approx(1.0)
@@ -105,9 +97,7 @@ def test_small_check_by_hand():
     }
     got = values(**SMALL)
     assert got == pytest.approx(want, rel=1e-12)
-    assert [got[n] for n in SIX] == pytest.approx(
-        [0.165851, 0.08292529, 0.252982, 0.08, 0.06, 0.026], abs=1e-6
-    )
+    assert [got[n] for n in SIX] == pytest.approx([0.165851, 0.08292529, 0.252982, 0.08, 0.06, 0.026], abs=1e-6)
     best = unified(**SMALL)  # type: ignore[arg-type]
     assert (best.name, best.value) == ("adaptive", pytest.approx(0.026))
 
@@ -149,12 +139,7 @@ def test_unknown_kl_leaves_the_tv_rows():
 def test_ten_million_tokens():
     horizon = 10**7
     mean_tv = np.full(horizon, 1e-6)
-    got = {
-        b.name: b
-        for b in all_bounds(
-            horizon=horizon, delta=1e-9, eps=2e-6, mean_tv=mean_tv, constants="sharp"
-        )
-    }
+    got = {b.name: b for b in all_bounds(horizon=horizon, delta=1e-9, eps=2e-6, mean_tv=mean_tv, constants="sharp")}
     assert len(got) == 12
     # The caps are reached at k = 2e9 by KL (never) and k = 5e5 by TV; crossover at k = 125.
     coupling = 2 * 2e-6 * (2e-6 * 5e5 * (5e5 + 1) / 2 + (horizon - 1 - 5e5))
@@ -274,9 +259,9 @@ def test_remark_3_7_worst_case_substitutions(k: dict):
     assert bounds.adaptive_kl(horizon=horizon, delta=delta, mean_tv=worst) == pytest.approx(
         bounds.pinsker_marginal_kl(horizon=horizon, delta=delta), rel=1e-12
     )
-    assert bounds.adaptive_tv(
-        horizon=horizon, eps=eps, mean_tv=np.full(horizon, eps)
-    ) == pytest.approx(bounds.coupling(horizon=horizon, eps=eps), rel=1e-12)
+    assert bounds.adaptive_tv(horizon=horizon, eps=eps, mean_tv=np.full(horizon, eps)) == pytest.approx(
+        bounds.coupling(horizon=horizon, eps=eps), rel=1e-12
+    )
 
 
 @given(known())
@@ -300,10 +285,7 @@ def test_more_drift_never_lowers_a_bound(k: dict, factor: float):
     more = {"delta": factor**2 * k["delta"], "kl_seq": factor**2 * k["kl_seq"]}
     capped = {n: np.minimum(v, 1.0) if n == "mean_tv" else min(v, 1.0) for n, v in wider.items()}
     before, after = values(**k, constants="sharp"), values(**k | more | capped, constants="sharp")
-    longer = k | {
-        "horizon": k["horizon"] + 1,
-        "mean_tv": np.concatenate([k["mean_tv"], [0.0]]),
-    }
+    longer = k | {"horizon": k["horizon"] + 1, "mean_tv": np.concatenate([k["mean_tv"], [0.0]])}
     extended = values(**longer, constants="sharp")
     assert len(before) == 12
     for name, value in before.items():

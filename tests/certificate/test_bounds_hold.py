@@ -12,15 +12,7 @@ import torch
 
 from offdrift.certificate import all_bounds
 from offdrift.certificate.bounds import ROWS
-from offdrift.lab import (
-    TabularPolicy,
-    divergences,
-    perturbed,
-    random_policies,
-    returns,
-    tilted_pair,
-    worst_rewards,
-)
+from offdrift.lab import TabularPolicy, divergences, perturbed, random_policies, returns, tilted_pair, worst_rewards
 from offdrift.lab.markov import MarkovPolicy, counter
 from offdrift.lab.pairs import batches
 from offdrift.lab.policy import Divergences

@@ -151,8 +151,7 @@ def test_a_certificate_says_that_tokens_were_not_scored():
     kl = {"kl_rollout_current": Divergence.exact("kl_rollout_current", torch.zeros(400))}
     region = TrustRegion(horizon=4, delta=0.05, tau=0.1)
     whole, holed = (
-        certify(BatchEvidence.of(lp, torch.ones(400), region=region, divergences=kl))
-        for lp in (current, hole)
+        certify(BatchEvidence.of(lp, torch.ones(400), region=region, divergences=kl)) for lp in (current, hole)
     )
     assert (whole.unscored, holed.unscored) == (0, 200)
     assert holed.estimates["gain"].mean == pytest.approx(-0.5)
@@ -232,14 +231,7 @@ TV = [0.05, 0.06, 0.07, 0.08]
 
 
 def batch(
-    kl=KL,
-    tv=TV,
-    make=Divergence.exact,
-    rewards=(1.0, 0.0),
-    delta=0.05,
-    eps=None,
-    copies=1,
-    **kwargs,
+    kl=KL, tv=TV, make=Divergence.exact, rewards=(1.0, 0.0), delta=0.05, eps=None, copies=1, **kwargs
 ) -> BatchEvidence:
     double = lambda x: torch.tensor(list(x) * copies, dtype=torch.float64)  # noqa: E731
     rollout = double([-1.0] * 4)
@@ -387,12 +379,7 @@ def test_the_order_of_pieces_does_not_matter():
     shuffled = torch.randperm(80, generator=torch.Generator().manual_seed(0))
     parts = [
         BatchEvidence(
-            found.region,
-            found.columns[rows],
-            torch.arange(80)[rows],
-            found.tv_by_position / 2,
-            found.grades,
-            True,
+            found.region, found.columns[rows], torch.arange(80)[rows], found.tv_by_position / 2, found.grades, True
         )
         for rows in shuffled.split(40)
     ]
@@ -475,9 +462,7 @@ def test_everything_is_json(made: BatchEvidence, constants: str):
 def test_every_logged_number_is_documented():
     from offdrift.certificate.certify import LOGGED
 
-    lp = LogProbs.pack(
-        torch.tensor([-1.0]), torch.tensor([-1.1]), segments=Segments.from_lengths([1])
-    )
+    lp = LogProbs.pack(torch.tensor([-1.0]), torch.tensor([-1.1]), segments=Segments.from_lengths([1]))
     batch = BatchEvidence.of(lp, torch.ones(1), region=TrustRegion(horizon=2, delta=0.1))
     assert list(certify(batch).as_metrics()) == list(LOGGED)
 
@@ -520,11 +505,7 @@ def test_intervals_that_know_the_drawn_token_do_not_open_the_prefix_route():
 def test_files_in_order_of_time_are_not_taken_for_independent_draws():
     """Bets follow the order of the draws; numbering prompts by file must not decide an interval."""
     x = torch.cat([torch.zeros(500), torch.ones(500)])
-    lp = LogProbs.pack(
-        torch.full((1000,), -1.0),
-        torch.full((1000,), -1.0),
-        segments=Segments.from_lengths([1] * 1000),
-    )
+    lp = LogProbs.pack(torch.full((1000,), -1.0), torch.full((1000,), -1.0), segments=Segments.from_lengths([1] * 1000))
     batch = BatchEvidence.of(lp, x, region=TrustRegion(horizon=1, delta=0.1, tau=0.0))
     found = certify(batch).estimates["gain"]
     assert found.low <= 0 <= found.high

@@ -58,8 +58,7 @@ def test_one_side_spends_all_of_alpha_and_covers(sides, name):
 def test_betting_is_within_half_again_of_the_normal_interval_and_beats_bernstein(name):
     samples, _ = draws(name, (20, 1000), np.random.default_rng(2))
     widths = {
-        m.__name__: np.mean([(e := m(x)).high - e.low for x in samples])
-        for m in (betting, bernstein, asymptotic)
+        m.__name__: np.mean([(e := m(x)).high - e.low for x in samples]) for m in (betting, bernstein, asymptotic)
     }
     assert widths["asymptotic"] < widths["betting"] < 1.5 * widths["asymptotic"]
     assert widths["betting"] < 0.85 * widths["bernstein"]

@@ -8,22 +8,10 @@ import torch
 from torch import Tensor
 
 from offdrift.certificate.bounds import sequence_kl, unified
-from offdrift.certificate.guarantees import (
-    chi2_from_second_moment,
-    masked_guarantee,
-    three_policy,
-    trm_guarantee,
-)
+from offdrift.certificate.guarantees import chi2_from_second_moment, masked_guarantee, three_policy, trm_guarantee
 from offdrift.certificate.regions import length_neutral, sample_ratio_error
 from offdrift.errors import BadValueError, MethodError
-from offdrift.lab import (
-    TabularPolicy,
-    divergences,
-    perturbed,
-    random_policies,
-    returns,
-    worst_rewards,
-)
+from offdrift.lab import TabularPolicy, divergences, perturbed, random_policies, returns, worst_rewards
 from offdrift.lab.policy import token_kl
 
 SIZES = [(2, 1), (2, 2), (2, 4), (3, 3)]
@@ -108,9 +96,7 @@ def test_at_the_papers_numbers_it_is_400_times_smaller_than_the_unified_bound():
     sharp = trm_guarantee(**numbers, constants="sharp")
     assert sharp.error == 0.01
     assert sharp.gain(0.02) == pytest.approx(0.01)
-    assert sharp.provided == (
-        "KL(rollout || current) <= 0.0001 and TV <= 0.005 at every reachable context",
-    )
+    assert sharp.provided == ("KL(rollout || current) <= 0.0001 and TV <= 0.005 at every reachable context",)
 
 
 def test_length_neutral_bound_holds_on_every_pair():
@@ -120,9 +106,7 @@ def test_length_neutral_bound_holds_on_every_pair():
             continue
         d, (log_w, _) = divergences(mu, pi), by_token(mu, pi)
         left = torch.arange(mu.horizon - 1, -1, -1).double()
-        omega = torch.minimum(
-            left * d.tv_max[:, None], (left * d.kl_max[:, None] / 2).sqrt()
-        ).clamp(max=1)
+        omega = torch.minimum(left * d.tv_max[:, None], (left * d.kl_max[:, None] / 2).sqrt()).clamp(max=1)
         score = (mu.law() * (log_w.expm1().abs() * omega[:, None]).sum(-1)).sum(1)
         error = returns(mu, pi, worst_rewards(mu, pi)).error.abs()
         for i in range(len(error)):

@@ -85,9 +85,7 @@ def test_weighted_shift_is_the_weighted_sum(horizon: int):
     mean_tv = np.random.default_rng(1).random(horizon)
     for delta, eps, cap in GRID:
         if cap == 1.0:
-            want = math.fsum(
-                mean_tv[t - 1] * _shift(horizon - t, delta, eps, 1.0) for t in range(1, horizon + 1)
-            )
+            want = math.fsum(mean_tv[t - 1] * _shift(horizon - t, delta, eps, 1.0) for t in range(1, horizon + 1))
             got = ineq.weighted_shift(mean_tv, horizon=horizon, delta=delta, eps=eps)
             assert got == pytest.approx(want, rel=1e-13, abs=0), (delta, eps)
             uniform = ineq.weighted_shift(0.3, horizon=horizon, delta=delta, eps=eps)
@@ -104,9 +102,7 @@ def test_blocks_join_without_gap_or_overlap(monkeypatch: pytest.MonkeyPatch):
     for block in (1, 7, 100, 999, 1000):
         monkeypatch.setattr(ineq, "_CHUNK", block)
         assert ineq.total_shift(1000, delta=1e-3, eps=0.01) == pytest.approx(whole[0], rel=1e-13)
-        assert ineq.weighted_shift(mean_tv, horizon=1000, delta=1e-3, eps=0.01) == pytest.approx(
-            whole[1], rel=1e-13
-        )
+        assert ineq.weighted_shift(mean_tv, horizon=1000, delta=1e-3, eps=0.01) == pytest.approx(whole[1], rel=1e-13)
 
 
 def test_ten_million_tokens():

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from offdrift.certificate import Bound, all_bounds, inequalities, inverse, tightest, unified
 from offdrift.certificate.inequalities import context_shift, total_shift, weighted_shift
-from offdrift.certificate.inverse import (
-    LONGEST,
-    largest,
-    route_crossovers,
-    vacuous_horizon,
-)
+from offdrift.certificate.inverse import LONGEST, largest, route_crossovers, vacuous_horizon
 from offdrift.errors import BadValueError, MethodError
 
 INF, NAN = math.inf, math.nan
@@ -300,9 +295,7 @@ def test_equal_policies_and_exact_sequences():
 # -- the sums behind them ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("delta", "eps"), [(1e-9, 2e-6), (1e-12, 1.0), (1e-4, 5e-3), (3e-7, 3e-4), (INF, 1e-7)]
-)
+@pytest.mark.parametrize(("delta", "eps"), [(1e-9, 2e-6), (1e-12, 1.0), (1e-4, 5e-3), (3e-7, 3e-4), (INF, 1e-7)])
 def test_ten_million_tokens_to_the_last_digits(delta: float, eps: float, monkeypatch):
     horizon = 10**7
     k = np.arange(horizon, dtype=np.float64)
@@ -313,9 +306,7 @@ def test_ten_million_tokens_to_the_last_digits(delta: float, eps: float, monkeyp
     mean_tv = np.linspace(0, 1e-3, horizon)
     sizes = []
     shift = inequalities.context_shift
-    monkeypatch.setattr(
-        inequalities, "context_shift", lambda k, **at: sizes.append(len(k)) or shift(k, **at)
-    )
+    monkeypatch.setattr(inequalities, "context_shift", lambda k, **at: sizes.append(len(k)) or shift(k, **at))
     weighted = weighted_shift(mean_tv, horizon=horizon, delta=delta, eps=eps)
     assert sum(sizes) == horizon
     assert len(sizes) < horizon / 10**4  # whole arrays, not token by token
@@ -332,9 +323,7 @@ def test_closed_sums_join_the_direct_ones():
 def test_a_trillion_tokens():
     # No cap, no crossover: sqrt(delta/2) (2/3 n^1.5 + n^.5/2 + zeta(-1/2) + ...) in 80 bits.
     n = np.longdouble(10**12 - 1)
-    roots = (
-        2 / np.longdouble(3) * n * np.sqrt(n) + np.sqrt(n) / 2 - np.longdouble(0.2078862249773546)
-    )
+    roots = 2 / np.longdouble(3) * n * np.sqrt(n) + np.sqrt(n) / 2 - np.longdouble(0.2078862249773546)
     want = np.sqrt(np.longdouble(1e-13) / 2) * roots
     assert abs(total_shift(10**12, delta=1e-13) / want - 1) < 1e-15
 

@@ -40,11 +40,7 @@ def test_coverage_is_at_least_one_minus_alpha_at_every_p():
     ends = [clopper_pearson(k, n, alpha=alpha) for k in range(n + 1)]
     checked = 0
     for p in np.linspace(0.01, 0.99, 99):
-        covered = sum(
-            math.comb(n, k) * p**k * (1 - p) ** (n - k)
-            for k, e in enumerate(ends)
-            if e.low <= p <= e.high
-        )
+        covered = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k, e in enumerate(ends) if e.low <= p <= e.high)
         assert covered >= 1 - alpha - 1e-9
         checked += 1
     assert checked == 99

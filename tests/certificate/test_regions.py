@@ -6,12 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from offdrift.certificate.regions import (
-    TrustRegion,
-    length_neutral,
-    sample_ratio_error,
-    sample_ratio_error_measured,
-)
+from offdrift.certificate.regions import TrustRegion, length_neutral, sample_ratio_error, sample_ratio_error_measured
 from offdrift.errors import BadValueError, MethodError
 
 
@@ -58,9 +53,7 @@ def test_the_closed_form_is_the_sum(tau, horizon):
 
     t = Fraction(tau)
     exact = expm1(t * horizon) - horizon * expm1(t)
-    assert sample_ratio_error(horizon=horizon, tau=tau) == pytest.approx(
-        float(exact), rel=1e-12, abs=0
-    )
+    assert sample_ratio_error(horizon=horizon, tau=tau) == pytest.approx(float(exact), rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("constants", ["paper", "sharp"])

@@ -10,15 +10,7 @@ import torch
 
 from offdrift.batch_info import BatchInfo
 from offdrift.certificate import clopper_pearson
-from offdrift.check.calibrate import (
-    BANDS,
-    CAPS,
-    GATES,
-    Calibrated,
-    calibrated,
-    rounded_up,
-    settings,
-)
+from offdrift.check.calibrate import BANDS, CAPS, GATES, Calibrated, calibrated, rounded_up, settings
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError
@@ -95,9 +87,7 @@ def test_a_quantile_by_hand():
 
 def test_prompts_count_as_draws():
     lp = LOG.logprobs()
-    alone = LogProbs.pack(
-        lp.logp_rollout, lp.logp, segments=Segments.from_lengths(lp.segments.lengths)
-    )
+    alone = LogProbs.pack(lp.logp_rollout, lp.logp, segments=Segments.from_lengths(lp.segments.lengths))
 
     def width(x: LogProbs) -> float:
         one: Calibrated = calibrated(x, {})[0]

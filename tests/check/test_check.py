@@ -16,16 +16,7 @@ from offdrift.check.check import check, check_max_kl, repeated
 from offdrift.check.factors import FACTORS, chosen, left_out
 from offdrift.check.factors.base import Effect, Factor
 from offdrift.check.measure import measure
-from offdrift.check.recommend import (
-    THRESHOLDS,
-    fitting,
-    level_of,
-    published,
-    recommended,
-    sentence,
-    thresholds,
-    worst,
-)
+from offdrift.check.recommend import THRESHOLDS, fitting, level_of, published, recommended, sentence, thresholds, worst
 from offdrift.errors import BadValueError, EngineError, RecipeError
 from offdrift.judge import load_rules
 from offdrift.records.rollouts import FullVocab, Sampling
@@ -252,10 +243,7 @@ def test_an_interrupt_before_there_is_anything_is_an_interrupt():
 
 @pytest.mark.parametrize(
     ("name", "detail", "said"),
-    [
-        ("weight_sync", {"stale": ["head"]}, "head"),
-        ("off_by_one", {"detected": True}, "neighboring token"),
-    ],
+    [("weight_sync", {"stale": ["head"]}, "head"), ("off_by_one", {"detected": True}, "neighboring token")],
 )
 def test_what_an_experiment_finds_broken_stops(name, detail, said):
     with bench_of() as bench:
@@ -350,9 +338,7 @@ def test_the_level_follows_the_table(baseline, changes, level):
     assert ("healthy:" in text) is (level != "ok")
 
 
-@pytest.mark.parametrize(
-    ("kl", "level"), [(0.0, "ok"), (0.015, "ok"), (0.019, "ok"), (0.025, "watch"), (0.06, "act")]
-)
+@pytest.mark.parametrize(("kl", "level"), [(0.0, "ok"), (0.015, "ok"), (0.019, "ok"), (0.025, "watch"), (0.06, "act")])
 def test_the_ratio_of_perplexities_follows_the_kl_that_makes_it(baseline, kl, level):
     """PPL_old / PPL_rollout is e^KL: what the tree calls clean by its KL is clean by this ratio."""
     for ratio in (math.exp(kl), math.exp(-kl)):
@@ -370,11 +356,7 @@ def test_rules_of_ones_own_move_every_threshold(baseline, row):
     value, seen = row.value(baseline), set()
     for limit in (value - 1, value + 1):
         limits = {**load_rules().limits, row.limit: limit}
-        (found,) = [
-            r
-            for r in thresholds(baseline, limits)
-            if (r["metric"], r["level"]) == (row.metric, row.level)
-        ]
+        (found,) = [r for r in thresholds(baseline, limits) if (r["metric"], r["level"]) == (row.metric, row.level)]
         assert found["threshold"] == limit
         seen.add(found["holds"])
     assert seen == {True, False}

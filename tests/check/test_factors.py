@@ -94,9 +94,7 @@ def test_repeats_of_an_engine_that_ignores_its_seed_differ(dense, monkeypatch):
     draw = TransformersEngine.generate
     seeds = iter(range(100))
     monkeypatch.setattr(
-        TransformersEngine,
-        "generate",
-        lambda self, *a, seed, **k: draw(self, *a, seed=next(seeds), **k),
+        TransformersEngine, "generate", lambda self, *a, seed, **k: draw(self, *a, seed=next(seeds), **k)
     )
     with bench_of() as bench:
         row = run("repeats", bench, ROUNDED)
@@ -274,9 +272,7 @@ def test_a_mask_from_the_pad_id_hides_a_token_that_was_sampled(planted):
     assert row.detail["planted"] == planted == (int(counts[pad] + prompted[pad]) == 0)
     assert row.detail["in_responses"] == counts[pad]
     assert row.detail["in_prompts"] == prompted[pad]
-    assert row.detail["probability_mean"] == pytest.approx(
-        float(truth[:, pad].exp().mean()), rel=1e-3
-    )
+    assert row.detail["probability_mean"] == pytest.approx(float(truth[:, pad].exp().mean()), rel=1e-3)
     assert row.baseline_kl_mean < NOISE
     assert row.kl_mean > 1e-3
 
@@ -362,11 +358,7 @@ def test_a_mixture_in_bfloat16_flips_and_replay_explains_the_tail():
     assert 0 < detail["flip_frac"] <= detail["flipped_tokens_frac"] < 0.2
     # A decision that differs exchanges one or two of its two experts, out of 8.
     assert detail["experts"] == 8
-    assert (
-        2 / 8 * detail["flip_frac"]
-        <= detail["delta_router"] + 1e-9
-        <= 4 / 8 * detail["flip_frac"] + 2e-9
-    )
+    assert 2 / 8 * detail["flip_frac"] <= detail["delta_router"] + 1e-9 <= 4 / 8 * detail["flip_frac"] + 2e-9
     assert detail["kl_mean_at_flips"] > detail["kl_mean_elsewhere"]
     assert row.kl_mean == detail["kl_mean_with_replay"] < row.baseline_kl_mean
     assert detail["kl_max_with_replay"] < detail["kl_max_without_replay"]

@@ -93,9 +93,7 @@ def test_every_other_engine_is_the_same_weights_and_moves_as_its_change_should(m
     assert cache.status == ("ran" if FP8_CACHE else "not offered")
     assert not FP8_CACHE or cache.kl_mean > 2 * cache.baseline_kl_mean
     assert rows["rollout_dtype"].kl_mean < 1e-9
-    assert rows["rollout_lm_head"].kl_mean == pytest.approx(
-        rows["rollout_lm_head"].baseline_kl_mean, rel=0.5
-    )
+    assert rows["rollout_lm_head"].kl_mean == pytest.approx(rows["rollout_lm_head"].baseline_kl_mean, rel=0.5)
     assert rows["chunked_prefill"].detail["self_kl_mean"] < 1e-3
     assert run("rollout_attention", moe).why == "vLLM has one attention backend on CPUs"
 

@@ -84,9 +84,7 @@ def test_a_draw_is_made_once(bench):
     assert len(shorter.tokens) == 2
 
 
-def test_evidence_is_full_where_it_fits_hidden_states_beyond_and_full_under_a_filter(
-    bench, monkeypatch
-):
+def test_evidence_is_full_where_it_fits_hidden_states_beyond_and_full_under_a_filter(bench, monkeypatch):
     assert isinstance(bench.rollouts(FLOAT32).evidence, FullVocab)
     monkeypatch.setitem(pair.FULL_ENTRIES, "transformers", 10)
     assert isinstance(bench.rollouts(FLOAT32, repeat=1).evidence, HiddenStates)

@@ -230,8 +230,7 @@ ASIDE = ("side_field_many", "lag_below_zero_many")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n for n, p in PLANTED.items() if p.level in ("act", "stop") and p.rules[0] not in ASIDE],
+    "name", [n for n, p in PLANTED.items() if p.level in ("act", "stop") and p.rules[0] not in ASIDE]
 )
 def test_what_is_missing_stands_first(audits, name):
     _, printed, told = audits[name]
@@ -256,9 +255,7 @@ def test_numbers_of_a_field_that_half_of_the_log_has_are_of_that_half(audits):
     }
     assert told["counts"]["tokens"] == N
     assert sum(b["tokens"] for b in told["facets"]["lag"]) == N // 2
-    assert told["overall"]["mismatch/k1"] == pytest.approx(
-        audits["clean"][2]["overall"]["mismatch/k1"]
-    )
+    assert told["overall"]["mismatch/k1"] == pytest.approx(audits["clean"][2]["overall"]["mismatch/k1"])
 
 
 def test_staleness_is_audited_where_the_log_has_nothing_else(audits):

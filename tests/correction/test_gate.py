@@ -98,9 +98,7 @@ def test_membership_below_on_inside_on_and_above_the_bounds(unit, value, inside)
 @pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
 def test_nan_and_infinite_divergence_are_never_inside(unit, bad):
     lp, divergences = one_sequence(2, [0.0, bad], [0.0, 0.0])
-    keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(
-        lp, facts=BatchInfo(divergences=divergences)
-    )
+    keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(lp, facts=BatchInfo(divergences=divergences))
     assert keep.tolist() == ([True, False] if unit == "token" else [False, False])
 
 
@@ -141,9 +139,7 @@ def test_acceptance_by_the_upper_end_is_certified(unit, evidence):
     g = torch.Generator().manual_seed(3)
     mu = torch.randn(600, 50, generator=g).mul(4).log_softmax(-1)
     # Every token's two log-probs are within 1.5 nats of each other, which a cap of 2 assumes.
-    pi = (
-        mu + torch.rand(600, 1, generator=g) * torch.randn(600, 50, generator=g).clamp(-1, 1)
-    ).log_softmax(-1)
+    pi = (mu + torch.rand(600, 1, generator=g) * torch.randn(600, 50, generator=g).clamp(-1, 1)).log_softmax(-1)
     assert (mu - pi).abs().max() < 2
     truth = (mu.exp() * (mu - pi)).sum(-1)
     tokens = mu.exp().multinomial(1, generator=g).squeeze(1)
@@ -156,11 +152,7 @@ def test_acceptance_by_the_upper_end_is_certified(unit, evidence):
         kl, _ = topk_divergences(top.indices, top.values, tokens, mu[rows, tokens], pi, tail_log_ratio_cap=cap)  # fmt: skip
         assert kl.grade == {"interval": Grade.INTERVAL, "capped": Grade.CAPPED}[evidence]
     lp, facts = of_divergence(kl)
-    by_sequence = {
-        "seq_sum": lp.segments.sum,
-        "seq_mean": lp.segments.mean,
-        "seq_max": lp.segments.max,
-    }
+    by_sequence = {"seq_sum": lp.segments.sum, "seq_mean": lp.segments.mean, "seq_max": lp.segments.max}
     whole = lambda x: lp.segments.spread(by_sequence[unit](x)) if unit in by_sequence else x  # noqa: E731
     of_unit, high = whole(truth), float(whole(kl.upper).median())
     accepted, kept = (
@@ -176,9 +168,7 @@ def test_acceptance_by_the_upper_end_is_certified(unit, evidence):
 
 
 def test_a_lower_bound_meets_the_other_end():
-    kl = Divergence.interval(
-        "kl_rollout_current", torch.tensor([0.1, 0.3]), torch.tensor([0.5, 0.6])
-    )
+    kl = Divergence.interval("kl_rollout_current", torch.tensor([0.1, 0.3]), torch.tensor([0.5, 0.6]))
     lp, facts = of_divergence(kl)
     for end, kept in (("lower", [True, True]), ("upper", [False, True])):
         gate = Gate(statistic="kl", on="full", unit="token", low=0.2, end=end)
@@ -219,15 +209,11 @@ def test_a_divergence_stops_only_the_push_that_goes_on():
 
     Log-ratios are [0.05, 0.3, -0.25, 0.1] with A = 1 and [-0.15, 0.2, 0.02] with A = -0.5."""
     lp, advantages, _ = fx_a()
-    facts = BatchInfo(
-        divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.2))}
-    )
+    facts = BatchInfo(divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.2))})
     gate = Gate(statistic="tv", on="staleness", unit="token", high=0.15, advantage="outward")
     assert gate.keep(lp, advantages, facts).int().tolist() == [0, 0, 1, 0, 0, 1, 1]
     assert gate.keep(lp, 0 * advantages, facts).all()
-    small = BatchInfo(
-        divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.15))}
-    )
+    small = BatchInfo(divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.15))})
     assert gate.keep(lp, advantages, small).all()
 
 
@@ -245,10 +231,7 @@ def test_a_gate_without_its_evidence_says_what_to_record():
         ({"statistic": "ratio", "low": -1.0}, "must be positive"),
         ({"statistic": "ratio", "low": 0.0}, "must be positive"),
         ({"statistic": "k2", "high": 1.0, "end": "upper"}, "certifies nothing"),
-        (
-            {"statistic": "kl", "high": 1.0, "unit": "seq_max", "advantage": "outward"},
-            "no one direction",
-        ),
+        ({"statistic": "kl", "high": 1.0, "unit": "seq_max", "advantage": "outward"}, "no one direction"),
     ],
 )
 def test_a_gate_that_cannot_mean_anything_is_refused(parts, words):

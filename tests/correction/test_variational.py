@@ -13,8 +13,7 @@ from tests.oracles.fixtures import double, fx_a
 
 
 @pytest.mark.parametrize(
-    ("sign", "expected"),
-    [(1.0, [0.901551, 1.0, 0.388227, 0.04264499]), (-1.0, [0.176266, 1.0, 1.22453, 0.646253])],
+    ("sign", "expected"), [(1.0, [0.901551, 1.0, 0.388227, 0.04264499]), (-1.0, [0.176266, 1.0, 1.22453, 0.646253])]
 )
 def test_kernel(sign, expected):
     got = VariationalWeight().kernel(double([-1.0, 0.0, 0.5, 1.0]), double([sign] * 4))

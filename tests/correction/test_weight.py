@@ -135,9 +135,7 @@ def test_limited_counts_what_the_limits_changed_and_nothing_on_the_limit():
 
 def test_a_log_ratio_of_a_thousand_nats_or_more_has_a_finite_weight():
     lp = LogProbs.pack(torch.tensor([-999.0, -1.0]), torch.tensor([-1.0, -1e4]), segments=Segments.from_lengths([1, 1]))  # fmt: skip
-    assert Weight(on="full")(lp).weight.tolist() == pytest.approx(
-        [4.851652e8, 2.061154e-9], rel=1e-5
-    )
+    assert Weight(on="full")(lp).weight.tolist() == pytest.approx([4.851652e8, 2.061154e-9], rel=1e-5)
 
 
 @pytest.mark.parametrize(("parts", "words"), [({"cap": 0.0}, "positive"), ({"cap": 1.0, "floor": 2.0}, "floor"), ({"saturation": 0.0}, "saturation"), ({"growth": 0.5, "cap": 0.9}, "widens limits around 1"), ({"unit": "group"}, "not one of")])  # fmt: skip

@@ -25,7 +25,7 @@ INF = math.inf
 ULP = 2.0**-23
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # the interpreter's numpy
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the interpreter's numpy
 ]
 
 
@@ -152,10 +152,7 @@ def test_equal_policies_are_at_distance_0():
 
 def test_without_tokens_there_are_no_log_probs():
     mu, pi, tokens = pair(3, 300)
-    found, with_tokens = (
-        kernels.exact_divergences(mu, pi),
-        kernels.exact_divergences(mu, pi, tokens),
-    )
+    found, with_tokens = (kernels.exact_divergences(mu, pi), kernels.exact_divergences(mu, pi, tokens))
     assert found.logp is None
     assert found.logp_rollout is None
     assert torch.stack(found[:7]).equal(torch.stack(with_tokens[:7]))
@@ -210,10 +207,7 @@ def spread(scores: list[float], v: int) -> Tensor:
 
 @pytest.mark.parametrize(("v", "temperature"), [(4, 1), (9001, 0.5)])
 def test_infinities_and_rows_that_are_no_distribution(v, temperature):
-    mu, pi = (
-        torch.stack([spread(scores[i], v) for scores in STRANGE.values()]).to(DEVICE)
-        for i in (0, 1)
-    )
+    mu, pi = (torch.stack([spread(scores[i], v) for scores in STRANGE.values()]).to(DEVICE) for i in (0, 1))
     tokens = torch.linspace(0, v - 1, 4).long()[torch.arange(len(STRANGE)) % 4].to(DEVICE)
     tokens[0], tokens[1] = v, -1  # not in the vocabulary
     ours, normalizers = kernels.with_normalizers(mu, pi, tokens, temperature)
@@ -307,10 +301,7 @@ def test_gradients_are_those_of_float64(name, n, v, t):
 def test_gradients_have_the_dtype_of_the_logits(name):
     mu, pi, _ = pair(2, 1001, dtype=torch.bfloat16)
     upstream = torch.ones(2, device=mu.device)
-    ours, truth = (
-        gradient(name, mu, pi, upstream, 1.0),
-        truth_of_gradient(name, mu, pi, upstream, 1),
-    )
+    ours, truth = (gradient(name, mu, pi, upstream, 1.0), truth_of_gradient(name, mu, pi, upstream, 1))
     assert ours.dtype == torch.bfloat16
     # One rounding to 8 bits on top of what float32 loses.
     limit = 2.0**-8 * truth.abs() + 1e-6 * truth.abs().amax()

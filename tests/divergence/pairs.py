@@ -17,9 +17,7 @@ FX_V_PI = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.25, 0.25], [0.8, 0.15, 0.05]], 
 FX_V_TOKENS = torch.tensor([0, 1, 1])
 
 
-def random_pair(
-    n: int, v: int, *, drift: float, scale: float = 3.0, seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def random_pair(n: int, v: int, *, drift: float, scale: float = 3.0, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Logits of two policies, the second the first plus noise of size `drift` (float64)."""
     generator = torch.Generator().manual_seed(seed)
     mu = scale * torch.randn(n, v, generator=generator, dtype=torch.float64)

@@ -83,10 +83,7 @@ def test_what_is_put_together_keeps_its_places_its_weakest_grade_and_every_assum
 
 
 def test_exact_parts_are_exact_and_one_sample_makes_all_a_sample():
-    exact, capped = (
-        Divergence.exact("tv", LO),
-        Divergence.capped("tv", LO, HI, assumes=ASSUMED, refuted=FLAGS),
-    )
+    exact, capped = (Divergence.exact("tv", LO), Divergence.capped("tv", LO, HI, assumes=ASSUMED, refuted=FLAGS))
     whole = Divergence.joined(*parts(exact, exact))
     assert whole.grade is Grade.EXACT
     assert whole.hi is whole.lo

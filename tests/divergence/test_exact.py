@@ -18,12 +18,7 @@ from tests.divergence.pairs import FX_V_MU, FX_V_PI, FX_V_TOKENS, first_tokens, 
 
 INF, NAN = math.inf, math.nan
 unhurried = settings(deadline=None)  # the first example may wait for a busy machine
-SWAPPED = {
-    "kl_rollout_current": "kl_current_rollout",
-    "tv": "tv",
-    "entropy_rollout": "entropy",
-    "logp_rollout": "logp",
-}
+SWAPPED = {"kl_rollout_current": "kl_current_rollout", "tv": "tv", "entropy_rollout": "entropy", "logp_rollout": "logp"}
 
 
 def of(mu, pi, tokens=None, temperature=1.0):
@@ -42,16 +37,9 @@ def check_close(got, expected, *, n, rtol, atol):
 
 def test_golden_numbers_of_the_methods_table():
     found = of(FX_V_MU.log(), FX_V_PI.log(), FX_V_TOKENS)  # V.kl, V.tv
-    golden = {
-        "kl_rollout_current": [0.02681245, 0.01006776, 0.05107412],
-        "tv": [0.1, 0.05, 0.1],
-    }
+    golden = {"kl_rollout_current": [0.02681245, 0.01006776, 0.05107412], "tv": [0.1, 0.05, 0.1]}
     # By hand, from FX-V: chi2 = sum (pi - mu)^2 / mu and so on.
-    golden["chi2"] = [
-        0.01 / 0.7 + 0.01 / 0.2,
-        0.05**2 / 0.3 + 0.05**2 / 0.2,
-        0.01 / 0.9 + 0.01 / 0.05,
-    ]
+    golden["chi2"] = [0.01 / 0.7 + 0.01 / 0.2, 0.05**2 / 0.3 + 0.05**2 / 0.2, 0.01 / 0.9 + 0.01 / 0.05]
     golden["sum_pi_squared"] = [0.36 + 0.09 + 0.01, 0.25 + 2 * 0.0625, 0.64 + 0.0225 + 0.0025]
     golden["logp_rollout"] = [math.log(0.7), math.log(0.3), math.log(0.05)]
     golden["logp"] = [math.log(0.6), math.log(0.25), math.log(0.15)]
@@ -171,9 +159,7 @@ def test_edges(mu, pi, expected, dtype):
     expected = torch.tensor(expected, dtype=dtype)[:, None]
     close = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True}
     torch.testing.assert_close(torch.stack(got[:7]), expected, **close)
-    assert (
-        got.logp_rollout.isnan().tolist() == got.logp.isnan().tolist() == [expected.isnan().all()]
-    )
+    assert got.logp_rollout.isnan().tolist() == got.logp.isnan().tolist() == [expected.isnan().all()]
 
 
 @pytest.mark.parametrize("token", [-100, -1, 3, 2**40])
@@ -197,9 +183,7 @@ def test_no_further_from_the_truth_than_the_naive_way(dtype, drift):
     mu, pi = (z.to(dtype) for z in random_pair(6, 500, drift=drift))
     tokens = torch.arange(6)
     got, obvious = of(mu, pi, tokens), naive(mu, pi, tokens)
-    for ours, theirs, exact in zip(
-        got, obvious, truth(mu.double(), pi.double(), tokens), strict=True
-    ):
+    for ours, theirs, exact in zip(got, obvious, truth(mu.double(), pi.double(), tokens), strict=True):
         assert ours.dtype is torch.float32
         assert len(ours) == 6
         assert ((ours - exact).abs() <= (theirs - exact).abs() + 2e-5 * exact.abs()).all()
@@ -221,9 +205,7 @@ def test_a_tiny_divergence_survives_float32(drift):
 def test_the_series_meets_the_closed_form():
     x = torch.tensor([-1.0, 1.0], dtype=torch.float64)[:, None] * SERIES_BELOW
     log_mu = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64)
-    inside, outside = (
-        all_terms(log_mu, y, log_mu.exp(), y.exp()) for y in (log_mu + x * (1 - 1e-12), log_mu + x)
-    )
+    inside, outside = (all_terms(log_mu, y, log_mu.exp(), y.exp()) for y in (log_mu + x * (1 - 1e-12), log_mu + x))
     assert len(inside) == 4
     torch.testing.assert_close(torch.stack(inside), torch.stack(outside), rtol=3e-8, atol=0)
 
@@ -246,9 +228,7 @@ def test_a_gate_on_exact_kl_rejects_what_the_current_policy_cannot_draw():
     kl = of(mu, pi).kl_rollout_current
     assert kl.isinf().tolist() == [i == 1 for i in range(6)]
     lp = LogProbs.pack(torch.full((6,), -1.0), segments=Segments.from_lengths([2, 2, 2]))
-    facts = BatchInfo(
-        divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)}
-    )
+    facts = BatchInfo(divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)})
     for unit in ("seq_max", "seq_mean", "seq_sum"):
         gate = Gate(statistic="kl", on="full", unit=unit, high=1e9)
         assert gate.keep(lp, facts=facts).tolist() == [False] * 4 + [True] * 2

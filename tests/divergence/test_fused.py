@@ -174,9 +174,7 @@ def test_the_plain_way_passes_over_its_rows_half_as_often_as_the_definition(drif
 
 def test_log_probs_come_only_with_tokens():
     mu, pi = random_pair(3, 7, drift=0.3)
-    without, given_tokens = (
-        exact_divergences(mu, pi, tokens=t) for t in (None, torch.tensor([0, 1, 2]))
-    )
+    without, given_tokens = (exact_divergences(mu, pi, tokens=t) for t in (None, torch.tensor([0, 1, 2])))
     assert without.logp_rollout is None
     assert without.logp is None
     check_same(without[:7], given_tokens[:7], n=3, rtol=0)
@@ -241,9 +239,7 @@ def test_compiled_equals_plain(monkeypatch):
     tokens[7] = -1
     for rows in (23, 11):
         given_rows = (mu[:rows], pi[:rows], tokens[:rows])
-        got = exact_divergences(
-            *given_rows[:2], tokens=given_rows[2], temperature=0.9, compiled=True
-        )
+        got = exact_divergences(*given_rows[:2], tokens=given_rows[2], temperature=0.9, compiled=True)
         check_same(got, definition(*given_rows, 0.9), n=rows, rtol=2e-5)
         assert got.kl_rollout_current.isinf().sum() == 1
         assert all(field.isnan().sum() >= 2 for field in got)
@@ -265,9 +261,7 @@ print(torch.backends.cpu.get_cpu_capability())
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
-@pytest.mark.skipif(
-    not torch.cpu.get_capabilities().get("avx512_f"), reason="needs two widths of vectors"
-)
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_f"), reason="needs two widths of vectors")
 def test_kernels_in_the_cache_serve_only_the_vectors_they_were_made_for(tmp_path):
     """Processes of one machine, or machines that share a home, with vectors of two widths."""
     for capability in ("avx512", "avx2"):
@@ -276,9 +270,7 @@ def test_kernels_in_the_cache_serve_only_the_vectors_they_were_made_for(tmp_path
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
             "PYTHONWARNINGS": "ignore",
         }
-        done = subprocess.run(
-            [sys.executable, "-c", SUMS], env=environment, capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, "-c", SUMS], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         assert done.stdout.split() == [capability.upper()]
 

@@ -72,9 +72,7 @@ def cases(draw):
 
     def policy(seed):
         d = draw(st.integers(1, 5))
-        bias = draw(
-            st.none() | st.lists(score, min_size=v, max_size=v).filter(lambda b: max(b) > -9)
-        )
+        bias = draw(st.none() | st.lists(score, min_size=v, max_size=v).filter(lambda b: max(b) > -9))
         head = Head(
             numbers(v, d, seed=seed),
             None if bias is None else torch.tensor(bias, dtype=F64),
@@ -84,9 +82,7 @@ def cases(draw):
         return numbers(n, d, seed=seed + 1), head
 
     pair = (*policy(seed), *policy(draw(st.sampled_from([seed, seed + 7]))))
-    tokens = torch.tensor(
-        draw(st.lists(st.integers(0, v - 1), min_size=n, max_size=n)), dtype=torch.int64
-    )
+    tokens = torch.tensor(draw(st.lists(st.integers(0, v - 1), min_size=n, max_size=n)), dtype=torch.int64)
     sizes = {
         "chunk": draw(st.none() | st.integers(1, 19)),
         "token_chunk": draw(st.none() | st.integers(1, 6)),
@@ -100,9 +96,7 @@ def cases(draw):
 @given(cases())
 def test_equals_the_definition_on_materialised_logits(case):
     pair, tokens, sizes, (t_mu, t_pi) = case
-    got = hidden_divergences(
-        *pair, tokens=tokens, temperature_rollout=t_mu, temperature=t_pi, **sizes
-    )
+    got = hidden_divergences(*pair, tokens=tokens, temperature_rollout=t_mu, temperature=t_pi, **sizes)
     assert all(x.shape == tokens.shape for x in got)
     assert_fields(got, truth(*pair, tokens, t_mu, t_pi), rtol=1e-7, atol=1e-12)
 
@@ -111,9 +105,7 @@ def test_equals_the_definition_on_materialised_logits(case):
 def test_golden_numbers_of_the_methods_table(chunk):
     # FX-V: hidden states that are the log-probs, under the head that hands them on.
     identity = Head(torch.eye(3, dtype=F64))
-    got = hidden_divergences(
-        FX_V_MU.log(), identity, FX_V_PI.log(), identity, tokens=FX_V_TOKENS, chunk=chunk
-    )
+    got = hidden_divergences(FX_V_MU.log(), identity, FX_V_PI.log(), identity, tokens=FX_V_TOKENS, chunk=chunk)
     kl, tv = torch.tensor([0.02681245, 0.01006776, 0.05107412]), torch.tensor([0.1, 0.05, 0.1])
     torch.testing.assert_close(got.kl_rollout_current, kl.double(), rtol=0, atol=1e-8)  # V.kl
     torch.testing.assert_close(got.tv, tv.double(), rtol=0, atol=1e-8)  # V.tv
@@ -173,9 +165,7 @@ def test_edges(mu, pi, kl, kl_back, tv, chunk, dtype):
     heads = [Head(torch.zeros(3, 1, dtype=dtype), torch.tensor(b, dtype=dtype)) for b in (mu, pi)]
     drawn = torch.tensor([2])
     for keep_mib in (0, 256):
-        got = hidden_divergences(
-            one, heads[0], one, heads[1], tokens=drawn, chunk=chunk, keep_mib=keep_mib
-        )
+        got = hidden_divergences(one, heads[0], one, heads[1], tokens=drawn, chunk=chunk, keep_mib=keep_mib)
         three = torch.stack([got.kl_rollout_current, got.kl_current_rollout, got.tv]).squeeze(1)
         expected = torch.tensor([kl, kl_back, tv], dtype=dtype)
         torch.testing.assert_close(three, expected, equal_nan=True, rtol=1e-6, atol=1e-7)
@@ -221,8 +211,7 @@ def test_tokens_outside_the_vocabulary_have_no_log_prob():
 def naive(pair, tokens, dtype):
     """Two whole products, log-softmax twice and reduce, in the working dtype."""
     log_mu, log_pi = (
-        (h.to(dtype) @ head.weight.to(dtype).T).float().log_softmax(-1)
-        for h, head in (pair[:2], pair[2:4])
+        (h.to(dtype) @ head.weight.to(dtype).T).float().log_softmax(-1) for h, head in (pair[:2], pair[2:4])
     )
     mu, pi = log_mu.exp(), log_pi.exp()
     logps = (x.gather(1, tokens[:, None]).squeeze(1) for x in (log_mu, log_pi))
@@ -304,10 +293,7 @@ def test_autocast_does_not_round_the_evidence():
 
 
 def test_mixed_sizes_and_dtypes():
-    h, head = (
-        numbers(5, 8, dtype=torch.bfloat16),
-        Head(numbers(40, 8, seed=1, dtype=torch.bfloat16)),
-    )
+    h, head = (numbers(5, 8, dtype=torch.bfloat16), Head(numbers(40, 8, seed=1, dtype=torch.bfloat16)))
     h2, head2 = numbers(5, 3, seed=2), Head(numbers(40, 3, seed=3, dtype=torch.float32))
     tokens = torch.arange(5, dtype=torch.int32)
     got = hidden_divergences(h, head, h2, head2, tokens=tokens, chunk=9)
@@ -340,9 +326,7 @@ def test_no_tensor_grows_with_the_vocabulary_or_the_batch(n, vocab, dtype):
     pair = policies(n=n, v=vocab, d=6, dtype=dtype)
     with LargestTensor() as seen:
         hidden_divergences(*pair[:4], tokens=pair[4], chunk=64, token_chunk=16, keep_mib=0)
-    assert (
-        seen.numel == 16 * 64
-    )  # token_chunk x chunk, above chunk x d and every field of the result
+    assert seen.numel == 16 * 64  # token_chunk x chunk, above chunk x d and every field of the result
 
 
 def test_kept_scores_stay_within_their_budget():
@@ -411,9 +395,7 @@ print(checked)
 def test_the_gpu_kernels_give_the_plain_numbers():
     # In a process of its own: Triton decides at its first import whether it interprets.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == str(2 * 9), done.stderr
 
 

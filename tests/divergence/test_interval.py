@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from offdrift.divergence import interval
 from offdrift.divergence.evidence import Grade
 from offdrift.divergence.exact import definition
-from offdrift.divergence.interval import (
-    OWN,
-    OWN_ABSOLUTE,
-    rounding,
-    tail_log_ratio,
-    topk_divergences,
-)
+from offdrift.divergence.interval import OWN, OWN_ABSOLUTE, rounding, tail_log_ratio, topk_divergences
 from offdrift.errors import BadValueError, ShapeError
 from tests.divergence.pairs import FX_V_MU, FX_V_PI, FX_V_TOKENS, first_tokens, pairs, random_pair
 
@@ -105,10 +99,7 @@ def test_contains_the_exact_value_however_the_record_is_rounded(dtype, drift, k)
 def test_more_evidence_never_widens_the_interval(cap):
     mu, pi = random_pair(20, 60, drift=0.7)
     tokens = torch.arange(20)
-    ends = [
-        topk_divergences(*record(mu, k, tokens), pi, tail_log_ratio_cap=cap)
-        for k in (0, 1, 2, 5, 20, 59, 60)
-    ]
+    ends = [topk_divergences(*record(mu, k, tokens), pi, tail_log_ratio_cap=cap) for k in (0, 1, 2, 5, 20, 59, 60)]
     for coarse, fine in pairwise(ends):
         for a, b in zip(coarse, fine, strict=True):
             assert (a.lo <= b.lo + 1e-9).all()
@@ -135,9 +126,7 @@ def test_a_tail_that_is_provably_empty_leaves_nothing_open():
     # Sampling with top_k = 3: the fourth of the recorded five has probability zero.
     mu, pi = random_pair(6, 40, drift=0.3)
     mu = mu.masked_fill(mu < mu.topk(3).values[:, -1:], -INF)
-    for got, exact in zip(
-        topk_divergences(*record(mu, 5, mu.argmax(1)), pi), kl_and_tv(mu, pi), strict=True
-    ):
+    for got, exact in zip(topk_divergences(*record(mu, 5, mu.argmax(1)), pi), kl_and_tv(mu, pi), strict=True):
         torch.testing.assert_close(got.hi, exact, rtol=2 * OWN, atol=0)
         torch.testing.assert_close(got.lo, exact, rtol=2 * OWN, atol=0)
 
@@ -331,9 +320,7 @@ def test_evidence_has_no_gradient_and_the_logits_are_left_alone():
     mu, pi = random_pair(2, 5, drift=0.1)
     before = pi.clone()
     ids, logp, tokens, drawn = record(mu, 2, torch.tensor([0, 1]))
-    out = topk_divergences(
-        ids, logp.requires_grad_(), tokens, drawn.requires_grad_(), pi.requires_grad_()
-    )
+    out = topk_divergences(ids, logp.requires_grad_(), tokens, drawn.requires_grad_(), pi.requires_grad_())
     assert not any(end.requires_grad for d in out for end in (d.lo, d.hi))
     assert torch.equal(pi, before)
 
@@ -372,9 +359,7 @@ def test_ends_are_rounded_outwards():
     assert (high.double() >= x * (1 + OWN)).all()
     torch.testing.assert_close(low, high, rtol=3 * 2**-23, atol=2 * OWN_ABSOLUTE)
     ends = torch.tensor([0.0, INF, math.nan], dtype=torch.float64)
-    assert interval._down(ends, torch.float32).tolist() == pytest.approx(
-        [0, INF, math.nan], nan_ok=True
-    )
+    assert interval._down(ends, torch.float32).tolist() == pytest.approx([0, INF, math.nan], nan_ok=True)
 
 
 def test_no_tokens_no_numbers():
@@ -408,9 +393,7 @@ def test_caps_that_mean_nothing_are_refused(cap):
 @pytest.mark.parametrize("temperature", [0.0, -1.0, INF, math.nan])
 def test_temperatures_that_mean_nothing_are_refused(temperature):
     with pytest.raises(BadValueError, match="temperature="):
-        topk_divergences(
-            *record(FX_V_MU.log(), 1, FX_V_TOKENS), FX_V_PI.log(), temperature=temperature
-        )
+        topk_divergences(*record(FX_V_MU.log(), 1, FX_V_TOKENS), FX_V_PI.log(), temperature=temperature)
     with pytest.raises(BadValueError, match="temperature="):
         tail_log_ratio(FX_V_MU.log(), FX_V_PI.log(), 1, temperature=temperature)
 

@@ -24,11 +24,7 @@ def entropy_of(_, logits, **options):
     return entropy(logits, **options)
 
 
-LOSSES = {
-    "kl_rollout_current": kl_rollout_current,
-    "kl_current_rollout": kl_current_rollout,
-    "entropy": entropy_of,
-}
+LOSSES = {"kl_rollout_current": kl_rollout_current, "kl_current_rollout": kl_current_rollout, "entropy": entropy_of}
 every_loss = pytest.mark.parametrize("of", LOSSES)
 
 
@@ -39,9 +35,7 @@ def gradient_of(value, logits, upstream):
 
 def upstream_for(logits):
     """Coefficients as a loss gives them: of both signs, different on every token."""
-    return torch.linspace(
-        -1, 2, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
-    )
+    return torch.linspace(-1, 2, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 @every_loss
@@ -243,8 +237,7 @@ def test_compiled_equals_plain(of, monkeypatch):
     upstream = upstream_for(pi)
     upstream[2] = 0
     plain, compiled = (
-        gradient_of(LOSSES[of](mu, pi, temperature=0.9, compiled=c), pi, upstream)
-        for c in (False, True)
+        gradient_of(LOSSES[of](mu, pi, temperature=0.9, compiled=c), pi, upstream) for c in (False, True)
     )
     assert not compiled[2].any()
     assert torch.equal(compiled.isnan(), plain.isnan())

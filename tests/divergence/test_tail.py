@@ -166,9 +166,7 @@ def test_a_capped_end_is_attained(cap):
     mu = torch.stack([pi[0], pi[1] * math.exp(cap), pi[2] * math.exp(-cap)])
     token = torch.tensor([0])
     logp = pi[:1].log()
-    found = topk_divergences(
-        token[:, None], logp[:, None], token, logp, pi.log()[None], tail_log_ratio_cap=cap
-    )
+    found = topk_divergences(token[:, None], logp[:, None], token, logp, pi.log()[None], tail_log_ratio_cap=cap)
     want = (kl(mu.tolist(), pi.tolist()), tv(mu.tolist(), pi.tolist()))
     assert want[0] == pytest.approx(cap * math.tanh(cap / 2) / 2, rel=1e-6)
     for d, value in zip(found, want, strict=True):

@@ -56,9 +56,7 @@ class EngineContract:
     # -- what is recorded is what was sampled --------------------------------------------------
 
     @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-    def test_evidence_is_the_distribution_of_the_weights_tempered_and_filtered(
-        self, engine, model, exact, sampling
-    ):
+    def test_evidence_is_the_distribution_of_the_weights_tempered_and_filtered(self, engine, model, exact, sampling):
         rollouts = engine.generate(PROMPTS, sampling, seed=3, evidence="full")
         truth = logp_rows(model, rollouts, sampling)
         rows = rollouts.evidence.logp
@@ -279,9 +277,7 @@ class EngineContract:
         assert isinstance(engine, Engine)
 
     @pytest.mark.parametrize("evidence", ["full", "hidden", 20])
-    def test_evidence_above_the_memory_limit_is_refused_with_the_way_out(
-        self, engine, evidence, monkeypatch
-    ):
+    def test_evidence_above_the_memory_limit_is_refused_with_the_way_out(self, engine, evidence, monkeypatch):
         monkeypatch.setattr(engine, "evidence_limit_mib", 0)
         with pytest.raises(EngineError, match=r"limit 0 MiB.*evidence = 20.*evidence_limit_mib"):
             engine.generate(PROMPTS, PLAIN, seed=17, evidence=evidence)

@@ -7,13 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import (
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCAB = 64
 
@@ -57,10 +51,6 @@ def _original(kind: str) -> PreTrainedModel:
         if kind == "dense":
             return Qwen3ForCausalLM(Qwen3Config(**_SIZES, tie_word_embeddings=True)).eval()
         config = Qwen3MoeConfig(
-            **_SIZES,
-            tie_word_embeddings=False,
-            moe_intermediate_size=32,
-            num_experts=8,
-            num_experts_per_tok=2,
+            **_SIZES, tie_word_embeddings=False, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
         )
         return Qwen3MoeForCausalLM(config).eval()

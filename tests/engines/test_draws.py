@@ -36,12 +36,7 @@ def provenance(sampling=OK):
         ([[1]], OK, 11, "evidence = 11"),
         ([[1]] * 700, Sampling(4000), "full", "could take 107 MiB"),  # 700*4000*10*4 / 2**20
         ([[1]] * 7000, Sampling(4000), "hidden", "could take 160 MiB"),  # 7000*4000*6 / 2**20
-        (
-            [[1]],
-            Sampling(4, top_k=3),
-            "hidden",
-            'top_k = 3 and .*top_p = 1.0 draw from a part.*"full"',
-        ),
+        ([[1]], Sampling(4, top_k=3), "hidden", 'top_k = 3 and .*top_p = 1.0 draw from a part.*"full"'),
         ([[1]], Sampling(4, top_p=0.9), "hidden", "top_p = 0.9 draw from a part"),
     ],
 )

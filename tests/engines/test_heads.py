@@ -134,10 +134,7 @@ def test_sound_evidence_passes_and_gross_or_absent_numbers_do_not():
 
     check(found)
     other = Head(found.head.weight.roll(1, 0), found.head.bias, 0.5, 4.0)
-    for wrong in (
-        HiddenStates(found.states, other),
-        HiddenStates(found.states.roll(1, 0), found.head),
-    ):
+    for wrong in (HiddenStates(found.states, other), HiddenStates(found.states.roll(1, 0), found.head)):
         with pytest.raises(EngineError, match=r"'e' .* nats per token \(limit 0.1\)"):
             check(wrong)
     with pytest.raises(EngineError, match="by nan nats"):

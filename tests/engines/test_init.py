@@ -39,8 +39,7 @@ def test_a_model_is_not_a_checkpoint_folder():
 
 
 @pytest.mark.parametrize(
-    ("kind", "module"),
-    [("transformers", "offdrift.engines.hf"), ("openai", "offdrift.engines.server.engine")],
+    ("kind", "module"), [("transformers", "offdrift.engines.hf"), ("openai", "offdrift.engines.server.engine")]
 )
 def test_a_missing_backend_says_how_to_install_it(kind, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)

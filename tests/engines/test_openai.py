@@ -65,9 +65,7 @@ def url(folder, tmp_path_factory):
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     words += ["--host", "127.0.0.1", "--port", str(port), *FLAGS]
     with log.open("w") as out:
-        server = subprocess.Popen(
-            words, env=os.environ | ENVIRONMENT, stdout=out, stderr=out, start_new_session=True
-        )
+        server = subprocess.Popen(words, env=os.environ | ENVIRONMENT, stdout=out, stderr=out, start_new_session=True)
     try:
         _wait(server, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
@@ -135,9 +133,7 @@ class TestCompletions(EngineContract):
     test_a_given_token_that_a_filter_excludes_is_refused = None
 
     @pytest.mark.parametrize("evidence", ["full", 20])
-    def test_evidence_above_the_memory_limit_is_refused_with_the_way_out(
-        self, engine, evidence, monkeypatch
-    ):
+    def test_evidence_above_the_memory_limit_is_refused_with_the_way_out(self, engine, evidence, monkeypatch):
         monkeypatch.setattr(engine, "evidence_limit_mib", 0)
         with pytest.raises(EngineError, match=r"limit 0 MiB.*evidence = 20.*evidence_limit_mib"):
             engine.generate(PROMPTS, PLAIN, seed=17, evidence=evidence)
@@ -179,9 +175,7 @@ def test_the_second_way_of_asking_gives_the_same_rollouts(url):
 def test_a_model_that_is_not_served_and_another_dtype_are_refused(url, folder):
     with pytest.raises(EngineError, match=rf"serves '{folder}' and no model 'other'"):
         _engine(url, model="other")
-    with pytest.raises(
-        EngineError, match=r"computes in float32, not in bfloat16.*--dtype bfloat16"
-    ):
+    with pytest.raises(EngineError, match=r"computes in float32, not in bfloat16.*--dtype bfloat16"):
         _engine(url, dtype="bfloat16")
 
 
@@ -253,9 +247,7 @@ def test_weight_files_are_removed(url, model, tmp_path):
     assert list((tmp_path / "weights").iterdir()) == []
 
 
-def test_without_our_worker_vllm_keeps_the_tied_head_on_cpus_and_that_is_caught(
-    url, model, monkeypatch
-):
+def test_without_our_worker_vllm_keeps_the_tied_head_on_cpus_and_that_is_caught(url, model, monkeypatch):
     monkeypatch.setattr("offdrift.engines.server.engine.OWN_METHOD", "no_such_method")
     with pytest.raises(SyncError, match="embeddings: differ by"):
         verify_sync(_engine(url), model, PROMPTS, PLAIN, seed=0)
@@ -274,9 +266,7 @@ def test_weights_are_left_alone_unless_asked_for(url, model):
 # -- the commands ---------------------------------------------------------------------------------
 
 
-def test_check_finds_a_float32_server_equal_to_its_checkpoint(
-    url, folder, model, tmp_path, monkeypatch, capsys
-):
+def test_check_finds_a_float32_server_equal_to_its_checkpoint(url, folder, model, tmp_path, monkeypatch, capsys):
     from tests.command import command
 
     _engine(url).load_weights(model.named_parameters(), version=0)

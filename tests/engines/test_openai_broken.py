@@ -175,9 +175,7 @@ def sglang(monkeypatch):
 
 
 def engine(played: Played, **options) -> OpenAIEngine:
-    return OpenAIEngine(
-        played.url, **{"vocab_size": VOCAB, "timeout": 5.0, "retries": 2, **options}
-    )
+    return OpenAIEngine(played.url, **{"vocab_size": VOCAB, "timeout": 5.0, "retries": 2, **options})
 
 
 def changed(**changes):
@@ -470,13 +468,7 @@ def test_a_response_that_goes_on_behind_a_stop_token_is_refused(played):
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        {},
-        {"token_id:1": -1.0},
-        {"a": -1.0, "token_id:1": -1.0},
-        {"token_id:99": -1.0, "token_id:1": -1.0},
-    ],
+    "row", [{}, {"token_id:1": -1.0}, {"a": -1.0, "token_id:1": -1.0}, {"token_id:99": -1.0, "token_id:1": -1.0}]
 )
 def test_too_few_likeliest_tokens_are_refused(played, row):
     played.fault = changed(top_logprobs=[row] * 3)
@@ -521,11 +513,7 @@ def test_log_probs_that_are_not_those_of_what_is_sampled_are_refused(played, mod
     played.mode, played.tells = mode, tells and mode != "tempered"
     made = engine(played)
     assert made.logprobs_mode([1]) == mode
-    samplings = {
-        "plain": PLAIN,
-        "cold": Sampling(3, temperature=0.5),
-        "top_k": Sampling(3, top_k=2),
-    }
+    samplings = {"plain": PLAIN, "cold": Sampling(3, temperature=0.5), "top_k": Sampling(3, top_k=2)}
     right = {"processed": {"plain", "cold", "top_k"}, "tempered": {"plain", "cold"}, "raw": {"plain"}}[mode]  # fmt: skip
     for name, sampling in samplings.items():
         assert faithful(mode, sampling) == (name in right)
@@ -610,9 +598,7 @@ def test_a_restart_that_loses_weights_is_noticed(played):
     made._weights.label = played.label = "offdrift-1"
     made.generate([[1]], PLAIN, seed=0)
     played.label = "default"
-    with pytest.raises(
-        EngineError, match=r"holds weights 'default', expected 'offdrift-1'.*restarted"
-    ):
+    with pytest.raises(EngineError, match=r"holds weights 'default', expected 'offdrift-1'.*restarted"):
         made.generate([[1]], PLAIN, seed=0)
     played.dev = False
     with pytest.raises(EngineError, match="holds weights 'None'"):
@@ -822,13 +808,7 @@ def test_an_engine_is_made_by_its_name(played):
     ],
 )  # fmt: skip
 def test_recipes_that_contradict_themselves_are_refused(rollout, words):
-    content = {
-        "name": "r",
-        "model": "tiny-qwen3",
-        "batches": 1,
-        "method": "none",
-        "rollout": rollout,
-    }
+    content = {"name": "r", "model": "tiny-qwen3", "batches": 1, "method": "none", "rollout": rollout}
     with pytest.raises(RecipeError, match=words):
         check_recipe(content, source="test")
 
@@ -847,10 +827,7 @@ def test_the_configurations_of_the_page_are_read():
     assert callable(getattr(importlib.import_module(module), name).offdrift_load)
     options = set(inspect.signature(OpenAIEngine).parameters)
     named = re.findall(
-        r"`(\w+)`",
-        "".join(
-            re.findall(r"^\| (`[a-z_`, ]+`) \|", page.partition("## Which log-probs")[0], re.M)
-        ),
+        r"`(\w+)`", "".join(re.findall(r"^\| (`[a-z_`, ]+`) \|", page.partition("## Which log-probs")[0], re.M))
     )
     assert len(named) == 7
     assert set(named) <= options

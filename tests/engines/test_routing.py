@@ -9,15 +9,7 @@ import torch
 from torch import nn
 
 from offdrift.engines.hf import TransformersEngine
-from offdrift.engines.routing import (
-    flip_rate,
-    flips,
-    num_experts,
-    replayed,
-    route_lengths,
-    routers,
-    routes_of,
-)
+from offdrift.engines.routing import flip_rate, flips, num_experts, replayed, route_lengths, routers, routes_of
 from offdrift.engines.score import score
 from offdrift.errors import EngineError
 from tests.engines.contract import PLAIN, PROMPTS
@@ -172,9 +164,7 @@ def test_what_cannot_be_read_or_replayed_is_refused(drawn):
         routes_of(tiny("dense"), drawn)
     with pytest.raises(EngineError, match="1 layers, the model has 2"), replayed(model, drawn, routes[:, :1]):  # fmt: skip
         pass
-    handle = routers(model)[0].register_forward_hook(
-        lambda m, a, out: (out[0], out[1] ** 3, out[2])
-    )
+    handle = routers(model)[0].register_forward_hook(lambda m, a, out: (out[0], out[1] ** 3, out[2]))
     with pytest.raises(EngineError, match="rule that is not known"), replayed(model, drawn, routes):
         score(model, drawn)
     handle.remove()

@@ -93,9 +93,7 @@ def test_top_k_evidence_gives_intervals_around_the_exact_value(model):
     top = rows.topk(4)
     drawn = rows[range(8), rollouts().tokens]
     exact = divergences(rollouts(evidence=FullVocab(rows)), logits)
-    found = divergences(
-        rollouts(evidence=TopK(top.indices, top.values), logp_rollout=drawn), logits
-    )
+    found = divergences(rollouts(evidence=TopK(top.indices, top.values), logp_rollout=drawn), logits)
     assert found.keys() == exact.keys()
     for name, d in found.items():
         assert str(d.grade) == "interval"

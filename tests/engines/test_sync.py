@@ -106,9 +106,7 @@ def test_the_probe_drops_filters_and_stops_and_keeps_the_temperature():
     # Filters would show as a difference that is not the weights'; a stop on every token as one
     # token per prompt; a forgotten temperature as tenths of a nat.
     sampling = Sampling(100, temperature=0.7, top_k=3, top_p=0.5, stop_token_ids=tuple(range(64)))
-    report = verify_sync(
-        TransformersEngine(tiny("dense")), tiny("dense"), PROMPTS, sampling, seed=0
-    )
+    report = verify_sync(TransformersEngine(tiny("dense")), tiny("dense"), PROMPTS, sampling, seed=0)
     assert report.tokens == 8 * 16
     assert report.noise < 1e-5
     assert report.unverified == ()
@@ -141,16 +139,12 @@ def test_an_engine_that_takes_nothing_is_caught_at_once():
     assert all(f"{group}: differ by" in str(caught.value) for group in GROUPS)
 
 
-@pytest.mark.parametrize(
-    ("group", "kind"), [("attention", "dense"), ("mlp", "dense"), ("mlp", "moe")]
-)
+@pytest.mark.parametrize(("group", "kind"), [("attention", "dense"), ("mlp", "dense"), ("mlp", "moe")])
 def test_a_group_that_is_taken_wrongly_is_named_by_what_agrees_without_it(group, kind):
     class Garbling(Deaf):
         def load_weights(self, weights, *, version):
             bad = {id(w) for w in weight_groups(model)[group]}
-            self._engine.load_weights(
-                ((n, w.flip(-1) if id(w) in bad else w) for n, w in weights), version=version
-            )
+            self._engine.load_weights(((n, w.flip(-1) if id(w) in bad else w) for n, w in weights), version=version)
 
     model = tiny(kind)
     with pytest.raises(SyncError, match=f"without the {group} weights they agree"):
@@ -204,9 +198,7 @@ def test_a_later_difference_is_held_against_noise_and_cap(noise, limit):
     model = tiny("dense")
     engine = TransformersEngine(model)
     baseline = replace(verify_sync(engine, model, PROMPTS, PLAIN, seed=0), noise=noise)
-    below = check_sync(
-        Spoiled(engine, -0.9 * limit), model, PROMPTS, PLAIN, seed=1, baseline=baseline
-    )
+    below = check_sync(Spoiled(engine, -0.9 * limit), model, PROMPTS, PLAIN, seed=1, baseline=baseline)
     assert math.isclose(below, 0.9 * limit, rel_tol=0.05)
     with pytest.raises(SyncError, match=f"the limit is {limit:.3g}"):
         check_sync(Spoiled(engine, -1.1 * limit), model, PROMPTS, PLAIN, seed=1, baseline=baseline)

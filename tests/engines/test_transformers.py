@@ -17,12 +17,7 @@ from tests.engines.oracles import logp_rows
 
 @pytest.fixture(
     scope="class",
-    params=[
-        ("dense", {}),
-        ("moe", {}),
-        ("dense", {"dtype": "bfloat16"}),
-        ("moe", {"quantization": "int8"}),
-    ],
+    params=[("dense", {}), ("moe", {}), ("dense", {"dtype": "bfloat16"}), ("moe", {"quantization": "int8"})],
     ids=["dense-fp32", "moe-fp32", "dense-bf16", "moe-int8"],
 )
 def built(request):
@@ -117,11 +112,7 @@ def test_a_batch_is_drawn_in_chunks_of_batch_size(monkeypatch):
     engine = TransformersEngine(tiny("dense"), batch_size=3)
     sizes = []
     generate = engine.model.generate
-    monkeypatch.setattr(
-        engine.model,
-        "generate",
-        lambda **kw: (sizes.append(len(kw["input_ids"])), generate(**kw))[1],
-    )
+    monkeypatch.setattr(engine.model, "generate", lambda **kw: (sizes.append(len(kw["input_ids"])), generate(**kw))[1])
     exact_against(tiny("dense"), engine, Sampling(max_tokens=5, stop_token_ids=tuple(range(9))))
     assert sizes == [3, 3, 2]
 
@@ -195,9 +186,7 @@ def test_states_of_other_tokens_are_refused(monkeypatch):
         return pack(self, tokens, lengths)
 
     monkeypatch.setattr(Recorder, "draws", late)
-    with pytest.raises(
-        EngineError, match=r"'transformers' .* miss the log-probs it reported by \d"
-    ):
+    with pytest.raises(EngineError, match=r"'transformers' .* miss the log-probs it reported by \d"):
         engine.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
 
 

@@ -100,10 +100,7 @@ def test_no_weights_at_all_are_refused(dense):
 
 @pytest.mark.parametrize(
     ("options", "label"),
-    [
-        ({"quantization": "fp8_per_channel"}, "fp8_per_channel"),
-        ({"kv_cache_dtype": "fp8"}, "kv_fp8"),
-    ],
+    [({"quantization": "fp8_per_channel"}, "fp8_per_channel"), ({"kv_cache_dtype": "fp8"}, "kv_fp8")],
     ids=["weights", "cache"],
 )
 def test_fp8_drifts_but_takes_new_weights(vllm_engine, options, label):
@@ -118,13 +115,9 @@ def test_fp8_drifts_but_takes_new_weights(vllm_engine, options, label):
     assert 0.05 < report.noise < report.cap == QUANTIZED_CAP
 
 
-def test_an_fp8_cache_on_a_processor_without_wide_vectors_is_not_offered(
-    checkpoints, dense, monkeypatch
-):
+def test_an_fp8_cache_on_a_processor_without_wide_vectors_is_not_offered(checkpoints, dense, monkeypatch):
     no_wide_vectors(monkeypatch)
-    with pytest.raises(
-        NotOfferedError, match=r"not offered on this machine: FP8 KV cache.*AVX-512"
-    ):
+    with pytest.raises(NotOfferedError, match=r"not offered on this machine: FP8 KV cache.*AVX-512"):
         vllm_engine_module.VLLMEngine(checkpoints["dense"], kv_cache_dtype="fp8", max_model_len=64)
     gc.collect()
     assert len(dense.generate(PROMPTS, PLAIN, seed=0).tokens) == 96
@@ -145,9 +138,7 @@ def test_long_lists_of_log_probs_are_fetched_in_pieces(dense, monkeypatch):
     draw = dense._draw
     monkeypatch.setattr(dense, "evidence_limit_mib", 1)
     monkeypatch.setattr(vllm_draws, "BYTES_PER_ENTRY", 2**20 // (3 * 12 * 65))
-    monkeypatch.setattr(
-        dense, "_draw", lambda p, *a, **k: (sizes.append(len(p)), draw(p, *a, **k))[1]
-    )
+    monkeypatch.setattr(dense, "_draw", lambda p, *a, **k: (sizes.append(len(p)), draw(p, *a, **k))[1])
     pieces = dense.generate(PROMPTS, PLAIN, seed=2, evidence="full")
     assert sizes == [3, 3, 2]
     assert torch.equal(whole.tokens, pieces.tokens)
@@ -163,16 +154,8 @@ def test_every_request_of_every_seed_has_its_own_stream():
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
-        (
-            [[1] * 250],
-            Sampling(max_tokens=7),
-            "250 tokens .*max_tokens = 7 exceed max_model_len = 256",
-        ),
-        (
-            [[1]],
-            Sampling(max_tokens=5, temperature=2.5),
-            r"temperature = 2.5, vLLM samples up to 2",
-        ),
+        ([[1] * 250], Sampling(max_tokens=7), "250 tokens .*max_tokens = 7 exceed max_model_len = 256"),
+        ([[1]], Sampling(max_tokens=5, temperature=2.5), r"temperature = 2.5, vLLM samples up to 2"),
     ],
     ids=["length", "temperature"],
 )
@@ -239,9 +222,7 @@ def test_raw_log_probs_are_refused(checkpoints, dense, monkeypatch):
     import vllm
 
     whole = vllm.LLM
-    monkeypatch.setattr(
-        vllm, "LLM", lambda path, **kw: whole(path, **kw | {"logprobs_mode": "raw_logprobs"})
-    )
+    monkeypatch.setattr(vllm, "LLM", lambda path, **kw: whole(path, **kw | {"logprobs_mode": "raw_logprobs"}))
     with pytest.raises(EngineError, match="raw_logprobs, not the log-probs"):
         vllm_engine_module.VLLMEngine(checkpoints["dense"], max_model_len=64)
     gc.collect()

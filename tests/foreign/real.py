@@ -22,11 +22,7 @@ REQUIRED = "OFFDRIFT_FOREIGN"
 """Set to "required", a framework that is missing is a failure."""
 
 PINNED = dict(
-    re.findall(
-        r"^(openrlhf|areal|skyrl)==(\S+)$",
-        (ROOT / "requirements-foreign.txt").read_text(),
-        re.MULTILINE,
-    )
+    re.findall(r"^(openrlhf|areal|skyrl)==(\S+)$", (ROOT / "requirements-foreign.txt").read_text(), re.MULTILINE)
 )
 
 

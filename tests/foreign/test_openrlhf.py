@@ -68,14 +68,7 @@ def given() -> Batch:
 
 def run(loss: Any, one: Batch, **counts: Any) -> tuple[tuple[Tensor, ...], Tensor]:
     current = one.current.clone().requires_grad_()
-    out = loss(
-        current,
-        one.old,
-        one.advantages,
-        action_mask=one.mask.long(),
-        rollout_log_probs=one.rollout,
-        **counts,
-    )
+    out = loss(current, one.old, one.advantages, action_mask=one.mask.long(), rollout_log_probs=one.rollout, **counts)
     out[0].backward()
     assert current.grad is not None
     return tuple(x if x is None else x.detach() for x in out), current.grad
@@ -93,11 +86,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "flashrl",
         {},
-        {
-            "is_correction_level": "token",
-            "is_correction_mode": "clip",
-            "is_correction_threshold": (0, 2.0),
-        },
+        {"is_correction_level": "token", "is_correction_mode": "clip", "is_correction_threshold": (0, 2.0)},
     ),
     (
         "decoupled_geo_rs_token_tis",
@@ -131,13 +120,9 @@ def test_losses_gradients_and_reports_are_openrlhfs(
         assert 0 < float(expected[4]) < 1
 
 
-def test_the_trainer_calls_and_unpacks_what_the_adapter_takes_and_gives(
-    theirs: Any, package: Path
-) -> None:
+def test_the_trainer_calls_and_unpacks_what_the_adapter_takes_and_gives(theirs: Any, package: Path) -> None:
     found = list(calls(package / "trainer" / "ray" / "ppo_actor.py"))
-    (arguments,) = (
-        {k.arg for k in call.keywords} for name, call, _ in found if name == "PolicyLoss"
-    )
+    (arguments,) = ({k.arg for k in call.keywords} for name, call, _ in found if name == "PolicyLoss")
     ((names, keywords),) = (
         (holder.targets[0].elts, {k.arg for k in call.keywords} - {None})  # type: ignore[attr-defined]
         for name, call, holder in found

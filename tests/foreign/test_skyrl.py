@@ -60,18 +60,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"gate.low": 0.9, "gate.high": 1.1},
         {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1},
     ),
-    (
-        "icepop_binary",
-        {},
-        {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 5.0},
-    ),
+    ("icepop_binary", {}, {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 5.0}),
 ]
 
 
 @pytest.mark.parametrize(("name", "settings", "correction"), CASES)
-def test_losses_and_gradients_are_skyrls(
-    theirs: Any, name: str, settings: Any, correction: Any
-) -> None:
+def test_losses_and_gradients_are_skyrls(theirs: Any, name: str, settings: Any, correction: Any) -> None:
     """Its regular loss with its own correction, and the method through its registry."""
     from skyrl.train.config.config import AlgorithmConfig, OffPolicyCorrectionConfig
 

@@ -89,11 +89,7 @@ class Census:
             f"{module}.{function.name}"
             for module, function in self.functions
             if RIDDLES
-            & {
-                node.id
-                for node in ast.walk(function)
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            }
+            & {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         ]
 
     @cached_property
@@ -135,8 +131,7 @@ def census(source: Path = SOURCE) -> Census:
 def imported_by(*modules: str) -> list[str]:
     """Modules of ours that are loaded once these are imported, in a fresh interpreter."""
     program = (
-        f"import sys, {', '.join(modules)}; "
-        "print(*sorted(m for m in sys.modules if m.split('.')[0] == 'offdrift'))"
+        f"import sys, {', '.join(modules)}; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'offdrift'))"
     )
     run = [sys.executable, "-c", program]
     return subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()

@@ -16,11 +16,7 @@ from offdrift.cli import app
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "certificates.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
-COMMANDS = [
-    line.split("#")[0].strip()
-    for line in PAGE.splitlines()
-    if line.startswith("    offdrift bound")
-]
+COMMANDS = [line.split("#")[0].strip() for line in PAGE.splitlines() if line.startswith("    offdrift bound")]
 
 
 def test_its_snippets_and_commands_are_all_run():

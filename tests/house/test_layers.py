@@ -127,7 +127,5 @@ def test_every_room_has_a_level_and_every_level_a_room():
 def test_importing_the_library_loads_no_engine_framework_or_report():
     heavy = sorted(ALLOWED)
     program = f"import sys, offdrift; print([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -27,9 +27,7 @@ def test_the_command_stands_by_line_12():
     assert len(README.splitlines()) <= 150
 
 
-@pytest.mark.parametrize(
-    "code", [b for kind, b in BLOCKS if kind == "python"], ids=lambda b: b[:30]
-)
+@pytest.mark.parametrize("code", [b for kind, b in BLOCKS if kind == "python"], ids=lambda b: b[:30])
 def test_python_snippets_run(code):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -72,9 +72,7 @@ def clean(steps: int = STEPS, first: int = 1) -> list[Row]:
     return rows
 
 
-def altered(
-    change: Mapping[str, float] | Callable[[int, Row], Mapping[str, float | None]],
-) -> list[Row]:
+def altered(change: Mapping[str, float] | Callable[[int, Row], Mapping[str, float | None]]) -> list[Row]:
     """The clean run with some numbers changed; None takes a number away."""
     rows = []
     for i, row in enumerate(clean()):

@@ -59,12 +59,7 @@ class Spoiled:
         return self.inner.version
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seed: int,
-        evidence: EvidenceKind = "sampled",
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, evidence: EvidenceKind = "sampled"
     ) -> Rollouts:
         if not self.armed:
             return self.inner.generate(prompts, sampling, seed=seed, evidence=evidence)
@@ -226,9 +221,7 @@ def context_of(case: Case) -> Context:
     )
 
 
-def run(
-    case: Case, folder: Path, *, seed: int = 0, batches: int = 32, start_seed: int | None = None
-) -> Path:
+def run(case: Case, folder: Path, *, seed: int = 0, batches: int = 32, start_seed: int | None = None) -> Path:
     """Train under the plant; returns the arm's folder.
 
     Args:

@@ -211,9 +211,7 @@ def test_weights_that_part_at_the_first_update(first, later, named):
     assert [r for r in rules if r in ("weights_part", "wrong_weights")] == ([named] if named else [])  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "names", [("batch/tokens", "batch/unscored_tokens"), ("batch/tokens", "unscored_tokens")]
-)
+@pytest.mark.parametrize("names", [("batch/tokens", "batch/unscored_tokens"), ("batch/tokens", "unscored_tokens")])
 def test_three_tokens_without_log_probs_are_told_live_and_once(names):
     """At one step of sixty, where a median over five would see none of them."""
     watcher, tokens = Watcher(), dict(zip(names, (100.0, 0.0), strict=True))

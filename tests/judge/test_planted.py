@@ -46,9 +46,7 @@ def test_generated_tokens_are_drawn_from_what_is_said():
     for case in planted.CASES:
         batches = planted.run(replace(case, steps=12, growth=0.0), seed=3)
         each = (lp for lp in (b.logprobs() for b in batches))
-        found = summarize(
-            DriftStats.merge_all(DriftStats.of(lp).plus(signature(lp)) for lp in each)
-        )
+        found = summarize(DriftStats.merge_all(DriftStats.of(lp).plus(signature(lp)) for lp in each))
         lies = case.cause in ("one_sided_filter", "misaligned") or "engine raw" in case.name
         assert (abs(found["full/ratio_mean_z"]) > 5) == lies, case.name
         compared += 1
@@ -57,12 +55,7 @@ def test_generated_tokens_are_drawn_from_what_is_said():
 
 SMALL = {"task": "digits", "warm_start.steps": 0, "rollout.prompts": 8, "rollout.max_tokens": 10}
 """Untrained, so that no warm start is needed; rewards vary all the same."""
-REAL = {
-    "float32": {},
-    "top-p 0.9": {},
-    "off by one": {},
-    "no weights arrive": {"optim.lr": 1e-2},
-}
+REAL = {"float32": {}, "top-p 0.9": {}, "off by one": {}, "no weights arrive": {"optim.lr": 1e-2}}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -106,10 +99,7 @@ def test_upper_limits_are_those_of_clopper_and_pearson():
 def test_the_documented_matrix_is_the_stored_one_and_covers_every_case():
     runs = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
     there = {kind: {r["case"] for r in runs if r["kind"] == kind} for kind in KINDS}
-    assert there == {
-        "generated": {c.name for c in planted.CASES},
-        "real": {c.name for c in planted_real.CASES},
-    }
+    assert there == {"generated": {c.name for c in planted.CASES}, "real": {c.name for c in planted_real.CASES}}
     page = Path(PAGE).read_text(encoding="utf-8")
     assert page.split(BEGIN)[1].split(END)[0].strip() == render(runs).strip()
     assert all(math.isfinite(r["k3"]) for r in runs)

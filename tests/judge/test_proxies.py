@@ -29,9 +29,7 @@ def test_golden_with_token_tis():
     weight = (LOGP_OLD - LOGP_ROLLOUT).exp().clamp(max=2)
     means = SEGMENTS.mean(weight)
     assert means.tolist() == pytest.approx([0.988699, 0.92034], abs=1e-6)
-    p = variance_proxies(
-        SUM_PI_SQUARED, LOGP_OLD, ADVANTAGES, SEGMENTS, grad_norm=0.6, weight=weight
-    )
+    p = variance_proxies(SUM_PI_SQUARED, LOGP_OLD, ADVANTAGES, SEGMENTS, grad_norm=0.6, weight=weight)
     assert p.total_power == pytest.approx(1.051318, abs=1e-6)
     assert p.pure_noise == pytest.approx(0.691318, abs=1e-6)
 

@@ -7,16 +7,7 @@ import pytest
 from benchmarks.trend_alarms import ar1
 
 from offdrift.judge import READINGS, Context, Watcher, load_rules
-from offdrift.judge.scatter import (
-    Scatter,
-    drift_of,
-    line_of,
-    moved,
-    normal_score,
-    shift_of,
-    slope_over,
-    walk_of,
-)
+from offdrift.judge.scatter import Scatter, drift_of, line_of, moved, normal_score, shift_of, slope_over, walk_of
 from offdrift.judge.window import Window
 from tests.judge.histories import altered, both, clean
 
@@ -87,9 +78,7 @@ def test_slope_against_numpy():
     assert line_of(list(y), 5) == pytest.approx(normal_score(t, 39 / found.per_draw - 2))
 
 
-@pytest.mark.parametrize(
-    ("dof", "t"), [(1, 318.309), (2, 22.327), (3, 10.215), (5, 5.893), (10, 4.144), (100, 3.174)]
-)
+@pytest.mark.parametrize(("dof", "t"), [(1, 318.309), (2, 22.327), (3, 10.215), (5, 5.893), (10, 4.144), (100, 3.174)])
 def test_normal_scores_are_those_of_tables(dof, t):
     """Student's t at 0.001, where a normal variable has 3.090."""
     assert normal_score(t, dof) == pytest.approx(3.090, rel=0.11 / dof)
@@ -241,9 +230,7 @@ def test_every_reading_can_be_made_and_is_documented():
     )  # fmt: skip
     data = ("batch/unscored_frac", "data/unread_frac", "data/cuts", "data/partly_frac", "data/probability", "data/negated", "data/ahead_frac", "data/lacking_frac/rewards")  # fmt: skip
     data += ("old/version_lag", "old/stale_frac")
-    rows = altered(
-        {"router/delta_router": 0.01, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)}
-    )
+    rows = altered({"router/delta_router": 0.01, "gate/drop_frac_seq": 0.1, **dict.fromkeys(data, 0.0)})
     rows[-1] = {**rows[-1], "optim/loss": math.nan}
     made = reading_after(rows, context)
     assert set(made) == set(READINGS)

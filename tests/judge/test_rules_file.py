@@ -83,9 +83,7 @@ def test_own_rule_fires_with_its_own_fix(own):
 
 def test_own_rule_takes_the_place_of_its_letter(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text(
-        f"[rules.mine]\nletter = 'A'\n{RULE}all = [{{ metric = 'chi2_token', above = 0.1 }}]"
-    )
+    path.write_text(f"[rules.mine]\nletter = 'A'\n{RULE}all = [{{ metric = 'chi2_token', above = 0.1 }}]")
     told = judge({"chi2_token": 1.5, "pearson": 0.9}, load_rules(path))
     assert [f.rule for f in told] == ["engines_disagree", "mine", "weight_variance", "systems_fix"]
 

@@ -67,9 +67,7 @@ def test_finding_is_complete(name):
         Context(same_weights=True),
         Context(mixture_of_experts=True, temperature=1.0, method="token_tis"),
         Context(method="decoupled_token_icepop"),
-        Context(
-            overall=clean(9)[8], by_lag=[{"low": 0, "full/k3": 1e-3}, {"low": 1, "full/k3": 2e-3}]
-        ),
+        Context(overall=clean(9)[8], by_lag=[{"low": 0, "full/k3": 1e-3}, {"low": 1, "full/k3": 2e-3}]),
     ],
     ids=["nothing known", "same weights", "experts", "band", "whole run"],
 )
@@ -100,16 +98,9 @@ def test_no_two_rules_silence_each_other():
 
 
 @pytest.mark.parametrize(
-    ("moderate", "heavy", "expected"),
-    [
-        (10, 20, ["weight_variance"]),
-        (40, 10, ["weight_variance", "token_drift"]),
-    ],
+    ("moderate", "heavy", "expected"), [(10, 20, ["weight_variance"]), (40, 10, ["weight_variance", "token_drift"])]
 )
 def test_over_a_run_the_better_explanation_needs_half_the_steps(moderate, heavy, expected):
     levels = [0.4] * moderate + [1.2] * heavy
-    rows = [
-        {"step": 50 + i, "mismatch/chi2_token": x, "mismatch/k1": 0.01}
-        for i, x in enumerate(levels)
-    ]
+    rows = [{"step": 50 + i, "mismatch/chi2_token": x, "mismatch/k1": 0.01} for i, x in enumerate(levels)]
     assert [f.rule for f in diagnose(rows)] == expected

@@ -67,13 +67,7 @@ def test_filter_is_first_order_in_k1_and_second_in_k3(top_p):
     assert k3 < float((mass.log() ** 2).mean())
 
 
-NAMES = (
-    "bfloat16",
-    "temperature 0.7, engine raw",
-    "top-p 0.9",
-    "off by one",
-    "stuck weights, fast",
-)
+NAMES = ("bfloat16", "temperature 0.7, engine raw", "top-p 0.9", "off by one", "stuck weights, fast")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in NAMES], ids=lambda c: c.name)

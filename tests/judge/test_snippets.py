@@ -14,18 +14,7 @@ from offdrift.judge import load_rules
 
 FIXES = load_rules().fixes
 SNIPPETS = [(fix, where, text) for fix, f in FIXES.items() for where, text in f.snippets.items()]
-LANGUAGES = {
-    "verl",
-    "nemo-rl",
-    "trl",
-    "prime-rl",
-    "offdrift",
-    "slime",
-    "skyrl",
-    "vllm",
-    "python",
-    "shell",
-}
+LANGUAGES = {"verl", "nemo-rl", "trl", "prime-rl", "offdrift", "slime", "skyrl", "vllm", "python", "shell"}
 
 
 def of(*frameworks):

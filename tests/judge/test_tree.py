@@ -109,11 +109,7 @@ def test_a_zero_update_test_is_one_row_and_is_judged():
     (found,) = diagnose([row], context=Context(same_weights=True))
     assert (found.cause, found.letter, found.confidence) == ("precision", "A", "high")
     held = {(e.metric, e.relation, e.threshold) for e in found.evidence}
-    assert held == {
-        ("mismatch/k3", ">", 0.05),
-        ("mismatch/ppl_ratio", ">", 0.05),
-        ("same_ckpt", "=", 1.0),
-    }
+    assert held == {("mismatch/k3", ">", 0.05), ("mismatch/ppl_ratio", ">", 0.05), ("same_ckpt", "=", 1.0)}
 
 
 def test_verdict_takes_the_most_urgent_level_and_the_first_repair():

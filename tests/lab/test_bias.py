@@ -153,9 +153,7 @@ COEFFICIENTS: dict[str, Callable[[Path], list[float]]] = {
     "echo2": lambda y: [min(w, 2.0) for w in y.w],
     "decoupled_seq_mis": masked_and_clipped,
     "dispo_paper": lambda y: [min(max(r, 0.8), 11) if y.reward > 0 else min(r, 101) for r in y.r],
-    "dispo": lambda y: [
-        min(max(r, FLOORS[y.reward > 0]), CAPS[y.reward > 0, y.advantage > 0]) for r in y.r
-    ],
+    "dispo": lambda y: [min(max(r, FLOORS[y.reward > 0]), CAPS[y.reward > 0, y.advantage > 0]) for r in y.r],
 }
 
 
@@ -193,16 +191,12 @@ def test_gates_see_exact_divergences_from_the_rollout_policy(statistic, on, i):
     bound = sorted(means)[len(means) // 2] + 1e-9
     gate = Gate(statistic=statistic, on=on, unit="seq_mean", high=bound)
     row = Method(objective=ImportanceSampled(), correction=Correction((gate,)))
-    expected = by_loop(
-        PROBLEMS[i], LARGE, lambda y: y.w if means[y.number] <= bound else same(0.0, y)
-    )
+    expected = by_loop(PROBLEMS[i], LARGE, lambda y: y.w if means[y.number] <= bound else same(0.0, y))
     torch.testing.assert_close(gradient_of(row, PROBLEMS[i], LARGE), expected, rtol=0, atol=1e-12)
     assert 0 < sum(x > bound for x in means) < len(means)
 
 
-def divergences_along(
-    path: Path, problem: Problem, other: TabularPolicy, statistic: str
-) -> list[float]:
+def divergences_along(path: Path, problem: Problem, other: TabularPolicy, statistic: str) -> list[float]:
     """Divergence mu || other at each context of a sequence."""
     v, found = problem.rollout.vocab, []
     for t in range(problem.rollout.horizon):
@@ -402,15 +396,9 @@ def test_a_wrong_sign_is_a_bias_of_two():
 
 
 def test_a_weight_on_the_wrong_ratio_is_seen():
-    row = Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="mismatch", unit="sequence"),)),
-    )
+    row = Method(objective=Reinforce(), correction=Correction(weights=(Weight(on="mismatch", unit="sequence"),)))
     assert measured_bias(row) == "O(drift)"
-    right = replace(
-        row,
-        correction=row.correction & Weight(on="staleness", unit="sequence"),
-    )
+    right = replace(row, correction=row.correction & Weight(on="staleness", unit="sequence"))
     assert measured_bias(right) == "none"
 
 

@@ -8,14 +8,7 @@ import torch
 
 from offdrift.certificate import all_bounds
 from offdrift.errors import BadValueError, ShapeError
-from offdrift.lab import (
-    TabularPolicy,
-    divergences,
-    perturbed,
-    random_policies,
-    returns,
-    worst_rewards,
-)
+from offdrift.lab import TabularPolicy, divergences, perturbed, random_policies, returns, worst_rewards
 from offdrift.lab.markov import drift_noise, product, random_automaton, random_markov, shifted, walk
 from offdrift.lab.policy import error_weights, over_prompts, surrogate_weights, token_kl
 from offdrift.lab.recursions import state_error_weights
@@ -105,9 +98,7 @@ def test_agrees_with_a_loop_over_sequences(vocab: int, horizon: int):
         got |= {n: float(getattr(d, n)[i]) for n in ("kl_max", "tv_max", "kl_seq", "tv_seq")}
         assert d.mean_tv[i].tolist() == pytest.approx(want.pop("mean_tv"), abs=1e-12)
         assert got == pytest.approx(want, abs=1e-12)
-        assert float(r.error[i]) == pytest.approx(
-            want["current"] - want["rollout"] - want["surrogate"], abs=1e-12
-        )
+        assert float(r.error[i]) == pytest.approx(want["current"] - want["rollout"] - want["surrogate"], abs=1e-12)
 
 
 def test_the_worst_reward_is_the_worst_of_all_binary_rewards():

@@ -10,24 +10,9 @@ import torch
 
 from offdrift.errors import BadValueError, MethodError
 from offdrift.lab import frontier as module
-from offdrift.lab.frontier import (
-    BETWEEN,
-    Estimate,
-    conjecture,
-    family,
-    frontier,
-    known_moments,
-    verdict,
-)
+from offdrift.lab.frontier import BETWEEN, Estimate, conjecture, family, frontier, known_moments, verdict
 from offdrift.lab.recursions import return_gradient
-from offdrift.lab.testbeds import (
-    TESTBEDS,
-    all_sequences,
-    coefficients,
-    draw,
-    gradients,
-    make_testbed,
-)
+from offdrift.lab.testbeds import TESTBEDS, all_sequences, coefficients, draw, gradients, make_testbed
 from offdrift.methods import METHODS
 
 
@@ -158,9 +143,7 @@ def estimate(**change) -> Estimate:
 
 def test_verdicts_name_the_winner_and_who_ties_with_it():
     token = estimate()
-    prefix = estimate(
-        method="minpro", family="prefix", progress=1.3, progress_se=0.1, how="sampled"
-    )
+    prefix = estimate(method="minpro", family="prefix", progress=1.3, progress_se=0.1, how="sampled")
     lucky = estimate(method="lucky", family="turn", progress=9.0, progress_se=4.5, how="sampled")
     sequence = estimate(method="full_is", family="sequence", progress=0.1)
     found = verdict([token, prefix, lucky, sequence])
@@ -184,18 +167,13 @@ def test_verdicts_name_the_winner_and_who_ties_with_it():
 def test_a_sampled_likeness_of_an_exact_row_does_not_win_by_rounding():
     """A cap that no sample met gives the exact row's numbers and an error of nothing."""
     exact = estimate(progress=0.12531241733269916)
-    likeness = estimate(
-        method="icepop", progress=0.12531241733269985, progress_se=9e-17, how="sampled"
-    )
+    likeness = estimate(method="icepop", progress=0.12531241733269985, progress_se=9e-17, how="sampled")
     for rows in ([exact, likeness], [likeness, exact]):
         assert verdict(rows).winner.method == "token_is"
 
 
 def test_the_plainest_methods_are_compared_beside_the_best():
-    rows = [
-        estimate(method=m, family=f, progress=1.0 + i)
-        for i, (f, m) in enumerate(module.PLAIN.items())
-    ]
+    rows = [estimate(method=m, family=f, progress=1.0 + i) for i, (f, m) in enumerate(module.PLAIN.items())]
     many = [estimate(method=f"token_{i}", progress=50.0 + i) for i in range(9)]
     found = verdict([*rows, *many])
     assert found.winner.method == "token_8"
@@ -230,16 +208,8 @@ def test_scatter_of_the_mean_is_not_taken_for_bias():
         (lambda: make_testbed("tree", horizon=8), MethodError, "tree"),
         (lambda: make_testbed("walk", horizon=1), BadValueError, "horizon = 1"),
         (lambda: make_testbed("walk", horizon=8, kl_token=-1.0), BadValueError, "kl_token = -1"),
-        (
-            lambda: make_testbed("walk", horizon=8, kl_token=math.nan),
-            BadValueError,
-            "kl_token = nan",
-        ),
-        (
-            lambda: next(frontier(make_testbed("walk", horizon=4), batch=0)),
-            BadValueError,
-            "batch = 0",
-        ),
+        (lambda: make_testbed("walk", horizon=8, kl_token=math.nan), BadValueError, "kl_token = nan"),
+        (lambda: next(frontier(make_testbed("walk", horizon=4), batch=0)), BadValueError, "batch = 0"),
     ],
 )
 def test_bad_requests_are_refused_by_name(make, error, words):

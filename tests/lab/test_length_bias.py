@@ -110,10 +110,7 @@ def test_wilson_at_the_ends():
 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
-    [
-        ({"violation": 1.5}, BadValueError, "violation = 1.5"),
-        ({"sequences": 0}, BadValueError, "sequences = 0"),
-    ],
+    [({"violation": 1.5}, BadValueError, "violation = 1.5"), ({"sequences": 0}, BadValueError, "sequences = 0")],
 )
 def test_bad_streams_are_refused(change, error, words):
     with pytest.raises(error, match=words):

@@ -198,13 +198,9 @@ def test_what_the_rollout_policy_cannot_draw():
 
 def test_states_that_neither_policy_reaches_do_not_count():
     # State 1 is entered by token 1 only, which is never drawn; there the policies disagree.
-    machine = Automaton(
-        torch.tensor([[0, 1], [1, 1]]), torch.tensor([1.0, 0.0], dtype=torch.float64)
-    )
+    machine = Automaton(torch.tensor([[0, 1], [1, 1]]), torch.tensor([1.0, 0.0], dtype=torch.float64))
     rows = [[[1.0, 0.0], [0.5, 0.5]], [[1.0, 0.0], [0.0, 1.0]], [[0.9, 0.1], [0.0, 1.0]]]
-    mu, same, other = (
-        MarkovPolicy(machine, torch.tensor([[row]], dtype=torch.float64), 4) for row in rows
-    )
+    mu, same, other = (MarkovPolicy(machine, torch.tensor([[row]], dtype=torch.float64), 4) for row in rows)
     d = markov_divergences(mu, same)
     assert float(d.kl_max) == float(d.tv_max) == float(d.kl_seq) == float(d.tv_seq_high) == 0
     d = markov_divergences(mu, other)  # the current policy goes there

@@ -45,9 +45,7 @@ def test_perturbation_touches_the_share_of_contexts_it_is_asked_to():
     contexts = 400 * (1 + 2 + 4 + 8)
     for touched in (0.0, 0.1, 1.0):
         drifted = perturbed(policy, scale=1.0, touched=touched, generator=_generator())
-        moved = sum(
-            int((a != b).any(-1).sum()) for a, b in zip(policy.levels, drifted.levels, strict=True)
-        )
+        moved = sum(int((a != b).any(-1).sum()) for a, b in zip(policy.levels, drifted.levels, strict=True))
         assert moved / contexts == pytest.approx(touched, abs=0.02)
 
 
@@ -81,9 +79,7 @@ def test_tilt_must_leave_a_coin(eps: float):
 
 def test_what_is_not_a_tree_of_distributions_is_refused():
     row = torch.tensor([[[0.5, 0.5]]], dtype=torch.float64)
-    with pytest.raises(
-        ShapeError, match=r"levels\[1\] has shape \(1, 1, 2\), expected \(1, 2, 2\)"
-    ):
+    with pytest.raises(ShapeError, match=r"levels\[1\] has shape \(1, 1, 2\), expected \(1, 2, 2\)"):
         TabularPolicy((row, row))
     with pytest.raises(ShapeError, match="levels is empty"):
         TabularPolicy(())

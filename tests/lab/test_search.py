@@ -77,10 +77,7 @@ def test_random_pairs_notice_a_planted_constant():
 
 
 def test_every_bound_is_checked_on_every_pair():
-    rows = {
-        (r.bound, r.constants): r
-        for r in summarize(check(b) for b in batches(600, seed=2, longest=16))
-    }
+    rows = {(r.bound, r.constants): r for r in summarize(check(b) for b in batches(600, seed=2, longest=16))}
     assert set(rows) == set(ROW_NAMES)
     assert len(rows) == 10 + 12 + 3
     for key in TABLE:
@@ -203,10 +200,7 @@ def test_the_search_attains_the_sharp_constants_at_two_tokens():
 def test_steps_find_more_than_starts():
     arena = remembering("parity", counter(2, 2), 16)
     first, last = (
-        np.nanmax(
-            check(attack(arena, restarts=3, steps=n, seed=1)).tightness[:, : len(TABLE)], axis=0
-        )
-        for n in (0, 40)
+        np.nanmax(check(attack(arena, restarts=3, steps=n, seed=1)).tightness[:, : len(TABLE)], axis=0) for n in (0, 40)
     )
     assert (last > first).all()
 

@@ -103,9 +103,7 @@ def draw(seed: int, *, on_policy: bool = False, per_token: bool = False) -> Batc
     lengths = torch.randint(1, 12, (8,), generator=g)
     n = int(lengths.sum())
     spread = lambda x: x.repeat_interleave(lengths)  # noqa: E731
-    scale = spread(
-        torch.tensor(SCALES, dtype=torch.float64)[torch.randint(0, 5, (8,), generator=g)]
-    )
+    scale = spread(torch.tensor(SCALES, dtype=torch.float64)[torch.randint(0, 5, (8,), generator=g)])
     mu = -3 * uniform(n) - 0.01
     down, up, fast = torch.randperm(n, generator=g)[:3].tolist()
     first, second = torch.zeros(2, n, dtype=torch.float64)
@@ -161,9 +159,7 @@ def padded(batch: Batch, seed: int) -> tuple[Given, Tensor]:
         mask[i, torch.randperm(mask.shape[1], generator=g)[:n]] = True
     t = _with_junk(batch.tokens, mask, g)
     leaf = t["pi"].requires_grad_()
-    lp = LogProbs.pack(
-        t["mu"], leaf, t["old"], logp_ref=t["ref"], mask=mask, group_ids=batch.groups
-    )
+    lp = LogProbs.pack(t["mu"], leaf, t["old"], logp_ref=t["ref"], mask=mask, group_ids=batch.groups)
     return with_facts(lp, leaf, batch.rewards, t), mask
 
 
@@ -208,18 +204,10 @@ def with_facts(lp: LogProbs, leaf: Tensor, rewards: Tensor, t: dict[str, Tensor]
     return Given(lp=lp, leaf=leaf, advantages=clean["a"], facts=facts)
 
 
-def run(
-    row: Method,
-    given: Given,
-    *,
-    observed: Observed | Literal["this_batch"] = "this_batch",
-    **options: Any,
-) -> Run:
+def run(row: Method, given: Given, *, observed: Observed | Literal["this_batch"] = "this_batch", **options: Any) -> Run:
     """Loss and gradient; the plain sum unless `normalizer` says otherwise."""
     options = {"normalizer": 1.0, **options}
-    result = policy_loss(
-        given.lp, row, given.advantages, observed=observed, **given.facts, **options
-    )
+    result = policy_loss(given.lp, row, given.advantages, observed=observed, **given.facts, **options)
     (grad,) = torch.autograd.grad(result.loss, given.leaf, retain_graph=True)
     return Run(result=result, grad=grad)
 

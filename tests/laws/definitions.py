@@ -46,11 +46,9 @@ class Sequence:
 
     def l(self, on: str) -> Numbers:  # noqa: E743
         """Log-ratio of each token."""
-        second, first = {
-            "full": (self.pi, self.mu),
-            "mismatch": (self.old, self.mu),
-            "staleness": (self.pi, self.old),
-        }[on]
+        second, first = {"full": (self.pi, self.mu), "mismatch": (self.old, self.mu), "staleness": (self.pi, self.old)}[
+            on
+        ]
         return [x - y for x, y in zip(second, first, strict=True)]
 
     @property
@@ -119,11 +117,7 @@ def diagonal(values: Numbers) -> Matrix:
 
 
 def ratio_push(
-    s: Sequence,
-    on: str,
-    unit: str,
-    through: str,
-    stopped: Callable[[float, float, int], bool] = lambda u, a, t: False,
+    s: Sequence, on: str, unit: str, through: str, stopped: Callable[[float, float, int], bool] = lambda u, a, t: False
 ) -> Matrix:
     """Push of L_t = -a u with u the ratio of the token's unit; none where `stopped(u, a, t)`.
 
@@ -163,18 +157,13 @@ def weights_of(w: Any, step: list[Sequence]) -> Matrix:
     if isinstance(w, VariationalWeight):
         return [[kernel(w, s, a) for a in s.a] for s in step]
     assert isinstance(w, Weight), f"define {type(w).__name__} in tests/laws/definitions.py"
-    raw = [
-        [limited(w, ratio(unit_ratio(s, s.l(w.on), t, w.unit)[0]), t + 1) for t in range(len(s))]
-        for s in step
-    ]
+    raw = [[limited(w, ratio(unit_ratio(s, s.l(w.on), t, w.unit)[0]), t + 1) for t in range(len(s))] for s in step]
     if w.normalize:
         whole = w.unit in ("sequence", "geometric")
         counted = [x[0] for x in raw if x] if whole else [y for x in raw for y in x]
         mean = sum(counted) / len(counted)
         raw = [[y / mean for y in x] for x in raw]
-    return [
-        [x if applies(w, a, s.reward) else 1.0 for x, a in zip(r, s.a)] for r, s in zip(raw, step)
-    ]
+    return [[x if applies(w, a, s.reward) else 1.0 for x, a in zip(r, s.a)] for r, s in zip(raw, step)]
 
 
 def applies(w: Weight, a: float, reward: float) -> bool:
@@ -251,10 +240,7 @@ def untouched(row: Method, step: list[Sequence]) -> Tensor:
 
 
 def gradient(
-    row: Method,
-    step: list[Sequence],
-    push: Callable[[Any, list[Sequence]], list[Matrix]],
-    keep: Tensor,
+    row: Method, step: list[Sequence], push: Callable[[Any, list[Sequence]], list[Matrix]], keep: Tensor
 ) -> Tensor:
     """Gradient of the summed loss from the objective's pushes, weights, gates and aggregate."""
     step = anchored(row, step)

@@ -24,15 +24,7 @@ from offdrift.objectives.second_moment import SecondMomentClipped
 from offdrift.objectives.soft import Soft
 from offdrift.objectives.turns import TurnNormalized
 from offdrift.objectives.variance import GroupClipped, VariancePenalized
-from tests.laws.definitions import (
-    Matrix,
-    Sequence,
-    diagonal,
-    members,
-    ratio,
-    ratio_push,
-    unit_ratio,
-)
+from tests.laws.definitions import Matrix, Sequence, diagonal, members, ratio, ratio_push, unit_ratio
 
 Step = list[Sequence]
 
@@ -121,9 +113,7 @@ def second_moment_clipped(o: SecondMomentClipped, s: Sequence, step: Step) -> Ma
         kept = sorted(x * x for q in step for x in q.l(o.on))
         while len(kept) > 1 and sum(kept) / len(kept) >= o.budget:
             kept.pop()
-        return ratio_push(
-            s, o.on, "token", "unit", lambda u, a, t: math.log(u) ** 2 > kept[-1] * (1 + 1e-9)
-        )
+        return ratio_push(s, o.on, "token", "unit", lambda u, a, t: math.log(u) ** 2 > kept[-1] * (1 + 1e-9))
     assert o.level == "discrete"
     harmful = [x * x for q in step for x in q.l(o.on) if q.mean_a * x > 0]
     low, high = 0.0, math.inf

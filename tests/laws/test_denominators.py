@@ -50,9 +50,7 @@ def test_denominators_of_peers_count_what_was_kept(name, peer):
         plain = run(replace(row, aggregate="seq_mean_token_sum"), packed(batch))
         free = untouched(replace(row, aggregate="seq_mean_token_sum"), sequences_of(batch))
         divided = accepted(row, batch, plain.keep, peer)
-        expected = torch.cat(
-            [g / max(d, 1) for g, d in zip((plain.grad - free).split(batch.lengths), divided)]
-        )
+        expected = torch.cat([g / max(d, 1) for g, d in zip((plain.grad - free).split(batch.lengths), divided)])
         expected = expected + rest / sampled(row, batch)
         got = run(other, packed(batch), normalizer=None, horizon=HORIZON)
         torch.testing.assert_close(got.grad, expected, rtol=1e-9, atol=1e-12)
@@ -80,9 +78,7 @@ def test_denominators_of_peers_are_those_of_the_whole_step(name, peer):
 
 
 @by_peer
-@pytest.mark.parametrize(
-    "name", [n for n in GATED if METHODS[n].penalty or getattr(METHODS[n].objective, "pull", 0)]
-)
+@pytest.mark.parametrize("name", [n for n in GATED if METHODS[n].penalty or getattr(METHODS[n].objective, "pull", 0)])
 def test_with_gate_scope_all_the_other_terms_are_counted_alike(name, peer):
     row = replace(METHODS[name], gate_scope="all")
     for seed in SEEDS:

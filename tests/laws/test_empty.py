@@ -25,9 +25,7 @@ every_row = pytest.mark.parametrize("name", METHODS)
 def masked_out() -> Given:
     leaf = torch.full((3, 4), math.nan, dtype=torch.float64, requires_grad=True)
     x = leaf.detach()
-    lp = LogProbs.pack(
-        x, leaf, x, logp_ref=x, mask=torch.zeros(3, 4), group_ids=torch.tensor([91, 91, 92])
-    )
+    lp = LogProbs.pack(x, leaf, x, logp_ref=x, mask=torch.zeros(3, 4), group_ids=torch.tensor([91, 91, 92]))
     return _given(lp, leaf, torch.zeros(0, dtype=torch.float64))
 
 

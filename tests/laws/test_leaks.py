@@ -41,9 +41,7 @@ def test_only_the_current_policy_receives_a_gradient(name):
         result.loss.backward()
         assert leaves.pop("pi").grad is not None
         assert len(leaves) == 13
-        differentiated = getattr(
-            METHODS[name].objective, "reads", None
-        )  # through it, the current policy
+        differentiated = getattr(METHODS[name].objective, "reads", None)  # through it, the current policy
         for field, leaf in leaves.items():
             assert (leaf.grad is not None) == (field == differentiated), field
 
@@ -61,9 +59,7 @@ def test_what_is_reported_is_without_gradient(name):
     parts = [x for s in seen(row, replace(given, lp=bare)).parts.values() for x in s.values()]
     assert not any(x.requires_grad for x in parts)
     assert len(parts) >= len([p for p in row.observers if p is row.lr_scale])
-    result = policy_loss(
-        bare, row, given.advantages, normalizer=1.0, observed="this_batch", **given.facts
-    )
+    result = policy_loss(bare, row, given.advantages, normalizer=1.0, observed="this_batch", **given.facts)
     assert result.loss.requires_grad
     stats = (result.stats.sums, result.stats.maxima, *result.stats.by_position.values())
     assert not any(x.requires_grad for x in stats)
@@ -102,8 +98,7 @@ def frozen(row: Method, given: Given) -> tuple[Method, Given]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n for n, r in METHODS.items() if r.correction.gates or r.correction.weights or r.anchor],
+    "name", [n for n, r in METHODS.items() if r.correction.gates or r.correction.weights or r.anchor]
 )
 def test_the_gradient_is_the_one_with_decisions_frozen(name):
     compared = 0

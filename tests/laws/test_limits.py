@@ -72,15 +72,13 @@ def free_weight(weight: Any) -> Any:
 
 def without_limits(row: Method) -> Method:
     assert type(row.objective) in NO_LIMITS, (
-        f"{type(row.objective).__name__} needs its limits in NO_LIMITS, or its row a reason in "
-        "OTHER_FORM"
+        f"{type(row.objective).__name__} needs its limits in NO_LIMITS, or its row a reason in OTHER_FORM"
     )
     return replace(
         row,
         objective=replace(row.objective, **NO_LIMITS[type(row.objective)]),
         correction=Correction(
-            tuple(map(free_gate, row.correction.gates)),
-            tuple(map(free_weight, row.correction.weights)),
+            tuple(map(free_gate, row.correction.gates)), tuple(map(free_weight, row.correction.weights))
         ),
     )
 
@@ -89,11 +87,9 @@ def plain_push(objective: Any, step: list[Sequence]) -> list[Matrix]:
     """The push of -A log pi or -A u, for the ratio that each objective is about."""
     if objective.on is None:
         return [diagonal([-a for a in s.a]) for s in step]
-    unit = {
-        PrefixClipped: "prefix",
-        PrefixMinClipped: "prefix_min",
-        GeometricClipped: "geometric",
-    }.get(type(objective), getattr(objective, "unit", "token"))
+    unit = {PrefixClipped: "prefix", PrefixMinClipped: "prefix_min", GeometricClipped: "geometric"}.get(
+        type(objective), getattr(objective, "unit", "token")
+    )
     return [ratio_push(s, objective.on, unit, objective.gradient) for s in step]
 
 

@@ -35,9 +35,7 @@ def entropy_groups(step: list[Sequence]) -> list[list[float]]:
         top = math.ceil(n / 5)
         last = sorted(s.entropy, reverse=True)[top - 1]
         groups = 1 if n == top else 2
-        found.append(
-            [-a / (groups * (top if h >= last else n - top)) for a, h in zip(s.a, s.entropy)]
-        )
+        found.append([-a / (groups * (top if h >= last else n - top)) for a, h in zip(s.a, s.entropy)])
     return found
 
 

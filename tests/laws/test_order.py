@@ -15,9 +15,7 @@ from tests.laws.batches import draw, packed, run
 
 MORE = (
     Gate(statistic="k2", on="full", unit="token", high=0.03),
-    Gate(
-        statistic="ratio", on="mismatch", unit="seq_mean", low=0.9, high=1.2, advantage="positive"
-    ),
+    Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.9, high=1.2, advantage="positive"),
 )
 """A gate on tokens and one on sequences, so that one could see what the other has left."""
 

@@ -87,24 +87,18 @@ def test_a_cap_is_a_cap_and_a_floor_is_a_floor(name, i):
     assert len(cases) == 24
 
 
-@pytest.mark.parametrize(
-    ("name", "i"), [(n, i) for n, i, w in ALL if getattr(w, "outside", "") == "mask"]
-)
+@pytest.mark.parametrize(("name", "i"), [(n, i) for n, i, w in ALL if getattr(w, "outside", "") == "mask"])
 def test_a_ratio_on_the_limit_of_a_mask_is_inside(name, i):
     """Limits are inclusive, and compared as logs, so that rounding cannot mask the limit itself."""
     weight = METHODS[name].correction.weights[i]
-    one, two = {"mismatch": ("mu", "old"), "staleness": ("old", "pi"), "full": ("mu", "pi")}[
-        weight.on
-    ]
+    one, two = {"mismatch": ("mu", "old"), "staleness": ("old", "pi"), "full": ("mu", "pi")}[weight.on]
     for limit in (weight.floor, weight.cap):
         if limit is None:
             continue
         batch = made(weight.on, [0.0], [1.0], aside=0.0)
         zero, x = double([0.0]), math.log(limit)
         batch = batch.with_tokens(mu=zero, old=zero, pi=zero)
-        batch = batch.with_tokens(
-            **{one if x > 0 else two: zero - abs(x)}
-        )  # exactly the limit's log
+        batch = batch.with_tokens(**{one if x > 0 else two: zero - abs(x)})  # exactly the limit's log
         got = weighed(name, weight, batch).result.corrected
         assert got.weight.tolist() == pytest.approx([limit], rel=1e-12)
 
@@ -161,11 +155,7 @@ def test_a_weight_of_one_outcome_leaves_the_other_alone(name, i):
     weight = METHODS[name].correction.weights[i]
     a = -1.0 if weight.advantage == "negative" else 1.0
     line, x = weight.correct_above, math.log(500.0)
-    for reward, correct in (
-        (line + 1e-6, True),
-        (line, False),
-        (line - 1, False),
-    ):
+    for reward, correct in ((line + 1e-6, True), (line, False), (line - 1, False)):
         about = correct == (weight.outcome == "correct")
         batch = made(weight.on, [x, x], [a, a], lengths=[1, 1])
         got = weighed(name, weight, batch, reward=reward).result.corrected
@@ -199,7 +189,4 @@ def test_every_weight_of_the_table_was_looked_at():
     assert {w.outside for _, _, w in ALL if isinstance(w, Weight)} == {"truncate", "mask"}
     conditions = {w.advantage for _, _, w in ALL if isinstance(w, Weight)}
     assert conditions == {"any", "positive", "negative"}
-    assert {METHODS[n].correction.weights[i].outcome for n, i in OUTCOMES} == {
-        "correct",
-        "incorrect",
-    }
+    assert {METHODS[n].correction.weights[i].outcome for n, i in OUTCOMES} == {"correct", "incorrect"}

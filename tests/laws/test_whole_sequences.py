@@ -141,9 +141,7 @@ def test_normalized_sequence_weights_are_relative_to_each_other():
 def test_they_are_when_each_sequence_is_a_piece_of_its_own():
     part = Weight(on="full", unit="sequence", normalize=True)
     pieces = [with_sums([s]) for s in (-25.0, -24.0, -23.0, -26.0)]
-    seen = functools.reduce(
-        Observed.merge, [Observed({part: part.observe(p, None, NO_INFO)}) for p in pieces]
-    )
+    seen = functools.reduce(Observed.merge, [Observed({part: part.observe(p, None, NO_INFO)}) for p in pieces])
     got = [float(part(p, None, BatchInfo(observed=seen)).weight[0]) for p in pieces]
     assert got == pytest.approx(NORMALIZED, rel=1e-6)
 

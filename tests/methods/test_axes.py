@@ -136,9 +136,7 @@ def test_sign_is_that_of_the_whole_loss(name):
     row, given = METHODS[name], probe.batch()
     if axes.sign(row) == axes.BY_SIGN:
         return
-    losses = [
-        probe.token_losses(row, replace(given, advantages=s * given.advantages)) for s in (1, 0, -1)
-    ]
+    losses = [probe.token_losses(row, replace(given, advantages=s * given.advantages)) for s in (1, 0, -1)]
     up, flat, down = losses
     torch.testing.assert_close(up - flat, flat - down, rtol=1e-9, atol=1e-12)
 

@@ -181,15 +181,7 @@ def test_a_state_survives_a_checkpoint(mode):
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [
-        {"threshold": 0.0},
-        {"window": 0},
-        {"period": -1.0},
-        {"factor": 1.0},
-        {"floor": 2.0},
-        {"cooldown": -1},
-    ],
+    "parts", [{"threshold": 0.0}, {"window": 0}, {"period": -1.0}, {"factor": 1.0}, {"floor": 2.0}, {"cooldown": -1}]
 )
 def test_surges_that_cannot_mean_anything_are_refused(parts):
     with pytest.raises(MethodError, match=next(iter(parts))):

@@ -37,11 +37,7 @@ def fx_a_with_turns() -> tuple[LogProbs, Tensor]:
 
 
 def step(
-    objective: Objective,
-    lp: LogProbs,
-    advantages: Tensor,
-    how: AggregateName,
-    facts: BatchInfo = NO_INFO,
+    objective: Objective, lp: LogProbs, advantages: Tensor, how: AggregateName, facts: BatchInfo = NO_INFO
 ) -> tuple[float, Tensor, Tensor]:
     """Loss of the step, gradient with respect to each token's logp, and the loss of each token."""
     got = objective(lp, advantages, facts)
@@ -84,9 +80,7 @@ def per_sequence(value: list, lp: LogProbs) -> list:
     return [[x] * width for x in value]
 
 
-def check_loss_and_gradient(
-    lp: LogProbs, got: Tensor, expected: Tensor, *, rtol: float = 1e-9
-) -> Tensor:
+def check_loss_and_gradient(lp: LogProbs, got: Tensor, expected: Tensor, *, rtol: float = 1e-9) -> Tensor:
     """Assert that two losses per token agree, in value and in the gradient of a weighted sum."""
     assert got.shape == expected.shape == lp.current.shape
     torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-12)
@@ -118,9 +112,7 @@ def check_laws(objective: Objective, lp: LogProbs, facts: BatchInfo = NO_INFO) -
         check_finite_and_still(objective, lp, sign, facts)
 
 
-def check_finite_and_still(
-    objective: Objective, lp: LogProbs, sign: float, facts: BatchInfo
-) -> None:
+def check_finite_and_still(objective: Objective, lp: LogProbs, sign: float, facts: BatchInfo) -> None:
     """Log-ratios of +-1e4: loss and gradient stay finite, and only `logp` receives a gradient."""
     n = lp.segments.num_tokens
     for dtype in (torch.float32, torch.float64):
@@ -139,11 +131,7 @@ def check_finite_and_still(
 
 
 def check_on_policy(
-    objective: Objective,
-    lp: LogProbs,
-    advantages: Tensor,
-    expected: Tensor,
-    facts: BatchInfo = NO_INFO,
+    objective: Objective, lp: LogProbs, advantages: Tensor, expected: Tensor, facts: BatchInfo = NO_INFO
 ) -> None:
     """Where all policies agree nothing is clipped and the gradient of the summed loss is as given."""
     leaf = lp.logp_rollout.clone().requires_grad_()
@@ -163,8 +151,6 @@ def pieces(lp: LogProbs, advantages: Tensor, at: int) -> list[tuple[LogProbs, Te
     found = []
     for tokens, part in ((slice(0, cut), lengths[:at]), (slice(cut, None), lengths[at:])):
         leaf = lp.current.detach()[tokens].clone().requires_grad_()
-        piece = LogProbs.pack(
-            lp.logp_rollout[tokens], leaf, lp.old[tokens], segments=Segments.from_lengths(part)
-        )
+        piece = LogProbs.pack(lp.logp_rollout[tokens], leaf, lp.old[tokens], segments=Segments.from_lengths(part))
         found.append((piece, advantages[tokens]))
     return found

@@ -97,8 +97,7 @@ def check_any_split_gives_the_same(objective, seed: int, *, how="token_mean") ->
     for split in SPLITS:
         pieces = [(*piece(lp, s), rewards[s]) for s in split]
         seen = [
-            Observed({objective: objective.observe(p, advantages[rows], BatchInfo(rewards=r))})
-            for p, rows, r in pieces
+            Observed({objective: objective.observe(p, advantages[rows], BatchInfo(rewards=r))}) for p, rows, r in pieces
         ]
         merged = seen[0]
         for other in seen[1:]:
@@ -106,9 +105,7 @@ def check_any_split_gives_the_same(objective, seed: int, *, how="token_mean") ->
         total, gradient = torch.zeros_like(loss), torch.zeros_like(grad)
         for p, rows, r in pieces:
             facts = BatchInfo(rewards=r, observed=merged)
-            part, part_grad = loss_and_grad(
-                objective, p, advantages[rows], facts, how=how, normalizer=1.0
-            )
+            part, part_grad = loss_and_grad(objective, p, advantages[rows], facts, how=how, normalizer=1.0)
             total, gradient[rows] = total + part, part_grad
         torch.testing.assert_close(total, loss, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradient, grad, rtol=1e-11, atol=1e-12)

@@ -40,8 +40,7 @@ def test_token_mean_loss_and_gradient_on_fx_a():
 
 
 @pytest.mark.parametrize(
-    ("advantage", "r", "pushes"),
-    [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False), (-1.0, 1.5, True)],
+    ("advantage", "r", "pushes"), [(1.0, 1.5, False), (1.0, 0.5, True), (-1.0, 0.5, False), (-1.0, 1.5, True)]
 )
 def test_clipping_stops_only_the_outward_push(advantage, r, pushes):
     l = torch.tensor([r], dtype=torch.float64).log().requires_grad_()  # noqa: E741

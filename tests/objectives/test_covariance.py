@@ -82,15 +82,7 @@ def test_clip_cov_on_fx_a3():
         loss=-0.878515,
         grad=[[0, 0, -0.333772, -0.473645], [0.122958, 0.174486, 0.145743, 0]],
     )
-    assert CovClipped(seed=seed)(lp, advantages).clipped.tolist() == [
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-        False,
-    ]
+    assert CovClipped(seed=seed)(lp, advantages).clipped.tolist() == [True, True, False, False, False, False, False]
 
 
 def test_kl_cov_on_fx_a3():
@@ -105,9 +97,7 @@ def test_kl_cov_on_fx_a3():
     )
 
 
-@pytest.mark.parametrize(
-    ("fraction", "expected"), [(1 / 7 + 1e-9, 1), (0.3, 2), (0.5, 3), (1.0, 3)]
-)
+@pytest.mark.parametrize(("fraction", "expected"), [(1 / 7 + 1e-9, 1), (0.3, 2), (0.5, 3), (1.0, 3)])
 def test_clip_cov_takes_its_share_of_the_candidates(fraction, expected):
     lp, advantages = fx_a3()
     # token 1 lies within these bounds, too, but PPO has clipped it
@@ -227,12 +217,8 @@ def test_the_exact_penalty_goes_through_the_loss():
     plain = policy_loss(lp, override(row, {"objective.coef": 0.0}), advantages, divergences=old_divergences(old, leaf))  # fmt: skip
     kl = (old.softmax(-1) * (old.log_softmax(-1) - leaf.log_softmax(-1))).sum(-1)
     assert (result.loss - plain.loss).item() == pytest.approx(kl.mean().item(), rel=1e-9)
-    (one,), (other,) = (
-        torch.autograd.grad(r.loss, leaf, retain_graph=True) for r in (result, plain)
-    )
-    torch.testing.assert_close(
-        one - other, (leaf.softmax(-1) - old.softmax(-1)) / 7, rtol=1e-6, atol=1e-9
-    )
+    (one,), (other,) = (torch.autograd.grad(r.loss, leaf, retain_graph=True) for r in (result, plain))
+    torch.testing.assert_close(one - other, (leaf.softmax(-1) - old.softmax(-1)) / 7, rtol=1e-6, atol=1e-9)
     assert not result.stats.sums.requires_grad
 
 

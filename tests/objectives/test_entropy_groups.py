@@ -12,13 +12,7 @@ from offdrift.objectives.clipped import Clipped
 from offdrift.objectives.entropy_groups import EntropyGrouped, entropy_groups, most_uncertain
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
-from tests.objectives.apply import (
-    advantages_of,
-    check_golden,
-    check_laws,
-    check_loss_and_gradient,
-    check_on_policy,
-)
+from tests.objectives.apply import advantages_of, check_golden, check_laws, check_loss_and_gradient, check_on_policy
 from tests.oracles.fixtures import double, fx_a, ragged
 
 H = double([0.2, 2.5, 0.4, 3.0, 0.1, 0.3, 2.0])
@@ -101,8 +95,7 @@ def test_random_batches_agree_with_the_formula(seed, options):
 
 
 @pytest.mark.parametrize(
-    ("fraction", "length", "number"),
-    [(0.2, 1, 1), (0.2, 5, 1), (0.2, 6, 2), (0.5, 3, 2), (0.07, 100, 7), (1.0, 4, 4)],
+    ("fraction", "length", "number"), [(0.2, 1, 1), (0.2, 5, 1), (0.2, 6, 2), (0.5, 3, 2), (0.07, 100, 7), (1.0, 4, 4)]
 )
 def test_the_number_of_top_tokens_is_rounded_up(fraction, length, number):
     g = torch.Generator().manual_seed(length)
@@ -136,9 +129,7 @@ def test_entropy_zero_clips_any_outward_drift_and_none_on_policy():
     old = double([-1.0, -1.0, -1.0])
     leaf = (old + double([1e-9, -1e-9, 0.0])).requires_grad_()
     lp = LogProbs.pack(old, leaf, old, segments=Segments.from_lengths([1, 1, 1]))
-    got = EntropyGrouped()(
-        lp, torch.ones_like(old), BatchInfo(entropy=torch.zeros_like(old), vocab=9)
-    )
+    got = EntropyGrouped()(lp, torch.ones_like(old), BatchInfo(entropy=torch.zeros_like(old), vocab=9))
     assert got.clipped is not None
     assert got.clipped.tolist() == [True, False, False]
 

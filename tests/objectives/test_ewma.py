@@ -11,12 +11,7 @@ from offdrift.numerics import ratio
 from offdrift.objectives.clipped import Clipped
 from offdrift.objectives.ewma import ProximalEwma, ewma_decay, ewma_update
 from offdrift.segments import Segments
-from tests.objectives.checks import (
-    batch,
-    check_finite_far_away,
-    check_gradient_reaches_logp_alone,
-    loss_and_grad,
-)
+from tests.objectives.checks import batch, check_finite_far_away, check_gradient_reaches_logp_alone, loss_and_grad
 from tests.oracles.fixtures import double
 
 
@@ -61,9 +56,7 @@ def test_rounding_does_not_count_as_a_clip():
     g = torch.Generator().manual_seed(0)
     logp_rollout, prox, logp = -0.15 * torch.rand(3, 1000, generator=g) ** 2
     assert ((logp - prox) + prox != logp).any()
-    lp = LogProbs.pack(
-        logp_rollout, logp.requires_grad_(), prox, segments=Segments.from_lengths([1000])
-    )
+    lp = LogProbs.pack(logp_rollout, logp.requires_grad_(), prox, segments=Segments.from_lengths([1000]))
     clipped = ProximalEwma()(lp, torch.randn(1000, generator=g)).clipped
     assert clipped is not None
     assert (~clipped).sum() == 1000
@@ -114,9 +107,7 @@ def test_gradient_reaches_logp_alone():
 
 
 def test_without_a_proximal_policy_it_says_so():
-    lp = LogProbs.pack(
-        double([-1.0]), double([-1.0]).requires_grad_(), segments=Segments.from_lengths([1])
-    )
+    lp = LogProbs.pack(double([-1.0]), double([-1.0]).requires_grad_(), segments=Segments.from_lengths([1]))
     assert ProximalEwma().needs_old
     with pytest.raises(EvidenceError, match="logp_old"):
         ProximalEwma()(lp, double([1.0]))
@@ -162,9 +153,7 @@ def test_decay_of_a_center_of_mass(center_of_mass, decay):
     # the mean age of what is averaged, long after the start
     ages = torch.arange(2000, dtype=torch.float64)
     weights = decay**ages
-    assert ((ages * weights).sum() / weights.sum()).item() == pytest.approx(
-        center_of_mass, abs=1e-9
-    )
+    assert ((ages * weights).sum() / weights.sum()).item() == pytest.approx(center_of_mass, abs=1e-9)
 
 
 def test_ages_and_decays_that_mean_nothing_are_refused():

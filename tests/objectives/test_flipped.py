@@ -48,12 +48,7 @@ def test_token_losses_and_gradient_on_fx_a():
 
 
 @pytest.mark.parametrize(
-    ("advantage", "expected"),
-    [
-        (1.0, [-2, -1, -1 / 1.2, -1 / 1.2]),
-        (-1.0, [0.8, 1, 1.5, 5]),
-        (0.0, [0, 0, 0, 0]),
-    ],
+    ("advantage", "expected"), [(1.0, [-2, -1, -1 / 1.2, -1 / 1.2]), (-1.0, [0.8, 1, 1.5, 5]), (0.0, [0, 0, 0, 0])]
 )
 def test_token_losses_of_fx_r_before_the_soft_dual_clip(advantage, expected):
     got = aspo(R, torch.zeros_like(R), torch.full_like(R, advantage), dual_clip=None).loss
@@ -85,9 +80,7 @@ def test_every_branch_has_its_value_and_its_path(advantage, r, loss, through_r, 
 @pytest.mark.parametrize(("advantage", "r"), [(1.0, 1.25), (-1.0, 0.75), (1.0, 0.5), (-1.0, 2.0)])
 def test_on_a_bound_the_token_still_pushes(advantage, r):
     _, through_r, direct, clipped = pushed(r, advantage, eps_low=0.25, eps_high=0.25, dual_clip=2)
-    assert through_r == pytest.approx(
-        -advantage / r if advantage > 0 else -advantage * r, rel=1e-12
-    )
+    assert through_r == pytest.approx(-advantage / r if advantage > 0 else -advantage * r, rel=1e-12)
     assert direct == 0
     assert not clipped
 
@@ -135,9 +128,7 @@ def test_above_quantile_agrees_with_torch_per_sequence(quantile):
     lengths = [4, 0, 1, 7, 2, 11, 0]
     x = torch.rand(25, generator=g, dtype=torch.float64)
     got = above_quantile(x, Segments.from_lengths(lengths), quantile=quantile)
-    expected = [
-        part > part.quantile(quantile) if len(part) else part.bool() for part in x.split(lengths)
-    ]
+    expected = [part > part.quantile(quantile) if len(part) else part.bool() for part in x.split(lengths)]
     assert got.tolist() == torch.cat(expected).tolist()
     assert len(got) == 25
 
@@ -146,12 +137,7 @@ def test_tokens_of_high_entropy_get_the_other_range():
     # one sequence, A = +1, every r = 1.3: clipped at 1.2, free under 0.4
     log_r = torch.full((5,), 1.3, dtype=torch.float64).log()
     logp_old = torch.full_like(log_r, -2.0)
-    lp = LogProbs.pack(
-        logp_old,
-        (logp_old + log_r).requires_grad_(),
-        logp_old,
-        segments=Segments.from_lengths([5]),
-    )
+    lp = LogProbs.pack(logp_old, (logp_old + log_r).requires_grad_(), logp_old, segments=Segments.from_lengths([5]))
     entropy = double([0.1, 0.9, 0.2, 0.3, 0.8])  # the 0.6 quantile lies between 0.3 and 0.8
     objective = Flipped(eps_high_entropy=(0.4, 0.4), entropy_quantile=0.6)
     got = objective(lp, torch.ones_like(log_r), BatchInfo(entropy=entropy))
@@ -178,9 +164,7 @@ def test_the_range_by_entropy_does_not_depend_on_the_split(cut):
     lp, advantages, _ = batch(1)
     entropy = torch.rand(len(advantages), dtype=torch.float64, generator=torch.manual_seed(0))
     objective = Flipped(eps_low=0.1, eps_high=0.1, eps_high_entropy=(0.4, 0.4))
-    whole, grad = loss_and_grad(
-        objective, lp, advantages, BatchInfo(entropy=entropy), normalizer=1.0
-    )
+    whole, grad = loss_and_grad(objective, lp, advantages, BatchInfo(entropy=entropy), normalizer=1.0)
     total, seen = torch.zeros_like(whole), 0
     for sequences in cut:
         p, rows = piece(lp, sequences)

@@ -83,9 +83,7 @@ def test_random_batches_agree_with_the_formula(seed, on, per):
 )  # fmt: skip
 def test_clipping_stops_only_the_outward_push(advantage, l, clipped):  # noqa: E741
     leaf = double([l]).requires_grad_()
-    got = geometric_clip(
-        leaf, double([advantage]), Segments.from_lengths([1]), eps_low=0.25, eps_high=0.25
-    )
+    got = geometric_clip(leaf, double([advantage]), Segments.from_lengths([1]), eps_low=0.25, eps_high=0.25)
     got.loss.sum().backward()
     assert leaf.grad is not None
     expected = 0.0 if clipped else -advantage * double([l]).exp().item()

@@ -10,13 +10,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
-from tests.objectives.apply import (
-    advantages_of,
-    check_golden,
-    check_laws,
-    check_loss_and_gradient,
-    check_on_policy,
-)
+from tests.objectives.apply import advantages_of, check_golden, check_laws, check_loss_and_gradient, check_on_policy
 from tests.oracles.fixtures import double, fx_a, ragged
 
 PAPER = PrefixClipped(dual_clip=None, gradient="unit")
@@ -61,9 +55,7 @@ def ctpo_oracle(lp, a, *, on, dual_clip, gradient, growth):
             if gradient == "token":
                 c = c.detach() + logp[t] - logp[t].detach()
             v, s = c.clamp(max=10).exp(), (t + 1) ** growth
-            loss = torch.maximum(
-                -ai[t] * v, -ai[t] * v.clamp(math.exp(-0.025 * s), math.exp(0.05 * s))
-            )
+            loss = torch.maximum(-ai[t] * v, -ai[t] * v.clamp(math.exp(-0.025 * s), math.exp(0.05 * s)))
             if dual_clip is not None and ai[t] < 0:
                 loss = loss.clamp(max=float(-ai[t] * math.exp(dual_clip * s)))
             losses.append(loss)

@@ -8,13 +8,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.objectives.quantized import QuantizedClipped, quantized_clip
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
-from tests.objectives.apply import (
-    advantages_of,
-    check_golden,
-    check_laws,
-    check_loss_and_gradient,
-    check_on_policy,
-)
+from tests.objectives.apply import advantages_of, check_golden, check_laws, check_loss_and_gradient, check_on_policy
 from tests.oracles.fixtures import double, fx_a, ragged
 
 

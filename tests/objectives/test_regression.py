@@ -33,10 +33,7 @@ def test_quadratic_on_fx_a():
         advantages,
         tok=[[0.050125, 0.7545, 0.353125, 2.8005], [-0.413875, -0.048, -0.88998, 0]],
         loss=0.372342,
-        grad=[
-            [-0.142143, -0.138571, -0.146429, -0.141429],
-            [0.06928571, 0.07428571, 0.07171429, 0],
-        ],
+        grad=[[-0.142143, -0.138571, -0.146429, -0.141429], [0.06928571, 0.07428571, 0.07171429, 0]],
     )
 
 
@@ -62,10 +59,7 @@ def test_quadratic_on_policy_pushes_by_the_advantage_alone(seed):
 def test_quadratic_far_away_is_a_number_and_not_clamped():
     check_finite_far_away(Quadratic())
     lp = LogProbs.pack(
-        double([-1.0]),
-        double([-1001.0]).requires_grad_(),
-        double([-1.0]),
-        segments=Segments.from_lengths([1]),
+        double([-1.0]), double([-1001.0]).requires_grad_(), double([-1.0]), segments=Segments.from_lengths([1])
     )
     _, grad = loss_and_grad(Quadratic(beta=0.1), lp, double([0.0]))
     assert grad.item() == pytest.approx(-100.0, rel=1e-12)
@@ -93,14 +87,10 @@ def four(lengths: list[int]) -> LogProbs:
     segments = Segments.from_lengths(lengths, group_ids=ids)
     per_token = segments.spread(double(S) / segments.lengths)
     logp_rollout = torch.full_like(per_token, -3.0)
-    return LogProbs.pack(
-        logp_rollout, (logp_rollout + per_token).requires_grad_(), segments=segments
-    )
+    return LogProbs.pack(logp_rollout, (logp_rollout + per_token).requires_grad_(), segments=segments)
 
 
-@pytest.mark.parametrize(
-    ("beta", "value"), [(0.1, 0.93069), (0.5, 0.71689), (1.0, 0.620115), (100.0, 0.50125)]
-)
+@pytest.mark.parametrize(("beta", "value"), [(0.1, 0.93069), (0.5, 0.71689), (1.0, 0.620115), (100.0, 0.50125)])
 def test_values_of_the_methods_table(beta, value):
     ids = torch.tensor([5, 5, 5, 5])
     got = soft_value(REWARDS, StepPrompts.of(ids, ids), beta=beta)[0].item()  # oapl.V.*
@@ -142,11 +132,7 @@ def test_targets_of_the_methods_table():
 def test_geometric_takes_the_mean_log_ratio():
     lp, facts = four([3, 1, 2, 4]), BatchInfo(rewards=REWARDS)
     loss, _ = loss_and_grad(
-        Regression(beta=1.0, unit="geometric"),
-        lp,
-        torch.zeros(10),
-        facts,
-        how="seq_mean_token_mean",
+        Regression(beta=1.0, unit="geometric"), lp, torch.zeros(10), facts, how="seq_mean_token_mean"
     )
     value = math.log((math.e + 1) / 2)
     means = [s / n for s, n in zip(S, [3, 1, 2, 4])]

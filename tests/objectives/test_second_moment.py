@@ -87,10 +87,7 @@ def test_loss_and_gradient_on_fx_a2_are_those_of_ppo_at_the_bounds():
     assert got.clipped.tolist() == [True, False, False, False, True, False, False]
     expected = ppo_clip(log_ratio(lp, on="staleness"), advantages, eps_low=0.3, eps_high=0.5)
     assert torch.equal(got.loss, expected.loss)
-    grads = [
-        torch.autograd.grad(x.sum(), lp.current, retain_graph=True)[0]
-        for x in (got.loss, expected.loss)
-    ]
+    grads = [torch.autograd.grad(x.sum(), lp.current, retain_graph=True)[0] for x in (got.loss, expected.loss)]
     assert torch.equal(*grads)
     assert (grads[0] == 0).tolist() == got.clipped.tolist()
 
@@ -116,9 +113,7 @@ def test_threshold_is_the_loosest_that_meets_the_budget(seed):
     budget = 0.9 * d.mean().item() * (seed + 1) / 20
     moment = lambda square: d.clamp(max=square).mean().item()  # noqa: E731
     fits = [x for x in d.tolist() if moment(x) < budget - 1e-9]
-    squares = torch.cat([d, torch.zeros(7, dtype=torch.float64)])[
-        torch.randperm(n + 7, generator=g)
-    ]
+    squares = torch.cat([d, torch.zeros(7, dtype=torch.float64)])[torch.randperm(n + 7, generator=g)]
     discrete = second_moment_threshold(squares, budget=budget).item() ** 2
     assert discrete == pytest.approx(max(fits, default=0.0), abs=1e-12)
     exact = second_moment_threshold(squares, budget=budget, level="exact").item() ** 2
@@ -215,18 +210,14 @@ def test_pieces_alone_would_give_another_step():
     alone = []
     for rows in lp.segments.seq_ids == torch.arange(6)[:, None]:
         segments = Segments.from_lengths([int(rows.sum())])
-        one = LogProbs.pack(
-            lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=segments
-        )
+        one = LogProbs.pack(lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=segments)
         alone.append(objective(one, advantages[rows]).loss)
     assert not torch.allclose(torch.cat(alone), whole.loss)
 
 
 def test_in_float32_the_loss_stays_float32():
     lp, advantages, _ = batch(0)
-    single = LogProbs.pack(
-        lp.logp_rollout.float(), lp.current.float(), lp.old.float(), segments=lp.segments
-    )
+    single = LogProbs.pack(lp.logp_rollout.float(), lp.current.float(), lp.old.float(), segments=lp.segments)
     for objective in EVERY:
         got = objective(single, advantages.float()).loss
         assert got.dtype == torch.float32
@@ -240,14 +231,7 @@ def test_formulas_name_the_numbers():
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [
-        {"on": "mismatch"},
-        {"budget": 0.0},
-        {"budget": float("nan")},
-        {"floor_low": 1.5},
-        {"floor_high": -0.1},
-    ],
+    "parts", [{"on": "mismatch"}, {"budget": 0.0}, {"budget": float("nan")}, {"floor_low": 1.5}, {"floor_high": -0.1}]
 )
 def test_parameters_that_cannot_mean_anything_are_refused(parts):
     with pytest.raises(MethodError, match=next(iter(parts))):

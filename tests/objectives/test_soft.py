@@ -26,10 +26,7 @@ def test_token_losses_and_gradient_on_fx_a():
         advantages,
         tok=[[-2.05126, -2.346333, -1.779698, -2.105074], [0.882859, 1.062586, 0.962481, 0]],
         loss=-0.550641,
-        grad=[
-            [-0.131323, -0.163673, -0.09616893, -0.137765],
-            [0.07134346, 0.100421, 0.08500722, 0],
-        ],
+        grad=[[-0.131323, -0.163673, -0.09616893, -0.137765], [0.07134346, 0.100421, 0.08500722, 0]],
         how="seq_mean_token_mean",
     )
 
@@ -78,9 +75,7 @@ def test_on_the_full_ratio_it_needs_no_old_policy():
     _, grad = loss_and_grad(Soft(on="full", tau_positive=2.0, tau_negative=2.0), lp, advantages)
     w = (lp.current.detach() - lp.logp_rollout).exp()
     sigma = (2 * (w - 1)).sigmoid()
-    torch.testing.assert_close(
-        grad, -advantages * w * 4 * sigma * (1 - sigma) / 7, rtol=1e-9, atol=0
-    )
+    torch.testing.assert_close(grad, -advantages * w * 4 * sigma * (1 - sigma) / 7, rtol=1e-9, atol=0)
 
 
 def test_far_away_everything_is_a_number():
@@ -91,9 +86,7 @@ def test_gradient_reaches_logp_alone():
     check_gradient_reaches_logp_alone(Soft())
 
 
-@pytest.mark.parametrize(
-    "parts", [{"tau_positive": 0.0}, {"tau_negative": -1.0}, {"on": "mismatch"}]
-)
+@pytest.mark.parametrize("parts", [{"tau_positive": 0.0}, {"tau_negative": -1.0}, {"on": "mismatch"}])
 def test_what_cannot_mean_anything_is_refused(parts):
     with pytest.raises(MethodError):
         Soft(**parts)

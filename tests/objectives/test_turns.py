@@ -43,10 +43,7 @@ def test_turn_ppo_values_of_the_methods_table():
     expected = {
         "loss": -0.271975,
         "tokens": [[-1.191246, -1.191246, -0.927743, -0.927743], [0.430354, 0.558139, 0.558139, 0]],
-        "grad": [
-            [-0.148906, -0.148906, -0.115968, -0.115968],
-            [0.07172566, 0.09302317, 0.09302317, 0],
-        ],
+        "grad": [[-0.148906, -0.148906, -0.115968, -0.115968], [0.07172566, 0.09302317, 0.09302317, 0]],
     }
     check_golden(Clipped(unit="turn"), fx_a_with_turns(), MEAN, **expected)
     # |C| <= 1 here: ST-PPO is turn-level PPO
@@ -62,9 +59,7 @@ def test_st_ppo_values_of_the_methods_table():
     assert seen["sequences"].item() == 2
     assert (seen["log_squares"] / 2).exp().item() / 2 == pytest.approx(0.229564, abs=1e-6)
     vector = packed([[0, 0.168732, 0, 0.138146], [-0.07172566, 0, 0]], lp)
-    assert seen["log_squares"].exp().item() / 4 == pytest.approx(
-        vector.square().sum().item(), abs=1e-6
-    )
+    assert seen["log_squares"].exp().item() / 4 == pytest.approx(vector.square().sum().item(), abs=1e-6)
     plain = Clipped(eps_low=0.1, eps_high=0.1)(lp, a)
     torch.testing.assert_close(got.loss, plain.loss, rtol=0, atol=0)  # scale 1
 
@@ -94,9 +89,7 @@ def norm_by_hand(lp, a, objective) -> float:
     return total**0.5
 
 
-@pytest.mark.parametrize(
-    "objective", [TurnNormalized(eps_low=0.05, eps_high=0.05), TOKENS], ids=str
-)
+@pytest.mark.parametrize("objective", [TurnNormalized(eps_low=0.05, eps_high=0.05), TOKENS], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_batches_agree_with_the_formula(seed, objective):
     lp = with_turns(ragged(seed, sequences=12), seed)
@@ -161,9 +154,7 @@ def test_the_constants_carry_no_gradient():
     assert grad.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "objective", [TurnNormalized(), TOKENS, TurnNormalized(unit="token", mode="renorm")], ids=str
-)
+@pytest.mark.parametrize("objective", [TurnNormalized(), TOKENS, TurnNormalized(unit="token", mode="renorm")], ids=str)
 def test_laws(objective):
     lp = with_turns(ragged(6), 6)
     check_laws(objective, lp)
@@ -176,9 +167,7 @@ def test_an_empty_sequence_counts_as_one_sequence():
     wider = replace(lp, segments=Segments.from_lengths([4, 0, 3, 0]))
     seen = TOKENS.observe(wider, a, BatchInfo())
     assert seen["sequences"].item() == 4
-    torch.testing.assert_close(
-        seen["log_squares"], TOKENS.observe(lp, a, BatchInfo())["log_squares"]
-    )
+    torch.testing.assert_close(seen["log_squares"], TOKENS.observe(lp, a, BatchInfo())["log_squares"])
 
 
 @pytest.mark.parametrize(

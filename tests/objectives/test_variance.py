@@ -31,10 +31,7 @@ def test_penalized_on_fx_a():
         advantages,
         tok=[[-1.051166, -1.344963, -0.776844, -1.104728], [0.43113, 0.612662, 0.510117, 0]],
         loss=-0.389113,
-        grad=[
-            [-0.149566, -0.18744, -0.113226, -0.156553],
-            [0.06010897, 0.09033359, 0.07310706, 0],
-        ],
+        grad=[[-0.149566, -0.18744, -0.113226, -0.156553], [0.06010897, 0.09033359, 0.07310706, 0]],
     )
 
 
@@ -43,9 +40,7 @@ def test_next_penalty_of_the_methods_table():
     objective = VariancePenalized()
     seen = objective.observe(lp, advantages, BatchInfo())
     r = (lp.current - lp.old).detach().exp()
-    assert (seen["variance"] / seen["count"]).item() == pytest.approx(
-        0.03626421, abs=1e-8
-    )  # r2vpo.var
+    assert (seen["variance"] / seen["count"]).item() == pytest.approx(0.03626421, abs=1e-8)  # r2vpo.var
     assert seen["variance"].item() == pytest.approx((r - 1).square().sum().item(), rel=1e-12)
     following = objective.next(seen)
     assert following.penalty == pytest.approx(0.04262642, abs=1e-8)  # r2vpo.lam.next

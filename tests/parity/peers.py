@@ -218,9 +218,7 @@ def verl_loss(
     return theirs(loss, batch)
 
 
-def verl_correction(
-    verl: SimpleNamespace, batch: Batch, **options: Any
-) -> tuple[Any, Tensor, dict]:
+def verl_correction(verl: SimpleNamespace, batch: Batch, **options: Any) -> tuple[Any, Tensor, dict]:
     """verl's weights, mask and metrics, on the mismatch of the batch."""
     weights, mask, metrics = verl.rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
         batch.old, batch.rollout, batch.mask, **options

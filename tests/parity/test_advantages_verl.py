@@ -35,11 +35,7 @@ def verl():
         from verl.trainer.ppo import core_algos
     return SimpleNamespace(
         # offdrift is a plugin of verl and registers its own, too
-        registry={
-            n: f
-            for n, f in core_algos.ADV_ESTIMATOR_REGISTRY.items()
-            if not n.startswith("offdrift/")
-        },
+        registry={n: f for n, f in core_algos.ADV_ESTIMATOR_REGISTRY.items() if not n.startswith("offdrift/")},
         config=AlgoConfig(gamma=0.9, lam=0.8),
     )
 
@@ -134,9 +130,7 @@ def test_token_baselines_without_weights_equal_verl(verl, how, seed):
 def test_returns_carried_across_masked_tokens_equal_verl(verl, gamma):
     batch = batch_for("reinforce_plus_plus", 9)
     _, returns = verl.registry["reinforce_plus_plus"](
-        token_level_rewards=batch.padded["rewards"],
-        response_mask=batch.mask,
-        config=SimpleNamespace(gamma=gamma),
+        token_level_rewards=batch.padded["rewards"], response_mask=batch.mask, config=SimpleNamespace(gamma=gamma)
     )
     gaps = batch.mask.diff(dim=1) > 0
     assert gaps.sum() > 5, "masks must have gaps inside a response"

@@ -87,9 +87,7 @@ def same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], how: st
 def test_kl_cov(verl, seed, how):
     batch = Padded(seed)
     for fraction, coef in ((2e-4, 1.0), (0.1, 0.1), (0.5, 1.0), (1.0, 2.0)):
-        expected = theirs(
-            verl.compute_policy_loss_kl_cov, batch, how, kl_cov_ratio=fraction, ppo_kl_coef=coef
-        )
+        expected = theirs(verl.compute_policy_loss_kl_cov, batch, how, kl_cov_ratio=fraction, ppo_kl_coef=coef)
         objective = CovPenalized(fraction=fraction, coef=coef)
         got = loss_and_grad(objective, batch.lp, batch.packed_advantages, how=AGGREGATES[how])
         same(got, expected, how)
@@ -157,9 +155,7 @@ def test_verl_clamps_no_log_ratio(verl):
     batch.lp = LogProbs.pack(batch.old, batch.logp, batch.old, mask=batch.mask)
     options = {"kl_cov_ratio": 1.0, "ppo_kl_coef": 1.0}
     loss, grad = theirs(verl.compute_policy_loss_kl_cov, batch, "token-sum", **options)
-    ours, our_grad = loss_and_grad(
-        CovPenalized(fraction=1.0), batch.lp, batch.packed_advantages, normalizer=1.0
-    )
+    ours, our_grad = loss_and_grad(CovPenalized(fraction=1.0), batch.lp, batch.packed_advantages, normalizer=1.0)
     a = batch.packed_advantages[0].item()
     at = lambda x: -a * torch.tensor(x, dtype=torch.float64).exp().item() + x  # noqa: E731
     assert (ours - loss).item() == pytest.approx(at(20.0) - at(30.0), rel=1e-9)

@@ -96,13 +96,8 @@ def test_lists_of_modes(verl, seed):
     g = torch.Generator().manual_seed(seed)
     modes = [MODES[i] for i in torch.randperm(len(MODES), generator=g)[: 2 + seed % 3]]
     thresholds = [random_threshold(mode, batch, seed) for mode in modes]
-    _, mask, _ = verl_correction(
-        verl, batch, rollout_rs=", ".join(modes), rollout_rs_threshold=",".join(thresholds)
-    )
-    gates = [
-        rejection(mode, t, on="mismatch", k1_band="verl")
-        for mode, t in zip(modes, thresholds, strict=True)
-    ]
+    _, mask, _ = verl_correction(verl, batch, rollout_rs=", ".join(modes), rollout_rs_threshold=",".join(thresholds))
+    gates = [rejection(mode, t, on="mismatch", k1_band="verl") for mode, t in zip(modes, thresholds, strict=True)]
     keep, _ = decided(batch, *gates)
     assert torch.equal(keep, mask)
     # Each of them rejects, and they do not all reject the same.
@@ -131,9 +126,7 @@ def one_token(ratio: float) -> Batch:
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m.endswith("k1")])
-@pytest.mark.parametrize(
-    ("ratio", "in_band", "inverse_in_band"), [(0.61, True, False), (1.65, False, True)]
-)
+@pytest.mark.parametrize(("ratio", "in_band", "inverse_in_band"), [(0.61, True, False), (1.65, False, True)])
 def test_verl_applies_a_band_to_the_inverse_ratio(verl, mode, ratio, in_band, inverse_in_band):
     """dis.02: verl compares -log ratio with the logs of the ends, so 0.6_1.6 acts as 0.625_1.667."""
     batch, band = one_token(ratio), "0.6_1.6"
@@ -151,9 +144,7 @@ def test_verl_applies_a_band_to_the_inverse_ratio(verl, mode, ratio, in_band, in
 def test_the_band_on_the_ratio_is_verls_with_both_ends_inverted(verl, seed):
     batch, mode = random_batch(seed), "token_k1"
     low, high = map(float, random_threshold(mode, batch, seed).split("_"))
-    _, mask, _ = verl_correction(
-        verl, batch, rollout_rs=mode, rollout_rs_threshold=f"{low!r}_{high!r}"
-    )
+    _, mask, _ = verl_correction(verl, batch, rollout_rs=mode, rollout_rs_threshold=f"{low!r}_{high!r}")
     keep, _ = decided(batch, rejection(mode, f"{1 / high!r}_{1 / low!r}", on="mismatch"))
     assert torch.equal(keep, mask)
     keep, _ = decided(batch, rejection(mode, f"{low!r}_{high!r}", on="mismatch"))
@@ -171,9 +162,7 @@ def test_both_refuse(verl, mode):
 @pytest.mark.parametrize("threshold", ["0", "-1", "2_0.5", "0_2", "one"])
 def test_both_refuse_the_threshold(verl, threshold):
     with pytest.raises((ValueError, ZeroDivisionError)):
-        verl_correction(
-            verl, random_batch(0), rollout_rs="token_k1", rollout_rs_threshold=threshold
-        )
+        verl_correction(verl, random_batch(0), rollout_rs="token_k1", rollout_rs_threshold=threshold)
     with pytest.raises(MethodError):
         rejection("token_k1", threshold, on="mismatch")
 
@@ -229,9 +218,7 @@ def test_weights_are_normalized_before_anything_is_rejected(verl, seed):
         rollout_rs="seq_mean_k2", rollout_rs_threshold=threshold,
     )  # fmt: skip
     keep, given = decided(
-        batch,
-        Weight(on="mismatch", cap=2.0, normalize=True),
-        rejection("seq_mean_k2", threshold, on="mismatch"),
+        batch, Weight(on="mismatch", cap=2.0, normalize=True), rejection("seq_mean_k2", threshold, on="mismatch")
     )
     assert torch.equal(keep, mask)
     assert 0 < int(keep.sum()) < batch.tokens

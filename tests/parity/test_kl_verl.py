@@ -73,9 +73,7 @@ def test_k3_beyond_verls_clamp_agrees_with_value_limit_and_not_without(verl, nam
     cut = d.neg().clamp(-20, 20).expm1() - d.neg().clamp(-20, 20) > 10
     assert 100 < int(cut.sum()) < 300
     assert int((d.abs() > 20).sum()) > 20
-    their_value, their_gradient, value, gradient = both(
-        verl, name, logp, logp_ref, value_limit=10.0
-    )
+    their_value, their_gradient, value, gradient = both(verl, name, logp, logp_ref, value_limit=10.0)
     same(value, their_value)
     same(gradient, their_gradient)
     # The documented disagreement: by default the value is what k3 is, and has its gradient.

@@ -88,9 +88,7 @@ PROBABILITIES = {
 
 def compare_probabilities(verl, batch: Batch) -> int:
     tensors = {"rollout_log_probs": batch.rollout, "old_log_probs": batch.old}
-    data = verl.DataProto.from_dict(
-        tensors={**tensors, "response_mask": batch.mask, "responses": batch.mask}
-    )
+    data = verl.DataProto.from_dict(tensors={**tensors, "response_mask": batch.mask, "responses": batch.mask})
     metrics = verl.calculate_debug_metrics(data)
     mine = summarize(DriftStats.of(batch.pack()))
     for name, ours in PROBABILITIES.items():

@@ -77,9 +77,7 @@ class Step:
         if config.bypass_mode:
             verl.rollout_corr_helper.apply_bypass_mode(data, config, policy_loss)
         else:
-            data, _ = verl.rollout_corr_helper.compute_rollout_correction_and_add_to_batch(
-                data, config
-            )
+            data, _ = verl.rollout_corr_helper.compute_rollout_correction_and_add_to_batch(data, config)
         self.data, self.policy_loss = data.batch, policy_loss
 
     def loss(self, how: str, *, tokens: int | None, sequences: int | None) -> tuple[Tensor, Tensor]:
@@ -150,9 +148,7 @@ def test_modes_and_thresholds(verl, name):
 def test_what_bypasses(verl):
     bypassing = {name for name in PRESET_ROWS if preset(verl, name).bypass_mode}
     assert bypassing == {name for name in PRESET_ROWS if name.startswith("bypass")}
-    assert {"mismatch", "full"} == {
-        w.on for n in WEIGHTED for w in PRESET_ROWS[n].correction.weights
-    }
+    assert {"mismatch", "full"} == {w.on for n in WEIGHTED for w in PRESET_ROWS[n].correction.weights}
     assert {name for name in PRESET_ROWS if not PRESET_ROWS[name].needs_old} == bypassing
 
 
@@ -194,9 +190,7 @@ def test_verl_alone_divides_by_what_survived(verl, name, how):
     """dis.03: without global counts, surviving tokens, or sequences with one; we, by all of them."""
     batch = drifting(3, name)
     row = replace(PRESET_ROWS[name], aggregate=how)
-    loss, gradient = Step(verl, preset(verl, name), batch).loss(
-        MODES[how], tokens=None, sequences=None
-    )
+    loss, gradient = Step(verl, preset(verl, name), batch).loss(MODES[how], tokens=None, sequences=None)
     mine = ours(row, batch)
     differ(mine.gradient, gradient, by=1e-4)
     survivors = mine.keep.sum() if how == "token_mean" else mine.keep.any(-1).sum()
@@ -213,9 +207,7 @@ CUTTING = ["seq_max_k2", "token_k2", "token_k2,seq_mean_k3"]
 def cut(verl, mode: str, batch: Batch, **fields) -> tuple[Method, Step]:
     """Verl's decoupled step under rejection modes, and the composition that they are."""
     threshold = ",".join(["0.005"] * len(mode.split(",")))
-    config = verl.RolloutCorrectionConfig(
-        rollout_is=None, rollout_rs=mode, rollout_rs_threshold=threshold
-    )
+    config = verl.RolloutCorrectionConfig(rollout_is=None, rollout_rs=mode, rollout_rs_threshold=threshold)
     correction = Correction()
     for one in mode.split(","):
         correction &= rejection(one, 0.005, on="mismatch")
@@ -308,21 +300,16 @@ def test_bypassed_reinforce_takes_the_actors_aggregate(verl):
     alone = inspect.signature(verl.core_algos.compute_policy_loss_reinforce).parameters
     assert alone["loss_agg_mode"].default == "seq-mean-token-sum"
     assert actor(verl).loss_agg_mode == "token-mean"
-    assert {PRESET_ROWS[n].aggregate for n in PRESET_ROWS if "bypass_pg" in n} == {
-        "seq_mean_token_sum"
-    }
+    assert {PRESET_ROWS[n].aggregate for n in PRESET_ROWS if "bypass_pg" in n} == {"seq_mean_token_sum"}
 
 
 @pytest.mark.parametrize(
-    ("name", "scope", "other"),
-    [("decoupled_k3_rs", "all", "policy"), ("bypass_ppo_clip_k3_rs", "policy", "all")],
+    ("name", "scope", "other"), [("decoupled_k3_rs", "all", "policy"), ("bypass_ppo_clip_k3_rs", "policy", "all")]
 )
 def test_what_a_gate_does_to_the_kl_penalty(verl, name, scope, other):
     """dis.61: verl's gate edits the mask of every term when decoupled, of the policy's in bypass."""
     batch = drifting(4, name)
-    step = Step(
-        verl, preset(verl, name), batch, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k3"
-    )
+    step = Step(verl, preset(verl, name), batch, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type="k3")
     penalty = KLPenalty(estimator="k3", coef=0.3, value_limit=10.0)
     row = replace(PRESET_ROWS[name], penalty=penalty, gate_scope=scope)
     loss, gradient = step.over_everything("token-mean")
@@ -336,9 +323,7 @@ def test_what_a_gate_does_to_the_kl_penalty(verl, name, scope, other):
 def test_weights_in_bypassed_ppo_are_for_metrics_alone(verl):
     """The ratio is already in the objective: verl drops them, and we refuse the composition."""
     batch = drifting(6, "bypass_ppo_clip")
-    config = verl.RolloutCorrectionConfig(
-        rollout_is="sequence", bypass_mode=True, loss_type="ppo_clip"
-    )
+    config = verl.RolloutCorrectionConfig(rollout_is="sequence", bypass_mode=True, loss_type="ppo_clip")
     loss, gradient = Step(verl, config, batch).over_everything("token-mean")
     agree(ours(PRESET_ROWS["bypass_ppo_clip"], batch), loss, gradient)
     with pytest.raises(ValueError, match="count it twice"):

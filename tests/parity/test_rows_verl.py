@@ -20,18 +20,7 @@ from offdrift.methods import METHODS, override
 from offdrift.methods.table import PRESET_ROWS as PRESETS
 from offdrift.objectives import Clipped
 from offdrift.stats.metrics import summarize
-from tests.parity.peers import (
-    MODES,
-    Batch,
-    actor,
-    agree,
-    differ,
-    load_verl,
-    ours,
-    random_batch,
-    same,
-    verl_loss,
-)
+from tests.parity.peers import MODES, Batch, actor, agree, differ, load_verl, ours, random_batch, same, verl_loss
 
 SEEDS = range(3)
 NEVER = 1e9
@@ -86,9 +75,7 @@ def test_score_function(verl, name, seed):
     batch = random_batch(seed)
     row = METHODS[name]
     agree(ours(row, batch), *verl_loss(verl, "gpg", batch, actor(verl, batch), "token-mean"))
-    agree(
-        ours(row, batch), *bypass(verl, batch, "token-mean", loss_type="reinforce", rollout_is=None)
-    )
+    agree(ours(row, batch), *bypass(verl, batch, "token-mean", loss_type="reinforce", rollout_is=None))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -158,9 +145,7 @@ def test_a_token_that_was_all_but_impossible_has_moved_by_its_new_probability(ve
 def test_dppo_truncates_at_three_in_verl_whatever_its_comment_says(verl):
     """Its code asks the configuration for 20 in case there is no field; there is one, and it says 3."""
     batch = random_batch(0)
-    batch = replace(
-        batch, logp=(batch.old + 1.5).clamp(max=0.0), advantages=-batch.advantages.abs()
-    )
+    batch = replace(batch, logp=(batch.old + 1.5).clamp(max=0.0), advantages=-batch.advantages.abs())
     config = actor(verl, batch, clip_ratio_low=0.15, clip_ratio_high=0.15)
     assert config.get("clip_ratio_c", 20.0) == 3.0
     _, gradient = verl_loss(verl, "dppo_tv", batch, config, "token-mean")
@@ -213,10 +198,7 @@ def test_weighted_clipped_rows(verl, name, unit, threshold, fields, seed):
     same(mine.weight, weights)
 
 
-GATED = {
-    "icepop_binary": ("token_k1", "0.5_5.0"),
-    "geo_mask": ("seq_mean_k1", "0.99_1.01"),
-}
+GATED = {"icepop_binary": ("token_k1", "0.5_5.0"), "geo_mask": ("seq_mean_k1", "0.99_1.01")}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -56,9 +56,7 @@ def batch(seed: int, *, per: str, drift: float = 0.3) -> tuple[Tensor, ...]:
 
 def theirs(verl, name: str, how: str, batch: tuple[Tensor, ...], **limits: float):
     logp_old, logp, a, mask = batch
-    config = verl.config(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio=0.2, **limits
-    )
+    config = verl.config(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio=0.2, **limits)
     leaf = logp.clone().requires_grad_()
     loss, _ = verl.losses[name](logp_old, leaf, a, mask.double(), how, config)
     (grad,) = torch.autograd.grad(loss, leaf)
@@ -96,9 +94,7 @@ def test_vanilla_is_ppo_with_a_dual_clip(verl, seed, dual_clip, how):
     b = batch(seed, per="token")
     got = ours(Clipped(eps_low=0.1, eps_high=0.25, dual_clip=dual_clip), how, b)
     c = OFF if dual_clip is None else dual_clip
-    expected = theirs(
-        verl, "vanilla", how, b, clip_ratio_low=0.1, clip_ratio_high=0.25, clip_ratio_c=c
-    )
+    expected = theirs(verl, "vanilla", how, b, clip_ratio_low=0.1, clip_ratio_high=0.25, clip_ratio_c=c)
     same(got, expected, CLOSE[how])
 
 

@@ -60,12 +60,8 @@ def test_sequence_level_losses(trl, loss_type, name, how, seed):
     """dis.11: TRL differentiates the geometric mean, as the row `gspo` does, and verl does not."""
     batch = sequence_batch(seed)
     fields = {"epsilon_low": 0.002, "epsilon_high": 0.0025}
-    trainer = Trainer(
-        trl.grpo, batch, loss_type=loss_type, importance_sampling_level="sequence", **fields
-    )
-    row = replace(
-        METHODS[name], objective=Clipped(unit="geometric", eps_low=0.002, eps_high=0.0025)
-    )
+    trainer = Trainer(trl.grpo, batch, loss_type=loss_type, importance_sampling_level="sequence", **fields)
+    row = replace(METHODS[name], objective=Clipped(unit="geometric", eps_low=0.002, eps_high=0.0025))
     assert METHODS[name].objective.unit == "geometric"
     agree(ours(replace(row, aggregate=how), batch, horizon=HORIZON), *trainer.loss(trainer.given()))
 
@@ -82,9 +78,7 @@ def test_the_rows_have_the_numbers_that_trl_was_given():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sequence_level_cispo(trl, seed):
     batch = sequence_batch(seed)
-    trainer = Trainer(
-        trl.grpo, batch, loss_type="cispo", importance_sampling_level="sequence", epsilon_high=1.02
-    )
+    trainer = Trainer(trl.grpo, batch, loss_type="cispo", importance_sampling_level="sequence", epsilon_high=1.02)
     weight = Weight(on="staleness", unit="geometric", cap=1.02)
     method = Method(objective=Reinforce(), correction=Correction() & weight, aggregate="token_mean")
     agree(ours(method, batch), *trainer.loss(trainer.given()))
@@ -176,9 +170,7 @@ def test_microbatches_of_equal_size(trl, loss_type):
     batch = sequence_batch(5)
     parts = [batch.rows(slice(0, 7)), batch.rows(slice(7, None))]
     # The generation spans one accumulation window: as many steps as micro-batches.
-    gradient = accumulated(
-        trl, parts, loss_type, batch.mask.sum(), steps_per_generation=2, epsilon_high=0.28
-    )
+    gradient = accumulated(trl, parts, loss_type, batch.mask.sum(), steps_per_generation=2, epsilon_high=0.28)
     row = override(METHODS[loss_type], {"objective.eps_high": 0.28})
     same(ours(row, batch, horizon=HORIZON).gradient, gradient)
 

@@ -33,9 +33,7 @@ def trl():
 
 
 def opsm(delta: float, on: str = "full") -> Gate:
-    return Gate(
-        statistic="ratio", on=on, unit="seq_mean", low=math.exp(-delta), advantage="negative"
-    )
+    return Gate(statistic="ratio", on=on, unit="seq_mean", low=math.exp(-delta), advantage="negative")
 
 
 def test_the_row_of_the_sequence_mask():
@@ -53,9 +51,7 @@ def test_sequence_mask(trl, delta, seed):
     mine = ours(row, batch)
     agree(mine, *trainer.loss(inputs))
     assert 0 < int(mine.keep.sum()) < batch.tokens
-    mask = trl.grpo.get_off_policy_mask(
-        batch.advantages[:, :1], batch.logp, batch.rollout, batch.mask, delta
-    )
+    mask = trl.grpo.get_off_policy_mask(batch.advantages[:, :1], batch.logp, batch.rollout, batch.mask, delta)
     assert torch.equal(mine.keep, mask.bool() & batch.mask.bool())
 
 
@@ -119,10 +115,7 @@ def test_vllm_ratios(trl, mode, low, high, seed):
     same(mine.weight, ratio.where(ratio == 0, ratio.clamp(min=math.exp(-20))))
     agree(mine, *trainer.loss(inputs))
     assert 0 < int(weight(batch.pack()).limited.sum()) < batch.tokens
-    same(
-        batch.advantages[:, 0],
-        trainer.batch.advantages[:, 0] - trainer.batch.advantages[:, 0].mean(),
-    )
+    same(batch.advantages[:, 0], trainer.batch.advantages[:, 0] - trainer.batch.advantages[:, 0].mean())
 
 
 @pytest.mark.parametrize("loss_type", ["gspo", "luspo", "cispo", "sapo", "dr_grpo"])
@@ -166,9 +159,7 @@ def test_what_the_engine_could_not_score(trl):
     hurt = replace(batch, rollout=batch.rollout.index_fill(1, torch.tensor([4]), math.nan))
     _, inputs, _ = generated(trl, hurt, vllm_importance_sampling_mode="token_truncate")
     assert inputs["importance_sampling_ratio"][:, 4].tolist() == [1.0] * batch.sequences
-    with pytest.raises(
-        BadValueError, match="logp_rollout of sequence 0 is nan at trainable token 4"
-    ):
+    with pytest.raises(BadValueError, match="logp_rollout of sequence 0 is nan at trainable token 4"):
         hurt.pack()
     replace(hurt, mask=hurt.mask.index_fill(1, torch.tensor([4]), 0)).pack()
 
@@ -220,11 +211,7 @@ def test_kl_of_sequence_losses(trl, name):
     fields = {"epsilon_low": 0.4, "epsilon_high": 0.4}
     base, fields = trl.gmpo, fields
     if name == "gspo":
-        fields = {
-            "epsilon_low": 3e-4,
-            "epsilon_high": 4e-4,
-            "importance_sampling_level": "sequence",
-        }
+        fields = {"epsilon_low": 3e-4, "epsilon_high": 4e-4, "importance_sampling_level": "sequence"}
         base = trl.grpo
     trainer = Trainer(base, batch, beta=0.3, **fields)
     agree(ours(replace(METHODS[name], penalty=k3(0.3)), batch), *trainer.loss(trainer.given()))
@@ -232,9 +219,7 @@ def test_kl_of_sequence_losses(trl, name):
 
 def test_neither_gates_nor_weights_touch_the_kl(trl):
     """dis.61: in TRL as with us; `gate_scope="all"` is verl's."""
-    trainer, inputs, batch = generated(
-        trl, sequence_batch(2, sequences=20), beta=0.3, off_policy_mask_threshold=0.05
-    )
+    trainer, inputs, batch = generated(trl, sequence_batch(2, sequences=20), beta=0.3, off_policy_mask_threshold=0.05)
     correction = Correction() & opsm(0.05) & vllm_weight("sequence_mask", None, 3.0)
     row = replace(METHODS["grpo"], correction=correction, penalty=k3(0.3))
     loss, gradient = trainer.loss(inputs)
@@ -273,9 +258,7 @@ def test_corrected_kl_between_two_engines(trl):
 def test_deepseek(trl):
     """The recipe's parts in TRL: two engines apart from the KL, which agrees where they are one."""
     batch = sequence_batch(3, sequences=30).bypass
-    trainer = Trainer(
-        trl.grpo, batch, beta=0.001, use_bias_correction_kl=True, off_policy_mask_threshold=0.5
-    )
+    trainer = Trainer(trl.grpo, batch, beta=0.001, use_bias_correction_kl=True, off_policy_mask_threshold=0.5)
     inputs = {**trainer.given(), "sampling_per_token_logps": batch.rollout}
     assert METHODS["deepseek_v32"].penalty == KLPenalty(estimator="k3_corrected", coef=0.001)
     agree(ours(METHODS["deepseek_v32"], batch), *trainer.loss(inputs))

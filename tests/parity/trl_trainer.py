@@ -31,11 +31,7 @@ def load_trl() -> SimpleNamespace:
 
 
 ONE_PROCESS = SimpleNamespace(
-    device=torch.device("cpu"),
-    num_processes=1,
-    process_index=0,
-    gather=lambda x: x,
-    reduce=lambda x, reduction: x,
+    device=torch.device("cpu"), num_processes=1, process_index=0, gather=lambda x: x, reduce=lambda x, reduction: x
 )
 ARGS = {
     "delta": None,

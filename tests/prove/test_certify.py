@@ -63,8 +63,7 @@ def drawn(policies) -> dict[str | int, Rollouts]:
         sampling = Sampling(max_tokens=LONGEST, temperature=temperature, stop_token_ids=tuple(range(8)))  # fmt: skip
         g = torch.Generator().manual_seed(0)
         return engine.generate(prompts, sampling, seed=2, evidence=evidence).with_(
-            rewards=torch.rand(len(prompts), generator=g),
-            group_ids=torch.arange(len(prompts)) // ANSWERS,
+            rewards=torch.rand(len(prompts), generator=g), group_ids=torch.arange(len(prompts)) // ANSWERS
         )
 
     found = {kind: draw(kind) for kind in EVIDENCE}
@@ -106,9 +105,7 @@ def truth(policies, drawn) -> BatchEvidence:
     assert exact["kl_rollout_current"].max() > REGION.delta, "some tokens must leave the region"
     assert exact["kl_rollout_current"].median() < REGION.delta
     assert rollouts.rewards is not None
-    by_prompt = rollouts.with_(
-        group_ids=rollouts.prompt_keys()
-    )  # intervals take them in this order
+    by_prompt = rollouts.with_(group_ids=rollouts.prompt_keys())  # intervals take them in this order
     return BatchEvidence.of(
         LogProbs.pack(logp_mu, logp_pi, segments=by_prompt.segments),
         rollouts.rewards.double(),
@@ -133,9 +130,7 @@ def columns(table: Tensor, names: tuple[str, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["full", "hidden"])
-def test_whole_distributions_give_the_evidence_of_exact_logits(
-    policies, drawn, stored, truth, kind
-):
+def test_whole_distributions_give_the_evidence_of_exact_logits(policies, drawn, stored, truth, kind):
     found = judged([stored[kind]], policies[1])
     table = in_order(found.evidence, drawn[kind])
     assert table.shape == (PROMPTS * ANSWERS, len(COLUMNS))

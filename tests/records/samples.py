@@ -33,9 +33,7 @@ def trainer_logp(s: int, t: int) -> float:
     return rollout_logp(s, t) - 0.0625 * (t + 1)
 
 
-def places(
-    *, masked: bool = True, without: Sequence[tuple[int, int]] = ()
-) -> list[tuple[int, int]]:
+def places(*, masked: bool = True, without: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
     """(sequence, place) of every token that should be left, in order."""
     return [
         (s, t)
@@ -70,9 +68,7 @@ def unscored(batch: Logged) -> dict[str, int]:
 
 def flat(batches: Sequence[Logged]) -> dict[str, object]:
     """Batches as one, whatever the cuts: lists and numbers by name."""
-    found: dict[str, object] = {
-        "lengths": [n for b in batches for n in b.cu_seqlens.diff().tolist()]
-    }
+    found: dict[str, object] = {"lengths": [n for b in batches for n in b.cu_seqlens.diff().tolist()]}
     for name in (
         "step", "row", "response_lengths", "logp_rollout", "logp_old", "logp", "logp_ref",
         "advantages", "rewards", "rollout_version", "version", "entropy", "tokens", "old_status", "truncated",

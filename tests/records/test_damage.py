@@ -273,9 +273,7 @@ def test_damaged_payloads_never_stop_the_reading(tmp_path: Path, name: str) -> N
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.binary(max_size=40), max_size=5), st.integers(0, 5))
-def test_arbitrary_lines(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], at: int
-) -> None:
+def test_arbitrary_lines(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], at: int) -> None:
     path = tmp_path_factory.mktemp("fuzz") / "log.jsonl"
     lines = [x.replace(b"\n", b" ").replace(b"\r", b" ") for x in lines]
     lines.insert(min(at, len(lines)), GOOD.encode())
@@ -286,16 +284,12 @@ def test_arbitrary_lines(
     assert sum(b.num_sequences for b in batches) + len(bad) + blank == len(lines)
 
 
-NUMBER = st.one_of(
-    st.floats(-20, 0), st.none(), st.just(1.0), st.just(-9999.0), st.text(max_size=2)
-)
+NUMBER = st.one_of(st.floats(-20, 0), st.none(), st.just(1.0), st.just(-9999.0), st.text(max_size=2))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.lists(NUMBER, max_size=5), st.lists(NUMBER, max_size=5)), max_size=6))
-def test_every_row_is_either_kept_or_named(
-    tmp_path_factory: pytest.TempPathFactory, rows: Any
-) -> None:
+def test_every_row_is_either_kept_or_named(tmp_path_factory: pytest.TempPathFactory, rows: Any) -> None:
     path = tmp_path_factory.mktemp("fuzz") / "log.jsonl"
     rows = [*rows, ([-1.0], [-2.0])]
     path.write_text("\n".join(json.dumps({"logp_rollout": a, "logp": b}) for a, b in rows))

@@ -28,10 +28,7 @@ def rank_dump(path: Path, rank: int, samples: list[int], **changed: Any) -> None
     payload = torch.load(MILES / "train_data" / "7_0.pt", weights_only=True)
     data = payload["rollout_data"]
     n = len(data["response_lengths"])
-    cut = {
-        k: [v[i] for i in samples] if isinstance(v, list | tuple) and len(v) == n else v
-        for k, v in data.items()
-    }
+    cut = {k: [v[i] for i in samples] if isinstance(v, list | tuple) and len(v) == n else v for k, v in data.items()}
     cut = {**cut, "sample_indices": samples, **changed.pop("data", {})}
     cut = {k: v for k, v in cut.items() if v is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,9 +80,7 @@ def loss_call(path: Path) -> None:
 def test_slices_and_single_calls_of_miles_are_no_sequences(tmp_path: Path) -> None:
     """A run with context parallelism: the rollout dump is what can be read."""
     for rank in range(2):
-        rank_dump(
-            tmp_path / "train_data" / f"7_{rank}.pt", rank, [0, 1, 2], cp_rank=rank, cp_size=2
-        )
+        rank_dump(tmp_path / "train_data" / f"7_{rank}.pt", rank, [0, 1, 2], cp_rank=rank, cp_size=2)
         loss_call(tmp_path / "policy_loss_debug" / f"rank_{rank}_call_0.pt")
     miles_rollout(tmp_path / "rollout_data" / "7.pt")
     found, (batch,), bad = read_all(tmp_path)
@@ -149,9 +144,7 @@ def test_rewards_of_dynamic_sampling_belong_to_the_rows(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_nemo_rls_validation_alone(tmp_path: Path) -> None:
-    (tmp_path / "val_data_step7.jsonl").write_text(
-        '{"content": ["x"], "rewards": [1.0], "idx": 0}\n'
-    )
+    (tmp_path / "val_data_step7.jsonl").write_text('{"content": ["x"], "rewards": [1.0], "idx": 0}\n')
     with pytest.raises(RecordError, match=r"data_plane.enabled\) does not write: record"):
         detect([str(tmp_path)])
 
@@ -161,10 +154,7 @@ VERL = {"input": "q", "output": "a", "gts": "1", "score": 1.0, "step": 3}
 
 def test_validation_of_verl_is_no_training(tmp_path: Path) -> None:
     """verl writes both alike; only its validation has `reward` beside `score`."""
-    for name, extra in (
-        ("val", {"reward": 1.0, "acc": 1.0}),
-        ("train", {"request_id": "x", "acc": 1.0}),
-    ):
+    for name, extra in (("val", {"reward": 1.0, "acc": 1.0}), ("train", {"request_id": "x", "acc": 1.0})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "3.jsonl").write_text(json.dumps({**VERL, **extra}) + "\n")
     found, (batch,), _ = read_all(tmp_path)

@@ -86,9 +86,7 @@ def test_a_fingerprint_changes_with_the_file(tmp_path: Path) -> None:
 
 
 def test_the_log_that_says_most_is_read_and_the_rest_is_named(tmp_path: Path) -> None:
-    (tmp_path / "1.jsonl").write_text(
-        json.dumps({"input": "a", "output": "b", "score": 1, "step": 1})
-    )
+    (tmp_path / "1.jsonl").write_text(json.dumps({"input": "a", "output": "b", "score": 1, "step": 1}))
     write_log(ragged(4), tmp_path / "logs" / "1.parquet")
     (tmp_path / "junk.jsonl").write_text("{}")
     found = detect([str(tmp_path)])
@@ -101,14 +99,7 @@ def test_the_log_that_says_most_is_read_and_the_rest_is_named(tmp_path: Path) ->
 def test_metrics_beside_a_log_are_no_log(tmp_path: Path) -> None:
     """The files of a run: a table of metrics with rewards, samples for people, checkpoints."""
     (tmp_path / "eval.jsonl").write_text(json.dumps({"update": 1, "reward": 0.5, "prompts": 512}))
-    sample = {
-        "update": 1,
-        "prompt": "1+1=",
-        "reward": 1.0,
-        "tokens": ["2"],
-        "kl": [0.1],
-        "logp_rollout": [-1.0],
-    }
+    sample = {"update": 1, "prompt": "1+1=", "reward": 1.0, "tokens": ["2"], "kl": [0.1], "logp_rollout": [-1.0]}
     (tmp_path / "samples.jsonl").write_text(json.dumps(sample))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "entropy": 2.0, "reward": 1.0}))
     (tmp_path / "config.json").write_text("{}")
@@ -133,19 +124,12 @@ def test_mapped_columns_choose_the_files_that_have_them(tmp_path: Path) -> None:
 
 def test_a_log_with_both_sides_is_read_before_one_with_one(tmp_path: Path) -> None:
     (tmp_path / "engine.jsonl").write_text(ROW)
-    row = {
-        "prompt_tokens": [1],
-        "response_tokens": [2],
-        "finish_reason": "stop",
-        "logprobs": [-1.0],
-    }
+    row = {"prompt_tokens": [1], "response_tokens": [2], "finish_reason": "stop", "logprobs": [-1.0]}
     (tmp_path / "traces.jsonl").write_text(json.dumps({**row, "logp": [-2.0]}))
     assert detect([str(tmp_path)]).framework == "open-instruct"
 
 
-def test_a_file_is_counted_once_whatever_leads_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_counted_once_whatever_leads_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for step in (1, 2):

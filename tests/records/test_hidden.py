@@ -60,9 +60,7 @@ def test_a_plain_head_comes_back_plain(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_states_are_fixed_size_lists_and_share_memory_with_the_decoded_buffers(
-    tmp_path, monkeypatch, dtype
-):
+def test_states_are_fixed_size_lists_and_share_memory_with_the_decoded_buffers(tmp_path, monkeypatch, dtype):
     path = store.write(hidden(dtype), tmp_path / "x.parquet")
     kind = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.bfloat16: pa.uint16()}
     assert pq.read_schema(path).field("evidence_states").type == pa.large_list(

@@ -40,9 +40,7 @@ MEMORY = 768
 def outcomes(*paths: Path, limit: int = 256, timeout: float = 240) -> list[dict[str, Any]]:
     """What comes of reading each path, in a process of its own."""
     command = [sys.executable, "-m", "tests.records.hostile", str(limit), str(MEMORY)]
-    told = subprocess.run(
-        [*command, *map(str, paths)], cwd=ROOT, capture_output=True, text=True, timeout=timeout
-    )
+    told = subprocess.run([*command, *map(str, paths)], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     assert told.returncode == 0, told.stderr[-3000:]
     return [json.loads(line) for line in told.stdout.splitlines()]
 
@@ -88,9 +86,7 @@ def deflated(path: Path) -> None:
     rewrite(path, lambda name, data: data, zipfile.ZIP_DEFLATED)
 
 
-def rewrite(
-    path: Path, change: Callable[[str, bytes], bytes], kind: int = zipfile.ZIP_STORED
-) -> None:
+def rewrite(path: Path, change: Callable[[str, bytes], bytes], kind: int = zipfile.ZIP_STORED) -> None:
     """An archive with other records."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}

@@ -116,12 +116,7 @@ def test_a_mapped_column_of_the_wrong_type(tmp_path: Path) -> None:
 
 
 def test_layouts_of_their_own_are_not_mapped(tmp_path: Path) -> None:
-    row = {
-        "inference_logprobs": [0, -1.0],
-        "trainer_logprobs": [0, -2.0],
-        "loss_mask": [0, 1],
-        "r": 2.0,
-    }
+    row = {"inference_logprobs": [0, -1.0], "trainer_logprobs": [0, -2.0], "loss_mask": [0, 1], "r": 2.0}
     path = str(lines(tmp_path / "a.jsonl", [row]))
     with pytest.raises(RecordError, match="logp cannot be mapped in prime-rl's token exports"):
         detect([path], columns={"logp": "trainer_logprobs"})
@@ -166,13 +161,7 @@ def test_an_unknown_reward_is_nan_and_not_zero(tmp_path: Path, kind: str) -> Non
 
 @both
 def test_masked_tokens_are_left_out_whatever_they_hold(tmp_path: Path, kind: str) -> None:
-    rows = [
-        {
-            "logp_rollout": [-1.0, 0.0, -9999.0, -2.0],
-            "logp": [-1.5, None, 5.0, -2.5],
-            "mask": [1, 0, 0, 1],
-        }
-    ]
+    rows = [{"logp_rollout": [-1.0, 0.0, -9999.0, -2.0], "logp": [-1.5, None, 5.0, -2.5], "mask": [1, 0, 0, 1]}]
     batch = one(written(tmp_path, kind, rows))
     assert batch.logp_rollout is not None
     assert batch.logp_rollout.tolist() == [-1.0, -2.0]
@@ -185,11 +174,7 @@ def test_masked_tokens_are_left_out_whatever_they_hold(tmp_path: Path, kind: str
 
 @both
 def test_known_spellings(tmp_path: Path, kind: str) -> None:
-    row = {
-        "rollout_log_probs": [-1.0, -2.0],
-        "old_log_probs": [-1.5, -2.5],
-        "response_mask": [1, 1],
-    }
+    row = {"rollout_log_probs": [-1.0, -2.0], "old_log_probs": [-1.5, -2.5], "response_mask": [1, 1]}
     path = written(tmp_path, kind, [row])
     assert "logp_old from old_log_probs" in detect([str(path)]).said
     batch = one(path)

@@ -96,9 +96,7 @@ def test_packed_values_are_the_padded_ones(tmp_path: Path) -> None:
 def test_what_is_no_number_is_left_out_and_counted_by_the_reader(tmp_path: Path) -> None:
     logp, advantages = LOGP - 0.5, torch.ones(4, 5)
     logp[0, 1], logp[1, 0], advantages[3, 2] = NAN, -INF, INF
-    offdrift.record(
-        tmp_path, step=1, logp_rollout=LOGP - 1, logp=logp, advantages=advantages, mask=MASK
-    ).close()
+    offdrift.record(tmp_path, step=1, logp_rollout=LOGP - 1, logp=logp, advantages=advantages, mask=MASK).close()
     _, (back, without), bad = read_all(tmp_path)
     assert bad == []
     assert unscored(back) == {"logp/missing": 1, "logp/infinite": 1}
@@ -125,9 +123,7 @@ def test_what_is_counted_must_be_whole(tmp_path: Path, name: str, value: Any, sa
         with pytest.raises(RecordError, match=rf"{name} holds {said}; give whole numbers"):
             recorder.flush()
         # What is whole may be stored as a float; what is masked does not matter.
-        offdrift.record(
-            recorder, step=2.0, logp=logp, mask=mask, tokens=[[1.0, 2.0], [3.0, float("nan")]]
-        )
+        offdrift.record(recorder, step=2.0, logp=logp, mask=mask, tokens=[[1.0, 2.0], [3.0, float("nan")]])
     _, (batch,), bad = read_all(tmp_path)
     assert not bad
     assert batch.step.tolist() == [2, 2]
@@ -169,9 +165,7 @@ def test_shapes_that_contradict_each_other_are_named_at_the_call(
 
 
 @pytest.mark.parametrize("cuts", [[0, 5, 9], [1, 5, 20], [0, 15, 20, 10, 20]])
-def test_cuts_that_are_wrong_are_found_before_anything_is_written(
-    tmp_path: Path, cuts: list[int]
-) -> None:
+def test_cuts_that_are_wrong_are_found_before_anything_is_written(tmp_path: Path, cuts: list[int]) -> None:
     recorder = offdrift.record(tmp_path, step=1, logp=LOGP.flatten(), cu_seqlens=cuts)
     with pytest.raises(RecordError, match="cu_seqlens"):
         recorder.flush()
@@ -191,9 +185,7 @@ def test_a_folder_has_one_recorder_until_it_is_closed(tmp_path: Path) -> None:
     assert sorted(s for b in batches for s in b.step.tolist()) == [1, 2, 2]
 
 
-def test_importing_the_library_loads_no_arrow_and_asking_for_the_recorder_does(
-    tmp_path: Path,
-) -> None:
+def test_importing_the_library_loads_no_arrow_and_asking_for_the_recorder_does(tmp_path: Path) -> None:
     # Also what the checks of the tests would refuse, and nobody else's: a chat instead of a text.
     program = """
 import sys, offdrift

@@ -236,9 +236,7 @@ class Graph(torch.autograd.Function):
         return x.clone()
 
 
-def test_what_a_step_does_afterwards_is_not_recorded_and_nothing_of_it_is_kept(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_what_a_step_does_afterwards_is_not_recorded_and_nothing_of_it_is_kept(tmp_path: Path, disk: Disk) -> None:
     recorder, batch = Recorder(tmp_path), at(1)
     weights = torch.ones(batch.num_tokens, requires_grad=True)
     assert batch.logp is not None
@@ -389,9 +387,7 @@ def test_drops_do_not_hide_that_the_disk_fails(tmp_path: Path) -> None:
     assert steps_in(folder) == [0] * 3
 
 
-def test_a_folder_that_cannot_be_made_is_told_at_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=r"cannot record to .*file/log: .*choose a folder"):
         Recorder(tmp_path / "file" / "log")
@@ -402,9 +398,7 @@ def test_a_folder_that_cannot_be_made_is_told_at_once(
     assert len(caplog.records) == 3
 
 
-def test_a_batch_that_contradicts_itself_is_named_and_the_others_are_written(
-    tmp_path: Path,
-) -> None:
+def test_a_batch_that_contradicts_itself_is_named_and_the_others_are_written(tmp_path: Path) -> None:
     recorder, good = Recorder(tmp_path, seconds=SOON), at(1)
     with pytest.raises(ShapeError, match="rewards has 2 entries for 3 sequences"):
         recorder.add(wrongly(good, rewards=torch.zeros(2)))
@@ -552,9 +546,7 @@ def test_ranks_write_into_one_folder(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == thrice([5] * 4)
 
 
-def test_a_closed_recorder_takes_nothing_and_does_not_mask_what_ended_the_loop(
-    tmp_path: Path,
-) -> None:
+def test_a_closed_recorder_takes_nothing_and_does_not_mask_what_ended_the_loop(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     recorder = Recorder(folder)
 
@@ -583,9 +575,7 @@ def end_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
 
 
-def test_nobody_waits_for_a_thread_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_thread_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end_the_writer(monkeypatch)
     recorder = Recorder(tmp_path, queue=1)
     recorder.add(at(0))

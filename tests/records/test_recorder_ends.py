@@ -13,16 +13,7 @@ import pytest
 from offdrift.errors import RecordError
 from offdrift.records import recorder as module
 from offdrift.records.recorder import Recorder
-from tests.records.test_recorder import (
-    SOON,
-    Disk,
-    at,
-    disk,
-    end_the_writer,
-    steps_in,
-    thrice,
-    until,
-)
+from tests.records.test_recorder import SOON, Disk, at, disk, end_the_writer, steps_in, thrice, until
 
 __all__ = ["disk"]
 
@@ -50,9 +41,7 @@ def test_closing_again_after_an_interrupt_waits_for_what_is_being_written(
     assert steps_in(tmp_path) == thrice(range(3))
 
 
-def test_a_loop_that_changes_its_directory_keeps_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_that_changes_its_directory_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     recorder = Recorder("log", seconds=600)
@@ -83,9 +72,7 @@ def test_two_threads_that_close_both_wait(tmp_path: Path, disk: Disk) -> None:
     assert seen == [1, 1]
 
 
-def test_closing_tells_what_was_lost_with_the_writer_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_tells_what_was_lost_with_the_writer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end_the_writer(monkeypatch)
     recorder = Recorder(tmp_path, seconds=0)
     recorder.add(at(0))

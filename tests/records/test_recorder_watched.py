@@ -24,11 +24,7 @@ def step_of(recorder: Recorder, step: int, *, drift: float = 0.01) -> None:
     rollout = -torch.rand(SEQUENCES, TIME, generator=generator) - 0.5
     moved = drift * torch.randn(SEQUENCES, TIME, generator=generator)
     record(
-        recorder,
-        step=step,
-        logp_rollout=rollout,
-        logp=(rollout + moved).clamp(max=0),
-        mask=torch.ones(SEQUENCES, TIME),
+        recorder, step=step, logp_rollout=rollout, logp=(rollout + moved).clamp(max=0), mask=torch.ones(SEQUENCES, TIME)
     )
 
 

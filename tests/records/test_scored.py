@@ -24,9 +24,7 @@ def log(tmp_path: Path, **columns: list[list[float | None]]) -> Path:
 @pytest.mark.parametrize("hole", [None, NAN, INF, -INF, 1.0, -9999.0, -1e9, 1e-2])
 @pytest.mark.parametrize("name", ["logp_rollout", "logp_old", "logp", "logp_ref"])
 def test_what_no_log_prob_can_be(tmp_path: Path, name: str, hole: float | None) -> None:
-    columns = {
-        n: [[-1.0, -2.0, -3.0], [-4.0]] for n in ("logp_rollout", "logp_old", "logp", "logp_ref")
-    }
+    columns = {n: [[-1.0, -2.0, -3.0], [-4.0]] for n in ("logp_rollout", "logp_old", "logp", "logp_ref")}
     columns[name] = [[-1.0, hole, -3.0], [-4.0]]  # type: ignore[list-item]
     batch = read_all(log(tmp_path, **columns))[1][0]  # type: ignore[arg-type]
     if name == "logp_ref":  # no policy that is compared
@@ -60,9 +58,7 @@ def test_only_what_drew_a_token_finds_it_possible(tmp_path: Path, value: float) 
 
 @pytest.mark.parametrize("hole", [None, NAN, INF])
 @pytest.mark.parametrize("name", ["advantages", "entropy", "kl_rollout_current", "logp_ref"])
-def test_holes_in_other_fields_cost_no_tokens(
-    tmp_path: Path, name: str, hole: float | None
-) -> None:
+def test_holes_in_other_fields_cost_no_tokens(tmp_path: Path, name: str, hole: float | None) -> None:
     path = log(tmp_path, logp_rollout=[[-1.0, -2.0], [-3.0]], **{name: [[-2.0, hole], [-0.5]]})
     _, (without, having), bad = read_all(path)
     assert bad == []
@@ -117,9 +113,7 @@ def test_a_field_that_no_row_has_is_absent(tmp_path: Path) -> None:
 
 
 def test_a_version_that_is_missing_leaves_no_lag(tmp_path: Path) -> None:
-    table = pa.table(
-        {"logp_rollout": [[-1.0], [-2.0]], "rollout_version": [3, 4], "version": [5, None]}
-    )
+    table = pa.table({"logp_rollout": [[-1.0], [-2.0]], "rollout_version": [3, 4], "version": [5, None]})
     pq.write_table(table, tmp_path / "a.parquet")
     _, (batch, without), _ = read_all(tmp_path / "a.parquet")
     assert (batch.num_tokens, without.num_tokens) == (1, 1)

@@ -33,9 +33,7 @@ def made(evidence: str = "full", sequences: int = 3) -> Rollouts:
         group_ids=torch.tensor([4, 4, 9])[:sequences],
         finish=("stop", "length", "stop")[:sequences],
         provenance=PROVENANCE,
-        evidence={"full": FullVocab(rows), "topk": TopK(top.indices, top.values), "none": None}[
-            evidence
-        ],
+        evidence={"full": FullVocab(rows), "topk": TopK(top.indices, top.values), "none": None}[evidence],
         rewards=torch.tensor([0.0, 1.0, 0.5])[:sequences],
         prompts=("a", "<script>", "c")[:sequences],
         completions=("x\ud800y", "\x00", "naïve 你好")[:sequences],

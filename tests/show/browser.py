@@ -39,7 +39,5 @@ def open_page(page: Path, profile: Path) -> tuple[str, list[str]]:
     """The document after its scripts ran, and what the browser's console said."""
     command = [chromium(), *FLAGS, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, timeout=120, check=True)
-    console = [
-        line for line in done.stderr.decode("utf-8", "replace").splitlines() if "CONSOLE" in line
-    ]
+    console = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if "CONSOLE" in line]
     return done.stdout.decode("utf-8"), console

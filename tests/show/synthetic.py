@@ -36,30 +36,21 @@ ARMS = {
     "trm_tis": Shape("trm_tis", "Masking and truncation", 0.70, 5.0, 0.22),
 }
 
-RESPONSE = (
-    "We add 17 and 25 . First 7 + 5 = 12 , carry 1 ; then 1 + 2 + 1 = 4 . So the answer is 42"
-)
+RESPONSE = "We add 17 and 25 . First 7 + 5 = 12 , carry 1 ; then 1 + 2 + 1 = 4 . So the answer is 42"
 PROMPT = "Question: what is 17 + 25? Think step by step,\nthen give the number in <answer> tags."
 
 
 def write_run(run_dir: Path, *, updates: int = 64, seed: int = 0) -> Path:
     """Write a finished run of four arms and return its folder."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    table = [
-        _write_arm(run_dir / "arms" / name, name, s, updates, seed) for name, s in ARMS.items()
-    ]
+    table = [_write_arm(run_dir / "arms" / name, name, s, updates, seed) for name, s in ARMS.items()]
     head = {
         "format": 1,
         "name": "tiny-qwen3 · two-digit sums under drift",
         "recipe": RECIPE,
         "started": "2026-05-04T09:30:00+00:00",
         "seconds": 331.4,
-        "versions": {
-            "offdrift": "0.1.0",
-            "python": "3.11.9",
-            "torch": "2.13.0",
-            "transformers": "5.19.0",
-        },
+        "versions": {"offdrift": "0.1.0", "python": "3.11.9", "torch": "2.13.0", "transformers": "5.19.0"},
         "model": {"name": "Qwen3 (tiny)", "parameters": 3_412_096, "vocab_size": 512},
         "table": table,
     }
@@ -71,12 +62,7 @@ RECIPE = {
     "task": "two_digit_sums",
     "seed": 0,
     "updates": 64,
-    "rollout": {
-        "engine": "transformers",
-        "dtype": "bfloat16",
-        "max_tokens": 48,
-        "evidence": "full",
-    },
+    "rollout": {"engine": "transformers", "dtype": "bfloat16", "max_tokens": 48, "evidence": "full"},
     "optim": {"name": "adamw", "lr": 3e-4, "grad_clip": 1.0},
     "lag": {"max_version_lag": 4},
     "arms": {name: {"method": shape.method} for name, shape in ARMS.items()},
@@ -118,10 +104,7 @@ def _step(shape: Shape, update: int, updates: int, noise: random.Random) -> dict
         "update": update,
         "batch": update // 4,
         "reward/mean": min(1.0, max(0.0, _reward(shape, progress) + noise.gauss(0, 0.05))),
-        "response/length_mean": 21
-        + 9 * progress
-        + noise.gauss(0, 0.8)
-        + 30 * shape.collapse * progress**4,
+        "response/length_mean": 21 + 9 * progress + noise.gauss(0, 0.8) + 30 * shape.collapse * progress**4,
         "response/length_max": 48,
         "divergence/grade": "exact",
         "divergence/kl_rollout_current_mean": kl,

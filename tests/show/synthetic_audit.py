@@ -184,11 +184,7 @@ def check(*, seed: int = 0) -> dict[str, Any]:
 def _drift(pair: str, progress: float) -> float:
     """Standard deviation of a token's log-ratio."""
     engines = 0.03 * (1 + 8 * max(0.0, progress - 0.66) / 0.34)
-    return {
-        "mismatch": engines,
-        "staleness": 0.02 + 0.02 * progress,
-        "full": engines + 0.015,
-    }.get(pair, 0.03)
+    return {"mismatch": engines, "staleness": 0.02 + 0.02 * progress, "full": engines + 0.015}.get(pair, 0.03)
 
 
 def _log_ratios(scale: float, count: int, draw: np.random.Generator) -> np.ndarray:
@@ -212,9 +208,7 @@ def _numbers(pair: str, log_ratio: np.ndarray) -> dict[str, float]:
     }
 
 
-def _step(
-    step: int, steps: int, pairs: tuple[str, ...], draw: np.random.Generator
-) -> dict[str, Any]:
+def _step(step: int, steps: int, pairs: tuple[str, ...], draw: np.random.Generator) -> dict[str, Any]:
     progress = step / steps
     row: dict[str, Any] = {"step": step, "sequences": 512, "tokens": 512 * 1220}
     quantiles: dict[str, Any] = {}
@@ -240,8 +234,7 @@ def _step(
 
 def _quantiles(values: np.ndarray) -> dict[str, float]:
     return {
-        name: float(np.quantile(values, q))
-        for name, q in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+        name: float(np.quantile(values, q)) for name, q in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
     }
 
 

@@ -256,9 +256,7 @@ def test_markup_that_slipped_through_runs_only_without_the_policy(
     assert any("Content Security Policy" in line for line in chrome.console()) == keep_policy
 
 
-def test_rounding_far_below_does_not_press_a_curve_into_a_line(
-    chrome: Browser, folder: Path
-) -> None:
+def test_rounding_far_below_does_not_press_a_curve_into_a_line(chrome: Browser, folder: Path) -> None:
     levels = [3e-14, 0.002, 0.01, 0.05]
     steps = [{"step": i, "full/k3": x, "full/k1": x} for i, x in enumerate(levels)]
     chrome.open(write_audit_page({"steps": steps}, folder / "decades"))

@@ -85,9 +85,7 @@ def test_data_for_the_script_is_json_without_markup(bad: Parsed) -> None:
     assert not any(re.search("<[a-z/]", text) for text in [*drawn, *texts]), "plotly reads markup"
 
 
-def test_the_policy_lets_the_two_scripts_and_the_style_sheet_apply_and_nothing_else(
-    good: Parsed, bad: Parsed
-) -> None:
+def test_the_policy_lets_the_two_scripts_and_the_style_sheet_apply_and_nothing_else(good: Parsed, bad: Parsed) -> None:
     policies = [
         a["content"] for p in (good, bad) for tag, a in p.tags
         if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
@@ -108,9 +106,7 @@ def test_the_page_refers_to_nothing_outside_itself(good: Parsed) -> None:
 
 
 @pytest.mark.parametrize("which", ["good", "bad"])
-def test_every_id_is_unique_and_every_reference_resolves(
-    which: str, request: pytest.FixtureRequest
-) -> None:
+def test_every_id_is_unique_and_every_reference_resolves(which: str, request: pytest.FixtureRequest) -> None:
     parsed: Parsed = request.getfixturevalue(which)
     ids = [a["id"] for _, a in parsed.tags if "id" in a]
     keys = ("aria-labelledby", "aria-controls", "for")

@@ -16,9 +16,7 @@ GIVEN = {"delta": 1e-4, "eps": 5e-3, "kl_seq": 0.01, "tv_seq": 0.05}
 
 
 def test_every_point_is_a_bound():
-    paper, sharp = bound_panels(
-        horizon=300, reward_range=2.0, constants=("paper", "sharp"), **GIVEN
-    )
+    paper, sharp = bound_panels(horizon=300, reward_range=2.0, constants=("paper", "sharp"), **GIVEN)
     compared = 0
     for panel, constants in ((paper, "paper"), (sharp, "sharp")):
         lines = {s.name: dict(zip(s.x, s.y)) for s in panel.series}

@@ -143,8 +143,7 @@ def test_it_says_from_which_horizon_on_it_is_vacuous():
     last = bound_rows(**known, horizon=4096)[-1]
     for constants, horizon in last["vacuous_from"].items():
         after, before = (
-            tightest(all_bounds(**known, horizon=horizon - less, constants=constants)).value
-            for less in (0, 1)
+            tightest(all_bounds(**known, horizon=horizon - less, constants=constants)).value for less in (0, 1)
         )
         assert before < 1 <= after
     assert last["vacuous_from"]["sharp"] == 10_000

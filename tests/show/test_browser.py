@@ -47,12 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def traces(document: str) -> dict[str, int]:
     """Drawn scatter traces of each chart."""
-    charts = re.split(r'id="chart-(\w+)"', document.split('<section aria-labelledby="samples')[0])[
-        1:
-    ]
-    return {
-        name: body.count('class="trace scatter') for name, body in zip(charts[::2], charts[1::2])
-    }
+    charts = re.split(r'id="chart-(\w+)"', document.split('<section aria-labelledby="samples')[0])[1:]
+    return {name: body.count('class="trace scatter') for name, body in zip(charts[::2], charts[1::2])}
 
 
 def altered(page: Path, name: str, *, keep_policy: bool, insert: str) -> Path:
@@ -85,8 +81,7 @@ def test_the_page_answers_keys_and_clicks(folder: Path) -> None:
     (root,) = re.findall(r"<html[^>]*>", document)
     state = {k: unescape(v) for k, v in re.findall(r'data-([\w-]+)="([^"]*)"', root)}
     assert re.fullmatch(
-        r"“ add”  token 2\nKL \S+ nat\nTV \S+\nlog-prob \(rollout\) −\S+ nat\nweight \S+",
-        state["token"],
+        r"“ add”  token 2\nKL \S+ nat\nTV \S+\nlog-prob \(rollout\) −\S+ nat\nweight \S+", state["token"]
     )
     assert state["closed"] == "true"
     assert state["hint"].startswith("Mean reward on held-out prompts")
@@ -105,9 +100,7 @@ def test_no_stored_text_runs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_policy", [True, False], ids=["policy", "no policy"])
-def test_markup_that_slipped_through_runs_only_without_the_policy(
-    folder: Path, keep_policy: bool
-) -> None:
+def test_markup_that_slipped_through_runs_only_without_the_policy(folder: Path, keep_policy: bool) -> None:
     name = f"slipped-{keep_policy}"
     page = write_report(write_run(folder / name, updates=2))
     slipped = altered(page, "slipped.html", keep_policy=keep_policy, insert="".join(PAYLOADS[:2]))

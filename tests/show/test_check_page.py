@@ -95,9 +95,7 @@ def test_only_what_ran_is_drawn_beside_the_unchanged_pair() -> None:
     assert [at for at, _ in chart.lines] == [0.00112]
     # The axis has eight decades below the largest, about 0.09: what lies below is at its bottom.
     first, *others = content["factors"]
-    tiny = factor_chart(
-        {**content, "factors": [{**first, "kl_mean": 1e-14}, *others]}, deep := Columns()
-    )
+    tiny = factor_chart({**content, "factors": [{**first, "kl_mean": 1e-14}, *others]}, deep := Columns())
     lowest = min(deep.held[tiny.series[0].y])
     assert math.log10(max(deep.held[tiny.series[0].y]) / lowest) == pytest.approx(7.8, abs=0.01)
     assert not factor_chart({}, Columns()).series

@@ -50,9 +50,7 @@ def test_text_and_lines_can_be_read(theme: dict[str, str]) -> None:
     texts += [(f"t{i}", f"k{i}") for i in range(len(KL_EDGES) + 1)]
     lines = [(f"arm-{i}", "card") for i in range(len(SYMBOLS))]
     assert (len(texts), len(lines)) == (20, 8)
-    assert {
-        pair: c for pair in texts if (c := contrast(theme[pair[0]], theme[pair[1]])) < 4.5
-    } == {}
+    assert {pair: c for pair in texts if (c := contrast(theme[pair[0]], theme[pair[1]])) < 4.5} == {}
     assert {pair: c for pair in lines if (c := contrast(theme[pair[0]], theme[pair[1]])) < 3} == {}
 
 

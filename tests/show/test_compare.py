@@ -76,9 +76,7 @@ def test_a_run_that_went_on_longer_is_judged_on_the_steps_in_common() -> None:
         "against 0.300 nat, a factor of 1.5."
     )
     apart = run(0.5, first=10)
-    assert in_common(shorter, apart, "full/k3") == pytest.approx((0.2, 0.5)), (
-        "no step in common: all"
-    )
+    assert in_common(shorter, apart, "full/k3") == pytest.approx((0.2, 0.5)), "no step in common: all"
 
 
 def test_only_the_same_measure_is_compared() -> None:

@@ -118,9 +118,7 @@ def _pixels(png: bytes) -> np.ndarray:
 
 
 def test_on_a_log_axis_what_is_not_above_zero_is_a_gap():
-    series = Series(
-        "a", [0, 1, 2, 3], [1.0, 0.0, -1.0, 2.0], low=[0.5, 0, 0, -1], high=[2, 1, 1, 3]
-    )
+    series = Series("a", [0, 1, 2, 3], [1.0, 0.0, -1.0, 2.0], low=[0.5, 0, 0, -1], high=[2, 1, 1, 3])
     log = points(Panel("", "", "", [series], log_x=True, log_y=True), series)
     assert np.isnan(log["x"]).tolist() == [True, False, False, False]
     assert np.isnan(log["y"]).tolist() == [True, True, True, False]
@@ -245,9 +243,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(missing, tmp_path, mo
 
 def test_naming_a_figure_loads_no_drawing_library():
     program = "import sys, offdrift.show.figure; print([m for m in ('matplotlib', 'plotly', 'pyarrow') if m in sys.modules])"  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
@@ -275,10 +271,7 @@ def test_markup_in_a_name_is_shown_and_not_obeyed():
     assert shown["layout"]["annotations"][0]["text"] == "&lt;u&gt;m&lt;/u&gt;"
     # matplotlib would read a formula, and fail at this one
     bad = "$\\frac$"
-    for panel in (
-        Panel(bad, "", "", LINES),
-        Panel("", bad, bad, [Series(bad, X, X)], marks=[(bad, 1)]),
-    ):
+    for panel in (Panel(bad, "", "", LINES), Panel("", bad, bad, [Series(bad, X, X)], marks=[(bad, 1)])):
         assert png_of([panel], title=bad, caption=bad).startswith(b"\x89PNG")
     points = Panel("", "", "", [Series(bad, X, X, style="points")], x_marks=[(bad, 2)])
     assert png_of([points], title="", caption="").startswith(b"\x89PNG")

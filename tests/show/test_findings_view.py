@@ -10,15 +10,7 @@ from rich.console import Console, RenderableType
 from offdrift.audit.compare import comparison_view
 from offdrift.audit.view import audit_view, spark
 from offdrift.judge.findings import Evidence, Finding
-from offdrift.show.findings import (
-    CAUSES,
-    SEVERITY_STYLE,
-    finding_view,
-    in_order,
-    shown,
-    verdict_of,
-    verdict_view,
-)
+from offdrift.show.findings import CAUSES, SEVERITY_STYLE, finding_view, in_order, shown, verdict_of, verdict_view
 from tests.show.hostile import PAYLOADS
 from tests.show.hostile_audit import replaced
 from tests.show.synthetic_audit import SNIPPETS, audit, finding, little
@@ -57,9 +49,7 @@ def test_a_real_finding_is_read_from_its_dict() -> None:
     s = shown(real.as_dict(), "verl")
     assert (s.level, s.cause, s.when) == ("stop", CAUSES["stale_engine"], "at 1 step")
     assert s.evidence == (("m", "2.00 nat", "> 1.00 nat", "src"),)
-    assert s.snippets == (("trl", "x"),), (
-        "without a snippet for verl or offdrift, the first there is"
-    )
+    assert s.snippets == (("trl", "x"),), "without a snippet for verl or offdrift, the first there is"
 
 
 @pytest.mark.parametrize(("where", "when"), [({"step": None, "steps": 0}, "over the whole log"), ({"step": 3, "steps": 1}, "first at step 3, at 1 step"), ({"step": None, "steps": 4}, "at 4 steps")])  # fmt: skip
@@ -93,9 +83,7 @@ def test_verdicts_that_are_not_there_are_called_that() -> None:
     assert "No verdict" in drawn(verdict_view(None))
 
 
-@pytest.mark.parametrize(
-    "payload", [*PAYLOADS, "[red]x[/red]", "[/]", "\x1b[31mred\x1b]0;title\x07"]
-)
+@pytest.mark.parametrize("payload", [*PAYLOADS, "[red]x[/red]", "[/]", "\x1b[31mred\x1b]0;title\x07"])
 def test_texts_are_neither_markup_nor_escape_sequences(payload: str) -> None:
     hostile = replaced(finding(), lambda text: payload + text)
     text = drawn(finding_view(hostile, "verl", 100), color=True)
@@ -132,10 +120,7 @@ def test_the_view_of_a_log_without_log_probs_and_of_nothing() -> None:
 @pytest.mark.parametrize("payload", [*PAYLOADS, "[red]x", "\x1b[2J"])
 def test_an_audit_full_of_hostile_texts_is_shown(payload: str) -> None:
     hostile = replaced(audit(steps=3), lambda text: text + payload)
-    for view in (
-        audit_view(hostile, 90),
-        comparison_view(hostile, hostile, (payload, payload), 90),
-    ):
+    for view in (audit_view(hostile, 90), comparison_view(hostile, hostile, (payload, payload), 90)):
         text = drawn(view, 90)
         assert [c for c in text if (ord(c) < 32 and c != "\n") or c == "\u202e"] == []
         assert len(text) > 500

@@ -12,16 +12,7 @@ from rich.console import Console
 from offdrift.methods import METHODS
 from offdrift.methods.describe import catalog, catalog_text
 from offdrift.methods.systems import SYSTEMS
-from offdrift.show.method_table import (
-    ABOUT,
-    WIDE,
-    find,
-    method_list,
-    method_page,
-    select,
-    shown,
-    stored,
-)
+from offdrift.show.method_table import ABOUT, WIDE, find, method_list, method_page, select, shown, stored
 from offdrift.train.recipe import load_recipe
 
 WIDTHS = (60, 80, 100, 112, 120, 160, 200, 240)

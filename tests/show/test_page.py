@@ -116,9 +116,7 @@ def test_the_policy_lets_the_two_scripts_and_the_style_sheet_apply_and_nothing_e
     assert json.loads(data_block)["charts"]
     assert directives["script-src"].split() == [_hash(s) for s in scripts]
     assert directives["style-src-elem"].split() == [_hash(good.raw["style"][0]), _hash("")]
-    assert (
-        directives["default-src"] == directives["base-uri"] == directives["form-action"] == "'none'"
-    )
+    assert directives["default-src"] == directives["base-uri"] == directives["form-action"] == "'none'"
     assert "unsafe-inline" not in directives["script-src"] + directives["style-src-elem"]
 
 
@@ -134,9 +132,7 @@ def test_the_page_refers_to_nothing_outside_itself(good: Parsed) -> None:
 
 def test_every_id_is_unique_and_every_reference_resolves(good: Parsed) -> None:
     ids = [a["id"] for _, a in good.tags if "id" in a]
-    references = [
-        a[k] for _, a in good.tags for k in ("aria-labelledby", "aria-describedby") if k in a
-    ]
+    references = [a[k] for _, a in good.tags for k in ("aria-labelledby", "aria-describedby") if k in a]
     assert len(ids) == len(set(ids))
     assert len(references) == 9 + 10 + 5  # columns, charts, sections
     assert set(references) <= set(ids)
@@ -162,9 +158,7 @@ def test_rebuilding_gives_the_same_bytes_and_leaves_no_other_file(tmp_path: Path
     assert {p.name for p in run_dir.iterdir()} - before == {"report.html"}
 
 
-def test_a_failed_write_keeps_the_earlier_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_report(write_run(tmp_path, updates=4))
     before, files = path.read_bytes(), sorted(p.name for p in tmp_path.iterdir())
 
@@ -184,9 +178,7 @@ def test_a_failed_write_keeps_the_earlier_report(
 def test_a_run_with_next_to_nothing_is_a_page(tmp_path: Path, arms: int) -> None:
     (tmp_path / "run.json").write_text('{"format": 1}')
     for i in range(arms):
-        write_lines(
-            tmp_path / f"arms/arm{i}/metrics.jsonl", [{"update": 0, "reward/mean": None}] * i
-        )
+        write_lines(tmp_path / f"arms/arm{i}/metrics.jsonl", [{"update": 0, "reward/mean": None}] * i)
     parsed = parse(write_report(tmp_path))
     text = "".join(parsed.text)
     assert [a.get("class") for _, a in parsed.tags].count("badge") == arms, "running"

@@ -64,9 +64,7 @@ def test_an_unreadable_line_inside_a_file_is_skipped_and_told(bare: Path) -> Non
 def test_a_text_with_a_line_separator_is_one_line(bare: Path) -> None:
     path = bare / "arms/a/samples.jsonl"
     path.parent.mkdir(parents=True)
-    path.write_text(
-        json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    path.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", encoding="utf-8")
     (arm,) = read_run(bare).arms
     assert [sample.prompt for sample in arm.samples] == ["a\u2028b\x85c"]
 
@@ -88,20 +86,13 @@ def test_values_that_are_no_finite_number_are_absent(bare: Path) -> None:
 
 
 def test_rows_without_an_update_are_left_out(bare: Path) -> None:
-    write_lines(
-        bare / "arms/a/metrics.jsonl", [{"x": 1}, {"update": None, "x": 2}, {"update": 3, "x": 3}]
-    )
+    write_lines(bare / "arms/a/metrics.jsonl", [{"x": 1}, {"update": None, "x": 2}, {"update": 3, "x": 3}])
     assert read_run(bare).arms[0].series("x") == ([3], [3.0])
 
 
 def test_a_running_arm_is_summed_up_from_its_metrics(bare: Path) -> None:
     rows = [
-        {
-            "update": 0,
-            "divergence/kl_rollout_current_max": 0.2,
-            "gate/acceptance_seq": 1.0,
-            "certificate/falsified": 1,
-        },
+        {"update": 0, "divergence/kl_rollout_current_max": 0.2, "gate/acceptance_seq": 1.0, "certificate/falsified": 1},
         {
             "update": 1,
             "divergence/kl_rollout_current_max": 0.5,
@@ -116,19 +107,10 @@ def test_a_running_arm_is_summed_up_from_its_metrics(bare: Path) -> None:
         },
     ]
     write_lines(bare / "arms/a/metrics.jsonl", rows)
-    write_lines(
-        bare / "arms/a/eval.jsonl", [{"update": 0, "reward": 0.1}, {"update": 2, "reward": 0.4}]
-    )
+    write_lines(bare / "arms/a/eval.jsonl", [{"update": 0, "reward": 0.1}, {"update": 2, "reward": 0.4}])
     (arm,) = read_run(bare).arms
     assert not arm.finished
-    figures = (
-        "kl_max",
-        "acceptance",
-        "falsified_updates",
-        "reward_before",
-        "reward_after",
-        "ess_frac",
-    )
+    figures = ("kl_max", "acceptance", "falsified_updates", "reward_before", "reward_after", "ess_frac")
     assert [arm.figure(f) for f in figures] == [0.5, 0.75, 2.0, 0.1, 0.4, None]
     assert arm.updates == 2
 
@@ -141,13 +123,7 @@ def test_an_arm_that_only_the_table_knows_is_kept(bare: Path) -> None:
 
 
 def test_per_token_lists_get_the_length_of_the_tokens(bare: Path) -> None:
-    row = {
-        "tokens": ["a", "b", "c"],
-        "kl": [0.1],
-        "tv": [0.1, None, 0.3, 0.4],
-        "weight": "none",
-        "new": 1,
-    }
+    row = {"tokens": ["a", "b", "c"], "kl": [0.1], "tv": [0.1, None, 0.3, 0.4], "weight": "none", "new": 1}
     write_lines(bare / "arms/a/samples.jsonl", [row])
     (sample,) = read_run(bare).arms[0].samples
     assert sample.kl == (0.1, None, None)
@@ -157,17 +133,9 @@ def test_per_token_lists_get_the_length_of_the_tokens(bare: Path) -> None:
 
 
 def test_missing_and_mistyped_parts_of_the_head_are_absent(bare: Path) -> None:
-    (bare / "run.json").write_text(
-        '{"format": 1, "recipe": 3, "seconds": "long", "versions": null}'
-    )
+    (bare / "run.json").write_text('{"format": 1, "recipe": 3, "seconds": "long", "versions": null}')
     run = read_run(bare)
-    assert (run.name, run.recipe, run.seconds, run.versions, run.arms) == (
-        bare.name,
-        {},
-        None,
-        {},
-        (),
-    )
+    assert (run.name, run.recipe, run.seconds, run.versions, run.arms) == (bare.name, {}, None, {}, ())
 
 
 @pytest.mark.parametrize(
@@ -187,11 +155,4 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path, content: str | None, messa
 
 
 def test_numbers_are_numbers() -> None:
-    assert [number(v) for v in (1, 0.5, False, None, "1", float("inf"))] == [
-        1.0,
-        0.5,
-        0.0,
-        None,
-        None,
-        None,
-    ]
+    assert [number(v) for v in (1, 0.5, False, None, "1", float("inf"))] == [1.0, 0.5, 0.0, None, None, None]

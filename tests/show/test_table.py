@@ -44,10 +44,7 @@ def sentence(*arms: Arm) -> str:
             (arm("a", 0.5), arm("b", 0.5), arm("c", 0.25)),
             "a and b ended level, with the highest held-out reward, 0.500.",
         ),
-        (
-            (arm("a", 0.0), arm("b", 0.0), arm("c")),
-            "a and b ended level, at 0.000 in held-out reward.",
-        ),
+        ((arm("a", 0.0), arm("b", 0.0), arm("c")), "a and b ended level, at 0.000 in held-out reward."),
         (
             (arm("a", 0.7, prompts=100), arm("b", 0.5, prompts=100)),
             "a ended with the highest held-out reward, 0.700, 0.200 ahead of b.",
@@ -72,10 +69,7 @@ def sentence(*arms: Arm) -> str:
             "accepted 0.0 % of its sequences, less than the 70 % that the Trust Region Masking "
             "paper asks to watch for (Remark 4.3).",
         ),
-        (
-            (arm("a", 0.5), arm("b", finished=False)),
-            "So far (b still running): a ended at 0.500 in held-out reward.",
-        ),
+        ((arm("a", 0.5), arm("b", finished=False)), "So far (b still running): a ended at 0.500 in held-out reward."),
         (
             (arm("a", finished=False), arm("b", finished=False)),
             "So far (a and b still running): no held-out reward has been recorded yet.",
@@ -113,20 +107,8 @@ def test_an_arm_without_numbers_has_a_dash_in_every_cell() -> None:
         ("ess", {"ess_frac": 0.9}, "90.0 %", "", False),
         ("ppl_gap", {"log_ppl_gap": 0.0125}, "0.0125", "", False),
         ("bound", {"bound": 4.1}, "4.10", "", False),
-        (
-            "precondition",
-            {"falsified_updates": 0, "updates": 64},
-            "not falsified",
-            "in 64 updates",
-            False,
-        ),
-        (
-            "precondition",
-            {"falsified_updates": 3, "updates": 64},
-            "falsified",
-            "at 3 of 64 updates",
-            True,
-        ),
+        ("precondition", {"falsified_updates": 0, "updates": 64}, "not falsified", "in 64 updates", False),
+        ("precondition", {"falsified_updates": 3, "updates": 64}, "falsified", "at 3 of 64 updates", True),
         ("speed", {"tokens_per_s": 2413.4, "seconds": 78.5}, "2,413", "1 min 18 s", False),
     ],
 )
@@ -140,9 +122,4 @@ def test_numbers_are_printed_for_people() -> None:
         "0", "1.00", "1.23e4", "9999", "0.00100", "9.90e−4", "100",
     ]  # fmt: skip
     assert (fixed(1.23456), percent(0.99999), percent(0.7)) == ("1.235", "99.9 %", "70.0 %")
-    assert [duration(v) for v in (0.4, 59.6, 3599.0, 3600.0)] == [
-        "0.4 s",
-        "1 min 0 s",
-        "59 min 59 s",
-        "1 h 0 min",
-    ]
+    assert [duration(v) for v in (0.4, 59.6, 3599.0, 3600.0)] == ["0.4 s", "1 min 0 s", "59 min 59 s", "1 h 0 min"]

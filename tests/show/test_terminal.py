@@ -65,16 +65,12 @@ def test_off_a_terminal_there_are_plain_lines_now_and_then():
 
 
 def test_missing_numbers_are_dashes_and_markup_in_texts_is_text():
-    text = shown(
-        Event("arm", "a", text="[bold]x[/]"), Event("update", "a", 8, 64, metrics={"update": 8})
-    )
+    text = shown(Event("arm", "a", text="[bold]x[/]"), Event("update", "a", 8, 64, metrics={"update": 8}))
     assert "[bold]x[/]" in text
     assert text.count("–") == 7
 
 
-@pytest.mark.parametrize(
-    "kind", ["setup", "resume", "eval", "arm_done", "warm_start", "unheard_of"]
-)
+@pytest.mark.parametrize("kind", ["setup", "resume", "eval", "arm_done", "warm_start", "unheard_of"])
 def test_every_kind_of_event_can_be_shown(kind):
     shown(Event(kind, "a", 100, 200, "words", {"reward": 0.5, "reward_after": 0.5, "loss": 1.0}))
 
@@ -91,9 +87,7 @@ def test_the_table_and_the_notes_at_both_widths(tmp_path: Path, width: int):
     (tmp_path / "arms" / "trm_max" / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, "name": "x", "table": [summary]}))
     screen = io.StringIO()
-    Console(file=screen, width=width, color_system=None).print(
-        run_summary(read_run(tmp_path), width=width)
-    )
+    Console(file=screen, width=width, color_system=None).print(run_summary(read_run(tmp_path), width=width))
     text = screen.getvalue()
     assert max(map(len, text.splitlines())) <= width
     for words in ("0.600 → 0.700", "55.0 %", "below 70 %", "1.23", "falsified", "at 40 of 64", "something a reader must know", "Remark 4.3"):  # fmt: skip

@@ -154,9 +154,7 @@ def test_without_the_signature_its_metrics_are_absent_and_the_rest_is_unchanged(
     plain, more = summarize(DriftStats.of(lp)), shape_of(lp)
     assert plain.items() <= more.items() | {("mismatch/ratio_mean", plain["mismatch/ratio_mean"]), ("full/ratio_mean", plain["full/ratio_mean"])}  # fmt: skip
     assert "mismatch/slope" not in plain
-    assert (
-        len(more) - len(plain) == 23
-    )  # 11 without k3_top_share and ratio_mean, of two ratios, and clip_frac
+    assert len(more) - len(plain) == 23  # 11 without k3_top_share and ratio_mean, of two ratios, and clip_frac
 
 
 def test_equal_policies_and_single_tokens():

@@ -102,16 +102,7 @@ def test_equal_policies_agree_perfectly():
     x = -torch.rand(100) * 3
     got = summarize(DriftStats.of(LogProbs.pack(x, x, x, segments=Segments.from_lengths([60, 40]))))
     assert got["mismatch/pearson"] == pytest.approx(1.0, abs=1e-12)
-    for name in (
-        "k1",
-        "k2",
-        "k3",
-        "chi2_token",
-        "chi2_seq",
-        "tv_sampled",
-        "prob_diff_max",
-        "log_ppl_gap",
-    ):
+    for name in ("k1", "k2", "k3", "chi2_token", "chi2_seq", "tv_sampled", "prob_diff_max", "log_ppl_gap"):
         assert got[f"full/{name}"] == 0.0, name
     assert got["full/ess_seq_frac"] == 1.0
 

@@ -38,9 +38,7 @@ def test_pieces_and_processes_together_are_one_batch():
     def of(*cuts: slice) -> Tails:
         tails = Tails()
         for cut in cuts:
-            tails.add(
-                LogProbs.pack(mu[cut], pi[cut], segments=Segments.from_lengths([len(mu[cut])]))
-            )
+            tails.add(LogProbs.pack(mu[cut], pi[cut], segments=Segments.from_lengths([len(mu[cut])])))
         return tails
 
     whole = of(slice(None)).sums(lambda mine: [mine])

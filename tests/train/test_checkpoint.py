@@ -61,9 +61,7 @@ def test_a_damaged_checkpoint_names_its_folder_and_the_way_out(prepared, tmp_pat
         file.unlink()
     else:
         file.write_bytes(b"\x00garbage" if how == "garbage" else data[: len(data) // 2])
-    with pytest.raises(
-        CheckpointError, match=r"batch-000002 cannot be read .*continues from batch-000001"
-    ):
+    with pytest.raises(CheckpointError, match=r"batch-000002 cannot be read .*continues from batch-000001"):
         checkpoint.load(accelerator, tmp_path)
 
 

@@ -113,9 +113,7 @@ def test_a_part_that_changed_nothing_is_reported(runs, name):
     notes = json.loads((runs / "arms" / name / "summary.json").read_text())["notes"]
     parts = [(gate, f"gate/{i}/drop_frac_token") for i, gate in enumerate(row.correction.gates)]
     parts += [(w, "weight/changed_frac") for w in row.correction.weights]
-    parts += [(row.objective, "objective/clip_frac_active")] * (
-        "objective/clip_frac_active" in rows[0]
-    )
+    parts += [(row.objective, "objective/clip_frac_active")] * ("objective/clip_frac_active" in rows[0])
     for part, share in parts:
         acted = any(r[share] for r in rows)
         assert acted or any(part.formula in note for note in notes), (share, notes)

@@ -43,9 +43,7 @@ def test_a_finding_is_said_once_stored_and_in_the_summary(drifting):
     assert [e.metrics["rule"] for e in said] == names
     assert [e.step for e in said] == [f["update"] for f in stored]
     assert all(f["symptom"] in e.text for f, e in zip(stored, said, strict=True))
-    assert {f["rule"] for f in summary["findings"]} <= set(names), (
-        "what another explains is left out"
-    )
+    assert {f["rule"] for f in summary["findings"]} <= set(names), "what another explains is left out"
     assert summary["findings"]
     assert json.loads((run / "run.json").read_text())["table"][0]["findings"] == summary["findings"]
 

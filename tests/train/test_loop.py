@@ -30,9 +30,7 @@ TIMING = ("throughput/seconds", "throughput/tokens_per_s")
 
 def rows(run: Path, arm: str = "trm_max", file: str = "metrics") -> list[dict[str, Any]]:
     text = (run / "arms" / arm / f"{file}.jsonl").read_text()
-    return [
-        {k: v for k, v in json.loads(line).items() if k not in TIMING} for line in text.splitlines()
-    ]
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in text.splitlines()]
 
 
 def weights(run: Path, arm: str = "trm_max") -> dict[str, torch.Tensor]:
@@ -53,10 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def two_arms(**changes: Any):
-    arms = {
-        "trm_max": {"method": "trm_max", "override": {"gate.high": 0.004}},
-        "none": {"method": "none"},
-    }
+    arms = {"trm_max": {"method": "trm_max", "override": {"gate.high": 0.004}}, "none": {"method": "none"}}
     return small_recipe(arms=arms, **changes)
 
 
@@ -177,9 +172,7 @@ def test_top_k_evidence_trains_and_is_called_an_interval(tmp_path):
     assert isinstance(r.evidence, TopK)
 
 
-def test_hidden_states_train_as_full_rows_do_and_old_heads_stay_with_old_batches(
-    finished, tmp_path
-):
+def test_hidden_states_train_as_full_rows_do_and_old_heads_stay_with_old_batches(finished, tmp_path):
     run = tmp_path / "run"
     train(small_recipe(rollout__evidence="hidden"), run)
     found, expected = rows(run), rows(finished)

@@ -57,9 +57,7 @@ def test_a_tiny_model_is_a_function_of_its_seed(source: str) -> None:
     # MoE: 3 * (65536 + 64 + 256 + 16 * 3 * 128 * 64 + 16 * 128) + 128 + 2 * 64 * 128.
     [("tiny-qwen3", 4, True, 861_568), ("tiny-qwen3-moe", 3, False, 1_399_872)],
 )
-def test_the_shape_of_the_tiny_models(
-    source: str, layers: int, tied: bool, parameters: int
-) -> None:
+def test_the_shape_of_the_tiny_models(source: str, layers: int, tied: bool, parameters: int) -> None:
     model, tokenizer = load_model(source, seed=0)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert model.config.num_hidden_layers == layers
@@ -141,9 +139,7 @@ def test_a_chat_problem_without_a_template_is_refused() -> None:
 def test_a_saved_model_comes_back(source: str, tmp_path: Path) -> None:
     model, tokenizer = load_model(source, seed=3)
     save_for_engine(model, tokenizer, tmp_path)
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
-        f.name for f in tmp_path.iterdir()
-    }
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in tmp_path.iterdir()}
     loaded, loaded_tokenizer = load_model(str(tmp_path), seed=99)
     assert same_weights(model, loaded) > 30
     assert not loaded.training
@@ -162,10 +158,7 @@ def test_half_precision_checkpoints_come_back_in_float32(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            "./nowhere",
-            r"'\./nowhere' cannot be loaded.*nowhere is not a folder with a config\.json",
-        ),
+        ("./nowhere", r"'\./nowhere' cannot be loaded.*nowhere is not a folder with a config\.json"),
         ("/nowhere/at/all", r"is not a folder with a config.json.*\"tiny-qwen3\""),
     ],
 )
@@ -183,9 +176,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", unreachable)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    message = (
-        r"someone/some-model.*HF_HUB_OFFLINE is set.*and the hub: could not reach the hub\. Give"
-    )
+    message = r"someone/some-model.*HF_HUB_OFFLINE is set.*and the hub: could not reach the hub\. Give"
     with pytest.raises(RecipeError, match=message):
         load_model("someone/some-model", seed=0)
     assert asked["someone/some-model"]["trust_remote_code"] is False
@@ -220,9 +211,7 @@ def tiny_llama(gguf: Path) -> models.Loaded:
     return LlamaForCausalLM(config), tiny_tokenizer()
 
 
-def test_the_packaged_model_is_converted_once(
-    packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_packaged_model_is_converted_once(packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     converted = []
 
     def convert(gguf: Path) -> models.Loaded:
@@ -277,9 +266,7 @@ def test_a_missing_package_is_named(packaged: Path, monkeypatch: pytest.MonkeyPa
         ({"OFFDRIFT_CACHE": "~/d", "HOME": "/c"}, "/c/d"),
     ],
 )
-def test_where_the_cache_is(
-    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_cache_is(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OFFDRIFT_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -135,9 +135,7 @@ def test_a_log_may_say_it_in_words_and_anything_else_is_no_status(tmp_path: Path
 
 @pytest.mark.parametrize("source", ["second_model", "sampling"])
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_every_exact_source_gives_the_same_run(
-    stale: Path, tmp_path: Path, source: str, where: str
-):
+def test_every_exact_source_gives_the_same_run(stale: Path, tmp_path: Path, source: str, where: str):
     recipe = lagging("ppo_clip", old_policy={"from": source, "snapshots": where})
     train(recipe, tmp_path / "run")
     expected = rows(stale, "ppo_clip")
@@ -419,11 +417,7 @@ def test_defaults_are_what_a_method_was_published_with():
         ("decoupled_token_is", "rollout", "acts on the mismatch ratio, which old_policy.from"),
         ("icepop", "rollout", "makes 1 at every token"),
         ("a3po", "sampling", "a3po interpolates its old policy"),
-        (
-            "kl_cov",
-            "batch_start",
-            "kl_old_current compares whole distributions of the old and the current policy",
-        ),
+        ("kl_cov", "batch_start", "kl_old_current compares whole distributions of the old and the current policy"),
     ],
 )
 def test_old_policies_that_leave_a_part_without_effect_are_refused(method, source, words):

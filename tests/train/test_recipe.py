@@ -51,10 +51,7 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
         ('arms.none.override={"gate.high" = 1}', "arms.none: 'gate.high' is not a part"),
         ("rollout.evidence=sampled", 'records none; set rollout.evidence = "full"'),
         ("rollout.evidence=all", "rollout.evidence"),
-        (
-            "rollout.tail_log_ratio_cap=-1",
-            "rollout.tail_log_ratio_cap = -1: input should be greater",
-        ),
+        ("rollout.tail_log_ratio_cap=-1", "rollout.tail_log_ratio_cap = -1: input should be greater"),
         ("rollout.tail_log_ratio_cap=inf", "input should be a finite number"),
         (
             "rollout.tail_log_ratio_cap=0.5",
@@ -89,11 +86,7 @@ def test_a_missing_key_a_missing_file_and_a_broken_file(tmp_path):
 
 def test_values_on_the_command_line_are_toml_or_words():
     recipe = load_recipe(TINY, changes=["lag.sync_every=3", "rollout.dtype=float16", "rollout.evidence=20"])  # fmt: skip
-    assert (recipe.lag.sync_every, recipe.rollout.dtype, recipe.rollout.evidence) == (
-        3,
-        "float16",
-        20,
-    )
+    assert (recipe.lag.sync_every, recipe.rollout.dtype, recipe.rollout.evidence) == (3, "float16", 20)
 
 
 def test_evidence_may_be_hidden_states_or_a_top_k_with_a_capped_tail():
@@ -113,9 +106,7 @@ def test_a_recipe_cannot_be_changed_once_checked():
 
 
 def test_an_engine_is_not_given_another_engines_quantization():
-    with pytest.raises(
-        RecipeError, match=r"int8. is the transformers engine's; .*--set rollout.quantization=none"
-    ):
+    with pytest.raises(RecipeError, match=r"int8. is the transformers engine's; .*--set rollout.quantization=none"):
         load_recipe(TINY, changes=["rollout.engine=vllm"])
     chosen = load_recipe(TINY, changes=["rollout.engine=vllm", "rollout.quantization=none"])
     assert chosen.rollout.quantization is None

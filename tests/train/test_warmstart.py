@@ -77,10 +77,7 @@ def test_the_batch_labels_completions_and_their_end() -> None:
     e, x = TOKENIZER.eos_token_id, IGNORED
     assert TOKENIZER.decode(tokens[0, :6]) == "1+1=2\n"
     two, zero, line = TOKENIZER.encode("20\n")
-    assert labels.tolist() == [
-        [x, x, x, x, two, line, e, x, x, x],
-        [x, x, x, x, x, x, two, zero, line, e],
-    ]
+    assert labels.tolist() == [[x, x, x, x, two, line, e, x, x, x], [x, x, x, x, x, x, two, zero, line, e]]
     assert torch.equal(tokens[labels != x], labels[labels != x])
 
 
@@ -140,9 +137,7 @@ def test_it_learns_from_nothing_to_the_target(source: str, tmp_path: Path) -> No
     assert sum(chances) / 2 > 0.5
     for problem in problems:
         ids = torch.tensor([TOKENIZER.encode(problem.prompt)])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
-        )
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
         assert TOKENIZER.decode(out[0, ids.shape[1] :]) == f"{problem.demonstration}<eos>"
 
 
@@ -239,12 +234,8 @@ def test_whatever_matters_is_in_the_key(change: dict, tmp_path: Path) -> None:
     assert len(list((tmp_path / "warmstart").iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("CODE_VERSION", 10**6), ("torch.__version__", "99.1.0")]
-)
-def test_versions_are_in_the_key(
-    name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "value"), [("CODE_VERSION", 10**6), ("torch.__version__", "99.1.0")])
+def test_versions_are_in_the_key(name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start(tmp_path)
     monkeypatch.setattr(f"offdrift.train.warmstart.{name}", value)
     _, losses = start(tmp_path)
@@ -261,11 +252,7 @@ def test_a_config_without_weights_of_its_own_is_in_the_key() -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        lambda whole: b"",
-        lambda whole: whole[: len(whole) // 2],
-        lambda whole: b"\xff" * len(whole),
-    ],
+    [lambda whole: b"", lambda whole: whole[: len(whole) // 2], lambda whole: b"\xff" * len(whole)],
     ids=["empty", "half", "noise"],
 )
 def test_a_damaged_cache_is_found_and_replaced(damage: object, tmp_path: Path) -> None:
@@ -310,9 +297,7 @@ def test_an_interrupted_start_leaves_no_cache(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_an_interrupted_write_leaves_no_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(tensors: dict, path: Path) -> None:
         path.write_bytes(b"half")
         raise KeyboardInterrupt

@@ -120,14 +120,7 @@ class Adapter:
 
         Raises: as `policy_loss`.
         """
-        result = policy_loss(
-            logprobs,
-            self.method,
-            advantages,
-            rewards=rewards,
-            version_lag=version_lag,
-            **known,
-        )
+        result = policy_loss(logprobs, self.method, advantages, rewards=rewards, version_lag=version_lag, **known)
         self._computes_loss = True
         facts = BatchInfo(rewards=rewards, version_lag=version_lag)
         self._add(logprobs, result.stats, advantages, facts)
@@ -222,9 +215,7 @@ class Adapter:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _add(
-        self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, facts: BatchInfo
-    ) -> None:
+    def _add(self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, facts: BatchInfo) -> None:
         with torch.no_grad():
             sums: dict[str, Tensor | float] = dict(signature(logprobs, advantages=advantages))
             if facts.rewards is not None:

@@ -125,9 +125,7 @@ class _Waiting(MetaPathFinder):
         self.running: dict[str, Callbacks] = {}
         """Of modules that are being executed."""
 
-    def find_spec(
-        self, fullname: str, path: Any, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         queue = self.queues.pop(fullname, None)  # gone while the others are asked
         if queue is None:
             return None

@@ -62,12 +62,7 @@ INPUTS = {
 
 
 def check_served(
-    method: Method,
-    *,
-    framework: str,
-    has: Collection[str] = (),
-    hints: Mapping[str, str] = {},
-    folded: bool = False,
+    method: Method, *, framework: str, has: Collection[str] = (), hints: Mapping[str, str] = {}, folded: bool = False
 ) -> None:
     """Raise unless a hook that sees one piece of a step, and `has` these inputs, can serve the method.
 
@@ -98,9 +93,7 @@ def check_served(
     if missing:
         named = " and ".join(f"{INPUTS[name]} ({name})" for name in missing)
         hint = next((hints[name] for name in missing if name in hints), "choose another method")
-        raise EvidenceError(
-            f"{framework} hands its hook no {named}, which this method needs: {hint}"
-        )
+        raise EvidenceError(f"{framework} hands its hook no {named}, which this method needs: {hint}")
     if method.looks_ahead or method.lr_scale is not None:
         raise MethodError(
             f"this method acts on a whole step at once ({method.describe()}); {framework} calls its "
@@ -133,8 +126,7 @@ def correction_only(
     parts = (*method.correction.gates, *method.correction.weights)
     if not parts:
         raise MethodError(
-            f"{name} has no gate and no weight, so this hook has nothing to do: use {instead}, or "
-            "another method"
+            f"{name} has no gate and no weight, so this hook has nothing to do: use {instead}, or another method"
         )
     for part in parts:
         if part.on != "mismatch" or getattr(part, "advantage", "any") != "any":
@@ -164,9 +156,7 @@ def proportional(method: Method) -> bool:
         (True, False)
     """
     batch = probe_batch()
-    one, three = (
-        method.objective(batch.logprobs, c * batch.advantages, batch.facts) for c in (1, 3)
-    )
+    one, three = (method.objective(batch.logprobs, c * batch.advantages, batch.facts) for c in (1, 3))
     plain = one.regularizer is None and method.penalty is None
     return plain and torch.allclose(three.loss, 3 * one.loss, rtol=1e-9, atol=1e-12)
 
@@ -345,9 +335,7 @@ def _logged(pieces: list[dict[str, Tensor]], step: int) -> Logged:
     )
 
 
-def decisions(
-    logprobs: LogProbs, corrected: Corrected, *, on: RatioName
-) -> dict[str, Float[Tensor, " n"]]:
+def decisions(logprobs: LogProbs, corrected: Corrected, *, on: RatioName) -> dict[str, Float[Tensor, " n"]]:
     """What a framework can average over tokens: the raw drift, and what was decided about it.
 
     Gradient: none.

@@ -70,11 +70,7 @@ def undecided(numbers: Mapping[str, float]) -> bool:
 
 
 def liveness(
-    numbers: Mapping[str, float],
-    method: Method,
-    *,
-    objective: bool = True,
-    applied: bool = True,
+    numbers: Mapping[str, float], method: Method, *, objective: bool = True, applied: bool = True
 ) -> list[PartState]:
     """The state of every gate and weight, and of the objective, after a step.
 
@@ -100,9 +96,7 @@ def liveness(
             state = "acted" if applied else "measured"
         elif changed is not None and tokens:
             state = "idle" if _moves_input(part, numbers) else "blind"
-        return PartState(
-            part.formula, kind, tokens, int(changed or 0), state, getattr(part, "on", None)
-        )
+        return PartState(part.formula, kind, tokens, int(changed or 0), state, getattr(part, "on", None))
 
     parts = []
     for i, gate in enumerate(method.correction.gates):

@@ -96,9 +96,7 @@ class Credit:
             return self.rewards
         full = self.segments.lengths > 0
         last = self.segments.cu_seqlens[1:][full] - 1
-        return self.rewards.new_zeros(self.segments.num_tokens).index_put(
-            (last,), self.rewards[full]
-        )
+        return self.rewards.new_zeros(self.segments.num_tokens).index_put((last,), self.rewards[full])
 
     @cached_property
     def counts(self) -> Float[Tensor, " b"]:
@@ -118,8 +116,7 @@ class Credit:
         value = getattr(self, name)
         if value is None:
             raise EvidenceError(
-                f"advantage estimator {estimator!r} needs {name}, which was not given; "
-                + WAYS_OUT[name]
+                f"advantage estimator {estimator!r} needs {name}, which was not given; " + WAYS_OUT[name]
             )
         return value
 
@@ -147,9 +144,7 @@ def group_max(x: Float[Tensor, " b"], credit: Credit) -> Float[Tensor, " b"]:
     return groups.spread(lowest.scatter_reduce(0, groups.index, x, "amax"))
 
 
-def best_and_second(
-    x: Float[Tensor, " b"], credit: Credit
-) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+def best_and_second(x: Float[Tensor, " b"], credit: Credit) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
     """Largest and second largest value among counted siblings, equal on a tie; -inf if missing."""
     groups = credit.segments.groups
     best = group_max(x, credit)

@@ -28,9 +28,7 @@ def check_rewards(rewards: Tensor, segments: Segments) -> None:
     _refuse("reward", rewards, segments, per_sequence=len(rewards) == len(segments))
 
 
-def check_entries(
-    given: dict[str, Tensor | None], segments: Segments, *, per_sequence: bool
-) -> None:
+def check_entries(given: dict[str, Tensor | None], segments: Segments, *, per_sequence: bool) -> None:
     """One finite entry per sequence or per token, whichever it must be."""
     length = len(segments) if per_sequence else segments.num_tokens
     for name, x in given.items():
@@ -67,8 +65,7 @@ def check_component_weights(weights: Tensor | None, components: Tensor | None) -
     columns = None if components is None else components.shape[1]
     if columns is not None and weights.shape != (columns,):
         raise ShapeError(
-            f"component_weights has shape {tuple(weights.shape)} for {columns} components; give "
-            "one weight per column"
+            f"component_weights has shape {tuple(weights.shape)} for {columns} components; give one weight per column"
         )
     if not bool(weights.isfinite().all()):
         raise BadValueError(f"component_weights={weights.tolist()} must be finite numbers")
@@ -141,11 +138,7 @@ ADVANTAGES: dict[str, Estimator] = {
         summary="grpo: the same numbers; verl's implementation of this name rounds to float32",
         reference="arXiv:2402.03300, section 4.1",
     ),
-    "dr_grpo": Estimator(
-        function=group.dr_grpo,
-        summary="reward minus the group's mean",
-        reference="arXiv:2503.20783",
-    ),
+    "dr_grpo": Estimator(function=group.dr_grpo, summary="reward minus the group's mean", reference="arXiv:2503.20783"),
     "grpo_passk": Estimator(
         function=group.grpo_passk,
         summary="the best sequence's lead over the second best, in standard deviations; others 0",
@@ -162,9 +155,7 @@ ADVANTAGES: dict[str, Estimator] = {
         reference="arXiv:2402.14740, eq. 8",
     ),
     "opo": Estimator(
-        function=group.opo,
-        summary="reward minus the group's mean weighted by length",
-        reference="arXiv:2505.23585",
+        function=group.opo, summary="reward minus the group's mean weighted by length", reference="arXiv:2505.23585"
     ),
     "gpg": Estimator(
         function=group.gpg,
@@ -306,9 +297,7 @@ def advantages(
     check_choice("how", how, get_args(AdvantageName))
     check_choice("baseline_over", baseline_over, ("sampled", "kept"))
     if baseline_over == "kept" and keep is None:
-        raise EvidenceError(
-            f"baseline_over='kept' needs keep, which was not given; {WAYS_OUT['keep']}"
-        )
+        raise EvidenceError(f"baseline_over='kept' needs keep, which was not given; {WAYS_OUT['keep']}")
     for name, x in {"gamma": gamma, "lam": lam}.items():
         if not 0 <= x <= 1:
             raise MethodError(f"{name}={x} must lie in [0, 1]")
@@ -352,9 +341,7 @@ def advantages(
         return found.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
-def _grouped(
-    segments: Segments, group_ids: Tensor | str | None, compares_siblings: str | None
-) -> Segments:
+def _grouped(segments: Segments, group_ids: Tensor | str | None, compares_siblings: str | None) -> Segments:
     """The segments with the prompt groups that were asked for.
 
     Args:

@@ -14,9 +14,7 @@ from offdrift.advantages.base import Credit, whiten
 from offdrift.segments import Segments
 
 
-def returns_to_go(
-    rewards: Float[Tensor, " n"], segments: Segments, *, gamma: float | int = 1.0
-) -> Float[Tensor, " n"]:
+def returns_to_go(rewards: Float[Tensor, " n"], segments: Segments, *, gamma: float | int = 1.0) -> Float[Tensor, " n"]:
     """Discounted sum of the rewards from each token to its sequence's end. Gradient: none.
 
         G_t = r_t + gamma G_{t+1}
@@ -95,9 +93,7 @@ def gae(credit: Credit) -> Float[Tensor, " n"]:
     Reference: arXiv:1506.02438, eq. 16.
     """
     values = credit.require("values", "gae")
-    raw = generalized_advantage(
-        credit.token_rewards, values, credit.segments, gamma=credit.gamma, lam=credit.lam
-    )
+    raw = generalized_advantage(credit.token_rewards, values, credit.segments, gamma=credit.gamma, lam=credit.lam)
     return whiten(raw, credit)
 
 

@@ -113,22 +113,13 @@ class Proof:
         shared = [name for name in self.arrays if name in other.arrays]
         both = {k: np.concatenate([self.arrays[k], other.arrays[k]]) for k in shared}
         return Proof(
-            self.order,
-            both,
-            0,
-            self.reused or other.reused,
-            self.masked or other.masked,
-            self.why_not or other.why_not,
+            self.order, both, 0, self.reused or other.reused, self.masked or other.masked, self.why_not or other.why_not
         )._thinned(max(self.level, other.level))
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Plain arrays, for `numpy.savez` without pickling."""
         told = [*self.order, self.level, int(self.reused), int(self.masked)]
-        return {
-            **self.arrays,
-            "told": np.array(told, dtype=np.int64),
-            "why_not": np.array(self.why_not),
-        }
+        return {**self.arrays, "told": np.array(told, dtype=np.int64), "why_not": np.array(self.why_not)}
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray]) -> Proof:
@@ -137,9 +128,7 @@ class Proof:
         kinds = COLUMNS | PER_SEQUENCE
         held = {k: x for k, x in arrays.items() if k in kinds}
         why_not = str(arrays["why_not"])
-        return Proof(
-            (order[0], order[1], order[2]), held, level, bool(reused), bool(masked), why_not
-        )
+        return Proof((order[0], order[1], order[2]), held, level, bool(reused), bool(masked), why_not)
 
     def as_dict(self, *, delta: float = 0.05, alpha: float = 0.05) -> dict[str, Any]:
         """The certificate, ready for JSON; or `why_not`.
@@ -154,9 +143,7 @@ class Proof:
         rewards, longest = self.arrays["rewards"], int(self.arrays["lengths"].max())
         fits = [r for r in RANGES if r[0] <= rewards.min() and rewards.max() <= r[1]]
         if not fits:
-            return _none(
-                f"rewards from {rewards.min():g} to {rewards.max():g} are outside [-1, 1]; rescale them"
-            )
+            return _none(f"rewards from {rewards.min():g} to {rewards.max():g} are outside [-1, 1]; rescale them")
         try:
             evidence = self._evidence(TrustRegion(horizon=longest, delta=delta))
             found = certify(evidence, reward_range=fits[0], alpha=alpha, fresh=True).as_dict()
@@ -266,9 +253,7 @@ def _missing(batch: Logged) -> str:
         if getattr(batch, name) is None:
             return f"log {words}"
     if batch.group_ids is None and batch.prompts is None:
-        return (
-            "log the prompt or its id (group_id): responses to one prompt are no independent draws"
-        )
+        return "log the prompt or its id (group_id): responses to one prompt are no independent draws"
     assert batch.rewards is not None
     if not bool(batch.rewards.isfinite().all()):
         return "log the reward of every response; some are missing or not finite"
@@ -280,10 +265,7 @@ def _keys(batch: Logged) -> UInt64[np.ndarray, " b"]:
     if batch.prompts is None:
         assert batch.group_ids is not None
         return mixed(batch.group_ids.numpy().astype(np.uint64))
-    digests = (
-        hashlib.blake2b(p.encode(errors="surrogatepass"), digest_size=8).digest()
-        for p in batch.prompts
-    )
+    digests = (hashlib.blake2b(p.encode(errors="surrogatepass"), digest_size=8).digest() for p in batch.prompts)
     return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
 

@@ -9,24 +9,8 @@ from typing import Any
 from offdrift.audit.method_table import length_curves, tried
 from offdrift.judge.kl_choice import EXACT, kl_metrics
 from offdrift.show.charts import DASHES, SERIES_COLORS, Chart, Columns, Series, thinned
-from offdrift.show.headline import (
-    PAIR_WORDS,
-    PAIRS,
-    length_unit,
-    main_pair,
-    meaning_of,
-)
-from offdrift.show.json_access import (
-    Fields,
-    any_number,
-    at,
-    column,
-    mapping,
-    number,
-    numbers,
-    rows,
-    text,
-)
+from offdrift.show.headline import PAIR_WORDS, PAIRS, length_unit, main_pair, meaning_of
+from offdrift.show.json_access import Fields, any_number, at, column, mapping, number, numbers, rows, text
 from offdrift.show.numbers import short
 from offdrift.stats.metrics import METRICS
 
@@ -123,14 +107,7 @@ def labels(table: Rows) -> list[str]:
 
 
 def pair_series(
-    metric: Callable[[str], str],
-    table: Rows,
-    columns: Columns,
-    *,
-    prefix: str,
-    x: str,
-    log: bool,
-    kind: str = "line",
+    metric: Callable[[str], str], table: Rows, columns: Columns, *, prefix: str, x: str, log: bool, kind: str = "line"
 ) -> tuple[Series, ...]:
     """A series for each pair of policies that has the metric.
 
@@ -144,11 +121,7 @@ def pair_series(
         name = metric(pair)
         y = add(f"{prefix}:{name}", column(table, name)) if name else ""
         if y:
-            found.append(
-                Series(
-                    pair, x, y, color=SERIES_COLORS[pair], dash=DASHES[pair], group=pair, kind=kind
-                )
-            )
+            found.append(Series(pair, x, y, color=SERIES_COLORS[pair], dash=DASHES[pair], group=pair, kind=kind))
     return tuple(found)
 
 
@@ -164,24 +137,17 @@ def _kl_chart(audit: Fields, steps: Rows, columns: Columns) -> Chart:
     grade = f"exact for {', '.join(exact)}; else k3" if exact else "k3 of the sampled tokens"
     meaning = f"KL of a token, mean over the step: {grade}. " + _pairs_in_words(series)
     lines = ((0.05, "0.05"),)
-    return Chart(
-        "kl", "KL per token", "nat, log scale", meaning, series, log=True, lines=lines, wide=True
-    )
+    return Chart("kl", "KL per token", "nat, log scale", meaning, series, log=True, lines=lines, wide=True)
 
 
 def _quantile_chart(audit: Fields, steps: Rows, columns: Columns) -> Chart:
     pair = main_pair(audit)
     key = f"{pair}/log_ratio"
-    add = {
-        q: columns.add(f"q:{key}:{q}", _quantile(steps, key, q))
-        for q in ("p05", "p50", "p95", "p99")
-    }
+    add = {q: columns.add(f"q:{key}:{q}", _quantile(steps, key, q)) for q in ("p05", "p50", "p95", "p99")}
     color = SERIES_COLORS.get(pair, "arm-0")
     found = []
     if add["p05"] and add["p95"]:
-        found.append(
-            Series("5 % to 95 %", STEP, low=add["p05"], high=add["p95"], color=color, group=pair)
-        )
+        found.append(Series("5 % to 95 %", STEP, low=add["p05"], high=add["p95"], color=color, group=pair))
     for q, dash, name in (("p50", "solid", "median"), ("p99", "dot", "99 %")):
         if add[q]:
             found.append(Series(name, STEP, add[q], color=color, dash=dash, group=pair))
@@ -196,50 +162,31 @@ def _pair_chart(c: PairChart, steps: Rows, columns: Columns) -> Chart:
     return Chart(c.id, c.title, c.unit, meaning, series, log=c.log, share=c.share, lines=c.lines)
 
 
-def _single_chart(
-    id: str, title: str, unit: str, metric: str, steps: Rows, columns: Columns
-) -> Chart:
+def _single_chart(id: str, title: str, unit: str, metric: str, steps: Rows, columns: Columns) -> Chart:
     y = columns.add(f"s:{metric}", column(steps, metric))
     series = (Series(title, STEP, y, color="arm-6", group="run"),) if y else ()
     return Chart(id, title, unit, meaning_of(metric), series)
 
 
 def _band_chart(
-    id: str,
-    title: str,
-    unit: str,
-    metric: str,
-    key: str,
-    steps: Rows,
-    columns: Columns,
-    length: str,
+    id: str, title: str, unit: str, metric: str, key: str, steps: Rows, columns: Columns, length: str
 ) -> Chart:
     y = columns.add(f"s:{metric}", column(steps, metric))
     low, high = (columns.add(f"q:{key}:{q}", _quantile(steps, key, q)) for q in ("p05", "p95"))
-    band = (
-        (Series("5 % to 95 %", STEP, low=low, high=high, color="arm-3", group="run"),)
-        if low and high
-        else ()
-    )
+    band = (Series("5 % to 95 %", STEP, low=low, high=high, color="arm-3", group="run"),) if low and high else ()
     line = (Series("mean", STEP, y, color="arm-3", group="run"),) if y else ()
     said = unit if band else "mean"
     said = f"{length}, {said}" if id == "length" else said
     return Chart(id, title, said, meaning_of(metric, length), band + line)
 
 
-def _facet(
-    audit: Fields, columns: Columns, name: str, title: str, x_title: str, kind: str
-) -> Chart:
+def _facet(audit: Fields, columns: Columns, name: str, title: str, x_title: str, kind: str) -> Chart:
     table = rows(at(audit, "facets", name))
     table = table[inhabited(table)]
     x = columns.add(f"{name}:label", labels(table))
     log = kind != "bars"
     series = (
-        pair_series(
-            lambda p: best_kl(table, p), table, columns, prefix=name, x=x, log=log, kind=kind
-        )
-        if table
-        else ()
+        pair_series(lambda p: best_kl(table, p), table, columns, prefix=name, x=x, log=log, kind=kind) if table else ()
     )
     counts = columns.add(f"{name}:words", [_words(row) for row in table]) if series else ""
     series = tuple(_with_texts(s, counts, columns, name) for s in series)
@@ -293,12 +240,7 @@ def _words(row: Fields) -> str:
 
 
 def _pairs_in_words(series: Iterable[Series]) -> str:
-    return (
-        "; ".join(
-            f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s in series if s.name in PAIR_WORDS
-        )
-        + "."
-    )
+    return "; ".join(f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s in series if s.name in PAIR_WORDS) + "."
 
 
 def _quantile(steps: Rows, key: str, q: str) -> list[float | None]:

@@ -54,11 +54,7 @@ def on_ray(address: str) -> Run:
 
 def _connect(ray: Any, address: str) -> None:
     try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            include_dashboard=False if address == "local" else None,
-        )
+        ray.init(address=address, log_to_driver=False, include_dashboard=False if address == "local" else None)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise EngineError(
             f"no Ray cluster answers at --ray {address} ({error}); start one with `ray start --head`, "

@@ -23,23 +23,14 @@ from offdrift.audit.page import provenance
 from offdrift.judge.kl_choice import kl_metrics
 from offdrift.show.charts import Chart, Columns, Series
 from offdrift.show.findings import WORDS, in_order, safe, verdict_of
-from offdrift.show.headline import (
-    PAIRS,
-    best_of,
-    headlines,
-    kl_metric,
-    main_pair,
-    meaning_of,
-)
+from offdrift.show.headline import PAIRS, best_of, headlines, kl_metric, main_pair, meaning_of
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
 from offdrift.show.numbers import percent, short
 from offdrift.show.page import SCRIPTS, STYLES, common_context, count_words
 from offdrift.stats.metrics import METRICS
 
-SHARES = tuple(
-    c for c in METHOD_COLUMNS if c.key in ("kept_tokens", "ess_frac", "kept_length_ratio")
-)
+SHARES = tuple(c for c in METHOD_COLUMNS if c.key in ("kept_tokens", "ess_frac", "kept_length_ratio"))
 """What is compared of each method."""
 SAME = 1e-9
 """Relative difference below which two numbers are the same."""
@@ -65,12 +56,7 @@ class Compared:
     def winner(self) -> str:
         """ "a", "b", or "" where they are equal, or neither direction is better."""
         d = self.difference
-        if (
-            d is None
-            or self.a is None
-            or self.larger_is == "neither"
-            or abs(d) <= SAME * abs(self.a)
-        ):
+        if d is None or self.a is None or self.larger_is == "neither" or abs(d) <= SAME * abs(self.a):
             return ""
         return "b" if (d > 0) == (self.larger_is == "better") else "a"
 
@@ -104,11 +90,7 @@ def overall(a: Fields, b: Fields) -> list[Compared]:
 def methods(a: Fields, b: Fields) -> list[tuple[str, list[Compared]]]:
     """What each method would have kept of either log, and at which effective sample size."""
     mine, its = ({m.name: m for m in tried(x)} for x in (a, b))
-    return [
-        (name, [_compared(c, mine[name], its[name]) for c in SHARES])
-        for name in mine
-        if name in its
-    ]
+    return [(name, [_compared(c, mine[name], its[name]) for c in SHARES]) for name in mine if name in its]
 
 
 def familiar(found: list[tuple[str, list[Compared]]]) -> list[tuple[str, list[Compared]]]:
@@ -124,24 +106,16 @@ def differences(a: Fields, b: Fields) -> dict[str, Any]:
     return {
         "kl": {"metric": metric or None, "a": mine, "b": its},
         "metrics": {
-            c.name: {"a": c.a, "b": c.b, "difference": c.difference, "better": c.winner or None}
-            for c in overall(a, b)
+            c.name: {"a": c.a, "b": c.b, "difference": c.difference, "better": c.winner or None} for c in overall(a, b)
         },
-        "methods": {
-            name: {c.name: {"a": c.a, "b": c.b} for c in cells} for name, cells in methods(a, b)
-        },
+        "methods": {name: {c.name: {"a": c.a, "b": c.b} for c in cells} for name, cells in methods(a, b)},
     }
 
 
 def common_kl(a: Fields, b: Fields) -> str:
     """The best measure of KL that both logs have, of the first pair of policies with one; "" for none."""
     mine, its = mapping(a.get("overall")), mapping(b.get("overall"))
-    both = [
-        m
-        for pair in PAIRS
-        for m in kl_metrics(pair, None)
-        if best_of(mine, (m,)) and best_of(its, (m,))
-    ]
+    both = [m for pair in PAIRS for m in kl_metrics(pair, None) if best_of(mine, (m,)) and best_of(its, (m,))]
     return both[0] if both else ""
 
 
@@ -176,11 +150,7 @@ def sentence(a: Fields, b: Fields, names: tuple[str, str]) -> str:
 def _mean(table: list[dict[str, Any]], metric: str, low: float, high: float) -> float | None:
     """Mean over the tokens of steps `low` to `high`."""
     inside = [r for r in table if (s := number(r.get("step"))) is not None and low <= s <= high]
-    pairs = [
-        (v, number(r.get("tokens")) or 1.0)
-        for r in inside
-        if (v := number(r.get(metric))) is not None
-    ]
+    pairs = [(v, number(r.get("tokens")) or 1.0) for r in inside if (v := number(r.get(metric))) is not None]
     return sum(v * n for v, n in pairs) / sum(n for _, n in pairs) if pairs else None
 
 
@@ -213,9 +183,7 @@ ALWAYS = (
 )
 
 
-def write_comparison(
-    a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str], path: Path
-) -> Path:
+def write_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str], path: Path) -> Path:
     """Write two audits side by side as one page, whole or not at all, and say where it is.
 
     Args:
@@ -299,15 +267,11 @@ def _over_time(
     for i, (metric, table) in enumerate(zip(metrics, steps)):
         y = add(f"{i}:{metric}", column(table, metric))
         if y:
-            found.append(
-                Series(names[i], f"step:{i}", y, color=COLORS[i], dash=DASH[i], group="ab"[i])
-            )
+            found.append(Series(names[i], f"step:{i}", y, color=COLORS[i], dash=DASH[i], group="ab"[i]))
     return Chart(id, title, unit, meaning_of(metrics[0]), tuple(found), log=log, share=share)
 
 
-def _ratios(
-    pair: str, audits: tuple[Fields, Fields], names: tuple[str, str], columns: Columns
-) -> Chart:
+def _ratios(pair: str, audits: tuple[Fields, Fields], names: tuple[str, str], columns: Columns) -> Chart:
     found, reach = [], 0.0
     for i, audit in enumerate(audits):
         bars = bars_of(mapping(at(audit, "histograms", pair)))
@@ -346,9 +310,7 @@ def comparison_view(
     for name, audit in zip(names, (a, b)):
         level, words = verdict_of(audit.get("verdict"))
         sign, word, style = WORDS[level]
-        parts.append(
-            Text.assemble((f"{safe(name)}  ", "bold"), (f"{sign} {word}  ", style), safe(words))
-        )
+        parts.append(Text.assemble((f"{safe(name)}  ", "bold"), (f"{sign} {word}  ", style), safe(words)))
         parts.append(Text(" · ".join(count_words(audit)), style="dim"))
     numbers, tried_on = overall(a, b)[:METRICS_SHOWN], familiar(methods(a, b))[:METHODS_SHOWN]
     if numbers:
@@ -366,10 +328,7 @@ def _numbers_table(found: list[Compared], names: tuple[str, str], width: int) ->
         table.add_column(Text(_short_name(name, most)), justify="right", no_wrap=True)
     table.add_column("difference", justify="right", no_wrap=True)
     for c in found:
-        cells = [
-            Text(c.write(v), style="green" if c.winner == w else "")
-            for v, w in ((c.a, "a"), (c.b, "b"))
-        ]
+        cells = [Text(c.write(v), style="green" if c.winner == w else "") for v, w in ((c.a, "a"), (c.b, "b"))]
         table.add_row(Text(safe(c.name)), *cells, c.change)
     return table
 

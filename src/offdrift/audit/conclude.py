@@ -27,13 +27,7 @@ FORMAT = 1
 FILE_NAME = "audit.json"
 
 
-def conclude(
-    part: Part,
-    job: Job,
-    *,
-    context: Context | None = None,
-    rules: Rules | None = None,
-) -> dict[str, Any]:
+def conclude(part: Part, job: Job, *, context: Context | None = None, rules: Rules | None = None) -> dict[str, Any]:
     """The content of `audit.json`.
 
     Args:
@@ -88,9 +82,7 @@ def read_audit(path: Path) -> dict[str, Any]:
     if not isinstance(held, dict) or held.get("kind") != "audit":
         raise RecordError(f"{file} is not an audit; give the folder that `offdrift audit` wrote")
     if held.get("format") != FORMAT:
-        raise RecordError(
-            f"{file} has format {held.get('format')}, this version reads {FORMAT}; audit the log again"
-        )
+        raise RecordError(f"{file} has format {held.get('format')}, this version reads {FORMAT}; audit the log again")
     return held
 
 
@@ -119,8 +111,7 @@ def _nothing_read(part: Part, job: Job) -> str:
         first = part.bad[0]
         return (
             f"no row could be read as {job.found.format}: {part.unread.rows} bad rows, the first at "
-            f"{first.file}:{first.row} ({first.reason})"
-            + ("; name the columns with --columns" if first.row else "")
+            f"{first.file}:{first.row} ({first.reason})" + ("; name the columns with --columns" if first.row else "")
         )
     return f"the files hold no row ({', '.join(job.found.files[:3])})"
 
@@ -133,8 +124,6 @@ def _has_exact(has: Sequence[str]) -> bool:
     return any(name.startswith(("kl_", "tv_")) for name in has)
 
 
-def _with_facets(
-    context: Context, overall: Mapping[str, float], facets: Mapping[str, Any]
-) -> Context:
+def _with_facets(context: Context, overall: Mapping[str, float], facets: Mapping[str, Any]) -> Context:
     rows = {axis: [_numbers(row) for row in buckets] for axis, buckets in facets.items()}
     return replace(context, overall=overall, facets=rows, by_lag=rows.get("lag", ()))

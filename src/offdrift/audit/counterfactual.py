@@ -46,12 +46,7 @@ COLUMNS = len(COUNTED) + 2 * (len(LENGTH_CUTS) + 1)
 WIDE = {"gate.low": 0.99, "gate.high": 1.01}
 """The geometric band that is advised where one is needed; verl's default is ten times narrower."""
 
-GEOMETRIC = (
-    "decoupled_geo_rs",
-    "decoupled_geo_rs_token_tis",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_token_tis",
-)
+GEOMETRIC = ("decoupled_geo_rs", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis")
 
 
 @dataclass(frozen=True)
@@ -65,10 +60,7 @@ class Candidate:
 
 CANDIDATES: dict[str, Candidate] = {
     name: Candidate(row, family) for family, rows in FAMILIES.items() for name, row in rows.items()
-} | {
-    f"{name}(0.99_1.01)": Candidate(override(METHODS[name], WIDE), "presets", WIDE)
-    for name in GEOMETRIC
-}
+} | {f"{name}(0.99_1.01)": Candidate(override(METHODS[name], WIDE), "presets", WIDE) for name in GEOMETRIC}
 """Every row of `METHODS`, and the geometric presets with the band that the survey advises."""
 
 
@@ -131,9 +123,7 @@ class Counterfactual:
         Raises: `RecordError` if they are about other methods than this version's.
         """
         if arrays["names"].tolist() != list(CANDIDATES) or arrays["sums"].shape[1:] != (COLUMNS,):
-            raise RecordError(
-                "these counts are about other methods or columns than this version's; count again"
-            )
+            raise RecordError("these counts are about other methods or columns than this version's; count again")
         why_not = tuple(str(x) for x in arrays["why_not"])
         return Counterfactual(arrays["sums"], arrays["largest"], arrays["logs"], why_not)
 
@@ -209,13 +199,9 @@ class _Counts:
     def of(batch: Logged) -> _Counts:
         scored = (batch.cu_seqlens.diff() > 0).numpy().astype(np.float64)
         lengths = batch.response_lengths.numpy().astype(np.float64)
-        return _Counts(
-            batch.cu_seqlens, lengths * scored, scored, np.searchsorted(LENGTH_CUTS, lengths)
-        )
+        return _Counts(batch.cu_seqlens, lengths * scored, scored, np.searchsorted(LENGTH_CUTS, lengths))
 
-    def row(
-        self, decided: Decided
-    ) -> tuple[Float[np.ndarray, " columns"], float, Float[np.ndarray, " 2"]]:
+    def row(self, decided: Decided) -> tuple[Float[np.ndarray, " columns"], float, Float[np.ndarray, " 2"]]:
         """`COUNTED` (clips aside) and the buckets of one correction, the largest weight, and `logs`."""
         tokens, kept = int(self.cuts[-1]), decided.keep
         weight = decided.weight
@@ -248,8 +234,7 @@ class _Counts:
             0,
         ]
         buckets = [
-            np.bincount(self.bucket, weights=x, minlength=len(LENGTH_CUTS) + 1)
-            for x in (self.scored, sequences)
+            np.bincount(self.bucket, weights=x, minlength=len(LENGTH_CUTS) + 1) for x in (self.scored, sequences)
         ]
         return np.concatenate([counted, *buckets]), largest, logs.numpy()
 
@@ -257,9 +242,7 @@ class _Counts:
         """1 where a sequence has a kept token."""
         if kept is None:
             return self.scored
-        running = torch.cat(
-            [kept.new_zeros(1, dtype=torch.int32), kept.cumsum(0, dtype=torch.int32)]
-        )
+        running = torch.cat([kept.new_zeros(1, dtype=torch.int32), kept.cumsum(0, dtype=torch.int32)])
         return (running[self.cuts].diff() > 0).numpy().astype(np.float64)
 
 

@@ -93,10 +93,7 @@ def metrics(found: Mapping[str, Any]) -> dict[str, float]:
     that are missing count as tokens.
     """
     causes = found["causes"]
-    tokens = {
-        c: max((p.get(c, 0) for p in causes.values()), default=0)
-        for c in ("probability", "negated")
-    }
+    tokens = {c: max((p.get(c, 0) for p in causes.values()), default=0) for c in ("probability", "negated")}
     return {
         "batch/unscored_frac": float(found["unscored_frac"]),
         "batch/unscored_tokens": float(found["unscored"]),
@@ -146,9 +143,7 @@ def _unread(lost: Unread, sequences: int, found: Mapping[str, Any]) -> list[str]
         rows = lines + sequences
         said.append(f"{lines:,} of {_n(rows, 'row')} ({share(lines / rows)}) could not be read.")
     if lost.files:
-        said.append(
-            f"{_n(lost.files, 'file')} could not be read at all, {share(found['unread_frac'])} of the log."
-        )
+        said.append(f"{_n(lost.files, 'file')} could not be read at all, {share(found['unread_frac'])} of the log.")
     if lost.cuts:
         said.append(f"{_n(lost.cuts, 'file')} ended early, and how much was lost is not known.")
     return said
@@ -158,13 +153,9 @@ def _unscored(found: Mapping[str, Any], trainable: int, seen: int) -> list[str]:
     said = []
     lost = trainable - seen
     if lost:
-        said.append(
-            f"{lost:,} of {_n(trainable, 'token')} ({share(lost / trainable)}) could not be compared."
-        )
+        said.append(f"{lost:,} of {_n(trainable, 'token')} ({share(lost / trainable)}) could not be compared.")
     for policy, causes in found["causes"].items():
-        parts = ", ".join(
-            f"{n:,} {CAUSES.get(c, c)}" for c, n in sorted(causes.items(), key=lambda x: -x[1])
-        )
+        parts = ", ".join(f"{n:,} {CAUSES.get(c, c)}" for c, n in sorted(causes.items(), key=lambda x: -x[1]))
         total = sum(causes.values())
         said.append(
             f"{_n(total, 'token')} ({share(total / max(trainable, 1))}) without a usable {POLICIES.get(policy, policy)}: {parts}."
@@ -182,9 +173,7 @@ def _remarks(found: Mapping[str, Any], counts: Mapping[str, int]) -> list[str]:
             f"{_n(ahead, 'token')} have a version lag below 0: the log counts sampled and trained versions in different ways, and steps with such tokens have no lag."
         )
     if empty := counts.get("empty"):
-        said.append(
-            f"{_n(empty, 'response')} have no token.".replace("1 response have", "1 response has")
-        )
+        said.append(f"{_n(empty, 'response')} have no token.".replace("1 response have", "1 response has"))
     return said
 
 

@@ -48,12 +48,7 @@ class View:
         """What methods may read of the batch beside its log-probs."""
         logged = self.batch
         exact = {name: Divergence.exact(name, x) for name, x in logged.divergences.items()}
-        return BatchInfo(
-            divergences=exact,
-            entropy=logged.entropy,
-            rewards=logged.rewards,
-            version_lag=logged.lag,
-        )
+        return BatchInfo(divergences=exact, entropy=logged.entropy, rewards=logged.rewards, version_lag=logged.lag)
 
     @cached_property
     def steps(self) -> list[tuple[Int[Tensor, " k"], View]]:
@@ -63,11 +58,7 @@ class View:
         if len(found) == 1:
             return [(torch.arange(self.batch.num_tokens), self)]
         parts = [(self.batch.segments.rows(which), which) for which in found]
-        return [
-            (rows, replace(self, batch=self.batch.select(which)))
-            for rows, which in parts
-            if len(rows)
-        ]
+        return [(rows, replace(self, batch=self.batch.select(which))) for rows, which in parts if len(rows)]
 
 
 _Product = tuple[Tensor | None, Tensor | None, bool, Tensor | None]
@@ -171,9 +162,7 @@ class Decisions:
     def _clip(self, method: Method) -> tuple[Tensor, bool] | str:
         objective = method.objective
 
-        def clipped(
-            logprobs: LogProbs, advantages: Tensor | None, facts: BatchInfo
-        ) -> Tensor | None:
+        def clipped(logprobs: LogProbs, advantages: Tensor | None, facts: BatchInfo) -> Tensor | None:
             if advantages is None:
                 raise EvidenceError("what a clip does depends on the advantages; log them")
             return objective(logprobs, advantages, facts).clipped
@@ -194,9 +183,7 @@ class Decisions:
 def at_first_update(batch: Logged) -> Logged:
     """The batch with its old policy as the current one, as at the first update on it."""
     divergences = {
-        name.replace("_old", "_current"): x
-        for name, x in batch.divergences.items()
-        if name.endswith("_rollout_old")
+        name.replace("_old", "_current"): x for name, x in batch.divergences.items() if name.endswith("_rollout_old")
     }
     return replace(batch, logp=batch.logp_old, divergences={**divergences, **batch.divergences})
 
@@ -225,9 +212,7 @@ def _asked(view: View, method: Method, part: Any, call: Callable[..., Any]) -> A
     weighted: list[Weighted] = [w for _, w in found]
     log_weight = _placed([w.log_weight() for w in weighted], rows)
     return Weighted(
-        _placed([w.weight for w in weighted], rows),
-        _placed([w.limited for w in weighted], rows),
-        lambda: log_weight,
+        _placed([w.weight for w in weighted], rows), _placed([w.limited for w in weighted], rows), lambda: log_weight
     )
 
 

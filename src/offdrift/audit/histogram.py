@@ -80,9 +80,7 @@ def steps_of(name: str, bars: list[Bar], columns: Columns, *, color: str, key: s
     total = sum(count for *_, count in bars)
     x = [place(low) for low, *_ in bars] + [place(bars[-1][1])]
     density = [c / total / (b - a) if c else None for (a, b), (*_, c) in zip(pairwise(x), bars)]
-    words = [
-        f"{_ratio(a)} to {_ratio(b)}: {c:,.0f} tokens ({percent(c / total)})" for a, b, c in bars
-    ]
+    words = [f"{_ratio(a)} to {_ratio(b)}: {c:,.0f} tokens ({percent(c / total)})" for a, b, c in bars]
     return Series(
         name, columns.add(f"ratios:{key}:x", x), columns.add(f"ratios:{key}:y", [*density, density[-1]]),
         color=color, kind="steps", group=name, texts=columns.add(f"ratios:{key}:words", [*words, words[-1]]),
@@ -121,14 +119,7 @@ def axis(reach: float) -> dict:
     """
     below = [r for r in (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999) if -math.log(r) <= reach]
     ratios = [*below, 1.0, *(1 / r for r in reversed(below))]
-    names = {
-        0.999: "0.999",
-        1 / 0.999: "1.001",
-        0.99: "0.99",
-        1 / 0.99: "1.01",
-        0.9: "0.9",
-        1 / 0.9: "1.11",
-    }
+    names = {0.999: "0.999", 1 / 0.999: "1.001", 0.99: "0.99", 1 / 0.99: "1.01", 0.9: "0.9", 1 / 0.9: "1.11"}
     texts = [names.get(r, f"{r:g}") for r in ratios]
     return {
         "xaxis": {
@@ -185,9 +176,7 @@ def choices(audit: Fields) -> dict[str, list[dict[str, Any]]]:
     settings = {text(r.get("name")): mapping(r.get("settings")) for r in rows(audit.get("methods"))}
     names = dict.fromkeys([suggested, *settings])
     if suggested:
-        settings[suggested] = mapping(at(audit, "suggestion", "settings")) or settings.get(
-            suggested, {}
-        )
+        settings[suggested] = mapping(at(audit, "suggestion", "settings")) or settings.get(suggested, {})
     found = {name: limits_of(name, settings.get(name, {})) for name in names if name}
     return dict([(n, limits) for n, limits in found.items() if limits][:SELECTABLE])
 

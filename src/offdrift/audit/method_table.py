@@ -104,9 +104,7 @@ def asked_about(names: Iterable[str]) -> tuple[str, ...]:
         True
     """
     held = set(names)
-    return (
-        FAMILIAR if any(n in held for n in FAMILIAR if n.startswith("decoupled")) else FAMILIAR_FULL
-    )
+    return FAMILIAR if any(n in held for n in FAMILIAR if n.startswith("decoupled")) else FAMILIAR_FULL
 
 
 def untried(audit: Fields) -> dict[str, list[str]]:

@@ -18,25 +18,9 @@ from offdrift.audit.histogram import choices, histogram_chart
 from offdrift.audit.method_table import METHOD_COLUMNS, tried, untried
 from offdrift.audit.view import missing, unanswered
 from offdrift.show.charts import DASHES, SERIES_COLORS, Chart, Columns, rounded
-from offdrift.show.headline import (
-    PAIRS,
-    best_numbers,
-    headlines,
-    length_unit,
-    meaning_of,
-)
+from offdrift.show.headline import PAIRS, best_numbers, headlines, length_unit, meaning_of
 from offdrift.show.html import render_document, write_document
-from offdrift.show.json_access import (
-    Fields,
-    any_number,
-    at,
-    items,
-    mapping,
-    number,
-    numbers,
-    rows,
-    text,
-)
+from offdrift.show.json_access import Fields, any_number, at, items, mapping, number, numbers, rows, text
 from offdrift.show.numbers import KL_EDGES, fixed, flatten, kl_labels, kl_level, short
 from offdrift.show.page import SCRIPTS, STYLES, all_numbers, common_context
 from offdrift.show.sanitize import clipped
@@ -69,12 +53,7 @@ class Heat:
 
     @property
     def as_data(self) -> dict[str, Any]:
-        return {
-            "first": self.first,
-            "ids": self.ids,
-            "on": self.on,
-            "values": [list(n) for n in self.numbers],
-        }
+        return {"first": self.first, "ids": self.ids, "on": self.on, "values": [list(n) for n in self.numbers]}
 
 
 def heats(audit: Fields) -> list[Heat]:
@@ -115,9 +94,7 @@ def edges() -> dict[str, list[float]]:
 
 
 def _heat(row: Fields) -> Heat:
-    ratios, logps, kls = (
-        numbers(row.get(k))[:MAX_TOKENS] for k in ("log_ratio", "logp_rollout", "kl")
-    )
+    ratios, logps, kls = (numbers(row.get(k))[:MAX_TOKENS] for k in ("log_ratio", "logp_rollout", "kl"))
     tokens = items(row.get("tokens"))[:MAX_TOKENS]
     count = max(len(ratios), len(kls), len(tokens))
     first = int(number(row.get("first")) or 0)
@@ -261,11 +238,7 @@ def facet_tables(audit: Fields) -> list[dict[str, Any]]:
             for row in table
         ]
         found.append(
-            {
-                "title": title,
-                "head": ["sequences", "tokens", *metrics],
-                "rows": list(zip(labels(table), cells)),
-            }
+            {"title": title, "head": ["sequences", "tokens", *metrics], "rows": list(zip(labels(table), cells))}
         )
     return found
 
@@ -294,10 +267,7 @@ def provenance(audit: Fields) -> list[tuple[str, str]]:
 def _bad_rows(audit: Fields) -> list[tuple[str, str]]:
     """Where each stands, and why it could not be read."""
     found = rows(audit.get("bad_rows"))[:SHOWN_BAD_ROWS]
-    return [
-        (f"{text(b.get('file'))}:{text(b.get('row'))}", clipped(text(b.get("reason")), 600))
-        for b in found
-    ]
+    return [(f"{text(b.get('file'))}:{text(b.get('row'))}", clipped(text(b.get("reason")), 600)) for b in found]
 
 
 def _worst_tokens(audit: Fields) -> list[dict[str, Any]]:

@@ -93,9 +93,7 @@ class Part:
             return mine.merge(its)
 
         return Part(
-            self.unread.merge(other.unread),
-            (self.bad + other.bad)[:BAD_ROWS_KEPT],
-            *(joined(name) for name in KINDS),
+            self.unread.merge(other.unread), (self.bad + other.bad)[:BAD_ROWS_KEPT], *(joined(name) for name in KINDS)
         )
 
     def to_bytes(self) -> bytes:

@@ -32,9 +32,7 @@ class Question:
 
 QUESTIONS = (
     Question("How long are responses, and how does reward go?", ("rewards",)),
-    Question(
-        "Do rollout and training engine agree at the same weights?", ("logp_rollout", "logp_old")
-    ),
+    Question("Do rollout and training engine agree at the same weights?", ("logp_rollout", "logp_old")),
     Question("How far is the trained policy from what drew the tokens?", ("logp_rollout", "logp")),
     Question(
         "Is it the engines or the age of the weights?",
@@ -42,21 +40,11 @@ QUESTIONS = (
         ("logp_old", "logp"),
     ),
     Question(
-        "What would each method have kept, and at which effective sample size?",
-        ("logp_rollout",),
-        ("logp_old", "logp"),
+        "What would each method have kept, and at which effective sample size?", ("logp_rollout",), ("logp_old", "logp")
     ),
-    Question(
-        "Does drift hurt one sign of the advantage more?",
-        ("logp_rollout", "advantages"),
-        ("logp_old", "logp"),
-    ),
+    Question("Does drift hurt one sign of the advantage more?", ("logp_rollout", "advantages"), ("logp_old", "logp")),
     Question("How much would PPO's clip act?", ("logp_old", "logp", "advantages")),
-    Question(
-        "Are whole prompt groups lost to rejection?",
-        ("logp_rollout", "group_ids"),
-        ("logp_old", "logp"),
-    ),
+    Question("Are whole prompt groups lost to rejection?", ("logp_rollout", "group_ids"), ("logp_old", "logp")),
     Question("Which tokens drift?", ("logp_rollout", "tokens"), ("logp_old", "logp")),
     Question("What does it prove about the update?", ("logp_rollout", "rewards", "exact")),
 )

@@ -35,11 +35,7 @@ def run_context(
         >>> run_context("log.jsonl", "verl", temperature=0.7).temperature
         0.7
     """
-    options = {
-        "method": method,
-        "temperature": temperature,
-        "mixture_of_experts": mixture_of_experts,
-    }
+    options = {"method": method, "temperature": temperature, "mixture_of_experts": mixture_of_experts}
     stored = _from_run(Path(path)) | {k: v for k, v in options.items() if v is not None}
     return replace(Context(framework=framework), **stored)
 

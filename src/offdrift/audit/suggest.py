@@ -26,20 +26,14 @@ LADDERS = {
     "full": ("none", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis"),
 }
 """What to turn on at each rung, where the old policy was logged and where it was not."""
-TAILS = {
-    "mismatch": ("decoupled_token_icepop", "decoupled_token_is"),
-    "full": ("bypass_pg_token_icepop", "token_tis"),
-}
+TAILS = {"mismatch": ("decoupled_token_icepop", "decoupled_token_is"), "full": ("bypass_pg_token_icepop", "token_tis")}
 """The band on single tokens that measures the tail, and truncated weights without any band."""
 BAND = "(0.99_1.01)"
 """Names the rows of the table that try the presets with the band that is advised."""
 
 
 def suggest(
-    rows: Sequence[Mapping[str, Any]],
-    overall: Mapping[str, Any],
-    *,
-    limits: Mapping[str, float] | None = None,
+    rows: Sequence[Mapping[str, Any]], overall: Mapping[str, Any], *, limits: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """The smallest correction that the data ask for, and why.
 
@@ -61,9 +55,7 @@ def suggest(
     missing = max(overall.get(x) or 0.0 for x in ("data/unread_frac", "batch/unscored_frac"))
     if missing > t["data_most"]:
         return _said(
-            None,
-            None,
-            f"{missing:.0%} of the log is missing, so what the rest asks for may not be what the run needs",
+            None, None, f"{missing:.0%} of the log is missing, so what the rest asks for may not be what the run needs"
         )
     on = next((x for x in LADDERS if _known(overall, f"{x}/chi2_token")), None)
     if on is None:
@@ -89,19 +81,11 @@ def suggest(
         return _said(None, None, f"{reject} was not tried on this log, so its cost is unknown")
     ess = weighted["ess_frac"] / weighted["kept_tokens"] if weighted["kept_tokens"] else 0.0
     rung, why = escalate(
-        chi2,
-        1 - alone["kept_tokens"],
-        ess_after_rs=ess,
-        pearson=pearson,
-        prob_diff_max=prob_diff,
-        kl=kl,
-        limits=t,
+        chi2, 1 - alone["kept_tokens"], ess_after_rs=ess, pearson=pearson, prob_diff_max=prob_diff, kl=kl, limits=t
     )
     if rung == "systems fix":
         aged = _reweighted(tried, overall, on, t)
-        return aged or _said(
-            rung, None, f"repair the system, no correction is cheaper: {why} ({on})"
-        )
+        return aged or _said(rung, None, f"repair the system, no correction is cheaper: {why} ({on})")
     chosen = tried[(reject if rung == "rejection" else both) + BAND]
     left = f"{chosen['kept_tokens']:.1%} of tokens stay, effective sample size {chosen['ess_frac']:.1%}"
     name = chosen["name"].removesuffix(BAND)
@@ -109,10 +93,7 @@ def suggest(
 
 
 def _reweighted(
-    tried: Mapping[str, Mapping[str, Any]],
-    overall: Mapping[str, Any],
-    on: str,
-    limits: Mapping[str, float],
+    tried: Mapping[str, Mapping[str, Any]], overall: Mapping[str, Any], on: str, limits: Mapping[str, float]
 ) -> dict[str, Any] | None:
     """Token weights alone, where age explains the drift and they are usable; None elsewhere.
 
@@ -122,12 +103,7 @@ def _reweighted(
     """
     tail, weights = (tried.get(name) for name in TAILS[on])
     ess, lag = _number(overall, f"{on}/ess_frac"), _number(overall, "version_lag/mean")
-    if (
-        tail is None
-        or weights is None
-        or not ess >= limits["ess_half"]
-        or (lag == 0 and on == "mismatch")
-    ):
+    if tail is None or weights is None or not ess >= limits["ess_half"] or (lag == 0 and on == "mismatch"):
         return None
     chi2 = _number(overall, f"{on}/chi2_token")
     kl = _kl(overall, on)
@@ -153,9 +129,7 @@ def _reweighted(
     return _said("token TIS", weights["name"], f"{size}; {left}; {age}")
 
 
-def _said(
-    rung: Rung | None, method: str | None, why: str, settings: Mapping[str, float] = {}
-) -> dict[str, Any]:
+def _said(rung: Rung | None, method: str | None, why: str, settings: Mapping[str, float] = {}) -> dict[str, Any]:
     row = f"{method}{BAND}" if method and settings else method
     return {"method": method, "why": why, "settings": dict(settings), "row": row, "rung": rung}
 

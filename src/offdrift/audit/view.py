@@ -37,10 +37,7 @@ def audit_view(audit: Fields, width: int = 100) -> RenderableType:
         *_missing(audit),
         verdict_view(audit.get("verdict"), width=width),
         _numbers(headlines(audit), width),
-        *(
-            _spaced(shown_view(f, width=width, brief=i > 0))
-            for i, f in enumerate(findings[:FINDINGS_SHOWN])
-        ),
+        *(_spaced(shown_view(f, width=width, brief=i > 0)) for i, f in enumerate(findings[:FINDINGS_SHOWN])),
     ]
     if len(findings) > FINDINGS_SHOWN:
         rest = findings[FINDINGS_SHOWN:]
@@ -68,10 +65,7 @@ def spark(values: tuple[float | None, ...], width: int = 24) -> str:
         return ""
     low, span = min(known), max(known) - min(known)
     top = len(BARS) - 1
-    return "".join(
-        " " if v is None else BARS[round((v - low) / span * top + 1e-9) if span else 0]
-        for v in binned
-    )
+    return "".join(" " if v is None else BARS[round((v - low) / span * top + 1e-9) if span else 0] for v in binned)
 
 
 @dataclass(frozen=True)
@@ -105,9 +99,7 @@ def unanswered(audit: Fields) -> Unanswered:
 
 def _source(audit: Fields) -> RenderableType:
     said = text(at(audit, "source", "detected"))
-    return Group(
-        *([Text(safe(said))] if said else []), Text(" · ".join(count_words(audit)), style="dim")
-    )
+    return Group(*([Text(safe(said))] if said else []), Text(" · ".join(count_words(audit)), style="dim"))
 
 
 def missing(audit: Fields) -> list[str]:
@@ -128,12 +120,7 @@ def _numbers(found: list[Headline], width: int) -> RenderableType:
         style = WORDS[h.level][2] if h.level in ("watch", "act") else "bold"
         about = Text(h.comparison or h.about, style="" if h.comparison else "dim")
         value = Text(f"{h.text} {h.unit}".rstrip(), style=style)
-        table.add_row(
-            Text(h.title),
-            value,
-            Text(spark(h.series, 24 if width >= WIDE else 10), style="cyan"),
-            about,
-        )
+        table.add_row(Text(h.title), value, Text(spark(h.series, 24 if width >= WIDE else 10), style="cyan"), about)
     return Padding(table, (1, 0, 1, 0)) if found else Text()
 
 
@@ -148,9 +135,7 @@ def _methods(audit: Fields, width: int) -> list[RenderableType]:
     name, why = text(suggestion.get("method")), text(suggestion.get("why"))
     if name:
         parts.append(
-            Text.assemble(
-                ("Suggested: ", "bold green"), (safe(name), "bold"), f": {safe(why)}" if why else ""
-            )
+            Text.assemble(("Suggested: ", "bold green"), (safe(name), "bold"), f": {safe(why)}" if why else "")
         )
     return parts
 
@@ -163,13 +148,8 @@ def _method_table(methods: list[Tried], width: int) -> Table:
     for c in columns:
         table.add_column(c.short_title, justify="right", no_wrap=True)
     for m in methods:
-        name = Text(
-            safe(m.name) + (" ◂" if m.suggested else ""), style="bold green" if m.suggested else ""
-        )
-        cells = [
-            Text(c.write(m.values[c.key]), style="yellow" if m.flagged(c.key) else "")
-            for c in columns
-        ]
+        name = Text(safe(m.name) + (" ◂" if m.suggested else ""), style="bold green" if m.suggested else "")
+        cells = [Text(c.write(m.values[c.key]), style="yellow" if m.flagged(c.key) else "") for c in columns]
         table.add_row(name, *cells)
     return table
 
@@ -184,9 +164,7 @@ def _unanswered(audit: Fields) -> list[RenderableType]:
         why = (f" {safe(because)}.", "dim") if because else ""
         parts.append(Text.assemble(f"{mark} {safe(question)}", why))
     for log, which in found.log:
-        words = Text.assemble(
-            ("log: ", "green"), safe(log), (f" ({which})" if which else "", "dim")
-        )
+        words = Text.assemble(("log: ", "green"), safe(log), (f" ({which})" if which else "", "dim"))
         parts.append(Padding(words, (0, 0, 0, 2)))
     return parts
 
@@ -197,7 +175,9 @@ def _bad_rows(audit: Fields) -> list[RenderableType]:
         return []
     first = next(iter(rows(audit.get("bad_rows"))), {})
     where = f"{text(first.get('file'))}:{text(first.get('row'))}: {text(first.get('reason'))}"
-    words = f"{count:,.0f} row{'' if count == 1 else 's'} could not be read and {'was' if count == 1 else 'were'} left out"
+    words = (
+        f"{count:,.0f} row{'' if count == 1 else 's'} could not be read and {'was' if count == 1 else 'were'} left out"
+    )
     return [Text(), Text(words + (f"; first {safe(where)}" if first else ""), style="yellow")]
 
 

@@ -186,9 +186,7 @@ def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Met
     """
     arms = [path] if (path / "metrics.jsonl").is_file() else sorted((path / "arms").glob("*"))
     found: list[Metrics | Log] = [
-        Metrics(arm / "metrics.jsonl", arm.name)
-        for arm in arms
-        if (arm / "metrics.jsonl").is_file()
+        Metrics(arm / "metrics.jsonl", arm.name) for arm in arms if (arm / "metrics.jsonl").is_file()
     ]
     if found or (path / "run.json").is_file():
         return found

@@ -39,9 +39,7 @@ class LiveWatch:
         if self.live is not None:
             self.live.start()
 
-    def show(
-        self, source: str, numbers: Mapping[str, float | int], findings: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def show(self, source: str, numbers: Mapping[str, float | int], findings: Sequence[Mapping[str, Any]]) -> None:
         """A new row of a source, and what it set off."""
         self.rows[source] = numbers
         for finding in findings:
@@ -66,9 +64,7 @@ class LiveWatch:
         if not self.rows:
             return Text(f"waiting for {self.title} to be written", style="dim")
         shown = [
-            (title, names)
-            for title, names in COLUMNS
-            if any(n in row for n in names for row in self.rows.values())
+            (title, names) for title, names in COLUMNS if any(n in row for n in names for row in self.rows.values())
         ]
         table = Table(box=None, pad_edge=False, title=None)
         table.add_column("")

@@ -109,8 +109,7 @@ class BatchEvidence:
         segments = logprobs.segments
         if rewards is not None and rewards.shape != (len(segments),):
             raise ShapeError(
-                f"rewards has shape {tuple(rewards.shape)} for {len(segments)} sequences; give "
-                "one reward per sequence"
+                f"rewards has shape {tuple(rewards.shape)} for {len(segments)} sequences; give one reward per sequence"
             )
         kl, tv = _ends(KL, divergences, logprobs), _ends(TV, divergences, logprobs)
         position = segments.position.clamp(max=region.horizon - 1)
@@ -162,22 +161,15 @@ class BatchEvidence:
                     f"batches about {first.region} and {part.region} do not add up; build all "
                     "evidence of a certificate with the same region"
                 )
-        kinds = {
-            "group_ids": {p.group_ids is None for p in parts},
-            "rewards": {p.rewarded for p in parts},
-        }
+        kinds = {"group_ids": {p.group_ids is None for p in parts}, "rewards": {p.rewarded for p in parts}}
         for name, kind in kinds.items():
             if len(kind) > 1:
                 raise ShapeError(f"some batches have {name} and some have none; give all or none")
         return replace(
             first,
             columns=torch.cat([p.columns.to(first.columns.device) for p in parts]),
-            group_ids=torch.cat([x.to(first.columns.device) for x in ids if x is not None])
-            if ids
-            else None,
-            tv_by_position=torch.stack(
-                [p.tv_by_position.to(first.columns.device) for p in parts]
-            ).sum(0),
+            group_ids=torch.cat([x.to(first.columns.device) for x in ids if x is not None]) if ids else None,
+            tv_by_position=torch.stack([p.tv_by_position.to(first.columns.device) for p in parts]).sum(0),
             grades={k: Grade.weakest(p.grades[k] for p in parts) for k in first.grades},
             assumes=frozenset().union(*(p.assumes for p in parts)),
         )
@@ -185,12 +177,7 @@ class BatchEvidence:
     def cpu(self) -> BatchEvidence:
         """The same on the CPU, to be sent to another process."""
         ids = None if self.group_ids is None else self.group_ids.cpu()
-        return replace(
-            self,
-            columns=self.columns.cpu(),
-            group_ids=ids,
-            tv_by_position=self.tv_by_position.cpu(),
-        )
+        return replace(self, columns=self.columns.cpu(), group_ids=ids, tv_by_position=self.tv_by_position.cpu())
 
     def to_host(self) -> HostEvidence:
         """All numbers as arrays: the one transfer to the host."""
@@ -275,9 +262,7 @@ def _divergences(
     }
 
 
-def _refuted(
-    divergences: Mapping[str, Divergence] | None, segments: Segments
-) -> Float[Tensor, " b"]:
+def _refuted(divergences: Mapping[str, Divergence] | None, segments: Segments) -> Float[Tensor, " b"]:
     found = torch.zeros_like(segments.lengths, dtype=torch.float64)
     for d in _used(divergences):
         if d.refuted is not None:

@@ -55,9 +55,7 @@ def pinsker_marginal_kl(*, horizon: int, delta: float, constants: str = "paper")
     return CONSTANTS[constants] * pinsker(delta) * total_shift(horizon, delta=delta)
 
 
-def pinsker_marginal_tv(
-    *, horizon: int, delta: float, eps: float, constants: str = "paper"
-) -> float:
+def pinsker_marginal_tv(*, horizon: int, delta: float, eps: float, constants: str = "paper") -> float:
     """4 min(1, eps) sum_t min(1, sqrt((t-1) delta/2)) (Theorem 3.3, eq. 13)."""
     return CONSTANTS[constants] * eps * total_shift(horizon, delta=delta)
 
@@ -78,13 +76,7 @@ def coupling(*, horizon: int, eps: float, constants: str = "paper") -> float:
 
 
 def pointwise(
-    *,
-    horizon: int,
-    delta: float,
-    eps: float,
-    kl_seq: float,
-    tv_seq: float,
-    constants: str = "sharp",
+    *, horizon: int, delta: float, eps: float, kl_seq: float, tv_seq: float, constants: str = "sharp"
 ) -> float:
     """The minimum inside the sum; never above a Pinsker-Marginal, Mixed or Coupling bound.
 
@@ -140,9 +132,7 @@ def adaptive_tv(*, horizon: int, eps: float, mean_tv: MeanTV, constants: str = "
     return CONSTANTS[constants] * weighted_shift(mean_tv, horizon=horizon, delta=math.inf, eps=eps)
 
 
-def adaptive(
-    *, horizon: int, delta: float, eps: float, mean_tv: MeanTV, constants: str = "paper"
-) -> float:
+def adaptive(*, horizon: int, delta: float, eps: float, mean_tv: MeanTV, constants: str = "paper") -> float:
     """4 sum_t Dbar_t min(1, (T-t) eps, sqrt((T-t) delta/2)), the hybrid (Theorem 3.6, eq. 20)."""
     return CONSTANTS[constants] * weighted_shift(mean_tv, horizon=horizon, delta=delta, eps=eps)
 
@@ -161,9 +151,7 @@ def pinsker_marginal_kl_upper(*, horizon: int, delta: float, constants: str = "p
     return pinsker_marginal_tv_upper(horizon=horizon, delta=delta, eps=eps, constants=constants)
 
 
-def pinsker_marginal_tv_upper(
-    *, horizon: int, delta: float, eps: float, constants: str = "paper"
-) -> float:
+def pinsker_marginal_tv_upper(*, horizon: int, delta: float, eps: float, constants: str = "paper") -> float:
     """(8/3) T^(3/2) eps sqrt(delta/2) >= `pinsker_marginal_tv`; eq. 14 writes an equality.
 
     sqrt(delta/2) is capped at 1, above which it changes no term of the sum.
@@ -203,12 +191,7 @@ ROWS = {
         pinsker_marginal_kl, ("delta",), "KL", "T^1.5", "eq. 12", closed=pinsker_marginal_kl_upper
     ),
     "pinsker_marginal_tv": Row(
-        pinsker_marginal_tv,
-        ("delta", "eps"),
-        "TV + KL",
-        "T^1.5",
-        "eq. 13",
-        closed=pinsker_marginal_tv_upper,
+        pinsker_marginal_tv, ("delta", "eps"), "TV + KL", "T^1.5", "eq. 13", closed=pinsker_marginal_tv_upper
     ),
     "mixed_kl": Row(mixed_kl, ("delta", "kl_seq"), "KL", "T", "eq. 15"),
     "mixed_tv": Row(mixed_tv, ("eps", "tv_seq"), "TV", "T", "eq. 16"),
@@ -283,9 +266,7 @@ def all_bounds(
     reward_range = float(reward_range)
     if not 0 < reward_range < math.inf:
         raise BadValueError(f"reward_range = {reward_range}; give largest minus smallest reward")
-    limits = premises(
-        horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq, mean_tv=mean_tv
-    )
+    limits = premises(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq, mean_tv=mean_tv)
     bounds = []
     for name, row in ROWS.items():
         if ("mean_tv" in row.uses and mean_tv is None) or (name in BEYOND and constants == "paper"):

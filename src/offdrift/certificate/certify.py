@@ -32,13 +32,7 @@ from offdrift.certificate.confidence import Estimate, check_alpha
 from offdrift.certificate.guarantees import Guarantee, masked_guarantee
 from offdrift.certificate.inequalities import pinsker
 from offdrift.certificate.regions import TrustRegion, sample_ratio_error
-from offdrift.certificate.samples import (
-    OF_REWARDS,
-    estimates,
-    normal_intervals,
-    unit_rewards,
-    unseen,
-)
+from offdrift.certificate.samples import OF_REWARDS, estimates, normal_intervals, unit_rewards, unseen
 from offdrift.certificate.verdict import Certificate as Certificate
 from offdrift.certificate.verdict import Status
 from offdrift.divergence.evidence import Grade
@@ -62,9 +56,7 @@ LOGGED = {
     ),
     "certificate/row": Logged("", "which bound attains B*", "neither"),
     "certificate/margin": Logged(
-        "reward",
-        "L' - B*, with the sample mean of L': above 0 the paper's condition holds, as an estimate",
-        "better",
+        "reward", "L' - B*, with the sample mean of L': above 0 the paper's condition holds, as an estimate", "better"
     ),
     "certificate/falsified": Logged(
         "",
@@ -73,10 +65,7 @@ LOGGED = {
         "worse",
     ),
     "certificate/delta_hat": Logged(
-        "nat",
-        "largest KL(mu || pi) of a token of the batch, upper end; a sampled maximum, not a global"
-        " one",
-        "worse",
+        "nat", "largest KL(mu || pi) of a token of the batch, upper end; a sampled maximum, not a global one", "worse"
     ),
     "certificate/eps_hat": Logged("1", "largest TV of a token of the batch, upper end", "worse"),
     "certificate/kl_seq": Logged(
@@ -86,29 +75,15 @@ LOGGED = {
         "worse",
     ),
     "certificate/acceptance": Logged(
-        "1",
-        "share of sequences that no gate rejected and that surely lie in the trust region",
-        "better",
+        "1", "share of sequences that no gate rejected and that surely lie in the trust region", "better"
     ),
-    "certificate/surrogate": Logged(
-        "reward",
-        "L' = E_mu[R sum_t (w_t - 1)], sample mean",
-        "better",
-    ),
+    "certificate/surrogate": Logged("reward", "L' = E_mu[R sum_t (w_t - 1)], sample mean", "better"),
     "certificate/surrogate_low": Logged(
-        "reward",
-        "lower end of L': rigorous, and vacuous for long sequences",
-        "better",
+        "reward", "lower end of L': rigorous, and vacuous for long sequences", "better"
     ),
-    "certificate/surrogate_masked": Logged(
-        "reward",
-        "L' over accepted sequences, sample mean",
-        "better",
-    ),
+    "certificate/surrogate_masked": Logged("reward", "L' over accepted sequences, sample mean", "better"),
     "certificate/gain": Logged(
-        "reward",
-        "E_mu[R (min(prod_t w_t, 2) - 1)], sample mean: what the direct guarantee starts from",
-        "better",
+        "reward", "E_mu[R (min(prod_t w_t, 2) - 1)], sample mean: what the direct guarantee starts from", "better"
     ),
     "certificate/gain_low": Logged(
         "reward",
@@ -123,16 +98,9 @@ LOGGED = {
         "alpha are expected, and false",
         "better",
     ),
-    "certificate/route": Logged(
-        "",
-        "the guarantee that says most: direct, masked or TRM",
-        "neither",
-    ),
+    "certificate/route": Logged("", "the guarantee that says most: direct, masked or TRM", "neither"),
     "certificate/unseen": Logged(
-        "1",
-        "a fresh prompt's sequences include one outside the trust region with at most this "
-        "probability",
-        "worse",
+        "1", "a fresh prompt's sequences include one outside the trust region with at most this probability", "worse"
     ),
 }
 """Every number of `Certificate.as_metrics`, in its order."""
@@ -278,9 +246,7 @@ def _guarantees(
         guarantees.append(masked_guarantee(error=min(errors), rejected=rejected, constants="sharp"))
     elif errors and bound is not None:  # TV_seq is estimated under KL <= delta
         priced = masked_guarantee(
-            error=min(errors),
-            rejected=1 - intervals["acceptance"].low,
-            tv_seq=pinsker(intervals["kl_seq"].high),
+            error=min(errors), rejected=1 - intervals["acceptance"].low, tv_seq=pinsker(intervals["kl_seq"].high)
         )
         guarantees.append(replace(priced, provided=_conditions(region, premises)))
     if bound is not None:
@@ -293,11 +259,7 @@ def _unified(intervals: dict[str, Estimate], region: TrustRegion, constants: str
     """B* with every expectation at the upper end of its interval, for rewards in [0, 1]."""
     kl_seq, shift = intervals["kl_seq"].high, intervals["shift"].high
     rows = all_bounds(
-        horizon=region.horizon,
-        delta=region.delta,
-        eps=region.token_tv,
-        kl_seq=kl_seq,
-        constants=constants,
+        horizon=region.horizon, delta=region.delta, eps=region.token_tv, kl_seq=kl_seq, constants=constants
     )
     row = ROWS["adaptive"]
     adaptive = CONSTANTS[constants] * shift
@@ -324,13 +286,8 @@ def _premises(
 
 
 def _conditions(region: TrustRegion, premises: dict[str, Status]) -> tuple[str, ...]:
-    words = {
-        "kl": f"KL(rollout || current) <= {region.delta:g}",
-        "tv": f"TV <= {region.eps or 0:g}",
-    }
-    return tuple(
-        f"{words[k]} at every reachable context ({status})" for k, status in premises.items()
-    )
+    words = {"kl": f"KL(rollout || current) <= {region.delta:g}", "tv": f"TV <= {region.eps or 0:g}"}
+    return tuple(f"{words[k]} at every reachable context ({status})" for k, status in premises.items())
 
 
 def _scaled(bound: Bound, size: float) -> Bound:

@@ -45,14 +45,10 @@ class Estimate:
 
     def scaled(self, factor: float) -> Estimate:
         """The same for the variable times a positive number."""
-        return replace(
-            self, mean=factor * self.mean, low=factor * self.low, high=factor * self.high
-        )
+        return replace(self, mean=factor * self.mean, low=factor * self.low, high=factor * self.high)
 
 
-def cluster_means(
-    x: Float[np.ndarray, " b"], ids: Int[np.ndarray, " b"] | None
-) -> Float[np.ndarray, " g"]:
+def cluster_means(x: Float[np.ndarray, " b"], ids: Int[np.ndarray, " b"] | None) -> Float[np.ndarray, " g"]:
     """One mean per group, ordered by group id: the independent observations of a batch.
 
     A mean over groups of group means estimates E over prompts of E over answers. It equals the mean
@@ -73,12 +69,7 @@ def cluster_means(
 
 
 def betting(
-    x: Float[np.ndarray, " n"],
-    *,
-    low: float = 0.0,
-    high: float = 1.0,
-    alpha: float = 0.05,
-    sides: str = "both",
+    x: Float[np.ndarray, " n"], *, low: float = 0.0, high: float = 1.0, alpha: float = 0.05, sides: str = "both"
 ) -> Estimate:
     """Interval for the mean of a bounded variable from the capital of a bettor against each mean m.
 
@@ -120,12 +111,7 @@ def betting(
 
 
 def bernstein(
-    x: Float[np.ndarray, " n"],
-    *,
-    low: float = 0.0,
-    high: float = 1.0,
-    alpha: float = 0.05,
-    sides: str = "both",
+    x: Float[np.ndarray, " n"], *, low: float = 0.0, high: float = 1.0, alpha: float = 0.05, sides: str = "both"
 ) -> Estimate:
     """Interval for the mean of a bounded variable from its sample variance V, in closed form.
 
@@ -205,9 +191,7 @@ def _estimate(x: Float[np.ndarray, " n"], ends: list[float], alpha: float, metho
     return Estimate(mean, ends[0], ends[1], len(x), alpha, method)
 
 
-def _checked(
-    x: Float[np.ndarray, " n"], low: float, high: float, alpha: float, sides: str
-) -> float:
+def _checked(x: Float[np.ndarray, " n"], low: float, high: float, alpha: float, sides: str) -> float:
     """Alpha of each side; refuses what no such variable can be."""
     check_alpha(alpha)
     if sides not in SIDES:
@@ -234,9 +218,7 @@ def check_alpha(alpha: float) -> None:
 # next draw has one. Draws are independent prompt groups, not the sequences inside them.
 
 
-def clopper_pearson(
-    events: int, draws: int, *, alpha: float = 0.05, sides: str = "both"
-) -> Estimate:
+def clopper_pearson(events: int, draws: int, *, alpha: float = 0.05, sides: str = "both") -> Estimate:
     """The exact interval for a probability, from the binomial tails.
 
         high = max{p : P(Bin(n, p) <= k) >= a},   low = min{p : P(Bin(n, p) >= k) >= a}
@@ -266,14 +248,7 @@ def clopper_pearson(
     if sides != "high" and events > 0:
         low = 1 - _upper_end(draws - events, draws, share)
     mean = events / draws if draws else math.nan
-    return Estimate(
-        mean,
-        0.0 if low is None else low,
-        1.0 if high is None else high,
-        draws,
-        alpha,
-        "Clopper-Pearson",
-    )
+    return Estimate(mean, 0.0 if low is None else low, 1.0 if high is None else high, draws, alpha, "Clopper-Pearson")
 
 
 def rule_of_three(draws: int, *, alpha: float = 0.05) -> float:
@@ -317,9 +292,7 @@ def missing_mass(singletons: int, draws: int, *, alpha: float = 0.05) -> Estimat
     """
     check_alpha(alpha)
     if not 0 <= singletons <= draws:
-        raise BadValueError(
-            f"singletons = {singletons} of draws = {draws}; they are some of the draws"
-        )
+        raise BadValueError(f"singletons = {singletons} of draws = {draws}; they are some of the draws")
     if draws == 0:
         return Estimate(math.nan, 0.0, 1.0, 0, alpha, "Good-Turing")
     seen_once = singletons / draws

@@ -107,13 +107,7 @@ def trm_guarantee(
     Reference: Li et al., arXiv:2512.23075v5, Theorem 4.2, Remark G.2.
     """
     best = unified(
-        horizon=horizon,
-        delta=delta,
-        eps=eps,
-        kl_seq=kl_seq,
-        tv_seq=tv_seq,
-        mean_tv=mean_tv,
-        constants=constants,
+        horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq, mean_tv=mean_tv, constants=constants
     ).value
     limit = "" if eps is None else f" and TV <= {eps:g}"
     condition = f"KL(rollout || current) <= {delta:g}{limit} at every reachable context"
@@ -121,11 +115,7 @@ def trm_guarantee(
 
 
 def masked_guarantee(
-    *,
-    error: float,
-    rejected: float,
-    tv_seq: float | None = None,
-    constants: str = "paper",
+    *, error: float, rejected: float, tv_seq: float | None = None, constants: str = "paper"
 ) -> Guarantee:
     """Proposition G.1: a guarantee for any accepted region, without a precondition on the policies.
 
@@ -164,9 +154,7 @@ def masked_guarantee(
     return Guarantee("masked", "surrogate_masked", error, rejected + tv_seq, ())
 
 
-def three_policy(
-    *, advantage: float, gamma: float, tv_mismatch: float, tv_staleness: float
-) -> Guarantee:
+def three_policy(*, advantage: float, gamma: float, tv_mismatch: float, tv_staleness: float) -> Guarantee:
     """Three-policy TRPO: the discounted bound with the drift split between engine and updates.
 
         J(pi) >= L_mu(pi) - C (alpha_0 + alpha_1),   C = 2 eps_mu gamma / (1 - gamma)^2

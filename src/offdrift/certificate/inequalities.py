@@ -189,9 +189,7 @@ def _sum_of_roots(n: int) -> float:
     return math.fsum([2 / 3 * n * root, root / 2, _ZETA_MINUS_HALF, tail])
 
 
-def weighted_shift(
-    mean_tv: Float[np.ndarray, " t"] | float, *, horizon: int, delta: float, eps: float = 1.0
-) -> float:
+def weighted_shift(mean_tv: Float[np.ndarray, " t"] | float, *, horizon: int, delta: float, eps: float = 1.0) -> float:
     """The shift of the future, weighted with the mean TV at each position.
 
         sum_{t=1}^T Dbar_t min(1, (T-t) eps, sqrt((T-t) delta / 2))

@@ -138,16 +138,12 @@ def vacuous_horizon(
     if not 0 < level < math.inf:
         raise BadValueError(f"target = {level}; give an error above 0")
     if isinstance(mean_tv, np.ndarray) and mean_tv.ndim:
-        raise BadValueError(
-            f"mean_tv has {mean_tv.size} positions and no continuation; give one number for all"
-        )
+        raise BadValueError(f"mean_tv has {mean_tv.size} positions and no continuation; give one number for all")
     fixed: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
 
     def useful(horizon: int) -> bool:
         grown = kl_of_sequences(horizon, kl_seq, kl_rate)
-        rows = all_bounds(
-            horizon=horizon, **fixed, kl_seq=grown, constants=constants, reward_range=reward_range
-        )
+        rows = all_bounds(horizon=horizon, **fixed, kl_seq=grown, constants=constants, reward_range=reward_range)
         return tightest(rows).value < level
 
     low, high = 0, 1
@@ -161,9 +157,7 @@ def vacuous_horizon(
     return high
 
 
-def kl_of_sequences(
-    horizon: int, kl_seq: float | int | None, kl_rate: float | int | None
-) -> float | None:
+def kl_of_sequences(horizon: int, kl_seq: float | int | None, kl_rate: float | int | None) -> float | None:
     """KL of whole sequences in nats: as given, or KL_seq = T kl_rate; None if neither is known.
 
     Example:

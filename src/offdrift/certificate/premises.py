@@ -89,22 +89,16 @@ def premises(
     tv = _tightened("tv_seq", tv_seq, pinsker(kl), "sqrt(kl_seq/2)", notes)
     mean = None if mean_tv is None else _checked_mean_tv(mean_tv, horizon, eps)
     if mean is not None and np.max(mean) > token_tv * (1 + _SLACK):
-        notes["mean_tv"] = (
-            f"mean_tv up to {float(np.max(mean)):g} exceeds eps <= {token_tv:g}, which was used there"
-        )
+        notes["mean_tv"] = f"mean_tv up to {float(np.max(mean)):g} exceeds eps <= {token_tv:g}, which was used there"
     capped = np.minimum(mean, token_tv) if isinstance(mean, np.ndarray) else mean
     capped = min(capped, token_tv) if isinstance(capped, float) else capped
     return Premises(horizon, delta, token_tv, kl, tv, capped, notes)
 
 
-def _tightened(
-    name: str, value: float | None, limit: float, limit_name: str, notes: dict[str, str]
-) -> float:
+def _tightened(name: str, value: float | None, limit: float, limit_name: str, notes: dict[str, str]) -> float:
     """The smaller of a premise and what the others imply; the latter adds a note."""
     if value is not None and value > limit * (1 + _SLACK):
-        notes[name] = (
-            f"{name} = {value:g} exceeds {limit_name} = {limit:g}, which holds too and was used"
-        )
+        notes[name] = f"{name} = {value:g} exceeds {limit_name} = {limit:g}, which holds too and was used"
     return limit if value is None else min(value, limit)
 
 

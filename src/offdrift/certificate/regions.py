@@ -126,9 +126,7 @@ def sample_ratio_error(*, horizon: int, tau: float, constants: str = "paper") ->
     if constants == "sharp":
         return 2 * horizon * math.sinh(tau / 2) ** 2 + _sinh_excess(tau)
     if horizon * tau < 1:  # the difference below would cancel: its series has only positive terms
-        return math.fsum(
-            tau**j / math.factorial(j) * (float(horizon) ** j - horizon) for j in range(2, 26)
-        )
+        return math.fsum(tau**j / math.factorial(j) * (float(horizon) ** j - horizon) for j in range(2, 26))
     return math.expm1(horizon * tau) - horizon * math.expm1(tau)
 
 
@@ -153,9 +151,7 @@ def sample_ratio_error_measured(mean_excess: Float[np.ndarray, " t"], *, tau: fl
     wrong = ~((mean_excess >= 0) & (mean_excess < math.inf))
     if wrong.any():
         where = int(np.flatnonzero(wrong)[0])
-        raise BadValueError(
-            f"mean_excess[{where}] = {mean_excess[where]}; a mean of |w - 1| is a number >= 0"
-        )
+        raise BadValueError(f"mean_excess[{where}] = {mean_excess[where]}; a mean of |w - 1| is a number >= 0")
     left = np.arange(len(mean_excess) - 1, -1, -1, dtype=np.float64)
     counts = mean_excess > 0  # 0 * inf would be NaN
     if float((left[counts] * tau).max(initial=0.0)) > 700:

@@ -12,13 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from offdrift.certificate.batch import HostEvidence
-from offdrift.certificate.confidence import (
-    Estimate,
-    asymptotic,
-    betting,
-    clopper_pearson,
-    cluster_means,
-)
+from offdrift.certificate.confidence import Estimate, asymptotic, betting, clopper_pearson, cluster_means
 from offdrift.certificate.regions import TrustRegion
 from offdrift.errors import BadValueError
 
@@ -55,9 +49,7 @@ def unit_rewards(rewards: Column, reward_range: tuple[float, float]) -> Column:
     """
     low, high = reward_range
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise BadValueError(
-            f"reward_range = {reward_range}; give the smallest and the largest possible reward"
-        )
+        raise BadValueError(f"reward_range = {reward_range}; give the smallest and the largest possible reward")
     wrong = ~((rewards >= low) & (rewards <= high))
     if wrong.any():
         where = int(np.flatnonzero(wrong)[0])
@@ -68,9 +60,7 @@ def unit_rewards(rewards: Column, reward_range: tuple[float, float]) -> Column:
     return (rewards - low) / (high - low)
 
 
-def reward_columns(
-    host: HostEvidence, rewards: Column, accepted: Bool[np.ndarray, " b"]
-) -> dict[str, Column]:
+def reward_columns(host: HostEvidence, rewards: Column, accepted: Bool[np.ndarray, " b"]) -> dict[str, Column]:
     """Per sequence, what is averaged to the gain and the surrogates; rewards in [0, 1].
 
     gain              R (min(prod_t w_t, c) - 1)
@@ -87,12 +77,7 @@ def reward_columns(
 
 
 def estimates(
-    host: HostEvidence,
-    rewards: Column | None,
-    accepted: Bool[np.ndarray, " b"],
-    region: TrustRegion,
-    *,
-    alpha: float,
+    host: HostEvidence, rewards: Column | None, accepted: Bool[np.ndarray, " b"], region: TrustRegion, *, alpha: float
 ) -> dict[str, Estimate]:
     """Every expectation with its interval, over prompt groups.
 
@@ -132,9 +117,7 @@ def normal_intervals(
 ) -> dict[str, Estimate]:
     """The same means of gain and surrogates with normal intervals: asymptotic, not a guarantee."""
     columns: Mapping[str, Column] = reward_columns(host, rewards, accepted)
-    return {
-        k: asymptotic(cluster_means(x, host.group_ids), alpha=alpha) for k, x in columns.items()
-    }
+    return {k: asymptotic(cluster_means(x, host.group_ids), alpha=alpha) for k, x in columns.items()}
 
 
 def unseen(host: HostEvidence, outside: Bool[np.ndarray, " b"], *, alpha: float) -> float:

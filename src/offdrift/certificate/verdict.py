@@ -18,8 +18,7 @@ from offdrift.certificate.regions import TrustRegion
 Status = Literal["falsified", "not falsified", "known", "unknown"]
 
 ALWAYS = (
-    "prompts are independent draws of one distribution, answered by one rollout policy whose log-probs "
-    "were recorded",
+    "prompts are independent draws of one distribution, answered by one rollout policy whose log-probs were recorded",
     "the current policy did not learn from these prompts",
     "they judge one policy, once: of k certificates (of updates, checkpoints, regions, or of one policy as "
     "rollouts arrive) one is false with probability up to k alpha",
@@ -237,9 +236,7 @@ class Certificate:
                 "unseen": self.unseen,
                 "advice": self.advice,
                 "mean_tv": self.mean_tv.tolist(),
-                "estimates": {
-                    k: None if k in self.unfounded else vars(e) for k, e in self.estimates.items()
-                },
+                "estimates": {k: None if k in self.unfounded else vars(e) for k, e in self.estimates.items()},
                 "asymptotic": {k: vars(e) for k, e in self.asymptotic.items()},
                 "bound": None if self.bound is None else vars(self.bound),
                 "margin": self.margin,

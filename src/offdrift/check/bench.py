@@ -92,10 +92,7 @@ class Bench:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -189,9 +186,7 @@ class Bench:
             )
         unknown = [name for name in spec.options if name not in TRAIN_OPTIONS]
         if unknown:
-            raise EngineError(
-                f"a training engine has no option {unknown[0]!r}; there are {', '.join(TRAIN_OPTIONS)}"
-            )
+            raise EngineError(f"a training engine has no option {unknown[0]!r}; there are {', '.join(TRAIN_OPTIONS)}")
         if spec.dtype == "float32" and not spec.options:
             return self.model
         if self._copy is None or self._copy[0] != spec:

@@ -25,23 +25,10 @@ from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS, override
 from offdrift.ratios import stopped_log_ratio
 
-GATES = (
-    "trm_max",
-    "trm_max_tv",
-    "trm_avg",
-    "trm_max_k2",
-    "trm_avg_k3",
-    "decoupled_k3_rs",
-    "bypass_ppo_clip_k3_rs",
-)
+GATES = ("trm_max", "trm_max_tv", "trm_avg", "trm_max_k2", "trm_avg_k3", "decoupled_k3_rs", "bypass_ppo_clip_k3_rs")
 """Methods of one gate with an upper bound."""
 
-BANDS = {
-    "decoupled_geo_rs": "gate",
-    "bypass_pg_geo_rs": "gate",
-    "icepop": "weight",
-    "bypass_pg_token_icepop": "weight",
-}
+BANDS = {"decoupled_geo_rs": "gate", "bypass_pg_geo_rs": "gate", "icepop": "weight", "bypass_pg_token_icepop": "weight"}
 """Methods with a band of ratios, and the part that has it."""
 
 CAPS = ("decoupled_token_is", "token_tis")
@@ -71,11 +58,7 @@ class Calibrated:
 
 
 def calibrated(
-    logprobs: LogProbs,
-    divergences: Mapping[str, Divergence],
-    *,
-    acceptance: float = 0.99,
-    confidence: float = 0.95,
+    logprobs: LogProbs, divergences: Mapping[str, Divergence], *, acceptance: float = 0.99, confidence: float = 0.95
 ) -> list[Calibrated]:
     """The tightest settings that accept a given share of the data, for the main methods.
 
@@ -105,9 +88,7 @@ def calibrated(
     Reference: order statistics: S. Wilks, Annals of Mathematical Statistics 12 (1941), 91-96.
     """
     if not (0 < acceptance <= 1 and 0 < confidence < 1):
-        raise BadValueError(
-            f"acceptance = {acceptance} must lie in (0, 1], confidence = {confidence} in (0, 1)"
-        )
+        raise BadValueError(f"acceptance = {acceptance} must lie in (0, 1], confidence = {confidence} in (0, 1)")
     data = _Data(logprobs, BatchInfo(divergences=divergences), acceptance, 1 - confidence)
     jobs: list[tuple[Callable[[str], list[Calibrated]], str]] = [
         *((data.gate, name) for name in GATES),

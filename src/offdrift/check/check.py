@@ -20,16 +20,7 @@ from torch import Tensor
 from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
-from offdrift.check.recommend import (
-    Level,
-    broken_record,
-    defects,
-    level_of,
-    recommended,
-    sentence,
-    thresholds,
-    worst,
-)
+from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
 from offdrift.engines.routing import num_experts
 from offdrift.errors import BadValueError, OffdriftError
 from offdrift.judge import Context, Rules, diagnose, load_rules, verdict
@@ -123,18 +114,11 @@ def check(
 def check_max_kl(max_kl: float | None) -> None:
     """Raise `BadValueError` unless this is None or a positive number."""
     if max_kl is not None and not 0 < max_kl < math.inf:
-        raise BadValueError(
-            f"max_kl = {max_kl}; give the largest mean KL per token to pass with, in nats (0.02)"
-        )
+        raise BadValueError(f"max_kl = {max_kl}; give the largest mean KL per token to pass with, in nats (0.02)")
 
 
 def _measure_all(
-    bench: Bench,
-    pair: Pair,
-    factors: Sequence[Factor],
-    noise: bool,
-    so_far: Progress,
-    watch: Watch,
+    bench: Bench, pair: Pair, factors: Sequence[Factor], noise: bool, so_far: Progress, watch: Watch
 ) -> None:
     total = 2 + 2 * noise + len(factors)
     bench.train_model(pair.train)  # an impossible training engine is refused before sampling
@@ -274,11 +258,7 @@ def null_pair(bench: Bench, train: EngineSpec) -> dict[str, Any]:
     null = measure(bench, rollouts, train)
     bench.close_engine("transformers")  # a copy of the model
     names = ("tokens", "kl_mean", "kl_max", "tv_max", "abs_log_ratio_max")
-    return {
-        "rollout": str(drawer),
-        "train": str(train),
-        **{name: getattr(null, name) for name in names},
-    }
+    return {"rollout": str(drawer), "train": str(train), **{name: getattr(null, name) for name in names}}
 
 
 def _rectangle(rollouts: Rollouts, x: Tensor, fill: float | int) -> Tensor:

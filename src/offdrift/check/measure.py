@@ -72,9 +72,7 @@ class Measured:
     """The tokens as a training log would hold them, exact divergences included."""
 
 
-def measure(
-    bench: Bench, rollouts: Rollouts, train: EngineSpec, *, details: bool = False
-) -> Measured:
+def measure(bench: Bench, rollouts: Rollouts, train: EngineSpec, *, details: bool = False) -> Measured:
     """Score rollouts with the training engine and measure the divergence of the two engines.
 
     Args:

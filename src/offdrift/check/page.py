@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offdrift.check.view import (
-    BUDGET,
-    OUTSIDE,
-    by_kind,
-    cited,
-    correlation_or_short,
-    threshold_rows,
-    times,
-)
+from offdrift.check.view import BUDGET, OUTSIDE, by_kind, cited, correlation_or_short, threshold_rows, times
 from offdrift.show.charts import Chart, Columns, Series
 from offdrift.show.headline import Headline, best_of, correlation, judged
 from offdrift.show.html import render_document, write_document
@@ -103,9 +95,7 @@ def render_check(check: Mapping[str, Any]) -> str:
         ],
     }
     data = {"charts": [chart.as_dict()] if chart.series else [], "columns": columns.held}
-    return render_document(
-        "check.html.j2", context, data=data, scripts=SCRIPTS, styles=(*STYLES, "check.css")
-    )
+    return render_document("check.html.j2", context, data=data, scripts=SCRIPTS, styles=(*STYLES, "check.css"))
 
 
 def check_headlines(check: Fields) -> list[Headline]:
@@ -119,9 +109,7 @@ def check_headlines(check: Fields) -> list[Headline]:
         value = number(baseline[metric]) or 0.0
         level, judgement = judge[slot].of(value) if slot in judge else ("", "")
         meaning = f"{metric}, at the same weights."
-        headlines.append(
-            Headline(metric, title, write(value), unit, about, level, judgement, meaning, ())
-        )
+        headlines.append(Headline(metric, title, write(value), unit, about, level, judgement, meaning, ()))
     return headlines[:3]
 
 
@@ -133,9 +121,7 @@ def factor_chart(check: Fields, columns: Columns) -> Chart:
     x = columns.add("factor", [text(f.get("factor")) for f in ran])
     means = [number(f.get("kl_mean")) or 0.0 for f in ran]
     y = columns.add_positive("kl", [max(kl, LOWEST * max(means)) for kl in means])
-    words = columns.add(
-        "words", [f"{short(number(f.get('kl_mean')))} nat: {text(f.get('changed'))}" for f in ran]
-    )
+    words = columns.add("words", [f"{short(number(f.get('kl_mean')))} nat: {text(f.get('changed'))}" for f in ran])
     series = (Series("KL, mean", x, y, kind="dots", texts=words),) if x and y else ()
     return Chart(
         "factors",

@@ -87,9 +87,7 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def encoded(
-    prompts: Sequence[Prompt], tokenizer: Any, *, vocab_size: int, chat: bool = True
-) -> list[list[int]]:
+def encoded(prompts: Sequence[Prompt], tokenizer: Any, *, vocab_size: int, chat: bool = True) -> list[list[int]]:
     """Token ids of prompts; text becomes a user message where the tokenizer has a chat template.
 
     Args:
@@ -104,9 +102,7 @@ def encoded(
         text = prompt
         if not isinstance(prompt, str) or (chat and template):
             if not template:
-                raise RecordError(
-                    f"prompt {i} is a conversation, but the tokenizer has no chat template; give text"
-                )
+                raise RecordError(f"prompt {i} is a conversation, but the tokenizer has no chat template; give text")
             turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         ids = list(tokenizer.encode(str(text), add_special_tokens=False))
@@ -135,9 +131,7 @@ def _from_json(path: Path, number: int, line: str) -> Prompt:
         return prompt
     if isinstance(prompt, list) and prompt:
         keys = ("role", "content")
-        if all(
-            isinstance(m, dict) and all(isinstance(m.get(k), str) for k in keys) for m in prompt
-        ):
+        if all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in keys) for m in prompt):
             return tuple({k: m[k] for k in keys} for m in prompt)
     raise RecordError(
         f'{where} has no "prompt" that is text or a list of messages with role and content; '

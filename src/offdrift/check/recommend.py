@@ -100,9 +100,7 @@ THRESHOLDS: tuple[Threshold, ...] = (
 )  # fmt: skip
 
 
-def thresholds(
-    baseline: Measured, limits: Mapping[str, float] | None = None
-) -> list[dict[str, Any]]:
+def thresholds(baseline: Measured, limits: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
     """Every row whose number was measured, as it stands in `check.json`; NaN holds no threshold.
 
     Correlation is left out where it is undefined (a single token, or equal probabilities).
@@ -114,11 +112,7 @@ def thresholds(
     names = ("metric", "relation", "source", "level", "kind", "missed")
     return [
         {n: getattr(row, n) for n in names}
-        | {
-            "threshold": limits[row.limit],
-            "value": value,
-            "holds": RELATIONS[row.relation](value, limits[row.limit]),
-        }
+        | {"threshold": limits[row.limit], "value": value, "holds": RELATIONS[row.relation](value, limits[row.limit])}
         for row in THRESHOLDS
         if not math.isnan(value := row.value(baseline))
     ]
@@ -156,14 +150,11 @@ def broken_record(rows: Sequence[Mapping[str, Any]], sampling: Sampling) -> list
         confidence="high",
         symptom=_capital(missed[0]["missed"]) + ".",
         evidence=tuple(
-            Evidence(row["metric"], row["value"], ">=", row["threshold"], source=row["source"])
-            for row in missed
+            Evidence(row["metric"], row["value"], ">=", row["threshold"], source=row["source"]) for row in missed
         ),
         explanation=PROCESSED,
         fix="Record processed log-probs.",
-        refuted_by=(
-            "The deviation stays when whole distributions and log-probs come from one forward pass."
-        ),
+        refuted_by=("The deviation stays when whole distributions and log-probs come from one forward pass."),
         snippets={"vllm": 'LLM(model, logprobs_mode="processed_logprobs")'},
         source=CONTRACT,
     )
@@ -185,9 +176,7 @@ def defects(outcomes: Sequence[Outcome]) -> list[str]:
     return defects
 
 
-def sentence(
-    baseline: Measured, rows: Sequence[dict[str, Any]], *, pair: str, wrong: Sequence[str] = ()
-) -> str:
+def sentence(baseline: Measured, rows: Sequence[dict[str, Any]], *, pair: str, wrong: Sequence[str] = ()) -> str:
     """The verdict in one to three sentences: how much the engines differ, and what that means.
 
     Args:
@@ -212,8 +201,7 @@ def sentence(
     if not budget:
         return f"{size} Every threshold holds: an ordinary mismatch, nothing to repair."
     numbers = "; ".join(
-        f"{r['metric']} = {r['value']:.2g} (thought useless only below {r['threshold']:g})"
-        for r in budget
+        f"{r['metric']} = {r['value']:.2g} (thought useless only below {r['threshold']:g})" for r in budget
     )
     return (
         f"{size} Every threshold of health holds: an ordinary mismatch, nothing to repair. "
@@ -239,9 +227,7 @@ LOWER = ("gate.low", "weight.floor")
 """Settings that reject values below them; the others reject values above."""
 
 
-def recommended(
-    baseline: Measured, *, level: Level, mixture_of_experts: bool = False
-) -> dict[str, Any]:
+def recommended(baseline: Measured, *, level: Level, mixture_of_experts: bool = False) -> dict[str, Any]:
     """The `recommended` entry of `check.json`.
 
     No correction is recommended for a pair that needs repair: it would hide the defect. Calibrated
@@ -344,15 +330,10 @@ def _reason(row: Calibrated, baseline: Measured) -> str:
         return reason
     if x < row.value:
         return f"{reason}; the published {x:g} would reject clean data"
-    return (
-        f"{reason}; the published {x:g} is {x / row.value:.2g} times that, "
-        "which is the room left for policy updates"
-    )
+    return f"{reason}; the published {x:g} is {x / row.value:.2g} times that, which is the room left for policy updates"
 
 
-def _verl(
-    *, is_: str = "null", is_threshold: str = "2.0", rs: str = "null", rs_threshold: str = "null"
-) -> str:
+def _verl(*, is_: str = "null", is_threshold: str = "2.0", rs: str = "null", rs_threshold: str = "null") -> str:
     return (
         "algorithm:\n  rollout_correction:\n"
         f"    rollout_is: {is_}\n    rollout_is_threshold: {is_threshold}\n"

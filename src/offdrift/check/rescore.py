@@ -103,9 +103,7 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
     for column in zip(*parts, strict=True):
         present = [x for x in column if x is not None]
         together = torch.cat(present) if present else None
-        fields.append(
-            None if together is None else torch.empty_like(together).index_copy_(0, order, together)
-        )
+        fields.append(None if together is None else torch.empty_like(together).index_copy_(0, order, together))
     return Scored(*fields)  # type: ignore[arg-type]
 
 
@@ -201,9 +199,7 @@ def _tail_sums(
     return mu.sum(-1), pi.sum(-1), terms
 
 
-def _smallest_caps(
-    r: Float[Tensor, " c"], s: Float[Tensor, " c"], terms: Float[Tensor, " c"]
-) -> Float[Tensor, " c"]:
+def _smallest_caps(r: Float[Tensor, " c"], s: Float[Tensor, " c"], terms: Float[Tensor, " c"]) -> Float[Tensor, " c"]:
     low, high = torch.zeros_like(terms), torch.full_like(terms, 64.0)
     for _ in range(40):
         cap = (low + high) / 2

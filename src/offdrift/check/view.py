@@ -24,14 +24,7 @@ OUTSIDE = "○"
 """Sign of a missed budget."""
 BUDGET = "outside a budget: nothing is broken, but a correction may help"
 OWN = "offdrift"
-MISTAKES = (
-    "off_by_one",
-    "raw_logprobs",
-    "top_p",
-    "pad_id",
-    "gradient_checkpointing",
-    "tokenization",
-)
+MISTAKES = ("off_by_one", "raw_logprobs", "top_p", "pad_id", "gradient_checkpointing", "tokenization")
 """Factors that are mistakes: their numbers are what making the mistake would cost."""
 MATTERS = 1.25
 """A mean KL that changes by this factor or more is colored."""
@@ -67,10 +60,7 @@ def threshold_rows(check: Fields) -> list[ThresholdRow]:
         by_metric.setdefault(text(row.get("metric")), []).append(row)
     merged = []
     for metric, group in by_metric.items():
-        group.sort(
-            key=lambda r: LEVELS.index(n) if (n := text(r.get("level"))) in LEVELS else 0,
-            reverse=True,
-        )
+        group.sort(key=lambda r: LEVELS.index(n) if (n := text(r.get("level"))) in LEVELS else 0, reverse=True)
         first, *worse = group
         missed = [row for row in group if row.get("holds") is not True]
         budget = first.get("kind") == "budget"
@@ -181,10 +171,7 @@ def _noise(check: Fields) -> list[RenderableType]:
     repeat = mapping(noise.get("repeat"))
     if (same := number(repeat.get("same_tokens_frac"))) is not None:
         apart = short(number(repeat.get("abs_log_ratio_max")))
-        lines.append(
-            f"drawn twice: {same:.0%} of responses are the same, "
-            f"log-probs differ by {apart} nat at most"
-        )
+        lines.append(f"drawn twice: {same:.0%} of responses are the same, log-probs differ by {apart} nat at most")
     null = mapping(noise.get("null"))
     if (kl := number(null.get("kl_mean"))) is not None:
         lines.append(f"{safe(text(null.get('rollout')))} against itself: KL {short(kl)} nat")
@@ -212,9 +199,7 @@ def _factors(check: Fields) -> list[RenderableType]:
     return parts
 
 
-def by_kind(
-    factors: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def by_kind(factors: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Factors that ran, the largest effect first: those that are settings, those that are mistakes."""
 
     def effect(factor: Fields) -> float:
@@ -260,11 +245,7 @@ def _factor_table(factors: list[dict[str, Any]], check: Fields | None = None) ->
 
 def _reasons(factors: list[dict[str, Any]]) -> list[RenderableType]:
     """The sentences of experiments about their numbers."""
-    return [
-        Text.assemble((f"  {_name(f)}: ", "bold"), why)
-        for f in factors
-        if (why := safe(text(f.get("why"))))
-    ]
+    return [Text.assemble((f"  {_name(f)}: ", "bold"), why) for f in factors if (why := safe(text(f.get("why"))))]
 
 
 def _name(factor: Fields) -> str:
@@ -294,9 +275,7 @@ def _thresholds(check: Fields) -> list[RenderableType]:
             Text(safe(row.otherwise)),
             Text(", ".join(f"[{sources.index(s) + 1}]" for s in row.sources), style="dim"),
         )
-    notes = (
-        [Text(f"  {OUTSIDE} {BUDGET}", style="dim")] if any(r.outside for r in table_rows) else []
-    )
+    notes = [Text(f"  {OUTSIDE} {BUDGET}", style="dim")] if any(r.outside for r in table_rows) else []
     legend = (Text(f"  [{i}] {safe(s)}", style="dim") for i, s in enumerate(sources, start=1))
     return [_heading("Thresholds"), table, *notes, *legend]
 
@@ -307,8 +286,7 @@ def _recommended(check: Fields) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if name:
         changed = ", ".join(
-            f"{safe(path)} = {short(number(value))}"
-            for path, value in mapping(advice.get("settings")).items()
+            f"{safe(path)} = {short(number(value))}" for path, value in mapping(advice.get("settings")).items()
         )
         words = (("Recommended: ", "bold green"), (name, "bold"), f" ({changed}): {why}")
         parts.append(Text.assemble("\n", *words))

@@ -16,18 +16,7 @@ from offdrift.cli.exit_codes import ExitCode
 from offdrift.errors import OffdriftError
 
 # Importing a command adds it to the application, in the order of the help page.
-for _command in [
-    "check",
-    "train",
-    "watch",
-    "audit",
-    "compare",
-    "report",
-    "certify",
-    "methods",
-    "bound",
-    "lab",
-]:
+for _command in ["check", "train", "watch", "audit", "compare", "report", "certify", "methods", "bound", "lab"]:
     import_module(f"offdrift.cli.{_command}")
 
 
@@ -45,7 +34,5 @@ def main() -> None:
             raise
         kind = "Missing package"
         text = f"this command needs {error.name}; pip install 'offdrift[train]' brings all of them"
-    Console(stderr=True).print(
-        f"[bold red]{kind}[/]: {escape(text)}", highlight=False, soft_wrap=True
-    )
+    Console(stderr=True).print(f"[bold red]{kind}[/]: {escape(text)}", highlight=False, soft_wrap=True)
     raise SystemExit(ExitCode.ERROR)

@@ -11,14 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from offdrift.cli.exit_codes import exit_codes_text
 
@@ -33,9 +26,7 @@ class _Application(typer.Typer):
     def command(self, name: str | None = None, **options: Any) -> Callable[..., Any]:
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
             paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-            text = "\n\n".join(
-                p if p.startswith("\b") else p.replace("\n", " ") for p in paragraphs
-            )
+            text = "\n\n".join(p if p.startswith("\b") else p.replace("\n", " ") for p in paragraphs)
             return typer.Typer.command(self, name, help=text, **options)(function)
 
         return register
@@ -43,8 +34,7 @@ class _Application(typer.Typer):
 
 app = _Application(
     name="offdrift",
-    help="Measure, correct and certify off-policy drift in reinforcement learning of language "
-    "models.",
+    help="Measure, correct and certify off-policy drift in reinforcement learning of language models.",
     epilog=f"Start with: offdrift train recipes/tiny.toml\n\nExit status: {exit_codes_text()}",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -65,17 +55,10 @@ def _no_color(chosen: bool) -> bool:
     return chosen
 
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No progress and no hints; results and errors only.")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no hints; results and errors only.")]
 NoColor = Annotated[
-    bool,
-    typer.Option(
-        "--no-color", help="Plain text, as NO_COLOR=1.", callback=_no_color, is_eager=True
-    ),
+    bool, typer.Option("--no-color", help="Plain text, as NO_COLOR=1.", callback=_no_color, is_eager=True)
 ]
 
 
@@ -115,18 +98,12 @@ class Screen:
 
     def warn(self, text: str) -> None:
         """Say on stderr, with --quiet too, why a result is not what was asked for."""
-        Console(stderr=True).print(
-            text, markup=False, highlight=False, soft_wrap=True, style="yellow"
-        )
+        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True, style="yellow")
 
     def next(self, command: str, purpose: str) -> None:
         """The line that a command ends with: what to do now."""
         if not self.as_json:
-            self.err.print(
-                f"next: [bold]{escape(command)}[/]  # {escape(purpose)}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            self.err.print(f"next: [bold]{escape(command)}[/]  # {escape(purpose)}", highlight=False, soft_wrap=True)
 
     def progress(self, unit: str = "") -> Progress:
         """A bar on stderr that vanishes when it is done."""

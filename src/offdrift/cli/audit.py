@@ -12,16 +12,7 @@ import typer
 
 from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
 from offdrift.cli.exit_codes import ExitCode
-from offdrift.cli.options import (
-    Columns,
-    Experts,
-    FailOn,
-    MethodName,
-    RulesFile,
-    Temperature,
-    pairs,
-    reaches,
-)
+from offdrift.cli.options import Columns, Experts, FailOn, MethodName, RulesFile, Temperature, pairs, reaches
 from offdrift.errors import BadValueError
 
 
@@ -29,34 +20,25 @@ from offdrift.errors import BadValueError
 def audit(
     logs: Annotated[
         list[str],
-        typer.Argument(
-            help="What a run logged: files, folders, globs, URLs (s3://, gs://, ...), or an "
-            "arm of a run.",
-        ),
+        typer.Argument(help="What a run logged: files, folders, globs, URLs (s3://, gs://, ...), or an arm of a run."),
     ],
     columns: Columns = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for audit.json and report.html; default audits/NAME."),
+        Path | None, typer.Option(help="Folder for audit.json and report.html; default audits/NAME.")
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes that read.", min=1)] = 1,
     ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Read on a Ray cluster: auto, host:port, or local."),
+        str | None, typer.Option(metavar="ADDRESS", help="Read on a Ray cluster: auto, host:port, or local.")
     ] = None,
     rules: RulesFile = None,
     framework: Annotated[
-        str | None,
-        typer.Option(help="Whose configuration the fixes are written in; default as detected."),
+        str | None, typer.Option(help="Whose configuration the fixes are written in; default as detected.")
     ] = None,
     method: MethodName = None,
     temperature: Temperature = None,
     moe: Experts = None,
     sample_mib: Annotated[
-        int,
-        typer.Option(
-            help="Try every method of the table on about this much of the log, MiB.", min=1
-        ),
+        int, typer.Option(help="Try every method of the table on about this much of the log, MiB.", min=1)
     ] = 64,
     max_file_mib: Annotated[
         int,
@@ -115,9 +97,7 @@ def audit(
         def watch(done: int, so_far: Part) -> None:
             tokens = 0 if so_far.tally is None else so_far.tally.tokens
             rate = tokens / max(time.perf_counter() - started, 1e-9)
-            progress.update(
-                task, completed=done, description=f"{tokens:,} tokens, {rate:,.0f} per s"
-            )
+            progress.update(task, completed=done, description=f"{tokens:,} tokens, {rate:,.0f} per s")
 
         try:
             part = stream(job, plan, folder=folder, run=run, watch=watch)
@@ -125,16 +105,11 @@ def audit(
             progress.stop()
             again = shlex.join(["offdrift", *sys.argv[1:]])
             screen.warn(
-                f"\ninterrupted; what was read is in {folder / 'parts'}. The same command continues:\n"
-                f"  {again}"
+                f"\ninterrupted; what was read is in {folder / 'parts'}. The same command continues:\n  {again}"
             )
             raise typer.Exit(ExitCode.INTERRUPTED) from None
     about = run_context(
-        paths[0],
-        framework or source.framework,
-        method=method,
-        temperature=temperature,
-        mixture_of_experts=moe,
+        paths[0], framework or source.framework, method=method, temperature=temperature, mixture_of_experts=moe
     )
     result = conclude(part, job, context=about, rules=table)
     result["source"]["seconds"] = time.perf_counter() - started
@@ -147,10 +122,7 @@ def audit(
         screen.wrote(report=page, numbers=file)
     level = result["verdict"]["level"]
     if level in ("act", "stop"):
-        screen.next(
-            f"offdrift compare {folder} FIXED",
-            "once the fixed run is audited, too: did it help?",
-        )
+        screen.next(f"offdrift compare {folder} FIXED", "once the fixed run is audited, too: did it help?")
     else:
         screen.next(f"offdrift audit {logs[0]} --fail-on act", "the same as a test: exit status 3")
     if reaches(level, fail_on):

@@ -31,54 +31,29 @@ Every bound against the horizon, as bounds.png and bounds.html:
 
 @app.command(epilog=EXAMPLES, rich_help_panel=THEORY)
 def bound(
-    horizon: Annotated[
-        int | None, typer.Option("--T", help="Horizon: tokens of the longest sequence.")
-    ] = None,
+    horizon: Annotated[int | None, typer.Option("--T", help="Horizon: tokens of the longest sequence.")] = None,
     delta: Annotated[
-        float | None,
-        typer.Option(help="Largest token KL(rollout || current), nat; inf if only TV is known."),
+        float | None, typer.Option(help="Largest token KL(rollout || current), nat; inf if only TV is known.")
     ] = None,
-    eps: Annotated[
-        float | None, typer.Option(help="Largest token TV; default sqrt(delta/2).")
-    ] = None,
-    kl_seq: Annotated[
-        float | None, typer.Option(help="KL of whole sequences, nat; default T delta.")
-    ] = None,
+    eps: Annotated[float | None, typer.Option(help="Largest token TV; default sqrt(delta/2).")] = None,
+    kl_seq: Annotated[float | None, typer.Option(help="KL of whole sequences, nat; default T delta.")] = None,
     kl_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Mean token KL, nat per token; KL of whole sequences is then T times it."
-        ),
+        float | None, typer.Option(help="Mean token KL, nat per token; KL of whole sequences is then T times it.")
     ] = None,
-    tv_seq: Annotated[
-        float | None, typer.Option(help="TV of whole sequences; default sqrt(kl-seq/2).")
-    ] = None,
-    mean_tv: Annotated[
-        float | None, typer.Option(help="Mean TV per position, for the adaptive rows.")
-    ] = None,
-    reward_range: Annotated[
-        float, typer.Option(help="Largest minus smallest possible reward.")
-    ] = 1.0,
-    constants: Annotated[
-        Literal["both", "paper", "sharp"], typer.Option(help="Which constants are shown.")
-    ] = "both",
+    tv_seq: Annotated[float | None, typer.Option(help="TV of whole sequences; default sqrt(kl-seq/2).")] = None,
+    mean_tv: Annotated[float | None, typer.Option(help="Mean TV per position, for the adaptive rows.")] = None,
+    reward_range: Annotated[float, typer.Option(help="Largest minus smallest possible reward.")] = 1.0,
+    constants: Annotated[Literal["both", "paper", "sharp"], typer.Option(help="Which constants are shown.")] = "both",
     solve: Annotated[
         Literal["delta", "eps", "kl_seq", "T"] | None,
-        typer.Option(
-            help="The inverse question: the largest such value whose tightest bound B* is "
-            "within the target.",
-        ),
+        typer.Option(help="The inverse question: the largest such value whose tightest bound B* is within the target."),
     ] = None,
     target: Annotated[
-        float | None,
-        typer.Option(help="Largest acceptable error, for --solve; default the reward range."),
+        float | None, typer.Option(help="Largest acceptable error, for --solve; default the reward range.")
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="STEM",
-            help="Draw every bound for T from 1 to ten times --T: STEM.png and STEM.html.",
-        ),
+        typer.Option(metavar="STEM", help="Draw every bound for T from 1 to ten times --T: STEM.png and STEM.html."),
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -131,7 +106,4 @@ def bound(
     if plot is not None:
         picture, page = write_bound_figure(plot, horizon=horizon, **divergences, constants=columns)
         screen.wrote(picture=picture, page=page)
-    screen.next(
-        f"offdrift bound --T {horizon} --solve delta --target 0.1",
-        "token KL for an error of 0.1",
-    )
+    screen.next(f"offdrift bound --T {horizon} --solve delta --target 0.1", "token KL for an error of 0.1")

@@ -17,53 +17,40 @@ from offdrift.cli.exit_codes import ExitCode
 @app.command(rich_help_panel=AFTER)
 def certify(
     rollouts: Annotated[
-        list[Path],
-        typer.Argument(help="Rollouts: .parquet files, folders of them, or an arm of a run."),
+        list[Path], typer.Argument(help="Rollouts: .parquet files, folders of them, or an arm of a run.")
     ],
     model: Annotated[
         str | None,
-        typer.Option(
-            help="The policy to judge: a checkpoint folder, or a name as in recipes; an arm's "
-            "own if absent.",
-        ),
+        typer.Option(help="The policy to judge: a checkpoint folder, or a name as in recipes; an arm's own if absent."),
     ] = None,
     delta: Annotated[
         float,
         typer.Option(
-            help="Trust region, chosen before the rollouts are seen: limit on a token's "
-            "KL(rollout || current), nat.",
+            help="Trust region, chosen before the rollouts are seen: limit on a token's KL(rollout || current), nat."
         ),
     ] = 0.05,
     eps: Annotated[float | None, typer.Option(help="Limit on a token's TV, if any.")] = None,
-    tau: Annotated[
-        float | None, typer.Option(help="Limit on |log ratio| of accepted tokens, if any.")
-    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Limit on |log ratio| of accepted tokens, if any.")] = None,
     horizon: Annotated[
         int | None, typer.Option("--T", help="Longest response, tokens; default as it was sampled.")
     ] = None,
-    reward_range: Annotated[
-        tuple[float, float], typer.Option(help="Smallest and largest possible reward.")
-    ] = (0.0, 1.0),
+    reward_range: Annotated[tuple[float, float], typer.Option(help="Smallest and largest possible reward.")] = (
+        0.0,
+        1.0,
+    ),
     alpha: Annotated[
         float,
         typer.Option(
             help="Largest probability that any statement is wrong: for one policy and one "
-            "look. Divide it by the checkpoints that you will judge by these rollouts.",
+            "look. Divide it by the checkpoints that you will judge by these rollouts."
         ),
     ] = 0.05,
-    constants: Annotated[
-        Literal["sharp", "paper"], typer.Option(help="Constants of the bounds.")
-    ] = "sharp",
+    constants: Annotated[Literal["sharp", "paper"], typer.Option(help="Constants of the bounds.")] = "sharp",
     tail_log_ratio_cap: Annotated[
-        float | None,
-        typer.Option(help="Assume that |log ratio| stays below this outside a recorded top k."),
+        float | None, typer.Option(help="Assume that |log ratio| stays below this outside a recorded top k.")
     ] = None,
     trained_on: Annotated[
-        bool,
-        typer.Option(
-            "--trained-on",
-            help="The policy has learned from these rollouts, or from their prompts.",
-        ),
+        bool, typer.Option("--trained-on", help="The policy has learned from these rollouts, or from their prompts.")
     ] = False,
     token_budget: Annotated[int, typer.Option(help="Padded tokens per forward pass.")] = 4096,
     as_json: AsJson = False,
@@ -87,14 +74,7 @@ def certify(
     """
     from offdrift.certificate import TrustRegion
     from offdrift.certificate import certify as certificate_of
-    from offdrift.prove.certify import (
-        Judged,
-        certificate_view,
-        judge,
-        longest_response,
-        newest_policy,
-        rollout_files,
-    )
+    from offdrift.prove.certify import Judged, certificate_view, judge, longest_response, newest_policy, rollout_files
     from offdrift.train.models import load_model
 
     screen = Screen(as_json, quiet)
@@ -111,13 +91,7 @@ def certify(
     longest = longest_response(files) if horizon is None else horizon
     region = TrustRegion(horizon=longest, **limits)  # type: ignore[arg-type]
     policy, _ = load_model(model, seed=0)
-    prove = partial(
-        certificate_of,
-        reward_range=reward_range,
-        alpha=alpha,
-        constants=constants,
-        fresh=not trained_on,
-    )
+    prove = partial(certificate_of, reward_range=reward_range, alpha=alpha, constants=constants, fresh=not trained_on)
     judged: Judged | None = None
     interrupted = False
     with screen.progress("files") as progress:
@@ -164,14 +138,9 @@ def certify(
             )
         screen.out.print(Text(about, style="dim"), soft_wrap=True)
     if interrupted:
-        screen.warn(
-            f"interrupted after {judged.files} of {len(files)} files; the numbers are of those"
-        )
+        screen.warn(f"interrupted after {judged.files} of {len(files)} files; the numbers are of those")
         raise typer.Exit(ExitCode.INTERRUPTED)
-    screen.next(
-        f"offdrift bound --T {longest} --solve delta --target 0.1",
-        "drift for a useful bound",
-    )
+    screen.next(f"offdrift bound --T {longest} --solve delta --target 0.1", "drift for a useful bound")
 
 
 def _learned_from(model: str, files: list[Path]) -> bool:

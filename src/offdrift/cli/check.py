@@ -34,48 +34,33 @@ def check(
     ] = "transformers:float32",
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            help='One prompt per line, or .jsonl with "prompt" (text or messages); default bundled.'
-        ),
+        typer.Option(help='One prompt per line, or .jsonl with "prompt" (text or messages); default bundled.'),
     ] = None,
     max_prompts: Annotated[int, typer.Option(help="Prompts used, at most.", min=1)] = 32,
     samples: Annotated[int, typer.Option(help="Responses per prompt.", min=1)] = 1,
     max_tokens: Annotated[int, typer.Option(help="Longest response, tokens.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    top_p: Annotated[
-        float, typer.Option(help="Nucleus sampling: probability mass that is sampled from.")
-    ] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling: probability mass that is sampled from.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
-    chat: Annotated[
-        bool, typer.Option(help="Put text prompts into the model's chat template, if it has one.")
-    ] = True,
+    chat: Annotated[bool, typer.Option(help="Put text prompts into the model's chat template, if it has one.")] = True,
     factors: Annotated[
         str,
         typer.Option(
             help="Factors to change one at a time: all (except those that compile an engine), "
-            "none, or names with commas between.",
+            "none, or names with commas between."
         ),
     ] = "all",
     quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="8 prompts of 32 tokens, and no factor that starts an engine."
-        ),
+        bool, typer.Option("--quick", help="8 prompts of 32 tokens, and no factor that starts an engine.")
     ] = False,
-    thorough: Annotated[
-        bool, typer.Option("--thorough", help="Also factors that compile an engine.")
-    ] = False,
+    thorough: Annotated[bool, typer.Option("--thorough", help="Also factors that compile an engine.")] = False,
     max_kl: Annotated[
-        float | None,
-        typer.Option(help="End with exit status 3 if the mean KL per token is larger, nat."),
+        float | None, typer.Option(help="End with exit status 3 if the mean KL per token is larger, nat.")
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(help="Where the training engine runs; default cuda if there is one."),
+        str | None, typer.Option(help="Where the training engine runs; default cuda if there is one.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for check.json and check.html.")] = Path(
-        "check"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder for check.json and check.html.")] = Path("check"),
     as_json: AsJson = False,
     quiet: Quiet = False,
     no_color: NoColor = False,
@@ -126,10 +111,7 @@ def check(
         ids = encoded(texts, tokenizer, vocab_size=vocab_size, chat=chat)
         stop = getattr(tokenizer, "eos_token_id", None)
         sampling = Sampling(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            stop_token_ids=() if stop is None else (stop,),
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop_token_ids=() if stop is None else (stop,)
         )
 
         def watch(stage: str, done: int, total: int) -> None:
@@ -149,15 +131,7 @@ def check(
             device=device or ("cuda" if torch.cuda.is_available() else None),
         ) as bench:
             try:
-                result = measure_all(
-                    bench,
-                    draws,
-                    scores,
-                    factors=table,
-                    left_out=later,
-                    max_kl=max_kl,
-                    watch=watch,
-                )
+                result = measure_all(bench, draws, scores, factors=table, left_out=later, max_kl=max_kl, watch=watch)
             except KeyboardInterrupt:
                 progress.stop()
                 screen.warn("interrupted before anything was measured")

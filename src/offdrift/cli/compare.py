@@ -12,9 +12,7 @@ from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
 
 @app.command(rich_help_panel=AFTER)
 def compare(
-    run_a: Annotated[
-        Path, typer.Argument(help="An audit: the folder that `offdrift audit` wrote.")
-    ],
+    run_a: Annotated[Path, typer.Argument(help="An audit: the folder that `offdrift audit` wrote.")],
     run_b: Annotated[Path, typer.Argument(help="The audit to compare with it.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("compare.html"),
     as_json: AsJson = False,

@@ -16,9 +16,7 @@ from offdrift.cli.exit_codes import ExitCode
 if TYPE_CHECKING:
     from offdrift.lab.search import Outcome
 
-Stem = Annotated[
-    Path | None, typer.Option(metavar="STEM", help="Also write STEM.png, STEM.html and STEM.json.")
-]
+Stem = Annotated[Path | None, typer.Option(metavar="STEM", help="Also write STEM.png, STEM.html and STEM.json.")]
 
 
 def _write(out: Path, panels: Any, numbers: Any, screen: Screen, **texts: str) -> None:
@@ -40,12 +38,8 @@ def bounds(
     adversarial_steps: Annotated[
         int, typer.Option(help="Gradient steps of each search; 0 leaves the search out.", min=0)
     ] = 200,
-    restarts: Annotated[
-        int, typer.Option(help="Starts of each search, for every bound.", min=1)
-    ] = 8,
-    plant: Annotated[
-        float, typer.Option(help="Multiply every bound with this: below 1, does the check notice?")
-    ] = 1.0,
+    restarts: Annotated[int, typer.Option(help="Starts of each search, for every bound.", min=1)] = 8,
+    plant: Annotated[float, typer.Option(help="Multiply every bound with this: below 1, does the check notice?")] = 1.0,
     out: Stem = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -61,35 +55,20 @@ def bounds(
     offdrift lab bounds
     offdrift lab bounds --pairs 2000 --plant 0.9
     """
-    from offdrift.lab.views import (
-        bounds_panels,
-        bounds_rows,
-        bounds_table,
-        horizon_table,
-        violations,
-    )
+    from offdrift.lab.views import bounds_panels, bounds_rows, bounds_table, horizon_table, violations
 
     if not 0 < plant < math.inf:
-        raise typer.BadParameter(
-            f"--plant {plant}: give a factor above 0; 1 leaves the bounds alone"
-        )
+        raise typer.BadParameter(f"--plant {plant}: give a factor above 0; 1 leaves the bounds alone")
     screen = Screen(as_json, quiet)
     outcomes: list[Outcome] = []
     searches: list[Outcome] = []
     interrupted = False
     with screen.progress() as progress:
         try:
-            _check_bounds(
-                outcomes, searches, pairs, seed, adversarial_steps, restarts, plant, progress
-            )
+            _check_bounds(outcomes, searches, pairs, seed, adversarial_steps, restarts, plant, progress)
         except KeyboardInterrupt:
             interrupted = True
-    result = {
-        "seed": seed,
-        "factor": plant,
-        "complete": not interrupted,
-        **bounds_rows(outcomes, searches),
-    }
+    result = {"seed": seed, "factor": plant, "complete": not interrupted, **bounds_rows(outcomes, searches)}
     if as_json:
         screen.json(result)
     elif outcomes or searches:
@@ -98,9 +77,7 @@ def bounds(
         planted = "" if plant == 1 else f" (every bound times {plant:g})"
         screen.show(bounds_table(outcomes, searches, width=screen.width))
         screen.show(horizon_table(outcomes, searches, width=screen.width))
-        screen.show(
-            f"{verdict} in {result['pairs']:,} random pairs and {len(searches)} searches{planted}."
-        )
+        screen.show(f"{verdict} in {result['pairs']:,} random pairs and {len(searches)} searches{planted}.")
     if out is not None and (outcomes or searches):
         caption = (
             f"{result['pairs']:,} random pairs of policies and an adversarial search; exact errors, "
@@ -121,9 +98,7 @@ def bounds(
 
 def _next_picture(screen: Screen, out: Path | None, experiment: str) -> None:
     if out is None:
-        screen.next(
-            f"offdrift lab {experiment} --out {experiment}", "the same as a picture and a page"
-        )
+        screen.next(f"offdrift lab {experiment} --out {experiment}", "the same as a picture and a page")
     else:
         screen.next(f"open {out}.html", "the figure, in a browser")
 
@@ -150,13 +125,7 @@ def _check_bounds(
     task = progress.add_task("", total=steps * len(places))
     for arena in places:
         progress.update(task, description=f"search, {arena.name}")
-        batch = attack(
-            arena,
-            restarts=restarts,
-            steps=steps,
-            seed=seed,
-            tick=lambda: progress.advance(task),
-        )
+        batch = attack(arena, restarts=restarts, steps=steps, seed=seed, tick=lambda: progress.advance(task))
         searches.append(check(batch, factor=factor))
 
 
@@ -165,20 +134,12 @@ HORIZONS = "8,16,32,64,128,256,512,1024"
 
 @lab.command()
 def frontier(
-    testbeds: Annotated[
-        str, typer.Option(help="Names of testbeds, comma-separated.")
-    ] = "walk,chain,flip",
+    testbeds: Annotated[str, typer.Option(help="Names of testbeds, comma-separated.")] = "walk,chain,flip",
     horizons: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = HORIZONS,
-    kl: Annotated[
-        float, typer.Option(help="Mean KL(rollout || current) of a token, nat, at every horizon.")
-    ] = 1e-3,
+    kl: Annotated[float, typer.Option(help="Mean KL(rollout || current) of a token, nat, at every horizon.")] = 1e-3,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 64,
-    tokens: Annotated[
-        int, typer.Option(help="Sampled per method and horizon, where nothing exact is known.")
-    ] = 2**20,
-    methods: Annotated[
-        str | None, typer.Option(help="Only these rows of the table, comma-separated.")
-    ] = None,
+    tokens: Annotated[int, typer.Option(help="Sampled per method and horizon, where nothing exact is known.")] = 2**20,
+    methods: Annotated[str | None, typer.Option(help="Only these rows of the table, comma-separated.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of testbeds and samples.")] = 0,
     out: Stem = None,
     as_json: AsJson = False,
@@ -249,9 +210,7 @@ def _number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(
-            f"--horizons: {text!r} is not a number of tokens; give 8,64,512"
-        ) from None
+        raise typer.BadParameter(f"--horizons: {text!r} is not a number of tokens; give 8,64,512") from None
 
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -259,16 +218,13 @@ LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @lab.command("length-bias")
 def length_bias(
-    violation: Annotated[
-        float, typer.Option(help="Probability that a drawn token violates the trust region.")
-    ] = 1e-3,
+    violation: Annotated[float, typer.Option(help="Probability that a drawn token violates the trust region.")] = 1e-3,
     sequences: Annotated[int, typer.Option(help="Drawn sequences.")] = 1000,
     same_at: Annotated[
         int, typer.Option(help="Length at which thresholds are set to accept 90 % alike, tokens.")
     ] = 128,
     recording: Annotated[
-        list[Path] | None,
-        typer.Option(help="A recorded stream (.npz of benchmarks/record_drift.py). Repeatable."),
+        list[Path] | None, typer.Option(help="A recorded stream (.npz of benchmarks/record_drift.py). Repeatable.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the drawn stream.")] = 0,
     out: Stem = None,
@@ -290,14 +246,10 @@ def length_bias(
     from offdrift.lab.views import length_bias_panels, length_bias_rows, length_bias_table
 
     if not 1 <= same_at <= LENGTHS[-1]:
-        raise typer.BadParameter(
-            f"--same-at {same_at}: the drawn sequences have 1 to {LENGTHS[-1]} tokens"
-        )
+        raise typer.BadParameter(f"--same-at {same_at}: the drawn sequences have 1 to {LENGTHS[-1]} tokens")
     paths = recording or packaged()
     streams = [
-        independent_stream(
-            sequences=sequences, horizon=LENGTHS[-1], violation=violation, seed=seed
-        ),
+        independent_stream(sequences=sequences, horizon=LENGTHS[-1], violation=violation, seed=seed),
         *(read_recording(p) for p in paths),
     ]
     results = []
@@ -316,8 +268,7 @@ def length_bias(
         for title, accepted in results:
             screen.show(length_bias_table(title, accepted, width=screen.width))
         screen.out.print(
-            "acceptance = exp(-c T^γ): γ = 1 falls exponentially, γ = 0 does not depend on length.",
-            style="dim",
+            "acceptance = exp(-c T^γ): γ = 1 falls exponentially, γ = 0 does not depend on length.", style="dim"
         )
     if out is not None:
         _write(

@@ -15,28 +15,20 @@ def methods(
     unit: Annotated[
         str | None, typer.Option(help="Over what policies are compared: token, turn, sequence, ...")
     ] = None,
-    ratio: Annotated[
-        str | None, typer.Option(help="Which ratio it reads: full, mismatch, staleness, none.")
-    ] = None,
+    ratio: Annotated[str | None, typer.Option(help="Which ratio it reads: full, mismatch, staleness, none.")] = None,
     evidence: Annotated[
         str | None, typer.Option(help="What a rollout must record: sampled, exact, versions, none.")
     ] = None,
-    sign: Annotated[
-        str | None, typer.Option(help="Limits by the sign of the advantage: symmetric, by-sign.")
-    ] = None,
+    sign: Annotated[str | None, typer.Option(help="Limits by the sign of the advantage: symmetric, by-sign.")] = None,
     stop_gradient: Annotated[
         str | None, typer.Option(help="Whether the ratio is a constant: yes, unit, no, n/a.")
     ] = None,
     bias: Annotated[
-        str | None,
-        typer.Option(help='Of the expected gradient: "none inside limits", "O(drift)", ...'),
+        str | None, typer.Option(help='Of the expected gradient: "none inside limits", "O(drift)", ...')
     ] = None,
-    kind: Annotated[
-        str | None, typer.Option(help="method, system, or a family: weights, presets, ...")
-    ] = None,
+    kind: Annotated[str | None, typer.Option(help="method, system, or a family: weights, presets, ...")] = None,
     reference: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Part of where it is from: DeepSeek, 2512.23075, ..."),
+        str | None, typer.Option(metavar="TEXT", help="Part of where it is from: DeepSeek, 2512.23075, ...")
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,

@@ -11,22 +11,15 @@ Columns = Annotated[
     str | None,
     typer.Option(
         help="Which column of the log holds which field: logp_old=lp,reward=score and so on. A "
-        "field without a column, as in entropy=, is not read.",
+        "field without a column, as in entropy=, is not read."
     ),
 ]
-RulesFile = Annotated[
-    Path | None, typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md.")
-]
-MethodName = Annotated[
-    str | None, typer.Option(help="The row of `offdrift methods` that the run trains with.")
-]
+RulesFile = Annotated[Path | None, typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md.")]
+MethodName = Annotated[str | None, typer.Option(help="The row of `offdrift methods` that the run trains with.")]
 Temperature = Annotated[float | None, typer.Option(help="Sampling temperature of the rollouts.")]
-Experts = Annotated[
-    bool | None, typer.Option("--moe/--dense", help="Whether the model routes tokens to experts.")
-]
+Experts = Annotated[bool | None, typer.Option("--moe/--dense", help="Whether the model routes tokens to experts.")]
 FailOn = Annotated[
-    Literal["watch", "act", "stop"] | None,
-    typer.Option(help="End with exit status 3 at a finding this severe."),
+    Literal["watch", "act", "stop"] | None, typer.Option(help="End with exit status 3 at a finding this severe.")
 ]
 
 

@@ -29,19 +29,13 @@ def train(
             "override.objective.eps_high=0.3 changes that method. Repeatable.",
         ),
     ] = None,
-    arms: Annotated[
-        str | None, typer.Option(help="Only these arms of the recipe, comma-separated.")
-    ] = None,
+    arms: Annotated[str | None, typer.Option(help="Only these arms of the recipe, comma-separated.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Run folder; default runs/NAME, or runs/NAME-2, ... if taken."),
+        Path | None, typer.Option(help="Run folder; default runs/NAME, or runs/NAME-2, ... if taken.")
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume",
-            help="Continue the newest run of this recipe (or --out) from its last checkpoint.",
-        ),
+        typer.Option("--resume", help="Continue the newest run of this recipe (or --out) from its last checkpoint."),
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -86,9 +80,7 @@ def train(
             train_recipe(chosen, folder, resume=resume, watch=watch)
     except KeyboardInterrupt:
         if main_process:
-            screen.warn(
-                f"\ninterrupted; nothing before the last checkpoint is lost. Continue with:\n  {again}"
-            )
+            screen.warn(f"\ninterrupted; nothing before the last checkpoint is lost. Continue with:\n  {again}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     if main_process:
         page = write_report(folder)
@@ -106,8 +98,7 @@ def _only(recipe, arms: str):
     unknown = [n for n in names if n not in recipe.arms]
     if unknown or not names:
         raise typer.BadParameter(
-            f"{recipe.name} has the arms {', '.join(recipe.arms)}; "
-            f"not {', '.join(unknown) or 'none'}"
+            f"{recipe.name} has the arms {', '.join(recipe.arms)}; not {', '.join(unknown) or 'none'}"
         )
     return recipe.model_copy(update={"arms": {n: recipe.arms[n] for n in names}})
 
@@ -116,16 +107,12 @@ def _run_folder(out: Path | None, name: str, resume: bool) -> Path:
     """The folder to run in: the one asked for, the newest to resume, or the next free one."""
     if out is not None:
         if not resume and (out / "run.json").exists():
-            raise typer.BadParameter(
-                f"{out} already holds a run; add --resume to continue it, or choose another --out"
-            )
+            raise typer.BadParameter(f"{out} already holds a run; add --resume to continue it, or choose another --out")
         return out
     candidates = [Path("runs") / name, *(Path("runs") / f"{name}-{i}" for i in range(2, 10_000))]
     existing = [p for p in candidates if (p / "run.json").exists()]
     if resume:
         if not existing:
-            raise typer.BadParameter(
-                f"there is no run of {name} under runs/; start it without --resume"
-            )
+            raise typer.BadParameter(f"there is no run of {name} under runs/; start it without --resume")
         return max(existing, key=lambda p: (p / "run.json").stat().st_mtime)
     return next(p for p in candidates if not p.exists())

@@ -10,36 +10,21 @@ import typer
 
 from offdrift.cli.app import DURING, AsJson, NoColor, Quiet, Screen, app
 from offdrift.cli.exit_codes import ExitCode
-from offdrift.cli.options import (
-    Columns,
-    Experts,
-    FailOn,
-    MethodName,
-    RulesFile,
-    Temperature,
-    pairs,
-    reaches,
-)
+from offdrift.cli.options import Columns, Experts, FailOn, MethodName, RulesFile, Temperature, pairs, reaches
 from offdrift.errors import BadValueError
 
 
 @app.command(rich_help_panel=DURING)
 def watch(
-    run: Annotated[
-        Path, typer.Argument(help="A run folder, one of its arms, or a log that grows.")
-    ],
+    run: Annotated[Path, typer.Argument(help="A run folder, one of its arms, or a log that grows.")],
     columns: Columns = None,
     rules: RulesFile = None,
-    framework: Annotated[
-        str, typer.Option(help="Whose configuration the fixes are written in.")
-    ] = "offdrift",
+    framework: Annotated[str, typer.Option(help="Whose configuration the fixes are written in.")] = "offdrift",
     method: MethodName = None,
     temperature: Temperature = None,
     moe: Experts = None,
     every: Annotated[float, typer.Option(help="Seconds between looks.", min=0.05)] = 2.0,
-    until_idle: Annotated[
-        float | None, typer.Option(help="End when nothing was added for this many seconds.")
-    ] = None,
+    until_idle: Annotated[float | None, typer.Option(help="End when nothing was added for this many seconds.")] = None,
     fail_on: FailOn = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -94,11 +79,7 @@ def watch(
     try:
         while not failed:
             arms = {s.name for s in followed if not isinstance(s, Log)}
-            followed += [
-                s
-                for s in sources(run, columns=names)
-                if not isinstance(s, Log) and s.name not in arms
-            ]
+            followed += [s for s in sources(run, columns=names) if not isinstance(s, Log) and s.name not in arms]
             for source in followed:
                 for row in source.poll():
                     last = time.monotonic()
@@ -119,8 +100,7 @@ def watch(
     for source in followed:
         if isinstance(source, Log) and source.bad_rows + source.late_rows:
             screen.warn(
-                f"{source.bad_rows} bad rows were skipped, and {source.late_rows} rows of steps that "
-                "were judged before"
+                f"{source.bad_rows} bad rows were skipped, and {source.late_rows} rows of steps that were judged before"
             )
     screen.next(f"offdrift audit {run}", "every metric, cause and fix, from all that was logged")
     if stopped:

@@ -34,9 +34,7 @@ class GateLike(Hashable, Protocol):
     def exact(self) -> bool: ...
     @property
     def formula(self) -> str: ...
-    def keep(
-        self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: BatchInfo = ...
-    ) -> Tensor: ...
+    def keep(self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: BatchInfo = ...) -> Tensor: ...
 
 
 @runtime_checkable
@@ -49,9 +47,7 @@ class WeightLike(Hashable, Protocol):
     def advantage(self) -> str: ...
     @property
     def formula(self) -> str: ...
-    def __call__(
-        self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: BatchInfo = ...
-    ) -> Weighted: ...
+    def __call__(self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: BatchInfo = ...) -> Weighted: ...
 
 
 class Corrected(NamedTuple):
@@ -115,8 +111,7 @@ class Correction:
             is_gate = hasattr(other, "keep")
             other = Correction((other,)) if is_gate else Correction(weights=(other,))  # type: ignore[arg-type]
         return Correction(
-            tuple(dict.fromkeys(self.gates + other.gates)),
-            tuple(dict.fromkeys(self.weights + other.weights)),
+            tuple(dict.fromkeys(self.gates + other.gates)), tuple(dict.fromkeys(self.weights + other.weights))
         )
 
     @property
@@ -125,10 +120,7 @@ class Correction:
         return any(g.exact for g in self.gates)
 
     def __call__(
-        self,
-        logprobs: LogProbs,
-        advantages: Float[Tensor, " n"] | None = None,
-        facts: BatchInfo = NO_INFO,
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
     ) -> Corrected:
         """Decide about every token of the batch. Gradient: none.
 

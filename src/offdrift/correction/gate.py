@@ -92,9 +92,7 @@ class Gate:
             raise MethodError(f"a gate on {self.statistic} needs low=, high= or both")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise MethodError(f"low={self.low} is above high={self.high}; nothing could pass")
-        if self.statistic == "ratio" and any(
-            x is not None and x <= 0 for x in (self.low, self.high)
-        ):
+        if self.statistic == "ratio" and any(x is not None and x <= 0 for x in (self.low, self.high)):
             raise MethodError(f"ratio bounds must be positive, got {self.low} and {self.high}")
         if self.end == "upper" and not self.exact:
             raise MethodError(
@@ -129,10 +127,7 @@ class Gate:
         return f"keep if {low}{end}{self.unit} {self.statistic}({self.on}){high}{only}"
 
     def keep(
-        self,
-        logprobs: LogProbs,
-        advantages: Float[Tensor, " n"] | None = None,
-        facts: BatchInfo = NO_INFO,
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
     ) -> Bool[Tensor, " n"]:
         """Which tokens take part. Gradient: none.
 
@@ -188,9 +183,7 @@ class Gate:
         return math.log(value) if self.statistic == "ratio" else value
 
 
-def rejection(
-    mode: str, threshold: str | float, *, on: RatioName, k1_band: Literal["ratio", "verl"] = "ratio"
-) -> Gate:
+def rejection(mode: str, threshold: str | float, *, on: RatioName, k1_band: Literal["ratio", "verl"] = "ratio") -> Gate:
     """A gate from verl's mode name and threshold.
 
     Args:
@@ -237,9 +230,7 @@ def _numbers(threshold: str | float) -> list[float]:
     except ValueError:
         numbers = []
     if len(numbers) not in (1, 2) or not all(0 < x < math.inf for x in numbers):
-        raise MethodError(
-            f'threshold={threshold!r} is not a positive number or a band such as "0.99_1.01"'
-        )
+        raise MethodError(f'threshold={threshold!r} is not a positive number or a band such as "0.99_1.01"')
     return numbers
 
 
@@ -281,8 +272,7 @@ class LengthNeutralGate:
             check_number(name, getattr(self, name))
         if not (0 < self.eps <= 1 and self.delta > 0 and self.high >= 0):
             raise MethodError(
-                f"eps={self.eps} must lie in (0, 1], delta={self.delta} above 0 and "
-                f"high={self.high} not below 0"
+                f"eps={self.eps} must lie in (0, 1], delta={self.delta} above 0 and high={self.high} not below 0"
             )
 
     @property
@@ -304,10 +294,7 @@ class LengthNeutralGate:
         return torch.minimum(left * self.eps, left.sqrt() * math.sqrt(self.delta / 2)).clamp(max=1)
 
     def keep(
-        self,
-        logprobs: LogProbs,
-        advantages: Float[Tensor, " n"] | None = None,
-        facts: BatchInfo = NO_INFO,
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
     ) -> Bool[Tensor, " n"]:
         """Which tokens take part. Gradient: none."""
         with torch.no_grad():

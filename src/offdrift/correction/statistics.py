@@ -24,16 +24,7 @@ from offdrift.numerics import LOG_RATIO_LIMIT, blocks, blockwise, clamped
 from offdrift.ratios import RatioName, stopped_log_ratio
 
 StatisticName = Literal[
-    "ratio",
-    "k2",
-    "k3",
-    "abs_log_ratio",
-    "ratio_error",
-    "binary_tv",
-    "binary_kl",
-    "kl",
-    "tv",
-    "version_lag",
+    "ratio", "k2", "k3", "abs_log_ratio", "ratio_error", "binary_tv", "binary_kl", "kl", "tv", "version_lag"
 ]
 
 
@@ -45,9 +36,7 @@ def ratio_error(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     return clamped(log_ratio).expm1().abs()
 
 
-def binary_tv(
-    logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]
-) -> Float[Tensor, " n"]:
+def binary_tv(logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """second(token) - first(token), signed: TV of "this token or not", at most the full TV.
 
     Reference: DPPO, arXiv:2602.04879.
@@ -57,9 +46,7 @@ def binary_tv(
     return near.where(log_ratio <= LOG_RATIO_LIMIT, (logp_first + log_ratio).exp() - p)
 
 
-def binary_kl(
-    logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]
-) -> Float[Tensor, " n"]:
+def binary_kl(logp_first: Float[Tensor, " n"], log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """KL of "this token or not", first to second, with the sign of the move; at most the full KL.
 
         p (log p - log q) + (1 - p) log((1 - p + 1e-8) / (1 - q + 1e-8)),  q = second(token)
@@ -78,10 +65,7 @@ OF_RATIO: dict[str, Callable[[Tensor], Tensor]] = {
     "abs_log_ratio": abs_log_ratio,
     "ratio_error": ratio_error,
 }
-OF_PROBABILITY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "binary_tv": binary_tv,
-    "binary_kl": binary_kl,
-}
+OF_PROBABILITY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"binary_tv": binary_tv, "binary_kl": binary_kl}
 SAMPLED = (*OF_RATIO, *OF_PROBABILITY)
 EXACT = ("kl", "tv")
 STATISTICS = (*SAMPLED, *EXACT, "version_lag")
@@ -123,12 +107,7 @@ def divergence_of(facts: BatchInfo, statistic: str, *, on: RatioName) -> Diverge
 
 
 def statistic(
-    name: str,
-    logprobs: LogProbs,
-    facts: BatchInfo = NO_INFO,
-    *,
-    on: RatioName,
-    end: End = "lower",
+    name: str, logprobs: LogProbs, facts: BatchInfo = NO_INFO, *, on: RatioName, end: End = "lower"
 ) -> Float[Tensor, " n"]:
     """The quantity `name` per token; `ratio` is given as its log. Gradient: none.
 

@@ -165,10 +165,7 @@ class Weight:
         return ", ".join([f"weight {self.unit} ratio({self.on})", *limits])
 
     def __call__(
-        self,
-        logprobs: LogProbs,
-        advantages: Float[Tensor, " n"] | None = None,
-        facts: BatchInfo = NO_INFO,
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
     ) -> Weighted:
         """Weights of the batch and which tokens the limits touched. Gradient: none.
 
@@ -185,10 +182,7 @@ class Weight:
             return Weighted(weight, limited, exact, self._least)
 
     def log_weight(
-        self,
-        logprobs: LogProbs,
-        advantages: Float[Tensor, " n"] | None = None,
-        facts: BatchInfo = NO_INFO,
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
     ) -> Float[Tensor, " n"]:
         """log W of every token, float64, at any size; -inf where a mask made it 0. Gradient: none.
 
@@ -204,9 +198,7 @@ class Weight:
                 log_w = log_w.where(applies, 0.0)
             return log_w
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Log of the sum of weights, and their number, for their mean over the step. Gradient: none."""
         with torch.no_grad():
             log_w, segments = self._log_limited(logprobs), logprobs.segments
@@ -271,9 +263,7 @@ class Weight:
             return unit, None
         return unit, (segments.position + 1).to(unit.dtype) ** self.growth
 
-    def _limit(
-        self, log_ratio: Float[Tensor, " k"], steps: Float[Tensor, " k"] | float
-    ) -> tuple[Tensor, Tensor]:
+    def _limit(self, log_ratio: Float[Tensor, " k"], steps: Float[Tensor, " k"] | float) -> tuple[Tensor, Tensor]:
         """Weights inside the limits, and which ones the limits changed.
 
         Compared in log space, so that a ratio on its limit is inside.
@@ -363,9 +353,7 @@ class VariationalWeight:
             f"(k, lam) = {up} where A >= 0 and {down} where A < 0"
         )
 
-    def kernel(
-        self, log_ratio: Float[Tensor, "*s"], advantages: Float[Tensor, "*s"]
-    ) -> Float[Tensor, "*s"]:
+    def kernel(self, log_ratio: Float[Tensor, "*s"], advantages: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
         """phi of a sequence's log-ratio under the sign of its advantage."""
         up = advantages >= 0
         k = torch.full_like(log_ratio, self.k_positive).where(up, self.k_negative)
@@ -373,16 +361,11 @@ class VariationalWeight:
         return torch.nan_to_num((lam + k * log_ratio - lam * log_ratio.exp()).exp(), nan=0.0)
 
     def __call__(
-        self,
-        logprobs: LogProbs,
-        advantages: Float[Tensor, " n"] | None = None,
-        facts: BatchInfo = NO_INFO,
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
     ) -> Weighted:
         """The kernel of every sequence, given to its tokens; limited where it nearly vanishes."""
         if advantages is None:
-            raise MethodError(
-                "VariationalWeight depends on the sign of the advantage; give advantages"
-            )
+            raise MethodError("VariationalWeight depends on the sign of the advantage; give advantages")
         with torch.no_grad():
             weight = self.kernel(logprobs.segments.spread(self._total(logprobs)), advantages)
             return Weighted(weight, weight < VANISHED)

@@ -39,10 +39,7 @@ PLAIN_CHUNK_ELSEWHERE = 2**23
 THREADS_FROM = 2**19
 """Entries from which the plain way on a CPU gives each thread rows of its own: 1 ms of work for each."""
 
-INLINE_ALL: dict[str, Any] = {
-    "realize_opcount_threshold": 10_000,
-    "realize_reads_threshold": 10_000,
-}
+INLINE_ALL: dict[str, Any] = {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 10_000}
 """Compiler options under which no intermediate matrix is stored, however often it is read."""
 
 VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
@@ -94,9 +91,7 @@ def by_rows(
     return compiled_or_plain(run, widest.device, widest.numel(), compiled)
 
 
-def compiled_or_plain(
-    run: Callable[[bool], T], device: torch.device, entries: int, compiled: bool | None
-) -> T:
+def compiled_or_plain(run: Callable[[bool], T], device: torch.device, entries: int, compiled: bool | None) -> T:
     """`run(True)` or, where compiling does not pay or turns out not to work, `run(False)`."""
     if way(device, entries, compiled) == "plain":
         return run(False)
@@ -124,11 +119,7 @@ def _kernel(function: RowFunction) -> RowFunction:
 
 
 def _in_threads(
-    threads: int,
-    function: RowFunction,
-    chunk: int,
-    rows: Sequence[Tensor],
-    shared: Sequence[Tensor],
+    threads: int, function: RowFunction, chunk: int, rows: Sequence[Tensor], shared: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """`_in_chunks` with a share of the rows for each thread, whose operators stay on that thread.
 
@@ -161,12 +152,7 @@ def _in_threads(
 
 
 def _in_chunks(
-    function: RowFunction,
-    chunk: int,
-    rows: Sequence[Tensor],
-    shared: Sequence[Tensor],
-    *,
-    at_least: int = 1,
+    function: RowFunction, chunk: int, rows: Sequence[Tensor], shared: Sequence[Tensor], *, at_least: int = 1
 ) -> tuple[Tensor, ...]:
     """Chunks of between one and two times `chunk` entries, and `at_least` so many rows if there are."""
     n = len(rows[0])

@@ -91,12 +91,7 @@ class Divergence:
 
     @staticmethod
     def capped(
-        name: str,
-        lo: Float[Tensor, " n"],
-        hi: Float[Tensor, " n"],
-        *,
-        assumes: str,
-        refuted: Bool[Tensor, " n"],
+        name: str, lo: Float[Tensor, " n"], hi: Float[Tensor, " n"], *, assumes: str, refuted: Bool[Tensor, " n"]
     ) -> Divergence:
         """A divergence known to be at least `lo` and, if `assumes` holds, at most `hi`."""
         return Divergence(name, Grade.CAPPED, lo, hi, assumes, refuted)
@@ -136,10 +131,7 @@ class Divergence:
         if grade is not Grade.CAPPED:
             return Divergence(name, grade, lo, hi)
         assumed = " and ".join(dict.fromkeys(d.assumes for d in divergences if d.assumes))
-        flags = (
-            torch.zeros_like(d.lo, dtype=torch.bool) if d.refuted is None else d.refuted
-            for d in divergences
-        )
+        flags = (torch.zeros_like(d.lo, dtype=torch.bool) if d.refuted is None else d.refuted for d in divergences)
         return Divergence(name, grade, lo, hi, assumed, placed(list(flags)))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Divergence:

@@ -26,10 +26,7 @@ Route = Literal["triton", "compiled", "plain"]
 
 
 def route(
-    device: torch.device,
-    *dtypes: torch.dtype,
-    entries: int = chunks.COMPILE_FROM,
-    compiled: bool | None = None,
+    device: torch.device, *dtypes: torch.dtype, entries: int = chunks.COMPILE_FROM, compiled: bool | None = None
 ) -> Route:
     """Which way `exact_divergences` goes about inputs of these dtypes and so many entries each.
 
@@ -97,9 +94,7 @@ def exact_divergences(
     drawn = torch.zeros_like(logits[:, 0], dtype=torch.int64) if tokens is None else tokens.long()
     rows = (logits_rollout, logits, drawn)
     scale = temperature_of(logits, temperature)
-    found = ExactDivergences(
-        *chunks.by_rows(definition, rows, scale, compiled=compiled, plain=plain.divergences)
-    )
+    found = ExactDivergences(*chunks.by_rows(definition, rows, scale, compiled=compiled, plain=plain.divergences))
     return found if tokens is not None else found._replace(logp_rollout=None, logp=None)
 
 

@@ -96,9 +96,7 @@ class Head:
         return at_least_float32(products)
 
 
-def _product(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, round_to: torch.dtype | None
-) -> Tensor:
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, round_to: torch.dtype | None) -> Tensor:
     """h W^T + b, summed in float32 or better, in a new tensor of dtype `round_to` if given."""
     operands = (hidden, weight) if bias is None else (hidden, weight, bias)
     if {x.dtype for x in operands} == {round_to} and _multiplies(round_to, hidden.device.type):
@@ -108,9 +106,7 @@ def _product(
         product = torch.mm(hidden, weight.T, out_dtype=dtype)
         product = product if bias is None else product.add_(bias)
     else:
-        product = linear(
-            hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        )
+        product = linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     return product if round_to is None else product.to(round_to)
 
 

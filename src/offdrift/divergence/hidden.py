@@ -47,10 +47,7 @@ KEEP_AT_LEAST = 32
 
 @no_type_check
 def update_normalizer(
-    scores: Float[Tensor, "n c"],
-    top: Float[Tensor, " n"],
-    total: Float[Tensor, " n"],
-    temperature: Float[Tensor, ""],
+    scores: Float[Tensor, "n c"], top: Float[Tensor, " n"], total: Float[Tensor, " n"], temperature: Float[Tensor, ""]
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """The normalizer of the scores so far and of one more block: log Z = top / T + log total."""
     new_top = torch.maximum(top, scores.amax(-1))
@@ -70,9 +67,7 @@ def accumulate(
     temperature: Float[Tensor, ""],
 ) -> tuple[Float[Tensor, " n"], ...]:
     """What one block of both policies' scores adds to the first seven fields of the result."""
-    log_mu = log_prob(
-        scores_rollout, top_rollout[:, None], total_rollout[:, None], temperature_rollout
-    )
+    log_mu = log_prob(scores_rollout, top_rollout[:, None], total_rollout[:, None], temperature_rollout)
     log_pi = log_prob(scores, top[:, None], total[:, None], temperature)
     mu, pi = log_mu.exp(), log_pi.exp()
     entropies = (-weighted(mu, log_mu), -weighted(pi, log_pi))
@@ -182,12 +177,7 @@ class _Policy:
     """One policy on one chunk of tokens: its scores, and its normalizer as far as it is known."""
 
     def __init__(
-        self,
-        head: Head,
-        states: Tensor,
-        temperature: float | int,
-        dtype: torch.dtype,
-        route: fused.Route,
+        self, head: Head, states: Tensor, temperature: float | int, dtype: torch.dtype, route: fused.Route
     ) -> None:
         self.head, self.states, self.temperature = head, states, temperature
         self.dtype, self.route = dtype, route
@@ -210,9 +200,7 @@ class _Policy:
         drawn = block.gather(1, torch.where(inside, tokens - span.start, 0)[:, None]).squeeze(1)
         if self.route == "triton":
             drawn = self.head.shaped(drawn)
-            normalizer = kernels.update_normalizer(
-                self.top, self.total, block, self.temperature, self.shape
-            )
+            normalizer = kernels.update_normalizer(self.top, self.total, block, self.temperature, self.shape)
         else:
             rows = (block, self.top, self.total)
             normalizer = self.by_rows(update_normalizer, rows, self.divisor)
@@ -223,9 +211,7 @@ class _Policy:
     def shape(self) -> kernels.Shape:
         return kernels.Shape(self.head.scale, self.head.soft_cap, self.head.round_to)
 
-    def by_rows(
-        self, function: chunks.RowFunction, rows: tuple[Tensor, ...], *shared: Tensor
-    ) -> tuple[Tensor, ...]:
+    def by_rows(self, function: chunks.RowFunction, rows: tuple[Tensor, ...], *shared: Tensor) -> tuple[Tensor, ...]:
         return chunks.by_rows(function, rows, *shared, compiled=self.route == "compiled")
 
     def logp(self) -> Tensor:
@@ -233,9 +219,7 @@ class _Policy:
         return log_prob(self.drawn, self.top, self.total, self.divisor)
 
 
-def _fields(
-    mu: _Policy, pi: _Policy, tokens: Tensor, spans: list[slice], *, keep: bool
-) -> Float[Tensor, "9 n"]:
+def _fields(mu: _Policy, pi: _Policy, tokens: Tensor, spans: list[slice], *, keep: bool) -> Float[Tensor, "9 n"]:
     """The fields of `ExactDivergences`, from two sweeps over the vocabulary."""
 
     def blocks() -> Iterator[tuple[Tensor, Tensor]]:
@@ -256,9 +240,7 @@ def _fields(
     return (torch.cat([sums, torch.stack([mu.logp(), pi.logp()])]) + nan_or_0).to(mu.dtype)
 
 
-def _with_block(
-    sums: Tensor, mu: _Policy, pi: _Policy, both: tuple[Tensor, Tensor]
-) -> Float[Tensor, "7 n"]:
+def _with_block(sums: Tensor, mu: _Policy, pi: _Policy, both: tuple[Tensor, Tensor]) -> Float[Tensor, "7 n"]:
     normalizers = ((mu.top, mu.total), (pi.top, pi.total))
     if mu.route == "triton":
         temperatures, shapes = (mu.temperature, pi.temperature), (mu.shape, pi.shape)
@@ -267,13 +249,8 @@ def _with_block(
     return sums + torch.stack(mu.by_rows(accumulate, rows, mu.divisor, pi.divisor))
 
 
-def _check(
-    hidden_rollout: Tensor, head_rollout: Head, hidden: Tensor, head: Head, tokens: Tensor | None
-) -> None:
-    for name, states, of in (
-        ("hidden_rollout", hidden_rollout, head_rollout),
-        ("hidden", hidden, head),
-    ):
+def _check(hidden_rollout: Tensor, head_rollout: Head, hidden: Tensor, head: Head, tokens: Tensor | None) -> None:
+    for name, states, of in (("hidden_rollout", hidden_rollout, head_rollout), ("hidden", hidden, head)):
         if states.ndim != 2 or states.shape[1] != of.weight.shape[1]:
             raise ShapeError(
                 f"{name} has shape {tuple(states.shape)}, the weight of its head "

@@ -135,11 +135,7 @@ def topk_divergences(
 
 @torch.no_grad()
 def tail_log_ratio(
-    logp_rollout: Float[Tensor, "n v"],
-    logits: Float[Tensor, "n v"],
-    k: int,
-    *,
-    temperature: float | int = 1.0,
+    logp_rollout: Float[Tensor, "n v"], logits: Float[Tensor, "n v"], k: int, *, temperature: float | int = 1.0
 ) -> Float[Tensor, " n"]:
     """The smallest `tail_log_ratio_cap` that is true at each token, from the full vocabulary of both.
 
@@ -215,9 +211,7 @@ def _record(
     is_known[:, -1] = ~(topk_ids == tokens[:, None]).any(1)
     log_mu = torch.cat([topk_logp, logp_rollout[:, None]], dim=1).double()
     log_mu = log_mu.masked_fill(~is_known, -math.inf)
-    parts = zip(
-        *(rounding(x, vocab=vocab) for x in (topk_logp, logp_rollout[:, None])), strict=True
-    )
+    parts = zip(*(rounding(x, vocab=vocab) for x in (topk_logp, logp_rollout[:, None])), strict=True)
     own, shared = (torch.cat(part, dim=1) for part in parts)
     slack = own + shared
     lo, hi = log_mu - slack, (log_mu + slack).clamp(max=0.0)
@@ -226,9 +220,7 @@ def _record(
     return _Record(ids, is_known, lo, hi, log_mu - own, log_mu + own, log_c)
 
 
-def rounding(
-    logp: Float[Tensor, "*shape"], *, vocab: int
-) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
+def rounding(logp: Float[Tensor, "*shape"], *, vocab: int) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """How far recorded log-probs may be from those that were sampled, nats, float64.
 
     Returns what each may be off by itself, and what all of one record may be off by together:
@@ -256,10 +248,7 @@ def rounding(
 
 
 def _ends(
-    logits: Float[Tensor, "n v"],
-    record: _Record,
-    temperature: float | int,
-    cap: float | int | None,
+    logits: Float[Tensor, "n v"], record: _Record, temperature: float | int, cap: float | int | None
 ) -> tuple[Tensor, ...]:
     """Least and most KL, least and most TV, float64; where the cap is refuted."""
     log_mu_lo, log_mu_hi = record.log_mu_lo, record.log_mu_hi
@@ -341,9 +330,7 @@ def _up(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
     return torch.where(y < x, y.nextafter(torch.full_like(y, math.inf)), y)
 
 
-def _check(
-    topk_ids: Tensor, topk_logp: Tensor, tokens: Tensor, logp_rollout: Tensor, logits: Tensor
-) -> None:
+def _check(topk_ids: Tensor, topk_logp: Tensor, tokens: Tensor, logp_rollout: Tensor, logits: Tensor) -> None:
     n = len(tokens)
     if topk_ids.shape != topk_logp.shape or {len(topk_ids), len(logp_rollout), len(logits)} != {n}:
         raise ShapeError(
@@ -358,6 +345,5 @@ def _check_numbers(temperature: float | int, cap: float | int | None) -> None:
         raise BadValueError(f"temperature={temperature} must be positive and finite")
     if cap is not None and (isinstance(cap, bool) or not 0 <= cap < math.inf):
         raise BadValueError(
-            f"tail_log_ratio_cap={cap} must be finite and not negative (nats); "
-            "None assumes nothing about the tail"
+            f"tail_log_ratio_cap={cap} must be finite and not negative (nats); None assumes nothing about the tail"
         )

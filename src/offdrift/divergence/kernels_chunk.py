@@ -51,9 +51,7 @@ def update_rows(
     """One policy's normalizers with one more chunk of scores. Totals meet in their own dtype."""
     i = tl.program_id(0)
     row = row_of(scores, stride)
-    chunk_top, chunk_total = online_normalizer(
-        row, width, bits, scale, soft_cap, CAPPED, ROUND, LANES, R
-    )
+    chunk_top, chunk_total = online_normalizer(row, width, bits, scale, soft_cap, CAPPED, ROUND, LANES, R)
     old_top = tl.load(top + i).to(tl.float32)
     old_total = tl.load(total + i)
     both = tl.maximum(old_top, chunk_top)
@@ -97,9 +95,7 @@ def accumulate_rows(
     row_pi = row_of(scores, stride)
     total_mu = tl.load(total_rollout + i).to(tl.float32)
     total_pi = tl.load(total + i).to(tl.float32)
-    high_mu, low_mu = two_numbers(
-        tl.load(top_rollout + i).to(tl.float32), total_mu, bits_rollout, 0.0
-    )
+    high_mu, low_mu = two_numbers(tl.load(top_rollout + i).to(tl.float32), total_mu, bits_rollout, 0.0)
     high_pi, low_pi = two_numbers(tl.load(top + i).to(tl.float32), total_pi, bits, 0.0)
     zero = tl.zeros([LANES, R], tl.float32)
     found = (zero, zero, zero, zero, zero, zero, zero)
@@ -161,9 +157,7 @@ def gradient_rows(
         if OF == "entropy":
             moved = tl.where(pi > 0, -pi * tl.fma(log2_pi, LN2, known), pi * 0.0)
         else:
-            log2_mu = log2_prob(
-                load_scores(row_mu, columns, width, True, True), high_mu, low_mu, LOG2E
-            )
+            log2_mu = log2_prob(load_scores(row_mu, columns, width, True, True), high_mu, low_mu, LOG2E)
             if OF == "kl_rollout_current":
                 moved = pi - tl.exp2(log2_mu)
             else:

@@ -53,18 +53,14 @@ def _weights(total, scores, bits, reference_bits):
 
 @triton.jit
 @no_type_check
-def _normalizer(
-    row, width, total, reference, reference_bits, bits, LANES: tl.constexpr, R: tl.constexpr
-):
+def _normalizer(row, width, total, reference, reference_bits, bits, LANES: tl.constexpr, R: tl.constexpr):
     """High and low, from the lanes' weights, or from one more sweep where those say nothing."""
     weight = tl.sum(tl.sum(total, 1), 0)
     slip = -tl.fma(reference, bits, -reference_bits)  # what rounding the product lost
     if (weight < float("inf")) & (tl.abs(slip) < 0.5):
         reference, weight, slip = reference, weight, slip
     else:
-        reference, weight = online_normalizer(
-            row, width, bits, 1.0, 1.0, False, tl.float32, LANES, R
-        )
+        reference, weight = online_normalizer(row, width, bits, 1.0, 1.0, False, tl.float32, LANES, R)
         slip = 0.0
     return two_numbers(reference, weight, bits, slip)
 
@@ -106,9 +102,7 @@ def _quick_tile(sums, mu, pi, inside, highs, lows, bits, MASKED: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _careful_fields(
-    row_mu, row_pi, width, highs, lows, bits_mu, bits_pi, LANES: tl.constexpr, R: tl.constexpr
-):
+def _careful_fields(row_mu, row_pi, width, highs, lows, bits_mu, bits_pi, LANES: tl.constexpr, R: tl.constexpr):
     """The seven fields of one row, whatever it holds."""
     zero = tl.zeros([LANES, R], tl.float32)
     sums = (zero, zero, zero, zero, zero, zero, zero)
@@ -130,9 +124,7 @@ def _token_log_prob(row, token, width, high, low, bits):
     """Log-prob in nats of the drawn token; NaN for one that the row does not have."""
     inside = (token >= 0) & (token < width)
     score = tl.load(row + tl.where(inside, token, 0)).to(tl.float32)
-    log_prob = tl.minimum(
-        log2_prob(score, high, low, bits) * LN2, 0.0, propagate_nan=tl.PropagateNan.ALL
-    )
+    log_prob = tl.minimum(log2_prob(score, high, low, bits) * LN2, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(inside, log_prob, float("nan"))
 
 

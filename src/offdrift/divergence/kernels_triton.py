@@ -113,15 +113,7 @@ def shaped(x, scale, soft_cap, CAPPED: tl.constexpr, ROUND: tl.constexpr):
 @triton.jit
 @no_type_check
 def online_normalizer(
-    row,
-    width,
-    bits,
-    scale,
-    soft_cap,
-    CAPPED: tl.constexpr,
-    ROUND: tl.constexpr,
-    LANES: tl.constexpr,
-    R: tl.constexpr,
+    row, width, bits, scale, soft_cap, CAPPED: tl.constexpr, ROUND: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr
 ):
     """Largest score and total weight relative to it, for any row.
 

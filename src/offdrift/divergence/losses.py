@@ -98,10 +98,7 @@ def kl_current_rollout(
 
 
 def entropy(
-    logits: Float[Tensor, "n v"],
-    *,
-    temperature: float | int = 1.0,
-    compiled: bool | None = None,
+    logits: Float[Tensor, "n v"], *, temperature: float | int = 1.0, compiled: bool | None = None
 ) -> Float[Tensor, " n"]:
     """Entropy of the current policy at every token, for a bonus or a constraint.
 
@@ -134,9 +131,7 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, of: str, temperature: float, compiled: bool | None, *policies: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, of: str, temperature: float, compiled: bool | None, *policies: Tensor) -> Tensor:
         ctx.of, ctx.temperature, ctx.compiled = of, temperature, compiled
         normalizers: tuple[Tensor, ...] = ()
         if route_of(*policies, compiled=compiled) == "triton":
@@ -145,9 +140,7 @@ class _Loss(torch.autograd.Function):
             value = getattr(found, of)
         elif of == "entropy":
             scale = temperature_of(policies[0], temperature)
-            (value,) = by_rows(
-                _entropy_rows, policies, scale, compiled=compiled, plain=plain.entropy
-            )
+            (value,) = by_rows(_entropy_rows, policies, scale, compiled=compiled, plain=plain.entropy)
         else:  # the loss is the very number that is measured
             both = (policies[1], policies[0])
             found = exact_divergences(*both, temperature=temperature, compiled=compiled)
@@ -176,9 +169,7 @@ class _Loss(torch.autograd.Function):
 
 
 @no_type_check
-def _write(
-    out: Tensor, upstream: Tensor, slope: Tensor, logits: Tensor, temperature: Tensor
-) -> tuple[()]:
+def _write(out: Tensor, upstream: Tensor, slope: Tensor, logits: Tensor, temperature: Tensor) -> tuple[()]:
     """The chain rule, with 0 where nothing is to be learned, even if the slope is NaN there."""
     still = (upstream[:, None] == 0) | (logits == -math.inf)
     out.copy_(torch.where(still, 0.0, upstream[:, None] * slope / temperature))
@@ -212,9 +203,7 @@ def _write_kl_current_rollout(
 
 
 @no_type_check
-def _write_entropy(
-    upstream: Tensor, entropy: Tensor, out: Tensor, logits: Tensor, temperature: Tensor
-) -> tuple[()]:
+def _write_entropy(upstream: Tensor, entropy: Tensor, out: Tensor, logits: Tensor, temperature: Tensor) -> tuple[()]:
     log_pi = log_policy(logits, temperature)
     slope = -weighted(log_pi.exp(), log_pi + entropy[:, None])
     return _write(out, upstream, slope, logits, temperature)

@@ -65,10 +65,7 @@ def _entropy(log_p: Float[Tensor, "n v"], p: Float[Tensor, "n v"]) -> Float[Tens
 
 
 def _sums(
-    log_mu: Float[Tensor, "n v"],
-    mu: Float[Tensor, "n v"],
-    log_pi: Float[Tensor, "n v"],
-    pi: Float[Tensor, "n v"],
+    log_mu: Float[Tensor, "n v"], mu: Float[Tensor, "n v"], log_pi: Float[Tensor, "n v"], pi: Float[Tensor, "n v"]
 ) -> tuple[Float[Tensor, " n"], ...]:
     """The sums of `exact.all_terms` over the vocabulary."""
     x = log_pi - log_mu
@@ -128,17 +125,13 @@ def write_kl_current_rollout(
 
 
 @torch.no_grad()
-def write_entropy(
-    upstream: Tensor, entropy: Tensor, out: Tensor, logits: Tensor, temperature: Tensor
-) -> tuple[()]:
+def write_entropy(upstream: Tensor, entropy: Tensor, out: Tensor, logits: Tensor, temperature: Tensor) -> tuple[()]:
     log_pi, pi = policy(logits, temperature)
     slope = log_pi.add_(entropy[:, None]).mul_(pi).neg_()
     return _write(out, upstream, slope, logits, temperature)
 
 
-def _write(
-    out: Tensor, upstream: Tensor, slope: Tensor, logits: Tensor, temperature: Tensor
-) -> tuple[()]:
+def _write(out: Tensor, upstream: Tensor, slope: Tensor, logits: Tensor, temperature: Tensor) -> tuple[()]:
     """The chain rule, with 0 where nothing is to be learned, even if the slope is NaN there."""
     out.copy_(slope.mul_((upstream / temperature)[:, None]))
     filtered = logits == -math.inf

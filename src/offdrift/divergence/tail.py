@@ -182,9 +182,7 @@ def _below_water(tail: Tail, r: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     return count
 
 
-def _log_excess(
-    tail: Tail, free: Int[Tensor, " n"], full: Int[Tensor, " n"]
-) -> Float[Tensor, " n"]:
+def _log_excess(tail: Tail, free: Int[Tensor, " n"], full: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Sum of log(pi_a / c) over the `full` likeliest tokens of the tail."""
     start = _at(tail.log_pi, free)
     over = (tail.log_pi - start[:, None]).clamp_(min=0.0)
@@ -197,10 +195,7 @@ def _at(x: Float[Tensor, "n w"], index: Int[Tensor, " n"]) -> Float[Tensor, " n"
 
 
 def sorted_tail(
-    scores: Float[Tensor, "n v"],
-    known: Int[Tensor, "n k"],
-    is_known: Bool[Tensor, "n k"],
-    temperature: float | int,
+    scores: Float[Tensor, "n v"], known: Int[Tensor, "n k"], is_known: Bool[Tensor, "n k"], temperature: float | int
 ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n w"], Float[Tensor, "n w"]]:
     """log pi of the known tokens; ascending log pi of the others, +inf after them; running sums.
 
@@ -210,9 +205,7 @@ def sorted_tail(
         is_known: False where an entry of `known` repeats another; its log pi is -inf.
     """
     top = scores.amax(1, keepdim=True).double()
-    at_known = ((scores.gather(1, known).double() - top) / temperature).masked_fill(
-        ~is_known, -math.inf
-    )
+    at_known = ((scores.gather(1, known).double() - top) / temperature).masked_fill(~is_known, -math.inf)
     _ascending_(scores.scatter_(1, known, math.inf))
     # All but the columns that are known tokens in every row; at least one column.
     width = max(1, scores.shape[1] - (known.shape[1] - 1))

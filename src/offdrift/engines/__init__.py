@@ -31,9 +31,7 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
             )
         return VLLMEngine(model_or_path, **options)
     if kind not in ("transformers", "openai"):
-        raise EngineError(
-            f'no engine is called {kind!r}; there are "transformers", "vllm" and "openai"'
-        )
+        raise EngineError(f'no engine is called {kind!r}; there are "transformers", "vllm" and "openai"')
     try:
         if kind == "transformers":
             from offdrift.engines.hf import TransformersEngine as Chosen
@@ -41,7 +39,6 @@ def make_engine(kind: str, model_or_path: Any, **options: Any) -> Engine:
             from offdrift.engines.server.engine import OpenAIEngine as Chosen
     except ImportError as error:
         raise EngineError(
-            f"the {kind} engine cannot be imported ({error}); "
-            "install it with `pip install offdrift[train]`"
+            f"the {kind} engine cannot be imported ({error}); install it with `pip install offdrift[train]`"
         ) from error
     return Chosen(model_or_path, **options)

@@ -33,12 +33,7 @@ class Engine(Protocol):
     """Trainer version (optimizer steps) of the weights this engine holds."""
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seed: int,
-        evidence: EvidenceKind = "sampled",
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, evidence: EvidenceKind = "sampled"
     ) -> Rollouts:
         """One response per prompt, in order; repeat a prompt to draw several.
 
@@ -65,11 +60,7 @@ class Rescores(Protocol):
     """
 
     def rescore(
-        self,
-        rollouts: Rollouts,
-        *,
-        evidence: EvidenceKind = "full",
-        sampling: Sampling | None = None,
+        self, rollouts: Rollouts, *, evidence: EvidenceKind = "full", sampling: Sampling | None = None
     ) -> Rollouts:
         """These rollouts with this engine's log-probs, evidence, version and provenance.
 

@@ -88,13 +88,9 @@ def check_request(
         raise EngineError(f"sampling.max_tokens = {sampling.max_tokens}, must be at least 1")
     for stop in sampling.stop_token_ids:
         if not 0 <= stop < vocab_size:
-            raise EngineError(
-                f"sampling.stop_token_ids has {stop}, the vocabulary has {vocab_size} tokens"
-            )
+            raise EngineError(f"sampling.stop_token_ids has {stop}, the vocabulary has {vocab_size} tokens")
     if isinstance(evidence, str) and evidence not in ("full", "hidden", "sampled"):
-        raise EngineError(
-            f'evidence is "full", "hidden", "sampled" or a number of tokens, got {evidence!r}'
-        )
+        raise EngineError(f'evidence is "full", "hidden", "sampled" or a number of tokens, got {evidence!r}')
     if evidence == "hidden" and (sampling.top_k > 0 or sampling.top_p < 1):
         raise EngineError(
             'evidence = "hidden" describes the whole distribution, but sampling.top_k = '
@@ -123,11 +119,7 @@ def check_request(
 
 
 def rollouts_from(
-    draws: Sequence[Draws],
-    prompts: Sequence[Sequence[int]],
-    *,
-    version: int,
-    provenance: Provenance,
+    draws: Sequence[Draws], prompts: Sequence[Sequence[int]], *, version: int, provenance: Provenance
 ) -> Rollouts:
     """One batch from the draws of consecutive chunks of `prompts`.
 
@@ -217,12 +209,7 @@ class Drawing(ABC):
     _state_bytes: int  # of one hidden state
 
     def generate(
-        self,
-        prompts: Tokens,
-        sampling: Sampling,
-        *,
-        seed: int,
-        evidence: EvidenceKind = "sampled",
+        self, prompts: Tokens, sampling: Sampling, *, seed: int, evidence: EvidenceKind = "sampled"
     ) -> Rollouts:
         """One response per prompt, in order; see `Engine.generate`.
 
@@ -236,11 +223,7 @@ class Drawing(ABC):
         return rollouts_from(draws, prompts, version=self.version, provenance=provenance)
 
     def rescore(
-        self,
-        rollouts: Rollouts,
-        *,
-        evidence: EvidenceKind = "full",
-        sampling: Sampling | None = None,
+        self, rollouts: Rollouts, *, evidence: EvidenceKind = "full", sampling: Sampling | None = None
     ) -> Rollouts:
         """The same tokens as this engine would have recorded them; see `Rescores`.
 
@@ -268,13 +251,7 @@ class Drawing(ABC):
 
     @abstractmethod
     def _draws(
-        self,
-        prompts: Tokens,
-        sampling: Sampling,
-        evidence: EvidenceKind,
-        *,
-        seed: int,
-        forced: Tokens | None = None,
+        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, *, seed: int, forced: Tokens | None = None
     ) -> list[Draws]:
         """Draw, or follow `forced` responses; consecutive prompts in each part."""
 
@@ -296,13 +273,7 @@ class Drawing(ABC):
     def _checked(self, draws: Draws, sampling: Sampling) -> Draws:
         """The same, once its hidden states have reproduced the log-probs beside them."""
         assert isinstance(draws.evidence, HiddenStates)
-        check_states(
-            draws.evidence,
-            draws.tokens,
-            draws.logp,
-            temperature=sampling.temperature,
-            engine=self.name,
-        )
+        check_states(draws.evidence, draws.tokens, draws.logp, temperature=sampling.temperature, engine=self.name)
         return draws
 
     def _provenance(self, sampling: Sampling) -> Provenance:

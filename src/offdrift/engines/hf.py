@@ -38,15 +38,7 @@ from offdrift.engines.generate import Drawing, Draws, Tokens, pieces
 from offdrift.engines.output_head import HeadInput, compute_head_in, head_input, head_of, kept
 from offdrift.engines.routing import routes_of
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import (
-    Evidence,
-    EvidenceKind,
-    FullVocab,
-    HiddenStates,
-    Rollouts,
-    Sampling,
-    TopK,
-)
+from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling, TopK
 
 
 class TransformersEngine(Drawing):
@@ -162,24 +154,13 @@ class TransformersEngine(Drawing):
         self._model = None
 
     def _draws(
-        self,
-        prompts: Tokens,
-        sampling: Sampling,
-        evidence: EvidenceKind,
-        *,
-        seed: int,
-        forced: Tokens | None = None,
+        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, *, seed: int, forced: Tokens | None = None
     ) -> list[Draws]:
         parts = pieces(len(prompts), self.batch_size)
         with torch.no_grad(), _own_random_stream(self.model.device, seed):
-            return [
-                self._draw(prompts[p], sampling, evidence, None if forced is None else forced[p])
-                for p in parts
-            ]
+            return [self._draw(prompts[p], sampling, evidence, None if forced is None else forced[p]) for p in parts]
 
-    def _draw(
-        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, forced: Tokens | None
-    ) -> Draws:
+    def _draw(self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, forced: Tokens | None) -> Draws:
         if evidence != "hidden":
             return self._drawn(prompts, sampling, Recorder(evidence), forced)
         self._head = self._head or kept(head_of(self.model))
@@ -187,9 +168,7 @@ class TransformersEngine(Drawing):
             draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, consumed), forced)
         return self._checked(draws, sampling)
 
-    def _drawn(
-        self, prompts: Tokens, sampling: Sampling, recorder: Recorder, forced: Tokens | None
-    ) -> Draws:
+    def _drawn(self, prompts: Tokens, sampling: Sampling, recorder: Recorder, forced: Tokens | None) -> Draws:
         ids, mask = left_padded(prompts, self.model.device)
         forcing = [] if forced is None else [TeacherForcing(forced, self.model.device)]
         if forced is not None:
@@ -298,18 +277,14 @@ class Recorder:
     the head consumed to make them.
     """
 
-    def __init__(
-        self, evidence: EvidenceKind, head: Head | None = None, consumed: HeadInput | None = None
-    ) -> None:
+    def __init__(self, evidence: EvidenceKind, head: Head | None = None, consumed: HeadInput | None = None) -> None:
         self.evidence, self.head, self.consumed = evidence, head, consumed
         self.waiting: Tensor | None = None
         self.logp: list[Tensor] = []  # per step: log-prob of the token drawn, [batch]
         self.ids: list[Tensor] = []  # per step: ids of the k likeliest, [batch, k]
         self.rows: list[Tensor] = []  # per step: log-probs or states, [batch, vocab, k or hidden]
 
-    def __call__(
-        self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]
-    ) -> Float[Tensor, "b v"]:
+    def __call__(self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
         self._settle(input_ids[:, -1])
         self.waiting = block = scores.float().log_softmax(-1)
         if self.evidence == "full":
@@ -356,9 +331,7 @@ class TeacherForcing:
         rows = [[*r, *[PAD] * (width - len(r))] for r in responses]
         self.steps = iter(torch.tensor(rows, device=device).T)
 
-    def __call__(
-        self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]
-    ) -> Float[Tensor, "b v"]:
+    def __call__(self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
         alone = torch.full_like(scores, -torch.inf)
         return alone.scatter_(1, next(self.steps)[:, None], 0.0)
 

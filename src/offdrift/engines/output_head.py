@@ -117,9 +117,7 @@ def head_of(model: nn.Module) -> Head:
     with head_input(model) as consumed:
         logits = model(input_ids=ids[None], use_cache=False).logits[0]  # [probed, v]
     if consumed.last is None or logits.shape[-1] != len(weight):
-        raise EngineError(
-            _unknown(model, f"{logits.shape[-1]} logits come from a head of {len(weight)} rows")
-        )
+        raise EngineError(_unknown(model, f"{logits.shape[-1]} logits come from a head of {len(weight)} rows"))
     states = consumed.last.reshape(-1, weight.shape[1])[-len(logits) :]
     rounding = None if logits.dtype in (torch.float32, torch.float64) else logits.dtype
     bias = None if bias is None else bias.detach()
@@ -135,9 +133,7 @@ def head_of(model: nn.Module) -> Head:
         scores = head.scores(states, slice(0, len(weight)))
         if float((scores - logits).abs().max()) <= limit:
             return head
-    raise EngineError(
-        _unknown(model, "no scale or soft cap of its configuration explains its logits")
-    )
+    raise EngineError(_unknown(model, "no scale or soft cap of its configuration explains its logits"))
 
 
 def kept(head: Head) -> Head:
@@ -166,11 +162,7 @@ def logits_in_pieces(
 
 @torch.no_grad()
 def deviations(
-    evidence: HiddenStates,
-    tokens: Int[Tensor, " n"],
-    logp_rollout: Float[Tensor, " n"],
-    *,
-    temperature: float = 1.0,
+    evidence: HiddenStates, tokens: Int[Tensor, " n"], logp_rollout: Float[Tensor, " n"], *, temperature: float = 1.0
 ) -> Float[Tensor, " n"]:
     """How far recorded states and their head are from the log-probs recorded with them.
 

@@ -52,9 +52,7 @@ def route_lengths(rollouts: Rollouts) -> Int[Tensor, " b"]:
 
 
 @torch.no_grad()
-def routes_of(
-    model: nn.Module, rollouts: Rollouts, *, token_budget: int = 8192
-) -> Int[Tensor, "p layers k"]:
+def routes_of(model: nn.Module, rollouts: Rollouts, *, token_budget: int = 8192) -> Int[Tensor, "p layers k"]:
     """Experts that the model chooses when it scores these tokens.
 
     Args:
@@ -91,9 +89,7 @@ def routes_of(
 
 
 @contextmanager
-def replayed(
-    model: nn.Module, rollouts: Rollouts, routes: Int[Tensor, "p layers k"]
-) -> Iterator[None]:
+def replayed(model: nn.Module, rollouts: Rollouts, routes: Int[Tensor, "p layers k"]) -> Iterator[None]:
     """Score exactly this batch, once, with these experts: their weights are the model's own.
 
     Args:
@@ -126,9 +122,7 @@ def replayed(
             handle.remove()
 
 
-def flips(
-    one: Int[Tensor, "p layers k"], other: Int[Tensor, "p layers k"]
-) -> Bool[Tensor, "p layers"]:
+def flips(one: Int[Tensor, "p layers k"], other: Int[Tensor, "p layers k"]) -> Bool[Tensor, "p layers"]:
     """Where two engines choose different sets of experts; their order says nothing.
 
     The mean of this is the share of routing decisions with any difference. It is not the survey's
@@ -169,9 +163,7 @@ def flip_rate(
     """
     largest = int(torch.maximum(one.max(), other.max())) if one.numel() else -1
     if largest >= experts:
-        raise EngineError(
-            f"expert {largest} was chosen, but experts={experts}; give all of a layer"
-        )
+        raise EngineError(f"expert {largest} was chosen, but experts={experts}; give all of a layer")
     shared = (one.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).sum(-1)
     return (one.shape[-1] + other.shape[-1] - 2 * shared).float() / experts
 
@@ -202,10 +194,7 @@ def _parts(module: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _weigher(
-    module: nn.Module,
-    logits: Float[Tensor, "m experts"],
-    weights: Float[Tensor, "m k"],
-    chosen: Int[Tensor, "m k"],
+    module: nn.Module, logits: Float[Tensor, "m experts"], weights: Float[Tensor, "m k"], chosen: Int[Tensor, "m k"]
 ) -> Callable[[Tensor], Tensor]:
     """How this router weighs the experts it chose: the one rule that gives its own weights."""
 

@@ -41,9 +41,7 @@ class Score(NamedTuple):
     """Tempered float32 logits: evidence for exact divergences. Detached, unless asked for otherwise."""
 
 
-def score(
-    model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0, keep_graph: bool = False
-) -> Score:
+def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0, keep_graph: bool = False) -> Score:
     """Log-probs, entropies and logits of every response token, on the packed layout.
 
         logp_t = log softmax(logits_t / temperature)[token_t]
@@ -171,10 +169,7 @@ def _cells(cu_seqlens: Int[Tensor, " cuts"]) -> tuple[Int[Tensor, " n"], Int[Ten
 
 
 def divergences(
-    rollouts: Rollouts,
-    logits: Float[Tensor, "n v"],
-    *,
-    tail_log_ratio_cap: float | int | None = None,
+    rollouts: Rollouts, logits: Float[Tensor, "n v"], *, tail_log_ratio_cap: float | int | None = None
 ) -> dict[str, Divergence]:
     """Divergences of the current policy from the recorded rollout policy, by name.
 
@@ -201,9 +196,7 @@ def divergences(
         temperature = rollouts.provenance.sampling.temperature
         parts = [
             exact_divergences(rollout, logits[piece])
-            for piece, rollout in logits_in_pieces(
-                evidence.to(logits.device), temperature=temperature
-            )
+            for piece, rollout in logits_in_pieces(evidence.to(logits.device), temperature=temperature)
         ]
         kl, tv = (torch.cat(x) for x in zip(*((p.kl_rollout_current, p.tv) for p in parts)))
         return _exact(kl, tv)
@@ -220,9 +213,7 @@ def divergences(
     return {}
 
 
-def old_divergences(
-    logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v"]
-) -> dict[str, Divergence]:
+def old_divergences(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v"]) -> dict[str, Divergence]:
     """Divergences of the current policy from the old one, by name, over the whole vocabulary.
 
         kl_old_current = KL(pi_old || pi)      tv_old_current = TV(pi_old, pi)

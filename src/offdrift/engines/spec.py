@@ -37,9 +37,7 @@ class EngineSpec:
         if self.kind not in KINDS:
             raise EngineError(
                 f"no engine is called {self.kind!r}; write one of "
-                + ", ".join(f'"{k}:{d}"' for k, d in KINDS.items()).replace(
-                    "openai:auto", "openai:URL"
-                )
+                + ", ".join(f'"{k}:{d}"' for k, d in KINDS.items()).replace("openai:auto", "openai:URL")
             )
         if self.dtype != KINDS[self.kind]:
             object.__setattr__(self, "dtype", dtype_of(self.dtype))
@@ -93,9 +91,7 @@ class Pair(NamedTuple):
 def dtype_of(word: Option) -> str:
     """A dtype by its full name. Raises: `EngineError` for an unknown one."""
     if word not in DTYPES:
-        raise EngineError(
-            f"no dtype {word!r}; choose one of {', '.join(sorted(set(DTYPES.values())))}"
-        )
+        raise EngineError(f"no dtype {word!r}; choose one of {', '.join(sorted(set(DTYPES.values())))}")
     return DTYPES[str(word)]
 
 

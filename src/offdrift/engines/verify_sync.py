@@ -98,12 +98,7 @@ class SyncReport:
 
 
 def verify_sync(
-    engine: Engine,
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    *,
-    seed: int,
+    engine: Engine, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int
 ) -> SyncReport:
     """Prove on a few prompts that `engine.load_weights` takes all of the trainer's weights.
 
@@ -124,8 +119,7 @@ def verify_sync(
     report = examine_sync(engine, model, prompts, sampling, seed=seed)
     if report.stale:
         groups = "; ".join(
-            f"{g.name}: differ by {g.gap:.3g} nats per token after a change worth {g.effect:.3g} "
-            f"(limit {g.limit:.3g})"
+            f"{g.name}: differ by {g.gap:.3g} nats per token after a change worth {g.effect:.3g} (limit {g.limit:.3g})"
             for g in report.groups
             if g.stale
         )
@@ -138,12 +132,7 @@ def verify_sync(
 
 
 def examine_sync(
-    engine: Engine,
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    *,
-    seed: int,
+    engine: Engine, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int
 ) -> SyncReport:
     """What `verify_sync` does, reporting groups that stayed behind instead of refusing them.
 
@@ -258,11 +247,7 @@ class _Probe:
     def compared(self) -> tuple[Rollouts, Tensor]:
         """What the engine samples now, and the trainer's log-probs of it."""
         plain = replace(
-            self.sampling,
-            max_tokens=min(self.sampling.max_tokens, PROBE_TOKENS),
-            top_k=0,
-            top_p=1.0,
-            stop_token_ids=(),
+            self.sampling, max_tokens=min(self.sampling.max_tokens, PROBE_TOKENS), top_k=0, top_p=1.0, stop_token_ids=()
         )
         rollouts = self.engine.generate(self.prompts, plain, seed=self.seed)
         return rollouts, self.scored(rollouts)
@@ -325,9 +310,7 @@ def _suspects(probe: _Probe, groups: dict[str, list[nn.Parameter]], cap: float) 
 
 
 @torch.no_grad()
-def _perturb(
-    weights: list[nn.Parameter], originals: list[Tensor], *, fraction: float, seed: int
-) -> None:
+def _perturb(weights: list[nn.Parameter], originals: list[Tensor], *, fraction: float, seed: int) -> None:
     """w <- w0 + fraction rms(w0) N(0, 1); a tensor of zeros takes the largest rms of the group."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [float(w.float().square().mean().sqrt()) for w in originals]

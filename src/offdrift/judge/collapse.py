@@ -83,12 +83,7 @@ class Collapse(NamedTuple):
     how: str
 
 
-def collapse(
-    rewards: Sequence[float],
-    grad_norms: Sequence[float] = (),
-    *,
-    recovery: int = RECOVERY,
-) -> Collapse:
+def collapse(rewards: Sequence[float], grad_norms: Sequence[float] = (), *, recovery: int = RECOVERY) -> Collapse:
     """Whether and when a run collapsed.
 
         reward   falls >= 30 % from its running best and stays there for `recovery` updates

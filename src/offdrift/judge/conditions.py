@@ -68,9 +68,7 @@ class Compared:
             limit = Threshold(float(self.threshold or 0.0), source=source)
         if value is None or not HOLDS[self.relation](value, limit.value):
             return None
-        return (
-            Evidence(metric, value, self.relation, limit.value, limit.unit, limit.source or source),
-        )
+        return (Evidence(metric, value, self.relation, limit.value, limit.unit, limit.source or source),)
 
     @property
     def readings(self) -> set[str]:

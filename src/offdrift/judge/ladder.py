@@ -57,31 +57,23 @@ def escalate(
         why = f"the policies' probabilities correlate at {pearson:.3g}"
         return Escalation("systems fix", f"{why}, below {t['pearson_broken']:g}")
     if rs_masked > t["rs_hard"]:
-        return Escalation(
-            "systems fix",
-            f"rejection would mask {rs_masked:.1%} of the batch, above {t['rs_hard']:.0%}",
-        )
+        return Escalation("systems fix", f"rejection would mask {rs_masked:.1%} of the batch, above {t['rs_hard']:.0%}")
     if ess_after_rs is not None and ess_after_rs < t["ess_wasted"]:
         return Escalation(
             "systems fix",
             f"the effective sample size after rejection is {ess_after_rs:.1%} of what is kept, below {t['ess_wasted']:.0%}",
         )
     if chi2_token > t["chi2_last"]:
-        return Escalation(
-            "systems fix", f"token chi2 is {chi2_token:.3g}, above {t['chi2_last']:g}"
-        )
+        return Escalation("systems fix", f"token chi2 is {chi2_token:.3g}, above {t['chi2_last']:g}")
     if chi2_token > t["chi2_toxic"]:
-        return Escalation(
-            "rejection and token TIS", f"token chi2 is {chi2_token:.3g}, above {t['chi2_toxic']:g}"
-        )
+        return Escalation("rejection and token TIS", f"token chi2 is {chi2_token:.3g}, above {t['chi2_toxic']:g}")
     if rs_masked >= t["rs_soft"]:
         return Escalation(
             "rejection and token TIS",
             f"rejection alone would mask {rs_masked:.1%} of the batch, at least {t['rs_soft']:.0%}",
         )
     return Escalation(
-        "rejection",
-        f"token chi2 is {chi2_token:.3g} and rejection would mask only {rs_masked:.1%} of the batch",
+        "rejection", f"token chi2 is {chi2_token:.3g} and rejection would mask only {rs_masked:.1%} of the batch"
     )
 
 

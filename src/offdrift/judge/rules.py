@@ -132,10 +132,7 @@ def _merged(base: dict[str, Any], mine: dict[str, Any], file: str) -> dict[str, 
         rows = kind(f"{file}: [{table}]", mine.get(table, {}), dict)
         if table == "thresholds":
             known(f"{file}: [thresholds]", rows, base[table])
-        merged[table] = {
-            **base[table],
-            **{n: _over(base[table].get(n), x) for n, x in rows.items()},
-        }
+        merged[table] = {**base[table], **{n: _over(base[table].get(n), x) for n, x in rows.items()}}
     return merged
 
 
@@ -143,22 +140,16 @@ def _over(old: Any, new: Any) -> Any:
     """A row over another; snippets are joined, everything else is replaced."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return {**old, "value": new} if isinstance(old, dict) and not isinstance(new, dict) else new
-    old = {
-        k: v for k, v in old.items() if not (k in ("all", "any") and {"all", "any"} & new.keys())
-    }
+    old = {k: v for k, v in old.items() if not (k in ("all", "any") and {"all", "any"} & new.keys())}
     return {**old, **new, **({"snippets": {**old.get("snippets", {}), **new["snippets"]}} if isinstance(new.get("snippets"), dict) else {})}  # fmt: skip
 
 
 def _parse(tables: Mapping[str, Any], file: str) -> Rules:
     thresholds = {
-        name: _threshold(f"{file}: [thresholds] {name}", name, row)
-        for name, row in tables["thresholds"].items()
+        name: _threshold(f"{file}: [thresholds] {name}", name, row) for name, row in tables["thresholds"].items()
     }
     fixes = {n: _fix(f"{file}: [fixes.{n}]", row) for n, row in tables["fixes"].items()}
-    rules = {
-        name: _rule(f"{file}: [rules.{name}]", row, thresholds, fixes)
-        for name, row in tables["rules"].items()
-    }
+    rules = {name: _rule(f"{file}: [rules.{name}]", row, thresholds, fixes) for name, row in tables["rules"].items()}
     for name, rule in rules.items():
         for other in rule.suppressed_by:
             one_of(f"{file}: [rules.{name}] suppressed_by", other, sorted(rules))

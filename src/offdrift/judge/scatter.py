@@ -279,9 +279,4 @@ def moved(
     y = sign * (np.log(y) if y.min() > 0 else y)
     shifts = (shift_of(y, width, gap) for gap in (width, max(width, len(y) // 2)))
     walks = (walk_of(y, width, n * width) for n in (4, 8))
-    return (
-        line_of(y, width) > t
-        or drift_of(y) > drift
-        or any(x > t for x in shifts)
-        or any(x > walk for x in walks)
-    )
+    return line_of(y, width) > t or drift_of(y) > drift or any(x > t for x in shifts) or any(x > walk for x in walks)

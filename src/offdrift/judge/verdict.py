@@ -12,9 +12,7 @@ from offdrift.judge.window import number
 URGENCY = ("stop", "act", "watch", "info")
 
 
-def verdict(
-    findings: Sequence[Finding], numbers: Row | None = None, *, missing: Sequence[str] = ()
-) -> dict[str, str]:
+def verdict(findings: Sequence[Finding], numbers: Row | None = None, *, missing: Sequence[str] = ()) -> dict[str, str]:
     """The level, "ok", "watch", "act" or "stop", and what to tell a person.
 
     The level is that of the most urgent finding. The text tells it, and the one to repair first: a

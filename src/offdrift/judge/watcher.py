@@ -38,12 +38,7 @@ def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN
     return [_finding(n, fired[n], reading, rules, context) for n in shown]
 
 
-def diagnose(
-    history: Sequence[Row],
-    *,
-    context: Context = UNKNOWN,
-    rules: Rules | None = None,
-) -> list[Finding]:
+def diagnose(history: Sequence[Row], *, context: Context = UNKNOWN, rules: Rules | None = None) -> list[Finding]:
     """What is wrong with a run, in the order in which to repair it.
 
     Every step is judged on the steps before it, and the whole run once more on `context.overall`.
@@ -89,13 +84,7 @@ class Watcher:
         []
     """
 
-    def __init__(
-        self,
-        *,
-        context: Context = UNKNOWN,
-        rules: Rules | None = None,
-        patience: int = PATIENCE,
-    ) -> None:
+    def __init__(self, *, context: Context = UNKNOWN, rules: Rules | None = None, patience: int = PATIENCE) -> None:
         self.context, self.rules, self.patience = context, rules or load_rules(), patience
         self._limits = self.rules.limits
         span = int(2 * self._limits["window_long"] + self._limits["window_level"])
@@ -175,11 +164,7 @@ def _fired(reading: Mapping[str, float], rules: Rules) -> Evidences:
 
 
 def _finding(
-    name: str,
-    evidence: tuple[Evidence, ...],
-    reading: Mapping[str, float],
-    rules: Rules,
-    context: Context,
+    name: str, evidence: tuple[Evidence, ...], reading: Mapping[str, float], rules: Rules, context: Context
 ) -> Finding:
     rule = rules.rules[name]
     fix = rules.fixes[rule.fix]
@@ -200,8 +185,6 @@ def _finding(
     )
 
 
-def _confidence(
-    rule: Rule, reading: Mapping[str, float], limits: Mapping[str, Threshold]
-) -> Confidence:
+def _confidence(rule: Rule, reading: Mapping[str, float], limits: Mapping[str, Threshold]) -> Confidence:
     raised = sum(c.holds(reading, limits) is not None for c in rule.raised_by)
     return LEVELS[min(len(LEVELS) - 1, LEVELS.index(rule.confidence) + raised)]

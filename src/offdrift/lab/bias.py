@@ -123,9 +123,7 @@ def policy_of(logits: Float[Tensor, "c v"]) -> TabularPolicy:
     return TabularPolicy(_levels(logits.softmax(-1)))
 
 
-def true_gradient(
-    logits: Float[Tensor, "c v"], rewards: Float[Tensor, " y"]
-) -> Float[Tensor, "c v"]:
+def true_gradient(logits: Float[Tensor, "c v"], rewards: Float[Tensor, " y"]) -> Float[Tensor, "c v"]:
     """grad of J = sum_y pi(y) R(y) with respect to the logits of pi.
 
     Example:
@@ -139,11 +137,7 @@ def true_gradient(
 
 
 def expected_gradient(
-    row: Method,
-    rollout: TabularPolicy,
-    old: TabularPolicy,
-    logits: Float[Tensor, "c v"],
-    rewards: Float[Tensor, " y"],
+    row: Method, rollout: TabularPolicy, old: TabularPolicy, logits: Float[Tensor, "c v"], rewards: Float[Tensor, " y"]
 ) -> Float[Tensor, "c v"]:
     """E_mu of minus the gradient of a method's loss with respect to the logits of pi.
 
@@ -172,11 +166,7 @@ def expected_gradient(
         tensor([[-0.1966,  0.1966]], dtype=torch.float64)
     """
     rows, count = tuple(_rows(rollout).shape), (rollout.vocab**rollout.horizon,)
-    for name, x, expected in (
-        ("old", _rows(old), rows),
-        ("logits", logits, rows),
-        ("rewards", rewards, count),
-    ):
+    for name, x, expected in (("old", _rows(old), rows), ("logits", logits, rows), ("rewards", rewards, count)):
         if tuple(x.shape) != expected:
             raise ShapeError(
                 f"{name} has shape {tuple(x.shape)}, expected {expected}: one row per context, "
@@ -218,9 +208,7 @@ def expected_gradient(
     return -torch.autograd.grad(result.loss, leaf)[0]
 
 
-def relative_bias(
-    row: Method, scale: float | int, *, problems: Sequence[Problem] | None = None
-) -> float:
+def relative_bias(row: Method, scale: float | int, *, problems: Sequence[Problem] | None = None) -> float:
     """Largest |g - grad J| / |grad J| over some problems, at a drift of `scale`.
 
     Args:
@@ -281,8 +269,7 @@ def _levels(rows: Float[Tensor, "c v"]) -> tuple[Tensor, ...]:
         sizes.append(sizes[-1] * vocab)
     if sum(sizes) != contexts:
         raise ShapeError(
-            f"{contexts} contexts do not form a tree over {vocab} tokens, which has "
-            f"{sum(sizes[:-1])} or {sum(sizes)}"
+            f"{contexts} contexts do not form a tree over {vocab} tokens, which has {sum(sizes[:-1])} or {sum(sizes)}"
         )
     return tuple(level.unsqueeze(0) for level in rows.split(sizes))
 
@@ -306,9 +293,7 @@ def _population(law: Float[Tensor, " y"]) -> Int[Tensor, " b"]:
     return torch.arange(len(law)).repeat_interleave(counts)
 
 
-def _places(
-    sequences: Int[Tensor, " b"], vocab: int, horizon: int
-) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+def _places(sequences: Int[Tensor, " b"], vocab: int, horizon: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
     """Context and token at every position of the packed sequences."""
     steps = torch.arange(horizon)
     prefix = sequences.unsqueeze(1) // vocab ** (horizon - 1 - steps)

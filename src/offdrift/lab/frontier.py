@@ -118,9 +118,7 @@ def known_moments(bed: Testbed) -> dict[str, Moments]:
 # Reference: the survey's Problem 1, "The sequence-correct low-variance frontier".
 
 
-Family = Literal[
-    "uncorrected", "token", "prefix", "turn", "geometric", "variational", "sequence", "other"
-]
+Family = Literal["uncorrected", "token", "prefix", "turn", "geometric", "variational", "sequence", "other"]
 BETWEEN = ("prefix", "turn", "geometric", "variational")
 """The families between token and sequence, which the conjecture favors."""
 EXTREMES = ("token", "sequence")
@@ -201,12 +199,7 @@ def family(row: Method) -> Family:
 
 
 def frontier(
-    bed: Testbed,
-    *,
-    rows: Mapping[str, Method] = METHODS,
-    batch: int = 64,
-    tokens: int = 2**20,
-    seed: int = 0,
+    bed: Testbed, *, rows: Mapping[str, Method] = METHODS, batch: int = 64, tokens: int = 2**20, seed: int = 0
 ) -> Iterator[Estimate]:
     """Bias, spread and progress of every row at the testbed's horizon, one after the other.
 
@@ -223,9 +216,7 @@ def frontier(
         raise BadValueError(f"batch = {batch}, tokens = {tokens}; give at least 1 of each")
     true = return_gradient(bed.current, bed.rewards[None])[0].sum(0).flatten()
     if not float(true.norm()) > 0:
-        raise BadValueError(
-            f"the gradient of {bed.name} at T = {bed.horizon} is 0: nothing to compare with"
-        )
+        raise BadValueError(f"the gradient of {bed.name} at T = {bed.horizon} is 0: nothing to compare with")
     batches = min(64, max(16, tokens // (batch * bed.horizon)))
     drawn = draw(bed, batches * batch, generator=torch.Generator().manual_seed(seed))
     moments = known_moments(bed)
@@ -273,11 +264,7 @@ def verdict(estimates: Sequence[Estimate]) -> Verdict:
         tied += [name] if near and e is not winner else []
     plain = [e for e in estimates if PLAIN.get(e.family) == e.method]
     return Verdict(
-        winner.horizon,
-        best,
-        winner,
-        tuple(tied),
-        max(plain, key=_rank) if len(plain) == len(PLAIN) else None,
+        winner.horizon, best, winner, tuple(tied), max(plain, key=_rank) if len(plain) == len(PLAIN) else None
     )
 
 

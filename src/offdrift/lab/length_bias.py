@@ -48,11 +48,7 @@ GATES: dict[str, tuple[Callable[[float], AnyGate], float, str]] = {
     "trm_max": (lambda u: _kl("seq_max", u), 0.05, "1 - (1-p)^T"),
     "trm_avg": (lambda u: _kl("seq_mean", u), 0.001, "constant"),
     "ln_trm": (lambda u: LengthNeutralGate(high=u), 0.05, "constant"),
-    "ser": (
-        lambda u: Gate(statistic="ratio_error", on="full", unit="seq_mean", high=u),
-        0.10,
-        "constant",
-    ),
+    "ser": (lambda u: Gate(statistic="ratio_error", on="full", unit="seq_mean", high=u), 0.10, "constant"),
     "seq_product": (
         lambda u: Gate(statistic="ratio", on="full", unit="seq_sum", low=1 / (1 + u), high=1 + u),
         2.0,
@@ -79,9 +75,7 @@ class Stream:
         log_ratio = self.log_ratio[:, :length].reshape(-1)
         # Only the log-ratio is read; any pair of legal log-probs with that difference will do.
         low = -log_ratio.clamp(min=0)
-        batch = LogProbs.pack(
-            low, low + log_ratio, segments=Segments.from_lengths([length] * sequences)
-        )
+        batch = LogProbs.pack(low, low + log_ratio, segments=Segments.from_lengths([length] * sequences))
         kl = Divergence.exact("kl_rollout_current", self.kl[:, :length].reshape(-1))
         return batch, BatchInfo(divergences={kl.name: kl})
 
@@ -139,9 +133,7 @@ def independent_stream(*, sequences: int, horizon: int, violation: float, seed: 
     draws = (_draw(pair, shape, g) for pair in (calm, spikes))
     (calm_ratio, calm_kl), (spike_ratio, spike_kl) = draws
     return Stream(
-        f"independent, p = {violation:g}",
-        spike_ratio.where(spiked, calm_ratio),
-        spike_kl.where(spiked, calm_kl),
+        f"independent, p = {violation:g}", spike_ratio.where(spiked, calm_ratio), spike_kl.where(spiked, calm_kl)
     )
 
 
@@ -201,9 +193,7 @@ def curves(
     return measured
 
 
-def scaling(
-    lengths: Sequence[int], acceptance: Sequence[float], sequences: int
-) -> tuple[float, float] | None:
+def scaling(lengths: Sequence[int], acceptance: Sequence[float], sequences: int) -> tuple[float, float] | None:
     """(gamma, c) of acceptance = exp(-c T^gamma), least squares weighted by what each point knows.
 
     In log(-log a) = log c + gamma log T a point with `a` accepted out of `sequences` has variance
@@ -239,9 +229,7 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _contexts(
-    noise: float, g: torch.Generator
-) -> tuple[Float[Tensor, "c v"], Float[Tensor, "c v"]]:
+def _contexts(noise: float, g: torch.Generator) -> tuple[Float[Tensor, "c v"], Float[Tensor, "c v"]]:
     """Random distributions, and the same with noise on their logits."""
     logits = 2 * torch.randn(CONTEXTS, VOCAB, generator=g, dtype=torch.float64)
     drifted = logits + noise * torch.randn(CONTEXTS, VOCAB, generator=g, dtype=torch.float64)
@@ -249,9 +237,7 @@ def _contexts(
 
 
 def _draw(
-    pair: tuple[Float[Tensor, "c v"], Float[Tensor, "c v"]],
-    shape: tuple[int, int],
-    g: torch.Generator,
+    pair: tuple[Float[Tensor, "c v"], Float[Tensor, "c v"]], shape: tuple[int, int], g: torch.Generator
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
     """A token of a random context at every place: its log-ratio and its context's KL."""
     mu, pi = pair
@@ -265,9 +251,7 @@ def _draw(
     return log_ratio.float(), token_kl(mu, pi)[which].float()
 
 
-def _threshold(
-    stream: Stream, make: Callable[[float], AnyGate], length: int, share: float
-) -> float:
+def _threshold(stream: Stream, make: Callable[[float], AnyGate], length: int, share: float) -> float:
     """The smallest threshold, to rounding, whose gate accepts at least `share` at this length."""
 
     def enough(threshold: float) -> bool:

@@ -44,8 +44,7 @@ class Automaton:
             raise BadValueError("vocabulary of 1 token: every policy is the same; give at least 2")
         if not bool(((self.next_state >= 0) & (self.next_state < self.states)).all()):
             raise BadValueError(
-                f"next_state leaves the {self.states} states; its entries are states, "
-                f"0 to {self.states - 1}"
+                f"next_state leaves the {self.states} states; its entries are states, 0 to {self.states - 1}"
             )
         if not bool((self.start >= 0).all()) or not abs(float(self.start.sum()) - 1) < 1e-9:
             raise BadValueError("start is not a law; it must be non-negative and sum to 1")
@@ -77,9 +76,7 @@ class Automaton:
 
     def same_as(self, other: Automaton) -> bool:
         """Whether both summarize contexts alike."""
-        return torch.equal(self.next_state, other.next_state) and torch.equal(
-            self.start, other.start
-        )
+        return torch.equal(self.next_state, other.next_state) and torch.equal(self.start, other.start)
 
 
 def memoryless(vocab: int) -> Automaton:
@@ -210,8 +207,7 @@ class MarkovPolicy:
         rows = self.tokens.detach()
         if not bool((rows >= 0).all()) or not bool(((rows.sum(-1) - 1).abs() < 1e-9).all()):
             raise BadValueError(
-                "tokens holds a row that is not a distribution; every row must be non-negative "
-                "and sum to 1"
+                "tokens holds a row that is not a distribution; every row must be non-negative and sum to 1"
             )
 
     @property
@@ -290,18 +286,13 @@ class MarkovPolicy:
         return TabularPolicy(tuple(levels))
 
 
-def from_logits(
-    automaton: Automaton, logits: Float[Tensor, "p t s v"], horizon: int
-) -> MarkovPolicy:
+def from_logits(automaton: Automaton, logits: Float[Tensor, "p t s v"], horizon: int) -> MarkovPolicy:
     """The softmax policy of these logits. Gradient: to `logits`."""
     return MarkovPolicy(automaton, logits.softmax(-1), horizon)
 
 
 def low_rank(
-    automaton: Automaton,
-    left: Float[Tensor, "p t s r"],
-    right: Float[Tensor, "p r v"],
-    horizon: int,
+    automaton: Automaton, left: Float[Tensor, "p t s r"], right: Float[Tensor, "p r v"], horizon: int
 ) -> MarkovPolicy:
     """Policies with logits of rank r, as hidden states and an output layer have.
 
@@ -333,10 +324,7 @@ def random_markov(
 
 
 def shifted(
-    policy: MarkovPolicy,
-    push: Float[Tensor, "#p #t #s #v"],
-    *,
-    scale: float | int | Float[Tensor, " p"] = 1,
+    policy: MarkovPolicy, push: Float[Tensor, "#p #t #s #v"], *, scale: float | int | Float[Tensor, " p"] = 1
 ) -> MarkovPolicy:
     """The policy with `scale * push` added to its logits.
 
@@ -371,12 +359,7 @@ def drift_tilt(policy: MarkovPolicy, *, token: int = 0) -> Float[Tensor, "1 1 1 
 # -- the two recursions -----------------------------------------------------------------------
 
 
-def forward(
-    kernel: Float[Tensor, "p t s s"],
-    horizon: int,
-    *,
-    start: Float[Tensor, "p s"],
-) -> Float[Tensor, "p t1 s"]:
+def forward(kernel: Float[Tensor, "p t s s"], horizon: int, *, start: Float[Tensor, "p s"]) -> Float[Tensor, "p t1 s"]:
     """x_{t+1} = x_t K_t for t = 1 .. T, with x_1 = start. Gradient: to both."""
     rows = [start]
     for t in range(horizon):
@@ -405,9 +388,7 @@ def backward(
     return torch.stack(rows[::-1], dim=1)
 
 
-def _step(
-    rows: Float[Tensor, "p s"], kernel: Float[Tensor, "p t s s"], t: int
-) -> Float[Tensor, "p s"]:
+def _step(rows: Float[Tensor, "p s"], kernel: Float[Tensor, "p t s s"], t: int) -> Float[Tensor, "p s"]:
     return (rows.unsqueeze(1) @ kernel[:, t if kernel.shape[1] > 1 else 0]).squeeze(1)
 
 

@@ -95,9 +95,7 @@ def masked(rollout: TabularPolicy, current: TabularPolicy) -> Masked:
     )
 
 
-def _inside(
-    rollout: TabularPolicy, current: TabularPolicy
-) -> tuple[Bool[Tensor, "p y"], Float[Tensor, " p"]]:
+def _inside(rollout: TabularPolicy, current: TabularPolicy) -> tuple[Bool[Tensor, "p y"], Float[Tensor, " p"]]:
     """Sequences whose contexts all have at most half the largest KL, and their prefix KL."""
     kl = [token_kl(mu, pi) for mu, pi in zip(rollout.levels, current.levels, strict=True)]
     limit = torch.stack([x.amax(1) for x in kl]).amax(0)[:, None] / 2
@@ -151,9 +149,7 @@ Maker = Callable[[int, int, int, torch.Generator], TabularPair]
 """Pairs, vocabulary, horizon and generator to rollout and current policies."""
 
 
-def enumerated(
-    family: str, vocab: int, horizon: int, mu: TabularPolicy, pi: TabularPolicy
-) -> Batch:
+def enumerated(family: str, vocab: int, horizon: int, mu: TabularPolicy, pi: TabularPolicy) -> Batch:
     """Exact divergences and worst error of pairs that can be enumerated. Gradient: to both."""
     error = error_weights(mu, pi).clamp(min=0).sum(1)
     return Batch(family, vocab, horizon, True, divergences(mu, pi), error)
@@ -225,10 +221,7 @@ def _rare(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
     sure = 3 + 9 * torch.rand(n, 1, generator=g, dtype=torch.float64)
     logits = sure * first + 0.1 * torch.randn(n, vocab, generator=g, dtype=torch.float64)
     drifted = logits - _sizes(n, 6.0, g)[:, None] * first
-    mu, pi = (
-        tuple(x.softmax(-1)[:, None].expand(-1, vocab**t, -1) for t in range(horizon))
-        for x in (logits, drifted)
-    )
+    mu, pi = (tuple(x.softmax(-1)[:, None].expand(-1, vocab**t, -1) for t in range(horizon)) for x in (logits, drifted))
     return TabularPolicy(mu), TabularPolicy(pi)
 
 
@@ -279,9 +272,7 @@ class Cell:
     make: Callable[[int, torch.Generator], Batch]
 
 
-def _one_prompt(
-    family: str, make: Maker, vocab: int, horizon: int, n: int, g: torch.Generator
-) -> Batch:
+def _one_prompt(family: str, make: Maker, vocab: int, horizon: int, n: int, g: torch.Generator) -> Batch:
     mu, pi = make(n, vocab, horizon, g)
     return replace(enumerated(family, vocab, horizon, mu, pi), masked=masked(mu, pi))
 
@@ -307,9 +298,7 @@ MACHINES: dict[str, Automaton] = {
 DRIFTS = ("noise", "noise at every position", "flip", "tilt", "rare tokens")
 
 
-def _markov_batch(
-    drift: str, name: str, machine: Automaton, horizon: int, n: int, g: torch.Generator
-) -> Batch:
+def _markov_batch(drift: str, name: str, machine: Automaton, horizon: int, n: int, g: torch.Generator) -> Batch:
     stationary = drift != "noise at every position"
     mu = random_markov(machine, n, horizon=horizon, stationary=stationary, generator=g)
     sizes = _sizes(n, 2.0, g)

@@ -50,8 +50,7 @@ class TabularPolicy:
                 )
             if not bool((level >= 0).all()) or not bool(((level.sum(-1) - 1).abs() < 1e-9).all()):
                 raise BadValueError(
-                    f"levels[{t}] holds a row that is not a distribution; every row must be "
-                    "non-negative and sum to 1"
+                    f"levels[{t}] holds a row that is not a distribution; every row must be non-negative and sum to 1"
                 )
 
     @staticmethod
@@ -117,11 +116,7 @@ def random_policies(
 
 
 def perturbed(
-    policy: TabularPolicy,
-    *,
-    scale: float | Float[Tensor, " p"],
-    touched: float = 1.0,
-    generator: torch.Generator,
+    policy: TabularPolicy, *, scale: float | Float[Tensor, " p"], touched: float = 1.0, generator: torch.Generator
 ) -> TabularPolicy:
     """The policy with normal noise on its logits, at some of its contexts.
 
@@ -382,6 +377,5 @@ def _same_tree(rollout: TabularPolicy, current: TabularPolicy) -> None:
     trees = [(p.pairs, p.vocab, p.horizon) for p in (rollout, current)]
     if trees[0] != trees[1]:
         raise ShapeError(
-            "rollout and current policy differ in (pairs, vocabulary, horizon): "
-            f"{trees[0]} and {trees[1]}"
+            f"rollout and current policy differ in (pairs, vocabulary, horizon): {trees[0]} and {trees[1]}"
         )

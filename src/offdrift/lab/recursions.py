@@ -174,9 +174,7 @@ def chi2_seq(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[Tensor, " p"
     return chi2.where(~(both & missed).any(2).any(1) & (chi2 < _LARGEST), math.inf)
 
 
-def return_gradient(
-    policy: MarkovPolicy, rewards: Float[Tensor, "#p s"]
-) -> Float[Tensor, "p t s v"]:
+def return_gradient(policy: MarkovPolicy, rewards: Float[Tensor, "#p s"]) -> Float[Tensor, "p t s v"]:
     """The gradient of J with respect to the logits, of the shape of `policy.tokens`.
 
         dJ / dlogit_t(v | s) = d_t(s) pi(v | s) (Q_t(s, v) - V_t(s)),
@@ -192,9 +190,7 @@ def return_gradient(
     return each if policy.tokens.shape[1] > 1 else each.sum(1, keepdim=True)
 
 
-def iid_tv_seq(
-    rollout: Float[Tensor, "p v"], current: Float[Tensor, "p v"], horizon: int
-) -> Float[Tensor, " p"]:
+def iid_tv_seq(rollout: Float[Tensor, "p v"], current: Float[Tensor, "p v"], horizon: int) -> Float[Tensor, " p"]:
     """TV of whole sequences of independent tokens, exactly: a sum over counts, not sequences.
 
     Args:
@@ -255,9 +251,7 @@ def _from_start(
     """x_1 of x_t(s) = row_t(s) + sum_v weights_t(s, v) x_{t+1}(next), averaged over the start."""
     final = row.new_zeros(policy.pairs, policy.states)
     each = row.expand(-1, policy.horizon, -1)
-    values = backward(
-        policy.automaton.kernel(weights), policy.horizon, final=final, source=each, limit=_LARGEST
-    )
+    values = backward(policy.automaton.kernel(weights), policy.horizon, final=final, source=each, limit=_LARGEST)
     return (policy.automaton.start * values[:, 0]).sum(1)
 
 
@@ -272,19 +266,13 @@ def _mean(
 def _same_tree(rollout: MarkovPolicy, current: MarkovPolicy) -> None:
     sizes = [(p.pairs, p.horizon) for p in (rollout, current)]
     if sizes[0] != sizes[1]:
-        raise ShapeError(
-            f"rollout and current policy differ in (pairs, horizon): {sizes[0]} and {sizes[1]}"
-        )
+        raise ShapeError(f"rollout and current policy differ in (pairs, horizon): {sizes[0]} and {sizes[1]}")
     if not rollout.automaton.same_as(current.automaton):
-        raise ShapeError(
-            "rollout and current policy live on different automata; build both on the same one"
-        )
+        raise ShapeError("rollout and current policy live on different automata; build both on the same one")
 
 
 def _extremes(
-    policy: MarkovPolicy,
-    rewards: Float[Tensor, "#p s"],
-    token_rewards: Float[Tensor, "#p #t s v"] | None,
+    policy: MarkovPolicy, rewards: Float[Tensor, "#p s"], token_rewards: Float[Tensor, "#p #t s v"] | None
 ) -> tuple[Float[Tensor, "#p s"], Float[Tensor, "#p s"]]:
     """The smallest and the largest reward of any sequence, from each state."""
     low = high = rewards.detach()

@@ -73,19 +73,10 @@ def remembering(name: str, machine: Automaton, horizon: int) -> Arena:
 def arenas() -> list[Arena]:
     """Where `offdrift lab bounds` searches."""
     trees = [tree(2, t) for t in (2, 3, 4, 6, 8)] + [tree(3, t) for t in (2, 3, 4)] + [tree(4, 2)]
-    return trees + [
-        remembering(m, MACHINES[m], t) for m in ("parity", "majority") for t in (16, 64)
-    ]
+    return trees + [remembering(m, MACHINES[m], t) for m in ("parity", "majority") for t in (16, 64)]
 
 
-def attack(
-    arena: Arena,
-    *,
-    restarts: int,
-    steps: int,
-    seed: int,
-    tick: Callable[[], None] = lambda: None,
-) -> Batch:
+def attack(arena: Arena, *, restarts: int, steps: int, seed: int, tick: Callable[[], None] = lambda: None) -> Batch:
     """The best pair for each of `GOALS` and each of `restarts` starts.
 
     Args:
@@ -99,9 +90,7 @@ def attack(
     goal = torch.arange(len(GOALS)).repeat_interleave(restarts)
     free = _starts(arena, len(goal), g)
     optimizer = torch.optim.Adam(free, lr=RATE)
-    decay = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda n: (1 + math.cos(math.pi * n / max(steps, 1))) / 2
-    )
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: (1 + math.cos(math.pi * n / max(steps, 1))) / 2)
     best = [x.detach().clone() for x in free]
     record = torch.zeros(len(goal), dtype=torch.float64)
     for step in range(steps + 1):
@@ -272,9 +261,7 @@ def other_values(batch: Batch) -> tuple[Float[np.ndarray, "p o"], Float[np.ndarr
     tv_seq = batch.divergences.tv_seq.clamp(max=1).tolist()
     for i, (tau, r, tv) in enumerate(zip(m.tau.tolist(), m.rejected.tolist(), tv_seq, strict=True)):
         if not math.isnan(tau):
-            paper, sharp = (
-                sample_ratio_error(horizon=batch.horizon, tau=tau, constants=c) for c in CONSTANTS
-            )
+            paper, sharp = (sample_ratio_error(horizon=batch.horizon, tau=tau, constants=c) for c in CONSTANTS)
             price = masked_guarantee(error=paper, rejected=r, tv_seq=tv)
             values[i, :2] = price.error + price.price, sharp
     return errors, values

@@ -121,9 +121,7 @@ def _scale(rollout: MarkovPolicy, push: Tensor, kl_token: float) -> float:
     while kl(high) < kl_token and high < 64:
         high *= 2
     if not 0 <= kl_token <= kl(high):
-        raise BadValueError(
-            f"kl_token = {kl_token}: the drift reaches 0 to {kl(high):.3g} nats per token here"
-        )
+        raise BadValueError(f"kl_token = {kl_token}: the drift reaches 0 to {kl(high):.3g} nats per token here")
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if kl(middle) < kl_token else (low, middle)
@@ -196,9 +194,7 @@ def coefficients(row: Method, bed: Testbed, drawn: Draw) -> Float[Tensor, "b t"]
         turns=Segments.from_lengths(sizes.repeat(sequences)),
         group_ids=torch.zeros(sequences, dtype=torch.int64),
     )
-    batch = LogProbs.pack(
-        _logp(bed.rollout, drawn).reshape(-1), logp, old, logp_ref=old, segments=segments
-    )
+    batch = LogProbs.pack(_logp(bed.rollout, drawn).reshape(-1), logp, old, logp_ref=old, segments=segments)
     entropy = torch.special.entr(bed.old.tokens[0, 0]).sum(-1)
     mean_reward = markov_returns(bed.rollout, bed.rollout, bed.rewards[None]).rollout
     states = drawn.states.reshape(-1)
@@ -217,9 +213,7 @@ def coefficients(row: Method, bed: Testbed, drawn: Draw) -> Float[Tensor, "b t"]
     return -torch.autograd.grad(result.loss, logp)[0].view(sequences, horizon)
 
 
-def gradients(
-    bed: Testbed, drawn: Draw, c: Float[Tensor, "b t"], *, batch: int
-) -> Float[Tensor, "k d"]:
+def gradients(bed: Testbed, drawn: Draw, c: Float[Tensor, "b t"], *, batch: int) -> Float[Tensor, "k d"]:
     """The gradient of each batch of `batch` consecutive sequences, flat over states and tokens."""
     states, vocab = bed.current.states, bed.current.vocab
     which = torch.arange(len(c)) // batch

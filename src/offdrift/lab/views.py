@@ -19,16 +19,7 @@ from offdrift.show.figure import Panel, Series
 
 SMALLEST = 1e-4
 """Smallest bias that the figure shows; exact methods would stretch the axis otherwise."""
-FAMILIES = (
-    "token",
-    "prefix",
-    "turn",
-    "geometric",
-    "variational",
-    "sequence",
-    "uncorrected",
-    "other",
-)
+FAMILIES = ("token", "prefix", "turn", "geometric", "variational", "sequence", "uncorrected", "other")
 
 
 def by_horizon(estimates: Sequence[Estimate]) -> list[Verdict]:
@@ -43,9 +34,7 @@ def frontier_table(title: str, estimates: Sequence[Estimate]) -> Table:
     table = Table(
         title=Text(f"{title}: progress P of the best method of each family", style="bold"),
         title_justify="left",
-        caption=Text(
-            f"conjecture (an intermediate unit is best from T = 200): {conjecture(verdicts)}"
-        ),
+        caption=Text(f"conjecture (an intermediate unit is best from T = 200): {conjecture(verdicts)}"),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -149,9 +138,7 @@ def length_bias_table(title: str, curves: Sequence[Curve], *, width: int = 140) 
     shown = range(count)
     if count > fits:  # from the first to the last
         shown = sorted({round(i * (count - 1) / (fits - 1)) for i in range(fits)})
-    table = Table(
-        title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("gate", no_wrap=True)
     table.add_column("threshold", justify="right", no_wrap=True)
     for i in shown:
@@ -165,9 +152,7 @@ def length_bias_table(title: str, curves: Sequence[Curve], *, width: int = 140) 
         shares = [Text(f"{a:.2f}", style="bold red" if a < 0.5 else "") for a in some]
         gamma = "" if c.exponent is None else f"{c.exponent:.2f}"
         last = [c.stated] if stated else []
-        table.add_row(
-            LABELS[c.gate], f"{c.threshold:.3g}", *shares, gamma, length_verdict(c), *last
-        )
+        table.add_row(LABELS[c.gate], f"{c.threshold:.3g}", *shares, gamma, length_verdict(c), *last)
     return table
 
 
@@ -192,10 +177,7 @@ def length_bias_panels(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[P
             x="length T, tokens",
             y="accepted sequences",
             log_x=True,
-            series=[
-                Series(LABELS[c.gate], c.lengths, c.acceptance, low=c.low, high=c.high)
-                for c in curves
-            ],
+            series=[Series(LABELS[c.gate], c.lengths, c.acceptance, low=c.low, high=c.high) for c in curves],
         )
         for title, curves in results
     ]
@@ -203,11 +185,7 @@ def length_bias_panels(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[P
 
 def length_bias_rows(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[dict[str, Any]]:
     """The same numbers, ready for JSON."""
-    return [
-        {"stream": title, **vars(c), "verdict": length_verdict(c)}
-        for title, cs in results
-        for c in cs
-    ]
+    return [{"stream": title, **vars(c), "verdict": length_verdict(c)} for title, cs in results for c in cs]
 
 
 # -- tightness of the bounds --------------------------------------------------------------------
@@ -217,15 +195,7 @@ BOUND_LABELS = BOUNDS | {
     "masked_ratio": "Masked, ratio region",
     "masked_kl": "Masked, trust region",
 }
-DRAWN = (
-    "coupling",
-    "pinsker_marginal_kl",
-    "mixed_kl",
-    "mixed_tv",
-    "adaptive",
-    "pointwise",
-    "sequence_kl",
-)
+DRAWN = ("coupling", "pinsker_marginal_kl", "mixed_kl", "mixed_tv", "adaptive", "pointwise", "sequence_kl")
 """Bounds in the figure, with sharp constants; more lines would hide each other."""
 EDGES = (0.0, 1e-3, 1e-2, 1e-1, math.inf)
 """Largest token TV that separates sizes of drift."""
@@ -236,9 +206,7 @@ def violations(outcomes: Sequence[Outcome]) -> int:
     return sum(int(o.violated.sum()) for o in outcomes)
 
 
-def bounds_table(
-    outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, width: int = 140
-) -> Table:
+def bounds_table(outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, width: int = 140) -> Table:
     """Every bound: pairs, violations, the largest |Error| / bound, and where that was.
 
     Args:
@@ -279,9 +247,7 @@ def bounds_table(
     return table
 
 
-def horizon_table(
-    outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, width: int = 140
-) -> Table:
+def horizon_table(outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, width: int = 140) -> Table:
     """The largest |Error| / bound at every horizon, random or searched, with sharp constants."""
     both = [*outcomes, *attacked]
     table = Table(
@@ -356,9 +322,7 @@ def bounds_rows(outcomes: Sequence[Outcome], attacked: Sequence[Outcome]) -> dic
         "searched_by_horizon": _grouped(attacked, lambda o: o.horizon),
         "by_family": _grouped(outcomes, lambda o: o.family),
         "by_drift": {
-            f"{low:g} to {min(high, 1):g}": _json(
-                summarize([of_drift(o, low, high) for o in outcomes])
-            )
+            f"{low:g} to {min(high, 1):g}": _json(summarize([of_drift(o, low, high) for o in outcomes]))
             for low, high in pairwise(EDGES)
         },
     }
@@ -390,19 +354,11 @@ def _series(
     return [Series(BOUND_LABELS[n], places, [v.get(n, math.nan) for v in values]) for n in DRAWN]
 
 
-def _grouped(
-    outcomes: Sequence[Outcome], key: Callable[[Outcome], int | str]
-) -> dict[str, list[dict[str, Any]]]:
+def _grouped(outcomes: Sequence[Outcome], key: Callable[[Outcome], int | str]) -> dict[str, list[dict[str, Any]]]:
     names = sorted({key(o) for o in outcomes}, key=lambda k: (isinstance(k, str), k))
     return {str(n): _json(summarize([o for o in outcomes if key(o) == n])) for n in names}
 
 
 def _json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows as mappings; infinite, a bound of 0 with an error above it, is null."""
-    return [
-        {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in vars(r).items()
-        }
-        for r in rows
-    ]
+    return [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(r).items()} for r in rows]

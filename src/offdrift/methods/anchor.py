@@ -88,9 +88,7 @@ class Interpolated:
         Raises: `EvidenceError` if the batch carries no version lag.
         """
         lag = facts.required("version_lag")
-        old = interpolated(
-            logprobs.logp_rollout, logprobs.current, lag, at_zero_lag=self.at_zero_lag
-        )
+        old = interpolated(logprobs.logp_rollout, logprobs.current, lag, at_zero_lag=self.at_zero_lag)
         # A new object: log-ratios that the given batch has cached are not those to the new anchor.
         return replace(logprobs, logp_old=old)
 

@@ -185,9 +185,7 @@ def is_treatment(row: Method) -> str:
     words = [_weight_in_words(w) for w in row.correction.weights]
     if row.objective.on is not None:
         unit = _listed(_units_of(row.objective) - {"batch", "group"}, UNITS)
-        words.append(
-            f"{' and '.join(unit).replace('_', ' ')} ratio on {row.objective.on} in the objective"
-        )
+        words.append(f"{' and '.join(unit).replace('_', ' ')} ratio on {row.objective.on} in the objective")
     return "; ".join(words) or "none"
 
 
@@ -375,8 +373,6 @@ def catalog() -> Rows:
 def catalog_text() -> str:
     """The catalog as JSON, a row a line: what `offdrift methods` reads, without waiting for torch."""
     rows = catalog()
-    lines = ",\n".join(
-        f"{json.dumps(n)}: {json.dumps(row, ensure_ascii=False)}" for n, row in rows.items()
-    )
+    lines = ",\n".join(f"{json.dumps(n)}: {json.dumps(row, ensure_ascii=False)}" for n, row in rows.items())
     about = json.dumps({"choices": CHOICES, "words": WORDS}, ensure_ascii=False)
     return f'{about[:-1]}, "rows": {{\n{lines}\n}}}}\n'

@@ -125,13 +125,9 @@ class Method:
     @property
     def observers(self) -> tuple[Any, ...]:
         """Parts that look at a whole step before they act."""
-        return tuple(
-            p for p in self.parts if hasattr(p, "observe") and getattr(p, "observes", True)
-        )
+        return tuple(p for p in self.parts if hasattr(p, "observe") and getattr(p, "observes", True))
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo
-    ) -> Observed:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo) -> Observed:
         """What this method's parts see of one piece of a step; merge over pieces and ranks."""
         scored = of_scored(logprobs, advantages, facts)
         seen: dict[Any, Seen] = {p: p.observe(*scored) for p in self.observers}

@@ -28,9 +28,7 @@ def override(row: Method, changes: Mapping[str, Any]) -> Method:
         0.1
     """
     by_part: dict[str, dict[str, Any]] = {}
-    for path, value in flattened(
-        changes
-    ):  # all changes of a part at once: they may need each other
+    for path, value in flattened(changes):  # all changes of a part at once: they may need each other
         part, _, name = path.rpartition(".")
         by_part.setdefault(part, {})[name] = value
     several = {"gates": list(row.correction.gates), "weights": list(row.correction.weights)}
@@ -50,9 +48,7 @@ def flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{key}", value
 
 
-def _changed(
-    row: Method, part: str, values: Mapping[str, Any], several: dict[str, list[Any]]
-) -> Method:
+def _changed(row: Method, part: str, values: Mapping[str, Any], several: dict[str, list[Any]]) -> Method:
     """The row with fields of one part changed; a gate or weight is changed in `several` instead."""
     path = ".".join(x for x in (part, next(iter(values))) if x)
     if not part and set(values) <= set(PLAIN):

@@ -68,10 +68,7 @@ def moved(token: int, by: float | int) -> Batch:
     step[token] = by
     assert lp.logp is not None
     assert lp.logp_old is not None
-    far = {
-        name: Divergence.exact(name, d.lo + step.square())
-        for name, d in given.facts.divergences.items()
-    }
+    far = {name: Divergence.exact(name, d.lo + step.square()) for name, d in given.facts.divergences.items()}
     logprobs = LogProbs(lp.logp_rollout, lp.segments, lp.logp - 2 * step, lp.logp_old - step)
     return Batch(logprobs, given.advantages, replace(given.facts, divergences=far))
 

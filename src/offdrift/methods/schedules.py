@@ -48,9 +48,7 @@ class EssScale:
         for name in ("power", "reference"):
             check_number(name, getattr(self, name))
         if self.power <= 0 or not 0 < self.reference <= 1:
-            raise MethodError(
-                f"power={self.power} <= 0, or reference={self.reference} not in (0, 1]"
-            )
+            raise MethodError(f"power={self.power} <= 0, or reference={self.reference} not in (0, 1]")
         if self.weight.unit not in WHOLE_SEQUENCE or self.weight.normalize:
             raise MethodError(
                 f"weight.unit={self.weight.unit!r}, weight.normalize={self.weight.normalize}: the "
@@ -62,9 +60,7 @@ class EssScale:
         """The scale, in one line."""
         return f"lr x min(1, ess / {self.reference:g})^{self.power:g}, ess of {self.weight.formula}"
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Logs of the sums over sequences of w and w^2, and their number. Gradient: none."""
         segments = logprobs.segments
         filled = segments.lengths > 0
@@ -182,10 +178,7 @@ class Projected(NamedTuple):
 
 
 def gac_projection(
-    grad: Float[Tensor, " p"],
-    previous: Float[Tensor, " q"] | None,
-    threshold: float = 0.3,
-    strength: float = 1.0,
+    grad: Float[Tensor, " p"], previous: Float[Tensor, " q"] | None, threshold: float = 0.3, strength: float = 1.0
 ) -> Projected:
     """Remove from a gradient what it repeats of the last one, if they agree too well.
 
@@ -266,9 +259,7 @@ def alpha_decay(
 
 
 def fused_logits(
-    teacher: Float[Tensor, "*s v"],
-    student: Float[Tensor, "*s w"],
-    alpha: float | Float[Tensor, "*s"],
+    teacher: Float[Tensor, "*s v"], student: Float[Tensor, "*s w"], alpha: float | Float[Tensor, "*s"]
 ) -> Float[Tensor, "*s v"]:
     """Log-probs of the mixture of a teacher and a student from which tokens are drawn.
 

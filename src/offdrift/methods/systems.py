@@ -526,10 +526,7 @@ SCHEDULER_ROWS: dict[str, System] = {
 # works. What is left of the drift is a method's business: see `related`.
 
 
-FAMILIES: dict[str, dict[str, System]] = {
-    "in the engine": ENGINE_ROWS,
-    "around the loss": SCHEDULER_ROWS,
-}
+FAMILIES: dict[str, dict[str, System]] = {"in the engine": ENGINE_ROWS, "around the loss": SCHEDULER_ROWS}
 
 SYSTEMS: dict[str, System] = {n: row for rows in FAMILIES.values() for n, row in rows.items()}
 

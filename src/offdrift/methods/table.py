@@ -47,9 +47,7 @@ def _product(on: RatioName) -> Gate:
     return Gate(statistic="ratio", on=on, unit="seq_sum", low=0.5, high=2.0)
 
 
-def _preset(
-    objective: Objective, summary: str, *parts: GateLike | WeightLike, fails: str, bias: Bias
-) -> Method:
+def _preset(objective: Objective, summary: str, *parts: GateLike | WeightLike, fails: str, bias: Bias) -> Method:
     correction = Correction()
     for part in parts:
         correction = correction & part
@@ -59,9 +57,7 @@ def _preset(
         aggregate="seq_mean_token_sum" if isinstance(objective, Reinforce) else "token_mean",
         summary=summary,
         mechanism="rejection" if correction.gates else "PPO clip" if objective.on else "none",
-        target="mismatch of the engines"
-        if objective.on != "full"
-        else "off-policy data of any kind",
+        target="mismatch of the engines" if objective.on != "full" else "off-policy data of any kind",
         fails=fails,
         bias=bias,
         reference=VERL,
@@ -114,11 +110,7 @@ def _gate(statistic: str, unit: str, high: float) -> Gate:
 
 
 def _trm(
-    *gates: GateLike,
-    summary: str,
-    fails: str,
-    where: str = "section 4.3 and Algorithm 1",
-    bias: Bias = "O(drift)",
+    *gates: GateLike, summary: str, fails: str, where: str = "section 4.3 and Algorithm 1", bias: Bias = "O(drift)"
 ) -> Method:
     return Method(
         objective=ImportanceSampled(on="full"),
@@ -161,9 +153,7 @@ TRM_ROWS: dict[str, Method] = {
         fails=DETECTOR,
     ),
     "trm_avg_k3": _trm(
-        _gate("k3", "seq_mean", 0.001),
-        summary="trm_avg with the sampled stand-in k3 = w - 1 - log w",
-        fails=DETECTOR,
+        _gate("k3", "seq_mean", 0.001), summary="trm_avg with the sampled stand-in k3 = w - 1 - log w", fails=DETECTOR
     ),
     "trm_max_avg_k2_k3": _trm(
         _gate("k2", "seq_max", 0.1),
@@ -239,9 +229,7 @@ RECIPE_ROWS: dict[str, Method] = {
     ),
     "ppo_clip_geo_rs": replace(
         clips.ROWS["dual_clip"],
-        correction=Correction(
-            (Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.99, high=1.01),)
-        ),
+        correction=Correction((Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.99, high=1.01),)),
         summary="PPO's clip with dual clip 3; a sequence whose geometric mean of the mismatch leaves [0.99, 1.01] is rejected",
         mechanism="ratio clip, two-sided admission test",
         target="synchronous pipelines of dense models: the survey's starting point",

@@ -24,9 +24,7 @@ class TokenLoss(NamedTuple):
 
     def placed(self, logprobs: LogProbs) -> TokenLoss:
         """The losses of the scored tokens of a batch, as losses of all of them: 0 at the others."""
-        clipped, regularizer = (
-            None if x is None else logprobs.of_all(x) for x in (self.clipped, self.regularizer)
-        )
+        clipped, regularizer = (None if x is None else logprobs.of_all(x) for x in (self.clipped, self.regularizer))
         return TokenLoss(logprobs.of_all(self.loss), clipped, regularizer)
 
 
@@ -48,6 +46,4 @@ class Objective(Protocol):
         """The loss, in one line, with its numbers."""
         ...
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = ...
-    ) -> TokenLoss: ...
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = ...) -> TokenLoss: ...

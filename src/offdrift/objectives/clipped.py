@@ -125,26 +125,15 @@ class Clipped:
             f"u = {self.unit} ratio({self.on}){through}"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         u, a = unit_ratio(logprobs, advantages, self.on, self.unit, self.gradient)
         return ppo_clip(
-            u,
-            a,
-            eps_low=self.eps_low,
-            eps_high=self.eps_high,
-            dual_clip=self.dual_clip,
-            negatives=self.negatives,
+            u, a, eps_low=self.eps_low, eps_high=self.eps_high, dual_clip=self.dual_clip, negatives=self.negatives
         )
 
 
 def unit_ratio(
-    logprobs: LogProbs,
-    advantages: Float[Tensor, " n"],
-    on: RatioName,
-    unit: Unit,
-    gradient: Literal["unit", "token"],
+    logprobs: LogProbs, advantages: Float[Tensor, " n"], on: RatioName, unit: Unit, gradient: Literal["unit", "token"]
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """Each token's log-ratio over its unit, and the advantage that goes with it.
 

@@ -34,9 +34,7 @@ TIE = 1e-12
 """How much a key may move a covariance: ties break by chance, and nothing else changes its place."""
 
 
-def covariance(
-    advantages: Float[Tensor, " n"], logp: Float[Tensor, " n"], seen: Seen
-) -> Float[Tensor, " n"]:
+def covariance(advantages: Float[Tensor, " n"], logp: Float[Tensor, " n"], seen: Seen) -> Float[Tensor, " n"]:
     """Each token's share of the covariance over a step, (A_t - mean A)(log pi_t - mean log pi).
 
     Args:
@@ -138,9 +136,7 @@ class CovClipped:
             f"{self.cov_low:g} < cov(A, log pi) < {self.cov_high:g}, u = ratio({self.on})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         seen = facts.seen_by(self, logprobs, advantages)
         loss, clipped, _ = self._ppo(log_ratio(logprobs, on=self.on), advantages)
         assert clipped is not None
@@ -151,9 +147,7 @@ class CovClipped:
         chosen = own & (token_keys(logprobs, seed=self.seed) <= last)
         return TokenLoss(loss.where(~chosen, 0.0), clipped | (chosen & (advantages != 0)))
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Advantages, log-probs and keys; a token that PPO clips has an infinite key."""
         seen = _observed(logprobs, advantages, self.seed)
         _, clipped, _ = self._ppo(stopped_log_ratio(logprobs, on=self.on), seen["advantages"])
@@ -245,9 +239,7 @@ class CovPenalized:
             f"cov(A, log pi), u = ratio({self.on})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         seen = facts.seen_by(self, logprobs, advantages)
         x = log_ratio(logprobs, on=self.on)
         step = covariance(seen["advantages"], seen["logp"], seen) - TIE * seen["key"]
@@ -256,9 +248,7 @@ class CovPenalized:
         penalty = self.coef * self._penalty(x, facts)
         return TokenLoss(importance_sampled(x, advantages) + penalty.where(own >= last, 0.0))
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Advantages, log-probs and keys of all tokens. Gradient: none."""
         return _observed(logprobs, advantages, 0)
 

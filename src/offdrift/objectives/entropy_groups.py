@@ -25,9 +25,7 @@ from offdrift.segments import Segments
 FLOAT32_BITS = 32
 
 
-def most_uncertain(
-    entropy: Float[Tensor, " n"], segments: Segments, *, fraction: float
-) -> Bool[Tensor, " n"]:
+def most_uncertain(entropy: Float[Tensor, " n"], segments: Segments, *, fraction: float) -> Bool[Tensor, " n"]:
     """The ceil(fraction T) tokens of highest entropy of each sequence of T; earlier ones on ties.
 
     Entropies are compared as float32. Gradient: none.
@@ -47,10 +45,7 @@ def most_uncertain(
 
 
 def entropy_groups(
-    log_ratio: Float[Tensor, " n"],
-    entropy: Float[Tensor, " n"],
-    top: Bool[Tensor, " n"],
-    segments: Segments,
+    log_ratio: Float[Tensor, " n"], entropy: Float[Tensor, " n"], top: Bool[Tensor, " n"], segments: Segments
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, " n"]]:
     """For each token, over its group (the top or the rest of its sequence): mean log-ratio, mean
     entropy, and the token's share of the sequence, T_i / (groups of the sequence * group size).
@@ -73,9 +68,7 @@ def entropy_groups(
         return mean_ratio, mean_entropy, lengths / (groups * size)
 
 
-def _group_sums(
-    x: Float[Tensor, " n"], top: Bool[Tensor, " n"], segments: Segments
-) -> Float[Tensor, " n"]:
+def _group_sums(x: Float[Tensor, " n"], top: Bool[Tensor, " n"], segments: Segments) -> Float[Tensor, " n"]:
     above = segments.spread(segments.sum(x.where(top, 0.0)))
     below = segments.spread(segments.sum(x.where(~top, 0.0)))
     return above.where(top, below)
@@ -130,15 +123,11 @@ class EntropyGrouped:
             "gradient through the token alone"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         """Raises: `EvidenceError` without the entropy of each token, or the vocabulary's size."""
         entropy, vocab, segments = facts.required("entropy"), facts.vocab, logprobs.segments
         if vocab is None or vocab < 2:
-            raise EvidenceError(
-                f"vocab={vocab}: this method needs the number of tokens, at least 2"
-            )
+            raise EvidenceError(f"vocab={vocab}: this method needs the number of tokens, at least 2")
         top = most_uncertain(entropy, segments, fraction=self.top_frac)
         per_token = stopped_log_ratio(logprobs, on=self.on)
         value, mean_entropy, share = entropy_groups(per_token, entropy, top, segments)

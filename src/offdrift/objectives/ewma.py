@@ -22,11 +22,7 @@ from offdrift.ratios import RatioName
 
 
 def ppo_ewma(
-    logprobs: LogProbs,
-    advantages: Float[Tensor, " n"],
-    *,
-    eps: float = 0.2,
-    limit: float | int = 100.0,
+    logprobs: LogProbs, advantages: Float[Tensor, " n"], *, eps: float = 0.2, limit: float | int = 100.0
 ) -> TokenLoss:
     """Decoupled clip, per token, with prox = logp_old:
 
@@ -92,8 +88,7 @@ class ProximalEwma:
         check_number("limit", self.limit)
         if not (0 < self.eps < 1 and self.limit > 1):
             raise MethodError(
-                f"eps={self.eps} must lie in (0, 1), a distance from ratio 1, and "
-                f"limit={self.limit} must exceed 1"
+                f"eps={self.eps} must lie in (0, 1), a distance from ratio 1, and limit={self.limit} must exceed 1"
             )
 
     @property
@@ -109,9 +104,7 @@ class ProximalEwma:
             f"w = min(ratio(full), {self.limit:g}), r = ratio(staleness)"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         return ppo_ewma(logprobs, advantages, eps=self.eps, limit=self.limit)
 
 

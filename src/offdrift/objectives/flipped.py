@@ -70,9 +70,7 @@ def aspo(
     return TokenLoss(loss, clipped.detach())
 
 
-def above_quantile(
-    x: Float[Tensor, " n"], segments: Segments, *, quantile: float
-) -> Bool[Tensor, " n"]:
+def above_quantile(x: Float[Tensor, " n"], segments: Segments, *, quantile: float) -> Bool[Tensor, " n"]:
     """Which tokens lie strictly above the given quantile of their own sequence. Gradient: none.
 
     The quantile interpolates linearly between the two nearest values of the sequence, as
@@ -159,9 +157,7 @@ class Flipped:
             f"-A / min(r, 1 + {self.eps_high:g}) where A > 0{wide}{dual}, r = ratio({self.on})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         low, high = self.eps_low, self.eps_high
         log_r = log_ratio(logprobs, on=self.on)
         if self.eps_high_entropy is not None:
@@ -180,6 +176,5 @@ def _check_range(name: str, eps: tuple[float, float]) -> None:
         check_number(name, value)
     if not (0 < eps[0] <= 1 and eps[1] > 0):
         raise MethodError(
-            f"{name}={eps}: the first must lie in (0, 1], the second above 0; "
-            "they are distances from ratio 1"
+            f"{name}={eps}: the first must lie in (0, 1], the second above 0; they are distances from ratio 1"
         )

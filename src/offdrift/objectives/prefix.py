@@ -117,9 +117,7 @@ class PrefixClipped:
             f"v = prefix ratio({self.on}){through}"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         segments = logprobs.segments
         if self.gradient == "unit":
             prefix = segments.prefix_sum(clamped(log_ratio(logprobs, on=self.on)))
@@ -166,9 +164,7 @@ class PrefixMinClipped:
         check_choice("on", self.on, get_args(RatioName))
         _check_positive(self, "eps_low", "eps_high")
         if self.eps_low > 1:
-            raise MethodError(
-                f"eps_low={self.eps_low} must lie in (0, 1]: a distance below ratio 1"
-            )
+            raise MethodError(f"eps_low={self.eps_low} must lie in (0, 1]: a distance below ratio 1")
 
     @property
     def formula(self) -> str:
@@ -178,9 +174,7 @@ class PrefixMinClipped:
             f"m = least ratio before, r = token ratio({self.on})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         segments = logprobs.segments
         least = segments.prefix_min(stopped_log_ratio(logprobs, on=self.on))
         before = torch.cat([least.new_zeros(1), least[:-1]]).where(segments.position > 0, 0.0)

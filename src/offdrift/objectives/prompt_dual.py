@@ -86,11 +86,7 @@ def tilt_kl(
 
 
 def multipliers(
-    rewards: Float[Tensor, " s"],
-    prompts: StepPrompts,
-    *,
-    radius: float | int,
-    floor: float | int = 1e-3,
+    rewards: Float[Tensor, " s"], prompts: StepPrompts, *, radius: float | int, floor: float | int = 1e-3
 ) -> Float[Tensor, " s"]:
     """The multiplier of each prompt, which minimizes the dual of "stay within `radius`":
 
@@ -183,20 +179,13 @@ class PromptDual:
             f"{found if self.multiplier is None else fixed}"
         )
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Prompt id and reward of each sequence; nothing if the multiplier is given."""
         if self.multiplier is not None:
             return {}
-        return {
-            "prompt": prompt_ids(logprobs.segments),
-            "reward": facts.required("rewards").detach().double(),
-        }
+        return {"prompt": prompt_ids(logprobs.segments), "reward": facts.required("rewards").detach().double()}
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         price = self.multiplier
         if price is None:
             price = logprobs.segments.spread(self.prices(logprobs, facts)).to(advantages.dtype)

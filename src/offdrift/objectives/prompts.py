@@ -56,8 +56,7 @@ class StepPrompts:
         new = torch.cat([ordered.new_zeros(1), (ordered.diff() != 0).to(ordered.dtype)])
         slots = new.cumsum(0)
         return StepPrompts(
-            torch.empty_like(slots).scatter(0, order, slots),
-            slots[torch.searchsorted(ordered, ids.to(ordered.dtype))],
+            torch.empty_like(slots).scatter(0, order, slots), slots[torch.searchsorted(ordered, ids.to(ordered.dtype))]
         )
 
     @property

@@ -84,9 +84,7 @@ class QuantizedClipped:
             if value is None or not value > 0:
                 raise MethodError(f"{name}={value} must be positive")
         if self.eps_low > 1:
-            raise MethodError(
-                f"eps_low={self.eps_low} must lie in (0, 1]: a distance below ratio 1"
-            )
+            raise MethodError(f"eps_low={self.eps_low} must lie in (0, 1]: a distance below ratio 1")
 
     @property
     def formula(self) -> str:
@@ -96,9 +94,7 @@ class QuantizedClipped:
             f"W = min(rho, {self.cap:g})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         return quantized_clip(
             log_ratio(logprobs, on="staleness"),
             stopped_log_ratio(logprobs, on="mismatch"),

@@ -22,11 +22,7 @@ from offdrift.ratios import RatioName, log_ratio
 
 
 def dro(
-    log_ratio: Float[Tensor, " n"],
-    logp: Float[Tensor, " n"],
-    advantages: Float[Tensor, " n"],
-    *,
-    beta: float | int,
+    log_ratio: Float[Tensor, " n"], logp: Float[Tensor, " n"], advantages: Float[Tensor, " n"], *, beta: float | int
 ) -> Float[Tensor, " n"]:
     """Push and quadratic pull, L = -(A log pi - (beta / 2) log_ratio^2), per token.
 
@@ -48,9 +44,7 @@ def dro(
     return -(advantages * logp - beta / 2 * log_ratio.square())
 
 
-def oapl(
-    log_ratio: Float[Tensor, " b"], advantages: Float[Tensor, " b"], *, beta: float | int
-) -> Float[Tensor, " b"]:
+def oapl(log_ratio: Float[Tensor, " b"], advantages: Float[Tensor, " b"], *, beta: float | int) -> Float[Tensor, " b"]:
     """Squared residual of each sequence, L_i = (beta s_i - A_i)^2 with s_i its log-ratio.
 
     Args:
@@ -70,9 +64,7 @@ def oapl(
     return (beta * log_ratio - advantages).square()
 
 
-def soft_value(
-    rewards: Float[Tensor, " s"], prompts: StepPrompts, *, beta: float | int
-) -> Float[Tensor, " s"]:
+def soft_value(rewards: Float[Tensor, " s"], prompts: StepPrompts, *, beta: float | int) -> Float[Tensor, " s"]:
     """Optimal value of each prompt, V* = beta log mean_j exp(R_j / beta), by log-sum-exp.
 
     Between the mean reward (beta large) and the best (beta small).
@@ -130,9 +122,7 @@ class Quadratic:
         """The loss, in one line."""
         return f"L = -(A log pi - {self.beta:g} / 2 (log ratio({self.on}))^2)"
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         return TokenLoss(dro(log_r, logprobs.current, advantages, beta=self.beta))
 
@@ -187,18 +177,11 @@ class Regression:
             f"V = {b:g} log mean exp(R / {b:g}) over the prompt"
         )
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Prompt id and reward of each sequence. Gradient: none."""
-        return {
-            "prompt": prompt_ids(logprobs.segments),
-            "reward": facts.required("rewards").detach().double(),
-        }
+        return {"prompt": prompt_ids(logprobs.segments), "reward": facts.required("rewards").detach().double()}
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         segments = logprobs.segments
         log_w = log_ratio(logprobs, on="full")
         total = segments.sum(log_w) if self.unit == "sequence" else segments.mean(log_w)

@@ -34,9 +34,7 @@ def reinforce(logp: Float[Tensor, " n"], advantages: Float[Tensor, " n"]) -> Flo
     return -advantages * logp
 
 
-def importance_sampled(
-    log_ratio: Float[Tensor, " n"], advantages: Float[Tensor, " n"]
-) -> Float[Tensor, " n"]:
+def importance_sampled(log_ratio: Float[Tensor, " n"], advantages: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Importance-sampled surrogate, L_t = -A_t w_t with w_t = exp(log_ratio_t).
 
     Gradient: to `log_ratio`, -A_t w_t; zero where |log_ratio| > 20.
@@ -63,9 +61,7 @@ class Reinforce:
         """The loss, in one line."""
         return "L = -A log pi"
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         return TokenLoss(reinforce(logprobs.current, advantages))
 
 
@@ -97,9 +93,7 @@ class ImportanceSampled:
         pull = f" + {self.pull:g} log({w})^2" if self.pull else ""
         return f"L = -A {w if self.cap is None else f'min({w}, {self.cap:g})'}{pull}"
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         log_w = log_ratio(logprobs, on=self.on)
         pull = self.pull * clamped(log_w).square() if self.pull else None
         if self.cap is None:

@@ -76,9 +76,7 @@ def second_moment_threshold(
     return square.clamp(min=0).sqrt().where(~within, torch.inf)
 
 
-def second_moment_bounds(
-    threshold: Float[Tensor, ""], *, floor_low: float = 0.3, floor_high: float = 0.5
-) -> Bounds:
+def second_moment_bounds(threshold: Float[Tensor, ""], *, floor_low: float = 0.3, floor_high: float = 0.5) -> Bounds:
     """Limits of the ratio, with distances from 1 that never fall below the floors.
 
         [1 - max(1 - e^-tau, floor_low),  1 + max(e^tau - 1, floor_high)]
@@ -185,9 +183,7 @@ class SecondMomentClipped:
             f"tau where the second moment of harmful tokens is {exactly}{self.budget:g}"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         squares = facts.seen_by(self, logprobs, advantages)["squares"]
         u = ratio(log_ratio(logprobs, on=self.on))
         plain = -advantages * u
@@ -201,9 +197,7 @@ class SecondMomentClipped:
         clipped = (limited > plain).detach()
         return TokenLoss(limited.where(clipped, plain), clipped)
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Squared log-ratio of every token, 0 where it is out of scope. Gradient: none."""
         x = stopped_log_ratio(logprobs, on=self.on)
         squares = x.double().square()

@@ -76,9 +76,7 @@ class Soft:
         for name in ("tau_positive", "tau_negative"):
             check_number(name, getattr(self, name))
             if not getattr(self, name) > 0:
-                raise MethodError(
-                    f"{name}={getattr(self, name)} must be positive; larger is harder"
-                )
+                raise MethodError(f"{name}={getattr(self, name)} must be positive; larger is harder")
 
     @property
     def formula(self) -> str:
@@ -88,8 +86,6 @@ class Soft:
             f"tau = {self.tau_positive:g} where A > 0 else {self.tau_negative:g}"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         taus = {"tau_positive": self.tau_positive, "tau_negative": self.tau_negative}
         return TokenLoss(sapo(log_ratio(logprobs, on=self.on), advantages, **taus))

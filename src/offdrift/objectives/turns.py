@@ -26,10 +26,7 @@ TURN_UNITS = ("token", "turn", "turn_product", "turn_arithmetic")
 
 
 def clipping_bias(
-    log_ratio: Float[Tensor, " n"],
-    advantages: Float[Tensor, " n"],
-    clipped: Bool[Tensor, " n"],
-    segments: Segments,
+    log_ratio: Float[Tensor, " n"], advantages: Float[Tensor, " n"], clipped: Bool[Tensor, " n"], segments: Segments
 ) -> Float[Tensor, ""]:
     """Log of the squared length of what a clip removed from the gradient, times the squared number of
     sequences; -inf if it removed nothing:
@@ -56,12 +53,7 @@ def clipping_bias(
 
 
 def renormalized(
-    log_ratio: Float[Tensor, " n"],
-    clipped: Bool[Tensor, " n"],
-    turns: Segments,
-    *,
-    eps_low: float,
-    eps_high: float,
+    log_ratio: Float[Tensor, " n"], clipped: Bool[Tensor, " n"], turns: Segments, *, eps_low: float, eps_high: float
 ) -> Float[Tensor, " n"]:
     """Log-ratios divided by the mean clipped ratio of their turn, in turns where a clip acts:
 
@@ -126,9 +118,7 @@ class TurnNormalized:
             if value is None or not value > 0:
                 raise MethodError(f"{name}={value} must be positive: a distance from ratio 1")
         if self.eps_low >= 1:
-            raise MethodError(
-                f"eps_low={self.eps_low} must lie in (0, 1): a distance below ratio 1"
-            )
+            raise MethodError(f"eps_low={self.eps_low} must lie in (0, 1): a distance below ratio 1")
         if self.mode == "renorm" and self.unit != "token":
             raise MethodError(
                 f'mode="renorm" changes nothing with unit="{self.unit}", where all tokens of a turn '
@@ -144,9 +134,7 @@ class TurnNormalized:
             return f"{loss} / max(1, |clipped u A|), {u}"
         return f"{loss}, {u} / mean {clip} of its turn where clipped"
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         u, a = unit_ratio(logprobs, advantages, self.on, self.unit, "unit")
         loss, clipped = self._clip(u, a)
         if self.mode == "renorm":
@@ -157,9 +145,7 @@ class TurnNormalized:
         log_norm = seen["log_squares"] / 2 - seen["sequences"].clamp(min=1).log()
         return TokenLoss(loss / log_norm.clamp(min=0).exp().to(loss.dtype), clipped)
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Log of the squared size of what was clipped, and the number of sequences; nothing for "renorm".
 
         Gradient: none. Raises: `MethodError` without advantages.

@@ -38,9 +38,7 @@ def ratio_variance(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     return (ratio(log_ratio) - 1).square()
 
 
-def group_clip(
-    log_ratio: Float[Tensor, " n"], advantages: Float[Tensor, " n"], eps: Float[Tensor, " n"]
-) -> TokenLoss:
+def group_clip(log_ratio: Float[Tensor, " n"], advantages: Float[Tensor, " n"], eps: Float[Tensor, " n"]) -> TokenLoss:
     """PPO's clip with a range per token, L = max(-A r, -A clip(r, 1 - eps, 1 + eps)).
 
     Returns: loss, and where a clip strictly changed it.
@@ -105,13 +103,9 @@ class VariancePenalized:
         """The loss, in one line."""
         p = f"{self.penalty:g}"
         moves = f"{p} moves by {self.step:g} (mean (r - 1)^2 - {self.target:g}) per step"
-        return f"L = -(A r - {p} (r - 1)^2), r = ratio({self.on})" + (
-            f", {moves}" if self.step else ""
-        )
+        return f"L = -(A r - {p} (r - 1)^2), r = ratio({self.on})" + (f", {moves}" if self.step else "")
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Sum of (r - 1)^2 and number of tokens. Gradient: none."""
         variance = ratio_variance(stopped_log_ratio(logprobs, on=self.on)).double()
         return {"variance": variance.sum(), "count": logprobs.segments.cu_seqlens[-1].double()}
@@ -121,9 +115,7 @@ class VariancePenalized:
         mean = float(seen["variance"]) / max(float(seen["count"]), 1.0)
         return replace(self, penalty=max(0.0, self.penalty + self.step * (mean - self.target)))
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         pull = self.penalty * ratio_variance(log_r)
         return TokenLoss(importance_sampled(log_r, advantages), regularizer=pull)
@@ -177,9 +169,7 @@ class GroupClipped:
             f"e = {self.eps:g} clip(sqrt({self.reference:g} / Var r of the prompt), 1/2, 2)"
         )
 
-    def observe(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
-    ) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
         """Prompt id, and sums of r - 1, its square and 1, of each sequence. Gradient: none."""
         segments = logprobs.segments
         # One ratio at the guard of e^20 already takes the range to its narrowest: more changes nothing.
@@ -191,9 +181,7 @@ class GroupClipped:
             "count": segments.lengths.double(),
         }
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         eps = logprobs.segments.spread(self.ranges(logprobs, facts)).to(log_r.dtype)
         return group_clip(log_r, advantages, eps)

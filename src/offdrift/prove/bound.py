@@ -19,11 +19,7 @@ from rich.text import Text
 
 from offdrift.certificate import Bound, Premises, all_bounds, premises, tightest
 from offdrift.certificate.bounds import LABELS
-from offdrift.certificate.inverse import (
-    kl_of_sequences,
-    route_crossovers,
-    vacuous_horizon,
-)
+from offdrift.certificate.inverse import kl_of_sequences, route_crossovers, vacuous_horizon
 from offdrift.errors import BadValueError
 from offdrift.show.figure import Panel, Series, write_figure
 
@@ -73,9 +69,7 @@ def caption(
         if arguments["tv_seq"] is not None:
             fixed.append("TV_seq")
         if set(first.values()) == {None}:
-            lines.append(
-                Text("Never vacuous up to 10^12 tokens, if these divergences hold at every T.")
-            )
+            lines.append(Text("Never vacuous up to 10^12 tokens, if these divergences hold at every T."))
         else:
             at = (f"{'no T' if t is None else f'T = {t:,}'} ({c})" for c, t in first.items())
             premise = f", {' and '.join(fixed)} at every T" if fixed else ""
@@ -162,17 +156,12 @@ def bound_rows(
         for b in sharp
         if not (mean_tv is None and b.name in ("adaptive_kl", "adaptive_tv"))
     ]
-    rows.append(
-        {**dict.fromkeys(rows[0], ""), "bound": "unified", "route": "minimum", "equation": "eq. 21"}
-    )
+    rows.append({**dict.fromkeys(rows[0], ""), "bound": "unified", "route": "minimum", "equation": "eq. 21"})
     sequence: dict[str, Any] = {"kl_seq": kl_seq} if kl_rate is None else {"kl_rate": kl_rate}
     vacuous_from = (
         dict.fromkeys(best)
         if isinstance(mean_tv, np.ndarray)
-        else {
-            c: vacuous_horizon(**token, **sequence, reward_range=reward_range, constants=c)
-            for c in best
-        }
+        else {c: vacuous_horizon(**token, **sequence, reward_range=reward_range, constants=c) for c in best}
     )
     routes = route_crossovers(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq)
     rows[-1] |= {
@@ -188,9 +177,7 @@ def bound_rows(
     return rows
 
 
-def _row(
-    paper: Bound | None, sharp: Bound, best: dict[str, float], *, worst_case: bool
-) -> dict[str, Any]:
+def _row(paper: Bound | None, sharp: Bound, best: dict[str, float], *, worst_case: bool) -> dict[str, Any]:
     """One bound with both sets of constants; infinite numbers are None."""
     worst_case = worst_case and sharp.name == "adaptive"
     values = {"paper": None if paper is None else paper.value, "sharp": sharp.value}
@@ -237,9 +224,7 @@ def bound_table(
     Reference: Li et al., arXiv:2512.23075v5, Table 1.
     """
     token: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
-    rows = bound_rows(
-        horizon=horizon, **token, kl_seq=kl_seq, kl_rate=kl_rate, reward_range=reward_range
-    )
+    rows = bound_rows(horizon=horizon, **token, kl_seq=kl_seq, kl_rate=kl_rate, reward_range=reward_range)
     arguments = token | {"horizon": horizon, "kl_seq": kl_of_sequences(horizon, kl_seq, kl_rate)}
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -339,22 +324,15 @@ def write_bound_figure(
         stem,
         panels,
         title="How far can the surrogate be from the true return?",
-        caption=(
-            f"{', '.join(values)}. The unified bound B*, drawn thick, is vacuous {', '.join(at)}. "
-            f"{premise}"
-        ),
+        caption=(f"{', '.join(values)}. The unified bound B*, drawn thick, is vacuous {', '.join(at)}. {premise}"),
     )
 
 
-def bound_panels(
-    *, horizon: int, reward_range: float | int, constants: tuple[str, ...], **limits: Any
-) -> list[Panel]:
+def bound_panels(*, horizon: int, reward_range: float | int, constants: tuple[str, ...], **limits: Any) -> list[Panel]:
     """One panel for each set of constants, with the same axes; the unified bound behind its rows."""
     if horizon < 1:
         raise BadValueError(f"horizon = {horizon}; a sequence has at least 1 token")
-    horizons = sorted(
-        {horizon, *np.geomspace(1, 10 * horizon, POINTS).round().astype(int).tolist()}
-    )
+    horizons = sorted({horizon, *np.geomspace(1, 10 * horizon, POINTS).round().astype(int).tolist()})
     curves = {c: _curves(horizons, reward_range, c, **limits) for c in constants}
     values = [y for lines in curves.values() for line in lines.values() for y in line]
     drawn = [y for y in values if 0 < y < math.inf] + [float(reward_range)]
@@ -364,10 +342,7 @@ def bound_panels(
             title=TITLES[c],
             x="horizon T (tokens)",
             y="bound on |J(π) − J(μ) − L′(π)| (reward)",
-            series=[
-                Series(LABELS[name], horizons, line, strong=name == "unified")
-                for name, line in lines.items()
-            ],
+            series=[Series(LABELS[name], horizons, line, strong=name == "unified") for name, line in lines.items()],
             log_x=True,
             log_y=True,
             marks=[(f"reward range {reward_range:g}", reward_range)],
@@ -378,9 +353,7 @@ def bound_panels(
     ]
 
 
-def _curves(
-    horizons: list[int], reward_range: float | int, constants: str, **limits: Any
-) -> dict[str, list[float]]:
+def _curves(horizons: list[int], reward_range: float | int, constants: str, **limits: Any) -> dict[str, list[float]]:
     """The value of each bound at each horizon, by name; the unified one first."""
     rate, total = limits.pop("kl_rate", None), limits.pop("kl_seq", None)
     lines: dict[str, list[float]] = {"unified": []}

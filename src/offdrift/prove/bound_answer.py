@@ -12,12 +12,7 @@ from rich.text import Text
 
 from offdrift.certificate import all_bounds, tightest
 from offdrift.certificate.bounds import LABELS
-from offdrift.certificate.inverse import (
-    LONGEST,
-    kl_of_sequences,
-    largest,
-    vacuous_horizon,
-)
+from offdrift.certificate.inverse import LONGEST, kl_of_sequences, largest, vacuous_horizon
 from offdrift.errors import BadValueError
 
 QUESTIONS = {
@@ -88,9 +83,7 @@ def answer_rows(
     return rows
 
 
-def answer_table(
-    rows: Sequence[dict[str, Any]], *, target: float | int, horizon: int | None
-) -> Table:
+def answer_table(rows: Sequence[dict[str, Any]], *, target: float | int, horizon: int | None) -> Table:
     """The rows of `answer_rows` for a terminal."""
     words, unit = QUESTIONS[rows[0]["solve"]]
     at = "" if horizon is None or rows[0]["solve"] == "T" else f" at T = {horizon:,}"

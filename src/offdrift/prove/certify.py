@@ -121,9 +121,7 @@ def judge(
         # Each group's id is the least key of its prompts: the same number in every file.
         keys = rollouts.prompt_keys()
         groups, group = rollouts.group_ids.unique(return_inverse=True)
-        least = keys.new_zeros(len(groups)).scatter_reduce(
-            0, group, keys, "amin", include_self=False
-        )
+        least = keys.new_zeros(len(groups)).scatter_reduce(0, group, keys, "amin", include_self=False)
         rollouts = rollouts.with_(group_ids=least[group])
         for piece in chunks(rollouts, token_budget=token_budget):
             parts.append(_evidence(model, rollouts.select(piece), region, tail_log_ratio_cap))
@@ -163,17 +161,13 @@ def _same_policy(before: Drawn | None, rollouts: Rollouts, file: Path) -> Drawn 
     return now
 
 
-def _evidence(
-    model: nn.Module, part: Rollouts, region: TrustRegion, cap: float | None
-) -> BatchEvidence:
+def _evidence(model: nn.Module, part: Rollouts, region: TrustRegion, cap: float | None) -> BatchEvidence:
     """Evidence of one piece of the rollouts, scored by the model."""
     scores = score(model, part, temperature=part.provenance.sampling.temperature)
     device = scores.logp.device
     cuts, groups = part.cu_seqlens.to(device), part.group_ids.to(device)
     logprobs = LogProbs.pack(
-        part.logp_rollout.to(device),
-        scores.logp,
-        segments=replace(part.segments, cu_seqlens=cuts, group_ids=groups),
+        part.logp_rollout.to(device), scores.logp, segments=replace(part.segments, cu_seqlens=cuts, group_ids=groups)
     )
     exact = divergences(part, scores.logits, tail_log_ratio_cap=cap)
     rewards = None if part.rewards is None else part.rewards.to(device)
@@ -237,12 +231,7 @@ def premises_table(proof: Certificate) -> Table:
         ends = number(high) if low == high else f"{number(low)} to {number(high)}"
         if proof.grades[name] == "sampled":
             ends = NOTHING
-        table.add_row(
-            f"{name.upper()} at every context",
-            Text(status, style=COLORS[status]),
-            ends,
-            proof.grades[name],
-        )
+        table.add_row(f"{name.upper()} at every context", Text(status, style=COLORS[status]), ends, proof.grades[name])
     if proof.unseen is not None:
         share = f"{number(100 * proof.unseen)}%"
         table.add_row("a fresh prompt leaves it", "at most", share, "Clopper-Pearson")

@@ -100,11 +100,7 @@ class Logged(LogValues):
                 "log the engine's log-prob of every sampled token"
             )
         return LogProbs.pack(
-            self.logp_rollout,
-            self.logp,
-            self.logp_old,
-            logp_ref=self.logp_ref,
-            segments=self.segments,
+            self.logp_rollout, self.logp, self.logp_old, logp_ref=self.logp_ref, segments=self.segments
         )
 
     def trained(self) -> LogProbs:
@@ -135,9 +131,7 @@ class Logged(LogValues):
         tokens = slice(int(cuts[0]), int(cuts[-1]))
         return self._part(cuts - cuts[0], tokens, slice(first, last))
 
-    def _part(
-        self, cu_seqlens: Int[Tensor, " cuts"], tokens: Tensor | slice, sequences: Tensor | slice
-    ) -> Logged:
+    def _part(self, cu_seqlens: Int[Tensor, " cuts"], tokens: Tensor | slice, sequences: Tensor | slice) -> Logged:
         values: dict[str, Any] = {}
         for f in FIELDS:
             x = getattr(self, f.name)

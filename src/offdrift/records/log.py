@@ -135,13 +135,9 @@ def _claimed(path: Path) -> Iterator[bool]:
         if path.parent.is_dir():
             yield False
             return
-        raise RecordError(
-            f"cannot write {path}: {path.parent} is a file; choose another folder"
-        ) from None
+        raise RecordError(f"cannot write {path}: {path.parent} is a file; choose another folder") from None
     except OSError as e:
-        raise RecordError(
-            f"cannot write {path}: {e.strerror or e}; free disk space or choose another folder"
-        ) from e
+        raise RecordError(f"cannot write {path}: {e.strerror or e}; free disk space or choose another folder") from e
     try:
         yield True
     finally:

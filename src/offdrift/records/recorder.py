@@ -89,9 +89,7 @@ def check_values(batch: Logged) -> None:
     for name in (f.name for f in FIELDS if f.dtype == "int32"):
         x = getattr(batch, name)
         if x is not None and len(x) and not -(2**31) <= int(x.min()) <= int(x.max()) < 2**31:
-            raise BadValueError(
-                f"{name} reaches from {int(x.min())} to {int(x.max())}, beyond 32 bits"
-            )
+            raise BadValueError(f"{name} reaches from {int(x.min())} to {int(x.max())}, beyond 32 bits")
     for name, x in _by_token(batch).items():
         if len(x) != batch.num_tokens:
             raise ShapeError(f"{name} has {len(x)} tokens, cu_seqlens ends at {batch.num_tokens}")
@@ -203,9 +201,7 @@ class Recorder:
 
     def _open(self) -> None:
         self._pid = os.getpid()
-        self._box = Outbox(
-            self.folder, _prepared, self._write, self._limits, self._when_full, self._on_error
-        )
+        self._box = Outbox(self.folder, _prepared, self._write, self._limits, self._when_full, self._on_error)
         if multiprocessing.parent_process() is not None:
             # Such a process ends without `atexit`, unless it was spawned.
             Finalize(None, _close_all, exitpriority=0)

@@ -146,10 +146,7 @@ class Rollouts:
         64 bits of BLAKE2b; a million different prompts share one with probability 3e-8.
         """
         tokens, cuts = self.prompt_tokens.long().numpy(), self.prompt_cu_seqlens.tolist()
-        digests = (
-            hashlib.blake2b(tokens[a:b].tobytes(), digest_size=8).digest()
-            for a, b in pairwise(cuts)
-        )
+        digests = (hashlib.blake2b(tokens[a:b].tobytes(), digest_size=8).digest() for a, b in pairwise(cuts))
         return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], dtype=torch.int64)  # fmt: skip
 
     def with_(self, **changes: object) -> Rollouts:
@@ -181,15 +178,11 @@ class Rollouts:
             evidence=evidence,
             rewards=None if self.rewards is None else self.rewards[sequences],
             prompts=None if self.prompts is None else tuple(self.prompts[i] for i in order),
-            completions=None
-            if self.completions is None
-            else tuple(self.completions[i] for i in order),
+            completions=None if self.completions is None else tuple(self.completions[i] for i in order),
         )
 
 
-def pack_sequences(
-    sequences: Sequence[Sequence[int]],
-) -> tuple[Int[Tensor, " n"], Int[Tensor, " cuts"]]:
+def pack_sequences(sequences: Sequence[Sequence[int]]) -> tuple[Int[Tensor, " n"], Int[Tensor, " cuts"]]:
     """Token lists as one flat stream and its cuts."""
     lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
     flat = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)

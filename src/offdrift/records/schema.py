@@ -122,8 +122,7 @@ class LogValues:
         ),
     )
     logp: Float[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row("token", "float32", "log pi: of the policy being trained"),
+        default=None, metadata=_row("token", "float32", "log pi: of the policy being trained")
     )
     logp_ref: Float[Tensor, " n"] | None = field(
         default=None,
@@ -146,11 +145,7 @@ class LogValues:
     rewards: Float[Tensor, " b"] | None = field(
         default=None,
         metadata=_row(
-            "sequence",
-            "float32",
-            "reward; an unknown one is NaN",
-            column="reward",
-            spellings=("rewards", "score"),
+            "sequence", "float32", "reward; an unknown one is NaN", column="reward", spellings=("rewards", "score")
         ),
     )
     group_ids: Int[Tensor, " b"] | None = field(
@@ -167,9 +162,7 @@ class LogValues:
     )
     rollout_version: Int[Tensor, " n"] | None = field(
         default=None,
-        metadata=_row(
-            "token or sequence", "int32", "version of the weights that drew the token", repeats=True
-        ),
+        metadata=_row("token or sequence", "int32", "version of the weights that drew the token", repeats=True),
     )
     version: Int[Tensor, " b"] | None = field(
         default=None,
@@ -193,16 +186,10 @@ class LogValues:
     )
     entropy: Float[Tensor, " n"] | None = field(
         default=None,
-        metadata=_row(
-            "token",
-            "float32",
-            "entropy of the policy being trained, nats",
-            spellings=("entropies",),
-        ),
+        metadata=_row("token", "float32", "entropy of the policy being trained, nats", spellings=("entropies",)),
     )
     tokens: Int[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row("token", "int32", "token ids", spellings=("response_ids", "completion_ids")),
+        default=None, metadata=_row("token", "int32", "token ids", spellings=("response_ids", "completion_ids"))
     )
     old_status: Int[Tensor, " b"] | None = field(
         default=None,
@@ -301,9 +288,7 @@ ARGUMENTS = tuple(f for f in (*FIELDS, MASK) if f.argument)
 HELD = tuple(f.name for f, d in zip(FIELDS, fields(LogValues)) if f.column and d.default is None)
 """What a log may hold or not: the names in the audit's `has`, with those of divergences."""
 
-COLUMNS: Mapping[str, LogField] = {
-    f.column: f for f in (*BY_TOKEN, MASK, *DIVERGENCES, *BY_SEQUENCE) if f.column
-}
+COLUMNS: Mapping[str, LogField] = {f.column: f for f in (*BY_TOKEN, MASK, *DIVERGENCES, *BY_SEQUENCE) if f.column}
 """What a reader looks for, by name of the column: values per token first."""
 LISTS = tuple(c for c, f in COLUMNS.items() if f.per == "token")
 """Per token, and nothing else: a column of single numbers is another thing of that name."""
@@ -319,9 +304,7 @@ def arguments() -> str:
         + (" One number may stand for all sequences." if f.one_for_all else "")
         for f in ARGUMENTS
     )
-    return "\n".join(
-        textwrap.fill(d, 104, initial_indent=" " * 8, subsequent_indent=" " * 12) for d in described
-    )
+    return "\n".join(textwrap.fill(d, 104, initial_indent=" " * 8, subsequent_indent=" " * 12) for d in described)
 
 
 def table() -> list[str]:
@@ -331,7 +314,5 @@ def table() -> list[str]:
         about = f.about + (f"; without the column: {f.default}" if f.default else "")
         about += f"; `{f.name}=` of `record`" if f.argument and f.name != column else ""
         also = ", ".join(f"`{name}`" for name in f.spellings)
-        lines.append(
-            f"| `{column}` | {f.per} | {f.dtype} | {about.replace('|', chr(92) + '|')} | {also} |"
-        )
+        lines.append(f"| `{column}` | {f.per} | {f.dtype} | {about.replace('|', chr(92) + '|')} | {also} |")
     return lines

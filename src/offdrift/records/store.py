@@ -28,15 +28,7 @@ from torch import Tensor
 from offdrift.divergence.head import Head
 from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically as write_atomically
-from offdrift.records.rollouts import (
-    Evidence,
-    FullVocab,
-    HiddenStates,
-    Provenance,
-    Rollouts,
-    Sampling,
-    TopK,
-)
+from offdrift.records.rollouts import Evidence, FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
 
 FORMAT = 2
 READABLE = (1, FORMAT)
@@ -64,10 +56,7 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
     table = _to_table(rollouts, path)
     # Zstandard at level 1 halves token columns; log-probs hardly compress, whatever the level.
     write_atomically(
-        path,
-        lambda tmp: pq.write_table(
-            table, tmp, compression="zstd", compression_level=1, write_page_checksum=True
-        ),
+        path, lambda tmp: pq.write_table(table, tmp, compression="zstd", compression_level=1, write_page_checksum=True)
     )
     return path
 
@@ -79,9 +68,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
         not one of ours.
     """
     path = Path(path)
-    return _understood(
-        path, None, lambda table, header: _from_table(table.combine_chunks(), header, path)
-    )
+    return _understood(path, None, lambda table, header: _from_table(table.combine_chunks(), header, path))
 
 
 def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
@@ -99,16 +86,12 @@ def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
     return _understood(path, ["rollout_version"], drawn_by)
 
 
-def _understood(
-    path: Path, columns: list[str] | None, as_what: Callable[[pa.Table, dict[str, Any]], Found]
-) -> Found:
+def _understood(path: Path, columns: list[str] | None, as_what: Callable[[pa.Table, dict[str, Any]], Found]) -> Found:
     """A file as something, or a `RecordError` that says what is wrong with it."""
     try:
         whole = pq.read_schema(path)
         wanted = columns if columns and set(columns) <= set(whole.names) else None
-        table = pq.read_table(
-            path, memory_map=True, columns=wanted, page_checksum_verification=True
-        )
+        table = pq.read_table(path, memory_map=True, columns=wanted, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as e:
         raise RecordError(
             f"cannot read {path}: {e}; the file is corrupt or incomplete. Delete it and draw the "
@@ -118,15 +101,7 @@ def _understood(
         return as_what(table, _header(table, path))
     except RecordError:
         raise
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        RuntimeError,
-        pa.ArrowException,
-    ) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, pa.ArrowException) as e:
         raise RecordError(f"{path} does not hold what its header says: {e!r}") from e
 
 
@@ -185,14 +160,11 @@ def _clean(text: str) -> str:
 def _header(table: pa.Table, path: Path) -> dict[str, Any]:
     metadata = table.schema.metadata or {}
     if KEY not in metadata:
-        raise RecordError(
-            f"{path} is a Parquet file, but not of this library (columns {table.column_names[:8]})"
-        )
+        raise RecordError(f"{path} is a Parquet file, but not of this library (columns {table.column_names[:8]})")
     header = json.loads(metadata[KEY])
     if header.get("format") not in READABLE:
         raise RecordError(
-            f"{path} has record format {header.get('format')}, this version reads "
-            f"{' and '.join(map(str, READABLE))}"
+            f"{path} has record format {header.get('format')}, this version reads {' and '.join(map(str, READABLE))}"
         )
     return header
 
@@ -210,15 +182,11 @@ def _from_table(table: pa.Table, header: dict[str, Any], path: Path) -> Rollouts
         rollout_version=_stream(table, "rollout_version")[0],
         prompt_tokens=prompt_tokens,
         prompt_cu_seqlens=prompt_cu_seqlens,
-        group_ids=_tensor(table.column("group_id").chunk(0))
-        if len(table)
-        else torch.zeros(0).long(),
+        group_ids=_tensor(table.column("group_id").chunk(0)) if len(table) else torch.zeros(0).long(),
         finish=tuple(table.column("finish").to_pylist()),
         provenance=_provenance(header),
         evidence=_evidence(table, header["evidence"], path),
-        rewards=_tensor(table.column("reward").chunk(0))
-        if "reward" in table.column_names
-        else None,
+        rewards=_tensor(table.column("reward").chunk(0)) if "reward" in table.column_names else None,
         prompts=_texts(table, "prompt"),
         completions=_texts(table, "completion"),
     )
@@ -285,9 +253,7 @@ def _texts(table: pa.Table, name: str) -> tuple[str, ...] | None:
 
 
 FOLDER = "heads"
-ROUNDING = {
-    str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16)
-}
+ROUNDING = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16)}
 """Dtypes that an engine's logits may have, by name."""
 
 
@@ -342,9 +308,7 @@ def read_head(folder: Path, name: str, *, wanted_by: Path) -> Head:
         rest = json.loads(header["__metadata__"]["head"])
         rounding = None if rest["round_to"] is None else ROUNDING[rest["round_to"]]
         tensors = load(data)
-        return Head(
-            tensors["weight"], tensors.get("bias"), rest["scale"], rest["soft_cap"], rounding
-        )
+        return Head(tensors["weight"], tensors.get("bias"), rest["scale"], rest["soft_cap"], rounding)
     except (SafetensorError, KeyError, TypeError, ValueError) as e:
         raise RecordError(f"{path} does not hold an output head: {e!r}") from e
 

@@ -122,9 +122,7 @@ class Unpacked(_Values):
         for f in ARGUMENTS:
             x = getattr(self, f.name)
             if x is not None and f is not MASK:
-                values[f.name] = (
-                    x if f.is_text else _as_stored(f, (tokens if f.by_token else sequences)(x))
-                )
+                values[f.name] = x if f.is_text else _as_stored(f, (tokens if f.by_token else sequences)(x))
         return Logged(
             cu_seqlens=cuts,
             row=torch.arange(1, b + 1),
@@ -156,9 +154,7 @@ def _as_stored(f: LogField, x: Shaped[Tensor, " n"]) -> Shaped[Tensor, " n"]:
     return x.long()
 
 
-def _extents(
-    kept: Int[Tensor, " n"], cuts: Int[Tensor, " cuts"]
-) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
+def _extents(kept: Int[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> tuple[Int[Tensor, " b"], Int[Tensor, " b"]]:
     """Where the first kept token of each sequence stands, and the length up to the last."""
     if len(kept) == 0:
         return torch.zeros_like(cuts[1:]), torch.zeros_like(cuts[1:])

@@ -80,9 +80,7 @@ class Panel:
                     raise BadValueError(f"panel {self.title!r}: {label!r} has no place at {value}")
 
 
-def write_figure(
-    stem: Path, panels: Sequence[Panel], *, title: str, caption: str = ""
-) -> tuple[Path, Path]:
+def write_figure(stem: Path, panels: Sequence[Panel], *, title: str, caption: str = "") -> tuple[Path, Path]:
     """Write `stem.png` and `stem.html`, each whole or not at all, and say where they are.
 
     Args:
@@ -110,9 +108,7 @@ def write_figure(
         from offdrift.show.figure_html import html_of
         from offdrift.show.figure_png import png_of
     except ModuleNotFoundError as e:
-        raise OffdriftError(
-            f"figures need {e.name}, which is not installed; pip install 'offdrift[train]'"
-        ) from e
+        raise OffdriftError(f"figures need {e.name}, which is not installed; pip install 'offdrift[train]'") from e
     if not panels:
         raise BadValueError("a figure without panels; give at least one")
     picture, page = (stem.with_name(stem.name + ending) for ending in (".png", ".html"))
@@ -132,8 +128,7 @@ def palette() -> dict[str, dict[str, str]]:
     css = (Path(__file__).parent / "assets" / "page.css").read_text("utf-8")
     blocks = re.findall(r":root \{(.*?)\n *\}", css, flags=re.DOTALL)
     return {
-        theme: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
-        for theme, block in zip(("light", "dark"), blocks)
+        theme: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for theme, block in zip(("light", "dark"), blocks)
     }
 
 

@@ -107,9 +107,7 @@ def _swatch(series: Series, number: int) -> str:
         return '<svg viewBox="0 0 30 10" aria-hidden="true"><circle cx="15" cy="5" r="4"/></svg>'
     dashes = {"solid": "", "dashdot": "9 3 2 3", "dot": "2 3", "dash": "6 4"}[_dash(series, number)]
     width = 5 if series.strong else 2
-    line = (
-        f'<line x1="0" x2="30" y1="5" y2="5" stroke-width="{width}" stroke-dasharray="{dashes}"/>'
-    )
+    line = f'<line x1="0" x2="30" y1="5" y2="5" stroke-width="{width}" stroke-dasharray="{dashes}"/>'
     return f'<svg viewBox="0 0 30 10" aria-hidden="true">{line}</svg>'
 
 
@@ -168,10 +166,7 @@ def _traces(panel: Panel, series: Series, number: int) -> list[dict[str, Any]]:
         return []
     alone = int((~np.isnan(p["y"])).sum()) == 1
     mode = "markers" if series.style == "points" or alone else "lines"
-    common = {
-        "type": "scatter",
-        "meta": {"series": number, "color": number % NUM_COLORS, "strong": series.strong},
-    }
+    common = {"type": "scatter", "meta": {"series": number, "color": number % NUM_COLORS, "strong": series.strong}}
     main: dict[str, Any] = common | {
         "mode": mode,
         "opacity": 0.5 if series.strong else 1,
@@ -188,12 +183,7 @@ def _traces(panel: Panel, series: Series, number: int) -> list[dict[str, Any]]:
     main["hovertemplate"] = "%{y:.4g}  (%{customdata[0]:.4g} to %{customdata[1]:.4g})"
     if series.style == "points":
         up, down = p["high"] - p["y"], p["y"] - p["low"]
-        ends = {
-            "type": "data",
-            "symmetric": False,
-            "array": _listed(up),
-            "arrayminus": _listed(down),
-        }
+        ends = {"type": "data", "symmetric": False, "array": _listed(up), "arrayminus": _listed(down)}
         return [main | {"error_y": ends | {"thickness": 1.2, "width": 3}}]
     return [_band(p, common), main]
 

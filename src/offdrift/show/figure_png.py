@@ -74,17 +74,13 @@ def _heading(figure: Figure, title: str, caption: str, fits: int, colors: dict[s
         figure.supxlabel("\n".join(lines), color=colors["soft"], fontsize=8.5, **left)
 
 
-def _draw(
-    axes: Axes, panel: Panel, numbers: dict[str, int], colors: dict[str, str]
-) -> list[Annotation]:
+def _draw(axes: Axes, panel: Panel, numbers: dict[str, int], colors: dict[str, str]) -> list[Annotation]:
     """One panel; the labels that still have to be kept apart."""
     _frame(axes, panel, colors)
     shown = {s.name: points(panel, s) for s in panel.series}
     shown = {name: p for name, p in shown.items() if not np.isnan(p["y"]).all()}
     if not shown:
-        axes.text(
-            0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", color=colors["soft"]
-        )
+        axes.text(0.5, 0.5, "nothing to draw", transform=axes.transAxes, ha="center", color=colors["soft"])
         axes.set(xticks=[], yticks=[])
         return []
     for series in panel.series:
@@ -140,9 +136,7 @@ def _frame(axes: Axes, panel: Panel, colors: dict[str, str]) -> None:
     axes.tick_params(which="both", color=colors["rule"], labelcolor=colors["soft"])
 
 
-def _series(
-    axes: Axes, series: Series, p: dict[str, Any], number: int, colors: dict[str, str]
-) -> None:
+def _series(axes: Axes, series: Series, p: dict[str, Any], number: int, colors: dict[str, str]) -> None:
     color = colors[f"arm-{number % NUM_COLORS}"]
     again = min(number // NUM_COLORS, len(DASHES) - 1)
     alone = int((~np.isnan(p["y"])).sum()) == 1  # a single point draws no line

@@ -98,16 +98,7 @@ def shown(finding: Fields, framework: str = OWN) -> Shown:
     severity, cause = text(finding.get("severity")), text(finding.get("cause"))
     plain = {
         key: text(finding.get(key))
-        for key in (
-            "letter",
-            "symptom",
-            "explanation",
-            "fix",
-            "refuted_by",
-            "confidence",
-            "source",
-            "method",
-        )
+        for key in ("letter", "symptom", "explanation", "fix", "refuted_by", "confidence", "source", "method")
     }
     return Shown(
         level=severity if severity in LEVELS else "info",
@@ -121,9 +112,7 @@ def shown(finding: Fields, framework: str = OWN) -> Shown:
 
 def in_order(findings: object, framework: str = OWN) -> list[Shown]:
     """All findings in the order of repair, as they were given; what can wait stands last."""
-    return sorted(
-        (shown(f, framework) for f in rows(findings)), key=lambda s: s.level not in ("stop", "act")
-    )
+    return sorted((shown(f, framework) for f in rows(findings)), key=lambda s: s.level not in ("stop", "act"))
 
 
 def finding_view(finding: Fields, framework: str = OWN, width: int = 100) -> RenderableType:
@@ -147,9 +136,7 @@ def shown_view(s: Shown, *, width: int = 100, brief: bool = False) -> Renderable
     title = Text.assemble((f"{sign} {word}", style), "  ", (safe(s.cause), "bold"))
     if s.letter:
         title.append(f"  cause {safe(s.letter)}", style="dim")
-    parts: list[RenderableType] = (
-        [title, _indented(Text(safe(s.symptom)))] if s.symptom else [title]
-    )
+    parts: list[RenderableType] = [title, _indented(Text(safe(s.symptom)))] if s.symptom else [title]
     parts += [_indented(_evidence_table(s))] if s.evidence else []
     if s.explanation and not brief:
         parts.append(_indented(Text(safe(s.explanation), style="dim")))

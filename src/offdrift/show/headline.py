@@ -46,9 +46,7 @@ class Judged:
     def of(self, value: float) -> tuple[str, str]:
         """Level and comparison of a value. A KL estimate below 0 is a bias of that size."""
         value = abs(value) if self.above else value
-        beyond = [
-            (value > limit) if self.above else (value < limit) for limit in (self.watch, self.act)
-        ]
+        beyond = [(value > limit) if self.above else (value < limit) for limit in (self.watch, self.act)]
         i = 2 if beyond[1] else 1 if beyond[0] else 0
         return ("ok", "watch", "act")[i], self.comparisons[i]
 
@@ -89,11 +87,7 @@ def judged(limits: Mapping[str, Any]) -> dict[str, Judged]:
             half,
             half,
             False,
-            (
-                f"{half:g} or more: weights are usable",
-                "",
-                f"below {half:g}: filter before reweighting",
-            ),
+            (f"{half:g} or more: weights are usable", "", f"below {half:g}: filter before reweighting"),
         ),
         "pearson": Judged(
             agree,
@@ -203,9 +197,7 @@ def best_numbers(table: list[dict[str, Any]]) -> list[str]:
     """The few metrics that a table of buckets shows: KL, ESS and the worst token of each pair."""
     present = {k: v for row in table for k, v in row.items() if number(v) is not None}
     names = [
-        name
-        for pair in PAIRS
-        for name in (kl_metric(present, pair), f"{pair}/ess_frac", f"{pair}/abs_log_ratio_max")
+        name for pair in PAIRS for name in (kl_metric(present, pair), f"{pair}/ess_frac", f"{pair}/abs_log_ratio_max")
     ]
     return [name for name in names if name in present]
 

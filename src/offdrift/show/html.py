@@ -27,12 +27,7 @@ _ASSETS = Path(__file__).parent / "assets"
 
 
 def render_document(
-    template: str,
-    context: Mapping[str, Any],
-    *,
-    data: Mapping[str, Any],
-    scripts: Sequence[str],
-    styles: Sequence[str],
+    template: str, context: Mapping[str, Any], *, data: Mapping[str, Any], scripts: Sequence[str], styles: Sequence[str]
 ) -> str:
     """A page as text, the same for the same input.
 

@@ -74,9 +74,7 @@ def find(name: str) -> dict[str, Any]:
     rows, key = stored()["rows"], _key(name)
     if key in rows:
         return rows[key]
-    texts = {
-        n: f"{n} {r['reference']} {r.get('title', '')} {r['summary']}" for n, r in rows.items()
-    }
+    texts = {n: f"{n} {r['reference']} {r.get('title', '')} {r['summary']}" for n, r in rows.items()}
     mentions = [n for n, text in texts.items() if len(key) > 2 and f"_{key}_" in f"_{_key(text)}_"]
     near = difflib.get_close_matches(key, rows, n=3, cutoff=0.75)
     if mentions and not near:
@@ -124,9 +122,7 @@ def chosen(axis: str, value: str) -> str:
         return value
     choices_of = stored()["choices"]
     if axis not in choices_of:
-        raise MethodError(
-            f"no filter {axis!r}; filters are {', '.join([*choices_of, 'reference'])}"
-        )
+        raise MethodError(f"no filter {axis!r}; filters are {', '.join([*choices_of, 'reference'])}")
     choices, key = choices_of[axis], _key("worst" if _key(value) == "seq_max" else value)
     exact = [c for c in choices if _key(c) == key]
     starting = [c for c in choices if _key(c).startswith(key)]
@@ -182,10 +178,7 @@ def method_list(rows: Mapping[str, Row], *, width: int) -> RenderableType:
     shown: list[RenderableType] = []
     if width >= WIDE:
         heads = [Text(title, style="dim") for title in ("method", "what it does", *AXES)]
-        shown += [
-            _grid([heads], widths),
-            Text("─" * (sum(widths) + 2 * len(widths) - 2), style="dim"),
-        ]
+        shown += [_grid([heads], widths), Text("─" * (sum(widths) + 2 * len(widths) - 2), style="dim")]
     for title in dict.fromkeys(row["family"] for row in rows.values()):
         names = [name for name, row in rows.items() if row["family"] == title]
         heading = Text.assemble((title, "bold cyan"), (f"  {ABOUT.get(title, '')}", "cyan"))
@@ -193,9 +186,7 @@ def method_list(rows: Mapping[str, Row], *, width: int) -> RenderableType:
     return Group(*shown, _legend(rows))
 
 
-def _family(
-    names: list[str], cells: Mapping[str, list[Text]], widths: list[int], width: int
-) -> list[RenderableType]:
+def _family(names: list[str], cells: Mapping[str, list[Text]], widths: list[int], width: int) -> list[RenderableType]:
     lines = [[Text(n, style="bold"), *(c for c in cells[n] if c.plain)] for n in names]
     if width >= WIDE and all(len(line) == 3 for line in lines):  # systems have no axes
         tag = max(len(line[2]) for line in lines)
@@ -223,10 +214,7 @@ def _cells(row: Row, joiner: str) -> list[Text]:
 def _widths(cells: Mapping[str, list[Text]], width: int) -> list[int]:
     """Columns of name, text and axes: axes get what they need, the bias at least half of it."""
     names = max(6, *map(len, cells))
-    axes = [
-        max(len(title), *(_longest(c[1 + i]) for c in cells.values()))
-        for i, title in enumerate(AXES)
-    ]
+    axes = [max(len(title), *(_longest(c[1 + i]) for c in cells.values())) for i, title in enumerate(AXES)]
     if width < WIDEST:
         axes[-1] = min(axes[-1], NARROW_BIAS)
     left = width - names - sum(axes) - 2 * (len(axes) + 1)
@@ -257,9 +245,7 @@ def _stacked(name: str, cells: list[Text], names: int, width: int) -> list[Rende
 def _legend(rows: Mapping[str, Row]) -> Text:
     systems = sum(row["kind"] == "system" for row in rows.values())
     methods = len(rows) - systems
-    counts = [
-        f"{n} {what}{'s' * (n != 1)}" for n, what in ((methods, "method"), (systems, "system")) if n
-    ]
+    counts = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((methods, "method"), (systems, "system")) if n]
     words = Text.assemble((", ".join(counts), "bold"), ".  ")
     if methods:
         words.append(
@@ -282,10 +268,7 @@ def method_page(row: Row) -> RenderableType:
 
 
 def _method_page(row: Row) -> RenderableType:
-    parts = [
-        (part["path"].replace(".", " "), part["formula"].removeprefix("weight "))
-        for part in row["parts"]
-    ]
+    parts = [(part["path"].replace(".", " "), part["formula"].removeprefix("weight ")) for part in row["parts"]]
     parts.append(("aggregate", f"{row['aggregate']}: {_meanings('aggregate')[row['aggregate']]}"))
     if row["settings"].get("normalizer", "sampled") != "sampled":
         parts.append(("divided by", row["settings"]["normalizer"]))
@@ -317,11 +300,7 @@ def _system_page(row: Row) -> RenderableType:
     place += [("to compute it", ", ".join(row["here"]))] if row["here"] else []
     place.append(("watch", ", ".join(row["watch"])))
     place.append(("correct with", ", ".join(row["related"])))
-    return Group(
-        _title(row),
-        _section("What it is", about),
-        _section("What it takes", place),
-    )
+    return Group(_title(row), _section("What it is", about), _section("What it takes", place))
 
 
 def _title(row: Row) -> Text:
@@ -347,10 +326,7 @@ def _axes_in_full(row: Row) -> list[tuple[str, str]]:
         ("sign", _explained([row["sign"]], _meanings("sign"))),
         ("stop-gradient", _explained([row["stop_gradient"]], _meanings("stop_gradient"))),
         ("bias", "not known" if bias is None else f"{bias}: {_meanings('bias')[bias]}"),
-        (
-            "needs",
-            ", ".join(sorted(needs)) or "log-probs of rollout and current policy, advantages",
-        ),
+        ("needs", ", ".join(sorted(needs)) or "log-probs of rollout and current policy, advantages"),
     ]
 
 
@@ -379,10 +355,7 @@ def _run(row: Row) -> Text:
     path = numbers[0] if numbers else "aggregate"
     change = f"--set override.{path}={shown(row['settings'][path])}"
     return Text.assemble(
-        ("\nRun it\n", "bold"),
-        (f"  {row['command']}\n", "green"),
-        "  and, to change a value, ",
-        (change, "green"),
+        ("\nRun it\n", "bold"), (f"  {row['command']}\n", "green"), "  and, to change a value, ", (change, "green")
     )
 
 

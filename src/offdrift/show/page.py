@@ -7,10 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from offdrift.show.findings import WORDS, in_order, verdict_of
-from offdrift.show.headline import (
-    PAIR_WORDS,
-    unit_of,
-)
+from offdrift.show.headline import PAIR_WORDS, unit_of
 from offdrift.show.json_access import Fields, at, items, mapping, number, text
 from offdrift.show.numbers import short
 from offdrift.show.sanitize import clipped

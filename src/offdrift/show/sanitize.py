@@ -46,8 +46,4 @@ def clipped(words: str, limit: int = MAX_TEXT) -> str:
         >>> clipped("abcdef", 4)
         'abcd… (2 more characters)'
     """
-    return (
-        words
-        if len(words) <= limit
-        else f"{words[:limit]}… ({len(words) - limit:,} more characters)"
-    )
+    return words if len(words) <= limit else f"{words[:limit]}… ({len(words) - limit:,} more characters)"

@@ -172,12 +172,8 @@ class DriftStats:
     def merge(self, other: DriftStats) -> DriftStats:
         """The statistics of both together. Associative and commutative, up to rounding."""
         sum_names, sums = _joined(self.sum_names, self.sums, other.sum_names, other.sums, torch.add)
-        max_names, maxima = _joined(
-            self.max_names, self.maxima, other.max_names, other.maxima, torch.maximum
-        )
-        log_names, logs = _joined(
-            self.log_names, self.logs, other.log_names, other.logs, torch.logaddexp
-        )
+        max_names, maxima = _joined(self.max_names, self.maxima, other.max_names, other.maxima, torch.maximum)
+        log_names, logs = _joined(self.log_names, self.logs, other.log_names, other.logs, torch.logaddexp)
         positions = dict(self.by_position)
         for name, x in other.by_position.items():
             positions[name] = _add_padded(positions[name], x) if name in positions else x
@@ -266,9 +262,7 @@ TOKEN_MAXIMA = ("l_max", "-l_min", "d_abs_max")
 TOKEN_LOGS = ("log_w", "log_w2")
 
 
-def _pair(
-    on: str, logprobs: LogProbs, sums: Named, maxima: Named, logs: Named
-) -> Float[Tensor, " b"]:
+def _pair(on: str, logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) -> Float[Tensor, " b"]:
     """Statistics of one ratio, by token and by sequence; returns each sequence's mean log-ratio."""
     raw = stopped_log_ratio(logprobs, on=on)  # type: ignore[arg-type]
     first = logprobs.old if on == "staleness" else logprobs.logp_rollout
@@ -322,9 +316,7 @@ def _pair_sequences(
     return mean
 
 
-def _decisions(
-    logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named, logs: Named
-) -> None:
+def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named, logs: Named) -> None:
     segments, weight = logprobs.segments, corrected.weight
     # count_nonzero: the sum of a bool tensor would first copy it to int64.
     sums["gate/kept_tokens"] = corrected.keep.count_nonzero()
@@ -359,10 +351,7 @@ def _splits(gate: GateLike) -> bool:
 
 
 def _divergences(
-    logprobs: LogProbs,
-    divergences: Mapping[str, Divergence],
-    sums: Named,
-    maxima: Named,
+    logprobs: LogProbs, divergences: Mapping[str, Divergence], sums: Named, maxima: Named
 ) -> dict[str, Tensor]:
     """Totals, extremes and per-position sums of divergences (their lower ends, if intervals)."""
     if not divergences:
@@ -371,9 +360,7 @@ def _divergences(
     horizon = int(logprobs.segments.lengths.max())
 
     def at_position(x: Tensor) -> Tensor:
-        return torch.zeros(horizon, dtype=torch.float64, device=x.device).index_add(
-            0, position, x.double()
-        )
+        return torch.zeros(horizon, dtype=torch.float64, device=x.device).index_add(0, position, x.double())
 
     by_position = {"n": at_position(torch.ones_like(logprobs.logp_rollout))}
     for name, d in divergences.items():

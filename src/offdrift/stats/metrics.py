@@ -192,11 +192,7 @@ def shape(on: str, second: str) -> list[Metric]:
     ]  # fmt: skip
 
 
-GATES = {
-    "sum": "|sum l| <= log 2",
-    "mean": "|mean l| <= 0.01",
-    "worst": "max l^2 / 2 <= 0.05",
-}
+GATES = {"sum": "|sum l| <= log 2", "mean": "|mean l| <= 0.01", "worst": "max l^2 / 2 <= 0.05"}
 """Three gates that depend differently on length: a sum grows, a mean shrinks, a maximum grows slowly."""
 
 
@@ -382,9 +378,7 @@ def _divergence(name: str, unit: str) -> list[Metric]:
     key = f"divergence/{name}"
     return [
         Metric(f"{key}_mean", unit, f"mean over tokens of {name}", "worse", mean(key)),
-        Metric(
-            f"{key}_max", unit, f"max over tokens of {name}", "worse", lambda s: s[f"{key}_max"]
-        ),
+        Metric(f"{key}_max", unit, f"max over tokens of {name}", "worse", lambda s: s[f"{key}_max"]),
     ]
 
 

@@ -54,10 +54,7 @@ class PerSequence:
 
     @staticmethod
     def sums(
-        segments: Segments,
-        raw: Float[Tensor, " n"],
-        excess: Float[Tensor, " n"],
-        size: Float[Tensor, " n"],
+        segments: Segments, raw: Float[Tensor, " n"], excess: Float[Tensor, " n"], size: Float[Tensor, " n"]
     ) -> PerSequence:
         """The same from l, e^l - 1 and |l| of every token.
 
@@ -139,9 +136,7 @@ def signature(
     with torch.no_grad():
         if logprobs.unscored is not None:
             advantages = None if advantages is None else logprobs.at_scored(advantages)
-            position = logprobs.at_scored(
-                logprobs.segments.position if position is None else position
-            )
+            position = logprobs.at_scored(logprobs.segments.position if position is None else position)
             logprobs = logprobs.scored
         if not len(logprobs.logp_rollout):
             return sums
@@ -177,9 +172,7 @@ def _starts(segments: Segments, position: Tensor | None) -> Int[Tensor, " s"]:
 def _tokens(on: str, x: Tensor, raw: Tensor, starts: Tensor) -> Named:
     """Moments of x = log mu and y = x + l, over tokens and over neighbors."""
     n = len(x)
-    held = [
-        _moments(x[a : a + BLOCK + 1], raw[a : a + BLOCK + 1], BLOCK) for a in range(0, n, BLOCK)
-    ]
+    held = [_moments(x[a : a + BLOCK + 1], raw[a : a + BLOCK + 1], BLOCK) for a in range(0, n, BLOCK)]
     xs, xx, xl, ys, yy, before, after, positive, negative = torch.stack(held).sum(0)
     sums = {"x": xs, "x2": xx, "xl": xl, "positive": positive, "negative": negative}
     # Neighbors: all of the stream, less what the cut between two sequences would pair.

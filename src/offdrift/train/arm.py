@@ -107,13 +107,9 @@ class Arm:
         changed = self.method.changes(self.run.recipe.row(self.name))
         position = checkpoint.Position(next_batch, self.version, source.waiting(), changed)
         self.old_policy.retain(source.versions(), self.model, self.version)
-        checkpoint.save(
-            self.run.accelerator, self.files.checkpoints, position, also=self.old_policy.save
-        )
+        checkpoint.save(self.run.accelerator, self.files.checkpoints, position, also=self.old_policy.save)
 
-    def report(
-        self, kind: EventKind, text: str = "", metrics: Mapping[str, Any] | None = None
-    ) -> None:
+    def report(self, kind: EventKind, text: str = "", metrics: Mapping[str, Any] | None = None) -> None:
         """Tell the run's watcher what happened at the current update."""
         total = self.run.recipe.updates
         self.run.watch(Event(kind, self.name, self.version, total, text, metrics))
@@ -130,9 +126,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     """
     accelerator, files = run.accelerator, run.folder.arm(name)
     model = copy.deepcopy(run.model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=run.recipe.optim.lr, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.recipe.optim.lr, betas=(0.9, 0.95), weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     position = checkpoint.load(accelerator, files.checkpoints) if resume else None
     resumed, position = position is not None, position or checkpoint.Position(0, 0)
@@ -158,18 +152,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         temperature=run.recipe.rollout.temperature,
     )
     diagnosis = LiveDiagnosis.of(files, context)
-    arm = Arm(
-        run,
-        name,
-        files,
-        method,
-        model,
-        optimizer,
-        settings,
-        old_policy,
-        diagnosis,
-        position.version,
-    )
+    arm = Arm(run, name, files, method, model, optimizer, settings, old_policy, diagnosis, position.version)
     arm.announce("giving the engine the arm's weights")
     arm.publish()
     arm.report("arm", run.recipe.row(name).describe())

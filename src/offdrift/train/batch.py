@@ -75,10 +75,7 @@ class Scores:
 def score_before_update(arm: Arm, rollouts: Rollouts) -> Scores:
     """Score a batch under every policy that the arm's method and estimator read. Gradient: none."""
     method, optim = arm.method, arm.run.recipe.optim
-    options = {
-        "token_budget": optim.token_budget,
-        "tail_log_ratio_cap": arm.run.recipe.rollout.tail_log_ratio_cap,
-    }
+    options = {"token_budget": optim.token_budget, "tail_log_ratio_cap": arm.run.recipe.rollout.tail_log_ratio_cap}
     trainer = old = logp_ref = None
     estimator = ADVANTAGES[arm.estimator]
     in_reward = method.penalty is not None and method.penalty.place == "reward"
@@ -116,11 +113,7 @@ def token_advantages(arm: Arm, rollouts: Rollouts, scores: Scores) -> Float[Tens
         log_ratio = trainer.logp - rollouts.logp_rollout
         kl = method.penalty(trainer.logp, scores.logp_ref, log_ratio=log_ratio)
         rewards = penalized_rewards(rewards, segments, kl, method.penalty.coef)
-    options: dict = {
-        "how": arm.estimator,
-        "baseline_over": arm.run.recipe.optim.baseline_over,
-        "total": arm.run.sum,
-    }
+    options: dict = {"how": arm.estimator, "baseline_over": arm.run.recipe.optim.baseline_over, "total": arm.run.sum}
     if trainer is not None:  # the policy whose gradients the estimator weighs
         options |= {"logp_old": trainer.logp, "sum_pi_squared": trainer.sum_pi_squared}
     if arm.advantages_read_gates:
@@ -128,10 +121,7 @@ def token_advantages(arm: Arm, rollouts: Rollouts, scores: Scores) -> Float[Tens
         assert trainer is not None
         old = scores.old or trainer
         logprobs = LogProbs.pack(rollouts.logp_rollout, trainer.logp, old.logp, segments=segments)
-        current = {
-            name.replace("rollout_old", "rollout_current"): d
-            for name, d in trainer.divergences.items()
-        }
+        current = {name.replace("rollout_old", "rollout_current"): d for name, d in trainer.divergences.items()}
         facts = BatchInfo(
             divergences={**current, **old.divergences},
             entropy=old.entropy,
@@ -147,9 +137,7 @@ def token_advantages(arm: Arm, rollouts: Rollouts, scores: Scores) -> Float[Tens
     return advantages(rewards, segments, **options)
 
 
-def make_batch(
-    arm: Arm, rollouts: Rollouts, advantages: Float[Tensor, " n"], scores: Scores
-) -> Batch:
+def make_batch(arm: Arm, rollouts: Rollouts, advantages: Float[Tensor, " n"], scores: Scores) -> Batch:
     """The batch that the arm's next updates train on."""
     status = None
     if scores.old is not None:

@@ -105,8 +105,7 @@ QUANTITIES = (
         "Effective sample size",
         "of the batch",
         "full/ess_frac",
-        "(Σw)² / Σw² over the count, w the raw token ratio of current to rollout policy: 100 % when "
-        "they agree.",
+        "(Σw)² / Σw² over the count, w the raw token ratio of current to rollout policy: 100 % when they agree.",
         share=True,
         digits=".1%",
     ),
@@ -177,14 +176,7 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _line(
-    index: int,
-    arm: Arm,
-    x: list[int],
-    y: list[float],
-    *,
-    width: float,
-    digits: str = ".3g",
-    **extra: object,
+    index: int, arm: Arm, x: list[int], y: list[float], *, width: float, digits: str = ".3g", **extra: object
 ) -> dict:
     return {
         "type": "scatter",

@@ -40,11 +40,7 @@ class Position:
 
 
 def save(
-    accelerator: Accelerator,
-    folder: Path,
-    position: Position,
-    *,
-    also: Callable[[Path], None] = lambda path: None,
+    accelerator: Accelerator, folder: Path, position: Position, *, also: Callable[[Path], None] = lambda path: None
 ) -> None:
     """Write a checkpoint; the older of more than two is removed.
 

@@ -29,9 +29,7 @@ from offdrift.train.warmstart import warm_start
 PROBES = 8
 """Prompts on which a weight synchronization is verified."""
 
-EventKind = Literal[
-    "setup", "stage", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"
-]
+EventKind = Literal["setup", "stage", "warm_start", "arm", "update", "eval", "resume", "finding", "arm_done"]
 
 
 @dataclass(frozen=True)
@@ -132,9 +130,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
             batch_size=recipe.warm_start.batch_size,
             lr=recipe.warm_start.lr,
             seed=recipe.seed,
-            progress=lambda step, loss: watch(
-                Event("warm_start", step=step, total=steps, metrics={"loss": loss})
-            ),
+            progress=lambda step, loss: watch(Event("warm_start", step=step, total=steps, metrics={"loss": loss})),
         )
     model.to(accelerator.device)
     watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
@@ -151,19 +147,7 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     probes = [prompt_ids(p, tokenizer) for p in problems]
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
     synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
-    return RunContext(
-        recipe,
-        folder,
-        accelerator,
-        model,
-        tokenizer,
-        task,
-        sampling,
-        engine,
-        probes,
-        synced,
-        watch,
-    )
+    return RunContext(recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch)
 
 
 def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
@@ -175,9 +159,7 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
             "one device or data-parallel (MULTI_GPU): launch it with --multi_gpu"
         )
     if accelerator.mixed_precision == "fp16":
-        raise RecipeError(
-            "mixed_precision = fp16 needs loss scaling, which is not supported; use bf16 or no"
-        )
+        raise RecipeError("mixed_precision = fp16 needs loss scaling, which is not supported; use bf16 or no")
     if accelerator.gradient_accumulation_steps != 1:
         raise RecipeError(
             f"gradient_accumulation_steps = {accelerator.gradient_accumulation_steps}: accumulation "
@@ -185,14 +167,10 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
         )
     if recipe.rollout.engine == "openai" and world > 1:
         raise RecipeError(
-            f'rollout.engine = "openai" with {world} processes: each would give one server weights; '
-            "launch one process"
+            f'rollout.engine = "openai" with {world} processes: each would give one server weights; launch one process'
         )
     smallest = recipe.rollout.prompts // world * recipe.rollout.samples
-    if (
-        min(recipe.rollout.prompts, recipe.log.eval_prompts) < world
-        or smallest < recipe.optim.minibatches
-    ):
+    if min(recipe.rollout.prompts, recipe.log.eval_prompts) < world or smallest < recipe.optim.minibatches:
         raise RecipeError(
             f"{world} processes share rollout.prompts = {recipe.rollout.prompts}, log.eval_prompts = "
             f"{recipe.log.eval_prompts} and optim.minibatches = {recipe.optim.minibatches}: each needs "

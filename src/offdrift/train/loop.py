@@ -112,12 +112,7 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
             if logged and update.tokens is not None:
                 token_log.add(sequences, update.tokens, version=version)
             record_update(
-                arm,
-                minibatch.rollouts,
-                update,
-                batch=index,
-                updates_before=version - first_version,
-                sampled=sampled,
+                arm, minibatch.rollouts, update, batch=index, updates_before=version - first_version, sampled=sampled
             )
         if log.tokens:
             token_log.write(arm.files.log, index, run.shard)

@@ -83,9 +83,7 @@ def load_model(source: str, *, seed: int, cache_dir: Path | None = None) -> Load
     return _pretrained(source)
 
 
-def save_for_engine(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str]
-) -> None:
+def save_for_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str]) -> None:
     """Write a folder that a rollout engine opens: config, safetensors weights, tokenizer."""
     with _no_progress_bars():
         model.save_pretrained(path)
@@ -121,9 +119,7 @@ def default_cache_dir() -> Path:
 
 def tiny_qwen3_config() -> Qwen3Config:
     """Dense: 4 layers, output head tied to the embedding, 0.86 million parameters."""
-    return Qwen3Config(
-        **TINY_SHAPE, num_hidden_layers=4, tie_word_embeddings=True, initializer_range=0.04
-    )
+    return Qwen3Config(**TINY_SHAPE, num_hidden_layers=4, tie_word_embeddings=True, initializer_range=0.04)
 
 
 def tiny_qwen3_moe_config() -> Qwen3MoeConfig:
@@ -181,9 +177,7 @@ def _pretrained(source: str) -> Loaded:
     where = str(local) if looks_local else source
     try:
         with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                where, dtype=torch.float32, trust_remote_code=False
-            )
+            model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
         tried = f"the folder {local}" if looks_local else f"the folder {local} and the hub"

@@ -53,9 +53,7 @@ def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tenso
 
 
 @contextmanager
-def weights_replaced(
-    accelerator: Accelerator, model: nn.Module, weights: Weights
-) -> Iterator[nn.Module]:
+def weights_replaced(accelerator: Accelerator, model: nn.Module, weights: Weights) -> Iterator[nn.Module]:
     """Put other weights into the model for a while; its own come back bit for bit, also on errors.
 
     Memory: one more copy of the weights on the model's device, if they are not there already.
@@ -84,9 +82,7 @@ class OldPolicy:
         self.accelerator = accelerator
         self.folder = folder
 
-    def policy(
-        self, drawn_at: int, model: nn.Module, version: int
-    ) -> AbstractContextManager[nn.Module]:
+    def policy(self, drawn_at: int, model: nn.Module, version: int) -> AbstractContextManager[nn.Module]:
         """The old policy of tokens that weights of version `drawn_at` drew.
 
         Args:
@@ -116,9 +112,7 @@ class OldPolicy:
         Raises: `CheckpointError` if weights that they refer to are not there.
         """
 
-    def score(
-        self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any
-    ) -> PolicyScores:
+    def score(self, model: nn.Module, rollouts: Rollouts, version: int, **options: Any) -> PolicyScores:
         """Score a batch, each token under the old policy of its own version. Gradient: none.
 
         Args:
@@ -176,9 +170,7 @@ class OldPolicy:
 class BatchStart(OldPolicy):
     """The trainer as it is when the batch arrives; free of extra memory."""
 
-    def policy(
-        self, drawn_at: int, model: nn.Module, version: int
-    ) -> AbstractContextManager[nn.Module]:
+    def policy(self, drawn_at: int, model: nn.Module, version: int) -> AbstractContextManager[nn.Module]:
         return nullcontext(model)
 
     def scored_at(self, drawn_at: int, version: int) -> int:
@@ -202,9 +194,7 @@ class Snapshots(OldPolicy):
         self.on_disk = on_disk
         self.kept: dict[int, Weights | Path] = {}
 
-    def policy(
-        self, drawn_at: int, model: nn.Module, version: int
-    ) -> AbstractContextManager[nn.Module]:
+    def policy(self, drawn_at: int, model: nn.Module, version: int) -> AbstractContextManager[nn.Module]:
         if drawn_at == version:
             return nullcontext(model)
         if drawn_at not in self.kept:
@@ -264,9 +254,7 @@ class SecondModel(OldPolicy):
         self.model: nn.Module | None = None
         self.version = 0
 
-    def policy(
-        self, drawn_at: int, model: nn.Module, version: int
-    ) -> AbstractContextManager[nn.Module]:
+    def policy(self, drawn_at: int, model: nn.Module, version: int) -> AbstractContextManager[nn.Module]:
         assert self.model is not None, "weights were never published"
         return nullcontext(self.model)
 
@@ -299,9 +287,7 @@ class Averaged(OldPolicy):
         self.decay, self.weight = decay, 1.0
         self.mean: dict[str, Tensor] = {}
 
-    def policy(
-        self, drawn_at: int, model: nn.Module, version: int
-    ) -> AbstractContextManager[nn.Module]:
+    def policy(self, drawn_at: int, model: nn.Module, version: int) -> AbstractContextManager[nn.Module]:
         return weights_replaced(self.accelerator, model, self.mean)
 
     def scored_at(self, drawn_at: int, version: int) -> None:
@@ -328,9 +314,7 @@ class Averaged(OldPolicy):
         self.weight = float(self.mean.pop("/weight"))
 
 
-def make_old_policy(
-    settings: recipe.OldPolicy, accelerator: Accelerator, folder: Path
-) -> OldPolicy:
+def make_old_policy(settings: recipe.OldPolicy, accelerator: Accelerator, folder: Path) -> OldPolicy:
     """The old policy of a recipe's `[old_policy]`.
 
     The sources without a forward pass (`rollout`, `interpolated`) are anchors of the method; other
@@ -351,9 +335,7 @@ def write_weights(weights: Weights, file: Path) -> None:
     try:
         write_atomically(file, lambda tmp: save_file(flat, tmp))
     except SafetensorError as e:  # wraps a full disk
-        raise RecordError(
-            f"cannot write {file}: {e}; free disk space, or set old_policy.snapshots"
-        ) from e
+        raise RecordError(f"cannot write {file}: {e}; free disk space, or set old_policy.snapshots") from e
 
 
 def read_weights(file: Path) -> Weights:

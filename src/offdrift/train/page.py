@@ -62,9 +62,7 @@ def render(run: Run) -> str:
         # KL, TV, log-prob and weight of every shown token.
         "samples": [[_token_numbers(s) for s in samples] for _, samples in shown],
     }
-    return render_document(
-        "page.html.j2", context, data=data, scripts=("common.js", "page.js"), styles=("page.css",)
-    )
+    return render_document("page.html.j2", context, data=data, scripts=("common.js", "page.js"), styles=("page.css",))
 
 
 def pick_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:

@@ -52,9 +52,7 @@ class Rollout(Part):
     """Which engine draws the tokens; "openai": a server that is running at `url`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """The engine's precision; the trainer's is float32 (or what accelerate is told)."""
-    quantization: Annotated[str | None, BeforeValidator(lambda x: None if x == "none" else x)] = (
-        None
-    )
+    quantization: Annotated[str | None, BeforeValidator(lambda x: None if x == "none" else x)] = None
     """transformers: "int8". vllm: its own names, for instance "fp8_per_channel". "none": full weights,
     as if it were absent."""
     prompts: Positive = 32
@@ -88,9 +86,7 @@ class Lag(Part):
     """Batches drawn ahead of the one being trained on: every batch is this many batches stale."""
 
 
-OldPolicySource = Literal[
-    "sampling", "second_model", "batch_start", "ewma", "rollout", "interpolated"
-]
+OldPolicySource = Literal["sampling", "second_model", "batch_start", "ewma", "rollout", "interpolated"]
 
 
 class OldPolicy(Part):
@@ -328,9 +324,7 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = ()) -> Recipe:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise RecipeError(
-            f"cannot read recipe {path}: {e.strerror}; see recipes/ for examples"
-        ) from e
+        raise RecipeError(f"cannot read recipe {path}: {e.strerror}; see recipes/ for examples") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise RecipeError(f"{path} is not valid TOML: {e}") from e
     for change in changes:

@@ -49,9 +49,7 @@ class RunFolder:
         try:
             return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
-            raise CheckpointError(
-                f"there is no run to resume at {self.path} ({e}); start it without --resume"
-            ) from e
+            raise CheckpointError(f"there is no run to resume at {self.path} ({e}); start it without --resume") from e
 
     def arm(self, name: str) -> ArmFolder:
         """The folder of one arm."""

@@ -62,9 +62,7 @@ class PolicyScores:
             return column.new_empty(n).index_copy_(0, rows, column)
 
         joined_divergences = {
-            name: Divergence.joined([(r, part.divergences[name]) for r, part in parts], n).map(
-                lambda x: x.cpu()
-            )
+            name: Divergence.joined([(r, part.divergences[name]) for r, part in parts], n).map(lambda x: x.cpu())
             for name in first.divergences
         }
         return PolicyScores(

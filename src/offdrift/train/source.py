@@ -94,9 +94,7 @@ class Source:
 
     def draw(self, index: int) -> Rollouts:
         """Sample, reward and store one batch with the weights the engine has now."""
-        problems = self.task.sample(
-            self.recipe.rollout.prompts, seed=batch_seed(self.recipe.seed, index)
-        )
+        problems = self.task.sample(self.recipe.rollout.prompts, seed=batch_seed(self.recipe.seed, index))
         share = list(enumerate(problems))[self.shard.rank :: self.shard.world]
         rollouts = rollout(
             self.engine,
@@ -136,9 +134,7 @@ def rollout(
     prompts = [prompt_ids(p, tokenizer) for p in problems for _ in range(samples)]
     drawn = engine.generate(prompts, sampling, seed=seed, evidence=evidence)  # type: ignore[arg-type]
     responses = drawn.tokens.split(drawn.lengths.tolist())
-    completions = tuple(
-        str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses
-    )
+    completions = tuple(str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses)
     asked = [p for p in problems for _ in range(samples)]
     rewards = [task.reward(c, p) for c, p in zip(completions, asked, strict=True)]
     return drawn.with_(

@@ -163,9 +163,7 @@ def train_step(
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
     norm = torch.as_tensor(0.0 if norm is None else norm).cpu()
     local = _with_batch_stats(DriftStats.merge_all(stats), batch, version)
-    total = gather_stats(accelerator, local).plus(
-        tails.sums(lambda own: gather_object([own]) if world > 1 else [own])
-    )
+    total = gather_stats(accelerator, local).plus(tails.sums(lambda own: gather_object([own]) if world > 1 else [own]))
     if not bool(norm.isfinite()):
         raise EngineError(
             f"the gradient norm is {norm.item()}; the step was not taken. Lower optim.lr, or look "
@@ -183,9 +181,7 @@ def train_step(
     finally:
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
-    total = total.with_max("optim/grad_norm", norm).with_max(
-        "optim/lr_scale", torch.tensor(lr_scale)
-    )
+    total = total.with_max("optim/grad_norm", norm).with_max("optim/lr_scale", torch.tensor(lr_scale))
     return Update(
         total,
         TokenView.joined(token_values) if view else None,
@@ -220,9 +216,7 @@ class ScoredPiece:
         rollouts, sampling = batch.rollouts, batch.rollouts.provenance.sampling
         logits_old = None if batch.old_logits is None else batch.old_logits(rollouts)
         self.horizon = sampling.max_tokens
-        self.scored = score(
-            model, rollouts, temperature=sampling.temperature, keep_graph=logits_old is not None
-        )
+        self.scored = score(model, rollouts, temperature=sampling.temperature, keep_graph=logits_old is not None)
         device = self.scored.logp.device
         self.divergences = divergences(
             rollouts, self.scored.logits.detach(), tail_log_ratio_cap=batch.tail_log_ratio_cap
@@ -239,9 +233,7 @@ class ScoredPiece:
             self.scored.logp,
             None if old is None else old.logp,
             logp_ref=None if batch.logp_ref is None else batch.logp_ref.to(device),
-            segments=Segments(
-                rollouts.cu_seqlens.to(device), group_ids=rollouts.group_ids.to(device)
-            ),
+            segments=Segments(rollouts.cu_seqlens.to(device), group_ids=rollouts.group_ids.to(device)),
         )
         if old is not None:
             self.divergences |= old.divergences
@@ -320,12 +312,7 @@ class ScoredPiece:
 
 @torch.no_grad()
 def _observe_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    batch: Batch,
-    pieces: Sequence[Tensor],
-    method: Method,
-    version: int,
+    accelerator: Accelerator, model: nn.Module, batch: Batch, pieces: Sequence[Tensor], method: Method, version: int
 ) -> Observed:
     """What the method's parts observe of the whole step, over all pieces and processes."""
     parts = [ScoredPiece(model, batch.select(piece), version).observe(method) for piece in pieces]

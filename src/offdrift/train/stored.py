@@ -140,9 +140,7 @@ def read_run(run_dir: Path) -> Run:
     Raises: `RecordError` if the folder holds no readable `run.json` of format 1.
     """
     head = _read_head(run_dir / "run.json")
-    table = {
-        str(row["arm"]): row for row in _list(head.get("table")) if _dict(row) and row.get("arm")
-    }
+    table = {str(row["arm"]): row for row in _list(head.get("table")) if _dict(row) and row.get("arm")}
     folders = sorted(p for p in (run_dir / "arms").glob("*") if p.is_dir())
     arms = [_read_arm(folder, table) for folder in folders]
     without_folder = table.keys() - {arm.name for arm in arms}
@@ -259,9 +257,7 @@ def _sample(row: Row) -> Sample:
 
 
 def _points(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
-    pairs = [
-        (int(number(r["update"]) or 0), v) for r in rows if (v := number(r.get(key))) is not None
-    ]
+    pairs = [(int(number(r["update"]) or 0), v) for r in rows if (v := number(r.get(key))) is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 

@@ -114,14 +114,8 @@ def _recorded(metrics: Sequence[Row], key: str) -> list[Any]:
     return [m[key] for m in metrics if m.get(key) is not None]
 
 
-def _mean(
-    metrics: Sequence[Row], key: str, by: Sequence[int | float] | None = None
-) -> float | None:
-    pairs = [
-        (m[key], w)
-        for m, w in zip(metrics, by or [1.0] * len(metrics), strict=True)
-        if m.get(key) is not None
-    ]
+def _mean(metrics: Sequence[Row], key: str, by: Sequence[int | float] | None = None) -> float | None:
+    pairs = [(m[key], w) for m, w in zip(metrics, by or [1.0] * len(metrics), strict=True) if m.get(key) is not None]
     total = sum(w for _, w in pairs)
     return sum(v * w for v, w in pairs) / total if total else None
 

@@ -73,8 +73,7 @@ COLUMNS = (
         "Held-out reward",
         "task",
         "higher is better",
-        "Mean reward on held-out prompts before the first and after the last update, and the "
-        "change.",
+        "Mean reward on held-out prompts before the first and after the last update, and the change.",
         _reward,
     ),
     Column(
@@ -92,8 +91,7 @@ COLUMNS = (
         "KL max",
         "nat",
         "lower is closer to on-policy",
-        "Largest KL(rollout || current) of any token in the run. Trust Region Masking gates on "
-        "this quantity.",
+        "Largest KL(rollout || current) of any token in the run. Trust Region Masking gates on this quantity.",
         lambda arm: Cell(short(arm.figure("kl_max"))),
     ),
     Column(
@@ -120,8 +118,7 @@ COLUMNS = (
         "PPL gap",
         "nat",
         "lower is better",
-        "Mean over sequences of the absolute difference of mean log-prob between current and "
-        "rollout policy (eq. 25).",
+        "Mean over sequences of the absolute difference of mean log-prob between current and rollout policy (eq. 25).",
         lambda arm: Cell(short(arm.figure("log_ppl_gap"))),
     ),
     Column(
@@ -148,8 +145,7 @@ COLUMNS = (
         "Speed",
         "tokens/s",
         "higher is faster",
-        "Response tokens per second of wall time, all of training included, and the time the arm "
-        "took.",
+        "Response tokens per second of wall time, all of training included, and the time the arm took.",
         _speed,
     ),
 )
@@ -191,10 +187,7 @@ def _outcome(arms: Sequence[Arm]) -> str:
     if len(level) > 1:
         return f"{_listed(level)} ended level, with the highest held-out reward, {fixed(best)}"
     _, second = max((pair for pair in scored if pair[1] is not winner), key=lambda pair: pair[0])
-    return (
-        f"{winner.name} ended with the highest held-out reward, {fixed(best)}, "
-        f"{_lead(winner, second)}"
-    )
+    return f"{winner.name} ended with the highest held-out reward, {fixed(best)}, {_lead(winner, second)}"
 
 
 def _lead(winner: Arm, second: Arm) -> str:
@@ -231,8 +224,7 @@ def _low_acceptance(arms: Sequence[Arm]) -> str:
         return ""
     who = _listed([f"{name} accepted {share}" for name, share in low])
     return (
-        f"{who} of its sequences, less than the 70 % that the Trust Region Masking paper asks to "
-        "watch for (Remark 4.3)"
+        f"{who} of its sequences, less than the 70 % that the Trust Region Masking paper asks to watch for (Remark 4.3)"
     )
 
 

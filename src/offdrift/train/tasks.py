@@ -205,9 +205,7 @@ def _named(dataset: str, seed: int, size: int, **config: Any) -> Any:
 
 
 def _question(entry: Mapping[str, Any]) -> Problem:
-    return Problem(
-        entry["question"], str(entry["answer"]), chat=True, metadata=entry.get("metadata") or {}
-    )
+    return Problem(entry["question"], str(entry["answer"]), chat=True, metadata=entry.get("metadata") or {})
 
 
 def _own_score(scorer: Any, completion: str, problem: Problem) -> float:
@@ -231,8 +229,7 @@ def _reasoning_gym_task(dataset: str) -> ProceduralTask:
     name = f"reasoning_gym:{dataset}"
     if dataset not in DATASETS:
         raise RecipeError(
-            f"task = {name!r}: reasoning-gym has no data set {dataset!r}; it has "
-            f"{', '.join(sorted(DATASETS))}"
+            f"task = {name!r}: reasoning-gym has no data set {dataset!r}; it has {', '.join(sorted(DATASETS))}"
         )
     if evaluates(DATASETS[dataset][0].score_answer):
         raise RecipeError(

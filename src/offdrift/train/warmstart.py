@@ -109,9 +109,7 @@ def warm_start(
     plan = _Plan(steps, batch_size, lr, target, seed)
     if steps == 0:
         return model
-    file = (
-        (cache_dir or default_cache_dir()) / "warmstart" / _file_name(model, tokenizer, task, plan)
-    )
+    file = (cache_dir or default_cache_dir()) / "warmstart" / _file_name(model, tokenizer, task, plan)
     if _restored(model, file):
         return model
     _fit(model, tokenizer, task, plan, progress)
@@ -130,16 +128,10 @@ def warm_start(
 
 
 def _fit(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    plan: _Plan,
-    progress: Progress | None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan, progress: Progress | None
 ) -> None:
     was_training = model.training
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=plan.lr, betas=plan.betas, weight_decay=plan.weight_decay
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=plan.betas, weight_decay=plan.weight_decay)
     chances: deque[float] = deque(maxlen=plan.window)
     landed = 0
     try:
@@ -185,9 +177,7 @@ def _token_losses(
     padding stands on the right, where a causal model cannot see it.
     """
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-    return functional.cross_entropy(
-        logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none"
-    )
+    return functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
 
 
 def _batch(
@@ -221,9 +211,7 @@ def _batch(
 # -- cache ------------------------------------------------------------------------------------
 
 
-def _file_name(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan
-) -> str:
+def _file_name(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan) -> str:
     """A name that differs whenever the result could."""
     facts = {
         "code": CODE_VERSION,
@@ -258,9 +246,6 @@ def _restored(model: PreTrainedModel, file: Path) -> bool:
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
     except (SafetensorError, OSError, RuntimeError) as error:
-        warnings.warn(
-            f"the cached warm start {file} cannot be read ({error}); training it again",
-            stacklevel=3,
-        )
+        warnings.warn(f"the cached warm start {file} cannot be read ({error}); training it again", stacklevel=3)
         return False
     return True

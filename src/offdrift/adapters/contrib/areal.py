@@ -168,9 +168,7 @@ def _loss(
             'replaced; turn them off (sapo and m2po are methods here), or install(keep="loss")'
         )
     if input_data.get("teacher_logp") is not None:
-        raise MethodError(
-            "AReaL's distillation loss (teacher_logp) is part of the loss that is replaced"
-        )
+        raise MethodError("AReaL's distillation loss (teacher_logp) is part of the loss that is replaced")
     mask, hook = input_data["loss_mask"].bool(), _hook()
     hook.reached = True
     if not bool(mask.any()):
@@ -185,9 +183,7 @@ def _loss(
         versions=input_data.get("versions"),
         current_version=current_version,
     )
-    old = require_logprobs(
-        old, mask, "prox_logp", "set actor.use_decoupled_loss and recompute it", beside=logprobs
-    )
+    old = require_logprobs(old, mask, "prox_logp", "set actor.use_decoupled_loss and recompute it", beside=logprobs)
     cuts = input_data.get("cu_seqlens")
     packed = _packed(rollout, logprobs, old, mask, cuts)
     if mask.ndim == 1 and cuts is not None:
@@ -238,13 +234,9 @@ def _decide(
     return module.RejectionSamplingResult(keep, weight.to(old_logprobs.dtype), filtered)
 
 
-def _packed(
-    rollout: Tensor, logp: Tensor | None, old: Tensor, mask: Tensor, cuts: Tensor | None
-) -> LogProbs:
+def _packed(rollout: Tensor, logp: Tensor | None, old: Tensor, mask: Tensor, cuts: Tensor | None) -> LogProbs:
     if mask.ndim == 1 and cuts is None:
-        raise ShapeError(
-            "AReaL gave packed tokens without cu_seqlens; sequences cannot be told apart"
-        )
+        raise ShapeError("AReaL gave packed tokens without cu_seqlens; sequences cannot be told apart")
     segments = Segments(cuts.long()) if mask.ndim == 1 and cuts is not None else None
     return LogProbs.pack(rollout, logp, old, mask=mask, segments=segments)
 

@@ -144,9 +144,7 @@ def drawn(scores: Float[Tensor, "n v"], ids: Int[Tensor, " n"]) -> Float[Tensor,
     return scores.gather(1, ids[:, None].long()).squeeze(1) - scores.logsumexp(1)
 
 
-def divergences_of(
-    scores: Float[Tensor, "n v"], batch: Tokens, logprobs: LogProbs
-) -> dict[str, Divergence] | None:
+def divergences_of(scores: Float[Tensor, "n v"], batch: Tokens, logprobs: LogProbs) -> dict[str, Divergence] | None:
     """KL(mu || pi) and TV(mu, pi) at every token: exact, intervals, or None without evidence."""
     full = batch.rows(FULL)
     if full is not None:
@@ -252,15 +250,11 @@ class OffdriftLoss:
         ref = field("reference_policy_logprobs") if hook.method.penalty is not None else None
         return LogProbs.pack(field("generation_logprobs"), logp, old, logp_ref=ref, mask=batch.mask)
 
-    def _distributions(
-        self, scores: Tensor, batch: Tokens, logprobs: LogProbs, hook: LossHook
-    ) -> dict[str, Any]:
+    def _distributions(self, scores: Tensor, batch: Tokens, logprobs: LogProbs, hook: LossHook) -> dict[str, Any]:
         """Divergences and entropies of whole distributions, where the data allows them."""
         divergences = divergences_of(scores.detach(), batch, logprobs)
         if divergences is None and hook.method.needs_divergences:
-            raise EvidenceError(
-                f"this method needs divergences of whole distributions: {HINTS['divergences']}"
-            )
+            raise EvidenceError(f"this method needs divergences of whole distributions: {HINTS['divergences']}")
         known: dict[str, Any] = {"vocab": self.vocab, "divergences": divergences}
         if "entropy" in hook.method.needs:
             log_pi = scores.detach().float().log_softmax(-1)
@@ -305,9 +299,7 @@ def loss(
             'reads="logit" needs vocab= (len(tokenizer)), and use_fused_linear_logprobs off, which '
             "computes log-probs without logits"
         )
-    config = HookConfig.of(
-        "nemo-rl", method, settings, record=record, on_idle=on_idle, horizon=horizon
-    )
+    config = HookConfig.of("nemo-rl", method, settings, record=record, on_idle=on_idle, horizon=horizon)
     has = {"logp_old", "logp_ref"} | ({"divergences"} if reads == "logit" else set())
     has |= {"entropy", "vocab"} if reads == "logit" and old == "current" else set()
     check_served(config.row, framework="nemo-rl", has=has, hints=HINTS)
@@ -339,10 +331,7 @@ _REPLACED = Replacements()
 
 
 def _instead(
-    method: str | None,
-    options: Mapping[str, Any],
-    cfg: Any,
-    use_fused_linear_logprobs: bool = False,
+    method: str | None, options: Mapping[str, Any], cfg: Any, use_fused_linear_logprobs: bool = False
 ) -> OffdriftLoss:
     """What `setup` gets for `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`."""
     theirs = _settings(cfg)

@@ -30,14 +30,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.adapters.frameworks import Replacements, after_import, require
-from offdrift.adapters.hooks import (
-    HookConfig,
-    LossHook,
-    check_served,
-    columns,
-    require_logprobs,
-    zero_loss,
-)
+from offdrift.adapters.hooks import HookConfig, LossHook, check_served, columns, require_logprobs, zero_loss
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
 
@@ -72,9 +65,7 @@ def install(
 
     Raises: `EvidenceError`, `MethodError`: OpenRLHF's loss is not given what the method needs.
     """
-    config = HookConfig.of(
-        "openrlhf", method, settings, record=record, on_idle=on_idle, horizon=horizon
-    )
+    config = HookConfig.of("openrlhf", method, settings, record=record, on_idle=on_idle, horizon=horizon)
     check_served(config.row, framework="openrlhf", has={"logp_old"})
     _INSTALLED[:] = [config]
     after_import(ACTOR, _rebind)
@@ -158,10 +149,7 @@ class PolicyLoss(torch.nn.Module):
             zero = zero_loss(log_probs)
             return (zero, *[zero.detach()] * (self._values - 1))
         fields = {"rollout_log_probs": rollout_log_probs, "old_log_probs": old_log_probs}
-        rollout, old = (
-            require_logprobs(x, mask, name, WAYS_OUT[name], beside=log_probs)
-            for name, x in fields.items()
-        )
+        rollout, old = (require_logprobs(x, mask, name, WAYS_OUT[name], beside=log_probs) for name, x in fields.items())
         logprobs = LogProbs.pack(rollout, log_probs, old, mask=mask)
         lengths = logprobs.segments.lengths
         result = self.hook.loss(

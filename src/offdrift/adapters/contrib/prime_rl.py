@@ -26,20 +26,13 @@ from typing import Any
 from torch import Tensor
 
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import (
-    HookConfig,
-    LossHook,
-    check_served,
-    columns,
-    decision_names,
-    decisions,
-)
+from offdrift.adapters.hooks import HookConfig, LossHook, check_served, columns, decision_names, decisions
 from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
 
 HINTS = {
     "logp_old": 'choose a method on="full", or give old="current" (the policy at this update '
-    "stands for the old one, so that staleness is zero)",
+    "stands for the old one, so that staleness is zero)"
 }
 
 
@@ -107,9 +100,7 @@ def _weighted(inputs: Any, hook: LossHook) -> Tensor:
 
 
 @functools.cache
-def _hook(
-    method: str | None, settings: str, old: str, record: str | None, on_idle: str | None
-) -> LossHook:
+def _hook(method: str | None, settings: str, old: str, record: str | None, on_idle: str | None) -> LossHook:
     """The method of this process; settings as JSON, since they must be hashable."""
     require("prime-rl")
     check_choice("old", old, ("absent", "current"))

@@ -156,9 +156,7 @@ class _Loss:
         _refuse_own_terms(self.pipeline_config)
         batch, mask, counts = data.batch, *_mask_and_counts(data)
         logp = self.strategy.op_compute_log_probs(
-            logits=output_tensor,
-            input_ids=batch["input_ids"],
-            attention_mask=batch["response_mask"],
+            logits=output_tensor, input_ids=batch["input_ids"], attention_mask=batch["response_mask"]
         )
         if not bool((mask != 0).any()):
             return zero_loss(logp), {"actor/offdrift/loss@sum": 0.0}
@@ -182,9 +180,7 @@ class _Loss:
         if hook.method.penalty is not None:
             fields["ref_log_probs"] = data.batch.get("ref_log_probs", None)
         rollout, old, *ref = (
-            require_logprobs(
-                x if x is not None and len(x) else None, mask, name, WAYS_OUT[name], beside=logp
-            )
+            require_logprobs(x if x is not None and len(x) else None, mask, name, WAYS_OUT[name], beside=logp)
             for name, x in fields.items()
         )
         return LogProbs.pack(rollout, logp, old, logp_ref=ref[0] if ref else None, mask=mask)
@@ -290,9 +286,7 @@ WORKERS: dict[str, tuple[str, str, type]] = {
 @functools.cache
 def _correction_hook() -> LossHook:
     config = HookConfig.of("roll")
-    only = correction_only(
-        config.method, config.row, framework="roll", instead="the class Worker or AgenticWorker"
-    )
+    only = correction_only(config.method, config.row, framework="roll", instead="the class Worker or AgenticWorker")
     return config.attach("roll", only)
 
 

@@ -113,11 +113,7 @@ class RegisteredLoss:
 
 
 def register(
-    method: str,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    record: str | None = None,
-    on_idle: str | None = None,
+    method: str, *, settings: Mapping[str, Any] | None = None, record: str | None = None, on_idle: str | None = None
 ) -> str:
     """Put a method into SkyRL's registry; returns its name there, `offdrift/<method>`.
 
@@ -148,9 +144,7 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if not a.startswith("trainer.override_entrypoint=")]
     types = [a.removeprefix(key).strip("'\"") for a in arguments if a.startswith(key)]
     if not types or not types[-1].startswith(PREFIX):
-        raise MethodError(
-            f"this entrypoint needs {key}{PREFIX}METHOD; `offdrift methods` lists all rows"
-        )
+        raise MethodError(f"this entrypoint needs {key}{PREFIX}METHOD; `offdrift methods` lists all rows")
     register(types[-1].removeprefix(PREFIX))
     sys.argv = [sys.argv[0], *arguments]
     main_base.main()

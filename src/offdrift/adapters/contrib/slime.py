@@ -38,14 +38,7 @@ from torch import Tensor
 
 from offdrift.adapters import environment
 from offdrift.adapters.frameworks import FRAMEWORKS, require
-from offdrift.adapters.hooks import (
-    HookConfig,
-    LossHook,
-    check_served,
-    correction_only,
-    decision_names,
-    decisions,
-)
+from offdrift.adapters.hooks import HookConfig, LossHook, check_served, correction_only, decision_names, decisions
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
@@ -252,18 +245,13 @@ def _context_parallel(
     if cp_size(args) == 1:
         return list, list
     if getattr(args, "qkv_format", "thd") != "thd":
-        raise MethodError(
-            f"context parallelism over --qkv-format {args.qkv_format} is not known; use thd"
-        )
+        raise MethodError(f"context parallelism over --qkv-format {args.qkv_format} is not known; use thd")
     theirs = import_module(CONTEXT_PARALLEL[_framework()])
 
     def each(function: Callable[..., Tensor], xs: Tensors) -> list[Tensor]:
         return [function(x, t, r).detach() for x, t, r in zip(xs, total, response, strict=True)]
 
-    return (
-        functools.partial(each, theirs.all_gather_with_cp),
-        functools.partial(each, theirs.slice_log_prob_with_cp),
-    )
+    return (functools.partial(each, theirs.all_gather_with_cp), functools.partial(each, theirs.slice_log_prob_with_cp))
 
 
 def _segments(lengths: Sequence[int], mask: Tensor) -> Segments:

@@ -221,9 +221,7 @@ class OffdriftMixin(Base):
             return None
         return functools.reduce(Observed.merge, parts).to(self.accelerator.device)
 
-    def _decide(
-        self, inputs: dict[str, Any], piece: Piece | None
-    ) -> tuple[Tensor | None, dict[str, Any], Tensor]:
+    def _decide(self, inputs: dict[str, Any], piece: Piece | None) -> tuple[Tensor | None, dict[str, Any], Tensor]:
         """Our loss (mode="loss"), TRL's inputs, and where TRL's policy term may push."""
         nowhere = torch.zeros_like(trl_batch.trainable(inputs))
         if piece is None:
@@ -283,12 +281,7 @@ class OffdriftMixin(Base):
         if self.offdrift.records:
             decode = functools.partial(self._tokenizer.batch_decode, skip_special_tokens=True)
             record = trl_batch.recorded(
-                inputs,
-                logp,
-                entropy,
-                version=self.state.global_step,
-                ends=self.eos_token_ids,
-                decode=decode,
+                inputs, logp, entropy, version=self.state.global_step, ends=self.eos_token_ids, decode=decode
             )
             self.offdrift.record(record)
 
@@ -360,9 +353,7 @@ def refuse_method(method: Method, mode: Mode) -> None:
                 "give replace(method, penalty=None), and beta (use_bias_correction_kl) to GRPOConfig"
             )
         if method.lr_scale is not None:
-            raise MethodError(
-                "the method scales the learning rate of each step, which belongs to TRL"
-            )
+            raise MethodError("the method scales the learning rate of each step, which belongs to TRL")
         return
     if not (method.correction.gates or method.correction.weights):
         raise MethodError(
@@ -370,9 +361,7 @@ def refuse_method(method: Method, mode: Mode) -> None:
             'corrected; mode="loss" uses its objective'
         )
     if method.anchor is not None:
-        raise MethodError(
-            'the method replaces the old policy; TRL\'s loss would not: use mode="loss"'
-        )
+        raise MethodError('the method replaces the old policy; TRL\'s loss would not: use mode="loss"')
     for weight in method.correction.weights:
         if weight.on != "mismatch":
             raise MethodError(

@@ -56,11 +56,7 @@ def marked(
     """
     b, device = len(output["completion_ids"]), output["completion_ids"].device
     places = torch.arange(process * b, (process + 1) * b, device=device)
-    result = {
-        **output,
-        GROUP: (earlier * b + places) // group,
-        VERSION: torch.full_like(places, version),
-    }
+    result = {**output, GROUP: (earlier * b + places) // group, VERSION: torch.full_like(places, version)}
     if rewards is not None and not bool(rewards.isnan().any()):
         result[REWARD] = rewards[places.to(rewards.device)].to(device)
     return result
@@ -94,12 +90,7 @@ def scored(inputs: Inputs) -> Bool[Tensor, "b t"]:
 
 
 def piece_of(
-    inputs: Inputs,
-    logp: Float[Tensor, "b t"],
-    entropy: Float[Tensor, "b t"],
-    *,
-    vocab: int,
-    version: int,
+    inputs: Inputs, logp: Float[Tensor, "b t"], entropy: Float[Tensor, "b t"], *, vocab: int, version: int
 ) -> Piece | None:
     """The micro-batch packed; None if it has no token that can be used.
 
@@ -180,9 +171,7 @@ def silenced(inputs: Inputs) -> dict[str, Any]:
     return {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
 
 
-def harmless(
-    inputs: dict[str, Any], logp: Float[Tensor, "b t"], live: Bool[Tensor, "b t"]
-) -> Float[Tensor, "b t"]:
+def harmless(inputs: dict[str, Any], logp: Float[Tensor, "b t"], live: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
     """Log-probs with which 0 times TRL's ratio is 0: it exponentiates log-ratios as they are.
 
     Untouched at live tokens, and at others within 20 nats of the old policy. Old log-probs at tokens

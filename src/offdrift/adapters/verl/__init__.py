@@ -213,9 +213,7 @@ def _recorder_v1(driver: Driver, original: Any) -> Callable[..., Any]:
         if driver.records:
             real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
             fields = sys.modules[TRAINER_V1].tq.kv_batch_get(
-                keys=[batch.keys[i] for i in real],
-                partition_id=batch.partition_id,
-                select_fields=RECORDED_V1,
+                keys=[batch.keys[i] for i in real], partition_id=batch.partition_id, select_fields=RECORDED_V1
             )
             fields = fields.to_padded_tensor()
             versions = [batch.tags[i].get("min_global_steps") for i in real]

@@ -50,19 +50,14 @@ def advantage_named(name: str) -> AdvantageFn:
     row = name.removesuffix(KEPT)
 
     def estimate(
-        token_level_rewards: Tensor,
-        response_mask: Tensor,
-        index: Any = None,
-        config: Any = None,
-        **batch: Any,
+        token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, config: Any = None, **batch: Any
     ) -> tuple[Tensor, Tensor]:
         rewards, mask = token_level_rewards, response_mask.bool()
         if not len(mask):
             raise BadValueError("empty batch: no sequence to estimate an advantage for")
         if index is None and ADVANTAGES[row].siblings:
             raise EvidenceError(
-                f"offdrift/{row} needs the prompt of each sequence: non_tensor_batch['uid'], which "
-                "this batch lacks"
+                f"offdrift/{row} needs the prompt of each sequence: non_tensor_batch['uid'], which this batch lacks"
             )
         groups = None if index is None else dense(index).to(mask.device)
         gamma = batch.pop("gamma", 1.0 if config is None else config.get("gamma", 1.0))

@@ -79,9 +79,7 @@ def read_rollout_correction(config: Mapping[str, Any] | None) -> RolloutCorrecti
         if key not in DEFAULTS:
             near = difflib.get_close_matches(str(key), DEFAULTS, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise RecipeError(
-                f"rollout_correction has no key {key!r}; {hint}verl 0.9 has {', '.join(DEFAULTS)}"
-            )
+            raise RecipeError(f"rollout_correction has no key {key!r}; {hint}verl 0.9 has {', '.join(DEFAULTS)}")
     if block["loss_type"] not in LOSSES:
         raise RecipeError(f"loss_type={block['loss_type']!r} is not one of {LOSSES}")
     bypass = bool(block["bypass_mode"])
@@ -109,8 +107,7 @@ def _weight(block: Mapping[str, Any], on: RatioName) -> Weight | None:
         return Weight(on=on, unit=unit, cap=ends[-1], normalize=normalize, **band)
     except ValueError as e:
         raise RecipeError(
-            f"rollout_is_threshold={threshold!r} is no positive cap (2.0) and no band "
-            '("0.5_5.0", lower end first)'
+            f'rollout_is_threshold={threshold!r} is no positive cap (2.0) and no band ("0.5_5.0", lower end first)'
         ) from e
 
 
@@ -147,9 +144,7 @@ def _rows(block: Mapping[str, Any], method: Method, weight: Weight | None) -> tu
         gate_text = gates or "no gate"
     weighs = "no weights" if weight is None else weight.formula
     if weight is not None and clips:
-        weighs = (
-            "nothing: the ratio is in the objective already; verl computes it for metrics alone"
-        )
+        weighs = "nothing: the ratio is in the objective already; verl computes it for metrics alone"
     ours = {
         "rollout_is": weighs,
         "rollout_is_threshold": "not read"

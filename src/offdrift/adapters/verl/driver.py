@@ -56,11 +56,7 @@ class Driver:
         chosen = method(row) if isinstance(row, str) else row
         self.row = None if chosen is None else override(chosen, settings)
         check_choice("on_idle", on_idle, get_args(OnIdle))
-        if (
-            isinstance(row, str)
-            and self.row
-            and loss_share(self.row) != loss_share(configured(row))
-        ):
+        if isinstance(row, str) and self.row and loss_share(self.row) != loss_share(configured(row)):
             # The loss runs in workers, which read the environment: settings of it must stand there.
             pairs = ",".join(f"{path}={value}" for path, value in settings.items()) or "(nothing)"
             raise MethodError(
@@ -116,9 +112,7 @@ class Driver:
             tensors["rollout_is_weights"] = weights
         return batch, metrics
 
-    def advantages(
-        self, estimate: Callable[..., Any], data: Any, name: Any, gamma: float, **options: Any
-    ) -> Any:
+    def advantages(self, estimate: Callable[..., Any], data: Any, name: Any, gamma: float, **options: Any) -> Any:
         """In the place of verl's `compute_advantage`: our estimators see the whole batch.
 
         Raises: `LivenessError` if a correction is configured that verl did not call.
@@ -140,13 +134,7 @@ class Driver:
         return data
 
     def record(
-        self,
-        tensors: Any,
-        uids: Any,
-        *,
-        step: int,
-        rollout_version: Tensor | None = None,
-        version: int | None = None,
+        self, tensors: Any, uids: Any, *, step: int, rollout_version: Tensor | None = None, version: int | None = None
     ) -> None:
         """Record a batch of padded tensors, if records are wanted."""
         if self._record is None:
@@ -200,9 +188,7 @@ class Driver:
             if "rollout_log_probs" not in tensors:
                 problem += "; set actor_rollout_ref.rollout.calculate_log_probs=true"
             elif block.bypass:
-                problem += (
-                    "; set bypass_mode=false, or choose a method on the full ratio as loss_mode"
-                )
+                problem += "; set bypass_mode=false, or choose a method on the full ratio as loss_mode"
         if problem is None:
             return
         message = f"[{'; '.join(parts)}] is configured and was never called: {problem}"
@@ -220,12 +206,7 @@ def loss_mode(config: Any) -> str | None:
 
 
 def logged(
-    tensors: Any,
-    uids: Any,
-    *,
-    step: int,
-    rollout_version: Tensor | None = None,
-    version: int | None = None,
+    tensors: Any, uids: Any, *, step: int, rollout_version: Tensor | None = None, version: int | None = None
 ) -> Logged:
     """A padded batch of verl as canonical record: every sampled token, rejected or not.
 
@@ -261,9 +242,7 @@ def logged(
         advantages=packed("advantages"),
         rewards=None if score is None else score.sum(-1),
         group_ids=None if uids is None else dense(uids),
-        rollout_version=None
-        if rollout_version is None
-        else rollout_version.repeat_interleave(lengths),
+        rollout_version=None if rollout_version is None else rollout_version.repeat_interleave(lengths),
         version=None if version is None else torch.full((count,), version),
         position=columns[scored],
         tokens=packed("responses"),

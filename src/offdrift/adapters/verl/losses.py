@@ -60,9 +60,7 @@ class DriverWeight:
     advantage: str = "any"
     formula: str = "weight of the driver on ratio(mismatch)"
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Tensor | None = None, facts: BatchInfo = NO_INFO
-    ) -> Weighted:
+    def __call__(self, logprobs: LogProbs, advantages: Tensor | None = None, facts: BatchInfo = NO_INFO) -> Weighted:
         return Weighted(self.weight.detach(), torch.zeros_like(self.weight, dtype=torch.bool))
 
 
@@ -243,19 +241,13 @@ def _check_alive(name: str, row: Method, stats: DriftStats) -> None:
 def driver_share(row: Method) -> Correction:
     """The gates and weights that verl's driver can apply: those on the mismatch."""
     gates, weights = row.correction.gates, row.correction.weights
-    return Correction(
-        tuple(g for g in gates if g.on == "mismatch"),
-        tuple(w for w in weights if w.on == "mismatch"),
-    )
+    return Correction(tuple(g for g in gates if g.on == "mismatch"), tuple(w for w in weights if w.on == "mismatch"))
 
 
 def loss_share(row: Method) -> Method:
     """The method without its driver's share."""
     gates, weights = row.correction.gates, row.correction.weights
-    rest = Correction(
-        tuple(g for g in gates if g.on != "mismatch"),
-        tuple(w for w in weights if w.on != "mismatch"),
-    )
+    rest = Correction(tuple(g for g in gates if g.on != "mismatch"), tuple(w for w in weights if w.on != "mismatch"))
     return replace(row, correction=rest)
 
 

@@ -22,9 +22,7 @@ from offdrift.stats.histogram import Grid
 Arrays = dict[str, np.ndarray]
 
 
-def packed(
-    counts: Mapping[str, int], timeline: Timeline, facets: Facets, worst: Worst
-) -> dict[str, np.ndarray]:
+def packed(counts: Mapping[str, int], timeline: Timeline, facets: Facets, worst: Worst) -> dict[str, np.ndarray]:
     """What `unpacked` reads."""
     keys = sorted(timeline.points)
     points = [timeline.points[key] for key in keys]
@@ -58,9 +56,7 @@ def packed(
     return arrays
 
 
-def unpacked(
-    arrays: Mapping[str, np.ndarray],
-) -> tuple[dict[str, int], Timeline, Facets, Worst]:
+def unpacked(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, int], Timeline, Facets, Worst]:
     """What `packed` was given."""
     names, held = _read(arrays["names"]), _read(arrays["worst"])
     histograms = {name: Grid(**grid) for name, grid in names["grids"].items()}
@@ -84,9 +80,7 @@ def _read(stored: np.ndarray) -> Any:
     return json.loads(stored.astype(np.uint8).tobytes())
 
 
-def _columns(
-    kind: str, names: list[str], rows: list[tuple[tuple[str, ...], torch.Tensor]]
-) -> Arrays:
+def _columns(kind: str, names: list[str], rows: list[tuple[tuple[str, ...], torch.Tensor]]) -> Arrays:
     """Named vectors as one table, and which of its entries there are."""
     column = {name: i for i, name in enumerate(names)}
     table = np.zeros((len(rows), len(names)))
@@ -97,9 +91,7 @@ def _columns(
     return {kind: table, f"{kind}/known": known}
 
 
-def _row(
-    arrays: Mapping[str, np.ndarray], kind: str, names: list[str], i: int
-) -> tuple[tuple[str, ...], torch.Tensor]:
+def _row(arrays: Mapping[str, np.ndarray], kind: str, names: list[str], i: int) -> tuple[tuple[str, ...], torch.Tensor]:
     known = arrays[f"{kind}/known"][i]
     return tuple(n for n, k in zip(names, known) if k), torch.from_numpy(arrays[kind][i][known])
 

@@ -53,9 +53,7 @@ AXES: dict[str, Axis] = {
     "position": _doubling([16 * 2**i for i in range(POSITIONS)], 0),
     "advantage": Axis(("negative", "zero", "positive"), (None, 0, 0), (0, 0, None)),
     "lag": Axis(
-        (*map(str, range(LAGS)), "9-16", "17-32", "33+"),
-        (*range(LAGS), 9, 17, 33),
-        (*range(LAGS), 16, 32, None),
+        (*map(str, range(LAGS)), "9-16", "17-32", "33+"), (*range(LAGS), 9, 17, 33), (*range(LAGS), 16, 32, None)
     ),
     "token_class": Axis(
         (*CLASSES, "last token"),
@@ -130,9 +128,7 @@ class Cells:
                 found[name] = np.log(np.exp(held - top).sum(others)) + top.squeeze(others)
         return found
 
-    def sequences(
-        self, cell: Int[Tensor, " n"], cuts: Int[Tensor, " cuts"]
-    ) -> Float[np.ndarray, " bits"]:
+    def sequences(self, cell: Int[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Float[np.ndarray, " bits"]:
         """How many sequences have a token in each bucket: their tokens' bits are or-ed together."""
         starts = cuts[:-1][cuts.diff() > 0].numpy()
         met = np.bitwise_or.reduceat(np.take(self._bits, cell.numpy()), starts)

@@ -48,9 +48,7 @@ def chunks(batch: Logged, *, tokens: int = CHUNK) -> Iterator[Logged]:
 
 def runs(batch: Logged, width: int) -> Iterator[tuple[int, Logged]]:
     """Each run of steps that share `step // width`, with that number; the batch is in order of steps."""
-    keys, counts = torch.unique_consecutive(
-        torch.div(batch.step, width, rounding_mode="floor"), return_counts=True
-    )
+    keys, counts = torch.unique_consecutive(torch.div(batch.step, width, rounding_mode="floor"), return_counts=True)
     ends = counts.cumsum(0).tolist()
     for key, first, last in zip(keys.tolist(), [0, *ends], ends):
         yield key, batch.cut(first, last)
@@ -75,9 +73,7 @@ TOKEN_METRICS = (
     "ratio_mean",
 )
 SEQUENCE_METRICS = ("acceptance_sum", "acceptance_mean", "acceptance_worst")
-DIVERGENCES = tuple(
-    name for name in METRICS if name.startswith("divergence/") and name.endswith("_mean")
-)
+DIVERGENCES = tuple(name for name in METRICS if name.startswith("divergence/") and name.endswith("_mean"))
 
 Tables = Mapping[str, np.ndarray]
 
@@ -284,9 +280,7 @@ def seconds(batch: Logged) -> dict[str, Tensor]:
     return {on: at_least_float32(x) for on, x in known.items() if x is not None}
 
 
-def _scatter(
-    raw: Tensor, segments: Segments, cell: Tensor, table: Tensor, largest: Tensor
-) -> PerSequence:
+def _scatter(raw: Tensor, segments: Segments, cell: Tensor, table: Tensor, largest: Tensor) -> PerSequence:
     """`SUMS` and the largest |l| of one block, and its sequences; one exponential per token."""
     limited, size = clamped(raw), raw.abs()
     excess = limited.expm1().double()

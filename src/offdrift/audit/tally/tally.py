@@ -158,9 +158,7 @@ class Tally:
 
     def _counts_as_dict(self) -> dict[str, Any]:
         def under(prefix: str) -> dict[str, int]:
-            return {
-                k.removeprefix(prefix): n for k, n in self.counts.items() if k.startswith(prefix)
-            }
+            return {k.removeprefix(prefix): n for k, n in self.counts.items() if k.startswith(prefix)}
 
         units = list(under("unit/"))
         return {
@@ -225,9 +223,7 @@ class _Part:
         return _Part(Timeline(width, points), facets, own)
 
 
-def _points(
-    batch: Logged, per_sequence: dict[str, PerSequence], width: int
-) -> Iterator[tuple[int, Point]]:
+def _points(batch: Logged, per_sequence: dict[str, PerSequence], width: int) -> Iterator[tuple[int, Point]]:
     """A point for each run of steps."""
     first = 0
     for key, run in runs(batch, width):
@@ -259,9 +255,7 @@ def _counts(batch: Logged) -> dict[str, int]:
     counts |= {f"has/{name}": b for name in (*fields, *batch.divergences)}
     trainable = batch.cu_seqlens.diff() if batch.trainable is None else batch.trainable
     unscored = {name: int(n.sum()) for name, n in batch.unscored.items()}
-    absent = [
-        n for name, n in unscored.items() if getattr(batch, name.partition("/")[0], 0) is None
-    ]
+    absent = [n for name, n in unscored.items() if getattr(batch, name.partition("/")[0], 0) is None]
     counts |= {f"unscored/{name}": n for name, n in unscored.items()}
     counts |= {
         "trainable": int(trainable.sum()),

@@ -39,9 +39,7 @@ class Point:
     """By name: "mismatch/log_ratio", "reward", "response_length", ..."""
 
     @staticmethod
-    def of(
-        batch: Logged, logprobs: LogProbs | None, per_sequence: Mapping[str, PerSequence]
-    ) -> Point:
+    def of(batch: Logged, logprobs: LogProbs | None, per_sequence: Mapping[str, PerSequence]) -> Point:
         """Summarize the sequences of one step.
 
         Args:
@@ -84,27 +82,17 @@ class Point:
         return {name: h.quantiles() for name, h in self.histograms.items() if h.n}
 
 
-def _scored(
-    batch: Logged, logprobs: LogProbs | None, per_sequence: Mapping[str, PerSequence]
-) -> DriftStats:
+def _scored(batch: Logged, logprobs: LogProbs | None, per_sequence: Mapping[str, PerSequence]) -> DriftStats:
     """What the log-probs say.
 
     Divergences by position are in the facets: a vector of the horizon at every step is not kept.
     """
     if logprobs is None:
-        nothing, grade = (
-            torch.zeros(2, dtype=torch.float64),
-            "exact" if batch.divergences else "sampled",
-        )
+        nothing, grade = (torch.zeros(2, dtype=torch.float64), "exact" if batch.divergences else "sampled")
         return DriftStats(("n", "b"), nothing, (), nothing[:0], (), nothing[:0], {}, grade)
     exact = {k: Divergence.exact(k, x) for k, x in batch.divergences.items()}  # type: ignore[arg-type]
     stats = replace(DriftStats.of(logprobs, divergences=exact), by_position={})
-    shape = signature(
-        logprobs,
-        advantages=batch.advantages,
-        position=batch.position,
-        per_sequence=dict(per_sequence),
-    )
+    shape = signature(logprobs, advantages=batch.advantages, position=batch.position, per_sequence=dict(per_sequence))
     counts = {f"divergence/{name}/n": float(batch.num_tokens) for name in exact}
     found = stats.plus(shape | counts)
     return found if batch.logp_rollout is not None else found.only("n", "b", "staleness/", "diverg")
@@ -113,11 +101,7 @@ def _scored(
 def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor | float]]:
     """Rewards, lengths, lags and entropy, each with its own count: a log may lack any of them."""
     b, n, length = batch.num_sequences, batch.num_tokens, batch.response_lengths
-    sums: dict[str, Tensor | float] = {
-        "sequences": float(b),
-        "length": length.sum(),
-        "length/n": float(b),
-    }
+    sums: dict[str, Tensor | float] = {"sequences": float(b), "length": length.sum(), "length/n": float(b)}
     maxima: dict[str, Tensor | float] = {"length_max": length.max()} if b else {}
     if batch.trainable is not None:
         sums["unscored"] = float(batch.trainable.sum()) - n
@@ -172,9 +156,7 @@ class Timeline:
         points: dict[int, Point] = {}
         for key in sorted(self.points):
             wide = key * self.width // width
-            points[wide] = (
-                points[wide].merge(self.points[key]) if wide in points else self.points[key]
-            )
+            points[wide] = points[wide].merge(self.points[key]) if wide in points else self.points[key]
         return Timeline(width, points, self.seen)
 
     def whole(self) -> Point:
@@ -192,9 +174,7 @@ class Timeline:
             at = np.searchsorted(self.seen, key * self.width)
             step = int(self.seen[at]) if at < len(self.seen) else key * self.width
             counts = {"sequences": point.counted("sequences"), "tokens": point.counted("n")}
-            found.append(
-                {"step": step, **counts, **point.metrics(), "quantiles": point.quantiles()}
-            )
+            found.append({"step": step, **counts, **point.metrics(), "quantiles": point.quantiles()})
         return found
 
 

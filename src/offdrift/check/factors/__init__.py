@@ -38,11 +38,7 @@ FACTORS: tuple[Factor, ...] = (
 )
 """Every factor, in an order that starts each engine once."""
 
-SECONDS: dict[Cost, str] = {
-    "cheap": "2 to 25 s",
-    "engine": "20 to 40 s",
-    "compile": "2 min",
-}
+SECONDS: dict[Cost, str] = {"cheap": "2 to 25 s", "engine": "20 to 40 s", "compile": "2 min"}
 """Time of one factor on SmolLM2-135M and one CPU core."""
 
 
@@ -72,9 +68,7 @@ def chosen(names: str, *, quick: bool = False, thorough: bool = False) -> list[F
     return [table[name] for name in dict.fromkeys(wanted)]
 
 
-def left_out(
-    names: str, *, quick: bool = False, thorough: bool = False
-) -> Sequence[tuple[Factor, str]]:
+def left_out(names: str, *, quick: bool = False, thorough: bool = False) -> Sequence[tuple[Factor, str]]:
     """Factors that "all" leaves out because they are slow, and how to run each; none for other names.
 
     Example:

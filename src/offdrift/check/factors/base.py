@@ -117,9 +117,7 @@ class Outcome:
     @staticmethod
     def without(factor: Factor, status: Status, why: str, *, seconds: float = 0.0) -> Outcome:
         """The row of a factor that was not measured, and why."""
-        return Outcome(
-            factor.name, factor.what, factor.side, status=status, why=why, seconds=seconds
-        )
+        return Outcome(factor.name, factor.what, factor.side, status=status, why=why, seconds=seconds)
 
     @property
     def ratio(self) -> float:

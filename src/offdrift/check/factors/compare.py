@@ -43,9 +43,7 @@ def teacher_forced(
     return engine.rescore(rollouts, evidence=evidence_of(rollouts), sampling=sampling)
 
 
-def measured_by(
-    setting: Setting, rollouts: Rollouts, *, train: EngineSpec | None = None
-) -> Measured:
+def measured_by(setting: Setting, rollouts: Rollouts, *, train: EngineSpec | None = None) -> Measured:
     """Rollouts against the training engine: the setting's, or another one."""
     return measured(rollouts, setting.bench.score(rollouts, train or setting.train))
 

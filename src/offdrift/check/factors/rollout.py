@@ -39,16 +39,7 @@ from offdrift.check.factors.compare import (
 from offdrift.check.measure import measured
 from offdrift.check.rescore import Scored
 from offdrift.engines.base import CachesPrefixes, Rescores
-from offdrift.engines.routing import (
-    Routed,
-    flip_rate,
-    flips,
-    num_experts,
-    replayed,
-    route_lengths,
-    routers,
-    routes_of,
-)
+from offdrift.engines.routing import Routed, flip_rate, flips, num_experts, replayed, route_lengths, routers, routes_of
 from offdrift.engines.score import divergences, score
 from offdrift.engines.spec import EngineSpec
 from offdrift.errors import NotOfferedError, ShapeError
@@ -65,12 +56,7 @@ def _variant(setting: Setting, change: Change) -> Effect:
     """The baseline's tokens, scored by another rollout engine."""
     drawn = setting.drawn
     forced = teacher_forced(setting, change.spec, drawn)
-    return Effect(
-        change.words,
-        measured_by(setting, forced),
-        setting.drawn_kl,
-        detail=self_difference(drawn, forced),
-    )
+    return Effect(change.words, measured_by(setting, forced), setting.drawn_kl, detail=self_difference(drawn, forced))
 
 
 # -- numerics of the engine ------------------------------------------------------------------------
@@ -139,9 +125,7 @@ def rollout_attention(setting: Setting) -> Effect:
 def repeats(setting: Setting) -> Effect:
     """The same seed twice: does the engine repeat itself? Atomics and races show here."""
     drawn, bench = setting.drawn, setting.bench
-    again = setting.engine.generate(
-        bench.prompts, setting.unfiltered, seed=bench.seed, evidence=evidence_of(drawn)
-    )
+    again = setting.engine.generate(bench.prompts, setting.unfiltered, seed=bench.seed, evidence=evidence_of(drawn))
     a, b = (r.tokens.split(r.lengths.tolist()) for r in (drawn, again))
     same = [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
     detail: dict[str, object] = {"same_tokens_frac": sum(same) / len(same)}
@@ -199,9 +183,7 @@ def prefix_caching(setting: Setting) -> Effect:
     warm = teacher_forced(setting, setting.rollout, drawn)
     hits = engine.cached_tokens - before
     if not hits:
-        raise NotOfferedError(
-            "the engine found no prefix in its cache; it is off, or its blocks are long"
-        )
+        raise NotOfferedError("the engine found no prefix in its cache; it is off, or its blocks are long")
     return Effect(
         f"prompts taken from the prefix cache ({hits} tokens) instead of computed",
         measured_by(setting, warm),

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from offdrift.check.bench import Bench
 from offdrift.check.factors.base import Effect, Setting, factor
-from offdrift.check.factors.compare import (
-    LISTED,
-    few,
-    few_prompts,
-    is_plain,
-    measured_by,
-    scores,
-    teacher_forced,
-)
+from offdrift.check.factors.compare import LISTED, few, few_prompts, is_plain, measured_by, scores, teacher_forced
 from offdrift.check.factors.train import score_rows
 from offdrift.check.measure import NAN, measured
 from offdrift.check.rescore import Scored
@@ -49,9 +41,7 @@ def temperature(setting: Setting) -> Effect:
     """Both engines divide their logits by it: below 1 every difference of logits weighs more."""
     now = setting.bench.sampling.temperature
     other = COLD if now == 1 else 1.0
-    drawn = setting.bench.rollouts(
-        setting.rollout, sampling=replace(setting.unfiltered, temperature=other)
-    )
+    drawn = setting.bench.rollouts(setting.rollout, sampling=replace(setting.unfiltered, temperature=other))
     changed = f"temperature {other:g} instead of {now:g} in both engines"
     return Effect(changed, measured_by(setting, drawn), setting.drawn_kl)
 
@@ -86,8 +76,7 @@ def raw_logprobs(setting: Setting) -> Effect:
     recorded = raw.with_(provenance=drawn.provenance)
     exact = exact_divergences(scores(drawn), scores(raw)).kl_rollout_current.double()
     return Effect(
-        f"log-probs before temperature {processed.temperature:g} and top_p {processed.top_p:g} "
-        "instead of after",
+        f"log-probs before temperature {processed.temperature:g} and top_p {processed.top_p:g} instead of after",
         measured_by(setting, recorded),
         measured_by(setting, drawn).kl_mean,
         why=f"recorded policy against sampled policy: KL {float(exact.mean()):.3g} nats per token",

@@ -107,9 +107,7 @@ def gradient_checkpointing(setting: Setting) -> Effect:
     prompts, sampling = few_prompts(bench.prompts, setting.unfiltered, entries=ENTRIES, v=v)
 
     def drawn(as_in_training: bool) -> Rollouts:
-        engine = make_engine(
-            "transformers", bench.model, dtype=setting.train.dtype, as_in_training=as_in_training
-        )
+        engine = make_engine("transformers", bench.model, dtype=setting.train.dtype, as_in_training=as_in_training)
         try:
             return engine.generate(prompts, sampling, seed=bench.seed, evidence="full")
         finally:
@@ -263,9 +261,5 @@ def weight_sync(setting: Setting) -> Effect:
         after,
         without,
         why=why,
-        detail={
-            "stale": list(report.stale),
-            "kl_mean_if_nothing_arrived": unmoved,
-            "groups": groups,
-        },
+        detail={"stale": list(report.stale), "kl_mean_if_nothing_arrived": unmoved, "groups": groups},
     )

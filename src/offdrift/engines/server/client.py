@@ -60,8 +60,7 @@ class Server:
             raise EngineError(not_an_address)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise EngineError(
-                f"url = {shown!r} holds more than an address, and it would be recorded; "
-                "put a key into OFFDRIFT_API_KEY"
+                f"url = {shown!r} holds more than an address, and it would be recorded; put a key into OFFDRIFT_API_KEY"
             )
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self._timeout, self._retries = timeout, retries
@@ -118,14 +117,12 @@ class Server:
             except httpx.TimeoutException as error:
                 # A server that is too slow becomes no faster by the same request once more.
                 raise EngineError(
-                    f"{where}: no answer within {self._timeout:g} s; raise timeout, or lower "
-                    "concurrency"
+                    f"{where}: no answer within {self._timeout:g} s; raise timeout, or lower concurrency"
                 ) from error
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 if not left:
                     raise EngineError(
-                        f"{where}: {type(error).__name__}: {error}; is the server running at this "
-                        "address?"
+                        f"{where}: {type(error).__name__}: {error}; is the server running at this address?"
                     ) from error
             else:
                 if status == 200:
@@ -136,9 +133,7 @@ class Server:
             time.sleep(0.1 * 4 ** (retries - left))
         raise AssertionError("unreachable: the last try returns or raises")
 
-    def _send(
-        self, client: httpx.Client, verb: str, path: str, sent: bytes | None, limit: int
-    ) -> tuple[int, bytes]:
+    def _send(self, client: httpx.Client, verb: str, path: str, sent: bytes | None, limit: int) -> tuple[int, bytes]:
         """Status and content, of which no more than one piece beyond `limit` bytes is read."""
         key = _key()
         headers = {"Authorization": f"Bearer {key}"} if key else None

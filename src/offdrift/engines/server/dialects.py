@@ -24,11 +24,7 @@ from offdrift.records.rollouts import EvidenceKind, FullVocab, Sampling, TopK
 
 API = Literal["completions", "generate", "sglang"]
 
-PATHS = {
-    "completions": "/v1/completions",
-    "generate": "/inference/v1/generate",
-    "sglang": "/generate",
-}
+PATHS = {"completions": "/v1/completions", "generate": "/inference/v1/generate", "sglang": "/generate"}
 
 FLOOR = -9998.0
 """JSON has no infinity: servers write -9999 for the log-prob of what was cut off."""
@@ -48,12 +44,7 @@ class Answer:
 
 
 def request(
-    api: API,
-    model: str,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    evidence: EvidenceKind,
-    seed: int,
+    api: API, model: str, prompt: Sequence[int], sampling: Sampling, evidence: EvidenceKind, seed: int
 ) -> dict[str, Any]:
     """The body of one request. Every parameter is sent: servers fill gaps from the model's folder."""
     likeliest = evidence if isinstance(evidence, int) else -1 if evidence == "full" else 0
@@ -68,11 +59,7 @@ def request(
         "ignore_eos": True,
     }
     if api == "sglang":
-        filters |= {
-            "top_k": sampling.top_k or -1,
-            "max_new_tokens": sampling.max_tokens,
-            "sampling_seed": seed,
-        }
+        filters |= {"top_k": sampling.top_k or -1, "max_new_tokens": sampling.max_tokens, "sampling_seed": seed}
         return {
             "input_ids": list(prompt),
             "sampling_params": filters,
@@ -104,12 +91,7 @@ def size_limit(prompt: Sequence[int], sampling: Sampling, entries: int) -> int:
 
 
 def read(
-    api: API,
-    content: Any,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    evidence: EvidenceKind,
-    vocab_size: int,
+    api: API, content: Any, prompt: Sequence[int], sampling: Sampling, evidence: EvidenceKind, vocab_size: int
 ) -> Answer:
     """One response from the server's answer.
 
@@ -191,15 +173,11 @@ def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:
     if tokens != [token for token, _ in rows]:
         raise _odd("output_token_logprobs are not those of output_ids")
     if meta.get("prompt_tokens") != len(prompt):
-        raise _odd(
-            f"prompt_tokens is {_short(meta.get('prompt_tokens'))} for a prompt of {len(prompt)} tokens"
-        )
+        raise _odd(f"prompt_tokens is {_short(meta.get('prompt_tokens'))} for a prompt of {len(prompt)} tokens")
     top = [[_pair(e) for e in _listed(row)] for row in _listed(meta.get("output_top_logprobs"))]
     finish = _field(meta, "finish_reason", dict)
     versions = () if meta.get("weight_version") is None else (str(meta["weight_version"]),)
-    return _Parsed(
-        tokens, [x for _, x in rows], top, finish.get("type"), finish.get("matched"), versions
-    )
+    return _Parsed(tokens, [x for _, x in rows], top, finish.get("type"), finish.get("matched"), versions)
 
 
 _PARSERS = {"completions": _completions, "generate": _generate, "sglang": _sglang}

@@ -28,15 +28,7 @@ from torch import Tensor
 
 from offdrift.engines.generate import check_request, prompts_of, responses_of, rollouts_from
 from offdrift.engines.routing import route_lengths
-from offdrift.engines.server.capabilities import (
-    Mode,
-    Served,
-    check_model,
-    faithful,
-    identify,
-    measured_mode,
-    optional,
-)
+from offdrift.engines.server.capabilities import Mode, Served, check_model, faithful, identify, measured_mode, optional
 from offdrift.engines.server.client import Server, StatusError
 from offdrift.engines.server.dialects import API, PATHS, Answer, read, request, size_limit
 from offdrift.engines.vllm.wire import request_seed, width
@@ -93,17 +85,13 @@ class OpenAIEngine:
         version: int = 0,
     ) -> None:
         if vocab_size < 1 or concurrency < 1:
-            raise EngineError(
-                f"vocab_size = {vocab_size} and concurrency = {concurrency} must be 1 or more"
-            )
+            raise EngineError(f"vocab_size = {vocab_size} and concurrency = {concurrency} must be 1 or more")
         if api is not None and api not in PATHS:
             raise EngineError(f"api = {api!r}; there are {', '.join(PATHS)}")
         if on_raw not in ("refuse", "record"):
             raise EngineError(f'on_raw = {on_raw!r}; say "refuse" or "record"')
         if quantization is not None:
-            raise EngineError(
-                f"quantization = {quantization!r}: a running server keeps its own; leave it out"
-            )
+            raise EngineError(f"quantization = {quantization!r}: a running server keeps its own; leave it out")
         self.name, self.version, self.vocab_size = name, version, vocab_size
         self.evidence_limit_mib = evidence_limit_mib
         self._server = Server(url, timeout=timeout, retries=retries)
@@ -124,12 +112,7 @@ class OpenAIEngine:
         self._closed = False
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        seed: int,
-        evidence: EvidenceKind = "sampled",
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, evidence: EvidenceKind = "sampled"
     ) -> Rollouts:
         """One response per prompt, in order; see `Engine.generate`.
 
@@ -153,9 +136,7 @@ class OpenAIEngine:
         if self._mode is None:
             k = min(PROBED, self.vocab_size)
             self._mode = measured_mode(lambda s: self._drawn([prompt], s, 0, k, "raw"))
-        return (
-            self._mode or "raw"
-        )  # unknown: nothing can be said here; the next prompt is asked again
+        return self._mode or "raw"  # unknown: nothing can be said here; the next prompt is asked again
 
     def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
         """Experts that the server sends these tokens to when it prefills them; see `routing.Routed`.
@@ -163,9 +144,7 @@ class OpenAIEngine:
         Raises: `EngineError` if the server does not say (`--enable-return-routed-experts`).
         """
         if self.served.software != "vllm":
-            raise EngineError(
-                f"routed experts are read from vLLM, and {self.url} is something else"
-            )
+            raise EngineError(f"routed experts are read from vLLM, and {self.url} is something else")
         lengths = route_lengths(rollouts).tolist()
         pairs = zip(prompts_of(rollouts), responses_of(rollouts), strict=True)
         forced = [(prompt + response)[:-1] for prompt, response in pairs]
@@ -190,8 +169,7 @@ class OpenAIEngine:
         """
         if not self._sync:
             raise EngineError(
-                f"{self.url} keeps its weights: this engine was not told that it may change them "
-                "(sync = True)"
+                f"{self.url} keeps its weights: this engine was not told that it may change them (sync = True)"
             )
         self._weights.load(weights, version=version)
         self.version = version
@@ -245,20 +223,13 @@ class OpenAIEngine:
         failed = next((f for f in futures if not f.cancelled() and f.exception()), None)
         return [f.result() for f in ([failed] if failed else futures)]
 
-    def _check(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind
-    ) -> None:
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling, evidence: EvidenceKind) -> None:
         if self._closed:
             raise EngineError(f"engine {self.name!r} is closed; construct another one")
         if evidence == "hidden":
             raise EngineError('a server gives no hidden states; record evidence = "full", or 20')
         check_request(
-            prompts,
-            sampling,
-            evidence,
-            vocab_size=self.vocab_size,
-            state_bytes=0,
-            limit_mib=self.evidence_limit_mib,
+            prompts, sampling, evidence, vocab_size=self.vocab_size, state_bytes=0, limit_mib=self.evidence_limit_mib
         )
         longest, most = max(map(len, prompts)), self.served.max_model_len
         if most is not None and longest + sampling.max_tokens > most:
@@ -335,8 +306,7 @@ class Weights:
         named = {name: w.detach().cpu().contiguous() for name, w in weights}
         if not named:
             raise EngineError(
-                "no weights were given; an iterator that was already used up? pass "
-                "model.named_parameters() afresh"
+                "no weights were given; an iterator that was already used up? pass model.named_parameters() afresh"
             )
         label = f"offdrift-{self._run}-{version}-{uuid.uuid4().hex[:8]}"
         if self._folder is not None:

@@ -212,13 +212,7 @@ class VLLMEngine(Drawing):
             self.close()
 
     def _draws(
-        self,
-        prompts: Tokens,
-        sampling: Sampling,
-        evidence: EvidenceKind,
-        *,
-        seed: int,
-        forced: Tokens | None = None,
+        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, *, seed: int, forced: Tokens | None = None
     ) -> list[Draws]:
         count = sum(map(len, prompts))
         if forced is None and self._chunk is not None and count + len(prompts) > self._chunk:
@@ -236,12 +230,7 @@ class VLLMEngine(Drawing):
             return [self._draw(prompts[p], params[p], sampling, evidence) for p in parts]
 
     def _requested(
-        self,
-        prompts: Tokens,
-        sampling: Sampling,
-        evidence: EvidenceKind,
-        seed: int,
-        forced: Tokens | None,
+        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, seed: int, forced: Tokens | None
     ) -> list[Any]:
         """Parameters of requests that draw, or that follow `forced` responses."""
         params = sampling_params(self._params, sampling, evidence, seed, range(len(prompts)))
@@ -250,9 +239,7 @@ class VLLMEngine(Drawing):
             each.extra_args = {IMPOSED: response}
         return params
 
-    def _draw(
-        self, prompts: Tokens, params: list[Any], sampling: Sampling, evidence: EvidenceKind
-    ) -> Draws:
+    def _draw(self, prompts: Tokens, params: list[Any], sampling: Sampling, evidence: EvidenceKind) -> Draws:
         requests = [{"prompt_token_ids": list(p)} for p in prompts]
         with state_tap(self.llm) if evidence == "hidden" else nullcontext() as tap:
             answers = self.llm.generate(requests, params, use_tqdm=False)
@@ -285,9 +272,7 @@ class VLLMEngine(Drawing):
             )
 
 
-def build(
-    vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **options: Any
-) -> Any:
+def build(vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **options: Any) -> Any:
     """A `vllm.LLM` that reports processed log-probs, or an error that says why there is none.
 
     Args:
@@ -319,8 +304,7 @@ def build(
                 "try another dtype or quantization"
             ) from error
         raise EngineError(
-            f"vLLM {vllm.__version__} cannot load {path} with {chosen}: {why}; "
-            "try another dtype or quantization"
+            f"vLLM {vllm.__version__} cannot load {path} with {chosen}: {why}; try another dtype or quantization"
         ) from error
     mode = llm.llm_engine.vllm_config.model_config.logprobs_mode
     if mode != "processed_logprobs":
@@ -370,9 +354,7 @@ def own_groups(parallel_state: ModuleType) -> Iterator[None]:
     """
     kinds = parallel_state.GroupCoordinator
     groups = {
-        name: group
-        for name, group in vars(parallel_state).items()
-        if isinstance(group, kinds) and name != "_WORLD"
+        name: group for name, group in vars(parallel_state).items() if isinstance(group, kinds) and name != "_WORLD"
     }
     for name in groups:
         setattr(parallel_state, name, None)
@@ -424,8 +406,7 @@ def _import_vllm() -> Any:
             import vllm
     except ImportError as error:
         raise EngineError(
-            f"vLLM cannot be imported ({error}); install it with `make install-vllm`, "
-            'or use the "transformers" engine'
+            f'vLLM cannot be imported ({error}); install it with `make install-vllm`, or use the "transformers" engine'
         ) from error
     return vllm
 

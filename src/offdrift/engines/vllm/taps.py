@@ -52,9 +52,7 @@ def runner_of(llm: Any, *paths: str, unsupported: Callable[[str], str] = _unsupp
     worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
     if runner is None:
-        raise EngineError(
-            unsupported("it runs in another process (set VLLM_ENABLE_V1_MULTIPROCESSING=0)")
-        )
+        raise EngineError(unsupported("it runs in another process (set VLLM_ENABLE_V1_MULTIPROCESSING=0)"))
     for path in paths:
         value: Any = runner
         for name in path.split("."):
@@ -139,9 +137,7 @@ def routes_tap(llm: Any) -> Iterator[RoutesTap]:
     paths = ("input_batch.req_ids", "input_batch.num_computed_tokens_cpu", "query_start_loc.np")
     runner = runner_of(llm, "model", *paths)
     layers = [
-        module.router
-        for module in runner.model.modules()
-        if hasattr(getattr(module, "router", None), "set_capture_fn")
+        module.router for module in runner.model.modules() if hasattr(getattr(module, "router", None), "set_capture_fn")
     ]
     if not layers:
         raise EngineError(_unsupported("its model has no router that shows its choice"))
@@ -193,11 +189,7 @@ class StateTap:
         wanted = torch.tensor(lengths)
         if bool((counts < wanted).any()):
             i = int((counts < wanted).nonzero()[0])
-            raise EngineError(
-                _states_unsupported(
-                    f"request {i} has {int(counts[i])} states for {lengths[i]} tokens"
-                )
-            )
+            raise EngineError(_states_unsupported(f"request {i} has {int(counts[i])} states for {lengths[i]} tokens"))
         order = torch.argsort(of_row, stable=True)
         starts = counts.cumsum(0) - counts
         within = torch.arange(len(order)) - starts[of_row[order]]
@@ -215,9 +207,7 @@ def state_tap(llm: Any) -> Iterator[StateTap]:
     paths = ("model.logits_processor", "input_batch.req_ids", "discard_request_mask.np")
     runner = runner_of(llm, *paths, unsupported=_states_unsupported)
     if getattr(runner, "speculative_config", None) is not None:
-        raise EngineError(
-            _states_unsupported("speculative decoding has several states per request")
-        )
+        raise EngineError(_states_unsupported("speculative decoding has several states per request"))
     tap = StateTap(runner)
     handle = runner.model.logits_processor.register_forward_pre_hook(tap.take, with_kwargs=True)
     try:
@@ -231,9 +221,7 @@ def _head(processor: Any, layer: Any, bias: Tensor | None) -> Head:
     weight = getattr(layer, "weight", None)
     kinds = (torch.float32, torch.float16, torch.bfloat16)
     if processor.logits_as_input or not isinstance(weight, Tensor) or weight.dtype not in kinds:
-        raise EngineError(
-            _states_unsupported(f"the output head {type(layer).__name__} is quantized")
-        )
+        raise EngineError(_states_unsupported(f"the output head {type(layer).__name__} is quantized"))
     if layer.tp_size > 1:
         raise EngineError(_states_unsupported("the output head is spread over several processes"))
     if processor.soft_cap is not None and processor.scale != 1:

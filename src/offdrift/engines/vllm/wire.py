@@ -24,11 +24,7 @@ def request_seed(seed: int, index: int) -> int:
 
 
 def sampling_params(
-    kind: Callable[..., Any],
-    sampling: Sampling,
-    evidence: EvidenceKind,
-    seed: int,
-    indices: Iterable[int],
+    kind: Callable[..., Any], sampling: Sampling, evidence: EvidenceKind, seed: int, indices: Iterable[int]
 ) -> list[Any]:
     """One `vllm.SamplingParams` (`kind`) for each request."""
     likeliest = -1 if evidence == "full" else width(evidence, 0) - 1
@@ -58,8 +54,7 @@ def read(outputs: Sequence[Any], evidence: EvidenceKind, vocab_size: int) -> Dra
     ids = _concatenated([o.logprobs.token_ids for o in outputs], torch.int32).view(-1, entries)
     if not torch.equal(ids[:, 0].long(), tokens):
         raise EngineError(
-            "vLLM's log-probs do not start with those of the sampled tokens; "
-            "this vLLM version is not supported"
+            "vLLM's log-probs do not start with those of the sampled tokens; this vLLM version is not supported"
         )
     likeliest: Evidence | None = None
     if evidence == "full":

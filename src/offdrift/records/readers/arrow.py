@@ -31,9 +31,7 @@ def type_of(found: pa.Schema, column: str) -> pa.DataType | None:
     head, _, rest = column.partition(".")
     if head in found.names and pa.types.is_struct(found.field(head).type):
         inner = found.field(head).type
-        return next(
-            (f.type for f in map(inner.field, range(inner.num_fields)) if f.name == rest), None
-        )
+        return next((f.type for f in map(inner.field, range(inner.num_fields)) if f.name == rest), None)
     return None
 
 

@@ -29,9 +29,7 @@ STEP_STRIDE = 0x9E3779B97F4A7C15 - 2**64
 """An odd 64-bit number: `group + step * STEP_STRIDE` keeps equal ids of different steps apart."""
 
 
-def assemble(
-    columns: Columns, *, file: str, step: int | None = None
-) -> tuple[tuple[Logged, ...], tuple[BadRow, ...]]:
+def assemble(columns: Columns, *, file: str, step: int | None = None) -> tuple[tuple[Logged, ...], tuple[BadRow, ...]]:
     """The rows as batches, those that lack a field apart, and the rows that are not usable.
 
     Args:
@@ -53,9 +51,7 @@ def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tup
             differs = x.lengths != longest
             wrong |= differs if x.absent is None else differs & ~x.absent
         if all(x.absent is not None for x in listed.values()):
-            nothing = torch.stack([x.absent for x in listed.values() if x.absent is not None]).all(
-                0
-            )
+            nothing = torch.stack([x.absent for x in listed.values() if x.absent is not None]).all(0)
             wrong |= nothing & ~_empty(columns)
     stepless = torch.zeros_like(wrong)
     if step is None and "step" in columns.numbers:
@@ -81,11 +77,7 @@ def _reason(lists: dict[str, Lists] | object, i: int, wrong: bool) -> str:
     assert isinstance(lists, dict)
     if not wrong:
         return "the row has no step, though the log has a column for it"
-    lengths = {
-        name: int(x.lengths[i])
-        for name, x in lists.items()
-        if x.absent is None or not bool(x.absent[i])
-    }
+    lengths = {name: int(x.lengths[i]) for name, x in lists.items() if x.absent is None or not bool(x.absent[i])}
     if not lengths:
         return f"none of {', '.join(lists)} is there"
     described = ", ".join(f"{name} {n}" for name, n in lengths.items())
@@ -146,9 +138,7 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
     return tuple(_apart(batch, dict(usable.lacks)))
 
 
-def _positions(
-    stated: Lists | None, cuts: Int[Tensor, " cuts"], *, always: bool
-) -> Int[Tensor, " n"] | None:
+def _positions(stated: Lists | None, cuts: Int[Tensor, " cuts"], *, always: bool) -> Int[Tensor, " n"] | None:
     """Places of tokens in their responses: as stated, and counted where a row does not say."""
     if stated is None:
         return response_positions(cuts) if always else None
@@ -198,9 +188,7 @@ def _steps(columns: Columns, step: int | None) -> Int[Tensor, " b"]:
     return torch.where(stated.missing(), default, stated.whole())
 
 
-def _response_lengths(
-    columns: Columns, lengths: Int[Tensor, " b"]
-) -> tuple[Int[Tensor, " b"], str]:
+def _response_lengths(columns: Columns, lengths: Int[Tensor, " b"]) -> tuple[Int[Tensor, " b"], str]:
     if "response_length" in columns.numbers:
         return torch.maximum(columns.numbers["response_length"].whole(), lengths), "token"
     if not columns.lists and "completion" in columns.texts:

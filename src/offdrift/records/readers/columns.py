@@ -119,10 +119,7 @@ class Columns:
             self.row[keep],
             {name: x.rows(keep) for name, x in self.lists.items()},
             {name: x.rows(keep) for name, x in self.numbers.items()},
-            {
-                name: [t for t, k in zip(x, chosen, strict=True) if k]
-                for name, x in self.texts.items()
-            },
+            {name: [t for t, k in zip(x, chosen, strict=True) if k] for name, x in self.texts.items()},
         )
 
 
@@ -147,10 +144,7 @@ def joined(parts: Sequence[Columns]) -> Columns | None:
 
     def numbers(name: str) -> Numbers:
         columns = [p.numbers[name] for p in parts]
-        return Numbers(
-            torch.cat([x.values for x in columns]),
-            _masks([(x.absent, len(x.values)) for x in columns]),
-        )
+        return Numbers(torch.cat([x.values for x in columns]), _masks([(x.absent, len(x.values)) for x in columns]))
 
     return Columns(
         torch.cat([p.row for p in parts]),
@@ -253,10 +247,7 @@ def _is_list(value: Any) -> bool:
 
 def _spread(values: list[Any], rows: Sequence[Row]) -> list[Any]:
     """Single numbers among lists, repeated for every token of their row."""
-    return [
-        v if v is None or _is_list(v) else [v] * _length(row)
-        for v, row in zip(values, rows, strict=True)
-    ]
+    return [v if v is None or _is_list(v) else [v] * _length(row) for v, row in zip(values, rows, strict=True)]
 
 
 def _length(row: Row) -> int:
@@ -268,8 +259,7 @@ def _lists(name: str, values: list[Any]) -> Lists:
     wrong = next((v for v in values if v is not None and not _is_list(v)), None)
     if wrong is not None:
         raise TypeError(
-            f"{name} is {_shown(wrong)}, expected a list of numbers; "
-            f"--columns {name}= leaves the column out"
+            f"{name} is {_shown(wrong)}, expected a list of numbers; --columns {name}= leaves the column out"
         )
     parts = [_flat(v) for v in values if v is not None]
     lengths = torch.tensor([0 if v is None else len(v) for v in values], dtype=torch.int64)
@@ -343,9 +333,7 @@ def _numbers(name: str, values: list[Any]) -> Numbers:
         plain = [f.words.get(v, f.other_word) if isinstance(v, str) else v for v in plain]
     wrong = next((v for v in plain if v is not None and not isinstance(v, int | float)), None)
     if wrong is not None:
-        raise TypeError(
-            f"{name} is {_shown(wrong)}, expected a number; --columns {name}= leaves the column out"
-        )
+        raise TypeError(f"{name} is {_shown(wrong)}, expected a number; --columns {name}= leaves the column out")
     try:
         if all(isinstance(v, int) for v in plain if v is not None):
             absent = [v is None for v in plain]

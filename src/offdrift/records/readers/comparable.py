@@ -65,9 +65,7 @@ class Examined:
     """Rows without a field that others have."""
 
 
-def examined(
-    lists: Mapping[str, Lists], numbers: Mapping[str, Numbers], cuts: Int[Tensor, " cuts"]
-) -> Examined:
+def examined(lists: Mapping[str, Lists], numbers: Mapping[str, Numbers], cuts: Int[Tensor, " cuts"]) -> Examined:
     """What can be compared.
 
     Args:
@@ -166,10 +164,7 @@ def _unusable(name: str, values: Tensor, trains: Tokens | None) -> dict[str, Tok
 
 
 def _unscored_rows(
-    holes: Mapping[str, Mapping[str, Tokens]],
-    lists: Mapping[str, Lists],
-    trainable: Int[Tensor, " b"],
-    count: Count,
+    holes: Mapping[str, Mapping[str, Tokens]], lists: Mapping[str, Lists], trainable: Int[Tensor, " b"], count: Count
 ) -> dict[str, Rows]:
     """Rows that a policy does not score at all, where two others do."""
     there: dict[str, Rows] = {}
@@ -215,9 +210,7 @@ def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, T
         zero = x.values == 0 if trains is None else (x.values == 0) & trains
         if int(zero.count_nonzero()) < ZEROS:
             continue
-        least = torch.stack([_likely(n, o.values) for n, o in compared.items() if n != name]).amin(
-            0
-        )
+        least = torch.stack([_likely(n, o.values) for n, o in compared.items() if n != name]).amin(0)
         odd = zero & (least < UNLIKELY)
         rows = _all_zero(x, zero, least)
         if int(odd.count_nonzero()) >= ZEROS:

@@ -59,9 +59,7 @@ class _Found(NamedTuple):
     files: list[str]
 
 
-def detect(
-    paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit: int = LIMIT
-) -> Detected:
+def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit: int = LIMIT) -> Detected:
     """Find the logs that paths name, and tell what they are.
 
     Args:
@@ -124,9 +122,7 @@ def _fields(columns: Mapping[str, str]) -> dict[str, str]:
     return named
 
 
-def _kinds(
-    named: Sequence[str], mapped: Mapping[str, str], limit: int
-) -> tuple[list[_Found], list[_Unknown]]:
+def _kinds(named: Sequence[str], mapped: Mapping[str, str], limit: int) -> tuple[list[_Found], list[_Unknown]]:
     """Files by kind, told from one file of every shape of name; and why others are no log."""
     shapes: dict[str, list[str]] = {}
     for file in named:
@@ -187,8 +183,7 @@ def _resolved(best: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
             )
         if column not in best.seen.names and column not in best.seen.inner:
             raise RecordError(
-                f"columns: {name}={column}, but {best.files[0]} has no {column}; it has "
-                f"{', '.join(best.seen.names)}"
+                f"columns: {name}={column}, but {best.files[0]} has no {column}; it has {', '.join(best.seen.names)}"
             )
     columns = _columns(best, mapped)
     if best.seen.schema is None:
@@ -200,11 +195,7 @@ def _resolved(best: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
         raise RecordError(f"columns: {name}={mapped[name]}, but that column is {kind}")
     if best.source is TRL and "reward" not in readable:
         # One column per reward function, under the function's name; the weights are not logged.
-        rewards = [
-            f.name
-            for f in best.seen.schema
-            if is_number(f.type) and f.name not in readable.values()
-        ]
+        rewards = [f.name for f in best.seen.schema if is_number(f.type) and f.name not in readable.values()]
         if len(rewards) == 1:
             return {**readable, "reward": rewards[0]}
     return readable
@@ -217,17 +208,13 @@ def _columns(found: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
     return found.source.resolve((*found.seen.names, *found.seen.inner), mapped)
 
 
-def _nothing(
-    named: Sequence[str], unknown: Sequence[_Unknown], unreadable: Sequence[BadRow]
-) -> str:
+def _nothing(named: Sequence[str], unknown: Sequence[_Unknown], unreadable: Sequence[BadRow]) -> str:
     if not named and unreadable:
         file, _, reason = unreadable[0][:3]
         return f"no log that can be read: {file}: {reason}"
     if not unknown:
         hint = next((h for p, h in ELSEWHERE.items() if any(re.search(p, f) for f in named)), "")
-        evaluation = (
-            f"{_files(len(named))} of evaluation or metadata, no log; the first is {named[0]}"
-        )
+        evaluation = f"{_files(len(named))} of evaluation or metadata, no log; the first is {named[0]}"
         return f"{evaluation}. {hint}".rstrip(". ")
     why = unknown[0].why.rstrip(". ")
     if all(u.known for u in unknown):
@@ -288,9 +275,7 @@ def _said(
     if repeated:
         said.append(f"{_files(repeated)} named again by another path, counted once")
     if of_ranks:
-        said.append(
-            f"not reading {_files(of_ranks)} of ranks that hold the samples of another rank"
-        )
+        said.append(f"not reading {_files(of_ranks)} of ranks that hold the samples of another rank")
     if unreadable:
         names = ", ".join(f"{b.file} ({b.reason})" for b in unreadable[:3])
         said.append(f"{_files(len(unreadable))} cannot be read: {names}")

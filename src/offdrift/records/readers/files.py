@@ -53,10 +53,7 @@ def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
         before = len(skipped)
         files = _remote(path) if is_url(path) else _local(path, skipped)
         if not files and len(skipped) == before:
-            raise RecordError(
-                f"no log at {path}: it does not exist, or holds no file ending in "
-                f"{', '.join(SUFFIXES)}"
-            )
+            raise RecordError(f"no log at {path}: it does not exist, or holds no file ending in {', '.join(SUFFIXES)}")
         found += files
     return found, skipped
 
@@ -170,10 +167,7 @@ def _local(path: str, skipped: list[BadRow]) -> list[str]:
         unread: list[OSError] = []
         walk = os.walk(path, onerror=unread.append)
         listed = _logs([os.path.join(d, name) for d, _, names in walk for name in names], path)
-        skipped += [
-            BadRow(e.filename, 0, f"the folder cannot be read: {e.strerror}", rows=0)
-            for e in unread
-        ]
+        skipped += [BadRow(e.filename, 0, f"the folder cannot be read: {e.strerror}", rows=0) for e in unread]
     elif os.path.lexists(path):
         if (reason := _unreadable(path)) is not None:
             raise RecordError(f"cannot read {path}: {reason}; name the file itself")
@@ -182,9 +176,7 @@ def _local(path: str, skipped: list[BadRow]) -> list[str]:
         named = _globbed(path)
         listed = sorted((p for p in named if not os.path.isdir(p)), key=natural)
     why = {file: _unreadable(file) for file in listed}
-    skipped += [
-        BadRow(file, 0, reason, rows=0) for file, reason in why.items() if reason is not None
-    ]
+    skipped += [BadRow(file, 0, reason, rows=0) for file, reason in why.items() if reason is not None]
     return [file for file, reason in why.items() if reason is None]
 
 
@@ -218,9 +210,7 @@ def _remote(path: str) -> list[str]:
             listed = [p for p in fs.glob(inside) if not fs.isdir(p)]
             return sorted((fs.unstrip_protocol(p) for p in listed), key=natural)
         if fs.isdir(inside):
-            return _logs(
-                [fs.unstrip_protocol(p) for p in fs.find(inside)], fs.unstrip_protocol(inside)
-            )
+            return _logs([fs.unstrip_protocol(p) for p in fs.find(inside)], fs.unstrip_protocol(inside))
         return [path] if fs.exists(inside) else []
     except Problem as e:
         raise missing(path, e) from e
@@ -228,11 +218,7 @@ def _remote(path: str) -> list[str]:
 
 def _logs(files: list[str], folder: str) -> list[str]:
     inside = len(folder.rstrip("/"))
-    kept = [
-        f
-        for f in files
-        if f.endswith(SUFFIXES) and not any(p.startswith(".") for p in f[inside:].split("/"))
-    ]
+    kept = [f for f in files if f.endswith(SUFFIXES) and not any(p.startswith(".") for p in f[inside:].split("/"))]
     return sorted(kept, key=natural)
 
 

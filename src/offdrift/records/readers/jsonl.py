@@ -120,9 +120,7 @@ def _range(file: str, start: int, stop: int) -> Iterator[bytes]:
         yield kept
 
 
-def read_lines(
-    file: str, start: int, stop: int, limit: int = LIMIT
-) -> tuple[bytes, dict[int, str], str | None]:
+def read_lines(file: str, start: int, stop: int, limit: int = LIMIT) -> tuple[bytes, dict[int, str], str | None]:
     """The lines of a piece, those that are left out, and what stopped reading early.
 
     Args:
@@ -146,9 +144,7 @@ def read_lines(
     except RecordError:
         raise
     except Stopped as e:
-        what = (
-            "the compressed stream is damaged or cut off" if packed else "the rest cannot be read"
-        )
+        what = "the compressed stream is damaged or cut off" if packed else "the rest cannot be read"
         stopped = f"{what}: {e or type(e).__name__}"
     if end < stop and stopped is None:
         kept.drop_unfinished()

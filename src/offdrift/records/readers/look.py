@@ -110,11 +110,7 @@ def _lines(file: str, limit: int) -> Look:
         raise RecordError(f"{file} holds no row that can be read: {why}")
     names = dict.fromkeys(name for row in rows for name in row)
     inner = dict.fromkeys(
-        f"{name}.{key}"
-        for row in rows
-        for name, value in row.items()
-        if isinstance(value, Mapping)
-        for key in value
+        f"{name}.{key}" for row in rows for name, value in row.items() if isinstance(value, Mapping) for key in value
     )
     numeric = [n for n in (*names, *inner) if any(_numeric(look_up(row, n)) for row in rows)]
     single = [n for n in (*names, *inner) if not any(_is_list(look_up(row, n)) for row in rows)]

@@ -136,11 +136,7 @@ def _texts(schema: pa.Schema, names: Collection[str] | None) -> list[str]:
 
 
 def read_rows(
-    file: str,
-    start: int,
-    stop: int,
-    wanted: Callable[[pa.Schema], dict[str, str]],
-    limit: int = LIMIT,
+    file: str, start: int, stop: int, wanted: Callable[[pa.Schema], dict[str, str]], limit: int = LIMIT
 ) -> tuple[list[Columns], list[BadRow]]:
     """Rows `start` to `stop` as columns; row groups that cannot be decoded are reported.
 
@@ -197,9 +193,7 @@ def _tables(
                 try:
                     _check_group(source.metadata.row_group(group), names, limit)
                     if (begin, end) == (first, last):
-                        parts = iter(
-                            [(begin, source.read_row_group(group, names, use_threads=False))]
-                        )
+                        parts = iter([(begin, source.read_row_group(group, names, use_threads=False))])
                     else:
                         parts = _part(file, group, first, (begin, end), names, texts)
                     for at, table in parts:
@@ -238,12 +232,7 @@ _walk = _Walk()
 
 
 def _part(
-    file: str,
-    group: int,
-    first: int,
-    rows: tuple[int, int],
-    names: list[str] | None,
-    texts: list[str],
+    file: str, group: int, first: int, rows: tuple[int, int], names: list[str] | None, texts: list[str]
 ) -> Iterator[tuple[int, pa.Table]]:
     """Some rows of a row group that begins at row `first`."""
     begin, end = rows
@@ -261,8 +250,6 @@ def _part(
         _walk.key = (*about, end)
 
 
-def _batches(
-    file: str, group: int, names: list[str] | None, texts: list[str], rows: int
-) -> Iterator[pa.RecordBatch]:
+def _batches(file: str, group: int, names: list[str] | None, texts: list[str], rows: int) -> Iterator[pa.RecordBatch]:
     with _source(file, texts) as source:
         yield from source.iter_batches(rows, [group], names, use_threads=False)

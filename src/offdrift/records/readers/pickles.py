@@ -84,9 +84,7 @@ class Dtype:
 
     def of(self) -> np.dtype:
         if not re.fullmatch(r"[<>]?(?:[fiu][1248]|b1)", self.code):
-            raise RecordError(
-                f"the file holds an array of NumPy type {self.code[:20]!r}, no numbers"
-            )
+            raise RecordError(f"the file holds an array of NumPy type {self.code[:20]!r}, no numbers")
         return np.dtype(self.code)
 
 
@@ -237,9 +235,7 @@ def _named(asked: str, names: Mapping[tuple[str, str], object]) -> object:
     parts = module.split(".")
     if ("skyrl", name) in names and parts[0].startswith("skyrl") and parts[-1] == BATCHES:
         return names["skyrl", name]
-    raise RecordError(
-        f"the pickle asks for {module[:80]}.{name[:80]}, which no log needs; it was not run"
-    )
+    raise RecordError(f"the pickle asks for {module[:80]}.{name[:80]}, which no log needs; it was not run")
 
 
 BATCHES = "training_batch"
@@ -349,9 +345,7 @@ def load_torch(file: Bytes, limit: int = LIMIT) -> Any:
             raise RecordError("the file refers to something that is no storage of a tensor")
         record = records[f"{stem}data/{key}"]
         if not 0 <= elements * dtype.itemsize <= record.file_size:
-            raise RecordError(
-                f"storage {key} claims {elements} elements of {dtype}, and has {record.file_size} bytes"
-            )
+            raise RecordError(f"storage {key} claims {elements} elements of {dtype}, and has {record.file_size} bytes")
         if key not in opened:
             opened[key] = Storage(archive, record, dtype, elements, budget)
         return opened[key]

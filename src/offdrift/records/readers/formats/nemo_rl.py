@@ -40,11 +40,7 @@ def adapt(row: Mapping[str, Any]) -> Row:
     tokens = value.get("token_ids")
     if tokens is not None:
         found["group_id"] = prompt_id(tokens[:begin])
-    return {
-        **found,
-        "reward": value.get("filtered_rewards", value.get("rewards")),
-        **_texts(value.get("content")),
-    }
+    return {**found, "reward": value.get("filtered_rewards", value.get("rewards")), **_texts(value.get("content"))}
 
 
 def _texts(content: Any) -> Row:

@@ -27,11 +27,7 @@ COLUMNS = {
 def adapt(row: Mapping[str, Any]) -> Row:
     """From the first token that trains on, everything is the response."""
     begin = first_trained(row["loss_mask"])
-    found = {
-        name: cut(row.get(column), begin, None)
-        for name, column in COLUMNS.items()
-        if name != "step"
-    }
+    found = {name: cut(row.get(column), begin, None) for name, column in COLUMNS.items() if name != "step"}
     tokens = row.get("token_ids")
     group = None if tokens is None else prompt_id(tokens[:begin])
     return {**found, "step": row.get("step"), "group_id": group}
@@ -76,23 +72,13 @@ PRIME_RL = Source(
 # verifiers a60a606, verifiers/v1/episode.py, trace.py and graph.py.
 
 
-CUT_SHORT = (
-    "max_turns",
-    "max_input_tokens",
-    "max_output_tokens",
-    "max_total_tokens",
-    "context_length",
-)
+CUT_SHORT = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length")
 """Reasons to stop that are limits."""
 
 MOST = 1 << 26
 """Tokens that the samples of one line may have together: paths share their beginning."""
 
-PER_SAMPLED = {
-    "logp_rollout": "logprobs",
-    "advantages": "advantages",
-    "logp_ref": "reference_logprobs",
-}
+PER_SAMPLED = {"logp_rollout": "logprobs", "advantages": "advantages", "logp_ref": "reference_logprobs"}
 """Lists of a message that cover its sampled tokens."""
 
 

@@ -51,9 +51,7 @@ def load(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
 
 
 def _row(held: Mapping[str, Tensor], real: Tensor, i: int) -> Row:
-    row: dict[str, Any] = {
-        name: held[column][i][real] for name, column in COLUMNS.items() if column in held
-    }
+    row: dict[str, Any] = {name: held[column][i][real] for name, column in COLUMNS.items() if column in held}
     if "rewards" in held:
         row["reward"] = float(held["rewards"][i].sum())
     if "sequences" in held:

@@ -51,8 +51,7 @@ def load(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
         raise RecordError(f"the file holds a {type(payload).__name__}, no debug dump of slime")
     if "ppo_kl" in payload:
         raise NotRead(
-            "the dump holds one rank's part of one call of miles' policy loss; read train_data or "
-            "rollout_data instead"
+            "the dump holds one rank's part of one call of miles' policy loss; read train_data or rollout_data instead"
         )
     by_rank = "rollout_data" in payload
     samples = _of_rank(payload) if by_rank else payload.get("samples")
@@ -165,13 +164,7 @@ def _version(versions: Any) -> int | None:
     return int(versions[0]) if str(versions[0]).isdigit() else None
 
 
-SLIME_TRAIN = Source(
-    "slime-train",
-    "slime",
-    "slime's train dumps",
-    "the samples in the .pt files",
-    columns=TRAIN,
-)
+SLIME_TRAIN = Source("slime-train", "slime", "slime's train dumps", "the samples in the .pt files", columns=TRAIN)
 
 SLIME_ROLLOUT = Source(
     "slime-rollout",
@@ -183,12 +176,7 @@ SLIME_ROLLOUT = Source(
 )
 
 MILES_TRAIN = Source(
-    "miles-train",
-    "miles",
-    "miles' train dumps",
-    "the rollout_data in the .pt files",
-    columns=TRAIN,
-    distinct=distinct,
+    "miles-train", "miles", "miles' train dumps", "the rollout_data in the .pt files", columns=TRAIN, distinct=distinct
 )
 
 

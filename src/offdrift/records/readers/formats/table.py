@@ -11,13 +11,7 @@ from offdrift.records.readers.formats.nemo_rl import NEMO_RL
 from offdrift.records.readers.formats.open_instruct import OPEN_INSTRUCT
 from offdrift.records.readers.formats.prime_rl import PRIME_RL, PRIME_RL_TRACES
 from offdrift.records.readers.formats.skyrl import SKYRL
-from offdrift.records.readers.formats.slime import (
-    MILES_COLUMNS,
-    MILES_ROLLOUT,
-    MILES_TRAIN,
-    SLIME_ROLLOUT,
-    SLIME_TRAIN,
-)
+from offdrift.records.readers.formats.slime import MILES_COLUMNS, MILES_ROLLOUT, MILES_TRAIN, SLIME_ROLLOUT, SLIME_TRAIN
 from offdrift.records.schema import DIVERGENCES, LOGPS
 
 # The plain schema, and logs that are plain rows under other names: verl, TRL, AReaL.
@@ -130,11 +124,7 @@ def source(format: str) -> Source:
 def source_of(names: Collection[str]) -> Source | None:
     """The kind of log whose rows have these names; None if it is not known."""
     there = set(names)
-    fit = [
-        s
-        for s in SOURCES
-        if there >= KEYS.get(s.format, {""}) and not there & WITHOUT.get(s.format, frozenset())
-    ]
+    fit = [s for s in SOURCES if there >= KEYS.get(s.format, {""}) and not there & WITHOUT.get(s.format, frozenset())]
     if fit:
         return max(fit, key=lambda s: len(KEYS[s.format]))
     return PLAIN if SAYING & set(PLAIN.resolve(there, {})) else None
