@@ -85,13 +85,13 @@ def without_statistics() -> Iterator[None]:
 def loss(batch: Batch, row: Method) -> Outcome:
     logprobs = batch.fresh()
     with without_statistics():
-        out = policy_loss(logprobs, row, batch.packed["advantages"], **batch.evidence(row))
+        out = policy_loss(logprobs, row, batch.packed["advantages"], batch.batch_info_for(row))
     return out.loss.detach(), torch.autograd.grad(out.loss, logprobs.current)[0]
 
 
 def whole(batch: Batch, row: Method) -> Outcome:
     logprobs = batch.fresh()
-    out = policy_loss(logprobs, row, batch.packed["advantages"], **batch.evidence(row))
+    out = policy_loss(logprobs, row, batch.packed["advantages"], batch.batch_info_for(row))
     summarize(out.stats)
     return out.loss.detach(), torch.autograd.grad(out.loss, logprobs.current)[0]
 
@@ -103,7 +103,7 @@ def loss_from_padded(batch: Batch, row: Method) -> Outcome:
     logprobs = LogProbs.pack(given["rollout"], leaf, old, mask=batch.mask)
     advantages = logprobs.like_caller(given["advantages"])
     with without_statistics():
-        out = policy_loss(logprobs, row, advantages, horizon=batch.facts["horizon"])
+        out = policy_loss(logprobs, row, advantages, horizon=batch.horizon)
     return out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]
 
 
@@ -277,9 +277,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
 
-    methods, facts = {name: method(name) for name in args.rows.split(",")}, machine("verl")
+    methods, machine_info = {name: method(name) for name in args.rows.split(",")}, machine("verl")
     batch = make_batch(args.sequences, args.longest)
-    print(f"{args.sequences} sequences, {batch.tokens:,} tokens, padded to {args.longest}\n{facts}")
+    print(f"{args.sequences} sequences, {batch.tokens:,} tokens, padded to {args.longest}\n{machine_info}")
     if load_verl() is None:
         print("verl cannot be imported here: ours is timed alone")
     rows = measure(batch, methods, repeats=1 if args.quick else args.repeats)
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     show_why(rows)
     failed = failures(rows)
     print("".join(f"\nFAILED {words}" for words in failed))
-    found = {"machine": facts, "tokens": batch.tokens, "rows": rows, "failures": failed}
+    found = {"machine": machine_info, "tokens": batch.tokens, "rows": rows, "failures": failed}
     found["reasons"] = {name: why for name, why in REASONS.items() if name in rows}
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from correction import ragged
+from offdrift.batch_info import BatchInfo
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
@@ -26,8 +26,9 @@ class Batch:
     """rollout, old, logp, ref and advantages."""
     padded: dict[str, Tensor]
     mask: Tensor
-    facts: dict[str, Any]
-    divergences: dict[str, Divergence]
+    horizon: int
+    batch_info: BatchInfo
+    """Everything that some row reads, with all divergences."""
 
     @property
     def tokens(self) -> int:
@@ -39,13 +40,13 @@ class Batch:
         given, leaf = self.packed, self.packed["logp"].detach().requires_grad_()
         return LogProbs(given["rollout"], segments, leaf, given["old"], given["ref"])
 
-    def evidence(self, row: Method) -> dict[str, Any]:
-        """What `policy_loss` takes besides: all facts, and the divergences that the row's parts read."""
-        found = {name: self.divergences[name] for name in row.divergences}
+    def batch_info_for(self, row: Method) -> BatchInfo:
+        """The batch's side information with those divergences alone that the row's parts read."""
+        found = {name: self.batch_info.divergences[name] for name in row.divergences}
         if getattr(row.objective, "exact", False):  # a penalty that is differentiated
             name = row.objective.reads  # type: ignore[attr-defined]
             found[name] = Divergence.exact(name, found[name].lo.detach().requires_grad_())
-        return {**self.facts, "divergences": found}
+        return replace(self.batch_info, divergences=found)
 
 
 def make_batch(sequences: int, longest: int) -> Batch:
@@ -90,13 +91,13 @@ def make_batch(sequences: int, longest: int) -> Batch:
         packed=packed,
         padded={name: empty.masked_scatter(mask, x) for name, x in packed.items()},
         mask=given.mask,
-        facts={
-            "entropy": -uniform(n).log(),
-            "vocab": 151_936,
-            "rewards": rewards,
-            "version_lag": segments.spread((4 * uniform(sequences)).long()),
-            "horizon": longest,
-        },
-        # Random: their computation from distributions is what `exact_kl.py` times.
-        divergences={name: Divergence.exact(name, -1e-3 * uniform(n).log()) for name in names},
+        horizon=longest,
+        batch_info=BatchInfo(
+            entropy=-uniform(n).log(),
+            vocab=151_936,
+            rewards=rewards,
+            version_lag=segments.spread((4 * uniform(sequences)).long()),
+            # Random: their computation from distributions is what `exact_kl.py` times.
+            divergences={name: Divergence.exact(name, -1e-3 * uniform(n).log()) for name in names},
+        ),
     )

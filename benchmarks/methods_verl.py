@@ -133,7 +133,7 @@ def _actor(verl: SimpleNamespace, batch: Batch, peer: Peer) -> Any:
         rollout_n=1,
         use_dynamic_bsz=True,
         policy_loss=verl.options(**peer.options),
-        global_batch_info={**counts, "loss_scale_factor": batch.facts["horizon"]},
+        global_batch_info={**counts, "loss_scale_factor": batch.horizon},
         **dict(zip(names, peer.limits)),
     )
 

@@ -81,8 +81,8 @@ def test_gates_act_on_the_batch(benchmark):
     batch, kept = benchmark.make_batch(512, 512), {}
     for name, row in METHODS.items():
         if row.correction.gates:
-            given = batch.packed["advantages"], batch.evidence(row)
-            out = benchmark.policy_loss(batch.fresh(), row, given[0], **given[1])
+            advantages = batch.packed["advantages"]
+            out = benchmark.policy_loss(batch.fresh(), row, advantages, batch.batch_info_for(row))
             kept[name] = int(out.corrected.keep.sum())
     assert min(kept.values()) > 0
     assert sum(k < batch.tokens for k in kept.values()) > 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import jaxtyping
@@ -166,7 +167,7 @@ def test_mixed_dtypes_become_the_widest(rollout, old, now):
     widest = torch.float64 if torch.float64 in (rollout, old, now) else torch.float32
     assert {x.dtype for x in (lp.logp_rollout, lp.old, lp.current, lp.reference)} == {widest}
     for name in ("decoupled_token_is", "gspo", "a3po", "seq_tis"):
-        result = policy_loss(lp, name, ONES, version_lag=ONES)
+        result = policy_loss(lp, name, ONES, BatchInfo(version_lag=ONES))
         (grad,) = torch.autograd.grad(result.loss, leaf)
         assert grad.dtype == now
         assert grad.isfinite().all()
@@ -187,7 +188,7 @@ def test_an_advantage_that_is_no_number_is_refused_by_name(value):
     with pytest.raises(BadValueError, match=rf"advantages of sequence 1 is {value} at trainable token 1"):  # fmt: skip
         policy_loss(batch(), "ppo_clip", bad)
     with pytest.raises(BadValueError, match=f"rewards of sequence 1 is {value}"):
-        policy_loss(batch(), "oapl", ONES, rewards=torch.tensor([0.0, value]))
+        policy_loss(batch(), "oapl", ONES, BatchInfo(rewards=torch.tensor([0.0, value])))
 
 
 def test_nan_in_a_mask_trains_nothing():
@@ -236,17 +237,18 @@ def test_a_method_by_name_is_that_method():
 
 @pytest.mark.parametrize("name", [n for n, row in METHODS.items() if row.looks_ahead])
 def test_a_row_that_looks_at_the_whole_step_asks_what_it_saw(name):
-    known = {"entropy": ONES, "vocab": 9, "rewards": torch.ones(2), "version_lag": ONES}
     row = METHODS[name]
     lp = batch(logp_ref=-ONES, group_ids=torch.tensor([1, 1]))
-    known["divergences"] = {name: Divergence.exact(name, lp.logp.square()) for name in row.divergences}
-    with pytest.raises(EvidenceError, match=r'give observed=.*observed="this_batch"'):
-        policy_loss(lp, name, ONES, normalizer=5.0, **known)
-    facts = BatchInfo(**known)
-    anchored = lp if row.anchor is None else row.anchor(lp, facts)
-    seen = row.observe(anchored, ONES, facts)
-    one = policy_loss(lp, name, ONES, normalizer=5.0, observed="this_batch", **known).loss
-    torch.testing.assert_close(one, policy_loss(lp, name, ONES, normalizer=5.0, observed=seen, **known).loss)  # fmt: skip
+    exact = {name: Divergence.exact(name, lp.logp.square()) for name in row.divergences}
+    batch_info = BatchInfo(entropy=ONES, vocab=9, rewards=torch.ones(2), version_lag=ONES, divergences=exact)
+    with pytest.raises(EvidenceError, match=r'give BatchInfo\(observed=.*observed="this_batch"'):
+        policy_loss(lp, name, ONES, batch_info, normalizer=5.0)
+    anchored = lp if row.anchor is None else row.anchor(lp, batch_info)
+    one, other = (
+        policy_loss(lp, name, ONES, replace(batch_info, observed=observed), normalizer=5.0).loss
+        for observed in ("this_batch", row.observe(anchored, ONES, batch_info))
+    )
+    torch.testing.assert_close(one, other)
 
 
 # -- anything ---------------------------------------------------------------------------------------
@@ -307,10 +309,8 @@ def test_malformed_input_meets_our_errors_or_is_used(data):
         lp = LogProbs.pack(**fields)
         a = lp.like_caller(advantage)
         lag = torch.ones(len(lp.logp_rollout))
-        result = policy_loss(
-            lp, name, a, entropy=lag, vocab=9, rewards=rewards, version_lag=lag, horizon=4,
-            normalizer=normalizer, observed="this_batch",
-        )  # fmt: skip
+        batch_info = BatchInfo(entropy=lag, vocab=9, rewards=rewards, version_lag=lag, observed="this_batch")
+        result = policy_loss(lp, name, a, batch_info, normalizer=normalizer, horizon=4)
         (grad,) = torch.autograd.grad(result.loss, fields["logp"])
         summarize(result.stats)
         assert result.loss.isfinite()

@@ -54,7 +54,12 @@ def test_loss_and_gradient_of_the_methods_table(method, loss, grad):
 def test_algorithm_1_divides_by_what_was_sampled_not_by_what_was_accepted():
     lp, advantages, leaf = fx_a()
     kl = double([0.01] * 4 + [0.01, 0.01, 0.06])  # the second sequence has one token above 0.05
-    result = policy_loss(lp, METHODS["trm_max"], advantages, divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)})  # fmt: skip
+    result = policy_loss(
+        lp,
+        METHODS["trm_max"],
+        advantages,
+        BatchInfo(divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)}),
+    )
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-2.028511, abs=1e-6)  # accepted only: -4.057023
     assert leaf.grad is not None
@@ -126,7 +131,7 @@ def test_an_anchor_replaces_the_old_policy_and_nothing_else():
     """A-3PO at lag 2: the proximal policy is halfway; its factors are w^(1/2) each."""
     lp, advantages, _ = fx_a()
     lag = torch.full((7,), 2)
-    result = policy_loss(lp, METHODS["a3po"], advantages, version_lag=lag)
+    result = policy_loss(lp, METHODS["a3po"], advantages, BatchInfo(version_lag=lag))
     w = (lp.current.detach() - lp.logp_rollout).exp()
     torch.testing.assert_close(result.corrected.weight, w.sqrt())
     r = w.sqrt()
@@ -139,10 +144,10 @@ def test_an_anchor_replaces_the_old_policy_and_nothing_else():
 
 
 @pytest.mark.parametrize("name", ["entropy", "version_lag", "rewards"])
-def test_facts_of_another_shape_are_refused(name):
+def test_batch_info_of_another_shape_are_refused(name):
     lp, advantages, _ = fx_a()
     with pytest.raises((ShapeError, Exception), match=f"{name} has shape|[Tt]ype-check"):
-        policy_loss(lp, METHODS["none"], advantages, **{name: torch.ones(3)})
+        policy_loss(lp, METHODS["none"], advantages, BatchInfo(**{name: torch.ones(3)}))
 
 
 def test_opsm_tells_mismatch_from_staleness_in_what_it_rejects():
@@ -197,7 +202,7 @@ def test_accepted_denominators_are_those_of_the_whole_step_and_nothing_kept_is_z
         one = LogProbs.pack(lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=Segments.from_lengths([int(n)]))  # fmt: skip
         pieces.append((one, a[rows]))
     seen = functools.reduce(Observed.merge, [row.observe(p, x, BatchInfo()) for p, x in pieces])
-    total = sum(policy_loss(p, row, x, observed=seen, normalizer=share).loss for p, x in pieces)
+    total = sum(policy_loss(p, row, x, BatchInfo(observed=seen), normalizer=share).loss for p, x in pieces)
     torch.testing.assert_close(total, whole.loss, rtol=1e-12, atol=0)
     nothing = Correction((Gate(statistic="k2", on="mismatch", unit="token", high=-1.0),))
     empty = policy_loss(lp, replace(row, correction=nothing), a)

@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 
+from offdrift.batch_info import BatchInfo
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, override
@@ -57,7 +58,7 @@ def test_loss_and_gradient(name, changes, loss, grad):
 def check(name, changes, rewards, loss, grad):
     lp, advantages, leaf = fx_a()
     row, fresh = override(METHODS[name], changes), torch.zeros(7)
-    result = policy_loss(lp, row, advantages, rewards=rewards, version_lag=fresh)
+    result = policy_loss(lp, row, advantages, BatchInfo(rewards=rewards, version_lag=fresh))
     result.loss.backward()
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     assert leaf.grad is not None
@@ -99,7 +100,7 @@ def test_a_capped_token_still_learns():
     """ECHO-2 caps the weight, not the loss: w = 3 counts 2, and its gradient goes on."""
     logp = double([math.log(0.3)]).requires_grad_()
     lp = LogProbs.pack(double([math.log(0.1)]), logp, segments=Segments.from_lengths([1]))
-    result = policy_loss(lp, METHODS["echo2"], double([1.0]), version_lag=torch.zeros(1))
+    result = policy_loss(lp, METHODS["echo2"], double([1.0]), BatchInfo(version_lag=torch.zeros(1)))
     result.loss.backward()
     assert result.corrected.limited.tolist() == [True]
     assert logp.grad is not None

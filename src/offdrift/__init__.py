@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
     from offdrift.advantages import advantages as advantages
     from offdrift.aggregate import aggregate as aggregate
     from offdrift.aggregate import normalizer_of as normalizer_of
+    from offdrift.batch_info import BatchInfo as BatchInfo
     from offdrift.batch_info import Observed as Observed
     from offdrift.certificate.batch import BatchEvidence as BatchEvidence
     from offdrift.certificate.bounds import Bound as Bound
@@ -68,6 +69,7 @@ _HOME = {
     "advantages": "offdrift.advantages",
     "aggregate": "offdrift.aggregate",
     "normalizer_of": "offdrift.aggregate",
+    "BatchInfo": "offdrift.batch_info",
     "Observed": "offdrift.batch_info",
     "BatchEvidence": "offdrift.certificate.batch",
     "Bound": "offdrift.certificate.bounds",

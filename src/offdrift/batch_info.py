@@ -1,6 +1,6 @@
 """`BatchInfo`: what a method may need to know about a batch besides log-probs and advantages.
 
-Gates, weights and objectives all take `(logprobs, advantages, facts)`. What a batch does not carry
+Gates, weights and objectives all take `(logprobs, advantages, batch_info)`. What a batch does not carry
 is absent, and a part that needs it says so by name. `Observed` is the one mechanism by which a part
 may look at a whole step rather than at its own piece of it: numbers add, logs of sums are joined by
 `logaddexp`, vectors end to end, so any split of a step over micro-batches and ranks gives what one
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, overload, runtime_checkable
+from typing import Literal, Protocol, overload, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -26,9 +26,9 @@ Seen = dict[str, Tensor]
 under a name that begins with `log_` is the log of what is summed (see `numerics.log_sums`)."""
 
 WAY_OUT = {
-    "entropy": "give entropy= (nats per token, of the old policy; `engines.score` returns it)",
-    "rewards": "give rewards= (one per sequence)",
-    "version_lag": "give version_lag= (updates since the weights that drew each token)",
+    "entropy": "give BatchInfo(entropy=...) (nats per token, of the old policy; `engines.score` returns it)",
+    "rewards": "give BatchInfo(rewards=...) (one per sequence)",
+    "version_lag": "give BatchInfo(version_lag=...) (updates since the weights that drew each token)",
 }
 
 
@@ -74,18 +74,19 @@ class BatchInfo:
     """Reward of each sequence, in the task's unit."""
     version_lag: Float[Tensor, " n"] | Int[Tensor, " n"] | None = None
     """Updates between the weights that drew each token and the current ones."""
-    observed: Observed | None = None
-    """What the method's parts saw of the whole step; None if this batch is the whole step."""
+    observed: Observed | Literal["this_batch"] | None = None
+    """What `method.observe` saw, merged over all pieces and ranks of the step; "this_batch" if this batch
+    is the whole step, as it is where `policy_loss` gets no `normalizer`."""
 
     def required(self, name: str) -> Tensor:
-        """A fact per token or sequence, by name. Raises: `EvidenceError` naming it and the way out."""
+        """A field per token or sequence, by name. Raises: `EvidenceError` naming it and the way out."""
         value = getattr(self, name)
         if value is None:
             raise EvidenceError(f"this method needs {name}, which the batch lacks; {WAY_OUT[name]}")
         return value
 
     def map(self, function: Callable[[Tensor], Tensor]) -> BatchInfo:
-        """The facts of other tokens: `function` applied to every tensor per token."""
+        """The side information of other tokens: `function` applied to every tensor per token."""
         per_token = {"entropy": self.entropy, "version_lag": self.version_lag}
         return replace(
             self,
@@ -95,7 +96,7 @@ class BatchInfo:
 
     def seen_by(self, part: Observer, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None) -> Seen:
         """What an observing part saw of the step: merged if the caller did, else of this batch."""
-        if self.observed is not None and part in self.observed.parts:
+        if isinstance(self.observed, Observed) and part in self.observed.parts:
             return self.observed.parts[part]
         return part.observe(logprobs, advantages, self)
 
@@ -104,7 +105,7 @@ class BatchInfo:
 class Observer(Hashable, Protocol):
     """A part that needs to see the whole step before it can act on any piece of it."""
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Mergeable statistics of one piece. Gradient: none."""
         ...
 
@@ -113,20 +114,20 @@ NO_INFO = BatchInfo()
 
 
 @overload
-def of_scored(logprobs: LogProbs, advantages: Tensor, facts: BatchInfo) -> tuple[LogProbs, Tensor, BatchInfo]: ...
+def of_scored(logprobs: LogProbs, advantages: Tensor, batch_info: BatchInfo) -> tuple[LogProbs, Tensor, BatchInfo]: ...
 @overload
-def of_scored(logprobs: LogProbs, advantages: None, facts: BatchInfo) -> tuple[LogProbs, None, BatchInfo]: ...
+def of_scored(logprobs: LogProbs, advantages: None, batch_info: BatchInfo) -> tuple[LogProbs, None, BatchInfo]: ...
 def of_scored(
-    logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
+    logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo
 ) -> tuple[LogProbs, Float[Tensor, " s"] | None, BatchInfo]:
     """What a part is called with, without the tokens that the engine did not score.
 
     Gradient: to `logprobs.logp`.
     """
     if logprobs.scored_rows is None:
-        return logprobs, advantages, facts
+        return logprobs, advantages, batch_info
     scored = None if advantages is None else logprobs.at_scored(advantages)
-    return logprobs.scored, scored, facts.map(logprobs.at_scored)
+    return logprobs.scored, scored, batch_info.map(logprobs.at_scored)
 
 
 def _join(name: str, a: Tensor, b: Tensor) -> Tensor:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.aggregate import accepted_scale, aggregate, normalizer_of
-from offdrift.batch_info import BatchInfo, Observed, of_scored
+from offdrift.batch_info import NO_INFO, BatchInfo, Observed, of_scored
 from offdrift.correction import Corrected
-from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, EvidenceError, MethodError, ShapeError
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
@@ -36,20 +34,15 @@ class PolicyLoss:
     stats: DriftStats
     """Mergeable statistics of the batch; still on its device."""
     observed: Observed
-    """What the method's observing parts saw of the step (of this batch, unless `observed` was given)."""
+    """What the method's observing parts saw: `batch_info.observed`, else what they see of this batch."""
 
 
 def policy_loss(
     logprobs: LogProbs,
     method: Method | str,
     advantages: Float[Tensor, " n"],
+    batch_info: BatchInfo = NO_INFO,
     *,
-    divergences: Mapping[str, Divergence] | None = None,
-    entropy: Float[Tensor, " n"] | None = None,
-    vocab: int | None = None,
-    rewards: Float[Tensor, " b"] | None = None,
-    version_lag: Float[Tensor, " n"] | Int[Tensor, " n"] | None = None,
-    observed: Observed | Literal["this_batch"] | None = None,
     normalizer: float | Float[Tensor, ""] | None = None,
     horizon: int | None = None,
 ) -> PolicyLoss:
@@ -67,13 +60,8 @@ def policy_loss(
         logprobs: packed log-probs; `logp` carries the gradient.
         method: a row of `METHODS`, by itself or by name, or any other composition.
         advantages: per token, signed, finite; no gradient is taken through them.
-        divergences: exact or interval divergences of this batch, by name, where gates need them.
-        entropy: of the old policy at each token, nats, where the method needs it.
-        vocab: tokens in the vocabulary, where the method needs it.
-        rewards: per sequence, where the objective regresses on them.
-        version_lag: updates since the weights that drew each token, where the method needs it.
-        observed: what `method.observe` saw, merged over all pieces and ranks of the step;
-            "this_batch" if this batch is the whole step, as it is where `normalizer` is None.
+        batch_info: what else the method may need: divergences, entropy, vocab, rewards, version_lag,
+            observed (see `BatchInfo`).
         normalizer: what the sum is divided by, over all pieces and ranks of the step; None if this
             batch is the whole step.
         horizon: tokens per sequence, for aggregate="fixed".
@@ -82,7 +70,7 @@ def policy_loss(
 
     Raises: `EvidenceError` if the method needs what the batch does not carry, or looks at the whole
         step (`method.looks_ahead`) while `normalizer` says that this may be a piece of it and
-        `observed` is missing; `BadValueError` naming an advantage (or another input that the method
+        `batch_info.observed` is missing; `BadValueError` naming an advantage (or another input that the method
         reads) that is not finite, or a normalizer that is not positive; `MethodError` for what is no
         method; `ShapeError`.
 
@@ -97,28 +85,24 @@ def policy_loss(
 
     Reference: Li et al., arXiv:2512.23075v5, eq. 22 and Algorithm 1.
     """
-    facts = BatchInfo(
-        divergences=divergences or {}, entropy=entropy, vocab=vocab, rewards=rewards, version_lag=version_lag
-    )
     method = row(method) if isinstance(method, str) else method
-    _check(logprobs, method, advantages, facts, normalizer, horizon)
-    if observed == "this_batch":
-        observed = None
-    elif observed is None and normalizer is not None and method.looks_ahead:
+    _check(logprobs, method, advantages, batch_info, normalizer, horizon)
+    observed = batch_info.observed
+    if observed is None and normalizer is not None and method.looks_ahead:
         raise EvidenceError(
             "this method looks at the whole step before it acts on a piece of it, and normalizer= "
-            "says that this batch may be a piece: give observed= (what method.observe says of every "
-            'piece, merged), or observed="this_batch" if this batch is the whole step '
+            "says that this batch may be a piece: give BatchInfo(observed=...) (what method.observe says of "
+            'every piece, merged), or BatchInfo(observed="this_batch") if this batch is the whole step '
             f"({method.describe()})"
         )
     segments, how = logprobs.segments, method.aggregate
     advantages = advantages.detach()
-    anchored = logprobs if method.anchor is None else method.anchor(logprobs, facts)
-    if observed is None:
-        observed = method.observe(anchored, advantages, facts)
-    facts = replace(facts, observed=observed)
-    corrected = method.correction(anchored, advantages, facts)
-    pushed = method.objective(*of_scored(anchored, advantages, facts)).placed(anchored)
+    anchored = logprobs if method.anchor is None else method.anchor(logprobs, batch_info)
+    if not isinstance(observed, Observed):
+        observed = method.observe(anchored, advantages, batch_info)
+    batch_info = replace(batch_info, observed=observed)
+    corrected = method.correction(anchored, advantages, batch_info)
+    pushed = method.objective(*of_scored(anchored, advantages, batch_info)).placed(anchored)
     # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
     token_loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
     scale = _scale(method, segments, corrected, observed)
@@ -132,7 +116,7 @@ def policy_loss(
     if normalizer is None:
         normalizer = normalizer_of(segments, how=how, horizon=horizon) or 1.0
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
-    stats = DriftStats.of(logprobs, corrected, divergences=divergences, clipped=pushed.clipped)
+    stats = DriftStats.of(logprobs, corrected, divergences=batch_info.divergences, clipped=pushed.clipped)
     if kl is not None:
         stats = stats.with_sum("reference/kl", logprobs.at_scored(kl).sum())
     return PolicyLoss(loss, corrected, stats, observed)
@@ -159,7 +143,7 @@ def _regularizer(method: Method, logprobs: LogProbs, own: Tensor | None) -> tupl
 
 
 def _check(
-    logprobs: LogProbs, method: Method, advantages: Tensor, facts: BatchInfo, normalizer: Any, horizon: int | None
+    logprobs: LogProbs, method: Method, advantages: Tensor, batch_info: BatchInfo, normalizer: Any, horizon: int | None
 ) -> None:
     """Refuse what is not about this batch, or not a number. One transfer to the host."""
     for name, x, kind in (("logprobs", logprobs, LogProbs), ("method", method, Method)):
@@ -169,8 +153,8 @@ def _check(
     n, b = logprobs.logp_rollout.shape, (len(logprobs.segments),)
     wanted = {"advantages": n, "entropy": n, "version_lag": n, "rewards": b}
     given = {"advantages": advantages}
-    given |= {k: x for k in list(wanted)[1:] if (x := getattr(facts, k)) is not None}
-    for name, d in facts.divergences.items():
+    given |= {k: x for k in list(wanted)[1:] if (x := getattr(batch_info, k)) is not None}
+    for name, d in batch_info.divergences.items():
         wanted[name], given[name] = n, d.lo
     for name, x in given.items():
         check_tensor(name, x)

@@ -9,6 +9,7 @@ import torch
 
 from offdrift.adapters.base import Adapter
 from offdrift.adapters.liveness import liveness
+from offdrift.batch_info import BatchInfo
 from offdrift.correction import Correction, Weight
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import LivenessError
@@ -124,7 +125,7 @@ def test_a_gate_on_divergences_that_are_all_zero_is_blind(largest: float, state:
     """Logits of the trainer in the place of the engine's: log-probs may differ, and it sees nothing."""
     kl = torch.zeros(N).index_fill(0, torch.tensor([3]), largest)
     given = {"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)}
-    stats = policy_loss(batch(engines=0.2), method("trm_max"), torch.ones(N), divergences=given)
+    stats = policy_loss(batch(engines=0.2), method("trm_max"), torch.ones(N), BatchInfo(divergences=given))
     gate, _ = liveness(stats.stats.to_host(), method("trm_max"))
     assert (gate.kind, gate.state) == ("gate", state)
 

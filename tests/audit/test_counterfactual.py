@@ -32,8 +32,8 @@ def table(batch: Logged) -> dict[str, dict[str, Any]]:
 def definition(name: str, batch: Logged) -> dict[str, Any]:
     """Every number of a row by its definition, token by token, from the method's own correction."""
     method, view = CANDIDATES[name].method, View(batch)
-    lp = view.logprobs if method.anchor is None else method.anchor(view.logprobs, view.facts)
-    found = method.correction(lp, batch.advantages, view.facts)
+    lp = view.logprobs if method.anchor is None else method.anchor(view.logprobs, view.batch_info)
+    found = method.correction(lp, batch.advantages, view.batch_info)
     used = [w if k else 0.0 for w, k in zip(found.weight.tolist(), found.keep.tolist())]
     sizes, lengths = batch.cu_seqlens.diff().tolist(), batch.response_lengths.tolist()
     parts, start = [], 0
@@ -88,7 +88,7 @@ def test_clips_are_those_of_the_objectives():
     rows, view, compared = table(BATCH), View(BATCH), 0
     assert BATCH.advantages is not None
     for name in ("ppo_clip", "gspo", "bypass_ppo_clip", "m2po", "r2vpo_clip", "clip_cov", "st_ppo"):
-        clipped = METHODS[name].objective(view.logprobs, BATCH.advantages, view.facts).clipped
+        clipped = METHODS[name].objective(view.logprobs, BATCH.advantages, view.batch_info).clipped
         assert clipped is not None
         assert rows[name]["clipped_frac"] == pytest.approx(float(clipped.double().mean()))
         compared += float(clipped.double().mean()) > 0

@@ -26,8 +26,8 @@ SETTINGS = len(GATES) + 2 * len(BANDS) + len(CAPS)
 
 
 def corrected(log: Logged, method: str, changes: dict[str, float]) -> Corrected:
-    facts = BatchInfo(divergences={n: Divergence.exact(n, x) for n, x in log.divergences.items()})
-    return override(METHODS[method], changes).correction(log.logprobs(), None, facts)
+    batch_info = BatchInfo(divergences={n: Divergence.exact(n, x) for n, x in log.divergences.items()})
+    return override(METHODS[method], changes).correction(log.logprobs(), None, batch_info)
 
 
 def accepted(log: Logged, method: str, changes: dict[str, float]) -> float:

@@ -81,7 +81,7 @@ def one_sequence(n: int, kl: list[float], tv: list[float]):
 def test_exact_gates_on_fx_v(statistic, unit, high, expected):
     lp, divergences = one_sequence(3, FX_V_KL, FX_V_TV)
     gate = Gate(statistic=statistic, on="full", unit=unit, high=high)
-    assert gate.keep(lp, facts=BatchInfo(divergences=divergences)).int().tolist() == expected
+    assert gate.keep(lp, batch_info=BatchInfo(divergences=divergences)).int().tolist() == expected
 
 
 @pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
@@ -98,7 +98,7 @@ def test_membership_below_on_inside_on_and_above_the_bounds(unit, value, inside)
 @pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
 def test_nan_and_infinite_divergence_are_never_inside(unit, bad):
     lp, divergences = one_sequence(2, [0.0, bad], [0.0, 0.0])
-    keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(lp, facts=BatchInfo(divergences=divergences))
+    keep = Gate(statistic="kl", on="full", unit=unit, high=1e30).keep(lp, batch_info=BatchInfo(divergences=divergences))
     assert keep.tolist() == ([True, False] if unit == "token" else [False, False])
 
 
@@ -122,7 +122,7 @@ def test_an_interval_rejects_by_its_lower_end():
     lp, _ = one_sequence(2, [0.0, 0.0], [0.0, 0.0])
     kl = Divergence.interval("kl_rollout_current", torch.tensor([0.01, 0.02]), torch.tensor([9.0, 9.0]))  # fmt: skip
     gate = Gate(statistic="kl", on="full", unit="seq_max", high=0.015)
-    assert gate.keep(lp, facts=BatchInfo(divergences={kl.name: kl})).tolist() == [False, False]
+    assert gate.keep(lp, batch_info=BatchInfo(divergences={kl.name: kl})).tolist() == [False, False]
 
 
 def of_divergence(kl: Divergence) -> tuple[LogProbs, BatchInfo]:
@@ -151,12 +151,12 @@ def test_acceptance_by_the_upper_end_is_certified(unit, evidence):
     else:
         kl, _ = topk_divergences(top.indices, top.values, tokens, mu[rows, tokens], pi, tail_log_ratio_cap=cap)  # fmt: skip
         assert kl.grade == {"interval": Grade.INTERVAL, "capped": Grade.CAPPED}[evidence]
-    lp, facts = of_divergence(kl)
+    lp, batch_info = of_divergence(kl)
     by_sequence = {"seq_sum": lp.segments.sum, "seq_mean": lp.segments.mean, "seq_max": lp.segments.max}
     whole = lambda x: lp.segments.spread(by_sequence[unit](x)) if unit in by_sequence else x  # noqa: E731
     of_unit, high = whole(truth), float(whole(kl.upper).median())
     accepted, kept = (
-        Gate(statistic="kl", on="full", unit=unit, high=high, end=end).keep(lp, facts=facts)
+        Gate(statistic="kl", on="full", unit=unit, high=high, end=end).keep(lp, batch_info=batch_info)
         for end in ("upper", "lower")
     )
     assert 200 < accepted.sum() < 400
@@ -169,25 +169,25 @@ def test_acceptance_by_the_upper_end_is_certified(unit, evidence):
 
 def test_a_lower_bound_meets_the_other_end():
     kl = Divergence.interval("kl_rollout_current", torch.tensor([0.1, 0.3]), torch.tensor([0.5, 0.6]))
-    lp, facts = of_divergence(kl)
+    lp, batch_info = of_divergence(kl)
     for end, kept in (("lower", [True, True]), ("upper", [False, True])):
         gate = Gate(statistic="kl", on="full", unit="token", low=0.2, end=end)
-        assert gate.keep(lp, facts=facts).tolist() == kept
+        assert gate.keep(lp, batch_info=batch_info).tolist() == kept
 
 
 def test_a_sample_certifies_nothing():
-    lp, facts = of_divergence(Divergence.sampled("kl_rollout_current", torch.zeros(2)))
+    lp, batch_info = of_divergence(Divergence.sampled("kl_rollout_current", torch.zeros(2)))
     with pytest.raises(EvidenceError, match="backs no guarantee"):
-        Gate(statistic="kl", on="full", unit="token", high=1.0, end="upper").keep(lp, facts=facts)
+        Gate(statistic="kl", on="full", unit="token", high=1.0, end="upper").keep(lp, batch_info=batch_info)
 
 
 def test_certified_acceptance_is_a_setting_of_every_exact_row():
     certified = override(METHODS["trm_max"], {"gate.end": "upper"})
     assert certified.describe() == "L = -A ratio(full); keep if upper end of seq_max kl(full) <= 0.05; seq_mean_token_sum"  # fmt: skip
     wide = Divergence.interval("kl_rollout_current", torch.zeros(2), torch.full((2,), 9.0))
-    lp, facts = of_divergence(wide)
+    lp, batch_info = of_divergence(wide)
     for row, kept in ((METHODS["trm_max"], True), (certified, False)):
-        assert row.correction(lp, facts=facts).keep.tolist() == [kept] * 2
+        assert row.correction(lp, batch_info=batch_info).keep.tolist() == [kept] * 2
 
 
 @pytest.mark.parametrize("statistic", ["kl", "tv"])
@@ -196,12 +196,12 @@ def test_on_staleness_the_divergence_is_that_of_the_old_and_the_current_policy(s
     gate = Gate(statistic=statistic, on="staleness", unit="token", high=0.1)
     assert gate.reads == f"{statistic}_old_current"
     wrong = {f"{statistic}_rollout_current": torch.zeros(7)}
-    facts = BatchInfo(divergences={k: Divergence.exact(k, x) for k, x in wrong.items()})
+    batch_info = BatchInfo(divergences={k: Divergence.exact(k, x) for k, x in wrong.items()})
     with pytest.raises(EvidenceError, match=rf"needs {statistic}_old_current, .*_rollout_current.*old_divergences"):  # fmt: skip
-        gate.keep(lp, advantages, facts)
+        gate.keep(lp, advantages, batch_info)
     values = torch.tensor([0.0, 0.2, 0.05, 0.3, 0.1, 0.0, 0.11])
-    facts = BatchInfo(divergences={gate.reads: Divergence.exact(gate.reads, values)})
-    assert gate.keep(lp, advantages, facts).int().tolist() == [1, 0, 1, 0, 1, 1, 0]
+    batch_info = BatchInfo(divergences={gate.reads: Divergence.exact(gate.reads, values)})
+    assert gate.keep(lp, advantages, batch_info).int().tolist() == [1, 0, 1, 0, 1, 1, 0]
 
 
 def test_a_divergence_stops_only_the_push_that_goes_on():
@@ -209,10 +209,10 @@ def test_a_divergence_stops_only_the_push_that_goes_on():
 
     Log-ratios are [0.05, 0.3, -0.25, 0.1] with A = 1 and [-0.15, 0.2, 0.02] with A = -0.5."""
     lp, advantages, _ = fx_a()
-    facts = BatchInfo(divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.2))})
+    batch_info = BatchInfo(divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.2))})
     gate = Gate(statistic="tv", on="staleness", unit="token", high=0.15, advantage="outward")
-    assert gate.keep(lp, advantages, facts).int().tolist() == [0, 0, 1, 0, 0, 1, 1]
-    assert gate.keep(lp, 0 * advantages, facts).all()
+    assert gate.keep(lp, advantages, batch_info).int().tolist() == [0, 0, 1, 0, 0, 1, 1]
+    assert gate.keep(lp, 0 * advantages, batch_info).all()
     small = BatchInfo(divergences={"tv_old_current": Divergence.exact("tv_old_current", torch.full((7,), 0.15))})
     assert gate.keep(lp, advantages, small).all()
 
@@ -277,7 +277,7 @@ def test_binary_kl_of_the_methods_table_keeps_corrective_moves():
 def test_version_lag():
     lp = LogProbs.pack(double([-1.0] * 4), segments=Segments.from_lengths([1, 1, 1, 1]))
     gate = Gate(statistic="version_lag", on="full", unit="seq_max", high=2.0)
-    assert gate.keep(lp, facts=BatchInfo(version_lag=torch.tensor([0, 1, 2, 3]))).int().tolist() == [1, 1, 1, 0]  # fmt: skip
+    assert gate.keep(lp, batch_info=BatchInfo(version_lag=torch.tensor([0, 1, 2, 3]))).int().tolist() == [1, 1, 1, 0]  # fmt: skip
     with pytest.raises(EvidenceError, match="needs version_lag"):
         gate.keep(lp)
 

@@ -108,8 +108,8 @@ def test_the_mean_of_normalized_weights_is_one_however_the_step_is_split(unit):
     torch.testing.assert_close(mean, double([1.0])[0], rtol=1e-12, atol=0)
     pieces = [_sequences(lp, rows) for rows in (torch.arange(0, 2), torch.arange(2, 3), torch.arange(3, 9))]  # fmt: skip
     seen = [Observed({part: part.observe(p, None, BatchInfo())}) for p in pieces]
-    facts = BatchInfo(observed=functools.reduce(Observed.merge, seen))
-    again = torch.cat([part(p, None, facts).weight for p in pieces])
+    batch_info = BatchInfo(observed=functools.reduce(Observed.merge, seen))
+    again = torch.cat([part(p, None, batch_info).weight for p in pieces])
     torch.testing.assert_close(again, whole, rtol=1e-12, atol=0)
 
 

@@ -228,12 +228,12 @@ def test_a_gate_on_exact_kl_rejects_what_the_current_policy_cannot_draw():
     kl = of(mu, pi).kl_rollout_current
     assert kl.isinf().tolist() == [i == 1 for i in range(6)]
     lp = LogProbs.pack(torch.full((6,), -1.0), segments=Segments.from_lengths([2, 2, 2]))
-    facts = BatchInfo(divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)})
+    batch_info = BatchInfo(divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)})
     for unit in ("seq_max", "seq_mean", "seq_sum"):
         gate = Gate(statistic="kl", on="full", unit=unit, high=1e9)
-        assert gate.keep(lp, facts=facts).tolist() == [False] * 4 + [True] * 2
+        assert gate.keep(lp, batch_info=batch_info).tolist() == [False] * 4 + [True] * 2
     gate = Gate(statistic="kl", on="full", unit="token", high=1e9)
-    assert gate.keep(lp, facts=facts).tolist() == [True, False, True, False, True, True]
+    assert gate.keep(lp, batch_info=batch_info).tolist() == [True, False, True, False, True, True]
 
 
 def test_evidence_has_no_gradient():

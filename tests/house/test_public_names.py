@@ -11,7 +11,7 @@ import pytest
 import offdrift
 
 NAMES = {
-    "BatchEvidence", "Bound", "Certificate", "Clipped", "Correction", "Divergence", "DriftStats", "Gate", "Grade", "Head",
+    "BatchEvidence", "BatchInfo", "Bound", "Certificate", "Clipped", "Correction", "Divergence", "DriftStats", "Gate", "Grade", "Head",
     "ImportanceSampled", "KLPenalty", "LogProbs", "METHODS", "METRICS", "Method", "Observed",
     "OffdriftError", "PolicyLoss",
     "Recorder", "Reinforce", "Segments", "TrustRegion", "Weight", "advantages", "aggregate", "all_bounds", "certify",

@@ -215,29 +215,29 @@ class Probe:
     on = None
     formula = "probe"
 
-    def __call__(self, logprobs, advantages, facts=None) -> TokenLoss:
-        self.calls[0].append((logprobs, facts))
+    def __call__(self, logprobs, advantages, batch_info=None) -> TokenLoss:
+        self.calls[0].append((logprobs, batch_info))
         return Reinforce()(logprobs, advantages)
 
 
-def test_facts_are_those_of_the_population():
+def test_batch_info_is_that_of_the_population():
     problem, probe = PROBLEMS[0], Probe(([],))
     old, logits = problem.drifted(LARGE)
     expected_gradient(Method(objective=probe), problem.rollout, old, logits, problem.rewards)
-    ((batch, facts),) = probe.calls[0]
+    ((batch, batch_info),) = probe.calls[0]
     found = paths(problem, LARGE)
     numbers = [y.number for y in found for _ in range(round(216 * math.prod(y.mu)))]
     assert len(numbers) == 216 == len(batch.segments)
-    torch.testing.assert_close(facts.rewards, problem.rewards[numbers])
+    torch.testing.assert_close(batch_info.rewards, problem.rewards[numbers])
     by_token = [(m, o, p) for i in numbers for m, o, p in zip(found[i].mu, found[i].old, found[i].pi)]  # fmt: skip
     for k, x in enumerate((batch.logp_rollout, batch.old, batch.current.detach())):
         expected = torch.tensor([row[k] for row in by_token], dtype=torch.float64).log()
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-12)
     assert len(by_token) == 3 * 216
     rows = old.levels[0][0, 0]
-    assert facts.entropy[0].item() == pytest.approx(-float((rows * rows.log()).sum()), abs=1e-12)
-    assert (facts.version_lag == 1).all()
-    assert facts.vocab == 3
+    assert batch_info.entropy[0].item() == pytest.approx(-float((rows * rows.log()).sum()), abs=1e-12)
+    assert (batch_info.version_lag == 1).all()
+    assert batch_info.vocab == 3
     assert torch.equal(batch.reference, batch.old)
     assert batch.segments.turns.lengths.tolist() == [1, 2] * 216
     assert len(batch.segments.groups) == 1
@@ -342,7 +342,7 @@ class Wrong:
     advantage: str = "any"
     formula = "wrong on purpose"
 
-    def __call__(self, logprobs, advantages=None, facts=None) -> Weighted:
+    def __call__(self, logprobs, advantages=None, batch_info=None) -> Weighted:
         s = logprobs.segments
         log_w = s.spread(s.sum(stopped_log_ratio(logprobs, on="full")))
         weight = self.change(log_w)
@@ -386,7 +386,7 @@ class Ascent:
     on = None
     formula = "L = A log pi"
 
-    def __call__(self, logprobs, advantages, facts=None) -> TokenLoss:
+    def __call__(self, logprobs, advantages, batch_info=None) -> TokenLoss:
         return TokenLoss(advantages * logprobs.current)
 
 

@@ -70,7 +70,7 @@ class Given:
     lp: LogProbs
     leaf: Tensor
     advantages: Tensor
-    facts: dict[str, Any]
+    batch_info: BatchInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def packed(batch: Batch) -> Given:
     t, leaf = batch.tokens, batch.tokens["pi"].clone().requires_grad_()
     segments = segments_of(batch.turns, batch.groups)
     lp = LogProbs.pack(t["mu"], leaf, t["old"], logp_ref=t["ref"], segments=segments)
-    return with_facts(lp, leaf, batch.rewards, t)
+    return with_batch_info(lp, leaf, batch.rewards, t)
 
 
 def padded(batch: Batch, seed: int) -> tuple[Given, Tensor]:
@@ -160,7 +160,7 @@ def padded(batch: Batch, seed: int) -> tuple[Given, Tensor]:
     t = _with_junk(batch.tokens, mask, g)
     leaf = t["pi"].requires_grad_()
     lp = LogProbs.pack(t["mu"], leaf, t["old"], logp_ref=t["ref"], mask=mask, group_ids=batch.groups)
-    return with_facts(lp, leaf, batch.rewards, t), mask
+    return with_batch_info(lp, leaf, batch.rewards, t), mask
 
 
 def masked(batch: Batch, seed: int) -> tuple[Given, Tensor]:
@@ -177,7 +177,7 @@ def masked(batch: Batch, seed: int) -> tuple[Given, Tensor]:
     leaf = t["pi"].requires_grad_()
     segments = segments_of(turns, batch.groups)
     lp = LogProbs.pack(t["mu"], leaf, t["old"], logp_ref=t["ref"], mask=mask, segments=segments)
-    return with_facts(lp, leaf, batch.rewards, t), mask
+    return with_batch_info(lp, leaf, batch.rewards, t), mask
 
 
 def _with_junk(tokens: dict[str, Tensor], mask: Tensor, g: torch.Generator) -> dict[str, Tensor]:
@@ -189,31 +189,30 @@ def _with_junk(tokens: dict[str, Tensor], mask: Tensor, g: torch.Generator) -> d
     return filled
 
 
-def with_facts(lp: LogProbs, leaf: Tensor, rewards: Tensor, t: dict[str, Tensor]) -> Given:
-    """A batch with its columns as facts; KL(old || pi) has the gradient log pi - log pi_old."""
+def with_batch_info(lp: LogProbs, leaf: Tensor, rewards: Tensor, t: dict[str, Tensor]) -> Given:
+    """A batch with its columns as `BatchInfo`; KL(old || pi) has the gradient log pi - log pi_old."""
     clean = {k: lp.like_caller(x) for k, x in t.items() if k not in ("mu", "old", "pi", "ref")}
     curve = (lp.current - lp.old).square() / 2
     clean["kl_old_current"] = clean["kl_old_current"] + (curve - curve.detach())
-    facts = {
-        "divergences": {k: Divergence.exact(k, clean[k]) for k in DIVERGENCES},
-        "entropy": clean["entropy"],
-        "vocab": VOCAB,
-        "rewards": rewards,
-        "version_lag": clean["lag"],
-    }
-    return Given(lp=lp, leaf=leaf, advantages=clean["a"], facts=facts)
+    batch_info = BatchInfo(
+        divergences={k: Divergence.exact(k, clean[k]) for k in DIVERGENCES},
+        entropy=clean["entropy"],
+        vocab=VOCAB,
+        rewards=rewards,
+        version_lag=clean["lag"],
+    )
+    return Given(lp=lp, leaf=leaf, advantages=clean["a"], batch_info=batch_info)
 
 
 def run(row: Method, given: Given, *, observed: Observed | Literal["this_batch"] = "this_batch", **options: Any) -> Run:
     """Loss and gradient; the plain sum unless `normalizer` says otherwise."""
     options = {"normalizer": 1.0, **options}
-    result = policy_loss(given.lp, row, given.advantages, observed=observed, **given.facts, **options)
+    result = policy_loss(given.lp, row, given.advantages, replace(given.batch_info, observed=observed), **options)
     (grad,) = torch.autograd.grad(result.loss, given.leaf, retain_graph=True)
     return Run(result=result, grad=grad)
 
 
 def seen(row: Method, given: Given) -> Observed:
     """What the row's parts see of this batch, as a trainer asks for it before the loss."""
-    facts = BatchInfo(**given.facts)
-    lp = given.lp if row.anchor is None else row.anchor(given.lp, facts)
-    return row.observe(lp, given.advantages, facts)
+    lp = given.lp if row.anchor is None else row.anchor(given.lp, given.batch_info)
+    return row.observe(lp, given.advantages, given.batch_info)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offdrift.adapters.base import Adapter
-from offdrift.batch_info import NO_INFO, Observed
+from offdrift.batch_info import BatchInfo, Observed
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
@@ -41,14 +41,14 @@ def all_unscored() -> Given:
 
 def _given(lp: LogProbs, leaf: Tensor, ones: Tensor) -> Given:
     exact = dict.fromkeys(DIVERGENCES, ones) | {"kl_old_current": (lp.current - lp.old).square()}
-    facts = {
-        "divergences": {k: Divergence.exact(k, x) for k, x in exact.items()},
-        "entropy": ones,
-        "vocab": VOCAB,
-        "rewards": torch.zeros(len(lp.segments), dtype=torch.float64),
-        "version_lag": ones,
-    }
-    return Given(lp=lp, leaf=leaf, advantages=ones, facts=facts)
+    batch_info = BatchInfo(
+        divergences={k: Divergence.exact(k, x) for k, x in exact.items()},
+        entropy=ones,
+        vocab=VOCAB,
+        rewards=torch.zeros(len(lp.segments), dtype=torch.float64),
+        version_lag=ones,
+    )
+    return Given(lp=lp, leaf=leaf, advantages=ones, batch_info=batch_info)
 
 
 @every_row
@@ -87,7 +87,7 @@ def test_an_adapter_takes_it_and_waits_for_tokens(make):
     given = packed(draw(0))
     adapter.loss(given.lp, given.advantages)
     assert adapter.end_step(2)["offdrift/full/k3"] > 0
-    decided = Adapter("token_tis", framework="plain").correct(make().lp, None, facts=NO_INFO)
+    decided = Adapter("token_tis", framework="plain").correct(make().lp)
     assert not decided.keep.any()
 
 

@@ -27,18 +27,19 @@ def open_doors(batch: Batch) -> tuple[Given, dict[str, Tensor]]:
     segments = segments_of(batch.turns, batch.groups)
     lp = LogProbs.pack(t["mu"], t["pi"], t["old"], logp_ref=t["ref"], segments=segments)
     given = packed(batch)
-    exact = {k: Divergence.exact(k, t[k]) for k in given.facts["divergences"]}
-    facts = {**given.facts, "divergences": exact, "entropy": t["entropy"], "rewards": t["rewards"]}
-    facts["version_lag"] = t["lag"]
-    return Given(lp=lp, leaf=t["pi"], advantages=t["a"], facts=facts), t
+    exact = {k: Divergence.exact(k, t[k]) for k in given.batch_info.divergences}
+    batch_info = replace(
+        given.batch_info, divergences=exact, entropy=t["entropy"], rewards=t["rewards"], version_lag=t["lag"]
+    )
+    return Given(lp=lp, leaf=t["pi"], advantages=t["a"], batch_info=batch_info), t
 
 
 @every_row
 def test_only_the_current_policy_receives_a_gradient(name):
     for seed in (0, 2):
         given, leaves = open_doors(draw(seed))
-        result = policy_loss(given.lp, METHODS[name], given.advantages, normalizer=1.0, observed="this_batch", **given.facts)  # fmt: skip
-        result.loss.backward()
+        batch_info = replace(given.batch_info, observed="this_batch")
+        policy_loss(given.lp, METHODS[name], given.advantages, batch_info, normalizer=1.0).loss.backward()
         assert leaves.pop("pi").grad is not None
         assert len(leaves) == 13
         differentiated = getattr(METHODS[name].objective, "reads", None)  # through it, the current policy
@@ -51,15 +52,15 @@ def test_what_is_reported_is_without_gradient(name):
     """Also behind the door, where a batch made by hand may carry a gradient on every policy."""
     row, (given, leaves) = METHODS[name], open_doors(draw(1))
     bare = replace(given.lp, logp_rollout=leaves["mu"], logp_old=leaves["old"])
-    facts = BatchInfo(**given.facts)
-    lp = bare if row.anchor is None else row.anchor(bare, facts)
-    corrected = row.correction(lp, given.advantages, facts)
+    batch_info = replace(given.batch_info, observed="this_batch")
+    lp = bare if row.anchor is None else row.anchor(bare, batch_info)
+    corrected = row.correction(lp, given.advantages, batch_info)
     assert not corrected.weight.requires_grad
     assert corrected.keep.dtype == corrected.limited.dtype == torch.bool
     parts = [x for s in seen(row, replace(given, lp=bare)).parts.values() for x in s.values()]
     assert not any(x.requires_grad for x in parts)
     assert len(parts) >= len([p for p in row.observers if p is row.lr_scale])
-    result = policy_loss(bare, row, given.advantages, normalizer=1.0, observed="this_batch", **given.facts)
+    result = policy_loss(bare, row, given.advantages, batch_info, normalizer=1.0)
     assert result.loss.requires_grad
     stats = (result.stats.sums, result.stats.maxima, *result.stats.by_position.values())
     assert not any(x.requires_grad for x in stats)
@@ -76,10 +77,10 @@ class Decided:
     advantage = "any"
     formula = "decided"
 
-    def keep(self, logprobs: LogProbs, advantages: Tensor | None, facts: BatchInfo) -> Tensor:
+    def keep(self, logprobs: LogProbs, advantages: Tensor | None, batch_info: BatchInfo) -> Tensor:
         return self.kept
 
-    def __call__(self, logprobs: LogProbs, advantages: Tensor | None, facts: BatchInfo) -> Weighted:
+    def __call__(self, logprobs: LogProbs, advantages: Tensor | None, batch_info: BatchInfo) -> Weighted:
         return Weighted(self.weighed, ~self.kept)
 
 
@@ -87,9 +88,9 @@ def frozen(row: Method, given: Given) -> tuple[Method, Given]:
     """The row with its anchor, gates and weights replaced by what they made of this batch."""
     lp, correction = given.lp, row.correction
     if row.anchor is not None:
-        lp = row.anchor(lp, BatchInfo(**given.facts))
+        lp = row.anchor(lp, given.batch_info)
         given = replace(given, lp=replace(lp, logp_old=lp.old.detach()))
-    decided = correction(lp, given.advantages, BatchInfo(**given.facts))
+    decided = correction(lp, given.advantages, given.batch_info)
     on = correction.weights[0].on if correction.weights else ""
     constant = Decided(decided.keep, decided.weight.detach(), on)
     weights = (constant,) if correction.weights else ()

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.batch_info import BatchInfo
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.methods import METHODS
 from tests.laws.batches import draw, packed, run
@@ -27,15 +26,15 @@ def test_gates_are_joined_by_and_in_any_order(name):
     rejecting = set()
     for seed in range(3):
         given = packed(draw(seed))
-        facts = BatchInfo(**given.facts)
-        lp = given.lp if row.anchor is None else row.anchor(given.lp, facts)
-        alone = [g.keep(lp, given.advantages, facts) for g in gates]
+        batch_info = given.batch_info
+        lp = given.lp if row.anchor is None else row.anchor(given.lp, batch_info)
+        alone = [g.keep(lp, given.advantages, batch_info) for g in gates]
         together = torch.stack(alone).all(0)
         for order in itertools.permutations(range(len(gates))):
             joined = Correction()
             for i in order:
                 joined = joined & gates[i]
-            got = joined(lp, given.advantages, facts)
+            got = joined(lp, given.advantages, batch_info)
             assert torch.equal(got.keep, together)
             for i in order:
                 assert torch.equal(got.rejected_by[gates[i]], ~alone[i])

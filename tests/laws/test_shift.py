@@ -74,10 +74,10 @@ def weights_of(part: Weight, batch: Batch) -> Tensor:
 def weights_in_pieces(part: Weight, batch: Batch) -> Tensor:
     given = pieces(batch)
     saw = [Observed({part: part.observe(x.lp, x.advantages, BatchInfo())}) for x in given]
-    facts = BatchInfo(observed=functools.reduce(Observed.merge, saw))
+    batch_info = BatchInfo(observed=functools.reduce(Observed.merge, saw))
     found = torch.full((SEQUENCES * LENGTH,), math.nan, dtype=torch.float64)
     for which, x in zip(SPLIT, given, strict=True):
-        found[batch.rows(which)] = part(x.lp, x.advantages, facts).weight
+        found[batch.rows(which)] = part(x.lp, x.advantages, batch_info).weight
     return found
 
 
@@ -162,7 +162,7 @@ def test_the_effective_sample_size_of_a_rows_weights_is_that_of_the_ratios(name,
         sign = 1 if weight.advantage == "positive" else -1
         log_w = log_w.where(sign * given.advantages > 0, 0.0)
     if weight.outcome != "any":
-        correct = given.facts["rewards"] > weight.correct_above
+        correct = given.batch_info.rewards > weight.correct_above
         about = correct if weight.outcome == "correct" else ~correct
         log_w = log_w.where(given.lp.segments.spread(about), 0.0)
     parts = [run(row, x).result.stats for x in pieces(shifted(weight.on, shift))]
@@ -278,7 +278,7 @@ def test_no_weighted_baseline_changes_with_the_size_of_all_weights(how, size):
     rewards = torch.rand(SEQUENCES, generator=g, dtype=torch.float64)
 
     def found(w: Tensor) -> Tensor:
-        facts = {"logp_old": given.lp.old, "sum_pi_squared": given.lp.old.exp().square()}
-        return estimated(rewards, segments, how=how, weight=w, **facts)
+        policy = {"logp_old": given.lp.old, "sum_pi_squared": given.lp.old.exp().square()}
+        return estimated(rewards, segments, how=how, weight=w, **policy)
 
     torch.testing.assert_close(found(size * weight), found(weight), rtol=0, atol=1e-7)

@@ -15,7 +15,7 @@ from offdrift.methods import METHODS, Method
 from offdrift.stats import DriftStats, summarize
 from offdrift.stats.drift import Tails
 from offdrift.stats.signature import signature
-from tests.laws.batches import Batch, Given, draw, packed, run, segments_of, with_facts
+from tests.laws.batches import Batch, Given, draw, packed, run, segments_of, with_batch_info
 
 every_row = pytest.mark.parametrize("name", METHODS)
 SENTINELS = (-math.inf, -9999.0, UNSCORED_BELOW)
@@ -42,7 +42,7 @@ def without(seed: int) -> Given:
     t, leaf = batch.tokens, batch.tokens["pi"].clone().requires_grad_()
     segments = segments_of(batch.turns, batch.groups)
     lp = LogProbs.pack(t["mu"], leaf, t["old"], logp_ref=t["ref"], mask=~gone, segments=segments)
-    return with_facts(lp, leaf, batch.rewards, t)
+    return with_batch_info(lp, leaf, batch.rewards, t)
 
 
 def summed(name: str) -> Method:
@@ -88,7 +88,7 @@ def test_the_penalty_acts_on_it_as_on_a_rejected_token(name):
 
 
 def numbers(given: Given, seed: int) -> dict[str, float]:
-    result = policy_loss(given.lp, METHODS["grpo"], given.advantages, normalizer=1.0, **given.facts)
+    result = policy_loss(given.lp, METHODS["grpo"], given.advantages, given.batch_info, normalizer=1.0)
     tails = Tails()
     tails.add(given.lp)
     place = segments_of(draw(seed).turns, None).position

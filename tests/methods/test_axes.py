@@ -111,8 +111,8 @@ def test_the_gradient_goes_where_it_is_said_to_go(name):
 
     def loss(logp):
         there = replace(lp, logp=logp)
-        facts = probe.differentiable(given.facts, there)
-        return probe.token_losses(row, replace(given, logprobs=there, facts=facts)).sum()
+        batch_info = probe.differentiable(given.batch_info, there)
+        return probe.token_losses(row, replace(given, logprobs=there, batch_info=batch_info)).sum()
 
     logp = lp.current.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(logp), logp)
@@ -221,7 +221,7 @@ class Bare:
     on = "staleness"
     formula = "L = -A u"
 
-    def __call__(self, logprobs, advantages, facts=None) -> TokenLoss:
+    def __call__(self, logprobs, advantages, batch_info=None) -> TokenLoss:
         return TokenLoss(-advantages * (logprobs.current - logprobs.old).exp())
 
 

@@ -37,10 +37,10 @@ def fx_a_with_turns() -> tuple[LogProbs, Tensor]:
 
 
 def step(
-    objective: Objective, lp: LogProbs, advantages: Tensor, how: AggregateName, facts: BatchInfo = NO_INFO
+    objective: Objective, lp: LogProbs, advantages: Tensor, how: AggregateName, batch_info: BatchInfo = NO_INFO
 ) -> tuple[float, Tensor, Tensor]:
     """Loss of the step, gradient with respect to each token's logp, and the loss of each token."""
-    got = objective(lp, advantages, facts)
+    got = objective(lp, advantages, batch_info)
     loss = aggregate(got.loss, lp.segments, how=how, normalizer=normalizer_of(lp.segments, how=how))
     (grad,) = torch.autograd.grad(loss, lp.current, retain_graph=True)
     return loss.item(), grad, got.loss.detach()
@@ -54,11 +54,11 @@ def check_golden(
     loss: float,
     grad: list | None = None,
     tokens: list | None = None,
-    facts: BatchInfo = NO_INFO,
+    batch_info: BatchInfo = NO_INFO,
 ) -> None:
     """Assert the values of the methods table; padded lists, or packed ones for packed batches."""
     lp, advantages = batch
-    got_loss, got_grad, got_tokens = step(objective, lp, advantages, how, facts)
+    got_loss, got_grad, got_tokens = step(objective, lp, advantages, how, batch_info)
     torch.testing.assert_close(got_loss, loss, rtol=1e-6, atol=1e-6)
     for got, expected in ((got_grad, grad), (got_tokens, tokens)):
         if expected is None:
@@ -98,9 +98,9 @@ def advantages_of(lp: LogProbs, seed: int, *, per: str = "sequence") -> Tensor:
     return lp.segments.spread(a) if per == "sequence" else a
 
 
-def check_laws(objective: Objective, lp: LogProbs, facts: BatchInfo = NO_INFO) -> None:
+def check_laws(objective: Objective, lp: LogProbs, batch_info: BatchInfo = NO_INFO) -> None:
     """No advantage: no loss, no gradient. No gradient to the fixed policies, however far off."""
-    got = objective(lp, torch.zeros_like(lp.current), facts)
+    got = objective(lp, torch.zeros_like(lp.current), batch_info)
     (grad,) = torch.autograd.grad(got.loss.sum(), lp.current)
     assert got.loss.numel() > 10
     assert (got.loss == 0).all()
@@ -109,10 +109,10 @@ def check_laws(objective: Objective, lp: LogProbs, facts: BatchInfo = NO_INFO) -
     assert not got.clipped.any()
     assert not got.clipped.requires_grad
     for sign in (1.0, -1.0):
-        check_finite_and_still(objective, lp, sign, facts)
+        check_finite_and_still(objective, lp, sign, batch_info)
 
 
-def check_finite_and_still(objective: Objective, lp: LogProbs, sign: float, facts: BatchInfo) -> None:
+def check_finite_and_still(objective: Objective, lp: LogProbs, sign: float, batch_info: BatchInfo) -> None:
     """Log-ratios of +-1e4: loss and gradient stay finite, and only `logp` receives a gradient."""
     n = lp.segments.num_tokens
     for dtype in (torch.float32, torch.float64):
@@ -120,7 +120,7 @@ def check_finite_and_still(objective: Objective, lp: LogProbs, sign: float, fact
         near = torch.where(torch.arange(n) % 3 == 1, -10001.0, -1.0).to(dtype)
         mu, old, pi = (x.clone().requires_grad_() for x in (far, near, far.flip(0)))
         extreme = LogProbs.pack(mu, pi, old, segments=lp.segments)
-        got = objective(extreme, torch.full((n,), sign, dtype=dtype), facts)
+        got = objective(extreme, torch.full((n,), sign, dtype=dtype), batch_info)
         assert got.loss.dtype == dtype
         assert got.loss.isfinite().all()
         got.loss.sum().backward()
@@ -131,12 +131,12 @@ def check_finite_and_still(objective: Objective, lp: LogProbs, sign: float, fact
 
 
 def check_on_policy(
-    objective: Objective, lp: LogProbs, advantages: Tensor, expected: Tensor, facts: BatchInfo = NO_INFO
+    objective: Objective, lp: LogProbs, advantages: Tensor, expected: Tensor, batch_info: BatchInfo = NO_INFO
 ) -> None:
     """Where all policies agree nothing is clipped and the gradient of the summed loss is as given."""
     leaf = lp.logp_rollout.clone().requires_grad_()
     same = LogProbs.pack(lp.logp_rollout, leaf, lp.logp_rollout, segments=lp.segments)
-    got = objective(same, advantages, facts)
+    got = objective(same, advantages, batch_info)
     assert got.clipped is not None
     assert not got.clipped.any()
     (grad,) = torch.autograd.grad(got.loss.sum(), leaf)

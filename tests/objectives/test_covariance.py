@@ -42,8 +42,8 @@ def fx_a3():
     return lp, lp.segments.spread(double([3.0, -1.0]))
 
 
-def chosen_by(objective: CovClipped, lp, advantages, facts=NO_INFO):
-    return (objective(lp, advantages, facts).loss == 0).nonzero().squeeze(-1).tolist()
+def chosen_by(objective: CovClipped, lp, advantages, batch_info=NO_INFO):
+    return (objective(lp, advantages, batch_info).loss == 0).nonzero().squeeze(-1).tolist()
 
 
 def test_covariance_on_fx_a3():
@@ -169,8 +169,8 @@ def test_the_exact_penalty_is_the_kl_of_whole_distributions_where_the_covariance
     """Eq. 14, against the formula in plain operators; gradient to every logit of the chosen rows."""
     lp, advantages, old, leaf = whole_distributions()
     objective = CovPenalized(fraction=0.3, coef=0.7, penalty="exact")
-    facts = BatchInfo(divergences=old_divergences(old, leaf))
-    loss = objective(lp, advantages, facts).loss
+    batch_info = BatchInfo(divergences=old_divergences(old, leaf))
+    loss = objective(lp, advantages, batch_info).loss
     (got,) = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)
     mu, pi = old.log_softmax(-1), leaf.log_softmax(-1)
     kl = (mu.exp() * (mu - pi)).sum(-1)
@@ -213,8 +213,9 @@ def test_the_exact_penalty_is_a_setting_that_says_what_it_needs():
 def test_the_exact_penalty_goes_through_the_loss():
     lp, advantages, old, leaf = whole_distributions()
     row = override(METHODS["kl_cov"], {"objective.penalty": "exact", "objective.fraction": 1.0})
-    result = policy_loss(lp, row, advantages, divergences=old_divergences(old, leaf))
-    plain = policy_loss(lp, override(row, {"objective.coef": 0.0}), advantages, divergences=old_divergences(old, leaf))  # fmt: skip
+    batch_info = BatchInfo(divergences=old_divergences(old, leaf))
+    result = policy_loss(lp, row, advantages, batch_info)
+    plain = policy_loss(lp, override(row, {"objective.coef": 0.0}), advantages, batch_info)
     kl = (old.softmax(-1) * (old.log_softmax(-1) - leaf.log_softmax(-1))).sum(-1)
     assert (result.loss - plain.loss).item() == pytest.approx(kl.mean().item(), rel=1e-9)
     (one,), (other,) = (torch.autograd.grad(r.loss, leaf, retain_graph=True) for r in (result, plain))
@@ -265,9 +266,9 @@ def test_the_number_of_chosen_tokens_is_that_of_the_step():
     parts = [(p, advantages[rows]) for p, rows in (piece(lp, [i]) for i in range(6))]
     for objective in (LOOSE, CovPenalized(fraction=0.1, coef=2.0)):
         seen = [Observed({objective: objective.observe(*part, NO_INFO)}) for part in parts]
-        facts = BatchInfo(observed=reduce(Observed.merge, seen))
+        batch_info = BatchInfo(observed=reduce(Observed.merge, seen))
         plain = Clipped() if objective is LOOSE else CovPenalized(coef=0.0)
-        changed = [objective(*part, facts).loss != plain(*part).loss for part in parts]
+        changed = [objective(*part, batch_info).loss != plain(*part).loss for part in parts]
         assert int(torch.cat(changed).sum()) == int(0.1 * lp.segments.num_tokens) > 1
 
 

@@ -18,7 +18,7 @@ from tests.oracles.fixtures import double, fx_a, ragged
 H = double([0.2, 2.5, 0.4, 3.0, 0.1, 0.3, 2.0])
 
 
-def facts_of(lp: LogProbs, seed: int, *, scale: float = 7.0) -> BatchInfo:
+def batch_info_of(lp: LogProbs, seed: int, *, scale: float = 7.0) -> BatchInfo:
     g = torch.Generator().manual_seed(seed)
     entropy = scale * torch.rand(lp.segments.num_tokens, generator=g, dtype=torch.float64)
     return BatchInfo(entropy=entropy, vocab=1000)
@@ -26,9 +26,9 @@ def facts_of(lp: LogProbs, seed: int, *, scale: float = 7.0) -> BatchInfo:
 
 def test_values_of_the_methods_table():
     lp, a, _ = fx_a()
-    facts = BatchInfo(entropy=H, vocab=1000)
+    batch_info = BatchInfo(entropy=H, vocab=1000)
     check_golden(
-        EntropyGrouped(top_frac=0.5), (lp, a), "seq_mean_token_mean", loss=-0.213701, facts=facts,
+        EntropyGrouped(top_frac=0.5), (lp, a), "seq_mean_token_mean", loss=-0.213701, batch_info=batch_info,
         grad=[[-0.113105, 0, -0.113105, 0], [0, 0.06976738, 0.06976738, 0]],
     )  # fmt: skip
     top = most_uncertain(H, lp.segments, fraction=0.5)
@@ -77,9 +77,9 @@ def oracle(lp, a, entropy, *, on, alpha, top_frac, vocab) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("seed", range(2))
 def test_random_batches_agree_with_the_formula(seed, options):
     lp = ragged(seed, sequences=20)
-    a, facts = advantages_of(lp, seed, per="token"), facts_of(lp, seed)
-    got = EntropyGrouped(**options)(lp, a, facts)
-    expected, clipped = oracle(lp, a, facts.entropy, vocab=1000, **options)
+    a, batch_info = advantages_of(lp, seed, per="token"), batch_info_of(lp, seed)
+    got = EntropyGrouped(**options)(lp, a, batch_info)
+    expected, clipped = oracle(lp, a, batch_info.entropy, vocab=1000, **options)
     segments = lp.segments
     assert len(segments) == 20
     torch.testing.assert_close(segments.mean(got.loss), expected, rtol=1e-9, atol=1e-12)
@@ -120,8 +120,8 @@ def test_a_sequence_of_one_token_is_ppo_with_the_width_of_its_entropy():
         segments=Segments.from_lengths([1, 1]),
     )  # fmt: skip
     a = double([1.0, -1.0])
-    facts = BatchInfo(entropy=double([math.log(10)] * 2), vocab=100)  # half of ln(100)
-    got = EntropyGrouped(alpha=0.2)(lp, a, facts)
+    batch_info = BatchInfo(entropy=double([math.log(10)] * 2), vocab=100)  # half of ln(100)
+    got = EntropyGrouped(alpha=0.2)(lp, a, batch_info)
     check_loss_and_gradient(lp, got.loss, Clipped(eps_low=0.1, eps_high=0.1)(lp, a).loss)
 
 
@@ -136,15 +136,15 @@ def test_entropy_zero_clips_any_outward_drift_and_none_on_policy():
 
 def test_laws():
     lp = ragged(8)
-    facts = facts_of(lp, 8)
-    check_laws(EntropyGrouped(), lp, facts)
+    batch_info = batch_info_of(lp, 8)
+    check_laws(EntropyGrouped(), lp, batch_info)
     a = advantages_of(lp, 8)
-    top = most_uncertain(facts.required("entropy"), lp.segments, fraction=0.2)
+    top = most_uncertain(batch_info.required("entropy"), lp.segments, fraction=0.2)
     zeros = torch.zeros_like(a)
     share = entropy_groups(zeros, zeros, top, lp.segments)[2]
     # The shares of a sequence add up to its length: its total push is that of the other methods.
     torch.testing.assert_close(lp.segments.sum(share), lp.segments.lengths.double())
-    check_on_policy(EntropyGrouped(), lp, a, -a * share, facts)
+    check_on_policy(EntropyGrouped(), lp, a, -a * share, batch_info)
 
 
 def test_what_the_batch_must_carry_is_named():

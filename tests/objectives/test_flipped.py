@@ -168,8 +168,8 @@ def test_the_range_by_entropy_does_not_depend_on_the_split(cut):
     total, seen = torch.zeros_like(whole), 0
     for sequences in cut:
         p, rows = piece(lp, sequences)
-        facts = BatchInfo(entropy=entropy[rows])
-        part, part_grad = loss_and_grad(objective, p, advantages[rows], facts, normalizer=1.0)
+        batch_info = BatchInfo(entropy=entropy[rows])
+        part, part_grad = loss_and_grad(objective, p, advantages[rows], batch_info, normalizer=1.0)
         torch.testing.assert_close(part_grad, grad[rows], rtol=1e-12, atol=0)
         total, seen = total + part, seen + len(rows)
     torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)

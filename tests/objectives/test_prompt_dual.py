@@ -151,8 +151,8 @@ def test_a_piece_that_forgets_the_step_gets_something_else():
 @pytest.mark.parametrize("seed", range(3))
 def test_on_policy_the_gradient_is_minus_the_advantage(seed):
     lp, advantages, rewards = batch(seed, drift=0.0)
-    facts = BatchInfo(rewards=rewards)
-    _, grad = loss_and_grad(PromptDual(), lp, advantages, facts, normalizer=1.0)
+    batch_info = BatchInfo(rewards=rewards)
+    _, grad = loss_and_grad(PromptDual(), lp, advantages, batch_info, normalizer=1.0)
     torch.testing.assert_close(grad, -advantages, rtol=1e-9, atol=1e-12)
 
 

@@ -109,9 +109,9 @@ def test_values_stay_finite_where_the_exponential_does_not():
 @pytest.mark.parametrize("lengths", [[1, 1, 1, 1], [3, 1, 2, 4]])
 @pytest.mark.parametrize(("beta", "expected"), [(1e-3, 0.263894), (1.0, 1.042013)])
 def test_loss_of_the_methods_table(lengths, beta, expected):
-    lp, facts = four(lengths), BatchInfo(rewards=REWARDS)
+    lp, batch_info = four(lengths), BatchInfo(rewards=REWARDS)
     loss, grad = loss_and_grad(  # oapl.loss.*
-        Regression(beta=beta), lp, torch.zeros(sum(lengths)), facts, how="seq_mean_token_mean"
+        Regression(beta=beta), lp, torch.zeros(sum(lengths)), batch_info, how="seq_mean_token_mean"
     )
     assert loss.item() == pytest.approx(expected, abs=1e-6)
     # by hand: 2 beta (beta s - (R - V)) / 4 on every token of the sequence
@@ -124,15 +124,15 @@ def test_loss_of_the_methods_table(lengths, beta, expected):
 
 
 def test_targets_of_the_methods_table():
-    lp, facts = four([1, 2, 1, 1]), BatchInfo(rewards=REWARDS)
+    lp, batch_info = four([1, 2, 1, 1]), BatchInfo(rewards=REWARDS)
     expected = double([0.379885, -0.620115, -0.620115, 0.379885])  # oapl.A
-    torch.testing.assert_close(Regression().targets(lp, facts), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(Regression().targets(lp, batch_info), expected, rtol=0, atol=1e-6)
 
 
 def test_geometric_takes_the_mean_log_ratio():
-    lp, facts = four([3, 1, 2, 4]), BatchInfo(rewards=REWARDS)
+    lp, batch_info = four([3, 1, 2, 4]), BatchInfo(rewards=REWARDS)
     loss, _ = loss_and_grad(
-        Regression(beta=1.0, unit="geometric"), lp, torch.zeros(10), facts, how="seq_mean_token_mean"
+        Regression(beta=1.0, unit="geometric"), lp, torch.zeros(10), batch_info, how="seq_mean_token_mean"
     )
     value = math.log((math.e + 1) / 2)
     means = [s / n for s, n in zip(S, [3, 1, 2, 4])]
@@ -142,9 +142,9 @@ def test_geometric_takes_the_mean_log_ratio():
 
 def test_a_lone_answer_is_pulled_to_the_rollout_policy():
     lp, _ = piece(batch(0)[0], [2])
-    facts = BatchInfo(rewards=double([0.7]))
-    assert Regression().targets(lp, facts).item() == pytest.approx(0.0, abs=1e-15)
-    _, grad = loss_and_grad(Regression(beta=1.0), lp, lp.logp_rollout, facts)
+    batch_info = BatchInfo(rewards=double([0.7]))
+    assert Regression().targets(lp, batch_info).item() == pytest.approx(0.0, abs=1e-15)
+    _, grad = loss_and_grad(Regression(beta=1.0), lp, lp.logp_rollout, batch_info)
     total = (lp.current - lp.logp_rollout).sum().item()
     assert grad.tolist() == pytest.approx([2 * total] * len(grad), rel=1e-9)
     assert len(grad) > 0
@@ -152,9 +152,9 @@ def test_a_lone_answer_is_pulled_to_the_rollout_policy():
 
 def test_advantages_are_not_read():
     lp, advantages, rewards = batch(1)
-    facts = BatchInfo(rewards=rewards)
-    first = loss_and_grad(Regression(), lp, advantages, facts)
-    second = loss_and_grad(Regression(), lp, advantages * float("nan"), facts)
+    batch_info = BatchInfo(rewards=rewards)
+    first = loss_and_grad(Regression(), lp, advantages, batch_info)
+    second = loss_and_grad(Regression(), lp, advantages * float("nan"), batch_info)
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
 
@@ -175,8 +175,8 @@ def test_a_piece_that_forgets_the_step_gets_something_else():
 
 
 def test_far_away_everything_is_a_number():
-    facts = BatchInfo(rewards=torch.tensor([1.0, 0.0, 0.5]))
-    check_finite_far_away(Regression(beta=1.0), facts)
+    batch_info = BatchInfo(rewards=torch.tensor([1.0, 0.0, 0.5]))
+    check_finite_far_away(Regression(beta=1.0), batch_info)
 
 
 def test_gradient_reaches_logp_alone():

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from offdrift.batch_info import BatchInfo
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
@@ -26,7 +27,7 @@ def divergences_of(lp: LogProbs) -> dict[str, Divergence]:
 
 def stats_of(lp: LogProbs) -> DriftStats:
     a = torch.ones_like(lp.logp_rollout)
-    return policy_loss(lp, METHODS["trm_max"], a, divergences=divergences_of(lp)).stats
+    return policy_loss(lp, METHODS["trm_max"], a, BatchInfo(divergences=divergences_of(lp))).stats
 
 
 def split(lp: LogProbs, sizes: list[int]) -> list[LogProbs]:

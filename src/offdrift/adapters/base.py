@@ -107,31 +107,23 @@ class Adapter:
         self,
         logprobs: LogProbs,
         advantages: Float[Tensor, " n"],
+        batch_info: BatchInfo = NO_INFO,
         *,
-        rewards: Float[Tensor, " b"] | None = None,
-        version_lag: Tensor | None = None,
-        **known: Any,
+        normalizer: float | Float[Tensor, ""] | None = None,
+        horizon: int | None = None,
     ) -> PolicyLoss:
-        """`policy_loss` under the method; its statistics are added to the step.
-
-        Args:
-            logprobs: packed; `logp` carries the gradient.
-            known: the other arguments of `policy_loss` (divergences, entropy, normalizer, ...).
-
-        Raises: as `policy_loss`.
-        """
-        result = policy_loss(logprobs, self.method, advantages, rewards=rewards, version_lag=version_lag, **known)
+        """`policy_loss` under the method, with its arguments; its statistics are added to the step."""
+        result = policy_loss(logprobs, self.method, advantages, batch_info, normalizer=normalizer, horizon=horizon)
         self._computes_loss = True
-        facts = BatchInfo(rewards=rewards, version_lag=version_lag)
-        self._add(logprobs, result.stats, advantages, facts)
+        self._add(logprobs, result.stats, advantages, batch_info)
         return result
 
     def correct(
         self,
         logprobs: LogProbs,
         advantages: Float[Tensor, " n"] | None = None,
+        batch_info: BatchInfo = NO_INFO,
         *,
-        facts: BatchInfo = NO_INFO,
         applied: bool = True,
     ) -> Corrected:
         """Gates and weights alone, for a framework that keeps its own loss. Gradient: none.
@@ -141,14 +133,14 @@ class Adapter:
 
         Raises: `EvidenceError` if the method needs what the batch does not carry.
         """
-        anchored = logprobs if self.method.anchor is None else self.method.anchor(logprobs, facts)
-        if facts.observed is None and self.method.looks_ahead:
+        anchored = logprobs if self.method.anchor is None else self.method.anchor(logprobs, batch_info)
+        if batch_info.observed is None and self.method.looks_ahead:
             a = torch.zeros_like(logprobs.logp_rollout) if advantages is None else advantages
-            facts = replace(facts, observed=self.method.observe(anchored, a, facts))
-        corrected = self.method.correction(anchored, advantages, facts)
-        stats = DriftStats.of(logprobs, corrected, divergences=facts.divergences)
+            batch_info = replace(batch_info, observed=self.method.observe(anchored, a, batch_info))
+        corrected = self.method.correction(anchored, advantages, batch_info)
+        stats = DriftStats.of(logprobs, corrected, divergences=batch_info.divergences)
         self._applied = applied
-        self._add(logprobs, stats, advantages, facts)
+        self._add(logprobs, stats, advantages, batch_info)
         return corrected
 
     def skip(self) -> None:
@@ -215,15 +207,15 @@ class Adapter:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _add(self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, facts: BatchInfo) -> None:
+    def _add(self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, batch_info: BatchInfo) -> None:
         with torch.no_grad():
             sums: dict[str, Tensor | float] = dict(signature(logprobs, advantages=advantages))
-            if facts.rewards is not None:
-                sums |= {"reward": facts.rewards.sum(), "reward/n": float(len(facts.rewards))}
+            if batch_info.rewards is not None:
+                sums |= {"reward": batch_info.rewards.sum(), "reward/n": float(len(batch_info.rewards))}
             largest = {"length_max": logprobs.segments.lengths.max()}
-            if facts.version_lag is not None:
-                sums |= {"version_lag": logprobs.at_scored(facts.version_lag).sum()}
-                largest["version_lag_max"] = largest_of(facts.version_lag.double())
+            if batch_info.version_lag is not None:
+                sums |= {"version_lag": logprobs.at_scored(batch_info.version_lag).sum()}
+                largest["version_lag_max"] = largest_of(batch_info.version_lag.double())
             stats = stats.plus(sums, largest)
             self._tails.add(logprobs)
         self._stats = stats if self._stats is None else self._stats.merge(stats)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from offdrift.adapters import environment
 from offdrift.adapters.base import Adapter
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Corrected
 from offdrift.divergence.sampled import k3
 from offdrift.errors import EvidenceError, MethodError
@@ -156,7 +157,7 @@ def proportional(method: Method) -> bool:
         (True, False)
     """
     batch = probe_batch()
-    one, three = (method.objective(batch.logprobs, c * batch.advantages, batch.facts) for c in (1, 3))
+    one, three = (method.objective(batch.logprobs, c * batch.advantages, batch.batch_info) for c in (1, 3))
     plain = one.regularizer is None and method.penalty is None
     return plain and torch.allclose(three.loss, 3 * one.loss, rtol=1e-9, atol=1e-12)
 
@@ -265,7 +266,7 @@ class LossHook:
         tokens: Tensor | float | int = 1.0,
         sequences: Tensor | float | int = 1.0,
         also: Mapping[str, Shaped[Tensor, " n"]] = {},
-        **known: Any,
+        batch_info: BatchInfo = NO_INFO,
     ) -> PolicyLoss:
         """This piece's part of the step's loss; parts are added.
 
@@ -274,13 +275,13 @@ class LossHook:
             tokens: trainable tokens of the whole step; 1 for a framework that divides.
             sequences: sequences of the whole step.
             also: other fields of the record, per token (`tokens`, `rollout_version`).
-            known: other arguments of `policy_loss`.
+            batch_info: as `policy_loss` takes it.
         """
         aggregate = self.method.aggregate
         count = tokens if aggregate == "token_mean" else sequences
         count = count * self._horizon if aggregate == "fixed" and self._horizon else count
         divisor = torch.as_tensor(count, dtype=torch.float32, device=advantages.device)
-        result = self.adapter.loss(logprobs, advantages, normalizer=divisor, **known)
+        result = self.adapter.loss(logprobs, advantages, batch_info, normalizer=divisor)
         self._open = True
         if self.adapter.records:
             fields = {

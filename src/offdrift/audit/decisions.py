@@ -44,7 +44,7 @@ class View:
         return self.batch.trained() if self.batch.logp_rollout is None else self.batch.logprobs()
 
     @cached_property
-    def facts(self) -> BatchInfo:
+    def batch_info(self) -> BatchInfo:
         """What methods may read of the batch beside its log-probs."""
         logged = self.batch
         exact = {name: Divergence.exact(name, x) for name, x in logged.divergences.items()}
@@ -162,10 +162,10 @@ class Decisions:
     def _clip(self, method: Method) -> tuple[Tensor, bool] | str:
         objective = method.objective
 
-        def clipped(logprobs: LogProbs, advantages: Tensor | None, facts: BatchInfo) -> Tensor | None:
+        def clipped(logprobs: LogProbs, advantages: Tensor | None, batch_info: BatchInfo) -> Tensor | None:
             if advantages is None:
                 raise EvidenceError("what a clip does depends on the advantages; log them")
-            return objective(logprobs, advantages, facts).clipped
+            return objective(logprobs, advantages, batch_info).clipped
 
         return self._ask(method, objective, clipped)
 
@@ -199,7 +199,7 @@ def _of_staleness(method: Method) -> bool:
 def clips(objective: Objective) -> bool:
     """Whether an objective reports a clip at all, tried on a small batch."""
     given = probe()
-    return objective(given.logprobs, given.advantages, given.facts).clipped is not None
+    return objective(given.logprobs, given.advantages, given.batch_info).clipped is not None
 
 
 def _asked(view: View, method: Method, part: Any, call: Callable[..., Any]) -> Any:
@@ -217,10 +217,10 @@ def _asked(view: View, method: Method, part: Any, call: Callable[..., Any]) -> A
 
 
 def _called(view: View, method: Method, call: Callable[..., Any]) -> Any:
-    logprobs, facts = view.logprobs, view.facts
+    logprobs, batch_info = view.logprobs, view.batch_info
     if method.anchor is not None:
-        logprobs = method.anchor(logprobs, facts)
-    return call(logprobs, view.batch.advantages, facts)
+        logprobs = method.anchor(logprobs, batch_info)
+    return call(logprobs, view.batch.advantages, batch_info)
 
 
 def _placed(parts: list[Tensor], rows: Int[Tensor, " n"]) -> Tensor:

@@ -112,7 +112,7 @@ class _Data:
     """The data, the share of it to accept, and the error probability of the intervals."""
 
     logprobs: LogProbs
-    facts: BatchInfo
+    batch_info: BatchInfo
     share: float
     alpha: float
 
@@ -120,7 +120,7 @@ class _Data:
         """An upper bound on a sequence's largest or mean statistic."""
         gate: Any = METHODS[name].correction.gates[0]
         segments = self.logprobs.segments
-        x = statistic(gate.statistic, self.logprobs, self.facts, on=gate.on)
+        x = statistic(gate.statistic, self.logprobs, self.batch_info, on=gate.on)
         x = segments.max(x) if gate.unit == "seq_max" else segments.mean(x)
         high = self._quantile(x[segments.lengths > 0])
         return self._table(name, {"gate.high": rounded_up(high)})
@@ -152,7 +152,7 @@ class _Data:
     def _table(self, name: str, values: dict[str, float]) -> list[Calibrated]:
         """The settings with the acceptance that the method itself, so set, has on the data."""
         method = override(METHODS[name], values)
-        decided = method.correction(self.logprobs, None, self.facts)
+        decided = method.correction(self.logprobs, None, self.batch_info)
         accepted = decided.keep & ~decided.limited
         segments = self.logprobs.segments
         if method.correction.gates:  # which decide about whole sequences

@@ -34,7 +34,7 @@ class GateLike(Hashable, Protocol):
     def exact(self) -> bool: ...
     @property
     def formula(self) -> str: ...
-    def keep(self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: BatchInfo = ...) -> Tensor: ...
+    def keep(self, logprobs: LogProbs, advantages: Tensor | None = ..., batch_info: BatchInfo = ...) -> Tensor: ...
 
 
 @runtime_checkable
@@ -47,7 +47,9 @@ class WeightLike(Hashable, Protocol):
     def advantage(self) -> str: ...
     @property
     def formula(self) -> str: ...
-    def __call__(self, logprobs: LogProbs, advantages: Tensor | None = ..., facts: BatchInfo = ...) -> Weighted: ...
+    def __call__(
+        self, logprobs: LogProbs, advantages: Tensor | None = ..., batch_info: BatchInfo = ...
+    ) -> Weighted: ...
 
 
 class Corrected(NamedTuple):
@@ -120,7 +122,7 @@ class Correction:
         return any(g.exact for g in self.gates)
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
     ) -> Corrected:
         """Decide about every token of the batch. Gradient: none.
 
@@ -129,9 +131,9 @@ class Correction:
         Raises: `EvidenceError` if the batch lacks what a part needs, before anything is decided.
         """
         if logprobs.unscored is not None:
-            return self(*of_scored(logprobs, advantages, facts)).placed(logprobs)
-        rejected_by = {g: ~g.keep(logprobs, advantages, facts) for g in self.gates}
-        weighted = tuple(w(logprobs, advantages, facts) for w in self.weights)
+            return self(*of_scored(logprobs, advantages, batch_info)).placed(logprobs)
+        rejected_by = {g: ~g.keep(logprobs, advantages, batch_info) for g in self.gates}
+        weighted = tuple(w(logprobs, advantages, batch_info) for w in self.weights)
         keep = torch.ones_like(logprobs.logp_rollout, dtype=torch.bool)
         limited = torch.zeros_like(keep)
         for rejected in rejected_by.values():

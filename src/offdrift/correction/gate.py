@@ -127,7 +127,7 @@ class Gate:
         return f"keep if {low}{end}{self.unit} {self.statistic}({self.on}){high}{only}"
 
     def keep(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
     ) -> Bool[Tensor, " n"]:
         """Which tokens take part. Gradient: none.
 
@@ -135,7 +135,7 @@ class Gate:
         depends on the sign of the advantage and no advantages were given.
         """
         with torch.no_grad():
-            above_low, below_high = self._inside(logprobs, facts)
+            above_low, below_high = self._inside(logprobs, batch_info)
             if self.advantage == "any":
                 return above_low & below_high
             if advantages is None:
@@ -148,21 +148,21 @@ class Gate:
                 return (below_high | ~up) & (above_low | ~down)
             return (above_low & below_high) | ~(up if self.advantage == "positive" else down)
 
-    def _inside(self, logprobs: LogProbs, facts: BatchInfo) -> tuple[Tensor, Tensor]:
+    def _inside(self, logprobs: LogProbs, batch_info: BatchInfo) -> tuple[Tensor, Tensor]:
         """Per token, whether its unit is above the lower bound, and below the upper one.
 
         The bound on one side meets one end of an interval, the bound on the other side the other.
         """
-        x = self._of_unit(logprobs, facts, self.end)
+        x = self._of_unit(logprobs, batch_info, self.end)
         below = None if self.high is None else x <= self._bound(self.high)
         if self.exact and self.low is not None:
-            x = self._of_unit(logprobs, facts, "lower" if self.end == "upper" else "upper")
+            x = self._of_unit(logprobs, batch_info, "lower" if self.end == "upper" else "upper")
         above = None if self.low is None else x >= self._bound(self.low)
         return self._per_token(above, logprobs), self._per_token(below, logprobs)
 
-    def _of_unit(self, logprobs: LogProbs, facts: BatchInfo, end: End) -> Float[Tensor, " units"]:
+    def _of_unit(self, logprobs: LogProbs, batch_info: BatchInfo, end: End) -> Float[Tensor, " units"]:
         """The statistic of every token, or of every sequence for its sum or mean."""
-        x = statistic(self.statistic, logprobs, facts, on=self.on, end=end)
+        x = statistic(self.statistic, logprobs, batch_info, on=self.on, end=end)
         if self.unit == "seq_sum":
             return logprobs.segments.sum(x)
         return logprobs.segments.mean(x) if self.unit == "seq_mean" else x
@@ -294,7 +294,7 @@ class LengthNeutralGate:
         return torch.minimum(left * self.eps, left.sqrt() * math.sqrt(self.delta / 2)).clamp(max=1)
 
     def keep(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
     ) -> Bool[Tensor, " n"]:
         """Which tokens take part. Gradient: none."""
         with torch.no_grad():

@@ -92,29 +92,29 @@ def divergence_name(statistic: str, on: RatioName) -> str:
     return f"{statistic}_{POLICIES[on]}"
 
 
-def divergence_of(facts: BatchInfo, statistic: str, *, on: RatioName) -> Divergence:
+def divergence_of(batch_info: BatchInfo, statistic: str, *, on: RatioName) -> Divergence:
     """The divergence of whole distributions that a part reads, as the batch carries it.
 
     Raises: `EvidenceError` naming what is missing, what there is, and the way out.
     """
     wanted = divergence_name(statistic, on)
-    if (found := facts.divergences.get(wanted)) is None:
+    if (found := batch_info.divergences.get(wanted)) is None:
         raise EvidenceError(
-            f"this method needs {wanted}, and the batch has {sorted(facts.divergences) or 'none'}; "
+            f"this method needs {wanted}, and the batch has {sorted(batch_info.divergences) or 'none'}; "
             f"{WAY_OUT[POLICIES[on].partition('_')[0]]}"
         )
     return found
 
 
 def statistic(
-    name: str, logprobs: LogProbs, facts: BatchInfo = NO_INFO, *, on: RatioName, end: End = "lower"
+    name: str, logprobs: LogProbs, batch_info: BatchInfo = NO_INFO, *, on: RatioName, end: End = "lower"
 ) -> Float[Tensor, " n"]:
     """The quantity `name` per token; `ratio` is given as its log. Gradient: none.
 
     Args:
         name: one of `StatisticName`.
         logprobs: the batch.
-        facts: divergences and versions of the batch.
+        batch_info: divergences and versions of the batch.
         on: which two policies are compared.
         end: which end of a divergence known as an interval; both are the value of an exact one.
 
@@ -138,8 +138,8 @@ def statistic(
         raw = stopped_log_ratio(logprobs, on=on)
         return torch.cat([OF_PROBABILITY[name](p, x) for p, x in blocks(first, raw)])
     if name == "version_lag":
-        return facts.required("version_lag").to(logprobs.logp_rollout.dtype)
+        return batch_info.required("version_lag").to(logprobs.logp_rollout.dtype)
     if name not in EXACT:
         raise MethodError(f"{name!r} is not a statistic; choose one of {list(STATISTICS)}")
-    found = divergence_of(facts, name, on=on)
+    found = divergence_of(batch_info, name, on=on)
     return (found.lo if end == "lower" else found.upper).detach()

@@ -165,7 +165,7 @@ class Weight:
         return ", ".join([f"weight {self.unit} ratio({self.on})", *limits])
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
     ) -> Weighted:
         """Weights of the batch and which tokens the limits touched. Gradient: none.
 
@@ -174,15 +174,15 @@ class Weight:
         """
         with torch.no_grad():
             weight, limited = self._limited(logprobs)
-            exact = partial(self.log_weight, logprobs, advantages, facts)
+            exact = partial(self.log_weight, logprobs, advantages, batch_info)
             if self.normalize:
-                weight = _shown(self._normalized(logprobs, advantages, facts), weight.dtype)
-            for applies in self._applies(logprobs, advantages, facts):
+                weight = _shown(self._normalized(logprobs, advantages, batch_info), weight.dtype)
+            for applies in self._applies(logprobs, advantages, batch_info):
                 weight, limited = weight.where(applies, 1.0), limited & applies
             return Weighted(weight, limited, exact, self._least)
 
     def log_weight(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
     ) -> Float[Tensor, " n"]:
         """log W of every token, float64, at any size; -inf where a mask made it 0. Gradient: none.
 
@@ -191,14 +191,14 @@ class Weight:
         """
         with torch.no_grad():
             if self.normalize:
-                log_w = self._normalized(logprobs, advantages, facts)
+                log_w = self._normalized(logprobs, advantages, batch_info)
             else:
                 log_w = self._log_limited(logprobs)
-            for applies in self._applies(logprobs, advantages, facts):
+            for applies in self._applies(logprobs, advantages, batch_info):
                 log_w = log_w.where(applies, 0.0)
             return log_w
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Log of the sum of weights, and their number, for their mean over the step. Gradient: none."""
         with torch.no_grad():
             log_w, segments = self._log_limited(logprobs), logprobs.segments
@@ -212,15 +212,15 @@ class Weight:
         return LEAST if self.saturation is None else LEAST / (LEAST + self.saturation)
 
     def _normalized(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo
     ) -> Float[Tensor, " n"]:
         """Logs of the weights divided by their mean over the step; -inf where all are 0."""
-        seen = facts.seen_by(self, logprobs, advantages)
+        seen = batch_info.seen_by(self, logprobs, advantages)
         log_mean = seen["log_weight"] - seen["count"].log()
         return self._log_limited(logprobs) - log_mean.clamp(min=torch.finfo(torch.float64).min)
 
     def _applies(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo
     ) -> Iterator[Bool[Tensor, " n"]]:
         """Where each condition on a token holds; nothing for a weight of every token."""
         if self.advantage != "any":
@@ -228,7 +228,7 @@ class Weight:
                 raise MethodError(f'a weight with advantage="{self.advantage}" needs advantages')
             yield advantages > 0 if self.advantage == "positive" else advantages < 0
         if self.outcome != "any":
-            rewards, line = facts.required("rewards"), self.correct_above
+            rewards, line = batch_info.required("rewards"), self.correct_above
             correct = self.outcome == "correct"
             yield logprobs.segments.spread(rewards > line if correct else rewards <= line)
 
@@ -361,7 +361,7 @@ class VariationalWeight:
         return torch.nan_to_num((lam + k * log_ratio - lam * log_ratio.exp()).exp(), nan=0.0)
 
     def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, facts: BatchInfo = NO_INFO
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
     ) -> Weighted:
         """The kernel of every sequence, given to its tokens; limited where it nearly vanishes."""
         if advantages is None:

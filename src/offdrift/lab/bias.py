@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from offdrift.batch_info import BatchInfo
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, ShapeError
 from offdrift.lab.policy import TabularPolicy, token_kl, token_tv
@@ -197,12 +198,14 @@ def expected_gradient(
         batch,
         replace(row, penalty=None),
         batch.segments.spread(advantages),
-        divergences=_divergences(rollout, old, policy_of(leaf), contexts),
-        entropy=entropy[contexts],
-        vocab=rollout.vocab,
-        rewards=rewards[sequences],
-        version_lag=torch.ones_like(batch.logp_rollout),
-        observed="this_batch",
+        BatchInfo(
+            divergences=_divergences(rollout, old, policy_of(leaf), contexts),
+            entropy=entropy[contexts],
+            vocab=rollout.vocab,
+            rewards=rewards[sequences],
+            version_lag=torch.ones_like(batch.logp_rollout),
+            observed="this_batch",
+        ),
         normalizer=sampled / horizon if row.aggregate == "seq_mean_token_mean" else sampled,
     )
     return -torch.autograd.grad(result.loss, leaf)[0]

@@ -81,8 +81,8 @@ class Stream:
 
     def accepted(self, gate: AnyGate, length: int) -> Bool[Tensor, " b"]:
         """Which sequences the gate keeps, cut to `length` tokens."""
-        batch, facts = self.prefix(length)
-        return gate.keep(batch, None, facts).reshape(-1, length)[:, 0]
+        batch, batch_info = self.prefix(length)
+        return gate.keep(batch, None, batch_info).reshape(-1, length)[:, 0]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from offdrift.batch_info import BatchInfo
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, check_choice
 from offdrift.lab.markov import Automaton, MarkovPolicy, from_logits, shifted, walk
@@ -202,12 +203,14 @@ def coefficients(row: Method, bed: Testbed, drawn: Draw) -> Float[Tensor, "b t"]
         batch,
         replace(row, penalty=None),
         segments.spread(drawn.rewards - mean_reward),
-        divergences=_divergences(bed, states),
-        entropy=entropy[states],
-        vocab=bed.rollout.vocab,
-        rewards=drawn.rewards,
-        version_lag=torch.ones_like(old),
-        observed="this_batch",
+        BatchInfo(
+            divergences=_divergences(bed, states),
+            entropy=entropy[states],
+            vocab=bed.rollout.vocab,
+            rewards=drawn.rewards,
+            version_lag=torch.ones_like(old),
+            observed="this_batch",
+        ),
         normalizer=1 / horizon if row.aggregate == "seq_mean_token_mean" else 1.0,
     )
     return -torch.autograd.grad(result.loss, logp)[0].view(sequences, horizon)

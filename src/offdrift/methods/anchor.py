@@ -82,12 +82,12 @@ class Interpolated:
             f"{'current' if self.at_zero_lag == 'current' else 'rollout'} policy at d = 0"
         )
 
-    def __call__(self, logprobs: LogProbs, facts: BatchInfo) -> LogProbs:
+    def __call__(self, logprobs: LogProbs, batch_info: BatchInfo) -> LogProbs:
         """The same batch with the interpolated policy as its old one. Gradient: none through it.
 
         Raises: `EvidenceError` if the batch carries no version lag.
         """
-        lag = facts.required("version_lag")
+        lag = batch_info.required("version_lag")
         old = interpolated(logprobs.logp_rollout, logprobs.current, lag, at_zero_lag=self.at_zero_lag)
         # A new object: log-ratios that the given batch has cached are not those to the new anchor.
         return replace(logprobs, logp_old=old)
@@ -111,7 +111,7 @@ class RolloutAsOld:
         """The anchor, in one line."""
         return "log pi_old = log mu"
 
-    def __call__(self, logprobs: LogProbs, facts: BatchInfo) -> LogProbs:
+    def __call__(self, logprobs: LogProbs, batch_info: BatchInfo) -> LogProbs:
         """The same batch with the rollout policy as its old one. Gradient: none through it."""
         return replace(logprobs, logp_old=logprobs.logp_rollout)
 

@@ -249,7 +249,7 @@ def _units_of(part: Any) -> set[str]:
         found.add("token")
     if hasattr(part, "observe") and getattr(part, "observes", True):
         batch = probe.batch()
-        seen = part.observe(batch.logprobs, batch.advantages, batch.facts)
+        seen = part.observe(batch.logprobs, batch.advantages, batch.batch_info)
         found |= ({"group"} if "prompt" in seen else {"batch"}) if seen else set()
     return found
 

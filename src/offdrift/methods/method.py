@@ -127,12 +127,12 @@ class Method:
         """Parts that look at a whole step before they act."""
         return tuple(p for p in self.parts if hasattr(p, "observe") and getattr(p, "observes", True))
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo) -> Observed:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo) -> Observed:
         """What this method's parts see of one piece of a step; merge over pieces and ranks."""
-        scored = of_scored(logprobs, advantages, facts)
+        scored = of_scored(logprobs, advantages, batch_info)
         seen: dict[Any, Seen] = {p: p.observe(*scored) for p in self.observers}
         if self.normalizer != "sampled":
-            keep = self.correction(logprobs, advantages, facts).keep
+            keep = self.correction(logprobs, advantages, batch_info).keep
             seen["normalizer"] = accepted_counts(logprobs.segments, keep)
         return Observed({part: s for part, s in seen.items() if s})
 

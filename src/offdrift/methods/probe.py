@@ -20,11 +20,11 @@ from offdrift.segments import Segments
 
 @dataclass(frozen=True)
 class Batch:
-    """Log-probs under three policies, advantages and facts, float64."""
+    """Log-probs under three policies, advantages and `BatchInfo`, float64."""
 
     logprobs: LogProbs
     advantages: Float[Tensor, " n"]
-    facts: BatchInfo
+    batch_info: BatchInfo
 
 
 @cache
@@ -47,7 +47,7 @@ def batch() -> Batch:
     far = drift.sum(0).square()
     pairs = ("rollout_current", "rollout_old", "old_current")
     names = [f"{d}_{pair}" for d in ("kl", "tv") for pair in pairs]
-    facts = BatchInfo(
+    batch_info = BatchInfo(
         divergences={name: Divergence.exact(name, far) for name in names},
         entropy=1 + far.sin(),
         vocab=64,
@@ -55,7 +55,7 @@ def batch() -> Batch:
         version_lag=(segments.seq_ids % 4).double(),
     )
     logprobs = LogProbs(rollout, segments, rollout + drift.sum(0), rollout + drift[0])
-    return Batch(logprobs, segments.spread(signs), facts)
+    return Batch(logprobs, segments.spread(signs), batch_info)
 
 
 def moved(token: int, by: float | int) -> Batch:
@@ -68,17 +68,17 @@ def moved(token: int, by: float | int) -> Batch:
     step[token] = by
     assert lp.logp is not None
     assert lp.logp_old is not None
-    far = {name: Divergence.exact(name, d.lo + step.square()) for name, d in given.facts.divergences.items()}
+    far = {name: Divergence.exact(name, d.lo + step.square()) for name, d in given.batch_info.divergences.items()}
     logprobs = LogProbs(lp.logp_rollout, lp.segments, lp.logp - 2 * step, lp.logp_old - step)
-    return Batch(logprobs, given.advantages, replace(given.facts, divergences=far))
+    return Batch(logprobs, given.advantages, replace(given.batch_info, divergences=far))
 
 
 def token_losses(row: Method, given: Batch) -> Float[Tensor, " n"]:
     """Loss of every token before it is aggregated, regularizer included."""
-    lp, facts = given.logprobs, given.facts
-    lp = lp if row.anchor is None else row.anchor(lp, facts)
-    corrected = row.correction(lp, given.advantages, facts)
-    pushed = row.objective(lp, given.advantages, facts)
+    lp, batch_info = given.logprobs, given.batch_info
+    lp = lp if row.anchor is None else row.anchor(lp, batch_info)
+    corrected = row.correction(lp, given.advantages, batch_info)
+    pushed = row.objective(lp, given.advantages, batch_info)
     loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
     return loss if pushed.regularizer is None else loss + pushed.regularizer
 
@@ -88,21 +88,21 @@ def push(objective: Objective, *, scale: float | int) -> Float[Tensor, " n"]:
     given = batch()
     logp = given.logprobs.current.clone().requires_grad_()
     logprobs = replace(given.logprobs, logp=logp)
-    pushed = objective(logprobs, scale * given.advantages, differentiable(given.facts, logprobs))
+    pushed = objective(logprobs, scale * given.advantages, differentiable(given.batch_info, logprobs))
     return torch.autograd.grad(pushed.loss.sum(), logp)[0]
 
 
-def differentiable(facts: BatchInfo, logprobs: LogProbs) -> BatchInfo:
-    """The facts, with a KL of old and current policy that has a gradient, as a penalty asks for."""
+def differentiable(batch_info: BatchInfo, logprobs: LogProbs) -> BatchInfo:
+    """The `BatchInfo` with a KL of old and current policy that has a gradient, as a penalty asks for."""
     name = "kl_old_current"
     given = batch().logprobs
     start = (given.current - given.old).square() / 2
-    kl = facts.divergences[name].lo + (logprobs.current - logprobs.old).square() / 2 - start
-    return replace(facts, divergences={**facts.divergences, name: Divergence.exact(name, kl)})
+    kl = batch_info.divergences[name].lo + (logprobs.current - logprobs.old).square() / 2 - start
+    return replace(batch_info, divergences={**batch_info.divergences, name: Divergence.exact(name, kl)})
 
 
 def corrected(correction: Correction, *, scale: float | int) -> Float[Tensor, " n"]:
     """Weight of every token of the batch, 0 where a gate rejects; advantages times `scale`."""
     given = batch()
-    found = correction(given.logprobs, scale * given.advantages, given.facts)
+    found = correction(given.logprobs, scale * given.advantages, given.batch_info)
     return found.weight.where(found.keep, 0.0)

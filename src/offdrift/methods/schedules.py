@@ -60,11 +60,11 @@ class EssScale:
         """The scale, in one line."""
         return f"lr x min(1, ess / {self.reference:g})^{self.power:g}, ess of {self.weight.formula}"
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Logs of the sums over sequences of w and w^2, and their number. Gradient: none."""
         segments = logprobs.segments
         filled = segments.lengths > 0
-        log_w = segments.log_mean_exp(self.weight.log_weight(logprobs, advantages, facts))
+        log_w = segments.log_mean_exp(self.weight.log_weight(logprobs, advantages, batch_info))
         log_weight, log_square = log_sums(log_w.where(filled, -torch.inf))
         count = filled.sum().double()
         return {"log_weight": log_weight, "log_square": log_square, "count": count}

@@ -32,7 +32,7 @@ class TokenLoss(NamedTuple):
 class Objective(Protocol):
     """A frozen set of parameters that maps a batch to per-token losses.
 
-    An objective may also have `observe` (see `facts.Observer`) if it needs the whole step, and
+    An objective may also have `observe` (see `batch_info.Observer`) if it needs the whole step, and
     `next(seen) -> Objective`, its successor after the step, if it adapts.
     """
 
@@ -46,4 +46,6 @@ class Objective(Protocol):
         """The loss, in one line, with its numbers."""
         ...
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = ...) -> TokenLoss: ...
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = ...
+    ) -> TokenLoss: ...

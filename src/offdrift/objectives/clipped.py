@@ -125,7 +125,9 @@ class Clipped:
             f"u = {self.unit} ratio({self.on}){through}"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         u, a = unit_ratio(logprobs, advantages, self.on, self.unit, self.gradient)
         return ppo_clip(
             u, a, eps_low=self.eps_low, eps_high=self.eps_high, dual_clip=self.dual_clip, negatives=self.negatives

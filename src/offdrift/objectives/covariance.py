@@ -136,8 +136,10 @@ class CovClipped:
             f"{self.cov_low:g} < cov(A, log pi) < {self.cov_high:g}, u = ratio({self.on})"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
-        seen = facts.seen_by(self, logprobs, advantages)
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
+        seen = batch_info.seen_by(self, logprobs, advantages)
         loss, clipped, _ = self._ppo(log_ratio(logprobs, on=self.on), advantages)
         assert clipped is not None
         step = self._between(covariance(seen["advantages"], seen["logp"], seen))
@@ -147,7 +149,7 @@ class CovClipped:
         chosen = own & (token_keys(logprobs, seed=self.seed) <= last)
         return TokenLoss(loss.where(~chosen, 0.0), clipped | (chosen & (advantages != 0)))
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Advantages, log-probs and keys; a token that PPO clips has an infinite key."""
         seen = _observed(logprobs, advantages, self.seed)
         _, clipped, _ = self._ppo(stopped_log_ratio(logprobs, on=self.on), seen["advantages"])
@@ -239,22 +241,24 @@ class CovPenalized:
             f"cov(A, log pi), u = ratio({self.on})"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
-        seen = facts.seen_by(self, logprobs, advantages)
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
+        seen = batch_info.seen_by(self, logprobs, advantages)
         x = log_ratio(logprobs, on=self.on)
         step = covariance(seen["advantages"], seen["logp"], seen) - TIE * seen["key"]
         last = _smallest_chosen(step, self.fraction)
         own = covariance(advantages, logprobs.current, seen) - TIE * token_keys(logprobs)
-        penalty = self.coef * self._penalty(x, facts)
+        penalty = self.coef * self._penalty(x, batch_info)
         return TokenLoss(importance_sampled(x, advantages) + penalty.where(own >= last, 0.0))
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Advantages, log-probs and keys of all tokens. Gradient: none."""
         return _observed(logprobs, advantages, 0)
 
-    def _penalty(self, x: Float[Tensor, " n"], facts: BatchInfo) -> Float[Tensor, " n"]:
+    def _penalty(self, x: Float[Tensor, " n"], batch_info: BatchInfo) -> Float[Tensor, " n"]:
         if self.exact:
-            kl = divergence_of(facts, "kl", on="staleness").lo
+            kl = divergence_of(batch_info, "kl", on="staleness").lo
             if x.requires_grad and not kl.requires_grad:
                 raise EvidenceError(
                     "kl_old_current carries no gradient, so this penalty would push nothing; give "

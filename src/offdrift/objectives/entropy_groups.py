@@ -123,9 +123,11 @@ class EntropyGrouped:
             "gradient through the token alone"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         """Raises: `EvidenceError` without the entropy of each token, or the vocabulary's size."""
-        entropy, vocab, segments = facts.required("entropy"), facts.vocab, logprobs.segments
+        entropy, vocab, segments = batch_info.required("entropy"), batch_info.vocab, logprobs.segments
         if vocab is None or vocab < 2:
             raise EvidenceError(f"vocab={vocab}: this method needs the number of tokens, at least 2")
         top = most_uncertain(entropy, segments, fraction=self.top_frac)

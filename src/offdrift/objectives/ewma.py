@@ -104,7 +104,9 @@ class ProximalEwma:
             f"w = min(ratio(full), {self.limit:g}), r = ratio(staleness)"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         return ppo_ewma(logprobs, advantages, eps=self.eps, limit=self.limit)
 
 

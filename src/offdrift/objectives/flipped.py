@@ -139,7 +139,7 @@ class Flipped:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the facts it reads."""
+        """Fields of `BatchInfo` that it reads."""
         return () if self.eps_high_entropy is None else ("entropy",)
 
     @property
@@ -157,11 +157,13 @@ class Flipped:
             f"-A / min(r, 1 + {self.eps_high:g}) where A > 0{wide}{dual}, r = ratio({self.on})"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         low, high = self.eps_low, self.eps_high
         log_r = log_ratio(logprobs, on=self.on)
         if self.eps_high_entropy is not None:
-            entropy = facts.required("entropy")
+            entropy = batch_info.required("entropy")
             wide = above_quantile(entropy, logprobs.segments, quantile=self.entropy_quantile)
             low, high = (
                 log_r.new_full((), there).where(wide, here)

@@ -99,7 +99,9 @@ class GeometricClipped:
             f">= {-self.eps_low:g} where A < 0"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         l = log_ratio(logprobs, on=self.on)  # noqa: E741
         segments = logprobs.segments
         return geometric_clip(l, advantages, segments, eps_low=self.eps_low, eps_high=self.eps_high)

@@ -117,7 +117,9 @@ class PrefixClipped:
             f"v = prefix ratio({self.on}){through}"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         segments = logprobs.segments
         if self.gradient == "unit":
             prefix = segments.prefix_sum(clamped(log_ratio(logprobs, on=self.on)))
@@ -174,7 +176,9 @@ class PrefixMinClipped:
             f"m = least ratio before, r = token ratio({self.on})"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         segments = logprobs.segments
         least = segments.prefix_min(stopped_log_ratio(logprobs, on=self.on))
         before = torch.cat([least.new_zeros(1), least[:-1]]).where(segments.position > 0, 0.0)

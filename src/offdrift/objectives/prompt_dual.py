@@ -166,7 +166,7 @@ class PromptDual:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the facts it reads."""
+        """Fields of `BatchInfo` that it reads."""
         return ("rewards",) if self.multiplier is None else ()
 
     @property
@@ -179,23 +179,25 @@ class PromptDual:
             f"{found if self.multiplier is None else fixed}"
         )
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Prompt id and reward of each sequence; nothing if the multiplier is given."""
         if self.multiplier is not None:
             return {}
-        return {"prompt": prompt_ids(logprobs.segments), "reward": facts.required("rewards").detach().double()}
+        return {"prompt": prompt_ids(logprobs.segments), "reward": batch_info.required("rewards").detach().double()}
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         price = self.multiplier
         if price is None:
-            price = logprobs.segments.spread(self.prices(logprobs, facts)).to(advantages.dtype)
+            price = logprobs.segments.spread(self.prices(logprobs, batch_info)).to(advantages.dtype)
         log_r = log_ratio(logprobs, on=self.on)
         return TokenLoss(quatro(log_r, logprobs.current, advantages, multiplier=price))
 
-    def prices(self, logprobs: LogProbs, facts: BatchInfo) -> Float[Tensor, " b"]:
+    def prices(self, logprobs: LogProbs, batch_info: BatchInfo) -> Float[Tensor, " b"]:
         """The multiplier of each sequence's prompt, float64. Gradient: none."""
         ids = prompt_ids(logprobs.segments)
-        seen = facts.seen_by(self, logprobs, None)
+        seen = batch_info.seen_by(self, logprobs, None)
         prompts = StepPrompts.of(seen["prompt"], ids)
         rewards = seen["reward"].to(ids.device)
         found = multipliers(rewards, prompts, radius=self.radius, floor=self.floor)

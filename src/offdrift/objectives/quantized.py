@@ -94,7 +94,9 @@ class QuantizedClipped:
             f"W = min(rho, {self.cap:g})"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         return quantized_clip(
             log_ratio(logprobs, on="staleness"),
             stopped_log_ratio(logprobs, on="mismatch"),

@@ -122,7 +122,9 @@ class Quadratic:
         """The loss, in one line."""
         return f"L = -(A log pi - {self.beta:g} / 2 (log ratio({self.on}))^2)"
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         return TokenLoss(dro(log_r, logprobs.current, advantages, beta=self.beta))
 
@@ -177,23 +179,25 @@ class Regression:
             f"V = {b:g} log mean exp(R / {b:g}) over the prompt"
         )
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Prompt id and reward of each sequence. Gradient: none."""
-        return {"prompt": prompt_ids(logprobs.segments), "reward": facts.required("rewards").detach().double()}
+        return {"prompt": prompt_ids(logprobs.segments), "reward": batch_info.required("rewards").detach().double()}
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         segments = logprobs.segments
         log_w = log_ratio(logprobs, on="full")
         total = segments.sum(log_w) if self.unit == "sequence" else segments.mean(log_w)
-        target = self.targets(logprobs, facts).to(total.dtype)
+        target = self.targets(logprobs, batch_info).to(total.dtype)
         return TokenLoss(segments.spread(oapl(total, target, beta=self.beta)))
 
-    def targets(self, logprobs: LogProbs, facts: BatchInfo) -> Float[Tensor, " b"]:
+    def targets(self, logprobs: LogProbs, batch_info: BatchInfo) -> Float[Tensor, " b"]:
         """R - V* of each sequence, float64. Gradient: none."""
         with torch.no_grad():
             ids = prompt_ids(logprobs.segments)
-            rewards = facts.required("rewards").double()
-            seen = facts.seen_by(self, logprobs, None)
+            rewards = batch_info.required("rewards").double()
+            seen = batch_info.seen_by(self, logprobs, None)
             prompts = StepPrompts.of(seen["prompt"], ids)
             step = seen["reward"].to(rewards.device)
             return rewards - prompts.here(soft_value(step, prompts, beta=self.beta_value))

@@ -61,7 +61,9 @@ class Reinforce:
         """The loss, in one line."""
         return "L = -A log pi"
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         return TokenLoss(reinforce(logprobs.current, advantages))
 
 
@@ -93,7 +95,9 @@ class ImportanceSampled:
         pull = f" + {self.pull:g} log({w})^2" if self.pull else ""
         return f"L = -A {w if self.cap is None else f'min({w}, {self.cap:g})'}{pull}"
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         log_w = log_ratio(logprobs, on=self.on)
         pull = self.pull * clamped(log_w).square() if self.pull else None
         if self.cap is None:

@@ -183,8 +183,10 @@ class SecondMomentClipped:
             f"tau where the second moment of harmful tokens is {exactly}{self.budget:g}"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
-        squares = facts.seen_by(self, logprobs, advantages)["squares"]
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
+        squares = batch_info.seen_by(self, logprobs, advantages)["squares"]
         u = ratio(log_ratio(logprobs, on=self.on))
         plain = -advantages * u
         if self.scope == "all_drop_largest":
@@ -197,7 +199,7 @@ class SecondMomentClipped:
         clipped = (limited > plain).detach()
         return TokenLoss(limited.where(clipped, plain), clipped)
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Squared log-ratio of every token, 0 where it is out of scope. Gradient: none."""
         x = stopped_log_ratio(logprobs, on=self.on)
         squares = x.double().square()

@@ -86,6 +86,8 @@ class Soft:
             f"tau = {self.tau_positive:g} where A > 0 else {self.tau_negative:g}"
         )
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         taus = {"tau_positive": self.tau_positive, "tau_negative": self.tau_negative}
         return TokenLoss(sapo(log_ratio(logprobs, on=self.on), advantages, **taus))

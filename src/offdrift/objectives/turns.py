@@ -134,18 +134,20 @@ class TurnNormalized:
             return f"{loss} / max(1, |clipped u A|), {u}"
         return f"{loss}, {u} / mean {clip} of its turn where clipped"
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         u, a = unit_ratio(logprobs, advantages, self.on, self.unit, "unit")
         loss, clipped = self._clip(u, a)
         if self.mode == "renorm":
             turns = turns_of(logprobs.segments)
             u = renormalized(u, clipped, turns, eps_low=self.eps_low, eps_high=self.eps_high)
             return TokenLoss(*self._clip(u, a))
-        seen = facts.seen_by(self, logprobs, advantages)
+        seen = batch_info.seen_by(self, logprobs, advantages)
         log_norm = seen["log_squares"] / 2 - seen["sequences"].clamp(min=1).log()
         return TokenLoss(loss / log_norm.clamp(min=0).exp().to(loss.dtype), clipped)
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Log of the squared size of what was clipped, and the number of sequences; nothing for "renorm".
 
         Gradient: none. Raises: `MethodError` without advantages.

@@ -105,7 +105,7 @@ class VariancePenalized:
         moves = f"{p} moves by {self.step:g} (mean (r - 1)^2 - {self.target:g}) per step"
         return f"L = -(A r - {p} (r - 1)^2), r = ratio({self.on})" + (f", {moves}" if self.step else "")
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Sum of (r - 1)^2 and number of tokens. Gradient: none."""
         variance = ratio_variance(stopped_log_ratio(logprobs, on=self.on)).double()
         return {"variance": variance.sum(), "count": logprobs.segments.cu_seqlens[-1].double()}
@@ -115,7 +115,9 @@ class VariancePenalized:
         mean = float(seen["variance"]) / max(float(seen["count"]), 1.0)
         return replace(self, penalty=max(0.0, self.penalty + self.step * (mean - self.target)))
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         pull = self.penalty * ratio_variance(log_r)
         return TokenLoss(importance_sampled(log_r, advantages), regularizer=pull)
@@ -169,7 +171,7 @@ class GroupClipped:
             f"e = {self.eps:g} clip(sqrt({self.reference:g} / Var r of the prompt), 1/2, 2)"
         )
 
-    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, facts: BatchInfo) -> Seen:
+    def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Prompt id, and sums of r - 1, its square and 1, of each sequence. Gradient: none."""
         segments = logprobs.segments
         # One ratio at the guard of e^20 already takes the range to its narrowest: more changes nothing.
@@ -181,15 +183,17 @@ class GroupClipped:
             "count": segments.lengths.double(),
         }
 
-    def __call__(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], facts: BatchInfo = NO_INFO) -> TokenLoss:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
-        eps = logprobs.segments.spread(self.ranges(logprobs, facts)).to(log_r.dtype)
+        eps = logprobs.segments.spread(self.ranges(logprobs, batch_info)).to(log_r.dtype)
         return group_clip(log_r, advantages, eps)
 
-    def ranges(self, logprobs: LogProbs, facts: BatchInfo) -> Float[Tensor, " b"]:
+    def ranges(self, logprobs: LogProbs, batch_info: BatchInfo) -> Float[Tensor, " b"]:
         """eps_g of each sequence's prompt, float64. Gradient: none."""
         ids = prompt_ids(logprobs.segments)
-        seen = {k: x.to(ids.device) for k, x in facts.seen_by(self, logprobs, None).items()}
+        seen = {k: x.to(ids.device) for k, x in batch_info.seen_by(self, logprobs, None).items()}
         prompts = StepPrompts.of(seen["prompt"], ids)
         count = prompts.sum(seen["count"]).clamp(min=1)
         mean = prompts.sum(seen["change"]) / count

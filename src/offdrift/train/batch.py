@@ -122,16 +122,16 @@ def token_advantages(arm: Arm, rollouts: Rollouts, scores: Scores) -> Float[Tens
         old = scores.old or trainer
         logprobs = LogProbs.pack(rollouts.logp_rollout, trainer.logp, old.logp, segments=segments)
         current = {name.replace("rollout_old", "rollout_current"): d for name, d in trainer.divergences.items()}
-        facts = BatchInfo(
+        batch_info = BatchInfo(
             divergences={**current, **old.divergences},
             entropy=old.entropy,
             rewards=rollouts.rewards,
             version_lag=arm.version - rollouts.rollout_version,
         )
-        logprobs = logprobs if method.anchor is None else method.anchor(logprobs, facts)
+        logprobs = logprobs if method.anchor is None else method.anchor(logprobs, batch_info)
         assert rollouts.rewards is not None
         plain = advantages(rollouts.rewards, segments, how="dr_grpo")
-        corrected = method.correction(logprobs, plain, facts)
+        corrected = method.correction(logprobs, plain, batch_info)
         options["weight"] = corrected.weight
         options["keep"] = segments.sum(corrected.keep.to(trainer.logp.dtype)) > 0
     return advantages(rewards, segments, **options)

@@ -210,7 +210,7 @@ def gather_evidence(accelerator: Accelerator, parts: list[BatchEvidence]) -> Bat
 
 
 class ScoredPiece:
-    """A piece of a batch, scored by the current policy: log-probs, divergences and other facts."""
+    """A piece of a batch, scored by the current policy: log-probs, divergences, `BatchInfo`."""
 
     def __init__(self, model: nn.Module, batch: Batch, version: int) -> None:
         rollouts, sampling = batch.rollouts, batch.rollouts.provenance.sampling
@@ -240,13 +240,13 @@ class ScoredPiece:
         if logits_old is not None:
             self.divergences |= old_divergences(logits_old, self.scored.logits)
         self.advantages = batch.advantages.to(device)
-        self.facts = {
-            "divergences": self.divergences,
-            "entropy": None if old is None else old.entropy,
-            "vocab": self.scored.logits.shape[1],
-            "rewards": None if rollouts.rewards is None else rollouts.rewards.to(device),
-            "version_lag": (version - rollouts.rollout_version).to(device),
-        }
+        self.batch_info = BatchInfo(
+            divergences=self.divergences,
+            entropy=None if old is None else old.entropy,
+            vocab=self.scored.logits.shape[1],
+            rewards=None if rollouts.rewards is None else rollouts.rewards.to(device),
+            version_lag=(version - rollouts.rollout_version).to(device),
+        )
 
     @property
     def exact(self) -> bool:
@@ -264,8 +264,7 @@ class ScoredPiece:
             self.logprobs,
             method,
             self.advantages,
-            **self.facts,
-            observed=observed or "this_batch",
+            replace(self.batch_info, observed=observed or "this_batch"),
             normalizer=normalizer,
             horizon=self.horizon,
         )
@@ -284,15 +283,14 @@ class ScoredPiece:
 
     def observe(self, method: Method) -> Observed:
         """What the method's observing parts see of the piece."""
-        facts = BatchInfo(**self.facts)
-        logprobs = self.logprobs if method.anchor is None else method.anchor(self.logprobs, facts)
-        return method.observe(logprobs, self.advantages, facts).cpu()
+        logprobs = self.logprobs if method.anchor is None else method.anchor(self.logprobs, self.batch_info)
+        return method.observe(logprobs, self.advantages, self.batch_info).cpu()
 
     def evidence(self, region: TrustRegion, result: PolicyLoss) -> BatchEvidence:
         """What the piece says about the trust region."""
         return BatchEvidence.of(
             self.logprobs,
-            self.facts["rewards"],
+            self.batch_info.rewards,
             region=region,
             divergences=self.divergences,
             keep=result.corrected.keep,

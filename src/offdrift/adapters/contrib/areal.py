@@ -42,6 +42,7 @@ from offdrift.adapters.hooks import (
     require_logprobs,
     zero_loss,
 )
+from offdrift.batch_info import BatchInfo
 from offdrift.errors import MethodError, ShapeError, check_choice
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method
@@ -198,7 +199,7 @@ def _loss(
         tokens=packed.segments.num_tokens,
         sequences=len(packed.segments),
         also=also,
-        version_lag=version_lag,
+        batch_info=BatchInfo(version_lag=version_lag),
     )
     tracker = module.stats_tracker
     tracker.denominator(n_valid_tokens=mask)

@@ -43,6 +43,7 @@ from offdrift.adapters.hooks import (
     require_logprobs,
     zero_loss,
 )
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.divergence import Divergence, exact_divergences, topk_divergences
 from offdrift.errors import EvidenceError, MethodError, ShapeError, check_choice
 from offdrift.logprobs import LogProbs
@@ -226,7 +227,7 @@ class OffdriftLoss:
             return zero_loss(graph), {"loss": 0.0, "num_valid_samples": count}  # type: ignore[arg-type]
         logp = next_token_logprobs if scores is None else batch.unpack(drawn(scores, batch.ids))
         logprobs = self._packed(logp, batch, hook)  # type: ignore[arg-type]
-        known = {} if scores is None else self._distributions(scores, batch, logprobs, hook)
+        batch_info = NO_INFO if scores is None else self._distributions(scores, batch, logprobs, hook)
         result = hook.loss(
             logprobs,
             logprobs.like_caller(data["advantages"][:, 1:]),
@@ -234,7 +235,7 @@ class OffdriftLoss:
             tokens=global_valid_toks,
             sequences=global_valid_seqs,
             also={"tokens": batch.ids},
-            **known,
+            batch_info=batch_info,
         )
         parts = metric_parts(result, global_valid_toks)
         metrics = {f"offdrift/{name}": x for name, x in parts.items()}
@@ -250,16 +251,16 @@ class OffdriftLoss:
         ref = field("reference_policy_logprobs") if hook.method.penalty is not None else None
         return LogProbs.pack(field("generation_logprobs"), logp, old, logp_ref=ref, mask=batch.mask)
 
-    def _distributions(self, scores: Tensor, batch: Tokens, logprobs: LogProbs, hook: LossHook) -> dict[str, Any]:
+    def _distributions(self, scores: Tensor, batch: Tokens, logprobs: LogProbs, hook: LossHook) -> BatchInfo:
         """Divergences and entropies of whole distributions, where the data allows them."""
         divergences = divergences_of(scores.detach(), batch, logprobs)
         if divergences is None and hook.method.needs_divergences:
             raise EvidenceError(f"this method needs divergences of whole distributions: {HINTS['divergences']}")
-        known: dict[str, Any] = {"vocab": self.vocab, "divergences": divergences}
+        entropy = None
         if "entropy" in hook.method.needs:
             log_pi = scores.detach().float().log_softmax(-1)
-            known["entropy"] = -(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(-1)
-        return known
+            entropy = -(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(-1)
+        return BatchInfo(divergences=divergences or {}, entropy=entropy, vocab=self.vocab)
 
 
 def loss(

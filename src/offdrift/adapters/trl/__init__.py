@@ -45,8 +45,6 @@ else:
 
 Mode = Literal["correct", "loss"]
 
-FACTS = ("entropy", "vocab", "rewards", "version_lag")
-
 
 class OffdriftMixin(Base):
     """Put before a `GRPOTrainer` or a subclass of it: `class Mine(OffdriftMixin, GRPOTrainer)`.
@@ -213,9 +211,9 @@ class OffdriftMixin(Base):
         for inputs in window:
             piece = self._piece(inputs, *self._score(model, inputs)[:2])
             if piece is not None:
-                lp, facts = piece.logprobs, piece.facts
-                anchored = lp if method.anchor is None else method.anchor(lp, facts)
-                own.append(method.observe(anchored, piece.advantages, facts).cpu())
+                lp, batch_info = piece.logprobs, piece.batch_info
+                anchored = lp if method.anchor is None else method.anchor(lp, batch_info)
+                own.append(method.observe(anchored, piece.advantages, batch_info).cpu())
         parts = [part for process in self._everyone(own) for part in process]
         if not parts:
             return None
@@ -227,17 +225,17 @@ class OffdriftMixin(Base):
         if piece is None:
             self.offdrift.skip()
             return None, trl_batch.silenced(inputs), nowhere
-        lp, advantages, facts = piece.logprobs, piece.advantages, piece.facts
+        lp, advantages, batch_info = piece.logprobs, piece.advantages, piece.batch_info
         if self._mode == "correct":
-            facts = replace(facts, observed=self._observed)
-            decided = self.offdrift.correct(lp, advantages, facts=facts)
+            batch_info = replace(batch_info, observed=self._observed)
+            decided = self.offdrift.correct(lp, advantages, batch_info)
             changed = trl_batch.corrected_inputs(inputs, piece, decided, loss_type=self.loss_type)
             return None, changed, lp.unpack(decided.keep)
         result = self.offdrift.loss(
             lp,
             advantages,
-            **{name: getattr(facts, name) for name in FACTS},
-            observed=self._observed or "this_batch",  # looked ahead unless there is one piece
+            # Looked ahead unless there is one piece.
+            replace(batch_info, observed=self._observed or "this_batch"),
             normalizer=self._normalizer,
             horizon=self.max_completion_length,
         )

@@ -38,7 +38,7 @@ class Piece:
 
     logprobs: LogProbs
     advantages: Float[Tensor, " n"]
-    facts: BatchInfo
+    batch_info: BatchInfo
 
 
 def marked(
@@ -123,13 +123,13 @@ def piece_of(
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand_as(mask)
     drawn, rewards = inputs.get(VERSION), inputs.get(REWARD)
-    facts = BatchInfo(
+    batch_info = BatchInfo(
         entropy=at_least_float32(lp.like_caller(inputs.get(ENTROPY, entropy)).detach()),
         vocab=vocab,
         rewards=None if rewards is None else at_least_float32(rewards),
         version_lag=None if drawn is None else lp.segments.spread(version - drawn),
     )
-    return Piece(lp, at_least_float32(lp.like_caller(advantages)), facts)
+    return Piece(lp, at_least_float32(lp.like_caller(advantages)), batch_info)
 
 
 def _turns(lp: LogProbs, width: int) -> Segments:

@@ -60,7 +60,9 @@ class DriverWeight:
     advantage: str = "any"
     formula: str = "weight of the driver on ratio(mismatch)"
 
-    def __call__(self, logprobs: LogProbs, advantages: Tensor | None = None, facts: BatchInfo = NO_INFO) -> Weighted:
+    def __call__(
+        self, logprobs: LogProbs, advantages: Tensor | None = None, batch_info: BatchInfo = NO_INFO
+    ) -> Weighted:
         return Weighted(self.weight.detach(), torch.zeros_like(self.weight, dtype=torch.bool))
 
 
@@ -104,7 +106,7 @@ def policy_loss_named(name: str) -> PolicyLossFn:
             packed,
             replace(share, correction=correction, aggregate=AGGREGATES[loss_agg_mode]),
             packed.like_caller(advantages),
-            observed="this_batch",  # see _check_whole
+            BatchInfo(observed="this_batch"),  # see _check_whole
             normalizer=normalizer,
         )
         _check_alive(name, row, result.stats)
