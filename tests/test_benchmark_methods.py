@@ -82,7 +82,9 @@ def test_gates_act_on_the_batch(benchmark):
     for name, row in METHODS.items():
         if row.correction.gates:
             advantages = batch.packed["advantages"]
-            out = benchmark.policy_loss(batch.fresh(), row, advantages, batch.batch_info_for(row))
+            out = benchmark.policy_loss(
+                batch.fresh(), row, advantages, batch.batch_info_for(row), horizon=batch.horizon
+            )
             kept[name] = int(out.corrected.keep.sum())
     assert min(kept.values()) > 0
     assert sum(k < batch.tokens for k in kept.values()) > 20
@@ -159,5 +161,5 @@ def test_chosen_rows_and_no_others(benchmark):
 
 def test_only_divergences_that_a_row_reads_are_summarized(benchmark):
     batch = benchmark.make_batch(8, 16)
-    wanted = {n: {*batch.evidence(method(n))["divergences"]} for n in ("none", "trm_max", "trm_max_tv")}  # fmt: skip
+    wanted = {n: {*batch.batch_info_for(method(n)).divergences} for n in ("none", "trm_max", "trm_max_tv")}
     assert wanted == {"none": set(), "trm_max": {"kl_rollout_current"}, "trm_max_tv": {"tv_rollout_current"}}  # fmt: skip
