@@ -28,10 +28,10 @@ def test_every_point_is_a_bound():
             best = min(row.value for row in rows if row.unified)
             assert lines["Unified B*"][horizon] == best
         assert [s.name for s in panel.series if s.strong] == ["Unified B*"]
-        assert panel.marks == [("reward range 2", 2.0)]
-        assert panel.x_marks == [("T = 300", 300)]
+        assert panel.lines == [(2.0, "reward range 2")]
+        assert panel.upright == [(300, "T = 300")]
         assert panel.log_x
-        assert panel.log_y
+        assert panel.log
     assert compared == 5 * (7 + 9)
     assert paper.y_range == sharp.y_range
     assert paper.y_range is not None

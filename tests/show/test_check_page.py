@@ -11,7 +11,6 @@ import pytest
 
 from offdrift.check.page import check_headlines, factor_chart, render_check, write_check_page
 from offdrift.check.view import threshold_rows
-from offdrift.show.charts import Columns
 from tests.show.hostile import PAYLOADS, SHOWN
 from tests.show.hostile_audit import hostile
 from tests.show.synthetic_audit import SNIPPETS, check
@@ -85,20 +84,19 @@ def test_a_metric_with_two_thresholds_is_one_row() -> None:
 
 
 def test_only_what_ran_is_drawn_beside_the_unchanged_pair() -> None:
-    content, columns = check(), Columns()
-    chart = factor_chart(content, columns)
+    content = check()
+    chart = factor_chart(content)
     ran = [f for f in content["factors"] if f["status"] == "ran"]
     assert len(ran) == 9
     ran.sort(key=lambda f: abs(math.log(f["ratio"])), reverse=True)
-    assert columns.held[chart.categories] == [f["factor"] for f in ran]
-    assert columns.held[chart.series[0].y] == pytest.approx([f["kl_mean"] for f in ran], rel=1e-4)
+    assert chart.categories == [f["factor"] for f in ran]
+    assert chart.series[0].y == [f["kl_mean"] for f in ran]
     assert [at for at, _ in chart.lines] == [0.00112]
     # The axis has eight decades below the largest, about 0.09: what lies below is at its bottom.
     first, *others = content["factors"]
-    tiny = factor_chart({**content, "factors": [{**first, "kl_mean": 1e-14}, *others]}, deep := Columns())
-    lowest = min(deep.held[tiny.series[0].y])
-    assert math.log10(max(deep.held[tiny.series[0].y]) / lowest) == pytest.approx(7.8, abs=0.01)
-    assert not factor_chart({}, Columns()).series
+    tiny = factor_chart({**content, "factors": [{**first, "kl_mean": 1e-14}, *others]})
+    assert math.log10(max(tiny.series[0].y) / min(tiny.series[0].y)) == pytest.approx(7.8, abs=0.01)
+    assert not factor_chart({}).series
 
 
 @pytest.mark.parametrize(

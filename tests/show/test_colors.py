@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from offdrift.show.figure import SYMBOLS
+from offdrift.show.charts import SYMBOLS
 from offdrift.show.numbers import KL_EDGES
 
 CSS = (files("offdrift.show") / "assets" / "page.css").read_text("utf-8")

@@ -121,8 +121,8 @@ def test_series_of_both_runs_lie_over_each_other(pair: tuple, tmp_path: Path) ->
 def test_long_runs_are_drawn_with_as_many_points_as_a_screen_shows(tmp_path: Path) -> None:
     page = parse(write_comparison(run(*[0.1] * 5000), run(*[0.2] * 30), NAMES, tmp_path / "c.html"))
     columns = json.loads(page.raw["script"][0])["columns"]
-    assert sorted({len(c) for c in columns.values()}) == [30, 2000]
-    assert columns["step:0"][-1] == 5000
+    assert sorted({len(c) for c in columns}) == [30, 2000]
+    assert max(c[-1] for c in columns) == 5000
 
 
 def test_hostile_texts_and_names_are_text(pair: tuple, tmp_path: Path) -> None:

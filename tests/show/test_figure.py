@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offdrift.errors import BadValueError, MethodError, OffdriftError, RecordError, ShapeError
-from offdrift.show.figure import Panel, Series, order, palette, points, write_figure
-from offdrift.show.figure_html import html_of
-from offdrift.show.figure_png import png_of, spread
+from offdrift.errors import BadValueError, OffdriftError, RecordError, ShapeError
+from offdrift.show.charts import Chart, Series, chart_data, points, styled
+from offdrift.show.figure import figure_page, write_figure
+from offdrift.show.png import palette, png_of, spread
 from tests.show.browser import chromium, open_page
 from tests.show.hostile import PAYLOADS
 from tests.show.test_colors import DARK, LIGHT
@@ -27,19 +27,30 @@ X = [1, 10, 100, 1000]
 LINES = [
     Series("rising", X, [1e-3, 1e-2, 0.1, 1.0]),
     Series("flat", X, [0.5, 0.5, NAN, 0.5], low=[0.4, 0.3, 0.2, 0.1], high=[0.6] * 4),
-    Series("strong", X, [2.0, INF, 4.0, 8.0], style="dashed", strong=True),
+    Series("strong", X, [2.0, INF, 4.0, 8.0], dash="dash", strong=True),
 ]
-PANEL = Panel("Bounds", "T (tokens)", "reward", LINES, True, True, [("range", 1.0)], [("here", 50)])
+PANEL = Chart(
+    "Bounds",
+    "reward",
+    LINES,
+    x_title="T (tokens)",
+    log_x=True,
+    log=True,
+    lines=[(1.0, "range")],
+    upright=[(50, "here")],
+)
 
 
-def drawn(page: str) -> list[dict]:
-    found = re.search(r'<script type="application/json" id="figure-data">(.*?)</script>', page)
-    assert found is not None
-    return json.loads(found[1])
-
-
-def draw(*panels: Panel, title: str = "A figure", caption: str = "") -> list[dict]:
-    return drawn(html_of(panels, title=title, caption=caption))
+def draw(*charts: Chart, title: str = "A figure", caption: str = "") -> list[dict]:
+    """The charts as the page's script has them, with their columns in place."""
+    page = figure_page(charts, title=title, caption=caption)
+    block = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page)
+    assert block is not None
+    data = json.loads(block[1])
+    for chart in data["charts"]:
+        for series in chart["series"]:
+            series |= {k: data["columns"][series[k]] for k in ("x", "y", "low", "high", "texts") if k in series}
+    return data["charts"]
 
 
 # -- what is drawn ----------------------------------------------------------------------------
@@ -57,47 +68,37 @@ def test_both_files_are_written_and_say_the_same_each_time(tmp_path):
 
 
 def test_the_page_draws_the_numbers_and_gaps_where_there_are_none():
-    (panel,) = draw(PANEL)
-    lines = {t["name"]: t for t in panel["data"] if t["mode"] == "lines"}
+    (chart,) = draw(PANEL)
+    lines = {s["name"]: s for s in chart["series"]}
     assert lines["rising"]["x"] == X
     assert lines["rising"]["y"] == [1e-3, 1e-2, 0.1, 1.0]
     assert lines["flat"]["y"] == [0.5, 0.5, None, 0.5]
     assert lines["strong"]["y"] == [2.0, None, 4.0, 8.0]
-    assert lines["strong"]["line"]["dash"] == "dash"
-    assert panel["data"][0]["name"] == "strong", "behind the others"
-    (band,) = [t for t in panel["data"] if t.get("fill")]
-    # two outlines, one on each side of the gap: up along `high`, back along `low`
-    assert band["x"] == [1, 10, 10, 1, None, 1000, 1000, None]
-    assert band["y"] == [0.6, 0.6, 0.3, 0.4, None, 0.6, 0.1, None]
-    assert lines["flat"]["customdata"][0] == [0.4, 0.6]
+    assert lines["strong"]["dash"] == "dash"
+    assert chart["series"][0]["name"] == "strong", "behind the others"
+    assert lines["flat"]["low"] == [0.4, 0.3, None, 0.1]
+    assert lines["flat"]["high"] == [0.6, 0.6, None, 0.6]
+    assert (chart["log"], chart["log_x"], chart["lines"], chart["upright"]) == (
+        True,
+        True,
+        [[1, "range"]],
+        [[50, "here"]],
+    )
 
 
-def test_axes_and_reference_lines():
-    layout = draw(PANEL)[0]["layout"]
-    assert layout["xaxis"]["type"] == layout["yaxis"]["type"] == "log"
-    assert layout["yaxis"]["title"]["text"] == "reward"
-    across, upright = layout["shapes"]
-    assert (across["y0"], across["y1"], across["xref"]) == (1.0, 1.0, "paper")
-    assert (upright["x0"], upright["x1"], upright["yref"]) == (50, 50, "paper")
-    above, beside = layout["annotations"]
-    assert (above["text"], above["y"]) == ("range", 0.0)  # log10(1)
-    assert (beside["text"], beside["x"]) == ("here", pytest.approx(math.log10(50)))
-    linear = Panel("", "", "", LINES, marks=[("zero", 0)], y_range=(-1, 2))
-    layout = draw(linear)[0]["layout"]
-    assert "type" not in layout["yaxis"]
-    assert layout["yaxis"]["range"] == [-1.0, 2.0]
-    assert layout["annotations"][0]["y"] == 0
+def test_columns_that_charts_share_are_stored_once():
+    data = chart_data(styled([PANEL, PANEL]))
+    assert len(data["charts"]) == 2
+    columns = [tuple(c) for c in data["columns"]]
+    assert len(columns) == len(set(columns)) == 6  # x, three y, low, high
 
 
-def test_one_name_is_one_color_in_every_panel():
-    other = Panel("Other", "", "", [Series("new", X, X), Series("flat", X, X)])
-    assert order([PANEL, other]) == {"rising": 0, "flat": 1, "strong": 2, "new": 3}
-    first, second = draw(PANEL, other)
-    colors = {t["name"]: t["meta"]["color"] for t in first["data"] + second["data"] if "name" in t}
-    assert colors == {"rising": 0, "flat": 1, "strong": 2, "new": 3}
-    many = Panel("", "", "", [Series(f"{i}", X, X) for i in range(20)])
-    looks = [(t["meta"]["color"], t["line"]["dash"]) for t in draw(many)[0]["data"]]
-    assert len(set(looks)) == 20
+def test_one_name_is_one_color_in_every_chart():
+    other = Chart("Other", "", [Series("new", X, X), Series("flat", X, X)])
+    colors = {s["name"]: s["color"] for chart in draw(PANEL, other) for s in chart["series"]}
+    assert colors == {"rising": "arm-0", "flat": "arm-1", "strong": "arm-2", "new": "arm-3"}
+    many = Chart("", "", [Series(f"{i}", X, X) for i in range(20)])
+    assert len({(s["color"], s["dash"]) for s in draw(many)[0]["series"]}) == 20
 
 
 def test_the_colors_are_those_of_the_report():
@@ -119,13 +120,11 @@ def _pixels(png: bytes) -> np.ndarray:
 
 def test_on_a_log_axis_what_is_not_above_zero_is_a_gap():
     series = Series("a", [0, 1, 2, 3], [1.0, 0.0, -1.0, 2.0], low=[0.5, 0, 0, -1], high=[2, 1, 1, 3])
-    log = points(Panel("", "", "", [series], log_x=True, log_y=True), series)
-    assert np.isnan(log["x"]).tolist() == [True, False, False, False]
-    assert np.isnan(log["y"]).tolist() == [True, True, True, False]
-    assert log["low"][3] == 0.5, "a band that reaches 0 goes down to what is shown"
-    plain = points(Panel("", "", "", [series]), series)
-    assert plain["y"].tolist() == [1.0, 0.0, -1.0, 2.0]
-    assert plain["low"].tolist() == [0.5, 0, 0, -1]
+    log = points(Chart("", "", [series], log_x=True, log=True), series)
+    assert (log["x"], log["y"]) == ([None, 1, 2, 3], [None, None, None, 2.0])
+    assert log["low"] == [None, None, None, 0.5], "a band that reaches 0 goes down to what is shown"
+    plain = points(Chart("", "", [series]), series)
+    assert (plain["y"], plain["low"]) == ([1.0, 0.0, -1.0, 2.0], [0.5, 0, 0, -1])
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,10 @@ def test_on_a_log_axis_what_is_not_above_zero_is_a_gap():
         [Series("empty", [], [])],
         [Series("nothing", [1, 2], [NAN, INF])],
         [Series("one", [1], [2])],
-        [Series("points", [1, 2, 3], [1, 5, NAN], style="points", low=[0, 4, 1], high=[2, 6, 2])],
+        [Series("dots", [1, 2, 3], [1, 5, NAN], kind="dots", low=[0, 4, 1], high=[2, 6, 2])],
+        [Series("band", [1, 2, 3], low=[1, NAN, 1], high=[2, 6, 2])],
+        [Series("steps", [1, 2, 3], [1, None, 2], kind="steps")],
+        [Series("bars", ["a", "b"], [1, 2], kind="bars"), Series("more", ["a", "b"], [2, None], kind="bars")],
         [Series("array", np.arange(1, 9), np.arange(8.0))],
         [Series(f"{i}", X, [10.0**i] * 4) for i in range(13)],
         [Series("same", [3, 3], [7, 7])],
@@ -144,14 +146,15 @@ def test_on_a_log_axis_what_is_not_above_zero_is_a_gap():
 )
 @pytest.mark.parametrize("log", [False, True])
 def test_any_content_is_drawn(series: list[Series], log: bool):
-    panel = Panel("Any", "x", "y", series, log_x=log, log_y=log)
-    assert png_of([panel], title="t", caption="").startswith(b"\x89PNG")
-    json.dumps(draw(panel), allow_nan=False)
+    texts = any(isinstance(x, str) for s in series for x in s.x)
+    chart = Chart("Any", "y", series, x_title="x", log_x=log and not texts, log=log)
+    assert png_of([chart], title="t", caption="").startswith(b"\x89PNG")
+    assert all(chart["series"] for chart in draw(chart)), "an empty chart is not for the script"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_any_number_of_panels(count: int):
-    panels = [Panel(f"P{i}", "x", "y", [LINES[0]]) for i in range(count)]
+    panels = [Chart(f"P{i}", "y", [LINES[0]]) for i in range(count)]
     assert len(draw(*panels)) == count
     assert png_of(panels, title="t", caption="c").startswith(b"\x89PNG")
 
@@ -185,35 +188,18 @@ def test_labels_are_apart_and_near_the_ends_of_their_lines():
     [
         (lambda: Series("a", [1, 2], [1]), ShapeError, r"'a' has points of different counts.*'y': 1"),
         (lambda: Series("a", [1], [1], low=[0]), BadValueError, "one end of a band"),
-        (lambda: Series("a", [1], [1], style="dots"), Exception, "style"),
-        (
-            lambda: Panel("P", "", "", [LINES[0], LINES[0]]),
-            BadValueError,
-            "'P' has two series named 'rising'",
-        ),
-        (lambda: Panel("P", "", "", [], log_y=True, marks=[("m", 0.0)]), BadValueError, "'m' has no"),
-        (lambda: Panel("P", "", "", [], marks=[("m", NAN)]), BadValueError, "no place at nan"),
-        (lambda: Panel("P", "", "", [], log_x=True, x_marks=[("v", -1)]), BadValueError, "'v' has no"),
-        (
-            lambda: Panel("P", "", "", [], log_y=True, y_range=(0.0, 1.0)),
-            BadValueError,
-            "'y_range' has no place at 0.0",
-        ),
-        (lambda: write_figure(Path("x"), [], title=""), BadValueError, "without panels"),
+        (lambda: Series("a", [1], [1], kind="dashed"), Exception, "kind"),
+        (lambda: Chart("P", "", [LINES[0], LINES[0]]), BadValueError, "'P' has two series named 'rising'"),
+        (lambda: Chart("P", "", [], log=True, lines=[(0.0, "m")]), BadValueError, "'m' has no"),
+        (lambda: Chart("P", "", [], lines=[(NAN, "m")]), BadValueError, "no place at nan"),
+        (lambda: Chart("P", "", [], log_x=True, upright=[(-1, "v")]), BadValueError, "'v' has no"),
+        (lambda: Chart("P", "", [], log=True, y_range=(0.0, 1.0)), BadValueError, "'y_range' has no place at 0.0"),
+        (lambda: write_figure(Path("x"), [], title=""), BadValueError, "without charts"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_drawn_is_refused_by_name(make, error, said):
     with pytest.raises(error, match=said):
         make()
-
-
-def test_another_style_is_refused_where_types_are_not_checked():
-    series = object.__new__(Series)
-    for name, value in {"name": "a", "x": [], "y": [], "low": None, "high": None}.items():
-        object.__setattr__(series, name, value)
-    object.__setattr__(series, "style", "dots")
-    with pytest.raises(MethodError, match="style='dots' is not one of"):
-        series.__post_init__()
 
 
 def test_a_place_that_cannot_be_written_is_our_error(tmp_path):
@@ -224,7 +210,7 @@ def test_a_place_that_cannot_be_written_is_our_error(tmp_path):
 
 @pytest.mark.parametrize("missing", ["matplotlib", "plotly"])
 def test_a_missing_package_is_named_with_the_way_to_get_it(missing, tmp_path, monkeypatch):
-    for name in [m for m in sys.modules if m.startswith("offdrift.show.figure_")]:
+    for name in [m for m in sys.modules if m in ("offdrift.show.png", "offdrift.show.html")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "offdrift.train.page", raising=False)
     for name in [m for m in sys.modules if m.split(".")[0] == missing]:
@@ -253,8 +239,8 @@ def test_naming_a_figure_loads_no_drawing_library():
 def test_the_page_is_drawn_and_nothing_written_in_it_runs(tmp_path):
     chromium()
     series = [Series(text, X, [1.0, 2.0, 3.0, i + 1.0]) for i, text in enumerate(PAYLOADS)]
-    panel = Panel(PAYLOADS[0], PAYLOADS[1], PAYLOADS[0], series, marks=[(PAYLOADS[0], 1.0)])
-    _, page = write_figure(tmp_path / "bad", [panel, PANEL], title=PAYLOADS[0], caption=PAYLOADS[1])
+    chart = Chart(PAYLOADS[0], PAYLOADS[0], series, x_title=PAYLOADS[1], lines=[(1.0, PAYLOADS[0])])
+    _, page = write_figure(tmp_path / "bad", [chart, PANEL], title=PAYLOADS[0], caption=PAYLOADS[1])
     document, console = open_page(page, tmp_path / "profile")
     assert 'data-drawn="2"' in document
     assert document.count('class="trace scatter') == len(PAYLOADS) + len(LINES) + 1  # and a band
@@ -264,17 +250,20 @@ def test_the_page_is_drawn_and_nothing_written_in_it_runs(tmp_path):
 
 def test_markup_in_a_name_is_shown_and_not_obeyed():
     # plotly would print it bold
-    panel = Panel("", "<i>x</i>", "", [Series("<b>bold</b>", X, X)], marks=[("<u>m</u>", 1)])
-    (shown,) = draw(panel)
-    assert shown["data"][0]["name"] == "&lt;b&gt;bold&lt;/b&gt;"
-    assert shown["layout"]["xaxis"]["title"]["text"] == "&lt;i&gt;x&lt;/i&gt;"
-    assert shown["layout"]["annotations"][0]["text"] == "&lt;u&gt;m&lt;/u&gt;"
+    chart = Chart("", "", [Series("<b>bold</b>", X, X)], x_title="<i>x</i>", lines=[(1, "<u>m</u>")])
+    (shown,) = draw(chart)
+    assert shown["series"][0]["name"] == "&lt;b&gt;bold&lt;/b&gt;"
+    assert shown["x_title"] == "&lt;i&gt;x&lt;/i&gt;"
+    assert shown["lines"][0][1] == "&lt;u&gt;m&lt;/u&gt;"
     # matplotlib would read a formula, and fail at this one
     bad = "$\\frac$"
-    for panel in (Panel(bad, "", "", LINES), Panel("", bad, bad, [Series(bad, X, X)], marks=[(bad, 1)])):
-        assert png_of([panel], title=bad, caption=bad).startswith(b"\x89PNG")
-    points = Panel("", "", "", [Series(bad, X, X, style="points")], x_marks=[(bad, 2)])
-    assert png_of([points], title="", caption="").startswith(b"\x89PNG")
+    for chart in (
+        Chart(bad, "", LINES),
+        Chart("", bad, [Series(bad, X, X)], x_title=bad, lines=[(1, bad)]),
+        Chart("", "", [Series(bad, X, X, kind="dots")], upright=[(2, bad)]),
+        Chart("", "", [Series(bad, [bad, "x"], [1, 2], kind="bars")]),
+    ):
+        assert png_of([chart], title=bad, caption=bad).startswith(b"\x89PNG")
 
 
 def test_a_series_can_be_hidden_and_nothing_sticks_out(tmp_path):

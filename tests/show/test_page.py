@@ -140,7 +140,7 @@ def test_every_id_is_unique_and_every_reference_resolves(good: Parsed) -> None:
 
 def test_the_page_shows_every_arm_sample_and_recipe_key(good: Parsed) -> None:
     text = "".join(good.text)
-    buttons = [a for tag, a in good.tags if tag == "button" and "data-arm" in a]
+    buttons = [a for tag, a in good.tags if tag == "button" and "data-group" in a]
     samples = [a["data-sample"] for _, a in good.tags if "data-sample" in a]
     assert len(buttons) == len(ARMS)
     assert samples == [f"{arm},{i}" for arm in range(4) for i in range(8)]

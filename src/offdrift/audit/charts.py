@@ -8,14 +8,14 @@ from typing import Any
 
 from offdrift.audit.method_table import length_curves, tried
 from offdrift.judge.kl_choice import EXACT, kl_metrics
-from offdrift.show.charts import DASHES, SERIES_COLORS, Chart, Columns, Series, thinned
+from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Chart, Series, Values, thinned
 from offdrift.show.headline import PAIR_WORDS, PAIRS, length_unit, main_pair, meaning_of
-from offdrift.show.json_access import Fields, any_number, at, column, mapping, number, numbers, rows, text
+from offdrift.show.json_access import Fields, any_number, at, column, mapping, number, rows, text
 from offdrift.show.numbers import short
 from offdrift.stats.metrics import METRICS
 
 Rows = list[dict[str, Any]]
-STEP = "step"
+Steps = list[float | None]
 NOT_METRICS = frozenset({"step", "sequences", "tokens", "quantiles", "label", "low", "high"})
 
 
@@ -53,39 +53,38 @@ BAND_CHARTS = (
 )  # fmt: skip
 
 
-def over_time(audit: Fields, columns: Columns) -> list[Chart]:
+def over_time(audit: Fields) -> list[Chart]:
     """Everything that is drawn over the steps; charts without numbers are left out."""
-    steps = thinned(rows(audit.get("steps")))
-    columns.add(STEP, _steps(steps))
+    table = thinned(rows(audit.get("steps")))
+    steps = _steps(table)
     charts = [
-        _kl_chart(audit, steps, columns),
-        _quantile_chart(audit, steps, columns),
-        *(_pair_chart(c, steps, columns) for c in PAIR_CHARTS),
-        *(_band_chart(*c, steps, columns, length_unit(audit)) for c in BAND_CHARTS),
-        *(_single_chart(*c, steps, columns) for c in SINGLE_CHARTS),
+        _kl_chart(steps, table),
+        _quantile_chart(audit, steps, table),
+        *(_pair_chart(c, steps, table) for c in PAIR_CHARTS),
+        *(_band_chart(*c, steps, table, length_unit(audit)) for c in BAND_CHARTS),
+        *(_single_chart(*c, steps, table) for c in SINGLE_CHARTS),
     ]
     return [c for c in charts if c.series]
 
 
-def explorable(audit: Fields, columns: Columns) -> dict[str, str]:
-    """Every metric that was recorded at some step, as name -> column, in the order of METRICS."""
-    steps = thinned(rows(audit.get("steps")))
-    order = {name: i for i, name in enumerate(METRICS)}
-    found = {name for row in steps for name in row} - NOT_METRICS
-    names = sorted(found, key=lambda name: (order.get(name, len(order)), name))
-    added = ((name, columns.add(f"s:{name}", column(steps, name))) for name in names)
-    return {name: column for name, column in added if column}
+def explorable(audit: Fields) -> dict[str, tuple[list[float | None], list[float | None]]]:
+    """Steps and values of every metric that was recorded at some step, in the order of METRICS."""
+    table = thinned(rows(audit.get("steps")))
+    steps, order = _steps(table), {name: i for i, name in enumerate(METRICS)}
+    names = sorted({name for row in table for name in row} - NOT_METRICS, key=lambda n: (order.get(n, len(order)), n))
+    values = {name: column(table, name) for name in names}
+    return {name: (steps, y) for name, y in values.items() if any_number(y)}
 
 
-def along(audit: Fields, columns: Columns) -> list[Chart]:
+def along(audit: Fields) -> list[Chart]:
     """KL by position, length, lag, sign of the advantage and token class; acceptance by length."""
     charts = [
-        _facet(audit, columns, "position", "KL by position in the response", "token", "points"),
-        _trap(audit, columns),
-        _facet(audit, columns, "length", "KL by response length", _lengths(audit), "points"),
-        _facet(audit, columns, "lag", "KL by policy lag", "updates", "points"),
-        _facet(audit, columns, "advantage", "KL by sign of the advantage", "", "bars"),
-        _facet(audit, columns, "token_class", "KL by token class", "", "bars"),
+        _facet(audit, "position", "KL by position in the response", "token", "points"),
+        _trap(audit),
+        _facet(audit, "length", "KL by response length", _lengths(audit), "points"),
+        _facet(audit, "lag", "KL by policy lag", "updates", "points"),
+        _facet(audit, "advantage", "KL by sign of the advantage", "", "bars"),
+        _facet(audit, "token_class", "KL by token class", "", "bars"),
     ]
     return [c for c in charts if c.series]
 
@@ -106,23 +105,17 @@ def labels(table: Rows) -> list[str]:
     return [text(row.get("label")) or _ends(row) for row in table]
 
 
-def pair_series(
-    metric: Callable[[str], str], table: Rows, columns: Columns, *, prefix: str, x: str, log: bool, kind: str = "line"
-) -> tuple[Series, ...]:
+def pair_series(metric: Callable[[str], str], table: Rows, x: Values, *, kind: Any = "line") -> list[Series]:
     """A series for each pair of policies that has the metric.
 
     Args:
         metric: name of the metric for a pair; "" where the pair has none.
-        prefix: of the columns' names.
     """
-    add = columns.add_positive if log else columns.add
-    found = []
-    for pair in PAIRS:
-        name = metric(pair)
-        y = add(f"{prefix}:{name}", column(table, name)) if name else ""
-        if y:
-            found.append(Series(pair, x, y, color=SERIES_COLORS[pair], dash=DASHES[pair], group=pair, kind=kind))
-    return tuple(found)
+    return [
+        Series(pair, x, column(table, name), color=PAIR_COLORS[pair], dash=PAIR_DASHES[pair], group=pair, kind=kind)
+        for pair in PAIRS
+        if (name := metric(pair)) and any_number(column(table, name))
+    ]
 
 
 def best_kl(table: Rows, pair: str) -> str:
@@ -130,93 +123,95 @@ def best_kl(table: Rows, pair: str) -> str:
     return next((name for name in kl_metrics(pair, None) if any_number(column(table, name))), "")
 
 
-def _kl_chart(audit: Fields, steps: Rows, columns: Columns) -> Chart:
-    names = {pair: best_kl(steps, pair) for pair in PAIRS}
-    series = pair_series(lambda p: names[p], steps, columns, prefix="s", x=STEP, log=True)
+def _kl_chart(steps: Steps, table: Rows) -> Chart:
+    names = {pair: best_kl(table, pair) for pair in PAIRS}
+    series = pair_series(lambda p: names[p], table, steps)
     exact = [pair for pair, name in names.items() if name and name == EXACT.get(pair)]
     grade = f"exact for {', '.join(exact)}; else k3" if exact else "k3 of the sampled tokens"
     meaning = f"KL of a token, mean over the step: {grade}. " + _pairs_in_words(series)
     lines = ((0.05, "0.05"),)
-    return Chart("kl", "KL per token", "nat, log scale", meaning, series, log=True, lines=lines, wide=True)
+    return Chart("KL per token", "nat, log scale", series, "kl", meaning, log=True, lines=lines, wide=True)
 
 
-def _quantile_chart(audit: Fields, steps: Rows, columns: Columns) -> Chart:
+def _quantile_chart(audit: Fields, steps: Steps, table: Rows) -> Chart:
     pair = main_pair(audit)
-    key = f"{pair}/log_ratio"
-    add = {q: columns.add(f"q:{key}:{q}", _quantile(steps, key, q)) for q in ("p05", "p50", "p95", "p99")}
-    color = SERIES_COLORS.get(pair, "arm-0")
-    found = []
-    if add["p05"] and add["p95"]:
-        found.append(Series("5 % to 95 %", STEP, low=add["p05"], high=add["p95"], color=color, group=pair))
-    for q, dash, name in (("p50", "solid", "median"), ("p99", "dot", "99 %")):
-        if add[q]:
-            found.append(Series(name, STEP, add[q], color=color, dash=dash, group=pair))
-    meaning = f"Log-ratio of a token, {PAIR_WORDS.get(pair, '')}: its median, the band from 5 % to 95 %, and the 99 % quantile of each step."
-    return Chart("quantiles", f"Log-ratio, {pair}", "nat, quantiles", meaning, tuple(found))
+    q = {name: _quantile(table, f"{pair}/log_ratio", name) for name in ("p05", "p50", "p95", "p99")}
+    look: dict[str, Any] = {"color": PAIR_COLORS.get(pair, "arm-0"), "group": pair}
+    series = [
+        Series("5 % to 95 %", steps, low=q["p05"], high=q["p95"], **look),
+        Series("median", steps, q["p50"], **look),
+        Series("99 %", steps, q["p99"], dash="dot", **look),
+    ]
+    meaning = (
+        f"Log-ratio of a token, {PAIR_WORDS.get(pair, '')}: its median, the band from 5 % to 95 %, and the 99 % "
+        "quantile of each step."
+    )
+    return Chart(f"Log-ratio, {pair}", "nat, quantiles", series, "quantiles", meaning)
 
 
-def _pair_chart(c: PairChart, steps: Rows, columns: Columns) -> Chart:
-    series = pair_series(lambda p: f"{p}/{c.metric}", steps, columns, prefix="s", x=STEP, log=c.log)
+def _pair_chart(c: PairChart, steps: Steps, table: Rows) -> Chart:
+    series = pair_series(lambda p: f"{p}/{c.metric}", table, steps)
     first = series[0].name if series else PAIRS[0]
     meaning = f"{meaning_of(f'{first}/{c.metric}')} {_pairs_in_words(series)}"
-    return Chart(c.id, c.title, c.unit, meaning, series, log=c.log, share=c.share, lines=c.lines)
+    return Chart(c.title, c.unit, series, c.id, meaning, log=c.log, share=c.share, lines=c.lines)
 
 
-def _single_chart(id: str, title: str, unit: str, metric: str, steps: Rows, columns: Columns) -> Chart:
-    y = columns.add(f"s:{metric}", column(steps, metric))
-    series = (Series(title, STEP, y, color="arm-6", group="run"),) if y else ()
-    return Chart(id, title, unit, meaning_of(metric), series)
+def _single_chart(id: str, title: str, unit: str, metric: str, steps: Steps, table: Rows) -> Chart:
+    series = [Series(title, steps, column(table, metric), color="arm-6", group="run")]
+    return Chart(title, unit, series, id, meaning_of(metric))
 
 
-def _band_chart(
-    id: str, title: str, unit: str, metric: str, key: str, steps: Rows, columns: Columns, length: str
-) -> Chart:
-    y = columns.add(f"s:{metric}", column(steps, metric))
-    low, high = (columns.add(f"q:{key}:{q}", _quantile(steps, key, q)) for q in ("p05", "p95"))
-    band = (Series("5 % to 95 %", STEP, low=low, high=high, color="arm-3", group="run"),) if low and high else ()
-    line = (Series("mean", STEP, y, color="arm-3", group="run"),) if y else ()
-    said = unit if band else "mean"
-    said = f"{length}, {said}" if id == "length" else said
-    return Chart(id, title, said, meaning_of(metric, length), band + line)
+def _band_chart(id: str, title: str, unit: str, metric: str, key: str, steps: Steps, table: Rows, length: str) -> Chart:
+    low, high = (_quantile(table, key, q) for q in ("p05", "p95"))
+    look: dict[str, Any] = {"color": "arm-3", "group": "run"}
+    series = [
+        Series("5 % to 95 %", steps, low=low, high=high, **look),
+        Series("mean", steps, column(table, metric), **look),
+    ]
+    shown = unit if any_number(low) and any_number(high) else "mean"
+    return Chart(title, f"{length}, {shown}" if id == "length" else shown, series, id, meaning_of(metric, length))
 
 
-def _facet(audit: Fields, columns: Columns, name: str, title: str, x_title: str, kind: str) -> Chart:
+def _facet(audit: Fields, name: str, title: str, x_title: str, kind: str) -> Chart:
     table = rows(at(audit, "facets", name))
     table = table[inhabited(table)]
-    x = columns.add(f"{name}:label", labels(table))
+    series = pair_series(lambda p: best_kl(table, p), table, labels(table), kind=kind)
+    tokens = [number(row.get("tokens")) for row in table]
+    counts = ["" if n is None else f"  ({n:,.0f} tokens)" for n in tokens]
+    series = [
+        replace(s, texts=[f"{'–' if v is None else f'{short(v)} nat'}{count}" for v, count in zip(s.y, counts)])
+        for s in series
+    ]
     log = kind != "bars"
-    series = (
-        pair_series(lambda p: best_kl(table, p), table, columns, prefix=name, x=x, log=log, kind=kind) if table else ()
-    )
-    counts = columns.add(f"{name}:words", [_words(row) for row in table]) if series else ""
-    series = tuple(_with_texts(s, counts, columns, name) for s in series)
     unit = "nat, log scale" if log else "nat"
     meaning = f"Mean KL of the tokens of each bucket, as over time. {_pairs_in_words(series)}"
-    return Chart(f"by-{name}", title, unit, meaning, series, log=log, x_title=x_title, categories=x)
+    return Chart(title, unit, series, f"by-{name}", meaning, log=log, x_title=x_title)
 
 
-def _trap(audit: Fields, columns: Columns) -> Chart:
+def _trap(audit: Fields) -> Chart:
     """The length trap: a gate on sums or on the worst token rejects long responses for being long."""
     table = rows(at(audit, "facets", "length"))
     curves = length_curves(tried(audit)) if table else []
     there = inhabited(table)
     curves = [(name, curve[there]) for name, curve in curves if len(curve) == len(table)]
-    table = table[there]
-    x = columns.add("length:label", labels(table))
-    series = tuple(
-        Series(name, x, columns.add(f"trap:{i}", curve), color=f"arm-{i}", dash=("solid", "dash", "dot")[i % 3], kind="points", group="", hover=".1%")
+    dashes = ("solid", "dash", "dot")
+    series = [
+        Series(name, labels(table[there]), curve, color=f"arm-{i}", dash=dashes[i % 3], kind="points", hover=".1%")
         for i, (name, curve) in enumerate(curves)
-    )  # fmt: skip
-    meaning = "Share of the sequences of each length that a method would have kept. A curve that falls is the length trap: long responses are rejected for their length, not for their drift per token, and training shortens the answers. Shown are the methods that depend on length most."
+    ]
+    meaning = (
+        "Share of the sequences of each length that a method would have kept. A curve that falls is the length "
+        "trap: long responses are rejected for their length, not for their drift per token, and training shortens "
+        "the answers. Shown are the methods that depend on length most."
+    )
     return Chart(
-        "trap",
         "Acceptance by response length",
         "the length trap",
-        meaning,
         series,
+        "trap",
+        meaning,
         share=True,
         x_title=_lengths(audit),
-        categories=x,
         wide=True,
         legend=True,
     )
@@ -224,19 +219,6 @@ def _trap(audit: Fields, columns: Columns) -> Chart:
 
 def _lengths(audit: Fields) -> str:
     return f"response length, {length_unit(audit)}"
-
-
-def _with_texts(series: Series, counts: str, columns: Columns, facet: str) -> Series:
-    values = columns.held.get(series.y, [])
-    words = [f"{short(v)} nat" if v is not None else "–" for v in values]
-    tokens = columns.held.get(counts, [""] * len(words))
-    said = [f"{w}  ({t})" if t else w for w, t in zip(words, tokens)]
-    return replace(series, texts=columns.add(f"{facet}:{series.name}:words", said))
-
-
-def _words(row: Fields) -> str:
-    count = number(row.get("tokens"))
-    return "" if count is None else f"{count:,.0f} tokens"
 
 
 def _pairs_in_words(series: Iterable[Series]) -> str:
@@ -247,10 +229,10 @@ def _quantile(steps: Rows, key: str, q: str) -> list[float | None]:
     return [number(at(mapping(row.get("quantiles")), key, q)) for row in steps]
 
 
-def _steps(steps: Rows) -> list[float | None]:
+def _steps(table: Rows) -> Steps:
     """The step of each row, or its place where none has a step."""
-    found = numbers([row.get("step") for row in steps])
-    return found if any_number(found) else [float(i) for i in range(1, len(steps) + 1)]
+    steps = column(table, "step")
+    return steps if any_number(steps) else [float(i) for i in range(1, len(table) + 1)]
 
 
 def _ends(row: Fields) -> str:

@@ -6,7 +6,7 @@ says whether it is more than noise between runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,17 @@ from rich.table import Table
 from rich.text import Text
 
 from offdrift.audit.charts import best_kl
-from offdrift.audit.histogram import axis, bars_of, steps_of
+from offdrift.audit.histogram import bars_of, ratio_ticks, steps_of
 from offdrift.audit.method_table import METHOD_COLUMNS, MethodColumn, Tried, asked_about, tried
 from offdrift.audit.page import provenance
 from offdrift.judge.kl_choice import kl_metrics
-from offdrift.show.charts import Chart, Columns, Series
+from offdrift.show.charts import Chart, Series, chart_data
 from offdrift.show.findings import WORDS, in_order, safe, verdict_of
 from offdrift.show.headline import PAIRS, best_of, headlines, kl_metric, main_pair, meaning_of
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
 from offdrift.show.numbers import percent, short
-from offdrift.show.page import SCRIPTS, STYLES, common_context, count_words
+from offdrift.show.page import common_context, count_words
 from offdrift.stats.metrics import METRICS
 
 SHARES = tuple(c for c in METHOD_COLUMNS if c.key in ("kept_tokens", "ess_frac", "kept_length_ratio"))
@@ -198,8 +198,7 @@ def write_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[st
 
 def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str]) -> str:
     """The page as text, the same for the same audits."""
-    columns = Columns()
-    charts = [c for c in _charts((a, b), names, columns) if c.series]
+    charts = [c for c in _charts((a, b), names) if c.series]
     context = {
         **common_context(a),
         "title": f"{names[0]} and {names[1]}",
@@ -212,8 +211,7 @@ def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[s
         "charts": charts,
         "colors": list(zip(names, COLORS, DASH, ("a", "b"))),
     }
-    data = {"charts": [c.as_dict() for c in charts], "columns": columns.used(charts)}
-    return render_document("compare.html.j2", context, data=data, scripts=SCRIPTS, styles=STYLES)
+    return render_document("compare.html.j2", context, data=chart_data(charts))
 
 
 def _run(audit: Fields) -> dict[str, Any]:
@@ -229,67 +227,48 @@ def _run(audit: Fields) -> dict[str, Any]:
     }
 
 
-def _charts(audits: tuple[Fields, Fields], names: tuple[str, str], columns: Columns) -> list[Chart]:
-    steps = [rows(x.get("steps")) for x in audits]
-    for i, table in enumerate(steps):
-        columns.add(f"step:{i}", column(table, "step"))
-    pairs = [p for p in PAIRS if all(best_kl(s, p) for s in steps)]
+def _charts(audits: tuple[Fields, Fields], names: tuple[str, str]) -> list[Chart]:
+    tables = [rows(x.get("steps")) for x in audits]
+
+    def over_time(id: str, title: str, unit: str, metrics: Sequence[str], **axis: bool) -> Chart:
+        series = [
+            Series(names[i], column(table, "step"), column(table, metric), color=COLORS[i], dash=DASH[i], group="ab"[i])
+            for i, (metric, table) in enumerate(zip(metrics, tables))
+        ]
+        return Chart(title, unit, series, id, meaning_of(metrics[0]), **axis)
+
+    pairs = [p for p in PAIRS if all(best_kl(table, p) for table in tables)]
     charts = [
-        _over_time(f"kl-{p}", f"KL per token, {p}", "nat, log scale", [best_kl(s, p) for s in steps], steps, names, columns, log=True)
+        over_time(f"kl-{p}", f"KL per token, {p}", "nat, log scale", [best_kl(t, p) for t in tables], log=True)
         for p in pairs
-    ]  # fmt: skip
+    ]
     for pair in pairs[:1]:
         charts += [
-            _over_time(f"{metric}-{pair}", f"{title}, {pair}", unit, [f"{pair}/{metric}"] * 2, steps, names, columns, log=log, share=metric == "ess_frac")
+            over_time(f"{metric}-{pair}", f"{title}, {pair}", unit, [f"{pair}/{metric}"] * 2, log=log, share=metric == "ess_frac")
             for metric, title, unit, log in OVER_TIME
         ]  # fmt: skip
-    charts += [
-        _over_time(metric.replace("/", "-"), title, unit, [metric] * 2, steps, names, columns)
-        for metric, title, unit in ALWAYS
-    ]
-    return [*charts, *(_ratios(pair, audits, names, columns) for pair in PAIRS)]
+    charts += [over_time(metric.replace("/", "-"), title, unit, [metric] * 2) for metric, title, unit in ALWAYS]
+    return [*charts, *(_ratios(pair, audits, names) for pair in PAIRS)]
 
 
-def _over_time(
-    id: str,
-    title: str,
-    unit: str,
-    metrics: list[str],
-    steps: list[list[dict[str, Any]]],
-    names: tuple[str, str],
-    columns: Columns,
-    *,
-    log: bool = False,
-    share: bool = False,
-) -> Chart:
-    add = columns.add_positive if log else columns.add
-    found = []
-    for i, (metric, table) in enumerate(zip(metrics, steps)):
-        y = add(f"{i}:{metric}", column(table, metric))
-        if y:
-            found.append(Series(names[i], f"step:{i}", y, color=COLORS[i], dash=DASH[i], group="ab"[i]))
-    return Chart(id, title, unit, meaning_of(metrics[0]), tuple(found), log=log, share=share)
-
-
-def _ratios(pair: str, audits: tuple[Fields, Fields], names: tuple[str, str], columns: Columns) -> Chart:
-    found, reach = [], 0.0
+def _ratios(pair: str, audits: tuple[Fields, Fields], names: tuple[str, str]) -> Chart:
+    series, reach = [], 0.0
     for i, audit in enumerate(audits):
         bars = bars_of(mapping(at(audit, "histograms", pair)))
         if bars:
-            series = steps_of(names[i], bars, columns, color=COLORS[i], key=f"{pair}:{i}")
-            found.append(replace(series, group="ab"[i], dash=DASH[i]))
+            series.append(replace(steps_of(names[i], bars, color=COLORS[i]), group="ab"[i], dash=DASH[i]))
             reach = max(reach, abs(bars[0][0]), abs(bars[-1][1]))
     meaning = "How large a share of each run's tokens has which ratio of probabilities; both axes are logarithmic."
     return Chart(
-        f"ratios-{pair}",
         f"Ratios of the sampled tokens, {pair}",
         "log scale",
+        series,
+        f"ratios-{pair}",
         meaning,
-        tuple(found),
         log=True,
         x_title="ratio",
         wide=True,
-        layout=axis(reach),
+        x_ticks=ratio_ticks(reach),
     )
 
 

@@ -17,7 +17,7 @@ from offdrift.correction import Gate, Weight
 from offdrift.errors import OffdriftError
 from offdrift.methods import METHODS, Method, override
 from offdrift.objectives import Clipped
-from offdrift.show.charts import SERIES_COLORS, Chart, Columns, Series
+from offdrift.show.charts import PAIR_COLORS, Chart, Series
 from offdrift.show.headline import PAIR_WORDS, PAIRS
 from offdrift.show.json_access import Fields, at, mapping, numbers, rows, text
 from offdrift.show.numbers import percent, short
@@ -41,7 +41,7 @@ def place(log_ratio: float) -> float:
     return math.copysign(math.log10(1 + abs(log_ratio) / SMALLEST), log_ratio)
 
 
-def histogram_chart(histograms: object, columns: Columns) -> Chart:
+def histogram_chart(histograms: object) -> Chart:
     """The ratios of every pair of policies that the audit holds."""
     by_pair = mapping(histograms)
     series, reach = [], 0.0
@@ -49,42 +49,38 @@ def histogram_chart(histograms: object, columns: Columns) -> Chart:
         bars = bars_of(mapping(by_pair.get(pair)))
         if not bars:
             continue
-        series.append(steps_of(pair, bars, columns, color=SERIES_COLORS[pair]))
+        series.append(steps_of(pair, bars, color=PAIR_COLORS[pair]))
         reach = max(reach, abs(bars[0][0]), abs(bars[-1][1]))
     meaning = (
         "How many tokens have which ratio of probabilities; " + "; ".join(f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s in series)
         + ". Both axes are logarithmic, the lower one towards 1 from both sides: equal ratios are in the middle, and the two humps stand at the usual size of a difference. Dashed lines are the limits of the chosen method."
     )  # fmt: skip
     return Chart(
-        "ratios",
         "Ratios of the sampled tokens",
         "log scale",
+        series,
+        "ratios",
         meaning,
-        tuple(series),
         log=True,
         x_title="ratio",
         wide=True,
-        layout=axis(reach),
+        x_ticks=ratio_ticks(reach),
     )
 
 
-def steps_of(name: str, bars: list[Bar], columns: Columns, *, color: str, key: str = "") -> Series:
+def steps_of(name: str, bars: list[Bar], *, color: str) -> Series:
     """A histogram as one outline in steps, with its counts as texts.
 
     Args:
-        name: of the series.
+        name: of the series, and of what the legend's button hides.
         bars: of `bars_of`.
-        key: of its columns; the name if empty.
     """
-    key = key or name
     total = sum(count for *_, count in bars)
     x = [place(low) for low, *_ in bars] + [place(bars[-1][1])]
     density = [c / total / (b - a) if c else None for (a, b), (*_, c) in zip(pairwise(x), bars)]
     words = [f"{_ratio(a)} to {_ratio(b)}: {c:,.0f} tokens ({percent(c / total)})" for a, b, c in bars]
-    return Series(
-        name, columns.add(f"ratios:{key}:x", x), columns.add(f"ratios:{key}:y", [*density, density[-1]]),
-        color=color, kind="steps", group=name, texts=columns.add(f"ratios:{key}:words", [*words, words[-1]]),
-    )  # fmt: skip
+    outline, texts = [*density, density[-1]], [*words, words[-1]]
+    return Series(name, x, outline, color=color, kind="steps", group=name, texts=texts)
 
 
 def bars_of(histogram: Fields) -> list[Bar]:
@@ -111,8 +107,8 @@ def bars_of(histogram: Fields) -> list[Bar]:
     return _joined(bars[held[0] : held[-1] + 1] if held else [])
 
 
-def axis(reach: float) -> dict:
-    """The x axis: ticks at ratios that people know, and where each stands.
+def ratio_ticks(reach: float) -> list[tuple[float, str]]:
+    """Where ratios that people know stand on the axis, and their texts.
 
     Args:
         reach: largest |l| drawn.
@@ -120,15 +116,7 @@ def axis(reach: float) -> dict:
     below = [r for r in (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999) if -math.log(r) <= reach]
     ratios = [*below, 1.0, *(1 / r for r in reversed(below))]
     names = {0.999: "0.999", 1 / 0.999: "1.001", 0.99: "0.99", 1 / 0.99: "1.01", 0.9: "0.9", 1 / 0.9: "1.11"}
-    texts = [names.get(r, f"{r:g}") for r in ratios]
-    return {
-        "xaxis": {
-            "tickmode": "array",
-            "tickvals": [place(math.log(r)) for r in ratios],
-            "ticktext": texts,
-            "tickangle": 0,
-        }
-    }
+    return [(place(math.log(r)), names.get(r, f"{r:g}")) for r in ratios]
 
 
 def _end(edge: float | None, inner: list[float], side: int) -> float:

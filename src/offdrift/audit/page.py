@@ -17,12 +17,12 @@ from offdrift.audit.charts import along, explorable, inhabited, labels, over_tim
 from offdrift.audit.histogram import choices, histogram_chart
 from offdrift.audit.method_table import METHOD_COLUMNS, tried, untried
 from offdrift.audit.view import missing, unanswered
-from offdrift.show.charts import DASHES, SERIES_COLORS, Chart, Columns, rounded
+from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Chart, Columns, chart_data, rounded
 from offdrift.show.headline import PAIRS, best_numbers, headlines, length_unit, meaning_of
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import Fields, any_number, at, items, mapping, number, numbers, rows, text
 from offdrift.show.numbers import KL_EDGES, fixed, flatten, kl_labels, kl_level, short
-from offdrift.show.page import SCRIPTS, STYLES, all_numbers, common_context
+from offdrift.show.page import all_numbers, common_context
 from offdrift.show.sanitize import clipped
 
 RATIO_EDGES = (0.01, 0.05, 0.2, 1.0, 3.0)
@@ -168,11 +168,10 @@ def write_audit_page(audit: Mapping[str, Any], folder: Path) -> Path:
 
 def render_audit(audit: Mapping[str, Any]) -> str:
     """The page of an audit as text, the same for the same audit."""
-    columns = Columns()
-    time, parts = over_time(audit, columns), along(audit, columns)
-    ratios = histogram_chart(audit.get("histograms"), columns)
-    explore = explorable(audit, columns)
-    charts = [*time, *([ratios] if ratios.series else []), *parts]
+    time, parts = over_time(audit), along(audit)
+    ratios = histogram_chart(audit.get("histograms"))
+    charts, columns = [*time, ratios, *parts], Columns()
+    explore = {name: {"x": columns.add(x), "y": columns.add(y)} for name, (x, y) in explorable(audit).items()}
     sequences = heats(audit)
     limits = choices(audit) if ratios.series else {}
     context = {
@@ -206,21 +205,20 @@ def render_audit(audit: Mapping[str, Any]) -> str:
         "certificate_fields": list(flatten(mapping(audit.get("certificate")))),
     }
     data = {
-        "charts": [c.as_dict() for c in charts],
-        "columns": {**columns.used(charts), **{c: columns.held[c] for c in explore.values()}},
+        **chart_data(charts, columns),
         "explore": explore,
         "meanings": {name: meaning_of(name, length_unit(audit)) for name in explore},
         "limits": limits,
         "heat": [s.as_data for s in sequences],
         "heat_edges": edges(),
     }
-    return render_document("audit.html.j2", context, data=data, scripts=SCRIPTS, styles=STYLES)
+    return render_document("audit.html.j2", context, data=data)
 
 
 def groups(charts: list[Chart]) -> list[tuple[str, str, str]]:
     """Buttons of the legend: pair of policies, color and dash."""
     drawn = {s.group for c in charts for s in c.series}
-    return [(pair, SERIES_COLORS[pair], DASHES[pair]) for pair in PAIRS if pair in drawn]
+    return [(pair, PAIR_COLORS[pair], PAIR_DASHES[pair]) for pair in PAIRS if pair in drawn]
 
 
 def facet_tables(audit: Fields) -> list[dict[str, Any]]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from offdrift.check.view import BUDGET, OUTSIDE, by_kind, cited, correlation_or_short, threshold_rows, times
-from offdrift.show.charts import Chart, Columns, Series
+from offdrift.show.charts import Chart, Series, chart_data
 from offdrift.show.headline import Headline, best_of, correlation, judged
-from offdrift.show.html import render_document, write_document
+from offdrift.show.html import STYLES, render_document, write_document
 from offdrift.show.json_access import Fields, mapping, number, rows, text
 from offdrift.show.numbers import duration, flatten, percent, short
-from offdrift.show.page import SCRIPTS, STYLES, all_numbers, common_context
+from offdrift.show.page import all_numbers, common_context
 
 FILE_NAME = "check.html"
 
@@ -57,9 +57,8 @@ def write_check_page(check: Mapping[str, Any], folder: Path) -> Path:
 
 def render_check(check: Mapping[str, Any]) -> str:
     """The page of a check as text, the same for the same check."""
-    columns = Columns()
     factors = rows(check.get("factors"))
-    chart = factor_chart(check, columns)
+    chart = factor_chart(check)
     titles = ("One setting changed at a time", "What common mistakes would cost here")
     counts = [(k, number(check.get(k))) for k in ("prompts", "sequences", "tokens")]
     seconds = number(check.get("seconds"))
@@ -94,8 +93,8 @@ def render_check(check: Mapping[str, Any]) -> str:
             ("checked with", f"offdrift {text(check.get('offdrift'))}".strip()),
         ],
     }
-    data = {"charts": [chart.as_dict()] if chart.series else [], "columns": columns.held}
-    return render_document("check.html.j2", context, data=data, scripts=SCRIPTS, styles=(*STYLES, "check.css"))
+    styles = (*STYLES, "check.css")
+    return render_document("check.html.j2", context, data=chart_data([chart]), styles=styles)
 
 
 def check_headlines(check: Fields) -> list[Headline]:
@@ -113,27 +112,30 @@ def check_headlines(check: Fields) -> list[Headline]:
     return headlines[:3]
 
 
-def factor_chart(check: Fields, columns: Columns) -> Chart:
+def factor_chart(check: Fields) -> Chart:
     """Mean KL with each factor changed, beside that of the unchanged pair."""
     settings, mistakes = by_kind(rows(check.get("factors")))
     ran = [f for f in [*settings, *mistakes] if number(f.get("kl_mean")) is not None]
     base = next((b for f in ran if (b := number(f.get("baseline_kl_mean"))) is not None), None)
-    x = columns.add("factor", [text(f.get("factor")) for f in ran])
     means = [number(f.get("kl_mean")) or 0.0 for f in ran]
-    y = columns.add_positive("kl", [max(kl, LOWEST * max(means)) for kl in means])
-    words = columns.add("words", [f"{short(number(f.get('kl_mean')))} nat: {text(f.get('changed'))}" for f in ran])
-    series = (Series("KL, mean", x, y, kind="dots", texts=words),) if x and y else ()
+    series = Series(
+        "KL, mean",
+        [text(f.get("factor")) for f in ran],
+        [max(kl, LOWEST * max(means)) for kl in means],
+        kind="dots",
+        color="arm-0",
+        texts=[f"{short(number(f.get('kl_mean')))} nat: {text(f.get('changed'))}" for f in ran],
+    )
     return Chart(
-        "factors",
         "KL with one factor changed",
         "nat, log scale",
+        [series],
+        "factors",
         "Mean KL of a token with one factor changed at a time; the line is the unchanged pair. A factor "
         "that lowers the KL is part of the cause. Values near zero are drawn at the bottom.",
-        series,
         log=True,
         lines=((base, f"unchanged: {short(base)}"),) if base else (),
         x_title="",
-        categories=x,
         wide=True,
     )
 

@@ -15,7 +15,7 @@ from offdrift.certificate.bounds import LABELS as BOUNDS
 from offdrift.lab.frontier import Estimate, Verdict, conjecture, verdict
 from offdrift.lab.length_bias import Curve
 from offdrift.lab.search import Outcome, Row, of_drift, summarize
-from offdrift.show.figure import Panel, Series
+from offdrift.show.charts import Chart, Series
 
 SMALLEST = 1e-4
 """Smallest bias that the figure shows; exact methods would stretch the axis otherwise."""
@@ -60,7 +60,7 @@ def frontier_table(title: str, estimates: Sequence[Estimate]) -> Table:
     return table
 
 
-def frontier_panels(by_testbed: Mapping[str, Sequence[Estimate]]) -> list[Panel]:
+def frontier_panels(by_testbed: Mapping[str, Sequence[Estimate]]) -> list[Chart]:
     """For every testbed, progress against the horizon, then bias against spread at the longest."""
     progress, clouds = [], []
     for title, estimates in by_testbed.items():
@@ -75,25 +75,25 @@ def frontier_panels(by_testbed: Mapping[str, Sequence[Estimate]]) -> list[Panel]
             lines.append(Series(name, [v.horizon for v in present], best))
             members = [e for e in longest if e.family == name]
             bias = [max(e.bias, SMALLEST) for e in members]
-            points.append(Series(name, bias, [e.spread for e in members], style="points"))
+            points.append(Series(name, bias, [e.spread for e in members], kind="dots"))
         progress.append(
-            Panel(
+            Chart(
                 f"{title}: progress of the best of each family",
-                "horizon T, tokens",
                 "P / |∇J|²",
                 lines,
+                x_title="horizon T, tokens",
                 log_x=True,
-                log_y=True,
+                log=True,
             )
         )
         clouds.append(
-            Panel(
+            Chart(
                 f"{title}: every method at T = {verdicts[-1].horizon}",
-                f"bias / |∇J| (at least {SMALLEST:g})",
                 "spread of a batch / |∇J|",
                 points,
+                x_title=f"bias / |∇J| (at least {SMALLEST:g})",
                 log_x=True,
-                log_y=True,
+                log=True,
             )
         )
     return progress + clouds
@@ -169,13 +169,13 @@ def length_verdict(curve: Curve) -> str:
     return "falls exponentially" if curve.exponent > 0.85 else "falls"
 
 
-def length_bias_panels(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[Panel]:
+def length_bias_panels(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[Chart]:
     """One panel per stream and choice of thresholds."""
     return [
-        Panel(
-            title=title,
-            x="length T, tokens",
-            y="accepted sequences",
+        Chart(
+            title,
+            "accepted sequences",
+            x_title="length T, tokens",
             log_x=True,
             series=[Series(LABELS[c.gate], c.lengths, c.acceptance, low=c.low, high=c.high) for c in curves],
         )
@@ -270,10 +270,10 @@ def horizon_table(outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, w
     return table
 
 
-def bounds_panels(outcomes: Sequence[Outcome], attacked: Sequence[Outcome]) -> list[Panel]:
+def bounds_panels(outcomes: Sequence[Outcome], attacked: Sequence[Outcome]) -> list[Chart]:
     """Tightness against the horizon: searched, random, typical; and against the drift's size."""
     panels = []
-    one = (("attained", 1.0),)
+    one = ((1.0, "attained"),)
     for title, chosen, value in (
         ("largest found by search", attacked, _largest),
         ("largest of random pairs", outcomes, _largest),
@@ -285,27 +285,27 @@ def bounds_panels(outcomes: Sequence[Outcome], attacked: Sequence[Outcome]) -> l
         rows = [_sharp([o for o in chosen if o.horizon == t]) for t in horizons]
         log = value is _median
         panels.append(
-            Panel(
+            Chart(
                 title,
-                "horizon T, tokens",
                 "|Error| / bound",
                 _series(horizons, rows, value),
+                x_title="horizon T, tokens",
                 log_x=True,
-                log_y=log,
-                marks=() if log else one,
+                log=log,
+                lines=() if log else one,
             )
         )
     if outcomes:
         sizes = [_sharp([of_drift(o, *edges) for o in outcomes]) for edges in pairwise(EDGES)]
         places = [3e-4, 3e-3, 3e-2, 3e-1]
         panels.append(
-            Panel(
+            Chart(
                 "median by size of drift",
-                "largest token TV, by decade",
                 "|Error| / bound",
                 _series(places, sizes, _median),
+                x_title="largest token TV, by decade",
                 log_x=True,
-                log_y=True,
+                log=True,
             )
         )
     return panels

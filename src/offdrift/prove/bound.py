@@ -21,7 +21,8 @@ from offdrift.certificate import Bound, Premises, all_bounds, premises, tightest
 from offdrift.certificate.bounds import LABELS
 from offdrift.certificate.inverse import kl_of_sequences, route_crossovers, vacuous_horizon
 from offdrift.errors import BadValueError
-from offdrift.show.figure import Panel, Series, write_figure
+from offdrift.show.charts import Chart, Series
+from offdrift.show.figure import write_figure
 
 CONSTANTS = {"sharp": "sharp constants", "paper": "the paper's constants"}
 OTHERS = {"sharp": "sharp ones", "paper": "the paper's"}
@@ -328,7 +329,7 @@ def write_bound_figure(
     )
 
 
-def bound_panels(*, horizon: int, reward_range: float | int, constants: tuple[str, ...], **limits: Any) -> list[Panel]:
+def bound_panels(*, horizon: int, reward_range: float | int, constants: tuple[str, ...], **limits: Any) -> list[Chart]:
     """One panel for each set of constants, with the same axes; the unified bound behind its rows."""
     if horizon < 1:
         raise BadValueError(f"horizon = {horizon}; a sequence has at least 1 token")
@@ -338,15 +339,15 @@ def bound_panels(*, horizon: int, reward_range: float | int, constants: tuple[st
     drawn = [y for y in values if 0 < y < math.inf] + [float(reward_range)]
     ends = (10.0 ** math.floor(math.log10(min(drawn))), 10.0 ** math.ceil(math.log10(max(drawn))))
     return [
-        Panel(
-            title=TITLES[c],
-            x="horizon T (tokens)",
-            y="bound on |J(π) − J(μ) − L′(π)| (reward)",
-            series=[Series(LABELS[name], horizons, line, strong=name == "unified") for name, line in lines.items()],
+        Chart(
+            TITLES[c],
+            "bound on |J(π) − J(μ) − L′(π)| (reward)",
+            [Series(LABELS[name], horizons, line, strong=name == "unified") for name, line in lines.items()],
+            x_title="horizon T (tokens)",
             log_x=True,
-            log_y=True,
-            marks=[(f"reward range {reward_range:g}", reward_range)],
-            x_marks=[(f"T = {horizon:,}", horizon)],
+            log=True,
+            lines=[(reward_range, f"reward range {reward_range:g}")],
+            upright=[(horizon, f"T = {horizon:,}")],
             y_range=ends if ends[0] < ends[1] else (ends[0] / 10, ends[1] * 10),
         )
         for c, lines in curves.items()

@@ -1,138 +1,258 @@
-"""Charts of an audit as plain data: what the page's script hands to plotly.
+"""The chart model of every page and picture: series of numbers, and the axes that they share.
 
-A series names the columns of numbers that it draws, so that a column which several charts show is on
-the page once; it holds no color but the name of one, which differs in the light and the dark theme.
+A page stores the columns of its charts once each and draws them by `assets/charts.js`; `figure.write_figure` also
+draws them as a PNG. A point that is not a finite number, or not above 0 on a logarithmic axis, is a gap. A color is
+a name of `page.css`, so that a series looks the same in every picture and page, in the light and the dark theme.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import numpy as np
+
+from offdrift.errors import BadValueError, ShapeError, check_choice
 from offdrift.show.sanitize import visible
 
+Values = Sequence[Any] | np.ndarray
+"""One number per point; None, NaN and infinity are gaps. Along x also one text per point."""
+
+KINDS = ("line", "points", "dots", "steps", "bars")
+DASHES = ("solid", "dashdot", "dot", "dash")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "pentagon")
+"""Markers by the number of a series, so that none is told by its color alone."""
+NUM_COLORS = len(SYMBOLS)
+"""Colors of `page.css` (`--arm-0` ...); beyond them they repeat with another dash."""
 MAX_POINTS = 2000
 """Points of a series on a page; more cannot be told apart on any screen."""
 
-Column = list[float | None]
-
-SERIES_COLORS = {"mismatch": "arm-0", "full": "arm-1", "staleness": "arm-2"}
-DASHES = {"mismatch": "solid", "full": "dash", "staleness": "dot"}
+PAIR_COLORS = {"mismatch": "arm-0", "full": "arm-1", "staleness": "arm-2"}
+PAIR_DASHES = {"mismatch": "solid", "full": "dash", "staleness": "dot"}
 """How each pair of policies is drawn, the same in all charts."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line, band or row of bars.
-
-    `x`, `y`, `low` and `high` are names of columns; a band has `low` and `high` and no `y`.
-    """
+    """One line, set of points, row of bars, or band."""
 
     name: str
-    x: str
-    y: str = ""
-    low: str = ""
-    high: str = ""
-    color: str = "arm-0"
-    dash: str = "solid"
-    kind: str = "line"
-    """ "line", "points" (a line with its points), "dots" (points alone), "steps" or "bars"."""
+    x: Values
+    y: Values = ()
+    """Absent for a band alone."""
+    low: Values = ()
+    """Lower and upper end of a band around `y`, both or neither; of "dots", error bars."""
+    high: Values = ()
+    kind: Literal["line", "points", "dots", "steps", "bars"] = "line"
+    """ "points" are a line with its points, "dots" points alone."""
+    color: str = ""
+    """A color of `page.css`; `styled` chooses one for a series without."""
+    dash: Literal["solid", "dashdot", "dot", "dash"] = "solid"
+    symbol: str = SYMBOLS[0]
+    strong: bool = False
+    """Drawn thicker, behind the others: a line that coincides with another still shows."""
+    faint: bool = False
+    """Drawn thinner, and without its value under the pointer."""
     group: str = ""
     """What the legend's button hides together."""
-    hover: str = ".3g"
-    texts: str = ""
-    """Column of texts to show at each point instead of the value."""
+    hover: str = ".4g"
+    texts: Sequence[str] = ()
+    """What is shown of each point instead of its value."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields that are set; the name escaped, as plotly reads some markup in names."""
-        fields = {k: v for k, v in vars(self).items() if v != ""}
-        return fields | {"name": html.escape(visible(self.name), quote=False)}
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, KINDS)
+        check_choice("dash", self.dash, DASHES)
+        if (len(self.low) == 0) != (len(self.high) == 0):
+            raise BadValueError(f"series {self.name!r} has one end of a band; give low and high")
+        columns = {"x": self.x, "y": self.y, "low": self.low, "high": self.high, "texts": self.texts}
+        sizes = {name: len(v) for name, v in columns.items() if name == "x" or len(v)}
+        if len(set(sizes.values())) > 1 and len(sizes) > 1:
+            raise ShapeError(f"series {self.name!r} has points of different counts: {sizes}")
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What one figure shows; without series it says why there is nothing to see."""
+    """One pair of axes. Series without a point that can be drawn are left out."""
 
-    id: str
     title: str
     unit: str
-    meaning: str
-    series: tuple[Series, ...] = ()
-    log: bool = False
-    share: bool = False
+    """Title of the y axis, beside the chart's own."""
+    series: Sequence[Series]
+    id: str = ""
+    """Name of the chart on its page; `write_figure` numbers those without."""
+    meaning: str = ""
+    """What is drawn, and which direction is better, for a tooltip."""
     x_title: str = "step"
-    categories: str = ""
-    """Column of the texts along x; without it x is numeric."""
-    lines: tuple[tuple[float, str], ...] = ()
-    """Dashed reference lines: height and label."""
+    log_x: bool = False
+    log: bool = False
+    """Whether the y axis is logarithmic."""
+    share: bool = False
+    """Whether y is a share, drawn from 0 to 100 %."""
+    lines: Sequence[tuple[float | int, str]] = ()
+    """Horizontal reference lines: height and label."""
+    upright: Sequence[tuple[float | int, str]] = ()
+    """Vertical reference lines: place and label."""
+    y_range: tuple[float | int, float | int] | None = None
+    """Lower and upper end of the y axis; absent, what the data needs."""
+    x_ticks: Sequence[tuple[float | int, str]] = ()
+    """Places and labels of the ticks along x; absent, as the axis chooses."""
     wide: bool = False
     legend: bool = False
     """Whether the series are named below the chart: they differ from those of the other charts."""
-    layout: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        names = [s.name for s in self.series if not s.color]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise BadValueError(f"chart {self.title!r} has two series named {repeated[0]!r}")
+        heights = [*self.lines, *((end, "y_range") for end in self.y_range or ())]
+        for log, references in ((self.log, heights), (self.log_x, self.upright)):
+            for value, label in references:
+                if not math.isfinite(value) or (log and value <= 0):
+                    raise BadValueError(f"chart {self.title!r}: {label!r} has no place at {value}")
+        object.__setattr__(self, "series", tuple(s for s in self.series if self._is_drawn(s)))
+
+    def _is_drawn(self, series: Series) -> bool:
+        drawn = points(self, series)
+        return any(v is not None for v in drawn["y"] or drawn["low"])
+
+    @property
+    def if_empty(self) -> str:
+        """What stands in place of a chart without series."""
+        return "No value above 0 was recorded." if self.log else "Not recorded."
+
+    @property
+    def categories(self) -> list[str]:
+        """The texts along x, in order; empty where x is numeric."""
+        return list(dict.fromkeys(v for s in self.series for v in s.x if isinstance(v, str)))
+
+    def as_dict(self, columns: Columns) -> dict[str, Any]:
         """For the script; what stands in the page's text is not repeated."""
+        drawn = []
+        for series in sorted(self.series, key=lambda s: not s.strong):  # behind the others first
+            fields = {k: v for k, v in vars(series).items() if k not in ("x", "y", "low", "high", "texts")}
+            stored = {**points(self, series), "texts": series.texts}
+            drawn.append(
+                {k: v for k, v in fields.items() if v not in ("", False)}
+                | {"name": _escaped(series.name)}
+                | {k: columns.add(v) for k, v in stored.items() if len(v)}
+            )
         return {
             "id": self.id,
+            "x_title": _escaped(self.x_title),
             "log": self.log,
+            "log_x": self.log_x,
             "share": self.share,
-            "x_title": self.x_title,
-            "categories": self.categories,
-            "lines": [[y, html.escape(visible(label), quote=False)] for y, label in self.lines],
-            "series": [s.as_dict() for s in self.series],
-            "layout": dict(self.layout),
+            "y_range": self.y_range,
+            "categories": [_escaped(c) for c in self.categories],
+            "x_ticks": [[place, _escaped(label)] for place, label in self.x_ticks],
+            "lines": [[place, _escaped(label)] for place, label in self.lines],
+            "upright": [[place, _escaped(label)] for place, label in self.upright],
+            "series": drawn,
         }
 
 
 class Columns:
-    """Columns of numbers or texts by name, each stored once and shortened to what a chart can show."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, list[Any]] = {}
-
-    def add(self, name: str, values: Iterable[Any]) -> str:
-        """Store a column; its name if it holds anything to draw, else "".
-
-        Example:
-            >>> columns = Columns()
-            >>> columns.add("a", [0.123456789, None]), columns.add("b", [None]), columns.held
-            ('a', '', {'a': [0.12346, None]})
-        """
-        kept = [_plain(v) for v in thinned(list(values))]
-        if name in self.held or any(v is not None for v in kept):
-            self.held.setdefault(name, kept)
-            return name
-        return ""
-
-    def add_positive(self, name: str, values: Iterable[float | None]) -> str:
-        """The same for a logarithmic axis: what is not above 0 is a gap."""
-        return self.add(f"{name}+", [v if v is not None and v > 0 else None for v in values])
-
-    def used(self, charts: Iterable[Chart]) -> dict[str, list[Any]]:
-        """The columns that these charts draw."""
-        names = {n for c in charts for s in c.series for n in (s.x, s.y, s.low, s.high, s.texts)}
-        names |= {c.categories for c in charts}
-        return {name: values for name, values in self.held.items() if name in names}
-
-
-def _plain(value: Any) -> Any:
-    """What a column holds: a shortened number, or a text that plotly cannot read as markup."""
-    if isinstance(value, str):
-        return html.escape(visible(value), quote=False)
-    return rounded(value) if isinstance(value, float) else value
-
-
-def rounded(value: float) -> float | None:
-    """Five significant digits: all that a chart can show, in a third of the bytes.
+    """The columns of numbers and texts on a page, each stored once and shortened to what a chart can show.
 
     Example:
-        >>> rounded(0.00123456), rounded(math.inf)
-        (0.0012346, None)
+        >>> columns = Columns()
+        >>> columns.add([0.123456789, None]), columns.add(["a"]), columns.add([0.123456789, None]), columns.stored
+        (0, 1, 0, [[0.123457, None], ['a']])
     """
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[Any, ...], int] = {}
+
+    def add(self, values: Iterable[Any]) -> int:
+        """Store a column; its place."""
+        column = tuple(_escaped(v) if isinstance(v, str) else rounded(v) for v in thinned(list(values)))
+        return self._places.setdefault(column, len(self._places))
+
+    @property
+    def stored(self) -> list[list[Any]]:
+        """All columns by their place."""
+        return [list(column) for column in self._places]
+
+
+def chart_data(charts: Iterable[Chart], columns: Columns | None = None) -> dict[str, Any]:
+    """What a page's script needs to draw charts; those without series are left out.
+
+    Args:
+        columns: that hold something already, for other parts of the page.
+    """
+    columns = columns or Columns()
+    drawn = [chart.as_dict(columns) for chart in charts if chart.series]
+    return {"charts": drawn, "columns": columns.stored}
+
+
+def styled(charts: Sequence[Chart]) -> list[Chart]:
+    """Charts where every series has a color: series of one name have one color, dash and symbol in all of them."""
+    names = dict.fromkeys(s.name for chart in charts for s in chart.series if not s.color)
+    numbers = {name: i for i, name in enumerate(names)}
+
+    def look(series: Series) -> Series:
+        if series.color:
+            return series
+        number = numbers[series.name]
+        again = DASHES[min(number // NUM_COLORS, 2)] if series.dash == "solid" else series.dash
+        symbol = SYMBOLS[number % NUM_COLORS]
+        return replace(series, color=f"arm-{number % NUM_COLORS}", dash=again, symbol=symbol, group=series.name)
+
+    return [
+        replace(chart, id=chart.id or f"{i}", series=[look(s) for s in chart.series]) for i, chart in enumerate(charts)
+    ]
+
+
+def points(chart: Chart, series: Series) -> dict[str, list[Any]]:
+    """Columns x, y, low and high as they are drawn, with None where there is nothing to draw.
+
+    Example:
+        >>> points(Chart("", "", [], log=True), Series("a", [1, 2], [0.0, 3.0]))["y"]
+        [None, 3.0]
+    """
+    x = [_drawable(v, log=chart.log_x) for v in series.x]
+    y = [None if at is None else _drawable(v, log=chart.log) for at, v in zip(x, series.y)]
+    low, high = ([_drawable(v) for v in ends] for ends in (series.low, series.high))
+    if chart.log and low:  # a band that reaches 0 goes down to the smallest value drawn
+        smallest = min((v for v in [*low, *y] if v is not None and v > 0), default=None)
+        low = [smallest if v is not None and v <= 0 else v for v in low]
+        high = [v if v is not None and v > 0 else None for v in high]
+    whole = [None not in row for row in zip(x, low, high, y or x)]
+    return {
+        "x": x,
+        "y": y,
+        "low": [v if w else None for v, w in zip(low, whole)],
+        "high": [v if w else None for v, w in zip(high, whole)],
+    }
+
+
+def _drawable(value: Any, *, log: bool = False) -> Any:
+    """A finite number, above 0 on a logarithmic axis, or a text; None for anything else."""
+    if value is None or isinstance(value, str):
+        return value
+    return value if math.isfinite(value) and not (log and value <= 0) else None
+
+
+def _escaped(text: str) -> str:
+    """Text that plotly cannot read as markup."""
+    return html.escape(visible(text), quote=False)
+
+
+def rounded(value: Any) -> Any:
+    """Six significant digits, all that a chart can show; whole numbers, such as steps, stay as they are.
+
+    Example:
+        >>> rounded(0.00123456789), rounded(1234567.0), rounded(math.inf), rounded(None)
+        (0.00123457, 1234567.0, None, None)
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    if isinstance(value, float):
+        return value if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
+    return int(value)
 
 
 def thinned(values: list[Any], limit: int = MAX_POINTS) -> list[Any]:

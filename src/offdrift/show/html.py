@@ -1,4 +1,4 @@
-"""What every page of this package is: one HTML file that needs nothing but itself, and trusts nothing.
+"""Pages of this package: one HTML file each, that needs nothing but itself and trusts no text.
 
 Every text goes through the template's autoescape, data reaches the scripts as escaped JSON, and the
 Content-Security-Policy lets exactly the page's own scripts run (by their hash) and nothing be
@@ -25,20 +25,23 @@ from offdrift.show.sanitize import visible, visible_token
 
 _ASSETS = Path(__file__).parent / "assets"
 
+SCRIPTS = ("common.js", "charts.js", "views.js")
+"""The scripts of every page, run after plotly as one."""
+STYLES = ("page.css", "views.css")
+
 
 def render_document(
-    template: str, context: Mapping[str, Any], *, data: Mapping[str, Any], scripts: Sequence[str], styles: Sequence[str]
+    template: str, context: Mapping[str, Any], *, data: Mapping[str, Any], styles: Sequence[str] = STYLES
 ) -> str:
     """A page as text, the same for the same input.
 
     Args:
         template: file name of the jinja template.
         context: what the template shows; every text of it is escaped.
-        data: what the script reads, as JSON.
-        scripts: file names, run after plotly as one script.
+        data: what the scripts read, as JSON.
         styles: file names, one style sheet together.
     """
-    style, script = "".join(map(_own, styles)), "".join(map(_own, scripts))
+    style, script = ("".join((_ASSETS / file).read_text("utf-8") for file in files) for files in (styles, SCRIPTS))
     plotly = _plotly()
     return (
         environment()
@@ -117,10 +120,6 @@ def _shown_as_text(value: object) -> object:
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
     return visible(value)
-
-
-def _own(file: str) -> str:
-    return (_ASSETS / file).read_text("utf-8")
 
 
 @cache

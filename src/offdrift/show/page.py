@@ -23,12 +23,6 @@ def count_words(audit: Fields) -> list[str]:
     return words + ([] if files is None else [f"{files:,.0f} file{'' if files == 1 else 's'}"])
 
 
-STYLES = ("page.css", "views.css")
-
-
-SCRIPTS = ("common.js", "views.js")
-
-
 def common_context(fields: Fields) -> dict[str, Any]:
     """What the pages of an audit and of a check show alike."""
     framework = text(at(fields, "source", "framework"))

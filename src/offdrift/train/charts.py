@@ -1,19 +1,12 @@
-"""The charts of a run: from stored numbers to plotly figures, one trace an arm.
-
-A chart is plain data (the JSON that plotly.js draws). It holds no colour: a trace says which arm it
-belongs to (`meta.arm`), and the page gives every arm its colour of the light or the dark palette,
-the same in all charts.
-"""
+"""The charts of a run: metrics over its updates, one line an arm."""
 
 from __future__ import annotations
 
-import html
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from offdrift.show.figure import SYMBOLS
-from offdrift.show.sanitize import visible
+from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series
 from offdrift.train.stored import Arm
 
 SMOOTHING = 5
@@ -128,36 +121,58 @@ QUANTITIES = (
 )
 
 
-def all_charts(arms: Sequence[Arm]) -> list[dict]:
+def all_charts(arms: Sequence[Arm]) -> list[Chart]:
     """Every chart of the report, in the order of the page."""
     return [reward_chart(arms), *(line_chart(quantity, arms) for quantity in QUANTITIES)]
 
 
-def reward_chart(arms: Sequence[Arm]) -> dict:
+def reward_chart(arms: Sequence[Arm]) -> Chart:
     """Training reward, raw and smoothed, and held-out reward, for every arm."""
-    traces = []
-    for i, arm in enumerate(arms):
+    series = []
+    for look, arm in zip(_looks(arms), arms):
         updates, rewards = arm.series(REWARD.key)
         evaluated, held_out = arm.held_out()
-        if rewards:
-            traces += [
-                _line(i, arm, updates, rewards, width=1.0, opacity=0.35, hoverinfo="skip"),
-                _line(i, arm, updates, moving_mean(rewards, SMOOTHING), width=2.25),
-            ]
-        if held_out:
-            traces.append(_markers(i, arm, evaluated, held_out))
-    return _chart(REWARD, traces)
+        series += [
+            Series(arm.name, updates, rewards, faint=True, **look),
+            Series(arm.name, updates, moving_mean(rewards, SMOOTHING), **look),
+            Series(f"{arm.name}, held out", evaluated, held_out, kind="dots", **look),
+        ]
+    return _chart(REWARD, series, wide=True)
 
 
-def line_chart(quantity: Quantity, arms: Sequence[Arm]) -> dict:
+def line_chart(quantity: Quantity, arms: Sequence[Arm]) -> Chart:
     """One metric over updates, a line an arm; arms that did not record it are left out."""
-    traces = []
-    for i, arm in enumerate(arms):
-        pairs = [p for p in zip(*arm.series(quantity.key)) if p[1] > 0 or not quantity.log]
-        if pairs:
-            x, y = map(list, zip(*pairs))
-            traces.append(_line(i, arm, x, y, width=1.75, digits=quantity.digits))
-    return _chart(quantity, traces)
+    lines = [Series(a.name, *a.series(quantity.key), **look) for look, a in zip(_looks(arms), arms)]
+    return _chart(quantity, lines)
+
+
+def _looks(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Color, dash and marker of each arm, the same in all charts."""
+    return [
+        {
+            "color": f"arm-{i % NUM_COLORS}",
+            "dash": "solid" if i < NUM_COLORS else "dash",
+            "symbol": SYMBOLS[i % NUM_COLORS],
+            "group": str(i),
+        }
+        for i in range(len(arms))
+    ]
+
+
+def _chart(quantity: Quantity, series: Sequence[Series], wide: bool = False) -> Chart:
+    q, at = quantity, quantity.line_at
+    return Chart(
+        q.title,
+        q.unit,
+        [replace(s, hover=q.digits) for s in series],
+        q.id,
+        q.meaning,
+        x_title="update",
+        log=q.log,
+        share=q.share,
+        lines=() if at is None else [(at, f"{at:.0%}" if q.share else f"{at:g}")],
+        wide=wide,
+    )
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
@@ -173,70 +188,3 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     reach = window // 2
     cuts = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(cut) / len(cut) for cut in cuts]
-
-
-def _line(
-    index: int, arm: Arm, x: list[int], y: list[float], *, width: float, digits: str = ".3g", **extra: object
-) -> dict:
-    return {
-        "type": "scatter",
-        # A single point draws no line.
-        "mode": "lines" if len(x) > 1 else "markers",
-        "name": html.escape(visible(arm.name), quote=False),  # plotly reads some markup in names
-        "x": x,
-        "y": [_rounded(v) for v in y],
-        "line": {"width": width, "dash": "solid" if index < len(SYMBOLS) else "dash"},
-        "marker": {"size": 6, "symbol": SYMBOLS[index % len(SYMBOLS)]},
-        "hovertemplate": f"%{{y:{digits}}}",
-        "meta": {"arm": index},
-        **extra,
-    }
-
-
-def _markers(index: int, arm: Arm, x: list[int], y: list[float]) -> dict:
-    trace = _line(index, arm, x, y, width=0.0)
-    marker = {**trace["marker"], "size": 9, "line": {"width": 1.5}}
-    template = f"%{{y:{REWARD.digits}}} held out"
-    shown = {"mode": "markers", "marker": marker, "hovertemplate": template, "cliponaxis": False}
-    return {**trace, **shown}
-
-
-def _chart(quantity: Quantity, traces: list[dict]) -> dict:
-    layout: dict = {"yaxis": _y_axis(quantity, traces), "xaxis": _x_axis(traces)}
-    if quantity.line_at is not None:
-        across = {"xref": "paper", "x0": 0, "x1": 1, "y0": quantity.line_at, "y1": quantity.line_at}
-        layout["shapes"] = [{"type": "line", **across, "line": {"width": 1.5, "dash": "dash"}}]
-    return {
-        "id": quantity.id,
-        "title": quantity.title,
-        "unit": quantity.unit,
-        "meaning": quantity.meaning,
-        "if_empty": "No value above 0 was recorded." if quantity.log else "Not recorded.",
-        "data": traces,
-        "layout": layout,
-    }
-
-
-def _x_axis(traces: list[dict]) -> dict:
-    last = max((trace["x"][-1] for trace in traces), default=0)
-    # There is no update 1.5.
-    return {"rangemode": "tozero"} | ({"dtick": 1} if last <= 8 else {})
-
-
-def _y_axis(quantity: Quantity, traces: list[dict]) -> dict:
-    if quantity.share:
-        middle = [0.75] if quantity.line_at is None else [quantity.line_at]
-        return {"range": [0, 1.04], "tickformat": ".0%", "tickvals": [0, 0.25, 0.5, *middle, 1]}
-    if not quantity.log:
-        return {"rangemode": "tozero"}
-    values = [y for trace in traces for y in trace["y"]]
-    if not values or max(values) >= 100 * min(values):
-        return {"type": "log", "dtick": 1}
-    # Within two decades an axis that hugs its values could end up without a single tick.
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    return {"type": "log", "dtick": "D2", "range": [low, max(high, low + 1)]}
-
-
-def _rounded(value: float) -> float:
-    """Six significant digits: all that a chart can show, in a third of the bytes."""
-    return float(f"{value:.6g}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from offdrift.show.figure import SYMBOLS
+from offdrift.show.charts import SYMBOLS, chart_data
 from offdrift.show.html import render_document, write_document
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
 from offdrift.train.charts import all_charts
@@ -58,11 +58,11 @@ def render(run: Run) -> str:
         "grade_of": lambda arms: ", ".join(sorted({arm.label("grade") for arm in arms} - {""})),
     }
     data = {
-        "charts": [chart for chart in charts if chart["data"]],
+        **chart_data(charts),
         # KL, TV, log-prob and weight of every shown token.
         "samples": [[_token_numbers(s) for s in samples] for _, samples in shown],
     }
-    return render_document("page.html.j2", context, data=data, scripts=("common.js", "page.js"), styles=("page.css",))
+    return render_document("report.html.j2", context, data=data, styles=("page.css",))
 
 
 def pick_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:

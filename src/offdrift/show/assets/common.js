@@ -1,22 +1,11 @@
 "use strict";
-// What every page does: the colors of the theme, the look of a chart, and the tip. All data comes
+// What every page does: its data, the colors of its theme, and the tip. All data comes
 // from the JSON block; text is only ever set as text, never as markup.
 const page = (() => {
   const root = document.documentElement;
   const data = JSON.parse(document.getElementById("report-data").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const touch = matchMedia("(pointer: coarse)").matches;
   const color = name => getComputedStyle(root).getPropertyValue(name).trim();
-  const config = { responsive: true, displaylogo: false, displayModeBar: false, showTips: false };
-
-  const axis = () => ({ gridcolor: color("--grid"), linecolor: color("--rule"), zeroline: false, automargin: true, fixedrange: touch });
-  const look = () => ({
-    font: { family: getComputedStyle(document.body).fontFamily, size: 11, color: color("--soft") },
-    margin: { l: 44, r: 10, t: 8, b: 34 },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    showlegend: false, hovermode: "x unified", dragmode: touch ? false : "zoom",
-    hoverlabel: { bgcolor: color("--card"), bordercolor: color("--rule"), font: { color: color("--ink") }, namelength: -1 },
-  });
 
   // -- the tip: what a hint means, what a token's numbers are --------------------------------
 
@@ -80,5 +69,5 @@ const page = (() => {
 
   // Say what a token's tip reads: a function of the token's element and its index.
   const tokens = words => { describe = words; };
-  return { root, data, dark, color, config, axis, look, tokens };
+  return { root, data, dark, color, tokens };
 })();

@@ -1,104 +1,7 @@
-// Draws the charts of an audit, a check or a comparison, and lets the reader sort, filter, copy and recolor.
+// What a reader does with a page: choose what is drawn, sort, filter, copy, recolor, read a token's numbers.
 (() => {
-  const { root, data, dark, color, config } = page;
-  const columns = data.columns || {};
-  const hidden = new Set();
+  const { data } = page;
   const all = selector => [...document.querySelectorAll(selector)];
-  const column = name => columns[name] || [];
-
-  // -- charts --------------------------------------------------------------------------------
-
-  // One closed outline for every run of points without a gap.
-  const outline = series => {
-    const [x, low, high] = [series.x, series.low, series.high].map(column);
-    const outer = { x: [], y: [] };
-    for (let i = 0; i < x.length; i++) {
-      if (low[i] == null || high[i] == null) continue;
-      let j = i;
-      while (j + 1 < x.length && low[j + 1] != null && high[j + 1] != null) j++;
-      for (let k = i; k <= j; k++) { outer.x.push(x[k]); outer.y.push(high[k]); }
-      for (let k = j; k >= i; k--) { outer.x.push(x[k]); outer.y.push(low[k]); }
-      outer.x.push(null); outer.y.push(null);
-      i = j;
-    }
-    return outer;
-  };
-
-  const trace = series => {
-    const ink = color(`--${series.color}`);
-    const common = { name: series.name, visible: !hidden.has(series.group), hovertemplate: series.texts ? "%{text}" : `%{y:${series.hover}}` };
-    if (series.low) return { ...common, ...outline(series), type: "scatter", mode: "none", fill: "toself", fillcolor: `${ink}29`, hoverinfo: "skip", hovertemplate: undefined };
-    const x = column(series.x), y = column(series.y), text = series.texts ? column(series.texts) : undefined;
-    if (series.kind === "bars") return { ...common, x, y, text, textposition: "none", type: "bar", marker: { color: ink } };
-    const steps = series.kind === "steps";
-    const alone = y.filter(v => v != null).length === 1;
-    return {
-      ...common, x, y, text, type: "scatter", cliponaxis: false,
-      mode: series.kind === "dots" ? "markers" : series.kind === "points" || alone ? "lines+markers" : "lines",
-      line: { color: ink, width: steps ? 1.5 : 1.75, dash: series.dash, shape: steps ? "hv" : "linear" },
-      marker: { color: ink, size: series.kind === "dots" ? 10 : 6 },
-      ...(steps && { fill: "tozeroy", fillcolor: `${ink}22` }),
-    };
-  };
-
-  const yAxis = chart => {
-    const axis = { ...page.axis(), automargin: "left", exponentformat: "power" };
-    const values = chart.series.flatMap(s => [s.y, s.low, s.high].flatMap(name => name ? column(name) : [])).filter(v => v != null);
-    const low = Math.min(...values), high = Math.max(...values);
-    if (chart.share) return { ...axis, range: [0, Math.max(1.04, high * 1.04)], tickformat: ".0%" };
-    if (!chart.log || !values.length) return low >= 0 ? { ...axis, rangemode: "nonnegative" } : axis;
-    // What lies eight decades below the largest is rounding: it may not press the rest into a line.
-    if (high >= 1e8 * low) return { ...axis, type: "log", dtick: 1, range: [Math.log10(high) - 8, Math.log10(high) + .3] };
-    if (high >= 100 * low) return { ...axis, type: "log", dtick: 1 };
-    // Within two decades an axis that hugs its values could end up without a single tick.
-    const floor = Math.floor(Math.log10(low)), ceiling = Math.max(Math.ceil(Math.log10(high)), floor + 1);
-    return { ...axis, type: "log", dtick: "D2", range: [floor, ceiling] };
-  };
-
-  // Ticks of its own that a narrow screen has room for: every second one, the middle among them.
-  const spaced = axis => {
-    if (!axis.tickvals || innerWidth >= 640) return axis;
-    const middle = (axis.tickvals.length - 1) / 2, kept = (_, i) => (i - middle) % 2 === 0;
-    return { ...axis, tickvals: axis.tickvals.filter(kept), ticktext: axis.ticktext.filter(kept) };
-  };
-
-  const layout = chart => {
-    const y = yAxis(chart), soft = color("--soft");
-    const lines = [...chart.lines.map(([value, label]) => ({ across: value, label })), ...(chart.upright || [])];
-    const line = { width: 1.3, dash: "dash", color: soft };
-    const own = spaced(chart.layout.xaxis || {});
-    return {
-      ...page.look(),
-      margin: { l: 46, r: 12, t: 10, b: 38 },
-      xaxis: { ...page.axis(), automargin: chart.categories ? "bottom+right" : "bottom", ...(chart.categories ? { type: "category", categoryorder: "array", categoryarray: column(chart.categories) } : {}), ...own, title: { text: chart.x_title, standoff: 4, font: { size: 11 } } },
-      yaxis: y, barmode: "group", bargap: .35,
-      // A histogram's hover belongs to one bar of one series, not to all at x.
-      hovermode: chart.id === "ratios" ? "closest" : "x unified",
-      shapes: lines.map(l => l.across === undefined
-        ? { type: "line", yref: "paper", y0: 0, y1: 1, x0: l.x, x1: l.x, line: { ...line, color: color(`--${l.color}`) } }
-        : { type: "line", xref: "paper", x0: 0, x1: 1, y0: l.across, y1: l.across, line }),
-      annotations: lines.filter(l => l.across !== undefined).map(l => ({
-        text: l.label, showarrow: false, xref: "paper", x: .005, xanchor: "left", yanchor: "bottom", bgcolor: color("--card"), borderpad: 0,
-        y: y.type === "log" ? Math.log10(l.across) : l.across, font: { size: 10, color: soft },
-      })),
-    };
-  };
-
-  const charts = new Map((data.charts || []).map(chart => [chart.id, chart]));
-  const draw = id => {
-    const chart = charts.get(id);
-    return Plotly.react(`chart-${id}`, chart.series.map(trace), layout(chart), config);
-  };
-  const drawAll = () => Promise.all([...charts.keys()].map(draw));
-
-  for (const button of all(".legend button")) {
-    button.addEventListener("click", () => {
-      const group = button.dataset.group;
-      if (!hidden.delete(group)) hidden.add(group);
-      button.setAttribute("aria-pressed", String(!hidden.has(group)));
-      drawAll();
-    });
-  }
 
   // -- any metric, and any method's limits ------------------------------------------------------
 
@@ -110,24 +13,21 @@
   };
 
   choose("explore", name => {
-    const series = data.explore[name] ? [{ name, x: "step", y: data.explore[name], color: "arm-5", dash: "solid", kind: "line", group: "run", hover: ".4g" }] : [];
-    charts.set("explore", { id: "explore", series, lines: [], layout: {}, x_title: "step" });
+    charts.put("explore", { x_title: "step", series: [{ name, ...data.explore[name], color: "arm-5", dash: "solid", kind: "line", group: "run", hover: ".4g" }] });
     const about = document.getElementById("explore-meaning");
     about.dataset.tip = data.meanings[name];
     about.setAttribute("aria-label", `About this metric: ${data.meanings[name]}`);
-    if (root.dataset.drawn) draw("explore");
   });
 
   const pairColor = { mismatch: "arm-0", full: "arm-1", staleness: "arm-2" };
   choose("limits", name => {
     const limits = data.limits[name] || [];
-    charts.get("ratios").upright = limits.map(l => ({ x: l.x, color: pairColor[l.on] || "soft" }));
+    charts.put("ratios", { ...charts.get("ratios"), upright: limits.map(l => [l.x, "", pairColor[l.on] || "soft"]) });
     document.getElementById("limits-said").replaceChildren(...limits.map(l => {
       const item = document.createElement("li");
       item.textContent = `┆ ${l.on}: ${l.label}`;
       return item;
     }));
-    if (root.dataset.drawn) draw("ratios");
   });
 
   // -- tables: sort and filter ---------------------------------------------------------------
@@ -223,16 +123,22 @@
     });
   }
 
-  const said = (x, digits = 3) => x == null ? "–" : Number(x.toPrecision(digits)).toString().replace("-", "−");
-  page.tokens((token, index) => {
+  const short = (x, digits = 3) => x == null ? "–" : Number(x.toPrecision(digits)).toString().replace("-", "−");
+  const ofLog = (token, index) => {
     const heat = data.heat[Number(token.parentElement.dataset.sample)];
     const [l, logp, kl] = heat.values[index];
     const lines = [`${heat.ids ? "id" : "“"}${heat.ids ? " " : ""}${token.textContent}${heat.ids ? "" : "”"}  token ${heat.first + index + 1}`];
-    if (l != null) lines.push(`log-ratio ${said(l)} nat, ratio ${said(Math.exp(l))}${heat.on ? ` (${heat.on})` : ""}`);
-    if (logp != null) lines.push(`rollout log-prob ${said(logp)} nat, probability ${said(Math.exp(logp))}`);
-    if (kl != null) lines.push(`KL ${said(kl)} nat`);
+    if (l != null) lines.push(`log-ratio ${short(l)} nat, ratio ${short(Math.exp(l))}${heat.on ? ` (${heat.on})` : ""}`);
+    if (logp != null) lines.push(`rollout log-prob ${short(logp)} nat, probability ${short(Math.exp(logp))}`);
+    if (kl != null) lines.push(`KL ${short(kl)} nat`);
     return lines.join("\n");
-  });
+  };
+  const ofRun = (token, index) => {
+    const [arm, sample] = token.parentElement.dataset.sample.split(",").map(Number);
+    const [kl, tv, logp, weight] = data.samples[arm][sample][index];
+    return `“${token.textContent}”  token ${index + 1}\nKL ${kl} nat\nTV ${tv}\nlog-prob (rollout) ${logp} nat\nweight ${weight}`;
+  };
+  page.tokens(data.samples ? ofRun : ofLog);
 
   // -- the page ------------------------------------------------------------------------------
 
@@ -240,7 +146,4 @@
   const folded = [];
   addEventListener("beforeprint", () => { for (const d of all("details:not([open])")) { folded.push(d); d.open = true; } });
   addEventListener("afterprint", () => { while (folded.length) folded.pop().open = false; });
-
-  drawAll().then(() => { root.dataset.drawn = charts.size; });
-  dark.addEventListener("change", drawAll);
 })();
