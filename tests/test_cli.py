@@ -100,3 +100,13 @@ def test_train_interrupt_and_resume(tmp_path):
     again = offdrift("report", str(run))
     assert again.returncode == 0
     assert "Held-out reward" in again.stdout
+
+
+@pytest.mark.parametrize(("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_that_wait_leave_the_core_to_others_unless_the_user_says_otherwise(own, policy):
+    """OpenMP itself prints what it read when torch is imported after the command line began."""
+    code = "import sys; sys.argv[1:] = ['--help']\nfrom offdrift import cli\ntry: cli.main()\nexcept SystemExit: import torch"
+    kept = {k: v for k, v in environment(OMP_DISPLAY_ENV="TRUE").items() if k != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", code], env=kept | own, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr

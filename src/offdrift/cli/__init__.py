@@ -6,6 +6,7 @@ pyarrow.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 
 from rich.console import Console
@@ -22,6 +23,9 @@ for _command in ["check", "train", "watch", "audit", "compare", "report", "certi
 
 def main() -> None:
     """Run the command line; an expected error is one message and exit status 1, no traceback."""
+    # Read by OpenMP when torch is imported. A thread that spins at a barrier keeps the core from the thread
+    # that it waits for as soon as another process wants one: see benchmarks/busy.py.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(prog_name="offdrift")
         return
