@@ -17,25 +17,14 @@ from offdrift.records.batch import Logged
 ROOT = Path(__file__).parents[2]
 
 NEW_ROWS = """
-    margin: Float[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row("token", "float32", "a new float per token", column="margins", spellings=("gap",)),
+    margin: Float[Tensor, " n"] | None = _row(
+        "token", "float32", "a new float per token", column="margins", spellings=("gap",)
     )
-    expert: Int[Tensor, " n"] | None = field(
-        default=None, metadata=_row("token", "int32", "a new integer per token")
-    )
-    quality: Float[Tensor, " n"] | None = field(
-        default=None, metadata=_row("token or sequence", "float32", "a new float per either")
-    )
-    cost: Float[Tensor, " b"] | None = field(
-        default=None, metadata=_row("sequence", "float32", "a new float per sequence")
-    )
-    turns: Int[Tensor, " b"] | None = field(
-        default=None, metadata=_row("sequence", "int8", "a new integer per sequence", column="num_turns")
-    )
-    notes: tuple[str, ...] | None = field(
-        default=None, metadata=_row("sequence", "string", "a new text", column="note"), repr=False
-    )
+    expert: Int[Tensor, " n"] | None = _row("token", "int32", "a new integer per token")
+    quality: Float[Tensor, " n"] | None = _row("token or sequence", "float32", "a new float per either")
+    cost: Float[Tensor, " b"] | None = _row("sequence", "float32", "a new float per sequence")
+    turns: Int[Tensor, " b"] | None = _row("sequence", "int8", "a new integer per sequence", column="num_turns")
+    notes: tuple[str, ...] | None = _row("sequence", "string", "a new text", column="note", repr=False)
 """
 
 FOLLOW_THE_ROWS = """

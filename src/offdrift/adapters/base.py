@@ -35,7 +35,7 @@ from offdrift.stats.signature import signature
 if TYPE_CHECKING:
     from offdrift.records.batch import Logged
     from offdrift.records.recorder import Recorder
-    from offdrift.records.unpacked import Unpacked
+    from offdrift.records.batch import Unpacked
 
 PREFIX = "offdrift/"
 Gather = Callable[[Any], list[Any]]

@@ -1,26 +1,25 @@
-"""`Logged`: sequences as some training run logged them, whatever framework wrote the log.
+"""Batches of logged sequences: `Logged`, as an audit reads them, and `Unpacked`, as a training loop has them.
 
-The canonical record of an audit, on the packed layout. What a log does not hold is None, never a
-made-up number; tokens whose log-probs are missing, a placeholder or not finite were dropped by the
-reader and counted in `unscored`, their sequences stay. Every token that is left can train and is
-scored by every field that is present: sequences that lack a field are in a batch of their own.
+What a log does not hold is None, never a made-up number. Tokens whose log-probs are missing, a placeholder or not
+finite were dropped by the reader and counted in `unscored`; their sequences stay. Every token that is left can train
+and is scored by every field that is present: sequences that lack a field are in a batch of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from offdrift.errors import EvidenceError
+from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import LogProbs
-from offdrift.records.schema import FIELDS, LogValues
+from offdrift.records.schema import ARGUMENTS, FIELDS, MASK, LogValues
 from offdrift.segments import Segments
 
 
@@ -28,8 +27,8 @@ from offdrift.segments import Segments
 class Logged(LogValues):
     """A batch of logged sequences: `n` scored response tokens in `b` sequences; `n` may be 0.
 
-    Its other fields are those of `schema.LogValues`, which describes them. A sequence without any scored token has length 0 in `cu_seqlens`; `response_lengths` says how
-    long the response was.
+    Its other fields are those of `schema.LogValues`, which describes them. A sequence without any scored token has
+    length 0 in `cu_seqlens`; `response_lengths` says how long the response was.
     """
 
     cu_seqlens: Int[Tensor, " cuts"]
@@ -39,7 +38,7 @@ class Logged(LogValues):
     """Exact full-vocabulary divergences by name (`kl_rollout_current`, `tv_rollout_old`, ...)."""
     unscored: Mapping[str, Int[Tensor, " b"]] = field(default_factory=dict)
     """Of the tokens that may train, those without a usable log-prob, by "FIELD/CAUSE" (see
-    `records.readers.comparable`); a token without two of them counts in both."""
+    `records.readers.assemble`); a token without two of them counts in both."""
 
     @property
     def num_sequences(self) -> int:
@@ -89,7 +88,7 @@ class Logged(LogValues):
         return self.segments.position if self.position is None else self.position
 
     def logprobs(self) -> LogProbs:
-        """The log-probs through the library's door.
+        """The log-probs, validated and packed.
 
         Raises: `EvidenceError` if the log holds no rollout log-probs; `BadValueError` if no token is
             left, or the reader let a value through that no policy can produce.
@@ -153,3 +152,138 @@ def text_id(text: str | bytes) -> int:
     """A number that equal texts share, in every process."""
     data = text.encode("utf-8", "replace") if isinstance(text, str) else text
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+_Values: Any = make_dataclass(
+    "_Values",
+    [
+        (f.name, tuple[str, ...] | None, field(default=None, repr=False))
+        if f.is_text
+        else (f.name, Tensor | None, None)
+        for f in ARGUMENTS
+    ],
+    frozen=True,
+    kw_only=True,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unpacked(_Values):
+    """Token tensors of one shape: padded `[b, time]` with `mask`, or packed `[n]` with `cu_seqlens`.
+
+    Its other fields are those that `record` takes. Making one looks at shapes alone, so that nothing
+    waits for a device.
+
+    Raises: `ShapeError` if a field has neither the tokens' shape nor one value per sequence.
+    """
+
+    step: Shaped[Tensor, ...]
+    cu_seqlens: Shaped[Tensor, ...] | None = None
+    divergences: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape, b = self.shape, self.num_sequences
+        if (len(shape) == 2) == (self.cu_seqlens is not None) or len(shape) not in (1, 2):
+            raise ShapeError(
+                f"{self._first} has shape {shape}: give padded [sequences, time] with mask=, or "
+                "packed [tokens] with cu_seqlens="
+            )
+        if len(shape) == 2 and self.mask is None:
+            raise ShapeError("padded input needs mask= (nonzero where a token may train)")
+        tensors: list[tuple[str, Tensor, list[tuple[int, ...]]]] = []
+        for f in ARGUMENTS:
+            x = getattr(self, f.name)
+            if x is not None and f.is_text:
+                if len(x) != b:
+                    raise ShapeError(f"{f.name} has {len(x)} texts for {b} sequences")
+            elif x is not None:
+                per_token = [shape] if f.by_token else []
+                single = [()] if f.one_for_all or f.per == "token or sequence" else []
+                tensors.append((f.name, x, per_token + single + ([(b,), (b, 1)] if f.per != "token" else [])))
+        tensors += [(name, x, [shape]) for name, x in self.divergences.items()]
+        for name, x, allowed in tensors:
+            if tuple(x.shape) not in allowed:
+                raise ShapeError(
+                    f"{name} has shape {tuple(x.shape)}, expected {' or '.join(map(str, allowed))}: "
+                    f"{self._first} has shape {shape}, {b} sequences"
+                )
+
+    @property
+    def _first(self) -> str:
+        names = [f.name for f in ARGUMENTS if f.per == "token" and f is not MASK]
+        for name in names:
+            if getattr(self, name) is not None:
+                return name
+        raise ShapeError(f"nothing per token is given; give at least one of {', '.join(names)}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of every token tensor."""
+        return tuple(getattr(self, self._first).shape)
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows of padded input, cuts less one of packed input."""
+        return self.shape[0] if self.cu_seqlens is None else max(0, self.cu_seqlens.numel() - 1)
+
+    def logged(self) -> Logged:
+        """The tokens that may train, packed; on a device this waits for it.
+
+        A response reaches from its first to its last token that may train, unless
+        `response_lengths` says otherwise; a sequence without any keeps its row. NaN and infinite
+        values stay what they are: readers leave such tokens out, and count them.
+
+        Raises: `ShapeError` if `cu_seqlens` does not cut the tokens; `BadValueError` if what is counted
+            is no whole number.
+        """
+        b = self.num_sequences
+        if self.cu_seqlens is None:
+            cuts = torch.arange(b + 1) * self.shape[1]
+        else:
+            cuts = self.cu_seqlens.reshape(-1).long()
+            Segments(cuts).check()
+            if int(cuts[-1]) != self.shape[0]:
+                raise ShapeError(
+                    f"{self._first} has {self.shape[0]} tokens, cu_seqlens ends at {int(cuts[-1])}; both "
+                    "must come from the same packing"
+                )
+        position, lengths, kept = None, cuts.diff(), None
+        if self.mask is not None:
+            kept = self.mask.reshape(-1).nonzero().squeeze(-1)
+            cuts = torch.searchsorted(kept, cuts)
+            lengths = cuts.diff()
+            # A response reaches from its first kept token to its last.
+            if len(kept):
+                start = kept[cuts[:-1].clamp(max=len(kept) - 1)]
+                stop = kept[(cuts[1:] - 1).clamp(min=0)] + 1
+                lengths = torch.where(cuts.diff() > 0, stop - start, 0)
+                if not torch.equal(lengths, cuts.diff()):
+                    position = kept - torch.repeat_interleave(start, cuts.diff())
+
+        def sequences(x: Tensor) -> Tensor:
+            return x.reshape(-1).expand(b)
+
+        def tokens(x: Tensor) -> Tensor:
+            if tuple(x.shape) == self.shape:
+                return x.reshape(-1) if kept is None else x.reshape(-1)[kept]
+            return torch.repeat_interleave(sequences(x), cuts.diff())
+
+        values: dict[str, Any] = {"response_lengths": lengths}
+        for f in ARGUMENTS:
+            x = getattr(self, f.name)
+            if x is None or f is MASK:
+                continue
+            if not f.is_text:
+                x = tokens(x) if f.by_token else sequences(x)
+                fractions = x[~x.isfinite() | (x != x.trunc())] if f.is_whole and x.is_floating_point() else ()
+                if len(fractions):
+                    raise BadValueError(f"{f.name} holds {float(fractions[0]):g}; give whole numbers")
+                x = x.long() if f.is_whole else x.float()
+            values[f.name] = x
+        return Logged(
+            cu_seqlens=cuts,
+            row=torch.arange(1, b + 1),
+            position=position,
+            divergences={name: tokens(x).float() for name, x in self.divergences.items()},
+            **values,
+        )

@@ -23,10 +23,9 @@ from torch import Tensor
 from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically
 from offdrift.records.batch import Logged
-from offdrift.records.schema import FIELDS, TEXTS
+from offdrift.records.schema import FIELDS, LOG_KEY, TEXTS
 
 FORMAT = 1
-KEY = b"offdrift.log"
 GROUP_BYTES = 48 << 20
 """Decoded size of a row group: what a reader has to hold at least."""
 REPEATING = tuple(f.column for f in FIELDS if f.repeats)
@@ -46,7 +45,7 @@ def write_log(batch: Logged, path: str | os.PathLike[str], *, framework: str = "
     path = Path(path)
     columns = to_columns(batch)
     table = pa.table(columns).replace_schema_metadata(
-        {KEY: json.dumps({"format": FORMAT, "framework": framework}).encode()}
+        {LOG_KEY: json.dumps({"format": FORMAT, "framework": framework}).encode()}
     )
     rows = max(1, len(table) * GROUP_BYTES // max(table.nbytes, 1))
 

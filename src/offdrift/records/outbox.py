@@ -1,4 +1,4 @@
-"""`Outbox`: a bounded queue that a thread empties, for things that must be written but not waited for."""
+"""`Outbox`: a bounded queue of batches that one thread writes, so that training does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class _Item:
 class Outbox:
     """Items of one process on their way to the disk, with one thread that writes them.
 
-    An item leaves the queue when it is on disk or given up, so that what waits is all the memory that
-    is taken. When a write is refused (`RecordError`) and `on_error` is "raise", the thread rests until
-    somebody has been told, and then tries again.
+    An item leaves the queue when it is on disk or given up, so that the limits hold for all the memory that is
+    taken. (`queue.Queue` would count neither bytes nor what is being written.) When a write is refused
+    (`RecordError`) and `on_error` is "raise", the thread rests until a caller has received the error, and then tries
+    again.
 
     Args:
         place: where things go, for messages.
@@ -75,7 +76,7 @@ class Outbox:
         self.written = self.dropped = 0
         self._error: RecordError | None = None
         self._stuck = False
-        """The disk refused what waits, and nobody has been told yet."""
+        """The disk refused what waits, and no caller has received the error yet."""
         self._warned: set[str] = set()
         self._state: Literal["open", "closing", "closed"] = "open"
         self._thread: threading.Thread | None = None
@@ -91,13 +92,16 @@ class Outbox:
             self._ready()
             if not self._room(size) and self._when_full == "drop":
                 self.dropped += 1
-                self._warn_once("full", "the disk is slower than training: batches are dropped, and counted")  # fmt: skip
+                self._warn_once("full", "the disk is slower than training: batches are dropped, and counted")
                 return
             if not self._room(size):
                 self._warn_once("full", "the disk is slower than training: steps wait for it")
                 self._changed.wait_for(lambda: self._room(size) or self._error or self.closed)
                 self._ready()
-            self._start()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="offdrift-recorder", daemon=True)
+                thread.start()
+                self._thread = thread
             content = make()
             self._added += 1
             self._bytes += size
@@ -121,32 +125,26 @@ class Outbox:
         """
         with self._changed:
             if self._state != "closed":
-                self._finish(timeout)
+                self._state = "closing"
+                if self._stuck:  # one last try
+                    self._error, self._stuck = None, False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._waiting or self._stuck, timeout)
+            if self._state != "closed":  # by another thread, or because the writer is gone
+                if left := len(self._waiting):
+                    reason = self._error or f"{self._place} took more than {timeout} s"
+                    self._error = RecordError(f"{reason} ({left} batches are lost)")
+                    self.dropped += left
+                    self._waiting.clear()
+                self._state = "closed"
+                self._changed.notify_all()
+                if self.dropped:
+                    LOG.warning("%s: %d batches were not recorded, %d were", self._place, self.dropped, self.written)
         if self._thread is not None:
             # One that the end of the interpreter overtakes in compiled code would abort the process.
             self._thread.join(ENDS_S)
         with self._changed:
             self._raise_error()
-
-    # -- under the lock -------------------------------------------------------------------------
-
-    def _finish(self, timeout: float | int | None) -> None:
-        self._state = "closing"
-        if self._stuck:  # one last try
-            self._error, self._stuck = None, False
-        self._changed.notify_all()
-        self._changed.wait_for(lambda: not self._waiting or self._stuck, timeout)
-        if self._state == "closed":  # by another thread, or the writer is gone
-            return
-        if left := len(self._waiting):
-            reason = self._error or f"{self._place} took more than {timeout} s"
-            self._error = RecordError(f"{reason} ({left} batches are lost)")
-            self.dropped += left
-            self._waiting.clear()
-        self._state = "closed"
-        self._changed.notify_all()
-        if self.dropped:
-            LOG.warning("%s: %d batches were not recorded, %d were", self._place, self.dropped, self.written)  # fmt: skip
 
     @property
     def _oldest(self) -> float | int:
@@ -183,42 +181,38 @@ class Outbox:
         self._bytes = sum(i.bytes for i in self._waiting)
         self._changed.notify_all()
 
-    # -- the thread -----------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="offdrift-recorder", daemon=True)
-            thread.start()
-            self._thread = thread
-
     def _run(self) -> None:
+        """Writes items until the box is closed."""
         try:
-            self._empty()
+            while items := self._next():
+                prepared, good = [], []
+                for item in items:
+                    # Whatever is wrong with one item must not end the thread.
+                    try:
+                        prepared.append(self._prepare(item.content))
+                        good.append(item)
+                    except Exception as e:
+                        self._lose([item], e)
+                try:
+                    if good:
+                        self._write(prepared, good[0].kind)
+                except Exception as e:
+                    if isinstance(e, RecordError) and self._on_error == "raise":
+                        with self._changed:
+                            self._error, self._stuck = e, True
+                            self._changed.notify_all()
+                    else:
+                        self._lose(good, e)
+                else:
+                    with self._changed:
+                        self.written += len(good)
+                        self._warned.discard("error")
+                        self._remove(good)
         except BaseException as e:  # nobody may wait for a thread that is gone
             with self._changed:
                 self._state = "closed"
-                self._lost(list(self._waiting), e)
+                self._lose(list(self._waiting), e)
             raise
-
-    def _empty(self) -> None:
-        while items := self._next():
-            prepared, good = [], []
-            for item in items:
-                # Whatever is wrong with one item must not end the thread.
-                try:
-                    prepared.append(self._prepare(item.content))
-                    good.append(item)
-                except Exception as e:
-                    self._lost([item], e)
-            try:
-                if good:
-                    self._write(prepared, good[0].kind)
-            except RecordError as e:
-                self._refused(good, e)
-            except Exception as e:
-                self._lost(good, e)
-            else:
-                self._arrived(good)
 
     def _next(self) -> list[_Item]:
         """Items to be written together, when it is time; none when the box is closed."""
@@ -229,7 +223,7 @@ class Outbox:
                 self._changed.wait(None if left == NEVER else left)
             taken, size = [], 0
             for item in self._waiting:
-                if item.kind == self._waiting[0].kind and (not taken or size < self._limits.file_bytes):  # fmt: skip
+                if item.kind == self._waiting[0].kind and (not taken or size < self._limits.file_bytes):
                     taken.append(item)
                     size += item.bytes
             return taken
@@ -246,21 +240,8 @@ class Outbox:
         )
         return 0.0 if now else self._waiting[0].since + self._limits.seconds - time.monotonic()
 
-    def _arrived(self, items: Sequence[_Item]) -> None:
-        with self._changed:
-            self.written += len(items)
-            self._warned.discard("error")
-            self._remove(items)
-
-    def _refused(self, items: Sequence[_Item], error: RecordError) -> None:
-        if self._on_error == "warn":
-            return self._lost(items, error)
-        with self._changed:
-            self._error, self._stuck = error, True
-            self._changed.notify_all()
-        return None
-
-    def _lost(self, items: Sequence[_Item], error: BaseException) -> None:
+    def _lose(self, items: Sequence[_Item], error: BaseException) -> None:
+        """Give items up, and report the error."""
         message = f"{len(items)} batches are lost: {str(error) or type(error).__name__}"
         with self._changed:
             self.dropped += len(items)

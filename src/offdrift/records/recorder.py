@@ -1,4 +1,8 @@
-"""Batches on their way from a step to the disk: copied off the device, checked, joined."""
+"""`record` and `Recorder`: logs that can be audited, from any training loop, without making a step wait for a disk.
+
+A step hands over a batch, which is copied and queued. A thread of the recorder's own writes it, in the plain schema
+(`offdrift.records.log`). Files appear whole or not at all, and none is ever replaced.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,10 @@ from numpy import ndarray
 from torch import Tensor
 
 from offdrift.errors import BadValueError, RecordError, ShapeError, check_choice
-from offdrift.records.batch import Logged, text_id
+from offdrift.records.batch import Logged, Unpacked, text_id
 from offdrift.records.log import remove_stale, write_unclaimed
 from offdrift.records.outbox import LOG, Limits, OnError, Outbox, WhenFull
-from offdrift.records.schema import ARGUMENTS, BY_SEQUENCE, BY_TOKEN, FIELDS, LogField, arguments
-from offdrift.records.unpacked import Unpacked
+from offdrift.records.schema import ARGUMENTS, BY_SEQUENCE, BY_TOKEN, FIELDS, LogField, describe_arguments
 from offdrift.segments import Segments
 
 
@@ -122,12 +125,6 @@ def joined(batches: Sequence[Logged]) -> Logged:
     )
 
 
-# `Recorder`: logs that can be audited, from any training loop, without making a step wait for a disk.
-#
-# A step hands over a batch, which is copied and queued; a thread of the recorder's own writes it, in the
-# plain schema (`offdrift.records.log`). Files appear whole or not at all, and none is ever replaced.
-
-
 AT_EXIT_S = 300.0
 """How long the end of a process waits for the disk."""
 
@@ -192,7 +189,7 @@ class Recorder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            error = RecordError(f"cannot record to {self.folder}: {e.strerror}; choose a folder that can be written")  # fmt: skip
+            error = RecordError(f"cannot record to {self.folder}: {e.strerror}; choose a folder that can be written")
             if on_error == "raise":
                 raise error from e
             LOG.warning("%s", error)
@@ -245,11 +242,14 @@ class Recorder:
             raise RecordError(f"name={name!r}: letters, digits, - and _ make the name of a file")
         if isinstance(batch, Logged):
             check_shapes(batch)
-        whole = batch if self.text else _without_text(batch)
+        if not self.text:
+            ids = batch.group_ids
+            if ids is None and batch.prompts is not None:
+                ids = torch.tensor([text_id(t) for t in batch.prompts], dtype=torch.int64)
+            batch = replace(batch, prompts=None, completions=None, group_ids=ids)
         if self._rank is None:
             self._rank = rank_here()
-        kind = (name, present(whole))
-        self._own.put(lambda: on_host(whole), kind=kind, size=num_bytes(whole))
+        self._own.put(lambda: on_host(batch), kind=(name, present(batch)), size=num_bytes(batch))
 
     def flush(self, timeout: float | int | None = None) -> bool:
         """Wait until every batch so far is on disk; False if that takes longer than `timeout` seconds.
@@ -303,13 +303,6 @@ def _prepared(copied: tuple[Logged | Unpacked, Sequence[torch.cuda.Event]]) -> L
     return logged
 
 
-def _without_text(batch: Logged | Unpacked) -> Logged | Unpacked:
-    ids = batch.group_ids
-    if ids is None and batch.prompts is not None:
-        ids = torch.tensor([text_id(t) for t in batch.prompts], dtype=torch.int64)
-    return replace(batch, prompts=None, completions=None, group_ids=ids)
-
-
 _RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
@@ -322,9 +315,6 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
-
-
-# `record`: one call in any training loop, and its log can be audited.
 
 
 Values: TypeAlias = Shaped[Tensor, "..."] | Shaped[ndarray, "..."] | Sequence[Any] | float | int
@@ -369,40 +359,34 @@ def record(
         >>> log.written, log.dropped
         (1, 0)
     """
-    known = {f.name: f for f in ARGUMENTS}
+    arguments = {f.name: f for f in ARGUMENTS}
     for name in fields:
-        if name not in known:
-            close = get_close_matches(name, known, 1)
+        if name not in arguments:
+            close = get_close_matches(name, arguments, 1)
             raise TypeError(
                 f"record() takes no field {name!r}; "
                 + (f"did you mean {close[0]!r}? " if close else "")
-                + f"There are {', '.join(known)}"
+                + f"There are {', '.join(arguments)}"
             )
     batch = Unpacked(
         cu_seqlens=None if cu_seqlens is None else torch.as_tensor(cu_seqlens),
         divergences={name: torch.as_tensor(x) for name, x in (divergences or {}).items()},
-        **{name: _value(known[name], x) for name, x in {"step": step, **fields}.items()},
+        **{name: _value(arguments[name], x) for name, x in {"step": step, **fields}.items()},
     )
     recorder = folder if isinstance(folder, Recorder) else _recorder(folder)
     recorder.add(batch)
     return recorder
 
 
-def _document(function: Any) -> None:
-    """Name and describe every field in the signature and the docstring that `help` shows."""
-    own = inspect.signature(function)
-    named = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None)
-        for f in ARGUMENTS
-        if f.name not in own.parameters
-    ]
-    kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = own.replace(parameters=[*kept, *named])
-    stub = "        fields: those of `offdrift.records.schema`."
-    function.__doc__ = (function.__doc__ or "").replace(stub, arguments())
-
-
-_document(record)
+# `help` shows every field, in the signature and in the docstring.
+_signature = inspect.signature(record)
+record.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[p for p in _signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    + [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None) for f in ARGUMENTS if f.name != "step"]
+)
+record.__doc__ = (record.__doc__ or "").replace(
+    "        fields: those of `offdrift.records.schema`.", describe_arguments()
+)
 
 
 def _recorder(folder: str | os.PathLike[str]) -> Recorder:

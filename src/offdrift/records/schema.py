@@ -6,6 +6,7 @@ Parquet writer, the readers, the audit's list of fields and the table in docs/lo
 a new field is one attribute here.
 """
 
+# ruff: noqa: RUF009 (each call of `_row` makes a dataclass field of its own)
 from __future__ import annotations
 
 import textwrap
@@ -17,6 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.records.rollouts import OLD_STATUS
+
+LOG_KEY, ROLLOUTS_KEY = b"offdrift.log", b"offdrift"
+"""Keys of the headers of Parquet files: logs in the plain schema, and rollout records."""
 
 Per = Literal["token", "sequence", "token or sequence"]
 """What there is one value for. "token or sequence": a log may have either; in a batch, always per token."""
@@ -65,186 +69,140 @@ class LogField:
         return self.per != "sequence"
 
 
-def _row(per: Per, dtype: str, about: str, **more: Any) -> dict[str, Any]:
-    return {"per": per, "dtype": dtype, "about": about, **more}
+def _row(per: Per, dtype: str, about: str, *, required: bool = False, repr: bool = True, **more: Any) -> Any:
+    """A row of the table; a batch may lack what is not `required`."""
+    metadata = {"per": per, "dtype": dtype, "about": about, **more}
+    return field(metadata=metadata) if required else field(default=None, repr=repr, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogValues:
     """Values of `n` tokens in `b` sequences; what a log does not hold is None."""
 
-    step: Int[Tensor, " b"] = field(
-        metadata=_row(
-            "sequence",
-            "int64",
-            "optimizer step, or another counter that the log goes by",
-            default="`step_N` in the file's path, or 0",
-            one_for_all=True,
-            repeats=True,
-        )
+    step: Int[Tensor, " b"] = _row(
+        "sequence",
+        "int64",
+        "optimizer step, or another counter that the log goes by",
+        default="`step_N` in the file's path, or 0",
+        one_for_all=True,
+        repeats=True,
+        required=True,
     )
-    row: Int[Tensor, " b"] = field(
-        metadata=_row(
-            "sequence",
-            "int64",
-            "place of the sequence in its file: line or row number, from 1",
-            column="",
-            argument=False,
-        )
+    row: Int[Tensor, " b"] = _row(
+        "sequence",
+        "int64",
+        "place of the sequence in its file: line or row number, from 1",
+        column="",
+        argument=False,
+        required=True,
     )
-    response_lengths: Int[Tensor, " b"] = field(
-        metadata=_row(
-            "sequence",
-            "int64",
-            "tokens of the whole response, those that are masked or left out included",
-            default="from the first to the last token that trains",
-            column="response_length",
-            spellings=("response_lengths",),
-        )
+    response_lengths: Int[Tensor, " b"] = _row(
+        "sequence",
+        "int64",
+        "tokens of the whole response, those that are masked or left out included",
+        default="from the first to the last token that trains",
+        column="response_length",
+        spellings=("response_lengths",),
+        required=True,
     )
-    logp_rollout: Float[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row(
-            "token",
-            "float32",
-            "log mu: log-prob of the sampled token, nats, under the distribution that the engine drew it "
-            "from (after temperature and top-p)",
-            spellings=("rollout_log_probs", "rollout_logprobs", "inference_logprobs"),
-        ),
+    logp_rollout: Float[Tensor, " n"] | None = _row(
+        "token",
+        "float32",
+        "log mu: log-prob of the sampled token, nats, under the distribution that the engine drew it "
+        "from (after temperature and top-p)",
+        spellings=("rollout_log_probs", "rollout_logprobs", "inference_logprobs"),
     )
-    logp_old: Float[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row(
-            "token",
-            "float32",
-            "log pi_old: from the training engine before the first update on this batch",
-            spellings=("old_log_probs", "old_logprobs"),
-        ),
+    logp_old: Float[Tensor, " n"] | None = _row(
+        "token",
+        "float32",
+        "log pi_old: from the training engine before the first update on this batch",
+        spellings=("old_log_probs", "old_logprobs"),
     )
-    logp: Float[Tensor, " n"] | None = field(
-        default=None, metadata=_row("token", "float32", "log pi: of the policy being trained")
+    logp: Float[Tensor, " n"] | None = _row("token", "float32", "log pi: of the policy being trained")
+    logp_ref: Float[Tensor, " n"] | None = _row(
+        "token",
+        "float32",
+        "log-prob of the frozen reference policy",
+        spellings=("ref_log_probs", "ref_log_prob", "ref_logprobs"),
     )
-    logp_ref: Float[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row(
-            "token",
-            "float32",
-            "log-prob of the frozen reference policy",
-            spellings=("ref_log_probs", "ref_log_prob", "ref_logprobs"),
-        ),
+    advantages: Float[Tensor, " n"] | None = _row(
+        "token or sequence",
+        "float32",
+        "advantage; what has the shape of the tokens is per token",
+        spellings=("advantage",),
     )
-    advantages: Float[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row(
-            "token or sequence",
-            "float32",
-            "advantage; what has the shape of the tokens is per token",
-            spellings=("advantage",),
-        ),
+    rewards: Float[Tensor, " b"] | None = _row(
+        "sequence", "float32", "reward; an unknown one is NaN", column="reward", spellings=("rewards", "score")
     )
-    rewards: Float[Tensor, " b"] | None = field(
-        default=None,
-        metadata=_row(
-            "sequence", "float32", "reward; an unknown one is NaN", column="reward", spellings=("rewards", "score")
-        ),
+    group_ids: Int[Tensor, " b"] | None = _row(
+        "sequence",
+        "int64",
+        "number or text that responses to one prompt share within a step",
+        default="equal prompts are a group",
+        column="group_id",
+        spellings=("group_ids",),
+        text_ids=True,
     )
-    group_ids: Int[Tensor, " b"] | None = field(
-        default=None,
-        metadata=_row(
-            "sequence",
-            "int64",
-            "number or text that responses to one prompt share within a step",
-            default="equal prompts are a group",
-            column="group_id",
-            spellings=("group_ids",),
-            text_ids=True,
-        ),
+    rollout_version: Int[Tensor, " n"] | None = _row(
+        "token or sequence", "int32", "version of the weights that drew the token", repeats=True
     )
-    rollout_version: Int[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row("token or sequence", "int32", "version of the weights that drew the token", repeats=True),
+    version: Int[Tensor, " b"] | None = _row(
+        "sequence",
+        "int64",
+        "version of the weights being trained: optimizer steps taken so far",
+        one_for_all=True,
+        repeats=True,
     )
-    version: Int[Tensor, " b"] | None = field(
-        default=None,
-        metadata=_row(
-            "sequence",
-            "int64",
-            "version of the weights being trained: optimizer steps taken so far",
-            one_for_all=True,
-            repeats=True,
-        ),
+    position: Int[Tensor, " n"] | None = _row(
+        "token",
+        "int32",
+        "place of the token in its response, from 0",
+        default="the lists leave no token out",
+        argument=False,
     )
-    position: Int[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row(
-            "token",
-            "int32",
-            "place of the token in its response, from 0",
-            default="the lists leave no token out",
-            argument=False,
-        ),
+    entropy: Float[Tensor, " n"] | None = _row(
+        "token", "float32", "entropy of the policy being trained, nats", spellings=("entropies",)
     )
-    entropy: Float[Tensor, " n"] | None = field(
-        default=None,
-        metadata=_row("token", "float32", "entropy of the policy being trained, nats", spellings=("entropies",)),
+    tokens: Int[Tensor, " n"] | None = _row("token", "int32", "token ids", spellings=("response_ids", "completion_ids"))
+    old_status: Int[Tensor, " b"] | None = _row(
+        "sequence",
+        "int8",
+        "how `logp_old` was come by, the worst of the sequence's tokens: 0 `exact` (the training engine "
+        "at the weights that sampled), 1 `stale` (at others), 2 `approximated`, 3 `missing` (the "
+        "rollout's own stand in)",
+        words={status: code for code, status in enumerate(OLD_STATUS)},
+        other_word=-1,
     )
-    tokens: Int[Tensor, " n"] | None = field(
-        default=None, metadata=_row("token", "int32", "token ids", spellings=("response_ids", "completion_ids"))
+    truncated: Int[Tensor, " b"] | None = _row(
+        "sequence",
+        "int8",
+        "1, or the finish reason `length`, where the response hit its length limit",
+        words={"length": 1, "truncated": 1},
     )
-    old_status: Int[Tensor, " b"] | None = field(
-        default=None,
-        metadata=_row(
-            "sequence",
-            "int8",
-            "how `logp_old` was come by, the worst of the sequence's tokens: 0 `exact` (the training engine "
-            "at the weights that sampled), 1 `stale` (at others), 2 `approximated`, 3 `missing` (the "
-            "rollout's own stand in)",
-            words={status: code for code, status in enumerate(OLD_STATUS)},
-            other_word=-1,
-        ),
-    )
-    truncated: Int[Tensor, " b"] | None = field(
-        default=None,
-        metadata=_row(
-            "sequence",
-            "int8",
-            "1, or the finish reason `length`, where the response hit its length limit",
-            words={"length": 1, "truncated": 1},
-        ),
-    )
-    prompts: tuple[str, ...] | None = field(
-        default=None,
-        metadata=_row(
-            "sequence",
-            "string",
-            "text of the prompt, or a list of chat messages in a file",
-            column="prompt",
-            spellings=("input",),
-            repeats=True,
-        ),
+    prompts: tuple[str, ...] | None = _row(
+        "sequence",
+        "string",
+        "text of the prompt, or a list of chat messages in a file",
+        column="prompt",
+        spellings=("input",),
+        repeats=True,
         repr=False,
     )
-    completions: tuple[str, ...] | None = field(
-        default=None,
-        metadata=_row(
-            "sequence",
-            "string",
-            "text of the response, or a list of chat messages in a file",
-            column="completion",
-            spellings=("response", "output"),
-        ),
+    completions: tuple[str, ...] | None = _row(
+        "sequence",
+        "string",
+        "text of the response, or a list of chat messages in a file",
+        column="completion",
+        spellings=("response", "output"),
         repr=False,
     )
-    trainable: Int[Tensor, " b"] | None = field(
-        default=None,
-        metadata=_row(
-            "sequence",
-            "int64",
-            "tokens of the response that may train, scored or not",
-            default="those of the batch",
-            column="",
-            argument=False,
-        ),
+    trainable: Int[Tensor, " b"] | None = _row(
+        "sequence",
+        "int64",
+        "tokens of the response that may train, scored or not",
+        default="those of the batch",
+        column="",
+        argument=False,
     )
 
 
@@ -296,7 +254,7 @@ EITHER = tuple(c for c, f in COLUMNS.items() if f.per == "token or sequence")
 TEXTS = tuple(c for c, f in COLUMNS.items() if f.is_text)
 
 
-def arguments() -> str:
+def describe_arguments() -> str:
     """The fields that `record` takes, one paragraph each, as its docstring shows them."""
     described = (
         f"{f.name}: per {f.per}: {f.about}."

@@ -1,10 +1,13 @@
 """Rollouts on disk: one Parquet file per batch, written whole or not at all, read without copies.
 
-One row per sequence; token-valued columns are Arrow lists, whose flat value buffer *is* the packed
-stream and whose offsets *are* `cu_seqlens`. Provenance and format version travel in the schema's
-metadata as JSON. Hidden states are fixed-size lists in the engine's own dtype; the head they belong
-to stands in `heads/` beside the batches, once, and the header names it by its content. Nothing is
-unpickled and nothing is evaluated: a file from elsewhere is data.
+One row per sequence; token-valued columns are Arrow lists, whose flat value buffer *is* the packed stream and whose
+offsets *are* `cu_seqlens`. Provenance and format version are in the schema's metadata as JSON. Hidden states are
+fixed-size lists in the engine's own dtype. Nothing is unpickled and nothing is evaluated.
+
+The output head that hidden states belong to is `vocab x hidden` numbers, far more than the states of a batch, and
+often the same for many batches (drawn between two synchronizations, or with the head frozen). So it has a file of
+its own in `heads/` beside the batches, named by the SHA-256 of its bytes: equal heads are one file, and a file whose
+content is not what its name says is refused.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,15 +31,14 @@ from torch import Tensor
 
 from offdrift.divergence.head import Head
 from offdrift.errors import RecordError
-from offdrift.records.atomic import write_atomically as write_atomically
+from offdrift.records.atomic import write_atomically
 from offdrift.records.rollouts import Evidence, FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
+from offdrift.records.schema import ROLLOUTS_KEY
 
 FORMAT = 2
 READABLE = (1, FORMAT)
 """Format 2 adds hidden states; whatever else a file of format 1 holds is the same."""
-KEY = b"offdrift"
-
-Found = TypeVar("Found")
+KEY = ROLLOUTS_KEY
 
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
 """Per response token. `prompt_tokens` is cut by its own lengths; evidence is `width` per token."""
@@ -53,7 +56,39 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
         if the hidden states have a dtype that no engine computes in.
     """
     path = Path(path)
-    table = _to_table(rollouts, path)
+    offsets, evidence = rollouts.cu_seqlens, rollouts.evidence
+    columns: dict[str, pa.Array] = {
+        name: _list(getattr(rollouts, name), offsets, kind) for name, kind in TOKEN_COLUMNS.items()
+    }
+    columns["prompt_tokens"] = _list(rollouts.prompt_tokens, rollouts.prompt_cu_seqlens, pa.int32())
+    columns["group_id"] = pa.array(rollouts.group_ids.numpy(), pa.int64())
+    columns["finish"] = pa.array(rollouts.finish, pa.string())
+    if rollouts.rewards is not None:
+        columns["reward"] = pa.array(rollouts.rewards.numpy(), pa.float32())
+    for name, texts in (("prompt", rollouts.prompts), ("completion", rollouts.completions)):
+        if texts is not None:
+            # Model output may hold lone surrogates, which no Parquet string can.
+            columns[name] = pa.array([t.encode("utf-8", "replace").decode() for t in texts], pa.string())
+    stated: dict[str, Any] = {"kind": type(evidence).__name__, "width": 0}
+    if isinstance(evidence, FullVocab | TopK):
+        stated["width"] = width = evidence.logp.shape[1]
+        columns["evidence_logp"] = _list(evidence.logp, offsets * width, pa.float32())
+    if isinstance(evidence, TopK):
+        columns["evidence_ids"] = _list(evidence.ids, offsets * stated["width"], pa.int32())
+    elif isinstance(evidence, HiddenStates):
+        states = evidence.states
+        if states.dtype not in STATES:
+            raise RecordError(
+                f"cannot write {path}: hidden states of dtype {states.dtype}; the format knows "
+                f"{', '.join(str(d).removeprefix('torch.') for d in STATES)}"
+            )
+        flat = pa.array(states.reshape(-1).view(STATES[states.dtype]).numpy())
+        stated["width"] = states.shape[1]
+        columns["evidence_states"] = _cut(pa.FixedSizeListArray.from_arrays(flat, states.shape[1]), offsets)
+        stated["dtype"] = str(states.dtype).removeprefix("torch.")
+        stated["head"] = write_head(evidence.head, path.parent)
+    header = {"format": FORMAT, "provenance": asdict(rollouts.provenance), "evidence": stated}
+    table = pa.table(columns).replace_schema_metadata({KEY: json.dumps(header).encode()})
     # Zstandard at level 1 halves token columns; log-probs hardly compress, whatever the level.
     write_atomically(
         path, lambda tmp: pq.write_table(table, tmp, compression="zstd", compression_level=1, write_page_checksum=True)
@@ -68,7 +103,32 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
         not one of ours.
     """
     path = Path(path)
-    return _understood(path, None, lambda table, header: _from_table(table.combine_chunks(), header, path))
+    with _table(path) as (table, header):
+        table = table.combine_chunks()
+        prompts, completions = (
+            tuple(table.column(name).to_pylist()) if name in table.column_names else None
+            for name in ("prompt", "completion")
+        )
+        tokens, cu_seqlens = _stream(table, "tokens")
+        for name in TOKEN_COLUMNS:
+            if not torch.equal(_stream(table, name)[1], cu_seqlens):
+                raise ValueError(f"{name} and tokens have different lengths")
+        prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
+        return Rollouts(
+            tokens=tokens,
+            logp_rollout=_stream(table, "logp_rollout")[0],
+            cu_seqlens=cu_seqlens,
+            rollout_version=_stream(table, "rollout_version")[0],
+            prompt_tokens=prompt_tokens,
+            prompt_cu_seqlens=prompt_cu_seqlens,
+            group_ids=_tensor(table.column("group_id").chunk(0)) if len(table) else torch.zeros(0).long(),
+            finish=tuple(table.column("finish").to_pylist()),
+            provenance=_provenance(header),
+            evidence=_evidence(table, header["evidence"], path),
+            rewards=_tensor(table.column("reward").chunk(0)) if "reward" in table.column_names else None,
+            prompts=prompts,
+            completions=completions,
+        )
 
 
 def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
@@ -76,18 +136,15 @@ def read_drawn_by(path: str | os.PathLike[str]) -> tuple[Provenance, list[int]]:
 
     Raises: `RecordError` naming the file if it is missing, corrupt, or not one of ours.
     """
-    path = Path(path)
-
-    def drawn_by(table: pa.Table, header: dict[str, Any]) -> tuple[Provenance, list[int]]:
+    with _table(Path(path), ["rollout_version"]) as (table, header):
         chunks = table.column("rollout_version").chunks
         versions = {v for chunk in chunks for v in chunk.flatten().unique().to_pylist()}
         return _provenance(header), sorted(versions)
 
-    return _understood(path, ["rollout_version"], drawn_by)
 
-
-def _understood(path: Path, columns: list[str] | None, as_what: Callable[[pa.Table, dict[str, Any]], Found]) -> Found:
-    """A file as something, or a `RecordError` that says what is wrong with it."""
+@contextmanager
+def _table(path: Path, columns: list[str] | None = None) -> Iterator[tuple[pa.Table, dict[str, Any]]]:
+    """A file's columns and header; a `RecordError` where the file or what is made of it is wrong."""
     try:
         whole = pq.read_schema(path)
         wanted = columns if columns and set(columns) <= set(whole.names) else None
@@ -97,99 +154,29 @@ def _understood(path: Path, columns: list[str] | None, as_what: Callable[[pa.Tab
             f"cannot read {path}: {e}; the file is corrupt or incomplete. Delete it and draw the "
             "batch again, or restore it from a copy"
         ) from e
+    metadata = table.schema.metadata or {}
+    if KEY not in metadata:
+        raise RecordError(f"{path} is a Parquet file, but not of this library (columns {table.column_names[:8]})")
     try:
-        return as_what(table, _header(table, path))
+        header = json.loads(metadata[KEY])
+        if header.get("format") not in READABLE:
+            raise RecordError(
+                f"{path} has record format {header.get('format')}, this version reads "
+                f"{' and '.join(map(str, READABLE))}"
+            )
+        yield table, header
     except RecordError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, pa.ArrowException) as e:
         raise RecordError(f"{path} does not hold what its header says: {e!r}") from e
 
 
-def _to_table(r: Rollouts, path: Path) -> pa.Table:
-    offsets, prompt_offsets = r.cu_seqlens, r.prompt_cu_seqlens
-    columns: dict[str, pa.Array] = {
-        name: _list(getattr(r, name), offsets, kind) for name, kind in TOKEN_COLUMNS.items()
-    }
-    columns["prompt_tokens"] = _list(r.prompt_tokens, prompt_offsets, pa.int32())
-    columns["group_id"] = pa.array(r.group_ids.numpy(), pa.int64())
-    columns["finish"] = pa.array(r.finish, pa.string())
-    if r.rewards is not None:
-        columns["reward"] = pa.array(r.rewards.numpy(), pa.float32())
-    for name, texts in (("prompt", r.prompts), ("completion", r.completions)):
-        if texts is not None:
-            columns[name] = pa.array([_clean(t) for t in texts], pa.string())
-    stated: dict[str, Any] = {"kind": type(r.evidence).__name__, "width": 0}
-    if isinstance(r.evidence, FullVocab | TopK):
-        stated["width"] = width = r.evidence.logp.shape[1]
-        columns["evidence_logp"] = _list(r.evidence.logp, offsets * width, pa.float32())
-    if isinstance(r.evidence, TopK):
-        columns["evidence_ids"] = _list(r.evidence.ids, offsets * stated["width"], pa.int32())
-    elif isinstance(r.evidence, HiddenStates):
-        columns["evidence_states"] = _states(r.evidence.states, offsets, path)
-        stated["width"] = r.evidence.states.shape[1]
-        stated["dtype"] = str(r.evidence.states.dtype).removeprefix("torch.")
-        stated["head"] = write_head(r.evidence.head, path.parent)
-    header = {"format": FORMAT, "provenance": asdict(r.provenance), "evidence": stated}
-    table = pa.table(columns)
-    return table.replace_schema_metadata({KEY: json.dumps(header).encode()})
-
-
 def _list(values: Tensor, offsets: Tensor, kind: pa.DataType) -> pa.Array:
     return _cut(pa.array(values.reshape(-1).numpy()).cast(kind), offsets)
 
 
-def _states(states: Tensor, offsets: Tensor, path: Path) -> pa.Array:
-    if states.dtype not in STATES:
-        raise RecordError(
-            f"cannot write {path}: hidden states of dtype {states.dtype}; the format knows "
-            f"{', '.join(str(d).removeprefix('torch.') for d in STATES)}"
-        )
-    flat = pa.array(states.reshape(-1).view(STATES[states.dtype]).numpy())
-    return _cut(pa.FixedSizeListArray.from_arrays(flat, states.shape[1]), offsets)
-
-
 def _cut(values: pa.Array, offsets: Tensor) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(offsets.to(torch.int64).numpy()), values)
-
-
-def _clean(text: str) -> str:
-    """Model output may hold lone surrogates, which no Parquet string can."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _header(table: pa.Table, path: Path) -> dict[str, Any]:
-    metadata = table.schema.metadata or {}
-    if KEY not in metadata:
-        raise RecordError(f"{path} is a Parquet file, but not of this library (columns {table.column_names[:8]})")
-    header = json.loads(metadata[KEY])
-    if header.get("format") not in READABLE:
-        raise RecordError(
-            f"{path} has record format {header.get('format')}, this version reads {' and '.join(map(str, READABLE))}"
-        )
-    return header
-
-
-def _from_table(table: pa.Table, header: dict[str, Any], path: Path) -> Rollouts:
-    tokens, cu_seqlens = _stream(table, "tokens")
-    for name in TOKEN_COLUMNS:
-        if not torch.equal(_stream(table, name)[1], cu_seqlens):
-            raise ValueError(f"{name} and tokens have different lengths")
-    prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
-    return Rollouts(
-        tokens=tokens,
-        logp_rollout=_stream(table, "logp_rollout")[0],
-        cu_seqlens=cu_seqlens,
-        rollout_version=_stream(table, "rollout_version")[0],
-        prompt_tokens=prompt_tokens,
-        prompt_cu_seqlens=prompt_cu_seqlens,
-        group_ids=_tensor(table.column("group_id").chunk(0)) if len(table) else torch.zeros(0).long(),
-        finish=tuple(table.column("finish").to_pylist()),
-        provenance=_provenance(header),
-        evidence=_evidence(table, header["evidence"], path),
-        rewards=_tensor(table.column("reward").chunk(0)) if "reward" in table.column_names else None,
-        prompts=_texts(table, "prompt"),
-        completions=_texts(table, "completion"),
-    )
 
 
 def _provenance(header: dict[str, Any]) -> Provenance:
@@ -239,17 +226,6 @@ def _stream(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:
 def _tensor(array: pa.Array) -> Tensor:
     """A null-free Arrow array as a tensor on the same memory (never written to in place)."""
     return torch.from_dlpack(array)
-
-
-def _texts(table: pa.Table, name: str) -> tuple[str, ...] | None:
-    return tuple(table.column(name).to_pylist()) if name in table.column_names else None
-
-
-# Output heads beside the batches that refer to them: one file per content, whoever wrote it.
-#
-# A head is `vocab x hidden` numbers, far more than the states of a batch, and often the same for many
-# batches (drawn between two synchronizations, or with the head frozen). So a file is named by the
-# SHA-256 of its bytes: equal heads are one file, and a file that is not what its name says is refused.
 
 
 FOLDER = "heads"

@@ -45,7 +45,7 @@ from offdrift.segments import Segments
 
 if TYPE_CHECKING:
     from offdrift.records.recorder import Recorder
-    from offdrift.records.unpacked import Unpacked
+    from offdrift.records.batch import Unpacked
 
 CONTEXT_PARALLEL = {
     "slime": "slime.backends.megatron_utils.cp_utils",
@@ -293,7 +293,7 @@ def record(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
 
 def unpacked(args: Any, rollout_id: int, data: Mapping[str, Any]) -> Unpacked:
     """slime's rollout data of one process, response tokens end to end."""
-    from offdrift.records.unpacked import Unpacked
+    from offdrift.records.batch import Unpacked
 
     lengths = torch.as_tensor(data["response_lengths"])
 

@@ -21,7 +21,7 @@ from offdrift.batch_info import BatchInfo
 from offdrift.correction import Corrected
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, at_least_float32
-from offdrift.records.unpacked import Unpacked
+from offdrift.records.batch import Unpacked
 from offdrift.segments import Segments
 
 Inputs = Mapping[str, Any]

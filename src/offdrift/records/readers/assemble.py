@@ -1,20 +1,222 @@
-"""Columns of a log to `Logged`: rows that do not fit are named, those that lack a field stand apart."""
+"""Columns of a log as `Logged` batches of the tokens that can be compared.
+
+Logs hold numbers where there was nothing to log. Each such token has a cause, by which it is counted:
+
+    missing      null or NaN
+    absent       the row has no such list
+    infinite     an infinity
+    placeholder  `UNSCORED_BELOW` nats or less under the rollout policy, as in the library itself;
+                 `LOWEST` or less under the others
+    positive     above 0, which no log-prob is (+1.0 marks padding in some frameworks)
+    probability  a column whose values lie between 0 and 1: probabilities, no logarithms
+    negated      a column of positive values beyond 1: log-probs with the sign changed
+    zero         exactly 0 where another policy finds the token unlikely: filled in
+
+A token that a policy does not score is left out of every comparison, and its sequence stays. A row
+that a policy does not score at all keeps its tokens for the policies that do. Fields beside these
+log-probs cost no tokens: a row that they do not cover completely has none of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from offdrift.logprobs import POSITIVE_SLACK, UNSCORED_BELOW
 from offdrift.records.batch import Logged, text_id
-from offdrift.records.readers.columns import Columns, Lists, cumulative
-from offdrift.records.readers.comparable import examined, response_positions
-from offdrift.records.readers.types import BadRow
-from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, COLUMNS, DIVERGENCES, EITHER, POLICIES
+from offdrift.records.readers.columns import Columns, Lists, Numbers, cumulative
+from offdrift.records.readers.files import BadRow
+from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, COLUMNS, DIVERGENCES, EITHER, LOGPS, POLICIES
+
+LOWEST = -9999.0
+"""What is written for minus infinity; a policy that did not draw the token may find it unlikely."""
+
+ZEROS = 8
+"""Exact zeros from which on they are no coincidence: one token can be certain."""
+UNLIKELY = -0.5
+"""Nats: a token that another policy gives less is not certain, up to rare errors of an engine."""
+NEARLY = -1e-3
+"""Nats above which a token is nearly certain."""
+ODD_SHARE = 0.05
+"""Share of a policy's exact zeros that another finds unlikely, from which they were filled in."""
+ODD_TIMES = 4.0
+"""How many times the same share of nearly certain tokens that must be: policies that really disagree
+do so about both kinds of token, and a column that was filled in has its zeros from nowhere."""
+
+Tokens = Bool[Tensor, " n"]
+Rows = Bool[Tensor, " b"]
+Count = Callable[[Tokens], Int[Tensor, " b"]]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What can be compared in some rows, and what cannot."""
+
+    keep: Tokens | None
+    """Tokens that may train and that every policy of their row scores; None: all."""
+    trainable: Int[Tensor, " b"]
+    """Tokens of each row that may train."""
+    unscored: Mapping[str, Int[Tensor, " b"]]
+    """Of these, tokens that a policy does not score, by "FIELD/CAUSE"; a token that two policies do
+    not score counts in both."""
+    lacks: Mapping[str, Rows]
+    """Rows without a field that others have."""
+
+
+def examined(lists: Mapping[str, Lists], numbers: Mapping[str, Numbers], cuts: Int[Tensor, " cuts"]) -> Examined:
+    """What can be compared.
+
+    Args:
+        lists: fields per token, of equal lengths, `mask` among them if the log has one; rows that
+            are `absent` hold anything.
+        numbers: fields per row that some rows may lack.
+        cuts: where rows begin and end.
+    """
+    lengths = cuts.diff()
+
+    def count(tokens: Tokens) -> Int[Tensor, " b"]:
+        return torch.cat([cuts.new_zeros(1), tokens.cumsum(0)])[cuts].diff()
+
+    def spread(rows: Rows) -> Tokens:
+        return torch.repeat_interleave(rows, lengths)
+
+    trains = None
+    if (mask := lists.get("mask")) is not None:
+        trains = mask.values != 0 if mask.missing is None else (mask.values != 0) | mask.missing
+        trains = None if bool(trains.all()) else trains
+    trainable = lengths if trains is None else count(trains)
+    holes = _holes(lists, trains, spread)
+
+    # A row lacks a policy that scores none of its tokens, where two others do.
+    scored = {name: torch.full_like(trainable, name in lists, dtype=torch.bool) for name in POLICIES}
+    for name in POLICIES:
+        if causes := holes.get(name):
+            scored[name] = (count(torch.stack([*causes.values()]).any(0)) < trainable) | (trainable == 0)
+    compared = torch.stack([*scored.values()]).sum(0) >= 2
+    lacks = {name: compared & ~scored[name] for name in POLICIES if name in holes}
+    lacks = {name: rows for name, rows in lacks.items() if bool(rows.any())}
+
+    keep, unscored = trains, {}
+    for name, causes in holes.items():
+        covered = ~spread(lacks[name]) if name in lacks else None
+        for cause, hole in causes.items():
+            dropped = hole if covered is None else hole & covered
+            keep = ~dropped if keep is None else keep & ~dropped
+            # A policy that other rows have and these do not is no damage where two others are left.
+            hole = dropped if cause == "absent" else hole
+            if bool((n := count(hole)).any()):
+                unscored[f"{name}/{cause}"] = n
+
+    # A row lacks any other field that does not cover all of its tokens.
+    for name, x in lists.items():
+        if name in (*POLICIES, "mask", "position"):
+            continue
+        hole, rows = x.missing, x.absent
+        if name in LOGPS:
+            causes = [*_unusable(name, x.values, keep).values()]
+            hole = torch.stack(causes).any(0) if causes else None
+        elif x.values.dtype.is_floating_point and len(x.values):
+            low, high = (abs(float(v)) for v in torch.aminmax(x.values))
+            hole = None if low < float("inf") and high < float("inf") else ~x.values.isfinite()
+        if hole is not None:
+            partial = count(hole if keep is None else hole & keep) > 0
+            rows = partial if rows is None else rows | partial
+        if rows is not None and bool(rows.any()):
+            lacks[name] = rows
+    lacks |= {name: gone for name, x in numbers.items() if bool((gone := x.missing()).any())}
+    return Examined(keep, trainable, unscored, lacks)
+
+
+def _holes(
+    lists: Mapping[str, Lists], trains: Tokens | None, spread: Callable[[Rows], Tokens]
+) -> dict[str, dict[str, Tokens]]:
+    """By policy and cause, tokens that may train and that it does not score; one cause per token."""
+    zero = _filled_in({name: lists[name] for name in LOGPS if name in lists}, trains)
+    holes: dict[str, dict[str, Tokens]] = {}
+    for name, x in lists.items():
+        causes: dict[str, Tokens] = {}
+        if name == "mask" and x.missing is not None:
+            causes = {"missing": x.missing}
+        elif name in POLICIES:
+            absent = {} if x.absent is None else {"absent": spread(x.absent)}
+            filled = {"zero": zero[name]} if name in zero else {}
+            causes = {**absent, **_unusable(name, x.values, trains), **filled}
+        free = trains
+        for cause, hole in causes.items():
+            tokens = hole if free is None else hole & free
+            free = ~hole if free is None else free & ~hole
+            if bool(tokens.any()):
+                holes.setdefault(name, {})[cause] = tokens
+    return holes
+
+
+def _unusable(name: str, values: Tensor, trains: Tokens | None) -> dict[str, Tokens]:
+    """Values that are no log-probs, by cause; nothing if there are none, which one pass tells."""
+    if len(values) == 0:
+        return {}
+    low, high = (float(v) for v in torch.aminmax(values))
+    least = _least(name)
+    # NaN fails every comparison.
+    if low > least and high <= POSITIVE_SLACK:
+        return {}
+    causes = {"missing": values.isnan(), "infinite": values.isinf()}
+    there = values.isfinite() if trains is None else values.isfinite() & trains
+    positive = there & (values > POSITIVE_SLACK)
+    if 2 * int(positive.count_nonzero()) > int(there.count_nonzero()):
+        own = values[there]
+        if float(own.min()) >= 0:
+            return causes | {"probability" if float(own.max()) <= 1 else "negated": there}
+    return causes | {"placeholder": values <= least, "positive": values > POSITIVE_SLACK}
+
+
+def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, Tokens]:
+    """Exact zeros that were filled in: where another policy finds too many of them unlikely.
+
+    A token can be certain, and greedy ones are; the other policies then call it likely as well.
+    """
+    compared = {name: x for name, x in logps.items() if name in POLICIES}
+    compared = compared if len(compared) > 1 else logps
+    filled = {}
+    for name, x in compared.items() if len(compared) > 1 else ():
+        zero = x.values == 0 if trains is None else (x.values == 0) & trains
+        if int(zero.count_nonzero()) < ZEROS:
+            continue
+        others = [
+            y.values.where((y.values > _least(other)) & (y.values <= POSITIVE_SLACK), 0.0)  # 0 where there is none
+            for other, y in compared.items()
+            if other != name
+        ]
+        lowest = torch.stack(others).amin(0)
+        odd = zero & (lowest < UNLIKELY)
+        # Rows of zeros alone, to which another policy gives less than 1/e.
+        alone = (x.lengths >= ZEROS) & (x.per_row(zero) == x.lengths)
+        rows = alone & (x.per_row(lowest.double()) < -1.0)
+        if int(odd.count_nonzero()) >= ZEROS:
+            nearly = (x.values > NEARLY) & (x.values < 0)
+            disputed = _share(nearly & (lowest < UNLIKELY), nearly)
+            if _share(odd, zero) >= max(ODD_SHARE, ODD_TIMES * disputed):
+                rows = rows | (x.per_row(odd) > 0)
+        if bool(rows.any()):
+            filled[name] = zero & torch.repeat_interleave(rows, x.lengths)
+    return filled
+
+
+def _least(name: str) -> float:
+    return UNSCORED_BELOW if name == "logp_rollout" else LOWEST
+
+
+def _share(part: Tokens, whole: Tokens) -> float:
+    """0 of fewer than `ZEROS`, of which a share says nothing."""
+    n = int(whole.count_nonzero())
+    return int(part.count_nonzero()) / n if n >= ZEROS else 0.0
+
+
+# Columns of a log as batches: rows that do not fit are named, those that lack a field stand apart.
 
 PATTERNS = 8
 """Sets of fields that rows are told apart by; of more, the field that most rows lack is left out."""
@@ -39,11 +241,16 @@ def assemble(columns: Columns, *, file: str, step: int | None = None) -> tuple[t
     """
     lists = {n: x for n, x in columns.lists.items() if x.absent is None or not x.absent.all()}
     columns, bad = _usable(replace(columns, lists=lists), file, step)
-    return (_logged(columns, step) if len(columns.row) else ()), bad
+    if len(columns.row) == 0:
+        return (), bad
+    batch, lacks = _logged(columns, step)
+    return tuple(_apart(batch, lacks)), bad
 
 
 def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tuple[BadRow, ...]]:
+    """Rows whose lists are of one length and that have a step, if the log has steps; and the others."""
     wrong = torch.zeros(len(columns.row), dtype=torch.bool)
+    stepless = torch.zeros_like(wrong)
     listed = columns.lists
     if listed:
         longest = torch.stack([x.lengths for x in listed.values()]).amax(0)
@@ -52,39 +259,27 @@ def _usable(columns: Columns, file: str, step: int | None) -> tuple[Columns, tup
             wrong |= differs if x.absent is None else differs & ~x.absent
         if all(x.absent is not None for x in listed.values()):
             nothing = torch.stack([x.absent for x in listed.values() if x.absent is not None]).all(0)
-            wrong |= nothing & ~_empty(columns)
-    stepless = torch.zeros_like(wrong)
+            length = columns.numbers.get("response_length")
+            # A row may say that its response has no token.
+            wrong |= nothing if length is None else nothing & (length.missing() | (length.values != 0))
     if step is None and "step" in columns.numbers:
         stepless = columns.numbers["step"].missing()
-        if bool(stepless.all()):
-            stepless = torch.zeros_like(wrong)
-    bad = tuple(
-        BadRow(file, int(columns.row[i]), _reason(listed, i, bool(wrong[i])))
-        for i in (wrong | stepless).nonzero().squeeze(-1).tolist()
-    )
-    return (columns.rows(~(wrong | stepless)), bad) if bad else (columns, bad)
+        stepless = stepless & ~stepless.all()
+    bad = []
+    for i in (wrong | stepless).nonzero().squeeze(-1).tolist():
+        lengths = {n: int(x.lengths[i]) for n, x in listed.items() if x.absent is None or not bool(x.absent[i])}
+        described = ", ".join(f"{name} {n}" for name, n in lengths.items())
+        reason = f"lists of unequal length ({described}); all lists of a row describe its response tokens"
+        if not wrong[i]:
+            reason = "the row has no step, though the log has a column for it"
+        elif not lengths:
+            reason = f"none of {', '.join(listed)} is there"
+        bad.append(BadRow(file, int(columns.row[i]), reason))
+    return (columns.rows(~(wrong | stepless)), tuple(bad)) if bad else (columns, ())
 
 
-def _empty(columns: Columns) -> Bool[Tensor, " b"]:
-    """Rows that say that their response has no token."""
-    stated = columns.numbers.get("response_length")
-    if stated is None:
-        return torch.zeros(len(columns.row), dtype=torch.bool)
-    return ~stated.missing() & (stated.values == 0)
-
-
-def _reason(lists: dict[str, Lists] | object, i: int, wrong: bool) -> str:
-    assert isinstance(lists, dict)
-    if not wrong:
-        return "the row has no step, though the log has a column for it"
-    lengths = {name: int(x.lengths[i]) for name, x in lists.items() if x.absent is None or not bool(x.absent[i])}
-    if not lengths:
-        return f"none of {', '.join(lists)} is there"
-    described = ", ".join(f"{name} {n}" for name, n in lengths.items())
-    return f"lists of unequal length ({described}); all lists of a row describe its response tokens"
-
-
-def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
+def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]]:
+    """All rows as one batch, and which of them lack a field."""
     b = len(columns.row)
     lengths = torch.zeros(b, dtype=torch.int64)
     for x in columns.lists.values():
@@ -98,15 +293,21 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
         lists["mask"] = Lists(trains.long(), lists["mask"].cuts, None, holes)
     for name in EITHER:
         if name in columns.numbers and name not in lists:
-            whole = COLUMNS[name].is_whole
-            lists[name] = columns.numbers[name].per_token(lengths, whole=whole)
+            lists[name] = columns.numbers[name].per_token(lengths, whole=COLUMNS[name].is_whole)
     counted = {f.column: columns.numbers[f.column] for f in COUNTED if f.column in columns.numbers}
     cuts = cumulative(lengths)
     usable = examined(lists, counted, cuts)
     keep = usable.keep
-    position = _positions(lists.get("position"), cuts, always=keep is not None)
-    if keep is not None:
-        position = None if position is None else position[keep]
+    stated = lists.get("position")
+    position = None if stated is None else stated.values
+    if (keep is not None and stated is None) or (stated is not None and stated.missing is not None):
+        # Places in the response are counted where a row does not state them all.
+        position = torch.arange(int(cuts[-1])) - torch.repeat_interleave(cuts[:-1], lengths)
+        if stated is not None and stated.missing is not None:
+            unknown = torch.repeat_interleave(stated.per_row(stated.missing) > 0, stated.lengths)
+            position = position.where(unknown, stated.values)
+    if keep is not None and position is not None:
+        position = position[keep]
         cuts = torch.cat([cuts.new_zeros(1), keep.cumsum(0)])[cuts]
 
     values: dict[str, Any] = {}
@@ -120,13 +321,19 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
             values[f.name] = counted[f.column].whole()
         elif (x := columns.numbers.get(f.column)) and not (f.is_whole or x.missing().all()):
             values[f.name] = x.values.float().masked_fill(x.missing(), float("nan"))
-    steps = _steps(columns, step)
-    responses, unit = _response_lengths(columns, lengths)
+    steps = torch.full((b,), step or 0)
+    if (own := columns.numbers.get("step")) is not None:
+        steps = torch.where(own.missing(), steps, own.whole())
+    unit = "token"
+    if "response_length" in columns.numbers:
+        lengths = torch.maximum(columns.numbers["response_length"].whole(), lengths)
+    elif not columns.lists and "completion" in columns.texts:
+        lengths, unit = torch.tensor([len(t or "") for t in columns.texts["completion"]]), "character"
     batch = Logged(
         cu_seqlens=cuts,
         step=steps,
         row=columns.row,
-        response_lengths=responses,
+        response_lengths=lengths,
         length_unit=unit,
         group_ids=_groups(columns, steps),
         position=position,
@@ -135,65 +342,7 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, ...]:
         unscored=usable.unscored,
         **values,
     )
-    return tuple(_apart(batch, dict(usable.lacks)))
-
-
-def _positions(stated: Lists | None, cuts: Int[Tensor, " cuts"], *, always: bool) -> Int[Tensor, " n"] | None:
-    """Places of tokens in their responses: as stated, and counted where a row does not say."""
-    if stated is None:
-        return response_positions(cuts) if always else None
-    if stated.missing is None:
-        return stated.values
-    unknown = torch.repeat_interleave(stated.per_row(stated.missing) > 0, stated.lengths)
-    return response_positions(cuts).where(unknown, stated.values)
-
-
-def _apart(batch: Logged, lacks: dict[str, Bool[Tensor, " b"]]) -> Iterator[Logged]:
-    """Sequences by the fields that they have, those of the first sequence first."""
-    left_out: set[str] = set()
-    # A sequence without tokens lacks no field of theirs, and is kept with the most.
-    some = batch.cu_seqlens.diff() > 0
-    by_token = {name: x for name, x in lacks.items() if COLUMNS[name].by_token}
-    lacks |= {n: x & some if bool((~x & some).any()) else x | ~some for n, x in by_token.items()}
-    while len((patterns := _sets(lacks, batch.num_sequences)).unique()) > PATTERNS:
-        most = max((n for n in lacks if n not in POLICIES), key=lambda n: int(lacks[n].sum()))
-        left_out.add(most)
-        del lacks[most]
-    for i in dict.fromkeys(patterns.tolist()):
-        without = left_out.union(n for place, n in enumerate(lacks) if i >> place & 1)
-        rows = (patterns == i).nonzero().squeeze(-1)
-        part = batch if len(rows) == len(patterns) else batch.select(rows)
-        yield _without(part, without) if without else part
-
-
-def _sets(lacks: Mapping[str, Bool[Tensor, " b"]], b: int) -> Int[Tensor, " b"]:
-    """A number for the set of fields that each sequence lacks."""
-    patterns = torch.zeros(b, dtype=torch.int64)
-    for place, rows in enumerate(lacks.values()):
-        patterns |= rows.long() << place
-    return patterns
-
-
-def _without(batch: Logged, columns: Collection[str]) -> Logged:
-    exact = {name: x for name, x in batch.divergences.items() if name not in columns}
-    absent = {COLUMNS[c].name: None for c in columns if c not in batch.divergences}
-    return replace(batch, divergences=exact, **absent)
-
-
-def _steps(columns: Columns, step: int | None) -> Int[Tensor, " b"]:
-    default = torch.full((len(columns.row),), step or 0)
-    if "step" not in columns.numbers:
-        return default
-    stated = columns.numbers["step"]
-    return torch.where(stated.missing(), default, stated.whole())
-
-
-def _response_lengths(columns: Columns, lengths: Int[Tensor, " b"]) -> tuple[Int[Tensor, " b"], str]:
-    if "response_length" in columns.numbers:
-        return torch.maximum(columns.numbers["response_length"].whole(), lengths), "token"
-    if not columns.lists and "completion" in columns.texts:
-        return torch.tensor([len(t or "") for t in columns.texts["completion"]]), "character"
-    return lengths, "token"
+    return batch, dict(usable.lacks)
 
 
 def _groups(columns: Columns, steps: Int[Tensor, " b"]) -> Int[Tensor, " b"] | None:
@@ -209,3 +358,31 @@ def _groups(columns: Columns, steps: Int[Tensor, " b"]) -> Int[Tensor, " b"] | N
     if bool(absent.all()):
         return None
     return torch.where(absent, 2**62 + columns.row, ids) + steps * STEP_STRIDE
+
+
+def _apart(batch: Logged, lacks: dict[str, Rows]) -> Iterator[Logged]:
+    """Sequences by the fields that they have, those of the first sequence first."""
+
+    def patterns() -> Int[Tensor, " b"]:
+        """A number for the set of fields that each sequence lacks."""
+        sets = torch.zeros(batch.num_sequences, dtype=torch.int64)
+        for place, rows in enumerate(lacks.values()):
+            sets |= rows.long() << place
+        return sets
+
+    left_out: set[str] = set()
+    # A sequence without tokens lacks no field of theirs, and is kept with the most.
+    some = batch.cu_seqlens.diff() > 0
+    by_token = {name: x for name, x in lacks.items() if COLUMNS[name].by_token}
+    lacks |= {n: x & some if bool((~x & some).any()) else x | ~some for n, x in by_token.items()}
+    while len((sets := patterns()).unique()) > PATTERNS:
+        most = max((n for n in lacks if n not in POLICIES), key=lambda n: int(lacks[n].sum()))
+        left_out.add(most)
+        del lacks[most]
+    for i in dict.fromkeys(sets.tolist()):
+        without = left_out.union(n for place, n in enumerate(lacks) if i >> place & 1)
+        rows = (sets == i).nonzero().squeeze(-1)
+        part = batch if len(rows) == len(sets) else batch.select(rows)
+        exact = {name: x for name, x in part.divergences.items() if name not in without}
+        absent: dict[str, Any] = {COLUMNS[c].name: None for c in without if c not in part.divergences}
+        yield replace(part, divergences=exact, **absent)

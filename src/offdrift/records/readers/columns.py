@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from offdrift.records.readers.types import BadRow
-from offdrift.records.schema import COLUMNS, LISTS
+from offdrift.records.readers.files import BadRow
+from offdrift.records.schema import COLUMNS, LISTS, LogField
 
 
 @dataclass(frozen=True)
@@ -162,12 +161,10 @@ def _masks(parts: Sequence[tuple[Bool[Tensor, " s"] | None, int]]) -> Bool[Tenso
 
 # Rows of Python values (decoded JSON, unpickled tensors) as columns.
 
-
 Row = Mapping[str, Any]
 """Values by field of the plain schema."""
 
 Conversion = (ValueError, TypeError, OverflowError, RecursionError)
-
 
 LARGE = 2.0**63
 """What no 64-bit integer reaches."""
@@ -181,12 +178,16 @@ def pack(rows: Sequence[Row], numbers: Sequence[int], file: str) -> tuple[Column
         numbers: number of each row in its file.
         file: for the messages.
     """
-    rows = _lists_only(rows)
+    # A column that has the name of a list per token, and a list in no row, is something else.
+    names = {name for row in rows for name in LISTS if row.get(name) is not None}
+    single = {n for n in names if not any(_is_list(row.get(n)) for row in rows)}
+    if single:
+        rows = [{name: x for name, x in row.items() if name not in single} for row in rows]
     try:
         return _columns(rows, numbers), []
     except Conversion:
         pass
-    # Somewhere is a value that is none: look for it row by row.
+    # A value of some row is of the wrong kind: look for it row by row.
     good: list[int] = []
     bad: list[BadRow] = []
     for i, row in enumerate(rows):
@@ -196,29 +197,6 @@ def pack(rows: Sequence[Row], numbers: Sequence[int], file: str) -> tuple[Column
         except Conversion as e:
             bad.append(BadRow(file, numbers[i], str(e)))
     return _columns([rows[i] for i in good], [numbers[i] for i in good]), bad
-
-
-def _lists_only(rows: Sequence[Row]) -> Sequence[Row]:
-    """Without the columns that bear the name of a list per token and hold no list in any row."""
-    names = {name for row in rows for name in LISTS if row.get(name) is not None}
-    single = {n for n in names if not any(_is_list(row.get(n)) for row in rows)}
-    if not single:
-        return rows
-    return [{name: x for name, x in row.items() if name not in single} for row in rows]
-
-
-def text_of(value: Any) -> str | None:
-    """A text, the contents of a list of chat messages, or anything else as JSON."""
-    if value is None or isinstance(value, str):
-        return value if value is None or value.isascii() else _clean(value)
-    if isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
-        return "\n".join(text_of(m["content"]) or "" for m in value)
-    return _clean(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def _clean(text: str) -> str:
-    """Model output may hold lone surrogates, which no output stream takes."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _columns(rows: Sequence[Row], numbers: Sequence[int]) -> Columns:
@@ -235,24 +213,33 @@ def _columns(rows: Sequence[Row], numbers: Sequence[int]) -> Columns:
         elif f.per == "token":
             lists[name] = _lists(name, values)
         elif f.by_token and any(_is_list(v) for v in values):
-            lists[name] = _lists(name, _spread(values, rows))
+            # Single numbers among lists stand for every token of their row.
+            lengths = (max((len(v) for n, v in row.items() if n in LISTS and _is_list(v)), default=0) for row in rows)
+            spread = [v if v is None or _is_list(v) else [v] * n for v, n in zip(values, lengths, strict=True)]
+            lists[name] = _lists(name, spread)
         else:
-            single[name] = _numbers(name, values)
+            single[name] = _numbers(name, f, values)
     return Columns(torch.tensor(numbers, dtype=torch.int64), lists, single, texts)
+
+
+def text_of(value: Any) -> str | None:
+    """A text, the contents of a list of chat messages, or anything else as JSON."""
+    if value is None or (isinstance(value, str) and value.isascii()):
+        return value
+    if isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
+        return "\n".join(text_of(m["content"]) or "" for m in value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    # Model output may hold lone surrogates, which no output stream takes.
+    return text.encode("utf-8", "replace").decode()
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple | np.ndarray | torch.Tensor)
 
 
-def _spread(values: list[Any], rows: Sequence[Row]) -> list[Any]:
-    """Single numbers among lists, repeated for every token of their row."""
-    return [v if v is None or _is_list(v) else [v] * _length(row) for v, row in zip(values, rows, strict=True)]
-
-
-def _length(row: Row) -> int:
-    lists = (v for name, v in row.items() if name in LISTS and _is_list(v))
-    return max(map(len, lists), default=0)
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return f"{shown[:40]}{'...' if len(shown) > 40 else ''} ({type(value).__name__})"
 
 
 def _lists(name: str, values: list[Any]) -> Lists:
@@ -261,37 +248,44 @@ def _lists(name: str, values: list[Any]) -> Lists:
         raise TypeError(
             f"{name} is {_shown(wrong)}, expected a list of numbers; --columns {name}= leaves the column out"
         )
-    parts = [_flat(v) for v in values if v is not None]
-    lengths = torch.tensor([0 if v is None else len(v) for v in values], dtype=torch.int64)
-    absent = [v is None for v in values]
+    parts: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            value = (value.detach().float() if value.dtype == torch.bfloat16 else value.detach()).numpy()
+        if isinstance(value, np.ndarray) and value.ndim != 1:
+            raise ValueError(f"expected a list of numbers, got an array of shape {value.shape}")
+        if value is not None:
+            parts.append(value)
     flat, missing = _array(name, parts)
+    absent = [v is None for v in values]
     return Lists(
         torch.from_numpy(flat),
-        cumulative(lengths),
+        cumulative(torch.tensor([0 if v is None else len(v) for v in values], dtype=torch.int64)),
         torch.tensor(absent) if any(absent) else None,
         None if missing is None else torch.from_numpy(missing),
     )
 
 
-def _flat(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()
-        value = value.numpy()
-    if isinstance(value, np.ndarray) and value.ndim != 1:
-        raise ValueError(f"expected a list of numbers, got an array of shape {value.shape}")
-    return value
-
-
 def _array(name: str, parts: list[Any]) -> tuple[np.ndarray, np.ndarray | None]:
     """The parts as one array: float32 with NaN for holes, or int64 and where the holes are."""
+    whole = COLUMNS[name].is_whole
     if parts and all(isinstance(p, np.ndarray) for p in parts):
         flat = np.concatenate(parts)
         if flat.dtype.kind not in "fiub":
             raise TypeError(f"{name} holds values of type {flat.dtype}, expected numbers")
     else:
-        listed = [p.tolist() if isinstance(p, np.ndarray) else p for p in parts]
-        flat = _converted(name, chain.from_iterable(listed), sum(map(len, listed)))
-    if not COLUMNS[name].is_whole:
+        values = [x for p in parts for x in (p.tolist() if isinstance(p, np.ndarray) else p)]
+        try:
+            flat = np.array(values, dtype=None if whole else np.float64)
+            if flat.dtype.kind not in "iubf":
+                flat = np.array(values, dtype=np.float64)
+        except Conversion as e:
+            odd = next((v for v in values if not isinstance(v, int | float | None)), None)
+            described = "a number that is too large" if odd is None else _shown(odd)
+            raise type(e)(f"{name} holds {described}, expected numbers") from e
+        if flat.ndim != 1:
+            raise ValueError(f"{name} holds lists, expected numbers")
+    if not whole:
         # A double beyond float32 is as unusable as the infinity it becomes.
         with np.errstate(over="ignore"):
             return flat.astype(np.float32), None
@@ -301,39 +295,14 @@ def _array(name: str, parts: list[Any]) -> tuple[np.ndarray, np.ndarray | None]:
     return flat.astype(np.int64), None
 
 
-def _converted(name: str, values: Iterable[Any], n: int) -> np.ndarray:
-    flat = list(values)
-    try:
-        if COLUMNS[name].is_whole:
-            whole = np.array(flat) if n else np.zeros(0, np.int64)
-            if whole.dtype.kind in "iub":
-                return whole
-        array = np.array(flat, dtype=np.float64)
-    except Conversion as e:
-        raise type(e)(f"{name} holds {_odd(flat)}, expected numbers") from e
-    if array.ndim != 1:
-        raise ValueError(f"{name} holds lists, expected numbers")
-    return array
-
-
-def _odd(values: list[Any]) -> str:
-    odd = next((v for v in values if not isinstance(v, int | float | None)), None)
-    return "a number that is too large" if odd is None else _shown(odd)
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return f"{shown[:40]}{'...' if len(shown) > 40 else ''} ({type(value).__name__})"
-
-
-def _numbers(name: str, values: list[Any]) -> Numbers:
-    f = COLUMNS[name]
+def _numbers(name: str, f: LogField, values: list[Any]) -> Numbers:
     plain = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
     if f.words:
         plain = [f.words.get(v, f.other_word) if isinstance(v, str) else v for v in plain]
     wrong = next((v for v in plain if v is not None and not isinstance(v, int | float)), None)
     if wrong is not None:
         raise TypeError(f"{name} is {_shown(wrong)}, expected a number; --columns {name}= leaves the column out")
+    too_large = f"{name} holds a number that is too large"
     try:
         if all(isinstance(v, int) for v in plain if v is not None):
             absent = [v is None for v in plain]
@@ -341,8 +310,8 @@ def _numbers(name: str, values: list[Any]) -> Numbers:
             return Numbers(whole, torch.tensor(absent) if any(absent) else None)
         array = np.array([np.nan if v is None else v for v in plain], dtype=np.float64)
     except (*Conversion, RuntimeError) as e:
-        raise OverflowError(f"{name} holds a number that is too large") from e
+        raise OverflowError(too_large) from e
     usable = np.abs(array) < LARGE
     if f.is_whole and not (usable | np.isnan(array)).all():
-        raise OverflowError(f"{name} holds a number that is too large")
+        raise OverflowError(too_large)
     return Numbers(torch.from_numpy(np.where(usable, array, np.nan)))

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from offdrift.errors import OffdriftError, RecordError
-from offdrift.records.readers import files
-from offdrift.records.readers.arrow import is_number, present, type_of
-from offdrift.records.readers.formats.base import PER_ROW, Source
-from offdrift.records.readers.formats.slime import NotRead
-from offdrift.records.readers.formats.table import PLAIN, TRL, rank, source_of
-from offdrift.records.readers.look import Look, look
-from offdrift.records.readers.types import LIMIT, BadRow, Detected
-from offdrift.records.schema import COLUMNS, LISTS
+from offdrift.records.readers import files, parquet
+from offdrift.records.readers.files import LIMIT, BadRow, Detected, NotRead, missing, opened
+from offdrift.records.readers.formats.table import (
+    OWN,
+    OWN_ROLLOUTS,
+    PAYLOADS,
+    PER_ROW,
+    PLAIN,
+    TRL,
+    Source,
+    function,
+    rank,
+    source_of,
+)
+from offdrift.records.readers.jsonl import LINES, decode, read_lines
+from offdrift.records.readers.parquet import is_list, is_number, present, type_of
+from offdrift.records.readers.reader import look_up, payload
+from offdrift.records.schema import COLUMNS, LISTS, LOG_KEY, ROLLOUTS_KEY
+
+HEAD = 1 << 20
+"""Bytes that a first look reads of a JSONL file; more if its first line is longer."""
 
 BESIDE = "|".join((
     r"/eval-rollout/",
@@ -36,7 +53,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType({
 """What to do where only what lies beside a log is there."""
 
 NAMED = 8
-"""Columns that are not used and named."""
+"""Unused columns that a message names."""
 
 TRIED = 8
 """Files of one shape of name that are looked at until one can be read."""
@@ -44,19 +61,119 @@ TRIED = 8
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
+class Look(NamedTuple):
+    """What a file seems to hold, at a first look."""
+
+    names: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    """Dotted names inside objects."""
+    numeric: tuple[str, ...] = ()
+    """Of both, those that hold numbers or lists of numbers."""
+    single: tuple[str, ...] = ()
+    """Of both, those that hold no list in any row; of JSON, where no schema tells."""
+    source: Source | None = None
+    """Kind of log, where it is recognized without looking at the names."""
+    framework: str | None = None
+    """As a header states it."""
+    schema: pa.Schema | None = None
+    """Of Parquet."""
+
+
+class _Matches(NamedTuple):
+    """Files of one kind of log."""
+
+    source: Source
+    first: Look
+    files: list[str]
+
+
 class _Unknown(NamedTuple):
+    """Files that are not read."""
+
     files: list[str]
     why: str
     damaged: bool
     """It cannot be read at all, as opposed to holding something else."""
-    known: bool = False
-    """What it holds is known, and not to be read."""
+    refused: bool = False
+    """Its format is known, and its content is not to be read."""
 
 
-class _Found(NamedTuple):
-    source: Source
-    seen: Look
-    files: list[str]
+def look(file: str, limit: int = LIMIT) -> Look:
+    """A first look at a file; `RecordError` if it cannot be read as what its name says.
+
+    Args:
+        file: its path.
+        limit: bytes that it may take in memory.
+    """
+    try:
+        if file.endswith(".parquet"):
+            return _look_at_parquet(file)
+        if os.path.splitext(file)[1] in PAYLOADS:
+            with opened(file) as f:
+                return Look(source=payload(f, file, limit, rows=False)[0])
+        return _look_at_lines(file, limit)
+    except (OSError, MemoryError) as e:
+        raise missing(file, e) from e
+
+
+def _look_at_parquet(file: str) -> Look:
+    schema = parquet.schema(file)
+    names = tuple(schema.names)
+    inner = tuple(
+        f"{f.name}.{f.type.field(i).name}"
+        for f in schema
+        if pa.types.is_struct(f.type)
+        for i in range(f.type.num_fields)
+    )
+
+    def of_numbers(name: str) -> bool:
+        kind = type_of(schema, name)
+        if kind is None or pa.types.is_null(kind):
+            return False
+        return is_number(kind.value_type if is_list(kind) else kind)
+
+    numeric = tuple(filter(of_numbers, (*names, *inner)))
+    metadata = schema.metadata or {}
+    source, framework = OWN_ROLLOUTS if ROLLOUTS_KEY in metadata else None, None
+    if LOG_KEY in metadata:
+        try:
+            header = json.loads(metadata[LOG_KEY])
+        except ValueError:
+            header = None
+        if isinstance(header, dict):
+            source, framework = OWN, header.get("framework")
+    framework = framework if isinstance(framework, str) else None
+    return Look(names, inner, numeric, source=source, framework=framework, schema=schema)
+
+
+def _look_at_lines(file: str, limit: int) -> Look:
+    size = HEAD
+    while True:
+        data, long, stopped = read_lines(file, 0, size, limit)
+        end = len(data) if len(data) < size else data.rfind(b"\n") + 1
+        rows, _, bad = decode(data[:end], 1, file, limit)
+        if rows or (len(data) < size and not long) or size > 8 * limit // LINES:
+            break
+        size *= 8
+    stopped = stopped or next(iter(long.values()), None)
+    if not rows and (bad or stopped):
+        why = stopped or f"line {bad[0].row}, {bad[0].reason}"
+        raise RecordError(f"{file} holds no row that can be read: {why}")
+    names = dict.fromkeys(name for row in rows for name in row)
+    inner = dict.fromkeys(
+        f"{name}.{key}" for row in rows for name, value in row.items() if isinstance(value, Mapping) for key in value
+    )
+
+    def of_numbers(value: object) -> bool:
+        values = value if isinstance(value, list) else [value]
+        return len(values) > 0 and all(isinstance(x, int | float) for x in values)
+
+    def no_number(value: object) -> bool:
+        return value is None or isinstance(value, list)
+
+    numeric = [n for n in (*names, *inner) if any(of_numbers(look_up(row, n)) for row in rows)]
+    single = [n for n in (*names, *inner) if not any(no_number(look_up(row, n)) for row in rows)]
+    return Look(tuple(names), tuple(inner), tuple(numeric), tuple(single))
 
 
 def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit: int = LIMIT) -> Detected:
@@ -64,48 +181,53 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
 
     Args:
         paths: files, folders, globs, or URLs of any store that fsspec knows.
-        columns: column of the log by field, where it has a name of its own; dots lead into objects;
-            "" for a field that is not to be read.
-        limit: bytes that one file may take in memory, or decompress to; one that takes more is left
-            out when it is read, and said so.
+        columns: column of the log by field, where it has a name of its own; dots lead into objects; "" for a field
+            that is not to be read.
+        limit: bytes that one file may take in memory, or decompress to. A file that takes more is left out when it
+            is read, and reported.
 
-    Raises: `RecordError` if a path leads nowhere, nothing there is a log, a field of `columns` is
-        none, or a mapped column is not in the log.
+    Raises: `RecordError` if a path leads nowhere, nothing there is a log, a field of `columns` is none, or a mapped
+        column is not in the log.
 
     Example:
         >>> detect(["run/logs"])  # doctest: +SKIP
         Detected(format='plain', framework='offdrift', files=('run/logs/1.parquet', ...
     """
-    asked = _fields(columns)
+    fields = {other: name for name, f in COLUMNS.items() for other in f.spellings}
+    asked = {fields.get(name, name): column for name, column in columns.items()}
+    for name in asked:
+        if name not in COLUMNS:
+            raise RecordError(f"columns: {name!r} is no field; the fields are {', '.join(COLUMNS)}")
     mapped = {name: column for name, column in asked.items() if column}
     without = tuple(name for name, column in asked.items() if not column)
     there, unreadable = files.find(paths)
     named, repeated = files.unrepeated(there)
-    skipped = [f for f in named if f not in paths and re.search(BESIDE, f)]
-    kept = [f for f in named if f not in set(skipped)]
-    found, unknown = _kinds(kept, mapped, limit)
-    if not found:
-        raise RecordError(_nothing(named, unknown, unreadable))
-    best = min(found, key=lambda f: rank(f.source, _columns(f, mapped)))
+    beside = {f for f in named if f not in paths and re.search(BESIDE, f)}
+    candidates = [f for f in named if f not in beside]
+    kinds, unknown = _kinds(candidates, mapped, limit)
+    if not kinds:
+        raise RecordError(_no_log(named, unknown, unreadable))
+    best = min(kinds, key=lambda k: rank(k.source, _columns(k, mapped)))
     # What cannot be read may well be one of these, damaged: the reader will say so, file by file.
     suffix = best.files[0].rsplit(".")[-1]
     damaged = [u for u in unknown if u.damaged and u.files[0].endswith(suffix)]
     unknown = [u for u in unknown if u not in damaged]
     chosen = {*best.files, *(f for u in damaged for f in u.files)}
-    best = best._replace(files=[f for f in kept if f in chosen])
+    read = [f for f in candidates if f in chosen]
     of_ranks: tuple[str, ...] = ()
-    if best.source.distinct is not None:
-        read = best.source.distinct(best.files, limit)
-        of_ranks = tuple(f for f in best.files if f not in set(read))
-        best = best._replace(files=read)
+    if best.source.distinct:
+        distinct = function(best.source.distinct)(read, limit)
+        of_ranks = tuple(f for f in read if f not in set(distinct))
+        read = distinct
+    best = best._replace(files=read)
     resolved = {n: c for n, c in _resolved(best, mapped).items() if n not in without}
     return Detected(
         format=best.source.format,
-        framework=best.seen.framework or best.source.framework,
-        files=tuple(best.files),
-        said=_said(best, found, unknown, skipped, resolved, repeated, len(of_ranks), unreadable),
+        framework=best.first.framework or best.source.framework,
+        files=tuple(read),
+        said=_sentence(best, kinds, unknown, len(beside), resolved, repeated, len(of_ranks), unreadable),
         columns=resolved,
-        sizes=tuple(files.size(f) for f in best.files),
+        sizes=tuple(files.size(f) for f in read),
         skipped=tuple(unreadable),
         repeats=of_ranks,
         limit=limit,
@@ -113,27 +235,18 @@ def detect(paths: Sequence[str], *, columns: Mapping[str, str] = NOTHING, limit:
     )
 
 
-def _fields(columns: Mapping[str, str]) -> dict[str, str]:
-    fields = {other: name for name, f in COLUMNS.items() for other in f.spellings}
-    named = {fields.get(name, name): column for name, column in columns.items()}
-    for name in named:
-        if name not in COLUMNS:
-            raise RecordError(f"columns: {name!r} is no field; the fields are {', '.join(COLUMNS)}")
-    return named
-
-
-def _kinds(named: Sequence[str], mapped: Mapping[str, str], limit: int) -> tuple[list[_Found], list[_Unknown]]:
+def _kinds(named: Sequence[str], mapped: Mapping[str, str], limit: int) -> tuple[list[_Matches], list[_Unknown]]:
     """Files by kind, told from one file of every shape of name; and why others are no log."""
     shapes: dict[str, list[str]] = {}
     for file in named:
         shapes.setdefault(re.sub(r"\d+", "#", file), []).append(file)
-    found: list[_Found] = []
+    kinds: list[_Matches] = []
     unknown: list[_Unknown] = []
     for alike in shapes.values():
         first, why = _first(alike, limit)
         if first is None:
-            unread = isinstance(why, NotRead)
-            unknown.append(_Unknown(alike, str(why), not unread, unread))
+            refused = isinstance(why, NotRead)
+            unknown.append(_Unknown(alike, str(why), not refused, refused))
             continue
         source = first.source or source_of(first.names)
         if mapped and set(mapped.values()) <= {*first.names, *first.inner}:
@@ -142,18 +255,17 @@ def _kinds(named: Sequence[str], mapped: Mapping[str, str], limit: int) -> tuple
             contents = f"{alike[0]} holds {', '.join(first.names[:12]) or 'nothing'}"
             unknown.append(_Unknown(alike, contents, False))
             continue
-        same = next((f for f in found if f.source is source), None)
+        same = next((k for k in kinds if k.source is source), None)
         if same is None:
-            found.append(_Found(source, first, list(alike)))
+            kinds.append(_Matches(source, first, list(alike)))
         else:
             same.files.extend(alike)
-    return found, unknown
+    return kinds, unknown
 
 
 def _first(alike: Sequence[str], limit: int) -> tuple[Look | None, OffdriftError | None]:
     """What the first of some files that can be read holds, or why the first cannot."""
-    why = None
-    empty = None
+    why = empty = None
     for file in alike[:TRIED]:
         try:
             first = look(file, limit)
@@ -166,58 +278,61 @@ def _first(alike: Sequence[str], limit: int) -> tuple[Look | None, OffdriftError
     return empty, why
 
 
-def _resolved(best: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
-    if best.source.adapt is not None or not best.seen.names:
+def _columns(kind: _Matches, mapped: Mapping[str, str]) -> dict[str, str]:
+    """Column by field, as far as names tell."""
+    if kind.source.adapt or not kind.first.names:
+        return {**kind.source.columns, **mapped}
+    return kind.source.resolve((*kind.first.names, *kind.first.inner), mapped)
+
+
+def _resolved(best: _Matches, mapped: Mapping[str, str]) -> dict[str, str]:
+    """Column by field, of columns that can hold the field.
+
+    Raises: `RecordError` for a mapped column that is not there, or cannot.
+    """
+    first, columns = best.first, _columns(best, mapped)
+    if best.source.adapt or not first.names:
         aligned = [name for name in mapped if name not in PER_ROW]
-        if aligned or (mapped and not best.seen.names):
+        if aligned or (mapped and not first.names):
             raise RecordError(
                 f"columns: {', '.join(aligned or mapped)} cannot be mapped in {best.source.what}, "
                 "which are read by their own layout; convert the log to the plain schema"
             )
-        return _columns(best, mapped)
+        return columns
     for name, column in mapped.items():
-        if name in LISTS and column in best.seen.single:
+        if name in LISTS and column in first.single:
             raise RecordError(
                 f"columns: {name}={column}, but {column} holds one value per row, and {name} is a "
                 f"list with one per token; leave it out, or --columns {name}= if it has that name"
             )
-        if column not in best.seen.names and column not in best.seen.inner:
+        if column not in first.names and column not in first.inner:
             raise RecordError(
-                f"columns: {name}={column}, but {best.files[0]} has no {column}; it has {', '.join(best.seen.names)}"
+                f"columns: {name}={column}, but {best.files[0]} has no {column}; it has {', '.join(first.names)}"
             )
-    columns = _columns(best, mapped)
-    if best.seen.schema is None:
-        single = {n for n, column in columns.items() if n in LISTS and column in best.seen.single}
-        return {name: column for name, column in columns.items() if name not in single}
-    readable = present(best.seen.schema, columns)
+    if first.schema is None:
+        return {name: c for name, c in columns.items() if not (name in LISTS and c in first.single)}
+    readable = present(first.schema, columns)
     for name in mapped.keys() - readable.keys():
-        kind = type_of(best.seen.schema, mapped[name])
+        kind = type_of(first.schema, mapped[name])
         raise RecordError(f"columns: {name}={mapped[name]}, but that column is {kind}")
     if best.source is TRL and "reward" not in readable:
         # One column per reward function, under the function's name; the weights are not logged.
-        rewards = [f.name for f in best.seen.schema if is_number(f.type) and f.name not in readable.values()]
+        rewards = [f.name for f in first.schema if is_number(f.type) and f.name not in readable.values()]
         if len(rewards) == 1:
             return {**readable, "reward": rewards[0]}
     return readable
 
 
-def _columns(found: _Found, mapped: Mapping[str, str]) -> dict[str, str]:
-    """Column by field, as far as names tell."""
-    if found.source.adapt is not None or not found.seen.names:
-        return {**found.source.columns, **mapped}
-    return found.source.resolve((*found.seen.names, *found.seen.inner), mapped)
-
-
-def _nothing(named: Sequence[str], unknown: Sequence[_Unknown], unreadable: Sequence[BadRow]) -> str:
+def _no_log(named: Sequence[str], unknown: Sequence[_Unknown], unreadable: Sequence[BadRow]) -> str:
+    """The message where no file is a log."""
     if not named and unreadable:
-        file, _, reason = unreadable[0][:3]
-        return f"no log that can be read: {file}: {reason}"
+        return f"no log that can be read: {unreadable[0].file}: {unreadable[0].reason}"
     if not unknown:
         hint = next((h for p, h in ELSEWHERE.items() if any(re.search(p, f) for f in named)), "")
         evaluation = f"{_files(len(named))} of evaluation or metadata, no log; the first is {named[0]}"
         return f"{evaluation}. {hint}".rstrip(". ")
     why = unknown[0].why.rstrip(". ")
-    if all(u.known for u in unknown):
+    if all(u.refused for u in unknown):
         return f"no log that can be read: {why}"
     if re.search("it was (refused|not run)$", why):
         return (
@@ -232,51 +347,41 @@ def _nothing(named: Sequence[str], unknown: Sequence[_Unknown], unreadable: Sequ
     )
 
 
-def _unused(best: _Found, columns: Mapping[str, str]) -> list[str]:
-    """Which columns of numbers are not read, where naming them to `columns` would have them read."""
-    if best.source.adapt is not None:
-        return []
-    names = [n[:60] for n in best.seen.numeric if n not in columns.values()]
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return [f"not used: {', '.join(names[:NAMED])}{more}; map with --columns"] if names else []
-
-
 def _files(n: int) -> str:
     return f"{n} file{'' if n == 1 else 's'}"
 
 
-def _said(
-    best: _Found,
-    found: Sequence[_Found],
+def _sentence(
+    best: _Matches,
+    kinds: Sequence[_Matches],
     unknown: Sequence[_Unknown],
-    skipped: Sequence[str],
+    beside: int,
     columns: Mapping[str, str],
     repeated: int,
     of_ranks: int,
     unreadable: Sequence[BadRow],
 ) -> str:
-    said = [f"found {best.source.what}, told by {best.source.because}"]
-    renamed = {name: column for name, column in columns.items() if name != column}
-    if renamed:
-        said.append("reading " + ", ".join(f"{name} from {c}" for name, c in renamed.items()))
+    """What was detected, what is read, and what is not."""
+    parts = [f"found {best.source.what}, told by {best.source.because}"]
+    if renamed := [f"{name} from {column}" for name, column in columns.items() if name != column]:
+        parts.append("reading " + ", ".join(renamed))
     if best.source.note:
-        said.append(best.source.note)
-    said += _unused(best, columns)
-    for other in found:
-        if other.source is not best.source:
-            said.append(f"not reading {_files(len(other.files))} of {other.source.what}")
-    said += [f"not reading {_files(len(u.files))} ({u.why})" for u in unknown if u.known]
-    strange = [u for u in unknown if not u.known]
-    if strange:
-        names = ", ".join(u.files[0] for u in strange[:3])
-        said.append(f"not reading {names}, which is no known log")
-    if skipped:
-        said.append(f"not reading {_files(len(skipped))} of evaluation or metadata")
+        parts.append(best.source.note)
+    unused = [n[:60] for n in best.first.numeric if n not in columns.values()]
+    if unused and not best.source.adapt:
+        more = f" and {len(unused) - NAMED} more" if len(unused) > NAMED else ""
+        parts.append(f"not used: {', '.join(unused[:NAMED])}{more}; map with --columns")
+    parts += [f"not reading {_files(len(k.files))} of {k.source.what}" for k in kinds if k.source is not best.source]
+    parts += [f"not reading {_files(len(u.files))} ({u.why})" for u in unknown if u.refused]
+    if strange := [u.files[0] for u in unknown if not u.refused]:
+        parts.append(f"not reading {', '.join(strange[:3])}, which is no known log")
+    if beside:
+        parts.append(f"not reading {_files(beside)} of evaluation or metadata")
     if repeated:
-        said.append(f"{_files(repeated)} named again by another path, counted once")
+        parts.append(f"{_files(repeated)} named again by another path, counted once")
     if of_ranks:
-        said.append(f"not reading {_files(of_ranks)} of ranks that hold the samples of another rank")
+        parts.append(f"not reading {_files(of_ranks)} of ranks that hold the samples of another rank")
     if unreadable:
         names = ", ".join(f"{b.file} ({b.reason})" for b in unreadable[:3])
-        said.append(f"{_files(len(unreadable))} cannot be read: {names}")
-    return "; ".join(said)
+        parts.append(f"{_files(len(unreadable))} cannot be read: {names}")
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Files of a log, on disk or behind any URL that fsspec knows; disk never goes through fsspec."""
+"""Files of a log, on disk or behind any URL that fsspec knows, and what is passed between their readers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import glob as local_glob
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from offdrift.errors import RecordError
-from offdrift.records.readers.types import BadRow
+from offdrift.records.batch import Logged
+
+LIMIT = 4 << 30
+"""Bytes that one file may take in memory, or decompress to, unless the user sets another limit."""
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".pt", ".pkl")
 """What may be a log; other files of a folder are not looked at."""
@@ -23,9 +28,93 @@ Bytes = Any
 """A file to read bytes from. What fsspec opens is no `BinaryIO`, though it has all of its methods."""
 
 
-def is_url(path: str) -> bool:
-    """Whether a path has a scheme; a Windows drive is none."""
-    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path))
+class BadRow(NamedTuple):
+    """A place that could not be read, and why."""
+
+    file: str
+    row: int
+    """Line of a JSONL file, row of any other, from 1; 0: the whole file."""
+    reason: str
+    rows: int = 1
+    """How many rows were lost there; 0: unknown, the rest of the file or all of it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one file that is read at once: the unit of parallel work and of resuming."""
+
+    file: str
+    start: int
+    stop: int
+    """Parquet: rows `start` to `stop`. JSONL: lines that begin at byte `start` or later, and before `stop`, of the
+    decompressed file where it is compressed. Else the whole file."""
+    format: str
+    first_row: int = 1
+    """Number of the first line or row."""
+
+
+class Read(NamedTuple):
+    """What a piece held."""
+
+    batches: tuple[Logged, ...]
+    """The good rows. Those that lack a field have a batch of their own, so that every field of a batch covers all
+    of its tokens."""
+    bad: tuple[BadRow, ...]
+
+
+@dataclass(frozen=True)
+class Detected:
+    """Which logs were found, and how they will be read."""
+
+    format: str
+    framework: str
+    files: tuple[str, ...]
+    said: str
+    """One sentence: what was detected, and from what."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Column of the log that each field comes from."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of each file."""
+    skipped: tuple[BadRow, ...] = ()
+    """Files that cannot be opened at all, and why."""
+    repeats: tuple[str, ...] = ()
+    """Files of ranks whose samples stand in the files of other ranks; they are not read."""
+    limit: int = LIMIT
+    """Bytes that one file may take in memory, or decompress to."""
+    without: tuple[str, ...] = ()
+    """Fields that are not read, whatever the log calls by their name."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes)
+
+
+class Resume(threading.local):
+    """Where the last reading of a part of a file stopped.
+
+    Pieces are mostly read in order, so that the next one goes on where the last one ended.
+    """
+
+    key: tuple[object, ...] = ()
+    """The file as it was, and the place."""
+    rest: Iterator[Any] = iter(())
+
+
+class NotRead(RecordError):
+    """A file whose format is known and whose content is not to be read."""
+
+
+class Budget:
+    """The bytes that one file may still take."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.left = limit, limit
+
+    def spend(self, count: int) -> None:
+        """Raises: `RecordError` where the file takes more than it may."""
+        self.left -= count
+        if self.left < 0:
+            raise RecordError(too_large("what the file holds takes", self.limit))
 
 
 def too_large(what: str, limit: int) -> str:
@@ -36,61 +125,68 @@ def too_large(what: str, limit: int) -> str:
     )
 
 
-def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
-    """Every file that the paths name: files as they are, folders and globs with what is in them.
-
-    A file that several paths name stands there several times (see `unrepeated`). Files of a folder stand in the order of the numbers in their names. A folder is searched to
-    any depth for the suffixes of logs, without hidden files.
-
-    Returns: the files; and what folders and globs hold under the name of a log that is no file to
-        read (a link that leads nowhere, a pipe, a folder without permission), with the reason.
-
-    Raises: `RecordError` naming the path that leads nowhere, or to no file.
-    """
-    found: list[str] = []
-    skipped: list[BadRow] = []
-    for path in paths:
-        before = len(skipped)
-        files = _remote(path) if is_url(path) else _local(path, skipped)
-        if not files and len(skipped) == before:
-            raise RecordError(f"no log at {path}: it does not exist, or holds no file ending in {', '.join(SUFFIXES)}")
-        found += files
-    return found, skipped
+def missing(path: str, error: Exception) -> RecordError:
+    """The error of a file that cannot be read."""
+    reason = getattr(error, "strerror", None) or error
+    return RecordError(f"cannot read {path}: {reason}; check the path and its permissions")
 
 
-def unrepeated(files: Sequence[str]) -> tuple[list[str], int]:
-    """The files without those that another name leads to, and how many those are.
-
-    Paths are compared as the disk resolves them: `a/../b`, links to files and hard links are
-    one file. Its first name is kept, one that is no link where there is one: a name may tell the
-    step, and the name of a link tells nothing.
-    """
-    names: dict[object, str] = {}
-    for file in files:
-        key = _identity(file)
-        if key not in names or (os.path.islink(names[key]) and not os.path.islink(file)):
-            names[key] = file
-    kept = set(names.values())
-    return [f for f in dict.fromkeys(files) if f in kept], len(files) - len(kept)
+def is_url(path: str) -> bool:
+    """Whether a path has a scheme; a Windows drive is none."""
+    return bool(re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path))
 
 
-def _identity(file: str) -> object:
-    """What is equal for two names of one file."""
-    if is_url(file):
-        try:
-            fs, inside = _store(file)
-        except Problem as e:
-            raise missing(file, e) from e
-        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
-        if protocol != "file":
-            return protocol, str(fs.storage_options), inside
-        file = inside
+def _store(path: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path inside it."""
     try:
-        seen = os.stat(file)
-    except OSError:
-        return os.path.realpath(file)
-    # Some file systems number no files.
-    return (seen.st_dev, seen.st_ino) if seen.st_ino else os.path.realpath(file)
+        from fsspec.core import url_to_fs
+    except ImportError as e:
+        raise RecordError(
+            f"{path} is a URL, which needs fsspec (and the client of its store, such as s3fs): "
+            "pip install fsspec, or copy the files to disk"
+        ) from e
+    return url_to_fs(path)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Bytes]:
+    """A file to read bytes from; `RecordError` if it cannot be opened."""
+    try:
+        if is_url(path):
+            fs, inside = _store(path)
+            file = fs.open(inside, "rb")
+        else:
+            file = open(path, "rb", opener=_open_regular)  # noqa: SIM115
+    except Problem as e:
+        raise missing(path, e) from e
+    with file:
+        yield file
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Opens a file and nothing else: opening a pipe waits until somebody writes to it."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if (why := _no_file(os.fstat(descriptor).st_mode)) is not None:
+        os.close(descriptor)
+        raise OSError(why)
+    return descriptor
+
+
+def _no_file(mode: int) -> str | None:
+    """What something is that cannot be read as a file; None if it can."""
+    if stat.S_ISREG(mode):
+        return None
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, no file"
+
+
+def _unreadable(path: str) -> str | None:
+    """Why something cannot be read as a file, as far as its name tells; None if it can."""
+    try:
+        return _no_file(os.stat(path).st_mode)
+    except OSError as e:
+        what = "a link that leads nowhere" if os.path.islink(path) else "not there"
+        return f"it is {what}: {e.strerror}"
 
 
 def size(path: str) -> int:
@@ -113,53 +209,44 @@ def fingerprint(file: str) -> str:
         if is_url(file):
             fs, inside = _store(file)
             return f"{file}:{fs.ukey(inside)}"
-        seen = os.stat(file)
+        status = os.stat(file)
     except Problem as e:
         raise missing(file, e) from e
-    return f"{os.path.abspath(file)}:{seen.st_size}:{seen.st_mtime_ns}"
+    return f"{os.path.abspath(file)}:{status.st_size}:{status.st_mtime_ns}"
 
 
-@contextmanager
-def opened(path: str) -> Iterator[Bytes]:
-    """A file to read bytes from; `RecordError` if it cannot be opened."""
-    try:
-        if is_url(path):
-            fs, inside = _store(path)
-            file = fs.open(inside, "rb")
-        else:
-            file = open(path, "rb", opener=_regular)  # noqa: SIM115
-    except Problem as e:
-        raise missing(path, e) from e
-    with file:
-        yield file
+def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
+    """Every file that the paths name: files as they are, folders and globs with what is in them.
+
+    A file that several paths name is listed several times (see `unrepeated`). Files of a folder are in the order
+    of the numbers in their names. A folder is searched to any depth for the suffixes of logs, without hidden files.
+
+    Returns: the files; and entries of folders and globs that have the name of a log and cannot be read (a link that
+        leads nowhere, a pipe, a folder without permission), with the reason.
+
+    Raises: `RecordError` naming the path that leads nowhere, or to no file.
+    """
+    files: list[str] = []
+    skipped: list[BadRow] = []
+    for path in paths:
+        before = len(skipped)
+        named = _remote(path) if is_url(path) else _local(path, skipped)
+        if not named and len(skipped) == before:
+            raise RecordError(f"no log at {path}: it does not exist, or holds no file ending in {', '.join(SUFFIXES)}")
+        files += named
+    return files, skipped
 
 
-def _regular(path: str, flags: int) -> int:
-    """Opens a file and nothing else: opening a pipe waits until somebody writes to it."""
-    opened = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if (why := _no_file(os.fstat(opened).st_mode)) is not None:
-        os.close(opened)
-        raise OSError(why)
-    return opened
-
-
-def _no_file(mode: int) -> str | None:
-    """What something is that cannot be read as a file; None if it can."""
-    if stat.S_ISREG(mode):
-        return None
-    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-    return f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, no file"
-
-
-def missing(path: str, error: Exception) -> RecordError:
-    """The error of a file that cannot be read."""
-    reason = getattr(error, "strerror", None) or error
-    return RecordError(f"cannot read {path}: {reason}; check the path and its permissions")
-
-
-def natural(name: str) -> list[tuple[int, int, str]]:
+def _natural(name: str) -> list[tuple[int, int, str]]:
     """A key that puts step_2 before step_10."""
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.findall(r"\d+|\D+", name)]
+
+
+def _logs(files: list[str], folder: str) -> list[str]:
+    """Files of a folder that may be logs, in order."""
+    inside = len(folder.rstrip("/"))
+    kept = [f for f in files if f.endswith(SUFFIXES) and not any(p.startswith(".") for p in f[inside:].split("/"))]
+    return sorted(kept, key=_natural)
 
 
 def _local(path: str, skipped: list[BadRow]) -> list[str]:
@@ -173,8 +260,7 @@ def _local(path: str, skipped: list[BadRow]) -> list[str]:
             raise RecordError(f"cannot read {path}: {reason}; name the file itself")
         return [path]
     else:
-        named = _globbed(path)
-        listed = sorted((p for p in named if not os.path.isdir(p)), key=natural)
+        listed = sorted((p for p in _globbed(path) if not os.path.isdir(p)), key=_natural)
     why = {file: _unreadable(file) for file in listed}
     skipped += [BadRow(file, 0, reason, rows=0) for file, reason in why.items() if reason is not None]
     return [file for file, reason in why.items() if reason is None]
@@ -185,22 +271,13 @@ def _globbed(pattern: str) -> list[str]:
     head, deep, tail = f"/{pattern}".partition("/**/")
     if not deep:
         return local_glob.glob(pattern)
-    found: dict[str, None] = {}
+    matches: dict[str, None] = {}
     for base in local_glob.glob(head[1:]) if head else ["/" if pattern[0] == "/" else "."]:
         for folder, inner, _ in os.walk(base):
             inner[:] = [name for name in inner if not name.startswith(".")]
             below = os.path.join(local_glob.escape(folder), tail)
-            found |= dict.fromkeys(_globbed(os.path.normpath(below)))
-    return list(found)
-
-
-def _unreadable(path: str) -> str | None:
-    """Why something cannot be read as a file, as far as its name tells; None if it can."""
-    try:
-        return _no_file(os.stat(path).st_mode)
-    except OSError as e:
-        what = "a link that leads nowhere" if os.path.islink(path) else "not there"
-        return f"it is {what}: {e.strerror}"
+            matches |= dict.fromkeys(_globbed(os.path.normpath(below)))
+    return list(matches)
 
 
 def _remote(path: str) -> list[str]:
@@ -208,7 +285,7 @@ def _remote(path: str) -> list[str]:
         fs, inside = _store(path)
         if "*" in path or "?" in path or "[" in path:
             listed = [p for p in fs.glob(inside) if not fs.isdir(p)]
-            return sorted((fs.unstrip_protocol(p) for p in listed), key=natural)
+            return sorted((fs.unstrip_protocol(p) for p in listed), key=_natural)
         if fs.isdir(inside):
             return _logs([fs.unstrip_protocol(p) for p in fs.find(inside)], fs.unstrip_protocol(inside))
         return [path] if fs.exists(inside) else []
@@ -216,18 +293,35 @@ def _remote(path: str) -> list[str]:
         raise missing(path, e) from e
 
 
-def _logs(files: list[str], folder: str) -> list[str]:
-    inside = len(folder.rstrip("/"))
-    kept = [f for f in files if f.endswith(SUFFIXES) and not any(p.startswith(".") for p in f[inside:].split("/"))]
-    return sorted(kept, key=natural)
+def unrepeated(files: Sequence[str]) -> tuple[list[str], int]:
+    """The files without those that another name leads to, and how many those are.
+
+    Paths are compared as the disk resolves them: `a/../b`, links to files and hard links are one file. Its first
+    name is kept, one that is no link where there is one: a name may tell the step, and the name of a link does not.
+    """
+    names: dict[object, str] = {}
+    for file in files:
+        key = _identity(file)
+        if key not in names or (os.path.islink(names[key]) and not os.path.islink(file)):
+            names[key] = file
+    kept = set(names.values())
+    return [f for f in dict.fromkeys(files) if f in kept], len(files) - len(kept)
 
 
-def _store(path: str) -> tuple[Any, str]:
+def _identity(file: str) -> object:
+    """What is equal for two names of one file."""
+    if is_url(file):
+        try:
+            fs, inside = _store(file)
+        except Problem as e:
+            raise missing(file, e) from e
+        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        if protocol != "file":
+            return protocol, str(fs.storage_options), inside
+        file = inside
     try:
-        from fsspec.core import url_to_fs
-    except ImportError as e:
-        raise RecordError(
-            f"{path} is a URL, which needs fsspec (and the client of its store, such as s3fs): "
-            "pip install fsspec, or copy the files to disk"
-        ) from e
-    return url_to_fs(path)
+        status = os.stat(file)
+    except OSError:
+        return os.path.realpath(file)
+    # Some file systems number no files.
+    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from offdrift.errors import RecordError
-from offdrift.records.readers.files import fingerprint, opened, too_large
-from offdrift.records.readers.types import LIMIT, BadRow
+from offdrift.records.readers.files import LIMIT, BadRow, Resume, fingerprint, opened, too_large
 
 try:
     import orjson
@@ -40,8 +38,8 @@ def compression(file: str) -> str | None:
 def cuts(file: str, piece_bytes: int, limit: int = LIMIT) -> Iterator[tuple[int, int, int]]:
     """(start, stop, number of the first line) of consecutive pieces that end where a line ends.
 
-    A file that cannot be read to its end has one byte more in its last piece, where its reader will
-    find what stops it; a compressed file that is larger than `limit` too.
+    A file that cannot be read to its end has one byte more in its last piece, where its reader will find what stops
+    it. So has a compressed file that is larger than `limit`.
     """
     start, at, first, line, last = 0, 0, 1, 1, True
     packed = compression(file) is not None
@@ -51,7 +49,10 @@ def cuts(file: str, piece_bytes: int, limit: int = LIMIT) -> Iterator[tuple[int,
                 at = max(at, limit)
                 raise EOFError
             begin = 0
-            while (end := _cut(block, begin, start + piece_bytes - at)) >= 0:
+            # The first line that reaches the size of a piece ends the piece.
+            while (wanted := start + piece_bytes - at) <= len(block):
+                if (end := block.find(b"\n", max(begin, wanted - 1)) + 1) == 0:
+                    break
                 line += block.count(b"\n", begin, end)
                 yield start, at + end, first
                 start, first, begin = at + end, line, end
@@ -67,26 +68,8 @@ def cuts(file: str, piece_bytes: int, limit: int = LIMIT) -> Iterator[tuple[int,
         yield start, at, first
 
 
-def _cut(block: bytes, begin: int, wanted: int) -> int:
-    """Where the first line ends that reaches `wanted`, or -1."""
-    if wanted > len(block):
-        return -1
-    end = block.find(b"\n", max(begin, wanted - 1))
-    return -1 if end < 0 else end + 1
-
-
-class _Walk(threading.local):
-    """Where the last reading of a compressed file stopped.
-
-    A compressed file has no entrance in the middle. Pieces are mostly read in order, so the next one
-    goes on where the last one ended.
-    """
-
-    key: tuple[object, ...] = ()
-    blocks: Iterator[bytes] = iter(())
-
-
-_walk = _Walk()
+_resume = Resume()
+"""Where the last reading of a compressed file stopped. Such a file has no entrance in the middle."""
 
 
 def _blocks(file: str, start: int) -> Iterator[bytes]:
@@ -104,20 +87,6 @@ def _blocks(file: str, start: int) -> Iterator[bytes]:
                 at += len(block)
                 if at > start:
                     yield block[max(len(block) - (at - start), 0) :]
-
-
-def _range(file: str, start: int, stop: int) -> Iterator[bytes]:
-    """The bytes of a piece."""
-    key = (fingerprint(file), start) if compression(file) else ()
-    blocks = _walk.blocks if key and _walk.key == key else _blocks(file, start)
-    _walk.key = ()
-    at = start
-    while at < stop and (block := next(blocks, b"")):
-        kept, rest = block[: stop - at], block[stop - at :]
-        at += len(kept)
-        if key and at == stop:
-            _walk.key, _walk.blocks = (key[0], stop), chain([rest] if rest else [], blocks)
-        yield kept
 
 
 def read_lines(file: str, start: int, stop: int, limit: int = LIMIT) -> tuple[bytes, dict[int, str], str | None]:
@@ -139,8 +108,16 @@ def read_lines(file: str, start: int, stop: int, limit: int = LIMIT) -> tuple[by
             with opened(file) as f:
                 f.seek(start)
                 return f.read(end - start), {}, None
-        for block in _range(file, start, end):
-            kept.add(block)
+        key = (fingerprint(file), start) if packed else ()
+        blocks = _resume.rest if key and _resume.key == key else _blocks(file, start)
+        _resume.key = ()
+        at = start
+        while at < end and (block := next(blocks, b"")):
+            inside, rest = block[: end - at], block[end - at :]
+            at += len(inside)
+            if key and at == end:
+                _resume.key, _resume.rest = (key[0], end), chain([rest] if rest else [], blocks)
+            kept.add(inside)
     except RecordError:
         raise
     except Stopped as e:

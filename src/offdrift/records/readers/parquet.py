@@ -1,20 +1,25 @@
-"""Parquet files: where to cut them, and decoding a range of rows."""
+"""Parquet files: where to cut them, decoding a range of rows, and Arrow columns as columns of a log."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet as pq
+import torch
+from torch import Tensor
 
 from offdrift.errors import RecordError
-from offdrift.records.readers.arrow import is_text, pc, to_columns
-from offdrift.records.readers.columns import Columns
-from offdrift.records.readers.files import fingerprint, is_url, opened, too_large
-from offdrift.records.readers.types import LIMIT, BadRow
+from offdrift.records.readers.columns import LARGE, Columns, Lists, Numbers, cumulative, text_of
+from offdrift.records.readers.files import LIMIT, BadRow, Resume, fingerprint, is_url, opened, too_large
+from offdrift.records.schema import COLUMNS, LogField
+
+pc: Any = pyarrow.compute
+"""Its functions are made at import, where no type checker sees them."""
 
 Broken = (pa.ArrowException, OSError, ValueError, TypeError, MemoryError)
 """What a file that is not what it says raises while it is decoded."""
@@ -23,11 +28,15 @@ WIDTH = 8
 """Bytes that a value takes at least once it is decoded: a run of equal ones takes none in the file."""
 
 RATIO = 64
-"""How many times its compressed size a row group may decode to, once that is more than the file may
-take. The lists of a real log are never all runs of equal values."""
+"""How many times its compressed size a row group may decode to, once that is more than the file may take. The lists
+of a real log are never all runs of equal values."""
 
 BUFFER = 1 << 20
 """Bytes of a column that are read at once, so that a large row group is never held whole."""
+
+_resume = Resume()
+"""Where the last reading of a part of a row group stopped. A row group has no entrance in the middle: what is before
+the wanted rows must be decoded and dropped."""
 
 
 def schema(file: str) -> pa.Schema:
@@ -37,37 +46,6 @@ def schema(file: str) -> pa.Schema:
             return source.schema_arrow
     except Broken as e:
         raise RecordError(f"{file} is no whole Parquet file: {e}") from e
-
-
-def cuts(file: str, columns: Mapping[str, str], piece_bytes: int) -> list[tuple[int, int]]:
-    """Row ranges of pieces: whole row groups, or equal parts of a row group that is too large.
-
-    A file that cannot be read is one piece, for the reader to report.
-    """
-    try:
-        with _source(file) as source:
-            meta = source.metadata
-            groups = [_measured(meta.row_group(i), columns) for i in range(meta.num_row_groups)]
-    except RecordError:
-        raise
-    except Broken:
-        return [(0, 0)]
-    ranges: list[tuple[int, int]] = []
-    start, at, held = 0, 0, 0
-    for rows, size in groups:
-        if held and held + size > piece_bytes:
-            ranges.append((start, at))
-            start, held = at, 0
-        if size > piece_bytes and rows > 1:
-            step = -(-rows // -(-size // piece_bytes))
-            ranges += [(at + i, at + min(i + step, rows)) for i in range(0, rows, step)]
-            start = at + rows
-        else:
-            held += size
-        at += rows
-    if at > start or not ranges:
-        ranges.append((start, at))
-    return ranges
 
 
 @contextmanager
@@ -80,34 +58,133 @@ def _source(file: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
         file: its path.
         texts: columns to decode as a dictionary and indices into it.
     """
-    how: Any = {"page_checksum_verification": True, "read_dictionary": list(texts) or None}
+    options: Any = {"page_checksum_verification": True, "read_dictionary": list(texts) or None}
     if is_url(file):
         with opened(file) as f:
-            yield pq.ParquetFile(f, pre_buffer=True, **how)
+            yield pq.ParquetFile(f, pre_buffer=True, **options)
     else:
         with opened(file):
             pass
-        with pq.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER, **how) as source:
+        with pq.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER, **options) as source:
             yield source
 
 
-def _measured(group: Any, columns: Mapping[str, str]) -> tuple[int, int]:
-    """Rows of a row group, and the bytes that its wanted columns decode to."""
-    return group.num_rows, sum(_decoded(c) for c in _wanted(group, columns.values()))
+def cuts(file: str, columns: Mapping[str, str], piece_bytes: int) -> list[tuple[int, int]]:
+    """Row ranges of pieces: whole row groups, or equal parts of a row group that is too large.
+
+    A file that cannot be read is one piece, for the reader to report.
+    """
+    try:
+        with _source(file) as source:
+            groups = [source.metadata.row_group(i) for i in range(source.metadata.num_row_groups)]
+            sizes = [(g.num_rows, sum(map(_decoded, _wanted(g, columns.values())))) for g in groups]
+    except RecordError:
+        raise
+    except Broken:
+        return [(0, 0)]
+    ranges: list[tuple[int, int]] = []
+    start, at, collected = 0, 0, 0
+    for rows, size in sizes:
+        if collected and collected + size > piece_bytes:
+            ranges.append((start, at))
+            start, collected = at, 0
+        if size > piece_bytes and rows > 1:
+            step = -(-rows // -(-size // piece_bytes))
+            ranges += [(at + i, at + min(i + step, rows)) for i in range(0, rows, step)]
+            start = at + rows
+        else:
+            collected += size
+        at += rows
+    if at > start or not ranges:
+        ranges.append((start, at))
+    return ranges
 
 
 def _wanted(group: Any, names: Collection[str] | None) -> list[Any]:
-    """What a row group says of the columns with these names, or of all."""
+    """Metadata of a row group's columns that have these names or lie inside one of them; None: of all."""
     columns = [group.column(i) for i in range(group.num_columns)]
     if names is None:
         return columns
-    paths = [c.path_in_schema for c in columns]
-    inside = [any(p == n or p.startswith(f"{n}.") for n in names) for p in paths]
-    return [c for c, wanted in zip(columns, inside, strict=True) if wanted]
+    return [c for c in columns if any(c.path_in_schema == n or c.path_in_schema.startswith(f"{n}.") for n in names)]
 
 
 def _decoded(column: Any) -> int:
+    """Bytes that a column of a row group takes once it is decoded, at least."""
     return max(column.total_uncompressed_size, WIDTH * column.num_values)
+
+
+def read_rows(
+    file: str, start: int, stop: int, wanted: Callable[[pa.Schema], dict[str, str]], limit: int = LIMIT
+) -> tuple[list[Columns], list[BadRow]]:
+    """Rows `start` to `stop` as columns; row groups that cannot be decoded are reported.
+
+    Args:
+        wanted: column by field, given what columns there are.
+        limit: bytes that a row group may decode to.
+    """
+    return _decode(file, start, stop, wanted, limit, lambda at, table: to_columns(table, at, wanted(table.schema)))
+
+
+def read_objects(
+    file: str, start: int, stop: int, limit: int = LIMIT
+) -> tuple[list[tuple[int, list[dict[str, Any]]]], list[BadRow]]:
+    """Rows `start` to `stop` as Python objects: (number of the first row, rows) of each part."""
+    return _decode(file, start, stop, None, limit, lambda at, table: (at + 1, table.to_pylist()))
+
+
+def _decode(
+    file: str,
+    start: int,
+    stop: int,
+    wanted: Callable[[pa.Schema], dict[str, str]] | None,
+    limit: int,
+    convert: Callable[[int, pa.Table], Any],
+) -> tuple[list[Any], list[BadRow]]:
+    """Converted parts of a range of rows, and what of it cannot be decoded.
+
+    Args:
+        convert: called with the place of a part's first row, from 0, and the part.
+    """
+    parts: list[Any] = []
+    bad: list[BadRow] = []
+
+    def undecoded(first: int, last: int, error: Exception) -> BadRow:
+        return BadRow(file, first + 1, f"rows {first + 1} to {last} cannot be decoded: {error}", rows=last - first)
+
+    try:
+        with _source(file) as source:
+            whole = source.schema_arrow
+        names = None if wanted is None else list(dict.fromkeys(wanted(whole).values()))
+        # A dictionary may repeat one text many times.
+        listed = whole.names if names is None else names
+        texts = [n for n in listed if n in whole.names and is_text(whole.field(n).type)]
+        with _source(file, texts) as source:
+            last = 0
+            for i in range(source.metadata.num_row_groups):
+                group = source.metadata.row_group(i)
+                first, last = last, last + group.num_rows
+                begin, end = max(first, start), min(last, stop)
+                if first >= stop or start >= last:
+                    continue
+                try:
+                    _check_group(group, names, limit)
+                    if (begin, end) == (first, last):
+                        tables = iter([(begin, source.read_row_group(i, names, use_threads=False))])
+                    else:
+                        tables = _part(file, i, first, (begin, end), names, texts)
+                    for at, table in tables:
+                        _check_texts(table, limit)
+                        try:
+                            parts.append(convert(at, table))
+                        except Broken as e:
+                            bad.append(undecoded(at, at + len(table), e))
+                except Broken as e:
+                    bad.append(undecoded(begin, end, e))
+    except RecordError:
+        raise
+    except Broken as e:
+        bad.append(BadRow(file, 0, f"no whole Parquet file: {e}", rows=0))
+    return parts, bad
 
 
 def _check_group(group: Any, names: Collection[str] | None, limit: int) -> None:
@@ -129,127 +206,142 @@ def _check_texts(table: pa.Table, limit: int) -> None:
         raise ValueError(too_large(f"the texts decode to {size / 2**20:,.0f} MiB,", limit))
 
 
-def _texts(schema: pa.Schema, names: Collection[str] | None) -> list[str]:
-    """Columns of texts, of which a dictionary may repeat one many times."""
-    wanted = schema.names if names is None else [n for n in names if n in schema.names]
-    return [n for n in wanted if is_text(schema.field(n).type)]
-
-
-def read_rows(
-    file: str, start: int, stop: int, wanted: Callable[[pa.Schema], dict[str, str]], limit: int = LIMIT
-) -> tuple[list[Columns], list[BadRow]]:
-    """Rows `start` to `stop` as columns; row groups that cannot be decoded are reported.
-
-    Args:
-        wanted: column by field, given what columns there are.
-        limit: bytes that a row group may decode to.
-    """
-    parts: list[Columns] = []
-    bad: list[BadRow] = []
-    for first, table in _tables(file, start, stop, wanted, bad, limit):
-        try:
-            parts.append(to_columns(table, first, wanted(table.schema)))
-        except Broken as e:
-            bad.append(_undecoded(file, first, first + len(table), e))
-    return parts, bad
-
-
-def read_objects(
-    file: str, start: int, stop: int, limit: int = LIMIT
-) -> tuple[list[tuple[int, list[dict[str, Any]]]], list[BadRow]]:
-    """Rows `start` to `stop` as Python objects: (number of the first row, rows) of each part."""
-    bad: list[BadRow] = []
-    parts = []
-    for first, table in _tables(file, start, stop, None, bad, limit):
-        try:
-            parts.append((first + 1, table.to_pylist()))
-        except Broken as e:
-            bad.append(_undecoded(file, first, first + len(table), e))
-    return parts, bad
-
-
-def _undecoded(file: str, first: int, stop: int, error: Exception) -> BadRow:
-    reason = f"rows {first + 1} to {stop} cannot be decoded: {error}"
-    return BadRow(file, first + 1, reason, rows=stop - first)
-
-
-def _tables(
-    file: str,
-    start: int,
-    stop: int,
-    wanted: Callable[[pa.Schema], dict[str, str]] | None,
-    bad: list[BadRow],
-    limit: int,
-) -> Iterator[tuple[int, pa.Table]]:
-    """Decoded parts of a range of rows, each with the place of its first row, from 0."""
-    try:
-        with _source(file) as source:
-            whole = source.schema_arrow
-        names = None if wanted is None else list(dict.fromkeys(wanted(whole).values()))
-        texts = _texts(whole, names)
-        with _source(file, texts) as source:
-            for group, first, last in _groups(source, start, stop):
-                begin, end = max(first, start), min(last, stop)
-                try:
-                    _check_group(source.metadata.row_group(group), names, limit)
-                    if (begin, end) == (first, last):
-                        parts = iter([(begin, source.read_row_group(group, names, use_threads=False))])
-                    else:
-                        parts = _part(file, group, first, (begin, end), names, texts)
-                    for at, table in parts:
-                        _check_texts(table, limit)
-                        yield at, table
-                except Broken as e:
-                    bad.append(_undecoded(file, begin, end, e))
-    except RecordError:
-        raise
-    except Broken as e:
-        bad.append(BadRow(file, 0, f"no whole Parquet file: {e}", rows=0))
-
-
-def _groups(source: pq.ParquetFile, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Row groups that hold rows of a range, with their first row and the row after their last."""
-    at = 0
-    for i in range(source.metadata.num_row_groups):
-        rows = source.metadata.row_group(i).num_rows
-        if at < stop and start < at + rows:
-            yield i, at, at + rows
-        at += rows
-
-
-class _Walk(threading.local):
-    """Where the last reading of a part of a row group stopped.
-
-    A row group has no entrance in the middle: what is before the wanted rows must be decoded and
-    dropped. Pieces are mostly read in order, so the next one goes on where the last one ended.
-    """
-
-    key: tuple[object, ...] = ()
-    batches: Iterator[pa.RecordBatch] = iter(())
-
-
-_walk = _Walk()
-
-
 def _part(
     file: str, group: int, first: int, rows: tuple[int, int], names: list[str] | None, texts: list[str]
 ) -> Iterator[tuple[int, pa.Table]]:
     """Some rows of a row group that begins at row `first`."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with _source(file, texts) as source:
+            yield from source.iter_batches(end - begin, [group], names, use_threads=False)
+
     begin, end = rows
     about = (fingerprint(file), group, tuple(names or ()))
     at = begin
-    if _walk.key != (*about, begin):
-        _walk.batches, at = _batches(file, group, names, texts, end - begin), first
-    _walk.key = ()
-    while at < end and (batch := next(_walk.batches, None)) is not None:
+    if _resume.key != (*about, begin):
+        _resume.rest, at = batches(), first
+    _resume.key = ()
+    while at < end and (batch := next(_resume.rest, None)) is not None:
         low, high = max(begin - at, 0), min(end - at, len(batch))
         if low < high:
             yield at + low, pa.Table.from_batches([batch.slice(low, high - low)])
         at += len(batch)
     if at == end:
-        _walk.key = (*about, end)
+        _resume.key = (*about, end)
 
 
-def _batches(file: str, group: int, names: list[str] | None, texts: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-    with _source(file, texts) as source:
-        yield from source.iter_batches(rows, [group], names, use_threads=False)
+# Arrow columns as columns of a log. List columns are flat tensors on the same memory.
+
+
+def present(schema: pa.Schema, columns: Mapping[str, str]) -> dict[str, str]:
+    """The columns that a schema has, and whose type can hold the field."""
+    kinds = {name: (column, type_of(schema, column)) for name, column in columns.items()}
+    return {n: column for n, (column, kind) in kinds.items() if kind is not None and _fits(COLUMNS[n], kind)}
+
+
+def type_of(schema: pa.Schema, column: str) -> pa.DataType | None:
+    """The type of a column; dotted names lead into structs. None if there is no such column."""
+    if column in schema.names:
+        return schema.field(column).type
+    head, _, rest = column.partition(".")
+    if head in schema.names and pa.types.is_struct(schema.field(head).type):
+        inner = schema.field(head).type
+        return next((f.type for f in map(inner.field, range(inner.num_fields)) if f.name == rest), None)
+    return None
+
+
+def _fits(f: LogField, kind: pa.DataType) -> bool:
+    """Whether a column of this type can hold a field."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_null(kind) or f.is_text or f.text_ids:
+        return True
+    if f.by_token and is_list(kind):
+        return is_number(kind.value_type)
+    return f.per != "token" and (is_number(kind) or (bool(f.words) and is_text(kind)))
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds a list per row."""
+    t = pa.types
+    return t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds a text per row."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds one number per row."""
+    t = pa.types
+    return t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind) or t.is_null(kind)
+
+
+def to_columns(table: pa.Table, before: int, wanted: Mapping[str, str]) -> Columns:
+    """Arrow columns by field name; numbers stay where they are in memory."""
+    lists: dict[str, Lists] = {}
+    numbers: dict[str, Numbers] = {}
+    texts: dict[str, Sequence[str | None]] = {}
+    for field, name in wanted.items():
+        head, _, rest = name.partition(".")
+        inside = name not in table.column_names
+        array = (pc.struct_field(table.column(head), rest) if inside else table.column(name)).combine_chunks()
+        if isinstance(array, pa.ChunkedArray):
+            array = pa.concat_arrays(array.chunks)
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        f = COLUMNS[field]
+        if f.is_text or (f.text_ids and not is_number(array.type)):
+            try:
+                texts[field] = [text_of(t) for t in array.to_pylist()]
+            except UnicodeDecodeError:
+                raw = array.cast(pa.binary()).to_pylist()
+                texts[field] = [None if t is None else t.decode("utf-8", "replace") for t in raw]
+        elif f.by_token and is_list(array.type):
+            lists[field] = _lists(array, not f.is_whole)
+        elif f.per != "token":
+            numbers[field] = _numbers(array, f)
+    row = torch.arange(before + 1, before + 1 + len(table))
+    return Columns(row, lists, numbers, texts)
+
+
+def _lists(array: pa.Array, floats: bool) -> Lists:
+    lengths = _tensor(pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64()))
+    absent = _tensor(array.is_null()) if array.null_count else None
+    values = array.flatten()
+    missing = None
+    if floats:
+        values = pc.fill_null(values.cast(pa.float32(), safe=False), float("nan"))
+    else:
+        if pa.types.is_floating(values.type):
+            # NaN and what no integer reaches have no cast; as nulls they are counted.
+            values = pc.if_else(pc.less(pc.abs(values), LARGE), values, None)
+        missing = _tensor(values.is_null()) if values.null_count else None
+        if not pa.types.is_integer(values.type) or values.null_count:
+            values = pc.fill_null(values.cast(pa.int64(), safe=False), 0)
+    return Lists(_tensor(values), cumulative(lengths), absent, missing)
+
+
+def _numbers(array: pa.Array, f: LogField) -> Numbers:
+    if f.words and is_text(array.type):
+        codes = pa.array([*f.words.values(), f.other_word], pa.int64())
+        index = pc.index_in(array, pa.array(list(f.words), array.type))
+        codes = codes.take(pc.fill_null(index, len(f.words)))
+        array = pc.if_else(array.is_valid(), codes, None)
+    if pa.types.is_floating(array.type) or not f.is_whole:
+        values = pc.fill_null(array.cast(pa.float64(), safe=False), float("nan"))
+        return Numbers(_tensor(pc.if_else(pc.less(pc.abs(values), LARGE), values, float("nan"))))
+    absent = _tensor(array.is_null()) if array.null_count else None
+    return Numbers(_tensor(pc.fill_null(array.cast(pa.int64(), safe=False), 0)), absent)
+
+
+def _tensor(array: pa.Array) -> Tensor:
+    """A null-free Arrow array as a tensor on the same memory (never written to in place)."""
+    if len(array) == 0:
+        return torch.from_numpy(np.zeros(0, array.type.to_pandas_dtype()))
+    if pa.types.is_boolean(array.type):
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False))
+    if pa.types.is_unsigned_integer(array.type):
+        array = array.cast(pa.int64())
+    return torch.from_dlpack(array)

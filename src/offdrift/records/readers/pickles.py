@@ -1,10 +1,9 @@
-"""Pickles of other people, as data: nothing in them is called, and what they may take is bounded.
+"""Pickles of unknown origin, as data: nothing in them is called, and what they may take is bounded.
 
-A pickle is a program. Here its instructions are interpreted one by one: those that build numbers,
-texts, lists and dicts are known, those that could do anything else are refused. A name that the
-program asks for is looked up in a table of harmless stand-ins and never imported. What is built is
-charged to a budget before the next instruction, since a few bytes can ask for gigabytes: a declared
-length, an expanded tensor, one value that is repeated.
+A pickle is a program. Here its instructions are interpreted one by one: those that build numbers, texts, lists and
+dicts are known, those that could do anything else are refused. A name that the program asks for is looked up in a
+table of harmless stand-ins and never imported. What is built is charged to a budget before the next instruction,
+since a few bytes can ask for gigabytes: a declared length, an expanded tensor, one value that is repeated.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ import torch
 from torch import Tensor
 
 from offdrift.errors import RecordError
-from offdrift.records.readers.files import Bytes, too_large
-from offdrift.records.readers.types import LIMIT
+from offdrift.records.readers.files import LIMIT, Budget, Bytes, too_large
 
 SCALARS = re.compile(rb"(?:K.|M..|J....|G.{8}|[N\x88\x89])+", re.DOTALL)
 """A run of numbers, None, True and False: instructions of fixed length that do nothing else."""
@@ -42,19 +40,6 @@ CONSTANTS = frozenset({
 OPCODES = {code.code: code for code in pickletools.opcodes}
 KEYS = (str, int, float, bytes, type(None))
 """What may be a key: the hash of a tuple follows it to any depth, and ends the process."""
-
-
-class Budget:
-    """The bytes that one file may still take."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.left = limit, limit
-
-    def spend(self, count: int) -> None:
-        """Raises: `RecordError` where the file takes more than it may."""
-        self.left -= count
-        if self.left < 0:
-            raise RecordError(too_large("what the file holds takes", self.limit))
 
 
 @dataclass(frozen=True)
@@ -147,7 +132,7 @@ def decode(
         del stack[begin:]
         return items
 
-    def held(kind: type) -> Any:
+    def top(kind: type) -> Any:
         if type(stack[-1]) is not kind:
             raise ValueError(f"{name} on a {type(stack[-1]).__name__}")
         return stack[-1]
@@ -189,10 +174,10 @@ def decode(
                 stack.append([])
             case "APPEND":
                 value = stack.pop()
-                held(list).append(value)
+                top(list).append(value)
             case "APPENDS" | "ADDITEMS":
                 values = marked()
-                held(list).extend(values)
+                top(list).extend(values)
             case "EMPTY_DICT":
                 stack.append({})
             case "SETITEM" | "SETITEMS":
@@ -201,12 +186,18 @@ def decode(
                 values = marked()
                 for key in values[::2]:
                     if not isinstance(key, KEYS):
-                        raise RecordError(f"the pickle has a {type(key).__name__} as a key; it was refused")  # fmt: skip
-                held(dict).update(zip(values[::2], values[1::2], strict=True))
+                        raise RecordError(f"the pickle has a {type(key).__name__} as a key; it was refused")
+                top(dict).update(zip(values[::2], values[1::2], strict=True))
             case "GLOBAL" | "STACK_GLOBAL":
                 if name == "STACK_GLOBAL":
                     arg = " ".join(map(str, (stack.pop(-2), stack.pop())))
-                stack.append(_named(str(arg), names))
+                module, _, attribute = str(arg).partition(" ")
+                of_skyrl = module.startswith("skyrl") and module.endswith(f".{BATCHES}")
+                key = ("skyrl" if of_skyrl else module, attribute)
+                if key not in names:
+                    asked = f"{module[:80]}.{attribute[:80]}"
+                    raise RecordError(f"the pickle asks for {asked}, which no log needs; it was not run")
+                stack.append(names[key])
             case "REDUCE":
                 args, function = stack.pop(), stack.pop()
                 if not isinstance(function, Name):
@@ -225,17 +216,7 @@ def decode(
             case "BINPERSID" if persistent is not None:
                 stack.append(persistent(stack.pop()))
             case _:
-                raise RecordError(f"the pickle has the instruction {name}, which no log needs; it was not run")  # fmt: skip
-
-
-def _named(asked: str, names: Mapping[tuple[str, str], object]) -> object:
-    module, _, name = asked.partition(" ")
-    if (module, name) in names:
-        return names[module, name]
-    parts = module.split(".")
-    if ("skyrl", name) in names and parts[0].startswith("skyrl") and parts[-1] == BATCHES:
-        return names["skyrl", name]
-    raise RecordError(f"the pickle asks for {module[:80]}.{name[:80]}, which no log needs; it was not run")
+                raise RecordError(f"the pickle has the instruction {name}, which no log needs; it was not run")
 
 
 BATCHES = "training_batch"
@@ -362,17 +343,17 @@ class Storage:
     dtype: torch.dtype
     elements: int
     budget: Budget
-    held: Tensor | None = None
+    loaded: Tensor | None = None
 
     def flat(self) -> Tensor:
         """All of it, read once; the archive's checksum is verified."""
-        if self.held is None:
+        if self.loaded is None:
             self.budget.spend(self.record.file_size)
             raw = bytearray(self.archive.read(self.record))
             kind = torch.uint8 if self.dtype == torch.bool else self.dtype
             flat = torch.frombuffer(raw, dtype=kind, count=self.elements)
-            self.held = flat != 0 if self.dtype == torch.bool else flat
-        return self.held
+            self.loaded = flat != 0 if self.dtype == torch.bool else flat
+        return self.loaded
 
     def tensor(self, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Stored:
         """A view of it, to be read later; `RecordError` if it is not inside."""
@@ -386,18 +367,16 @@ class Storage:
             )
 
         def read() -> Tensor:
-            return self.flat().as_strided(size, stride, offset) if count else torch.empty(size, dtype=self.dtype)  # fmt: skip
+            return self.flat().as_strided(size, stride, offset) if count else torch.empty(size, dtype=self.dtype)
 
         return Stored(read, size)
 
 
-def _rebuilt(storage: Storage, offset: int, size: Any, stride: Any, *rest: object) -> Stored:
-    return storage.tensor(offset, tuple(size), tuple(stride))
-
-
 _TORCH: Mapping[tuple[str, str], object] = MappingProxyType({
     **_BUILTIN,
-    ("torch._utils", "_rebuild_tensor_v2"): Name(_rebuilt),
+    ("torch._utils", "_rebuild_tensor_v2"): Name(
+        lambda storage, offset, size, stride, *_: storage.tensor(offset, tuple(size), tuple(stride))
+    ),
     **{("torch", f"{name}Storage"): dtype for name, dtype in DTYPES.items()},
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
 })  # fmt: skip

@@ -1,12 +1,11 @@
 """slime's and miles' debug dumps (`--save-debug-train-data`, `--save-debug-rollout-data`, `--dump-details`).
 
-`torch.save` files, one per rollout. Train dumps hold the trainer's log-probs beside the engine's, rollout
-dumps the engine's alone; token fields cover the response, `tokens` prompt and response. A sample with
-`remove_sample` trains on nothing; slime masks it after it has dumped the rollout. miles writes train
-dumps per rank: tensor-parallel ranks repeat the samples, pipeline stages before the last have no
-log-probs of the trainer, and with context parallelism a rank has slices only, which cannot be read alone.
-Its dumps of single calls of the policy loss (`policy_loss_debug`) are never read: every update and rank
-repeats the samples there.
+`torch.save` files, one per rollout. Train dumps hold the trainer's log-probs beside the engine's, rollout dumps the
+engine's alone; token fields cover the response, `tokens` prompt and response. A sample with `remove_sample` trains
+on nothing; slime masks it after it has dumped the rollout. miles writes train dumps per rank: tensor-parallel ranks
+repeat the samples, pipeline stages before the last have no log-probs of the trainer, and with context parallelism a
+rank has slices only, which cannot be read alone. Its dumps of single calls of the policy loss (`policy_loss_debug`)
+are never read: every update and rank repeats the samples there.
 Source: slime 624b824, slime/observability/train_data_utils.py and slime/utils/types.py; miles 31f1ca9.
 """
 
@@ -19,32 +18,25 @@ from typing import Any
 
 from offdrift.errors import RecordError
 from offdrift.records.readers.columns import Row
-from offdrift.records.readers.files import Bytes, fingerprint, opened
-from offdrift.records.readers.formats.base import Source
-from offdrift.records.readers.formats.prime_rl import prompt_id
+from offdrift.records.readers.files import LIMIT, Bytes, NotRead, fingerprint, opened
+from offdrift.records.readers.formats import prompt_id
+from offdrift.records.readers.formats.table import (
+    MILES_ROLLOUT,
+    MILES_TRAIN,
+    SLIME_ROLLOUT,
+    SLIME_ROLLOUT_COLUMNS,
+    SLIME_TRAIN,
+    SLIME_TRAIN_COLUMNS,
+    Source,
+)
 from offdrift.records.readers.pickles import load_torch, plain
-from offdrift.records.readers.types import LIMIT
-
-TRAIN = {
-    "logp_rollout": "rollout_log_probs",
-    "logp_old": "log_probs",
-    "logp_ref": "ref_log_probs",
-    "advantages": "advantages",
-    "mask": "loss_masks",
-    "entropy": "entropy",
-}
-ROLLOUT = {"logp_rollout": "rollout_log_probs", "mask": "loss_mask"}
-
-
-class NotRead(RecordError):
-    """A file that is known and whole, and is not to be read."""
 
 
 def load(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
     """Which dump a file is, and its samples.
 
-    Raises: `NotRead` for a dump that other dumps make superfluous; `RecordError` if the file asks for
-        anything but data, takes more than `limit` bytes, or holds no samples.
+    Raises: `NotRead` for a dump that other dumps make superfluous; `RecordError` if the file asks for anything but
+        data, takes more than `limit` bytes, or holds no samples.
     """
     payload = load_torch(file, limit)
     if not isinstance(payload, Mapping):
@@ -66,34 +58,20 @@ def load(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
     return source, _rows(samples, payload.get("rollout_id"), payload.get("raw_reward"))
 
 
-def _rows(samples: Sequence[Mapping[str, Any]], step: Any, rewards: Any) -> Iterator[Row]:
-    for i, sample in enumerate(samples):
-        yield _row(sample, step, _reward(rewards, sample.get("rollout_position", i), len(samples)))
-
-
-def _reward(rewards: Any, place: int, samples: int) -> Any:
-    """The batch's rewards stand in the order of the rollout, samples that were left out included."""
-    if rewards is None or not place < len(rewards) or len(rewards) < samples:
-        return None
-    return rewards[place]
-
-
 def distinct(files: Sequence[str], limit: int) -> list[str]:
     """Of miles' train dumps, those of ranks that hold every sample of a rollout once.
 
-    Ranks with the trainer's log-probs come first. A file that cannot be read stays, for the reader to
-    report.
+    Ranks with the trainer's log-probs come first. A file that cannot be read stays, for the reader to report.
     """
     ranks: dict[object, list[tuple[bool, int, frozenset[int]]]] = {}
     kept = set()
     for i, file in enumerate(files):
-        held = _held(file, fingerprint(file), limit)
-        if held is None:
+        contents = _contents(file, fingerprint(file), limit)
+        if contents is None:
             kept.add(i)
         else:
-            rollout, trained, samples = held
-            key = (os.path.dirname(file), rollout)
-            ranks.setdefault(key, []).append((not trained, i, samples))
+            rollout, trained, samples = contents
+            ranks.setdefault((os.path.dirname(file), rollout), []).append((not trained, i, samples))
     for alike in ranks.values():
         covered: frozenset[int] = frozenset()
         for _, i, samples in sorted(alike, key=lambda rank: rank[:2]):
@@ -104,7 +82,7 @@ def distinct(files: Sequence[str], limit: int) -> list[str]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _held(file: str, version: str, limit: int) -> tuple[object, bool, frozenset[int]] | None:
+def _contents(file: str, version: str, limit: int) -> tuple[object, bool, frozenset[int]] | None:
     """The rollout of a rank's dump, whether it has the trainer's log-probs, and which samples."""
     try:
         with opened(file) as f:
@@ -112,11 +90,12 @@ def _held(file: str, version: str, limit: int) -> tuple[object, bool, frozenset[
             data = payload["rollout_data"]
             samples = data["sample_indices"]
             return payload["rollout_id"], bool(data.get("log_probs")), frozenset(map(int, samples))
-    except Exception:  # damaged or hostile bytes raise anything; the reader says so
+    except Exception:  # damaged or hostile bytes raise anything; the reader reports it
         return None
 
 
 def _of_rank(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The samples of a rank's dump, which holds them by column."""
     if (payload.get("cp_size") or 1) > 1:
         raise NotRead(
             f"the dump holds one of {payload['cp_size']} context-parallel slices of each sequence; "
@@ -128,56 +107,39 @@ def _of_rank(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{name: values[i] for name, values in columns.items()} for i in range(n)]
 
 
-def _row(sample: Mapping[str, Any], step: Any, reward: Any) -> Row:
-    trained = "response_lengths" in sample
-    length = int(sample["response_lengths" if trained else "response_length"])
-    columns = TRAIN if trained else ROLLOUT
-    row: dict[str, Any] = {name: _listed(sample.get(column)) for name, column in columns.items()}
-    tokens = plain(sample.get("tokens"))
-    if tokens is not None:
-        begin = len(tokens) - length
-        row["tokens"] = _listed(tokens[begin:])
-        row["group_id"] = prompt_id(tokens[:begin])
-    if sample.get("group_index") is not None:
-        row["group_id"] = int(sample["group_index"])
-    stated = plain(sample.get("reward", reward))
-    row["reward"] = stated if isinstance(stated, int | float) else None
-    row["step"] = step
-    row["rollout_version"] = _version(sample.get("weight_versions"))
-    row["prompt"], row["completion"] = sample.get("prompt"), sample.get("response")
-    if "status" in sample or sample.get("truncated") is not None:
-        row["truncated"] = int(sample.get("truncated") or sample.get("status") == "truncated")
-    if sample.get("remove_sample"):
-        row["mask"] = [0] * length
-    return row
+def _rows(samples: Sequence[Mapping[str, Any]], step: Any, rewards: Any) -> Iterator[Row]:
+    for i, sample in enumerate(samples):
+        train_dump = "response_lengths" in sample
+        length = int(sample["response_lengths" if train_dump else "response_length"])
+        columns = SLIME_TRAIN_COLUMNS if train_dump else SLIME_ROLLOUT_COLUMNS
+        row: dict[str, Any] = {name: _listed(sample.get(column)) for name, column in columns.items()}
+        tokens = plain(sample.get("tokens"))
+        if tokens is not None:
+            begin = len(tokens) - length
+            row["tokens"], row["group_id"] = _listed(tokens[begin:]), prompt_id(tokens[:begin])
+        if sample.get("group_index") is not None:
+            row["group_id"] = int(sample["group_index"])
+        reward, place = None, sample.get("rollout_position", i)
+        # The batch's rewards are in the order of the rollout, samples that were left out included.
+        if rewards is not None and place < len(rewards) and len(rewards) >= len(samples):
+            reward = rewards[place]
+        reward = plain(sample.get("reward", reward))
+        row["reward"] = reward if isinstance(reward, int | float) else None
+        row["step"] = step
+        versions = sample.get("weight_versions")
+        if isinstance(versions, list) and len(set(versions)) == 1 and str(versions[0]).isdigit():
+            row["rollout_version"] = int(versions[0])  # one version of the weights drew all of it
+        row["prompt"], row["completion"] = sample.get("prompt"), sample.get("response")
+        if "status" in sample or sample.get("truncated") is not None:
+            row["truncated"] = int(sample.get("truncated") or sample.get("status") == "truncated")
+        if sample.get("remove_sample"):
+            row["mask"] = [0] * length
+        yield row
 
 
 def _listed(values: Any) -> Any:
     """An empty list stands for one that was never filled."""
     return None if values is None or len(values) == 0 else plain(values)
-
-
-def _version(versions: Any) -> int | None:
-    """The weights that drew the sample, if one version drew it all."""
-    if not isinstance(versions, list) or len(set(versions)) != 1:
-        return None
-    return int(versions[0]) if str(versions[0]).isdigit() else None
-
-
-SLIME_TRAIN = Source("slime-train", "slime", "slime's train dumps", "the samples in the .pt files", columns=TRAIN)
-
-SLIME_ROLLOUT = Source(
-    "slime-rollout",
-    "slime",
-    "slime's rollout dumps",
-    "the samples in the .pt files",
-    columns=ROLLOUT,
-    note="it holds the engine's log-probs, none of the trainer's",
-)
-
-MILES_TRAIN = Source(
-    "miles-train", "miles", "miles' train dumps", "the rollout_data in the .pt files", columns=TRAIN, distinct=distinct
-)
 
 
 def adapt_columns(row: Mapping[str, Any]) -> Row:
@@ -189,24 +151,3 @@ def adapt_columns(row: Mapping[str, Any]) -> Row:
         "tokens": row["tokens"][begin:],
         "group_id": prompt_id(row["tokens"][:begin]),
     }
-
-
-MILES_ROLLOUT = Source(
-    "miles-rollout",
-    "miles",
-    "miles' rollout dumps",
-    "the samples in the .pt files",
-    columns=ROLLOUT,
-    note="it holds the engine's log-probs, none of the trainer's",
-)
-
-MILES_COLUMNS = Source(
-    "miles-columns",
-    "miles",
-    "miles' dashboard columns",
-    "the columns sample_index, total_length and rollout_log_probs",
-    columns={**ROLLOUT, "tokens": "tokens"},
-    adapt=adapt_columns,
-    step_in_name=r"rollout_(\d+)\.parquet",
-    note="it holds the engine's log-probs, none of the trainer's",
-)

@@ -1,108 +1,290 @@
-"""Every kind of log that is known, and which one a file is."""
+"""Every kind of log that is known, and how one is recognized.
+
+A row of the table says what a framework calls the fields of a log. Where more must be done, it names functions in
+the modules beside this one, which are imported when such a log is read.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
-from offdrift.records.readers.formats.base import Source
-from offdrift.records.readers.formats.nemo_rl import NEMO_RL
-from offdrift.records.readers.formats.open_instruct import OPEN_INSTRUCT
-from offdrift.records.readers.formats.prime_rl import PRIME_RL, PRIME_RL_TRACES
-from offdrift.records.readers.formats.skyrl import SKYRL
-from offdrift.records.readers.formats.slime import MILES_COLUMNS, MILES_ROLLOUT, MILES_TRAIN, SLIME_ROLLOUT, SLIME_TRAIN
-from offdrift.records.schema import DIVERGENCES, LOGPS
+from offdrift.records.schema import COLUMNS, DIVERGENCES, LOGPS
 
-# The plain schema, and logs that are plain rows under other names: verl, TRL, AReaL.
+PER_ROW = tuple(name for name, f in COLUMNS.items() if f.per == "sequence")
+"""Fields that may be mapped whatever the log: they need no alignment with tokens."""
 
 
-PLAIN = Source("plain", "plain", "rows of the plain schema", "the names of the columns")
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A kind of log.
 
-OWN = Source("plain", "offdrift", "this library's own log", "its header")
+    With `adapt`, each row (of JSON, of a payload) is translated by that function. Without, rows are of the plain
+    schema, under the names in `columns` where those differ.
+    """
 
-VERL = Source(
-    "verl",
-    "verl",
-    "verl's rollout dump",
-    "the keys input, output, score and step",
-    columns={"prompt": "input", "completion": "output", "reward": "score"},
-    step_in_name=r"(?:^|/)(\d+)\.jsonl",
-    note="it holds texts and scores, no log-probs",
+    format: str
+    framework: str
+    what: str
+    """What the log is, after "found"."""
+    because: str
+    """What it was recognized by."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The log's name of each field."""
+    keys: frozenset[str] = frozenset()
+    """Names that rows of this log have; without any, it is recognized by its header or payload."""
+    lacks: frozenset[str] = frozenset()
+    """Names that rows of this log do not have."""
+    adapt: str = ""
+    """Function that makes one row of the plain schema, or several, from a row."""
+    amend: str = ""
+    """Function of a row and its translation: adds what else the row tells. Used without `adapt`."""
+    distinct: str = ""
+    """Function of files and the bytes that each may take: the files that hold every sequence once."""
+    step_in_name: str = r"(?:^|[/_.-])step[_-]?(\d+)"
+    """Where a file's path tells the step of rows that do not."""
+    note: str = ""
+    """What to know about it, in a sentence."""
+
+    def step(self, file: str) -> int | None:
+        """The step that a file's path tells."""
+        steps = re.findall(self.step_in_name, file)
+        # The innermost folder or the name itself; a number that fits no tensor is none.
+        return int(steps[-1]) if steps and len(steps[-1]) < 19 else None
+
+    def resolve(self, names: Iterable[str], mapped: Mapping[str, str]) -> dict[str, str]:
+        """Column by field: as mapped, or as this source calls it, or by a known name."""
+        there = set(names)
+        columns = {}
+        for name, f in COLUMNS.items():
+            own = next((n for n in (self.columns.get(name), name, *f.spellings) if n in there), None)
+            columns[name] = mapped.get(name, own)
+        return {name: column for name, column in columns.items() if column}
+
+
+def function(name: str) -> Callable[..., Any]:
+    """A function that the table names, "module.function" of a module beside this one."""
+    module, _, attribute = name.partition(".")
+    return getattr(import_module(f"{__package__}.{module}"), attribute)
+
+
+PAYLOADS = {".pt": "slime.load", ".pkl": "skyrl.load"}
+"""By suffix, what reads a file whose kind is told by its content."""
+
+ENGINE_ALONE = "it holds the engine's log-probs, none of the trainer's"
+SLIME_TRAIN_COLUMNS = {
+    "logp_rollout": "rollout_log_probs",
+    "logp_old": "log_probs",
+    "logp_ref": "ref_log_probs",
+    "advantages": "advantages",
+    "mask": "loss_masks",
+    "entropy": "entropy",
+}
+SLIME_ROLLOUT_COLUMNS = {"logp_rollout": "rollout_log_probs", "mask": "loss_mask"}
+VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
+
+PRIME_RL = Source(
+    format="prime-rl",
+    framework="prime-rl",
+    what="prime-rl's token exports",
+    because="the keys inference_logprobs and trainer_logprobs",
+    keys=frozenset({"inference_logprobs", "trainer_logprobs", "loss_mask"}),
+    columns={
+        "logp_rollout": "inference_logprobs",
+        "logp": "trainer_logprobs",
+        "tokens": "token_ids",
+        "mask": "loss_mask",
+        "advantages": "advantages",
+        "entropy": "entropy",
+        "step": "step",
+    },
+    adapt="prime_rl.adapt",
+    step_in_name=r"(?:^|/)step_(\d+)/",
 )
-
-VERL_VALIDATION = Source(
-    "verl-validation",
-    "verl",
-    "verl's validation dump",
-    "the key reward, which its training dumps do not have",
-    columns={"prompt": "input", "completion": "output", "reward": "score"},
-    step_in_name=r"(?:^|/)(\d+)\.jsonl",
-    note="it holds texts and scores of the validation, nothing that was trained on",
+NEMO_RL = Source(
+    format="nemo-rl",
+    framework="nemo-rl",
+    what="NeMo-RL's training data",
+    because="the keys generation_logprobs and prev_logprobs",
+    keys=frozenset({"generation_logprobs", "prev_logprobs", "input_lengths"}),
+    columns={
+        "logp_rollout": "generation_logprobs",
+        "logp_old": "prev_logprobs",
+        "tokens": "token_ids",
+        "mask": "token_loss_mask",
+        "advantages": "advantages",
+        "reward": "rewards",
+        "completion": "content",
+    },
+    adapt="nemo_rl.adapt",
+    step_in_name=r"train_data_step(\d+)\.jsonl",
 )
-
+SLIME_TRAIN = Source(
+    format="slime-train",
+    framework="slime",
+    what="slime's train dumps",
+    because="the samples in the .pt files",
+    columns=SLIME_TRAIN_COLUMNS,
+)
+MILES_TRAIN = Source(
+    format="miles-train",
+    framework="miles",
+    what="miles' train dumps",
+    because="the rollout_data in the .pt files",
+    columns=SLIME_TRAIN_COLUMNS,
+    distinct="slime.distinct",
+)
+SKYRL = Source(
+    format="skyrl",
+    framework="skyrl",
+    what="SkyRL's dumped training batches",
+    because="the class in the pickles",
+    columns={
+        "logp_rollout": "rollout_logprobs",
+        "logp_old": "action_log_probs",
+        "logp_ref": "base_action_log_probs",
+        "advantages": "advantages",
+        "mask": "loss_mask",
+    },
+    step_in_name=r"global_step_(\d+)_",
+)
+OWN = Source(format="plain", framework="offdrift", what="this library's own log", because="its header")
+OWN_ROLLOUTS = Source(
+    format="offdrift-rollouts",
+    framework="offdrift",
+    what="this library's rollout records",
+    because="their header",
+    columns={"truncated": "finish"},
+    step_in_name=r"(?:^|[/_.-])(\d+)\.parquet",
+    note="they hold the engine's side alone; the log beside them holds the trainer's",
+)
+PLAIN = Source(format="plain", framework="plain", what="rows of the plain schema", because="the names of the columns")
+SLIME_ROLLOUT = Source(
+    format="slime-rollout",
+    framework="slime",
+    what="slime's rollout dumps",
+    because="the samples in the .pt files",
+    columns=SLIME_ROLLOUT_COLUMNS,
+    note=ENGINE_ALONE,
+)
+MILES_ROLLOUT = Source(
+    format="miles-rollout",
+    framework="miles",
+    what="miles' rollout dumps",
+    because="the samples in the .pt files",
+    columns=SLIME_ROLLOUT_COLUMNS,
+    note=ENGINE_ALONE,
+)
+MILES_COLUMNS = Source(
+    format="miles-columns",
+    framework="miles",
+    what="miles' dashboard columns",
+    because="the columns sample_index, total_length and rollout_log_probs",
+    keys=frozenset({"sample_index", "total_length", "tokens", "rollout_log_probs"}),
+    columns={**SLIME_ROLLOUT_COLUMNS, "tokens": "tokens"},
+    adapt="slime.adapt_columns",
+    step_in_name=r"rollout_(\d+)\.parquet",
+    note=ENGINE_ALONE,
+)
+PRIME_RL_TRACES = Source(
+    format="prime-rl-traces",
+    framework="prime-rl",
+    what="prime-rl's episodes",
+    because="the keys env, task and traces",
+    keys=frozenset({"env", "task", "ok", "traces"}),
+    columns={
+        "logp_rollout": "logprobs",
+        "advantages": "advantages",
+        "logp_ref": "reference_logprobs",
+        "tokens": "token_ids",
+        "mask": "mask",
+    },
+    adapt="prime_rl.adapt_traces",
+    step_in_name=r"(?:^|/)step_(\d+)/",
+    note=f"{ENGINE_ALONE}; trainer.enable_token_export writes both",
+)
+OPEN_INSTRUCT = Source(
+    format="open-instruct",
+    framework="open-instruct",
+    what="open-instruct's rollout traces",
+    because="the keys prompt_tokens, response_tokens and finish_reason",
+    keys=frozenset({"prompt_tokens", "response_tokens", "finish_reason"}),
+    columns={
+        "logp_rollout": "logprobs",
+        "tokens": "response_tokens",
+        "advantages": "advantage",
+        "group_id": "prompt_idx",
+        "truncated": "finish_reason",
+    },
+    amend="open_instruct.without_tools",
+    note=ENGINE_ALONE,
+)
 TRL = Source(
-    "trl",
-    "trl",
-    "TRL's completions",
-    "the columns step, prompt, completion and advantage",
+    format="trl",
+    framework="trl",
+    what="TRL's completions",
+    because="the columns step, prompt, completion and advantage",
+    keys=frozenset({"step", "prompt", "completion", "advantage"}),
     columns={"advantages": "advantage"},
     step_in_name=r"completions_(\d+)\.parquet",
     note="it holds texts, rewards and advantages; log-probs only where log_extra added them",
 )
-
 AREAL = Source(
-    "areal",
-    "areal",
-    "AReaL's trajectory dump",
-    "the keys task_id, head_version and tail_version",
+    format="areal",
+    framework="areal",
+    what="AReaL's trajectory dump",
+    because="the keys task_id, head_version and tail_version",
+    keys=frozenset({"task_id", "head_version", "tail_version"}),
     columns={"step": "tail_version", "group_id": "task_id"},
     note="it holds texts, rewards and weight versions, no log-probs",
 )
-
-
-# This library's own rollout records (`rollouts/*.parquet` of a run): the engine's side, complete.
-
-
-STORED = b"offdrift"
-"""Key of the header of rollout records."""
-LOGGED = b"offdrift.log"
-"""Key of the header of logs in the plain schema."""
-
-OWN_ROLLOUTS = Source(
-    "offdrift-rollouts",
-    "offdrift",
-    "this library's rollout records",
-    "their header",
-    columns={"truncated": "finish"},
-    step_in_name=r"(?:^|[/_.-])(\d+)\.parquet",
-    note="they hold the engine's side alone; the log beside them holds the trainer's",
+VERL = Source(
+    format="verl",
+    framework="verl",
+    what="verl's rollout dump",
+    because="the keys input, output, score and step",
+    keys=frozenset({"input", "output", "score", "step"}),
+    columns=VERL_COLUMNS,
+    step_in_name=r"(?:^|/)(\d+)\.jsonl",
+    note="it holds texts and scores, no log-probs",
+)
+VERL_VALIDATION = Source(
+    format="verl-validation",
+    framework="verl",
+    what="verl's validation dump",
+    because="the key reward, which its training dumps do not have",
+    keys=frozenset({"input", "output", "score", "step", "reward"}),
+    lacks=frozenset({"request_id"}),
+    columns=VERL_COLUMNS,
+    step_in_name=r"(?:^|/)(\d+)\.jsonl",
+    note="it holds texts and scores of the validation, nothing that was trained on",
 )
 
 SOURCES = (
     PRIME_RL, NEMO_RL, SLIME_TRAIN, MILES_TRAIN, SKYRL, OWN, OWN_ROLLOUTS, PLAIN, SLIME_ROLLOUT, MILES_ROLLOUT,
     MILES_COLUMNS, PRIME_RL_TRACES, OPEN_INSTRUCT, TRL, AREAL, VERL, VERL_VALIDATION,
 )  # fmt: skip
-"""In this order: where a folder holds several that say the same, the first is read."""
-
-KEYS: Mapping[str, frozenset[str]] = {
-    "prime-rl": frozenset({"inference_logprobs", "trainer_logprobs", "loss_mask"}),
-    "nemo-rl": frozenset({"generation_logprobs", "prev_logprobs", "input_lengths"}),
-    "open-instruct": frozenset({"prompt_tokens", "response_tokens", "finish_reason"}),
-    "miles-columns": frozenset({"sample_index", "total_length", "tokens", "rollout_log_probs"}),
-    "trl": frozenset({"step", "prompt", "completion", "advantage"}),
-    "areal": frozenset({"task_id", "head_version", "tail_version"}),
-    "prime-rl-traces": frozenset({"env", "task", "ok", "traces"}),
-    "verl": frozenset({"input", "output", "score", "step"}),
-    "verl-validation": frozenset({"input", "output", "score", "step", "reward"}),
-}
-"""Names that give a log of rows away."""
-
-WITHOUT: Mapping[str, frozenset[str]] = {"verl-validation": frozenset({"request_id"})}
-"""Names that it does not have."""
+"""In order of preference: where a folder holds several that say the same, the first is read."""
 
 SAYING = {*LOGPS, *(f.column for f in DIVERGENCES), "completion"}
 """Of the plain schema, a log of sequences has one of these; rewards alone are a table of metrics."""
+
+
+def source(format: str) -> Source:
+    """The kind of log with this format."""
+    return next(s for s in SOURCES if s.format == format)
+
+
+def source_of(names: Collection[str]) -> Source | None:
+    """The kind of log whose rows have these names; None if it is not known."""
+    there = set(names)
+    fit = [s for s in SOURCES if s.keys and there >= s.keys and not there & s.lacks]
+    if fit:
+        return max(fit, key=lambda s: len(s.keys))
+    return PLAIN if SAYING & set(PLAIN.resolve(there, {})) else None
 
 
 def rank(source: Source, columns: Collection[str]) -> tuple[int, int]:
@@ -114,28 +296,3 @@ def rank(source: Source, columns: Collection[str]) -> tuple[int, int]:
     """
     both = "logp_rollout" in columns and ("logp" in columns or "logp_old" in columns)
     return -(both + ("logp_rollout" in columns)), SOURCES.index(source)
-
-
-def source(format: str) -> Source:
-    """The kind of log with this format."""
-    return next(s for s in SOURCES if s.format == format)
-
-
-def source_of(names: Collection[str]) -> Source | None:
-    """The kind of log whose rows have these names; None if it is not known."""
-    there = set(names)
-    fit = [s for s in SOURCES if there >= KEYS.get(s.format, {""}) and not there & WITHOUT.get(s.format, frozenset())]
-    if fit:
-        return max(fit, key=lambda s: len(KEYS[s.format]))
-    return PLAIN if SAYING & set(PLAIN.resolve(there, {})) else None
-
-
-def header(metadata: dict[bytes, bytes] | None) -> dict[str, Any] | None:
-    """The header of a log in the plain schema; None if the file has none."""
-    if metadata is None or LOGGED not in metadata:
-        return None
-    try:
-        stated = json.loads(metadata[LOGGED])
-    except ValueError:
-        return None
-    return stated if isinstance(stated, dict) else None
