@@ -216,29 +216,29 @@ class Outbox:
 
     def _next(self) -> list[_Item]:
         """Items to be written together, when it is time; none when the box is closed."""
+        limits = self._limits
         with self._changed:
-            while (left := self._until_due()) > 0:
+            while True:
+                left = NEVER
+                if self._waiting and not self._stuck:
+                    now = (
+                        self._state == "closing"
+                        or self._oldest <= self._flush_to
+                        or self._bytes >= min(limits.file_bytes, limits.queue_bytes / 2)
+                        or 2 * len(self._waiting) >= limits.queue
+                    )
+                    left = 0.0 if now else self._waiting[0].since + limits.seconds - time.monotonic()
+                if left <= 0:
+                    break
                 if self._state == "closed":
                     return []
                 self._changed.wait(None if left == NEVER else left)
             taken, size = [], 0
             for item in self._waiting:
-                if item.kind == self._waiting[0].kind and (not taken or size < self._limits.file_bytes):
+                if item.kind == self._waiting[0].kind and (not taken or size < limits.file_bytes):
                     taken.append(item)
                     size += item.bytes
             return taken
-
-    def _until_due(self) -> float:
-        """Seconds until something is to be written."""
-        if not self._waiting or self._stuck:
-            return NEVER
-        now = (
-            self._state == "closing"
-            or self._oldest <= self._flush_to
-            or self._bytes >= min(self._limits.file_bytes, self._limits.queue_bytes / 2)
-            or 2 * len(self._waiting) >= self._limits.queue
-        )
-        return 0.0 if now else self._waiting[0].since + self._limits.seconds - time.monotonic()
 
     def _lose(self, items: Sequence[_Item], error: BaseException) -> None:
         """Give items up, and report the error."""

@@ -147,7 +147,7 @@ class Rollouts:
         """
         tokens, cuts = self.prompt_tokens.long().numpy(), self.prompt_cu_seqlens.tolist()
         digests = (hashlib.blake2b(tokens[a:b].tobytes(), digest_size=8).digest() for a, b in pairwise(cuts))
-        return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], dtype=torch.int64)  # fmt: skip
+        return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], dtype=torch.int64)
 
     def with_(self, **changes: object) -> Rollouts:
         """The same rollouts with some fields replaced (rewards, group ids, texts, ...)."""
@@ -159,12 +159,8 @@ class Rollouts:
         prompt_rows = Segments(self.prompt_cu_seqlens).rows(sequences)
         order = sequences.tolist()
         evidence = self.evidence
-        if isinstance(evidence, FullVocab):
-            evidence = FullVocab(evidence.logp[rows])
-        elif isinstance(evidence, TopK):
-            evidence = TopK(evidence.ids[rows], evidence.logp[rows])
-        elif isinstance(evidence, HiddenStates):
-            evidence = HiddenStates(evidence.states[rows], evidence.head)
+        if evidence is not None:
+            evidence = replace(evidence, **{name: x[rows] for name, x in _per_token(evidence).items()})
         return Rollouts(
             tokens=self.tokens[rows],
             logp_rollout=self.logp_rollout[rows],
@@ -210,34 +206,36 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             if name.endswith("cu_seqlens"):
                 return _cuts(torch.cat([v.diff() for v in values]))
             return torch.cat(values)
-        if isinstance(values[0], FullVocab):
-            return FullVocab(torch.cat([v.logp for v in values]))
-        if isinstance(values[0], TopK):
-            return TopK(torch.cat([v.ids for v in values]), torch.cat([v.logp for v in values]))
-        if isinstance(values[0], HiddenStates):
-            return HiddenStates(torch.cat([v.states for v in values]), _one_head(values))
+        if isinstance(values[0], Evidence):
+            if not all(_same_head(values[0], v) for v in values[1:]):
+                raise ShapeError(
+                    "cannot concatenate hidden states that belong to different output heads (batches drawn "
+                    "at different versions); keep them as separate batches"
+                )
+            parts = [_per_token(v) for v in values]
+            return replace(values[0], **{name: torch.cat([p[name] for p in parts]) for name in parts[0]})
         return sum(values, ()) if isinstance(values[0], tuple) else values[0]
 
     return Rollouts(**{f.name: joined(f.name) for f in fields(Rollouts)})  # type: ignore[arg-type]
 
 
-def _one_head(parts: Sequence[HiddenStates]) -> Head:
-    first = parts[0].head
-    if not all(_same_head(first, p.head) for p in parts[1:]):
-        raise ShapeError(
-            "cannot concatenate hidden states that belong to different output heads (batches drawn "
-            "at different versions); keep them as separate batches"
-        )
-    return first
+def _per_token(evidence: Evidence) -> dict[str, Tensor]:
+    """What the evidence holds for every token."""
+    values = {f.name: getattr(evidence, f.name) for f in fields(evidence)}
+    return {name: x for name, x in values.items() if isinstance(x, Tensor)}
 
 
-def _same_head(a: Head, b: Head) -> bool:
+def _same_head(a: Evidence, b: Evidence) -> bool:
+    """Whether hidden states belong to equal output heads; True for other evidence."""
+
     def same(x: object, y: object) -> bool:
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             return x.dtype == y.dtype and torch.equal(x, y)
         return x == y
 
-    return a is b or all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(Head))
+    if not isinstance(a, HiddenStates) or not isinstance(b, HiddenStates) or a.head is b.head:
+        return True
+    return all(same(getattr(a.head, f.name), getattr(b.head, f.name)) for f in fields(Head))
 
 
 def _cuts(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:

@@ -188,33 +188,28 @@ def _provenance(header: dict[str, Any]) -> Provenance:
 
 def _evidence(table: pa.Table, stated: dict[str, Any], path: Path) -> Evidence | None:
     kind, width = stated["kind"], stated["width"]
+    cu_seqlens = _stream(table, "tokens")[1]
     if kind == "NoneType":
         return None
     if kind == "HiddenStates":
-        return _hidden(table, stated, path)
+        chunk, dtype = table.column("evidence_states").chunk(0), getattr(torch, stated["dtype"])
+        if not torch.equal(_tensor(chunk.offsets), cu_seqlens):
+            raise ValueError("evidence_states and tokens have different lengths")
+        states = _tensor(chunk.values.values)
+        if states.dtype != STATES[dtype] or chunk.values.type.list_size != width:
+            raise ValueError(f"evidence_states does not hold {width} {stated['dtype']} per token")
+        head = read_head(path.parent, stated["head"], wanted_by=path)
+        if head.weight.shape[1] != width:
+            raise ValueError(f"states of {width} numbers, but a head for {head.weight.shape[1]}")
+        return HiddenStates(states.view(dtype).reshape(-1, width), head)
     values, offsets = _stream(table, "evidence_logp")
-    if not torch.equal(offsets, _stream(table, "tokens")[1] * width):
+    if not torch.equal(offsets, cu_seqlens * width):
         raise ValueError(f"evidence_logp does not hold {width} values per token")
-    logp = values.reshape(-1, width)
     if kind == "FullVocab":
-        return FullVocab(logp)
+        return FullVocab(values.reshape(-1, width))
     if kind == "TopK":
-        return TopK(_stream(table, "evidence_ids")[0].reshape(-1, width), logp)
+        return TopK(_stream(table, "evidence_ids")[0].reshape(-1, width), values.reshape(-1, width))
     raise ValueError(f"unknown evidence {kind!r}")
-
-
-def _hidden(table: pa.Table, stated: dict[str, Any], path: Path) -> HiddenStates:
-    chunk = table.column("evidence_states").chunk(0)
-    width, dtype = stated["width"], getattr(torch, stated["dtype"])
-    if not torch.equal(_tensor(chunk.offsets), _stream(table, "tokens")[1]):
-        raise ValueError("evidence_states and tokens have different lengths")
-    states = _tensor(chunk.values.values)
-    if states.dtype != STATES[dtype] or chunk.values.type.list_size != width:
-        raise ValueError(f"evidence_states does not hold {width} {stated['dtype']} per token")
-    head = read_head(path.parent, stated["head"], wanted_by=path)
-    if head.weight.shape[1] != width:
-        raise ValueError(f"states of {width} numbers, but a head for {head.weight.shape[1]}")
-    return HiddenStates(states.view(dtype).reshape(-1, width), head)
 
 
 def _stream(table: pa.Table, name: str) -> tuple[Tensor, Tensor]:

@@ -243,7 +243,15 @@ def _kinds(named: Sequence[str], mapped: Mapping[str, str], limit: int) -> tuple
     kinds: list[_Matches] = []
     unknown: list[_Unknown] = []
     for alike in shapes.values():
-        first, why = _first(alike, limit)
+        first = why = None
+        for file in alike[:TRIED]:
+            try:
+                first = look(file, limit)
+            except OffdriftError as e:
+                why = why or e
+                continue
+            if first.names or first.source:
+                break
         if first is None:
             refused = isinstance(why, NotRead)
             unknown.append(_Unknown(alike, str(why), not refused, refused))
@@ -261,21 +269,6 @@ def _kinds(named: Sequence[str], mapped: Mapping[str, str], limit: int) -> tuple
         else:
             same.files.extend(alike)
     return kinds, unknown
-
-
-def _first(alike: Sequence[str], limit: int) -> tuple[Look | None, OffdriftError | None]:
-    """What the first of some files that can be read holds, or why the first cannot."""
-    why = empty = None
-    for file in alike[:TRIED]:
-        try:
-            first = look(file, limit)
-        except OffdriftError as e:
-            why = why or e
-            continue
-        if first.names or first.source:
-            return first, None
-        empty = empty or first
-    return empty, why
 
 
 def _columns(kind: _Matches, mapped: Mapping[str, str]) -> dict[str, str]:

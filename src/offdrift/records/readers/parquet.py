@@ -235,8 +235,19 @@ def _part(
 
 def present(schema: pa.Schema, columns: Mapping[str, str]) -> dict[str, str]:
     """The columns that a schema has, and whose type can hold the field."""
-    kinds = {name: (column, type_of(schema, column)) for name, column in columns.items()}
-    return {n: column for n, (column, kind) in kinds.items() if kind is not None and _fits(COLUMNS[n], kind)}
+    fitting = {}
+    for name, column in columns.items():
+        f, kind = COLUMNS[name], type_of(schema, column)
+        if kind is None:
+            continue
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        fits = f.per != "token" and (is_number(kind) or (bool(f.words) and is_text(kind)))
+        if f.by_token and is_list(kind):
+            fits = is_number(kind.value_type)
+        if fits or pa.types.is_null(kind) or f.is_text or f.text_ids:
+            fitting[name] = column
+    return fitting
 
 
 def type_of(schema: pa.Schema, column: str) -> pa.DataType | None:
@@ -248,17 +259,6 @@ def type_of(schema: pa.Schema, column: str) -> pa.DataType | None:
         inner = schema.field(head).type
         return next((f.type for f in map(inner.field, range(inner.num_fields)) if f.name == rest), None)
     return None
-
-
-def _fits(f: LogField, kind: pa.DataType) -> bool:
-    """Whether a column of this type can hold a field."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if pa.types.is_null(kind) or f.is_text or f.text_ids:
-        return True
-    if f.by_token and is_list(kind):
-        return is_number(kind.value_type)
-    return f.per != "token" and (is_number(kind) or (bool(f.words) and is_text(kind)))
 
 
 def is_list(kind: pa.DataType) -> bool:

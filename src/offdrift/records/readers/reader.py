@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -33,19 +33,17 @@ def pieces(found: Detected, *, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
     Raises: `RecordError` naming the file that is gone.
     """
     most = max(1, min(piece_bytes, found.limit // jsonl.LINES))
-    return [piece for file in found.files for piece in _pieces_of(file, found, most)]
-
-
-def _pieces_of(file: str, found: Detected, piece_bytes: int) -> Iterator[Piece]:
-    if file.endswith(".parquet"):
-        columns = found.columns or source(found.format).columns
-        for start, stop in parquet.cuts(file, columns, piece_bytes):
-            yield Piece(file, start, stop, found.format, start + 1)
-    elif os.path.splitext(file)[1] in PAYLOADS:
-        yield Piece(file, 0, size(file), found.format)
-    else:
-        for start, stop, first in jsonl.cuts(file, piece_bytes, found.limit):
-            yield Piece(file, start, stop, found.format, first)
+    listed: list[Piece] = []
+    for file in found.files:
+        if file.endswith(".parquet"):
+            ranges = parquet.cuts(file, found.columns or source(found.format).columns, most)
+            listed += [Piece(file, start, stop, found.format, start + 1) for start, stop in ranges]
+        elif os.path.splitext(file)[1] in PAYLOADS:
+            listed.append(Piece(file, 0, size(file), found.format))
+        else:
+            cuts = jsonl.cuts(file, most, found.limit)
+            listed += [Piece(file, start, stop, found.format, first) for start, stop, first in cuts]
+    return listed
 
 
 def read(piece: Piece, found: Detected) -> Read:
@@ -54,13 +52,8 @@ def read(piece: Piece, found: Detected) -> Read:
     Raises: `RecordError` naming a file that is gone; nothing in a file is an error.
     """
     kind = source(found.format)
-    read_rows = _lines
-    if piece.file.endswith(".parquet"):
-        read_rows = _objects if kind.adapt else _columns
-    elif os.path.splitext(piece.file)[1] in PAYLOADS:
-        read_rows = _payload
     try:
-        columns, bad = read_rows(piece, kind, found)
+        columns, bad = _decoded(piece, kind, found)
         if columns is None:
             return Read((), tuple(bad))
         batches, unusable = assemble(columns, file=piece.file, step=kind.step(piece.file))
@@ -71,37 +64,68 @@ def read(piece: Piece, found: Detected) -> Read:
     return Read(batches, (*bad, *unusable))
 
 
-def _columns(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | None, list[BadRow]]:
-    def wanted(schema: pa.Schema) -> dict[str, str]:
-        return parquet.present(schema, kind.resolve(schema.names, _mapped(found)))
+def _decoded(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | None, list[BadRow]]:
+    """A piece as columns of the plain schema, None if there is nothing to decode, and what cannot be decoded."""
+    file, start, stop, limit = piece.file, piece.start, piece.stop, found.limit
+    mapped = {**found.columns, **dict.fromkeys(found.without, "")}
+    if file.endswith(".parquet") and not kind.adapt:
 
-    parts, bad = parquet.read_rows(piece.file, piece.start, piece.stop, wanted, found.limit)
-    return joined(parts), bad
+        def wanted(schema: pa.Schema) -> dict[str, str]:
+            return parquet.present(schema, kind.resolve(schema.names, mapped))
+
+        parts, bad = parquet.read_rows(file, start, stop, wanted, limit)
+        return joined(parts), bad
+    if os.path.splitext(file)[1] in PAYLOADS:
+        with opened(file) as f:
+            try:
+                samples = payload(f, file, limit)[1]
+            except RecordError as e:
+                return None, [BadRow(file, 0, str(e).removeprefix(f"{file}: "), rows=0)]
+        return pack([_wanted(row, found) for row in samples], range(1, len(samples) + 1), file)
+    if file.endswith(".parquet"):
+        tables, bad = parquet.read_objects(file, start, stop, limit)
+        rows = [row for _, part in tables for row in part]
+        numbers = [first + i for first, part in tables for i in range(len(part))]
+    else:
+        data, long, stopped = jsonl.read_lines(file, start, stop, limit)
+        rows, numbers, bad = jsonl.decode(data, piece.first_row, file, limit)
+        bad += [BadRow(file, piece.first_row + i, why) for i, why in long.items()]
+        if stopped is not None:
+            bad.append(BadRow(file, piece.first_row + data.count(b"\n"), stopped, rows=0))
+    if kind.adapt:
+        translated, numbers = _adapted(rows, numbers, kind, found, file, bad)
+    else:
+        names = kind.resolve(set().union(*rows), mapped)
+        translated = [{name: look_up(row, column) for name, column in names.items()} for row in rows]
+        if kind.amend:
+            translated = [_wanted(row, found) for row in map(function(kind.amend), rows, translated)]
+    columns, wrong = pack(translated, numbers, file)
+    return columns, sorted([*bad, *wrong], key=lambda b: b.row)
 
 
-def _objects(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | None, list[BadRow]]:
-    tables, bad = parquet.read_objects(piece.file, piece.start, piece.stop, found.limit)
-    rows = [row for _, part in tables for row in part]
-    numbers = [first + i for first, part in tables for i in range(len(part))]
-    return _translated(rows, numbers, piece.file, kind, found, bad)
-
-
-def _lines(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | None, list[BadRow]]:
-    data, long, stopped = jsonl.read_lines(piece.file, piece.start, piece.stop, found.limit)
-    rows, numbers, bad = jsonl.decode(data, piece.first_row, piece.file, found.limit)
-    bad += [BadRow(piece.file, piece.first_row + i, why) for i, why in long.items()]
-    if stopped is not None:
-        bad.append(BadRow(piece.file, piece.first_row + data.count(b"\n"), stopped, rows=0))
-    return _translated(rows, numbers, piece.file, kind, found, bad)
-
-
-def _payload(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | None, list[BadRow]]:
-    with opened(piece.file) as f:
+def _adapted(
+    rows: Sequence[Mapping[str, Any]],
+    numbers: Sequence[int],
+    kind: Source,
+    found: Detected,
+    file: str,
+    bad: list[BadRow],
+) -> tuple[list[Row], list[int]]:
+    """Rows that the function of their format translates, and the numbers of their lines; others go into `bad`."""
+    adapt = function(kind.adapt)
+    own = {n: c for n, c in found.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
+    translated: list[Row] = []
+    kept: list[int] = []
+    for row, number in zip(rows, numbers, strict=True):
         try:
-            rows = payload(f, piece.file, found.limit)[1]
-        except RecordError as e:
-            return None, [BadRow(piece.file, 0, str(e).removeprefix(f"{piece.file}: "), rows=0)]
-    return pack([_wanted(row, found) for row in rows], range(1, len(rows) + 1), piece.file)
+            mapped = {name: look_up(row, column) for name, column in own.items()}
+            inside = adapt(row)
+            inside = inside if isinstance(inside, list) else [inside]
+            translated += [_wanted({**r, **mapped}, found) for r in inside]
+            kept += [number] * len(inside)
+        except Malformed as e:
+            bad.append(BadRow(file, number, f"no row of {kind.what}: {repr(e)[:200]}"))
+    return translated, kept
 
 
 def payload(file: Bytes, name: str, limit: int, *, rows: bool = True) -> tuple[Source, list[Row]]:
@@ -131,40 +155,6 @@ def payload(file: Bytes, name: str, limit: int, *, rows: bool = True) -> tuple[S
     return kind, kept
 
 
-def _translated(
-    rows: Sequence[Mapping[str, Any]],
-    numbers: Sequence[int],
-    file: str,
-    kind: Source,
-    found: Detected,
-    bad: list[BadRow],
-) -> tuple[Columns | None, list[BadRow]]:
-    """Rows of a source as columns of the plain schema."""
-    translated: list[Row] = []
-    kept: list[int] = []
-    if kind.adapt:
-        adapt = function(kind.adapt)
-        own = {n: c for n, c in found.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
-        for row, number in zip(rows, numbers, strict=True):
-            try:
-                mapped = {name: look_up(row, column) for name, column in own.items()}
-                inside = adapt(row)
-                inside = inside if isinstance(inside, list) else [inside]
-                translated += [_wanted({**r, **mapped}, found) for r in inside]
-                kept += [number] * len(inside)
-            except Malformed as e:
-                bad.append(BadRow(file, number, f"no row of {kind.what}: {repr(e)[:200]}"))
-    else:
-        names = kind.resolve(set().union(*rows), _mapped(found))
-        translated = [{name: look_up(row, column) for name, column in names.items()} for row in rows]
-        kept = list(numbers)
-        if kind.amend:
-            amended = map(function(kind.amend), rows, translated)
-            translated = [_wanted(row, found) for row in amended]
-    columns, wrong = pack(translated, kept, file)
-    return columns, sorted([*bad, *wrong], key=lambda b: b.row)
-
-
 def look_up(row: Mapping[str, Any], name: str) -> Any:
     """A value by its key, or by dotted keys into objects; None if it is not there."""
     if name in row:
@@ -175,11 +165,6 @@ def look_up(row: Mapping[str, Any], name: str) -> Any:
             return None
         value = value[key]
     return value
-
-
-def _mapped(found: Detected) -> dict[str, str]:
-    """Column by field as detected; nothing for fields that are not to be read."""
-    return {**found.columns, **dict.fromkeys(found.without, "")}
 
 
 def _wanted(row: Row, found: Detected) -> Row:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from offdrift.errors import RecordError
 from offdrift.records.readers.columns import Row
 from offdrift.records.readers.files import LIMIT, Bytes
@@ -38,18 +36,18 @@ def load(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
     }
     padding = (state.get("metadata") or {}).get("pad_size") or 0
     response = (tensors["response_mask"] if "response_mask" in tensors else tensors["loss_mask"]).bool()
-    return SKYRL, (_row(tensors, response[i], i) for i in range(len(response) - padding))
 
+    def rows() -> Iterator[Row]:
+        for i in range(len(response) - padding):
+            row: dict[str, Any] = {n: tensors[c][i][response[i]] for n, c in SKYRL.columns.items() if c in tensors}
+            if "rewards" in tensors:
+                row["reward"] = float(tensors["rewards"][i].sum())
+            if "sequences" in tensors:
+                sequence = tensors["sequences"][i]
+                row["tokens"] = sequence[-len(response[i]) :][response[i]]
+                if "attention_mask" in tensors:
+                    sequence = sequence[tensors["attention_mask"][i].bool()]
+                row["group_id"] = prompt_id(sequence[: len(sequence) - int(response[i].sum())])
+            yield row
 
-def _row(tensors: Mapping[str, Tensor], response: Tensor, i: int) -> Row:
-    """Sequence `i`, whose response tokens are True in `response`."""
-    row: dict[str, Any] = {name: tensors[c][i][response] for name, c in SKYRL.columns.items() if c in tensors}
-    if "rewards" in tensors:
-        row["reward"] = float(tensors["rewards"][i].sum())
-    if "sequences" in tensors:
-        sequence = tensors["sequences"][i]
-        row["tokens"] = sequence[-len(response) :][response]
-        if "attention_mask" in tensors:
-            sequence = sequence[tensors["attention_mask"][i].bool()]
-        row["group_id"] = prompt_id(sequence[: len(sequence) - int(response.sum())])
-    return row
+    return SKYRL, rows()

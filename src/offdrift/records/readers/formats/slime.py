@@ -46,7 +46,17 @@ def load(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
             "the dump holds one rank's part of one call of miles' policy loss; read train_data or rollout_data instead"
         )
     by_rank = "rollout_data" in payload
-    samples = _of_rank(payload) if by_rank else payload.get("samples")
+    samples = payload.get("samples")
+    if by_rank:  # a rank's dump holds its samples by column
+        if (payload.get("cp_size") or 1) > 1:
+            raise NotRead(
+                f"the dump holds one of {payload['cp_size']} context-parallel slices of each sequence; "
+                "dump with context parallelism off, or use the rollout dump"
+            )
+        data = payload["rollout_data"]
+        n = len(data["response_lengths"])
+        columns = {k: v for k, v in data.items() if isinstance(v, list | tuple) and len(v) == n}
+        samples = [{name: values[i] for name, values in columns.items()} for i in range(n)]
     if not isinstance(samples, list):
         raise RecordError("the file holds no samples: no debug dump of slime")
     if by_rank:
@@ -92,19 +102,6 @@ def _contents(file: str, version: str, limit: int) -> tuple[object, bool, frozen
             return payload["rollout_id"], bool(data.get("log_probs")), frozenset(map(int, samples))
     except Exception:  # damaged or hostile bytes raise anything; the reader reports it
         return None
-
-
-def _of_rank(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The samples of a rank's dump, which holds them by column."""
-    if (payload.get("cp_size") or 1) > 1:
-        raise NotRead(
-            f"the dump holds one of {payload['cp_size']} context-parallel slices of each sequence; "
-            "dump with context parallelism off, or use the rollout dump"
-        )
-    data = payload["rollout_data"]
-    n = len(data["response_lengths"])
-    columns = {k: v for k, v in data.items() if isinstance(v, list | tuple) and len(v) == n}
-    return [{name: values[i] for name, values in columns.items()} for i in range(n)]
 
 
 def _rows(samples: Sequence[Mapping[str, Any]], step: Any, rewards: Any) -> Iterator[Row]:
