@@ -90,8 +90,8 @@ class Logged(LogValues):
     def logprobs(self) -> LogProbs:
         """The log-probs, validated and packed.
 
-        Raises: `EvidenceError` if the log holds no rollout log-probs; `BadValueError` if no token is
-            left, or the reader let a value through that no policy can produce.
+        Raises: `EvidenceError` if the log holds no rollout log-probs; `BadValueError` if no token is left, or the
+            reader let a value through that no policy can produce.
         """
         if self.logp_rollout is None:
             raise EvidenceError(
@@ -171,8 +171,8 @@ _Values: Any = make_dataclass(
 class Unpacked(_Values):
     """Token tensors of one shape: padded `[b, time]` with `mask`, or packed `[n]` with `cu_seqlens`.
 
-    Its other fields are those that `record` takes. Making one looks at shapes alone, so that nothing
-    waits for a device.
+    Its other fields are those that `record` takes. Making one looks at shapes alone, so that nothing waits for a
+    device.
 
     Raises: `ShapeError` if a field has neither the tokens' shape nor one value per sequence.
     """
@@ -229,12 +229,12 @@ class Unpacked(_Values):
     def logged(self) -> Logged:
         """The tokens that may train, packed; on a device this waits for it.
 
-        A response reaches from its first to its last token that may train, unless
-        `response_lengths` says otherwise; a sequence without any keeps its row. NaN and infinite
-        values stay what they are: readers leave such tokens out, and count them.
+        A response reaches from its first to its last token that may train, unless `response_lengths` says otherwise; a
+        sequence without any keeps its row. NaN and infinite values stay what they are: readers leave such tokens out,
+        and count them.
 
-        Raises: `ShapeError` if `cu_seqlens` does not cut the tokens; `BadValueError` if what is counted
-            is no whole number.
+        Raises: `ShapeError` if `cu_seqlens` does not cut the tokens; `BadValueError` if what is counted is no whole
+            number.
         """
         b = self.num_sequences
         if self.cu_seqlens is None:

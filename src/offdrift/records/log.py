@@ -1,7 +1,7 @@
 """Writing logs: the plain schema in Parquet, one row per sequence, lists for what every token has.
 
-What any framework can write and every audit reads; docs/logs.md documents each column. The same names
-serve as keys of JSON lines. Several processes may write to one folder.
+What any framework can write and every audit reads; docs/logs.md documents each column. The same names serve as keys of
+JSON lines. Several processes may write to one folder.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def write_unclaimed(batch: Logged, folder: Path, stem: str, *, framework: str) -
 def _claimed(path: Path) -> Iterator[bool]:
     """Hold a hidden file beside `path`, as nobody else can; False if somebody does.
 
-    A claim of its own, because moving a file to its name replaces what is there, and linking, which
-    does not, is missing on some network file systems.
+    A claim of its own, because moving a file to its name replaces what is there, and linking, which does not, is
+    missing on some network file systems.
     """
     claim = path.with_name(f".{path.name}.claim")
     try:

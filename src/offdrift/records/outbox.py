@@ -47,10 +47,9 @@ class _Item:
 class Outbox:
     """Items of one process on their way to the disk, with one thread that writes them.
 
-    An item leaves the queue when it is on disk or given up, so that the limits hold for all the memory that is
-    taken. (`queue.Queue` would count neither bytes nor what is being written.) When a write is refused
-    (`RecordError`) and `on_error` is "raise", the thread rests until a caller has received the error, and then tries
-    again.
+    An item leaves the queue when it is on disk or given up, so that the limits hold for all the memory that is taken.
+    (`queue.Queue` would count neither bytes nor what is being written.) When a write is refused (`RecordError`) and
+    `on_error` is "raise", the thread rests until a caller has received the error, and then tries again.
 
     Args:
         place: where things go, for messages.

@@ -37,8 +37,8 @@ from offdrift.segments import Segments
 def on_host(batch: Logged | Unpacked) -> tuple[Logged | Unpacked, list[torch.cuda.Event]]:
     """The batch in host memory of its own, without graph; and what to wait for before reading it.
 
-    Nothing waits here for a CUDA device: its copies run on the current stream, into pinned memory,
-    behind the work that makes the values. The copies on the device can be freed or changed at once.
+    Nothing waits here for a CUDA device: its copies run on the current stream, into pinned memory, behind the work
+    that makes the values. The copies on the device can be freed or changed at once.
     """
     events: dict[torch.device, torch.cuda.Event] = {}
 
@@ -231,11 +231,10 @@ class Recorder:
         Args:
             batch: on any device. Its `group_ids` mean the same in all batches of a step. NaN and
                 infinite values are written as they are; readers leave such tokens out and count them.
-            name: that the file's name begins with, "log" unless given; batches of different names
-                never share a file.
+            name: that the file's name begins with, "log" unless given; batches of different names never share a file.
 
-        Raises: `RecordError` if an earlier batch could not be written, and this one is then not
-            taken; `ShapeError` if the batch contradicts itself.
+        Raises: `RecordError` if an earlier batch could not be written, and this one is then not taken; `ShapeError` if
+            the batch contradicts itself.
         """
         name = "log" if name is None else name
         if not name.replace("-", "").replace("_", "").isalnum():

@@ -23,15 +23,14 @@ from offdrift.errors import ShapeError
 from offdrift.segments import Segments
 
 EvidenceKind = Literal["full", "hidden", "sampled"] | int
-"""What an engine is asked to record per token: "full" vocabulary, the "hidden" state that its output
-head turned into logits, an integer k for the top k log-probs, or "sampled" for the sampled token's
-log-prob alone."""
+"""What an engine is asked to record per token: "full" vocabulary, the "hidden" state that its output head turned into
+logits, an integer k for the top k log-probs, or "sampled" for the sampled token's log-prob alone."""
 
 
 OLD_STATUS = ("exact", "stale", "approximated", "missing")
-"""How old log-probs were come by, best first: the training engine's at the weights that drew the
-token; at other weights, so that `mismatch` contains staleness; by averaged or interpolated policies;
-or not at all, with the rollout policy in their place.
+"""How old log-probs were come by, best first: the training engine's at the weights that drew the token; at other
+weights, so that `mismatch` contains staleness; by averaged or interpolated policies; or not at all, with the rollout
+policy in their place.
 
 Reference: "Missing Old Logits", arXiv:2605.12070.
 """
@@ -84,8 +83,8 @@ class TopK:
 class HiddenStates:
     """What the engine's output head consumed at every response token. Grade: exact.
 
-    `d` numbers per token stand for the whole vocabulary: log mu is the log-softmax of the head's
-    logits over the sampling temperature. Only unfiltered sampling can be described so.
+    `d` numbers per token stand for the whole vocabulary: log mu is the log-softmax of the head's logits over the
+    sampling temperature. Only unfiltered sampling can be described so.
     """
 
     states: Float[Tensor, "n d"]
@@ -108,8 +107,8 @@ Evidence = FullVocab | TopK | HiddenStates
 class Rollouts:
     """A batch of sampled sequences on the packed layout.
 
-    `n` response tokens in `b` sequences; `m` prompt tokens. `group_ids` says which sequences answer
-    the same prompt. `rewards` and the texts are optional and filled in by whoever knows them.
+    `n` response tokens in `b` sequences; `m` prompt tokens. `group_ids` says which sequences answer the same prompt.
+    `rewards` and the texts are optional and filled in by whoever knows them.
     """
 
     tokens: Int[Tensor, " n"]

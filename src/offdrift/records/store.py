@@ -5,8 +5,8 @@ offsets *are* `cu_seqlens`. Provenance and format version are in the schema's me
 fixed-size lists in the engine's own dtype. Nothing is unpickled and nothing is evaluated.
 
 The output head that hidden states belong to is `vocab x hidden` numbers, far more than the states of a batch, and
-often the same for many batches (drawn between two synchronizations, or with the head frozen). So it has a file of
-its own in `heads/` beside the batches, named by the SHA-256 of its bytes: equal heads are one file, and a file whose
+often the same for many batches (drawn between two synchronizations, or with the head frozen). So it has a file of its
+own in `heads/` beside the batches, named by the SHA-256 of its bytes: equal heads are one file, and a file whose
 content is not what its name says is refused.
 """
 
@@ -52,8 +52,8 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
 
     The head of hidden-state evidence goes into `heads/` beside it first, unless it is there.
 
-    Raises: `RecordError` naming the file if the disk is full or the folder cannot be written, or
-        if the hidden states have a dtype that no engine computes in.
+    Raises: `RecordError` naming the file if the disk is full or the folder cannot be written, or if the hidden states
+        have a dtype that no engine computes in.
     """
     path = Path(path)
     offsets, evidence = rollouts.cu_seqlens, rollouts.evidence
@@ -99,8 +99,7 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
 def read(path: str | os.PathLike[str]) -> Rollouts:
     """Read a batch back; tensors share memory with the decoded Arrow buffers.
 
-    Raises: `RecordError` naming the file if it, or the head it refers to, is missing, corrupt, or
-        not one of ours.
+    Raises: `RecordError` naming the file if it, or the head it refers to, is missing, corrupt, or not one of ours.
     """
     path = Path(path)
     with _table(path) as (table, header):

@@ -45,8 +45,8 @@ NEARLY = -1e-3
 ODD_SHARE = 0.05
 """Share of a policy's exact zeros that another finds unlikely, from which they were filled in."""
 ODD_TIMES = 4.0
-"""How many times the same share of nearly certain tokens that must be: policies that really disagree
-do so about both kinds of token, and a column that was filled in has its zeros from nowhere."""
+"""How many times the same share of nearly certain tokens that must be: policies that really disagree do so about both
+kinds of token, and a column that was filled in has its zeros from nowhere."""
 
 Tokens = Bool[Tensor, " n"]
 Rows = Bool[Tensor, " b"]
@@ -62,8 +62,8 @@ class Examined:
     trainable: Int[Tensor, " b"]
     """Tokens of each row that may train."""
     unscored: Mapping[str, Int[Tensor, " b"]]
-    """Of these, tokens that a policy does not score, by "FIELD/CAUSE"; a token that two policies do
-    not score counts in both."""
+    """Of these, tokens that a policy does not score, by "FIELD/CAUSE"; a token that two policies do not score counts
+    in both."""
     lacks: Mapping[str, Rows]
     """Rows without a field that others have."""
 

@@ -42,8 +42,8 @@ BESIDE = "|".join((
     r"/rollouts/step_\d+/(eval/.*|train/all)/traces\.jsonl$",
     r"(^|/)policy_loss_debug/[^/]*$",
 ))  # fmt: skip
-"""Files that lie beside logs and are none: evaluations, open-instruct's description of a run, prime-rl's
-episodes that never trained, miles' single calls of its loss."""
+"""Files that lie beside logs and are none: evaluations, open-instruct's description of a run, prime-rl's episodes that
+never trained, miles' single calls of its loss."""
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType({
     r"val_data_step\d+\.jsonl$": "NeMo-RL's training data is train_data_stepN.jsonl, which its "

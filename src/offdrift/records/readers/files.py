@@ -57,8 +57,8 @@ class Read(NamedTuple):
     """What a piece held."""
 
     batches: tuple[Logged, ...]
-    """The good rows. Those that lack a field have a batch of their own, so that every field of a batch covers all
-    of its tokens."""
+    """The good rows. Those that lack a field have a batch of their own, so that every field of a batch covers all of
+    its tokens."""
     bad: tuple[BadRow, ...]
 
 
@@ -218,8 +218,8 @@ def fingerprint(file: str) -> str:
 def find(paths: Sequence[str]) -> tuple[list[str], list[BadRow]]:
     """Every file that the paths name: files as they are, folders and globs with what is in them.
 
-    A file that several paths name is listed several times (see `unrepeated`). Files of a folder are in the order
-    of the numbers in their names. A folder is searched to any depth for the suffixes of logs, without hidden files.
+    A file that several paths name is listed several times (see `unrepeated`). Files of a folder are in the order of
+    the numbers in their names. A folder is searched to any depth for the suffixes of logs, without hidden files.
 
     Returns: the files; and entries of folders and globs that have the name of a log and cannot be read (a link that
         leads nowhere, a pipe, a folder without permission), with the reason.

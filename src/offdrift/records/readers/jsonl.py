@@ -21,8 +21,8 @@ BLOCK = 8 << 20
 INFLATED = 64 << 10
 """Bytes that are decompressed at once: of a damaged stream, this much before the damage is lost."""
 LINES = 64
-"""One line, and one piece, may have this part of the bytes that a file may take: decoded, JSON takes
-up to 25 times its bytes."""
+"""One line, and one piece, may have this part of the bytes that a file may take: decoded, JSON takes up to 25 times
+its bytes."""
 
 Stopped = (OSError, ValueError, MemoryError)
 """What ends a file early: a disk that fails, a compressed stream that is damaged."""
@@ -96,8 +96,8 @@ def read_lines(file: str, start: int, stop: int, limit: int = LIMIT) -> tuple[by
         start, stop: range of bytes, decompressed ones of a compressed file.
         limit: what a compressed file may decompress to; a line may have `1 / LINES` of it.
 
-    Returns: the bytes, an empty line for each that is left out; by number in the piece, from 0, why
-        lines are left out; and why there is no more, if there should be.
+    Returns: the bytes, an empty line for each that is left out; by number in the piece, from 0, why lines are left
+        out; and why there is no more, if there should be.
     """
     kept = _Kept(limit // LINES)
     packed = compression(file) is not None

@@ -28,8 +28,8 @@ WIDTH = 8
 """Bytes that a value takes at least once it is decoded: a run of equal ones takes none in the file."""
 
 RATIO = 64
-"""How many times its compressed size a row group may decode to, once that is more than the file may take. The lists
-of a real log are never all runs of equal values."""
+"""How many times its compressed size a row group may decode to, once that is more than the file may take. The lists of
+a real log are never all runs of equal values."""
 
 BUFFER = 1 << 20
 """Bytes of a column that are read at once, so that a large row group is never held whole."""

@@ -2,8 +2,8 @@
 
 A pickle is a program. Here its instructions are interpreted one by one: those that build numbers, texts, lists and
 dicts are known, those that could do anything else are refused. A name that the program asks for is looked up in a
-table of harmless stand-ins and never imported. What is built is charged to a budget before the next instruction,
-since a few bytes can ask for gigabytes: a declared length, an expanded tensor, one value that is repeated.
+table of harmless stand-ins and never imported. What is built is charged to a budget before the next instruction, since
+a few bytes can ask for gigabytes: a declared length, an expanded tensor, one value that is repeated.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def decode(
         budget: what it may take.
         persistent: what an id that points outside of the pickle stands for.
 
-    Raises: `RecordError` if it asks for anything but data, or takes more than it may; whatever else
-        (`ValueError`, `IndexError`, ...) if it is damaged.
+    Raises: `RecordError` if it asks for anything but data, or takes more than it may; whatever else (`ValueError`,
+        `IndexError`, ...) if it is damaged.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -289,9 +289,9 @@ def _size(file: Bytes) -> int:
 def load_torch(file: Bytes, limit: int = LIMIT) -> Any:
     """What `torch.save` wrote: builtin containers with `Stored` tensors and NumPy arrays in them.
 
-    A tensor is read when it is wanted, from a record that the file really holds: the records of the
-    archive are not compressed and not larger than the file together, and no tensor has more elements
-    than its storage. `file` must still be open then.
+    A tensor is read when it is wanted, from a record that the file really holds: the records of the archive are not
+    compressed and not larger than the file together, and no tensor has more elements than its storage. `file` must
+    still be open then.
 
     Args:
         file: opened for reading.

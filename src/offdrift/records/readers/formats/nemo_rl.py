@@ -1,9 +1,9 @@
 """NeMo-RL's training data (`train_data_step{N}.jsonl` in its log folder, written unless NeMo-Gym logs).
 
-Every value is wrapped in a list of one; token lists cover prompt, response and padding up to `input_lengths`; index
-0 of the log-probs belongs to no token. NaN is written bare. With dynamic sampling, `filtered_rewards` are those of
-the rows; `rewards` are those of every sequence that was drawn.
-Source: NeMo-RL 7ea279a, nemo_rl/algorithms/grpo.py and nemo_rl/utils/logger.py.
+Every value is wrapped in a list of one; token lists cover prompt, response and padding up to `input_lengths`; index 0
+of the log-probs belongs to no token. NaN is written bare. With dynamic sampling, `filtered_rewards` are those of the
+rows; `rewards` are those of every sequence that was drawn. Source: NeMo-RL 7ea279a, nemo_rl/algorithms/grpo.py and
+nemo_rl/utils/logger.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """open-instruct's rollout traces (`--save_traces --rollouts_save_path DIR`).
 
-One line per response, tokens and log-probs of the response alone. Tokens that a tool answered are between the
-model's with a log-prob of exactly 0. Their mask is not logged; whether a tool was called at all is.
-Source: open-instruct e6c3044, open_instruct/rl_utils.py and open_instruct/vllm_utils.py.
+One line per response, tokens and log-probs of the response alone. Tokens that a tool answered are between the model's
+with a log-prob of exactly 0. Their mask is not logged; whether a tool was called at all is. Source: open-instruct
+e6c3044, open_instruct/rl_utils.py and open_instruct/vllm_utils.py.
 """
 
 from __future__ import annotations

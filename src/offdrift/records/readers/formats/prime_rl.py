@@ -1,12 +1,12 @@
 """prime-rl's token exports (`trainer.enable_token_export = true`) and episodes (always written).
 
-Token exports: one line per sequence, prompt and response together; `trainer_logprobs[i]` and
-`inference_logprobs[i]` are both the log-prob of token i. Non-finite numbers were written as null.
+Token exports: one line per sequence, prompt and response together; `trainer_logprobs[i]` and `inference_logprobs[i]`
+are both the log-prob of token i. Non-finite numbers were written as null.
 
-Episodes (`rollouts/step_N/train/effective/traces.jsonl`): one line per episode, one trace per agent. A trace is a
-tree of messages, each with the tokens that it adds. Every path from the root to a leaf is one training sample, in
-which a message that an earlier path has trained on is context. Log-probs and advantages cover the sampled tokens of
-a message. Episodes hold the engine's side alone: the trainer's log-probs are in the token exports.
+Episodes (`rollouts/step_N/train/effective/traces.jsonl`): one line per episode, one trace per agent. A trace is a tree
+of messages, each with the tokens that it adds. Every path from the root to a leaf is one training sample, in which a
+message that an earlier path has trained on is context. Log-probs and advantages cover the sampled tokens of a message.
+Episodes hold the engine's side alone: the trainer's log-probs are in the token exports.
 
 Source: prime-rl 559b447, src/prime_rl/trainer/rl/token_export.py, src/prime_rl/monitors/file.py and
 src/prime_rl/orchestrator/trajectories.py; verifiers a60a606, verifiers/v1/episode.py, trace.py and graph.py.

@@ -1,7 +1,7 @@
 """Every kind of log that is known, and how one is recognized.
 
-A row of the table says what a framework calls the fields of a log. Where more must be done, it names functions in
-the modules beside this one, which are imported when such a log is read.
+A row of the table says what a framework calls the fields of a log. Where more must be done, it names functions in the
+modules beside this one, which are imported when such a log is read.
 """
 
 from __future__ import annotations
@@ -86,186 +86,118 @@ SLIME_TRAIN_COLUMNS = {
 SLIME_ROLLOUT_COLUMNS = {"logp_rollout": "rollout_log_probs", "mask": "loss_mask"}
 VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
 
-PRIME_RL = Source(
-    format="prime-rl",
-    framework="prime-rl",
-    what="prime-rl's token exports",
-    because="the keys inference_logprobs and trainer_logprobs",
-    keys=frozenset({"inference_logprobs", "trainer_logprobs", "loss_mask"}),
-    columns={
-        "logp_rollout": "inference_logprobs",
-        "logp": "trainer_logprobs",
-        "tokens": "token_ids",
-        "mask": "loss_mask",
-        "advantages": "advantages",
-        "entropy": "entropy",
-        "step": "step",
-    },
-    adapt="prime_rl.adapt",
-    step_in_name=r"(?:^|/)step_(\d+)/",
-)
-NEMO_RL = Source(
-    format="nemo-rl",
-    framework="nemo-rl",
-    what="NeMo-RL's training data",
-    because="the keys generation_logprobs and prev_logprobs",
-    keys=frozenset({"generation_logprobs", "prev_logprobs", "input_lengths"}),
-    columns={
-        "logp_rollout": "generation_logprobs",
-        "logp_old": "prev_logprobs",
-        "tokens": "token_ids",
-        "mask": "token_loss_mask",
-        "advantages": "advantages",
-        "reward": "rewards",
-        "completion": "content",
-    },
-    adapt="nemo_rl.adapt",
-    step_in_name=r"train_data_step(\d+)\.jsonl",
-)
-SLIME_TRAIN = Source(
-    format="slime-train",
-    framework="slime",
-    what="slime's train dumps",
-    because="the samples in the .pt files",
-    columns=SLIME_TRAIN_COLUMNS,
-)
-MILES_TRAIN = Source(
-    format="miles-train",
-    framework="miles",
-    what="miles' train dumps",
-    because="the rollout_data in the .pt files",
-    columns=SLIME_TRAIN_COLUMNS,
-    distinct="slime.distinct",
-)
-SKYRL = Source(
-    format="skyrl",
-    framework="skyrl",
-    what="SkyRL's dumped training batches",
-    because="the class in the pickles",
-    columns={
-        "logp_rollout": "rollout_logprobs",
-        "logp_old": "action_log_probs",
-        "logp_ref": "base_action_log_probs",
-        "advantages": "advantages",
-        "mask": "loss_mask",
-    },
-    step_in_name=r"global_step_(\d+)_",
-)
-OWN = Source(format="plain", framework="offdrift", what="this library's own log", because="its header")
-OWN_ROLLOUTS = Source(
-    format="offdrift-rollouts",
-    framework="offdrift",
-    what="this library's rollout records",
-    because="their header",
-    columns={"truncated": "finish"},
-    step_in_name=r"(?:^|[/_.-])(\d+)\.parquet",
-    note="they hold the engine's side alone; the log beside them holds the trainer's",
-)
-PLAIN = Source(format="plain", framework="plain", what="rows of the plain schema", because="the names of the columns")
-SLIME_ROLLOUT = Source(
-    format="slime-rollout",
-    framework="slime",
-    what="slime's rollout dumps",
-    because="the samples in the .pt files",
-    columns=SLIME_ROLLOUT_COLUMNS,
-    note=ENGINE_ALONE,
-)
-MILES_ROLLOUT = Source(
-    format="miles-rollout",
-    framework="miles",
-    what="miles' rollout dumps",
-    because="the samples in the .pt files",
-    columns=SLIME_ROLLOUT_COLUMNS,
-    note=ENGINE_ALONE,
-)
-MILES_COLUMNS = Source(
-    format="miles-columns",
-    framework="miles",
-    what="miles' dashboard columns",
-    because="the columns sample_index, total_length and rollout_log_probs",
-    keys=frozenset({"sample_index", "total_length", "tokens", "rollout_log_probs"}),
-    columns={**SLIME_ROLLOUT_COLUMNS, "tokens": "tokens"},
-    adapt="slime.adapt_columns",
-    step_in_name=r"rollout_(\d+)\.parquet",
-    note=ENGINE_ALONE,
-)
-PRIME_RL_TRACES = Source(
-    format="prime-rl-traces",
-    framework="prime-rl",
-    what="prime-rl's episodes",
-    because="the keys env, task and traces",
-    keys=frozenset({"env", "task", "ok", "traces"}),
-    columns={
-        "logp_rollout": "logprobs",
-        "advantages": "advantages",
-        "logp_ref": "reference_logprobs",
-        "tokens": "token_ids",
-        "mask": "mask",
-    },
-    adapt="prime_rl.adapt_traces",
-    step_in_name=r"(?:^|/)step_(\d+)/",
-    note=f"{ENGINE_ALONE}; trainer.enable_token_export writes both",
-)
-OPEN_INSTRUCT = Source(
-    format="open-instruct",
-    framework="open-instruct",
-    what="open-instruct's rollout traces",
-    because="the keys prompt_tokens, response_tokens and finish_reason",
-    keys=frozenset({"prompt_tokens", "response_tokens", "finish_reason"}),
-    columns={
-        "logp_rollout": "logprobs",
-        "tokens": "response_tokens",
-        "advantages": "advantage",
-        "group_id": "prompt_idx",
-        "truncated": "finish_reason",
-    },
-    amend="open_instruct.without_tools",
-    note=ENGINE_ALONE,
-)
-TRL = Source(
-    format="trl",
-    framework="trl",
-    what="TRL's completions",
-    because="the columns step, prompt, completion and advantage",
-    keys=frozenset({"step", "prompt", "completion", "advantage"}),
-    columns={"advantages": "advantage"},
-    step_in_name=r"completions_(\d+)\.parquet",
-    note="it holds texts, rewards and advantages; log-probs only where log_extra added them",
-)
-AREAL = Source(
-    format="areal",
-    framework="areal",
-    what="AReaL's trajectory dump",
-    because="the keys task_id, head_version and tail_version",
-    keys=frozenset({"task_id", "head_version", "tail_version"}),
-    columns={"step": "tail_version", "group_id": "task_id"},
-    note="it holds texts, rewards and weight versions, no log-probs",
-)
-VERL = Source(
-    format="verl",
-    framework="verl",
-    what="verl's rollout dump",
-    because="the keys input, output, score and step",
-    keys=frozenset({"input", "output", "score", "step"}),
-    columns=VERL_COLUMNS,
-    step_in_name=r"(?:^|/)(\d+)\.jsonl",
-    note="it holds texts and scores, no log-probs",
-)
-VERL_VALIDATION = Source(
-    format="verl-validation",
-    framework="verl",
-    what="verl's validation dump",
-    because="the key reward, which its training dumps do not have",
-    keys=frozenset({"input", "output", "score", "step", "reward"}),
-    lacks=frozenset({"request_id"}),
-    columns=VERL_COLUMNS,
-    step_in_name=r"(?:^|/)(\d+)\.jsonl",
-    note="it holds texts and scores of the validation, nothing that was trained on",
-)
-
-SOURCES = (
+(
     PRIME_RL, NEMO_RL, SLIME_TRAIN, MILES_TRAIN, SKYRL, OWN, OWN_ROLLOUTS, PLAIN, SLIME_ROLLOUT, MILES_ROLLOUT,
     MILES_COLUMNS, PRIME_RL_TRACES, OPEN_INSTRUCT, TRL, AREAL, VERL, VERL_VALIDATION,
+) = SOURCES = (
+    Source(
+        format="prime-rl", framework="prime-rl", what="prime-rl's token exports",
+        because="the keys inference_logprobs and trainer_logprobs",
+        keys=frozenset({"inference_logprobs", "trainer_logprobs", "loss_mask"}),
+        columns={
+            "logp_rollout": "inference_logprobs", "logp": "trainer_logprobs", "tokens": "token_ids",
+            "mask": "loss_mask", "advantages": "advantages", "entropy": "entropy", "step": "step",
+        },
+        adapt="prime_rl.adapt", step_in_name=r"(?:^|/)step_(\d+)/",
+    ),
+    Source(
+        format="nemo-rl", framework="nemo-rl", what="NeMo-RL's training data",
+        because="the keys generation_logprobs and prev_logprobs",
+        keys=frozenset({"generation_logprobs", "prev_logprobs", "input_lengths"}),
+        columns={
+            "logp_rollout": "generation_logprobs", "logp_old": "prev_logprobs", "tokens": "token_ids",
+            "mask": "token_loss_mask", "advantages": "advantages", "reward": "rewards", "completion": "content",
+        },
+        adapt="nemo_rl.adapt", step_in_name=r"train_data_step(\d+)\.jsonl",
+    ),
+    Source(
+        format="slime-train", framework="slime", what="slime's train dumps", because="the samples in the .pt files",
+        columns=SLIME_TRAIN_COLUMNS,
+    ),
+    Source(
+        format="miles-train", framework="miles", what="miles' train dumps",
+        because="the rollout_data in the .pt files", columns=SLIME_TRAIN_COLUMNS, distinct="slime.distinct",
+    ),
+    Source(
+        format="skyrl", framework="skyrl", what="SkyRL's dumped training batches", because="the class in the pickles",
+        columns={
+            "logp_rollout": "rollout_logprobs", "logp_old": "action_log_probs", "logp_ref": "base_action_log_probs",
+            "advantages": "advantages", "mask": "loss_mask",
+        },
+        step_in_name=r"global_step_(\d+)_",
+    ),
+    Source(
+        format="plain", framework="offdrift", what="this library's own log", because="its header",
+    ),
+    Source(
+        format="offdrift-rollouts", framework="offdrift", what="this library's rollout records",
+        because="their header", columns={"truncated": "finish"}, step_in_name=r"(?:^|[/_.-])(\d+)\.parquet",
+        note="they hold the engine's side alone; the log beside them holds the trainer's",
+    ),
+    Source(
+        format="plain", framework="plain", what="rows of the plain schema", because="the names of the columns",
+    ),
+    Source(
+        format="slime-rollout", framework="slime", what="slime's rollout dumps",
+        because="the samples in the .pt files", columns=SLIME_ROLLOUT_COLUMNS, note=ENGINE_ALONE,
+    ),
+    Source(
+        format="miles-rollout", framework="miles", what="miles' rollout dumps",
+        because="the samples in the .pt files", columns=SLIME_ROLLOUT_COLUMNS, note=ENGINE_ALONE,
+    ),
+    Source(
+        format="miles-columns", framework="miles", what="miles' dashboard columns",
+        because="the columns sample_index, total_length and rollout_log_probs",
+        keys=frozenset({"sample_index", "total_length", "tokens", "rollout_log_probs"}),
+        columns={**SLIME_ROLLOUT_COLUMNS, "tokens": "tokens"}, adapt="slime.adapt_columns",
+        step_in_name=r"rollout_(\d+)\.parquet", note=ENGINE_ALONE,
+    ),
+    Source(
+        format="prime-rl-traces", framework="prime-rl", what="prime-rl's episodes",
+        because="the keys env, task and traces", keys=frozenset({"env", "task", "ok", "traces"}),
+        columns={
+            "logp_rollout": "logprobs", "advantages": "advantages", "logp_ref": "reference_logprobs",
+            "tokens": "token_ids", "mask": "mask",
+        },
+        adapt="prime_rl.adapt_traces", step_in_name=r"(?:^|/)step_(\d+)/",
+        note=f"{ENGINE_ALONE}; trainer.enable_token_export writes both",
+    ),
+    Source(
+        format="open-instruct", framework="open-instruct", what="open-instruct's rollout traces",
+        because="the keys prompt_tokens, response_tokens and finish_reason",
+        keys=frozenset({"prompt_tokens", "response_tokens", "finish_reason"}),
+        columns={
+            "logp_rollout": "logprobs", "tokens": "response_tokens", "advantages": "advantage",
+            "group_id": "prompt_idx", "truncated": "finish_reason",
+        },
+        amend="open_instruct.without_tools", note=ENGINE_ALONE,
+    ),
+    Source(
+        format="trl", framework="trl", what="TRL's completions",
+        because="the columns step, prompt, completion and advantage",
+        keys=frozenset({"step", "prompt", "completion", "advantage"}), columns={"advantages": "advantage"},
+        step_in_name=r"completions_(\d+)\.parquet",
+        note="it holds texts, rewards and advantages; log-probs only where log_extra added them",
+    ),
+    Source(
+        format="areal", framework="areal", what="AReaL's trajectory dump",
+        because="the keys task_id, head_version and tail_version",
+        keys=frozenset({"task_id", "head_version", "tail_version"}),
+        columns={"step": "tail_version", "group_id": "task_id"},
+        note="it holds texts, rewards and weight versions, no log-probs",
+    ),
+    Source(
+        format="verl", framework="verl", what="verl's rollout dump", because="the keys input, output, score and step",
+        keys=frozenset({"input", "output", "score", "step"}), columns=VERL_COLUMNS,
+        step_in_name=r"(?:^|/)(\d+)\.jsonl", note="it holds texts and scores, no log-probs",
+    ),
+    Source(
+        format="verl-validation", framework="verl", what="verl's validation dump",
+        because="the key reward, which its training dumps do not have",
+        keys=frozenset({"input", "output", "score", "step", "reward"}), lacks=frozenset({"request_id"}),
+        columns=VERL_COLUMNS, step_in_name=r"(?:^|/)(\d+)\.jsonl",
+        note="it holds texts and scores of the validation, nothing that was trained on",
+    ),
 )  # fmt: skip
 """In order of preference: where a folder holds several that say the same, the first is read."""
 
