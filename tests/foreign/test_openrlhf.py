@@ -124,7 +124,7 @@ def test_the_trainer_calls_and_unpacks_what_the_adapter_takes_and_gives(theirs: 
     found = list(calls(package / "trainer" / "ray" / "ppo_actor.py"))
     (arguments,) = ({k.arg for k in call.keywords} for name, call, _ in found if name == "PolicyLoss")
     ((names, keywords),) = (
-        (holder.targets[0].elts, {k.arg for k in call.keywords} - {None})  # type: ignore[attr-defined]
+        (holder.targets[0].elts, {k.arg for k in call.keywords} - {None})
         for name, call, holder in found
         if name == "actor_loss_fn"
     )

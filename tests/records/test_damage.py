@@ -13,7 +13,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -66,7 +65,6 @@ def test_a_token_that_no_integer_can_hold_is_a_hole(tmp_path: Path, token: str) 
     _, (batch, hole), bad = read_all(tmp_path)
     assert bad == []
     assert batch.num_tokens == 2
-    assert batch.tokens is not None
     assert batch.tokens.tolist() == [1, 2]
     assert hole.num_tokens == 2
     assert hole.tokens is None
@@ -78,7 +76,6 @@ def test_a_field_that_few_rows_have_does_not_cost_the_others(tmp_path: Path) -> 
     _, (without, having), bad = read_all(tmp_path)
     assert bad == []
     assert (without.row.tolist(), without.num_tokens, without.entropy) == ([1, 2], 4, None)
-    assert having.entropy is not None
     assert having.entropy.tolist() == [0.5, 0.5]
 
 
@@ -149,7 +146,6 @@ def test_ragged_rows_of_parquet(tmp_path: Path) -> None:
     assert "none of logp_rollout, logp is there" in bad[1].reason
     assert batch.row.tolist() == [1, 4, 5]
     assert batch.cu_seqlens.tolist() == [0, 2, 2, 3]
-    assert batch.logp is not None
     assert batch.logp.tolist() == [-1.0, -2.0, -4.0]
 
 
@@ -252,25 +248,6 @@ def test_batches_are_only_made_the_way_skyrl_makes_them(tmp_path: Path) -> None:
         detect([str(path)])
 
 
-@pytest.mark.parametrize("name", ["skyrl/dumped_data/global_step_7_training_input.pkl", "slime/train_data/7.pt"])  # fmt: skip
-def test_damaged_payloads_never_stop_the_reading(tmp_path: Path, name: str) -> None:
-    data = (LOGS / name).read_bytes()
-    path = tmp_path / Path(name).name
-    path.write_bytes(data)
-    found = detect([str(path)])
-    generator = np.random.default_rng(0)
-    outcomes = 0
-    for _ in range(60):
-        damaged = bytearray(data)
-        for place in generator.integers(0, len(data), 3):
-            damaged[place] = generator.integers(256)
-        path.write_bytes(bytes(damaged[: generator.integers(1, len(data) + 1)]))
-        (piece,) = pieces(found)
-        batches, bad = read(piece, found)
-        outcomes += len(batches) > 0 or len(bad) > 0
-    assert outcomes == 60
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.binary(max_size=40), max_size=5), st.integers(0, 5))
 def test_arbitrary_lines(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], at: int) -> None:
@@ -304,5 +281,4 @@ def test_every_row_is_either_kept_or_named(tmp_path_factory: pytest.TempPathFact
     expected = [(a, b) for row in kept for a, b in zip(*row, strict=True) if fine(a) and fine(b)]
     # Lists of five are too short to be taken for filled in.
     assert batch.num_tokens == len(expected)
-    assert batch.logp is not None
     assert torch.equal(batch.logp, torch.tensor([b for _, b in expected]))

@@ -122,7 +122,6 @@ def test_train_dumps_of_slime_say_what_was_truncated(tmp_path: Path) -> None:
         sample["truncated"] = cut
     torch.save(payload, tmp_path / "7.pt")
     batch = one(tmp_path)
-    assert batch.truncated is not None
     assert batch.truncated.tolist() == [0, 1, 0]
 
 
@@ -138,8 +137,6 @@ def test_rewards_of_dynamic_sampling_belong_to_the_rows(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     expected = one(LOGS / "nemo_rl").rewards
     found = one(path).rewards
-    assert found is not None
-    assert expected is not None
     assert torch.equal(found, expected)
 
 
@@ -164,7 +161,6 @@ def test_validation_of_verl_is_no_training(tmp_path: Path) -> None:
     alone, (batch,), _ = read_all(tmp_path / "val")
     assert alone.format == "verl-validation"
     assert "nothing that was trained on" in alone.said
-    assert batch.rewards is not None
 
 
 def test_tokens_of_tools_in_open_instruct_are_no_log_probs(tmp_path: Path) -> None:
@@ -179,7 +175,6 @@ def test_tokens_of_tools_in_open_instruct_are_no_log_probs(tmp_path: Path) -> No
     path.write_text("".join(json.dumps(r) + "\n" for r in (called, certain, row)))
     batch = one(path)
     assert batch.cu_seqlens.diff().tolist() == [2, 4, 4]
-    assert batch.logp_rollout is not None
     assert batch.logp_rollout[:2].tolist() == [-1.0, -2.0]
     assert batch.in_response[:2].tolist() == [0, 3]
 
@@ -234,18 +229,12 @@ def test_episodes_of_prime_rl(tmp_path: Path) -> None:
     # Two paths; what they share trains in the first.
     assert batch.num_sequences == 2
     assert batch.step.tolist() == [3, 3]
-    assert batch.tokens is not None
     assert batch.tokens.tolist() == [4, 5, 7, 8, 9]
     assert batch.cu_seqlens.tolist() == [0, 4, 5]
-    assert batch.logp_rollout is not None
     assert batch.logp_rollout.tolist() == [-2.0, -2.5, -3.5, -4.0, -4.5]
-    assert batch.advantages is not None
     assert batch.advantages.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert batch.rewards is not None
     assert batch.rewards.tolist() == [2.5, 2.5]
-    assert batch.rollout_version is not None
     assert batch.rollout_version.tolist() == [4] * 5
-    assert batch.group_ids is not None
     assert len(batch.group_ids.unique()) == 1
     assert "token_export" in found.said
 
@@ -280,6 +269,5 @@ def test_prompts_that_two_ranks_share_count_once(tmp_path: Path) -> None:
     found = detect([str(tmp_path)])
     parts = [work(piece, Job(found)) for piece in pieces(found)]
     tally = parts[0].merge(parts[1]).tally
-    assert tally is not None
     assert tally.as_dict()["counts"]["prompts"] == 2
     assert tally.as_dict()["counts"]["sequences"] == 3

@@ -60,7 +60,7 @@ def test_object_stores(tmp_path: Path) -> None:
         assert (len(found.files), bad) == (2, [])
         assert len(batches) > 4
         twice = flat(batches)
-        assert twice["logp"] == expected["logp"] * 2  # type: ignore[operator]
+        assert twice["logp"] == expected["logp"] * 2
     assert one("memory://sky").num_sequences == 3
     _, batches, _ = read_all("memory://lines/1.jsonl", piece_bytes=500)
     assert sum(b.num_sequences for b in batches) == 100

@@ -80,7 +80,6 @@ def test_every_arrow_list_of_floats(tmp_path: Path, kind: pa.DataType, make: Any
     rows = [[-0.5, -1.0], [-0.25, -2.0]]
     pq.write_table(pa.table({"logp_rollout": pa.array(rows, make(kind))}), tmp_path / "a.parquet")
     batch = one(tmp_path / "a.parquet")
-    assert batch.logp_rollout is not None
     assert batch.logp_rollout.dtype == torch.float32
     assert batch.logp_rollout.tolist() == [-0.5, -1.0, -0.25, -2.0]
 
@@ -93,9 +92,7 @@ def test_mapped_columns(tmp_path: Path, kind: str) -> None:
         detect([str(path)])
     columns = {"logp_rollout": "mu", "logp": "info.pi", "rewards": "info.r"}
     batch = one(path, columns=columns)
-    assert batch.logp is not None
     assert batch.logp.tolist() == [-0.25, -1.5, -2.5]
-    assert batch.rewards is not None
     assert batch.rewards.tolist() == [1.0, 0.5]
     assert "logp from info.pi" in detect([str(path)], columns=columns).said
 
@@ -121,7 +118,6 @@ def test_layouts_of_their_own_are_not_mapped(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="logp cannot be mapped in prime-rl's token exports"):
         detect([path], columns={"logp": "trainer_logprobs"})
     batch = one(path, columns={"reward": "r"})
-    assert batch.rewards is not None
     assert batch.rewards.tolist() == [2.0]
 
 
@@ -153,7 +149,6 @@ def test_groups_may_be_texts_and_may_be_missing(tmp_path: Path, kind: str) -> No
 def test_an_unknown_reward_is_nan_and_not_zero(tmp_path: Path, kind: str) -> None:
     rows = [{"reward": r, "logp_rollout": [-1.0]} for r in [1.0, None, 0.0]]
     batch = one(written(tmp_path, kind, rows))
-    assert batch.rewards is not None
     assert batch.rewards[[0, 2]].tolist() == [1.0, 0.0]
     assert bool(batch.rewards[1].isnan())
     assert one(written(tmp_path, kind, [{"reward": None, "logp_rollout": [-1.0]}])).rewards is None
@@ -163,12 +158,10 @@ def test_an_unknown_reward_is_nan_and_not_zero(tmp_path: Path, kind: str) -> Non
 def test_masked_tokens_are_left_out_whatever_they_hold(tmp_path: Path, kind: str) -> None:
     rows = [{"logp_rollout": [-1.0, 0.0, -9999.0, -2.0], "logp": [-1.5, None, 5.0, -2.5], "mask": [1, 0, 0, 1]}]
     batch = one(written(tmp_path, kind, rows))
-    assert batch.logp_rollout is not None
     assert batch.logp_rollout.tolist() == [-1.0, -2.0]
     assert batch.in_response.tolist() == [0, 3]
     assert batch.response_lengths.tolist() == [4]
     assert batch.unscored == {}
-    assert batch.trainable is not None
     assert batch.trainable.tolist() == [2]
 
 
@@ -178,7 +171,6 @@ def test_known_spellings(tmp_path: Path, kind: str) -> None:
     path = written(tmp_path, kind, [row])
     assert "logp_old from old_log_probs" in detect([str(path)]).said
     batch = one(path)
-    assert batch.logp_old is not None
     assert batch.logp_old.tolist() == [-1.5, -2.5]
 
 
@@ -188,7 +180,6 @@ def test_a_field_that_later_lines_have(tmp_path: Path) -> None:
     rows = [plain] * 2000 + [{**plain, "logp": [-1.0] * 50}]
     batch = one(lines(tmp_path / "a.jsonl", rows))
     assert batch.num_sequences == 2001
-    assert batch.logp is not None
     assert unscored(batch) == {"logp/absent": 100000}
 
 

@@ -60,16 +60,16 @@ def test_padded_values_come_back_without_what_is_masked(tmp_path: Path) -> None:
     assert back.cu_seqlens.diff().tolist() == TRAINS
     assert back.response_lengths.tolist() == LENGTHS
     assert back.in_response.tolist() == POSITION
-    assert torch.equal(back.logp_rollout, KEPT - 1)  # type: ignore[arg-type]
-    assert torch.equal(back.logp, KEPT.bfloat16().float())  # type: ignore[arg-type]
+    assert torch.equal(back.logp_rollout, KEPT - 1)
+    assert torch.equal(back.logp, KEPT.bfloat16().float())
     assert torch.equal(back.divergences["kl_rollout_current"], KEPT + 3)
-    assert back.tokens.tolist() == torch.arange(20)[MASK.flatten().bool()].tolist()  # type: ignore[union-attr]
-    assert back.advantages.tolist() == [0.5] * 3 + [-0.5] * 5 + [1.0] * 2  # type: ignore[union-attr]
-    assert back.rollout_version.tolist() == [5] * 3 + [4] * 5 + [2] * 2  # type: ignore[union-attr]
-    assert (back.step.tolist(), back.version.tolist()) == ([7] * 4, [6] * 4)  # type: ignore[union-attr]
-    assert str(back.rewards.tolist()) == str(BY_ROW["rewards"])  # type: ignore[union-attr]
+    assert back.tokens.tolist() == torch.arange(20)[MASK.flatten().bool()].tolist()
+    assert back.advantages.tolist() == [0.5] * 3 + [-0.5] * 5 + [1.0] * 2
+    assert back.rollout_version.tolist() == [5] * 3 + [4] * 5 + [2] * 2
+    assert (back.step.tolist(), back.version.tolist()) == ([7] * 4, [6] * 4)
+    assert str(back.rewards.tolist()) == str(BY_ROW["rewards"])
     assert same_groups(back.group_ids, torch.tensor([4, 4, 9, 9]))
-    assert back.truncated.tolist() == [0, 1, 0, 0]  # type: ignore[union-attr]
+    assert back.truncated.tolist() == [0, 1, 0, 0]
     assert (back.prompts, back.completions) == (tuple(BY_ROW["prompts"]), BY_ROW["completions"])
     assert back.unscored == {}
 
@@ -84,7 +84,7 @@ def test_packed_values_are_the_padded_ones(tmp_path: Path) -> None:
     thin, _ = recorded(tmp_path / "thin", logp=KEPT.numpy(), cu_seqlens=[0, 3, 8, 8, 10], **BY_ROW)
     for other in (whole, thin):
         assert torch.equal(other.cu_seqlens, padded.cu_seqlens)
-        assert torch.equal(other.logp, KEPT)  # type: ignore[arg-type]
+        assert torch.equal(other.logp, KEPT)
         assert other.completions == padded.completions
     assert torch.equal(whole.in_response, padded.in_response)
     assert torch.equal(whole.response_lengths, padded.response_lengths)
@@ -105,7 +105,6 @@ def test_what_is_no_number_is_left_out_and_counted_by_the_reader(tmp_path: Path)
     assert back.response_lengths.tolist() == LENGTHS[:3]
     # One advantage is not finite: its response has none, and keeps both of its tokens.
     assert without.advantages is None
-    assert without.logp is not None
     assert without.logp.tolist() == (LOGP - 0.5)[3, 1:3].tolist()
 
 
@@ -127,7 +126,6 @@ def test_what_is_counted_must_be_whole(tmp_path: Path, name: str, value: Any, sa
     _, (batch,), bad = read_all(tmp_path)
     assert not bad
     assert batch.step.tolist() == [2, 2]
-    assert batch.tokens is not None
     assert batch.tokens.tolist() == [1, 2, 3]
 
 
@@ -141,7 +139,7 @@ def test_stated_lengths_and_text_groups(tmp_path: Path) -> None:
 
 def test_a_shape_that_fits_both_ways_is_per_token(tmp_path: Path) -> None:
     back, _ = recorded(tmp_path, logp=[-1.0, -2.0], cu_seqlens=[0, 0, 2], advantages=[3.0, 4.0])
-    assert back.advantages.tolist() == [3.0, 4.0]  # type: ignore[union-attr]
+    assert back.advantages.tolist() == [3.0, 4.0]
 
 
 @pytest.mark.parametrize(

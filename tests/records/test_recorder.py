@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,12 +21,15 @@ from typing import ClassVar
 import pytest
 import torch
 
+from offdrift.audit.watch import Log
+from offdrift.cli import watch as watch_command
 from offdrift.errors import OffdriftError, RecordError, ShapeError
 from offdrift.records import log as log_files
 from offdrift.records import recorder as module
 from offdrift.records.batch import Logged
 from offdrift.records.log import write_unclaimed
-from offdrift.records.recorder import Recorder
+from offdrift.records.recorder import Recorder, WhenFull, record
+from tests.command import command
 from tests.records.samples import flat, ragged, read_all
 
 SOON = 60.0
@@ -63,7 +68,7 @@ class Disk:
     def write(self, *args: object, **options: object) -> Path:
         self.asked.set()
         assert self.released.wait(SOON)
-        return write_unclaimed(*args, **options)  # type: ignore[arg-type]
+        return write_unclaimed(*args, **options)
 
 
 @pytest.fixture
@@ -87,7 +92,7 @@ def test_batches_come_back_as_they_were_in_one_file(tmp_path: Path) -> None:
     found, back, bad = read_all(tmp_path)
     assert (found.framework, bad) == ("offdrift", [])
     want, have = flat(batches), flat(back)
-    assert len(want["logp"]) > 100  # type: ignore[arg-type]
+    assert len(want["logp"]) > 100
     for name in want.keys() - {"row", "group_ids"}:
         assert have[name] == want[name], name
     assert have["row"] == list(range(1, 21))
@@ -133,15 +138,16 @@ def test_batches_with_other_fields_or_names_have_files_of_their_own(tmp_path: Pa
 def test_dropped_tokens_keep_their_places_in_a_shared_file(tmp_path: Path) -> None:
     whole, part = at(0), at(1)
     keep = torch.arange(part.num_tokens) % 2 == 1
+    bare = {n: getattr(whole, n) for n in ("cu_seqlens", "step", "row", "response_lengths", "logp")}
+    whole = Logged(**bare)
     thinned = Logged(
         cu_seqlens=torch.cat([torch.zeros(1).long(), keep.cumsum(0)])[part.cu_seqlens],
         step=part.step,
         row=part.row,
         response_lengths=part.response_lengths,
-        logp=None if part.logp is None else part.logp[keep],
+        logp=part.logp[keep],
         position=part.in_response[keep],
     )
-    whole = Logged(**{n: getattr(whole, n) for n in ("cu_seqlens", "step", "row", "response_lengths", "logp")})  # fmt: skip
     with Recorder(tmp_path, seconds=SOON) as recorder:
         recorder.add(whole)
         recorder.add(thinned)
@@ -166,7 +172,6 @@ def test_without_text_equal_prompts_stay_groups(tmp_path: Path) -> None:
         recorder.add(replace(at(1, 6), group_ids=None))
     _, (back,), _ = read_all(tmp_path)
     assert (back.prompts, back.completions) == (None, None)
-    assert back.group_ids is not None
     assert (back.group_ids.diff() == 0).tolist() == [True, False, True, False, True]
 
 
@@ -197,7 +202,7 @@ def test_by_default_a_full_queue_waits_and_nothing_is_lost(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, limit: dict[str, float]
 ) -> None:
     caplog.set_level(logging.WARNING)
-    recorder = Recorder(tmp_path, **limit)  # type: ignore[arg-type]
+    recorder = Recorder(tmp_path, **limit)
     batch, returned = at(0, 100), count()
     size = module.num_bytes(batch)
 
@@ -238,16 +243,12 @@ class Graph(torch.autograd.Function):
 
 def test_what_a_step_does_afterwards_is_not_recorded_and_nothing_of_it_is_kept(tmp_path: Path, disk: Disk) -> None:
     recorder, batch = Recorder(tmp_path), at(1)
-    weights = torch.ones(batch.num_tokens, requires_grad=True)
-    assert batch.logp is not None
-    logp, expected = Graph.apply(batch.logp * weights), batch.logp.clone()
+    logp = Graph.apply(batch.logp * torch.ones(batch.num_tokens, requires_grad=True))
     assert logp.requires_grad
     assert len(Graph.nodes) == 1
-    advantages = batch.advantages
-    assert advantages is not None
-    wanted = advantages.clone()
+    expected, wanted = batch.logp.clone(), batch.advantages.clone()
     recorder.add(replace(batch, logp=logp))
-    advantages.zero_()
+    batch.advantages.zero_()
     ref = weakref.ref(logp)
     del logp
     gc.collect()
@@ -256,9 +257,7 @@ def test_what_a_step_does_afterwards_is_not_recorded_and_nothing_of_it_is_kept(t
     disk.released.set()
     recorder.close()
     _, (back,), _ = read_all(tmp_path)
-    assert back.logp is not None
     assert torch.equal(back.logp, expected)
-    assert back.advantages is not None
     assert torch.equal(back.advantages, wanted)
     assert len(expected) == batch.num_tokens > 20
 
@@ -287,7 +286,6 @@ def test_a_device_is_not_waited_for_and_its_memory_not_kept(tmp_path: Path) -> N
         assert torch.cuda.memory_allocated() == held
     _, batches, _ = read_all(tmp_path)
     logp = next(b.logp for b in batches if b.step[0] == 1)
-    assert logp is not None
     assert bool((logp == -1.5).all())
 
 
@@ -302,17 +300,21 @@ def wrongly(batch: Logged, **fields: torch.Tensor) -> Logged:
 # -- disks that fail ---------------------------------------------------------------------------
 
 
-def run(program: str, *args: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", HEAD + program, *map(str, args)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=SOON, env=env)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT.pop("RANK", None)
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", HEAD + program, str(folder)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=SOON, env=ENVIRONMENT)
 
 
 HEAD = """
 import os, signal, sys, time
 from pathlib import Path
 from offdrift.errors import RecordError
-from offdrift.records.recorder import Recorder
+from offdrift.records.recorder import Recorder, WhenFull, record
+from tests.command import command
 from tests.records.test_recorder import at
 folder = Path(sys.argv[1])
 """
@@ -358,33 +360,32 @@ def test_a_disk_that_takes_no_more(tmp_path: Path) -> None:
     assert list(tmp_path.rglob(".*")) == []
 
 
-def test_a_folder_that_goes_away_is_told_at_the_next_add_and_at_the_end(tmp_path: Path) -> None:
-    folder = tmp_path / "log"
-    recorder = Recorder(folder, seconds=0.01)
+def put_in_the_way(folder: Path) -> None:
+    """A file where the recorder's folder was."""
     folder.rmdir()
     folder.write_text("in the way")
+
+
+@pytest.mark.parametrize("when_full", ["wait", "drop"])
+def test_a_folder_that_goes_away_is_reported_at_the_next_add_and_at_the_end(
+    tmp_path: Path, when_full: WhenFull
+) -> None:
+    folder = tmp_path / "log"
+    recorder = Recorder(folder, seconds=0.01, queue=1, when_full=when_full)
+    put_in_the_way(folder)
     recorder.add(at(0))
     until(lambda: recorder._box._error)
     with pytest.raises(RecordError, match=r"cannot write .*/log/log-.*parquet: .*choose another"):
         recorder.add(at(1))
+    if when_full == "drop":  # what was kept is written once it can be
+        folder.unlink()
+        recorder.close()
+        assert steps_in(folder) == [0] * 3
+        return
     with pytest.raises(RecordError, match=r"choose another folder \(1 batches are lost\)"):
         recorder.close()
     assert (recorder.written, recorder.dropped) == (0, 1)
     recorder.close()
-
-
-def test_drops_do_not_hide_that_the_disk_fails(tmp_path: Path) -> None:
-    folder = tmp_path / "log"
-    recorder = Recorder(folder, when_full="drop", queue=1)
-    folder.rmdir()
-    folder.write_text("in the way")
-    recorder.add(at(0))
-    until(lambda: recorder._box._error)
-    with pytest.raises(RecordError, match="cannot write"):
-        recorder.add(at(1))
-    folder.unlink()
-    recorder.close()
-    assert steps_in(folder) == [0] * 3
 
 
 def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -407,7 +408,7 @@ def test_a_batch_that_contradicts_itself_is_named_and_the_others_are_written(tmp
     recorder.add(good)
     bad = [
         replace(good, cu_seqlens=good.cu_seqlens + 1),
-        replace(good, tokens=torch.full_like(good.tokens, 2**31)),  # type: ignore[arg-type]
+        replace(good, tokens=torch.full_like(good.tokens, 2**31)),
     ]
     for wrong, said in zip(bad, ("cu_seqlens must start at 0", "beyond 32 bits"), strict=True):
         recorder.add(wrong)
@@ -448,10 +449,8 @@ time.sleep(600)
 
 
 def test_a_killed_process_leaves_whole_files_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", HEAD + KILLED, str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         assert process.stdout.readline() == "writing\n"
         process.kill()
     left = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -516,14 +515,11 @@ def test_writers_of_one_name_never_replace_each_others_files(tmp_path: Path) -> 
 
 
 RANKS = """
-import os, sys
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from offdrift import Recorder
-from tests.records.test_recorder import at
 
 def one(**options):
-    with Recorder(sys.argv[1], **options) as recorder:
+    with Recorder(folder, **options) as recorder:
         recorder.add(at(5))
 
 one()
@@ -537,12 +533,10 @@ one()
 
 def test_ranks_write_into_one_folder(tmp_path: Path) -> None:
     """In a process of its own: an engine in this one may have a process group."""
-    environment = {k: v for k, v in os.environ.items() if k != "RANK"}
-    command = [sys.executable, "-c", RANKS, str(tmp_path)]
-    subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, check=True, timeout=120)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        f"log-00000005-00000005-rank{rank}-0.parquet" for rank in (0, 2, 3, 7)
-    ]
+    done = run(RANKS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = [f"log-00000005-00000005-rank{rank}-0.parquet" for rank in (0, 2, 3, 7)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
     assert steps_in(tmp_path) == thrice([5] * 4)
 
 
@@ -553,8 +547,7 @@ def test_a_closed_recorder_takes_nothing_and_does_not_mask_what_ended_the_loop(t
     def loop() -> None:
         with recorder:
             recorder.add(at(0))
-            folder.rmdir()
-            folder.write_text("in the way")
+            put_in_the_way(folder)
             raise KeyError("loop")
 
     with pytest.raises(KeyError, match="loop"):
@@ -565,22 +558,21 @@ def test_a_closed_recorder_takes_nothing_and_does_not_mask_what_ended_the_loop(t
         recorder.add(at(1))
 
 
-def end_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread ends, without a word, at what it is to write next."""
-
+@pytest.mark.parametrize("flushed", [True, False])
+def test_nobody_waits_for_a_thread_that_is_gone_and_its_loss_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: bool
+) -> None:
     def gone(*args: object, **options: object) -> Path:
         raise SystemExit
 
     monkeypatch.setattr(module, "write_unclaimed", gone)
-    monkeypatch.setattr(threading, "excepthook", lambda told: None)
-
-
-def test_nobody_waits_for_a_thread_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end_the_writer(monkeypatch)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
     recorder = Recorder(tmp_path, queue=1)
     recorder.add(at(0))
-    with pytest.raises(RecordError, match="1 batches are lost"):
-        recorder.flush(timeout=5)
+    if not flushed:
+        until(lambda: recorder.closed)
+    with pytest.raises(RecordError, match="1 batches are lost: SystemExit"):
+        recorder.flush(timeout=5) if flushed else recorder.close()
     recorder.close(timeout=5)
     assert (recorder.closed, recorder.written, recorder.dropped) == (True, 0, 1)
 
@@ -588,4 +580,189 @@ def test_nobody_waits_for_a_thread_that_is_gone(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("option", ["when_full", "on_error"])
 def test_unknown_choices_are_named(tmp_path: Path, option: str) -> None:
     with pytest.raises((OffdriftError, TypeError), match=option):
-        Recorder(tmp_path, **{option: "never"})  # type: ignore[arg-type]
+        Recorder(tmp_path, **{option: "never"})
+
+
+def test_closing_again_after_an_interrupt_waits_for_what_is_being_written(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(tmp_path, seconds=0)
+    for step in range(3):
+        recorder.add(at(step))
+    assert disk.asked.wait(SOON)
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as ctrl_c:
+        ctrl_c.setattr(recorder._own._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recorder.close()
+    with pytest.raises(RecordError, match="is closed"):
+        recorder.add(at(3))
+    threading.Timer(0.05, disk.released.set).start()
+    module._close_all()  # as at the end of the process
+    assert (recorder.written, recorder.dropped) == (3, 0)
+    assert steps_in(tmp_path) == thrice(range(3))
+
+
+def test_a_loop_that_changes_its_directory_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    recorder = Recorder("log", seconds=600)
+    recorder.add(at(0))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recorder.close()
+    assert steps_in(tmp_path / "log") == thrice([0])
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_two_threads_that_close_both_wait(tmp_path: Path, disk: Disk) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.add(at(0))
+    seen: list[int] = []
+
+    def close() -> None:
+        recorder.close()
+        seen.append(recorder.written)
+
+    threads = [threading.Thread(target=close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: recorder.closed and disk.asked.is_set())
+    assert seen == []
+    disk.released.set()
+    for thread in threads:
+        thread.join(SOON)
+    assert seen == [1, 1]
+
+
+def test_no_thread_outlives_closing(tmp_path: Path) -> None:
+    def writers() -> int:
+        return sum(t.name == "offdrift-recorder" for t in threading.enumerate())
+
+    before = writers()
+    for name in ("kept", "gone"):
+        recorder = Recorder(tmp_path / name, seconds=600)
+        recorder.add(at(0))
+        assert writers() == before + 1
+        if name == "gone":
+            put_in_the_way(tmp_path / name)
+        with pytest.raises(RecordError, match="is a file") if name == "gone" else nullcontext():
+            recorder.close()
+        assert writers() == before
+
+
+PROCESSES = """
+import multiprocessing
+
+def begin(step):
+    global recorder  # nothing but the end of the process closes it
+    recorder = Recorder(folder, rank=step)
+    recorder.add(at(step))
+
+def grandchild(step):
+    begin(step)
+    child = fork.Process(target=recorder.add, args=(at(step + 1),))
+    child.start()
+    child.join()
+
+fork = multiprocessing.get_context("fork")
+for target, step in ((begin, 1), (grandchild, 2)):
+    process = fork.Process(target=target, args=(step,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+"""
+
+
+def test_processes_of_multiprocessing_write_what_waits(tmp_path: Path) -> None:
+    done = run(PROCESSES, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(steps_in(tmp_path)) == thrice([1, 2, 3])
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+# -- `offdrift watch` on a folder that a recorder is writing to --
+
+SEQUENCES, TIME = 64, 16
+
+
+def step_of(recorder: Recorder, step: int, *, drift: float = 0.01) -> None:
+    """A step whose log-ratio (current against rollout) has standard deviation `drift`."""
+    generator = torch.Generator().manual_seed(step)
+    rollout = -torch.rand(SEQUENCES, TIME, generator=generator) - 0.5
+    moved = drift * torch.randn(SEQUENCES, TIME, generator=generator)
+    record(
+        recorder, step=step, logp_rollout=rollout, logp=(rollout + moved).clamp(max=0), mask=torch.ones(SEQUENCES, TIME)
+    )
+
+
+def test_each_step_is_given_once_and_whole_while_the_log_is_written(tmp_path: Path) -> None:
+    log = Log([str(tmp_path)])
+    assert list(log.poll()) == []  # nothing is there yet
+    rows = []
+    with Recorder(tmp_path, seconds=600) as recorder:
+        for step in range(1, 10):
+            step_of(recorder, step)
+            if step % 3 == 0:
+                # A file may end in the middle of a step: the other half comes with the next one.
+                assert recorder.flush()
+                step_of(recorder, step)
+                rows += list(log.poll())
+    rows += [*log.poll(), *log.finish()]
+    assert [r.numbers["step"] for r in rows] == list(range(1, 10))
+    halves = [SEQUENCES * (2 if step % 3 == 0 else 1) for step in range(1, 10)]
+    assert [r.numbers["sequences"] for r in rows] == halves
+    assert (log.bad_rows, log.late_rows) == (0, 0)
+
+
+def test_what_a_writer_has_not_finished_is_not_read(tmp_path: Path) -> None:
+    with Recorder(tmp_path) as recorder:
+        step_of(recorder, 1)
+    (whole,) = tmp_path.iterdir()
+    data = whole.read_bytes()
+    (tmp_path / f".{whole.name}.1.tmp").write_bytes(data[: len(data) // 2])
+    (tmp_path / f".{whole.name}.claim").write_bytes(b"")
+    log = Log([str(tmp_path)])
+    rows = [*log.poll(), *log.finish()]
+    assert [(r.numbers["step"], r.numbers["sequences"]) for r in rows] == [(1, SEQUENCES)]
+    assert log.bad_rows == 0
+
+
+def test_the_command_follows_a_recorder_and_finds_an_engine_that_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From step 21 on the engines differ by half a nat per token."""
+
+    def train() -> None:
+        with Recorder(tmp_path, seconds=0.05) as recorder:
+            for step in range(1, 41):
+                step_of(recorder, step, drift=0.01 if step <= 20 else 0.5)
+                time.sleep(0.01)
+
+    class Clock:
+        """It stands still while the recorder writes, however long that takes, then ticks."""
+
+        now, sleep = 0.0, staticmethod(time.sleep)
+
+        def monotonic(self) -> float:
+            self.now += not training.is_alive()
+            return self.now
+
+    training = threading.Thread(target=train)
+    training.start()
+    monkeypatch.setattr(watch_command, "time", Clock())
+    done = command(monkeypatch, capsys, "watch", str(tmp_path), "--every", "0.05", "--until-idle", "2", "--json")
+    training.join()
+    assert (done.code, done.stderr) == (0, "")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    steps = [row for row in lines if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == list(range(1, 41))
+    assert {row["sequences"] for row in steps} == {SEQUENCES}
+    # E[k3] of a normal log-ratio x with deviation s, to fourth order: s^2 / 2 + s^4 / 8.
+    for row, s in ((steps[0], 0.01), (steps[-1], 0.5)):
+        assert row["full/k3"] == pytest.approx(s**2 / 2 + s**4 / 8, rel=0.2)
+    findings = [i for i, row in enumerate(lines) if row["kind"] == "finding"]
+    assert findings
+    assert min(findings) > next(i for i, row in enumerate(lines) if row.get("step") == 21)

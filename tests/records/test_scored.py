@@ -25,13 +25,12 @@ def log(tmp_path: Path, **columns: list[list[float | None]]) -> Path:
 @pytest.mark.parametrize("name", ["logp_rollout", "logp_old", "logp", "logp_ref"])
 def test_what_no_log_prob_can_be(tmp_path: Path, name: str, hole: float | None) -> None:
     columns = {n: [[-1.0, -2.0, -3.0], [-4.0]] for n in ("logp_rollout", "logp_old", "logp", "logp_ref")}
-    columns[name] = [[-1.0, hole, -3.0], [-4.0]]  # type: ignore[list-item]
-    batch = read_all(log(tmp_path, **columns))[1][0]  # type: ignore[arg-type]
+    columns[name] = [[-1.0, hole, -3.0], [-4.0]]
+    batch = read_all(log(tmp_path, **columns))[1][0]
     if name == "logp_ref":  # no policy that is compared
         assert batch.logp_ref is None
         return
     assert {n.partition("/")[0]: k for n, k in unscored(batch).items()} == {name: 1}
-    assert batch.trainable is not None
     assert batch.trainable.tolist() == [3, 1]
     assert batch.cu_seqlens.tolist() == [0, 2, 3]
     assert batch.in_response.tolist() == [0, 2, 0]
@@ -52,7 +51,6 @@ def test_honest_log_probs_stay(tmp_path: Path, value: float) -> None:
 def test_only_what_drew_a_token_finds_it_possible(tmp_path: Path, value: float) -> None:
     batch = one(log(tmp_path, logp_rollout=[[-1.0, value]], logp=[[value, -1.0]]))
     assert unscored(batch) == {"logp_rollout/placeholder": 1}
-    assert batch.logp is not None
     assert batch.logp.tolist() == [value]
 
 
@@ -65,7 +63,6 @@ def test_holes_in_other_fields_cost_no_tokens(tmp_path: Path, name: str, hole: f
     assert (without.num_tokens, having.num_tokens) == (2, 1)
     assert (unscored(without), unscored(having)) == ({}, {})
     held = having.divergences.get(name, getattr(having, name, None))
-    assert held is not None
     assert held.tolist() == [-0.5]
     assert without.divergences.get(name, getattr(without, name, None)) is None
 
@@ -74,9 +71,7 @@ def test_holes_among_integers(tmp_path: Path) -> None:
     path = log(tmp_path, logp_rollout=[[-1.0, -2.0], [-3.0, -4.0]], tokens=[[5, None], [6, 7]], rollout_version=[[1, 2], [3, None]])  # fmt: skip
     _, (first, second), _ = read_all(path)
     assert first.tokens is None
-    assert first.rollout_version is not None
     assert first.rollout_version.tolist() == [1, 2]
-    assert second.tokens is not None
     assert second.tokens.tolist() == [6, 7]
     assert second.rollout_version is None
 
@@ -96,11 +91,10 @@ def test_a_response_of_zeros_that_the_trainer_finds_unlikely_was_filled_in(tmp_p
 
 
 def test_a_row_that_lacks_a_field_is_counted(tmp_path: Path) -> None:
-    path = log(tmp_path, logp_rollout=[[-3.0], [-1.0, -2.0]], logp=[None, [-1.5, -2.5]])  # type: ignore[list-item]
+    path = log(tmp_path, logp_rollout=[[-3.0], [-1.0, -2.0]], logp=[None, [-1.5, -2.5]])
     batch = one(path)
     assert unscored(batch) == {"logp/absent": 1}
     assert batch.cu_seqlens.tolist() == [0, 0, 2]
-    assert batch.logp is not None
     assert batch.logp.tolist() == [-1.5, -2.5]
 
 
@@ -118,5 +112,4 @@ def test_a_version_that_is_missing_leaves_no_lag(tmp_path: Path) -> None:
     _, (batch, without), _ = read_all(tmp_path / "a.parquet")
     assert (batch.num_tokens, without.num_tokens) == (1, 1)
     assert without.lag is None
-    assert batch.lag is not None
     assert torch.equal(batch.lag, torch.tensor([2]))

@@ -1,20 +1,38 @@
-"""Rollouts on disk: a round trip without copies, atomic writes, and files that are not what they claim."""
+"""Rollouts, output heads and logs on disk: bits, shared memory, and files that are not what they claim."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import save
 
+from offdrift.divergence.head import Head
 from offdrift.errors import RecordError, ShapeError
-from offdrift.records import FullVocab, Provenance, Rollouts, Sampling, TopK, store
+from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK, store
+from offdrift.records.batch import Logged
+from offdrift.records.log import write_log
+from offdrift.records.readers import detect
 from offdrift.records.rollouts import concatenate, pack_sequences
+from offdrift.records.schema import BY_TOKEN
+from tests.records.samples import one, ragged, same_groups
 
-PROVENANCE = Provenance(engine="vllm", engine_version="0.32", model="tiny", dtype="bfloat16", quantization="fp8", sampling=Sampling(max_tokens=5, temperature=0.7, stop_token_ids=(1, 2)))  # fmt: skip
+PROVENANCE = Provenance(
+    engine="vllm",
+    engine_version="0.32",
+    model="tiny",
+    dtype="bfloat16",
+    quantization="fp8",
+    sampling=Sampling(max_tokens=5, temperature=0.7, stop_token_ids=(1, 2)),
+)
 
 
 def made(evidence: str = "full", sequences: int = 3) -> Rollouts:
@@ -40,13 +58,22 @@ def made(evidence: str = "full", sequences: int = 3) -> Rollouts:
     )
 
 
-TENSORS = ("tokens", "logp_rollout", "cu_seqlens", "rollout_version", "prompt_tokens", "prompt_cu_seqlens", "group_ids", "rewards")  # fmt: skip
+TENSORS = (
+    "tokens",
+    "logp_rollout",
+    "cu_seqlens",
+    "rollout_version",
+    "prompt_tokens",
+    "prompt_cu_seqlens",
+    "group_ids",
+    "rewards",
+)
 
 
 def same(a: Rollouts, b: Rollouts, *, ulps: int = 0) -> int:
     """Assert that all is equal, evidence up to so many units in the last place of its numbers."""
     for name in TENSORS:
-        torch.testing.assert_close(getattr(a, name), getattr(b, name), check_dtype=False, rtol=0, atol=0)  # fmt: skip
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), check_dtype=False, rtol=0, atol=0)
     assert (a.finish, a.prompts, a.provenance) == (b.finish, b.prompts, b.provenance)
     assert type(a.evidence) is type(b.evidence)
     if a.evidence is not None:
@@ -69,7 +96,11 @@ def test_reading_shares_memory_with_the_decoded_buffers(tmp_path, monkeypatch):
     store.write(made(), tmp_path / "x.parquet")
     buffers = []
     original = store._tensor
-    monkeypatch.setattr(store, "_tensor", lambda a: buffers.append(a.buffers()[1].address + a.offset * a.type.bit_width // 8) or original(a))  # fmt: skip
+    monkeypatch.setattr(
+        store,
+        "_tensor",
+        lambda a: buffers.append(a.buffers()[1].address + a.offset * a.type.bit_width // 8) or original(a),
+    )
     r = store.read(tmp_path / "x.parquet")
     addresses = {t.data_ptr() for t in (r.tokens, r.logp_rollout, r.cu_seqlens, r.evidence.logp)}
     assert addresses <= set(buffers)
@@ -85,7 +116,7 @@ def test_parts_and_wholes():
     assert back.prompt_tokens.tolist() == [3, 1, 2]
     assert torch.equal(back.evidence.logp[3:], whole.evidence.logp[:2])
     with pytest.raises(ShapeError, match="different provenance"):
-        concatenate([whole, whole.with_(provenance=Provenance(**{**PROVENANCE.__dict__, "dtype": "float16"}))])  # fmt: skip
+        concatenate([whole, whole.with_(provenance=Provenance(**{**PROVENANCE.__dict__, "dtype": "float16"}))])
 
 
 def test_a_killed_writer_leaves_the_old_file(tmp_path, monkeypatch):
@@ -103,58 +134,287 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["x.parquet"]
 
 
-def corrupt(tmp_path, how: str):
+def with_header(table: pa.Table, header: object) -> pa.Table:
+    return table.replace_schema_metadata({store.KEY: json.dumps(header)})
+
+
+def header_of(table: pa.Table) -> dict[str, Any]:
+    return json.loads(table.schema.metadata[store.KEY])
+
+
+def replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, values)
+
+
+SHORT = pa.array([[-1.0]] * 3, pa.large_list(pa.float32()))
+
+BYTES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "truncated": ("corrupt or incomplete", lambda data: data[: len(data) // 2]),
+    "garbage": ("corrupt or incomplete", lambda data: b"not parquet at all" * 10),
+    "flipped": ("corrupt or incomplete", lambda data: data[:200] + bytes(255 - b for b in data[200:260]) + data[260:]),
+}
+TABLES: dict[str, tuple[str, Callable[[pa.Table], pa.Table]]] = {
+    "foreign": ("not of this library", lambda t: pa.table({"x": [1]})),
+    "lying": ("does not hold what its header says", lambda t: t.drop_columns(["logp_rollout"])),
+    "misaligned": (
+        "logp_rollout and tokens have different lengths",
+        lambda t: replaced(t, "logp_rollout", SHORT),
+    ),
+    "header": ("does not hold what its header says", lambda t: t.replace_schema_metadata({store.KEY: b"[1"})),
+    "future": ("record format 99", lambda t: with_header(t, {**header_of(t), "format": 99})),
+}
+
+
+@pytest.mark.parametrize("how", [*BYTES, *TABLES, "missing"])
+def test_a_file_that_is_not_what_it_claims_is_refused_by_name(tmp_path, how):
     path = store.write(made(), tmp_path / "x.parquet")
-    data = path.read_bytes()
-    if how == "truncated":
-        path.write_bytes(data[: len(data) // 2])
-    elif how == "garbage":
-        path.write_bytes(b"not parquet at all" * 10)
-    elif how == "flipped":
-        path.write_bytes(data[:200] + bytes(255 - b for b in data[200:260]) + data[260:])
-    elif how == "missing":
+    words = "cannot read"
+    if how in BYTES:
+        words, change = BYTES[how]
+        path.write_bytes(change(path.read_bytes()))
+    elif how in TABLES:
+        words, change = TABLES[how]
+        pq.write_table(change(pq.read_table(path)), path)
+    else:
         path.unlink()
-    elif how == "foreign":
-        pq.write_table(pa.table({"x": [1]}), path)
-    elif how == "lying":
-        table = pq.read_table(path)
-        pq.write_table(table.drop_columns(["logp_rollout"]), path)
-    elif how == "misaligned":
-        table = pq.read_table(path)
-        short = pa.array([[-1.0], [-1.0], [-1.0]], pa.large_list(pa.float32()))
-        table = table.set_column(table.column_names.index("logp_rollout"), "logp_rollout", short)
-        pq.write_table(table, path)
-    elif how == "header":
-        pq.write_table(pq.read_table(path).replace_schema_metadata({store.KEY: b"[1"}), path)
-    elif how == "future":
-        table = pq.read_table(path)
-        header = {**json.loads(table.schema.metadata[store.KEY]), "format": 99}
-        pq.write_table(table.replace_schema_metadata({store.KEY: json.dumps(header)}), path)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("truncated", "corrupt or incomplete"),
-        ("garbage", "corrupt or incomplete"),
-        ("flipped", "corrupt or incomplete"),
-        ("missing", "cannot read"),
-        ("foreign", "not of this library"),
-        ("lying", "does not hold what its header says"),
-        ("misaligned", "logp_rollout and tokens have different lengths"),
-        ("header", "does not hold what its header says"),
-        ("future", "record format 99"),
-    ],
-)
-def test_a_file_that_is_not_what_it_claims_is_refused_by_name(tmp_path, how, words):
-    path = corrupt(tmp_path, how)
     with pytest.raises(RecordError, match=words) as refused:
         store.read(path)
     assert str(path) in str(refused.value)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+@pytest.mark.parametrize("write", [lambda path: store.write(made(), path), lambda path: write_log(ragged(1), path)])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, write):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match="cannot write"):
-        store.write(made(), tmp_path / "file" / "x.parquet")
+    with pytest.raises(RecordError, match=r"cannot write .*x.parquet"):
+        write(tmp_path / "file" / "x.parquet")
+
+
+# -- hidden states and their output heads ---------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DATA = Path(__file__).parent / "data"
+
+
+def head(dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> Head:
+    g = torch.Generator().manual_seed(seed)
+    weight, bias = torch.randn(11, 4, generator=g).to(dtype), torch.randn(11, generator=g).to(dtype)
+    return replace(Head(weight, bias, 0.25, 30.0, dtype), **changes)
+
+
+def hidden(dtype: torch.dtype = torch.float32, of: Head | None = None) -> Rollouts:
+    g = torch.Generator().manual_seed(7)
+    states = torch.randn(6, 4, generator=g).to(dtype)
+    states[0, 0], states[5, 3] = -0.0, torch.finfo(dtype).smallest_normal / 2
+    return made("none").with_(evidence=HiddenStates(states, of or head(dtype)))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({4: torch.int32, 2: torch.int16}[x.dtype.itemsize])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_of_states_and_head_comes_back(tmp_path, dtype):
+    before = hidden(dtype)
+    after = store.read(store.write(before, tmp_path / "new" / "x.parquet"))
+    assert same(after.with_(evidence=None), before.with_(evidence=None)) == 8
+    a, b = after.evidence, before.evidence
+    assert a.states.dtype == a.head.weight.dtype == a.head.bias.dtype == dtype
+    for x, y in ((a.states, b.states), (a.head.weight, b.head.weight), (a.head.bias, b.head.bias)):
+        assert torch.equal(bits(x), bits(y))
+    assert (a.head.scale, a.head.soft_cap, a.head.round_to) == (0.25, 30.0, dtype)
+
+
+def test_a_plain_head_comes_back_plain(tmp_path):
+    plain = Head(torch.randn(11, 4).T.contiguous().T)  # not contiguous
+    back = store.read(store.write(hidden(of=plain), tmp_path / "x.parquet")).evidence.head
+    assert torch.equal(back.weight, plain.weight)
+    assert (back.bias, back.scale, back.soft_cap, back.round_to) == (None, 1.0, None, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_states_are_fixed_size_lists_and_share_memory_with_the_decoded_buffers(tmp_path, monkeypatch, dtype):
+    path = store.write(hidden(dtype), tmp_path / "x.parquet")
+    kind = {torch.float32: pa.float32(), torch.float16: pa.float16(), torch.bfloat16: pa.uint16()}
+    assert pq.read_schema(path).field("evidence_states").type == pa.large_list(
+        pa.field("element", pa.list_(kind[dtype], 4))
+    )
+    buffers = []
+    original = store._tensor
+    monkeypatch.setattr(store, "_tensor", lambda a: buffers.append(a.buffers()[1].address) or original(a))
+    assert store.read(path).evidence.states.data_ptr() in buffers
+
+
+def test_a_dtype_that_no_engine_computes_in_is_refused(tmp_path):
+    with pytest.raises(RecordError, match=r"x.parquet.*float64.*float32, float16, bfloat16"):
+        store.write(hidden(torch.float64, head()), tmp_path / "x.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_equal_heads_are_one_file_and_others_are_not(tmp_path):
+    heads = [head(), head(), head(seed=1), head(scale=0.5), head(bias=None), head(torch.bfloat16)]
+    for i, each in enumerate(heads):
+        store.write(hidden(of=each), tmp_path / f"{i}.parquet")
+    files = list((tmp_path / "heads").iterdir())
+    assert len(files) == 5
+    for f in files:
+        assert f.name == f"{hashlib.sha256(f.read_bytes()).hexdigest()}.safetensors"
+    for i, each in enumerate(heads):
+        back = store.read(tmp_path / f"{i}.parquet").evidence.head
+        assert torch.equal(back.weight, each.weight)
+        assert back.scale == each.scale
+
+
+def test_a_head_that_is_there_is_not_written_again_unless_it_is_cut_short(tmp_path):
+    path = store.write(hidden(), tmp_path / "x.parquet")
+    (file,) = (tmp_path / "heads").iterdir()
+    node = file.stat().st_ino
+    store.write(hidden(), path)
+    assert file.stat().st_ino == node
+    file.write_bytes(file.read_bytes()[:50])
+    store.write(hidden(), path)
+    assert store.read(path).evidence.states.shape == (6, 4)
+
+
+def test_parts_and_wholes_share_their_head():
+    whole = hidden()
+    parts = [whole.select(torch.tensor([i])) for i in (0, 1, 2)]
+    assert [len(p.evidence.states) for p in parts] == [2, 1, 3]
+    assert all(p.evidence.head is whole.evidence.head for p in parts)
+    back = concatenate(parts).evidence
+    assert torch.equal(back.states, whole.evidence.states)
+    turned = whole.select(torch.tensor([2, 0])).evidence.states
+    assert torch.equal(turned, whole.evidence.states[[3, 4, 5, 0, 1]])
+    # Equal in content is enough: two files that were read share no tensor.
+    assert len(concatenate([whole, hidden()]).tokens) == 12
+    for other in (head(seed=1), head(bias=None), head(scale=1.0), head(torch.bfloat16)):
+        with pytest.raises(ShapeError, match="different output heads"):
+            concatenate([whole, hidden(of=other)])
+
+
+def a_head(**rest: Any) -> Callable[[], bytes]:
+    """A file of a head whose weight has `width` columns, or no weight."""
+    width = rest.pop("width", 4)
+    tensors = {"weight": torch.zeros(3, width)} if width else {"bias": torch.zeros(3)}
+    about = {"scale": 1.0, "soft_cap": None, "round_to": None, **rest}
+    return lambda: save(tensors, metadata={"head": json.dumps(about)})
+
+
+HEADS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "no head": ("does not hold an output head", lambda: b"{}"),
+    "no weight": ("does not hold an output head: KeyError", a_head(width=0)),
+    "no such dtype": ("does not hold an output head: KeyError", a_head(round_to="load")),
+    "bad scale": ("does not hold an output head: .*scale is -1.0", a_head(scale=-1.0)),
+    "another width": ("states of 4 numbers, but a head for 5", a_head(width=5)),
+}
+HEAD_BYTES: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "cut": lambda data: data[:-1],
+}
+STATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "another hash": ("heads/0000.*copy the folder", {"head": "0" * 64}),
+    "outside": ("'../../etc/passwd', which is no SHA-256", {"head": "../../etc/passwd"}),
+    "lying width": ("does not hold 2 float32 per token", {"width": 2}),
+    "lying dtype": ("does not hold 4 bfloat16 per token", {"dtype": "bfloat16"}),
+    "unknown dtype": ("does not hold what its header says", {"dtype": "save"}),
+}
+
+
+@pytest.mark.parametrize("how", [*HEADS, *HEAD_BYTES, *STATED, "missing", "misaligned"])
+def test_evidence_that_is_not_what_it_claims_is_refused_by_name(tmp_path, how):
+    path = store.write(hidden(), tmp_path / "x.parquet")
+    (file,) = (tmp_path / "heads").iterdir()
+    table, changes = pq.read_table(path), {}
+    if how in HEADS:
+        words, make = HEADS[how]
+        name = hashlib.sha256(make()).hexdigest()
+        file.with_name(f"{name}.safetensors").write_bytes(make())
+        changes = {"head": name}
+    elif how in HEAD_BYTES:
+        words = "heads/.*safetensors.* is corrupt"
+        file.write_bytes(HEAD_BYTES[how](file.read_bytes()))
+    elif how in STATED:
+        words, changes = STATED[how]
+    elif how == "missing":
+        words = "heads/.*safetensors .No such file.*copy the folder heads/"
+        file.unlink()
+    else:
+        words = "evidence_states and tokens have different lengths"
+        short = pa.array([[[0.0] * 4]] * 3, pa.large_list(pa.list_(pa.float32(), 4)))
+        table = replaced(table, "evidence_states", short)
+    header = header_of(table)
+    pq.write_table(with_header(table, {**header, "evidence": {**header["evidence"], **changes}}), path)
+    with pytest.raises(RecordError, match=words) as refused:
+        store.read(path)
+    assert str(path) in str(refused.value) or str(tmp_path / "heads") in str(refused.value)
+
+
+def test_a_killed_writer_leaves_no_half_head(tmp_path, monkeypatch):
+    def killed(self, data):
+        with self.open("wb") as f:
+            f.write(data[:20])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.write(hidden(), tmp_path / "x.parquet")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.parametrize(("name", "kind"), [("full", FullVocab), ("topk", TopK)])
+def test_files_of_the_first_format_are_still_read(name, kind):
+    path = DATA / f"format-1-{name}.parquet"
+    assert json.loads(pq.read_schema(path).metadata[store.KEY])["format"] == 1 < store.FORMAT
+    back = store.read(path)
+    assert isinstance(back.evidence, kind)
+    # Computed elsewhere: another processor adds up a softmax in another order.
+    assert same(back, made(name), ulps=4) == 8
+
+
+# -- logs in the plain schema ---------------------------------------------------------------------
+
+
+def assert_same(a: Logged, b: Logged) -> None:
+    for f in fields(Logged):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        if isinstance(x, torch.Tensor) and f.name != "group_ids":
+            assert torch.equal(x, y.to(x.dtype)), f.name
+        elif f.name not in ("group_ids", "trainable", "divergences"):
+            assert x == y, f.name
+    assert a.divergences.keys() == b.divergences.keys()
+    assert all(torch.equal(x, b.divergences[k]) for k, x in a.divergences.items())
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 30])
+def test_a_log_comes_back_as_it_was(tmp_path, sequences):
+    batch = ragged(sequences)
+    back = one(write_log(batch, tmp_path / "log.parquet"))
+    assert_same(batch, back)
+    # Ids of one step keep their meaning, and those of two steps do not meet.
+    assert same_groups(back.group_ids, batch.step * 1000 + batch.segments.group_ids)
+
+
+def test_what_a_log_lacks_is_not_made_up(tmp_path):
+    full = ragged(5)
+    bare = {name: getattr(full, name) for name in ("cu_seqlens", "step", "row", "response_lengths", "logp_rollout")}
+    back = one(write_log(Logged(**bare), tmp_path / "log.parquet"))
+    assert_same(Logged(**bare), back)
+    assert back.group_ids is None
+
+
+def test_half_precision_is_written_as_float32_and_lone_surrogates_as_question_marks(tmp_path):
+    batch = ragged(2)
+    half = batch.logp.bfloat16()
+    batch = replace(batch, logp=half, completions=("ok", "bad \ud800"))
+    back = one(write_log(batch, tmp_path / "log.parquet"))
+    assert torch.equal(back.logp, half.float())
+    assert back.completions == ("ok", "bad ?")
+
+
+def test_a_reader_decodes_a_log_without_copies_and_the_framework_is_remembered(tmp_path):
+    path = write_log(ragged(8), tmp_path / "log.parquet", framework="verl")
+    schema = pq.read_schema(path)
+    lists = [schema.field(name).type for f in BY_TOKEN if (name := f.column) in schema.names]
+    assert len(lists) == 8
+    assert all(not kind.value_field.nullable for kind in lists)
+    detected = detect([str(path)])
+    assert (detected.format, detected.framework) == ("plain", "verl")

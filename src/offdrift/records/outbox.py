@@ -21,19 +21,6 @@ ENDS_S = 1.0
 """How long a closed box waits for its thread, which has nothing to do but to end."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How much may wait, and for how long."""
-
-    queue: int
-    """Items that may wait, those being written included."""
-    queue_bytes: float
-    file_bytes: float
-    """From so much on, what waits is written at once."""
-    seconds: float
-    """Longest time for which an item waits for others to be written with it."""
-
-
 @dataclass(eq=False, frozen=True)
 class _Item:
     content: Any
@@ -55,6 +42,10 @@ class Outbox:
         place: where things go, for messages.
         prepare: makes what `write` takes from an item; what it raises concerns this item alone.
         write: writes prepared items of one kind; `RecordError` if the disk does not take them.
+        queue, queue_bytes: what may wait, items that are being written included.
+        file_bytes: from so much on, what waits is written at once.
+        seconds: longest time for which an item waits for others to be written with it.
+        when_full, on_error: see `Recorder`.
     """
 
     def __init__(
@@ -62,12 +53,17 @@ class Outbox:
         place: object,
         prepare: Callable[[Any], Any],
         write: Callable[[Sequence[Any], Any], object],
-        limits: Limits,
+        *,
+        queue: int,
+        queue_bytes: float,
+        file_bytes: float,
+        seconds: float,
         when_full: WhenFull,
         on_error: OnError,
     ) -> None:
         self._place, self._prepare, self._write = place, prepare, write
-        self._limits, self._when_full, self._on_error = limits, when_full, on_error
+        self._queue, self._queue_bytes, self._file_bytes, self._seconds = queue, queue_bytes, file_bytes, seconds
+        self._when_full, self._on_error = when_full, on_error
         self._changed = threading.Condition()
         self._waiting: deque[_Item] = deque()
         self._bytes = 0
@@ -151,8 +147,8 @@ class Outbox:
         return self._waiting[0].number if self._waiting else NEVER
 
     def _room(self, size: int) -> bool:
-        fits = self._bytes + size <= self._limits.queue_bytes or not self._waiting
-        return fits and len(self._waiting) < self._limits.queue
+        fits = self._bytes + size <= self._queue_bytes or not self._waiting
+        return fits and len(self._waiting) < self._queue
 
     def _ready(self) -> None:
         self._raise_error()
@@ -215,7 +211,6 @@ class Outbox:
 
     def _next(self) -> list[_Item]:
         """Items to be written together, when it is time; none when the box is closed."""
-        limits = self._limits
         with self._changed:
             while True:
                 left = NEVER
@@ -223,10 +218,10 @@ class Outbox:
                     now = (
                         self._state == "closing"
                         or self._oldest <= self._flush_to
-                        or self._bytes >= min(limits.file_bytes, limits.queue_bytes / 2)
-                        or 2 * len(self._waiting) >= limits.queue
+                        or self._bytes >= min(self._file_bytes, self._queue_bytes / 2)
+                        or 2 * len(self._waiting) >= self._queue
                     )
-                    left = 0.0 if now else self._waiting[0].since + limits.seconds - time.monotonic()
+                    left = 0.0 if now else self._waiting[0].since + self._seconds - time.monotonic()
                 if left <= 0:
                     break
                 if self._state == "closed":
@@ -234,7 +229,7 @@ class Outbox:
                 self._changed.wait(None if left == NEVER else left)
             taken, size = [], 0
             for item in self._waiting:
-                if item.kind == self._waiting[0].kind and (not taken or size < limits.file_bytes):
+                if item.kind == self._waiting[0].kind and (not taken or size < self._file_bytes):
                     taken.append(item)
                     size += item.bytes
             return taken

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch import Tensor
 from offdrift.errors import BadValueError, RecordError, ShapeError, check_choice
 from offdrift.records.batch import Logged, Unpacked, text_id
 from offdrift.records.log import remove_stale, write_unclaimed
-from offdrift.records.outbox import LOG, Limits, OnError, Outbox, WhenFull
+from offdrift.records.outbox import LOG, OnError, Outbox, WhenFull
 from offdrift.records.schema import ARGUMENTS, BY_SEQUENCE, BY_TOKEN, FIELDS, LogField, describe_arguments
 from offdrift.segments import Segments
 
@@ -177,14 +178,18 @@ class Recorder:
         self.folder = Path(os.path.abspath(folder))
         self.framework, self.text = framework, text
         self._rank = rank
-        self._limits = Limits(
+        self._new_box = partial(
+            Outbox,
+            self.folder,
+            _prepared,
+            self._write,
             queue=max(1, queue),
             queue_bytes=float(queue_mib * 2**20),
             file_bytes=float(file_mib * 2**20),
             seconds=float(seconds),
+            when_full=when_full,
+            on_error=on_error,
         )
-        self._when_full: WhenFull = when_full
-        self._on_error: OnError = on_error
         self._open()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +203,7 @@ class Recorder:
 
     def _open(self) -> None:
         self._pid = os.getpid()
-        self._box = Outbox(self.folder, _prepared, self._write, self._limits, self._when_full, self._on_error)
+        self._box = self._new_box()
         if multiprocessing.parent_process() is not None:
             # Such a process ends without `atexit`, unless it was spawned.
             Finalize(None, _close_all, exitpriority=0)
