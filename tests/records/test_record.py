@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -222,12 +221,6 @@ PAGE = (ROOT / "docs" / "integrations" / "custom.md").read_text(encoding="utf-8"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 
 
-def audited(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> dict[str, Any]:
-    done = command(monkeypatch, capsys, *words, "--json")
-    assert done.code == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_the_loop_of_the_page_runs_and_the_command_below_it_audits_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,7 +232,9 @@ def test_the_loop_of_the_page_runs_and_the_command_below_it_audits_its_log(
 
     _recorder("run/log").close()
     (line,) = re.findall(r"^offdrift (audit .*)$", PAGE, flags=re.M)
-    told = audited(monkeypatch, capsys, *line.split())
+    done = command(monkeypatch, capsys, *line.split(), "--json")
+    assert done.code == 0, done.stderr
+    told = json.loads(done.stdout)
     assert told["counts"]["sequences"] == 12 * 32
     assert told["counts"]["tokens"] == 12 * 32 * 10
     # The short form, with the names that it takes from a loop.
@@ -252,14 +247,3 @@ def test_the_loop_of_the_page_runs_and_the_command_below_it_audits_its_log(
     assert len(list(Path("run/log").iterdir())) == 1
     exec(settings, {})
     assert capsys.readouterr().out == "1 0\n"
-
-
-def test_the_example_can_be_audited_and_its_drift_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["example", str(tmp_path)])
-    runpy.run_path(str(ROOT / "examples" / "05_record_any_loop.py"))
-    assert f"offdrift audit {tmp_path / 'log'}" in capsys.readouterr().out
-    monkeypatch.chdir(tmp_path)
-    told = audited(monkeypatch, capsys, "audit", str(tmp_path / "log"))
-    assert told["counts"]["sequences"] == 24 * 16 * 8
