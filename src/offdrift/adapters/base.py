@@ -33,9 +33,8 @@ from offdrift.stats.drift import Tails
 from offdrift.stats.signature import signature
 
 if TYPE_CHECKING:
-    from offdrift.records.batch import Logged
+    from offdrift.records.batch import Logged, Unpacked
     from offdrift.records.recorder import Recorder
-    from offdrift.records.batch import Unpacked
 
 PREFIX = "offdrift/"
 Gather = Callable[[Any], list[Any]]

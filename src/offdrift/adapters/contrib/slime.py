@@ -44,8 +44,8 @@ from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 
 if TYPE_CHECKING:
-    from offdrift.records.recorder import Recorder
     from offdrift.records.batch import Unpacked
+    from offdrift.records.recorder import Recorder
 
 CONTEXT_PARALLEL = {
     "slime": "slime.backends.megatron_utils.cp_utils",
