@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from offdrift.records.log import write_log
 from offdrift.records.readers import Piece, detect, pieces, read
@@ -87,3 +88,15 @@ def test_unread_columns_do_not_count(tmp_path: Path) -> None:
     wide = table.append_column("evidence", [[b"x" * 10000] * 50])
     pq.write_table(wide, tmp_path / "a.parquet")
     assert len(pieces(detect([str(tmp_path / "a.parquet")]), piece_bytes=200_000)) == 1
+
+
+def test_a_range_of_sequences_is_the_same_sequences_selected() -> None:
+    batch = ragged(12)
+    part, chosen = batch.cut(3, 9), batch.select(torch.arange(3, 9))
+    assert flat([part]) == flat([chosen])
+    assert (
+        part.cu_seqlens.tolist()
+        == chosen.cu_seqlens.tolist()
+        == (batch.cu_seqlens[3:10] - batch.cu_seqlens[3]).tolist()
+    )
+    assert part.num_tokens > 30

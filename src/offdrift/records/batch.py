@@ -19,6 +19,7 @@ from torch import Tensor
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import LogProbs
+from offdrift.records.rollouts import cumulative
 from offdrift.records.schema import ARGUMENTS, FIELDS, MASK, LogValues
 from offdrift.segments import Segments
 
@@ -118,8 +119,7 @@ class Logged(LogValues):
 
     def select(self, sequences: Int[Tensor, " s"]) -> Logged:
         """The given sequences, in the given order, as a batch of their own."""
-        lengths = self.cu_seqlens.diff()[sequences]
-        cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        cuts = cumulative(self.cu_seqlens.diff()[sequences])
         return self._part(cuts, Segments(self.cu_seqlens).rows(sequences), sequences)
 
     def cut(self, first: int, last: int) -> Logged:

@@ -10,8 +10,6 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -105,43 +103,34 @@ STALE_S = 3600.0
 def write_unclaimed(batch: Logged, folder: Path, stem: str, *, framework: str) -> Path:
     """Write a batch to the first `STEM-I.parquet` that nobody has; return its path.
 
+    Meanwhile a hidden file beside it claims the name. Moving a file to its name replaces what is there, and linking,
+    which does not, is missing on some network file systems.
+
     Raises: `RecordError` naming the file if it cannot be written.
     """
     for i in count():
         path = folder / f"{stem}-{i}.parquet"
+        claim = path.with_name(f".{path.name}.claim")
         if path.exists():
             continue
-        with _claimed(path) as claimed:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            if folder.is_dir():  # another writer has the name
+                continue
+            raise RecordError(f"cannot write {path}: {folder} is a file; choose another folder") from None
+        except OSError as e:
+            why = e.strerror or e
+            raise RecordError(f"cannot write {path}: {why}; free disk space or choose another folder") from e
+        try:
             # Whoever had the claim before may have written the file since.
-            if claimed and not path.exists():
+            if not path.exists():
                 return write_log(batch, path, framework=framework)
+        finally:
+            with contextlib.suppress(OSError):
+                claim.unlink()
     raise AssertionError
-
-
-@contextmanager
-def _claimed(path: Path) -> Iterator[bool]:
-    """Hold a hidden file beside `path`, as nobody else can; False if somebody does.
-
-    A claim of its own, because moving a file to its name replaces what is there, and linking, which does not, is
-    missing on some network file systems.
-    """
-    claim = path.with_name(f".{path.name}.claim")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    except FileExistsError:
-        # The folder itself may be the file that is in the way.
-        if path.parent.is_dir():
-            yield False
-            return
-        raise RecordError(f"cannot write {path}: {path.parent} is a file; choose another folder") from None
-    except OSError as e:
-        raise RecordError(f"cannot write {path}: {e.strerror or e}; free disk space or choose another folder") from e
-    try:
-        yield True
-    finally:
-        with contextlib.suppress(OSError):
-            claim.unlink()
 
 
 def remove_stale(folder: Path) -> None:

@@ -31,6 +31,7 @@ from offdrift.errors import BadValueError, RecordError, ShapeError, check_choice
 from offdrift.records.batch import Logged, Unpacked, text_id
 from offdrift.records.log import remove_stale, write_unclaimed
 from offdrift.records.outbox import LOG, OnError, Outbox, WhenFull
+from offdrift.records.rollouts import cumulative
 from offdrift.records.schema import ARGUMENTS, BY_SEQUENCE, BY_TOKEN, FIELDS, LogField, describe_arguments
 from offdrift.segments import Segments
 
@@ -109,7 +110,6 @@ def joined(batches: Sequence[Logged]) -> Logged:
     if len(batches) == 1:
         return batches[0]
     first = batches[0]
-    lengths = torch.cat([b.cu_seqlens.diff() for b in batches])
     values: dict[str, Any] = {}
     for f in FIELDS:
         parts = [getattr(b, f.name) for b in batches]
@@ -119,7 +119,7 @@ def joined(batches: Sequence[Logged]) -> Logged:
         elif parts[0] is not None:
             values[f.name] = tuple(chain(*parts)) if f.is_text else torch.cat(parts)
     return Logged(
-        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        cu_seqlens=cumulative(torch.cat([b.cu_seqlens.diff() for b in batches])),
         length_unit=first.length_unit,
         divergences={k: torch.cat([b.divergences[k] for b in batches]) for k in first.divergences},
         **values,

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from offdrift.divergence.head import Head
@@ -163,10 +163,10 @@ class Rollouts:
         return Rollouts(
             tokens=self.tokens[rows],
             logp_rollout=self.logp_rollout[rows],
-            cu_seqlens=_cuts(self.lengths[sequences]),
+            cu_seqlens=cumulative(self.lengths[sequences]),
             rollout_version=self.rollout_version[rows],
             prompt_tokens=self.prompt_tokens[prompt_rows],
-            prompt_cu_seqlens=_cuts(self.prompt_cu_seqlens.diff()[sequences]),
+            prompt_cu_seqlens=cumulative(self.prompt_cu_seqlens.diff()[sequences]),
             group_ids=self.group_ids[sequences],
             finish=tuple(self.finish[i] for i in order),
             provenance=self.provenance,
@@ -181,7 +181,7 @@ def pack_sequences(sequences: Sequence[Sequence[int]]) -> tuple[Int[Tensor, " n"
     """Token lists as one flat stream and its cuts."""
     lengths = torch.tensor([len(s) for s in sequences], dtype=torch.int64)
     flat = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)
-    return flat, _cuts(lengths)
+    return flat, cumulative(lengths)
 
 
 def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
@@ -203,7 +203,7 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             return None
         if isinstance(values[0], Tensor):
             if name.endswith("cu_seqlens"):
-                return _cuts(torch.cat([v.diff() for v in values]))
+                return cumulative(torch.cat([v.diff() for v in values]))
             return torch.cat(values)
         if isinstance(values[0], Evidence):
             if not all(_same_head(values[0], v) for v in values[1:]):
@@ -237,5 +237,6 @@ def _same_head(a: Evidence, b: Evidence) -> bool:
     return all(same(getattr(a.head, f.name), getattr(b.head, f.name)) for f in fields(Head))
 
 
-def _cuts(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+def cumulative(lengths: Shaped[Tensor, " b"]) -> Int[Tensor, " cuts"]:
+    """Cuts of consecutive segments with these lengths, or running counts of truths; first 0."""
+    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0)])

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from offdrift.logprobs import POSITIVE_SLACK, UNSCORED_BELOW
 from offdrift.records.batch import Logged, text_id
-from offdrift.records.readers.columns import Columns, Lists, Numbers, cumulative
+from offdrift.records.readers.columns import Columns, Lists, Numbers
 from offdrift.records.readers.files import BadRow
+from offdrift.records.rollouts import cumulative
 from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, COLUMNS, DIVERGENCES, EITHER, LOGPS, POLICIES
 
 LOWEST = -9999.0
@@ -80,7 +81,7 @@ def examined(lists: Mapping[str, Lists], numbers: Mapping[str, Numbers], cuts: I
     lengths = cuts.diff()
 
     def count(tokens: Tokens) -> Int[Tensor, " b"]:
-        return torch.cat([cuts.new_zeros(1), tokens.cumsum(0)])[cuts].diff()
+        return cumulative(tokens)[cuts].diff()
 
     def spread(rows: Rows) -> Tokens:
         return torch.repeat_interleave(rows, lengths)
@@ -308,7 +309,7 @@ def _logged(columns: Columns, step: int | None) -> tuple[Logged, dict[str, Rows]
             position = position.where(unknown, stated.values)
     if keep is not None and position is not None:
         position = position[keep]
-        cuts = torch.cat([cuts.new_zeros(1), keep.cumsum(0)])[cuts]
+        cuts = cumulative(keep)[cuts]
 
     values: dict[str, Any] = {}
     for f in BY_TOKEN:

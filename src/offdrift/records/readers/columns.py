@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from offdrift.records.readers.files import BadRow
+from offdrift.records.rollouts import cumulative
 from offdrift.records.schema import COLUMNS, LISTS, LogField
 
 
@@ -120,11 +121,6 @@ class Columns:
             {name: x.rows(keep) for name, x in self.numbers.items()},
             {name: [t for t, k in zip(x, chosen, strict=True) if k] for name, x in self.texts.items()},
         )
-
-
-def cumulative(lengths: Int[Tensor, " b"]) -> Int[Tensor, " cuts"]:
-    """Cuts of consecutive segments with these lengths."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def joined(parts: Sequence[Columns]) -> Columns | None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from offdrift.errors import RecordError
-from offdrift.records.readers.columns import LARGE, Columns, Lists, Numbers, cumulative, text_of
+from offdrift.records.readers.columns import LARGE, Columns, Lists, Numbers, text_of
 from offdrift.records.readers.files import LIMIT, BadRow, Resume, fingerprint, is_url, opened, too_large
+from offdrift.records.rollouts import cumulative
 from offdrift.records.schema import COLUMNS, LogField
 
 pc: Any = pyarrow.compute
