@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 import pytest
 import typing_extensions
 
+from tests.adapters.hooked import Batch, batch
+
 ROOT = Path(__file__).parents[2]
 REQUIRED = "OFFDRIFT_FOREIGN"
 """Set to "required", a framework that is missing is a failure."""
@@ -69,3 +71,9 @@ def typed_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Python 3.12 pydantic reads no fields of `typing.TypedDict`, which SkyRL's types are."""
     if sys.version_info < (3, 12):
         monkeypatch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
+
+
+def doubles() -> Batch:
+    """Float64, and nothing but numbers where it is masked: frameworks multiply by the mask."""
+    one = batch(spread=0.6)
+    return Batch(*(x.double() for x in (one.rollout, one.old, one.current, one.advantages)), one.mask)

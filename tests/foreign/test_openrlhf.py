@@ -25,7 +25,7 @@ from torch import Tensor
 from offdrift.adapters.contrib import openrlhf
 from offdrift.adapters.frameworks import WAITING
 from offdrift.methods import METHODS
-from tests.adapters.hooked import Batch, batch, code, process
+from tests.adapters.hooked import Batch, code, process
 from tests.foreign import real
 
 __all__ = ["process"]
@@ -57,13 +57,6 @@ def calls(path: Path) -> Iterator[tuple[str, ast.Call, ast.AST]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Call):
                 yield getattr(child.func, "attr", getattr(child.func, "id", "")), child, node
-
-
-def given() -> Batch:
-    """Float64, and nothing but numbers where it is masked: OpenRLHF multiplies by the mask."""
-    one = batch(spread=0.6)
-    values = (x.double() for x in (one.rollout, one.old, one.current, one.advantages))
-    return Batch(*values, one.mask)
 
 
 def run(loss: Any, one: Batch, **counts: Any) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -101,7 +94,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_losses_gradients_and_reports_are_openrlhfs(
     theirs: Any, name: str, settings: Any, arguments: Any, counted: bool
 ) -> None:
-    one = given()
+    one = real.doubles()
     tokens, samples = int(one.mask.sum()), int(one.mask.any(1).sum())
     more = {"dp_size": 2, "batch_num_tokens": 2.0 * tokens, "global_batch_size": 3.0 * samples}
     counts = more if counted else {}

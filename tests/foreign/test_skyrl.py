@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offdrift.adapters.contrib import skyrl
 from offdrift.judge import load_rules
-from tests.adapters.hooked import Batch, batch, code, process
+from tests.adapters.hooked import Batch, code, process
 from tests.foreign import real
 
 __all__ = ["process"]
@@ -30,36 +30,21 @@ def theirs(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Any]:
     skyrl._hook.cache_clear()
 
 
-def given() -> Batch:
-    one = batch(spread=0.6)
-    values = (x.double() for x in (one.rollout, one.old, one.current, one.advantages))
-    return Batch(*values, one.mask)
-
-
 def run(loss: Any, one: Batch, config: Any) -> tuple[Tensor, Tensor]:
     current = one.current.clone().requires_grad_()
-    total, metrics = loss(
-        current,
-        one.old,
-        one.advantages / one.mask.sum(),
-        config=config,
-        loss_mask=one.mask.double(),
-        rollout_logprobs=one.rollout,
-    )
+    advantages, mask = one.advantages / one.mask.sum(), one.mask.double()
+    total, metrics = loss(current, one.old, advantages, config=config, loss_mask=mask, rollout_logprobs=one.rollout)
     assert all(type(x) is float for x in metrics.values())
     total.backward()
     assert current.grad is not None
     return total.detach(), current.grad
 
 
+GEOMETRIC = {"gate.low": 0.9, "gate.high": 1.1}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ppo_clip", {}, {}),
     ("flashrl", {}, {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}),
-    (
-        "geo_mask",
-        {"gate.low": 0.9, "gate.high": 1.1},
-        {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1},
-    ),
+    ("geo_mask", GEOMETRIC, {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1}),
     ("icepop_binary", {}, {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 5.0}),
 ]
 
@@ -69,13 +54,9 @@ def test_losses_and_gradients_are_skyrls(theirs: Any, name: str, settings: Any, 
     """Its regular loss with its own correction, and the method through its registry."""
     from skyrl.train.config.config import AlgorithmConfig, OffPolicyCorrectionConfig
 
-    one = given()
-    own = AlgorithmConfig(
-        policy_loss_type="regular",
-        eps_clip_low=0.2,
-        eps_clip_high=0.2,
-        off_policy_correction=OffPolicyCorrectionConfig(**correction),
-    )
+    one = real.doubles()
+    own = OffPolicyCorrectionConfig(**correction)
+    own = AlgorithmConfig(policy_loss_type="regular", eps_clip_low=0.2, eps_clip_high=0.2, off_policy_correction=own)
     expected, its = run(theirs.PolicyLossRegistry.get("regular"), one, own)
     registered = skyrl.register(name, settings=settings, on_idle="warn")
     try:

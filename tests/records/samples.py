@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -123,6 +124,11 @@ def ragged(sequences: int, seed: int = 0, longest: int = 40) -> Logged:
         prompts=tuple(f"prompt {i // 2}" for i in range(sequences)),
         completions=tuple(f"completion {i} é <b>" for i in range(sequences)),
     )
+
+
+def at(step: int, sequences: int = 3) -> Logged:
+    """A batch of its own for every step."""
+    return replace(ragged(sequences, seed=step), step=torch.full((sequences,), step))
 
 
 def rollouts() -> Rollouts:

@@ -30,15 +30,10 @@ from offdrift.records.batch import Logged
 from offdrift.records.log import write_unclaimed
 from offdrift.records.recorder import Recorder, WhenFull, record
 from tests.command import command
-from tests.records.samples import flat, ragged, read_all
+from tests.records.samples import at, flat, ragged, read_all
 
 SOON = 60.0
 """Seconds after which something that must happen is taken not to happen."""
-
-
-def at(step: int, sequences: int = 3) -> Logged:
-    """A batch of its own for every step."""
-    return replace(ragged(sequences, seed=step), step=torch.full((sequences,), step))
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -266,24 +261,20 @@ def test_what_a_step_does_afterwards_is_not_recorded_and_nothing_of_it_is_kept(t
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_is_not_waited_for_and_its_memory_not_kept(tmp_path: Path) -> None:
     n = 1 << 20
-    held = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     x = torch.zeros(n, device="cuda")
     with Recorder(tmp_path) as recorder:
         recorder.add(at(0))  # whatever is set up once
         torch.cuda._sleep(2_000_000_000)
         x -= 1.5
         late = torch.cuda.Event()
-        recorder.add(
-            Logged(
-                cu_seqlens=torch.tensor([0, n]), step=torch.tensor([1]), row=torch.tensor([1]),
-                response_lengths=torch.tensor([n]), logp=x,
-            )
-        )  # fmt: skip
+        one = torch.tensor([1])
+        recorder.add(Logged(cu_seqlens=torch.tensor([0, n]), step=one, row=one, response_lengths=one * n, logp=x))
         late.record()
         assert not late.query()  # the device is still busy with what came before
         x.zero_()
         del x
-        assert torch.cuda.memory_allocated() == held
+        assert torch.cuda.memory_allocated() == before
     _, batches, _ = read_all(tmp_path)
     logp = next(b.logp for b in batches if b.step[0] == 1)
     assert bool((logp == -1.5).all())
@@ -313,9 +304,8 @@ HEAD = """
 import os, signal, sys, time
 from pathlib import Path
 from offdrift.errors import RecordError
-from offdrift.records.recorder import Recorder, WhenFull, record
-from tests.command import command
-from tests.records.test_recorder import at
+from offdrift.records.recorder import Recorder
+from tests.records.samples import at
 folder = Path(sys.argv[1])
 """
 
