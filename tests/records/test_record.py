@@ -16,6 +16,7 @@ import torch
 import offdrift
 from offdrift.errors import RecordError, ShapeError
 from offdrift.records.batch import Logged
+from offdrift.records.recorder import _close_all
 from tests.command import command
 from tests.records.samples import read_all, same_groups, unscored
 
@@ -228,9 +229,7 @@ def test_the_loop_of_the_page_runs_and_the_command_below_it_audits_its_log(
     short, loop, settings = BLOCKS
     names: dict[str, Any] = {}
     exec(loop, names)
-    from offdrift.records.recorder import _recorder
-
-    _recorder("run/log").close()
+    _close_all()  # as at the end of the process
     (line,) = re.findall(r"^offdrift (audit .*)$", PAGE, flags=re.M)
     done = command(monkeypatch, capsys, *line.split(), "--json")
     assert done.code == 0, done.stderr
@@ -243,7 +242,7 @@ def test_the_loop_of_the_page_runs_and_the_command_below_it_audits_its_log(
     names["mask"] = torch.ones_like(names["logp"])
     monkeypatch.chdir(tmp_path / "run")
     exec(short, names)
-    _recorder("run/log").close()
+    _close_all()
     assert len(list(Path("run/log").iterdir())) == 1
     exec(settings, {})
     assert capsys.readouterr().out == "1 0\n"

@@ -377,9 +377,14 @@ def record(
         divergences={name: torch.as_tensor(x) for name, x in (divergences or {}).items()},
         **{name: _value(arguments[name], x) for name, x in {"step": step, **fields}.items()},
     )
-    recorder = folder if isinstance(folder, Recorder) else _recorder(folder)
-    recorder.add(batch)
-    return recorder
+    if not isinstance(folder, Recorder):
+        key = os.path.abspath(folder)
+        with _LOCK:
+            if key not in _OPEN or _OPEN[key].closed:
+                _OPEN[key] = Recorder(folder)
+            folder = _OPEN[key]
+    folder.add(batch)
+    return folder
 
 
 # `help` shows every field, in the signature and in the docstring.
@@ -391,14 +396,6 @@ record.__signature__ = _signature.replace(  # type: ignore[attr-defined]
 record.__doc__ = (record.__doc__ or "").replace(
     "        fields: those of `offdrift.records.schema`.", describe_arguments()
 )
-
-
-def _recorder(folder: str | os.PathLike[str]) -> Recorder:
-    key = os.path.abspath(folder)
-    with _LOCK:
-        if key not in _OPEN or _OPEN[key].closed:
-            _OPEN[key] = Recorder(folder)
-        return _OPEN[key]
 
 
 def _value(f: LogField, x: Any) -> Tensor | tuple[str, ...] | None:

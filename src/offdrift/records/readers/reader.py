@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -93,7 +93,18 @@ def _decoded(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | Non
         if stopped is not None:
             bad.append(BadRow(file, piece.first_row + data.count(b"\n"), stopped, rows=0))
     if kind.adapt:
-        translated, numbers = _adapted(rows, numbers, kind, found, file, bad)
+        adapt, translated, kept = function(kind.adapt), [], []
+        own = {n: c for n, c in found.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
+        for row, number in zip(rows, numbers, strict=True):
+            try:
+                per_row = {name: look_up(row, column) for name, column in own.items()}
+                inside = adapt(row)
+                inside = inside if isinstance(inside, list) else [inside]
+                translated += [_wanted({**r, **per_row}, found) for r in inside]
+                kept += [number] * len(inside)
+            except Malformed as e:
+                bad.append(BadRow(file, number, f"no row of {kind.what}: {repr(e)[:200]}"))
+        numbers = kept
     else:
         names = kind.resolve(set().union(*rows), mapped)
         translated = [{name: look_up(row, column) for name, column in names.items()} for row in rows]
@@ -101,31 +112,6 @@ def _decoded(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | Non
             translated = [_wanted(row, found) for row in map(function(kind.amend), rows, translated)]
     columns, wrong = pack(translated, numbers, file)
     return columns, sorted([*bad, *wrong], key=lambda b: b.row)
-
-
-def _adapted(
-    rows: Sequence[Mapping[str, Any]],
-    numbers: Sequence[int],
-    kind: Source,
-    found: Detected,
-    file: str,
-    bad: list[BadRow],
-) -> tuple[list[Row], list[int]]:
-    """Rows that the function of their format translates, and the numbers of their lines; others go into `bad`."""
-    adapt = function(kind.adapt)
-    own = {n: c for n, c in found.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
-    translated: list[Row] = []
-    kept: list[int] = []
-    for row, number in zip(rows, numbers, strict=True):
-        try:
-            mapped = {name: look_up(row, column) for name, column in own.items()}
-            inside = adapt(row)
-            inside = inside if isinstance(inside, list) else [inside]
-            translated += [_wanted({**r, **mapped}, found) for r in inside]
-            kept += [number] * len(inside)
-        except Malformed as e:
-            bad.append(BadRow(file, number, f"no row of {kind.what}: {repr(e)[:200]}"))
-    return translated, kept
 
 
 def payload(file: Bytes, name: str, limit: int, *, rows: bool = True) -> tuple[Source, list[Row]]:
