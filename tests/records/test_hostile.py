@@ -45,45 +45,12 @@ def outcomes(*paths: Path, limit: int = 256, timeout: float = 240) -> list[dict[
     return [json.loads(line) for line in told.stdout.splitlines()]
 
 
-def expanded(path: Path) -> None:
-    """Gigabytes in less than 2 KB."""
-    tensor = torch.zeros(1).expand(1_000_000_000)
-    sample = {"response_lengths": 1_000_000_000, "rollout_log_probs": tensor, "log_probs": tensor}
-    torch.save({"rollout_id": 1, "samples": [sample]}, path)
+def sample(values: Any) -> dict[str, Any]:
+    return {"response_lengths": len(values), "rollout_log_probs": values, "log_probs": values}
 
 
-def repeated_tensor(path: Path) -> None:
-    """One small tensor that stands in many samples."""
-    tensor = torch.zeros(1_000_000)
-    sample = {"response_lengths": 1_000_000, "rollout_log_probs": tensor, "log_probs": tensor}
-    torch.save({"rollout_id": 1, "samples": [sample] * 1000}, path)
-
-
-def repeated_list(path: Path) -> None:
-    """One list that stands in many samples."""
-    values = [0.0] * 100_000
-    sample = {"response_length": 100_000, "rollout_log_probs": values, "tokens": values}
-    torch.save({"rollout_id": 1, "samples": [dict(sample) for _ in range(3000)]}, path)
-
-
-def overlapping_views(path: Path) -> None:
-    """Many tensors on one storage."""
-    tensor = torch.zeros(1_000_000)
-    rows = [tensor[i:] for i in range(1000)]
-    samples = [{"response_lengths": len(x), "rollout_log_probs": x, "log_probs": x} for x in rows]
+def dump(path: Path, samples: list[dict[str, Any]]) -> None:
     torch.save({"rollout_id": 1, "samples": samples}, path)
-
-
-def huge_storage(path: Path) -> None:
-    """A storage that claims more than its record has."""
-    torch.save({"samples": [{"response_lengths": 4, "log_probs": torch.zeros(4)}]}, path)
-    rewrite(path, lambda name, data: data.replace(b"K\x04", b"J\xff\xff\xff\x7f") if name.endswith("data.pkl") else data)  # fmt: skip
-
-
-def deflated(path: Path) -> None:
-    """An archive that is compressed."""
-    torch.save({"samples": [{"response_lengths": 4, "log_probs": torch.zeros(4_000_000, dtype=torch.uint8)}]}, path)  # fmt: skip
-    rewrite(path, lambda name, data: data, zipfile.ZIP_DEFLATED)
 
 
 def rewrite(path: Path, change: Callable[[str, bytes], bytes], kind: int = zipfile.ZIP_STORED) -> None:
@@ -95,73 +62,58 @@ def rewrite(path: Path, change: Callable[[str, bytes], bytes], kind: int = zipfi
             archive.writestr(name, change(name, data))
 
 
-def pickled(program: bytes) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        path.write_bytes(b"\x80\x05" + program)
-
-    return write
-
-
-def nested_key(path: Path) -> None:
-    """A dict whose key is a tuple in a tuple in a tuple ...: its hash overflows the stack."""
-    path.write_bytes(b"\x80\x02})" + b"\x85" * 2_000_000 + b"K\x00s.")
+def huge_storage(path: Path) -> None:
+    """A storage that claims more than its record has."""
+    dump(path, [sample(torch.zeros(4))])
+    rewrite(path, lambda name, x: x.replace(b"K\x04", b"J\xff\xff\xff\x7f") if name.endswith("data.pkl") else x)
 
 
-def many_copies(path: Path) -> None:
+def deflated(path: Path) -> None:
+    dump(path, [sample(torch.zeros(4_000_000, dtype=torch.uint8))])
+    rewrite(path, lambda name, data: data, zipfile.ZIP_DEFLATED)
+
+
+def many_copies() -> bytes:
     """A dict that is made again and again from one that is remembered."""
-    entries = b"".join(b"X\x04\x00\x00\x00" + str(i).zfill(4).encode() + b"K\x00" for i in range(9000))  # fmt: skip
+    entries = b"".join(b"X\x04\x00\x00\x00" + str(i).zfill(4).encode() + b"K\x00" for i in range(9000))
     made = b"ccollections\nOrderedDict\nq\x02h\x01\x85R" + b"h\x02h\x01\x85R" * 300_000
-    path.write_bytes(b"\x80\x02}q\x01(" + entries + b"u" + made + b".")
+    return b"}q\x01(" + entries + b"u" + made + b"."
 
 
-def bomb(path: Path, block: bytes, times: int) -> None:
-    """A gzip file of one block again and again, which takes its size by a thousandth."""
-    path.write_bytes(gzip.compress(block) * times)
-
-
-def long_line(path: Path) -> None:
-    """A line of 40 MiB that decodes to 25 times as much, between two good ones."""
-    path.write_bytes(GOOD.encode() + b'{"x": [' + b"{}," * (14 << 20) + b"{}]}\n" + GOOD.encode())
-
-
-def equal_values(path: Path) -> None:
-    """A run of equal log-probs, which takes no space in Parquet."""
-    n = 40_000_000
-    values = pa.array(np.zeros(n, np.float32))
-    lists = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), values)
-    pq.write_table(pa.table({"logp_rollout": lists, "logp": lists}), path, compression="zstd")
-
-
-def equal_texts(path: Path) -> None:
-    """One text of a megabyte in every row, which Parquet stores once."""
-    table = pa.table({"completion": ["x" * 1_000_000] * 400, "reward": [1.0] * 400})
-    pq.write_table(table, path, compression="zstd")
-
-
-REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "expanded tensor": ("a.pt", expanded, r"1000000000 elements, its storage 1; it was refused"),
-    "huge storage": ("b.pt", huge_storage, r"claims 2147483647 elements .*has 16 bytes"),
-    "deflated": ("c.pt", deflated, r"the archive is compressed"),
-    "memo": ("a.pkl", pickled(b"K\x00r\xff\xff\xff\x7f."), "no training batch"),
-    "bytes": ("b.pkl", pickled(b"\x8e" + struct.pack("<Q", 1 << 40) + b"."), "damaged"),
-    "bytearray": ("c.pkl", pickled(b"\x96" + struct.pack("<Q", 1 << 40) + b"."), "damaged"),
-    "frame": ("d.pkl", pickled(b"\x95" + struct.pack("<Q", 1 << 40) + b"."), "damaged|no training"),
-    "long": ("e.pkl", pickled(b"\x8b" + struct.pack("<i", 2**31 - 1) + b"."), "damaged"),
-    "nested key": ("f.pkl", nested_key, "takes more than 256 MiB|has a tuple as a key"),
-    "dicts": ("g.pkl", pickled(b"(" + b"}" * 20_000_000 + b"l."), "takes more than 256 MiB"),
-    "copies": ("h.pkl", many_copies, "damaged|refused"),
-}  # fmt: skip
+ARCHIVES: dict[str, tuple[Callable[[Path], None], str]] = {
+    # Gigabytes in less than 2 KB.
+    "expanded tensor": (
+        lambda path: dump(path, [sample(torch.zeros(1).expand(1_000_000_000))]),
+        r"1000000000 elements, its storage 1; it was refused",
+    ),
+    "huge storage": (huge_storage, r"claims 2147483647 elements .*has 16 bytes"),
+    "deflated": (deflated, r"the archive is compressed"),
+}
+PICKLES: dict[str, tuple[bytes, str]] = {
+    "memo": (b"K\x00r\xff\xff\xff\x7f.", "no training batch"),
+    "bytes": (b"\x8e" + struct.pack("<Q", 1 << 40) + b".", "damaged"),
+    "bytearray": (b"\x96" + struct.pack("<Q", 1 << 40) + b".", "damaged"),
+    "frame": (b"\x95" + struct.pack("<Q", 1 << 40) + b".", "damaged|no training"),
+    "long": (b"\x8b" + struct.pack("<i", 2**31 - 1) + b".", "damaged"),
+    # A dict whose key is a tuple in a tuple in a tuple ...: its hash overflows the stack.
+    "nested key": (b"})" + b"\x85" * 2_000_000 + b"K\x00s.", "takes more than 256 MiB|has a tuple as a key"),
+    "dicts": (b"(" + b"}" * 20_000_000 + b"l.", "takes more than 256 MiB"),
+    "copies": (many_copies(), "damaged|refused"),
+}
 
 
 def test_files_that_ask_for_gigabytes_are_refused(tmp_path: Path) -> None:
-    paths = []
-    for name, make, _ in REFUSED.values():
-        paths.append(tmp_path / name)
-        make(paths[-1])
-    for name, path, told in zip(REFUSED, paths, outcomes(*paths), strict=True):
-        assert "error" in told, (name, told)
-        assert str(path) in told["error"]
-        assert_matches(REFUSED[name][2], told["error"])
+    expected = {}
+    for name, (make, pattern) in ARCHIVES.items():
+        make(tmp_path / f"{name}.pt")
+        expected[tmp_path / f"{name}.pt"] = pattern
+    for name, (program, pattern) in PICKLES.items():
+        (tmp_path / f"{name}.pkl").write_bytes(b"\x80\x05" + program)
+        expected[tmp_path / f"{name}.pkl"] = pattern
+    for path, outcome in zip(expected, outcomes(*expected), strict=True):
+        assert "error" in outcome, (path, outcome)
+        assert str(path) in outcome["error"]
+        assert_matches(expected[path], outcome["error"])
 
 
 def assert_matches(pattern: str, text: str) -> None:
@@ -169,28 +121,28 @@ def assert_matches(pattern: str, text: str) -> None:
 
 
 def test_what_takes_too_much_is_left_out_and_the_rest_is_read(tmp_path: Path) -> None:
-    made: dict[str, Callable[[Path], None]] = {
-        "1.pt": repeated_tensor, "2.pt": repeated_list, "3.pt": overlapping_views,
-    }  # fmt: skip
-    train = LOGS / "slime" / "train_data" / "7.pt"
-    folders = []
-    for name, make in made.items():
-        folder = tmp_path / name.removesuffix(".pt")
-        folder.mkdir()
-        (folder / "0.pt").write_bytes(train.read_bytes())
-        make(folder / name)
-        folders.append(folder)
-    for told in outcomes(*folders):
-        assert told["sequences"] == 3, told
-        ((file, row, reason),) = told["bad"]
-        assert (Path(file).name in made, row) == (True, 0)
+    tensor, values = torch.zeros(1_000_000), [0.0] * 100_000
+    listed = {"response_length": 100_000, "rollout_log_probs": values, "tokens": values}
+    made = {
+        "1": [sample(tensor)] * 1000,
+        "2": [dict(listed) for _ in range(3000)],
+        "3": [sample(tensor[i:]) for i in range(1000)],  # many tensors on one storage
+    }
+    for name, samples in made.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.pt").write_bytes((LOGS / "slime" / "train_data" / "7.pt").read_bytes())
+        dump(tmp_path / name / f"{name}.pt", samples)
+    for name, outcome in zip(made, outcomes(*(tmp_path / name for name in made)), strict=True):
+        assert outcome["sequences"] == 3, outcome
+        ((file, row, reason),) = outcome["bad"]
+        assert (Path(file).name, row) == (f"{name}.pt", 0)
         assert "more than 256 MiB, the most that it may; allow more with --max-file-mib" in reason
 
 
 def test_compressed_files_are_read_in_pieces_and_up_to_a_limit(tmp_path: Path) -> None:
     rows, line = tmp_path / "rows.jsonl.gz", tmp_path / "line.jsonl.gz"
     row = json.dumps({"logp_rollout": [-1.0] * 500, "logp": [-1.5] * 500}) + "\n"
-    bomb(rows, row.encode() * 1000, 100)  # 600 MB in 2 MB
+    rows.write_bytes(gzip.compress(row.encode() * 1000) * 100)  # 600 MB in 2 MB
     line.write_bytes(gzip.compress(GOOD.encode()) + gzip.compress(b"[" * (16 << 20)) * 15)
     first, second = outcomes(rows, line, limit=64)
     read_rows = 64 * 2**20 // len(row)
@@ -204,21 +156,31 @@ def test_compressed_files_are_read_in_pieces_and_up_to_a_limit(tmp_path: Path) -
 
 
 def test_a_line_that_is_too_long_costs_itself(tmp_path: Path) -> None:
-    long_line(tmp_path / "a.jsonl")
-    (told,) = outcomes(tmp_path / "a.jsonl")
-    assert told["sequences"] == 2
-    ((_, row, reason),) = told["bad"]
+    # 40 MiB that decode to 25 times as much.
+    long = b'{"x": [' + b"{}," * (14 << 20) + b"{}]}\n"
+    (tmp_path / "a.jsonl").write_bytes(GOOD.encode() + long + GOOD.encode())
+    (outcome,) = outcomes(tmp_path / "a.jsonl")
+    assert outcome["sequences"] == 2
+    ((_, row, reason),) = outcome["bad"]
     assert row == 2
     assert "the line has more than 4 MiB" in reason
 
 
 def test_parquet_that_decodes_to_gigabytes_is_left_out(tmp_path: Path) -> None:
-    for name, make in (("a", equal_values), ("b", equal_texts)):
-        make(tmp_path / f"{name}.parquet")
-        assert (tmp_path / f"{name}.parquet").stat().st_size < 2000
-    for told in outcomes(tmp_path / "a.parquet", tmp_path / "b.parquet"):
-        assert told["sequences"] == 0
-        assert_matches(r"decodes? to [\d,]+ MiB, more than 256 MiB", str(told["bad"]))
+    """A run of equal log-probs takes no space, and a text that is in every row is stored once."""
+    n = 40_000_000
+    lists = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.array(np.zeros(n, np.float32)))
+    tables = [
+        pa.table({"logp_rollout": lists, "logp": lists}),
+        pa.table({"completion": ["x" * 1_000_000] * 400, "reward": [1.0] * 400}),
+    ]
+    paths = [tmp_path / f"{i}.parquet" for i in range(2)]
+    for path, table in zip(paths, tables, strict=True):
+        pq.write_table(table, path, compression="zstd")
+        assert path.stat().st_size < 2000
+    for outcome in outcomes(*paths):
+        assert outcome["sequences"] == 0
+        assert_matches(r"decodes? to [\d,]+ MiB, more than 256 MiB", str(outcome["bad"]))
 
 
 @pytest.fixture
@@ -410,7 +372,7 @@ class TestTorch:
         (name,) = (n for n in records if n.endswith("data.pkl"))
         generator = np.random.default_rng(0)
         ended = {"fine": 0, "ours": 0, "damaged": 0}
-        for _ in range(400):
+        for _ in range(250):
             program = bytearray(records[name])
             for place in generator.integers(0, len(program), 2):
                 program[place] = generator.integers(256)
