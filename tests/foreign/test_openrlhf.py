@@ -136,7 +136,8 @@ def test_flags_of_the_page_and_of_messages_are_openrlhfs(package: Path) -> None:
     added = [call.args for name, call, _ in found if name == "add_argument"]
     known = {a.value for args in added for a in args if isinstance(a, ast.Constant)}
     (command,) = code("openrlhf.md", "shell")
-    asked = [w for w in shlex.split(command) if w.startswith("--") and w not in ("--", "--runtime-env-json")]  # fmt: skip
+    ours = ("--", "--runtime-env-json")
+    asked = [w for w in shlex.split(command) if w.startswith("--") and w not in ours]
     assert len(asked) >= 2
     assert set(asked) <= known
     assert "--algo.advantage.is_correction_level" in re.findall(r"--[\w.]+", openrlhf.RECORD)

@@ -74,7 +74,8 @@ def loss_call(path: Path) -> None:
         "rollout_log_probs": part, "train_rollout_abs_diff": part * 0,
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"rank": 0, "call": 0, "samples": [sample], "ppo_kl": part, "pg_loss": part, "finite": {}}, path)  # fmt: skip
+    call = {"rank": 0, "call": 0, "samples": [sample], "ppo_kl": part, "pg_loss": part, "finite": {}}
+    torch.save(call, path)
 
 
 def test_slices_and_single_calls_of_miles_are_no_sequences(tmp_path: Path) -> None:
@@ -183,10 +184,10 @@ def node(parent: int | None, tokens: list[int], sampled: int, **more: Any) -> di
     """A message of a trace; its last tokens are sampled."""
     n = len(tokens)
     mask = [i >= n - sampled for i in range(n)]
-    found = {"message": {"role": "assistant"}, "sampled": sampled > 0, "token_ids": tokens, "mask": mask, **more}  # fmt: skip
+    message = {"message": {"role": "assistant"}, "sampled": sampled > 0, "token_ids": tokens, "mask": mask, **more}
     if sampled:
-        found["logprobs"] = [-0.5 * t for t in tokens[n - sampled :]]
-    return found if parent is None else {**found, "parent": parent}
+        message["logprobs"] = [-0.5 * t for t in tokens[n - sampled :]]
+    return message if parent is None else {**message, "parent": parent}
 
 
 def episode(nodes: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import torch
 
 from offdrift.errors import RecordError
 from offdrift.records.log import write_log
-from offdrift.records.readers import detect, pieces, read
+from offdrift.records.readers import detect, pickles, pieces, read
 from offdrift.records.readers.files import opened
 from offdrift.records.readers.pickles import load_pickle, load_torch
 from tests.records.samples import LOGS, ragged, read_all
@@ -287,7 +287,8 @@ def test_a_page_that_was_damaged_is_not_read_as_data(tmp_path: Path) -> None:
     table = pq.read_table(path)
     pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
     place = pq.read_metadata(path).row_group(0)
-    column = next(c for c in map(place.column, range(place.num_columns)) if c.path_in_schema.startswith("logp."))  # fmt: skip
+    columns = map(place.column, range(place.num_columns))
+    column = next(c for c in columns if c.path_in_schema.startswith("logp."))
     data = bytearray(path.read_bytes())
     data[column.data_page_offset + column.total_compressed_size - 8] ^= 0x10
     path.write_bytes(bytes(data))
@@ -314,7 +315,7 @@ def test_our_own_logs_have_page_checksums(tmp_path: Path) -> None:
 class TestTorch:
     """What `torch.save` writes is what is read, and nothing else."""
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])  # fmt: skip
+    @pytest.mark.parametrize("dtype", pickles.DTYPES.values(), ids=str)
     def test_tensors(self, dtype: torch.dtype) -> None:
         whole = (torch.arange(24).reshape(4, 6) % 2 * 3).to(dtype)
         held = {

@@ -25,7 +25,7 @@ def logs(tmp_path: Path) -> dict[str, Path]:
     rows[50] = "broken"
     rows[70] = ""
     (tmp_path / "lines.jsonl").write_text("\n".join(rows) + "\n")
-    return {"one": tmp_path / "one.parquet", "many": tmp_path / "many.parquet", "lines": tmp_path / "lines.jsonl"}  # fmt: skip
+    return {path.stem: path for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("name", ["one", "many", "lines"])

@@ -18,8 +18,14 @@ from offdrift.records.readers import detect
 from tests.records.samples import flat, one, ragged, same_groups, unscored
 
 ROWS: list[dict[str, Any]] = [
-    {"step": 1, "tokens": [4, 5], "logp_rollout": [-0.5, -1.0], "logp": [-0.25, -1.5], "reward": 1, "group_id": 3, "advantages": 0.5, "rollout_version": 8, "version": 9, "truncated": False},
-    {"step": 1, "tokens": [6], "logp_rollout": [-2.0], "logp": [-2.5], "reward": 0.5, "group_id": 4, "advantages": -1, "rollout_version": 9, "version": 9, "truncated": True},
+    {
+        "step": 1, "tokens": [4, 5], "logp_rollout": [-0.5, -1.0], "logp": [-0.25, -1.5], "reward": 1, "group_id": 3,
+        "advantages": 0.5, "rollout_version": 8, "version": 9, "truncated": False,
+    },
+    {
+        "step": 1, "tokens": [6], "logp_rollout": [-2.0], "logp": [-2.5], "reward": 0.5, "group_id": 4,
+        "advantages": -1, "rollout_version": 9, "version": 9, "truncated": True,
+    },
 ]  # fmt: skip
 
 
@@ -133,7 +139,7 @@ def test_a_step_in_the_name_of_the_file(tmp_path: Path, kind: str) -> None:
 
 @both
 def test_equal_prompts_are_a_group_within_a_step(tmp_path: Path, kind: str) -> None:
-    rows = [{"step": s, "prompt": p, "logp_rollout": [-1.0]} for s, p in [(1, "a"), (1, "b"), (1, "a"), (2, "a")]]  # fmt: skip
+    rows = [{"step": s, "prompt": p, "logp_rollout": [-1.0]} for s, p in ((1, "a"), (1, "b"), (1, "a"), (2, "a"))]
     batch = one(written(tmp_path, kind, rows))
     assert same_groups(batch.group_ids, torch.tensor([0, 1, 0, 2]))
 

@@ -68,7 +68,8 @@ def test_holes_in_other_fields_cost_no_tokens(tmp_path: Path, name: str, hole: f
 
 
 def test_holes_among_integers(tmp_path: Path) -> None:
-    path = log(tmp_path, logp_rollout=[[-1.0, -2.0], [-3.0, -4.0]], tokens=[[5, None], [6, 7]], rollout_version=[[1, 2], [3, None]])  # fmt: skip
+    logp, tokens, versions = [[-1.0, -2.0], [-3.0, -4.0]], [[5, None], [6, 7]], [[1, 2], [3, None]]
+    path = log(tmp_path, logp_rollout=logp, tokens=tokens, rollout_version=versions)
     _, (first, second), _ = read_all(path)
     assert first.tokens is None
     assert first.rollout_version.tolist() == [1, 2]
