@@ -17,6 +17,7 @@ from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Regression
 from offdrift.stats.drift import DriftStats
 from tests.laws.batches import HORIZON, Batch, Run, draw, masked, packed, padded, run, seen
+from tests.laws.rows import ROWS
 
 SEEDS = range(4)
 FEW = (0, 2)
@@ -26,18 +27,18 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
 
 def seeds_of(name: str) -> Iterable[int]:
     """Batches, and splits of them: more where a row has something to put together."""
-    return SEEDS if METHODS[name].observers else FEW
+    return SEEDS if ROWS[name].observers else FEW
 
 
 @functools.cache
 def whole(name: str, seed: int) -> Run:
-    return run(METHODS[name], packed(draw(seed)))
+    return run(ROWS[name], packed(draw(seed)))
 
 
 @functools.cache
 def in_pieces(name: str, seed: int) -> tuple[list[list[int]], list[Run], Observed]:
     """A random split into one to eight pieces, each run with what all of them saw together."""
-    row, batch = METHODS[name], draw(seed)
+    row, batch = ROWS[name], draw(seed)
     split = random_split(seed)
     given = [packed(batch.chosen(sequences)) for sequences in split]
     observed = functools.reduce(Observed.merge, [seen(row, g) for g in given])
@@ -117,7 +118,7 @@ def test_padded_input_gives_what_packed_input_gives(name):
 # -- no talk ------------------------------------------------------------------------------------------
 
 
-@every_row
+@pytest.mark.parametrize("name", ROWS)
 def test_a_batch_is_the_sum_of_its_pieces(name):
     for seed in seeds_of(name):
         split, runs, _ = in_pieces(name, seed)
@@ -127,10 +128,10 @@ def test_a_batch_is_the_sum_of_its_pieces(name):
         assert len(runs) == (8 if seed == 0 else seed + 1)
 
 
-@every_row
+@pytest.mark.parametrize("name", ROWS)
 def test_what_the_pieces_saw_is_what_the_whole_saw(name):
     """Given to the whole batch, it changes nothing; it gives the same next method and step size."""
-    row = METHODS[name]
+    row = ROWS[name]
     for seed in seeds_of(name):
         _, _, observed = in_pieces(name, seed)
         own = whole(name, seed).result.observed

@@ -1,4 +1,4 @@
-"""What the tests of several objectives check in the same way; every `check_*` asserts."""
+"""Batches for objectives, and what their tests check in the same way; every `check_*` asserts."""
 
 from __future__ import annotations
 
@@ -7,66 +7,44 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offdrift.aggregate import aggregate, normalizer_of
-from offdrift.batch_info import NO_INFO, BatchInfo, Observed
+from offdrift.aggregate import AggregateName, aggregate, normalizer_of
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.logprobs import LogProbs
+from offdrift.objectives.base import Objective
 from offdrift.segments import Segments
-from tests.oracles.fixtures import LOGP_ROLLOUT, MASK, MISMATCH, STALENESS, double, ragged
+from tests.oracles.fixtures import ADVANTAGES, LOGP_ROLLOUT, MASK, MISMATCH, STALENESS, double, ragged
 
 SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0, 2, 4], [1, 3, 5]], [[5], [3], [0], [1], [4], [2]]]
+E_OLD = [[-1.0, 0.0], [-0.5, -0.7], [-51.0, -1.0]]
+E_CURRENT = [[-0.3, 0.0], [-0.4, -0.9], [-1.0, -51.0]]
+E_MASK = torch.tensor([[1, 0], [1, 1], [1, 1]])
+E_ADVANTAGES = [[1.0, 0.0], [0.0, 0.0], [-1.0, -1.0]]
 
 
-def token_losses(objective, lp, advantages, batch_info=NO_INFO) -> Tensor:
-    got = objective(lp, advantages, batch_info)
-    return got.loss if got.regularizer is None else got.loss + got.regularizer
+def fx_e() -> tuple[LogProbs, Tensor]:
+    """FX-E: a sequence of one token, one without advantage, and log-ratios of +50 and -50."""
+    leaf = double(E_CURRENT).requires_grad_()
+    lp = LogProbs.pack(double(E_OLD), leaf, double(E_OLD), mask=E_MASK)
+    return lp, lp.like_caller(double(E_ADVANTAGES))
 
 
-def loss_and_grad(objective, lp, advantages, batch_info=NO_INFO, *, how="token_mean", normalizer=None):
-    """The aggregated loss and its gradient with respect to the packed `logp`."""
-    tokens = token_losses(objective, lp, advantages, batch_info)
-    normalizer = normalizer_of(lp.segments, how=how) if normalizer is None else normalizer
-    loss = aggregate(tokens, lp.segments, how=how, normalizer=normalizer)
-    (grad,) = torch.autograd.grad(loss, lp.current)
-    return loss.detach(), grad
+def fx_a_with_turns() -> tuple[LogProbs, Tensor]:
+    """FX-A packed, its turns [0, 0, 1, 1] and [0, 1, 1] recorded, and its advantages."""
+    segments = Segments.from_lengths([4, 3], turns=Segments.from_lengths([2, 2, 1, 2]))
+    kept = MASK.bool()
+    mu = double(LOGP_ROLLOUT)[kept]
+    old = mu + double(MISMATCH)[kept]
+    leaf = (old + double(STALENESS)[kept]).requires_grad_()
+    return LogProbs.pack(mu, leaf, old, segments=segments), double(ADVANTAGES)[kept]
 
 
-def check_golden(objective, lp, advantages, *, tok, loss, grad, how="token_mean") -> None:
-    """Against numbers of the methods table, rounded to 6 decimals, on FX-A."""
-    got_loss, got_grad = loss_and_grad(objective, lp, advantages, how=how)
-    close = {"rtol": 0, "atol": 1e-6}
-    assert got_grad.numel() == 7
-    expected = lp.like_caller(double(tok))
-    torch.testing.assert_close(token_losses(objective, lp, advantages), expected, **close)
-    torch.testing.assert_close(got_loss, double(loss), **close)
-    torch.testing.assert_close(got_grad, lp.like_caller(double(grad)), **close)
-
-
-def check_finite_far_away(objective, batch_info=NO_INFO) -> None:
-    """Log-ratios of +-1e4 under either sign of the advantage: loss and gradient are numbers."""
-    logp_rollout, logp_old = torch.tensor([[-1.0, -999.0] * 2, [-1.0, -1e4] * 2])
-    logp = torch.tensor([-1e4, -1.0, -1e4, -1.0], requires_grad=True)
-    segments = Segments.from_lengths([1, 1, 2], group_ids=torch.tensor([0, 0, 1]))
-    lp = LogProbs.pack(logp_rollout, logp, logp_old, segments=segments)
-    for sign in (1.0, -1.0):
-        loss, grad = loss_and_grad(objective, lp, torch.full((4,), sign), batch_info)
-        assert loss.isfinite()
-        assert grad.isfinite().sum() == 4
-
-
-def check_gradient_reaches_logp_alone(objective, batch_info=NO_INFO) -> None:
-    """On FX-A, with a leaf behind every policy."""
-    logp_old = (double(LOGP_ROLLOUT) + double(MISMATCH)).requires_grad_()
-    logp_rollout = double(LOGP_ROLLOUT).requires_grad_()
-    logp = (logp_old.detach() + double(STALENESS)).requires_grad_()
-    lp = LogProbs.pack(logp_rollout, logp, logp_old, mask=MASK, group_ids=torch.tensor([3, 3]))
-    advantages = lp.segments.spread(double([1.0, -0.5]))
-    got = objective(lp, advantages, batch_info)
-    token_losses(objective, lp, advantages, batch_info).sum().backward()
-    assert logp.grad is not None
-    assert logp.grad[0].abs().sum() > 0
-    assert logp_old.grad is None
-    assert logp_rollout.grad is None
-    assert got.clipped is None or not got.clipped.requires_grad
+def batch(seed: int, *, drift: float = 0.3) -> tuple[LogProbs, Tensor, Tensor]:
+    """Six ragged sequences of three prompts (three answers, two, one), rewards and advantages."""
+    drawn = ragged(seed, drift=drift)
+    segments = replace(drawn.segments, group_ids=torch.tensor([7, 1, 7, 4, 1, 7]))
+    lp = LogProbs.pack(drawn.logp_rollout, drawn.logp, drawn.logp_old, segments=segments)
+    rewards = torch.rand(6, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
+    return lp, lp.segments.spread(rewards - rewards.mean()), rewards
 
 
 def piece(lp: LogProbs, sequences: list[int]) -> tuple[LogProbs, Tensor]:
@@ -75,39 +53,77 @@ def piece(lp: LogProbs, sequences: list[int]) -> tuple[LogProbs, Tensor]:
     rows = s.rows(chosen)
     assert s.group_ids is not None
     cut = Segments.from_lengths(s.lengths[chosen], group_ids=s.group_ids[chosen])
-    packed = LogProbs.pack(lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=cut)
-    return packed, rows
+    return LogProbs.pack(lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=cut), rows
 
 
-def batch(seed: int, *, drift: float = 0.3) -> tuple[LogProbs, Tensor, Tensor]:
-    """Six ragged sequences of three prompts (three answers, two, one), rewards and advantages."""
-    drawn = ragged(seed, drift=drift)
-    segments = replace(drawn.segments, group_ids=torch.tensor([7, 1, 7, 4, 1, 7]))
-    lp = LogProbs.pack(drawn.logp_rollout, drawn.logp, drawn.logp_old, segments=segments)
-    g = torch.Generator().manual_seed(100 + seed)
-    rewards = torch.rand(6, generator=g, dtype=torch.float64)
-    return lp, lp.segments.spread(rewards - rewards.mean()), rewards
+def advantages_of(lp: LogProbs, seed: int, *, per: str = "sequence") -> Tensor:
+    """Random advantages, one per sequence or one per token, about half of them negative."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    n = len(lp.segments) if per == "sequence" else lp.segments.num_tokens
+    a = torch.randn(n, generator=g, dtype=torch.float64)
+    return lp.segments.spread(a) if per == "sequence" else a
 
 
-def check_any_split_gives_the_same(objective, seed: int, *, how="token_mean") -> int:
-    """Loss and gradient of a step in pieces equal those of the whole; returns how many splits."""
-    lp, advantages, rewards = batch(seed)
-    whole_batch_info = BatchInfo(rewards=rewards)
-    loss, grad = loss_and_grad(objective, lp, advantages, whole_batch_info, how=how, normalizer=1.0)
-    for split in SPLITS:
-        pieces = [(*piece(lp, s), rewards[s]) for s in split]
-        seen = [
-            Observed({objective: objective.observe(p, advantages[rows], BatchInfo(rewards=r))}) for p, rows, r in pieces
-        ]
-        merged = seen[0]
-        for other in seen[1:]:
-            merged = merged.merge(other)
-        total, gradient = torch.zeros_like(loss), torch.zeros_like(grad)
-        for p, rows, r in pieces:
-            batch_info = BatchInfo(rewards=r, observed=merged)
-            part, part_grad = loss_and_grad(objective, p, advantages[rows], batch_info, how=how, normalizer=1.0)
-            total, gradient[rows] = total + part, part_grad
-        torch.testing.assert_close(total, loss, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(gradient, grad, rtol=1e-11, atol=1e-12)
-    assert len(grad) > 6
-    return len(SPLITS)
+def per_sequence(value: list, lp: LogProbs) -> list:
+    """One number per sequence, as padded rows that give it to every token."""
+    return [[x] * int(lp.segments.lengths.max()) for x in value]
+
+
+def packed(rows: list, lp: LogProbs) -> Tensor:
+    """Rows padded at the end, as a packed tensor."""
+    return torch.cat([double(row[:n]) for row, n in zip(rows, lp.segments.lengths.tolist(), strict=True)])
+
+
+def loss_and_grad(
+    objective: Objective,
+    lp: LogProbs,
+    advantages: Tensor,
+    batch_info: BatchInfo = NO_INFO,
+    *,
+    how: AggregateName = "token_mean",
+    normalizer: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The aggregated loss and its gradient with respect to the packed `logp`."""
+    got = objective(lp, advantages, batch_info)
+    tokens = got.loss if got.regularizer is None else got.loss + got.regularizer
+    normalizer = normalizer_of(lp.segments, how=how) if normalizer is None else normalizer
+    loss = aggregate(tokens, lp.segments, how=how, normalizer=normalizer)
+    (grad,) = torch.autograd.grad(loss, lp.current, retain_graph=True)
+    return loss.detach(), grad
+
+
+def check_golden(
+    objective: Objective,
+    batch: tuple[LogProbs, Tensor],
+    how: AggregateName = "token_mean",
+    *,
+    loss: float,
+    grad: list | None = None,
+    tokens: list | None = None,
+    batch_info: BatchInfo = NO_INFO,
+) -> None:
+    """Values of the methods table, rounded to six decimals (or digits); padded at the end."""
+    lp, advantages = batch
+    got_loss, got_grad = loss_and_grad(objective, lp, advantages, batch_info, how=how)
+    got = objective(lp, advantages, batch_info)
+    of_tokens = got.loss if got.regularizer is None else got.loss + got.regularizer
+    check_close(got_loss, double([loss]).squeeze())
+    for x, expected in ((got_grad, grad), (of_tokens.detach(), tokens)):
+        if expected is not None:
+            check_close(x, packed(expected, lp))
+
+
+def check_close(got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape
+    limit = (1e-6 * expected.abs()).where(expected.abs() > 10, 1e-6)
+    assert ((got - expected).abs() <= limit).all(), (got, expected)
+
+
+def check_loss_and_gradient(lp: LogProbs, got: Tensor, expected: Tensor, *, rtol: float = 1e-9) -> Tensor:
+    """Assert that two losses per token agree, in value and in the gradient of a weighted sum."""
+    assert got.shape == expected.shape == lp.current.shape
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-12)
+    mix = torch.linspace(1, 2, len(got), dtype=got.dtype)
+    grads = [torch.autograd.grad((x * mix).sum(), lp.current, retain_graph=True)[0] for x in (got, expected)]
+    torch.testing.assert_close(grads[0], grads[1], rtol=rtol, atol=1e-12)
+    return grads[0]

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from offdrift.batch_info import BatchInfo
-from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.clipped import Clipped
 from offdrift.objectives.entropy_groups import EntropyGrouped, entropy_groups, most_uncertain
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
-from tests.objectives.apply import advantages_of, check_golden, check_laws, check_loss_and_gradient, check_on_policy
+from tests.objectives.checks import advantages_of, check_golden, check_loss_and_gradient
 from tests.oracles.fixtures import double, fx_a, ragged
 
 H = double([0.2, 2.5, 0.4, 3.0, 0.1, 0.3, 2.0])
@@ -134,29 +133,10 @@ def test_entropy_zero_clips_any_outward_drift_and_none_on_policy():
     assert got.clipped.tolist() == [True, False, False]
 
 
-def test_laws():
+def test_the_shares_of_a_sequence_add_up_to_its_length():
+    """Its total push is that of the other methods."""
     lp = ragged(8)
-    batch_info = batch_info_of(lp, 8)
-    check_laws(EntropyGrouped(), lp, batch_info)
-    a = advantages_of(lp, 8)
-    top = most_uncertain(batch_info.required("entropy"), lp.segments, fraction=0.2)
-    zeros = torch.zeros_like(a)
+    zeros = torch.zeros(lp.segments.num_tokens, dtype=torch.float64)
+    top = most_uncertain(batch_info_of(lp, 8).required("entropy"), lp.segments, fraction=0.2)
     share = entropy_groups(zeros, zeros, top, lp.segments)[2]
-    # The shares of a sequence add up to its length: its total push is that of the other methods.
     torch.testing.assert_close(lp.segments.sum(share), lp.segments.lengths.double())
-    check_on_policy(EntropyGrouped(), lp, a, -a * share, batch_info)
-
-
-def test_what_the_batch_must_carry_is_named():
-    lp, a, _ = fx_a()
-    assert EntropyGrouped.needs == ("entropy", "vocab")
-    with pytest.raises(EvidenceError, match="entropy"):
-        EntropyGrouped()(lp, a, BatchInfo(vocab=1000))
-    with pytest.raises(EvidenceError, match="vocab"):
-        EntropyGrouped()(lp, a, BatchInfo(entropy=H))
-
-
-@pytest.mark.parametrize("parts", [{"alpha": 0.0}, {"alpha": 1.5}, {"top_frac": 0.0}, {"top_frac": 1.1}])  # fmt: skip
-def test_settings_that_cannot_mean_anything_are_refused(parts):
-    with pytest.raises(MethodError):
-        EntropyGrouped(**parts)

@@ -3,16 +3,13 @@
 import pytest
 import torch
 
-from offdrift.errors import MethodError
 from offdrift.objectives.geometric import GeometricClipped, geometric_clip
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
-from tests.objectives.apply import (
+from tests.objectives.checks import (
     advantages_of,
     check_golden,
-    check_laws,
     check_loss_and_gradient,
-    check_on_policy,
     fx_e,
     per_sequence,
 )
@@ -90,16 +87,3 @@ def test_clipping_stops_only_the_outward_push(advantage, l, clipped):  # noqa: E
     assert leaf.grad.item() == pytest.approx(expected, rel=1e-12)
     assert got.clipped is not None
     assert got.clipped.item() == clipped
-
-
-def test_laws():
-    lp = ragged(3)
-    check_laws(GeometricClipped(), lp)
-    a = advantages_of(lp, 3)
-    check_on_policy(GeometricClipped(), lp, a, -a)
-
-
-@pytest.mark.parametrize("parts", [{"eps_low": 0.0}, {"eps_high": -1.0}, {"eps_high": float("nan")}])  # fmt: skip
-def test_limits_that_cannot_mean_anything_are_refused(parts):
-    with pytest.raises(MethodError):
-        GeometricClipped(**parts)

@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 
-from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
-from tests.objectives.apply import advantages_of, check_golden, check_laws, check_loss_and_gradient, check_on_policy
+from tests.objectives.checks import advantages_of, check_golden, check_loss_and_gradient
 from tests.oracles.fixtures import double, fx_a, ragged
 
 PAPER = PrefixClipped(dual_clip=None, gradient="unit")
@@ -157,43 +156,3 @@ def test_minpro_agrees_with_the_formula(seed, on):
     assert got.clipped is not None
     assert torch.equal(got.clipped, expected)
     assert int(expected.sum()) > 10
-
-
-@pytest.mark.parametrize("objective", [PrefixClipped(), PAPER, PrefixMinClipped()], ids=str)
-def test_laws(objective):
-    lp = ragged(4)
-    check_laws(objective, lp)
-    a = advantages_of(lp, 4)
-    if objective is PAPER:
-        # every loss of a prefix reaches back: a token receives the advantages from itself to the end
-        lengths = lp.segments.lengths.tolist()
-        a_to_go = torch.cat([x.flip(0).cumsum(0).flip(0) for x in a.split(lengths)])
-        check_on_policy(objective, lp, a, -a_to_go)
-    else:
-        check_on_policy(objective, lp, a, -a)
-
-
-@pytest.mark.parametrize("objective", [PrefixClipped(), PAPER, PrefixMinClipped()], ids=str)
-def test_an_empty_sequence_changes_nothing(objective):
-    lp, a, leaf = fx_a()
-    lengths = [0, 4, 0, 3]
-    mu, old = lp.logp_rollout, lp.old
-    again = LogProbs.pack(mu, lp.current, old, segments=Segments.from_lengths(lengths))
-    torch.testing.assert_close(objective(again, a).loss, objective(lp, a).loss, rtol=0, atol=0)
-    assert leaf.requires_grad
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: PrefixClipped(eps_low=0.0),
-        lambda: PrefixClipped(eps_high=float("nan")),
-        lambda: PrefixClipped(dual_clip=-0.1),
-        lambda: PrefixClipped(growth=-1.0),
-        lambda: PrefixMinClipped(eps_low=1.5),
-        lambda: PrefixMinClipped(eps_high=0.0),
-    ],
-)
-def test_limits_that_cannot_mean_anything_are_refused(make):
-    with pytest.raises(MethodError):
-        make()

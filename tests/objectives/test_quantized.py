@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from offdrift.errors import EvidenceError, MethodError
-from offdrift.logprobs import LogProbs
 from offdrift.objectives.quantized import QuantizedClipped, quantized_clip
 from offdrift.ratios import log_ratio
-from offdrift.segments import Segments
-from tests.objectives.apply import advantages_of, check_golden, check_laws, check_loss_and_gradient, check_on_policy
+from tests.objectives.checks import advantages_of, check_golden, check_loss_and_gradient
 from tests.oracles.fixtures import double, fx_a, ragged
 
 
@@ -57,24 +54,3 @@ def test_inside_and_beyond_each_limit(rho, r, advantage, clipped):
     assert leaf.grad is not None
     expected = 0.0 if clipped else -advantage * min(rho, 2.0) * r
     assert leaf.grad.item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_laws():
-    lp = ragged(5)
-    check_laws(QuantizedClipped(), lp)
-    a = advantages_of(lp, 5)
-    check_on_policy(QuantizedClipped(), lp, a, -a)
-
-
-def test_it_holds_the_full_ratio_and_needs_the_old_policy():
-    assert QuantizedClipped().on == "full"
-    assert QuantizedClipped().needs_old
-    lp = LogProbs.pack(double([-1.0]), double([-1.0]), segments=Segments.from_lengths([1]))
-    with pytest.raises(EvidenceError, match="logp_old"):
-        QuantizedClipped()(lp, double([1.0]))
-
-
-@pytest.mark.parametrize("parts", [{"eps_low": 0.0}, {"eps_low": 1.1}, {"eps_high": -1.0}, {"cap": 0.0}, {"cap": float("nan")}])  # fmt: skip
-def test_limits_that_cannot_mean_anything_are_refused(parts):
-    with pytest.raises(MethodError):
-        QuantizedClipped(**parts)

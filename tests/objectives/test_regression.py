@@ -6,17 +6,14 @@ import pytest
 import torch
 
 from offdrift.batch_info import BatchInfo
-from offdrift.errors import EvidenceError, MethodError
+from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.prompts import StepPrompts
 from offdrift.objectives.regression import Quadratic, Regression, soft_value
 from offdrift.segments import Segments
 from tests.objectives.checks import (
     batch,
-    check_any_split_gives_the_same,
-    check_finite_far_away,
     check_golden,
-    check_gradient_reaches_logp_alone,
     loss_and_grad,
     piece,
 )
@@ -29,9 +26,8 @@ def test_quadratic_on_fx_a():
     lp, advantages, _ = fx_a()  # loss.dro
     check_golden(
         Quadratic(beta=0.1),
-        lp,
-        advantages,
-        tok=[[0.050125, 0.7545, 0.353125, 2.8005], [-0.413875, -0.048, -0.88998, 0]],
+        (lp, advantages),
+        tokens=[[0.050125, 0.7545, 0.353125, 2.8005], [-0.413875, -0.048, -0.88998, 0]],
         loss=0.372342,
         grad=[[-0.142143, -0.138571, -0.146429, -0.141429], [0.06928571, 0.07428571, 0.07171429, 0]],
     )
@@ -49,30 +45,12 @@ def test_quadratic_pushes_by_the_advantage_and_pulls_by_the_log_ratio(on, seed):
     assert len(advantages) > 6
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_quadratic_on_policy_pushes_by_the_advantage_alone(seed):
-    lp, advantages, _ = batch(seed, drift=0.0)
-    _, grad = loss_and_grad(Quadratic(), lp, advantages, normalizer=1.0)
-    torch.testing.assert_close(grad, -advantages, rtol=1e-9, atol=1e-12)
-
-
-def test_quadratic_far_away_is_a_number_and_not_clamped():
-    check_finite_far_away(Quadratic())
+def test_quadratic_is_not_clamped():
     lp = LogProbs.pack(
         double([-1.0]), double([-1001.0]).requires_grad_(), double([-1.0]), segments=Segments.from_lengths([1])
     )
     _, grad = loss_and_grad(Quadratic(beta=0.1), lp, double([0.0]))
     assert grad.item() == pytest.approx(-100.0, rel=1e-12)
-
-
-def test_quadratic_gradient_reaches_logp_alone():
-    check_gradient_reaches_logp_alone(Quadratic())
-
-
-@pytest.mark.parametrize("parts", [{"beta": 0.0}, {"beta": -1.0}, {"on": "mismatch"}])
-def test_quadratic_refuses_what_cannot_mean_anything(parts):
-    with pytest.raises(MethodError):
-        Quadratic(**parts)
 
 
 # -- OAPL ------------------------------------------------------------------------------------------
@@ -159,30 +137,6 @@ def test_advantages_are_not_read():
     assert torch.equal(first[1], second[1])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_split_gives_the_same(seed):
-    how = "seq_mean_token_mean"
-    assert check_any_split_gives_the_same(Regression(beta=0.5, beta_value=0.3), seed, how=how) == 3
-
-
-def test_a_piece_that_forgets_the_step_gets_something_else():
-    lp, _, rewards = batch(0)
-    whole = Regression().targets(lp, BatchInfo(rewards=rewards))
-    alone, _ = piece(lp, [0])
-    assert Regression().targets(alone, BatchInfo(rewards=rewards[:1])).item() != pytest.approx(
-        whole[0].item(), abs=1e-3
-    )
-
-
-def test_far_away_everything_is_a_number():
-    batch_info = BatchInfo(rewards=torch.tensor([1.0, 0.0, 0.5]))
-    check_finite_far_away(Regression(beta=1.0), batch_info)
-
-
-def test_gradient_reaches_logp_alone():
-    check_gradient_reaches_logp_alone(Regression(beta=1.0), BatchInfo(rewards=double([1.0, 0.0])))
-
-
 def test_what_it_needs_is_named():
     lp, advantages, _ = fx_a()
     assert "rewards" in Regression.needs
@@ -190,9 +144,3 @@ def test_what_it_needs_is_named():
         Regression()(lp, advantages, BatchInfo(rewards=double([1.0, 0.0])))
     with pytest.raises(EvidenceError, match="rewards"):
         Regression()(four([1, 1, 1, 1]), torch.zeros(4))
-
-
-@pytest.mark.parametrize("parts", [{"beta": 0.0}, {"beta_value": -1.0}])
-def test_what_cannot_mean_anything_is_refused(parts):
-    with pytest.raises(MethodError):
-        Regression(**parts)

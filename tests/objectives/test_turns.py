@@ -5,22 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.batch_info import BatchInfo, Observed
+from offdrift.batch_info import BatchInfo
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.clipped import Clipped
 from offdrift.objectives.turns import TurnNormalized, clipping_bias, renormalized
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
-from tests.objectives.apply import (
+from tests.objectives.checks import (
     advantages_of,
     check_golden,
-    check_laws,
     check_loss_and_gradient,
-    check_on_policy,
     fx_a_with_turns,
     packed,
-    pieces,
 )
 from tests.oracles.fixtures import double, ragged
 
@@ -105,26 +102,6 @@ def test_random_batches_agree_with_the_formula(seed, objective):
     assert int(got.clipped.sum()) > 5
 
 
-@pytest.mark.parametrize("at", [1, 4, 11])
-@pytest.mark.parametrize("unit", ["turn", "turn_product", "turn_arithmetic", "token"])
-def test_a_step_may_be_split_anywhere(unit, at):
-    objective = TurnNormalized(unit=unit, eps_low=0.1, eps_high=0.1)
-    lp = ragged(7, sequences=12)
-    a = 30 * advantages_of(lp, 7)
-    whole = objective(lp, a).loss
-    (grad,) = torch.autograd.grad(whole.sum(), lp.current)
-    parts = pieces(lp, a, at)
-    seen = [Observed({objective: objective.observe(p, b, BatchInfo())}) for p, b in parts]
-    merged = BatchInfo(observed=seen[0].merge(seen[1]).cpu())
-    losses = [objective(p, b, merged).loss for p, b in parts]
-    grads = [torch.autograd.grad(x.sum(), p.current)[0] for x, (p, _) in zip(losses, parts, strict=True)]  # fmt: skip
-    torch.testing.assert_close(torch.cat(losses), whole, rtol=1e-12, atol=0)
-    torch.testing.assert_close(torch.cat(grads), grad, rtol=1e-12, atol=0)
-    # The scale was not 1, and one piece alone would not have found it.
-    alone = torch.cat([objective(p, b).loss for p, b in parts])
-    assert not torch.allclose(alone, whole, rtol=1e-3)
-
-
 def test_renorm_divides_by_the_mean_clipped_ratio_of_the_turn():
     """Turns (1.54, 1) and (1.54 with A < 0, 1) and (1.1, 1): the clip acts in the first alone, where
     (1.2 + 1) / 2 = 1.1; 1.54 / 1.1 = 1.4 is still clipped at 1.2, and 1 becomes 1 / 1.1."""
@@ -154,29 +131,12 @@ def test_the_constants_carry_no_gradient():
     assert grad.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("objective", [TurnNormalized(), TOKENS, TurnNormalized(unit="token", mode="renorm")], ids=str)
-def test_laws(objective):
-    lp = with_turns(ragged(6), 6)
-    check_laws(objective, lp)
-    a = advantages_of(lp, 6)
-    check_on_policy(objective, lp, a, -a)
-
-
 def test_an_empty_sequence_counts_as_one_sequence():
     lp, a = fx_a_with_turns()
     wider = replace(lp, segments=Segments.from_lengths([4, 0, 3, 0]))
     seen = TOKENS.observe(wider, a, BatchInfo())
     assert seen["sequences"].item() == 4
     torch.testing.assert_close(seen["log_squares"], TOKENS.observe(lp, a, BatchInfo())["log_squares"])
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [{"eps_low": 0.0}, {"eps_low": 1.0}, {"eps_high": -1.0}, {"unit": "sequence"}, {"mode": "renorm"}],
-)  # fmt: skip
-def test_settings_that_cannot_mean_anything_are_refused(parts):
-    with pytest.raises(MethodError):
-        TurnNormalized(**parts)
 
 
 def test_observing_without_advantages_is_refused():
