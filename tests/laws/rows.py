@@ -6,10 +6,10 @@ from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prefix import PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
-from offdrift.objectives.quantized import QuantizedClipped
+from offdrift.objectives.clipped import QuantizedClipped
 from offdrift.objectives.regression import Quadratic, Regression
 from offdrift.objectives.second_moment import SecondMomentClipped
-from offdrift.objectives.soft import Soft
+from offdrift.objectives.clipped import Soft
 from offdrift.objectives.turns import TurnNormalized
 from offdrift.objectives.variance import GroupClipped, VariancePenalized
 

@@ -12,9 +12,9 @@ from offdrift.correction import Correction, Gate, LengthNeutralGate, Weight
 from offdrift.methods import METHODS, Method
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 from offdrift.objectives.covariance import CovClipped, CovPenalized
-from offdrift.objectives.geometric import GeometricClipped
+from offdrift.objectives.clipped import GeometricClipped
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
-from offdrift.objectives.quantized import QuantizedClipped
+from offdrift.objectives.clipped import QuantizedClipped
 from offdrift.objectives.second_moment import SecondMomentClipped
 from offdrift.objectives.turns import TurnNormalized
 from offdrift.objectives.variance import VariancePenalized

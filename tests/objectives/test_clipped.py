@@ -1,12 +1,34 @@
 """`Clipped` and what is published as its parameters: values of the methods table, directions, bounds."""
 
+from __future__ import annotations
+
 import pytest
 import torch
-
 from offdrift.objectives.clipped import Clipped, ppo_clip
 from offdrift.ratios import log_ratio, per_unit
 from tests.objectives.checks import check_golden, fx_e, loss_and_grad, per_sequence
 from tests.oracles.fixtures import double, fx_a
+from offdrift.objectives.clipped import GeometricClipped, geometric_clip
+from offdrift.ratios import log_ratio
+from offdrift.segments import Segments
+from tests.objectives.checks import (
+    advantages_of,
+    check_golden,
+    check_loss_and_gradient,
+    fx_e,
+    per_sequence,
+)
+from tests.oracles.fixtures import double, fx_a, ragged
+from offdrift.objectives.clipped import QuantizedClipped, quantized_clip
+from tests.objectives.checks import advantages_of, check_golden, check_loss_and_gradient
+from offdrift.logprobs import LogProbs
+from offdrift.objectives.clipped import Soft, sapo
+from tests.objectives.checks import (
+    check_golden,
+    loss_and_grad,
+)
+
+
 
 MEAN = "seq_mean_token_mean"
 GSPO_GRAD = [[-0.131409] * 4, [0.08530064, 0.08530064, 0.08530064, 0]]
@@ -162,3 +184,181 @@ def test_a_log_ratio_of_fifty_has_a_finite_loss_and_no_gradient():
     assert loss.tolist() == pytest.approx([4.851652e8, 0.8], rel=1e-6)
     assert l.grad is not None
     assert l.grad.tolist() == [0.0, 0.0]
+
+
+# GMPO: values of the methods table, an oracle in plain loops, and the laws.
+
+
+
+
+
+def test_values_of_the_methods_table():
+    lp, a, _ = fx_a()
+    check_golden(
+        GeometricClipped(), (lp, a), MEAN, loss=-0.269734,
+        tokens=per_sequence([-1.051271, 0.511804], lp),
+        grad=[[-0.131409] * 4, [0.08530064, 0.08530064, 0.08530064, 0]],
+    )  # fmt: skip
+    check_golden(
+        GeometricClipped(eps_low=0.2, eps_high=0.2), (lp, a), MEAN, loss=-0.256756,
+        tokens=per_sequence([-1.025315, 0.511804], lp),
+        grad=[[-0.128164, 0, -0.128164, -0.128164], [0.08530064, 0.08530064, 0.08530064, 0]],
+    )  # fmt: skip
+
+
+def test_a_log_ratio_of_fifty_is_limited_before_the_mean():
+    """FX-E: (20 - 0.2) / 2 = 9.9, and no gradient anywhere (dis.12: verl's loss is 2.17e10)."""
+    lp, a = fx_e()
+    check_golden(
+        GeometricClipped(eps_low=0.2, eps_high=0.2), (lp, a), MEAN, loss=6643.049678,
+        tokens=per_sequence([-1.221403, 0.0, 19930.370438], lp), grad=[[0, 0], [0, 0], [0, 0]],
+    )  # fmt: skip
+
+
+def oracle(lp, a, on, eps_low, eps_high):
+    """The formula of the entry, one sequence at a time."""
+    losses = []
+    lengths = lp.segments.lengths.tolist()
+    for l, ai in zip(log_ratio(lp, on=on).split(lengths), a.split(lengths), strict=True):  # noqa: E741
+        sign = ai.sign()
+        m = sign * torch.minimum(sign * l, sign * l.clamp(-eps_low, eps_high))
+        losses.append((-ai.mean() * m.mean().exp()).expand(len(l)))
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize("per", ["sequence", "token"])
+@pytest.mark.parametrize("on", ["staleness", "full"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_batches_agree_with_the_formula(seed, on, per):
+    lp = ragged(seed, sequences=20)
+    a = advantages_of(lp, seed, per=per)
+    if per == "token":
+        a[::5] = 0.0
+    objective = GeometricClipped(on=on, eps_low=0.2, eps_high=0.3)
+    got = objective(lp, a)
+    grad = check_loss_and_gradient(lp, got.loss, oracle(lp, a, on, 0.2, 0.3))
+    l = log_ratio(lp, on=on).detach()  # noqa: E741
+    expected = ((a > 0) & (l > 0.3)) | ((a < 0) & (l < -0.2))
+    assert got.clipped is not None
+    assert torch.equal(got.clipped, expected)
+    assert 10 < int(expected.sum()) < len(a) / 2
+    assert (grad[expected] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("advantage", "l", "clipped"),
+    [
+        (1.0, 0.25, False), (1.0, 0.26, True), (1.0, -9.0, False),
+        (-1.0, -0.25, False), (-1.0, -0.26, True), (-1.0, 9.0, False),
+    ],
+)  # fmt: skip
+def test_geometric_clipping_stops_only_the_outward_push(advantage, l, clipped):  # noqa: E741
+    leaf = double([l]).requires_grad_()
+    got = geometric_clip(leaf, double([advantage]), Segments.from_lengths([1]), eps_low=0.25, eps_high=0.25)
+    got.loss.sum().backward()
+    assert leaf.grad is not None
+    expected = 0.0 if clipped else -advantage * double([l]).exp().item()
+    assert leaf.grad.item() == pytest.approx(expected, rel=1e-12)
+    assert got.clipped is not None
+    assert got.clipped.item() == clipped
+
+
+# QuRL: values of the methods table, the widened limit, and the laws.
+
+
+def test_qurl_values_of_the_methods_table():
+    lp, a, _ = fx_a()
+    check_golden(
+        QuantizedClipped(cap=1.2), (lp, a), "token_mean", loss=-0.322794,
+        tokens=[[-1.161834, -1.141475, -0.934561, -0.449329], [0.439048, 0.610701, 0.377892, 0]],
+        grad=[[-0.165976, 0, -0.133509, -0.06418985], [0.0627211, 0.08724305, 0.05398455, 0]],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_qurl_agrees_with_the_formula(seed):
+    lp = ragged(seed, sequences=20)
+    a = advantages_of(lp, seed, per="token")
+    got = QuantizedClipped(eps_low=0.1, eps_high=0.15, cap=1.1)(lp, a)
+    r, rho = log_ratio(lp, on="staleness").exp(), log_ratio(lp, on="mismatch").exp()
+    w = rho.clamp(max=1.1)
+    kappa = w / rho
+    limited = -a * r.clamp(min=0.9).minimum(1.15 / kappa)
+    check_loss_and_gradient(lp, got.loss, w * torch.maximum(-a * r, limited))
+    expected = ((a > 0) & (r > 1.15 / kappa)) | ((a < 0) & (r < 0.9))
+    assert got.clipped is not None
+    assert torch.equal(got.clipped, expected)
+    assert int((expected & (kappa < 1)).sum()) > 2
+    assert int((~expected & (r > 1.15) & (a > 0)).sum()) > 2  # pushed only because it is wider
+
+
+@pytest.mark.parametrize(
+    ("rho", "r", "advantage", "clipped"),
+    [
+        # truncated to 2 of 4: the upper limit doubles, the lower one stays
+        (4.0, 2.39, 1.0, False), (4.0, 2.41, 1.0, True),
+        (4.0, 0.81, -1.0, False), (4.0, 0.79, -1.0, True), (4.0, 9.0, -1.0, False),
+        # not truncated: plain PPO
+        (1.0, 1.19, 1.0, False), (1.0, 1.21, 1.0, True),
+    ],
+)  # fmt: skip
+def test_inside_and_beyond_each_limit(rho, r, advantage, clipped):
+    leaf = double([r]).log().requires_grad_()
+    got = quantized_clip(leaf, double([rho]).log(), double([advantage]))
+    got.loss.sum().backward()
+    assert got.clipped is not None
+    assert got.clipped.item() == clipped
+    assert leaf.grad is not None
+    expected = 0.0 if clipped else -advantage * min(rho, 2.0) * r
+    assert leaf.grad.item() == pytest.approx(expected, rel=1e-12)
+
+
+# SAPO: numbers of the methods table, the closed form, and the shape of the push.
+
+
+  # FX-R
+
+
+def test_token_losses_and_gradient_on_fx_a():
+    lp, advantages, _ = fx_a()  # loss.sapo
+    check_golden(
+        Soft(),
+        (lp, advantages),
+        tokens=[[-2.05126, -2.346333, -1.779698, -2.105074], [0.882859, 1.062586, 0.962481, 0]],
+        loss=-0.550641,
+        grad=[[-0.131323, -0.163673, -0.09616893, -0.137765], [0.07134346, 0.100421, 0.08500722, 0]],
+        how="seq_mean_token_mean",
+    )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (1.0, [-1.510163, -2, -2.489837, -3.928055]),
+        (-1.0, [1.415938, 1.904762, 2.393585, 3.753242]),
+        (0.0, [0, 0, 0, 0]),
+    ],
+)
+def test_token_losses_of_fx_r(advantage, expected):
+    got = sapo(R, torch.full_like(R, advantage))
+    torch.testing.assert_close(got, double(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(2.0, 0.7), (-2.0, 3.0)])
+def test_the_push_is_the_ratio_times_the_slope_of_the_sigmoid(advantage, tau):
+    log_r = R.clone().requires_grad_()
+    sapo(log_r, torch.full_like(R, advantage), tau_positive=0.7, tau_negative=3.0).sum().backward()
+    r = R.exp()
+    sigma = 1 / (1 + (-tau * (r - 1)).exp())
+    assert log_r.grad is not None
+    expected = -advantage * r * 4 * sigma * (1 - sigma)
+    torch.testing.assert_close(log_r.grad, expected, rtol=1e-9, atol=0)
+
+
+def test_on_the_full_ratio_it_needs_no_old_policy():
+    whole, advantages, _ = fx_a()
+    lp = LogProbs.pack(whole.logp_rollout, whole.logp, segments=whole.segments)
+    _, grad = loss_and_grad(Soft(on="full", tau_positive=2.0, tau_negative=2.0), lp, advantages)
+    w = (lp.current.detach() - lp.logp_rollout).exp()
+    sigma = (2 * (w - 1)).sigmoid()
+    torch.testing.assert_close(grad, -advantages * w * 4 * sigma * (1 - sigma) / 7, rtol=1e-9, atol=0)

@@ -18,7 +18,7 @@ from offdrift.aggregate import AggregateName, aggregate, normalizer_of
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.base import Objective
 from offdrift.objectives.clipped import Clipped
-from offdrift.objectives.geometric import GeometricClipped
+from offdrift.objectives.clipped import GeometricClipped
 from tests.oracles.fixtures import double
 
 HOW: dict[str, AggregateName] = {

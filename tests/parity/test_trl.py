@@ -16,7 +16,7 @@ from offdrift.correction import Correction, Weight
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method, override
 from offdrift.objectives import Clipped, Reinforce
-from offdrift.objectives.geometric import GeometricClipped
+from offdrift.objectives.clipped import GeometricClipped
 from offdrift.stats.metrics import summarize
 from tests.parity.peers import Batch, agree, differ, ours, random_batch, same
 from tests.parity.trl_trainer import HORIZON, LOSSES, Trainer, load_trl, sequence_batch

@@ -10,10 +10,10 @@ from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prompt_dual import PromptDual
-from offdrift.objectives.quantized import QuantizedClipped
+from offdrift.objectives.clipped import QuantizedClipped
 from offdrift.objectives.regression import Quadratic
 from offdrift.objectives.second_moment import SecondMomentClipped
-from offdrift.objectives.soft import Soft
+from offdrift.objectives.clipped import Soft
 from offdrift.objectives.variance import GroupClipped, VariancePenalized
 
 LEAK = "a negative advantage with a large ratio is not clipped, and clipping bounds no divergence"

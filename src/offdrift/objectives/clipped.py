@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
-
 from jaxtyping import Float
 from torch import Tensor
-
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
@@ -20,6 +18,13 @@ from offdrift.numerics import ratio
 from offdrift.objectives.base import TokenLoss
 from offdrift.ratios import RatioName, Unit, log_ratio, per_unit, turns_of
 from offdrift.segments import Segments
+from typing import get_args
+from offdrift.numerics import clamped, ratio
+from offdrift.ratios import RatioName, log_ratio
+from dataclasses import dataclass, field
+from offdrift.errors import MethodError, check_number
+from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
+
 
 
 def ppo_clip(
@@ -158,3 +163,270 @@ def _whole(segments: Segments, unit: Unit) -> Segments | None:
     if unit.startswith("turn"):
         return turns_of(segments)
     return segments if unit in ("sequence", "geometric", "worst") else None
+
+
+# GMPO: clip every token's log-ratio first, then take the geometric mean of the sequence.
+#
+# An outlier is limited before it enters the mean, so that it cannot pull the whole sequence out of
+# the trust region, as it does where the mean is clipped (GSPO).
+
+
+def geometric_clip(
+    log_ratio: Float[Tensor, " n"],
+    advantages: Float[Tensor, " n"],
+    segments: Segments,
+    *,
+    eps_low: float = 0.4,
+    eps_high: float = 0.4,
+) -> TokenLoss:
+    """The loss of its sequence for every token:
+
+        m_t = min(l_t, eps_high) where A_t > 0,  max(l_t, -eps_low) where A_t < 0,  0 where A_t = 0
+        L_t = -a exp(mean of m over the sequence),    a = mean advantage of the sequence
+
+    Average it over sequences ("seq_mean_token_mean").
+
+    Args:
+        log_ratio: l, staleness (full in bypass mode), nats; limited to +-20 before all else.
+        advantages: meant to be one number per sequence. Where they vary, the sign is the token's
+            own, as in verl.
+        eps_low: nats below 0 at which a negative push stops.
+        eps_high: nats above 0 at which a positive push stops.
+
+    Returns: loss, and the tokens whose log-ratio was clipped.
+
+    Gradient: to `log_ratio`; summed over the sequence -a g where unclipped, g the geometric mean;
+    zero where clipped or |l_t| > 20.
+
+    Example:
+        >>> import torch
+        >>> s, l = Segments.from_lengths([2]), torch.tensor([0.1, 0.9])
+        >>> geometric_clip(l, torch.tensor([1.0, 1.0]), s).loss  # -exp((0.1 + 0.4) / 2)
+        tensor([-1.2840, -1.2840])
+
+    Reference: GMPO, arXiv:2507.20673; verl's `geo_mean`, which does not limit log-ratios to +-20
+    and divides by T + 1e-8.
+    """
+    up, down = advantages > 0, advantages < 0
+    l = clamped(log_ratio)  # noqa: E741
+    too_high, too_low = up & (l > eps_high), down & (l < -eps_low)
+    m = l.where(up | down, 0.0).where(~too_high, eps_high).where(~too_low, -eps_low)
+    g = ratio(segments.mean(m))
+    loss = segments.spread(-segments.mean(advantages) * g)
+    return TokenLoss(loss, too_high | too_low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeometricClipped:
+    """`geometric_clip` as an objective.
+
+    Args:
+        on: `staleness`, or `full` in bypass mode.
+
+    Example:
+        >>> GeometricClipped().formula
+        'L = -A exp(mean_t m_t), m = log ratio(staleness), <= 0.4 where A > 0, >= -0.4 where A < 0'
+    """
+
+    on: RatioName = "staleness"
+    eps_low: float = 0.4
+    eps_high: float = 0.4
+    gradient = "unit"
+
+    def __post_init__(self) -> None:
+        check_choice("on", self.on, get_args(RatioName))
+        for name in ("eps_low", "eps_high"):
+            value = getattr(self, name)
+            check_number(name, value)
+            if value is None or not value > 0:
+                raise MethodError(f"{name}={value} must be positive: a distance from 0, in nats")
+
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        return (
+            f"L = -A exp(mean_t m_t), m = log ratio({self.on}), <= {self.eps_high:g} where A > 0, "
+            f">= {-self.eps_low:g} where A < 0"
+        )
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
+        l = log_ratio(logprobs, on=self.on)  # noqa: E741
+        segments = logprobs.segments
+        return geometric_clip(l, advantages, segments, eps_low=self.eps_low, eps_high=self.eps_high)
+
+
+# QuRL: rollouts from a quantized actor, with the clip widened where the weight was truncated.
+#
+# A truncated mismatch weight undercounts its token, and an ordinary clip on top stops the token as if
+# it had not been undercounted. The clip's upper limit grows by the factor that truncation took away.
+
+
+def quantized_clip(
+    staleness: Float[Tensor, " n"],
+    mismatch: Float[Tensor, " n"],
+    advantages: Float[Tensor, " n"],
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    cap: float = 2.0,
+) -> TokenLoss:
+    """Clipped surrogate under a truncated weight, the clip widened by what truncation took away:
+
+        W = min(rho, cap),   kappa = W / rho
+        L = W max(-A r, -A clip(r, 1 - eps_low, (1 + eps_high) / kappa))
+
+    Args:
+        staleness: log r, nats.
+        mismatch: log rho between the training engine and the quantized actor, nats.
+        cap: upper limit of W, a ratio.
+
+    Gradient: to `staleness`, -A W r where unclipped; none to `mismatch`.
+
+    Example:
+        >>> import torch
+        >>> l = torch.tensor([1.0, 1.0]).log1p()  # r = rho = 2
+        >>> quantized_clip(l, l, torch.ones(2), cap=1.25).loss  # -1.25 min(2, 1.2 * 2 / 1.25)
+        tensor([-2.4000, -2.4000])
+
+    Reference: QuRL, arXiv:2602.13953. Unverified: best reading of the formula and its defaults.
+    """
+    r, rho = ratio(staleness), ratio(mismatch.detach())
+    w = rho.clamp(max=cap)
+    plain = -advantages * r
+    limited = -advantages * r.clamp(min=1 - eps_low).minimum((1 + eps_high) * rho / w)
+    clipped = limited > plain
+    return TokenLoss(w * limited.where(clipped, plain), clipped.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedClipped:
+    """`quantized_clip` as an objective. It contains the mismatch weight: add no other.
+
+    Average it over tokens ("token_mean").
+
+    Example:
+        >>> QuantizedClipped().formula
+        'L = W max(-A r, -A clip(r, 1 - 0.2, (1 + 0.2) rho / W)), W = min(rho, 2)'
+
+    Reference: QuRL, arXiv:2602.13953. Unverified: best reading.
+    """
+
+    on: RatioName = field(default="full", init=False)
+    needs_old = True
+    gradient = "unit"
+
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("eps_low", "eps_high", "cap"):
+            value = getattr(self, name)
+            check_number(name, value)
+            if value is None or not value > 0:
+                raise MethodError(f"{name}={value} must be positive")
+        if self.eps_low > 1:
+            raise MethodError(f"eps_low={self.eps_low} must lie in (0, 1]: a distance below ratio 1")
+
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        return (
+            f"L = W max(-A r, -A clip(r, 1 - {self.eps_low:g}, (1 + {self.eps_high:g}) rho / W)), "
+            f"W = min(rho, {self.cap:g})"
+        )
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
+        return quantized_clip(
+            log_ratio(logprobs, on="staleness"),
+            stopped_log_ratio(logprobs, on="mismatch"),
+            advantages,
+            eps_low=self.eps_low,
+            eps_high=self.eps_high,
+            cap=self.cap,
+        )
+
+
+# SAPO: a sigmoid in place of the clip; the push fades smoothly as a token's ratio leaves 1.
+
+
+def sapo(
+    log_ratio: Float[Tensor, " n"],
+    advantages: Float[Tensor, " n"],
+    *,
+    tau_positive: float | int = 1.0,
+    tau_negative: float | int = 1.05,
+) -> Float[Tensor, " n"]:
+    """Soft surrogate, per token, with r = exp(log_ratio):
+
+        L = -A g(r),   g(r) = (4 / tau) sigmoid(tau (r - 1))
+
+    tau is tau_positive where A > 0, else tau_negative. g'(1) = 1, so that on policy the push is that
+    of the plain ratio; g(1) = 2 / tau, so that the value is not.
+
+    Args:
+        log_ratio: staleness (full in bypass mode), nats.
+        advantages: signed, any scale.
+        tau_positive: how fast a positive push fades, per unit of ratio.
+        tau_negative: the same for a negative push.
+
+    Gradient: to `log_ratio`, -A r g'(r) with g' = 4 sigmoid (1 - sigmoid) of the same argument; zero
+    where |log_ratio| > 20. Nothing is ever cut, so nothing counts as clipped.
+
+    Example:
+        >>> import torch
+        >>> sapo(torch.tensor([0.0, 0.0]), torch.tensor([1.0, -1.0]))
+        tensor([-2.0000,  1.9048])
+
+    Reference: SAPO, arXiv:2511.20347; verl's `sapo`.
+    """
+    tau = advantages.new_full((), tau_positive).where(advantages > 0, tau_negative)
+    return -advantages * (4 / tau) * (tau * (ratio(log_ratio) - 1)).sigmoid()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soft:
+    """`sapo` on the given ratio of each token; published with seq_mean_token_mean.
+
+    Args:
+        on: `staleness`, or `full` in bypass mode.
+        tau_positive: see `sapo`.
+        tau_negative: see `sapo`; larger than tau_positive, because a negative push raises the
+            probability of every other token.
+
+    Example:
+        >>> Soft().formula
+        'L = -A (4 / tau) sigmoid(tau (r - 1)), r = ratio(staleness), tau = 1 where A > 0 else 1.05'
+
+    Reference: SAPO, arXiv:2511.20347.
+    """
+
+    on: RatioName = "staleness"
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    gradient = "unit"
+
+    def __post_init__(self) -> None:
+        check_choice("on", self.on, ("full", "staleness"))
+        for name in ("tau_positive", "tau_negative"):
+            check_number(name, getattr(self, name))
+            if not getattr(self, name) > 0:
+                raise MethodError(f"{name}={getattr(self, name)} must be positive; larger is harder")
+
+    @property
+    def formula(self) -> str:
+        """The loss, in one line."""
+        return (
+            f"L = -A (4 / tau) sigmoid(tau (r - 1)), r = ratio({self.on}), "
+            f"tau = {self.tau_positive:g} where A > 0 else {self.tau_negative:g}"
+        )
+
+    def __call__(
+        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
+    ) -> TokenLoss:
+        taus = {"tau_positive": self.tau_positive, "tau_negative": self.tau_negative}
+        return TokenLoss(sapo(log_ratio(logprobs, on=self.on), advantages, **taus))
