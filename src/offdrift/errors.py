@@ -70,6 +70,26 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise MethodError(f"{name}={value!r} is not one of {tuple(choices)}")
 
 
+def check_positive(part: Any, *names: str, hint: str = "") -> None:
+    """Raise `MethodError` unless each of these settings of a part is a number above 0."""
+    for name in names:
+        value = getattr(part, name)
+        check_number(name, value)
+        if value is None or not value > 0:
+            raise MethodError(f"{name}={value} must be positive{hint}")
+
+
+def check_range(part: Any, low: str = "eps_low", high: str = "eps_high") -> None:
+    """Raise `MethodError` unless two settings of a part are distances below and above ratio 1."""
+    below, above = getattr(part, low), getattr(part, high)
+    check_number(low, below)
+    check_number(high, above)
+    if below is None or above is None or not (0 < below <= 1 and above > 0):
+        raise MethodError(
+            f"{low}={below} must lie in (0, 1] and {high}={above} above 0; they are distances from ratio 1"
+        )
+
+
 def check_number(name: str, value: Any) -> None:
     """Raise `MethodError` unless `value` is None or a number."""
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -11,17 +11,15 @@ import math
 from typing import Any
 
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
+from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
-from offdrift.objectives.clipped import GeometricClipped
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
-from offdrift.objectives.clipped import QuantizedClipped
 from offdrift.objectives.regression import Quadratic, Regression
 from offdrift.objectives.second_moment import SecondMomentClipped
-from offdrift.objectives.clipped import Soft
 from offdrift.objectives.turns import TurnNormalized
 from offdrift.objectives.variance import GroupClipped, VariancePenalized
 from tests.laws.definitions import Matrix, Sequence, diagonal, members, ratio, ratio_push, unit_ratio

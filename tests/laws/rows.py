@@ -1,15 +1,14 @@
 """What the laws hold for: every row of the method table, and objectives with settings that no row has."""
 
 from offdrift.methods import METHODS, Method
+from offdrift.objectives.clipped import QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prefix import PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
-from offdrift.objectives.clipped import QuantizedClipped
 from offdrift.objectives.regression import Quadratic, Regression
 from offdrift.objectives.second_moment import SecondMomentClipped
-from offdrift.objectives.clipped import Soft
 from offdrift.objectives.turns import TurnNormalized
 from offdrift.objectives.variance import GroupClipped, VariancePenalized
 

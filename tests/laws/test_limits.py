@@ -11,10 +11,9 @@ import torch
 from offdrift.correction import Correction, Gate, LengthNeutralGate, Weight
 from offdrift.methods import METHODS, Method
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
+from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped
 from offdrift.objectives.covariance import CovClipped, CovPenalized
-from offdrift.objectives.clipped import GeometricClipped
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
-from offdrift.objectives.clipped import QuantizedClipped
 from offdrift.objectives.second_moment import SecondMomentClipped
 from offdrift.objectives.turns import TurnNormalized
 from offdrift.objectives.variance import VariancePenalized

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offdrift.objectives.clipped import Clipped, ppo_clip
+
+from offdrift.logprobs import LogProbs
+from offdrift.objectives.clipped import (
+    Clipped,
+    GeometricClipped,
+    QuantizedClipped,
+    Soft,
+    geometric_clip,
+    ppo_clip,
+    quantized_clip,
+    sapo,
+)
 from offdrift.ratios import log_ratio, per_unit
-from tests.objectives.checks import check_golden, fx_e, loss_and_grad, per_sequence
-from tests.oracles.fixtures import double, fx_a
-from offdrift.objectives.clipped import GeometricClipped, geometric_clip
-from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
 from tests.objectives.checks import (
     advantages_of,
     check_golden,
     check_loss_and_gradient,
     fx_e,
+    loss_and_grad,
     per_sequence,
 )
 from tests.oracles.fixtures import double, fx_a, ragged
-from offdrift.objectives.clipped import QuantizedClipped, quantized_clip
-from tests.objectives.checks import advantages_of, check_golden, check_loss_and_gradient
-from offdrift.logprobs import LogProbs
-from offdrift.objectives.clipped import Soft, sapo
-from tests.objectives.checks import (
-    check_golden,
-    loss_and_grad,
-)
-
-
 
 MEAN = "seq_mean_token_mean"
 GSPO_GRAD = [[-0.131409] * 4, [0.08530064, 0.08530064, 0.08530064, 0]]
@@ -189,9 +187,6 @@ def test_a_log_ratio_of_fifty_has_a_finite_loss_and_no_gradient():
 # GMPO: values of the methods table, an oracle in plain loops, and the laws.
 
 
-
-
-
 def test_values_of_the_methods_table():
     lp, a, _ = fx_a()
     check_golden(
@@ -316,7 +311,7 @@ def test_inside_and_beyond_each_limit(rho, r, advantage, clipped):
 # SAPO: numbers of the methods table, the closed form, and the shape of the push.
 
 
-  # FX-R
+# FX-R
 
 
 def test_token_losses_and_gradient_on_fx_a():

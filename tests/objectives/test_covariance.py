@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import replace
 from functools import reduce
+
 import pytest
 import torch
+
 from offdrift.batch_info import NO_INFO, BatchInfo, Observed
 from offdrift.engines.score import old_divergences
 from offdrift.errors import EvidenceError, MethodError
@@ -15,22 +18,17 @@ from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, override
 from offdrift.methods import describe as axes
 from offdrift.objectives.clipped import Clipped
-from offdrift.objectives.covariance import CovClipped, CovPenalized, covariance
+from offdrift.objectives.covariance import CovClipped, CovPenalized, covariance, token_keys
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
 from tests.objectives.checks import (
+    SPLITS,
     batch,
     check_golden,
     loss_and_grad,
     piece,
 )
-from tests.oracles.fixtures import double, fx_a
-import struct
-from offdrift.objectives.covariance import token_keys
-from tests.objectives.checks import SPLITS, piece
-from tests.oracles.fixtures import ragged
-
-
+from tests.oracles.fixtures import double, fx_a, ragged
 
 COV = [[1.545306, 0.345306, 1.03102, -3.16898], [-0.277551, -1.946122, 1.893878, 0]]  # cov.val
 LOOSE = CovClipped(fraction=0.1, cov_low=0.0, cov_high=5.0)

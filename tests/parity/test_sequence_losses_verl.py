@@ -17,8 +17,7 @@ from torch import Tensor
 from offdrift.aggregate import AggregateName, aggregate, normalizer_of
 from offdrift.logprobs import LogProbs
 from offdrift.objectives.base import Objective
-from offdrift.objectives.clipped import Clipped
-from offdrift.objectives.clipped import GeometricClipped
+from offdrift.objectives.clipped import Clipped, GeometricClipped
 from tests.oracles.fixtures import double
 
 HOW: dict[str, AggregateName] = {

@@ -7,8 +7,8 @@ import torch
 
 from offdrift.aggregate import aggregate, normalizer_of
 from offdrift.logprobs import LogProbs
-from offdrift.objectives.regression import Quadratic
 from offdrift.objectives.clipped import Soft
+from offdrift.objectives.regression import Quadratic
 
 AGGREGATES = {
     "token-mean": "token_mean",

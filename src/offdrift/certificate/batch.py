@@ -102,8 +102,8 @@ class BatchEvidence:
         Example:
             >>> lp = LogProbs.pack(torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.9]),
             ...                    segments=Segments.from_lengths([2]))
-            >>> found = BatchEvidence.of(lp, torch.tensor([1.0]), region=TrustRegion(horizon=4, delta=0.05))
-            >>> round(float(found.column("excess")), 4)  # e^-0.1 + e^0.1 - 2
+            >>> evidence = BatchEvidence.of(lp, torch.tensor([1.0]), region=TrustRegion(horizon=4, delta=0.05))
+            >>> round(float(evidence.column("excess")), 4)  # e^-0.1 + e^0.1 - 2
             0.01
         """
         segments = logprobs.segments
@@ -113,23 +113,37 @@ class BatchEvidence:
             )
         kl, tv = _ends(KL, divergences, logprobs), _ends(TV, divergences, logprobs)
         position = segments.position.clamp(max=region.horizon - 1)
-        found = {
-            "length": segments.lengths.double(),
-            "reward": _rewards(rewards, segments),
-            "kept": _kept(keep, segments),
-            **_ratios(logprobs),
-            **_divergences(kl, tv, region, segments, logprobs.unscored),
-            "refuted": _refuted(divergences, segments),
-        }
-        limited = _limited_tv(kl[1], tv[1], region)
+        lengths = segments.lengths.double()
+        log_w, unscored = stopped_log_ratio(logprobs, on="full").double(), torch.zeros_like(lengths)
+        if logprobs.unscored is not None:
+            unscored = segments.sum(logprobs.unscored.double())
+            log_w = log_w.masked_fill(logprobs.unscored, -torch.inf)
+        refuted = torch.zeros_like(lengths)
+        for d in _used(divergences):
+            if d.refuted is not None:
+                refuted = torch.maximum(refuted, segments.max(d.refuted.double()))
+        # The smallest upper end of TV: its own, Pinsker's, and the region's, which is the premise.
+        limited = torch.minimum(tv[1], (kl[1] / 2).sqrt()).double().clamp(max=region.token_tv)
         omega = torch.as_tensor(_weights(region), device=limited.device)[position]
-        found["shift"] = segments.sum(limited * omega)
+        columns = {
+            "length": lengths,
+            "reward": torch.full_like(lengths, torch.nan) if rewards is None else rewards.double().to(lengths.device),
+            "kept": torch.ones_like(lengths) if keep is None else segments.min(keep.double(), empty=1.0),
+            "unscored": unscored,
+            "excess": segments.sum(log_w.clamp(max=LOG_RATIO_LIMIT).expm1()),
+            "log_product": segments.sum(log_w),
+            "worst": segments.max(log_w.abs()),
+            **_divergences(kl, tv, region, segments, logprobs.unscored),
+            "refuted": refuted,
+            "shift": segments.sum(limited * omega),
+        }
+        grades = {k: Grade.SAMPLED if d is None else d.grade for k in (KL, TV) for d in [(divergences or {}).get(k)]}
         return BatchEvidence(
             region,
-            torch.stack([found[name] for name in COLUMNS], dim=1),
+            torch.stack([columns[name] for name in COLUMNS], dim=1),
             segments.group_ids,
             limited.new_zeros(region.horizon).index_add(0, position, limited),
-            {name: _grade((divergences or {}).get(name)) for name in (KL, TV)},
+            grades,
             rewards is not None,
             frozenset(d.assumes for d in _used(divergences) if d.assumes),
         )
@@ -209,31 +223,6 @@ class HostEvidence:
 Ends = tuple[Tensor, Tensor]
 
 
-def _rewards(rewards: Tensor | None, segments: Segments) -> Float[Tensor, " b"]:
-    nothing = torch.full_like(segments.lengths, torch.nan, dtype=torch.float64)
-    return nothing if rewards is None else rewards.double().to(nothing.device)
-
-
-def _kept(keep: Tensor | None, segments: Segments) -> Float[Tensor, " b"]:
-    if keep is None:
-        return torch.ones_like(segments.lengths, dtype=torch.float64)
-    return segments.min(keep.double(), empty=1.0)
-
-
-def _ratios(logprobs: LogProbs) -> dict[str, Float[Tensor, " b"]]:
-    log_w, segments = stopped_log_ratio(logprobs, on="full").double(), logprobs.segments
-    unscored = torch.zeros_like(segments.lengths, dtype=torch.float64)
-    if logprobs.unscored is not None:
-        unscored = segments.sum(logprobs.unscored.double())
-        log_w = log_w.masked_fill(logprobs.unscored, -torch.inf)
-    return {
-        "unscored": unscored,
-        "excess": segments.sum(log_w.clamp(max=LOG_RATIO_LIMIT).expm1()),
-        "log_product": segments.sum(log_w),
-        "worst": segments.max(log_w.abs()),
-    }
-
-
 def _divergences(
     kl: Ends, tv: Ends, region: TrustRegion, segments: Segments, unscored: Tensor | None
 ) -> dict[str, Float[Tensor, " b"]]:
@@ -260,19 +249,6 @@ def _divergences(
         "kl_sum": segments.sum(kl[1].double().clamp(max=region.delta)),
         "prefix_kl": segments.sum(prefix),
     }
-
-
-def _refuted(divergences: Mapping[str, Divergence] | None, segments: Segments) -> Float[Tensor, " b"]:
-    found = torch.zeros_like(segments.lengths, dtype=torch.float64)
-    for d in _used(divergences):
-        if d.refuted is not None:
-            found = torch.maximum(found, segments.max(d.refuted.double()))
-    return found
-
-
-def _limited_tv(kl: Tensor, tv: Tensor, region: TrustRegion) -> Float[Tensor, " n"]:
-    """The smallest upper end of TV: its own, Pinsker's, and the region's, which is the premise."""
-    return torch.minimum(tv, (kl / 2).sqrt()).double().clamp(max=region.token_tv)
 
 
 def _ends(
@@ -302,7 +278,3 @@ def _weights(region: TrustRegion) -> Float[np.ndarray, " t"]:
 
 def _used(divergences: Mapping[str, Divergence] | None) -> list[Divergence]:
     return [d for k, d in (divergences or {}).items() if k in (KL, TV) and d.may_certify]
-
-
-def _grade(divergence: Divergence | None) -> Grade:
-    return Grade.SAMPLED if divergence is None else divergence.grade

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -224,6 +224,11 @@ class Bound:
     """The paper's closed form, never below the exact `value`."""
     note: str = ""
     """Which premises were tightened, and why."""
+
+    def scaled(self, factor: float) -> Bound:
+        """The same for rewards in a range of size `factor`."""
+        closed = None if self.closed_form is None else factor * self.closed_form
+        return replace(self, value=factor * self.value, closed_form=closed)
 
 
 def all_bounds(

@@ -186,7 +186,13 @@ def certify(
         accepted &= host["worst"] <= region.tau
     intervals = estimates(host, rewards, accepted, region, alpha=alpha)
     stand = all(status in ("not falsified", "known") for status in premises.values())
-    bound = _unified(intervals, region, constants) if stand and not refuted else None
+    bound: Bound | None = None
+    if stand and not refuted:  # B* with every expectation at the upper end of its interval
+        limits = {"horizon": region.horizon, "delta": region.delta, "eps": region.token_tv}
+        rows = all_bounds(**limits, kl_seq=intervals["kl_seq"].high, constants=constants)
+        row = ROWS["adaptive"]
+        adaptive = CONSTANTS[constants] * intervals["shift"].high
+        bound = tightest([*rows, Bound("adaptive", adaptive, row.route, row.scaling, row.equation)])
     exact = all(grades[k] is Grade.EXACT for k in ("kl", *premises))
     guarantees = _guarantees(intervals, bound, region, premises, measured and exact, constants)
     unscored = int((host["unscored"] > 0).sum())
@@ -208,7 +214,7 @@ def certify(
         unseen=unseen(host, outside, alpha=alpha) if measured else None,
         estimates={k: e.scaled(size) if k in OF_REWARDS else e for k, e in intervals.items()},
         asymptotic={k: e.scaled(size) for k, e in normal.items()},
-        bound=None if bound is None else _scaled(bound, size),
+        bound=None if bound is None else bound.scaled(size),
         guarantees=tuple(g.scaled(size) for g in guarantees),
         fresh=fresh,
         assumes=batch.assumes,
@@ -255,18 +261,6 @@ def _guarantees(
     return guarantees
 
 
-def _unified(intervals: dict[str, Estimate], region: TrustRegion, constants: str) -> Bound:
-    """B* with every expectation at the upper end of its interval, for rewards in [0, 1]."""
-    kl_seq, shift = intervals["kl_seq"].high, intervals["shift"].high
-    rows = all_bounds(
-        horizon=region.horizon, delta=region.delta, eps=region.token_tv, kl_seq=kl_seq, constants=constants
-    )
-    row = ROWS["adaptive"]
-    adaptive = CONSTANTS[constants] * shift
-    rows.append(Bound("adaptive", adaptive, row.route, row.scaling, row.equation))
-    return tightest(rows)
-
-
 def _premises(
     host: HostEvidence, region: TrustRegion, grades: dict[str, Grade], assume: Collection[str]
 ) -> dict[str, Status]:
@@ -288,8 +282,3 @@ def _premises(
 def _conditions(region: TrustRegion, premises: dict[str, Status]) -> tuple[str, ...]:
     words = {"kl": f"KL(rollout || current) <= {region.delta:g}", "tv": f"TV <= {region.eps or 0:g}"}
     return tuple(f"{words[k]} at every reachable context ({status})" for k, status in premises.items())
-
-
-def _scaled(bound: Bound, size: float) -> Bound:
-    closed = None if bound.closed_form is None else size * bound.closed_form
-    return replace(bound, value=size * bound.value, closed_form=closed)

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo, Seen
-from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.errors import MethodError, check_choice, check_number, check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, log_sums, ratio
 from offdrift.ratios import RatioName, Unit, per_unit, stopped_log_ratio
@@ -329,10 +329,7 @@ class VariationalWeight:
     advantage: str = "any"
 
     def __post_init__(self) -> None:
-        for name in ("cap", "k_positive", "lam_positive", "k_negative", "lam_negative"):
-            check_number(name, getattr(self, name))
-            if not getattr(self, name) > 0:
-                raise MethodError(f"{name}={getattr(self, name)} must be positive")
+        check_positive(self, "cap", "k_positive", "lam_positive", "k_negative", "lam_negative")
 
     @property
     def on(self) -> RatioName:

@@ -6,14 +6,13 @@ from offdrift.correction import Correction, Gate, Weight
 from offdrift.methods.anchor import Interpolated
 from offdrift.methods.method import Method
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
+from offdrift.objectives.clipped import QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.ewma import ProximalEwma
 from offdrift.objectives.flipped import Flipped
 from offdrift.objectives.prompt_dual import PromptDual
-from offdrift.objectives.clipped import QuantizedClipped
 from offdrift.objectives.regression import Quadratic
 from offdrift.objectives.second_moment import SecondMomentClipped
-from offdrift.objectives.clipped import Soft
 from offdrift.objectives.variance import GroupClipped, VariancePenalized
 
 LEAK = "a negative advantage with a large ratio is not clipped, and clipping bounds no divergence"

@@ -8,8 +8,8 @@ from offdrift.correction import Correction, Gate, Weight
 from offdrift.methods.method import Method
 from offdrift.methods.schedules import EssScale
 from offdrift.objectives import Clipped, Reinforce
-from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.clipped import GeometricClipped
+from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.regression import Regression
 from offdrift.objectives.turns import TurnNormalized

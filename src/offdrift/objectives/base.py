@@ -11,6 +11,9 @@ from offdrift.batch_info import BatchInfo
 from offdrift.logprobs import LogProbs
 from offdrift.ratios import RatioName
 
+PerToken = Float[Tensor, " n"]
+"""One number for each packed token."""
+
 
 class TokenLoss(NamedTuple):
     """What an objective says about each token."""
@@ -26,6 +29,15 @@ class TokenLoss(NamedTuple):
         """The losses of the scored tokens of a batch, as losses of all of them: 0 at the others."""
         clipped, regularizer = (None if x is None else logprobs.of_all(x) for x in (self.clipped, self.regularizer))
         return TokenLoss(logprobs.of_all(self.loss), clipped, regularizer)
+
+
+def larger(plain: PerToken, limited: PerToken) -> TokenLoss:
+    """The larger of a loss and the same loss under a clip, and where the clip decides.
+
+    On a tie the gradient goes to the plain loss, as it would not with `torch.maximum`.
+    """
+    clipped = limited > plain
+    return TokenLoss(limited.where(clipped, plain), clipped.detach())
 
 
 @runtime_checkable
@@ -46,6 +58,4 @@ class Objective(Protocol):
         """The loss, in one line, with its numbers."""
         ...
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = ...
-    ) -> TokenLoss: ...
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = ...) -> TokenLoss: ...

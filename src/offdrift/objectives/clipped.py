@@ -7,32 +7,27 @@ unless `dual_clip` caps it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
+
 from jaxtyping import Float
 from torch import Tensor
-from offdrift.batch_info import NO_INFO, BatchInfo
-from offdrift.errors import MethodError, check_choice, check_number
-from offdrift.logprobs import LogProbs
-from offdrift.numerics import ratio
-from offdrift.objectives.base import TokenLoss
-from offdrift.ratios import RatioName, Unit, log_ratio, per_unit, turns_of
-from offdrift.segments import Segments
-from typing import get_args
-from offdrift.numerics import clamped, ratio
-from offdrift.ratios import RatioName, log_ratio
-from dataclasses import dataclass, field
-from offdrift.errors import MethodError, check_number
-from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
 
+from offdrift.batch_info import NO_INFO, BatchInfo
+from offdrift.errors import MethodError, check_choice, check_number, check_positive, check_range
+from offdrift.logprobs import LogProbs
+from offdrift.numerics import clamped, ratio
+from offdrift.objectives.base import PerToken, TokenLoss, larger
+from offdrift.ratios import RatioName, Unit, log_ratio, per_unit, stopped_log_ratio, turns_of
+from offdrift.segments import Segments
 
 
 def ppo_clip(
     log_ratio: Float[Tensor, " n"],
     advantages: Float[Tensor, " n"],
     *,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
+    eps_low: float | Float[Tensor, " n"] = 0.2,
+    eps_high: float | Float[Tensor, " n"] = 0.2,
     dual_clip: float | None = None,
     negatives: Literal["low", "both"] = "low",
 ) -> TokenLoss:
@@ -43,7 +38,7 @@ def ppo_clip(
     Args:
         log_ratio: staleness (full in bypass mode), nats.
         advantages: signed, any scale.
-        eps_low: distance below 1 at which a negative push stops.
+        eps_low: distance below 1 at which a negative push stops, for all tokens or for each.
         eps_high: distance above 1 at which a positive push stops.
         dual_clip: ratio beyond which a negative advantage stops pushing; None for plain PPO.
         negatives: "low" is PPO; "both" clips negative advantages on both sides, as TBPO does.
@@ -109,19 +104,13 @@ class Clipped:
         check_choice("unit", self.unit, get_args(Unit))
         check_choice("negatives", self.negatives, ("low", "both"))
         check_choice("gradient", self.gradient, ("unit", "token"))
-        for name in ("eps_low", "eps_high", "dual_clip"):
-            check_number(name, getattr(self, name))
-        if not (0 < self.eps_low <= 1 and self.eps_high > 0):
-            raise MethodError(
-                f"eps_low={self.eps_low} must lie in (0, 1] and eps_high={self.eps_high} above 0; "
-                "they are distances from ratio 1"
-            )
+        check_range(self)
+        check_number("dual_clip", self.dual_clip)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise MethodError(f"dual_clip={self.dual_clip} must exceed 1")
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         dual = "" if self.dual_clip is None else f", at most -A {self.dual_clip:g} where A < 0"
         both = "; both sides bind where A < 0" if self.negatives == "both" else ""
         through = ", gradient through the token alone" if self.gradient == "token" else ""
@@ -130,13 +119,10 @@ class Clipped:
             f"u = {self.unit} ratio({self.on}){through}"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         u, a = unit_ratio(logprobs, advantages, self.on, self.unit, self.gradient)
-        return ppo_clip(
-            u, a, eps_low=self.eps_low, eps_high=self.eps_high, dual_clip=self.dual_clip, negatives=self.negatives
-        )
+        limits = {"eps_low": self.eps_low, "eps_high": self.eps_high, "dual_clip": self.dual_clip}
+        return ppo_clip(u, a, **limits, negatives=self.negatives)
 
 
 def unit_ratio(
@@ -150,19 +136,13 @@ def unit_ratio(
     per_token = log_ratio(logprobs, on=on)
     if unit == "token":
         return per_token, advantages
-    if gradient == "unit":
-        whole = _whole(segments, unit)
-        a = advantages if whole is None else whole.spread(whole.mean(advantages))
-        return per_unit(per_token, segments, unit=unit), a
-    value = per_unit(per_token.detach(), segments, unit=unit)
-    return value + logprobs.current - logprobs.current.detach(), advantages
-
-
-def _whole(segments: Segments, unit: Unit) -> Segments | None:
-    """The segments whose tokens share one ratio; None where every token has its own."""
-    if unit.startswith("turn"):
-        return turns_of(segments)
-    return segments if unit in ("sequence", "geometric", "worst") else None
+    if gradient == "token":
+        value = per_unit(per_token.detach(), segments, unit=unit)
+        return value + logprobs.current - logprobs.current.detach(), advantages
+    if unit.startswith("turn") or unit in ("sequence", "geometric", "worst"):
+        shared = turns_of(segments) if unit.startswith("turn") else segments
+        advantages = shared.spread(shared.mean(advantages))
+    return per_unit(per_token, segments, unit=unit), advantages
 
 
 # GMPO: clip every token's log-ratio first, then take the geometric mean of the sequence.
@@ -235,23 +215,16 @@ class GeometricClipped:
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, get_args(RatioName))
-        for name in ("eps_low", "eps_high"):
-            value = getattr(self, name)
-            check_number(name, value)
-            if value is None or not value > 0:
-                raise MethodError(f"{name}={value} must be positive: a distance from 0, in nats")
+        check_positive(self, "eps_low", "eps_high", hint=": a distance from 0, in nats")
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return (
             f"L = -A exp(mean_t m_t), m = log ratio({self.on}), <= {self.eps_high:g} where A > 0, "
             f">= {-self.eps_low:g} where A < 0"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         l = log_ratio(logprobs, on=self.on)  # noqa: E741
         segments = logprobs.segments
         return geometric_clip(l, advantages, segments, eps_low=self.eps_low, eps_high=self.eps_high)
@@ -296,8 +269,8 @@ def quantized_clip(
     w = rho.clamp(max=cap)
     plain = -advantages * r
     limited = -advantages * r.clamp(min=1 - eps_low).minimum((1 + eps_high) * rho / w)
-    clipped = limited > plain
-    return TokenLoss(w * limited.where(clipped, plain), clipped.detach())
+    loss, clipped, _ = larger(plain, limited)
+    return TokenLoss(w * loss, clipped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,25 +295,17 @@ class QuantizedClipped:
     cap: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("eps_low", "eps_high", "cap"):
-            value = getattr(self, name)
-            check_number(name, value)
-            if value is None or not value > 0:
-                raise MethodError(f"{name}={value} must be positive")
-        if self.eps_low > 1:
-            raise MethodError(f"eps_low={self.eps_low} must lie in (0, 1]: a distance below ratio 1")
+        check_range(self)
+        check_positive(self, "cap")
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return (
             f"L = W max(-A r, -A clip(r, 1 - {self.eps_low:g}, (1 + {self.eps_high:g}) rho / W)), "
             f"W = min(rho, {self.cap:g})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         return quantized_clip(
             log_ratio(logprobs, on="staleness"),
             stopped_log_ratio(logprobs, on="mismatch"),
@@ -412,21 +377,15 @@ class Soft:
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, ("full", "staleness"))
-        for name in ("tau_positive", "tau_negative"):
-            check_number(name, getattr(self, name))
-            if not getattr(self, name) > 0:
-                raise MethodError(f"{name}={getattr(self, name)} must be positive; larger is harder")
+        check_positive(self, "tau_positive", "tau_negative", hint="; larger is harder")
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return (
             f"L = -A (4 / tau) sigmoid(tau (r - 1)), r = ratio({self.on}), "
             f"tau = {self.tau_positive:g} where A > 0 else {self.tau_negative:g}"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         taus = {"tau_positive": self.tau_positive, "tau_negative": self.tau_negative}
         return TokenLoss(sapo(log_ratio(logprobs, on=self.on), advantages, **taus))

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.correction.statistics import divergence_of
-from offdrift.errors import EvidenceError, MethodError, check_choice, check_number
+from offdrift.errors import EvidenceError, MethodError, check_choice, check_number, check_range
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import blocks, clamped, ratio
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss
 from offdrift.objectives.clipped import ppo_clip
 from offdrift.objectives.reinforce import importance_sampled
 from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
@@ -116,29 +116,22 @@ class CovClipped:
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, ("full", "staleness"))
-        for name in ("eps_low", "eps_high", "fraction", "cov_low", "cov_high", "seed"):
+        check_range(self)
+        for name in ("fraction", "cov_low", "cov_high", "seed"):
             check_number(name, getattr(self, name))
         _check_fraction(self.fraction)
-        if not (0 < self.eps_low <= 1 and self.eps_high > 0):
-            raise MethodError(
-                f"eps_low={self.eps_low} must lie in (0, 1] and eps_high={self.eps_high} above 0; "
-                "they are distances from ratio 1"
-            )
         if not self.cov_low < self.cov_high:
             raise MethodError(f"cov_low={self.cov_low} must be below cov_high={self.cov_high}")
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return (
             f"L = max(-A u, -A clip(u, 1 - {self.eps_low:g}, 1 + {self.eps_high:g})), "
             f"0 on a random {self.fraction:g} of the tokens with "
             f"{self.cov_low:g} < cov(A, log pi) < {self.cov_high:g}, u = ratio({self.on})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         seen = batch_info.seen_by(self, logprobs, advantages)
         loss, clipped, _ = self._ppo(log_ratio(logprobs, on=self.on), advantages)
         assert clipped is not None
@@ -232,7 +225,6 @@ class CovPenalized:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         p = {
             "abs": "|log u|", "k2": "(log u)^2 / 2", "k3": "(u - 1 - log u)", "exact": "KL(old || current)",
         }[self.penalty]  # fmt: skip
@@ -241,9 +233,7 @@ class CovPenalized:
             f"cov(A, log pi), u = ratio({self.on})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         seen = batch_info.seen_by(self, logprobs, advantages)
         x = log_ratio(logprobs, on=self.on)
         step = covariance(seen["advantages"], seen["logp"], seen) - TIE * seen["key"]

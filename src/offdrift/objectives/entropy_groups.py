@@ -18,7 +18,7 @@ from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import EvidenceError, MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss, larger
 from offdrift.ratios import RatioName, stopped_log_ratio
 from offdrift.segments import Segments
 
@@ -116,16 +116,13 @@ class EntropyGrouped:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return (
             f"L = max(-A s, -A clip(s, 1 -+ {self.alpha:g} H / ln V)), s = geometric "
             f"ratio({self.on}) of top {100 * self.top_frac:g}% and rest by entropy, "
             "gradient through the token alone"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         """Raises: `EvidenceError` without the entropy of each token, or the vocabulary's size."""
         entropy, vocab, segments = batch_info.required("entropy"), batch_info.vocab, logprobs.segments
         if vocab is None or vocab < 2:
@@ -137,5 +134,5 @@ class EntropyGrouped:
         s = ratio(value + (logprobs.current - logprobs.current.detach()))
         plain = -advantages * s
         limited = -advantages * s.minimum(1 + eps).maximum(1 - eps)
-        clipped = limited > plain
-        return TokenLoss(share * limited.where(clipped, plain), clipped.detach())
+        loss, clipped, _ = larger(plain, limited)
+        return TokenLoss(share * loss, clipped)

@@ -17,7 +17,7 @@ from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import MethodError, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss
 from offdrift.ratios import RatioName
 
 
@@ -98,15 +98,12 @@ class ProximalEwma:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return (
             f"L = max(-A w, -A w clip(r, 1 - {self.eps:g}, 1 + {self.eps:g}) / r), "
             f"w = min(ratio(full), {self.limit:g}), r = ratio(staleness)"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         return ppo_ewma(logprobs, advantages, eps=self.eps, limit=self.limit)
 
 

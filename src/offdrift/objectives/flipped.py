@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo
-from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.errors import MethodError, check_choice, check_number, check_range
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss
 from offdrift.ratios import RatioName, log_ratio
 from offdrift.segments import Segments
 
@@ -127,11 +127,18 @@ class Flipped:
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, ("full", "staleness"))
-        for name in ("eps_low", "eps_high", "dual_clip", "entropy_quantile"):
+        check_range(self)
+        for name in ("dual_clip", "entropy_quantile"):
             check_number(name, getattr(self, name))
-        _check_range("eps_low, eps_high", (self.eps_low, self.eps_high))
         if self.eps_high_entropy is not None:
-            _check_range("eps_high_entropy", self.eps_high_entropy)
+            low, high = self.eps_high_entropy
+            check_number("eps_high_entropy", low)
+            check_number("eps_high_entropy", high)
+            if not (0 < low <= 1 and high > 0):
+                raise MethodError(
+                    f"eps_high_entropy={self.eps_high_entropy}: the first must lie in (0, 1], the second above 0; "
+                    "they are distances from ratio 1"
+                )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise MethodError(f"dual_clip={self.dual_clip} must exceed 1")
         if not 0 <= self.entropy_quantile <= 1:
@@ -144,7 +151,6 @@ class Flipped:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         c = self.dual_clip
         dual = "" if c is None else f", -A {c:g} log pi where the factor exceeds {c:g}"
         wide = ""
@@ -157,9 +163,7 @@ class Flipped:
             f"-A / min(r, 1 + {self.eps_high:g}) where A > 0{wide}{dual}, r = ratio({self.on})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         low, high = self.eps_low, self.eps_high
         log_r = log_ratio(logprobs, on=self.on)
         if self.eps_high_entropy is not None:
@@ -171,12 +175,3 @@ class Flipped:
             )
         limits = {"eps_low": low, "eps_high": high, "dual_clip": self.dual_clip}
         return aspo(log_r, logprobs.current, advantages, **limits)
-
-
-def _check_range(name: str, eps: tuple[float, float]) -> None:
-    for value in eps:
-        check_number(name, value)
-    if not (0 < eps[0] <= 1 and eps[1] > 0):
-        raise MethodError(
-            f"{name}={eps}: the first must lie in (0, 1], the second above 0; they are distances from ratio 1"
-        )

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo
-from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.errors import MethodError, check_choice, check_number, check_positive, check_range
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, ratio
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss
 from offdrift.objectives.clipped import ppo_clip
 from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
 
@@ -99,16 +99,13 @@ class PrefixClipped:
     def __post_init__(self) -> None:
         check_choice("on", self.on, get_args(RatioName))
         check_choice("gradient", self.gradient, ("token", "unit"))
-        _check_positive(self, "eps_low", "eps_high")
-        if self.dual_clip is not None:
-            _check_positive(self, "dual_clip")
+        check_positive(self, "eps_low", "eps_high", *([] if self.dual_clip is None else ["dual_clip"]))
         check_number("growth", self.growth)
         if self.growth is None or self.growth < 0:
             raise MethodError(f"growth={self.growth} must be 0 (constant limits) or positive")
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         s = f"t^{self.growth:g}"
         dual = "" if self.dual_clip is None else f", at most -A e^({self.dual_clip:g} {s}) where A < 0"  # fmt: skip
         through = ", gradient through the token alone" if self.gradient == "token" else ""
@@ -117,9 +114,7 @@ class PrefixClipped:
             f"v = prefix ratio({self.on}){through}"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         segments = logprobs.segments
         if self.gradient == "unit":
             prefix = segments.prefix_sum(clamped(log_ratio(logprobs, on=self.on)))
@@ -164,32 +159,19 @@ class PrefixMinClipped:
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, get_args(RatioName))
-        _check_positive(self, "eps_low", "eps_high")
-        if self.eps_low > 1:
-            raise MethodError(f"eps_low={self.eps_low} must lie in (0, 1]: a distance below ratio 1")
+        check_range(self)
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return (
             f"L = m max(-A r, -A clip(r, 1 - {self.eps_low:g}, 1 + {self.eps_high:g})), "
             f"m = least ratio before, r = token ratio({self.on})"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         segments = logprobs.segments
         least = segments.prefix_min(stopped_log_ratio(logprobs, on=self.on))
         before = torch.cat([least.new_zeros(1), least[:-1]]).where(segments.position > 0, 0.0)
         l = log_ratio(logprobs, on=self.on)  # noqa: E741
         loss, clipped, _ = ppo_clip(l, advantages, eps_low=self.eps_low, eps_high=self.eps_high)
         return TokenLoss(ratio(before) * loss, clipped)
-
-
-def _check_positive(objective: object, *names: str) -> None:
-    for name in names:
-        value = getattr(objective, name)
-        check_number(name, value)
-        if value is None or not value > 0:
-            raise MethodError(f"{name}={value} must be positive")

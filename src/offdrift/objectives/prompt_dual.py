@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo, Seen
-from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.errors import MethodError, check_choice, check_number, check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss
 from offdrift.objectives.prompts import StepPrompts, prompt_ids
 from offdrift.ratios import RatioName, log_ratio
 
@@ -156,10 +156,7 @@ class PromptDual:
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, ("full", "staleness"))
-        for name in ("radius", "floor"):
-            check_number(name, getattr(self, name))
-            if not getattr(self, name) > 0:
-                raise MethodError(f"{name}={getattr(self, name)} must be positive")
+        check_positive(self, "radius", "floor")
         check_number("multiplier", self.multiplier)
         if self.multiplier is not None and self.multiplier < 0:
             raise MethodError(f"multiplier={self.multiplier} must not be negative")
@@ -171,7 +168,6 @@ class PromptDual:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         found = f"lambda of the prompt for KL {self.radius:g}, at least {self.floor:g}"
         fixed = f"lambda = {self.multiplier or 0:g}"
         return (
@@ -185,9 +181,7 @@ class PromptDual:
             return {}
         return {"prompt": prompt_ids(logprobs.segments), "reward": batch_info.required("rewards").detach().double()}
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         price = self.multiplier
         if price is None:
             price = logprobs.segments.spread(self.prices(logprobs, batch_info)).to(advantages.dtype)

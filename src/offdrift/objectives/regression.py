@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo, Seen
-from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.errors import check_choice, check_positive
 from offdrift.logprobs import LogProbs
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss
 from offdrift.objectives.prompts import StepPrompts, prompt_ids
 from offdrift.ratios import RatioName, log_ratio
 
@@ -113,18 +113,13 @@ class Quadratic:
 
     def __post_init__(self) -> None:
         check_choice("on", self.on, ("full", "staleness"))
-        check_number("beta", self.beta)
-        if not self.beta > 0:
-            raise MethodError(f"beta={self.beta} must be positive; without a pull use Reinforce()")
+        check_positive(self, "beta", hint="; without a pull use Reinforce()")
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return f"L = -(A log pi - {self.beta:g} / 2 (log ratio({self.on}))^2)"
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         return TokenLoss(dro(log_r, logprobs.current, advantages, beta=self.beta))
 
@@ -160,10 +155,7 @@ class Regression:
 
     def __post_init__(self) -> None:
         check_choice("unit", self.unit, ("sequence", "geometric"))
-        for name in ("beta_value", "beta"):
-            check_number(name, getattr(self, name))
-            if not getattr(self, name) > 0:
-                raise MethodError(f"{name}={getattr(self, name)} must be positive")
+        check_positive(self, "beta_value", "beta")
 
     @property
     def on(self) -> RatioName:
@@ -172,7 +164,6 @@ class Regression:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         total, b = "sum" if self.unit == "sequence" else "mean", self.beta_value
         return (
             f"L = ({self.beta:g} {total} log ratio(full) - (R - V))^2, "
@@ -183,9 +174,7 @@ class Regression:
         """Prompt id and reward of each sequence. Gradient: none."""
         return {"prompt": prompt_ids(logprobs.segments), "reward": batch_info.required("rewards").detach().double()}
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         segments = logprobs.segments
         log_w = log_ratio(logprobs, on="full")
         total = segments.sum(log_w) if self.unit == "sequence" else segments.mean(log_w)

@@ -17,7 +17,7 @@ from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, ratio
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss
 from offdrift.ratios import RatioName, log_ratio
 
 
@@ -58,12 +58,9 @@ class Reinforce:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return "L = -A log pi"
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         return TokenLoss(reinforce(logprobs.current, advantages))
 
 
@@ -90,14 +87,11 @@ class ImportanceSampled:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         w = f"ratio({self.on})"
         pull = f" + {self.pull:g} log({w})^2" if self.pull else ""
         return f"L = -A {w if self.cap is None else f'min({w}, {self.cap:g})'}{pull}"
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         log_w = log_ratio(logprobs, on=self.on)
         pull = self.pull * clamped(log_w).square() if self.pull else None
         if self.cap is None:

@@ -19,7 +19,7 @@ from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss, larger
 from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
 
 Level = Literal["discrete", "exact"]
@@ -172,7 +172,6 @@ class SecondMomentClipped:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         u = f"u = ratio({self.on})"
         if self.scope == "all_drop_largest":
             return f"L = -A u, 0 where (log u)^2 is dropped to bring its mean below {self.budget:g}, {u}"
@@ -183,9 +182,7 @@ class SecondMomentClipped:
             f"tau where the second moment of harmful tokens is {exactly}{self.budget:g}"
         )
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         squares = batch_info.seen_by(self, logprobs, advantages)["squares"]
         u = ratio(log_ratio(logprobs, on=self.on))
         plain = -advantages * u
@@ -193,11 +190,9 @@ class SecondMomentClipped:
             limit = largest_kept(squares, budget=self.budget)
             dropped = stopped_log_ratio(logprobs, on=self.on).double().square() > limit
             return TokenLoss(plain.where(~dropped, 0.0), dropped & (advantages != 0))
-        low, high = self._bounds(squares)
-        limited = -advantages * u.clamp(low, high)
-        # Strict, not a maximum: on a tie the gradient goes to the unclipped branch.
-        clipped = (limited > plain).detach()
-        return TokenLoss(limited.where(clipped, plain), clipped)
+        tau = second_moment_threshold(squares, budget=self.budget, level=self.level)
+        low, high = second_moment_bounds(tau, floor_low=self.floor_low, floor_high=self.floor_high)
+        return larger(plain, -advantages * u.clamp(low, high))
 
     def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Squared log-ratio of every token, 0 where it is out of scope. Gradient: none."""
@@ -211,7 +206,3 @@ class SecondMomentClipped:
             harmful = ((a > SLACK) & (x > 0)) | ((a < -SLACK) & (x < 0))
             squares = squares.where(harmful, 0.0)
         return {"squares": squares}
-
-    def _bounds(self, squares: Float[Tensor, " m"]) -> Bounds:
-        tau = second_moment_threshold(squares, budget=self.budget, level=self.level)
-        return second_moment_bounds(tau, floor_low=self.floor_low, floor_high=self.floor_high)

@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo, Seen
-from offdrift.errors import MethodError, check_choice, check_number
+from offdrift.errors import MethodError, check_choice, check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, log_sums, ratio
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss
 from offdrift.objectives.clipped import ppo_clip, unit_ratio
 from offdrift.ratios import RatioName, Unit, turns_of
 from offdrift.segments import Segments
@@ -112,11 +112,7 @@ class TurnNormalized:
         check_choice("on", self.on, get_args(RatioName))
         check_choice("unit", self.unit, TURN_UNITS)
         check_choice("mode", self.mode, ("rescale", "renorm"))
-        for name in ("eps_low", "eps_high"):
-            value = getattr(self, name)
-            check_number(name, value)
-            if value is None or not value > 0:
-                raise MethodError(f"{name}={value} must be positive: a distance from ratio 1")
+        check_positive(self, "eps_low", "eps_high", hint=": a distance from ratio 1")
         if self.eps_low >= 1:
             raise MethodError(f"eps_low={self.eps_low} must lie in (0, 1): a distance below ratio 1")
         if self.mode == "renorm" and self.unit != "token":
@@ -127,16 +123,13 @@ class TurnNormalized:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         clip = f"clip(u, 1 - {self.eps_low:g}, 1 + {self.eps_high:g})"
         loss, u = f"L = max(-A u, -A {clip})", f"u = {self.unit} ratio({self.on})"
         if self.mode == "rescale":
             return f"{loss} / max(1, |clipped u A|), {u}"
         return f"{loss}, {u} / mean {clip} of its turn where clipped"
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         u, a = unit_ratio(logprobs, advantages, self.on, self.unit, "unit")
         loss, clipped = self._clip(u, a)
         if self.mode == "renorm":

@@ -15,7 +15,8 @@ from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
-from offdrift.objectives.base import TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss
+from offdrift.objectives.clipped import ppo_clip
 from offdrift.objectives.prompts import StepPrompts, prompt_ids
 from offdrift.objectives.reinforce import importance_sampled
 from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
@@ -36,26 +37,6 @@ def ratio_variance(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     Reference: R2VPO, arXiv:2601.03320.
     """
     return (ratio(log_ratio) - 1).square()
-
-
-def group_clip(log_ratio: Float[Tensor, " n"], advantages: Float[Tensor, " n"], eps: Float[Tensor, " n"]) -> TokenLoss:
-    """PPO's clip with a range per token, L = max(-A r, -A clip(r, 1 - eps, 1 + eps)).
-
-    Returns: loss, and where a clip strictly changed it.
-
-    Gradient: to `log_ratio`, -A r where unclipped, zero where clipped or |log_ratio| > 20.
-
-    Example:
-        >>> import torch
-        >>> group_clip(torch.tensor([1.5, 1.5]).log(), torch.ones(2), torch.tensor([0.1, 0.4])).loss
-        tensor([-1.1000, -1.4000])
-
-    Reference: as `ppo_clip`, whose ranges are numbers.
-    """
-    r = ratio(log_ratio)
-    plain, limited = -advantages * r, -advantages * r.clamp(1 - eps, 1 + eps)
-    clipped = limited > plain
-    return TokenLoss(limited.where(clipped, plain), clipped.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +81,6 @@ class VariancePenalized:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         p = f"{self.penalty:g}"
         moves = f"{p} moves by {self.step:g} (mean (r - 1)^2 - {self.target:g}) per step"
         return f"L = -(A r - {p} (r - 1)^2), r = ratio({self.on})" + (f", {moves}" if self.step else "")
@@ -115,9 +95,7 @@ class VariancePenalized:
         mean = float(seen["variance"]) / max(float(seen["count"]), 1.0)
         return replace(self, penalty=max(0.0, self.penalty + self.step * (mean - self.target)))
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         pull = self.penalty * ratio_variance(log_r)
         return TokenLoss(importance_sampled(log_r, advantages), regularizer=pull)
@@ -125,7 +103,7 @@ class VariancePenalized:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupClipped:
-    """`group_clip` with one range per prompt, narrower where the prompt's ratios vary more.
+    """PPO clipping with one range per prompt, narrower where the prompt's ratios vary more.
 
         eps_g = eps clip(sqrt(reference / Var_g), 1/2, 2)
 
@@ -165,7 +143,6 @@ class GroupClipped:
 
     @property
     def formula(self) -> str:
-        """The loss, in one line."""
         return (
             f"L = max(-A r, -A clip(r, 1 - e, 1 + e)), r = ratio({self.on}), "
             f"e = {self.eps:g} clip(sqrt({self.reference:g} / Var r of the prompt), 1/2, 2)"
@@ -183,12 +160,10 @@ class GroupClipped:
             "count": segments.lengths.double(),
         }
 
-    def __call__(
-        self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo = NO_INFO
-    ) -> TokenLoss:
+    def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         log_r = log_ratio(logprobs, on=self.on)
         eps = logprobs.segments.spread(self.ranges(logprobs, batch_info)).to(log_r.dtype)
-        return group_clip(log_r, advantages, eps)
+        return ppo_clip(log_r, advantages, eps_low=eps, eps_high=eps)
 
     def ranges(self, logprobs: LogProbs, batch_info: BatchInfo) -> Float[Tensor, " b"]:
         """eps_g of each sequence's prompt, float64. Gradient: none."""

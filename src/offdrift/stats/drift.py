@@ -19,7 +19,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.correction import Corrected
-from offdrift.correction.compose import GateLike
 from offdrift.divergence.evidence import Divergence, Grade
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, clamped, largest_of, log_sums
@@ -62,21 +61,21 @@ class Tails:
             >>> off[[3, 7]] = -2.0
             >>> tails = Tails()
             >>> tails.add(LogProbs.pack(zero, off, segments=Segments.from_lengths([200])))
-            >>> found = tails.sums(lambda mine: [mine])
-            >>> bool(found["full/k3_top"] == found["full/k3_binned"])
+            >>> sums = tails.sums(lambda own: [own])
+            >>> bool(sums["full/k3_top"] == sums["full/k3_binned"])
             True
         """
         # Some process may have seen nothing, and must take part all the same.
-        seen = set().union(*gather(list(self.k3)))
-        found = {}
-        for on in (name for name in SECOND if name in seen):
+        available = set().union(*gather(list(self.k3)))
+        tails = {}
+        for on in (name for name in SECOND if name in available):
             k3 = torch.cat(self.k3[on]).double() if on in self.k3 else torch.zeros(0).double()
             worst = -(-sum(gather(len(k3))) // SHARE)
-            mine = k3.topk(min(worst, len(k3))).values
-            tops, totals = zip(*gather((mine.cpu(), k3.sum().cpu())), strict=True)
-            found[f"{on}/k3_top"] = torch.cat(tops).topk(worst).values.sum()
-            found[f"{on}/k3_binned"] = torch.stack(totals).sum()
-        return found
+            own = k3.topk(min(worst, len(k3))).values
+            tops, totals = zip(*gather((own.cpu(), k3.sum().cpu())), strict=True)
+            tails[f"{on}/k3_top"] = torch.cat(tops).topk(worst).values.sum()
+            tails[f"{on}/k3_binned"] = torch.stack(totals).sum()
+        return tails
 
 
 Named = dict[str, Tensor]
@@ -143,12 +142,17 @@ class DriftStats:
             sums: Named = {}
             maxima: Named = {}
             logs: Named = {}
-            nll = _rollout_policy(logprobs, sums)
-            for on in ("mismatch", "staleness", "full"):
-                if _available(logprobs, on):
+            segments = logprobs.segments
+            sums["n"], sums["b"] = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
+            nll = -segments.mean(logprobs.logp_rollout)
+            _perplexity("rollout", nll, segments, sums)
+            has_current, has_old = logprobs.logp is not None, logprobs.logp_old is not None
+            available = {"mismatch": has_old, "staleness": has_current and has_old, "full": has_current}
+            for on in available:
+                if available[on]:
                     mean = _pair(on, logprobs, sums, maxima, logs)
                     if on in SECOND:  # mean log second = mean log rollout + mean log-ratio
-                        _perplexity(SECOND[on], nll - mean, logprobs.segments, sums)
+                        _perplexity(SECOND[on], nll - mean, segments, sums)
             if unscored is not None:
                 sums["unscored"] = unscored.count_nonzero()
             if corrected is not None:
@@ -176,7 +180,8 @@ class DriftStats:
         log_names, logs = _joined(self.log_names, self.logs, other.log_names, other.logs, torch.logaddexp)
         positions = dict(self.by_position)
         for name, x in other.by_position.items():
-            positions[name] = _add_padded(positions[name], x) if name in positions else x
+            short, long = sorted((x, positions.get(name, x[:0])), key=len)
+            positions[name] = long + torch.cat([short, short.new_zeros(len(long) - len(short))])
         grade = str(Grade.weakest([self.grade, other.grade]))
         return DriftStats(sum_names, sums, max_names, maxima, log_names, logs, positions, grade)
 
@@ -236,20 +241,6 @@ class DriftStats:
         return dict(zip((*self.sum_names, *self.max_names, *self.log_names), values))
 
 
-def _available(logprobs: LogProbs, on: str) -> bool:
-    has_current, has_old = logprobs.logp is not None, logprobs.logp_old is not None
-    return {"full": has_current, "mismatch": has_old, "staleness": has_current and has_old}[on]
-
-
-def _rollout_policy(logprobs: LogProbs, sums: Named) -> Float[Tensor, " b"]:
-    """Tokens, sequences, perplexity; returns each sequence's mean negative log-likelihood."""
-    segments = logprobs.segments
-    sums["n"], sums["b"] = segments.cu_seqlens[-1], (segments.lengths > 0).sum()
-    nll = -segments.mean(logprobs.logp_rollout)
-    _perplexity("rollout", nll, segments, sums)
-    return nll
-
-
 def _perplexity(policy: str, nll: Tensor, segments: Segments, sums: Named) -> None:
     """Mean negative log-likelihood of each sequence, and its exponential."""
     limited = nll.clamp(max=LOG_RATIO_LIMIT)
@@ -273,7 +264,18 @@ def _pair(on: str, logprobs: LogProbs, sums: Named, maxima: Named, logs: Named) 
     sums.update({f"{on}/{name}": x for name, x in zip(TOKEN_SUMS, totals, strict=True)})
     maxima.update({f"{on}/{name}": x for name, x in zip(TOKEN_MAXIMA, extremes, strict=True)})
     logs.update({f"{on}/{name}": x for name, x in zip(TOKEN_LOGS, joined, strict=True)})
-    return _pair_sequences(on, raw, logprobs.segments, sums, maxima, logs)
+    segments = logprobs.segments
+    filled, nothing = segments.lengths > 0, -torch.inf
+    total = segments.sum(raw.double())  # float32 would round a sum of 10^4 nats by 10^-3
+    mean = total / segments.lengths.clamp(min=1)
+    sums[f"{on}/b"] = filled.sum()
+    sums[f"{on}/mean"] = mean.sum()
+    sums[f"{on}/mean_abs"] = mean.abs().sum()
+    sums[f"{on}/ppl_ratio"] = clamped(-mean).exp().where(filled, 0.0).sum()
+    logs[f"{on}/log_product"], logs[f"{on}/log_product2"] = log_sums(total.where(filled, nothing))
+    maxima[f"{on}/mean_max"] = mean.where(filled, nothing).max()
+    maxima[f"{on}/-mean_min"] = (-mean).where(filled, nothing).max()
+    return mean
 
 
 def _token_pass(
@@ -298,24 +300,6 @@ def _token_pass(
     return torch.stack(added).double(), largest.double(), log_sums(raw)
 
 
-def _pair_sequences(
-    on: str, raw: Tensor, segments: Segments, sums: Named, maxima: Named, logs: Named
-) -> Float[Tensor, " b"]:
-    filled = segments.lengths > 0
-    total = segments.sum(raw.double())  # float32 would round a sum of 10^4 nats by 10^-3
-    mean = total / segments.lengths.clamp(min=1)
-    sums[f"{on}/b"] = filled.sum()
-    sums[f"{on}/mean"] = mean.sum()
-    sums[f"{on}/mean_abs"] = mean.abs().sum()
-    sums[f"{on}/ppl_ratio"] = clamped(-mean).exp().where(filled, 0.0).sum()
-    nothing = -torch.inf
-    products = log_sums(total.where(filled, nothing))
-    logs[f"{on}/log_product"], logs[f"{on}/log_product2"] = products
-    maxima[f"{on}/mean_max"] = mean.where(filled, nothing).max()
-    maxima[f"{on}/-mean_min"] = (-mean).where(filled, nothing).max()
-    return mean
-
-
 def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Named, logs: Named) -> None:
     segments, weight = logprobs.segments, corrected.weight
     # count_nonzero: the sum of a bool tensor would first copy it to int64.
@@ -327,7 +311,9 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
     sums["gate/kept_sequences"] = kept.sum()
     for i, (gate, rejected) in enumerate(corrected.rejected_by.items()):
         sums[f"gate/{i}/rejected_tokens"] = rejected.count_nonzero()
-        if _splits(gate) and logprobs.logp_old is not None:
+        kind = (gate.on, getattr(gate, "unit", None), getattr(gate, "statistic", None))
+        # What such a gate rejects by is the sum of a mismatch and a staleness term.
+        if kind == ("full", "seq_mean", "ratio") and logprobs.logp_old is not None:
             gone = segments.sum(rejected.to(weight.dtype)) > 0
             sums[f"gate/{i}/rejected_sequences"] = gone.sum()
             for on in ("mismatch", "staleness"):
@@ -342,12 +328,6 @@ def _decisions(logprobs: LogProbs, corrected: Corrected, sums: Named, maxima: Na
     sums["weight/limited"] = corrected.limited.count_nonzero()
     sums["weight/changed"] = (weight != 1).count_nonzero()
     maxima["weight/w_max"], maxima["weight/-w_min"] = largest_of(weight), largest_of(-weight)
-
-
-def _splits(gate: GateLike) -> bool:
-    """Whether what the gate rejects by is the sum of a mismatch and a staleness term."""
-    kind = (gate.on, getattr(gate, "unit", None), getattr(gate, "statistic", None))
-    return kind == ("full", "seq_mean", "ratio")
 
 
 def _divergences(
@@ -383,9 +363,3 @@ def _extended(vector: Tensor, values: Iterable[Tensor | float]) -> Tensor:
     """The vector with more entries at its end, on its device, in float64."""
     more = [torch.as_tensor(x, dtype=torch.float64).to(vector.device) for x in values]
     return torch.cat([vector, torch.stack(more)]) if more else vector
-
-
-def _add_padded(a: Tensor, b: Tensor) -> Tensor:
-    if len(a) < len(b):
-        a, b = b, a
-    return a + torch.cat([b, b.new_zeros(len(a) - len(b))])

@@ -63,7 +63,10 @@ class PerSequence:
         """
         cuts, lengths = segments.cu_seqlens, segments.lengths
         if raw.device.type != "cpu":
-            columns = [_reduced(x.double(), cuts, kind) for x, kind in ((raw, "sum"), (excess, "sum"), (size, "max"))]  # fmt: skip
+            columns = [
+                torch.segment_reduce(x.double(), kind, offsets=cuts, unsafe=True)
+                for x, kind in ((raw, "sum"), (excess, "sum"), (size, "max"))
+            ]
             return PerSequence(lengths, *(x.where(lengths > 0, 0.0) for x in columns))
         filled = lengths > 0
         starts = cuts[:-1][filled].numpy()
@@ -72,10 +75,10 @@ class PerSequence:
             np.add.reduceat(raw.double().numpy(), starts, out=columns[0])
             np.add.reduceat(excess.double().numpy(), starts, out=columns[1])
             columns[2] = np.maximum.reduceat(size.numpy(), starts)
-        found = torch.from_numpy(columns)
+        reduced = torch.from_numpy(columns)
         if len(starts) < len(lengths):
-            found = found.new_zeros(3, len(lengths)).masked_scatter_(filled.expand(3, -1), found)
-        return PerSequence(lengths, *found)
+            reduced = reduced.new_zeros(3, len(lengths)).masked_scatter_(filled.expand(3, -1), reduced)
+        return PerSequence(lengths, *reduced)
 
     def select(self, first: int, last: int) -> PerSequence:
         """Sequences `first` up to but not including `last`."""
@@ -146,17 +149,17 @@ def signature(
                 continue
             raw = stopped_log_ratio(logprobs, on=on)  # type: ignore[arg-type]
             sums |= _tokens(on, logprobs.logp_rollout, raw, starts)
-            known = (per_sequence or {}).get(on) or PerSequence.of(logprobs, on)
-            sums |= _sequences(on, known)
+            s = (per_sequence or {}).get(on) or PerSequence.of(logprobs, on)
+            sums |= {f"{on}/excess": s.excess.sum(), f"{on}/excess2": s.excess.square().sum()}
+            sums |= {f"{on}/accepted_{gate}": x.count_nonzero() for gate, x in s.accepted().items()}
         if logprobs.logp is not None and logprobs.logp_old is not None:
             raw = stopped_log_ratio(logprobs, on="staleness")
-            sums["staleness/clipped"] = _clipped(raw, advantages)
+            low, high = raw < CLIP[0], raw > CLIP[1]
+            if advantages is not None:
+                low, high = low & (advantages < 0), high & (advantages > 0)
+            sums["staleness/clipped"] = (low | high).count_nonzero()
             sums["staleness/clipped/n"] = logprobs.segments.cu_seqlens[-1]
     return sums
-
-
-def _reduced(x: Tensor, cuts: Tensor, kind: str) -> Tensor:
-    return torch.segment_reduce(x, kind, offsets=cuts, unsafe=True)
 
 
 def _starts(segments: Segments, position: Tensor | None) -> Int[Tensor, " s"]:
@@ -172,8 +175,8 @@ def _starts(segments: Segments, position: Tensor | None) -> Int[Tensor, " s"]:
 def _tokens(on: str, x: Tensor, raw: Tensor, starts: Tensor) -> Named:
     """Moments of x = log mu and y = x + l, over tokens and over neighbors."""
     n = len(x)
-    held = [_moments(x[a : a + BLOCK + 1], raw[a : a + BLOCK + 1], BLOCK) for a in range(0, n, BLOCK)]
-    xs, xx, xl, ys, yy, before, after, positive, negative = torch.stack(held).sum(0)
+    moments = [_moments(x[a : a + BLOCK + 1], raw[a : a + BLOCK + 1], BLOCK) for a in range(0, n, BLOCK)]
+    xs, xx, xl, ys, yy, before, after, positive, negative = torch.stack(moments).sum(0)
     sums = {"x": xs, "x2": xx, "xl": xl, "positive": positive, "negative": negative}
     # Neighbors: all of the stream, less what the cut between two sequences would pair.
     ends = torch.cat([starts[1:] - 1, starts.new_full((1,), n - 1)])
@@ -187,11 +190,11 @@ def _tokens(on: str, x: Tensor, raw: Tensor, starts: Tensor) -> Named:
     after = after - torch.dot(x_last[:-1], y_first[1:])
     pairs = xs.new_full((), n - len(starts))
     names = ("n", "x", "xx", "y", "yy", "xy")
-    for where, moments in (
+    for where, values in (
         ("before", (pairs, x_later, xx_later, y_earlier, yy_earlier, before)),
         ("after", (pairs, x_earlier, xx_earlier, y_later, yy_later, after)),
     ):
-        sums |= {f"{where}/{name}": v for name, v in zip(names, moments, strict=True)}
+        sums |= {f"{where}/{name}": v for name, v in zip(names, values, strict=True)}
     return {f"{on}/{name}": v for name, v in sums.items()}
 
 
@@ -206,16 +209,3 @@ def _moments(x_over: Tensor, raw_over: Tensor, size: int) -> Float[Tensor, " sum
         (raw > SIDE).count_nonzero(), (raw < -SIDE).count_nonzero(),
     ]  # fmt: skip
     return torch.stack([v.double() for v in added])
-
-
-def _sequences(on: str, s: PerSequence) -> Named:
-    sums = {"excess": s.excess.sum(), "excess2": s.excess.square().sum()}
-    sums |= {f"accepted_{gate}": x.count_nonzero() for gate, x in s.accepted().items()}
-    return {f"{on}/{name}": v for name, v in sums.items()}
-
-
-def _clipped(raw: Tensor, advantages: Tensor | None) -> Tensor:
-    low, high = raw < CLIP[0], raw > CLIP[1]
-    if advantages is None:
-        return (low | high).count_nonzero()
-    return (low & (advantages < 0) | high & (advantages > 0)).count_nonzero()
