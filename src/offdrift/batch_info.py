@@ -42,8 +42,8 @@ class Observed:
         """Both together: numbers add, logs of sums by `logaddexp`, vectors are joined."""
         return Observed(
             {
-                part: {name: _join(name, x, other.parts[part][name]) for name, x in seen.items()}
-                for part, seen in self.parts.items()
+                part: {name: _join(name, x, other.parts[part][name]) for name, x in statistics.items()}
+                for part, statistics in self.parts.items()
             }
         )
 

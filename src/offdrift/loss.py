@@ -1,4 +1,4 @@
-"""`policy_loss`: compare, correct, push, aggregate, count. Nothing else happens here."""
+"""`policy_loss`: a method's loss and drift statistics for one batch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def policy_loss(
     pushed = method.objective(*of_scored(anchored, advantages, batch_info)).placed(anchored)
     # where, not a product: a rejected token's loss may be huge, and huge * 0 is how NaN is born.
     token_loss = (corrected.weight * pushed.loss).where(corrected.keep, 0.0)
-    scale = _scale(method, segments, corrected, observed)
+    scale = None  # what turns sampled denominators into the ones that the method asks for
+    if method.normalizer != "sampled":
+        counts = observed.parts["normalizer"]
+        scale = accepted_scale(segments, corrected.keep, counts, how=how, name=method.normalizer)
     token_loss = token_loss if scale is None else token_loss * scale.to(token_loss.dtype)
     regularizer, kl = _regularizer(method, anchored, pushed.regularizer)
     if regularizer is not None:
@@ -120,14 +123,6 @@ def policy_loss(
     if kl is not None:
         stats = stats.with_sum("reference/kl", logprobs.at_scored(kl).sum())
     return PolicyLoss(loss, corrected, stats, observed)
-
-
-def _scale(method: Method, segments: Segments, corrected: Corrected, observed: Observed) -> Tensor | None:
-    """What turns sampled denominators into the ones the method asks for; None if they are those."""
-    if method.normalizer == "sampled":
-        return None
-    counts = observed.parts["normalizer"]
-    return accepted_scale(segments, corrected.keep, counts, how=method.aggregate, name=method.normalizer)
 
 
 def _regularizer(method: Method, logprobs: LogProbs, own: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -151,31 +146,31 @@ def _check(
             way = "make them with LogProbs.pack" if kind is LogProbs else "give a name or a Method"
             raise MethodError(f"{name} is a {type(x).__name__}, not a {kind.__name__}; {way}")
     n, b = logprobs.logp_rollout.shape, (len(logprobs.segments),)
-    wanted = {"advantages": n, "entropy": n, "version_lag": n, "rewards": b}
-    given = {"advantages": advantages}
-    given |= {k: x for k in list(wanted)[1:] if (x := getattr(batch_info, k)) is not None}
+    shapes = {"advantages": n, "entropy": n, "version_lag": n, "rewards": b}
+    inputs = {"advantages": advantages}
+    inputs |= {k: x for k in list(shapes)[1:] if (x := getattr(batch_info, k)) is not None}
     for name, d in batch_info.divergences.items():
-        wanted[name], given[name] = n, d.lo
-    for name, x in given.items():
+        shapes[name], inputs[name] = n, d.lo
+    for name, x in inputs.items():
         check_tensor(name, x)
-        if x.shape != wanted[name]:
+        if x.shape != shapes[name]:
             raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}, expected {tuple(wanted[name])}: the batch has "
+                f"{name} has shape {tuple(x.shape)}, expected {tuple(shapes[name])}: the batch has "
                 f"{n[0]} tokens in {b[0]} sequences; spread per-sequence values with segments.spread, "
                 "pack padded ones with logprobs.like_caller"
             )
     read = ("advantages", *(k for k in ("entropy", "rewards", "version_lag") if k in method.needs))
-    numbers = {k: x for k in read if (x := given.get(k)) is not None and len(x)}
+    numbers = {k: x for k in read if (x := inputs.get(k)) is not None and len(x)}
     # A sum of finite numbers may overflow in half precision; the extremes do not.
     ends = [e.detach().double() for x in numbers.values() for e in torch.aminmax(x)]
     if isinstance(normalizer, Tensor):
         if normalizer.numel() != 1:
             raise ShapeError(f"normalizer has shape {tuple(normalizer.shape)}; give one number")
         ends.append(normalizer.detach().double().reshape(()).to(advantages.device))
-    found = torch.stack(ends).tolist() if ends else []
+    on_host = torch.stack(ends).tolist() if ends else []
     if isinstance(normalizer, Tensor):
-        normalizer = found.pop()
-    for name, low, high in zip(numbers, found[::2], found[1::2], strict=True):
+        normalizer = on_host.pop()
+    for name, low, high in zip(numbers, on_host[::2], on_host[1::2], strict=True):
         if not (math.isfinite(low) and math.isfinite(high)):
             _raise_not_finite(name, numbers[name], logprobs.segments)
     for name, x in (("normalizer", normalizer), ("horizon", horizon)):

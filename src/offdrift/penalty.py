@@ -101,11 +101,23 @@ def kl_estimate(
     _check_same_shape(logp=logp, logp_ref=logp_ref, log_ratio=log_ratio)
     d = at_least_float32(logp) - at_least_float32(logp_ref).detach()
     d = d.nan_to_num(nan=0.0, posinf=INFINITE, neginf=-INFINITE)
-    value = _value(d, estimator)
+    base = estimator.removesuffix("+")
+    if base in ("k1", "abs"):
+        value = d if base == "k1" else d.abs()
+    else:
+        value = d.square() / 2 if base == "k2" else sampled.k3(-d)
     if value_limit is not None:
         value = value.clamp(-value_limit, value_limit)
     if estimator == "k3_corrected":
-        return _importance(logp, log_ratio, cap, ratio_gradient) * value
+        if log_ratio is None:
+            raise EvidenceError('"k3_corrected" needs log_ratio=; give log_ratio(logprobs, on="full")')
+        if not ratio_gradient:
+            log_ratio = log_ratio.detach()
+        elif torch.is_grad_enabled() and logp.requires_grad and not log_ratio.requires_grad:
+            raise MethodError("log_ratio has no gradient; give one, or say ratio_gradient=False")
+        # q = pi / mu; an unknown ratio counts for nothing.
+        q = ratio(at_least_float32(log_ratio).nan_to_num(nan=-LOG_RATIO_LIMIT))
+        return (q if cap is None else q.clamp(max=cap)) * value
     if estimator.endswith("+"):
         k2 = d.square() / 2
         return value.detach() + (k2 - k2.detach())
@@ -253,36 +265,16 @@ class KLPenalty:
 
     def __call__(self, logp: Tokens, logp_ref: Tokens, log_ratio: Tokens | None = None) -> Tokens:
         """The estimate per token, nats, not yet times `coef`. Gradient: see `kl_estimate`."""
-        options = ("estimator", "cap", "value_limit", "ratio_gradient")
-        given = {name: getattr(self, name) for name in options}
-        return kl_estimate(logp, logp_ref, log_ratio=log_ratio, **given)
-
-
-def _value(d: Tensor, estimator: EstimatorName) -> Tensor:
-    base = estimator.removesuffix("+")
-    if base in ("k1", "abs"):
-        return d if base == "k1" else d.abs()
-    return d.square() / 2 if base == "k2" else sampled.k3(-d)
-
-
-def _importance(logp: Tensor, log_ratio: Tensor | None, cap: Any, gradient: bool) -> Tensor:
-    """q = pi / mu; an unknown ratio counts for nothing."""
-    if log_ratio is None:
-        raise EvidenceError('"k3_corrected" needs log_ratio=; give log_ratio(logprobs, on="full")')
-    if not gradient:
-        log_ratio = log_ratio.detach()
-    elif torch.is_grad_enabled() and logp.requires_grad and not log_ratio.requires_grad:
-        raise MethodError("log_ratio has no gradient; give one, or say ratio_gradient=False")
-    q = ratio(at_least_float32(log_ratio).nan_to_num(nan=-LOG_RATIO_LIMIT))
-    return q if cap is None else q.clamp(max=cap)
+        names = ("estimator", "cap", "value_limit", "ratio_gradient")
+        return kl_estimate(logp, logp_ref, log_ratio=log_ratio, **{name: getattr(self, name) for name in names})
 
 
 def _check_options(estimator: str, cap: Any, value_limit: Any, ratio_gradient: bool) -> None:
     check_choice("estimator", estimator, get_args(EstimatorName))
     if estimator != "k3_corrected" and (cap is not None or not ratio_gradient):
         raise MethodError(f"cap and ratio_gradient belong to k3_corrected, not to {estimator!r}")
-    given = {"cap": cap, "value_limit": value_limit}
-    _check_positive(**{name: x for name, x in given.items() if x is not None})
+    limits = {"cap": cap, "value_limit": value_limit}
+    _check_positive(**{name: x for name, x in limits.items() if x is not None})
 
 
 def _check_positive(**numbers: Any) -> None:

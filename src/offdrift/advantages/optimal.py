@@ -127,16 +127,12 @@ def _apart_from_column(
     baseline = cells.sum(returns * energy) / (cells.sum(energy) + EPS)
     has_baseline = segments.spread(credit.siblings > 1)
     if zero_tail:
-        has_baseline = has_baseline & ~_in_tail(credit, column)
+        # Tokens of a group's one longest sequence at columns that no other reaches by its length.
+        lengths = segments.lengths.double()
+        longest, second = best_and_second(lengths, credit)
+        alone = (lengths == longest) & (longest > second) & (credit.counts > 0)
+        has_baseline = has_baseline & ~(segments.spread(alone) & (column >= segments.spread(second)))
     return returns - cells.spread(baseline).where(has_baseline, 0.0)
-
-
-def _in_tail(credit: Credit, column: Int[Tensor, " n"]) -> Tensor:
-    """Tokens of a group's one longest sequence at columns that no other reaches by its length."""
-    lengths = credit.segments.lengths.double()
-    longest, second = best_and_second(lengths, credit)
-    alone = (lengths == longest) & (longest > second) & (credit.counts > 0)
-    return credit.segments.spread(alone) & (column >= credit.segments.spread(second))
 
 
 def _score_norm(credit: Credit, estimator: str) -> Float[Tensor, " n"]:

@@ -28,10 +28,10 @@ def check_rewards(rewards: Tensor, segments: Segments) -> None:
     _refuse("reward", rewards, segments, per_sequence=len(rewards) == len(segments))
 
 
-def check_entries(given: dict[str, Tensor | None], segments: Segments, *, per_sequence: bool) -> None:
+def check_entries(entries: dict[str, Tensor | None], segments: Segments, *, per_sequence: bool) -> None:
     """One finite entry per sequence or per token, whichever it must be."""
     length = len(segments) if per_sequence else segments.num_tokens
-    for name, x in given.items():
+    for name, x in entries.items():
         if x is None:
             continue
         check_tensor(name, x)
@@ -335,10 +335,10 @@ def advantages(
             total=total,
             **{name: None if x is None else x.double() for name, x in floats.items()},
         )
-        found = row.function(credit)
+        per_token = row.function(credit)
         if row.siblings and credit.counted is not None:
-            found = found.where(segments.spread(credit.siblings > 0), 0.0)
-        return found.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+            per_token = per_token.where(segments.spread(credit.siblings > 0), 0.0)
+        return per_token.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 def _grouped(segments: Segments, group_ids: Tensor | str | None, compares_siblings: str | None) -> Segments:

@@ -136,7 +136,7 @@ class Weight:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the `BatchInfo` that it reads."""
+        """Fields of `BatchInfo` that it reads."""
         return () if self.outcome == "any" else ("rewards",)
 
     @property
@@ -176,10 +176,12 @@ class Weight:
             weight, limited = self._limited(logprobs)
             exact = partial(self.log_weight, logprobs, advantages, batch_info)
             if self.normalize:
-                weight = _shown(self._normalized(logprobs, advantages, batch_info), weight.dtype)
+                log_w = self._normalized(logprobs, advantages, batch_info)  # only a mask makes a weight 0
+                weight = ratio(log_w).where(log_w > -torch.inf, 0.0).to(weight.dtype)
             for applies in self._applies(logprobs, advantages, batch_info):
                 weight, limited = weight.where(applies, 1.0), limited & applies
-            return Weighted(weight, limited, exact, self._least)
+            least = LEAST if self.saturation is None else LEAST / (LEAST + self.saturation)
+            return Weighted(weight, limited, exact, least)
 
     def log_weight(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None = None, batch_info: BatchInfo = NO_INFO
@@ -206,10 +208,6 @@ class Weight:
             if self.unit in WHOLE_SEQUENCE:
                 log_w, count = segments.max(log_w, empty=-torch.inf), (segments.lengths > 0).sum()
             return {"log_weight": log_sums(log_w)[0], "count": count.double()}
-
-    @property
-    def _least(self) -> float:
-        return LEAST if self.saturation is None else LEAST / (LEAST + self.saturation)
 
     def _normalized(
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo
@@ -280,11 +278,6 @@ class Weight:
         if self.saturation is not None:
             weight = weight / (weight + self.saturation)
         return weight, limited
-
-
-def _shown(log_weight: Float[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, " n"]:
-    """Weights from their logs, which only a mask makes 0."""
-    return ratio(log_weight).where(log_weight > -torch.inf, 0.0).to(dtype)
 
 
 # VESPO's weight: a smooth kernel of the sequence ratio, whose tails vanish on both sides.

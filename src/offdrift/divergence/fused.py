@@ -80,22 +80,26 @@ def exact_divergences(
 
     Example:
         >>> mu, pi = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-        >>> found = exact_divergences(mu, pi, tokens=torch.tensor([1]))
-        >>> found.kl_rollout_current, found.tv, found.chi2, found.logp
+        >>> d = exact_divergences(mu, pi, tokens=torch.tensor([1]))
+        >>> d.kl_rollout_current, d.tv, d.chi2, d.logp
         (tensor([0.1438]), tensor([0.2500]), tensor([0.2500]), tensor([-0.2877]))
 
     Reference: Li et al., Trust Region Masking, arXiv:2512.23075v5, eq. 23 (KL) and
     Definition 2.2 (TV).
     """
     check_pair(logits_rollout, logits, temperature)
-    _check_tokens(tokens, logits)
+    if tokens is not None and tokens.shape != logits.shape[:1]:
+        raise ShapeError(
+            f"tokens has shape {tuple(tokens.shape)}, logits has {tuple(logits.shape)}; give the one "
+            "token that was drawn from each row"
+        )
     if route_of(logits_rollout, logits, compiled=compiled) == "triton":
         return kernels.exact_divergences(logits_rollout, logits, tokens, temperature)
     drawn = torch.zeros_like(logits[:, 0], dtype=torch.int64) if tokens is None else tokens.long()
     rows = (logits_rollout, logits, drawn)
     scale = temperature_of(logits, temperature)
-    found = ExactDivergences(*chunks.by_rows(definition, rows, scale, compiled=compiled, plain=plain.divergences))
-    return found if tokens is not None else found._replace(logp_rollout=None, logp=None)
+    fields = ExactDivergences(*chunks.by_rows(definition, rows, scale, compiled=compiled, plain=plain.divergences))
+    return fields if tokens is not None else fields._replace(logp_rollout=None, logp=None)
 
 
 def route_of(*policies: Float[Tensor, "n v"], compiled: bool | None) -> Route:
@@ -122,12 +126,4 @@ def check_pair(logits_rollout: Tensor, logits: Tensor, temperature: float | int)
         raise BadValueError(
             f"temperature is {temperature}; the current policy's logits are divided by it, so give "
             "the positive number the rollouts were sampled at"
-        )
-
-
-def _check_tokens(tokens: Tensor | None, logits: Tensor) -> None:
-    if tokens is not None and tokens.shape != logits.shape[:1]:
-        raise ShapeError(
-            f"tokens has shape {tuple(tokens.shape)}, logits has {tuple(logits.shape)}; give the one "
-            "token that was drawn from each row"
         )

@@ -133,8 +133,8 @@ def hidden_divergences(
     Example:
         >>> head = Head(torch.tensor([[1.0], [0.0]]))
         >>> mu, pi = torch.tensor([[0.0]]), torch.tensor([[3.0]]).log()
-        >>> found = hidden_divergences(mu, head, pi, head, tokens=torch.tensor([0]))
-        >>> found.kl_rollout_current, found.tv, found.logp.exp()
+        >>> d = hidden_divergences(mu, head, pi, head, tokens=torch.tensor([0]))
+        >>> d.kl_rollout_current, d.tv, d.logp.exp()
         (tensor([0.1438]), tensor([0.2500]), tensor([0.7500]))
 
     Reference: Li et al., Trust Region Masking, arXiv:2512.23075v5, eq. 23 (KL) and Definition 2.2
@@ -233,20 +233,17 @@ def _fields(mu: _Policy, pi: _Policy, tokens: Tensor, spans: list[slice], *, kee
             kept.append(both)
     sums = mu.total.new_zeros(7, len(tokens))
     for both in kept or blocks():
-        sums = _with_block(sums, mu, pi, both)
+        normalizers = ((mu.top, mu.total), (pi.top, pi.total))
+        if mu.route == "triton":
+            temperatures, shapes = (mu.temperature, pi.temperature), (mu.shape, pi.shape)
+            sums = kernels.accumulate(sums, both, normalizers, temperatures, shapes)
+        else:
+            rows = (*both, *normalizers[0], *normalizers[1])
+            sums = sums + torch.stack(mu.by_rows(accumulate, rows, mu.divisor, pi.divisor))
     sums[2].clamp_(max=1.0)  # TV
     # A state that is no number makes every field NaN, also where a soft cap would hide it.
     nan_or_0 = 0.0 * sums[2] + sum((0.0 * x.states).sum(-1) for x in (mu, pi))
     return (torch.cat([sums, torch.stack([mu.logp(), pi.logp()])]) + nan_or_0).to(mu.dtype)
-
-
-def _with_block(sums: Tensor, mu: _Policy, pi: _Policy, both: tuple[Tensor, Tensor]) -> Float[Tensor, "7 n"]:
-    normalizers = ((mu.top, mu.total), (pi.top, pi.total))
-    if mu.route == "triton":
-        temperatures, shapes = (mu.temperature, pi.temperature), (mu.shape, pi.shape)
-        return kernels.accumulate(sums, both, normalizers, temperatures, shapes)
-    rows = (*both, *normalizers[0], *normalizers[1])
-    return sums + torch.stack(mu.by_rows(accumulate, rows, mu.divisor, pi.divisor))
 
 
 def _check(hidden_rollout: Tensor, head_rollout: Head, hidden: Tensor, head: Head, tokens: Tensor | None) -> None:
@@ -258,10 +255,10 @@ def _check(hidden_rollout: Tensor, head_rollout: Head, hidden: Tensor, head: Hea
             )
     n = len(hidden)
     if len(hidden_rollout) != n or (tokens is not None and tokens.shape != (n,)):
-        given = "" if tokens is None else f", tokens {tuple(tokens.shape)}"
+        drawn = "" if tokens is None else f", tokens {tuple(tokens.shape)}"
         raise ShapeError(
             f"hidden_rollout has shape {tuple(hidden_rollout.shape)}, hidden {tuple(hidden.shape)}"
-            f"{given}; they must describe the same tokens"
+            f"{drawn}; they must describe the same tokens"
         )
     if len(head_rollout.weight) != len(head.weight):
         raise ShapeError(

@@ -108,8 +108,7 @@ def units(row: Method) -> frozenset[str]:
         >>> sorted(units(method("trm_max")))
         ['token', 'worst']
     """
-    found = {unit for part in row.parts for unit in _units_of(part)}
-    return frozenset(found or {"token"})
+    return frozenset({unit for part in row.parts for unit in _units_of(part)} or {"token"})
 
 
 def ratios(row: Method) -> frozenset[str]:
@@ -134,12 +133,12 @@ def evidence(row: Method) -> frozenset[str]:
         [['none'], ['sampled'], ['exact']]
     """
     versions = any(getattr(g, "statistic", None) == "version_lag" for g in row.correction.gates)
-    found = {"versions"} if versions or "version_lag" in row.needs else set()
+    kinds = {"versions"} if versions or "version_lag" in row.needs else set()
     if row.needs_divergences:
-        found.add("exact")
+        kinds.add("exact")
     elif ratios(row):
-        found.add("sampled")
-    return frozenset(found or {"none"})
+        kinds.add("sampled")
+    return frozenset(kinds or {"none"})
 
 
 @cache
@@ -189,11 +188,6 @@ def is_treatment(row: Method) -> str:
     return "; ".join(words) or "none"
 
 
-def family(name: str) -> str:
-    """The chapter of the table that a row is in."""
-    return next(title for title, rows in FAMILIES.items() if name in rows)
-
-
 # -- together -------------------------------------------------------------------------------------
 
 
@@ -207,7 +201,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
     return {
         "name": name,
         "kind": "method",
-        "family": family(name),
+        "family": next(title for title, rows in FAMILIES.items() if name in rows),
         "summary": row.summary,
         "unit": _listed(units(row), UNITS),
         "ratio": _listed(ratios(row), get_args(RatioName)),
@@ -239,19 +233,19 @@ def facts(name: str, row: Method) -> dict[str, Any]:
 
 def _units_of(part: Any) -> set[str]:
     """The units of one part: what it says, what it observes, and what is `UNSAID`."""
-    found = set(UNSAID.get(type(part).__name__, ()))
-    said: str | None = getattr(part, "unit", None)
-    if said is not None:
+    units = set(UNSAID.get(type(part).__name__, ()))
+    own: str | None = getattr(part, "unit", None)
+    if own is not None:
         names = {"seq_max": "worst"}
         names |= OF_RATIO if getattr(part, "statistic", None) == "ratio" else {}
-        found.add(names.get(said, said))
-    elif getattr(part, "on", None) is not None and not found:
-        found.add("token")
+        units.add(names.get(own, own))
+    elif getattr(part, "on", None) is not None and not units:
+        units.add("token")
     if hasattr(part, "observe") and getattr(part, "observes", True):
         batch = probe.batch()
-        seen = part.observe(batch.logprobs, batch.advantages, batch.batch_info)
-        found |= ({"group"} if "prompt" in seen else {"batch"}) if seen else set()
-    return found
+        if observed := part.observe(batch.logprobs, batch.advantages, batch.batch_info):
+            units.add("group" if "prompt" in observed else "batch")
+    return units
 
 
 def _weight_in_words(weight: Any) -> str:
@@ -274,24 +268,24 @@ def _weight_in_words(weight: Any) -> str:
         words += f", saturating: w / (w + {weight.saturation:g})"
     if weight.normalize:
         words += ", divided by its mean"
-    said = {"advantages": weight.advantage, "answers": weight.outcome}
-    about = [f"{which} {noun}" for noun, which in said.items() if which != "any"]
+    conditions = {"advantages": weight.advantage, "answers": weight.outcome}
+    about = [f"{which} {noun}" for noun, which in conditions.items() if which != "any"]
     return words + (f" ({', '.join(about)})" if about else "")
 
 
-def _listed(found: Iterable[str], order: Iterable[str]) -> list[str]:
-    """Known names in their order, then any others."""
-    known = [x for x in order if x in found]
-    return known + sorted(set(found) - set(known))
+def _listed(names: Iterable[str], order: Iterable[str]) -> list[str]:
+    """The names in this order, then those that it does not have."""
+    ordered = [x for x in order if x in names]
+    return ordered + sorted(set(names) - set(ordered))
 
 
 def by_path(row: Method) -> dict[str, Any]:
     """Every part by the path that `override` knows it by."""
-    found: dict[str, Any] = {"objective": row.objective}
+    paths: dict[str, Any] = {"objective": row.objective}
     for role, several in (("gate", row.correction.gates), ("weight", row.correction.weights)):
         for i, part in enumerate(several):
-            found[role if len(several) == 1 else f"{role}.{i}"] = part
-    return found | {role: part for role in SINGLE if (part := getattr(row, role)) is not None}
+            paths[role if len(several) == 1 else f"{role}.{i}"] = part
+    return paths | {role: part for role in SINGLE if (part := getattr(row, role)) is not None}
 
 
 def parts(row: Method) -> list[dict[str, Any]]:
@@ -316,13 +310,13 @@ def settings(row: Method) -> dict[str, Any]:
         >>> settings(method("trm_max"))["gate.high"]
         0.05
     """
-    given = {name: getattr(row, name) for name in PLAIN}
+    values = {name: getattr(row, name) for name in PLAIN}
     for path, part in by_path(row).items():
         for field in fields(part):
             value = getattr(part, field.name)
             if field.init and not is_dataclass(value):
-                given[f"{path}.{field.name}"] = plain(value)
-    return given
+                values[f"{path}.{field.name}"] = plain(value)
+    return values
 
 
 def plain(x: Any) -> Any:
@@ -360,7 +354,7 @@ WORDS = {
 
 
 def catalog() -> Rows:
-    """BatchInfo of every method and every system, by name.
+    """What is known of every method and every system, by name.
 
     Example:
         >>> catalog()["trm_max"]["evidence"]

@@ -106,21 +106,21 @@ class Method:
     @property
     def divergences(self) -> frozenset[str]:
         """Names of the divergences that it reads, such as `kl_rollout_current` or `tv_old_current`."""
-        found = (getattr(part, "reads", None) for part in self.parts)
-        return frozenset(name for name in found if name is not None)
+        read = (getattr(part, "reads", None) for part in self.parts)
+        return frozenset(name for name in read if name is not None)
 
     @property
     def needs_old(self) -> bool:
         """Whether it reads recorded log-probs of the old policy."""
         if self.anchor is not None:
             return False
-        return any(_reads_old(part) for part in self.parts)
+        on_old = ("mismatch", "staleness")
+        return any(getattr(part, "needs_old", getattr(part, "on", None) in on_old) for part in self.parts)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the `BatchInfo` that it reads, besides divergences."""
-        found = {name for part in self.parts for name in getattr(part, "needs", ())}
-        return frozenset(found)
+        """Fields of `BatchInfo` that it reads, besides divergences."""
+        return frozenset(name for part in self.parts for name in getattr(part, "needs", ()))
 
     @property
     def observers(self) -> tuple[Any, ...]:
@@ -163,8 +163,3 @@ class Method:
             for f in fields(mine)
             if getattr(mine, f.name) != getattr(getattr(since, name), f.name)
         }
-
-
-def _reads_old(part: Any) -> bool:
-    on = getattr(part, "on", None)
-    return bool(getattr(part, "needs_old", on in ("mismatch", "staleness")))

@@ -57,7 +57,12 @@ def _changed(row: Method, part: str, values: Mapping[str, Any], several: dict[st
         return replace(row, **{part: _with_fields(getattr(row, part), values, path)})
     head, _, index = part.partition(".")
     if parts := several.get(f"{head}s"):
-        i = _index(index, len(parts), path, f"{head}s")
+        count, name = len(parts), path.rpartition(".")[2]
+        if index == "" and count > 1:
+            raise MethodError(f"{path!r}: this method has {count} {head}s, say which: {head}.0.{name}, ...")
+        i = int(index or 0) if (index or "0").isdigit() else count
+        if i >= count:
+            raise MethodError(f"{path!r}: {head}s are numbered 0 to {count - 1}")
         parts[i] = _with_fields(parts[i], values, path)
         return row
     raise MethodError(
@@ -66,27 +71,13 @@ def _changed(row: Method, part: str, values: Mapping[str, Any], several: dict[st
     )
 
 
-def _index(index: str, count: int, path: str, several: str) -> int:
-    """Which of several parts a path means."""
-    one, name = several.removesuffix("s"), path.rpartition(".")[2]
-    if index == "" and count > 1:
-        raise MethodError(f"{path!r}: this method has {count} {several}, say which: {one}.0.{name}, ...")  # fmt: skip
-    i = int(index or 0) if (index or "0").isdigit() else count
-    if i >= count:
-        raise MethodError(f"{path!r}: {several} are numbered 0 to {count - 1}")
-    return i
-
-
 def _with_fields(part: Any, values: Mapping[str, Any], path: str) -> Any:
     assert is_dataclass(part)
     types = {f.name: str(f.type) for f in fields(part) if f.init}
-    for name in values:
+    changes = dict(values)
+    for name, value in values.items():
         if name not in types:
             raise MethodError(f"{path!r}: {type(part).__name__} has no {name!r}, only {[*types]}")
-    return replace(part, **{n: _as_float(v, types[n]) for n, v in values.items()})  # type: ignore[type-var]
-
-
-def _as_float(value: Any, annotation: str) -> Any:
-    """What a number without a decimal point means where a float is meant."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if whole and "float" in annotation else value
+        if isinstance(value, int) and not isinstance(value, bool) and "float" in types[name]:
+            changes[name] = float(value)  # a number without a decimal point where a float is meant
+    return replace(part, **changes)  # type: ignore[type-var]

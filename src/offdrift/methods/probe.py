@@ -63,14 +63,14 @@ def moved(token: int, by: float | int) -> Batch:
 
     Its divergences are those of the larger drift.
     """
-    given = batch()
-    lp, step = given.logprobs, torch.zeros_like(given.advantages)
+    calm = batch()
+    lp, step = calm.logprobs, torch.zeros_like(calm.advantages)
     step[token] = by
     assert lp.logp is not None
     assert lp.logp_old is not None
-    far = {name: Divergence.exact(name, d.lo + step.square()) for name, d in given.batch_info.divergences.items()}
+    far = {name: Divergence.exact(name, d.lo + step.square()) for name, d in calm.batch_info.divergences.items()}
     logprobs = LogProbs(lp.logp_rollout, lp.segments, lp.logp - 2 * step, lp.logp_old - step)
-    return Batch(logprobs, given.advantages, replace(given.batch_info, divergences=far))
+    return Batch(logprobs, calm.advantages, replace(calm.batch_info, divergences=far))
 
 
 def token_losses(row: Method, given: Batch) -> Float[Tensor, " n"]:
@@ -85,24 +85,24 @@ def token_losses(row: Method, given: Batch) -> Float[Tensor, " n"]:
 
 def push(objective: Objective, *, scale: float | int) -> Float[Tensor, " n"]:
     """Gradient of the batch's summed loss to every log pi, advantages times `scale`."""
-    given = batch()
-    logp = given.logprobs.current.clone().requires_grad_()
-    logprobs = replace(given.logprobs, logp=logp)
-    pushed = objective(logprobs, scale * given.advantages, differentiable(given.batch_info, logprobs))
+    drawn = batch()
+    logp = drawn.logprobs.current.clone().requires_grad_()
+    logprobs = replace(drawn.logprobs, logp=logp)
+    pushed = objective(logprobs, scale * drawn.advantages, differentiable(drawn.batch_info, logprobs))
     return torch.autograd.grad(pushed.loss.sum(), logp)[0]
 
 
 def differentiable(batch_info: BatchInfo, logprobs: LogProbs) -> BatchInfo:
     """The `BatchInfo` with a KL of old and current policy that has a gradient, as a penalty asks for."""
     name = "kl_old_current"
-    given = batch().logprobs
-    start = (given.current - given.old).square() / 2
+    calm = batch().logprobs
+    start = (calm.current - calm.old).square() / 2
     kl = batch_info.divergences[name].lo + (logprobs.current - logprobs.old).square() / 2 - start
     return replace(batch_info, divergences={**batch_info.divergences, name: Divergence.exact(name, kl)})
 
 
 def corrected(correction: Correction, *, scale: float | int) -> Float[Tensor, " n"]:
     """Weight of every token of the batch, 0 where a gate rejects; advantages times `scale`."""
-    given = batch()
-    found = correction(given.logprobs, scale * given.advantages, given.batch_info)
-    return found.weight.where(found.keep, 0.0)
+    drawn = batch()
+    decided = correction(drawn.logprobs, scale * drawn.advantages, drawn.batch_info)
+    return decided.weight.where(decided.keep, 0.0)
