@@ -34,7 +34,6 @@ def test_packed_input_with_a_mask_shrinks_sequences_turns_and_groups_alike():
     x = torch.tensor([-1.0, NAN, -3.0, -4.0, -5.0])
     lp = LogProbs.pack(x, segments=segments, mask=torch.tensor([1, 0, 1, 1, 1]))
     assert lp.segments.lengths.tolist() == [2, 2]
-    assert lp.segments.turns is not None
     assert lp.segments.turns.lengths.tolist() == [1, 1, 2]
     assert lp.segments.groups.sizes.tolist() == [2]
     assert lp.unpack(torch.ones(4)).tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
@@ -52,7 +51,6 @@ def test_a_masked_nan_poisons_neither_loss_nor_gradient():
     leaf = torch.tensor([[-1.0, NAN]], requires_grad=True)
     lp = LogProbs.pack(torch.tensor([[-1.0, NAN]]), leaf, mask=torch.tensor([[1, 0]]))
     (lp.current - lp.logp_rollout).exp().sum().backward()
-    assert leaf.grad is not None
     assert leaf.grad.tolist() == [[1.0, 0.0]]
 
 
@@ -114,12 +112,10 @@ def test_a_token_without_a_rollout_log_prob_is_unscored_and_has_the_ratio_one(va
     rollout = torch.tensor([-1.0, value, -2.0])
     leaf = torch.tensor([-1.5, -0.5, -2.5], requires_grad=True)
     lp = LogProbs.pack(rollout, leaf, leaf.detach() - 1, segments=Segments.from_lengths([2, 1]))
-    assert lp.unscored is not None
     assert lp.unscored.tolist() == [False, True, False]
     for on in ("full", "mismatch", "staleness"):
         assert log_ratio(lp, on=on)[1] == 0
     log_ratio(lp, on="full").sum().backward()
-    assert leaf.grad is not None
     assert leaf.grad.tolist() == [1.0, 0.0, 1.0]
 
 
@@ -139,7 +135,6 @@ def test_sentinels_in_other_fields_are_floors_and_no_sentinels():
 def test_an_unscored_token_is_still_unscored_when_packed_again():
     lp = LogProbs.pack(torch.tensor([-1.0, -INF]), segments=Segments.from_lengths([2]))
     again = LogProbs.pack(lp.logp_rollout, segments=lp.segments)
-    assert again.unscored is not None
     assert again.unscored.tolist() == [False, True]
 
 
@@ -151,7 +146,6 @@ def test_what_is_scored_keeps_sequences_turns_groups_and_the_way_back():
     lp = LogProbs.pack(rollout, segments=segments)
     assert lp.scored.logp_rollout.tolist() == [-1.0, -4.0, -5.0]
     assert lp.scored.segments.lengths.tolist() == [1, 0, 2]
-    assert lp.scored.segments.turns is not None
     assert lp.scored.segments.turns.lengths.tolist() == [1, 0, 0, 2]
     assert lp.scored.segments.groups.sizes.tolist() == [2, 1]
     assert lp.scored.unpack(torch.ones(3)).tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]

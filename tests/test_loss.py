@@ -1,14 +1,12 @@
 """`policy_loss` against the methods table, and what it refuses."""
 
-import functools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from offdrift.aggregate import normalizer_of
-from offdrift.batch_info import BatchInfo, Observed
+from offdrift.batch_info import BatchInfo
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import EvidenceError, ShapeError
@@ -17,9 +15,8 @@ from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method, override
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.penalty import KLPenalty
-from offdrift.segments import Segments
 from offdrift.stats import summarize
-from tests.oracles.fixtures import double, fx_a, ragged
+from tests.oracles.fixtures import double, fx_a
 
 DUAL = Clipped(dual_clip=3.0)
 BYPASS = Clipped(on="full", dual_clip=3.0)
@@ -47,7 +44,6 @@ def test_loss_and_gradient_of_the_methods_table(method, loss, grad):
     result.loss.backward()
     if loss is not None:
         assert result.loss.item() == pytest.approx(loss, abs=1e-6)
-    assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, double(grad), rtol=0, atol=1e-6)
 
 
@@ -62,7 +58,6 @@ def test_algorithm_1_divides_by_what_was_sampled_not_by_what_was_accepted():
     )
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-2.028511, abs=1e-6)  # accepted only: -4.057023
-    assert leaf.grad is not None
     expected = double([[-0.580917, -0.642013, -0.580917, -0.224664], [0, 0, 0, 0]])
     torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-6)
 
@@ -82,18 +77,6 @@ def test_advantages_of_another_shape_are_refused():
         policy_loss(lp, METHODS["none"], torch.ones(2))
 
 
-def test_advantages_get_no_gradient():
-    lp, advantages, _ = fx_a()
-    advantages = advantages.requires_grad_()
-    policy_loss(lp, METHODS["none"], advantages).loss.backward()
-    assert advantages.grad is None
-
-
-def test_one_token_in_one_sequence():
-    lp = LogProbs.pack(double([-1.0]), double([-0.9]).requires_grad_(), segments=Segments.from_lengths([1]))  # fmt: skip
-    assert policy_loss(lp, METHODS["seq_tis"], double([2.0])).loss.item() == pytest.approx(2 * 0.9 * 1.105171, abs=1e-5)  # fmt: skip
-
-
 def test_a_penalty_counts_every_token_whatever_the_gates_and_weights_do():
     lp, advantages, leaf = fx_a()
     lp = replace(lp, logp_ref=lp.current.detach() - 0.2)
@@ -103,7 +86,6 @@ def test_a_penalty_counts_every_token_whatever_the_gates_and_weights_do():
     assert not result.corrected.keep.any()
     assert result.loss.item() == pytest.approx(3.0 * 0.02 * 7 / 2)  # k2 = 0.2^2 / 2, 7 tokens, N = 2
     result.loss.backward()
-    assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, double([[0.3] * 4, [0.3] * 3 + [0]]))  # 3 * 0.2 / 2
     gated = policy_loss(lp, replace(base, penalty=penalty, gate_scope="all"), advantages)
     assert gated.loss.item() == 0.0
@@ -184,27 +166,3 @@ def test_denominators_after_a_rejection(how, normalizer, loss):
     lp, advantages, _ = fx_a()
     row = Method(objective=Clipped(), correction=GEO, aggregate=how, normalizer=normalizer)
     assert policy_loss(lp, row, advantages).loss.item() == pytest.approx(loss, abs=2e-6)
-
-
-@pytest.mark.parametrize("normalizer", ["accepted", "verl_trainer"])
-@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
-def test_accepted_denominators_are_those_of_the_whole_step_and_nothing_kept_is_zero(normalizer, how):  # fmt: skip
-    lp = ragged(11, sequences=8)
-    a = torch.ones_like(lp.logp_rollout)
-    gates = Correction((Gate(statistic="ratio", on="mismatch", unit="token", low=0.8, high=1.3),))
-    row = Method(objective=Clipped(), correction=gates, aggregate=how, normalizer=normalizer)
-    whole = policy_loss(lp, row, a)
-    assert 0 < whole.corrected.keep.sum() < len(a)
-    lengths = lp.segments.lengths
-    share = normalizer_of(lp.segments, how=how)
-    pieces = []
-    for rows, n in zip(torch.arange(len(a)).split(lengths.tolist()), lengths):
-        one = LogProbs.pack(lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=Segments.from_lengths([int(n)]))  # fmt: skip
-        pieces.append((one, a[rows]))
-    seen = functools.reduce(Observed.merge, [row.observe(p, x, BatchInfo()) for p, x in pieces])
-    total = sum(policy_loss(p, row, x, BatchInfo(observed=seen), normalizer=share).loss for p, x in pieces)
-    torch.testing.assert_close(total, whole.loss, rtol=1e-12, atol=0)
-    nothing = Correction((Gate(statistic="k2", on="mismatch", unit="token", high=-1.0),))
-    empty = policy_loss(lp, replace(row, correction=nothing), a)
-    assert empty.loss.item() == 0.0
-    assert empty.loss.requires_grad

@@ -54,7 +54,6 @@ def test_where_gradient_flows():
     assert not log_ratio(lp, on="mismatch").requires_grad
     per_unit(log_ratio(lp, on="full"), lp.segments, unit="geometric").sum().backward()
     # each token of a sequence of length T receives T * (1 / T)
-    assert leaf.grad is not None
     close(leaf.grad, [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]])
 
 
@@ -63,7 +62,6 @@ def test_a_log_ratio_of_ten_thousand_is_a_finite_number_without_gradient():
     y = ratio(x)
     y.sum().backward()
     assert y.tolist() == pytest.approx([4.851652e8, 2.061154e-9, 4.851652e8], rel=1e-5)
-    assert x.grad is not None
     assert x.grad[:2].tolist() == [0.0, 0.0]
 
 

@@ -61,7 +61,6 @@ def check(name, changes, rewards, loss, grad):
     result = policy_loss(lp, row, advantages, BatchInfo(rewards=rewards, version_lag=fresh))
     result.loss.backward()
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
-    assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, double(grad), rtol=0, atol=1e-6)
 
 
@@ -103,7 +102,6 @@ def test_a_capped_token_still_learns():
     result = policy_loss(lp, METHODS["echo2"], double([1.0]), BatchInfo(version_lag=torch.zeros(1)))
     result.loss.backward()
     assert result.corrected.limited.tolist() == [True]
-    assert logp.grad is not None
     assert logp.grad.item() == pytest.approx(-2.0)
 
 
@@ -134,7 +132,6 @@ def test_edge_batch(name, changes, loss, grad):
     result = policy_loss(lp, override(METHODS[name], changes), advantages)
     result.loss.backward()
     assert result.loss.item() == pytest.approx(loss, rel=1e-6, abs=1e-6)
-    assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, double(grad), rtol=0, atol=1e-6)
 
 
@@ -147,7 +144,6 @@ def test_trm_divides_by_all_sequences():
     w = (lp.current.detach() - lp.logp_rollout).exp()
     assert result.corrected.keep.tolist() == [False] * 4 + [True] * 3
     assert result.loss.item() == pytest.approx(0.5 * w[4:].sum().item() / 2, rel=1e-12)
-    assert leaf.grad is not None
     assert (leaf.grad[0] == 0).all()
     torch.testing.assert_close(leaf.grad[1, :3], 0.5 * w[4:] / 2)
     assert int(MASK.sum()) == len(w)

@@ -102,13 +102,6 @@ def test_nan_and_infinite_divergence_are_never_inside(unit, bad):
     assert keep.tolist() == ([True, False] if unit == "token" else [False, False])
 
 
-def test_an_empty_sequence_between_others_changes_nothing():
-    segments = Segments.from_lengths([1, 0, 2])
-    lp = LogProbs.pack(torch.full((3,), -1.0), torch.tensor([-1.0, -0.2, -1.0]), segments=segments)
-    keep = Gate(statistic="k2", on="full", unit="seq_max", high=0.05).keep(lp)
-    assert keep.tolist() == [True, False, False]
-
-
 def test_a_one_sided_gate_spares_positive_and_zero_advantages():
     lp, _, _ = fx_a()
     gate = Gate(statistic="ratio", on="full", unit="seq_mean", low=0.99, advantage="negative")

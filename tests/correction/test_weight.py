@@ -133,11 +133,6 @@ def test_limited_counts_what_the_limits_changed_and_nothing_on_the_limit():
     torch.testing.assert_close(got.weight, double([0.5, 0.5, 1, 2, 2]), rtol=1e-9, atol=0)
 
 
-def test_a_log_ratio_of_a_thousand_nats_or_more_has_a_finite_weight():
-    lp = LogProbs.pack(torch.tensor([-999.0, -1.0]), torch.tensor([-1.0, -1e4]), segments=Segments.from_lengths([1, 1]))  # fmt: skip
-    assert Weight(on="full")(lp).weight.tolist() == pytest.approx([4.851652e8, 2.061154e-9], rel=1e-5)
-
-
 @pytest.mark.parametrize(("parts", "words"), [({"cap": 0.0}, "positive"), ({"cap": 1.0, "floor": 2.0}, "floor"), ({"saturation": 0.0}, "saturation"), ({"growth": 0.5, "cap": 0.9}, "widens limits around 1"), ({"unit": "group"}, "not one of")])  # fmt: skip
 def test_limits_that_cannot_mean_anything_are_refused(parts, words):
     with pytest.raises((MethodError, Exception), match=f"{words}|[Tt]ype-check"):

@@ -105,5 +105,4 @@ def test_in_a_users_own_loop():
     lp = LogProbs.pack(logp.detach(), logp, mask=torch.zeros(2, 3))
     result = policy_loss(lp, "token_tis", lp.like_caller(torch.ones(2, 3)), normalizer=6.0)
     result.loss.backward()
-    assert logp.grad is not None
     assert logp.grad.tolist() == [[0.0] * 3] * 2

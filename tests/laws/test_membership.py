@@ -73,7 +73,6 @@ def sides(gate: Gate) -> list[tuple[str, float]]:
     found = [("inside", middle)]
     if gate.statistic == "version_lag":
         assert low is None
-        assert high is not None
         return [("inside", high), ("inside", 0.0), ("above", high + 1), ("above", 3 * high)]
     for x, out, beyond in ((low, -1, "below"), (high, 1, "above")):
         if x is not None:

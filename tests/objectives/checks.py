@@ -51,7 +51,6 @@ def piece(lp: LogProbs, sequences: list[int]) -> tuple[LogProbs, Tensor]:
     """Some sequences of a batch, and where their tokens were."""
     s, chosen = lp.segments, torch.tensor(sequences)
     rows = s.rows(chosen)
-    assert s.group_ids is not None
     cut = Segments.from_lengths(s.lengths[chosen], group_ids=s.group_ids[chosen])
     return LogProbs.pack(lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=cut), rows
 

@@ -29,41 +29,12 @@ from tests.objectives.checks import (
 from tests.oracles.fixtures import double, fx_a, ragged
 
 MEAN = "seq_mean_token_mean"
-GSPO_GRAD = [[-0.131409] * 4, [0.08530064, 0.08530064, 0.08530064, 0]]
 R = double([0.5, 1.0, 1.5, 5.0]).log()
 
 
 def fx_a_batch():
     lp, a, _ = fx_a()
     return lp, a
-
-
-def test_dual_clip():
-    check_golden(
-        Clipped(dual_clip=3.0), fx_a_batch(), "token_mean", loss=-0.369155,
-        tokens=[[-1.051271, -1.2, -0.778801, -1.105171], [0.430354, 0.610701, 0.510101, 0.0]],
-        grad=[[-0.150182, 0, -0.111257, -0.157882], [0.06147914, 0.08724305, 0.07287152, 0]],
-    )  # fmt: skip
-    five = double([5.0]).log()
-    assert ppo_clip(five, double([-0.5])).loss.item() == pytest.approx(2.5)
-    assert ppo_clip(five, double([-0.5]), dual_clip=3.0).loss.item() == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize("gradient", ["unit", "token"])
-def test_gspo_and_gspo_token(gradient):
-    lp, a = fx_a_batch()
-    check_golden(
-        Clipped(unit="geometric", gradient=gradient), (lp, a), MEAN, loss=-0.269734,
-        tokens=per_sequence([-1.051271, 0.511804], lp), grad=GSPO_GRAD,
-    )  # fmt: skip
-
-
-def test_gspo_with_the_limits_of_the_paper():
-    lp, a = fx_a_batch()
-    check_golden(
-        Clipped(unit="geometric", eps_low=3e-4, eps_high=4e-4), (lp, a), MEAN, loss=-0.244298,
-        tokens=per_sequence([-1.0004, 0.511804], lp), grad=[[0.0] * 4, GSPO_GRAD[1]],
-    )  # fmt: skip
 
 
 def test_gspo_and_gspo_token_part_ways_where_advantages_vary():
@@ -76,15 +47,6 @@ def test_gspo_and_gspo_token_part_ways_where_advantages_vary():
     torch.testing.assert_close(grad, -mean * s / 2, rtol=1e-12, atol=0)
     _, grad = loss_and_grad(Clipped(unit="geometric", gradient="token"), lp, a, how="seq_mean_token_sum")
     torch.testing.assert_close(grad, -a * s / 2, rtol=1e-12, atol=0)
-
-
-def test_luspo_is_gspo_summed_over_tokens():
-    lp, a = fx_a_batch()
-    check_golden(
-        Clipped(unit="geometric", eps_low=2e-3, eps_high=2.5e-3), (lp, a), "seq_mean_token_sum",
-        loss=-1.237294, tokens=per_sequence([-1.0025, 0.511804], lp),
-        grad=[[0.0] * 4, [0.255902] * 3 + [0.0]],
-    )  # fmt: skip
 
 
 def test_tbpo_clips_both_sides_of_a_negative_push_and_is_weighted_by_the_mismatch():
@@ -123,7 +85,6 @@ def test_rows_of_the_ratio_table(dual_clip, advantage, expected):
     delta = torch.maximum(-advantage * r, -advantage * R.exp().clamp(0.8, 1.2))
     torch.testing.assert_close(got.loss.detach(), delta, rtol=1e-12, atol=0)
     got.loss.sum().backward()
-    assert leaf.grad is not None
     plain = -advantage * R.exp()
     pushes = (got.loss.detach() - plain).abs() < 1e-12
     torch.testing.assert_close(leaf.grad, plain.where(pushes, 0.0), rtol=1e-12, atol=0)
@@ -161,7 +122,6 @@ def test_edge_cases_of_fx_e(objective, how, tokens, loss, grad):
 def test_clipping_stops_only_the_outward_push(advantage, r, pushes):
     l = torch.tensor([r], dtype=torch.float64).log().requires_grad_()  # noqa: E741
     ppo_clip(l, torch.tensor([advantage], dtype=torch.float64)).loss.sum().backward()
-    assert l.grad is not None
     assert l.grad.item() == pytest.approx(-advantage * r if pushes else 0.0)
 
 
@@ -170,7 +130,6 @@ def test_on_the_bound_the_token_still_pushes(advantage, r):
     l = torch.tensor([r], dtype=torch.float64).log().requires_grad_()  # noqa: E741
     got = ppo_clip(l, torch.tensor([advantage], dtype=torch.float64), eps_low=0.25, eps_high=0.25)
     got.loss.sum().backward()
-    assert l.grad is not None
     assert l.grad.item() == pytest.approx(-advantage * r)
     assert not got.clipped.any()
 
@@ -180,25 +139,10 @@ def test_a_log_ratio_of_fifty_has_a_finite_loss_and_no_gradient():
     loss = ppo_clip(l, torch.tensor([-1.0, -1.0], dtype=torch.float64)).loss
     loss.sum().backward()
     assert loss.tolist() == pytest.approx([4.851652e8, 0.8], rel=1e-6)
-    assert l.grad is not None
     assert l.grad.tolist() == [0.0, 0.0]
 
 
 # GMPO: values of the methods table, an oracle in plain loops, and the laws.
-
-
-def test_values_of_the_methods_table():
-    lp, a, _ = fx_a()
-    check_golden(
-        GeometricClipped(), (lp, a), MEAN, loss=-0.269734,
-        tokens=per_sequence([-1.051271, 0.511804], lp),
-        grad=[[-0.131409] * 4, [0.08530064, 0.08530064, 0.08530064, 0]],
-    )  # fmt: skip
-    check_golden(
-        GeometricClipped(eps_low=0.2, eps_high=0.2), (lp, a), MEAN, loss=-0.256756,
-        tokens=per_sequence([-1.025315, 0.511804], lp),
-        grad=[[-0.128164, 0, -0.128164, -0.128164], [0.08530064, 0.08530064, 0.08530064, 0]],
-    )  # fmt: skip
 
 
 def test_a_log_ratio_of_fifty_is_limited_before_the_mean():
@@ -224,7 +168,7 @@ def oracle(lp, a, on, eps_low, eps_high):
 @pytest.mark.parametrize("per", ["sequence", "token"])
 @pytest.mark.parametrize("on", ["staleness", "full"])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_batches_agree_with_the_formula(seed, on, per):
+def test_gmpo_agrees_with_the_formula(seed, on, per):
     lp = ragged(seed, sequences=20)
     a = advantages_of(lp, seed, per=per)
     if per == "token":
@@ -234,7 +178,6 @@ def test_random_batches_agree_with_the_formula(seed, on, per):
     grad = check_loss_and_gradient(lp, got.loss, oracle(lp, a, on, 0.2, 0.3))
     l = log_ratio(lp, on=on).detach()  # noqa: E741
     expected = ((a > 0) & (l > 0.3)) | ((a < 0) & (l < -0.2))
-    assert got.clipped is not None
     assert torch.equal(got.clipped, expected)
     assert 10 < int(expected.sum()) < len(a) / 2
     assert (grad[expected] == 0).all()
@@ -251,23 +194,12 @@ def test_geometric_clipping_stops_only_the_outward_push(advantage, l, clipped): 
     leaf = double([l]).requires_grad_()
     got = geometric_clip(leaf, double([advantage]), Segments.from_lengths([1]), eps_low=0.25, eps_high=0.25)
     got.loss.sum().backward()
-    assert leaf.grad is not None
     expected = 0.0 if clipped else -advantage * double([l]).exp().item()
     assert leaf.grad.item() == pytest.approx(expected, rel=1e-12)
-    assert got.clipped is not None
     assert got.clipped.item() == clipped
 
 
 # QuRL: values of the methods table, the widened limit, and the laws.
-
-
-def test_qurl_values_of_the_methods_table():
-    lp, a, _ = fx_a()
-    check_golden(
-        QuantizedClipped(cap=1.2), (lp, a), "token_mean", loss=-0.322794,
-        tokens=[[-1.161834, -1.141475, -0.934561, -0.449329], [0.439048, 0.610701, 0.377892, 0]],
-        grad=[[-0.165976, 0, -0.133509, -0.06418985], [0.0627211, 0.08724305, 0.05398455, 0]],
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -281,7 +213,6 @@ def test_qurl_agrees_with_the_formula(seed):
     limited = -a * r.clamp(min=0.9).minimum(1.15 / kappa)
     check_loss_and_gradient(lp, got.loss, w * torch.maximum(-a * r, limited))
     expected = ((a > 0) & (r > 1.15 / kappa)) | ((a < 0) & (r < 0.9))
-    assert got.clipped is not None
     assert torch.equal(got.clipped, expected)
     assert int((expected & (kappa < 1)).sum()) > 2
     assert int((~expected & (r > 1.15) & (a > 0)).sum()) > 2  # pushed only because it is wider
@@ -301,9 +232,7 @@ def test_inside_and_beyond_each_limit(rho, r, advantage, clipped):
     leaf = double([r]).log().requires_grad_()
     got = quantized_clip(leaf, double([rho]).log(), double([advantage]))
     got.loss.sum().backward()
-    assert got.clipped is not None
     assert got.clipped.item() == clipped
-    assert leaf.grad is not None
     expected = 0.0 if clipped else -advantage * min(rho, 2.0) * r
     assert leaf.grad.item() == pytest.approx(expected, rel=1e-12)
 
@@ -312,18 +241,6 @@ def test_inside_and_beyond_each_limit(rho, r, advantage, clipped):
 
 
 # FX-R
-
-
-def test_token_losses_and_gradient_on_fx_a():
-    lp, advantages, _ = fx_a()  # loss.sapo
-    check_golden(
-        Soft(),
-        (lp, advantages),
-        tokens=[[-2.05126, -2.346333, -1.779698, -2.105074], [0.882859, 1.062586, 0.962481, 0]],
-        loss=-0.550641,
-        grad=[[-0.131323, -0.163673, -0.09616893, -0.137765], [0.07134346, 0.100421, 0.08500722, 0]],
-        how="seq_mean_token_mean",
-    )
 
 
 @pytest.mark.parametrize(
@@ -345,7 +262,6 @@ def test_the_push_is_the_ratio_times_the_slope_of_the_sigmoid(advantage, tau):
     sapo(log_r, torch.full_like(R, advantage), tau_positive=0.7, tau_negative=3.0).sum().backward()
     r = R.exp()
     sigma = 1 / (1 + (-tau * (r - 1)).exp())
-    assert log_r.grad is not None
     expected = -advantage * r * 4 * sigma * (1 - sigma)
     torch.testing.assert_close(log_r.grad, expected, rtol=1e-9, atol=0)
 

@@ -8,7 +8,6 @@ from offdrift.logprobs import LogProbs
 from offdrift.objectives.flipped import Flipped, above_quantile, aspo
 from offdrift.segments import Segments
 from tests.objectives.checks import (
-    check_golden,
     loss_and_grad,
 )
 from tests.oracles.fixtures import double, fx_a
@@ -22,22 +21,13 @@ def pushed(r: float, advantage: float, logp: float = -0.7, **options):
     leaf = double([logp]).requires_grad_()
     got = aspo(log_r, leaf, double([advantage]), **options)
     through_r, direct = torch.autograd.grad(got.loss.sum(), [log_r, leaf], allow_unused=True)
-    assert got.clipped is not None
     direct = 0.0 if direct is None else direct.item()
     return got.loss.item(), through_r.item(), direct, got.clipped.item()
 
 
-def test_token_losses_and_gradient_on_fx_a():
-    lp, advantages, _ = fx_a()  # loss.aspo
-    check_golden(
-        Flipped(),
-        (lp, advantages),
-        tokens=[[-0.951229, -0.833333, -1.284025, -0.904837], [0.430354, 0.610701, 0.510101, 0]],
-        loss=-0.346039,
-        grad=[[-0.13589, 0, -0.183432, -0.129262], [0.06147914, 0.08724305, 0.07287152, 0]],
-    )
+def test_what_is_clipped_on_fx_a():
+    lp, advantages, _ = fx_a()
     clipped = Flipped()(lp, advantages).clipped
-    assert clipped is not None
     assert clipped.tolist() == [False, True, False, False, False, False, False]
 
 
@@ -112,7 +102,6 @@ def test_tokens_of_high_entropy_get_the_other_range():
     entropy = double([0.1, 0.9, 0.2, 0.3, 0.8])  # the 0.6 quantile lies between 0.3 and 0.8
     objective = Flipped(eps_high_entropy=(0.4, 0.4), entropy_quantile=0.6)
     got = objective(lp, torch.ones_like(log_r), BatchInfo(entropy=entropy))
-    assert got.clipped is not None
     assert got.clipped.tolist() == [True, False, True, True, False]
     expected = [-1 / 1.2, -1 / 1.3, -1 / 1.2, -1 / 1.2, -1 / 1.3]
     assert got.loss.tolist() == pytest.approx(expected, rel=1e-12)

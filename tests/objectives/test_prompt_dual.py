@@ -11,7 +11,6 @@ from offdrift.objectives.prompt_dual import PromptDual, multipliers, tilt_kl
 from offdrift.objectives.prompts import StepPrompts
 from tests.objectives.checks import (
     batch,
-    check_golden,
     loss_and_grad,
 )
 from tests.oracles.fixtures import double, fx_a
@@ -93,17 +92,6 @@ def test_the_floor_where_the_radius_cannot_be_reached(rewards):
 
 def test_the_floor_where_the_root_lies_below_it():
     assert lambda_of(1e-3 * REWARDS, radius=0.02, floor=0.5) == pytest.approx(0.5, rel=1e-9)
-
-
-def test_a_given_multiplier_on_fx_a():
-    lp, advantages, _ = fx_a()  # loss.quatro
-    check_golden(
-        PromptDual(multiplier=1.0),
-        (lp, advantages),
-        tokens=[[0.04993538, 0.708676, 0.340725, 2.785031], [-0.250036, -0.08549819, -0.944298, 0]],
-        loss=0.372076,
-        grad=[[-0.142673, -0.134986, -0.139072, -0.142093], [0.0430354, 0.12214, 0.07578639, 0]],
-    )
 
 
 @pytest.mark.parametrize("on", ["staleness", "full"])

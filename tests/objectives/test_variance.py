@@ -10,24 +10,12 @@ from offdrift.objectives.variance import GroupClipped, VariancePenalized
 from offdrift.segments import Segments
 from tests.objectives.checks import (
     batch,
-    check_golden,
     loss_and_grad,
     piece,
 )
 from tests.oracles.fixtures import double, fx_a
 
 # -- the penalty -----------------------------------------------------------------------------------
-
-
-def test_penalized_on_fx_a():
-    lp, advantages, _ = fx_a()  # loss.r2vpo
-    check_golden(
-        VariancePenalized(),
-        (lp, advantages),
-        tokens=[[-1.051166, -1.344963, -0.776844, -1.104728], [0.43113, 0.612662, 0.510117, 0]],
-        loss=-0.389113,
-        grad=[[-0.149566, -0.18744, -0.113226, -0.156553], [0.06010897, 0.09033359, 0.07310706, 0]],
-    )
 
 
 def test_next_penalty_of_the_methods_table():
@@ -58,7 +46,6 @@ def test_the_next_penalty_does_not_depend_on_the_split(cut):
         p, rows = piece(lp, sequences)
         seen = Observed({objective: objective.observe(p, advantages[rows], BatchInfo())})
         merged = seen if merged is None else merged.merge(seen)
-    assert merged is not None
     whole = objective.next(objective.observe(lp, advantages, BatchInfo()))
     split = objective.next(merged.parts[objective])
     assert split.penalty == pytest.approx(whole.penalty, rel=1e-12)
@@ -70,7 +57,6 @@ def test_push_and_pull_have_their_closed_forms_and_their_places(on):
     lp, advantages, _ = batch(1)
     r = (lp.current - (lp.old if on == "staleness" else lp.logp_rollout)).detach().exp()
     got = VariancePenalized(on=on, penalty=0.7)(lp, advantages)
-    assert got.regularizer is not None
     (push,) = torch.autograd.grad(got.loss.sum(), lp.current)
     (pull,) = torch.autograd.grad(got.regularizer.sum(), lp.current)
     torch.testing.assert_close(push, -advantages * r, rtol=1e-9, atol=1e-12)
@@ -133,7 +119,6 @@ def test_each_prompt_is_clipped_at_its_own_range():
     for sign in (1.0, -1.0):
         a = torch.full((8,), sign, dtype=torch.float64)
         got = objective(lp, a)
-        assert got.clipped is not None
         # ranges 0.0667 and 0.2: in prompt 9 the outward token is clipped, in prompt 4 none is
         outward = [False, True] if sign > 0 else [True, False]
         assert got.clipped.tolist() == [*outward, False, False] * 2
@@ -151,7 +136,5 @@ def test_with_a_pinned_range_it_is_ppo(seed):
     got = GroupClipped(eps=0.1, reference=1e9)(lp, advantages)
     ppo = Clipped(eps_low=0.2, eps_high=0.2)(lp, advantages)
     torch.testing.assert_close(got.loss, ppo.loss, rtol=1e-12, atol=0)
-    assert got.clipped is not None
-    assert ppo.clipped is not None
     assert got.clipped.tolist() == ppo.clipped.tolist()
     assert got.clipped.any()
