@@ -1,4 +1,4 @@
-"""Per-token losses become one number; the denominator is always an argument.
+"""Aggregation of per-token losses to one number; the denominator is always an argument.
 
 Nothing here divides by a count it took from its own micro-batch: `normalizer` counts what was
 *sampled* over all ranks and micro-batches of one optimizer step, so that the step does not depend

@@ -1,9 +1,9 @@
-"""`LogProbs`: the log-probs of one batch under up to three policies, and the door they enter by.
+"""`LogProbs`: the log-probs of one batch under up to three policies; validates and packs user input.
 
 Rollout policy mu, old policy pi_old, current policy pi; see `ratios` for what is computed between
-them. The door packs padded input, drops masked tokens, refuses values that no policy can produce
-(by field and sequence), and remembers the caller's shape. Behind it every number is finite and
-every token counts, which is what lets the rest of the library do without masks.
+them. `LogProbs.pack` packs padded input, drops masked tokens, refuses values that no policy can produce
+(by field and sequence), and remembers the caller's shape. In what it returns every number is finite and
+every token counts, so the rest of the library needs no masks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offdrift.numerics import cached, check_tensor
 from offdrift.segments import Segments
 
 FLOORS = {"logp_rollout": -1e4, "logp_old": -2e4, "logp": -3e4, "logp_ref": -4e4}
-"""log 0 at the door, in nats. The floors differ so that two policies that both call a sampled token
+"""What log 0 becomes when it is packed, in nats. The floors differ so that two policies that both call a sampled token
 impossible never look as if they agreed: the log-ratio stays far outside every trust region."""
 
 UNSCORED_BELOW = -1000.0
@@ -98,21 +98,21 @@ class LogProbs:
             (tensor([-1., -2.]), tensor([[5., 6., 0.]]))
         """
         optional = {"logp": logp, "logp_old": logp_old, "logp_ref": logp_ref}
-        given = {"logp_rollout": logp_rollout}
-        given |= {name: x for name, x in optional.items() if x is not None}
-        for name, x in given.items():
+        fields = {"logp_rollout": logp_rollout}
+        fields |= {name: x for name, x in optional.items() if x is not None}
+        for name, x in fields.items():
             check_tensor(name, x)
-        _check_shapes(given, mask, segments)
+        _check_shapes(fields, mask, segments)
         if mask is not None:
             kept = mask.reshape(-1).nonzero().squeeze(-1)
-            given = {name: x.reshape(-1).index_select(0, kept) for name, x in given.items()}
+            fields = {name: x.reshape(-1).index_select(0, kept) for name, x in fields.items()}
             segments = _cut(mask, kept, segments)
         else:
             kept = None
         assert segments is not None
         if group_ids is not None:
             segments = segments.with_groups(group_ids)
-        clean, unscored = _refuse_bad_values(given, segments)
+        clean, unscored = _refuse_bad_values(fields, segments)
         return LogProbs(
             clean["logp_rollout"].detach(),
             segments,

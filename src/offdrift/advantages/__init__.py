@@ -1,4 +1,4 @@
-"""How good was a sequence or a token? Rewards to advantages, by name, without gradient."""
+"""Advantage estimators: from rewards to advantages, by name, without gradient."""
 
 from offdrift.advantages.base import Credit as Credit
 from offdrift.advantages.table import ADVANTAGES as ADVANTAGES

@@ -209,9 +209,9 @@ def _standardized(x: Float[Tensor, " b"], credit: Credit) -> Float[Tensor, " b"]
 
 def _apart_from_others(credit: Credit) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
     """Reward minus the mean of the other counted siblings, and how many those are."""
-    groups, mine = credit.segments.groups, credit.scores * credit.counts
+    groups, counted = credit.segments.groups, credit.scores * credit.counts
     others = credit.siblings - credit.counts
-    mean = (groups.spread(groups.sum(mine)) - mine) / others.clamp(min=1)
+    mean = (groups.spread(groups.sum(counted)) - counted) / others.clamp(min=1)
     return credit.scores - mean.where(others > 0, 0.0), others
 
 

@@ -1,4 +1,4 @@
-"""Estimators that follow the reward back through a sequence, token by token.
+"""Estimators of a token's own return: GAE, discounted reward-to-go, a greedy baseline.
 
 Masked tokens (a tool's output) were dropped at the door, so that the next token is the next
 trainable one: nothing is discounted across them and no value is read there.

@@ -1,4 +1,4 @@
-"""What can be proved about an update from the divergence of the two policies."""
+"""Guarantees about an update, from the divergence of the rollout and the current policy."""
 
 from offdrift.certificate.batch import BatchEvidence as BatchEvidence
 from offdrift.certificate.bounds import Bound as Bound

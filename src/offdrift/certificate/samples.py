@@ -1,4 +1,4 @@
-"""From the rows of a batch to intervals for the expectations that a certificate takes.
+"""Intervals for the expectations that a certificate takes, from the rows of a batch.
 
 Each expectation spends its own share of alpha, so that all intervals hold together.
 """
@@ -96,12 +96,12 @@ def estimates(
         "shift": (host["shift"], 0.0, region.token_tv * region.total_weight, "high"),
     }
     if rewards is not None:
-        found = reward_columns(host, rewards, accepted)
+        of_rewards = reward_columns(host, rewards, accepted)
         masked = _masked_range(region)
         columns |= {
-            "gain": (found["gain"], -1.0, RATIO_CAP - 1, "low"),
-            "surrogate": (found["surrogate"], -float(horizon), math.inf, "low"),
-            "surrogate_masked": (found["surrogate_masked"], *masked, "low"),
+            "gain": (of_rewards["gain"], -1.0, RATIO_CAP - 1, "low"),
+            "surrogate": (of_rewards["surrogate"], -float(horizon), math.inf, "low"),
+            "surrogate_masked": (of_rewards["surrogate_masked"], *masked, "low"),
             "rejected_reward": (np.where(accepted, 0.0, rewards), 0.0, 1.0, "high"),
         }
     result = {"acceptance": _share_of(accepted, host, alpha * SHARES["acceptance"])}

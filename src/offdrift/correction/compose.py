@@ -1,4 +1,4 @@
-"""`Correction`: gates times weights, and what happened to whom.
+"""`Correction`: gates and weights together, and what each of them did to every token.
 
 Gates are joined by AND and each looks at the original batch, so their order cannot matter. Weights
 multiply, and no two may correct the same ratio of the same token. Every configured part reports how

@@ -1,4 +1,4 @@
-"""`Gate`: does a token take part? A 0/1 decision without gradient.
+"""`Gate`: a 0/1 decision, without gradient, whether a token takes part.
 
 A gate names its statistic, the two policies it compares (`on`), the unit it is taken over and its
 bounds. Bounds are inclusive on the keep side. What a gate rejects stays in the normalizer: it

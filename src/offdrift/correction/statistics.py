@@ -98,12 +98,12 @@ def divergence_of(batch_info: BatchInfo, statistic: str, *, on: RatioName) -> Di
     Raises: `EvidenceError` naming what is missing, what there is, and the way out.
     """
     wanted = divergence_name(statistic, on)
-    if (found := batch_info.divergences.get(wanted)) is None:
+    if (divergence := batch_info.divergences.get(wanted)) is None:
         raise EvidenceError(
             f"this method needs {wanted}, and the batch has {sorted(batch_info.divergences) or 'none'}; "
             f"{WAY_OUT[POLICIES[on].partition('_')[0]]}"
         )
-    return found
+    return divergence
 
 
 def statistic(
@@ -141,5 +141,5 @@ def statistic(
         return batch_info.required("version_lag").to(logprobs.logp_rollout.dtype)
     if name not in EXACT:
         raise MethodError(f"{name!r} is not a statistic; choose one of {list(STATISTICS)}")
-    found = divergence_of(batch_info, name, on=on)
-    return (found.lo if end == "lower" else found.upper).detach()
+    divergence = divergence_of(batch_info, name, on=on)
+    return (divergence.lo if end == "lower" else divergence.upper).detach()

@@ -1,4 +1,4 @@
-"""`Weight`: how much does a token count? A number >= 0 without gradient.
+"""`Weight`: a number >= 0, without gradient, that multiplies the loss of a token.
 
 An importance weight corrects for having sampled from another policy; its limits trade variance for
 bias. A weight never receives a gradient: where the ratio itself should be differentiated, that is
@@ -213,8 +213,8 @@ class Weight:
         self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo
     ) -> Float[Tensor, " n"]:
         """Logs of the weights divided by their mean over the step; -inf where all are 0."""
-        seen = batch_info.seen_by(self, logprobs, advantages)
-        log_mean = seen["log_weight"] - seen["count"].log()
+        observed = batch_info.seen_by(self, logprobs, advantages)
+        log_mean = observed["log_weight"] - observed["count"].log()
         return self._log_limited(logprobs) - log_mean.clamp(min=torch.finfo(torch.float64).min)
 
     def _applies(

@@ -1,4 +1,4 @@
-"""How far apart two policies are at each token, and how surely that is known."""
+"""Divergences of two policies at each token, and the grade of evidence of each."""
 
 from offdrift.divergence.evidence import Divergence as Divergence
 from offdrift.divergence.evidence import Grade as Grade

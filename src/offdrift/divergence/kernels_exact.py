@@ -1,4 +1,4 @@
-"""The GPU program for exact divergences from whole rows of logits: two sweeps, as lean as they get.
+"""The GPU program for exact divergences from whole rows of logits: two sweeps over each row.
 
 Imported by `kernels` alone, and only where Triton is. What follows was reasoned, and counted in the
 machine code that Triton's compiler writes for sm_90 (`benchmarks/gpu_kl.py --count` counts again). None

@@ -1,4 +1,4 @@
-"""What the GPU programs behind `kernels` have in common, in Triton.
+"""Triton functions that the GPU programs of `kernels` share.
 
 Imported by `kernels` alone, and only where Triton is. `no_type_check` keeps run-time argument
 checkers, which cannot be compiled, away from them.

@@ -136,15 +136,15 @@ class _Loss(torch.autograd.Function):
         normalizers: tuple[Tensor, ...] = ()
         if route_of(*policies, compiled=compiled) == "triton":
             both = (policies[-1], policies[0])
-            found, normalizers = kernels.with_normalizers(*both, temperature=temperature)
-            value = getattr(found, of)
+            fields, normalizers = kernels.with_normalizers(*both, temperature=temperature)
+            value = getattr(fields, of)
         elif of == "entropy":
             scale = temperature_of(policies[0], temperature)
             (value,) = by_rows(_entropy_rows, policies, scale, compiled=compiled, plain=plain.entropy)
         else:  # the loss is the very number that is measured
             both = (policies[1], policies[0])
-            found = exact_divergences(*both, temperature=temperature, compiled=compiled)
-            value = getattr(found, of)
+            fields = exact_divergences(*both, temperature=temperature, compiled=compiled)
+            value = getattr(fields, of)
         ctx.num_policies = len(policies)
         ctx.save_for_backward(value, *policies, *normalizers)
         return value
@@ -157,8 +157,8 @@ class _Loss(torch.autograd.Function):
         logits, *others = policies
         if normalizers:
             backward = getattr(kernels, f"{ctx.of}_backward")
-            known = (*others, logits, kernels.Normalizers(*normalizers))
-            gradient = backward(upstream, value, *known, ctx.temperature)
+            arguments = (*others, logits, kernels.Normalizers(*normalizers))
+            gradient = backward(upstream, value, *arguments, ctx.temperature)
         else:
             gradient = torch.empty_like(logits)
             rows = (upstream, value, gradient, *policies)

@@ -1,4 +1,4 @@
-"""What KL and TV can be on tokens of which only the total probability is known: sharp both ways.
+"""Sharp limits of KL and TV on tokens of which only the total probability is known.
 
 The tail of a token's context: `size` tokens on which the current policy pi is known, and the rollout
 policy mu only by
@@ -81,8 +81,8 @@ class Tail:
 
     def up_to(self, log_p: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
         """How many tokens pi gives at most this log-probability."""
-        found = torch.searchsorted(self.log_pi, log_p[:, None].contiguous(), right=True)
-        return torch.minimum(found.squeeze(1), self.size)
+        count = torch.searchsorted(self.log_pi, log_p[:, None].contiguous(), right=True)
+        return torch.minimum(count.squeeze(1), self.size)
 
     @property
     def empty(self) -> Bool[Tensor, " n"]:

@@ -1,4 +1,4 @@
-"""`Method`: a composition of parts, and the questions one can ask about it.
+"""`Method`: a composition of parts, and what it needs, observes and adapts.
 
 Gates, weights, objectives, an aggregate, a penalty and an anchor meet here and nowhere else. A row
 of the table is such a composition with the words that go with it.
@@ -130,11 +130,11 @@ class Method:
     def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"], batch_info: BatchInfo) -> Observed:
         """What this method's parts see of one piece of a step; merge over pieces and ranks."""
         scored = of_scored(logprobs, advantages, batch_info)
-        seen: dict[Any, Seen] = {p: p.observe(*scored) for p in self.observers}
+        statistics: dict[Any, Seen] = {p: p.observe(*scored) for p in self.observers}
         if self.normalizer != "sampled":
             keep = self.correction(logprobs, advantages, batch_info).keep
-            seen["normalizer"] = accepted_counts(logprobs.segments, keep)
-        return Observed({part: s for part, s in seen.items() if s})
+            statistics["normalizer"] = accepted_counts(logprobs.segments, keep)
+        return Observed({part: s for part, s in statistics.items() if s})
 
     @property
     def looks_ahead(self) -> bool:
@@ -143,10 +143,10 @@ class Method:
 
     def next(self, observed: Observed) -> Method:
         """The method of the next step, where the objective adapts; else itself."""
-        seen = observed.parts.get(self.objective)
-        if seen is None or not hasattr(self.objective, "next"):
+        statistics = observed.parts.get(self.objective)
+        if statistics is None or not hasattr(self.objective, "next"):
             return self
-        return replace(self, objective=self.objective.next(seen))  # type: ignore[attr-defined]
+        return replace(self, objective=self.objective.next(statistics))  # type: ignore[attr-defined]
 
     def describe(self) -> str:
         """One line: objective, gates, weights, aggregate, and the rest."""
@@ -157,9 +157,9 @@ class Method:
     def changes(self, since: Method) -> dict[str, Any]:
         """Numbers of the objective and the penalty that differ, as paths for `override`."""
         return {
-            f"{name}.{f.name}": getattr(mine, f.name)
+            f"{name}.{f.name}": getattr(part, f.name)
             for name in ("objective", "penalty")
-            if (mine := getattr(self, name)) is not None
-            for f in fields(mine)
-            if getattr(mine, f.name) != getattr(getattr(since, name), f.name)
+            if (part := getattr(self, name)) is not None
+            for f in fields(part)
+            if getattr(part, f.name) != getattr(getattr(since, name), f.name)
         }

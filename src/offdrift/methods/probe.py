@@ -1,4 +1,4 @@
-"""A small batch under drift, with every fact that a part may ask for: what a method does is tried on it."""
+"""A small batch under drift with every input that a part may read; `describe` tries methods on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes from step to step: learning-rate scales, the projection of a gradient, a mixture.
+"""Schedules over steps: learning-rate scales, the projection of a gradient, a mixture of policies.
 
 Pure functions of what a step saw and of a small state. A scale multiplies the learning rate.
 """

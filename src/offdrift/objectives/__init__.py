@@ -1,4 +1,4 @@
-"""Objectives: what is pushed, and how hard. One file per idea; these are the ones met most often."""
+"""Objectives: per-token losses that carry the gradient. One file per idea; the most common ones are exported."""
 
 from offdrift.objectives.base import Objective as Objective
 from offdrift.objectives.base import TokenLoss as TokenLoss

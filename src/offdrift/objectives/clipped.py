@@ -1,6 +1,7 @@
-"""PPO clipping: stop the push on a token once its ratio has moved far enough the way it is pushed.
+"""PPO clipping and close relatives: GMPO clips before a mean, QuRL widens the clip, SAPO fades it out.
 
-A token-level trust region. It does not bound the divergence of the policies (Li et al.,
+A clip stops the push on a token once its ratio has moved far enough the way it is pushed: a token-level trust
+region. It does not bound the divergence of the policies (Li et al.,
 arXiv:2512.23075v5, section 4.1): with a negative advantage and a large ratio the loss is unclipped
 unless `dual_clip` caps it.
 """

@@ -1,4 +1,4 @@
-"""Two brakes on the tokens whose covariance of log-prob and advantage is largest.
+"""Clip-Cov and KL-Cov: limits on the tokens whose covariance of log-prob and advantage is largest.
 
 Entropy falls with the covariance of log pi and the advantage, and a few tokens make up most of it.
 Clip-Cov removes some of them from the loss at random, KL-Cov keeps the highest where they are. Both
@@ -132,22 +132,22 @@ class CovClipped:
         )
 
     def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
-        seen = batch_info.seen_by(self, logprobs, advantages)
+        observed = batch_info.seen_by(self, logprobs, advantages)
         loss, clipped, _ = self._ppo(log_ratio(logprobs, on=self.on), advantages)
         assert clipped is not None
-        step = self._between(covariance(seen["advantages"], seen["logp"], seen))
-        keys = seen["key"].where(step, torch.inf)
+        step = self._between(covariance(observed["advantages"], observed["logp"], observed))
+        keys = observed["key"].where(step, torch.inf)
         last = -_smallest_chosen(-keys, self.fraction)
-        own = self._between(covariance(advantages, logprobs.current, seen)) & ~clipped
+        own = self._between(covariance(advantages, logprobs.current, observed)) & ~clipped
         chosen = own & (token_keys(logprobs, seed=self.seed) <= last)
         return TokenLoss(loss.where(~chosen, 0.0), clipped | (chosen & (advantages != 0)))
 
     def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
         """Advantages, log-probs and keys; a token that PPO clips has an infinite key."""
-        seen = _observed(logprobs, advantages, self.seed)
-        _, clipped, _ = self._ppo(stopped_log_ratio(logprobs, on=self.on), seen["advantages"])
+        observed = _observed(logprobs, advantages, self.seed)
+        _, clipped, _ = self._ppo(stopped_log_ratio(logprobs, on=self.on), observed["advantages"])
         assert clipped is not None
-        return {**seen, "key": seen["key"].where(~clipped, torch.inf)}
+        return {**observed, "key": observed["key"].where(~clipped, torch.inf)}
 
     def next(self, seen: Seen) -> CovClipped:
         """The same with another seed, for the next step."""
@@ -234,11 +234,11 @@ class CovPenalized:
         )
 
     def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
-        seen = batch_info.seen_by(self, logprobs, advantages)
+        observed = batch_info.seen_by(self, logprobs, advantages)
         x = log_ratio(logprobs, on=self.on)
-        step = covariance(seen["advantages"], seen["logp"], seen) - TIE * seen["key"]
+        step = covariance(observed["advantages"], observed["logp"], observed) - TIE * observed["key"]
         last = _smallest_chosen(step, self.fraction)
-        own = covariance(advantages, logprobs.current, seen) - TIE * token_keys(logprobs)
+        own = covariance(advantages, logprobs.current, observed) - TIE * token_keys(logprobs)
         penalty = self.coef * self._penalty(x, batch_info)
         return TokenLoss(importance_sampled(x, advantages) + penalty.where(own >= last, 0.0))
 

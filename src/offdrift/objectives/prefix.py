@@ -1,4 +1,4 @@
-"""Clipping on what came before: the product of the ratios so far, or their minimum.
+"""CTPO and MinPRO: clipping on the ratios of a prefix, their product or their minimum.
 
 The prefix product is the importance weight of a token's own term. Its log spreads like the square
 root of the position, and CTPO's trust region widens with it; MinPRO takes the token's own ratio and

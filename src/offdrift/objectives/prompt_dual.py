@@ -1,4 +1,4 @@
-"""QUATRO: one KL radius for all prompts, one multiplier per prompt, found from its rewards."""
+"""QUATRO: one KL radius for all prompts, one multiplier per prompt, solved for from its rewards."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ class PromptDual:
 
     @property
     def formula(self) -> str:
-        found = f"lambda of the prompt for KL {self.radius:g}, at least {self.floor:g}"
+        chosen = f"lambda of the prompt for KL {self.radius:g}, at least {self.floor:g}"
         fixed = f"lambda = {self.multiplier or 0:g}"
         return (
             f"L = -stop(r (A - lambda log r)) log pi, r = ratio({self.on}), "
-            f"{found if self.multiplier is None else fixed}"
+            f"{chosen if self.multiplier is None else fixed}"
         )
 
     def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:
@@ -191,8 +191,8 @@ class PromptDual:
     def prices(self, logprobs: LogProbs, batch_info: BatchInfo) -> Float[Tensor, " b"]:
         """The multiplier of each sequence's prompt, float64. Gradient: none."""
         ids = prompt_ids(logprobs.segments)
-        seen = batch_info.seen_by(self, logprobs, None)
-        prompts = StepPrompts.of(seen["prompt"], ids)
-        rewards = seen["reward"].to(ids.device)
-        found = multipliers(rewards, prompts, radius=self.radius, floor=self.floor)
-        return prompts.here(found)
+        observed = batch_info.seen_by(self, logprobs, None)
+        prompts = StepPrompts.of(observed["prompt"], ids)
+        rewards = observed["reward"].to(ids.device)
+        prices = multipliers(rewards, prompts, radius=self.radius, floor=self.floor)
+        return prompts.here(prices)

@@ -186,7 +186,7 @@ class Regression:
         with torch.no_grad():
             ids = prompt_ids(logprobs.segments)
             rewards = batch_info.required("rewards").double()
-            seen = batch_info.seen_by(self, logprobs, None)
-            prompts = StepPrompts.of(seen["prompt"], ids)
-            step = seen["reward"].to(rewards.device)
+            observed = batch_info.seen_by(self, logprobs, None)
+            prompts = StepPrompts.of(observed["prompt"], ids)
+            step = observed["reward"].to(rewards.device)
             return rewards - prompts.here(soft_value(step, prompts, beta=self.beta_value))

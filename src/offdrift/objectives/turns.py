@@ -1,4 +1,4 @@
-"""ST-PPO: turn-level PPO that slows down when what it clips is large.
+"""ST-PPO: turn-level PPO whose update shrinks with the size of what its clip removed.
 
 A clip drops terms of the policy gradient, and the dropped part is a bias. ST-PPO measures its size
 over the step and divides the update by it where it exceeds 1.
@@ -136,8 +136,8 @@ class TurnNormalized:
             turns = turns_of(logprobs.segments)
             u = renormalized(u, clipped, turns, eps_low=self.eps_low, eps_high=self.eps_high)
             return TokenLoss(*self._clip(u, a))
-        seen = batch_info.seen_by(self, logprobs, advantages)
-        log_norm = seen["log_squares"] / 2 - seen["sequences"].clamp(min=1).log()
+        observed = batch_info.seen_by(self, logprobs, advantages)
+        log_norm = observed["log_squares"] / 2 - observed["sequences"].clamp(min=1).log()
         return TokenLoss(loss / log_norm.clamp(min=0).exp().to(loss.dtype), clipped)
 
     def observe(self, logprobs: LogProbs, advantages: Float[Tensor, " n"] | None, batch_info: BatchInfo) -> Seen:

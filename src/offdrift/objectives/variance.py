@@ -168,11 +168,11 @@ class GroupClipped:
     def ranges(self, logprobs: LogProbs, batch_info: BatchInfo) -> Float[Tensor, " b"]:
         """eps_g of each sequence's prompt, float64. Gradient: none."""
         ids = prompt_ids(logprobs.segments)
-        seen = {k: x.to(ids.device) for k, x in batch_info.seen_by(self, logprobs, None).items()}
-        prompts = StepPrompts.of(seen["prompt"], ids)
-        count = prompts.sum(seen["count"]).clamp(min=1)
-        mean = prompts.sum(seen["change"]) / count
-        variance = prompts.sum(seen["square"]) / count - mean.square()
+        observed = {k: x.to(ids.device) for k, x in batch_info.seen_by(self, logprobs, None).items()}
+        prompts = StepPrompts.of(observed["prompt"], ids)
+        count = prompts.sum(observed["count"]).clamp(min=1)
+        mean = prompts.sum(observed["change"]) / count
+        variance = prompts.sum(observed["square"]) / count - mean.square()
         # Rounding may leave a variance of 0 a little below it; both mean the widest range.
         tightness = (self.reference / variance.clamp(min=1e-30)).sqrt()
         return self.eps * prompts.here(tightness.clamp(0.5, 2.0))
