@@ -47,57 +47,34 @@ def test_a_baseline_over_the_kept_needs_to_know_them():
         advantages(R, S, baseline_over="kept")
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_names_its_sequence(bad):
-    with pytest.raises(BadValueError, match="reward of sequence 2 is"):
-        advantages(double([0.0, 1.0, bad]), S)
+NAN, INF = float("nan"), float("inf")
+PER_TOKEN = ("values", "logp_old", "sum_pi_squared", "weight")
+PER_SEQUENCE = ("greedy_rewards", "grad_norm_squared")
+# inputs, the error, and what it says
+REFUSED = [
+    ({"rewards": double([0.0, 1.0, NAN])}, BadValueError, "reward of sequence 2 is nan"),
+    ({"rewards": double([0.0, 1.0, INF])}, BadValueError, "reward of sequence 2 is inf"),
+    ({"rewards": double([0.0, 0.0, 1.0, 0.0, NAN])}, BadValueError, "reward of sequence 2 is nan at token 1;"),
+    *(
+        ({x: double([0.0, 0.0, 0.0, INF, 0.0])}, BadValueError, f"{x} of sequence 2 is inf at token 0;")
+        for x in PER_TOKEN
+    ),
+    *(({x: double([0.0, NAN, 0.0])}, BadValueError, f"{x} of sequence 1 is nan;") for x in PER_SEQUENCE),
+    ({"components": double([[0, 0], [0, NAN], [0, 0]])}, BadValueError, "components of sequence 1 is nan;"),
+    ({"component_weights": double([1.0, NAN])}, BadValueError, "component_weights="),
+    ({"components": double([[1, 0]] * 3), "component_weights": double([1, INF])}, BadValueError, "component_weights="),
+    *(({"rewards": torch.zeros(n)}, ShapeError, rf"shape \({n},\) for 3 sequences of 5 tokens") for n in (2, 4, 6)),
+    *(({x: torch.zeros(3)}, ShapeError, rf"{x} has shape \(3,\); expected 5 .* per token") for x in PER_TOKEN),
+    *(({x: torch.zeros(5)}, ShapeError, rf"{x} has shape \(5,\); expected 3 .* per sequence") for x in PER_SEQUENCE),
+    *(({x: y}, MethodError, f"{x}={y} must lie in") for x in ("gamma", "lam") for y in (-0.1, 1.1, NAN)),
+]
 
 
-def test_a_token_reward_that_is_no_number_names_its_token():
-    with pytest.raises(BadValueError, match="reward of sequence 2 is nan at token 1;"):
-        advantages(double([0.0, 0.0, 1.0, 0.0, float("nan")]), S)
-
-
-@pytest.mark.parametrize("name", ["values", "logp_old", "sum_pi_squared", "weight"])
-def test_a_bad_number_on_a_token_names_it(name):
-    with pytest.raises(BadValueError, match=f"{name} of sequence 2 is inf at token 0;"):
-        advantages(R, S, **{name: double([0.0, 0.0, 0.0, float("inf"), 0.0])})
-
-
-@pytest.mark.parametrize("name", ["greedy_rewards", "grad_norm_squared"])
-def test_a_bad_number_of_a_sequence_names_it(name):
-    with pytest.raises(BadValueError, match=f"{name} of sequence 1 is nan;"):
-        advantages(R, S, **{name: double([0.0, float("nan"), 0.0])})
-
-
-def test_a_bad_component_names_its_sequence():
-    with pytest.raises(BadValueError, match="components of sequence 1 is nan;"):
-        advantages(R, S, how="gdpo", components=double([[0, 0], [0, float("nan")], [0, 0]]))
-
-
-def test_component_weights_are_finite_and_one_per_column():
-    with pytest.raises(BadValueError, match="component_weights="):
-        advantages(R, S, component_weights=double([1.0, float("nan")]))
-    with pytest.raises(BadValueError, match="component_weights="):
-        advantages(R, S, components=double([[1, 0]] * 3), component_weights=double([1, float("inf")]))  # fmt: skip
-
-
-@pytest.mark.parametrize("count", [2, 4, 6])
-def test_one_reward_per_sequence_or_token(count):
-    with pytest.raises(ShapeError, match=rf"shape \({count},\) for 3 sequences of 5 tokens"):
-        advantages(torch.zeros(count), S)
-
-
-@pytest.mark.parametrize("name", ["values", "logp_old", "sum_pi_squared", "weight"])
-def test_one_number_per_token(name):
-    with pytest.raises(ShapeError, match=rf"{name} has shape \(3,\); expected 5 .* per token"):
-        advantages(R, S, **{name: torch.zeros(3)})
-
-
-@pytest.mark.parametrize("name", ["greedy_rewards", "grad_norm_squared"])
-def test_one_number_per_sequence(name):
-    with pytest.raises(ShapeError, match=rf"{name} has shape \(5,\); expected 3 .* per sequence"):
-        advantages(R, S, **{name: torch.zeros(5)})
+@pytest.mark.parametrize(("inputs", "error", "words"), REFUSED)
+def test_bad_numbers_and_shapes_are_named(inputs, error, words):
+    how = "gdpo" if set(inputs) == {"components"} else "grpo"
+    with pytest.raises(error, match=words):
+        advantages(**{"rewards": R, "segments": S, "how": how} | inputs)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +102,3 @@ def test_opob_weighs_whole_sequences():
     inputs = {"grad_norm_squared": double([1.0, 1.0, 1.0])}
     with pytest.raises(BadValueError, match="weight of sequence 2 runs from 1 to 3; opob"):
         advantages(R, S, how="opob", weight=double([2, 2, 1, 1, 3]), **inputs)
-
-
-@pytest.mark.parametrize("name", ["gamma", "lam"])
-@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
-def test_discounts_lie_between_zero_and_one(name, value):
-    with pytest.raises(MethodError, match=f"{name}={value} must lie in"):
-        advantages(R, S, **{name: value})

@@ -44,9 +44,9 @@ def true_row(mu, pi, token, temperature):
     )
 
 
-def naive(mu, pi, tokens) -> ExactDivergences:
-    """Log-softmax twice and reduce, in float32: what one writes without thinking."""
-    log_mu, log_pi = mu.float().log_softmax(-1), pi.float().log_softmax(-1)
+def naive(mu, pi, tokens, temperature=1.0) -> ExactDivergences:
+    """Log-softmax twice and reduce, in the dtype of the logits: what one writes without thinking."""
+    log_mu, log_pi = mu.log_softmax(-1), (pi / temperature).log_softmax(-1)
     p, q = log_mu.exp(), log_pi.exp()
     return ExactDivergences(
         (p * (log_mu - log_pi)).sum(-1),

@@ -19,6 +19,8 @@ from torch import Tensor
 from offdrift.divergence import kernels
 from offdrift.divergence.exact import ExactDivergences, definition
 from offdrift.errors import BadValueError, ShapeError
+from tests.divergence.definitions import naive
+from tests.divergence.pairs import STRANGE
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 INF = math.inf
@@ -61,23 +63,9 @@ def pair(
     return logits.to(dtype).to(DEVICE), moved.to(dtype).to(DEVICE), tokens.to(DEVICE)
 
 
-def naive(logits_rollout: Tensor, logits: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
-    """What one writes without thinking, in the dtype of the arguments: the nine fields."""
-    log_mu, log_pi = logits_rollout.log_softmax(-1), (logits / t).log_softmax(-1)
-    mu, pi = log_mu.exp(), log_pi.exp()
-    return torch.stack(
-        [
-            (mu * (log_mu - log_pi)).sum(-1),
-            (pi * (log_pi - log_mu)).sum(-1),
-            (mu - pi).abs().sum(-1) / 2,
-            (pi * pi / mu).sum(-1) - 1,
-            -(mu * log_mu).sum(-1),
-            -(pi * log_pi).sum(-1),
-            (pi * pi).sum(-1),
-            log_mu.gather(1, tokens[:, None])[:, 0],
-            log_pi.gather(1, tokens[:, None])[:, 0],
-        ]
-    )
+def stacked(logits_rollout: Tensor, logits: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
+    """The nine fields of `naive`."""
+    return torch.stack(naive(logits_rollout, logits, tokens, t))
 
 
 def assert_as_good_as_naive(ours: Tensor, truth: Tensor, plain: Tensor) -> None:
@@ -107,13 +95,13 @@ def test_float32_is_as_good_as_naive(n, v):
     temperature = 1 if v % 2 else 0.7
     mu, pi, tokens = pair(n, v, seed=v)
     ours = torch.stack(kernels.exact_divergences(mu, pi, tokens, temperature))
-    truth = naive(mu.double(), pi.double(), tokens, temperature)
+    truth = stacked(mu.double(), pi.double(), tokens, temperature)
     assert ours.dtype == torch.float32
     if v == 1:  # one token: everything is certain
         certain = torch.tensor([0.0, 0, 0, 0, 0, 0, 1, 0, 0], device=ours.device)
         assert torch.allclose(ours[:, 0], certain, rtol=0, atol=ULP)
         return
-    assert_as_good_as_naive(ours, truth, naive(mu, pi, tokens, temperature))
+    assert_as_good_as_naive(ours, truth, stacked(mu, pi, tokens, temperature))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -121,16 +109,16 @@ def test_float32_is_as_good_as_naive(n, v):
 def test_half_precision_logits_are_read_as_they_are_and_summed_in_float32(dtype, v):
     mu, pi, tokens = pair(3, v, dtype=dtype)
     ours = torch.stack(kernels.exact_divergences(mu, pi, tokens, 1.3))
-    truth = naive(mu.double(), pi.double(), tokens, 1.3)
-    assert_as_good_as_naive(ours, truth, naive(mu.float(), pi.float(), tokens, 1.3))
+    truth = stacked(mu.double(), pi.double(), tokens, 1.3)
+    assert_as_good_as_naive(ours, truth, stacked(mu.float(), pi.float(), tokens, 1.3))
 
 
 def test_the_two_policies_may_have_different_dtypes_and_offsets():
     mu, pi, tokens = pair(3, 3000)
     mu, pi = mu.log_softmax(-1), (pi + 100).bfloat16()
     ours = torch.stack(kernels.exact_divergences(mu, pi, tokens))
-    truth = naive(mu.double(), pi.double(), tokens)
-    assert_as_good_as_naive(ours, truth, naive(mu, pi.float(), tokens))
+    truth = stacked(mu.double(), pi.double(), tokens)
+    assert_as_good_as_naive(ours, truth, stacked(mu, pi.float(), tokens))
 
 
 def test_a_small_drift_survives():
@@ -170,32 +158,6 @@ def test_rows_may_lie_apart_and_entries_too():
     wide[:, 200:1200] = mu
     apart = kernels.exact_divergences(wide[:, 200:1200], pi.T.contiguous().T, tokens)
     assert torch.stack(apart).equal(expected)
-
-
-STRANGE = {
-    "neither has a token": ([1, 2, -INF, 0], [1, 0.5, -INF, 0.5]),
-    "pi lacks one": ([1, 2, 3, 0], [1, -INF, 2, 0.5]),
-    "mu lacks one": ([1, -INF, 3, 0], [1, 2, 2, 0.5]),
-    "each lacks one": ([1, -INF, 3, 0], [-INF, 2, 2, 0.5]),
-    "disjoint": ([1, -INF, 3, -INF], [-INF, 2, -INF, 0.5]),
-    "one token left": ([-INF, -INF, 3, -INF], [-INF, -INF, 2, -INF]),
-    "mu is nothing": ([-INF] * 4, [1, 2, 3, 4]),
-    "pi is nothing": ([1, 2, 3, 4], [-INF] * 4),
-    "NaN in mu": ([1, math.nan, 3, 4], [1, 2, 3, 4]),
-    "NaN in pi": ([1, 2, 3, 4], [math.nan, 2, 3, 4]),
-    "NaN beside nothing": ([-INF, math.nan, 3, 4], [1, 2, 3, 4]),
-    "inf in mu": ([1, INF, 3, 4], [1, 2, 3, 4]),
-    "inf in pi": ([1, 2, 3, 4], [1, 2, 3, INF]),
-    "masked by a large number": ([0, -1e9, 0, 0], [0, 0, -1e9, -1e9]),
-    "mu underflows": ([0, -95, 0, 0], [0, -20, 0, 0]),
-    "pi underflows": ([0, -20, 0, 0], [0, -200, 0, 0]),
-    "mu underflows where pi has nothing": ([0, -200, 0, 0], [0, -INF, 0, 0]),
-    "pi underflows where mu has nothing": ([0, -INF, 0, 0], [0, -200, 0, 0]),
-    "mu underflows, chi2 does not": ([0, -88, 0, 0], [0, -44, 0, 0]),
-    "huge and equal": ([-1e30] * 4, [1e30] * 4),
-    "far above the first": ([0, 0, 0, 95], [0, 0, 90, 100]),
-}
-"""Four scores of mu and pi. Below they come alone and spread over a row of several tiles."""
 
 
 def spread(scores: list[float], v: int) -> Tensor:
@@ -258,7 +220,7 @@ def truth_of_gradient(name: str, mu: Tensor, pi: Tensor, upstream: Tensor, t: fl
     logits = pi.double().requires_grad_()
     index = ExactDivergences._fields.index(name)
     tokens = torch.zeros(len(mu), dtype=torch.int64, device=mu.device)
-    value = naive(mu.double(), logits, tokens, t)[index]
+    value = stacked(mu.double(), logits, tokens, t)[index]
     return torch.autograd.grad(value, logits, upstream.double())[0]
 
 
@@ -283,7 +245,7 @@ def test_gradients_are_those_of_float64(name, n, v, t):
     logits = pi.clone().requires_grad_()
     index = ExactDivergences._fields.index(name)
     tokens = torch.zeros(n, dtype=torch.int64, device=mu.device)
-    value = naive(mu, logits, tokens, t)[index]
+    value = stacked(mu, logits, tokens, t)[index]
     plain = torch.autograd.grad(value, logits, upstream)[0]
     # Half a unit in the last place of each log-prob, which is what float32 can know of it. Relative to
     # the gradient of a small drift that is much; how the exponentials round decides who is luckier.
@@ -353,8 +315,8 @@ def by_chunks(
 def test_chunks_make_up_a_row(v, chunk):
     mu, pi, tokens = pair(3, v)
     ours = by_chunks(mu, pi, chunk, (1.3, 0.8))
-    truth = naive(mu.double() / 1.3, pi.double(), tokens, 0.8)[:7]
-    assert_as_good_as_naive(ours, truth, naive(mu / 1.3, pi, tokens, 0.8)[:7])
+    truth = stacked(mu.double() / 1.3, pi.double(), tokens, 0.8)[:7]
+    assert_as_good_as_naive(ours, truth, stacked(mu / 1.3, pi, tokens, 0.8)[:7])
 
 
 def test_chunks_of_strange_rows():

@@ -16,6 +16,32 @@ FX_V_MU = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.9, 0.05, 0.05]], dt
 FX_V_PI = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.25, 0.25], [0.8, 0.15, 0.05]], dtype=torch.float64)
 FX_V_TOKENS = torch.tensor([0, 1, 1])
 
+INF = math.inf
+STRANGE = {
+    "neither has a token": ([1, 2, -INF, 0], [1, 0.5, -INF, 0.5]),
+    "pi lacks one": ([1, 2, 3, 0], [1, -INF, 2, 0.5]),
+    "mu lacks one": ([1, -INF, 3, 0], [1, 2, 2, 0.5]),
+    "each lacks one": ([1, -INF, 3, 0], [-INF, 2, 2, 0.5]),
+    "disjoint": ([1, -INF, 3, -INF], [-INF, 2, -INF, 0.5]),
+    "one token left": ([-INF, -INF, 3, -INF], [-INF, -INF, 2, -INF]),
+    "mu is nothing": ([-INF] * 4, [1, 2, 3, 4]),
+    "pi is nothing": ([1, 2, 3, 4], [-INF] * 4),
+    "NaN in mu": ([1, math.nan, 3, 4], [1, 2, 3, 4]),
+    "NaN in pi": ([1, 2, 3, 4], [math.nan, 2, 3, 4]),
+    "NaN beside nothing": ([-INF, math.nan, 3, 4], [1, 2, 3, 4]),
+    "inf in mu": ([1, INF, 3, 4], [1, 2, 3, 4]),
+    "inf in pi": ([1, 2, 3, 4], [1, 2, 3, INF]),
+    "masked by a large number": ([0, -1e9, 0, 0], [0, 0, -1e9, -1e9]),
+    "mu underflows": ([0, -95, 0, 0], [0, -20, 0, 0]),
+    "pi underflows": ([0, -20, 0, 0], [0, -200, 0, 0]),
+    "mu underflows where pi has nothing": ([0, -200, 0, 0], [0, -INF, 0, 0]),
+    "pi underflows where mu has nothing": ([0, -INF, 0, 0], [0, -200, 0, 0]),
+    "mu underflows, chi2 does not": ([0, -88, 0, 0], [0, -44, 0, 0]),
+    "huge and equal": ([-1e30] * 4, [1e30] * 4),
+    "far above the first": ([0, 0, 0, 95], [0, 0, 90, 100]),
+}
+"""Four scores of mu and pi: one-sided, underflowing, far apart, or no distribution."""
+
 
 def random_pair(n: int, v: int, *, drift: float, scale: float = 3.0, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Logits of two policies, the second the first plus noise of size `drift` (float64)."""

@@ -19,7 +19,7 @@ from offdrift.divergence import chunks, fused, plain
 from offdrift.divergence.exact import ExactDivergences, definition
 from offdrift.divergence.fused import exact_divergences, route
 from offdrift.errors import BadValueError, ShapeError
-from tests.divergence.pairs import HAS_COMPILER, first_tokens, pairs, peak_bytes, random_pair
+from tests.divergence.pairs import HAS_COMPILER, STRANGE, first_tokens, pairs, peak_bytes, random_pair
 
 CPU = torch.device("cpu")
 
@@ -112,29 +112,9 @@ def test_a_thread_that_cannot_start_leaves_none_waiting(two_threads, monkeypatch
     assert torch.get_num_threads() == 2
 
 
-STRANGE = [
-    # (mu, pi), four scores each: one-sided, underflowing, and far apart
-    ([1, 2, 3, 0], [1, -math.inf, 2, 0.5]),
-    ([1, -math.inf, 3, 0], [1, 2, 2, 0.5]),
-    ([1, -math.inf, 3, 0], [-math.inf, 2, 2, 0.5]),
-    ([1, -math.inf, 3, -math.inf], [-math.inf, 2, -math.inf, 0.5]),
-    ([-math.inf, -math.inf, 3, -math.inf], [-math.inf, -math.inf, 2, -math.inf]),
-    ([-math.inf] * 4, [1, 2, 3, 4]),
-    ([1, 2, 3, 4], [math.nan, 2, 3, 4]),
-    ([1, math.inf, 3, 4], [1, 2, 3, 4]),
-    ([0, -1e9, 0, 0], [0, 0, -1e9, -1e9]),
-    ([0, -95, 0, 0], [0, -20, 0, 0]),
-    ([0, -200, 0, 0], [0, -math.inf, 0, 0]),
-    ([0, -math.inf, 0, 0], [0, -200, 0, 0]),
-    ([0, -88, 0, 0], [0, -44, 0, 0]),
-    ([-1e30] * 4, [1e30] * 4),
-    ([0, 0, 0, 95], [0, 0, 90, 100]),
-]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_plain_rows_that_are_strange_give_the_definition(dtype):
-    mu, pi = (torch.tensor([pair[i] for pair in STRANGE], dtype=dtype) for i in (0, 1))
+    mu, pi = (torch.tensor([pair[i] for pair in STRANGE.values()], dtype=dtype) for i in (0, 1))
     tokens = torch.arange(len(STRANGE)) % 4
     expected = definition(mu, pi, tokens, 0.8)
     got = exact_divergences(mu, pi, tokens=tokens, temperature=0.8, compiled=False)

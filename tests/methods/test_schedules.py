@@ -2,12 +2,11 @@
 
 import json
 import math
-from functools import reduce
 
 import pytest
 import torch
 
-from offdrift.batch_info import NO_INFO, BatchInfo, Observed
+from offdrift.batch_info import NO_INFO
 from offdrift.correction.weight import Weight
 from offdrift.errors import MethodError, ShapeError
 from offdrift.logprobs import LogProbs
@@ -21,8 +20,7 @@ from offdrift.methods.schedules import (
     gac_projection,
 )
 from offdrift.segments import Segments
-from tests.objectives.checks import SPLITS, piece
-from tests.oracles.fixtures import double, ragged
+from tests.oracles.fixtures import double
 
 UNLIMITED = Weight(on="full", unit="sequence")
 
@@ -82,19 +80,6 @@ def test_sequences_without_a_token_do_not_count():
     got, expected = (schedule.observe(x, None, NO_INFO) for x in (holes, lp))
     assert got == expected
     assert got["count"] == 4
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_step_in_pieces_has_the_scale_of_the_whole(seed):
-    lp, schedule = ragged(seed), EssScale()
-    whole = schedule.scale(schedule.observe(lp, None, NO_INFO))
-    assert 0.2 < whole < 0.999
-    assert not whole.requires_grad
-    for split in SPLITS:
-        seen = [Observed({schedule: schedule.observe(piece(lp, s)[0], None, NO_INFO)}) for s in split]  # fmt: skip
-        merged = reduce(Observed.merge, seen)
-        got = schedule.scale(BatchInfo(observed=merged).seen_by(schedule, lp, None))
-        torch.testing.assert_close(got, whole, rtol=1e-12, atol=0)
 
 
 def test_the_formula_names_the_numbers():
