@@ -43,24 +43,10 @@ class Credit:
     """What is known about how good the sequences of one batch were.
 
     Floats are float64 and carry no gradient. `advantages` makes one and checks it; the constructor
-    checks nothing.
+    checks nothing. Fields are what `advantages` says of its arguments of the same names.
 
     Args:
-        rewards: one per sequence, paid on its last token; or one per token.
-        segments: `b` sequences of `n` tokens in all, and their prompt groups.
         counted: which sequences enter statistics; None for all.
-        gamma: discount per token.
-        lam: GAE's lambda, the weight of longer returns.
-        values: the critic's value at each token, in reward units.
-        greedy_rewards: reward of a greedy response to each sequence's prompt.
-        components: one column per component of the reward.
-        component_weights: weight of each column; None for ones.
-        logp_old: log-probs of the training engine, in nats.
-        sum_pi_squared: sum over the vocabulary of the squared probabilities of the same policy.
-        weight: mismatch weight of each token.
-        grad_norm_squared: squared norm of each sequence's score gradient.
-        position: column of each token in the original response; None if no token was dropped.
-        total: sums a small tensor over all processes.
     """
 
     rewards: Float[Tensor, " r"]
