@@ -167,7 +167,7 @@ class LogProbs:
         Gradient: to `x`.
         """
         rows = self.scored_rows
-        return x if rows is None else x.new_full((len(self.logp_rollout),), fill).index_put((rows,), x)  # fmt: skip
+        return x if rows is None else x.new_full((len(self.logp_rollout),), fill).index_put((rows,), x)
 
     @property
     def current(self) -> Float[Tensor, " n"]:

@@ -282,5 +282,7 @@ class _Spread(torch.autograd.Function):
         ctx.segments = inputs[1]  # type: ignore[attr-defined]
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+    ) -> tuple[Tensor, None]:
         return ctx.segments.sum(grad.contiguous()), None  # type: ignore[attr-defined]

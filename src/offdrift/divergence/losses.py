@@ -151,7 +151,9 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (upstream,), (value, *saved) = grad_outputs, ctx.saved_tensors
         policies, normalizers = saved[: ctx.num_policies], saved[ctx.num_policies :]
         logits, *others = policies

@@ -140,7 +140,10 @@ ROWS: dict[str, Method] = {
         target="old log-probs that cannot be had at the weights that sampled",
         fails="an average is no policy that sampled: its mismatch ratio contains staleness, bounded by the cap",
         bias="O(drift)",
-        reference="revised PPO-EWMA of Missing Old Logits, arXiv:2605.12070, whose equation could not be read; cap 2 as in verl",
+        reference=(
+            "revised PPO-EWMA of Missing Old Logits, arXiv:2605.12070, whose equation could not be read; cap "
+            "2 as in verl"
+        ),
         status="unverified",
     ),
     "aspo": Method(
@@ -249,7 +252,10 @@ ROWS: dict[str, Method] = {
         target="entropy collapse",
         fails="no limit on any other token",
         bias="O(1)",
-        reference="Cui et al., arXiv:2505.22617, eq. 14; |log r| as in both implementations; the paper's KL(old || current) is kl_cov_exact",
+        reference=(
+            "Cui et al., arXiv:2505.22617, eq. 14; |log r| as in both implementations; the paper's KL(old || "
+            "current) is kl_cov_exact"
+        ),
     ),
     "kl_cov_exact": Method(
         objective=CovPenalized(penalty="exact"),

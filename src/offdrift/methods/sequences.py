@@ -224,7 +224,10 @@ ROWS: dict[str, Method] = {
         target="negative samples that the policy would no longer draw",
         fails="opposite drifts cancel in a mean; positives are never rejected",
         bias="O(drift)",
-        reference="DeepSeek-V3.2, arXiv:2512.02556, eqs. 8-9 (its delta is not published; 0.5 as TRL suggests, low = e^-0.5)",
+        reference=(
+            "DeepSeek-V3.2, arXiv:2512.02556, eqs. 8-9 (its delta is not published; 0.5 as TRL suggests, low "
+            "= e^-0.5)"
+        ),
     ),
     "wtrs": Method(
         objective=Clipped(),

@@ -54,7 +54,10 @@ ENGINE_ROWS: dict[str, System] = {
         target="routing flips between engines",
         model_class="MoE",
         fails="the surrogate becomes one for that routing: the router's drift is hidden, not made smaller",
-        where="the engine's router must record expert indices (of the prompt, too), the trainer's forward pass must take them; not part of a loss: nothing here pretends to do it",
+        where=(
+            "the engine's router must record expert indices (of the prompt, too), the trainer's forward pass "
+            "must take them; not part of a loss: nothing here pretends to do it"
+        ),
         watch=WATCH,
         related=("icepop", "gspo", "ring_1t"),
         reference="arXiv:2510.11370",
@@ -106,7 +109,10 @@ ENGINE_ROWS: dict[str, System] = {
         mechanism="replays the sampler's truncation mask",
         target="policies over different sets of tokens",
         fails="half of it is worse than none: without the trainer's mask all ratios are too small on average",
-        where="the sampler must record the kept tokens, the trainer must mask its logits; the log-probs given here must already be those",
+        where=(
+            "the sampler must record the kept tokens, the trainer must mask its logits; the log-probs given "
+            "here must already be those"
+        ),
         watch=WATCH,
         related=("deepseek_v32", "opsm"),
         reference="DeepSeek-V3.2, arXiv:2512.02556, section 3.1",
@@ -143,7 +149,11 @@ ENGINE_ROWS: dict[str, System] = {
         is_treatment="makes mismatch and staleness separable",
         target="asynchronous rollouts whose old log-probs were never saved",
         fails="a response written by several versions has no single old policy: here each token is scored at its own",
-        where='the trainer: old_policy.from="sampling" (snapshots by version) or "second_model"; "ewma", "interpolated" and "rollout" stand in; without logp_old, methods on mismatch or staleness refuse the batch',
+        where=(
+            'the trainer: old_policy.from="sampling" (snapshots by version) or "second_model"; "ewma", '
+            '"interpolated" and "rollout" stand in; without logp_old, methods on mismatch or staleness refuse'
+            " the batch"
+        ),
         watch=("old/exact_frac", "old/version_lag", "version_lag/max", "staleness/k3"),
         related=("decoupled_ppo", "a3po", "ppo_ewma", "bypass_ppo_clip"),
         reference="arXiv:2605.12070",
@@ -155,7 +165,11 @@ ENGINE_ROWS: dict[str, System] = {
         mechanism="one precision on both sides",
         target="rounding differences of bfloat16",
         fails="the narrow range overflows without loss scaling",
-        where="engine and trainer: --set rollout.dtype=float16 is the engine's half; the trainer's half belongs to the framework that trains (the trainer here computes in float32 or bfloat16 and refuses fp16)",
+        where=(
+            "engine and trainer: --set rollout.dtype=float16 is the engine's half; the trainer's half belongs"
+            " to the framework that trains (the trainer here computes in float32 or bfloat16 and refuses "
+            "fp16)"
+        ),
         watch=WATCH,
         related=("token_tis", "geo_mask"),
         reference="arXiv:2510.26788",
@@ -199,7 +213,10 @@ ENGINE_ROWS: dict[str, System] = {
         mechanism="deterministic kernels and sampler",
         target="rollouts that cannot be reproduced",
         fails="makes one engine repeat itself, not two engines agree",
-        where="the SGLang server, started with --enable-deterministic-inference: the engine openai draws from it, and `offdrift check` measures whether it repeats itself",
+        where=(
+            "the SGLang server, started with --enable-deterministic-inference: the engine openai draws from "
+            "it, and `offdrift check` measures whether it repeats itself"
+        ),
         watch=WATCH,
         related=("token_tis",),
         reference="SGLang Team, 2025",
@@ -211,7 +228,10 @@ ENGINE_ROWS: dict[str, System] = {
         mechanism="a test before training, not a correction",
         target="mismatch taken for staleness",
         fails="says how large the mismatch is, not which layer causes it",
-        where="mismatch/* compares the engines at equal weights in every run whose batches carry logp_old; engines.score gives it",
+        where=(
+            "mismatch/* compares the engines at equal weights in every run whose batches carry logp_old; "
+            "engines.score gives it"
+        ),
         here=("offdrift.engines.score.score",),
         watch=("mismatch/k3", "mismatch/prob_diff_max", "mismatch/pearson"),
         related=("disabled", "token_tis"),
@@ -428,7 +448,9 @@ SCHEDULER_ROWS: dict[str, System] = {
         is_treatment="inverse of the sampling priority",
         target="priorities that go stale",
         fails="a replayed answer is as stale as it is old",
-        where="the replay buffer, which this trainer does not have; train on its batches with a method on the full ratio",
+        where=(
+            "the replay buffer, which this trainer does not have; train on its batches with a method on the full ratio"
+        ),
         watch=SCHEDULER_WATCH,
         related=("seq_tis", "token_tis", "oapl"),
         reference="arXiv:2604.16918",
@@ -467,7 +489,10 @@ SCHEDULER_ROWS: dict[str, System] = {
         mechanism="a learning rate that falls after a surge of length",
         target="mismatch amplified by the optimizer",
         fails="reacts to one symptom; the mismatch stays",
-        where="the optimizer: the scale can be computed here, the trainer does not apply it; vcpo is a method that scales by the effective sample size",
+        where=(
+            "the optimizer: the scale can be computed here, the trainer does not apply it; vcpo is a method "
+            "that scales by the effective sample size"
+        ),
         here=("offdrift.methods.schedules.LengthSurge",),
         watch=("response/length_mean", "optim/grad_norm"),
         related=("vcpo",),
@@ -496,7 +521,10 @@ SCHEDULER_ROWS: dict[str, System] = {
         is_treatment="ratio of the perturbed policy to the rollout policy",
         target="heavy tails of the ratio",
         fails="noise must be drawn alike when activations are recomputed, and be off in the rollout",
-        where="the model's layers; give the perturbed pass's log-probs as logp, and any method on the full ratio works as it is",
+        where=(
+            "the model's layers; give the perturbed pass's log-probs as logp, and any method on the full "
+            "ratio works as it is"
+        ),
         watch=("full/chi2_token", "full/ess_frac"),
         related=("token_is", "bypass_ppo_clip", "bypass_pg_is"),
         reference="arXiv:2603.19470",

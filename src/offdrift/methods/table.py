@@ -47,7 +47,9 @@ def _product(on: RatioName) -> Gate:
     return Gate(statistic="ratio", on=on, unit="seq_sum", low=0.5, high=2.0)
 
 
-def _preset(objective: Objective, summary: str, *parts: GateLike | WeightLike, fails: str, bias: Bias) -> Method:
+def _preset(
+    objective: Objective, summary: str, *parts: GateLike | WeightLike, fails: str, bias: Bias = "O(drift)"
+) -> Method:
     correction = Correction()
     for part in parts:
         correction = correction & part
@@ -75,25 +77,33 @@ K3 = "an average hides one catastrophic token"
 BAND = "a band that masks more than 10 to 25 % of tokens has met its limit"
 
 PRESET_ROWS: dict[str, Method] = {
-    "disabled": _preset(PPO, "metrics only: PPO, nothing corrected", fails="whenever the policies differ", bias="O(drift)"),
-    "decoupled_token_is": _preset(PPO, "token TIS at 2 on mismatch", _token("mismatch"), fails=TOKEN, bias="O(drift)"),
-    "decoupled_seq_is": _preset(PPO, "sequence TIS at 2 on mismatch", _sequence("mismatch"), fails=SEQ, bias="O(drift)"),
-    "decoupled_seq_is_rs": _preset(PPO, "sequence TIS at 2, product of ratios in [0.5, 2]", _sequence("mismatch"), _product("mismatch"), fails=LENGTH_TRAP, bias="O(drift)"),
-    "decoupled_geo_rs": _preset(PPO, "geometric mean of the mismatch in [0.999, 1.001]", _geo("mismatch"), fails=GEO, bias="O(drift)"),
-    "decoupled_geo_rs_seq_tis": _preset(PPO, "geometric band and sequence TIS", _geo("mismatch"), _sequence("mismatch"), fails=GEO, bias="O(drift)"),
-    "decoupled_geo_rs_token_tis": _preset(PPO, "geometric band and token TIS", _geo("mismatch"), _token("mismatch"), fails=GEO, bias="O(drift)"),
-    "decoupled_k3_rs": _preset(PPO, "mean k3 of the mismatch at most 0.01", _k3("mismatch"), fails=K3, bias="O(drift)"),
-    "decoupled_k3_rs_seq_tis": _preset(PPO, "mean k3 and sequence TIS", _k3("mismatch"), _sequence("mismatch"), fails=K3, bias="O(drift)"),
-    "decoupled_k3_rs_token_tis": _preset(PPO, "mean k3 and token TIS", _k3("mismatch"), _token("mismatch"), fails=K3, bias="O(drift)"),
-    "decoupled_token_icepop": _preset(PPO, "IcePop band [0.5, 5] on mismatch", _icepop("mismatch"), fails=BAND, bias="O(drift)"),
-    "bypass_ppo_clip": _preset(BYPASS_PPO, "PPO on the full ratio", fails=TOKEN, bias="O(drift)"),
-    "bypass_ppo_clip_geo_rs": _preset(BYPASS_PPO, "PPO on the full ratio, geometric band", _geo("full"), fails=GEO, bias="O(drift)"),
-    "bypass_ppo_clip_k3_rs": _preset(BYPASS_PPO, "PPO on the full ratio, mean k3 at most 0.01", _k3("full"), fails=K3, bias="O(drift)"),
-    "bypass_pg_is": _preset(BYPASS_PG, "REINFORCE with sequence TIS at 2", _sequence("full"), fails=SEQ, bias="none inside limits"),
-    "bypass_pg_geo_rs": _preset(BYPASS_PG, "REINFORCE, geometric band", _geo("full"), fails=GEO, bias="O(drift)"),
-    "bypass_pg_geo_rs_seq_tis": _preset(BYPASS_PG, "REINFORCE with sequence TIS, geometric band", _geo("full"), _sequence("full"), fails=GEO, bias="none inside limits"),
-    "bypass_pg_geo_rs_token_tis": _preset(BYPASS_PG, "REINFORCE with token TIS, geometric band", _geo("full"), _token("full"), fails=GEO, bias="O(drift)"),
-    "bypass_pg_token_icepop": _preset(BYPASS_PG, "REINFORCE with the IcePop band [0.5, 5]", _icepop("full"), fails=BAND, bias="O(drift)"),
+    "disabled": _preset(PPO, "metrics only: PPO, nothing corrected", fails="whenever the policies differ"),
+    "decoupled_token_is": _preset(PPO, "token TIS at 2 on mismatch", _token("mismatch"), fails=TOKEN),
+    "decoupled_seq_is": _preset(PPO, "sequence TIS at 2 on mismatch", _sequence("mismatch"), fails=SEQ),
+    "decoupled_seq_is_rs": _preset(PPO, "sequence TIS at 2, product of ratios in [0.5, 2]",
+        _sequence("mismatch"), _product("mismatch"), fails=LENGTH_TRAP),
+    "decoupled_geo_rs": _preset(PPO, "geometric mean of the mismatch in [0.999, 1.001]", _geo("mismatch"), fails=GEO),
+    "decoupled_geo_rs_seq_tis": _preset(PPO, "geometric band and sequence TIS",
+        _geo("mismatch"), _sequence("mismatch"), fails=GEO),
+    "decoupled_geo_rs_token_tis": _preset(PPO, "geometric band and token TIS",
+        _geo("mismatch"), _token("mismatch"), fails=GEO),
+    "decoupled_k3_rs": _preset(PPO, "mean k3 of the mismatch at most 0.01", _k3("mismatch"), fails=K3),
+    "decoupled_k3_rs_seq_tis": _preset(PPO, "mean k3 and sequence TIS",
+        _k3("mismatch"), _sequence("mismatch"), fails=K3),
+    "decoupled_k3_rs_token_tis": _preset(PPO, "mean k3 and token TIS", _k3("mismatch"), _token("mismatch"), fails=K3),
+    "decoupled_token_icepop": _preset(PPO, "IcePop band [0.5, 5] on mismatch", _icepop("mismatch"), fails=BAND),
+    "bypass_ppo_clip": _preset(BYPASS_PPO, "PPO on the full ratio", fails=TOKEN),
+    "bypass_ppo_clip_geo_rs": _preset(BYPASS_PPO, "PPO on the full ratio, geometric band", _geo("full"), fails=GEO),
+    "bypass_ppo_clip_k3_rs": _preset(BYPASS_PPO, "PPO on the full ratio, mean k3 at most 0.01", _k3("full"), fails=K3),
+    "bypass_pg_is": _preset(BYPASS_PG, "REINFORCE with sequence TIS at 2",
+        _sequence("full"), fails=SEQ, bias="none inside limits"),
+    "bypass_pg_geo_rs": _preset(BYPASS_PG, "REINFORCE, geometric band", _geo("full"), fails=GEO),
+    "bypass_pg_geo_rs_seq_tis": _preset(BYPASS_PG, "REINFORCE with sequence TIS, geometric band",
+        _geo("full"), _sequence("full"), fails=GEO, bias="none inside limits"),
+    "bypass_pg_geo_rs_token_tis": _preset(BYPASS_PG, "REINFORCE with token TIS, geometric band",
+        _geo("full"), _token("full"), fails=GEO),
+    "bypass_pg_token_icepop": _preset(BYPASS_PG, "REINFORCE with the IcePop band [0.5, 5]",
+        _icepop("full"), fails=BAND),
 }  # fmt: skip
 
 
@@ -163,7 +173,9 @@ TRM_ROWS: dict[str, Method] = {
     ),
     "trm_ratio": _trm(
         _gate("abs_log_ratio", "seq_max", 0.1),
-        summary="reject a sequence if |log w| of any token exceeds 0.1: discharges the bound G.2 without a precondition",
+        summary=(
+            "reject a sequence if |log w| of any token exceeds 0.1: discharges the bound G.2 without a precondition"
+        ),
         fails="the bound grows exponentially in the limit times the tokens left",
         where="Remark G.2",
     ),
@@ -189,7 +201,9 @@ RECIPE_ROWS: dict[str, Method] = {
     "deepseek_v32": replace(
         sequences.ROWS["opsm"],
         penalty=KLPenalty(estimator="k3_corrected", coef=1e-3),
-        summary="GRPO with OPSM and the importance-corrected k3 penalty; replay the sampling mask and routing in the engine",
+        summary=(
+            "GRPO with OPSM and the importance-corrected k3 penalty; replay the sampling mask and routing in the engine"
+        ),
         mechanism="sign-conditioned admission test, corrected KL",
         target="production stack",
         fails="without the replayed sampling mask, top-p mass counts as drift; coefficient and delta are not published",
@@ -230,11 +244,17 @@ RECIPE_ROWS: dict[str, Method] = {
     "ppo_clip_geo_rs": replace(
         clips.ROWS["dual_clip"],
         correction=Correction((Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.99, high=1.01),)),
-        summary="PPO's clip with dual clip 3; a sequence whose geometric mean of the mismatch leaves [0.99, 1.01] is rejected",
+        summary=(
+            "PPO's clip with dual clip 3; a sequence whose geometric mean of the mismatch leaves [0.99, 1.01]"
+            " is rejected"
+        ),
         mechanism="ratio clip, two-sided admission test",
         target="synchronous pipelines of dense models: the survey's starting point",
         fails="opposite drifts cancel in a mean",
-        reference="survey of off-policy RL for LLMs, 2026, heuristic for picking a row: PPO-clip + decoupled_geo_rs, band of its causes B and C",
+        reference=(
+            "survey of off-policy RL for LLMs, 2026, heuristic for picking a row: PPO-clip + "
+            "decoupled_geo_rs, band of its causes B and C"
+        ),
     ),
     "decoupled_geo": replace(
         clips.ROWS["decoupled_ppo"],
@@ -246,7 +266,9 @@ RECIPE_ROWS: dict[str, Method] = {
         summary="decoupled PPO with DAPO's upper clip 0.28, token TIS at 2, geometric band [0.99, 1.01]",
         mechanism="ratio clip, two-sided admission test",
         fails="opposite drifts cancel in a mean",
-        reference="verl's preset decoupled_geo_rs_token_tis with the survey's band and DAPO's eps_high (our combination)",
+        reference=(
+            "verl's preset decoupled_geo_rs_token_tis with the survey's band and DAPO's eps_high (our combination)"
+        ),
         status="implementation",
     ),
 }

@@ -94,7 +94,10 @@ ROWS: dict[str, Method] = {
         target="mismatch of the engines, without mixing it with staleness",
         fails=PRODUCT,
         bias="O(drift)",
-        reference="From Two Policies to Three, 2025, section on sequence-level MIS (no threshold is published; 3 is TRL's default)",
+        reference=(
+            "From Two Policies to Three, 2025, section on sequence-level MIS (no threshold is published; 3 is"
+            " TRL's default)"
+        ),
     ),
     "token_mis": Method(
         objective=Reinforce(),
@@ -292,7 +295,10 @@ ROWS: dict[str, Method] = {
         target="over-suppression by negative trajectories",
         fails="correct trajectories are imitated however unlikely they have become",
         bias="O(drift)",
-        reference="TOPR, arXiv:2503.14286 (a reward of 0 counts as incorrect here, so that rewards of 0 and 1 are told apart)",
+        reference=(
+            "TOPR, arXiv:2503.14286 (a reward of 0 counts as incorrect here, so that rewards of 0 and 1 are "
+            "told apart)"
+        ),
     ),
     "mini_rl": Method(
         objective=Reinforce(),
@@ -321,7 +327,10 @@ ROWS: dict[str, Method] = {
         target="ratios as a poor proxy of divergence",
         fails="sees the sampled token alone: binary TV is at most the TV",
         bias="O(drift)",
-        reference="DPPO, arXiv:2602.04879 (anchor: rollout policy; over the whole vocabulary with gate.statistic=tv, gate.low=None)",
+        reference=(
+            "DPPO, arXiv:2602.04879 (anchor: rollout policy; over the whole vocabulary with "
+            "gate.statistic=tv, gate.low=None)"
+        ),
     ),
     "dppo_kl": Method(
         objective=Reinforce(),

@@ -98,8 +98,10 @@ class CovClipped:
     Gradient: to `logp`, as PPO where not chosen; none through the covariance.
 
     Example:
-        >>> CovClipped().formula
-        'L = max(-A u, -A clip(u, 1 - 0.2, 1 + 0.2)), 0 on a random 0.0002 of the tokens with 1 < cov(A, log pi) < 5, u = ratio(staleness)'
+        >>> import textwrap
+        >>> print(textwrap.fill(CovClipped().formula, 100))
+        L = max(-A u, -A clip(u, 1 - 0.2, 1 + 0.2)), 0 on a random 0.0002 of the tokens with 1 < cov(A, log
+        pi) < 5, u = ratio(staleness)
 
     Reference: Cui et al., arXiv:2505.22617; verl, `clip_cov`, which chooses on every rank by itself.
     The authors' recipe has eps_high = 1. Aggregate as `token_mean`.
@@ -225,9 +227,8 @@ class CovPenalized:
 
     @property
     def formula(self) -> str:
-        p = {
-            "abs": "|log u|", "k2": "(log u)^2 / 2", "k3": "(u - 1 - log u)", "exact": "KL(old || current)",
-        }[self.penalty]  # fmt: skip
+        words = {"abs": "|log u|", "k2": "(log u)^2 / 2", "k3": "(u - 1 - log u)", "exact": "KL(old || current)"}
+        p = words[self.penalty]
         return (
             f"L = -A u + {self.coef:g} {p} on the {self.fraction:g} of the tokens with the largest "
             f"cov(A, log pi), u = ratio({self.on})"

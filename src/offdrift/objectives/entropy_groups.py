@@ -93,8 +93,10 @@ class EntropyGrouped:
     Gradient: to `logp`, -A s times the factor where unclipped.
 
     Example:
-        >>> EntropyGrouped().formula
-        'L = max(-A s, -A clip(s, 1 -+ 0.02 H / ln V)), s = geometric ratio(staleness) of top 20% and rest by entropy, gradient through the token alone'
+        >>> import textwrap
+        >>> print(textwrap.fill(EntropyGrouped().formula, 100))
+        L = max(-A s, -A clip(s, 1 -+ 0.02 H / ln V)), s = geometric ratio(staleness) of top 20% and rest by
+        entropy, gradient through the token alone
 
     Reference: ESPO, arXiv:2512.00499. Its eq. 9 prints the old policy under the token's ratio; the
     form of GSPO-token is meant. The share of the top group is from a secondary source.

@@ -111,8 +111,10 @@ class Flipped:
     Raises: `EvidenceError` when called, if it needs entropy and the batch has none.
 
     Example:
-        >>> Flipped().formula
-        'L = -A max(r, 1 - 0.2) where A < 0, -A / min(r, 1 + 0.2) where A > 0, -A 3 log pi where the factor exceeds 3, r = ratio(staleness)'
+        >>> import textwrap
+        >>> print(textwrap.fill(Flipped().formula, 100))
+        L = -A max(r, 1 - 0.2) where A < 0, -A / min(r, 1 + 0.2) where A > 0, -A 3 log pi where the factor
+        exceeds 3, r = ratio(staleness)
 
     Reference: ASPO, arXiv:2510.06062.
     """

@@ -107,7 +107,7 @@ class PrefixClipped:
     @property
     def formula(self) -> str:
         s = f"t^{self.growth:g}"
-        dual = "" if self.dual_clip is None else f", at most -A e^({self.dual_clip:g} {s}) where A < 0"  # fmt: skip
+        dual = "" if self.dual_clip is None else f", at most -A e^({self.dual_clip:g} {s}) where A < 0"
         through = ", gradient through the token alone" if self.gradient == "token" else ""
         return (
             f"L = max(-A v, -A clip(v, e^(-{self.eps_low:g} {s}), e^({self.eps_high:g} {s}))){dual}, "

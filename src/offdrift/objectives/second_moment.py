@@ -142,8 +142,10 @@ class SecondMomentClipped:
     Gradient: to `logp`, -A u where unclipped; the bounds carry none.
 
     Example:
-        >>> SecondMomentClipped().formula
-        'L = max(-A u, -A clip(u, 1 - max(1 - e^-tau, 0.3), 1 + max(e^tau - 1, 0.5))), u = ratio(staleness), tau where the second moment of harmful tokens is 0.04'
+        >>> import textwrap
+        >>> print(textwrap.fill(SecondMomentClipped().formula, 100))
+        L = max(-A u, -A clip(u, 1 - max(1 - e^-tau, 0.3), 1 + max(e^tau - 1, 0.5))), u = ratio(staleness),
+        tau where the second moment of harmful tokens is 0.04
 
     Reference: M2PO, arXiv:2510.01161; AReaL. Aggregate as `token_mean`.
     """

@@ -120,8 +120,10 @@ class GroupClipped:
     Raises: `EvidenceError` when called on a batch without group ids.
 
     Example:
-        >>> GroupClipped().formula
-        'L = max(-A r, -A clip(r, 1 - e, 1 + e)), r = ratio(staleness), e = 0.2 clip(sqrt(0.01 / Var r of the prompt), 1/2, 2)'
+        >>> import textwrap
+        >>> print(textwrap.fill(GroupClipped().formula, 100))
+        L = max(-A r, -A clip(r, 1 - e, 1 + e)), r = ratio(staleness), e = 0.2 clip(sqrt(0.01 / Var r of the
+        prompt), 1/2, 2)
 
     Reference: the survey's reading of R2VPO, arXiv:2601.03320.
     """

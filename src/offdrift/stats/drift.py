@@ -248,7 +248,7 @@ def _perplexity(policy: str, nll: Tensor, segments: Segments, sums: Named) -> No
     sums[f"{policy}/ppl"] = limited.exp().where(segments.lengths > 0, 0.0).sum()
 
 
-TOKEN_SUMS = ("l", "l_limited", "l2", "abs", "k3", "excess_abs", "w", "w2", "p", "p2", "d", "d2", "pd", "d_abs")  # fmt: skip
+TOKEN_SUMS = ("l", "l_limited", "l2", "abs", "k3", "excess_abs", "w", "w2", "p", "p2", "d", "d2", "pd", "d_abs")
 TOKEN_MAXIMA = ("l_max", "-l_min", "d_abs_max")
 TOKEN_LOGS = ("log_w", "log_w2")
 
