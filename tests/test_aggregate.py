@@ -9,17 +9,17 @@ from offdrift.segments import Segments
 
 LOSSES = torch.tensor([1.0, 2, 3, 4, 10, 20, 30])
 SEGMENTS = Segments.from_lengths([4, 3])
-WHOLE = {"token_mean": 10.0, "seq_mean_token_sum": 35.0, "seq_mean_token_mean": 11.25, "fixed": 8.75}  # fmt: skip
+WHOLE = {"token_mean": 10.0, "seq_mean_token_sum": 35.0, "seq_mean_token_mean": 11.25, "fixed": 8.75}
 # second sequence rejected: its losses are zero, the denominators keep counting it
-REJECTED = {"token_mean": 10 / 7, "seq_mean_token_sum": 5.0, "seq_mean_token_mean": 1.25, "fixed": 1.25}  # fmt: skip
+REJECTED = {"token_mean": 10 / 7, "seq_mean_token_sum": 5.0, "seq_mean_token_mean": 1.25, "fixed": 1.25}
 
 
 @pytest.mark.parametrize("how", WHOLE)
 def test_values_of_the_methods_table(how):
     normalizer = normalizer_of(SEGMENTS, how=how, horizon=4)
-    assert aggregate(LOSSES, SEGMENTS, how=how, normalizer=normalizer).item() == pytest.approx(WHOLE[how])  # fmt: skip
+    assert aggregate(LOSSES, SEGMENTS, how=how, normalizer=normalizer).item() == pytest.approx(WHOLE[how])
     kept = LOSSES * torch.tensor([1.0] * 4 + [0.0] * 3)
-    assert aggregate(kept, SEGMENTS, how=how, normalizer=normalizer).item() == pytest.approx(REJECTED[how])  # fmt: skip
+    assert aggregate(kept, SEGMENTS, how=how, normalizer=normalizer).item() == pytest.approx(REJECTED[how])
 
 
 @pytest.mark.parametrize("how", WHOLE)

@@ -133,14 +133,17 @@ def test_cuts_of_32_bits_are_as_good():
 
 
 def test_a_transformation_leaves_nothing_dead_in_shared_segments():
-    segments = Segments.from_lengths([2, 3], turns=Segments.from_lengths([1, 1, 3]), group_ids=torch.tensor([1, 1]))  # fmt: skip
+    segments = Segments.from_lengths([2, 3], turns=Segments.from_lengths([1, 1, 3]), group_ids=torch.tensor([1, 1]))
     leaf = batch().current.detach()
 
     def loss(x: torch.Tensor, name: str) -> torch.Tensor:
         return policy_loss(batch(logp=x, segments=segments), name, ONES).loss
 
     for name in ("gspo", "seq_tis", "minpro", "st_ppo", "ppo_clip"):
-        fresh = batch(logp=leaf.clone().requires_grad_(), segments=Segments.from_lengths([2, 3], turns=Segments.from_lengths([1, 1, 3])))  # fmt: skip
+        fresh = batch(
+            logp=leaf.clone().requires_grad_(),
+            segments=Segments.from_lengths([2, 3], turns=Segments.from_lengths([1, 1, 3])),
+        )
         expected = torch.autograd.grad(policy_loss(fresh, name, ONES).loss, fresh.current)[0]
         got = torch.func.grad(loss)(leaf, name)
         torch.testing.assert_close(got, expected)
@@ -185,7 +188,7 @@ def test_advantages_of_any_dtype(dtype):
 def test_an_advantage_that_is_no_number_is_refused_by_name(value):
     bad = ONES.clone()
     bad[3] = value
-    with pytest.raises(BadValueError, match=rf"advantages of sequence 1 is {value} at trainable token 1"):  # fmt: skip
+    with pytest.raises(BadValueError, match=rf"advantages of sequence 1 is {value} at trainable token 1"):
         policy_loss(batch(), "ppo_clip", bad)
     with pytest.raises(BadValueError, match=f"rewards of sequence 1 is {value}"):
         policy_loss(batch(), "oapl", ONES, BatchInfo(rewards=torch.tensor([0.0, value])))
@@ -196,7 +199,7 @@ def test_nan_in_a_mask_trains_nothing():
         LogProbs.pack(-torch.ones(1, 2), mask=torch.tensor([[1.0, NAN]]))
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1.0, NAN, INF, torch.tensor(0.0), torch.tensor(NAN), "6", True])  # fmt: skip
+@pytest.mark.parametrize("value", [0, 0.0, -1.0, NAN, INF, torch.tensor(0.0), torch.tensor(NAN), "6", True])
 def test_a_normalizer_is_positive(value):
     with pytest.raises(BadValueError, match="normalizer="):
         policy_loss(batch(), "ppo_clip", ONES, normalizer=value)

@@ -8,7 +8,14 @@ from offdrift.methods import METHODS, Method, method, override
 from offdrift.methods.table import FAMILIES
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 
-PUBLISHED = {"trm_max": [0.05], "trm_avg": [0.001], "trm_max_avg": [0.1, 0.002], "trm_max_k2": [0.05], "trm_avg_k3": [0.001], "trm_max_avg_k2_k3": [0.1, 0.002]}  # fmt: skip
+PUBLISHED = {
+    "trm_max": [0.05],
+    "trm_avg": [0.001],
+    "trm_max_avg": [0.1, 0.002],
+    "trm_max_k2": [0.05],
+    "trm_avg_k3": [0.001],
+    "trm_max_avg_k2_k3": [0.1, 0.002],
+}
 
 
 PRESETS = {
@@ -30,7 +37,16 @@ def test_no_two_rows_are_one_composition():
     """Aliases are told apart by words alone: each is listed here with its reason."""
     same = {}
     for name, row in METHODS.items():
-        parts = (row.objective, row.correction, row.aggregate, row.penalty, row.anchor, row.lr_scale, row.advantage, row.old_policy)  # fmt: skip
+        parts = (
+            row.objective,
+            row.correction,
+            row.aggregate,
+            row.penalty,
+            row.anchor,
+            row.lr_scale,
+            row.advantage,
+            row.old_policy,
+        )
         same.setdefault(parts, []).append(name)
     assert [names for names in same.values() if len(names) > 1] == ALIASES
 

@@ -11,8 +11,8 @@ from offdrift.segments import Segments
 from tests.oracles.fixtures import MASK, double, fx_a
 
 # unit.* of the methods table: per sequence, exponentiated
-SEQUENCE = {"mismatch": [0.637628, 0.755784], "staleness": [1.221403, 1.072508], "full": [0.778801, 0.810584]}  # fmt: skip
-GEOMETRIC = {"mismatch": [0.893597, 0.91089], "staleness": [1.051271, 1.023608], "full": [0.939413, 0.932394]}  # fmt: skip
+SEQUENCE = {"mismatch": [0.637628, 0.755784], "staleness": [1.221403, 1.072508], "full": [0.778801, 0.810584]}
+GEOMETRIC = {"mismatch": [0.893597, 0.91089], "staleness": [1.051271, 1.023608], "full": [0.939413, 0.932394]}
 WORST = {"mismatch": [0.9, 0.3], "staleness": [0.3, 0.2], "full": [0.8, 0.28]}
 FULL_TOKEN = [[1.161834, 1.284025, 1.161834, 0.449329], [0.878095, 1.221403, 0.755784, 0.0]]
 

@@ -103,7 +103,7 @@ def test_a_sequence_reward_is_a_reward_on_its_last_token(how):
     wanted = batch.inputs(how)
     inputs = {name: x for name, x in wanted.items() if name not in per_token}
     for name in per_token & set(wanted):
-        inputs[name] = s.position if name == "position" else torch.full((6,), 0.25).double().log().neg()  # fmt: skip
+        inputs[name] = s.position if name == "position" else torch.full((6,), 0.25).double().log().neg()
     by_token = double([0.0, 1.5, 0.0, 0.0, -0.5, 2.0])
     expected = advantages(by_token, s, how=how, **inputs)
     assert_close(advantages(double([1.5, -0.5, 0.0, 2.0]), s, how=how, **inputs), expected)
@@ -140,7 +140,7 @@ def test_a_lone_sequence(how):
     torch.testing.assert_close(got, double([ALONE[how]] * 2), rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("how", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])  # fmt: skip
+@pytest.mark.parametrize("how", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
 def test_one_token_cannot_be_whitened(how):
     inputs = {"values": double([0.5]), "components": double([[3.0]])}
     got = advantages(double([3.0]), Segments.from_lengths([1]), how=how, group_ids=None, **inputs)

@@ -103,7 +103,7 @@ def test_the_tail_is_exercised():
     assert (tail != none).sum() > 0
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1, 1), (1.0, 0.95), (0.9, 0.8), (0.5, 1.0), (0.0, 1.0), (1.0, 0.0)])  # fmt: skip
+@pytest.mark.parametrize(("gamma", "lam"), [(1, 1), (1.0, 0.95), (0.9, 0.8), (0.5, 1.0), (0.0, 1.0), (1.0, 0.0)])
 @pytest.mark.parametrize("longest", [1, 2, 11, 64])
 def test_gae_is_the_loop(gamma, lam, longest):
     batch = random_batch(5, GROUPS * 8, longest=longest)
@@ -116,7 +116,7 @@ def test_gae_of_the_public_entry_is_the_loop_whitened():
     batch = random_batch(6, GROUPS)
     raw = flatten(loop_gae(batch, 0.9, 0.8))
     whitened = (raw - raw.mean()) / (raw.var() + 1e-8).sqrt()
-    got = advantages(batch.pack(batch.padded["rewards"]), batch.segments, how="gae", **batch.inputs("gae"))  # fmt: skip
+    got = advantages(batch.pack(batch.padded["rewards"]), batch.segments, how="gae", **batch.inputs("gae"))
     check(got, whitened)
 
 

@@ -132,7 +132,7 @@ def test_without_distributions_everything_is_possible(divergences):
 def test_upper_ends_limit_and_lower_ends_falsify():
     low, high = doubles(KL) / 2, doubles(KL) * 2
     high[0] = INF
-    found = evidence(divergences={"kl_rollout_current": Divergence.interval("kl_rollout_current", low, high)})  # fmt: skip
+    found = evidence(divergences={"kl_rollout_current": Divergence.interval("kl_rollout_current", low, high)})
     host = found.to_host()
     assert found.grades["kl_rollout_current"] is Grade.INTERVAL
     assert found.grades["tv_rollout_current"] is Grade.SAMPLED
@@ -161,7 +161,7 @@ def test_rounding_below_zero_is_zero():
 def test_the_weakest_grade_is_stated():
     exact, none = evidence(), evidence(divergences=None)
     assert set(exact.merge(none).grades.values()) == {Grade.SAMPLED}
-    interval = evidence(divergences={k: Divergence.interval(k, d.lo, d.hi) for k, d in known().items()})  # fmt: skip
+    interval = evidence(divergences={k: Divergence.interval(k, d.lo, d.hi) for k, d in known().items()})
     assert set(interval.merge(exact).grades.values()) == {Grade.INTERVAL}
 
 

@@ -56,9 +56,9 @@ class World:
         n = len(who) * HORIZON
         rollout = torch.full((n,), -5.0, dtype=torch.float64)
         groups = torch.arange(prompts).repeat_interleave(answers)
-        lp = LogProbs(rollout, Segments.from_lengths([HORIZON] * len(who), group_ids=groups), rollout + log_w)  # fmt: skip
+        lp = LogProbs(rollout, Segments.from_lengths([HORIZON] * len(who), group_ids=groups), rollout + log_w)
         rewards = self.rewards[who, sequence]
-        exact = {k: Divergence.exact(k, x) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv))}  # fmt: skip
+        exact = {k: Divergence.exact(k, x) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv))}
         return BatchEvidence.of(lp, rewards, divergences=exact, **kwargs)
 
     def along(self, who: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +67,7 @@ class World:
         for t in range(HORIZON):
             prefix = sequence // 3 ** (HORIZON - 1 - t)
             context, token = prefix // 3, prefix % 3
-            found.append([self.log_w[t][who, context, token], self.kl[t][who, context], self.tv[t][who, context]])  # fmt: skip
+            found.append([self.log_w[t][who, context, token], self.kl[t][who, context], self.tv[t][who, context]])
         log_w, kl, tv = (torch.stack(x, 1).flatten() for x in zip(*found))
         return log_w, kl, tv
 
@@ -119,7 +119,7 @@ def test_means_are_lower_ends_whichever_tokens_the_engine_did_not_score():
     k3 = log_w.expm1() - log_w
     rollout = torch.full_like(log_w, -5.0)
     scored = LogProbs(rollout, Segments.from_lengths([HORIZON] * len(who)), rollout + log_w)
-    exact = {k: Divergence.exact(k, x) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv))}  # fmt: skip
+    exact = {k: Divergence.exact(k, x) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv))}
     law, rewards = world.mu.law().flatten(), world.rewards.flatten()
     first = scored.segments.position == 0
     holes = {"first": first & (k3 < kl), "up": log_w > 0.2, "down": log_w < -0.2, "none": k3 < 0}
@@ -191,7 +191,9 @@ def test_a_real_improvement_is_certified_from_enough_prompts():
     c = certify(world.draw(2000, 2, torch.Generator().manual_seed(3), region=region))
     assert c.certified
     assert 0.4 * world.gain < c.gain_low < world.gain
-    assert c.verdict.startswith(f"J improves by at least {c.gain_low:.4g} with probability 0.95 (one policy, one look; direct)")  # fmt: skip
+    assert c.verdict.startswith(
+        f"J improves by at least {c.gain_low:.4g} with probability 0.95 (one policy, one look; direct)"
+    )
     assert "did not learn from these prompts" in c.verdict
     assert "of k certificates" in c.verdict
     assert c.as_dict()["holds_for"] == "one policy, one look"
@@ -234,17 +236,23 @@ def batch(
 ) -> BatchEvidence:
     double = lambda x: torch.tensor(list(x) * copies, dtype=torch.float64)  # noqa: E731
     rollout = double([-1.0] * 4)
-    lp = LogProbs.pack(rollout, rollout + double([0.1, -0.1, 0.05, 0.0]), segments=Segments.from_lengths(LENGTHS * copies))  # fmt: skip
-    found = {k: make(k, double(x)) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv)) if x is not None}  # fmt: skip
+    lp = LogProbs.pack(
+        rollout, rollout + double([0.1, -0.1, 0.05, 0.0]), segments=Segments.from_lengths(LENGTHS * copies)
+    )
+    found = {
+        k: make(k, double(x)) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv)) if x is not None
+    }
     region = TrustRegion(horizon=T, delta=delta, eps=eps)
-    return BatchEvidence.of(lp, None if rewards is None else double(rewards), region=region, divergences=found, **kwargs)  # fmt: skip
+    return BatchEvidence.of(
+        lp, None if rewards is None else double(rewards), region=region, divergences=found, **kwargs
+    )
 
 
 def test_positions_after_a_sequences_end_count_as_zero_divergence():
     c = certify(batch())
     assert c.mean_tv == pytest.approx([(0.05 + 0.08) / 2, 0.06 / 2, 0.07 / 2, 0, 0])
     assert c.kl_seq == pytest.approx(0.1 / 2)
-    assert c.estimates["surrogate"].mean == pytest.approx((math.expm1(0.1) + math.expm1(-0.1) + math.expm1(0.05)) / 2)  # fmt: skip
+    assert c.estimates["surrogate"].mean == pytest.approx((math.expm1(0.1) + math.expm1(-0.1) + math.expm1(0.05)) / 2)
     assert c.estimates["gain"].mean == pytest.approx(math.expm1(0.05) / 2)
     assert c.delta_seen == (0.04, 0.04)
     assert c.eps_seen == (0.08, 0.08)
@@ -350,7 +358,7 @@ def test_agreeing_policies_are_certified_not_to_lose_more_than_the_unseen():
     c = certify(batch(kl=zero, tv=zero, copies=200))
     assert c.bound.value < 0.02
     # 400 sequences, half of them with rewards: nothing is lost but what was not seen
-    lp = LogProbs.pack(torch.full((400,), -1.0), torch.full((400,), -1.0), segments=Segments.from_lengths([1] * 400))  # fmt: skip
+    lp = LogProbs.pack(torch.full((400,), -1.0), torch.full((400,), -1.0), segments=Segments.from_lengths([1] * 400))
     same = BatchEvidence.of(lp, torch.ones(400), region=TrustRegion(horizon=1, delta=0.1))
     assert -0.02 < certify(same).gain_low < 0
 
@@ -358,13 +366,15 @@ def test_agreeing_policies_are_certified_not_to_lose_more_than_the_unseen():
 def test_sequences_of_one_prompt_are_one_draw():
     one = certify(batch(copies=64))
     found = batch(copies=64)
-    grouped = BatchEvidence(found.region, found.columns, torch.arange(128) // 16, found.tv_by_position, found.grades, True)  # fmt: skip
+    grouped = BatchEvidence(
+        found.region, found.columns, torch.arange(128) // 16, found.tv_by_position, found.grades, True
+    )
     many = certify(grouped)
     assert (one.prompts, many.prompts) == (128, 8)
     assert many.gain_low < one.gain_low - 0.05
     assert many.unseen is not None
     assert many.unseen > 10 * one.unseen
-    assert {k: e.alpha for k, e in many.estimates.items()} == {k: e.alpha for k, e in one.estimates.items()}  # fmt: skip
+    assert {k: e.alpha for k, e in many.estimates.items()} == {k: e.alpha for k, e in one.estimates.items()}
     assert many.estimates["gain"].mean == pytest.approx(one.estimates["gain"].mean)
 
 
@@ -438,10 +448,14 @@ def test_other_bad_input_is_refused_by_name():
 def test_shares_of_alpha_are_all_of_it():
     assert math.fsum(SHARES.values()) == pytest.approx(1)
     c = certify(batch(), alpha=0.04)
-    assert {k: e.alpha for k, e in c.estimates.items()} == pytest.approx({k: 0.04 * s for k, s in SHARES.items() if k != "unseen"})  # fmt: skip
+    assert {k: e.alpha for k, e in c.estimates.items()} == pytest.approx(
+        {k: 0.04 * s for k, s in SHARES.items() if k != "unseen"}
+    )
 
 
-@pytest.mark.parametrize("made", [batch(), batch(kl=None, tv=None, rewards=None), batch(delta=0.001), batch(delta=INF, kl=[INF] * 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    "made", [batch(), batch(kl=None, tv=None, rewards=None), batch(delta=0.001), batch(delta=INF, kl=[INF] * 4)]
+)
 @pytest.mark.parametrize("constants", ["sharp", "paper"])
 def test_everything_is_json(made: BatchEvidence, constants: str):
     c: Certificate = certify(made, constants=constants)
@@ -545,7 +559,7 @@ def test_top_k_evidence_that_says_nothing_says_what_to_record(kind: str):
         kl, tv = (Divergence.exact(d.name, torch.zeros(64)) for d in (kl, tv))
     lp = LogProbs.pack(logp[:, 0], logp[:, 0], segments=Segments.from_lengths([1] * 64))
     region = TrustRegion(horizon=1, delta=0.05)
-    batch = BatchEvidence.of(lp, torch.ones(64), region=region, divergences={d.name: d for d in (kl, tv)})  # fmt: skip
+    batch = BatchEvidence.of(lp, torch.ones(64), region=region, divergences={d.name: d for d in (kl, tv)})
     found = certify(batch)
     if kind == "top 20":
         assert found.delta_seen[0] == 0.0

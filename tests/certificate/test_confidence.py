@@ -231,7 +231,7 @@ def test_missing_mass_is_covered(weights):
 def test_missing_mass_knows_when_everything_is_new_and_shrinks_when_nothing_is():
     assert missing_mass(50, 50).high == 1
     assert missing_mass(0, 0).high == 1
-    assert missing_mass(0, 10_000).high == pytest.approx(2.4142 * math.sqrt(math.log(40) / 1e4), rel=1e-3)  # fmt: skip
+    assert missing_mass(0, 10_000).high == pytest.approx(2.4142 * math.sqrt(math.log(40) / 1e4), rel=1e-3)
 
 
 def test_what_cannot_be_counted_is_refused():

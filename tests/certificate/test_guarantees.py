@@ -76,7 +76,7 @@ def test_its_constant_cannot_be_improved():
     # A token that mu all but never draws and pi draws with probability p, after which they disagree:
     # Error = (p - q) TV(second) and KL_seq = -log(1 - p) + O(q log q), both p in the limit.
     p, q, far = 0.005, 1e-8, 1e-4
-    one = torch.tensor([[[1 - q, q]]], dtype=torch.float64), torch.tensor([[[1 - p, p]]], dtype=torch.float64)  # fmt: skip
+    one = torch.tensor([[[1 - q, q]]], dtype=torch.float64), torch.tensor([[[1 - p, p]]], dtype=torch.float64)
     same = [0.5, 0.5]
     mu = TabularPolicy((one[0], torch.tensor([[same, [far, 1 - far]]], dtype=torch.float64)))
     pi = TabularPolicy((one[1], torch.tensor([[same, [1 - far, far]]], dtype=torch.float64)))
@@ -183,7 +183,7 @@ def test_the_sharp_price_bounds_one_side_only():
 
 def test_masked_guarantee_of_the_golden():
     # bound.G1
-    assert masked_guarantee(error=0.05, rejected=0.10, tv_seq=0.02).gain(0.30) == pytest.approx(0.13)  # fmt: skip
+    assert masked_guarantee(error=0.05, rejected=0.10, tv_seq=0.02).gain(0.30) == pytest.approx(0.13)
     sharp = masked_guarantee(error=0.05, rejected=0.10, constants="sharp")
     assert sharp.gain(0.30) == pytest.approx(0.15)
     assert sharp.scaled(2.0).gain(0.60) == pytest.approx(0.30)

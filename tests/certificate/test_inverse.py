@@ -296,8 +296,8 @@ def test_equal_policies_and_exact_sequences():
 
 
 @pytest.mark.parametrize(("delta", "eps"), [(1e-9, 2e-6), (1e-12, 1.0), (1e-4, 5e-3), (3e-7, 3e-4), (INF, 1e-7)])
-def test_ten_million_tokens_to_the_last_digits(delta: float, eps: float, monkeypatch):
-    horizon = 10**7
+def test_a_million_tokens_to_the_last_digits(delta: float, eps: float, monkeypatch):
+    horizon = 10**6
     k = np.arange(horizon, dtype=np.float64)
     terms = context_shift(k, delta=delta, eps=eps).astype(np.longdouble)  # 64-bit mantissa
     want = terms.sum()

@@ -58,7 +58,7 @@ def test_the_closed_form_is_the_sum(tau, horizon):
 
 @pytest.mark.parametrize("constants", ["paper", "sharp"])
 def test_long_horizons_overflow_to_vacuous_never_to_nan(constants):
-    found = [sample_ratio_error(horizon=10**7, tau=tau, constants=constants) for tau in (1e-9, 1e-3, 1e3)]  # fmt: skip
+    found = [sample_ratio_error(horizon=10**7, tau=tau, constants=constants) for tau in (1e-9, 1e-3, 1e3)]
     assert not any(math.isnan(x) for x in found)
     assert found[2] == math.inf
     assert found == sorted(found)

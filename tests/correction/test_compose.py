@@ -52,7 +52,7 @@ def test_weights_of_opposite_signs_share_a_ratio():
     up = Weight(on="full", cap=1.1, advantage="positive")
     down = Weight(on="full", cap=1.0, unit="sequence", advantage="negative")
     got = (Correction() & up & down)(lp, a)
-    plain = Weight(on="full", cap=1.1)(lp).weight, Weight(on="full", cap=1.0, unit="sequence")(lp).weight  # fmt: skip
+    plain = Weight(on="full", cap=1.1)(lp).weight, Weight(on="full", cap=1.0, unit="sequence")(lp).weight
     torch.testing.assert_close(got.weight, plain[0].where(a > 0, plain[1]))
 
 

@@ -57,7 +57,7 @@ def test_decisions_of_the_methods_table(statistic, on, unit, low, high, expected
 
 
 def one_sequence(n: int, kl: list[float], tv: list[float]):
-    lp = LogProbs.pack(torch.full((n,), -1.0), torch.full((n,), -1.0), segments=Segments.from_lengths([n]))  # fmt: skip
+    lp = LogProbs.pack(torch.full((n,), -1.0), torch.full((n,), -1.0), segments=Segments.from_lengths([n]))
     return lp, {
         "kl_rollout_current": Divergence.exact("kl_rollout_current", torch.tensor(kl)),
         "tv_rollout_current": Divergence.exact("tv_rollout_current", torch.tensor(tv)),
@@ -87,7 +87,7 @@ def test_exact_gates_on_fx_v(statistic, unit, high, expected):
 @pytest.mark.parametrize("unit", ["token", "seq_sum", "seq_mean", "seq_max"])
 @pytest.mark.parametrize(("value", "inside"), [(0.49, 0), (0.5, 1), (0.7, 1), (2.0, 1), (2.02, 0)])
 def test_membership_below_on_inside_on_and_above_the_bounds(unit, value, inside):
-    lp = LogProbs.pack(double([-3.0]), double([math.log(value) - 3.0]), segments=Segments.from_lengths([1]))  # fmt: skip
+    lp = LogProbs.pack(double([-3.0]), double([math.log(value) - 3.0]), segments=Segments.from_lengths([1]))
     # on the bound itself the log-ratio of two float64 log-probs carries one rounding
     low, high = 0.5 * (1 - 1e-12), 2.0 * (1 + 1e-12)
     keep = Gate(statistic="ratio", on="full", unit=unit, low=low, high=high).keep(lp)
@@ -113,14 +113,14 @@ def test_a_one_sided_gate_spares_positive_and_zero_advantages():
 
 def test_an_interval_rejects_by_its_lower_end():
     lp, _ = one_sequence(2, [0.0, 0.0], [0.0, 0.0])
-    kl = Divergence.interval("kl_rollout_current", torch.tensor([0.01, 0.02]), torch.tensor([9.0, 9.0]))  # fmt: skip
+    kl = Divergence.interval("kl_rollout_current", torch.tensor([0.01, 0.02]), torch.tensor([9.0, 9.0]))
     gate = Gate(statistic="kl", on="full", unit="seq_max", high=0.015)
     assert gate.keep(lp, batch_info=BatchInfo(divergences={kl.name: kl})).tolist() == [False, False]
 
 
 def of_divergence(kl: Divergence) -> tuple[LogProbs, BatchInfo]:
     n = len(kl.lo)
-    lp = LogProbs.pack(torch.full((n,), -1.0), torch.full((n,), -1.0), segments=Segments.from_lengths([2] * (n // 2)))  # fmt: skip
+    lp = LogProbs.pack(torch.full((n,), -1.0), torch.full((n,), -1.0), segments=Segments.from_lengths([2] * (n // 2)))
     return lp, BatchInfo(divergences={kl.name: kl})
 
 
@@ -142,7 +142,7 @@ def test_acceptance_by_the_upper_end_is_certified(unit, evidence):
     if evidence == "exact":
         kl = Divergence.exact("kl_rollout_current", truth)
     else:
-        kl, _ = topk_divergences(top.indices, top.values, tokens, mu[rows, tokens], pi, tail_log_ratio_cap=cap)  # fmt: skip
+        kl, _ = topk_divergences(top.indices, top.values, tokens, mu[rows, tokens], pi, tail_log_ratio_cap=cap)
         assert kl.grade == {"interval": Grade.INTERVAL, "capped": Grade.CAPPED}[evidence]
     lp, batch_info = of_divergence(kl)
     by_sequence = {"seq_sum": lp.segments.sum, "seq_mean": lp.segments.mean, "seq_max": lp.segments.max}
@@ -176,7 +176,9 @@ def test_a_sample_certifies_nothing():
 
 def test_certified_acceptance_is_a_setting_of_every_exact_row():
     certified = override(METHODS["trm_max"], {"gate.end": "upper"})
-    assert certified.describe() == "L = -A ratio(full); keep if upper end of seq_max kl(full) <= 0.05; seq_mean_token_sum"  # fmt: skip
+    assert (
+        certified.describe() == "L = -A ratio(full); keep if upper end of seq_max kl(full) <= 0.05; seq_mean_token_sum"
+    )
     wide = Divergence.interval("kl_rollout_current", torch.zeros(2), torch.full((2,), 9.0))
     lp, batch_info = of_divergence(wide)
     for row, kept in ((METHODS["trm_max"], True), (certified, False)):
@@ -190,7 +192,7 @@ def test_on_staleness_the_divergence_is_that_of_the_old_and_the_current_policy(s
     assert gate.reads == f"{statistic}_old_current"
     wrong = {f"{statistic}_rollout_current": torch.zeros(7)}
     batch_info = BatchInfo(divergences={k: Divergence.exact(k, x) for k, x in wrong.items()})
-    with pytest.raises(EvidenceError, match=rf"needs {statistic}_old_current, .*_rollout_current.*old_divergences"):  # fmt: skip
+    with pytest.raises(EvidenceError, match=rf"needs {statistic}_old_current, .*_rollout_current.*old_divergences"):
         gate.keep(lp, advantages, batch_info)
     values = torch.tensor([0.0, 0.2, 0.05, 0.3, 0.1, 0.0, 0.11])
     batch_info = BatchInfo(divergences={gate.reads: Divergence.exact(gate.reads, values)})
@@ -251,7 +253,7 @@ def test_gates_that_look_at_the_sign(gate, expected):
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 def test_outward_bounds_never_stop_a_move_back(advantage, ratio):
-    lp = LogProbs.pack(double([-3.0]), double([math.log(ratio) - 3.0]), segments=Segments.from_lengths([1]))  # fmt: skip
+    lp = LogProbs.pack(double([-3.0]), double([math.log(ratio) - 3.0]), segments=Segments.from_lengths([1]))
     gate = Gate(statistic="ratio", on="full", unit="token", low=0.8, high=1.2, advantage="outward")
     outward = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
     assert gate.keep(lp, double([advantage])).tolist() == [not outward]
@@ -262,7 +264,7 @@ def test_binary_kl_of_the_methods_table_keeps_corrective_moves():
     expected = [0.01837047, 0.03066477, -0.118443, 0.00030231, -0.01003657, 0.111522, 3.997854e-05]
     got = statistic("binary_kl", lp, on="staleness")
     torch.testing.assert_close(got, double(expected), rtol=0, atol=1e-6)
-    gate = Gate(statistic="binary_kl", on="staleness", unit="token", low=-0.05, high=0.05, advantage="outward")  # fmt: skip
+    gate = Gate(statistic="binary_kl", on="staleness", unit="token", low=-0.05, high=0.05, advantage="outward")
     assert gate.keep(lp, a).all(), "large moves here are all corrective"
     assert gate.keep(lp, -a).int().tolist() == [1, 1, 0, 1, 1, 0, 1]
 
@@ -270,7 +272,7 @@ def test_binary_kl_of_the_methods_table_keeps_corrective_moves():
 def test_version_lag():
     lp = LogProbs.pack(double([-1.0] * 4), segments=Segments.from_lengths([1, 1, 1, 1]))
     gate = Gate(statistic="version_lag", on="full", unit="seq_max", high=2.0)
-    assert gate.keep(lp, batch_info=BatchInfo(version_lag=torch.tensor([0, 1, 2, 3]))).int().tolist() == [1, 1, 1, 0]  # fmt: skip
+    assert gate.keep(lp, batch_info=BatchInfo(version_lag=torch.tensor([0, 1, 2, 3]))).int().tolist() == [1, 1, 1, 0]
     with pytest.raises(EvidenceError, match="needs version_lag"):
         gate.keep(lp)
 
@@ -293,8 +295,10 @@ def test_rejection_modes_by_name(mode, threshold, band, expected):
 
 @pytest.mark.parametrize(("ratio", "ours", "verl"), [(0.62, 1, 0), (1.65, 0, 1), (1.0, 1, 1)])
 def test_the_band_of_a_peer_is_inverted(ratio, ours, verl):
-    lp = LogProbs.pack(double([-3.0]), double([-3.0]), double([math.log(ratio) - 3.0]), segments=Segments.from_lengths([1]))  # fmt: skip
-    keep = [rejection("token_k1", "0.6_1.6", on="mismatch", k1_band=b).keep(lp).int().item() for b in ("ratio", "verl")]  # fmt: skip
+    lp = LogProbs.pack(
+        double([-3.0]), double([-3.0]), double([math.log(ratio) - 3.0]), segments=Segments.from_lengths([1])
+    )
+    keep = [rejection("token_k1", "0.6_1.6", on="mismatch", k1_band=b).keep(lp).int().item() for b in ("ratio", "verl")]
     assert keep == [ours, verl]
 
 

@@ -30,7 +30,7 @@ def test_a_weight_is_at_most_one():
 
 
 def test_one_token_is_always_kept_and_the_last_token_is_never_seen():
-    lp = LogProbs.pack(double([-9.0, -1.0, -9.0]), double([-1.0, -1.0, -1.0]), segments=Segments.from_lengths([1, 2]))  # fmt: skip
+    lp = LogProbs.pack(double([-9.0, -1.0, -9.0]), double([-1.0, -1.0, -1.0]), segments=Segments.from_lengths([1, 2]))
     assert GATE.score(lp).tolist() == [0.0, 0.0]
     assert GATE.keep(lp).all()
 

@@ -106,7 +106,7 @@ def test_the_mean_of_normalized_weights_is_one_however_the_step_is_split(unit):
     s = lp.segments
     mean = whole.mean() if unit == "token" else s.mean(whole).mean()
     torch.testing.assert_close(mean, double([1.0])[0], rtol=1e-12, atol=0)
-    pieces = [_sequences(lp, rows) for rows in (torch.arange(0, 2), torch.arange(2, 3), torch.arange(3, 9))]  # fmt: skip
+    pieces = [_sequences(lp, rows) for rows in (torch.arange(0, 2), torch.arange(2, 3), torch.arange(3, 9))]
     seen = [Observed({part: part.observe(p, None, BatchInfo())}) for p in pieces]
     batch_info = BatchInfo(observed=functools.reduce(Observed.merge, seen))
     again = torch.cat([part(p, None, batch_info).weight for p in pieces])
@@ -116,7 +116,7 @@ def test_the_mean_of_normalized_weights_is_one_however_the_step_is_split(unit):
 def _sequences(lp: LogProbs, which: torch.Tensor) -> LogProbs:
     rows = lp.segments.rows(which)
     segments = Segments.from_lengths(lp.segments.lengths[which])
-    return LogProbs.pack(lp.logp_rollout[rows], lp.current.detach()[rows], lp.old[rows], segments=segments)  # fmt: skip
+    return LogProbs.pack(lp.logp_rollout[rows], lp.current.detach()[rows], lp.old[rows], segments=segments)
 
 
 def test_weights_that_are_all_zero_are_normalized_to_zero():
@@ -133,7 +133,16 @@ def test_limited_counts_what_the_limits_changed_and_nothing_on_the_limit():
     torch.testing.assert_close(got.weight, double([0.5, 0.5, 1, 2, 2]), rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize(("parts", "words"), [({"cap": 0.0}, "positive"), ({"cap": 1.0, "floor": 2.0}, "floor"), ({"saturation": 0.0}, "saturation"), ({"growth": 0.5, "cap": 0.9}, "widens limits around 1"), ({"unit": "group"}, "not one of")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"cap": 0.0}, "positive"),
+        ({"cap": 1.0, "floor": 2.0}, "floor"),
+        ({"saturation": 0.0}, "saturation"),
+        ({"growth": 0.5, "cap": 0.9}, "widens limits around 1"),
+        ({"unit": "group"}, "not one of"),
+    ],
+)
 def test_limits_that_cannot_mean_anything_are_refused(parts, words):
     with pytest.raises((MethodError, Exception), match=f"{words}|[Tt]ype-check"):
         Weight(on="full", **parts)

@@ -407,7 +407,7 @@ def test_a_compiler_that_fails_leaves_the_plain_numbers(monkeypatch):
     monkeypatch.setattr(chunks, "_broken", set())
     monkeypatch.setattr(chunks, "COMPILE_FROM", 0)
     pair = policies()
-    assert_fields(hidden_divergences(*pair[:4]), hidden_divergences(*pair[:4], compiled=False), rtol=0, atol=0)  # fmt: skip
+    assert_fields(hidden_divergences(*pair[:4]), hidden_divergences(*pair[:4], compiled=False), rtol=0, atol=0)
     assert chunks._broken == {"cpu"}
     with pytest.raises(RuntimeError, match="no compiler"):
         hidden_divergences(*pair[:4], compiled=True)

@@ -60,7 +60,7 @@ def free_gate(gate: Any) -> Any:
         return replace(gate, high=FAR)
     assert isinstance(gate, Gate), f"say which limits of {type(gate).__name__} are no limits"
     low = 1e-300 if gate.statistic == "ratio" else -FAR
-    return replace(gate, low=None if gate.low is None else low, high=None if gate.high is None else FAR)  # fmt: skip
+    return replace(gate, low=None if gate.low is None else low, high=None if gate.high is None else FAR)
 
 
 def free_weight(weight: Any) -> Any:

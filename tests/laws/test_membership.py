@@ -153,13 +153,13 @@ def check_decided(row: Method, gate: Any, batch: Batch, expected: list[bool]) ->
     got = run(alone(row, gate), packed(batch))
     assert got.keep.tolist() == expected
     assert torch.equal(got.result.corrected.rejected_by[gate], ~keep)
-    free = run(replace(alone(row, gate), correction=Correction((), row.correction.weights)), packed(batch))  # fmt: skip
+    free = run(replace(alone(row, gate), correction=Correction((), row.correction.weights)), packed(batch))
     rest = untouched(row, sequences_of(batch))
     if not (row.penalty or getattr(row.objective, "pull", 0)):
         assert (rest == 0).all()
         assert (got.grad[~keep] == 0).all()
     torch.testing.assert_close(got.grad[~keep], rest[~keep], rtol=1e-9, atol=1e-15)
-    if getattr(gate, "unit", "sequence") != "token" or getattr(row.objective, "unit", "token") == "token":  # fmt: skip
+    if getattr(gate, "unit", "sequence") != "token" or getattr(row.objective, "unit", "token") == "token":
         torch.testing.assert_close(got.grad[keep], free.grad[keep], rtol=1e-12, atol=0)
     return got
 

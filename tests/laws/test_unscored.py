@@ -81,7 +81,10 @@ def test_it_stays_in_the_denominators(name):
 def test_the_penalty_acts_on_it_as_on_a_rejected_token(name):
     row, gone = summed(name), lost(2)
     if row.penalty is None or row.penalty.place != "loss":
-        row = replace(row, penalty=next(r.penalty for r in METHODS.values() if r.penalty is not None and r.penalty.place == "loss"))  # fmt: skip
+        row = replace(
+            row,
+            penalty=next(r.penalty for r in METHODS.values() if r.penalty is not None and r.penalty.place == "loss"),
+        )
     got = run(row, unscored(2)).grad[gone]
     assert (got != 0).all() if row.gate_scope == "policy" else (got == 0).all()
     assert (run(replace(row, gate_scope="all"), unscored(2)).grad[gone] == 0).all()

@@ -123,7 +123,9 @@ def with_sums(values: list[float]) -> LogProbs:
     length = 2 * math.ceil(max(map(abs, values)) / 1000)
     share = (double(values) / length).repeat_interleave(length)
     top = torch.zeros_like(share)
-    return LogProbs.pack(top.minimum(-share) - 0.5, top.minimum(share) - 0.5, segments=Segments.from_lengths([length] * len(values)))  # fmt: skip
+    return LogProbs.pack(
+        top.minimum(-share) - 0.5, top.minimum(share) - 0.5, segments=Segments.from_lengths([length] * len(values))
+    )
 
 
 NORMALIZED = [0.34857727, 0.94753127, 2.57565704, 0.12823441]
@@ -132,7 +134,7 @@ NORMALIZED = [0.34857727, 0.94753127, 2.57565704, 0.12823441]
 
 def test_normalized_sequence_weights_are_relative_to_each_other():
     lp = with_sums([-25.0, -24.0, -23.0, -26.0])
-    for part in (Weight(on="full", unit="sequence", normalize=True), *METHODS["normalized_tis"].correction.weights):  # fmt: skip
+    for part in (Weight(on="full", unit="sequence", normalize=True), *METHODS["normalized_tis"].correction.weights):
         got = part(lp).weight.reshape(4, 2)
         torch.testing.assert_close(got[:, 0], double(NORMALIZED), rtol=1e-6, atol=0)
         torch.testing.assert_close(got[:, 0], got[:, 1], rtol=0, atol=0)

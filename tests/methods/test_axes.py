@@ -67,7 +67,7 @@ def test_only_tokens_of_its_units_influence_a_token(name):
             elsewhere += int((changed & (group != group[token])).sum())
     units = axes.units(row)
     if name in UNSEEN:
-        assert own + siblings + elsewhere == 0 or units > {"sequence"}, "it is seen: take it off the list"  # fmt: skip
+        assert own + siblings + elsewhere == 0 or units > {"sequence"}, "it is seen: take it off the list"
         return
     assert (own > 0) == bool(units - {"token"}), (units, own)
     assert (siblings > 0) == bool(units & {"group", "batch"}), (units, siblings)
@@ -90,7 +90,7 @@ def test_it_reads_the_policies_of_its_ratios(name):
         x, draw = getattr(lp, field), torch.Generator().manual_seed(1)
         noise = torch.rand(len(x), generator=draw, dtype=x.dtype)
         changed = (replace(lp, **{field: x + s * noise}) for s in (0.3, -0.3, 15.0, -15.0))
-        return any(not torch.equal(probe.token_losses(row, replace(given, logprobs=c)), before) for c in changed)  # fmt: skip
+        return any(not torch.equal(probe.token_losses(row, replace(given, logprobs=c)), before) for c in changed)
 
     ratios = axes.ratios(row)
     if name == "clip_cov":
@@ -209,9 +209,14 @@ def test_importance_sampling_in_words(name, words):
 
 def test_limits_that_no_row_has_are_worded_too():
     low = Weight(on="full", floor=0.5, outside="mask")
-    assert axes.is_treatment(Method(objective=Reinforce(), correction=Correction(weights=(low,)))) == "token weight on full, masked below 0.5"  # fmt: skip
+    assert (
+        axes.is_treatment(Method(objective=Reinforce(), correction=Correction(weights=(low,))))
+        == "token weight on full, masked below 0.5"
+    )
     raised = replace(low, outside="truncate")
-    assert axes.is_treatment(Method(objective=Reinforce(), correction=Correction(weights=(raised,)))).endswith("at least 0.5")  # fmt: skip
+    assert axes.is_treatment(Method(objective=Reinforce(), correction=Correction(weights=(raised,)))).endswith(
+        "at least 0.5"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +308,7 @@ def test_facts_are_plain_data():
     assert parts["lr_scale"]["values"]["weight"]["cap"] == 2.0
     assert parts["weight"]["type"] == "Weight"
     assert [p["role"] for p in rows["trm_max_avg"]["parts"]] == ["objective", "gate", "gate"]
-    unbounded = Method(objective=Clipped(), correction=Correction(weights=(Weight(on="mismatch", cap=float("inf")),)))  # fmt: skip
+    unbounded = Method(objective=Clipped(), correction=Correction(weights=(Weight(on="mismatch", cap=float("inf")),)))
     assert axes.settings(unbounded)["weight.cap"] == "inf"
 
 

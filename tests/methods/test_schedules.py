@@ -75,7 +75,7 @@ def test_without_any_weight_the_scale_is_zero():
 
 def test_sequences_without_a_token_do_not_count():
     lp = sequences_with([4, 1, 0.5, 0.5])
-    holes = LogProbs.pack(lp.logp_rollout, lp.current, segments=Segments.from_lengths([0, 2, 3, 0, 4, 5]))  # fmt: skip
+    holes = LogProbs.pack(lp.logp_rollout, lp.current, segments=Segments.from_lengths([0, 2, 3, 0, 4, 5]))
     schedule = EssScale(weight=UNLIMITED)
     got, expected = (schedule.observe(x, None, NO_INFO) for x in (holes, lp))
     assert got == expected
@@ -212,7 +212,10 @@ def test_gradients_in_parts_are_projected_as_one():
     g, p = double([0.8, 0.6, 0.1, 0.4]), double([1.0, 0.1, -0.2, 0.0])
     whole = gac_projection(g, p)
     halves = list(zip(g.split(2), p.split(2), strict=True))
-    sums = [sum((f(a, b) for a, b in halves), double(0)) for f in (lambda a, b: a @ b, lambda a, b: a @ a, lambda a, b: b @ b)]  # fmt: skip
+    sums = [
+        sum((f(a, b) for a, b in halves), double(0))
+        for f in (lambda a, b: a @ b, lambda a, b: a @ a, lambda a, b: b @ b)
+    ]
     coefficient, cosine = gac_coefficient(*sums)
     torch.testing.assert_close(cosine, whole.cosine)
     torch.testing.assert_close(torch.cat([a - coefficient * b for a, b in halves]), whole.grad)

@@ -112,7 +112,7 @@ def test_every_recipe_value_that_a_system_names_exists():
     from offdrift.train.recipe import load_recipe
 
     named = [w for row in SYSTEMS.values() for w in row.where.replace(",", "").split() if "=" in w]
-    assert sorted(named) == ["lag.queue=1", 'old_policy.from="sampling"', "optim.epochs=2", "rollout.dtype=float16"]  # fmt: skip
+    assert sorted(named) == ["lag.queue=1", 'old_policy.from="sampling"', "optim.epochs=2", "rollout.dtype=float16"]
     recipe = load_recipe("recipes/tiny.toml", changes=named)
     assert (recipe.lag.queue, recipe.optim.epochs, recipe.rollout.dtype) == (1, 2, "float16")
     assert recipe.old_policy.source == "sampling"
@@ -122,7 +122,7 @@ def test_systems_have_every_fact_that_lists_and_filters_read():
     rows = catalog()
     method, system = rows["trm_max"], find("R3")
     assert system == rows["r3"]
-    only_methods = {"needs", "needs_old", "needs_divergences", "advantage", "formula", "parts", "settings", "command"}  # fmt: skip
+    only_methods = {"needs", "needs_old", "needs_divergences", "advantage", "formula", "parts", "settings", "command"}
     assert set(method) - set(system) == only_methods
     assert system["kind"] == "system"
     assert "nothing here pretends to do it" in system["where"]

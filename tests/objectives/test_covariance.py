@@ -296,7 +296,7 @@ def test_keys_by_whole_numbers():
     got, expected = token_keys(lp, seed=5).tolist(), []
     for row in lp.logp_rollout.split(lp.segments.lengths.tolist()):
         bits = [struct.unpack("<Q", struct.pack("<d", x))[0] for x in row.tolist()]
-        own = [(b ^ (t + 1) * 0x9E3779B97F4A7C15 % 2**64) * 0xD1342543DE82EF95 % 2**64 for t, b in enumerate(bits)]  # fmt: skip
+        own = [(b ^ (t + 1) * 0x9E3779B97F4A7C15 % 2**64) * 0xD1342543DE82EF95 % 2**64 for t, b in enumerate(bits)]
         whole = mix((sum(own) + 6 * 0x9E3779B97F4A7C15) % 2**64)
         expected += [(mix(k ^ whole) >> 11) / 2**53 for k in own]
     assert got == expected

@@ -107,7 +107,7 @@ def test_the_number_of_top_tokens_is_rounded_up(fraction, length, number):
 def test_ranking_ends_at_sequences_and_ties_go_to_the_earlier_token(dtype):
     # An empty sequence; huge entropies next door; equal, zero, negative-zero and tiny entropies.
     s = Segments.from_lengths([0, 3, 4, 2, 3])
-    entropy = torch.tensor([9.0, 9.0, 1e30, 1.0, 2.0, 2.0, 1.0, -0.0, 0.0, 1e-30, 2e-30, 0.0], dtype=dtype)  # fmt: skip
+    entropy = torch.tensor([9.0, 9.0, 1e30, 1.0, 2.0, 2.0, 1.0, -0.0, 0.0, 1e-30, 2e-30, 0.0], dtype=dtype)
     top = most_uncertain(entropy, s, fraction=0.5)
     assert top.int().tolist() == [1, 0, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0]
 

@@ -69,7 +69,7 @@ def test_ctpo_agrees_with_the_formula(seed, options):
     got = PrefixClipped(**options)(lp, a)
     grad = check_loss_and_gradient(lp, got.loss, ctpo_oracle(lp, a, **options))
     # Clipped: where the loss is not the plain surrogate.
-    c = torch.cat([x.cumsum(0) for x in log_ratio(lp, on=options["on"]).detach().split(lp.segments.lengths.tolist())])  # fmt: skip
+    c = torch.cat([x.cumsum(0) for x in log_ratio(lp, on=options["on"]).detach().split(lp.segments.lengths.tolist())])
     changed = (got.loss.detach() + a * c.exp()).abs() > 1e-12
     assert torch.equal(got.clipped, changed)
     assert 5 < int(changed.sum()) < 0.8 * len(a)

@@ -92,7 +92,7 @@ def test_random_batches_agree_with_the_formula(seed, objective):
     a = 30 * advantages_of(lp, seed, per="token")
     norm = norm_by_hand(lp, a, objective)
     assert norm > 1.5
-    plain = Clipped(unit=objective.unit, eps_low=objective.eps_low, eps_high=objective.eps_high)(lp, a)  # fmt: skip
+    plain = Clipped(unit=objective.unit, eps_low=objective.eps_low, eps_high=objective.eps_high)(lp, a)
     got = objective(lp, a)
     check_loss_and_gradient(lp, got.loss, plain.loss / norm)
     assert torch.equal(got.clipped, plain.clipped)

@@ -55,7 +55,10 @@ def test_neighbors_across_blocks_sequences_and_gaps():
     g = torch.Generator().manual_seed(0)
     n = 150_000  # more than two blocks
     x, y = (-torch.rand(2, n, generator=g, dtype=torch.float64)).unbind()
-    lengths, position = [70_000, 0, 79_999, 1], torch.cat([torch.arange(70_000), torch.arange(79_999), torch.zeros(1, dtype=torch.int64)])  # fmt: skip
+    lengths, position = (
+        [70_000, 0, 79_999, 1],
+        torch.cat([torch.arange(70_000), torch.arange(79_999), torch.zeros(1, dtype=torch.int64)]),
+    )
     position[100:70_000] += 5  # tokens between two others were dropped
     got = shape_of(pair(x, y, lengths), position=position)
     joined = torch.ones(n, dtype=torch.bool)
@@ -98,7 +101,9 @@ def test_z_is_standard_normal_if_tokens_were_drawn_as_logged():
     found = []
     for seed in range(200):
         logits, tokens = draws(seed, 40, 10, vocabulary=8)
-        drift = 0.2 * torch.randn(logits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 999))  # fmt: skip
+        drift = 0.2 * torch.randn(
+            logits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 999)
+        )
         lp = pair(logp(logits, tokens), logp(logits + drift, tokens), [10] * 40)
         found.append(shape_of(lp)["mismatch/ratio_mean_z"])
     assert abs(statistics.mean(found)) < 4 / math.sqrt(200)
@@ -113,7 +118,7 @@ def test_z_shows_tokens_drawn_from_another_distribution_than_logged():
     drift = 0.2 * torch.randn(logits.shape, dtype=torch.float64, generator=g)
     got = shape_of(pair(logp(logits, tokens), logp(logits / 0.6 + drift, tokens), [20] * 200))
     assert got["mismatch/ratio_mean_z"] > 10
-    honest = shape_of(pair(logp(logits / 0.6, tokens), logp(logits / 0.6 + drift, tokens), [20] * 200))  # fmt: skip
+    honest = shape_of(pair(logp(logits / 0.6, tokens), logp(logits / 0.6 + drift, tokens), [20] * 200))
     assert abs(honest["mismatch/ratio_mean_z"]) < 4
 
 
@@ -152,7 +157,10 @@ def test_only_ratios_to_the_rollout_policy_have_an_expectation():
 def test_without_the_signature_its_metrics_are_absent_and_the_rest_is_unchanged():
     lp = ragged(0)
     plain, more = summarize(DriftStats.of(lp)), shape_of(lp)
-    assert plain.items() <= more.items() | {("mismatch/ratio_mean", plain["mismatch/ratio_mean"]), ("full/ratio_mean", plain["full/ratio_mean"])}  # fmt: skip
+    assert plain.items() <= more.items() | {
+        ("mismatch/ratio_mean", plain["mismatch/ratio_mean"]),
+        ("full/ratio_mean", plain["full/ratio_mean"]),
+    }
     assert "mismatch/slope" not in plain
     assert len(more) - len(plain) == 23  # 11 without k3_top_share and ratio_mean, of two ratios, and clip_frac
 

@@ -108,7 +108,7 @@ def test_equal_policies_agree_perfectly():
 
 
 def test_what_cannot_be_known_is_nan_and_absent_policies_are_left_out():
-    one = LogProbs.pack(torch.tensor([-1.0]), torch.tensor([-1.0]), segments=Segments.from_lengths([1]))  # fmt: skip
+    one = LogProbs.pack(torch.tensor([-1.0]), torch.tensor([-1.0]), segments=Segments.from_lengths([1]))
     got = summarize(DriftStats.of(one))
     assert math.isnan(got["full/pearson"])
     assert math.isnan(got["full/prob_diff_std"])

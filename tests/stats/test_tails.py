@@ -67,7 +67,14 @@ def test_it_agrees_with_what_an_audit_reads_off_its_histogram():
     pi[::500] += 0.8
     cuts = torch.arange(0, 20_001, 50)
     b = len(cuts) - 1
-    log = Logged(cu_seqlens=cuts, step=torch.ones(b).long(), row=torch.arange(b), response_lengths=cuts.diff(), logp_rollout=mu, logp=pi)  # fmt: skip
+    log = Logged(
+        cu_seqlens=cuts,
+        step=torch.ones(b).long(),
+        row=torch.arange(b),
+        response_lengths=cuts.diff(),
+        logp_rollout=mu,
+        logp=pi,
+    )
     held = Tally.of(log).as_dict()["overall"]["full/k3_top_share"]
     assert 0.5 < held < 1
     assert share(log.logprobs()) == pytest.approx(held, rel=0.02)
