@@ -60,7 +60,7 @@ def ppo_clip(
     """
     r = ratio(log_ratio)
     plain = -advantages * r
-    limited = -advantages * r.clamp(1 - eps_low, 1 + eps_high)
+    limited = -advantages * r.clamp(1 - eps_low, 1 + eps_high)  # type: ignore[arg-type]
     # Strict comparisons, not max/min: on a tie the gradient goes to the unclipped branch.
     clipped = limited > plain
     if negatives == "both":
