@@ -275,9 +275,10 @@ class Unpacked(_Values):
                 continue
             if not f.is_text:
                 x = tokens(x) if f.by_token else sequences(x)
-                fractions = x[~x.isfinite() | (x != x.trunc())] if f.is_whole and x.is_floating_point() else ()
-                if len(fractions):
-                    raise BadValueError(f"{f.name} holds {float(fractions[0]):g}; give whole numbers")
+                if f.is_whole and x.is_floating_point():
+                    fractions = x[~x.isfinite() | (x != x.trunc())]
+                    if len(fractions):
+                        raise BadValueError(f"{f.name} holds {float(fractions[0]):g}; give whole numbers")
                 x = x.long() if f.is_whole else x.float()
             values[f.name] = x
         return Logged(

@@ -18,7 +18,7 @@ from offdrift.records.readers.formats.table import NEMO_RL
 
 def adapt(row: Mapping[str, Any]) -> Row:
     """Unwrapped, cut at the true length, from the first token that trains on."""
-    value = {name: x[0] if isinstance(x, list) and len(x) == 1 else x for name, x in row.items()}
+    value: dict[str, Any] = {name: x[0] if isinstance(x, list) and len(x) == 1 else x for name, x in row.items()}
     # Some algorithms log one advantage per sequence.
     response = response_of(value, NEMO_RL.columns, int(value["input_lengths"]))
     if value.get("sample_loss_mask") == 0:
