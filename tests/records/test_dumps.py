@@ -18,6 +18,7 @@ import torch
 from offdrift.audit.partial import Job, work
 from offdrift.errors import RecordError
 from offdrift.records.readers import detect, pieces
+from offdrift.records.readers.formats.table import PAYLOADS, SOURCES, function
 from tests.records.samples import LOGS, one, read_all
 
 MILES = LOGS / "miles"
@@ -124,6 +125,12 @@ def test_train_dumps_of_slime_say_what_was_truncated(tmp_path: Path) -> None:
     torch.save(payload, tmp_path / "7.pt")
     batch = one(tmp_path)
     assert batch.truncated.tolist() == [0, 1, 0]
+
+
+def test_every_function_that_the_table_of_formats_names_is_there() -> None:
+    names = {name for s in SOURCES for name in (s.adapt, s.amend, s.distinct) if name} | set(PAYLOADS.values())
+    assert len(names) >= 8
+    assert all(callable(function(name)) for name in names)
 
 
 def nemo_rows() -> Iterator[dict[str, Any]]:
