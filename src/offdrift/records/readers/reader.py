@@ -21,39 +21,39 @@ Malformed = (KeyError, IndexError, TypeError, ValueError, AttributeError, Overfl
 """What translating a row raises that is not what its source writes."""
 
 
-def pieces(found: Detected, *, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+def pieces(detected: Detected, *, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
     """Every piece of the logs, in order; the files alone decide where the cuts are.
 
     Args:
-        found: what `detect` returned.
+        detected: what `detect` returned.
         piece_bytes: how large a piece may be, decoded columns of Parquet or bytes of JSON lines; a single row may be
             larger. `torch.save` files and pickles stay whole. At most a 64th of what a file may take: decoded, JSON
             takes up to 25 times its bytes.
 
     Raises: `RecordError` naming the file that is gone.
     """
-    most = max(1, min(piece_bytes, found.limit // jsonl.LINES))
+    most = max(1, min(piece_bytes, detected.limit // jsonl.LINES))
     listed: list[Piece] = []
-    for file in found.files:
+    for file in detected.files:
         if file.endswith(".parquet"):
-            ranges = parquet.cuts(file, found.columns or source(found.format).columns, most)
-            listed += [Piece(file, start, stop, found.format, start + 1) for start, stop in ranges]
+            ranges = parquet.cuts(file, detected.columns or source(detected.format).columns, most)
+            listed += [Piece(file, start, stop, detected.format, start + 1) for start, stop in ranges]
         elif os.path.splitext(file)[1] in PAYLOADS:
-            listed.append(Piece(file, 0, size(file), found.format))
+            listed.append(Piece(file, 0, size(file), detected.format))
         else:
-            cuts = jsonl.cuts(file, most, found.limit)
-            listed += [Piece(file, start, stop, found.format, first) for start, stop, first in cuts]
+            cuts = jsonl.cuts(file, most, detected.limit)
+            listed += [Piece(file, start, stop, detected.format, first) for start, stop, first in cuts]
     return listed
 
 
-def read(piece: Piece, found: Detected) -> Read:
+def read(piece: Piece, detected: Detected) -> Read:
     """The good rows of a piece as batches, and the others with what is wrong with them.
 
     Raises: `RecordError` naming a file that is gone; nothing in a file is an error.
     """
-    kind = source(found.format)
+    kind = source(detected.format)
     try:
-        columns, bad = _decoded(piece, kind, found)
+        columns, bad = _decoded(piece, kind, detected)
         if columns is None:
             return Read((), tuple(bad))
         batches, unusable = assemble(columns, file=piece.file, step=kind.step(piece.file))
@@ -64,10 +64,10 @@ def read(piece: Piece, found: Detected) -> Read:
     return Read(batches, (*bad, *unusable))
 
 
-def _decoded(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | None, list[BadRow]]:
+def _decoded(piece: Piece, kind: Source, detected: Detected) -> tuple[Columns | None, list[BadRow]]:
     """A piece as columns of the plain schema, None if there is nothing to decode, and what cannot be decoded."""
-    file, start, stop, limit = piece.file, piece.start, piece.stop, found.limit
-    mapped = {**found.columns, **dict.fromkeys(found.without, "")}
+    file, start, stop, limit = piece.file, piece.start, piece.stop, detected.limit
+    mapped = {**detected.columns, **dict.fromkeys(detected.without, "")}
     if file.endswith(".parquet") and not kind.adapt:
 
         def wanted(schema: pa.Schema) -> dict[str, str]:
@@ -81,7 +81,7 @@ def _decoded(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | Non
                 samples = payload(f, file, limit)[1]
             except RecordError as e:
                 return None, [BadRow(file, 0, str(e).removeprefix(f"{file}: "), rows=0)]
-        return pack([_wanted(row, found) for row in samples], range(1, len(samples) + 1), file)
+        return pack([_wanted(row, detected) for row in samples], range(1, len(samples) + 1), file)
     if file.endswith(".parquet"):
         tables, bad = parquet.read_objects(file, start, stop, limit)
         rows = [row for _, part in tables for row in part]
@@ -94,13 +94,13 @@ def _decoded(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | Non
             bad.append(BadRow(file, piece.first_row + data.count(b"\n"), stopped, rows=0))
     if kind.adapt:
         adapt, translated, kept = function(kind.adapt), [], []
-        own = {n: c for n, c in found.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
+        own = {n: c for n, c in detected.columns.items() if n in PER_ROW and kind.columns.get(n) != c}
         for row, number in zip(rows, numbers, strict=True):
             try:
                 per_row = {name: look_up(row, column) for name, column in own.items()}
                 inside = adapt(row)
                 inside = inside if isinstance(inside, list) else [inside]
-                translated += [_wanted({**r, **per_row}, found) for r in inside]
+                translated += [_wanted({**r, **per_row}, detected) for r in inside]
                 kept += [number] * len(inside)
             except Malformed as e:
                 bad.append(BadRow(file, number, f"no row of {kind.what}: {repr(e)[:200]}"))
@@ -109,7 +109,7 @@ def _decoded(piece: Piece, kind: Source, found: Detected) -> tuple[Columns | Non
         names = kind.resolve(set().union(*rows), mapped)
         translated = [{name: look_up(row, column) for name, column in names.items()} for row in rows]
         if kind.amend:
-            translated = [_wanted(row, found) for row in map(function(kind.amend), rows, translated)]
+            translated = [_wanted(row, detected) for row in map(function(kind.amend), rows, translated)]
     columns, wrong = pack(translated, numbers, file)
     return columns, sorted([*bad, *wrong], key=lambda b: b.row)
 
@@ -153,6 +153,6 @@ def look_up(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _wanted(row: Row, found: Detected) -> Row:
+def _wanted(row: Row, detected: Detected) -> Row:
     """A row without the fields that are not to be read."""
-    return {name: x for name, x in row.items() if name not in found.without} if found.without else row
+    return {name: x for name, x in row.items() if name not in detected.without} if detected.without else row
