@@ -109,7 +109,7 @@ def fired(run: list[dict[str, float]]) -> set[str]:
     for row in run:
         window.add(row, same_weights=None)
         reading = read(View(window, Context(), limits), READ)
-        if window.seen >= PATIENCE:
+        if window.steps >= PATIENCE:
             found |= {f.rule for f in judge(reading, SOME)}
     return found
 

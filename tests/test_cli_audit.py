@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from offdrift.audit.charts import over_time
+from offdrift.audit.method_table import tried
 from offdrift.cli import audit as audit_command
 from offdrift.records.log import write_log
 from offdrift.show.headline import headlines
-from tests.audit.drawn import logged
+from tests.audit.logs import drawn as logged
 from tests.command import command
 
 
@@ -192,7 +194,8 @@ def test_a_rules_file_moves_headline_findings_suggestion_status_and_json_togethe
         "pearson_clean": -1, "pearson_broken": -1, "ppl_near": 1e9, "ppl_far": 1e9, "prob_diff_visible": 2,
         "prob_diff_large": 2, "rs_soft": 1, "rs_hard": 1, "icepop_soft": 2, "icepop_hard": 2, "tail_heavy": 2,
         "clip_saturated": 2, "ratio_mean_high": 1e9, "ratio_mean_low": -1, "ratio_mean_z": 1e9, "ratio_mean_z_low": -1e9,
-        "growth_with_lag": 1e9, "growth_at_lag_0": 1e9, "k1_negative": -1e9, "one_sided": 2, "kl_update": 1e9,
+        "length_kept": 0, "acceptance_low": 0, "growth_with_lag": 1e9, "growth_at_lag_0": 1e9, "k1_negative": -1e9,
+        "one_sided": 2, "kl_update": 1e9,
     }  # fmt: skip
     rules = "[thresholds]\n" + "".join(f"{name} = {value}\n" for name, value in loose.items())
     Path("loose.toml").write_text(rules)
@@ -208,3 +211,7 @@ def test_a_rules_file_moves_headline_findings_suggestion_status_and_json_togethe
     assert a["overall"] == b["overall"]
     assert (a["suggestion"]["rung"] != "none", b["suggestion"]["rung"]) == (True, "none")
     assert b["limits"]["kl_large"] == 200
+    lines = [next(c for c in over_time(x) if c.id == "kl").lines for x in (a, b)]
+    assert [value for ((value, _),) in lines] == [0.05, 200]
+    flagged = [{key for m in tried(x) for key in m.values if m.flagged(key)} for x in (a, b)]
+    assert flagged == [{"ess_frac", "kept_length_ratio"}, set()]

@@ -15,7 +15,7 @@ from typer.main import get_command
 from offdrift.cli import app
 from offdrift.cli.exit_codes import MEANINGS, ExitCode
 from offdrift.records.log import write_log
-from tests.audit.drawn import logged
+from tests.audit.logs import drawn as logged
 from tests.command import command
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from offdrift.audit.tally.buckets import LENGTH_CUTS
 from offdrift.errors import EvidenceError, RecordError
 from offdrift.methods import METHODS
 from offdrift.records.batch import Logged
-from tests.audit.logs import logged
+from tests.audit.logs import log_of, logged
 
 LENGTHS = (5, 1, 9, 0, 14, 30, 7, 22, 3, 60, 11, 2, 40, 16, 8)
 BATCH = logged(LENGTHS)
@@ -86,17 +86,13 @@ def test_every_row_is_its_own_correction_applied_to_the_log():
 
 def test_clips_are_those_of_the_objectives():
     rows, view, compared = table(BATCH), View(BATCH), 0
-    assert BATCH.advantages is not None
     for name in ("ppo_clip", "gspo", "bypass_ppo_clip", "m2po", "r2vpo_clip", "clip_cov", "st_ppo"):
         clipped = METHODS[name].objective(view.logprobs, BATCH.advantages, view.batch_info).clipped
-        assert clipped is not None
         assert rows[name]["clipped_frac"] == pytest.approx(float(clipped.double().mean()))
         compared += float(clipped.double().mean()) > 0
     assert compared == 7
     assert rows["token_tis"]["clipped_frac"] is None  # nothing to clip
     # PPO by hand: a token is clipped beyond 0.2 the way it is pushed.
-    assert BATCH.logp is not None
-    assert BATCH.logp_old is not None
     r, up = (BATCH.logp - BATCH.logp_old).exp(), BATCH.advantages > 0
     by_hand = ((r > 1.2) & up) | ((r < 0.8) & ~up)
     assert rows["ppo_clip"]["clipped_frac"] == pytest.approx(float(by_hand.double().mean()))
@@ -106,14 +102,7 @@ def test_numbers_by_hand():
     """Two sequences of 2 and 1 tokens: ratios 4, 1 and 1/2, lengths 100 and 40."""
     ratios = torch.tensor([4.0, 1.0, 0.5], dtype=torch.float64)
     mu = torch.full((3,), -2.0, dtype=torch.float64)
-    log = Logged(
-        cu_seqlens=torch.tensor([0, 2, 3]),
-        step=torch.ones(2, dtype=torch.int64),
-        row=torch.tensor([1, 2]),
-        response_lengths=torch.tensor([100, 40]),
-        logp_rollout=mu,
-        logp=mu + ratios.log(),
-    )
+    log = log_of([2, 1], response_lengths=torch.tensor([100, 40]), logp_rollout=mu, logp=mu + ratios.log())
     rows = table(log)
     # Token TIS at 2: weights 2, 1, 1/2.
     tis = rows["token_tis"]
@@ -177,16 +166,13 @@ def test_what_is_decided_step_by_step_is_about_the_right_tokens():
     whole = decisions.correction(METHODS["normalized_tis"])
     clip = decisions.clipped(METHODS["r2vpo_clip"])
     assert isinstance(whole, Decided)
-    assert whole.weight is not None
-    assert clip is not None
     compared = 0
     for step in (2, 5, 7):
         which = (batch.step == step).nonzero().squeeze(-1)
         rows, alone = batch.segments.rows(which), Decisions(batch.select(which))
         part, its = (alone.correction(METHODS["normalized_tis"]), alone.clipped(METHODS["r2vpo_clip"]))
         assert isinstance(part, Decided)
-        assert its is not None
-        assert whole.weight[rows].tolist() == part.weight.tolist()  # type: ignore[union-attr]
+        assert whole.weight[rows].tolist() == part.weight.tolist()
         assert clip[0][rows].tolist() == its[0].tolist()
         compared += len(rows)
     assert compared == batch.num_tokens
@@ -301,7 +287,7 @@ def test_a_log_without_scored_tokens_says_so():
 
 
 def test_a_value_that_no_policy_has_is_a_reason_not_an_exception():
-    bad = BATCH.logp_rollout.clone()  # type: ignore[union-attr]
+    bad = BATCH.logp_rollout.clone()
     bad[3] = 0.5
     for row in table(replace(BATCH, logp_rollout=bad)).values():
         assert "logp_rollout of sequence 0" in row["why_not"]
@@ -309,7 +295,7 @@ def test_a_value_that_no_policy_has_is_a_reason_not_an_exception():
 
 def test_arrays_are_plain_and_refused_if_of_other_methods(tmp_path):
     found = Counterfactual.of(BATCH)
-    np.savez(tmp_path / "x.npz", allow_pickle=False, **found.to_arrays())  # type: ignore[arg-type]
+    np.savez(tmp_path / "x.npz", allow_pickle=False, **found.to_arrays())
     with np.load(tmp_path / "x.npz", allow_pickle=False) as held:
         arrays = dict(held)
     assert Counterfactual.from_arrays(arrays).table() == found.table()
@@ -340,7 +326,7 @@ def test_a_sample_is_of_whole_groups_and_of_about_that_share():
 def test_a_sample_does_not_depend_on_who_draws_it():
     whole = set(rows_of(sampled(MANY, 0.3, "log")))
     pieces = [MANY.select(torch.arange(a, b)) for a, b in pairwise((0, 40, 44, 2000, 3996, 4000))]
-    numbered_anew = [replace(p, group_ids=p.group_ids - p.group_ids.min()) for p in pieces]  # type: ignore[operator, union-attr]
+    numbered_anew = [replace(p, group_ids=p.group_ids - p.group_ids.min()) for p in pieces]
     assert {r for p in numbered_anew for r in rows_of(sampled(p, 0.3, "log"))} == whole
     mixed = MANY.select(torch.randperm(4000, generator=torch.Generator().manual_seed(0)))
     assert set(rows_of(sampled(mixed, 0.3, "log"))) == whole

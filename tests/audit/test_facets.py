@@ -10,7 +10,7 @@ import torch
 from offdrift.audit.tally.buckets import AXES, LENGTH_CUTS
 from offdrift.audit.tally.facets import SEQUENCE_METRICS, TOKEN_METRICS, Facets
 from offdrift.records.batch import Logged
-from tests.audit.logged import by_bucket, log_ratios, make_log, token_metrics
+from tests.audit.logs import by_bucket, log_ratios, make_log, token_metrics
 
 
 def length_label(log: Logged, i: int, t: int) -> str:
@@ -32,20 +32,16 @@ def position_label(log: Logged, i: int, t: int) -> str:
 
 
 def advantage_label(log: Logged, i: int, t: int) -> str:
-    assert log.advantages is not None
     a = float(log.advantages[int(log.cu_seqlens[i]) + t])
     return "negative" if a < 0 else "positive" if a > 0 else "zero"
 
 
 def lag_label(log: Logged, i: int, t: int) -> str:
-    assert log.version is not None
-    assert log.rollout_version is not None
     lag = int(log.version[i]) - int(log.rollout_version[int(log.cu_seqlens[i]) + t])
     return str(lag) if lag <= 8 else "9-16" if lag <= 16 else "17-32" if lag <= 32 else "33+"
 
 
 def class_label(log: Logged, i: int, t: int) -> str:
-    assert log.logp_rollout is not None
     if t == int(log.cu_seqlens[i + 1] - log.cu_seqlens[i]) - 1:
         return "last token"
     p = math.exp(float(log.logp_rollout[int(log.cu_seqlens[i]) + t]))
@@ -95,7 +91,6 @@ def test_single_precision_is_as_good_as_its_inputs():
 def test_acceptance_and_reward_by_length():
     log = make_log(1, lengths=[0, 3, 60, 64, 70, 100, 128, 150, 190, 220, 5, 66], drift=0.01)
     rows, compared = rows_of(log)["length"], 0
-    assert log.rewards is not None
     for label, row in rows.items():
         inside = [i for i in range(log.num_sequences) if length_label(log, i, 0) == label]
         assert row["sequences"] == len(inside)
@@ -119,7 +114,6 @@ def test_the_length_trap_shows():
     """Drift of one size at every token: a sum rejects what is long, a mean what is short."""
     g = torch.Generator().manual_seed(0)
     log = make_log(0, lengths=[32] * 60 + [2000] * 60, drift=0.0)
-    assert log.logp_rollout is not None
     noise = 0.03 * torch.randn(log.num_tokens, generator=g, dtype=torch.float64)
     rows = rows_of(replace(log, logp_old=log.logp_rollout + noise))["length"]
     short, long = rows["1-64"], rows["1025-2048"]
@@ -152,7 +146,6 @@ def test_position_in_the_response_where_tokens_were_dropped():
 
 def test_extreme_values_stay_finite():
     log = make_log(0, lengths=[4])
-    assert log.logp_rollout is not None
     log = replace(log, logp_old=log.logp_rollout + torch.tensor([-1e4, 30.0, -30.0, 0.0]))
     (row,) = (r for r in Facets.of(log)[0].rows()["length"] if r["tokens"])
     numbers = [v for v in row.values() if isinstance(v, float)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offdrift.audit.questions import LOG, QUESTIONS, questions
+from offdrift.audit.coverage import LOG, QUESTIONS, questions
 
 
 def test_a_full_log_answers_everything():

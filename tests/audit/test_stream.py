@@ -16,17 +16,22 @@ from offdrift.audit.stream import audit, in_process, in_processes
 from offdrift.errors import RecordError
 from offdrift.records.log import write_log
 from offdrift.records.readers import detect, pieces
-from tests.audit.drawn import logged
+from tests.audit.logs import drawn as logged
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    """Four files of three steps each; the last holds two lines that are no rows."""
-    folder = tmp_path / "log"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def log(tmp_path_factory) -> Path:
+    """Three files of three steps each."""
+    folder = tmp_path_factory.mktemp("log")
     for i in range(3):
         write_log(logged(seed=i), folder / f"batch-{i}.parquet")
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(log, tmp_path_factory) -> Part:
+    """What one process makes of the log."""
+    return audit(*planned(log), folder=tmp_path_factory.mktemp("whole"))
 
 
 def planned(log: Path, piece_bytes: int = 6000) -> tuple[Job, list]:
@@ -34,44 +39,35 @@ def planned(log: Path, piece_bytes: int = 6000) -> tuple[Job, list]:
     return Job(found), pieces(found, piece_bytes=piece_bytes)
 
 
-def test_workers_give_what_one_process_gives_to_the_last_bit(log, tmp_path):
+def test_workers_give_what_one_process_gives_to_the_last_bit(log, whole, tmp_path):
     job, plan = planned(log)
     assert len(plan) >= 3
-    alone = audit(job, plan, folder=tmp_path / "a", run=in_process)
-    together = audit(job, plan, folder=tmp_path / "b", run=in_processes(2))
-    assert alone.to_bytes() == together.to_bytes()
+    assert audit(job, plan, folder=tmp_path, run=in_processes(2)).to_bytes() == whole.to_bytes()
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-def test_ray_gives_what_one_process_gives_to_the_last_bit(log, tmp_path):
+def test_ray_gives_what_one_process_gives_to_the_last_bit(log, whole, tmp_path):
     pytest.importorskip("ray")
     from offdrift.audit.cluster import on_ray
 
-    job, plan = planned(log)
-    alone = audit(job, plan, folder=tmp_path / "a", run=in_process)
-    together = audit(job, plan, folder=tmp_path / "b", run=on_ray("local"))
-    assert alone.to_bytes() == together.to_bytes()
+    assert audit(*planned(log), folder=tmp_path, run=on_ray("local")).to_bytes() == whole.to_bytes()
 
 
-def test_a_part_comes_back_from_bytes_as_it_was(log, tmp_path):
-    job, plan = planned(log)
-    part = audit(job, plan, folder=tmp_path)
-    assert Part.from_bytes(part.to_bytes()).to_bytes() == part.to_bytes()
-    assert part.tally is not None
-    assert part.counterfactual is not None
+def test_a_part_comes_back_from_bytes_as_it_was(whole):
+    assert Part.from_bytes(whole.to_bytes()).to_bytes() == whole.to_bytes()
+    assert whole.tally is not None
+    assert whole.counterfactual is not None
 
 
-def test_damaged_bytes_are_refused_and_nothing_is_unpickled(log, tmp_path):
-    job, plan = planned(log)
-    stored = audit(job, plan, folder=tmp_path).to_bytes()
+def test_damaged_bytes_are_refused_and_nothing_is_unpickled(whole):
+    stored = whole.to_bytes()
     for damaged in (b"", b"not a zip", stored[: len(stored) // 2]):
         with pytest.raises(RecordError, match="cannot be read"):
             Part.from_bytes(damaged)
 
 
-def test_an_interrupted_audit_continues_where_it_was(log, tmp_path, monkeypatch):
+def test_an_interrupted_audit_continues_where_it_was(log, whole, tmp_path, monkeypatch):
     job, plan = planned(log)
-    whole = audit(job, plan, folder=tmp_path / "whole")
 
     def stop_after_two(done: int, part: Part) -> None:
         if done == 2:
@@ -87,24 +83,24 @@ def test_an_interrupted_audit_continues_where_it_was(log, tmp_path, monkeypatch)
     assert again.to_bytes() == whole.to_bytes()
 
 
-def test_a_damaged_part_is_made_again(log, tmp_path):
+def test_a_damaged_part_is_made_again(log, whole, tmp_path):
     job, plan = planned(log)
-    whole = audit(job, plan, folder=tmp_path)
+    audit(job, plan, folder=tmp_path)
     part = sorted((tmp_path / "parts").glob("*.npz"))[0]
     part.write_bytes(b"half a part")
     assert audit(job, plan, folder=tmp_path).to_bytes() == whole.to_bytes()
 
 
-def test_a_file_that_changed_is_read_again(log, tmp_path):
-    job, plan = planned(log)
-    before = audit(job, plan, folder=tmp_path)
-    write_log(logged(seed=7), log / "batch-0.parquet")
-    after = audit(*planned(log), folder=tmp_path)
+def test_a_file_that_changed_is_read_again(tmp_path):
+    write_log(logged(seed=0), tmp_path / "log.parquet")
+    before = audit(*planned(tmp_path / "log.parquet"), folder=tmp_path / "a")
+    write_log(logged(seed=7), tmp_path / "log.parquet")
+    after = audit(*planned(tmp_path / "log.parquet"), folder=tmp_path / "a")
     assert before.to_bytes() != after.to_bytes()
-    assert after.to_bytes() == audit(*planned(log), folder=tmp_path / "fresh").to_bytes()
+    assert after.to_bytes() == audit(*planned(tmp_path / "log.parquet"), folder=tmp_path / "fresh").to_bytes()
 
 
-def test_merging_is_associative_for_what_is_counted(log, tmp_path):
+def test_merging_is_associative_for_what_is_counted(log):
     job, plan = planned(log)
     parts = [Part.from_bytes(b) for b in in_process(job, plan)]
     left = functools.reduce(lambda a, b: a.merge(b), parts)
@@ -147,9 +143,8 @@ def test_only_bad_rows_is_an_error_that_names_the_first(tmp_path):
         conclude(part, Job(found))
 
 
-def test_the_stored_audit_comes_back(log, tmp_path):
-    job, plan = planned(log)
-    told = conclude(audit(job, plan, folder=tmp_path), job)
+def test_the_stored_audit_comes_back(log, whole, tmp_path):
+    told = conclude(whole, planned(log)[0])
     write_audit(told, tmp_path)
     assert read_audit(tmp_path) == json.loads(json.dumps(told))
     with pytest.raises(RecordError, match="holds no audit"):
@@ -159,10 +154,9 @@ def test_the_stored_audit_comes_back(log, tmp_path):
         read_audit(tmp_path)
 
 
-def test_the_tally_equals_one_pass_over_everything(log, tmp_path):
+def test_the_tally_equals_one_pass_over_everything(log, whole):
     """Pieces cut files anywhere between rows; sums must not notice."""
-    job, plan = planned(log)
-    told = conclude(audit(job, plan, folder=tmp_path), job)
+    told = conclude(whole, planned(log)[0])
     lp = [logged(seed=i) for i in range(3)]
     ratio = torch.cat([x.logp_old - x.logp_rollout for x in lp]).double()
     assert told["counts"]["tokens"] == len(ratio)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from offdrift.audit.conclude import suggest
 from offdrift.audit.counterfactual import Counterfactual
-from offdrift.audit.suggest import suggest
 from offdrift.audit.tally.tally import Tally
 from offdrift.judge import escalate, load_rules
 from offdrift.methods import METHODS, override
 from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, summarize
+from tests.audit.logs import log_of
 
 NAN = float("nan")
 
@@ -95,14 +96,7 @@ def drifting(scale: float, far: float = 0.0, hit: int = 0) -> Logged:
     mu[::length] = -5
     d = scale * torch.randn(n * length, generator=draw, dtype=torch.float64)
     d[: hit * length : length] = far
-    return Logged(
-        cu_seqlens=torch.arange(n + 1) * length,
-        step=torch.ones(n, dtype=torch.int64),
-        row=torch.arange(1, n + 1),
-        response_lengths=torch.full((n,), length),
-        logp_rollout=mu,
-        logp_old=(mu + d).clamp(max=0),
-    )
+    return log_of([length] * n, logp_rollout=mu, logp_old=(mu + d).clamp(max=0))
 
 
 @pytest.mark.parametrize(
@@ -136,11 +130,8 @@ def aged(kl: float, lag: int | None, *, tail: float = 0.0) -> tuple[dict[str, fl
     mu = -1 - 4 * torch.rand(n * length, generator=draw, dtype=torch.float64)
     d = (2 * kl) ** 0.5 * torch.randn(n * length, generator=draw, dtype=torch.float64) - kl
     d -= 3 * (torch.rand(n * length, generator=draw) < tail)
-    log = Logged(
-        cu_seqlens=torch.arange(n + 1) * length,
-        step=torch.ones(n, dtype=torch.int64),
-        row=torch.arange(1, n + 1),
-        response_lengths=torch.full((n,), length),
+    log = log_of(
+        [length] * n,
         logp_rollout=mu,
         logp_old=(mu + d).clamp(max=0),
         rollout_version=None if lag is None else torch.ones(n * length, dtype=torch.int64),

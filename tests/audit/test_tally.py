@@ -17,7 +17,7 @@ from offdrift.audit.tally.tally import Tally
 from offdrift.audit.tally.timeline import MAX_POINTS, Timeline, width_for
 from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, signature, summarize
-from tests.audit.logged import ALL, log_ratios, make_log
+from tests.audit.logs import ALL, log_ratios, make_log
 
 
 def split(log: Logged, sizes: list[int]) -> list[Logged]:
@@ -129,20 +129,16 @@ def test_each_step_is_a_batch_of_its_own():
 
 def test_facts_of_a_step():
     log = make_log(6, steps=[1] * 24)
-    assert log.rewards is not None
-    assert log.truncated is not None
-    assert log.entropy is not None
-    assert log.lag is not None
     log = replace(log, rewards=torch.cat([log.rewards[:-1], torch.tensor([math.nan])]), response_lengths=log.response_lengths + 10)  # fmt: skip
     (row,) = Tally.of(log).as_dict()["steps"]
     expected = {
-        "reward/mean": log.rewards[:-1].mean(),  # type: ignore[index]
+        "reward/mean": log.rewards[:-1].mean(),
         "response/length_mean": log.response_lengths.double().mean(),
         "response/length_max": log.response_lengths.max(),
-        "response/truncated_frac": log.truncated.double().mean(),  # type: ignore[union-attr]
-        "version_lag/mean": log.lag.double().mean(),  # type: ignore[union-attr]
-        "version_lag/max": log.lag.max(),  # type: ignore[union-attr]
-        "current/entropy": log.entropy.mean(),  # type: ignore[union-attr]
+        "response/truncated_frac": log.truncated.double().mean(),
+        "version_lag/mean": log.lag.double().mean(),
+        "version_lag/max": log.lag.max(),
+        "current/entropy": log.entropy.mean(),
         "divergence/kl_rollout_old_mean": log.divergences["kl_rollout_old"].mean(),
         "divergence/kl_rollout_old_max": log.divergences["kl_rollout_old"].max(),
     }
@@ -168,7 +164,7 @@ def test_text_alone_is_counted():
     got = Tally.of(log).as_dict()
     assert got["has"] == ["rewards", "prompts", "completions"]
     assert got["counts"] == {"rows": 24, "sequences": 24, "tokens": 0, "steps": 3, "prompts": None, "trainable": 0, "unscored": {}, "empty": 0, "length_unit": "character"}  # fmt: skip
-    assert got["overall"]["reward/mean"] == pytest.approx(float(log.rewards.mean()))  # type: ignore[union-attr]
+    assert got["overall"]["reward/mean"] == pytest.approx(float(log.rewards.mean()))
     assert got["overall"]["response/length_mean"] == pytest.approx(float(log.response_lengths.double().mean()))  # fmt: skip
     assert not any(name.startswith(("mismatch", "full", "rollout")) for name in got["overall"])
     assert got["worst"] == {"sequences": [], "tokens": []}

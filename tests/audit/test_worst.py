@@ -10,7 +10,7 @@ from offdrift.audit.tally.facets import Facets, chunks
 from offdrift.audit.tally.tally import Tally
 from offdrift.audit.tally.worst import SEQUENCES, TOKENS, WINDOW, Worst
 from offdrift.records.batch import Logged
-from tests.audit.logged import log_ratios, make_log
+from tests.audit.logs import log_ratios, make_log
 
 
 def worst_of(log: Logged, on: str = "mismatch", file: str = "a.jsonl") -> Worst:
@@ -53,9 +53,6 @@ def test_agreement_is_nothing_to_show():
 
 def test_a_window_around_the_worst_token():
     log = make_log(0, lengths=[4000], drift=0.001)
-    assert log.logp_old is not None
-    assert log.logp_rollout is not None
-    assert log.tokens is not None
     log.logp_old[2500] -= 3.0
     (entry,) = worst_of(log).sequences
     assert entry["first"] == 2500 - WINDOW // 2
@@ -68,8 +65,6 @@ def test_a_window_around_the_worst_token():
 
 def test_what_is_known_of_a_sequence():
     log = make_log(0, lengths=[7, 9])
-    assert log.rewards is not None
-    assert log.advantages is not None
     for entry in worst_of(log, file="x/y.parquet").sequences:
         i = entry["row"] - 1
         assert (entry["file"], entry["step"]) == ("x/y.parquet", int(log.step[i]))
@@ -86,7 +81,6 @@ def test_text_is_kept_in_bounds_around_the_place():
     log = make_log(0, lengths=[100], drift=0.0)
     text = "".join(f"<b>{i:05}</b>" for i in range(10_000))
     log = replace(log, prompts=("p" * 10**6,), completions=(text,))
-    assert log.logp_old is not None
     log.logp_old[80] -= 2.0
     got = worst_of(log)
     (sequence,), token = got.sequences, got.tokens[0]

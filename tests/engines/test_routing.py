@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from offdrift.engines.hf import TransformersEngine
-from offdrift.engines.routing import flip_rate, flips, num_experts, replayed, route_lengths, routers, routes_of
+from offdrift.engines.routing import flip_rate, flips, replayed, route_lengths, routers, routes_of
 from offdrift.engines.score import score
 from offdrift.errors import EngineError
+from offdrift.judge import num_experts
 from tests.engines.contract import PLAIN, PROMPTS
 from tests.engines.models import VOCAB, tiny
 

@@ -51,7 +51,7 @@ ALLOWED = {
         "check/view.py",
         "audit/view.py",
         "audit/compare.py",
-        "audit/watch_view.py",
+        "audit/watch.py",
         "prove/",
         "train/view.py",
     },

@@ -121,7 +121,7 @@ FIRES: dict[str, Example] = {
     "raw_logprobs": Example(altered(both(k1=-0.08, k3=0.06, ratio_mean=1.14, ratio_mean_z=4.0))),
     "one_sided_filter": Example(altered(both(k1=0.048, k3=0.0015, ratio_mean=0.9535, ratio_mean_z=-20.0))),
     "untempered_trainer": Example(
-        altered({**drift(0.06, slope=0.85, slope_r2=0.98), **without_lag()}),  # type: ignore[arg-type]
+        altered({**drift(0.06, slope=0.85, slope_r2=0.98), **without_lag()}),
         Context(temperature=0.8),
     ),
     "wrong_weights": Example(
@@ -140,7 +140,7 @@ FIRES: dict[str, Example] = {
     "engines_disagree": Example(altered(drift(0.08, pearson=0.93))),
     "engine_gap": Example(altered(drift(0.03))),
     "probability_spike": Example(altered(lambda i, row: both(prob_diff_max=0.8) if i == 30 else {})),
-    "engine_or_lag": Example(later(altered({**drift(0.08), **without_lag()}))),  # type: ignore[arg-type]
+    "engine_or_lag": Example(later(altered({**drift(0.08), **without_lag()}))),
     "weight_variance": Example(altered(both(chi2_token=1.2))),
     "toxic_tail": Example(altered(both(chi2_token=2.5))),
     "sequence_weights_wasted": Example(altered({"weight/ess_frac": 0.4}), Context(method="seq_tis")),
@@ -205,6 +205,6 @@ FIRES: dict[str, Example] = {
     "idle_cap": Example(altered({**both(chi2_token=0.5), "weight/cap_frac": 0.0})),
     "inert_weights": Example(altered({"weight/std": 0.0}), Context(method="token_tis")),
     "averaged_max": Example(altered(both(prob_diff_max=0.008))),
-    "agreement_gap": Example(later(altered({**drift(0.03, pearson=0.97), **without_lag()}))),  # type: ignore[arg-type]
+    "agreement_gap": Example(later(altered({**drift(0.03, pearson=0.97), **without_lag()}))),
 }  # fmt: skip
 """One for every built-in rule: a test fails if a rule has none."""

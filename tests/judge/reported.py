@@ -43,8 +43,7 @@ def audited(batches: Iterable[Logged], context: Context) -> Reported:
     tally = functools.reduce(Tally.merge, (Tally.of(b, file="planted") for b in batches))
     told = tally.as_dict()
     steps = [{k: v for k, v in s.items() if isinstance(v, (int, float))} for s in told["steps"]]
-    facets = told["facets"]
-    known = replace(context, overall=told["overall"], facets=facets, by_lag=facets.get("lag", ()))
+    known = replace(context, overall=told["overall"], facets=told["facets"])
     return Reported(tuple(diagnose(steps, context=known)), told["overall"])
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from benchmarks.confusion import BEGIN, END, KINDS, PAGE, RESULTS, render, upper_limit
 
 from offdrift.judge import Context
@@ -69,25 +68,6 @@ def test_a_real_plant_is_named_first_by_the_audit_and_by_the_trainer(name, tmp_p
     assert said.cause == (case.cause or CLEAN), said.causes
     live = json.loads((arm / "summary.json").read_text())["findings"]
     assert [f["cause"] for f in live][:1] == ([case.cause] if case.cause else [])
-
-
-def test_untempering_gives_back_the_log_probs_before_the_temperature():
-    from offdrift.records import FullVocab, Provenance, Rollouts, Sampling
-
-    z = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    tempered = (z / 0.7).log_softmax(-1)
-    tokens = torch.tensor([0, 3, 6, 2, 2])
-    provenance = Provenance("e", "1", "m", "float32", None, Sampling(max_tokens=5, temperature=0.7))
-    drawn = Rollouts(
-        tokens=tokens, logp_rollout=tempered[range(5), tokens], cu_seqlens=torch.tensor([0, 5]),
-        rollout_version=torch.zeros(5, dtype=torch.int64), prompt_tokens=tokens[:1],
-        prompt_cu_seqlens=torch.tensor([0, 1]), group_ids=torch.tensor([0]), finish=("length",),
-        provenance=provenance, evidence=FullVocab(tempered),
-    )  # fmt: skip
-    raw = planted_real.untempered(drawn).logp_rollout
-    torch.testing.assert_close(raw, z.log_softmax(-1)[range(5), tokens])
-    late = planted_real.late(drawn).logp_rollout
-    assert late.tolist() == drawn.logp_rollout[[0, 0, 1, 2, 3]].tolist()
 
 
 def test_upper_limits_are_those_of_clopper_and_pearson():

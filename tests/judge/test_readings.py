@@ -177,7 +177,7 @@ def test_same_weights_from_the_best_source():
     assert reading_after([row, lagging])["kl_same_ckpt"] == 0.03
     assert "kl_same_ckpt" not in reading_after([lagging])
     assert reading_after([lagging], Context(same_weights=True))["kl_same_ckpt"] == 0.3
-    bucket = Context(by_lag=[{"low": 3, "mismatch/k1": 0.5}, {"low": 0, "mismatch/k1": 0.02}])
+    bucket = Context(facets={"lag": [{"low": 3, "mismatch/k1": 0.5}, {"low": 0, "mismatch/k1": 0.02}]})
     assert reading_after([lagging], bucket)["kl_same_ckpt"] == 0.02
     first = {"step": 1, "mismatch/k1": 0.01}
     assert reading_after([first, {"step": 2, "mismatch/k1": 0.2}])["kl_same_ckpt"] == 0.01
@@ -244,7 +244,7 @@ def test_memory_does_not_grow_with_the_run():
     for i in range(2000):
         window.add({"step": i, "gate/0/drop_frac_token": 0.0}, same_weights=True)
     assert len(window.rows) == 205
-    assert window.seen == 2000
+    assert window.steps == 2000
     assert len(window.same_weights) == 5
     assert len(window.peak) == 1
 

@@ -1,9 +1,16 @@
 """A user's TOML: what it changes, and what it is told when it is wrong."""
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 
+from offdrift.check.recommend import THRESHOLDS
 from offdrift.errors import RecipeError
-from offdrift.judge import diagnose, judge, load_rules
+from offdrift.judge import Watcher, diagnose, judge, load_rules
+from tests.judge.histories import FIRES
+
+BUILT_IN = load_rules()
 
 OWN = """
 [thresholds]
@@ -145,31 +152,55 @@ def test_missing_file_is_refused(tmp_path):
         load_rules(tmp_path / "none.toml")
 
 
-def test_built_in_tables_are_used_and_documented():
-    """No threshold that no rule or check uses, no fix that no rule uses; every threshold says where it is from."""
-    from offdrift.check.recommend import THRESHOLDS
-    from offdrift.judge.conditions import Joined
+WINDOWS = {"window_level", "window_trend", "window_long", "window_young"}
+TRENDS = {"trend_change", "trend_t", "trend_walk", "trend_drift"}
+USERS = {
+    name: [r for r, rule in BUILT_IN.rules.items() if any(name in c.thresholds for c in (rule.when, *rule.raised_by))]
+    for name in BUILT_IN.thresholds
+}
 
-    rules = load_rules()
 
-    def names(condition):
-        if isinstance(condition, Joined):
-            return set().union(*(names(p) for p in condition.parts))
-        return {condition.threshold}
+def bent(name, value):
+    """The built-in rules with one threshold changed."""
+    return replace(BUILT_IN, thresholds={**BUILT_IN.thresholds, name: replace(BUILT_IN.thresholds[name], value=value)})
 
-    used = set().union(*(names(c) for r in rules.rules.values() for c in (r.when, *r.raised_by)))
-    used |= {row.limit for row in THRESHOLDS}  # of the check of two engines
-    windows = {
-        "window_level",
-        "window_trend",
-        "window_long",
-        "window_young",
-        "trend_change",
-        "trend_t",
-        "trend_walk",
-        "trend_drift",
-    }
-    assert set(rules.thresholds) - used == windows
-    assert {r.fix for r in rules.rules.values()} == set(rules.fixes)
-    assert all(t.source and t.about for t in rules.thresholds.values())
-    assert len(rules.thresholds) > 50
+
+@cache
+def reading_when(rule):
+    """The reading at the first step at which a rule fires on its own history."""
+    watcher = Watcher(context=FIRES[rule].context)
+    for row in FIRES[rule].rows:
+        watcher.update(row)
+        if rule in [f.rule for f in judge(watcher.reading, BUILT_IN)]:
+            break
+    return watcher.reading
+
+
+def last_reading(rule, rules):
+    watcher = Watcher(context=FIRES[rule].context, rules=rules)
+    for row in FIRES[rule].rows:
+        watcher.update(row)
+    return dict(watcher.reading)
+
+
+@pytest.mark.parametrize("name", BUILT_IN.thresholds)
+def test_every_threshold_decides(name):
+    """Out of reach, it changes what fires, or at what; whatever rules do not use, the check or the table does."""
+    if name in WINDOWS | TRENDS:
+        histories = ("length_surge", "clip_saturation", "surge_without_guard")
+        values = (1, 50) if name in WINDOWS else (-1e12, 1e12)
+        assert any(last_reading(h, bent(name, v)) != last_reading(h, BUILT_IN) for h in histories for v in values)
+    elif USERS[name]:
+
+        def fired(rule, rules):
+            return [(f.rule, f.confidence) for f in judge(reading_when(rule), rules)]
+
+        assert any(fired(r, bent(name, v)) != fired(r, BUILT_IN) for r in USERS[name] for v in (-1e12, 1e12))
+    else:
+        assert name in {row.limit for row in THRESHOLDS} | {"length_kept"}
+
+
+def test_built_in_tables_are_documented():
+    assert {r.fix for r in BUILT_IN.rules.values()} == set(BUILT_IN.fixes)
+    assert all(t.source and t.about for t in BUILT_IN.thresholds.values())
+    assert len(BUILT_IN.thresholds) > 50

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from offdrift.judge import Context, Watcher, diagnose, judge, load_rules
-from offdrift.judge.conditions import Compared
+from offdrift.judge.rules import Compared
 from tests.judge.histories import FIRES, clean
 
 RULES = load_rules().rules
@@ -67,14 +67,14 @@ def test_finding_is_complete(name):
         Context(same_weights=True),
         Context(mixture_of_experts=True, temperature=1.0, method="token_tis"),
         Context(method="decoupled_token_icepop"),
-        Context(overall=clean(9)[8], by_lag=[{"low": 0, "full/k3": 1e-3}, {"low": 1, "full/k3": 2e-3}]),
+        Context(overall=clean(9)[8], facets={"lag": [{"low": 0, "full/k3": 1e-3}, {"low": 1, "full/k3": 2e-3}]}),
     ],
     ids=["nothing known", "same weights", "experts", "band", "whole run"],
 )
 def test_clean_run_is_silent(steps, context):
-    assert diagnose(clean(steps), context=context) == []
-    watcher = Watcher(context=context)
+    watcher = Watcher(context=context, patience=min(3, steps))
     assert sum(len(watcher.update(row)) for row in clean(steps)) == 0
+    assert watcher.conclude() == []
 
 
 @pytest.mark.parametrize("name", [n for n, r in RULES.items() if r.suppressed_by])

@@ -1,13 +1,9 @@
-"""The signatures are facts about distributions: shown by enumeration, and on samples."""
+"""The signatures are facts about distributions, shown by enumeration; test_planted.py shows them on samples."""
 
 import math
 
 import pytest
 import torch
-
-from offdrift.audit.tally.tally import Tally
-from offdrift.judge import Context, diagnose
-from tests.judge.planted import CASES, run
 
 V, CONTEXTS = 50, 400
 
@@ -65,28 +61,3 @@ def test_filter_is_first_order_in_k1_and_second_in_k3(top_p):
     assert k1 == pytest.approx(-float(mass.log().mean()))
     assert (k1 - k3) / k1 > 0.7
     assert k3 < float((mass.log() ** 2).mean())
-
-
-NAMES = ("bfloat16", "temperature 0.7, engine raw", "top-p 0.9", "off by one", "stuck weights, fast")
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in NAMES], ids=lambda c: c.name)
-def test_planted_causes_are_told_from_samples(case):
-    """Sampled runs, through the audit's own statistics: the planted cause is told, first or never."""
-    parts = [Tally.of(batch, file="x") for batch in run(case, seed=11)]
-    tally = parts[0]
-    for part in parts[1:]:
-        tally = tally.merge(part)
-    told = tally.as_dict()
-    steps = [{k: v for k, v in s.items() if isinstance(v, int | float)} for s in told["steps"]]
-    context = Context(
-        overall=told["overall"],
-        facets=told["facets"],
-        by_lag=told["facets"].get("lag", ()),
-        mixture_of_experts=case.mixture_of_experts,
-    )
-    found = diagnose(steps, context=context)
-    if case.cause is None:
-        assert found == []
-    else:
-        assert case.cause in [f.cause for f in found]

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from offdrift.audit.page import render_audit, write_audit_page
-from offdrift.audit.questions import LOG, questions
+from offdrift.audit.coverage import LOG, questions
 from offdrift.audit.view import audit_view, unanswered
 from offdrift.errors import RecordError
 from offdrift.show.charts import MAX_POINTS

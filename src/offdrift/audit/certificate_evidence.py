@@ -1,4 +1,4 @@
-"""What a log proves about the policy that was about to be trained on its newest rollouts.
+"""Evidence in a log for a certificate of the policy that was about to be trained on its newest rollouts.
 
 A certificate compares two policies by independent draws. In a log those are: the newest weights that
 drew rollouts, and the training policy at the first step that used them. That policy was scored before
@@ -22,20 +22,23 @@ import numpy as np
 import torch
 from jaxtyping import Bool, UInt64
 
-from offdrift.audit.sample import mixed
-from offdrift.certificate import BatchEvidence, TrustRegion, certify
-from offdrift.certificate.batch import KL, TV
+from offdrift.audit.counterfactual import mixed
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import OffdriftError
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
 from offdrift.segments import Segments
 
+KL, TV = "kl_rollout_current", "tv_rollout_current"
+"""Names of the divergences that a certificate reads."""
 TOKENS = 2**21
 """Tokens that are kept as evidence. Of more, those of a random share of the prompts."""
 
 NOTHING = "the log holds no rollouts that could be evidence"
-INCOMPLETE = "some responses lack log-probs, rewards or versions that others have, so the rest is no random sample; log them for every response"
+INCOMPLETE = (
+    "some responses lack log-probs, rewards or versions that others have, so the rest is no random sample; "
+    "log them for every response"
+)
 COLUMNS = {"logp_rollout": np.float64, "logp": np.float64, KL: np.float64, TV: np.float64}
 PER_SEQUENCE = {"keys": np.uint64, "lengths": np.int64, "rewards": np.float64}
 RANGES = ((0.0, 1.0), (-1.0, 1.0))
@@ -59,11 +62,6 @@ class Proof:
     why_not: str = NOTHING
 
     @staticmethod
-    def nothing() -> Proof:
-        """No evidence."""
-        return Proof()
-
-    @staticmethod
     @torch.no_grad()
     def of(batch: Logged) -> Proof:
         """The evidence in a batch, or why there is none.
@@ -78,30 +76,53 @@ class Proof:
         why_not = _missing(batch)
         if why_not:
             return Proof(why_not=why_not)
-        who = _Who.of(batch)
-        chosen = batch.select(torch.from_numpy(np.flatnonzero(who.chosen)))
-        judged = "old" if who.old else "current"
-        logp = chosen.logp_old if who.old else chosen.logp
-        tv = chosen.divergences.get(f"tv_rollout_{judged}")
-        tokens = {"logp_rollout": chosen.logp_rollout, "logp": logp, TV: tv}
-        tokens[KL] = chosen.divergences[f"kl_rollout_{judged}"]
-        lengths = chosen.cu_seqlens.diff()
-        sequences = {"rewards": chosen.rewards, "lengths": lengths}
-        given = {k: x for k, x in (tokens | sequences).items() if x is not None}
-        kinds = COLUMNS | PER_SEQUENCE
-        arrays = {k: x.numpy().astype(kinds[k]) for k, x in given.items()}
-        arrays["keys"] = _keys(batch)[who.chosen]
-        masked = bool((chosen.response_lengths != lengths).any())
-        return Proof(who.order, arrays, 0, who.reused, masked, who.why_not)._thinned(0)
+        assert batch.rollout_version is not None
+        old, segments = _judges_old(batch), batch.segments
+        versions, scored = batch.rollout_version.double(), segments.lengths > 0
+        newest = int(versions.max())
+        lowest, highest = segments.min(versions, empty=-1.0), segments.max(versions, empty=-1.0)
+        clock = batch.step if old else batch.version
+        assert clock is not None
+        touched = (highest == newest) & scored
+        first = int(clock[touched].min())
+        chosen = touched & (clock == first)
+        if bool((chosen & (lowest < newest)).any()):
+            why_not = (
+                "responses of the newest rollouts were drawn while the weights were updated, so there is no one "
+                "rollout policy; draw a step's rollouts without updating the weights in between"
+            )
+        elif bool((~scored & (clock == first)).any()):
+            why_not = "some responses have no log-probs at all, so the rest is no random sample; log every response"
+        elif unscored := sum(int(n.sum()) for n in batch.unscored.values()):
+            why_not = f"{unscored} tokens have no log-probs; log them for every token"
+        sequences = batch.select(chosen.nonzero().squeeze(-1))
+        judged, lengths = "old" if old else "current", sequences.cu_seqlens.diff()
+        columns = {
+            "logp_rollout": sequences.logp_rollout,
+            "logp": sequences.logp_old if old else sequences.logp,
+            TV: sequences.divergences.get(f"tv_rollout_{judged}"),
+            KL: sequences.divergences[f"kl_rollout_{judged}"],
+            "rewards": sequences.rewards,
+            "lengths": lengths,
+        }
+        arrays = {k: x.numpy().astype((COLUMNS | PER_SEQUENCE)[k]) for k, x in columns.items() if x is not None}
+        arrays["keys"] = _keys(batch)[chosen.numpy()]
+        return Proof(
+            order=(newest, int(old), -first),
+            arrays=arrays,
+            reused=bool((touched & (clock != first)).any()),
+            masked=bool((sequences.response_lengths != lengths).any()),
+            why_not=why_not,
+        )._thinned(0)
 
     @staticmethod
     def over(batches: Sequence[Logged]) -> Proof:
         """The evidence in batches of one reading, which may hold different fields."""
         proofs = [Proof.of(batch) for batch in batches]
-        found = functools.reduce(Proof.merge, proofs)
-        if found.arrays and not found.why_not and any(p.why_not for p in proofs):
-            return replace(found, why_not=INCOMPLETE)
-        return found
+        merged = functools.reduce(Proof.merge, proofs)
+        if merged.arrays and not merged.why_not and any(p.why_not for p in proofs):
+            return replace(merged, why_not=INCOMPLETE)
+        return merged
 
     def merge(self, other: Proof) -> Proof:
         """The better evidence, or both if they are about the same two policies."""
@@ -118,17 +139,16 @@ class Proof:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Plain arrays, for `numpy.savez` without pickling."""
-        told = [*self.order, self.level, int(self.reused), int(self.masked)]
-        return {**self.arrays, "told": np.array(told, dtype=np.int64), "why_not": np.array(self.why_not)}
+        facts = [*self.order, self.level, int(self.reused), int(self.masked)]
+        return {**self.arrays, "told": np.array(facts, dtype=np.int64), "why_not": np.array(self.why_not)}
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray]) -> Proof:
         """What `to_arrays` gave."""
         *order, level, reused, masked = (int(x) for x in arrays["told"])
-        kinds = COLUMNS | PER_SEQUENCE
-        held = {k: x for k, x in arrays.items() if k in kinds}
+        columns = {k: x for k, x in arrays.items() if k in COLUMNS | PER_SEQUENCE}
         why_not = str(arrays["why_not"])
-        return Proof((order[0], order[1], order[2]), held, level, bool(reused), bool(masked), why_not)
+        return Proof((order[0], order[1], order[2]), columns, level, bool(reused), bool(masked), why_not)
 
     def as_dict(self, *, delta: float = 0.05, alpha: float = 0.05) -> dict[str, Any]:
         """The certificate, ready for JSON; or `why_not`.
@@ -140,46 +160,42 @@ class Proof:
         """
         if self.why_not:
             return _none(self.why_not)
+        from offdrift.certificate import BatchEvidence, TrustRegion, certify  # few logs hold evidence
+
         rewards, longest = self.arrays["rewards"], int(self.arrays["lengths"].max())
         fits = [r for r in RANGES if r[0] <= rewards.min() and rewards.max() <= r[1]]
         if not fits:
             return _none(f"rewards from {rewards.min():g} to {rewards.max():g} are outside [-1, 1]; rescale them")
+        tensors = {k: torch.from_numpy(x) for k, x in self.arrays.items() if k != "keys"}
+        ids = torch.from_numpy(self.arrays["keys"].view(np.int64))
         try:
-            evidence = self._evidence(TrustRegion(horizon=longest, delta=delta))
-            found = certify(evidence, reward_range=fits[0], alpha=alpha, fresh=True).as_dict()
+            region = TrustRegion(horizon=longest, delta=delta)
+            segments = Segments.from_lengths(tensors["lengths"], group_ids=ids)
+            logprobs = LogProbs.pack(tensors["logp_rollout"], tensors["logp"], segments=segments)
+            exact = {k: Divergence.exact(k, tensors[k]) for k in (KL, TV) if k in tensors}
+            evidence = BatchEvidence.of(logprobs, tensors["rewards"], region=region, divergences=exact)
+            certificate = certify(evidence, reward_range=fits[0], alpha=alpha, fresh=True).as_dict()
         except OffdriftError as e:
             return _none(str(e))
-        provided = self._provided(fits[0], longest)
-        return found | {
-            "verdict": "; ".join([found["verdict"], *provided]),
+        # What the log cannot show and the certificate takes for granted, besides `ALWAYS`.
+        provided = [
+            f"rewards lie in [{fits[0][0]:g}, {fits[0][1]:g}]",
+            f"no response can be longer than the longest logged, {longest} tokens",
+        ]
+        if self.reused:
+            provided.append(
+                "which rollouts of these weights were used first did not depend on what was drawn, as on their length"
+            )
+        if self.masked:
+            provided.append("tokens that are not trained on were not drawn by the policy")
+        return certificate | {
+            "verdict": "; ".join([certificate["verdict"], *provided]),
             "why_not": None,
             "judged": "old" if self.order[1] else "current",
             "rollout_version": self.order[0],
             "share_of_prompts": 0.5**self.level,
             "provided": provided,
         }
-
-    def _evidence(self, region: TrustRegion) -> BatchEvidence:
-        held = {k: torch.from_numpy(x) for k, x in self.arrays.items() if k != "keys"}
-        ids = torch.from_numpy(self.arrays["keys"].view(np.int64))
-        segments = Segments.from_lengths(held["lengths"], group_ids=ids)
-        logprobs = LogProbs.pack(held["logp_rollout"], held["logp"], segments=segments)
-        exact = {k: Divergence.exact(k, held[k]) for k in (KL, TV) if k in held}
-        return BatchEvidence.of(logprobs, held["rewards"], region=region, divergences=exact)
-
-    def _provided(self, rewards: tuple[float, float], longest: int) -> list[str]:
-        """What the log cannot show and the certificate takes for granted, besides `ALWAYS`."""
-        said = [
-            f"rewards lie in [{rewards[0]:g}, {rewards[1]:g}]",
-            f"no response can be longer than the longest logged, {longest} tokens",
-        ]
-        if self.reused:
-            said.append(
-                "which rollouts of these weights were used first did not depend on what was drawn, as on their length"
-            )
-        if self.masked:
-            said.append("tokens that are not trained on were not drawn by the policy")
-        return said
 
     def _thinned(self, level: int) -> Proof:
         """The same with the prompts of a level, and of higher ones until the tokens are few enough."""
@@ -195,40 +211,6 @@ class Proof:
         return replace(self, arrays=arrays, level=level)
 
 
-@dataclass(frozen=True)
-class _Who:
-    """Which sequences of a batch are evidence about which policy."""
-
-    order: tuple[int, int, int]
-    chosen: Bool[np.ndarray, " b"]
-    old: bool
-    reused: bool
-    why_not: str
-
-    @staticmethod
-    def of(batch: Logged) -> _Who:
-        assert batch.rollout_version is not None
-        segments, old = batch.segments, _judges_old(batch)
-        versions, scored = batch.rollout_version.double(), segments.lengths > 0
-        newest = int(versions.max())
-        lowest, highest = segments.min(versions, empty=-1.0), segments.max(versions, empty=-1.0)
-        clock = batch.step if old else batch.version
-        assert clock is not None
-        touched = (highest == newest) & scored
-        first = int(clock[touched].min())
-        chosen = touched & (clock == first)
-        why_not = ""
-        if bool((chosen & (lowest < newest)).any()):
-            why_not = "responses of the newest rollouts were drawn while the weights were updated, so there is no one rollout policy; draw a step's rollouts without updating the weights in between"
-        elif bool((~scored & (clock == first)).any()):
-            why_not = "some responses have no log-probs at all, so the rest is no random sample; log every response"
-        elif unscored := sum(int(n.sum()) for n in batch.unscored.values()):
-            why_not = f"{unscored} tokens have no log-probs; log them for every token"
-        order = (newest, int(old), -first)
-        reused = bool((touched & (clock != first)).any())
-        return _Who(order, chosen.numpy(), old, reused, why_not)
-
-
 def _judges_old(batch: Logged) -> bool:
     return batch.logp_old is not None and "kl_rollout_old" in batch.divergences
 
@@ -237,17 +219,22 @@ def _missing(batch: Logged) -> str:
     """What a batch lacks to be evidence; "" if nothing."""
     current = batch.logp is not None and KL in batch.divergences
     if not (_judges_old(batch) or current):
-        return "log exact divergences per token (kl_rollout_old and tv_rollout_old with logp_old, or kl_rollout_current with logp), from full logits or hidden states; a sampled estimate proves nothing"
+        return (
+            "log exact divergences per token (kl_rollout_old and tv_rollout_old with logp_old, or kl_rollout_current "
+            "with logp), from full logits or hidden states; a sampled estimate proves nothing"
+        )
     if not batch.num_tokens:
         return NOTHING
     wanted = {
         "logp_rollout": "the rollout engine's log-probs (logp_rollout)",
         "rewards": "the reward of each response (reward)",
-        "rollout_version": "the version of the weights that drew each response (rollout_version): a certificate compares two policies",
+        "rollout_version": "the version of the weights that drew each response (rollout_version): a certificate "
+        "compares two policies",
     }
     if not _judges_old(batch):
         wanted["version"] = (
-            "the version of the trained weights (version): without it, whether the policy has already learned from these rollouts is unknown"
+            "the version of the trained weights (version): without it, whether the policy has already learned from "
+            "these rollouts is unknown"
         )
     for name, words in wanted.items():
         if getattr(batch, name) is None:

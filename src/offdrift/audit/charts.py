@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from offdrift.audit.method_table import length_curves, tried
 from offdrift.judge.kl_choice import EXACT, kl_metrics
 from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Chart, Series, Values, thinned
-from offdrift.show.headline import PAIR_WORDS, PAIRS, length_unit, main_pair, meaning_of
+from offdrift.show.headline import PAIR_WORDS, PAIRS, length_unit, main_pair, meaning_of, thresholds
 from offdrift.show.json_access import Fields, any_number, at, column, mapping, number, rows, text
 from offdrift.show.numbers import short
 from offdrift.stats.metrics import METRICS
@@ -29,40 +30,50 @@ class PairChart:
     metric: str
     log: bool = False
     share: bool = False
-    lines: tuple[tuple[float, str], ...] = ()
+    threshold: str = ""
+    """Name of the threshold that is drawn as a line."""
+    label: str = ""
+    """What stands at that line behind its value."""
 
 
 PAIR_CHARTS = (
-    PairChart("ess", "Effective sample size", "of the batch, raw ratios", "ess_frac", share=True, lines=((0.5, "0.5"),)),
-    PairChart("chi2", "χ² of token weights", "log scale", "chi2_token", log=True, lines=((2.0, "2: toxic tail"),)),
-    PairChart("pearson", "Correlation of probabilities", "", "pearson", lines=((0.95, "0.95"),)),
+    PairChart("ess", "Effective sample size", "of the batch, raw ratios", "ess_frac", share=True, threshold="ess_half"),
+    PairChart(
+        "chi2", "χ² of token weights", "log scale", "chi2_token", log=True, threshold="chi2_toxic", label=": toxic tail"
+    ),
+    PairChart("pearson", "Correlation of probabilities", "", "pearson", threshold="pearson_broken"),
     PairChart("worst", "Worst token, |log ratio|", "nat, log scale", "abs_log_ratio_max", log=True),
     PairChart("gap", "Perplexity gap", "nat, log scale", "log_ppl_gap", log=True),
-)  # fmt: skip
-
-SINGLE_CHARTS = (
-    ("lag", "Version lag", "updates", "version_lag/mean"),
-    ("clip", "Tokens that PPO's clip would touch", "share, clip at 0.2", "staleness/clip_frac"),
-    ("entropy", "Entropy", "nat", "current/entropy"),
-    ("grad", "Gradient norm", "before clipping", "optim/grad_norm"),
-    ("acceptance", "Acceptance", "of sequences", "gate/acceptance_seq"),
 )
-BAND_CHARTS = (
-    ("reward", "Reward", "mean; band 5 % to 95 %", "reward/mean", "reward"),
-    ("length", "Response length", "mean; band 5 % to 95 %", "response/length_mean", "response_length"),
-)  # fmt: skip
+RUN_CHARTS = (
+    ("reward", "Reward", "mean", "reward/mean", "reward"),
+    ("length", "Response length", "mean", "response/length_mean", "response_length"),
+    ("lag", "Version lag", "updates", "version_lag/mean", ""),
+    ("clip", "Tokens that PPO's clip would touch", "share, clip at 0.2", "staleness/clip_frac", ""),
+    ("entropy", "Entropy", "nat", "current/entropy", ""),
+    ("grad", "Gradient norm", "before clipping", "optim/grad_norm", ""),
+    ("acceptance", "Acceptance", "of sequences", "gate/acceptance_seq", ""),
+)
+"""Charts of one number of the run: id, title, unit, metric, and the quantiles of its band, if there are any."""
+FACET_CHARTS = (
+    ("position", "KL by position in the response", "token", "points"),
+    ("length", "KL by response length", "", "points"),
+    ("lag", "KL by policy lag", "updates", "points"),
+    ("advantage", "KL by sign of the advantage", "", "bars"),
+    ("token_class", "KL by token class", "", "bars"),
+)
+"""Charts of the KL by bucket: axis, title, what stands below it, and how it is drawn."""
 
 
 def over_time(audit: Fields) -> list[Chart]:
     """Everything that is drawn over the steps; charts without numbers are left out."""
     table = thinned(rows(audit.get("steps")))
-    steps = _steps(table)
+    steps, limits = _steps(table), thresholds(audit)
     charts = [
-        _kl_chart(steps, table),
+        _kl_chart(steps, table, limits),
         _quantile_chart(audit, steps, table),
-        *(_pair_chart(c, steps, table) for c in PAIR_CHARTS),
-        *(_band_chart(*c, steps, table, length_unit(audit)) for c in BAND_CHARTS),
-        *(_single_chart(*c, steps, table) for c in SINGLE_CHARTS),
+        *(_pair_chart(c, steps, table, limits) for c in PAIR_CHARTS),
+        *(_run_chart(*c, steps, table, length_unit(audit)) for c in RUN_CHARTS),
     ]
     return [c for c in charts if c.series]
 
@@ -78,14 +89,8 @@ def explorable(audit: Fields) -> dict[str, tuple[list[float | None], list[float 
 
 def along(audit: Fields) -> list[Chart]:
     """KL by position, length, lag, sign of the advantage and token class; acceptance by length."""
-    charts = [
-        _facet(audit, "position", "KL by position in the response", "token", "points"),
-        _trap(audit),
-        _facet(audit, "length", "KL by response length", _lengths(audit), "points"),
-        _facet(audit, "lag", "KL by policy lag", "updates", "points"),
-        _facet(audit, "advantage", "KL by sign of the advantage", "", "bars"),
-        _facet(audit, "token_class", "KL by token class", "", "bars"),
-    ]
+    charts = [_facet_chart(audit, *c) for c in FACET_CHARTS]
+    charts.insert(1, _length_trap(audit))
     return [c for c in charts if c.series]
 
 
@@ -96,13 +101,20 @@ def inhabited(table: Rows) -> slice:
         >>> inhabited([{"tokens": 0}, {"tokens": 3}, {"tokens": 0}])
         slice(1, 2, None)
     """
-    held = [i for i, row in enumerate(table) if number(row.get("tokens")) != 0]
-    return slice(held[0], held[-1] + 1) if held else slice(0, 0)
+    filled = [i for i, row in enumerate(table) if number(row.get("tokens")) != 0]
+    return slice(filled[0], filled[-1] + 1) if filled else slice(0, 0)
 
 
 def labels(table: Rows) -> list[str]:
     """What each bucket is called: its label, else its ends."""
-    return [text(row.get("label")) or _ends(row) for row in table]
+    names = []
+    for row in table:
+        low, high = number(row.get("low")), number(row.get("high"))
+        ends = f"to {high:,.0f}" if high is not None else "?"
+        if low is not None:
+            ends = f"{low:,.0f}+" if high is None else f"{low:,.0f}–{high:,.0f}"
+        names.append(text(row.get("label")) or ends)
+    return names
 
 
 def pair_series(metric: Callable[[str], str], table: Rows, x: Values, *, kind: Any = "line") -> list[Series]:
@@ -120,16 +132,16 @@ def pair_series(metric: Callable[[str], str], table: Rows, x: Values, *, kind: A
 
 def best_kl(table: Rows, pair: str) -> str:
     """The best measure of KL that some row has: exact before sampled; "" for none."""
-    return next((name for name in kl_metrics(pair, None) if any_number(column(table, name))), "")
+    return next((name for name in kl_metrics(pair, None, math.inf) if any_number(column(table, name))), "")
 
 
-def _kl_chart(steps: Steps, table: Rows) -> Chart:
+def _kl_chart(steps: Steps, table: Rows, limits: Mapping[str, float]) -> Chart:
     names = {pair: best_kl(table, pair) for pair in PAIRS}
     series = pair_series(lambda p: names[p], table, steps)
     exact = [pair for pair, name in names.items() if name and name == EXACT.get(pair)]
     grade = f"exact for {', '.join(exact)}; else k3" if exact else "k3 of the sampled tokens"
     meaning = f"KL of a token, mean over the step: {grade}. " + _pairs_in_words(series)
-    lines = ((0.05, "0.05"),)
+    lines = _reference(limits, "kl_large")
     return Chart("KL per token", "nat, log scale", series, "kl", meaning, log=True, lines=lines, wide=True)
 
 
@@ -149,30 +161,27 @@ def _quantile_chart(audit: Fields, steps: Steps, table: Rows) -> Chart:
     return Chart(f"Log-ratio, {pair}", "nat, quantiles", series, "quantiles", meaning)
 
 
-def _pair_chart(c: PairChart, steps: Steps, table: Rows) -> Chart:
+def _pair_chart(c: PairChart, steps: Steps, table: Rows, limits: Mapping[str, float]) -> Chart:
     series = pair_series(lambda p: f"{p}/{c.metric}", table, steps)
     first = series[0].name if series else PAIRS[0]
     meaning = f"{meaning_of(f'{first}/{c.metric}')} {_pairs_in_words(series)}"
-    return Chart(c.title, c.unit, series, c.id, meaning, log=c.log, share=c.share, lines=c.lines)
+    lines = _reference(limits, c.threshold, c.label)
+    return Chart(c.title, c.unit, series, c.id, meaning, log=c.log, share=c.share, lines=lines)
 
 
-def _single_chart(id: str, title: str, unit: str, metric: str, steps: Steps, table: Rows) -> Chart:
-    series = [Series(title, steps, column(table, metric), color="arm-6", group="run")]
-    return Chart(title, unit, series, id, meaning_of(metric))
-
-
-def _band_chart(id: str, title: str, unit: str, metric: str, key: str, steps: Steps, table: Rows, length: str) -> Chart:
+def _run_chart(id: str, title: str, unit: str, metric: str, key: str, steps: Steps, table: Rows, length: str) -> Chart:
+    """One number of the run, in the band of its quantiles `key`."""
+    values = column(table, metric)
+    if not key:
+        return Chart(title, unit, [Series(title, steps, values, color="arm-6", group="run")], id, meaning_of(metric))
     low, high = (_quantile(table, key, q) for q in ("p05", "p95"))
     look: dict[str, Any] = {"color": "arm-3", "group": "run"}
-    series = [
-        Series("5 % to 95 %", steps, low=low, high=high, **look),
-        Series("mean", steps, column(table, metric), **look),
-    ]
-    shown = unit if any_number(low) and any_number(high) else "mean"
-    return Chart(title, f"{length}, {shown}" if id == "length" else shown, series, id, meaning_of(metric, length))
+    series = [Series("5 % to 95 %", steps, low=low, high=high, **look), Series("mean", steps, values, **look)]
+    unit = f"{unit}; band 5 % to 95 %" if any_number(low) and any_number(high) else unit
+    return Chart(title, f"{length}, {unit}" if id == "length" else unit, series, id, meaning_of(metric, length))
 
 
-def _facet(audit: Fields, name: str, title: str, x_title: str, kind: str) -> Chart:
+def _facet_chart(audit: Fields, name: str, title: str, x_title: str, kind: str) -> Chart:
     table = rows(at(audit, "facets", name))
     table = table[inhabited(table)]
     series = pair_series(lambda p: best_kl(table, p), table, labels(table), kind=kind)
@@ -183,12 +192,12 @@ def _facet(audit: Fields, name: str, title: str, x_title: str, kind: str) -> Cha
         for s in series
     ]
     log = kind != "bars"
-    unit = "nat, log scale" if log else "nat"
+    unit, x_title = "nat, log scale" if log else "nat", _lengths(audit) if name == "length" else x_title
     meaning = f"Mean KL of the tokens of each bucket, as over time. {_pairs_in_words(series)}"
     return Chart(title, unit, series, f"by-{name}", meaning, log=log, x_title=x_title)
 
 
-def _trap(audit: Fields) -> Chart:
+def _length_trap(audit: Fields) -> Chart:
     """The length trap: a gate on sums or on the worst token rejects long responses for being long."""
     table = rows(at(audit, "facets", "length"))
     curves = length_curves(tried(audit)) if table else []
@@ -235,10 +244,7 @@ def _steps(table: Rows) -> Steps:
     return steps if any_number(steps) else [float(i) for i in range(1, len(table) + 1)]
 
 
-def _ends(row: Fields) -> str:
-    low, high = number(row.get("low")), number(row.get("high"))
-    if low is None and high is None:
-        return "?"
-    if high is None:
-        return f"{low:,.0f}+"
-    return f"to {high:,.0f}" if low is None else f"{low:,.0f}–{high:,.0f}"
+def _reference(limits: Mapping[str, float], name: str, label: str = "") -> tuple[tuple[float, str], ...]:
+    """A threshold as a line across a chart; none where it has no place on a logarithmic axis."""
+    value = limits.get(name, 0.0)
+    return ((value, f"{value:g}{label}"),) if 0 < value < math.inf else ()

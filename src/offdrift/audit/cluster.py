@@ -38,48 +38,38 @@ def on_ray(address: str) -> Run:
         ) from error
 
     def run(job: Job, pieces: list[Piece]) -> Iterator[bytes]:
+        """The parts in the order of the pieces; a part that is early waits here for its turn."""
         if not pieces:
             return
         ours = not ray.is_initialized()
         if ours:
-            _connect(ray, address)
+            try:
+                ray.init(address=address, log_to_driver=False, include_dashboard=False if address == "local" else None)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise EngineError(
+                    f"no Ray cluster answers at --ray {address} ({error}); start one with `ray start --head`, "
+                    "or give --ray local"
+                ) from error
         try:
-            yield from _parts(ray, job, pieces)
+            ray.data.DataContext.get_current().enable_progress_bars = False
+            logging.getLogger("ray.data").setLevel(logging.ERROR)  # the command shows progress itself
+            shared = ray.put(job)
+            rows = ray.data.from_items(
+                [{"index": i, **asdict(piece)} for i, piece in enumerate(pieces)],
+                override_num_blocks=len(pieces),  # a block is a task: one piece each
+            )
+            early: dict[int, bytes] = {}
+            turn = 0
+            for row in rows.map(lambda row: _part(row, shared)).iter_rows():
+                early[row["index"]] = row["part"]
+                while turn in early:
+                    yield early.pop(turn)
+                    turn += 1
         finally:
             if ours:
                 ray.shutdown()
 
     return run
-
-
-def _connect(ray: Any, address: str) -> None:
-    try:
-        ray.init(address=address, log_to_driver=False, include_dashboard=False if address == "local" else None)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise EngineError(
-            f"no Ray cluster answers at --ray {address} ({error}); start one with `ray start --head`, "
-            "or give --ray local"
-        ) from error
-
-
-def _parts(ray: Any, job: Job, pieces: list[Piece]) -> Iterator[bytes]:
-    """The parts in the order of the pieces; a part that is early waits here for its turn."""
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # the command shows progress itself
-    shared = ray.put(job)
-    rows = ray.data.from_items(
-        [{"index": i, **asdict(piece)} for i, piece in enumerate(pieces)],
-        override_num_blocks=len(pieces),  # a block is a task: one piece each
-    )
-    made = rows.map(lambda row: _part(row, shared))
-    early: dict[int, bytes] = {}
-    turn = 0
-    for row in made.iter_rows():
-        early[row["index"]] = row["part"]
-        while turn in early:
-            yield early.pop(turn)
-            turn += 1
 
 
 def _part(row: dict[str, Any], job: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ says whether it is more than noise between runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,40 @@ from rich.text import Text
 
 from offdrift.audit.charts import best_kl
 from offdrift.audit.histogram import bars_of, ratio_ticks, steps_of
-from offdrift.audit.method_table import METHOD_COLUMNS, MethodColumn, Tried, asked_about, tried
+from offdrift.audit.method_table import MethodColumn, asked_about, method_columns, tried
 from offdrift.audit.page import provenance
 from offdrift.judge.kl_choice import kl_metrics
 from offdrift.show.charts import Chart, Series, chart_data
 from offdrift.show.findings import WORDS, in_order, safe, verdict_of
-from offdrift.show.headline import PAIRS, best_of, headlines, kl_metric, main_pair, meaning_of
+from offdrift.show.headline import PAIRS, headlines, kl_metric, main_pair, meaning_of, thresholds
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
 from offdrift.show.numbers import percent, short
 from offdrift.show.page import common_context, count_words
 from offdrift.stats.metrics import METRICS
 
-SHARES = tuple(c for c in METHOD_COLUMNS if c.key in ("kept_tokens", "ess_frac", "kept_length_ratio"))
+SHARES = ("kept_tokens", "ess_frac", "kept_length_ratio")
 """What is compared of each method."""
 SAME = 1e-9
 """Relative difference below which two numbers are the same."""
+COLORS, DASH = ("arm-0", "arm-1"), ("solid", "dash")
+METRICS_SHOWN, METHODS_SHOWN = 12, 8
+"""Rows of the terminal view; the page has all."""
+TELLING = ("ess_frac", "pearson", "chi2_token")
+"""What stands first of the main pair of policies, after its KL."""
+
+PAIR_METRICS = (
+    ("ess_frac", "Effective sample size", "share"),
+    ("chi2_token", "χ² of token weights", "log scale"),
+    ("pearson", "Correlation of probabilities", ""),
+    ("abs_log_ratio_max", "Worst token, |log ratio|", "nat, log scale"),
+)
+RUN_METRICS = (
+    ("reward/mean", "Reward", ""),
+    ("response/length_mean", "Response length", "tokens"),
+    ("version_lag/mean", "Version lag", "updates"),
+    ("optim/grad_norm", "Gradient norm", ""),
+)
 
 
 @dataclass(frozen=True)
@@ -64,47 +83,67 @@ class Compared:
     def change(self) -> str:
         """The difference with its sign."""
         d = self.difference
-        return "–" if d is None else ("+" if d > 0 else "") + _signed(self.write, d)
+        if d is None:
+            return "–"
+        return "−" + self.write(-d).lstrip("−") if d < 0 else ("+" if d > 0 else "") + self.write(d)
 
 
 def overall(a: Fields, b: Fields) -> list[Compared]:
     """Every metric that both runs have over their whole logs, the telling ones first."""
-    mine, its = mapping(a.get("overall")), mapping(b.get("overall"))
+    first, second = mapping(a.get("overall")), mapping(b.get("overall"))
     pair = main_pair(a) or main_pair(b)
-    first = [
-        kl_metric(mine, pair),
-        f"{pair}/ess_frac",
-        f"{pair}/pearson",
-        f"{pair}/chi2_token",
+    telling = [
+        kl_metric(first, pair, thresholds(a)),
+        *(f"{pair}/{name}" for name in TELLING),
         "reward/mean",
         "response/length_mean",
     ]
-    order = {name: i for i, name in enumerate(dict.fromkeys([*first, *METRICS]))}
-    both = [k for k in mine if number(mine[k]) is not None and number(its.get(k)) is not None]
+    order = {name: i for i, name in enumerate(dict.fromkeys([*telling, *METRICS]))}
+    both = [k for k in first if number(first[k]) is not None and number(second.get(k)) is not None]
     return [
-        Compared(name, number(mine[name]), number(its[name]), METRICS[name].larger_is if name in METRICS else "neither", meaning_of(name), short)
+        Compared(
+            name,
+            number(first[name]),
+            number(second[name]),
+            METRICS[name].larger_is if name in METRICS else "neither",
+            meaning_of(name),
+            short,
+        )
         for name in sorted(both, key=lambda n: (order.get(n, len(order)), n))
-    ]  # fmt: skip
+    ]
+
+
+def shares(audit: Fields) -> list[MethodColumn]:
+    """The columns of the method table that are compared, in its order."""
+    return [c for c in method_columns(audit) if c.key in SHARES]
 
 
 def methods(a: Fields, b: Fields) -> list[tuple[str, list[Compared]]]:
     """What each method would have kept of either log, and at which effective sample size."""
-    mine, its = ({m.name: m for m in tried(x)} for x in (a, b))
-    return [(name, [_compared(c, mine[name], its[name]) for c in SHARES]) for name in mine if name in its]
+    first, second = ({m.name: m.values for m in tried(x)} for x in (a, b))
+    columns = shares(a)
+    return [
+        (
+            name,
+            [Compared(c.key, first[name][c.key], second[name][c.key], c.better, c.meaning, percent) for c in columns],
+        )
+        for name in first
+        if name in second
+    ]
 
 
-def familiar(found: list[tuple[str, list[Compared]]]) -> list[tuple[str, list[Compared]]]:
+def familiar(compared: list[tuple[str, list[Compared]]]) -> list[tuple[str, list[Compared]]]:
     """The methods that most people ask about; all if none of them is there."""
-    names = asked_about(name for name, _ in found)
-    return [row for row in found if row[0] in names] or found[: len(names)]
+    names = asked_about(name for name, _ in compared)
+    return [row for row in compared if row[0] in names] or compared[: len(names)]
 
 
 def differences(a: Fields, b: Fields) -> dict[str, Any]:
     """The comparison as plain data: metrics over the whole logs, and KL over the steps in common."""
     metric = common_kl(a, b)
-    mine, its = in_common(a, b, metric)
+    first, second = in_common(a, b, metric)
     return {
-        "kl": {"metric": metric or None, "a": mine, "b": its},
+        "kl": {"metric": metric or None, "a": first, "b": second},
         "metrics": {
             c.name: {"a": c.a, "b": c.b, "difference": c.difference, "better": c.winner or None} for c in overall(a, b)
         },
@@ -114,9 +153,9 @@ def differences(a: Fields, b: Fields) -> dict[str, Any]:
 
 def common_kl(a: Fields, b: Fields) -> str:
     """The best measure of KL that both logs have, of the first pair of policies with one; "" for none."""
-    mine, its = mapping(a.get("overall")), mapping(b.get("overall"))
-    both = [m for pair in PAIRS for m in kl_metrics(pair, None) if best_of(mine, (m,)) and best_of(its, (m,))]
-    return both[0] if both else ""
+    tables = [mapping(x.get("overall")) for x in (a, b)]
+    measures = (metric for pair in PAIRS for metric in kl_metrics(pair, None, math.inf))
+    return next((m for m in measures if all(number(t.get(m)) is not None for t in tables)), "")
 
 
 def in_common(a: Fields, b: Fields, metric: str) -> tuple[float | None, float | None]:
@@ -124,14 +163,20 @@ def in_common(a: Fields, b: Fields, metric: str) -> tuple[float | None, float | 
 
     A run that went on longer has had more time to drift.
     """
-    whole = [number(mapping(x.get("overall")).get(metric)) for x in (a, b)]
     tables = [rows(x.get("steps")) for x in (a, b)]
-    found = [[s for s in column(t, "step") if s is not None] for t in tables]
-    if not all(found):
-        return whole[0], whole[1]
-    low, high = max(map(min, found)), min(map(max, found))
-    means = [_mean(t, metric, low, high) for t in tables]
-    return (means[0], means[1]) if None not in means else (whole[0], whole[1])
+    steps = [[s for s in column(t, "step") if s is not None] for t in tables]
+    if all(steps):
+        low, high = max(map(min, steps)), min(map(max, steps))
+        means = []
+        for table in tables:
+            inside = [r for r in table if (s := number(r.get("step"))) is not None and low <= s <= high]
+            pairs = [(v, number(r.get("tokens")) or 1.0) for r in inside if (v := number(r.get(metric))) is not None]
+            if pairs:
+                means.append(sum(v * n for v, n in pairs) / sum(n for _, n in pairs))
+        if len(means) == 2:
+            return means[0], means[1]
+    first, second = (number(mapping(x.get("overall")).get(metric)) for x in (a, b))
+    return first, second
 
 
 def sentence(a: Fields, b: Fields, names: tuple[str, str]) -> str:
@@ -144,43 +189,10 @@ def sentence(a: Fields, b: Fields, names: tuple[str, str]) -> str:
         return f"Both runs have the same KL per token ({metric}): {short(x)} nat."
     (low, name), (high, _) = sorted([(x, names[0]), (y, names[1])])
     factor = f", a factor of {high / low:.3g}" if low > 0 else ""
-    return f"{name} drifts less: over the steps in common its KL per token ({metric}) is {short(low)} nat against {short(high)} nat{factor}."
-
-
-def _mean(table: list[dict[str, Any]], metric: str, low: float, high: float) -> float | None:
-    """Mean over the tokens of steps `low` to `high`."""
-    inside = [r for r in table if (s := number(r.get("step"))) is not None and low <= s <= high]
-    pairs = [(v, number(r.get("tokens")) or 1.0) for r in inside if (v := number(r.get(metric))) is not None]
-    return sum(v * n for v, n in pairs) / sum(n for _, n in pairs) if pairs else None
-
-
-def _compared(c: MethodColumn, x: Tried, y: Tried) -> Compared:
-    return Compared(c.key, x.values[c.key], y.values[c.key], c.better, c.meaning, percent)
-
-
-def _signed(write: Callable[[float | None], str], d: float) -> str:
-    return write(d) if d >= 0 else "−" + write(-d).lstrip("−")
-
-
-# Two audits side by side: as a page, with series and histograms overlaid, and in the terminal.
-
-
-COLORS, DASH = ("arm-0", "arm-1"), ("solid", "dash")
-METRICS_SHOWN, METHODS_SHOWN = 12, 8
-"""Rows of the terminal view; the page has all."""
-
-OVER_TIME = (
-    ("ess_frac", "Effective sample size", "share", False),
-    ("chi2_token", "χ² of token weights", "log scale", True),
-    ("pearson", "Correlation of probabilities", "", False),
-    ("abs_log_ratio_max", "Worst token, |log ratio|", "nat, log scale", True),
-)
-ALWAYS = (
-    ("reward/mean", "Reward", ""),
-    ("response/length_mean", "Response length", "tokens"),
-    ("version_lag/mean", "Version lag", "updates"),
-    ("optim/grad_norm", "Gradient norm", ""),
-)
+    return (
+        f"{name} drifts less: over the steps in common its KL per token ({metric}) is {short(low)} nat against "
+        f"{short(high)} nat{factor}."
+    )
 
 
 def write_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str], path: Path) -> Path:
@@ -204,51 +216,47 @@ def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[s
         "title": f"{names[0]} and {names[1]}",
         "sentence": sentence(a, b, names),
         "names": names,
-        "runs": [_run(x) for x in (a, b)],
+        "runs": [
+            {
+                **dict(zip(("level", "verdict"), verdict_of(x.get("verdict")))),
+                "findings": in_order(x.get("findings"), text(at(x, "source", "framework"))),
+                "headlines": headlines(x),
+                "provenance": provenance(x),
+                "counts": count_words(x),
+            }
+            for x in (a, b)
+        ],
         "compared": overall(a, b),
         "methods": methods(a, b),
-        "shares": SHARES,
+        "shares": shares(a),
         "charts": charts,
         "colors": list(zip(names, COLORS, DASH, ("a", "b"))),
     }
     return render_document("compare.html.j2", context, data=chart_data(charts))
 
 
-def _run(audit: Fields) -> dict[str, Any]:
-    framework = text(at(audit, "source", "framework"))
-    level, words = verdict_of(audit.get("verdict"))
-    return {
-        "level": level,
-        "verdict": words,
-        "findings": in_order(audit.get("findings"), framework),
-        "headlines": headlines(audit),
-        "provenance": provenance(audit),
-        "counts": count_words(audit),
-    }
-
-
 def _charts(audits: tuple[Fields, Fields], names: tuple[str, str]) -> list[Chart]:
+    """KL of every pair, more of the first pair, the run's own numbers, and the ratios of every pair."""
     tables = [rows(x.get("steps")) for x in audits]
 
-    def over_time(id: str, title: str, unit: str, metrics: Sequence[str], **axis: bool) -> Chart:
+    def over_time(id: str, title: str, unit: str, *metrics: str) -> Chart:
         series = [
             Series(names[i], column(table, "step"), column(table, metric), color=COLORS[i], dash=DASH[i], group="ab"[i])
-            for i, (metric, table) in enumerate(zip(metrics, tables))
+            for i, (metric, table) in enumerate(zip(metrics, tables, strict=True))
         ]
-        return Chart(title, unit, series, id, meaning_of(metrics[0]), **axis)
+        share, log = unit == "share", "log scale" in unit
+        return Chart(title, unit, series, id, meaning_of(metrics[0]), log=log, share=share)
 
     pairs = [p for p in PAIRS if all(best_kl(table, p) for table in tables)]
-    charts = [
-        over_time(f"kl-{p}", f"KL per token, {p}", "nat, log scale", [best_kl(t, p) for t in tables], log=True)
-        for p in pairs
+    return [
+        *(
+            over_time(f"kl-{p}", f"KL per token, {p}", "nat, log scale", *(best_kl(t, p) for t in tables))
+            for p in pairs
+        ),
+        *(over_time(f"{m}-{p}", f"{t}, {p}", u, *[f"{p}/{m}"] * 2) for p in pairs[:1] for m, t, u in PAIR_METRICS),
+        *(over_time(m.replace("/", "-"), t, u, m, m) for m, t, u in RUN_METRICS),
+        *(_ratios(pair, audits, names) for pair in PAIRS),
     ]
-    for pair in pairs[:1]:
-        charts += [
-            over_time(f"{metric}-{pair}", f"{title}, {pair}", unit, [f"{pair}/{metric}"] * 2, log=log, share=metric == "ess_frac")
-            for metric, title, unit, log in OVER_TIME
-        ]  # fmt: skip
-    charts += [over_time(metric.replace("/", "-"), title, unit, [metric] * 2) for metric, title, unit in ALWAYS]
-    return [*charts, *(_ratios(pair, audits, names) for pair in PAIRS)]
 
 
 def _ratios(pair: str, audits: tuple[Fields, Fields], names: tuple[str, str]) -> Chart:
@@ -272,9 +280,6 @@ def _ratios(pair: str, audits: tuple[Fields, Fields], names: tuple[str, str]) ->
     )
 
 
-# -- in the terminal --------------------------------------------------------------------------
-
-
 def comparison_view(
     a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str], width: int = 100
 ) -> RenderableType:
@@ -291,39 +296,25 @@ def comparison_view(
         sign, word, style = WORDS[level]
         parts.append(Text.assemble((f"{safe(name)}  ", "bold"), (f"{sign} {word}  ", style), safe(words)))
         parts.append(Text(" · ".join(count_words(audit)), style="dim"))
-    numbers, tried_on = overall(a, b)[:METRICS_SHOWN], familiar(methods(a, b))[:METHODS_SHOWN]
-    if numbers:
-        parts.append(_numbers_table(numbers, names, width))
-    if tried_on:
-        parts.append(_methods_table(tried_on, names))
+    if numbers := overall(a, b)[:METRICS_SHOWN]:
+        table, most = Table(box=box.SIMPLE_HEAD, pad_edge=False), max(12, (width - 50) // 2)
+        table.add_column("over the whole log", overflow="fold")
+        for name in map(safe, names):
+            short_name = name if len(name) <= most else f"…{name[1 - most :]}"
+            table.add_column(Text(short_name), justify="right", no_wrap=True)
+        table.add_column("difference", justify="right", no_wrap=True)
+        for c in numbers:
+            cells = [Text(c.write(v), style="green" if c.winner == w else "") for v, w in ((c.a, "a"), (c.b, "b"))]
+            table.add_row(Text(safe(c.name)), *cells, c.change)
+        parts.append(table)
+    if shown := familiar(methods(a, b))[:METHODS_SHOWN]:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("method", min_width=24, overflow="fold")
+        for c in shares(a):
+            table.add_column(c.short_title, justify="right", overflow="fold")
+        for name, cells in shown:
+            table.add_row(Text(safe(name)), *(f"{c.write(c.a)} → {c.write(c.b)}" for c in cells))
+        table.caption = Text(f"{safe(names[0])} → {safe(names[1])}", style="dim")
+        table.caption_justify = "left"
+        parts.append(table)
     return Group(*parts)
-
-
-def _numbers_table(found: list[Compared], names: tuple[str, str], width: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    most = max(12, (width - 50) // 2)
-    table.add_column("over the whole log", overflow="fold")
-    for name in names:
-        table.add_column(Text(_short_name(name, most)), justify="right", no_wrap=True)
-    table.add_column("difference", justify="right", no_wrap=True)
-    for c in found:
-        cells = [Text(c.write(v), style="green" if c.winner == w else "") for v, w in ((c.a, "a"), (c.b, "b"))]
-        table.add_row(Text(safe(c.name)), *cells, c.change)
-    return table
-
-
-def _methods_table(found: list[tuple[str, list[Compared]]], names: tuple[str, str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("method", min_width=24, overflow="fold")
-    for shown in SHARES:
-        table.add_column(shown.short_title, justify="right", overflow="fold")
-    for name, cells in found:
-        table.add_row(Text(safe(name)), *(f"{c.write(c.a)} → {c.write(c.b)}" for c in cells))
-    table.caption = Text(f"{safe(names[0])} → {safe(names[1])}", style="dim")
-    table.caption_justify = "left"
-    return table
-
-
-def _short_name(name: str, most: int) -> str:
-    words = safe(name)
-    return words if len(words) <= most else f"…{words[1 - most :]}"

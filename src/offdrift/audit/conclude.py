@@ -7,20 +7,21 @@ log again.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offdrift.audit.certificate_evidence import Proof
-from offdrift.audit.coverage import coverage, metrics
+from offdrift.audit.coverage import coverage, metrics, questions
 from offdrift.audit.partial import Job, Part
-from offdrift.audit.questions import questions
-from offdrift.audit.suggest import suggest
 from offdrift.errors import RecordError
-from offdrift.judge import Context, Rules, diagnose, load_rules, verdict
+from offdrift.judge import Context, Rules, diagnose, escalate, load_rules, verdict
+from offdrift.judge.kl_choice import kl_of
+from offdrift.judge.ladder import Action, correlation_broken
 from offdrift.records.atomic import plain, write_json
 
 FORMAT = 1
@@ -37,36 +38,55 @@ def conclude(part: Part, job: Job, *, context: Context | None = None, rules: Rul
 
     Raises: `RecordError` if no row could be read, naming the first bad one.
     """
+    source = job.found
     if part.tally is None:
-        raise RecordError(_nothing_read(part, job))
-    told = part.tally.as_dict()
-    seen = coverage(part, files=len(job.found.files) + len(job.found.skipped), size=job.found.bytes)
-    overall, facets = {**told["overall"], **metrics(seen)}, told["facets"]
+        if not part.bad:
+            raise RecordError(f"the files hold no row ({', '.join(source.files[:3])})")
+        first = part.bad[0]
+        hint = "; name the columns with --columns" if first.row else ""
+        raise RecordError(
+            f"no row could be read as {source.format}: {part.unread.rows} bad rows, the first at "
+            f"{first.file}:{first.row} ({first.reason}){hint}"
+        )
+    tally = part.tally.as_dict()
+    missing = coverage(part, files=len(source.files) + len(source.skipped), size=source.bytes)
+    overall = {**tally["overall"], **metrics(missing)}
+    facets = {axis: [_numbers(row) for row in rows] for axis, rows in tally["facets"].items()}
+    context = context or Context(framework=source.framework)
+    context = replace(context, overall=overall, facets=facets)
+    findings = diagnose([_numbers(step) for step in tally["steps"]], context=context, rules=rules)
     limits = (rules or load_rules()).limits
     methods = [] if part.counterfactual is None else part.counterfactual.table()
-    known = context or Context(framework=job.found.framework)
-    known = _with_facets(known, overall, facets)
-    findings = diagnose([_numbers(step) for step in told["steps"]], context=known, rules=rules)
-    has = {*told["has"], *(["exact"] if _has_exact(told["has"]) else [])}
-    return plain({
+    exact = any(name.startswith(("kl_", "tv_")) for name in tally["has"])
+    audit = {
         "format": FORMAT,
         "kind": "audit",
         "offdrift": version("offdrift"),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "source": _source(job),
-        "coverage": seen,
-        **told,
+        "source": {
+            "detected": source.said,
+            "format": source.format,
+            "framework": source.framework,
+            "files": len(source.files),
+            "bytes": source.bytes,
+            "paths": list(source.files[:20]),
+            "columns": dict(source.columns),
+            "sample_rate": job.sample_rate,
+        },
+        "coverage": missing,
+        **tally,
         "overall": overall,
-        "counts": {**told["counts"], "bad_rows": part.unread.rows},
+        "counts": {**tally["counts"], "bad_rows": part.unread.rows},
         "bad_rows": [b._asdict() for b in part.bad],
-        "questions": questions(has),
+        "questions": questions({*tally["has"], *(["exact"] if exact else [])}),
         "methods": methods,
         "limits": limits,
         "suggestion": suggest(methods, overall, limits=limits),
         "findings": [f.as_dict() for f in findings],
-        "verdict": verdict(findings, overall, missing=seen["said"]),
-        "certificate": (part.proof or Proof.nothing()).as_dict(),
-    })  # fmt: skip
+        "verdict": verdict(findings, overall, missing=missing["said"], limits=limits),
+        "certificate": (part.proof or Proof()).as_dict(),
+    }
+    return plain(audit)
 
 
 def read_audit(path: Path) -> dict[str, Any]:
@@ -76,14 +96,14 @@ def read_audit(path: Path) -> dict[str, Any]:
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        audit = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise RecordError(f"{path} holds no audit ({e}); run `offdrift audit` first") from e
-    if not isinstance(held, dict) or held.get("kind") != "audit":
+    if not isinstance(audit, dict) or audit.get("kind") != "audit":
         raise RecordError(f"{file} is not an audit; give the folder that `offdrift audit` wrote")
-    if held.get("format") != FORMAT:
-        raise RecordError(f"{file} has format {held.get('format')}, this version reads {FORMAT}; audit the log again")
-    return held
+    if audit.get("format") != FORMAT:
+        raise RecordError(f"{file} has format {audit.get('format')}, this version reads {FORMAT}; audit the log again")
+    return audit
 
 
 def write_audit(result: Mapping[str, Any], folder: Path) -> Path:
@@ -92,38 +112,114 @@ def write_audit(result: Mapping[str, Any], folder: Path) -> Path:
     return folder / FILE_NAME
 
 
-def _source(job: Job) -> dict[str, Any]:
-    found = job.found
-    return {
-        "detected": found.said,
-        "format": found.format,
-        "framework": found.framework,
-        "files": len(found.files),
-        "bytes": found.bytes,
-        "paths": list(found.files[:20]),
-        "columns": dict(found.columns),
-        "sample_rate": job.sample_rate,
-    }
+def _numbers(row: Mapping[str, Any]) -> dict[str, float | int]:
+    return {k: v for k, v in row.items() if isinstance(v, (int, float))}
 
 
-def _nothing_read(part: Part, job: Job) -> str:
-    if part.bad:
-        first = part.bad[0]
-        return (
-            f"no row could be read as {job.found.format}: {part.unread.rows} bad rows, the first at "
-            f"{first.file}:{first.row} ({first.reason})" + ("; name the columns with --columns" if first.row else "")
-        )
-    return f"the files hold no row ({', '.join(job.found.files[:3])})"
+# -- the correction to turn on, by what it would have done with this log --------------------------
+#
+# The ladder of the survey: reject; reject and reweight; repair the system. What each step would have
+# rejected and what sample size it would have left is read from the counterfactual table.
+#
+# The bands of the ladder are centered on no drift. Where weights are older than the policy they correct
+# for, every sequence has drifted a little (its mean log-ratio is about -KL), and such a band rejects
+# nearly all of them though no tail is heavy. There the tail is measured by a band on single tokens, and
+# a step between the two is taken: reweight alone.
+
+Rung = Action | Literal["none", "token TIS"]
+
+LADDERS = {
+    "mismatch": ("disabled", "decoupled_geo_rs", "decoupled_geo_rs_token_tis"),
+    "full": ("none", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis"),
+}
+"""What to turn on at each rung, where the old policy was logged and where it was not."""
+TAILS = {"mismatch": ("decoupled_token_icepop", "decoupled_token_is"), "full": ("bypass_pg_token_icepop", "token_tis")}
+"""The band on single tokens that measures the tail, and truncated weights without any band."""
+BAND = "(0.99_1.01)"
+"""Names the rows of the table that try the presets with the band that is advised."""
 
 
-def _numbers(step: Mapping[str, Any]) -> dict[str, float | int]:
-    return {k: v for k, v in step.items() if isinstance(v, (int, float))}
+def suggest(
+    rows: Sequence[Mapping[str, Any]], overall: Mapping[str, Any], *, limits: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The smallest correction that the data ask for, and why.
+
+    Args:
+        rows: the counterfactual table (`Counterfactual.table`).
+        overall: metrics of the whole log; where the old policy was logged its mismatch decides,
+            else the full ratio.
+        limits: thresholds by name (`Rules.limits`), if not the built-in ones.
+
+    Returns: `method` (a row of `METHODS`; None if none helps or nothing can be said), `settings` for
+        `override`, `row` (the method with these settings in the table), `why`, and the `rung` of the
+        ladder (None if nothing can be said).
+
+    Example:
+        >>> suggest([], {"mismatch/chi2_token": 0.01, "mismatch/k1": 0.001})["method"]
+        'disabled'
+    """
+    t = load_rules().limits if limits is None else limits
+    missing = max(overall.get(x) or 0.0 for x in ("data/unread_frac", "batch/unscored_frac"))
+    if missing > t["data_most"]:
+        why = f"{missing:.0%} of the log is missing, so what the rest asks for may not be what the run needs"
+        return _suggestion(None, None, why)
+    on = next((x for x in LADDERS if not math.isnan(_number(overall, f"{x}/chi2_token"))), None)
+    if on is None:
+        log = "log the rollout engine's log-probs, and those of the training engine for the same tokens"
+        return _suggestion(None, None, f"drift cannot be measured: {log}")
+    names = ("chi2_token", "pearson", "ppl_ratio", "prob_diff_max", "ess_frac")
+    chi2, pearson, ppl, prob_diff, ess_raw = (_number(overall, f"{on}/{name}") for name in names)
+    # Where only k1 can be believed, its size counts: it is a bias then.
+    estimate = kl_of([overall], on, t["ratio_mean_z"])
+    kl = math.nan if estimate is None else abs(estimate[0])
+    size = f"KL is {kl:.2g} nats per token and token chi2 {chi2:.2g} ({on})"
+    broken = correlation_broken(pearson, prob_diff_max=prob_diff, kl=kl, limits=t)
+    nothing, reject, both = LADDERS[on]
+    if kl < t["kl_large"] and chi2 < t["chi2_moderate"] and not broken:
+        decorrelated = pearson < t["pearson_clean"] and not prob_diff <= t["prob_diff_visible"]
+        clean = kl < t["kl_clean"] and not decorrelated and not abs(ppl - 1) > t["ppl_near"]
+        kind = "there is no meaningful drift" if clean else "drift is mild and correction optional"
+        return _suggestion("none", nothing, f"{kind}: {size}")
+    tried = {row["name"]: row for row in rows if row["why_not"] is None}
+    alone, weighted = tried.get(reject + BAND), tried.get(both + BAND)
+    if alone is None or weighted is None:
+        return _suggestion(None, None, f"{reject} was not tried on this log, so its cost is unknown")
+    ess = weighted["ess_frac"] / weighted["kept_tokens"] if weighted["kept_tokens"] else 0.0
+    measured = {"prob_diff_max": prob_diff, "kl": kl, "limits": t}
+    rung, why = escalate(chi2, 1 - alone["kept_tokens"], ess_after_rs=ess, pearson=pearson, **measured)
+    if rung != "systems fix":
+        chosen = alone if rung == "rejection" else weighted
+        left = f"{chosen['kept_tokens']:.1%} of tokens stay, effective sample size {chosen['ess_frac']:.1%}"
+        return _suggestion(rung, chosen["name"].removesuffix(BAND), f"{why} ({on}); {left}", chosen["settings"])
+    # Token weights alone, where age explains the drift and they are usable. Where the log says that weights
+    # were older, their age explains a low correlation too. Where it does not say, only what the centered band
+    # would reject is set aside. Policies of equal weights have nothing to catch up with: their engines disagree.
+    tail, weights = (tried.get(name) for name in TAILS[on])
+    lag = _number(overall, "version_lag/mean")
+    if tail is not None and weights is not None and ess_raw >= t["ess_half"] and not (lag == 0 and on == "mismatch"):
+        outside = 1 - tail["kept_tokens"]
+        unexplained = None if lag > 0 else pearson
+        if escalate(chi2, outside, ess_after_rs=ess_raw, pearson=unexplained, **measured).action != "systems fix":
+            age = f"tokens are {lag:.3g} updates old on average"
+            if not lag > 0:
+                age = "the log does not say that the policies hold the same weights; "
+                age += "if they do, repair the engines instead"
+            return _suggestion(
+                "token TIS",
+                weights["name"],
+                f"{size}, with no heavy tail: {outside:.1%} of tokens have a ratio outside [0.5, 5]; a band around no "
+                f"drift would mask most of the batch, weights leave an effective sample size of "
+                f"{weights['ess_frac']:.1%}; {age}",
+            )
+    return _suggestion(rung, None, f"repair the system, no correction is cheaper: {why} ({on})")
 
 
-def _has_exact(has: Sequence[str]) -> bool:
-    return any(name.startswith(("kl_", "tv_")) for name in has)
+def _suggestion(rung: Rung | None, method: str | None, why: str, settings: Mapping[str, float] = {}) -> dict[str, Any]:
+    row = f"{method}{BAND}" if method and settings else method
+    return {"method": method, "why": why, "settings": dict(settings), "row": row, "rung": rung}
 
 
-def _with_facets(context: Context, overall: Mapping[str, float], facets: Mapping[str, Any]) -> Context:
-    rows = {axis: [_numbers(row) for row in buckets] for axis, buckets in facets.items()}
-    return replace(context, overall=overall, facets=rows, by_lag=rows.get("lag", ()))
+def _number(overall: Mapping[str, Any], name: str) -> float:
+    """A metric; NaN where it is missing, as where JSON says null."""
+    value = overall.get(name)
+    return math.nan if value is None else float(value)

@@ -7,6 +7,7 @@ decides once per batch; what it decided is counted per row, as sums that can be 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from offdrift.audit.decisions import Decided, Decisions
-from offdrift.audit.sample import sampled as sampled
 from offdrift.audit.tally.buckets import LENGTH_CUTS
 from offdrift.errors import RecordError
 from offdrift.methods import METHODS, Method, override
@@ -27,20 +27,16 @@ from offdrift.numerics import log_sums, one_thread
 from offdrift.records.batch import Logged
 
 COUNTED = (
-    "sequences",
-    "tokens",
-    "first_update",
-    "kept_sequences",
-    "kept_tokens",
-    "length",
-    "kept_length",
-    "weight",
-    "limited",
-    "clipped",
-    "clip_tokens",
-)
+    "sequences", "tokens", "first_update", "kept_sequences", "kept_tokens", "length", "kept_length", "weight",
+    "limited", "clipped", "clip_tokens",
+)  # fmt: skip
 """Sums of each row; after them, sequences and kept sequences of each length bucket."""
 AT = {name: i for i, name in enumerate(COUNTED)}
+NUMBERS = (
+    "kept_tokens", "kept_sequences", "kept_length_ratio", "weight_mean", "weight_max", "limited_frac", "ess_frac",
+    "clipped_frac", "acceptance_by_length",
+)  # fmt: skip
+"""What `Counterfactual.table` says of each row."""
 COLUMNS = len(COUNTED) + 2 * (len(LENGTH_CUTS) + 1)
 
 WIDE = {"gate.low": 0.99, "gate.high": 1.01}
@@ -96,15 +92,39 @@ class Counterfactual:
             >>> rows["decoupled_token_is"]["weight_mean"], rows["decoupled_k3_rs"]["kept_tokens"]
             (1.6487212181091309, 0.0)
         """
+        sums = np.zeros((len(CANDIDATES), COLUMNS))
+        largest, why_not = np.zeros(len(CANDIDATES)), [""] * len(CANDIDATES)
+        logs = np.full((len(CANDIDATES), 2), -np.inf)
+        done: dict[Any, tuple[np.ndarray, float, np.ndarray] | str] = {}
         with one_thread():
-            return _tried(Decisions(batch), _Counts.of(batch))
+            decisions, counts = Decisions(batch), _Counts.of(batch)
+            for i, method in _sharing_weights():
+                if why := decisions.unanswerable(method):
+                    why_not[i] = why
+                    continue
+                key = (method.correction, method.anchor)
+                if key not in done:  # equal corrections are counted once
+                    decided = decisions.correction(method)
+                    done[key] = decided if isinstance(decided, str) else counts.row(decided)
+                row = done[key]
+                if isinstance(row, str):
+                    why_not[i] = row
+                    continue
+                sums[i], largest[i], logs[i] = row
+                if (clip := decisions.clipped(method)) is not None:
+                    sums[i, AT["clipped"]] = int(clip[0].count_nonzero())
+                    sums[i, AT["clip_tokens"]] = len(clip[0])
+                    sums[i, AT["first_update"]] += clip[1]
+        return Counterfactual(sums, largest, logs, tuple(why_not))
 
     def merge(self, other: Counterfactual) -> Counterfactual:
         """The counts of both together: counts exactly, sums of weights up to rounding."""
-        why_not = tuple(mine or its for mine, its in zip(self.why_not, other.why_not, strict=True))
-        largest = np.maximum(self.largest, other.largest)
-        logs = np.logaddexp(self.logs, other.logs)
-        return Counterfactual(self.sums + other.sums, largest, logs, why_not)
+        return Counterfactual(
+            self.sums + other.sums,
+            np.maximum(self.largest, other.largest),
+            np.logaddexp(self.logs, other.logs),
+            tuple(a or b for a, b in zip(self.why_not, other.why_not, strict=True)),
+        )
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Plain arrays, for `numpy.savez` without pickling."""
@@ -142,38 +162,8 @@ class Counterfactual:
 
         Reference: definitions as in `stats.summary`; masked weights count as rejected here.
         """
-        held = (self.sums, self.largest, self.logs, self.why_not)
-        rows = zip(CANDIDATES.items(), *held, strict=True)
-        return [
-            _described(name, candidate, numbers, float(most), logs, why)
-            for (name, candidate), numbers, most, logs, why in rows
-        ]
-
-
-def _tried(decisions: Decisions, counts: _Counts) -> Counterfactual:
-    """The counts of every candidate; equal corrections are counted once."""
-    sums = np.zeros((len(CANDIDATES), COLUMNS))
-    largest, why_not = np.zeros(len(CANDIDATES)), [""] * len(CANDIDATES)
-    logs = np.full((len(CANDIDATES), 2), -np.inf)
-    done: dict[Any, tuple[np.ndarray, float, np.ndarray] | str] = {}
-    for i, method in _sharing_weights():
-        if why := decisions.unanswerable(method):
-            why_not[i] = why
-            continue
-        key = (method.correction, method.anchor)
-        if key not in done:
-            decided = decisions.correction(method)
-            done[key] = decided if isinstance(decided, str) else counts.row(decided)
-        found = done[key]
-        if isinstance(found, str):
-            why_not[i] = found
-            continue
-        sums[i], largest[i], logs[i] = found
-        if (clip := decisions.clipped(method)) is not None:
-            sums[i, AT["clipped"]] = int(clip[0].count_nonzero())
-            sums[i, AT["clip_tokens"]] = len(clip[0])
-            sums[i, AT["first_update"]] += clip[1]
-    return Counterfactual(sums, largest, logs, tuple(why_not))
+        columns = (self.sums, self.largest, self.logs, self.why_not)
+        return [_described(*row) for row in zip(CANDIDATES, *columns, strict=True)]
 
 
 @functools.cache
@@ -218,91 +208,92 @@ class _Counts:
         if decided.log_weight is not None:
             log_w = decided.log_weight
             logs = log_sums(log_w if kept is None else log_w.where(kept, -torch.inf))
-        sequences = self._sequences(kept)
+        sequences = self.scored
+        if kept is not None:  # 1 where a sequence has a kept token
+            running = torch.cat([kept.new_zeros(1, dtype=torch.int32), kept.cumsum(0, dtype=torch.int32)])
+            sequences = (running[self.cuts].diff() > 0).numpy().astype(np.float64)
         limited = 0 if decided.limited is None else int(decided.limited.count_nonzero())
         counted = [
-            self.scored.sum(),
-            tokens,
-            decided.first_update,
-            sequences.sum(),
-            kept_tokens,
-            self.lengths.sum(),
-            sequences @ self.lengths,
-            total,
-            limited,
-            0,
-            0,
-        ]
-        buckets = [
-            np.bincount(self.bucket, weights=x, minlength=len(LENGTH_CUTS) + 1) for x in (self.scored, sequences)
-        ]
+            self.scored.sum(), tokens, decided.first_update, sequences.sum(), kept_tokens, self.lengths.sum(),
+            sequences @ self.lengths, total, limited, 0, 0,
+        ]  # fmt: skip
+        bins = len(LENGTH_CUTS) + 1
+        buckets = [np.bincount(self.bucket, weights=x, minlength=bins) for x in (self.scored, sequences)]
         return np.concatenate([counted, *buckets]), largest, logs.numpy()
-
-    def _sequences(self, kept: Tensor | None) -> Float[np.ndarray, " b"]:
-        """1 where a sequence has a kept token."""
-        if kept is None:
-            return self.scored
-        running = torch.cat([kept.new_zeros(1, dtype=torch.int32), kept.cumsum(0, dtype=torch.int32)])
-        return (running[self.cuts].diff() > 0).numpy().astype(np.float64)
 
 
 def _described(
-    name: str,
-    candidate: Candidate,
-    numbers: Float[np.ndarray, " columns"],
-    largest: float,
-    logs: Float[np.ndarray, " 2"],
-    why: str,
+    name: str, sums: Float[np.ndarray, " columns"], largest: float, logs: Float[np.ndarray, " 2"], why: str
 ) -> dict[str, Any]:
-    n = dict(zip(COUNTED, numbers.tolist(), strict=False))
-    everyone, kept = np.split(numbers[len(COUNTED) :], 2)
+    """One row of the table."""
+    candidate, n = CANDIDATES[name], dict(zip(COUNTED, sums.tolist(), strict=False))
+    everyone, kept = np.split(sums[len(COUNTED) :], 2)
     correction = candidate.method.correction
-    said = {
+    # The ratios that the correction reads; the objective's if it corrects nothing.
+    ratios = dict.fromkeys(p.on for p in (*correction.gates, *correction.weights)) or {candidate.method.objective.on: 0}
+    row = {
         "name": name,
         "family": candidate.family,
         "settings": dict(candidate.settings),
-        "on": _compared(candidate.method) + (", at the first update" if n["first_update"] else ""),
+        "on": " and ".join(on or "none" for on in ratios) + (", at the first update" if n["first_update"] else ""),
         "gates": "; ".join(g.formula for g in correction.gates),
         "weights": "; ".join(w.formula for w in correction.weights),
         "sampled_sequences": int(n["sequences"]),
     }
     if not n["tokens"]:
-        return said | dict.fromkeys(NUMBERS) | {"why_not": why or "no sequence was tried"}
+        return row | dict.fromkeys(NUMBERS) | {"why_not": why or "no sequence was tried"}
     total, square = logs.tolist()
-    ess = math.exp(2 * total - square) / n["tokens"] if square > -math.inf else 0.0
-    return said | {
+    return row | {
         "kept_tokens": n["kept_tokens"] / n["tokens"],
         "kept_sequences": n["kept_sequences"] / n["sequences"],
         "kept_length_ratio": _over(n["kept_length"] * n["sequences"], n["kept_sequences"] * n["length"]),
         "weight_mean": _over(n["weight"], n["kept_tokens"]),
-        "weight_max": largest if n["kept_tokens"] else None,
+        "weight_max": float(largest) if n["kept_tokens"] else None,
         "limited_frac": n["limited"] / n["tokens"],
-        "ess_frac": ess,
+        "ess_frac": math.exp(2 * total - square) / n["tokens"] if square > -math.inf else 0.0,
         "clipped_frac": _over(n["clipped"], n["clip_tokens"]),
         "acceptance_by_length": [_over(k, b) for k, b in zip(kept, everyone, strict=True)],
         "why_not": None,
-    }  # fmt: skip
-
-
-NUMBERS = (
-    "kept_tokens",
-    "kept_sequences",
-    "kept_length_ratio",
-    "weight_mean",
-    "weight_max",
-    "limited_frac",
-    "ess_frac",
-    "clipped_frac",
-    "acceptance_by_length",
-)
-
-
-def _compared(method: Method) -> str:
-    """The ratios that the method's correction reads; its objective's if it corrects nothing."""
-    parts = (*method.correction.gates, *method.correction.weights)
-    found = dict.fromkeys(part.on for part in parts) or {method.objective.on: None}
-    return " and ".join(name or "none" for name in found)
+    }
 
 
 def _over(part: float, whole: float) -> float | None:
     return float(part / whole) if whole else None
+
+
+# -- a share of a log, by prompts: the same one whoever reads the log, and in whatever order --------
+
+
+def sampled(batch: Logged, rate: float, salt: str = "") -> Logged:
+    """The sequences of a random share of the prompts, whole groups, in their order.
+
+    Chance is a hash of the salt, the step and the row at which the group begins: whoever samples,
+    and however often, draws the same ones.
+
+    Args:
+        rate: share of prompts, in [0, 1].
+        salt: tells files apart, such as the file's name.
+    """
+    if rate >= 1:
+        return batch
+    first = batch.row.numpy()  # the row at which each sequence's group begins in its step; its own without groups
+    if batch.group_ids is not None:
+        groups = np.stack([batch.step.numpy(), batch.group_ids.numpy()])
+        _, index = np.unique(groups, axis=1, return_inverse=True)
+        lowest = np.full(index.max(initial=-1) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(lowest, index.ravel(), first)
+        first = lowest[index.ravel()]
+    seed = int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
+    with np.errstate(over="ignore"):
+        steps = batch.step.numpy().astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
+        keys = mixed(mixed(first.astype(np.uint64) ^ np.uint64(seed)) ^ steps)
+    return batch.select(torch.from_numpy(np.flatnonzero(keys < np.uint64(max(rate, 0.0) * 2.0**64))))
+
+
+def mixed(x: UInt64[np.ndarray, " b"]) -> UInt64[np.ndarray, " b"]:
+    """A bijection of 64 bits that leaves no pattern (the finalizer of SplitMix64)."""
+    with np.errstate(over="ignore"):
+        x = (x + np.uint64(0x9E3779B97F4A7C15)) & np.uint64(2**64 - 1)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""How much of a log its audit has seen: what is missing, dropped or unreadable, by cause.
+"""How much of a log its audit covers: what is missing, dropped or unreadable, and which questions stay open.
 
 Numbers that are computed from the rest say nothing about the rest. So what was left out has metrics
 of its own, which the diagnosis judges by their share (`docs/rules.md`), and sentences that stand
@@ -7,8 +7,8 @@ before every other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 from offdrift.audit.partial import Part, Unread
 
@@ -22,7 +22,7 @@ CAUSES = {
     "negated": "with the sign changed",
     "zero": "filled in with 0",
 }
-"""What is wrong with the values that the reader gives each cause (`integrations.logs.scored`)."""
+"""What is wrong with the values that the reader gives each cause."""
 
 POLICIES = {
     "logp_rollout": "rollout log-prob",
@@ -37,7 +37,7 @@ SHOWN = ("prompts", "completions")
 
 
 def coverage(part: Part, *, files: int, size: int) -> dict[str, Any]:
-    """What an audit has seen of a log, as plain data.
+    """What an audit has read of a log, as plain data.
 
         unread_frac    share of rows that could not be read; of files or bytes, where it is larger
         cuts           places from which the rest of a file is lost
@@ -59,56 +59,79 @@ def coverage(part: Part, *, files: int, size: int) -> dict[str, Any]:
     """
     counts: Mapping[str, int] = {} if part.tally is None else part.tally.counts
     sequences, trainable = counts.get("sequences", 0), counts.get("trainable", 0)
-    seen = counts.get("compared") or counts.get("tokens", 0)
+    unscored = trainable - (counts.get("compared") or counts.get("tokens", 0))
     causes: dict[str, dict[str, int]] = {}
     for name, n in counts.items():
         if name.startswith("unscored/"):
             policy, _, cause = name.removeprefix("unscored/").partition("/")
             causes.setdefault(policy, {})[cause] = n
     partial = {
-        name: {"sequences": n, "of": sequences}
+        key.removeprefix("has/"): {"sequences": n, "of": sequences}
         for key, n in counts.items()
         if key.startswith("has/") and n < sequences
-        for name in [key.removeprefix("has/")]
     }
-    found = {
-        "unread_frac": unread_frac(part.unread, sequences, files, size),
-        "cuts": part.unread.cuts,
-        "unscored_frac": _over(trainable - seen, trainable),
+    lost = part.unread
+    unread = unread_frac(lost, sequences, files, size)
+    missing = []
+    if (lines := lost.rows - lost.files) > 0:
+        rows = lines + sequences
+        missing.append(f"{lines:,} of {_count(rows, 'row')} ({share(lines / rows)}) could not be read.")
+    if lost.files:
+        missing.append(f"{_count(lost.files, 'file')} could not be read at all, {share(unread)} of the log.")
+    if lost.cuts:
+        missing.append(f"{_count(lost.cuts, 'file')} ended early, and how much was lost is not known.")
+    if unscored:
+        of = f"{_count(trainable, 'token')} ({share(unscored / trainable)})"
+        missing.append(f"{unscored:,} of {of} could not be compared.")
+    for policy, numbers in causes.items():
+        parts = ", ".join(f"{n:,} {CAUSES.get(c, c)}" for c, n in sorted(numbers.items(), key=lambda x: -x[1]))
+        total = sum(numbers.values())
+        tokens = f"{_count(total, 'token')} ({share(total / max(trainable, 1))})"
+        missing.append(f"{tokens} without a usable {POLICIES.get(policy, policy)}: {parts}.")
+    remarks = [
+        f"Only {n['sequences']:,} of {_count(n['of'], 'sequence')} have {name}: numbers that need it are of those."
+        for name, n in partial.items()
+    ]
+    if ahead := counts.get("ahead"):
+        remarks.append(
+            f"{_count(ahead, 'token')} have a version lag below 0: the log counts sampled and trained versions in "
+            "different ways, and steps with such tokens have no lag."
+        )
+    if empty := counts.get("empty"):
+        remarks.append(f"{_count(empty, 'response')} {'has' if empty == 1 else 'have'} no token.")
+    return {
+        "unread_frac": unread,
+        "cuts": lost.cuts,
+        "unscored_frac": _over(unscored, trainable),
         "partly_frac": _over(counts.get("partly", 0), trainable),
         "causes": causes,
         "partial": partial,
         "ahead_frac": _over(counts.get("ahead", 0), counts.get("tokens", 0)),
-        "unscored": trainable - seen,
+        "unscored": unscored,
         "trainable": trainable,
+        "said": missing,
+        "remarks": remarks,
     }
-    said = [*_unread(part.unread, sequences, found), *_unscored(found, trainable, seen)]
-    return {**found, "said": said, "remarks": _remarks(found, counts)}
 
 
-def metrics(found: Mapping[str, Any]) -> dict[str, float]:
+def metrics(covered: Mapping[str, Any]) -> dict[str, float]:
     """The shares of `coverage` under the names that the diagnosis reads.
 
     `data/lacking_frac/FIELD` is the share of sequences that lack a field which others have; log-probs
     that are missing count as tokens.
     """
-    causes = found["causes"]
+    causes = covered["causes"]
     tokens = {c: max((p.get(c, 0) for p in causes.values()), default=0) for c in ("probability", "negated")}
+    shares = ("unread_frac", "cuts", "partly_frac", "ahead_frac")
+    lacking = {k: n for k, n in covered["partial"].items() if k not in (*SHOWN, *POLICIES)}
     return {
-        "batch/unscored_frac": float(found["unscored_frac"]),
-        "batch/unscored_tokens": float(found["unscored"]),
-        "batch/trainable_tokens": float(found["trainable"]),
-        **{
-            f"data/{name}": float(found[name])
-            for name in ("unread_frac", "cuts", "partly_frac", "ahead_frac")
-        },
-        **{
-            f"data/lacking_frac/{name}": 1 - _over(held["sequences"], held["of"])
-            for name, held in found["partial"].items()
-            if name not in (*SHOWN, *POLICIES)
-        },
+        "batch/unscored_frac": float(covered["unscored_frac"]),
+        "batch/unscored_tokens": float(covered["unscored"]),
+        "batch/trainable_tokens": float(covered["trainable"]),
+        **{f"data/{name}": float(covered[name]) for name in shares},
+        **{f"data/lacking_frac/{name}": 1 - _over(n["sequences"], n["of"]) for name, n in lacking.items()},
         **{f"data/{cause}": float(n > 0) for cause, n in tokens.items()},
-    }  # fmt: skip
+    }
 
 
 def unread_frac(lost: Unread, sequences: int, files: int = 0, size: int = 0) -> float:
@@ -122,10 +145,6 @@ def unread_frac(lost: Unread, sequences: int, files: int = 0, size: int = 0) -> 
     return max(_over(lost.rows, lost.rows + sequences), min(1.0, max(shares)))
 
 
-def _over(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
 def share(part: float) -> str:
     """A share in percent, as exact as it needs to be.
 
@@ -137,45 +156,69 @@ def share(part: float) -> str:
     return f"{digits} %"
 
 
-def _unread(lost: Unread, sequences: int, found: Mapping[str, Any]) -> list[str]:
-    said = []
-    if (lines := lost.rows - lost.files) > 0:
-        rows = lines + sequences
-        said.append(f"{lines:,} of {_n(rows, 'row')} ({share(lines / rows)}) could not be read.")
-    if lost.files:
-        said.append(f"{_n(lost.files, 'file')} could not be read at all, {share(found['unread_frac'])} of the log.")
-    if lost.cuts:
-        said.append(f"{_n(lost.cuts, 'file')} ended early, and how much was lost is not known.")
-    return said
+def _over(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
 
 
-def _unscored(found: Mapping[str, Any], trainable: int, seen: int) -> list[str]:
-    said = []
-    lost = trainable - seen
-    if lost:
-        said.append(f"{lost:,} of {_n(trainable, 'token')} ({share(lost / trainable)}) could not be compared.")
-    for policy, causes in found["causes"].items():
-        parts = ", ".join(f"{n:,} {CAUSES.get(c, c)}" for c, n in sorted(causes.items(), key=lambda x: -x[1]))
-        total = sum(causes.values())
-        said.append(
-            f"{_n(total, 'token')} ({share(total / max(trainable, 1))}) without a usable {POLICIES.get(policy, policy)}: {parts}."
-        )
-    return said
-
-
-def _remarks(found: Mapping[str, Any], counts: Mapping[str, int]) -> list[str]:
-    said = [
-        f"Only {held['sequences']:,} of {_n(held['of'], 'sequence')} have {name}: numbers that need it are of those."
-        for name, held in found["partial"].items()
-    ]  # fmt: skip
-    if ahead := counts.get("ahead"):
-        said.append(
-            f"{_n(ahead, 'token')} have a version lag below 0: the log counts sampled and trained versions in different ways, and steps with such tokens have no lag."
-        )
-    if empty := counts.get("empty"):
-        said.append(f"{_n(empty, 'response')} have no token.".replace("1 response have", "1 response has"))
-    return said
-
-
-def _n(count: int, word: str) -> str:
+def _count(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+LOG = {
+    "logp_rollout": "the rollout engine's log-prob of every sampled token, of the distribution that was sampled "
+    "(vLLM: logprobs=0 with logprobs_mode=processed_logprobs)",
+    "logp_old": "the training engine's log-prob of the same tokens before the first update on them",
+    "logp": "the training engine's log-prob of the same tokens in the loss (at the first minibatch it is free)",
+    "advantages": "the advantages that the loss used",
+    "rewards": "the reward of each response",
+    "rollout_version": "the version of the weights that drew each response (a counter of synchronizations)",
+    "version": "the version of the weights that were trained",
+    "group_ids": "an id of the prompt of each response",
+    "tokens": "the token ids of the response",
+    "exact": "exact divergences per token (kl_rollout_current, tv_rollout_current), from full logits or hidden states",
+}
+"""How to get each field, in words."""
+
+
+class Question(NamedTuple):
+    """A question, and the fields that answer it: all of `needs`, and one of `either` if any."""
+
+    text: str
+    needs: tuple[str, ...]
+    either: tuple[str, ...] = ()
+
+
+TRAINER = ("logp_old", "logp")
+QUESTIONS = (
+    Question("How long are responses, and how does reward go?", ("rewards",)),
+    Question("Do rollout and training engine agree at the same weights?", ("logp_rollout", "logp_old")),
+    Question("How far is the trained policy from what drew the tokens?", ("logp_rollout", "logp")),
+    Question("Is it the engines or the age of the weights?", ("logp_rollout", "rollout_version", "version"), TRAINER),
+    Question("What would each method have kept, and at which effective sample size?", ("logp_rollout",), TRAINER),
+    Question("Does drift hurt one sign of the advantage more?", ("logp_rollout", "advantages"), TRAINER),
+    Question("How much would PPO's clip act?", ("logp_old", "logp", "advantages")),
+    Question("Are whole prompt groups lost to rejection?", ("logp_rollout", "group_ids"), TRAINER),
+    Question("Which tokens drift?", ("logp_rollout", "tokens"), TRAINER),
+    Question("What does it prove about the update?", ("logp_rollout", "rewards", "exact")),
+)
+
+
+def questions(has: Collection[str]) -> list[dict[str, Any]]:
+    """Every question, whether these fields answer it, and what to log if not.
+
+    Args:
+        has: fields of `Logged` that the log holds; "exact" if it holds exact divergences.
+
+    Example:
+        >>> [q["question"] for q in questions({"rewards"}) if q["answered"]]
+        ['How long are responses, and how does reward go?']
+    """
+    rows = []
+    for text, needs, either in QUESTIONS:
+        missing = [name for name in needs if name not in has]
+        if either and not any(name in has for name in either):
+            missing.append(either[0])
+        words = " and no ".join("exact divergences" if name == "exact" else name for name in missing)
+        because, log = f"the log has no {words}" if missing else "", "; ".join(LOG[name] for name in missing)
+        rows.append({"question": text, "answered": not missing, "because": because, "log": log})
+    return rows

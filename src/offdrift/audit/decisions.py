@@ -1,4 +1,4 @@
-"""What the parts of methods decide about a logged batch, each asked once.
+"""What the gates, weights and clips of methods decide about a logged batch; each part is evaluated once.
 
 A part is a frozen dataclass, so equal parts of different methods are one key. What a part cannot
 decide is a sentence, not an exception: a log that lacks something still answers the rest.
@@ -40,7 +40,7 @@ class View:
 
     @cached_property
     def logprobs(self) -> LogProbs:
-        """The batch through the library's door; without the rollout policy's, the trainer's two."""
+        """The batch packed and validated; without the rollout policy's, the trainer's two."""
         return self.batch.trained() if self.batch.logp_rollout is None else self.batch.logprobs()
 
     @cached_property
@@ -54,14 +54,37 @@ class View:
     def steps(self) -> list[tuple[Int[Tensor, " k"], View]]:
         """Each step's tokens, and the step as a view of its own."""
         step = self.batch.step
-        found = [(step == s).nonzero().squeeze(-1) for s in step.unique()]
-        if len(found) == 1:
+        sequences = [(step == s).nonzero().squeeze(-1) for s in step.unique()]
+        if len(sequences) == 1:
             return [(torch.arange(self.batch.num_tokens), self)]
-        parts = [(self.batch.segments.rows(which), which) for which in found]
+        parts = [(self.batch.segments.rows(which), which) for which in sequences]
         return [(rows, replace(self, batch=self.batch.select(which))) for rows, which in parts if len(rows)]
 
+    def call(self, method: Method, function: Callable[..., Any]) -> Any:
+        """The result of a part on this batch, as a method with its anchor hands it over."""
+        logprobs, batch_info = self.logprobs, self.batch_info
+        if method.anchor is not None:
+            logprobs = method.anchor(logprobs, batch_info)
+        return function(logprobs, self.batch.advantages, batch_info)
 
-_Product = tuple[Tensor | None, Tensor | None, bool, Tensor | None]
+    def call_by_step(self, method: Method, function: Callable[..., Any]) -> Any:
+        """The same for each step alone, put together in the order of the tokens."""
+        results = [(rows, step.call(method, function)) for rows, step in self.steps]
+        rows = torch.cat([r for r, _ in results])
+
+        def joined(parts: list[Tensor]) -> Tensor:
+            together = torch.cat(parts)
+            return torch.empty_like(together).index_copy_(0, rows, together)
+
+        if not isinstance(results[0][1], Weighted):
+            return joined([x for _, x in results])
+        weights: list[Weighted] = [w for _, w in results]
+        log_weight = joined([w.log_weight() for w in weights])
+        return Weighted(joined([w.weight for w in weights]), joined([w.limited for w in weights]), lambda: log_weight)
+
+
+Decision = tuple[Any, bool] | str
+"""What a part decides and whether at the first update; or why it decides nothing."""
 
 
 class Decided(NamedTuple):
@@ -86,33 +109,36 @@ class Decisions:
         self.views = [View(batch)]
         if batch.logp is None and batch.logp_old is not None:
             self.views.append(View(at_first_update(batch), first_update=True))
-        self._gates: dict[Hashable, tuple[Tensor, bool] | str] = {}
-        self._clips: dict[Hashable, Any] = {}
-        self._weights: tuple[Hashable, Any] = (None, None)
+        self._answers: dict[Hashable, Decision] = {}
+        self._weights: tuple[Hashable, Decided | str] = (None, "")
 
     def unanswerable(self, method: Method) -> str:
         """Why the log cannot say what a method would have done with it; "" if it may."""
         batch = self.views[0].batch
         if not batch.num_tokens and (batch.pairs or batch.logp_rollout is not None):
             return "the log holds no token that every one of its policies scores"
-        if batch.logp_rollout is not None or _of_staleness(method):
+        parts = (*method.correction.gates, *method.correction.weights, method.objective)
+        of_staleness = method.anchor is None and all(part.on == "staleness" for part in parts)
+        if batch.logp_rollout is not None or of_staleness:
             return ""
         return "the log holds no log-probs of the rollout policy"
 
     def correction(self, method: Method) -> Decided | str:
         """What the method's gates and weights decide, or a sentence why they cannot."""
-        gates = [self._gate(method, gate) for gate in method.correction.gates]
-        for found in (*gates, weighted := self._weighted(method)):
-            if isinstance(found, str):
-                return found
-        keep = None
-        for gate in gates:
-            assert not isinstance(gate, str)
-            keep = gate[0] if keep is None else keep & gate[0]
-        assert not isinstance(weighted, str)
-        weight, limited, first_update, log_weight = weighted
-        late = any(gate[1] for gate in gates)
-        return Decided(keep, weight, limited, bool(late or first_update), log_weight)
+        gates = []
+        for gate in method.correction.gates:
+            decision = self._once(("gate", gate, method.anchor), method, gate, gate.keep)
+            if isinstance(decision, str):
+                return decision
+            gates.append(decision)
+        key = (method.correction.weights, method.anchor)
+        if key != self._weights[0]:
+            self._weights = (key, self._weighted(method))
+        weighted = self._weights[1]
+        if isinstance(weighted, str):
+            return weighted
+        keep = functools.reduce(torch.logical_and, (keep for keep, _ in gates)) if gates else None
+        return weighted._replace(keep=keep, first_update=weighted.first_update or any(late for _, late in gates))
 
     def clipped(self, method: Method) -> tuple[Bool[Tensor, " n"], bool] | None:
         """Tokens whose loss the objective's clip changes, and whether at the first update.
@@ -120,61 +146,54 @@ class Decisions:
         None if it has no clip, or the log cannot say. At the first update nothing is stale, so a clip
         of staleness says nothing there.
         """
-        key = (method.objective, method.anchor)
-        if key not in self._clips:
-            found = self._clip(method) if clips(method.objective) else ""
-            mute = isinstance(found, str) or (found[1] and method.objective.on == "staleness")
-            self._clips[key] = None if mute else found
-        return self._clips[key]
-
-    def _gate(self, method: Method, gate: Any) -> tuple[Tensor, bool] | str:
-        key = (gate, method.anchor)
-        if key not in self._gates:
-            self._gates[key] = self._ask(method, gate, gate.keep)
-        return self._gates[key]
-
-    def _weighted(self, method: Method) -> _Product | str:
-        key = (method.correction.weights, method.anchor)
-        if key != self._weights[0]:
-            self._weights = (key, self._product(method))
-        return self._weights[1]
-
-    def _product(self, method: Method) -> _Product | str:
-        """The product of the method's weights, and what their limits touched."""
-        late, parts = False, []
-        if isinstance(found := self._ask(method, None, lambda *given: None), str):
-            return found  # nothing is said about a log whose log-probs are no log-probs
-        for part in method.correction.weights:
-            found = self._ask(method, part, part)
-            if isinstance(found, str):
-                return found
-            parts.append(found[0])
-            late |= found[1]
-        if not parts:
-            return None, None, late, None
-        weight = functools.reduce(torch.mul, (w.weight for w in parts))
-        limited = functools.reduce(torch.logical_or, (w.limited for w in parts))
-        guarded = any(w.guarded() for w in parts)
-        if not guarded:
-            return weight, limited, late, None
-        return weight, limited, late, functools.reduce(torch.add, (w.log_weight() for w in parts))
-
-    def _clip(self, method: Method) -> tuple[Tensor, bool] | str:
         objective = method.objective
+        if not clips(objective):
+            return None
 
         def clipped(logprobs: LogProbs, advantages: Tensor | None, batch_info: BatchInfo) -> Tensor | None:
             if advantages is None:
                 raise EvidenceError("what a clip does depends on the advantages; log them")
             return objective(logprobs, advantages, batch_info).clipped
 
-        return self._ask(method, objective, clipped)
+        decision = self._once(("clip", objective, method.anchor), method, objective, clipped)
+        if isinstance(decision, str) or (decision[1] and objective.on == "staleness"):
+            return None
+        return decision
 
-    def _ask(self, method: Method, part: Any, call: Callable[..., Any]) -> tuple[Any, bool] | str:
-        """What a part says, and whether at the first update; or why it says nothing."""
+    def _weighted(self, method: Method) -> Decided | str:
+        """The product of the method's weights, and what their limits touched."""
+        refused = self._ask(method, None, lambda *arguments: None)
+        if isinstance(refused, str):
+            return refused  # nothing is said about a log whose log-probs are no log-probs
+        decisions = []
+        for part in method.correction.weights:
+            decision = self._ask(method, part, part)
+            if isinstance(decision, str):
+                return decision
+            decisions.append(decision)
+        if not decisions:
+            return Decided(None, None, None, False)
+        parts: list[Weighted] = [w for w, _ in decisions]
+        guarded = any(w.guarded() for w in parts)
+        return Decided(
+            keep=None,
+            weight=functools.reduce(torch.mul, (w.weight for w in parts)),
+            limited=functools.reduce(torch.logical_or, (w.limited for w in parts)),
+            first_update=any(late for _, late in decisions),
+            log_weight=functools.reduce(torch.add, (w.log_weight() for w in parts)) if guarded else None,
+        )
+
+    def _once(self, key: Hashable, method: Method, part: Any, call: Callable[..., Any]) -> Decision:
+        if key not in self._answers:
+            self._answers[key] = self._ask(method, part, call)
+        return self._answers[key]
+
+    def _ask(self, method: Method, part: Any, call: Callable[..., Any]) -> Decision:
         reason = ""
         for view in self.views:
             try:
-                return _asked(view, method, part, call), view.first_update
+                whole = part not in OBSERVERS or len(view.steps) == 1
+                return (view.call if whole else view.call_by_step)(method, call), view.first_update
             except OffdriftError as e:
                 reason = str(e)
         return reason
@@ -189,40 +208,7 @@ def at_first_update(batch: Logged) -> Logged:
 
 
 @cache
-def _of_staleness(method: Method) -> bool:
-    """Whether a method compares the trainer's two policies alone."""
-    parts = (*method.correction.gates, *method.correction.weights, method.objective)
-    return method.anchor is None and {part.on for part in parts} == {"staleness"}
-
-
-@cache
 def clips(objective: Objective) -> bool:
     """Whether an objective reports a clip at all, tried on a small batch."""
-    given = probe()
-    return objective(given.logprobs, given.advantages, given.batch_info).clipped is not None
-
-
-def _asked(view: View, method: Method, part: Any, call: Callable[..., Any]) -> Any:
-    if part not in OBSERVERS or len(view.steps) == 1:
-        return _called(view, method, call)
-    found = [(rows, _called(step, method, call)) for rows, step in view.steps]
-    rows = torch.cat([r for r, _ in found])
-    if not isinstance(found[0][1], Weighted):
-        return _placed([x for _, x in found], rows)
-    weighted: list[Weighted] = [w for _, w in found]
-    log_weight = _placed([w.log_weight() for w in weighted], rows)
-    return Weighted(
-        _placed([w.weight for w in weighted], rows), _placed([w.limited for w in weighted], rows), lambda: log_weight
-    )
-
-
-def _called(view: View, method: Method, call: Callable[..., Any]) -> Any:
-    logprobs, batch_info = view.logprobs, view.batch_info
-    if method.anchor is not None:
-        logprobs = method.anchor(logprobs, batch_info)
-    return call(logprobs, view.batch.advantages, batch_info)
-
-
-def _placed(parts: list[Tensor], rows: Int[Tensor, " n"]) -> Tensor:
-    together = torch.cat(parts)
-    return torch.empty_like(together).index_copy_(0, rows, together)
+    tiny = probe()
+    return objective(tiny.logprobs, tiny.advantages, tiny.batch_info).clipped is not None

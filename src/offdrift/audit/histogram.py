@@ -3,19 +3,22 @@
 On a plain logarithmic axis of the ratio nearly all tokens fall into one bar, and a band such as
 [0.999, 1.001] into its width. So the axis is l = log ratio on a signed logarithmic scale: ratios
 0.999, 0.99, 0.9 and 0.5 are as far apart as their distances from 1 are in magnitude.
+
+The limits that a method puts on ratios are drawn into it (`choices`). Limits on a token's ratio are
+lines. Limits on a sequence's geometric mean are lines, too, but they bind means and not the tokens
+drawn, and say so. Limits on products have no place on this axis.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 from offdrift.correction import Gate, Weight
 from offdrift.errors import OffdriftError
-from offdrift.methods import METHODS, Method, override
+from offdrift.methods import METHODS, override
 from offdrift.objectives import Clipped
 from offdrift.show.charts import PAIR_COLORS, Chart, Series
 from offdrift.show.headline import PAIR_WORDS, PAIRS
@@ -26,6 +29,9 @@ SMALLEST = 1e-4
 """|l| below which the axis is linear."""
 NARROWEST = 0.06
 """Width of a bar on the axis; narrower ones are joined, as nobody could see them."""
+
+CLOSEST = 0.5
+"""Distance of two ticks on the axis; closer ones would overlap."""
 
 Bar = tuple[float, float, float]
 """Low end, high end (of the log-ratio) and count."""
@@ -51,10 +57,12 @@ def histogram_chart(histograms: object) -> Chart:
             continue
         series.append(steps_of(pair, bars, color=PAIR_COLORS[pair]))
         reach = max(reach, abs(bars[0][0]), abs(bars[-1][1]))
+    pairs = "; ".join(f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s in series)
     meaning = (
-        "How many tokens have which ratio of probabilities; " + "; ".join(f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s in series)
-        + ". Both axes are logarithmic, the lower one towards 1 from both sides: equal ratios are in the middle, and the two humps stand at the usual size of a difference. Dashed lines are the limits of the chosen method."
-    )  # fmt: skip
+        f"How many tokens have which ratio of probabilities; {pairs}. Both axes are logarithmic, the lower one "
+        "towards 1 from both sides: equal ratios are in the middle, and the two humps stand at the usual size of a "
+        "difference. Dashed lines are the limits of the chosen method."
+    )
     return Chart(
         "Ratios of the sampled tokens",
         "log scale",
@@ -98,13 +106,22 @@ def bars_of(histogram: Fields) -> list[Bar]:
     if len(counts) != len(edges) - 1 or any(e is None for e in edges[1:-1]):
         return []
     inner = [e for e in edges[1:-1] if e is not None]
-    edges[0] = _end(edges[0], inner, -1)
-    edges[-1] = _end(edges[-1], inner, 1)
+    for end, side in ((0, -1), (-1, 1)):
+        if edges[end] is None:
+            last = inner[end] if inner else 0.0
+            edges[end] = last + side * max(1.0, abs(last))
     bars = [(a or 0.0, b or 0.0, c or 0.0) for (a, b), c in zip(pairwise(edges), counts)]
     if any(low >= high for low, high, _ in bars):
         return []
-    held = [i for i, bar in enumerate(bars) if bar[2] > 0]
-    return _joined(bars[held[0] : held[-1] + 1] if held else [])
+    filled = [i for i, bar in enumerate(bars) if bar[2] > 0]
+    joined: list[Bar] = []  # neighbors together until each is wide enough to be visible
+    for low, high, count in bars[filled[0] : filled[-1] + 1] if filled else []:
+        if joined and place(joined[-1][1]) - place(joined[-1][0]) < NARROWEST:
+            first, _, before = joined[-1]
+            joined[-1] = (first, high, before + count)
+        else:
+            joined.append((low, high, count))
+    return joined
 
 
 def ratio_ticks(reach: float) -> list[tuple[float, str]]:
@@ -113,41 +130,20 @@ def ratio_ticks(reach: float) -> list[tuple[float, str]]:
     Args:
         reach: largest |l| drawn.
     """
-    below = [r for r in (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999) if -math.log(r) <= reach]
+    below: list[float] = []  # from the middle outwards, so far apart that their texts do not touch
+    for r in (0.999, 0.99, 0.9, 0.5, 0.1, 1e-2, 1e-3, 1e-4):
+        last = place(math.log(below[0])) if below else 0.0
+        if -math.log(r) <= reach and last - place(math.log(r)) >= CLOSEST:
+            below.insert(0, r)
     ratios = [*below, 1.0, *(1 / r for r in reversed(below))]
     names = {0.999: "0.999", 1 / 0.999: "1.001", 0.99: "0.99", 1 / 0.99: "1.01", 0.9: "0.9", 1 / 0.9: "1.11"}
     return [(place(math.log(r)), names.get(r, f"{r:g}")) for r in ratios]
-
-
-def _end(edge: float | None, inner: list[float], side: int) -> float:
-    if edge is not None:
-        return edge
-    last = inner[0 if side < 0 else -1] if inner else 0.0
-    return last + side * max(1.0, abs(last))
-
-
-def _joined(bars: list[Bar]) -> list[Bar]:
-    """Neighbors together until each is wide enough to be seen."""
-    found: list[Bar] = []
-    for low, high, count in bars:
-        if found and place(found[-1][1]) - place(found[-1][0]) < NARROWEST:
-            first, _, before = found[-1]
-            found[-1] = (first, high, before + count)
-        else:
-            found.append((low, high, count))
-    return found
 
 
 def _ratio(log_ratio: float) -> str:
     if 0 < abs(log_ratio) < 0.01:
         return f"1 {'+' if log_ratio > 0 else '−'} {short(abs(math.expm1(log_ratio)))}"
     return short(math.exp(log_ratio)) if log_ratio < 700 else "∞"
-
-
-# The limits that a method puts on ratios, to be drawn into the histogram of ratios.
-#
-# Limits on a token's ratio are lines. Limits on a sequence's geometric mean are lines, too, but they
-# bind means and not the tokens drawn, and say so. Limits on products have no place on this axis.
 
 
 ON_TOKENS = ("token", "seq_max")
@@ -165,8 +161,8 @@ def choices(audit: Fields) -> dict[str, list[dict[str, Any]]]:
     names = dict.fromkeys([suggested, *settings])
     if suggested:
         settings[suggested] = mapping(at(audit, "suggestion", "settings")) or settings.get(suggested, {})
-    found = {name: limits_of(name, settings.get(name, {})) for name in names if name}
-    return dict([(n, limits) for n, limits in found.items() if limits][:SELECTABLE])
+    limits = {name: limits_of(name, settings.get(name, {})) for name in names if name}
+    return dict([(name, own) for name, own in limits.items() if own][:SELECTABLE])
 
 
 def limits_of(name: str, settings: Fields | None = None) -> list[dict[str, Any]]:
@@ -185,46 +181,36 @@ def limits_of(name: str, settings: Fields | None = None) -> list[dict[str, Any]]
         return []
     with contextlib.suppress(OffdriftError, TypeError):
         row = override(row, settings or {})
-    return [_placed(*limit) for limit in _limits(row)]
-
-
-Limit = tuple[str, float, str]
-
-
-def _limits(row: Method) -> Iterable[Limit]:
+    limits: list[tuple[str, float | None, float | None, str]] = []  # ratio, low and high end, and what happens
     for weight in row.correction.weights:
         if isinstance(weight, Weight) and weight.unit == "token":
             verb = "masked" if weight.outside == "mask" else "weight held"
-            yield from _ends(weight.on, weight.floor, weight.cap, verb)
-    for gate in row.correction.gates:
-        if isinstance(gate, Gate):
-            yield from _gate(gate)
-    if isinstance(row.objective, Clipped) and row.objective.unit == "token":
-        o = row.objective
-        yield from _ends(o.on, 1 - o.eps_low, 1 + o.eps_high, "clipped")
+            limits.append((weight.on, weight.floor, weight.cap, verb))
+    limits += [limit for gate in row.correction.gates if isinstance(gate, Gate) for limit in _of_gate(gate)]
+    objective = row.objective
+    if isinstance(objective, Clipped) and objective.unit == "token":
+        limits.append((objective.on, 1 - objective.eps_low, 1 + objective.eps_high, "clipped"))
+    lines = []
+    for on, low, high, verb in limits:
+        ends = ((low if low is not None and low > 0 else None, "below"), (high, "above"))
+        lines += [
+            {"on": on, "ratio": end, "label": f"{verb} {side} {end:.4g}", "x": place(math.log(end))}
+            for end, side in ends
+            if end is not None
+        ]
+    return lines
 
 
-def _gate(gate: Gate) -> Iterable[Limit]:
+def _of_gate(gate: Gate) -> list[tuple[str, float | None, float | None, str]]:
     """A gate's limits as ratios; |l| <= h and l^2 / 2 <= h are two-sided."""
     low, high = gate.low, gate.high
     if gate.statistic in ("abs_log_ratio", "k2") and high is not None:
         reach = high if gate.statistic == "abs_log_ratio" else math.sqrt(2 * high)
         low, high = math.exp(-reach), math.exp(reach)
     elif gate.statistic != "ratio":
-        return
+        return []
     if gate.unit in ON_TOKENS:
-        verb = "rejected" if gate.unit == "token" else "sequence rejected"
-        yield from _ends(gate.on, low, high, verb)
-    elif gate.unit == "seq_mean" and gate.statistic == "ratio":
-        yield from _ends(gate.on, low, high, "sequence's mean rejected")
-
-
-def _ends(on: str, low: float | None, high: float | None, verb: str) -> Iterable[Limit]:
-    if low is not None and low > 0:
-        yield on, low, f"{verb} below {low:.4g}"
-    if high is not None:
-        yield on, high, f"{verb} above {high:.4g}"
-
-
-def _placed(on: str, ratio: float, label: str) -> dict[str, Any]:
-    return {"on": on, "ratio": ratio, "label": label, "x": place(math.log(ratio))}
+        return [(gate.on, low, high, "rejected" if gate.unit == "token" else "sequence rejected")]
+    if gate.unit == "seq_mean" and gate.statistic == "ratio":
+        return [(gate.on, low, high, "sequence's mean rejected")]
+    return []

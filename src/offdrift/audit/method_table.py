@@ -6,16 +6,13 @@ apart, by the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from offdrift.show.headline import thresholds
 from offdrift.show.json_access import Fields, at, number, numbers, rows, text
 from offdrift.show.numbers import percent, short
 
-LENGTH_FLOOR = 0.9
-"""A method that keeps responses shorter than this share of the mean length is marked."""
-ESS_FLOOR = 0.5
-"""Below, the survey's tree calls the weights too noisy (cause D)."""
 MAX_CURVES = 6
 """Methods drawn in the chart of acceptance by length."""
 
@@ -43,12 +40,13 @@ class Tried:
     suggested: bool
     values: dict[str, float | None]
     by_length: tuple[float | None, ...]
+    floors: Mapping[str, float]
+    """Values below which a number is one to look at, by column."""
 
     def flagged(self, key: str) -> bool:
         """Whether a number is one to look at."""
-        value = self.values.get(key)
-        limit = {"kept_length_ratio": LENGTH_FLOOR, "ess_frac": ESS_FLOOR}.get(key)
-        return value is not None and limit is not None and value < limit
+        value, floor = self.values.get(key), self.floors.get(key)
+        return value is not None and floor is not None and value < floor
 
 
 @dataclass(frozen=True)
@@ -64,36 +62,62 @@ class MethodColumn:
     """ "worse", "better" or "neither", as in METRICS: what more of it is."""
 
 
-METHOD_COLUMNS = (
-    MethodColumn("kept_tokens", "Tokens kept", "tokens", "Share of tokens that the gates let take part.", percent, "better"),
-    MethodColumn("kept_sequences", "Sequences kept", "seqs", "Share of sequences with a kept token. Trust Region Masking asks to watch for less than 70 % (Remark 4.3).", percent, "better"),
-    MethodColumn("kept_length_ratio", "Length kept", "length", f"Mean length of kept sequences over that of all. Below {LENGTH_FLOOR:g} the gate prefers short responses: the length trap.", percent, "neither"),
-    MethodColumn("ess_frac", "ESS after", "ESS", f"Effective sample size (Σw)² / Σw² under the limited weights, 0 for what is rejected, over the count of all tokens. Below {ESS_FLOOR:g} the update uses less than half of the batch.", percent, "better"),
-    MethodColumn("weight_mean", "Weight, mean", "w mean", "Mean weight after limits; 1 means that no mass was cut.", short, "neither"),
-    MethodColumn("weight_max", "Weight, max", "w max", "Largest weight after limits.", short, "worse"),
-    MethodColumn("limited_frac", "Limited", "limited", "Share of tokens whose weight met a limit.", percent, "worse"),
-)  # fmt: skip
+FLOORS = {"kept_length_ratio": "length_kept", "ess_frac": "ess_half"}
+"""Columns with numbers to look at, and the threshold below which they are."""
+
+
+def method_columns(audit: Fields) -> tuple[MethodColumn, ...]:
+    """The columns of the table, explained with the audit's own thresholds."""
+    limits = thresholds(audit)
+    kept_sequences = (
+        "Share of sequences with a kept token. Trust Region Masking asks to watch for less than "
+        f"{100 * limits['acceptance_low']:g} % (Remark 4.3)."
+    )
+    kept_length = (
+        f"Mean length of kept sequences over that of all. Below {limits['length_kept']:g} the gate prefers short "
+        "responses: the length trap."
+    )
+    ess = (
+        "Effective sample size (Σw)² / Σw² under the limited weights, 0 for what is rejected, over the count of all "
+        f"tokens. Below {limits['ess_half']:g} the weights are too noisy to use (survey, cause D)."
+    )
+    mean, limited = (
+        "Mean weight after limits; 1 means that no mass was cut.",
+        "Share of tokens whose weight met a limit.",
+    )
+    columns = (
+        ("kept_tokens", "Tokens kept", "tokens", "Share of tokens that the gates let take part.", percent, "better"),
+        ("kept_sequences", "Sequences kept", "seqs", kept_sequences, percent, "better"),
+        ("kept_length_ratio", "Length kept", "length", kept_length, percent, "neither"),
+        ("ess_frac", "ESS after", "ESS", ess, percent, "better"),
+        ("weight_mean", "Weight, mean", "w mean", mean, short, "neither"),
+        ("weight_max", "Weight, max", "w max", "Largest weight after limits.", short, "worse"),
+        ("limited_frac", "Limited", "limited", limited, percent, "worse"),
+    )  # fmt: skip
+    return tuple(MethodColumn(*c) for c in columns)
 
 
 def tried(audit: Fields) -> list[Tried]:
     """Methods that the log could answer for: the suggested, those most asked about, the rest as stored."""
     row_name = at(audit, "suggestion", "row") or at(audit, "suggestion", "method")
     suggestion = text(row_name)  # with other settings a method has a row of its own
-    found = [
+    limits, columns = thresholds(audit), [c.key for c in method_columns(audit)]
+    floors = {key: limits[name] for key, name in FLOORS.items()}
+    methods = [
         Tried(
             name=text(row.get("name")),
             family=text(row.get("family")),
             on=text(row.get("on")),
             rule="; ".join(filter(None, (text(row.get("gates")), text(row.get("weights"))))),
             suggested=bool(suggestion) and text(row.get("name")) == suggestion,
-            values={c.key: number(row.get(c.key)) for c in METHOD_COLUMNS},
+            values={key: number(row.get(key)) for key in columns},
             by_length=tuple(numbers(row.get("acceptance_by_length"))),
+            floors=floors,
         )
         for row in rows(audit.get("methods"))
         if not row.get("why_not")
     ]
-    order = {name: i for i, name in enumerate(asked_about(m.name for m in found))}
-    return sorted(found, key=lambda m: (not m.suggested, order.get(m.name, len(order))))
+    return sorted(methods, key=_order(methods))
 
 
 def asked_about(names: Iterable[str]) -> tuple[str, ...]:
@@ -103,17 +127,17 @@ def asked_about(names: Iterable[str]) -> tuple[str, ...]:
         >>> asked_about(["token_tis", "trm_max"]) == FAMILIAR_FULL
         True
     """
-    held = set(names)
-    return FAMILIAR if any(n in held for n in FAMILIAR if n.startswith("decoupled")) else FAMILIAR_FULL
+    names = set(names)
+    return FAMILIAR if any(n in names for n in FAMILIAR if n.startswith("decoupled")) else FAMILIAR_FULL
 
 
 def untried(audit: Fields) -> dict[str, list[str]]:
     """Methods that the log could not answer for, by the reason."""
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for row in rows(audit.get("methods")):
         if row.get("why_not"):
-            found.setdefault(text(row["why_not"]), []).append(text(row.get("name")))
-    return found
+            by_reason.setdefault(text(row["why_not"]), []).append(text(row.get("name")))
+    return by_reason
 
 
 def familiar(methods: list[Tried]) -> list[Tried]:
@@ -129,21 +153,19 @@ def length_curves(methods: list[Tried]) -> list[tuple[str, tuple[float | None, .
     """
     same: dict[tuple[float | None, ...], list[Tried]] = {}
     for m in methods:
-        known = [v for v in m.by_length if v is not None]
-        if len(known) > 1 and min(known) < 1:
-            same.setdefault(m.by_length, []).append(m)
+        same.setdefault(m.by_length, []).append(m)
+    ranked = []
+    for curve, alike in same.items():
+        values = [v for v in curve if v is not None]
+        if len(values) > 1 and min(values) < 1:
+            best = min(alike, key=_order(alike))
+            name = best.name if len(alike) == 1 else f"{best.name} (+{len(alike) - 1} alike)"
+            ranked.append(((any(m.suggested for m in alike), max(values) - min(values)), name, curve))
+    ranked.sort(key=lambda row: row[0], reverse=True)
+    return [(name, curve) for _, name, curve in ranked[:MAX_CURVES]]
 
-    def spread(curve: tuple[float | None, ...]) -> tuple[bool, float]:
-        known = [v for v in curve if v is not None]
-        return any(m.suggested for m in same[curve]), max(known) - min(known)
 
-    chosen = sorted(same, key=spread, reverse=True)[:MAX_CURVES]
-    return [(_called(same[curve]), curve) for curve in chosen]
-
-
-def _called(methods: list[Tried]) -> str:
-    """One name for methods with the same curve: the suggested, else the best known."""
-    names = asked_about(m.name for m in methods)
-    order = {name: i for i, name in enumerate(names)}
-    first = min(methods, key=lambda m: (not m.suggested, order.get(m.name, len(order))))
-    return first.name if len(methods) == 1 else f"{first.name} (+{len(methods) - 1} alike)"
+def _order(methods: list[Tried]) -> Callable[[Tried], tuple[bool, int]]:
+    """Sort key: the suggested method, those that most people ask about, the rest as they stand."""
+    order = {name: i for i, name in enumerate(asked_about(m.name for m in methods))}
+    return lambda m: (not m.suggested, order.get(m.name, len(order)))

@@ -15,9 +15,9 @@ from typing import Any
 
 from offdrift.audit.charts import along, explorable, inhabited, labels, over_time
 from offdrift.audit.histogram import choices, histogram_chart
-from offdrift.audit.method_table import METHOD_COLUMNS, tried, untried
+from offdrift.audit.method_table import method_columns, tried, untried
 from offdrift.audit.view import missing, unanswered
-from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Chart, Columns, chart_data, rounded
+from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Columns, chart_data, rounded
 from offdrift.show.headline import PAIRS, best_numbers, headlines, length_unit, meaning_of
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import Fields, any_number, at, items, mapping, number, numbers, rows, text
@@ -27,9 +27,17 @@ from offdrift.show.sanitize import clipped
 
 RATIO_EDGES = (0.01, 0.05, 0.2, 1.0, 3.0)
 """|log-ratio| at which the color of a token changes, nats."""
-MAX_SEQUENCES = 20
-MAX_TOKENS = 600
-"""Characters of a prompt or a completion that are on the page."""
+MAX_SEQUENCES, MAX_TOKENS = 20, 600
+"""Sequences on the page, and tokens of each."""
+SHOWN_PATHS, SHOWN_BAD_ROWS, SHOWN_TOKENS = 20, 100, 50
+FILE_NAME = "report.html"
+FACETS = {
+    "length": "by response length",
+    "position": "by position in the response",
+    "advantage": "by sign of the advantage",
+    "lag": "by policy lag",
+    "token_class": "by token class",
+}
 
 
 @dataclass(frozen=True)
@@ -75,38 +83,31 @@ def ratio_class(log_ratio: float | None) -> str:
     return f"{'n' if log_ratio < 0 else 'p'}{level}" if level else "k0"
 
 
-def ratio_scale() -> list[tuple[str, str]]:
-    """The legend of the log-ratio: class and label, from the most negative to the most positive."""
-    last = len(RATIO_EDGES)
-    below = [(f"n{i}", f"−{RATIO_EDGES[i - 1]:g}") for i in range(last, 0, -1)]
-    above = [(f"p{i}", f"+{RATIO_EDGES[i - 1]:g}") for i in range(1, last + 1)]
-    return [*below, ("k0", "0"), *above]
-
-
-def kl_scale() -> list[tuple[str, str]]:
-    """The legend of the KL, as on the page of a training run."""
-    return [("k0", "less"), *((f"k{i}", label) for i, label in enumerate(kl_labels(), start=1))]
-
-
-def edges() -> dict[str, list[float]]:
-    """Where colors change, for the script."""
-    return {"ratio": list(RATIO_EDGES), "kl": list(KL_EDGES)}
-
-
 def _heat(row: Fields) -> Heat:
     ratios, logps, kls = (numbers(row.get(k))[:MAX_TOKENS] for k in ("log_ratio", "logp_rollout", "kl"))
     tokens = items(row.get("tokens"))[:MAX_TOKENS]
     count = max(len(ratios), len(kls), len(tokens))
-    first = int(number(row.get("first")) or 0)
-    triples = tuple((_get(ratios, i), _get(logps, i), _get(kls, i)) for i in range(count))
-    classes = [ratio_class(log_ratio) for log_ratio, _, _ in triples]
-    if not any_number(ratios):
+    padded = ([None if v is None else rounded(v) for v in x] + [None] * (count - len(x)) for x in (ratios, logps, kls))
+    triples = tuple(zip(*padded))
+    if any_number(ratios):
+        classes = [ratio_class(log_ratio) for log_ratio, _, _ in triples]
+    else:
         classes = [f"k{kl_level(kl)}" for *_, kl in triples]
+    first, length = int(number(row.get("first")) or 0), number(row.get("length"))
     names = [text(tokens[i]) if i < len(tokens) else f"{first + i}" for i in range(count)]
-    length = number(row.get("length"))
+    file, line = text(row.get("file")), text(row.get("row"))
+    facts = (
+        ("step", "step {:.0f}", None),
+        ("max_abs_log_ratio", "worst |log ratio| {} nat", short),
+        ("k3_mean", "mean k3 {} nat", short),
+        ("reward", "reward {}", fixed),
+        ("advantage", "advantage {}", fixed),
+        ("length", "{:,.0f} tokens", None),
+    )
+    values = ((words, write, number(row.get(key))) for key, words, write in facts)
     return Heat(
-        facts=tuple(_facts(row)),
-        where=_where(row),
+        facts=tuple(words.format(write(v) if write else v) for words, write, v in values if v is not None),
+        where=f"{file}:{line}" if file and line else file or (f"row {line}" if line else ""),
         on=text(row.get("on")),
         prompt=clipped(text(row.get("prompt"))),
         completion=clipped(text(row.get("completion"))),
@@ -116,42 +117,6 @@ def _heat(row: Fields) -> Heat:
         hidden=max(0, int(length or 0) - count),
         numbers=triples,
     )
-
-
-def _get(values: list[float | None], i: int) -> float | None:
-    value = values[i] if i < len(values) else None
-    return None if value is None else rounded(value)
-
-
-def _where(row: Fields) -> str:
-    file, line = text(row.get("file")), text(row.get("row"))
-    return f"{file}:{line}" if file and line else file or (f"row {line}" if line else "")
-
-
-def _facts(row: Fields) -> list[str]:
-    step, length = number(row.get("step")), number(row.get("length"))
-    worst, k3 = number(row.get("max_abs_log_ratio")), number(row.get("k3_mean"))
-    reward, advantage = number(row.get("reward")), number(row.get("advantage"))
-    return [
-        *([] if step is None else [f"step {step:.0f}"]),
-        *([] if worst is None else [f"worst |log ratio| {short(worst)} nat"]),
-        *([] if k3 is None else [f"mean k3 {short(k3)} nat"]),
-        *([] if reward is None else [f"reward {fixed(reward)}"]),
-        *([] if advantage is None else [f"advantage {fixed(advantage)}"]),
-        *([] if length is None else [f"{length:,.0f} tokens"]),
-    ]
-
-
-FILE_NAME = "report.html"
-
-FACETS = {
-    "length": "by response length",
-    "position": "by position in the response",
-    "advantage": "by sign of the advantage",
-    "lag": "by policy lag",
-    "token_class": "by token class",
-}
-SHOWN_PATHS, SHOWN_BAD_ROWS, SHOWN_TOKENS = 20, 100, 50
 
 
 def write_audit_page(audit: Mapping[str, Any], folder: Path) -> Path:
@@ -174,6 +139,16 @@ def render_audit(audit: Mapping[str, Any]) -> str:
     explore = {name: {"x": columns.add(x), "y": columns.add(y)} for name, (x, y) in explorable(audit).items()}
     sequences = heats(audit)
     limits = choices(audit) if ratios.series else {}
+    # The legend of the log-ratio, from the most negative to the most positive.
+    below = [(f"n{i}", f"−{edge:g}") for i, edge in reversed([*enumerate(RATIO_EDGES, 1)])]
+    above = [(f"p{i}", f"+{edge:g}") for i, edge in enumerate(RATIO_EDGES, 1)]
+    # Buttons of the legend of charts: pair of policies, color and dash.
+    drawn = {s.group for c in charts for s in c.series}
+    groups = [(pair, PAIR_COLORS[pair], PAIR_DASHES[pair]) for pair in PAIRS if pair in drawn]
+    bad_rows = [
+        (f"{text(b.get('file'))}:{text(b.get('row'))}", clipped(text(b.get("reason")), 600))
+        for b in rows(audit.get("bad_rows"))[:SHOWN_BAD_ROWS]
+    ]
     context = {
         **common_context(audit),
         "headlines": headlines(audit),
@@ -182,23 +157,23 @@ def render_audit(audit: Mapping[str, Any]) -> str:
         "ratios": ratios,
         "limits": list(limits),
         "explore": list(explore),
-        "groups": groups(charts),
+        "groups": groups,
         "methods": tried(audit),
-        "method_columns": METHOD_COLUMNS,
+        "method_columns": method_columns(audit),
         "untried": untried(audit),
         "suggestion": mapping(audit.get("suggestion")),
         "settings": list(flatten(mapping(at(audit, "suggestion", "settings")))),
         "sequences": sequences,
         "has_kl": any(kl is not None for s in sequences for *_, kl in s.numbers),
-        "ratio_scale": ratio_scale(),
-        "kl_scale": kl_scale(),
+        "ratio_scale": [*below, ("k0", "0"), *above],
+        "kl_scale": [("k0", "less"), *((f"k{i}", label) for i, label in enumerate(kl_labels(), start=1))],
         "worst_tokens": _worst_tokens(audit),
         "facets": facet_tables(audit),
         "numbers": all_numbers(mapping(audit.get("overall")), length_unit(audit)),
         "unanswered": unanswered(audit),
         "answered": [q for q in rows(audit.get("questions")) if q.get("answered")],
         "missing": missing(audit),
-        "bad_rows": _bad_rows(audit),
+        "bad_rows": bad_rows,
         "bad_count": number(at(audit, "counts", "bad_rows")) or 0,
         "provenance": provenance(audit),
         "certificate": mapping(audit.get("certificate")),
@@ -210,20 +185,14 @@ def render_audit(audit: Mapping[str, Any]) -> str:
         "meanings": {name: meaning_of(name, length_unit(audit)) for name in explore},
         "limits": limits,
         "heat": [s.as_data for s in sequences],
-        "heat_edges": edges(),
+        "heat_edges": {"ratio": list(RATIO_EDGES), "kl": list(KL_EDGES)},
     }
     return render_document("audit.html.j2", context, data=data)
 
 
-def groups(charts: list[Chart]) -> list[tuple[str, str, str]]:
-    """Buttons of the legend: pair of policies, color and dash."""
-    drawn = {s.group for c in charts for s in c.series}
-    return [(pair, PAIR_COLORS[pair], PAIR_DASHES[pair]) for pair in PAIRS if pair in drawn]
-
-
 def facet_tables(audit: Fields) -> list[dict[str, Any]]:
     """The numbers behind the charts by bucket: for reading them aloud, and for copying."""
-    found = []
+    tables = []
     for name, title in FACETS.items():
         table = rows(at(audit, "facets", name))
         table = table[inhabited(table)]
@@ -235,47 +204,37 @@ def facet_tables(audit: Fields) -> list[dict[str, Any]]:
             + [short(number(row.get(m))) for m in metrics]
             for row in table
         ]
-        found.append(
-            {"title": title, "head": ["sequences", "tokens", *metrics], "rows": list(zip(labels(table), cells))}
-        )
-    return found
+        head = ["sequences", "tokens", *metrics]
+        tables.append({"title": title, "head": head, "rows": list(zip(labels(table), cells))})
+    return tables
 
 
 def provenance(audit: Fields) -> list[tuple[str, str]]:
     """Where the numbers come from: what was read, with what, when."""
     source = mapping(audit.get("source"))
     paths = [text(p) for p in items(source.pop("paths", None))]
-    found = [*flatten(source), *((f"path {i}", p) for i, p in enumerate(paths[:SHOWN_PATHS], 1))]
+    sources = [*flatten(source), *((f"path {i}", p) for i, p in enumerate(paths[:SHOWN_PATHS], 1))]
     if len(paths) > SHOWN_PATHS:
-        found.append(("more paths", f"{len(paths) - SHOWN_PATHS:,}"))
-    counts = [(f"counts.{k}", v) for k, v in flatten(mapping(audit.get("counts")))]
-    has = ", ".join(text(x) for x in items(audit.get("has")))
-    per_point = number(audit.get("steps_per_point"))
-    told = [
-        *((k, clipped(v, 500)) for k, v in found),
-        *counts,
-        *([("fields of the log", has)] if has else []),
-        *([("steps per point", f"{per_point:,.0f}")] if per_point and per_point > 1 else []),
+        sources.append(("more paths", f"{len(paths) - SHOWN_PATHS:,}"))
+    per_point = number(audit.get("steps_per_point")) or 0
+    pairs = [
+        *((k, clipped(v, 500)) for k, v in sources),
+        *((f"counts.{k}", v) for k, v in flatten(mapping(audit.get("counts")))),
+        ("fields of the log", ", ".join(text(x) for x in items(audit.get("has")))),
+        ("steps per point", f"{per_point:,.0f}" if per_point > 1 else ""),
         ("audited with", f"offdrift {text(audit.get('offdrift'))}".strip()),
         ("created", text(audit.get("created"))),
     ]
-    return [(key, value) for key, value in told if value]
-
-
-def _bad_rows(audit: Fields) -> list[tuple[str, str]]:
-    """Where each stands, and why it could not be read."""
-    found = rows(audit.get("bad_rows"))[:SHOWN_BAD_ROWS]
-    return [(f"{text(b.get('file'))}:{text(b.get('row'))}", clipped(text(b.get("reason")), 600)) for b in found]
+    return [(key, value) for key, value in pairs if value]
 
 
 def _worst_tokens(audit: Fields) -> list[dict[str, Any]]:
-    found = []
-    for row in rows(at(audit, "worst", "tokens"))[:SHOWN_TOKENS]:
-        numbers = {k: number(row.get(k)) for k in ("step", "position", "log_ratio", "logp_rollout")}
-        found.append({
-            **numbers,
+    return [
+        {
+            **{k: number(row.get(k)) for k in ("step", "position", "log_ratio", "logp_rollout")},
             "token": text(row.get("token")),
             "where": f"{text(row.get('file'))}:{text(row.get('row'))}",
             "context": clipped(text(row.get("context")), 600),
-        })  # fmt: skip
-    return found
+        }
+        for row in rows(at(audit, "worst", "tokens"))[:SHOWN_TOKENS]
+    ]

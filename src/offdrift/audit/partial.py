@@ -1,4 +1,4 @@
-"""`Part`: what an audit knows of some pieces of a log. Parts merge, and go to disk and back.
+"""`Part`: the statistics of some pieces of a log. Parts merge, and go to disk and back.
 
 A part is the unit of work, of transport and of resumption: one piece of a file becomes one part,
 wherever it is read. Parts are merged in the order of the pieces, so that an audit's numbers do not
@@ -68,8 +68,7 @@ class Unread:
 
     def merge(self, other: Unread) -> Unread:
         """Both together."""
-        mine, its = astuple(self), astuple(other)
-        return Unread(*(a + b for a, b in zip(mine, its, strict=True)))
+        return Unread(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,9 @@ class Part:
 
     def merge(self, other: Part) -> Part:
         """This part, and then the other."""
-
-        def joined(name: str) -> Any:
-            mine, its = getattr(self, name), getattr(other, name)
-            if mine is None or its is None:
-                return its if mine is None else mine
-            return mine.merge(its)
-
-        return Part(
-            self.unread.merge(other.unread), (self.bad + other.bad)[:BAD_ROWS_KEPT], *(joined(name) for name in KINDS)
-        )
+        pairs = [(getattr(self, name), getattr(other, name)) for name in KINDS]
+        merged = (b if a is None else a if b is None else a.merge(b) for a, b in pairs)
+        return Part(self.unread.merge(other.unread), (self.bad + other.bad)[:BAD_ROWS_KEPT], *merged)
 
     def to_bytes(self) -> bytes:
         """The part as an uncompressed `.npz` of plain arrays; nothing in it is executable."""
@@ -106,9 +98,9 @@ class Part:
             "bad/rows": np.array([b.rows for b in self.bad], dtype=np.int64),
         }
         for name in KINDS:
-            held = getattr(self, name)
-            if held is not None:
-                arrays |= {f"{name}/{k}": v for k, v in held.to_arrays().items()}
+            statistics = getattr(self, name)
+            if statistics is not None:
+                arrays |= {f"{name}/{k}": v for k, v in statistics.to_arrays().items()}
         out = io.BytesIO()
         np.savez(out, allow_pickle=False, **arrays)
         return out.getvalue()
@@ -120,23 +112,17 @@ class Part:
         Raises: `RecordError` if it is damaged, or of another version's layout.
         """
         try:
-            with np.load(io.BytesIO(stored), allow_pickle=False) as arrays:
-                return _from_arrays(dict(arrays))
+            with np.load(io.BytesIO(stored), allow_pickle=False) as file:
+                arrays = dict(file)
+            places = zip(*(arrays[f"bad/{name}"] for name in BadRow._fields))
+            statistics = []
+            for name, kind in KINDS.items():
+                own = {k.removeprefix(f"{name}/"): v for k, v in arrays.items() if k.startswith(f"{name}/")}
+                statistics.append(kind.from_arrays(own) if own else None)
+            bad = tuple(BadRow(str(f), int(row), str(why), int(n)) for f, row, why, n in places)
+            return Part(Unread(*arrays["unread"].tolist()), bad, *statistics)
         except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, TypeError) as e:
             raise RecordError(f"a stored part of this audit cannot be read ({e!r})") from e
-
-
-def _from_arrays(arrays: dict[str, np.ndarray]) -> Part:
-    def held(name: str) -> Any:
-        own = {k.removeprefix(f"{name}/"): v for k, v in arrays.items() if k.startswith(f"{name}/")}
-        return KINDS[name].from_arrays(own) if own else None
-
-    places = zip(*(arrays[f"bad/{name}"] for name in BadRow._fields))
-    return Part(
-        Unread(*arrays["unread"].tolist()),
-        tuple(BadRow(str(f), int(row), str(why), int(n)) for f, row, why, n in places),
-        *(held(name) for name in KINDS),
-    )
 
 
 def work(piece: Piece, job: Job) -> Part:

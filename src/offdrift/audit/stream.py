@@ -1,4 +1,4 @@
-"""Files larger than memory, through any number of workers, into one part.
+"""Read files larger than memory with any number of workers, and merge the parts of the result.
 
     pieces of the files -> parts (here, in processes, or on a Ray cluster) -> disk -> one merged part
 
@@ -28,7 +28,7 @@ from offdrift.records.atomic import write_atomically
 from offdrift.records.readers import Piece, fingerprint
 
 LAYOUT = 3
-"""Of stored parts; a part of another layout is made again."""
+"""Layout of stored parts; a part of another layout is made again."""
 
 Run = Callable[[Job, list[Piece]], Iterator[bytes]]
 """Parts of the given pieces, as bytes, in the pieces' order."""
@@ -80,7 +80,10 @@ def audit(
     skipped = job.found.skipped
     total = Part(Unread.of(skipped, {}), skipped[:BAD_ROWS_KEPT])
     for done, (piece, place, there) in enumerate(zip(pieces, places, kept), start=1):
-        part = _load(place) if there else None
+        part = None
+        if there:
+            with suppress(OSError, RecordError):  # one that cannot be read is made again
+                part = Part.from_bytes(place.read_bytes())
         if part is None:
             made = work(piece, job).to_bytes() if there else next(fresh)
             write_atomically(place, lambda tmp, made=made: Path(tmp).write_bytes(made))
@@ -103,12 +106,6 @@ def _key(piece: Piece, job: Job) -> str:
         "limit": job.found.limit,
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _load(place: Path) -> Part | None:
-    with suppress(OSError, RecordError):  # one that cannot be read is made again
-        return Part.from_bytes(place.read_bytes())
-    return None
 
 
 def _begin_worker() -> None:

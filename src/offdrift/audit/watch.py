@@ -1,8 +1,8 @@
-"""Follow a run that is being written: new metrics and new log lines become rows, step by step.
+"""Follow a run that is being written: new metrics and log lines become rows, and are shown in the terminal.
 
 Two kinds of places are followed. A run of this library writes its metrics; its rows are taken as
 they are. Any other log is read by its framework's reader as it grows: whole lines only, whole files
-where a format is not made of lines. A step's row is given once it is complete: in a file of lines when
+where a format is not made of lines. A step's row is produced once it is complete: in a file of lines when
 a later step appears; where several processes may each write files, when nothing was added for a while.
 Until then the file of one rank may take the place of another's that was read before: a pipeline's last
 stage writes the samples of the stages before it again, and it alone has the trainer's log-probs.
@@ -14,16 +14,23 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from offdrift.audit.coverage import unread_frac
 from offdrift.audit.partial import Unread
 from offdrift.audit.tally.tally import Tally, ageless, still
 from offdrift.errors import RecordError
 from offdrift.records.readers import Detected, Piece, detect, pieces, read
+from offdrift.show.findings import SEVERITY_STYLE, finding_view
+from offdrift.show.numbers import short
 
 LINES = (".jsonl", ".json", ".ndjson")
 CHUNK = 1 << 20
@@ -52,7 +59,14 @@ class Metrics:
 
     def poll(self) -> Iterator[Row]:
         """Rows that were added; a line that is still being written waits."""
-        text, self.read_to = _new_lines(self.file, self.read_to)
+        start, end = _grown(self.file, self.read_to)
+        try:
+            with self.file.open("rb") as f:
+                f.seek(start)
+                text = f.read(end - start).decode("utf-8", "replace")
+        except OSError:
+            text, end = "", start
+        self.read_to = end
         for line in text.splitlines():
             try:
                 row = json.loads(line)
@@ -82,46 +96,53 @@ class Log:
         self.read_to: dict[str, int] = {}
         self.whole: set[str] = set()
         self.open: dict[int, dict[str, Tally]] = {}
-        """Of the steps that wait, by file."""
+        """Tallies of the steps that wait, by step and file."""
         self.rows_of: dict[str, int] = {}
         """Sequences that count in `rows`, of each whole file."""
-        self.given = -1
+        self.last_step = -1
         self.grew: dict[int, float] = {}
         """When a whole file last added to an open step."""
         self.changed = self.clock()
         self.versions: tuple[float, ...] | None = None
-        """Of the first step that was given; another step with the same says nothing of age."""
+        """Versions of the first complete step; another step with the same says nothing of age."""
 
     def poll(self) -> Iterator[Row]:
         """Rows of the steps that became complete."""
         try:
-            found = detect(self.paths, columns=self.columns)
+            log = detect(self.paths, columns=self.columns)
         except RecordError:  # nothing is there yet
             return
-        for piece in self._new(found):
-            self._take(piece, found)
-        for file in self.whole.intersection(found.repeats):
-            self._drop(file)
+        for piece in self._new_pieces(log):
+            self._take(piece, log)
+        for file in self.whole.intersection(log.repeats):  # its samples stand in another file
+            steps = [step for step, tallies in self.open.items() if file in tallies]
+            if steps:
+                self.rows -= self.rows_of.pop(file, 0)
+            for step in steps:
+                del self.open[step][file]
+                if not self.open[step]:
+                    del self.open[step]
         yield from self._complete(everything=self.clock() - self.changed >= self.settle)
 
     def finish(self) -> Iterator[Row]:
         """Rows of every step that is left: nothing more will come."""
         yield from self._complete(everything=True)
 
-    def _new(self, found: Detected) -> Iterator[Piece]:
-        for file in found.files:
+    def _new_pieces(self, log: Detected) -> Iterator[Piece]:
+        for file in log.files:
             if file in self.whole:
                 continue
             if file.endswith(LINES):
                 start, end = _grown(Path(file), self.read_to.get(file, 0))
                 self.read_to[file] = end
                 if end > start:
-                    yield Piece(file, start, end, found.format)
+                    yield Piece(file, start, end, log.format)
             else:
-                yield from pieces(replace(found, files=(file,)))
+                yield from pieces(replace(log, files=(file,)))
 
-    def _take(self, piece: Piece, found: Detected) -> None:
-        batches, bad = read(piece, found)
+    def _take(self, piece: Piece, log: Detected) -> None:
+        """Add the sequences of a piece to the tallies of their steps."""
+        batches, bad = read(piece, log)
         lines = piece.file.endswith(LINES)
         if not lines and not batches:
             return  # being written; it is tried again
@@ -135,26 +156,15 @@ class Log:
         self.changed = self.clock()
         for step in sorted({step for batch in batches for step in batch.step.tolist()}):
             rows = [(batch.step == step).nonzero().squeeze(-1) for batch in batches]
-            if step <= self.given:
+            if step <= self.last_step:
                 self.late_rows += sum(map(len, rows))
                 continue
-            mine = [batch.select(at) for batch, at in zip(batches, rows)]
-            tally = Tally.over(mine, file=piece.file)
+            tally = Tally.over([batch.select(at) for batch, at in zip(batches, rows)], file=piece.file)
             tallies = self.open.setdefault(step, {})
             before = tallies.get(piece.file)
             tallies[piece.file] = tally if before is None else before.merge(tally)
             if not lines:
                 self.grew[step] = self.changed
-
-    def _drop(self, file: str) -> None:
-        """Forget a file whose samples stand in another's, in the steps that are still open."""
-        steps = [step for step, tallies in self.open.items() if file in tallies]
-        if steps:
-            self.rows -= self.rows_of.pop(file, 0)
-        for step in steps:
-            del self.open[step][file]
-            if not self.open[step]:
-                del self.open[step]
 
     def _complete(self, *, everything: bool) -> Iterator[Row]:
         newest = max(self.open, default=0)
@@ -162,21 +172,17 @@ class Log:
             waits = self.clock() - self.grew.get(step, -math.inf) < self.settle
             if not everything and (waits or step == newest):
                 return
-            yield self._give(step)
-
-    def _give(self, step: int) -> Row:
-        first, *others = self.open.pop(step).values()
-        tally = functools.reduce(Tally.merge, others, first)
-        self.grew.pop(step, None)
-        self.given = step
-        (row,) = tally.as_dict()["steps"]
-        versions = tally.versions
-        if self.versions is not None and versions == self.versions and still(versions):
-            row = ageless(row)
-        self.versions = self.versions or versions
-        unread = unread_frac(Unread(self.bad_rows), self.rows)
-        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
-        return Row("log", {**numbers, "data/unread_frac": unread})
+            tally = functools.reduce(Tally.merge, self.open.pop(step).values())
+            self.grew.pop(step, None)
+            self.last_step = step
+            (row,) = tally.as_dict()["steps"]
+            versions = tally.versions
+            if self.versions is not None and versions == self.versions and still(versions):
+                row = ageless(row)
+            self.versions = self.versions or versions
+            numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+            unread = unread_frac(Unread(self.bad_rows), self.rows)
+            yield Row("log", {**numbers, "data/unread_frac": unread})
 
 
 def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Metrics | Log]:
@@ -185,23 +191,10 @@ def sources(path: Path, *, columns: Mapping[str, str] | None = None) -> list[Met
     Arms that start later are found by asking again.
     """
     arms = [path] if (path / "metrics.jsonl").is_file() else sorted((path / "arms").glob("*"))
-    found: list[Metrics | Log] = [
-        Metrics(arm / "metrics.jsonl", arm.name) for arm in arms if (arm / "metrics.jsonl").is_file()
-    ]
-    if found or (path / "run.json").is_file():
-        return found
+    files = [arm / "metrics.jsonl" for arm in arms if (arm / "metrics.jsonl").is_file()]
+    if files or (path / "run.json").is_file():
+        return [Metrics(file, file.parent.name) for file in files]
     return [Log([str(path)], columns or {})]
-
-
-def _new_lines(file: Path, start: int) -> tuple[str, int]:
-    """What was added since byte `start`, up to the last line end, and where that is."""
-    start, end = _grown(file, start)
-    try:
-        with file.open("rb") as f:
-            f.seek(start)
-            return f.read(end - start).decode("utf-8", "replace"), end
-    except OSError:
-        return "", start
 
 
 def _grown(file: Path, start: int) -> tuple[int, int]:
@@ -212,20 +205,85 @@ def _grown(file: Path, start: int) -> tuple[int, int]:
     try:
         size = file.stat().st_size
         start = 0 if size < start else start
+        stop = size
         with file.open("rb") as f:
-            return start, _last_line_end(f, start, size)
+            while stop > start:  # the last line end, from the back
+                first = max(start, stop - CHUNK)
+                f.seek(first)
+                at = f.read(stop - first).rfind(b"\n")
+                if at >= 0:
+                    return start, first + at + 1
+                stop = first
     except OSError:
-        return start, start
+        pass
+    return start, start
 
 
-def _last_line_end(file: Any, start: int, size: int) -> int:
-    """The byte after the last line end between the two, found from the back."""
-    stop = size
-    while stop > start:
-        first = max(start, stop - CHUNK)
-        file.seek(first)
-        at = file.read(stop - first).rfind(b"\n")
-        if at >= 0:
-            return first + at + 1
-        stop = first
-    return start
+COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("KL", ("divergence/kl_rollout_current_mean", "divergence/kl_rollout_old_mean", "mismatch/k3", "full/k3")),
+    ("KL max", ("divergence/kl_rollout_current_max", "divergence/kl_rollout_old_max")),
+    ("chi2", ("mismatch/chi2_token", "full/chi2_token")),
+    ("ESS", ("mismatch/ess_frac", "full/ess_frac")),
+    ("reward", ("reward/mean",)),
+    ("length", ("response/length_mean",)),
+    ("grad norm", ("optim/grad_norm",)),
+)  # fmt: skip
+"""Columns of the terminal table: each shows the first of these metrics that a source's rows hold."""
+
+
+class LiveWatch:
+    """Shows rows (unless `table` is False) and findings; `close` leaves the last state on the screen."""
+
+    def __init__(self, console: Console, title: str, framework: str, *, table: bool = True) -> None:
+        self.console, self.title, self.framework, self.table = console, title, framework, table
+        self.rows: dict[str, Mapping[str, float | int]] = {}
+        self.worst: dict[str, str] = {}
+        self.fired: dict[str, int] = {}
+        # Without a terminal a redrawn table would be printed again and again.
+        redrawn = table and console.is_terminal
+        self.live = Live(self._view(), console=console, auto_refresh=False) if redrawn else None
+        if self.live is not None:
+            self.live.start()
+
+    def show(self, source: str, numbers: Mapping[str, float | int], findings: Sequence[Mapping[str, Any]]) -> None:
+        """A new row of a source, and what it set off."""
+        self.rows[source] = numbers
+        for finding in findings:
+            self.fired[source] = self.fired.get(source, 0) + 1
+            severities = list(SEVERITY_STYLE)
+            before = self.worst.get(source, severities[0])
+            self.worst[source] = max(before, finding["severity"], key=severities.index)
+            head = Text(f"{source}, step {finding.get('step')}: ", style="bold")
+            self.console.print(head, finding_view(finding, self.framework, self.console.width))
+        if self.live is not None:
+            self.live.update(self._view(), refresh=True)
+
+    def close(self) -> None:
+        """End the live display; the table stays."""
+        if self.live is not None:
+            self.live.update(self._view(), refresh=True)
+            self.live.stop()
+        elif self.table:
+            self.console.print(self._view())
+
+    def _view(self) -> Table | Text:
+        if not self.rows:
+            return Text(f"waiting for {self.title} to be written", style="dim")
+        shown = [
+            (title, names) for title, names in COLUMNS if any(n in row for n in names for row in self.rows.values())
+        ]
+        table = Table(box=None, pad_edge=False, title=None)
+        table.add_column("")
+        table.add_column("step", justify="right")
+        for title, _ in shown:
+            table.add_column(title, justify="right")
+        table.add_column("")
+        for source, row in self.rows.items():
+            numbers = [short(next((row[n] for n in names if n in row), None)) for _, names in shown]
+            severity, count = self.worst.get(source), self.fired.get(source, 0)
+            status = Text("nothing found", style="green")
+            if severity is not None:
+                text = f"{severity}: {count} finding{'s' if count > 1 else ''}"
+                status = Text(text, style=SEVERITY_STYLE[severity])
+            table.add_row(Text(source), f"{row.get('step', 0):.0f}", *numbers, status)
+        return table

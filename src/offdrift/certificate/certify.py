@@ -106,11 +106,6 @@ LOGGED = {
 """Every number of `Certificate.as_metrics`, in its order."""
 
 
-ACCEPTANCE_FLOOR = 0.70
-"""Acceptance below which the paper warns (Remark 4.3). A larger share proves nothing, and any rejection
-by a gate on the worst exact KL refutes the precondition."""
-
-
 def certify(
     batch: BatchEvidence,
     *,

@@ -21,9 +21,8 @@ from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
-from offdrift.engines.routing import num_experts
 from offdrift.errors import BadValueError, OffdriftError
-from offdrift.judge import Context, Rules, diagnose, load_rules, verdict
+from offdrift.judge import Context, Rules, diagnose, load_rules, num_experts, verdict
 from offdrift.records.atomic import plain
 from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments

@@ -30,7 +30,7 @@ def reaches(severity: str, fail_on: str | None) -> bool:
         >>> reaches("stop", "act"), reaches("watch", "act"), reaches("stop", None)
         (True, False, False)
     """
-    from offdrift.judge.verdict import URGENCY
+    from offdrift.judge.findings import URGENCY
 
     return fail_on is not None and severity in URGENCY[: URGENCY.index(fail_on) + 1]
 

@@ -41,8 +41,7 @@ def watch(
     offdrift watch /data/run/token_exports --framework prime-rl --fail-on stop
     """
     from offdrift.audit.run_context import run_context
-    from offdrift.audit.watch import Log, Row, sources
-    from offdrift.audit.watch_view import LiveWatch
+    from offdrift.audit.watch import LiveWatch, Log, Row, sources
     from offdrift.judge import Watcher, load_rules
 
     screen = Screen(as_json, quiet)

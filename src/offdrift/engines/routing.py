@@ -28,8 +28,6 @@ from offdrift.segments import Segments
 
 ACTIVATIONS = ("softmax", "sigmoid")
 """What routers make of their logits before they pick and weigh experts."""
-COUNTED = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names under which configurations of transformers give the number of experts in a layer."""
 
 
 @runtime_checkable
@@ -166,20 +164,6 @@ def flip_rate(
         raise EngineError(f"expert {largest} was chosen, but experts={experts}; give all of a layer")
     shared = (one.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).sum(-1)
     return (one.shape[-1] + other.shape[-1] - 2 * shared).float() / experts
-
-
-def num_experts(model: nn.Module) -> int:
-    """Experts in each layer of a mixture of experts, by its configuration; 0 for a dense model.
-
-    Example:
-        >>> num_experts(nn.Linear(2, 2))
-        0
-    """
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    counts = (getattr(config, name, None) or 0 for name in COUNTED)
-    return max(counts, default=0)
 
 
 def _parts(module: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor]:

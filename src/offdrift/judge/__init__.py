@@ -1,11 +1,17 @@
-"""Diagnosis: metrics in, findings out. What is wrong, how it is known, why, and what to do."""
+"""Diagnosis: metrics of a run in, findings out: what is wrong, how it is known, why, and what to do."""
 
-from offdrift.judge.collapse import FeatureRecorder, Features, ahead, auroc, collapse
-from offdrift.judge.context import Context
-from offdrift.judge.findings import Evidence, Finding
+from offdrift.judge.collapse import (
+    FeatureRecorder,
+    Features,
+    VarianceProxies,
+    ahead,
+    auroc,
+    collapse,
+    lr_guard,
+    variance_proxies,
+)
+from offdrift.judge.findings import Context, Evidence, Finding, num_experts
 from offdrift.judge.ladder import Escalation, escalate
-from offdrift.judge.lr_guard import lr_guard
-from offdrift.judge.proxies import VarianceProxies, variance_proxies
 from offdrift.judge.readings import READINGS
 from offdrift.judge.rules import Rules, load_rules
 from offdrift.judge.verdict import verdict
@@ -30,6 +36,7 @@ __all__ = [
     "judge",
     "load_rules",
     "lr_guard",
+    "num_experts",
     "variance_proxies",
     "verdict",
 ]

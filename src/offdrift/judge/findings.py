@@ -1,25 +1,67 @@
-"""`Finding`: what is wrong, how that is known, what most likely causes it, and the smallest fix."""
+"""`Context`, the facts about a run that a diagnosis may use, and `Finding`, what it says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names under which configurations of transformers give the number of experts in a layer."""
+Row = Mapping[str, Any]
+"""Numbers by metric name; None, NaN, infinities and whatever is no number mean missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Facts about a run beside its metrics. Everything is optional: None means unknown."""
+
+    framework: str = "offdrift"
+    """Whose snippet stands first in a finding: "verl", "trl", "prime-rl", "slime", ..."""
+    same_weights: bool | None = None
+    """Whether both policies held the same weights by construction: a zero-update test."""
+    mixture_of_experts: bool | None = None
+    """Whether the model routes tokens to experts."""
+    method: str | None = None
+    """The row of `METHODS` that the run trains with: says which gates and weights are configured."""
+    temperature: float | None = None
+    """Sampling temperature of the rollouts."""
+    overall: Row = field(default_factory=dict)
+    """Metrics over all tokens of the run."""
+    facets: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    """Metrics by bucket of a property ("length", "lag", ...): rows with "low", its smallest value."""
+
+
+def num_experts(model: Any) -> int:
+    """Experts in each layer of a mixture of experts, by the model's configuration; 0 for a dense model.
+
+    Example:
+        >>> num_experts(object())
+        0
+    """
+    config = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return max(getattr(config, name, None) or 0 for name in EXPERT_COUNTS)
+
+
 Severity = Literal["info", "watch", "act", "stop"]
 """How urgent: for your information; keep an eye on it; correct it; do not train on."""
+URGENCY: tuple[Severity, ...] = ("stop", "act", "watch", "info")
+"""Severities, the most urgent first."""
 
 Confidence = Literal["low", "medium", "high"]
+Relation = Literal["<", "<=", ">", ">=", "=", "missing"]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One measured number beside the threshold that it was held against."""
+    """One measured number beside the threshold that it was compared with."""
 
     metric: str
     value: float | None
     """None if the evidence is that the number is missing."""
-    relation: Literal["<", "<=", ">", ">=", "=", "missing"]
+    relation: Relation
     threshold: float | None
     unit: str = "1"
     source: str = ""

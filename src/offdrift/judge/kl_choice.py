@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from offdrift.judge.context import Row
+from offdrift.judge.findings import Row
 from offdrift.judge.window import number
 
 EXACT = {
@@ -19,23 +19,21 @@ EXACT = {
     "full": "divergence/kl_rollout_current_mean",
     "staleness": "divergence/kl_old_current_mean",
 }
-Z_AGREES = 6.0
-"""Standard errors within which a mean ratio is still 1, where no threshold says otherwise."""
 
 
-def kl_metrics(on: str, z: float | None, limit: float = Z_AGREES) -> tuple[str, ...]:
+def kl_metrics(on: str, z: float | None, limit: float) -> tuple[str, ...]:
     """The metrics that measure the KL of a pair of policies, the best first.
 
     Args:
         z: distance of the mean ratio from 1, standard errors; None if it is unknown.
+        limit: the threshold `ratio_mean_z`, up to which the mean ratio is still 1.
 
     Example:
-        >>> kl_metrics("mismatch", -0.3)[1:], kl_metrics("mismatch", -20.0)[1:]
+        >>> kl_metrics("mismatch", -0.3, 6.0)[1:], kl_metrics("mismatch", -20.0, 6.0)[1:]
         (('mismatch/k3', 'mismatch/k1'), ('mismatch/k1', 'mismatch/k3'))
     """
-    sampled = (f"{on}/k3", f"{on}/k1")
     agrees = z is None or abs(z) < limit
-    return (EXACT[on], *(sampled if agrees else sampled[::-1]))
+    return (EXACT[on], *(f"{on}/{k}" for k in (("k3", "k1") if agrees else ("k1", "k3"))))
 
 
 def joined_z(zs: Sequence[float]) -> float | None:
@@ -43,8 +41,8 @@ def joined_z(zs: Sequence[float]) -> float | None:
     return sum(zs) / len(zs) ** 0.5 if zs else None
 
 
-def kl_of(rows: Sequence[Row], on: str, limit: float = Z_AGREES) -> tuple[float, str] | None:
-    """The median KL of some rows and the metric that it was read from."""
+def kl_of(rows: Sequence[Row], on: str, limit: float) -> tuple[float, str] | None:
+    """The median KL of some rows and the metric that it was read from; `limit` as in `kl_metrics`."""
     z = joined_z([x for r in rows if (x := number(r, f"{on}/ratio_mean_z")) is not None])
     for metric in kl_metrics(on, z, limit):
         if values := [x for r in rows if (x := number(r, metric)) is not None]:

@@ -1,4 +1,4 @@
-"""When rejection stops being enough: RS, then RS with token TIS, then a systems fix."""
+"""The escalation ladder: rejection sampling, then rejection with token TIS, then a systems fix."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ def escalate(
     Reference: survey, "When to escalate".
     """
     t = load_rules().limits if limits is None else limits
+    action: Action = "rejection"
+    because = f"token chi2 is {chi2_token:.3g} and rejection would mask only {rs_masked:.1%} of the batch"
     if correlation_broken(pearson, prob_diff_max=prob_diff_max, kl=kl, limits=t):
-        why = f"the policies' probabilities correlate at {pearson:.3g}"
-        return Escalation("systems fix", f"{why}, below {t['pearson_broken']:g}")
-    if rs_masked > t["rs_hard"]:
-        return Escalation("systems fix", f"rejection would mask {rs_masked:.1%} of the batch, above {t['rs_hard']:.0%}")
-    if ess_after_rs is not None and ess_after_rs < t["ess_wasted"]:
-        return Escalation(
-            "systems fix",
-            f"the effective sample size after rejection is {ess_after_rs:.1%} of what is kept, below {t['ess_wasted']:.0%}",
+        action = "systems fix"
+        because = f"the policies' probabilities correlate at {pearson:.3g}, below {t['pearson_broken']:g}"
+    elif rs_masked > t["rs_hard"]:
+        action = "systems fix"
+        because = f"rejection would mask {rs_masked:.1%} of the batch, above {t['rs_hard']:.0%}"
+    elif ess_after_rs is not None and ess_after_rs < t["ess_wasted"]:
+        action = "systems fix"
+        because = (
+            f"the effective sample size after rejection is {ess_after_rs:.1%} of what is kept, "
+            f"below {t['ess_wasted']:.0%}"
         )
-    if chi2_token > t["chi2_last"]:
-        return Escalation("systems fix", f"token chi2 is {chi2_token:.3g}, above {t['chi2_last']:g}")
-    if chi2_token > t["chi2_toxic"]:
-        return Escalation("rejection and token TIS", f"token chi2 is {chi2_token:.3g}, above {t['chi2_toxic']:g}")
-    if rs_masked >= t["rs_soft"]:
-        return Escalation(
-            "rejection and token TIS",
-            f"rejection alone would mask {rs_masked:.1%} of the batch, at least {t['rs_soft']:.0%}",
-        )
-    return Escalation(
-        "rejection", f"token chi2 is {chi2_token:.3g} and rejection would mask only {rs_masked:.1%} of the batch"
-    )
+    elif chi2_token > t["chi2_last"]:
+        action, because = "systems fix", f"token chi2 is {chi2_token:.3g}, above {t['chi2_last']:g}"
+    elif chi2_token > t["chi2_toxic"]:
+        action, because = "rejection and token TIS", f"token chi2 is {chi2_token:.3g}, above {t['chi2_toxic']:g}"
+    elif rs_masked >= t["rs_soft"]:
+        action = "rejection and token TIS"
+        because = f"rejection alone would mask {rs_masked:.1%} of the batch, at least {t['rs_soft']:.0%}"
+    return Escalation(action, because)
 
 
 def correlation_broken(

@@ -7,28 +7,128 @@ The built-in tables are `rules.toml` and `fixes.toml` beside this file. A user's
                             enabled = false                 a known rule, switched off
     [rules.NEW]             symptom = "..." ...             a rule of one's own
     [fixes.NAME]            do = "...", snippets.verl = ""  a fix of one's own, or a known one changed
+
+A rule's condition compares readings, joined by `all` and `any`. A comparison with a missing reading
+does not hold.
+
+    {metric = "kl", above = "kl_large"}        a reading against a threshold, or a number
+    {metric = "kl_same_ckpt", missing = true}  a reading that could not be made
+    {any = [...]}, {all = [...]}               joined
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+import operator
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from offdrift.judge.conditions import RELATIONS, Compared, Condition, Joined, Threshold
-from offdrift.judge.findings import Confidence, Severity
+from offdrift.errors import RecipeError
+from offdrift.judge.findings import Confidence, Evidence, Relation, Severity
 from offdrift.judge.readings import READINGS
-from offdrift.judge.rules_validation import choice, kind, known, one_of, refuse
+from offdrift.judge.readings.view import Reading
 from offdrift.methods import METHODS
 
 HERE = Path(__file__).parent
+TABLES = ("thresholds", "rules", "fixes")
+TEXTS = ("cause", "symptom", "explanation", "fix", "refuted_by")
+FLAGS = ("data", "enabled", "transient", "whole")
 LETTERS = ("A", "A/B", "D", "B", "C", "E", "F", "")
 """Order of findings: the survey's order of fixes, which repairs the engines first."""
+
+
+RELATIONS: dict[str, Relation] = {
+    "below": "<",
+    "at_most": "<=",
+    "above": ">",
+    "at_least": ">=",
+    "is": "=",
+    "missing": "missing",
+}
+HOLDS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A named number that readings are compared with."""
+
+    value: float
+    unit: str = "1"
+    source: str = ""
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One reading against one threshold, or a test that it is missing."""
+
+    reading: str
+    relation: Relation
+    threshold: str | float | None = None
+    """A name of the thresholds, a number, or None for `missing`."""
+
+    def holds(
+        self, reading: Mapping[str, float], limits: Mapping[str, Threshold], source: str = ""
+    ) -> tuple[Evidence, ...] | None:
+        """The evidence that it holds, or None."""
+        value = reading.get(self.reading)
+        metrics = reading.metrics if isinstance(reading, Reading) else {}
+        metric = metrics.get(self.reading, self.reading)
+        if self.relation == "missing":
+            return (Evidence(metric, None, "missing", None, source=source),) if value is None else None
+        named = limits[self.threshold] if isinstance(self.threshold, str) else Threshold(float(self.threshold or 0.0))
+        if value is None or not HOLDS[self.relation](value, named.value):
+            return None
+        return (Evidence(metric, value, self.relation, named.value, named.unit, named.source or source),)
+
+    @property
+    def thresholds(self) -> set[str]:
+        """Names of the thresholds that it compares with."""
+        return {self.threshold} if isinstance(self.threshold, str) else set()
+
+    def describe(self, limits: Mapping[str, Threshold]) -> str:
+        """The condition in one line, with the numbers that stand behind names."""
+        if self.relation == "missing":
+            return f"{self.reading} missing"
+        value = limits[self.threshold].value if isinstance(self.threshold, str) else self.threshold
+        return f"{self.reading} {self.relation} {value:g}"
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several conditions: all of them, or any."""
+
+    how: Literal["all", "any"]
+    parts: tuple[Compared | Joined, ...]
+
+    def holds(
+        self, reading: Mapping[str, float], limits: Mapping[str, Threshold], source: str = ""
+    ) -> tuple[Evidence, ...] | None:
+        """The evidence of the parts that hold; None if too few do."""
+        each = [part.holds(reading, limits, source) for part in self.parts]
+        holding = [evidence for evidence in each if evidence is not None]
+        if not holding or (self.how == "all" and len(holding) < len(each)):
+            return None
+        return tuple(dict.fromkeys(e for evidence in holding for e in evidence))
+
+    @property
+    def thresholds(self) -> set[str]:
+        """Names of the thresholds that its parts compare with."""
+        return set().union(*(part.thresholds for part in self.parts))
+
+    def describe(self, limits: Mapping[str, Threshold]) -> str:
+        """The condition in one line, with the numbers that stand behind names."""
+        texts = [f"({p.describe(limits)})" if isinstance(p, Joined) else p.describe(limits) for p in self.parts]
+        return f" {'and' if self.how == 'all' else 'or'} ".join(texts)
+
+
+Condition = Compared | Joined
 
 
 @dataclass(frozen=True)
@@ -98,9 +198,7 @@ def load_rules(path: Path | None = None) -> Rules:
         >>> rules.thresholds["kl_large"].value, rules.rules["token_drift"].letter
         (0.05, 'C')
     """
-    if path is None:
-        return _built_in()
-    return _parse(_merged(_tables(), _toml(path), str(path)), str(path))
+    return _built_in() if path is None else _parse(_merged(_tables(), _toml(path), str(path)), str(path))
 
 
 @cache
@@ -116,43 +214,42 @@ def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise refuse(f"{path} cannot be read: {e.strerror or e}") from e
+        raise RecipeError(f"{path} cannot be read: {e.strerror or e}") from e
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise refuse(f"{path} cannot be read as TOML: {e}") from e
+        raise RecipeError(f"{path} cannot be read as TOML: {e}") from e
 
 
-TABLES = ("thresholds", "rules", "fixes")
-
-
-def _merged(base: dict[str, Any], mine: dict[str, Any], file: str) -> dict[str, Any]:
+def _merged(base: dict[str, Any], changes: dict[str, Any], file: str) -> dict[str, Any]:
     """The user's tables over the built-in ones, key by key; a rule's conditions are replaced whole."""
-    known(file, mine, TABLES)
+    _check_keys(file, changes, TABLES)
     merged = dict(base)
     for table in TABLES:
-        rows = kind(f"{file}: [{table}]", mine.get(table, {}), dict)
+        rows = _of_kind(f"{file}: [{table}]", changes.get(table, {}), dict)
         if table == "thresholds":
-            known(f"{file}: [thresholds]", rows, base[table])
-        merged[table] = {**base[table], **{n: _over(base[table].get(n), x) for n, x in rows.items()}}
+            _check_keys(f"{file}: [thresholds]", rows, base[table])
+        merged[table] = base[table] | {name: _over(base[table].get(name), row) for name, row in rows.items()}
     return merged
 
 
 def _over(old: Any, new: Any) -> Any:
-    """A row over another; snippets are joined, everything else is replaced."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return {**old, "value": new} if isinstance(old, dict) and not isinstance(new, dict) else new
-    old = {k: v for k, v in old.items() if not (k in ("all", "any") and {"all", "any"} & new.keys())}
-    return {**old, **new, **({"snippets": {**old.get("snippets", {}), **new["snippets"]}} if isinstance(new.get("snippets"), dict) else {})}  # fmt: skip
+    """A row over another: a bare value replaces that of a threshold, snippets are joined, all else is replaced."""
+    if not isinstance(old, dict):
+        return new
+    if not isinstance(new, dict):
+        return {**old, "value": new}
+    joined = {k: v for k, v in old.items() if not (k in ("all", "any") and {"all", "any"} & new.keys())} | new
+    if isinstance(new.get("snippets"), dict):
+        joined["snippets"] = {**old.get("snippets", {}), **new["snippets"]}
+    return joined
 
 
 def _parse(tables: Mapping[str, Any], file: str) -> Rules:
-    thresholds = {
-        name: _threshold(f"{file}: [thresholds] {name}", name, row) for name, row in tables["thresholds"].items()
-    }
+    thresholds = {n: _threshold(f"{file}: [thresholds] {n}", n, row) for n, row in tables["thresholds"].items()}
     fixes = {n: _fix(f"{file}: [fixes.{n}]", row) for n, row in tables["fixes"].items()}
-    rules = {name: _rule(f"{file}: [rules.{name}]", row, thresholds, fixes) for name, row in tables["rules"].items()}
+    rules = {n: _rule(f"{file}: [rules.{n}]", row, thresholds, fixes) for n, row in tables["rules"].items()}
     for name, rule in rules.items():
         for other in rule.suppressed_by:
-            one_of(f"{file}: [rules.{name}] suppressed_by", other, sorted(rules))
+            _in_table(f"{file}: [rules.{name}] suppressed_by", other, sorted(rules))
     order = {n: (not r.data, LETTERS.index(r.letter), i) for i, (n, r) in enumerate(rules.items())}
     ordered = {n: rules[n] for n in sorted(order, key=order.__getitem__) if rules[n].enabled}
     return Rules(MappingProxyType(thresholds), MappingProxyType(ordered), MappingProxyType(fixes))
@@ -160,81 +257,109 @@ def _parse(tables: Mapping[str, Any], file: str) -> Rules:
 
 def _threshold(where: str, name: str, row: Any) -> Threshold:
     row = row if isinstance(row, dict) else {"value": row}
-    known(where, row, [f.name for f in fields(Threshold)])
-    value = kind(f"{where}.value", row.get("value"), (int, float))
+    _check_keys(where, row, [f.name for f in fields(Threshold)])
+    value = _of_kind(f"{where}.value", row.get("value"), (int, float))
     if name.startswith("window_") and not 1 <= value < math.inf:
-        raise refuse(f"{where}.value = {value!r} must be at least 1: it is a number of steps")
-    texts = {k: kind(f"{where}.{k}", v, str) for k, v in row.items() if k != "value"}
+        raise RecipeError(f"{where}.value = {value!r} must be at least 1: it is a number of steps")
+    texts = {k: _of_kind(f"{where}.{k}", v, str) for k, v in row.items() if k != "value"}
     return Threshold(float(value), **texts)
 
 
 def _fix(where: str, row: Any) -> Fix:
-    row = kind(where, row, dict)
-    known(where, row, [f.name for f in fields(Fix)])
+    row = _of_kind(where, row, dict)
+    _check_keys(where, row, [f.name for f in fields(Fix)])
     if (method := row.get("method")) is not None:
-        one_of(f"{where} method", method, sorted(METHODS))
-    snippets = kind(f"{where} snippets", row.get("snippets", {}), dict)
-    checked = {k: kind(f"{where} snippets.{k}", v, str).strip() + "\n" for k, v in snippets.items()}
-    return Fix(kind(f"{where} do", row.get("do"), str), method, checked)
-
-
-TEXTS = ("cause", "symptom", "explanation", "fix", "refuted_by")
+        _in_table(f"{where} method", method, sorted(METHODS))
+    snippets = _of_kind(f"{where} snippets", row.get("snippets", {}), dict)
+    checked = {k: _of_kind(f"{where} snippets.{k}", v, str).strip() + "\n" for k, v in snippets.items()}
+    return Fix(_of_kind(f"{where} do", row.get("do"), str), method, checked)
 
 
 def _rule(where: str, row: Any, limits: Mapping[str, Threshold], fixes: Mapping[str, Fix]) -> Rule:
-    row = dict(kind(where, row, dict))
-    known(where, row, [*(f.name for f in fields(Rule) if f.name != "when"), "all", "any"])
-    given = {key: row.pop(key) for key in ("all", "any") if key in row}
-    if not given:
-        raise refuse(f"{where} has no condition; give it all = [...] or any = [...]")
-    when = _joined(where, given, limits)
+    row = dict(_of_kind(where, row, dict))
+    _check_keys(where, row, [*(f.name for f in fields(Rule) if f.name != "when"), "all", "any"])
+    conditions = {key: row.pop(key) for key in ("all", "any") if key in row}
+    if not conditions:
+        raise RecipeError(f"{where} has no condition; give it all = [...] or any = [...]")
+    when = _joined(where, conditions, limits)
     for key in TEXTS:
-        kind(f"{where} {key}", row.get(key), str)
-    one_of(f"{where} fix", row["fix"], sorted(fixes))
-    choice(f"{where} severity", row.get("severity", "watch"), get_args(Severity))
-    choice(f"{where} confidence", row.get("confidence", "medium"), get_args(Confidence))
-    choice(f"{where} letter", row.get("letter", ""), LETTERS)
-    kind(f"{where} source", row.get("source", ""), str)
-    for key in ("data", "enabled", "transient", "whole"):
-        kind(f"{where} {key}", row.get(key, False), bool)
-    suppressed = kind(f"{where} suppressed_by", row.pop("suppressed_by", []), list)
-    raised = kind(f"{where} raised_by", row.pop("raised_by", []), list)
+        _of_kind(f"{where} {key}", row.get(key), str)
+    _in_table(f"{where} fix", row["fix"], sorted(fixes))
+    words = {"severity": get_args(Severity), "confidence": get_args(Confidence), "letter": LETTERS}
+    for key, choices in words.items():
+        if key in row and row[key] not in choices:
+            raise RecipeError(f"{where} {key} = {row[key]!r} must be one of {', '.join(map(repr, choices))}")
+    _of_kind(f"{where} source", row.get("source", ""), str)
+    for key in FLAGS:
+        _of_kind(f"{where} {key}", row.get(key, False), bool)
+    suppressed = _of_kind(f"{where} suppressed_by", row.pop("suppressed_by", []), list)
+    raised = _of_kind(f"{where} raised_by", row.pop("raised_by", []), list)
     return Rule(
         **row,
         when=when,
-        suppressed_by=tuple(kind(f"{where} suppressed_by", s, str) for s in suppressed),
+        suppressed_by=tuple(_of_kind(f"{where} suppressed_by", s, str) for s in suppressed),
         raised_by=tuple(_condition(f"{where} raised_by", c, limits) for c in raised),
     )
 
 
-def _joined(where: str, given: Mapping[str, Any], limits: Mapping[str, Threshold]) -> Condition:
+def _joined(where: str, conditions: Mapping[str, Any], limits: Mapping[str, Threshold]) -> Condition:
     parts = []
-    for how, entries in given.items():
-        entries = kind(f"{where} {how}", entries, list)
-        if not entries:
-            raise refuse(f"{where} {how} = [] never says anything; give it a condition")
+    for how, entries in conditions.items():
+        if not _of_kind(f"{where} {how}", entries, list):
+            raise RecipeError(f"{where} {how} = [] never says anything; give it a condition")
         inner = tuple(_condition(f"{where} {how}", e, limits) for e in entries)
         parts.append(Joined("all" if how == "all" else "any", inner))
     return parts[0] if len(parts) == 1 else Joined("all", tuple(parts))
 
 
 def _condition(where: str, entry: Any, limits: Mapping[str, Threshold]) -> Condition:
-    entry = kind(where, entry, dict)
+    entry = _of_kind(where, entry, dict)
     if entry.keys() & {"all", "any"}:
-        known(where, entry, ("all", "any"))
+        _check_keys(where, entry, ("all", "any"))
         return _joined(where, entry, limits)
-    known(where, entry, ("metric", *RELATIONS))
-    metric = one_of(f"{where} metric", entry.get("metric"), sorted(READINGS))
+    _check_keys(where, entry, ("metric", *RELATIONS))
+    metric = _in_table(f"{where} metric", entry.get("metric"), sorted(READINGS))
     relations = [key for key in entry if key != "metric"]
     if len(relations) != 1:
-        raise refuse(f"{where}: {metric!r} needs exactly one of {', '.join(RELATIONS)}; it has {relations}")  # fmt: skip
-    value = entry[relations[0]]
-    if relations[0] == "missing":
+        raise RecipeError(f"{where}: {metric!r} needs exactly one of {', '.join(RELATIONS)}; it has {relations}")
+    (relation,), value = relations, entry[relations[0]]
+    if relation == "missing":
         if value is not True:
-            raise refuse(f"{where}: missing = {value!r} must be true; to ask that {metric!r} is there, compare it")  # fmt: skip
+            raise RecipeError(f"{where}: missing = {value!r} must be true; to ask that {metric!r} is there, compare it")
         return Compared(metric, "missing")
     if isinstance(value, str):
-        one_of(f"{where} {metric} {relations[0]}", value, sorted(limits))
+        _in_table(f"{where} {metric} {relation}", value, sorted(limits))
     else:
-        value = float(kind(f"{where} {metric} {relations[0]}", value, (int, float)))
-    return Compared(metric, RELATIONS[relations[0]], value)
+        value = float(_of_kind(f"{where} {metric} {relation}", value, (int, float)))
+    return Compared(metric, RELATIONS[relation], value)
+
+
+def _suggestion(word: object, choices: Collection[str]) -> str:
+    """The nearest of the choices as a question, and all of them."""
+    near = difflib.get_close_matches(str(word), choices, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(choices)}"
+
+
+def _check_keys(where: str, row: Iterable[str], choices: Collection[str]) -> None:
+    """Refuse a key that is not one of these."""
+    for key in row:
+        if key not in choices:
+            raise RecipeError(f"{where}: unknown key {key!r}; {_suggestion(key, choices)}")
+
+
+def _in_table(where: str, value: Any, choices: Collection[str]) -> str:
+    """The value, if it is a name in a table."""
+    if not isinstance(value, str) or value not in choices:
+        raise RecipeError(f"{where} = {value!r} is not known; {_suggestion(value, choices)}")
+    return value
+
+
+def _of_kind(where: str, value: Any, expected: type | tuple[type, ...]) -> Any:
+    """The value, if it is of this kind; a tuple of types stands for a number."""
+    number = isinstance(expected, tuple)
+    wrong = not isinstance(value, expected) or (number and isinstance(value, bool))
+    if wrong or (number and value != value):
+        kinds = {str: "text", dict: "a table", list: "a list", bool: "true or false"}
+        word = "a number" if isinstance(expected, tuple) else kinds[expected]
+        raise RecipeError(f"{where} = {value!r} must be {word}")
+    return value

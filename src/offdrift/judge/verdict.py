@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from offdrift.judge.context import Row
-from offdrift.judge.findings import Finding
+from offdrift.judge.findings import URGENCY, Finding, Row
 from offdrift.judge.kl_choice import kl_metrics
+from offdrift.judge.rules import load_rules
 from offdrift.judge.window import number
 
-URGENCY = ("stop", "act", "watch", "info")
 
-
-def verdict(findings: Sequence[Finding], numbers: Row | None = None, *, missing: Sequence[str] = ()) -> dict[str, str]:
+def verdict(
+    findings: Sequence[Finding],
+    numbers: Row | None = None,
+    *,
+    missing: Sequence[str] = (),
+    limits: Mapping[str, float] | None = None,
+) -> dict[str, str]:
     """The level, "ok", "watch", "act" or "stop", and what to tell a person.
 
     The level is that of the most urgent finding. The text tells it, and the one to repair first: a
@@ -21,36 +25,32 @@ def verdict(findings: Sequence[Finding], numbers: Row | None = None, *, missing:
     Args:
         numbers: metrics of the run; named where nothing is wrong.
         missing: sentences on what these findings have not seen; the first stands before the rest.
+        limits: thresholds by name (`Rules.limits`), if not the built-in ones.
 
     Example:
         >>> verdict([], {"mismatch/pearson": 0.9995, "mismatch/k1": 0.001})["text"]
         'No drift that matters: Pearson correlation 0.9995, KL 0.001 nat per token.'
     """
-    told = [f for f in findings if f.severity != "info"]
-    if not told:
-        said = f"No drift that matters{_agreement(numbers or {})}."
-        return {"level": "ok", "text": " ".join([*missing[:1], said])}
-    first, urgent = told[0], min(told, key=lambda f: URGENCY.index(f.severity))
-    level = urgent.severity
+    shown = [f for f in findings if f.severity != "info"]
+    if not shown:
+        text = f"No drift that matters{_agreement(numbers or {}, (limits or load_rules().limits)['ratio_mean_z'])}."
+        return {"level": "ok", "text": " ".join([*missing[:1], text])}
+    first, urgent = shown[0], min(shown, key=lambda f: URGENCY.index(f.severity))
     lead = "" if urgent.severity == first.severity else f"{urgent.symptom} Repair first: "
-    others = len(told) - (2 if lead else 1)
+    others = len(shown) - (2 if lead else 1)
     more = f" {others} more finding{'s' * (others > 1)}." if others else ""
-    return {"level": level, "text": " ".join([*missing[:1], f"{lead}{first.symptom} {first.fix}{more}"])}  # fmt: skip
+    return {"level": urgent.severity, "text": " ".join([*missing[:1], f"{lead}{first.symptom} {first.fix}{more}"])}
 
 
-def _agreement(numbers: Row) -> str:
+def _agreement(numbers: Row, limit: float) -> str:
+    """Correlation, KL and chi2 of the first pair of policies that has any of them."""
     for on in ("mismatch", "full", "staleness"):
-        shown = (
+        rows = (
             ("Pearson correlation {:.4f}", (f"{on}/pearson",)),
-            ("KL {:.4g} nat per token", kl_metrics(on, number(numbers, f"{on}/ratio_mean_z"))),
+            ("KL {:.4g} nat per token", kl_metrics(on, number(numbers, f"{on}/ratio_mean_z"), limit)),
             ("chi2 {:.3g}", (f"{on}/chi2_token",)),
         )
-        known = ((text, [number(numbers, name) for name in names]) for text, names in shown)
-        found = [
-            text.format(next(x for x in values if x is not None))
-            for text, values in known
-            if any(x is not None for x in values)
-        ]
-        if found:
-            return ": " + ", ".join(found)
+        best = ((text, next((x for n in names if (x := number(numbers, n)) is not None), None)) for text, names in rows)
+        if texts := [text.format(x) for text, x in best if x is not None]:
+            return ": " + ", ".join(texts)
     return " shows in this log"

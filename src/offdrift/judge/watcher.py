@@ -1,4 +1,4 @@
-"""From metrics to findings: one reading, one run, or a run that is still going on."""
+"""Findings from metrics: of one reading, of a whole run, or of a run that is still going on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from offdrift.judge.conditions import Threshold
-from offdrift.judge.context import Context, Row
-from offdrift.judge.findings import Confidence, Evidence, Finding
+from offdrift.judge.findings import Confidence, Context, Finding, Row
 from offdrift.judge.readings import reading_of
 from offdrift.judge.readings.lag import at_same_weights
 from offdrift.judge.readings.view import Reading, View
@@ -19,7 +17,6 @@ PATIENCE = 3
 """Steps before a live run is judged: a level is a median, and one batch is none."""
 LEVELS: tuple[Confidence, ...] = get_args(Confidence)
 UNKNOWN = Context()
-Evidences = dict[str, tuple[Evidence, ...]]
 
 
 def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN) -> list[Finding]:
@@ -29,13 +26,37 @@ def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN
         reading: numbers by the names of `READINGS`; what is absent is unknown.
 
     Example:
-        >>> found = judge({"pearson": 0.995, "kl": 0.08, "kl_same_ckpt": 0.01}, load_rules())
-        >>> [(f.letter, f.cause) for f in found]
+        >>> findings = judge({"pearson": 0.995, "kl": 0.08, "kl_same_ckpt": 0.01}, load_rules())
+        >>> [(f.letter, f.cause) for f in findings]
         [('B', 'stale_engine')]
     """
-    fired = _fired(reading, rules)
-    shown = (n for n in fired if not any(s in fired for s in rules.rules[n].suppressed_by))
-    return [_finding(n, fired[n], reading, rules, context) for n in shown]
+    tried = {name: rule.when.holds(reading, rules.thresholds, rule.source) for name, rule in rules.rules.items()}
+    fired = {name: evidence for name, evidence in tried.items() if evidence is not None}
+    findings = []
+    for name, evidence in fired.items():
+        rule = rules.rules[name]
+        if any(other in fired for other in rule.suppressed_by):
+            continue
+        fix = rules.fixes[rule.fix]
+        raised = sum(c.holds(reading, rules.thresholds) is not None for c in rule.raised_by)
+        findings.append(
+            Finding(
+                rule=name,
+                cause=rule.cause,
+                letter=rule.letter,
+                severity=rule.severity,
+                confidence=LEVELS[min(len(LEVELS) - 1, LEVELS.index(rule.confidence) + raised)],
+                symptom=rule.symptom,
+                evidence=evidence,
+                explanation=rule.explanation,
+                fix=fix.do,
+                refuted_by=rule.refuted_by,
+                snippets=dict(sorted(fix.snippets.items(), key=lambda kv: kv[0] != context.framework)),
+                method=fix.method,
+                source=rule.source,
+            )
+        )
+    return findings
 
 
 def diagnose(history: Sequence[Row], *, context: Context = UNKNOWN, rules: Rules | None = None) -> list[Finding]:
@@ -62,7 +83,7 @@ def diagnose(history: Sequence[Row], *, context: Context = UNKNOWN, rules: Rules
 
 
 @dataclass
-class _Seen:
+class _Firing:
     """How often a rule fired, and with what evidence the last time."""
 
     first: int
@@ -89,7 +110,7 @@ class Watcher:
         self._limits = self.rules.limits
         span = int(2 * self._limits["window_long"] + self._limits["window_level"])
         self._window = Window(span, *(int(self._limits[f"window_{x}"]) for x in ("trend", "long")))
-        self._seen: dict[str, _Seen] = {}
+        self._firings: dict[str, _Firing] = {}
         self.reading = Reading()
         """The last reading."""
 
@@ -97,15 +118,15 @@ class Watcher:
         """Take one more step; returns the findings that fired for the first time."""
         self._window.add(row, same_weights=at_same_weights(row, self.context))
         self.reading = reading_of(View(self._window, self.context, self._limits))
-        if self._window.seen < self.patience:
+        if self._window.steps < self.patience:
             return []
         new = []
         for finding in judge(self.reading, self.rules, self.context):
-            seen = self._seen.get(finding.rule)
-            if seen is None:
-                seen = self._seen[finding.rule] = _Seen(self._window.step, 0, finding, 0)
+            firing = self._firings.get(finding.rule)
+            if firing is None:
+                firing = self._firings[finding.rule] = _Firing(self._window.step, 0, finding, 0)
                 new.append(replace(finding, step=self._window.step, steps=1))
-            seen.finding, seen.last, seen.steps = finding, self._window.seen, seen.steps + 1
+            firing.finding, firing.last, firing.steps = finding, self._window.steps, firing.steps + 1
         return new
 
     @property
@@ -115,76 +136,37 @@ class Watcher:
 
     def conclude(self) -> list[Finding]:
         """All findings of the run that ends here, judged as a whole as well."""
-        if not self._window.seen and not self.context.overall:
+        if not self._window.steps and not self.context.overall:
             return []
         view = View(self._window, self.context, self._limits, overall=self.context.overall)
         whole = judge(reading_of(view), self.rules, self.context)
         return self._report({f.rule: f for f in whole} if self.context.overall else {})
 
     def _report(self, whole: Mapping[str, Finding]) -> list[Finding]:
-        found = []
+        """What fired at some step or for the whole run, but for what is explained better."""
+        findings, now = [], self._window.steps
         for name, rule in self.rules.rules.items():
-            seen = self._seen.get(name)
-            if (seen is None and name not in whole) or self._explained(name, rule, whole):
+            firing = self._firings.get(name)
+            if (firing is None and name not in whole) or self._explained(rule, firing, whole):
                 continue
-            if seen is None:
-                found.append(whole[name])
-                continue
-            if rule.whole:
-                if name in whole or seen.steps + self.patience > self._window.seen:
-                    found.append(replace(whole.get(name, seen.finding), step=None, steps=0))
-                continue
-            finding = replace(whole.get(name, seen.finding), step=seen.first, steps=seen.steps)
-            passing = seen.last < self._window.seen and 50 * seen.steps < self._window.seen
-            if passing and not rule.transient and name not in whole and finding.severity != "info":
-                finding = replace(finding, severity="watch")
-            found.append(finding)
-        return sorted(found, key=_late)
+            if firing is None:
+                findings.append(whole[name])
+            elif rule.whole:
+                if name in whole or firing.steps + self.patience > now:
+                    findings.append(replace(whole.get(name, firing.finding), step=None, steps=0))
+            else:
+                finding = replace(whole.get(name, firing.finding), step=firing.first, steps=firing.steps)
+                passing = firing.last < now and 50 * firing.steps < now
+                if passing and not rule.transient and name not in whole and finding.severity != "info":
+                    finding = replace(finding, severity="watch")
+                findings.append(finding)
+        # What can wait stands behind what cannot; within both, the order of repair.
+        return sorted(findings, key=lambda f: f.severity in ("watch", "info"))
 
-    def _explained(self, name: str, rule: Rule, whole: Mapping[str, Finding]) -> bool:
+    def _explained(self, rule: Rule, firing: _Firing | None, whole: Mapping[str, Finding]) -> bool:
         """Whether a better explanation held for the whole run, or at half as many steps as this."""
-        steps = self._seen[name].steps if name in self._seen else 0
+        steps = 1 if firing is None else max(firing.steps, 1)
         return any(
-            other in whole or (other in self._seen and 2 * self._seen[other].steps >= max(steps, 1))
+            other in whole or ((better := self._firings.get(other)) is not None and 2 * better.steps >= steps)
             for other in rule.suppressed_by
         )
-
-
-def _late(finding: Finding) -> bool:
-    """What can wait stands behind what cannot; within both, the order of repair."""
-    return finding.severity in ("watch", "info")
-
-
-def _fired(reading: Mapping[str, float], rules: Rules) -> Evidences:
-    return {
-        name: evidence
-        for name, rule in rules.rules.items()
-        if (evidence := rule.when.holds(reading, rules.thresholds, rule.source)) is not None
-    }
-
-
-def _finding(
-    name: str, evidence: tuple[Evidence, ...], reading: Mapping[str, float], rules: Rules, context: Context
-) -> Finding:
-    rule = rules.rules[name]
-    fix = rules.fixes[rule.fix]
-    return Finding(
-        rule=name,
-        cause=rule.cause,
-        letter=rule.letter,
-        severity=rule.severity,
-        confidence=_confidence(rule, reading, rules.thresholds),
-        symptom=rule.symptom,
-        evidence=evidence,
-        explanation=rule.explanation,
-        fix=fix.do,
-        refuted_by=rule.refuted_by,
-        snippets=dict(sorted(fix.snippets.items(), key=lambda kv: kv[0] != context.framework)),
-        method=fix.method,
-        source=rule.source,
-    )
-
-
-def _confidence(rule: Rule, reading: Mapping[str, float], limits: Mapping[str, Threshold]) -> Confidence:
-    raised = sum(c.holds(reading, limits) is not None for c in rule.raised_by)
-    return LEVELS[min(len(LEVELS) - 1, LEVELS.index(rule.confidence) + raised)]

@@ -1,4 +1,4 @@
-"""`Window`: the last steps of a run, and the few facts that need all of it, in bounded memory."""
+"""`Window`: the last steps of a run and a few running facts about all of it, in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offdrift.judge.context import Row
+from offdrift.judge.findings import Row
 from offdrift.judge.scatter import about_line, error_of_mean
 
 EARLY = 5
-"""Same-weight steps that stand for "lately"; kept apart, because they may be long ago."""
+"""Last steps at the same weights that are kept; they are kept apart, because they may be long ago."""
 
 BLOCK = 5
 """Steps whose means show a slow wander under fresh noise."""
@@ -57,7 +57,7 @@ class Window:
     def __init__(self, span: int, trend: int = 20, long: int = 100) -> None:
         self.trend, self.long = trend, long
         self.rows: deque[dict[str, float]] = deque(maxlen=span)
-        self.seen = 0
+        self.steps = 0
         """Rows so far, over the whole run."""
         self.step = 0
         self.broken: str | None = None
@@ -66,7 +66,7 @@ class Window:
         """The last rows whose rollouts were drawn from the weights that scored them."""
         self.first_same: list[dict[str, float]] = []
         """The first such rows, as many."""
-        self.seen_same = 0
+        self.steps_same = 0
         """Such rows so far."""
         self.first: dict[str, float] | None = None
         self.peak: dict[str, float] = {}
@@ -82,14 +82,14 @@ class Window:
         watched = ("optim/loss", "optim/grad_norm")
         bad = [n for n in watched if isinstance(row.get(n), Real) and n not in kept]
         self.broken = bad[0] if bad else None
-        self.seen += 1
+        self.steps += 1
         self.step = int(kept.get("step", kept.get("update", self.step + 1)))
         kept["step"] = float(self.step)
         self.rows.append(kept)
         self.first = self.first or kept
         if same_weights:
             self.same_weights.append(kept)
-            self.seen_same += 1
+            self.steps_same += 1
             if len(self.first_same) < EARLY:
                 self.first_same.append(kept)
         for name, x in kept.items():

@@ -51,6 +51,12 @@ class Judged:
         return ("ok", "watch", "act")[i], self.comparisons[i]
 
 
+def thresholds(audit: Fields) -> dict[str, float]:
+    """The thresholds of an audit by name; the built-in ones stand for those that it does not hold."""
+    stored = mapping(audit.get("limits"))
+    return {**load_rules().limits, **{k: v for k in stored if (v := number(stored[k])) is not None}}
+
+
 def judged(limits: Mapping[str, Any]) -> dict[str, Judged]:
     """The numbers that are judged, by their slot on the first screen.
 
@@ -58,7 +64,7 @@ def judged(limits: Mapping[str, Any]) -> dict[str, Judged]:
         limits: thresholds by name, as an audit or a check stores them; the built-in ones stand for those
             that are absent.
     """
-    at = {**load_rules().limits, **{k: v for k in limits if (v := number(limits[k])) is not None}}
+    at = thresholds({"limits": limits})
     some, many = at["data_some"], at["data_many"]
     clean, large, half = at["kl_clean"], at["kl_large"], at["ess_half"]
     agree, broken = at["pearson_clean"], at["pearson_broken"]
@@ -145,7 +151,7 @@ def headlines(audit: Fields) -> list[Headline]:
     """
     overall, steps = mapping(audit.get("overall")), rows(audit.get("steps"))
     pair, length = main_pair(audit), length_unit(audit)
-    wanted = [*_drift(pair, overall), *_WITHOUT_DRIFT] if pair else _WITHOUT_DRIFT
+    wanted = [*_drift(pair, overall, thresholds(audit)), *_WITHOUT_DRIFT] if pair else _WITHOUT_DRIFT
     judge = judged(mapping(audit.get("limits")))
     wanted = [*_missing(overall, judge["missing"]), *wanted]
     chosen: dict[str, Headline] = {}
@@ -176,8 +182,11 @@ def main_pair(audit: Fields) -> str:
     return next((p for p in PAIRS if kl_metric(overall, p)), "")
 
 
-def kl_metric(fields: Fields, pair: str) -> str:
+def kl_metric(fields: Fields, pair: str, limits: Mapping[str, float] | None = None) -> str:
     """The best measure of the KL of a pair that is there, as the diagnosis chooses it; "" for none.
+
+    Args:
+        limits: thresholds by name, if not the built-in ones.
 
     Example:
         >>> kl_metric({"mismatch/k3": 0.1}, "mismatch"), kl_metric({}, "full")
@@ -185,7 +194,8 @@ def kl_metric(fields: Fields, pair: str) -> str:
     """
     if pair not in PAIRS:
         return ""
-    return best_of(fields, kl_metrics(pair, number(fields.get(f"{pair}/ratio_mean_z"))))
+    limit = (limits or load_rules().limits)["ratio_mean_z"]
+    return best_of(fields, kl_metrics(pair, number(fields.get(f"{pair}/ratio_mean_z")), limit))
 
 
 def best_of(fields: Fields, names: tuple[str, ...]) -> str:
@@ -256,9 +266,9 @@ def _missing(overall: Fields, judge: Judged) -> list[_Wanted]:
 _Wanted = tuple[str, str, str, str, Callable[[float | None], str]]
 
 
-def _drift(pair: str, overall: Fields) -> list[_Wanted]:
+def _drift(pair: str, overall: Fields, limits: Mapping[str, float]) -> list[_Wanted]:
     about = PAIR_WORDS[pair]
-    kl = kl_metric(overall, pair)
+    kl = kl_metric(overall, pair, limits)
     grade = "exact" if kl == EXACT[pair] else f"sampled, {kl.rpartition('/')[2]}"
     return [
         ("kl", "KL per token", kl, f"{about} ({grade})", short),

@@ -18,11 +18,11 @@ from torch import nn
 from offdrift.advantages import ADVANTAGES
 from offdrift.certificate import TrustRegion
 from offdrift.engines.verify_sync import check_sync
-from offdrift.judge import Context, Finding, Watcher
+from offdrift.judge import Context, Finding, Watcher, num_experts
 from offdrift.methods import Method, override
 from offdrift.records.rollouts import Rollouts
 from offdrift.train import checkpoint, recipe
-from offdrift.train.context import Event, EventKind, RunContext, has_experts
+from offdrift.train.context import Event, EventKind, RunContext
 from offdrift.train.old_policy import OldPolicy, make_old_policy, named_weights
 from offdrift.train.run_folder import ArmFolder
 from offdrift.train.source import Source
@@ -147,7 +147,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         old_policy = make_old_policy(settings, accelerator, files.path / "snapshots")
     context = Context(
         framework="offdrift",
-        mixture_of_experts=has_experts(run.model),
+        mixture_of_experts=num_experts(run.model) > 1,
         method=run.recipe.arms[name].method,
         temperature=run.recipe.rollout.temperature,
     )

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from offdrift.engines import Engine, make_engine
 from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.errors import CheckpointError, RecipeError
+from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.recipe import Recipe
@@ -217,12 +218,5 @@ def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:
         "name": recipe.model,
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocab_size": model.config.get_text_config().vocab_size,
-        "experts": has_experts(model),
+        "experts": num_experts(model) > 1,
     }
-
-
-def has_experts(model: PreTrainedModel) -> bool:
-    """Whether the model routes tokens to experts, by any of the names that configurations use."""
-    config = model.config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any((getattr(config, name, None) or 0) > 1 for name in names)

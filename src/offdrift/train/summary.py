@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from offdrift.certificate.certify import ACCEPTANCE_FLOOR
+from offdrift.judge import load_rules
 from offdrift.methods import Method
 from offdrift.records.rollouts import OLD_STATUS
 
@@ -64,9 +64,10 @@ def summarize_arm(
 def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
     """What a reader of the row must know: few sequences, parts without effect, weak evidence."""
     acceptance = _mean(metrics, "gate/acceptance_seq")
-    if acceptance is not None and acceptance < ACCEPTANCE_FLOOR:
+    floor = load_rules().limits["acceptance_low"]
+    if acceptance is not None and acceptance < floor:
         yield (
-            f"accepted {acceptance:.0%} of the sequences, below the 70 % that the Trust Region Masking "
+            f"accepted {acceptance:.0%} of the sequences, below the {100 * floor:g} % that the Trust Region Masking "
             "paper asks to monitor (Remark 4.3): updates rest on few sequences"
         )
     yield from _without_effect(row, metrics)

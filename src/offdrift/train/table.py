@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offdrift.certificate.certify import ACCEPTANCE_FLOOR
+from offdrift.judge import load_rules
 from offdrift.show.json_access import number
 from offdrift.show.numbers import duration, fixed, percent, short
 from offdrift.train.stored import Arm, Run
@@ -48,8 +48,9 @@ def _reward(arm: Arm) -> Cell:
 
 def _acceptance(arm: Arm) -> Cell:
     share = arm.figure("acceptance")
-    low = share is not None and share < ACCEPTANCE_FLOOR
-    return Cell(percent(share), "below 70 %" if low else "", flagged=low)
+    floor = load_rules().limits["acceptance_low"]
+    low = share is not None and share < floor
+    return Cell(percent(share), f"below {100 * floor:g} %" if low else "", flagged=low)
 
 
 def _precondition(arm: Arm) -> Cell:
@@ -219,12 +220,14 @@ def _prompts(arm: Arm) -> float | None:
 
 def _low_acceptance(arms: Sequence[Arm]) -> str:
     shares = [(arm.name, share) for arm in arms if (share := arm.figure("acceptance")) is not None]
-    low = [(name, percent(share)) for name, share in shares if share < ACCEPTANCE_FLOOR]
+    floor = load_rules().limits["acceptance_low"]
+    low = [(name, percent(share)) for name, share in shares if share < floor]
     if not low:
         return ""
     who = _listed([f"{name} accepted {share}" for name, share in low])
     return (
-        f"{who} of its sequences, less than the 70 % that the Trust Region Masking paper asks to watch for (Remark 4.3)"
+        f"{who} of its sequences, less than the {100 * floor:g} % that the Trust Region Masking paper asks to watch for "
+        "(Remark 4.3)"
     )
 
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.certificate.certify import ACCEPTANCE_FLOOR
+from offdrift.judge import load_rules
 from offdrift.show.findings import SEVERITY_STYLE
 from offdrift.show.json_access import number
 from offdrift.show.numbers import percent, short
@@ -132,11 +132,12 @@ class LiveProgress:
         self._bar(event.arm, event)
         self.newest[event.arm] = event.metrics or {}
         accepted = number(self.newest[event.arm].get("gate/acceptance_seq"))
-        if accepted is not None and accepted < ACCEPTANCE_FLOOR and event.arm not in self.warned:
+        floor = load_rules().limits["acceptance_low"]
+        if accepted is not None and accepted < floor and event.arm not in self.warned:
             self.warned.add(event.arm)
             text = (
                 f"{event.arm}: update {event.step} accepted {percent(accepted)} of its sequences; "
-                "the TRM paper asks to watch for less than 70 % (Remark 4.3)"
+                f"the TRM paper asks to watch for less than {100 * floor:g} % (Remark 4.3)"
             )
             self._print(Text(text, style="yellow"))
         if self._due(event.step, self.every):

@@ -99,56 +99,64 @@ class Cells:
             position = torch.arange(n, dtype=torch.int32).sub_(spread(batch.cu_seqlens[:-1]))
         else:
             position = batch.position.int()
-        cell.add_(_position_bucket(position), alpha=stride["position"])
+        # 0 for 0-15, 1 for 16-31, ...: the exponent of a float32.
+        exponent = (position | 15).float().view(torch.int32).bitwise_right_shift_(23)
+        cell.add_(exponent.sub_(127 + 3).clamp_(max=POSITIONS), alpha=stride["position"])
         if batch.advantages is not None:
-            cell.add_(_sign(batch.advantages), alpha=stride["advantage"])
+            cell.add_(batch.advantages.sign().int().add_(1), alpha=stride["advantage"])  # the sign of NaN is 0
         if "lag" in self.axes and batch.lag is not None:
-            cell.add_(_lag_bucket(batch.lag), alpha=stride["lag"])
+            lag = batch.lag.clamp(max=len(LAG_BUCKET) - 1)
+            cell.add_(LAG_BUCKET.index_select(0, lag), alpha=stride["lag"])
         cell.add_(_token_class(batch.logp_rollout), alpha=stride["token_class"])
-        _mark_last(batch, cell, stride["token_class"])
+        # The last token of each response, if it was scored, is in a class of its own.
+        filled = lengths > 0
+        last = (batch.cu_seqlens[1:] - 1)[filled]
+        if batch.length_unit == "token" and batch.position is not None:
+            last = last[batch.position[last] == batch.response_lengths[filled] - 1]
+        classes = _token_class(batch.logp_rollout[last])
+        cell.index_add_(0, last, (len(CLASSES) - classes) * stride["token_class"])
         return cell
 
     def along(self, tables: Tensor, how: np.ufunc = np.add) -> dict[str, np.ndarray]:
         """Tables of cells, `[k, cells]`, added up along each axis to `[k, buckets]`."""
-        held, every = tables.numpy().reshape(len(tables), *self.shape), range(len(self.axes))
+        cells, every = tables.numpy().reshape(len(tables), *self.shape), range(len(self.axes))
         return {
-            name: how.reduce(held, axis=tuple(j + 1 for j in every if j != i)).astype(np.float64)
+            name: how.reduce(cells, axis=tuple(j + 1 for j in every if j != i)).astype(np.float64)
             for i, name in enumerate(self.axes)
         }
 
     def log_added(self, tables: Float[Tensor, "k cells"]) -> dict[str, np.ndarray]:
         """Tables of logs, `[k, cells]`, whose exponentials are added up along each axis."""
-        held, every = tables.numpy().reshape(len(tables), *self.shape), range(len(self.axes))
-        found = {}
+        cells, added = tables.numpy().reshape(len(tables), *self.shape), {}
         for i, name in enumerate(self.axes):
-            others = tuple(j + 1 for j in every if j != i)
-            top = held.max(others, keepdims=True)
+            others = tuple(j + 1 for j in range(len(self.axes)) if j != i)
+            top = cells.max(others, keepdims=True)
             top = np.where(top > -np.inf, top, 0.0)  # an empty bucket
             with np.errstate(divide="ignore"):
-                found[name] = np.log(np.exp(held - top).sum(others)) + top.squeeze(others)
-        return found
+                added[name] = np.log(np.exp(cells - top).sum(others)) + top.squeeze(others)
+        return added
 
     def sequences(self, cell: Int[Tensor, " n"], cuts: Int[Tensor, " cuts"]) -> Float[np.ndarray, " bits"]:
         """How many sequences have a token in each bucket: their tokens' bits are or-ed together."""
         starts = cuts[:-1][cuts.diff() > 0].numpy()
-        met = np.bitwise_or.reduceat(np.take(self._bits, cell.numpy()), starts)
+        met = np.bitwise_or.reduceat(np.take(self.bits, cell.numpy()), starts)
         octets = met.view(np.uint8).reshape(-1, 8)
         return np.unpackbits(octets, axis=1, bitorder="little").sum(0, dtype=np.float64)
+
+    @cached_property
+    def bits(self) -> Int[np.ndarray, " cells"]:
+        """A bit for each bucket of each axis: those that a cell is in."""
+        cells, first = np.zeros(self.shape, dtype="<i8"), 0
+        for i, size in enumerate(self.shape):
+            own = np.left_shift(1, np.arange(size) + first, dtype="<i8")
+            cells |= own.reshape([-1 if j == i else 1 for j in range(len(self.shape))])
+            first += size
+        return cells.reshape(-1)
 
     def named(self, bits: Float[np.ndarray, " bits"]) -> dict[str, np.ndarray]:
         """Numbers by bit as numbers by axis and bucket."""
         ends = np.cumsum(self.shape)
         return dict(zip(self.axes, np.split(bits[: ends[-1]], ends[:-1]), strict=True))
-
-    @cached_property
-    def _bits(self) -> Int[np.ndarray, " cells"]:
-        """A bit for each bucket of each axis: those that a cell is in."""
-        held, first = np.zeros(self.shape, dtype="<i8"), 0
-        for i, size in enumerate(self.shape):
-            own = np.left_shift(1, np.arange(size) + first, dtype="<i8")
-            held |= own.reshape([-1 if j == i else 1 for j in range(len(self.shape))])
-            first += size
-        return held.reshape(-1)
 
 
 def length_bucket(lengths: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
@@ -161,33 +169,8 @@ def length_bucket(lengths: Int[Tensor, " b"]) -> Int[Tensor, " b"]:
     return torch.bucketize(lengths, torch.tensor(LENGTH_CUTS))
 
 
-def _position_bucket(position: Int[Tensor, " k"]) -> Int[Tensor, " k"]:
-    """0 for 0-15, 1 for 16-31, ...: the exponent of a float32."""
-    exponent = (position | 15).float().view(torch.int32).bitwise_right_shift_(23)
-    return exponent.sub_(127 + 3).clamp_(max=POSITIONS)
-
-
 def _token_class(logp: Float[Tensor, " k"]) -> Int[Tensor, " k"]:
     likely, unsure, rare = (math.log(high) for _, high in list(CLASSES.values())[1:])
     at_most = [(logp <= likely), (logp < unsure), (logp < rare)]
     first, second, third = (x.view(torch.uint8) for x in at_most)
     return first.add_(second).add_(third).int()
-
-
-def _lag_bucket(lag: Int[Tensor, " k"]) -> Int[Tensor, " k"]:
-    return LAG_BUCKET.index_select(0, lag.clamp(max=len(LAG_BUCKET) - 1))
-
-
-def _sign(advantages: Float[Tensor, " k"]) -> Int[Tensor, " k"]:
-    return advantages.sign().int().add_(1)  # the sign of NaN is 0
-
-
-def _mark_last(batch: Logged, cell: Int[Tensor, " n"], stride: int) -> None:
-    """Move the last token of each response into the class of its own, if it was scored."""
-    assert batch.logp_rollout is not None
-    filled = batch.cu_seqlens.diff() > 0
-    last = (batch.cu_seqlens[1:] - 1)[filled]
-    if batch.length_unit == "token" and batch.position is not None:
-        last = last[batch.position[last] == batch.response_lengths[filled] - 1]
-    held = _token_class(batch.logp_rollout[last])
-    cell.index_add_(0, last, (len(CLASSES) - held) * stride)

@@ -1,4 +1,9 @@
-"""Logged sequences cut into runs of whole sequences, without copying tokens."""
+"""`Facets`: metrics by length, position, sign of the advantage, policy lag and token class.
+
+Every sum is scattered once over the cells of `buckets` and then added up along each axis, so that
+five tables cost one pass. Only the tables by axis are kept: parts whose logs hold different fields
+add up. A batch is cut into runs of whole sequences without copying tokens (`chunks`, `runs`).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,8 @@ from torch import Tensor
 from offdrift.audit.tally.buckets import AXES, Cells, length_bucket
 from offdrift.numerics import BLOCK, at_least_float32, clamped
 from offdrift.records.batch import Logged
-from offdrift.segments import Segments
 from offdrift.stats import METRICS
 from offdrift.stats.drift import SECOND, TOKEN_LOGS
-from offdrift.stats.metrics import Numbers
 from offdrift.stats.signature import PerSequence
 
 CHUNK = 2**20
@@ -54,24 +57,10 @@ def runs(batch: Logged, width: int) -> Iterator[tuple[int, Logged]]:
         yield key, batch.cut(first, last)
 
 
-# `Facets`: the same metrics by length, position, sign of the advantage, policy lag and token class.
-#
-# Every sum is scattered once over the cells of `audit.axes` and then added up along each axis, so that
-# five tables cost one pass. Only the tables by axis are kept: parts whose logs hold different fields
-# add up.
-
-
 SUMS = ("excess", "excess_sq", "l_limited", "abs", "excess_abs")
 TOKEN_METRICS = (
-    "k1",
-    "k3",
-    "abs_log_ratio_mean",
-    "abs_log_ratio_max",
-    "chi2_token",
-    "ess_frac",
-    "tv_sampled",
-    "ratio_mean",
-)
+    "k1", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "chi2_token", "ess_frac", "tv_sampled", "ratio_mean",
+)  # fmt: skip
 SEQUENCE_METRICS = ("acceptance_sum", "acceptance_mean", "acceptance_worst")
 DIVERGENCES = tuple(name for name in METRICS if name.startswith("divergence/") and name.endswith("_mean"))
 
@@ -93,8 +82,7 @@ class Facets:
             return Facets(_by_length(batch, {})), {}
         sums = _Sums.of(batch)
         tables, maxima, logs = sums.along_axes()
-        found = Facets({**_by_length(batch, sums.per_sequence), **tables}, maxima, logs)
-        return found, sums.per_sequence
+        return Facets({**_by_length(batch, sums.per_sequence), **tables}, maxima, logs), sums.per_sequence
 
     def merge(self, other: Facets) -> Facets:
         """The sums of both."""
@@ -106,15 +94,15 @@ class Facets:
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """One table by axis: a row for each bucket with anything in it, by length for every bucket."""
-        found = {}
+        tables = {}
         for name, axis in AXES.items():
             rows = (self._row(name, i) for i in range(len(axis)))
-            found[name] = [r for r in rows if name == "length" or r["sequences"]]
-        return found
+            tables[name] = [r for r in rows if name == "length" or r["sequences"]]
+        return tables
 
     def _row(self, name: str, i: int) -> dict[str, Any]:
         axis, prefix = AXES[name], f"{name}/"
-        held, largest, logs = (
+        numbers, largest, logs = (
             {k.removeprefix(prefix): float(x[i]) for k, x in tables.items() if k.startswith(prefix)}
             for tables in (self.sums, self.maxima, self.logs)
         )
@@ -122,10 +110,26 @@ class Facets:
             "label": axis.labels[i],
             "low": axis.lows[i],
             "high": axis.highs[i],
-            "sequences": int(held.get("sequences", 0)),
-            "tokens": int(held.get("tokens", 0)),
+            "sequences": int(numbers.get("sequences", 0)),
+            "tokens": int(numbers.get("tokens", 0)),
         }
-        return row | _metrics(_numbers(held, largest) | logs)
+        # The sums under the names that the table of metrics knows.
+        ratios = [key.removesuffix("/excess") for key in numbers if key.endswith("/excess")]
+        for key, worst in largest.items():
+            on = key.removesuffix("/abs_max")
+            n, excess = numbers[f"{on}/n"], numbers[f"{on}/excess"]
+            numbers[f"{on}/w"] = n + excess
+            numbers[f"{on}/w2"] = n + 2 * excess + numbers[f"{on}/excess_sq"]
+            numbers[f"{on}/k3"] = excess - numbers[f"{on}/l_limited"]
+            numbers[f"{on}/l_max"] = numbers[f"{on}/-l_min"] = worst
+        numbers |= logs
+        names = [f"{on}/{m}" for on in ratios for m in (*TOKEN_METRICS, *SEQUENCE_METRICS)]
+        for metric in (*names, *DIVERGENCES, "reward/mean"):
+            try:
+                row[metric] = METRICS[metric].value(numbers)
+            except (KeyError, ZeroDivisionError, ValueError):  # not of this axis; an empty bucket
+                continue
+        return row
 
 
 def _joined(how: np.ufunc, mine: Tables, others: Tables) -> Tables:
@@ -133,44 +137,19 @@ def _joined(how: np.ufunc, mine: Tables, others: Tables) -> Tables:
     return {**mine, **{k: how(mine[k], x) if k in mine else x for k, x in others.items()}}
 
 
-def _numbers(held: Mapping[str, float], largest: Mapping[str, float]) -> Numbers:
-    """The sums under the names that the table of metrics knows."""
-    numbers = dict(held)
-    for key, worst in largest.items():
-        on = key.removesuffix("/abs_max")
-        n, excess = held[f"{on}/n"], held[f"{on}/excess"]
-        numbers[f"{on}/w"] = n + excess
-        numbers[f"{on}/w2"] = n + 2 * excess + held[f"{on}/excess_sq"]
-        numbers[f"{on}/k3"] = excess - held[f"{on}/l_limited"]
-        numbers[f"{on}/l_max"] = numbers[f"{on}/-l_min"] = worst
-    return numbers
-
-
-def _metrics(numbers: Numbers) -> dict[str, float]:
-    ratios = [name.removesuffix("/excess") for name in numbers if name.endswith("/excess")]
-    names = [f"{on}/{m}" for on in ratios for m in (*TOKEN_METRICS, *SEQUENCE_METRICS)]
-    found = {}
-    for name in (*names, *DIVERGENCES, "reward/mean"):
-        try:
-            found[name] = METRICS[name].value(numbers)
-        except (KeyError, ZeroDivisionError, ValueError):  # not of this axis; an empty bucket
-            continue
-    return found
-
-
 def _by_length(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[str, np.ndarray]:
     """What is counted by sequence."""
     bucket = length_bucket(batch.response_lengths)
 
     def count(weights: Tensor | None = None) -> np.ndarray:
-        held = None if weights is None else weights.double()
-        return torch.bincount(bucket, held, len(AXES["length"])).double().numpy()
+        double = None if weights is None else weights.double()
+        return torch.bincount(bucket, double, len(AXES["length"])).double().numpy()
 
     sums = {"length/sequences": count(), "length/tokens": count(batch.cu_seqlens.diff())}
     if batch.rewards is not None:
-        known = batch.rewards.isfinite()
-        sums["length/reward"] = count(batch.rewards.where(known, 0.0))
-        sums["length/reward/n"] = count(known)
+        finite = batch.rewards.isfinite()
+        sums["length/reward"] = count(batch.rewards.where(finite, 0.0))
+        sums["length/reward/n"] = count(finite)
     for on, s in per_sequence.items():
         sums[f"length/{on}/b"] = count(s.lengths > 0)
         for gate, accepted in s.accepted().items():
@@ -212,33 +191,39 @@ class _Sums:
             cell = cell.long()
             for on, policy in seconds(block).items():
                 raw = policy - rollout
-                parts[on].append(_scatter(raw, block.segments, cell, ratios[on], largest[on][0]))
+                limited, size_of_l = clamped(raw), raw.abs()
+                excess = limited.expm1().double()  # the one exponential of a token
+                values = (excess, excess * excess, limited.double(), size_of_l.double(), excess.abs())
+                for row, x in zip(ratios[on], values, strict=True):
+                    row.scatter_add_(0, cell, x)
+                largest[on][0].scatter_reduce_(0, cell, size_of_l, "amax")
+                parts[on].append(PerSequence.sums(block.segments, raw, excess, size_of_l))
                 logs[on].add(raw, cell)
             for name, x in block.divergences.items():
                 exact[name][0].scatter_add_(0, cell, x.double())
-        per_sequence = {on: PerSequence.cat(held) for on, held in parts.items()}
+        per_sequence = {on: PerSequence.cat(sums) for on, sums in parts.items()}
         return _Sums(cells, tokens, present, ratios, logs, largest, exact, per_sequence)
 
     def along_axes(self) -> tuple[Tables, Tables, Tables]:
         """Sums, maxima and logs of sums by bucket, under `axis/column`."""
         sums, maxima, logs = {}, {}, {}
-        for axis, found in self.cells.named(self.present).items():
-            sums[f"{axis}/sequences"] = found
+        for axis, counts in self.cells.named(self.present).items():
+            sums[f"{axis}/sequences"] = counts
         for axis, (count,) in self.cells.along(self.tokens).items():
             sums[f"{axis}/tokens"] = count
             own = [*self.ratios, *(f"divergence/{name}" for name in self.exact)]
             sums.update({f"{axis}/{name}/n": count for name in own})
         for on, table in self.ratios.items():
-            for axis, found in self.cells.along(table).items():
-                sums.update({f"{axis}/{on}/{k}": x for k, x in zip(SUMS, found, strict=True)})
+            for axis, columns in self.cells.along(table).items():
+                sums.update({f"{axis}/{on}/{k}": x for k, x in zip(SUMS, columns, strict=True)})
             for axis, (most,) in self.cells.along(self.largest[on], np.maximum).items():
                 maxima[f"{axis}/{on}/abs_max"] = most
         for on, table in self.logs.items():
-            for axis, found in self.cells.log_added(table.logs()).items():
-                logs.update({f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, found, strict=True)})
+            for axis, columns in self.cells.log_added(table.logs()).items():
+                logs.update({f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, columns, strict=True)})
         for name, table in self.exact.items():
-            for axis, (found,) in self.cells.along(table).items():
-                sums[f"{axis}/divergence/{name}"] = found
+            for axis, (total,) in self.cells.along(table).items():
+                sums[f"{axis}/divergence/{name}"] = total
         for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
             del sums[f"length/{column}"]
         return sums, maxima, logs
@@ -275,17 +260,5 @@ class LogTable:
 
 def seconds(batch: Logged) -> dict[str, Tensor]:
     """Log-probs of the second policy of each ratio to the rollout policy that a batch knows."""
-    held = {"old": batch.logp_old, "current": batch.logp}
-    known = {on: held[policy] for on, policy in SECOND.items()}
-    return {on: at_least_float32(x) for on, x in known.items() if x is not None}
-
-
-def _scatter(raw: Tensor, segments: Segments, cell: Tensor, table: Tensor, largest: Tensor) -> PerSequence:
-    """`SUMS` and the largest |l| of one block, and its sequences; one exponential per token."""
-    limited, size = clamped(raw), raw.abs()
-    excess = limited.expm1().double()
-    values = (excess, excess * excess, limited.double(), size.double(), excess.abs())
-    for row, x in zip(table, values, strict=True):
-        row.scatter_add_(0, cell, x)
-    largest.scatter_reduce_(0, cell, size, "amax")
-    return PerSequence.sums(segments, raw, excess, size)
+    policies = {"old": batch.logp_old, "current": batch.logp}
+    return {on: at_least_float32(x) for on, name in SECOND.items() if (x := policies[name]) is not None}

@@ -1,4 +1,4 @@
-"""`Tally`: everything that an audit says about a log, as numbers that can be added.
+"""`Tally`: everything that an audit counts in a log, as numbers that can be added.
 
 One batch of logged sequences becomes a tally in one pass; tallies merge. Merged in the order of the
 pieces of a log, the numbers are the same to the last bit whoever computed the parts: a batch is
@@ -8,25 +8,30 @@ summed by one thread, in blocks whose bounds depend on the batch alone.
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from offdrift.audit.tally.arrays import packed, unpacked
 from offdrift.audit.tally.facets import Facets, by_step, chunks, runs
 from offdrift.audit.tally.timeline import Point, Timeline, width_for
 from offdrift.audit.tally.worst import Worst
-from offdrift.logprobs import LogProbs
 from offdrift.numerics import one_thread
 from offdrift.records.batch import Logged
 from offdrift.records.schema import HELD
+from offdrift.stats import DriftStats, Histogram
+from offdrift.stats.histogram import Grid
 from offdrift.stats.signature import PerSequence
 
 LAGS = ("version_lag/mean", "version_lag/max")
+STATISTICS = {"sums": "sum_names", "maxima": "max_names", "logs": "log_names"}
+"""The vectors of `DriftStats` and of `Facets`, and what names the entries of the former."""
+HISTOGRAM = ("known", "counts", "moments", "extremes")
+"""Arrays in which the histograms of one name are stored."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,25 @@ class Tally:
         """
         with torch.no_grad(), one_thread():
             ordered = by_step(batch)
-            seen = batch.step.unique().numpy()
-            width = width_for(seen)
-            parts = [_Part.of(chunk, width) for chunk in chunks(ordered)]
-            timeline = functools.reduce(Timeline.merge, (p.timeline for p in parts))
-            facets = functools.reduce(Facets.merge, (p.facets for p in parts))
-            worst = _worst(ordered, parts, file)
+            steps = batch.step.unique().numpy()
+            width = width_for(steps)
+            timeline, facets, per_sequence = Timeline(width), Facets(), []
+            for chunk in chunks(ordered):
+                own_facets, own = Facets.of(chunk)
+                points, first = {}, 0
+                for key, run in runs(chunk, width):
+                    last = first + run.num_sequences
+                    points[key] = Point.of(run, {on: s.select(first, last) for on, s in own.items()})
+                    first = last
+                timeline, facets = timeline.merge(Timeline(width, points)), facets.merge(own_facets)
+                per_sequence.append(own)
+            worst = Worst()
+            # A chunk without tokens has sequences too, but no sums.
+            if batch.logp_rollout is not None and batch.num_tokens and per_sequence[0]:
+                on = next(iter(per_sequence[0]))  # the ratio that drift is judged by
+                worst = Worst.of(ordered, on, PerSequence.cat([own[on] for own in per_sequence]), file=file)
         groups = Tally().groups if batch.group_ids is None else batch.group_ids.unique().numpy()
-        return Tally(_counts(batch), Timeline(width, timeline.points, seen), facets, worst, groups)
+        return Tally(_counts(batch), Timeline(width, timeline.points, steps), facets, worst, groups)
 
     @staticmethod
     def over(batches: Sequence[Logged], *, file: str = "") -> Tally:
@@ -101,8 +117,47 @@ class Tally:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """The tally as plain numeric arrays, which `numpy.savez` stores without pickle."""
-        arrays = packed(self.counts, self.timeline, self.facets, self.worst)
-        return {**arrays, "groups": self.groups}
+        keys = sorted(self.timeline.points)
+        points = [self.timeline.points[key] for key in keys]
+        names = {
+            kind: list(dict.fromkeys(n for p in points for n in getattr(p.stats, own)))
+            for kind, own in STATISTICS.items()
+        }
+        grids = {name: h.grid for p in points for name, h in p.histograms.items()}
+        header = {
+            "counts": dict(self.counts),
+            "width": self.timeline.width,
+            **names,
+            "grades": [p.stats.grade for p in points],
+            "grids": {name: asdict(grid) for name, grid in grids.items()},
+        }
+        arrays = {
+            "names": _text(header),
+            "worst": _text(self.worst.as_dict()),
+            "keys": np.array(keys, dtype=np.int64),
+            "seen": self.timeline.steps,
+            "groups": self.groups,
+        }
+        for kind, own in STATISTICS.items():  # named vectors as one table, and which of its entries there are
+            column = {name: i for i, name in enumerate(names[kind])}
+            table = np.zeros((len(points), len(column)))
+            present = np.zeros(table.shape, dtype=np.bool_)
+            for i, point in enumerate(points):
+                at = [column[name] for name in getattr(point.stats, own)]
+                table[i, at], present[i, at] = getattr(point.stats, kind).numpy(), True
+            arrays |= {kind: table, f"{kind}/known": present}
+            arrays |= {f"facets/{kind}/{name}": x for name, x in getattr(self.facets, kind).items()}
+        for name, grid in grids.items():
+            rows, key = [p.histograms.get(name) for p in points], f"histogram/{name}"
+            empty = Histogram(grid, np.zeros(grid.bins, np.int64), np.zeros((2, grid.bins)))
+            filled = [h or empty for h in rows]
+            arrays |= {
+                f"{key}/known": np.array([h is not None for h in rows]),
+                f"{key}/counts": np.stack([h.counts for h in filled]),
+                f"{key}/moments": np.stack([h.moments for h in filled]),
+                f"{key}/extremes": np.array([(h.low, h.high) for h in filled]),
+            }
+        return arrays
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray]) -> Tally:
@@ -110,12 +165,37 @@ class Tally:
 
         Raises: `KeyError` or `ValueError` if the arrays are not a tally's.
         """
-        return Tally(*unpacked(arrays), arrays["groups"])
+        header, worst = (json.loads(arrays[name].astype(np.uint8).tobytes()) for name in ("names", "worst"))
+        points = {}
+        for i, key in enumerate(arrays["keys"].tolist()):
+            vectors = []
+            for kind in STATISTICS:
+                present = arrays[f"{kind}/known"][i]
+                vectors.append(tuple(n for n, there in zip(header[kind], present) if there))
+                vectors.append(torch.from_numpy(arrays[kind][i][present]))
+            histograms = {}
+            for name, grid in header["grids"].items():
+                present, counts, moments, extremes = (arrays[f"histogram/{name}/{x}"][i] for x in HISTOGRAM)
+                if present:
+                    histograms[name] = Histogram(Grid(**grid), counts, moments, *extremes.tolist())
+            points[key] = Point(DriftStats(*vectors, {}, header["grades"][i]), histograms)
+        facets = [
+            {k.removeprefix(f"facets/{kind}/"): x for k, x in arrays.items() if k.startswith(f"facets/{kind}/")}
+            for kind in STATISTICS
+        ]
+        return Tally(
+            header["counts"],
+            Timeline(header["width"], points, arrays["seen"]),
+            Facets(*facets),
+            Worst(tuple(worst["sequences"]), tuple(worst["tokens"])),
+            arrays["groups"],
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """What an audit reports, as plain data; what cannot be known is NaN or left out.
 
-        counts       rows, sequences, tokens, steps, prompts (groups of sequences), dropped tokens by field, the unit of response lengths
+        counts       rows, sequences, tokens, steps, prompts (groups of sequences), dropped tokens by field,
+                     the unit of response lengths
         has          fields that at least one sequence holds; versions that never change are none
         overall      metrics of the whole log; grade and quantiles are beside it
         steps        the same of each step; beyond 2000 steps, of `steps_per_point` step numbers
@@ -124,9 +204,23 @@ class Tally:
         worst        sequences and tokens
         """
         whole, timeline = self.timeline.whole(), self.timeline
-        told = {
-            "counts": self._counts_as_dict(),
-            "has": [k.removeprefix("has/") for k in self.counts if k.startswith("has/")],
+        unscored: Counter[str] = Counter()  # tokens that each policy does not score, for whatever cause
+        for name, n in self._under("unscored/").items():
+            unscored[name.partition("/")[0]] += n
+        units = list(self._under("unit/"))
+        content = {
+            "counts": {
+                "rows": self.counts["rows"],
+                "sequences": self.counts["sequences"],
+                "tokens": self.tokens,
+                "steps": len(timeline.steps),
+                "prompts": len(np.unique(self.groups)) or None,
+                "trainable": self.counts.get("trainable", self.tokens),
+                "unscored": dict(unscored),
+                "empty": self.counts.get("empty", 0),
+                "length_unit": units[0] if len(units) == 1 else "mixed",
+            },
+            "has": list(self._under("has/")),
             "overall": whole.metrics(),
             "quantiles": whole.quantiles(),
             "grade": whole.stats.grade,
@@ -140,8 +234,15 @@ class Tally:
             "facets": self.facets.rows(),
             "worst": self.worst.as_dict(),
         }
-        frozen = len(timeline.seen) > 1 and still(self.versions)
-        return without_lag(told) if frozen else told
+        if len(timeline.steps) > 1 and still(self.versions):
+            # A counter that stands still says nothing of age: as of a log without versions.
+            content |= {
+                "has": [name for name in content["has"] if name not in ("version", "rollout_version")],
+                "overall": ageless(content["overall"]),
+                "steps": [ageless(step) for step in content["steps"]],
+                "facets": {**content["facets"], "lag": []},
+            }
+        return content
 
     @property
     def versions(self) -> tuple[float, ...] | None:
@@ -149,37 +250,11 @@ class Tally:
         numbers = self.timeline.whole().stats.to_host() if self.timeline.points else {}
         if "version_max" not in numbers:
             return None
-        return (
-            numbers["version_max"],
-            -numbers["-version_min"],
-            numbers["version_lag_max"],
-            -numbers["-version_lag_min"],
-        )
+        newest, lag = numbers["version_max"], numbers["version_lag_max"]
+        return newest, -numbers["-version_min"], lag, -numbers["-version_lag_min"]
 
-    def _counts_as_dict(self) -> dict[str, Any]:
-        def under(prefix: str) -> dict[str, int]:
-            return {k.removeprefix(prefix): n for k, n in self.counts.items() if k.startswith(prefix)}
-
-        units = list(under("unit/"))
-        return {
-            "rows": self.counts["rows"],
-            "sequences": self.counts["sequences"],
-            "tokens": self.tokens,
-            "steps": len(self.timeline.seen),
-            "prompts": len(np.unique(self.groups)) or None,
-            "trainable": self.counts.get("trainable", self.tokens),
-            "unscored": _by_field(under("unscored/")),
-            "empty": self.counts.get("empty", 0),
-            "length_unit": units[0] if len(units) == 1 else "mixed",
-        }
-
-
-def _by_field(unscored: Mapping[str, int]) -> dict[str, int]:
-    """Tokens that each policy does not score, for whatever cause."""
-    found: Counter[str] = Counter()
-    for name, n in unscored.items():
-        found[name.partition("/")[0]] += n
-    return dict(found)
+    def _under(self, prefix: str) -> dict[str, int]:
+        return {k.removeprefix(prefix): n for k, n in self.counts.items() if k.startswith(prefix)}
 
 
 def still(versions: tuple[float, ...] | None) -> bool:
@@ -190,62 +265,9 @@ def still(versions: tuple[float, ...] | None) -> bool:
     return newest == oldest and most == least
 
 
-def without_lag(told: dict[str, Any]) -> dict[str, Any]:
-    """What a tally tells, as of a log without versions: a counter that stands still says nothing of age."""
-    return {
-        **told,
-        "has": [name for name in told["has"] if name not in ("version", "rollout_version")],
-        "overall": ageless(told["overall"]),
-        "steps": [ageless(step) for step in told["steps"]],
-        "facets": {**told["facets"], "lag": []},
-    }
-
-
 def ageless(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of metrics without lags."""
     return {name: x for name, x in row.items() if name not in LAGS}
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A chunk of a batch."""
-
-    timeline: Timeline
-    facets: Facets
-    per_sequence: dict[str, PerSequence]
-    """By ratio to the rollout policy; the first is what drift is judged by."""
-
-    @staticmethod
-    def of(batch: Logged, width: int) -> _Part:
-        """Summarize sequences in order of steps."""
-        facets, own = Facets.of(batch)
-        points = dict(_points(batch, own, width))
-        return _Part(Timeline(width, points), facets, own)
-
-
-def _points(batch: Logged, per_sequence: dict[str, PerSequence], width: int) -> Iterator[tuple[int, Point]]:
-    """A point for each run of steps."""
-    first = 0
-    for key, run in runs(batch, width):
-        last = first + run.num_sequences
-        own = {on: s.select(first, last) for on, s in per_sequence.items()}
-        yield key, Point.of(run, _logprobs(run), own)
-        first = last
-
-
-def _logprobs(run: Logged) -> LogProbs | None:
-    """What ratios can be made of; None if nothing."""
-    if run.num_tokens and run.logp_rollout is not None:
-        return run.logprobs()
-    return run.trained() if run.num_tokens and run.pairs else None
-
-
-def _worst(batch: Logged, parts: list[_Part], file: str) -> Worst:
-    """The worst of the whole batch; a chunk without tokens has sequences too, but no sums."""
-    if batch.logp_rollout is None or not batch.num_tokens or not (held := parts[0].per_sequence):
-        return Worst()
-    on = next(iter(held))
-    return Worst.of(batch, on, PerSequence.cat([p.per_sequence[on] for p in parts]), file=file)
 
 
 def _counts(batch: Logged) -> dict[str, int]:
@@ -265,3 +287,8 @@ def _counts(batch: Logged) -> dict[str, int]:
         "ahead": batch.ahead,
     }
     return counts | {f"unit/{batch.length_unit}": b}
+
+
+def _text(value: Any) -> np.ndarray:
+    """JSON as bytes: nothing in it is executable, and a float comes back to the last bit."""
+    return np.frombuffer(json.dumps(value).encode("ascii"), dtype=np.uint8)

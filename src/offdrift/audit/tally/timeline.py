@@ -32,21 +32,25 @@ MAX_STEPS_SEEN = 2**20
 
 @dataclass(frozen=True)
 class Point:
-    """What a step adds up to."""
+    """Statistics and histograms of one step."""
 
     stats: DriftStats
     histograms: Mapping[str, Histogram]
     """By name: "mismatch/log_ratio", "reward", "response_length", ..."""
 
     @staticmethod
-    def of(batch: Logged, logprobs: LogProbs | None, per_sequence: Mapping[str, PerSequence]) -> Point:
+    def of(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> Point:
         """Summarize the sequences of one step.
 
         Args:
             batch: what was logged.
-            logprobs: its log-probs; None if it has none. Without the rollout policy's, `trained`.
             per_sequence: sums of each sequence by ratio.
         """
+        logprobs = None  # what ratios can be made of
+        if batch.num_tokens and batch.logp_rollout is not None:
+            logprobs = batch.logprobs()
+        elif batch.num_tokens and batch.pairs:
+            logprobs = batch.trained()
         histograms = {"response_length": Histogram.of(batch.response_lengths.double(), LENGTH)}
         if batch.rewards is not None:
             histograms["reward"] = Histogram.of(batch.rewards[batch.rewards.isfinite()], REWARD)
@@ -94,8 +98,8 @@ def _scored(batch: Logged, logprobs: LogProbs | None, per_sequence: Mapping[str,
     stats = replace(DriftStats.of(logprobs, divergences=exact), by_position={})
     shape = signature(logprobs, advantages=batch.advantages, position=batch.position, per_sequence=dict(per_sequence))
     counts = {f"divergence/{name}/n": float(batch.num_tokens) for name in exact}
-    found = stats.plus(shape | counts)
-    return found if batch.logp_rollout is not None else found.only("n", "b", "staleness/", "diverg")
+    stats = stats.plus(shape | counts)
+    return stats if batch.logp_rollout is not None else stats.only("n", "b", "staleness/", "diverg")
 
 
 def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor | float]]:
@@ -106,8 +110,8 @@ def _facts(batch: Logged) -> tuple[dict[str, Tensor | float], dict[str, Tensor |
     if batch.trainable is not None:
         sums["unscored"] = float(batch.trainable.sum()) - n
     if batch.rewards is not None:
-        known = batch.rewards.isfinite()
-        sums |= {"reward": batch.rewards.double().where(known, 0.0).sum(), "reward/n": known.sum()}
+        finite = batch.rewards.isfinite()
+        sums |= {"reward": batch.rewards.double().where(finite, 0.0).sum(), "reward/n": finite.sum()}
     if batch.truncated is not None:
         sums |= {"truncated": batch.truncated.count_nonzero(), "truncated/n": float(b)}
     if batch.old_status is not None and n:
@@ -132,22 +136,18 @@ class Timeline:
 
     width: int = 1
     points: Mapping[int, Point] = field(default_factory=dict)
-    seen: Int[np.ndarray, " steps"] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    steps: Int[np.ndarray, " steps"] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """The distinct step numbers, ascending; at most `MAX_STEPS_SEEN`."""
 
     def merge(self, other: Timeline) -> Timeline:
         """Both together, on the wider grid of the two or, if that is too fine, a wider one."""
         width = max(self.width, other.width)
-        mine, its = self.widened(width), other.widened(width)
-        points = dict(mine.points)
-        for key, point in its.points.items():
+        points = dict(self.widened(width).points)
+        for key, point in other.widened(width).points.items():
             points[key] = points[key].merge(point) if key in points else point
-        seen = np.union1d(self.seen, other.seen)[:MAX_STEPS_SEEN]
-        return Timeline(width, points, seen).within_limit()
-
-    def within_limit(self) -> Timeline:
-        """The same on the narrowest grid with at most `MAX_POINTS` points."""
-        return self.widened(self.width * width_for(np.fromiter(self.points, np.int64)))
+        steps = np.union1d(self.steps, other.steps)[:MAX_STEPS_SEEN]
+        merged = Timeline(width, points, steps)
+        return merged.widened(width * width_for(np.fromiter(points, np.int64)))
 
     def widened(self, width: int) -> Timeline:
         """The same on a wider grid; its width is a multiple of this one's."""
@@ -157,7 +157,7 @@ class Timeline:
         for key in sorted(self.points):
             wide = key * self.width // width
             points[wide] = points[wide].merge(self.points[key]) if wide in points else self.points[key]
-        return Timeline(width, points, self.seen)
+        return Timeline(width, points, self.steps)
 
     def whole(self) -> Point:
         """Everything, added up in the order of steps."""
@@ -168,14 +168,13 @@ class Timeline:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each point, in order: the first step in it, counts, metrics and quantiles."""
-        found = []
-        for key in sorted(self.points):
-            point = self.points[key]
-            at = np.searchsorted(self.seen, key * self.width)
-            step = int(self.seen[at]) if at < len(self.seen) else key * self.width
+        table = []
+        for key, point in sorted(self.points.items()):
+            at = np.searchsorted(self.steps, key * self.width)
+            step = int(self.steps[at]) if at < len(self.steps) else key * self.width
             counts = {"sequences": point.counted("sequences"), "tokens": point.counted("n")}
-            found.append({"step": step, **counts, **point.metrics(), "quantiles": point.quantiles()})
-        return found
+            table.append({"step": step, **counts, **point.metrics(), "quantiles": point.quantiles()})
+        return table
 
 
 def width_for(steps: Int[np.ndarray, " s"]) -> int:

@@ -8,7 +8,7 @@ merged in any order.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,10 @@ class Worst:
             per_sequence: its sums by sequence.
             file: where the batch was logged.
         """
-        s = per_sequence
-        score = (s.excess - s.total).where(s.lengths > 0, -torch.inf)
-        found = _largest(score, SEQUENCES).tolist()
-        sequences = (_sequence(batch, on, i, float(score[i]), file) for i in found)
-        tokens = _tokens(batch, on, s, file)
-        return Worst(_best(sequences, "k3_sum", SEQUENCES), _best(tokens, "abs_log_ratio", TOKENS))
+        score = (per_sequence.excess - per_sequence.total).where(per_sequence.lengths > 0, -torch.inf)
+        largest = _largest(score, SEQUENCES).tolist()
+        sequences = (_sequence(batch, on, i, float(score[i]), file) for i in largest)
+        return Worst(_best(sequences, "k3_sum", SEQUENCES), _worst_tokens(batch, on, per_sequence, file))
 
     def merge(self, other: Worst) -> Worst:
         """The worst of both."""
@@ -77,8 +75,8 @@ def _largest(x: Float[Tensor, " n"], keep: int) -> Int[Tensor, " k"]:
     if not len(x):
         return x.new_zeros(0, dtype=torch.int64)
     least = x.topk(min(keep, len(x))).values[-1].clamp(min=torch.finfo(x.dtype).tiny)
-    held = (x >= least).nonzero().squeeze(-1)
-    return held[torch.sort(x[held], descending=True, stable=True).indices[:keep]]
+    places = (x >= least).nonzero().squeeze(-1)
+    return places[torch.sort(x[places], descending=True, stable=True).indices[:keep]]
 
 
 def _log_ratio(batch: Logged, on: str, at: slice | Tensor) -> Float[Tensor, " k"]:
@@ -88,20 +86,38 @@ def _log_ratio(batch: Logged, on: str, at: slice | Tensor) -> Float[Tensor, " k"
     return at_least_float32(second[at]) - at_least_float32(batch.logp_rollout[at])
 
 
-def _tokens(batch: Logged, on: str, per_sequence: PerSequence, file: str) -> Iterator[Entry]:
+def _worst_tokens(batch: Logged, on: str, per_sequence: PerSequence, file: str) -> tuple[Entry, ...]:
     """The worst tokens, looked for only in sequences that can hold one.
 
     The k-th largest |l| of all tokens is at least the k-th largest of the sequences' own maxima.
     """
+    assert batch.logp_rollout is not None
     worst = per_sequence.worst
     least = worst.topk(min(TOKENS, len(worst))).values[-1]
     rows = batch.segments.rows((worst >= least).nonzero().squeeze(-1))
-    raw = _log_ratio(batch, on, rows)
-    found = _largest(raw.abs(), TOKENS)
-    rows, raw = rows[found], raw[found]
+    log_ratios = _log_ratio(batch, on, rows)
+    largest = _largest(log_ratios.abs(), TOKENS)
+    rows, log_ratios = rows[largest], log_ratios[largest]
     sequences = torch.searchsorted(batch.cu_seqlens, rows, right=True) - 1
-    for t, l, i in zip(rows.tolist(), raw.tolist(), sequences.tolist()):  # noqa: E741
-        yield _token(batch, l, t, i, file)
+    entries = []
+    for t, log_ratio, i in zip(rows.tolist(), log_ratios.tolist(), sequences.tolist()):
+        start, end = batch.cu_seqlens[i : i + 2].tolist()
+        position = t - start if batch.position is None else int(batch.position[t])
+        share = (position + 0.5) / max(int(batch.response_lengths[i]), position + 1)
+        if batch.length_unit != "token":
+            share = (t - start + 0.5) / (end - start)
+        entry = {
+            **_place(batch, i, file),
+            "position": position,
+            "token": None if batch.tokens is None else int(batch.tokens[t]),
+            "log_ratio": log_ratio,
+            "abs_log_ratio": abs(log_ratio),
+            "logp_rollout": float(batch.logp_rollout[t]),
+            "context": _excerpt(batch.completions, i, share, CONTEXT_CHARACTERS),
+            "context_is": "near",  # located by the token's share of the response: a log has no tokenizer
+        }
+        entries.append(entry)
+    return _best(entries, "abs_log_ratio", TOKENS)
 
 
 def _sequence(batch: Logged, on: str, i: int, score: float, file: str) -> Entry:
@@ -116,7 +132,7 @@ def _sequence(batch: Logged, on: str, i: int, score: float, file: str) -> Entry:
     share = (worst + 0.5) / len(l)
     return {
         **_place(batch, i, file),
-        "reward": _one(batch.rewards, i),
+        "reward": None if batch.rewards is None or not batch.rewards[i].isfinite() else float(batch.rewards[i]),
         "advantage": None if batch.advantages is None else float(batch.advantages[start:end].double().mean()),
         "length": int(batch.response_lengths[i]),
         "on": on,
@@ -130,34 +146,11 @@ def _sequence(batch: Logged, on: str, i: int, score: float, file: str) -> Entry:
         "log_ratio": l[first : first + WINDOW].tolist(),
         "logp_rollout": batch.logp_rollout[shown].tolist(),
         "kl": None if kl is None else kl[shown].tolist(),
-    }  # fmt: skip
-
-
-def _token(batch: Logged, l: float, t: int, i: int, file: str) -> Entry:  # noqa: E741
-    assert batch.logp_rollout is not None
-    start, end = batch.cu_seqlens[i : i + 2].tolist()
-    position = t - start if batch.position is None else int(batch.position[t])
-    share = (position + 0.5) / max(int(batch.response_lengths[i]), position + 1)
-    if batch.length_unit != "token":
-        share = (t - start + 0.5) / (end - start)
-    return {
-        **_place(batch, i, file),
-        "position": position,
-        "token": None if batch.tokens is None else int(batch.tokens[t]),
-        "log_ratio": l,
-        "abs_log_ratio": abs(l),
-        "logp_rollout": float(batch.logp_rollout[t]),
-        "context": _excerpt(batch.completions, i, share, CONTEXT_CHARACTERS),
-        "context_is": "near",  # found by the token's share of the response: a log has no tokenizer
     }
 
 
 def _place(batch: Logged, i: int, file: str) -> Entry:
     return {"step": int(batch.step[i]), "file": file, "row": int(batch.row[i])}
-
-
-def _one(x: Tensor | None, i: int) -> float | None:
-    return None if x is None or not bool(x[i].isfinite()) else float(x[i])
 
 
 def _excerpt(texts: tuple[str, ...] | None, i: int, share: float, width: int) -> str | None:

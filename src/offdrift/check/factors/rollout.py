@@ -39,10 +39,11 @@ from offdrift.check.factors.compare import (
 from offdrift.check.measure import measured
 from offdrift.check.rescore import Scored
 from offdrift.engines.base import CachesPrefixes, Rescores
-from offdrift.engines.routing import Routed, flip_rate, flips, num_experts, replayed, route_lengths, routers, routes_of
+from offdrift.engines.routing import Routed, flip_rate, flips, replayed, route_lengths, routers, routes_of
 from offdrift.engines.score import divergences, score
 from offdrift.engines.spec import EngineSpec
 from offdrift.errors import NotOfferedError, ShapeError
+from offdrift.judge import num_experts
 from offdrift.records.rollouts import Rollouts, concatenate
 from offdrift.segments import Segments
 

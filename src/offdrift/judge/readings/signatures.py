@@ -36,91 +36,87 @@ so (1) can be tested on logs that never recorded it.
 from __future__ import annotations
 
 from offdrift.judge.kl_choice import joined_z
-from offdrift.judge.readings.view import Definition, Found, View
+from offdrift.judge.readings.view import Measured, Table, View
+
+SIGNATURES = Table()
+SIGNATURES.levels({
+    "slope_r2": ("{on}/slope_r2", "Share of variance that this regression explains"),
+    "tail_share": ("{on}/k3_top_share", "Share of k3 that the 1 % of tokens with the largest k3 carry"),
+    "delta_router": (
+        "router/delta_router",
+        "Share of a layer's experts whose membership differs between the engines, mean over tokens and layers: "
+        "`router/delta_router` (`engines.routing.flip_rate`)",
+    ),
+})  # fmt: skip
 
 
-def k3(view: View, on: str | None = None) -> Found | None:
-    """The level of k3: of the engine ratio, unless told."""
-    return view.found(f"{on or view.on}/k3")
+@SIGNATURES.reading()
+def ratio_mean(view: View) -> Measured | float | None:
+    """Mean of e^l over tokens: `{on}/ratio_mean`, else 1 + k3 - k1; 1 in expectation whatever the drift."""
+    if (logged := view.first("{on}/ratio_mean")) is not None:
+        return logged
+    k1, k3 = view.level("{on}/k1"), view.level("{on}/k3")
+    return None if k1 is None or k3 is None else 1 + k3 - k1
 
 
-def _ratio_mean(view: View) -> Found | float | None:
-    on = view.on
-    if (found := view.found(f"{on}/ratio_mean")) is not None:
-        return found
-    k1, third = view.level(f"{on}/k1"), view.level(f"{on}/k3")
-    return None if k1 is None or third is None else 1 + third - k1
-
-
-def ratio_mean_z(view: View, on: str | None = None) -> Found | None:
-    """Of the whole run, or of the last steps together; of the engine ratio, unless told."""
+@SIGNATURES.reading()
+def ratio_mean_z(view: View, on: str | None = None) -> Measured | None:
+    """Its distance from 1 in standard errors clustered by sequence; of the last `window_trend` steps together,
+    sum z / sqrt(n)."""
     metric = f"{on or view.on}/ratio_mean_z"
     if view.overall is not None:
-        return view.found(metric)
+        return view.first(metric)
     z = joined_z(view.recent(metric))
-    return None if z is None else Found(z, metric)
+    return None if z is None else Measured(z, metric)
 
 
-def _asymmetry(view: View) -> float | None:
-    up, down = view.level(f"{view.on}/positive_frac"), view.level(f"{view.on}/negative_frac")
+@SIGNATURES.reading()
+def slope_off(view: View) -> Measured | None:
+    """Distance from 1 of the slope of the second policy's log-probs on the rollout's."""
+    slope = view.first("{on}/slope")
+    return None if slope is None else Measured(abs(slope.value - 1), slope.metric)
+
+
+@SIGNATURES.reading()
+def shift_gain(view: View) -> Measured | None:
+    """Best correlation of the rollout's log-probs with the second policy's one token before or after, minus that
+    at the same token."""
+    own = view.level("{on}/shift_corr")
+    best = view.largest("{on}/shift_corr_before", "{on}/shift_corr_after")
+    return None if own is None or best is None else Measured(best.value - own, best.metric)
+
+
+@SIGNATURES.reading()
+def asymmetry(view: View) -> float | None:
+    """(positive - negative) / (positive + negative) shares of tokens with |l| > 1e-3."""
+    up, down = view.level("{on}/positive_frac"), view.level("{on}/negative_frac")
     return None if up is None or down is None or up + down == 0 else (up - down) / (up + down)
 
 
-def _filter_share(view: View) -> float | None:
-    k1, third = view.level(f"{view.on}/k1"), view.level(f"{view.on}/k3")
-    return None if k1 is None or third is None or k1 <= 0 else (k1 - third) / k1
+@SIGNATURES.reading()
+def filter_share(view: View) -> float | None:
+    """(k1 - k3) / k1: 0 for drift, near 1 for a filter on the rollout's side; absent if k1 <= 0."""
+    k1, k3 = view.level("{on}/k1"), view.level("{on}/k3")
+    return None if k1 is None or k3 is None or k1 <= 0 else (k1 - k3) / k1
 
 
-def _slope_off(view: View) -> Found | None:
-    metric = f"{view.on}/slope"
-    slope = view.level(metric)
-    return None if slope is None else Found(abs(slope - 1), metric)
-
-
-def _shift_gain(view: View) -> Found | None:
-    """How much better a neighbour matches than the token itself."""
-    own = view.level(f"{view.on}/shift_corr")
-    beside = [view.found(f"{view.on}/shift_corr_{where}") for where in ("before", "after")]
-    there = [f for f in beside if f is not None]
-    if own is None or not there:
-        return None
-    best = max(there, key=lambda f: f.value)
-    return Found(best.value - own, best.metric)
-
-
-def _tail_share(view: View) -> Found | None:
-    return view.found(f"{view.on}/k3_top_share")
-
-
-def _tail_ratio(view: View) -> float | None:
-    most, mean = (view.level(f"{view.on}/abs_log_ratio_{x}") for x in ("max", "mean"))
+@SIGNATURES.reading()
+def tail_ratio(view: View) -> float | None:
+    """Largest |l| over mean |l|."""
+    most, mean = view.level("{on}/abs_log_ratio_max"), view.level("{on}/abs_log_ratio_mean")
     return None if most is None or not mean else most / mean
 
 
-def _experts(view: View) -> float | None:
-    known = view.context.mixture_of_experts
-    if known is None:
-        logged = (view.level(f"router/{name}") for name in ("delta_router", "flip_frac"))
-        return 1.0 if any(x is not None for x in logged) else None
-    return float(known)
+@SIGNATURES.reading()
+def experts(view: View) -> float | None:
+    """1 if the model is a mixture of experts (the context says so, or routed flips are logged), 0 if the context
+    says not."""
+    if view.context.mixture_of_experts is not None:
+        return float(view.context.mixture_of_experts)
+    return 1.0 if view.levels("router/delta_router", "router/flip_frac") else None
 
 
-def _temperature_off(view: View) -> float | None:
-    t = view.context.temperature
-    return None if t is None else abs(t - 1)
-
-
-SIGNATURES = {
-    "ratio_mean": Definition("1", "mean of e^l over tokens: `{on}/ratio_mean`, else 1 + k3 - k1; 1 in expectation whatever the drift", _ratio_mean),
-    "ratio_mean_z": Definition("1", "its distance from 1 in standard errors clustered by sequence; of the last `window_trend` steps together, sum z / sqrt(n)", ratio_mean_z),
-    "slope_off": Definition("1", "distance from 1 of the slope of the second policy's log-probs on the rollout's", _slope_off),
-    "slope_r2": Definition("1", "share of variance that this regression explains", lambda v: v.found(f"{v.on}/slope_r2")),
-    "shift_gain": Definition("1", "best correlation of the rollout's log-probs with the second policy's one token before or after, minus that at the same token", _shift_gain),
-    "asymmetry": Definition("1", "(positive - negative) / (positive + negative) shares of tokens with |l| > 1e-3", _asymmetry),
-    "filter_share": Definition("1", "(k1 - k3) / k1: 0 for drift, near 1 for a filter on the rollout's side; absent if k1 <= 0", _filter_share),
-    "tail_share": Definition("1", "share of k3 that the 1 % of tokens with the largest k3 carry", _tail_share),
-    "tail_ratio": Definition("1", "largest |l| over mean |l|", _tail_ratio),
-    "experts": Definition("1", "1 if the model is a mixture of experts (the context says so, or routed flips are logged), 0 if the context says not", _experts),
-    "delta_router": Definition("1", "share of a layer's experts whose membership differs between the engines, mean over tokens and layers: `router/delta_router` (`engines.routing.flip_rate`)", lambda v: v.found("router/delta_router")),
-    "temperature_off": Definition("1", "distance from 1 of the sampling temperature in the context", _temperature_off),
-}  # fmt: skip
+@SIGNATURES.reading()
+def temperature_off(view: View) -> float | None:
+    """Distance from 1 of the sampling temperature in the context."""
+    return None if view.context.temperature is None else abs(view.context.temperature - 1)

@@ -1,16 +1,17 @@
-"""`View`: what a reading may look at, and how a table of definitions becomes a `Reading`."""
+"""`View`: what a reading may look at, and how functions become a table of readings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
-from offdrift.judge.context import Context, Row
+from offdrift.judge.findings import Context, Row
 from offdrift.judge.window import Window, number
 
 
-class Found(NamedTuple):
+class Measured(NamedTuple):
     """A number and the metric that it was read from."""
 
     value: float
@@ -28,7 +29,7 @@ class Reading(dict[str, float]):
 
 @dataclass(frozen=True)
 class View:
-    """What a reading may look at."""
+    """What a reading may look at, at one moment."""
 
     window: Window
     context: Context
@@ -37,12 +38,16 @@ class View:
     overall: Row | None = None
     """Metrics of the whole run: levels are taken from here if given."""
 
-    @property
+    @cached_property
+    def newest(self) -> Row:
+        """Metrics of the whole run, else of its last step."""
+        return self.overall or (self.window.rows[-1] if self.window.rows else {})
+
+    @cached_property
     def on(self) -> str:
         """The engine ratio."""
-        last = self.overall or (self.window.rows[-1] if self.window.rows else {})
         for on in ("mismatch", "full"):
-            if any(number(last, f"{on}/{name}") is not None for name in ("k1", "k3", "pearson")):
+            if any(number(self.newest, f"{on}/{name}") is not None for name in ("k1", "k3", "pearson")):
                 return on
         return "mismatch"
 
@@ -51,21 +56,35 @@ class View:
         return int(self.limits[name])
 
     def level(self, metric: str) -> float | None:
-        """The typical value of a metric now, or over the whole run."""
+        """The typical value of a metric now, or over the whole run; `{on}` is the engine ratio."""
+        metric = self.named(metric)
         if self.overall is not None and (value := number(self.overall, metric)) is not None:
             return value
         return self.window.level(metric, self.size("window_level"))
 
-    def found(self, *metrics: str) -> Found | None:
+    def first(self, *metrics: str) -> Measured | None:
         """The level of the first of these metrics that there is."""
-        for metric in metrics:
-            if (value := self.level(metric)) is not None:
-                return Found(value, metric)
-        return None
+        return next(iter(self.levels(*metrics)), None)
+
+    def largest(self, *metrics: str) -> Measured | None:
+        """The largest level of these metrics."""
+        return max(self.levels(*metrics), key=lambda m: m.value, default=None)
+
+    def levels(self, *metrics: str) -> list[Measured]:
+        """The levels of those of these metrics that there are."""
+        return [Measured(value, self.named(m)) for m in metrics if (value := self.level(m)) is not None]
+
+    def named(self, metric: str) -> str:
+        """A metric's name with the engine ratio in place of `{on}`."""
+        return metric.replace("{on}", self.on) if "{on}" in metric else metric
 
     def recent(self, metric: str) -> list[float]:
         """The values of a metric over the window of trends."""
         return self.window.column(metric, self.size("window_trend"))
+
+
+Value = Callable[[View], Measured | float | None]
+V = TypeVar("V", bound=Value)
 
 
 @dataclass(frozen=True)
@@ -74,17 +93,36 @@ class Definition:
 
     unit: str
     about: str
-    value: Callable[[View], Found | float | None]
+    value: Value
+
+
+class Table(dict[str, Definition]):
+    """Readings by name. A function becomes one by `@table.reading()`; its docstring says what it is."""
+
+    def reading(self, unit: str = "1") -> Callable[[V], V]:
+        """Register a function under its own name."""
+
+        def register(value: V) -> V:
+            about = " ".join((value.__doc__ or "").split()).rstrip(".")
+            self[value.__name__] = Definition(unit, about, value)  # type: ignore[attr-defined]
+            return value
+
+        return register
+
+    def levels(self, rows: Mapping[str, tuple[str, str]], unit: str = "1") -> None:
+        """Register readings that are the level of one metric: by name the metric and what it is."""
+        for name, (metric, about) in rows.items():
+            self[name] = Definition(unit, about, lambda view, metric=metric: view.first(metric))
 
 
 def read(view: View, table: Mapping[str, Definition]) -> Reading:
     """Every reading of the table that this view allows."""
     reading = Reading()
     for name, row in table.items():
-        found = row.value(view)
-        if found is None:
+        measured = row.value(view)
+        if measured is None:
             continue
-        value, metric = found if isinstance(found, Found) else (found, name)
+        value, metric = measured if isinstance(measured, Measured) else (measured, name)
         reading[name] = float(value)
         reading.metrics[name] = metric
     return reading

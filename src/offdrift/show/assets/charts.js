@@ -43,7 +43,8 @@ const charts = (() => {
       opacity: series.faint ? .35 : series.strong ? .5 : 1,
       line: { color: ink, width: series.strong ? 5 : series.faint ? 1 : steps ? 1.5 : 1.9, dash: series.dash, shape: steps ? "hv" : "linear" },
       marker: { color: ink, size: dots ? 9 : 6, symbol: series.symbol, line: { width: dots ? 1.2 : 0, color: color("--card") } },
-      ...(steps && { fill: "tozeroy", fillcolor: `${ink}22` }),
+      // Across a gap a filled outline would show a slope where there is nothing.
+      ...(steps && !y.includes(null) && { fill: "tozeroy", fillcolor: `${ink}22` }),
       ...(series.faint && { hoverinfo: "skip", hovertemplate: undefined }),
       ...(band && dots && { error_y: {
         type: "data", symmetric: false, color: ink, thickness: 1.2, width: 3,
