@@ -1,13 +1,14 @@
 """A user's TOML: what it changes, and what it is told when it is wrong."""
 
+import itertools
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from offdrift.check.recommend import THRESHOLDS
 from offdrift.errors import RecipeError
 from offdrift.judge import Watcher, diagnose, judge, load_rules
+from offdrift.judge.rules import Compared
 from tests.judge.histories import FIRES
 
 BUILT_IN = load_rules()
@@ -154,10 +155,7 @@ def test_missing_file_is_refused(tmp_path):
 
 WINDOWS = {"window_level", "window_trend", "window_long", "window_young"}
 TRENDS = {"trend_change", "trend_t", "trend_walk", "trend_drift"}
-USERS = {
-    name: [r for r, rule in BUILT_IN.rules.items() if any(name in c.thresholds for c in (rule.when, *rule.raised_by))]
-    for name in BUILT_IN.thresholds
-}
+CONDITIONS = [c for rule in BUILT_IN.rules.values() for c in (rule.when, *rule.raised_by)]
 
 
 def bent(name, value):
@@ -165,15 +163,33 @@ def bent(name, value):
     return replace(BUILT_IN, thresholds={**BUILT_IN.thresholds, name: replace(BUILT_IN.thresholds[name], value=value)})
 
 
-@cache
-def reading_when(rule):
-    """The reading at the first step at which a rule fires on its own history."""
-    watcher = Watcher(context=FIRES[rule].context)
-    for row in FIRES[rule].rows:
-        watcher.update(row)
-        if rule in [f.rule for f in judge(watcher.reading, BUILT_IN)]:
-            break
-    return watcher.reading
+def branches(condition):
+    """The ways in which a condition can hold, each as comparisons that all hold."""
+    if isinstance(condition, Compared):
+        return [[condition]]
+    each = [branches(part) for part in condition.parts]
+    if condition.how == "any":
+        return [branch for ways in each for branch in ways]
+    return [[c for way in ways for c in way] for ways in itertools.product(*each)]
+
+
+def decisive(branch):
+    """A reading on which these comparisons hold, or None if they contradict each other."""
+    reading = {}
+    for name, group in itertools.groupby(sorted(branch, key=lambda c: c.reading), key=lambda c: c.reading):
+        comparisons = list(group)
+        limits = [
+            c.threshold if isinstance(c.threshold, float) else BUILT_IN.limits.get(c.threshold) for c in comparisons
+        ]
+        if None in limits:  # a reading that is missing
+            continue
+        ends = sorted({limits[0] - 1, *limits, limits[-1] + 1})
+        values = [*ends, *((a + b) / 2 for a, b in itertools.pairwise(ends))]
+        fitting = [v for v in values if all(c.holds({name: v}, BUILT_IN.thresholds) for c in comparisons)]
+        if not fitting:
+            return None
+        reading[name] = fitting[0]
+    return reading
 
 
 def last_reading(rule, rules):
@@ -185,17 +201,21 @@ def last_reading(rule, rules):
 
 @pytest.mark.parametrize("name", BUILT_IN.thresholds)
 def test_every_threshold_decides(name):
-    """Out of reach, it changes what fires, or at what; whatever rules do not use, the check or the table does."""
+    """Out of reach, it turns a condition of some rule; what rules do not use, a reading, the check or the table does."""
+    users = [c for c in CONDITIONS if name in c.thresholds]
     if name in WINDOWS | TRENDS:
         histories = ("length_surge", "clip_saturation", "surge_without_guard")
-        values = (1, 50) if name in WINDOWS else (-1e12, 1e12)
+        values = (1, 500) if name in WINDOWS else (-1e12, 1e12)
         assert any(last_reading(h, bent(name, v)) != last_reading(h, BUILT_IN) for h in histories for v in values)
-    elif USERS[name]:
+    elif users:
 
-        def fired(rule, rules):
-            return [(f.rule, f.confidence) for f in judge(reading_when(rule), rules)]
+        def turned(condition, branch):
+            reading = decisive(branch)
+            if reading is None or condition.holds(reading, BUILT_IN.thresholds) is None:
+                return False
+            return any(condition.holds(reading, bent(name, v).thresholds) is None for v in (-1e12, 1e12))
 
-        assert any(fired(r, bent(name, v)) != fired(r, BUILT_IN) for r in USERS[name] for v in (-1e12, 1e12))
+        assert any(turned(c, b) for c in users for b in branches(c))
     else:
         assert name in {row.limit for row in THRESHOLDS} | {"length_kept"}
 

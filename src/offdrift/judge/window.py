@@ -39,10 +39,10 @@ class Mean(NamedTuple):
 
     @staticmethod
     def of(values: Sequence[float], past: Sequence[float] = ()) -> Mean:
-        """Of at least one value; the scatter is that of `past` about its line, if there is any."""
-        mean = fmean(values)
-        about = about_line(past) if past else np.asarray(values, dtype=np.float64) - mean
-        return Mean(mean, *error_of_mean(about, 2 if past else 1, len(values), BLOCK))
+        """Of at least one value; the scatter is that of `past` about its line, if two values make one."""
+        mean, line = fmean(values), len(past) > 1
+        about = about_line(past) if line else np.asarray(values, dtype=np.float64) - mean
+        return Mean(mean, *error_of_mean(about, 2 if line else 1, len(values), BLOCK))
 
 
 class Window:
