@@ -20,8 +20,10 @@ EXPECTED = {
     "two-sided identity: lower end, E[R sum k3(w_t)]": 0.999,
     "two-sided identity: lower end, E[(1-R) k3(w)]": 0.9,
     "two-sided identity: worst case over R": 0.999,
-    "clipped objectives: truncated weights": 0.5,
-    "clipped objectives: clipped surrogate": 0.5,
+    "trained objectives: clipped surrogate": 0.5,
+    "trained objectives: truncated weights": 0.5,
+    "trained objectives: no weights": 0.5,
+    "trained objectives: truncated weights, no baseline": 0.5,
     "Hellinger": 2.0 / CONSTANT,
 }
 """A share of each bound that some pair reaches, so that a smaller constant would be refuted."""

@@ -3,8 +3,8 @@
 A statement says `value <= bound` for every pair of policies and every reward in [0, 1]. `value` is
 computed for the worst rewards, which are known in closed form: all values are linear in the rewards,
 so the worst reward is 1 where its weight is positive. `offdrift.lab.search` attacks Table 1; this file
-does the same for the masked surrogate without a premise, the variance, the two-sided identity, clipped
-objectives and Hellinger's distance.
+does the same for the masked surrogate without a premise, the variance, the two-sided identity, what is
+trained, and Hellinger's distance.
 
 Notation: mu draws, pi is judged, `w_t` the ratio of token t, `w` their product, `Error = J(pi) - J(mu) -
 E_mu[R sum_t (w_t - 1)]`, `k3(u) = u - 1 - log u`.
@@ -187,28 +187,31 @@ def two_sided(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
     }
 
 
-def clipped_objectives(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
-    """L'_TIS - KL_seq and L'_clip(pi) - L'_clip(mu) - KL_seq lie below J(pi) - J(mu).
+def trained_objectives(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
+    """E_mu[sum_t V(R, w_t)] - KL_seq lies below J(pi) - J(mu), if V <= (R - b)(w - 1) + (1 - R) k3(w).
 
-    L'_TIS = E_mu[R sum_t (min(w_t, C) - 1)] for rewards >= 0, any supports. For PPO's clip with the
-    advantage R - b (b = 1/2 here) at every token, where pi draws nothing mu cannot:
-    L'_clip = E_mu[sum_t min(w_t A, clip(w_t) A)].
+    For b = 1/2 and V of a clipped surrogate, of truncated weights (`C + C log(w / C) - 1` above the cap) and of
+    no weights at all (`log w`), where pi draws nothing mu cannot; for b = 0 and truncated weights always.
     """
-    kl_seq = divergences(mu, pi).kl_seq
-    law = mu.law()
-    gain = law * (sequence_ratio(mu, pi) - 1)
-    truncated = token_sum(mu, pi, lambda w: w.clamp(max=TIS_CAP) - 1)
-    # R = 1 gives every token the advantage 1/2, R = 0 gives -1/2 and no gain; the worst of the two.
-    up = token_sum(mu, pi, lambda w: w.clamp(max=1 + CLIP) - 1)
-    down = token_sum(mu, pi, lambda w: w.clamp(min=1 - CLIP) - 1)
-    return {
-        "truncated weights": Sides(
-            (law * truncated - gain).clamp(min=0).sum(1), kl_seq, torch.ones_like(kl_seq, dtype=torch.bool)
-        ),
-        "clipped surrogate": Sides(
-            torch.maximum(law * up / 2 - gain, -law * down / 2).sum(1), kl_seq, full_support(mu, pi)
-        ),
+
+    def truncated(w: Tensor) -> Tensor:
+        return torch.where(w <= TIS_CAP, w, TIS_CAP + TIS_CAP * (w / TIS_CAP).log()) - 1
+
+    objectives = {
+        "clipped surrogate": (lambda w: w.clamp(max=1 + CLIP) - 1, lambda w: w.clamp(min=1 - CLIP) - 1),
+        "truncated weights": (truncated, truncated),
+        "no weights": (torch.log, torch.log),
     }
+    kl_seq, full, law = divergences(mu, pi).kl_seq, full_support(mu, pi), mu.law()
+    gain = sequence_ratio(mu, pi) - 1
+    sides = {}
+    for name, (right, wrong) in objectives.items():
+        # The advantage of a sequence with R = 1 is 1/2 at every token, with R = 0 -1/2. The worst of the two.
+        overstated = torch.maximum(token_sum(mu, pi, right) / 2 - gain, -token_sum(mu, pi, wrong) / 2)
+        finite = full & (kl_seq < torch.inf)
+        sides[name] = Sides(mean(law, overstated), kl_seq, finite)
+    positive = mean(law, (token_sum(mu, pi, truncated) - gain).clamp(min=0))
+    return sides | {"truncated weights, no baseline": Sides(positive, kl_seq, torch.ones_like(full))}
 
 
 def hellinger(mu: TabularPolicy, pi: TabularPolicy) -> Sides:
@@ -233,7 +236,7 @@ STATEMENTS: dict[str, Callable[[TabularPolicy, TabularPolicy], Sides | dict[str,
     "variance": variance,
     "variance from the largest chi-squared": variance_limit,
     "two-sided identity": two_sided,
-    "clipped objectives": clipped_objectives,
+    "trained objectives": trained_objectives,
     "Hellinger": hellinger,
 }
 

@@ -1,0 +1,71 @@
+"""Which rows carry a certificate: read off their parts, and checked by enumeration of sequences."""
+
+import pytest
+import torch
+
+from offdrift.lab.pairs import FAMILIES
+from offdrift.lab.policy import TabularPolicy, divergences
+from offdrift.lab.statements import full_support, mean, sequence_ratio, token_sum
+from offdrift.methods import method
+from offdrift.methods.lower_bound import EVERY, NONE, POSITIVE, STEPS, WIDEST, integrated_push, lower_bound
+from offdrift.methods.table import METHODS
+
+KNOWN = {
+    "none": (EVERY, False),  # A log w: the EM bound, with a baseline
+    "token_is": (EVERY, True),  # A (w - 1): the surrogate itself
+    "token_tis": (EVERY, False),
+    "ppo_clip": (EVERY, False),
+    "grpo": (EVERY, False),
+    "dual_clip": (POSITIVE, False),  # with b near 1 a wrong answer is overstated beyond the second clip
+    "gspo": (NONE, False),
+    "trm_max": (NONE, False),
+    "kl_cov": (NONE, False),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_rows(name):
+    bound = lower_bound(method(name))
+    assert (bound.baselines, bound.under_mismatch) == KNOWN[name]
+
+
+def test_the_push_of_the_plain_surrogate_integrates_to_it():
+    log_s = torch.linspace(-WIDEST, WIDEST, 2 * STEPS + 1, dtype=torch.float64)
+    for m in (0.5, 1.0, 3.0):
+        phi = integrated_push(method("token_is"), -0.7, m, correct=True)
+        torch.testing.assert_close(phi, -0.7 * m * log_s.expm1(), rtol=1e-4, atol=1e-6)
+
+
+def overstated(name: str, mu: TabularPolicy, pi: TabularPolicy, baseline: float) -> float:
+    """The most by which a row's summed objective exceeds gain + KL_seq, over pairs and rewards 0 or 1."""
+    log_w = torch.linspace(-WIDEST, WIDEST, 2 * STEPS + 1, dtype=torch.float64)
+    sums = []
+    for reward in (1.0, 0.0):
+        push = integrated_push(method(name), reward - baseline, 1.0, correct=reward > 0)
+
+        def phi(w, push=push):
+            low = ((w.log().clamp(-WIDEST, WIDEST) + WIDEST) * (STEPS / WIDEST)).long().clamp(max=2 * STEPS - 1)
+            share = (w.log() - log_w[low]) * (STEPS / WIDEST)
+            return push[low] + share * (push[low + 1] - push[low])
+
+        sums.append(token_sum(mu, pi, phi))
+    usable = full_support(mu, pi) & (token_sum(mu, pi, lambda w: (w.log().abs() > WIDEST).double()) == 0).all(1)
+    excess = torch.maximum(sums[0] - (sequence_ratio(mu, pi) - 1), sums[1])
+    worst = (mean(mu.law(), excess) - divergences(mu, pi).kl_seq)[usable]
+    return float(worst.max()) if len(worst) else -1.0
+
+
+@pytest.mark.parametrize("name", [n for n, row in METHODS.items() if lower_bound(row).baselines == EVERY])
+def test_rows_that_certify_themselves_never_overstate(name):
+    g = torch.Generator().manual_seed(2)
+    families = ("unrelated", "noise", "sparse", "biased", "rare tokens")
+    pairs = [FAMILIES[f](100, vocab, t, g) for f in families for vocab, t in ((2, 2), (2, 5), (3, 3))]
+    worst = [overstated(name, mu, pi, b) for mu, pi in pairs for b in (0.0, 0.5, 1.0)]
+    assert max(worst) <= 1e-3  # the grid's error at the jump of a clip
+    assert sum(w > -1 for w in worst) > 30  # most kinds of pairs are inside the grid
+
+
+def test_a_row_without_the_statement_overstates_somewhere():
+    """A wrong answer that pi gives fifty times as often, and a second clip that stops counting at three times."""
+    mu, pi = (TabularPolicy.independent([[1 - p, p]]) for p in (0.0005, 0.025))
+    assert overstated("dual_clip", mu, pi, 1.0) > 3e-4 > 1e-5 > overstated("ppo_clip", mu, pi, 1.0)
