@@ -74,6 +74,7 @@ def test_every_column_by_hand():
             0,
             0.1 * math.sqrt(4 * 0.025) + 0.02 * math.sqrt(3 * 0.025),
         ],
+        "prefix_shift": [0.05 * math.sqrt(4 * 0.025), 0, 0.0],
     }
     assert tuple(expected) == COLUMNS
     for name, values in expected.items():
@@ -211,6 +212,7 @@ def test_a_token_that_was_not_scored_has_any_ratio_and_any_divergence(value):
             0,
             0.11 * omega[0] + 0.02 * omega[1],
         ],
+        "prefix_shift": [0.05 * omega[0] + math.sqrt(0.025) * omega[1], 0, 0.11 * omega[0] + 0.02 * omega[1]],
     }
     assert [name for name in COLUMNS if name != "reward"] == list(expected)
     for name, values in expected.items():

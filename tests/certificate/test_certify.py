@@ -101,12 +101,13 @@ def test_no_statement_is_wrong_more_often_than_alpha(scale, answers, constants):
             "kl_seq": world.kl_seq <= e["kl_seq"].high,
             "prefix_kl": world.kl_seq <= e["prefix_kl"].high,
             "shift": shift <= e["shift"].high,
+            "prefix_shift": shift <= e["prefix_shift"].high,
             "bound": abs(world.gain - world.surrogate) <= c.bound.value,
         }
         for name, right in {**statements, "all": all(statements.values())}.items():
             wrong[name] = wrong.get(name, 0) + (not right)
         assert all(c.gain_of(x) <= c.gain_low for x in c.guarantees)
-    assert len(wrong) == 7
+    assert len(wrong) == 8
     assert max(wrong.values()) <= MISSES, wrong
 
 
@@ -137,6 +138,9 @@ def test_means_are_lower_ends_whichever_tokens_the_engine_did_not_score():
             spent = (law * scored.segments.sum(k3) * accepted).view(PROMPTS, -1).sum(1)
             limit = (law * e.column("prefix_kl")).view(PROMPTS, -1).sum(1)
             assert (spent <= limit + 1e-12).all(), (name, delta)
+            omega = torch.tensor(region.weights()).repeat(len(who))
+            churn = (law * scored.segments.sum(omega * log_w.expm1().abs() / 2) * accepted).view(PROMPTS, -1).sum(1)
+            assert (churn <= (law * e.column("prefix_shift")).view(PROMPTS, -1).sum(1) + 1e-12).all(), (name, delta)
             assert float(spent.max()) > 0
 
 
@@ -178,9 +182,30 @@ def test_it_is_right_where_the_region_is_left_and_ratios_are_cut():
         seen += c.precondition == "falsified"
         wrong += c.gain_low > world.gain
         assert c.bound is None
-        assert {x.name for x in c.guarantees} == {"direct", "masked"}
+        assert {x.name for x in c.guarantees} == {"direct", "TRM", "masked"}
+        assert all(x.provided == () for x in c.guarantees)
     assert seen == RUNS
     assert wrong <= MISSES
+
+
+def test_trm_needs_no_premise_and_says_most_where_short_answers_change_a_lot():
+    """One token: mu finds the answer in one of ten, pi in four; a prompt outside the region changes everything."""
+    n, g = 4000, torch.Generator().manual_seed(0)
+    outside = torch.arange(n) % 20 == 0
+    mu, pi = torch.full((n,), 0.1).double(), torch.where(outside, 1e-9, 0.4).double()
+    right = torch.rand(n, generator=g, dtype=torch.float64) < mu
+    logp_rollout, logp = (torch.where(right, p, 1 - p).log() for p in (mu, pi))
+    kl = mu * (mu / pi).log() + (1 - mu) * ((1 - mu) / (1 - pi)).log()
+    lp = LogProbs(logp_rollout, Segments.from_lengths([1] * n), logp)
+    region = TrustRegion(horizon=1, delta=0.3)
+    exact = {"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)}
+    c = certify(BatchEvidence.of(lp, right.double(), region=region, divergences=exact))
+    gain = float((pi - mu).mean())
+    assert c.precondition == "falsified"
+    assert c.best is not None
+    assert (c.best.name, c.best.provided) == ("TRM", ())
+    direct = next(x for x in c.guarantees if x.name == "direct")
+    assert c.gain_of(direct) < 0.1 < 0.2 < c.gain_low <= gain
 
 
 @pytest.mark.usefixtures("_without_shape_checks")
@@ -501,10 +526,10 @@ def test_intervals_that_know_the_drawn_token_do_not_open_the_prefix_route():
     found = {kl.name: kl, tv.name: tv}
     said = certify(BatchEvidence.of(lp, rewards, region=region, divergences=found))
     assert said.gain_low <= truth
-    assert "masked" not in {guarantee.name for guarantee in said.guarantees}
+    assert all(g.name == "direct" or g.provided for g in said.guarantees)
     exact = Divergence.exact(kl.name, token_kl(mu, pi)[place])
     rigorous = certify(BatchEvidence.of(lp, rewards, region=region, divergences={kl.name: exact}))
-    assert "masked" in {guarantee.name for guarantee in rigorous.guarantees}
+    assert [g.provided for g in rigorous.guarantees if g.name == "TRM"] == [()]
     assert rigorous.gain_low <= truth
 
 

@@ -52,6 +52,7 @@ COLUMNS = (
     "prefix_kl",
     "refuted",  # 1 if a token contradicts what its capped interval assumes
     "shift",  # sum_t omega_t min(TV upper end, eps, sqrt(delta/2)): the adaptive sum
+    "prefix_shift",  # the same of the tokens that prefix_kl counts
 )
 """One number per sequence each."""
 
@@ -133,9 +134,8 @@ class BatchEvidence:
             "excess": segments.sum(log_w.clamp(max=LOG_RATIO_LIMIT).expm1()),
             "log_product": segments.sum(log_w),
             "worst": segments.max(log_w.abs()),
-            **_divergences(kl, tv, region, segments, logprobs.unscored),
+            **_divergences(kl, tv, limited * omega, region, segments, logprobs.unscored),
             "refuted": refuted,
-            "shift": segments.sum(limited * omega),
         }
         grades = {k: Grade.SAMPLED if d is None else d.grade for k in (KL, TV) for d in [(divergences or {}).get(k)]}
         return BatchEvidence(
@@ -224,18 +224,20 @@ Ends = tuple[Tensor, Tensor]
 
 
 def _divergences(
-    kl: Ends, tv: Ends, region: TrustRegion, segments: Segments, unscored: Tensor | None
+    kl: Ends, tv: Ends, shift: Tensor, region: TrustRegion, segments: Segments, unscored: Tensor | None
 ) -> dict[str, Float[Tensor, " b"]]:
     inside = kl[1] <= region.delta
     if region.eps is not None:
         inside = inside & (tv[1] <= region.eps)
     violations = segments.position.where(~inside, region.horizon).to(kl[1].dtype)
     first = segments.spread(segments.min(violations))
-    prefix = kl[1].double().where(segments.position < first, 0.0)
+    accepted = segments.position < first
+    prefix = kl[1].double().where(accepted, 0.0)
     if unscored is not None:
         # Whether a token was scored may depend on which one was drawn. Leaving its context out would
         # make the sum too small; its limit is an upper end where it is met, and decided beforehand.
         edge = unscored & (segments.position == first)
+        accepted = accepted | edge
         prefix = prefix.masked_fill(edge, region.delta)
     high = {"kl_high": segments.max(kl[1]).double(), "tv_high": segments.max(tv[1]).double()}
     low = {
@@ -248,6 +250,8 @@ def _divergences(
         "kl_total": segments.sum(kl[1].double()),
         "kl_sum": segments.sum(kl[1].double().clamp(max=region.delta)),
         "prefix_kl": segments.sum(prefix),
+        "shift": segments.sum(shift),
+        "prefix_shift": segments.sum(shift.where(accepted, 0.0)),
     }
 
 

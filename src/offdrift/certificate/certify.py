@@ -5,8 +5,13 @@ needs the current policy's support inside the rollout policy's, since what mu ca
 reward >= 0 and is counted as 0.
 
     direct   E_mu[R (min(prod_t w_t, c) - 1)]               no trust region at all: a bounded mean
-    masked   L'_masked - B_A - E_mu[(1 - M) R]              Proposition G.1, for the accepted region
-    TRM      L' - B*                                        Theorem 4.2, if KL <= delta everywhere
+    TRM      L'_masked - B*' - E_mu[(1 - M) R]              no premise: B* of accepted prefixes, exact KL
+    masked   L'_masked - B_A - E_mu[(1 - M) R]              Proposition G.1, for limits on sampled ratios
+
+B*' is the smallest row of Table 1 for the pair (mu, pi'), pi' being pi as long as every context so far
+meets the limits and mu afterwards (docs/certificates.md, eq. 7): delta and eps are then limits by construction,
+and the KL and the adaptive sum are those of accepted prefixes. Where evidence is not exact, or with the paper's
+constants, TRM is Theorem 4.2 instead, L' - B*, provided KL <= delta everywhere.
 
 The surrogate L' is a mean of R sum_t (w_t - 1), which is bounded below by -T and not bounded above.
 Its lower end is vacuous at T in the hundreds; the product of ratios has a bounded range and no
@@ -181,13 +186,7 @@ def certify(
         accepted &= host["worst"] <= region.tau
     intervals = estimates(host, rewards, accepted, region, alpha=alpha)
     stand = all(status in ("not falsified", "known") for status in premises.values())
-    bound: Bound | None = None
-    if stand and not refuted:  # B* with every expectation at the upper end of its interval
-        limits = {"horizon": region.horizon, "delta": region.delta, "eps": region.token_tv}
-        rows = all_bounds(**limits, kl_seq=intervals["kl_seq"].high, constants=constants)
-        row = ROWS["adaptive"]
-        adaptive = CONSTANTS[constants] * intervals["shift"].high
-        bound = tightest([*rows, Bound("adaptive", adaptive, row.route, row.scaling, row.equation)])
+    bound = _unified(region, intervals["kl_seq"], intervals["shift"], constants) if stand and not refuted else None
     exact = all(grades[k] is Grade.EXACT for k in ("kl", *premises))
     guarantees = _guarantees(intervals, bound, region, premises, measured and exact, constants)
     unscored = int((host["unscored"] > 0).sum())
@@ -236,24 +235,33 @@ def _guarantees(
     if "gain" not in intervals:
         return []
     guarantees = [Guarantee("direct", "gain", 0.0, 0.0, ())]
-    errors = []
+    ratios = []
     if region.tau is not None:
-        tau = region.tau
-        errors.append(sample_ratio_error(horizon=region.horizon, tau=tau, constants=constants))
-    if constants == "sharp" and predictable:
-        errors.append(intervals["prefix_kl"].high)
-    if errors and constants == "sharp":
+        ratios.append(sample_ratio_error(horizon=region.horizon, tau=region.tau, constants=constants))
+    if constants == "sharp":
         rejected = intervals["rejected_reward"].high
-        guarantees.append(masked_guarantee(error=min(errors), rejected=rejected, constants="sharp"))
-    elif errors and bound is not None:  # TV_seq is estimated under KL <= delta
+        if predictable and min(region.delta, region.token_tv) < np.inf:
+            prefixes = _unified(region, intervals["prefix_kl"], intervals["prefix_shift"], constants)
+            guarantees.append(Guarantee("TRM", "surrogate_masked", prefixes.value, rejected, ()))
+        guarantees += [masked_guarantee(error=error, rejected=rejected, constants="sharp") for error in ratios]
+    elif ratios and bound is not None:  # TV_seq is estimated under KL <= delta
         priced = masked_guarantee(
-            error=min(errors), rejected=1 - intervals["acceptance"].low, tv_seq=pinsker(intervals["kl_seq"].high)
+            error=ratios[0], rejected=1 - intervals["acceptance"].low, tv_seq=pinsker(intervals["kl_seq"].high)
         )
         guarantees.append(replace(priced, provided=_conditions(region, premises)))
-    if bound is not None:
+    if bound is not None and not (predictable and constants == "sharp"):
         conditions = _conditions(region, premises)
         guarantees.append(Guarantee("TRM", "surrogate", bound.value, 0.0, conditions))
     return guarantees
+
+
+def _unified(region: TrustRegion, kl_seq: Estimate, shift: Estimate, constants: str) -> Bound:
+    """B* with every expectation at the upper end of its interval, for rewards in [0, 1]."""
+    limits = {"horizon": region.horizon, "delta": region.delta, "eps": region.token_tv}
+    rows = all_bounds(**limits, kl_seq=kl_seq.high, constants=constants)
+    row = ROWS["adaptive"]
+    adaptive = CONSTANTS[constants] * shift.high
+    return tightest([*rows, Bound("adaptive", adaptive, row.route, row.scaling, row.equation)])
 
 
 def _premises(

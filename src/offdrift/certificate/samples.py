@@ -25,7 +25,8 @@ SHARES = {
     "surrogate_masked": 1 / 16,
     "rejected_reward": 1 / 16,
     "acceptance": 1 / 16,
-    "prefix_kl": 1 / 16,
+    "prefix_kl": 1 / 32,
+    "prefix_shift": 1 / 32,
     "kl_seq": 1 / 16,
     "shift": 1 / 16,
     "unseen": 1 / 16,
@@ -82,7 +83,7 @@ def estimates(
     """Every expectation with its interval, over prompt groups.
 
     The ranges are known beforehand: `kl_seq` and `shift` are limited by the region, which is the
-    premise they serve; `prefix_kl` stops at the region's edge whatever the policies do.
+    premise they serve; `prefix_kl` and `prefix_shift` stop at the region's edge whatever the policies do.
 
     Args:
         host: the batch.
@@ -92,6 +93,7 @@ def estimates(
     horizon, most = region.horizon, region.horizon * region.delta if region.delta else 0.0
     columns = {
         "prefix_kl": (host["prefix_kl"], 0.0, most, "high"),
+        "prefix_shift": (host["prefix_shift"], 0.0, region.token_tv * region.total_weight, "high"),
         "kl_seq": (host["kl_sum"], 0.0, most, "high"),
         "shift": (host["shift"], 0.0, region.token_tv * region.total_weight, "high"),
     }

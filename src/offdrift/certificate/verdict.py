@@ -92,7 +92,7 @@ class Certificate:
         """
         measured = all(self.grades[name] != "sampled" for name in self.premises)
         stands = self.precondition in ("not falsified", "known") and not self.refuted
-        prefix = frozenset() if measured and not self.refuted else frozenset({"prefix_kl"})
+        prefix = frozenset() if measured and not self.refuted else frozenset({"prefix_kl", "prefix_shift"})
         return prefix if stands else prefix | {"kl_seq", "shift"}
 
     @property

@@ -181,6 +181,7 @@ NAMES = {
     "rejected_reward": "reward of rejected sequences",
     "acceptance": "accepted sequences",
     "prefix_kl": "KL of accepted prefixes, nat",
+    "prefix_shift": "adaptive sum of accepted prefixes",
     "kl_seq": "KL of sequences, nat",
     "shift": "adaptive sum of mean TV",
 }
