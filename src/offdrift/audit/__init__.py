@@ -1,1 +1,1 @@
-"""Judges what others have recorded: stored rollouts against a policy."""
+"""Audit of the logs of a run: numbers, findings, a suggestion and a certificate from stored rollouts."""

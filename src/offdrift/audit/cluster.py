@@ -1,4 +1,4 @@
-"""The pieces of a log spread over a Ray cluster, through Ray Data; the only file that imports ray.
+"""Read the pieces of a log on a Ray cluster, through Ray Data; the only file that imports ray.
 
 Every node must be able to open the files by the names given here: a shared file system, or URLs of
 an object store. Parts come back to this process, which keeps them on its disk and merges them in

@@ -1,4 +1,4 @@
-"""Diagnosis: metrics of a run in, findings out: what is wrong, how it is known, why, and what to do."""
+"""Diagnosis: from the metrics of a run to findings on what is wrong, how it is known, why, and what to do."""
 
 from offdrift.judge.collapse import (
     FeatureRecorder,

@@ -39,7 +39,7 @@ def num_experts(model: Any) -> int:
         >>> num_experts(object())
         0
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     return max(getattr(config, name, None) or 0 for name in EXPERT_COUNTS)

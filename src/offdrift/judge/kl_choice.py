@@ -1,4 +1,4 @@
-"""Which estimate of a KL to believe: exact, else k3, else k1.
+"""Choice of the estimate of a KL: exact, else k3, else k1.
 
 k1 = mean(-l) and k3 = mean(e^l - 1 - l) have the same expectation where E[e^l] = 1 (signatures.py).
 Then k3, which is never negative and of second order in l, is far less noisy: a few sequences leave

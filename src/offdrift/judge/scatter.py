@@ -1,4 +1,4 @@
-"""How far a series moves by itself, and what goes beyond it: changes of level of autocorrelated steps.
+"""Tests of whether the level of a series of autocorrelated steps changed by more than its own scatter.
 
 Steps of a run are no independent draws: what happened at one step is still there at the next. With
 the lag-1 autocorrelation phi, n steps say as much of a mean as n / f independent ones,

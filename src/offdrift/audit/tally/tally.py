@@ -178,7 +178,7 @@ class Tally:
                 present, counts, moments, extremes = (arrays[f"histogram/{name}/{x}"][i] for x in HISTOGRAM)
                 if present:
                     histograms[name] = Histogram(Grid(**grid), counts, moments, *extremes.tolist())
-            points[key] = Point(DriftStats(*vectors, {}, header["grades"][i]), histograms)
+            points[key] = Point(DriftStats(*vectors, by_position={}, grade=header["grades"][i]), histograms)
         facets = [
             {k.removeprefix(f"facets/{kind}/"): x for k, x in arrays.items() if k.startswith(f"facets/{kind}/")}
             for kind in STATISTICS

@@ -1,4 +1,4 @@
-"""Readings that tell engines from lag: drift at the same weights, and how drift grows with lag.
+"""Readings that separate engines from lag: drift at the same weights, and how drift grows with lag.
 
 What the log calls the old policy may itself be newer than the rollout's weights, so "mismatch"
 alone is no zero-lag test. A reading at the same weights is, in this order: the whole log, if the
