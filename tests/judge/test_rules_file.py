@@ -44,6 +44,9 @@ source = "us"
 [fixes.less]
 do = "Less."
 snippets.verl = "actor: {}"
+
+[fixes.halve_lr]
+snippets.verl = "actor: {}"
 """
 
 
@@ -64,6 +67,12 @@ def test_everything_that_is_not_named_stays(own):
     assert limits == {"kl_large", "ess_half"}
     assert own.thresholds["kl_large"].unit == "nat"
     assert built_in is load_rules()
+
+
+def test_a_snippet_of_ones_own_stands_among_the_others(own):
+    old, new = load_rules().fixes["halve_lr"], own.fixes["halve_lr"]
+    assert (new.do, new.snippets) == (old.do, {**old.snippets, "verl": "actor: {}\n"})
+    assert len(new.snippets) > 3
 
 
 def test_changed_thresholds_decide(own):
