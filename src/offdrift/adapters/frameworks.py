@@ -169,21 +169,37 @@ WAITING = _Waiting()
 
 
 class Replacements:
-    """Attributes of a framework's modules that stand for ours, until they are restored."""
+    """Attributes of a framework's modules that were replaced by ours, until they are restored."""
 
     def __init__(self) -> None:
-        self._originals: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._originals: dict[tuple[int, str], tuple[Any, Any, bool]] = {}
 
-    def replace(self, holder: Any, name: str, ours: Any) -> None:
-        """Set an attribute; the first one that it had is what `restore` puts back."""
-        self._originals.setdefault((id(holder), name), (holder, getattr(holder, name)))
-        setattr(holder, name, ours)
+    def replace(self, holder: Any, name: str, ours: Any, *, everywhere: bool = False) -> None:
+        """Set an attribute; the first value that it had is what `restore` puts back.
+
+        Args:
+            everywhere: also in modules that imported it by this name.
+        """
+        self._originals.setdefault((id(holder), name), (holder, getattr(holder, name), everywhere))
+        self._set(holder, name, ours, everywhere)
 
     def restore(self) -> None:
         """Put the originals back. Idempotent."""
-        for (_, name), (holder, original) in self._originals.items():
-            setattr(holder, name, original)
+        for (_, name), (holder, original, everywhere) in self._originals.items():
+            self._set(holder, name, original, everywhere)
         self._originals.clear()
+
+    def __contains__(self, attribute: tuple[Any, str]) -> bool:
+        holder, name = attribute
+        return (id(holder), name) in self._originals
 
     def __bool__(self) -> bool:
         return bool(self._originals)
+
+    @staticmethod
+    def _set(holder: Any, name: str, value: Any, everywhere: bool) -> None:
+        before = getattr(holder, name)
+        setattr(holder, name, value)
+        for module in list(sys.modules.values()) if everywhere else ():
+            if getattr(module, "__dict__", {}).get(name) is before:
+                setattr(module, name, value)

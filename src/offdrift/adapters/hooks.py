@@ -1,13 +1,14 @@
 """Losses for frameworks that call a function per sequence or per micro-batch.
 
-Such a hook does not know which optimizer step it is in, nor the rest of the step. So a step ends when
-an optimizer of this process has stepped, and methods that must see a whole step are refused. Where
-the framework passes the token and sequence counts of the whole step, every aggregate is exact;
-elsewhere the loss is a sum over tokens, which the framework divides.
+Such a hook does not know the rest of its optimizer step. A step ends when an optimizer of this process
+has stepped, and methods that must see a whole step are refused. Every aggregate is exact where the
+framework passes the token and sequence counts of the step; elsewhere the loss is a sum over tokens,
+which the framework divides.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -63,7 +64,12 @@ INPUTS = {
 
 
 def check_served(
-    method: Method, *, framework: str, has: Collection[str] = (), hints: Mapping[str, str] = {}, folded: bool = False
+    config: HookConfig,
+    *,
+    has: Collection[str] = (),
+    hints: Mapping[str, str] = {},
+    folded: bool = False,
+    only: Method | None = None,
 ) -> None:
     """Raise unless a hook that sees one piece of a step, and `has` these inputs, can serve the method.
 
@@ -72,6 +78,7 @@ def check_served(
             current policy.
         hints: ways out, by what is missing.
         folded: whether the framework divides advantages, rather than losses, by its denominators.
+        only: what of the method is used; None: all of it.
 
     Raises:
         EvidenceError: naming what the framework does not hand over.
@@ -79,10 +86,11 @@ def check_served(
             its denominators in the advantages.
 
     Example:
-        >>> check_served(row("icepop"), framework="x")
+        >>> check_served(HookConfig.of("x", "icepop"))
         Traceback (most recent call last):
         offdrift.errors.EvidenceError: x hands its hook no log-probs of the old policy (logp_old), which this method needs: choose another method
     """
+    method, framework = only or config.row, config.framework
     needed = {
         "version_lag": "versions" in evidence(method),
         "logp_old": method.needs_old,
@@ -107,23 +115,22 @@ def check_served(
         )
 
 
-def correction_only(
-    name: str, method: Method, *, framework: str, instead: str, hints: Mapping[str, str] = {}
-) -> Method:
-    """The method's gates and weights, for a hook that is given log-probs of the rollout and of the old
-    policy alone, and keeps the framework's own loss.
+def correction_only(config: HookConfig, *, instead: str, hints: Mapping[str, str] = {}) -> Method:
+    """The method's gates and weights, for a hook that keeps the framework's own loss.
+
+    Such a hook is given log-probs of the rollout and of the old policy alone.
 
     Args:
-        name: of the method's row.
         instead: the framework's hook that takes whole methods.
 
     Raises: `MethodError` if there is nothing for the hook to do; `EvidenceError` if a part needs more.
 
     Example:
-        >>> correction_only("token_tis", row("token_tis"), framework="x", instead="y")
+        >>> correction_only(HookConfig.of("x", "token_tis"), instead="y")
         Traceback (most recent call last):
         offdrift.errors.EvidenceError: x hands this hook log-probs of the rollout and of the old policy, but no current ones and no advantages, which token_tis needs for [weight token ratio(full), truncate above 2]: use y, or a method on="mismatch"
     """
+    name, method = config.method, config.row
     parts = (*method.correction.gates, *method.correction.weights)
     if not parts:
         raise MethodError(
@@ -132,7 +139,7 @@ def correction_only(
     for part in parts:
         if part.on != "mismatch" or getattr(part, "advantage", "any") != "any":
             raise EvidenceError(
-                f"{framework} hands this hook log-probs of the rollout and of the old policy, but no "
+                f"{config.framework} hands this hook log-probs of the rollout and of the old policy, but no "
                 f"current ones and no advantages, which {name} needs for [{part.formula}]: use "
                 f'{instead}, or a method on="mismatch"'
             )
@@ -143,14 +150,14 @@ def correction_only(
         aggregate="token_mean",
         gate_scope=method.gate_scope,
     )
-    check_served(only, framework=framework, has={"logp_old"}, hints=hints)
+    check_served(config, has={"logp_old"}, hints=hints, only=only)
     return only
 
 
 def proportional(method: Method) -> bool:
     """Whether c times the advantages give c times the loss, for every c > 0.
 
-    Where they do, weights and denominators of a framework can be folded into the advantages.
+    Then a framework's weights and denominators can be folded into the advantages.
 
     Example:
         >>> proportional(row("dapo")), proportional(row("prime_rl"))
@@ -166,6 +173,7 @@ def proportional(method: Method) -> bool:
 class HookConfig:
     """What a hook was asked for: a value that can travel to other processes."""
 
+    framework: str
     method: str
     settings: str = "{}"
     """JSON."""
@@ -197,6 +205,7 @@ class HookConfig:
         settings = environment.settings() if settings is None else settings
         record = record or environment.record()
         config = HookConfig(
+            framework,
             name,
             json.dumps(dict(settings), sort_keys=True),
             None if record is None else os.fspath(record),
@@ -211,27 +220,30 @@ class HookConfig:
         """The method, with its settings."""
         return override(row(self.method), json.loads(self.settings))
 
-    def attach(self, framework: str, method: Method | None = None, *, note: str = "") -> LossHook:
-        """The method at work in this process.
 
-        Args:
-            method: what of the row is used; None: all of it.
-            note: the same for the log.
-        """
-        adapter = Adapter(
-            self.row if method is None else method,
-            framework=framework,
-            record=self.record,
-            context=Context(method=self.method),
-            on_idle=self.on_idle,  # type: ignore[arg-type]
-        )
-        adapter.log.info("%s: %s", self.method, note or adapter.method.describe())
-        return LossHook(adapter, self.horizon)
+@functools.cache
+def hook_of(config: HookConfig, *, only: Method | None = None, divides: bool = True) -> LossHook:
+    """The hook of this configuration in this process.
 
-    def attach_sum(self, framework: str, method: Method, *, note: str = "") -> LossHook:
-        """The method as a sum over tokens, which the framework divides."""
-        note = f"{note or method.describe()}. {framework}'s denominators"
-        return self.attach(framework, replace(method, aggregate="token_mean"), note=note)
+    Args:
+        only: the gates and weights that are used, see `correction_only`; None: the whole method.
+        divides: False for a framework that divides a sum over tokens itself.
+    """
+    method = config.row if only is None else only
+    method = method if divides else replace(method, aggregate="token_mean")
+    adapter = Adapter(
+        method,
+        framework=config.framework,
+        record=config.record,
+        context=Context(method=config.method),
+        on_idle=config.on_idle,  # type: ignore[arg-type]
+    )
+    note = method.describe() if divides else f"{method.describe()}. {config.framework}'s denominators"
+    if only is not None:
+        parts = "; ".join(part.formula for part in (*only.correction.gates, *only.correction.weights))
+        note = f"its {parts}; the objective is {config.framework}'s own"
+    adapter.log.info("%s: %s", config.method, note)
+    return LossHook(adapter, config.horizon)
 
 
 class LossHook:
@@ -284,15 +296,9 @@ class LossHook:
         result = self.adapter.loss(logprobs, advantages, batch_info, normalizer=divisor)
         self._open = True
         if self.adapter.records:
-            fields = {
-                "logp_rollout": logprobs.logp_rollout,
-                "logp_old": logprobs.logp_old,
-                "logp": logprobs.logp,
-                "advantages": advantages,
-                **also,
-                "lengths": logprobs.segments.lengths,
-                "column": column,
-            }
+            names = ("logp_rollout", "logp_old", "logp")
+            fields = {name: getattr(logprobs, name) for name in names}
+            fields |= {"advantages": advantages, **also, "lengths": logprobs.segments.lengths, "column": column}
             self._pieces.append({k: x.detach() for k, x in fields.items() if x is not None})
         return result
 
@@ -313,42 +319,35 @@ class LossHook:
         pieces, self._pieces = self._pieces, []
         try:
             if pieces:
-                self.adapter.record(_logged(pieces, self.step))
-        finally:  # whatever the disk says, the next step begins empty
+                fields = {k: torch.cat([piece[k] for piece in pieces]) for k in pieces[0]}
+                lengths, column = fields.pop("lengths"), fields.pop("column")
+                cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+                first = column[cuts[:-1].clamp(max=len(column) - 1)]
+                last = column[(cuts[1:] - 1).clamp(min=0)]
+                batch = Logged(
+                    cu_seqlens=cuts,
+                    step=torch.full_like(lengths, self.step),
+                    row=torch.arange(1, len(lengths) + 1, device=lengths.device),
+                    response_lengths=(last - first + 1).where(lengths > 0, 0),
+                    position=column - Segments(cuts).spread(first),  # counted from the row's first token
+                    **fields,  # type: ignore[arg-type]
+                )
+                self.adapter.record(batch)
+        finally:  # the next step begins empty, even if the disk failed
             self.metrics = self.adapter.end_step(self.step)
         self.adapter.log.debug("step %d: %s", self.step, self.metrics)
-
-
-def _logged(pieces: list[dict[str, Tensor]], step: int) -> Logged:
-    """The pieces of a step as one batch; positions count from each row's first token."""
-    fields = {k: torch.cat([piece[k] for piece in pieces]) for k in pieces[0]}
-    lengths, column = fields.pop("lengths"), fields.pop("column")
-    cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    end = len(column) - 1
-    first, last = column[cuts[:-1].clamp(max=end)], column[(cuts[1:] - 1).clamp(min=0)]
-    return Logged(
-        cu_seqlens=cuts,
-        step=torch.full_like(lengths, step),
-        row=torch.arange(1, len(lengths) + 1, device=lengths.device),
-        response_lengths=(last - first + 1).where(lengths > 0, 0),
-        position=column - Segments(cuts).spread(first),
-        **fields,  # type: ignore[arg-type]
-    )
-
-
-def decisions(logprobs: LogProbs, corrected: Corrected, *, on: RatioName) -> dict[str, Float[Tensor, " n"]]:
-    """What a framework can average over tokens: the raw drift, and what was decided about it.
-
-    Gradient: none.
-    """
-    drift, weight = k3(stopped_log_ratio(logprobs, on=on)), corrected.weight
-    values = (drift, weight, (~corrected.keep).to(weight.dtype), corrected.limited.to(weight.dtype))
-    return dict(zip(decision_names(on), values, strict=True))
 
 
 def decision_names(on: RatioName) -> list[str]:
     """The names of `decisions`, the same in every piece of a step."""
     return [f"offdrift/{name}" for name in (f"{on}/k3", "weight", "rejected", "limited")]
+
+
+def decisions(logprobs: LogProbs, corrected: Corrected, *, on: RatioName) -> dict[str, Float[Tensor, " n"]]:
+    """Numbers that a framework averages over tokens: k3 of the ratio, weight, rejected, limited. No gradient."""
+    drift, weight = k3(stopped_log_ratio(logprobs, on=on)), corrected.weight
+    values = (drift, weight, (~corrected.keep).to(weight.dtype), corrected.limited.to(weight.dtype))
+    return dict(zip(decision_names(on), values, strict=True))
 
 
 def metric_parts(result: PolicyLoss, tokens: Tensor | float | int) -> dict[str, float]:
@@ -383,14 +382,14 @@ def require_logprobs(
 ) -> Float[Tensor, " *shape"]:
     """The log-probs, unless they are absent or a placeholder of zeros.
 
-    A policy that is sure of every token has zeros, too; another one that has -1 nat or less in all on
-    the same tokens (`beside`) tells the two apart.
+    A policy that is sure of every token has zeros, too: they are a placeholder where the log-probs of
+    another policy on the same tokens (`beside`) sum to -1 nat or less.
 
     Raises: `EvidenceError` with the way out.
     """
+    at = mask != 0
     if x is None:
         raise EvidenceError(f"{name} are missing; {way_out}")
-    at = mask != 0
     if not bool((x[at] != 0).any()) and float(beside.detach()[at].sum()) <= -1:
         raise EvidenceError(f"{name} are 0 at every trainable token, a placeholder; {way_out}")
     return x

@@ -1,6 +1,6 @@
 """AReaL: any method that decides by token or sequence, as its loss; or its correction alone.
 
-AReaL has no registry of losses, so names are rebound in the process that trains:
+AReaL has no registry of losses: names are rebound in the process that trains.
 
     actor:
       use_decoupled_loss: true
@@ -8,9 +8,9 @@ AReaL has no registry of losses, so names are rebound in the process that trains
         - cmd: python -m offdrift.adapters.contrib.areal
           env_vars: {OFFDRIFT_METHOD: a3po}
 
-The command installs the method and goes on as AReaL's own worker. In a process of one's own, `install`
-does the same. AReaL weighs each micro-batch by its tokens, so losses are token means over the step,
-whatever aggregate a method was published with.
+The command installs the method and goes on as AReaL's own worker; so does `install` in a process of
+one's own. AReaL weighs each micro-batch by its tokens: losses are token means over the step, whatever
+aggregate a method was published with.
 
 `keep="loss"` leaves AReaL its PPO loss and replaces `apply_rejection_sampling`: the method's gates and
 weights on the mismatch of the two engines, where `actor.rejection_sampling` is set.
@@ -24,8 +24,7 @@ from __future__ import annotations
 import functools
 import os
 import runpy
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -39,6 +38,7 @@ from offdrift.adapters.hooks import (
     check_served,
     columns,
     correction_only,
+    hook_of,
     require_logprobs,
     zero_loss,
 )
@@ -54,8 +54,8 @@ SERVER = "areal.infra.rpc.rpc_server"
 
 Keep = Literal["nothing", "loss"]
 
-_INSTALLED: list[tuple[HookConfig, Keep]] = []
-"""What is installed in this process: one, or none."""
+_INSTALLED: list[tuple[HookConfig, Method | None]] = []
+"""What is installed in this process, one or none: the method, and what of it corrects AReaL's loss."""
 _REPLACED = Replacements()
 
 
@@ -79,16 +79,16 @@ def install(
     Raises: `EvidenceError`, `MethodError`: AReaL's hook is not given what the method needs.
     """
     check_choice("keep", keep, ("nothing", "loss"))
-    config = HookConfig.of("areal", method, settings, record=record, on_idle=on_idle)
+    config, only = HookConfig.of("areal", method, settings, record=record, on_idle=on_idle), None
     if keep == "loss":
-        _correction(config)
+        hints = {"version_lag": 'use keep="nothing", which knows version lags'}
+        only = correction_only(config, instead='keep="nothing"', hints=hints)
     else:
-        check_served(config.row, framework="areal", has={"logp_old", "version_lag"})
+        check_served(config, has={"logp_old", "version_lag"})
     uninstall()
-    _INSTALLED.append((config, keep))
-    _hook.cache_clear()
-    after_import(FUNCTIONAL, _rebind_functional)
-    after_import(ACTOR, _rebind_actor)
+    _INSTALLED.append((config, only))
+    for module in (FUNCTIONAL, ACTOR):
+        after_import(module, _rebind)
 
 
 def uninstall() -> None:
@@ -97,26 +97,23 @@ def uninstall() -> None:
     _REPLACED.restore()
 
 
-def _rebind_actor(module: Any) -> None:
-    if _INSTALLED:
-        require("areal")
-        if _INSTALLED[0][1] == "nothing":
-            _REPLACED.replace(module, "grpo_loss_fn", functools.partial(_loss, module))
-        update = _reporting(module.PPOActor._ppo_update, module.stats_tracker)
-        _REPLACED.replace(module.PPOActor, "_ppo_update", update)
-
-
-def _rebind_functional(module: Any) -> None:
-    if _INSTALLED and _INSTALLED[0][1] == "loss":
-        ours = functools.partial(_decide, module)
-        _REPLACED.replace(module, "apply_rejection_sampling", ours)
-
-
-def _reporting(update: Callable[..., Any], stats_tracker: Any) -> Callable[..., Any]:
-    """AReaL's update of a batch; its statistics also have the metrics of the last step."""
+def _rebind(module: Any) -> None:
+    """Replace AReaL's functions in one of its two modules, if a method is installed."""
+    if not _INSTALLED:
+        return
+    only = _INSTALLED[0][1]
+    if module.__name__ == FUNCTIONAL:
+        if only is not None:
+            _REPLACED.replace(module, "apply_rejection_sampling", functools.partial(_decide, module))
+        return
+    require("areal")
+    if only is None:
+        _REPLACED.replace(module, "grpo_loss_fn", functools.partial(_loss, module))
+    update, stats_tracker = module.PPOActor._ppo_update, module.stats_tracker
 
     @functools.wraps(update)
     def with_metrics(self: Any, data: Any) -> Any:
+        """AReaL's update of a batch; its statistics also have the metrics of the last step."""
         result = update(self, data)
         hook = _hook()
         if not hook.metrics and not hook.reached:
@@ -124,26 +121,13 @@ def _reporting(update: Callable[..., Any], stats_tracker: Any) -> Callable[..., 
         stats_tracker.scalar(**hook.metrics)
         return result
 
-    return with_metrics
+    _REPLACED.replace(module.PPOActor, "_ppo_update", with_metrics)
 
 
-@functools.cache
 def _hook() -> LossHook:
-    config, keep = _INSTALLED[0]
-    whole = keep == "nothing"
-    method = replace(config.row, aggregate="token_mean") if whole else _correction(config)
-    return config.attach("areal", method)
-
-
-def _correction(config: HookConfig) -> Method:
-    """What of the method `apply_rejection_sampling` can serve."""
-    return correction_only(
-        config.method,
-        config.row,
-        framework="areal",
-        instead='keep="nothing"',
-        hints={"version_lag": 'use keep="nothing", which knows version lags'},
-    )
+    """The hook of this process."""
+    config, only = _INSTALLED[0]
+    return hook_of(config, only=only, divides=False)
 
 
 # -- AReaL's functions ----------------------------------------------------------------------------
@@ -191,13 +175,21 @@ def _loss(
         column = packed.like_caller(Segments(cuts.long()).position)
     else:
         column = columns(mask, packed)
-    also, version_lag = _per_token(input_data, packed, current_version)
+    # AReaL shifts log-probs and masks to where a token is predicted, but neither ids nor versions:
+    # those of the token that is predicted at t stand at t + 1, which is never in another sequence.
+    also = {
+        ours: packed.like_caller(input_data[name].roll(-1, dims=-1)).long()
+        for ours, name in (("tokens", "input_ids"), ("rollout_version", "versions"))
+        if input_data.get(name) is not None
+    }
+    version_lag = None
+    if current_version is not None and "rollout_version" in also:
+        version_lag = (current_version - also["rollout_version"]).clamp(min=0)
     result = hook.loss(
         packed,
         packed.like_caller(input_data["advantages"]),
         column,
         tokens=packed.segments.num_tokens,
-        sequences=len(packed.segments),
         also=also,
         batch_info=BatchInfo(version_lag=version_lag),
     )
@@ -240,23 +232,6 @@ def _packed(rollout: Tensor, logp: Tensor | None, old: Tensor, mask: Tensor, cut
         raise ShapeError("AReaL gave packed tokens without cu_seqlens; sequences cannot be told apart")
     segments = Segments(cuts.long()) if mask.ndim == 1 and cuts is not None else None
     return LogProbs.pack(rollout, logp, old, mask=mask, segments=segments)
-
-
-def _per_token(
-    data: Mapping[str, Any], packed: LogProbs, current_version: int | None
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Token ids and versions for the record, and the version lag if versions are known.
-
-    AReaL shifts log-probs and masks to where a token is predicted, but neither ids nor versions: those
-    of the token that is predicted at t stand at t + 1, which is never in another sequence.
-    """
-    also: dict[str, Tensor] = {}
-    for ours, theirs in (("tokens", "input_ids"), ("rollout_version", "versions")):
-        if data.get(theirs) is not None:
-            also[ours] = packed.like_caller(data[theirs].roll(-1, dims=-1)).long()
-    if current_version is None or "rollout_version" not in also:
-        return also, None
-    return also, (current_version - also["rollout_version"]).clamp(min=0)
 
 
 if __name__ == "__main__":

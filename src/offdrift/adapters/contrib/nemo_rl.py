@@ -9,9 +9,9 @@ In a launcher, before NeMo-RL's own:
 the workers as a value. NeMo-RL's counts of valid tokens and sequences are the denominators, so the
 loss does not depend on micro-batches, sequence packing and ranks.
 
-With `reads="logit"` the loss sees the whole distribution of the current policy, in this framework
-alone. If the data carries what the engine sampled from (all of it, or its top k), KL and TV between
-the two are exact, or an interval that contains them, at every token.
+With `reads="logit"` the loss sees the whole distribution of the current policy. If the data carries what
+the engine sampled from (all of it, or its top k), KL and TV between the two are exact, or an interval
+that contains them, at every token.
 
 Reference: NeMo-RL 0.7.0 (81aa43dd) and its main branch (7ea279abf), `algorithms/loss/interfaces.py`:
 `LossFunction`; `algorithms/loss/utils.py`: `prepare_loss_input`; `algorithms/loss/loss_functions.py`:
@@ -36,9 +36,9 @@ from offdrift.adapters.hooks import (
     DROPPED,
     METRIC_SUMS,
     HookConfig,
-    LossHook,
     check_served,
     columns,
+    hook_of,
     metric_parts,
     require_logprobs,
     zero_loss,
@@ -139,26 +139,6 @@ def score_rows(logits: Tensor, batch: Tokens, vocab: int | None) -> Float[Tensor
     return logits[:, : batch.mask.shape[1]][batch.mask]
 
 
-def drawn(scores: Float[Tensor, "n v"], ids: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """log pi(token) = z(token) - log sum exp z. Gradient: to `scores`."""
-    scores = scores.float()
-    return scores.gather(1, ids[:, None].long()).squeeze(1) - scores.logsumexp(1)
-
-
-def divergences_of(scores: Float[Tensor, "n v"], batch: Tokens, logprobs: LogProbs) -> dict[str, Divergence] | None:
-    """KL(mu || pi) and TV(mu, pi) at every token: exact, intervals, or None without evidence."""
-    full = batch.rows(FULL)
-    if full is not None:
-        exact = exact_divergences(full, scores)
-        values = {"kl_rollout_current": exact.kl_rollout_current, "tv_rollout_current": exact.tv}
-        return {name: Divergence.exact(name, x) for name, x in values.items()}
-    ids, top = batch.rows(TOP_IDS), batch.rows(TOP_LOGP)
-    if ids is None or top is None:
-        return None
-    pair = topk_divergences(ids.long(), top, batch.ids.long(), logprobs.logp_rollout, scores)
-    return {d.name: d for d in pair}
-
-
 @dataclass(frozen=True)
 class OffdriftLoss:
     """NeMo-RL's `LossFunction`; made by `loss`, called by the policy workers. No live state."""
@@ -215,7 +195,7 @@ class OffdriftLoss:
             `BadValueError`: NaN or a positive log-prob on a trainable token.
             `ShapeError`: the vocabulary is sharded.
         """
-        hook = _hook(self)
+        hook = hook_of(self.config)
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         batch = Tokens(data, mask != 0)
         count = float(data["sample_mask"].sum())
@@ -225,9 +205,17 @@ class OffdriftLoss:
         if not bool(batch.mask.any()):
             graph = next_token_logprobs if scores is None else scores
             return zero_loss(graph), {"loss": 0.0, "num_valid_samples": count}  # type: ignore[arg-type]
-        logp = next_token_logprobs if scores is None else batch.unpack(drawn(scores, batch.ids))
-        logprobs = self._packed(logp, batch, hook)  # type: ignore[arg-type]
-        batch_info = NO_INFO if scores is None else self._distributions(scores, batch, logprobs, hook)
+        logp: Any = next_token_logprobs
+        if scores is not None:  # log pi(token) = z(token) - log sum exp z
+            z = scores.float()
+            logp = batch.unpack(z.gather(1, batch.ids[:, None].long()).squeeze(1) - z.logsumexp(1))
+
+        def field(name: str) -> Tensor:
+            return require_logprobs(batch.field(name), batch.mask, name, WAYS_OUT[name], beside=logp)
+
+        old = field("prev_logprobs") if self.old == "recorded" else logp.detach()
+        ref = field("reference_policy_logprobs") if hook.method.penalty is not None else None
+        logprobs = LogProbs.pack(field("generation_logprobs"), logp, old, logp_ref=ref, mask=batch.mask)
         result = hook.loss(
             logprobs,
             logprobs.like_caller(data["advantages"][:, 1:]),
@@ -235,32 +223,34 @@ class OffdriftLoss:
             tokens=global_valid_toks,
             sequences=global_valid_seqs,
             also={"tokens": batch.ids},
-            batch_info=batch_info,
+            batch_info=NO_INFO if scores is None else self._batch_info(scores.detach(), batch, logprobs),
         )
         parts = metric_parts(result, global_valid_toks)
         metrics = {f"offdrift/{name}": x for name, x in parts.items()}
         metrics |= {"loss": float(result.loss.detach()), "num_valid_samples": count}
         return result.loss, metrics
 
-    def _packed(self, logp: Tensor, batch: Tokens, hook: LossHook) -> LogProbs:
-        def field(name: str) -> Tensor:
-            x = batch.field(name)
-            return require_logprobs(x, batch.mask, name, WAYS_OUT[name], beside=logp)
+    def _batch_info(self, scores: Float[Tensor, "n v"], batch: Tokens, logprobs: LogProbs) -> BatchInfo:
+        """KL(mu || pi) and TV(mu, pi) at every token, exact or intervals, and entropies, where they are needed.
 
-        old = field("prev_logprobs") if self.old == "recorded" else logp.detach()
-        ref = field("reference_policy_logprobs") if hook.method.penalty is not None else None
-        return LogProbs.pack(field("generation_logprobs"), logp, old, logp_ref=ref, mask=batch.mask)
-
-    def _distributions(self, scores: Tensor, batch: Tokens, logprobs: LogProbs, hook: LossHook) -> BatchInfo:
-        """Divergences and entropies of whole distributions, where the data allows them."""
-        divergences = divergences_of(scores.detach(), batch, logprobs)
-        if divergences is None and hook.method.needs_divergences:
+        Raises: `EvidenceError` if the method needs divergences and the data lack the engine's distribution.
+        """
+        method, full = self.config.row, batch.rows(FULL)
+        ids, top = batch.rows(TOP_IDS), batch.rows(TOP_LOGP)
+        divergences, entropy = {}, None
+        if full is not None:
+            exact = exact_divergences(full, scores)
+            values = {"kl_rollout_current": exact.kl_rollout_current, "tv_rollout_current": exact.tv}
+            divergences = {name: Divergence.exact(name, x) for name, x in values.items()}
+        elif ids is not None and top is not None:
+            pair = topk_divergences(ids.long(), top, batch.ids.long(), logprobs.logp_rollout, scores)
+            divergences = {d.name: d for d in pair}
+        elif method.needs_divergences:
             raise EvidenceError(f"this method needs divergences of whole distributions: {HINTS['divergences']}")
-        entropy = None
-        if "entropy" in hook.method.needs:
-            log_pi = scores.detach().float().log_softmax(-1)
+        if "entropy" in method.needs:
+            log_pi = scores.float().log_softmax(-1)
             entropy = -(log_pi.exp() * log_pi.clamp(min=-1e4)).sum(-1)
-        return BatchInfo(divergences=divergences or {}, entropy=entropy, vocab=self.vocab)
+        return BatchInfo(divergences=divergences, entropy=entropy, vocab=self.vocab)
 
 
 def loss(
@@ -280,8 +270,8 @@ def loss(
     Args:
         method: a row of `METHODS`; None reads OFFDRIFT_METHOD.
         settings: single values of the method; None reads OFFDRIFT_SETTINGS.
-        reads: "logprob", or "logit" for whole distributions; that holds the logits of a micro-batch
-            once more in float32, and needs the vocabulary whole (no tensor parallelism over it).
+        reads: "logprob", or "logit" for whole distributions, which needs the logits of a micro-batch
+            once more in float32, and no tensor parallelism over the vocabulary.
         old: "current" lets the policy at this update stand for the old one, as NeMo-RL's
             `force_on_policy_ratio` does.
         vocab: tokens of the tokenizer, with reads="logit": a smaller logit row is a shard of one.
@@ -303,7 +293,7 @@ def loss(
     config = HookConfig.of("nemo-rl", method, settings, record=record, on_idle=on_idle, horizon=horizon)
     has = {"logp_old", "logp_ref"} | ({"divergences"} if reads == "logit" else set())
     has |= {"entropy", "vocab"} if reads == "logit" and old == "current" else set()
-    check_served(config.row, framework="nemo-rl", has=has, hints=HINTS)
+    check_served(config, has=has, hints=HINTS)
     return OffdriftLoss(config, reads, old, vocab, use_fused_linear_logprobs)
 
 
@@ -334,28 +324,11 @@ _REPLACED = Replacements()
 def _instead(
     method: str | None, options: Mapping[str, Any], cfg: Any, use_fused_linear_logprobs: bool = False
 ) -> OffdriftLoss:
-    """What `setup` gets for `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`."""
-    theirs = _settings(cfg)
-    if theirs["force_on_policy_ratio"]:
-        options = {**options, "old": "current"}
-    made = loss(method, **{"use_fused_linear_logprobs": use_fused_linear_logprobs, **options})
-    penalty = 0 if theirs["use_kl_in_reward"] else theirs["reference_policy_kl_penalty"]
-    if penalty and made.config.row.penalty is None:
-        raise MethodError(
-            f"loss_fn.reference_policy_kl_penalty={penalty} belongs to NeMo-RL's loss and would be "
-            f"dropped: set it to 0, or give {made.config.method} a penalty"
-        )
-    numbers = ", ".join(f"{name}={theirs[name]}" for name in STOOD_IN_FOR)
-    logging.getLogger("offdrift.nemo-rl").info(
-        "%s stands in for NeMo-RL's loss with %s", made.config.row.describe(), numbers
-    )
-    return made
+    """What `setup` gets for `ClippedPGLossFn(loss_config, use_fused_linear_logprobs=...)`.
 
+    NeMo-RL's settings are fields of a model with defaults; in 0.6.0, a dictionary without.
 
-def _settings(cfg: Any) -> dict[str, Any]:
-    """NeMo-RL's settings of its loss: fields of a model with defaults, in 0.6.0 a dictionary without.
-
-    Raises: `MethodError` if they ask the loss for what this one has not.
+    Raises: `MethodError` if they ask for a term that the method has not.
     """
     absent = {**dict.fromkeys((*STOOD_IN_FOR, *FOLLOWED)), **OWN_TERMS}
     if isinstance(cfg, Mapping):
@@ -375,12 +348,20 @@ def _settings(cfg: Any) -> dict[str, Any]:
             f"{named}: part of NeMo-RL's own loss, which is replaced, and would be dropped: leave it at "
             "its default, and choose a method that has it (`offdrift methods` lists all rows)"
         )
-    return {**absent, **values}
-
-
-@functools.cache
-def _hook(made: OffdriftLoss) -> LossHook:
-    return made.config.attach("nemo-rl")
+    theirs = {**absent, **values}
+    if theirs["force_on_policy_ratio"]:
+        options = {**options, "old": "current"}
+    made = loss(method, **{"use_fused_linear_logprobs": use_fused_linear_logprobs, **options})
+    penalty = 0 if theirs["use_kl_in_reward"] else theirs["reference_policy_kl_penalty"]
+    if penalty and made.config.row.penalty is None:
+        raise MethodError(
+            f"loss_fn.reference_policy_kl_penalty={penalty} belongs to NeMo-RL's loss and would be "
+            f"dropped: set it to 0, or give {made.config.method} a penalty"
+        )
+    numbers = ", ".join(f"{name}={theirs[name]}" for name in STOOD_IN_FOR)
+    log = logging.getLogger("offdrift.nemo-rl")
+    log.info("%s stands in for NeMo-RL's loss with %s", made.config.row.describe(), numbers)
+    return made
 
 
 def _interfaces() -> Any:

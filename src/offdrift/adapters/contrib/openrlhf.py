@@ -1,8 +1,7 @@
 """OpenRLHF: any method that decides by token or sequence, as its actor's policy loss.
 
-OpenRLHF has no hook for losses: the actor's process builds `PolicyLoss` by name. `install` puts ours
-under that name, in that process, as soon as OpenRLHF's actor is imported there. Ray runs it in every
-worker of a job:
+OpenRLHF's actor builds `PolicyLoss` by name. `install` puts ours under that name, in the actor's
+process, as soon as OpenRLHF's actor is imported there. Ray runs it in every worker of a job:
 
     ray job submit --runtime-env-json '{
       "worker_process_setup_hook": "offdrift.adapters.contrib.openrlhf.install",
@@ -10,8 +9,8 @@ worker of a job:
 
 OpenRLHF records the engine's log-probs only with `--algo.advantage.is_correction_level` other than
 "off" (until 0.11.1 with `--algo.advantage.is_correction_enable`). The method replaces the correction
-named there, and all of OpenRLHF's loss but KL and entropy. OpenRLHF's counts of tokens and sequences
-in the step are the denominators.
+named there, and all of OpenRLHF's loss but KL and entropy. The denominators are OpenRLHF's counts of
+tokens and sequences in the step.
 
 Reference: OpenRLHF 0.11.2, `models/loss.py`: `PolicyLoss`, `aggregate_loss`;
 `trainer/ray/ppo_actor.py`: `ActorPPOTrainer`. Until 0.11.1 the loss returns four values, then five.
@@ -30,7 +29,15 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.adapters.frameworks import Replacements, after_import, require
-from offdrift.adapters.hooks import HookConfig, LossHook, check_served, columns, require_logprobs, zero_loss
+from offdrift.adapters.hooks import (
+    HookConfig,
+    LossHook,
+    check_served,
+    columns,
+    hook_of,
+    require_logprobs,
+    zero_loss,
+)
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
 
@@ -66,7 +73,7 @@ def install(
     Raises: `EvidenceError`, `MethodError`: OpenRLHF's loss is not given what the method needs.
     """
     config = HookConfig.of("openrlhf", method, settings, record=record, on_idle=on_idle, horizon=horizon)
-    check_served(config.row, framework="openrlhf", has={"logp_old"})
+    check_served(config, has={"logp_old"})
     _INSTALLED[:] = [config]
     after_import(ACTOR, _rebind)
 
@@ -115,7 +122,7 @@ class PolicyLoss(torch.nn.Module):
             )
         if not _INSTALLED:
             raise MethodError("no method is installed in this process; call install() in it first")
-        self.hook: LossHook = _INSTALLED[0].attach("openrlhf")
+        self.hook: LossHook = hook_of(_INSTALLED[0])
         self._values = values
 
     def forward(

@@ -6,9 +6,9 @@
     kwargs = { method = "dppo_tv" }
 
 prime-rl calls the function once per sequence, adds the results up, and divides by the number of loss
-tokens of the whole step over all ranks: a token mean, whatever aggregate a method was published
-with. Batch statistics (weights divided by their mean, second-moment budgets, prompt groups) cannot
-be had there; methods that need them are refused by name.
+tokens of the whole step over all ranks: a token mean, whatever aggregate a method was published with.
+Methods that need statistics of a batch (weights divided by their mean, second-moment budgets, prompt
+groups) are refused by name.
 
 prime-rl hands over no log-probs of an old policy. With `old="current"` the policy at this, the only
 update of a batch stands for it: the mismatch is then current over rollout, and staleness is zero.
@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import HookConfig, LossHook, check_served, columns, decision_names, decisions
+from offdrift.adapters.hooks import HookConfig, LossHook, check_served, columns, decision_names, decisions, hook_of
 from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
 
@@ -63,13 +63,24 @@ def loss(
     Raises: `EvidenceError`, `MethodError`: prime-rl does not hand over what the method needs.
         `BadValueError`: a loss token's log-prob is NaN or positive.
     """
+    # prime-rl has loaded this module by now; nobody else needs it to import ours.
+    from prime_rl.trainer.rl.loss import LossOutputs
+
     hook = _hook(method, json.dumps(settings, sort_keys=True), old, record, on_idle)
     mask: Tensor = inputs.loss_mask
     logp: Tensor = inputs.trainer_logprobs
     if not bool(mask.any()):
         # The sum of nothing keeps the graph, and no masked NaN gets near it.
         nothing = logp[mask]
-        return _outputs(nothing.sum(), dict.fromkeys(decision_names("full"), nothing.detach()))
+        return LossOutputs(loss=nothing.sum(), metrics=dict.fromkeys(decision_names("full"), nothing.detach()))
+    advantages, weights = inputs.advantages, inputs.loss_weights
+    if weights is not None:
+        if not hook.proportional and not bool((weights[mask] == 1).all()):
+            raise MethodError(
+                "prime-rl gives weights per token (rl_weights), and the loss of this method "
+                f"({hook.method.describe()}) is not proportional to the advantage; choose one that is"
+            )
+        advantages = inputs.advantages * weights
     ref: Tensor | None = inputs.ref_logprobs if hook.method.penalty is not None else None
     logprobs = LogProbs.pack(
         inputs.inference_logprobs[None],
@@ -78,40 +89,15 @@ def loss(
         logp_ref=ref[None] if ref is not None else None,
         mask=mask[None],
     )
-    advantages = logprobs.like_caller(_weighted(inputs, hook)[None])
-    result = hook.loss(logprobs, advantages, columns(mask[None], logprobs))
-    return _outputs(result.loss, decisions(logprobs, result.corrected, on="full"))
-
-
-def _weighted(inputs: Any, hook: LossHook) -> Tensor:
-    """Advantages times loss weights, which is the loss times them.
-
-    Raises: `MethodError` where it is not, and the weights are not all 1.
-    """
-    weights = inputs.loss_weights
-    if weights is None:
-        return inputs.advantages
-    if not hook.proportional and not bool((weights[inputs.loss_mask] == 1).all()):
-        raise MethodError(
-            "prime-rl gives weights per token (rl_weights), and the loss of this method "
-            f"({hook.method.describe()}) is not proportional to the advantage; choose one that is"
-        )
-    return inputs.advantages * weights
+    result = hook.loss(logprobs, logprobs.like_caller(advantages[None]), columns(mask[None], logprobs))
+    return LossOutputs(loss=result.loss, metrics=decisions(logprobs, result.corrected, on="full"))
 
 
 @functools.cache
 def _hook(method: str | None, settings: str, old: str, record: str | None, on_idle: str | None) -> LossHook:
-    """The method of this process; settings as JSON, since they must be hashable."""
+    """The hook of this process; settings are JSON, so that they can be hashed."""
     require("prime-rl")
     check_choice("old", old, ("absent", "current"))
     config = HookConfig.of("prime-rl", method, json.loads(settings), record=record, on_idle=on_idle)
-    has = {"logp_ref"} | ({"logp_old"} if old == "current" else set())
-    check_served(config.row, framework="prime-rl", has=has, hints=HINTS)
-    return config.attach_sum("prime-rl", config.row)
-
-
-def _outputs(total: Tensor, metrics: Mapping[str, Tensor]) -> Any:
-    # prime-rl has loaded this module by now; nobody else needs it to import ours.
-    from prime_rl.trainer.rl.loss import LossOutputs
-
-    return LossOutputs(loss=total, metrics=dict(metrics))
+    check_served(config, has={"logp_ref"} | ({"logp_old"} if old == "current" else set()), hints=HINTS)
+    return hook_of(config, divides=False)

@@ -27,20 +27,20 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from offdrift.adapters.frameworks import require
+from offdrift.adapters.frameworks import Replacements, require
 from offdrift.adapters.hooks import (
     HookConfig,
     LossHook,
     check_served,
     columns,
     correction_only,
+    hook_of,
     metric_parts,
     require_logprobs,
     zero_loss,
@@ -55,8 +55,6 @@ AGENTIC = "roll.pipeline.agentic.agentic_actor_worker"
 RLVR_PG = "roll.pipeline.rlvr.actor_pg_worker"
 AGENTIC_PG = "roll.pipeline.agentic.agentic_actor_pg_worker"
 """Where the workers are that read `actor_train.pg_variant`."""
-USERS = (RLVR, AGENTIC, RLVR_PG, AGENTIC_PG)
-"""Modules that import `compute_train_infer_correction` by name."""
 COMPUTE = "compute_train_infer_correction"
 
 WAYS_OUT = {
@@ -65,7 +63,7 @@ WAYS_OUT = {
     "ref_log_probs": "set enable_reference: true",
 }
 
-_ORIGINAL: dict[str, Any] = {}
+_REPLACED = Replacements()
 
 if TYPE_CHECKING:
     Worker: Any
@@ -98,21 +96,13 @@ def install() -> None:
     Raises: `EvidenceError`, `MethodError`: ROLL's hook is not given what the method needs.
     """
     module = _import(CORRECTIONS)
-    _correction_hook()
-    _rebind(_ORIGINAL.setdefault("theirs", getattr(module, COMPUTE)), _correction)
+    _hook()
+    _REPLACED.replace(module, COMPUTE, _correction, everywhere=True)
 
 
 def uninstall() -> None:
     """Give ROLL its own correction back."""
-    if _ORIGINAL:
-        _rebind(_correction, _ORIGINAL.pop("theirs"))
-
-
-def _rebind(old: Any, new: Any) -> None:
-    for name in (CORRECTIONS, *USERS):
-        module = sys.modules.get(name)
-        if module is not None and getattr(module, COMPUTE, None) is old:
-            setattr(module, COMPUTE, new)
+    _REPLACED.restore()
 
 
 def _import(name: str) -> Any:
@@ -130,10 +120,13 @@ def _import(name: str) -> Any:
 
 
 @functools.cache
-def _loss_hook() -> LossHook:
+def _hook(whole: bool = False) -> LossHook:
+    """The hook of this process: gates and weights alone, or the `whole` method."""
     config = HookConfig.of("roll")
-    check_served(config.row, framework="roll", has={"logp_old", "logp_ref"})
-    return config.attach("roll")
+    if whole:
+        check_served(config, has={"logp_old", "logp_ref"})
+        return hook_of(config)
+    return hook_of(config, only=correction_only(config, instead="the class Worker or AgenticWorker"))
 
 
 class _Loss:
@@ -152,43 +145,60 @@ class _Loss:
 
         Raises: `EvidenceError` without the engine's log-probs; `MethodError` if ROLL's own terms are on.
         """
-        hook = _loss_hook()
-        _refuse_own_terms(self.pipeline_config)
-        batch, mask, counts = data.batch, *_mask_and_counts(data)
+        hook, batch = _hook(whole=True), data.batch
+        own = self.pipeline_config.train_infer_correction
+        dropped = {
+            "use_kl_loss": self.pipeline_config.use_kl_loss,
+            "entropy_loss_coef": self.pipeline_config.entropy_loss_coef > 0,
+            "train_infer_correction.is_weight.enabled": own.is_weight.enabled,
+            "train_infer_correction.filters": any(f.enabled for f in own.filters),
+            "actor_train.pg_variant": _variant(self.pipeline_config) is not None,
+            "dual_clip_loss": self.pipeline_config.dual_clip_loss,
+            "importance_sampling": getattr(self.pipeline_config, "importance_sampling", "token") != "token",
+            "ratio_type": getattr(self.pipeline_config, "ratio_type", "token") != "token",
+        }
+        named = ", ".join(name for name, on in dropped.items() if on)
+        if named:
+            raise MethodError(
+                f"{named}: part of ROLL's own loss, which this worker replaces; turn it off (a KL penalty "
+                "can be the method's), or use a CorrectingWorker, which keeps ROLL's loss"
+            )
+        trained, mask = "final_response_mask", batch.get("final_response_mask", None)
+        if mask is None:
+            trained, mask = "response_mask", batch["response_mask"][:, 1:]
+        tokens, samples = (
+            data.meta_info[key].get(trained, data.meta_info[key]["response_mask"])
+            for key in ("batch_num_tokens", "global_valid_samples")
+        )
         logp = self.strategy.op_compute_log_probs(
             logits=output_tensor, input_ids=batch["input_ids"], attention_mask=batch["response_mask"]
         )
         if not bool((mask != 0).any()):
             return zero_loss(logp), {"actor/offdrift/loss@sum": 0.0}
-        logprobs = self._packed(data, logp, mask, hook)
-        result = hook.loss(
-            logprobs,
-            logprobs.like_caller(self._weighted(data, mask, hook)),
-            columns(mask, logprobs),
-            tokens=counts["batch_num_tokens"],
-            sequences=counts["global_valid_samples"],
-            also={"tokens": logprobs.like_caller(batch["input_ids"][:, 1:])},
-        )
-        metrics = metric_parts(result, counts["batch_num_tokens"])
-        metrics["loss"] = float(result.loss.detach())
-        loss = result.loss * getattr(self.pipeline_config, "rl_loss_coef", 1.0)
-        return loss, {f"actor/offdrift/{key}@sum": value for key, value in metrics.items()}
-
-    def _packed(self, data: Any, logp: Tensor, mask: Tensor, hook: LossHook) -> LogProbs:
         old = self.get_old_log_probs_with_cache(data, logp)  # type: ignore[attr-defined]
-        fields = {"infer_logprobs": data.batch.get("infer_logprobs", None), "old_log_probs": old}
+        fields = {"infer_logprobs": batch.get("infer_logprobs", None), "old_log_probs": old}
         if hook.method.penalty is not None:
-            fields["ref_log_probs"] = data.batch.get("ref_log_probs", None)
+            fields["ref_log_probs"] = batch.get("ref_log_probs", None)
         rollout, old, *ref = (
             require_logprobs(x if x is not None and len(x) else None, mask, name, WAYS_OUT[name], beside=logp)
             for name, x in fields.items()
         )
-        return LogProbs.pack(rollout, logp, old, logp_ref=ref[0] if ref else None, mask=mask)
+        logprobs = LogProbs.pack(rollout, logp, old, logp_ref=ref[0] if ref else None, mask=mask)
+        result = hook.loss(
+            logprobs,
+            logprobs.like_caller(self._weighted(data, mask, hook)),
+            columns(mask, logprobs),
+            tokens=tokens,
+            sequences=samples,
+            also={"tokens": logprobs.like_caller(batch["input_ids"][:, 1:])},
+        )
+        metrics = {**metric_parts(result, tokens), "loss": float(result.loss.detach())}
+        loss = result.loss * getattr(self.pipeline_config, "rl_loss_coef", 1.0)
+        return loss, {f"actor/offdrift/{key}@sum": value for key, value in metrics.items()}
 
     def _weighted(self, data: Any, mask: Tensor, hook: LossHook) -> Float[Tensor, "b t"]:
         """Advantages times ROLL's weights of samples, which is the loss times them."""
-        advantages = data.batch["advantages"]
-        weigh = getattr(self, "compute_sample_weights", None)
+        advantages, weigh = data.batch["advantages"], getattr(self, "compute_sample_weights", None)
         if weigh is None:
             return advantages
         weights = weigh(data, mask)
@@ -198,39 +208,6 @@ class _Loss:
                 f"method ({hook.method.describe()}) is not proportional to the advantage; turn them off"
             )
         return advantages * weights[:, None]
-
-
-def _mask_and_counts(data: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The mask that trains, and how much of it the whole step has."""
-    name, mask = "final_response_mask", data.batch.get("final_response_mask", None)
-    if mask is None:
-        name, mask = "response_mask", data.batch["response_mask"][:, 1:]
-    counts = {}
-    for key in ("batch_num_tokens", "global_valid_samples"):
-        by_mask = data.meta_info[key]
-        counts[key] = by_mask.get(name, by_mask["response_mask"])
-    return mask, counts
-
-
-def _refuse_own_terms(config: Any) -> None:
-    """Raise if ROLL's own loss terms are configured, which this loss would drop or count twice."""
-    own = config.train_infer_correction
-    dropped = {
-        "use_kl_loss": config.use_kl_loss,
-        "entropy_loss_coef": config.entropy_loss_coef > 0,
-        "train_infer_correction.is_weight.enabled": own.is_weight.enabled,
-        "train_infer_correction.filters": any(f.enabled for f in own.filters),
-        "actor_train.pg_variant": _variant(config) is not None,
-        "dual_clip_loss": config.dual_clip_loss,
-        "importance_sampling": getattr(config, "importance_sampling", "token") != "token",
-        "ratio_type": getattr(config, "ratio_type", "token") != "token",
-    }
-    named = ", ".join(name for name, on in dropped.items() if on)
-    if named:
-        raise MethodError(
-            f"{named}: part of ROLL's own loss, which this worker replaces; turn it off (a KL penalty "
-            "can be the method's), or use a CorrectingWorker, which keeps ROLL's loss"
-        )
 
 
 def _variant(config: Any) -> str | None:
@@ -283,13 +260,6 @@ WORKERS: dict[str, tuple[str, str, type]] = {
 """Of each class that `worker_cls` can name: ROLL's module and class, and what goes before it."""
 
 
-@functools.cache
-def _correction_hook() -> LossHook:
-    config = HookConfig.of("roll")
-    only = correction_only(config.method, config.row, framework="roll", instead="the class Worker or AgenticWorker")
-    return config.attach("roll", only)
-
-
 def _correction(
     cfg: Any,
     response_mask: Shaped[Tensor, "b t"],
@@ -308,7 +278,7 @@ def _correction(
             "ROLL drops the weights, and under token-mean the rejections, that this correction "
             "returns: set train_infer_correction.is_weight.enabled: true"
         )
-    hook, mask = _correction_hook(), response_mask != 0
+    hook, mask = _hook(), response_mask != 0
     keep, weight = mask.long(), torch.zeros_like(old_log_probs)
     if not bool(mask.any()):
         return weight, keep, {}

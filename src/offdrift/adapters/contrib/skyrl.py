@@ -8,9 +8,9 @@ Add two overrides to SkyRL's usual command:
 The entrypoint registers the method and hands over to SkyRL's own. A launcher of one's own calls
 `register("dppo_tv")` before `validate_cfg` instead.
 
-SkyRL divides the advantages by its denominators (`trainer.algorithm.loss_reduction`) before the loss
-sees them, and wants a sum over unmasked tokens. That is exact for a loss that is proportional to the
-advantage; methods whose loss is not are refused, and so are methods that must see a whole step.
+SkyRL divides the advantages by its denominators (`trainer.algorithm.loss_reduction`) and adds up the
+losses of unmasked tokens. Methods whose loss is not proportional to the advantage are refused, and so
+are methods that must see a whole step.
 
 Reference: SkyRL 0.3.0 (a956457), `backends/skyrl_train/utils/ppo_utils.py`: `PolicyLossRegistry`,
 `apply_loss_reduction_to_advantages_minibatch`; `workers/worker.py`: `_forward_backward_micro`.
@@ -18,7 +18,6 @@ Reference: SkyRL 0.3.0 (a956457), `backends/skyrl_train/utils/ppo_utils.py`: `Po
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import HookConfig, LossHook, check_served, columns, zero_loss
+from offdrift.adapters.hooks import HookConfig, check_served, columns, hook_of, zero_loss
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.stats import summarize
@@ -63,7 +62,7 @@ OWN = (
 
 @dataclass(frozen=True)
 class RegisteredLoss:
-    """A method as SkyRL's policy loss: a value that travels to the workers, and no live state."""
+    """A method as SkyRL's policy loss: a value without live state, which travels to the workers."""
 
     config: HookConfig
 
@@ -89,7 +88,7 @@ class RegisteredLoss:
         Raises: `EvidenceError` without rollout log-probs; `MethodError` if SkyRL corrects, too;
             `BadValueError` for NaN or a positive log-prob on an unmasked token.
         """
-        hook = _hook(self)
+        hook = hook_of(self.config, divides=False)
         theirs = getattr(config, "off_policy_correction", None)
         configured = [name for name in OWN if getattr(theirs, name, None) is not None]
         if configured:
@@ -105,11 +104,12 @@ class RegisteredLoss:
                 "its engine returns the log-prob of every sampled token"
             )
         if not bool(mask.any()):
-            return zero_loss(log_probs), dict.fromkeys(_named({}), 0.0)
+            return zero_loss(log_probs), {PREFIX + name: 0.0 for name in METRICS.values()}
         logprobs = LogProbs.pack(rollout_logprobs, log_probs, old_log_probs, mask=mask)
         advantages = logprobs.like_caller(advantages)
         result = hook.loss(logprobs, advantages, columns(mask, logprobs))
-        return result.loss, _named(summarize(result.stats))
+        metrics = summarize(result.stats)
+        return result.loss, {PREFIX + name: metrics.get(ours, 0.0) for ours, name in METRICS.items()}
 
 
 def register(
@@ -117,9 +117,8 @@ def register(
 ) -> str:
     """Put a method into SkyRL's registry; returns its name there, `offdrift/<method>`.
 
-    Call it in the driver before `validate_cfg`; SkyRL takes it to the workers, where offdrift must be
-    installed. What is not given is read from OFFDRIFT_SETTINGS, OFFDRIFT_RECORD, OFFDRIFT_ON_IDLE
-    here, in the driver. Registering a name again replaces it.
+    Call it in the driver before `validate_cfg`; offdrift must be installed in the workers, too. Options
+    that are None are read from the driver's environment. Registering a name again replaces it.
 
     Raises: `EvidenceError`, `MethodError`: SkyRL's hook cannot serve the method.
     """
@@ -127,7 +126,7 @@ def register(
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
     config = HookConfig.of("skyrl", method, settings, record=record, on_idle=on_idle)
-    check_served(config.row, framework="SkyRL", has={"logp_old"}, folded=True)
+    check_served(config, has={"logp_old"}, folded=True)
     name = PREFIX + method
     if name in PolicyLossRegistry.list_available():
         PolicyLossRegistry.unregister(name)
@@ -148,13 +147,3 @@ def main() -> None:
     register(types[-1].removeprefix(PREFIX))
     sys.argv = [sys.argv[0], *arguments]
     main_base.main()
-
-
-@functools.cache
-def _hook(function: RegisteredLoss) -> LossHook:
-    """The method of this process."""
-    return function.config.attach_sum("skyrl", function.config.row)
-
-
-def _named(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {PREFIX + theirs: metrics.get(ours, 0.0) for ours, theirs in METRICS.items()}

@@ -15,8 +15,7 @@ records tokens, both log-probs, advantages and groups before each training phase
 OFFDRIFT_RECORD, to which all training processes can write.
 
 The method is named by OFFDRIFT_METHOD, see `offdrift.adapters.environment`. Under context parallelism
-the TIS function gathers whole sequences over the group, as sequence-level decisions need them; the
-loss and the records are refused there.
+the TIS function gathers whole sequences over the group; the loss and the records are refused there.
 
 Reference: slime 0.3.1 (624b824), `backends/megatron_utils/loss.py`: `policy_loss_function`,
 `loss_function`; `cp_utils.py`; `actor.py`: `train_actor`; `ray/rollout.py`. miles 0.1.0 (31f1ca9),
@@ -37,8 +36,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.adapters import environment
+from offdrift.adapters.base import recorder_of
 from offdrift.adapters.frameworks import FRAMEWORKS, require
-from offdrift.adapters.hooks import HookConfig, LossHook, check_served, correction_only, decision_names, decisions
+from offdrift.adapters.hooks import (
+    HookConfig,
+    LossHook,
+    check_served,
+    correction_only,
+    decision_names,
+    decisions,
+    hook_of,
+)
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
@@ -70,10 +78,8 @@ def tis(
 ) -> tuple[Float[Tensor, " local"], list[Tensor], dict[str, Float[Tensor, " local"]]]:
     """slime's custom TIS function: the loss times the method's weights, zero where a gate rejects.
 
-    The masks lose what is rejected only if `gate_scope` is "all": slime takes its entropy bonus and
-    KL loss over them, too, and its denominators from neither.
-
-    With `--get-mismatch-metrics` and no `--use-tis`, it measures and changes nothing.
+    The masks lose what is rejected only if `gate_scope` is "all": slime takes its entropy bonus and KL
+    loss over them. With `--get-mismatch-metrics` and no `--use-tis`, it measures and changes nothing.
 
     Args:
         args: slime's arguments.
@@ -89,7 +95,7 @@ def tis(
     Raises: `EvidenceError`, `MethodError`: this hook cannot serve the method.
         `BadValueError`: a trainable token's log-prob is NaN or positive.
     """
-    hook = _tis_hook(_framework())
+    hook = _hook(_framework())
     if rollout_log_probs is None:
         raise EvidenceError(f"slime gave no rollout_log_probs; {WITHOUT_MU}")
     whole, local = _context_parallel(args, total_lengths, response_lengths)
@@ -140,7 +146,7 @@ def loss(
 
     Raises: as `tis`; `MethodError` also for context parallelism and for slime's own KL loss.
     """
-    hook = _loss_hook()
+    hook = _hook("slime", whole=True)
     if cp_size(args) > 1:
         raise MethodError(
             "context parallelism cuts sequences, which this loss needs whole; use "
@@ -166,7 +172,20 @@ def loss(
     logp, mask = torch.cat(list(scored["log_probs"])), torch.cat(list(batch["loss_masks"]))
     entropy = sum_of_sample_mean(torch.cat(list(scored["entropy"])))
     if bool(mask.any()):
-        total, metrics = _method_loss(args, batch, hook, logp, mask)
+        if not batch.get("rollout_log_probs"):
+            raise EvidenceError(f"slime gave no rollout_log_probs; {WITHOUT_MU}")
+        segments, old = _segments(batch["response_lengths"], mask), batch.get("log_probs")
+        rollout = torch.cat(list(batch["rollout_log_probs"]))
+        old = torch.cat(list(old)) if old else None
+        logprobs = LogProbs.pack(rollout, logp, old, mask=mask, segments=segments)
+        advantages = torch.cat(list(batch["advantages"]))
+        if not args.calculate_per_token_loss:  # slime's denominators are in the advantages
+            tokens = torch.stack([torch.as_tensor(n) for n in batch["rollout_mask_sums"]]).to(logp)
+            advantages = advantages / segments.spread(tokens.clamp(min=1))
+        column = logprobs.like_caller(segments.position)
+        result = hook.loss(logprobs, logprobs.like_caller(advantages), column)
+        by_token = decisions(logprobs, result.corrected, on="full")
+        total, metrics = result.loss, {name: logprobs.unpack(x) for name, x in by_token.items()}
     else:
         # Zero, with a graph: every rank must run its backward pass.
         total = logp[mask != 0].sum() if len(logp) else 0 * logits.sum()
@@ -180,29 +199,16 @@ def loss(
 
 
 @functools.cache
-def _tis_hook(framework: str) -> LossHook:
-    """Gates and weights of the method of this process, without its objective."""
-    config = _config(framework)
-    instead = f"--custom-loss-function-path {__name__}.loss"
-    only = correction_only(config.method, config.row, framework=framework, instead=instead)
-    parts = (*only.correction.gates, *only.correction.weights)
-    note = f"its {'; '.join(p.formula for p in parts)}; the objective is {framework}'s own"
-    return config.attach_sum(framework, only, note=note)
-
-
-@functools.cache
-def _loss_hook() -> LossHook:
-    """The whole method of this process."""
-    config = _config("slime")
-    check_served(config.row, framework="slime", has={"logp_old"}, folded=True)
-    return config.attach_sum("slime", config.row)
-
-
-def _config(framework: str) -> HookConfig:
-    """As the environment has it. OFFDRIFT_RECORD is for `record`, not for these hooks."""
+def _hook(framework: str, whole: bool = False) -> LossHook:
+    """The hook of this process: gates and weights alone, or the `whole` method."""
     if framework in FRAMEWORKS:
         require(framework)
-    return replace(HookConfig.of(framework), record=None)
+    config = replace(HookConfig.of(framework), record=None)  # OFFDRIFT_RECORD is for `record`
+    if whole:
+        check_served(config, has={"logp_old"}, folded=True)
+        return hook_of(config, divides=False)
+    only = correction_only(config, instead=f"--custom-loss-function-path {__name__}.loss")
+    return hook_of(config, only=only, divides=False)
 
 
 def _framework() -> str:
@@ -210,32 +216,7 @@ def _framework() -> str:
     return "miles" if "miles" in sys.modules and "slime" not in sys.modules else "slime"
 
 
-# -- one micro-batch ------------------------------------------------------------------------------
-
-
-def _method_loss(
-    args: Any, batch: Mapping[str, Any], hook: LossHook, logp: Tensor, mask: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics per token; slime's denominators are in the advantages."""
-    if not batch.get("rollout_log_probs"):
-        raise EvidenceError(f"slime gave no rollout_log_probs; {WITHOUT_MU}")
-    segments = _segments(batch["response_lengths"], mask)
-    old = batch.get("log_probs")
-    logprobs = LogProbs.pack(
-        torch.cat(list(batch["rollout_log_probs"])),
-        logp,
-        torch.cat(list(old)) if old else None,
-        mask=mask,
-        segments=segments,
-    )
-    advantages = torch.cat(list(batch["advantages"]))
-    if not args.calculate_per_token_loss:
-        tokens = torch.stack([torch.as_tensor(n) for n in batch["rollout_mask_sums"]]).to(logp)
-        advantages = advantages / segments.spread(tokens.clamp(min=1))
-    column = logprobs.like_caller(segments.position)
-    result = hook.loss(logprobs, logprobs.like_caller(advantages), column)
-    by_token = decisions(logprobs, result.corrected, on="full")
-    return result.loss, {name: logprobs.unpack(x) for name, x in by_token.items()}
+# -- shapes ----------------------------------------------------------------------------------------
 
 
 def _context_parallel(
@@ -248,10 +229,10 @@ def _context_parallel(
         raise MethodError(f"context parallelism over --qkv-format {args.qkv_format} is not known; use thd")
     theirs = import_module(CONTEXT_PARALLEL[_framework()])
 
-    def each(function: Callable[..., Tensor], xs: Tensors) -> list[Tensor]:
-        return [function(x, t, r).detach() for x, t, r in zip(xs, total, response, strict=True)]
+    def by(function: Callable[..., Tensor]) -> Callable[[Tensors], list[Tensor]]:
+        return lambda xs: [function(x, t, r).detach() for x, t, r in zip(xs, total, response, strict=True)]
 
-    return (functools.partial(each, theirs.all_gather_with_cp), functools.partial(each, theirs.slice_log_prob_with_cp))
+    return by(theirs.all_gather_with_cp), by(theirs.slice_log_prob_with_cp)
 
 
 def _segments(lengths: Sequence[int], mask: Tensor) -> Segments:
@@ -288,7 +269,10 @@ def record(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
     for name, way_out in (("rollout_log_probs", WITHOUT_MU), ("log_probs", WITHOUT_OLD)):
         if not rollout_data.get(name):
             raise EvidenceError(f"slime's rollout data holds no {name}; {way_out}")
-    _recorder().add(unpacked(args, rollout_id, rollout_data))
+    folder = environment.record()
+    if not folder:
+        raise MethodError("recording slime's rollouts needs OFFDRIFT_RECORD, a folder")
+    _recorder(folder).add(unpacked(args, rollout_id, rollout_data))
 
 
 def unpacked(args: Any, rollout_id: int, data: Mapping[str, Any]) -> Unpacked:
@@ -324,11 +308,7 @@ def unpacked(args: Any, rollout_id: int, data: Mapping[str, Any]) -> Unpacked:
 
 
 @functools.cache
-def _recorder() -> Recorder:
-    # Only this hook needs Arrow.
-    from offdrift.records.recorder import Recorder
-
-    folder = environment.record()
-    if not folder:
-        raise MethodError("recording slime's rollouts needs OFFDRIFT_RECORD, a folder")
-    return Recorder(folder, framework="slime")
+def _recorder(folder: str) -> Recorder:
+    recorder = recorder_of(folder, "slime")
+    assert recorder is not None
+    return recorder
