@@ -1,14 +1,15 @@
-"""What tests of function hooks share: stand-ins for frameworks, an optimizer's step, a batch."""
+"""What tests of function hooks share: a process without hooks, stand-ins for frameworks, a batch and its parts."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,14 +18,20 @@ from torch import Tensor
 from offdrift.adapters import frameworks, hooks
 
 ROOT = Path(__file__).parents[2]
+HORIZON = 16
+
+SOME: dict[str, dict[str, float]] = {"geo_mask": {"gate.low": 0.9, "gate.high": 1.1}}
+"""Settings under which a method keeps some sequences of `batch()` and rejects others."""
+
+UNSCORED = (-9999.0, -torch.inf, -1e9)
+"""What stands for a rollout log-prob that no engine gave."""
 
 
-def install(monkeypatch: pytest.MonkeyPatch, version: str, **modules: dict[str, Any]) -> None:
-    """Make a framework importable: its installed version, and modules by dotted name with `__`."""
+def install(monkeypatch: pytest.MonkeyPatch, version: str, modules: Mapping[str, Mapping[str, Any]] = {}) -> None:
+    """Make a framework importable: its installed version, and contents of modules by dotted name."""
     monkeypatch.setattr(frameworks, "version", lambda _: version)
     frameworks.require.cache_clear()
-    for underscored, content in modules.items():
-        dotted = underscored.replace("__", ".")
+    for dotted, content in modules.items():
         names = dotted.split(".")
         for i in range(1, len(names) + 1):
             name = ".".join(names[:i])
@@ -38,21 +45,29 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str, **modules: dict[str, 
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process of its own: no settings from outside, and no hook outlives the test."""
-    handles = []
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hooks.LossHook]]:
+    """A process of its own: no settings from outside, and no hook outlives the test. Its hooks, oldest first."""
+    handles, made = [], []
     real = hooks.register_optimizer_step_post_hook
+
+    class Noted(hooks.LossHook):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
 
     def register(function: Any) -> Any:
         handles.append(real(function))
         return handles[-1]
 
     monkeypatch.setattr(hooks, "register_optimizer_step_post_hook", register)
+    monkeypatch.setattr(hooks, "LossHook", Noted)
     for name in ("METHOD", "SETTINGS", "RECORD", "ON_IDLE"):
         monkeypatch.delenv(f"OFFDRIFT_{name}", raising=False)
-    yield
+    hooks.hook_of.cache_clear()
+    yield made
     for handle in handles:
         handle.remove()
+    hooks.hook_of.cache_clear()
     frameworks.require.cache_clear()
 
 
@@ -65,7 +80,7 @@ def optimizer_step() -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded `[b, t]` log-probs under drift; masked positions hold NaN where `poison` is set."""
+    """Padded `[b, t]` log-probs under drift."""
 
     rollout: Tensor
     old: Tensor
@@ -87,9 +102,66 @@ def batch(b: int = 6, t: int = 11, *, seed: int = 0, spread: float = 0.3) -> Bat
     return Batch(rollout, old, current, signs.expand(b, t).clone(), mask)
 
 
-def poisoned(x: Tensor, mask: Tensor, value: float) -> Tensor:
-    """The tensor with something else where the mask is 0."""
-    return x.where(mask, value)
+def rows(of: Batch, index: list[int]) -> Batch:
+    """Some of the sequences."""
+    return replace(of, **{f.name: getattr(of, f.name)[index] for f in fields(of)})
+
+
+def counts(of: Batch) -> tuple[float, float]:
+    """Trainable tokens, and sequences that have one."""
+    return float(of.mask.sum()), float((of.mask.sum(1) > 0).sum())
+
+
+def filled(of: Batch, value: float) -> Batch:
+    """The batch with something else at every masked position."""
+    names = ("rollout", "old", "current", "advantages")
+    return replace(of, **{name: getattr(of, name).where(of.mask, value) for name in names})
+
+
+def unscored(of: Batch, value: float) -> tuple[Batch, Batch]:
+    """The batch with rollout log-probs that were not scored, a whole sequence of them and single ones;
+    and with those tokens masked."""
+    some = of.mask & (torch.arange(of.mask.shape[1]) % 4 == 1)
+    some[2] = of.mask[2]
+    assert 8 < int(some.sum()) < int(of.mask.sum()) - 8
+    return replace(of, rollout=of.rollout.masked_fill(some, value)), replace(of, mask=of.mask & ~some)
+
+
+class Outcome(NamedTuple):
+    """What a framework made of a batch."""
+
+    loss: Tensor
+    gradient: Tensor
+    """To the current log-probs, `[b, t]`."""
+    metrics: dict[str, Any]
+
+
+def outcome(loss: Tensor, current: Tensor, metrics: dict[str, Any]) -> Outcome:
+    """After the backward pass to the leaf `current`."""
+    loss.backward()
+    assert current.grad is not None
+    return Outcome(loss.detach(), current.grad, metrics)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A stand-in for a framework whose hook returns a loss."""
+
+    name: str
+    stand_in: Callable[..., AbstractContextManager[Any]]
+    """Makes it importable, given a `MonkeyPatch` and, if not the tested one, its version."""
+    run: Callable[..., Outcome]
+    """A part of a step through its hook, given a method, a batch, the step's tokens and sequences, and
+    `settings`, `record`, `on_idle`."""
+    served: int
+    """Rows of the table that its hook can serve."""
+    own_aggregate: bool = False
+    """Whether losses are aggregated as the method says, rather than as token means."""
+    has_old: bool = True
+    """Whether it hands over log-probs of the old policy."""
+    records: bool = True
+    by_environment: bool = True
+    """Whether the method may be named by the environment."""
 
 
 def code(page: str, language: str) -> list[str]:

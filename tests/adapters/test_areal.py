@@ -15,6 +15,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +27,23 @@ from torch import Tensor
 
 from offdrift.adapters.contrib import areal
 from offdrift.adapters.frameworks import WAITING
+from offdrift.adapters.hooks import LossHook
 from offdrift.errors import EvidenceError, LivenessError, MethodError, ShapeError
-from offdrift.logprobs import LogProbs
-from offdrift.methods import METHODS, override
-from tests.adapters import loss_laws as laws
-from tests.adapters.hooked import ROOT, Batch, batch, install, poisoned, process
+from tests.adapters.hooked import (
+    ROOT,
+    SOME,
+    Batch,
+    Framework,
+    Outcome,
+    batch,
+    counts,
+    filled,
+    install,
+    outcome,
+    process,
+    rows,
+)
+from tests.records.samples import one
 
 __all__ = ["process"]
 
@@ -61,18 +74,18 @@ class Tracker:
     """Statistics as AReaL keeps them: denominators are masks, the others name one."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
 
     def denominator(self, **masks: Tensor) -> None:
         assert all(m.dtype is torch.bool for m in masks.values())
-        self.seen.update(masks)
+        self.kept.update(masks)
 
     def stat(self, denominator: str, **values: Tensor) -> None:
-        assert all(v.shape == self.seen[denominator].shape for v in values.values())
+        assert all(v.shape == self.kept[denominator].shape for v in values.values())
         assert all(v.dtype is torch.float32 for v in values.values())
 
     def scalar(self, **values: float) -> None:
-        self.seen.update({k: float(v) for k, v in values.items()})
+        self.kept.update({k: float(v) for k, v in values.items()})
 
 
 def theirs(*_: Any, **__: Any) -> Tensor:
@@ -92,30 +105,30 @@ class PPOActor:
 
     def _ppo_update(self, data: dict[str, Any]) -> None:
         module = sys.modules[areal.ACTOR]
-        given = {k: getattr(self.config, k) for k in OPTIONS}
+        options = {k: getattr(self.config, k) for k in OPTIONS}
         version = self.engine.get_version()
-        loss = functools.partial(module.grpo_loss_fn, current_version=version, **given)  # type: ignore[attr-defined]
+        loss = functools.partial(module.grpo_loss_fn, current_version=version, **options)  # type: ignore[attr-defined]
         self.engine.train_batch(data, loss, lambda x: x["loss_mask"].count_nonzero())
 
 
-@pytest.fixture
-def actor(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Any]:
+@contextmanager
+def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "1.0.4") -> Iterator[Any]:
     """`areal.trainer.ppo.actor`."""
     modules: dict[str, dict[str, Any]] = {}
     if not REAL:
         modules = {
-            "areal__utils__functional__functional": {
+            areal.FUNCTIONAL: {
                 "apply_rejection_sampling": theirs,
                 "RejectionSamplingResult": RejectionSamplingResult,
             },
-            "areal__trainer__ppo__actor": {
+            areal.ACTOR: {
                 "grpo_loss_fn": theirs,
                 "PPOActor": type("PPOActor", (), dict(vars(PPOActor))),
                 "stats_tracker": Tracker(),
                 "_resolve_proximal_logp": resolve,
             },
         }
-    install(monkeypatch, "1.0.4", **modules)
+    install(monkeypatch, version, modules)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what AReaL's trackers and servers warn of when imported
         module = importlib.import_module(areal.ACTOR)
@@ -127,12 +140,18 @@ def actor(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Any]:
         WAITING.queues.pop(name, None)
 
 
-def packed(given: Batch, *, pad: int = 3) -> dict[str, Any]:
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[Any]:
+    with stand_in(monkeypatch) as module:
+        yield module
+
+
+def packed(of: Batch, *, pad: int = 3) -> dict[str, Any]:
     """AReaL's micro-batch: rows end to end, each after a prompt of `pad` tokens.
 
     Log-probs, masks and advantages stand where a token is predicted, ids and versions where it is.
     """
-    b, t = given.mask.shape
+    b, t = of.mask.shape
 
     def at_prediction(x: Tensor, fill: float) -> Tensor:
         rows = torch.full((b, pad + t), fill, dtype=x.dtype)
@@ -145,75 +164,45 @@ def packed(given: Batch, *, pad: int = 3) -> dict[str, Any]:
     return {
         "input_ids": ids.reshape(-1),
         "versions": versions.reshape(-1),
-        "loss_mask": at_prediction(given.mask.float(), 0.0),
-        "logprobs": at_prediction(given.rollout, torch.nan),
-        "prox_logp": at_prediction(given.old, torch.nan),
-        "advantages": at_prediction(given.advantages, torch.nan),
+        "loss_mask": at_prediction(of.mask.float(), 0.0),
+        "logprobs": at_prediction(of.rollout, torch.nan),
+        "prox_logp": at_prediction(of.old, torch.nan),
+        "advantages": at_prediction(of.advantages, torch.nan),
         "cu_seqlens": torch.arange(b + 1, dtype=torch.int32) * (pad + t),
     }
 
 
-def runner(actor: Any, *, pad: int = 3, **changed: Any) -> laws.Run:
+def pushed(of: Batch, tokens: float, **changed: Any) -> Outcome:
     """The step's loss as AReaL's engine adds it up: loss times tokens over the step's tokens."""
-
-    def run(given: Batch, tokens: float, sequences: float) -> tuple[float, Tensor]:
-        current = given.current.clone().requires_grad_()
-        b, _t = given.mask.shape
-        before = torch.full((b, pad - 1), torch.nan)
-        logprobs = torch.cat([before, current, torch.full((b, 1), torch.nan)], 1).reshape(-1)
-        data = packed(given, pad=pad)
-        loss_fn = functools.partial(actor.grpo_loss_fn, current_version=5, **{**OPTIONS, **changed})
-        entropy = torch.ones_like(logprobs, requires_grad=True)
-        loss = loss_fn(logprobs, entropy, data, vocab_min_logits=None, vocab_max_logits=None)
-        loss = loss * data["loss_mask"].count_nonzero() / tokens
-        loss.backward()
-        assert current.grad is not None
-        return float(loss.detach()), current.grad
-
-    return run
+    actor, pad = sys.modules[areal.ACTOR], 3
+    current = of.current.clone().requires_grad_()
+    before, after = (torch.full((len(current), n), torch.nan) for n in (pad - 1, 1))
+    logprobs = torch.cat([before, current, after], 1).reshape(-1)
+    data = packed(of, pad=pad)
+    entropy = torch.ones_like(logprobs, requires_grad=True)
+    options = {**OPTIONS, **changed, "current_version": 5, "vocab_min_logits": None, "vocab_max_logits": None}
+    loss = actor.grpo_loss_fn(logprobs, entropy, data, **options)
+    return outcome(loss * data["loss_mask"].count_nonzero() / tokens, current, {})
 
 
-def by_token(name: str, settings: dict[str, Any] | None = None) -> Any:
-    """The row as AReaL has it: a token mean."""
-    return override(METHODS[name], {**(settings or {}), "aggregate": "token_mean"})
+def run(
+    method: str | None, of: Batch, tokens: float, sequences: float = 1, *, on_idle: str = "warn", **options: Any
+) -> Outcome:
+    areal.install(method, on_idle=on_idle, **options)
+    return pushed(of, tokens)
 
 
-@pytest.mark.parametrize("name", ["dapo", "icepop", "seq_tis", "gspo", "trm_max_k2"])
-def test_loss_is_a_token_mean_of_the_method(actor: Any, name: str) -> None:
-    areal.install(name)
-    laws.check_loss(runner(actor), by_token(name))
-
-
-@pytest.mark.parametrize("name", ["icepop", "geo_mask", "seq_tis"])
-def test_laws(actor: Any, name: str) -> None:
-    areal.install(name, settings=laws.SOME.get(name, {}))
-    run = runner(actor)
-    laws.check_padding(run)
-    laws.check_order(run)
-    laws.check_split(run)
-    laws.check_all_masked(run)
-    laws.check_bad_advantages(run)
-
-
-@pytest.mark.parametrize("name", ["icepop", "geo_mask", "seq_tis"])
-def test_unscored_tokens(actor: Any, name: str) -> None:
-    areal.install(name, settings=laws.SOME.get(name, {}))
-    laws.check_unscored(runner(actor))
-
-
-def test_all_rejected(actor: Any) -> None:
-    areal.install("geo_mask", settings=laws.REJECTS_ALL)
-    laws.check_all_rejected(runner(actor))
+FRAMEWORK = Framework("areal", stand_in, run, served=94)
 
 
 def test_padded_rows_are_the_packed_ones(actor: Any) -> None:
-    areal.install("geo_mask", settings=laws.SOME["geo_mask"])
-    given = batch()
-    data = packed(given)
-    shape = (len(given.mask), -1)
+    areal.install("geo_mask", settings=SOME["geo_mask"])
+    of = batch()
+    data = packed(of)
+    shape = (len(of.mask), -1)
     padded = {k: x.reshape(shape) for k, x in data.items() if k != "cu_seqlens"}
     current = torch.full_like(padded["logprobs"], torch.nan)
-    current[:, 2:-1] = given.current
+    current[:, 2:-1] = of.current
     loss_fn = functools.partial(actor.grpo_loss_fn, current_version=5, **OPTIONS)
     one = loss_fn(current.reshape(-1), torch.ones_like(current.reshape(-1)), data)
     two = loss_fn(current, torch.ones_like(current), padded)
@@ -223,31 +212,31 @@ def test_padded_rows_are_the_packed_ones(actor: Any) -> None:
         loss_fn(current.reshape(-1), torch.ones_like(current.reshape(-1)), data)
 
 
-def test_versions_are_those_of_the_predicted_tokens(actor: Any) -> None:
-    areal.install("a3po")  # reads version_lag
-    given = batch()
-    data = packed(given)
-    logprobs = LogProbs.pack(data["logprobs"], logp_old=data["prox_logp"], mask=data["loss_mask"], segments=areal.Segments(data["cu_seqlens"].long()))  # fmt: skip
-    also, version_lag = areal._per_token(data, logprobs, 5)
-    want = (torch.arange(given.mask.shape[1]) % 4).expand(given.mask.shape)[given.mask]
-    assert len(want) > 30
-    assert torch.equal(also["rollout_version"], want)
-    assert torch.equal(version_lag, 5 - want)
-    columns = torch.arange(given.mask.numel()).reshape(given.mask.shape)
-    ids = data["input_ids"].reshape(len(given.mask), -1)[:, 3:].reshape(-1)[columns[given.mask]]
-    assert torch.equal(also["tokens"], ids)
-    loss, gradient = runner(actor)(given, *laws.counts(given))
-    assert loss != 0
-    assert bool(gradient.any())
+def test_ids_and_versions_are_those_of_the_predicted_tokens(
+    actor: Any, process: list[LossHook], tmp_path: Path
+) -> None:
+    """`a3po` reads the version lag."""
+    of = batch()
+    result = run("a3po", of, *counts(of), record=tmp_path)
+    process[-1].end_step()
+    process[-1].adapter.close()
+    record, versions = one(tmp_path), (torch.arange(of.mask.shape[1]) % 4).expand(of.mask.shape)[of.mask]
+    assert record.rollout_version is not None
+    assert torch.equal(record.rollout_version, versions)
+    ids = packed(of)["input_ids"].reshape(len(of.mask), -1)[:, 3:]
+    assert record.tokens is not None
+    assert torch.equal(record.tokens, ids[of.mask])
+    assert process[-1].metrics["offdrift/version_lag/mean"] == pytest.approx(float((5 - versions).float().mean()))
+    assert bool(result.gradient.any())
 
 
 class Engine:
     """An engine of one weight, which shifts every log-prob."""
 
-    def __init__(self, given: Batch, pieces: list[list[int]]) -> None:
+    def __init__(self, of: Batch, pieces: list[list[int]]) -> None:
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
-        self.given, self.pieces = given, pieces
+        self.of, self.pieces = of, pieces
 
     def get_version(self) -> int:
         return 5
@@ -256,11 +245,11 @@ class Engine:
 
     def train_batch(self, mb: Any, loss_fn: Any, loss_weight_fn: Any) -> dict[str, float]:
         self.optimizer.zero_grad()
-        total = max(1.0, float(self.given.mask.sum()))
-        for rows in self.pieces:
-            piece = laws.rows(self.given, torch.tensor(rows))
+        total = max(1.0, float(self.of.mask.sum()))
+        for index in self.pieces:
+            piece = rows(self.of, index)
             data = {k: x.nan_to_num() for k, x in packed(piece).items()}
-            current = torch.zeros(len(rows), 3 + piece.mask.shape[1])
+            current = torch.zeros(len(index), 3 + piece.mask.shape[1])
             current[:, 2:-1] = piece.current
             logprobs = current.reshape(-1) + self.weight
             loss = loss_fn(logprobs, torch.ones_like(logprobs), data)
@@ -269,41 +258,30 @@ class Engine:
         return {}
 
 
-def update(actor: Any, given: Batch | None = None, **changed: Any) -> Any:
+def update(actor: Any, of: Batch | None = None, **changed: Any) -> Any:
     """One `_ppo_update` of the batch, in two micro-batches; returns AReaL's statistics."""
-    given = batch() if given is None else given
+    of = batch() if of is None else of
     own = {"log_agent_stats": False, "mask_no_eos_with_zero": False, "ppo_n_minibatches": 1}
     config = SimpleNamespace(**{**OPTIONS, **own, **changed})
     made = object.__new__(actor.PPOActor)
     made.config, made.m2_threshold = config, None
-    made.engine = Engine(given, [[0, 1, 2], [3, 4, 5]])
-    b, t = given.mask.shape
-    rows = {k: x.reshape(b, -1) for k, x in packed(given).items() if k != "cu_seqlens"}
+    made.engine = Engine(of, [[0, 1, 2], [3, 4, 5]])
+    b, t = of.mask.shape
+    padded = {k: x.reshape(b, -1) for k, x in packed(of).items() if k != "cu_seqlens"}
     extra = {"attention_mask": torch.ones(b, 3 + t), "rewards": torch.ones(b)}
     zero = torch.zeros(b, 3 + t)
-    made._ppo_update({**rows, **extra, "kl_rewards": zero, "tot_rewards": zero})
+    made._ppo_update({**padded, **extra, "kl_rewards": zero, "tot_rewards": zero})
     tracker = actor.stats_tracker
-    return tracker.seen if isinstance(tracker, Tracker) else tracker.export_all()
+    return tracker.kept if isinstance(tracker, Tracker) else tracker.export_all()
 
 
-def test_an_update_reports_metrics_and_records(actor: Any, tmp_path: Path) -> None:
-    areal.install("geo_mask", settings=laws.SOME["geo_mask"], record=tmp_path)
-    seen = update(actor)
-    name = next(k for k in seen if k.endswith("offdrift/batch/tokens"))
-    assert seen[name] == float(batch().mask.sum())
-    name = next(k for k in seen if k.endswith("offdrift/gate/drop_frac_token"))
-    assert 0 < seen[name] < 1
-    areal._hook().adapter.close()
-    assert len(list(tmp_path.glob("*.parquet"))) == 1
-
-
-def test_copies_of_log_probs_are_dead_parts(actor: Any) -> None:
-    areal.install("icepop")
-    given = batch()
-    same = Batch(given.old, given.old, given.current, given.advantages, given.mask)
-    runner(actor)(same, *laws.counts(same))
-    with pytest.raises(LivenessError, match="cannot act"):
-        areal._hook().end_step()
+def test_an_update_reports_metrics(actor: Any) -> None:
+    areal.install("geo_mask", settings=SOME["geo_mask"])
+    metrics = update(actor)
+    (tokens,) = (x for name, x in metrics.items() if name.endswith("offdrift/batch/tokens"))
+    (rejected,) = (x for name, x in metrics.items() if name.endswith("offdrift/gate/drop_frac_token"))
+    assert tokens == float(batch().mask.sum())
+    assert 0 < rejected < 1
 
 
 # -- the correction alone -------------------------------------------------------------------------
@@ -328,21 +306,20 @@ def test_correction_alone_by_hand(actor: Any) -> None:
 
 
 def test_gates_alone_keep_whole_sequences(actor: Any) -> None:
-    areal.install("geo_mask", keep="loss", settings=laws.SOME["geo_mask"])
-    given = batch()
+    areal.install("geo_mask", keep="loss", settings=SOME["geo_mask"])
+    of = batch()
     decide = functional().apply_rejection_sampling
-    found = decide(given.old, given.rollout, given.mask, None, None)
-    mean = (given.old - given.rollout).where(given.mask, 0.0).sum(1) / given.mask.sum(1).clamp(min=1)
+    found = decide(of.old, of.rollout, of.mask, None, None)
+    mean = (of.old - of.rollout).where(of.mask, 0.0).sum(1) / of.mask.sum(1).clamp(min=1)
     inside = (mean.exp() >= 0.9) & (mean.exp() <= 1.1)
-    want = given.mask & inside[:, None]
-    assert 0 < int(want.sum()) < int(given.mask.sum())
+    want = of.mask & inside[:, None]
+    assert 0 < int(want.sum()) < int(of.mask.sum())
     assert torch.equal(found.loss_mask, want)
     assert torch.equal(found.behave_imp_weight, want.float())
-    assert found.filtered_fraction == pytest.approx(1 - float(want.sum() / given.mask.sum()))
-    nan = poisoned(given.old, given.mask, torch.nan), poisoned(given.rollout, given.mask, torch.inf)
-    again = decide(*nan, given.mask, None, None)
-    assert torch.equal(again.loss_mask, want)
-    none = decide(given.old, given.rollout, torch.zeros_like(given.mask), None, None)
+    assert found.filtered_fraction == pytest.approx(1 - float(want.sum() / of.mask.sum()))
+    nan = filled(of, torch.nan)
+    assert torch.equal(decide(nan.old, nan.rollout, of.mask, None, None).loss_mask, want)
+    none = decide(of.old, of.rollout, torch.zeros_like(of.mask), None, None)
     assert not bool(none.loss_mask.any())
     assert none.filtered_fraction == 0.0
 
@@ -360,12 +337,12 @@ def test_a_share_without_a_trainable_token_is_no_dead_part(
     actor: Any, monkeypatch: pytest.MonkeyPatch, keep: Any
 ) -> None:
     areal.install("geo_mask", keep=keep)
-    given = replace(batch(), mask=torch.zeros_like(batch().mask))
+    of = replace(batch(), mask=torch.zeros_like(batch().mask))
     if keep == "loss":
-        functional().apply_rejection_sampling(given.old, given.rollout, given.mask, None, None)
+        functional().apply_rejection_sampling(of.old, of.rollout, of.mask, None, None)
         if not REAL:
-            monkeypatch.setattr(actor, "grpo_loss_fn", lambda x, *_, **__: (x * 0).nan_to_num().sum())  # fmt: skip
-    assert not [name for name in update(actor, given) if "offdrift" in name]
+            monkeypatch.setattr(actor, "grpo_loss_fn", lambda x, *_, **__: (x * 0).nan_to_num().sum())
+    assert not [name for name in update(actor, of) if "offdrift" in name]
 
 
 def test_what_the_correction_cannot_have_is_refused(actor: Any) -> None:
@@ -386,10 +363,10 @@ def test_refusals(actor: Any) -> None:
     with pytest.raises(MethodError, match="whole step"):
         areal.install("m2po")
     areal.install("dapo")
-    given = batch()
+    of = batch()
     for changed in ({"use_sapo_loss": True}, {"m2_threshold": 0.1}, {"rejection_sampling": object()}):
         with pytest.raises(MethodError, match="turn them off"):
-            runner(actor, **changed)(given, *laws.counts(given))
+            pushed(of, 1.0, **changed)
 
 
 def test_uninstall_gives_their_functions_back(actor: Any) -> None:

@@ -13,22 +13,34 @@ import importlib.util
 import logging
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from offdrift.adapters import frameworks
 from offdrift.adapters.contrib import nemo_rl
 from offdrift.adapters.contrib.nemo_rl import FULL, TOP_IDS, TOP_LOGP
+from offdrift.adapters.hooks import LossHook
 from offdrift.divergence import exact_divergences
-from offdrift.errors import BadValueError, EvidenceError, FrameworkError, LivenessError, MethodError, ShapeError
-from offdrift.methods import METHODS, override
-from tests.adapters import loss_laws as laws
-from tests.adapters.hooked import Batch, batch, install, optimizer_step, process
+from offdrift.errors import EvidenceError, MethodError, ShapeError
+from tests.adapters.hooked import (
+    HORIZON,
+    SOME,
+    Batch,
+    Framework,
+    Outcome,
+    batch,
+    counts,
+    install,
+    optimizer_step,
+    outcome,
+    process,
+    rows,
+)
 
 __all__ = ["process"]
 
@@ -59,119 +71,71 @@ class ClippedPGLossFn:
         self.cfg = cfg
 
 
-@pytest.fixture(autouse=True)
-def nemo(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[None]:
+@contextmanager
+def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.7.0") -> Iterator[None]:
     names = {k: globals()[k] for k in ("LossType", "LossInputType", "MetricNormalizer")}
-    modules = {} if REAL else {"nemo_rl__algorithms__loss__interfaces": names}
-    install(monkeypatch, "0.7.0", **modules)
-    nemo_rl._hook.cache_clear()
+    install(monkeypatch, version, {} if REAL else {"nemo_rl.algorithms.loss.interfaces": names})
     yield
-    nemo_rl._hook.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def nemo(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[None]:
+    with stand_in(monkeypatch):
+        yield
 
 
 @pytest.fixture
 def grpo(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`nemo_rl.algorithms.grpo`, as far as `setup` is concerned."""
-    install(monkeypatch, "0.7.0", nemo_rl__algorithms__grpo={"ClippedPGLossFn": ClippedPGLossFn})
+    install(monkeypatch, "0.7.0", {"nemo_rl.algorithms.grpo": {"ClippedPGLossFn": ClippedPGLossFn}})
     yield importlib.import_module("nemo_rl.algorithms.grpo")
     nemo_rl.uninstall()
 
 
-def fields(given: Batch) -> dict[str, Tensor]:
+def fields(of: Batch) -> dict[str, Tensor]:
     """NeMo-RL's data: index 0 of every field is padding, here NaN where it may not be read."""
 
     def shifted(x: Tensor, pad: float) -> Tensor:
         return torch.cat([torch.full_like(x[:, :1], pad), x], 1)
 
-    ids = torch.arange(given.mask.numel()).reshape(given.mask.shape) % VOCAB
+    ids = torch.arange(of.mask.numel()).reshape(of.mask.shape) % VOCAB
     return {
         "input_ids": shifted(ids, 0),
-        "token_mask": shifted(given.mask.float(), 1),
-        "sample_mask": given.mask.any(1).float(),
-        "advantages": shifted(given.advantages, torch.nan),
-        "prev_logprobs": shifted(given.old, torch.nan),
-        "generation_logprobs": shifted(given.rollout, torch.nan),
+        "token_mask": shifted(of.mask.float(), 1),
+        "sample_mask": of.mask.any(1).float(),
+        "advantages": shifted(of.advantages, torch.nan),
+        "prev_logprobs": shifted(of.old, torch.nan),
+        "reference_policy_logprobs": shifted(of.old, torch.nan),
+        "generation_logprobs": shifted(of.rollout, torch.nan),
     }
 
 
-def runner(made: nemo_rl.OffdriftLoss) -> laws.Run:
-    def run(given: Batch, tokens: float, sequences: float) -> tuple[float, Tensor]:
-        current = given.current.clone().requires_grad_()
-        loss, metrics = made(
-            data=fields(given),
-            global_valid_seqs=torch.tensor(sequences),
-            global_valid_toks=torch.tensor(tokens),
-            next_token_logprobs=current,
-        )
-        loss.backward()
-        assert current.grad is not None
-        assert all(type(x) is float for x in metrics.values())
-        assert metrics["num_valid_samples"] == int(given.mask.any(1).sum())
-        assert metrics["loss"] == float(loss.detach())
-        return metrics["loss"], current.grad
-
-    return run
+def run(
+    method: str | None, of: Batch, tokens: float, sequences: float, *, on_idle: str = "warn", **options: Any
+) -> Outcome:
+    """A micro-batch through the loss, with the counts of its step."""
+    current = of.current.clone().requires_grad_()
+    loss, metrics = nemo_rl.loss(method, on_idle=on_idle, horizon=HORIZON, **options)(
+        data=fields(of),
+        global_valid_seqs=torch.tensor(sequences),
+        global_valid_toks=torch.tensor(tokens),
+        next_token_logprobs=current,
+    )
+    assert all(type(x) is float for x in metrics.values())
+    assert metrics["num_valid_samples"] == int(of.mask.any(1).sum())
+    assert metrics["loss"] == float(loss.detach())
+    return outcome(loss, current, metrics)
 
 
-@pytest.mark.parametrize("name", ["dapo", "icepop", "grpo", "seq_tis", "trm_max_k2", "dppo_tv"])
-def test_loss_is_the_methods_over_the_steps_counts(name: str) -> None:
-    laws.check_loss(runner(nemo_rl.loss(name, horizon=laws.HORIZON)), METHODS[name])
+FRAMEWORK = Framework("nemo-rl", stand_in, run, served=92, own_aggregate=True)
 
 
-@pytest.mark.parametrize("name", ["icepop", "grpo", "geo_mask"])
-def test_laws(name: str) -> None:
-    run = runner(nemo_rl.loss(name, settings=laws.SOME.get(name, {})))
-    laws.check_padding(run)
-    laws.check_order(run)
-    laws.check_split(run)
-    laws.check_all_masked(run)
-    laws.check_bad_advantages(run)
-
-
-@pytest.mark.parametrize("name", ["icepop", "geo_mask", "dppo_tv"])
-def test_unscored_tokens(name: str) -> None:
-    settings = {**laws.SOME.get(name, {}), "aggregate": "token_mean"}
-    laws.check_unscored(runner(nemo_rl.loss(name, settings=settings)))
-
-
-def test_all_rejected() -> None:
-    laws.check_all_rejected(runner(nemo_rl.loss("geo_mask", settings=laws.REJECTS_ALL)))
-
-
-def test_every_method_is_served_or_refused_by_name() -> None:
-    served, refused = 0, {}
-    for name, row in METHODS.items():
-        try:
-            made = nemo_rl.loss(name, horizon=laws.HORIZON)
-        except (EvidenceError, MethodError) as e:
-            refused[name] = str(e)
-        else:
-            if row.penalty is None:
-                laws.check_loss(runner(made), row)
-            served += 1
-    assert (served, len(refused)) == (92, len(METHODS) - 92)
-    reasons = "whole step", "(divergences)", "(version_lag)", "(rewards)", "(entropy)"
-    assert all(any(r in said for r in reasons) for said in refused.values())
-
-
-def test_settings_change_the_method() -> None:
-    settings = {"weight.cap": 1.05}
-    made = nemo_rl.loss("token_tis", settings=settings)
-    laws.check_loss(runner(made), override(METHODS["token_tis"], settings))
-    plain = laws.expected(METHODS["token_tis"], batch(), *laws.counts(batch()))[0]
-    assert runner(made)(batch(), *laws.counts(batch()))[0] != plain
-
-
-def test_metrics_add_up_to_those_of_the_step() -> None:
-    made, given = nemo_rl.loss("geo_mask", settings=laws.SOME["geo_mask"]), batch()
-    tokens, sequences = laws.counts(given)
-    parts: list[dict[str, float]] = []
-    for i in ([0, 3], [1], [2, 4], [5]):
-        piece = laws.rows(given, torch.tensor(i))
-        counted = torch.tensor(sequences), torch.tensor(tokens)
-        parts.append(made(fields(piece), *counted, next_token_logprobs=piece.current)[1])
+def test_metrics_add_up_to_those_of_the_step(process: list[LossHook]) -> None:
+    of, settings = batch(), SOME["geo_mask"]
+    made = nemo_rl.loss("geo_mask", settings=settings)
+    parts = [run("geo_mask", rows(of, i), *counts(of), settings=settings).metrics for i in ([0, 3], [1], [2, 4], [5])]
     optimizer_step()
-    step = nemo_rl._hook(made).metrics
+    step = process[-1].metrics
     names = {k for part in parts for k in part} - {"loss", "num_valid_samples"}
     assert len(names) >= 7
     assert parts[-1] == {"loss": 0.0, "num_valid_samples": 0.0}
@@ -192,28 +156,29 @@ def test_types_say_what_it_reads_and_divides_by() -> None:
     assert by_sequence.metric_normalizations["offdrift/full/k3"] is kinds.MetricNormalizer.TOKENS
 
 
-def test_it_travels_as_a_value_and_has_one_hook_per_process() -> None:
+def test_it_travels_as_a_value_and_has_one_hook_per_process(process: list[LossHook]) -> None:
     made = nemo_rl.loss("geo_mask", settings={"gate.high": 3.0})
     copy = pickle.loads(pickle.dumps(made))  # our own bytes
     assert copy == made
-    assert nemo_rl._hook(copy) is nemo_rl._hook(made)
-    assert nemo_rl._hook(made).method.correction.gates[0].high == 3.0  # type: ignore[attr-defined]
+    assert call(copy, fields(batch())) == call(made, fields(batch()))
+    (hook,) = process
+    assert hook.method.correction.gates[0].high == 3.0  # type: ignore[attr-defined]
 
 
 # -- logits ---------------------------------------------------------------------------------------
 
 
-def scored(given: Batch, seed: int = 1) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def scored(of: Batch, seed: int = 1) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Data and logits whose sampled log-probs are those of two hand-made policies.
 
     Returns: the data; the current policy's logits `[b, t + 1, v]`, position t about token t + 1; the
         rollout policy's, aligned likewise.
     """
     draw = torch.Generator().manual_seed(seed)
-    shape = (*given.mask.shape, VOCAB)
+    shape = (*of.mask.shape, VOCAB)
     mu = torch.randn(shape, generator=draw)
     pi = mu + 0.3 * torch.randn(shape, generator=draw)
-    data = fields(given)
+    data = fields(of)
     ids = data["input_ids"][:, 1:, None]
     for name, z in (("generation_logprobs", mu), ("prev_logprobs", mu + 0.01 * pi)):
         data[name] = data[name].clone()
@@ -269,12 +234,10 @@ def test_exact_kl_is_the_enumerated_one() -> None:
     assert n > 30
     assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(total / n, rel=1e-5)
     assert metrics["offdrift/divergence/tv_rollout_current_mean"] == pytest.approx(tv / n, rel=1e-5)
-    found = exact_divergences(mu[:, :-1][mask], pi[:, :-1][mask])
-    assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(
-        float(found.kl_rollout_current.mean()), rel=1e-6
-    )
+    kl = exact_divergences(mu[:, :-1][mask], pi[:, :-1][mask]).kl_rollout_current
+    assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(float(kl.mean()), rel=1e-6)
     # The gate reads them: a threshold between the largest KL of two sequences tells them apart.
-    worst = [float(found.kl_rollout_current[mask.nonzero()[:, 0] == i].max()) for i in range(5)]
+    worst = [float(kl[mask.nonzero()[:, 0] == i].max()) for i in range(5)]
     between = (sorted(worst)[2] + sorted(worst)[3]) / 2
     gated = nemo_rl.loss("trm_max", reads="logit", vocab=VOCAB, settings={"gate.high": between})
     z = pi.clone().requires_grad_()
@@ -290,7 +253,7 @@ def test_top_k_gives_intervals_around_the_exact_numbers() -> None:
     log_mu = mu[:, :-1].log_softmax(-1)
     top = log_mu.topk(3)
     pad = torch.zeros_like(top.values[:, :1])
-    some = {**data, TOP_IDS: torch.cat([pad.long(), top.indices], 1), TOP_LOGP: torch.cat([pad, top.values], 1)}  # fmt: skip
+    some = {**data, TOP_IDS: torch.cat([pad.long(), top.indices], 1), TOP_LOGP: torch.cat([pad, top.values], 1)}
     key = "offdrift/divergence/kl_rollout_current_mean"
     made = nemo_rl.loss("trm_max", reads="logit", vocab=VOCAB)
     lower, value = (made(data=d, **step_of(data), logits=pi)[1][key] for d in (some, exact))
@@ -336,8 +299,7 @@ def test_entropy_of_the_current_policy_for_methods_that_read_it() -> None:
 
 
 def call(made: nemo_rl.OffdriftLoss, data: dict[str, Tensor]) -> Tensor:
-    given = batch()
-    return made(data=data, **step_of(data), next_token_logprobs=given.current)[0]
+    return made(data=data, **step_of(data), next_token_logprobs=batch().current)[0]
 
 
 def test_placeholders_are_not_log_probs() -> None:
@@ -348,50 +310,22 @@ def test_placeholders_are_not_log_probs() -> None:
             call(made, {**data, name: torch.zeros_like(data[name])})
         with pytest.raises(EvidenceError, match=f"{name} are missing"):
             call(made, {k: x for k, x in data.items() if k != name})
-    bad = data["generation_logprobs"].clone()
-    bad[0, 1:] = torch.nan
-    with pytest.raises(BadValueError, match="logp_rollout of sequence 0"):
-        call(made, {**data, "generation_logprobs": bad})
 
 
 def test_old_may_be_the_current_policy() -> None:
-    data = fields(batch())
+    data, of = fields(batch()), replace(batch(), old=batch().current)
     data["prev_logprobs"] = torch.zeros_like(data["prev_logprobs"])
-    given = batch()
-    want = laws.expected(METHODS["icepop"], Batch(given.rollout, given.current, given.current, given.advantages, given.mask), *laws.counts(given))  # fmt: skip
-    loss = call(nemo_rl.loss("icepop", old="current"), data)
-    assert float(loss) == pytest.approx(want[0], rel=1e-5)
+    wanted = call(nemo_rl.loss("icepop"), fields(of))
+    assert float(call(nemo_rl.loss("icepop", old="current"), data)) == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_reference_kl_needs_the_reference() -> None:
     data = fields(batch())
+    ref = data.pop("reference_policy_logprobs")
     made = nemo_rl.loss("deepseek_v32")
     with pytest.raises(EvidenceError, match="skip_reference_policy_logprobs_calculation"):
         call(made, data)
-    assert torch.isfinite(call(made, {**data, "reference_policy_logprobs": data["prev_logprobs"]}))
-
-
-def test_copies_of_log_probs_are_dead_parts() -> None:
-    data = fields(batch())
-    data["prev_logprobs"] = data["generation_logprobs"]
-    call(nemo_rl.loss("icepop"), data)
-    with pytest.raises(LivenessError, match="cannot act"):
-        optimizer_step()
-    call(nemo_rl.loss("icepop", on_idle="warn"), data)
-    nemo_rl._hook.cache_clear()
-
-
-def test_records_can_be_read_back(tmp_path: Any) -> None:
-    made = nemo_rl.loss("icepop", record=str(tmp_path))
-    given = batch()
-    call(made, fields(given))
-    optimizer_step()
-    nemo_rl._hook(made).adapter.close()
-    (path,) = tmp_path.glob("*.parquet")
-    table = pq.read_table(path)
-    given_tokens = int(given.mask.sum())
-    for name in ("tokens", "logp_rollout", "logp_old", "logp", "advantages"):
-        assert sum(len(x) for x in table[name].to_pylist() if x) == given_tokens, name
+    assert torch.isfinite(call(made, {**data, "reference_policy_logprobs": ref}))
 
 
 # -- set-up ---------------------------------------------------------------------------------------
@@ -496,22 +430,6 @@ def test_install_has_setup_build_it(grpo: Any) -> None:
     assert grpo.ClippedPGLossFn(config(reference_policy_kl_penalty=0.1)).config.method == "deepseek_v32"
     nemo_rl.uninstall()
     assert grpo.ClippedPGLossFn is original
-
-
-def test_environment_names_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MethodError, match="OFFDRIFT_METHOD"):
-        nemo_rl.loss()
-    monkeypatch.setenv("OFFDRIFT_METHOD", "token_tis")
-    monkeypatch.setenv("OFFDRIFT_SETTINGS", "weight.cap=1.05")
-    assert nemo_rl.loss() == nemo_rl.loss("token_tis", settings={"weight.cap": 1.05})
-
-
-def test_a_missing_or_old_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    oldest = frameworks.FRAMEWORKS["nemo-rl"].oldest
-    monkeypatch.setattr(frameworks, "version", lambda _: "0.0.0")
-    frameworks.require.cache_clear()
-    with pytest.raises(FrameworkError, match=f"nemo-rl 0.0.0 is older.*{oldest}"):
-        nemo_rl.loss("dapo")
 
 
 # -- NeMo-RL itself -------------------------------------------------------------------------------

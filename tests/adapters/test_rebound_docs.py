@@ -27,7 +27,7 @@ PAGES = ROOT / "docs" / "integrations"
 
 @pytest.fixture(autouse=True)
 def nothing_installed(process: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    install(monkeypatch, "99", nemo_rl={}, roll={}, areal={}, openrlhf={})
+    install(monkeypatch, "99", {"nemo_rl": {}, "roll": {}, "areal": {}, "openrlhf": {}})
     yield
     areal.uninstall()
     openrlhf.uninstall()
@@ -44,8 +44,7 @@ def in_environment(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> No
 def test_nemo_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(runpy, "run_path", lambda path, run_name: ran.append(path))
-    names = {"ClippedPGLossFn": object}
-    install(monkeypatch, "0.6.0", nemo_rl__algorithms__grpo=names)
+    install(monkeypatch, "0.6.0", {"nemo_rl.algorithms.grpo": {"ClippedPGLossFn": object}})
     grpo = importlib.import_module("nemo_rl.algorithms.grpo")
     whole, exact = code("nemo-rl.md", "python")
     for block, method in ((whole, "dppo_tv"), (exact, "trm_max")):
@@ -64,11 +63,11 @@ def test_roll_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
         in_environment(monkeypatch, block["system_envs"])
         assert block["actor_train"]["worker_cls"] == f"offdrift.adapters.contrib.roll.{name}"
         assert name in roll.WORKERS
-        hook = (roll._loss_hook, roll._correction_hook)[name == "CorrectingWorker"]
         monkeypatch.delenv("OFFDRIFT_RECORD", raising=False)
-        hook.cache_clear()
-        assert hook().method.correction.gates or hook().method.correction.weights
-        hook.cache_clear()
+        roll._hook.cache_clear()
+        correction = roll._hook(whole=name == "Worker").method.correction
+        assert correction.gates or correction.weights
+        roll._hook.cache_clear()
         monkeypatch.delenv("OFFDRIFT_SETTINGS", raising=False)
         assert block["actor_infer"]["generating_args"]["logprobs"] == 1
         correcting = name == "CorrectingWorker"

@@ -14,7 +14,8 @@ import importlib.util
 import pickle
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +24,24 @@ import torch
 from torch import Tensor
 
 from offdrift.adapters.contrib import roll
+from offdrift.adapters.hooks import LossHook
 from offdrift.errors import EvidenceError, FrameworkError, LivenessError, MethodError
-from offdrift.methods import METHODS
-from tests.adapters import loss_laws as laws
-from tests.adapters.hooked import Batch, batch, install, optimizer_step, poisoned, process
+from tests.adapters.hooked import (
+    SOME,
+    UNSCORED,
+    Batch,
+    Framework,
+    Outcome,
+    batch,
+    counts,
+    filled,
+    install,
+    optimizer_step,
+    outcome,
+    process,
+    rows,
+    unscored,
+)
 
 __all__ = ["process"]
 
@@ -52,7 +67,7 @@ class BaseWorker:
         )
         old = self.get_old_log_probs_with_cache(data, logp)
         infer = data.batch.get("infer_logprobs", old)
-        found = getattr(sys.modules[self.home], roll.COMPUTE)(
+        weight, keep, metrics = getattr(sys.modules[self.home], roll.COMPUTE)(
             cfg=config.train_infer_correction,
             response_mask=mask,
             old_log_probs=old,
@@ -60,7 +75,6 @@ class BaseWorker:
             global_valid_samples=samples,
             global_valid_tokens=tokens,
         )
-        weight, keep, metrics = found
         each = self.token_loss(logp, old, data.batch["advantages"]) * weight
         assert config.loss_agg_mode == "seq-mean-token-mean"
         final = final.long() * keep.long()
@@ -110,27 +124,34 @@ def theirs(*_: Any, **__: Any) -> Any:
     raise AssertionError("ROLL's own correction was called")
 
 
-@pytest.fixture(autouse=True)
-def framework(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[None]:
+@contextmanager
+def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.3.0") -> Iterator[None]:
     modules: dict[str, dict[str, Any]] = {}
     if not REAL:
         compute = {roll.COMPUTE: theirs}
-        workers = {
-            roll.RLVR: {"ActorWorker": ActorWorker},
-            roll.RLVR_PG: {"ActorPGWorker": ActorPGWorker},
-            roll.AGENTIC: {"ActorWorker": AgenticActorWorker},
-            roll.AGENTIC_PG: {"ActorWorker": AgenticActorPGWorker},
+        modules = {
+            roll.RLVR: {"ActorWorker": ActorWorker, **compute},
+            roll.RLVR_PG: {"ActorPGWorker": ActorPGWorker, **compute},
+            roll.AGENTIC: {"ActorWorker": AgenticActorWorker, **compute},
+            roll.AGENTIC_PG: {"ActorWorker": AgenticActorPGWorker, **compute},
+            roll.CORRECTIONS: compute,
         }
-        modules = {k.replace(".", "__"): {**v, **compute} for k, v in workers.items()}
-        modules["roll__utils__train_infer_corrections"] = compute
-    install(monkeypatch, "0.3.0", **modules)
-    caches = roll._worker, roll._loss_hook, roll._correction_hook
-    for cache in caches:
-        cache.cache_clear()
+    install(monkeypatch, version, modules)
+    forget()
     yield
     roll.uninstall()
-    for cache in caches:
-        cache.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for cached in (roll._worker, roll._hook):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def framework(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[None]:
+    with stand_in(monkeypatch):
+        yield
 
 
 def configured(**changed: Any) -> Any:
@@ -174,39 +195,63 @@ def worker(name: str = "Worker", **changed: Any) -> Any:
     return made
 
 
-def data_of(given: Batch, tokens: float, sequences: float, *, final: bool = True) -> Any:
+def data_of(of: Batch, tokens: float, sequences: float, *, final: bool = True) -> Any:
     """ROLL's `DataProto`: masks of whole rows, everything else of tokens 1, 2, ..."""
-    b, t = given.mask.shape
-    whole = torch.cat([torch.ones(b, 1, dtype=torch.long), given.mask.long()], 1)
+    b, t = of.mask.shape
+    whole = torch.cat([torch.ones(b, 1, dtype=torch.long), of.mask.long()], 1)
     fields = {
         "input_ids": torch.arange(b * (t + 1)).reshape(b, -1),
         "response_mask": whole,
-        "old_log_probs": given.old,
-        "infer_logprobs": given.rollout,
-        "ref_log_probs": given.old,
-        "advantages": given.advantages,
+        "old_log_probs": of.old,
+        "infer_logprobs": of.rollout,
+        "ref_log_probs": of.old,
+        "advantages": of.advantages,
     }
     if final:  # ROLL trains on this mask, and measures on the other
         fields["response_mask"] = torch.ones_like(whole)
-        fields["final_response_mask"] = given.mask.long()
+        fields["final_response_mask"] = of.mask.long()
     named = "final_response_mask" if final else "response_mask"
     other = {"response_mask": -1.0} if final else {}
     meta = {"batch_num_tokens": {**other, named: tokens}, "global_valid_samples": {**other, named: sequences}}
     return SimpleNamespace(batch=fields, meta_info=meta, non_tensor_batch={})
 
 
-def runner(made: Any, *, final: bool = True) -> laws.Run:
-    def run(given: Batch, tokens: float, sequences: float) -> tuple[float, Tensor]:
-        current = given.current.clone().requires_grad_()
-        logits = torch.cat([current, torch.full_like(current[:, :1], torch.nan)], 1)
-        loss, metrics = made.loss_func(data_of(given, tokens, sequences, final=final), logits)
-        loss.backward()
-        assert current.grad is not None
+def logits_of(current: Tensor) -> Tensor:
+    """What `Strategy` makes the log-probs from."""
+    return torch.cat([current, torch.full_like(current[:, :1], torch.nan)], 1)
+
+
+def run(
+    name: str,
+    method: str | None,
+    of: Batch,
+    tokens: float,
+    sequences: float,
+    *,
+    settings: Any = None,
+    record: str = "",
+    on_idle: str = "warn",
+) -> Outcome:
+    """A micro-batch through one of the workers that have the method's loss."""
+    with pytest.MonkeyPatch.context() as environment:
+        if method is not None:
+            text = ",".join(f"{path}={value}" for path, value in (settings or {}).items())
+            chosen = {"METHOD": method, "SETTINGS": text, "RECORD": record, "ON_IDLE": on_idle}
+            for variable, value in chosen.items():
+                environment.setenv(f"OFFDRIFT_{variable}", value)
+        roll._hook.cache_clear()  # as a process that reads the environment now
+        current = of.current.clone().requires_grad_()
+        data = data_of(of, tokens, sequences, final=name == "Worker")
+        loss, metrics = worker(name).loss_func(data, logits_of(current))
         assert all(type(x) is float for x in metrics.values())
         assert metrics["actor/offdrift/loss@sum"] == float(loss.detach())
-        return float(loss.detach()), current.grad
+        return outcome(loss, current, metrics)
 
-    return run
+
+FRAMEWORKS = [
+    Framework(f"roll {name}", stand_in, partial(run, name), served=87, own_aggregate=True)
+    for name in ("Worker", "AgenticWorker")
+]
 
 
 @pytest.fixture
@@ -219,64 +264,33 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
     return choose
 
 
-@pytest.mark.parametrize("name", ["Worker", "AgenticWorker"])
-@pytest.mark.parametrize("method", ["dapo", "icepop", "grpo", "seq_tis"])
-def test_loss_is_the_methods_over_the_steps_counts(choose: Any, name: str, method: str) -> None:
-    choose(method)
-    laws.check_loss(runner(worker(name), final=name == "Worker"), METHODS[method])
-
-
-@pytest.mark.parametrize("method", ["icepop", "geo_mask"])
-def test_laws(choose: Any, method: str) -> None:
-    choose(method, **laws.SOME.get(method, {}))
-    run = runner(worker())
-    laws.check_padding(run)
-    laws.check_order(run)
-    laws.check_split(run)
-    laws.check_all_masked(run)
-    laws.check_bad_advantages(run)
-
-
-@pytest.mark.parametrize("method", ["icepop", "geo_mask"])
-def test_unscored_tokens(choose: Any, method: str) -> None:
-    choose(method, **laws.SOME.get(method, {}))
-    laws.check_unscored(runner(worker()))
-
-
 def test_unscored_tokens_are_not_corrected(choose: Any) -> None:
     choose("icepop")
     roll.install()
-    given = batch()
-    for value in laws.UNSCORED:
-        with_them, without = laws.unscored(given, value)
-        weight, keep, _ = compute()(ON, given.mask.long(), given.old, with_them.rollout, 5, 30)
-        rest = compute()(ON, without.mask.long(), given.old, given.rollout, 5, 30)
+    of = batch()
+    for value in UNSCORED:
+        with_them, without = unscored(of, value)
+        weight, keep, _ = compute()(ON, of.mask.long(), of.old, with_them.rollout, 5, 30)
+        rest = compute()(ON, without.mask.long(), of.old, of.rollout, 5, 30)
         assert torch.equal(weight, rest[0])
-        assert not bool(weight[given.mask & ~without.mask].any())
-        assert not bool(keep[given.mask & ~without.mask].any())
+        assert not bool(weight[of.mask & ~without.mask].any())
+        assert not bool(keep[of.mask & ~without.mask].any())
 
 
-def test_all_rejected(choose: Any) -> None:
-    choose("geo_mask", **laws.REJECTS_ALL)
-    laws.check_all_rejected(runner(worker()))
-
-
+@pytest.mark.skipif(REAL, reason="ROLL has weights of its own")
 def test_sample_weights_multiply_the_loss(choose: Any) -> None:
     choose("dapo")
-    given = batch()
-    data = data_of(given, *laws.counts(given))
-    made = worker(difficulty_loss_weight=True)
-    if REAL:
-        pytest.skip("ROLL has weights of its own")
+    of = batch()
+    data = data_of(of, *counts(of))
     data.non_tensor_batch["weights"] = torch.full((6,), 3.0)
-    logits = torch.cat([given.current, given.current[:, :1]], 1)
-    loss, _ = made.loss_func(data, logits)
-    want, _ = laws.expected(METHODS["dapo"], given, *laws.counts(given))
-    assert float(loss) == pytest.approx(3 * want, rel=1e-5)
+    plain, weighted = (
+        worker(difficulty_loss_weight=x).loss_func(data, logits_of(of.current))[0] for x in (False, True)
+    )
+    assert float(weighted) == pytest.approx(3 * float(plain), rel=1e-5)
     choose("prime_rl")  # its loss is not proportional to the advantage
-    roll._loss_hook.cache_clear()
+    roll._hook.cache_clear()
     with pytest.raises(MethodError, match="difficulty_loss_weight"):
-        made.loss_func(data, logits)
+        worker(difficulty_loss_weight=True).loss_func(data, logits_of(of.current))
 
 
 def test_classes_can_be_named_and_travel(choose: Any) -> None:
@@ -293,62 +307,46 @@ def test_classes_can_be_named_and_travel(choose: Any) -> None:
         getattr(roll, "Wroker")  # noqa: B009
 
 
-def test_metrics_add_up_to_those_of_the_step(choose: Any) -> None:
-    choose("geo_mask", **laws.SOME["geo_mask"])
-    made, given = worker(), batch()
-    parts = []
-    for i in ([0, 3], [1], [2, 4], [5]):
-        piece = laws.rows(given, torch.tensor(i))
-        logits = torch.cat([piece.current, piece.current[:, :1]], 1)
-        parts.append(made.loss_func(data_of(piece, *laws.counts(given)), logits)[1])
+def test_metrics_add_up_to_those_of_the_step(process: list[LossHook]) -> None:
+    of, run = batch(), partial(FRAMEWORKS[0].run, "geo_mask", settings=SOME["geo_mask"])
+    parts = [run(rows(of, i), *counts(of)).metrics for i in ([0, 3], [1], [2, 4], [5])]
     optimizer_step()
-    step = roll._loss_hook().metrics
-    names = {k for p in parts for k in p} - {"actor/offdrift/loss@sum"}
+    step, names = process[-1].metrics, {k for p in parts for k in p} - {"actor/offdrift/loss@sum"}
     assert len(names) >= 6
     for name in names:
-        ours = name.removeprefix("actor/").removesuffix("@sum")
-        assert sum(p.get(name, 0.0) for p in parts) == pytest.approx(step[ours], rel=1e-5)
+        own = name.removeprefix("actor/").removesuffix("@sum")
+        assert sum(p.get(name, 0.0) for p in parts) == pytest.approx(step[own], rel=1e-5)
 
 
 def test_missing_log_probs_are_named(choose: Any) -> None:
+    """ROLL would compare the old policy with itself."""
     choose("icepop")
-    given = batch()
-    logits = torch.cat([given.current, given.current[:, :1]], 1)
-    data = data_of(given, *laws.counts(given))
-    del data.batch["infer_logprobs"]  # ROLL would compare the old policy with itself
+    of = batch()
+    data = data_of(of, *counts(of))
+    del data.batch["infer_logprobs"]
     with pytest.raises(EvidenceError, match=r"infer_logprobs are missing.*generating_args\.logprobs: 1"):
-        worker().loss_func(data, logits)
-    data = data_of(given, *laws.counts(given))
-    data.batch["infer_logprobs"] = data.batch["old_log_probs"]
-    worker().loss_func(data, logits)
-    with pytest.raises(LivenessError, match="cannot act"):
-        optimizer_step()
+        worker().loss_func(data, logits_of(of.current))
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"use_kl_loss": True},
-        {"entropy_loss_coef": 0.01},
-        {"actor_train": SimpleNamespace(pg_variant="topr")},
-        {"dual_clip_loss": True},
-        {"importance_sampling": "seq"},
-        {"ratio_type": "segment"},
-    ],
-)
-def test_their_own_terms_are_refused(choose: Any, changed: dict[str, Any]) -> None:
+OTHER_LOSSES = {
+    "use_kl_loss": True,
+    "entropy_loss_coef": 0.01,
+    "actor_train": SimpleNamespace(pg_variant="topr"),
+    "dual_clip_loss": True,
+    "importance_sampling": "seq",
+    "ratio_type": "segment",
+    "train_infer_correction": SimpleNamespace(
+        is_weight=SimpleNamespace(enabled=True), filters=[SimpleNamespace(enabled=True)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_their_own_terms_and_correction_are_refused(choose: Any, name: str) -> None:
     choose("icepop")
-    given = batch()
-    with pytest.raises(MethodError, match=next(iter(changed))):
-        runner(worker(**changed))(given, *laws.counts(given))
-
-
-def test_their_own_correction_is_refused(choose: Any) -> None:
-    choose("icepop")
-    given = batch()
-    own = SimpleNamespace(is_weight=SimpleNamespace(enabled=True), filters=[SimpleNamespace(enabled=True)])
-    with pytest.raises(MethodError, match=r"is_weight\.enabled, train_infer_correction\.filters"):
-        runner(worker(train_infer_correction=own))(given, *laws.counts(given))
+    of, named = batch(), r"is_weight\.enabled, train_infer_correction\.filters" if "correction" in name else name
+    with pytest.raises(MethodError, match=named):
+        worker(**{name: OTHER_LOSSES[name]}).loss_func(data_of(of, *counts(of)), logits_of(of.current))
 
 
 # -- the correction alone -------------------------------------------------------------------------
@@ -376,23 +374,23 @@ def test_correction_by_hand(choose: Any) -> None:
 
 def test_rejected_tokens_weigh_nothing(choose: Any) -> None:
     """ROLL's token mean adds up whole rows whatever the mask says: the weight must reject."""
-    choose("geo_mask", **laws.SOME["geo_mask"])
+    choose("geo_mask", **SOME["geo_mask"])
     roll.install()
-    given = batch()
-    weight, keep, metrics = compute()(ON, given.mask.long(), given.old, given.rollout)
-    mean = (given.old - given.rollout).where(given.mask, 0.0).sum(1) / given.mask.sum(1).clamp(min=1)
-    want = given.mask & ((mean.exp() >= 0.9) & (mean.exp() <= 1.1))[:, None]
-    assert 0 < int(want.sum()) < int(given.mask.sum())
+    of = batch()
+    weight, keep, metrics = compute()(ON, of.mask.long(), of.old, of.rollout)
+    mean = (of.old - of.rollout).where(of.mask, 0.0).sum(1) / of.mask.sum(1).clamp(min=1)
+    want = of.mask & ((mean.exp() >= 0.9) & (mean.exp() <= 1.1))[:, None]
+    assert 0 < int(want.sum()) < int(of.mask.sum())
     assert torch.equal(keep, want.long())
     assert torch.equal(weight, want.float())
-    share = 1 - float(want.sum() / given.mask.sum())
+    share = 1 - float(want.sum() / of.mask.sum())
     assert metrics["actor/offdrift/gate/drop_frac_token"] == pytest.approx(share)
-    nan = poisoned(given.old, given.mask, torch.nan), poisoned(given.rollout, given.mask, 1e9)
-    again, its, _ = compute()(ON, given.mask.long(), *nan, 5, 30)
+    nan = filled(of, torch.nan)
+    again, its, _ = compute()(ON, of.mask.long(), nan.old, nan.rollout, 5, 30)
     assert torch.equal(again, weight)
     assert torch.equal(its, keep)
-    none = torch.zeros_like(given.mask)
-    weight, keep, metrics = compute()(ON, none, given.old, given.rollout)
+    none = torch.zeros_like(of.mask)
+    weight, keep, metrics = compute()(ON, none, of.old, of.rollout)
     assert not bool(weight.any())
     assert not bool(keep.any())
     assert metrics == {}
@@ -405,23 +403,23 @@ CORRECTING = [name for name, (*_, ours) in roll.WORKERS.items() if ours is not r
 def test_a_correcting_worker_trains_rolls_loss_under_the_methods_weights(choose: Any, name: str) -> None:
     """From the default configuration; a PG worker needs its variant, and has no default."""
     choose("icepop")
-    given = batch(spread=0.6)
+    of = batch(spread=0.6)
     variant = {"actor_train": SimpleNamespace(pg_variant="ppo")} if "PG" in name else {}
     made = worker(name, train_infer_correction=ON, enable_old_logprobs_recompute=False, **variant)
-    data = data_of(given, *laws.counts(given), final="Agentic" not in name)
-    data.batch["response_mask"] = data_of(given, 0, 0, final=False).batch["response_mask"]
-    tokens, samples = laws.counts(given)
+    data = data_of(of, *counts(of), final="Agentic" not in name)
+    data.batch["response_mask"] = data_of(of, 0, 0, final=False).batch["response_mask"]
+    tokens, samples = counts(of)
     data.meta_info["batch_num_tokens"] = {"response_mask": tokens}
     data.meta_info["global_valid_samples"] = {"response_mask": samples}
-    current = given.current.clone().requires_grad_()
-    loss, _ = made.loss_func(data, torch.cat([current, current[:, :1]], 1))
+    current = of.current.clone().requires_grad_()
+    loss, _ = made.loss_func(data, logits_of(current))
     loss.backward()
-    weight = (given.old - given.rollout).exp()
-    keep = given.mask & (weight >= 0.5) & (weight <= 5)
-    assert 0 < int(keep.sum()) < int(given.mask.sum())
-    ratio, a = (given.current - given.old).exp(), given.advantages
+    weight = (of.old - of.rollout).exp()
+    keep = of.mask & (weight >= 0.5) & (weight <= 5)
+    assert 0 < int(keep.sum()) < int(of.mask.sum())
+    ratio, a = (of.current - of.old).exp(), of.advantages
     each = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * weight.where(keep, 0.0)
-    per = each.where(given.mask, 0.0).sum(1) / given.mask.sum(1).clamp(min=1)
+    per = each.where(of.mask, 0.0).sum(1) / of.mask.sum(1).clamp(min=1)
     assert float(loss.detach()) == pytest.approx(float(per.sum() / samples), rel=1e-5)
     assert current.grad is not None
     assert not bool(current.grad[~keep].any())
@@ -431,17 +429,17 @@ def test_a_correcting_worker_trains_rolls_loss_under_the_methods_weights(choose:
 @pytest.mark.parametrize("name", CORRECTING)
 def test_a_variant_is_named_where_it_is_read_and_nowhere_else(choose: Any, name: str) -> None:
     choose("icepop")
-    given = batch()
+    of = batch()
     wrong = None if "PG" in name else "topr"
     made = worker(name, actor_train=SimpleNamespace(pg_variant=wrong), train_infer_correction=ON)
-    data = data_of(given, *laws.counts(given))
+    data = data_of(of, *counts(of))
     with pytest.raises(MethodError, match=r"actor_train\.pg_variant.*Correcting(PG)?Worker"):
-        made.loss_func(data, torch.cat([given.current, given.current[:, :1]], 1))
+        made.loss_func(data, logits_of(of.current))
 
 
 def test_every_user_of_the_name_gets_it_and_gives_it_back(choose: Any) -> None:
     choose("geo_mask")
-    names = [roll.CORRECTIONS, *roll.USERS]
+    names = [roll.CORRECTIONS, roll.RLVR, roll.AGENTIC, roll.RLVR_PG, roll.AGENTIC_PG]
     modules = [importlib.import_module(n) for n in names]
     before = [getattr(m, roll.COMPUTE) for m in modules]
     assert roll.CorrectingWorker is not None  # naming the class installs it in this process
@@ -453,11 +451,11 @@ def test_every_user_of_the_name_gets_it_and_gives_it_back(choose: Any) -> None:
 def test_a_correction_that_would_be_dropped_is_an_error(choose: Any) -> None:
     choose("icepop")
     roll.install()
-    given = batch()
+    of = batch()
     with pytest.raises(LivenessError, match=r"is_weight\.enabled: true"):
-        compute()(configured().train_infer_correction, given.mask, given.old, given.rollout)
+        compute()(configured().train_infer_correction, of.mask, of.old, of.rollout)
     with pytest.raises(LivenessError, match="cannot act"):
-        compute()(ON, given.mask, given.old, given.old)  # what ROLL does without infer_logprobs
+        compute()(ON, of.mask, of.old, of.old)  # what ROLL does without infer_logprobs
 
 
 def test_what_the_correction_cannot_have_is_refused(choose: Any) -> None:
@@ -486,13 +484,3 @@ def test_its_own_token_mean_ignores_the_mask() -> None:
 
     loss, mask = torch.ones(1, 4), torch.tensor([[1, 1, 0, 0]])
     assert float(agg_loss(loss, mask, "token-mean", batch_num_tokens=4)) == 1.0
-
-
-def test_records(choose: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    choose("icepop")
-    monkeypatch.setenv("OFFDRIFT_RECORD", str(tmp_path))
-    given = batch()
-    runner(worker())(given, *laws.counts(given))
-    optimizer_step()
-    roll._loss_hook().adapter.close()
-    assert len(list(tmp_path.glob("*.parquet"))) == 1

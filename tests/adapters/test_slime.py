@@ -1,9 +1,9 @@
 """slime's and miles' function paths, against the contract of slime 0.3.1 (624b824) and miles 0.1.0.
 
-The stand-in below is written from that contract: a PPO token loss, the TIS function on lists of
-responses, one reducer over precomputed denominators, and context-parallel shares in the zigzag layout.
-The same adapter was run once against slime's real modules of that commit over megatron-core, with one
-process and with two that share each sequence; see docs/integrations/slime.md.
+The stand-in is written from that contract: a PPO token loss, the TIS function on lists of responses,
+one reducer over precomputed denominators, and context-parallel shares in the zigzag layout. The same
+adapter was run once against slime's real modules of that commit over megatron-core, with one process
+and with two that share each sequence; see docs/integrations/slime.md.
 """
 
 from __future__ import annotations
@@ -12,23 +12,35 @@ import itertools
 import logging
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
 
 from offdrift.adapters.contrib import slime
-from offdrift.adapters.hooks import proportional
-from offdrift.errors import BadValueError, EvidenceError, FrameworkError, LivenessError, MethodError
+from offdrift.adapters.hooks import LossHook
+from offdrift.errors import BadValueError, EvidenceError, LivenessError, MethodError
 from offdrift.methods import METHODS
-from tests.adapters import loss_laws as laws
-from tests.adapters.hooked import Batch, batch, code, install, optimizer_step, process
+from tests.adapters.hooked import (
+    UNSCORED,
+    Batch,
+    Framework,
+    Outcome,
+    batch,
+    code,
+    install,
+    optimizer_step,
+    outcome,
+    process,
+    unscored,
+)
+from tests.records.samples import one
 
 __all__ = ["process"]
 
@@ -38,11 +50,16 @@ PROMPTS = [3, 5, 2, 6, 1, 4]
 
 def options(**changed: Any) -> Any:
     """slime's arguments, as far as the hooks see them."""
-    known = {
-        "use_tis": True, "calculate_per_token_loss": False, "entropy_coef": 0.0, "use_kl_loss": False,
-        "kl_loss_coef": 0.0, "context_parallel_size": 1, "n_samples_per_prompt": 2,
-    }  # fmt: skip
-    return SimpleNamespace(**(known | changed))
+    defaults = {
+        "use_tis": True,
+        "calculate_per_token_loss": False,
+        "entropy_coef": 0.0,
+        "use_kl_loss": False,
+        "kl_loss_coef": 0.0,
+        "context_parallel_size": 1,
+        "n_samples_per_prompt": 2,
+    }
+    return SimpleNamespace(**(defaults | changed))
 
 
 def listed(x: Tensor) -> list[Tensor]:
@@ -61,8 +78,8 @@ class Shares:
 
     def places(self, total: int, response: int, rank: int) -> list[int]:
         chunk = -(-total // (2 * self.size))
-        mine = [r * chunk + i for r in (rank, 2 * self.size - 1 - rank) for i in range(chunk)]
-        return [i + 1 - (total - response) for i in mine if total - response <= i + 1 < total]
+        own = [r * chunk + i for r in (rank, 2 * self.size - 1 - rank) for i in range(chunk)]
+        return [i + 1 - (total - response) for i in own if total - response <= i + 1 < total]
 
     def slice_log_prob_with_cp(self, x: Tensor, total: int, response: int) -> Tensor:
         assert len(x) == response
@@ -74,11 +91,13 @@ class Shares:
         return whole.clone().requires_grad_()
 
     def share(self, xs: list[Tensor]) -> list[Tensor]:
-        found = []
+        if self.size == 1:
+            return xs
+        parts = []
         for x, p in zip(xs, PROMPTS, strict=True):
-            found.append(self.slice_log_prob_with_cp(x, p + len(x), len(x)))
-            self.whole[tuple(found[-1].tolist()), p + len(x)] = x
-        return found
+            parts.append(self.slice_log_prob_with_cp(x, p + len(x), len(x)))
+            self.whole[tuple(parts[-1].tolist()), p + len(x)] = x
+        return parts
 
 
 def reducer(masks: list[Tensor], sums: list[Tensor], *, per_token: bool) -> Callable[[Tensor], Tensor]:
@@ -92,107 +111,140 @@ def reducer(masks: list[Tensor], sums: list[Tensor], *, per_token: bool) -> Call
     return reduce
 
 
-def model(_: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, list[Tensor]]]:
+def model(logits: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """`get_log_probs_and_entropy`, where the "logits" are the log-probs themselves."""
     assert kwargs["with_entropy"]
-    flat = _[0, :, 0].split(kwargs["response_lengths"])
-    return torch.empty(0), {"log_probs": list(flat), "entropy": [-x.detach() for x in flat]}
+    flat = logits[0, :, 0].split(kwargs["response_lengths"])
+    return torch.empty(0), {"log_probs": list(flat), "entropy": [torch.ones_like(x) for x in flat]}
 
 
-@pytest.fixture(autouse=True)
-def framework(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Shares]:
+@contextmanager
+def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.3.1") -> Iterator[Shares]:
     shares = Shares(1)
-    install(
-        monkeypatch,
-        "0.3.1",
-        slime__backends__megatron_utils__cp_utils={
-            "all_gather_with_cp": lambda *x: shares.all_gather_with_cp(*x),
-            "slice_log_prob_with_cp": lambda *x: shares.slice_log_prob_with_cp(*x),
-        },
-        slime__backends__megatron_utils__loss={
-            "get_log_probs_and_entropy": model,
-            "get_rollout_top_p_logprob_kwargs": lambda args, batch: {},
-        },
-        megatron__core={
-            "mpu": SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0, is_pipeline_last_stage=lambda: True)
-        },
-    )
-    monkeypatch.setenv("OFFDRIFT_METHOD", "decoupled_ppo")
-    monkeypatch.setenv("OFFDRIFT_ON_IDLE", "warn")
+    gather = {name: lambda *x, name=name: getattr(shares, name)(*x)
+              for name in ("all_gather_with_cp", "slice_log_prob_with_cp")}  # fmt: skip
+    one_process = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0, is_pipeline_last_stage=lambda: True)
+    theirs = {"get_log_probs_and_entropy": model, "get_rollout_top_p_logprob_kwargs": lambda args, batch: {}}
+    modules = {
+        "slime.backends.megatron_utils.cp_utils": gather,
+        "slime.backends.megatron_utils.loss": theirs,
+        "megatron.core": {"mpu": one_process},
+    }
+    install(monkeypatch, version, modules)
     forget()
     yield shares
     forget()
 
 
 def forget() -> None:
-    for cached in (slime._tis_hook, slime._loss_hook, slime._recorder):
+    for cached in (slime._hook, slime._recorder):
         cached.cache_clear()
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, name: str, settings: str = "") -> None:
+def loss_step(of: Batch, lengths: list[int] = LENGTHS, *, sums: list[Tensor] | None = None, **changed: Any) -> Outcome:
+    """A micro-batch through the custom loss."""
+    args = options(**changed)
+    current = of.current.clone().requires_grad_()
+
+    def cut(x: Tensor) -> list[Tensor]:
+        return [row[:n] for row, n in zip(x, lengths, strict=True)]
+
+    masks = [m.int() for m in cut(of.mask)]
+    sums = sums or [m.sum().float() for m in masks]
+    fields = {"log_probs": of.old, "rollout_log_probs": of.rollout, "advantages": of.advantages}
+    data = {
+        "unconcat_tokens": [],
+        "total_lengths": [p + n for p, n in zip(PROMPTS, lengths, strict=False)],
+        "response_lengths": lengths,
+        "loss_masks": masks,
+        "rollout_mask_sums": sums,
+        **{name: cut(x) for name, x in fields.items()},
+    }
+    mean = reducer(masks, sums, per_token=args.calculate_per_token_loss)
+    loss, metrics = slime.loss(args, data, torch.cat(cut(current))[None, :, None], mean)
+    assert all(x.dim() == 0 and not x.requires_grad for x in metrics.values())
+    return outcome(loss, current, metrics)
+
+
+def run(
+    method: str | None,
+    of: Batch,
+    tokens: float,
+    sequences: float = 1,
+    *,
+    settings: Any = None,
+    on_idle: str = "warn",
+) -> Outcome:
+    """Part of a step through the custom loss, summed by token and divided by the step's tokens."""
+    with pytest.MonkeyPatch.context() as environment:
+        if method is not None:
+            choose(environment, method, settings or {}, on_idle)
+        forget()  # as a process that reads the environment now
+        part = replace(of, advantages=of.advantages / tokens)
+        return loss_step(part, [of.mask.shape[1]] * len(of.mask), calculate_per_token_loss=True)
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any] = {}, on_idle: str = "warn") -> None:
     monkeypatch.setenv("OFFDRIFT_METHOD", name)
-    monkeypatch.setenv("OFFDRIFT_SETTINGS", settings)
+    monkeypatch.setenv("OFFDRIFT_SETTINGS", ",".join(f"{path}={value}" for path, value in settings.items()))
+    monkeypatch.setenv("OFFDRIFT_ON_IDLE", on_idle)
     forget()
 
 
-def masks_of(given: Batch) -> list[Tensor]:
-    return [m.int() for m in listed(given.mask)]
+FRAMEWORK = Framework("slime", stand_in, run, served=88, records=False)
 
 
-def ppo(given: Batch, current: Tensor, *, high: float = 0.2) -> Tensor:
-    r = torch.cat(listed((current - given.old).exp()))
-    a = torch.cat(listed(given.advantages))
+@pytest.fixture(autouse=True)
+def framework(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[Shares]:
+    choose(monkeypatch, "decoupled_ppo")
+    with stand_in(monkeypatch) as shares:
+        yield shares
+
+
+def masks_of(of: Batch) -> list[Tensor]:
+    return [m.int() for m in listed(of.mask)]
+
+
+def ppo(of: Batch, current: Tensor, *, high: float = 0.2) -> Tensor:
+    r = torch.cat(listed((current - of.old).exp()))
+    a = torch.cat(listed(of.advantages))
     return -torch.min(r * a, r.clamp(0.8, 1 + high) * a)
 
 
-def tis_step(
-    given: Batch, shares: Shares | None = None, **changed: Any
-) -> tuple[Tensor, Tensor, dict[str, Tensor], list[Tensor]]:
-    """A micro-batch through slime's policy loss; ranks of a context-parallel group are added up."""
+def tis_step(of: Batch, shares: Shares | None = None, **changed: Any) -> tuple[Outcome, list[Tensor]]:
+    """A micro-batch through slime's policy loss, and the masks; ranks of a context-parallel group are added up."""
     shares = shares or Shares(1)
     args = options(context_parallel_size=shares.size, **changed)
-    current = given.current.clone().requires_grad_()
-    masks, total, found = (masks_of(given), [p + n for p, n in zip(PROMPTS, LENGTHS, strict=True)], {})
-    sums, loss, kept = [m.sum().float() for m in masks], torch.zeros(()), []
+    current = of.current.clone().requires_grad_()
+    masks, total = masks_of(of), [p + n for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    sums, loss, kept, metrics = [m.sum().float() for m in masks], torch.zeros(()), [], {}
     for rank in range(shares.size):
         shares.rank = rank
-        whole = ppo(given, current).split(LENGTHS)
-        mine = shares.share(list(whole)) if shares.size > 1 else list(whole)
-        lists = [listed(x) for x in (given.old, given.rollout)]
-        if shares.size > 1:
-            lists = [shares.share(x) for x in lists]
-        pg_loss, kept, metrics = slime.tis(
+        local = shares.share(list(ppo(of, current).split(LENGTHS)))
+        old, rollout = (shares.share(listed(x)) for x in (of.old, of.rollout))
+        pg_loss, kept, by_token = slime.tis(
             args,
-            pg_loss=torch.cat(mine),
-            train_log_probs=lists[0],
-            rollout_log_probs=lists[1],
+            pg_loss=torch.cat(local),
+            train_log_probs=old,
+            rollout_log_probs=rollout,
             loss_masks=masks,
             total_lengths=total,
             response_lengths=LENGTHS,
             ignored="other arguments",
         )
         assert [len(m) for m in kept] == LENGTHS
-        pieces = [shares.slice_log_prob_with_cp(m, t, n) if shares.size > 1 else m
-                  for m, t, n in zip(kept, total, LENGTHS, strict=True)]  # fmt: skip
-        loss = loss + reducer(pieces, sums, per_token=False)(pg_loss)
-        local = [shares.slice_log_prob_with_cp(m, t, n) if shares.size > 1 else m
-                 for m, t, n in zip(masks, total, LENGTHS, strict=True)]  # fmt: skip
-        for name, x in metrics.items():
-            found[name] = found.get(name, 0) + reducer(local, sums, per_token=True)(x)
-    loss.backward()
-    assert current.grad is not None
-    return loss.detach(), current.grad, found, kept
+        loss = loss + reducer(shares.share(kept), sums, per_token=False)(pg_loss)
+        for name, x in by_token.items():
+            metrics[name] = metrics.get(name, 0) + reducer(shares.share(masks), sums, per_token=True)(x)
+    return outcome(loss, current, metrics), kept
 
 
-def weighted(given: Batch, weight: Tensor) -> tuple[Tensor, Tensor]:
+def weighted(of: Batch, weight: Tensor) -> Outcome:
     """slime's PPO loss times weights, reduced by hand."""
-    current = given.current.clone().requires_grad_()
-    x = (ppo(given, current) * torch.cat(listed(weight))).split(LENGTHS)
-    parts = [p[m > 0].sum() / max(int(m.sum()), 1) for p, m in zip(x, masks_of(given), strict=True)]
-    loss = torch.stack(parts).sum()
-    loss.backward()
-    assert current.grad is not None
-    return loss.detach(), current.grad
+    current = of.current.clone().requires_grad_()
+    x = (ppo(of, current) * torch.cat(listed(weight))).split(LENGTHS)
+    parts = [p[m > 0].sum() / max(int(m.sum()), 1) for p, m in zip(x, masks_of(of), strict=True)]
+    return outcome(torch.stack(parts).sum(), current, {})
 
 
 # -- the TIS function ---------------------------------------------------------------------------------
@@ -200,78 +252,68 @@ def weighted(given: Batch, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("decoupled_ppo", lambda w: w.clamp(max=2.0)), ("icepop", lambda w: w.where((w >= 0.5) & (w <= 5), 0.0))],
+    [
+        ("decoupled_ppo", lambda w: w.clamp(max=2.0)),
+        ("icepop", lambda w: w.where((w >= 0.5) & (w <= 5), 0.0)),
+        ("measured", torch.ones_like),
+    ],
 )
 def test_slimes_own_corrections(monkeypatch: pytest.MonkeyPatch, name: str, rule: Callable[[Tensor], Tensor]) -> None:
-    given = batch(spread=0.8)
-    choose(monkeypatch, name)
-    loss, grad, metrics, kept = tis_step(given)
-    w = (given.old - given.rollout).exp()
-    expected, expected_grad = weighted(given, rule(w))
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(grad, expected_grad)
-    assert int((grad != 0).sum()) > 10
-    inside = [w_i[m > 0] for w_i, m in zip(listed(w), masks_of(given), strict=True)]
-    drift = torch.cat(inside).log()
-    torch.testing.assert_close(metrics["offdrift/mismatch/k3"], (drift.expm1() - drift).sum())
-    torch.testing.assert_close(metrics["offdrift/weight"], rule(drift.exp()).sum())
-    assert all(torch.equal(a, b) for a, b in zip(kept, masks_of(given), strict=True))
+    """The last only measures, as `--get-mismatch-metrics` without `--use-tis` does, and changes nothing."""
+    of, measured = batch(spread=0.8), name == "measured"
+    choose(monkeypatch, "decoupled_ppo" if measured else name)
+    result, kept = tis_step(of, use_tis=not measured)
+    w = (of.old - of.rollout).exp()
+    torch.testing.assert_close(result[:2], weighted(of, rule(w))[:2])
+    assert int((result.gradient != 0).sum()) > 10
+    drift = torch.cat([w_i[m > 0] for w_i, m in zip(listed(w), masks_of(of), strict=True)]).log()
+    torch.testing.assert_close(result.metrics["offdrift/mismatch/k3"], (drift.expm1() - drift).sum())
+    weight = drift.exp().clamp(max=2.0) if measured else rule(drift.exp())
+    torch.testing.assert_close(result.metrics["offdrift/weight"], weight.sum())
+    assert all(torch.equal(a, b) for a, b in zip(kept, masks_of(of), strict=True))
 
 
-def test_measuring_alone_changes_nothing() -> None:
-    given = batch(spread=0.8)
-    loss, grad, metrics, kept = tis_step(given, use_tis=False)
-    expected, expected_grad = weighted(given, torch.ones(6, 11))
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(grad, expected_grad)
-    assert metrics["offdrift/limited"] > 0
-    assert all(torch.equal(a, b) for a, b in zip(kept, masks_of(given), strict=True))
-
-
-@pytest.mark.parametrize(("use_tis", "said"), [(True, "acted"), (False, "measured, not applied")])
+@pytest.mark.parametrize(("use_tis", "state"), [(True, "acted"), (False, "measured, not applied")])
 def test_a_part_that_is_only_measured_is_not_said_to_act(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, use_tis: bool, said: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, use_tis: bool, state: str
 ) -> None:
-    """`--get-mismatch-metrics` without `--use-tis` changes nothing, whatever the method would do."""
     choose(monkeypatch, "decoupled_geo_rs_token_tis")
     with caplog.at_level(logging.INFO, "offdrift.slime"):
         tis_step(batch(spread=0.8), use_tis=use_tis)
         optimizer_step()
     parts = [r.message for r in caplog.records if r.message.startswith(("gate", "weight"))]
     assert len(parts) == 2
-    assert all(f": {said}, " in part for part in parts)
+    assert all(f": {state}, " in part for part in parts)
     verb = "changed" if use_tis else "would change"
     assert all(part.endswith(f"tokens {verb}") for part in parts)
 
 
-@pytest.mark.parametrize(("name", "scope"), [("decoupled_geo", "policy"), ("decoupled_geo", "all")])
+@pytest.mark.parametrize("scope", ["policy", "all"])
 def test_masks_lose_what_is_rejected_only_where_gates_govern_everything(
-    monkeypatch: pytest.MonkeyPatch, name: str, scope: str
+    monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> None:
-    given = batch()
-    choose(monkeypatch, name, f"gate_scope={scope}")
-    _, _, metrics, kept = tis_step(given)
-    gone = [int((a - b).sum()) for a, b in zip(masks_of(given), kept, strict=True)]
-    assert int(metrics["offdrift/rejected"]) > 0
-    assert sum(gone) == (int(metrics["offdrift/rejected"]) if scope == "all" else 0)
+    of = batch()
+    choose(monkeypatch, "decoupled_geo", {"gate_scope": scope})
+    result, kept = tis_step(of)
+    rejected = int(result.metrics["offdrift/rejected"])
+    assert rejected > 0
+    lost = sum(int((a - b).sum()) for a, b in zip(masks_of(of), kept, strict=True))
+    assert lost == (rejected if scope == "all" else 0)
 
 
-def test_every_method_is_served_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, served, refused = batch(), 0, 0
+def test_every_method_is_corrected_with_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, served = batch(), 0
     for name, row in METHODS.items():
         parts = (*row.correction.gates, *row.correction.weights)
         alone = all(p.on == "mismatch" and getattr(p, "advantage", "any") == "any" for p in parts)
         choose(monkeypatch, name)
         if parts and alone and row.anchor is None:
-            loss, _, _, _ = tis_step(given)
-            assert torch.isfinite(loss)
+            assert torch.isfinite(tis_step(of)[0].loss)
             served += 1
             continue
         with pytest.raises((EvidenceError, MethodError), match=r"slime|nothing to do"):
-            tis_step(given)
-        refused += 1
-    assert served + refused == len(METHODS)
-    assert served >= 25
+            tis_step(of)
+    assert 25 <= served < len(METHODS)
 
 
 @pytest.mark.parametrize("name", ["decoupled_ppo", "decoupled_geo", "decoupled_seq_is_rs", "segment_tis"])
@@ -279,49 +321,43 @@ def test_every_method_is_served_or_refused_by_name(monkeypatch: pytest.MonkeyPat
 def test_context_parallel_shares_add_up_to_whole_sequences(
     monkeypatch: pytest.MonkeyPatch, framework: Shares, name: str, size: int
 ) -> None:
-    given = batch()
+    of = batch()
     choose(monkeypatch, name)
-    loss, grad, metrics, _ = tis_step(given)
+    whole, _ = tis_step(of)
     framework.__init__(size)
-    covered = [framework.places(p + n, n, r) for p, n in zip(PROMPTS, LENGTHS, strict=True) for r in range(size)]  # fmt: skip
+    covered = [framework.places(p + n, n, r) for p, n in zip(PROMPTS, LENGTHS, strict=True) for r in range(size)]
     assert sum(map(len, covered)) == sum(LENGTHS)
-    shared, shared_grad, shared_metrics, _ = tis_step(given, framework)
-    torch.testing.assert_close(shared, loss)
-    torch.testing.assert_close(shared_grad, grad)
-    for key, value in metrics.items():
-        torch.testing.assert_close(shared_metrics[key], value)
+    shared, _ = tis_step(of, framework)
+    torch.testing.assert_close(shared, whole)
+    with pytest.raises(MethodError, match="qkv-format bshd"):
+        tis_step(of, framework, qkv_format="bshd")
 
 
 def test_masked_values_all_masked_and_all_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = batch()
-    loss, grad, metrics, _ = tis_step(given)
-    for poison in (float("nan"), 1e9):
-        dirty = replace(given, rollout=given.rollout.where(given.mask, poison))
-        again, again_grad, found, _ = tis_step(dirty)
-        assert torch.equal(again, loss)
-        assert torch.equal(again_grad, grad)
-        assert all(torch.equal(found[k], metrics[k]) for k in metrics)
-    nothing = replace(given, mask=torch.zeros_like(given.mask), rollout=given.rollout * float("nan"))
-    loss, grad, found, _ = tis_step(nothing)
-    assert loss == 0
-    assert torch.equal(grad, torch.zeros(6, 11))
-    assert set(found) == set(metrics)
-    choose(monkeypatch, "decoupled_geo", "gate.low=0.999999,gate.high=1.000001")
-    loss, grad, found, _ = tis_step(given)
-    assert loss == 0
-    assert torch.equal(grad, torch.zeros(6, 11))
-    assert found["offdrift/rejected"] == sum(int(m.sum()) for m in masks_of(given))
+    of = batch()
+    clean, _ = tis_step(of)
+    for value in (float("nan"), 1e9):
+        dirty, _ = tis_step(replace(of, rollout=of.rollout.where(of.mask, value)))
+        torch.testing.assert_close(dirty, clean, rtol=0, atol=0)
+    nothing, _ = tis_step(replace(of, mask=torch.zeros_like(of.mask), rollout=of.rollout * float("nan")))
+    choose(monkeypatch, "decoupled_geo", {"gate.low": 0.999999, "gate.high": 1.000001})
+    rejected, _ = tis_step(of)
+    for empty in (nothing, rejected):
+        assert empty.loss == 0
+        assert not bool(empty.gradient.any())
+        assert set(empty.metrics) == set(clean.metrics)
+    assert rejected.metrics["offdrift/rejected"] == sum(int(m.sum()) for m in masks_of(of))
 
 
 def test_token_losses_without_weight_are_zero_whatever_they_were() -> None:
     """slime multiplies by the mask, and 0 times NaN is NaN."""
-    given = batch()
-    for mask in (masks_of(given), [0 * m for m in masks_of(given)]):
+    of = batch()
+    for mask in (masks_of(of), [0 * m for m in masks_of(of)]):
         pg_loss, _, _ = slime.tis(
             options(),
             pg_loss=torch.cat([torch.ones(len(m)).where(m > 0, float("nan")) for m in mask]),
-            train_log_probs=listed(given.old),
-            rollout_log_probs=listed(given.rollout),
+            train_log_probs=listed(of.old),
+            rollout_log_probs=listed(of.rollout),
             loss_masks=mask,
             total_lengths=[n + 1 for n in LENGTHS],
             response_lengths=LENGTHS,
@@ -331,50 +367,40 @@ def test_token_losses_without_weight_are_zero_whatever_they_were() -> None:
 
 
 def test_bad_and_missing_log_probs_are_named() -> None:
-    given = batch()
-    given.rollout[0, given.mask[0].nonzero()[0]] = float("nan")
+    of = batch()
+    of.rollout[0, of.mask[0].nonzero()[0]] = float("nan")
     with pytest.raises(BadValueError, match="logp_rollout of sequence 0 is nan"):
-        tis_step(given)
+        tis_step(of)
+    empty = {"rollout_log_probs": None, "loss_masks": [torch.ones(3)], "total_lengths": [4], "response_lengths": [3]}
     with pytest.raises(EvidenceError, match=r"Sample\.rollout_log_probs"):
-        slime.tis(
-            options(), pg_loss=torch.zeros(3), train_log_probs=[torch.zeros(3)],
-            rollout_log_probs=None, loss_masks=[torch.ones(3)], total_lengths=[4],
-            response_lengths=[3],
-        )  # fmt: skip
-
-
-def test_another_layout_under_context_parallelism_is_refused() -> None:
-    with pytest.raises(MethodError, match="qkv-format bshd"):
-        tis_step(batch(), Shares(2), qkv_format="bshd")
+        slime.tis(options(), pg_loss=torch.zeros(3), train_log_probs=[torch.zeros(3)], **empty)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_unscored_tokens_are_not_corrected(monkeypatch: pytest.MonkeyPatch, framework: Shares, size: int) -> None:
     """They lose their loss and stay in slime's denominators; metrics stay finite."""
-    given = batch()
+    of = batch()
     choose(monkeypatch, "icepop")
     framework.__init__(size)
-    _, whole, _, _ = tis_step(given, framework if size > 1 else None)
-    for value in laws.UNSCORED:
-        with_them, without = laws.unscored(given, value)
-        _, grad, metrics, _ = tis_step(with_them, framework if size > 1 else None)
-        torch.testing.assert_close(grad, whole.where(without.mask, 0.0))
-        assert int((grad != 0).sum()) > 5
-        assert all(bool(torch.isfinite(x)) for x in metrics.values())
-        gone = int((given.mask & ~without.mask)[:, :].sum())
-        assert 0 < int(metrics["offdrift/rejected"]) <= gone
+    whole, _ = tis_step(of, framework)
+    for value in UNSCORED:
+        with_them, without = unscored(of, value)
+        result, _ = tis_step(with_them, framework)
+        torch.testing.assert_close(result.gradient, whole.gradient.where(without.mask, 0.0))
+        assert int((result.gradient != 0).sum()) > 5
+        assert all(bool(torch.isfinite(x)) for x in result.metrics.values())
+        assert 0 < int(result.metrics["offdrift/rejected"]) <= int((of.mask & ~without.mask).sum())
 
 
-def test_steps_close_and_copied_log_probs_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = batch()
-    tis_step(given)
+def test_steps_close_and_copied_log_probs_end_the_run(monkeypatch: pytest.MonkeyPatch, process: list[LossHook]) -> None:
+    of = batch()
+    tis_step(of)
     optimizer_step()
-    hook = slime._tis_hook("slime")
+    (hook,) = process
     assert hook.step == 1
-    assert hook.metrics["offdrift/batch/tokens"] == sum(int(m.sum()) for m in masks_of(given))
-    monkeypatch.setenv("OFFDRIFT_ON_IDLE", "error")
-    forget()
-    tis_step(replace(given, rollout=given.old))
+    assert hook.metrics["offdrift/batch/tokens"] == sum(int(m.sum()) for m in masks_of(of))
+    choose(monkeypatch, "decoupled_ppo", on_idle="error")
+    tis_step(replace(of, rollout=of.old))
     with pytest.raises(LivenessError, match="cannot act"):
         optimizer_step()
 
@@ -382,186 +408,111 @@ def test_steps_close_and_copied_log_probs_end_the_run(monkeypatch: pytest.Monkey
 # -- the whole loss -----------------------------------------------------------------------------------
 
 
-def loss_step(
-    given: Batch, *, sums: list[Tensor] | None = None, **changed: Any
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    args = options(**changed)
-    current = given.current.clone().requires_grad_()
-    logits = torch.cat(listed(current))[None, :, None]
-    masks = masks_of(given)
-    sums = sums or [m.sum().float() for m in masks]
-    data = {
-        "unconcat_tokens": [], "total_lengths": [p + n for p, n in zip(PROMPTS, LENGTHS, strict=True)],
-        "response_lengths": LENGTHS, "loss_masks": masks, "rollout_mask_sums": sums,
-        "log_probs": listed(given.old), "rollout_log_probs": listed(given.rollout),
-        "advantages": listed(given.advantages),
-    }  # fmt: skip
-    mean = reducer(masks, sums, per_token=args.calculate_per_token_loss)
-    loss, metrics = slime.loss(args, data, logits, mean)
-    assert all(x.dim() == 0 and not x.requires_grad for x in metrics.values())
-    loss.backward()
-    assert current.grad is not None
-    return loss.detach(), current.grad, metrics
-
-
-def test_bad_advantages_are_named_by_the_whole_loss() -> None:
-    laws.check_bad_advantages(lambda given, *_: loss_step(given)[:2])  # type: ignore[arg-type, return-value]
-
-
-def test_the_whole_loss_leaves_unscored_tokens_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = batch()
-    choose(monkeypatch, "icepop")
-    _, whole, _ = loss_step(given)
-    for value in laws.UNSCORED:
-        with_them, without = laws.unscored(given, value)
-        loss, grad, metrics = loss_step(with_them)
-        torch.testing.assert_close(grad, whole.where(without.mask, 0.0))
-        assert all(bool(torch.isfinite(x)) for x in (loss, *metrics.values()))
-
-
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_whole_loss_has_slimes_denominators(per_token: bool, shared: bool) -> None:
     """decoupled PPO at clips of 0.2, over each sample's tokens, its rollout's, or none."""
-    given = batch(spread=0.5)
-    own = [m.sum().float() for m in masks_of(given)]
+    of = batch(spread=0.5)
+    own = [m.sum().float() for m in masks_of(of)]
     sums = [own[i] + own[i ^ 1] for i in range(6)] if shared else own
-    loss, grad, _ = loss_step(given, sums=sums, calculate_per_token_loss=per_token)
-    current = given.current.clone().requires_grad_()
-    w = torch.cat(listed((given.old - given.rollout).exp())).clamp(max=2.0)
-    mean = reducer(masks_of(given), sums, per_token=per_token)
-    expected = mean(ppo(given, current) * w)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(grad, current.grad)
-    assert int((grad != 0).sum()) > 10
+    result = loss_step(of, sums=sums, calculate_per_token_loss=per_token)
+    current = of.current.clone().requires_grad_()
+    w = torch.cat(listed((of.old - of.rollout).exp())).clamp(max=2.0)
+    wanted = outcome(reducer(masks_of(of), sums, per_token=per_token)(ppo(of, current) * w), current, {})
+    torch.testing.assert_close(result[:2], wanted[:2])
+    assert int((result.gradient != 0).sum()) > 10
 
 
 def test_the_entropy_bonus_is_kept() -> None:
-    given = batch()
-    plain, _, metrics = loss_step(given)
-    loss, _, _ = loss_step(given, entropy_coef=0.5)
-    torch.testing.assert_close(loss, plain - 0.5 * metrics["entropy_loss"])
-    assert metrics["entropy_loss"] > 0
-
-
-def test_the_whole_loss_serves_every_method_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, served = batch(), 0
-    for name, row in METHODS.items():
-        choose(monkeypatch, name)
-        lag = any(getattr(g, "statistic", "") == "version_lag" for g in row.correction.gates)
-        lacking = row.needs_divergences or row.needs or row.penalty or lag
-        if lacking or row.looks_ahead or row.lr_scale or not proportional(row):
-            with pytest.raises(EvidenceError if lacking else MethodError, match="slime"):
-                loss_step(given)
-            continue
-        loss, grad, _ = loss_step(given)
-        assert torch.isfinite(loss)
-        assert torch.isfinite(grad).all()
-        served += 1
-    assert served >= 75
-
-
-def test_the_whole_loss_of_nothing_has_a_graph() -> None:
-    given = batch()
-    nothing = replace(given, mask=torch.zeros_like(given.mask))
-    loss, grad, metrics = loss_step(nothing)
-    assert loss == 0
-    assert torch.equal(grad, torch.zeros(6, 11))
-    assert set(metrics) == set(loss_step(given)[2])
+    plain, bonus = (loss_step(batch(), entropy_coef=x) for x in (0.0, 0.5))
+    torch.testing.assert_close(bonus.loss, plain.loss - 0.5 * plain.metrics["entropy_loss"])
+    assert plain.metrics["entropy_loss"] > 0
 
 
 def test_what_the_whole_loss_refuses() -> None:
-    given = batch()
     with pytest.raises(MethodError, match="context parallelism"):
-        loss_step(given, context_parallel_size=2)
+        loss_step(batch(), context_parallel_size=2)
     with pytest.raises(MethodError, match="--use-kl-loss"):
-        loss_step(given, use_kl_loss=True, kl_loss_coef=0.001)
-    loss_step(given, use_kl_loss=True)  # only measured, as slime's examples do
+        loss_step(batch(), use_kl_loss=True, kl_loss_coef=0.001)
+    loss_step(batch(), use_kl_loss=True)  # only measured, as slime's examples do
 
 
 # -- records ------------------------------------------------------------------------------------------
 
 
-def rollout_data(given: Batch) -> dict[str, Any]:
-    tokens = [torch.arange(p + n) + 100 * i for i, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))]  # fmt: skip
+def rollout_data(of: Batch) -> dict[str, Any]:
+    tokens = [torch.arange(p + n) + 100 * i for i, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))]
+    fields = {"log_probs": of.old, "rollout_log_probs": of.rollout, "advantages": of.advantages}
     return {
-        "tokens": tokens, "response_lengths": LENGTHS, "loss_masks": masks_of(given),
-        "log_probs": listed(given.old), "rollout_log_probs": listed(given.rollout),
-        "advantages": listed(given.advantages), "sample_indices": [4, 5, 6, 7, 8, 9],
-        "raw_reward": [float(i) for i in range(20)], "partition": [10, 11, 12, 13, 14, 15],
+        "tokens": tokens,
+        "response_lengths": LENGTHS,
+        "loss_masks": masks_of(of),
+        **{name: listed(x) for name, x in fields.items()},
+        "sample_indices": [4, 5, 6, 7, 8, 9],
+        "raw_reward": [float(i) for i in range(20)],
+        "partition": [10, 11, 12, 13, 14, 15],
         "truncated": [1, 0, 0, 0, 0, 0],
-    }  # fmt: skip
+    }
 
 
 def test_the_record_holds_tokens_and_both_log_probs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given = batch()
+    of = batch()
     monkeypatch.setenv("OFFDRIFT_RECORD", str(tmp_path))
-    slime.record(options(), 7, rollout_data(given))
-    slime._recorder().close()
-    (file,) = tmp_path.glob("*.parquet")
-    rows = pq.read_table(file).to_pylist()
-    compared = 0
-    assert [r["step"] for r in rows] == [7] * len(rows)
-    for i, row in enumerate(r for r in rows if r["logp_rollout"]):
-        kept = listed(given.mask)[i]
-        for mine, theirs in [("logp_rollout", given.rollout), ("logp_old", given.old)]:
-            torch.testing.assert_close(torch.tensor(row[mine]), listed(theirs)[i][kept])
-        assert row["tokens"] == (torch.arange(LENGTHS[i]) + PROMPTS[i] + 100 * i)[kept].tolist()
-        assert row["reward"] == 10.0 + i
-        compared += len(row["tokens"])
-    assert compared == sum(int(m.sum()) for m in masks_of(given))
-    groups = [r["group_id"] for r in rows]
+    slime.record(options(), 7, rollout_data(of))
+    slime._recorder(str(tmp_path)).close()
+    record, mask = one(tmp_path), torch.cat(listed(of.mask))
+    tokens = torch.cat([torch.arange(n) + p + 100 * i for i, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))])
+    assert record.tokens is not None
+    assert torch.equal(record.tokens, tokens[mask])
+    for name, x in (("logp_rollout", of.rollout), ("logp_old", of.old), ("advantages", of.advantages)):
+        torch.testing.assert_close(getattr(record, name), torch.cat(listed(x))[mask])
+    assert set(record.step.tolist()) == {7}
+    assert record.rewards is not None
+    assert record.rewards.tolist() == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
+    assert record.truncated is not None
+    assert record.truncated.tolist() == [1, 0, 0, 0, 0, 0]
+    assert record.group_ids is not None
+    groups = record.group_ids.tolist()
     assert groups[0] == groups[1] != groups[2] == groups[3]
 
 
-def test_what_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    data = rollout_data(batch())
-    with pytest.raises(MethodError, match="OFFDRIFT_RECORD"):
-        slime.record(options(), 1, data)
-    monkeypatch.setenv("OFFDRIFT_RECORD", str(tmp_path))
-    with pytest.raises(EvidenceError, match="--get-mismatch-metrics"):
-        slime.record(options(), 1, data | {"log_probs": None})
-    with pytest.raises(EvidenceError, match=r"Sample\.rollout_log_probs"):
-        slime.record(options(), 1, data | {"rollout_log_probs": None})
-    with pytest.raises(MethodError, match="context parallelism"):
-        slime.record(options(context_parallel_size=2), 1, data)
+@pytest.mark.parametrize(
+    ("changed", "error", "match"),
+    [
+        ({"log_probs": None}, EvidenceError, "--get-mismatch-metrics"),
+        ({"rollout_log_probs": None}, EvidenceError, r"Sample\.rollout_log_probs"),
+        ({"context_parallel_size": 2}, MethodError, "context parallelism"),
+        ({"folder": None}, MethodError, "OFFDRIFT_RECORD"),
+    ],
+)
+def test_what_cannot_be_recorded_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, Any], error: type, match: str
+) -> None:
+    if "folder" not in changed:
+        monkeypatch.setenv("OFFDRIFT_RECORD", str(tmp_path))
+    with pytest.raises(error, match=match):
+        slime.record(options(**changed), 1, rollout_data(batch()) | changed)
 
 
-# -- versions and the page ----------------------------------------------------------------------------
+# -- the page -----------------------------------------------------------------------------------------
 
 
-def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, "0.1.0")
-    with pytest.raises(FrameworkError, match=r"slime 0\.1\.0 is older"):
-        tis_step(batch())
-
-
-def test_no_method_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OFFDRIFT_METHOD")
-    forget()
-    with pytest.raises(MethodError, match="OFFDRIFT_METHOD"):
-        tis_step(batch())
-
-
-def test_flags_of_the_page_name_functions_and_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    paths = 0
+def test_flags_of_the_page_name_functions_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, runs = 0, {
+        "--custom-tis-function-path": (slime.tis, tis_step),
+        "--custom-loss-function-path": (slime.loss, loss_step),
+        "--rollout-data-postprocess-path": (slime.record, lambda _: None),
+    }  # fmt: skip
     for block in code("slime.md", "bash"):
         words = shlex.split(block.replace("\\\n", " "), comments=True)
         env = dict(w.split("=", 1) for w in words if w.startswith("OFFDRIFT_"))
-        choose(monkeypatch, env["OFFDRIFT_METHOD"], env.get("OFFDRIFT_SETTINGS", ""))
+        choose(monkeypatch, env["OFFDRIFT_METHOD"])
+        monkeypatch.setenv("OFFDRIFT_SETTINGS", env.get("OFFDRIFT_SETTINGS", ""))
         for flag, path in itertools.pairwise(words):
-            if not flag.endswith("-path"):
-                continue
-            module, _, name = path.rpartition(".")
-            function = getattr(import_module(module), name)
-            run = {
-                "--custom-tis-function-path": (slime.tis, tis_step),
-                "--custom-loss-function-path": (slime.loss, loss_step),
-                "--rollout-data-postprocess-path": (slime.record, None),
-            }[flag]
-            assert function is run[0]
-            if run[1] is not None:
-                run[1](batch())
-            paths += 1
+            if flag.endswith("-path"):
+                module, _, name = path.rpartition(".")
+                function, step = runs[flag]
+                assert getattr(import_module(module), name) is function
+                step(batch())
+                paths += 1
     assert paths >= 3
