@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offdrift.adapters.hooks import HookConfig
+from offdrift.adapters.hooks import HookConfig, hook_of
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
-from offdrift.methods import method
 from tests.adapters.hooked import batch, optimizer_step, process
 from tests.records.samples import read_all
 
@@ -20,7 +19,7 @@ __all__ = ["process"]
 @pytest.mark.usefixtures("process")
 def test_a_disk_that_fails_does_not_mix_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "log"
-    hook = HookConfig.of("plain", "token_tis", record=folder).attach_sum("plain", method("token_tis"))
+    hook = hook_of(HookConfig.of("plain", "token_tis", record=folder), divides=False)
     given = batch()
     logprobs = LogProbs.pack(given.rollout, given.current, given.old, mask=given.mask)
     place = logprobs.like_caller(torch.arange(given.mask.shape[1]).expand(given.mask.shape))

@@ -114,7 +114,8 @@ def test_prime_rls_own_losses_are_rows_of_the_table(name: str, drop: Any) -> Non
 
 
 def test_the_current_policy_may_stand_for_the_old_one() -> None:
-    of, served = replace(batch(), old=batch().current), 0
+    of, served = batch(3, 8), 0
+    of = replace(of, old=of.current)
     with pytest.raises(EvidenceError, match=r"logp_old.*old=\"current\""):
         step(of, "icepop")
     for name, row in METHODS.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -184,7 +184,7 @@ def run(
         return loss_step(part, [of.mask.shape[1]] * len(of.mask), calculate_per_token_loss=True)
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any] = {}, on_idle: str = "warn") -> None:
+def choose(monkeypatch: pytest.MonkeyPatch, name: str, settings: Mapping[str, Any] = {}, on_idle: str = "warn") -> None:
     monkeypatch.setenv("OFFDRIFT_METHOD", name)
     monkeypatch.setenv("OFFDRIFT_SETTINGS", ",".join(f"{path}={value}" for path, value in settings.items()))
     monkeypatch.setenv("OFFDRIFT_ON_IDLE", on_idle)

@@ -27,7 +27,6 @@ def theirs(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Any]:
     """`skyrl.backends.skyrl_train.utils.ppo_utils`."""
     real.typed_dicts(monkeypatch)
     yield real.module("skyrl", "skyrl.backends.skyrl_train.utils.ppo_utils")
-    skyrl._hook.cache_clear()
 
 
 def run(loss: Any, one: Batch, config: Any) -> tuple[Tensor, Tensor]:

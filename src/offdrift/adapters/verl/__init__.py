@@ -1,23 +1,23 @@
 """verl: every method as a policy loss, estimators, the driver's correction, and records.
 
-Entry point of group `verl.plugins`. verl imports this module in every process, driver and workers,
-and importing it arranges the following, for the time when verl's own modules are imported:
+Entry point of group `verl.plugins`, which verl imports in every process. No module of verl is imported
+here; what follows is arranged for the time when verl's own modules are imported:
 
     core_algos             policy losses `offdrift/<method>` and estimators `offdrift/<name>`,
                            `offdrift/<name>/kept` are registered
     rollout_corr_helper    bypass mode leaves `offdrift/<method>` as the loss; `install` is called if
                            OFFDRIFT_METHOD or OFFDRIFT_RECORD is set
 
-No module of verl is imported here. verl hides errors of its plugins, so this one reports its own
-success, and its failure, to the log "offdrift.verl".
+verl hides errors of its plugins: success and failure are reported to the log "offdrift.verl".
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offdrift.adapters import environment
-from offdrift.adapters.frameworks import after_import, require
+from offdrift.adapters.frameworks import Replacements, after_import, require
 from offdrift.errors import FrameworkError
 
 if TYPE_CHECKING:
@@ -40,22 +40,15 @@ CORE = "verl.trainer.ppo.core_algos"
 HELPER = "verl.trainer.ppo.rollout_corr_helper"
 TRAINER = "verl.trainer.ppo.ray_trainer"
 TRAINER_V1 = "verl.trainer.ppo.v1.trainer_base"
-HOMES = (HELPER, TRAINER, TRAINER_V1)
-"""Modules that hold what `install` replaces."""
-
 FROM_BLOCK = "rollout_correction"
 """OFFDRIFT_METHOD that takes verl's own configuration block instead of a row."""
 
-RECORDED_V1 = [
-    "responses",
-    "response_mask",
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_prob",
-    "advantages",
-    "rm_scores",
-    "uid",
-]
+RECORDED_V1 = ["responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob"]
+RECORDED_V1 += ["advantages", "rm_scores", "uid"]
+
+_STATE: dict[str, Driver] = {}
+"""The installed driver, or nothing."""
+_REPLACED = Replacements()
 
 
 def register(core: ModuleType) -> None:
@@ -116,99 +109,44 @@ def install(
     _STATE["driver"] = driver = Driver(
         method, settings=settings, record=record, context=context, rules=rules, on_idle=on_idle
     )
-    for home in HOMES:
+    for home in (HELPER, TRAINER, TRAINER_V1):
         after_import(home, _take_over)
     LOG.info("installed in verl's driver: %s", driver.describe())
 
 
 def uninstall() -> None:
     """Give verl its own functions back and close the records. Without `install`, nothing."""
+    _REPLACED.restore()
     driver = _STATE.pop("driver", None)
-    for owner, name, original in _STATE.pop("replaced", []):
-        ours = getattr(owner, name)
-        setattr(owner, name, original)
-        _rebind(name, ours, original)
     if driver is not None:
         driver.close()
 
 
-_STATE: dict[str, Any] = {}
-
-
 def _take_over(module: ModuleType) -> None:
-    """Replace what the module holds, once, if something is installed."""
-    if "driver" not in _STATE:
+    """Replace the function that one of verl's modules defines, once, if a driver is installed."""
+    driver = _STATE.get("driver")
+    if driver is None:
         return
-    taken = {(id(owner), name) for owner, name, _ in _STATE.get("replaced", [])}
-    for owner, name, make in _replacements(module):
-        if (id(owner), name) in taken:
-            continue
-        original = getattr(owner, name)
-        ours = functools.wraps(original)(make(_STATE["driver"], original))
-        _STATE.setdefault("replaced", []).append((owner, name, original))
-        setattr(owner, name, ours)
-        _rebind(name, original, ours)
-
-
-def _replacements(module: ModuleType) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Owner, name and maker of each function that a module of verl defines and we replace."""
-
-    def corrector(driver: Driver, _original: Any) -> Callable[..., Any]:
-        return lambda batch, rollout_corr_config: driver.correct(batch, rollout_corr_config)
-
-    return {
-        HELPER: [(module, "compute_rollout_correction_and_add_to_batch", corrector)],
-        TRAINER: [(module, "compute_advantage", _estimator)],
-        TRAINER_V1: [(getattr(module, "PPOTrainer", None), "_compute_advantage", _recorder_v1)],
+    holder: Any = module.PPOTrainer if module.__name__ == TRAINER_V1 else module
+    name = {
+        HELPER: "compute_rollout_correction_and_add_to_batch",
+        TRAINER: "compute_advantage",
+        TRAINER_V1: "_compute_advantage",
     }[module.__name__]
-
-
-def _rebind(name: str, old: Any, new: Any) -> None:
-    """Change what other modules imported by name: verl's v1 trainer, recipes, a trainer of yours."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(name) is old:
-            setattr(module, name, new)
-
-
-def _keep_our_loss(helper: ModuleType) -> None:
-    """verl's v0 trainer overwrites the loss in bypass mode; one of ours is not, installed or not."""
-    name = "apply_bypass_mode"
-    original = getattr(helper, name, None)
-    if original is None:
+    if (holder, name) in _REPLACED:
         return
+    original = getattr(holder, name)
 
-    @functools.wraps(original)
-    def apply(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
-        chosen = policy_loss_config["loss_mode"]
-        original(batch, rollout_corr_config, policy_loss_config)
-        if str(chosen).startswith("offdrift/"):
-            policy_loss_config["loss_mode"] = chosen
+    def correct(batch: Any, rollout_corr_config: Any) -> Any:
+        return driver.correct(batch, rollout_corr_config)
 
-    setattr(helper, name, apply)
-    _rebind(name, original, apply)
+    def advantages(*positional: Any, **named: Any) -> Any:
+        call = inspect.signature(original).bind(*positional, **named)
+        call.apply_defaults()
+        return driver.advantages(original, **call.arguments)
 
-
-def _estimator(driver: Driver, original: Any) -> Callable[..., Any]:
-    def compute(
-        data: Any,
-        adv_estimator: Any,
-        gamma: float = 1.0,
-        lam: float = 1.0,
-        num_repeat: int = 1,
-        norm_adv_by_std_in_grpo: bool = True,
-        config: Any = None,
-    ) -> Any:
-        options = {"lam": lam, "num_repeat": num_repeat, "config": config}
-        options["norm_adv_by_std_in_grpo"] = norm_adv_by_std_in_grpo
-        return driver.advantages(original, data, adv_estimator, gamma, **options)
-
-    return compute
-
-
-def _recorder_v1(driver: Driver, original: Any) -> Callable[..., Any]:
-    """The v1 trainer's tokens are in its transfer queue, the versions in the tags of its keys."""
-
-    def compute(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+    def advantages_v1(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        """The v1 trainer's tokens are in its transfer queue, the versions in the tags of its keys."""
         batch = original(self, batch, metrics)
         if driver.records:
             real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
@@ -226,36 +164,42 @@ def _recorder_v1(driver: Driver, original: Any) -> Callable[..., Any]:
             )
         return batch
 
-    return compute
+    ours = {HELPER: correct, TRAINER: advantages, TRAINER_V1: advantages_v1}[module.__name__]
+    _REPLACED.replace(holder, name, functools.wraps(original)(ours), everywhere=True)
 
 
-def _from_environment(_module: ModuleType) -> None:
-    """`install` as OFFDRIFT_METHOD and OFFDRIFT_RECORD ask; see `environment`."""
-    name, record = environment.method(), environment.record()
-    if "driver" in _STATE or not (name or record):
+def _plug_in(module: ModuleType) -> None:
+    """What a process needs from one of verl's modules, whether a driver is installed there or not."""
+    if module.__name__ == CORE:
+        try:
+            require("verl")
+            register(module)
+        except FrameworkError as e:  # a verl that we do not know stays usable without us
+            LOG.error("nothing registered with verl: %s", e)
         return
-    chosen = None if name in (None, "", FROM_BLOCK) else name
-    options = environment.options()
-    install(chosen, **(options if chosen else options | {"settings": {}}))
+    original = getattr(module, "apply_bypass_mode", None)
+    if original is not None:
+        # verl's v0 trainer overwrites the loss in bypass mode; one of ours stays, installed or not.
+        @functools.wraps(original)
+        def apply(batch: Any, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+            chosen = policy_loss_config["loss_mode"]
+            original(batch, rollout_corr_config, policy_loss_config)
+            if str(chosen).startswith("offdrift/"):
+                policy_loss_config["loss_mode"] = chosen
+
+        Replacements().replace(module, "apply_bypass_mode", apply, everywhere=True)
+    name = environment.method()
+    if "driver" not in _STATE and (name or environment.record()):
+        options = environment.options()
+        if name in (None, FROM_BLOCK):
+            install(**options | {"settings": {}})
+        else:
+            install(name, **options)
 
 
-def _register_or_say_why(core: ModuleType) -> None:
-    """A verl that we do not know stays usable without us."""
-    try:
-        require("verl")
-        register(core)
-    except FrameworkError as e:
-        LOG.error("nothing registered with verl: %s", e)
-
-
-def _plug_in() -> None:
-    if LOG.level == logging.NOTSET:  # verl shows warnings alone, and liveness must be seen
-        LOG.setLevel(logging.INFO)
-    after_import(CORE, _register_or_say_why)
-    after_import(HELPER, _keep_our_loss)
-    after_import(HELPER, _from_environment)
-    for home in HOMES:
-        after_import(home, _take_over)
-
-
-_plug_in()
+if LOG.level == logging.NOTSET:  # verl shows warnings alone, and liveness must be seen
+    LOG.setLevel(logging.INFO)
+for _module in (CORE, HELPER):
+    after_import(_module, _plug_in)
+for _module in (HELPER, TRAINER, TRAINER_V1):
+    after_import(_module, _take_over)

@@ -87,12 +87,39 @@ def read_rollout_correction(config: Mapping[str, Any] | None) -> RolloutCorrecti
     gates, weight = _gates(block, on), _weight(block, on)
     clips = bypass and block["loss_type"] == "ppo_clip"
     objective: Objective = Clipped(on="full", dual_clip=3.0) if clips else Reinforce()
-    used = () if weight is None or clips else (weight,)
-    method = Method(objective=objective, correction=Correction(gates, used), aggregate="token_mean")
-    return RolloutCorrection(method, bypass, _rows(block, method, weight))
+    method = Method(
+        objective=objective,
+        correction=Correction(gates, () if weight is None or clips else (weight,)),
+        aggregate="token_mean",
+    )
+    formulas = "; ".join(gate.formula for gate in gates)
+    rejects = formulas or "no gate"
+    if "k1" in str(block["rollout_rs"]):
+        rejects += " (bands as verl applies them: to the inverse ratio)"
+    weighs, ends = ("no weights", "not read") if weight is None else (weight.formula, "cap of the weight")
+    if weight is not None and weight.floor:
+        ends = "band of the weight"
+    if weight is not None and clips:
+        weighs = "nothing: the ratio is in the objective already; verl computes it for metrics alone"
+    ours = {
+        "rollout_is": weighs,
+        "rollout_is_threshold": ends,
+        "rollout_is_batch_normalize": "weights as they are",
+        "rollout_rs": rejects,
+        "rollout_rs_threshold": "bound of the gate" if gates else "not read",
+        "bypass_mode": "decoupled: the driver corrects the mismatch of the engines",
+        "loss_type": "read in bypass mode only",
+    }
+    if weight is not None and weight.normalize:
+        ours["rollout_is_batch_normalize"] = "mean 1 over the batch"
+    if bypass:
+        ours["bypass_mode"] = "bypass: old log-probs are the rollout's, all in the loss"
+        ours["loss_type"] = objective.formula
+    return RolloutCorrection(method, bypass, tuple(Mapped(key, block[key], ours[key]) for key in DEFAULTS))
 
 
 def _weight(block: Mapping[str, Any], on: RatioName) -> Weight | None:
+    """The weight of the block, or None."""
     unit, threshold = block["rollout_is"], block["rollout_is_threshold"]
     if unit is None:
         return None
@@ -123,43 +150,11 @@ def _gates(block: Mapping[str, Any], on: RatioName) -> tuple[Gate, ...]:
             f"rollout_rs_threshold={block['rollout_rs_threshold']!r} gives {len(thresholds)} "
             f"thresholds for {len(modes)} modes ({', '.join(modes)}); give one, or one for each"
         )
-    if len(thresholds) == 1:
-        thresholds *= len(modes)
     for mode in modes:
         if not mode.endswith(("_k1", "_k2", "_k3")):
             raise RecipeError(f"rollout_rs={mode!r} is not one of verl's modes, as seq_mean_k3 is")
     try:
-        pairs = zip(modes, thresholds, strict=True)
+        pairs = zip(modes, thresholds if len(thresholds) > 1 else thresholds * len(modes), strict=True)
         return tuple(rejection(mode, x, on=on, k1_band="verl") for mode, x in pairs)
     except MethodError as e:
         raise RecipeError(f"rollout_rs={block['rollout_rs']!r}: {e}") from e
-
-
-def _rows(block: Mapping[str, Any], method: Method, weight: Weight | None) -> tuple[Mapped, ...]:
-    gates = "; ".join(g.formula for g in method.correction.gates)
-    bypass, clips = block["bypass_mode"], isinstance(method.objective, Clipped)
-    if "k1" in str(block["rollout_rs"]):
-        gate_text = f"{gates or 'no gate'} (bands as verl applies them: to the inverse ratio)"
-    else:
-        gate_text = gates or "no gate"
-    weighs = "no weights" if weight is None else weight.formula
-    if weight is not None and clips:
-        weighs = "nothing: the ratio is in the objective already; verl computes it for metrics alone"
-    ours = {
-        "rollout_is": weighs,
-        "rollout_is_threshold": "not read"
-        if weight is None
-        else "band of the weight"
-        if weight.floor
-        else "cap of the weight",
-        "rollout_is_batch_normalize": "mean 1 over the batch"
-        if weight is not None and weight.normalize
-        else "weights as they are",
-        "rollout_rs": gate_text,
-        "rollout_rs_threshold": "bound of the gate" if gates else "not read",
-        "bypass_mode": "bypass: old log-probs are the rollout's, all in the loss"
-        if bypass
-        else "decoupled: the driver corrects the mismatch of the engines",
-        "loss_type": method.objective.formula if bypass else "read in bypass mode only",
-    }
-    return tuple(Mapped(key, block[key], ours[key]) for key in DEFAULTS)

@@ -1,9 +1,8 @@
 """verl's driver: the correction of the mismatch, advantages, and records.
 
-Two decisions differ from verl's own correction. A rejected token keeps its place in the response
-mask and gets weight 0, so that every denominator counts what was sampled and a step from which
-everything was rejected is a step of size zero. And a configured correction that verl does not call
-is an error.
+A rejected token keeps its place in the response mask and gets weight 0, unlike in verl: denominators
+count what was sampled, and a step from which everything was rejected is a step of size zero. A
+configured correction that verl does not call is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from offdrift.records.recorder import Recorder
 
 LOG = logging.getLogger("offdrift.verl")
-UNMARKED = "decoupled mode with rollout_log_probs in the batch"
 
 
 class Driver:
@@ -69,7 +67,7 @@ class Driver:
         self._record, self._on_idle = record, on_idle
         self._adapter: Adapter | None = None
         self._recorder: Recorder | None = None
-        self._steps, self._called, self._loss_checked = 0, False, False
+        self._steps, self._called = 0, False
         for part in (*self._share().gates, *self._share().weights):
             if signed(part):
                 raise MethodError(
@@ -112,38 +110,35 @@ class Driver:
             tensors["rollout_is_weights"] = weights
         return batch, metrics
 
-    def advantages(self, estimate: Callable[..., Any], data: Any, name: Any, gamma: float, **options: Any) -> Any:
+    def advantages(
+        self, estimate: Callable[..., Any], data: Any, adv_estimator: Any, gamma: float, **options: Any
+    ) -> Any:
         """In the place of verl's `compute_advantage`: our estimators see the whole batch.
 
         Raises: `LivenessError` if a correction is configured that verl did not call.
         """
         self._check_called(data.batch, options.get("config"))
-        name = str(getattr(name, "value", name))
+        name, uids = str(getattr(adv_estimator, "value", adv_estimator)), data.non_tensor_batch.get("uid")
         if name.startswith(PREFIX):
             tensors = dict(data.batch.items())
-            mask = tensors.pop("response_mask")
-            rewards, uids = tensors.pop("token_level_rewards"), data.non_tensor_batch.get("uid")
-            ours = advantage_named(name.removeprefix(PREFIX))
-            result = ours(rewards, mask, index=uids, gamma=gamma, **tensors)
-            data.batch["advantages"], data.batch["returns"] = result
+            mask, rewards = tensors.pop("response_mask"), tensors.pop("token_level_rewards")
+            estimator = advantage_named(name.removeprefix(PREFIX))
+            data.batch["advantages"], data.batch["returns"] = estimator(
+                rewards, mask, index=uids, gamma=gamma, **tensors
+            )
         else:
             data = estimate(data, name, gamma=gamma, **options)
         if "responses" in data.batch:  # the v1 trainer keeps its tokens elsewhere
             self._steps = int(data.meta_info.get("global_steps", self._steps))
-            self.record(data.batch, data.non_tensor_batch.get("uid"), step=self._steps)
+            self.record(data.batch, uids, step=self._steps)
         return data
 
-    def record(
-        self, tensors: Any, uids: Any, *, step: int, rollout_version: Tensor | None = None, version: int | None = None
-    ) -> None:
-        """Record a batch of padded tensors, if records are wanted."""
-        if self._record is None:
-            return
+    def record(self, tensors: Any, uids: Any, **stamps: Any) -> None:
+        """Record a batch of padded tensors, if records are wanted; arguments as of `logged`."""
         if self._recorder is None:
             self._recorder = recorder_of(self._record, "verl")
-        assert self._recorder is not None
-        versions = {"rollout_version": rollout_version, "version": version}
-        self._recorder.add(logged(tensors, uids, step=step, **versions))
+        if self._recorder is not None:
+            self._recorder.add(logged(tensors, uids, **stamps))
 
     @property
     def records(self) -> bool:
@@ -180,11 +175,14 @@ class Driver:
         parts = [p.formula for p in (*wanted.correction.gates, *wanted.correction.weights)]
         problem = None
         if block.bypass and self.row is None:
-            mode = loss_mode(config)
-            if parts and mode is not None and mode != "bypass_mode" and not mode.startswith(PREFIX):
+            try:  # the same configuration also has the actor's loss
+                mode = str(config._get_root().actor_rollout_ref.actor.policy_loss.loss_mode)  # type: ignore[union-attr]
+            except AttributeError:
+                mode = "bypass_mode"
+            if parts and mode != "bypass_mode" and not mode.startswith(PREFIX):
                 problem = f"actor.policy_loss.loss_mode={mode!r} does not read it in bypass mode"
         elif parts and not called:
-            problem = "verl calls it in " + UNMARKED
+            problem = "verl calls it in decoupled mode with rollout_log_probs in the batch"
             if "rollout_log_probs" not in tensors:
                 problem += "; set actor_rollout_ref.rollout.calculate_log_probs=true"
             elif block.bypass:
@@ -195,14 +193,6 @@ class Driver:
         if self._on_idle == "error":
             raise LivenessError(message)
         LOG.warning("%s", message)
-
-
-def loss_mode(config: Any) -> str | None:
-    """The actor's loss, found from an omegaconf node of the same configuration."""
-    try:
-        return str(config._get_root().actor_rollout_ref.actor.policy_loss.loss_mode)
-    except AttributeError:
-        return None
 
 
 def logged(

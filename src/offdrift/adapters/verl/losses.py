@@ -1,9 +1,9 @@
 """Methods as verl policy losses.
 
 In bypass mode verl's old policy *is* the rollout policy; in decoupled mode it is the training engine
-at the sampling weights, and the mismatch of the two engines was turned into `rollout_is_weights` by
-the driver before. Nothing is counted twice: weights of the driver enter as a weight on the mismatch,
-and a method that contains that ratio already refuses them.
+at the sampling weights, and the driver has turned the mismatch of the engines into
+`rollout_is_weights`. Those enter as a weight on the mismatch, and a method that contains that ratio
+already refuses them: nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def policy_loss_named(name: str) -> PolicyLossFn:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        row = configured(name)
-        share = loss_share(row)
+        row, share = configured(name), loss_share(configured(name))
+        check_choice("loss_agg_mode", loss_agg_mode, list(AGGREGATES))
         _check(name, row, config, rollout_is_weights)
         if not bool(response_mask.any()):  # a product with zero would keep NaN of the padding
             nothing = torch.zeros_like(log_prob, dtype=torch.bool)
-            return log_prob.where(nothing, 0.0).sum(), dict.fromkeys(_metric_names(row), 0.0)
+            return log_prob.where(nothing, 0.0).sum(), dict.fromkeys(_metric_names(share), 0.0)
         old = None if reads_rollout(share) else old_log_prob
         packed = LogProbs.pack(old_log_prob, log_prob, old, mask=response_mask)
         correction = share.correction
@@ -100,19 +100,25 @@ def policy_loss_named(name: str) -> PolicyLossFn:
             weight: WeightLike = DriverWeight(packed.like_caller(rollout_is_weights))
             correction = correction & weight
         counts = getattr(config, "global_batch_info", None) or {}
-        _check_whole(name, share, counts, packed)
-        normalizer = _normalizer(loss_agg_mode, counts, packed)
+        tokens, all_tokens = packed.segments.num_tokens, counts.get("batch_num_tokens")
+        ranks = counts.get("dp_size") or 1
+        if share.looks_ahead and (ranks > 1 or (all_tokens is not None and int(all_tokens) != tokens)):
+            raise EvidenceError(
+                f"offdrift/{name} looks at a whole mini-batch before it acts, and verl hands its loss "
+                f"{tokens} of {all_tokens} tokens on one of {ranks} ranks; make the micro-batch the "
+                "mini-batch on one rank, or choose another row"
+            )
         result = policy_loss(
             packed,
             replace(share, correction=correction, aggregate=AGGREGATES[loss_agg_mode]),
             packed.like_caller(advantages),
-            BatchInfo(observed="this_batch"),  # see _check_whole
-            normalizer=normalizer,
+            BatchInfo(observed="this_batch"),  # it is the whole mini-batch, where that matters
+            normalizer=_normalizer(loss_agg_mode, counts, packed),
         )
-        _check_alive(name, row, result.stats)
+        _check_alive(name, share, result.stats)
         # verl averages metrics over micro-batches and ranks, whatever their sizes. One host transfer.
         metrics = summarize(result.stats)
-        return result.loss, {k: metrics.get(x, 0.0) for k, x in _metric_names(row).items()}
+        return result.loss, {k: metrics.get(x, 0.0) for k, x in _metric_names(share).items()}
 
     loss.__name__ = loss.__qualname__ = f"offdrift_{name}"
     return loss
@@ -158,26 +164,11 @@ def _check(name: str, row: Method, config: Any, weights: Tensor | None) -> None:
         )
 
 
-def _check_whole(name: str, share: Method, counts: Mapping[str, Any], packed: LogProbs) -> None:
-    """A method that looks at a whole step must be given one."""
-    if not share.looks_ahead:
-        return
-    tokens = counts.get("batch_num_tokens")
-    alone = (counts.get("dp_size") or 1) == 1
-    if not alone or (tokens is not None and int(tokens) != packed.segments.num_tokens):
-        raise EvidenceError(
-            f"offdrift/{name} looks at a whole mini-batch before it acts, and verl hands its loss "
-            f"{packed.segments.num_tokens} of {tokens} tokens on one of {counts.get('dp_size') or 1} "
-            "ranks; make the micro-batch the mini-batch on one rank, or choose another row"
-        )
-
-
 def _normalizer(mode: str, counts: Mapping[str, Any], packed: LogProbs) -> float:
     """What the sum over this piece is divided by, as verl's `agg_loss` has it.
 
     Where verl passes no counts, of all sequences handed in: those that were rejected whole, too.
     """
-    check_choice("loss_agg_mode", mode, list(AGGREGATES))
     ranks = counts.get("dp_size") or 1
     if mode == "token-sum":
         return 1 / ranks
@@ -198,9 +189,8 @@ def _normalizer(mode: str, counts: Mapping[str, Any], packed: LogProbs) -> float
     return count / ranks
 
 
-def _metric_names(row: Method) -> dict[str, str]:
+def _metric_names(share: Method) -> dict[str, str]:
     """Names of what a call returns for verl to log, always the same as verl demands, and ours."""
-    share = loss_share(row)
     on = "full" if reads_rollout(share) else "staleness"
     same = [f"{on}/k3", f"{on}/abs_log_ratio_mean", f"{on}/log_ppl_gap", "weight/mean"]
     same += ["gate/drop_frac_token"] * bool(share.correction.gates)
@@ -211,13 +201,10 @@ def _metric_names(row: Method) -> dict[str, str]:
 _REPORTED: set[str] = set()
 
 
-def _check_alive(name: str, row: Method, stats: DriftStats) -> None:
-    """The first time that it can be told, say what each part of the loss did."""
-    if name in _REPORTED:
-        return
-    strict = environment.on_idle() == "error"
-    share, numbers = loss_share(row), stats.to_host()
-    if undecided(numbers):
+def _check_alive(name: str, share: Method, stats: DriftStats) -> None:
+    """The first time that it can be told, log what each part of the loss did. Raises: `LivenessError`."""
+    numbers = {} if name in _REPORTED else stats.to_host()
+    if not numbers or undecided(numbers):
         return
     _REPORTED.add(name)
     LOG.info("offdrift/%s: %s", name, share.describe())
@@ -225,11 +212,11 @@ def _check_alive(name: str, row: Method, stats: DriftStats) -> None:
     for part in parts:
         LOG.log(logging.WARNING if part.dead else logging.INFO, "%s", part)
     dead = [str(p) for p in parts if p.dead]
-    if dead and strict:
+    if dead and environment.on_idle() == "error":
         raise LivenessError(
-            f"offdrift/{name}: {'; '.join(dead)}. verl's old "
-            "log-probs equal the current ones: it recomputed them (bypass_mode=false), or the "
-            "engines agree to the last bit; OFFDRIFT_ON_IDLE=warn goes on regardless"
+            f"offdrift/{name}: {'; '.join(dead)}. verl's old log-probs equal the current ones: it recomputed "
+            "them (bypass_mode=false), or the engines agree to the last bit; OFFDRIFT_ON_IDLE=warn goes on "
+            "regardless"
         )
 
 
@@ -240,17 +227,22 @@ def _check_alive(name: str, row: Method, stats: DriftStats) -> None:
 # mismatch, `loss_share` the rest.
 
 
+def _parts(row: Method, *, on_mismatch: bool) -> Correction:
+    gates, weights = (
+        tuple(part for part in parts if (part.on == "mismatch") == on_mismatch)
+        for parts in (row.correction.gates, row.correction.weights)
+    )
+    return Correction(gates, weights)
+
+
 def driver_share(row: Method) -> Correction:
     """The gates and weights that verl's driver can apply: those on the mismatch."""
-    gates, weights = row.correction.gates, row.correction.weights
-    return Correction(tuple(g for g in gates if g.on == "mismatch"), tuple(w for w in weights if w.on == "mismatch"))
+    return _parts(row, on_mismatch=True)
 
 
 def loss_share(row: Method) -> Method:
     """The method without its driver's share."""
-    gates, weights = row.correction.gates, row.correction.weights
-    rest = Correction(tuple(g for g in gates if g.on != "mismatch"), tuple(w for w in weights if w.on != "mismatch"))
-    return replace(row, correction=rest)
+    return replace(row, correction=_parts(row, on_mismatch=False))
 
 
 @functools.cache
@@ -264,24 +256,22 @@ def missing(row: Method) -> tuple[str, ...]:
     share = loss_share(row)
     lags = any(getattr(g, "statistic", "") == "version_lag" for g in row.correction.gates)
     needs = row.needs | {"version_lag"} if lags else row.needs
-    absent = [f"{name} of the batch" for name in sorted(needs)]
-    if row.needs_divergences:
-        absent.append("divergences of whole distributions")
-    if reads_rollout(share) and share.needs_old:
-        absent.append("rollout and old log-probs at once")
-    if any(str(getattr(p, "unit", "")).startswith("turn") for p in row.parts) or any(
-        type(p).__name__ == "TurnNormalized" for p in row.parts
-    ):
-        absent.append("turns")
-    if row.penalty is not None:
-        absent.append("log-probs of the reference policy (use actor.use_kl_loss with another row)")
-    if row.lr_scale is not None:
-        absent.append("the learning rate, which this method scales")
-    if hasattr(row.objective, "next"):
-        absent.append("the end of a step, where its objective adapts")
     driven = driver_share(row)
-    if any(signed(p) for p in (*driven.gates, *driven.weights)):
-        absent.append("advantages in the driver's correction, which comes before them")
+    reads_turns = any(
+        str(getattr(p, "unit", "")).startswith("turn") or type(p).__name__ == "TurnNormalized" for p in row.parts
+    )
+    lacks = {
+        "divergences of whole distributions": row.needs_divergences,
+        "rollout and old log-probs at once": reads_rollout(share) and share.needs_old,
+        "turns": reads_turns,
+        "log-probs of the reference policy (use actor.use_kl_loss with another row)": row.penalty is not None,
+        "the learning rate, which this method scales": row.lr_scale is not None,
+        "the end of a step, where its objective adapts": hasattr(row.objective, "next"),
+        "advantages in the driver's correction, which comes before them": any(
+            signed(p) for p in (*driven.gates, *driven.weights)
+        ),
+    }
+    absent = [f"{name} of the batch" for name in sorted(needs)] + [name for name, lack in lacks.items() if lack]
     if absent:
         return tuple(absent)
     # Try it on two sequences of one token, with what verl passes.
