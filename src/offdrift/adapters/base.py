@@ -1,6 +1,6 @@
 """`Adapter`: a method in another framework's training loop, with its metrics, findings and records.
 
-It computes losses or corrections, adds up their statistics, and at the end of a step turns those into
+It computes losses or corrections and adds up their statistics. At the end of a step it turns those into
 metrics, new findings and, the first time, a line for each configured part: whether it acts.
 """
 
@@ -54,8 +54,8 @@ class Adapter:
         rules: a TOML file over the built-in rules.
         on_idle: "error" if a part that is never called or cannot act ends the run; "warn" if it is
             only logged (both engines equal to the last bit, for instance).
-        gather: collects one object of every process, in every process, where each sees a share of
-            the batch; None if this process sees all of it.
+        gather: collects one object of every process, in every process; None if this process sees the
+            whole batch.
 
     Raises: `MethodError` for an unknown method or setting.
 
@@ -152,8 +152,7 @@ class Adapter:
     def end_step(self, step: int, *, also: Mapping[str, float] = {}) -> dict[str, float]:
         """Close the step: metrics to log, by name; {} if no tokens came since the last call.
 
-        New findings and, the first time that tokens came, the state of every part go to the log of
-        this framework.
+        New findings and, once, the state of every part go to the log of this framework.
 
         Args:
             step: number of the optimizer step.
@@ -169,7 +168,17 @@ class Adapter:
         numbers = {} if stats is None else stats.to_host()
         empty = self._skipped if stats is None else not numbers["n"]
         if not (self._checked or empty or undecided(numbers)):
-            self._check(numbers)
+            self._checked = True
+            objective = self._computes_loss or not numbers
+            states = liveness(numbers, self.method, objective=objective, applied=self._applied)
+            for state in states:
+                self.log.log(logging.WARNING if state.dead else logging.INFO, "%s", state)
+            dead = "; ".join(str(state) for state in states if state.dead)
+            if dead and self._on_idle == "error":
+                raise LivenessError(
+                    f"a configured part never acts: {dead}. Give it the log-probs it compares (the engine's "
+                    'own, recorded while sampling), or remove it; on_idle="warn" goes on regardless'
+                )
         if stats is None:
             return {}
         metrics = {**summarize(stats), **also}
@@ -218,20 +227,6 @@ class Adapter:
             stats = stats.plus(sums, largest)
             self._tails.add(logprobs)
         self._stats = stats if self._stats is None else self._stats.merge(stats)
-
-    def _check(self, numbers: Mapping[str, float]) -> None:
-        """Log the state of each part. Raises: `LivenessError`."""
-        self._checked = True
-        objective = self._computes_loss or not numbers
-        parts = liveness(numbers, self.method, objective=objective, applied=self._applied)
-        for part in parts:
-            self.log.log(logging.WARNING if part.dead else logging.INFO, "%s", part)
-        dead = "; ".join(str(p) for p in parts if p.dead)
-        if dead and self._on_idle == "error":
-            raise LivenessError(
-                f"a configured part never acts: {dead}. Give it the log-probs it compares (the engine's "
-                'own, recorded while sampling), or remove it; on_idle="warn" goes on regardless'
-            )
 
 
 def recorder_of(record: Recorder | str | Path | None, framework: str) -> Recorder | None:

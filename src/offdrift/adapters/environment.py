@@ -17,10 +17,7 @@ OnIdle = Literal["error", "warn"]
 
 
 def options() -> dict[str, Any]:
-    """`settings`, `record` and `on_idle`, as an `Adapter` takes them.
-
-    Raises: `MethodError` if one of them cannot be read.
-    """
+    """`settings`, `record` and `on_idle`, as an `Adapter` takes them. Raises: `MethodError` for what is none."""
     return {"settings": settings(), "record": record(), "on_idle": on_idle()}
 
 
@@ -40,7 +37,7 @@ def record() -> str | None:
 
 
 def on_idle() -> OnIdle:
-    """What a part that cannot act is. Raises: `MethodError` for anything but the two choices."""
+    """Whether a part that cannot act is an error. Raises: `MethodError`."""
     chosen: Any = os.environ.get("OFFDRIFT_ON_IDLE") or "error"
     check_choice("OFFDRIFT_ON_IDLE", chosen, get_args(OnIdle))
     return chosen

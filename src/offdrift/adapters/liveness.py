@@ -1,8 +1,8 @@
 """Liveness: whether each configured part of a method was called, on what, and what it changed.
 
 A correction that is configured and never acts is a common silent failure: its log-probs are missing
-or copies of each other, an option needs another option, a batch is skipped. A part whose ratio moves
-and that still changes nothing is healthy ("idle").
+or copies of each other, or an option needs another. A part whose ratio moves and that still changes
+nothing is healthy ("idle").
 """
 
 from __future__ import annotations

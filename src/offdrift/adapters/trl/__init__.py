@@ -6,18 +6,18 @@
 Two modes:
 
     mode="correct"   the method's gates and weights, in whichever loss `loss_type` names
-    mode="loss"      the method's whole loss in place of TRL's; what TRL adds to its own (KL to the
-                     reference, entropy bonus, router loss) is added to this one
+    mode="loss"      the method's whole loss in place of TRL's; KL to the reference, entropy bonus and
+                     router loss stay TRL's, and are added
 
-TRL's own correction of `use_vllm` (`vllm_importance_sampling_correction`) is switched off: together
-they would count one ratio twice. Metrics and findings are in TRL's logs under "offdrift/"; records
-of every token, which TRL's completions lack, lie where `record` says. Evaluation is left alone.
+TRL's own correction (`vllm_importance_sampling_correction`) is switched off: together they would count
+one ratio twice. Metrics and findings are in TRL's logs under "offdrift/". Evaluation is left alone.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -60,9 +60,9 @@ class OffdriftMixin(Base):
         rules: a TOML file over the built-in rules.
         on_idle: whether a correction that cannot act is an error or a warning.
 
-    Raises: `FrameworkError` for a TRL that is missing or too old; `MethodError` for a method that
-        cannot be used so, or a setting that would be ignored; `EvidenceError` if it needs whole
-        distributions; `LivenessError` if TRL's generation gives no log-probs to correct with.
+    Raises: `FrameworkError` for a TRL that is missing or too old; `MethodError` for a method that cannot
+        be used so, or a setting that would be ignored; `EvidenceError` if it needs whole distributions;
+        `LivenessError` if TRL's generation gives no log-probs to correct with.
     """
 
     offdrift: Adapter
@@ -85,16 +85,8 @@ class OffdriftMixin(Base):
         refuse_method(override(row(method) if isinstance(method, str) else method, settings), mode)
         super().__init__(*positional, **named)
         folder = Path(str(self.args.output_dir)) / "rollouts" if record is True else record or None
-        adapter = Adapter(
-            method,
-            framework="trl",
-            settings=settings,
-            record=folder,
-            context=context,
-            rules=rules,
-            on_idle=on_idle,
-            gather=self._everyone,
-        )
+        options = {"record": folder, "context": context, "rules": rules, "on_idle": on_idle}
+        adapter = Adapter(method, framework="trl", settings=settings, gather=self._everyone, **options)
         self._attach(adapter, mode, on_idle)
         if self.use_vllm and self.vllm_mode == "colocate":
             mend_sync(self.vllm_generation)
@@ -161,7 +153,12 @@ class OffdriftMixin(Base):
             self._begin(model)
         logp, entropy, aux = self._score(model, inputs, compute_aux_loss=self.aux_loss_enabled)
         piece = self._piece(inputs, logp, entropy)
-        self._note(inputs, logp, entropy)
+        unscored = trl_batch.trainable(inputs).sum() - trl_batch.scored(inputs).sum()
+        self._unscored = self._unscored.to(unscored.device) + unscored
+        if self.offdrift.records:
+            decode = functools.partial(self._tokenizer.batch_decode, skip_special_tokens=True)
+            version, ends = self.state.global_step, self.eos_token_ids
+            self.offdrift.record(trl_batch.recorded(inputs, logp, entropy, version=version, ends=ends, decode=decode))
         own, changed, live = self._decide(inputs, piece)
         self._scored = trl_batch.harmless(changed, logp, live), entropy, aux
         loss = super()._compute_loss(model, changed)
@@ -177,8 +174,19 @@ class OffdriftMixin(Base):
         """As TRL's; metrics and findings are logged at the end of the optimizer's step."""
         loss = super().training_step(*arguments, **named)
         self._loss = self._loss + loss.detach().to(self._loss.device)
-        if self.accelerator.sync_gradients:
-            self._end()
+        if not self.accelerator.sync_gradients:
+            return loss
+        step = self.state.global_step + 1  # as TRL logs it: counted after the update
+        own = torch.stack([self._loss, self._unscored.to(self._loss)]).tolist()
+        losses, unscored = zip(*self._everyone(own), strict=True)
+        also = {"optim/loss": sum(losses) / len(losses), "unscored_tokens": sum(unscored)}
+        if self.use_vllm:  # TRL hands its engine the weights, draws, and scores with the same ones
+            also["old/version_lag"] = 0.0
+        for name, value in self.offdrift.end_step(step, also=also).items():
+            self._metrics["train"][name].append(value)
+        if self._mode == "loss" and self._observed is not None:
+            self.offdrift.method = self.offdrift.method.next(self._observed)
+        self._close()
         return loss
 
     def train(self, *arguments: Any, **named: Any) -> Any:
@@ -189,8 +197,8 @@ class OffdriftMixin(Base):
             self.offdrift.flush()
 
     def _begin(self, model: Any) -> None:
-        """Before the first micro-batch of a step: its denominator and the method's statistics."""
-        self._open = True
+        """Before the first micro-batch of a step: its denominator and the method's statistics of all of it."""
+        self._open, self._observed = True, None
         steps, at = self.args.steps_per_generation, self._step
         count, method = self.current_gradient_accumulation_steps, self.offdrift.method
         window = [self._buffered_inputs[(at + i) % steps] for i in range(count)]
@@ -200,24 +208,19 @@ class OffdriftMixin(Base):
             # Gradients are averaged over processes.
             everyone = self._everyone(part)
             self._normalizer = max(sum(everyone), 1.0) / len(everyone)
-        self._observed = None
-        if method.looks_ahead and (count > 1 or self.accelerator.num_processes > 1):
-            self._observed = self._look_ahead(model, window)
-
-    @torch.no_grad()
-    def _look_ahead(self, model: Any, window: Sequence[dict[str, Any]]) -> Observed | None:
-        """The method's statistics of the whole step, over all processes."""
-        method, own = self.offdrift.method, []
-        for inputs in window:
-            piece = self._piece(inputs, *self._score(model, inputs)[:2])
-            if piece is not None:
-                lp, batch_info = piece.logprobs, piece.batch_info
-                anchored = lp if method.anchor is None else method.anchor(lp, batch_info)
-                own.append(method.observe(anchored, piece.advantages, batch_info).cpu())
+        if not (method.looks_ahead and (count > 1 or self.accelerator.num_processes > 1)):
+            return
+        own = []
+        with torch.no_grad():
+            for inputs in window:
+                piece = self._piece(inputs, *self._score(model, inputs)[:2])
+                if piece is not None:
+                    lp, batch_info = piece.logprobs, piece.batch_info
+                    anchored = lp if method.anchor is None else method.anchor(lp, batch_info)
+                    own.append(method.observe(anchored, piece.advantages, batch_info).cpu())
         parts = [part for process in self._everyone(own) for part in process]
-        if not parts:
-            return None
-        return functools.reduce(Observed.merge, parts).to(self.accelerator.device)
+        if parts:
+            self._observed = functools.reduce(Observed.merge, parts).to(self.accelerator.device)
 
     def _decide(self, inputs: dict[str, Any], piece: Piece | None) -> tuple[Tensor | None, dict[str, Any], Tensor]:
         """Our loss (mode="loss"), TRL's inputs, and where TRL's policy term may push."""
@@ -242,20 +245,6 @@ class OffdriftMixin(Base):
         self._observed = self._observed or result.observed
         return result.loss, trl_batch.silenced(inputs), nowhere
 
-    def _end(self) -> None:
-        """Metrics and findings of the step."""
-        step = self.state.global_step + 1  # as TRL logs it: counted after the update
-        own = torch.stack([self._loss, self._unscored.to(self._loss)]).tolist()
-        losses, unscored = zip(*self._everyone(own), strict=True)
-        also = {"optim/loss": sum(losses) / len(losses), "unscored_tokens": sum(unscored)}
-        if self.use_vllm:  # TRL hands its engine the weights, draws, and scores with the same ones
-            also["old/version_lag"] = 0.0
-        for name, value in self.offdrift.end_step(step, also=also).items():
-            self._metrics["train"][name].append(value)
-        if self._mode == "loss" and self._observed is not None:
-            self.offdrift.method = self.offdrift.method.next(self._observed)
-        self._close()
-
     def _close(self) -> None:
         self._open = False
         self._observed: Observed | None = None
@@ -264,24 +253,18 @@ class OffdriftMixin(Base):
     def _score(self, model: Any, inputs: dict[str, Any], **options: Any) -> Any:
         """TRL's forward pass on what it trains on: log-probs, entropies, router loss."""
         forward = super()._get_per_token_logps_and_entropies
-        return trl_batch.score(forward, model, inputs, **options)
+        names = inspect.signature(forward).parameters  # pixel values and the like have these names
+        more = {name: inputs[name] for name in names if name in inputs}
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        present = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        width = inputs["completion_ids"].size(1)
+        return forward(model, ids, present, width, compute_entropy=True, **more, **options)
 
     def _piece(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> Piece | None:
         """The micro-batch as the library sees it."""
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         vocab, version = config.vocab_size, self.state.global_step
         return trl_batch.piece_of(inputs, logp, entropy, vocab=vocab, version=version)
-
-    def _note(self, inputs: dict[str, Any], logp: Tensor, entropy: Tensor) -> None:
-        """Count what could not be scored, and record the micro-batch."""
-        missing = trl_batch.trainable(inputs).sum() - trl_batch.scored(inputs).sum()
-        self._unscored = self._unscored.to(missing.device) + missing
-        if self.offdrift.records:
-            decode = functools.partial(self._tokenizer.batch_decode, skip_special_tokens=True)
-            record = trl_batch.recorded(
-                inputs, logp, entropy, version=self.state.global_step, ends=self.eos_token_ids, decode=decode
-            )
-            self.offdrift.record(record)
 
     def _everyone(self, own: Any) -> list[Any]:
         """One object of every process, in every process."""

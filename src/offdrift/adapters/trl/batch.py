@@ -1,13 +1,12 @@
 """TRL's padded micro-batches to packed log-probs, and corrections back. Nothing here imports TRL.
 
-A token trains if it is in the completion and no tool wrote it. Of these, one that the engine could
-not score (vLLM says None, TRL makes it NaN) cannot be corrected: it contributes nothing to the
-loss, and is counted. TRL itself takes its ratio as 1 and says nothing.
+A token trains if it is in the completion and no tool wrote it. One that the engine could not score
+(vLLM says None, TRL makes it NaN) contributes nothing to the loss, and is counted; TRL itself takes its
+ratio as 1.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,20 +61,6 @@ def marked(
     return result
 
 
-def score(forward: Callable[..., Any], model: Any, inputs: Inputs, **options: Any) -> Any:
-    """What TRL's forward pass says of its inputs: log-probs, entropies, router loss.
-
-    Args:
-        forward: `_get_per_token_logps_and_entropies`.
-    """
-    names = inspect.signature(forward).parameters  # pixel values and the like have these names
-    more = {name: inputs[name] for name in names if name in inputs}
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    present = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    width = inputs["completion_ids"].size(1)
-    return forward(model, ids, present, width, compute_entropy=True, **more, **options)
-
-
 def trainable(inputs: Inputs) -> Bool[Tensor, "b t"]:
     """Tokens of the completions that no tool wrote."""
     mask = inputs["completion_mask"].bool()
@@ -118,7 +103,12 @@ def piece_of(
         group_ids=inputs.get(GROUP),
     )
     if "tool_mask" in inputs:
-        lp = replace(lp, segments=replace(lp.segments, turns=_turns(lp, mask.shape[1])))
+        # A turn is a run of trainable tokens: what a tool wrote ends it.
+        assert lp.kept is not None
+        row, gap = lp.kept // mask.shape[1], lp.kept.diff() != 1
+        cuts = ((row.diff() != 0) | gap).nonzero().squeeze(-1) + 1
+        turns = Segments(torch.cat([lp.segments.cu_seqlens, cuts.to(lp.segments.cu_seqlens)]).unique())
+        lp = replace(lp, segments=replace(lp.segments, turns=turns))
     advantages = inputs["advantages"]
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand_as(mask)
@@ -132,24 +122,15 @@ def piece_of(
     return Piece(lp, at_least_float32(lp.like_caller(advantages)), batch_info)
 
 
-def _turns(lp: LogProbs, width: int) -> Segments:
-    """A turn is a run of trainable tokens: what a tool wrote ends it."""
-    assert lp.kept is not None
-    row, gap = lp.kept // width, lp.kept.diff() != 1
-    cuts = ((row.diff() != 0) | gap).nonzero().squeeze(-1) + 1
-    return Segments(torch.cat([lp.segments.cu_seqlens, cuts.to(lp.segments.cu_seqlens)]).unique())
-
-
 def corrected_inputs(
     inputs: Inputs, piece: Piece | None, decided: Corrected | None, *, loss_type: str
 ) -> dict[str, Any]:
     """TRL's inputs with the decisions in them.
 
-    Every loss of TRL is linear in the size of the advantage, and reads nothing else of it but the
-    sign: A w for kept tokens and 0 for all others is exactly a weight and a mask, with TRL's
-    denominators untouched. (Its `completion_mask` would change them, and what the model attends to;
-    its `importance_sampling_ratio` is only read with `use_vllm`.) VESPO alone puts the engine's
-    ratio into its own weight, from `importance_sampling_ratio`, so the weight stands there.
+    Every loss of TRL is linear in the size of the advantage and otherwise reads its sign alone: A w for
+    kept tokens and 0 for all others is exactly a weight and a mask, with TRL's denominators untouched.
+    VESPO alone puts the engine's ratio into its own weight, from `importance_sampling_ratio`, so the
+    weight stands there.
 
     Args:
         piece: None if nothing can be used: everything is masked then.
