@@ -299,7 +299,7 @@ def test_classes_can_be_named_and_travel(choose: Any) -> None:
     bases = {}
     for name, (module, base, _) in roll.WORKERS.items():
         bases[name] = getattr(importlib.import_module(module), base)
-        assert getattr(roll, name).__mro__[2] is bases[name]
+        assert bases[name] in getattr(roll, name).__mro__[2:]
     assert bases["Worker"] is bases["CorrectingWorker"]
     assert bases["Worker"].__module__ in (roll.RLVR, __name__)
     assert roll.Worker.loss_func is not bases["Worker"].loss_func
@@ -443,7 +443,7 @@ def test_every_user_of_the_name_gets_it_and_gives_it_back(choose: Any) -> None:
     modules = [importlib.import_module(n) for n in names]
     before = [getattr(m, roll.COMPUTE) for m in modules]
     assert roll.CorrectingWorker is not None  # naming the class installs it in this process
-    assert [getattr(m, roll.COMPUTE) for m in modules] == [roll._correction] * 5
+    assert [getattr(m, roll.COMPUTE) for m in modules] == [roll.compute_train_infer_correction] * 5
     roll.uninstall()
     assert [getattr(m, roll.COMPUTE) for m in modules] == before
 

@@ -6,8 +6,10 @@ import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from offdrift.adapters import frameworks
 from offdrift.errors import FrameworkError, LivenessError
 from tests.adapters.trl_runs import Client, Deaf, Sampler, steps, tiny_model, trainer
-from tests.adapters.trl_worker import SPREAD, spread
+from tests.adapters.trl_worker import SPREAD, one_of_two, spread
 from tests.records.samples import one
 
 pytestmark = [
@@ -28,14 +30,6 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-
-
-def in_a_process(*words: str, launcher: tuple[str, ...] = ("-m",)) -> dict:
-    """What the worker answered."""
-    command = [sys.executable, *launcher, "tests.adapters.trl_worker", *words]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def weights(run) -> torch.Tensor:
@@ -247,17 +241,37 @@ def test_without_trl_the_module_loads_and_the_trainer_says_what_to_install():
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_step_of_one(tmp_path):
+def test_two_processes_take_the_step_of_one(tmp_path, monkeypatch):
     """The same 16 sequences, 8 in each process: weights and metrics are those of the whole."""
     from tests.adapters import trl_runs as runs
 
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
-    found = in_a_process("spread", str(tmp_path / "two"), launcher=launcher)
-    for method, mode in SPREAD:
-        run = spread(trainer, runs.Sampler, tmp_path / "one" / method, method, mode, per_device_train_batch_size=16)  # fmt: skip
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    processes = multiprocessing.get_context("forkserver")
+    # Imported once, before the server forks: imports take longer than the steps.
+    processes.set_forkserver_preload(
+        ["trl.trainer.grpo_trainer", "offdrift.adapters.trl", "offdrift.records.recorder", "tests.adapters.trl_runs"]
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers = processes.Queue()
+    ranks = [processes.Process(target=one_of_two, args=(i, port, tmp_path / "two", answers)) for i in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    whole = {
+        method: spread(trainer, runs.Sampler, tmp_path / "one" / method, method, mode, per_device_train_batch_size=16)
+        for method, mode in SPREAD
+    }
+    both = dict(answers.get(timeout=240) for _ in ranks)
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    for method, run in whole.items():
         squares = [float(p.detach().double().square().sum()) for p in run.model.parameters()]
-        assert found[method]["weights"] == pytest.approx(squares, rel=1e-6), method
-        (a,), (b,) = steps(run), found[method]["steps"]
+        for rank in (0, 1):
+            assert both[rank][method]["weights"] == pytest.approx(squares, rel=1e-6), method
+        (a,), (b,) = steps(run), both[0][method]["steps"]
         shared = [name for name in a if name.startswith("offdrift/")]
         assert len(shared) > 80
         for name in shared:
@@ -269,7 +283,10 @@ def test_two_processes_take_the_step_of_one(tmp_path):
 @pytest.mark.slow
 def test_ten_steps_with_vllm(tmp_path):
     """Rewards rise, because every update reaches the engine: its log-probs stay bfloat16's."""
-    found = in_a_process("vllm", str(tmp_path))
+    command = [sys.executable, "-m", "tests.adapters.trl_worker", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
     rows = found["steps"]
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert rows[0]["reward"] < 0.3

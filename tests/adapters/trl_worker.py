@@ -1,7 +1,6 @@
-"""Runs of TRL's trainer in processes of their own; the last line printed is what it logged, as JSON.
+"""Runs of TRL's trainer in processes of their own.
 
-python -m tests.adapters.trl_worker vllm FOLDER
-python -m torch.distributed.run --nproc_per_node 2 -m tests.adapters.trl_worker spread FOLDER
+python -m tests.adapters.trl_worker FOLDER runs it with vLLM; the last line printed is what it logged.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DRAWN = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "TORCH_COMPILE_DISABLE": "1"}
-SPREAD = ("normalized_tis", "loss"), ("token_tis", "loss"), ("decoupled_geo_rs_token_tis", "correct")  # fmt: skip
+SPREAD = ("normalized_tis", "loss"), ("token_tis", "loss"), ("decoupled_geo_rs_token_tis", "correct")
 
 
 def drawn_by_vllm(folder: Path) -> None:
@@ -40,40 +39,35 @@ def drawn_by_vllm(folder: Path) -> None:
     gaps = []
     for tokens, logps in zip(ids, said, strict=True):
         with torch.no_grad():
-            logits = run.model.eval()(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]  # fmt: skip
+            logits = run.model.eval()(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         logp = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
         gaps += (logp - torch.tensor(logps).squeeze(1)).abs().tolist()
-    answer(run, steps=steps(run), gap=sum(gaps) / len(gaps), compared=len(gaps))
+    print("\n" + json.dumps({"steps": steps(run), "gap": sum(gaps) / len(gaps), "compared": len(gaps)}), flush=True)
 
 
-def spread_over_processes(folder: Path) -> None:
-    """One step of each, with rollouts that depend on the prompt alone."""
-    import torch
-
+def one_of_two(rank: int, port: int, folder: Path, answers: Any) -> None:
+    """One of two processes that take one step of each method, with rollouts that depend on the prompt alone."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(x) for name, x in ranks.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from tests.adapters.trl_runs import Sampler, steps, trainer
 
-    found = {}
+    results = {}
     for method, mode in SPREAD:
         run = spread(trainer, Sampler, folder / method, method, mode, per_device_train_batch_size=8)
-        with torch.no_grad():
-            weights = [float(p.double().square().sum()) for p in run.model.parameters()]
-        found[method] = {"steps": steps(run), "weights": weights}
-    answer(run, **found)
+        weights = [float(p.detach().double().square().sum()) for p in run.model.parameters()]
+        results[method] = {"steps": steps(run), "weights": weights}
+    answers.put((rank, results))
 
 
 def spread(trainer: Any, sampler: Any, folder: Path, method: str, mode: str, **config: Any) -> Any:
     settings = {} if method == "normalized_tis" else {"weight.cap": 1.2}
     settings |= {"gate.low": 0.95, "gate.high": 1.05} if "geo" in method else {}
     config = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, **config}
-    run = trainer(folder, method=method, mode=mode, settings=settings, config=config, record=True, rollout_func=sampler(by_prompt=True))  # fmt: skip
+    options = {"settings": settings, "config": config, "record": True, "rollout_func": sampler(by_prompt=True)}
+    run = trainer(folder, method=method, mode=mode, **options)
     run.train()
     return run
 
 
-def answer(run: Any, **found: Any) -> None:
-    if run.accelerator.is_main_process:
-        print("\n" + json.dumps(found), flush=True)
-
-
 if __name__ == "__main__":
-    {"vllm": drawn_by_vllm, "spread": spread_over_processes}[sys.argv[1]](Path(sys.argv[2]))
+    drawn_by_vllm(Path(sys.argv[1]))

@@ -105,6 +105,15 @@ def random_batch(
     return Batch(**garbage, mask=mask.long())
 
 
+def one_sequence(*, old: list[float], logp: list[float], advantage: float) -> Batch:
+    """A sequence made by hand; the rollout and the reference policy are the old one."""
+    before, now = (torch.tensor([x], dtype=torch.float64) for x in (old, logp))
+    mask = torch.ones(1, len(old), dtype=torch.int64)
+    return Batch(
+        rollout=before, old=before, logp=now, ref=before, advantages=torch.full_like(now, advantage), mask=mask
+    )
+
+
 def _drift(g: torch.Generator, sequences: int, low: float, high: float) -> Tensor:
     """Nats per token of each sequence: all magnitudes, up or down as a whole."""
     x = torch.logspace(low, high, sequences, dtype=torch.float64)

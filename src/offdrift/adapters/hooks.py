@@ -80,10 +80,8 @@ def check_served(
         folded: whether the framework divides advantages, rather than losses, by its denominators.
         only: what of the method is used; None: all of it.
 
-    Raises:
-        EvidenceError: naming what the framework does not hand over.
-        MethodError: if the method must see a whole step, scales the learning rate, or cannot have
-            its denominators in the advantages.
+    Raises: `EvidenceError` naming what the framework does not hand over; `MethodError` if the method must
+        see a whole step, scales the learning rate, or cannot have its denominators in the advantages.
 
     Example:
         >>> check_served(HookConfig.of("x", "icepop"))
@@ -193,6 +191,13 @@ class HookConfig:
         horizon: int | None = None,
     ) -> HookConfig:
         """Arguments, or the environment (see `environment`) for those that are None.
+
+        Args:
+            method: a row of `METHODS`.
+            settings: single values of the method, as paths for `override`.
+            record: folder for log-probs and advantages of the tokens.
+            on_idle: "error" or "warn", if a part of the method cannot act.
+            horizon: tokens per sequence, for aggregate="fixed".
 
         Raises: `MethodError` if neither names a method, or for an unknown method or setting.
         """

@@ -69,12 +69,8 @@ def install(
 ) -> None:
     """Put the method into AReaL's actor in this process, now or once it is imported.
 
-    Args:
-        method: a row of `METHODS`; None reads OFFDRIFT_METHOD, and so for the others.
+    Args: as `HookConfig.of` (`record` not with keep="loss"), and
         keep: "loss" keeps AReaL's PPO loss and takes the method's gates and weights alone.
-        settings: single values of the method.
-        record: folder for token ids, log-probs, advantages and versions (not with keep="loss").
-        on_idle: "error" or "warn".
 
     Raises: `EvidenceError`, `MethodError`: AReaL's hook is not given what the method needs.
     """
@@ -104,11 +100,11 @@ def _rebind(module: Any) -> None:
     only = _INSTALLED[0][1]
     if module.__name__ == FUNCTIONAL:
         if only is not None:
-            _REPLACED.replace(module, "apply_rejection_sampling", functools.partial(_decide, module))
+            _REPLACED.replace(module, "apply_rejection_sampling", functools.partial(apply_rejection_sampling, module))
         return
     require("areal")
     if only is None:
-        _REPLACED.replace(module, "grpo_loss_fn", functools.partial(_loss, module))
+        _REPLACED.replace(module, "grpo_loss_fn", functools.partial(grpo_loss_fn, module))
     update, stats_tracker = module.PPOActor._ppo_update, module.stats_tracker
 
     @functools.wraps(update)
@@ -133,7 +129,7 @@ def _hook() -> LossHook:
 # -- AReaL's functions ----------------------------------------------------------------------------
 
 
-def _loss(
+def grpo_loss_fn(
     module: Any,
     logprobs: Float[Tensor, ...],
     entropy: Float[Tensor, ...],
@@ -146,7 +142,7 @@ def _loss(
     rejection_sampling: Any = None,
     **theirs: Any,
 ) -> Float[Tensor, ""]:
-    """`grpo_loss_fn`: the mean over the micro-batch's tokens, which AReaL weighs by their number."""
+    """AReaL's `grpo_loss_fn`: the mean over the micro-batch's tokens, which AReaL weighs by their number."""
     if use_sapo_loss or m2_threshold is not None or rejection_sampling is not None:
         raise MethodError(
             "use_sapo_loss, m2_threshold and rejection_sampling are AReaL's own loss, which is "
@@ -206,7 +202,7 @@ def _loss(
     return result.loss
 
 
-def _decide(
+def apply_rejection_sampling(
     module: Any,
     proximal_logprobs: Float[Tensor, ...],
     old_logprobs: Float[Tensor, ...],
@@ -214,7 +210,7 @@ def _decide(
     cu_seqlens: Tensor | None,
     config: Any,
 ) -> Any:
-    """`apply_rejection_sampling`: masks and weights; AReaL keeps its loss and its denominators."""
+    """AReaL's `apply_rejection_sampling`: masks and weights; AReaL keeps its loss and its denominators."""
     hook = _hook()
     hook.reached = True
     if not bool((loss_mask != 0).any()):

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -93,7 +92,7 @@ STOOD_IN_FOR = (
 """Numbers of NeMo-RL's loss that every configuration has, and that the method's own stand in for."""
 
 FOLLOWED = ("force_on_policy_ratio", "use_kl_in_reward")
-"""What holds under this loss, too: the first here, the second in NeMo-RL's rewards."""
+"""Settings that hold under this loss, too: the first here, the second in NeMo-RL's rewards."""
 
 Reads = Literal["logprob", "logit"]
 Old = Literal["recorded", "current"]
@@ -256,28 +255,20 @@ class OffdriftLoss:
 def loss(
     method: str | None = None,
     *,
-    settings: Mapping[str, Any] | None = None,
     reads: Reads = "logprob",
     old: Old = "recorded",
     vocab: int | None = None,
-    horizon: int | None = None,
-    record: str | os.PathLike[str] | None = None,
-    on_idle: str | None = None,
     use_fused_linear_logprobs: bool = False,
+    **options: Any,
 ) -> OffdriftLoss:
     """A method as NeMo-RL's `LossFunction`, to be given to `grpo_train`.
 
-    Args:
-        method: a row of `METHODS`; None reads OFFDRIFT_METHOD.
-        settings: single values of the method; None reads OFFDRIFT_SETTINGS.
+    Args: as `HookConfig.of`, and
         reads: "logprob", or "logit" for whole distributions, which needs the logits of a micro-batch
             once more in float32, and no tensor parallelism over the vocabulary.
         old: "current" lets the policy at this update stand for the old one, as NeMo-RL's
             `force_on_policy_ratio` does.
         vocab: tokens of the tokenizer, with reads="logit": a smaller logit row is a shard of one.
-        horizon: tokens per sequence, for aggregate="fixed".
-        record: folder for token ids, log-probs and advantages; None reads OFFDRIFT_RECORD.
-        on_idle: "error" or "warn"; None reads OFFDRIFT_ON_IDLE.
         use_fused_linear_logprobs: NeMo-RL computes log-probs without logits.
 
     Raises: `EvidenceError`, `MethodError`: NeMo-RL's hook cannot serve the method.
@@ -290,7 +281,7 @@ def loss(
             'reads="logit" needs vocab= (len(tokenizer)), and use_fused_linear_logprobs off, which '
             "computes log-probs without logits"
         )
-    config = HookConfig.of("nemo-rl", method, settings, record=record, on_idle=on_idle, horizon=horizon)
+    config = HookConfig.of("nemo-rl", method, **options)
     has = {"logp_old", "logp_ref"} | ({"divergences"} if reads == "logit" else set())
     has |= {"entropy", "vocab"} if reads == "logit" and old == "current" else set()
     check_served(config, has=has, hints=HINTS)

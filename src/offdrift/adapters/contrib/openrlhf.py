@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,26 +51,14 @@ _INSTALLED: list[HookConfig] = []
 _REPLACED = Replacements()
 
 
-def install(
-    method: str | None = None,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    horizon: int | None = None,
-    record: str | os.PathLike[str] | None = None,
-    on_idle: str | None = None,
-) -> None:
+def install(method: str | None = None, **options: Any) -> None:
     """Have OpenRLHF's actor in this process build the method's loss, now or once it is imported.
 
-    Args:
-        method: a row of `METHODS`; None reads OFFDRIFT_METHOD, and so for the others.
-        settings: single values of the method.
-        horizon: tokens per sequence, for aggregate="fixed".
-        record: folder for log-probs and advantages.
-        on_idle: "error" or "warn".
+    Args: as `HookConfig.of`.
 
     Raises: `EvidenceError`, `MethodError`: OpenRLHF's loss is not given what the method needs.
     """
-    config = HookConfig.of("openrlhf", method, settings, record=record, on_idle=on_idle, horizon=horizon)
+    config = HookConfig.of("openrlhf", method, **options)
     check_served(config, has={"logp_old"})
     _INSTALLED[:] = [config]
     after_import(ACTOR, _rebind)

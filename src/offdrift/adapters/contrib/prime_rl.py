@@ -50,13 +50,9 @@ def loss(
     Metrics are per token, so that prime-rl's own statistics run over all tokens of the step:
     `offdrift/full/k3`, `offdrift/weight`, `offdrift/rejected`, `offdrift/limited`.
 
-    Args:
+    Args: as `HookConfig.of`, and
         inputs: prime-rl's `LossInputs`. `loss_weights` multiply the token losses.
-        method: a row of `METHODS`; None reads OFFDRIFT_METHOD.
-        settings: single values of the method, as paths for `override`; None reads OFFDRIFT_SETTINGS.
         old: "absent", or "current", which lets the policy before this update stand for the old one.
-        record: folder for tokens' log-probs and advantages; None reads OFFDRIFT_RECORD.
-        on_idle: "error" or "warn"; None reads OFFDRIFT_ON_IDLE.
 
     Returns: prime-rl's `LossOutputs`.
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -65,14 +65,6 @@ WAYS_OUT = {
 
 _REPLACED = Replacements()
 
-if TYPE_CHECKING:
-    Worker: Any
-    AgenticWorker: Any
-    CorrectingWorker: Any
-    AgenticCorrectingWorker: Any
-    CorrectingPGWorker: Any
-    AgenticCorrectingPGWorker: Any
-
 
 def __getattr__(name: str) -> Any:
     if name not in WORKERS:
@@ -97,7 +89,7 @@ def install() -> None:
     """
     module = _import(CORRECTIONS)
     _hook()
-    _REPLACED.replace(module, COMPUTE, _correction, everywhere=True)
+    _REPLACED.replace(module, COMPUTE, compute_train_infer_correction, everywhere=True)
 
 
 def uninstall() -> None:
@@ -218,14 +210,22 @@ def _variant(config: Any) -> str | None:
 
 
 class _Correction:
-    """What a correcting worker inherits first, over the worker that ROLL takes by default."""
+    """What a correcting worker inherits first."""
 
     pipeline_config: Any
+    reads_variant = False
+    """Whether ROLL's worker reads `actor_train.pg_variant`."""
 
     def loss_func(self, data: Any, output_tensor: Tensor) -> Any:
-        """ROLL's own loss. Raises: `MethodError` if a variant is named that this worker would ignore."""
+        """ROLL's own loss. Raises: `MethodError` for a variant that would be ignored, or for one that lacks."""
         variant = _variant(self.pipeline_config)
-        if variant is not None:
+        if variant is None and self.reads_variant:
+            raise MethodError(
+                "actor_train.pg_variant is not set, and ROLL's PG workers have no default: set it "
+                f"(topr, vanilla, tis, cispo, kimi15, ppo), or name {__name__}.CorrectingWorker "
+                "(AgenticCorrectingWorker)"
+            )
+        if variant is not None and not self.reads_variant:
             raise MethodError(
                 f"actor_train.pg_variant: {variant} has no effect in ROLL's default worker, whose loss "
                 f"is PPO's; name {__name__}.CorrectingPGWorker (AgenticCorrectingPGWorker), or drop it"
@@ -233,20 +233,8 @@ class _Correction:
         return super().loss_func(data, output_tensor)  # type: ignore[misc]
 
 
-class _CorrectionPG:
-    """What a correcting worker inherits first, over the worker that reads a variant."""
-
-    pipeline_config: Any
-
-    def loss_func(self, data: Any, output_tensor: Tensor) -> Any:
-        """ROLL's loss of the variant. Raises: `MethodError` if none is named."""
-        if _variant(self.pipeline_config) is None:
-            raise MethodError(
-                "actor_train.pg_variant is not set, and ROLL's PG workers have no default: set it "
-                f"(topr, vanilla, tis, cispo, kimi15, ppo), or name {__name__}.CorrectingWorker "
-                "(AgenticCorrectingWorker)"
-            )
-        return super().loss_func(data, output_tensor)  # type: ignore[misc]
+class _CorrectionPG(_Correction):
+    reads_variant = True
 
 
 WORKERS: dict[str, tuple[str, str, type]] = {
@@ -260,7 +248,7 @@ WORKERS: dict[str, tuple[str, str, type]] = {
 """Of each class that `worker_cls` can name: ROLL's module and class, and what goes before it."""
 
 
-def _correction(
+def compute_train_infer_correction(
     cfg: Any,
     response_mask: Shaped[Tensor, "b t"],
     old_log_probs: Float[Tensor, "b t"],

@@ -19,7 +19,6 @@ Reference: SkyRL 0.3.0 (a956457), `backends/skyrl_train/utils/ppo_utils.py`: `Po
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,20 +111,18 @@ class RegisteredLoss:
         return result.loss, {PREFIX + name: metrics.get(ours, 0.0) for ours, name in METRICS.items()}
 
 
-def register(
-    method: str, *, settings: Mapping[str, Any] | None = None, record: str | None = None, on_idle: str | None = None
-) -> str:
+def register(method: str, **options: Any) -> str:
     """Put a method into SkyRL's registry; returns its name there, `offdrift/<method>`.
 
     Call it in the driver before `validate_cfg`; offdrift must be installed in the workers, too. Options
-    that are None are read from the driver's environment. Registering a name again replaces it.
+    are those of `HookConfig.of`, from the driver's environment. Registering a name again replaces it.
 
     Raises: `EvidenceError`, `MethodError`: SkyRL's hook cannot serve the method.
     """
     require("skyrl")
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
-    config = HookConfig.of("skyrl", method, settings, record=record, on_idle=on_idle)
+    config = HookConfig.of("skyrl", method, **options)
     check_served(config, has={"logp_old"}, folded=True)
     name = PREFIX + method
     if name in PolicyLossRegistry.list_available():
