@@ -1,8 +1,8 @@
 """verl's policy losses, called in-process, against the rows that they are or can be set to.
 
 Normalizers are the counts of everything sampled on both sides; masks are of integers, as in verl's
-trainer (see `test_gates_verl` for what a mask of floats does). The sequence, covariance, SAPO and DRO
-losses have files of their own.
+trainer (see `test_gates_verl` for what a mask of floats does). Losses without a row are in
+`test_losses_verl`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,19 @@ from offdrift.methods import METHODS, override
 from offdrift.methods.table import PRESET_ROWS as PRESETS
 from offdrift.objectives import Clipped
 from offdrift.stats.metrics import summarize
-from tests.parity.peers import MODES, Batch, actor, agree, differ, load_verl, ours, random_batch, same, verl_loss
+from tests.parity.peers import (
+    MODES,
+    Batch,
+    actor,
+    agree,
+    differ,
+    load_verl,
+    one_sequence,
+    ours,
+    random_batch,
+    same,
+    verl_loss,
+)
 
 SEEDS = range(3)
 NEVER = 1e9
@@ -133,9 +145,7 @@ def test_dppo_given_the_rollout_policy_is_the_row(verl, name, low, high, cap, se
 
 def test_a_token_that_was_all_but_impossible_has_moved_by_its_new_probability(verl):
     """log-probs -30 and -0.5: the probability moved by 0.61, far beyond 0.15."""
-    old, logp = torch.tensor([[-30.0]]).double(), torch.tensor([[-0.5]]).double()
-    fields = {"rollout": old, "old": old, "logp": logp, "ref": logp, "advantages": -logp}
-    batch = Batch(**fields, mask=torch.ones(1, 1, dtype=torch.int64))
+    batch = one_sequence(old=[-30.0], logp=[-0.5], advantage=0.5)
     config = actor(verl, batch, clip_ratio_low=0.15, clip_ratio_high=0.15)
     _, gradient = verl_loss(verl, "dppo_tv", batch, config, "token-mean")
     assert not gradient.any()
@@ -154,99 +164,51 @@ def test_dppo_truncates_at_three_in_verl_whatever_its_comment_says(verl):
     same(ours(override(row, {"weight.cap": 3.0}), batch).gradient, gradient)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("ppo_clip", {"clip_ratio_c": NEVER}),
-        ("dapo", {"clip_ratio_c": NEVER, "clip_ratio_high": 0.28}),
-        ("dual_clip", {}),
-        ("delta_clip", {"clip_ratio_c": 4.0}),
-        ("grpo", {"clip_ratio_c": NEVER}),
-        ("dr_grpo", {"clip_ratio_c": NEVER, "loss_scale_factor": 31}),
-    ],
-)
-def test_clipped_rows(verl, name, fields, seed):
-    batch, row = random_batch(seed), METHODS[name]
-    config = actor(verl, batch, **fields)
-    assert row.objective == clipped_as(config)
-    theirs = verl_loss(verl, "vanilla", batch, config, MODES[row.aggregate])
-    agree(ours(row, batch, horizon=31), *theirs)
+VANILLA = {
+    "ppo_clip": ({"clip_ratio_c": NEVER}, None, None),
+    "dapo": ({"clip_ratio_c": NEVER, "clip_ratio_high": 0.28}, None, None),
+    "dual_clip": ({}, None, None),
+    "delta_clip": ({"clip_ratio_c": 4.0}, None, None),
+    "grpo": ({"clip_ratio_c": NEVER}, None, None),
+    "dr_grpo": ({"clip_ratio_c": NEVER, "loss_scale_factor": 31}, None, None),
+    "decoupled_ppo": ({}, ("token", 2.0), None),
+    "flashrl": ({"clip_ratio_c": NEVER}, ("token", 2.0), None),
+    "fp8_rl": ({"clip_ratio_c": NEVER, "clip_ratio_high": 0.28}, ("token", 2.0), None),
+    "icepop": ({"clip_ratio_c": NEVER}, ("token", "0.5_5.0"), None),
+    "ring_1t": ({"clip_ratio_c": NEVER}, ("token", "0.5_5.0"), None),
+    "areal": ({"clip_ratio_c": NEVER}, ("token", f"{NONE}_5.0"), None),
+    "icepop_binary": ({"clip_ratio_c": NEVER}, None, ("token_k1", "0.5_5.0")),
+    "geo_mask": ({"clip_ratio_c": NEVER}, None, ("seq_mean_k1", "0.99_1.01")),
+    "decoupled_geo": ({"clip_ratio_high": 0.28}, ("token", 2.0), ("seq_mean_k1", "0.99_1.01")),
+    "ppo_clip_geo_rs": ({}, None, ("seq_mean_k1", "0.99_1.01")),
+}
+"""Row: verl's clips, its importance weights (unit and threshold), its rejection (mode and band)."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("name", "unit", "threshold", "fields"),
-    [
-        ("decoupled_ppo", "token", 2.0, {}),
-        ("flashrl", "token", 2.0, {"clip_ratio_c": NEVER}),
-        ("fp8_rl", "token", 2.0, {"clip_ratio_c": NEVER, "clip_ratio_high": 0.28}),
-        ("icepop", "token", "0.5_5.0", {"clip_ratio_c": NEVER}),
-        ("ring_1t", "token", "0.5_5.0", {"clip_ratio_c": NEVER}),
-        ("areal", "token", f"{NONE}_5.0", {"clip_ratio_c": NEVER}),
-    ],
-)
-def test_weighted_clipped_rows(verl, name, unit, threshold, fields, seed):
-    batch, row = random_batch(seed), METHODS[name]
-    config = actor(verl, batch, **fields)
-    assert row.objective == clipped_as(config)
-    assert row.correction.weights == (weight_as("mismatch", unit, threshold),)
-    weights = weights_of(verl, batch, unit, threshold)
-    theirs = verl_loss(verl, "vanilla", batch, config, MODES[row.aggregate], weights)
-    mine = ours(row, batch)
-    agree(mine, *theirs)
-    same(mine.weight, weights)
-
-
-GATED = {"icepop_binary": ("token_k1", "0.5_5.0"), "geo_mask": ("seq_mean_k1", "0.99_1.01")}
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", GATED)
-def test_gated_rows(verl, name, seed):
-    """The band of these rows is on the ratio: verl has to be given its inverse (dis.02)."""
+@pytest.mark.parametrize("name", VANILLA)
+def test_rows_of_verls_vanilla_loss(verl, name, seed):
+    """The band of a gate is on the ratio: verl has to be given its inverse (dis.02)."""
+    fields, weight, gate = VANILLA[name]
     batch, row = random_batch(seed, sequences=40), METHODS[name]
-    mode, band = GATED[name]
-    low, high = map(float, band.split("_"))
-    assert row.correction.gates == (rejection(mode, band, on="mismatch"),)
-    mask, _ = verl.rollout_corr_helper.compute_rollout_rejection_mask(
-        batch.old - batch.rollout, batch.mask, mode, f"{1 / high!r}_{1 / low!r}"
-    )
-    config = actor(verl, batch, clip_ratio_c=NEVER)
-    theirs = verl_loss(verl, "vanilla", replace(batch, mask=mask), config, MODES[row.aggregate])
-    mine = ours(row, batch)
-    assert torch.equal(mine.keep, mask.bool())
-    assert 0 < int(mine.keep.sum()) < batch.tokens
-    agree(mine, *theirs)
-
-
-def test_decoupled_geo(verl):
-    batch, row = random_batch(1, sequences=40), METHODS["decoupled_geo"]
-    assert row.correction.gates == (rejection("seq_mean_k1", "0.99_1.01", on="mismatch"),)
-    mask, _ = verl.rollout_corr_helper.compute_rollout_rejection_mask(
-        batch.old - batch.rollout, batch.mask, "seq_mean_k1", f"{1 / 1.01!r}_{1 / 0.99!r}"
-    )
-    weights = weights_of(verl, batch, "token", 2.0)
-    config = actor(verl, batch, clip_ratio_high=0.28)
-    theirs = verl_loss(verl, "vanilla", replace(batch, mask=mask), config, "token-mean", weights)
-    mine = ours(row, batch)
+    config = actor(verl, batch, **fields)
+    assert row.objective == clipped_as(config)
+    assert row.correction.weights == (() if weight is None else (weight_as("mismatch", *weight),))
+    assert row.correction.gates == (() if gate is None else (rejection(*gate, on="mismatch"),))
+    weights = None if weight is None else weights_of(verl, batch, *weight)
+    mask = batch.mask
+    if gate is not None:
+        low, high = map(float, gate[1].split("_"))
+        mask, _ = verl.rollout_corr_helper.compute_rollout_rejection_mask(
+            batch.old - batch.rollout, batch.mask, gate[0], f"{1 / high!r}_{1 / low!r}"
+        )
+        assert 0 < int(mask.sum()) < batch.tokens
+    theirs = verl_loss(verl, "vanilla", replace(batch, mask=mask), config, MODES[row.aggregate], weights)
+    mine = ours(row, batch, horizon=31)
     agree(mine, *theirs)
     assert torch.equal(mine.keep, mask.bool())
-
-
-def test_the_surveys_starting_point(verl):
-    """PPO-clip with decoupled_geo_rs: verl's vanilla loss, its dual clip 3 included, and the band."""
-    batch, row = random_batch(1, sequences=40), METHODS["ppo_clip_geo_rs"]
-    assert row.correction.gates == (rejection("seq_mean_k1", "0.99_1.01", on="mismatch"),)
-    assert not row.correction.weights
-    mask, _ = verl.rollout_corr_helper.compute_rollout_rejection_mask(
-        batch.old - batch.rollout, batch.mask, "seq_mean_k1", f"{1 / 1.01!r}_{1 / 0.99!r}"
-    )
-    theirs = verl_loss(verl, "vanilla", replace(batch, mask=mask), actor(verl, batch), "token-mean")
-    mine = ours(row, batch)
-    agree(mine, *theirs)
-    assert torch.equal(mine.keep, mask.bool())
-    assert 0 < int(mine.keep.sum()) < batch.tokens
+    if weights is not None:
+        same(mine.weight, weights)
 
 
 def test_sequence_mis_with_the_clipped_surrogate(verl):
