@@ -164,6 +164,19 @@ class Framework:
     """Whether the method may be named by the environment."""
 
 
+@dataclass(frozen=True)
+class Correcting:
+    """A stand-in for a framework that keeps its loss and asks for weights."""
+
+    name: str
+    stand_in: Callable[..., AbstractContextManager[Any]]
+    correct: Callable[..., tuple[Tensor, Tensor]]
+    """Weights `[b, t]`, zero where a gate rejects, and the mask that is left, given a method, a batch, and
+    `settings`, `on_idle`."""
+    mask_is_kept: bool = False
+    """Whether a rejected token stays in the mask."""
+
+
 def code(page: str, language: str) -> list[str]:
     """The code blocks of a page under docs/integrations in one language."""
     text = (ROOT / "docs" / "integrations" / page).read_text()

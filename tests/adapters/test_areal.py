@@ -28,16 +28,16 @@ from torch import Tensor
 from offdrift.adapters.contrib import areal
 from offdrift.adapters.frameworks import WAITING
 from offdrift.adapters.hooks import LossHook
-from offdrift.errors import EvidenceError, LivenessError, MethodError, ShapeError
+from offdrift.errors import LivenessError, MethodError, ShapeError
 from tests.adapters.hooked import (
     ROOT,
     SOME,
     Batch,
+    Correcting,
     Framework,
     Outcome,
     batch,
     counts,
-    filled,
     install,
     outcome,
     process,
@@ -192,7 +192,17 @@ def run(
     return pushed(of, tokens)
 
 
+def correct(method: str, of: Batch, *, on_idle: str = "warn", **options: Any) -> tuple[Tensor, Tensor]:
+    areal.install(method, keep="loss", on_idle=on_idle, **options)
+    decided = functional().apply_rejection_sampling(of.old, of.rollout, of.mask, None, None)
+    assert decided.loss_mask.dtype is torch.bool
+    kept = (decided.behave_imp_weight > 0).sum() / of.mask.sum().clamp(min=1)
+    assert decided.filtered_fraction >= float(1 - kept) - 1e-6 or not bool(of.mask.any())
+    return decided.behave_imp_weight, decided.loss_mask
+
+
 FRAMEWORK = Framework("areal", stand_in, run, served=94)
+CORRECTING = Correcting("areal", stand_in, correct)
 
 
 def test_padded_rows_are_the_packed_ones(actor: Any) -> None:
@@ -291,37 +301,14 @@ def functional() -> Any:
     return importlib.import_module(areal.FUNCTIONAL)
 
 
-def test_correction_alone_by_hand(actor: Any) -> None:
-    areal.install("icepop", keep="loss")
-    decide = functional().apply_rejection_sampling
-    log2 = 0.6931471805599453
-    behave = torch.tensor([-3.0, -3.0, -3.0, -3.0, torch.nan])
-    # ratios 1, 2, 1/4 (outside [0.5, 5]), 8 (outside), masked
-    proximal = behave + torch.tensor([0.0, log2, -2 * log2, 3 * log2, torch.nan])
-    mask = torch.tensor([True, True, True, True, False])
-    found = decide(proximal, behave, mask, torch.tensor([0, 2, 5]), None)
-    assert found.behave_imp_weight.tolist() == pytest.approx([1.0, 2.0, 0.0, 0.0, 0.0])
-    assert found.loss_mask.tolist() == [True, True, True, True, False]  # a weight of 0 is no gate
-    assert found.loss_mask.dtype is torch.bool
-
-
-def test_gates_alone_keep_whole_sequences(actor: Any) -> None:
+def test_packed_tokens_are_corrected_by_their_cuts(actor: Any) -> None:
     areal.install("geo_mask", keep="loss", settings=SOME["geo_mask"])
     of = batch()
-    decide = functional().apply_rejection_sampling
-    found = decide(of.old, of.rollout, of.mask, None, None)
-    mean = (of.old - of.rollout).where(of.mask, 0.0).sum(1) / of.mask.sum(1).clamp(min=1)
-    inside = (mean.exp() >= 0.9) & (mean.exp() <= 1.1)
-    want = of.mask & inside[:, None]
-    assert 0 < int(want.sum()) < int(of.mask.sum())
-    assert torch.equal(found.loss_mask, want)
-    assert torch.equal(found.behave_imp_weight, want.float())
-    assert found.filtered_fraction == pytest.approx(1 - float(want.sum() / of.mask.sum()))
-    nan = filled(of, torch.nan)
-    assert torch.equal(decide(nan.old, nan.rollout, of.mask, None, None).loss_mask, want)
-    none = decide(of.old, of.rollout, torch.zeros_like(of.mask), None, None)
-    assert not bool(none.loss_mask.any())
-    assert none.filtered_fraction == 0.0
+    decide, cuts = functional().apply_rejection_sampling, torch.arange(7) * of.mask.shape[1]
+    padded = decide(of.old, of.rollout, of.mask, None, None)
+    packed = decide(of.old.flatten(), of.rollout.flatten(), of.mask.flatten(), cuts, None)
+    assert torch.equal(packed.loss_mask, padded.loss_mask.flatten())
+    assert packed.filtered_fraction == pytest.approx(1 - float(padded.loss_mask.sum() / of.mask.sum()))
 
 
 def test_a_correction_that_is_never_called_is_dead(actor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,23 +332,10 @@ def test_a_share_without_a_trainable_token_is_no_dead_part(
     assert not [name for name in update(actor, of) if "offdrift" in name]
 
 
-def test_what_the_correction_cannot_have_is_refused(actor: Any) -> None:
-    with pytest.raises(EvidenceError, match=r'version_lag.*use keep="nothing"'):
-        areal.install("a3po", keep="loss")  # its proximal policy is interpolated by lag
-    with pytest.raises(EvidenceError, match="no current ones"):
-        areal.install("seq_tis", keep="loss")
-    with pytest.raises(MethodError, match="nothing to do"):
-        areal.install("dapo", keep="loss")
-
-
 # -- set-up ---------------------------------------------------------------------------------------
 
 
 def test_refusals(actor: Any) -> None:
-    with pytest.raises(EvidenceError, match="divergences"):
-        areal.install("trm_max")
-    with pytest.raises(MethodError, match="whole step"):
-        areal.install("m2po")
     areal.install("dapo")
     of = batch()
     for changed in ({"use_sapo_loss": True}, {"m2_threshold": 0.1}, {"rejection_sampling": object()}):

@@ -36,6 +36,7 @@ from tests.adapters.hooked import (
     SOME,
     UNSCORED,
     Batch,
+    Correcting,
     Framework,
     Outcome,
     batch,
@@ -274,3 +275,77 @@ def test_an_old_version_is_refused(framework: Framework, monkeypatch: pytest.Mon
     older = rf"{framework.name.partition(' ')[0]} 0\.0\.1 is older"
     with framework.stand_in(monkeypatch, "0.0.1"), pytest.raises(FrameworkError, match=older):
         framework.run("token_tis", of, *counts(of))
+
+
+# -- hooks that correct a framework's own loss ------------------------------------------------------
+
+CORRECTING: list[Correcting] = [slime.CORRECTING, areal.CORRECTING, roll.CORRECTING]
+
+
+@pytest.fixture(params=CORRECTING, ids=lambda f: f.name)
+def correcting(request: Any, monkeypatch: pytest.MonkeyPatch, process: list[LossHook]) -> Iterator[Correcting]:
+    with request.param.stand_in(monkeypatch):
+        yield request.param
+
+
+def test_every_method_corrects_or_is_refused_by_name(correcting: Correcting) -> None:
+    """Weights and gates on the mismatch of the engines are the library's."""
+    of, served = batch(3, 8), 0
+    for name, row in METHODS.items():
+        parts = (*row.correction.gates, *row.correction.weights)
+        alone = all(p.on == "mismatch" and getattr(p, "advantage", "any") == "any" for p in parts)
+        if not (parts and alone and row.anchor is None):
+            reason = "nothing to do|no current ones|version_lag|acts on a whole step|hands its hook no"
+            with pytest.raises((EvidenceError, MethodError), match=reason):
+                correcting.correct(name, of)
+            continue
+        packed = LogProbs.pack(of.rollout, None, of.old, mask=of.mask)
+        weight, mask = correcting.correct(name, of)
+        wanted = row.correction(packed)
+        torch.testing.assert_close(weight, packed.unpack(wanted.weight.where(wanted.keep, 0.0)))
+        keep = of.mask if correcting.mask_is_kept and row.gate_scope == "policy" else packed.unpack(wanted.keep)
+        assert torch.equal(mask != 0, keep)
+        served += 1
+    assert 25 <= served < len(METHODS)
+
+
+def test_correction_by_hand(correcting: Correcting) -> None:
+    """Ratios 1, 2; 8 (outside of [0.5, 5]), masked. A weight of 0 is no gate."""
+    rollout = torch.full((2, 2), -3.0)
+    old = rollout + torch.tensor([[0.0, math.log(2)], [math.log(8), math.nan]])
+    mask = torch.tensor([[True, True], [True, False]])
+    weight, left = correcting.correct("icepop", Batch(rollout, old, old, old, mask))
+    assert weight.flatten().tolist() == pytest.approx([1.0, 2.0, 0.0, 0.0])
+    assert torch.equal(left != 0, mask)
+
+
+def test_whole_sequences_are_rejected_and_masked_positions_do_not_matter(correcting: Correcting) -> None:
+    of = batch()
+    mean = (of.old - of.rollout).where(of.mask, 0.0).sum(1) / of.mask.sum(1).clamp(min=1)
+    keep = of.mask & ((mean.exp() >= 0.9) & (mean.exp() <= 1.1))[:, None]
+    assert 0 < int(keep.sum()) < int(of.mask.sum())
+    nothing = replace(of, mask=torch.zeros_like(of.mask))
+    for one, kept in ((of, keep), (filled(of, math.nan), keep), (filled(of, 1e9), keep), (nothing, nothing.mask)):
+        weight, left = correcting.correct("geo_mask", one, settings=SOME["geo_mask"])
+        assert torch.equal(weight, kept.float())
+        assert torch.equal(left != 0, one.mask if correcting.mask_is_kept else kept)
+
+
+def test_a_token_that_no_engine_scored_is_not_corrected(correcting: Correcting) -> None:
+    of = batch()
+    for value in UNSCORED:
+        with_them, without = unscored(of, value)
+        weight, left = correcting.correct("icepop", with_them)
+        assert torch.equal(weight, correcting.correct("icepop", without)[0])
+        assert correcting.mask_is_kept or not bool((left != 0)[of.mask & ~without.mask].any())
+        assert int((weight > 0).sum()) > 5
+
+
+def test_a_correction_of_copies_ends_the_run(correcting: Correcting, process: list[LossHook]) -> None:
+    of = batch()
+    correcting.correct("icepop", of, on_idle="error")
+    process[-1].end_step()
+    assert process[-1].metrics["offdrift/batch/tokens"] == int(of.mask.sum())
+    correcting.correct("geo_mask", replace(of, rollout=of.old), on_idle="error")
+    with pytest.raises(LivenessError, match="cannot act"):
+        process[-1].end_step()

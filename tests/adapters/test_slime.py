@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 
 from offdrift.adapters.contrib import slime
-from offdrift.adapters.hooks import LossHook
-from offdrift.errors import BadValueError, EvidenceError, LivenessError, MethodError
-from offdrift.methods import METHODS
+from offdrift.errors import BadValueError, EvidenceError, MethodError
 from tests.adapters.hooked import (
-    UNSCORED,
     Batch,
+    Correcting,
     Framework,
     Outcome,
     batch,
@@ -38,7 +36,6 @@ from tests.adapters.hooked import (
     optimizer_step,
     outcome,
     process,
-    unscored,
 )
 from tests.records.samples import one
 
@@ -191,7 +188,26 @@ def choose(monkeypatch: pytest.MonkeyPatch, name: str, settings: Mapping[str, An
     forget()
 
 
+def correct(
+    method: str, of: Batch, *, settings: Mapping[str, Any] = {}, on_idle: str = "warn"
+) -> tuple[Tensor, Tensor]:
+    """What the TIS function makes of token losses of 1, and the masks."""
+    with pytest.MonkeyPatch.context() as environment:
+        choose(environment, method, settings, on_idle)
+        weight, kept, _ = slime.tis(
+            options(),
+            pg_loss=torch.ones(of.mask.numel()),
+            train_log_probs=list(of.old),
+            rollout_log_probs=list(of.rollout),
+            loss_masks=list(of.mask.int()),
+            total_lengths=[1 + len(row) for row in of.mask],
+            response_lengths=[len(row) for row in of.mask],
+        )
+    return weight.reshape(of.mask.shape), torch.stack(kept)
+
+
 FRAMEWORK = Framework("slime", stand_in, run, served=88, records=False)
+CORRECTING = Correcting("slime", stand_in, correct, mask_is_kept=True)
 
 
 @pytest.fixture(autouse=True)
@@ -301,21 +317,6 @@ def test_masks_lose_what_is_rejected_only_where_gates_govern_everything(
     assert lost == (rejected if scope == "all" else 0)
 
 
-def test_every_method_is_corrected_with_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    of, served = batch(), 0
-    for name, row in METHODS.items():
-        parts = (*row.correction.gates, *row.correction.weights)
-        alone = all(p.on == "mismatch" and getattr(p, "advantage", "any") == "any" for p in parts)
-        choose(monkeypatch, name)
-        if parts and alone and row.anchor is None:
-            assert torch.isfinite(tis_step(of)[0].loss)
-            served += 1
-            continue
-        with pytest.raises((EvidenceError, MethodError), match=r"slime|nothing to do"):
-            tis_step(of)
-    assert 25 <= served < len(METHODS)
-
-
 @pytest.mark.parametrize("name", ["decoupled_ppo", "decoupled_geo", "decoupled_seq_is_rs", "segment_tis"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_context_parallel_shares_add_up_to_whole_sequences(
@@ -331,22 +332,6 @@ def test_context_parallel_shares_add_up_to_whole_sequences(
     torch.testing.assert_close(shared, whole)
     with pytest.raises(MethodError, match="qkv-format bshd"):
         tis_step(of, framework, qkv_format="bshd")
-
-
-def test_masked_values_all_masked_and_all_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = batch()
-    clean, _ = tis_step(of)
-    for value in (float("nan"), 1e9):
-        dirty, _ = tis_step(replace(of, rollout=of.rollout.where(of.mask, value)))
-        torch.testing.assert_close(dirty, clean, rtol=0, atol=0)
-    nothing, _ = tis_step(replace(of, mask=torch.zeros_like(of.mask), rollout=of.rollout * float("nan")))
-    choose(monkeypatch, "decoupled_geo", {"gate.low": 0.999999, "gate.high": 1.000001})
-    rejected, _ = tis_step(of)
-    for empty in (nothing, rejected):
-        assert empty.loss == 0
-        assert not bool(empty.gradient.any())
-        assert set(empty.metrics) == set(clean.metrics)
-    assert rejected.metrics["offdrift/rejected"] == sum(int(m.sum()) for m in masks_of(of))
 
 
 def test_token_losses_without_weight_are_zero_whatever_they_were() -> None:
@@ -374,35 +359,6 @@ def test_bad_and_missing_log_probs_are_named() -> None:
     empty = {"rollout_log_probs": None, "loss_masks": [torch.ones(3)], "total_lengths": [4], "response_lengths": [3]}
     with pytest.raises(EvidenceError, match=r"Sample\.rollout_log_probs"):
         slime.tis(options(), pg_loss=torch.zeros(3), train_log_probs=[torch.zeros(3)], **empty)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_unscored_tokens_are_not_corrected(monkeypatch: pytest.MonkeyPatch, framework: Shares, size: int) -> None:
-    """They lose their loss and stay in slime's denominators; metrics stay finite."""
-    of = batch()
-    choose(monkeypatch, "icepop")
-    framework.__init__(size)
-    whole, _ = tis_step(of, framework)
-    for value in UNSCORED:
-        with_them, without = unscored(of, value)
-        result, _ = tis_step(with_them, framework)
-        torch.testing.assert_close(result.gradient, whole.gradient.where(without.mask, 0.0))
-        assert int((result.gradient != 0).sum()) > 5
-        assert all(bool(torch.isfinite(x)) for x in result.metrics.values())
-        assert 0 < int(result.metrics["offdrift/rejected"]) <= int((of.mask & ~without.mask).sum())
-
-
-def test_steps_close_and_copied_log_probs_end_the_run(monkeypatch: pytest.MonkeyPatch, process: list[LossHook]) -> None:
-    of = batch()
-    tis_step(of)
-    optimizer_step()
-    (hook,) = process
-    assert hook.step == 1
-    assert hook.metrics["offdrift/batch/tokens"] == sum(int(m.sum()) for m in masks_of(of))
-    choose(monkeypatch, "decoupled_ppo", on_idle="error")
-    tis_step(replace(of, rollout=of.old))
-    with pytest.raises(LivenessError, match="cannot act"):
-        optimizer_step()
 
 
 # -- the whole loss -----------------------------------------------------------------------------------
