@@ -75,12 +75,17 @@ def test_correct_decides_what_the_loss_decides() -> None:
     assert adapter.end_step(3)["offdrift/gate/drop_frac_token"] == pytest.approx(1 - float(expected.keep.float().mean()))  # fmt: skip
 
 
-def test_a_step_without_batches_logs_nothing_and_is_no_error_later() -> None:
-    adapter = Adapter("decoupled_token_is", framework="plain")
-    lp, advantages = packed(0, 6)
-    adapter.loss(lp, advantages)
+def test_a_step_has_the_metrics_of_its_own_batches() -> None:
+    """A step without batches logs nothing, and is no error after one that had some."""
+    adapter, fresh = (Adapter("decoupled_token_is", framework="plain") for _ in range(2))
+    adapter.loss(*packed(0, 6, seed=1, noise=1.5))
     assert adapter.end_step(1)
     assert adapter.end_step(2) == {}
+    for one in (adapter, fresh):
+        one.loss(*packed(0, 6))
+    third, first = adapter.end_step(3), fresh.end_step(1)
+    same = [name for name in first if "findings" not in name and third[name] == pytest.approx(first[name], nan_ok=True)]
+    assert len(same) == len([name for name in first if "findings" not in name]) > 60
 
 
 def test_processes_together_give_the_metrics_of_one() -> None:

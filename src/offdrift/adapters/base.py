@@ -196,7 +196,7 @@ class Adapter:
         return {f"{PREFIX}{name}": float(x) for name, x in {**metrics, **counts}.items()}
 
     def record(self, batch: Logged | Unpacked) -> None:
-        """Record a batch, if there is a recorder; never waits for the disk unless its queue is full."""
+        """Record a batch, if there is a recorder; waits for the disk only if its queue is full."""
         if self._recorder is not None:
             self._recorder.add(batch)
 

@@ -53,7 +53,6 @@ from offdrift.segments import Segments
 
 if TYPE_CHECKING:
     from offdrift.records.batch import Unpacked
-    from offdrift.records.recorder import Recorder
 
 CONTEXT_PARALLEL = {
     "slime": "slime.backends.megatron_utils.cp_utils",
@@ -272,7 +271,7 @@ def record(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
     folder = environment.record()
     if not folder:
         raise MethodError("recording slime's rollouts needs OFFDRIFT_RECORD, a folder")
-    _recorder(folder).add(unpacked(args, rollout_id, rollout_data))
+    _recorder(folder).add(unpacked(args, rollout_id, rollout_data))  # type: ignore[union-attr]
 
 
 def unpacked(args: Any, rollout_id: int, data: Mapping[str, Any]) -> Unpacked:
@@ -307,8 +306,5 @@ def unpacked(args: Any, rollout_id: int, data: Mapping[str, Any]) -> Unpacked:
     )
 
 
-@functools.cache
-def _recorder(folder: str) -> Recorder:
-    recorder = recorder_of(folder, "slime")
-    assert recorder is not None
-    return recorder
+_recorder = functools.cache(functools.partial(recorder_of, framework="slime"))
+"""The recorder of a folder, one in a process."""

@@ -103,14 +103,13 @@ class OffdriftMixin(Base):
         refuse_settings(self, adapter.method, mode)
         if not (self.use_vllm or self.rollout_func is not None):
             self._blind("TRL's own generation returns no log-probs")
-        described, parts = adapter.method.describe(), adapter.method.correction
-        formulas = "; ".join(part.formula for part in (*parts.gates, *parts.weights))
+        parts = adapter.method.correction
+        used = "; ".join(part.formula for part in (*parts.gates, *parts.weights))
+        rest = f"in TRL's loss {self.loss_type!r}; the method's own objective is not used"
         if mode == "loss":
-            rest = f"TRL's loss_type={self.loss_type!r} only divides its own extra terms"
-            adapter.log.info('mode="loss": %s; %s', described, rest)
-        else:
-            rest = f"in TRL's loss {self.loss_type!r}; the method's own objective is not used"
-            adapter.log.info('mode="correct": %s, %s', formulas, rest)
+            used = adapter.method.describe()
+            rest = f"and TRL's loss_type={self.loss_type!r} only divides its own extra terms"
+        adapter.log.info('mode="%s": %s, %s', mode, used, rest)
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
         parts = super()._calculate_rewards(*arguments, **named)
@@ -274,11 +273,20 @@ class OffdriftMixin(Base):
         return objects
 
     def _blind(self, why: str) -> None:
-        """Refuse to go on if a part compares the engine with the trainer and cannot."""
-        if text := missing_engine(why, self.offdrift.method, self._mode):
-            if self._on_idle == "error":
-                raise LivenessError(f'{text}; on_idle="warn" takes the old policy for the engine')
-            self.offdrift.log.warning("%s", text)
+        """Refuse to go on if a part compares the engine with the trainer and cannot, because `why`."""
+        correction = self.offdrift.method.correction
+        used = (*correction.gates, *correction.weights)
+        used += (self.offdrift.method.objective,) if self._mode == "loss" else ()
+        compared = "; ".join(part.formula for part in used if part.on in ("mismatch", "full"))
+        if not compared:
+            return
+        text = (
+            f"{why}, and [{compared}] compares the engine's with the trainer's: set use_vllm=True, or "
+            "give a rollout_func that returns logprobs"
+        )
+        if self._on_idle == "error":
+            raise LivenessError(f'{text}; on_idle="warn" takes the old policy for the engine')
+        self.offdrift.log.warning("%s", text)
 
 
 def __getattr__(name: str) -> Any:
@@ -374,27 +382,11 @@ def refuse_settings(trainer: Any, method: Method, mode: Mode) -> None:
         )
 
 
-def missing_engine(why: str, method: Method, mode: Mode) -> str | None:
-    """What to do if there are no log-probs of the engine, because `why`; None if no part reads them."""
-    used = (*method.correction.gates, *method.correction.weights)
-    used += (method.objective,) if mode == "loss" else ()
-    compared = "; ".join(part.formula for part in used if part.on in ("mismatch", "full"))
-    if not compared:
-        return None
-    return (
-        f"{why}, and [{compared}] compares the engine's with the trainer's: set use_vllm=True, or "
-        "give a rollout_func that returns logprobs"
-    )
-
-
 def mend_sync(generation: Any) -> None:
     """Let TRL's colocated vLLM take weights on CPUs; elsewhere this does nothing.
 
     TRL writes into the model's parameters one by one. On CPUs vLLM has packed some of them, and lost
-    the loaders that could repack: TRL's own way fails there.
-
-    Args:
-        generation: the trainer's `vllm_generation`, colocated.
+    the loaders that could repack. `generation` is the trainer's `vllm_generation`.
     """
     from offdrift.engines.isolation import host_kept
     from offdrift.engines.vllm.engine import is_cpu, repacked

@@ -122,23 +122,15 @@ def piece_of(
     return Piece(lp, at_least_float32(lp.like_caller(advantages)), batch_info)
 
 
-def corrected_inputs(
-    inputs: Inputs, piece: Piece | None, decided: Corrected | None, *, loss_type: str
-) -> dict[str, Any]:
+def corrected_inputs(inputs: Inputs, piece: Piece, decided: Corrected, *, loss_type: str) -> dict[str, Any]:
     """TRL's inputs with the decisions in them.
 
     Every loss of TRL is linear in the size of the advantage and otherwise reads its sign alone: A w for
     kept tokens and 0 for all others is exactly a weight and a mask, with TRL's denominators untouched.
     VESPO alone puts the engine's ratio into its own weight, from `importance_sampling_ratio`, so the
     weight stands there.
-
-    Args:
-        piece: None if nothing can be used: everything is masked then.
     """
     changed = dict(inputs)
-    if piece is None or decided is None:
-        changed["advantages"] = torch.zeros_like(inputs["advantages"])
-        return changed
     lp, weight = piece.logprobs, decided.weight
     if loss_type == "vespo":
         changed["importance_sampling_ratio"] = lp.unpack(weight, fill=1.0)
