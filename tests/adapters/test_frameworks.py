@@ -23,7 +23,7 @@ from offdrift.records import store
 from offdrift.records.batch import Logged
 from offdrift.records.log import write_log
 from offdrift.records.readers import detect
-from tests.records.samples import (  # fmt: skip
+from tests.records.samples import (
     ADVANTAGES,
     LOGS,
     RESPONSES,
@@ -48,98 +48,80 @@ def values(places: list[tuple[int, int]], of: Any) -> torch.Tensor:
     return torch.tensor([of(s, t) for s, t in places])
 
 
-def assert_rollout_side(batch: Logged, expected: list[tuple[int, int]]) -> None:
-    assert batch.logp_rollout is not None
-    assert torch.equal(batch.logp_rollout, values(expected, rollout_logp))
-    assert torch.equal(batch.in_response, torch.tensor([t for _, t in expected]))
-    assert batch.tokens is not None
-    assert batch.tokens.tolist() == [RESPONSES[s][t] for s, t in expected]
-    assert batch.step.tolist() == [STEP] * 3
-    assert batch.row.tolist() == [1, 2, 3]
-    assert batch.response_lengths.tolist() == [3, 1, 4]
+def check(batch: Logged, **fields: Any) -> None:
+    """The batch has these fields: tensors, or what they are as lists; None for one that it lacks."""
+    for name, value in fields.items():
+        actual = getattr(batch, name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(actual, value), name
+        else:
+            assert (actual.tolist() if isinstance(actual, torch.Tensor) else actual) == value, name
+
+
+def check_rollout_side(batch: Logged, expected: list[tuple[int, int]], *, advantages: bool = True) -> None:
+    check(
+        batch,
+        logp_rollout=values(expected, rollout_logp),
+        in_response=[t for _, t in expected],
+        tokens=[RESPONSES[s][t] for s, t in expected],
+        step=[STEP] * 3,
+        row=[1, 2, 3],
+        response_lengths=[3, 1, 4],
+    )
     assert same_groups(batch.group_ids, GROUPS)
-
-
-def assert_advantages(batch: Logged, expected: list[tuple[int, int]]) -> None:
-    assert batch.advantages is not None
-    assert torch.equal(batch.advantages, values(expected, lambda s, t: ADVANTAGES[s]))
+    if advantages:
+        check(batch, advantages=values(expected, lambda s, t: ADVANTAGES[s]))
 
 
 def test_prime_rl() -> None:
     # The trainer's log-prob of sequence 1's only token was -inf, which prime-rl writes as null.
     left = places(without=[(1, 0)])
     batch = one(LOGS / "prime_rl")
-    assert_rollout_side(batch, left)
-    assert_advantages(batch, left)
-    assert batch.logp is not None
-    assert torch.equal(batch.logp, values(left, trainer_logp))
-    assert batch.logp_old is None
-    assert batch.entropy is not None
-    assert batch.entropy.tolist() == [0.5] * 6
+    check_rollout_side(batch, left)
+    check(batch, logp=values(left, trainer_logp), logp_old=None, entropy=[0.5] * 6)
     assert unscored(batch) == {"logp/missing": 1}
 
 
 def test_the_episodes_of_prime_rl() -> None:
-    found, (batch,), bad = read_all(LOGS / "prime_rl_traces")
-    assert (found.framework, found.format, bad) == ("prime-rl", "prime-rl-traces", [])
-    assert_rollout_side(batch, places())
-    assert_advantages(batch, places())
-    assert batch.rewards is not None
-    assert batch.rewards.tolist() == REWARDS
-    assert batch.rollout_version is not None
-    assert batch.rollout_version.tolist() == [6] * 7
-    assert batch.truncated is not None
-    assert batch.truncated.tolist() == [0, 0, 1]
+    log, (batch,), bad = read_all(LOGS / "prime_rl_traces")
+    assert (log.framework, log.format, bad) == ("prime-rl", "prime-rl-traces", [])
+    check_rollout_side(batch, places())
+    check(batch, rewards=REWARDS, rollout_version=[6] * 7, truncated=[0, 0, 1])
 
 
 def test_nemo_rl() -> None:
     # Python wrote the engine's log-prob of sequence 1's only token as a bare NaN.
     left = places(without=[(1, 0)])
     batch = one(LOGS / "nemo_rl")
-    assert_rollout_side(batch, left)
-    assert_advantages(batch, left)
-    assert batch.logp_old is not None
-    assert torch.equal(batch.logp_old, values(left, trainer_logp))
-    assert batch.rewards is not None
-    assert batch.rewards.tolist() == REWARDS
-    assert batch.prompts == ("1+1?", "1+1?", "2+2?")
-    assert batch.completions == TEXTS
+    check_rollout_side(batch, left)
+    prompts = ("1+1?", "1+1?", "2+2?")
+    check(batch, logp_old=values(left, trainer_logp), rewards=REWARDS, prompts=prompts, completions=TEXTS)
     assert unscored(batch) == {"logp_rollout/missing": 1}
 
 
 @pytest.mark.parametrize("framework", ["slime", "miles", "skyrl"])
 def test_train_dumps(framework: str) -> None:
-    found, (batch,), bad = read_all(LOGS / framework)
-    assert found.framework == framework
+    log, (batch,), bad = read_all(LOGS / framework)
+    assert log.framework == framework
     assert bad == []
-    assert_rollout_side(batch, places())
-    assert_advantages(batch, places())
-    assert batch.logp_old is not None
-    assert torch.equal(batch.logp_old, values(places(), trainer_logp))
-    assert batch.logp_ref is not None
-    assert torch.equal(batch.logp_ref, values(places(), rollout_logp) - 0.25)
+    check_rollout_side(batch, places())
+    check(batch, logp_old=values(places(), trainer_logp), logp_ref=values(places(), rollout_logp) - 0.25)
     if framework == "slime":
-        assert batch.rewards is not None
-        assert batch.rewards.tolist() == REWARDS
+        check(batch, rewards=REWARDS)
 
 
 def test_rollout_dumps() -> None:
-    found, (batch,), bad = read_all(LOGS / "slime" / "rollout_data")
-    assert (found.format, bad) == ("slime-rollout", [])
-    assert_rollout_side(batch, places())
-    assert batch.logp_old is None
-    assert batch.rollout_version is not None
-    assert batch.rollout_version.tolist() == [6] * 7
-    assert batch.truncated is not None
-    assert batch.truncated.tolist() == [0, 0, 1]
-    assert batch.completions == TEXTS
-    assert "evaluation" in found.said
+    log, (batch,), bad = read_all(LOGS / "slime" / "rollout_data")
+    assert (log.format, bad) == ("slime-rollout", [])
+    check_rollout_side(batch, places(), advantages=False)
+    check(batch, logp_old=None, rollout_version=[6] * 7, truncated=[0, 0, 1], completions=TEXTS)
+    assert "evaluation" in log.said
 
 
 def test_the_dashboard_columns_of_miles() -> None:
-    found, (batch,), _ = read_all(LOGS / "miles" / "dashboard_columns")
-    assert (found.framework, found.format) == ("miles", "miles-columns")
-    assert_rollout_side(batch, places())
+    log, (batch,), _ = read_all(LOGS / "miles" / "dashboard_columns")
+    assert (log.framework, log.format) == ("miles", "miles-columns")
+    check_rollout_side(batch, places(), advantages=False)
 
 
 def test_slices_of_sequences_are_not_taken_for_sequences() -> None:
@@ -149,19 +131,17 @@ def test_slices_of_sequences_are_not_taken_for_sequences() -> None:
 
 def test_open_instruct() -> None:
     batch = one(LOGS / "open_instruct")
-    assert_rollout_side(batch, places(masked=False))
-    assert_advantages(batch, places(masked=False))
-    assert batch.truncated is not None
-    assert batch.truncated.tolist() == [0, 0, 1]
+    check_rollout_side(batch, places(masked=False))
+    check(batch, truncated=[0, 0, 1])
 
 
 def test_areal() -> None:
-    found, batches, bad = read_all(LOGS / "areal")
-    assert (found.framework, bad) == ("areal", [])
+    log, batches, bad = read_all(LOGS / "areal")
+    assert (log.framework, bad) == ("areal", [])
     assert [b.step.tolist() for b in batches] == [[7, 7], [7]]
     assert [b.length_unit for b in batches] == ["character"] * 2
     assert [x for b in batches for x in b.response_lengths.tolist()] == [3, 1, 4]
-    assert batches[0].logp_rollout is None
+    check(batches[0], logp_rollout=None)
 
 
 def verl_writer() -> Any:
@@ -171,7 +151,7 @@ def verl_writer() -> Any:
         pytest.skip("verl is not installed")
     source = Path(spec.origin).parent / "trainer" / "ppo" / "ray_trainer.py"
     tree = ast.parse(source.read_text())
-    own = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "_write_generations")  # fmt: skip
+    own = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "_write_generations")
     own.decorator_list = []
     scope: dict[str, Any] = {"os": os, "json": json}
     exec(compile(ast.Module([own], []), str(source), "exec"), scope)
@@ -183,19 +163,15 @@ def test_verl(tmp_path: Path) -> None:
     for step in (2, 10):
         extras = {"acc": REWARDS, "request_id": ["a", "b", "c"]}
         write(["q", "q", "r"], list(TEXTS), ["2", "2", "4"], REWARDS, extras, str(tmp_path), step)
-    found, batches, bad = read_all(tmp_path)
-    assert (found.framework, bad) == ("verl", [])
-    assert [Path(f).name for f in found.files] == ["2.jsonl", "10.jsonl"]
+    log, batches, bad = read_all(tmp_path)
+    assert (log.framework, bad) == ("verl", [])
+    assert [Path(f).name for f in log.files] == ["2.jsonl", "10.jsonl"]
     assert [b.step.tolist() for b in batches] == [[2] * 3, [10] * 3]
-    batch = batches[0]
-    assert batch.logp_rollout is None
-    assert batch.completions == TEXTS
-    assert batch.response_lengths.tolist() == [len(t) for t in TEXTS]
-    assert batch.length_unit == "character"
-    assert batch.rewards is not None
-    assert batch.rewards.tolist() == REWARDS
-    assert same_groups(batch.group_ids, GROUPS)
-    assert "no log-probs" in found.said
+    lengths = [len(t) for t in TEXTS]
+    check(batches[0], logp_rollout=None, completions=TEXTS, response_lengths=lengths, rewards=REWARDS)
+    assert batches[0].length_unit == "character"
+    assert same_groups(batches[0].group_ids, GROUPS)
+    assert "no log-probs" in log.said
 
 
 def trl_log(folder: Path, monkeypatch: pytest.MonkeyPatch, **extra: list[Any]) -> None:
@@ -230,15 +206,11 @@ def trl_log(folder: Path, monkeypatch: pytest.MonkeyPatch, **extra: list[Any]) -
 @pytest.mark.filterwarnings("ignore")
 def test_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trl_log(tmp_path, monkeypatch)
-    found, (batch,), bad = read_all(tmp_path)
-    assert (found.framework, found.format, bad) == ("trl", "trl", [])
-    assert [Path(f).name for f in found.files] == ["completions_00007.parquet"]
-    assert batch.step.tolist() == [STEP] * 3
-    assert batch.completions == TEXTS
-    assert batch.rewards is not None
-    assert batch.rewards.tolist() == REWARDS
+    log, (batch,), bad = read_all(tmp_path)
+    assert (log.framework, log.format, bad) == ("trl", "trl", [])
+    assert [Path(f).name for f in log.files] == ["completions_00007.parquet"]
+    check(batch, step=[STEP] * 3, completions=TEXTS, rewards=REWARDS, logp_rollout=None, num_tokens=0)
     assert same_groups(batch.group_ids, GROUPS)
-    assert (batch.logp_rollout, batch.num_tokens) == (None, 0)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -247,29 +219,22 @@ def test_trl_with_logged_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     trainer = [[trainer_logp(s, t) for t in range(len(r))] for s, r in enumerate(RESPONSES)]
     trl_log(tmp_path, monkeypatch, logp_rollout=rollout, mine=trainer, tokens=RESPONSES)
     batch = one(tmp_path, columns={"logp_old": "mine"})
-    everywhere = places(masked=False)
-    assert_rollout_side(batch, everywhere)
-    assert_advantages(batch, everywhere)
-    assert batch.logp_old is not None
-    assert torch.equal(batch.logp_old, values(everywhere, trainer_logp))
+    check_rollout_side(batch, places(masked=False))
+    check(batch, logp_old=values(places(masked=False), trainer_logp))
 
 
 def test_own_rollouts(tmp_path: Path) -> None:
     store.write(rollouts(), tmp_path / "rollouts" / f"{STEP:05d}.parquet")
-    found, (batch,), bad = read_all(tmp_path)
-    assert (found.framework, found.format, bad) == ("offdrift", "offdrift-rollouts", [])
-    assert_rollout_side(batch, places(masked=False))
-    assert batch.rollout_version is not None
-    assert batch.rollout_version.tolist() == [5] * 8
-    assert batch.truncated is not None
-    assert batch.truncated.tolist() == [0, 0, 1]
-    assert batch.completions == TEXTS
+    log, (batch,), bad = read_all(tmp_path)
+    assert (log.framework, log.format, bad) == ("offdrift", "offdrift-rollouts", [])
+    check_rollout_side(batch, places(masked=False), advantages=False)
+    check(batch, rollout_version=[5] * 8, truncated=[0, 0, 1], completions=TEXTS)
 
 
 def test_the_own_log_is_read_where_it_lies_beside_the_rollouts(tmp_path: Path) -> None:
     store.write(rollouts(), tmp_path / "rollouts" / "00000.parquet")
     write_log(ragged(3), tmp_path / "logs" / "00000.parquet")
-    found, (batch,), _ = read_all(tmp_path)
-    assert (found.framework, found.format) == ("offdrift", "plain")
+    log, (batch,), _ = read_all(tmp_path)
+    assert (log.framework, log.format) == ("offdrift", "plain")
     assert batch.logp is not None
-    assert "not reading 1 file of this library's rollout records" in found.said
+    assert "not reading 1 file of this library's rollout records" in log.said
