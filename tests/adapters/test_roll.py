@@ -417,7 +417,7 @@ def test_every_user_of_the_name_gets_it_and_gives_it_back(choose: Any) -> None:
     modules = [importlib.import_module(n) for n in names]
     before = [getattr(m, roll.COMPUTE) for m in modules]
     assert roll.CorrectingWorker is not None  # naming the class installs it in this process
-    assert [getattr(m, roll.COMPUTE) for m in modules] == [roll.compute_train_infer_correction] * 5
+    assert [getattr(m, roll.COMPUTE) for m in modules] == [roll.train_infer_correction] * 5
     roll.uninstall()
     assert [getattr(m, roll.COMPUTE) for m in modules] == before
 

@@ -178,7 +178,7 @@ class Replacements:
         """Set an attribute; the first value that it had is what `restore` puts back.
 
         Args:
-            everywhere: also in modules that imported it by this name.
+            everywhere: also in modules that imported it by this name; ours must have another.
         """
         self._originals.setdefault((id(holder), name), (holder, getattr(holder, name), everywhere))
         self._set(holder, name, ours, everywhere)

@@ -89,7 +89,7 @@ def install() -> None:
     """
     module = _import(CORRECTIONS)
     _hook()
-    _REPLACED.replace(module, COMPUTE, compute_train_infer_correction, everywhere=True)
+    _REPLACED.replace(module, COMPUTE, train_infer_correction, everywhere=True)
 
 
 def uninstall() -> None:
@@ -248,7 +248,7 @@ WORKERS: dict[str, tuple[str, str, type]] = {
 """Of each class that `worker_cls` can name: ROLL's module and class, and what goes before it."""
 
 
-def compute_train_infer_correction(
+def train_infer_correction(
     cfg: Any,
     response_mask: Shaped[Tensor, "b t"],
     old_log_probs: Float[Tensor, "b t"],
