@@ -61,7 +61,7 @@ def test_metrics_are_those_of_the_table() -> None:
     lp, advantages = packed(0, 6)
     expected = summarize(policy_loss(lp, method("decoupled_geo_rs_token_tis"), advantages).stats)
     found = stepped([0, 6])
-    same = [n for n in expected if found[f"offdrift/{n}"] == pytest.approx(expected[n], nan_ok=True)]  # fmt: skip
+    same = [n for n in expected if found[f"offdrift/{n}"] == pytest.approx(expected[n], nan_ok=True)]
     assert same == list(expected)
 
 
@@ -72,7 +72,9 @@ def test_correct_decides_what_the_loss_decides() -> None:
     expected = policy_loss(lp, adapter.method, advantages).corrected
     assert torch.equal(decided.keep, expected.keep)
     assert torch.equal(decided.weight, expected.weight)
-    assert adapter.end_step(3)["offdrift/gate/drop_frac_token"] == pytest.approx(1 - float(expected.keep.float().mean()))  # fmt: skip
+    assert adapter.end_step(3)["offdrift/gate/drop_frac_token"] == pytest.approx(
+        1 - float(expected.keep.float().mean())
+    )
 
 
 def test_a_step_has_the_metrics_of_its_own_batches() -> None:
@@ -135,11 +137,13 @@ def test_findings_come_once_with_the_fix_for_the_framework(caplog: pytest.LogCap
             lp, advantages = packed(0, 6, seed=step, noise=1.5)
             adapter.loss(lp, advantages)
             metrics = adapter.end_step(step)
-    told = [r.message for r in caplog.records if ": " in r.message and r.message.split(":")[0] in ("stop", "act")]  # fmt: skip
+    told = [r.message for r in caplog.records if ": " in r.message and r.message.split(":")[0] in ("stop", "act")]
     urgent = [f for f in adapter.findings if f.severity in ("stop", "act")]
     assert len(told) == len(set(told)) >= len(urgent) > 0
     assert metrics["offdrift/findings_stop"] + metrics["offdrift/findings_act"] == len(urgent)
-    assert any(next(iter(f.snippets)) == "trl" and f.snippets["trl"] in "\n".join(told) for f in urgent if "trl" in f.snippets)  # fmt: skip
+    assert any(
+        next(iter(f.snippets)) == "trl" and f.snippets["trl"] in "\n".join(told) for f in urgent if "trl" in f.snippets
+    )
 
 
 def test_settings_reach_the_method_and_unknown_ones_are_refused() -> None:
@@ -160,7 +164,9 @@ def test_the_environment_configures_a_hook(monkeypatch: pytest.MonkeyPatch) -> N
     assert HookConfig.of("slime").row == override(method("token_tis"), {"weight.cap": 3.0})
 
 
-@pytest.mark.parametrize(("found", "raises"), [("1.15.9", "older"), ("1.9.0", "older"), ("0.1", "older"), ("1.16.0", None), ("2.0.0", None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "raises"), [("1.15.9", "older"), ("1.9.0", "older"), ("0.1", "older"), ("1.16.0", None), ("2.0.0", None)]
+)
 def test_versions_are_compared_as_numbers(found, raises, monkeypatch, caplog) -> None:
     require.cache_clear()
     monkeypatch.setattr(frameworks, "version", lambda name: found)

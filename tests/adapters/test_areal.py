@@ -372,6 +372,8 @@ def test_the_command_installs_and_goes_on_as_areals_worker(tmp_path: Path, monke
     done = subprocess.run(
         [sys.executable, "-m", "offdrift.adapters.contrib.areal", "--port", "0"],
         env={**os.environ, "PYTHONPATH": path, "OFFDRIFT_METHOD": "a3po"},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout == "__main__ ['--port', '0'] a3po\n", done.stderr

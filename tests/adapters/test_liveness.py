@@ -40,7 +40,9 @@ def states(name: str, logprobs: LogProbs) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("engines", "gate", "weight"), [(0.3, "acted", "acted"), (1e-6, "idle", "acted"), (0.0, "blind", "blind")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engines", "gate", "weight"), [(0.3, "acted", "acted"), (1e-6, "idle", "acted"), (0.0, "blind", "blind")]
+)
 def test_a_part_acts_or_has_nothing_to_do_or_cannot(engines: float, gate: str, weight: str) -> None:
     found = states("decoupled_geo_rs_token_tis", batch(engines=engines, lag=0.1))
     assert found["gate"] == [gate]
@@ -82,7 +84,7 @@ def test_one_token_below_the_others_is_a_live_ratio() -> None:
 def test_copied_log_probs_end_the_run_and_the_message_says_what_to_do() -> None:
     adapter = Adapter("decoupled_token_is", framework="plain")
     adapter.loss(batch(lag=0.2), torch.ones(N))
-    with pytest.raises(LivenessError, match=r"equal at every token.*engine's own.*on_idle=\"warn\""):  # fmt: skip
+    with pytest.raises(LivenessError, match=r"equal at every token.*engine's own.*on_idle=\"warn\""):
         adapter.end_step(1)
 
 
@@ -132,7 +134,7 @@ def test_a_gate_on_divergences_that_are_all_zero_is_blind(largest: float, state:
 
 def test_tokens_of_which_every_policy_is_sure_decide_nothing() -> None:
     """Their honest log-probs are 0 in any engine: the verdict waits for others, and then falls."""
-    sure = LogProbs.pack(torch.zeros(2), torch.zeros(2), torch.zeros(2), segments=Segments.from_lengths([2]))  # fmt: skip
+    sure = LogProbs.pack(torch.zeros(2), torch.zeros(2), torch.zeros(2), segments=Segments.from_lengths([2]))
     for engines in (0.0, 0.2):
         adapter = Adapter("decoupled_token_is", framework="plain")
         adapter.loss(sure, torch.ones(2))

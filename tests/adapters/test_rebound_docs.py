@@ -150,7 +150,7 @@ def test_every_dotted_path_of_a_page_resolves(page: str, monkeypatch: pytest.Mon
             resolve(f"{module}.{name}")
 
 
-@pytest.mark.parametrize("page", ["prime-rl", "slime", "skyrl", "nemo-rl", "roll", "areal", "openrlhf"])  # fmt: skip
+@pytest.mark.parametrize("page", ["prime-rl", "slime", "skyrl", "nemo-rl", "roll", "areal", "openrlhf"])
 def test_pages_of_hooks_are_built_alike(page: str) -> None:
     text = (PAGES / f"{page}.md").read_text()
     facts = ["Version", "Tests here", "Run against the real package", "Not run"]
@@ -165,7 +165,11 @@ def test_pages_of_hooks_are_built_alike(page: str) -> None:
 
 
 def test_the_overviews_versions_are_those_of_the_pages() -> None:
-    rows = re.findall(r"^\| \[[^]]+\]\(([\w-]+)\.md\) \|.*\| (\d+\.\d+[\d.]*) \|[^|]*\|$", (PAGES / "README.md").read_text(), re.MULTILINE)  # fmt: skip
+    rows = re.findall(
+        r"^\| \[[^]]+\]\(([\w-]+)\.md\) \|.*\| (\d+\.\d+[\d.]*) \|[^|]*\|$",
+        (PAGES / "README.md").read_text(),
+        re.MULTILINE,
+    )
     assert len(rows) == 9
     for page, version in rows:
         assert version in (PAGES / f"{page}.md").read_text(), page

@@ -118,8 +118,10 @@ def model(logits: Tensor, **kwargs: Any) -> tuple[Tensor, dict[str, list[Tensor]
 @contextmanager
 def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.3.1") -> Iterator[Shares]:
     shares = Shares(1)
-    gather = {name: lambda *x, name=name: getattr(shares, name)(*x)
-              for name in ("all_gather_with_cp", "slice_log_prob_with_cp")}  # fmt: skip
+    gather = {
+        name: lambda *x, name=name: getattr(shares, name)(*x)
+        for name in ("all_gather_with_cp", "slice_log_prob_with_cp")
+    }
     one_process = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0, is_pipeline_last_stage=lambda: True)
     theirs = {"get_log_probs_and_entropy": model, "get_rollout_top_p_logprob_kwargs": lambda args, batch: {}}
     modules = {
@@ -454,11 +456,14 @@ def test_what_cannot_be_recorded_is_named(
 
 
 def test_flags_of_the_page_name_functions_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths, runs = 0, {
-        "--custom-tis-function-path": (slime.tis, tis_step),
-        "--custom-loss-function-path": (slime.loss, loss_step),
-        "--rollout-data-postprocess-path": (slime.record, lambda _: None),
-    }  # fmt: skip
+    paths, runs = (
+        0,
+        {
+            "--custom-tis-function-path": (slime.tis, tis_step),
+            "--custom-loss-function-path": (slime.loss, loss_step),
+            "--rollout-data-postprocess-path": (slime.record, lambda _: None),
+        },
+    )
     for block in code("slime.md", "bash"):
         words = shlex.split(block.replace("\\\n", " "), comments=True)
         env = dict(w.split("=", 1) for w in words if w.startswith("OFFDRIFT_"))

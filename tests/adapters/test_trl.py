@@ -29,7 +29,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "ACCELERATE_USE_CPU": "true",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
 def weights(run) -> torch.Tensor:
@@ -62,8 +68,10 @@ def test_accumulation_gives_the_step_of_the_whole(tmp_path, method, mode):
     """16 sequences at once, or in four micro-batches of 4 of unequal lengths."""
     from tests.adapters import trl_runs as runs
 
-    sizes = ({"per_device_train_batch_size": 16}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4})  # fmt: skip
-    whole, cut = (spread(trainer, runs.Sampler, tmp_path / str(i), method, mode, **size) for i, size in enumerate(sizes))  # fmt: skip
+    sizes = ({"per_device_train_batch_size": 16}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4})
+    whole, cut = (
+        spread(trainer, runs.Sampler, tmp_path / str(i), method, mode, **size) for i, size in enumerate(sizes)
+    )
     assert whole.args.gradient_accumulation_steps == 1
     start = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
     assert float((weights(whole) - start).abs().max()) > 1e-4
@@ -79,7 +87,13 @@ def test_several_iterations_and_late_updates_keep_the_old_policy(tmp_path):
     """Two passes over a generation of two updates: lags 0, 1, 2, 3, and 0 again."""
     config = {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 5}
     sampler = Sampler(0.01)
-    run = trainer(tmp_path, method="decoupled_geo_rs", settings={"gate.low": 0.9, "gate.high": 1.1}, rollout_func=sampler, config=config)  # fmt: skip
+    run = trainer(
+        tmp_path,
+        method="decoupled_geo_rs",
+        settings={"gate.low": 0.9, "gate.high": 1.1},
+        rollout_func=sampler,
+        config=config,
+    )
     run.train()
     rows = steps(run)
     assert [row["offdrift/version_lag/mean"] for row in rows] == [0, 1, 2, 3, 0]
@@ -93,7 +107,7 @@ def test_tools_write_no_token_that_trains(tmp_path):
     config = {"gradient_accumulation_steps": 2, "max_steps": 1}
     for mode in ("correct", "loss"):
         sampler = Sampler(holes=slice(3, 6))
-        run = trainer(tmp_path / mode, method="segment_tis", mode=mode, rollout_func=sampler, config=config)  # fmt: skip
+        run = trainer(tmp_path / mode, method="segment_tis", mode=mode, rollout_func=sampler, config=config)
         run.train()
         (row,) = steps(run)
         assert row["offdrift/batch/tokens"] == sum(len(ids) - 3 for ids, _ in sampler.said)
@@ -104,8 +118,15 @@ def test_tools_write_no_token_that_trains(tmp_path):
 
 def test_records_hold_what_was_drawn(tmp_path):
     sampler = Sampler(0.1)
-    config = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "beta": 0.1, "log_completions": True, "num_completions_to_print": 0}  # fmt: skip
-    run = trainer(tmp_path, method="decoupled_token_is", rollout_func=sampler, record=True, config=config)  # fmt: skip
+    config = {
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "beta": 0.1,
+        "log_completions": True,
+        "num_completions_to_print": 0,
+    }
+    run = trainer(tmp_path, method="decoupled_token_is", rollout_func=sampler, record=True, config=config)
     run.train()
     (file,) = (tmp_path / "rollouts").glob("*.parquet")
     batch = one(file)
@@ -139,7 +160,7 @@ def test_findings_are_in_the_logs(tmp_path, caplog):
     """Log-probs that are reported one token late are found, with TRL's words for the repair."""
     caplog.set_level(logging.INFO, logger="offdrift.trl")
     config = {"per_device_train_batch_size": 16, "max_steps": 4}
-    run = trainer(tmp_path, method="decoupled_token_is", rollout_func=Sampler(0.0, shift=True), config=config)  # fmt: skip
+    run = trainer(tmp_path, method="decoupled_token_is", rollout_func=Sampler(0.0, shift=True), config=config)
     run.train()
     assert steps(run)[-1]["offdrift/findings_stop"] >= 1
     assert any("neighbouring token" in f.symptom for f in run.offdrift.findings)
@@ -175,11 +196,11 @@ def test_an_engine_that_never_gets_weights_is_named(tmp_path, monkeypatch, clien
 
     monkeypatch.setattr(module, "VLLMClient", client)
     monkeypatch.setattr(module, "is_vllm_available", lambda: True)
-    config = {"use_vllm": True, "vllm_mode": "server", "max_steps": 8, "learning_rate": 3e-3, **config}  # fmt: skip
+    config = {"use_vllm": True, "vllm_mode": "server", "max_steps": 8, "learning_rate": 3e-3, **config}
     run = trainer(tmp_path, method="decoupled_token_is", config=config)
     run.train()
     rows, late = steps(run), "num_iterations" in config
-    assert [row["offdrift/version_lag/mean"] for row in rows] == ([0, 1, 2, 3] * 2 if late else [0] * 8)  # fmt: skip
+    assert [row["offdrift/version_lag/mean"] for row in rows] == ([0, 1, 2, 3] * 2 if late else [0] * 8)
     assert {row["offdrift/old/version_lag"] for row in rows} == {0}
     assert run.vllm_generation.vllm_client.synced == (2 if late else 8)
     assert rows[0]["offdrift/mismatch/k3"] < 0.002  # before the first update nobody can tell
@@ -204,7 +225,7 @@ def test_a_correction_that_cannot_act_ends_the_run(tmp_path, caplog):
         trainer(tmp_path, method="decoupled_token_is")
     silent = Sampler()
 
-    def without(prompts, trainer):  # fmt: skip
+    def without(prompts, trainer):
         return {**silent(prompts, trainer), "logprobs": None}
 
     with pytest.raises(LivenessError, match="the generation returned no log-probs"):
@@ -220,7 +241,9 @@ def test_a_trl_that_scores_elsewhere_is_refused(tmp_path, monkeypatch):
     run = trainer(tmp_path, method="decoupled_token_is", rollout_func=Sampler())
     from trl import GRPOTrainer
 
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda self, model, inputs: model(inputs["completion_ids"]).logits.sum())  # fmt: skip
+    monkeypatch.setattr(
+        GRPOTrainer, "_compute_loss", lambda self, model, inputs: model(inputs["completion_ids"]).logits.sum()
+    )
     with pytest.raises(FrameworkError, match="scores tokens in another place"):
         run.train()
 
@@ -232,7 +255,7 @@ def test_without_trl_the_module_loads_and_the_trainer_says_what_to_install():
         "try: t.OffdriftGRPOTrainer\n"
         "except ImportError as e: print(type(e).__name__, e)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("FrameworkError")
     assert frameworks.FRAMEWORKS["trl"].install in done.stdout
 
@@ -310,7 +333,7 @@ def test_the_script_of_the_page_runs(tmp_path):
     """It is the example's, to the letter."""
     (script,) = re.findall(r"```python\n(# examples/trl_grpo.py\n.*?)```", PAGE, re.DOTALL)
     assert script.partition("\n")[2] == EXAMPLE.read_text()
-    command = [sys.executable, str(EXAMPLE), "--out", str(tmp_path), "--steps", "2", "--warm-start", "0"]  # fmt: skip
+    command = [sys.executable, str(EXAMPLE), "--out", str(tmp_path), "--steps", "2", "--warm-start", "0"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step   1  reward" in done.stdout  # the second step draws nothing

@@ -44,9 +44,14 @@ PARITY = [(loss_type, how) for loss_type in LOSSES for how in modes(loss_type)]
 def test_weights_are_those_of_trl_where_it_has_them(loss_type, how):
     batch = sequence_batch(2, sequences=20)
     peer = theirs(
-        batch, loss_type=loss_type, beta=0.3, use_vllm=True, vllm_importance_sampling_mode=how,
-        vllm_importance_sampling_clip_max=1.2, vllm_importance_sampling_clip_min=0.8,
-    )  # fmt: skip
+        batch,
+        loss_type=loss_type,
+        beta=0.3,
+        use_vllm=True,
+        vllm_importance_sampling_mode=how,
+        vllm_importance_sampling_clip_max=1.2,
+        vllm_importance_sampling_clip_min=0.8,
+    )
     inputs = peer.generated()
     loss, gradient = peer.loss(inputs)
     mine = ours(batch, weight(how, cap=1.2, floor=0.8), loss_type=loss_type, beta=0.3)
@@ -67,9 +72,12 @@ def test_sequence_level_ratios(loss_type):
     if loss_type == "luspo":
         fields |= {"beta": 0.1}
     peer = theirs(
-        batch, **fields, use_vllm=True, vllm_importance_sampling_mode="token_truncate",
+        batch,
+        **fields,
+        use_vllm=True,
+        vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=1.2,
-    )  # fmt: skip
+    )
     loss, gradient = peer.loss(peer.generated())
     mine = ours(batch, weight("token_truncate", cap=1.2), **fields)
     found, slope = pushed(mine, generated(mine))
@@ -87,7 +95,7 @@ GATE = Gate(statistic="ratio", on="full", unit="seq_mean", low=0.95, high=1.05)
 )
 def test_gates_on_any_ratio_and_weights_in_trls_loss_are_those_of_ours(loss_type, row, per_token):
     """Also with an advantage per token, and under a gate that looks at the current policy."""
-    batch = random_batch(5, far=False, sequences=24) if per_token else sequence_batch(5, sequences=24)  # fmt: skip
+    batch = random_batch(5, far=False, sequences=24) if per_token else sequence_batch(5, sequences=24)
     part = Correction() & GATE & Weight(on="mismatch", cap=1.1)
     fields = {"cispo": {"epsilon_high": 5.0}}.get(loss_type, {})
     changes = {"sapo": {"objective.tau_negative": 1.25}}.get(loss_type, {})
@@ -146,8 +154,12 @@ def test_what_is_in_the_padding_does_not_matter(mode, loss_type):
     loss, gradient = pushed(mine, inputs_of(mine))
     assert float(gradient[batch.mask == 0].abs().max()) == 0
     for filling in (math.nan, 1e9, -1e9):
-        hurt = {k: getattr(batch, k).where(batch.mask > 0, filling) for k in ("rollout", "old", "logp", "advantages")}  # fmt: skip
-        changes = {"advantages": hurt["advantages"], "old_per_token_logps": hurt["old"], "sampling_per_token_logps": hurt["rollout"]}  # fmt: skip
+        hurt = {k: getattr(batch, k).where(batch.mask > 0, filling) for k in ("rollout", "old", "logp", "advantages")}
+        changes = {
+            "advantages": hurt["advantages"],
+            "old_per_token_logps": hurt["old"],
+            "sampling_per_token_logps": hurt["rollout"],
+        }
         again = ours(batch, row, mode, loss_type=loss_type)
         found, slope = pushed(again, inputs_of(again, **changes), logps=hurt["logp"])
         same(found, loss)
@@ -158,7 +170,11 @@ def test_what_is_in_the_padding_does_not_matter(mode, loss_type):
 def test_all_rejected_is_finite_and_pushes_nothing(mode, loss_type):
     """At log-ratios of +-800 nats, where TRL's own ratios overflow in float64."""
     batch = random_batch(1, far=True)
-    batch = replace(batch, logp=batch.logp.index_fill(1, torch.tensor([0]), -800.0), old=batch.old.index_fill(1, torch.tensor([1]), -800.0))  # fmt: skip
+    batch = replace(
+        batch,
+        logp=batch.logp.index_fill(1, torch.tensor([0]), -800.0),
+        old=batch.old.index_fill(1, torch.tensor([1]), -800.0),
+    )
     never = Gate(statistic="k2", on="full", unit="seq_max", high=1e-30)
     row = Method(objective=Clipped(), correction=Correction() & never, aggregate="token_mean")
     mine = ours(batch, row, mode, loss_type=loss_type)
@@ -216,7 +232,7 @@ def pieces(batch: Batch, row: Method, mode: str, **fields: Any) -> tuple[torch.T
     return pushed(mine, *parts)
 
 
-def same_as(expected: tuple[torch.Tensor, torch.Tensor], found: tuple[torch.Tensor, torch.Tensor]) -> None:  # fmt: skip
+def same_as(expected: tuple[torch.Tensor, torch.Tensor], found: tuple[torch.Tensor, torch.Tensor]) -> None:
     same(found[0], expected[0])
     same(found[1], expected[1])
     assert int((expected[1] != 0).sum()) >= 20
@@ -338,7 +354,7 @@ def test_a_step_that_cannot_be_seen_whole_is_refused():
 
 def test_a_correction_without_the_engines_log_probs_is_refused():
     blind = {"use_vllm": False, "rollout_func": None}
-    for row, mode in (("decoupled_token_is", "correct"), ("token_tis", "loss"), ("geo_mask", "correct")):  # fmt: skip
+    for row, mode in (("decoupled_token_is", "correct"), ("token_tis", "loss"), ("geo_mask", "correct")):
         with pytest.raises(LivenessError, match="use_vllm=True, or give a rollout_func"):
             made(method(row), mode, **blind)
     made(method("gspo"), "loss", **blind)  # reads the staleness alone
@@ -346,7 +362,9 @@ def test_a_correction_without_the_engines_log_probs_is_refused():
 
 def test_a_method_of_ones_own():
     """Objectives with a ratio are this library's in mode="loss", without a row."""
-    row = Method(objective=Reinforce(), correction=Correction() & Weight(on="full", cap=1.5), aggregate="seq_mean_token_mean")  # fmt: skip
+    row = Method(
+        objective=Reinforce(), correction=Correction() & Weight(on="full", cap=1.5), aggregate="seq_mean_token_mean"
+    )
     batch = random_batch(9)
     mine = ours(batch, row, "loss", loss_type="grpo")
     agree(packed_loss(row, batch), *pushed(mine, inputs_of(mine)))

@@ -58,7 +58,13 @@ def test_presets_read_from_verls_dataclass_and_from_omegaconf_are_the_rows(name)
 
 
 def test_the_table_has_a_line_for_every_key():
-    block = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_is_batch_normalize": True, "rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.5_2.0,0.1"}  # fmt: skip
+    block = {
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.5_5.0",
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "token_k1,seq_max_k2",
+        "rollout_rs_threshold": "0.5_2.0,0.1",
+    }
     lines = str(read_rollout_correction(block)).splitlines()
     assert [line.split()[0] for line in lines] == list(DEFAULTS)
     text = "\n".join(lines)
@@ -206,13 +212,17 @@ def test_the_command_at_the_top_of_the_page_is_composed_by_hydra():
     assert len(shared) >= 8
     assert "actor_rollout_ref.actor.policy_loss.loss_mode" in shared
     assert "ray_kwargs.ray_init.runtime_env.env_vars.OFFDRIFT_METHOD" in shared
-    assert not any(whole.select(cfg, f"algorithm.rollout_correction.{k}") for k in ("rollout_is", "rollout_rs", "bypass_mode"))  # fmt: skip
+    assert not any(
+        whole.select(cfg, f"algorithm.rollout_correction.{k}") for k in ("rollout_is", "rollout_rs", "bypass_mode")
+    )
 
 
 def test_numbers_and_tables_of_the_page_are_true():
     lost = len(METHODS) - len(runnable())
     assert f"registered {len(METHODS)} policy losses offdrift/<method> with verl ({lost} of them" in PAGE
-    table = str(read_rollout_correction({"rollout_is": "token", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.05}))  # fmt: skip
+    table = str(
+        read_rollout_correction({"rollout_is": "token", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.05})
+    )
     assert table in PAGE
     names = re.findall(r"`([a-z0-9_]+)`", PAGE[PAGE.index("## What is not possible") :])
     rows = [n for n in names if n in METHODS]

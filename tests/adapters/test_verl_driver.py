@@ -154,7 +154,10 @@ def test_metrics_alone_write_no_weights(helper):
 def test_padding_and_order_do_not_matter(helper, name):
     batch, order = random_batch(5), torch.randperm(14, generator=torch.Generator().manual_seed(3))
     garbage = torch.tensor(GARBAGE).double()[torch.arange(batch.width) % 4]
-    dirty = {f: getattr(batch, f).where(batch.mask.bool(), garbage)[order] for f in ("rollout", "old", "logp", "ref", "advantages")}  # fmt: skip
+    dirty = {
+        f: getattr(batch, f).where(batch.mask.bool(), garbage)[order]
+        for f in ("rollout", "old", "logp", "ref", "advantages")
+    }
     plugin.install(name)
     weights, _, metrics = corrected(helper, batch, OFF)
     plugin.install(name)
@@ -238,13 +241,25 @@ def test_which_of_verls_losses_a_weight_of_zero_rejects_in():
     batch = random_batch(1, far=False, per_token=False)
     weights = torch.ones_like(batch.old) * batch.mask
     weights[:, ::2] = 0
-    fields = {"policy_loss": {"loss_mode": "", "dro_beta": 1.0, "clip_cov_ratio": 0.1, "kl_cov_ratio": 0.1, "ppo_kl_coef": 0.0, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}}  # fmt: skip
+    fields = {
+        "policy_loss": {
+            "loss_mode": "",
+            "dro_beta": 1.0,
+            "clip_cov_ratio": 0.1,
+            "kl_cov_ratio": 0.1,
+            "ppo_kl_coef": 0.0,
+            "clip_cov_lb": 1.0,
+            "clip_cov_ub": 5.0,
+        }
+    }
     tried = set()
     for name in real_verl().core_algos.POLICY_LOSS_REGISTRY:
         if name.startswith("offdrift/") or name == "bypass_mode":
             continue
         cfg = actor_config(name)
-        object.__setattr__(cfg, "policy_loss", real_verl().OmegaConf.create(fields["policy_loss"] | {"loss_mode": name}))  # fmt: skip
+        object.__setattr__(
+            cfg, "policy_loss", real_verl().OmegaConf.create(fields["policy_loss"] | {"loss_mode": name})
+        )
         gradient = pushed(cfg, batch, weights=weights, tokens=batch.tokens, sequences=14)[1]
         assert bool(gradient[:, ::2].any()) == (name in WITHOUT), name
         assert int(gradient[:, 1::2].count_nonzero()) > 10
@@ -316,15 +331,22 @@ def test_a_correction_that_verl_does_not_call_is_an_error():
         estimated(called, data, config=algorithm())
 
 
-@pytest.mark.parametrize(("mode", "read"), [("vanilla", False), ("bypass_mode", True), ("offdrift/bypass_pg_is", True)])  # fmt: skip
+@pytest.mark.parametrize(("mode", "read"), [("vanilla", False), ("bypass_mode", True), ("offdrift/bypass_pg_is", True)])
 def test_a_block_that_the_loss_does_not_read_in_bypass_mode_is_an_error(mode, read):
     """verl's v1 trainer leaves `loss_mode` as it is; only "bypass_mode" looks at the block."""
     root = real_verl().OmegaConf.create(
         {
-            "algorithm": {"rollout_correction": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01, "bypass_mode": True, "loss_type": "reinforce"}},
+            "algorithm": {
+                "rollout_correction": {
+                    "rollout_rs": "seq_mean_k3",
+                    "rollout_rs_threshold": 0.01,
+                    "bypass_mode": True,
+                    "loss_type": "reinforce",
+                }
+            },
             "actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}}},
         }
-    )  # fmt: skip
+    )
     data = proto(random_batch(0))
     if read:
         estimated(Driver(), data, config=root.algorithm)
@@ -354,7 +376,16 @@ def test_bypass_mode_leaves_a_loss_of_ours_in_place(helper):
 
 # -- advantages -----------------------------------------------------------------------------------
 
-OWN = ["grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus"]  # fmt: skip
+OWN = [
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus_baseline",
+    "reinforce_plus_plus",
+]
 
 
 def rewarded(seed: int = 0):
@@ -412,9 +443,11 @@ def test_installed_estimators_see_the_whole_batch():
     rewards, mask, uids = rewarded(1)
     verl = real_verl()
     more = {
-        "token_level_rewards": rewards, "reward_baselines": torch.ones(14).double(),
-        "old_log_probs": -torch.ones(14, 9).double(), "sum_pi_squared": torch.full((14, 9), 0.3).double(),
-    }  # fmt: skip
+        "token_level_rewards": rewards,
+        "reward_baselines": torch.ones(14).double(),
+        "old_log_probs": -torch.ones(14, 9).double(),
+        "sum_pi_squared": torch.full((14, 9), 0.3).double(),
+    }
     for name in ("remax", "optimal_token_baseline", "opob"):
         data = verl.DataProto.from_dict(tensors={"response_mask": mask, **more}, non_tensors={"uid": uids})
         data = estimated(Driver(), data, f"offdrift/{name}")
@@ -447,7 +480,7 @@ def test_what_is_recorded_is_what_was_sampled(tmp_path, helper):
     plugin.install("geo_mask", record=tmp_path)
     driver = plugin._STATE["driver"]
     for step in (5, 6):
-        data = proto(batch, responses=tokens, advantages=batch.advantages, token_level_scores=batch.mask.double())  # fmt: skip
+        data = proto(batch, responses=tokens, advantages=batch.advantages, token_level_scores=batch.mask.double())
         data.non_tensor_batch["uid"] = uids
         data.meta_info["global_steps"] = step
         data, _ = helper.compute_rollout_correction_and_add_to_batch(data, OFF)
@@ -460,8 +493,11 @@ def test_what_is_recorded_is_what_was_sampled(tmp_path, helper):
     assert steps.tolist() == [5] * 14 + [6] * 14
     kept = batch.mask.bool()
     for field, expected in {
-        "tokens": tokens, "logp_rollout": batch.rollout, "logp_old": batch.old, "advantages": batch.advantages,
-    }.items():  # fmt: skip
+        "tokens": tokens,
+        "logp_rollout": batch.rollout,
+        "logp_old": batch.old,
+        "advantages": batch.advantages,
+    }.items():
         got = torch.cat([getattr(b, field) for b in found]).double()
         torch.testing.assert_close(got, expected[kept].double().repeat(2), rtol=1e-6, atol=1e-6)
     assert sum(b.num_tokens for b in found) == 2 * batch.tokens
@@ -472,9 +508,17 @@ def test_versions_groups_and_what_was_not_scored():
     broken = batch.rollout.clone()
     broken[0, 2] = math.nan
     record = logged(
-        {"response_mask": batch.mask, "rollout_log_probs": broken, "old_log_probs": batch.old, "rm_scores": batch.mask.double()},
-        ["b", "a"] * 7, step=9, version=8, rollout_version=torch.arange(14) % 3 + 5,
-    )  # fmt: skip
+        {
+            "response_mask": batch.mask,
+            "rollout_log_probs": broken,
+            "old_log_probs": batch.old,
+            "rm_scores": batch.mask.double(),
+        },
+        ["b", "a"] * 7,
+        step=9,
+        version=8,
+        rollout_version=torch.arange(14) % 3 + 5,
+    )
     assert record.num_tokens == batch.tokens - 1
     assert record.unscored["log-probs/missing"].tolist() == [1] + [0] * 13
     assert record.trainable is not None

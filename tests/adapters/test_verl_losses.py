@@ -17,7 +17,7 @@ from offdrift.methods import METHODS
 from tests.adapters.verl_run import BYPASS, GARBAGE, config, pushed, real_verl
 from tests.parity.peers import Batch, random_batch, same, verl_loss
 
-AGGREGATES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]  # fmt: skip
+AGGREGATES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 ROWS = runnable()
 WHOLE = [n for n in ROWS if loss_share(METHODS[n]).looks_ahead]
 PIECES = [n for n in ROWS if n not in WHOLE]
@@ -67,8 +67,11 @@ def test_every_method_is_registered_and_each_has_one_of_four_fates():
     assert len(ours) == len(METHODS) > 100
     fates = {name: modes(row) for name, row in METHODS.items()}
     assert {f: sum(x == f for x in fates.values()) for f in fates.values()} == {
-        "either": 26, "bypass": 33, "decoupled": 30, "none": 29,
-    }  # fmt: skip
+        "either": 26,
+        "bypass": 33,
+        "decoupled": 30,
+        "none": 29,
+    }
 
 
 def test_what_cannot_run_says_what_it_lacks():
@@ -206,9 +209,11 @@ def test_padding_order_and_width_do_not_matter(name):
 
     fields = ("rollout", "old", "logp", "ref", "advantages")
     again, back, _ = run(
-        name, how, Batch(**{f: moved(getattr(batch, f)) for f in fields}, mask=mask),
+        name,
+        how,
+        Batch(**{f: moved(getattr(batch, f)) for f in fields}, mask=mask),
         weights=None if weights is None else moved(weights),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(again, loss, rtol=1e-12, atol=1e-12)
     assert not bool(back[~mask.bool()].any())
     torch.testing.assert_close(back[:, :-10][order.argsort()], gradient, rtol=1e-12, atol=1e-12)
@@ -217,7 +222,7 @@ def test_padding_order_and_width_do_not_matter(name):
 @pytest.mark.parametrize("name", list(ROWS)[::8])
 def test_a_masked_micro_batch_is_zero_and_finite(name):
     batch = batch_for(name)
-    empty = replace(batch, mask=torch.zeros_like(batch.mask), logp=torch.full_like(batch.logp, math.nan))  # fmt: skip
+    empty = replace(batch, mask=torch.zeros_like(batch.mask), logp=torch.full_like(batch.logp, math.nan))
     weights = None if ROWS[name] != "decoupled" else torch.zeros_like(batch.old)
     loss, gradient, metrics = run(name, "token-mean", empty, counts=(50, 8), weights=weights)
     full = run(name, "token-mean", batch)[2]

@@ -32,8 +32,11 @@ def child(code: str, *folders: Path, **env: str) -> subprocess.CompletedProcess[
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
         env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | env,
-        capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
 
 
 def test_verl_finds_the_entry_point_registers_and_installs(tmp_path):
@@ -77,7 +80,7 @@ def test_by_module():
         from verl.trainer.ppo import core_algos
         print(any(n.startswith("offdrift/") for n in core_algos.POLICY_LOSS_REGISTRY))
     """
-    by_module = child(code, VERL_USE_EXTERNAL_MODULES="offdrift.adapters.verl", VERL_USE_EXTERNAL_PLUGINS="none")  # fmt: skip
+    by_module = child(code, VERL_USE_EXTERNAL_MODULES="offdrift.adapters.verl", VERL_USE_EXTERNAL_PLUGINS="none")
     assert by_module.stdout.split() == ["True"], by_module.stderr
 
 
@@ -116,7 +119,7 @@ def test_runs_once_after_the_whole_module(module):
 def test_what_is_asked_for_while_the_module_is_being_imported_waits_for_its_end(module):
     seen = []
     after_import(module, lambda m: seen.append(("outer", m.value)))
-    after_import("offdrift_inner", lambda _: after_import(module, lambda m: seen.append(("inner", m.value))))  # fmt: skip
+    after_import("offdrift_inner", lambda _: after_import(module, lambda m: seen.append(("inner", m.value))))
     importlib.import_module(module)
     assert seen == [("outer", 3), ("inner", 3)]
 

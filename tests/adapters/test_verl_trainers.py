@@ -14,7 +14,7 @@ import pytest
 from tests.adapters.verl_trainers import LENGTHS, REWARDS, tokens
 from tests.records.samples import flat, read_all
 
-NEEDED = {"v0": ("torchdata", "peft", "uvicorn"), "v1": ("torchdata", "peft", "uvicorn", "transfer_queue")}  # fmt: skip
+NEEDED = {"v0": ("torchdata", "peft", "uvicorn"), "v1": ("torchdata", "peft", "uvicorn", "transfer_queue")}
 
 
 @pytest.mark.slow
@@ -24,12 +24,15 @@ def test_the_advantage_step_of_a_trainer(trainer, tmp_path):
     absent = [m for m in NEEDED[trainer] if importlib.util.find_spec(m) is None]
     if absent:
         pytest.skip(f"verl's {trainer} trainer imports {', '.join(absent)}")
-    path = os.pathsep.join([str(Path("src").resolve()), str(Path().resolve()), os.environ.get("PYTHONPATH", "")])  # fmt: skip
+    path = os.pathsep.join([str(Path("src").resolve()), str(Path().resolve()), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.adapters.verl_trainers", trainer, str(tmp_path)],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     width = max(LENGTHS)
@@ -55,9 +58,11 @@ def test_the_advantage_step_of_a_trainer(trainer, tmp_path):
     assert record["tokens"] == [t for n in LENGTHS for t in range(n)]
     assert record["logp_rollout"] == pytest.approx([float(x) for r in rollout for x in r])
     assert record["logp_old"] == pytest.approx([float(x) for r in old for x in r])
-    assert record["advantages"] == pytest.approx([x for row, n in zip(found["advantages"], LENGTHS, strict=True) for x in row[:n]])  # fmt: skip
+    assert record["advantages"] == pytest.approx(
+        [x for row, n in zip(found["advantages"], LENGTHS, strict=True) for x in row[:n]]
+    )
     if trainer == "v1":
         assert record["version"] == [6] * 6
-        assert record["rollout_version"] == [5 + i % 2 for i, n in enumerate(LENGTHS) for _ in range(n)]  # fmt: skip
+        assert record["rollout_version"] == [5 + i % 2 for i, n in enumerate(LENGTHS) for _ in range(n)]
     else:
         assert "rollout_version" not in record

@@ -28,12 +28,12 @@ def ours(batch: Batch, method: Method, mode: str = "correct", **fields: Any) -> 
     """The same with the mixin; old log-probs are computed as TRL does for two iterations."""
 
     class Bare(load_trl().grpo):
-        def _get_per_token_logps_and_entropies(self, model: Any, ids: Tensor, *_: Any, **__: Any) -> Any:  # fmt: skip
+        def _get_per_token_logps_and_entropies(self, model: Any, ids: Tensor, *_: Any, **__: Any) -> Any:
             logps, entropies, _ = made.forward(model)
             rows = ids[:, 1] if len(ids) < len(logps) else slice(None)  # see `inputs_of`
             return logps[rows], entropies[rows], None
 
-    accelerator = SimpleNamespace(**vars(FIELDS["accelerator"]), unwrap_model=lambda model: model, sync_gradients=True)  # fmt: skip
+    accelerator = SimpleNamespace(**vars(FIELDS["accelerator"]), unwrap_model=lambda model: model, sync_gradients=True)
     defaults = {
         "num_iterations": 2,
         "use_vllm": True,
@@ -67,7 +67,7 @@ def generated(trainer: Trainer) -> dict[str, Any]:
     return inputs
 
 
-def pushed(trainer: Trainer, *pieces: dict[str, Any], logps: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def pushed(trainer: Trainer, *pieces: dict[str, Any], logps: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Summed loss and gradient over the micro-batches of one step, with `[b, t]` log-probs."""
     inner, leaf = trainer.trainer, trainer.batch.logp if logps is None else logps
     leaf = leaf.clone().requires_grad_()

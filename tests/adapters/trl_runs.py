@@ -23,7 +23,7 @@ def tiny_model() -> Qwen3ForCausalLM:
     shape = {**TINY_SHAPE, "hidden_size": 64, "intermediate_size": 128}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = Qwen3Config(**shape, num_hidden_layers=2, tie_word_embeddings=True, initializer_range=0.1)  # fmt: skip
+        config = Qwen3Config(**shape, num_hidden_layers=2, tie_word_embeddings=True, initializer_range=0.1)
         return Qwen3ForCausalLM(config)
 
 
@@ -55,7 +55,10 @@ class Sampler:
         model = trainer.accelerator.unwrap_model(trainer.model)
         training = model.training
         model.eval()  # else what is drawn is not what the model says
-        rows = [self.drawn(model, trainer.processing_class, p, prompts[:i].count(p) % trainer.num_generations) for i, p in enumerate(prompts)]  # fmt: skip
+        rows = [
+            self.drawn(model, trainer.processing_class, p, prompts[:i].count(p) % trainer.num_generations)
+            for i, p in enumerate(prompts)
+        ]
         model.train(training)
         self.said += [(ids, logps) for _, ids, logps in rows]
         names = ("prompt_ids", "completion_ids", "logprobs")
@@ -120,7 +123,9 @@ class Deaf(Client):
         self.synced += 1
 
 
-def trainer(folder: Path, *, base: type | None = None, model: Any = None, config: dict | None = None, **named: Any) -> Any:  # fmt: skip
+def trainer(
+    folder: Path, *, base: type | None = None, model: Any = None, config: dict | None = None, **named: Any
+) -> Any:
     """A trainer on the tiny model, ready to run.
 
     Args:

@@ -35,7 +35,7 @@ def tokens() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def scores() -> list[torch.Tensor]:
-    return [torch.cat([torch.zeros(n - 1), torch.tensor([r])]) for n, r in zip(LENGTHS, REWARDS, strict=True)]  # fmt: skip
+    return [torch.cat([torch.zeros(n - 1), torch.tensor([r])]) for n, r in zip(LENGTHS, REWARDS, strict=True)]
 
 
 def padded(xs: list[torch.Tensor]) -> torch.Tensor:
@@ -51,7 +51,7 @@ def v0(folder: str) -> dict:
     from offdrift.adapters import verl
 
     verl.install("geo_mask", record=folder)
-    assert Trainer._fit_compute_advantage.__globals__["compute_advantage"] is ray_trainer.compute_advantage  # fmt: skip
+    assert Trainer._fit_compute_advantage.__globals__["compute_advantage"] is ray_trainer.compute_advantage
     assert hasattr(rollout_corr_helper.compute_rollout_correction_and_add_to_batch, "__wrapped__")
     rollout, old = tokens()
     trainer = object.__new__(Trainer)
@@ -61,10 +61,12 @@ def v0(folder: str) -> dict:
         tensors={
             "responses": padded([torch.arange(n) for n in LENGTHS]),
             "response_mask": padded([torch.ones(n, dtype=torch.int64) for n in LENGTHS]),
-            "rollout_log_probs": padded(rollout), "old_log_probs": padded(old),
+            "rollout_log_probs": padded(rollout),
+            "old_log_probs": padded(old),
         },
-        non_tensors={"uid": np.array(UIDS, dtype=object)}, meta_info={"global_steps": 7},
-    )  # fmt: skip
+        non_tensors={"uid": np.array(UIDS, dtype=object)},
+        meta_info={"global_steps": 7},
+    )
     data = trainer._fit_compute_advantage(data)
     verl.uninstall()
     return told(data.batch, trainer.metrics)
@@ -88,11 +90,13 @@ def v1(folder: str) -> dict:
         fields = {
             "responses": [torch.arange(n) for n in LENGTHS],
             "response_mask": [torch.ones(n, dtype=torch.int64) for n in LENGTHS],
-            "rollout_log_probs": rollout, "old_log_probs": old, "rm_scores": scores(),
-        }  # fmt: skip
+            "rollout_log_probs": rollout,
+            "old_log_probs": old,
+            "rm_scores": scores(),
+        }
         held = {k: torch.nested.as_nested_tensor(x, layout=torch.jagged) for k, x in fields.items()}
         held["uid"] = NonTensorStack(*UIDS)
-        tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(held, batch_size=len(keys)), tags=tags)  # fmt: skip
+        tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(held, batch_size=len(keys)), tags=tags)
         trainer_class = type("Trainer", (trainer_base.PPOTrainer,), {"__abstractmethods__": frozenset()})
         trainer_class.__abstractmethods__ = frozenset()
         trainer = object.__new__(trainer_class)

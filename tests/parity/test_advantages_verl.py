@@ -146,7 +146,7 @@ def test_small_weights_lose_their_baseline_to_an_epsilon_in_verl(verl, how):
     """It is a weighted mean, so weights of 1e-5 should do what weights of 1 do."""
     batch = batch_for(how, 0)
     batch.padded["weight"] = batch.padded["weight"] / of_order_one(batch)
-    plain, without = ours(how, batch), ours(how, batch, weight=torch.zeros(len(batch.pack(batch.mask))).double())  # fmt: skip
+    plain, without = ours(how, batch), ours(how, batch, weight=torch.zeros(len(batch.pack(batch.mask))).double())
     batch.padded["weight"] = 1e-5 * batch.padded["weight"]
     torch.testing.assert_close(ours(how, batch), plain, rtol=0, atol=1e-7)
     given = {"rollout_is_weights": batch.padded["weight"]}
@@ -171,7 +171,7 @@ def test_the_deviation_of_a_lone_sequence_is_a_float32_one_in_verl(verl, how):
     assert apart[lone].max() > 1e-9
     if how == "grpo":  # gdpo's whitening spreads it over the batch
         assert apart[~lone].max() < 1e-9
-        torch.testing.assert_close(got[lone] * (1 + 1e-6), expected[lone] * (1 + 8 * 2**-23), rtol=0, atol=1e-12)  # fmt: skip
+        torch.testing.assert_close(got[lone] * (1 + 1e-6), expected[lone] * (1 + 8 * 2**-23), rtol=0, atol=1e-12)
     assert apart.max() < 1e-6
 
 
@@ -228,7 +228,7 @@ def test_whitening_divides_by_the_tokens_plus_epsilon_in_verl(verl):
     got = advantages(few.pack(rewards), few.segments, how="reinforce_plus_plus")
     expected = theirs(verl, "reinforce_plus_plus", few, rewards, config=SimpleNamespace(gamma=1.0))
     assert got.sum().abs() < 1e-9
-    torch.testing.assert_close(expected - got, torch.full((3,), 10001 * 1e-8 / 3).double(), rtol=1e-3, atol=0)  # fmt: skip
+    torch.testing.assert_close(expected - got, torch.full((3,), 10001 * 1e-8 / 3).double(), rtol=1e-3, atol=0)
 
 
 def test_best_of_one_is_an_error_on_both_sides(verl):

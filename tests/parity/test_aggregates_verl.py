@@ -26,13 +26,19 @@ def test_aggregates(verl, how, seed):
     packed = batch.pack()
     normalizer = {"token_mean": batch.tokens, "fixed": batch.sequences * 31}
     mine = aggregate(
-        packed.like_caller(batch.advantages), packed.segments, how=how,
+        packed.like_caller(batch.advantages),
+        packed.segments,
+        how=how,
         normalizer=float(normalizer.get(how, batch.sequences)),
-    )  # fmt: skip
+    )
     theirs = verl.core_algos.agg_loss(
-        batch.advantages, batch.mask, MODES[how], batch_num_tokens=batch.tokens,
-        global_batch_size=batch.sequences, loss_scale_factor=31,
-    )  # fmt: skip
+        batch.advantages,
+        batch.mask,
+        MODES[how],
+        batch_num_tokens=batch.tokens,
+        global_batch_size=batch.sequences,
+        loss_scale_factor=31,
+    )
     same(mine, theirs)
     assert abs(float(mine)) > 1e-4
 

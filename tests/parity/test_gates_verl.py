@@ -19,8 +19,19 @@ from offdrift.logprobs import LogProbs
 from offdrift.segments import Segments
 from tests.parity.peers import Batch, load_verl, random_batch, same, verl_correction
 
-MODES = ("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
-         "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")  # fmt: skip
+MODES = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
 SEEDS = range(6)
 
 
@@ -184,9 +195,12 @@ LIMITS = [
 def test_weights(verl, unit, threshold, limits, normalize, seed):
     batch = random_batch(seed)
     expected, mask, metrics = verl_correction(
-        verl, batch, rollout_is=unit, rollout_is_threshold=threshold,
+        verl,
+        batch,
+        rollout_is=unit,
+        rollout_is_threshold=threshold,
         rollout_is_batch_normalize=normalize,
-    )  # fmt: skip
+    )
     weight = Weight(on="mismatch", unit=unit, normalize=normalize, **limits)
     keep, given = decided(batch, weight)
     assert torch.equal(keep, mask)
@@ -214,9 +228,13 @@ def test_weights_are_normalized_before_anything_is_rejected(verl, seed):
     batch = random_batch(seed)
     threshold = random_threshold("seq_mean_k2", batch, seed)
     expected, mask, _ = verl_correction(
-        verl, batch, rollout_is="token", rollout_is_batch_normalize=True,
-        rollout_rs="seq_mean_k2", rollout_rs_threshold=threshold,
-    )  # fmt: skip
+        verl,
+        batch,
+        rollout_is="token",
+        rollout_is_batch_normalize=True,
+        rollout_rs="seq_mean_k2",
+        rollout_rs_threshold=threshold,
+    )
     keep, given = decided(
         batch, Weight(on="mismatch", cap=2.0, normalize=True), rejection("seq_mean_k2", threshold, on="mismatch")
     )
@@ -242,9 +260,11 @@ def test_a_mask_of_floats_shortens_verls_means(verl):
 
 def test_hand_made_gate_equals_the_mode():
     packed = LogProbs.pack(
-        torch.tensor([-1.0, -1.0]), None, torch.tensor([-0.9, -2.0]),
+        torch.tensor([-1.0, -1.0]),
+        None,
+        torch.tensor([-0.9, -2.0]),
         segments=Segments.from_lengths([1, 1]),
-    )  # fmt: skip
+    )
     gate = rejection("seq_max_k2", 0.01, on="mismatch")
     assert gate == Gate(statistic="k2", on="mismatch", unit="seq_max", high=0.01)
     assert gate.keep(packed).tolist() == [True, False]

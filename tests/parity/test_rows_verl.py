@@ -260,13 +260,20 @@ def test_sampled_stand_ins_of_trust_region_masking(verl, mode, threshold, seed):
     row = METHODS[{"seq_max_k2": "trm_max_k2", "seq_mean_k3": "trm_avg_k3"}[mode]]
     assert row.correction.gates == (rejection(mode, threshold, on="full"),)
     config = verl.RolloutCorrectionConfig(
-        bypass_mode=True, loss_type="ppo_clip", rollout_is=None, rollout_rs=mode,
+        bypass_mode=True,
+        loss_type="ppo_clip",
+        rollout_is=None,
+        rollout_rs=mode,
         rollout_rs_threshold=threshold,
-    )  # fmt: skip
+    )
     fields = actor(
-        verl, batch, policy_loss={"rollout_correction": config}, clip_ratio_low=1.0,
-        clip_ratio_high=NEVER, clip_ratio_c=NEVER,
-    )  # fmt: skip
+        verl,
+        batch,
+        policy_loss={"rollout_correction": config},
+        clip_ratio_low=1.0,
+        clip_ratio_high=NEVER,
+        clip_ratio_c=NEVER,
+    )
     theirs = verl_loss(verl, "bypass_mode", batch.bypass, fields, MODES[row.aggregate])
     mine = ours(row, batch)
     agree(mine, *theirs)

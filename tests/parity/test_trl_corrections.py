@@ -103,10 +103,12 @@ def generated(trl, batch: Batch, **fields: Any) -> tuple[Trainer, dict[str, Tens
 def test_vllm_ratios(trl, mode, low, high, seed):
     """dis.52, dis.53: TRL's limits are on both sides, if both are given."""
     trainer, inputs, batch = generated(
-        trl, sequence_batch(seed, sequences=20, far=high is not None),
-        vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=low,
+        trl,
+        sequence_batch(seed, sequences=20, far=high is not None),
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=low,
         vllm_importance_sampling_clip_max=high,
-    )  # fmt: skip
+    )
     weight = vllm_weight(mode, low, high)
     row = replace(METHODS["grpo"], correction=Correction() & weight)
     mine = ours(row, batch)
@@ -130,9 +132,11 @@ def test_other_losses_under_trls_default_ratio(trl, loss_type):
             "epsilon_high": objective.eps_high,
         }
     trainer, inputs, batch = generated(
-        trl, sequence_batch(3, sequences=20), **fields,
+        trl,
+        sequence_batch(3, sequences=20),
+        **fields,
         loss_type="grpo" if loss_type == "gspo" else loss_type,
-    )  # fmt: skip
+    )
     assert trainer.trainer.vllm_importance_sampling_mode == "sequence_mask"
     row = override(METHODS[name], changes)
     weight = vllm_weight("sequence_mask", None, 3.0)
@@ -144,9 +148,12 @@ def test_other_losses_under_trls_default_ratio(trl, loss_type):
 def test_ratios_beyond_20_nats(trl):
     """Without an upper limit TRL weighs such a token by e^30.5, and we by e^20."""
     _, inputs, batch = generated(
-        trl, sequence_batch(0, far=True), vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_min=0.5, vllm_importance_sampling_clip_max=None,
-    )  # fmt: skip
+        trl,
+        sequence_batch(0, far=True),
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_min=0.5,
+        vllm_importance_sampling_clip_max=None,
+    )
     packed = batch.pack()
     mine = packed.unpack(Weight(on="mismatch", floor=0.5)(packed).weight)
     same(mine, (inputs["importance_sampling_ratio"] * batch.mask).clamp(max=math.exp(20)))
@@ -167,18 +174,24 @@ def test_what_the_engine_could_not_score(trl):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_vespo_with_truncated_ratios(trl, seed):
     trainer, inputs, batch = generated(
-        trl, sequence_batch(seed, far=True), loss_type="vespo",
-        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
-    )  # fmt: skip
+        trl,
+        sequence_batch(seed, far=True),
+        loss_type="vespo",
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
+    )
     agree(ours(METHODS["vespo"], batch), *trainer.loss(inputs))
 
 
 def test_vespo_with_masked_ratios(trl):
     """TRL takes a masked token's ratio as 1e-8, so that its whole sequence vanishes; we truncate."""
     trainer, inputs, batch = generated(
-        trl, sequence_batch(1), loss_type="vespo",
-        vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=1.2,
-    )  # fmt: skip
+        trl,
+        sequence_batch(1),
+        loss_type="vespo",
+        vllm_importance_sampling_mode="token_mask",
+        vllm_importance_sampling_clip_max=1.2,
+    )
     gradient = trainer.loss(inputs)[1]
     mine = ours(override(METHODS["vespo"], {"weight.cap": 1.2}), batch)
     masked = ((inputs["importance_sampling_ratio"] == 0) & (batch.mask > 0)).any(-1)

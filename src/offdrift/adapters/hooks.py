@@ -84,9 +84,9 @@ def check_served(
         see a whole step, scales the learning rate, or cannot have its denominators in the advantages.
 
     Example:
-        >>> check_served(HookConfig.of("x", "icepop"))
+        >>> check_served(HookConfig.of("x", "icepop"))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        offdrift.errors.EvidenceError: x hands its hook no log-probs of the old policy (logp_old), which this method needs: choose another method
+        offdrift.errors.EvidenceError: x hands its hook no log-probs of the old policy (logp_old), ...
     """
     method, framework = only or config.row, config.framework
     needed = {
@@ -124,9 +124,9 @@ def correction_only(config: HookConfig, *, instead: str, hints: Mapping[str, str
     Raises: `MethodError` if there is nothing for the hook to do; `EvidenceError` if a part needs more.
 
     Example:
-        >>> correction_only(HookConfig.of("x", "token_tis"), instead="y")
+        >>> correction_only(HookConfig.of("x", "token_tis"), instead="y")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        offdrift.errors.EvidenceError: x hands this hook log-probs of the rollout and of the old policy, but no current ones and no advantages, which token_tis needs for [weight token ratio(full), truncate above 2]: use y, or a method on="mismatch"
+        offdrift.errors.EvidenceError: x hands this hook log-probs of the rollout and of the old policy, but ...
     """
     name, method = config.method, config.row
     parts = (*method.correction.gates, *method.correction.weights)
