@@ -334,8 +334,13 @@ def test_what_cannot_mean_anything_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("off_policy_mask_threshold", 0.5), ("top_entropy_quantile", 0.2), ("importance_sampling_level", "sequence"), ("delta", 4.0)],
-)  # fmt: skip
+    [
+        ("off_policy_mask_threshold", 0.5),
+        ("top_entropy_quantile", 0.2),
+        ("importance_sampling_level", "sequence"),
+        ("delta", 4.0),
+    ],
+)
 def test_settings_that_our_loss_would_drop_are_refused(name, value):
     with pytest.raises(MethodError, match=f"{name}.*correct"):
         made(method("token_tis"), "loss", **{name: value})

@@ -37,6 +37,7 @@ HOW = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 NEVER = 1e30
 """A dual clip that never acts; verl cannot switch it off."""
 GSPO = {"clip_ratio_low": 0.03, "clip_ratio_high": 0.04}
+CLIPS = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.25}
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +57,14 @@ def by_sequence(batch: Batch) -> Batch:
 
 
 LOSSES = [
-    ("vanilla", Clipped(eps_low=0.1, eps_high=0.25), {"clip_ratio_low": 0.1, "clip_ratio_high": 0.25, "clip_ratio_c": NEVER}),
-    ("vanilla", Clipped(eps_low=0.1, eps_high=0.25, dual_clip=1.3), {"clip_ratio_low": 0.1, "clip_ratio_high": 0.25, "clip_ratio_c": 1.3}),
+    ("vanilla", Clipped(eps_low=0.1, eps_high=0.25), {**CLIPS, "clip_ratio_c": NEVER}),
+    ("vanilla", Clipped(eps_low=0.1, eps_high=0.25, dual_clip=1.3), {**CLIPS, "clip_ratio_c": 1.3}),
     ("gspo", Clipped(unit="geometric", gradient="token", eps_low=0.03, eps_high=0.04), GSPO),
     ("sapo", Soft(tau_positive=1.0, tau_negative=1.05), {"tau_pos": 1.0, "tau_neg": 1.05}),
     ("sapo", Soft(tau_positive=0.5, tau_negative=3.0), {"tau_pos": 0.5, "tau_neg": 3.0}),
     ("dro", Quadratic(beta=0.1), {"beta": 0.1}),
     ("dro", Quadratic(beta=2.0), {"beta": 2.0}),
-]  # fmt: skip
+]
 """verl's loss, our objective, and the numbers that verl is given."""
 
 
