@@ -203,8 +203,10 @@ _REPORTED: set[str] = set()
 
 def _check_alive(name: str, share: Method, stats: DriftStats) -> None:
     """The first time that it can be told, log what each part of the loss did. Raises: `LivenessError`."""
-    numbers = {} if name in _REPORTED else stats.to_host()
-    if not numbers or undecided(numbers):
+    if name in _REPORTED:
+        return
+    strict, numbers = environment.on_idle() == "error", stats.to_host()
+    if undecided(numbers):
         return
     _REPORTED.add(name)
     LOG.info("offdrift/%s: %s", name, share.describe())
@@ -212,7 +214,7 @@ def _check_alive(name: str, share: Method, stats: DriftStats) -> None:
     for part in parts:
         LOG.log(logging.WARNING if part.dead else logging.INFO, "%s", part)
     dead = [str(p) for p in parts if p.dead]
-    if dead and environment.on_idle() == "error":
+    if dead and strict:
         raise LivenessError(
             f"offdrift/{name}: {'; '.join(dead)}. verl's old log-probs equal the current ones: it recomputed "
             "them (bypass_mode=false), or the engines agree to the last bit; OFFDRIFT_ON_IDLE=warn goes on "
