@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offdrift.batch_info import NO_INFO
+from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.methods import Method
 from offdrift.objectives.covariance import CovClipped, CovPenalized, covariance, token_keys
 from tests.parity.peers import MODES, Batch, agree, load_verl, ours, random_batch, same, verl_loss
@@ -98,7 +98,12 @@ def test_verl_clamps_no_log_ratio(verl):
     batch = replace(batch, rollout=batch.rollout.clone(), old=batch.old.clone(), logp=batch.logp.clone())
     batch.logp[0, 0], batch.old[0, 0] = -0.5, -30.5
     loss, gradient = theirs(verl, "kl_cov", batch, "token-sum", kl_cov_ratio=1.0, ppo_kl_coef=1.0)
-    mine = ours(Method(objective=CovPenalized(fraction=1.0), aggregate="token_mean"), batch, normalizer=1.0)
+    mine = ours(
+        Method(objective=CovPenalized(fraction=1.0), aggregate="token_mean"),
+        batch,
+        batch_info=BatchInfo(observed="this_batch"),
+        normalizer=1.0,
+    )
     a = float(batch.advantages[0, 0])
     at = lambda x: -a * torch.tensor(x, dtype=torch.float64).exp().item() + x  # noqa: E731
     assert (mine.loss - loss).item() == pytest.approx(at(20.0) - at(30.0), rel=1e-9)

@@ -112,18 +112,18 @@ def test_gspo_beyond_10_nats_is_limited_there_in_verl_and_at_20_here(verl):
 def test_geo_mean_is_gmpo(verl, seed, per_token):
     """As it is, the 1e-8 that verl adds to the lengths shows in the eighth digit, and is all that differs."""
     batch = random_batch(seed, far=False, per_token=per_token)
+    batch = replace(batch, advantages=batch.advantages.where(batch.advantages != 0, 0.5))
     if per_token:  # not pushed, and left out of the geometric mean
         batch.advantages[:, 1::4] = 0.0
     config = actor(verl, batch, clip_ratio_low=0.1, clip_ratio_high=0.2)
     theirs = verl_loss(verl, "geo_mean", batch, config, "token-mean")
     objective = GeometricClipped(eps_low=0.1, eps_high=0.2)
-    filled = replace(batch, mask=batch.mask)
-    rows = (filled.mask.sum(-1) > 0).nonzero().squeeze(-1)
-    mine = ours(Method(objective=objective, aggregate="seq_mean_token_mean"), filled, normalizer=float(len(batch.mask)))
+    mine = ours(Method(objective=objective, aggregate="seq_mean_token_mean"), batch)
     torch.testing.assert_close(mine[:2], theirs, rtol=0, atol=2e-8)
     leaf = batch.logp.clone().requires_grad_()
     lp = batch.pack(leaf)
     packed = lp.like_caller(batch.advantages)
+    rows = (lp.segments.mean(packed) != 0).nonzero().squeeze(-1)
     mean, lengths = lp.segments.mean(packed)[rows], lp.segments.lengths.double()[rows]
     shrink = lengths / (lengths + 1e-8)
     log_g = (lp.segments.mean(objective(lp, packed).loss)[rows] / -mean).log()
