@@ -16,9 +16,8 @@ import torch
 from offdrift.methods import Method
 from offdrift.objectives import Clipped
 from offdrift.objectives.base import Objective
-from offdrift.objectives.geometric import GeometricClipped
+from offdrift.objectives.clipped import GeometricClipped, Soft
 from offdrift.objectives.regression import Quadratic
-from offdrift.objectives.soft import Soft
 from tests.parity.peers import (
     MODES,
     Batch,
