@@ -1,9 +1,4 @@
-"""Checks before sampling and packing into `Rollouts` after it, the same for every engine.
-
-An engine file only knows how its backend samples. Which requests are refused (`check_request`), which
-responses answer the same prompt, how a response ended and where its tokens stand in the packed
-stream (`rollouts_from`) is decided here.
-"""
+"""Checks before sampling, and packing into `Rollouts` after it, the same for every engine."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +30,24 @@ MIN_TEMPERATURE = 0.01
 """Below it vLLM clamps in silence and float32 softmax overflows; greedy is `top_k=1`."""
 
 
+Tokens = Sequence[Sequence[int]]
+"""Token ids of several prompts, or of several responses."""
+
+
+class Request(NamedTuple):
+    """Responses that an engine is asked for: drawn from `seed`, or, if `forced`, those tokens followed."""
+
+    prompts: Tokens
+    sampling: Sampling
+    evidence: EvidenceKind
+    seed: int = 0
+    forced: Tokens | None = None
+
+    def part(self, rows: slice) -> Request:
+        """The same of some of the prompts."""
+        return self._replace(prompts=self.prompts[rows], forced=self.forced and self.forced[rows])
+
+
 @dataclass(frozen=True)
 class Draws:
     """Responses of a few consecutive prompts, packed: `n` tokens in `b` sequences."""
@@ -45,7 +59,7 @@ class Draws:
 
 
 def check_request(
-    prompts: Sequence[Sequence[int]],
+    prompts: Tokens,
     sampling: Sampling,
     evidence: EvidenceKind,
     *,
@@ -97,17 +111,13 @@ def check_request(
             f"{sampling.top_k} and sampling.top_p = {sampling.top_p} draw from a part of it; sample "
             'without filters (top_k = 0, top_p = 1), or record evidence = "full"'
         )
-    if evidence == "sampled":
-        return
     if isinstance(evidence, int) and not 0 < evidence <= vocab_size:
         raise EngineError(
             f"evidence = {evidence} top log-probs, but the vocabulary has {vocab_size} tokens; "
             'ask for 1 to that many, or for "full"'
         )
-    if isinstance(evidence, int):
-        per_token = 8 * evidence
-    else:
-        per_token = 4 * vocab_size if evidence == "full" else state_bytes
+    sizes = {"sampled": 0, "full": 4 * vocab_size, "hidden": state_bytes}
+    per_token = 8 * evidence if isinstance(evidence, int) else sizes[evidence]
     need = len(prompts) * sampling.max_tokens * per_token / 2**20
     if need > limit_mib:
         raise EngineError(
@@ -118,9 +128,7 @@ def check_request(
         )
 
 
-def rollouts_from(
-    draws: Sequence[Draws], prompts: Sequence[Sequence[int]], *, version: int, provenance: Provenance
-) -> Rollouts:
+def rollouts_from(draws: Sequence[Draws], prompts: Tokens, *, version: int, provenance: Provenance) -> Rollouts:
     """One batch from the draws of consecutive chunks of `prompts`.
 
     Equal prompts share a group. A response ended with "stop" if its last token is a stop token.
@@ -177,21 +185,16 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _joined_evidence(parts: list[Evidence | None]) -> Evidence | None:
+def _joined_evidence(parts: list[Any]) -> Evidence | None:
     """One evidence from those of all parts, which are of one kind."""
     match parts[0]:
         case HiddenStates(head=head):
-            return HiddenStates(_joined([p.states for p in parts]), head)  # type: ignore[union-attr]
+            return HiddenStates(_joined([p.states for p in parts]), head)
         case FullVocab():
-            return FullVocab(_joined([p.logp for p in parts]))  # type: ignore[union-attr]
+            return FullVocab(_joined([p.logp for p in parts]))
         case TopK():
-            ids = _joined([p.ids for p in parts])  # type: ignore[union-attr]
-            return TopK(ids, _joined([p.logp for p in parts]))  # type: ignore[union-attr]
+            return TopK(_joined([p.ids for p in parts]), _joined([p.logp for p in parts]))
     return None
-
-
-Tokens = Sequence[Sequence[int]]
-"""Token ids of several prompts, or of several responses."""
 
 
 class Drawing(ABC):
@@ -213,14 +216,11 @@ class Drawing(ABC):
     ) -> Rollouts:
         """One response per prompt, in order; see `Engine.generate`.
 
-        Raises: `EngineError` if the request makes no sense or does not fit this engine, if its
+        Raises: `EngineError` if the request makes no sense, the engine is closed, the recorded
             evidence outgrows the limit, or if hidden states are asked of a model or a backend that
             does not show them.
         """
-        self._check(prompts, sampling, evidence)
-        draws = self._draws(prompts, sampling, evidence, seed=seed)
-        provenance = self._provenance(sampling)
-        return rollouts_from(draws, prompts, version=self.version, provenance=provenance)
+        return self._rollouts(Request(prompts, sampling, evidence, seed))
 
     def rescore(
         self, rollouts: Rollouts, *, evidence: EvidenceKind = "full", sampling: Sampling | None = None
@@ -230,13 +230,9 @@ class Drawing(ABC):
         Raises: `EngineError` as `generate` does, if a filter excludes a token, or if the backend
             cannot be made to follow tokens.
         """
-        prompts, responses = prompts_of(rollouts), responses_of(rollouts)
-        sampling = sampling or rollouts.provenance.sampling
-        sampling = replace(sampling, max_tokens=max(map(len, responses)))
-        self._check(prompts, sampling, evidence)
-        draws = self._draws(prompts, sampling, evidence, seed=0, forced=responses)
-        provenance = self._provenance(sampling)
-        rescored = rollouts_from(draws, prompts, version=self.version, provenance=provenance)
+        responses = responses_of(rollouts)
+        sampling = replace(sampling or rollouts.provenance.sampling, max_tokens=max(map(len, responses)))
+        rescored = self._rollouts(Request(prompts_of(rollouts), sampling, evidence, forced=responses))
         if not torch.equal(rescored.tokens, rollouts.tokens.long()):
             raise EngineError(
                 f"engine {self.name!r} did not follow the tokens that it was given; "
@@ -245,26 +241,29 @@ class Drawing(ABC):
         return rollouts.with_(
             logp_rollout=rescored.logp_rollout,
             rollout_version=rescored.rollout_version,
-            provenance=provenance,
+            provenance=rescored.provenance,
             evidence=rescored.evidence,
         )
 
     @abstractmethod
-    def _draws(
-        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, *, seed: int, forced: Tokens | None = None
-    ) -> list[Draws]:
-        """Draw, or follow `forced` responses; consecutive prompts in each part."""
+    def _draws(self, request: Request) -> list[Draws]:
+        """Draw, or follow forced responses; consecutive prompts in each part."""
 
     @property
     @abstractmethod
     def _source(self) -> tuple[str, str]:
         """The backend's version, and what the model is called."""
 
-    def _check(self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind) -> None:
+    def _rollouts(self, request: Request) -> Rollouts:
+        self._check(request)
+        draws = self._draws(request)
+        engine_version, model = self._source
+        provenance = Provenance(self.name, engine_version, model, self.dtype, self.quantization, request.sampling)
+        return rollouts_from(draws, request.prompts, version=self.version, provenance=provenance)
+
+    def _check(self, request: Request) -> None:
         check_request(
-            prompts,
-            sampling,
-            evidence,
+            *request[:3],
             vocab_size=self.vocab_size,
             state_bytes=self._state_bytes,
             limit_mib=self.evidence_limit_mib,
@@ -275,17 +274,6 @@ class Drawing(ABC):
         assert isinstance(draws.evidence, HiddenStates)
         check_states(draws.evidence, draws.tokens, draws.logp, temperature=sampling.temperature, engine=self.name)
         return draws
-
-    def _provenance(self, sampling: Sampling) -> Provenance:
-        engine_version, model = self._source
-        return Provenance(
-            engine=self.name,
-            engine_version=engine_version,
-            model=model,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            sampling=sampling,
-        )
 
 
 def pieces(count: int, size: int) -> list[slice]:

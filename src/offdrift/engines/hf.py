@@ -12,8 +12,7 @@ the same seed draws other tokens, because the backend draws a whole batch from o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -34,11 +33,11 @@ from transformers import (
 from transformers.utils import logging
 
 from offdrift.divergence.head import Head
-from offdrift.engines.generate import Drawing, Draws, Tokens, pieces
+from offdrift.engines.generate import Drawing, Draws, Request, Tokens, pieces
 from offdrift.engines.output_head import HeadInput, compute_head_in, head_input, head_of, kept
 from offdrift.engines.routing import routes_of
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling, TopK
+from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, HiddenStates, Rollouts, TopK
 
 
 class TransformersEngine(Drawing):
@@ -104,7 +103,15 @@ class TransformersEngine(Drawing):
         self._rounded = matrices(model) if quantization == "int8" else {}
         self._head: Head | None = None
         weights = [(name, weight.detach()) for name, weight in source.named_parameters()]
-        self._model: PreTrainedModel | None = _frozen(model, getattr(torch, dtype))
+        self._model: PreTrainedModel | None = model.eval()
+        if getattr(model, "is_gradient_checkpointing", False):
+            model.gradient_checkpointing_disable()
+        for parameter in model.parameters():
+            # Parameters only: rotary frequencies are buffers, which real engines keep in float32.
+            parameter.requires_grad_(False).grad = None
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        # generate() fills whatever a request leaves open from here: top_k, penalties, stop tokens.
+        model.generation_config = GenerationConfig()
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
         if head_dtype is not None:
@@ -112,7 +119,6 @@ class TransformersEngine(Drawing):
         if as_in_training:
             model.gradient_checkpointing_enable()
             model.train()
-        self._expected = _quiet if as_in_training else nullcontext
         self.load_weights(weights, version=version)
 
     @property
@@ -136,8 +142,16 @@ class TransformersEngine(Drawing):
         with torch.no_grad():
             for name, weight in weights:
                 target = own.get(name)
-                if target is None or target.shape != weight.shape:
-                    raise EngineError(_misfit(name, weight, target, own))
+                if target is None:
+                    raise EngineError(
+                        f"weight {name!r} is not one of this model's ({next(iter(own))!r}, ...); "
+                        "give the trainer's named_parameters(), unwrapped"
+                    )
+                if target.shape != weight.shape:
+                    raise EngineError(
+                        f"weight {name!r} has shape {tuple(weight.shape)}, the engine's has "
+                        f"{tuple(target.shape)}; the trainer holds another model"
+                    )
                 dim = self._rounded.get(name)
                 target.copy_(weight if dim is None else int8_grid(weight.float(), dim=dim))
                 stale.discard(name)
@@ -153,33 +167,60 @@ class TransformersEngine(Drawing):
         """Free the copy of the model. Idempotent."""
         self._model = None
 
-    def _draws(
-        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, *, seed: int, forced: Tokens | None = None
-    ) -> list[Draws]:
-        parts = pieces(len(prompts), self.batch_size)
-        with torch.no_grad(), _own_random_stream(self.model.device, seed):
-            return [self._draw(prompts[p], sampling, evidence, None if forced is None else forced[p]) for p in parts]
+    def _draws(self, request: Request) -> list[Draws]:
+        device = self.model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+            torch.default_generator.manual_seed(request.seed)
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(request.seed)
+            return [self._draw(request.part(p)) for p in pieces(len(request.prompts), self.batch_size)]
 
-    def _draw(self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, forced: Tokens | None) -> Draws:
-        if evidence != "hidden":
-            return self._drawn(prompts, sampling, Recorder(evidence), forced)
+    def _draw(self, request: Request) -> Draws:
+        if request.evidence != "hidden":
+            return self._drawn(request, Recorder(request.evidence))
         self._head = self._head or kept(head_of(self.model))
         with head_input(self.model) as consumed:
-            draws = self._drawn(prompts, sampling, Recorder("hidden", self._head, consumed), forced)
-        return self._checked(draws, sampling)
+            draws = self._drawn(request, Recorder("hidden", self._head, consumed))
+        return self._checked(draws, request.sampling)
 
-    def _drawn(self, prompts: Tokens, sampling: Sampling, recorder: Recorder, forced: Tokens | None) -> Draws:
-        ids, mask = left_padded(prompts, self.model.device)
-        forcing = [] if forced is None else [TeacherForcing(forced, self.model.device)]
+    def _drawn(self, request: Request, recorder: Recorder) -> Draws:
+        """Plain sampling behind separate filters, so that the recorder stands between the two."""
+        ids, mask = left_padded(request.prompts, self.model.device)
+        sampling, forced = request.sampling, request.forced
+        processors: list[LogitsProcessor] = []
+        if sampling.temperature != 1:
+            processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k:
+            processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            processors.append(TopPLogitsWarper(sampling.top_p))
+        processors.append(recorder)
         if forced is not None:
+            processors.append(TeacherForcing(forced, self.model.device))
             sampling = replace(sampling, max_tokens=max(map(len, forced)), stop_token_ids=())
-        with self._expected():
+        plain = GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=list(sampling.stop_token_ids) or None,
+            pad_token_id=PAD,
+            use_cache=True,
+        )
+        level = logging.get_verbosity()
+        if self.model.training:  # which is intended here, and which transformers warns of
+            logging.set_verbosity_error()
+        try:
             output = self.model.generate(  # type: ignore[operator]
                 input_ids=ids,
                 attention_mask=mask,
-                generation_config=_generation_config(sampling),
-                logits_processor=LogitsProcessorList([*_filters(sampling), recorder, *forcing]),
+                generation_config=plain,
+                logits_processor=LogitsProcessorList(processors),
             )
+        finally:
+            logging.set_verbosity(level)
         tokens = output[:, ids.shape[1] :]
         if forced is None:
             return recorder.draws(tokens, response_lengths(tokens, sampling.stop_token_ids))
@@ -189,80 +230,6 @@ class TransformersEngine(Drawing):
     def _source(self) -> tuple[str, str]:
         name = self.model.config.name_or_path or type(self.model).__name__
         return transformers.__version__, name
-
-
-def _frozen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in eval mode, at `dtype`, without the settings that a trainer leaves behind."""
-    if getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()
-    for parameter in model.parameters():
-        # Parameters only: rotary frequencies are buffers, which real engines keep in float32.
-        parameter.requires_grad_(False).grad = None
-        parameter.data = parameter.data.to(dtype)
-    # generate() fills whatever a request leaves open from here: top_k, penalties, stop tokens.
-    model.generation_config = GenerationConfig()
-    return model.eval()
-
-
-def _generation_config(sampling: Sampling) -> GenerationConfig:
-    """Plain sampling; filters are separate processors, so that the recorder stands behind them."""
-    return GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=sampling.max_tokens,
-        eos_token_id=list(sampling.stop_token_ids) or None,
-        pad_token_id=PAD,
-        use_cache=True,
-    )
-
-
-def _filters(sampling: Sampling) -> Iterator[LogitsProcessor]:
-    if sampling.temperature != 1:
-        yield TemperatureLogitsWarper(float(sampling.temperature))
-    if sampling.top_k:
-        yield TopKLogitsWarper(sampling.top_k)
-    if sampling.top_p < 1:
-        yield TopPLogitsWarper(sampling.top_p)
-
-
-@contextmanager
-def _own_random_stream(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw from `seed` on `device`; the host's random state is as before afterwards."""
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.default_generator.manual_seed(seed)
-        for each in cuda:
-            with torch.cuda.device(each):
-                torch.cuda.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' warnings about train mode, which is intended here."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-
-
-def _misfit(name: str, weight: Tensor, target: Tensor | None, own: Mapping[str, Tensor]) -> str:
-    if target is None:
-        return (
-            f"weight {name!r} is not one of this model's ({next(iter(own))!r}, ...); "
-            "give the trainer's named_parameters(), unwrapped"
-        )
-    return (
-        f"weight {name!r} has shape {tuple(weight.shape)}, the engine's has "
-        f"{tuple(target.shape)}; the trainer holds another model"
-    )
-
-
-# -- logits processors: record sampled log-probs, or force given tokens ----------------------------
 
 
 PAD = 0
@@ -336,9 +303,7 @@ class TeacherForcing:
         return alone.scatter_(1, next(self.steps)[:, None], 0.0)
 
 
-def left_padded(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+def left_padded(prompts: Tokens, device: torch.device) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
     """Prompts flush right, and the mask of what is a prompt, by length."""
     width = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in prompts], device=device)
@@ -352,9 +317,6 @@ def response_lengths(tokens: Int[Tensor, "b t"], stops: tuple[int, ...]) -> Int[
     is_stop = torch.isin(tokens, torch.tensor(stops, dtype=tokens.dtype, device=tokens.device))
     first = is_stop.int().argmax(1) + 1
     return first.where(is_stop.any(1), tokens.shape[1])
-
-
-# -- weights on an int8 grid ----------------------------------------------------------------------
 
 
 INT8_LEVELS = 127
@@ -384,11 +346,11 @@ def matrices(model: nn.Module) -> dict[str, int]:
     `[experts, in, out]` where the module says that it is transposed).
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    found: dict[str, int] = {}
+    dims: dict[str, int] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
-            found[f"{path}.weight"] = -1
+            dims[f"{path}.weight"] = -1
         for name, weight in module.named_parameters(recurse=False):
             if weight.ndim == 3 and "expert" in path:
-                found[f"{path}.{name}"] = -2 if getattr(module, "is_transposed", False) else -1
-    return found
+                dims[f"{path}.{name}"] = -2 if getattr(module, "is_transposed", False) else -1
+    return dims

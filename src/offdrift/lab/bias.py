@@ -23,8 +23,9 @@ Reference: Li et al., arXiv:2512.23075v5, section 2 (J and its surrogate).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -175,40 +176,78 @@ def expected_gradient(
             )
     horizon = rollout.horizon
     sequences = _population(rollout.law()[0])
-    contexts, tokens = _places(sequences, rollout.vocab, horizon)
+    # Context and token at every position: contexts are numbered level by level.
+    steps = torch.arange(horizon)
+    prefix = sequences.unsqueeze(1) // rollout.vocab ** (horizon - 1 - steps)
+    before = torch.tensor([sum(rollout.vocab**s for s in range(t)) for t in range(horizon)])
+    contexts, tokens = (before + prefix // rollout.vocab).flatten(), (prefix % rollout.vocab).flatten()
     leaf = logits.detach().requires_grad_()
-    logp_old = _rows(old).log()[contexts, tokens]
-    turns = [n for n in (horizon // 2, horizon - horizon // 2) if n]
-    segments = Segments.from_lengths(
-        [horizon] * len(sequences),
-        turns=Segments.from_lengths(turns * len(sequences)),
-        group_ids=torch.zeros(len(sequences), dtype=torch.int64),
-    )
-    batch = LogProbs.pack(
-        _rows(rollout).log()[contexts, tokens],
+    loss = exact_loss(
+        row,
+        {"rollout": _rows(rollout), "old": _rows(old), "current": _rows(policy_of(leaf))},
+        contexts,
+        tokens,
         leaf.log_softmax(-1)[contexts, tokens],
-        logp_old,
-        logp_ref=logp_old,
-        segments=segments,
+        rewards=rewards[sequences],
+        baseline=rollout.law()[0] @ rewards,
+        turns=[n for n in (horizon // 2, horizon - horizon // 2) if n],
+        divisor=float(len(sequences)),
     )
-    advantages = rewards[sequences] - rollout.law()[0] @ rewards
-    entropy = torch.special.entr(_rows(old)).sum(-1)
-    sampled = float(len(sequences))
-    result = policy_loss(
+    return -torch.autograd.grad(loss, leaf)[0]
+
+
+def exact_loss(
+    row: Method,
+    laws: Mapping[str, Float[Tensor, "c v"]],
+    contexts: Int[Tensor, " n"],
+    tokens: Int[Tensor, " n"],
+    logp: Float[Tensor, " n"],
+    *,
+    rewards: Float[Tensor, " b"],
+    baseline: Float[Tensor, "*one"],
+    turns: Sequence[int],
+    divisor: float,
+) -> Float[Tensor, ""]:
+    """The loss of one step: answers of equal length to one prompt, with what enumeration knows exactly.
+
+    Advantages are rewards minus `baseline`; the old policy is also the reference.
+
+    Args:
+        laws: probabilities of the next token in every context, of "rollout", "old" and "current".
+        contexts, tokens: of the packed sequences.
+        logp: log-probs of the current policy.
+        turns: lengths of the turns of each sequence.
+        divisor: of the summed loss where every token is pushed by its advantage.
+
+    Gradient: to `logp`, and to the current policy's laws through divergences.
+    """
+    horizon, sequences = sum(turns), len(rewards)
+    segments = Segments.from_lengths(
+        torch.full((sequences,), horizon),
+        turns=Segments.from_lengths(torch.tensor(turns).repeat(sequences)),
+        group_ids=torch.zeros(sequences, dtype=torch.int64),
+    )
+    exact = {
+        f"{kind}_{a}_{b}": function(laws[a], laws[b])[contexts]
+        for kind, function in (("kl", token_kl), ("tv", token_tv))
+        for a, b in itertools.combinations(("rollout", "old", "current"), 2)
+    }
+    old = laws["old"].log()[contexts, tokens]
+    batch = LogProbs.pack(laws["rollout"].log()[contexts, tokens], logp, old, logp_ref=old, segments=segments)
+    return policy_loss(
         batch,
         replace(row, penalty=None),
-        batch.segments.spread(advantages),
+        segments.spread(rewards - baseline),
         BatchInfo(
-            divergences=_divergences(rollout, old, policy_of(leaf), contexts),
-            entropy=entropy[contexts],
-            vocab=rollout.vocab,
-            rewards=rewards[sequences],
-            version_lag=torch.ones_like(batch.logp_rollout),
+            divergences={name: Divergence.exact(name, value) for name, value in exact.items()},
+            entropy=torch.special.entr(laws["old"]).sum(-1)[contexts],
+            vocab=laws["old"].shape[1],
+            rewards=rewards,
+            version_lag=torch.ones_like(old),
             observed="this_batch",
         ),
-        normalizer=sampled / horizon if row.aggregate == "seq_mean_token_mean" else sampled,
-    )
-    return -torch.autograd.grad(result.loss, leaf)[0]
+        normalizer=divisor / horizon if row.aggregate == "seq_mean_token_mean" else divisor,
+    ).loss
 
 
 def relative_bias(row: Method, scale: float | int, *, problems: Sequence[Problem] | None = None) -> float:
@@ -294,27 +333,3 @@ def _population(law: Float[Tensor, " y"]) -> Int[Tensor, " b"]:
         )
     counts = copies[whole.byte().argmax()].round().long()
     return torch.arange(len(law)).repeat_interleave(counts)
-
-
-def _places(sequences: Int[Tensor, " b"], vocab: int, horizon: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
-    """Context and token at every position of the packed sequences."""
-    steps = torch.arange(horizon)
-    prefix = sequences.unsqueeze(1) // vocab ** (horizon - 1 - steps)
-    before = torch.tensor([sum(vocab**s for s in range(t)) for t in range(horizon)])
-    return (before + prefix // vocab).flatten(), (prefix % vocab).flatten()
-
-
-def _divergences(
-    rollout: TabularPolicy, old: TabularPolicy, current: TabularPolicy, contexts: Int[Tensor, " n"]
-) -> dict[str, Divergence]:
-    """Exact divergences at every token, by the names that gates and penalties read.
-
-    Gradient: to `current`.
-    """
-    policies = {"rollout": _rows(rollout), "old": _rows(old), "current": _rows(current)}
-    exact = {}
-    for kind, function in (("kl", token_kl), ("tv", token_tv)):
-        for one, other in (("rollout", "current"), ("rollout", "old"), ("old", "current")):
-            name = f"{kind}_{one}_{other}"
-            exact[name] = Divergence.exact(name, function(policies[one], policies[other])[contexts])
-    return exact

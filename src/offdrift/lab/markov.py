@@ -7,7 +7,6 @@ states, drawn from `start`. A `MarkovPolicy` holds one distribution over tokens 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -157,11 +156,6 @@ def prompts(automaton: Automaton, laws: Sequence[float]) -> Automaton:
     return Automaton((automaton.next_state + shifts).flatten(0, 1), start)
 
 
-def random_automaton(states: int, vocab: int, *, generator: torch.Generator) -> Automaton:
-    """Any token leads anywhere; starts in state 0."""
-    return _from_zero(torch.randint(states, (states, vocab), generator=generator))
-
-
 def _from_zero(next_state: Int[Tensor, "s v"]) -> Automaton:
     start = torch.zeros(len(next_state), dtype=torch.float64)
     start[0] = 1
@@ -291,18 +285,6 @@ def from_logits(automaton: Automaton, logits: Float[Tensor, "p t s v"], horizon:
     return MarkovPolicy(automaton, logits.softmax(-1), horizon)
 
 
-def low_rank(
-    automaton: Automaton, left: Float[Tensor, "p t s r"], right: Float[Tensor, "p r v"], horizon: int
-) -> MarkovPolicy:
-    """Policies with logits of rank r, as hidden states and an output layer have.
-
-        logits = left @ right
-
-    Gradient: to `left` and `right`.
-    """
-    return from_logits(automaton, left @ right[:, None], horizon)
-
-
 def random_markov(
     automaton: Automaton,
     pairs: int,
@@ -373,18 +355,12 @@ def backward(
     *,
     final: Float[Tensor, "p s"],
     source: Float[Tensor, "p horizon s"] | None = None,
-    limit: float = math.inf,
 ) -> Float[Tensor, "p t1 s"]:
-    """x_t = source_t + K_t x_{t+1} for t = T .. 1, with x_{T+1} = final. Gradient: to all.
-
-    Args:
-        limit: what x is cut at; a finite one keeps 0 * inf out of sums that overflow.
-    """
+    """x_t = source_t + K_t x_{t+1} for t = T .. 1, with x_{T+1} = final. Gradient: to all."""
     rows = [final]
     for t in reversed(range(horizon)):
         back = (kernel[:, t if kernel.shape[1] > 1 else 0] @ rows[-1].unsqueeze(-1)).squeeze(-1)
-        back = back if source is None else back + source[:, t]
-        rows.append(back if limit == math.inf else back.clamp(max=limit))
+        rows.append(back if source is None else back + source[:, t])
     return torch.stack(rows[::-1], dim=1)
 
 

@@ -299,15 +299,6 @@ def weights_by_sequence(
     return shift, error
 
 
-def surrogate_weights(rollout: TabularPolicy, current: TabularPolicy) -> Float[Tensor, "p y"]:
-    """How much the reward of each sequence counts in L': mu(y) sum_t (w_t - 1).
-
-    Gradient: to both policies' levels.
-    """
-    shift, error = weights_by_sequence(rollout, current)
-    return shift - error
-
-
 def error_weights(rollout: TabularPolicy, current: TabularPolicy) -> Float[Tensor, "p y"]:
     """How much the reward of each sequence counts in the error: Error = sum_y weight(y) R(y).
 

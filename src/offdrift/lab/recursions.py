@@ -6,8 +6,8 @@ computed as a difference of large numbers: with e_t = d_t^pi - d_t^mu and F_t th
     e_{t+1} = e_t pi_t + d_t (pi_t - mu_t)        shift of the contexts
     F_{t+1} = F_t mu_t + e_t (pi_t - mu_t)        Error = sum_s F_{T+1}(s) R(s)
 
-so the error, of second order in the drift, keeps its digits however small it is. Hellinger and
-chi-squared are recursions of non-negative terms for the same reason.
+so the error, of second order in the drift, keeps its digits however small it is. The Hellinger
+distance is a recursion of non-negative terms for the same reason.
 
 Reference: Li et al., arXiv:2512.23075v5, Definitions 2.2-2.3, eqs. 3 and 9.
 """
@@ -24,8 +24,6 @@ from torch import Tensor
 from offdrift.errors import ShapeError
 from offdrift.lab.markov import MarkovPolicy, backward
 from offdrift.lab.policy import Returns, refuse_rewards, token_kl, token_tv
-
-_LARGEST = torch.finfo(torch.float64).max
 
 
 @dataclass(frozen=True)
@@ -125,14 +123,6 @@ def markov_returns(
     return Returns(j_rollout, j_rollout + surrogate + error, surrogate, error)
 
 
-def context_shift(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[Tensor, "p t1 s"]:
-    """e_t = d_t^pi - d_t^mu: how much likelier each state is, before position t = 1 .. T + 1.
-
-    Gradient: to both policies' tokens.
-    """
-    return _together(rollout, current)[1]
-
-
 def state_error_weights(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[Tensor, "p s"]:
     """How much the reward of each last state counts in the error: Error = sum_s weight(s) R(s).
 
@@ -149,29 +139,14 @@ def worst_state_rewards(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[T
 def squared_hellinger(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[Tensor, " p"]:
     """1 - E_rollout[sqrt(w)] of whole sequences; h <= TV <= sqrt(h (2 - h)).
 
-    By h_t(s) = h(s) + sum_v sqrt(mu pi) h_{t+1}(next): terms that only add.
+    By h_t(s) = h(s) + sum_v sqrt(mu pi) h_{t+1}(next), averaged over the start: terms that only add.
     """
     _same_tree(rollout, current)
-    mu, pi = rollout.tokens, current.tokens
-    row = (mu.sqrt() - pi.sqrt()).square().sum(-1) / 2
-    return _from_start(rollout, (mu * pi).sqrt(), row)
-
-
-def chi2_seq(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[Tensor, " p"]:
-    """E_rollout[w^2] - 1 of whole sequences, w = current / rollout: the variance of their weights.
-
-    By c_t(s) = c(s) + sum_v (pi^2 / mu) c_{t+1}(next): terms that only add. Infinite where the
-    rollout policy cannot draw what the current one can, and above 1e308.
-    """
-    _same_tree(rollout, current)
-    mu, pi = rollout.tokens, current.tokens
-    drawn = mu > 0
-    safe = mu.where(drawn, 1.0)
-    row = ((pi - mu).square() / safe).where(drawn, 0.0).sum(-1)
-    chi2 = _from_start(rollout, (pi.square() / safe).where(drawn, 0.0), row)
-    missed = ((pi > 0) & ~drawn).any(-1)
-    both = rollout.reached()[:, :-1] * current.reached()[:, :-1] > 0
-    return chi2.where(~(both & missed).any(2).any(1) & (chi2 < _LARGEST), math.inf)
+    mu, pi, machine = rollout.tokens, current.tokens, rollout.automaton
+    row = ((mu.sqrt() - pi.sqrt()).square().sum(-1) / 2).expand(-1, rollout.horizon, -1)
+    final = row.new_zeros(rollout.pairs, rollout.states)
+    values = backward(machine.kernel((mu * pi).sqrt()), rollout.horizon, final=final, source=row)
+    return (machine.start * values[:, 0]).sum(1)
 
 
 def return_gradient(policy: MarkovPolicy, rewards: Float[Tensor, "#p s"]) -> Float[Tensor, "p t s v"]:
@@ -188,39 +163,6 @@ def return_gradient(policy: MarkovPolicy, rewards: Float[Tensor, "#p s"]) -> Flo
     advantage = after - values[:, :-1, :, None]
     each = policy.laws()[:, :-1, :, None] * policy.tokens * advantage
     return each if policy.tokens.shape[1] > 1 else each.sum(1, keepdim=True)
-
-
-def iid_tv_seq(rollout: Float[Tensor, "p v"], current: Float[Tensor, "p v"], horizon: int) -> Float[Tensor, " p"]:
-    """TV of whole sequences of independent tokens, exactly: a sum over counts, not sequences.
-
-    Args:
-        rollout, current: law of one token.
-        horizon: tokens in a sequence; there are C(T + v - 1, v - 1) vectors of counts.
-
-    Example:
-        >>> coin = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
-        >>> float(iid_tv_seq(coin, coin + torch.tensor([[-0.01, 0.01]]), 1000).round(decimals=6))
-        0.248129
-    """
-    counts = _compositions(horizon, rollout.shape[1])
-    ways = math.lgamma(horizon + 1) - torch.lgamma(counts + 1).sum(-1)
-    mu = torch.xlogy(counts, rollout[:, None]).sum(-1)
-    pi = torch.xlogy(counts, current[:, None]).sum(-1)
-    gap = -torch.expm1(-(mu - pi).abs())
-    either = torch.maximum(mu, pi)
-    return torch.where(either > -math.inf, (ways + either).exp() * gap, 0.0).sum(1) / 2
-
-
-def _compositions(total: int, parts: int) -> Float[Tensor, "n parts"]:
-    """Every way to write `total` as `parts` ordered non-negative numbers."""
-    rows = torch.zeros(1, 0, dtype=torch.float64)
-    for _ in range(parts - 1):
-        left = (total - rows.sum(1)).long()
-        again = rows.repeat_interleave(left + 1, dim=0)
-        first = torch.cat([left.new_zeros(1), (left + 1).cumsum(0)[:-1]])
-        number = torch.arange(len(again)) - first.repeat_interleave(left + 1)
-        rows = torch.cat([again, number[:, None].double()], dim=1)
-    return torch.cat([rows, total - rows.sum(1, keepdim=True)], dim=1)
 
 
 def _together(
@@ -243,16 +185,6 @@ def _together(
         rows.append(kept + mixed @ moved)
     laws, shift, error = torch.stack(rows, dim=2).unbind(1)
     return laws, shift, error
-
-
-def _from_start(
-    policy: MarkovPolicy, weights: Float[Tensor, "p t s v"], row: Float[Tensor, "p t s"]
-) -> Float[Tensor, " p"]:
-    """x_1 of x_t(s) = row_t(s) + sum_v weights_t(s, v) x_{t+1}(next), averaged over the start."""
-    final = row.new_zeros(policy.pairs, policy.states)
-    each = row.expand(-1, policy.horizon, -1)
-    values = backward(policy.automaton.kernel(weights), policy.horizon, final=final, source=each, limit=_LARGEST)
-    return (policy.automaton.start * values[:, 0]).sum(1)
 
 
 def _mean(

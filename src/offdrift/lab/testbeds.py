@@ -10,24 +10,18 @@ every horizon; only its sum changes with T.
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.batch_info import BatchInfo
-from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, check_choice
+from offdrift.lab.bias import exact_loss
 from offdrift.lab.markov import Automaton, MarkovPolicy, from_logits, shifted, walk
-from offdrift.lab.policy import token_kl, token_tv
 from offdrift.lab.recursions import markov_divergences, markov_returns
-from offdrift.logprobs import LogProbs
-from offdrift.loss import policy_loss
 from offdrift.methods.method import Method
-from offdrift.segments import Segments
 
 TESTBEDS = ("walk", "chain", "flip")
 BISECTIONS = 40
@@ -82,20 +76,19 @@ def make_testbed(name: str, *, horizon: int, kl_token: float = 1e-3, seed: int =
     if horizon < 2:
         raise BadValueError(f"horizon = {horizon}; drift adds up over at least 2 tokens")
     g = torch.Generator().manual_seed(seed)
-    rollout, rewards = _walk(horizon, g) if name == "walk" else _chain(horizon, g)
+    if name == "walk":
+        machine = walk(3, PLACES)
+        logits = torch.randn(1, 1, machine.states, 3, generator=g, dtype=torch.float64) / 2
+        rollout = from_logits(machine, logits, horizon)
+        rewards = torch.arange(machine.states, dtype=torch.float64) / (machine.states - 1)
+    else:
+        rollout, rewards = _chain(horizon, g)
     pushes = [torch.randn(rollout.tokens.shape, generator=g, dtype=torch.float64) for _ in "ab"]
     if name == "flip":
         pushes = [p * (torch.arange(p.shape[2]) == 1)[:, None] for p in pushes]
     scale = _scale(rollout, pushes[0] + pushes[1], kl_token)
     old = shifted(rollout, pushes[0], scale=scale)
     return Testbed(name, rollout, old, shifted(old, pushes[1], scale=scale), rewards)
-
-
-def _walk(horizon: int, g: torch.Generator) -> tuple[MarkovPolicy, Tensor]:
-    machine = walk(3, PLACES)
-    logits = torch.randn(1, 1, machine.states, 3, generator=g, dtype=torch.float64) / 2
-    rewards = torch.arange(machine.states, dtype=torch.float64) / (machine.states - 1)
-    return from_logits(machine, logits, horizon), rewards
 
 
 def _chain(horizon: int, g: torch.Generator) -> tuple[MarkovPolicy, Tensor]:
@@ -138,11 +131,11 @@ def _scale(rollout: MarkovPolicy, push: Tensor, kl_token: float) -> float:
 #     g = sum_t c_t (onehot(y_t) - pi(. | s_t))
 #
 # As in `offdrift.lab.bias`, normalizers are scaled so that on policy every token is pushed by its
-# advantage divided by N, penalties to a reference are left out, and version lag is 1. A sequence has
-# up to `TURNS` turns of equal length.
+# advantage divided by N, penalties to a reference are left out, and version lag is 1.
 
 
 TURNS = 8
+"""Turns of a sequence at most, of equal length."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +169,7 @@ def all_sequences(bed: Testbed) -> tuple[Draw, Float[Tensor, " b"]]:
         states.append(state)
         state = machine.next_state[state, tokens[:, t]]
     sequences = Draw(tokens, torch.stack(states, 1), bed.rewards[state])
-    return sequences, _logp(bed.rollout, sequences).sum(1).exp()
+    return sequences, bed.rollout.tokens[0, 0].log()[sequences.states, tokens].sum(1).exp()
 
 
 def coefficients(row: Method, bed: Testbed, drawn: Draw) -> Float[Tensor, "b t"]:
@@ -185,35 +178,23 @@ def coefficients(row: Method, bed: Testbed, drawn: Draw) -> Float[Tensor, "b t"]
     On policy it is the advantage of the token's sequence. Gradient: none.
     """
     sequences, horizon = drawn.tokens.shape
-    logp = _logp(bed.current, drawn).reshape(-1).requires_grad_()
-    old = _logp(bed.old, drawn).reshape(-1)
     turns = min(TURNS, horizon)
-    sizes = torch.full((turns,), horizon // turns)
-    sizes[: horizon % turns] += 1
-    segments = Segments.from_lengths(
-        torch.full((sequences,), horizon),
-        turns=Segments.from_lengths(sizes.repeat(sequences)),
-        group_ids=torch.zeros(sequences, dtype=torch.int64),
+    policies = {"rollout": bed.rollout, "old": bed.old, "current": bed.current}
+    laws = {name: policy.tokens[0, 0] for name, policy in policies.items()}
+    states, tokens = drawn.states.reshape(-1), drawn.tokens.reshape(-1)
+    logp = laws["current"].log()[states, tokens].requires_grad_()
+    loss = exact_loss(
+        row,
+        laws,
+        states,
+        tokens,
+        logp,
+        rewards=drawn.rewards,
+        baseline=markov_returns(bed.rollout, bed.rollout, bed.rewards[None]).rollout,
+        turns=[horizon // turns + (i < horizon % turns) for i in range(turns)],
+        divisor=1.0,
     )
-    batch = LogProbs.pack(_logp(bed.rollout, drawn).reshape(-1), logp, old, logp_ref=old, segments=segments)
-    entropy = torch.special.entr(bed.old.tokens[0, 0]).sum(-1)
-    mean_reward = markov_returns(bed.rollout, bed.rollout, bed.rewards[None]).rollout
-    states = drawn.states.reshape(-1)
-    result = policy_loss(
-        batch,
-        replace(row, penalty=None),
-        segments.spread(drawn.rewards - mean_reward),
-        BatchInfo(
-            divergences=_divergences(bed, states),
-            entropy=entropy[states],
-            vocab=bed.rollout.vocab,
-            rewards=drawn.rewards,
-            version_lag=torch.ones_like(old),
-            observed="this_batch",
-        ),
-        normalizer=1 / horizon if row.aggregate == "seq_mean_token_mean" else 1.0,
-    )
-    return -torch.autograd.grad(result.loss, logp)[0].view(sequences, horizon)
+    return -torch.autograd.grad(loss, logp)[0].view(sequences, horizon)
 
 
 def gradients(bed: Testbed, drawn: Draw, c: Float[Tensor, "b t"], *, batch: int) -> Float[Tensor, "k d"]:
@@ -224,19 +205,3 @@ def gradients(bed: Testbed, drawn: Draw, c: Float[Tensor, "b t"], *, batch: int)
     pushed = c.new_zeros((int(which[-1]) + 1) * states * vocab)
     pushed = pushed.index_add(0, cell.reshape(-1), c.reshape(-1)).view(-1, states, vocab)
     return (pushed - bed.current.tokens[0, 0] * pushed.sum(-1, keepdim=True)).flatten(1) / batch
-
-
-def _logp(policy: MarkovPolicy, drawn: Draw) -> Float[Tensor, "b t"]:
-    return policy.tokens[0, 0].log()[drawn.states, drawn.tokens]
-
-
-def _divergences(bed: Testbed, states: Int[Tensor, " n"]) -> dict[str, Divergence]:
-    """Exact divergences of every pair of policies at every token, by the names that methods read."""
-    policies = {"rollout": bed.rollout, "old": bed.old, "current": bed.current}
-    laws = {name: policy.tokens[0, 0] for name, policy in policies.items()}
-    values = {
-        f"{kind}_{a}_{b}": function(laws[a], laws[b])[states]
-        for kind, function in (("kl", token_kl), ("tv", token_tv))
-        for a, b in itertools.combinations(laws, 2)
-    }
-    return {name: Divergence.exact(name, value) for name, value in values.items()}

@@ -31,7 +31,7 @@ from offdrift.engines.routing import route_lengths
 from offdrift.engines.server.capabilities import Mode, Served, check_model, faithful, identify, measured_mode, optional
 from offdrift.engines.server.client import Server, StatusError
 from offdrift.engines.server.dialects import API, PATHS, Answer, read, request, size_limit
-from offdrift.engines.vllm.wire import request_seed, width
+from offdrift.engines.vllm.wire import entries, request_seed
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import EvidenceKind, Provenance, Rollouts, Sampling
 
@@ -187,12 +187,12 @@ class OpenAIEngine:
         evidence: EvidenceKind,
         logprobs: Literal["processed", "raw"],
     ) -> Rollouts:
-        entries = width(evidence, self.vocab_size)
+        width = entries(evidence, self.vocab_size)
 
         def ask(i: int) -> Answer:
             prompt, own_seed = prompts[i], request_seed(seed, i)
             body = request(self._api, self.served.model, prompt, sampling, evidence, own_seed)
-            limit = size_limit(prompt, sampling, entries)
+            limit = size_limit(prompt, sampling, width)
             answer = self._server.post(PATHS[self._api], body, limit=limit)
             check_model(answer, self.served)
             return read(self._api, answer, prompt, sampling, evidence, self.vocab_size)

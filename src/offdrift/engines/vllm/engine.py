@@ -13,6 +13,7 @@ one after another or side by side.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import weakref
@@ -27,13 +28,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from offdrift.divergence.head import Head
-from offdrift.engines.generate import Drawing, Draws, Tokens, pieces, prompts_of, responses_of
+from offdrift.engines.generate import Drawing, Draws, Request, pieces, prompts_of, responses_of
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.vllm.taps import IMPOSED, imposed, routes_tap, state_tap
-from offdrift.engines.vllm.wire import read, sampling_params, width
+from offdrift.engines.vllm.wire import entries, read, sampling_params
 from offdrift.errors import EngineError, NotOfferedError
-from offdrift.records.rollouts import EvidenceKind, HiddenStates, Rollouts, Sampling
+from offdrift.records.rollouts import HiddenStates, Rollouts, Sampling
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses higher ones."""
@@ -109,7 +110,16 @@ class VLLMEngine(Drawing):
         # vLLM starts a process group of one where there is none; the last engine in it ends it.
         started = torch.distributed.is_initialized()
         self._owns_world = not started or any(e._owns_world for e in _live)
-        vllm = _import_vllm()
+        for variable, value in _ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        try:
+            with host_kept():
+                import vllm
+        except ImportError as error:
+            raise EngineError(
+                f"vLLM cannot be imported ({error}); install it with `make install-vllm`, "
+                'or use the "transformers" engine'
+            ) from error
         self.engine_version = vllm.__version__
         self._params = vllm.SamplingParams
         self._chunk = max_num_batched_tokens if is_cpu() else None
@@ -150,15 +160,16 @@ class VLLMEngine(Drawing):
 
         Raises: `EngineError` for a dense model, or a vLLM that does not show its routing.
         """
-        prompts, forced = prompts_of(rollouts), responses_of(rollouts)
+        forced = responses_of(rollouts)
         sampling = Sampling(max_tokens=max(map(len, forced)))
-        self._check(prompts, sampling, "sampled")
-        params = self._requested(prompts, sampling, "sampled", 0, forced)
+        request = Request(prompts_of(rollouts), sampling, "sampled", forced=forced)
+        self._check(request)
+        params = self._params_of(request)
         for each in params:
             each.skip_reading_prefix_cache = True  # a cached position is not routed again
-        requests = [{"prompt_token_ids": p} for p in prompts]
+        inputs = [{"prompt_token_ids": p} for p in request.prompts]
         with host_kept(compiling=self._compiled), imposed(self.llm), routes_tap(self.llm) as tap:
-            answers = self.llm.generate(requests, params, use_tqdm=False)
+            answers = self.llm.generate(inputs, params, use_tqdm=False)
         return tap.routes([a.request_id for a in answers], route_lengths(rollouts).tolist())
 
     def drop_prefixes(self) -> None:
@@ -173,21 +184,15 @@ class VLLMEngine(Drawing):
 
         Raises: `EngineError` if no weight was given.
         """
-        count = 0
-
-        def counted() -> Iterator[tuple[str, Tensor]]:
-            nonlocal count
-            for name, weight in weights:
-                count += 1
-                yield name, weight.detach()
-
+        named = ((name, weight.detach()) for name, weight in weights)
+        first = next(named, None)
+        if first is None:
+            raise EngineError(
+                f"no weights were given to engine {self.name!r}; an iterator that was already "
+                "used up? pass model.named_parameters() afresh"
+            )
         with host_kept():
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
-            if not count:
-                raise EngineError(
-                    f"no weights were given to engine {self.name!r}; an iterator that was already "
-                    "used up? pass model.named_parameters() afresh"
-                )
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": itertools.chain([first], named)})
             repacked(self.llm)
             self.llm.reset_prefix_cache()
         self._head = None  # batches that were drawn keep the old one
@@ -211,54 +216,49 @@ class VLLMEngine(Drawing):
         if not is_finalizing() and getattr(self, "_llm", None) is not None:
             self.close()
 
-    def _draws(
-        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, *, seed: int, forced: Tokens | None = None
-    ) -> list[Draws]:
-        count = sum(map(len, prompts))
-        if forced is None and self._chunk is not None and count + len(prompts) > self._chunk:
+    def _draws(self, request: Request) -> list[Draws]:
+        count, width = sum(map(len, request.prompts)), entries(request.evidence, self.vocab_size)
+        if request.forced is None and self._chunk is not None and count + len(request.prompts) > self._chunk:
             raise EngineError(
                 f"prompts of {count} tokens exceed max_num_batched_tokens = {self._chunk}, and vLLM "
                 "cannot draw from seeds beside a prompt in chunks on CPUs; leave "
                 "max_num_batched_tokens out, or draw fewer at once"
             )
-        per_request = sampling.max_tokens * width(evidence, self.vocab_size) * BYTES_PER_ENTRY
+        per_request = request.sampling.max_tokens * width * BYTES_PER_ENTRY
         at_once = max(1, self.evidence_limit_mib * 2**20 // per_request)
-        params = self._requested(prompts, sampling, evidence, seed, forced)
-        parts = pieces(len(prompts), at_once)
-        forcing = nullcontext() if forced is None else imposed(self.llm)
+        params = self._params_of(request)
+        forcing = nullcontext() if request.forced is None else imposed(self.llm)
         with forcing, host_kept(compiling=self._compiled):
-            return [self._draw(prompts[p], params[p], sampling, evidence) for p in parts]
+            return [self._draw(request.part(p), params[p]) for p in pieces(len(request.prompts), at_once)]
 
-    def _requested(
-        self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind, seed: int, forced: Tokens | None
-    ) -> list[Any]:
-        """Parameters of requests that draw, or that follow `forced` responses."""
-        params = sampling_params(self._params, sampling, evidence, seed, range(len(prompts)))
-        for each, response in zip(params, forced or ()):
+    def _params_of(self, request: Request) -> list[Any]:
+        """`vllm.SamplingParams` of requests that draw, or that follow forced responses."""
+        params = sampling_params(self._params, request)
+        for each, response in zip(params, request.forced or ()):
             each.max_tokens, each.stop_token_ids, each.seed = len(response), [], None
             each.extra_args = {IMPOSED: response}
         return params
 
-    def _draw(self, prompts: Tokens, params: list[Any], sampling: Sampling, evidence: EvidenceKind) -> Draws:
-        requests = [{"prompt_token_ids": list(p)} for p in prompts]
-        with state_tap(self.llm) if evidence == "hidden" else nullcontext() as tap:
-            answers = self.llm.generate(requests, params, use_tqdm=False)
+    def _draw(self, request: Request, params: list[Any]) -> Draws:
+        inputs = [{"prompt_token_ids": list(p)} for p in request.prompts]
+        with state_tap(self.llm) if request.evidence == "hidden" else nullcontext() as tap:
+            answers = self.llm.generate(inputs, params, use_tqdm=False)
         self.cached_tokens += sum(a.num_cached_tokens or 0 for a in answers)
-        draws = read([a.outputs[0] for a in answers], evidence, self.vocab_size)
+        draws = read([a.outputs[0] for a in answers], request.evidence, self.vocab_size)
         if tap is None:
             return draws
         self._head = self._head or tap.head
         assert self._head is not None
         states = tap.states([a.request_id for a in answers], draws.lengths.tolist())
-        return self._checked(replace(draws, evidence=HiddenStates(states, self._head)), sampling)
+        return self._checked(replace(draws, evidence=HiddenStates(states, self._head)), request.sampling)
 
     @property
     def _source(self) -> tuple[str, str]:
         return self.engine_version, self.path
 
-    def _check(self, prompts: Tokens, sampling: Sampling, evidence: EvidenceKind) -> None:
-        super()._check(prompts, sampling, evidence)
-        longest = max(map(len, prompts))
+    def _check(self, request: Request) -> None:
+        super()._check(request)
+        longest, sampling = max(map(len, request.prompts)), request.sampling
         if longest + sampling.max_tokens > self.max_model_len:
             raise EngineError(
                 f"a prompt of {longest} tokens and sampling.max_tokens = {sampling.max_tokens} "
@@ -396,19 +396,6 @@ def repack(runner: Any) -> None:
             kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
             if kernel is not None and hasattr(module, "w13_weight"):
                 kernel.fused_experts.process_weights_after_loading(module)
-
-
-def _import_vllm() -> Any:
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        with host_kept():
-            import vllm
-    except ImportError as error:
-        raise EngineError(
-            f'vLLM cannot be imported ({error}); install it with `make install-vllm`, or use the "transformers" engine'
-        ) from error
-    return vllm
 
 
 def _modules() -> tuple[Any, Any]:

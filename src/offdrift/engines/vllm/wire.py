@@ -5,16 +5,15 @@ Nothing here imports vLLM; `SamplingParams` is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from offdrift.engines.generate import Draws
+from offdrift.engines.generate import Draws, Request
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, Sampling, TopK
+from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, TopK
 
 
 def request_seed(seed: int, index: int) -> int:
@@ -23,11 +22,9 @@ def request_seed(seed: int, index: int) -> int:
     return int(mixed >> np.uint64(1))
 
 
-def sampling_params(
-    kind: Callable[..., Any], sampling: Sampling, evidence: EvidenceKind, seed: int, indices: Iterable[int]
-) -> list[Any]:
-    """One `vllm.SamplingParams` (`kind`) for each request."""
-    likeliest = -1 if evidence == "full" else width(evidence, 0) - 1
+def sampling_params(kind: Callable[..., Any], request: Request) -> list[Any]:
+    """One `vllm.SamplingParams` (`kind`) for each prompt."""
+    sampling = request.sampling
     return [
         kind(
             max_tokens=sampling.max_tokens,
@@ -36,12 +33,12 @@ def sampling_params(
             top_p=sampling.top_p,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
-            seed=request_seed(seed, index),
-            logprobs=likeliest,
+            seed=request_seed(request.seed, index),
+            logprobs=-1 if request.evidence == "full" else entries(request.evidence, 0) - 1,
             flat_logprobs=True,
             detokenize=False,
         )
-        for index in indices
+        for index in range(len(request.prompts))
     ]
 
 
@@ -49,9 +46,9 @@ def read(outputs: Sequence[Any], evidence: EvidenceKind, vocab_size: int) -> Dra
     """vLLM's flat lists as tensors: per token the sampled entry, then the likeliest in order."""
     lengths = torch.tensor([len(o.token_ids) for o in outputs])
     tokens = torch.tensor([t for o in outputs for t in o.token_ids])
-    entries = width(evidence, vocab_size)
-    logp = _concatenated([o.logprobs.logprobs for o in outputs], torch.float32).view(-1, entries)
-    ids = _concatenated([o.logprobs.token_ids for o in outputs], torch.int32).view(-1, entries)
+    width = entries(evidence, vocab_size)
+    logp = torch.cat([torch.tensor(o.logprobs.logprobs, dtype=torch.float32) for o in outputs]).view(-1, width)
+    ids = torch.cat([torch.tensor(o.logprobs.token_ids, dtype=torch.int32) for o in outputs]).view(-1, width)
     if not torch.equal(ids[:, 0].long(), tokens):
         raise EngineError(
             "vLLM's log-probs do not start with those of the sampled tokens; this vLLM version is not supported"
@@ -65,12 +62,8 @@ def read(outputs: Sequence[Any], evidence: EvidenceKind, vocab_size: int) -> Dra
     return Draws(tokens, lengths, logp[:, 0].clone(), likeliest)
 
 
-def width(evidence: EvidenceKind, vocab_size: int) -> int:
-    """Entries per token: the sampled one, then the likeliest that were asked for."""
+def entries(evidence: EvidenceKind, vocab_size: int) -> int:
+    """Log-probs per token: that of the sampled one, then those of the likeliest that were asked for."""
     if isinstance(evidence, int):
         return 1 + evidence
     return 1 + vocab_size if evidence == "full" else 1
-
-
-def _concatenated(lists: list[list[Any]], dtype: torch.dtype) -> Tensor:
-    return torch.cat([torch.tensor(values, dtype=dtype) for values in lists])
