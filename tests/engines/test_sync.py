@@ -229,7 +229,7 @@ def test_flips_of_a_few_tokens_are_no_stale_weights_and_shifts_of_most_are(share
     engine = Flipping(TransformersEngine(model, dtype="bfloat16"), 0.0)
     engine.calls = 0
     if refused:
-        with pytest.raises(SyncError, match="norms: differ by 9.9"):
+        with pytest.raises(SyncError, match=r"norms: differ by 9\.9"):
             verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
     else:
         assert len(verify_sync(engine, model, PROMPTS, PLAIN, seed=0).groups) == 4
@@ -252,7 +252,7 @@ def test_one_stale_tensor_of_a_reduced_precision_engine_is_caught(tensor):
     engine = Forgetful(TransformersEngine(model, dtype="bfloat16"), model, "mlp")
     engine._old = {n: w.detach().clone() for n, w in model.named_parameters() if n.endswith(f"layers.0.{tensor}")}
     assert len(engine._old) == 1
-    with pytest.raises(SyncError, match="(mlp|attention): differ by"):
+    with pytest.raises(SyncError, match=r"(mlp|attention): differ by"):
         verify_sync(engine, model, PROMPTS, PLAIN, seed=0)
 
 

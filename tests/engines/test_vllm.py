@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-import offdrift.engines.vllm.engine as vllm_draws
 import offdrift.engines.vllm.engine as vllm_engine_module
 from offdrift.engines.verify_sync import QUANTIZED_CAP, verify_sync
 from offdrift.engines.vllm.taps import runner_of
@@ -137,8 +136,8 @@ def test_long_lists_of_log_probs_are_fetched_in_pieces(dense, monkeypatch):
     sizes = []
     draw = dense._draw
     monkeypatch.setattr(dense, "evidence_limit_mib", 1)
-    monkeypatch.setattr(vllm_draws, "BYTES_PER_ENTRY", 2**20 // (3 * 12 * 65))
-    monkeypatch.setattr(dense, "_draw", lambda p, *a, **k: (sizes.append(len(p)), draw(p, *a, **k))[1])
+    monkeypatch.setattr(vllm_engine_module, "BYTES_PER_ENTRY", 2**20 // (3 * 12 * 65))
+    monkeypatch.setattr(dense, "_draw", lambda r, params: (sizes.append(len(r.prompts)), draw(r, params))[1])
     pieces = dense.generate(PROMPTS, PLAIN, seed=2, evidence="full")
     assert sizes == [3, 3, 2]
     assert torch.equal(whole.tokens, pieces.tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -28,21 +29,33 @@ def by_horizon(estimates: Sequence[Estimate]) -> list[Verdict]:
     return [verdict(list(group)) for _, group in groupby(ordered, key=lambda e: e.horizon)]
 
 
-def frontier_table(title: str, estimates: Sequence[Estimate]) -> Table:
-    """Progress of the best method of every family at every horizon; the winners are marked."""
-    verdicts = by_horizon(estimates)
+def _table(title: str, caption: str = "", *, left: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
+    """An empty table: columns of words to the left, then columns of numbers."""
     table = Table(
-        title=Text(f"{title}: progress P of the best method of each family", style="bold"),
+        title=Text(title, style="bold"),
         title_justify="left",
-        caption=Text(f"conjecture (an intermediate unit is best from T = 200): {conjecture(verdicts)}"),
+        caption=Text(caption) if caption else None,
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("family", no_wrap=True)
-    for v in verdicts:
-        table.add_column(f"T={v.horizon}", justify="right", no_wrap=True)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def frontier_table(title: str, estimates: Sequence[Estimate]) -> Table:
+    """Progress of the best method of every family at every horizon; the winners are marked."""
+    verdicts = by_horizon(estimates)
     longest = verdicts[-1]
+    table = _table(
+        f"{title}: progress P of the best method of each family",
+        f"conjecture (an intermediate unit is best from T = 200): {conjecture(verdicts)}",
+        left=["family"],
+        right=[f"T={v.horizon}" for v in verdicts],
+    )
     table.add_column(f"best at {longest.horizon}", no_wrap=True)
     table.add_column("bias", justify="right")
     table.add_column("spread", justify="right")
@@ -63,6 +76,7 @@ def frontier_table(title: str, estimates: Sequence[Estimate]) -> Table:
 def frontier_panels(by_testbed: Mapping[str, Sequence[Estimate]]) -> list[Chart]:
     """For every testbed, progress against the horizon, then bias against spread at the longest."""
     progress, clouds = [], []
+    logarithmic = partial(Chart, log_x=True, log=True)
     for title, estimates in by_testbed.items():
         verdicts = by_horizon(estimates)
         longest = [e for e in estimates if e.horizon == verdicts[-1].horizon]
@@ -75,27 +89,11 @@ def frontier_panels(by_testbed: Mapping[str, Sequence[Estimate]]) -> list[Chart]
             lines.append(Series(name, [v.horizon for v in present], best))
             members = [e for e in longest if e.family == name]
             bias = [max(e.bias, SMALLEST) for e in members]
-            points.append(Series(name, bias, [e.spread for e in members], kind="dots"))
-        progress.append(
-            Chart(
-                f"{title}: progress of the best of each family",
-                "P / |∇J|²",
-                lines,
-                x_title="horizon T, tokens",
-                log_x=True,
-                log=True,
-            )
-        )
-        clouds.append(
-            Chart(
-                f"{title}: every method at T = {verdicts[-1].horizon}",
-                "spread of a batch / |∇J|",
-                points,
-                x_title=f"bias / |∇J| (at least {SMALLEST:g})",
-                log_x=True,
-                log=True,
-            )
-        )
+            points.append(Series(name, bias, [e.spread for e in members], style="points"))
+        best_title, every_title = "progress of the best of each family", f"every method at T = {verdicts[-1].horizon}"
+        progress.append(logarithmic(f"{title}: {best_title}", "P / |∇J|²", lines, x_title="horizon T, tokens"))
+        bias_label = f"bias / |∇J| (at least {SMALLEST:g})"
+        clouds.append(logarithmic(f"{title}: {every_title}", "spread of a batch / |∇J|", points, x_title=bias_label))
     return progress + clouds
 
 
@@ -119,8 +117,6 @@ def frontier_rows(title: str, estimates: Sequence[Estimate]) -> dict[str, Any]:
     }
 
 
-# -- length bias of gates -----------------------------------------------------------------------
-
 LABELS = {
     "trm_max": "TRM-Max",
     "trm_avg": "TRM-Avg",
@@ -138,12 +134,8 @@ def length_bias_table(title: str, curves: Sequence[Curve], *, width: int = 140) 
     shown = range(count)
     if count > fits:  # from the first to the last
         shown = sorted({round(i * (count - 1) / (fits - 1)) for i in range(fits)})
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("gate", no_wrap=True)
-    table.add_column("threshold", justify="right", no_wrap=True)
-    for i in shown:
-        table.add_column(f"T={curves[0].lengths[i]}", justify="right", no_wrap=True)
-    table.add_column("γ", justify="right", no_wrap=True)
+    lengths = [f"T={curves[0].lengths[i]}" for i in shown]
+    table = _table(title, left=["gate"], right=["threshold", *lengths, "γ"])
     table.add_column("with length", no_wrap=True)
     if stated:
         table.add_column("Table 2", no_wrap=True, style="dim")
@@ -188,8 +180,6 @@ def length_bias_rows(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[dic
     return [{"stream": title, **vars(c), "verdict": length_verdict(c)} for title, cs in results for c in cs]
 
 
-# -- tightness of the bounds --------------------------------------------------------------------
-
 BOUND_LABELS = BOUNDS | {
     "sequence_kl": "Sequence KL",
     "masked_ratio": "Masked, ratio region",
@@ -216,16 +206,9 @@ def bounds_table(outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, wi
     """
     wide, narrow = width >= 150, width < 100
     random, searched = summarize(outcomes), summarize(attacked)
-    table = Table(
-        title=Text("|Error| / bound, at most 1 where the bound holds", style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for name in ("bound", "constants"):
-        table.add_column(name, no_wrap=True)
-    for name in ("pairs", "violations", *(() if narrow else ("median",)), "largest"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ["pairs", "violations", *(() if narrow else ("median",)), "largest"]
+    title = "|Error| / bound, at most 1 where the bound holds"
+    table = _table(title, left=["bound", "constants"], right=numbers)
     if wide:
         table.add_column("at", style="dim")
     table.add_column("searched", justify="right", no_wrap=True)
@@ -250,20 +233,13 @@ def bounds_table(outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, wi
 def horizon_table(outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, width: int = 140) -> Table:
     """The largest |Error| / bound at every horizon, random or searched, with sharp constants."""
     both = [*outcomes, *attacked]
-    table = Table(
-        title=Text("largest at every horizon, sharp constants", style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("bound", no_wrap=True)
     horizons = sorted({o.horizon for o in both})
     most = max(2, (width - 24) // 9)  # columns that fit; the first and the last are among them
     while len(horizons) > most:
         horizons.pop(len(horizons) // 2)
     columns = [_sharp([o for o in both if o.horizon == t]) for t in horizons]
-    for t in horizons:
-        table.add_column(f"T={t}", justify="right", no_wrap=True)
+    title = "largest at every horizon, sharp constants"
+    table = _table(title, left=["bound"], right=[f"T={t}" for t in horizons])
     for i, row in enumerate(columns[0]) if columns else ():
         cells = [f"{c[i].largest:.3f}" if c[i].checked and c[i].where else "–" for c in columns]
         table.add_row(BOUND_LABELS[row.bound], *cells)
@@ -273,41 +249,24 @@ def horizon_table(outcomes: Sequence[Outcome], attacked: Sequence[Outcome], *, w
 def bounds_panels(outcomes: Sequence[Outcome], attacked: Sequence[Outcome]) -> list[Chart]:
     """Tightness against the horizon: searched, random, typical; and against the drift's size."""
     panels = []
-    one = ((1.0, "attained"),)
+    y = "|Error| / bound"
     for title, chosen, value in (
-        ("largest found by search", attacked, _largest),
-        ("largest of random pairs", outcomes, _largest),
-        ("median of random pairs", outcomes, _median),
+        ("largest found by search", attacked, "largest"),
+        ("largest of random pairs", outcomes, "largest"),
+        ("median of random pairs", outcomes, "median"),
     ):
-        if not chosen:
-            continue
-        horizons = sorted({o.horizon for o in chosen})
-        rows = [_sharp([o for o in chosen if o.horizon == t]) for t in horizons]
-        log = value is _median
-        panels.append(
-            Chart(
-                title,
-                "|Error| / bound",
-                _series(horizons, rows, value),
-                x_title="horizon T, tokens",
-                log_x=True,
-                log=log,
-                lines=() if log else one,
-            )
-        )
+        if chosen:
+            horizons = sorted({o.horizon for o in chosen})
+            rows = [_sharp([o for o in chosen if o.horizon == t]) for t in horizons]
+            typical = value == "median"
+            marks = () if typical else ((1.0, "attained"),)
+            lines = _series(horizons, rows, value)
+            panels.append(Chart(title, y, lines, x_title="horizon T, tokens", log_x=True, log=typical, lines=marks))
     if outcomes:
-        sizes = [_sharp([of_drift(o, *edges) for o in outcomes]) for edges in pairwise(EDGES)]
-        places = [3e-4, 3e-3, 3e-2, 3e-1]
-        panels.append(
-            Chart(
-                "median by size of drift",
-                "|Error| / bound",
-                _series(places, sizes, _median),
-                x_title="largest token TV, by decade",
-                log_x=True,
-                log=True,
-            )
-        )
+        rows = [_sharp([of_drift(o, *edges) for o in outcomes]) for edges in pairwise(EDGES)]
+        lines = _series([3e-4, 3e-3, 3e-2, 3e-1], rows, "median")
+        title, x = "median by size of drift", "largest token TV, by decade"
+        panels.append(Chart(title, y, lines, x_title=x, log_x=True, log=True))
     return panels
 
 
@@ -338,19 +297,9 @@ def _sharp(outcomes: Sequence[Outcome]) -> list[Row]:
     return [r for r in summarize(outcomes) if r.constants == "sharp"]
 
 
-def _largest(row: Row) -> float:
-    return row.largest
-
-
-def _median(row: Row) -> float:
-    return row.median
-
-
-def _series(
-    places: Sequence[float | int], rows: Sequence[Sequence[Row]], value: Callable[[Row], float]
-) -> list[Series]:
+def _series(places: Sequence[float | int], rows: Sequence[Sequence[Row]], value: str) -> list[Series]:
     """One line per bound that is drawn, with a gap where nothing was checked."""
-    values = [{r.bound: value(r) if r.where else math.nan for r in each} for each in rows]
+    values = [{r.bound: getattr(r, value) if r.where else math.nan for r in each} for each in rows]
     return [Series(BOUND_LABELS[n], places, [v.get(n, math.nan) for v in values]) for n in DRAWN]
 
 
