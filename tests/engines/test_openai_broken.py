@@ -39,6 +39,7 @@ VOCAB = 8
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, 0.3, -2.0, 1.5]).double()
 """Of every token, whatever stands before."""
 PLAIN = Sampling(max_tokens=3)
+COMPLETIONS = "/v1/completions"
 
 
 class Played:
@@ -63,7 +64,7 @@ class Played:
             return {"vllm_config": {"model_config": {"dtype": "torch.float32", "logprobs_mode": self.mode + "_logprobs", "quantization": "fp8"}, "cache_config": {"cache_dtype": "fp8"}}}  # fmt: skip
         if path in ("/weight_info", "/get_model_info") and self.dev:
             return {"weight_version": self.label}
-        if path == "/v1/completions":
+        if path == COMPLETIONS:
             return self.completion(body)
         if path == "/generate":
             return self.generated(body)
@@ -109,7 +110,7 @@ class Played:
         }}  # fmt: skip
 
     def drawn(self) -> list[dict]:
-        return [body for _, path, body, _ in self.asked if path in ("/v1/completions", "/generate")]
+        return [body for _, path, body, _ in self.asked if path in (COMPLETIONS, "/generate")]
 
 
 @contextmanager
@@ -182,7 +183,7 @@ def changed(**changes):
     """A fault: the right completion with some fields of its choice replaced."""
 
     def fault(verb, path, body):
-        if path != "/v1/completions":
+        if path != COMPLETIONS:
             return None
         said = Played().completion(body)
         choice = said["choices"][0]
@@ -192,6 +193,23 @@ def changed(**changes):
         return said
 
     return fault
+
+
+def at(path: str, answer):
+    """A fault: this answer at one path, the right ones elsewhere."""
+    return lambda verb, where, body: answer if where == path else None
+
+
+def slow(seconds: float):
+    """A fault: responses that take their time."""
+    return lambda verb, path, body: time.sleep(seconds) if path == COMPLETIONS else None
+
+
+def refused(played: Played, words: str, error=EngineError, sampling=PLAIN, evidence="sampled", **options):
+    """One response is asked for and refused; the error."""
+    with pytest.raises(error, match=words) as caught:
+        engine(played, **options).generate([[1, 2]], sampling, seed=0, evidence=evidence)
+    return str(caught.value)
 
 
 # -- addresses and connections ----------------------------------------------------------------------
@@ -224,7 +242,7 @@ def test_busy_and_broken_connections_are_tried_again_and_give_the_same_draw(play
 
     def fault(verb, path, body):
         with lock:
-            return next(failures, None) if path == "/v1/completions" else None
+            return next(failures, None) if path == COMPLETIONS else None
 
     played.fault = fault
     again = engine(played, retries=3).generate([[1, 2]] * 4, PLAIN, seed=5)
@@ -268,21 +286,15 @@ def test_connections_do_not_pile_up(played, retries, again):
 
 
 def test_a_refusal_is_not_tried_again_and_is_quoted(played):
-    played.fault = lambda verb, path, body: (400, {"error": "max_logprobs is 20 " + "x" * 999}) if path == "/v1/completions" else None  # fmt: skip
-    with pytest.raises(StatusError, match=r"POST http://127.*/v1/completions.*status 400.*max_logprobs is 20") as caught:  # fmt: skip
-        engine(played).generate([[1]], PLAIN, seed=0)
-    assert len(str(caught.value)) < 500
+    played.fault = at(COMPLETIONS, (400, {"error": "max_logprobs is 20 " + "x" * 999}))
+    words = r"POST http://127.*/v1/completions.*status 400.*max_logprobs is 20"
+    assert len(refused(played, words, StatusError)) < 500
     assert len(played.drawn()) == 1
 
 
 def test_an_answer_that_does_not_come_is_given_up_once(played):
-    def fault(verb, path, body):
-        if path == "/v1/completions":
-            time.sleep(0.6)
-
-    played.fault = fault
-    with pytest.raises(EngineError, match=r"no answer within 0\.2 s.*timeout.*concurrency"):
-        engine(played, timeout=0.2).generate([[1]], PLAIN, seed=0)
+    played.fault = slow(0.6)
+    refused(played, r"no answer within 0\.2 s.*timeout.*concurrency", timeout=0.2)
     assert len(played.drawn()) == 1
 
 
@@ -312,23 +324,18 @@ def _truncated(handler):
     ids=["truncated", "html", "nested", "digits", "endless", "list"],
 )  # fmt: skip
 def test_an_answer_that_cannot_be_read_is_refused(played, said, words):
-    played.fault = lambda verb, path, body: said if path == "/v1/completions" else None
-    with pytest.raises(EngineError, match=words):
-        engine(played).generate([[1]], PLAIN, seed=0)
+    played.fault = at(COMPLETIONS, said)
+    refused(played, words)
 
 
 def test_requests_under_way_are_bounded(played):
-    def fault(verb, path, body):
-        if path == "/v1/completions":
-            time.sleep(0.02)
-
-    played.fault = fault
+    played.fault = slow(0.02)
     assert engine(played, concurrency=3).generate([[1]] * 24, PLAIN, seed=0).num_sequences == 24
     assert 2 <= played.most_active <= 3
 
 
 def test_the_first_failure_stops_what_has_not_begun(played):
-    played.fault = lambda verb, path, body: (500, b"dead") if path == "/v1/completions" else None
+    played.fault = at(COMPLETIONS, (500, b"dead"))
     with pytest.raises(StatusError, match="status 500"):
         engine(played, concurrency=2).generate([[1]] * 200, PLAIN, seed=0)
     assert len(played.drawn()) < 100
@@ -336,7 +343,7 @@ def test_the_first_failure_stops_what_has_not_begun(played):
 
 def test_an_interrupt_stops_what_has_not_begun(played, monkeypatch):
     made = engine(played, concurrency=2)
-    played.fault = lambda verb, path, body: time.sleep(0.02) if path == "/v1/completions" else None
+    played.fault = slow(0.02)
 
     def interrupted(*_, **__):
         time.sleep(0.1)
@@ -373,7 +380,7 @@ def test_a_key_is_sent_and_stands_nowhere_else(played, monkeypatch):
     drawn = made.generate([[1]], PLAIN, seed=0)
     assert {h.get("Authorization") for *_, h in played.asked} == {"Bearer sk-first"}
     assert "sk-" not in repr(drawn.provenance) + repr(vars(made)) + repr(vars(made._server))
-    played.fault = lambda verb, path, body: (401, b"bad key sk-first") if path == "/v1/completions" else None  # fmt: skip
+    played.fault = at(COMPLETIONS, (401, b"bad key sk-first"))
     with pytest.raises(StatusError, match=r"bad key \*\*\*"):
         made.generate([[1]], PLAIN, seed=0)
 
@@ -384,18 +391,14 @@ def test_redirects_proxies_and_cookies_lead_nowhere_else(played, monkeypatch):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with playing(Played()) as other:
 
-        def fault(verb, path, body):
-            def redirect(handler):
-                handler.send_response(307)
-                handler.send_header("Location", other.url)
-                handler.send_header("Set-Cookie", "session=1; Path=/")
-                handler.send_header("Content-Length", "0")
-                handler.end_headers()
-
-            return redirect if path == "/v1/completions" else None
+        def redirect(handler):
+            handler.send_response(307)
+            for header in (("Location", other.url), ("Set-Cookie", "session=1; Path=/"), ("Content-Length", "0")):
+                handler.send_header(*header)
+            handler.end_headers()
 
         made = engine(played)
-        played.fault = fault
+        played.fault = at(COMPLETIONS, redirect)
         for _ in range(2):
             with pytest.raises(StatusError, match="status 307"):
                 made.generate([[1]], PLAIN, seed=0)
@@ -413,9 +416,8 @@ def test_a_compressed_answer_is_not_unpacked(played):
         handler.end_headers()
         handler.wfile.write(bomb)
 
-    played.fault = lambda verb, path, body: compressed if path == "/v1/completions" else None
-    with pytest.raises(EngineError, match="not answered with JSON"):
-        engine(played).generate([[1]], PLAIN, seed=0)
+    played.fault = at(COMPLETIONS, compressed)
+    refused(played, "not answered with JSON")
 
 
 def test_a_closed_server_is_refused_by_name(played):
@@ -455,16 +457,14 @@ def test_a_closed_server_is_refused_by_name(played):
 )  # fmt: skip
 def test_an_answer_that_does_not_add_up_is_refused(played, changes, words):
     played.fault = changed(**changes)
-    with pytest.raises(EngineError, match=words):
-        engine(played).generate([[1, 2]], PLAIN, seed=0)
+    refused(played, words)
 
 
 def test_a_response_that_goes_on_behind_a_stop_token_is_refused(played):
     names = {"token_ids": [1, 2, 3], "tokens": ["token_id:1", "token_id:2", "token_id:3"]}
     played.fault = changed(**names)
     assert engine(played).generate([[1]], PLAIN, seed=0).tokens.tolist() == [1, 2, 3]
-    with pytest.raises(EngineError, match="goes on behind a stop token"):
-        engine(played).generate([[1]], Sampling(3, stop_token_ids=(2,)), seed=0)
+    refused(played, "goes on behind a stop token", sampling=Sampling(3, stop_token_ids=(2,)))
 
 
 @pytest.mark.parametrize(
@@ -472,8 +472,7 @@ def test_a_response_that_goes_on_behind_a_stop_token_is_refused(played):
 )
 def test_too_few_likeliest_tokens_are_refused(played, row):
     played.fault = changed(top_logprobs=[row] * 3)
-    with pytest.raises(EngineError, match=r"[01] tokens of the vocabulary are listed where 2"):
-        engine(played).generate([[1]], PLAIN, seed=0, evidence=2)
+    refused(played, r"[01] tokens of the vocabulary are listed where 2", evidence=2)
 
 
 def test_a_token_that_is_listed_with_two_log_probs_is_refused(sglang):
@@ -485,8 +484,7 @@ def test_a_token_that_is_listed_with_two_log_probs_is_refused(sglang):
             return said
 
     sglang.fault = fault
-    with pytest.raises(EngineError, match="token 0 is listed with two log-probs"):
-        engine(sglang).generate([[1]], PLAIN, seed=0, evidence=3)
+    refused(sglang, "token 0 is listed with two log-probs", evidence=3)
 
 
 def test_what_was_cut_off_has_no_probability(played):
@@ -528,9 +526,10 @@ def test_log_probs_that_are_not_those_of_what_is_sampled_are_refused(played, mod
 
 def test_logits_are_refused(played):
     played.mode = "logits"
-    with pytest.raises(EngineError, match="are these logits"):
-        engine(played).generate([[1]] * 4, PLAIN, seed=0)
-    played.fault = lambda verb, path, body: {"vllm_config": {"model_config": {"logprobs_mode": "raw_logits"}}} if path.startswith("/server_info") else None  # fmt: skip
+    refused(played, "are these logits")
+    played.fault = at(
+        "/server_info?config_format=json", {"vllm_config": {"model_config": {"logprobs_mode": "raw_logits"}}}
+    )
     with pytest.raises(EngineError, match="reports raw_logits"):
         engine(played)
 
@@ -562,16 +561,13 @@ def test_a_server_that_says_little_is_used_as_it_is(played):
         engine(played, sync=True).load_weights([("w", torch.ones(2))], version=1)
 
 
-@pytest.mark.parametrize("names", [[], ["a", "b"]])
-def test_which_model_must_be_clear(played, names):
-    played.fault = lambda verb, path, body: {"data": [{"id": n} for n in names]} if path == "/v1/models" else None  # fmt: skip
-    with pytest.raises(EngineError, match="say which one with model = NAME"):
-        engine(played)
-
-
-def test_a_list_of_models_that_is_none_serves_none(played):
-    played.fault = lambda verb, path, body: {"data": 5} if path == "/v1/models" else None
-    with pytest.raises(EngineError, match="serves no model"):
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [([], "say which one with model = NAME"), ([{"id": "a"}, {"id": "b"}], "say which one"), (5, "serves no model")],
+)
+def test_which_model_must_be_clear(played, models, words):
+    played.fault = at("/v1/models", {"data": models})
+    with pytest.raises(EngineError, match=words):
         engine(played)
 
 
@@ -582,7 +578,7 @@ def test_an_answer_of_another_model_is_refused_and_one_under_an_alias_is_not(pla
     def fault(verb, path, body):
         if path == "/v1/models":
             return {"data": cards}
-        return Played().completion(body) | {"model": answers["name"]} if path == "/v1/completions" else None  # fmt: skip
+        return Played().completion(body) | {"model": answers["name"]} if path == COMPLETIONS else None  # fmt: skip
 
     played.fault = fault
     made = engine(played, model="m")  # vLLM answers under the first name of the weights
@@ -608,20 +604,19 @@ def test_a_restart_that_loses_weights_is_noticed(played):
 def test_a_change_while_responses_are_drawn_is_noticed(played):
     made = engine(played)
 
-    def fault(verb, path, body):
-        if path == "/v1/completions":
-            played.label = "other"
-
-    played.fault = fault
+    played.fault = lambda verb, path, body: setattr(played, "label", "other") if path == COMPLETIONS else None
     with pytest.raises(EngineError, match="holds weights 'other'"):
         made.generate([[1]], PLAIN, seed=0)
 
 
 def test_wrong_options_are_named(played):
     for options, words in [
-        ({"concurrency": 0}, "concurrency = 0"), ({"vocab_size": 0}, "vocab_size = 0"), ({"api": "chat"}, "there are completions"),
-        ({"on_raw": "ignore"}, "on_raw"), ({"quantization": "fp8"}, "keeps its own"),
-    ]:  # fmt: skip
+        ({"concurrency": 0}, "concurrency = 0"),
+        ({"vocab_size": 0}, "vocab_size = 0"),
+        ({"api": "chat"}, "there are completions"),
+        ({"on_raw": "ignore"}, "on_raw"),
+        ({"quantization": "fp8"}, "keeps its own"),
+    ]:
         with pytest.raises(EngineError, match=words):
             engine(played, **options)
     made = engine(played)
@@ -645,7 +640,7 @@ def test_routed_experts_are_read_per_position(played):
     sent = {}
 
     def fault(verb, path, body):
-        if path == "/v1/completions" and "cache_salt" in body:
+        if path == COMPLETIONS and "cache_salt" in body:
             n = len(body["prompt"])
             sent[n] = np.arange(n * 2 * 2).reshape(n, 2, 2).astype(np.uint8)
             said = Played().completion(body)
@@ -692,8 +687,7 @@ def test_sglang_is_asked_in_its_own_words(sglang):
 
 
 def test_sglang_knows_of_no_filters(sglang):
-    with pytest.raises(EngineError, match="are tempered: not those of what is sampled"):
-        engine(sglang).generate([[1]], Sampling(4, top_k=2), seed=0)
+    refused(sglang, "are tempered: not those of what is sampled", sampling=Sampling(4, top_k=2))
 
 
 def test_sglang_takes_weights_through_a_folder(sglang, tmp_path):
@@ -739,8 +733,7 @@ def test_answers_of_sglang_that_do_not_add_up_are_refused(sglang, change, words)
             return said | {k: v for k, v in change.items() if k != "meta"}
 
     sglang.fault = fault
-    with pytest.raises(EngineError, match=words):
-        engine(sglang).generate([[1]], PLAIN, seed=0)
+    refused(sglang, words)
 
 
 def test_versions_per_token_that_are_no_list_are_refused(played):
@@ -752,8 +745,7 @@ def test_versions_per_token_that_are_no_list_are_refused(played):
             return {"choices": [choice | {"weight_versions": 5}]}
 
     played.fault = fault
-    with pytest.raises(EngineError, match="int where a list belongs"):
-        engine(played, api="generate").generate([[1]], PLAIN, seed=0)
+    refused(played, "int where a list belongs", api="generate")
 
 
 # -- how it is named --------------------------------------------------------------------------------
@@ -763,6 +755,7 @@ def test_a_server_is_named_in_one_line_and_back(played):
     text = f"openai:{played.url},model=m,concurrency=2"
     spec = EngineSpec.parse(text)
     assert (spec.kind, spec.dtype) == ("openai", "auto")
+    assert isinstance(make_engine("openai", played.url, vocab_size=VOCAB), OpenAIEngine)
     assert spec.options == {"url": played.url, "model": "m", "concurrency": 2}
     assert EngineSpec.parse(str(spec)) == spec
     assert EngineSpec.parse(text + ",dtype=bf16").dtype == "bfloat16"
@@ -783,7 +776,7 @@ def test_a_bench_records_what_is_raw_and_takes_what_evidence_it_gets(played):
     played.mode = "raw"
 
     def fault(verb, path, body):
-        if path == "/v1/completions" and body["logprobs"] == -1:
+        if path == COMPLETIONS and body["logprobs"] == -1:
             return 400, b"max_logprobs"
 
     played.fault = fault
@@ -794,10 +787,6 @@ def test_a_bench_records_what_is_raw_and_takes_what_evidence_it_gets(played):
         assert drawn.evidence.ids.shape == (3, VOCAB)
         with pytest.raises(EngineError, match="not told that it may change"):
             bench.engine(spec).load_weights([], version=1)
-
-
-def test_an_engine_is_made_by_its_name(played):
-    assert isinstance(make_engine("openai", played.url, vocab_size=VOCAB), OpenAIEngine)
 
 
 @pytest.mark.parametrize(

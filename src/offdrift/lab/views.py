@@ -89,7 +89,7 @@ def frontier_panels(by_testbed: Mapping[str, Sequence[Estimate]]) -> list[Chart]
             lines.append(Series(name, [v.horizon for v in present], best))
             members = [e for e in longest if e.family == name]
             bias = [max(e.bias, SMALLEST) for e in members]
-            points.append(Series(name, bias, [e.spread for e in members], style="points"))
+            points.append(Series(name, bias, [e.spread for e in members], kind="dots"))
         best_title, every_title = "progress of the best of each family", f"every method at T = {verdicts[-1].horizon}"
         progress.append(logarithmic(f"{title}: {best_title}", "P / |∇J|²", lines, x_title="horizon T, tokens"))
         bias_label = f"bias / |∇J| (at least {SMALLEST:g})"
