@@ -11,7 +11,7 @@ score at once (`chunks`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -185,21 +185,6 @@ def divergences(
     Raises: `EvidenceError` if the evidence is over another vocabulary.
     """
     evidence = rollouts.evidence
-    if isinstance(evidence, FullVocab):
-        _check_vocabulary(evidence.logp.shape[1], logits)
-        exact = exact_divergences(evidence.logp.to(logits.device), logits)
-        return _exact(exact.kl_rollout_current, exact.tv)
-    if isinstance(evidence, HiddenStates):
-        _check_vocabulary(len(evidence.head.weight), logits)
-        # The engine's logits are computed again, at its precision and a few tokens at a time;
-        # `hidden_divergences` does without either side's.
-        temperature = rollouts.provenance.sampling.temperature
-        parts = [
-            exact_divergences(rollout, logits[piece])
-            for piece, rollout in logits_in_pieces(evidence.to(logits.device), temperature=temperature)
-        ]
-        kl, tv = (torch.cat(x) for x in zip(*((p.kl_rollout_current, p.tv) for p in parts)))
-        return _exact(kl, tv)
     if isinstance(evidence, TopK):
         kl, tv = topk_divergences(
             evidence.ids.to(logits.device).long(),
@@ -210,7 +195,27 @@ def divergences(
             tail_log_ratio_cap=tail_log_ratio_cap,
         )
         return {kl.name: kl, tv.name: tv}
-    return {}
+    pieces: Iterable[tuple[slice, Tensor]]
+    if isinstance(evidence, FullVocab):
+        size, pieces = evidence.logp.shape[1], [(slice(None), evidence.logp.to(logits.device))]
+    elif isinstance(evidence, HiddenStates):
+        # The engine's logits are computed again, at its precision and a few tokens at a time;
+        # `hidden_divergences` does without either side's.
+        temperature = rollouts.provenance.sampling.temperature
+        size, pieces = len(evidence.head.weight), logits_in_pieces(evidence.to(logits.device), temperature=temperature)
+    else:
+        return {}
+    if size != logits.shape[1]:
+        raise EvidenceError(
+            f"the rollouts' evidence covers {size} tokens, the model has {logits.shape[1]}; both must "
+            "share one vocabulary"
+        )
+    parts = [exact_divergences(rollout, logits[piece]) for piece, rollout in pieces]
+    kl, tv = torch.cat([p.kl_rollout_current for p in parts]), torch.cat([p.tv for p in parts])
+    return {
+        "kl_rollout_current": Divergence.exact("kl_rollout_current", kl),
+        "tv_rollout_current": Divergence.exact("tv_rollout_current", tv),
+    }
 
 
 def old_divergences(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v"]) -> dict[str, Divergence]:
@@ -234,8 +239,8 @@ def old_divergences(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v
 
     Example:
         >>> old, logits = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-        >>> found = old_divergences(old, logits)
-        >>> found["kl_old_current"].value, found["tv_old_current"].value
+        >>> exact = old_divergences(old, logits)
+        >>> exact["kl_old_current"].value, exact["tv_old_current"].value
         (tensor([0.1438]), tensor([0.2500]))
 
     Reference: Cui et al., arXiv:2505.22617, eq. 14 (the penalty); DPPO, arXiv:2602.04879 (the bound).
@@ -244,18 +249,3 @@ def old_divergences(logits_old: Float[Tensor, "n v"], logits: Float[Tensor, "n v
     tv = exact_divergences(logits_old.detach(), logits.detach()).tv
     named = {"kl_old_current": kl, "tv_old_current": tv}
     return {name: Divergence.exact(name, x) for name, x in named.items()}
-
-
-def _exact(kl: Float[Tensor, " n"], tv: Float[Tensor, " n"]) -> dict[str, Divergence]:
-    return {
-        "kl_rollout_current": Divergence.exact("kl_rollout_current", kl),
-        "tv_rollout_current": Divergence.exact("tv_rollout_current", tv),
-    }
-
-
-def _check_vocabulary(size: int, logits: Float[Tensor, "n v"]) -> None:
-    if size != logits.shape[1]:
-        raise EvidenceError(
-            f"the rollouts' evidence covers {size} tokens, the model has {logits.shape[1]}; both "
-            "must share one vocabulary"
-        )

@@ -53,16 +53,16 @@ class EngineSpec:
         """
         head, *options = text.strip().split(",")
         kind, _, dtype = head.partition(":")
-        given: dict[str, Option] = {}
+        named: dict[str, Option] = {}
         for each in options:
             name, equals, value = each.partition("=")
             if not (name.strip() and equals and value.strip()):
                 raise EngineError(f"{each!r} in {text!r} is no option; write NAME=VALUE")
-            given[name.strip()] = _value(value.strip())
+            named[name.strip()] = _value(value.strip())
         kind, dtype = kind.strip(), dtype.strip()
         if kind == "openai":
-            given["url"], dtype = dtype, str(given.pop("dtype", ""))
-        return EngineSpec(kind, dtype or KINDS.get(kind, "float32"), given)
+            named["url"], dtype = dtype, str(named.pop("dtype", ""))
+        return EngineSpec(kind, dtype or KINDS.get(kind, "float32"), named)
 
     def with_(self, *, dtype: str | None = None, **options: Option) -> EngineSpec:
         """The same with another dtype, or with options added or replaced."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -36,7 +36,7 @@ ENTRY = 160
 
 @dataclass(frozen=True)
 class Answer:
-    """One response, and what the server answer about it."""
+    """One response, and the weights that drew it."""
 
     draws: Draws
     versions: tuple[str, ...]
@@ -106,23 +106,19 @@ def read(
         raise _odd(f"{len(answer.tokens)} tokens have {len(answer.logp)} log-probs")
     _check_end(answer, sampling)
     logp = torch.tensor([_logp(x) for x in answer.logp], dtype=torch.float32)
-    draws = Draws(
-        torch.tensor(answer.tokens, dtype=torch.int64),
-        torch.tensor([len(answer.tokens)]),
-        logp,
-        _evidence(answer, evidence, vocab_size),
-    )
-    return Answer(draws, answer.versions)
+    tokens, length = torch.tensor(answer.tokens, dtype=torch.int64), torch.tensor([len(answer.tokens)])
+    return Answer(Draws(tokens, length, logp, _evidence(answer, evidence, vocab_size)), answer.versions)
 
 
-@dataclass(frozen=True)
-class _Parsed:
+class _Parsed(NamedTuple):
+    """What an answer says, not yet checked."""
+
     tokens: list[Any]
     logp: list[Any]
     top: list[list[tuple[Any, Any]]]
     finish: Any
     reason: Any
-    versions: tuple[str, ...]
+    versions: tuple[str, ...] = ()
 
 
 def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -135,14 +131,8 @@ def _completions(content: Any, prompt: Sequence[int]) -> _Parsed:
         raise _odd("logprobs.tokens are not those of token_ids")
     rows = _field(logprobs, "top_logprobs", list)
     top = [[(_named(k), v) for k, v in _dict(row).items()] for row in rows]
-    return _Parsed(
-        tokens,
-        _field(logprobs, "token_logprobs", list),
-        top,
-        choice.get("finish_reason"),
-        choice.get("stop_reason"),
-        (),
-    )
+    logp = _field(logprobs, "token_logprobs", list)
+    return _Parsed(tokens, logp, top, choice.get("finish_reason"), choice.get("stop_reason"))
 
 
 def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -154,14 +144,8 @@ def _generate(content: Any, prompt: Sequence[int]) -> _Parsed:
     listed = [map(_dict, _field(row, "top_logprobs", list)) for row in rows]
     top = [[(e.get("token_id"), e.get("logprob")) for e in entries] for entries in listed]
     versions = tuple(str(_dict(s).get("version")) for s in _listed(choice.get("weight_versions")))
-    return _Parsed(
-        tokens,
-        [row.get("logprob") for row in rows],
-        top,
-        choice.get("finish_reason"),
-        choice.get("stop_reason"),
-        versions,
-    )
+    logp = [row.get("logprob") for row in rows]
+    return _Parsed(tokens, logp, top, choice.get("finish_reason"), choice.get("stop_reason"), versions)
 
 
 def _sglang(content: Any, prompt: Sequence[int]) -> _Parsed:
@@ -194,8 +178,8 @@ def _evidence(answer: _Parsed, evidence: EvidenceKind, vocab_size: int) -> FullV
         row: dict[int, float] = {}
         for token, x in listed:
             # vLLM names the drawn token again if it is among the likeliest.
-            known = _whole(token) and 0 <= token < vocab_size
-            if known and row.setdefault(token, _logp(x)) != _logp(x):
+            in_vocabulary = _whole(token) and 0 <= token < vocab_size
+            if in_vocabulary and row.setdefault(token, _logp(x)) != _logp(x):
                 raise _odd(f"token {token} is listed with two log-probs")
         if len(row) < k:
             raise _odd(f"{len(row)} tokens of the vocabulary are listed where {k} were asked for")
@@ -258,7 +242,7 @@ def _dict(value: Any) -> dict[Any, Any]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """What may be absent."""
+    """A list, empty if absent."""
     if not isinstance(value, list | None):
         raise _odd(f"there is {type(value).__name__} where a list belongs")
     return value or []
