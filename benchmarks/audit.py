@@ -52,7 +52,19 @@ from offdrift.stats.histogram import LOG_RATIO
 
 BAR = 20e6
 """Tokens per second and core, from decoded columns."""
-CORE = ("k1", "k2", "k3", "abs_log_ratio_mean", "abs_log_ratio_max", "chi2_token", "tv_sampled", "ess_frac", "pearson", "prob_diff_mean", "prob_diff_max")  # fmt: skip
+CORE = (
+    "k1",
+    "k2",
+    "k3",
+    "abs_log_ratio_mean",
+    "abs_log_ratio_max",
+    "chi2_token",
+    "tv_sampled",
+    "ess_frac",
+    "pearson",
+    "prob_diff_mean",
+    "prob_diff_max",
+)
 Numbers = dict[str, float]
 ByStep = dict[int, Numbers]
 Rates = dict[str, dict[str, float]]
@@ -168,7 +180,7 @@ def by_polars(path: Path) -> ByStep:
     r, o = (pl.col(name).cast(pl.Float64) for name in ("logp_rollout", "logp_old"))
     tokens = pl.scan_parquet(path).select("step", "logp_rollout", "logp_old")
     tokens = tokens.explode("logp_rollout", "logp_old").select("step", r=r, o=o)
-    tokens = tokens.with_columns(l=pl.col("o") - pl.col("r"), p=pl.col("r").exp(), q=pl.col("o").exp())  # fmt: skip
+    tokens = tokens.with_columns(l=pl.col("o") - pl.col("r"), p=pl.col("r").exp(), q=pl.col("o").exp())
     l, p, q = pl.col("l"), pl.col("p"), pl.col("q")  # noqa: E741
     w = l.exp()
     sums = {
@@ -255,7 +267,7 @@ def resident_peak_kib() -> int:
     if status.exists():
         (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)  # fmt: skip
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)
 
 
 def rates(arms: dict[str, Callable[[], object]], tokens: int, repeats: int) -> Rates:
@@ -314,7 +326,10 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         parquet = rates(arms, args.tokens, args.repeats)
         show(f"from Parquet, {files[0].stat().st_size / 2**20:,.0f} MiB", parquet)
         differs = disagreement(files[0])
-        print("largest difference from our core statistics: " + (", ".join(f"{arm} {x:.1e}" for arm, x in differs.items()) or "nothing to compare with"))  # fmt: skip
+        print(
+            "largest difference from our core statistics: "
+            + (", ".join(f"{arm} {x:.1e}" for arm, x in differs.items()) or "nothing to compare with")
+        )
         sizes = [file.stat().st_size / 2**20 for file in files]
         peaks = {arm: [peak_mib(arm, file) for file in files] for arm in available()}
     print(f"\npeak memory beyond imports, MiB\n{'':24}" + "".join(f"{s:>10,.0f} MiB" for s in sizes))

@@ -61,7 +61,9 @@ def main() -> None:
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n\n" + render(stored["runs"]) + "\n" + END + rest.split(END)[1], encoding="utf-8")  # fmt: skip
+    PAGE.write_text(
+        before + BEGIN + "\n\n" + render(stored["runs"]) + "\n" + END + rest.split(END)[1], encoding="utf-8"
+    )
     print(render(stored["runs"]))
 
 
@@ -82,8 +84,13 @@ def measure(kinds: Sequence[str], seeds: Sequence[int], batches: int, runs: Path
         for row in makers[kind](seeds):
             rows.append({"kind": kind, **row})
             right = "   " if row["reported"] == row["planted"] else "***"
-            print(f"{right} {row['case']:32s} {row['planted']:24s} {' '.join(row['causes'])}  ({row['seconds']} s)", flush=True)  # fmt: skip
-    RESULTS.write_text(json.dumps({"machine": machine("transformers"), "runs": rows}, indent=1) + "\n", encoding="utf-8")  # fmt: skip
+            print(
+                f"{right} {row['case']:32s} {row['planted']:24s} {' '.join(row['causes'])}  ({row['seconds']} s)",
+                flush=True,
+            )
+    RESULTS.write_text(
+        json.dumps({"machine": machine("transformers"), "runs": rows}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def generated(seeds: Sequence[int]) -> Iterator[Row]:

@@ -165,7 +165,9 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
 
     batch, verl, facts = ragged(args.sequences, args.longest), verl_function(), machine("verl")
     filled = batch.segments.num_tokens / batch.mask.numel()
-    print(f"{args.sequences} sequences, {batch.segments.num_tokens:,} tokens, padded to {args.longest} ({filled:.0%} filled)\n{facts}")  # fmt: skip
+    print(
+        f"{args.sequences} sequences, {batch.segments.num_tokens:,} tokens, padded to {args.longest} ({filled:.0%} filled)\n{facts}"
+    )
     if verl is None:
         print("verl cannot be imported here: ours is timed alone, there is no ratio")
     found: dict[str, object] = {"machine": facts, "tokens": batch.segments.num_tokens}

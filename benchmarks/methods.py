@@ -237,7 +237,9 @@ def show(rows: Found) -> None:
     for family, members in FAMILIES.items():
         mine = sorted(members.keys() & rows, key=lambda name: -rows[name]["times_base"]["loss"])
         if mine:
-            print(f"\n{family:28}{'loss':>9}{'x base':>8}{'whole':>9}{'x base':>8}{'verl/loss':>11}{'/padded':>9}{'/whole':>8}")  # fmt: skip
+            print(
+                f"\n{family:28}{'loss':>9}{'x base':>8}{'whole':>9}{'x base':>8}{'verl/loss':>11}{'/padded':>9}{'/whole':>8}"
+            )
         for name in mine:
             row, cells = rows[name], ""
             for kind in KINDS:

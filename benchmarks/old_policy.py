@@ -92,7 +92,9 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         "seconds": seconds,
         "share_of_an_update": {k: s / seconds["one update"] for k, s in seconds.items()},
     }
-    print(f"{args.model}, {rollouts.num_sequences} sequences, {len(rollouts.tokens):,} tokens; one copy of the weights {weights / 2**20:.1f} MiB\n{found['machine']}")  # fmt: skip
+    print(
+        f"{args.model}, {rollouts.num_sequences} sequences, {len(rollouts.tokens):,} tokens; one copy of the weights {weights / 2**20:.1f} MiB\n{found['machine']}"
+    )
     for name, s in seconds.items():
         print(f"{name:26}{s:9.3f} s {s / seconds['one update']:8.2f} of an update")
     if args.json:

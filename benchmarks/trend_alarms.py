@@ -47,7 +47,16 @@ LEVELS = {
     "reward/mean": 0.5,
 }
 """Metrics that trends are read from, around what is typical, above what a rule asks for besides."""
-RULES = ("weight_variance", "clip_saturation", "length_surge", "surge_without_guard", "surge_despite_guard", "grad_spike", "ess_collapse", "reward_collapse")  # fmt: skip
+RULES = (
+    "weight_variance",
+    "clip_saturation",
+    "length_surge",
+    "surge_without_guard",
+    "surge_despite_guard",
+    "grad_spike",
+    "ess_collapse",
+    "reward_collapse",
+)
 SOME = replace(load_rules(), rules={name: load_rules().rules[name] for name in RULES})
 READ = {name: row for name, row in READINGS.items() if name in TRENDS or name == "weighted"}
 
@@ -97,7 +106,7 @@ def rows(
     }
     shares = ("objective/clip_frac_active", "full/ess_seq_frac", "reward/mean")
     columns |= {name: columns[name].clip(max=1.0) for name in shares}
-    fixed = {"mismatch/k1": 1e-3, "mismatch/k3": 1e-3, "weight/std": 0.1, "weight/cap_frac": 0.01, "optim/lr": 1e-6}  # fmt: skip
+    fixed = {"mismatch/k1": 1e-3, "mismatch/k3": 1e-3, "weight/std": 0.1, "weight/cap_frac": 0.01, "optim/lr": 1e-6}
     return [{"step": float(i + 1), **fixed, **{k: float(x[i]) for k, x in columns.items()}} for i in range(STEPS)]
 
 
@@ -129,14 +138,14 @@ def power(rule: str, phi: float | str, runs: int) -> float:
 
 def render(found: Mapping[str, list]) -> str:
     """Both tables as Markdown."""
-    about = f"Share of runs of {STEPS} steps in which a rule fires at any step although nothing changes; the largest over steps that scatter by {', '.join(f'{x:.0%}' for x in SPREADS[:-1])} and {SPREADS[-1]:.0%}, {found['runs']} runs each:"  # fmt: skip
+    about = f"Share of runs of {STEPS} steps in which a rule fires at any step although nothing changes; the largest over steps that scatter by {', '.join(f'{x:.0%}' for x in SPREADS[:-1])} and {SPREADS[-1]:.0%}, {found['runs']} runs each:"
     head = ["rule", *(phi if phi == WANDER else f"phi {phi:g}" for phi in NOISES)]
     lines = [_line(head), _line(["---", *["---:"] * len(NOISES)])]
     for rule in RULES:
-        worst = [max(r["share"] for r in found["alarms"] if (r["rule"], r["phi"]) == (rule, phi)) for phi in NOISES]  # fmt: skip
+        worst = [max(r["share"] for r in found["alarms"] if (r["rule"], r["phi"]) == (rule, phi)) for phi in NOISES]
         lines.append(_line([f"`{rule}`", *(f"{x:.1%}" for x in worst)]))
-    told = f"Share of {max(found['runs'] // 4, 1)} runs in which it finds the change that it is about, under noise of {POWER_SPREAD:.0%}:"  # fmt: skip
-    lines += ["", told, "", _line(["rule", "change", *head[1:]]), _line(["---", "---", *["---:"] * len(NOISES)])]  # fmt: skip
+    told = f"Share of {max(found['runs'] // 4, 1)} runs in which it finds the change that it is about, under noise of {POWER_SPREAD:.0%}:"
+    lines += ["", told, "", _line(["rule", "change", *head[1:]]), _line(["---", "---", *["---:"] * len(NOISES)])]
     for rule, (_, _, words) in CHANGES.items():
         shares = [r["share"] for r in found["power"] if r["rule"] == rule]
         lines.append(_line([f"`{rule}`", words, *(f"{x:.0%}" for x in shares)]))
@@ -157,7 +166,7 @@ def main() -> None:
         for phi in NOISES:
             for spread in SPREADS:
                 shares = alarms(phi, spread, given.runs)
-                found["alarms"] += [{"rule": r, "phi": phi, "spread": spread, "share": x} for r, x in shares.items()]  # fmt: skip
+                found["alarms"] += [{"rule": r, "phi": phi, "spread": spread, "share": x} for r, x in shares.items()]
                 print(phi, spread, shares, flush=True)
         for rule in CHANGES:
             for phi in NOISES:
@@ -168,7 +177,7 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     table = render(json.loads(RESULTS.read_text(encoding="utf-8")))
-    PAGE.write_text(before + BEGIN + "\n\n" + table + "\n\n" + END + rest.split(END)[1], encoding="utf-8")  # fmt: skip
+    PAGE.write_text(before + BEGIN + "\n\n" + table + "\n\n" + END + rest.split(END)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,9 @@ class Forgetful:
 
 
 class EngineContract:
+    DRAWS = 2000
+    """Tokens whose frequencies are compared with the recorded distribution."""
+
     # -- what is recorded is what was sampled --------------------------------------------------
 
     @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -154,13 +157,12 @@ class EngineContract:
         assert deviations(swapped, before.tokens, before.logp_rollout).mean() > 0.05
 
     def test_frequencies_are_those_of_the_recorded_distribution(self, engine):
-        # Chi-squared over cells that expect at least 5 of 2000 draws: mean df, variance 2 df.
+        # Chi-squared over cells that expect at least 5 draws: mean df, variance 2 df.
         # Raw log-probs would be off by the temperature and the filter: thousands.
         sampling = Sampling(max_tokens=1, temperature=0.7, top_p=0.9)
-        draws = 2000
-        rollouts = engine.generate([PROMPTS[2]] * draws, sampling, seed=6)
+        rollouts = engine.generate([PROMPTS[2]] * self.DRAWS, sampling, seed=6)
         row = engine.generate([PROMPTS[2]], sampling, seed=6, evidence="full").evidence.logp[0]
-        expected = draws * row.double().exp()
+        expected = self.DRAWS * row.double().exp()
         seen = torch.bincount(rollouts.tokens, minlength=VOCAB).double()
         cells = expected >= 5
         df = int(cells.sum()) - 1

@@ -23,7 +23,7 @@ def no_wide_vectors(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cpu, has, lambda: False)
 
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -37,6 +37,7 @@ _SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+SMALLER = SIZES | {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 16}
 
 
 def tiny(kind: str) -> PreTrainedModel:
@@ -49,8 +50,8 @@ def _original(kind: str) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if kind == "dense":
-            return Qwen3ForCausalLM(Qwen3Config(**_SIZES, tie_word_embeddings=True)).eval()
+            return Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)).eval()
         config = Qwen3MoeConfig(
-            **_SIZES, tie_word_embeddings=False, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
+            **SIZES, tie_word_embeddings=False, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
         )
         return Qwen3MoeForCausalLM(config).eval()

@@ -26,7 +26,7 @@ from tests.engines.models import VOCAB, tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-NEEDED = ("vllm", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")  # fmt: skip
+NEEDED = ("vllm", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")
 START_S = 300
 """Seconds that a start may take on a busy machine; 20 to 30 on a quiet one."""
 FLAGS = (
@@ -43,7 +43,8 @@ runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alte
 """vLLM imported once: its engine is forked from the server, and its worker runs in the engine, where both would
 otherwise import it again. Not `vllm serve`: the CPU build lacks the package metadata that it reads first."""
 ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 
@@ -76,7 +77,8 @@ def url(folder, tmp_path_factory):
         _wait(server, f"http://127.0.0.1:{port}/health", log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        _end(server)
+        os.killpg(server.pid, signal.SIGKILL)  # its session: the server and its engine, and nothing else
+        server.wait(15)
 
 
 def _wait(server: subprocess.Popen, health: str, log: Path) -> None:
@@ -90,20 +92,6 @@ def _wait(server: subprocess.Popen, health: str, log: Path) -> None:
         except OSError:
             time.sleep(0.2)
     pytest.fail(f"the server did not start:\n{log.read_text()[-3000:]}", pytrace=False)
-
-
-def _end(server: subprocess.Popen) -> None:
-    """The server and its engine process, which is in the same session, and nothing else."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(server.pid, how)
-        except ProcessLookupError:
-            break
-        try:
-            server.wait(15)
-        except subprocess.TimeoutExpired:
-            continue
-    server.wait(15)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +117,8 @@ def engine(url):
 
 class TestCompletions(EngineContract):
     """`/v1/completions`, which gives no hidden states and cannot be led along given tokens."""
+
+    DRAWS = 500  # one request each
 
     test_hidden_states_and_their_head_are_the_full_rows = None
     test_hidden_states_of_ragged_responses_reproduce_their_log_probs = None
@@ -276,7 +266,7 @@ def test_check_finds_a_float32_server_equal_to_its_checkpoint(url, folder, model
     from tests.command import command
 
     _engine(url).load_weights(model.named_parameters(), version=0)
-    words = ("check", "--model", folder, "--rollout", f"openai:{url}", "--max-prompts", "6", "--max-tokens", "12")  # fmt: skip
+    words = ("check", "--model", folder, "--rollout", f"openai:{url}", "--max-prompts", "6", "--max-tokens", "12")
     words += ("--factors", "off_by_one", "--max-kl", "1e-5", "--out", str(tmp_path))
     done = command(monkeypatch, capsys, *words)
     assert done.code == 0, done.stdout + done.stderr
@@ -294,9 +284,9 @@ def test_check_finds_other_weights(url, folder, model, tmp_path, monkeypatch, ca
     changed = [(n, 1.1 * w.detach()) for n, w in model.named_parameters()]
     engine = _engine(url)
     engine.load_weights(changed, version=1)
-    words = ("check", "--model", folder, "--rollout", f"openai:{url}", "--max-prompts", "4", "--max-tokens", "8")  # fmt: skip
+    words = ("check", "--model", folder, "--rollout", f"openai:{url}", "--max-prompts", "4", "--max-tokens", "8")
     try:
-        done = command(monkeypatch, capsys, *words, "--factors", "none", "--max-kl", "0.001", "--out", str(tmp_path))  # fmt: skip
+        done = command(monkeypatch, capsys, *words, "--factors", "none", "--max-kl", "0.001", "--out", str(tmp_path))
     finally:
         engine.load_weights(model.named_parameters(), version=0)
     assert done.code == 3
@@ -310,13 +300,24 @@ def test_train_draws_from_the_server_and_gives_it_weights(url, folder, tmp_path)
 
     recipe = check_recipe(
         {
-            "name": "served", "model": folder, "batches": 3, "method": "token_tis",
-            "rollout": {"engine": "openai", "url": url, "dtype": "float32", "prompts": 4, "samples": 2, "max_tokens": 8},
-            "lag": {"sync_every": 2}, "optim": {"lr": 1e-3},
+            "name": "served",
+            "model": folder,
+            "batches": 3,
+            "method": "token_tis",
+            "rollout": {
+                "engine": "openai",
+                "url": url,
+                "dtype": "float32",
+                "prompts": 4,
+                "samples": 2,
+                "max_tokens": 8,
+            },
+            "lag": {"sync_every": 2},
+            "optim": {"lr": 1e-3},
             "log": {"eval_every": 3, "eval_prompts": 4, "trackers": []},
         },
         source="test",
-    )  # fmt: skip
+    )
     train(recipe, tmp_path / "run")
     files = sorted(f for f in (tmp_path / "run").rglob("batch-*.parquet") if f.parent.name != "log")
     batches = [store.read(f) for f in files]

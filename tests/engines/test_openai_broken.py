@@ -55,13 +55,22 @@ class Played:
 
     def answer(self, verb: str, path: str, body: dict | None) -> object:
         if path == "/v1/models":
-            return {"data": [{"id": "m", "root": "/models/m", "owned_by": self.software, "max_model_len": 64}]}  # fmt: skip
+            return {"data": [{"id": "m", "root": "/models/m", "owned_by": self.software, "max_model_len": 64}]}
         if path == "/version":
             return {"version": "0.32.0"}
         if path == "/get_server_info":
             return {"version": "0.5.4", "dtype": "bfloat16", "quantization": None}
         if path.startswith("/server_info") and self.dev and self.tells:
-            return {"vllm_config": {"model_config": {"dtype": "torch.float32", "logprobs_mode": self.mode + "_logprobs", "quantization": "fp8"}, "cache_config": {"cache_dtype": "fp8"}}}  # fmt: skip
+            return {
+                "vllm_config": {
+                    "model_config": {
+                        "dtype": "torch.float32",
+                        "logprobs_mode": self.mode + "_logprobs",
+                        "quantization": "fp8",
+                    },
+                    "cache_config": {"cache_dtype": "fp8"},
+                }
+            }
         if path in ("/weight_info", "/get_model_info") and self.dev:
             return {"weight_version": self.label}
         if path == COMPLETIONS:
@@ -78,8 +87,13 @@ class Played:
         t, k = params["temperature"], max(params["top_k"], 0)
         sampled = (LOGITS / t).log_softmax(-1)
         if k:
-            sampled = sampled.masked_fill(sampled < sampled.topk(k).values[-1], -math.inf).log_softmax(-1)  # fmt: skip
-        shown = {"processed": sampled, "tempered": (LOGITS / t).log_softmax(-1), "raw": LOGITS.log_softmax(-1), "logits": LOGITS}[self.mode]  # fmt: skip
+            sampled = sampled.masked_fill(sampled < sampled.topk(k).values[-1], -math.inf).log_softmax(-1)
+        shown = {
+            "processed": sampled,
+            "tempered": (LOGITS / t).log_softmax(-1),
+            "raw": LOGITS.log_softmax(-1),
+            "logits": LOGITS,
+        }[self.mode]
         seed = params.get("seed", params.get("sampling_seed", 0)) % 2**31
         rng = np.random.default_rng(seed)
         tokens = rng.choice(VOCAB, size=length, p=sampled.exp().numpy()).tolist()
@@ -89,25 +103,41 @@ class Played:
         tokens, logp, shown = self.rows(body, body["max_tokens"])
         k = VOCAB if body["logprobs"] == -1 else body["logprobs"]
         best = shown.topk(k).indices.tolist()
-        return {"choices": [{
-            "index": 0, "text": "", "finish_reason": "length", "stop_reason": None, "token_ids": tokens,
-            "prompt_token_ids": body["prompt"],
-            "logprobs": {
-                "tokens": [f"token_id:{t}" for t in tokens], "token_logprobs": logp,
-                "top_logprobs": [{f"token_id:{i}": float(shown[i]) for i in [t, *best]} for t in tokens],
-            },
-        }]}  # fmt: skip
+        return {
+            "choices": [
+                {
+                    "index": 0,
+                    "text": "",
+                    "finish_reason": "length",
+                    "stop_reason": None,
+                    "token_ids": tokens,
+                    "prompt_token_ids": body["prompt"],
+                    "logprobs": {
+                        "tokens": [f"token_id:{t}" for t in tokens],
+                        "token_logprobs": logp,
+                        "top_logprobs": [{f"token_id:{i}": float(shown[i]) for i in [t, *best]} for t in tokens],
+                    },
+                }
+            ]
+        }
 
     def generated(self, body: dict) -> dict:
         params = body["sampling_params"]
         tokens, logp, shown = self.rows(params, params["max_new_tokens"])
         best = shown.topk(body["top_logprobs_num"]).indices.tolist()
-        return {"text": "", "output_ids": tokens, "meta_info": {
-            "id": "x", "finish_reason": {"type": "length", "length": len(tokens)}, "prompt_tokens": len(body["input_ids"]),
-            "completion_tokens": len(tokens), "weight_version": self.label,
-            "output_token_logprobs": [[x, t, None] for x, t in zip(logp, tokens)],
-            "output_top_logprobs": [[[float(shown[i]), i, None] for i in best] for _ in tokens],
-        }}  # fmt: skip
+        return {
+            "text": "",
+            "output_ids": tokens,
+            "meta_info": {
+                "id": "x",
+                "finish_reason": {"type": "length", "length": len(tokens)},
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": len(tokens),
+                "weight_version": self.label,
+                "output_token_logprobs": [[x, t, None] for x, t in zip(logp, tokens)],
+                "output_top_logprobs": [[[float(shown[i]), i, None] for i in best] for _ in tokens],
+            },
+        }
 
     def drawn(self) -> list[dict]:
         return [body for _, path, body, _ in self.asked if path in (COMPLETIONS, "/generate")]
@@ -188,7 +218,7 @@ def changed(**changes):
         said = Played().completion(body)
         choice = said["choices"][0]
         for name, value in changes.items():
-            holder, key = (choice["logprobs"], name) if name in choice["logprobs"] else (choice, name)  # fmt: skip
+            holder, key = (choice["logprobs"], name) if name in choice["logprobs"] else (choice, name)
             holder[key] = value
         return said
 
@@ -220,7 +250,8 @@ def refused(played: Played, words: str, error=EngineError, sampling=PLAIN, evide
     [
         ("localhost:8000", "is no address"), ("file:///etc/passwd", "is no address"), ("", "is no address"),
         ("http://user:secret@host/v1", "OFFDRIFT_API_KEY"), ("http://host/v1?key=secret", "OFFDRIFT_API_KEY"),
-        ("http://host:port/v1", "is no address"), ("http://host:99999/v1", "is no address"), ("http://[::1", "is no address"),
+        ("http://host:port/v1", "is no address"), ("http://host:99999/v1", "is no address"),
+        ("http://[::1", "is no address"),
         ("http://user:secret/b@host/v1", "is no address"),
     ],
 )  # fmt: skip
@@ -231,7 +262,9 @@ def test_an_address_that_is_none_or_holds_a_secret_is_refused(url, words):
 
 
 def test_a_server_that_is_not_there_is_named_with_its_address():
-    with pytest.raises(EngineError, match=r"GET http://127\.0\.0\.1:9/v1/models: ConnectError: .*is the server running"):  # fmt: skip
+    with pytest.raises(
+        EngineError, match=r"GET http://127\.0\.0\.1:9/v1/models: ConnectError: .*is the server running"
+    ):
         OpenAIEngine("http://127.0.0.1:9/v1", vocab_size=VOCAB, retries=0)
 
 
@@ -280,7 +313,15 @@ def test_without_retries_no_connection_is_used_that_may_be_closed(played):
 def test_connections_do_not_pile_up(played, retries, again):
     made = Server(played.url, retries=retries)
     for _ in range(5):
-        made.post("/generate", {"input_ids": [1], "sampling_params": {"temperature": 1, "top_k": -1, "max_new_tokens": 1}, "top_logprobs_num": 1}, again=again)  # fmt: skip
+        made.post(
+            "/generate",
+            {
+                "input_ids": [1],
+                "sampling_params": {"temperature": 1, "top_k": -1, "max_new_tokens": 1},
+                "top_logprobs_num": 1,
+            },
+            again=again,
+        )
     assert len(_idle_sockets(made)) <= 1
     made.close()
 
@@ -322,7 +363,7 @@ def _truncated(handler):
         ([1, 2], "list where an object belongs"),
     ],
     ids=["truncated", "html", "nested", "digits", "endless", "list"],
-)  # fmt: skip
+)
 def test_an_answer_that_cannot_be_read_is_refused(played, said, words):
     played.fault = at(COMPLETIONS, said)
     refused(played, words)
@@ -436,7 +477,8 @@ def test_a_closed_server_is_refused_by_name(played):
     [
         ({"token_ids": None}, "text and no token_ids"),
         ({"token_ids": [1, 2, 8]}, "logprobs.tokens are not those"),
-        ({"token_ids": [1, 2, 8], "tokens": ["token_id:1", "token_id:2", "token_id:8"]}, "token 2 is 8; the vocabulary has 8"),
+        ({"token_ids": [1, 2, 8], "tokens": ["token_id:1", "token_id:2", "token_id:8"]},
+         "token 2 is 8; the vocabulary has 8"),
         ({"token_ids": [1, 2, True], "tokens": ["token_id:1", "token_id:2", "token_id:True"]}, "token 2 is True"),
         ({"prompt_token_ids": [1, 3]}, "it was tokenized again"),
         ({"token_logprobs": [-1.0, -1.0]}, "3 tokens have 2 log-probs"),
@@ -447,10 +489,12 @@ def test_a_closed_server_is_refused_by_name(played):
         ({"token_logprobs": [-1.0, -1.0, -9999.0]}, "log-prob -inf"),
         ({"token_logprobs": [-1.0, -1.0, 10**400]}, "are these logits"),
         ({"token_logprobs": [-1.0, -1.0, -(10**400)]}, "log-prob -inf"),
-        ({"token_ids": [1, 2, ["x" * 999]], "tokens": ["token_id:1", "token_id:2", f"token_id:{['x' * 999]}"]}, "token 2 is .{80}; the vocabulary"),
+        ({"token_ids": [1, 2, ["x" * 999]], "tokens": ["token_id:1", "token_id:2", f"token_id:{['x' * 999]}"]},
+         "token 2 is .{80}; the vocabulary"),
         ({"finish_reason": "abort"}, "finish_reason = 'abort'"),
         ({"finish_reason": None}, "finish_reason = None"),
-        ({"token_ids": [1, 2], "tokens": ["token_id:1", "token_id:2"], "token_logprobs": [-1.0, -1.0], "finish_reason": "stop", "stop_reason": 2}, "2 of 3 tokens at token 2 .*generation-config"),
+        ({"token_ids": [1, 2], "tokens": ["token_id:1", "token_id:2"], "token_logprobs": [-1.0, -1.0],
+          "finish_reason": "stop", "stop_reason": 2}, "2 of 3 tokens at token 2 .*generation-config"),
         ({"token_ids": [], "tokens": [], "token_logprobs": []}, "0 tokens, 1 to 3"),
         ({"logprobs": None}, "logprobs is NoneType, not dict"),
     ],
@@ -512,7 +556,7 @@ def test_log_probs_that_are_not_those_of_what_is_sampled_are_refused(played, mod
     made = engine(played)
     assert made.logprobs_mode([1]) == mode
     samplings = {"plain": PLAIN, "cold": Sampling(3, temperature=0.5), "top_k": Sampling(3, top_k=2)}
-    right = {"processed": {"plain", "cold", "top_k"}, "tempered": {"plain", "cold"}, "raw": {"plain"}}[mode]  # fmt: skip
+    right = {"processed": {"plain", "cold", "top_k"}, "tempered": {"plain", "cold"}, "raw": {"plain"}}[mode]
     for name, sampling in samplings.items():
         assert faithful(mode, sampling) == (name in right)
         if name in right:
@@ -557,7 +601,7 @@ def test_a_server_that_says_little_is_used_as_it_is(played):
     made = engine(played)
     assert (made.dtype, made.served.mode, made._weights.label) == ("bfloat16", None, None)
     assert made.generate([[1]] * 2, PLAIN, seed=0).num_sequences == 2
-    with pytest.raises(EngineError, match="no /collective_rpc; start vLLM with VLLM_SERVER_DEV_MODE=1"):  # fmt: skip
+    with pytest.raises(EngineError, match="no /collective_rpc; start vLLM with VLLM_SERVER_DEV_MODE=1"):
         engine(played, sync=True).load_weights([("w", torch.ones(2))], version=1)
 
 
@@ -572,13 +616,13 @@ def test_which_model_must_be_clear(played, models, words):
 
 
 def test_an_answer_of_another_model_is_refused_and_one_under_an_alias_is_not(played):
-    cards = [{"id": n, "root": root, "owned_by": "vllm"} for n, root in [("first", "/m"), ("m", "/m"), ("lora", "/l")]]  # fmt: skip
+    cards = [{"id": n, "root": root, "owned_by": "vllm"} for n, root in [("first", "/m"), ("m", "/m"), ("lora", "/l")]]
     answers = {"name": "first"}
 
     def fault(verb, path, body):
         if path == "/v1/models":
             return {"data": cards}
-        return Played().completion(body) | {"model": answers["name"]} if path == COMPLETIONS else None  # fmt: skip
+        return Played().completion(body) | {"model": answers["name"]} if path == COMPLETIONS else None
 
     played.fault = fault
     made = engine(played, model="m")  # vLLM answers under the first name of the weights
@@ -657,10 +701,13 @@ def test_routed_experts_are_read_per_position(played):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (None, "--enable-return-routed-experts"), ("!!", "cannot be read"), (_encoded(np.zeros((4, 2))), "shape"),
-        (_encoded(np.zeros((9, 2, 2), np.uint8)), "shape"), (_encoded(np.array([{}], dtype=object)), "cannot be read"),
+        (None, "--enable-return-routed-experts"),
+        ("!!", "cannot be read"),
+        (_encoded(np.zeros((4, 2))), "shape"),
+        (_encoded(np.zeros((9, 2, 2), np.uint8)), "shape"),
+        (_encoded(np.array([{}], dtype=object)), "cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_routed_experts_that_make_no_sense_are_refused(played, value, words):
     drawn = engine(played).generate([[1, 2]], PLAIN, seed=0)
     played.fault = changed(routed_experts=value)
@@ -683,7 +730,7 @@ def test_sglang_is_asked_in_its_own_words(sglang):
     assert (params["max_new_tokens"], params["temperature"], params["top_k"]) == (4, 0.5, -1)
     expected = (LOGITS / 0.5).log_softmax(-1)
     assert drawn.evidence.ids.tolist() == [[0, 7]] * 8
-    torch.testing.assert_close(drawn.logp_rollout.double(), expected[drawn.tokens], atol=1e-6, rtol=0)  # fmt: skip
+    torch.testing.assert_close(drawn.logp_rollout.double(), expected[drawn.tokens], atol=1e-6, rtol=0)
 
 
 def test_sglang_knows_of_no_filters(sglang):
@@ -707,7 +754,7 @@ def test_sglang_takes_weights_through_a_folder(sglang, tmp_path):
     assert torch.equal(seen["b"], shared)
     assert made.generate([[1]], PLAIN, seed=0).rollout_version.tolist() == [7] * 3
     assert list(tmp_path.iterdir()) == []
-    sglang.fault = lambda verb, path, body: {"success": False, "message": "no"} if "update" in path else None  # fmt: skip
+    sglang.fault = lambda verb, path, body: {"success": False, "message": "no"} if "update" in path else None
     with pytest.raises(EngineError, match="did not succeed"):
         made.load_weights([("a", shared)], version=8)
     with pytest.raises(EngineError, match="holds weights"):
@@ -720,9 +767,11 @@ def test_sglang_takes_weights_through_a_folder(sglang, tmp_path):
     ("change", "words"),
     [
         ({"output_ids": [1]}, "not those of output_ids"), ({"meta": {"prompt_tokens": 9}}, "prompt_tokens is 9"),
-        ({"meta": {"finish_reason": {"type": "abort"}}}, "finish_reason = 'abort'"), ({"meta": {"weight_version": "x"}}, "holds weights 'x'"),
+        ({"meta": {"finish_reason": {"type": "abort"}}}, "finish_reason = 'abort'"),
+        ({"meta": {"weight_version": "x"}}, "holds weights 'x'"),
         ({"meta": {"output_token_logprobs": [[-1.0]]}}, "not \\[log-prob, token, text\\]"),
-        ({"meta": {"output_top_logprobs": 5}}, "int where a list belongs"), ({"meta": {"output_top_logprobs": [5] * 3}}, "int where a list belongs"),
+        ({"meta": {"output_top_logprobs": 5}}, "int where a list belongs"),
+        ({"meta": {"output_top_logprobs": [5] * 3}}, "int where a list belongs"),
     ],
 )  # fmt: skip
 def test_answers_of_sglang_that_do_not_add_up_are_refused(sglang, change, words):
@@ -792,10 +841,11 @@ def test_a_bench_records_what_is_raw_and_takes_what_evidence_it_gets(played):
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ({"engine": "openai"}, "rollout.url = None"), ({"engine": "vllm", "url": "http://x/v1"}, "and no other"),
+        ({"engine": "openai"}, "rollout.url = None"),
+        ({"engine": "vllm", "url": "http://x/v1"}, "and no other"),
         ({"engine": "openai", "url": "http://x/v1", "evidence": "hidden"}, "a server gives none"),
     ],
-)  # fmt: skip
+)
 def test_recipes_that_contradict_themselves_are_refused(rollout, words):
     content = {"name": "r", "model": "tiny-qwen3", "batches": 1, "method": "none", "rollout": rollout}
     with pytest.raises(RecipeError, match=words):
@@ -811,7 +861,7 @@ def test_the_configurations_of_the_page_are_read():
     read = check_recipe(tomllib.loads(recipe), source="page")
     assert (read.rollout.engine, read.rollout.url) == ("openai", "http://127.0.0.1:8000/v1")
     specs = re.findall(r"openai:http://[^\s`]+", page)
-    assert [EngineSpec.parse(s).options["url"] for s in specs] == ["http://127.0.0.1:8000/v1", "http://host:8000/v1"]  # fmt: skip
+    assert [EngineSpec.parse(s).options["url"] for s in specs] == ["http://127.0.0.1:8000/v1", "http://host:8000/v1"]
     module, name = re.search(r"--worker-extension-cls (\S+)\.(\w+)", page).groups()
     assert callable(getattr(importlib.import_module(module), name).offdrift_load)
     options = set(inspect.signature(OpenAIEngine).parameters)

@@ -163,7 +163,7 @@ def test_what_cannot_be_read_or_replayed_is_refused(drawn):
     assert routers(tiny("dense")) == []
     with pytest.raises(EngineError, match="no mixture of experts"):
         routes_of(tiny("dense"), drawn)
-    with pytest.raises(EngineError, match="1 layers, the model has 2"), replayed(model, drawn, routes[:, :1]):  # fmt: skip
+    with pytest.raises(EngineError, match="1 layers, the model has 2"), replayed(model, drawn, routes[:, :1]):
         pass
     handle = routers(model)[0].register_forward_hook(lambda m, a, out: (out[0], out[1] ** 3, out[2]))
     with pytest.raises(EngineError, match="rule that is not known"), replayed(model, drawn, routes):

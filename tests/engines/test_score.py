@@ -15,6 +15,7 @@ from offdrift.engines.score import divergences, last_states, score
 from offdrift.errors import EvidenceError
 from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
 from offdrift.records.rollouts import pack_sequences
+from tests.engines.models import SMALLER
 
 PROMPTS = [[3], [4, 5, 6], [7, 8]]
 RESPONSES = [[0, 0, 9, 2], [1], [5, 0, 0]]  # id 0 is the pad id of the model below
@@ -32,8 +33,8 @@ def rollouts(**changes) -> Rollouts:
         prompt_cu_seqlens=prompt_cu_seqlens,
         group_ids=torch.arange(3),
         finish=("length",) * 3,
-        provenance=Provenance(engine="t", engine_version="0", model="m", dtype="float32", quantization=None, sampling=Sampling(max_tokens=4)),
-    )  # fmt: skip
+        provenance=Provenance("t", "0", "m", "float32", None, Sampling(max_tokens=4)),
+    )
     return made.with_(**changes)
 
 
@@ -42,9 +43,8 @@ def model():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16, initializer_range=0.3, pad_token_id=0)
-    ).eval()  # fmt: skip
+    sizes = SMALLER | {"vocab_size": 16, "initializer_range": 0.3, "pad_token_id": 0}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
 
 
 def one_by_one(model, temperature: float) -> torch.Tensor:
@@ -126,10 +126,14 @@ def test_hidden_states_give_what_the_full_rows_give(model, temperature, monkeypa
         torch.testing.assert_close(d.lo, exact[name].lo, rtol=1e-4, atol=1e-6)
     # Nor does it matter that the current policy's side is given by its logits.
     both = hidden_divergences(
-        evidence.states, evidence.head, last_states(model, rollouts()), head_of(model),
-        temperature_rollout=temperature, temperature=temperature,
-    )  # fmt: skip
-    torch.testing.assert_close(both.kl_rollout_current, found["kl_rollout_current"].lo, rtol=1e-4, atol=1e-6)  # fmt: skip
+        evidence.states,
+        evidence.head,
+        last_states(model, rollouts()),
+        head_of(model),
+        temperature_rollout=temperature,
+        temperature=temperature,
+    )
+    torch.testing.assert_close(both.kl_rollout_current, found["kl_rollout_current"].lo, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(both.tv, found["tv_rollout_current"].lo, rtol=1e-4, atol=1e-6)
 
 

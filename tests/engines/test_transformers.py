@@ -11,7 +11,7 @@ from offdrift.engines.output_head import deviations
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
-from tests.engines.models import VOCAB, tiny
+from tests.engines.models import SMALLER, VOCAB, tiny
 from tests.engines.oracles import logp_rows
 
 
@@ -153,9 +153,8 @@ def test_hidden_states_of_a_capped_and_tied_head_are_the_full_rows(dtype):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
-    model = Gemma2ForCausalLM(
-        Gemma2Config(vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16, initializer_range=0.5, final_logit_softcapping=5.0, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    )  # fmt: skip
+    sizes = SMALLER | {"num_hidden_layers": 1, "initializer_range": 0.5, "final_logit_softcapping": 5.0}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes))
     engine = TransformersEngine(model, dtype=dtype)
     hidden = engine.generate(PROMPTS, PLAIN, seed=3, evidence="hidden").evidence
     full = engine.generate(PROMPTS, PLAIN, seed=3, evidence="full").evidence

@@ -18,7 +18,14 @@ class Processor(nn.Module):
 
     def __init__(self, **changes) -> None:
         super().__init__()
-        self.__dict__ |= {"scale": 1.0, "soft_cap": None, "logits_as_input": False, "org_vocab_size": 5, "head_dtype": torch.bfloat16, **changes}  # fmt: skip
+        self.__dict__ |= {
+            "scale": 1.0,
+            "soft_cap": None,
+            "logits_as_input": False,
+            "org_vocab_size": 5,
+            "head_dtype": torch.bfloat16,
+            **changes,
+        }
 
     def forward(self, lm_head, hidden_states, embedding_bias=None):
         return hidden_states @ lm_head.weight.T.to(hidden_states.dtype)
@@ -88,7 +95,7 @@ def test_scale_cap_and_a_float32_head_are_recorded():
         ({"layer": SimpleNamespace(weight=torch.ones(6, 2), tp_size=2)}, "several processes"),
     ],
     ids=["order", "no head", "int8", "parallel"],
-)  # fmt: skip
+)
 def test_heads_that_cannot_be_recorded_are_refused_by_name(changes, words):
     world = World(**changes)
     with state_tap(world.llm), pytest.raises(EngineError, match=f"{words}.*transformers engine"):

@@ -229,7 +229,7 @@ def test_batch_info_is_that_of_the_population():
     numbers = [y.number for y in found for _ in range(round(216 * math.prod(y.mu)))]
     assert len(numbers) == 216 == len(batch.segments)
     torch.testing.assert_close(batch_info.rewards, problem.rewards[numbers])
-    by_token = [(m, o, p) for i in numbers for m, o, p in zip(found[i].mu, found[i].old, found[i].pi)]  # fmt: skip
+    by_token = [(m, o, p) for i in numbers for m, o, p in zip(found[i].mu, found[i].old, found[i].pi)]
     for k, x in enumerate((batch.logp_rollout, batch.old, batch.current.detach())):
         expected = torch.tensor([row[k] for row in by_token], dtype=torch.float64).log()
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-12)

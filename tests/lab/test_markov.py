@@ -245,7 +245,10 @@ def test_kinds_of_drift():
     assert moved[:, 0].sum(-1).tolist() == [1] * 50
     tilt = shifted(mu, drift_tilt(mu, token=1), scale=0.1)
     assert bool((tilt.tokens[..., 1] > mu.tokens[..., 1]).all())
-    assert float(markov_divergences(mu, shifted(mu, drift_noise(mu, generator=_generator()), scale=0)).kl_seq.max()) < 1e-14  # fmt: skip
+    assert (
+        float(markov_divergences(mu, shifted(mu, drift_noise(mu, generator=_generator()), scale=0)).kl_seq.max())
+        < 1e-14
+    )
 
 
 def test_the_machines_say_what_they_are_called():
