@@ -175,16 +175,12 @@ def batches(pairs: int, *, seed: int, longest: int = HORIZONS[-1]) -> Iterator[B
         raise BadValueError(f"pairs = {pairs}; at least 1 pair must be checked")
     g = torch.Generator().manual_seed(seed)
     cells = [cell for cell in _cells() if cell.horizon <= longest]
-    order = torch.randperm(len(cells), generator=g).tolist()
-    for place, number in enumerate(order):
+    for place, number in enumerate(torch.randperm(len(cells), generator=g).tolist()):
         share = pairs * (place + 1) // len(cells) - pairs * place // len(cells)
         cell = cells[number]
         while share > 0:
             yield cell.make(min(share, cell.most), g)
             share -= cell.most
-
-
-# -- enumerated pairs ---------------------------------------------------------------------------
 
 
 def _unrelated(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
@@ -193,26 +189,25 @@ def _unrelated(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularP
 
 
 def _noise(
-    spread: float, largest: float, touched: float = 1.0
-) -> Callable[[int, int, int, torch.Generator], TabularPair]:
+    n: int,
+    vocab: int,
+    horizon: int,
+    g: torch.Generator,
+    *,
+    spread: float = 1.0,
+    largest: float = 2.0,
+    touched: float = 1.0,
+) -> TabularPair:
     """Noise of all sizes up to `largest` nats, on a share of the contexts."""
-
-    def make(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
-        mu = random_policies(n, vocab=vocab, horizon=horizon, spread=spread, generator=g)
-        return mu, perturbed(mu, scale=_sizes(n, largest, g), touched=touched, generator=g)
-
-    return make
+    mu = random_policies(n, vocab=vocab, horizon=horizon, spread=spread, generator=g)
+    return mu, perturbed(mu, scale=_sizes(n, largest, g), touched=touched, generator=g)
 
 
-def _biased(spread: float) -> Callable[[int, int, int, torch.Generator], TabularPair]:
+def _biased(n: int, vocab: int, horizon: int, g: torch.Generator, *, spread: float = 1.0) -> TabularPair:
     """Every context drifts towards token 0."""
-
-    def make(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
-        mu = random_policies(n, vocab=vocab, horizon=horizon, spread=spread, generator=g)
-        push = torch.eye(vocab, dtype=torch.float64)[0] * _sizes(n, 2.0, g)[:, None, None]
-        return mu, TabularPolicy(tuple((x.log() + push).softmax(-1) for x in mu.levels))
-
-    return make
+    mu = random_policies(n, vocab=vocab, horizon=horizon, spread=spread, generator=g)
+    push = torch.eye(vocab, dtype=torch.float64)[0] * _sizes(n, 2.0, g)[:, None, None]
+    return mu, TabularPolicy(tuple((x.log() + push).softmax(-1) for x in mu.levels))
 
 
 def _rare(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
@@ -230,34 +225,26 @@ def _one_position(n: int, vocab: int, horizon: int, g: torch.Generator) -> Tabul
     return mu, mu.with_level(int(torch.randint(horizon, (), generator=g)), other)
 
 
-def _filtered(policy: TabularPolicy) -> TabularPolicy:
-    """Tokens less likely than half the uniform share cannot be drawn, as under min-p."""
-    kept = [level.where(level >= 0.5 / policy.vocab, 0.0) for level in policy.levels]
-    return TabularPolicy(tuple(level / level.sum(-1, keepdim=True) for level in kept))
-
-
-def _one_filtered(side: int) -> Maker:
-    """Unrelated policies, of which the rollout (0) or the current one (1) is filtered."""
-
-    def make(n: int, vocab: int, horizon: int, g: torch.Generator) -> TabularPair:
-        mu, pi = _unrelated(n, vocab, horizon, g)
-        return (_filtered(mu), pi) if side == 0 else (mu, _filtered(pi))
-
-    return make
+def _filtered(n: int, vocab: int, horizon: int, g: torch.Generator, *, side: int) -> TabularPair:
+    """Unrelated policies. One of them, 0 the rollout or 1 the current, draws no token below half the uniform share."""
+    pair = list(_unrelated(n, vocab, horizon, g))
+    kept = [level.where(level >= 0.5 / vocab, 0.0) for level in pair[side].levels]
+    pair[side] = TabularPolicy(tuple(level / level.sum(-1, keepdim=True) for level in kept))
+    return pair[0], pair[1]
 
 
 FAMILIES: dict[str, Maker] = {
     "unrelated": _unrelated,
-    "noise": _noise(1.0, 2.0),
-    "noise, uniform rollout": _noise(0.0, 2.0),
-    "noise, sharp rollout": _noise(6.0, 4.0),
-    "sparse": _noise(1.0, 4.0, touched=0.15),
-    "biased": _biased(1.0),
-    "biased, uniform rollout": _biased(0.0),
+    "noise": _noise,
+    "noise, uniform rollout": partial(_noise, spread=0.0),
+    "noise, sharp rollout": partial(_noise, spread=6.0, largest=4.0),
+    "sparse": partial(_noise, largest=4.0, touched=0.15),
+    "biased": _biased,
+    "biased, uniform rollout": partial(_biased, spread=0.0),
     "rare tokens": _rare,
     "one position": _one_position,
-    "rollout filtered": _one_filtered(0),
-    "current filtered": _one_filtered(1),
+    "rollout filtered": partial(_filtered, side=0),
+    "current filtered": partial(_filtered, side=1),
 }
 """Kinds of enumerated pairs; "several prompts" is another."""
 
@@ -278,13 +265,10 @@ def _one_prompt(family: str, make: Maker, vocab: int, horizon: int, n: int, g: t
 
 
 def _several_prompts(vocab: int, horizon: int, n: int, g: torch.Generator) -> Batch:
-    mu, pi = _noise(1.0, 2.0)(n * len(_PROMPTS), vocab, horizon, g)
-    each = enumerated("several prompts", vocab, horizon, mu, pi)
+    each = enumerated("several prompts", vocab, horizon, *_noise(n * len(_PROMPTS), vocab, horizon, g))
     error = each.error.unflatten(0, (n, len(_PROMPTS))) @ _PROMPTS
-    return Batch(each.family, vocab, horizon, True, over_prompts(each.divergences, _PROMPTS), error)
+    return replace(each, divergences=over_prompts(each.divergences, _PROMPTS), error=error)
 
-
-# -- Markov pairs -------------------------------------------------------------------------------
 
 MACHINES: dict[str, Automaton] = {
     "parity": counter(2, 2),
