@@ -12,8 +12,19 @@ from pathlib import Path
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's `mallopt`."""
+IS_MAPPED = 2
+"""Flag in the word before a block of glibc's that has a mapping of its own."""
+
+LIBC = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+if LIBC is not None:
+    LIBC.malloc.restype, LIBC.malloc.argtypes, LIBC.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    LIBC.mallopt(M_ARENA_MAX, 1)  # threads share one heap, so that one is all there is to fill
 
 
 def interleaved_medians(arms: dict[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
@@ -36,30 +47,40 @@ def peak_mib(run: Callable[[], object]) -> float:
     """The most MiB that the process held at once during the call, beyond what it held before.
 
     Counted by the kernel over all threads: torch's own counts are those of the calling thread. Meanwhile
-    glibc maps every block of 64 KiB or more by itself, so that none hides in memory that was freed before;
-    afterwards it does so from 32 MiB, as it does by itself once large blocks were freed.
-
+    glibc maps every block of 64 KiB or more by itself, because what it had kept of freed memory is taken
+    (untouched, so it counts nowhere). Smaller blocks count only where the heap grows. Right to half a MiB.
     A first call is not counted: what it leaves behind for good, such as caches, is no peak.
 
     Raises: `OSError` where there is no Linux with glibc.
     """
-    libc, status = ctypes.CDLL(None), Path("/proc/self/status")
-    if not hasattr(libc, "mallopt") or not status.exists():
+    status = Path("/proc/self/status")
+    if LIBC is None:
         raise OSError("peak memory is read from /proc and glibc: run this benchmark on Linux")
 
     def mib(name: str) -> float:
         return int(status.read_text().partition(f"{name}:")[2].split()[0]) / 1024
 
-    libc.mallopt(M_MMAP_THRESHOLD, 2**16)
+    run()
+    LIBC.mallopt(M_MMAP_THRESHOLD, 2**16)
+    gaps = []
     try:
-        run()
+        for power in range(30, 15, -1):
+            while True:
+                gap = LIBC.malloc(2**power)
+                if ctypes.c_size_t.from_address(gap - 8).value & IS_MAPPED:
+                    LIBC.free(gap)
+                    break
+                gaps.append(gap)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = mib("VmRSS")
         run()
         return mib("VmHWM") - before
     finally:
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**26)
+        for gap in gaps:
+            LIBC.free(gap)
+        # What glibc arrives at by itself once large blocks were freed.
+        LIBC.mallopt(M_MMAP_THRESHOLD, 2**25)
+        LIBC.mallopt(M_TRIM_THRESHOLD, 2**26)
 
 
 def machine(*packages: str) -> dict[str, str | int]:

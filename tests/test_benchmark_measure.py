@@ -25,7 +25,7 @@ def test_blocks_count_once_while_they_live(peak_mib):
             torch.ones(8 * MIB)
         return torch.ones(3 * MIB) + torch.ones(3 * MIB)
 
-    assert [round(peak_mib(run)) for _ in range(2)] == [9, 9]
+    assert [peak_mib(run) for _ in range(2)] == pytest.approx([9, 9], abs=0.6)
 
 
 def test_blocks_of_every_thread_count(peak_mib):
@@ -41,4 +41,4 @@ def test_blocks_of_every_thread_count(peak_mib):
 
             list(pool.map(work, (4, 5, 6)))
 
-        assert [round(peak_mib(run)) for _ in range(2)] == [15, 15]
+        assert [peak_mib(run) for _ in range(2)] == pytest.approx([15, 15], abs=0.6)
