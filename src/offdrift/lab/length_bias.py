@@ -130,11 +130,9 @@ def independent_stream(*, sequences: int, horizon: int, violation: float, seed: 
     calm, spikes = _contexts(CALM, g), _contexts(SPIKE, g)
     shape = (sequences, horizon)
     spiked = torch.rand(shape, generator=g) < violation
-    draws = (_draw(pair, shape, g) for pair in (calm, spikes))
-    (calm_ratio, calm_kl), (spike_ratio, spike_kl) = draws
-    return Stream(
-        f"independent, p = {violation:g}", spike_ratio.where(spiked, calm_ratio), spike_kl.where(spiked, calm_kl)
-    )
+    (calm_ratio, calm_kl), (spike_ratio, spike_kl) = (_draw(pair, shape, g) for pair in (calm, spikes))
+    log_ratio, kl = spike_ratio.where(spiked, calm_ratio), spike_kl.where(spiked, calm_kl)
+    return Stream(f"independent, p = {violation:g}", log_ratio, kl)
 
 
 def curves(
@@ -167,29 +165,14 @@ def curves(
             f"lengths = {list(lengths)}, same_at = {same_at}: the stream's sequences have "
             f"{stream.kl.shape[1]} tokens; ask for lengths from 1 to that"
         )
-    measured = []
+    measured, sequences = [], len(stream.kl)
     for name, (make, published, stated) in gates.items():
-        limit = published
-        if same_at is not None:
-            limit = _threshold(stream, make, same_at, share)
+        limit = published if same_at is None else _threshold(stream, make, same_at, share)
         counts = [int(stream.accepted(make(limit), n).sum()) for n in lengths]
-        sequences = len(stream.kl)
         acceptance = tuple(k / sequences for k in counts)
-        ends = [wilson(k, sequences) for k in counts]
+        low, high = zip(*(wilson(k, sequences) for k in counts))
         gamma, c = scaling(lengths, acceptance, sequences) or (None, None)
-        measured.append(
-            Curve(
-                gate=name,
-                threshold=limit,
-                stated=stated,
-                lengths=tuple(lengths),
-                acceptance=acceptance,
-                low=tuple(low for low, _ in ends),
-                high=tuple(high for _, high in ends),
-                exponent=gamma,
-                rate=c,
-            )
-        )
+        measured.append(Curve(name, limit, stated, tuple(lengths), acceptance, low, high, gamma, c))
     return measured
 
 
