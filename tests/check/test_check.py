@@ -16,7 +16,7 @@ from offdrift.check.check import check, check_max_kl, repeated
 from offdrift.check.factors import FACTORS, chosen, left_out
 from offdrift.check.factors.base import Effect, Factor
 from offdrift.check.measure import measure
-from offdrift.check.recommend import THRESHOLDS, fitting, level_of, published, recommended, sentence, thresholds, worst
+from offdrift.check.recommend import THRESHOLDS, fitting, level_of, published, recommended, sentence, thresholds
 from offdrift.errors import BadValueError, EngineError, RecipeError
 from offdrift.judge import load_rules
 from offdrift.records.rollouts import FullVocab, Sampling
@@ -35,19 +35,21 @@ def bench_of(kind: type[Bench] = Bench, sampling: Sampling = PLAIN) -> Bench:
     return kind(tiny("dense"), tiny_tokenizer(), PROMPTS, sampling=sampling, name="tiny")
 
 
+def checked(*, rollout: EngineSpec = BFLOAT16, kind: type[Bench] = Bench, sampling: Sampling = PLAIN, **options):
+    """A check of the tiny model against itself in float32, without the noise unless asked for."""
+    with bench_of(kind, sampling) as bench:
+        return check(bench, rollout, FLOAT32, **{"noise": False, **options})
+
+
 @pytest.fixture(scope="module")
 def clean():
-    with bench_of() as bench:
-        yield check(bench, BFLOAT16, FLOAT32)
+    return checked(noise=True)
 
 
 @pytest.fixture(scope="module")
 def baseline():
     with bench_of() as bench:
         yield measure(bench, bench.rollouts(BFLOAT16), FLOAT32, details=True)
-
-
-# -- what is reported ----------------------------------------------------------------------------
 
 
 def test_a_clean_pair_passes_with_every_field_of_the_format(clean):
@@ -119,9 +121,6 @@ def test_rules_that_cannot_be_read_cost_no_measurement(monkeypatch):
         check(bench, BFLOAT16, FLOAT32)
 
 
-# -- what is called out --------------------------------------------------------------------------
-
-
 class Shifted(Bench):
     """An engine whose log-probs stand one token late; so does its evidence."""
 
@@ -175,8 +174,7 @@ class OtherWeights(Bench):
     ],
 )
 def test_a_broken_pair_is_called_out(kind, sampling, missed):
-    with bench_of(kind, sampling) as bench:
-        found = check(bench, FLOAT32, FLOAT32, noise=False)
+    found = checked(rollout=FLOAT32, kind=kind, sampling=sampling)
     assert found["verdict"]["level"] in ("act", "stop")
     assert missed in {row["metric"] for row in found["thresholds"] if not row["holds"]}
     assert found["recommended"]["method"] is None
@@ -188,13 +186,9 @@ def test_a_broken_pair_is_called_out(kind, sampling, missed):
 
 
 def test_the_same_sampling_without_the_bug_is_clean():
-    with bench_of(sampling=COLD) as bench:
-        found = check(bench, FLOAT32, FLOAT32, noise=False)
+    found = checked(rollout=FLOAT32, sampling=COLD)
     assert found["verdict"]["level"] == "ok"
     assert found["baseline"]["kl_max"] < 1e-6
-
-
-# -- factors -------------------------------------------------------------------------------------
 
 
 def fake(name, error=None, detail=None, lacking=None) -> Factor:
@@ -207,13 +201,12 @@ def fake(name, error=None, detail=None, lacking=None) -> Factor:
         after = replace(setting.baseline, kl_mean=2 * kl)
         return Effect("x instead of y", after, kl, detail=detail or {})
 
-    return Factor(name, "a test", "rollout", experiment, lambda *pair: lacking)
+    return Factor(name, "a test", "rollout", experiment, (lambda bench, rollout: lacking,))
 
 
 def test_a_factor_that_breaks_costs_its_row_alone():
     factors = [fake("first"), fake("broken", RuntimeError("no kernel\nstack")), fake("refused", EngineError("say so")), fake("last")]  # fmt: skip
-    with bench_of() as bench:
-        found = check(bench, BFLOAT16, FLOAT32, factors=factors, noise=False)
+    found = checked(factors=factors)
     rows = {row["factor"]: row for row in found["factors"]}
     assert [row["status"] for row in rows.values()] == ["ran", "failed", "failed", "ran"]
     assert rows["broken"]["why"] == "RuntimeError: no kernel"
@@ -291,8 +284,7 @@ def test_what_is_dear_is_left_out_and_says_how_to_run_it(options, costs):
 def test_what_is_left_out_is_a_row_unless_these_engines_lack_it():
     absent = fake("absent", lacking="no such thing")
     later = [(fake("dear"), "takes long; add --thorough"), (absent, "takes long")]
-    with bench_of() as bench:
-        found = check(bench, BFLOAT16, FLOAT32, factors=[fake("one")], left_out=later, noise=False)
+    found = checked(factors=[fake("one")], left_out=later)
     rows = [(row["factor"], row["status"], row["why"]) for row in found["factors"]]
     assert rows == [
         ("one", "ran", ""),
@@ -309,9 +301,6 @@ def test_stages_are_told_in_order():
     assert [d for _, d, _ in told] == list(range(6))
     assert {n for *_, n in told} == {5}
     assert told[4][0] == "one"
-
-
-# -- verdict -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -404,14 +393,6 @@ def test_the_sentence_claims_no_more_than_the_rows(baseline, tv_p95):
     assert level_of(rows) == "ok"
 
 
-def test_the_worst_level_of_nothing_is_ok():
-    assert worst([]) == "ok"
-    assert worst(["watch", "stop", "act"]) == "stop"
-
-
-# -- noise and advice ----------------------------------------------------------------------------
-
-
 def test_draws_are_compared_where_they_are_the_same():
     with bench_of() as bench:
         first = bench.rollouts(FLOAT32)
@@ -476,9 +457,6 @@ def test_a_pair_that_is_to_be_repaired_is_not_corrected(baseline, level):
     assert advice["snippets"] == {}
     assert "repair" in advice["why"]
     assert advice["calibrated"]
-
-
-# -- vLLM ----------------------------------------------------------------------------------------
 
 
 def test_vllm_against_transformers_for_real():

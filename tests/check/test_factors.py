@@ -11,8 +11,7 @@ import torch
 from offdrift.check.bench import Bench
 from offdrift.check.check import check
 from offdrift.check.factors import FACTORS
-from offdrift.check.factors.base import Setting
-from offdrift.check.factors.compare import recorded_alike, self_difference
+from offdrift.check.factors.base import Setting, recorded_alike, self_difference
 from offdrift.check.factors.rollout import predicting
 from offdrift.check.measure import measure
 from offdrift.engines.hf import TransformersEngine
@@ -49,9 +48,6 @@ def dense():
         yield bench
 
 
-# -- all of them ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_every_factor_runs_or_says_why_not(kind):
     with bench_of(kind, sampling=Sampling(max_tokens=6)) as bench:
@@ -72,9 +68,6 @@ def test_every_factor_runs_or_says_why_not(kind):
     json.dumps(found, allow_nan=False)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.model.modules())
-
-
-# -- the rollout engine --------------------------------------------------------------------------
 
 
 def test_the_rollout_engines_rounding_goes_with_its_dtype(dense):
@@ -131,9 +124,6 @@ def test_kernels_and_heads_are_changed_on_one_side(dense, side):
     assert "output head in bfloat16 instead of float32" in head.changed
     body = run(f"{side}_dtype", dense, NULL)
     assert NOISE < head.kl_mean < body.kl_mean
-
-
-# -- sampling and records ------------------------------------------------------------------------
 
 
 def test_a_filter_on_one_side_costs_the_mass_that_it_removed(dense):
@@ -219,9 +209,6 @@ def test_tokens_that_do_not_survive_text_are_counted(dense):
     assert row.detail["sequence_logp_gap_max"] > 0.1
 
 
-# -- what need not be measured again -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("asked", [1.0, 0.8], ids=["as drawn", "without the filter"])
 def test_the_first_sequences_of_a_draw_have_the_kl_that_they_have_alone(asked):
     with bench_of(sampling=Sampling(max_tokens=12, top_p=asked)) as bench:
@@ -230,7 +217,7 @@ def test_the_first_sequences_of_a_draw_have_the_kl_that_they_have_alone(asked):
         for count in (1, 8, 12):
             alone = measure(bench, setting.drawn.select(torch.arange(count)), FLOAT32)
             assert setting.drawn_kl_of(count) == pytest.approx(alone.kl_mean, rel=1e-4)
-        assert setting.drawn_kl_of(12) == pytest.approx(setting.drawn_kl, rel=1e-9)
+        assert setting.drawn_kl_of(12) == pytest.approx(setting.scored.kl_mean, rel=1e-9)
 
 
 def test_records_are_alike_only_to_the_last_bit(dense):
@@ -252,9 +239,6 @@ def test_records_are_alike_only_to_the_last_bit(dense):
     states[0, 0] += 1
     moved = hidden.with_(evidence=HiddenStates(states, hidden.evidence.head))
     assert not recorded_alike(hidden, moved)
-
-
-# -- the training engine -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -290,9 +274,6 @@ def test_padding_does_not_leak_into_a_score(dense):
     row = run("train_batch", dense, NULL)
     assert row.detail["self_kl_mean"] < NOISE
     assert row.kl_mean < NOISE
-
-
-# -- weights and routing -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [None, "embeddings", "mlp"])

@@ -68,9 +68,6 @@ def test_the_comparison_takes_one_thread_and_the_model_all(bench, monkeypatch):
     assert set(forward) == {2}
 
 
-# -- formulas ------------------------------------------------------------------------------------
-
-
 def test_the_numbers_are_those_of_their_formulas():
     rollouts = made_up([-1.0, -2.0, -0.5], [2, 1])
     scored = Scored(
@@ -121,9 +118,6 @@ def test_the_clustered_error_is_the_plain_one_for_sequences_of_one_token():
     assert clustered_error(x, log) == pytest.approx(float(x.std() / math.sqrt(50)), rel=1e-6)
 
 
-# -- the cap on the tail -------------------------------------------------------------------------
-
-
 def test_the_cap_on_the_tail_is_the_smallest_that_covers():
     v, n = 300, 40
     generator = torch.Generator().manual_seed(1)
@@ -152,9 +146,6 @@ def test_without_a_tail_there_is_no_cap():
     log_mu = torch.randn(3, rescore.TOP).log_softmax(-1)
     log_pi = torch.randn(3, rescore.TOP).log_softmax(-1)
     assert tail_caps(log_mu, log_pi, torch.zeros(3, dtype=torch.int64)).tolist() == [0.0] * 3
-
-
-# -- the same by other routes ---------------------------------------------------------------------
 
 
 def test_a_float32_engine_against_itself_differs_by_nothing(bench):

@@ -25,9 +25,6 @@ def bench():
         yield made
 
 
-# -- descriptions --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "kind", "dtype", "options"),
     [
@@ -67,9 +64,6 @@ def test_what_cannot_be_read_is_named(text, said):
     with pytest.raises(EngineError) as error:
         EngineSpec.parse(text)
     assert said in str(error.value)
-
-
-# -- draws ---------------------------------------------------------------------------------------
 
 
 def test_a_draw_is_made_once(bench):
@@ -119,9 +113,6 @@ def test_an_option_that_no_engine_has_is_named(bench):
         bench.engine(FLOAT32.with_(no_such_thing=1))
 
 
-# -- the training engine --------------------------------------------------------------------------
-
-
 def test_the_training_engine_is_the_model_itself_or_a_copy_at_another_dtype(bench):
     assert bench.train_model(FLOAT32) is bench.model
     half = bench.train_model(BFLOAT16)
@@ -154,9 +145,6 @@ def test_what_cannot_score_is_refused(bench):
         bench.train_model(EngineSpec("vllm", "bfloat16"))
     with pytest.raises(EngineError, match="kv_cache_dtype"):
         bench.train_model(FLOAT32.with_(kv_cache_dtype="fp8"))
-
-
-# -- the folder ----------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_written_once_and_goes_with_the_bench(tmp_path):

@@ -10,8 +10,7 @@ from rich.console import Console
 from offdrift.certificate import Bound, all_bounds, tightest
 from offdrift.certificate.bounds import LABELS
 from offdrift.errors import BadValueError
-from offdrift.prove.bound import bound_rows, bound_table
-from offdrift.prove.bound_answer import answer_rows, answer_table
+from offdrift.prove.bound import answer_rows, answer_table, bound_rows, bound_table
 
 TABLE_1 = {"horizon": 4096, "delta": 1e-4, "eps": 5e-3, "kl_seq": 0.01, "tv_seq": 0.05}
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from offdrift.train import arm, loop, models
+from offdrift.train.models import tiny_qwen3_config
 from offdrift.train.recipe import Recipe, check_recipe
 from offdrift.train.tasks import TASKS, Problem
 
@@ -25,9 +27,21 @@ class Digits:
         return sum(c.isdigit() for c in completion) / max(1, len(completion))
 
 
-@pytest.fixture(autouse=True)
-def digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "digits", Digits())
+@pytest.fixture(autouse=True, scope="package")
+def digits():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, "digits", Digits())
+        yield
+
+
+def short_arms(patch: pytest.MonkeyPatch) -> None:
+    """Train a smaller model, and leave out what takes most of a short arm's time: other tests cover it."""
+    config = tiny_qwen3_config()
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 64, 2
+    config.layer_types, config.initializer_range = config.layer_types[:2], 0.15
+    patch.setattr(models, "tiny_qwen3_config", lambda: config)
+    patch.setattr(arm, "check_sync", lambda *args, **options: None)
+    patch.setattr(loop, "evaluate", lambda arm: None)
 
 
 def small_recipe(**changes: Any) -> Recipe:

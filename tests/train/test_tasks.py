@@ -23,7 +23,6 @@ from offdrift.train.tasks import (
     evaluates,
     exact_number,
     find_task,
-    last_number,
     split_of,
 )
 
@@ -84,11 +83,6 @@ def test_arithmetic_is_the_sum_of_its_prompt() -> None:
         assert not problem.chat
 
 
-def test_the_documented_demonstration() -> None:
-    entry = {"metadata": {"expression": "12+34+5"}, "answer": "51"}
-    assert tasks._written_sum(entry) == Problem("12+34+5=", "51", demonstration="46+5=51\n")
-
-
 def test_every_demonstration_earns_the_full_reward() -> None:
     task = find_task("arithmetic")
     problems = task.sample(50, seed=3) + task.sample(50, seed=3, split="eval")
@@ -132,8 +126,7 @@ def test_the_last_number_must_be_the_answer(completion: str, reward: float) -> N
 
 def test_negative_answers() -> None:
     problem = Problem("5 - 9 =", "-4", chat=True)
-    assert exact_number("5 - 9 = -4", problem) == 1.0
-    assert exact_number("The answer is 4", problem) == 0.0
+    assert (exact_number("5 - 9 = -4", problem), exact_number("The answer is 4", problem)) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "chat-arithmetic", "reasoning_gym:gcd"])
@@ -163,10 +156,6 @@ def test_long_text_is_read_in_linear_time() -> None:
     assert (done.stdout.strip(), done.returncode) == (str([0.0] * 5), 0), done.stderr
 
 
-def test_last_number_of_nothing() -> None:
-    assert last_number("no digits") is None
-
-
 def test_chat_arithmetic_asks_in_words() -> None:
     problem = find_task("chat-arithmetic").sample(1, seed=0)[0]
     assert problem.chat
@@ -190,14 +179,10 @@ def test_a_reasoning_gym_task_uses_its_own_score() -> None:
 
 def test_scorers_that_run_completions_are_refused() -> None:
     """The list was read off the sources of reasoning-gym 0.1.25; newer ones are refused too."""
-    known = {
-        "binary_matrix", "countdown", "intermediate_integration", "n_queens", "number_sorting",
-        "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
-        "string_insertion",
-    }  # fmt: skip
-    assert known & set(DATASETS) == known
+    evaluating = {"binary_matrix", "countdown", "intermediate_integration", "n_queens", "number_sorting"}
+    evaluating |= {"polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix", "string_insertion"}
     refused = {name for name, (dataset, _) in DATASETS.items() if evaluates(dataset.score_answer)}
-    assert known <= refused
+    assert evaluating <= refused
     assert "chain_sum" not in refused
     with pytest.raises(RecipeError, match=r"spiral_matrix.*runs the completion as code"):
         find_task("reasoning_gym:spiral_matrix")
@@ -225,11 +210,6 @@ def test_a_generator_with_too_few_questions_is_named() -> None:
     assert len(task.sample(3, seed=0, split=split_of("1+1="))) == 3
     with pytest.raises(RecipeError, match=r"'one' gave 0 of 3 "):
         task.sample(3, seed=0, split=other)
-
-
-def test_a_task_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "mine", TASKS["arithmetic"])
-    assert find_task("mine") is TASKS["arithmetic"]
 
 
 def test_a_scorer_that_chokes_gives_nothing() -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from offdrift.errors import RecipeError
 from offdrift.train import warmstart
 from offdrift.train.models import load_model, tiny_tokenizer
-from offdrift.train.tasks import TASKS, Problem, find_task
+from offdrift.train.tasks import Problem, find_task
 from offdrift.train.warmstart import IGNORED, warm_start
 
 TOKENIZER = tiny_tokenizer()
@@ -69,9 +69,6 @@ def flat(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-# -- training ---------------------------------------------------------------------------------
-
-
 def test_the_batch_labels_completions_and_their_end() -> None:
     tokens, labels = warmstart._batch(TOKENIZER, Fixed(ONE, LONGER), plan(batch_size=2), 0)
     e, x = TOKENIZER.eos_token_id, IGNORED
@@ -96,8 +93,6 @@ def test_the_loss_is_that_of_each_completion_alone() -> None:
     tokens, labels = warmstart._batch(TOKENIZER, Fixed(ONE, LONGER), plan(batch_size=2), 0)
     alone = [demonstration_logp(model, problem) for problem in (ONE, LONGER)]
     assert [count for _, count in alone] == [3, 4]
-    losses = warmstart._token_losses(model, tokens, labels).detach()
-    assert losses.sum(1).tolist() == pytest.approx([-logp for logp, _ in alone], 1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loss, chance = warmstart._step(model, optimizer, plan(), tokens, labels)
     assert loss == pytest.approx(-sum(logp for logp, _ in alone) / 7, 1e-5)
@@ -121,16 +116,8 @@ def test_it_learns_from_nothing_to_the_target(source: str, tmp_path: Path) -> No
     model, _ = load_model(source, seed=0)
     losses: list[float] = []
     problems = (ONE, LONGER)
-    warm_start(
-        model,
-        TOKENIZER,
-        Fixed(*problems),
-        steps=60,
-        batch_size=4,
-        seed=0,
-        cache_dir=tmp_path,
-        progress=lambda step, loss: losses.append(loss),
-    )
+    settings = {"steps": 60, "batch_size": 4, "seed": 0, "cache_dir": tmp_path}
+    warm_start(model, TOKENIZER, Fixed(*problems), **settings, progress=lambda step, loss: losses.append(loss))
     assert losses[0] == pytest.approx(math.log(64), abs=0.5)
     assert 29 <= len(losses) < 60
     chances = [math.exp(demonstration_logp(model, problem)[0]) for problem in problems]
@@ -192,9 +179,6 @@ def test_zero_steps_change_nothing(tmp_path: Path) -> None:
 def test_a_task_without_demonstrations_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"'fixed' shows no demonstrations.*steps to 0"):
         start(tmp_path, task=Fixed(replace(ONE, demonstration=None)))
-
-
-# -- cache ------------------------------------------------------------------------------------
 
 
 def test_the_same_start_is_trained_once_and_is_the_same(tmp_path: Path) -> None:
@@ -267,27 +251,25 @@ def test_a_damaged_cache_is_found_and_replaced(damage: object, tmp_path: Path) -
     assert losses == []
 
 
-def other_names(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {f"other.{name}": w for name, w in warmstart._named(model).items()}
-
-
-def other_shapes(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    weights = warmstart._named(model)
-    return weights | {list(weights)[-1]: torch.zeros(3)}
-
-
-@pytest.mark.parametrize("weights", [other_names, other_shapes])
-def test_the_cache_of_another_model_is_not_taken(weights: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda weights: {f"other.{name}": w for name, w in weights.items()},
+        lambda weights: weights | {list(weights)[-1]: torch.zeros(3)},
+    ],
+    ids=["names", "shapes"],
+)
+def test_the_cache_of_another_model_is_not_taken(other: Callable, tmp_path: Path) -> None:
     """A file with other weights, or other shapes at the end, is refused before any is copied."""
     first, _ = start(tmp_path)
     (file,) = (tmp_path / "warmstart").iterdir()
-    warmstart.save_file(weights(first), file)
+    warmstart.save_file(other(warmstart._named(first)), file)
     with pytest.warns(UserWarning, match="weights of another model"):
         second, _ = start(tmp_path)
     assert torch.equal(flat(first), flat(second))
 
 
-def test_an_interrupted_start_leaves_no_cache(tmp_path: Path) -> None:
+def test_an_interrupted_start_or_write_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(step: int, loss: float) -> None:
         if step == 2:
             raise KeyboardInterrupt
@@ -296,10 +278,8 @@ def test_an_interrupted_start_leaves_no_cache(tmp_path: Path) -> None:
         start(tmp_path, steps=3, progress=interrupt)
     assert list(tmp_path.rglob("*")) == []
 
-
-def test_an_interrupted_write_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(tensors: dict, path: Path) -> None:
-        path.write_bytes(b"half")
+    def half(tensors: dict, path: str) -> None:
+        Path(path).write_bytes(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(warmstart, "save_file", half)
@@ -332,7 +312,3 @@ def test_two_processes_may_race(tmp_path: Path) -> None:
     assert torch.equal(flat(mine), flat(others[0]))
     (file,) = (tmp_path / "warmstart").iterdir()
     assert warmstart._restored(load_model("tiny-qwen3", seed=1)[0], file)
-
-
-def test_the_default_task_can_be_started_from() -> None:
-    assert all(p.demonstration for p in TASKS["arithmetic"].sample(3, seed=0))

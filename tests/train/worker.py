@@ -1,6 +1,6 @@
 """A training run in a process of its own, for tests that kill it or start several.
 
-python -m tests.train.worker RUN_FOLDER [--resume] [key=value ...]
+python -m tests.train.worker RUN_FOLDER [--resume] [--short] [key=value ...]
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from offdrift.train.loop import train
 from offdrift.train.tasks import TASKS
-from tests.train.conftest import Digits, small_recipe
+from tests.train.conftest import Digits, short_arms, small_recipe
 
 
 def main(folder: str, *words: str) -> None:
     TASKS["digits"] = Digits()
     changes = {k: json.loads(v) for k, v in (w.split("=", 1) for w in words if "=" in w)}
+
+    if "--short" in words:
+        short_arms(pytest.MonkeyPatch())
 
     def watch(event) -> None:
         print(event.kind, event.arm, event.step, flush=True)

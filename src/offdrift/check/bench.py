@@ -1,7 +1,6 @@
 """`Bench`: one set of weights in float32, and the rollout and training engines made of it.
 
-Starting an engine takes seconds and gigabytes, so at most one of each kind is alive, and rollouts are
-kept to be used again.
+Starting an engine takes seconds and gigabytes. At most one of each kind is alive, and rollouts are kept for reuse.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Thresholds from measured mismatch: the gate limits that accept a given share of clean data.
 
-Published thresholds fit their authors' engines. Between two engines with the same weights, everything
-that a gate rejects is a false positive; the threshold that accepts 99 % of such data shows where real
-drift begins.
+Published thresholds fit their authors' engines. Between two engines with the same weights, everything that a gate
+rejects is a false positive; the threshold that accepts 99 % of such data shows where real drift begins.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def calibrated(
     interval. Independent draws are prompts, not their sequences or tokens (the cautious count).
 
     Args:
-        logprobs: of two engines with the same weights; the policies in it decide which methods are
-            calibrated.
+        logprobs: of two engines with the same weights; the policies in it decide which methods are calibrated.
         divergences: of the same tokens, for gates on whole distributions.
         acceptance: share to be accepted, in (0, 1].
         confidence: of [low, high].

@@ -46,7 +46,7 @@ NOISE_PROMPTS = 8
 
 @dataclass
 class Progress:
-    """What has been measured so far, which an interrupted check reports."""
+    """Measurements so far, which an interrupted check reports."""
 
     baseline: Measured | None = None
     rollouts: Rollouts | None = None
@@ -83,8 +83,7 @@ def check(
         rules: of the diagnosis; default: the built-in ones.
         watch: called before each stage.
 
-    Raises: `BadValueError` for a `max_kl` that is not positive; `EngineError` if an engine cannot
-        be made.
+    Raises: `BadValueError` for a `max_kl` that is not positive; `EngineError` if an engine cannot be made.
 
     Example:
         check(bench, EngineSpec.parse("vllm:bfloat16"), EngineSpec.parse("transformers:float32"))
@@ -94,7 +93,21 @@ def check(
     started, so_far = time.monotonic(), Progress()
     pair = Pair(rollout, train)
     try:
-        _measure_all(bench, pair, factors, noise, so_far, watch)
+        total = 2 + 2 * noise + len(factors)
+        bench.train_model(train)  # an impossible training engine is refused before sampling
+        watch(f"drawing with {rollout}", 0, total)
+        so_far.rollouts = bench.rollouts(rollout)
+        watch(f"scoring with {train}", 1, total)
+        so_far.baseline = measure(bench, so_far.rollouts, train, details=True)
+        if noise:
+            watch("drawing again", 2, total)
+            so_far.noise["repeat"] = repeated(so_far.rollouts, bench.rollouts(rollout, repeat=1))
+            watch("the training engine against itself", 3, total)
+            so_far.noise["null"] = null_pair(bench, train)
+        for i, factor in enumerate(factors):
+            watch(factor.name, total - len(factors) + i, total)
+            so_far.outcomes.append(outcome_of(factor, bench, pair, so_far.baseline))
+        watch("done", total, total)
     except KeyboardInterrupt:
         if so_far.baseline is None:
             raise
@@ -104,7 +117,7 @@ def check(
     stopped = [(f, "the check was interrupted") for f in factors if f.name not in done]
     not_run = []
     for factor, why in [*stopped, *left_out]:
-        lacking = factor.applies(bench, *pair)
+        lacking = factor.lacking(bench, pair.rollout)
         status = "not offered" if lacking else "skipped"
         not_run.append(Outcome.without(factor, status, lacking or why))
     return _content(bench, pair, so_far, not_run, max_kl, rules, seconds)
@@ -114,26 +127,6 @@ def check_max_kl(max_kl: float | None) -> None:
     """Raise `BadValueError` unless this is None or a positive number."""
     if max_kl is not None and not 0 < max_kl < math.inf:
         raise BadValueError(f"max_kl = {max_kl}; give the largest mean KL per token to pass with, in nats (0.02)")
-
-
-def _measure_all(
-    bench: Bench, pair: Pair, factors: Sequence[Factor], noise: bool, so_far: Progress, watch: Watch
-) -> None:
-    total = 2 + 2 * noise + len(factors)
-    bench.train_model(pair.train)  # an impossible training engine is refused before sampling
-    watch(f"drawing with {pair.rollout}", 0, total)
-    so_far.rollouts = bench.rollouts(pair.rollout)
-    watch(f"scoring with {pair.train}", 1, total)
-    so_far.baseline = measure(bench, so_far.rollouts, pair.train, details=True)
-    if noise:
-        watch("drawing again", 2, total)
-        so_far.noise["repeat"] = repeated(so_far.rollouts, bench.rollouts(pair.rollout, repeat=1))
-        watch("the training engine against itself", 3, total)
-        so_far.noise["null"] = null_pair(bench, pair.train)
-    for i, factor in enumerate(factors):
-        watch(factor.name, total - len(factors) + i, total)
-        so_far.outcomes.append(outcome_of(factor, bench, pair, so_far.baseline))
-    watch("done", total, total)
 
 
 def outcome_of(factor: Factor, bench: Bench, pair: Pair, baseline: Measured) -> Outcome:

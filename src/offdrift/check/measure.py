@@ -138,20 +138,13 @@ def logged(rollouts: Rollouts, scored: Scored) -> Logged:
     for policy in ("old", "current"):
         if scored.kl is not None and scored.tv is not None:
             divergences |= {f"kl_rollout_{policy}": scored.kl, f"tv_rollout_{policy}": scored.tv}
-    b = rollouts.num_sequences
-    return Logged(
-        cu_seqlens=rollouts.cu_seqlens,
-        step=torch.zeros(b, dtype=torch.int64),
-        row=torch.arange(1, b + 1),
-        response_lengths=rollouts.lengths,
-        logp_rollout=rollouts.logp_rollout,
+    return Logged.of(
+        rollouts,
+        step=torch.zeros(rollouts.num_sequences, dtype=torch.int64),
         logp_old=scored.logp,
         logp=scored.logp,
-        group_ids=rollouts.group_ids,
         entropy=scored.entropy,
         divergences=divergences,
-        tokens=rollouts.tokens,
-        truncated=torch.tensor([int(f == "length") for f in rollouts.finish]),
     )
 
 

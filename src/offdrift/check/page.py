@@ -10,7 +10,7 @@ from offdrift.check.view import BUDGET, OUTSIDE, by_kind, cited, correlation_or_
 from offdrift.show.charts import Chart, Series, chart_data
 from offdrift.show.headline import Headline, best_of, correlation, judged
 from offdrift.show.html import STYLES, render_document, write_document
-from offdrift.show.json_access import Fields, mapping, number, rows, text
+from offdrift.show.json_access import Fields, at, mapping, number, rows, text
 from offdrift.show.numbers import duration, flatten, percent, short
 from offdrift.show.page import all_numbers, common_context
 
@@ -68,7 +68,10 @@ def render_check(check: Mapping[str, Any]) -> str:
     context = {
         **common_context(check),
         "title": text(check.get("model")) or "two engines",
-        "sides": [_side(check, name) for name in ("rollout", "train")],
+        "sides": [
+            f"{name}: {' '.join(filter(None, (text(at(check, name, k)) for k in keys))) or '?'}"
+            for name, keys in dict.fromkeys(("rollout", "train"), ("engine", "engine_version", "dtype")).items()
+        ],
         "counts": [f"{n:,.0f} {k}" for k, n in counts if n is not None] + took,
         "headlines": check_headlines(check),
         "passed": check.get("passed") if isinstance(check.get("passed"), bool) else None,
@@ -146,12 +149,6 @@ def _marked(factor: Fields) -> str:
     if ratio is None:
         return ""
     return "better" if ratio < HALF else "flagged" if ratio > DOUBLE else ""
-
-
-def _side(check: Fields, name: str) -> str:
-    side = mapping(check.get(name))
-    words = [text(side.get(k)) for k in ("engine", "engine_version", "dtype")]
-    return f"{name}: {' '.join(filter(None, words)) or '?'}"
 
 
 def _thresholds(check: Fields) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """The verdict of a zero-update check, and the method and thresholds recommended for the measured mismatch.
 
-Rows of the threshold table are of three kinds. `record` rows test the record itself: if one fails, the
-recorded log-probs are not those of the distribution that was sampled. `size` rows compare the mismatch
-with the survey's thresholds. `budget` rows tell whether a correction could help; they do not change the
-verdict.
+Rows of the threshold table are of three kinds. `record` rows test the record itself: if one fails, the recorded
+log-probs are not those of the distribution that was sampled. `size` rows compare the mismatch with the survey's
+thresholds. `budget` rows tell whether a correction could help; they do not change the verdict.
 """
 
 from __future__ import annotations
@@ -87,15 +86,16 @@ THRESHOLDS: tuple[Threshold, ...] = (
               "perplexities are far apart on one set of weights"),
     Threshold("|mismatch/ppl_ratio - 1|", lambda m: abs(_ppl_ratio(m) - 1), "<", "ppl_near", "watch", "size", CHOICE,
               "perplexities differ on one set of weights"),
-    Threshold("mismatch/prob_diff_max", _metric("mismatch/prob_diff_max"), "<", "prob_diff_large", "act", "size", CHOICE,
+    Threshold("mismatch/prob_diff_max", _metric("mismatch/prob_diff_max"), "<", "prob_diff_large", "act", "size",
+              CHOICE,
               "a token's probability moved by half: a kernel, a router or an alignment error, which means hide"),
     Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_moderate", "watch", "size", TREE,
               "importance weights are noisy before anything was learned"),
     Threshold("mismatch/chi2_token", lambda m: m.chi2_token, "<=", "chi2_heavy", "act", "size", TREE,
               "importance weights are heavy-tailed before anything was learned"),
     Threshold("tv_p95", lambda m: m.tv_p95, "<", "tv_budget", "ok", "budget", BUDGET, WIDE),
-    Threshold("mismatch/chi2_seq_largest", _metric("mismatch/chi2_seq_largest"), "<", "chi2_seq_budget", "ok", "budget", BUDGET,
-              WIDE),
+    Threshold("mismatch/chi2_seq_largest", _metric("mismatch/chi2_seq_largest"), "<", "chi2_seq_budget", "ok",
+              "budget", BUDGET, WIDE),
     Threshold("delta_router", lambda m: m.delta_router, "<", "router_flip", "ok", "budget", BUDGET, WIDE),
 )  # fmt: skip
 
@@ -242,25 +242,33 @@ def recommended(baseline: Measured, *, level: Level, mixture_of_experts: bool = 
         divergences = {name: Divergence.exact(name, x) for name, x in log.divergences.items()}
         with suppress(EvidenceError):
             table = calibrated(log.logprobs(), divergences, acceptance=ACCEPTANCE)
-    nothing = {
-        "method": None,
-        "settings": {},
-        "acceptance": ACCEPTANCE,
-        "snippets": {},
-        "calibrated": [asdict(c) for c in table],
-    }
+    nothing: dict[str, Any] = {"method": None, "settings": {}, "acceptance": ACCEPTANCE, "snippets": {}}
+    nothing["calibrated"] = [asdict(c) for c in table]
     if level in ("act", "stop"):
         return {**nothing, "why": "repair the pair first: a correction would hide what is wrong"}
     for name in SPARSE if mixture_of_experts else DENSE:
         if floor := settings(table, name):
+            # Why this method, how much clean data it accepts, and the room to its published setting.
             last = next(c for c in reversed(table) if c.method == name)
-            return {
-                **nothing,
+            count = f"{baseline.sequences:,} clean sequences"
+            if name == "icepop":
+                count = f"{baseline.tokens:,} clean tokens"
+            why = (
+                f"{WHY[name]}. The engines alone reach {last.setting} = {last.value:.3g}, which accepts "
+                f"{last.acceptance:.1%} of these {count}, and of fresh ones at least {last.low:.0%} (95 % confidence)"
+            )
+            x = published(name, floor).get(last.setting)
+            if x is not None and x < last.value:
+                why += f"; the published {x:g} would reject clean data"
+            elif x is not None:
+                room = f"{x / last.value:.2g} times that, which is the room left for policy updates"
+                why += f"; the published {x:g} is {room}"
+            return nothing | {
                 "method": name,
                 "settings": fitting(name, table),
                 "floor": floor,
                 "published": published(name, floor),
-                "why": _reason(last, baseline),
+                "why": why,
                 "snippets": snippets(name, table),
             }
     return {**nothing, "why": "nothing was recorded that a threshold could be calibrated on"}
@@ -313,24 +321,6 @@ def snippets(name: str, table: list[Calibrated]) -> dict[str, str]:
             f"    vllm_importance_sampling_clip_max={band['weight.cap']:.6g},\n)"
         )
     return configs
-
-
-def _reason(row: Calibrated, baseline: Measured) -> str:
-    """Why this method, how much clean data it accepts, and the room to its published setting."""
-    count = f"{baseline.sequences:,} clean sequences"
-    if row.method == "icepop":
-        count = f"{baseline.tokens:,} clean tokens"
-    reason = (
-        f"{WHY[row.method]}. The engines alone reach {row.setting} = {row.value:.3g}, which accepts "
-        f"{row.acceptance:.1%} of these {count}, and of fresh ones at least {row.low:.0%} "
-        "(95 % confidence)"
-    )
-    x = published(row.method, [row.setting]).get(row.setting)
-    if x is None:
-        return reason
-    if x < row.value:
-        return f"{reason}; the published {x:g} would reject clean data"
-    return f"{reason}; the published {x:g} is {x / row.value:.2g} times that, which is the room left for policy updates"
 
 
 def _verl(*, is_: str = "null", is_threshold: str = "2.0", rs: str = "null", rs_threshold: str = "null") -> str:

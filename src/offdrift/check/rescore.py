@@ -1,15 +1,14 @@
 """Rescore rollouts with the training engine and compare it with the recorded policy, over whole vocabularies.
 
-A few tokens at a time, so that memory does not grow with the number of rollouts. The model may use all
-threads; the comparison on a CPU uses one, because its many small steps each fit in a core's cache and
-cost more to hand to a second thread than that thread saves.
+A few tokens at a time are compared, so that memory does not grow with the number of rollouts. On a CPU the comparison
+uses one thread: its many small steps each fit in a core's cache, and a second thread costs more than it saves.
 
 Shape suffixes: c tokens of a chunk, v vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -85,19 +84,27 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
     device = next(model.parameters()).device
     vocabulary = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr,operator]
     budget = min(PADDED, max(1, LOGITS // vocabulary))
-    cuts = Segments(rollouts.cu_seqlens)
+    segments = Segments(rollouts.cu_seqlens)
     parts: list[Scored] = []
     rows: list[Tensor] = []
     for piece in chunks(rollouts, token_budget=budget):
         part = rollouts.select(piece)
         scores = score(model, part, temperature=part.provenance.sampling.temperature)
+        # The recorded policy over the vocabulary, log-probs or logits, some tokens at a time.
+        evidence, temperature = part.evidence, part.provenance.sampling.temperature
+        recorded: Iterable[tuple[slice, Tensor]] = ()
+        if isinstance(evidence, FullVocab):
+            step = max(1, CHUNK // evidence.logp.shape[1])
+            cuts = (slice(start, start + step) for start in range(0, len(evidence.logp), step))
+            recorded = ((at, evidence.logp[at]) for at in cuts)
+        elif isinstance(evidence, HiddenStates):
+            recorded = logits_in_pieces(evidence.to(device), temperature=temperature)
         compared = [
-            _compared(mu.to(device), scores.logits[at], part.tokens[at].to(device), details)
-            for at, mu in _recorded(part, device)
+            _compared(mu.to(device), scores.logits[at], part.tokens[at].to(device), details) for at, mu in recorded
         ]
         columns = [torch.cat(x).cpu() if x[0] is not None else None for x in zip(*compared)]
         parts.append(Scored(scores.logp.cpu(), scores.entropy.cpu(), *columns))
-        rows.append(cuts.rows(piece))
+        rows.append(segments.rows(piece))
     order = torch.cat(rows)
     fields: list[Tensor | None] = []
     for column in zip(*parts, strict=True):
@@ -105,19 +112,6 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
         together = torch.cat(present) if present else None
         fields.append(None if together is None else torch.empty_like(together).index_copy_(0, order, together))
     return Scored(*fields)  # type: ignore[arg-type]
-
-
-def _recorded(part: Rollouts, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-    """Log-probs or logits of the recorded policy over the vocabulary, some tokens at a time."""
-    evidence = part.evidence
-    if isinstance(evidence, FullVocab):
-        step = max(1, CHUNK // evidence.logp.shape[1])
-        for start in range(0, len(evidence.logp), step):
-            at = slice(start, start + step)
-            yield at, evidence.logp[at]
-    elif isinstance(evidence, HiddenStates):
-        temperature = part.provenance.sampling.temperature
-        yield from logits_in_pieces(evidence.to(device), temperature=temperature)
 
 
 def _compared(

@@ -1,4 +1,4 @@
-"""What `offdrift check` prints: verdict, three numbers, factors, thresholds, recommendation.
+"""Terminal view of a check: verdict, three numbers, factors, thresholds, recommendation.
 
 The page of a check (`check.page`) shows the same rows of thresholds and factors.
 """
@@ -104,7 +104,7 @@ def _limit(row: Fields, *, negated: bool = False) -> str:
 
 
 def check_view(check: Fields, width: int = 100) -> RenderableType:
-    """What `offdrift check` prints.
+    """The screen of `offdrift check`.
 
     Args:
         check: content of `check.json`.

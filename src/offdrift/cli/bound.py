@@ -63,7 +63,7 @@ def bound(
 
     A bound that is not below the range of the reward is vacuous: it says nothing.
     """
-    from offdrift.prove.bound import bound_rows, bound_table, write_bound_figure
+    from offdrift.prove.bound import answer_rows, answer_table, bound_rows, bound_table, write_bound_figure
 
     screen = Screen(as_json, quiet)
     columns = ("paper", "sharp") if constants == "both" else (constants,)
@@ -85,8 +85,6 @@ def bound(
     if solve is not None and plot is not None:
         raise typer.BadParameter("--plot draws the bounds of given divergences; leave out --solve")
     if solve is not None:
-        from offdrift.prove.bound_answer import answer_rows, answer_table
-
         if solve == "T" and horizon is not None:
             raise typer.BadParameter("--T is given and solved for; leave one out")
         goal = reward_range if target is None else target

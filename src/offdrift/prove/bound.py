@@ -1,6 +1,7 @@
-"""Error bounds of the surrogate: `bound_rows` computes them, `bound_table` and `write_bound_figure` show them.
+"""Error bounds of the surrogate, with the paper's constants and the sharp ones: `bound_rows` and `bound_table`.
 
-The paper's constants stand beside the sharp ones.
+`write_bound_figure` draws them over horizons. `answer_rows` inverts the unified bound: how much drift, or how long a
+horizon, keeps it below a target.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.certificate import Bound, Premises, all_bounds, premises, tightest
+from offdrift.certificate import Premises, all_bounds, premises, tightest
 from offdrift.certificate.bounds import LABELS
-from offdrift.certificate.inverse import kl_of_sequences, route_crossovers, vacuous_horizon
+from offdrift.certificate.inverse import LONGEST, kl_of_sequences, largest, route_crossovers, vacuous_horizon
 from offdrift.errors import BadValueError
 from offdrift.show.charts import Chart, Series
 from offdrift.show.figure import write_figure
@@ -152,11 +153,27 @@ def bound_rows(
     if mean_tv is None:  # at its worst the hybrid is below Pinsker-Marginal TV, as Table 1 notes
         closed = by_name["pinsker_marginal_tv"].closed_form
         by_name["adaptive"] = replace(by_name["adaptive"], closed_form=closed)
-    rows = [
-        _row(by_name.get(b.name), b, best, worst_case=mean_tv is None)
-        for b in sharp
-        if not (mean_tv is None and b.name in ("adaptive_kl", "adaptive_tv"))
-    ]
+    rows: list[dict[str, Any]] = []
+    for b in sharp:
+        if mean_tv is None and b.name in ("adaptive_kl", "adaptive_tv"):
+            continue
+        of_paper = by_name.get(b.name)
+        worst_case = mean_tv is None and b.name == "adaptive"
+        values = {"paper": None if of_paper is None else of_paper.value, "sharp": b.value}
+        candidate = b.unified and not worst_case
+        rows.append(
+            {
+                "bound": b.name,
+                "route": b.route,
+                "equation": b.equation,
+                "scaling": b.scaling,
+                **{name: _finite(value) for name, value in values.items()},
+                "closed_form": None if of_paper is None else _finite(of_paper.closed_form),
+                "worst_case": worst_case,
+                "attains": [k for k, v in values.items() if candidate and v is not None and v == best[k]],
+                "note": b.note,
+            }
+        )
     rows.append({**dict.fromkeys(rows[0], ""), "bound": "unified", "route": "minimum", "equation": "eq. 21"})
     sequence: dict[str, Any] = {"kl_seq": kl_seq} if kl_rate is None else {"kl_rate": kl_rate}
     vacuous_from = (
@@ -178,24 +195,6 @@ def bound_rows(
     return rows
 
 
-def _row(paper: Bound | None, sharp: Bound, best: dict[str, float], *, worst_case: bool) -> dict[str, Any]:
-    """One bound with both sets of constants; infinite numbers are None."""
-    worst_case = worst_case and sharp.name == "adaptive"
-    values = {"paper": None if paper is None else paper.value, "sharp": sharp.value}
-    candidate = sharp.unified and not worst_case
-    return {
-        "bound": sharp.name,
-        "route": sharp.route,
-        "equation": sharp.equation,
-        "scaling": sharp.scaling,
-        **{name: _finite(value) for name, value in values.items()},
-        "closed_form": None if paper is None else _finite(paper.closed_form),
-        "worst_case": worst_case,
-        "attains": [k for k, v in values.items() if candidate and v is not None and v == best[k]],
-        "note": sharp.note,
-    }
-
-
 def _finite(value: float | None) -> float | None:
     return None if value is None or math.isinf(value) else value
 
@@ -203,30 +202,26 @@ def _finite(value: float | None) -> float | None:
 def bound_table(
     *,
     horizon: int,
-    delta: float,
-    eps: float | None = None,
-    kl_seq: float | None = None,
-    tv_seq: float | None = None,
-    mean_tv: Float[np.ndarray, " t"] | float | None = None,
     reward_range: float = 1.0,
-    kl_rate: float | None = None,
     constants: Sequence[str] = ("paper", "sharp"),
     narrow: bool = False,
+    **divergences: Any,
 ) -> Table:
     """Table 1 of the paper for these divergences, with the sharp constants beside it.
 
     Args:
         constants: which columns are shown, "paper", "sharp" or both.
         narrow: without equations, growth and closed forms; fits 80 columns.
-        others: as in `offdrift.certificate.all_bounds`; `kl_rate` as in `vacuous_horizon`.
+        others: as in `bound_rows`.
 
     Raises: as in `offdrift.certificate.all_bounds`.
 
     Reference: Li et al., arXiv:2512.23075v5, Table 1.
     """
-    token: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
-    rows = bound_rows(horizon=horizon, **token, kl_seq=kl_seq, kl_rate=kl_rate, reward_range=reward_range)
-    arguments = token | {"horizon": horizon, "kl_seq": kl_of_sequences(horizon, kl_seq, kl_rate)}
+    rows = bound_rows(horizon=horizon, reward_range=reward_range, **divergences)
+    kl_rate = divergences.get("kl_rate")
+    arguments = {name: divergences.get(name) for name in ("delta", "eps", "tv_seq", "mean_tv")}
+    arguments |= {"horizon": horizon, "kl_seq": kl_of_sequences(horizon, divergences.get("kl_seq"), kl_rate)}
     table = Table(
         box=box.SIMPLE_HEAD,
         title=title(premises(**arguments), arguments, reward_range),
@@ -283,44 +278,26 @@ POINTS = 121
 
 
 def write_bound_figure(
-    stem: Path,
-    *,
-    horizon: int,
-    delta: float | int,
-    eps: float | int | None = None,
-    kl_seq: float | int | None = None,
-    kl_rate: float | int | None = None,
-    tv_seq: float | int | None = None,
-    mean_tv: float | int | None = None,
-    reward_range: float | int = 1.0,
-    constants: tuple[str, ...] = ("paper", "sharp"),
+    stem: Path, *, horizon: int, constants: tuple[str, ...] = ("paper", "sharp"), **divergences: Any
 ) -> tuple[Path, Path]:
     """Draw every bound for horizons from 1 to ten times the given one, on logarithmic axes.
 
     Args:
         stem: path of the two files without their endings.
         horizon: tokens; marked in the figure.
-        delta, eps, kl_seq, kl_rate, tv_seq, mean_tv, reward_range: as in `vacuous_horizon`.
         constants: one panel each.
+        divergences: delta, eps, kl_seq, kl_rate, tv_seq, mean_tv and reward_range as in `vacuous_horizon`.
 
     Returns, Raises: as in `offdrift.show.figure.write_figure` and `all_bounds`.
     """
-    arguments: dict[str, Any] = {
-        "delta": delta,
-        "eps": eps,
-        "kl_seq": kl_seq,
-        "kl_rate": kl_rate,
-        "tv_seq": tv_seq,
-        "mean_tv": mean_tv,
-        "reward_range": reward_range,
-    }
+    arguments = {"reward_range": 1.0, **divergences}
     panels = bound_panels(horizon=horizon, **arguments, constants=constants)
     values = [f"{name} = {value:.4g}" for name, value in arguments.items() if value is not None]
     first = {c: vacuous_horizon(**arguments, constants=c) for c in constants}
     at = [f"{'never' if t is None else f'from T = {t:,}'} ({c})" for c, t in first.items()]
     premise = "A given divergence of whole sequences is taken as a limit at every T."
-    if kl_seq is None and tv_seq is None:
-        premise = f"A sequence's KL grows as T {'delta' if kl_rate is None else 'kl_rate'}."
+    if arguments.get("kl_seq") is None and arguments.get("tv_seq") is None:
+        premise = f"A sequence's KL grows as T {'delta' if arguments.get('kl_rate') is None else 'kl_rate'}."
     return write_figure(
         stem,
         panels,
@@ -334,7 +311,15 @@ def bound_panels(*, horizon: int, reward_range: float | int, constants: tuple[st
     if horizon < 1:
         raise BadValueError(f"horizon = {horizon}; a sequence has at least 1 token")
     horizons = sorted({horizon, *np.geomspace(1, 10 * horizon, POINTS).round().astype(int).tolist()})
-    curves = {c: _curves(horizons, reward_range, c, **limits) for c in constants}
+    rate, total = limits.pop("kl_rate", None), limits.pop("kl_seq", None)
+    curves: dict[str, dict[str, list[float]]] = {c: {"unified": []} for c in constants}
+    for c, lines in curves.items():
+        for tokens in horizons:
+            kl_seq = kl_of_sequences(tokens, total, rate)
+            bounds = all_bounds(horizon=tokens, constants=c, reward_range=reward_range, kl_seq=kl_seq, **limits)
+            for bound in bounds:
+                lines.setdefault(bound.name, []).append(bound.value)
+            lines["unified"].append(tightest(bounds).value)
     values = [y for lines in curves.values() for line in lines.values() for y in line]
     drawn = [y for y in values if 0 < y < math.inf] + [float(reward_range)]
     ends = (10.0 ** math.floor(math.log10(min(drawn))), 10.0 ** math.ceil(math.log10(max(drawn))))
@@ -354,14 +339,94 @@ def bound_panels(*, horizon: int, reward_range: float | int, constants: tuple[st
     ]
 
 
-def _curves(horizons: list[int], reward_range: float | int, constants: str, **limits: Any) -> dict[str, list[float]]:
-    """The value of each bound at each horizon, by name; the unified one first."""
-    rate, total = limits.pop("kl_rate", None), limits.pop("kl_seq", None)
-    lines: dict[str, list[float]] = {"unified": []}
-    for tokens in horizons:
-        limits["kl_seq"] = kl_of_sequences(tokens, total, rate)
-        rows = all_bounds(horizon=tokens, constants=constants, reward_range=reward_range, **limits)
-        for row in rows:
-            lines.setdefault(row.name, []).append(row.value)
-        lines["unified"].append(tightest(rows).value)
-    return lines
+QUESTIONS = {
+    "delta": ("Largest token KL δ", "nats"),
+    "eps": ("Largest token TV ε", ""),
+    "kl_seq": ("Largest KL of whole sequences", "nats"),
+    "T": ("Longest horizon T", "tokens"),
+}
+"""Name and unit of each parameter that can be solved for."""
+
+
+def answer_rows(
+    solve: str,
+    *,
+    target: float | int,
+    horizon: int | None = None,
+    kl_rate: float | int | None = None,
+    constants: Sequence[str] = ("paper", "sharp"),
+    **premises: Any,
+) -> list[dict[str, Any]]:
+    """The largest value of one parameter that keeps B* within a target, ready for JSON.
+
+    Args:
+        solve: "delta", "eps", "kl_seq" or "T".
+        target: largest acceptable error, in units of the reward; for T it is not reached.
+        horizon: tokens; not needed for "T".
+        kl_rate: mean token KL, nats per token, in place of `kl_seq`.
+        constants: one row each.
+        premises: the other premises and `reward_range`, as in `all_bounds`.
+
+    Returns: dicts of `constants`, `solve`, `value` (None if there is no largest one), `any` (whether
+        every value keeps the target) and `attained_by`, the row of B* there.
+
+    Raises: as in `largest` and `vacuous_horizon`.
+
+    Example:
+        >>> answer_rows("T", target=1, delta=1e-4, constants=["sharp"])
+        [{'constants': 'sharp', 'solve': 'T', 'value': 9999, 'any': False, 'attained_by': 'sequence_kl'}]
+    """
+    rows = []
+    for c in constants:
+        if solve == "T":
+            first = vacuous_horizon(target=target, kl_rate=kl_rate, constants=c, **premises)
+            every, value = first is None, LONGEST if first is None else first - 1
+            kl_seq = kl_of_sequences(value, premises.get("kl_seq"), kl_rate)
+            at = {**premises, "kl_seq": kl_seq, "horizon": value}
+        else:
+            assert horizon is not None
+            others = {name: x for name, x in premises.items() if name != solve or x is not None}
+            if solve == "kl_seq" and kl_rate is not None:
+                raise BadValueError("kl_seq is solved for and kl_rate gives it; leave kl_rate out")
+            if solve != "kl_seq":
+                others["kl_seq"] = kl_of_sequences(horizon, premises.get("kl_seq"), kl_rate)
+            value = largest(solve, target=target, horizon=horizon, constants=c, **others)
+            every = value == (1.0 if solve == "eps" else math.inf)
+            at = {**others, solve: value, "horizon": horizon}
+            if at.get("mean_tv") is not None and at.get("eps") is not None:
+                at["mean_tv"] = min(at["mean_tv"], at["eps"])
+        rows.append(
+            {
+                "constants": c,
+                "solve": solve,
+                "value": None if every else value,
+                "any": every,
+                "attained_by": tightest(all_bounds(constants=c, **at)).name,
+            }
+        )
+    return rows
+
+
+def answer_table(rows: Sequence[dict[str, Any]], *, target: float | int, horizon: int | None) -> Table:
+    """The rows of `answer_rows` for a terminal."""
+    words, unit = QUESTIONS[rows[0]["solve"]]
+    at = "" if horizon is None or rows[0]["solve"] == "T" else f" at T = {horizon:,}"
+    sign = "<" if rows[0]["solve"] == "T" else "≤"
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=Text(f"{words} with B* {sign} {target:g}{at}", style="bold"),
+        title_justify="left",
+        title_style="",
+        pad_edge=False,
+    )
+    table.add_column("constants")
+    table.add_column(unit or "value", justify="right")
+    table.add_column("B* there is")
+    for row in rows:
+        exact = row["solve"] == "T"
+        if row["any"]:
+            value = f"any up to {LONGEST:.0e}" if exact else "any"
+        else:
+            value = f"{row['value']:,}" if exact else f"{row['value']:.6g}"
+        table.add_row(row["constants"], Text(value, "bold green"), LABELS[row["attained_by"]])
+    return table

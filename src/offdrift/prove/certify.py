@@ -1,7 +1,7 @@
 """Certify a policy from stored rollouts: score them, bound the gain, and show the certificate.
 
-One file at a time is in memory, and at most `token_budget` padded tokens are scored at once; a row of
-numbers per sequence is kept.
+One file at a time is in memory, and at most `token_budget` padded tokens are scored at once. Of each sequence a row
+of numbers is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offdrift.certificate.verdict import ONE_LOOK
 from offdrift.engines.score import chunks, divergences, score
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
-from offdrift.records.rollouts import Provenance, Rollouts
+from offdrift.records.rollouts import Provenance
 from offdrift.records.store import read, read_drawn_by
 
 
@@ -114,17 +114,41 @@ def judge(
     model.eval()
     parts: list[BatchEvidence] = []
     tokens = 0
-    drawn: Drawn | None = None
+    before: tuple[Provenance, list[int]] | None = None
     for i, file in enumerate(files):
         rollouts = read(file)
-        drawn = _same_policy(drawn, rollouts, file)
+        if rollouts.num_sequences:
+            provenance, versions = rollouts.provenance, rollouts.rollout_version.unique().tolist()
+            if provenance.logprobs != "processed":
+                raise RecordError(
+                    f"{file} holds {provenance.logprobs} log-probs, not those of the policy that was sampled; "
+                    "record processed ones"
+                )
+            if len(versions) > 1 or before not in (None, (provenance, versions)):
+                defect = "holds several weight versions" if len(versions) > 1 else "differs from the files before"
+                raise RecordError(
+                    f"{file} {defect} (versions {versions}, {provenance.sampling}): a certificate compares two "
+                    "policies, so give rollouts that one policy drew with one sampling"
+                )
+            before = provenance, versions
         # Each group's id is the least key of its prompts: the same number in every file.
         keys = rollouts.prompt_keys()
         groups, group = rollouts.group_ids.unique(return_inverse=True)
         least = keys.new_zeros(len(groups)).scatter_reduce(0, group, keys, "amin", include_self=False)
         rollouts = rollouts.with_(group_ids=least[group])
         for piece in chunks(rollouts, token_budget=token_budget):
-            parts.append(_evidence(model, rollouts.select(piece), region, tail_log_ratio_cap))
+            part = rollouts.select(piece)
+            scores = score(model, part, temperature=part.provenance.sampling.temperature)
+            device = scores.logp.device
+            cuts, ids = part.cu_seqlens.to(device), part.group_ids.to(device)
+            logprobs = LogProbs.pack(
+                part.logp_rollout.to(device),
+                scores.logp,
+                segments=replace(part.segments, cu_seqlens=cuts, group_ids=ids),
+            )
+            exact = divergences(part, scores.logits, tail_log_ratio_cap=tail_log_ratio_cap)
+            rewards = None if part.rewards is None else part.rewards.to(device)
+            parts.append(BatchEvidence.of(logprobs, rewards, region=region, divergences=exact))
         tokens += len(rollouts.tokens)
         del rollouts  # before the next file is read
         if parts:
@@ -133,45 +157,6 @@ def judge(
     if not parts:
         raise RecordError("there are no rollouts in what was given; there is nothing to certify")
     return Judged(len(files), tokens, parts[0])
-
-
-Drawn = tuple[Provenance, tuple[int, ...]]
-"""How rollouts were drawn, and the versions of the weights."""
-
-
-def _same_policy(before: Drawn | None, rollouts: Rollouts, file: Path) -> Drawn | None:
-    """How the files so far were drawn; `RecordError` if this file was drawn otherwise."""
-    if not rollouts.num_sequences:
-        return before
-    provenance = rollouts.provenance
-    if provenance.logprobs != "processed":
-        raise RecordError(
-            f"{file} holds {provenance.logprobs} log-probs, not those of the policy that was sampled; "
-            "record processed ones"
-        )
-    now = (provenance, tuple(rollouts.rollout_version.unique().tolist()))
-    if len(now[1]) > 1 or (before is not None and before != now):
-        defect = "differs from the files before"
-        if len(now[1]) > 1:
-            defect = "holds several weight versions"
-        raise RecordError(
-            f"{file} {defect} (versions {list(now[1])}, {provenance.sampling}): a certificate compares two "
-            "policies, so give rollouts that one policy drew with one sampling"
-        )
-    return now
-
-
-def _evidence(model: nn.Module, part: Rollouts, region: TrustRegion, cap: float | None) -> BatchEvidence:
-    """Evidence of one piece of the rollouts, scored by the model."""
-    scores = score(model, part, temperature=part.provenance.sampling.temperature)
-    device = scores.logp.device
-    cuts, groups = part.cu_seqlens.to(device), part.group_ids.to(device)
-    logprobs = LogProbs.pack(
-        part.logp_rollout.to(device), scores.logp, segments=replace(part.segments, cu_seqlens=cuts, group_ids=groups)
-    )
-    exact = divergences(part, scores.logits, tail_log_ratio_cap=cap)
-    rewards = None if part.rewards is None else part.rewards.to(device)
-    return BatchEvidence.of(logprobs, rewards, region=region, divergences=exact)
 
 
 NAMES = {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offdrift.errors import BadValueError, EvidenceError, ShapeError
 from offdrift.logprobs import LogProbs
-from offdrift.records.rollouts import cumulative
+from offdrift.records.rollouts import Rollouts, cumulative
 from offdrift.records.schema import ARGUMENTS, FIELDS, MASK, LogValues
 from offdrift.segments import Segments
 
@@ -40,6 +40,21 @@ class Logged(LogValues):
     unscored: Mapping[str, Int[Tensor, " b"]] = field(default_factory=dict)
     """Of the tokens that may train, those without a usable log-prob, by "FIELD/CAUSE" (see
     `records.readers.assemble`); a token without two of them counts in both."""
+
+    @staticmethod
+    def of(rollouts: Rollouts, *, step: Int[Tensor, " b"], **columns: Any) -> Logged:
+        """The log of rollouts: what was sampled, and `columns` with what a trainer computed from it."""
+        return Logged(
+            cu_seqlens=rollouts.cu_seqlens,
+            step=step,
+            row=torch.arange(1, rollouts.num_sequences + 1),
+            response_lengths=rollouts.lengths,
+            logp_rollout=rollouts.logp_rollout,
+            group_ids=rollouts.group_ids,
+            tokens=rollouts.tokens,
+            truncated=torch.tensor([int(f == "length") for f in rollouts.finish]),
+            **columns,
+        )
 
     @property
     def num_sequences(self) -> int:

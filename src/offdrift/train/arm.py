@@ -1,6 +1,6 @@
 """State of one arm while it trains: model, optimizer, old policy, method and counters.
 
-What happens in an update is told in `loop`.
+The order of an update's steps is in `loop`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from offdrift.engines.verify_sync import check_sync
 from offdrift.judge import Context, Finding, Watcher, num_experts
 from offdrift.methods import Method, override
 from offdrift.records.rollouts import Rollouts
-from offdrift.train import checkpoint, recipe
+from offdrift.train import recipe
 from offdrift.train.context import Event, EventKind, RunContext
 from offdrift.train.old_policy import OldPolicy, make_old_policy, named_weights
-from offdrift.train.run_folder import ArmFolder
+from offdrift.train.run_folder import ArmFolder, Position, checkpoints, load_checkpoint, save_checkpoint
 from offdrift.train.source import Source
 
 
@@ -36,7 +36,7 @@ class Arm:
     name: str
     files: ArmFolder
     method: Method
-    """What the next step uses; adaptive methods change it."""
+    """Method of the next step; adaptive methods change it."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
     old_settings: recipe.OldPolicy
@@ -49,18 +49,13 @@ class Arm:
 
     @property
     def estimator(self) -> str:
-        """The advantage estimator of this arm."""
+        """Name of the advantage estimator."""
         return self.run.recipe.estimator(self.method)
 
     @property
     def region(self) -> TrustRegion:
         """The trust region that every update's certificate is about."""
         return TrustRegion(horizon=self.run.sampling.max_tokens, delta=self.run.recipe.delta)
-
-    @property
-    def needs_old(self) -> bool:
-        """Whether batches are scored by the old policy."""
-        return needs_old(self.method)
 
     @property
     def compares_old(self) -> bool:
@@ -78,14 +73,8 @@ class Arm:
         run = self.run
         weights = named_weights(run.accelerator, self.model)
         run.engine.load_weights(weights.items(), version=self.version)
-        check_sync(
-            run.engine,
-            run.accelerator.unwrap_model(self.model),
-            run.probes,
-            run.sampling,
-            seed=run.recipe.seed,
-            baseline=run.synced,
-        )
+        model = run.accelerator.unwrap_model(self.model)
+        check_sync(run.engine, model, run.probes, run.sampling, seed=run.recipe.seed, baseline=run.synced)
         self.old_policy.published(self.model, self.version)
 
     def keep_old_weights(self, rollouts: Rollouts, source: Source) -> None:
@@ -105,9 +94,9 @@ class Arm:
     def save_checkpoint(self, next_batch: int, source: Source) -> None:
         """Store where the arm stands; the engine has the trainer's weights."""
         changed = self.method.changes(self.run.recipe.row(self.name))
-        position = checkpoint.Position(next_batch, self.version, source.waiting(), changed)
+        position = Position(next_batch, self.version, source.waiting(), changed)
         self.old_policy.retain(source.versions(), self.model, self.version)
-        checkpoint.save(self.run.accelerator, self.files.checkpoints, position, also=self.old_policy.save)
+        save_checkpoint(self.run.accelerator, self.files.checkpoints, position, also=self.old_policy.save)
 
     def report(self, kind: EventKind, text: str = "", metrics: Mapping[str, Any] | None = None) -> None:
         """Tell the run's watcher what happened at the current update."""
@@ -128,17 +117,16 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     model = copy.deepcopy(run.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.recipe.optim.lr, betas=(0.9, 0.95), weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    position = checkpoint.load(accelerator, files.checkpoints) if resume else None
-    resumed, position = position is not None, position or checkpoint.Position(0, 0)
+    stored = load_checkpoint(accelerator, files.checkpoints) if resume else None
+    position = stored or Position(0, 0)
     if accelerator.is_main_process:
-        if resumed:
-            files.cut_back(position.version, batch=position.batch)
-        else:
+        if stored is None:
             files.clear()
+        else:
+            files.cut_back(position.version, batch=position.batch)
     accelerator.wait_for_everyone()
-    if resumed:
-        text = f"from batch {position.batch}"
-        run.watch(Event("resume", name, position.version, run.recipe.updates, text))
+    if stored is not None:
+        run.watch(Event("resume", name, position.version, run.recipe.updates, f"from batch {position.batch}"))
     accelerator.init_trackers(name, config=None)
     method = override(run.recipe.row(name), position.method)
     settings = run.recipe.old_policy_of(name)
@@ -168,44 +156,38 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         queued=position.waiting,
     )
     if position.batch > 0:
-        newest = checkpoint.complete(files.checkpoints)[-1]
+        newest = checkpoints(files.checkpoints)[-1]
         old_policy.load(newest, source.versions() - {position.version})
     return arm, source
 
 
 def needs_old(method: Method) -> bool:
-    """Whether batches are scored by the old policy: the method reads its log-probs, divergences or
-    entropy."""
+    """Whether batches are scored by the old policy, for its log-probs, divergences or entropy."""
     exact = any(name.endswith("rollout_old") for name in method.divergences)
     return bool(method.needs_old or exact or "entropy" in method.needs)
 
 
 @dataclass(frozen=True)
 class LiveDiagnosis:
-    """Diagnosis while an arm trains: each step's metrics in, new findings out, once each.
+    """Diagnosis while an arm trains: metrics of each step in, new findings out, once each.
 
-    Findings are a function of the metrics alone: a resumed run rebuilds them from the rows that are
-    left after cutting back.
+    Findings are a function of the metrics alone, so a resumed run rebuilds them from its stored rows.
     """
 
     watcher: Watcher
 
     @staticmethod
     def of(files: ArmFolder, context: Context) -> LiveDiagnosis:
-        """The diagnosis as it stands after the rows that the arm has stored."""
+        """The diagnosis after the rows that the arm has stored."""
         live = LiveDiagnosis(Watcher(context=context))
         for row in files.rows("metrics"):
             live.update(row)
         return live
 
     def update(self, row: Mapping[str, Any]) -> list[Finding]:
-        """What fires for the first time at this step."""
-        # Only what is a number: null in a stored row was NaN, and both mean unknown.
-        numbers = {
-            k: float(v)
-            for k, v in row.items()
-            if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
-        }
+        """The findings that fire for the first time at this step."""
+        # Only finite numbers: null in a stored row was NaN, and both mean unknown.
+        numbers = {k: float(v) for k, v in row.items() if isinstance(v, (int, float)) and math.isfinite(v)}
         return self.watcher.update({"step": row["update"], **numbers})
 
     def summary(self) -> list[dict[str, Any]]:

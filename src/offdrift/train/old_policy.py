@@ -2,8 +2,8 @@
 
     log w = (log pi_old - log mu) + (log pi - log pi_old)      full = mismatch + staleness
 
-The two terms mean what their names say only if pi_old is the training engine *at the weights that
-drew the token*. That is `Snapshots`, the default; the others cost less, or approximate it:
+The two terms are mismatch and staleness only if pi_old is the training engine *at the weights that drew the token*.
+That is `Snapshots`, the default; the others cost less, or approximate it:
 
     sampling       exact        snapshots of weights by version, while a rollout still refers to them
     second_model   exact, or    a second model that takes new weights when the engine does; stale for
@@ -44,7 +44,7 @@ from offdrift.train.scoring import PolicyScores, score_batch
 
 Weights = Mapping[str, Tensor]
 FOLDER = "old_policy"
-"""Where a checkpoint keeps what the old policy needs."""
+"""Folder of the old policy's weights in a checkpoint."""
 
 
 def named_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ class OldPolicy:
 
 
 class BatchStart(OldPolicy):
-    """The trainer as it is when the batch arrives; free of extra memory."""
+    """The trainer as it is when the batch arrives; without extra memory."""
 
     def policy(self, drawn_at: int, model: nn.Module, version: int) -> AbstractContextManager[nn.Module]:
         return nullcontext(model)
@@ -180,9 +180,9 @@ class BatchStart(OldPolicy):
 class Snapshots(OldPolicy):
     """The training engine at the weights that drew each token, from weights kept by version.
 
-    The trainer's own weights are copied only when it is about to move on while rollouts of that
-    version are still to be trained on: with engine and trainer in step nothing is ever copied. A
-    response that spans several versions is scored under each, and each token keeps its own.
+    The trainer's own weights are copied only when it moves on while rollouts of that version are still to be trained
+    on. With engine and trainer in step nothing is copied. A response that spans several versions is scored under each,
+    and each token keeps its own score.
 
     Memory: one copy of the weights per version in flight, in host memory or on disk.
     """
@@ -243,8 +243,8 @@ class Snapshots(OldPolicy):
 class SecondModel(OldPolicy):
     """A copy of the model that takes the trainer's weights whenever the engine does.
 
-    Exact for what the engine draws now; a batch that waited in a queue while the engine moved on is
-    scored with weights that are too new, and says so (`stale`).
+    Exact for what the engine draws now. A batch that waited in a queue while the engine moved on is scored with newer
+    weights, and marked `stale`.
 
     Memory: one more model on the device.
     """
@@ -295,8 +295,7 @@ class Averaged(OldPolicy):
 
     def published(self, model: nn.Module, version: int) -> None:
         if not self.mean:  # the average begins where training does
-            weights = named_weights(self.accelerator, model)
-            self.mean = {n: w.clone() for n, w in weights.items()}
+            self.mean = {n: w.clone() for n, w in named_weights(self.accelerator, model).items()}
 
     def stepped(self, model: nn.Module) -> None:
         total = self.weight

@@ -1,11 +1,11 @@
-"""The report of a run: one HTML page that needs nothing but itself.
+"""The report of a run: one self-contained HTML page, built from the run folder alone, also while the run goes on.
 
-Built from the run folder alone, so it can be rebuilt at any time, also while the run goes on. What a
-model wrote is never trusted, see `offdrift.show.html`.
+Text that a model wrote is never trusted, see `offdrift.show.html`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,7 +60,16 @@ def render(run: Run) -> str:
     data = {
         **chart_data(charts),
         # KL, TV, log-prob and weight of every shown token.
-        "samples": [[_token_numbers(s) for s in samples] for _, samples in shown],
+        "samples": [
+            [
+                [
+                    [short(v) for v in row]
+                    for row in itertools.islice(zip(s.kl, s.tv, s.logp_rollout, s.weight), TOKENS_PER_SAMPLE)
+                ]
+                for s in samples
+            ]
+            for _, samples in shown
+        ],
     }
     return render_document("report.html.j2", context, data=data, styles=("page.css",))
 
@@ -77,8 +86,3 @@ def pick_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
     if worst is not None and not any(s is worst for s in picked):
         picked[-1] = worst
     return picked
-
-
-def _token_numbers(sample: Sample) -> list[list[str]]:
-    columns = zip(sample.kl, sample.tv, sample.logp_rollout, sample.weight)
-    return [[short(v) for v in row] for row in list(columns)[:TOKENS_PER_SAMPLE]]

@@ -1,8 +1,8 @@
-"""The recipe: everything that decides what a training run does, in one frozen, checked object.
+"""The recipe of a training run: one frozen, checked object with all its settings.
 
-Read from TOML, overridable from the command line (`--set rollout.dtype=float16`), stored with the
-run. An unknown key, a wrong type or values that contradict each other are refused before anything
-starts, with the key, the file and what was expected.
+Read from TOML, overridable from the command line (`--set rollout.dtype=float16`), stored with the run. Unknown
+keys, wrong types and values that contradict each other are refused before anything starts, with the key, the
+file and what was expected.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position"}
-"""What the trainer can give an advantage estimator, besides rewards and groups."""
+"""Inputs of advantage estimators that the trainer has, besides rewards and groups."""
 
 
 class Part(BaseModel):
@@ -64,7 +64,7 @@ class Rollout(Part):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer tempers its own distribution alike."""
     evidence: Literal["full", "hidden", "sampled"] | Positive = "full"
-    """What is recorded of the rollout policy: "full" vocabulary, the "hidden" states that its head turned
+    """Evidence recorded of the rollout policy: "full" vocabulary, the "hidden" states that its head turned
     into logits (as exact, far smaller for large vocabularies), the top k (a number), or "sampled"."""
     tail_log_ratio_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """For top-k evidence: assume |log mu - log pi| at most this outside the top k, nats. Upper ends of
@@ -165,7 +165,7 @@ class Recipe(Part):
     model: str
     """tiny-qwen3, tiny-qwen3-moe, smollm2-135m, or any path or hub id of a causal LM."""
     task: str = "arithmetic"
-    """What is learned: arithmetic, chat-arithmetic, or reasoning_gym:NAME."""
+    """Task: arithmetic, chat-arithmetic, or reasoning_gym:NAME."""
     seed: int = 0
     """Decides prompts, samples and initial weights; every arm sees the same."""
     batches: Positive
@@ -181,7 +181,7 @@ class Recipe(Part):
     optim: Optim = Optim()
     log: Log = Log()
     arms: dict[FolderName, Arm] = Field(min_length=1)
-    """What is compared: name -> method. They run one after the other on the same prompts and drift."""
+    """Arms to compare: name -> method. They run one after the other on the same prompts and drift."""
 
     @model_validator(mode="before")
     @classmethod
@@ -207,7 +207,7 @@ class Recipe(Part):
                 row = self.row(name)
             except MethodError as e:
                 raise ValueError(f"arms.{name}: {e}") from e
-            self._check_old_policy(name, arm.build())
+            self._check_old_policy(name)
             how = self.estimator(row)
             missing = sorted(set(ADVANTAGES[how].needs) - SUPPLIED)
             if missing:
@@ -223,36 +223,34 @@ class Recipe(Part):
                     'records none; set rollout.evidence = "full" or "hidden" (or a number of top '
                     "log-probs), or use trm_max_k2"
                 )
-        if (self.rollout.engine == "openai") != (self.rollout.url is not None):
+        rollout, evidence, cap = self.rollout, self.rollout.evidence, self.rollout.tail_log_ratio_cap
+        if (rollout.engine == "openai") != (rollout.url is not None):
             raise ValueError(
-                f'rollout.engine = "{self.rollout.engine}", rollout.url = {self.rollout.url!r}: the '
-                '"openai" engine, and no other, needs the address of a server'
+                f'rollout.engine = "{rollout.engine}", rollout.url = {rollout.url!r}: the "openai" engine, and no '
+                "other, needs the address of a server"
             )
-        if self.rollout.engine == "vllm" and self.rollout.quantization == "int8":
+        if rollout.engine == "vllm" and rollout.quantization == "int8":
             raise ValueError(
                 'rollout.quantization = "int8" is the transformers engine\'s; vLLM has names of its own '
                 '("fp8_per_channel", ...), and "none" draws with full weights: add '
                 "--set rollout.quantization=none --set rollout.dtype=bfloat16"
             )
-        if self.rollout.url is not None and self.rollout.evidence == "hidden":
+        if rollout.url is not None and evidence == "hidden":
             raise ValueError('rollout.evidence = "hidden": a server gives none; use "full" or 20')
-        cap, evidence = self.rollout.tail_log_ratio_cap, self.rollout.evidence
         if cap is not None and not isinstance(evidence, int):
             raise ValueError(
-                f"rollout.tail_log_ratio_cap = {cap} is about the tail of top-k evidence, but "
-                f'rollout.evidence = "{evidence}" has none; set rollout.evidence = 20 (or another k), '
-                "or leave the cap out"
+                f"rollout.tail_log_ratio_cap = {cap} is about the tail of top-k evidence, but rollout.evidence = "
+                f'"{evidence}" has none; set rollout.evidence = 20 (or another k), or leave the cap out'
             )
-        if self.rollout.prompts * self.rollout.samples < self.optim.minibatches:
+        if (sequences := rollout.prompts * rollout.samples) < self.optim.minibatches:
             raise ValueError(
-                f"optim.minibatches = {self.optim.minibatches} is more than the "
-                f"{self.rollout.prompts * self.rollout.samples} sequences of a batch"
+                f"optim.minibatches = {self.optim.minibatches} is more than the {sequences} sequences of a batch"
             )
         return self
 
-    def _check_old_policy(self, name: str, row: Method) -> None:
+    def _check_old_policy(self, name: str) -> None:
         """Refuse an old policy that leaves a part of the method without effect."""
-        source = self.old_policy_of(name).source
+        row, source = self.arms[name].build(), self.old_policy_of(name).source
         parts = [*row.correction.gates, *row.correction.weights, row.objective]
         inert = [p.formula for p in parts if getattr(p, "on", None) == "mismatch"]
         compared = sorted(name for name in row.divergences if name.endswith("old_current"))
@@ -328,7 +326,19 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = ()) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise RecipeError(f"{path} is not valid TOML: {e}") from e
     for change in changes:
-        _set_value(content, change)
+        key, equals, text = change.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(f"--set {change!r}: expected key=value, for instance lag.sync_every=4")
+        *parents, last = key.strip().split(".")
+        table = content
+        for parent in parents:
+            table = table.setdefault(parent, {})
+            if not isinstance(table, dict):
+                raise RecipeError(f"--set {change!r}: {parent!r} is a value, not a table")
+        try:
+            table[last] = tomllib.loads(f"x = {text.strip()}")["x"]
+        except tomllib.TOMLDecodeError:  # a bare word
+            table[last] = text.strip()
     return check_recipe(content, source=str(path))
 
 
@@ -337,45 +347,27 @@ def check_recipe(content: Mapping[str, Any], *, source: str) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as e:
-        problems = [_explain(p, content) for p in e.errors()]
+        problems = map(_explain, e.errors())
         raise RecipeError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from e
 
 
-def _explain(problem: Mapping[str, Any], content: Mapping[str, Any]) -> str:
-    key = ".".join(str(x) for x in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {_keys_at(problem['loc'][:-1])}"
+def _explain(problem: Mapping[str, Any]) -> str:
+    """A validation error in words; for an unknown key, with the keys that there are."""
+    location = problem["loc"]
+    key = ".".join(map(str, location))
     if problem["type"] == "missing":
         return f"{key} is missing"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
-    return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
-
-
-def _keys_at(location: Sequence[Any]) -> str:
-    """The keys that a part of the recipe has, for the message about an unknown one."""
+    if problem["type"] != "extra_forbidden":
+        return f"{key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
     part: Any = Recipe
-    for step in location:
+    for step in location[:-1]:
         field = getattr(part, "model_fields", {}).get(step)
         kind = Arm if field is None else field.annotation
         # OldPolicy | None: the part that the field holds, where it may be absent.
         part = next((x for x in get_args(kind) if hasattr(x, "model_fields")), kind)
     fields = getattr(part, "model_fields", {})
     names = ", ".join(field.alias or name for name, field in fields.items())
-    where = ".".join(map(str, location))
-    return f"{where + ' has' if where else 'a recipe has'} {names}"
-
-
-def _set_value(content: dict[str, Any], change: str) -> None:
-    key, equals, text = change.partition("=")
-    if not equals or not key.strip():
-        raise RecipeError(f"--set {change!r}: expected key=value, for instance lag.sync_every=4")
-    *parents, last = key.strip().split(".")
-    for parent in parents:
-        content = content.setdefault(parent, {})
-        if not isinstance(content, dict):
-            raise RecipeError(f"--set {change!r}: {parent!r} is a value, not a table")
-    try:
-        content[last] = tomllib.loads(f"x = {text.strip()}")["x"]
-    except tomllib.TOMLDecodeError:  # a bare word
-        content[last] = text.strip()
+    where = ".".join(map(str, location[:-1])) + " has" if location[:-1] else "a recipe has"
+    return f"unknown key {key!r}; {where} {names}"

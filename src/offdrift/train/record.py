@@ -1,8 +1,9 @@
-"""What is stored of every update: metrics with a certificate, findings, samples, the token log."""
+"""Records of an update (metrics, certificate, findings, samples, token log), and an arm's row of the table."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from offdrift.certificate import certify
+from offdrift.judge import load_rules
+from offdrift.methods import Method
 from offdrift.records.batch import Logged
 from offdrift.records.log import write_log
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
@@ -20,6 +23,9 @@ from offdrift.train.arm import Arm
 from offdrift.train.batch import Batch
 from offdrift.train.source import Shard
 from offdrift.train.step import TokenView, Update
+from offdrift.train.stored import summary_numbers
+
+Row = Mapping[str, Any]
 
 KEPT = 4
 """Sequences per sampled update that go to the report."""
@@ -77,9 +83,9 @@ def record_update(
 def samples(
     rollouts: Rollouts, view: TokenView, version: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """One line of `samples.jsonl` per sequence that is shown; none if texts or rewards are unknown.
+    """Lines of `samples.jsonl`: the sequence with the worst token, and some spread over the batch's prompts.
 
-    Shown are the sequence with the worst token, and some spread evenly over the batch's prompts.
+    There are none if texts or rewards are unknown.
     """
     if rollouts.prompts is None or rollouts.rewards is None:
         return []
@@ -90,29 +96,29 @@ def samples(
     lines = []
     for i in dict.fromkeys([worst, *spread]):
         s = slice(cuts[i], cuts[i + 1])
-        line = {
-            "update": version,
-            "prompt": rollouts.prompts[i],
-            "reward": float(rollouts.rewards[i]),
-            "accepted": bool(view.keep[s].any()),
-            "finish": rollouts.finish[i],
-            "tokens": [tokenizer.decode([t]) for t in rollouts.tokens[s].tolist()],
-            "kl": kl[s].tolist(),
-            "tv": tv[s].tolist(),
-            "logp_rollout": rollouts.logp_rollout[s].tolist(),
-            "weight": view.weight[s].tolist(),
-        }
-        lines.append(line)
+        lines.append(
+            {
+                "update": version,
+                "prompt": rollouts.prompts[i],
+                "reward": float(rollouts.rewards[i]),
+                "accepted": bool(view.keep[s].any()),
+                "finish": rollouts.finish[i],
+                "tokens": [tokenizer.decode([t]) for t in rollouts.tokens[s].tolist()],
+                "kl": kl[s].tolist(),
+                "tv": tv[s].tolist(),
+                "logp_rollout": rollouts.logp_rollout[s].tolist(),
+                "weight": view.weight[s].tolist(),
+            }
+        )
     return lines
 
 
 @dataclass
 class TokenLog:
-    """What the trainer knew about every token of a batch when it first used it.
+    """Tokens of a batch as the trainer first used them, in the schema that `offdrift audit` reads.
 
-    Written in the plain schema that `offdrift audit` reads (`offdrift.records.log`), from what the
-    steps computed anyway: no forward pass is made for it. Each sequence stands in it once, with the
-    update that first trained on it and the log-probs that the policy gave it just before.
+    Each sequence is logged once, with the update that first trained on it and the log-probs that the
+    policy gave it just before. Everything was computed by the steps anyway: no forward pass is made for it.
     """
 
     batch: Batch
@@ -143,26 +149,104 @@ class TokenLog:
         worst_status = None  # of each sequence, its worst token's
         if batch.old_status is not None:
             worst_status = used.segments.max(batch.old_status[rows].double()).long()
-        log = Logged(
-            cu_seqlens=used.cu_seqlens,
+        log = Logged.of(
+            used,
             step=version + 1,  # metrics call an update by the number of steps taken after it
-            row=torch.arange(1, len(order) + 1),
-            response_lengths=used.lengths,
-            logp_rollout=used.logp_rollout,
             logp_old=logp if batch.old_is_current else None if old is None else old.logp[rows],
             logp=logp,
             logp_ref=None if batch.logp_ref is None else batch.logp_ref[rows],
             advantages=batch.advantages[rows],
             rewards=used.rewards,
-            group_ids=used.group_ids,
             rollout_version=used.rollout_version,
             version=version,
             entropy=torch.cat([v.entropy for v in self.views]),
             divergences={name: torch.cat([v.lower[name] for v in self.views]) for name in names},
-            tokens=used.tokens,
             old_status=worst_status,
-            truncated=torch.tensor([f == "length" for f in used.finish]).long(),
             prompts=used.prompts,
             completions=used.completions,
         )
         write_log(log, folder / shard.file_name(index))
+
+
+def summarize_arm(
+    name: str,
+    row: Method,
+    method_name: str,
+    metrics: Sequence[Row],
+    evals: Sequence[Row],
+    *,
+    seconds: float,
+    findings: Sequence[Row] = (),
+    old_policy: str | None = None,
+) -> dict[str, Any]:
+    """An arm's row of the final table, from the rows that the arm stored; None for what was not measured.
+
+    Args:
+        old_policy: source of its old log-probs, `old_policy.from` of the recipe.
+    """
+    description = row.describe()
+    if statuses := _recorded(metrics, "old/status"):
+        description += f"; old log-probs {max(statuses, key=OLD_STATUS.index)} ({old_policy})"
+    return {
+        "arm": name,
+        "method": method_name,
+        "description": description,
+        "updates": len(metrics),
+        **summary_numbers(metrics, evals),
+        "eval_prompts": evals[-1]["prompts"] if evals else None,
+        "tokens_per_s": sum(m["batch/tokens"] for m in metrics) / seconds if seconds > 0 else None,
+        "seconds": seconds,
+        "grade": metrics[-1]["divergence/grade"] if metrics else None,
+        "findings": list(findings),
+        "notes": [*_notes(row, metrics)],
+    }
+
+
+def _notes(row: Method, metrics: Sequence[Row]) -> Iterator[str]:
+    """Remarks for a reader of the row: few sequences, parts without effect, weak evidence."""
+    acceptance = summary_numbers(metrics, ())["acceptance"]
+    floor = load_rules().limits["acceptance_low"]
+    if acceptance is not None and acceptance < floor:
+        yield (
+            f"accepted {acceptance:.0%} of the sequences, below the {100 * floor:g} % that the Trust Region Masking "
+            "paper asks to monitor (Remark 4.3): updates rest on few sequences"
+        )
+    # Gates, weights and clips that changed no token of the run, and the ratio that gave them no cause.
+    weights = row.correction.weights
+    parts: list[tuple[Any, str, str]] = [
+        (gate, f"gate/{i}/drop_frac_token", f"gate {i} never rejected a token")
+        for i, gate in enumerate(row.correction.gates)
+    ]
+    capped = [w for w in weights if getattr(w, "cap", None) is not None]
+    parts += [(w, "weight/cap_frac", "no weight ever met its limits") for w in capped]
+    parts += [(w, "weight/changed_frac", "no weight ever differed from 1") for w in weights]
+    parts.append((row.objective, "objective/clip_frac_active", "the objective's clip never changed a token"))
+    reported: set[int] = set()
+    for part, key, sentence in parts:
+        shares = _recorded(metrics, key)
+        if not shares or any(shares) or id(part) in reported:
+            continue
+        reported.add(id(part))
+        on = getattr(part, "on", None)
+        largest = max(_recorded(metrics, f"{on}/abs_log_ratio_max"), default=None)
+        if largest == 0:
+            sentence += f": the {on} ratio was 1 at every token, so nothing was corrected"
+        elif largest is not None:
+            sentence += f"; the largest |log {on} ratio| was {largest:.2g} nat"
+        yield f"{sentence} ({part.formula})"
+    lag = max(map(int, _recorded(metrics, "old/version_lag")), default=0)
+    if any(_recorded(metrics, "old/stale_frac")):
+        yield (
+            f"old log-probs are stale: taken up to {lag} updates after the weights that sampled, so the "
+            'mismatch ratio contains staleness; old_policy.from = "sampling" takes them at those weights'
+        )
+    if any(_recorded(metrics, "old/approximated_frac")):
+        yield "old log-probs are approximated: averaged or interpolated policies, not the one that sampled"
+    if any(_recorded(metrics, "old/missing_frac")):
+        yield "old log-probs are missing: the rollout policy stands in for the old one (bypass)"
+    if any(m.get("divergence/grade") in ("interval", "capped interval") for m in metrics):
+        yield "divergences are lower ends of certified intervals (top-k evidence)"
+
+
+def _recorded(metrics: Sequence[Row], key: str) -> list[Any]:
+    return [m[key] for m in metrics if m.get(key) is not None]

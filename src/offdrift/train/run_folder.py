@@ -1,4 +1,4 @@
-"""The run folder: everything a run stores, so that reports and audits need nothing else.
+"""The folder of a run: everything it stores, which is all that reports and audits read.
 
     run.json                          recipe, versions, model, and at the end the table of arms
     arms/NAME/metrics.jsonl           one object per optimizer step
@@ -18,12 +18,17 @@ when a run resumes. NaN and infinity are stored as null.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from offdrift.errors import CheckpointError, RecordError
 from offdrift.records.atomic import plain as plain
@@ -45,7 +50,7 @@ class RunFolder:
         write_json(self.path / "run.json", {"format": FORMAT, **head})
 
     def head(self) -> dict[str, Any]:
-        """What `run.json` says. Raises: `CheckpointError` if there is no run here."""
+        """Content of `run.json`. Raises: `CheckpointError` if there is no run here."""
         try:
             return json.loads((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
@@ -131,3 +136,98 @@ class ArmFolder:
     def clear(self) -> None:
         """Forget everything: the arm starts over."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+# Checkpoints. They are taken right after a weight synchronization, so the engine has the trainer's weights
+# and only the trainer's are stored. accelerate stores model, optimizer and random states. Prompts and samples
+# need no random state, because they are functions of the recipe's seed.
+
+KEPT = 2
+"""Checkpoints kept: the newest, and one to fall back to."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Position of a run between two batches."""
+
+    batch: int
+    """Index of the next batch."""
+    version: int
+    """Optimizer steps taken."""
+    waiting: tuple[int, ...] = ()
+    """Batches already drawn and not yet trained on."""
+    method: dict[str, float] = field(default_factory=dict)
+    """Changes that an adaptive method made to itself, as overrides."""
+
+
+def save_checkpoint(
+    accelerator: Accelerator, folder: Path, position: Position, *, also: Callable[[Path], None] = lambda path: None
+) -> None:
+    """Write a checkpoint; the older of more than two is removed.
+
+    Args:
+        also: writes more into the checkpoint's folder; called by the main process alone.
+
+    Raises: `RecordError` if it cannot be written; the previous checkpoint is untouched.
+    """
+    final = folder / f"batch-{position.batch:06d}"
+    partial = folder / f".partial-{position.batch:06d}"
+    try:
+        if accelerator.is_main_process:
+            for abandoned in folder.glob(".partial-*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            partial.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        # accelerate warns at every save that tied weights are stored once, which is intended.
+        log = logging.getLogger("accelerate.utils.other")
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            accelerator.save_state(str(partial))
+        finally:
+            log.setLevel(level)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            also(partial)
+            (partial / "position.json").write_text(json.dumps(asdict(position)))
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            for old in checkpoints(folder)[:-KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+    except (OSError, RuntimeError, SafetensorError) as e:  # torch and safetensors wrap a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RecordError(
+            f"cannot write checkpoint {final}: {getattr(e, 'strerror', None) or e}; free disk space, then continue "
+            "from the previous checkpoint with --resume"
+        ) from e
+    accelerator.wait_for_everyone()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(p for p in folder.glob("batch-*") if p.is_dir())
+
+
+def load_checkpoint(accelerator: Accelerator, folder: Path) -> Position | None:
+    """Restore the newest checkpoint into what accelerate has prepared; None if there is none.
+
+    Raises: `CheckpointError` naming the folder if it cannot be read back.
+    """
+    stored_checkpoints = checkpoints(folder)
+    if not stored_checkpoints:
+        return None
+    newest = stored_checkpoints[-1]
+    try:
+        stored = json.loads((newest / "position.json").read_text())
+        position = Position(**{**stored, "waiting": tuple(stored["waiting"])})
+        accelerator.load_state(str(newest))
+    except Exception as e:  # whatever a damaged file provokes in the libraries that read it
+        reason = str(e).splitlines()[0] if str(e) else "no message"
+        fall_back = "the arm starts over"
+        if len(stored_checkpoints) > 1:
+            fall_back = f"the run continues from {stored_checkpoints[-2].name}"
+        raise CheckpointError(
+            f"checkpoint {newest} cannot be read ({type(e).__name__}: {reason}); "
+            f"remove that folder and --resume again: {fall_back}"
+        ) from e
+    return position

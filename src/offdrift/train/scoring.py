@@ -1,7 +1,6 @@
-"""Scores: log-probs, entropies and divergences that one policy gives to tokens already drawn.
+"""Scores of sampled tokens under one policy: log-probs, entropies and divergences.
 
-`score_batch` scores a batch with the weights that a model has. Which weights make the old policy is
-decided in `old_policy`.
+`score_batch` scores with the weights that a model has now; `old_policy` chooses the weights of the old policy.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ class PolicyScores:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> PolicyScores:
         """Scores of other tokens: `function` applied to every tensor."""
+        divergences = {name: d.map(function) for name, d in self.divergences.items()}
+        version = None if self.version is None else function(self.version)
         return PolicyScores(
-            function(self.logp),
-            function(self.entropy),
-            function(self.sum_pi_squared),
-            {name: d.map(function) for name, d in self.divergences.items()},
-            None if self.version is None else function(self.version),
+            function(self.logp), function(self.entropy), function(self.sum_pi_squared), divergences, version
         )
 
     def select(self, rows: Tensor) -> PolicyScores:
@@ -65,13 +62,8 @@ class PolicyScores:
             name: Divergence.joined([(r, part.divergences[name]) for r, part in parts], n).map(lambda x: x.cpu())
             for name in first.divergences
         }
-        return PolicyScores(
-            placed("logp"),
-            placed("entropy"),
-            placed("sum_pi_squared"),
-            joined_divergences,
-            None if first.version is None else placed("version"),
-        )
+        version = None if first.version is None else placed("version")
+        return PolicyScores(*map(placed, ("logp", "entropy", "sum_pi_squared")), joined_divergences, version)
 
 
 @torch.no_grad()
@@ -96,14 +88,9 @@ def score_batch(
     for sequences in chunks(rollouts, token_budget=token_budget):
         piece = rollouts.select(sequences)
         scored = score(model, piece, temperature=temperature)
-        cap = tail_log_ratio_cap
-        evidence = divergences(piece, scored.logits, tail_log_ratio_cap=cap) if exact else {}
-        scores = PolicyScores(
-            scored.logp.float().cpu(),
-            scored.entropy.float().cpu(),
-            scored.sum_pi_squared.float().cpu(),
-            named_as_old(evidence),
-        )
+        evidence = divergences(piece, scored.logits, tail_log_ratio_cap=tail_log_ratio_cap) if exact else {}
+        columns = (x.float().cpu() for x in (scored.logp, scored.entropy, scored.sum_pi_squared))
+        scores = PolicyScores(*columns, named_as_old(evidence))
         parts.append((rollouts.segments.rows(sequences), scores))
     return PolicyScores.joined(parts, len(rollouts.tokens))
 

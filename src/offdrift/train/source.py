@@ -1,10 +1,9 @@
-"""Where batches come from: an engine that lags behind the trainer, on a schedule.
+"""Source of batches: an engine that lags behind the trainer on a schedule.
 
-Two kinds of staleness, both real: the engine takes new weights only every `sync_every` updates, and
-batches may wait in a queue of fixed length before they are trained on. Every draw is a pure function
-of the recipe's seed, the batch's index and the engine's weights: no random state is carried, so a
-resumed run draws what the uninterrupted one would have drawn. Every batch is on disk before it is
-trained on.
+Two kinds of staleness, both real: the engine takes new weights only every `sync_every` updates, and batches may wait
+in a queue of fixed length before they are trained on. A draw is a function of the recipe's seed, the batch's index
+and the engine's weights, without any random state: a resumed run draws what the uninterrupted one would have drawn.
+Every batch is on disk before it is trained on.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from offdrift.train.tasks import Problem, Task
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of every batch this process draws and trains on."""
+    """The part of every batch that this process draws and trains on."""
 
     rank: int = 0
     world: int = 1
 
     def file_name(self, index: int) -> str:
-        """What this process's share of a batch is stored as."""
+        """File name of this process's share of a batch."""
         part = f"-rank{self.rank}" if self.world > 1 else ""
         return f"batch-{index:06d}{part}.parquet"
 
@@ -94,20 +93,20 @@ class Source:
 
     def draw(self, index: int) -> Rollouts:
         """Sample, reward and store one batch with the weights the engine has now."""
-        problems = self.task.sample(self.recipe.rollout.prompts, seed=batch_seed(self.recipe.seed, index))
-        share = list(enumerate(problems))[self.shard.rank :: self.shard.world]
+        rollout_recipe, shard = self.recipe.rollout, self.shard
+        problems = self.task.sample(rollout_recipe.prompts, seed=batch_seed(self.recipe.seed, index))
         rollouts = rollout(
             self.engine,
-            [p for _, p in share],
+            problems[shard.rank :: shard.world],
             self.task,
             self.tokenizer,
             self.sampling,
-            samples=self.recipe.rollout.samples,
-            seed=batch_seed(self.recipe.seed, index, self.shard.rank),
-            evidence=self.recipe.rollout.evidence,
+            samples=rollout_recipe.samples,
+            seed=batch_seed(self.recipe.seed, index, shard.rank),
+            evidence=rollout_recipe.evidence,
         )
-        group_of = torch.tensor([i for i, _ in share])
-        rollouts = rollouts.with_(group_ids=group_of[rollouts.group_ids])
+        # A group's id is its problem's index in the whole batch.
+        rollouts = rollouts.with_(group_ids=rollouts.group_ids * shard.world + shard.rank)
         store.write(rollouts, self.path(index))
         return rollouts
 

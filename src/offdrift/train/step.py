@@ -1,14 +1,14 @@
 """One optimizer step: score, correct, take the loss and its gradient, piece by piece.
 
-Pieces are cut by a token budget, so that memory is bounded whatever the batch. Each adds its share
-of the gradient, divided by what was *sampled* over all pieces and all processes: the step does not
-depend on how the batch was cut, nor over how many processes it was spread.
+Pieces are cut by a token budget, so that memory is bounded whatever the batch. Each adds its share of the gradient,
+divided by what was *sampled* over all pieces and all processes: the step does not depend on how the batch was cut,
+nor over how many processes it was spread.
 
-Methods that look at the whole step before they act (a normalized weight, a second moment, ...) take
-one more forward pass without gradient wherever the step is cut into several pieces.
+Methods that look at the whole step before they act (a normalized weight, a second moment, ...) take one more forward
+pass without gradient wherever the step is cut into several pieces.
 
-Memory of a piece, beyond the model's own activations: about five float32 tensors of
-`response tokens x vocabulary`, at most `token_budget x vocabulary x 20` bytes.
+Memory of a piece, beyond the model's own activations: about five float32 tensors of `response tokens x vocabulary`,
+at most `token_budget x vocabulary x 20` bytes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Update:
     method: Method
     """The method of the next step: the same, unless it adapts."""
     evidence: BatchEvidence | None = None
-    """What a certificate needs to know of the step, over all processes, before it was taken."""
+    """Evidence for a certificate of the step, over all processes, before it was taken."""
 
 
 def train_step(
@@ -136,7 +136,10 @@ def train_step(
     passes = len(pieces) if world == 1 else max(gather_object([len(pieces)]))
     observed = None
     if method.looks_ahead and (passes > 1 or world > 1):
-        observed = _observe_step(accelerator, model, batch, pieces, method, version)
+        with torch.no_grad():
+            parts = [ScoredPiece(model, batch.select(p), version).observe(method) for p in pieces]
+        parts = parts if world == 1 else gather_object(parts)
+        observed = functools.reduce(Observed.merge, parts).to(accelerator.device)
     stats: list[DriftStats] = []
     evidence: list[BatchEvidence] = []
     token_values: list[tuple[Tensor, dict[str, Tensor], bool]] = []
@@ -162,8 +165,10 @@ def train_step(
             observed = result.observed  # the only piece is the whole step
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
     norm = torch.as_tensor(0.0 if norm is None else norm).cpu()
-    local = _with_batch_stats(DriftStats.merge_all(stats), batch, version)
-    total = gather_stats(accelerator, local).plus(tails.sums(lambda own: gather_object([own]) if world > 1 else [own]))
+    total = _with_batch_stats(DriftStats.merge_all(stats), batch, version)
+    if world > 1:  # a few kilobytes; objects, because processes may have different positions
+        total = DriftStats.merge_all(gather_object([total.cpu()]))
+    total = total.plus(tails.sums(lambda own: gather_object([own]) if world > 1 else [own]))
     if not bool(norm.isfinite()):
         raise EngineError(
             f"the gradient norm is {norm.item()}; the step was not taken. Lower optim.lr, or look "
@@ -182,20 +187,21 @@ def train_step(
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
     total = total.with_max("optim/grad_norm", norm).with_max("optim/lr_scale", torch.tensor(lr_scale))
+    # The method of the next step: its own state, and the penalty's controller, moved on.
+    if observed is not None:
+        method = method.next(observed)
+    penalty = method.penalty
+    if penalty is not None and penalty.controller is not None:
+        sums = total.to_host()
+        kl = sums["reference/kl"] / sums["n"]
+        coef = penalty.controller.next(penalty.coef, kl=kl, samples=int(sums["b"]))
+        method = replace(method, penalty=replace(penalty, coef=coef))
     return Update(
         total,
         TokenView.joined(token_values) if view else None,
-        _next_method(method, observed, total),
+        method,
         gather_evidence(accelerator, evidence) if evidence else None,
     )
-
-
-def gather_stats(accelerator: Accelerator, stats: DriftStats) -> DriftStats:
-    """The statistics of all processes together; every process gets them."""
-    if accelerator.num_processes == 1:
-        return stats
-    # A few kilobytes per step; objects, because processes may know different positions.
-    return DriftStats.merge_all(gather_object([stats.cpu()]))
 
 
 def gather_evidence(accelerator: Accelerator, parts: list[BatchEvidence]) -> BatchEvidence:
@@ -282,12 +288,12 @@ class ScoredPiece:
         return replace(result, stats=result.stats.plus(more))
 
     def observe(self, method: Method) -> Observed:
-        """What the method's observing parts see of the piece."""
+        """Statistics that the method's step-wide parts take of the piece."""
         logprobs = self.logprobs if method.anchor is None else method.anchor(self.logprobs, self.batch_info)
         return method.observe(logprobs, self.advantages, self.batch_info).cpu()
 
     def evidence(self, region: TrustRegion, result: PolicyLoss) -> BatchEvidence:
-        """What the piece says about the trust region."""
+        """Evidence about the trust region in the piece."""
         return BatchEvidence.of(
             self.logprobs,
             self.batch_info.rewards,
@@ -308,32 +314,8 @@ class ScoredPiece:
         return {name: x.detach().float() for name, x in columns.items()}
 
 
-@torch.no_grad()
-def _observe_step(
-    accelerator: Accelerator, model: nn.Module, batch: Batch, pieces: Sequence[Tensor], method: Method, version: int
-) -> Observed:
-    """What the method's parts observe of the whole step, over all pieces and processes."""
-    parts = [ScoredPiece(model, batch.select(piece), version).observe(method) for piece in pieces]
-    if accelerator.num_processes > 1:
-        parts = gather_object(parts)
-    return functools.reduce(Observed.merge, parts).to(accelerator.device)
-
-
-def _next_method(method: Method, observed: Observed | None, total: DriftStats) -> Method:
-    """The method of the next step: its own state, and the penalty's controller, moved on."""
-    if observed is not None:
-        method = method.next(observed)
-    penalty = method.penalty
-    if penalty is None or penalty.controller is None:
-        return method
-    sums = total.to_host()
-    kl = sums["reference/kl"] / sums["n"]
-    coef = penalty.controller.next(penalty.coef, kl=kl, samples=int(sums["b"]))
-    return replace(method, penalty=replace(penalty, coef=coef))
-
-
 def _with_batch_stats(stats: DriftStats, batch: Batch, version: int) -> DriftStats:
-    """Rewards, lengths, version lags and old policies, in a form that adds up over processes."""
+    """Add rewards, lengths, version lags and old policies, in a form that sums over processes."""
     rollouts = batch.rollouts
     if batch.old_status is not None:
         counts = torch.bincount(batch.old_status, minlength=len(OLD_STATUS))
@@ -346,7 +328,6 @@ def _with_batch_stats(stats: DriftStats, batch: Batch, version: int) -> DriftSta
     lag = version - rollouts.rollout_version.double()
     stats = stats.with_sum("version_lag", lag.sum()).with_max("version_lag_max", lag.max())
     stats = stats.with_max("length_max", rollouts.lengths.max())
-    if rollouts.rewards is None:
-        return stats
-    counted = {"reward": rollouts.rewards.sum(), "reward/n": float(len(rollouts.rewards))}
-    return stats.plus(counted)
+    if rollouts.rewards is not None:
+        stats = stats.plus({"reward": rollouts.rewards.sum(), "reward/n": float(len(rollouts.rewards))})
+    return stats

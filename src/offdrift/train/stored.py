@@ -1,38 +1,60 @@
-"""A stored run: its folder, read back for the report.
+"""A stored run, read back for its report; also while it still runs.
 
-An arm that is still running has no summary yet and may end in half a line; keys may be missing, null
-or unknown; a resumed run has written some updates twice. None of that is an error: absent numbers stay
-absent, and a line that cannot be read is skipped and counted. Only a folder without a run is refused.
+Numbers that are missing, null or unknown stay absent. A line that cannot be read is skipped and counted.
+Only a folder without a run is refused.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from offdrift.errors import RecordError
-from offdrift.show.json_access import number
+from offdrift.show.json_access import items, mapping, number
 
 FORMAT = 1
-"""The layout of run folders that this reader knows."""
+"""The layout of run folders that this reader reads."""
 
 Row = Mapping[str, object]
 
-LIVE_SUMMARY: dict[str, tuple[str, Callable[[list[float]], float]]] = {
-    "reward_train_last": ("reward/mean", lambda v: v[-1]),
-    "kl_mean": ("divergence/kl_rollout_current_mean", lambda v: sum(v) / len(v)),
-    "kl_max": ("divergence/kl_rollout_current_max", max),
-    "acceptance": ("gate/acceptance_seq", lambda v: sum(v) / len(v)),
-    "ess_frac": ("full/ess_frac", lambda v: sum(v) / len(v)),
-    "bound": ("certificate/kl_seq", lambda v: sum(v) / len(v)),
-    "falsified_updates": ("certificate/falsified", sum),
-    "log_ppl_gap": ("full/log_ppl_gap", lambda v: sum(v) / len(v)),
-    "tokens_per_s": ("throughput/tokens_per_s", lambda v: sum(v) / len(v)),
+Weighted = list[tuple[float, float]]
+"""Values of a metric, each with the tokens of its update."""
+
+
+def _mean(values: Weighted) -> float:
+    return sum(v for v, _ in values) / len(values)
+
+
+SUMMARY: dict[str, tuple[str, Callable[[Weighted], float]]] = {
+    "reward_train_last": ("reward/mean", lambda values: values[-1][0]),
+    "kl_mean": (
+        "divergence/kl_rollout_current_mean",
+        lambda values: sum(v * tokens for v, tokens in values) / sum(tokens for _, tokens in values),
+    ),
+    "kl_max": ("divergence/kl_rollout_current_max", lambda values: max(values)[0]),
+    "acceptance": ("gate/acceptance_seq", _mean),
+    "acceptance_min": ("gate/acceptance_seq", lambda values: min(values)[0]),
+    "ess_frac": ("full/ess_frac", _mean),
+    "bound": ("certificate/kl_seq", _mean),
+    "falsified_updates": ("certificate/falsified", lambda values: int(sum(v for v, _ in values))),
+    "log_ppl_gap": ("full/log_ppl_gap", _mean),
+    "tokens_per_s": ("throughput/tokens_per_s", _mean),
 }
-"""How the summary of an arm that is still running follows from its metrics so far."""
+"""Numbers of an arm's row of the table, from its metrics: divergences are means over tokens, others over updates."""
+
+
+def summary_numbers(metrics: Sequence[Row], evals: Sequence[Row]) -> dict[str, float | None]:
+    """The numbers of an arm's row of the table; None where nothing was recorded."""
+    rewards = _points(evals, "reward")[1] or [None]
+    numbers: dict[str, float | None] = {"reward_before": rewards[0], "reward_after": rewards[-1]}
+    for name, (key, reduce) in SUMMARY.items():
+        values = [(v, number(m.get("batch/tokens")) or 1.0) for m in metrics if (v := number(m.get(key))) is not None]
+        numbers[name] = reduce(values) if values else None
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -49,6 +71,25 @@ class Sample:
     tv: tuple[float | None, ...]
     logp_rollout: tuple[float | None, ...]
     weight: tuple[float | None, ...]
+
+    @staticmethod
+    def of(row: Row) -> Sample:
+        """A line of `samples.jsonl`."""
+        tokens = tuple(map(str, items(row.get("tokens"))))
+        accepted, update = row.get("accepted"), number(row.get("update"))
+        per_token = {
+            key: tuple(number(v) for _, v in itertools.zip_longest(tokens, items(row.get(key))[: len(tokens)]))
+            for key in ("kl", "tv", "logp_rollout", "weight")
+        }
+        return Sample(
+            update=None if update is None else int(update),
+            prompt=str(row.get("prompt") or ""),
+            reward=number(row.get("reward")),
+            accepted=accepted if isinstance(accepted, bool) else None,
+            finish=str(row.get("finish") or ""),
+            tokens=tokens,
+            **per_token,
+        )
 
     @property
     def kl_max(self) -> float:
@@ -103,15 +144,14 @@ class Arm:
 
     @property
     def certificates(self) -> int:
-        """How many batches that were new to the policy have a certificate: as many looks."""
+        """Number of certified batches that were new to the policy: as many looks at the data."""
         fresh = [row for row in self.metrics if row.get("certificate/fresh")]
         return sum(isinstance(row.get("certificate/verdict"), str) for row in fresh)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the numbers should know."""
-        stored = self.summary.get("notes")
-        notes = tuple(map(str, stored)) if isinstance(stored, list) else ()
+        """Remarks on the numbers, such as gates that never acted."""
+        notes = tuple(map(str, items(self.summary.get("notes"))))
         if self.skipped_lines:
             plural = "line was" if self.skipped_lines == 1 else "lines were"
             notes += (f"{self.skipped_lines} unreadable {plural} skipped in its files",)
@@ -120,7 +160,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: what was asked for, with which software, and its arms."""
+    """A training run: its recipe, the versions of its software, and its arms."""
 
     name: str
     recipe: Row
@@ -139,32 +179,12 @@ def read_run(run_dir: Path) -> Run:
 
     Raises: `RecordError` if the folder holds no readable `run.json` of format 1.
     """
-    head = _read_head(run_dir / "run.json")
-    table = {str(row["arm"]): row for row in _list(head.get("table")) if _dict(row) and row.get("arm")}
-    folders = sorted(p for p in (run_dir / "arms").glob("*") if p.is_dir())
-    arms = [_read_arm(folder, table) for folder in folders]
-    without_folder = table.keys() - {arm.name for arm in arms}
-    arms += [Arm(name, finished=True, summary=table[name]) for name in without_folder]
-    planned = _dict(_dict(head.get("recipe")).get("arms"))  # in this order they run
-    order = {name: i for i, name in enumerate({**planned, **table})}
-    return Run(
-        name=str(head.get("name") or run_dir.name),
-        recipe=_dict(head.get("recipe")),
-        started=str(head.get("started") or ""),
-        seconds=number(head.get("seconds")),
-        versions=_dict(head.get("versions")),
-        model=_dict(head.get("model")),
-        arms=tuple(sorted(arms, key=lambda arm: order.get(arm.name, len(order)))),
-    )
-
-
-def _read_head(path: Path) -> Row:
+    path = run_dir / "run.json"
     try:
         head = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise RecordError(
-            f"{path.parent} holds no run.json, so it is not a run folder; "
-            "give the folder that training printed at its end"
+            f"{run_dir} holds no run.json, so it is not a run folder; give the folder that training printed at its end"
         ) from None
     except ValueError as error:
         raise RecordError(f"{path} is not JSON ({error}); restore it, or train again") from None
@@ -174,26 +194,41 @@ def _read_head(path: Path) -> Row:
             f"{path} has format {stored!r}, this version reads format {FORMAT}; "
             "rebuild the report with the version that trained"
         )
-    return head
+    table = {str(row["arm"]): row for row in items(head.get("table")) if mapping(row).get("arm")}
+    folders = sorted(p for p in (run_dir / "arms").glob("*") if p.is_dir())
+    arms = [_read_arm(folder, table) for folder in folders]
+    without_folder = table.keys() - {arm.name for arm in arms}
+    arms += [Arm(name, finished=True, summary=table[name]) for name in without_folder]
+    planned = mapping(mapping(head.get("recipe")).get("arms"))  # in this order they run
+    order = {name: i for i, name in enumerate({**planned, **table})}
+    return Run(
+        name=str(head.get("name") or run_dir.name),
+        recipe=mapping(head.get("recipe")),
+        started=str(head.get("started") or ""),
+        seconds=number(head.get("seconds")),
+        versions=mapping(head.get("versions")),
+        model=mapping(head.get("model")),
+        arms=tuple(sorted(arms, key=lambda arm: order.get(arm.name, len(order)))),
+    )
 
 
 def _read_arm(folder: Path, table: Mapping[str, Row]) -> Arm:
-    metrics, bad_metrics = _read_lines(folder / "metrics.jsonl")
-    evals, bad_evals = _read_lines(folder / "eval.jsonl")
-    samples, bad_samples = _read_lines(folder / "samples.jsonl")
+    (metrics, evals, samples), skipped = zip(
+        *(_read_lines(folder / f"{name}.jsonl") for name in ("metrics", "eval", "samples")), strict=True
+    )
     summary: Row = {}
     with suppress(FileNotFoundError, ValueError):  # not written yet, or being written
-        summary = _dict(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+        summary = mapping(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
     summary = summary or table.get(folder.name, {})
     metrics, evals = _by_update(metrics), _by_update(evals)
     return Arm(
         name=str(summary.get("arm") or folder.name),
         finished=bool(summary),
-        summary=summary or _live_summary(metrics, evals),
+        summary=summary or summary_numbers(metrics, evals),
         metrics=metrics,
         evals=evals,
-        samples=tuple(_sample(row) for row in samples),
-        skipped_lines=bad_metrics + bad_evals + bad_samples,
+        samples=tuple(map(Sample.of, samples)),
+        skipped_lines=sum(skipped),
     )
 
 
@@ -222,48 +257,6 @@ def _by_update(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(latest[update] for update in sorted(latest))
 
 
-def _live_summary(metrics: tuple[Row, ...], evals: tuple[Row, ...]) -> Row:
-    rewards = _points(evals, "reward")[1]
-    live: dict[str, object] = {}
-    if rewards:
-        live |= {"reward_before": rewards[0], "reward_after": rewards[-1]}
-    for name, (key, reduce) in LIVE_SUMMARY.items():
-        values = _points(metrics, key)[1]
-        if values:
-            live[name] = reduce(values)
-    return live
-
-
-def _sample(row: Row) -> Sample:
-    tokens = tuple(map(str, _list(row.get("tokens"))))
-
-    def per_token(key: str) -> tuple[float | None, ...]:
-        values = [number(v) for v in _list(row.get(key))][: len(tokens)]
-        return tuple(values + [None] * (len(tokens) - len(values)))
-
-    accepted, update = row.get("accepted"), number(row.get("update"))
-    return Sample(
-        update=None if update is None else int(update),
-        prompt=str(row.get("prompt") or ""),
-        reward=number(row.get("reward")),
-        accepted=accepted if isinstance(accepted, bool) else None,
-        finish=str(row.get("finish") or ""),
-        tokens=tokens,
-        kl=per_token("kl"),
-        tv=per_token("tv"),
-        logp_rollout=per_token("logp_rollout"),
-        weight=per_token("weight"),
-    )
-
-
 def _points(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
     pairs = [(int(number(r["update"]) or 0), v) for r in rows if (v := number(r.get(key))) is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]
-
-
-def _dict(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list:
-    return value if isinstance(value, list) else []

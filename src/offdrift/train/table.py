@@ -1,8 +1,7 @@
-"""The table of a run, an arm a row, and the one sentence that it amounts to.
+"""The table of a run, one row per arm, and its summary in one sentence.
 
-Every column says its unit, which direction is better and what it means. The sentence is built from
-the same numbers and claims no more than they do: a lead that the number of held-out prompts cannot
-tell from chance is called that.
+Every column has a unit, a better direction and a meaning. The sentence is built from the same numbers. A lead that
+the number of held-out prompts cannot tell from chance is called that.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from offdrift.train.stored import Arm, Run
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in one cell: the value, a smaller line under it, and whether to mark it."""
+    """One cell: its value, a smaller line under it, and whether it is marked."""
 
     text: str
     note: str = ""
@@ -82,9 +81,8 @@ COLUMNS = (
         "KL mean",
         "nat",
         "lower is closer to on-policy",
-        "KL(rollout || current) of a token, averaged over all tokens and updates: how far the "
-        "distribution that drew the tokens is from the one being trained. Its grade is below it: "
-        "exact, certified interval or sampled.",
+        "KL(rollout || current) of a token, averaged over all tokens and updates: how far the distribution that drew "
+        "the tokens is from the one being trained. Its grade is below it: exact, certified interval or sampled.",
         lambda arm: Cell(short(arm.figure("kl_mean")), arm.label("grade")),
     ),
     Column(
@@ -100,9 +98,8 @@ COLUMNS = (
         "Acceptance",
         "of sequences",
         "watch: 70 % or more",
-        "Share of sampled sequences that the gate let take part. The Trust Region Masking paper asks "
-        "to watch for less than 70 %; a high share is not evidence that masking changed little "
-        "(Remark 4.3).",
+        "Share of sampled sequences that the gate let take part. The Trust Region Masking paper asks to watch for "
+        "less than 70 %; a high share is not evidence that masking changed little (Remark 4.3).",
         _acceptance,
     ),
     Column(
@@ -169,8 +166,15 @@ def verdict(run: Run) -> str:
     outcome = _outcome(run.arms)
     if not outcome:
         outcome = f"{'no' if opening else 'No'} held-out reward has been recorded yet"
-    clauses = [outcome, _low_acceptance(run.arms)]
-    return opening + "; ".join(clause for clause in clauses if clause) + "."
+    shares = [(arm.name, share) for arm in run.arms if (share := arm.figure("acceptance")) is not None]
+    floor = load_rules().limits["acceptance_low"]
+    low = [f"{name} accepted {percent(share)}" for name, share in shares if share < floor]
+    if low:
+        outcome += (
+            f"; {_listed(low)} of its sequences, less than the {100 * floor:g} % that the Trust Region Masking paper asks "
+            "to watch for (Remark 4.3)"
+        )
+    return f"{opening}{outcome}."
 
 
 def _outcome(arms: Sequence[Arm]) -> str:
@@ -188,18 +192,16 @@ def _outcome(arms: Sequence[Arm]) -> str:
     if len(level) > 1:
         return f"{_listed(level)} ended level, with the highest held-out reward, {fixed(best)}"
     _, second = max((pair for pair in scored if pair[1] is not winner), key=lambda pair: pair[0])
-    return f"{winner.name} ended with the highest held-out reward, {fixed(best)}, {_lead(winner, second)}"
-
-
-def _lead(winner: Arm, second: Arm) -> str:
-    lead = (winner.figure("reward_after") or 0.0) - (second.figure("reward_after") or 0.0)
-    clause = f"{fixed(lead)} ahead of {second.name}"
     error = _error_of_difference(winner, second)
+    lead = (winner.figure("reward_after") or 0.0) - (second.figure("reward_after") or 0.0)
+    clause = (
+        f"{winner.name} ended with the highest held-out reward, {fixed(best)}, {fixed(lead)} ahead of {second.name}"
+    )
     if error is None or lead > 2 * error:
         return clause
     return (
-        f"{clause} (within the noise of {_prompts(winner):.0f} held-out prompts: two standard "
-        f"errors are {fixed(2 * error)})"
+        f"{clause} (within the noise of {_prompts(winner):.0f} held-out prompts: two standard errors are "
+        f"{fixed(2 * error)})"
     )
 
 
@@ -216,19 +218,6 @@ def _error_of_difference(a: Arm, b: Arm) -> float | None:
 
 def _prompts(arm: Arm) -> float | None:
     return number(arm.evals[-1].get("prompts")) if arm.evals else None
-
-
-def _low_acceptance(arms: Sequence[Arm]) -> str:
-    shares = [(arm.name, share) for arm in arms if (share := arm.figure("acceptance")) is not None]
-    floor = load_rules().limits["acceptance_low"]
-    low = [(name, percent(share)) for name, share in shares if share < floor]
-    if not low:
-        return ""
-    who = _listed([f"{name} accepted {share}" for name, share in low])
-    return (
-        f"{who} of its sequences, less than the {100 * floor:g} % that the Trust Region Masking paper asks to watch for "
-        "(Remark 4.3)"
-    )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,12 +1,11 @@
-"""Verifiable tasks: where problems come from, and what a completion earns.
+"""Verifiable tasks: their problems, and the rewards of completions.
 
-A task draws problems and scores completions, and is a pure function of its arguments: the same
-`(n, seed, split)` gives the same problems on any machine, and `sample(n)` is a prefix of
-`sample(n + 1)`. Whether a problem is held out is decided by a hash of its prompt, so that no
-"eval" problem can ever be trained on, whatever the seeds.
+A task is a pure function of its arguments: the same `(n, seed, split)` gives the same problems on any machine,
+and `sample(n)` is a prefix of `sample(n + 1)`. A hash of the prompt decides whether a problem is held out, so
+no "eval" problem can ever be trained on, whatever the seeds.
 
-Completions are untrusted text. They are matched, never evaluated: a verifier that evaluates what
-it reads (symbolic ones do) pays for repeating the question, since `12+34+5` *is* `51`.
+Completions are untrusted text. They are matched, never evaluated: a verifier that evaluates what it reads
+(symbolic ones do) rewards a repetition of the question, since `12+34+5` *is* `51`.
 """
 
 from __future__ import annotations
@@ -50,18 +49,16 @@ class Problem:
 
 @runtime_checkable
 class Task(Protocol):
-    """What the trainer needs of a task. Add your own with `TASKS["mine"] = task`."""
+    """Interface of a task. Add your own with `TASKS["mine"] = task`."""
 
     @property
     def name(self) -> str: ...
 
     def sample(self, n: int, *, seed: int, split: Split = "train") -> list[Problem]:
         """`n` problems of one split, a pure function of the arguments."""
-        ...
 
     def reward(self, completion: str, problem: Problem) -> float:
-        """What the completion earns, in [0, 1]. Never raises, whatever the text."""
-        ...
+        """The completion's reward, in [0, 1]. Never raises, whatever the text."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +103,13 @@ class ProceduralTask:
                 problems.append(problem)
         if len(problems) < n:
             raise RecipeError(
-                f"task {self.name!r} gave {len(problems)} of {n} {split} problems in {limit} draws; "
-                "it has too few different questions for a held-out split: ask for fewer, or "
-                "configure the generator to vary more"
+                f"task {self.name!r} gave {len(problems)} of {n} {split} problems in {limit} draws; it has too few "
+                "different questions for a held-out split: ask for fewer, or configure the generator to vary more"
             )
         return problems
 
     def reward(self, completion: str, problem: Problem) -> float:
-        """What the completion earns, in [0, 1]. Never raises, whatever the text."""
+        """The completion's reward, in [0, 1]. Never raises, whatever the text."""
         return self.score(completion, problem)
 
 
@@ -166,26 +162,17 @@ def find_task(name: str) -> Task:
     )
 
 
-# -- the sums ---------------------------------------------------------------------------------
-
-
 @cache
-def _two_digit_sums() -> tuple[type, type]:
+def _sums(seed: int, size: int) -> Any:
+    """Problems of reasoning-gym's chain_sum, whose terms have two digits at most and the last one digit."""
     from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
     class TwoDigitSums(ChainSumDataset):
-        """chain_sum gives all terms of a problem as many digits; here the last has one."""
-
         def _generate_task(self, rng, num_terms, min_value, max_value):  # type: ignore
             a, b, c = rng.randrange(100), rng.randrange(100), rng.randrange(10)
             return f"{a}+{b}+{c}", a + b + c
 
-    return TwoDigitSums, ChainSumConfig
-
-
-def _sums(seed: int, size: int) -> Any:
-    dataset, config = _two_digit_sums()
-    return dataset(config(min_terms=3, max_terms=3, seed=seed, size=size))
+    return TwoDigitSums(ChainSumConfig(min_terms=3, max_terms=3, seed=seed, size=size))
 
 
 def _written_sum(entry: Mapping[str, Any]) -> Problem:
@@ -193,9 +180,6 @@ def _written_sum(entry: Mapping[str, Any]) -> Problem:
     expression, answer = entry["metadata"]["expression"], entry["answer"]
     a, b, c = expression.split("+")
     return Problem(f"{expression}=", answer, demonstration=f"{int(a) + int(b)}+{c}={answer}\n")
-
-
-# -- any data set of reasoning-gym ------------------------------------------------------------
 
 
 def _named(dataset: str, seed: int, size: int, **config: Any) -> Any:

@@ -38,7 +38,7 @@ LIVE: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "lag": ("version_lag/max", lambda x: "–" if x is None else f"{x:.0f}"),
     "tokens/s": ("throughput/tokens_per_s", lambda x: "–" if x is None else f"{x:,.0f}"),
 }
-"""What is shown live of each update: column -> metric and how it is written."""
+"""Live columns of each update: name -> metric and how it is written."""
 
 
 SILENCE_S = 10.0
@@ -75,7 +75,7 @@ class LiveProgress:
         self.last_line = time.monotonic()
         self.bars: dict[str, Any] = {}
         self.warned: set[str] = set()
-        self.live = Live(console=console, get_renderable=self._picture, refresh_per_second=4)
+        self.live = Live(console=console, get_renderable=self._display, refresh_per_second=4)
 
     def __enter__(self) -> LiveProgress:
         if self.console.is_terminal:
@@ -165,7 +165,7 @@ class LiveProgress:
         newest = self.newest.get(arm, {})
         return [(name, show(number(newest.get(key)))) for name, (key, show) in LIVE.items()]
 
-    def _picture(self) -> Group:
+    def _display(self) -> Group:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("arm")
         table.add_column("update", justify="right")

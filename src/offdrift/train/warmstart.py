@@ -1,16 +1,13 @@
-"""A supervised start: teach a model to answer at all, so that a reward has something to reward.
+"""Warm start: supervised training on a task's demonstrations, so that RL begins with some rewards.
 
-Reinforcement learning from random weights never sees a right answer. `warm_start` fits the task's
-demonstrations until a sampled completion is right more often than not, and stops well before it
-always is. When that happens differs between seeds by hundreds of steps, and accuracy then rises
-from 0.2 to 0.9 within a hundred: a number of steps cannot aim at it, so a target does.
+Reinforcement learning from random weights never samples a right answer. `warm_start` fits the task's
+demonstrations until a sampled completion is right about half of the time. Seeds differ by hundreds of steps in
+when that happens, and accuracy then rises from 0.2 to 0.9 within a hundred: hence a target, not a number of steps.
 
-The result is cached under a key made of everything that shaped it: the initial weights and
-configuration themselves, the very batches, the hyperparameters and the library versions; so a
-changed task, tokenizer or seed can't be answered from an old file.
+Results are cached under a key of everything that shaped them: initial weights and configuration, the batches,
+the hyperparameters and the library versions.
 
-What is simplified: batches are padded (lengths of one task differ by a few tokens), one process
-trains, and there is no evaluation inside.
+Simplified: batches are padded, one process trains, and there is no evaluation.
 """
 
 from __future__ import annotations
@@ -25,15 +22,16 @@ from pathlib import Path
 
 import torch
 import transformers
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from offdrift.errors import RecipeError
-from offdrift.train.models import default_cache_dir, prompt_ids, publish_file
+from offdrift.errors import RecipeError, RecordError
+from offdrift.records.atomic import write_atomically
+from offdrift.train.models import default_cache_dir, prompt_ids
 from offdrift.train.tasks import Task
 
 CODE_VERSION = 1
@@ -112,31 +110,13 @@ def warm_start(
     file = (cache_dir or default_cache_dir()) / "warmstart" / _file_name(model, tokenizer, task, plan)
     if _restored(model, file):
         return model
-    _fit(model, tokenizer, task, plan, progress)
-    try:
-        publish_file(file, lambda part: save_file(_named(model), part))
-    except OSError as error:
-        warnings.warn(
-            f"the warm start is not cached and will be repeated next time: {error}; "
-            "set OFFDRIFT_CACHE to a folder that can be written",
-            stacklevel=2,
-        )
-    return model
-
-
-# -- training ---------------------------------------------------------------------------------
-
-
-def _fit(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan, progress: Progress | None
-) -> None:
     was_training = model.training
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=plan.betas, weight_decay=plan.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=plan.betas, weight_decay=plan.weight_decay)
     chances: deque[float] = deque(maxlen=plan.window)
     landed = 0
     try:
-        model.eval()  # no dropout: nothing here draws from the host's random state
-        for step in range(plan.steps):
+        model.eval()  # without dropout, nothing draws from the host's random state
+        for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = plan.lr_at(step, landed=landed)
             loss, chance = _step(model, optimizer, plan, *_batch(tokenizer, task, plan, step))
@@ -144,11 +124,20 @@ def _fit(
             if progress is not None:
                 progress(step + 1, loss)
             full = len(chances) == plan.window
-            landed += bool(landed or (full and sum(chances) >= plan.window * plan.target))
+            landed += bool(landed or (full and sum(chances) >= plan.window * target))
             if landed == plan.landing:
                 break
     finally:
         model.train(was_training)
+    try:
+        write_atomically(file, lambda part: save_file(_named(model), part))
+    except RecordError as error:
+        warnings.warn(
+            f"the warm start is not cached and will be repeated next time: {error}; "
+            "set OFFDRIFT_CACHE to a folder that can be written",
+            stacklevel=2,
+        )
+    return model
 
 
 def _step(
@@ -159,25 +148,17 @@ def _step(
     labels: Int[Tensor, "b t"],
 ) -> tuple[float, float]:
     """One update; the loss and the mean chance to sample the demonstration, both before it."""
-    losses = _token_losses(model, tokens.to(model.device), labels.to(model.device))
+    tokens, labels = tokens.to(model.device), labels.to(model.device)
+    # -log pi of the labeled tokens, 0 elsewhere. No attention mask: padding stands on the right, where a causal
+    # model cannot see it.
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    losses = functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
     loss = losses.sum() / (labels != IGNORED).sum()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item(), losses.detach().sum(1).neg().exp().mean().item()
-
-
-def _token_losses(
-    model: PreTrainedModel, tokens: Int[Tensor, "b t"], labels: Int[Tensor, "b t"]
-) -> Float[Tensor, "b t-1"]:
-    """-log pi of the labeled tokens, 0 elsewhere. Gradient: to the model.
-
-    The sum over a row is -log of the chance to sample that demonstration. No attention mask:
-    padding stands on the right, where a causal model cannot see it.
-    """
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-    return functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none")
 
 
 def _batch(
@@ -208,9 +189,6 @@ def _batch(
     return tokens, labels
 
 
-# -- cache ------------------------------------------------------------------------------------
-
-
 def _file_name(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, plan: _Plan) -> str:
     """A name that differs whenever the result could."""
     facts = {
@@ -234,7 +212,7 @@ def _named(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _restored(model: PreTrainedModel, file: Path) -> bool:
-    """Whether a cached start was found, was whole, and is now in the model."""
+    """Load a cached start into the model; False if there is none, or it is damaged."""
     if not file.is_file():
         return False
     try:

@@ -1,37 +1,44 @@
 """A factor of a check: change one setting of an engine pair and measure the divergence again.
 
-Experiments keep the sampled tokens wherever the engine can rescore them (`Rescores`). Both measurements
-are then over the same contexts, so their difference is the factor's effect and not that of another
-sample. A factor that should change nothing (batch, caches, repeats, kernels) is also measured against
-the same engine without the change: `detail["self_kl_mean"]`, `detail["self_abs_log_ratio_max"]`.
+Experiments keep the sampled tokens wherever the engine can rescore them (`Rescores`). Both measurements are then over
+the same contexts, so their difference is the factor's effect and not that of another sample. A factor that should
+change nothing (batch, caches, repeats, kernels) is also measured against the same engine without the change:
+`detail["self_kl_mean"]`, `detail["self_abs_log_ratio_max"]`.
+
+Shape suffixes: n tokens, v vocabulary.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from offdrift.check.bench import Bench
-from offdrift.check.measure import NAN, Measured, measure
-from offdrift.engines.base import Engine
+from offdrift.check.measure import NAN, Measured, measure, measured
+from offdrift.check.rescore import Scored
+from offdrift.divergence.fused import exact_divergences
+from offdrift.engines.base import Engine, Rescores
 from offdrift.engines.spec import EngineSpec, Option, Pair
 from offdrift.errors import NotOfferedError
-from offdrift.records.rollouts import Rollouts, Sampling
+from offdrift.numerics import one_thread
+from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
 
 Cost = Literal["cheap", "engine", "compile"]
-"""What a factor needs: the engines of the pair, another engine, or a compiled one."""
+"""Effort of a factor: the engines of the pair, another engine, or a compiled one."""
 Side = Literal["rollout", "train", "sampling", "sync", "routing"]
-"""Where a factor acts."""
+"""The part of the pair that a factor changes."""
 Status = Literal["ran", "not offered", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an experiment starts from: the weights, the two engines, and their divergence."""
+    """Start of an experiment: the weights, the two engines, and their divergence."""
 
     bench: Bench
     rollout: EngineSpec
@@ -53,13 +60,8 @@ class Setting:
         """The baseline's rollouts, or the like without filters; evidence of whole vocabularies."""
         return self.bench.rollouts(self.rollout, sampling=self.unfiltered)
 
-    @property
-    def drawn_kl(self) -> float:
-        """Mean KL of `drawn` without any change, nats."""
-        return self.scored.kl_mean
-
     def drawn_kl_of(self, sequences: int) -> float:
-        """The same of its first sequences alone, which need not be scored again for that."""
+        """Mean KL of the first sequences of `drawn` without any change, nats; nothing is scored again."""
         log = self.scored.logged
         if log is None or "kl_rollout_old" not in log.divergences:
             return NAN
@@ -76,7 +78,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Effect:
-    """What an experiment measured."""
+    """Result of an experiment."""
 
     changed: str
     """The change in words: "float32 instead of bfloat16"."""
@@ -129,13 +131,15 @@ class Outcome:
         return {**asdict(self), "ratio": self.ratio}
 
 
-Offered = Callable[[Bench, EngineSpec, EngineSpec], str | None]
-"""(bench, rollout engine, training engine) -> why this pair does not have the factor, or None."""
+Requirement = Callable[[Bench, EngineSpec], str | None]
+"""(bench, rollout engine) -> why this pair does not have the factor, or None."""
 
 
-def always(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered on every pair."""
-    return None
+def needs(holds: Callable[[Bench, EngineSpec], object], reason: str) -> Requirement:
+    """A condition on the pair. Without it the factor is not offered, with a reason that may name {kind} and {model}."""
+    return lambda bench, rollout: (
+        None if holds(bench, rollout) else reason.format(kind=rollout.kind, model=type(bench.model).__name__)
+    )
 
 
 @dataclass(frozen=True)
@@ -152,12 +156,12 @@ class Factor:
     """The cause in one line."""
     side: Side
     experiment: Callable[[Setting], Effect]
-    offered: Offered = always
+    requirements: tuple[Requirement, ...] = ()
     cost: Cost = "cheap"
 
-    def applies(self, bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
+    def lacking(self, bench: Bench, rollout: EngineSpec) -> str | None:
         """Why this factor is not offered on this pair; None if it is."""
-        return self.offered(bench, rollout, train)
+        return next((reason for needed in self.requirements if (reason := needed(bench, rollout))), None)
 
     def run(self, bench: Bench, pair: Pair, baseline: Measured) -> Outcome:
         """Change this one thing and measure again; afterwards the bench has its weights still.
@@ -165,10 +169,10 @@ class Factor:
         Args:
             baseline: the pair without any change: `measure(bench, bench.rollouts(rollout), train)`.
 
-        Raises: what an engine raises that cannot do it; `check` makes a row of that.
+        Raises: any error of an engine that cannot do it; `check` makes a row of that.
         """
         start = time.monotonic()
-        reason = self.applies(bench, pair.rollout, pair.train)
+        reason = self.lacking(bench, pair.rollout)
         if reason is not None:
             return Outcome.without(self, "not offered", reason)
         try:
@@ -190,33 +194,23 @@ class Factor:
 
 
 def factor(
-    side: Side, *, offered: Offered = always, cost: Cost = "cheap"
+    side: Side, *requirements: Requirement, cost: Cost = "cheap"
 ) -> Callable[[Callable[[Setting], Effect]], Factor]:
     """Make a factor of an experiment: its name, and the first line of its docstring as `what`."""
 
     def wrap(experiment: Callable[[Setting], Effect]) -> Factor:
         what = (experiment.__doc__ or "").partition("\n")[0]
-        return Factor(experiment.__name__, what, side, experiment, offered, cost)
+        return Factor(experiment.__name__, what, side, experiment, requirements, cost)
 
     return wrap
 
 
-def only_vllm(feature: str) -> Offered:
-    """Offered if vLLM draws; `feature` is what the other engines lack."""
-    return lambda bench, rollout, train: (
-        None if rollout.kind == "vllm" else f"the {rollout.kind} engine has no {feature}"
-    )
+SEVERAL_PROMPTS = needs(lambda bench, rollout: len(bench.prompts) > 1, "there is one prompt only")
 
 
-def several_prompts(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered where a batch has more than one sequence."""
-    return "there is one prompt only" if len(bench.prompts) < 2 else None
-
-
-OPTION = {"vllm": "attention_backend", "transformers": "attn_implementation"}
-"""Name of the attention kernel's option, of each engine that is started here."""
-BACKENDS, IMPLEMENTATIONS = ("TRITON_ATTN", "FLASH_ATTN"), ("eager", "sdpa")
-"""Attention kernels of vLLM and transformers: the first is tried, or the second where it is in use."""
+def only_vllm(feature: str) -> Requirement:
+    """vLLM samples; `feature` is what the other engines lack."""
+    return needs(lambda bench, rollout: rollout.kind == "vllm", f"the {{kind}} engine has no {feature}")
 
 
 class Change(NamedTuple):
@@ -226,7 +220,36 @@ class Change(NamedTuple):
     spec: EngineSpec
 
 
-def dtype_changed(spec: EngineSpec) -> Change:
+def variant(
+    name: str,
+    what: str,
+    change: Callable[[EngineSpec, nn.Module], Change],
+    *requirements: Requirement,
+    side: Side = "rollout",
+    cost: Cost = "engine",
+) -> Factor:
+    """A factor that scores the baseline's tokens with another engine on one side of the pair."""
+
+    def experiment(setting: Setting) -> Effect:
+        drawn = setting.drawn
+        if side == "train":
+            words, spec = change(setting.train, setting.bench.model)
+            return Effect(words, measured_by(setting, drawn, train=spec), setting.scored.kl_mean)
+        words, spec = change(setting.rollout, setting.bench.model)
+        forced = teacher_forced(setting, spec, drawn)
+        after = measured_by(setting, forced)
+        return Effect(words, after, setting.scored.kl_mean, detail=self_difference(drawn, forced))
+
+    return Factor(name, what, side, experiment, requirements, cost)
+
+
+OPTION = {"vllm": "attention_backend", "transformers": "attn_implementation"}
+"""Name of the attention kernel's option, of each engine that is started here."""
+BACKENDS, IMPLEMENTATIONS = ("TRITON_ATTN", "FLASH_ATTN"), ("eager", "sdpa")
+"""Attention kernels of vLLM and transformers: the first is tried, or the second where it is in use."""
+
+
+def dtype_changed(spec: EngineSpec, model: nn.Module | None = None) -> Change:
     """The whole engine at another precision.
 
     Example:
@@ -237,7 +260,7 @@ def dtype_changed(spec: EngineSpec) -> Change:
     return Change(f"{other} instead of {spec.dtype}", spec.with_(dtype=other))
 
 
-def head_changed(spec: EngineSpec) -> Change:
+def head_changed(spec: EngineSpec, model: nn.Module | None = None) -> Change:
     """The output head alone at another precision."""
     now = str(spec.options.get("head_dtype", spec.dtype))
     other = _other_dtype(now)
@@ -245,7 +268,7 @@ def head_changed(spec: EngineSpec) -> Change:
     return Change(words, spec.with_(head_dtype=other))
 
 
-def attention_changed(spec: EngineSpec, model: torch.nn.Module) -> Change:
+def attention_changed(spec: EngineSpec, model: nn.Module) -> Change:
     """Another attention kernel."""
     option, (first, second) = OPTION[spec.kind], BACKENDS
     default: Option = "the default"
@@ -259,3 +282,116 @@ def attention_changed(spec: EngineSpec, model: torch.nn.Module) -> Change:
 
 def _other_dtype(now: str) -> str:
     return "bfloat16" if now == "float32" else "float32"
+
+
+# Comparisons that factors share.
+
+ENTRIES = 2**24
+"""Log-probs of whole vocabularies that an experiment keeps at once: 64 MiB in float32."""
+LISTED = 2**22
+"""The same, where an engine hands each of them over as a Python object."""
+ONE_BY_ONE = 8
+"""Sequences that are run alone."""
+
+
+def teacher_forced(
+    setting: Setting, spec: EngineSpec, rollouts: Rollouts, *, sampling: Sampling | None = None
+) -> Rollouts:
+    """The same tokens, scored and recorded by another engine.
+
+    Raises: `NotOfferedError` if the engine cannot score tokens that it did not sample.
+    """
+    engine = setting.bench.engine(spec)
+    if not isinstance(engine, Rescores):
+        raise NotOfferedError(f"the {spec.kind} engine cannot score tokens that it did not sample")
+    return engine.rescore(rollouts, evidence=evidence_of(rollouts), sampling=sampling)
+
+
+def measured_by(setting: Setting, rollouts: Rollouts, *, train: EngineSpec | None = None) -> Measured:
+    """Rollouts against the training engine: the setting's, or another one."""
+    return measured(rollouts, setting.bench.score(rollouts, train or setting.train))
+
+
+def evidence_of(rollouts: Rollouts) -> EvidenceKind:
+    """The kind of evidence that the rollouts record."""
+    if isinstance(rollouts.evidence, HiddenStates):
+        return "hidden"
+    return "full" if isinstance(rollouts.evidence, FullVocab) else "sampled"
+
+
+def scores(rollouts: Rollouts, piece: slice = slice(None)) -> Float[Tensor, "n v"]:
+    """Recorded log-probs, or tempered logits, of some tokens over the whole vocabulary.
+
+    Raises: `NotOfferedError` if the rollouts do not record them.
+    """
+    evidence = rollouts.evidence
+    if isinstance(evidence, FullVocab):
+        return evidence.logp[piece]
+    if isinstance(evidence, HiddenStates):
+        head = evidence.head
+        whole = head.scores(evidence.states[piece], slice(0, len(head.weight)))
+        return whole / rollouts.provenance.sampling.temperature
+    raise NotOfferedError("the engine records the log-prob of the drawn token alone")
+
+
+def recorded_alike(one: Rollouts, other: Rollouts) -> bool:
+    """Whether two records hold the same tokens, log-probs and distributions, bit for bit."""
+    a, b = one.evidence, other.evidence
+    if isinstance(a, FullVocab) and isinstance(b, FullVocab):
+        same = torch.equal(a.logp, b.logp)
+    elif isinstance(a, HiddenStates) and isinstance(b, HiddenStates):
+        same = torch.equal(a.states, b.states) and a.head is b.head
+    else:
+        same = a is None and b is None
+    fields = ("tokens", "cu_seqlens", "logp_rollout")
+    return same and all(torch.equal(getattr(one, f), getattr(other, f)) for f in fields)
+
+
+def self_difference(without: Rollouts, with_change: Rollouts) -> dict[str, object]:
+    """An engine against itself under a change, on the same tokens: exact KL, largest |log-ratio|."""
+    parts: list[Tensor] = []
+    if recorded_alike(without, with_change):
+        parts = [torch.zeros(len(without.tokens))]
+    else:
+        step = max(1, LISTED // scores(without, slice(0, 1)).shape[-1])
+        for start in range(0, len(without.tokens), step):
+            piece = slice(start, start + step)
+            mu, pi = scores(without, piece), scores(with_change, piece)
+            with one_thread():  # see `check.rescore`
+                parts.append(exact_divergences(mu, pi).kl_rollout_current)
+    kl = torch.cat(parts)
+    moved = (with_change.logp_rollout - without.logp_rollout).abs()
+    return {
+        "self_kl_mean": float(kl.double().mean()),
+        "self_kl_max": float(kl.max()),
+        "self_abs_log_ratio_max": float(moved.max()),
+        "self_changed_frac": float((moved > 0).double().mean()),
+        "self_tokens": len(moved),
+    }
+
+
+def few(rollouts: Rollouts, *, sequences: int = 10**9, entries: int = ENTRIES, v: int) -> Rollouts:
+    """The first sequences: as many as keep `tokens x vocabulary` within `entries`, at least one."""
+    fits = int((rollouts.cu_seqlens[1:] * v <= entries).sum())
+    return rollouts.select(torch.arange(max(1, min(sequences, fits, rollouts.num_sequences))))
+
+
+def few_prompts(
+    prompts: Sequence[Sequence[int]], sampling: Sampling, *, entries: int, v: int
+) -> tuple[list[list[int]], Sampling]:
+    """Prompts and a response length (8 or more) that keep `tokens x vocabulary` within `entries`."""
+    tokens = max(8, entries // v)
+    length = min(sampling.max_tokens, max(8, tokens // 8))
+    count = max(1, min(len(prompts), tokens // length))
+    return [list(p) for p in prompts[:count]], replace(sampling, max_tokens=length)
+
+
+def joined(parts: Sequence[Scored]) -> Scored:
+    """Scores of consecutive pieces as one."""
+    columns = [torch.cat(x) if x[0] is not None else None for x in zip(*parts)]
+    return Scored(*columns)  # type: ignore[arg-type]
+
+
+def one_by_one(rollouts: Rollouts) -> list[Rollouts]:
+    """Every sequence as a batch of its own."""
+    return [rollouts.select(torch.tensor([i])) for i in range(rollouts.num_sequences)]

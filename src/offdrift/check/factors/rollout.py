@@ -9,32 +9,31 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from offdrift.check.bench import Bench
 from offdrift.check.factors.base import (
+    ENTRIES,
+    LISTED,
+    ONE_BY_ONE,
     OPTION,
+    SEVERAL_PROMPTS,
     Change,
     Effect,
     Setting,
     attention_changed,
     dtype_changed,
-    factor,
-    head_changed,
-    only_vllm,
-    several_prompts,
-)
-from offdrift.check.factors.compare import (
-    ENTRIES,
-    LISTED,
-    ONE_BY_ONE,
     evidence_of,
+    factor,
     few,
     few_prompts,
+    head_changed,
     joined,
     measured_by,
+    needs,
     one_by_one,
+    only_vllm,
     recorded_alike,
     self_difference,
     teacher_forced,
+    variant,
 )
 from offdrift.check.measure import measured
 from offdrift.check.rescore import Scored
@@ -53,73 +52,60 @@ STEP = 64
 """Tokens of one step under chunked prefill."""
 
 
-def _variant(setting: Setting, change: Change) -> Effect:
-    """The baseline's tokens, scored by another rollout engine."""
-    drawn = setting.drawn
-    forced = teacher_forced(setting, change.spec, drawn)
-    return Effect(change.words, measured_by(setting, forced), setting.drawn_kl, detail=self_difference(drawn, forced))
+SETTABLE = needs(
+    lambda bench, rollout: rollout.kind in OPTION,
+    "a running server keeps its settings; start it with the other one and check again",
+)
 
 
-# -- numerics of the engine ------------------------------------------------------------------------
-
-
-def settable(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered if the engine is started here, so that its settings can be chosen."""
-    if rollout.kind in OPTION:
-        return None
-    return "a running server keeps its settings; start it with the other one and check again"
-
-
-def several_attention_kernels(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered if the engine has another attention kernel."""
-    if rollout.kind == "vllm" and not torch.cuda.is_available():
-        return "vLLM has one attention backend on CPUs"
-    return settable(bench, rollout, train)
-
-
-def compiles(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered if vLLM draws and may compile."""
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        return "TORCH_COMPILE_DISABLE=1 is set"
-    return only_vllm("compiled mode here")(bench, rollout, train)
-
-
-@factor("rollout", offered=settable, cost="engine")
-def rollout_dtype(setting: Setting) -> Effect:
-    """How much of the mismatch is the rollout engine's rounding: bf16 keeps 8 bits, float32 24."""
-    return _variant(setting, dtype_changed(setting.rollout))
-
-
-@factor("rollout", offered=settable, cost="engine")
-def rollout_lm_head(setting: Setting) -> Effect:
-    """Logits are large sums rounded once more: the head's precision alone."""
-    return _variant(setting, head_changed(setting.rollout))
-
-
-@factor("rollout", offered=only_vllm("cache of another dtype"), cost="engine")
-def kv_cache_dtype(setting: Setting) -> Effect:
-    """A cache in fp8 halves memory and reads every earlier token through 3 bits of mantissa."""
-    now = str(setting.rollout.options.get("kv_cache_dtype", "auto"))
+def _cache_changed(spec: EngineSpec, model: nn.Module) -> Change:
+    now = str(spec.options.get("kv_cache_dtype", "auto"))
     other = "fp8" if now == "auto" else "auto"
-    spec = setting.rollout.with_(kv_cache_dtype=other)
-    return _variant(setting, Change(f"kv_cache_dtype {other} instead of {now}", spec))
+    return Change(f"kv_cache_dtype {other} instead of {now}", spec.with_(kv_cache_dtype=other))
 
 
-@factor("rollout", offered=compiles, cost="compile")
-def compiled(setting: Setting) -> Effect:
-    """Compilation fuses kernels and keeps intermediate results in other precisions."""
-    eager = bool(setting.rollout.options.get("enforce_eager", True))
-    changed = "compiled instead of eager" if eager else "eager instead of compiled"
-    return _variant(setting, Change(changed, setting.rollout.with_(enforce_eager=not eager)))
+def _compilation_changed(spec: EngineSpec, model: nn.Module) -> Change:
+    eager = bool(spec.options.get("enforce_eager", True))
+    words = "compiled instead of eager" if eager else "eager instead of compiled"
+    return Change(words, spec.with_(enforce_eager=not eager))
 
 
-@factor("rollout", offered=several_attention_kernels, cost="engine")
-def rollout_attention(setting: Setting) -> Effect:
-    """Another attention kernel: the same sums in another order."""
-    return _variant(setting, attention_changed(setting.rollout, setting.bench.model))
-
-
-# -- batching and caches ---------------------------------------------------------------------------
+rollout_dtype = variant(
+    "rollout_dtype",
+    "How much of the mismatch is the rollout engine's rounding: bf16 keeps 8 bits, float32 24.",
+    dtype_changed,
+    SETTABLE,
+)
+rollout_lm_head = variant(
+    "rollout_lm_head",
+    "Logits are large sums rounded once more: the head's precision alone.",
+    head_changed,
+    SETTABLE,
+)
+kv_cache_dtype = variant(
+    "kv_cache_dtype",
+    "A cache in fp8 halves memory and reads every earlier token through 3 bits of mantissa.",
+    _cache_changed,
+    only_vllm("cache of another dtype"),
+)
+compiled = variant(
+    "compiled",
+    "Compilation fuses kernels and keeps intermediate results in other precisions.",
+    _compilation_changed,
+    needs(lambda bench, rollout: os.environ.get("TORCH_COMPILE_DISABLE") != "1", "TORCH_COMPILE_DISABLE=1 is set"),
+    only_vllm("compiled mode here"),
+    cost="compile",
+)
+rollout_attention = variant(
+    "rollout_attention",
+    "Another attention kernel: the same sums in another order.",
+    attention_changed,
+    needs(
+        lambda bench, rollout: rollout.kind != "vllm" or torch.cuda.is_available(),
+        "vLLM has one attention backend on CPUs",
+    ),
+    SETTABLE,
+)
 
 
 @factor("rollout")
@@ -135,12 +121,12 @@ def repeats(setting: Setting) -> Effect:
     return Effect(
         "drawn again with the same seed",
         setting.scored if recorded_alike(drawn, again) else measured_by(setting, again),
-        setting.drawn_kl,
+        setting.scored.kl_mean,
         detail=detail,
     )
 
 
-@factor("rollout", offered=several_prompts)
+@factor("rollout", SEVERAL_PROMPTS)
 def batch(setting: Setting) -> Effect:
     """A prompt alone and in a batch: kernels sum in another order for another batch size."""
     together = few(setting.drawn, sequences=ONE_BY_ONE, v=setting.bench.vocab_size)
@@ -172,7 +158,7 @@ def _long_drawn(setting: Setting) -> Rollouts:
     return bench.rollouts(setting.rollout, prompts=prompts, sampling=sampling)
 
 
-@factor("rollout", offered=only_vllm("prefix cache"))
+@factor("rollout", only_vllm("prefix cache"))
 def prefix_caching(setting: Setting) -> Effect:
     """Keys and values kept from an earlier request, perhaps computed in another shape."""
     drawn, engine = _long_drawn(setting), setting.engine
@@ -193,7 +179,7 @@ def prefix_caching(setting: Setting) -> Effect:
     )
 
 
-@factor("rollout", offered=only_vllm("chunked prefill"), cost="engine")
+@factor("rollout", only_vllm("chunked prefill"), cost="engine")
 def chunked_prefill(setting: Setting) -> Effect:
     """A long prompt computed piece by piece: attention over the cache instead of over itself."""
     drawn = _long_drawn(setting)
@@ -209,15 +195,7 @@ def chunked_prefill(setting: Setting) -> Effect:
     )
 
 
-# -- expert routing --------------------------------------------------------------------------------
-
-
-def has_experts(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered if the model routes tokens to experts."""
-    return None if routers(bench.model) else "needs a mixture of experts"
-
-
-@factor("routing", offered=has_experts)
+@factor("routing", needs(lambda bench, rollout: routers(bench.model), "needs a mixture of experts"))
 def routing(setting: Setting) -> Effect:
     """A router picks experts by rank: a last-bit difference sends a token somewhere else."""
     bench = setting.bench

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from offdrift.check.bench import Bench
-from offdrift.check.factors.base import Effect, Setting, factor
-from offdrift.check.factors.compare import LISTED, few, few_prompts, is_plain, measured_by, scores, teacher_forced
+from offdrift.check.factors.base import (
+    LISTED,
+    Effect,
+    Setting,
+    factor,
+    few,
+    few_prompts,
+    measured_by,
+    needs,
+    scores,
+    teacher_forced,
+)
 from offdrift.check.factors.train import score_rows
 from offdrift.check.measure import NAN, measured
 from offdrift.check.rescore import Scored
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines.generate import responses_of
 from offdrift.engines.score import score
-from offdrift.engines.spec import EngineSpec
 from offdrift.errors import NotOfferedError
 from offdrift.records.rollouts import Rollouts, Sampling, pack_sequences
 from offdrift.segments import Segments
@@ -43,7 +50,7 @@ def temperature(setting: Setting) -> Effect:
     other = COLD if now == 1 else 1.0
     drawn = setting.bench.rollouts(setting.rollout, sampling=replace(setting.unfiltered, temperature=other))
     changed = f"temperature {other:g} instead of {now:g} in both engines"
-    return Effect(changed, measured_by(setting, drawn), setting.drawn_kl)
+    return Effect(changed, measured_by(setting, drawn), setting.scored.kl_mean)
 
 
 @factor("sampling")
@@ -67,7 +74,7 @@ def top_p(setting: Setting) -> Effect:
 def raw_logprobs(setting: Setting) -> Effect:
     """Log-probs taken before temperature and top-p describe a policy that never sampled."""
     processed = setting.bench.sampling
-    if is_plain(processed):
+    if (processed.temperature, processed.top_k, processed.top_p) == (1, 0, 1):
         processed = replace(processed, temperature=COLD)
     drawn = _drawn_at(setting, processed)
     unprocessed = replace(processed, temperature=1.0, top_k=0, top_p=1.0)
@@ -85,9 +92,6 @@ def raw_logprobs(setting: Setting) -> Effect:
             "abs_recorded_error_max": float((raw.logp_rollout - drawn.logp_rollout).abs().max()),
         },
     )
-
-
-# -- alignment -----------------------------------------------------------------------------------
 
 
 @factor("sampling")
@@ -153,15 +157,7 @@ def shifted_correlation(rollouts: Rollouts, logp: Tensor, shift: int) -> float:
     return float(torch.corrcoef(pair)[0, 1]) if bool((pair.std(1) > 0).all()) else NAN
 
 
-# -- text ----------------------------------------------------------------------------------------
-
-
-def has_tokenizer(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered if the bench has a tokenizer."""
-    return "there is no tokenizer" if not hasattr(bench.tokenizer, "decode") else None
-
-
-@factor("sampling", offered=has_tokenizer)
+@factor("sampling", needs(lambda bench, rollout: hasattr(bench.tokenizer, "decode"), "there is no tokenizer"))
 def tokenization(setting: Setting) -> Effect:
     """Text is not tokens: decoding and encoding again may give other ids than were sampled."""
     tokenizer, responses = setting.bench.tokenizer, responses_of(setting.drawn)
@@ -172,6 +168,20 @@ def tokenization(setting: Setting) -> Effect:
         next((t for t, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
         for a, b in ((responses[i], again[i]) for i in changed)
     ]
+    model = setting.bench.train_model(setting.train)
+    gaps = []  # of the first eight responses that changed
+    for i in [i for i in changed if again[i]][:8]:
+        one = setting.drawn.select(torch.tensor([i]))
+        tokens, cuts = pack_sequences([again[i]])
+        encoded = one.with_(
+            tokens=tokens,
+            cu_seqlens=cuts,
+            logp_rollout=torch.zeros(len(tokens)),  # no engine sampled these
+            rollout_version=torch.zeros_like(tokens),
+            evidence=None,
+        )
+        with torch.no_grad():
+            gaps.append(abs(float(score(model, encoded).logp.sum() - score(model, one).logp.sum())))
     return Effect(
         "responses decoded to text and encoded again instead of kept as token ids",
         None,
@@ -182,26 +192,6 @@ def tokenization(setting: Setting) -> Effect:
             "changed_sequences": len(changed),
             "changed_frac": len(changed) / len(responses),
             "first_difference_min": min(first) if first else None,
-            "sequence_logp_gap_max": _logp_gap(setting, {i: again[i] for i in changed if again[i]}),
+            "sequence_logp_gap_max": max(gaps, default=None),
         },
     )
-
-
-def _logp_gap(setting: Setting, encoded_again: Mapping[int, Sequence[int]]) -> float | None:
-    """Largest change of a response's log-prob in the training engine, of the first eight, nats."""
-    model = setting.bench.train_model(setting.train)
-    gaps = []
-    for i, ids in list(encoded_again.items())[:8]:
-        one = setting.drawn.select(torch.tensor([i]))
-        tokens, cuts = pack_sequences([ids])
-        again = one.with_(
-            tokens=tokens,
-            cu_seqlens=cuts,
-            logp_rollout=torch.zeros(len(tokens)),  # nobody drew these
-            rollout_version=torch.zeros_like(tokens),
-            evidence=None,
-        )
-        with torch.no_grad():
-            gap = score(model, again).logp.sum() - score(model, one).logp.sum()
-        gaps.append(abs(float(gap)))
-    return max(gaps, default=None)

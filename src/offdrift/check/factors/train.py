@@ -12,63 +12,55 @@ from torch import Tensor, nn
 
 from offdrift.check.bench import Bench
 from offdrift.check.factors.base import (
-    Change,
+    ENTRIES,
+    ONE_BY_ONE,
+    SEVERAL_PROMPTS,
     Effect,
     Setting,
     attention_changed,
     dtype_changed,
     factor,
-    head_changed,
-    several_prompts,
-)
-from offdrift.check.factors.compare import (
-    ENTRIES,
-    ONE_BY_ONE,
     few,
     few_prompts,
+    head_changed,
+    joined,
     measured_by,
+    needs,
     one_by_one,
-    scored_alone,
     scores,
     teacher_forced,
+    variant,
 )
 from offdrift.check.measure import measured
 from offdrift.check.rescore import rescored
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines import make_engine
 from offdrift.engines.score import score
-from offdrift.engines.spec import EngineSpec
 from offdrift.engines.verify_sync import examine_sync, perturbed
 from offdrift.errors import NotOfferedError
 from offdrift.records.rollouts import Rollouts
 from offdrift.segments import Segments
 
-
-def _variant(setting: Setting, change: Change) -> Effect:
-    """The baseline's tokens, scored by another training engine."""
-    figures = measured_by(setting, setting.drawn, train=change.spec)
-    return Effect(change.words, figures, setting.drawn_kl)
-
-
-@factor("train")
-def train_dtype(setting: Setting) -> Effect:
-    """The other half of the rounding: two engines in bf16 do not round alike."""
-    return _variant(setting, dtype_changed(setting.train))
-
-
-@factor("train")
-def train_lm_head(setting: Setting) -> Effect:
-    """Precision of the trainer's output head alone."""
-    return _variant(setting, head_changed(setting.train))
-
-
-@factor("train")
-def train_attention(setting: Setting) -> Effect:
-    """Another attention kernel in the trainer: the same sums in another order."""
-    return _variant(setting, attention_changed(setting.train, setting.bench.model))
+train_dtype = variant(
+    "train_dtype",
+    "The other half of the rounding: two engines in bf16 do not round alike.",
+    dtype_changed,
+    side="train",
+    cost="cheap",
+)
+train_lm_head = variant(
+    "train_lm_head", "Precision of the trainer's output head alone.", head_changed, side="train", cost="cheap"
+)
+train_attention = variant(
+    "train_attention",
+    "Another attention kernel in the trainer: the same sums in another order.",
+    attention_changed,
+    side="train",
+    cost="cheap",
+)
 
 
-@factor("train", offered=several_prompts)
+@factor("train", SEVERAL_PROMPTS)
 def train_batch(setting: Setting) -> Effect:
     """A sequence scored alone and padded among others: padding must not leak into it."""
     some = few(setting.drawn, sequences=ONE_BY_ONE, v=setting.bench.vocab_size)
@@ -77,7 +69,7 @@ def train_batch(setting: Setting) -> Effect:
     kl = exact_divergences(together, torch.cat(alone)).kl_rollout_current
     return Effect(
         f"each of {some.num_sequences} sequences scored alone instead of padded among others",
-        measured(some, scored_alone(model, some)),
+        measured(some, joined([rescored(model, one) for one in one_by_one(some)])),
         setting.drawn_kl_of(some.num_sequences),
         detail={"self_kl_mean": float(kl.double().mean()), "self_kl_max": float(kl.max())},
     )
@@ -89,17 +81,13 @@ def score_rows(model: nn.Module, rollouts: Rollouts) -> Tensor:
     return score(model, rollouts, temperature=rollouts.provenance.sampling.temperature).logits.cpu()
 
 
-# -- common mistakes of trainers -----------------------------------------------------------------
-
-
-def can_checkpoint(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered if the model has gradient checkpointing."""
-    if getattr(bench.model, "supports_gradient_checkpointing", False):
-        return None
-    return f"{type(bench.model).__name__} has no gradient checkpointing"
-
-
-@factor("train", offered=can_checkpoint)
+@factor(
+    "train",
+    needs(
+        lambda bench, rollout: getattr(bench.model, "supports_gradient_checkpointing", False),
+        "{model} has no gradient checkpointing",
+    ),
+)
 def gradient_checkpointing(setting: Setting) -> Effect:
     """Generation in train mode under gradient checkpointing loses its cache and samples nonsense."""
     bench = setting.bench
@@ -139,11 +127,6 @@ def pad_id_of(bench: Bench) -> int | None:
     return None
 
 
-def has_pad_id(bench: Bench, rollout: EngineSpec, train: EngineSpec) -> str | None:
-    """Offered if padding has an id."""
-    return "the model has no pad id" if pad_id_of(bench) is None else None
-
-
 @contextmanager
 def masked_by_id(model: nn.Module, pad: int) -> Iterator[None]:
     """Make the model's attention mask `ids != pad`, whatever the lengths are."""
@@ -160,7 +143,7 @@ def masked_by_id(model: nn.Module, pad: int) -> Iterator[None]:
         handle.remove()
 
 
-@factor("train", offered=has_pad_id)
+@factor("train", needs(lambda bench, rollout: pad_id_of(bench) is not None, "the model has no pad id"))
 def pad_id(setting: Setting) -> Effect:
     """A policy can emit the pad id; a mask built from it hides a real token from all later ones."""
     bench, drawn = setting.bench, setting.drawn
@@ -173,9 +156,16 @@ def pad_id(setting: Setting) -> Effect:
     prompted = int((drawn.prompt_tokens == pad).sum())
     chance = expected(drawn, pad)
     planted = not (sampled or prompted)
-    without = setting.drawn_kl
+    without = setting.scored.kl_mean
     if planted:
-        drawn = _with_pad(setting, pad)
+        # A few responses with the pad id in their middle, as the rollout engine scores them.
+        some = few(drawn, sequences=ONE_BY_ONE, v=bench.vocab_size)
+        if int(some.lengths.max()) < 2:
+            raise NotOfferedError("responses of one token have nothing behind a pad id")
+        tokens = some.tokens.clone()
+        tokens[some.cu_seqlens[:-1] + (some.lengths - 1) // 2] = pad
+        plain = replace(some.provenance.sampling, stop_token_ids=())
+        drawn = teacher_forced(setting, setting.rollout, some.with_(tokens=tokens), sampling=plain)
         without = measured_by(setting, drawn).kl_mean
     model = bench.train_model(setting.train)
     with masked_by_id(model, pad):
@@ -206,17 +196,6 @@ def expected(rollouts: Rollouts, token: int) -> float:
         rows = scores(rollouts, slice(start, start + step)).float()
         total += float(rows.log_softmax(-1)[:, token].double().exp().sum())
     return total / len(rollouts.tokens)
-
-
-def _with_pad(setting: Setting, pad: int) -> Rollouts:
-    """A few of the responses with the pad id in their middle, as the rollout engine sees them."""
-    some = few(setting.drawn, sequences=ONE_BY_ONE, v=setting.bench.vocab_size)
-    if int(some.lengths.max()) < 2:
-        raise NotOfferedError("responses of one token have nothing behind a pad id")
-    tokens = some.tokens.clone()
-    tokens[some.cu_seqlens[:-1] + (some.lengths - 1) // 2] = pad
-    plain = replace(some.provenance.sampling, stop_token_ids=())
-    return teacher_forced(setting, setting.rollout, some.with_(tokens=tokens), sampling=plain)
 
 
 FRACTION = 0.02
