@@ -23,7 +23,7 @@ from tests.train.conftest import short_arms, small_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 RATIOS = ("k1", "k3", "chi2_token", "ess_frac", "ess_seq_frac", "abs_log_ratio_max")
-UPDATES = 2
+UPDATES = 4
 
 
 def parts_of(row: Method) -> Iterator[Hashable]:
@@ -64,7 +64,7 @@ def runs(tmp_path_factory):
             batches=2,
             rollout={"prompts": 4, "samples": 4, "max_tokens": 5, "dtype": "bfloat16"},
             lag={"sync_every": 3, "queue": 1},
-            optim={"lr": 2e-3, "token_budget": 60},
+            optim={"lr": 1e-3, "minibatches": 2, "token_budget": 60},
             log={"eval_every": 9, "eval_prompts": 2, "checkpoint_every": 9, "samples_every": 9, "trackers": []},
             arms={name: {"method": name} for name in TRAINED},
         )

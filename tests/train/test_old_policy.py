@@ -1,4 +1,4 @@
-"""Old policies: exact at any lag, cheap where possible, and reported as what they are."""
+"""Whose log-probs are the old ones: exact at any lag, cheap where they can be, and never called what they are not."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ ROUNDING = 2e-5
 """Nats by which two forward passes of one float32 model differ when the batch is cut otherwise."""
 
 
-RARE = {"eval_every": 99, "eval_prompts": 2, "checkpoint_every": 99, "samples_every": 99, "trackers": []}
-
-
 def lagging(method: str, **changes: Any):
     """Eight updates behind at most, engine and trainer both float32: all drift is staleness."""
     content: dict[str, Any] = {
@@ -46,15 +43,18 @@ def lagging(method: str, **changes: Any):
         "lag": {"sync_every": 8},
         "optim": {"lr": 3e-3},
         "arms": {"arm": {"method": method}},
-        "log": RARE,
-    }
+        "log": {"eval_every": 99, "eval_prompts": 2, "checkpoint_every": 99, "samples_every": 99, "trackers": []},
+    }  # fmt: skip
     return small_recipe(**{**content, **changes})
 
 
-def metrics_of(folder: Path, method: str, **changes: Any) -> list[dict[str, Any]]:
-    """Metrics of a lagging run of one method."""
-    train(lagging(method, **changes), folder)
-    return rows(folder, "arm")
+@pytest.fixture(scope="module", autouse=True)
+def digits_for_the_module():
+    with pytest.MonkeyPatch.context() as patch:
+        from tests.train.conftest import TASKS, Digits
+
+        patch.setitem(TASKS, "digits", Digits())
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,8 @@ def test_clips_on_staleness_act_on_stale_batches(stale: Path, arm: str):
 
 def test_weights_on_mismatch_act_where_the_engine_computes_otherwise(tmp_path: Path):
     coarse = {"prompts": 8, "samples": 4, "max_tokens": 6, "dtype": "bfloat16"}
-    metrics = metrics_of(tmp_path / "run", "decoupled_token_is", rollout=coarse)
+    train(lagging("decoupled_token_is", rollout=coarse), tmp_path / "run")
+    metrics = rows(tmp_path / "run", "arm")
     assert all(m["weight/changed_frac"] > 0.9 for m in metrics)
     ratio = [m["mismatch/abs_log_ratio_max"] / m["full/abs_log_ratio_max"] for m in metrics]
     assert ratio[0] == pytest.approx(1, rel=1e-3), "without lag all drift is the engine's"
@@ -135,16 +136,20 @@ def test_a_log_may_say_it_in_words_and_anything_else_is_no_status(tmp_path: Path
 @pytest.mark.parametrize("source", ["second_model", "sampling"])
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_every_exact_source_gives_the_same_run(stale: Path, tmp_path: Path, source: str, where: str):
-    metrics = metrics_of(tmp_path / "run", "ppo_clip", old_policy={"from": source, "snapshots": where})
-    assert metrics == rows(stale, "ppo_clip")
+    recipe = lagging("ppo_clip", old_policy={"from": source, "snapshots": where})
+    train(recipe, tmp_path / "run")
+    expected = rows(stale, "ppo_clip")
+    for got, want in zip(rows(tmp_path / "run", "arm"), expected, strict=True):
+        assert got == want
     left = list((tmp_path / "run/arms/arm").glob("snapshots/*"))
     assert len(left) <= (1 if where == "disk" and source == "sampling" else 0)
 
 
 def test_a_second_model_is_too_new_for_batches_that_waited(tmp_path: Path):
     changes: dict[str, Any] = {"batches": 5, "lag": {"sync_every": 1, "queue": 2}}
-    second = metrics_of(tmp_path / "a", "ppo_clip", old_policy={"from": "second_model"}, **changes)
-    snapshots = metrics_of(tmp_path / "b", "ppo_clip", **changes)
+    train(lagging("ppo_clip", old_policy={"from": "second_model"}, **changes), tmp_path / "a")
+    train(lagging("ppo_clip", **changes), tmp_path / "b")
+    second, snapshots = rows(tmp_path / "a", "arm"), rows(tmp_path / "b", "arm")
     assert [m["old/status"] for m in second] == ["exact", "stale", "stale", "stale", "stale"]
     assert [m["old/status"] for m in snapshots] == ["exact"] * 5
     assert max(m["mismatch/abs_log_ratio_max"] for m in snapshots) < ROUNDING
@@ -214,7 +219,13 @@ def test_averaged_weights_follow_the_trainer_and_are_what_the_proximal_policy_is
     ],
 )
 def test_a_resumed_run_keeps_its_old_policies(tmp_path: Path, method, settings, lag):
-    recipe = lagging(method, batches=6, lag=lag, old_policy=settings, log=RARE | {"checkpoint_every": 2})
+    recipe = lagging(
+        method,
+        batches=6,
+        lag=lag,
+        old_policy=settings,
+        log={"eval_every": 99, "eval_prompts": 2, "checkpoint_every": 2, "samples_every": 99, "trackers": []},
+    )  # fmt: skip
     train(recipe, tmp_path / "whole")
     with pytest.raises(Stop):
         train(recipe, tmp_path / "cut", watch=stop_at("arm", 5))
@@ -227,8 +238,10 @@ def test_a_resumed_run_keeps_its_old_policies(tmp_path: Path, method, settings, 
 
 
 def test_a_checkpoint_without_the_weights_that_its_queue_needs_is_refused(tmp_path: Path):
-    log = RARE | {"checkpoint_every": 2}
-    recipe = lagging("ppo_clip", batches=6, lag={"sync_every": 2, "queue": 2}, log=log)
+    recipe = lagging(
+        "ppo_clip", batches=6, lag={"sync_every": 2, "queue": 2},
+        log={"eval_every": 99, "eval_prompts": 2, "checkpoint_every": 2, "samples_every": 99, "trackers": []},
+    )  # fmt: skip
     with pytest.raises(Stop):
         train(recipe, tmp_path / "run", watch=stop_at("arm", 5))
     newest = sorted((tmp_path / "run/arms/arm/checkpoints").glob("batch-*"))[-1]
@@ -248,8 +261,7 @@ def test_whole_distributions_of_old_and_current_policy_are_compared(tmp_path: Pa
         "penalty": {"method": "kl_cov", "override": {"objective.penalty": "exact", "objective.coef": 10.0}},
         "plain": {"method": "kl_cov", "override": {"objective.coef": 0.0}},
     }  # fmt: skip
-    optim = {"lr": 3e-3, "minibatches": 2, "token_budget": 120}
-    recipe = lagging("none", arms=arms, old_policy={"from": source}, optim=optim, batches=4)
+    recipe = lagging("none", arms=arms, old_policy={"from": source}, optim={"lr": 3e-3, "minibatches": 2, "token_budget": 120})  # fmt: skip
     train(recipe, tmp_path / "run")
     gate, penalty, plain = (rows(tmp_path / "run", a) for a in arms)
     kl = "divergence/kl_old_current_mean"
@@ -260,6 +272,9 @@ def test_whole_distributions_of_old_and_current_policy_are_compared(tmp_path: Pa
     assert kl not in plain[0]
     ends = [arm[-1]["optim/grad_norm"] for arm in (penalty, plain)]
     assert ends[0] != pytest.approx(ends[1], rel=1e-3), "the penalty must push"
+
+
+# -- units ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -364,21 +379,29 @@ def test_the_trainers_weights_come_back_bit_for_bit_even_after_an_error(accelera
 
 
 def test_a_batch_that_was_just_drawn_costs_no_forward_pass(tmp_path: Path, monkeypatch):
+    from offdrift.train import arm
+
     calls = []
+    original = arm.OldPolicy
 
     def count(*args, **kwargs):
         calls.append(1)
         return score_batch(*args, **kwargs)
 
+    assert original is old_policy.OldPolicy
     monkeypatch.setattr(old_policy, "score_batch", count)
-    metrics = metrics_of(tmp_path / "run", "ppo_clip", batches=3, lag={"sync_every": 1})
+    train(lagging("ppo_clip", batches=3, lag={"sync_every": 1}), tmp_path / "run")
     assert not calls
+    metrics = rows(tmp_path / "run", "arm")
     assert all(m["staleness/abs_log_ratio_max"] == 0 for m in metrics)
     assert [m["old/status"] for m in metrics] == ["exact"] * 3
     several = {"lr": 3e-3, "minibatches": 2}
-    metrics = metrics_of(tmp_path / "two", "ppo_clip", batches=3, lag={"sync_every": 1}, optim=several)
+    train(lagging("ppo_clip", batches=3, lag={"sync_every": 1}, optim=several), tmp_path / "two")
     assert len(calls) == 3, "the second minibatch needs what the first one's weights said"
-    assert max(m["staleness/abs_log_ratio_max"] for m in metrics) > 1e-3
+    assert max(m["staleness/abs_log_ratio_max"] for m in rows(tmp_path / "two", "arm")) > 1e-3
+
+
+# -- recipes --------------------------------------------------------------------------------------
 
 
 def test_defaults_are_what_a_method_was_published_with():
