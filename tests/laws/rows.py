@@ -1,11 +1,11 @@
 """What the laws hold for: every row of the method table, and objectives with settings that no row has."""
 
 from offdrift.methods import METHODS, Method
-from offdrift.objectives.clipped import QuantizedClipped, Soft
+from offdrift.objectives.clipped import GeometricClipped, QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
 from offdrift.objectives.entropy_groups import EntropyGrouped
 from offdrift.objectives.flipped import Flipped
-from offdrift.objectives.prefix import PrefixMinClipped
+from offdrift.objectives.prefix import PrefixClipped, PrefixMinClipped
 from offdrift.objectives.prompt_dual import PromptDual
 from offdrift.objectives.regression import Quadratic, Regression
 from offdrift.objectives.second_moment import SecondMomentClipped
@@ -32,6 +32,11 @@ OBJECTIVES = {
     "dro, full": Quadratic(on="full", beta=0.3),
     "sapo, full": Soft(on="full", tau_positive=2.0, tau_negative=2.0),
     "espo, half": EntropyGrouped(top_frac=0.5),
+    "espo, full": EntropyGrouped(on="full", alpha=0.9, top_frac=0.5),
+    "espo, one group": EntropyGrouped(on="full", alpha=0.3, top_frac=1.0),
+    "gmpo, full": GeometricClipped(on="full", eps_low=0.2, eps_high=0.3),
+    "ctpo, linear": PrefixClipped(on="full", dual_clip=0.1, gradient="unit", growth=1.0),
+    "ctpo, constant": PrefixClipped(on="full", dual_clip=None, growth=0.0),
     "qurl, tight": QuantizedClipped(cap=1.1),
     "minpro, staleness": PrefixMinClipped(on="staleness"),
 }

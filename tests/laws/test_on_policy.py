@@ -62,8 +62,8 @@ BY_CHANCE = "clip_cov"
 """Leaves out one token of high covariance, on policy, too."""
 
 
-# A product of ratios pushes each token of its turn by the sum of their advantages.
-UNLAWFUL = (*EXCEPTIONS, BY_CHANCE, "st_ppo, product")
+# A product of ratios pushes each of its tokens by the sum of their advantages.
+UNLAWFUL = (*EXCEPTIONS, BY_CHANCE, "st_ppo, product", "ctpo, linear")
 LAWFUL = [n for n in ROWS if n in METHODS or not n.startswith(UNLAWFUL)]
 
 

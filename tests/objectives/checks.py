@@ -55,14 +55,6 @@ def piece(lp: LogProbs, sequences: list[int]) -> tuple[LogProbs, Tensor]:
     return LogProbs.pack(lp.logp_rollout[rows], lp.current[rows], lp.old[rows], segments=cut), rows
 
 
-def advantages_of(lp: LogProbs, seed: int, *, per: str = "sequence") -> Tensor:
-    """Random advantages, one per sequence or one per token, about half of them negative."""
-    g = torch.Generator().manual_seed(1000 + seed)
-    n = len(lp.segments) if per == "sequence" else lp.segments.num_tokens
-    a = torch.randn(n, generator=g, dtype=torch.float64)
-    return lp.segments.spread(a) if per == "sequence" else a
-
-
 def per_sequence(value: list, lp: LogProbs) -> list:
     """One number per sequence, as padded rows that give it to every token."""
     return [[x] * int(lp.segments.lengths.max()) for x in value]

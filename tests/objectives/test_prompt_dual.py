@@ -104,28 +104,6 @@ def test_the_coefficient_is_signed_and_the_gradient_is_the_score_alone(on):
     assert ((grad > 0) & (advantages > 0)).any()  # pushed back although rewarded
 
 
-def test_each_token_pays_the_price_of_its_prompt():
-    lp, advantages, rewards = batch(0)
-    ids = lp.segments.group_ids
-    assert ids is not None
-    objective = PromptDual(radius=0.05)
-    _, grad = loss_and_grad(objective, lp, advantages, BatchInfo(rewards=rewards), normalizer=1.0)
-    prices = [lambda_of(rewards[ids == i], radius=0.05) for i in ids]
-    assert len(set(prices)) > 1
-    moved = (lp.current - lp.old).detach()
-    price = lp.segments.spread(double(prices))
-    expected = -moved.exp() * (advantages - price * moved)
-    torch.testing.assert_close(grad, expected, rtol=1e-7, atol=1e-9)
-
-
-def test_without_an_advantage_the_pull_remains():
-    lp, advantages, _ = batch(0)
-    zero = torch.zeros_like(advantages)
-    _, grad = loss_and_grad(PromptDual(multiplier=2.0), lp, zero, normalizer=1.0)
-    moved = (lp.current - lp.old).detach()
-    torch.testing.assert_close(grad, 2.0 * moved * moved.exp(), rtol=1e-9, atol=1e-12)
-
-
 def test_what_it_needs_is_named_and_a_given_multiplier_needs_nothing():
     lp, advantages, _ = fx_a()
     assert PromptDual().needs == ("rewards",)

@@ -21,18 +21,6 @@ from tests.oracles.fixtures import double, fx_a
 # -- DRO -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on", ["staleness", "full"])
-@pytest.mark.parametrize("seed", range(2))
-def test_quadratic_pushes_by_the_advantage_and_pulls_by_the_log_ratio(on, seed):
-    lp, advantages, _ = batch(seed)
-    behind = lp.old if on == "staleness" else lp.logp_rollout
-    moved = lp.current.detach() - behind
-    for a in (advantages, torch.zeros_like(advantages)):
-        _, grad = loss_and_grad(Quadratic(on=on, beta=0.3), lp, a, normalizer=1.0)
-        torch.testing.assert_close(grad, 0.3 * moved - a, rtol=1e-9, atol=1e-12)
-    assert len(advantages) > 6
-
-
 def test_quadratic_is_not_clamped():
     lp = LogProbs.pack(
         double([-1.0]), double([-1001.0]).requires_grad_(), double([-1.0]), segments=Segments.from_lengths([1])

@@ -13,27 +13,15 @@ from offdrift.objectives.turns import TurnNormalized, clipping_bias, renormalize
 from offdrift.ratios import log_ratio
 from offdrift.segments import Segments
 from tests.objectives.checks import (
-    advantages_of,
     check_golden,
     check_loss_and_gradient,
     fx_a_with_turns,
     packed,
 )
-from tests.oracles.fixtures import double, ragged
+from tests.oracles.fixtures import double
 
 MEAN = "seq_mean_token_mean"
 TOKENS = TurnNormalized(unit="token", eps_low=0.1, eps_high=0.1)
-
-
-def with_turns(lp: LogProbs, seed: int) -> LogProbs:
-    """Every sequence cut into turns of 1 to 3 tokens."""
-    g, lengths = torch.Generator().manual_seed(seed), []
-    for n in lp.segments.lengths.tolist():
-        while n > 0:
-            lengths.append(min(n, int(torch.randint(1, 4, (), generator=g))))
-            n -= lengths[-1]
-    turns = Segments.from_lengths(lengths)
-    return replace(lp, segments=replace(lp.segments, turns=turns))
 
 
 def test_turn_ppo_values_of_the_methods_table():
@@ -83,20 +71,6 @@ def norm_by_hand(lp, a, objective) -> float:
             total += (u * at / length / len(lengths)) ** 2 if out and at != 0 else 0.0
             t += 1
     return total**0.5
-
-
-@pytest.mark.parametrize("objective", [TurnNormalized(eps_low=0.05, eps_high=0.05), TOKENS], ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_batches_agree_with_the_formula(seed, objective):
-    lp = with_turns(ragged(seed, sequences=12), seed)
-    a = 30 * advantages_of(lp, seed, per="token")
-    norm = norm_by_hand(lp, a, objective)
-    assert norm > 1.5
-    plain = Clipped(unit=objective.unit, eps_low=objective.eps_low, eps_high=objective.eps_high)(lp, a)
-    got = objective(lp, a)
-    check_loss_and_gradient(lp, got.loss, plain.loss / norm)
-    assert torch.equal(got.clipped, plain.clipped)
-    assert int(got.clipped.sum()) > 5
 
 
 def test_renorm_divides_by_the_mean_clipped_ratio_of_the_turn():
