@@ -1,4 +1,4 @@
-"""The door: what comes in, what is refused and how, and that the caller's shape comes back."""
+"""`LogProbs.pack`: what it accepts, what it refuses and how, and that the caller's shape comes back."""
 
 import pytest
 import torch

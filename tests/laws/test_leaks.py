@@ -21,7 +21,7 @@ from tests.laws.rows import ROWS
 every_row = pytest.mark.parametrize("name", METHODS)
 
 
-def open_doors(batch: Batch) -> tuple[Given, dict[str, Tensor]]:
+def all_leaves(batch: Batch) -> tuple[Given, dict[str, Tensor]]:
     """A batch whose every number asks for a gradient."""
     t = {k: x.clone().requires_grad_() for k, x in batch.tokens.items()}
     t["rewards"] = batch.rewards.clone().requires_grad_()
@@ -38,7 +38,7 @@ def open_doors(batch: Batch) -> tuple[Given, dict[str, Tensor]]:
 @pytest.mark.parametrize("name", ROWS)
 def test_only_the_current_policy_receives_a_gradient(name):
     for seed in (0, 2):
-        given, leaves = open_doors(draw(seed))
+        given, leaves = all_leaves(draw(seed))
         batch_info = replace(given.batch_info, observed="this_batch")
         policy_loss(given.lp, ROWS[name], given.advantages, batch_info, normalizer=1.0).loss.backward()
         assert leaves.pop("pi").grad is not None
@@ -51,7 +51,7 @@ def test_only_the_current_policy_receives_a_gradient(name):
 @every_row
 def test_what_is_reported_is_without_gradient(name):
     """Also behind the door, where a batch made by hand may carry a gradient on every policy."""
-    row, (given, leaves) = METHODS[name], open_doors(draw(1))
+    row, (given, leaves) = METHODS[name], all_leaves(draw(1))
     bare = replace(given.lp, logp_rollout=leaves["mu"], logp_old=leaves["old"])
     batch_info = replace(given.batch_info, observed="this_batch")
     lp = bare if row.anchor is None else row.anchor(bare, batch_info)

@@ -1,6 +1,6 @@
 """Estimators of a token's own return: GAE, discounted reward-to-go, a greedy baseline.
 
-Masked tokens (a tool's output) were dropped at the door, so that the next token is the next
+Masked tokens (a tool's output) were dropped when the batch was packed, so that the next token is the next
 trainable one: nothing is discounted across them and no value is read there.
 """
 

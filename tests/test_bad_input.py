@@ -1,4 +1,4 @@
-"""The door under arbitrary input: our errors by name, or a finite result; nothing raw, nothing silent."""
+"""Arbitrary input: an error of this library by name, or a finite result; nothing raw, nothing silent."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_an_estimator_that_compares_siblings_asks_which_they_are():
         (torch.tensor([0, 4]), ShapeError),
     ],
 )
-def test_malformed_cuts_are_refused_at_the_door(cuts, error):
+def test_malformed_cuts_are_refused(cuts, error):
     with pytest.raises(error, match="cu_seqlens"):
         batch(segments=Segments(cuts))
 
