@@ -69,6 +69,7 @@ def _legend() -> list[str]:
         ("evidence", axes.EVIDENCE),
         ("sign", axes.SIGNS),
         ("stop-gradient", axes.STOPPED),
+        ("certifies itself (docs/certificates.md, eq. 12)", axes.CERTIFIES),
         ("aggregate", axes.AGGREGATES),
         ("bias, of the expected gradient, by enumeration", axes.BIASES),
         ("status of the formula", axes.STATUS),
@@ -98,6 +99,7 @@ METHOD_COLUMNS = {
     "sign": lambda row: row["sign"],
     "made for": lambda row: cell(row["target"]),
     "stop-gradient": lambda row: row["stop_gradient"],
+    "certifies": lambda row: row["certifies"],
     "bias": lambda row: cell(row["bias"] or "not known"),
     "when it fails": lambda row: cell(row["fails"]),
     "status": lambda row: row["status"],
@@ -132,9 +134,7 @@ SYSTEMS_ARE = (
     "and nothing here runs them. They shrink drift or bound it; what they leave is measured and "
     "corrected as any other."
 )
-KL = (
-    "For `penalty` (`offdrift.penalty`): what is known of each estimator of KL(pi || ref), in nats."
-)
+KL = "For `penalty` (`offdrift.penalty`): what is known of each estimator of KL(pi || ref), in nats."
 ADVANTAGE = (
     "For `optim.advantage` of a recipe and `offdrift.advantages`: rewards to advantages, without "
     "gradient. A method's own is its value `advantage`."
@@ -151,9 +151,7 @@ def _of(rows: Mapping[str, Any], family: str) -> list[Mapping[str, Any]]:
 
 def _kl_table() -> list[str]:
     lines = ["| estimator | bias of the value | bias of the gradient | variance | where |", "|---|---|---|---|---|"]  # fmt: skip
-    return lines + [
-        f"| `{n}` | {' | '.join(cell(word) for word in e)} |" for n, e in ESTIMATORS.items()
-    ]
+    return lines + [f"| `{n}` | {' | '.join(cell(word) for word in e)} |" for n, e in ESTIMATORS.items()]
 
 
 def _advantage_table() -> list[str]:

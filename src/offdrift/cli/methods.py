@@ -23,6 +23,9 @@ def methods(
     stop_gradient: Annotated[
         str | None, typer.Option(help="Whether the ratio is a constant: yes, unit, no, n/a.")
     ] = None,
+    certifies: Annotated[
+        str | None, typer.Option(help='Whether the objective bounds the gain: "no mismatch", region, "none known", ...')
+    ] = None,
     bias: Annotated[
         str | None, typer.Option(help='Of the expected gradient: "none inside limits", "O(drift)", ...')
     ] = None,
@@ -55,6 +58,7 @@ def methods(
         "evidence": evidence,
         "sign": sign,
         "stop_gradient": stop_gradient,
+        "certifies": certifies,
         "bias": bias,
         "kind": kind,
         "reference": reference,

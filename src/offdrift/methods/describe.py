@@ -5,6 +5,7 @@
     evidence       how much of a distribution has to be recorded
     sign           whether both signs of the advantage, and answers of either outcome, are treated alike
     stop-gradient  whether the ratio is a constant to the gradient
+    certifies      whether the objective that is trained bounds the gain of the return from below
 
 Nothing is typed in by hand for any row. `facts` holds all of it, for the terminal, for JSON and for
 docs/methods.md.
@@ -63,6 +64,14 @@ STOPPED = {
     "unit": "the unit's ratio is a value; its gradient goes through each token's own log-prob",
     "no": "the gradient goes through the ratio of the whole unit",
     "n/a": "contains no ratio",
+}
+CERTIFIES = {
+    "any mismatch": "the summed objective less KL_seq is a lower bound of the gain, for A = R - b(prompt) and R, b in "
+    "[0, 1], whatever the mismatch of the engines",
+    "no mismatch": "the same where engine and trainer agree at equal weights",
+    "no baseline": "the same where besides the advantage is the reward itself, b = 0",
+    "region": "accepted sequences have a bound of their own (`offdrift certify`): the masked surrogate",
+    "none known": "looks at more than one token, or promises more than policies keep",
 }
 AGGREGATES = {
     "token_mean": "sum over all tokens, divided by the tokens",
@@ -173,6 +182,53 @@ def stop_gradient(row: Method) -> str:
     return {"score": "yes", "token": "unit", "unit": "no"}[gradient]
 
 
+REWARDS, BASELINES = (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)
+MISMATCHES = (0.02, 0.4, 0.9, 1.1, 2.5, 50.0)
+
+
+@cache
+def certifies(row: Method) -> str:
+    """For which baselines b and mismatches m the objective that is trained certifies itself: see `CERTIFIES`.
+
+    Rewards R lie in [0, 1], advantages are A = R - b(prompt). With Phi what the method maximizes for a token
+    (`probe.integrated_push`) and k3(w) = w - 1 - log w, it does if for every s = pi / pi_old
+
+        Phi(A, m, s) <= A m (s - 1) + (1 - R) k3(m s)
+
+    since then J(pi) - J(mu) >= E_mu[ sum_t (Phi_t + A (m_t - 1)) ] - KL_seq(mu || pi), if pi draws nothing mu
+    cannot (docs/certificates.md, eq. 12). Checked on a grid. Rows that look at more than one token at a time
+    are "region" if gates on exact divergences alone decide what they accept, else "none known".
+
+    Example:
+        >>> from offdrift.methods import method
+        >>> [certifies(method(n)) for n in ("token_is", "ppo_clip", "dual_clip", "trm_max", "gspo")]
+        ['any mismatch', 'no mismatch', 'no baseline', 'region', 'none known']
+    """
+    if units(row) != {"token"} or row.looks_ahead:
+        gates = row.correction.gates
+        exact = gates and all(getattr(g, "exact", False) and getattr(g, "unit", "") == "seq_max" for g in gates)
+        return "region" if exact else "none known"
+    for baselines, mismatches, word in (
+        (BASELINES, (1.0, *MISMATCHES), "any mismatch"),
+        (BASELINES, (1.0,), "no mismatch"),
+        ((0.0,), (1.0,), "no baseline"),
+    ):
+        cases = ((reward, b, m) for m in mismatches for reward in REWARDS for b in baselines if reward != b)
+        if all(_stays_below(row, *case) for case in cases):
+            return word
+    return "none known"
+
+
+def _stays_below(row: Method, reward: float, baseline: float, mismatch: float) -> bool:
+    """Whether the inequality of `certifies` holds on the grid, up to the integral's error where the push jumps."""
+    log_s = torch.linspace(-probe.WIDEST, probe.WIDEST, 2 * probe.STEPS + 1, dtype=torch.float64)
+    advantage, w = reward - baseline, mismatch * log_s.exp()
+    limit = advantage * (w - mismatch) + (1 - reward) * (w - 1 - w.log())
+    allowed = probe.WIDEST / probe.STEPS * abs(advantage) * mismatch * log_s.abs().clamp(max=2).exp() * 2
+    phi = probe.integrated_push(row, advantage, mismatch, correct=reward > 0)
+    return bool((phi <= limit + allowed).all())
+
+
 def is_treatment(row: Method) -> str:
     """How importance sampling enters, in words.
 
@@ -208,6 +264,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "evidence": _listed(evidence(row), EVIDENCE),
         "sign": sign(row),
         "stop_gradient": stop_gradient(row),
+        "certifies": certifies(row),
         "aggregate": row.aggregate,
         "mechanism": row.mechanism,
         "is_treatment": is_treatment(row),
@@ -337,6 +394,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "evidence": tuple(EVIDENCE),
     "sign": tuple(SIGNS),
     "stop_gradient": tuple(STOPPED),
+    "certifies": tuple(CERTIFIES),
     "bias": tuple(BIASES),
     "kind": KINDS,
 }
@@ -346,6 +404,7 @@ WORDS = {
     "evidence": EVIDENCE,
     "sign": SIGNS,
     "stop_gradient": STOPPED,
+    "certifies": CERTIFIES,
     "aggregate": AGGREGATES,
     "bias": BIASES,
     "status": STATUS,

@@ -106,3 +106,42 @@ def corrected(correction: Correction, *, scale: float | int) -> Float[Tensor, " 
     drawn = batch()
     decided = correction(drawn.logprobs, scale * drawn.advantages, drawn.batch_info)
     return decided.weight.where(decided.keep, 0.0)
+
+
+STEPS, WIDEST = 1200, 4.0
+"""Grid points on each side of s = 1, and the largest |log s|, nats."""
+
+
+def integrated_push(row: Method, advantage: float, mismatch: float, *, correct: bool) -> Float[Tensor, " s"]:
+    """What a method maximizes, for a response of one token, on the grid of log s.
+
+        Phi(A, m, s) = integral from 1 to s of g(A, m, u) d log u
+
+    g is the push on log pi of a token with advantage A, mismatch ratio m = pi_old / mu and s = pi / pi_old. For
+    a surrogate with a value f it is m (f(s) - f(1)), for a constant stopped weight c it is A c log s.
+
+    Args:
+        correct: reward of the response, 1 or 0, for methods that look at it.
+    """
+    log_s = torch.linspace(-WIDEST, WIDEST, 2 * STEPS + 1, dtype=torch.float64)
+    n = len(log_s)
+    old = torch.full((n,), -9.0, dtype=torch.float64)
+    logp = (old + log_s).requires_grad_()
+    rollout = old - torch.tensor(mismatch, dtype=torch.float64).log()
+    segments = Segments.from_lengths([1] * n, group_ids=torch.arange(n))
+    logprobs = LogProbs(rollout, segments, logp, old)
+    far = (old - rollout + log_s).square() / 2
+    names = (f"{d}_{pair}" for d in ("kl", "tv") for pair in ("rollout_current", "rollout_old", "old_current"))
+    batch_info = BatchInfo(
+        divergences={name: Divergence.exact(name, far) for name in names},
+        entropy=torch.ones(n, dtype=torch.float64),
+        vocab=64,
+        rewards=torch.full((n,), float(correct), dtype=torch.float64),
+        version_lag=torch.zeros(n, dtype=torch.float64),
+    )
+    advantages = torch.full((n,), advantage, dtype=torch.float64)
+    batch = Batch(logprobs, advantages, batch_info)
+    push = -torch.autograd.grad(token_losses(row, batch).sum(), logp)[0]
+    steps = (push[1:] + push[:-1]) / 2 * (log_s[1] - log_s[0])
+    total = torch.cat([torch.zeros(1, dtype=torch.float64), steps.cumsum(0)])
+    return total - total[STEPS]

@@ -572,6 +572,7 @@ def facts(name: str, row: System) -> dict[str, Any]:
         "evidence": [],
         "sign": None,
         "stop_gradient": None,
+        "certifies": None,
         "aggregate": row.aggregation,
         "mechanism": row.mechanism,
         "is_treatment": row.is_treatment,

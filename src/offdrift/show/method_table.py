@@ -325,6 +325,7 @@ def _axes_in_full(row: Row) -> list[tuple[str, str]]:
         ("evidence", _explained(row["evidence"], _meanings("evidence"))),
         ("sign", _explained([row["sign"]], _meanings("sign"))),
         ("stop-gradient", _explained([row["stop_gradient"]], _meanings("stop_gradient"))),
+        ("certifies", _explained([row["certifies"]], _meanings("certifies"))),
         ("bias", "not known" if bias is None else f"{bias}: {_meanings('bias')[bias]}"),
         ("needs", ", ".join(sorted(needs)) or "log-probs of rollout and current policy, advantages"),
     ]
