@@ -66,12 +66,14 @@ STOPPED = {
     "n/a": "contains no ratio",
 }
 CERTIFIES = {
-    "any mismatch": "the summed objective less KL_seq is a lower bound of the gain, for A = R - b(prompt) and R, b in "
-    "[0, 1], whatever the mismatch of the engines",
-    "no mismatch": "the same where engine and trainer agree at equal weights",
-    "no baseline": "the same where besides the advantage is the reward itself, b = 0",
-    "region": "accepted sequences have a bound of their own (`offdrift certify`): the masked surrogate",
-    "none known": "looks at more than one token, or promises more than policies keep",
+    "any mismatch": "the summed objective less KL_seq is a lower bound of the return's gain, for A = R - b(prompt) and "
+    "R, b in [0, 1]",
+    "no mismatch": "where engine and trainer agree at equal weights, the summed objective less KL_seq is a lower bound "
+    "of the return's gain, for A = R - b(prompt) and R, b in [0, 1]",
+    "no baseline": "where engine and trainer agree at equal weights and the advantage is the reward itself, the summed "
+    "objective less KL_seq is a lower bound of the return's gain",
+    "region": "the masked surrogate of accepted sequences bounds the return's gain without a premise (`offdrift certify`)",
+    "none known": "the objective looks at more than one token, or promises more than policies keep",
 }
 AGGREGATES = {
     "token_mean": "sum over all tokens, divided by the tokens",
