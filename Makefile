@@ -7,6 +7,7 @@
 # make bench        the benchmarks, each a ratio measured side by side
 # make check        formatter, linter, types
 # make docs         regenerate docs/methods.md, metrics.md, rules.md and the table of logs.md
+# make census       how many files, helpers and long lines the source has
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -112,6 +113,9 @@ check: install-test
 
 docs: install
 	$(BIN)/python docs/generate.py
+
+census: install
+	$(BIN)/python -m tests.house.census
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache

@@ -21,14 +21,14 @@ def test_a_tiny_run(benchmark, tmp_path, monkeypatch):
     threads, path = torch.get_num_threads(), tmp_path / "audit.json"
     processes = []
     monkeypatch.setattr(benchmark, "peak_mib", lambda arm, file: processes.append(arm) or 1.0)
-    found = benchmark.main(["--tokens", "20000", "--steps", "2", "--repeats", "1", "--json", str(path)])  # fmt: skip
+    found = benchmark.main(["--tokens", "20000", "--steps", "2", "--repeats", "1", "--json", str(path)])
     torch.set_num_threads(threads)
     assert json.loads(path.read_text()) == json.loads(json.dumps(found))
     arms = benchmark.available()
     assert found["parquet"].keys() == arms.keys() == found["peak_mib"].keys()
     assert processes == [arm for arm in arms for _ in range(2)]
     assert found["decoded"].keys() >= {"everything", "core statistics", "facets"}
-    assert all(x["tokens_per_second"] > 0 for part in ("decoded", "parquet") for x in found[part].values())  # fmt: skip
+    assert all(x["tokens_per_second"] > 0 for part in ("decoded", "parquet") for x in found[part].values())
     assert all(x < 1e-3 for x in found["disagreement"].values())
 
 

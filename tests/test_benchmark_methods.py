@@ -145,7 +145,7 @@ def test_figures_are_medians_over_rounds_of_ratios_within_a_round(benchmark):
 
 def test_verl_is_divided_by_ours(benchmark):
     arms = {"loss": 1.0, "loss, padded": 2.0, "verl": 10.0}
-    assert benchmark.figures_beside_verl([arms])["times_faster"] == {"loss": 10.0, "loss, padded": 5.0}  # fmt: skip
+    assert benchmark.figures_beside_verl([arms])["times_faster"] == {"loss": 10.0, "loss, padded": 5.0}
     arms |= {"whole": 3.0, "verl, with metrics": 60.0}
     assert benchmark.figures_beside_verl([arms])["times_faster"]["whole"] == 20.0
 
@@ -162,4 +162,4 @@ def test_chosen_rows_and_no_others(benchmark):
 def test_only_divergences_that_a_row_reads_are_summarized(benchmark):
     batch = benchmark.make_batch(8, 16)
     wanted = {n: {*batch.batch_info_for(method(n)).divergences} for n in ("none", "trm_max", "trm_max_tv")}
-    assert wanted == {"none": set(), "trm_max": {"kl_rollout_current"}, "trm_max_tv": {"tv_rollout_current"}}  # fmt: skip
+    assert wanted == {"none": set(), "trm_max": {"kl_rollout_current"}, "trm_max_tv": {"tv_rollout_current"}}

@@ -22,24 +22,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def offdrift(*words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "offdrift", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180)  # fmt: skip
-
-
-def test_help_teaches():
-    text = offdrift("--help").stdout
-    for word in ("train", "bound", "methods", "report", "offdrift train recipes/tiny.toml"):
-        assert word in text, word
-    assert "--resume" in offdrift("train", "--help").stdout
-
-
-def test_bound_prints_the_papers_table_to_every_digit():
-    done = offdrift("bound", "--T", "4096", "--delta", "1e-4", "--eps", "5e-3", "--kl-seq", "0.01", "--tv-seq", "0.05")  # fmt: skip
-    assert done.returncode == 0
-    # Table 1, column KL+TV: 839, 79.9, 35.0, 24.7, 8.2, 4.1
-    for digits in ("838.656", "79.910", "34.953", "24.715", "8.192", "4.096"):
-        assert digits in done.stdout, digits
-    rows = json.loads(offdrift("bound", "--T", "4096", "--delta", "1e-4", "--json").stdout)
-    assert len(rows) >= 9
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180)
 
 
 @pytest.mark.parametrize(

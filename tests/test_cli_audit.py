@@ -150,7 +150,7 @@ def test_the_help_names_every_framework_whose_logs_are_read():
 
 
 def test_a_field_is_left_out_by_mapping_it_to_nothing(run, tmp_path):
-    rows = [{"logp_rollout": [-1.0, -2.0], "logp": [-1.5, -2.0], "entropy": [0.5, 0.5] if i else 0.5} for i in range(4)]  # fmt: skip
+    rows = [{"logp_rollout": [-1.0, -2.0], "logp": [-1.5, -2.0], "entropy": [0.5, 0.5] if i else 0.5} for i in range(4)]
     Path("log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     done = run("audit", "log.jsonl", "--out", "a", "--json")
     bad = json.loads(done.stdout)["bad_rows"]

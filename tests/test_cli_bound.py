@@ -11,7 +11,6 @@ from typer.testing import CliRunner, Result
 
 from offdrift.certificate import all_bounds, tightest
 from offdrift.cli import app
-from offdrift.cli.bound import EXAMPLES
 from offdrift.errors import OffdriftError
 
 TABLE_1 = "--T 4096 --delta 1e-4 --eps 5e-3 --kl-seq 0.01 --tv-seq 0.05"
@@ -129,11 +128,9 @@ def test_the_plot_is_two_files(tmp_path, monkeypatch):
 
 def test_every_example_of_the_help_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = bound("--help").stdout
-    examples = [line.strip() for line in EXAMPLES.splitlines() if "offdrift bound" in line]
+    examples = [line.strip() for line in bound("--help").stdout.splitlines() if line.startswith("  offdrift bound ")]
     assert len(examples) == 4
     for example in examples:
-        assert example in text
         done = bound(example.removeprefix("offdrift bound"))
         assert done.exit_code == 0, done.output
     assert (tmp_path / "bounds.png").exists()

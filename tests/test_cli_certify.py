@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import offdrift.cli
 from offdrift.certificate import TrustRegion
-from offdrift.certificate import certify as certificate_of
+from offdrift.certificate.certify import certify as certificate_of
 from offdrift.engines.hf import TransformersEngine
 from offdrift.prove.certify import judge
 from offdrift.records import Sampling
@@ -38,7 +38,7 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(3):
         prompts = [[5, 6, 10 + 3 * i + j // 2] for j in range(SEQUENCES)]
         drawn = engine.generate(prompts, sampling, seed=i, evidence="full")
-        drawn = drawn.with_(rewards=torch.rand(SEQUENCES, generator=g), group_ids=torch.arange(SEQUENCES) // 2)  # fmt: skip
+        drawn = drawn.with_(rewards=torch.rand(SEQUENCES, generator=g), group_ids=torch.arange(SEQUENCES) // 2)
         write(drawn, folder / "rollouts" / f"batch-{i}.parquet")
     trained = copy.deepcopy(model)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_names_of_files_and_models_are_text(arm, tmp_path, monkeypatch):
     drawn = read(arm / "rollouts" / "batch-0.parquet")
     rollouts = write(drawn, tmp_path / f"{name.replace(':', '')}.parquet")
     # as on a terminal, where the name of each file is shown while it is read
-    done = certify(rollouts, "--model", tmp_path / name / "model", env={"FORCE_COLOR": "1", "COLUMNS": "120"})  # fmt: skip
+    done = certify(rollouts, "--model", tmp_path / name / "model", env={"FORCE_COLOR": "1", "COLUMNS": "120"})
     assert done.exit_code == 0, done.output
     assert f"judged: {tmp_path / name / 'model'}\n" in re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     assert rollouts.name in done.stderr

@@ -24,7 +24,7 @@ TINY = ("check", "--model", "tiny-qwen3", "--rollout", "transformers:bfloat16", 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
     def run(*words: str, width: int = 140) -> Done:
-        return command(monkeypatch, capsys, *words, "--out", str(tmp_path / "out"), width=width)  # fmt: skip
+        return command(monkeypatch, capsys, *words, "--out", str(tmp_path / "out"), width=width)
 
     return run
 
@@ -135,7 +135,7 @@ def numbers_by_row(text: str) -> dict[str, list[str]]:
 
 def test_the_excerpt_in_the_readme_is_of_the_whole_output():
     whole = (ROOT / "docs" / "check.md").read_text("utf-8")
-    block = next(b for b in (ROOT / "README.md").read_text("utf-8").split("```") if "$ offdrift check\n" in b)  # fmt: skip
+    block = next(b for b in (ROOT / "README.md").read_text("utf-8").split("```") if "$ offdrift check\n" in b)
     shown, all_rows = numbers_by_row(block), numbers_by_row(whole)
     assert len(shown) == 4
     assert {name: all_rows.get(name) for name in shown} == shown
@@ -166,7 +166,7 @@ def test_prompts_are_lines_of_text(tmp_path):
 
 def test_prompts_are_text_or_messages_in_json_lines(tmp_path):
     path = tmp_path / "p.jsonl"
-    rows = [{"prompt": "a\nb"}, {"prompt": [{"role": "user", "content": "c", "extra": 1}], "answer": 3}]  # fmt: skip
+    rows = [{"prompt": "a\nb"}, {"prompt": [{"role": "user", "content": "c", "extra": 1}], "answer": 3}]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert read_prompts(path) == ["a\nb", ({"role": "user", "content": "c"},)]
 
@@ -221,12 +221,12 @@ def test_nothing_is_cut_off(found, width):
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in text
-    for title in ("factor", "changed", "KL mean", "KL max", "× before", "own KL", "metric", "healthy", "source"):  # fmt: skip
+    for title in ("factor", "changed", "KL mean", "KL max", "× before", "own KL", "metric", "healthy", "source"):
         assert title in text, title
     assert lines[0].startswith("╭")  # the verdict is first
     assert "rollout dtype" in text
     assert "prefix caching not offered" in text
-    assert text.index("One setting changed") < text.index("What common mistakes") < text.index("Thresholds")  # fmt: skip
+    assert text.index("One setting changed") < text.index("What common mistakes") < text.index("Thresholds")
     assert "Recommended: trm_max" in text
 
 
@@ -266,7 +266,7 @@ def test_the_help_says_how_long_it_takes(run):
 def test_texts_from_elsewhere_are_shown_as_they_are(found):
     evil = "[red]x[/red]\x1b[31m"
     rows = [{**row, "factor": evil, "why": evil, "changed": evil} for row in found["factors"]]
-    text = shown({**found, "model": evil, "factors": rows, "verdict": {"level": "ok", "text": evil}}, 120)  # fmt: skip
+    text = shown({**found, "model": evil, "factors": rows, "verdict": {"level": "ok", "text": evil}}, 120)
     assert "\x1b" not in text
     assert text.count("[red]x[/red]") >= 3
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -69,7 +72,7 @@ def test_a_shell_reads_the_exit_status(folder, words, code):
 
 def test_an_interrupt_ends_with_130(folder):
     command = [sys.executable, "-u", "-m", "offdrift", "watch", "log", "--every", "0.05", "--json"]
-    with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True) as started:  # fmt: skip
+    with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         started.stdout.readline()
         started.send_signal(signal.SIGINT)
@@ -88,17 +91,52 @@ def test_the_table_of_exit_statuses_is_in_the_help_and_in_the_docs(tmp_path):
 # -- what all commands have in common -------------------------------------------------------------
 
 
-def commands() -> dict[str, set[str]]:
-    """Every command and its options."""
+def commands() -> dict[str, Any]:
+    """Every command and group of commands by its words."""
     root = get_command(app)
-    leaves = {name: c for name, c in root.commands.items() if name != "lab"}
-    leaves |= {f"lab {name}": c for name, c in root.commands["lab"].commands.items()}
-    return {name: {o for p in c.params for o in p.opts} for name, c in leaves.items()}
+    named = {"": root} | root.commands
+    return named | {f"lab {name}": c for name, c in root.commands["lab"].commands.items()}
+
+
+LEAVES = sorted(name for name in commands() if name not in ("", "lab"))
+
+
+def options(name: str) -> set[str]:
+    return {o for p in commands()[name].params for o in (*p.opts, *p.secondary_opts)}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_command_has_the_common_options(name):
+    assert {"--json", "--quiet", "-q", "--no-color"} <= options(name)
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
-def test_every_command_has_the_common_options(name):
-    assert {"--json", "--quiet", "-q", "--no-color"} <= commands()[name]
+def test_help_fits_80_columns_and_names_every_option_and_exit_status(monkeypatch, capsys, name):
+    done = command(monkeypatch, capsys, *name.split(), "--help", width=80)
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    assert done.code == 0
+    assert max(map(len, lines)) <= 80
+    for param in commands()[name].params:
+        word = param.opts[-1] if param.param_type_name == "option" else param.name
+        assert any(re.match(rf"  (-\w, )?{word}\b", line) for line in lines), f"{word} begins no row"
+    status = " ".join(done.stdout.partition("Exit status: ")[2].split())
+    told = {ExitCode(int(part.split()[0])) for part in status.split(" · ")}
+    assert told >= set(ExitCode) - {ExitCode.VERDICT}
+    decides = {"", "lab", "audit", "check", "watch", "lab bounds"}
+    assert (ExitCode.VERDICT in told) == (name in decides)
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_the_examples_in_the_help_use_options_that_exist(monkeypatch, capsys, name):
+    text = command(monkeypatch, capsys, *name.split(), "--help", width=80).stdout
+    block = text.partition("Examples\n")[2].partition("\n\n")[0]
+    examples = [part for line in block.splitlines() for part in line.split("&&")]
+    assert examples
+    for words in map(shlex.split, examples):
+        assert words[0] == "offdrift"
+        used = {w.partition("=")[0] for w in words if w.startswith("--")}
+        other = next(n for n in LEAVES if words[1:][: len(n.split())] == n.split())
+        assert used <= options(other), words
 
 
 CHEAP = (
@@ -109,6 +147,8 @@ CHEAP = (
     "bound --T 64 --delta 1e-4",
     "bound --T 64 --solve delta",
     "lab length-bias --sequences 20",
+    "methods",
+    "methods gspo",
 )
 
 
@@ -131,7 +171,7 @@ def test_with_json_stdout_is_for_a_machine(folder, monkeypatch, capsys, words):
 
 
 def test_no_color_is_plain(folder):
-    colored = shell("audit log --out audits/color", folder, FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="")  # fmt: skip
+    colored = shell("audit log --out audits/color", folder, FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="")
     plain = shell("audit log --out audits/color --no-color", folder, FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="")  # fmt: skip
     colors = ("\x1b[31", "\x1b[32", "\x1b[33", "\x1b[1;3", "\x1b[9", "\x1b[38")
     assert any(c in colored.stdout for c in colors)
@@ -139,17 +179,20 @@ def test_no_color_is_plain(folder):
 
 
 def test_a_shell_completes_commands(tmp_path):
-    done = shell("", tmp_path, _OFFDRIFT_COMPLETE="complete_bash", COMP_WORDS="offdrift co", COMP_CWORD="1")  # fmt: skip
+    done = shell("", tmp_path, _OFFDRIFT_COMPLETE="complete_bash", COMP_WORDS="offdrift co", COMP_CWORD="1")
     assert done.stdout.split() == ["compare"]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["methods"], ["methods", "gspo"]])
-def test_help_and_the_table_of_methods_do_not_wait_for_torch(words):
+@pytest.mark.parametrize(
+    "words", [["--help"], ["methods"], ["methods", "gspo"], ["bound", "--T", "64", "--delta", "1"]]
+)
+def test_help_the_table_of_methods_and_bounds_do_not_wait_for_torch(words):
     code = (
         f"import sys; sys.argv = ['offdrift', *{words}]\n"
         "from offdrift.cli import main\n"
         "try: main()\n"
-        "finally: print({'torch', 'numpy', 'pyarrow', 'transformers'} & set(sys.modules), file=sys.stderr)"
+        "finally: print({'torch', 'pyarrow', 'transformers'} & set(sys.modules), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert done.stderr.strip().splitlines()[-1] == "set()"
+    assert done.returncode == 0

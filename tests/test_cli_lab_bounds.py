@@ -25,7 +25,7 @@ def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
 
 def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
     stem = tmp_path / "deep" / "bounds"
-    done = offdrift("--pairs", "500", "--adversarial-steps", "2", "--restarts", "1", "--out", str(stem))  # fmt: skip
+    done = offdrift("--pairs", "500", "--adversarial-steps", "2", "--restarts", "1", "--out", str(stem))
     assert done.code == 0, done.stderr
     for word in ("Coupling", "Sequence KL", "Masked, ratio region", "sharp", "paper", "T=16", "T=7"):
         assert word in done.stdout, word

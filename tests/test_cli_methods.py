@@ -52,7 +52,7 @@ def test_filters_are_joined(offdrift):
     assert set(json.loads(done.stdout)) == {"vespo"}
     done = offdrift("methods", "--unit", "sequence", "--sign", "by-outcome", "--json")
     assert set(json.loads(done.stdout)) == {"topr"}
-    done = offdrift("methods", "--evidence", "exact", "--bias", "O(drift)", "--kind", "trust region masking")  # fmt: skip
+    done = offdrift("methods", "--evidence", "exact", "--bias", "O(drift)", "--kind", "trust region masking")
     assert done.code == 0
     assert {"trm_max", "trm_avg"} <= set(done.stdout.split())
     assert "trm_max_k2" not in done.stdout.split()
@@ -69,9 +69,9 @@ def test_it_fits_the_terminal(offdrift, width, words):
 def test_help_teaches_by_examples(offdrift):
     text = said(offdrift("methods", "--help").stdout)
     for words in ("offdrift methods trm_max", "offdrift methods R3", "--unit sequence --ratio full", "--json"):
-        assert words in text  # fmt: skip
+        assert words in text
     for option in ("unit", "ratio", "evidence", "sign", "stop-gradient", "bias", "kind", "reference"):
-        assert f"--{option} " in text  # fmt: skip
+        assert f"--{option} " in text
 
 
 def test_one_method_in_full(offdrift):

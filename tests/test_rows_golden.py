@@ -50,7 +50,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "changes", "loss", "grad"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])  # fmt: skip
+@pytest.mark.parametrize(("name", "changes", "loss", "grad"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_loss_and_gradient(name, changes, loss, grad):
     check(name, changes, REWARDS, loss, grad)
 
@@ -126,7 +126,7 @@ EDGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "changes", "loss", "grad"), [e[1:] for e in EDGES], ids=[e[0] for e in EDGES])  # fmt: skip
+@pytest.mark.parametrize(("name", "changes", "loss", "grad"), [e[1:] for e in EDGES], ids=[e[0] for e in EDGES])
 def test_edge_batch(name, changes, loss, grad):
     lp, advantages, leaf = fx_e()
     result = policy_loss(lp, override(METHODS[name], changes), advantages)

@@ -12,7 +12,9 @@ import torch
 from offdrift.audit import certificate_evidence as proof
 from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.counterfactual import mixed
-from offdrift.certificate import BatchEvidence, TrustRegion, certify
+from offdrift.certificate import TrustRegion
+from offdrift.certificate.batch import BatchEvidence
+from offdrift.certificate.certify import certify
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged

@@ -141,11 +141,6 @@ AUDIT = ("offdrift.cli.audit", "offdrift.audit.stream", "offdrift.audit.conclude
 """What `offdrift audit --json` imports."""
 
 
-def lines_under(folder: Path) -> int:
-    """Lines of Python under a folder."""
-    return sum(len(p.read_text(encoding="utf-8").splitlines()) for p in folder.rglob("*.py"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="print what is behind the numbers")
@@ -155,7 +150,7 @@ def main() -> None:
     table = [
         ("modules", len(c.modules), []),
         ("lines of src", sum(c.lines.values()), []),
-        ("lines of tests", lines_under(ROOT / "tests"), []),
+        ("lines of tests", sum(census(ROOT / "tests").lines.values()), []),
         ("longest file, lines", max(c.lines.values()), []),
         ("functions", functions, []),
         ("private helpers called once", f"{len(c.called_once)} ({len(c.called_once) / functions:.1%})", c.called_once),

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offdrift.certificate import BatchEvidence, TrustRegion, certify
-from offdrift.certificate.batch import COLUMNS
+from offdrift.certificate import TrustRegion
+from offdrift.certificate.batch import COLUMNS, BatchEvidence
+from offdrift.certificate.certify import certify
 from offdrift.divergence.evidence import Divergence
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.score import chunks

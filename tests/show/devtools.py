@@ -35,7 +35,7 @@ class Browser:
         ours_in, theirs_out = os.pipe()
         flags = [f for f in FLAGS if "virtual-time" not in f and "logging" not in f]
         # The shell moves the pipe's ends to the numbers that the browser expects.
-        command = [chromium(), *flags, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]  # fmt: skip
+        command = [chromium(), *flags, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
         shell = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
         self.process = subprocess.Popen(
             ["bash", "-c", shell, "bash", *command],
@@ -48,7 +48,7 @@ class Browser:
         self.events: list[dict[str, Any]] = []
         self.session = ""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]  # fmt: skip
+        self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
 
@@ -83,10 +83,10 @@ class Browser:
         self.media(dark=dark)
         self.events.clear()
         self.send("Page.navigate", url=page.as_uri())
-        self.wait("document.readyState === 'complete' && document.documentElement.dataset.drawn !== undefined")  # fmt: skip
+        self.wait("document.readyState === 'complete' && document.documentElement.dataset.drawn !== undefined")
 
     def resize(self, width: int, height: int) -> None:
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)  # fmt: skip
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def media(self, *, dark: bool = False, media: str = "") -> None:
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -94,7 +94,7 @@ class Browser:
 
     def run(self, expression: str) -> Any:
         """The value of an expression in the page."""
-        found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)  # fmt: skip
+        found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -115,7 +115,7 @@ class Browser:
         """A mouse click in the middle of the first element that matches."""
         at = self.run(f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; }})()")  # fmt: skip
         for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", clickCount=1)  # fmt: skip
+            self.send("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", clickCount=1)
 
     def console(self) -> list[str]:
         """Everything that was written to the console or went wrong since the page was opened."""
@@ -125,7 +125,7 @@ class Browser:
 
     def picture(self, path: Path, *, whole: bool = True) -> Path:
         """A PNG of the page, or of what is on the screen."""
-        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]  # fmt: skip
+        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
         return path
 

@@ -33,7 +33,7 @@ def hostile(content: Mapping[str, Any], payload: str) -> dict[str, Any]:
         if isinstance(changed.get(name), dict):
             changed[name][payload] = 1.0
     if isinstance(changed.get("source"), dict):
-        changed["source"] |= {"columns": {f"column {payload}": payload}, "paths": [f"/data/{payload}"]}  # fmt: skip
+        changed["source"] |= {"columns": {f"column {payload}": payload}, "paths": [f"/data/{payload}"]}
     for row in changed.get("steps") or []:
         row[payload] = 1.0
     for mine, its in zip(changed.get("factors") or [], content.get("factors") or []):

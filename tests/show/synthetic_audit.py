@@ -58,7 +58,7 @@ def audit(*, steps: int = 160, pairs: tuple[str, ...] = PAIRS, seed: int = 0) ->
         for k in by_step[0]
         if k not in ("step", "quantiles", "sequences", "tokens") and "max" not in k
     }
-    overall |= {f"{p}/abs_log_ratio_max": max(r[f"{p}/abs_log_ratio_max"] for r in by_step) for p in pairs}  # fmt: skip
+    overall |= {f"{p}/abs_log_ratio_max": max(r[f"{p}/abs_log_ratio_max"] for r in by_step) for p in pairs}
     return {
         "format": 1,
         "kind": "audit",
@@ -217,7 +217,7 @@ def _step(step: int, steps: int, pairs: tuple[str, ...], draw: np.random.Generat
         row |= _numbers(pair, values)
         quantiles[f"{pair}/log_ratio"] = _quantiles(values)
     lengths = draw.lognormal(6.6 + 0.5 * progress, 0.5, 400)
-    rewards = 0.1 + 0.6 / (1 + math.exp(-8 * (progress - 0.4))) - 0.4 * max(0.0, progress - 0.85) + draw.normal(0, 0.03)  # fmt: skip
+    rewards = 0.1 + 0.6 / (1 + math.exp(-8 * (progress - 0.4))) - 0.4 * max(0.0, progress - 0.85) + draw.normal(0, 0.03)
     quantiles |= {
         "response_length": _quantiles(lengths),
         "reward": {"p05": 0.0, "p50": round(rewards), "p95": 1.0, "p99": 1.0},
@@ -247,7 +247,7 @@ def _histogram(pair: str, draw: np.random.Generator) -> dict[str, Any]:
 
 def _facets(pairs: tuple[str, ...], draw: np.random.Generator) -> dict[str, Any]:
     def bucket(label: str, low: float | None, high: float | None, factor: float) -> dict[str, Any]:
-        row: dict[str, Any] = {"label": label, "low": low, "high": high, "sequences": 4096, "tokens": 5_000_000}  # fmt: skip
+        row: dict[str, Any] = {"label": label, "low": low, "high": high, "sequences": 4096, "tokens": 5_000_000}
         for pair in pairs:
             row |= _numbers(pair, _log_ratios(_drift(pair, 0.7) * factor, 3000, draw))
         return row

@@ -10,7 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from offdrift.certificate import BatchEvidence, Certificate, TrustRegion, certify
+from offdrift.certificate import Certificate, TrustRegion
+from offdrift.certificate.batch import BatchEvidence
+from offdrift.certificate.certify import certify
 from offdrift.certificate.samples import SHARES
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
@@ -105,7 +107,7 @@ def test_the_verdict_and_every_word_is_there(case: str, width: int):
     assert "…" not in text
     assert p.verdict in flat(text)
     assert f"{p.sequences:,} sequences of {p.prompts:,} prompts" in flat(text)
-    assert f"probability of error {p.alpha:g} (one policy, one look), {p.constants} constants" in flat(text)  # fmt: skip
+    assert f"probability of error {p.alpha:g} (one policy, one look), {p.constants} constants" in flat(text)
     for limit in ("T = 4", "KL <= 0.02 nat", "TV <= 0.08", "|log ratio| <= 0.4"):
         assert limit in flat(text), limit
     words = flat(text).split()
@@ -183,7 +185,7 @@ def test_a_policy_that_learned_from_the_rollouts_is_called_so(width: int):
 def test_only_a_certificate_is_green():
     def colored(p: Certificate) -> str:
         screen = io.StringIO()
-        Console(file=screen, width=120, force_terminal=True, color_system="standard").print(certificate_view(p))  # fmt: skip
+        Console(file=screen, width=120, force_terminal=True, color_system="standard").print(certificate_view(p))
         return screen.getvalue()
 
     green = "32m"
@@ -198,7 +200,7 @@ def test_words_from_elsewhere_are_text():
     p = CASES["capped"]
     g = replace(p.guarantees[0], provided=(hostile,))
     estimates = {**p.estimates, hostile: p.estimates["acceptance"]}
-    p = replace(p, assumes=frozenset({hostile}), guarantees=(g, *p.guarantees[1:]), estimates=estimates)  # fmt: skip
+    p = replace(p, assumes=frozenset({hostile}), guarantees=(g, *p.guarantees[1:]), estimates=estimates)
     words = flat(shown(p, 120)).split()
     for word in hostile.split():
         assert words.count(word) >= 3, word

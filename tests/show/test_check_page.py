@@ -13,8 +13,8 @@ from offdrift.check.page import check_headlines, factor_chart, render_check, wri
 from offdrift.check.view import threshold_rows
 from tests.show.hostile import PAYLOADS, SHOWN
 from tests.show.hostile_audit import hostile
+from tests.show.parsed import Parsed, parse
 from tests.show.synthetic_audit import SNIPPETS, check
-from tests.show.test_page import Parsed, _hash, parse
 
 ALL = "".join(PAYLOADS)
 
@@ -111,20 +111,11 @@ def test_the_three_numbers_follow_from_what_was_measured(baseline: dict, metrics
     assert [h.metric for h in check_headlines({"baseline": baseline})] == metrics
 
 
-def test_hostile_texts_are_text(good: Parsed, bad: Parsed) -> None:
-    assert {tag for tag, _ in bad.tags} <= {tag for tag, _ in good.tags}
-    names = {name for _, attributes in bad.tags for name in attributes}
-    assert names <= {name for _, attributes in good.tags for name in attributes}
+def test_hostile_texts_are_text(bad: Parsed) -> None:
     shown, text = "".join(SHOWN), "".join(bad.text)
     for place in ("SmolLM2-135M", "vllm", "0.11.0", "nat a token.", "instead of bfloat16", "dtype alone changes.", "no experts",
                   "section 4.3", "trm_max", "clean sequences", "weights.", "routing replay"):  # fmt: skip
         assert f"{place}{shown}" in text, place
-
-
-def test_the_policy_lets_only_its_own_scripts_run(bad: Parsed) -> None:
-    (policy,) = [a["content"] for tag, a in bad.tags if a.get("http-equiv") == "Content-Security-Policy"]  # fmt: skip
-    scripts = dict(part.strip().split(" ", 1) for part in policy.split(";"))["script-src"]
-    assert scripts.split() == [_hash(s) for s in bad.raw["script"][1:]]
 
 
 @pytest.mark.parametrize("value", [None, [], {}, "x", 3, [{}], [None]], ids=str)

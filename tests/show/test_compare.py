@@ -26,8 +26,8 @@ from offdrift.show.numbers import short
 from offdrift.stats.metrics import METRICS
 from tests.show.hostile import PAYLOADS, SHOWN
 from tests.show.hostile_audit import hostile
+from tests.show.parsed import parse
 from tests.show.synthetic_audit import audit, little
-from tests.show.test_page import Parsed, _hash, parse
 
 NAMES = ("baseline", "float16")
 ALL = "".join(PAYLOADS)
@@ -126,20 +126,13 @@ def test_long_runs_are_drawn_with_as_many_points_as_a_screen_shows(tmp_path: Pat
 
 
 def test_hostile_texts_and_names_are_text(pair: tuple, tmp_path: Path) -> None:
-    good = parse(write_comparison(*pair, NAMES, tmp_path / "good.html"))
     names = (f"a{ALL}", f"b{ALL}")
     bad = parse(write_comparison(*(hostile(x, ALL) for x in pair), names, tmp_path / "bad.html"))
-    assert {tag for tag, _ in bad.tags} <= {tag for tag, _ in good.tags}
-    attributes = {name for _, found in bad.tags for name in found}
-    assert attributes <= {name for _, found in good.tags for name in found}
     shown, text = "".join(SHOWN), "".join(bad.text)
     for place in ("a", "b", "outside [0.5, 5].", "same weights.", "snippet ", "/data/"):
         assert f"{place}{shown}" in text, place
     data = json.loads(bad.raw["script"][0])
     assert not any("<" in s["name"] for c in data["charts"] for s in c["series"])
-    (policy,) = [a["content"] for tag, a in bad.tags if a.get("http-equiv") == "Content-Security-Policy"]  # fmt: skip
-    scripts = dict(part.strip().split(" ", 1) for part in policy.split(";"))["script-src"]
-    assert scripts.split() == [_hash(s) for s in bad.raw["script"][1:]]
 
 
 @pytest.mark.parametrize("other", [{}, little(), dict.fromkeys(audit(steps=1), "x")], ids=["nothing", "little", "text"])  # fmt: skip
@@ -156,9 +149,3 @@ def test_the_terminal_shows_both_and_fits(pair: tuple, width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     for part in ("drifts less", "baseline  ▲ Act", "float16  ▲ Act", "mismatch/k3", "difference", "decoupled_token_icepop", "baseline → float16"):  # fmt: skip
         assert part in text, part
-
-
-def test_ids_are_unique(pair: tuple, tmp_path: Path) -> None:
-    page: Parsed = parse(write_comparison(*pair, NAMES, tmp_path / "c.html"))
-    ids = [a["id"] for _, a in page.tags if "id" in a]
-    assert len(ids) == len(set(ids)) > 60

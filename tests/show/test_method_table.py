@@ -21,7 +21,7 @@ ROWS = catalog()
 
 def printed(what, width: int, *, color: bool = False) -> str:
     screen = io.StringIO()
-    console = Console(file=screen, width=width, force_terminal=color, color_system="standard" if color else None)  # fmt: skip
+    console = Console(file=screen, width=width, force_terminal=color, color_system="standard" if color else None)
     console.print(what, highlight=False)
     return screen.getvalue()
 
@@ -68,7 +68,7 @@ def test_no_row_is_wrapped_to_death(width, most):
 @pytest.mark.parametrize("width", [w for w in WIDTHS if w >= WIDE])
 def test_columns_line_up(width):
     lines = listed(width).splitlines()
-    assert re.split(r"  +", lines[0].strip()) == ["method", "what it does", "unit", "ratio", "evidence", "bias"]  # fmt: skip
+    assert re.split(r"  +", lines[0].strip()) == ["method", "what it does", "unit", "ratio", "evidence", "bias"]
     at = lines[0].index("bias")
     row = next(line for line in lines if line.startswith("full_is"))
     assert row[at:].strip() == "none"
@@ -105,7 +105,7 @@ def test_what_looks_like_markup_is_shown():
     assert "[0.5, 5]" in listed(80, reference="IcePop")
     row = {**ROWS["none"], "summary": "a [bold]b[/bold] [/x] :smile:"}
     for width in (80, 120):
-        assert "a [bold]b[/bold] [/x] :smile:" in printed(method_list({"none": row}, width=width), width)  # fmt: skip
+        assert "a [bold]b[/bold] [/x] :smile:" in printed(method_list({"none": row}, width=width), width)
     assert "a [bold]b[/bold]" in printed(method_page(row), 80)
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, field
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -18,42 +14,8 @@ from offdrift.show.numbers import KL_EDGES, flatten, kl_level
 from offdrift.train.page import pick_samples, write_report
 from offdrift.train.stored import Arm, Sample
 from tests.show.hostile import PAYLOADS, SHOWN, write_hostile_run
+from tests.show.parsed import Parsed, parse
 from tests.show.synthetic import ARMS, write_lines, write_run
-
-
-@dataclass
-class Parsed(HTMLParser):
-    """What a browser's parser would see: tags, attributes, text, raw scripts and styles."""
-
-    tags: list[tuple[str, dict]] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    raw: dict[str, list[str]] = field(default_factory=lambda: {"script": [], "style": []})
-    inside: str = ""
-
-    def __post_init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self.inside = tag
-        if tag in self.raw:
-            self.raw[tag].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self.inside in self.raw:
-            self.raw[self.inside][-1] += data
-        else:
-            self.text.append(data)
-
-
-def parse(path: Path) -> Parsed:
-    parsed = Parsed()
-    parsed.feed(path.read_text("utf-8"))
-    parsed.close()
-    return parsed
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +26,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
     return parse(write_report(write_hostile_run(tmp_path_factory.mktemp("hostile"))))
-
-
-def test_hostile_texts_add_no_element_and_no_attribute(good: Parsed, hostile: Parsed) -> None:
-    assert {tag for tag, _ in hostile.tags} <= {tag for tag, _ in good.tags}
-    names = {name for _, attributes in hostile.tags for name in attributes}
-    assert names <= {name for _, attributes in good.tags for name in attributes}
-    assert not any(name.startswith("on") for name in names)
-    assert [tag for tag, _ in hostile.tags].count("script") == 3
-    assert [tag for tag, _ in hostile.tags].count("img") == 0
 
 
 # Where a payload stands, as text before it, and how often: once an arm, or once a payload.
@@ -98,44 +51,6 @@ def test_data_for_the_scripts_is_json_without_markup(hostile: Parsed) -> None:
     assert len(data["charts"]) == 1
     assert [len(arm) for arm in data["samples"]] == [1] * len(PAYLOADS)
     assert [row[0] for row in data["samples"][0][0]][:3] == ["1.00", "0.100", "0.0100"]
-
-
-def test_the_policy_lets_the_two_scripts_and_the_style_sheet_apply_and_nothing_else(
-    good: Parsed, hostile: Parsed
-) -> None:
-    policies = [
-        a["content"]
-        for parsed in (good, hostile)
-        for tag, a in parsed.tags
-        if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
-    ]
-    assert len(policies) == 2
-    assert policies[0] == policies[1], "the policy depends on no stored text"
-    directives = dict(part.strip().split(" ", 1) for part in policies[0].split(";"))
-    data_block, *scripts = good.raw["script"]
-    assert json.loads(data_block)["charts"]
-    assert directives["script-src"].split() == [_hash(s) for s in scripts]
-    assert directives["style-src-elem"].split() == [_hash(good.raw["style"][0]), _hash("")]
-    assert directives["default-src"] == directives["base-uri"] == directives["form-action"] == "'none'"
-    assert "unsafe-inline" not in directives["script-src"] + directives["style-src-elem"]
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def test_the_page_refers_to_nothing_outside_itself(good: Parsed) -> None:
-    links = [a[k] for _, a in good.tags for k in ("src", "href", "action", "srcset") if k in a]
-    assert links == ["data:,", "#results"]
-    assert not re.search(r"url\(|@import", good.raw["style"][0])
-
-
-def test_every_id_is_unique_and_every_reference_resolves(good: Parsed) -> None:
-    ids = [a["id"] for _, a in good.tags if "id" in a]
-    references = [a[k] for _, a in good.tags for k in ("aria-labelledby", "aria-describedby") if k in a]
-    assert len(ids) == len(set(ids))
-    assert len(references) == 9 + 10 + 5  # columns, charts, sections
-    assert set(references) <= set(ids)
 
 
 def test_the_page_shows_every_arm_sample_and_recipe_key(good: Parsed) -> None:

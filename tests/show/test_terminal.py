@@ -59,7 +59,7 @@ def test_low_acceptance_is_called_out_once():
 
 
 def test_off_a_terminal_there_are_plain_lines_now_and_then():
-    text = shown(*(Event("update", "a", i, 64, metrics={**UPDATE, "gate/acceptance_seq": 1.0}) for i in range(1, 25)))  # fmt: skip
+    text = shown(*(Event("update", "a", i, 64, metrics={**UPDATE, "gate/acceptance_seq": 1.0}) for i in range(1, 25)))
     assert len(text.splitlines()) == 3
     assert "\x1b" not in text
 

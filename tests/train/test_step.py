@@ -13,8 +13,9 @@ from accelerate import Accelerator
 
 from offdrift.advantages import advantages
 from offdrift.batch_info import BatchInfo
-from offdrift.certificate import BatchEvidence, TrustRegion, certify
-from offdrift.certificate.batch import COLUMNS
+from offdrift.certificate import TrustRegion
+from offdrift.certificate.batch import COLUMNS, BatchEvidence
+from offdrift.certificate.certify import certify
 from offdrift.engines.hf import TransformersEngine
 from offdrift.engines.score import chunks, divergences, left_right_padded, score
 from offdrift.errors import EngineError

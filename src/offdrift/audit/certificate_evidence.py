@@ -160,7 +160,9 @@ class Proof:
         """
         if self.why_not:
             return _none(self.why_not)
-        from offdrift.certificate import BatchEvidence, TrustRegion, certify  # few logs hold evidence
+        from offdrift.certificate import TrustRegion  # few logs hold evidence
+        from offdrift.certificate.batch import BatchEvidence
+        from offdrift.certificate.certify import certify
 
         rewards, longest = self.arrays["rewards"], int(self.arrays["lengths"].max())
         fits = [r for r in RANGES if r[0] <= rewards.min() and rewards.max() <= r[1]]

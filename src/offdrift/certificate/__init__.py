@@ -1,12 +1,13 @@
-"""Guarantees about an update, from the divergence of the rollout and the current policy."""
+"""Guarantees about an update, from the divergence of the rollout and the current policy.
 
-from offdrift.certificate.batch import BatchEvidence as BatchEvidence
+`certify.certify` and `batch.BatchEvidence` are imported by their modules: they need torch, the bounds do not.
+"""
+
 from offdrift.certificate.bounds import Bound as Bound
 from offdrift.certificate.bounds import all_bounds as all_bounds
 from offdrift.certificate.bounds import sequence_kl as sequence_kl
 from offdrift.certificate.bounds import tightest as tightest
 from offdrift.certificate.bounds import unified as unified
-from offdrift.certificate.certify import certify as certify
 from offdrift.certificate.confidence import bernstein as bernstein
 from offdrift.certificate.confidence import betting as betting
 from offdrift.certificate.confidence import clopper_pearson as clopper_pearson

@@ -5,13 +5,19 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
+import textwrap
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 from offdrift.cli.exit_codes import exit_codes_text
 
@@ -20,20 +26,82 @@ THEORY = "Methods and theory"
 """Panels of the help page, by the question that a command answers."""
 
 
-class _Application(typer.Typer):
-    """Typer whose help texts are the paragraphs of docstrings, wrapped at the terminal's width."""
+class _Help:
+    """Help as paragraphs and two columns, plain enough for a terminal of 80 columns.
 
-    def command(self, name: str | None = None, **options: Any) -> Callable[..., Any]:
+    A paragraph that begins with a backspace character holds examples, one a line.
+    """
+
+    LEFT = 26
+    """Widest name of an option; a longer one has a line of its own."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help of a command or of a group of commands."""
+        out = Console(highlight=False)
+        command: Any = self
+        usage = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
+        out.print(Text.assemble(("Usage: ", "bold"), usage))
+        for paragraph in (command.help or "").split("\n\n"):
+            if paragraph.startswith("\b"):
+                out.print(Text("\nExamples", style="bold"))
+                out.print(Text(textwrap.indent(paragraph[1:].strip("\n"), "  ")), soft_wrap=True)
+            else:
+                out.print(Text(f"\n{paragraph}"))
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, sub in getattr(command, "commands", {}).items():
+            sections.setdefault(sub.rich_help_panel or "Commands", []).append((name, sub.help.split("\n\n")[0]))
+        for param in command.get_params(ctx):
+            kind = "Arguments" if param.param_type_name == "argument" else "Options"
+            if record := param.get_help_record(ctx):
+                words = re.sub(r"\[default: .{1,24}\]$", lambda m: m[0].replace(" ", "\xa0"), record[1])  # on one line
+                sections.setdefault(kind, []).append((record[0].replace(" range>", ">"), words))
+        for title, rows in sections.items():
+            out.print(Text(f"\n{title}", style="bold"))
+            left = min(self.LEFT, max(len(name) for name, _ in rows))
+            for name, words in rows:
+                grid = Table.grid(padding=(0, 2, 0, 0))
+                grid.add_column(width=left)
+                grid.add_column()
+                if len(name) > left:
+                    out.print(Text(f"  {name}", style="cyan"))
+                    name = ""
+                grid.add_row(Text(name, style="cyan"), Text(words))
+                out.print(Padding(grid, (0, 0, 0, 2)))
+        if command.epilog:
+            out.print()
+            out.print(Text(command.epilog))
+
+
+class _Command(_Help, TyperCommand):
+    """A command with this help."""
+
+
+class _Group(_Help, TyperGroup):
+    """A group of commands with this help."""
+
+
+class _Application(typer.Typer):
+    """Typer whose help texts are the paragraphs of docstrings, with the exit statuses below."""
+
+    def command(self, name: str | None = None, verdict: str | None = None, **options: Any) -> Callable[..., Any]:
+        """Add a command.
+
+        Args:
+            verdict: what exit status 3 means for it.
+        """
+
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
             paragraphs = (inspect.getdoc(function) or "").split("\n\n")
             text = "\n\n".join(p if p.startswith("\b") else p.replace("\n", " ") for p in paragraphs)
-            return typer.Typer.command(self, name, help=text, **options)(function)
+            epilog = f"Exit status: {exit_codes_text(verdict)}"
+            return typer.Typer.command(self, name, cls=_Command, help=text, epilog=epilog, **options)(function)
 
         return register
 
 
 app = _Application(
     name="offdrift",
+    cls=_Group,
     help="Measure, correct and certify off-policy drift in reinforcement learning of language models.",
     epilog=f"Start with: offdrift train recipes/tiny.toml\n\nExit status: {exit_codes_text()}",
     no_args_is_help=True,
@@ -42,7 +110,9 @@ app = _Application(
 )
 lab = _Application(
     name="lab",
+    cls=_Group,
     help="Exact experiments on policies small enough to know everything about them.",
+    epilog=f"Exit status: {exit_codes_text('a bound fails (lab bounds)')}",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )

@@ -16,7 +16,7 @@ from offdrift.cli.options import Columns, Experts, FailOn, MethodName, RulesFile
 from offdrift.errors import BadValueError
 
 
-@app.command(rich_help_panel=AFTER)
+@app.command(rich_help_panel=AFTER, verdict="a finding as severe as --fail-on")
 def audit(
     logs: Annotated[
         list[str],

@@ -9,27 +9,8 @@ import typer
 
 from offdrift.cli.app import THEORY, AsJson, NoColor, Quiet, Screen, app
 
-EXAMPLES = """[bold]Examples[/]
 
-Table 1 of the Trust Region Masking paper, and what halved constants make of it:
-
-  offdrift bound --T 4096 --delta 1e-4 --eps 5e-3 --kl-seq 0.01 --tv-seq 0.05
-
-How small must the largest token KL be for an error of at most 0.1 at 8192 tokens?
-
-  offdrift bound --T 8192 --solve delta --target 0.1
-
-How long may sequences be, with a mean token KL of 1e-6 nat from the log?
-
-  offdrift bound --delta 1e-4 --kl-rate 1e-6 --solve T
-
-Every bound against the horizon, as bounds.png and bounds.html:
-
-  offdrift bound --T 4096 --delta 1e-4 --eps 5e-3 --plot bounds
-"""
-
-
-@app.command(epilog=EXAMPLES, rich_help_panel=THEORY)
+@app.command(rich_help_panel=THEORY)
 def bound(
     horizon: Annotated[int | None, typer.Option("--T", help="Horizon: tokens of the longest sequence.")] = None,
     delta: Annotated[
@@ -62,6 +43,16 @@ def bound(
     """How far can the surrogate objective be from the true return? Every proved bound, and the tightest, B*.
 
     A bound that is not below the range of the reward is vacuous: it says nothing.
+
+    The first example is Table 1 of the Trust Region Masking paper, and what halved constants make of it. --solve
+    asks backwards: how small must the largest token KL be for an error of at most 0.1 at 8192 tokens, or how long
+    may sequences be, with a mean token KL from the log? --plot draws every bound against the horizon.
+
+    \b
+    offdrift bound --T 4096 --delta 1e-4 --eps 5e-3 --kl-seq 0.01 --tv-seq 0.05
+    offdrift bound --T 8192 --solve delta --target 0.1
+    offdrift bound --delta 1e-4 --kl-rate 1e-6 --solve T
+    offdrift bound --T 4096 --delta 1e-4 --eps 5e-3 --plot bounds
     """
     from offdrift.prove.bound import answer_rows, answer_table, bound_rows, bound_table, write_bound_figure
 

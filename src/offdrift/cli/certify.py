@@ -65,15 +65,15 @@ def certify(
     policy that learned from these rollouts can not be certified by them, for instance the model of an
     arm by the rollouts of that arm. A prompt that recurs in several files counts as one draw.
 
-    Exit status 0 whether or not there is a certificate; "certified" is in the JSON.
+    The exit status does not tell whether there is a certificate; "certified" in the JSON does.
 
     \b
     offdrift certify runs/tiny/arms/trm_max
     offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
-    offdrift certify fresh/*.parquet --model checkpoints/step-200 --tau 0.05 --json
+    offdrift certify fresh/*.parquet --model checkpoints/200 --tau 0.05 --json
     """
     from offdrift.certificate import TrustRegion
-    from offdrift.certificate import certify as certificate_of
+    from offdrift.certificate.certify import certify as certificate_of
     from offdrift.prove.certify import Judged, certificate_view, judge, longest_response, newest_policy, rollout_files
     from offdrift.train.models import load_model
 

@@ -30,7 +30,10 @@ def compare(
 
     screen = Screen(as_json, quiet)
     a, b = read_audit(run_a), read_audit(run_b)
-    names = _names(run_a, run_b)
+    paths = run_a.resolve(), run_b.resolve()
+    names = paths[0].name, paths[1].name
+    if names[0] == names[1]:  # short names that differ
+        names = f"{paths[0].parent.name}/{names[0]}", f"{paths[1].parent.name}/{names[1]}"
     page = write_comparison(a, b, names, out)
     if as_json:
         screen.json(differences(a, b), indent=None)
@@ -38,11 +41,3 @@ def compare(
     screen.show(comparison_view(a, b, names, width=screen.width), "")
     screen.wrote(page=page)
     screen.next(f"open {page}", "both runs over time, in a browser")
-
-
-def _names(a: Path, b: Path) -> tuple[str, str]:
-    """Short names that differ."""
-    first, second = a.resolve(), b.resolve()
-    if first.name != second.name:
-        return first.name, second.name
-    return f"{first.parent.name}/{first.name}", f"{second.parent.name}/{second.name}"

@@ -25,11 +25,15 @@ MEANINGS = {
 }
 
 
-def exit_codes_text() -> str:
+def exit_codes_text(verdict: str | None = MEANINGS[ExitCode.VERDICT]) -> str:
     """The table as one paragraph.
 
+    Args:
+        verdict: what status 3 means for one command; None for a command without a verdict.
+
     Example:
-        >>> exit_codes_text()[:42]
-        '0 fine · 1 an error; the message says whic'
+        >>> exit_codes_text(None)[:50]
+        '0 fine · 1 an error; the message says which · 2 th'
     """
-    return " · ".join(f"{int(c)} {words}" for c, words in MEANINGS.items())
+    meanings = MEANINGS | {ExitCode.VERDICT: verdict}
+    return " · ".join(f"{int(code)} {words}" for code, words in meanings.items() if words)

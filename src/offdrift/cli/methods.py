@@ -75,3 +75,9 @@ def methods(
         screen.json(rows)
     else:
         screen.show(shown)
+    if name is None:
+        screen.next("offdrift methods NAME", "one of them, in full")
+    elif row["kind"] == "method":
+        screen.next(f"offdrift train recipes/tiny.toml --set method={row['name']}", "train with it")
+    else:
+        screen.next("offdrift methods --kind system", "all systems")

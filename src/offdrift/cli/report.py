@@ -21,6 +21,10 @@ def report(
     """Write the report.html of a run or an audit again from what it stored, and print its table.
 
     --json prints run.json or audit.json.
+
+    \b
+    offdrift report runs/tiny
+    offdrift report audits/tiny-none
     """
     screen = Screen(as_json, quiet)
     if (run / "audit.json").is_file():

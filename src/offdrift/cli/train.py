@@ -48,6 +48,11 @@ def train(
     at the end.
 
     Several GPUs: accelerate launch -m offdrift train recipes/tiny.toml
+
+    \b
+    offdrift train recipes/tiny.toml
+    offdrift train recipes/tiny.toml --set method=gspo --set lag.sync_every=4
+    offdrift train recipes/tiny.toml --resume
     """
     main_process = int(os.environ.get("RANK", "0")) == 0
     screen = Screen(as_json or not main_process, quiet or not main_process)
@@ -63,7 +68,13 @@ def train(
 
     chosen = load_recipe(recipe, changes=changes or [])
     if arms is not None:
-        chosen = _only(chosen, arms)
+        names = [a.strip() for a in arms.split(",") if a.strip()]
+        unknown = [n for n in names if n not in chosen.arms]
+        if unknown or not names:
+            raise typer.BadParameter(
+                f"{chosen.name} has the arms {', '.join(chosen.arms)}; not {', '.join(unknown) or 'none'}"
+            )
+        chosen = chosen.model_copy(update={"arms": {n: chosen.arms[n] for n in names}})
     folder = agree(_run_folder(out, chosen.name, resume) if main_process else None)
     screen.err.print(
         f"recipe [bold]{chosen.name}[/]: {len(chosen.arms)} arms of {chosen.updates} updates; "
@@ -91,16 +102,6 @@ def train(
             screen.wrote(report=page)
         first = folder / "arms" / next(iter(chosen.arms))
         screen.next(f"offdrift audit {first}", "what drifted in an arm, why, and the smallest fix")
-
-
-def _only(recipe, arms: str):
-    names = [a.strip() for a in arms.split(",") if a.strip()]
-    unknown = [n for n in names if n not in recipe.arms]
-    if unknown or not names:
-        raise typer.BadParameter(
-            f"{recipe.name} has the arms {', '.join(recipe.arms)}; not {', '.join(unknown) or 'none'}"
-        )
-    return recipe.model_copy(update={"arms": {n: recipe.arms[n] for n in names}})
 
 
 def _run_folder(out: Path | None, name: str, resume: bool) -> Path:

@@ -14,7 +14,7 @@ from offdrift.cli.options import Columns, Experts, FailOn, MethodName, RulesFile
 from offdrift.errors import BadValueError
 
 
-@app.command(rich_help_panel=DURING)
+@app.command(rich_help_panel=DURING, verdict="a finding as severe as --fail-on")
 def watch(
     run: Annotated[Path, typer.Argument(help="A run folder, one of its arms, or a log that grows.")],
     columns: Columns = None,

@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from offdrift.certificate import BatchEvidence, Certificate, TrustRegion
+from offdrift.certificate import Certificate, TrustRegion
+from offdrift.certificate.batch import BatchEvidence
 from offdrift.certificate.verdict import ONE_LOOK
 from offdrift.engines.score import chunks, divergences, score
 from offdrift.errors import RecordError

@@ -112,11 +112,9 @@ class Chart:
             for value, label in references:
                 if not math.isfinite(value) or (log and value <= 0):
                     raise BadValueError(f"chart {self.title!r}: {label!r} has no place at {value}")
-        object.__setattr__(self, "series", tuple(s for s in self.series if self._is_drawn(s)))
-
-    def _is_drawn(self, series: Series) -> bool:
-        drawn = points(self, series)
-        return any(v is not None for v in drawn["y"] or drawn["low"])
+        drawn = [(s, points(self, s)) for s in self.series]
+        kept = tuple(s for s, p in drawn if any(v is not None for v in p["y"] or p["low"]))
+        object.__setattr__(self, "series", kept)
 
     @property
     def if_empty(self) -> str:

@@ -6,8 +6,8 @@ as a snippet for the framework that wrote the log, the others behind it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -100,12 +100,18 @@ def shown(finding: Fields, framework: str = OWN) -> Shown:
         key: text(finding.get(key))
         for key in ("letter", "symptom", "explanation", "fix", "refuted_by", "confidence", "source", "method")
     }
+    step, count = number(finding.get("step")), number(finding.get("steps"))
+    when = [] if step is None else [f"first at step {step:.0f}"]
+    when += [f"at {count:.0f} step{'' if count == 1 else 's'}"] if count else []
+    stored = mapping(finding.get("snippets")).items()
+    code = {name: v.strip("\n") for name, v in stored if isinstance(v, str) and v.strip()}
+    first = [name for name in (framework, OWN) if name in code][:1]
     return Shown(
         level=severity if severity in LEVELS else "info",
         cause=CAUSES.get(cause, cause.replace("_", " ")),
-        when=_when(finding),
+        when="over the whole log" if step is None and count == 0 else ", ".join(when),
         evidence=tuple(map(_evidence, rows(finding.get("evidence")))),
-        snippets=_snippets(finding, framework),
+        snippets=tuple((name, code[name]) for name in dict.fromkeys([*first, *code])),
         **plain,
     )
 
@@ -136,18 +142,32 @@ def shown_view(s: Shown, *, width: int = 100, brief: bool = False) -> Renderable
     title = Text.assemble((f"{sign} {word}", style), "  ", (safe(s.cause), "bold"))
     if s.letter:
         title.append(f"  cause {safe(s.letter)}", style="dim")
-    parts: list[RenderableType] = [title, _indented(Text(safe(s.symptom)))] if s.symptom else [title]
-    parts += [_indented(_evidence_table(s))] if s.evidence else []
+    parts: list[RenderableType] = [Text(safe(s.symptom))] if s.symptom else []
+    if s.evidence:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for justify in ("left", "right", "left", "left"):
+            table.add_column(justify=justify, overflow="fold")
+        for metric, value, limit, source in s.evidence:
+            cells = (Text(safe(metric)), Text(safe(value), style="bold"), Text(safe(limit)))
+            table.add_row(*cells, Text(safe(source), style="dim"))
+        parts.append(table)
     if s.explanation and not brief:
-        parts.append(_indented(Text(safe(s.explanation), style="dim")))
+        parts.append(Text(safe(s.explanation), style="dim"))
     if s.fix:
-        parts.append(_indented(Text.assemble(("Fix: ", "bold green"), safe(s.fix))))
-    if brief:
-        return Group(*parts)
-    if s.snippets:
-        parts.append(_indented(_snippet_panel(*s.snippets[0], width=min(width, 110) - 2)))
-    parts += [_indented(Text(line, style="dim")) for line in _small_print(s)]
-    return Group(*parts)
+        parts.append(Text.assemble(("Fix: ", "bold green"), safe(s.fix)))
+    if s.snippets and not brief:
+        framework, code = s.snippets[0]
+        # Rules above and below and nothing beside the lines, so that they can be copied.
+        look: dict[str, Any] = {"box": box.HORIZONTALS, "border_style": "green", "padding": 0}
+        panel = Panel(Text(safe(code)), title=Text(safe(framework)), title_align="left", **look)
+        panel.width = min(width, 110) - 2
+        parts.append(panel)
+    if not brief:
+        facts = [f"confidence {s.confidence}" if s.confidence else "", s.when, s.source]
+        small = [f"Refuted by: {s.refuted_by}"] if s.refuted_by else []
+        small += [" · ".join(f for f in facts if f)] if any(facts) else []
+        parts += [Text(safe(line), style="dim") for line in small]
+    return Group(title, *(Padding(part, (0, 0, 0, 2)) for part in parts))
 
 
 def verdict_view(verdict: object, *, width: int = 100) -> RenderableType:
@@ -184,16 +204,6 @@ def safe(words: str) -> str:
     return visible(words).replace("\t", "    ")
 
 
-def _when(finding: Fields) -> str:
-    step, count = number(finding.get("step")), number(finding.get("steps"))
-    if step is None and count == 0:
-        return "over the whole log"
-    words = [] if step is None else [f"first at step {step:.0f}"]
-    if count:
-        words.append(f"at {count:.0f} step{'' if count == 1 else 's'}")
-    return ", ".join(words)
-
-
 def _evidence(row: Fields) -> tuple[str, str, str, str]:
     unit, value = text(row.get("unit")), number(row.get("value"))
     unit = f" {unit}" if unit not in ("", "1") else ""
@@ -202,45 +212,3 @@ def _evidence(row: Fields) -> tuple[str, str, str, str]:
     if value is None:
         return text(row.get("metric")), "not logged", limit, text(row.get("source"))
     return text(row.get("metric")), f"{short(value)}{unit}", limit, text(row.get("source"))
-
-
-def _snippets(finding: Fields, framework: str) -> tuple[tuple[str, str], ...]:
-    stored = mapping(finding.get("snippets")).items()
-    code = {name: v.strip("\n") for name, v in stored if isinstance(v, str) and v.strip()}
-    first = [name for name in (framework, OWN) if name in code][:1]
-    return tuple((name, code[name]) for name in dict.fromkeys([*first, *code]))
-
-
-def _small_print(s: Shown) -> Sequence[str]:
-    facts = [f"confidence {s.confidence}" if s.confidence else "", s.when, s.source]
-    lines = [f"Refuted by: {s.refuted_by}"] if s.refuted_by else []
-    if any(facts):
-        lines.append(" · ".join(f for f in facts if f))
-    return [safe(line) for line in lines]
-
-
-def _evidence_table(s: Shown) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for justify in ("left", "right", "left", "left"):
-        table.add_column(justify=justify, overflow="fold")
-    for metric, value, limit, source in s.evidence:
-        cells = (Text(safe(metric)), Text(safe(value), style="bold"), Text(safe(limit)))
-        table.add_row(*cells, Text(safe(source), style="dim"))
-    return table
-
-
-def _snippet_panel(framework: str, code: str, *, width: int) -> RenderableType:
-    """Rules above and below and nothing beside the lines, so that they can be copied."""
-    return Panel(
-        Text(safe(code)),
-        box=box.HORIZONTALS,
-        title=Text(safe(framework)),
-        title_align="left",
-        border_style="green",
-        padding=0,
-        width=width,
-    )
-
-
-def _indented(what: RenderableType) -> RenderableType:
-    return Padding(what, (0, 0, 0, 2))

@@ -151,9 +151,12 @@ def headlines(audit: Fields) -> list[Headline]:
     """
     overall, steps = mapping(audit.get("overall")), rows(audit.get("steps"))
     pair, length = main_pair(audit), length_unit(audit)
-    wanted = [*_drift(pair, overall, thresholds(audit)), *_WITHOUT_DRIFT] if pair else _WITHOUT_DRIFT
     judge = judged(mapping(audit.get("limits")))
-    wanted = [*_missing(overall, judge["missing"]), *wanted]
+    wanted = [*(_drift(pair, overall, thresholds(audit)) if pair else ()), *_WITHOUT_DRIFT]
+    # Before every number stands what it does not know of.
+    metric, title, about = max(MISSING, key=lambda row: number(overall.get(row[0])) or 0.0)
+    if judge["missing"].of(number(overall.get(metric)) or 0.0)[0] != "ok":
+        wanted.insert(0, ("missing", title, metric, about, percent))
     chosen: dict[str, Headline] = {}
     for slot, title, metric, about, write in wanted:
         value = number(overall.get(metric))
@@ -249,20 +252,10 @@ def meaning_of(metric: str, length: str = "token") -> str:
     return f"{metric} = {row.formula}{unit}. {better[row.larger_is]}".rstrip()
 
 
-def _missing(overall: Fields, judge: Judged) -> list[_Wanted]:
-    """What stands before every number that does not know of it."""
-    words = {
-        "data/unread_frac": ("Not readable", "of rows, or of bytes"),
-        "batch/unscored_frac": ("Not comparable", "of the tokens that may train"),
-    }
-    shares = {name: number(overall.get(name)) or 0.0 for name in words}
-    worst = max(shares, key=lambda name: shares[name])
-    if judge.of(shares[worst])[0] == "ok":
-        return []
-    title, about = words[worst]
-    return [("missing", title, worst, about, percent)]
-
-
+MISSING = (
+    ("data/unread_frac", "Not readable", "of rows, or of bytes"),
+    ("batch/unscored_frac", "Not comparable", "of the tokens that may train"),
+)
 _Wanted = tuple[str, str, str, str, Callable[[float | None], str]]
 
 

@@ -42,7 +42,7 @@ def render_document(
         styles: file names, one style sheet together.
     """
     style, script = ("".join((_ASSETS / file).read_text("utf-8") for file in files) for files in (styles, SCRIPTS))
-    plotly = _plotly()
+    plotly = get_plotlyjs()
     return (
         environment()
         .get_template(template)
@@ -90,7 +90,8 @@ def environment() -> Environment:
         loader=FileSystemLoader(_ASSETS),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown_as_text,
+        # The package's own markup stays as it is; any other text is shown without hidden characters.
+        finalize=lambda value: visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -113,18 +114,6 @@ def breakable(name: str) -> Markup:
         Markup('a_<wbr>b/<wbr>&lt;c&gt;')
     """
     return Markup("<wbr>").join(escape(visible(part)) for part in re.split(r"(?<=[_/])", name))
-
-
-def _shown_as_text(value: object) -> object:
-    """What jinja prints: the package's own markup as it is, any other text without hidden signs."""
-    if isinstance(value, Markup) or not isinstance(value, str):
-        return value
-    return visible(value)
-
-
-@cache
-def _plotly() -> str:
-    return get_plotlyjs()
 
 
 @cache

@@ -58,12 +58,14 @@ def stored() -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "methods.json").read_text("utf-8"))
 
 
-def _meanings(axis: str) -> dict[str, str]:
-    return stored()["words"][axis]
+def _explained(axis: str, values: list[str]) -> str:
+    """Values of an axis, one a line, each with what it means."""
+    meaning = stored()["words"][axis]
+    return "\n".join(f"{value}: {meaning[value]}" if value in meaning else value for value in values)
 
 
 def find(name: str) -> dict[str, Any]:
-    """BatchInfo of one row; case, spaces and hyphens do not matter.
+    """Facts of one row; case, spaces and hyphens do not matter.
 
     Raises: `MethodError` with names that are called alike, or rows that mention it.
 
@@ -174,27 +176,44 @@ def method_list(rows: Mapping[str, Row], *, width: int) -> RenderableType:
         width: columns; below `WIDE` a row is its name and axes, and under them what it does.
     """
     cells = {name: _cells(row, ", " if width >= WIDEST else ",\n") for name, row in rows.items()}
-    widths = _widths(cells, width)
+    # Axes get the columns that they need, the bias at least half of them, the text the rest.
+    names = max(6, *map(len, cells))
+    axes = [
+        max(len(title), *(len(line) for c in cells.values() for line in c[1 + i].plain.split("\n")))
+        for i, title in enumerate(AXES)
+    ]
+    if width < WIDEST:
+        axes[-1] = min(axes[-1], NARROW_BIAS)
+    left = width - names - sum(axes) - 2 * (len(axes) + 1)
+    widths = [names, min(left, max(12, *(len(c[0]) for c in cells.values()))), *axes]
     shown: list[RenderableType] = []
     if width >= WIDE:
         heads = [Text(title, style="dim") for title in ("method", "what it does", *AXES)]
         shown += [_grid([heads], widths), Text("─" * (sum(widths) + 2 * len(widths) - 2), style="dim")]
     for title in dict.fromkeys(row["family"] for row in rows.values()):
-        names = [name for name, row in rows.items() if row["family"] == title]
+        family = {name: cells[name] for name, row in rows.items() if row["family"] == title}
         heading = Text.assemble((title, "bold cyan"), (f"  {ABOUT.get(title, '')}", "cyan"))
-        shown += [heading, *_family(names, cells, widths, width), Text()]
+        shown += [heading, *_family(family, widths, width), Text()]
     return Group(*shown, _legend(rows))
 
 
-def _family(names: list[str], cells: Mapping[str, list[Text]], widths: list[int], width: int) -> list[RenderableType]:
-    lines = [[Text(n, style="bold"), *(c for c in cells[n] if c.plain)] for n in names]
-    if width >= WIDE and all(len(line) == 3 for line in lines):  # systems have no axes
-        tag = max(len(line[2]) for line in lines)
-        what = min(max(len(line[1]) for line in lines), width - widths[0] - tag - 4)
-        return [_grid(lines, [widths[0], what, tag])]
-    if width >= WIDE:
-        return [_grid([[Text(n, style="bold"), *cells[n]] for n in names], widths)]
-    return [part for n in names for part in _stacked(n, cells[n], widths[0], width)]
+def _family(cells: Mapping[str, list[Text]], widths: list[int], width: int) -> list[RenderableType]:
+    """The rows of one family; in a narrow terminal name and axes, then what it does."""
+    if width < WIDE:
+        stacked: list[RenderableType] = []
+        for name, (what, *others) in cells.items():
+            *axes, bias = (c.plain.replace(",\n", "+") for c in others)
+            words = [a for a in axes if a not in ("", "none")] + [f"bias {bias}"] * bool(bias)
+            first = [Text(name, style="bold"), Text(" · ".join(words), style="dim")]
+            stacked += [_grid([first], [widths[0], width - widths[0] - 2]), Padding(what, (0, 0, 0, 4))]
+        return stacked
+    lines = [[Text(n, style="bold"), *row] for n, row in cells.items()]
+    filled = [[c for c in line if c.plain] for line in lines]
+    if all(len(line) == 3 for line in filled):  # systems have no axes
+        tag = max(len(line[2]) for line in filled)
+        what = min(max(len(line[1]) for line in filled), width - widths[0] - tag - 4)
+        return [_grid(filled, [widths[0], what, tag])]
+    return [_grid(lines, widths)]
 
 
 def _cells(row: Row, joiner: str) -> list[Text]:
@@ -211,20 +230,6 @@ def _cells(row: Row, joiner: str) -> list[Text]:
     return [what, *(Text(joiner.join(w), style="dim") for w in words)]
 
 
-def _widths(cells: Mapping[str, list[Text]], width: int) -> list[int]:
-    """Columns of name, text and axes: axes get what they need, the bias at least half of it."""
-    names = max(6, *map(len, cells))
-    axes = [max(len(title), *(_longest(c[1 + i]) for c in cells.values())) for i, title in enumerate(AXES)]
-    if width < WIDEST:
-        axes[-1] = min(axes[-1], NARROW_BIAS)
-    left = width - names - sum(axes) - 2 * (len(axes) + 1)
-    return [names, min(left, max(12, *(len(c[0]) for c in cells.values()))), *axes]
-
-
-def _longest(text: Text) -> int:
-    return max(map(len, text.plain.split("\n")))
-
-
 def _grid(lines: list[list[Text]], widths: list[int]) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for w in widths:
@@ -232,14 +237,6 @@ def _grid(lines: list[list[Text]], widths: list[int]) -> Table:
     for line in lines:
         grid.add_row(*line)
     return grid
-
-
-def _stacked(name: str, cells: list[Text], names: int, width: int) -> list[RenderableType]:
-    """A row for a narrow terminal: name and axes, then what it does."""
-    _, *axes, bias = (c.plain.replace(",\n", "+") for c in cells)
-    words = [a for a in axes if a not in ("", "none")] + [f"bias {bias}"] * bool(bias)
-    first = [Text(name, style="bold"), Text(" · ".join(words), style="dim")]
-    return [_grid([first], [names, width - names - 2]), Padding(cells[0], (0, 0, 0, 4))]
 
 
 def _legend(rows: Mapping[str, Row]) -> Text:
@@ -264,99 +261,62 @@ def _legend(rows: Mapping[str, Row]) -> Text:
 
 def method_page(row: Row) -> RenderableType:
     """Everything that is known of one row."""
-    return _system_page(row) if row["kind"] == "system" else _method_page(row)
-
-
-def _method_page(row: Row) -> RenderableType:
-    parts = [(part["path"].replace(".", " "), part["formula"].removeprefix("weight ")) for part in row["parts"]]
-    parts.append(("aggregate", f"{row['aggregate']}: {_meanings('aggregate')[row['aggregate']]}"))
-    if row["settings"].get("normalizer", "sampled") != "sampled":
-        parts.append(("divided by", row["settings"]["normalizer"]))
-    if row["advantage"]:
-        parts.append(("advantage", f"{row['advantage']}, as published"))
-    return Group(
-        _title(row),
-        _section("Formulas", parts),
-        _section("What it is", _axes_in_full(row)),
-        _section("Why, and why not", _words(row)),
-        _section("Values, and what --set calls them", _settings(row)),
-        _run(row),
-    )
-
-
-def _system_page(row: Row) -> RenderableType:
-    level = [] if row["aggregate"] == "n/a" else [("works on", row["aggregate"])]
-    about = [
-        *level,
-        ("mechanism", row["mechanism"]),
-        ("importance", row["is_treatment"]),
-        ("models", {"both": "dense and MoE"}.get(row["model_class"], row["model_class"])),
-        ("against", row["target"]),
-        ("fails", row["fails"]),
-        ("status", f"{row['status']}: {_meanings('status')[row['status']]}"),
-        ("reference", row["reference"]),
-    ]
-    place = [("where", row["where"])]
-    place += [("to compute it", ", ".join(row["here"]))] if row["here"] else []
-    place.append(("watch", ", ".join(row["watch"])))
-    place.append(("correct with", ", ".join(row["related"])))
-    return Group(_title(row), _section("What it is", about), _section("What it takes", place))
-
-
-def _title(row: Row) -> Text:
-    name = Text(row["name"], style="bold")
+    status = ("status", _explained("status", [row["status"]]))
+    why = [("against", row["target"]), ("mechanism", row["mechanism"]), ("fails", row["fails"]), status]
+    title = Text(row["name"], style="bold")
     if row["kind"] == "system":
-        name.append("  a system, not a method: nothing here runs it", style="yellow")
-        return name.append(f"\n{row['title']}: {row['summary']}", style="not bold default")
-    name.append(f"  {row['family']}", style="not bold cyan")
+        title.append("  a system, not a method: nothing here runs it", style="yellow")
+        title.append(f"\n{row['title']}: {row['summary']}", style="not bold default")
+        models = {"both": "dense and MoE"}.get(row["model_class"], row["model_class"])
+        about = [("importance", row["is_treatment"]), ("models", models), *why, ("reference", row["reference"])]
+        level = [] if row["aggregate"] == "n/a" else [("works on", row["aggregate"])]
+        place = [
+            ("where", row["where"]),
+            *([("to compute it", ", ".join(row["here"]))] if row["here"] else []),
+            ("watch", ", ".join(row["watch"])),
+            ("correct with", ", ".join(row["related"])),
+        ]
+        return Group(title, _section("What it is", [*level, *about]), _section("What it takes", place))
+    title.append(f"  {row['family']}", style="not bold cyan")
     if row["experimental"]:
-        name.append("  EXPERIMENTAL: the formula is unverified", style="bold yellow")
-    return name.append(f"\n{row['summary']}", style="not bold default")
-
-
-def _axes_in_full(row: Row) -> list[tuple[str, str]]:
+        title.append("  EXPERIMENTAL: the formula is unverified", style="bold yellow")
+    title.append(f"\n{row['summary']}", style="not bold default")
+    formulas = [(part["path"].replace(".", " "), part["formula"].removeprefix("weight ")) for part in row["parts"]]
+    formulas.append(("aggregate", _explained("aggregate", [row["aggregate"]])))
+    if row["settings"].get("normalizer", "sampled") != "sampled":
+        formulas.append(("divided by", row["settings"]["normalizer"]))
+    if row["advantage"]:
+        formulas.append(("advantage", f"{row['advantage']}, as published"))
+    settings = [(f"override.{path}", shown(value)) for path, value in row["settings"].items()]
     bias = row["bias"]
     penalized = any(part["role"] == "penalty" for part in row["parts"])
     needs = [*row["needs"], *["logp_old"] * row["needs_old"], *["logp_ref"] * penalized]
-    return [
-        ("unit", _explained(row["unit"], _meanings("unit"))),
-        ("ratio", _explained(row["ratio"], RATIOS) or "none"),
+    axes = [
+        ("unit", _explained("unit", row["unit"])),
+        ("ratio", "\n".join(f"{ratio}: {RATIOS[ratio]}" for ratio in row["ratio"]) or "none"),
         ("importance", row["is_treatment"]),
-        ("evidence", _explained(row["evidence"], _meanings("evidence"))),
-        ("sign", _explained([row["sign"]], _meanings("sign"))),
-        ("stop-gradient", _explained([row["stop_gradient"]], _meanings("stop_gradient"))),
-        ("certifies", _explained([row["certifies"]], _meanings("certifies"))),
-        ("bias", "not known" if bias is None else f"{bias}: {_meanings('bias')[bias]}"),
+        ("evidence", _explained("evidence", row["evidence"])),
+        ("sign", _explained("sign", [row["sign"]])),
+        ("stop-gradient", _explained("stop_gradient", [row["stop_gradient"]])),
+        ("certifies", _explained("certifies", [row["certifies"]])),
+        ("bias", "not known" if bias is None else _explained("bias", [bias])),
         ("needs", ", ".join(sorted(needs)) or "log-probs of rollout and current policy, advantages"),
     ]
-
-
-def _explained(words: list[str], meaning: Mapping[str, str]) -> str:
-    return "\n".join(f"{word}: {meaning[word]}" if word in meaning else word for word in words)
-
-
-def _words(row: Row) -> list[tuple[str, str]]:
-    return [
-        ("against", row["target"]),
-        ("mechanism", row["mechanism"]),
-        ("fails", row["fails"]),
-        ("status", f"{row['status']}: {_meanings('status')[row['status']]}"),
-        ("reference", row["reference"]),
-    ]
-
-
-def _settings(row: Row) -> list[tuple[str, str]]:
-    return [(f"override.{path}", shown(value)) for path, value in row["settings"].items()]
-
-
-def _run(row: Row) -> Text:
-    order = ("gate", "weight", "objective")
+    # A number of the first part that has one shows how to change a value.
+    order = ["gate", "weight", "objective"]
     numbers = [p for p, v in row["settings"].items() if isinstance(v, float) and v and "." in p]
     numbers.sort(key=lambda p: [*order, p.partition(".")[0]].index(p.partition(".")[0]))
     path = numbers[0] if numbers else "aggregate"
     change = f"--set override.{path}={shown(row['settings'][path])}"
-    return Text.assemble(
-        ("\nRun it\n", "bold"), (f"  {row['command']}\n", "green"), "  and, to change a value, ", (change, "green")
+    return Group(
+        title,
+        _section("Formulas", formulas),
+        _section("What it is", axes),
+        _section("Why, and why not", [*why, ("reference", row["reference"])]),
+        _section("Values, and what --set calls them", settings),
+        Text.assemble(
+            ("\nRun it\n", "bold"), (f"  {row['command']}\n", "green"), "  and, to change a value, ", (change, "green")
+        ),
     )
 
 

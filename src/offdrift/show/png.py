@@ -72,7 +72,13 @@ def png_of(charts: Sequence[Chart], *, title: str, caption: str) -> bytes:
         figure.draw_without_rendering()  # the layout decides how far apart labels must be
         figure.set_layout_engine("none")
         for axes, texts in zip(grid, labels):
-            _spread(axes, texts)
+            # Each label at the height of its line's end, moved no further than the others demand.
+            window, right = axes.get_window_extent(), axes.get_xlim()[1]
+            sizes = [1.15 * Text.get_window_extent(t).height / window.height for t in texts]  # without the line
+            ends = [axes.transData.transform((right, t.xy[1]))[1] for t in texts]
+            places = spread([float((end - window.y0) / window.height) for end in ends], sizes)
+            for label, place in zip(texts, places):
+                label.set_position((1.035, place))
         file = io.BytesIO()
         figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
@@ -127,8 +133,17 @@ def _draw(axes: Axes, chart: Chart, colors: dict[str, str]) -> list[Annotation]:
         for series, p in zip(chart.series, shown):
             last = np.flatnonzero(~np.isnan(p["y"]))[-1]
             labels.append(_label(axes, p["x"][last], p["y"][last], series.name, colors[series.color]))
-    else:
-        _legend(axes, colors)
+    else:  # outside the axes, to the right, where it never covers data
+        legend = axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(1.02, 1.0),
+            frameon=False,
+            fontsize=8.5,
+            labelcolor=colors["ink"],
+            handlelength=2.4,
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     return labels
 
 
@@ -234,16 +249,6 @@ def _label(axes: Axes, x: float | None, y: float | int, name: str, color: str) -
     )
 
 
-def _spread(axes: Axes, labels: list[Annotation]) -> None:
-    """Put each label at the height of its line's end, moved no further than the others demand."""
-    box = axes.get_window_extent()
-    sizes = [1.15 * Text.get_window_extent(t).height / box.height for t in labels]  # without the line
-    right = axes.get_xlim()[1]
-    ends = [float((axes.transData.transform((right, t.xy[1]))[1] - box.y0) / box.height) for t in labels]
-    for label, place in zip(labels, spread(ends, sizes)):
-        label.set_position((1.035, place))
-
-
 def spread(wanted: list[float], sizes: list[float]) -> list[float]:
     """Places near the wanted ones, in the same order, where intervals of these sizes do not overlap.
 
@@ -268,20 +273,6 @@ def spread(wanted: list[float], sizes: list[float]) -> list[float]:
             places[i] = low + sizes[i] / 2
             low += sizes[i]
     return places
-
-
-def _legend(axes: Axes, colors: dict[str, str]) -> None:
-    """Outside the axes, to the right: it never covers data."""
-    legend = axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(1.02, 1.0),
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=colors["ink"],
-        handlelength=2.4,
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
 
 
 def _between_decades(axis: Axis) -> FuncFormatter:

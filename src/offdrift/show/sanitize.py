@@ -22,17 +22,12 @@ def visible(text: str) -> str:
         >>> visible("a\\u202eb")
         'a\\\\u202eb'
     """
-    return "".join(map(_visible_character, text))
+    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in HIDDEN and c not in KEPT else c for c in text)
 
 
 def visible_token(text: str) -> str:
     """A token as it is shown: a newline also as a sign, an empty token as one."""
     return visible(text).replace("\n", "↵\n") or "∅"
-
-
-def _visible_character(character: str) -> str:
-    hidden = unicodedata.category(character) in HIDDEN and character not in KEPT
-    return f"\\u{ord(character):04x}" if hidden else character
 
 
 MAX_TEXT = 4000

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from offdrift.certificate import certify
+from offdrift.certificate.certify import certify
 from offdrift.judge import load_rules
 from offdrift.methods import Method
 from offdrift.records.batch import Logged

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from offdrift.aggregate import normalizer_of
 from offdrift.batch_info import BatchInfo, Observed
-from offdrift.certificate import BatchEvidence, TrustRegion
+from offdrift.certificate import TrustRegion
+from offdrift.certificate.batch import BatchEvidence
 from offdrift.divergence.evidence import Grade
 from offdrift.engines.score import chunks, divergences, old_divergences, score
 from offdrift.errors import EngineError

@@ -71,7 +71,7 @@ const charts = (() => {
     const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
     if (chart.y_range) return { ...axis, ...(chart.log && { type: "log", dtick: 1 }), range: chart.log ? chart.y_range.map(Math.log10) : chart.y_range };
     if (chart.share) return { ...axis, range: [0, Math.max(1.04, high * 1.04)], tickformat: ".0%" };
-    if (!chart.log || !values.length) return low >= 0 ? { ...axis, rangemode: "tozero" } : axis;
+    if (!chart.log || !values.length) return low >= 0 ? { ...axis, rangemode: low < high / 2 ? "tozero" : "nonnegative" } : axis;
     // What lies eight decades below the largest is rounding: it may not press the rest into a line.
     if (high >= 1e8 * low) return { ...axis, type: "log", dtick: 1, range: [Math.log10(high) - 8, Math.log10(high) + .3] };
     return { ...axis, ...decades(low, high) };

@@ -1,0 +1,97 @@
+"""What holds of every page: it trusts no text, loads nothing, and its parts refer to each other."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from offdrift.audit.compare import write_comparison
+from offdrift.audit.page import write_audit_page
+from offdrift.check.page import write_check_page
+from offdrift.show.charts import Chart, Series
+from offdrift.show.figure import figure_page
+from offdrift.show.html import write_document
+from offdrift.train.page import write_report
+from tests.show.hostile import PAYLOADS, write_hostile_run
+from tests.show.hostile_audit import hostile
+from tests.show.parsed import Parsed, parse
+from tests.show.synthetic import write_run
+from tests.show.synthetic_audit import audit, check
+
+ALL = "".join(PAYLOADS)
+NAMES = ("report", "audit", "check", "compare", "figure")
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Parsed, Parsed]]:
+    """Every kind of page, once of plain and once of hostile texts."""
+
+    def figure(text: str, stem: Path) -> Path:
+        chart = Chart(text, text, [Series(text, [1, 2], [3.0, 4.0])], meaning=text, lines=[(1, text)])
+        return write_document(figure_page([chart], title=text, caption=text), stem)
+
+    folder = tmp_path_factory.mktemp("pages")
+    plain, bad = audit(steps=3), hostile(audit(steps=3), ALL)
+    both = {
+        "report": (write_report(write_run(folder / "run")), write_report(write_hostile_run(folder / "hostile"))),
+        "audit": (write_audit_page(plain, folder / "a"), write_audit_page(bad, folder / "b")),
+        "check": (write_check_page(check(), folder / "a"), write_check_page(hostile(check(), ALL), folder / "b")),
+        "compare": (
+            write_comparison(plain, plain, ("a", "b"), folder / "a.html"),
+            write_comparison(bad, bad, (f"a{ALL}", f"b{ALL}"), folder / "b.html"),
+        ),
+        "figure": (figure("plain", folder / "plain.html"), figure(ALL, folder / "bad.html")),
+    }
+    return {name: (parse(good), parse(other)) for name, (good, other) in both.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_texts_add_no_element_and_no_attribute(pages: dict, name: str) -> None:
+    good, bad = pages[name]
+    assert {tag for tag, _ in bad.tags} <= {tag for tag, _ in good.tags}
+    names = {attribute for _, attributes in bad.tags for attribute in attributes}
+    assert names <= {attribute for _, attributes in good.tags for attribute in attributes}
+    assert not any(attribute.startswith("on") for attribute in names)
+    assert [[tag for tag, _ in bad.tags].count(tag) for tag in ("script", "style", "img")] == [3, 1, 0]
+    block = bad.raw["script"][0]
+    assert not re.search("[<>&\u2028\u2029]", block)
+    assert json.loads(block)["charts"]
+
+
+def digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_policy_lets_the_scripts_and_the_style_sheet_apply_and_nothing_else(pages: dict, name: str) -> None:
+    policies = [
+        a["content"] for p in pages[name] for _, a in p.tags if a.get("http-equiv") == "Content-Security-Policy"
+    ]
+    assert len(policies) == 2
+    assert policies[0] == policies[1], "the policy depends on no text that was stored"
+    directives = dict(part.strip().split(" ", 1) for part in policies[0].split(";"))
+    good, _ = pages[name]
+    assert directives["script-src"].split() == [digest(s) for s in good.raw["script"][1:]]
+    assert directives["style-src-elem"].split() == [digest(good.raw["style"][0]), digest("")]
+    assert {directives[k] for k in ("default-src", "base-uri", "form-action")} == {"'none'"}
+    assert "unsafe" not in directives["script-src"] + directives["style-src-elem"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_refers_to_nothing_outside_itself_and_its_references_resolve(pages: dict, name: str) -> None:
+    for page in pages[name]:
+        links = [a[k] for _, a in page.tags for k in ("src", "href", "action", "srcset") if k in a]
+        assert all(link == "data:," or link.startswith("#") for link in links)
+        assert not re.search(r"url\(|@import", page.raw["style"][0])
+        ids = [a["id"] for _, a in page.tags if "id" in a]
+        keys = ("aria-labelledby", "aria-describedby", "aria-controls", "for")
+        references = [a[k] for _, a in page.tags for k in keys if k in a]
+        references += [link[1:] for link in links if link.startswith("#")]
+        assert len(ids) == len(set(ids))
+        assert references
+        assert set(references) <= set(ids)
