@@ -56,6 +56,8 @@ MINIMUM = "running minimum over each response"
 REASONS: dict[str, str] = {
     "clip_cov": RANK + HASH,
     "kl_cov": RANK + HASH,
+    "kl_cov_exact": RANK + HASH,
+    "ln_trm": "weights of every position in float64, two sums over each response",
     "m2po": SORT,
     "m2po_drop": SORT,
     "espo": "sorts each response's tokens by entropy; means over two groups of each",

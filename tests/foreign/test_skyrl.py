@@ -26,7 +26,7 @@ pytestmark = pytest.mark.foreign
 def theirs(monkeypatch: pytest.MonkeyPatch, process: None) -> Iterator[Any]:
     """`skyrl.backends.skyrl_train.utils.ppo_utils`."""
     real.typed_dicts(monkeypatch)
-    yield real.module("skyrl", "skyrl.backends.skyrl_train.utils.ppo_utils")
+    return real.module("skyrl", "skyrl.backends.skyrl_train.utils.ppo_utils")
 
 
 def run(loss: Any, one: Batch, config: Any) -> tuple[Tensor, Tensor]:
