@@ -24,7 +24,7 @@ if LIBC is not None:
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
-    LIBC.mallopt(M_ARENA_MAX, 1)  # threads share one heap, so that one is all there is to fill
+    LIBC.mallopt(M_ARENA_MAX, 1)  # threads that start from now on share one heap
 
 
 def interleaved_medians(arms: dict[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
