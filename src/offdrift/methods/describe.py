@@ -72,7 +72,7 @@ CERTIFIES = {
     "of the return's gain, for A = R - b(prompt) and R, b in [0, 1]",
     "no baseline": "where engine and trainer agree at equal weights and the advantage is the reward itself, the summed "
     "objective less KL_seq is a lower bound of the return's gain",
-    "region": "the masked surrogate of accepted sequences bounds the return's gain without a premise (`offdrift certify`)",
+    "region": "the masked surrogate of accepted answers bounds the return's gain without a premise: `offdrift certify`",
     "none known": "the objective looks at more than one token, or promises more than policies keep",
 }
 AGGREGATES = {

@@ -171,8 +171,8 @@ def verdict(run: Run) -> str:
     low = [f"{name} accepted {percent(share)}" for name, share in shares if share < floor]
     if low:
         outcome += (
-            f"; {_listed(low)} of its sequences, less than the {100 * floor:g} % that the Trust Region Masking paper asks "
-            "to watch for (Remark 4.3)"
+            f"; {_listed(low)} of its sequences, less than the {100 * floor:g} % that the Trust Region Masking paper "
+            "asks to watch for (Remark 4.3)"
         )
     return f"{opening}{outcome}."
 
