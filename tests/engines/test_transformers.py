@@ -139,6 +139,8 @@ def test_hidden_states_of_a_batch_drawn_in_chunks_share_one_head():
     assert whole.evidence.states.shape == (96, 64)
     gaps = deviations(whole.evidence, whole.tokens, whole.logp_rollout)
     assert gaps.max() < 1e-5
+    again = engine.rescore(whole, evidence="hidden")
+    torch.testing.assert_close(again.logp_rollout, whole.logp_rollout, atol=2e-6, rtol=0)
 
 
 def test_hidden_states_are_those_of_the_last_place_where_a_model_keeps_all(monkeypatch):

@@ -7,6 +7,7 @@ import torch
 from torch.distributions import Binomial
 
 from offdrift.errors import BadValueError, ShapeError
+from offdrift.lab import markov
 from offdrift.lab.markov import (
     Automaton,
     MarkovPolicy,
@@ -236,6 +237,8 @@ def test_a_token_of_probability_zero_is_never_drawn():
     rows = torch.tensor([[[[0.0, 0.5, 0.0, 0.5, 0.0]]]], dtype=torch.float64)
     tokens, _ = MarkovPolicy(memoryless(5), rows, 50).sample(2000, generator=_generator())
     assert sorted(set(tokens.flatten().tolist())) == [1, 3]
+    lowest = torch.zeros(1, 1, dtype=torch.float64)  # the one uniform number at which it might be
+    assert markov._draw(rows[0, 0].cumsum(-1), lowest).tolist() == [1]
 
 
 def test_kinds_of_drift():
