@@ -51,6 +51,7 @@ def test_a_mistake_is_one_message_without_a_traceback(words, code, said):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_train_interrupt_and_resume(tmp_path):
     run = tmp_path / "run"
     # Long enough that the second arm is still at it when the signal comes, on a busy machine too.

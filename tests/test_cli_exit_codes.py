@@ -70,6 +70,7 @@ def test_a_shell_reads_the_exit_status(folder, words, code):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_with_130(folder):
     command = [sys.executable, "-u", "-m", "offdrift", "watch", "log", "--every", "0.05", "--json"]
     with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True) as started:

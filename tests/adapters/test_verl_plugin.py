@@ -39,6 +39,7 @@ def child(code: str, *folders: Path, **env: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow
 def test_verl_finds_the_entry_point_registers_and_installs(tmp_path):
     """One process: light at `import verl`, then losses, estimators and the driver's side."""
     found = child(

@@ -46,6 +46,7 @@ def test_workers_give_what_one_process_gives_to_the_last_bit(log, whole, tmp_pat
     assert audit(job, plan, folder=tmp_path, run=in_processes(2)).to_bytes() == whole.to_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_ray_gives_what_one_process_gives_to_the_last_bit(log, whole, tmp_path):
     pytest.importorskip("ray")

@@ -459,6 +459,7 @@ def test_a_pair_that_is_to_be_repaired_is_not_corrected(baseline, level):
     assert advice["calibrated"]
 
 
+@pytest.mark.slow
 def test_vllm_against_transformers_for_real():
     if importlib.util.find_spec("vllm") is None:
         if os.environ.get("CI"):

@@ -47,6 +47,7 @@ def run(name, bench, pair=PAIR):
     return FACTOR[name].run(bench, pair, baseline)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["repeats", "batch", "prefix_caching"])
 def test_what_should_not_matter_is_measured_against_the_engine_itself(moe, name):
     row = run(name, moe)
@@ -66,6 +67,7 @@ def test_routing_of_the_real_engine_is_replayed(moe):
     assert row.detail["positions"] == 8 * 15 + sum(map(len, PROMPTS))
 
 
+@pytest.mark.slow
 def test_a_tied_head_that_the_reload_leaves_behind_is_named(monkeypatch):
     """Planted, because vLLM leaves it behind only where its kernels multiply with packed copies,
     which depends on the processor."""
@@ -98,6 +100,7 @@ def test_every_other_engine_is_the_same_weights_and_moves_as_its_change_should(m
     assert run("rollout_attention", moe).why == "vLLM has one attention backend on CPUs"
 
 
+@pytest.mark.slow
 def test_a_cache_in_fp8_is_not_offered_on_a_processor_without_wide_vectors(monkeypatch):
     with bench_of("dense") as bench:
         baseline = measure(bench, bench.rollouts(PAIR.rollout), PAIR.train)

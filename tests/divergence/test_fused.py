@@ -240,6 +240,7 @@ print(torch.backends.cpu.get_cpu_capability())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_f"), reason="needs two widths of vectors")
 def test_kernels_in_the_cache_serve_only_the_vectors_they_were_made_for(tmp_path):

@@ -354,6 +354,7 @@ def test_kept_scores_stay_within_their_budget():
 # Ways to run.
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 def test_compiled_and_plain_agree():

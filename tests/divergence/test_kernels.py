@@ -32,6 +32,7 @@ def assert_all_pass(done: subprocess.CompletedProcess[str], at_least: int) -> No
     assert int(counts[0][0]) >= at_least
 
 
+@pytest.mark.slow
 def test_numbers_in_the_interpreter():
     here = [str(NUMBERS), "-n", "0", "-p", "no:cacheprovider"]
     assert_all_pass(run("-m", "pytest", *here, TRITON_INTERPRET="1"), at_least=40)
@@ -76,6 +77,7 @@ def compiled_for(tmp_path_factory):
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "dtype"), [(90, "bf16"), (80, "fp32")])
 def test_every_kernel_compiles_to_machine_code_without_spilling(compiled_for, arch, dtype):
     """Layouts, types and registers, which no interpreter sees."""

@@ -88,6 +88,7 @@ def test_routes_are_those_of_every_position_in_the_order_of_the_batch(drawn):
     assert flips(truth.roll(1, 0), truth).float().mean() > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_says_the_same_in_float32_and_flips_only_near_ties_in_bfloat16(vllm_engine, drawn):
     logits = router_logits(tiny("moe"), drawn)

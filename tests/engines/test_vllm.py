@@ -17,7 +17,7 @@ from offdrift.records.rollouts import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract
 from tests.engines.models import FP8_CACHE, no_wide_vectors, tiny
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(

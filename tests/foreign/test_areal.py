@@ -43,6 +43,7 @@ class Tokenizer:
         return "".join(chr(97 + i) for i in ids)
 
 
+@pytest.mark.slow
 def test_its_dump_is_read(tmp_path: Path) -> None:
     executor = real.module("areal", "areal.infra.workflow_executor").WorkflowExecutor
     made = object.__new__(executor)

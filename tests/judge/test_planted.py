@@ -57,6 +57,7 @@ SMALL = {"task": "digits", "warm_start.steps": 0, "rollout.prompts": 8, "rollout
 REAL = {"float32": {}, "top-p 0.9": {}, "off by one": {}, "no weights arrive": {"optim.lr": 1e-2}}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_plant_is_named_first_by_the_audit_and_by_the_trainer(name, tmp_path, monkeypatch):

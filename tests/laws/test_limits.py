@@ -172,6 +172,7 @@ def test_every_row_is_of_one_form_or_the_other():
     assert {type(row.objective) for row in METHODS.values()} <= set(PUSH)
 
 
+@pytest.mark.slow
 def test_the_random_batches_reach_the_limits_of_every_row():
     """Otherwise the formulas above would agree without any gate, cap or clip at work."""
     for name, row in METHODS.items():

@@ -166,6 +166,7 @@ def test_a_line_that_is_too_long_costs_itself(tmp_path: Path) -> None:
     assert "the line has more than 4 MiB" in reason
 
 
+@pytest.mark.slow
 def test_parquet_that_decodes_to_gigabytes_is_left_out(tmp_path: Path) -> None:
     """A run of equal log-probs takes no space, and a text that is in every row is stored once."""
     n = 40_000_000

@@ -283,6 +283,7 @@ def test_rejected_siblings_count_in_the_baseline_or_not_as_asked(tmp_path):
 SUPPLIED = [name for name, row in ADVANTAGES.items() if set(row.needs) <= {"logp_old", "sum_pi_squared", "weight", "position"}]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_advantage_estimator_that_needs_no_critic_trains(tmp_path, monkeypatch):
     assert len(SUPPLIED) >= 12
     short_arms(monkeypatch)

@@ -209,6 +209,7 @@ def test_averaged_weights_follow_the_trainer_and_are_what_the_proximal_policy_is
     assert metrics[-1]["staleness/abs_log_ratio_max"] > 1e-3, "the average lags behind the trainer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "settings", "lag"),
     [
@@ -253,6 +254,7 @@ def test_a_checkpoint_without_the_weights_that_its_queue_needs_is_refused(tmp_pa
         train(recipe, tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["sampling", "second_model"])
 def test_whole_distributions_of_old_and_current_policy_are_compared(tmp_path: Path, source: str):
     """A gate on the exact KL to the old policy, and a penalty that differentiates it, act at lag."""

@@ -35,6 +35,7 @@ def worker(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_process_killed_without_warning_is_resumed_step_for_step(tmp_path):
     torch.set_num_threads(1)
     train(small_recipe(), tmp_path / "whole")
@@ -65,6 +66,7 @@ ARMS = {
 WHITENED = {"lr": 2e-4, "advantage": "reinforce_plus_plus_baseline"}
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_step_that_one_takes_on_the_same_rollouts(tmp_path, monkeypatch):
     """Each process draws and scores half of the batch; normalizers, step-wide statistics, whitening
     and learning-rate scale are of the whole."""

@@ -34,6 +34,7 @@ def run(recipe: str, folder: Path, *changes: str) -> dict:
     return json.loads((folder / "run.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @needs("vllm")
 @pytest.mark.parametrize(
