@@ -147,3 +147,24 @@ def test_trm_divides_by_all_sequences():
     assert (leaf.grad[0] == 0).all()
     torch.testing.assert_close(leaf.grad[1, :3], 0.5 * w[4:] / 2)
     assert int(MASK.sum()) == len(w)
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage", "reward", "low", "high"),
+    [
+        ("dispo", 1.0, 1.0, 0.8, 11.0),
+        ("dispo", -1.0, 1.0, 0.8, 1.2),
+        ("dispo", 1.0, 0.0, 0.9, 1.2),
+        ("dispo", -1.0, 0.0, 0.9, 101.0),
+        ("dispo_paper", 1.0, 1.0, 0.8, 11.0),
+        ("dispo_paper", -1.0, 0.0, 0.0, 101.0),
+    ],
+)
+def test_both_limits_of_dispo_act_for_each_sign_and_outcome(name, advantage, reward, low, high):
+    ratios = double([0.05, 0.5, 1.0, 5.0, 50.0, 500.0])
+    old = torch.full_like(ratios, -8.0)
+    logp = (old + ratios.log()).requires_grad_()
+    lp = LogProbs(old, Segments.from_lengths([1] * len(ratios)), logp, old)
+    batch_info = BatchInfo(rewards=torch.full_like(ratios, reward))
+    policy_loss(lp, name, torch.full_like(ratios, advantage), batch_info).loss.backward()
+    torch.testing.assert_close(logp.grad, -advantage * ratios.clamp(low, high) / len(ratios))
