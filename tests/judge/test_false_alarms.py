@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from offdrift.judge import Context, Watcher, diagnose, escalate, judge, load_rules, verdict
+from offdrift.judge.scatter import error_of_mean
 from tests.judge.histories import altered, both, clean, drift, later, without_lag
 
 SURE = {"pearson": 0.4, "prob_diff_max": 0.002, "kl": 1e-5}
@@ -222,3 +224,14 @@ def test_three_tokens_without_log_probs_are_told_live_and_once(names):
     assert (finding.rule, finding.severity, finding.step) == ("unscored_some", "watch", 10)
     assert "(3 of 1,00" in finding.evidence[0].metric
     assert [f.rule for f in watcher.conclude()] == ["unscored_some"]
+
+
+@pytest.mark.parametrize(("slow", "fast", "most"), [(0.0, 1.0, 1.5), (1.0, 0.0, 1.9), (1.0, 2.0, 1.5)])
+def test_the_error_of_a_mean_counts_noise_of_steps_and_of_blocks(slow, fast, most):
+    """Fresh noise, levels that last eight steps, and such levels under fresh noise that hides them from one step."""
+    g, ratios = np.random.default_rng(0), []
+    true = (slow**2 / 10 + fast**2 / 80) ** 0.5
+    for _ in range(60):
+        series = slow * np.repeat(g.normal(size=40), 8) + fast * g.normal(size=320)
+        ratios.append(error_of_mean(series - series.mean(), 1, 80, 8)[0] / true)
+    assert 1.0 <= np.mean(ratios) <= most
