@@ -23,7 +23,7 @@ NARROW := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 WIDE_NUMPY = from numpy._core import _multiarray_umath as n; \
 	print(*(f for f in n.__cpu_dispatch__ if n.__cpu_features__[f] and ("512" in f or f == "X86_V4")))
 QUICK_FILES := test_loss.py test_logprobs.py test_segments.py test_ratios.py test_bad_input.py engines/test_transformers.py
-NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_hidden.py)
+NUMERICAL := $(addprefix tests/,laws divergence correction objectives stats records/test_store.py)
 
 .PHONY: train train-vllm train-smollm2 test-quick test test-all test-narrow test-foreign install install-vllm install-smollm2 install-test install-foreign bench check docs census clean
 
