@@ -63,7 +63,7 @@ class PolicyScores:
             for name in first.divergences
         }
         version = None if first.version is None else placed("version")
-        return PolicyScores(*map(placed, ("logp", "entropy", "sum_pi_squared")), joined_divergences, version)
+        return PolicyScores(placed("logp"), placed("entropy"), placed("sum_pi_squared"), joined_divergences, version)
 
 
 @torch.no_grad()
@@ -89,8 +89,8 @@ def score_batch(
         piece = rollouts.select(sequences)
         scored = score(model, piece, temperature=temperature)
         evidence = divergences(piece, scored.logits, tail_log_ratio_cap=tail_log_ratio_cap) if exact else {}
-        columns = (x.float().cpu() for x in (scored.logp, scored.entropy, scored.sum_pi_squared))
-        scores = PolicyScores(*columns, named_as_old(evidence))
+        logp, entropy, squares = (x.float().cpu() for x in (scored.logp, scored.entropy, scored.sum_pi_squared))
+        scores = PolicyScores(logp, entropy, squares, named_as_old(evidence))
         parts.append((rollouts.segments.rows(sequences), scores))
     return PolicyScores.joined(parts, len(rollouts.tokens))
 

@@ -56,9 +56,11 @@ class Task(Protocol):
 
     def sample(self, n: int, *, seed: int, split: Split = "train") -> list[Problem]:
         """`n` problems of one split, a pure function of the arguments."""
+        ...
 
     def reward(self, completion: str, problem: Problem) -> float:
         """The completion's reward, in [0, 1]. Never raises, whatever the text."""
+        ...
 
 
 @dataclass(frozen=True)
