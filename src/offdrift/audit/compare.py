@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -35,7 +35,8 @@ SHARES = ("kept_tokens", "ess_frac", "kept_length_ratio")
 """What is compared of each method."""
 SAME = 1e-9
 """Relative difference below which two numbers are the same."""
-COLORS, DASH = ("arm-0", "arm-1"), ("solid", "dash")
+COLORS = ("arm-0", "arm-1")
+DASH: tuple[Literal["solid"], Literal["dash"]] = ("solid", "dash")
 METRICS_SHOWN, METHODS_SHOWN = 12, 8
 """Rows of the terminal view; the page has all."""
 TELLING = ("ess_frac", "pearson", "chi2_token")

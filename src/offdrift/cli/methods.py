@@ -69,13 +69,14 @@ def methods(
         row = find(name)
         rows, shown = {row["name"]: row}, method_page(row)
     else:
+        row = None
         rows = select(stored()["rows"], **filters)
         shown = method_list(rows, width=screen.width)
     if as_json:
         screen.json(rows)
     else:
         screen.show(shown)
-    if name is None:
+    if row is None:
         screen.next("offdrift methods NAME", "one of them, in full")
     elif row["kind"] == "method":
         screen.next(f"offdrift train recipes/tiny.toml --set method={row['name']}", "train with it")

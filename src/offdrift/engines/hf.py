@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     TemperatureLogitsWarper,
@@ -189,7 +188,7 @@ class TransformersEngine(Drawing):
         """Plain sampling behind separate filters, so that the recorder stands between the two."""
         ids, mask = left_padded(request.prompts, self.model.device)
         sampling, forced = request.sampling, request.forced
-        processors: list[LogitsProcessor] = []
+        processors: list[Any] = []
         if sampling.temperature != 1:
             processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
         if sampling.top_k:

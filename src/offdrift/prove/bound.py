@@ -220,7 +220,7 @@ def bound_table(
     """
     rows = bound_rows(horizon=horizon, reward_range=reward_range, **divergences)
     kl_rate = divergences.get("kl_rate")
-    arguments = {name: divergences.get(name) for name in ("delta", "eps", "tv_seq", "mean_tv")}
+    arguments: dict[str, Any] = {name: divergences.get(name) for name in ("delta", "eps", "tv_seq", "mean_tv")}
     arguments |= {"horizon": horizon, "kl_seq": kl_of_sequences(horizon, divergences.get("kl_seq"), kl_rate)}
     table = Table(
         box=box.SIMPLE_HEAD,

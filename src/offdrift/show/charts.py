@@ -31,7 +31,7 @@ MAX_POINTS = 2000
 """Points of a series on a page; more cannot be told apart on any screen."""
 
 PAIR_COLORS = {"mismatch": "arm-0", "full": "arm-1", "staleness": "arm-2"}
-PAIR_DASHES = {"mismatch": "solid", "full": "dash", "staleness": "dot"}
+PAIR_DASHES: dict[str, Literal["solid", "dash", "dot"]] = {"mismatch": "solid", "full": "dash", "staleness": "dot"}
 """How each pair of policies is drawn, the same in all charts."""
 
 

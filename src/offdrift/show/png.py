@@ -36,7 +36,7 @@ DASHES: dict[str, Any] = {
     "dot": (0, (1, 1.2)),
     "dash": (0, (4, 2)),
 }
-MARKERS = dict(zip(SYMBOLS, "osD^P*hp"))
+MARKERS: dict[str, str] = dict(zip(SYMBOLS, "osD^P*hp"))
 
 FONT: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -132,7 +132,7 @@ def _draw(axes: Axes, chart: Chart, colors: dict[str, str]) -> list[Annotation]:
     if _ends_at_the_right(chart, shown):
         for series, p in zip(chart.series, shown):
             last = np.flatnonzero(~np.isnan(p["y"]))[-1]
-            labels.append(_label(axes, p["x"][last], p["y"][last], series.name, colors[series.color]))
+            labels.append(_label(axes, p["x"][last].item(), p["y"][last].item(), series.name, colors[series.color]))
     else:  # outside the axes, to the right, where it never covers data
         legend = axes.legend(
             loc="upper left",

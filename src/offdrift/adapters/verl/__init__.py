@@ -190,9 +190,10 @@ def _plug_in(module: ModuleType) -> None:
         Replacements().replace(module, "apply_bypass_mode", apply, everywhere=True)
     name = environment.method()
     if "driver" not in _STATE and (name or environment.record()):
-        options = environment.options()
+        options: dict[str, Any] = environment.options()
         if name in (None, FROM_BLOCK):
-            install(**options | {"settings": {}})
+            options["settings"] = {}
+            install(**options)
         else:
             install(name, **options)
 
