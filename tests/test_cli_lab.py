@@ -1,4 +1,4 @@
-"""`offdrift lab frontier` and `lab length-bias`: what a person sees, and what a program reads."""
+"""`offdrift lab frontier`, `length-bias` and `coverage`: what a person sees, and what a program reads."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ def test_frontier_as_json_says_how_each_number_was_found(offdrift):
         (("length-bias", "--violation", "2"), "violation = 2"),
         (("length-bias", "--same-at", "5000"), "--same-at 5000"),
         (("length-bias", "--recording", "nowhere.npz"), "nowhere.npz"),
+        (("coverage", "--worlds", "benign,malign"), "'malign' is none of benign, shared-fate"),
+        (("coverage", "--alpha", "0.2"), "--alpha 0.2"),
     ],
 )
 def test_a_mistake_is_one_message(offdrift, words, said):
@@ -100,3 +102,44 @@ def test_length_bias_as_json(offdrift):
     worst = next(r for r in found if r["gate"] == "trm_max")
     assert worst["exponent"] == pytest.approx(1.0, abs=0.1)
     assert len(worst["lengths"]) == len(worst["acceptance"]) == 9
+
+
+def test_coverage_shows_each_world_and_certificate(offdrift):
+    done = offdrift("lab", "coverage", "--worlds", "benign,shared-fate", "--repetitions", "5")
+    assert done.code == 0, done.stderr
+    for word in ("benign: ", "shared-fate: ", "certificate", "by direct", "unseen", "95 % interval", "speaks"):
+        assert word in done.stdout
+    assert "interval of gain" not in done.stdout
+    assert "No certificate is" in done.stdout
+    more = offdrift("lab", "coverage", "--worlds", "benign", "--repetitions", "5", "--intervals")
+    assert "interval of gain" in more.stdout
+
+
+def test_coverage_ends_with_3_where_a_planted_mistake_is_noticed(offdrift):
+    done = offdrift("lab", "coverage", "--worlds", "shared-fate", "--repetitions", "80", "--plant", "answers", "--json")
+    assert done.code == 3
+    said = json.loads(done.stdout)
+    assert said["refuted"] == sum(row["refuted"] for row in said["rows"]) > 0
+    assert said["worlds"]["shared-fate"]["prompts"] == 64
+    row = next(r for r in said["rows"] if r["statement"] == "certificate")
+    assert row["low"] > row["alpha"] == 0.05
+    assert row["false"] == round(row["share"] * 80)
+
+
+def test_coverage_counts_what_was_drawn_before_an_interrupt(offdrift, monkeypatch):
+    from offdrift.lab import coverage
+
+    simulate = coverage.simulate
+
+    def interrupted(world, repetitions, **options):
+        yield from simulate(world, 3, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(coverage, "simulate", interrupted)
+    done = offdrift("lab", "coverage", "--json")
+    assert done.code == 130
+    said = json.loads(done.stdout)
+    assert not said["complete"]
+    assert {row["repetitions"] for row in said["rows"]} == {3}
+    assert set(said["worlds"]) == {"benign"}
+    assert "interrupted" in done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -77,10 +78,20 @@ def reward_columns(host: HostEvidence, rewards: Column, accepted: Bool[np.ndarra
     }
 
 
-def estimates(
-    host: HostEvidence, rewards: Column | None, accepted: Bool[np.ndarray, " b"], region: TrustRegion, *, alpha: float
-) -> dict[str, Estimate]:
-    """Every expectation with its interval, over prompt groups.
+class Variable(NamedTuple):
+    """What is averaged over sequences to estimate an expectation, and what is known of it beforehand."""
+
+    values: Column
+    low: float
+    high: float
+    sides: str
+    """Which ends of its interval are used: "both", "low" or "high"."""
+
+
+def variables(
+    host: HostEvidence, rewards: Column | None, accepted: Bool[np.ndarray, " b"], region: TrustRegion
+) -> dict[str, Variable]:
+    """The variable behind each of `estimates`, a number per sequence, and its range.
 
     The ranges are known beforehand: `kl_seq` and `shift` are limited by the region, which is the
     premise they serve; `prefix_kl` and `prefix_shift` stop at the region's edge whatever the policies do.
@@ -90,27 +101,40 @@ def estimates(
         rewards: in [0, 1]; None leaves out what needs them.
         accepted: sequences of the accepted region.
     """
-    horizon, most = region.horizon, region.horizon * region.delta if region.delta else 0.0
-    columns = {
-        "prefix_kl": (host["prefix_kl"], 0.0, most, "high"),
-        "prefix_shift": (host["prefix_shift"], 0.0, region.token_tv * region.total_weight, "high"),
-        "kl_seq": (host["kl_sum"], 0.0, most, "high"),
-        "shift": (host["shift"], 0.0, region.token_tv * region.total_weight, "high"),
+    most = region.horizon * region.delta if region.delta else 0.0
+    widest = region.token_tv * region.total_weight
+    result = {
+        "acceptance": Variable(accepted.astype(np.float64), 0.0, 1.0, "both"),
+        "prefix_kl": Variable(host["prefix_kl"], 0.0, most, "high"),
+        "prefix_shift": Variable(host["prefix_shift"], 0.0, widest, "high"),
+        "kl_seq": Variable(host["kl_sum"], 0.0, most, "high"),
+        "shift": Variable(host["shift"], 0.0, widest, "high"),
     }
     if rewards is not None:
         of_rewards = reward_columns(host, rewards, accepted)
-        masked = _masked_range(region)
-        columns |= {
-            "gain": (of_rewards["gain"], -1.0, RATIO_CAP - 1, "low"),
-            "surrogate": (of_rewards["surrogate"], -float(horizon), math.inf, "low"),
-            "surrogate_masked": (of_rewards["surrogate_masked"], *masked, "low"),
-            "rejected_reward": (np.where(accepted, 0.0, rewards), 0.0, 1.0, "high"),
+        result |= {
+            "gain": Variable(of_rewards["gain"], -1.0, RATIO_CAP - 1, "low"),
+            "surrogate": Variable(of_rewards["surrogate"], -float(region.horizon), math.inf, "low"),
+            "surrogate_masked": Variable(of_rewards["surrogate_masked"], *_masked_range(region), "low"),
+            "rejected_reward": Variable(np.where(accepted, 0.0, rewards), 0.0, 1.0, "high"),
         }
-    result = {"acceptance": _share_of(accepted, host, alpha * SHARES["acceptance"])}
-    for name, (x, low, high, sides) in columns.items():
+    return result
+
+
+def estimates(
+    host: HostEvidence, rewards: Column | None, accepted: Bool[np.ndarray, " b"], region: TrustRegion, *, alpha: float
+) -> dict[str, Estimate]:
+    """Every expectation with its interval, over prompt groups. Args: as in `variables`."""
+    result = {}
+    for name, x in variables(host, rewards, accepted, region).items():
         # A sum of rounded terms may pass its range's end by a rounding.
-        inside = np.clip(_shuffled(cluster_means(x, host.group_ids)), low, high)
-        result[name] = betting(inside, low=low, high=high, alpha=alpha * SHARES[name], sides=sides)
+        means = np.clip(_shuffled(cluster_means(x.values, host.group_ids)), x.low, x.high)
+        share = alpha * SHARES[name]
+        if name == "acceptance" and len(means) == len(x.values):
+            # One sequence per prompt: a binomial, whose interval is exact.
+            result[name] = clopper_pearson(int(accepted.sum()), len(means), alpha=share)
+        else:
+            result[name] = betting(means, low=x.low, high=x.high, alpha=share, sides=x.sides)
     return result
 
 
@@ -140,13 +164,6 @@ def _shuffled(means: Column) -> Column:
     shuffle keeps a drift along the files from passing for one.
     """
     return np.random.default_rng(0).permutation(means)
-
-
-def _share_of(what: Bool[np.ndarray, " b"], host: HostEvidence, alpha: float) -> Estimate:
-    means = _shuffled(cluster_means(what.astype(np.float64), host.group_ids))
-    if len(means) == len(what):  # one sequence per prompt: a binomial, whose interval is exact
-        return clopper_pearson(int(what.sum()), len(what), alpha=alpha)
-    return betting(means, alpha=alpha)
 
 
 def _masked_range(region: TrustRegion) -> tuple[float, float]:

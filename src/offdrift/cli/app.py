@@ -112,7 +112,7 @@ lab = _Application(
     name="lab",
     cls=_Group,
     help="Exact experiments on policies small enough to know everything about them.",
-    epilog=f"Exit status: {exit_codes_text('a bound fails (lab bounds)')}",
+    epilog=f"Exit status: {exit_codes_text('a bound or a certificate fails (lab bounds, coverage)')}",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )

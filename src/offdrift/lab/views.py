@@ -1,4 +1,4 @@
-"""Tables, figures and JSON of the lab's experiments: frontier, length bias, bounds."""
+"""Tables, figures and JSON of the lab's experiments: frontier, length bias, bounds, coverage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from offdrift.certificate.bounds import LABELS as BOUNDS
+from offdrift.lab.coverage import WORLDS
+from offdrift.lab.coverage import Row as Covered
 from offdrift.lab.frontier import Estimate, Verdict, conjecture, verdict
 from offdrift.lab.length_bias import Curve
 from offdrift.lab.search import Outcome, Row, of_drift, summarize
@@ -284,6 +286,48 @@ def bounds_rows(outcomes: Sequence[Outcome], attacked: Sequence[Outcome]) -> dic
             f"{low:g} to {min(high, 1):g}": _json(summarize([of_drift(o, low, high) for o in outcomes]))
             for low, high in pairwise(EDGES)
         },
+    }
+
+
+def coverage_table(title: str, rows: Sequence[Covered], *, intervals: bool = False) -> Table:
+    """How often each statement was false in a world; what offdrift does not state is dimmed.
+
+    Args:
+        intervals: also the interval of each estimate.
+    """
+    numbers = ["false", "95 % interval", "alpha", "speaks", "width"]
+    table = _table(title, left=["statement"], right=numbers)
+    for row in rows:
+        if row.statement.startswith("interval of") and not intervals:
+            continue
+        table.add_row(
+            row.statement,
+            Text(f"{row.share:.3f}", style="bold red" if row.refuted else ""),
+            f"{row.low:.3f}–{row.high:.3f}",
+            f"{row.alpha:.2g}",
+            "" if row.speaks is None else f"{row.speaks:.2f}",
+            "" if row.width is None else f"{row.width:.2g}",
+            style="" if row.claims else "dim",
+        )
+    return table
+
+
+def coverage_rows(rows: Sequence[Covered]) -> dict[str, Any]:
+    """The same, ready for JSON, with what each world is."""
+    worlds = {world.name: world for world in (make() for make in WORLDS.values())}
+    present = dict.fromkeys(row.world for row in rows)
+    return {
+        "worlds": {
+            name: {
+                "about": worlds[name].about,
+                "gain": worlds[name].gain,
+                "prompts": worlds[name].prompts,
+                "answers": worlds[name].answers,
+                "looks": worlds[name].looks,
+            }
+            for name in present
+        },
+        "rows": [row._asdict() for row in rows],
     }
 
 
