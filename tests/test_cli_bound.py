@@ -65,6 +65,28 @@ def test_each_question_is_answered():
     assert list(answers("--delta 1e-4 --solve T --constants sharp")) == ["sharp"]
 
 
+def test_bounds_beyond_the_paper_and_their_questions_backwards():
+    rows = {r["bound"]: r for r in json.loads(bound("--T 3 --delta inf --chi2 0.1 --reward-sd 0.2 --json").stdout)}
+    assert rows["variance"]["sharp"] == pytest.approx(0.2 * 0.031**0.5)
+    assert rows["unified"]["sharp"] == rows["variance"]["sharp"]
+    assert rows["variance"]["paper"] is None
+    far = "--T 1000 --delta inf --target 0.1 --solve"
+    for words, want, row in (
+        ("--T 2 --delta inf --target 0.1 --solve chi2 --reward-sd 0.2", 0.5, "variance"),
+        ("--T 2 --delta inf --target 0.1 --solve reward_sd --chi2 0.5", 0.2, "variance"),
+        (f"{far} hellinger_seq", 0.1 / 37, "sequence_hellinger"),
+        (f"{far} kl_rewarded --kl-unrewarded 0.01", 0.1, "two_sided"),
+        (f"{far} kl_unrewarded --kl-rewarded 0.01", 0.1, "two_sided"),
+    ):
+        found = answers(words)["sharp"]
+        assert (found["value"], found["attained_by"]) == (pytest.approx(want), row)
+    # .05 sqrt(2^T - 1 - T): .05 at T = 2, .1 at T = 3.
+    longest = answers("--delta inf --chi2 1 --reward-sd 0.05 --solve T --target 0.0999")["sharp"]
+    assert (longest["value"], longest["attained_by"]) == (2, "variance")
+    anything = answers("--T 2 --delta inf --target 0.1 --solve reward_sd --chi2 0.01")["sharp"]
+    assert (anything["any"], anything["value"]) == (True, None)
+
+
 def test_the_target_is_the_reward_range_unless_told():
     told = answers("--T 100 --reward-range 5 --solve delta --target 5")
     assert answers("--T 100 --reward-range 5 --solve delta") == told
@@ -77,6 +99,9 @@ def test_the_target_is_the_reward_range_unless_told():
         ("--T 0 --delta 0.1", "horizon = 0"),
         ("--T -5 --delta 0.1", "horizon = -5"),
         ("--T 10 --delta nan", "delta = nan"),
+        ("--T 10 --delta inf --chi2 -1", "chi2 = -1"),
+        ("--T 10 --delta inf --chi2 1 --reward-sd 0.6", "reward_sd = 0.6; rewards in a range of 1"),
+        ("--T 10 --delta 1 --solve reward_sd", "solving for reward_sd needs chi2"),
         ("--T 10 --delta -1", "delta = -1"),
         ("--T 10 --delta 0.1 --eps 1.5", "eps = 1.5; a total variation lies in [0, 1]"),
         ("--T 10 --delta 0.1 --reward-range 0", "reward_range = 0"),
@@ -103,6 +128,7 @@ def test_numbers_that_cannot_be_are_our_errors(words, said):
         ("--delta 0.1", "give --T"),
         ("--T 10", "give --delta"),
         ("--T 10 --delta 0.1 --target 1", "--target belongs to --solve"),
+        ("--T 10 --delta 0.1 --reward-sd 0.1", "--reward-sd belongs to --chi2"),
         ("--T 10 --delta 0.1 --solve T", "--T is given and solved for"),
         ("--T 10 --solve eps", "give --delta"),
         ("--T 10 --solve delta --plot x", "leave out --solve"),
@@ -129,7 +155,7 @@ def test_the_plot_is_two_files(tmp_path, monkeypatch):
 def test_every_example_of_the_help_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     examples = [line.strip() for line in bound("--help").stdout.splitlines() if line.startswith("  offdrift bound ")]
-    assert len(examples) == 4
+    assert len(examples) == 5
     for example in examples:
         done = bound(example.removeprefix("offdrift bound"))
         assert done.exit_code == 0, done.output

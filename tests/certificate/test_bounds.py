@@ -1,6 +1,7 @@
 """The bounds' numbers: Table 1, hand values, limits, remarks 3.7 and 3.9, monotonicity."""
 
 import math
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -110,6 +111,59 @@ def test_pointwise_by_hand():
     assert kl_capped == pytest.approx(2 * 0.05 * 3 * 0.04, rel=1e-12)
 
 
+FURTHER = {"chi2": 0.1, "reward_sd": 0.2, "hellinger_seq": 0.01, "kl_rewarded": 0.002, "kl_unrewarded": 0.03}
+
+
+def test_bounds_beyond_the_paper_by_hand():
+    known = {"horizon": 3, "delta": math.inf, "constants": "sharp"}
+    rows = {b.name: b for b in all_bounds(**known, **FURTHER)}
+    assert rows["variance"].value == pytest.approx(0.2 * math.sqrt(1.1**3 - 1 - 0.3), rel=1e-12)  # sqrt(.031)
+    assert rows["two_sided"].value == 0.03
+    assert rows["two_sided"].below == 0.002
+    assert rows["sequence_hellinger"].value == pytest.approx(0.37)
+    assert [rows[n].below for n in rows if n != "two_sided"] == [None] * (len(rows) - 1)
+    assert all(rows[n].unified for n in ("variance", "two_sided", "sequence_hellinger"))
+    # Rewards from 0 to 4 with a deviation of .8: four times as much of everything.
+    wide = {b.name: b for b in all_bounds(**known, **FURTHER | {"reward_sd": 0.8}, reward_range=4.0)}
+    for name in ("variance", "two_sided", "sequence_hellinger"):
+        assert wide[name].value == pytest.approx(4 * rows[name].value)
+    assert wide["two_sided"].below == pytest.approx(0.008)
+    # No deviation is known: half the range, the largest there is. The tilted pair of two tokens attains it.
+    half = values(horizon=2, delta=math.inf, chi2=0.01, constants="sharp")["variance"]
+    assert half == pytest.approx(0.5 * 0.01, rel=1e-12)
+    assert values(**known, chi2=math.inf)["variance"] == math.inf
+    assert values(**known, chi2=math.inf, reward_sd=0.0)["variance"] == 0
+    assert values(horizon=1, delta=math.inf, chi2=math.inf, constants="sharp")["variance"] == 0
+
+
+def test_each_bound_beyond_the_paper_is_listed_where_its_premises_are():
+    known = {"horizon": 3, "delta": 0.05}
+    assert not {"variance", "two_sided", "sequence_hellinger"} & set(values(**known, constants="sharp", reward_sd=0.1))
+    assert set(values(**known, **FURTHER)) == set(values(**known))  # the paper's constants have none of them
+    for name, row in (("chi2", "variance"), ("hellinger_seq", "sequence_hellinger"), ("kl_rewarded", "two_sided")):
+        alone = {b.name: b for b in all_bounds(**known, constants="sharp", **{name: FURTHER[name]})}
+        assert set(alone) - set(values(**known, constants="sharp")) == {row}
+    # Of a part that was not measured it is known that it is at most KL_seq = 3 * .05.
+    assert alone["two_sided"].value == pytest.approx(0.15)
+    assert alone["two_sided"].below == 0.002
+    loose = {b.name: b for b in all_bounds(**known, constants="sharp", hellinger_seq=9.0, kl_rewarded=9.0)}
+    assert loose["two_sided"].below == pytest.approx(0.15)
+    assert loose["sequence_hellinger"].value == pytest.approx(37 * 0.075)  # KL_seq / 2
+    assert loose["sequence_hellinger"].note.startswith("hellinger_seq = 9 exceeds kl_seq/2 = 0.075")
+
+
+@pytest.mark.parametrize("chi2", [1e-300, 1e-12, 1e-4, 0.00024, 0.00025, 1e-3, 0.1, 3.0])
+@pytest.mark.parametrize("horizon", [2, 3, 24, 25, 26, 4096])
+def test_the_variance_keeps_its_digits(horizon: int, chi2: float):
+    with localcontext() as context:
+        context.prec = 700  # (1 + 1e-300)^2 - 1 - 2e-300 is 1e-600
+        chi = Decimal(chi2)
+        square = (1 + chi) ** horizon - 1 - horizon * chi
+        want = square.sqrt() / 2
+    got = bounds.variance(horizon=horizon, chi2=chi2, reward_sd=0.5)
+    assert got == (math.inf if horizon * math.log1p(chi2) > 700 else pytest.approx(float(want), rel=1e-13))
+
+
 def test_one_token_is_exact_except_for_the_mixed_rows():
     got = values(horizon=1, delta=0.02, kl_seq=0.02, mean_tv=0.05)
     assert got.pop("mixed_kl") == pytest.approx(0.04)  # 4 * .1 * .1; methods table, b.T1.mixkl
@@ -176,7 +230,7 @@ def test_other_constants_are_refused():
 
 def test_sharp_halves_every_row_and_adds_its_own():
     paper, sharp = values(**SMALL), values(**SMALL, constants="sharp")
-    assert set(sharp) - set(paper) == bounds.BEYOND == {"pointwise", "sequence_kl"}
+    assert set(sharp) - set(paper) == bounds.BEYOND - {"two_sided", "variance", "sequence_hellinger"}
     assert sharp["sequence_kl"] == SMALL["kl_seq"]
     assert {n: 2 * sharp[n] for n in paper} == pytest.approx(paper)
     assert len(paper) == 10
@@ -192,7 +246,7 @@ def test_the_unified_bound_is_the_minimum_of_the_papers_six():
     rows = all_bounds(**SMALL)  # type: ignore[arg-type]
     assert sorted(b.name for b in rows if b.unified) == sorted(SIX)
     sharp = all_bounds(**SMALL, constants="sharp")  # type: ignore[arg-type]
-    assert sorted(b.name for b in sharp if b.unified) == sorted([*SIX, *bounds.BEYOND])
+    assert sorted(b.name for b in sharp if b.unified) == sorted([*SIX, "pointwise", "sequence_kl"])
     for six in range(6):
         marked = [_bound(n, 0.5 if i == six else 1.0) for i, n in enumerate(SIX)]
         assert tightest([_bound("classical_tv", 0.1, unified=False), *marked]).name == SIX[six]
@@ -225,8 +279,9 @@ def known(draw: st.DrawFn) -> dict:
     seed = draw(st.integers(0, 2**16))
     mean_tv = eps * np.random.default_rng(seed).random(horizon)
     return {
-        "horizon": horizon, "delta": delta, "eps": eps,
-        "kl_seq": kl_seq, "tv_seq": tv_seq, "mean_tv": mean_tv,
+        "horizon": horizon, "delta": delta, "eps": eps, "kl_seq": kl_seq, "tv_seq": tv_seq, "mean_tv": mean_tv,
+        "chi2": 10 ** draw(st.floats(-8, 1)), "reward_sd": 0.5 * draw(share), "hellinger_seq": draw(share) * kl_seq,
+        "kl_rewarded": draw(share) * kl_seq, "kl_unrewarded": draw(share) * kl_seq,
     }  # fmt: skip
 
 
@@ -282,12 +337,25 @@ def test_order_of_the_rows(k: dict):
 @many
 def test_more_drift_never_lowers_a_bound(k: dict, factor: float):
     wider = {n: factor * k[n] for n in ("eps", "tv_seq", "mean_tv")}
-    more = {"delta": factor**2 * k["delta"], "kl_seq": factor**2 * k["kl_seq"]}
+    squares = ("delta", "kl_seq", "chi2", "hellinger_seq", "kl_rewarded", "kl_unrewarded")
+    more = {n: factor**2 * k[n] for n in squares} | {"reward_sd": min(0.5, factor * k["reward_sd"])}
     capped = {n: np.minimum(v, 1.0) if n == "mean_tv" else min(v, 1.0) for n, v in wider.items()}
     before, after = values(**k, constants="sharp"), values(**k | more | capped, constants="sharp")
     longer = k | {"horizon": k["horizon"] + 1, "mean_tv": np.concatenate([k["mean_tv"], [0.0]])}
     extended = values(**longer, constants="sharp")
-    assert len(before) == 12
+    assert len(before) == 15
     for name, value in before.items():
         assert after[name] >= value * (1 - 1e-12), name
         assert extended[name] >= value * (1 - 1e-12), name
+
+
+@given(known(), st.sampled_from(["delta", "eps", "kl_seq", *FURTHER]), st.floats(1.0, 1.0 + 1e-9) | st.floats(1.0, 9.0))
+@many
+def test_one_larger_premise_never_lowers_a_bound(k: dict, name: str, factor: float):
+    """What `inverse.largest` bisects on: each premise by itself, by a rounding or by much."""
+    most = {"eps": 1.0, "reward_sd": 0.5}.get(name, math.inf)
+    before = values(**k, constants="sharp")
+    after = values(**k | {name: min(most, factor * k[name])}, constants="sharp")
+    assert len(after) == 15
+    for row, value in before.items():
+        assert after[row] >= value * (1 - 4e-15), row

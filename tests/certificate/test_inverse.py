@@ -68,9 +68,34 @@ def test_closed_answers():
     assert far == pytest.approx(3.0, rel=1e-11), "more than the 2 nats at which Pinsker ends"
 
 
+def test_closed_answers_of_bounds_beyond_the_paper():
+    # Two tokens: sd chi = target. (Coupling is chi/2 there, and larger.)
+    known = {"target": 0.1, "horizon": 2, "delta": INF}
+    assert largest("chi2", **known, reward_sd=0.2) == pytest.approx(0.5, rel=1e-11)
+    assert largest("reward_sd", **known, chi2=0.5) == pytest.approx(0.2, rel=1e-11)
+    assert largest("chi2", **known, reward_sd=1e-6) == pytest.approx(1e5, rel=1e-11)  # far above what TV can feel
+    # Three: sd^2 (chi^3 + 3 chi^2) = target^2 at chi = .1, sd = .2.
+    goal = 0.2 * math.sqrt(0.031)
+    assert largest("chi2", target=goal, horizon=3, delta=INF, reward_sd=0.2) == pytest.approx(0.1, rel=1e-11)
+    # In a range of 5, deviations are five times as large, and so is the target.
+    wide = largest("reward_sd", target=5 * goal, horizon=3, delta=INF, chi2=0.1, reward_range=5)
+    assert wide == pytest.approx(1.0, rel=1e-11)
+    assert largest("reward_sd", target=2.0, horizon=2, delta=INF, chi2=0.1) == 0.5  # any
+    # 37 H = target, and the larger of two parts = target.
+    assert largest("hellinger_seq", target=0.37, horizon=1000, delta=INF) == pytest.approx(0.01, rel=1e-11)
+    far = {"target": 0.1, "horizon": 1000, "delta": INF}
+    assert largest("kl_rewarded", **far, kl_unrewarded=0.05) == pytest.approx(0.1, rel=1e-11)
+    assert largest("kl_unrewarded", **far, kl_rewarded=0.05) == pytest.approx(0.1, rel=1e-11)
+    assert largest("kl_unrewarded", **far, kl_rewarded=0.2) == 0  # that part alone is too much
+    # sd sqrt(2^T - 1 - T) is sd times 1, 2 and sqrt(11) at two, three and four tokens.
+    assert vacuous_horizon(delta=INF, chi2=1.0, reward_sd=0.05, target=0.0499) == 2
+    assert vacuous_horizon(delta=INF, chi2=1.0, reward_sd=0.05, target=0.0999) == 3
+    assert vacuous_horizon(delta=INF, chi2=1.0, reward_sd=0.05, target=0.101) == 4  # .05 * sqrt(11)
+
+
 @st.composite
 def questions(draw: st.DrawFn) -> tuple[str, dict]:
-    parameter = draw(st.sampled_from(["delta", "eps", "kl_seq"]))
+    parameter = draw(st.sampled_from(inverse.PARAMETERS))
     horizon = draw(st.integers(2, 2000))
     known: dict = {
         "delta": 10 ** draw(st.floats(-8, 1)),
@@ -78,7 +103,15 @@ def questions(draw: st.DrawFn) -> tuple[str, dict]:
         "kl_seq": draw(st.none() | st.floats(1e-6, 3)),
         "tv_seq": draw(st.none() | st.floats(1e-5, 1)),
         "constants": draw(st.sampled_from(["paper", "sharp"])),
+        "chi2": draw(st.none() | st.floats(1e-8, 3)),
+        "reward_sd": draw(st.none() | st.floats(1e-3, 0.5)),
+        "hellinger_seq": draw(st.none() | st.floats(1e-6, 3)),
+        "kl_rewarded": draw(st.none() | st.floats(1e-6, 3)),
+        "kl_unrewarded": draw(st.none() | st.floats(1e-6, 3)),
     }
+    needed = inverse.NEEDS.get(parameter)
+    if needed is not None and known[needed] is None:
+        known[needed] = 1e-3
     known[parameter] = None
     if draw(st.booleans()):  # a mean is never above the maximum that is known
         limit = known["eps"] or 1.0
@@ -98,10 +131,14 @@ def test_the_answer_is_the_last_value_that_keeps_the_target(question: tuple, tar
             tried["mean_tv"] = np.minimum(tried["mean_tv"], tried["eps"])
         return best(**tried).value
 
-    assert got > 0
+    most = {"eps": 1.0, "reward_sd": 0.5}.get(parameter, INF)
+    if got == 0:  # only where another premise is too much by itself
+        assert parameter in ("kl_rewarded", "kl_unrewarded", "hellinger_seq", "chi2", "reward_sd")
+        assert bound(1e-150) > target
+        return
     assert bound(got) <= target
-    if got < (1.0 if parameter == "eps" else INF):
-        assert bound(min(got * (1 + 1e-9), 1.0 if parameter == "eps" else INF)) > target
+    if got < most:
+        assert bound(min(got * (1 + 1e-9), most)) > target
 
 
 def test_any_value_works_and_none_does():
@@ -137,6 +174,9 @@ def test_whole_numbers_are_numbers():
         ({"parameter": "tv_seq"}, MethodError, "parameter='tv_seq' is not one of"),
         ({"parameter": "delta", "delta": 0.1}, BadValueError, "delta is given and solved for"),
         ({"parameter": "eps"}, BadValueError, "solving for eps needs delta"),
+        ({"parameter": "reward_sd", "delta": 1.0}, BadValueError, "solving for reward_sd needs chi2"),
+        ({"parameter": "kl_rewarded", "delta": 1.0}, BadValueError, "needs kl_unrewarded: no bound depends on"),
+        ({"chi2": -1.0}, BadValueError, "chi2 = -1.0; a chi-squared divergence is never negative"),
         ({"target": -1.0}, BadValueError, "target = -1.0; an error is not negative"),
         ({"target": NAN}, BadValueError, "target = nan"),
         ({"target": INF}, BadValueError, "target = inf"),

@@ -41,6 +41,15 @@ def test_unknown_kl_leaves_the_tv_alone():
         ("kl_seq", NAN),
         ("tv_seq", 1.5),
         ("tv_seq", NAN),
+        ("chi2", -0.1),
+        ("chi2", NAN),
+        ("reward_sd", -0.1),
+        ("reward_sd", 0.51),
+        ("reward_sd", NAN),
+        ("hellinger_seq", -0.1),
+        ("hellinger_seq", NAN),
+        ("kl_rewarded", -0.1),
+        ("kl_unrewarded", NAN),
     ],
 )
 def test_impossible_numbers_are_refused_by_name(field: str, value: float):
@@ -88,3 +97,39 @@ def test_a_kl_rounded_to_zero_does_not_stop_a_run():
     assert p.eps == 0
     assert set(p.notes) == {"eps", "mean_tv"}
     assert premises(horizon=3, delta=0.0, mean_tv=0.25).mean_tv == 0
+
+
+def test_premises_beyond_table_1():
+    p = premises(horizon=8, delta=0.1)
+    assert (p.chi2, p.reward_sd, p.hellinger_seq, p.kl_rewarded, p.kl_unrewarded) == (None, 0.5, None, None, None)
+    assert premises(horizon=8, delta=0.1, reward_range=6).reward_sd == 3
+    assert premises(horizon=8, delta=0.1, reward_sd=2.5, reward_range=6).reward_sd == 2.5
+    with pytest.raises(BadValueError, match=r"reward_sd = 3.1; rewards in a range of 6 have .* of at most 3"):
+        premises(horizon=8, delta=0.1, reward_sd=3.1, reward_range=6)
+    # TV <= sqrt(chi2)/2, the nearer of the two limits; chi-squared follows from no other divergence.
+    p = premises(horizon=8, delta=0.02, chi2=0.01, eps=0.3)
+    assert p.eps == pytest.approx(0.05)
+    assert p.notes["eps"] == "eps = 0.3 exceeds sqrt(chi2)/2 = 0.05, which holds too and was used"
+    assert premises(horizon=8, delta=0.02, chi2=1.0).eps == pytest.approx(0.1)
+    assert premises(horizon=8, delta=INF, chi2=INF).eps == 1
+    # Either part of KL_seq is at most all of it.
+    p = premises(horizon=8, delta=0.02, kl_unrewarded=0.05)
+    assert (p.kl_rewarded, p.kl_unrewarded, p.notes) == (pytest.approx(0.16), 0.05, {})
+    # H^2 <= TV and H^2 <= KL/2.
+    assert premises(horizon=8, delta=INF, eps=0.1, hellinger_seq=7.0).hellinger_seq == pytest.approx(0.8)
+    assert premises(horizon=8, delta=0.02, eps=0.1, hellinger_seq=7.0).hellinger_seq == pytest.approx(0.08)
+
+
+def test_hellinger_s_distance_is_below_tv_and_half_of_kl():
+    """The two inequalities by which `hellinger_seq` is tightened, on pairs near, far, and without common support."""
+    g = np.random.default_rng(0)
+    mu, pi = (g.dirichlet(np.full(4, 0.3), size=2000) for _ in "ab")
+    pi[:500] = 0.999 * mu[:500] + 0.001 * pi[:500]
+    pi[500:1000, 0] = 0.0
+    pi[500:1000] /= pi[500:1000].sum(1, keepdims=True)
+    distance = ((np.sqrt(mu) - np.sqrt(pi)) ** 2).sum(1) / 2
+    with np.errstate(divide="ignore"):
+        kl = (mu * np.log(mu / pi)).sum(1)
+    assert (distance <= np.abs(mu - pi).sum(1) / 2 + 1e-15).all()
+    assert (distance <= kl / 2 + 1e-15).all()
+    assert np.isinf(kl).sum() == 500

@@ -21,7 +21,7 @@ COMMANDS = [line.split("#")[0].strip() for line in PAGE.splitlines() if line.sta
 
 def test_its_snippets_and_commands_are_all_run():
     assert len(SNIPPETS) == 3
-    assert len(COMMANDS) == 4
+    assert len(COMMANDS) == 5
 
 
 @pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))

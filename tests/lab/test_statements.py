@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offdrift.certificate.hellinger import CONSTANT
+from offdrift.certificate.bounds import HELLINGER
 from offdrift.lab.pairs import FAMILIES
 from offdrift.lab.policy import TabularPolicy, weights_by_sequence
 from offdrift.lab.statements import STATEMENTS, all_sides, hellinger_sum
@@ -24,7 +24,7 @@ EXPECTED = {
     "trained objectives: truncated weights": 0.5,
     "trained objectives: no weights": 0.5,
     "trained objectives: truncated weights, no baseline": 0.5,
-    "Hellinger": 2.0 / CONSTANT,
+    "Hellinger": 2.0 / HELLINGER,
 }
 """A share of each bound that some pair reaches, so that a smaller constant would be refuted."""
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def test_table_1_is_printed_to_every_digit():
 
 def test_rows_are_the_bounds():
     rows = {r["bound"]: r for r in bound_rows(**TABLE_1, mean_tv=1e-3, reward_range=2.0)}
-    assert list(rows) == list(LABELS)
+    assert list(rows) == [name for name in LABELS if name not in ("two_sided", "variance", "sequence_hellinger")]
     compared = 0
     for constants in ("paper", "sharp"):
         for b in all_bounds(**TABLE_1, mean_tv=1e-3, reward_range=2.0, constants=constants):
@@ -70,6 +71,31 @@ def test_rows_are_the_bounds():
     assert [n for n, r in rows.items() if "sharp" in r["attains"]] == ["sequence_kl"]
     assert rows["unified"]["paper"] == rows["mixed_tv"]["paper"]
     assert rows["unified"]["sharp"] == rows["sequence_kl"]["sharp"]
+
+
+FURTHER = {"chi2": 2.5e-4, "reward_sd": 0.22, "hellinger_seq": 2.5e-3, "kl_rewarded": 5e-4, "kl_unrewarded": 9.5e-3}
+
+
+def test_rows_beyond_the_paper_are_shown_with_their_premises():
+    rows = {r["bound"]: r for r in bound_rows(**TABLE_1, mean_tv=1e-3, **FURTHER)}
+    assert list(rows) == list(LABELS)
+    # (1 + chi)^T at T chi = 1.024: e^(4096 log 1.00025) - 2.024
+    want = 0.22 * (math.exp(4096 * math.log1p(2.5e-4)) - 2.024) ** 0.5
+    assert rows["variance"]["sharp"] == pytest.approx(want, rel=1e-9)
+    assert rows["sequence_hellinger"]["sharp"] == pytest.approx(0.0925)
+    assert (rows["two_sided"]["sharp"], rows["two_sided"]["below"]) == (9.5e-3, 5e-4)
+    assert [n for n, r in rows.items() if "sharp" in r["attains"]] == ["two_sided"]
+    for width in (80, 120):
+        text = shown(width=width, **TABLE_1, **FURTHER, narrow=width < 96)
+        assert max(map(len, text.splitlines())) <= width
+        words = " ".join(text.split())
+        assert "max χ² = 0.00025 sd(R) = 0.22 ΣH² = 0.0025 E[RΣk3] = 0.0005 nats E[(1−R)Σk3] = 0.0095 nats" in words
+        assert "B* = 0.0095 with sharp constants (Two-sided), 4.096 with the paper's (Mixed TV)" in words
+        assert "From below alone: J(π) − J(μ) ≥ L′ − 0.0005 (Two-sided)." in words
+        assert "KL_seq, TV_seq, ΣH², E[RΣk3] and E[(1−R)Σk3] at every T." in words
+    assert "From below" not in shown(**TABLE_1, **FURTHER, constants=["paper"])
+    assert "sd(R) = 0.5 (derived)" in shown(horizon=8, delta=0.1, chi2=0.1)
+    assert "sd(R)" not in shown(horizon=8, delta=0.1, hellinger_seq=0.1)
 
 
 def test_the_worst_case_adaptive_row_never_attains_the_minimum():

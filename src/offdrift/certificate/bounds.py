@@ -13,8 +13,8 @@ measured one, which is smaller, keeps the lower bound J(pi) - J(mu) >= L' - B), 
 At T = 2 the sharp constants are attained, so they cannot be improved in general. Names: T horizon,
 delta and eps the largest token KL and TV, kl_seq and tv_seq those of whole sequences, mean_tv the
 mean TV per position; all are limits, checked and completed by `premises`. The functions for one
-bound are its formula and check nothing. Two bounds are not in the paper: `pointwise`, and
-`sequence_kl`, which needs none of the maxima.
+bound are its formula and check nothing. Those of `BEYOND` are not in the paper; `sequence_kl`, `two_sided`
+and `sequence_hellinger` need none of the maxima.
 
 Reference: Li et al., arXiv:2512.23075v5, Sections 3.1-3.4 and Table 1.
 """
@@ -30,7 +30,7 @@ from jaxtyping import Float
 
 from offdrift.certificate.inequalities import pinsker, total_shift, weighted_shift
 from offdrift.certificate.premises import Number, premises
-from offdrift.errors import BadValueError, MethodError
+from offdrift.errors import MethodError
 
 CONSTANTS = {"paper": 4.0, "sharp": 2.0}
 """Factor of the product of advantage factor and context shift."""
@@ -117,6 +117,80 @@ def sequence_kl(*, horizon: int, kl_seq: float, constants: str = "sharp") -> flo
     return kl_seq
 
 
+def two_sided(*, horizon: int, kl_rewarded: float, kl_unrewarded: float, constants: str = "sharp") -> float:
+    """Both sides of the identity behind `sequence_kl`, with the KL of sequences split by the reward. Not in the paper.
+
+        -E_mu[R sum_t k3(w_t)] <= Error <= E_mu[(1 - R) sum_t k3(w_t)],   k3(u) = u - 1 - log u
+
+    for R in [0, 1]. The two parts add up to KL_seq. A lower bound on the gain needs the first alone: where
+    one answer in twenty is right, that is a small part of KL_seq.
+
+    Args:
+        kl_rewarded: E_mu[R sum_t k3(w_t)], nats.
+        kl_unrewarded: E_mu[(1 - R) sum_t k3(w_t)], nats.
+
+    Example:
+        >>> two_sided(horizon=4096, kl_rewarded=0.001, kl_unrewarded=0.009)
+        0.009
+    """
+    return max(kl_rewarded, kl_unrewarded)
+
+
+def variance(*, horizon: int, chi2: float, reward_sd: float, constants: str = "sharp") -> float:
+    """The reward's standard deviation times that of what the surrogate leaves out. Not in the paper.
+
+        |Error| <= sd_mu(R) sqrt((1 + chi)^T - 1 - T chi)
+
+    w - 1 - sum_t (w_t - 1) = sum_t (w_{<t} - 1)(w_t - 1) is a sum of martingale differences, whose second
+    moments are E_mu[(w_{<t} - 1)^2 chi2(c_t)] <= ((1 + chi)^(t-1) - 1) chi; Cauchy-Schwarz. Below T chi = 1
+    it is about sd T chi / sqrt(2), beyond exponential.
+
+    Args:
+        chi2: chi, the maximum over contexts of E_mu[w_t^2 | c] - 1.
+        reward_sd: standard deviation of the reward under the rollout policy, at most 1/2.
+
+    Example:
+        >>> round(variance(horizon=3, chi2=0.1, reward_sd=0.2), 9)  # 1.331 - 1 - 0.3 = 0.031
+        0.035213634
+    """
+    if horizon == 1 or 0 in (chi2, reward_sd):
+        return 0.0
+    log_growth = horizon * math.log1p(chi2)
+    if log_growth > 700:
+        return math.inf
+    if horizon * chi2 >= 1:
+        return reward_sd * math.sqrt(math.expm1(log_growth) - horizon * chi2)
+    # The difference would cancel: its series sum_(k >= 2) C(T, k) chi^k has only positive terms.
+    term, terms = horizon * chi2, []
+    for k in range(2, min(horizon, 24) + 1):
+        term *= (horizon - k + 1) / k * chi2
+        terms.append(term)
+    return reward_sd * math.sqrt(math.fsum(terms))
+
+
+HELLINGER = 37.0
+"""Largest |Error| / sum_t E_mu[H^2(c_t)] that the proof in docs/certificates.md allows; search reaches 4.6."""
+
+
+def sequence_hellinger(*, horizon: int, hellinger_seq: float, constants: str = "sharp") -> float:
+    """Hellinger's distance of tokens, summed over a sequence: no trust region, no support. Not in the paper.
+
+        |Error| <= 37 sum_t E_mu[H^2(c_t)],   H^2(c) = 1 - sum_y sqrt(mu(y|c) pi(y|c))
+
+    for any two policies. KL(mu || pi) is infinite as soon as pi cannot draw one token that mu can (a
+    filtered current policy); H^2 is at most 1. For small drift H^2 is a quarter of KL, so that this bound
+    is about nine times `sequence_kl`: it is worth having where KL is infinite or large on rare contexts.
+
+    Args:
+        hellinger_seq: sum over positions of the mean squared Hellinger distance, in [0, T].
+
+    Example:
+        >>> round(sequence_hellinger(horizon=4096, hellinger_seq=0.0025), 6)
+        0.0925
+    """
+    return HELLINGER * hellinger_seq
+
+
 # -- data-dependent bounds, Section 3.3 -------------------------------------------------------
 
 MeanTV = Float[np.ndarray, " t"] | float
@@ -181,6 +255,8 @@ class Row:
     """Whether the unified bound takes the minimum over it too."""
     closed: Callable[..., float] | None = None
     """The closed form above the exact sum, where the paper gives one."""
+    below: str | None = None
+    """The premise that alone bounds L' - (J(pi) - J(mu)), where the two sides of the error differ."""
 
 
 ROWS = {
@@ -200,10 +276,13 @@ ROWS = {
     "adaptive": Row(adaptive, ("delta", "eps", "mean_tv"), "TV + KL", "data", "eq. 20"),
     "pointwise": Row(pointwise, ("delta", "eps", "kl_seq", "tv_seq"), "TV + KL", "T", "eq. 10"),
     "sequence_kl": Row(sequence_kl, ("kl_seq",), "KL", "data", ""),
+    "two_sided": Row(two_sided, ("kl_rewarded", "kl_unrewarded"), "KL by reward", "data", "", below="kl_rewarded"),
+    "variance": Row(variance, ("chi2", "reward_sd"), "χ²", "exp T", ""),
+    "sequence_hellinger": Row(sequence_hellinger, ("hellinger_seq",), "Hellinger", "data", ""),
 }
 """Every bound, in the order of Table 1; then those of `BEYOND`."""
 
-BEYOND = frozenset({"pointwise", "sequence_kl"})
+BEYOND = frozenset({"pointwise", "sequence_kl", "two_sided", "variance", "sequence_hellinger"})
 """Bounds that are not in the paper: only with sharp constants."""
 
 
@@ -224,11 +303,13 @@ class Bound:
     """The paper's closed form, never below the exact `value`."""
     note: str = ""
     """Which premises were tightened, and why."""
+    below: float | None = None
+    """J(pi) - J(mu) >= L' - below, where one side of the error has a bound of its own; else `value` is both's."""
 
     def scaled(self, factor: float) -> Bound:
         """The same for rewards in a range of size `factor`."""
-        closed = None if self.closed_form is None else factor * self.closed_form
-        return replace(self, value=factor * self.value, closed_form=closed)
+        closed, below = (None if x is None else factor * x for x in (self.closed_form, self.below))
+        return replace(self, value=factor * self.value, closed_form=closed, below=below)
 
 
 def all_bounds(
@@ -241,6 +322,7 @@ def all_bounds(
     mean_tv: Float[np.ndarray, " t"] | Number | None = None,
     constants: str = "paper",
     reward_range: Number = 1.0,
+    **beyond: Number | None,
 ) -> list[Bound]:
     """Every bound on |J(pi) - J(mu) - L'(pi)| that the given divergences allow.
 
@@ -253,6 +335,8 @@ def all_bounds(
         mean_tv: mean TV per position, or one number for all; absent, no adaptive rows.
         constants: "paper", or "sharp": half of them, and the rows of `BEYOND` too.
         reward_range: largest minus smallest possible reward.
+        beyond: premises of bounds that are not in the paper, each of which is left out if its own are
+            absent: `chi2` and `reward_sd`, `hellinger_seq`, `kl_rewarded` and `kl_unrewarded`, as in `premises`.
 
     Returns: one `Bound` per row, in the order of Table 1.
 
@@ -268,20 +352,33 @@ def all_bounds(
     """
     if constants not in CONSTANTS:
         raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
-    reward_range = float(reward_range)
-    if not 0 < reward_range < math.inf:
-        raise BadValueError(f"reward_range = {reward_range}; give largest minus smallest reward")
-    limits = premises(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq, mean_tv=mean_tv)
+    limits = premises(
+        horizon=horizon,
+        delta=delta,
+        eps=eps,
+        kl_seq=kl_seq,
+        tv_seq=tv_seq,
+        mean_tv=mean_tv,
+        reward_range=reward_range,
+        **beyond,
+    )
+    unit = replace(limits, reward_sd=limits.reward_sd / reward_range)  # formulas are about rewards in [0, 1]
     bounds = []
     for name, row in ROWS.items():
-        if ("mean_tv" in row.uses and mean_tv is None) or (name in BEYOND and constants == "paper"):
+        inputs = {field: getattr(unit, field) for field in ("horizon", *row.uses)}
+        if None in inputs.values() or (name in BEYOND and constants == "paper"):
             continue
-        inputs = {field: getattr(limits, field) for field in ("horizon", *row.uses)}
         notes = (limits.notes[field] for field in row.uses if field in limits.notes)
-        closed = row.closed and reward_range * row.closed(**inputs, constants=constants)
-        value = reward_range * row.formula(**inputs, constants=constants)
         about = (row.route, row.scaling, row.equation, row.unified)
-        bounds.append(Bound(name, value, *about, closed_form=closed, note="; ".join(notes)))
+        bound = Bound(
+            name,
+            row.formula(**inputs, constants=constants),
+            *about,
+            closed_form=row.closed and row.closed(**inputs, constants=constants),
+            note="; ".join(notes),
+            below=row.below and inputs[row.below],
+        )
+        bounds.append(bound.scaled(float(reward_range)))
     return bounds
 
 
@@ -303,6 +400,7 @@ def unified(
     mean_tv: Float[np.ndarray, " t"] | Number | None = None,
     constants: str = "paper",
     reward_range: Number = 1.0,
+    **beyond: Number | None,
 ) -> Bound:
     """The unified bound B*, as the row that attains it; `L' - B* > 0` certifies improvement.
 
@@ -329,6 +427,7 @@ def unified(
             mean_tv=mean_tv,
             constants=constants,
             reward_range=reward_range,
+            **beyond,
         )
     )
 
@@ -346,6 +445,9 @@ LABELS = {
     "adaptive": "Adaptive",
     "pointwise": "Pointwise",
     "sequence_kl": "Sequence KL",
+    "two_sided": "Two-sided",
+    "variance": "Variance",
+    "sequence_hellinger": "Hellinger",
     "unified": "Unified B*",
 }
 """Names of the bounds on the screen."""

@@ -20,8 +20,11 @@ from offdrift.certificate.inequalities import pinsker, route_ends
 from offdrift.certificate.premises import premises
 from offdrift.errors import BadValueError, check_choice
 
-PARAMETERS = ("delta", "eps", "kl_seq")
+PARAMETERS = ("delta", "eps", "kl_seq", "chi2", "reward_sd", "hellinger_seq", "kl_rewarded", "kl_unrewarded")
 """What `largest` can solve for."""
+
+NEEDS = {"reward_sd": "chi2", "kl_rewarded": "kl_unrewarded", "kl_unrewarded": "kl_rewarded"}
+"""Premises without which no bound depends on what is solved for."""
 
 LONGEST = 10**12
 """Horizons that `vacuous_horizon` looks at, in tokens."""
@@ -41,6 +44,7 @@ def largest(
     mean_tv: MeanTV = None,
     constants: str = "sharp",
     reward_range: float | int = 1.0,
+    **beyond: float | int | None,
 ) -> float:
     """The largest divergence for which B* stays at or below a target.
 
@@ -50,13 +54,14 @@ def largest(
     inequality and the chain rule. A `mean_tv` above the eps that is tried is lowered to it.
 
     Args:
-        parameter: "delta" (nats), "eps" or "kl_seq" (nats, of whole sequences).
+        parameter: one of `PARAMETERS`: "delta" (nats), "eps", "kl_seq" (nats, of whole sequences), or a premise
+            of a bound that is not in the paper.
         target: largest error that is acceptable, in units of the reward.
         horizon: tokens of the longest sequence T.
         delta: maximum over contexts of the token KL, nats; needed unless it is solved for.
-        eps, kl_seq, tv_seq, mean_tv, constants, reward_range: as in `all_bounds`.
+        eps, kl_seq, tv_seq, mean_tv, constants, reward_range, beyond: as in `all_bounds`.
 
-    Returns: the value, to a relative 1e-12 and never too large. `inf` (1 for eps) says that any
+    Returns: the value, to a relative 1e-12 and never too large. `largest_possible` says that any
         value does: the other premises alone keep B* at the target. 0 says that none above 1e-150 does.
 
     Raises: `MethodError` for another parameter; `BadValueError` for a target that is negative or
@@ -70,11 +75,14 @@ def largest(
         '2.862e-07'
     """
     check_choice("parameter", parameter, PARAMETERS)
-    others: dict[str, Any] = {"delta": delta, "eps": eps, "kl_seq": kl_seq}
-    if others.pop(parameter) is not None:
+    others: dict[str, Any] = {"delta": delta, "eps": eps, "kl_seq": kl_seq, **beyond}
+    if others.pop(parameter, None) is not None:
         raise BadValueError(f"{parameter} is given and solved for; leave it out")
     if parameter != "delta" and delta is None:
         raise BadValueError(f"solving for {parameter} needs delta; inf if no KL is known")
+    needed = NEEDS.get(parameter)
+    if needed is not None and others.get(needed) is None:
+        raise BadValueError(f"solving for {parameter} needs {needed}: no bound depends on {parameter} alone")
     if not 0 <= target < math.inf:
         raise BadValueError(f"target = {target}; an error is not negative, and finite")
     fixed: dict[str, Any] = {"horizon": horizon, "tv_seq": tv_seq, "constants": constants}
@@ -88,12 +96,23 @@ def largest(
         rows = all_bounds(**fixed, **tried, mean_tv=mean, reward_range=reward_range)
         return tightest(rows).value <= target
 
-    if parameter == "eps":
-        return 1.0 if within(1.0) else _last_within(within, 1.0)
-    if within(math.inf):
-        return math.inf
-    # beyond: TV is 1, and KL_seq above the target
-    return _last_within(within, 2 * max(1.0, target / reward_range))
+    most = largest_possible(parameter, reward_range)
+    if within(most):
+        return most
+    high = min(most, 2 * max(1.0, target / reward_range))  # beyond: TV is 1, and KL_seq above the target
+    while within(high):  # where a small factor (the reward's deviation) lets a premise be larger
+        high *= 2
+    return _last_within(within, high)
+
+
+def largest_possible(parameter: str, reward_range: float | int) -> float:
+    """The largest value that one of `PARAMETERS` can have; infinite for most.
+
+    Example:
+        >>> largest_possible("eps", 1), largest_possible("reward_sd", 1), largest_possible("delta", 1)
+        (1.0, 0.5, inf)
+    """
+    return {"eps": 1.0, "reward_sd": reward_range / 2}.get(parameter, math.inf)
 
 
 def vacuous_horizon(
@@ -107,21 +126,23 @@ def vacuous_horizon(
     target: float | int | None = None,
     constants: str = "sharp",
     reward_range: float | int = 1.0,
+    **beyond: float | int | None,
 ) -> int | None:
     """The shortest horizon at which B* is vacuous.
 
         min { T : B*(T) >= target },  target = the range of the reward by default
 
     What does not depend on the horizon (delta, eps, one mean TV for all positions) holds at each.
-    A sequence's divergence does depend on it: a given `kl_seq` or `tv_seq` is taken as a limit at
-    every T, `kl_rate` lets KL_seq = T kl_rate grow, and without either it is T delta.
+    A sequence's divergence does depend on it: a given `kl_seq` or `tv_seq` (and of the premises beyond the
+    paper those of sequences) is taken as a limit at every T, `kl_rate` lets KL_seq = T kl_rate grow, and
+    without either it is T delta.
 
     Args:
         delta, eps, kl_seq, tv_seq: as in `all_bounds`.
         kl_rate: mean token KL, nats per token; instead of `kl_seq`.
         mean_tv: one mean TV for all positions.
         target: smallest error at which the bound counts as vacuous.
-        constants, reward_range: as in `all_bounds`.
+        constants, reward_range, beyond: as in `all_bounds`.
 
     Returns: tokens; None if the bound stays below the target up to 10^12 tokens.
 
@@ -139,7 +160,7 @@ def vacuous_horizon(
         raise BadValueError(f"target = {level}; give an error above 0")
     if isinstance(mean_tv, np.ndarray) and mean_tv.ndim:
         raise BadValueError(f"mean_tv has {mean_tv.size} positions and no continuation; give one number for all")
-    fixed: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
+    fixed: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv, **beyond}
 
     def useful(horizon: int) -> bool:
         grown = kl_of_sequences(horizon, kl_seq, kl_rate)

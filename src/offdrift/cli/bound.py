@@ -14,7 +14,7 @@ from offdrift.cli.app import THEORY, AsJson, NoColor, Quiet, Screen, app
 def bound(
     horizon: Annotated[int | None, typer.Option("--T", help="Horizon: tokens of the longest sequence.")] = None,
     delta: Annotated[
-        float | None, typer.Option(help="Largest token KL(rollout || current), nat; inf if only TV is known.")
+        float | None, typer.Option(help="Largest token KL(rollout || current), nat; inf if it is not known.")
     ] = None,
     eps: Annotated[float | None, typer.Option(help="Largest token TV; default sqrt(delta/2).")] = None,
     kl_seq: Annotated[float | None, typer.Option(help="KL of whole sequences, nat; default T delta.")] = None,
@@ -23,10 +23,28 @@ def bound(
     ] = None,
     tv_seq: Annotated[float | None, typer.Option(help="TV of whole sequences; default sqrt(kl-seq/2).")] = None,
     mean_tv: Annotated[float | None, typer.Option(help="Mean TV per position, for the adaptive rows.")] = None,
+    chi2: Annotated[
+        float | None, typer.Option(help="Largest token χ²(current || rollout), E[ratio²] − 1; adds the variance row.")
+    ] = None,
+    reward_sd: Annotated[
+        float | None, typer.Option(help="Standard deviation of the reward, for --chi2; default half its range.")
+    ] = None,
+    hellinger_seq: Annotated[
+        float | None,
+        typer.Option(help="Squared Hellinger distance of a token, summed over a sequence: finite where KL is not."),
+    ] = None,
+    kl_rewarded: Annotated[
+        float | None,
+        typer.Option(help="k3 = ratio − 1 − log ratio, summed over a sequence and averaged with weight R, nat."),
+    ] = None,
+    kl_unrewarded: Annotated[
+        float | None, typer.Option(help="The same with weight 1 − R. Both add up to the KL of whole sequences.")
+    ] = None,
     reward_range: Annotated[float, typer.Option(help="Largest minus smallest possible reward.")] = 1.0,
     constants: Annotated[Literal["both", "paper", "sharp"], typer.Option(help="Which constants are shown.")] = "both",
     solve: Annotated[
-        Literal["delta", "eps", "kl_seq", "T"] | None,
+        Literal["delta", "eps", "kl_seq", "T", "chi2", "reward_sd", "hellinger_seq", "kl_rewarded", "kl_unrewarded"]
+        | None,
         typer.Option(help="The inverse question: the largest such value whose tightest bound B* is within the target."),
     ] = None,
     target: Annotated[
@@ -52,6 +70,7 @@ def bound(
     offdrift bound --T 4096 --delta 1e-4 --eps 5e-3 --kl-seq 0.01 --tv-seq 0.05
     offdrift bound --T 8192 --solve delta --target 0.1
     offdrift bound --delta 1e-4 --kl-rate 1e-6 --solve T
+    offdrift bound --T 500 --delta inf --chi2 1e-4 --reward-sd 0.22
     offdrift bound --T 4096 --delta 1e-4 --eps 5e-3 --plot bounds
     """
     from offdrift.prove.bound import answer_rows, answer_table, bound_rows, bound_table, write_bound_figure
@@ -65,14 +84,21 @@ def bound(
         "kl_rate": kl_rate,
         "tv_seq": tv_seq,
         "mean_tv": mean_tv,
+        "chi2": chi2,
+        "reward_sd": reward_sd,
+        "hellinger_seq": hellinger_seq,
+        "kl_rewarded": kl_rewarded,
+        "kl_unrewarded": kl_unrewarded,
         "reward_range": reward_range,
     }
     if horizon is None and solve != "T":
         raise typer.BadParameter("how many tokens has the longest sequence? give --T")
     if delta is None and solve != "delta":
-        raise typer.BadParameter("give --delta, the largest token KL; inf if only TV is known")
+        raise typer.BadParameter("give --delta, the largest token KL; inf if it is not known")
+    if reward_sd is not None and chi2 is None and solve != "chi2":
+        raise typer.BadParameter("--reward-sd belongs to --chi2: only the variance row depends on it")
     if solve is None and target is not None:
-        raise typer.BadParameter("--target belongs to --solve delta, eps, kl_seq or T")
+        raise typer.BadParameter("--target belongs to --solve")
     if solve is not None and plot is not None:
         raise typer.BadParameter("--plot draws the bounds of given divergences; leave out --solve")
     if solve is not None:

@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from offdrift.certificate.bounds import unified
-from offdrift.certificate.hellinger import CONSTANT
+from offdrift.certificate.bounds import HELLINGER, unified
 from offdrift.lab.policy import TabularPolicy, divergences, token_kl, weights_by_sequence
 
 TIS_CAP = 1.2
@@ -219,7 +218,7 @@ def hellinger(mu: TabularPolicy, pi: TabularPolicy) -> Sides:
     error = weights_by_sequence(mu, pi)[1]
     return Sides(
         torch.maximum(error.clamp(min=0).sum(1), (-error).clamp(min=0).sum(1)),
-        CONSTANT * hellinger_sum(mu, pi),
+        HELLINGER * hellinger_sum(mu, pi),
         torch.ones(mu.pairs, dtype=torch.bool),
     )
 

@@ -20,13 +20,28 @@ from rich.text import Text
 
 from offdrift.certificate import Premises, all_bounds, premises, tightest
 from offdrift.certificate.bounds import LABELS
-from offdrift.certificate.inverse import LONGEST, kl_of_sequences, largest, route_crossovers, vacuous_horizon
+from offdrift.certificate.inverse import (
+    LONGEST,
+    kl_of_sequences,
+    largest,
+    largest_possible,
+    route_crossovers,
+    vacuous_horizon,
+)
 from offdrift.errors import BadValueError
 from offdrift.show.charts import Chart, Series
 from offdrift.show.figure import write_figure
 
 CONSTANTS = {"sharp": "sharp constants", "paper": "the paper's constants"}
 OTHERS = {"sharp": "sharp ones", "paper": "the paper's"}
+BEYOND = {
+    "chi2": ("max χ²", ""),
+    "reward_sd": ("sd(R)", ""),
+    "hellinger_seq": ("ΣH²", ""),
+    "kl_rewarded": ("E[RΣk3]", " nats"),
+    "kl_unrewarded": ("E[(1−R)Σk3]", " nats"),
+}
+"""Symbol and unit of each premise of a bound that is not in the paper; shown where it is given."""
 ROUTES = {"tv": "TV", "kl": "KL", "tv_seq": "TV_seq", "kl_seq": "KL_seq", "one": "the cap of 1"}
 
 
@@ -37,17 +52,25 @@ def title(limits: Premises, arguments: Mapping[str, Any], reward_range: float) -
         number = getattr(limits, name)
         if math.isinf(number):
             return f"{symbol} unknown"
-        passed = arguments[name] is not None and name not in limits.notes
+        passed = arguments.get(name) is not None and name not in limits.notes
         return f"{symbol} = {number:.4g}{unit}{'' if passed else ' (derived)'}"
 
     token = [value("delta", "max KL δ", " nats"), value("eps", "max TV ε")]
     sequence = [value("kl_seq", "KL_seq", " nats"), value("tv_seq", "TV_seq")]
+    shown = [name for name in BEYOND if getattr(limits, name) is not None]
+    if limits.chi2 is None:
+        shown.remove("reward_sd")
+    further = [value(name, *BEYOND[name]) for name in shown]
+    lines = [
+        f"\n{' ' * 15 if i else 'beyond these   '}{'   '.join(further[i : i + 2])}" for i in range(0, len(further), 2)
+    ]
     return Text.assemble(
         ("How far can the surrogate be from the true return?\n", "bold"),
         (f"horizon T = {limits.horizon:,} token{'s' * (limits.horizon > 1)}", "bold"),
         f"   rewards in a range of {reward_range:g}\n",
         f"per token      {'   '.join(token)}\n",
         f"per sequence   {'   '.join(sequence)}",
+        *lines,
     )
 
 
@@ -68,13 +91,15 @@ def caption(
         fixed = ["KL_seq = T kl_rate"] if kl_rate is not None else []
         if kl_rate is None and arguments["kl_seq"] is not None:
             fixed.append("KL_seq")
-        if arguments["tv_seq"] is not None:
-            fixed.append("TV_seq")
+        sequences = {"tv_seq": "TV_seq"} | {
+            name: BEYOND[name][0] for name in BEYOND if name not in ("chi2", "reward_sd")
+        }
+        fixed += [symbol for name, symbol in sequences.items() if arguments.get(name) is not None]
         if set(first.values()) == {None}:
             lines.append(Text("Never vacuous up to 10^12 tokens, if these divergences hold at every T."))
         else:
             at = (f"{'no T' if t is None else f'T = {t:,}'} ({c})" for c, t in first.items())
-            premise = f", {' and '.join(fixed)} at every T" if fixed else ""
+            premise = f", {', '.join([*fixed[:-2], ' and '.join(fixed[-2:])])} at every T" if fixed else ""
             lines.append(Text(f"Vacuous from {', '.join(at)}{premise}."))
     routes = ", ".join(f"{ROUTES[name]} to token {last:,}" for name, _, last in unified["routes"])
     lines.append(Text(f"Smallest route to the context shift (Lemma 3.2): {routes}."))
@@ -103,6 +128,9 @@ def _verdict(rows: Sequence[dict[str, Any]], reward_range: float, constants: Seq
     if len(constants) > 1:
         other = next(c for c in constants if c != best)
         shown.append(f", {rows[-1][other]:.4g} with {OTHERS[other]} ({_by(rows, other)})")
+    below = [row for row in rows if row["below"] is not None and row["below"] < value and "sharp" in constants]
+    if below:
+        meaning += f"\nFrom below alone: J(π) − J(μ) ≥ L′ − {below[0]['below']:.4g} ({LABELS[below[0]['bound']]})."
     return shown.append(f".\n{meaning}")
 
 
@@ -121,6 +149,7 @@ def bound_rows(
     mean_tv: Float[np.ndarray, " t"] | float | None = None,
     reward_range: float = 1.0,
     kl_rate: float | None = None,
+    **beyond: float | None,
 ) -> list[dict[str, Any]]:
     """The numbers of `bound_table`, one dict per row, ready for JSON; the last row is unified.
 
@@ -130,8 +159,9 @@ def bound_rows(
     Args, Raises: as in `offdrift.certificate.all_bounds`; `kl_rate` as in `vacuous_horizon`.
 
     Returns: for each row `bound`, `route`, `equation`, `scaling`, `paper`, `sharp`, `closed_form`
-        (paper constants), `worst_case`, `attains` (which of "paper" and "sharp" have their minimum
-        here), `vacuous` (with the sharper of the two constants) and `note`; for the last row also
+        (paper constants), `below` (where the gain falls short of L' by less than the error can be),
+        `worst_case`, `attains` (which of "paper" and "sharp" have their minimum here), `vacuous` (with
+        the sharper of the two constants) and `note`; for the last row also
         `vacuous_from`, the shortest horizon at which it is (None: never, or a mean TV per
         position), and `routes`, by which route the context shift is smallest, first to last token.
 
@@ -141,8 +171,8 @@ def bound_rows(
         ('unified', 4.096, 0.01)
     """
     kl_seq = kl_of_sequences(horizon, kl_seq, kl_rate)
-    token: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv}
-    limits = premises(horizon=horizon, kl_seq=kl_seq, **token)
+    token: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv, **beyond}
+    limits = premises(horizon=horizon, kl_seq=kl_seq, reward_range=reward_range, **token)
     arguments = {"horizon": horizon, "kl_seq": kl_seq, "reward_range": reward_range} | token
     paper, sharp = (all_bounds(**arguments, constants=c) for c in ("paper", "sharp"))
     best = {"paper": tightest(paper).value, "sharp": tightest(sharp).value}
@@ -169,6 +199,7 @@ def bound_rows(
                 "scaling": b.scaling,
                 **{name: _finite(value) for name, value in values.items()},
                 "closed_form": None if of_paper is None else _finite(of_paper.closed_form),
+                "below": _finite(b.below),
                 "worst_case": worst_case,
                 "attains": [k for k, v in values.items() if candidate and v is not None and v == best[k]],
                 "note": b.note,
@@ -185,6 +216,7 @@ def bound_rows(
     rows[-1] |= {
         **best,
         "closed_form": None,
+        "below": None,
         "worst_case": False,
         "attains": [],
         "vacuous_from": vacuous_from,
@@ -220,11 +252,12 @@ def bound_table(
     """
     rows = bound_rows(horizon=horizon, reward_range=reward_range, **divergences)
     kl_rate = divergences.get("kl_rate")
-    arguments: dict[str, Any] = {name: divergences.get(name) for name in ("delta", "eps", "tv_seq", "mean_tv")}
+    arguments: dict[str, Any] = {name: x for name, x in divergences.items() if name not in ("kl_seq", "kl_rate")}
+    arguments |= {name: divergences.get(name) for name in ("eps", "tv_seq", "mean_tv")}
     arguments |= {"horizon": horizon, "kl_seq": kl_of_sequences(horizon, divergences.get("kl_seq"), kl_rate)}
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=title(premises(**arguments), arguments, reward_range),
+        title=title(premises(**arguments, reward_range=reward_range), arguments, reward_range),
         title_justify="left",
         title_style="",
         caption=caption(rows, reward_range, constants, arguments, kl_rate, narrow=narrow),
@@ -286,7 +319,7 @@ def write_bound_figure(
         stem: path of the two files without their endings.
         horizon: tokens; marked in the figure.
         constants: one panel each.
-        divergences: delta, eps, kl_seq, kl_rate, tv_seq, mean_tv and reward_range as in `vacuous_horizon`.
+        divergences: delta, eps, kl_seq, kl_rate, tv_seq, mean_tv, reward_range and more as in `vacuous_horizon`.
 
     Returns, Raises: as in `offdrift.show.figure.write_figure` and `all_bounds`.
     """
@@ -343,6 +376,11 @@ QUESTIONS = {
     "delta": ("Largest token KL δ", "nats"),
     "eps": ("Largest token TV ε", ""),
     "kl_seq": ("Largest KL of whole sequences", "nats"),
+    "chi2": ("Largest χ² of a token", ""),
+    "reward_sd": ("Largest standard deviation of the reward", "reward"),
+    "hellinger_seq": ("Largest ΣH² of sequences", ""),
+    "kl_rewarded": ("Largest E[RΣk3], k3 of rewarded sequences", "nats"),
+    "kl_unrewarded": ("Largest E[(1−R)Σk3], k3 of unrewarded sequences", "nats"),
     "T": ("Longest horizon T", "tokens"),
 }
 """Name and unit of each parameter that can be solved for."""
@@ -360,7 +398,7 @@ def answer_rows(
     """The largest value of one parameter that keeps B* within a target, ready for JSON.
 
     Args:
-        solve: "delta", "eps", "kl_seq" or "T".
+        solve: one of `QUESTIONS`.
         target: largest acceptable error, in units of the reward; for T it is not reached.
         horizon: tokens; not needed for "T".
         kl_rate: mean token KL, nats per token, in place of `kl_seq`.
@@ -391,7 +429,7 @@ def answer_rows(
             if solve != "kl_seq":
                 others["kl_seq"] = kl_of_sequences(horizon, premises.get("kl_seq"), kl_rate)
             value = largest(solve, target=target, horizon=horizon, constants=c, **others)
-            every = value == (1.0 if solve == "eps" else math.inf)
+            every = value == largest_possible(solve, premises.get("reward_range", 1.0))
             at = {**others, solve: value, "horizon": horizon}
             if at.get("mean_tv") is not None and at.get("eps") is not None:
                 at["mean_tv"] = min(at["mean_tv"], at["eps"])
