@@ -27,7 +27,17 @@ def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
     stem = tmp_path / "deep" / "bounds"
     done = offdrift("--pairs", "500", "--adversarial-steps", "2", "--restarts", "1", "--out", str(stem))
     assert done.code == 0, done.stderr
-    for word in ("Coupling", "Sequence KL", "Masked, ratio region", "sharp", "paper", "T=16", "T=7"):
+    for word in (
+        "Coupling",
+        "Sequence KL",
+        "Masked, ratio region",
+        "Variance (9)",
+        "Hellinger (13)",
+        "sharp",
+        "paper",
+        "T=16",
+        "T=7",
+    ):
         assert word in done.stdout, word
     assert "No violation in 500 random pairs and 2 searches." in done.stdout
     assert stem.with_suffix(".png").stat().st_size > 10_000
@@ -36,7 +46,7 @@ def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
     assert stored["pairs"] == 500
     assert stored["violations"] == 0
     assert stored["complete"]
-    assert len(stored["random"]) == len(stored["searched"]) == 25
+    assert len(stored["random"]) == len(stored["searched"]) == 38
     assert sum(rows[0]["checked"] for rows in stored["by_drift"].values()) == 500
     assert sum(rows[0]["checked"] for rows in stored["by_horizon"].values()) == 500
 
@@ -48,7 +58,7 @@ def test_a_planted_constant_is_found_and_fails(offdrift):
     assert found["violations"] > 0
     assert found["factor"] == 0.9
     wrong = {r["bound"] for r in found["random"] if r["violations"]}
-    assert "coupling" in wrong
+    assert {"coupling", "two-sided identity: worst case over R"} <= wrong
     assert found["searched"] == []
     done = offdrift("--pairs", "1500", "--plant", "0.9", "--adversarial-steps", "0")
     assert done.code == 3

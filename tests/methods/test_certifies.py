@@ -5,7 +5,7 @@ import torch
 
 from offdrift.lab.pairs import FAMILIES
 from offdrift.lab.policy import TabularPolicy, divergences
-from offdrift.lab.statements import full_support, mean, sequence_ratio, token_sum
+from offdrift.lab.statements import full_support, mean, products, token_sum
 from offdrift.methods import method
 from offdrift.methods.describe import CERTIFIES, certifies
 from offdrift.methods.probe import STEPS, WIDEST, integrated_push
@@ -46,14 +46,15 @@ def overstated(name: str, mu: TabularPolicy, pi: TabularPolicy, baseline: float)
     for reward in (1.0, 0.0):
         push = integrated_push(method(name), reward - baseline, 1.0, correct=reward > 0)
 
-        def phi(w, push=push):
-            low = ((w.log().clamp(-WIDEST, WIDEST) + WIDEST) * (STEPS / WIDEST)).long().clamp(max=2 * STEPS - 1)
-            share = (w.log() - log_w[low]) * (STEPS / WIDEST)
+        def phi(x, push=push):
+            log_ratio = x.log1p()
+            low = ((log_ratio.clamp(-WIDEST, WIDEST) + WIDEST) * (STEPS / WIDEST)).long().clamp(max=2 * STEPS - 1)
+            share = (log_ratio - log_w[low]) * (STEPS / WIDEST)
             return push[low] + share * (push[low + 1] - push[low])
 
         sums.append(token_sum(mu, pi, phi))
-    usable = full_support(mu, pi) & (token_sum(mu, pi, lambda w: (w.log().abs() > WIDEST).double()) == 0).all(1)
-    excess = torch.maximum(sums[0] - (sequence_ratio(mu, pi) - 1), sums[1])
+    usable = full_support(mu, pi) & (token_sum(mu, pi, lambda x: (x.log1p().abs() > WIDEST).double()) == 0).all(1)
+    excess = torch.maximum(sums[0] - products(mu, pi)[0], sums[1])
     worst = (mean(mu.law(), excess) - divergences(mu, pi).kl_seq)[usable]
     return float(worst.max()) if len(worst) else -1.0
 

@@ -366,7 +366,7 @@ def all_bounds(
     bounds = []
     for name, row in ROWS.items():
         inputs = {field: getattr(unit, field) for field in ("horizon", *row.uses)}
-        if None in inputs.values() or (name in BEYOND and constants == "paper"):
+        if any(x is None for x in inputs.values()) or (name in BEYOND and constants == "paper"):
             continue
         notes = (limits.notes[field] for field in row.uses if field in limits.notes)
         about = (row.route, row.scaling, row.equation, row.unified)

@@ -15,8 +15,8 @@ Reference: Li et al., arXiv:2512.23075v5, Proposition G.1, Remark G.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -51,6 +51,7 @@ from offdrift.lab.policy import (
     weights_by_sequence,
 )
 from offdrift.lab.recursions import markov_divergences, state_error_weights
+from offdrift.lab.statements import STATEMENTS, Sides, all_sides
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ class Batch:
     """The largest |J(pi) - J(mu) - L'(pi)| over rewards in [0, 1]."""
     masked: Masked | None = None
     """What masked surrogates overstate; only of enumerated pairs on one prompt."""
+    sides: Mapping[str, Sides] = field(default_factory=dict)
+    """Both sides of the statements beyond Table 1, by name; only of enumerated pairs on one prompt."""
 
 
 TabularPair = tuple[TabularPolicy, TabularPolicy]
@@ -149,10 +152,17 @@ Maker = Callable[[int, int, int, torch.Generator], TabularPair]
 """Pairs, vocabulary, horizon and generator to rollout and current policies."""
 
 
-def enumerated(family: str, vocab: int, horizon: int, mu: TabularPolicy, pi: TabularPolicy) -> Batch:
-    """Exact divergences and worst error of pairs that can be enumerated. Gradient: to both."""
+def enumerated(
+    family: str, vocab: int, horizon: int, mu: TabularPolicy, pi: TabularPolicy, statements: Collection[str] = ()
+) -> Batch:
+    """Exact divergences and worst error of pairs that can be enumerated. Gradient: to both.
+
+    Args:
+        statements: names of `lab.statements.STATEMENTS` to evaluate, too.
+    """
     error = error_weights(mu, pi).clamp(min=0).sum(1)
-    return Batch(family, vocab, horizon, True, divergences(mu, pi), error)
+    sides = all_sides(mu, pi, statements)
+    return Batch(family, vocab, horizon, True, divergences(mu, pi), error, sides=sides)
 
 
 def followed(family: str, mu: MarkovPolicy, pi: MarkovPolicy) -> Batch:
@@ -261,7 +271,7 @@ class Cell:
 
 def _one_prompt(family: str, make: Maker, vocab: int, horizon: int, n: int, g: torch.Generator) -> Batch:
     mu, pi = make(n, vocab, horizon, g)
-    return replace(enumerated(family, vocab, horizon, mu, pi), masked=masked(mu, pi))
+    return replace(enumerated(family, vocab, horizon, mu, pi, STATEMENTS), masked=masked(mu, pi))
 
 
 def _several_prompts(vocab: int, horizon: int, n: int, g: torch.Generator) -> Batch:

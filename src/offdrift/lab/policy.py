@@ -223,12 +223,16 @@ def token_kl(first: Float[Tensor, "*s v"], second: Float[Tensor, "*s v"]) -> Flo
     """
     change = second - first
     x = change / first.clamp(min=torch.finfo(first.dtype).tiny)
+    return torch.where(x.abs() < _NEAR, first * k3(x), change - first * torch.log1p(x)).sum(-1)
+
+
+def k3(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """x - log(1 + x) >= 0 of x = ratio - 1, nats, to every digit; infinite at a ratio of 0."""
     near = x.abs() < _NEAR
     series = torch.zeros_like(x)
     for n in range(_TERMS, 1, -1):  # x^2/2 - x^3/3 + x^4/4 - ...
         series = 1 / n - x.where(near, 0.0) * series
-    terms = first * x * x * series
-    return torch.where(near, terms, change - first * torch.log1p(x)).sum(-1)
+    return torch.where(near, x * x * series, x - torch.log1p(x))
 
 
 def token_tv(first: Float[Tensor, "*s v"], second: Float[Tensor, "*s v"]) -> Float[Tensor, "*s"]:

@@ -1,5 +1,8 @@
 """Search for pairs of policies that violate a bound: random pairs, and gradient ascent on |Error| / bound.
 
+Bounds are the rows of Table 1, the guarantees without preconditions, and the statements of
+`offdrift.lab.statements`.
+
 Both policies of a pair are free; rewards need no search, because the worst ones are known in closed form
 (`worst_rewards`, `worst_state_rewards`). Many pairs start at random and climb side by side, with a smooth
 copy of the bounds in torch to give directions. What is reported is computed by the library's own bounds,
@@ -27,16 +30,20 @@ from offdrift.errors import BadValueError
 from offdrift.lab.markov import Automaton, from_logits
 from offdrift.lab.pairs import MACHINES, Batch, enumerated, followed
 from offdrift.lab.policy import Divergences, TabularPolicy
+from offdrift.lab.statements import LABELS, SMOOTH, STATEMENTS
 
 SMALLEST, LARGEST = 1e-4, 10.0
 """Limits of the drift's size, nats."""
 GOALS = tuple(name for name, row in ROWS.items() if {*row.uses} <= {"delta", "eps", "kl_seq", "tv_seq", "mean_tv"})
-"""Bounds that are attacked: those that take divergences alone, whatever the reward."""
+"""Bounds of Table 1 and beyond that are attacked: those that take divergences alone, whatever the reward."""
+CLIMBED = tuple(name for name in LABELS if name.partition(":")[0] in SMOOTH)
+"""Statements that are attacked where sequences can be enumerated."""
 RATE = 0.05
 """Step of Adam; decays to 0 along half a cosine."""
 
 Logits = list[Float[Tensor, "p _ v"]]
-Measure = Callable[[Logits, Logits], Batch]
+Measure = Callable[[Logits, Logits, bool], Batch]
+"""Logits of both policies, and whether gradients are needed, to what the bounds take."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +54,24 @@ class Arena:
     shapes: tuple[tuple[int, int], ...]
     """Contexts and vocabulary of each block of logits."""
     measure: Measure
+    goals: tuple[str, ...] = GOALS
 
 
 def tree(vocab: int, horizon: int) -> Arena:
     """All pairs over a tree that can be enumerated, against all rewards."""
 
-    def measure(first: Logits, second: Logits) -> Batch:
+    def measure(first: Logits, second: Logits, climbing: bool) -> Batch:
         mu, pi = (TabularPolicy(tuple(x.softmax(-1) for x in xs)) for xs in (first, second))
-        return enumerated("tree", vocab, horizon, mu, pi)
+        return enumerated("tree", vocab, horizon, mu, pi, SMOOTH if climbing else STATEMENTS)
 
     shapes = tuple((vocab**t, vocab) for t in range(horizon))
-    return Arena(f"V={vocab}, T={horizon}", shapes, measure)
+    return Arena(f"V={vocab}, T={horizon}", shapes, measure, GOALS + CLIMBED)
 
 
 def remembering(name: str, machine: Automaton, horizon: int) -> Arena:
     """Pairs that remember a state and are the same at every position, against its rewards."""
 
-    def measure(first: Logits, second: Logits) -> Batch:
+    def measure(first: Logits, second: Logits, climbing: bool) -> Batch:
         mu, pi = (from_logits(machine, xs[0][:, None], horizon) for xs in (first, second))
         return followed(name, mu, pi)
 
@@ -77,7 +85,7 @@ def arenas() -> list[Arena]:
 
 
 def attack(arena: Arena, *, restarts: int, steps: int, seed: int, tick: Callable[[], None] = lambda: None) -> Batch:
-    """The best pair for each of `GOALS` and each of `restarts` starts.
+    """The best pair for each goal of the arena and each of `restarts` starts.
 
     Args:
         tick: called after each step, for a progress bar.
@@ -87,16 +95,17 @@ def attack(arena: Arena, *, restarts: int, steps: int, seed: int, tick: Callable
     if restarts < 1 or steps < 0:
         raise BadValueError(f"restarts = {restarts}, steps = {steps}; give at least 1 and 0")
     g = torch.Generator().manual_seed(seed)
-    goal = torch.arange(len(GOALS)).repeat_interleave(restarts)
+    goal = torch.arange(len(arena.goals)).repeat_interleave(restarts)
     free = _starts(arena, len(goal), g)
     optimizer = torch.optim.Adam(free, lr=RATE)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: (1 + math.cos(math.pi * n / max(steps, 1))) / 2)
     best = [x.detach().clone() for x in free]
     record = torch.zeros(len(goal), dtype=torch.float64)
     for step in range(steps + 1):
-        batch = _measured(arena, free)
-        bounds = smooth_bounds(batch.divergences, batch.horizon)
-        ratio = batch.error / bounds.gather(0, goal[None])[0]
+        batch = _measured(arena, free, climbing=True)
+        table = batch.error / smooth_bounds(batch.divergences, batch.horizon)
+        statements = [batch.sides[name].value / batch.sides[name].bound for name in arena.goals[len(GOALS) :]]
+        ratio = torch.cat([table, *(x[None] for x in statements)]).gather(0, goal[None])[0]
         better = ratio.detach() > record
         record = torch.where(better, ratio.detach(), record)
         for kept, now in zip(best, free, strict=True):
@@ -110,7 +119,7 @@ def attack(arena: Arena, *, restarts: int, steps: int, seed: int, tick: Callable
             decay.step()
             tick()
     with torch.no_grad():
-        return _measured(arena, best)
+        return _measured(arena, best, climbing=False)
 
 
 def smooth_bounds(d: Divergences, horizon: int) -> Float[Tensor, "r p"]:
@@ -169,11 +178,11 @@ def _starts(arena: Arena, count: int, g: torch.Generator) -> list[Tensor]:
     return [x.requires_grad_() for x in (*mu, *push, size)]
 
 
-def _measured(arena: Arena, free: list[Tensor]) -> Batch:
+def _measured(arena: Arena, free: list[Tensor], *, climbing: bool) -> Batch:
     blocks = len(arena.shapes)
     mu, push, size = free[:blocks], free[blocks : 2 * blocks], free[-1]
     amount = size.clamp(math.log(SMALLEST), math.log(LARGEST)).exp()
-    return arena.measure(mu, [x + amount * d for x, d in zip(mu, push, strict=True)])
+    return arena.measure(mu, [x + amount * d for x, d in zip(mu, push, strict=True)], climbing)
 
 
 RELATIVE = 1e-9
@@ -185,8 +194,8 @@ as large as the bound, so relative errors stay below some T^2 2^-53: 1e-10 at a 
 
 TABLE = [(n, c) for c in CONSTANTS for n in GOALS if not (c == "paper" and n in BEYOND)]
 OTHERS = [("masked_ratio", "paper"), ("masked_ratio", "sharp"), ("masked_kl", "sharp")]
-ROW_NAMES = TABLE + OTHERS
-"""Every bound with every choice of constants: Table 1, then the guarantees without preconditions.
+ROW_NAMES = TABLE + OTHERS + [(name, "sharp") for name in LABELS]
+"""Every bound with every choice of constants: Table 1, the guarantees without preconditions, the statements.
 
 `masked_ratio` and `masked_kl` bound what a masked surrogate overstates, over sequences with small
 ratios and over those inside a trust region that others leave.
@@ -204,7 +213,8 @@ class Outcome:
     eps: Float[np.ndarray, " p"]
     """Largest token TV of each pair."""
     tightness: Float[np.ndarray, "p r"]
-    """|Error| / bound, one column per entry of `ROW_NAMES`; nan where both are 0, or not checked."""
+    """|Error| / bound, one column per entry of `ROW_NAMES`; nan where both are 0, or not checked.
+    Of a statement it is what the statement says is at most its bound, which may be less than |Error|."""
     checked: Bool[np.ndarray, "p r"]
     violated: Bool[np.ndarray, "p r"]
 
@@ -267,15 +277,30 @@ def other_values(batch: Batch) -> tuple[Float[np.ndarray, "p o"], Float[np.ndarr
     return errors, values
 
 
-def rounding(batch: Batch) -> Float[np.ndarray, " p"]:
+def statement_values(batch: Batch) -> tuple[Float[np.ndarray, "p o"], Float[np.ndarray, "p o"]]:
+    """Both sides of the statements, one column per entry of `LABELS`; nan where one does not apply."""
+    errors = np.full((len(batch.error), len(LABELS)), np.nan)
+    values = errors.copy()
+    for column, name in enumerate(LABELS):
+        if name in batch.sides:
+            side, applies = batch.sides[name], batch.sides[name].applies.numpy()
+            errors[applies, column] = side.value.detach().numpy()[applies]
+            # A bound that is not a number bounds nothing, and is a violation.
+            values[applies, column] = side.bound.detach().nan_to_num(-torch.inf, torch.inf).numpy()[applies]
+    return errors, values
+
+
+def rounding(batch: Batch) -> Float[np.ndarray, "p r"]:
     """What rounding of the policies themselves may add to an error, in units of the reward.
 
     The theorems are about rows that sum to 1; in float64 they do to v 2^-53 or so, and the
     difference of two rows sums to 0 as well as that. At position t it is multiplied with the
-    shift of the contexts, whose L1 norm is at most 2 min(1, (t-1) eps).
+    shift of the contexts, whose L1 norm is at most 2 min(1, (t-1) eps). The sides of a statement also
+    hold sums of w_t - 1, whose mean is 0 as well as that, whatever the shift.
     """
     eps = batch.divergences.tv_max.detach().numpy()
-    reach = np.minimum(1.0, batch.horizon * eps)
+    reach = np.minimum(1.0, batch.horizon * eps)[:, None]
+    reach = np.hstack([np.tile(reach, len(TABLE + OTHERS)), np.ones((len(eps), len(LABELS)))])
     return 2.0**-52 * 2 * batch.vocab * batch.horizon * reach
 
 
@@ -285,12 +310,12 @@ def check(batch: Batch, *, factor: float = 1.0) -> Outcome:
     Args:
         factor: what to multiply every bound with; below 1, sharp constants become wrong ones.
     """
-    table, (errors, values) = bound_values(batch), other_values(batch)
-    errors = np.hstack([np.tile(batch.error.detach().numpy()[:, None], len(TABLE)), errors])
-    values = factor * np.hstack([table, values])
+    table, others, statements = bound_values(batch), other_values(batch), statement_values(batch)
+    errors = np.hstack([np.tile(batch.error.detach().numpy()[:, None], len(TABLE)), others[0], statements[0]])
+    values = factor * np.hstack([table, others[1], statements[1]])
     checked = np.ones_like(values, dtype=bool)
     checked[:, len(TABLE) :] = ~np.isnan(values[:, len(TABLE) :])
-    allowed = values * (1 + RELATIVE) + rounding(batch)[:, None]
+    allowed = values * (1 + RELATIVE) + rounding(batch)
     violated = ~(errors <= allowed) & checked  # nan is a violation too
     nothing = ~checked | ((values == 0) & ~violated)
     with np.errstate(divide="ignore", invalid="ignore"):

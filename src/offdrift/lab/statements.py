@@ -2,17 +2,17 @@
 
 A statement says `value <= bound` for every pair of policies and every reward in [0, 1]. `value` is
 computed for the worst rewards, which are known in closed form: all values are linear in the rewards,
-so the worst reward is 1 where its weight is positive. `offdrift.lab.search` attacks Table 1; this file
-does the same for the masked surrogate without a premise, the variance, the two-sided identity, what is
-trained, and Hellinger's distance.
+so the worst reward is 1 where its weight is positive. `offdrift.lab.search` hunts for violations, as it
+does for Table 1.
 
 Notation: mu draws, pi is judged, `w_t` the ratio of token t, `w` their product, `Error = J(pi) - J(mu) -
-E_mu[R sum_t (w_t - 1)]`, `k3(u) = u - 1 - log u`.
+E_mu[R sum_t (w_t - 1)]`, `k3(u) = u - 1 - log u`. Sums are taken of `x_t = w_t - 1` and `w - 1`, which
+keep their digits where drift is small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from offdrift.certificate.bounds import HELLINGER, unified
-from offdrift.lab.policy import TabularPolicy, divergences, token_kl, weights_by_sequence
+from offdrift.certificate.bounds import variance as variance_bound
+from offdrift.lab.policy import TabularPolicy, divergences, k3, token_kl, weights_by_sequence
 
 TIS_CAP = 1.2
 """Cap of the token weights in the statement about truncated importance sampling."""
@@ -40,35 +41,32 @@ class Sides:
 Weigh = Callable[[Float[Tensor, "p c v"]], Float[Tensor, "p c v"]]
 
 
-def ratios(mu: TabularPolicy, pi: TabularPolicy) -> list[Float[Tensor, "p c v"]]:
-    """w_t for every context and token of every position; 1 where mu cannot draw the token."""
-    return [torch.where(m > 0, p / m.where(m > 0, 1.0), 1.0) for m, p in zip(mu.levels, pi.levels, strict=True)]
+def changes(mu: TabularPolicy, pi: TabularPolicy) -> list[Float[Tensor, "p c v"]]:
+    """x_t = w_t - 1 for every context and token of every position; 0 where mu cannot draw the token."""
+    return [torch.where(m > 0, (p - m) / m.where(m > 0, 1.0), 0.0) for m, p in zip(mu.levels, pi.levels, strict=True)]
 
 
 def token_sum(mu: TabularPolicy, pi: TabularPolicy, of: Weigh) -> Float[Tensor, "p y"]:
-    """sum_t of(w_t) of every sequence, numbered in base v."""
+    """sum_t of(x_t) of every sequence, numbered in base v."""
     total = mu.levels[0].new_zeros(mu.pairs, 1)
-    for w in ratios(mu, pi):
-        total = (total[..., None] + of(w)).flatten(1)
+    for x in changes(mu, pi):
+        total = (total[..., None] + of(x)).flatten(1)
     return total
 
 
-def sequence_ratio(mu: TabularPolicy, pi: TabularPolicy) -> Float[Tensor, "p y"]:
-    """w, the product of the ratios of every sequence."""
-    product = mu.levels[0].new_ones(mu.pairs, 1)
-    for w in ratios(mu, pi):
-        product = (product[..., None] * w).flatten(1)
-    return product
+def products(mu: TabularPolicy, pi: TabularPolicy) -> tuple[Float[Tensor, "p y"], Float[Tensor, "p y"]]:
+    """Of every sequence w - 1, and what the sum of x_t leaves out of it, sum_t (w_<t - 1) x_t."""
+    whole = left_out = mu.levels[0].new_zeros(mu.pairs, 1)
+    for x in changes(mu, pi):
+        before = whole[..., None]
+        left_out = (left_out[..., None] + before * x).flatten(1)
+        whole = (before + x + before * x).flatten(1)
+    return whole, left_out
 
 
 def mean(law: Float[Tensor, "p y"], x: Float[Tensor, "p y"]) -> Float[Tensor, " p"]:
     """Expectation over sequences; one that cannot be drawn does not count, whatever x is there."""
     return (law * x.where(law > 0, 0.0)).sum(1)
-
-
-def k3(ratio: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """u - 1 - log u, nats; infinite at 0."""
-    return ratio - 1 - ratio.log()
 
 
 def full_support(mu: TabularPolicy, pi: TabularPolicy) -> Bool[Tensor, " p"]:
@@ -113,7 +111,7 @@ def masked_surrogate(mu: TabularPolicy, pi: TabularPolicy) -> Sides:
             eps=min(eps, 1.0),
             kl_seq=kl_seq,
             tv_seq=min(tv_seq, 1.0),
-            mean_tv=d.mean_tv[i].clamp(max=1).numpy(),
+            mean_tv=d.mean_tv[i].detach().clamp(max=1).numpy(),
             constants="sharp",
         ).value
         for i, (delta, eps, kl_seq, tv_seq) in enumerate(columns)
@@ -127,33 +125,33 @@ def variance(mu: TabularPolicy, pi: TabularPolicy) -> Sides:
 
     For the rewards of largest error, whose standard deviation is at most 1/2.
     """
-    weights = weights_by_sequence(mu, pi)[1]
-    worst = (weights > 0).double()
-    share = mean(mu.law(), worst)
-    return Sides(
-        (weights * worst).sum(1),
-        (share * (1 - share)).clamp(min=0).sqrt() * error_variance(mu, pi).sqrt(),
-        full_support(mu, pi),
-    )
-
-
-def error_variance(mu: TabularPolicy, pi: TabularPolicy) -> Float[Tensor, " p"]:
-    """sum_t E_mu[(w_<t - 1)^2 chi2(c_t)], chi2(c) = E_mu[w_t^2 | c] - 1."""
-    law = ratio = mu.levels[0].new_ones(mu.pairs, 1)
+    error, reward_sd = _worst_error(mu, pi)
+    law, before = mu.levels[0].new_ones(mu.pairs, 1), mu.levels[0].new_zeros(mu.pairs, 1)
     total = mu.levels[0].new_zeros(mu.pairs)
-    for m, w in zip(mu.levels, ratios(mu, pi), strict=True):
-        chi2 = (m * (w - 1).square()).sum(-1)
-        total = total + (law * (ratio - 1).square() * chi2).sum(1)
-        law, ratio = (law[..., None] * m).flatten(1), (ratio[..., None] * w).flatten(1)
-    return total
+    for m, x in zip(mu.levels, changes(mu, pi), strict=True):
+        total = total + (law * before.square() * (m * x.square()).sum(-1)).sum(1)
+        law, now = (law[..., None] * m).flatten(1), before[..., None]
+        before = (now + x + now * x).flatten(1)
+    return Sides(error, reward_sd * total.sqrt(), full_support(mu, pi))
 
 
 def variance_limit(mu: TabularPolicy, pi: TabularPolicy) -> Sides:
-    """sum_t E_mu[(w_<t - 1)^2 chi2(c_t)] <= (1 + chi)^T - 1 - T chi, chi the largest chi2 of a context."""
-    squares = [(m * (w - 1).square()).sum(-1).amax(1) for m, w in zip(mu.levels, ratios(mu, pi), strict=True)]
-    chi = torch.stack(squares).amax(0)
-    limit = torch.expm1(mu.horizon * chi.log1p()) - mu.horizon * chi
-    return Sides(error_variance(mu, pi), limit, full_support(mu, pi))
+    """|Error| <= sd_mu(R) sqrt((1 + chi)^T - 1 - T chi), chi the largest chi2 of a context: a row of `ROWS`."""
+    error, reward_sd = _worst_error(mu, pi)
+    squares = [(m * x.square()).sum(-1).amax(1) for m, x in zip(mu.levels, changes(mu, pi), strict=True)]
+    chi2 = torch.stack(squares).amax(0)
+    bound = [
+        variance_bound(horizon=mu.horizon, chi2=chi, reward_sd=sd)
+        for chi, sd in zip(chi2.tolist(), reward_sd.tolist(), strict=True)
+    ]
+    return Sides(error, error.new_tensor(bound), full_support(mu, pi))
+
+
+def _worst_error(mu: TabularPolicy, pi: TabularPolicy) -> tuple[Float[Tensor, " p"], Float[Tensor, " p"]]:
+    """The largest error over all rewards, and the standard deviation of that reward under mu."""
+    weights = weights_by_sequence(mu, pi)[1]
+    share = mean(mu.law(), (weights > 0).double())
+    return weights.clamp(min=0).sum(1), (share * (1 - share)).clamp(min=0).sqrt()
 
 
 def two_sided(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
@@ -163,10 +161,9 @@ def two_sided(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
     1/2 E_mu|sum_t (w_t - 1) - (w - 1)| and attained. The ends with R alone hold for any supports: there,
     what pi draws beyond mu adds to the error from above, and E[R k3(w)] gets `missed` added.
     """
-    law, ratio = mu.law(), sequence_ratio(mu, pi)
-    excess = token_sum(mu, pi, lambda w: w - 1)
-    tokens, whole = token_sum(mu, pi, k3), k3(ratio)
-    missed = (1 - mean(law, ratio)).clamp(min=0)  # the probability that pi draws what mu cannot
+    law, (gain, left_out) = mu.law(), products(mu, pi)
+    tokens, whole = token_sum(mu, pi, k3), k3(gain)
+    missed = (-mean(law, gain)).clamp(min=0)  # the probability that pi draws what mu cannot
     weights = weights_by_sequence(mu, pi)[1]
     high, low = (weights > 0).double(), (weights < 0).double()
     full = full_support(mu, pi)
@@ -176,13 +173,13 @@ def two_sided(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
         return mean(law, torch.where(rewards > 0, x, 0.0))
 
     largest, smallest = (weights * high).sum(1), (-weights * low).sum(1)
-    measured = mean(law, high * (ratio - 1 - excess)) + missed
+    measured = mean(law, high * left_out) + missed
     return {
         "upper end, E[R k3(w)]": Sides(measured, reward_mean(high, whole) + missed, always),
         "upper end, E[(1-R) sum k3(w_t)]": Sides(largest, reward_mean(1 - high, tokens), full),
         "lower end, E[R sum k3(w_t)]": Sides(smallest, reward_mean(low, tokens), full),
         "lower end, E[(1-R) k3(w)]": Sides(smallest, reward_mean(1 - low, whole), full),
-        "worst case over R": Sides(largest, mean(law, (excess - ratio + 1).abs()) / 2, full),
+        "worst case over R": Sides(largest, mean(law, left_out.abs()) / 2, full),
     }
 
 
@@ -193,16 +190,17 @@ def trained_objectives(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]
     no weights at all (`log w`), where pi draws nothing mu cannot; for b = 0 and truncated weights always.
     """
 
-    def truncated(w: Tensor) -> Tensor:
-        return torch.where(w <= TIS_CAP, w, TIS_CAP + TIS_CAP * (w / TIS_CAP).log()) - 1
+    def truncated(x: Tensor) -> Tensor:
+        beyond = (x.clamp(min=TIS_CAP - 1) + 1) / TIS_CAP
+        return torch.where(x <= TIS_CAP - 1, x, TIS_CAP - 1 + TIS_CAP * beyond.log())
 
     objectives = {
-        "clipped surrogate": (lambda w: w.clamp(max=1 + CLIP) - 1, lambda w: w.clamp(min=1 - CLIP) - 1),
+        "clipped surrogate": (lambda x: x.clamp(max=CLIP), lambda x: x.clamp(min=-CLIP)),
         "truncated weights": (truncated, truncated),
-        "no weights": (torch.log, torch.log),
+        "no weights": (torch.log1p, torch.log1p),
     }
     kl_seq, full, law = divergences(mu, pi).kl_seq, full_support(mu, pi), mu.law()
-    gain = sequence_ratio(mu, pi) - 1
+    gain = products(mu, pi)[0]
     sides = {}
     for name, (right, wrong) in objectives.items():
         # The advantage of a sequence with R = 1 is 1/2 at every token, with R = 0 -1/2. The worst of the two.
@@ -232,18 +230,36 @@ def hellinger_sum(mu: TabularPolicy, pi: TabularPolicy) -> Float[Tensor, " p"]:
 
 STATEMENTS: dict[str, Callable[[TabularPolicy, TabularPolicy], Sides | dict[str, Sides]]] = {
     "masked surrogate, no premise": masked_surrogate,
-    "variance": variance,
+    "variance along sequences": variance,
     "variance from the largest chi-squared": variance_limit,
     "two-sided identity": two_sided,
     "trained objectives": trained_objectives,
     "Hellinger": hellinger,
 }
+SMOOTH = ("variance along sequences", "two-sided identity", "trained objectives", "Hellinger")
+"""Statements with gradients on both sides, which can be climbed."""
+LABELS = {
+    "masked surrogate, no premise": "Masked, no premise (7)",
+    "variance along sequences": "Variance (9)",
+    "variance from the largest chi-squared": "Variance, max χ² (9)",
+    "two-sided identity: upper end, E[R k3(w)]": "≤ E[R k3(w)] (10)",
+    "two-sided identity: upper end, E[(1-R) sum k3(w_t)]": "≤ E[(1−R) Σk3] (10)",
+    "two-sided identity: lower end, E[R sum k3(w_t)]": "≥ −E[R Σk3] (10)",
+    "two-sided identity: lower end, E[(1-R) k3(w)]": "≥ −E[(1−R) k3(w)] (10)",
+    "two-sided identity: worst case over R": "Worst reward (10)",
+    "trained objectives: clipped surrogate": "Clipped surrogate (12)",
+    "trained objectives: truncated weights": "Truncated weights (12)",
+    "trained objectives: no weights": "No weights (12)",
+    "trained objectives: truncated weights, no baseline": "Truncated, b = 0 (12)",
+    "Hellinger": "Hellinger (13)",
+}
+"""Every inequality of the statements, and its name on the screen; numbers as in docs/certificates.md."""
 
 
-def all_sides(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
-    """Both sides of every statement, by name."""
+def all_sides(mu: TabularPolicy, pi: TabularPolicy, names: Collection[str] = tuple(STATEMENTS)) -> dict[str, Sides]:
+    """Both sides of every statement, or of these, by the names of `LABELS`. Gradient: of `SMOOTH` ones, to both."""
     sides: dict[str, Sides] = {}
-    for name, statement in STATEMENTS.items():
-        outcome = statement(mu, pi)
+    for name in names:
+        outcome = STATEMENTS[name](mu, pi)
         sides |= {name: outcome} if isinstance(outcome, Sides) else {f"{name}: {k}": s for k, s in outcome.items()}
     return sides

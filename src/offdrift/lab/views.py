@@ -18,6 +18,7 @@ from offdrift.lab.coverage import Row as Covered
 from offdrift.lab.frontier import Estimate, Verdict, conjecture, verdict
 from offdrift.lab.length_bias import Curve
 from offdrift.lab.search import Outcome, Row, of_drift, summarize
+from offdrift.lab.statements import LABELS as STATEMENTS
 from offdrift.show.charts import Chart, Series
 
 SMALLEST = 1e-4
@@ -182,11 +183,14 @@ def length_bias_rows(results: Sequence[tuple[str, Sequence[Curve]]]) -> list[dic
     return [{"stream": title, **vars(c), "verdict": length_verdict(c)} for title, cs in results for c in cs]
 
 
-BOUND_LABELS = BOUNDS | {
-    "sequence_kl": "Sequence KL",
-    "masked_ratio": "Masked, ratio region",
-    "masked_kl": "Masked, trust region",
-}
+BOUND_LABELS = (
+    BOUNDS
+    | STATEMENTS
+    | {
+        "masked_ratio": "Masked, ratio region",
+        "masked_kl": "Masked, trust region",
+    }
+)
 DRAWN = ("coupling", "pinsker_marginal_kl", "mixed_kl", "mixed_tv", "adaptive", "pointwise", "sequence_kl")
 """Bounds in the figure, with sharp constants; more lines would hide each other."""
 EDGES = (0.0, 1e-3, 1e-2, 1e-1, math.inf)
