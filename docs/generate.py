@@ -70,6 +70,7 @@ def _legend() -> list[str]:
         ("sign", axes.SIGNS),
         ("stop-gradient", axes.STOPPED),
         ("certifies itself (docs/certificates.md, eq. 12)", axes.CERTIFIES),
+        ("the gain of (docs/certificates.md, eq. 14)", axes.SYMBOLS),
         ("aggregate", axes.AGGREGATES),
         ("bias, of the expected gradient, by enumeration", axes.BIASES),
         ("status of the formula", axes.STATUS),
@@ -99,7 +100,7 @@ METHOD_COLUMNS = {
     "sign": lambda row: row["sign"],
     "made for": lambda row: cell(row["target"]),
     "stop-gradient": lambda row: row["stop_gradient"],
-    "certifies": lambda row: row["certifies"],
+    "certifies, the gain of": lambda row: f"{row['certifies']}<br>{code(row['raises']['return'] or 'none known')}",
     "bias": lambda row: cell(row["bias"] or "not known"),
     "when it fails": lambda row: cell(row["fails"]),
     "status": lambda row: row["status"],
@@ -161,6 +162,8 @@ def _advantage_table() -> list[str]:
         "needs": lambda item: ", ".join(map(code, item[1].needs)) or "rewards",
         "may read": lambda item: ", ".join(map(code, item[1].reads)) or "–",
         "baseline from siblings": lambda item: "yes" if item[1].siblings else "no",
+        "raises the mean of": lambda item: code(item[1].stands_for),
+        "provided": lambda item: cell(item[1].provided) or "–",
         "reference": lambda item: cell(item[1].reference),
     }
     return _table(columns, ADVANTAGES.items())

@@ -19,6 +19,7 @@ import offdrift.cli
 from offdrift.certificate import TrustRegion
 from offdrift.certificate.certify import certify as certificate_of
 from offdrift.engines.hf import TransformersEngine
+from offdrift.methods.describe import raises
 from offdrift.prove.certify import judge
 from offdrift.records import Sampling
 from offdrift.records.store import read, write
@@ -105,6 +106,7 @@ def test_json_is_the_certificate(arm):
     evidence = judge(files, policy, region=region, token_budget=12).evidence
     proof = certificate_of(evidence, reward_range=(-1.0, 2.0), alpha=0.1, constants="paper")
     about = {"files": 3, "skipped": 0, "rollout_version": 0, "tokens": 90, "model": "tiny-qwen3"}
+    about["trained_objective"] = None  # no arm of a run
     assert found == {**about, **json.loads(json.dumps(proof.as_dict()))}
 
 
@@ -119,6 +121,32 @@ def test_the_screen_shows_the_verdict_and_what_was_read(arm, monkeypatch, width)
     assert "3 files, 90 tokens, judged: tiny-qwen3" in text
     assert "not fresh" not in text
     assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "advantage", "words"),
+    [
+        ("seq_mean_token_mean", "grpo", "E[(R / sigma - b) / |y|], not J = E[R]: it can rise while J falls"),
+        ("token_mean", "rloo", "J / E[|y|]: J in other units"),
+    ],
+)
+def test_beside_the_certificate_of_j_stands_what_the_arm_was_trained_to_raise(
+    arm, monkeypatch, aggregate, advantage, words
+):
+    head = {"raises": {"none": raises(aggregate, advantage)}}
+    run = arm.parent.parent / "run.json"
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        run.write_text(json.dumps(head))
+        found, text = answer(arm), " ".join(certify(arm).stdout.split())
+        run.write_text("{")
+        assert answer(arm)["trained_objective"] is None
+    finally:
+        run.unlink()
+    assert found["about"] == "J = E[R], the mean reward of a response"
+    assert found["trained_objective"] == head["raises"]["none"]
+    assert "The certificate is about J = E[R], the mean reward of a response." in text
+    assert f"What the arm's steps raise ({advantage}): {words}" in text
 
 
 def test_names_of_files_and_models_are_text(arm, tmp_path, monkeypatch):

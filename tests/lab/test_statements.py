@@ -24,6 +24,9 @@ EXPECTED = {
     "trained objectives: truncated weights": 0.5,
     "trained objectives: no weights": 0.4999,  # 1/2 in the limit of small drift
     "trained objectives: truncated weights, no baseline": 0.5,
+    "weighted objectives: clipped surrogate": 0.9,
+    "weighted objectives: truncated weights": 0.9,
+    "weighted objectives: no weights": 0.9,
     "Hellinger": 2.0 / HELLINGER,
 }
 """A share of each bound that some pair reaches, so that a smaller constant would be refuted."""

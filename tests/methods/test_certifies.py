@@ -73,3 +73,23 @@ def test_a_row_without_the_statement_overstates_somewhere():
     """A wrong answer that pi gives fifty times as often, and a second clip that stops counting at three times."""
     mu, pi = (TabularPolicy.independent([[1 - p, p]]) for p in (0.0005, 0.025))
     assert overstated("dual_clip", mu, pi, 1.0) > 3e-4 > 1e-5 > overstated("ppo_clip", mu, pi, 1.0)
+
+
+@pytest.mark.parametrize("name", [n for n, row in METHODS.items() if certifies(row) in ("any mismatch", "no mismatch")])
+def test_dividing_advantages_by_a_deviation_weighs_prompts_and_no_more(name):
+    """V(l (R - b), w) <= l ((R - b)(w - 1) + (1 - R) k3(w)) for any l: what eq. 14 takes of a row that satisfies eq. 12.
+
+    Where V is proportional to the advantage that is eq. 12 itself; a penalty beside it, as of dro, only lowers V.
+    """
+    log_w = torch.linspace(-WIDEST, WIDEST, 2 * STEPS + 1, dtype=torch.float64)
+    w = log_w.exp()
+    proportional = True
+    for scale in (0.2, 5.0):
+        for reward, b in ((1.0, 0.0), (1.0, 0.9), (0.0, 0.1), (0.0, 1.0), (0.5, 0.0), (0.5, 1.0)):
+            limit = (reward - b) * (w - 1) + (1 - reward) * (w - 1 - log_w)
+            v = integrated_push(method(name), scale * (reward - b), 1.0, correct=reward > 0)
+            step = 2 * WIDEST / STEPS * abs(reward - b) * log_w.abs().clamp(max=2).exp()  # at the jump of a clip
+            assert bool((v <= scale * (limit + step)).all()), (scale, reward, b)
+            one = integrated_push(method(name), reward - b, 1.0, correct=reward > 0)
+            proportional &= torch.allclose(v, scale * one, rtol=1e-9, atol=1e-9)
+    assert proportional is (name not in ("dro", "prime_rl", "prime_rl_ipo"))

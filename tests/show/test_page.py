@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from offdrift.errors import RecordError
+from offdrift.methods.describe import raises
 from offdrift.show.numbers import KL_EDGES, flatten, kl_level
 from offdrift.train.page import pick_samples, write_report
 from offdrift.train.stored import Arm, Sample
@@ -135,9 +136,15 @@ def test_the_last_new_batch_of_every_arm_says_what_it_proves(tmp_path):
     }  # fmt: skip
     learned = {"update": 1002, "certificate/fresh": False, "certificate/verdict": "not this one"}
     name = next((folder / "arms").iterdir()).name
+    head = json.loads((folder / "run.json").read_text("utf-8"))
+    assert "What its steps raise" not in write_report(folder).read_text("utf-8"), "an older run did not store it"
+    head["raises"] = {name: raises("seq_mean_token_mean", "grpo")}
+    (folder / "run.json").write_text(json.dumps(head), "utf-8")
     with open(folder / "arms" / name / "metrics.jsonl", "a") as f:
         f.writelines(json.dumps(row) + "\n" for row in (planted, learned))
     page = write_report(folder).read_text("utf-8")
     assert page.count("J improves &lt;b&gt;surely&lt;/b&gt;") == 1
     assert "not this one" not in page
+    assert "A certificate is about J, the mean reward of a response" in page
+    assert page.count("What its steps raise (grpo): E[(R / sigma - b) / |y|], not J = E[R]") == 1
     assert Arm("b", finished=True, metrics=({"update": 1},)).proved is None

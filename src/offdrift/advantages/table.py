@@ -122,27 +122,43 @@ class Estimator:
     """Inputs that it uses where they are given."""
     siblings: bool = True
     """Whether its baseline is made of the group's other sequences."""
+    stands_for: str = "R"
+    """The reward that it makes of R, up to a baseline and a positive constant: the mean of the advantage given
+    prompt and response (docs/certificates.md, "Aggregation and normalization"). sigma is the standard deviation of
+    a prompt's rewards, p their mean, n the group's size."""
+    provided: str = ""
+    """What that takes for granted."""
+    baseline: Literal["response", "token"] = "response"
+    """Whether one number is taken off all tokens of a response, or one of its own off each."""
 
 
 OTB = "arXiv:2602.07078"
 REINFORCE_PP = "arXiv:2501.03262"
+MANY = "many answers to each prompt"
+LARGE = "a large batch"
 
 ADVANTAGES: dict[str, Estimator] = {
     "grpo": Estimator(
         function=group.grpo,
         summary="reward minus the group's mean, divided by its standard deviation",
         reference="arXiv:2402.03300, section 4.1",
+        stands_for="R / sigma",
+        provided=MANY,
     ),
     "grpo_vectorized": Estimator(
         function=group.grpo,
         summary="grpo: the same numbers; verl's implementation of this name rounds to float32",
         reference="arXiv:2402.03300, section 4.1",
+        stands_for="R / sigma",
+        provided=MANY,
     ),
     "dr_grpo": Estimator(function=group.dr_grpo, summary="reward minus the group's mean", reference="arXiv:2503.20783"),
     "grpo_passk": Estimator(
         function=group.grpo_passk,
         summary="the best sequence's lead over the second best, in standard deviations; others 0",
         reference="arXiv:2503.19595",
+        stands_for="(1 - p)^(n - 1) R",
+        provided="rewards are 0 or 1",
     ),
     "rloo": Estimator(
         function=group.rloo,
@@ -155,12 +171,16 @@ ADVANTAGES: dict[str, Estimator] = {
         reference="arXiv:2402.14740, eq. 8",
     ),
     "opo": Estimator(
-        function=group.opo, summary="reward minus the group's mean weighted by length", reference="arXiv:2505.23585"
+        function=group.opo,
+        summary="reward minus the group's mean weighted by length",
+        reference="arXiv:2505.23585",
+        provided=MANY,
     ),
     "gpg": Estimator(
         function=group.gpg,
         summary="reward minus the group's mean, divided by the batch's share of nonzero rewards",
         reference="arXiv:2504.02546",
+        provided=LARGE,
     ),
     "gdpo": Estimator(
         function=group.gdpo,
@@ -168,11 +188,14 @@ ADVANTAGES: dict[str, Estimator] = {
         reference="arXiv:2601.05242",
         needs=("components",),
         reads=("component_weights",),
+        stands_for="sum_k omega_k R_k / sigma_k",
+        provided=f"{MANY}; {LARGE}",
     ),
     "reinforce_plus_plus_baseline": Estimator(
         function=group.reinforce_plus_plus_baseline,
         summary="reward minus the group's mean, whitened over the batch",
         reference=REINFORCE_PP,
+        provided=LARGE,
     ),
     "gae": Estimator(
         function=token.gae,
@@ -181,6 +204,8 @@ ADVANTAGES: dict[str, Estimator] = {
         needs=("values",),
         reads=("gamma", "lam"),
         siblings=False,
+        provided=f"gamma = lam = 1; {LARGE}",
+        baseline="token",
     ),
     "reinforce_plus_plus": Estimator(
         function=token.reinforce_plus_plus,
@@ -188,6 +213,7 @@ ADVANTAGES: dict[str, Estimator] = {
         reference=REINFORCE_PP,
         reads=("gamma",),
         siblings=False,
+        provided=f"gamma = 1; {LARGE}",
     ),
     "remax": Estimator(
         function=token.remax,
@@ -202,6 +228,8 @@ ADVANTAGES: dict[str, Estimator] = {
         reference=OTB,
         needs=("logp_old", "sum_pi_squared"),
         reads=("weight", "position"),
+        provided=MANY,
+        baseline="token",
     ),
     "tir_optimal_token_baseline": Estimator(
         function=optimal.tir_optimal_token_baseline,
@@ -209,12 +237,15 @@ ADVANTAGES: dict[str, Estimator] = {
         reference=OTB,
         needs=("logp_old", "sum_pi_squared"),
         reads=("weight",),
+        provided=MANY,
+        baseline="token",
     ),
     "opob": Estimator(
         function=optimal.opob,
         summary="reward minus the least-variance baseline under importance weights",
         reference="arXiv:2602.17616",
         reads=("weight", "grad_norm_squared", "logp_old", "sum_pi_squared"),
+        provided=MANY,
     ),
 }
 

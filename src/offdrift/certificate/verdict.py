@@ -25,6 +25,9 @@ ALWAYS = (
 )
 """What every confidence statement takes for granted."""
 
+ABOUT = "J = E[R], the mean reward of a response"
+"""What every certificate is about; aggregation and normalization of the trained objective may raise another return."""
+
 ONE_LOOK = "one policy, one look"
 """What a confidence is about, said beside each: alpha is spent on one certificate, not on a run's."""
 
@@ -220,6 +223,7 @@ class Certificate:
                 "gain_low": self.gain_low,
                 "alpha": self.alpha,
                 "holds_for": ONE_LOOK,
+                "about": ABOUT,
                 "constants": self.constants,
                 "region": vars(self.region),
                 "sequences": self.sequences,

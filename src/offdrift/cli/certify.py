@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -65,6 +67,9 @@ def certify(
     policy that learned from these rollouts can not be certified by them, for instance the model of an
     arm by the rollouts of that arm. A prompt that recurs in several files counts as one draw.
 
+    J is the mean reward of a response. Aggregation by response length and normalization by a group's deviation make
+    training raise another return, which is said beside it for the model of an arm (`offdrift methods NAME`: raises).
+
     The exit status does not tell whether there is a certificate; "certified" in the JSON does.
 
     \b
@@ -74,6 +79,7 @@ def certify(
     """
     from offdrift.certificate import TrustRegion
     from offdrift.certificate.certify import certify as certificate_of
+    from offdrift.certificate.verdict import ABOUT
     from offdrift.prove.certify import Judged, certificate_view, judge, longest_response, newest_policy, rollout_files
     from offdrift.train.models import load_model
 
@@ -117,7 +123,7 @@ def certify(
             interrupted = True
     if judged is None:
         raise typer.Exit(ExitCode.INTERRUPTED)
-    proof = prove(judged.evidence)
+    proof, raised = prove(judged.evidence), _raised_by(model)
     if as_json:
         about = {
             "files": judged.files,
@@ -125,6 +131,7 @@ def certify(
             "rollout_version": version,
             "tokens": judged.tokens,
             "model": model,
+            "trained_objective": raised,
         }
         screen.json({**about, **proof.as_dict()})
     else:
@@ -137,10 +144,23 @@ def certify(
                 "versions are another policy's, and were left out: name them to judge against it"
             )
         screen.out.print(Text(about, style="dim"), soft_wrap=True)
+        if raised is not None:
+            words = f"The certificate is about {ABOUT}. What the arm's steps raise ({raised['advantage']}): "
+            screen.out.print(Text(f"{words}{raised['words']}.", style="dim" if raised["is_j"] else "yellow"))
     if interrupted:
         screen.warn(f"interrupted after {judged.files} of {len(files)} files; the numbers are of those")
         raise typer.Exit(ExitCode.INTERRUPTED)
     screen.next(f"offdrift bound --T {longest} --solve delta --target 0.1", "drift for a useful bound")
+
+
+def _raised_by(model: str) -> dict[str, Any] | None:
+    """The return that training raised, for a model in the arm of a run that stored it (`run.json`); else None."""
+    for path in (Path(model).expanduser(), Path(model).expanduser().resolve()):
+        for arm in path.parents:
+            if arm.parent.name == "arms":
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    return dict(json.loads((arm.parent.parent / "run.json").read_text("utf-8"))["raises"][arm.name])
+    return None
 
 
 def _learned_from(model: str, files: list[Path]) -> bool:

@@ -183,32 +183,54 @@ def two_sided(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
     }
 
 
+def _truncated(x: Tensor) -> Tensor:
+    beyond = (x.clamp(min=TIS_CAP - 1) + 1) / TIS_CAP
+    return torch.where(x <= TIS_CAP - 1, x, TIS_CAP - 1 + TIS_CAP * beyond.log())
+
+
+OBJECTIVES: dict[str, tuple[Weigh, Weigh]] = {
+    "clipped surrogate": (lambda x: x.clamp(max=CLIP), lambda x: x.clamp(min=-CLIP)),
+    "truncated weights": (_truncated, _truncated),
+    "no weights": (torch.log1p, torch.log1p),
+}
+"""V of a token per unit of |A|, of x = w - 1: for right answers (A > 0) and, with the sign turned, for wrong ones."""
+
+
 def trained_objectives(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
     """E_mu[sum_t V(R, w_t)] - KL_seq lies below J(pi) - J(mu), if V <= (R - b)(w - 1) + (1 - R) k3(w).
 
     For b = 1/2 and V of a clipped surrogate, of truncated weights (`C + C log(w / C) - 1` above the cap) and of
     no weights at all (`log w`), where pi draws nothing mu cannot; for b = 0 and truncated weights always.
     """
-
-    def truncated(x: Tensor) -> Tensor:
-        beyond = (x.clamp(min=TIS_CAP - 1) + 1) / TIS_CAP
-        return torch.where(x <= TIS_CAP - 1, x, TIS_CAP - 1 + TIS_CAP * beyond.log())
-
-    objectives = {
-        "clipped surrogate": (lambda x: x.clamp(max=CLIP), lambda x: x.clamp(min=-CLIP)),
-        "truncated weights": (truncated, truncated),
-        "no weights": (torch.log1p, torch.log1p),
-    }
     kl_seq, full, law = divergences(mu, pi).kl_seq, full_support(mu, pi), mu.law()
     gain = products(mu, pi)[0]
     sides = {}
-    for name, (right, wrong) in objectives.items():
+    for name, (right, wrong) in OBJECTIVES.items():
         # The advantage of a sequence with R = 1 is 1/2 at every token, with R = 0 -1/2. The worst of the two.
         overstated = torch.maximum(token_sum(mu, pi, right) / 2 - gain, -token_sum(mu, pi, wrong) / 2)
         finite = full & (kl_seq < torch.inf)
         sides[name] = Sides(mean(law, overstated), kl_seq, finite)
-    positive = mean(law, (token_sum(mu, pi, truncated) - gain).clamp(min=0))
+    positive = mean(law, (token_sum(mu, pi, _truncated) - gain).clamp(min=0))
     return sides | {"truncated weights, no baseline": Sides(positive, kl_seq, torch.ones_like(full))}
+
+
+def weighted_objectives(mu: TabularPolicy, pi: TabularPolicy) -> dict[str, Sides]:
+    """E_mu[l sum_t V(R, w_t)] <= E_mu[l (R - b)(w - 1)] + E_mu[l ((1-b) sum_t k3(w_t) + b k3(w))] for any l >= 0.
+
+    What aggregation and normalization make of the objectives above, b = 1/2. As l(y) may be anything, it holds for
+    each sequence alone: here for the worst one, where l = 1, and the worse of R = 0 and R = 1.
+    """
+    kl_seq, full, law = divergences(mu, pi).kl_seq, full_support(mu, pi), mu.law()
+    gain = products(mu, pi)[0]
+    price = (token_sum(mu, pi, k3) + k3(gain)) / 2
+    sides = {}
+    for name, (right, wrong) in OBJECTIVES.items():
+        excess = torch.maximum(token_sum(mu, pi, right) - gain, gain - token_sum(mu, pi, wrong)) / 2
+        share = torch.where((law > 0) & (price > 1e-9), excess / price, -torch.inf)
+        worst = share.nan_to_num(-torch.inf).argmax(1, keepdim=True)
+        value, limit = ((law * x).gather(1, worst).squeeze(1) for x in (excess, price))
+        sides[name] = Sides(value, limit, full & (kl_seq < torch.inf))
+    return sides
 
 
 def hellinger(mu: TabularPolicy, pi: TabularPolicy) -> Sides:
@@ -234,6 +256,7 @@ STATEMENTS: dict[str, Callable[[TabularPolicy, TabularPolicy], Sides | dict[str,
     "variance from the largest chi-squared": variance_limit,
     "two-sided identity": two_sided,
     "trained objectives": trained_objectives,
+    "weighted objectives": weighted_objectives,
     "Hellinger": hellinger,
 }
 SMOOTH = ("variance along sequences", "two-sided identity", "trained objectives", "Hellinger")
@@ -251,6 +274,9 @@ LABELS = {
     "trained objectives: truncated weights": "Truncated weights (12)",
     "trained objectives: no weights": "No weights (12)",
     "trained objectives: truncated weights, no baseline": "Truncated, b = 0 (12)",
+    "weighted objectives: clipped surrogate": "Clipped, weighted (14)",
+    "weighted objectives: truncated weights": "Truncated, weighted (14)",
+    "weighted objectives: no weights": "No weights, weighted (14)",
     "Hellinger": "Hellinger (13)",
 }
 """Every inequality of the statements, and its name on the screen; numbers as in docs/certificates.md."""

@@ -5,7 +5,8 @@
     evidence       how much of a distribution has to be recorded
     sign           whether both signs of the advantage, and answers of either outcome, are treated alike
     stop-gradient  whether the ratio is a constant to the gradient
-    certifies      whether the objective that is trained bounds the gain of the return from below
+    certifies      whether the objective that is trained bounds the gain of a return from below
+    raises         which return that is: J, or another that aggregation and advantage make of it
 
 Nothing is typed in by hand for any row. `facts` holds all of it, for the terminal, for JSON and for
 docs/methods.md.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -22,6 +24,7 @@ from typing import Any, get_args
 
 import torch
 
+from offdrift.advantages import ADVANTAGES
 from offdrift.methods import probe, systems
 from offdrift.methods.method import Method
 from offdrift.methods.override import PLAIN, SINGLE
@@ -66,14 +69,30 @@ STOPPED = {
     "n/a": "contains no ratio",
 }
 CERTIFIES = {
-    "any mismatch": "the summed objective less KL_seq is a lower bound of the return's gain, for A = R - b(prompt) and "
+    "any mismatch": "the summed objective less KL_seq is a lower bound of the gain of J, for A = R - b(prompt) and "
     "R, b in [0, 1]",
     "no mismatch": "where engine and trainer agree at equal weights, the summed objective less KL_seq is a lower bound "
-    "of the return's gain, for A = R - b(prompt) and R, b in [0, 1]",
+    "of the gain of J, for A = R - b(prompt) and R, b in [0, 1]",
     "no baseline": "where engine and trainer agree at equal weights and the advantage is the reward itself, the summed "
-    "objective less KL_seq is a lower bound of the return's gain",
+    "objective less KL_seq is a lower bound of the gain of J",
     "region": "the masked surrogate of accepted answers bounds the return's gain without a premise: `offdrift certify`",
     "none known": "the objective looks at more than one token, or promises more than policies keep",
+}
+RETURNS = {
+    "seq_mean_token_sum": "{}",
+    "token_mean": "{} / E[|y|]",
+    "fixed": "{} / horizon",
+    "seq_mean_token_mean": "E[({} - b) / |y|]",
+}
+"""What each aggregate makes of the mean of a reward; E[|y|] is the mean length under the rollout policy."""
+DEFAULT_ADVANTAGE = "grpo"
+"""The estimator of methods that were published without one."""
+SYMBOLS = {
+    "|y|": "tokens of a response",
+    "b": "the baseline, a number per prompt",
+    "sigma": "standard deviation of the rewards of a prompt under the rollout policy",
+    "p": "mean reward of a prompt under the rollout policy",
+    "n": "answers to a prompt",
 }
 AGGREGATES = {
     "token_mean": "sum over all tokens, divided by the tokens",
@@ -184,6 +203,53 @@ def stop_gradient(row: Method) -> str:
     return {"score": "yes", "token": "unit", "unit": "no"}[gradient]
 
 
+def raises(aggregate: str, advantage: str) -> dict[str, Any]:
+    """The return that a step raises, in place of J = E[R]: what the trained objective is about.
+
+    Aggregates and advantages weigh prompts and responses, and a weight changes the reward: the gradient at equal
+    policies is that of the mean of (R - b) times the weight, and so is what the objective certifies
+    (docs/certificates.md, "Aggregation and normalization").
+
+    Args:
+        aggregate: a key of `AGGREGATES`.
+        advantage: a key of `ADVANTAGES`.
+
+    Returns: `return`, the formula up to a baseline and a positive constant (None if none is known); `is_j`, whether
+        it is J in other units, so that it cannot rise while J falls; `provided`, what that takes for granted;
+        `for_j`, the settings of a recipe that would make it J; and `words`, all of it but the settings.
+
+    Example:
+        >>> raises("token_mean", "rloo")["words"]
+        'J / E[|y|]: J in other units. |y|: tokens of a response'
+        >>> raises("seq_mean_token_mean", "grpo")["return"]
+        'E[(R / sigma - b) / |y|]'
+    """
+    estimator, by_length = ADVANTAGES[advantage], aggregate == "seq_mean_token_mean"
+    reward = estimator.stands_for
+    inside = reward if by_length else "J" if reward == "R" else f"E[{reward}]"
+    formula = None if by_length and estimator.baseline == "token" else RETURNS[aggregate].format(inside)
+    changes = ["override.aggregate=token_mean"] * by_length + ["optim.advantage=rloo"] * (reward != "R")
+    if formula is None:
+        words = "none known: responses weigh by their length, and each token has a baseline of its own"
+    elif changes:
+        words = f"{formula}, not J = E[R]: it can rise while J falls"
+    else:
+        words = "J = E[R]" if formula == "J" else f"{formula}: J in other units"
+    if estimator.provided:
+        words += f". Provided: {estimator.provided}"
+    used = [
+        f"{symbol}: {meaning}" for symbol, meaning in SYMBOLS.items() if symbol in re.split(r"[^\w|]+", formula or "")
+    ]
+    return {
+        "return": formula,
+        "is_j": formula is not None and not changes,
+        "advantage": advantage,
+        "provided": estimator.provided,
+        "for_j": changes,
+        "words": ". ".join([words, *(["; ".join(used)] if used else [])]),
+    }
+
+
 REWARDS, BASELINES = (0.0, 0.5, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)
 MISMATCHES = (0.02, 0.4, 0.9, 1.1, 2.5, 50.0)
 
@@ -267,6 +333,7 @@ def facts(name: str, row: Method) -> dict[str, Any]:
         "sign": sign(row),
         "stop_gradient": stop_gradient(row),
         "certifies": certifies(row),
+        "raises": raises(row.aggregate, row.advantage or DEFAULT_ADVANTAGE),
         "aggregate": row.aggregate,
         "mechanism": row.mechanism,
         "is_treatment": is_treatment(row),

@@ -573,6 +573,7 @@ def facts(name: str, row: System) -> dict[str, Any]:
         "sign": None,
         "stop_gradient": None,
         "certifies": None,
+        "raises": None,
         "aggregate": row.aggregation,
         "mechanism": row.mechanism,
         "is_treatment": row.is_treatment,

@@ -299,6 +299,7 @@ def method_page(row: Row) -> RenderableType:
         ("sign", _explained("sign", [row["sign"]])),
         ("stop-gradient", _explained("stop_gradient", [row["stop_gradient"]])),
         ("certifies", _explained("certifies", [row["certifies"]])),
+        ("raises", _raised(row)),
         ("bias", "not known" if bias is None else _explained("bias", [bias])),
         ("needs", ", ".join(sorted(needs)) or "log-probs of rollout and current policy, advantages"),
     ]
@@ -318,6 +319,14 @@ def method_page(row: Row) -> RenderableType:
             ("\nRun it\n", "bold"), (f"  {row['command']}\n", "green"), "  and, to change a value, ", (change, "green")
         ),
     )
+
+
+def _raised(row: Row) -> str:
+    """Which return a step raises, under which advantage, and how it would be J."""
+    about = row["raises"]
+    by = "as published" if row["advantage"] else "the trainer's default"
+    words = f"{about['words']}. (Aggregate {row['aggregate']}, advantage {about['advantage']}, {by}.)"
+    return words + (f"\nJ itself: --set {' --set '.join(about['for_j'])}" if about["for_j"] else "")
 
 
 def shown(value: Any) -> str:

@@ -53,7 +53,7 @@ def train(
     folder, started = RunFolder(path), time.perf_counter()
     head = begin(recipe, folder, resume)
     run = set_up(recipe, folder, watch)
-    head |= {"model": model_facts(recipe, run.model)}
+    head |= {"model": model_facts(recipe, run.model), "raises": {name: recipe.raises(name) for name in recipe.arms}}
     if run.accelerator.is_main_process:
         folder.create(head)
     table = []

@@ -20,6 +20,7 @@ from offdrift.correction import Correction
 from offdrift.errors import MethodError, RecipeError
 from offdrift.methods import Method, method, override
 from offdrift.methods.anchor import Interpolated, RolloutAsOld
+from offdrift.methods.describe import DEFAULT_ADVANTAGE, raises
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -296,7 +297,12 @@ class Recipe(Part):
     def estimator(self, row: Method) -> str:
         """The advantage estimator of a method: the recipe's, or what it was published with."""
         wanted = self.optim.advantage
-        return (row.advantage or "grpo") if wanted == "method" else wanted
+        return (row.advantage or DEFAULT_ADVANTAGE) if wanted == "method" else wanted
+
+    def raises(self, name: str) -> dict[str, Any]:
+        """The return that an arm's steps raise, in place of J: see `offdrift.methods.describe.raises`."""
+        row = self.row(name)
+        return raises(row.aggregate, self.estimator(row))
 
     @property
     def updates(self) -> int:

@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from offdrift.errors import RecordError
@@ -107,6 +107,8 @@ class Arm:
     metrics: tuple[Row, ...] = ()
     evals: tuple[Row, ...] = ()
     samples: tuple[Sample, ...] = ()
+    raises: Row = field(default_factory=dict)
+    """The return that its steps raise, in place of J; empty for runs that did not store it."""
     skipped_lines: int = 0
     """Lines inside a file that were not JSON objects (a half-written last one is not counted)."""
 
@@ -196,7 +198,8 @@ def read_run(run_dir: Path) -> Run:
         )
     table = {str(row["arm"]): row for row in items(head.get("table")) if mapping(row).get("arm")}
     folders = sorted(p for p in (run_dir / "arms").glob("*") if p.is_dir())
-    arms = [_read_arm(folder, table) for folder in folders]
+    raises = mapping(head.get("raises"))
+    arms = [replace(_read_arm(folder, table), raises=mapping(raises.get(folder.name))) for folder in folders]
     without_folder = table.keys() - {arm.name for arm in arms}
     arms += [Arm(name, finished=True, summary=table[name]) for name in without_folder]
     planned = mapping(mapping(head.get("recipe")).get("arms"))  # in this order they run
