@@ -33,7 +33,7 @@ def test_the_table_and_where_it_becomes_vacuous(monkeypatch):
         done = bound(TABLE_1, width, monkeypatch)
         assert done.exit_code == 0
         text = " ".join(done.stdout.split())
-        assert "Vacuous from no T (sharp), T = 1,000 (paper)" in text
+        assert "B* reaches that range at no T (sharp), T = 1,000 (paper)" in text
         assert "TV to token 3, KL to token 51, TV_seq to token 4,096" in text
         assert ("eq. 12" in text) is present
         assert "…" not in text
@@ -113,7 +113,9 @@ def test_the_target_is_the_reward_range_unless_told():
         ("--T 10 --delta 0.1 --solve delta", "delta is given and solved for"),
         ("--T 10 --delta 0.1 --solve kl_seq --kl-rate 0.1", "kl_seq is solved for"),
         ("--delta 0.1 --solve T --target 0", "target = 0"),
-        ("--T 0 --delta 0.1 --plot nowhere", "horizon = 0"),
+        ("--T 0 --delta 0.1 --chart nowhere.png", "horizon = 0"),
+        ("--T 9 --delta 0.1 --chart bounds.pdf", "bounds.pdf ends in '.pdf'; a chart is a .html, .svg or .png file"),
+        ("--from nowhere", "nowhere holds no measured drift"),
     ],
 )
 def test_numbers_that_cannot_be_are_our_errors(words, said):
@@ -131,7 +133,7 @@ def test_numbers_that_cannot_be_are_our_errors(words, said):
         ("--T 10 --delta 0.1 --reward-sd 0.1", "--reward-sd belongs to --chi2"),
         ("--T 10 --delta 0.1 --solve T", "--T is given and solved for"),
         ("--T 10 --solve eps", "give --delta"),
-        ("--T 10 --solve delta --plot x", "leave out --solve"),
+        ("--T 10 --solve delta --chart x.png", "leave out --solve"),
         ("--T 10 --delta 0.1 --constants half", "half"),
         ("--T 1.5 --delta 0.1", "'--T'"),
     ],
@@ -142,14 +144,99 @@ def test_a_command_that_makes_no_sense_says_what_is_missing(words, said):
     assert said in re.sub(r"\s*│?\n│?\s*", " ", done.output)
 
 
-def test_the_plot_is_two_files(tmp_path, monkeypatch):
-    done = bound(f"{TABLE_1} --plot {tmp_path / 'bounds'}", monkeypatch=monkeypatch)
+@pytest.mark.parametrize(("ending", "first"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!doctype html>")])
+def test_the_chart_is_one_file_of_the_kind_that_its_name_says(ending, first, tmp_path, monkeypatch):
+    done = bound(f"{TABLE_1} --chart {tmp_path / 'bounds'}.{ending}", monkeypatch=monkeypatch)
     assert done.exit_code == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bounds.html", "bounds.png"]
-    assert str(tmp_path / "bounds.png") in done.stdout
-    silent = bound(f"--T 20 --delta 0.01 --json --plot {tmp_path / 'two'}")
-    assert json.loads(silent.stdout)[-1]["bound"] == "unified"
-    assert (tmp_path / "two.html").exists()
+    (file,) = tmp_path.iterdir()
+    assert str(file) in done.stdout
+    assert file.read_bytes()[:16].lower().startswith(first.lower())
+    silent = bound(f"--T 20 --delta 0.01 --json --chart {file}")
+    assert "wrote" not in silent.stdout
+    assert file.stat().st_size > 1000
+
+
+EXACT = {
+    "divergence/kl_rollout_current_mean": 2e-3,
+    "divergence/kl_rollout_current_max": 0.08,
+    "divergence/tv_rollout_current_mean": 0.01,
+    "divergence/tv_rollout_current_max": 0.15,
+}
+
+
+def last(words: str) -> dict:
+    done = bound(words + " --json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)[-1]
+
+
+def test_an_audit_gives_its_drift_and_its_longest_response(tmp_path):
+    overall = {**EXACT, "response/length_max": 100.0}
+    (tmp_path / "audit.json").write_text(json.dumps({"kind": "audit", "overall": overall}))
+    known = {"delta": 0.08, "eps": 0.15, "mean_tv": 0.01}
+    want = tightest(all_bounds(horizon=100, kl_seq=100 * 2e-3, **known, constants="sharp"))
+    for path in (tmp_path, tmp_path / "audit.json"):
+        got = last(f"--from {path}")
+        assert got["sharp"] == pytest.approx(want.value, rel=1e-12)
+        assert got["kl_per_token"] == pytest.approx(2e-3)
+        assert "the largest that were met" in got["source"]
+    # What is given counts, and the rest is still measured.
+    longer = tightest(all_bounds(horizon=400, kl_seq=400 * 1e-3, **known, constants="sharp"))
+    assert last(f"--from {tmp_path} --T 400 --kl-rate 1e-3")["sharp"] == pytest.approx(longer.value, rel=1e-12)
+    assert last("--T 100 --delta 0.1").get("source") is None
+    rows = answers(f"--from {tmp_path} --solve T --target 0.5")
+    assert rows["sharp"]["value"] == 249  # below 0.5 / 2e-3 tokens
+
+
+def test_sampled_log_probs_give_a_rate_and_no_maximum(tmp_path):
+    overall = {"mismatch/k3": 1e-3, "response/length_max": 50}
+    (tmp_path / "audit.json").write_text(json.dumps({"kind": "audit", "overall": overall}))
+    got = last(f"--from {tmp_path}")
+    assert got["sharp"] == pytest.approx(50 * 1e-3)  # the KL of sequences alone
+    assert "sampled tokens alone (mismatch/k3)" in got["source"]
+    (tmp_path / "audit.json").write_text(json.dumps({"kind": "audit", "overall": {"reward/mean": 1}}))
+    assert "neither exact divergences nor k3" in str(bound(f"--T 9 --from {tmp_path}").exception)
+
+
+def test_a_run_gives_its_first_arm_by_tokens_and_an_arm_itself(tmp_path):
+    arms = {"a": (1e-3, 0.02), "b": (4e-3, 0.3)}
+    head = {"recipe": {"arms": {"b": {}, "a": {}}, "rollout": {"max_tokens": 30}}}
+    (tmp_path / "run.json").write_text(json.dumps(head))
+    for name, (mean, largest) in arms.items():
+        (tmp_path / "arms" / name).mkdir(parents=True)
+        lines = [
+            {
+                "batch/tokens": 100,
+                "divergence/kl_rollout_current_mean": mean,
+                "divergence/kl_rollout_current_max": largest,
+            },
+            {
+                "batch/tokens": 300,
+                "divergence/kl_rollout_current_mean": 2 * mean,
+                "divergence/kl_rollout_current_max": 0.01,
+            },
+        ]
+        (tmp_path / "arms" / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for path, (mean, largest) in ((tmp_path, arms["b"]), (tmp_path / "arms" / "a", arms["a"])):
+        got = last(f"--from {path}")
+        assert got["kl_per_token"] == pytest.approx(1.75 * mean)  # (100 + 2 * 300) / 400
+        assert got["from_delta"]["sharp"] == pytest.approx(
+            tightest(all_bounds(horizon=30, delta=largest, constants="sharp")).value
+        )
+
+
+def test_a_check_gives_what_its_engines_differ_by(tmp_path):
+    own = {"kl_mean": 1.42e-3, "kl_max": 0.029, "tv_mean": 0.012, "tv_max": 0.09}
+    check = {"kind": "check", "baseline": own, "sampling": {"max_tokens": 64}}
+    (tmp_path / "check.json").write_text(json.dumps(check))
+    got = last(f"--from {tmp_path}")
+    assert got["kl_per_token"] == pytest.approx(1.42e-3)
+    assert got["vacuous_from"]["sharp"] == 705  # 1 / 1.42e-3 = 704.2, where nothing else is smaller
+    assert got["sharp"] == pytest.approx(
+        tightest(
+            all_bounds(horizon=64, delta=0.029, eps=0.09, mean_tv=0.012, kl_seq=64 * 1.42e-3, constants="sharp")
+        ).value
+    )
 
 
 def test_every_example_of_the_help_runs(tmp_path, monkeypatch):
@@ -159,4 +246,4 @@ def test_every_example_of_the_help_runs(tmp_path, monkeypatch):
     for example in examples:
         done = bound(example.removeprefix("offdrift bound"))
         assert done.exit_code == 0, done.output
-    assert (tmp_path / "bounds.png").exists()
+    assert (tmp_path / "bounds.html").exists()

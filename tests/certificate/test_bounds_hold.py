@@ -112,6 +112,24 @@ def test_smaller_constants_would_be_violated():
     assert len(violated) == 9
 
 
+def test_a_bound_above_the_range_of_the_reward_can_certify():
+    """Two tokens, reward 1 if any is heads; heads with probability .1 under mu, .9 under pi.
+
+    J rises from 1 - .9^2 = .19 to 1 - .1^2 = .99. One pair of heads has ratios 9 and 9, two pairs 9 and 1/9:
+    L' = .01 * 16 + 2 * .09 * (8 - 8/9) = 1.44. Coupling is 2 * .8 * .8 = 1.28, above the range of 1.
+    """
+    mu, pi = (TabularPolicy.independent([[1 - p, p]] * 2) for p in (0.1, 0.9))
+    exact = returns(mu, pi, torch.tensor([[0.0, 1.0, 1.0, 1.0]], dtype=torch.float64))
+    surrogate = 0.01 * 16 + 2 * 0.09 * (8 - 8 / 9)
+    gain = float(exact.current - exact.rollout)
+    assert gain == pytest.approx(0.80, abs=1e-12)
+    assert float(exact.surrogate) == pytest.approx(surrogate, abs=1e-12)
+    best = min(bound_values(divergences(mu, pi), 0, 2, "sharp").values())
+    assert best == pytest.approx(1.28, abs=1e-12)
+    assert surrogate - best == pytest.approx(0.16, abs=1e-12)
+    assert surrogate - best <= gain
+
+
 def test_rewards_in_another_range_scale_the_error():
     g = torch.Generator().manual_seed(7)
     mu = random_policies(200, vocab=2, horizon=3, generator=g)

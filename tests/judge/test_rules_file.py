@@ -169,7 +169,9 @@ CONDITIONS = [c for rule in BUILT_IN.rules.values() for c in (rule.when, *rule.r
 
 def bent(name, value):
     """The built-in rules with one threshold changed."""
-    return replace(BUILT_IN, thresholds={**BUILT_IN.thresholds, name: replace(BUILT_IN.thresholds[name], value=float(value))})
+    return replace(
+        BUILT_IN, thresholds={**BUILT_IN.thresholds, name: replace(BUILT_IN.thresholds[name], value=float(value))}
+    )
 
 
 def branches(condition):

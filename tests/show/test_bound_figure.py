@@ -10,7 +10,7 @@ import pytest
 from offdrift.certificate import all_bounds
 from offdrift.certificate.bounds import LABELS
 from offdrift.errors import BadValueError
-from offdrift.prove.bound import bound_panels, write_bound_figure
+from offdrift.prove.bound import bound_panels, write_bound_chart
 
 GIVEN = {"delta": 1e-4, "eps": 5e-3, "kl_seq": 0.01, "tv_seq": 0.05}
 
@@ -28,7 +28,7 @@ def test_every_point_is_a_bound():
             best = min(row.value for row in rows if row.unified)
             assert lines["Unified B*"][horizon] == best
         assert [s.name for s in panel.series if s.strong] == ["Unified B*"]
-        assert panel.lines == [(2.0, "reward range 2")]
+        assert panel.lines == [(2.0, "reward's range, 2")]
         assert panel.upright == [(300, "T = 300")]
         assert panel.log_x
         assert panel.log
@@ -60,25 +60,25 @@ def test_a_rate_lets_the_kl_of_sequences_grow():
     ],
 )
 def test_any_size_is_drawn(given: dict, tmp_path):
-    picture, page = write_bound_figure(tmp_path / "bounds", **given)
+    picture, page = (write_bound_chart(tmp_path / name, **given) for name in ("bounds.png", "bounds.html"))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "How far can the surrogate be" in page.read_text("utf-8")
 
 
 def test_impossible_numbers_are_refused_by_name(tmp_path):
     with pytest.raises(BadValueError, match="horizon = 0"):
-        write_bound_figure(tmp_path / "x", horizon=0, delta=0.1)
+        write_bound_chart(tmp_path / "x.html", horizon=0, delta=0.1)
     with pytest.raises(BadValueError, match=r"eps = 1\.5"):
-        write_bound_figure(tmp_path / "x", horizon=10, delta=0.1, eps=1.5)
+        write_bound_chart(tmp_path / "x.html", horizon=10, delta=0.1, eps=1.5)
     with pytest.raises(BadValueError, match="kl_seq and kl_rate are both given"):
-        write_bound_figure(tmp_path / "x", horizon=10, delta=0.1, kl_seq=0.1, kl_rate=0.1)
+        write_bound_chart(tmp_path / "x.html", horizon=10, delta=0.1, kl_seq=0.1, kl_rate=0.1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_caption_says_what_was_taken_to_hold(tmp_path):
-    _, page = write_bound_figure(tmp_path / "a", horizon=4096, **GIVEN)
+    page = write_bound_chart(tmp_path / "a.html", horizon=4096, **GIVEN)
     text = page.read_text("utf-8")
-    assert "vacuous from T = 1,000 (paper), never (sharp)" in text
+    assert "range at T = 1,000 (the paper&#39;s constants) and at no T (sharp constants)" in text
     assert "A given divergence of whole sequences is taken as a limit at every T." in text
-    _, page = write_bound_figure(tmp_path / "b", horizon=64, delta=0.0)
-    assert "vacuous never (paper), never (sharp)" in page.read_text("utf-8")
+    page = write_bound_chart(tmp_path / "b.html", horizon=64, delta=0.0)
+    assert "range at no T (the paper&#39;s constants) and at no T (sharp constants)" in page.read_text("utf-8")

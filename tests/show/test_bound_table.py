@@ -51,7 +51,7 @@ def test_table_1_is_printed_to_every_digit():
     assert "A surrogate gain above B* certifies an improvement." in text
     assert numbers(text, "Pointwise") == ["2.039"]
     paper = shown(**TABLE_1, constants=["paper"])
-    assert "Vacuous: not below the reward range of 1." in paper
+    assert "Not below the reward's range, 1: of use only for a surrogate gain larger still." in paper
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -162,7 +162,7 @@ def test_an_exact_surrogate_is_called_exact():
 
 def test_it_says_from_which_horizon_on_it_is_vacuous():
     text = " ".join(shown(**TABLE_1).split())
-    assert "Vacuous from no T (sharp), T = 1,000 (paper), KL_seq and TV_seq at every T." in text
+    assert "B* reaches that range at no T (sharp), T = 1,000 (paper), KL_seq and TV_seq at every T." in text
     assert "TV to token 3, KL to token 51, TV_seq to token 4,096." in text
     known = {"delta": 1e-4, "eps": 5e-3}
     last = bound_rows(**known, horizon=4096)[-1]
@@ -174,13 +174,13 @@ def test_it_says_from_which_horizon_on_it_is_vacuous():
     assert last["vacuous_from"]["sharp"] == 10_000
     assert len(last["vacuous_from"]) == 2
     grown = shown(horizon=512, delta=1e-4, kl_rate=1e-6)
-    assert "KL_seq = T kl_rate at every T." in grown
+    assert "KL_seq = T kl_rate at every T." in " ".join(grown.split())
     assert "KL_seq = 0.000512 nats" in grown
     assert "no T" not in grown
-    assert "Never vacuous up to 10^12 tokens" in shown(horizon=8, delta=0.0)
+    assert "stays below that range up to 10^12 tokens" in shown(horizon=8, delta=0.0)
     # Nothing is known about positions beyond the array.
     positions = {"horizon": 8, "delta": 1e-6, "mean_tv": np.zeros(8)}
-    assert "acuous from" not in shown(**positions)
+    assert "that range at" not in shown(**positions)
     assert bound_rows(**positions)[-1]["vacuous_from"] == {"paper": None, "sharp": None}
 
 
@@ -191,6 +191,22 @@ def test_one_set_of_constants_can_be_shown_alone():
     sharp = shown(**TABLE_1, constants=["sharp"])
     assert "B* = 0.01 with sharp constants (Sequence KL)." in sharp
     assert numbers(sharp, "Pointwise") == ["2.039"]
+
+
+def test_what_a_small_kl_of_sequences_takes_is_said_beside_it():
+    """0.01 over 4,096 tokens is 2.4e-6 nat per token; delta alone gives T delta, and 34.9 by the paper."""
+    text = " ".join(shown(**TABLE_1).split())
+    assert "KL_seq = 0.01 is 2.4e-06 nats per token." in text
+    assert "From the largest token KL δ alone, B* = 0.4096 (sharp), 34.95 (paper)." in text
+    last = bound_rows(**TABLE_1)[-1]
+    assert last["kl_per_token"] == 0.01 / 4096
+    # (4/3) T^1.5 delta is the paper's closed form, an upper end of the sum.
+    assert last["from_delta"]["sharp"] == pytest.approx(4096 * 1e-4, rel=1e-12)
+    assert 0.998 < last["from_delta"]["paper"] / (4 / 3 * 4096**1.5 * 1e-4) < 1
+    alone = bound_rows(horizon=4096, delta=1e-4)[-1]
+    assert (alone["kl_per_token"], alone["from_delta"]) == (None, None)
+    assert "alone" not in shown(horizon=4096, delta=1e-4)
+    assert bound_rows(horizon=8, delta=math.inf, eps=0.1)[-1]["from_delta"] is None
 
 
 def test_a_narrow_terminal_loses_columns_not_letters():

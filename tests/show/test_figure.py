@@ -17,7 +17,7 @@ import pytest
 from offdrift.errors import BadValueError, OffdriftError, RecordError, ShapeError
 from offdrift.show.charts import Chart, Series, chart_data, points, styled
 from offdrift.show.figure import figure_page, write_figure
-from offdrift.show.png import palette, png_of, spread
+from offdrift.show.png import palette, picture_of, spread
 from tests.show.browser import chromium, open_page
 from tests.show.hostile import PAYLOADS
 from tests.show.test_colors import DARK, LIGHT
@@ -105,7 +105,7 @@ def test_the_colors_are_those_of_the_report():
     # their contrast in both themes is tested with the report's style sheet
     assert palette() == {"light": LIGHT, "dark": DARK}
     assert len({LIGHT[f"arm-{i}"] for i in range(8)}) == 8
-    picture = np.unique(_pixels(png_of([PANEL], title="", caption="")).reshape(-1, 3), axis=0)
+    picture = np.unique(_pixels(picture_of([PANEL], title="", caption="")).reshape(-1, 3), axis=0)
     shown = {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in picture}
     assert {LIGHT["arm-0"], LIGHT["arm-1"], LIGHT["card"], LIGHT["soft"]} <= shown
 
@@ -148,7 +148,7 @@ def test_on_a_log_axis_what_is_not_above_zero_is_a_gap():
 def test_any_content_is_drawn(series: list[Series], log: bool):
     texts = any(isinstance(x, str) for s in series for x in s.x)
     chart = Chart("Any", "y", series, x_title="x", log_x=log and not texts, log=log)
-    assert png_of([chart], title="t", caption="").startswith(b"\x89PNG")
+    assert picture_of([chart], title="t", caption="").startswith(b"\x89PNG")
     assert all(chart["series"] for chart in draw(chart)), "an empty chart is not for the script"
 
 
@@ -156,7 +156,7 @@ def test_any_content_is_drawn(series: list[Series], log: bool):
 def test_any_number_of_panels(count: int):
     panels = [Chart(f"P{i}", "y", [LINES[0]]) for i in range(count)]
     assert len(draw(*panels)) == count
-    assert png_of(panels, title="t", caption="c").startswith(b"\x89PNG")
+    assert picture_of(panels, title="t", caption="c").startswith(b"\x89PNG")
 
 
 # -- labels -----------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_markup_in_a_name_is_shown_and_not_obeyed():
         Chart("", "", [Series(bad, X, X, kind="dots")], upright=[(2, bad)]),
         Chart("", "", [Series(bad, [bad, "x"], [1, 2], kind="bars")]),
     ):
-        assert png_of([chart], title=bad, caption=bad).startswith(b"\x89PNG")
+        assert picture_of([chart], title=bad, caption=bad).startswith(b"\x89PNG")
 
 
 def test_a_series_can_be_hidden_and_nothing_sticks_out(tmp_path):

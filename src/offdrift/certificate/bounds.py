@@ -111,7 +111,7 @@ def sequence_kl(*, horizon: int, kl_seq: float, constants: str = "sharp") -> flo
         kl_seq: sum over positions of the mean KL(rollout || current), nats.
 
     Example:
-        >>> sequence_kl(horizon=4096, kl_seq=0.01)  # where the paper's unified bound is 4.1
+        >>> sequence_kl(horizon=4096, kl_seq=0.01)  # 2.4e-6 nat per token; the paper's unified bound: 4.1
         0.01
     """
     return kl_seq

@@ -128,7 +128,7 @@ def vacuous_horizon(
     reward_range: float | int = 1.0,
     **beyond: float | int | None,
 ) -> int | None:
-    """The shortest horizon at which B* is vacuous.
+    """The shortest horizon at which B* is vacuous: not below the range of the reward.
 
         min { T : B*(T) >= target },  target = the range of the reward by default
 

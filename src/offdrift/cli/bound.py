@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.text import Text
 
 from offdrift.cli.app import THEORY, AsJson, NoColor, Quiet, Screen, app
 
@@ -50,9 +52,19 @@ def bound(
     target: Annotated[
         float | None, typer.Option(help="Largest acceptable error, for --solve; default the reward range.")
     ] = None,
-    plot: Annotated[
+    measured: Annotated[
         Path | None,
-        typer.Option(metavar="STEM", help="Draw every bound for T from 1 to ten times --T: STEM.png and STEM.html."),
+        typer.Option(
+            "--from",
+            metavar="PATH",
+            help="Take what is not given from measured drift: a run, an arm of one, audit.json or check.json.",
+        ),
+    ] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw every bound for T from 1 to ten times --T: a .html, .svg or .png file."
+        ),
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -60,20 +72,22 @@ def bound(
 ) -> None:
     """How far can the surrogate objective be from the true return? Every proved bound, and the tightest, B*.
 
-    A bound that is not below the range of the reward is vacuous: it says nothing.
+    A bound above the range of the reward is rarely of use: it certifies only a surrogate gain that is larger still.
 
     The first example is Table 1 of the Trust Region Masking paper, and what halved constants make of it. --solve
     asks backwards: how small must the largest token KL be for an error of at most 0.1 at 8192 tokens, or how long
-    may sequences be, with a mean token KL from the log? --plot draws every bound against the horizon.
+    may sequences be, with a mean token KL from the log? --from takes the drift from a run, an audit or a check, and
+    --chart draws what each bound says of it, against the horizon.
 
     \b
     offdrift bound --T 4096 --delta 1e-4 --eps 5e-3 --kl-seq 0.01 --tv-seq 0.05
     offdrift bound --T 8192 --solve delta --target 0.1
     offdrift bound --delta 1e-4 --kl-rate 1e-6 --solve T
     offdrift bound --T 500 --delta inf --chi2 1e-4 --reward-sd 0.22
-    offdrift bound --T 4096 --delta 1e-4 --eps 5e-3 --plot bounds
+    offdrift bound --T 4096 --delta 0.03 --kl-rate 1.4e-3 --chart bounds.html
     """
-    from offdrift.prove.bound import answer_rows, answer_table, bound_rows, bound_table, write_bound_figure
+    from offdrift.prove.bound import answer_rows, answer_table, bound_rows, bound_table, write_bound_chart
+    from offdrift.prove.measured import measured_drift
 
     screen = Screen(as_json, quiet)
     columns = ("paper", "sharp") if constants == "both" else (constants,)
@@ -91,16 +105,28 @@ def bound(
         "kl_unrewarded": kl_unrewarded,
         "reward_range": reward_range,
     }
+    source = ""
+    if measured is not None:
+        drift = measured_drift(measured)
+        source, premises = drift.source, dict(drift.premises)
+        longest = premises.pop("horizon", None)
+        if kl_seq is not None or solve == "kl_seq":
+            premises.pop("kl_rate", None)
+        divergences |= {k: v for k, v in premises.items() if divergences[k] is None and k != solve}
+        if horizon is None and longest is not None and solve != "T":
+            horizon = int(longest)
+        if divergences["delta"] is None and solve != "delta":
+            divergences["delta"] = math.inf
     if horizon is None and solve != "T":
         raise typer.BadParameter("how many tokens has the longest sequence? give --T")
-    if delta is None and solve != "delta":
-        raise typer.BadParameter("give --delta, the largest token KL; inf if it is not known")
+    if divergences["delta"] is None and solve != "delta":
+        raise typer.BadParameter("give --delta, the largest token KL; inf if it is not known; or --from a run")
     if reward_sd is not None and chi2 is None and solve != "chi2":
         raise typer.BadParameter("--reward-sd belongs to --chi2: only the variance row depends on it")
     if solve is None and target is not None:
         raise typer.BadParameter("--target belongs to --solve")
-    if solve is not None and plot is not None:
-        raise typer.BadParameter("--plot draws the bounds of given divergences; leave out --solve")
+    if solve is not None and chart is not None:
+        raise typer.BadParameter("--chart draws the bounds of given divergences; leave out --solve")
     if solve is not None:
         if solve == "T" and horizon is not None:
             raise typer.BadParameter("--T is given and solved for; leave one out")
@@ -110,15 +136,20 @@ def bound(
             screen.json(rows)
         else:
             screen.show(answer_table(rows, target=goal, horizon=horizon))
+            if source:
+                screen.show(Text(source, style="yellow"))
         screen.next("offdrift certify RUN/arms/NAME", "does a policy keep to it?")
         return
     assert horizon is not None
     if as_json:
-        screen.json(bound_rows(horizon=horizon, **divergences))
+        rows = bound_rows(horizon=horizon, **divergences)
+        rows[-1]["source"] = source or None
+        screen.json(rows)
     else:
         narrow = screen.width < 96
         screen.show(bound_table(horizon=horizon, **divergences, constants=columns, narrow=narrow))
-    if plot is not None:
-        picture, page = write_bound_figure(plot, horizon=horizon, **divergences, constants=columns)
-        screen.wrote(picture=picture, page=page)
+        if source:
+            screen.show(Text(source, style="yellow"))
+    if chart is not None:
+        screen.wrote(chart=write_bound_chart(chart, horizon=horizon, **divergences, constants=columns, source=source))
     screen.next(f"offdrift bound --T {horizon} --solve delta --target 0.1", "token KL for an error of 0.1")

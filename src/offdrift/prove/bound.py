@@ -1,6 +1,6 @@
 """Error bounds of the surrogate, with the paper's constants and the sharp ones: `bound_rows` and `bound_table`.
 
-`write_bound_figure` draws them over horizons. `answer_rows` inverts the unified bound: how much drift, or how long a
+`write_bound_chart` draws them over horizons. `answer_rows` inverts the unified bound: how much drift, or how long a
 horizon, keeps it below a target.
 """
 
@@ -30,7 +30,7 @@ from offdrift.certificate.inverse import (
 )
 from offdrift.errors import BadValueError
 from offdrift.show.charts import Chart, Series
-from offdrift.show.figure import write_figure
+from offdrift.show.figure import write_chart
 
 CONSTANTS = {"sharp": "sharp constants", "paper": "the paper's constants"}
 OTHERS = {"sharp": "sharp ones", "paper": "the paper's"}
@@ -83,9 +83,14 @@ def caption(
     *,
     narrow: bool,
 ) -> Text:
-    """Text below the table: B*, from which horizon on it is vacuous, the routes, and notes."""
+    """Text below the table: B*, at which horizon it reaches the reward's range, the routes, and notes."""
     unified, mean_tv = rows[-1], arguments["mean_tv"]
     lines = [_verdict(rows, reward_range, constants)]
+    if unified["kl_per_token"] is not None:
+        lines.append(Text(f"KL_seq = {arguments['kl_seq']:.4g} is {unified['kl_per_token']:.2g} nats per token."))
+    if unified["from_delta"] is not None:
+        alone = (f"{unified['from_delta'][c]:.4g} ({c})" for c in sorted(constants, reverse=True))
+        lines.append(Text(f"From the largest token KL δ alone, B* = {', '.join(alone)}."))
     if not isinstance(mean_tv, Sequence) and not getattr(mean_tv, "ndim", 0):
         first = {c: unified["vacuous_from"][c] for c in sorted(constants, reverse=True)}
         fixed = ["KL_seq = T kl_rate"] if kl_rate is not None else []
@@ -96,11 +101,11 @@ def caption(
         }
         fixed += [symbol for name, symbol in sequences.items() if arguments.get(name) is not None]
         if set(first.values()) == {None}:
-            lines.append(Text("Never vacuous up to 10^12 tokens, if these divergences hold at every T."))
+            lines.append(Text("B* stays below that range up to 10^12 tokens, if these divergences hold at every T."))
         else:
             at = (f"{'no T' if t is None else f'T = {t:,}'} ({c})" for c, t in first.items())
             premise = f", {', '.join([*fixed[:-2], ' and '.join(fixed[-2:])])} at every T" if fixed else ""
-            lines.append(Text(f"Vacuous from {', '.join(at)}{premise}."))
+            lines.append(Text(f"B* reaches that range at {', '.join(at)}{premise}."))
     routes = ", ".join(f"{ROUTES[name]} to token {last:,}" for name, _, last in unified["routes"])
     lines.append(Text(f"Smallest route to the context shift (Lemma 3.2): {routes}."))
     lines += [Text(note, style="yellow") for note in dict.fromkeys(r["note"] for r in rows) if note]
@@ -114,15 +119,18 @@ def caption(
 
 
 def _verdict(rows: Sequence[dict[str, Any]], reward_range: float, constants: Sequence[str]) -> Text:
-    """The smallest bound, the rows that attain it, and whether it is vacuous."""
+    """The smallest bound, the rows that attain it, and whether it is below the reward's range."""
     best = min(constants, key=lambda c: rows[-1][c])
     value, color = rows[-1][best], "green"
     if value == 0:
         meaning = "The surrogate is exact: its gain is the gain of the true return."
     elif value < reward_range:
-        meaning = "A surrogate gain above B* certifies an improvement."
+        meaning = (
+            f"A surrogate gain above B* certifies an improvement. B* is below the reward's range, {reward_range:g}."
+        )
     else:
-        meaning, color = f"Vacuous: not below the reward range of {reward_range:g}.", "yellow"
+        meaning = f"Not below the reward's range, {reward_range:g}: of use only for a surrogate gain larger still."
+        color = "yellow"
     shown = Text.assemble((f"B* = {value:.4g}", f"bold {color}"), f" with {CONSTANTS[best]}")
     shown.append(f" ({_by(rows, best)})")
     if len(constants) > 1:
@@ -160,10 +168,12 @@ def bound_rows(
 
     Returns: for each row `bound`, `route`, `equation`, `scaling`, `paper`, `sharp`, `closed_form`
         (paper constants), `below` (where the gain falls short of L' by less than the error can be),
-        `worst_case`, `attains` (which of "paper" and "sharp" have their minimum here), `vacuous` (with
-        the sharper of the two constants) and `note`; for the last row also
-        `vacuous_from`, the shortest horizon at which it is (None: never, or a mean TV per
-        position), and `routes`, by which route the context shift is smallest, first to last token.
+        `worst_case`, `attains` (which of "paper" and "sharp" have their minimum here), `vacuous` (not
+        below the reward's range, with the sharper of the two constants) and `note`; for the last row
+        also `vacuous_from`, the shortest horizon at which it is (None: never, or a mean TV per
+        position), `kl_per_token`, nats, of a KL of sequences that was passed in, `from_delta`, B* from
+        `delta` without what else was passed in, and `routes`, by which route the context shift is
+        smallest, first to last token.
 
     Example:
         >>> rows = bound_rows(horizon=4096, delta=1e-4, eps=5e-3, kl_seq=0.01, tv_seq=0.05)
@@ -213,6 +223,11 @@ def bound_rows(
         else {c: vacuous_horizon(**token, **sequence, reward_range=reward_range, constants=c) for c in best}
     )
     routes = route_crossovers(horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq)
+    from_delta = None
+    others = [kl_seq, *(x for name, x in token.items() if name not in ("delta", "reward_sd"))]
+    if math.isfinite(delta) and any(x is not None for x in others):
+        alone: dict[str, Any] = {"horizon": horizon, "delta": delta, "reward_range": reward_range}
+        from_delta = {c: tightest(all_bounds(**alone, constants=c)).value for c in best}
     rows[-1] |= {
         **best,
         "closed_form": None,
@@ -220,6 +235,8 @@ def bound_rows(
         "worst_case": False,
         "attains": [],
         "vacuous_from": vacuous_from,
+        "kl_per_token": None if kl_seq is None else _finite(kl_seq / horizon),
+        "from_delta": from_delta,
         "routes": [[r.name, r.first, r.last] for r in routes],
     }
     for row in rows:
@@ -310,33 +327,53 @@ TITLES = {"paper": "Constants of the paper", "sharp": "Sharp constants (half of 
 POINTS = 121
 
 
-def write_bound_figure(
-    stem: Path, *, horizon: int, constants: tuple[str, ...] = ("paper", "sharp"), **divergences: Any
-) -> tuple[Path, Path]:
+def write_bound_chart(
+    path: Path, *, horizon: int, constants: tuple[str, ...] = ("paper", "sharp"), source: str = "", **divergences: Any
+) -> Path:
     """Draw every bound for horizons from 1 to ten times the given one, on logarithmic axes.
 
     Args:
-        stem: path of the two files without their endings.
+        path: a .html, .svg or .png file.
         horizon: tokens; marked in the figure.
         constants: one panel each.
+        source: where the divergences were measured, for the caption.
         divergences: delta, eps, kl_seq, kl_rate, tv_seq, mean_tv, reward_range and more as in `vacuous_horizon`.
 
-    Returns, Raises: as in `offdrift.show.figure.write_figure` and `all_bounds`.
+    Returns: the path.
+
+    Raises: as in `offdrift.show.figure.write_chart` and `all_bounds`.
     """
     arguments = {"reward_range": 1.0, **divergences}
     panels = bound_panels(horizon=horizon, **arguments, constants=constants)
-    values = [f"{name} = {value:.4g}" for name, value in arguments.items() if value is not None]
+    names = NAMES | {name: f"{symbol} =" for name, (symbol, _) in BEYOND.items()}
+    words = [f"{names[name]} {value:.3g}" for name, value in arguments.items() if value is not None and name in names]
     first = {c: vacuous_horizon(**arguments, constants=c) for c in constants}
-    at = [f"{'never' if t is None else f'from T = {t:,}'} ({c})" for c, t in first.items()]
+    at = [f"{'at no T' if t is None else f'at T = {t:,}'} ({CONSTANTS[c]})" for c, t in first.items()]
     premise = "A given divergence of whole sequences is taken as a limit at every T."
     if arguments.get("kl_seq") is None and arguments.get("tv_seq") is None:
-        premise = f"A sequence's KL grows as T {'delta' if arguments.get('kl_rate') is None else 'kl_rate'}."
-    return write_figure(
-        stem,
+        rate = "largest token KL" if arguments.get("kl_rate") is None else "mean token KL"
+        premise = f"The KL of sequences is taken to grow as T times the {rate}."
+    caption = (
+        f"Given: {', '.join(words)}. The smallest bound B*, drawn thick, reaches the reward's range "
+        f"{' and '.join(at)}; above it a bound certifies only a surrogate gain that is larger still. {premise}"
+    )
+    return write_chart(
+        path,
         panels,
         title="How far can the surrogate be from the true return?",
-        caption=(f"{', '.join(values)}. The unified bound B*, drawn thick, is vacuous {', '.join(at)}. {premise}"),
+        caption="\n".join([caption, *([source] if source else [])]),
     )
+
+
+NAMES = {
+    "delta": "largest token KL δ =",
+    "eps": "largest token TV ε =",
+    "kl_rate": "mean token KL",
+    "mean_tv": "mean token TV",
+    "kl_seq": "KL of sequences",
+    "tv_seq": "TV of sequences",
+}
+"""Premises in the caption of the chart."""
 
 
 def bound_panels(*, horizon: int, reward_range: float | int, constants: tuple[str, ...], **limits: Any) -> list[Chart]:
@@ -364,7 +401,7 @@ def bound_panels(*, horizon: int, reward_range: float | int, constants: tuple[st
             x_title="horizon T (tokens)",
             log_x=True,
             log=True,
-            lines=[(reward_range, f"reward range {reward_range:g}")],
+            lines=[(reward_range, f"reward's range, {reward_range:g}")],
             upright=[(horizon, f"T = {horizon:,}")],
             y_range=ends if ends[0] < ends[1] else (ends[0] / 10, ends[1] * 10),
         )

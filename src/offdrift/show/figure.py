@@ -10,20 +10,7 @@ from offdrift.show.charts import Chart, chart_data, styled
 
 
 def write_figure(stem: Path, charts: Sequence[Chart], *, title: str, caption: str = "") -> tuple[Path, Path]:
-    """Write `stem.png` and `stem.html`, each whole or not at all, and say where they are.
-
-    The page needs nothing but itself and follows the reader's light or dark theme.
-
-    Args:
-        stem: path without its ending; folders are made, earlier files replaced.
-        charts: one or more; series of one name have one color in all of them.
-        title: what the figure shows, in one line.
-        caption: what the reader should see in it, and where the numbers are from.
-
-    Returns: paths of the picture and of the page.
-
-    Raises: `BadValueError` without charts; `RecordError` if a file cannot be written;
-        `OffdriftError` if matplotlib or plotly is not installed.
+    """Write `stem.png` and `stem.html`, as `write_chart` does, and say where they are.
 
     Example:
         >>> import tempfile
@@ -35,19 +22,52 @@ def write_figure(stem: Path, charts: Sequence[Chart], *, title: str, caption: st
         >>> [f.name for f in files]
         ['growth.png', 'growth.html']
     """
-    try:
-        from offdrift.records.atomic import write_atomically
-        from offdrift.show.html import write_document
-        from offdrift.show.png import png_of
-    except ModuleNotFoundError as e:
-        raise OffdriftError(f"figures need {e.name}, which is not installed; pip install 'offdrift[train]'") from e
+    picture, page = (stem.with_name(stem.name + ending) for ending in (".png", ".html"))
+    drawn, text = (_drawn(charts, kind, title=title, caption=caption) for kind in ("png", "html"))
+    return _write(picture, drawn), _write(page, text)
+
+
+def write_chart(path: Path, charts: Sequence[Chart], *, title: str, caption: str = "") -> Path:
+    """Write a page (.html) or a picture (.svg, .png), whole or not at all, and say where it is.
+
+    A page needs nothing but itself and follows the reader's light or dark theme.
+
+    Args:
+        path: its ending decides what is written; folders are made, an earlier file is replaced.
+        charts: one or more; series of one name have one color in all of them.
+        title: what the figure shows, in one line.
+        caption: what the reader should see in it, and where the numbers are from.
+
+    Raises: `BadValueError` for another ending, or without charts; `RecordError` if the file cannot be
+        written; `OffdriftError` if matplotlib or plotly is not installed.
+    """
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ENDINGS:
+        raise BadValueError(f"{path} ends in {path.suffix or 'nothing'!r}; a chart is a .html, .svg or .png file")
+    return _write(path, _drawn(charts, kind, title=title, caption=caption))
+
+
+ENDINGS = ("html", "svg", "png")
+
+
+def _drawn(charts: Sequence[Chart], kind: str, *, title: str, caption: str) -> bytes:
+    """The file's content."""
     if not charts:
         raise BadValueError("a figure without charts; give at least one")
-    picture, page = (stem.with_name(stem.name + ending) for ending in (".png", ".html"))
-    drawn = png_of(charts, title=title, caption=caption)
-    text = figure_page(charts, title=title, caption=caption)
-    write_atomically(picture, lambda partial: Path(partial).write_bytes(drawn))
-    return picture, write_document(text, page)
+    try:
+        if kind == "html":
+            return figure_page(charts, title=title, caption=caption).encode()
+        from offdrift.show.png import picture_of
+    except ModuleNotFoundError as e:
+        raise OffdriftError(f"figures need {e.name}, which is not installed; pip install 'offdrift[train]'") from e
+    return picture_of(charts, kind=kind, title=title, caption=caption)
+
+
+def _write(path: Path, content: bytes) -> Path:
+    from offdrift.records.atomic import write_atomically
+
+    write_atomically(path, lambda partial: Path(partial).write_bytes(content))
+    return path
 
 
 def figure_page(charts: Sequence[Chart], *, title: str, caption: str = "") -> str:

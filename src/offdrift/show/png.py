@@ -1,4 +1,4 @@
-"""Charts as one PNG, drawn by matplotlib: labels beside the ends of lines where they fit, else a legend."""
+"""Charts as one PNG or SVG, drawn by matplotlib: labels beside the ends of lines where they fit, else a legend."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ FONT: dict[Any, Any] = {
     "axes.titlesize": 10.5,
     "figure.titlesize": 13,
     "axes.unicode_minus": True,
+    "svg.hashsalt": "offdrift",
 }
 
 
-def png_of(charts: Sequence[Chart], *, title: str, caption: str) -> bytes:
-    """The picture's bytes, the same for the same charts."""
+def picture_of(charts: Sequence[Chart], *, title: str, caption: str, kind: str = "png") -> bytes:
+    """The picture's bytes, "png" or "svg", the same for the same charts."""
     charts = styled(charts)
     columns = min(len(charts), 2 if len(charts) in (2, 4) else 3)
     rows = -(-len(charts) // columns)
@@ -80,7 +81,8 @@ def png_of(charts: Sequence[Chart], *, title: str, caption: str) -> bytes:
             for label, place in zip(texts, places):
                 label.set_position((1.035, place))
         file = io.BytesIO()
-        figure.savefig(file, format="png", metadata={"Software": None})
+        nothing = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+        figure.savefig(file, format=kind, metadata=nothing[kind])
     return file.getvalue()
 
 
