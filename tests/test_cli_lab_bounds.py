@@ -46,7 +46,7 @@ def test_no_violation_in_a_table_a_figure_and_a_file(offdrift, tmp_path):
     assert stored["pairs"] == 500
     assert stored["violations"] == 0
     assert stored["complete"]
-    assert len(stored["random"]) == len(stored["searched"]) == 38
+    assert len(stored["random"]) == len(stored["searched"]) == 41
     assert sum(rows[0]["checked"] for rows in stored["by_drift"].values()) == 500
     assert sum(rows[0]["checked"] for rows in stored["by_horizon"].values()) == 500
 

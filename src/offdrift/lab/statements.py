@@ -274,9 +274,9 @@ LABELS = {
     "trained objectives: truncated weights": "Truncated weights (12)",
     "trained objectives: no weights": "No weights (12)",
     "trained objectives: truncated weights, no baseline": "Truncated, b = 0 (12)",
-    "weighted objectives: clipped surrogate": "Clipped, weighted (14)",
-    "weighted objectives: truncated weights": "Truncated, weighted (14)",
-    "weighted objectives: no weights": "No weights, weighted (14)",
+    "weighted objectives: clipped surrogate": "Weighted, clipped (14)",
+    "weighted objectives: truncated weights": "Weighted, truncated (14)",
+    "weighted objectives: no weights": "Weighted log w (14)",
     "Hellinger": "Hellinger (13)",
 }
 """Every inequality of the statements, and its name on the screen; numbers as in docs/certificates.md."""
