@@ -66,6 +66,7 @@ REASONS: dict[str, str] = {
     "ctpo_paper": PREFIX,
     "minpro": MINIMUM,
     "minpro_ppo": MINIMUM,
+    "dispo": "four weights, one for each regime of sign and outcome, each over all tokens",
     "tbpo": "geometric means of two ratios for each response, and a clip on both sides",
     "st_ppo": "clips twice: once to see, in float64, what the step's clip removes",
     "deepseek_v32": "gate and clip, and a k3 penalty with an importance ratio of its own",

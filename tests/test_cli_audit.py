@@ -195,7 +195,7 @@ def test_a_rules_file_moves_headline_findings_suggestion_status_and_json_togethe
         "prob_diff_large": 2, "rs_soft": 1, "rs_hard": 1, "icepop_soft": 2, "icepop_hard": 2, "tail_heavy": 2,
         "clip_saturated": 2, "ratio_mean_high": 1e9, "ratio_mean_low": -1, "ratio_mean_z": 1e9, "ratio_mean_z_low": -1e9,
         "length_kept": 0, "acceptance_low": 0, "growth_with_lag": 1e9, "growth_at_lag_0": 1e9, "k1_negative": -1e9,
-        "one_sided": 2, "kl_update": 1e9,
+        "one_sided": 2, "kl_update": 1e9, "kl_flips": 100,
     }  # fmt: skip
     rules = "[thresholds]\n" + "".join(f"{name} = {value}\n" for name, value in loose.items())
     Path("loose.toml").write_text(rules)

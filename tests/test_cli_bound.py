@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offdrift.certificate import all_bounds, tightest
-from offdrift.cli import app
+from offdrift.cli import application
 from offdrift.errors import OffdriftError
 
 TABLE_1 = "--T 4096 --delta 1e-4 --eps 5e-3 --kl-seq 0.01 --tv-seq 0.05"
@@ -19,7 +19,7 @@ TABLE_1 = "--T 4096 --delta 1e-4 --eps 5e-3 --kl-seq 0.01 --tv-seq 0.05"
 def bound(words: str, width: int = 120, monkeypatch: pytest.MonkeyPatch | None = None) -> Result:
     if monkeypatch is not None:
         monkeypatch.setenv("COLUMNS", str(width))
-    return CliRunner().invoke(app, ["bound", *shlex.split(words)])
+    return CliRunner().invoke(application(), ["bound", *shlex.split(words)])
 
 
 def answers(words: str) -> dict[str, dict]:

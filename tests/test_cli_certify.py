@@ -50,7 +50,7 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def certify(*words: object, **options) -> Result:
-    return CliRunner().invoke(offdrift.cli.app, ["certify", *map(str, words)], **options)
+    return CliRunner().invoke(offdrift.cli.application(), ["certify", *map(str, words)], **options)
 
 
 def answer(*words: object) -> dict:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from offdrift.cli import app
+from offdrift.cli import application
 from offdrift.cli.exit_codes import MEANINGS, ExitCode
 from offdrift.records.log import write_log
 from tests.audit.logs import drawn as logged
@@ -94,7 +94,7 @@ def test_the_table_of_exit_statuses_is_in_the_help_and_in_the_docs(tmp_path):
 
 def commands() -> dict[str, Any]:
     """Every command and group of commands by its words."""
-    root = get_command(app)
+    root = get_command(application())
     named = {"": root} | root.commands
     return named | {f"lab {name}": c for name, c in root.commands["lab"].commands.items()}
 

@@ -88,6 +88,24 @@ def test_single_precision_is_as_good_as_its_inputs():
             assert rows[label][f"full/{name}"] == pytest.approx(value, rel=2e-5, abs=2e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_small_and_large_log_ratios_of_one_bucket_add_up(dtype):
+    """Exponentials of the former are those of the excess; the latter are summed as logs."""
+    log = make_log(6, lengths=[40, 3, 40, 40], dtype=dtype)
+    sizes = torch.tensor([3.99, -4.01, 0.01, 4.01, -3.99, 9.0, -0.5], dtype=dtype)
+    rollout = torch.full((log.num_tokens,), -10.0, dtype=dtype)
+    log = replace(log, logp_rollout=rollout, logp_old=rollout + sizes.repeat(18)[: log.num_tokens])
+    compared = 0
+    for axis, label in LABELS.items():
+        rows = rows_of(log)[axis]
+        for bucket, held in by_bucket(log, "mismatch", label).items():
+            for name, value in token_metrics([x for _, x in held]).items():
+                near = {"rel": 1e-9} if dtype == torch.float64 else {"rel": 2e-5, "abs": 2e-6}
+                assert rows[bucket][f"mismatch/{name}"] == pytest.approx(value, **near), (bucket, name)
+                compared += 1
+    assert compared > 10 * len(TOKEN_METRICS)
+
+
 def test_acceptance_and_reward_by_length():
     log = make_log(1, lengths=[0, 3, 60, 64, 70, 100, 128, 150, 190, 220, 5, 66], drift=0.01)
     rows, compared = rows_of(log)["length"], 0

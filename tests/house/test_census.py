@@ -14,7 +14,7 @@ CEILINGS = {
     "small files with one importer": 3,
     "formatter pragmas": 34,
     "lines over 120 characters": 0,
-    "modules that an audit imports": 108,
+    "modules that an audit imports": 100,
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from offdrift.cli import app
+from offdrift.cli import application
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "certificates.md").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def test_snippets_run(code):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    done = CliRunner().invoke(application(), shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
 
 

@@ -138,6 +138,14 @@ def test_a_router_is_only_accused_where_there_is_one(known, rule, severity):
     assert (found.rule, found.severity) == (rule, severity)
 
 
+@pytest.mark.parametrize(("kl", "rules"), [(2e-4, []), (6e-4, []), (1.5e-3, ["router_flips"])])
+def test_a_router_that_flips_at_a_token_is_told_where_flips_add_up(kl, rules):
+    """Rounding tips some router in every run of such a model: one token of two thousand is no defect."""
+    rows = altered(both(k1=kl, k3=kl, k3_top_share=0.95, prob_diff_max=0.6))
+    assert [f.rule for f in diagnose(rows, context=Context(mixture_of_experts=True))] == rules
+    assert [f.rule for f in diagnose(rows, context=Context(mixture_of_experts=False))] == ["probability_spike"]
+
+
 def test_an_unknown_router_does_not_hide_engines_that_disagree():
     rows = altered({**drift(0.08, k3_top_share=0.95), "version_lag/mean": 0.0, "version_lag/max": 0.0})  # fmt: skip
     assert rules_of(rows) == ["engines_disagree"]

@@ -194,7 +194,9 @@ def decisive(branch):
         ]
         if None in limits:  # a reading that is missing
             continue
-        ends = sorted({limits[0] - 1, *limits, limits[-1] + 1})
+        # Just beyond the limit: much further, a higher limit of another branch would hold as well.
+        near = [max(1e-6, abs(x) / 100) for x in limits]
+        ends = sorted({*limits, *(x + d for x, d in zip(limits, near)), *(x - d for x, d in zip(limits, near))})
         values = [*ends, *((a + b) / 2 for a, b in itertools.pairwise(ends))]
         fitting = [v for v in values if all(c.holds({name: v}, BUILT_IN.thresholds) for c in comparisons)]
         if not fitting:

@@ -7,18 +7,25 @@ pyarrow.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 
 from rich.console import Console
 from rich.markup import escape
+from typer import Typer
 
-from offdrift.cli.app import app as app
 from offdrift.cli.exit_codes import ExitCode
 from offdrift.errors import OffdriftError
 
-# Importing a command adds it to the application, in the order of the help page.
-for _command in ["check", "train", "watch", "audit", "compare", "report", "certify", "methods", "bound", "lab"]:
-    import_module(f"offdrift.cli.{_command}")
+COMMANDS = ("check", "train", "watch", "audit", "compare", "report", "certify", "methods", "bound", "lab")
+"""In the order of the help page."""
+
+
+def application(first_word: str = "") -> Typer:
+    """The application with the command of this name; by any other word with all of them, as the help page shows."""
+    for name in (first_word,) if first_word in COMMANDS else COMMANDS:
+        import_module(f"offdrift.cli.{name}")  # which adds the command
+    return import_module("offdrift.cli.app").app
 
 
 def main() -> None:
@@ -27,7 +34,7 @@ def main() -> None:
     # that it waits for as soon as another process wants one: see benchmarks/busy.py.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app(prog_name="offdrift")
+        application(*sys.argv[1:2])(prog_name="offdrift")
         return
     except KeyboardInterrupt:
         raise SystemExit(ExitCode.INTERRUPTED) from None

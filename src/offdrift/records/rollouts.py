@@ -239,4 +239,6 @@ def _same_head(a: Evidence, b: Evidence) -> bool:
 
 def cumulative(lengths: Shaped[Tensor, " b"]) -> Int[Tensor, " cuts"]:
     """Cuts of consecutive segments with these lengths, or running counts of truths; first 0."""
-    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    cuts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=cuts[1:])
+    return cuts

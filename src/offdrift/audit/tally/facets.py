@@ -8,7 +8,7 @@ add up. A batch is cut into runs of whole sequences without copying tokens (`chu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -56,6 +56,10 @@ def runs(batch: Logged, width: int) -> Iterator[tuple[int, Logged]]:
     for key, first, last in zip(keys.tolist(), [0, *ends], ends):
         yield key, batch.cut(first, last)
 
+
+NEAR = 4.0
+"""Nats of |l| up to which e^l is 1 plus the excess, which is summed anyway, and no other exponential is taken: float32
+holds the excess to 3e-8 of 1, and so e^l to 2e-6 of itself at l = -4."""
 
 SUMS = ("excess", "excess_sq", "l_limited", "abs", "excess_abs")
 TOKEN_METRICS = (
@@ -164,8 +168,12 @@ class _Sums:
     cells: Cells
     tokens: Tensor
     present: np.ndarray
-    ratios: dict[str, Tensor]
+    near: dict[str, Tensor]
+    """`SUMS` and the count of tokens within `NEAR`, for each ratio."""
+    far: dict[str, Tensor]
+    """The same of the other tokens."""
     logs: dict[str, LogTable]
+    """Of the other tokens."""
     largest: dict[str, Tensor]
     exact: dict[str, Tensor]
     per_sequence: dict[str, PerSequence]
@@ -179,14 +187,15 @@ class _Sums:
             return torch.zeros(rows, size, dtype=dtype)
 
         tokens, present, parts = table(), np.zeros(64), {on: [] for on in second}
-        ratios = {on: table(len(SUMS)) for on in second}
+        near, far = ({on: table(len(SUMS) + 1) for on in second} for _ in range(2))
         logs = {on: LogTable.empty(size, x.dtype) for on, x in second.items()}
         largest = {on: table(dtype=x.dtype) for on, x in second.items()}
         exact = {name: table() for name in batch.divergences}
         for block in chunks(batch, tokens=2 * BLOCK):  # some sixty calls on each
             assert block.logp_rollout is not None
             cell, rollout = cells.of_tokens(block), at_least_float32(block.logp_rollout)
-            tokens += torch.bincount(cell, minlength=size)
+            count = torch.bincount(cell, minlength=size)
+            tokens += count
             present += cells.sequences(cell, block.cu_seqlens)
             cell = cell.long()
             for on, policy in seconds(block).items():
@@ -194,15 +203,19 @@ class _Sums:
                 limited, size_of_l = clamped(raw), raw.abs()
                 excess = limited.expm1().double()  # the one exponential of a token
                 values = (excess, excess * excess, limited.double(), size_of_l.double(), excess.abs())
-                for row, x in zip(ratios[on], values, strict=True):
-                    row.scatter_add_(0, cell, x)
+                if not len(raw) or float(size_of_l.max()) <= NEAR:
+                    _scatter(near[on], values, cell, count)
+                else:
+                    beyond = size_of_l > NEAR
+                    for into, those in ((near[on], ~beyond), (far[on], beyond)):
+                        _scatter(into, [x[those] for x in values], cell[those])
+                    logs[on].add(raw[beyond], cell[beyond])
                 largest[on][0].scatter_reduce_(0, cell, size_of_l, "amax")
                 parts[on].append(PerSequence.sums(block.segments, raw, excess, size_of_l))
-                logs[on].add(raw, cell)
             for name, x in block.divergences.items():
                 exact[name][0].scatter_add_(0, cell, x.double())
         per_sequence = {on: PerSequence.cat(sums) for on, sums in parts.items()}
-        return _Sums(cells, tokens, present, ratios, logs, largest, exact, per_sequence)
+        return _Sums(cells, tokens, present, near, far, logs, largest, exact, per_sequence)
 
     def along_axes(self) -> tuple[Tables, Tables, Tables]:
         """Sums, maxima and logs of sums by bucket, under `axis/column`."""
@@ -211,15 +224,16 @@ class _Sums:
             sums[f"{axis}/sequences"] = counts
         for axis, (count,) in self.cells.along(self.tokens).items():
             sums[f"{axis}/tokens"] = count
-            own = [*self.ratios, *(f"divergence/{name}" for name in self.exact)]
+            own = [*self.near, *(f"divergence/{name}" for name in self.exact)]
             sums.update({f"{axis}/{name}/n": count for name in own})
-        for on, table in self.ratios.items():
-            for axis, columns in self.cells.along(table).items():
+        for on, table in self.near.items():
+            for axis, columns in self.cells.along((table + self.far[on])[: len(SUMS)]).items():
                 sums.update({f"{axis}/{on}/{k}": x for k, x in zip(SUMS, columns, strict=True)})
             for axis, (most,) in self.cells.along(self.largest[on], np.maximum).items():
                 maxima[f"{axis}/{on}/abs_max"] = most
         for on, table in self.logs.items():
-            for axis, columns in self.cells.log_added(table.logs()).items():
+            added = torch.logaddexp(table.logs(), _near_logs(self.near[on]))
+            for axis, columns in self.cells.log_added(added).items():
                 logs.update({f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, columns, strict=True)})
         for name, table in self.exact.items():
             for axis, (total,) in self.cells.along(table).items():
@@ -227,6 +241,24 @@ class _Sums:
         for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
             del sums[f"length/{column}"]
         return sums, maxima, logs
+
+
+def _scatter(
+    table: Float[Tensor, "k cells"],
+    values: Iterable[Float[Tensor, " n"]],
+    cell: Int[Tensor, " n"],
+    count: Int[Tensor, " cells"] | None = None,
+) -> None:
+    """Add up values by cell, and in the last row how many there were, in place."""
+    for row, x in zip(table, values, strict=False):
+        row.scatter_add_(0, cell, x)
+    table[-1] += torch.bincount(cell, minlength=table.shape[1]) if count is None else count
+
+
+def _near_logs(table: Float[Tensor, "k cells"]) -> Float[Tensor, "2 cells"]:
+    """Logs of the sums of e^l and e^2l, from sums of e^l - 1 and of its square; -inf in empty cells."""
+    excess, squared, n = table[SUMS.index("excess")], table[SUMS.index("excess_sq")], table[-1]
+    return torch.stack([n + excess, n + 2 * excess + squared]).clamp_(min=0).log()
 
 
 @dataclass(frozen=True)

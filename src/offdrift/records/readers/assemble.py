@@ -184,37 +184,39 @@ def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, T
     compared = compared if len(compared) > 1 else logps
     filled = {}
     for name, x in compared.items() if len(compared) > 1 else ():
-        zero = x.values == 0 if trains is None else (x.values == 0) & trains
-        if int(zero.count_nonzero()) < ZEROS:
+        # Only where the zeros are: most columns have few, and a log has many tokens.
+        zero = (x.values == 0 if trains is None else (x.values == 0) & trains).nonzero().squeeze(-1)
+        if len(zero) < ZEROS:
             continue
-        others = [
-            y.values.where((y.values > _least(other)) & (y.values <= POSITIVE_SLACK), 0.0)  # 0 where there is none
-            for other, y in compared.items()
-            if other != name
-        ]
-        lowest = torch.stack(others).amin(0)
-        odd = zero & (lowest < UNLIKELY)
+        others = {other: y.values for other, y in compared.items() if other != name}
+        lowest, row, b = _lowest(others, zero), x.row_of(zero), len(x.lengths)
         # Rows of zeros alone, to which another policy gives less than 1/e.
-        alone = (x.lengths >= ZEROS) & (x.per_row(zero) == x.lengths)
-        rows = alone & (x.per_row(lowest.double()) < -1.0)
+        alone = (x.lengths >= ZEROS) & (torch.bincount(row, minlength=b) == x.lengths)
+        rows = alone & (torch.bincount(row, lowest.double(), b) < -1.0)
+        odd = lowest < UNLIKELY
         if int(odd.count_nonzero()) >= ZEROS:
-            nearly = (x.values > NEARLY) & (x.values < 0)
-            disputed = _share(nearly & (lowest < UNLIKELY), nearly)
-            if _share(odd, zero) >= max(ODD_SHARE, ODD_TIMES * disputed):
-                rows = rows | (x.per_row(odd) > 0)
+            nearly = ((x.values > NEARLY) & (x.values < 0)).nonzero().squeeze(-1)
+            disputed = _share(_lowest(others, nearly) < UNLIKELY)
+            if _share(odd) >= max(ODD_SHARE, ODD_TIMES * disputed):
+                rows = rows | (torch.bincount(row[odd], minlength=b) > 0)
         if bool(rows.any()):
-            filled[name] = zero & torch.repeat_interleave(rows, x.lengths)
+            filled[name] = torch.zeros_like(x.values, dtype=torch.bool).index_fill_(0, zero[rows[row]], True)
     return filled
+
+
+def _lowest(policies: Mapping[str, Tensor], tokens: Int[Tensor, " k"]) -> Tensor:
+    """The least log-prob that any of the policies gives each of these tokens; 0 where none scores it."""
+    chosen = ((name, values[tokens]) for name, values in policies.items())
+    return torch.stack([x.where((x > _least(name)) & (x <= POSITIVE_SLACK), 0.0) for name, x in chosen]).amin(0)
 
 
 def _least(name: str) -> float:
     return UNSCORED_BELOW if name == "logp_rollout" else LOWEST
 
 
-def _share(part: Tokens, whole: Tokens) -> float:
+def _share(part: Bool[Tensor, " k"]) -> float:
     """0 of fewer than `ZEROS`, of which a share says nothing."""
-    n = int(whole.count_nonzero())
-    return int(part.count_nonzero()) / n if n >= ZEROS else 0.0
+    return int(part.count_nonzero()) / len(part) if len(part) >= ZEROS else 0.0
 
 
 # Columns of a log as batches: rows that do not fit are named, those that lack a field stand apart.

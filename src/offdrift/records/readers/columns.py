@@ -37,6 +37,10 @@ class Lists:
         """The sum in each row of a number, or the count of a truth, per token."""
         return torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])[self.cuts].diff()
 
+    def row_of(self, tokens: Int[Tensor, " k"]) -> Int[Tensor, " k"]:
+        """The row of each token, by its place in `values`."""
+        return torch.searchsorted(self.cuts, tokens, right=True) - 1
+
     def rows(self, keep: Bool[Tensor, " b"]) -> Lists:
         """The rows that are True in `keep`."""
         lengths = self.lengths
