@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from offdrift.cli import application
+from offdrift.prove.bound import bound_chart
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "certificates.md").read_text(encoding="utf-8")
@@ -35,6 +36,17 @@ def test_commands_run(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(application(), shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
+
+
+def test_its_picture_is_that_of_its_command():
+    command = re.search(r"`offdrift (bound [^`]*) --chart bounds.svg`", PAGE)
+    assert command is not None
+    words = dict(re.findall(r"--([\w-]+) (\S+)", command[1]))
+    limits = {name.replace("-", "_"): float(x) for name, x in words.items() if name != "T"}
+    chart = bound_chart(horizon=int(words["T"]), reward_range=1.0, constants=("paper", "sharp"), **limits)
+    picture = (ROOT / "docs" / "bounds.svg").read_text("utf-8")
+    assert [s.name for s in chart.series] == re.findall(r">([^<>]+: [\d.e]+)</text>", picture)
+    assert len(picture) < 100_000
 
 
 def test_its_own_links_lead_to_its_own_sections():

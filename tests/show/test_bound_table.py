@@ -196,7 +196,7 @@ def test_one_set_of_constants_can_be_shown_alone():
 def test_what_a_small_kl_of_sequences_takes_is_said_beside_it():
     """0.01 over 4,096 tokens is 2.4e-6 nat per token; delta alone gives T delta, and 34.9 by the paper."""
     text = " ".join(shown(**TABLE_1).split())
-    assert "KL_seq = 0.01 is 2.4e-06 nats per token." in text
+    assert "KL_seq = 0.01 is 2.44e-06 nats per token." in text
     assert "From the largest token KL δ alone, B* = 0.4096 (sharp), 34.95 (paper)." in text
     last = bound_rows(**TABLE_1)[-1]
     assert last["kl_per_token"] == 0.01 / 4096

@@ -31,6 +31,7 @@ from offdrift.certificate.inverse import (
 from offdrift.errors import BadValueError
 from offdrift.show.charts import Chart, Series
 from offdrift.show.figure import write_chart
+from offdrift.show.numbers import short
 
 CONSTANTS = {"sharp": "sharp constants", "paper": "the paper's constants"}
 OTHERS = {"sharp": "sharp ones", "paper": "the paper's"}
@@ -87,7 +88,7 @@ def caption(
     unified, mean_tv = rows[-1], arguments["mean_tv"]
     lines = [_verdict(rows, reward_range, constants)]
     if unified["kl_per_token"] is not None:
-        lines.append(Text(f"KL_seq = {arguments['kl_seq']:.4g} is {unified['kl_per_token']:.2g} nats per token."))
+        lines.append(Text(f"KL_seq = {arguments['kl_seq']:.4g} is {unified['kl_per_token']:.3g} nats per token."))
     if unified["from_delta"] is not None:
         alone = (f"{unified['from_delta'][c]:.4g} ({c})" for c in sorted(constants, reverse=True))
         lines.append(Text(f"From the largest token KL δ alone, B* = {', '.join(alone)}."))
@@ -323,7 +324,6 @@ def _shown(value: float | None, decimals: int | None) -> str:
     return f"{value:.2e}" if value and lost else plain
 
 
-TITLES = {"paper": "Constants of the paper", "sharp": "Sharp constants (half of the paper's)"}
 POINTS = 121
 
 
@@ -335,7 +335,7 @@ def write_bound_chart(
     Args:
         path: a .html, .svg or .png file.
         horizon: tokens; marked in the figure.
-        constants: one panel each.
+        constants: those of the rows; of the sharp ones, if both.
         source: where the divergences were measured, for the caption.
         divergences: delta, eps, kl_seq, kl_rate, tv_seq, mean_tv, reward_range and more as in `vacuous_horizon`.
 
@@ -344,7 +344,7 @@ def write_bound_chart(
     Raises: as in `offdrift.show.figure.write_chart` and `all_bounds`.
     """
     arguments = {"reward_range": 1.0, **divergences}
-    panels = bound_panels(horizon=horizon, **arguments, constants=constants)
+    chart = bound_chart(horizon=horizon, **arguments, constants=constants)
     names = NAMES | {name: f"{symbol} =" for name, (symbol, _) in BEYOND.items()}
     words = [f"{names[name]} {value:.3g}" for name, value in arguments.items() if value is not None and name in names]
     first = {c: vacuous_horizon(**arguments, constants=c) for c in constants}
@@ -359,7 +359,7 @@ def write_bound_chart(
     )
     return write_chart(
         path,
-        panels,
+        [chart],
         title="How far can the surrogate be from the true return?",
         caption="\n".join([caption, *([source] if source else [])]),
     )
@@ -376,37 +376,59 @@ NAMES = {
 """Premises in the caption of the chart."""
 
 
-def bound_panels(*, horizon: int, reward_range: float | int, constants: tuple[str, ...], **limits: Any) -> list[Chart]:
-    """One panel for each set of constants, with the same axes; the unified bound behind its rows."""
+def bound_chart(*, horizon: int, reward_range: float | int, constants: Sequence[str], **limits: Any) -> Chart:
+    """Every row against the horizon, largest first by what it says at the given one, which its name ends in.
+
+    With both sets of constants the rows are those of the sharp ones, and B* is drawn for the paper's too. The axis
+    reaches two decades above the reward's range, or one above B*: what is beyond is of no use.
+    """
     if horizon < 1:
         raise BadValueError(f"horizon = {horizon}; a sequence has at least 1 token")
     horizons = sorted({horizon, *np.geomspace(1, 10 * horizon, POINTS).round().astype(int).tolist()})
     rate, total = limits.pop("kl_rate", None), limits.pop("kl_seq", None)
-    curves: dict[str, dict[str, list[float]]] = {c: {"unified": []} for c in constants}
-    for c, lines in curves.items():
-        for tokens in horizons:
-            kl_seq = kl_of_sequences(tokens, total, rate)
-            bounds = all_bounds(horizon=tokens, constants=c, reward_range=reward_range, kl_seq=kl_seq, **limits)
-            for bound in bounds:
-                lines.setdefault(bound.name, []).append(bound.value)
-            lines["unified"].append(tightest(bounds).value)
-    values = [y for lines in curves.values() for line in lines.values() for y in line]
-    drawn = [y for y in values if 0 < y < math.inf] + [float(reward_range)]
-    ends = (10.0 ** math.floor(math.log10(min(drawn))), 10.0 ** math.ceil(math.log10(max(drawn))))
-    return [
-        Chart(
-            TITLES[c],
-            "bound on |J(π) − J(μ) − L′(π)| (reward)",
-            [Series(LABELS[name], horizons, line, strong=name == "unified") for name, line in lines.items()],
-            x_title="horizon T (tokens)",
-            log_x=True,
-            log=True,
-            lines=[(reward_range, f"reward's range, {reward_range:g}")],
-            upright=[(horizon, f"T = {horizon:,}")],
-            y_range=ends if ends[0] < ends[1] else (ends[0] / 10, ends[1] * 10),
-        )
-        for c, lines in curves.items()
-    ]
+    main = "sharp" if "sharp" in constants else "paper"
+    lines: dict[str, list[float]] = {"unified": []}
+    for tokens in horizons:
+        given = {**limits, "horizon": tokens, "reward_range": reward_range}
+        given["kl_seq"] = kl_of_sequences(tokens, total, rate)
+        bounds = all_bounds(**given, constants=main)
+        for bound in bounds:
+            lines.setdefault(bound.name, []).append(bound.value)
+        lines["unified"].append(tightest(bounds).value)
+        if main != constants[0]:
+            lines.setdefault("paper", []).append(tightest(all_bounds(**given, constants="paper")).value)
+    at = horizons.index(horizon)
+    smallest, best = min((y for line in lines.values() for y in line if y > 0), default=1.0), lines["unified"][at]
+    low = max(smallest, 1e-4 * min(reward_range, best or reward_range))
+    high = max(100 * reward_range, 10 * best if math.isfinite(best) else 0.0)
+    order = sorted(lines, key=lambda name: (-lines[name][at], name == "unified"))
+    return Chart(
+        f"{CONSTANTS[main].capitalize()}; numbers at T = {horizon:,}",
+        "bound on |J(π) − J(μ) − L′(π)| (reward)",
+        [
+            Series(
+                f"{CURVES.get(name) or LABELS[name]}: {short(_finite(lines[name][at]))}",
+                horizons,
+                lines[name],
+                strong=name == "unified",
+                dash="dash" if name == "paper" else "solid",
+                color="ink" if name in CURVES else "",
+                group=name,
+            )
+            for name in order
+        ],
+        x_title="horizon T (tokens)",
+        log_x=True,
+        log=True,
+        lines=[(reward_range, f"reward's range, {reward_range:g}")],
+        upright=[(horizon, f"T = {horizon:,}")],
+        y_range=(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))),
+        wide=True,
+    )
+
+
+CURVES = {"unified": "B*, the smallest", "paper": "B* with the paper's constants"}
+"""Names of the curves that are no rows."""
 
 
 QUESTIONS = {

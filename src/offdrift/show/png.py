@@ -26,6 +26,8 @@ from offdrift.show.sanitize import visible
 
 WIDTH, HEIGHT, DPI = 6.0, 4.4, 150
 """Inches of one panel, and dots per inch."""
+WIDE = 1.4
+"""A single panel that asks to be wide is larger by this."""
 
 MOST_LABELS = 12
 """Lines of one panel that are labeled at their ends; more get a legend."""
@@ -45,6 +47,7 @@ FONT: dict[Any, Any] = {
     "figure.titlesize": 13,
     "axes.unicode_minus": True,
     "svg.hashsalt": "offdrift",
+    "svg.fonttype": "none",
 }
 
 
@@ -56,11 +59,13 @@ def picture_of(charts: Sequence[Chart], *, title: str, caption: str, kind: str =
     with mpl.rc_context(FONT), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         colors = palette()["light"]
-        figure = Figure((WIDTH * columns, HEIGHT * rows), DPI)
+        wide = WIDE if len(charts) == 1 and charts[0].wide else 1.0
+        width, height = WIDTH * columns * wide, HEIGHT * rows * wide
+        figure = Figure((width, height), DPI)
         figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1, wspace=0.02, hspace=0.04)
         FigureCanvasAgg(figure)
         figure.set_facecolor(colors["card"])
-        fits = int(13.5 * WIDTH * columns)
+        fits = int(13.5 * width)
         left: dict[str, Any] = {"x": 0.012, "ha": "left", "parse_math": False}
         figure.suptitle(textwrap.fill(visible(title), int(fits * 0.62)), color=colors["ink"], fontweight="bold", **left)
         if caption:
@@ -118,9 +123,7 @@ def _draw(axes: Axes, chart: Chart, colors: dict[str, str]) -> list[Annotation]:
             textcoords="offset points",
             ha="right",
             va="top",
-            color=colors["soft"],
-            fontsize=8.5,
-            parse_math=False,
+            **_note(colors),
         )
     ticks = list(enumerate(chart.categories)) or list(chart.x_ticks)
     if ticks:
@@ -130,23 +133,40 @@ def _draw(axes: Axes, chart: Chart, colors: dict[str, str]) -> list[Annotation]:
     elif chart.share:
         axes.set_ylim(0, max(1.04, axes.get_ylim()[1]))
     axes.margins(x=0 if all(s.kind == "line" for s in chart.series) else 0.02)
-    labels = [_label(axes, None, value, label, colors["soft"]) for value, label in chart.lines]
     if _ends_at_the_right(chart, shown):
+        labels = [_label(axes, None, value, label, colors["soft"]) for value, label in chart.lines]
         for series, p in zip(chart.series, shown):
             last = np.flatnonzero(~np.isnan(p["y"]))[-1]
             labels.append(_label(axes, p["x"][last].item(), p["y"][last].item(), series.name, colors[series.color]))
-    else:  # outside the axes, to the right, where it never covers data
-        legend = axes.legend(
-            loc="upper left",
-            bbox_to_anchor=(1.02, 1.0),
-            frameon=False,
-            fontsize=8.5,
-            labelcolor=colors["ink"],
-            handlelength=2.4,
+        return labels
+    for value, label in chart.lines:  # inside: to the right stands the legend
+        axes.annotate(
+            visible(label),
+            (0, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 2),
+            textcoords="offset points",
+            va="bottom",
+            **_note(colors),
         )
-        for text in legend.get_texts():
-            text.set_parse_math(False)
-    return labels
+    legend = axes.legend(  # outside the axes, to the right, where it never covers data
+        loc="upper left",
+        bbox_to_anchor=(1.02, 1.0),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=colors["ink"],
+        handlelength=2.4,
+        labelspacing=0.5 * min(1.0, MOST_LABELS / len(shown)),
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    return []
+
+
+def _note(colors: dict[str, str]) -> dict[str, Any]:
+    """How a reference line is labeled inside the axes: readable where curves pass."""
+    back = {"facecolor": colors["card"], "edgecolor": "none", "pad": 1}
+    return {"color": colors["soft"], "fontsize": 8.5, "parse_math": False, "zorder": 4, "bbox": back}
 
 
 def _arrays(chart: Chart, series: Series) -> dict[str, np.ndarray]:
@@ -218,13 +238,14 @@ def _series(
 
 
 def _ends_at_the_right(chart: Chart, shown: list[dict[str, np.ndarray]]) -> bool:
-    """Whether every series is a line that reaches the right edge, few enough to be labeled."""
+    """Whether every series is a line that ends at the right edge, few enough to be labeled."""
     if len(shown) > MOST_LABELS or any(s.kind != "line" or not len(s.y) for s in chart.series):
         return False
     scale = np.log if chart.log_x else np.asarray
     ends = [scale(p["x"][~np.isnan(p["y"])]) for p in shown]
     low, high = min(e.min() for e in ends), max(e.max() for e in ends)
-    return all(e[-1] >= high - 0.04 * (high - low) and len(e) > 1 for e in ends)
+    above = chart.y_range is not None and any(np.nanmax(p["y"]) > chart.y_range[1] for p in shown)
+    return not above and all(e[-1] >= high - 0.04 * (high - low) and len(e) > 1 for e in ends)
 
 
 def _label(axes: Axes, x: float | None, y: float | int, name: str, color: str) -> Annotation:
