@@ -67,6 +67,7 @@ def test_every_column_by_hand():
         "kl_total": [0.09, 0, 0.07],
         "kl_sum": [0.01 + 0.05 + 0.02, 0, 0.07],
         "prefix_kl": [0.01, 0, 0.0],  # the second stops at once: TV 0.11 > eps
+        "prefix_k3": [e(0.1) - 1.1, 0, 0.0],
         "refuted": [0, 0, 0],
         # omega_t = min(1, (T-t) .1, sqrt((T-t) .025)) for T - t = 4, 3, 2; TV limited to .1
         "shift": [
@@ -206,6 +207,7 @@ def test_a_token_that_was_not_scored_has_any_ratio_and_any_divergence(value):
         "kl_total": [INF, 0, 0.07],
         "kl_sum": [0.01 + 0.05 + 0.02, 0, 0.07],
         "prefix_kl": [0.01 + 0.05, 0, 0.07],
+        "prefix_k3": [e(0.1) - 1.1, 0, sum(e(x) - 1 - x for x in LOG_W[3:])],
         "refuted": [0, 0, 0],
         "shift": [
             0.05 * omega[0] + math.sqrt(0.025) * omega[1] + 0.07 * omega[2],
@@ -233,6 +235,8 @@ def test_an_unscored_token_in_a_region_without_limits_makes_no_nan():
         region = TrustRegion(horizon=5, delta=INF, eps=eps)
         host = BatchEvidence.of(with_unscored(), region=region, divergences=known()).to_host()
         assert host["prefix_kl"][0] == INF  # KL <= delta limits nothing
+        first = math.expm1(0.1) - 0.1
+        assert host["prefix_k3"][0] == pytest.approx(first if eps else first + math.expm1(0.3) - 0.3)
         assert not any(np.isnan(host[name]).any() for name in COLUMNS if name != "reward")
 
 

@@ -164,6 +164,15 @@ def test_the_variance_keeps_its_digits(horizon: int, chi2: float):
     assert got == (math.inf if horizon * math.log1p(chi2) > 700 else pytest.approx(float(want), rel=1e-13))
 
 
+@pytest.mark.parametrize("horizon", [2, 3, 24, 25, 4096])
+def test_the_variance_grows_where_its_formula_changes(horizon: int):
+    grid = (1 + np.linspace(-1e-3, 1e-3, 41)) / horizon
+    got = [bounds.variance(horizon=horizon, chi2=float(chi), reward_sd=0.5) for chi in grid]
+    steps = np.diff(got) / got[0]
+    assert (steps > 0).all()
+    assert steps.max() < 4 * steps.min()  # and does not jump
+
+
 def test_one_token_is_exact_except_for_the_mixed_rows():
     got = values(horizon=1, delta=0.02, kl_seq=0.02, mean_tv=0.05)
     assert got.pop("mixed_kl") == pytest.approx(0.04)  # 4 * .1 * .1; methods table, b.T1.mixkl
@@ -280,7 +289,7 @@ def known(draw: st.DrawFn) -> dict:
     mean_tv = eps * np.random.default_rng(seed).random(horizon)
     return {
         "horizon": horizon, "delta": delta, "eps": eps, "kl_seq": kl_seq, "tv_seq": tv_seq, "mean_tv": mean_tv,
-        "chi2": 10 ** draw(st.floats(-8, 1)), "reward_sd": 0.5 * draw(share), "hellinger_seq": draw(share) * kl_seq,
+        "chi2": 4 * eps * eps / draw(share), "reward_sd": 0.5 * draw(share), "hellinger_seq": draw(share) * kl_seq,
         "kl_rewarded": draw(share) * kl_seq, "kl_unrewarded": draw(share) * kl_seq,
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import jaxtyping
 import numpy as np
@@ -13,7 +14,7 @@ from offdrift.certificate.batch import BatchEvidence
 from offdrift.certificate.bounds import all_bounds
 from offdrift.certificate.certify import certify
 from offdrift.certificate.regions import TrustRegion
-from offdrift.certificate.samples import SHARES
+from offdrift.certificate.samples import K3_CAP, SHARES, variables
 from offdrift.certificate.verdict import Certificate
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.interval import topk_divergences
@@ -139,9 +140,44 @@ def test_means_are_lower_ends_whichever_tokens_the_engine_did_not_score():
             limit = (law * e.column("prefix_kl")).view(PROMPTS, -1).sum(1)
             assert (spent <= limit + 1e-12).all(), (name, delta)
             omega = torch.tensor(region.weights()).repeat(len(who))
+            for rule in (accepted, accepted & (sequence % 3 > 0)):  # what lies inside, and less of it
+                host = e.to_host()
+                error = variables(host, rewards.numpy(), rule.numpy(), region)["prefix_error"].values
+                overstated = rule * rewards * (e.column("excess") - e.column("log_product").expm1())
+                assert float((law * overstated.where(rule, 0.0)).sum()) <= float(law.numpy() @ error) + 1e-12
             churn = (law * scored.segments.sum(omega * log_w.expm1().abs() / 2) * accepted).view(PROMPTS, -1).sum(1)
             assert (churn <= (law * e.column("prefix_shift")).view(PROMPTS, -1).sum(1) + 1e-12).all(), (name, delta)
             assert float(spent.max()) > 0
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0])
+def test_what_the_masked_surrogate_overstates_is_the_mean_of_its_variable(scale):
+    """Enumerated, for (mu, pi'): L'_masked - E[M R (w - 1)], to every digit; and never less where sequences are cut."""
+    world = World(scale, seed=5)
+    who = torch.arange(PROMPTS).repeat_interleave(3**HORIZON)
+    sequence = torch.arange(3**HORIZON).repeat(PROMPTS)
+    log_w, kl, _ = world.along(who, sequence)
+    rollout = torch.full_like(log_w, -5.0)
+    lp = LogProbs(rollout, Segments.from_lengths([HORIZON] * len(who)), rollout + log_w)
+    exact = {"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)}
+    law, rewards = world.mu.law().flatten().numpy() / PROMPTS, world.rewards.flatten()
+    differs = 0
+    for delta in (world.kl_max, float(kl.median())):
+        region = TrustRegion(horizon=HORIZON, delta=delta)
+        host = BatchEvidence.of(lp, rewards, region=region, divergences=exact).to_host()
+        accepted = host["kl_high"] <= delta
+        reward = np.where(accepted, host["reward"], 0.0)
+        overstated = law @ (reward * (host["excess"] - np.expm1(host["log_product"])))
+        x = variables(host, host["reward"], accepted, region)["prefix_error"]
+        assert x.values.max() <= x.high
+        assert law @ x.values >= overstated - 1e-15
+        whole = np.expm1(host["log_product"]) - host["log_product"]
+        uncut = max(host["prefix_k3"].max(), (reward * whole).max()) < K3_CAP
+        assert not uncut or law @ x.values == pytest.approx(overstated, abs=1e-14)
+        assert uncut == (scale == 0.3)
+        assert law @ x.values < 0.7 * (law @ host["prefix_kl"])
+        differs += accepted.all()
+    assert differs == 1
 
 
 def test_a_certificate_says_that_tokens_were_not_scored():
@@ -217,8 +253,13 @@ def test_a_real_improvement_is_certified_from_enough_prompts():
     assert c.certified
     assert 0.4 * world.gain < c.gain_low < world.gain
     assert c.verdict.startswith(
-        f"J improves by at least {c.gain_low:.4g} with probability 0.95 (one policy, one look; direct)"
+        f"J improves by at least {c.gain_low:.4g} with probability 0.95 (one policy, one look; TRM)"
     )
+    # What the masked surrogate overstates is measured: by the KL of accepted prefixes alone, direct would say more.
+    trm = next(g for g in c.guarantees if g.name == "TRM")
+    direct = next(g for g in c.guarantees if g.name == "direct")
+    assert trm.error == c.estimates["prefix_error"].high < 0.5 * c.estimates["prefix_kl"].high
+    assert c.gain_of(trm) > c.gain_of(direct) > c.gain_of(replace(trm, error=c.estimates["prefix_kl"].high))
     assert "did not learn from these prompts" in c.verdict
     assert "of k certificates" in c.verdict
     assert c.as_dict()["holds_for"] == "one policy, one look"

@@ -50,6 +50,7 @@ COLUMNS = (
     # sum_t KL upper end, up to the first that exceeds delta or eps, or one that was not scored, which
     # counts as delta: at most T delta
     "prefix_kl",
+    "prefix_k3",  # sum_t k3(w_t), k3(u) = u - 1 - log u, of the scored tokens that prefix_kl counts, nats
     "refuted",  # 1 if a token contradicts what its capped interval assumes
     "shift",  # sum_t omega_t min(TV upper end, eps, sqrt(delta/2)): the adaptive sum
     "prefix_shift",  # the same of the tokens that prefix_kl counts
@@ -119,6 +120,9 @@ class BatchEvidence:
         if logprobs.unscored is not None:
             unscored = segments.sum(logprobs.unscored.double())
             log_w = log_w.masked_fill(logprobs.unscored, -torch.inf)
+        limited_above = log_w.clamp(max=LOG_RATIO_LIMIT)
+        # Of a token that was not scored, 0 is the least there is.
+        k3 = torch.where(log_w > -torch.inf, limited_above.expm1() - limited_above, 0.0)
         refuted = torch.zeros_like(lengths)
         for d in _used(divergences):
             if d.refuted is not None:
@@ -131,10 +135,10 @@ class BatchEvidence:
             "reward": torch.full_like(lengths, torch.nan) if rewards is None else rewards.double().to(lengths.device),
             "kept": torch.ones_like(lengths) if keep is None else segments.min(keep.double(), empty=1.0),
             "unscored": unscored,
-            "excess": segments.sum(log_w.clamp(max=LOG_RATIO_LIMIT).expm1()),
+            "excess": segments.sum(limited_above.expm1()),
             "log_product": segments.sum(log_w),
             "worst": segments.max(log_w.abs()),
-            **_divergences(kl, tv, limited * omega, region, segments, logprobs.unscored),
+            **_divergences(kl, tv, limited * omega, k3, region, segments, logprobs.unscored),
             "refuted": refuted,
         }
         grades = {k: Grade.SAMPLED if d is None else d.grade for k in (KL, TV) for d in [(divergences or {}).get(k)]}
@@ -224,7 +228,7 @@ Ends = tuple[Tensor, Tensor]
 
 
 def _divergences(
-    kl: Ends, tv: Ends, shift: Tensor, region: TrustRegion, segments: Segments, unscored: Tensor | None
+    kl: Ends, tv: Ends, shift: Tensor, k3: Tensor, region: TrustRegion, segments: Segments, unscored: Tensor | None
 ) -> dict[str, Float[Tensor, " b"]]:
     inside = kl[1] <= region.delta
     if region.eps is not None:
@@ -232,6 +236,7 @@ def _divergences(
     violations = segments.position.where(~inside, region.horizon).to(kl[1].dtype)
     first = segments.spread(segments.min(violations))
     accepted = segments.position < first
+    prefix_k3 = segments.sum(k3.where(accepted, 0.0))
     prefix = kl[1].double().where(accepted, 0.0)
     if unscored is not None:
         # Whether a token was scored may depend on which one was drawn. Leaving its context out would
@@ -250,6 +255,7 @@ def _divergences(
         "kl_total": segments.sum(kl[1].double()),
         "kl_sum": segments.sum(kl[1].double().clamp(max=region.delta)),
         "prefix_kl": segments.sum(prefix),
+        "prefix_k3": prefix_k3,
         "shift": segments.sum(shift),
         "prefix_shift": segments.sum(shift.where(accepted, 0.0)),
     }

@@ -10,8 +10,9 @@ reward >= 0 and is counted as 0.
 
 B*' is the smallest row of Table 1 for the pair (mu, pi'), pi' being pi as long as every context so far
 meets the limits and mu afterwards (docs/certificates.md, eq. 7): delta and eps are then limits by construction,
-and the KL and the adaptive sum are those of accepted prefixes. Where evidence is not exact, or with the paper's
-constants, TRM is Theorem 4.2 instead, L' - B*, provided KL <= delta everywhere.
+and the KL and the adaptive sum are those of accepted prefixes. Of that KL both sides of the identity (eq. 10)
+say how much L'_masked overstates; where that is smaller, it takes the place of B*'. Where evidence is not exact,
+or with the paper's constants, TRM is Theorem 4.2 instead, L' - B*, provided KL <= delta everywhere.
 
 The surrogate L' is a mean of R sum_t (w_t - 1), which is bounded below by -T and not bounded above.
 Its lower end is vacuous at T in the hundreds; the product of ratios has a bounded range and no
@@ -242,7 +243,8 @@ def _guarantees(
         rejected = intervals["rejected_reward"].high
         if predictable and min(region.delta, region.token_tv) < np.inf:
             prefixes = _unified(region, intervals["prefix_kl"], intervals["prefix_shift"], constants)
-            guarantees.append(Guarantee("TRM", "surrogate_masked", prefixes.value, rejected, ()))
+            error = min(prefixes.value, intervals["prefix_error"].high)
+            guarantees.append(Guarantee("TRM", "surrogate_masked", error, rejected, ()))
         guarantees += [masked_guarantee(error=error, rejected=rejected, constants="sharp") for error in ratios]
     elif ratios and bound is not None:  # TV_seq is estimated under KL <= delta
         priced = masked_guarantee(

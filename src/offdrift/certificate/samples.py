@@ -26,7 +26,8 @@ SHARES = {
     "surrogate_masked": 1 / 16,
     "rejected_reward": 1 / 16,
     "acceptance": 1 / 16,
-    "prefix_kl": 1 / 32,
+    "prefix_kl": 1 / 64,
+    "prefix_error": 1 / 64,
     "prefix_shift": 1 / 32,
     "kl_seq": 1 / 16,
     "shift": 1 / 16,
@@ -34,8 +35,12 @@ SHARES = {
 }
 """Parts of alpha: half for the guarantee that speaks most often, the rest evenly; together 1."""
 
-OF_REWARDS = ("gain", "surrogate", "surrogate_masked", "rejected_reward")
+OF_REWARDS = ("gain", "surrogate", "surrogate_masked", "rejected_reward", "prefix_error")
 """Estimates in units of the reward."""
+
+K3_CAP = 4.0
+"""Where k3 of a sequence is cut, nats: fixed before any batch is seen. It is subtracted, so that cutting raises
+upper ends."""
 
 Column = Float[np.ndarray, " b"]
 
@@ -94,7 +99,8 @@ def variables(
     """The variable behind each of `estimates`, a number per sequence, and its range.
 
     The ranges are known beforehand: `kl_seq` and `shift` are limited by the region, which is the
-    premise they serve; `prefix_kl` and `prefix_shift` stop at the region's edge whatever the policies do.
+    premise they serve; `prefix_kl`, `prefix_error` and `prefix_shift` stop at the region's edge whatever the
+    policies do.
 
     Args:
         host: the batch.
@@ -113,6 +119,7 @@ def variables(
     if rewards is not None:
         of_rewards = reward_columns(host, rewards, accepted)
         result |= {
+            "prefix_error": Variable(_prefix_error(host, rewards, accepted), -math.inf, most, "high"),
             "gain": Variable(of_rewards["gain"], -1.0, RATIO_CAP - 1, "low"),
             "surrogate": Variable(of_rewards["surrogate"], -float(region.horizon), math.inf, "low"),
             "surrogate_masked": Variable(of_rewards["surrogate_masked"], *_masked_range(region), "low"),
@@ -136,6 +143,21 @@ def estimates(
         else:
             result[name] = betting(means, low=x.low, high=x.high, alpha=share, sides=x.sides)
     return result
+
+
+def _prefix_error(host: HostEvidence, rewards: Column, accepted: Bool[np.ndarray, " b"]) -> Column:
+    """Per sequence, what is averaged to the most by which L'_masked overstates the accepted gain.
+
+        KL of the accepted prefix - (1 - M R) sum_t k3(w_t) of it - M R k3(prod_t w_t)
+
+    The KL and the sum have the same mean, so that of the whole is at least E[M R (sum_t k3(w_t) - k3(w))], which
+    is L'_masked - E[M R (w - 1)] by the identity; where pi draws nothing mu cannot, and nothing is cut, it is
+    equal. It lies below the KL of the prefix, which the region limits.
+    """
+    answered = np.where(accepted, rewards, 0.0)
+    log_w = np.where(accepted, np.minimum(host["log_product"], math.log(1e9)), 0.0)
+    whole = np.minimum(np.expm1(log_w) - log_w, K3_CAP)
+    return host["prefix_kl"] - (1 - answered) * np.minimum(host["prefix_k3"], K3_CAP) - answered * whole
 
 
 def normal_intervals(

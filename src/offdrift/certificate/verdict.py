@@ -95,7 +95,9 @@ class Certificate:
         """
         measured = all(self.grades[name] != "sampled" for name in self.premises)
         stands = self.precondition in ("not falsified", "known") and not self.refuted
-        prefix = frozenset() if measured and not self.refuted else frozenset({"prefix_kl", "prefix_shift"})
+        prefix = (
+            frozenset() if measured and not self.refuted else frozenset({"prefix_kl", "prefix_error", "prefix_shift"})
+        )
         return prefix if stands else prefix | {"kl_seq", "shift"}
 
     @property

@@ -167,6 +167,7 @@ NAMES = {
     "rejected_reward": "reward of rejected sequences",
     "acceptance": "accepted sequences",
     "prefix_kl": "KL of accepted prefixes, nat",
+    "prefix_error": "L'_masked overstates by, at most",
     "prefix_shift": "adaptive sum of accepted prefixes",
     "kl_seq": "KL of sequences, nat",
     "shift": "adaptive sum of mean TV",
