@@ -207,6 +207,7 @@ def test_a_run_gives_its_first_arm_by_tokens_and_an_arm_itself(tmp_path):
         lines = [
             {
                 "batch/tokens": 100,
+                "divergence/grade": "interval",
                 "divergence/kl_rollout_current_mean": mean,
                 "divergence/kl_rollout_current_max": largest,
             },
@@ -216,13 +217,18 @@ def test_a_run_gives_its_first_arm_by_tokens_and_an_arm_itself(tmp_path):
                 "divergence/kl_rollout_current_max": 0.01,
             },
         ]
-        (tmp_path / "arms" / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    for path, (mean, largest) in ((tmp_path, arms["b"]), (tmp_path / "arms" / "a", arms["a"])):
+        (tmp_path / "arms" / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines) + '{"batch/to'
+        )
+    chosen = {tmp_path: arms["b"], tmp_path / "run.json": arms["b"], tmp_path / "arms" / "a": arms["a"]}
+    for path, (mean, largest) in chosen.items():
         got = last(f"--from {path}")
         assert got["kl_per_token"] == pytest.approx(1.75 * mean)  # (100 + 2 * 300) / 400
         assert got["from_delta"]["sharp"] == pytest.approx(
             tightest(all_bounds(horizon=30, delta=largest, constants="sharp")).value
         )
+        assert "interval divergences of the current policy" in got["source"]
+        assert "the true drift may be larger" in got["source"]
 
 
 def test_a_check_gives_what_its_engines_differ_by(tmp_path):

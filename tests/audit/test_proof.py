@@ -75,7 +75,7 @@ def test_it_is_what_the_parts_certify_of_the_old_policy():
     assert found["fresh"] is True
     assert found["prompts"] == B / GROUP
     assert found["grades"] == {"kl": "exact", "tv": "exact"}
-    assert compared(found, direct(log())) == 25
+    assert compared(found, direct(log())) == 26
 
 
 def test_what_a_log_cannot_show_is_part_of_the_verdict():
@@ -97,7 +97,7 @@ def test_only_the_newest_rollouts_at_the_first_step_that_used_them_count():
     first = whole.select((torch.tensor(kind) == 1).nonzero().squeeze(-1))
     found = Proof.of(whole).as_dict()
     assert found["sequences"] == first.num_sequences == 81
-    assert compared(found, direct(first)) == 25
+    assert compared(found, direct(first)) == 26
     assert "which rollouts of these weights were used first" in found["verdict"]
     assert "used first" not in Proof.of(first).as_dict()["verdict"]
 
@@ -153,7 +153,7 @@ def test_the_current_policy_is_judged_at_the_first_version_that_was_trained():
     first = given.select((version == 8).nonzero().squeeze(-1))
     found = Proof.of(given).as_dict()
     assert found["judged"] == "current"
-    assert compared(found, direct(first, "current")) == 25
+    assert compared(found, direct(first, "current")) == 26
     # Evidence about the old policy is preferred, whichever comes first.
     for merged in (Proof.of(given).merge(Proof.of(whole)), Proof.of(whole).merge(Proof.of(given))):
         assert merged.as_dict()["judged"] == "old"

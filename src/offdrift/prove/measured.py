@@ -38,8 +38,9 @@ UNPROVED = (
 def measured_drift(path: Path) -> MeasuredDrift:
     """The drift in a run's folder, an arm's folder, `audit.json` or `check.json`, or the folder of one.
 
-    Of a run the first arm. Exact divergences where they were recorded, of the current policy or else of the old
-    one; else the mean token KL as estimated from the log-probs of sampled tokens (k3), and no maximum.
+    Of a run the first arm, and a run may go on. Divergences where they were recorded, of the current policy or else
+    of the old one, with their grade; else the mean token KL as estimated from the log-probs of sampled tokens (k3), and
+    no maximum.
 
     Raises: `RecordError` if the path holds none of these, or no drift was measured.
     """
@@ -48,7 +49,11 @@ def measured_drift(path: Path) -> MeasuredDrift:
         keys = {name: f"divergence/{key.format(pair)}" for name, key in MEASURED.items()}
         values = {name: _over(steps, key, largest=key.endswith("_max")) for name, key in keys.items()}
         if values["kl_rate"] is not None:
-            words = f"exact divergences of the {'current' if pair == 'rollout_current' else 'old'} policy. {UNPROVED}"
+            policy = "current" if pair == "rollout_current" else "old"
+            grades = sorted({str(s["divergence/grade"]) for s in steps if s.get("divergence/grade")})
+            words = f"{' and '.join(grades) or 'recorded'} divergences of the {policy} policy. {UNPROVED}"
+            if any("interval" in grade for grade in grades):
+                words += " Of intervals the lower ends were recorded: the true drift may be larger."
             break
     else:
         sampled = next((k for k in ("full/k3", "mismatch/k3") if _over(steps, k, largest=False) is not None), None)
@@ -70,9 +75,10 @@ def _measurements(path: Path) -> tuple[list[dict[str, Any]], int | None]:
     file = next((f for f in files if f.is_file()), None)
     try:
         if file is None:  # an arm
-            lines = (path / "metrics.jsonl").read_text("utf-8").splitlines()
+            lines = (path / "metrics.jsonl").read_text("utf-8").split("\n")
             run = mapping(json.loads((path.parent.parent / "run.json").read_text("utf-8")))
-            return rows([json.loads(line) for line in lines]), _longest(mapping(run.get("recipe")).get("rollout"))
+            steps = [json.loads(line) for line in lines[:-1]]  # behind the last newline is what is being written
+            return rows(steps), _longest(mapping(run.get("recipe")).get("rollout"))
         head = mapping(json.loads(file.read_text("utf-8")))
     except (OSError, ValueError) as e:
         raise RecordError(
@@ -86,10 +92,14 @@ def _measurements(path: Path) -> tuple[list[dict[str, Any]], int | None]:
         overall = mapping(head.get("overall"))
         longest = number(overall.get("response/length_max"))
         return [overall], None if longest is None else int(longest)
-    arms = [arm for arm in mapping(mapping(head.get("recipe")).get("arms")) if (path / "arms" / arm).is_dir()]
+    folders = [file.parent / "arms" / arm for arm in mapping(mapping(head.get("recipe")).get("arms"))]
+    arms = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
     if not arms:
-        raise RecordError(f"{path} holds no measured drift; give a run's folder, an arm's, audit.json or check.json")
-    return _measurements(path / "arms" / arms[0])
+        raise RecordError(
+            f"{path} holds no measured drift: no arm of it has started; give a run's folder, an arm's, or an "
+            "audit.json or check.json"
+        )
+    return _measurements(arms[0])
 
 
 def _longest(sampling: object) -> int | None:
