@@ -124,6 +124,8 @@ def test_ascent_on_a_statement_comes_close_to_it():
     ):
         assert rows[name] > 0.99, name
     assert rows["Hellinger"] > 2 / 37
+    # Half of the bound is what small drift tends to; an ascent that climbs rounding would report a multiple of it.
+    assert 0.49 < rows["trained objectives: no weights"] < 0.55
 
 
 def test_an_error_that_is_not_a_number_is_a_violation():

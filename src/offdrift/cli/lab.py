@@ -48,7 +48,7 @@ def bounds(
 
     Tries every bound, and every statement of docs/certificates.md (numbers are its equations), on random
     pairs of policies and on pairs made to break it. Errors and divergences are exact, and rewards are the
-    worst there are. 100,000 pairs take about two minutes; Ctrl-C shows
+    worst there are. 100,000 pairs take about four minutes; Ctrl-C shows
     what was checked.
 
     \b

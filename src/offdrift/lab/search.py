@@ -104,7 +104,8 @@ def attack(arena: Arena, *, restarts: int, steps: int, seed: int, tick: Callable
     for step in range(steps + 1):
         batch = _measured(arena, free, climbing=True)
         table = batch.error / smooth_bounds(batch.divergences, batch.horizon)
-        statements = [batch.sides[name].value / batch.sides[name].bound for name in arena.goals[len(GOALS) :]]
+        sides = (batch.sides[name] for name in arena.goals[len(GOALS) :])
+        statements = [(side.value - sums_to_zero(batch)) / side.bound for side in sides]
         ratio = torch.cat([table, *(x[None] for x in statements)]).gather(0, goal[None])[0]
         better = ratio.detach() > record
         record = torch.where(better, ratio.detach(), record)
@@ -301,7 +302,12 @@ def rounding(batch: Batch) -> Float[np.ndarray, "p r"]:
     eps = batch.divergences.tv_max.detach().numpy()
     reach = np.minimum(1.0, batch.horizon * eps)[:, None]
     reach = np.hstack([np.tile(reach, len(TABLE + OTHERS)), np.ones((len(eps), len(LABELS)))])
-    return 2.0**-52 * 2 * batch.vocab * batch.horizon * reach
+    return sums_to_zero(batch) * reach
+
+
+def sums_to_zero(batch: Batch) -> float:
+    """How far from 0 rounding may leave a sum over all tokens of all positions that is 0."""
+    return 2.0**-52 * 2 * batch.vocab * batch.horizon
 
 
 def check(batch: Batch, *, factor: float = 1.0) -> Outcome:
@@ -315,11 +321,14 @@ def check(batch: Batch, *, factor: float = 1.0) -> Outcome:
     values = factor * np.hstack([table, others[1], statements[1]])
     checked = np.ones_like(values, dtype=bool)
     checked[:, len(TABLE) :] = ~np.isnan(values[:, len(TABLE) :])
-    allowed = values * (1 + RELATIVE) + rounding(batch)
+    slack = rounding(batch)
+    allowed = values * (1 + RELATIVE) + slack
     violated = ~(errors <= allowed) & checked  # nan is a violation too
     nothing = ~checked | ((values == 0) & ~violated)
+    # Where drift is as small as rounding, what a statement says is small may be nothing but that.
+    slack[:, : len(TABLE + OTHERS)] = 0
     with np.errstate(divide="ignore", invalid="ignore"):
-        tightness = np.where(nothing, np.nan, errors / values)
+        tightness = np.where(nothing, np.nan, np.maximum(errors - slack, 0.0) / values)
     eps = batch.divergences.tv_max.detach().numpy()
     about = (batch.family, batch.vocab, batch.horizon, batch.enumerated)
     return Outcome(*about, eps, tightness, checked, violated)
