@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from offdrift.cli import audit as audit_command
 from offdrift.records.log import write_log
 from offdrift.show.headline import headlines
 from tests.audit.logs import drawn as logged
+from tests.audit.test_proof import log as proof_log
 from tests.command import command
 
 
@@ -77,6 +80,43 @@ def test_a_run_of_several_arms_names_them(run, tmp_path):
     assert "tis" in done.stderr
     assert run("audit", "run/arms/none").code == 0
     assert (tmp_path / "audits").is_dir()
+
+
+def test_audits_of_the_arms_of_a_run_share_a_probability_of_error(run, tmp_path):
+    """An audit certifies one policy; whoever audits every arm looks as often, and the run says how many there are."""
+    for arm in ("none", "tis"):
+        write_log(evidence(), tmp_path / "run" / "arms" / arm / "log" / "batch-0.parquet")
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"recipe": {"arms": {"none": {}, "tis": {}}}}))
+
+    def told(*words: str) -> dict:
+        done = run("audit", "run/arms/none", *words, "--json")
+        assert done.code == 0, done.stderr
+        return json.loads(done.stdout)["certificate"]
+
+    assert (told()["of"], told()["alpha"], told()["alpha_total"]) == (2, 0.025, 0.05)
+    assert "whichever of 2 policies is shown" in told()["verdict"]
+    assert (told("--of", "1")["of"], told("--of", "1")["alpha"]) == (1, 0.05)
+    third = told("--of", "5", "--look", "3")
+    assert (third["of"], third["look"]) == (5, 3)
+    assert third["alpha"] == pytest.approx(0.05 * 6 / math.pi**2 / 9 / 5)
+    assert run("audit", "run/arms/none", "--of", "0").code == 2
+
+
+def evidence():
+    """A log that certifies: exact divergences, rewards, prompts, versions."""
+    whole = proof_log()
+    return dataclasses.replace(whole, prompts=tuple(f"prompt {i // 3}" for i in range(whole.num_sequences)))
+
+
+def test_four_prompts_in_eight_files_are_four_draws(run, tmp_path):
+    whole = dataclasses.replace(evidence(), prompts=tuple(f"prompt {i % 4}" for i in range(240)))
+    for i in range(8):
+        write_log(whole.select(torch.arange(30 * i, 30 * i + 30)), tmp_path / "log" / f"rank-{i}.parquet")
+    done = run("audit", "log", "--json")
+    assert done.code == 0, done.stderr
+    told = json.loads(done.stdout)["certificate"]
+    assert told["why_not"] is None
+    assert (told["sequences"], told["prompts"], told["estimates"]["gain"]["n"]) == (240, 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -105,7 +107,7 @@ def test_json_is_the_certificate(arm):
     files = sorted((arm / "rollouts").glob("*.parquet"))
     evidence = judge(files, policy, region=region, token_budget=12).evidence
     proof = certificate_of(evidence, reward_range=(-1.0, 2.0), alpha=0.1, constants="paper")
-    about = {"files": 3, "skipped": 0, "rollout_version": 0, "tokens": 90, "model": "tiny-qwen3"}
+    about = {"files": 3, "skipped": 0, "rollout_version": 0, "tokens": 90, "repeated": 0, "model": "tiny-qwen3"}
     about["trained_objective"] = None  # no arm of a run
     assert found == {**about, **json.loads(json.dumps(proof.as_dict()))}
 
@@ -192,6 +194,9 @@ TINY = ("--model", "tiny-qwen3")
         ((*TINY, "--eps", 1.5), "eps = 1.5"),
         ((*TINY, "--tau", "inf"), "tau = inf"),
         ((*TINY, "--constants", "half"), "'half' is not one of"),
+        ((*TINY, "--of", 0), "greater than or equal to 1"),
+        ((*TINY, "--look", 0), "'--look' / '--looks'"),
+        ((*TINY, "--look", 2, "--anytime"), "give one of the two"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_message(arm, monkeypatch, capsys, words, said):
@@ -218,6 +223,79 @@ def test_two_arms_do_not_say_which_model(arm, monkeypatch, capsys, tmp_path):
     other = tmp_path / "other"
     other.symlink_to(arm)
     assert "--model is missing" in mistake(arm, other, monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "share", "covers"),
+    [
+        ((), 1.0, "one policy, one look"),
+        (("--of", 8), 1 / 8, "whichever of 8 policies is shown, one look, which spends 0.025 of 0.2"),
+        (("--look", 2), 6 / math.pi**2 / 4, "all certificates of this series together, this is look 2, which"),
+        (("--looks", 2, "--of", 5), 6 / math.pi**2 / 20, "this is look 2 at one of 5 policies"),
+        (("--anytime",), 1.0, "one policy, however often you look as rollouts arrive"),
+        (("--anytime", "--of", 4), 1 / 4, "one of 4 policies, however often you look as rollouts arrive"),
+    ],
+)
+def test_what_the_confidence_covers_is_asked_for_and_said(arm, monkeypatch, words, share, covers):
+    found = answer(arm, *TINY, "--alpha", 0.2, *words)
+    assert found["alpha_total"] == 0.2
+    assert found["alpha"] == pytest.approx(0.2 * share)
+    assert covers in found["holds_for"]
+    assert found["anytime"] is ("--anytime" in words)
+    assert all(e["alpha"] < found["alpha"] for e in found["estimates"].values() if e)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = " ".join(certify(arm, *TINY, "--alpha", 0.2, *words).stdout.replace("│", " ").split())
+    assert f"probability of error 0.2 ({found['holds_for']})" in shown
+    assert found["verdict"] in shown
+
+
+def test_one_of_many_is_promised_less(arm):
+    """The estimate stays, the interval is that of an eighth of alpha."""
+    alone, chosen = answer(arm, *TINY), answer(arm, *TINY, "--of", 8)
+    assert chosen["gain_low"] == answer(arm, *TINY, "--alpha", 0.05 / 8)["gain_low"] < alone["gain_low"]
+    assert chosen["estimates"]["gain"]["mean"] == alone["estimates"]["gain"]["mean"]
+
+
+def test_at_every_moment_what_was_said_of_the_first_files_stands(arm):
+    files = sorted((arm / "rollouts").glob("*.parquet"))
+    looks = [answer(*files[:n], *TINY, "--T", LONGEST, "--anytime", "--alpha", 0.9) for n in (1, 2, 3)]
+    assert [found["prompts"] for found in looks] == [3, 6, 9]
+    for before, after in itertools.pairwise(looks):
+        for name, e in before["estimates"].items():
+            assert e["low"] is None or e["low"] <= after["estimates"][name]["low"] + 1e-12, name
+            assert e["high"] is None or e["high"] >= after["estimates"][name]["high"] - 1e-12, name
+    lows = [found["estimates"]["acceptance"]["low"] for found in looks]
+    assert lows[0] == 0 < lows[2], "more prompts say more"
+
+
+def same_prompts(folder: Path, files: int, *, prompts: int = 4, answers: int = 2) -> list[Path]:
+    """Files of the same prompts, whose group ids are each file's own."""
+    model, _ = load_model("tiny-qwen3", seed=0)
+    engine = TransformersEngine(model, dtype="float32")
+    rows, paths = prompts * answers, []
+    for i in range(files):
+        order = torch.randperm(prompts, generator=torch.Generator().manual_seed(i))
+        asked = [[5, 6, 10 + int(order[j // answers])] for j in range(rows)]
+        drawn = engine.generate(asked, Sampling(max_tokens=LONGEST), seed=i, evidence="full")
+        g = torch.Generator().manual_seed(i)
+        drawn = drawn.with_(rewards=torch.rand(rows, generator=g), group_ids=100 * i + torch.arange(rows) // answers)
+        paths.append(write(drawn, folder / f"batch-{i}.parquet"))
+    return paths
+
+
+def test_four_prompts_in_eight_files_are_four_draws(tmp_path):
+    files = same_prompts(tmp_path, 8)
+    found = answer(*files, *TINY)
+    assert (found["files"], found["sequences"], found["prompts"], found["repeated"]) == (8, 64, 4, 0)
+    assert found["estimates"]["gain"]["n"] == 4
+    # Where rollouts arrive, what was once judged stays as it was: later answers to a prompt are left out.
+    first, arriving = answer(files[0], *TINY, "--anytime"), answer(*files, *TINY, "--anytime")
+    assert (arriving["files"], arriving["sequences"], arriving["prompts"]) == (8, 8, 4)
+    assert arriving["repeated"] == 56
+    assert arriving["estimates"] == first["estimates"]
+    assert "56 sequences answer prompts of an earlier file, and were left out" in " ".join(
+        certify(*files, *TINY, "--anytime").stdout.split()
+    )
 
 
 def reading_until(stop: int, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -266,5 +344,5 @@ def test_interrupted_before_the_first_file_there_is_nothing_to_say(arm, monkeypa
 
 def test_help_teaches():
     text = certify("--help", env={"COLUMNS": "120"}).stdout
-    for words in ("offdrift certify runs/tiny/arms/trm_max", "--trained-on", "--json"):
+    for words in ("offdrift certify runs/tiny/arms/trm_max", "--trained-on", "--json", "--of 8", "--look", "--anytime"):
         assert words in text, words

@@ -75,7 +75,7 @@ def test_it_is_what_the_parts_certify_of_the_old_policy():
     assert found["fresh"] is True
     assert found["prompts"] == B / GROUP
     assert found["grades"] == {"kl": "exact", "tv": "exact"}
-    assert compared(found, direct(log())) == 26
+    assert compared(found, direct(log())) == 30
 
 
 def test_what_a_log_cannot_show_is_part_of_the_verdict():
@@ -97,7 +97,7 @@ def test_only_the_newest_rollouts_at_the_first_step_that_used_them_count():
     first = whole.select((torch.tensor(kind) == 1).nonzero().squeeze(-1))
     found = Proof.of(whole).as_dict()
     assert found["sequences"] == first.num_sequences == 81
-    assert compared(found, direct(first)) == 26
+    assert compared(found, direct(first)) == 30
     assert "which rollouts of these weights were used first" in found["verdict"]
     assert "used first" not in Proof.of(first).as_dict()["verdict"]
 
@@ -135,6 +135,28 @@ def test_a_prompt_that_is_cut_between_files_counts_once(texts: bool):
     assert found["gain_low"] == pytest.approx(Proof.of(whole).as_dict()["gain_low"], rel=1e-9)
 
 
+@pytest.mark.parametrize("texts", [False, True])
+def test_four_prompts_in_eight_files_are_four_draws(texts: bool):
+    """Every file asks the same four; without texts they are known by their ids."""
+    per_file = B // 8
+    prompt = [i % 4 for i in range(B)]
+    whole = log(group_ids=torch.tensor(prompt))
+    if texts:
+        whole = replace(whole, prompts=tuple(f"prompt {p}" for p in prompt), group_ids=torch.arange(B))
+    files = [whole.select(torch.arange(i * per_file, (i + 1) * per_file)) for i in range(8)]
+    found = Proof.over(files).as_dict()
+    assert found["why_not"] is None
+    assert (found["sequences"], found["prompts"], found["estimates"]["gain"]["n"]) == (B, 4, 4)
+
+
+def test_several_audits_share_alpha_and_say_so():
+    one, four = Proof.of(log()).as_dict(), Proof.of(log()).as_dict(of=4, look=2)
+    assert (one["holds_for"], one["alpha"]) == ("one policy, one look", 0.05)
+    assert four["alpha"] == pytest.approx(0.05 * 6 / np.pi**2 / 4 / 4)
+    assert "this is look 2 at one of 4 policies" in four["verdict"]
+    assert four["gain_low"] < one["gain_low"]
+
+
 def test_too_many_tokens_leave_whole_prompts_by_chance(monkeypatch):
     monkeypatch.setattr(proof, "TOKENS", 300)
     found = Proof.of(log())  # 720 tokens
@@ -153,7 +175,7 @@ def test_the_current_policy_is_judged_at_the_first_version_that_was_trained():
     first = given.select((version == 8).nonzero().squeeze(-1))
     found = Proof.of(given).as_dict()
     assert found["judged"] == "current"
-    assert compared(found, direct(first, "current")) == 26
+    assert compared(found, direct(first, "current")) == 30
     # Evidence about the old policy is preferred, whichever comes first.
     for merged in (Proof.of(given).merge(Proof.of(whole)), Proof.of(whole).merge(Proof.of(given))):
         assert merged.as_dict()["judged"] == "old"

@@ -21,7 +21,9 @@ from offdrift.records import FullVocab, TopK
 from offdrift.records.store import read
 from offdrift.train.context import set_up
 from offdrift.train.loop import Event, train, train_arm
+from offdrift.train.page import render
 from offdrift.train.run_folder import RunFolder
+from offdrift.train.stored import read_run
 from tests.train.conftest import short_arms, small_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -97,6 +99,32 @@ def test_the_gate_acts_and_the_table_says_so(finished: Path):
     assert summary["falsified_updates"] == 0  # delta of the recipe is 0.05, the gate's 0.004
     assert summary["bound"] > 0
     assert summary["grade"] == "exact"
+
+
+def test_every_batch_is_a_look_and_all_of_the_run_share_alpha(finished: Path):
+    """6 / (pi^2 t^2) of .05, halved for two arms; a resumed run goes on counting (next test, by its rows)."""
+    for arm in ("trm_max", "none"):
+        found = rows(finished, arm)
+        assert [r["certificate/look"] for r in found] == [1, 2, 3, 4, 5, 6]
+        expected = [0.025 * 0.6079271018540267 / t**2 for t in range(1, 7)]
+        assert [r["certificate/alpha"] for r in found] == pytest.approx(expected)
+        for t, r in enumerate(found, 1):
+            assert (
+                f"all certificates of this run together, this is look {t} at one of 2 policies"
+                in r["certificate/holds_for"]
+            )
+            assert f"ith probability 0.95 ({r['certificate/holds_for']}; " in r["certificate/verdict"]
+    page = render(read_run(finished))
+    assert "The confidence is that of all\n    certificates of the run together" in page
+    assert "one policy, one look" not in page
+
+
+def test_a_run_may_look_once_at_every_batch_and_choose_its_alpha(tmp_path):
+    train(small_recipe(batches=2, certificate={"looks": "once", "alpha": 0.2}), tmp_path / "run")
+    for r in rows(tmp_path / "run"):
+        assert (r["certificate/alpha"], r["certificate/look"]) == (0.2, None)
+        assert "ith probability 0.8 (one policy, one look; " in r["certificate/verdict"]
+    assert "some are false by chance" in render(read_run(tmp_path / "run"))
 
 
 class Stop(Exception):

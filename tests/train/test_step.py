@@ -418,6 +418,7 @@ def test_only_the_first_update_on_a_batch_is_certified_as_fresh(tmp_path):
     lines = (tmp_path / "run" / "arms" / "trm_max" / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     assert [row["certificate/fresh"] for row in found] == [True, False, False, False] * 2
+    assert [row["certificate/look"] for row in found] == [1] * 4 + [2] * 4, "a batch is one look"
     for row in found:
         assert row["certificate/verdict"].startswith("no certificate: ")
         stale = "learned from these very prompts" in row["certificate/verdict"]

@@ -150,17 +150,21 @@ class Proof:
         why_not = str(arrays["why_not"])
         return Proof((order[0], order[1], order[2]), columns, level, bool(reused), bool(masked), why_not)
 
-    def as_dict(self, *, delta: float = 0.05, alpha: float = 0.05) -> dict[str, Any]:
+    def as_dict(
+        self, *, delta: float = 0.05, alpha: float = 0.05, of: int = 1, look: int | None = None
+    ) -> dict[str, Any]:
         """The certificate, ready for JSON; or `why_not`.
 
         Args:
             delta: limit on KL(rollout || judged) that is certified, nats; chosen before the log was
                 read.
-            alpha: largest probability that a statement of the certificate is wrong.
+            alpha: largest probability that a statement of any of the certificates is wrong.
+            of, look: policies that are audited by the same rollouts, and the number of this look at the run,
+                which share alpha: see `Looks`.
         """
         if self.why_not:
             return _none(self.why_not)
-        from offdrift.certificate import TrustRegion  # few logs hold evidence
+        from offdrift.certificate import Looks, TrustRegion  # few logs hold evidence
         from offdrift.certificate.batch import BatchEvidence
         from offdrift.certificate.certify import certify
 
@@ -176,9 +180,11 @@ class Proof:
             logprobs = LogProbs.pack(tensors["logp_rollout"], tensors["logp"], segments=segments)
             exact = {k: Divergence.exact(k, tensors[k]) for k in (KL, TV) if k in tensors}
             evidence = BatchEvidence.of(logprobs, tensors["rewards"], region=region, divergences=exact)
-            certificate = certify(evidence, reward_range=fits[0], alpha=alpha, fresh=True).as_dict()
+            looks = Looks(at=look, of=of)
+            proof = certify(evidence, reward_range=fits[0], alpha=alpha, looks=looks, fresh=True)
         except OffdriftError as e:
             return _none(str(e))
+        certificate = proof.as_dict()
         # What the log cannot show and the certificate takes for granted, besides `ALWAYS`.
         provided = [
             f"rewards lie in [{fits[0][0]:g}, {fits[0][1]:g}]",

@@ -28,13 +28,22 @@ FORMAT = 1
 FILE_NAME = "audit.json"
 
 
-def conclude(part: Part, job: Job, *, context: Context | None = None, rules: Rules | None = None) -> dict[str, Any]:
+def conclude(
+    part: Part,
+    job: Job,
+    *,
+    context: Context | None = None,
+    rules: Rules | None = None,
+    of: int = 1,
+    look: int | None = None,
+) -> dict[str, Any]:
     """The content of `audit.json`.
 
     Args:
         part: everything that was read.
         context: what is known about the run besides its log.
         rules: the diagnosis' rules, if not the built-in ones.
+        of, look: which certificates share the probability of error, see `offdrift.certificate.looks.Looks`.
 
     Raises: `RecordError` if no row could be read, naming the first bad one.
     """
@@ -84,7 +93,7 @@ def conclude(part: Part, job: Job, *, context: Context | None = None, rules: Rul
         "suggestion": suggest(methods, overall, limits=limits),
         "findings": [f.as_dict() for f in findings],
         "verdict": verdict(findings, overall, missing=missing["said"], limits=limits),
-        "certificate": (part.proof or Proof()).as_dict(),
+        "certificate": (part.proof or Proof()).as_dict(of=of, look=look),
     }
     return plain(audit)
 

@@ -40,15 +40,29 @@ def run_context(
     return replace(Context(framework=framework), **stored)
 
 
-def _from_run(path: Path) -> dict[str, Any]:
-    """What the nearest `run.json` says: fields of `Context`, nothing where there is no run."""
-    run: dict[str, Any] = {}
+def arms_of_run(path: str) -> int:
+    """Arms of the run of this library that a log is from; 1 where there is none.
+
+    Example:
+        >>> arms_of_run("log.jsonl")
+        1
+    """
+    return max(1, len(_run(Path(path)).get("recipe", {}).get("arms", {})))
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """The nearest `run.json` above a log; empty where there is none."""
     for folder in (path, *path.absolute().parents[:FOLDERS_ABOVE]):
         with suppress(OSError, ValueError):
             content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             if isinstance(content, dict) and "recipe" in content:
-                run = content
-                break
+                return content
+    return {}
+
+
+def _from_run(path: Path) -> dict[str, Any]:
+    """What the nearest `run.json` says: fields of `Context`, nothing where there is no run."""
+    run = _run(path)
     if not run:
         return {}
     recipe = run.get("recipe", {})

@@ -21,6 +21,7 @@ from offdrift.certificate.guarantees import trm_guarantee as trm_guarantee
 from offdrift.certificate.inverse import largest as largest
 from offdrift.certificate.inverse import route_crossovers as route_crossovers
 from offdrift.certificate.inverse import vacuous_horizon as vacuous_horizon
+from offdrift.certificate.looks import Looks as Looks
 from offdrift.certificate.premises import Premises as Premises
 from offdrift.certificate.premises import premises as premises
 from offdrift.certificate.regions import TrustRegion as TrustRegion

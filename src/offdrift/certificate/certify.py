@@ -37,6 +37,7 @@ from offdrift.certificate.bounds import CONSTANTS, ROWS, Bound, all_bounds, tigh
 from offdrift.certificate.confidence import Estimate, check_alpha
 from offdrift.certificate.guarantees import Guarantee, masked_guarantee
 from offdrift.certificate.inequalities import pinsker
+from offdrift.certificate.looks import Looks
 from offdrift.certificate.regions import TrustRegion, sample_ratio_error
 from offdrift.certificate.samples import OF_REWARDS, estimates, normal_intervals, unit_rewards, unseen
 from offdrift.certificate.verdict import Certificate as Certificate
@@ -93,21 +94,28 @@ LOGGED = {
     ),
     "certificate/gain_low": Logged(
         "reward",
-        "J(pi) - J(mu) is at least this, with probability 1 - alpha for one policy and one look, "
-        "by the best guarantee; none after a batch's first update, since the policy has learned "
-        "from it",
+        "J(pi) - J(mu) is at least this, with probability 1 - alpha of the recipe for all certificates of the run "
+        'together (`certificate.looks = "once"`: for each by itself), by the best guarantee; none after a batch\'s '
+        "first update, since the policy has learned from it",
         "better",
     ),
     "certificate/certified": Logged(
         "",
-        "1 if gain_low is above 0; of n such certificates of a run that gains nothing, up to n "
-        "alpha are expected, and false",
+        '1 if gain_low is above 0: false anywhere in the run with probability alpha at most (`looks = "once"`: '
+        "of n updates that gain nothing up to n alpha are expected, and false)",
         "better",
     ),
     "certificate/route": Logged("", "the guarantee that says most: direct, masked or TRM", "neither"),
     "certificate/unseen": Logged(
         "1", "a fresh prompt's sequences include one outside the trust region with at most this probability", "worse"
     ),
+    "certificate/alpha": Logged(
+        "1",
+        "what this certificate spends of the run's alpha: at look t of one of k arms, 6 alpha / (pi^2 t^2 k); all of "
+        'alpha with `certificate.looks = "once"`',
+        "neither",
+    ),
+    "certificate/look": Logged("", "number of this look in the run, one per batch; none with `once`", "neither"),
 }
 """Every number of `Certificate.as_metrics`, in its order."""
 
@@ -117,21 +125,25 @@ def certify(
     *,
     reward_range: tuple[float, float] = (0.0, 1.0),
     alpha: float = 0.05,
+    looks: Looks | None = None,
     constants: str = "sharp",
     assume: Collection[str] = (),
     fresh: bool = True,
 ) -> Certificate:
     """What a batch guarantees about J(pi) - J(mu), with probability 1 - alpha.
 
-    One policy, one look: alpha is the probability of error of this certificate alone. Among k of them
-    (one per update, per checkpoint, per region) one is wrong with probability up to k alpha; divide alpha
-    by the k that you will look at, fixed beforehand, and all of them hold together.
+    One policy, one look, unless `looks` says otherwise: alpha is then the probability of error of this
+    certificate alone, and among k of them (one per update, per checkpoint, per region) one is wrong with
+    probability up to k alpha.
 
     Args:
         batch: the evidence, with the region that is certified.
         reward_range: smallest and largest possible reward. Rewards are rescaled to [0, 1] with it,
             results back; a reward outside is refused.
-        alpha: largest probability that any statement of the certificate is wrong.
+        alpha: largest probability that any statement is wrong, of all certificates that `looks` names.
+        looks: the certificates that are to hold together; None: this one alone. Where it is anytime valid, the
+            batch's sequences are in order of arrival, the answers to a prompt together, and a later look's
+            batch begins with an earlier one's.
         constants: of the bounds, "sharp" or "paper" (and the paper's price of rejection).
         assume: premises that you know to hold at every reachable context: "kl", "tv". The batch
             can still falsify them.
@@ -158,6 +170,8 @@ def certify(
     AAAI 2015.
     """
     check_alpha(alpha)
+    looks, alpha_total = looks or Looks(), alpha
+    alpha = looks.share(alpha_total)
     if constants not in CONSTANTS:
         raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
     for name in assume:
@@ -185,7 +199,7 @@ def certify(
         accepted &= ~outside
     if region.tau is not None:
         accepted &= host["worst"] <= region.tau
-    intervals = estimates(host, rewards, accepted, region, alpha=alpha)
+    intervals = estimates(host, rewards, accepted, region, alpha=alpha, anytime=looks.anytime)
     stand = all(status in ("not falsified", "known") for status in premises.values())
     bound = _unified(region, intervals["kl_seq"], intervals["shift"], constants) if stand and not refuted else None
     exact = all(grades[k] is Grade.EXACT for k in ("kl", *premises))
@@ -198,6 +212,8 @@ def certify(
         region=region,
         constants=constants,
         alpha=alpha,
+        alpha_total=alpha_total,
+        looks=looks,
         sequences=len(batch),
         prompts=intervals["acceptance"].n,
         grades={k: str(g) for k, g in grades.items()},
@@ -206,7 +222,7 @@ def certify(
         eps_seen=(float(host["tv_low"].max()), float(host["tv_high"].max())),
         mean_tv=host.tv_by_position / len(batch),
         kl_seq=float(host["kl_total"].mean()),
-        unseen=unseen(host, outside, alpha=alpha) if measured else None,
+        unseen=unseen(host, outside, alpha=alpha, anytime=looks.anytime) if measured else None,
         estimates={k: e.scaled(size) if k in OF_REWARDS else e for k, e in intervals.items()},
         asymptotic={k: e.scaled(size) for k, e in normal.items()},
         bound=None if bound is None else bound.scaled(size),

@@ -129,19 +129,31 @@ def variables(
 
 
 def estimates(
-    host: HostEvidence, rewards: Column | None, accepted: Bool[np.ndarray, " b"], region: TrustRegion, *, alpha: float
+    host: HostEvidence,
+    rewards: Column | None,
+    accepted: Bool[np.ndarray, " b"],
+    region: TrustRegion,
+    *,
+    alpha: float,
+    anytime: bool = False,
 ) -> dict[str, Estimate]:
-    """Every expectation with its interval, over prompt groups. Args: as in `variables`."""
+    """Every expectation with its interval, over prompt groups.
+
+    Args:
+        host, rewards, accepted, region: as in `variables`.
+        alpha: what all intervals together may spend.
+        anytime: intervals that hold at every moment of a sample that grows, its prompts in order of arrival.
+    """
     result = {}
     for name, x in variables(host, rewards, accepted, region).items():
         # A sum of rounded terms may pass its range's end by a rounding.
-        means = np.clip(_shuffled(cluster_means(x.values, host.group_ids)), x.low, x.high)
+        means = np.clip(_draws(x.values, host, anytime), x.low, x.high)
         share = alpha * SHARES[name]
-        if name == "acceptance" and len(means) == len(x.values):
+        if name == "acceptance" and len(means) == len(x.values) and not anytime:
             # One sequence per prompt: a binomial, whose interval is exact.
             result[name] = clopper_pearson(int(accepted.sum()), len(means), alpha=share)
         else:
-            result[name] = betting(means, low=x.low, high=x.high, alpha=share, sides=x.sides)
+            result[name] = betting(means, low=x.low, high=x.high, alpha=share, sides=x.sides, anytime=anytime)
     return result
 
 
@@ -168,24 +180,32 @@ def normal_intervals(
     return {k: asymptotic(cluster_means(x, host.group_ids), alpha=alpha) for k, x in columns.items()}
 
 
-def unseen(host: HostEvidence, outside: Bool[np.ndarray, " b"], *, alpha: float) -> float:
+def unseen(host: HostEvidence, outside: Bool[np.ndarray, " b"], *, alpha: float, anytime: bool = False) -> float:
     """The largest probability that a fresh prompt's sequences include one outside the region.
 
     Exact over prompts: a prompt counts once, however many of its sequences leave. It also limits
     the probability that a fresh sequence leaves.
     """
-    left = cluster_means(outside.astype(np.float64), host.group_ids) > 0
+    left = _draws(outside.astype(np.float64), host, anytime) > 0
     share = alpha * SHARES["unseen"]
+    if anytime:
+        return betting(left.astype(np.float64), alpha=share, sides="high", anytime=True).high
     return clopper_pearson(int(left.sum()), len(left), alpha=share, sides="high").high
 
 
-def _shuffled(means: Column) -> Column:
-    """The same in an order that owes nothing to how files, ranks or prompts were numbered.
+def _draws(x: Column, host: HostEvidence, anytime: bool) -> Float[np.ndarray, " g"]:
+    """The mean of each prompt: in order of arrival, or in one that owes nothing to how files and prompts were numbered.
 
     Bets are valid for independent, identically distributed draws in any order fixed beforehand; a
-    shuffle keeps a drift along the files from passing for one.
+    shuffle keeps a drift along the files from passing for one. A sample that grows can not be shuffled:
+    what came first stays first.
     """
-    return np.random.default_rng(0).permutation(means)
+    means = cluster_means(x, host.group_ids)
+    if not anytime:
+        return np.random.default_rng(0).permutation(means)
+    if host.group_ids is None:
+        return means
+    return means[np.unique(host.group_ids, return_index=True)[1].argsort()]
 
 
 def _masked_range(region: TrustRegion) -> tuple[float, float]:

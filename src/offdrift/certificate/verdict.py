@@ -13,6 +13,7 @@ from jaxtyping import Float
 from offdrift.certificate.bounds import Bound
 from offdrift.certificate.confidence import Estimate
 from offdrift.certificate.guarantees import Guarantee
+from offdrift.certificate.looks import Looks
 from offdrift.certificate.regions import TrustRegion
 
 Status = Literal["falsified", "not falsified", "known", "unknown"]
@@ -20,16 +21,11 @@ Status = Literal["falsified", "not falsified", "known", "unknown"]
 ALWAYS = (
     "prompts are independent draws of one distribution, answered by one rollout policy whose log-probs were recorded",
     "the current policy did not learn from these prompts",
-    "they judge one policy, once: of k certificates (of updates, checkpoints, regions, or of one policy as "
-    "rollouts arrive) one is false with probability up to k alpha",
 )
-"""What every confidence statement takes for granted."""
+"""What every confidence statement takes for granted, besides `Looks.provided`."""
 
 ABOUT = "J = E[R], the mean reward of a response"
 """What every certificate is about; aggregation and normalization of the trained objective may raise another return."""
-
-ONE_LOOK = "one policy, one look"
-"""What a confidence is about, said beside each: alpha is spent on one certificate, not on a run's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +33,18 @@ class Certificate:
     """What a batch says about J(pi) - J(mu). Rewards, J, surrogates and bounds in units of reward.
 
     All intervals of `estimates` and the limit `unseen` hold together with probability 1 - alpha;
-    each carries its own share. That is for one policy and one look: certificates of several updates,
-    checkpoints or regions spend alpha each.
+    each carries its own share. All certificates that `looks` names hold together with probability
+    1 - alpha_total.
     """
 
     region: TrustRegion
     constants: str
     alpha: float
+    """Largest probability that a statement of this certificate is wrong: its share of `alpha_total`."""
+    alpha_total: float
+    """Largest probability that a statement of any certificate of `looks` is wrong."""
+    looks: Looks
+    """Which certificates share `alpha_total`."""
     sequences: int
     prompts: int
     """Independent draws."""
@@ -111,7 +112,7 @@ class Certificate:
 
     @property
     def gain_low(self) -> float:
-        """J(pi) - J(mu) is at least this, with probability 1 - alpha (`ONE_LOOK`); -inf if nothing covers."""
+        """J(pi) - J(mu) is at least this, with probability 1 - alpha_total, see `looks`; -inf if nothing covers."""
         best = self.best
         return -math.inf if best is None or not self.fresh else self.gain_of(best)
 
@@ -141,6 +142,13 @@ class Certificate:
         )
 
     @property
+    def holds_for(self) -> str:
+        """What the confidence is about, and what this certificate spends of it, if not all."""
+        if self.alpha == self.alpha_total:
+            return self.looks.covers
+        return f"{self.looks.covers}, which spends {self.alpha:.2g} of {self.alpha_total:g}"
+
+    @property
     def verdict(self) -> str:
         """One sentence: what is guaranteed, or why nothing is."""
         best = self.best
@@ -151,9 +159,9 @@ class Certificate:
                 "no certificate: the current policy learned from these very prompts, so that no "
                 "interval covers; draw new ones"
             )
-        confidence = f"with probability {1 - self.alpha:g} ({ONE_LOOK}; {best.name})"
+        confidence = f"with probability {1 - self.alpha_total:g} ({self.holds_for}; {best.name})"
         assumed = [] if best.surrogate == "gain" else sorted(self.assumes)
-        provided = "; ".join([*best.provided, *assumed, *ALWAYS])
+        provided = "; ".join([*best.provided, *assumed, *ALWAYS, self.looks.provided])
         if self.certified:
             return f"J improves by at least {self.gain_low:.4g} {confidence}, provided: {provided}"
         reasons = "; ".join(text for _, text in sorted(self._reasons(), reverse=True))
@@ -213,6 +221,8 @@ class Certificate:
             "certified": float(self.certified),
             "route": None if self.best is None else self.best.name,
             "unseen": self.unseen,
+            "alpha": self.alpha,
+            "look": self.looks.at,
         }
         return {f"certificate/{name}": _plain(x) for name, x in metrics.items()}
 
@@ -224,7 +234,11 @@ class Certificate:
                 "certified": self.certified,
                 "gain_low": self.gain_low,
                 "alpha": self.alpha,
-                "holds_for": ONE_LOOK,
+                "alpha_total": self.alpha_total,
+                "holds_for": self.holds_for,
+                "look": self.looks.at,
+                "of": self.looks.of,
+                "anytime": self.looks.anytime,
                 "about": ABOUT,
                 "constants": self.constants,
                 "region": vars(self.region),

@@ -12,7 +12,7 @@ import typer
 
 from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
 from offdrift.cli.exit_codes import ExitCode
-from offdrift.cli.options import Columns, Experts, FailOn, MethodName, RulesFile, Temperature, pairs, reaches
+from offdrift.cli.options import Columns, Experts, FailOn, Look, MethodName, RulesFile, Temperature, pairs, reaches
 from offdrift.errors import BadValueError
 
 
@@ -49,6 +49,16 @@ def audit(
         ),
     ] = 4096,
     fail_on: FailOn = None,
+    of: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="K",
+            help="Arms or checkpoints whose audits you will compare: the certificate of each spends a K-th of the "
+            "probability of error. Default: the arms of the run, if it is one of offdrift's.",
+        ),
+    ] = None,
+    look: Look = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     no_color: NoColor = False,
@@ -68,7 +78,7 @@ def audit(
     from offdrift.audit.conclude import conclude, write_audit
     from offdrift.audit.page import write_audit_page
     from offdrift.audit.partial import Job, Part
-    from offdrift.audit.run_context import run_context
+    from offdrift.audit.run_context import arms_of_run, run_context
     from offdrift.audit.stream import audit as stream
     from offdrift.audit.stream import in_process, in_processes
     from offdrift.audit.view import audit_view
@@ -111,7 +121,7 @@ def audit(
     about = run_context(
         paths[0], framework or source.framework, method=method, temperature=temperature, mixture_of_experts=moe
     )
-    result = conclude(part, job, context=about, rules=table)
+    result = conclude(part, job, context=about, rules=table, of=of or arms_of_run(paths[0]), look=look)
     result["source"]["seconds"] = time.perf_counter() - started
     file = write_audit(result, folder)
     page = write_audit_page(result, folder)

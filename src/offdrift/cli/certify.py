@@ -14,6 +14,7 @@ from rich.text import Text
 
 from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
 from offdrift.cli.exit_codes import ExitCode
+from offdrift.cli.options import Look, Of
 
 
 @app.command(rich_help_panel=AFTER)
@@ -43,10 +44,22 @@ def certify(
     alpha: Annotated[
         float,
         typer.Option(
-            help="Largest probability that any statement is wrong: for one policy and one "
-            "look. Divide it by the checkpoints that you will judge by these rollouts."
+            help="Largest probability that any statement is wrong: for one policy and one look, unless you say "
+            "otherwise by --of, --look or --anytime."
         ),
     ] = 0.05,
+    of: Of = 1,
+    look: Look = None,
+    anytime: Annotated[
+        bool,
+        typer.Option(
+            "--anytime",
+            help="For one policy that you judge again and again while its rollouts arrive, to stop when it is "
+            "certified: holds at every moment. Prompts count in order of arrival (files as they are named, a "
+            "folder's by name), so a later look begins with the same files in the same order; answers to a prompt "
+            "of an earlier file are left out. Intervals are a fifth wider.",
+        ),
+    ] = False,
     constants: Annotated[Literal["sharp", "paper"], typer.Option(help="Constants of the bounds.")] = "sharp",
     tail_log_ratio_cap: Annotated[
         float | None, typer.Option(help="Assume that |log ratio| stays below this outside a recorded top k.")
@@ -63,8 +76,13 @@ def certify(
 
     Scores every recorded token with the policy and compares the distributions as far as the rollouts
     recorded them. Prints a lower bound on J(policy) - J(rollout policy) that holds with probability
-    1 - alpha for one policy and one look, and the preconditions that have to be taken for granted. A
-    policy that learned from these rollouts can not be certified by them, for instance the model of an
+    1 - alpha, and the preconditions that have to be taken for granted.
+
+    The probability is for one policy and one look: 128 of them about policies that gained nothing include a
+    false one with probability .9. Say so if there are more: --of for policies judged by the same rollouts,
+    --look for looks at new ones, --anytime for one policy looked at while rollouts arrive.
+
+    A policy that learned from these rollouts can not be certified by them, for instance the model of an
     arm by the rollouts of that arm. A prompt that recurs in several files counts as one draw.
 
     J is the mean reward of a response. Aggregation by response length and normalization by a group's deviation make
@@ -75,15 +93,19 @@ def certify(
     \b
     offdrift certify runs/tiny/arms/trm_max
     offdrift certify fresh/ --model checkpoints/step-200 --delta 0.05
+    offdrift certify fresh/ --model checkpoints/best --of 8
     offdrift certify fresh/*.parquet --model checkpoints/200 --tau 0.05 --json
     """
-    from offdrift.certificate import TrustRegion
+    from offdrift.certificate import Looks, TrustRegion
     from offdrift.certificate.certify import certify as certificate_of
     from offdrift.certificate.verdict import ABOUT
     from offdrift.prove.certify import Judged, certificate_view, judge, longest_response, newest_policy, rollout_files
     from offdrift.train.models import load_model
 
     screen = Screen(as_json, quiet)
+    if anytime and look is not None:
+        raise typer.BadParameter("--anytime and --look: what holds at every moment is one look; give one of the two")
+    looks = Looks(at=look, of=of, anytime=anytime)
     files = rollout_files(rollouts)
     own = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
     if model is None:
@@ -97,7 +119,9 @@ def certify(
     longest = longest_response(files) if horizon is None else horizon
     region = TrustRegion(horizon=longest, **limits)  # type: ignore[arg-type]
     policy, _ = load_model(model, seed=0)
-    prove = partial(certificate_of, reward_range=reward_range, alpha=alpha, constants=constants, fresh=not trained_on)
+    prove = partial(
+        certificate_of, reward_range=reward_range, alpha=alpha, looks=looks, constants=constants, fresh=not trained_on
+    )
     judged: Judged | None = None
     interrupted = False
     with screen.progress("files") as progress:
@@ -117,6 +141,7 @@ def certify(
                 region=region,
                 token_budget=token_budget,
                 tail_log_ratio_cap=tail_log_ratio_cap,
+                arriving=anytime,
                 watch=watch,
             )
         except KeyboardInterrupt:
@@ -130,6 +155,7 @@ def certify(
             "skipped": skipped,
             "rollout_version": version,
             "tokens": judged.tokens,
+            "repeated": judged.repeated,
             "model": model,
             "trained_objective": raised,
         }
@@ -143,6 +169,8 @@ def certify(
                 f"; drawn by the weights of version {version}, the newest. {skipped} files of other "
                 "versions are another policy's, and were left out: name them to judge against it"
             )
+        if judged.repeated:
+            about += f"; {judged.repeated:,} sequences answer prompts of an earlier file, and were left out"
         screen.out.print(Text(about, style="dim"), soft_wrap=True)
         if raised is not None:
             words = f"The certificate is about {ABOUT}. What the arm's steps raise ({raised['advantage']}): "

@@ -21,6 +21,28 @@ Experts = Annotated[bool | None, typer.Option("--moe/--dense", help="Whether the
 FailOn = Annotated[
     Literal["watch", "act", "stop"] | None, typer.Option(help="End with exit status 3 at a finding this severe.")
 ]
+Of = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="K",
+        help="This policy is one of K that you judge by these rollouts, or that you chose among by looking at them "
+        "in any way: a table of checkpoints, the best of a sweep. Each of the K spends a K-th of the probability of "
+        "error, so that the one you show is right. Say K also if you show only the best.",
+    ),
+]
+Look = Annotated[
+    int | None,
+    typer.Option(
+        "--look",
+        "--looks",
+        min=1,
+        metavar="t",
+        help="This is look t of a series, each at rollouts drawn after the one before, as for a checkpoint every day. "
+        "It spends 6/(pi t)^2 of the probability of error (.61, .15, .07, ...): all looks hold together, however "
+        "many there will be. Count every look, also those that certified nothing.",
+    ),
+]
 
 
 def reaches(severity: str, fail_on: str | None) -> bool:

@@ -21,7 +21,6 @@ from torch import nn
 
 from offdrift.certificate import Certificate, TrustRegion
 from offdrift.certificate.batch import BatchEvidence
-from offdrift.certificate.verdict import ONE_LOOK
 from offdrift.engines.score import chunks, divergences, score
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
@@ -36,6 +35,8 @@ class Judged:
     files: int
     tokens: int
     evidence: BatchEvidence
+    repeated: int = 0
+    """Sequences left out, since an earlier file has answers to their prompts."""
 
 
 def rollout_files(paths: Sequence[Path]) -> list[Path]:
@@ -93,9 +94,10 @@ def judge(
     region: TrustRegion,
     token_budget: int = 4096,
     tail_log_ratio_cap: float | None = None,
+    arriving: bool = False,
     watch: Callable[[Path, Judged], None] = lambda path, so_far: None,
 ) -> Judged:
-    """The evidence about a policy in stored rollouts.
+    """The evidence about a policy in stored rollouts, sequences in the order of the files and in theirs.
 
     Args:
         files: rollouts, with the evidence that their engine recorded.
@@ -103,6 +105,8 @@ def judge(
         region: the trust region to certify, chosen before looking at the rollouts.
         token_budget: padded tokens per forward pass.
         tail_log_ratio_cap: assumed limit of |log-ratio| in the tail of top-k evidence, nats.
+        arriving: the files are what has arrived so far, and more will: a prompt is judged by the first file that
+            answers it, and its answers in later files are left out, so that what was once judged never changes.
         watch: called after each file, once there are sequences.
 
     Prompts are identified by their tokens: one that recurs, in a file or in several, is one independent
@@ -113,8 +117,9 @@ def judge(
         `ShapeError` for rollouts without rewards in some files and with rewards in others.
     """
     model.eval()
-    parts: list[BatchEvidence] = []
-    tokens = 0
+    so_far: list[BatchEvidence] = []
+    answered = torch.zeros(0, dtype=torch.int64)
+    tokens = repeated = 0
     before: tuple[Provenance, list[int]] | None = None
     for i, file in enumerate(files):
         rollouts = read(file)
@@ -137,7 +142,14 @@ def judge(
         groups, group = rollouts.group_ids.unique(return_inverse=True)
         least = keys.new_zeros(len(groups)).scatter_reduce(0, group, keys, "amin", include_self=False)
         rollouts = rollouts.with_(group_ids=least[group])
-        for piece in chunks(rollouts, token_budget=token_budget):
+        if arriving:
+            new = ~torch.isin(rollouts.group_ids, answered)
+            answered = torch.cat([answered, rollouts.group_ids.unique()])
+            repeated += int((~new).sum())
+            rollouts = rollouts.select(new.nonzero().squeeze(-1))
+        parts: list[BatchEvidence] = []
+        pieces = [*chunks(rollouts, token_budget=token_budget)]
+        for piece in pieces:
             part = rollouts.select(piece)
             scores = score(model, part, temperature=part.provenance.sampling.temperature)
             device = scores.logp.device
@@ -153,11 +165,16 @@ def judge(
         tokens += len(rollouts.tokens)
         del rollouts  # before the next file is read
         if parts:
-            parts = [BatchEvidence.merge_all(parts)]
-            watch(file, Judged(i + 1, tokens, parts[0]))
-    if not parts:
+            judged = BatchEvidence.merge_all(parts)
+            order = torch.cat(pieces).argsort().to(judged.columns.device)  # pieces are cut by length
+            assert judged.group_ids is not None
+            judged = replace(judged, columns=judged.columns[order], group_ids=judged.group_ids[order])
+            so_far = [BatchEvidence.merge_all([*so_far, judged])]
+        if so_far:
+            watch(file, Judged(i + 1, tokens, so_far[0], repeated))
+    if not so_far:
         raise RecordError("there are no rollouts in what was given; there is nothing to certify")
-    return Judged(len(files), tokens, parts[0])
+    return Judged(len(files), tokens, so_far[0], repeated)
 
 
 NAMES = {
@@ -190,7 +207,7 @@ def certificate_view(proof: Certificate, *, width: int = 100) -> RenderableType:
     limits += [f"|log ratio| <= {region.tau:g}"] if region.tau is not None else []
     summary = (
         f"trust region: {', '.join(limits)}.  {proof.sequences:,} sequences of {proof.prompts:,} "
-        f"prompts, probability of error {proof.alpha:g} ({ONE_LOOK}), {proof.constants} constants"
+        f"prompts, probability of error {proof.alpha_total:g} ({proof.holds_for}), {proof.constants} constants"
     )
     return Group(
         Panel(Text(proof.verdict), title="certificate", border_style=color, width=min(width, 110)),

@@ -79,11 +79,12 @@ QUANTITIES = (
     Quantity(
         "gain_low",
         "Certified change of the return",
-        "at least, 95 % confidence (one policy, one look)",
+        "at least, at the run's confidence",
         "certificate/gain_low",
         "Lower end of J(current) − J(rollout) from this batch alone; above 0 is a certified "
-        "improvement. Only batches that were new to the policy count. The confidence is each point's own: "
-        "of many updates, one in twenty may stand above 0 by chance.",
+        "improvement. Only batches that were new to the policy count. The confidence (95 % unless the recipe says "
+        'otherwise) is that of all points of the run together; with certificate.looks = "once" it is each point\'s '
+        "own, and of many updates one in twenty may stand above 0 by chance.",
         line_at=0.0,
     ),
     Quantity(

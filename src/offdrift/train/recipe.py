@@ -139,6 +139,15 @@ class Log(Part):
     """accelerate trackers by name: tensorboard, wandb, mlflow, trackio, ..."""
 
 
+class Certificate(Part):
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Largest probability that a certificate is wrong."""
+    looks: Literal["spend", "once"] = "spend"
+    """Every batch is a look at the run. "spend": the certificate of batch t of one of k arms spends
+    6 alpha / (pi^2 t^2 k), so that all of the run's hold together; "once": each spends alpha, holds by itself, and
+    a long run without any gain has a false one nearly always."""
+
+
 class Arm(Part):
     method: str
     """A row of the method table (`offdrift methods`)."""
@@ -181,6 +190,7 @@ class Recipe(Part):
     old_policy: OldPolicy = OldPolicy()
     optim: Optim = Optim()
     log: Log = Log()
+    certificate: Certificate = Certificate()
     arms: dict[FolderName, Arm] = Field(min_length=1)
     """Arms to compare: name -> method. They run one after the other on the same prompts and drift."""
 

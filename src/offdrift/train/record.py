@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from offdrift.certificate.certify import certify
+from offdrift.certificate.looks import Looks
 from offdrift.judge import load_rules
 from offdrift.methods import Method
 from offdrift.records.batch import Logged
@@ -47,7 +48,14 @@ def record_update(
     assert update.evidence is not None
     # After a batch's first update the policy has learned from its prompts: no certificate covers it.
     fresh = updates_before == 0
-    proof = certify(update.evidence, reward_range=run.recipe.reward_range, fresh=fresh)
+    # A batch is a look. Its number follows from the batch's, so that a resumed run goes on counting where its
+    # checkpoint stands.
+    settings, looks = run.recipe.certificate, Looks()
+    if settings.looks == "spend":
+        looks = Looks(at=batch + 1, of=len(run.recipe.arms), series="this run")
+    proof = certify(
+        update.evidence, reward_range=run.recipe.reward_range, alpha=settings.alpha, looks=looks, fresh=fresh
+    )
     metrics = summarize(update.stats)
     statuses = (name for name in reversed(OLD_STATUS) if metrics.get(f"old/{name}_frac"))
     row = {
@@ -60,6 +68,7 @@ def record_update(
         "old/status": next(statuses, None),
         **proof.as_metrics(),
         "certificate/fresh": fresh,
+        "certificate/holds_for": proof.holds_for,
         "certificate/verdict": proof.verdict,
         "throughput/seconds": seconds,
         "throughput/tokens_per_s": metrics["batch/tokens"] / seconds,
