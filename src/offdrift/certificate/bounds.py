@@ -376,7 +376,7 @@ def all_bounds(
             *about,
             closed_form=row.closed and row.closed(**inputs, constants=constants),
             note="; ".join(notes),
-            below=row.below and inputs[row.below],
+            below=None if row.below is None else inputs[row.below],
         )
         bounds.append(bound.scaled(float(reward_range)))
     return bounds
