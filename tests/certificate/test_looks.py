@@ -168,6 +168,11 @@ def test_a_certificate_that_holds_at_every_moment_counts_prompts_in_order_of_arr
         batch = evidence(log_w[rows], rewards[rows], ids[rows])
         return certify(batch, looks=Looks(anytime=anytime))
 
+    gains = (rewards.double() * (log_w.exp().clamp(max=2) - 1)).view(n, answers).mean(1).numpy()
+    e = judged(n, True).estimates["gain"]
+    assert e.low == pytest.approx(
+        betting(gains, low=-1, high=1, alpha=e.alpha, sides="low", anytime=True).low, rel=1e-9
+    )
     compared = 0
     for fewer, more in ((60, 61), (60, 200), (150, 200)):
         a, b = judged(fewer, True), judged(more, True)
