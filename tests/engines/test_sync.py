@@ -246,6 +246,19 @@ def test_an_honest_engine_in_bfloat16_with_experts_is_never_refused():
     assert binomial < 0.75**48 < 2e-6
 
 
+@pytest.mark.parametrize(("kind", "sharpness"), [("moe", 10), ("dense", 4), ("dense", 10)])
+def test_an_honest_engine_of_a_policy_that_is_sure_of_its_tokens_is_never_refused(kind, sharpness):
+    """Perturbed weights are less sure, so that noise grows with the effect, far beyond that of the weights as they are."""
+    model = tiny(kind)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(sharpness)
+    engine = TransformersEngine(model, dtype="bfloat16")
+    groups = [g for seed in range(6) for g in verify_sync(engine, model, PROMPTS, PLAIN, seed=seed).groups]
+    assert len(groups) == 24
+    assert sum(g.conclusive for g in groups) > 12
+    assert max(g.gap / g.limit for g in groups) < 0.8
+
+
 @pytest.mark.parametrize("tensor", ["mlp.experts.down_proj", "self_attn.v_proj.weight", "mlp.experts.gate_up_proj"])
 def test_one_stale_tensor_of_a_reduced_precision_engine_is_caught(tensor):
     model = tiny("moe")

@@ -276,7 +276,10 @@ class _Probe:
                 fraction = next_fraction(fraction, effect, wanted)
             sampled, logp = self.synchronized()
         gap = float((sampled.logp_rollout - logp).abs().median())
-        limit = max(LIMIT_TO_NOISE * noise, LIMIT_TO_EFFECT * effect)
+        # Held against the effect on the very tokens compared: where perturbed weights are less certain of
+        # their tokens, noise and effect are larger alike.
+        moved = float((self.scored(sampled) - logp).abs().median())
+        limit = max(LIMIT_TO_NOISE * noise, LIMIT_TO_EFFECT * max(effect, moved))
         return GroupSync(name, fraction, effect, gap, limit, effect >= wanted)
 
     def agrees_without(self, groups: dict[str, list[nn.Parameter]], name: str, cap: float) -> bool:
