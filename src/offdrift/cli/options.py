@@ -34,8 +34,6 @@ Of = Annotated[
 Look = Annotated[
     int | None,
     typer.Option(
-        "--look",
-        "--looks",
         min=1,
         metavar="t",
         help="This is look t of a series, each at rollouts drawn after the one before, as for a checkpoint every day. "
