@@ -4,7 +4,7 @@
 
 In each world the current policy gains: rewards favor what it does more often. A route is a lower bound on the gain:
 
-    direct       R (min(prod_t w_t, 2) - 1), averaged
+    direct       R (prod_t w_t - 1), averaged
     KL           the masked surrogate minus the bounds of accepted prefixes (docs/certificates.md, eq. 7)
     two-sided    the same, minus what it overstates where that is smaller (eq. 15): TRM as `certify` computes it
     variance     the same as KL with sd(R) sqrt(sum_t E[(w_<t - 1)^2 chi2(c_t)]) in place of the bounds (eq. 9)

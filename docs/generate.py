@@ -1,10 +1,11 @@
-"""Write docs/methods.md, metrics.md, rules.md and the table of logs.md from the code: `make docs`.
+"""Write docs/methods.md, metrics.md, rules.md and the tables of logs.md and certificates.md: `make docs`.
 
 Nobody edits those; a test fails when they differ from what this prints.
 """
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -246,7 +247,40 @@ def logs_page() -> str:
 TABLE_BEGINS = "<!-- The table of fields, written by `make docs`. -->"
 TABLE_ENDS = "<!-- End of the table. -->"
 
+# -- certificates -----------------------------------------------------------------------------
+
+
+def certificates_page() -> str:
+    """docs/certificates.md with the table of coverage renewed from the stored results."""
+    page = (HERE / "certificates.md").read_text(encoding="utf-8")
+    before, rest = page.split(COVERAGE_BEGINS)
+    after = rest.split(COVERAGE_ENDS)[1]
+    stored = json.loads(COVERAGE.read_text(encoding="utf-8"))
+    columns = {
+        "world": lambda row: row["world"],
+        "statement": lambda row: row["statement"] if row["claims"] else f"*{row['statement']}*",
+        "false": lambda row: f"{row['share']:.3f} ({row['low']:.3f}–{row['high']:.3f})",
+        "alpha": lambda row: f"{row['alpha']:g}",
+        "speaks": lambda row: "" if row["speaks"] is None else f"{row['speaks']:.2f}",
+        "width": lambda row: "" if row["width"] is None else f"{row['width']:.2g}",
+    }
+    rows = [row for row in stored["rows"] if not row["statement"].startswith("interval of")]
+    about = [
+        f"- `{name}`: {w['about']}; {w['prompts']} prompts, answers to each: {w['answers']}"
+        for name, w in stored["worlds"].items()
+    ]
+    versions = ", ".join(f"{name} {number}" for name, number in stored["versions"].items())
+    source = f"`{stored['command']}` ({versions}):"
+    lines = [*about, "", source, "", *_table(columns, rows)]
+    return "\n".join([before + COVERAGE_BEGINS, "", *lines, "", COVERAGE_ENDS]) + after
+
+
+COVERAGE = HERE.parent / "benchmarks" / "results" / "coverage.json"
+COVERAGE_BEGINS = "<!-- The table of coverage, written by `make docs`. -->"
+COVERAGE_ENDS = "<!-- End of the table of coverage. -->"
+
 PAGES = {
+    "certificates.md": certificates_page,
     "methods.md": methods_page,
     "metrics.md": metrics_page,
     "rules.md": rules_page,

@@ -224,7 +224,7 @@ def test_it_is_right_where_the_region_is_left_and_ratios_are_cut():
     assert wrong <= MISSES
 
 
-def test_trm_needs_no_premise_and_says_most_where_short_answers_change_a_lot():
+def test_trm_needs_no_premise_where_short_answers_change_a_lot_and_whole_ratios_say_more():
     """One token: mu finds the answer in one of ten, pi in four; a prompt outside the region changes everything."""
     n, g = 4000, torch.Generator().manual_seed(0)
     outside = torch.arange(n) % 20 == 0
@@ -238,10 +238,10 @@ def test_trm_needs_no_premise_and_says_most_where_short_answers_change_a_lot():
     c = certify(BatchEvidence.of(lp, right.double(), region=region, divergences=exact))
     gain = float((pi - mu).mean())
     assert c.precondition == "falsified"
-    assert c.best is not None
-    assert (c.best.name, c.best.provided) == ("TRM", ())
-    direct = next(x for x in c.guarantees if x.name == "direct")
-    assert c.gain_of(direct) < 0.1 < 0.2 < c.gain_low <= gain
+    bounds = {x.name: c.gain_of(x) for x in c.guarantees if x.provided == ()}
+    assert 0.15 < bounds["TRM"] < bounds["direct"] == c.gain_low <= gain
+    # Ratios of 4 are whole: cut at 2, the gain's mean would be .1 (.95 (2 - 1) - .05) = .09.
+    assert bounds["direct"] > 0.2
 
 
 @pytest.mark.usefixtures("_without_shape_checks")
@@ -253,13 +253,13 @@ def test_a_real_improvement_is_certified_from_enough_prompts():
     assert c.certified
     assert 0.4 * world.gain < c.gain_low < world.gain
     assert c.verdict.startswith(
-        f"J improves by at least {c.gain_low:.4g} with probability 0.95 (one policy, one look; TRM)"
+        f"J improves by at least {c.gain_low:.4g} with probability 0.95 (one policy, one look; direct)"
     )
-    # What the masked surrogate overstates is measured: by the KL of accepted prefixes alone, direct would say more.
+    # What the masked surrogate overstates is measured, which says more than the KL of accepted prefixes alone.
     trm = next(g for g in c.guarantees if g.name == "TRM")
     direct = next(g for g in c.guarantees if g.name == "direct")
     assert trm.error == c.estimates["prefix_error"].high < 0.5 * c.estimates["prefix_kl"].high
-    assert c.gain_of(trm) > c.gain_of(direct) > c.gain_of(replace(trm, error=c.estimates["prefix_kl"].high))
+    assert c.gain_of(direct) > c.gain_of(trm) > c.gain_of(replace(trm, error=c.estimates["prefix_kl"].high))
     assert "did not learn from these prompts" in c.verdict
     assert "of k certificates" in c.verdict
     assert c.as_dict()["holds_for"] == "one policy, one look"
@@ -285,7 +285,7 @@ def test_unseen_limits_what_the_batch_did_not_show():
         wrong += q > c.unseen
         if c.precondition == "not falsified":
             none_seen += 1
-            assert c.unseen == pytest.approx(1 - (ALPHA * SHARES["unseen"]) ** (1 / 30))
+            assert c.unseen == pytest.approx(1 - (ALPHA / 72) ** (1 / 30))  # only "direct" can win
     assert none_seen > 5
     assert wrong <= MISSES
 

@@ -23,7 +23,7 @@ from offdrift.errors import BadValueError, MethodError
 
 SIDES = ("both", "low", "high")
 
-LARGEST_BET = 0.9
+LARGEST_BET = 0.95
 """Share of the capital that one observation may cost: below 1, so that no observation ruins."""
 
 STOPS = tuple(2**k for k in range(4, 16))
@@ -115,9 +115,7 @@ def betting(
     with predictable plug-in bets); J. Ville, "Etude critique de la notion de collectif", 1939.
     """
     share = _checked(x, low, high, alpha, sides)
-    scale = high - low if math.isfinite(high - low) else max(abs(low), abs(high))
-    if not math.isfinite(scale):
-        scale = min(abs(low), abs(high)) or 1.0
+    scale = _scale(low, high)
     ends = [low, high]
     stops = STOPS if anytime else (len(x),)
     if len(x) and scale > 0:
@@ -178,6 +176,14 @@ def asymptotic(x: Float[np.ndarray, " n"], *, alpha: float = 0.05, sides: str = 
     return _estimate(x, ends, alpha, "asymptotic")
 
 
+def _scale(low: float, high: float) -> float:
+    """The unit of the bets: the range, or twice the finite end, as if 0 were the middle."""
+    if math.isfinite(high - low):
+        return high - low
+    finite = low if math.isfinite(low) else high
+    return 2 * abs(finite) if math.isfinite(finite) and finite else 1.0
+
+
 def _lower_end(y: Float[np.ndarray, " n"], alpha: float, stops: Sequence[int]) -> float:
     """The largest mean m that is rejected from below, for draws y >= 0; 0 if none is.
 
@@ -186,7 +192,8 @@ def _lower_end(y: Float[np.ndarray, " n"], alpha: float, stops: Sequence[int]) -
     """
     bets, goal = _bets(y, alpha, stops), math.log(len(stops) / alpha)
     below, above = 0.0, float(y.max())
-    for _ in range(BISECTIONS):  # the capital falls with m, since every factor does
+    # The capital falls with m, since every factor does.
+    for _ in range(BISECTIONS + max(0, math.ceil(math.log2(max(above, 1.0))))):
         m = (below + above) / 2
         if m == 0:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -182,7 +183,10 @@ def coverage(
     rows = summarize(tallies)
     refuted = sum(row.refuted for row in rows)
     if as_json:
-        about = {"seed": seed, "alpha": alpha, "plant": plant, "complete": not interrupted, "refuted": refuted}
+        command = f"offdrift lab coverage --repetitions {repetitions} --alpha {alpha:g} --seed {seed}"
+        command += f" --worlds {','.join(names)} --plant {plant} --json"
+        about = {"command": command, "versions": {n: version(n) for n in ("offdrift", "torch", "numpy")}}
+        about |= {"alpha": alpha, "seed": seed, "complete": not interrupted, "refuted": refuted}
         screen.json(about | coverage_rows(rows))
     elif rows:
         result = coverage_rows(rows)

@@ -178,7 +178,7 @@ def judge(
 
 
 NAMES = {
-    "gain": "J(pi) - J(mu), ratios' product cut at 2",
+    "gain": "J(pi) - J(mu) by whole ratios",
     "surrogate": "surrogate L'",
     "surrogate_masked": "surrogate of accepted L'_masked",
     "rejected_reward": "reward of rejected sequences",
