@@ -99,6 +99,24 @@ def test_rollouts_from_elsewhere_certify_the_model_of_an_arm(arm, tmp_path):
     assert answer(elsewhere, arm)["fresh"] is False, "the arm's model, and its own among them"
 
 
+def test_power_says_how_many_prompts_would_certify_the_gain_that_was_seen(arm, tmp_path):
+    assert "power" not in answer(arm)
+    batch = read(arm / "rollouts" / "batch-0.parquet")
+    certain = write(batch.with_(rewards=torch.ones(SEQUENCES)), tmp_path / "a.parquet")
+    curve = answer(certain, "--model", arm / "model", "--power", "--T", LONGEST)["power"]
+    assert len(curve) >= 3
+    sizes, chances = zip(*((p["prompts"], p["probability"]) for p in curve))
+    assert list(sizes) == sorted(sizes)
+    # Every interval of a looser certificate is narrower.
+    looser = answer(certain, "--model", arm / "model", "--power", "--T", LONGEST, "--alpha", 0.9)["power"]
+    both = [(p["probability"], chances[sizes.index(p["prompts"])]) for p in looser if p["prompts"] in sizes]
+    assert len(both) >= 3
+    assert all(wide >= strict for wide, strict in both)
+    assert sum(wide for wide, _ in both) > sum(strict for _, strict in both)
+    shown = certify(certain, "--model", arm / "model", "--power", "--T", LONGEST)
+    assert f"{sizes[-1]:,} prompts {chances[-1]:.0%}" in " ".join(shown.output.split())
+
+
 def test_json_is_the_certificate(arm):
     words = ("--delta", 0.2, "--eps", 0.4, "--tau", 0.5, "--T", 9, "--reward-range", -1, 2, "--alpha", 0.1, "--constants", "paper", "--token-budget", 12)  # fmt: skip
     found = answer(arm, "--model", "tiny-qwen3", *words)

@@ -14,6 +14,7 @@ from offdrift.certificate.confidence import (
     clopper_pearson,
     cluster_means,
     missing_mass,
+    power,
     rule_of_three,
 )
 from offdrift.errors import BadValueError, MethodError
@@ -136,6 +137,29 @@ def test_what_cannot_be_is_refused():
         betting(x, sides="left")
     with pytest.raises(BadValueError, match=r"low = 1\.0 and high = 0\.0"):
         betting(x, low=1.0, high=0.0)
+
+
+def test_power_is_how_often_the_interval_ends_above():
+    """Against intervals of samples drawn here, one at a time."""
+    x = np.array([-1.0, -0.2, 0.0, 0.5, 3.0])
+    rng = np.random.default_rng(3)
+    for size, alpha in ((20, 0.05), (60, 0.05), (60, 0.2)):
+        expected = np.mean(
+            [
+                betting(rng.choice(x, size), low=-1.0, high=math.inf, alpha=alpha, sides="low").low > 0
+                for _ in range(400)
+            ]
+        )
+        estimate = power(x, size, low=-1.0, high=math.inf, alpha=alpha)
+        assert 0.05 < expected < 0.98
+        assert abs(estimate - expected) < 4 * math.sqrt(2 * 0.25 / 400)
+
+
+def test_power_of_a_constant_is_none_or_all():
+    sizes = range(1, 60)
+    whole = [betting(np.full(n, 0.2), low=-1.0, high=math.inf, sides="low").low > 0 for n in sizes]
+    assert [power(np.array([0.2]), n, low=-1.0, high=math.inf, samples=2) for n in sizes] == whole
+    assert 0 < sum(whole) < len(whole)
 
 
 def test_an_interval_over_sequences_of_shared_prompts_would_not_cover():

@@ -45,6 +45,7 @@ from offdrift.certificate.samples import (
     OF_REWARDS,
     estimates,
     normal_intervals,
+    power_curve,
     unit_rewards,
     unseen,
 )
@@ -242,6 +243,30 @@ def certify(
         refuted=refuted,
         unscored=unscored,
     )
+
+
+def power(
+    batch: BatchEvidence,
+    *,
+    reward_range: tuple[float, float] = (0.0, 1.0),
+    alpha: float = 0.05,
+    looks: Looks | None = None,
+) -> dict[int, float]:
+    """How many prompts would certify this gain: by number of prompts, the estimated probability of a certificate.
+
+    The batch's own prompts stand for all: samples of each size are drawn from them with replacement, and the
+    direct guarantee is asked whether J(pi) - J(mu) > 0. A plan, not a guarantee: `confidence.power` says what it
+    cannot know. Empty without rewards.
+
+    Args: as in `certify`, of the planned batch.
+
+    Raises: `BadValueError` as `certify`, for rewards and alpha.
+    """
+    check_alpha(alpha)
+    if not batch.rewarded:
+        return {}
+    host = batch.to_host()
+    return power_curve(host, unit_rewards(host["reward"], reward_range), alpha=(looks or Looks()).share(alpha))
 
 
 def _guarantees(

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from offdrift.certificate.batch import HostEvidence
-from offdrift.certificate.confidence import Estimate, asymptotic, betting, clopper_pearson, cluster_means
+from offdrift.certificate.confidence import Estimate, asymptotic, betting, clopper_pearson, cluster_means, power
 from offdrift.certificate.regions import TrustRegion
 from offdrift.errors import BadValueError
 from offdrift.numerics import LOG_RATIO_LIMIT
@@ -176,6 +176,27 @@ def normal_intervals(
     """The same means of gain and surrogates with normal intervals: asymptotic, not a guarantee."""
     columns: Mapping[str, Column] = reward_columns(host, rewards, accepted)
     return {k: asymptotic(cluster_means(x, host.group_ids), alpha=alpha) for k, x in columns.items()}
+
+
+def power_curve(host: HostEvidence, rewards: Column, *, alpha: float) -> dict[int, float]:
+    """By number of prompts, the probability that a fresh batch like this one certifies a gain: `confidence.power`.
+
+    From a quarter of the prompts that there are, doubled until it is all but certain, 256 times as many at most.
+
+    Args:
+        host: the batch.
+        rewards: in [0, 1].
+        alpha: what all intervals of the planned batch together may spend.
+    """
+    gain = reward_columns(host, rewards, np.ones(len(rewards), dtype=bool))["gain"]
+    means = np.maximum(cluster_means(gain, host.group_ids), -1.0)
+    curve: dict[int, float] = {}
+    for doubled in range(-2, 9):
+        size = max(1, round(len(means) * 2.0**doubled))
+        curve[size] = power(means, size, low=-1.0, high=math.inf, alpha=alpha * SHARES["gain"])
+        if curve[size] > 0.99 or (doubled >= 0 and means.mean() <= 0):
+            break
+    return curve
 
 
 def unseen(host: HostEvidence, outside: Bool[np.ndarray, " b"], *, alpha: float, anytime: bool = False) -> float:

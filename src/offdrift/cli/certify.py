@@ -67,6 +67,9 @@ def certify(
     trained_on: Annotated[
         bool, typer.Option("--trained-on", help="The policy has learned from these rollouts, or from their prompts.")
     ] = False,
+    power: Annotated[
+        bool, typer.Option("--power", help="Estimate how many prompts would certify the gain that was seen.")
+    ] = False,
     token_budget: Annotated[int, typer.Option(help="Padded tokens per forward pass.")] = 4096,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -98,6 +101,7 @@ def certify(
     """
     from offdrift.certificate import Looks, TrustRegion
     from offdrift.certificate.certify import certify as certificate_of
+    from offdrift.certificate.certify import power as power_of
     from offdrift.certificate.verdict import ABOUT
     from offdrift.prove.certify import Judged, certificate_view, judge, longest_response, newest_policy, rollout_files
     from offdrift.train.models import load_model
@@ -149,6 +153,7 @@ def certify(
     if judged is None:
         raise typer.Exit(ExitCode.INTERRUPTED)
     proof, raised = prove(judged.evidence), _raised_by(model)
+    curve = power_of(judged.evidence, reward_range=reward_range, alpha=alpha, looks=looks) if power else {}
     if as_json:
         about = {
             "files": judged.files,
@@ -159,6 +164,8 @@ def certify(
             "model": model,
             "trained_objective": raised,
         }
+        if power:
+            about["power"] = [{"prompts": n, "probability": p} for n, p in curve.items()]
         screen.json({**about, **proof.as_dict()})
     else:
         screen.show(certificate_view(proof, width=screen.width))
@@ -172,6 +179,9 @@ def certify(
         if judged.repeated:
             about += f"; {judged.repeated:,} sequences answer prompts of an earlier file, and were left out"
         screen.out.print(Text(about, style="dim"), soft_wrap=True)
+        if power:
+            chances = ", ".join(f"{n:,} prompts {p:.0%}" for n, p in curve.items()) or "no rewards are recorded"
+            screen.show(f"A fresh batch would certify the gain seen here, if these prompts stand for all: {chances}.")
         if raised is not None:
             words = f"The certificate is about {ABOUT}. What the arm's steps raise ({raised['advantage']}): "
             screen.out.print(Text(f"{words}{raised['words']}.", style="dim" if raised["is_j"] else "yellow"))
