@@ -43,6 +43,7 @@ def lagging(method: str, **changes: Any):
         "lag": {"sync_every": 8},
         "optim": {"lr": 3e-3},
         "arms": {"arm": {"method": method}},
+        "certificate": {"looks": "once"},  # whose alpha does not depend on how many arms there are
         "log": {"eval_every": 99, "eval_prompts": 2, "checkpoint_every": 99, "samples_every": 99, "trackers": []},
     }  # fmt: skip
     return small_recipe(**{**content, **changes})

@@ -174,7 +174,7 @@ def certify(
         ...                    segments=Segments.from_lengths([1] * 400))
         >>> batch = BatchEvidence.of(lp, torch.ones(400), region=TrustRegion(horizon=4, delta=0.05))
         >>> round(certify(batch).gain_low, 3)  # policies agree on what was drawn, and that is all
-        -0.011
+        -0.009
 
     Reference: Li et al., arXiv:2512.23075v5, Theorems 3.8 and 4.2, Proposition G.1; the direct
     guarantee: P. Thomas, G. Theocharous, M. Ghavamzadeh, "High-Confidence Off-Policy Evaluation",
