@@ -113,7 +113,12 @@ def test_power_says_how_many_prompts_would_certify_the_gain_that_was_seen(arm, t
     assert len(both) >= 3
     assert all(wide >= strict for wide, strict in both)
     assert sum(wide for wide, _ in both) > sum(strict for _, strict in both)
+    refused = certify(certain, "--model", arm / "model", "--power", "--anytime")
+    assert refused.exit_code == 2
+    assert "leave out --anytime" in " ".join(refused.output.split())
     shown = certify(certain, "--model", arm / "model", "--power", "--T", LONGEST)
+    assert "has learned" not in shown.output
+    assert "has learned" in certify(arm, "--power").output
     assert f"{sizes[-1]:,} prompts {chances[-1]:.0%}" in " ".join(shown.output.split())
 
 

@@ -8,8 +8,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from offdrift.certificate import Looks
 from offdrift.certificate.certify import certify
-from offdrift.lab import coverage
 from offdrift.lab.coverage import WORLDS, Tallies, Tally, count, simulate, summarize
 from offdrift.lab.policy import divergences, returns
 
@@ -113,7 +113,7 @@ def test_certificates_of_a_run_hold_only_if_alpha_is_spent_over_it():
     assert spent.false == 0
     assert each.false > 2  # of 40, where .05 would be 2
     assert (spent.claims, each.claims) == (True, False)
-    assert math.fsum(coverage.share_of_look(0.05, t) for t in range(1, 100_000)) == pytest.approx(0.05, abs=1e-6)
+    assert math.fsum(Looks(at=t).share(0.05) for t in range(1, 100_000)) == pytest.approx(0.05, abs=1e-6)
 
 
 def test_a_row_is_refuted_by_an_exact_interval_and_only_if_it_claims_something():

@@ -40,6 +40,9 @@ K3_CAP = 4.0
 """Where k3 of a sequence is cut, nats: fixed before any batch is seen. It is subtracted, so that cutting raises
 upper ends."""
 
+LARGEST_PLAN = 2**17
+"""Prompts of a batch that is planned: a few seconds of work."""
+
 Column = Float[np.ndarray, " b"]
 
 
@@ -181,7 +184,8 @@ def normal_intervals(
 def power_curve(host: HostEvidence, rewards: Column, *, alpha: float) -> dict[int, float]:
     """By number of prompts, the probability that a fresh batch like this one certifies a gain: `confidence.power`.
 
-    From a quarter of the prompts that there are, doubled until it is all but certain, 256 times as many at most.
+    From a quarter of the prompts that there are, doubled until it is all but certain, and up to 256 times as many or
+    `LARGEST_PLAN`, whichever comes first.
 
     Args:
         host: the batch.
@@ -194,7 +198,7 @@ def power_curve(host: HostEvidence, rewards: Column, *, alpha: float) -> dict[in
     for doubled in range(-2, 9):
         size = max(1, round(len(means) * 2.0**doubled))
         curve[size] = power(means, size, low=-1.0, high=math.inf, alpha=alpha * SHARES["gain"])
-        if curve[size] > 0.99 or (doubled >= 0 and means.mean() <= 0):
+        if curve[size] > 0.99 or 2 * size > LARGEST_PLAN or (doubled >= 0 and means.mean() <= 0):
             break
     return curve
 

@@ -109,6 +109,8 @@ def certify(
     screen = Screen(as_json, quiet)
     if anytime and look is not None:
         raise typer.BadParameter("--anytime and --look: what holds at every moment is one look; give one of the two")
+    if anytime and power:
+        raise typer.BadParameter("--anytime and --power: a plan is for a size fixed beforehand; leave out --anytime")
     looks = Looks(at=look, of=of, anytime=anytime)
     files = rollout_files(rollouts)
     own = [p / "model" for p in rollouts if (p / "rollouts").is_dir() and (p / "model").is_dir()]
@@ -182,6 +184,8 @@ def certify(
         if power:
             chances = ", ".join(f"{n:,} prompts {p:.0%}" for n, p in curve.items()) or "no rewards are recorded"
             screen.show(f"A fresh batch would certify the gain seen here, if these prompts stand for all: {chances}.")
+            if trained_on:
+                screen.warn("the policy has learned from these prompts: the gain seen here is too large")
         if raised is not None:
             words = f"The certificate is about {ABOUT}. What the arm's steps raise ({raised['advantage']}): "
             screen.out.print(Text(f"{words}{raised['words']}.", style="dim" if raised["is_j"] else "yellow"))

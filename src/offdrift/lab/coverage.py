@@ -28,6 +28,7 @@ from torch import Tensor
 from offdrift.certificate.batch import KL, TV, BatchEvidence
 from offdrift.certificate.certify import certify
 from offdrift.certificate.confidence import Estimate, clopper_pearson
+from offdrift.certificate.looks import Looks
 from offdrift.certificate.regions import TrustRegion
 from offdrift.certificate.samples import variables
 from offdrift.certificate.verdict import Certificate
@@ -273,11 +274,6 @@ class Judgement(NamedTuple):
     """False for what offdrift does not call a certificate and shows for comparison."""
 
 
-def share_of_look(alpha: float, look: int) -> float:
-    """Alpha of the `look`-th certificate of a run, 6 alpha / (pi look)^2: all of them together spend alpha."""
-    return 6 * alpha / (math.pi * look) ** 2
-
-
 def simulate(
     world: World, repetitions: int, *, alpha: float = 0.05, seed: int = 0, plant: Plant = "none"
 ) -> Iterator[dict[str, Judgement]]:
@@ -296,7 +292,7 @@ def simulate(
         if world.looks == 1:
             yield judge(world, certify(batches[0], alpha=factor * alpha), 1 / factor)
         else:
-            spent = [certify(b, alpha=factor * share_of_look(alpha, t)) for t, b in enumerate(batches, 1)]
+            spent = [certify(b, alpha=factor * alpha, looks=Looks(at=t)) for t, b in enumerate(batches, 1)]
             each = [certify(batch, alpha=factor * alpha) for batch in batches]
             yield {
                 "any of the run, alpha spent": _run(world, spent, alpha),
