@@ -16,8 +16,7 @@ from offdrift.errors import MethodError
 from offdrift.methods import METHODS, Method, override, probe
 from offdrift.methods import describe as axes
 from offdrift.methods.describe import CHOICES, catalog
-from offdrift.methods.method import Bias, Status
-from offdrift.methods.override import PLAIN
+from offdrift.methods.method import PLAIN, Bias, Status
 from offdrift.methods.systems import SYSTEMS
 from offdrift.methods.table import FAMILIES
 from offdrift.objectives import Clipped, Reinforce, TokenLoss

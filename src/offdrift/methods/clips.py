@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from offdrift.correction import Correction, Gate, Weight
+from offdrift.correction import Gate, Weight
 from offdrift.methods.anchor import Interpolated
-from offdrift.methods.method import Method
+from offdrift.methods.method import Method, row
+from offdrift.methods.weighted import TOKEN_BIAS
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 from offdrift.objectives.clipped import QuantizedClipped, Soft
 from offdrift.objectives.covariance import CovClipped, CovPenalized
@@ -16,227 +17,184 @@ from offdrift.objectives.second_moment import SecondMomentClipped
 from offdrift.objectives.variance import GroupClipped, VariancePenalized
 
 LEAK = "a negative advantage with a large ratio is not clipped, and clipping bounds no divergence"
-TOKEN_BIAS = "biased for sequence rewards; the bias grows with length and drift"
 
 ROWS: dict[str, Method] = {
-    "ppo_clip": Method(
-        objective=Clipped(),
-        aggregate="token_mean",
+    "ppo_clip": row(
+        Clipped(),
         summary="PPO: stop pushing a token whose ratio has moved 0.2 the way it is pushed",
         mechanism="symmetric ratio clip",
         target="general stability",
         fails=LEAK,
-        bias="O(drift)",
         reference="PPO, arXiv:1707.06347, eq. 7",
     ),
-    "grpo": Method(
-        objective=Clipped(),
+    "grpo": row(
+        Clipped(),
         aggregate="seq_mean_token_mean",
         advantage="grpo",
         summary="PPO's clip with group-normalized rewards and a mean over each response",
         mechanism="symmetric ratio clip",
         target="a critic's cost",
         fails="1/length in the aggregate favors short right and long wrong answers; " + LEAK,
-        bias="O(drift)",
         reference="GRPO, arXiv:2402.03300, eq. 3",
     ),
-    "dr_grpo": Method(
-        objective=Clipped(),
+    "dr_grpo": row(
+        Clipped(),
         aggregate="fixed",
         advantage="dr_grpo",
         summary="GRPO without the divisions by length and by standard deviation",
         mechanism="symmetric ratio clip",
         target="length and difficulty bias of GRPO",
         fails=LEAK,
-        bias="O(drift)",
         reference="Dr. GRPO, arXiv:2503.20783",
     ),
-    "dapo": Method(
-        objective=Clipped(eps_high=0.28),
-        aggregate="token_mean",
+    "dapo": row(
+        Clipped(eps_high=0.28),
         advantage="grpo",
         summary="PPO's clip with a higher upper end, mean over tokens",
         mechanism="asymmetric ratio clip",
         target="entropy collapse",
         fails=LEAK,
-        bias="O(drift)",
         reference="DAPO, arXiv:2503.14476 (dynamic sampling is the sampler's part)",
     ),
-    "dual_clip": Method(
-        objective=Clipped(dual_clip=3.0),
-        aggregate="token_mean",
+    "dual_clip": row(
+        Clipped(dual_clip=3.0),
         summary="PPO, the loss of negative advantages capped at ratio 3",
         mechanism="asymmetric clip, cap on negatives",
         target="explosion of the loss on negatives",
         fails="clipping bounds no divergence",
-        bias="O(drift)",
         reference="Ye et al., arXiv:1912.09729, eq. 4",
     ),
-    "delta_clip": Method(
-        objective=Clipped(dual_clip=4.0),
-        aggregate="token_mean",
+    "delta_clip": row(
+        Clipped(dual_clip=4.0),
         summary="the same function with ratio 4, as INTELLECT-2 and TRL's delta write it",
         mechanism="asymmetric clip, cap on negatives",
         target="explosion of the loss on negatives",
         fails="clipping bounds no divergence",
-        bias="O(drift)",
         reference="INTELLECT-2, arXiv:2505.07291",
         status="implementation",
     ),
-    "decoupled_ppo": Method(
-        objective=Clipped(dual_clip=3.0),
-        correction=Correction(weights=(Weight(on="mismatch", cap=2.0),)),
-        aggregate="token_mean",
+    "decoupled_ppo": row(
+        Clipped(dual_clip=3.0), Weight(on="mismatch", cap=2.0),
         summary="PPO on staleness, times the truncated mismatch ratio",
         mechanism="ratio clip around a proximal policy",
         target="behavior policy mistaken for the proximal one",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference="Hilton et al., arXiv:2110.00641; cap 2 as in verl",
     ),
-    "areal": Method(
-        objective=Clipped(),
-        correction=Correction(weights=(Weight(on="mismatch", cap=5.0, outside="mask"),)),
-        aggregate="token_mean",
+    "areal": row(
+        Clipped(), Weight(on="mismatch", cap=5.0, outside="mask"),
         summary="decoupled PPO, tokens whose weight exceeds 5 masked",
         mechanism="ratio clip around a proximal policy, bounded staleness",
         target="asynchronous lag",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference="AReaL, arXiv:2505.24298, eq. 5",
     ),
-    "a3po": Method(
-        objective=Clipped(),
-        correction=Correction(weights=(Weight(on="mismatch"),)),
+    "a3po": row(
+        Clipped(), Weight(on="mismatch"),
         anchor=Interpolated(),
-        aggregate="token_mean",
         summary="decoupled PPO whose proximal policy is interpolated between rollout and current by lag",
         mechanism="ratio clip around an interpolated policy",
         target="cost of the extra forward pass",
         fails="the clip acts on a tempered ratio: at lag d it allows the d-th power of it",
-        bias="O(drift)",
         reference="A-3PO, arXiv:2512.06547",
         status="implementation",
     ),
-    "ppo_ewma": Method(
-        objective=ProximalEwma(),
+    "ppo_ewma": row(
+        ProximalEwma(),
         old_policy="ewma",
-        aggregate="token_mean",
         summary="PPO around an averaged policy, weighted by the ratio to the rollout policy, at most 100",
         mechanism="ratio clip around averaged weights",
         target="batch size and staleness coupled to the clip",
         fails="needs averaged weights to be kept and scored; the average may lie far from every policy that sampled",
-        bias="O(drift)",
         reference="Hilton et al., arXiv:2110.00641, official code",
         status="implementation",
     ),
-    "ppo_ewma_decoupled": Method(
-        objective=Clipped(),
-        correction=Correction(weights=(Weight(on="mismatch", cap=2.0),)),
+    "ppo_ewma_decoupled": row(
+        Clipped(), Weight(on="mismatch", cap=2.0),
         old_policy="ewma",
-        aggregate="token_mean",
         summary="decoupled PPO whose missing old policy is an average of the weights",
         mechanism="ratio clip around averaged weights, times the truncated ratio of them to the rollout policy",
         target="old log-probs that cannot be had at the weights that sampled",
         fails="an average is no policy that sampled: its mismatch ratio contains staleness, bounded by the cap",
-        bias="O(drift)",
-        reference=(
-            "revised PPO-EWMA of Missing Old Logits, arXiv:2605.12070, whose equation could not be read; cap "
-            "2 as in verl"
-        ),
+        reference="revised PPO-EWMA of Missing Old Logits, arXiv:2605.12070, whose equation could not be read; cap "
+            "2 as in verl",
         status="unverified",
     ),
-    "aspo": Method(
-        objective=Flipped(),
-        aggregate="token_mean",
+    "aspo": row(
+        Flipped(),
         summary="positive advantages weighted by 1/r instead of r; soft dual clip at 3",
         mechanism="symmetric clip, ratio flipped on positives",
         target="weights that favor tokens already likely",
         fails="off-policy weights point the wrong way for positives, on purpose",
-        bias="O(drift)",
         reference="ASPO, arXiv:2510.06062, official code",
         status="implementation",
     ),
-    "sapo": Method(
-        objective=Soft(),
+    "sapo": row(
+        Soft(),
         aggregate="seq_mean_token_mean",
         summary="a sigmoid of the ratio: the push fades on both sides instead of stopping",
         mechanism="smooth sigmoid shape",
         target="discontinuity of hard clips",
         fails="its value is not a surrogate (2/tau at ratio 1); no bound on divergence",
-        bias="O(drift)",
         reference="SAPO, arXiv:2511.20347",
     ),
-    "m2po": Method(
-        objective=SecondMomentClipped(),
-        aggregate="token_mean",
+    "m2po": row(
+        SecondMomentClipped(),
         summary="clip only as tightly as the second moment of harmful log-ratios demands, budget 0.04",
         mechanism="second-moment bound on the log-ratio",
         target="heavy tails; prosperity before collapse",
         fails="the statistic sees sampled tokens alone",
-        bias="O(drift)",
         reference="M2PO, arXiv:2510.01161, official code",
         status="implementation",
     ),
-    "m2po_drop": Method(
-        objective=SecondMomentClipped(scope="all_drop_largest"),
-        aggregate="token_mean",
+    "m2po_drop": row(
+        SecondMomentClipped(scope="all_drop_largest"),
         summary="drop the tokens of largest squared log-ratio until the mean of the rest is below 0.04",
         mechanism="second-moment bound on the log-ratio",
         target="heavy tails",
         fails="the statistic sees sampled tokens alone",
-        bias="O(drift)",
         reference="M2PO as in AReaL",
         status="implementation",
     ),
-    "gpg": Method(
-        objective=Reinforce(),
-        aggregate="token_mean",
+    "gpg": row(
+        Reinforce(),
         advantage="gpg",
         summary="REINFORCE with group-centered rewards, scaled by the share of useful samples",
         mechanism="none",
         target="baseline for weight experiments",
         fails="no trust region at all",
-        bias="O(drift)",
         reference="GPG, arXiv:2504.02546; verl",
     ),
-    "r2vpo": Method(
-        objective=VariancePenalized(),
-        aggregate="token_mean",
+    "r2vpo": row(
+        VariancePenalized(),
         summary="importance-sampled surrogate minus a penalty on the ratio's variance, its multiplier adapted",
         mechanism="primal-dual bound on the ratio's variance",
         target="wastefulness of hard clips",
         fails="multiplier step and target are not published; ours are guesses",
-        bias="O(drift)",
         reference="R2VPO, arXiv:2601.03320 (unverified: best reading)",
         status="unverified",
     ),
-    "r2vpo_clip": Method(
-        objective=GroupClipped(),
-        aggregate="token_mean",
+    "r2vpo_clip": row(
+        GroupClipped(),
         summary="PPO whose clip range of each prompt tightens with the variance of its ratios",
         mechanism="variance-aware clip range",
         target="wastefulness of hard clips",
         fails="reference variance is not published; ours is a guess",
-        bias="O(drift)",
         reference="R2VPO, arXiv:2601.03320, as the survey describes it (unverified: best reading)",
         status="unverified",
     ),
-    "quatro": Method(
-        objective=PromptDual(),
-        aggregate="token_mean",
+    "quatro": row(
+        PromptDual(),
         advantage="dr_grpo",
         summary="a log-ratio pull whose strength per prompt solves a KL-constrained dual over its rewards",
         mechanism="per-query Lagrange multiplier",
         target="prompts differ in how much drift they bear",
         fails="the radius is not published; ours is a guess",
-        bias="O(drift)",
         reference="QUATRO, arXiv:2602.04620 (unverified: best reading)",
         status="unverified",
     ),
-    "clip_cov": Method(
-        objective=CovClipped(),
-        aggregate="token_mean",
+    "clip_cov": row(
+        CovClipped(),
         summary="PPO; a few random tokens of high covariance between advantage and log-prob are left out",
         mechanism="zero-out of high-covariance tokens",
         target="entropy collapse",
@@ -244,87 +202,68 @@ ROWS: dict[str, Method] = {
         bias="O(1)",
         reference="Cui et al., arXiv:2505.22617; defaults as in verl",
     ),
-    "kl_cov": Method(
-        objective=CovPenalized(),
-        aggregate="token_mean",
+    "kl_cov": row(
+        CovPenalized(),
         summary="importance-sampled surrogate with a penalty |log r| on the tokens of highest covariance",
         mechanism="penalty on high-covariance tokens",
         target="entropy collapse",
         fails="no limit on any other token",
         bias="O(1)",
-        reference=(
-            "Cui et al., arXiv:2505.22617, eq. 14; |log r| as in both implementations; the paper's KL(old || "
-            "current) is kl_cov_exact"
-        ),
+        reference="Cui et al., arXiv:2505.22617, eq. 14; |log r| as in both implementations; the paper's KL(old || "
+            "current) is kl_cov_exact",
     ),
-    "kl_cov_exact": Method(
-        objective=CovPenalized(penalty="exact"),
-        aggregate="token_mean",
+    "kl_cov_exact": row(
+        CovPenalized(penalty="exact"),
         summary="importance-sampled surrogate with the exact KL to the old policy on the tokens of highest covariance",
         mechanism="exact KL penalty on high-covariance tokens",
         target="entropy collapse",
         fails="needs the old policy's distributions; no limit on any other token",
-        bias="O(drift)",
         reference="Cui et al., arXiv:2505.22617, eq. 14",
     ),
-    "qurl": Method(
-        objective=QuantizedClipped(),
-        aggregate="token_mean",
+    "qurl": row(
+        QuantizedClipped(),
         summary="truncated mismatch to the quantized actor, whose truncation widens the staleness clip",
         mechanism="adaptive clip on the quantization ratio",
         target="a quantized actor as first-class policy",
         fails="the adaptive range is our reading",
-        bias="O(drift)",
         reference="QuRL, arXiv:2602.13953 (unverified: best reading)",
         status="unverified",
     ),
-    "dro": Method(
-        objective=Quadratic(),
-        aggregate="token_mean",
+    "dro": row(
+        Quadratic(),
         summary="policy gradient with a quadratic pull to the old policy",
         mechanism="quadratic pull",
         target="off-policy data without ratios",
         fails="nothing corrects the sampling distribution",
-        bias="O(drift)",
         reference="DRO, 2024, as in verl (beta is not published; 0.1 here)",
         status="implementation",
     ),
-    "prime_rl": Method(
-        objective=ImportanceSampled(on="full", pull=1e-3),
-        correction=Correction(
-            (Gate(statistic="binary_tv", on="full", unit="token", low=-0.2, high=0.2, advantage="outward"),)
-        ),
-        aggregate="token_mean",
+    "prime_rl": row(
+        ImportanceSampled(on="full", pull=1e-3),
+        Gate(statistic="binary_tv", on="full", unit="token", low=-0.2, high=0.2, advantage="outward"),
         summary="full-ratio surrogate on tokens whose probability moved less than 0.2 outward, plus a log-ratio pull",
         mechanism="bound on the binary TV, pull on every token",
         target="asynchronous rollouts, engines that differ",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference="prime-rl",
         status="implementation",
     ),
-    "prime_rl_ipo": Method(
-        objective=ImportanceSampled(on="full", pull=1e-3),
-        correction=Correction(
-            (Gate(statistic="binary_tv", on="full", unit="token", low=-0.1, high=0.1),)
-        ),
-        aggregate="token_mean",
+    "prime_rl_ipo": row(
+        ImportanceSampled(on="full", pull=1e-3),
+        Gate(statistic="binary_tv", on="full", unit="token", low=-0.1, high=0.1),
         summary="the same with a symmetric band of 0.1 whatever the advantage",
         mechanism="band on the binary TV, pull on every token",
         target="asynchronous rollouts, engines that differ",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference="prime-rl, ipo variant",
         status="implementation",
     ),
-    "logit_fusion": Method(
-        objective=ImportanceSampled(on="full", cap=3.0),
-        aggregate="token_mean",
+    "logit_fusion": row(
+        ImportanceSampled(on="full", cap=3.0),
         summary="full ratio to a deliberate teacher-student mixture, capped at 3 from above only",
         mechanism="one-sided cap",
         target="teacher mixing (`schedules.fused_logits`, `schedules.alpha_decay`)",
         fails="a capped token teaches nothing; the mixture must be recorded as rollout policy",
-        bias="O(drift)",
         reference="Zhang et al., Logit Fusion, 2026",
     ),
 }  # fmt: skip

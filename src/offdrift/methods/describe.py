@@ -26,8 +26,7 @@ import torch
 
 from offdrift.advantages import ADVANTAGES
 from offdrift.methods import probe, systems
-from offdrift.methods.method import Method
-from offdrift.methods.override import PLAIN, SINGLE
+from offdrift.methods.method import PLAIN, SINGLE, Method
 from offdrift.methods.systems import SYSTEMS
 from offdrift.methods.table import FAMILIES, METHODS
 from offdrift.ratios import RatioName

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from offdrift.correction import Correction, Gate, Weight
-from offdrift.methods.method import Method
+from offdrift.correction import Gate, Weight
+from offdrift.methods.method import Method, row
 from offdrift.methods.schedules import EssScale
+from offdrift.methods.weighted import TOKEN_BIAS
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.objectives.clipped import GeometricClipped
 from offdrift.objectives.entropy_groups import EntropyGrouped
@@ -19,64 +20,58 @@ SEQ_TIS = Weight(on="full", unit="sequence", cap=2.0)
 NOT_IS = "a geometric mean is no importance weight: opposite drifts cancel"
 
 ROWS: dict[str, Method] = {
-    "gspo": Method(
-        objective=GEO,
+    "gspo": row(
+        GEO,
         aggregate="seq_mean_token_mean",
         advantage="grpo",
         summary="PPO's clip on the geometric mean of a sequence's ratios",
         mechanism="clip on the sequence's geometric mean",
         target="length trap; MoE",
         fails=NOT_IS,
-        bias="O(drift)",
         reference="GSPO, arXiv:2507.18071, eqs. 5-7",
     ),
-    "gspo_token": Method(
-        objective=Clipped(unit="geometric", eps_low=3e-4, eps_high=4e-4, gradient="token"),
+    "gspo_token": row(
+        Clipped(unit="geometric", eps_low=3e-4, eps_high=4e-4, gradient="token"),
         aggregate="seq_mean_token_mean",
         advantage="grpo",
         summary="GSPO with the gradient through each token's own log-prob: advantages may differ by token",
         mechanism="clip on the sequence's geometric mean, stopped",
         target="length trap; credit per token",
         fails=NOT_IS,
-        bias="O(drift)",
         reference="GSPO, arXiv:2507.18071, section 4.3 (verl's gspo)",
     ),
-    "luspo": Method(
-        objective=Clipped(unit="geometric", eps_low=2e-3, eps_high=2.5e-3),
+    "luspo": row(
+        Clipped(unit="geometric", eps_low=2e-3, eps_high=2.5e-3),
         aggregate="seq_mean_token_sum",
         advantage="grpo",
         summary="GSPO with each sequence's loss times its length",
         mechanism="clip on the sequence's geometric mean",
         target="length bias of GSPO",
         fails="a clipped sequence vanishes whole",
-        bias="O(drift)",
         reference="LUSPO, 2026, as in TRL",
         status="implementation",
     ),
-    "gmpo": Method(
-        objective=GeometricClipped(),
+    "gmpo": row(
+        GeometricClipped(),
         aggregate="seq_mean_token_mean",
         advantage="grpo",
         summary="geometric mean of ratios, each clamped on the side its advantage pushes to",
         mechanism="sign-aware log-ratio clamp",
         target="length trap; sign asymmetry",
         fails=NOT_IS,
-        bias="O(drift)",
         reference="GMPO, arXiv:2507.20673",
     ),
-    "ctpo": Method(
-        objective=PrefixClipped(),
-        aggregate="token_mean",
+    "ctpo": row(
+        PrefixClipped(),
         summary="PPO on the product of ratios up to each token, clip growing with sqrt(t)",
         mechanism="sqrt(t)-scaled log clip",
         target="length trap, with theory",
         fails="the whole tail of a drifted sequence is clipped",
-        bias="O(drift)",
         reference="CTPO, arXiv:2605.07331, official code",
         status="implementation",
     ),
-    "ctpo_paper": Method(
-        objective=PrefixClipped(dual_clip=None, gradient="unit"),
+    "ctpo_paper": row(
+        PrefixClipped(dual_clip=None, gradient="unit"),
         aggregate="seq_mean_token_mean",
         summary="CTPO as written: gradient through the whole prefix, no dual clip",
         mechanism="sqrt(t)-scaled log clip",
@@ -85,52 +80,47 @@ ROWS: dict[str, Method] = {
         bias="O(1)",
         reference="CTPO, arXiv:2605.07331",
     ),
-    "minpro_ppo": Method(
-        objective=PrefixMinClipped(),
-        aggregate="token_mean",
+    "minpro_ppo": row(
+        PrefixMinClipped(),
         summary="PPO on the full ratio times the smallest ratio before the token",
         mechanism="prefix minimum, ratio clip",
         target="length trap, accumulated prefix bias",
         fails="one early outlier suppresses the rest of the response",
-        bias="O(drift)",
         reference="MinPRO, arXiv:2601.22718 (unverified: best reading)",
         status="unverified",
     ),
-    "turn_ppo": Method(
-        objective=Clipped(unit="turn"),
+    "turn_ppo": row(
+        Clipped(unit="turn"),
         aggregate="seq_mean_token_mean",
         summary="PPO's clip on the geometric mean of each turn, with the turn's mean advantage",
         mechanism="clip on the turn",
         target="multi-turn agents",
         fails="sources differ on the turn's mean; " + NOT_IS,
-        bias="O(drift)",
         reference="ST-PPO, arXiv:2511.20718",
         status="secondary",
     ),
-    "st_ppo": Method(
-        objective=TurnNormalized(),
+    "st_ppo": row(
+        TurnNormalized(),
         aggregate="seq_mean_token_mean",
         summary="turn-level PPO whose step shrinks by the norm of what clipping removed",
         mechanism="clip on the turn, clipping-triggered normalization",
         target="multi-turn agentic lag",
         fails="the normalizer's guard is our reading",
-        bias="O(drift)",
         reference="ST-PPO, arXiv:2511.20718 (unverified: best reading)",
         status="unverified",
     ),
-    "st_ppo_renorm": Method(
-        objective=TurnNormalized(unit="token", mode="renorm"),
+    "st_ppo_renorm": row(
+        TurnNormalized(unit="token", mode="renorm"),
         aggregate="seq_mean_token_mean",
         summary="token ratios divided by the mean clipped ratio of their turn",
         mechanism="renormalization within a turn",
         target="multi-turn agentic lag",
         fails="the survey's wording, not the paper's formula",
-        bias="O(drift)",
         reference="ST-PPO, arXiv:2511.20718, as the survey describes it (unverified: best reading)",
         status="unverified",
     ),
-    "espo": Method(
-        objective=EntropyGrouped(),
+    "espo": row(
+        EntropyGrouped(),
         aggregate="seq_mean_token_mean",
         advantage="grpo",
         summary="GSPO-token inside entropy groups of a sequence, clip in proportion to the group's entropy",
@@ -141,20 +131,19 @@ ROWS: dict[str, Method] = {
         reference="ESPO, arXiv:2512.00499; CompassMax, arXiv:2512.07710 (grouping from a secondary source)",
         status="secondary",
     ),
-    "tbpo": Method(
-        objective=Clipped(unit="geometric", eps_low=3e-4, eps_high=4e-4, negatives="both"),
-        correction=Correction(weights=(Weight(on="mismatch", unit="geometric", cap=2.0),)),
+    "tbpo": row(
+        Clipped(unit="geometric", eps_low=3e-4, eps_high=4e-4, negatives="both"),
+        Weight(on="mismatch", unit="geometric", cap=2.0),
         aggregate="seq_mean_token_mean",
         summary="GSPO, negatives clipped on both sides, times the truncated geometric mismatch",
         mechanism="trust band, dual clipping of negatives",
         target="quantized rollouts; long-form artifacts",
         fails="formula and thresholds are our reading (GSPO's clip stands in)",
-        bias="O(drift)",
         reference="QaRL/TBPO, arXiv:2604.07853 (unverified: best reading)",
         status="unverified",
     ),
-    "oapl": Method(
-        objective=Regression(),
+    "oapl": row(
+        Regression(),
         aggregate="seq_mean_token_mean",
         summary="regress the sequence log-ratio on the advantage over a soft group value",
         mechanism="regression on the log-ratio to the rollout policy",
@@ -163,9 +152,9 @@ ROWS: dict[str, Method] = {
         bias="O(1)",
         reference="OAPL, arXiv:2602.19362",
     ),
-    "vcpo": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(SEQ_TIS,)),
+    "vcpo": row(
+        Reinforce(), SEQ_TIS,
+        aggregate="seq_mean_token_sum",
         lr_scale=EssScale(),
         advantage="opob",
         summary="sequence TIS, minimum-variance off-policy baseline, learning rate times sqrt(ESS)",
@@ -175,141 +164,100 @@ ROWS: dict[str, Method] = {
         bias="none inside limits",
         reference="VCPO, arXiv:2602.17616",
     ),
-    "otb": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="mismatch", cap=2.0),)),
+    "otb": row(
+        Reinforce(), Weight(on="mismatch", cap=2.0),
         advantage="optimal_token_baseline",
-        aggregate="token_mean",
         summary="token TIS with the variance-minimizing baseline per position, aware of the weights",
         mechanism="none (advantage)",
         target="variance and off-policy bias of the advantage",
         fails="positions must align across siblings: use tir_optimal_token_baseline with tools",
-        bias="O(drift)",
         reference="OTB, arXiv:2602.07078",
     ),
-    "tir_otb": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="mismatch", cap=2.0),)),
+    "tir_otb": row(
+        Reinforce(), Weight(on="mismatch", cap=2.0),
         advantage="tir_optimal_token_baseline",
-        aggregate="token_mean",
         summary="the same, positions counted over trainable tokens",
         mechanism="none (advantage)",
         target="tool-integrated reasoning",
         fails="siblings of one position may be at unlike places of their argument",
-        bias="O(drift)",
         reference="OTB, arXiv:2602.07078",
     ),
-    "geo_mask": Method(
-        objective=Clipped(),
-        correction=Correction(
-            (Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.99, high=1.01),)
-        ),
-        aggregate="token_mean",
+    "geo_mask": row(
+        Clipped(), Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.99, high=1.01),
         summary="PPO; a sequence whose geometric mean of mismatch leaves [0.99, 1.01] is rejected",
         mechanism="two-sided admission test of the sequence",
         target="length trap of rejection",
         fails="opposite drifts cancel in a mean",
-        bias="O(drift)",
         reference="A geometric view of off-policy sequence masking, 2026; verl's presets use 0.999 to 1.001",
     ),
-    "opsm": Method(
-        objective=Clipped(),
-        correction=Correction(
-            (Gate(statistic="ratio", on="full", unit="seq_mean", low=math.exp(-0.5), advantage="negative"),)
-        ),
+    "opsm": row(
+        Clipped(),
+        Gate(statistic="ratio", on="full", unit="seq_mean", low=math.exp(-0.5), advantage="negative"),
         aggregate="seq_mean_token_mean",
         advantage="grpo",
         summary="GRPO; a sequence of negative advantage is rejected if the mean of -log w exceeds 0.5",
         mechanism="one-sided, sign-conditioned admission test",
         target="negative samples that the policy would no longer draw",
         fails="opposite drifts cancel in a mean; positives are never rejected",
-        bias="O(drift)",
-        reference=(
-            "DeepSeek-V3.2, arXiv:2512.02556, eqs. 8-9 (its delta is not published; 0.5 as TRL suggests, low "
-            "= e^-0.5)"
-        ),
+        reference="DeepSeek-V3.2, arXiv:2512.02556, eqs. 8-9 (its delta is not published; 0.5 as TRL suggests, low "
+            "= e^-0.5)",
     ),
-    "wtrs": Method(
-        objective=Clipped(),
-        correction=Correction((Gate(statistic="ratio", on="mismatch", unit="seq_max", low=1e-5),)),
-        aggregate="token_mean",
+    "wtrs": row(
+        Clipped(), Gate(statistic="ratio", on="mismatch", unit="seq_max", low=1e-5),
         summary="PPO; a sequence with a token whose mismatch ratio falls below 1e-5 is rejected",
         mechanism="worst-token admission test",
         target="tokens the trainer finds impossible",
         fails="sees ratios near 0 alone",
-        bias="O(drift)",
         reference="From Two Policies to Three, 2025; threshold of INTELLECT-3",
     ),
-    "token_veto": Method(
-        objective=Clipped(),
-        correction=Correction((Gate(statistic="ratio", on="mismatch", unit="seq_max", low=1e-4),)),
-        aggregate="token_mean",
+    "token_veto": row(
+        Clipped(), Gate(statistic="ratio", on="mismatch", unit="seq_max", low=1e-4),
         summary="the same at 1e-4, verl's token veto",
         mechanism="worst-token admission test",
         target="tokens the trainer finds impossible",
         fails="sees ratios near 0 alone",
-        bias="O(drift)",
         reference="verl before its PR #4544",
         status="implementation",
     ),
-    "outlier_mask": Method(
-        objective=Clipped(),
-        correction=Correction(
-            (Gate(statistic="ratio", on="mismatch", unit="seq_max", low=1e-4, high=100.0),)
-        ),
-        aggregate="token_mean",
+    "outlier_mask": row(
+        Clipped(), Gate(statistic="ratio", on="mismatch", unit="seq_max", low=1e-4, high=100.0),
         summary="a sequence with any mismatch ratio outside [1e-4, 100] is rejected",
         mechanism="worst-token admission test, two-sided",
         target="outlier tokens of either kind",
         fails="rejection grows with length",
-        bias="O(drift)",
         reference="SkyRL, outlier-token sequence mask (limits are unset there)",
         status="implementation",
     ),
-    "tic_filter": Method(
-        objective=Clipped(),
-        correction=Correction(
-            (
-                Gate(statistic="ratio", on="mismatch", unit="token", low=0.8, high=1.2),
-                Gate(statistic="binary_tv", on="mismatch", unit="token", low=-0.2, high=0.2),
-            )
-        ),
-        aggregate="token_mean",
+    "tic_filter": row(
+        Clipped(),
+        Gate(statistic="ratio", on="mismatch", unit="token", low=0.8, high=1.2),
+        Gate(statistic="binary_tv", on="mismatch", unit="token", low=-0.2, high=0.2),
         summary="tokens outside ratio [0.8, 1.2] or probability difference 0.2 are dropped",
         mechanism="token filters",
         target="mismatch of the engines",
         fails="dropping tokens restores no trust region",
-        bias="O(drift)",
         reference="ROLL, mismatch filters",
         status="implementation",
     ),
-    "echo2": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            (Gate(statistic="version_lag", on="full", unit="seq_max", high=6.0),),
-            (Weight(on="full", cap=2.0),),
-        ),
-        aggregate="token_mean",
+    "echo2": row(
+        Reinforce(),
+        Gate(statistic="version_lag", on="full", unit="seq_max", high=6.0),
+        Weight(on="full", cap=2.0),
         summary="sequences more than 6 versions behind are rejected; token TIS at 2 on the full ratio",
         mechanism="bounded staleness",
         target="lag as an exposed parameter",
         fails="a count of versions says little about how far they are apart",
-        bias="O(drift)",
         reference="ECHO-2, arXiv:2602.02192 (unverified: the form of its importance weight is our reading)",
         status="unverified",
     ),
-    "roll_flash": Method(
-        objective=Clipped(),
-        correction=Correction(
-            (Gate(statistic="version_lag", on="full", unit="seq_max", high=2.0),),
-            (Weight(on="mismatch", cap=1.2),),
-        ),
-        aggregate="token_mean",
+    "roll_flash": row(
+        Clipped(),
+        Gate(statistic="version_lag", on="full", unit="seq_max", high=2.0),
+        Weight(on="mismatch", cap=1.2),
         summary="sequences more than 2 versions behind are rejected; token TIS at 1.2",
         mechanism="asynchronous ratio bounds the version gap",
         target="staleness per sample",
-        fails="biased for sequence rewards; the bias grows with length and drift",
-        bias="O(drift)",
+        fails=TOKEN_BIAS,
         reference="ROLL Flash, arXiv:2510.11345",
         status="implementation",
     ),

@@ -1,8 +1,14 @@
-"""`System`: a technique that acts in an engine, a kernel, a scheduler or an optimizer, not in a loss."""
+"""`SYSTEMS`: techniques that act in an engine, a kernel, a scheduler or an optimizer, not in a loss.
+
+They shrink the drift that methods correct, or bound it. Nothing here runs: a row says what the technique does, who
+would have to do it, what this library has for it, and which numbers show that it works. What is left of the drift is
+a method's business: see `related`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from offdrift.methods.method import Status
@@ -39,14 +45,14 @@ class System:
     status: Status = "stated"
 
 
-# Rows of `SYSTEMS` that act in an engine: what is replayed, which kernels, which precision.
-
-
 WATCH = ("mismatch/k3", "mismatch/abs_log_ratio_max")
+engine, scheduler = partial(System, watch=WATCH), partial(System, watch=("version_lag/max", "staleness/k3"))
+"""Rows that act in an engine (what is replayed, which kernels, which precision), and around the loss (asynchrony,
+buffers, the optimizer, the model), with the numbers that most of them are watched by."""
 
 ENGINE_ROWS: dict[str, System] = {
     # -- routers, masks, caches: what the rollout did is replayed in training
-    "r3": System(
+    "r3": engine(
         title="R3, rollout routing replay",
         summary="the experts each token took in the rollout are taken again in every training pass",
         aggregation="token and layer, in the router",
@@ -58,11 +64,10 @@ ENGINE_ROWS: dict[str, System] = {
             "the engine's router must record expert indices (of the prompt, too), the trainer's forward pass "
             "must take them; not part of a loss: nothing here pretends to do it"
         ),
-        watch=WATCH,
         related=("icepop", "gspo", "ring_1t"),
         reference="arXiv:2510.11370",
     ),
-    "r2": System(
+    "r2": engine(
         title="R2, vanilla routing replay",
         summary="the experts of the pass that scored the old policy are taken again in later updates",
         aggregation="token and layer, in the router",
@@ -75,7 +80,7 @@ ENGINE_ROWS: dict[str, System] = {
         related=("mini_rl", "gspo"),
         reference="arXiv:2512.01374; From Two Policies to Three, 2025",
     ),
-    "keep_routing": System(
+    "keep_routing": engine(
         title="Keep Routing",
         summary="DeepSeek-V3.2's routing replay: the inference engine's expert paths are enforced in training",
         aggregation="token, in the router",
@@ -84,11 +89,10 @@ ENGINE_ROWS: dict[str, System] = {
         model_class="MoE",
         fails="as R3; how gates are computed beyond the reused path is not published",
         where="the engine's router and the trainer's forward pass; deepseek_v32 is the rest of that recipe and says so",
-        watch=WATCH,
         related=("deepseek_v32", "icepop"),
         reference="DeepSeek-V3.2, arXiv:2512.02556, section 3.1",
     ),
-    "frozen_router_bias": System(
+    "frozen_router_bias": engine(
         title="Frozen router bias",
         summary="the router's load-balancing bias stays fixed during RL, so that routing drifts less",
         aggregation="token, in the router",
@@ -102,7 +106,7 @@ ENGINE_ROWS: dict[str, System] = {
         reference="Ring-1T, arXiv:2510.18855",
         status="secondary",
     ),
-    "keep_sampling_mask": System(
+    "keep_sampling_mask": engine(
         title="Keep Sampling Mask",
         summary="the tokens that top-p and top-k left over are the only ones in the trainer's softmax",
         aggregation="token",
@@ -113,11 +117,10 @@ ENGINE_ROWS: dict[str, System] = {
             "the sampler must record the kept tokens, the trainer must mask its logits; the log-probs given "
             "here must already be those"
         ),
-        watch=WATCH,
         related=("deepseek_v32", "opsm"),
         reference="DeepSeek-V3.2, arXiv:2512.02556, section 3.1",
     ),
-    "shadow_mask": System(
+    "shadow_mask": engine(
         title="Shadow Mask Distillation",
         summary="a rollout with a compressed KV cache records what each token could see; training sees no more",
         aggregation="token",
@@ -125,11 +128,10 @@ ENGINE_ROWS: dict[str, System] = {
         target="sampling under a sparse context, learning under a dense one",
         fails="masks that differ by head and layer can only be approximated",
         where="the engine's cache and the trainer's attention; the distillation term needs two forward passes",
-        watch=WATCH,
         related=("token_tis", "trm_max"),
         reference="arXiv:2605.06850",
     ),
-    "respec": System(
+    "respec": engine(
         title="ReSpec",
         summary="the drafter of speculative decoding is kept close to the policy that it drafts for",
         aggregation="speculation window",
@@ -137,11 +139,10 @@ ENGINE_ROWS: dict[str, System] = {
         target="stale drafters",
         fails="exact speculative sampling needs no correction: a drift of its log-probs is a bug",
         where="the serving engine",
-        watch=WATCH,
         related=("token_tis",),
         reference="arXiv:2510.26475",
     ),
-    "old_logits": System(
+    "old_logits": engine(
         title="Missing Old Logits",
         summary="the old policy's log-probs at the version that sampled: snapshots, a scoring service, or interruption",
         aggregation="token",
@@ -159,7 +160,7 @@ ENGINE_ROWS: dict[str, System] = {
         reference="arXiv:2605.12070",
     ),
     # -- precision and kernels: both engines compute the same
-    "fp16_alignment": System(
+    "fp16_alignment": engine(
         title="FP16 alignment",
         summary="both engines compute in float16, whose mantissa is 8 times finer than bfloat16's",
         mechanism="one precision on both sides",
@@ -170,44 +171,40 @@ ENGINE_ROWS: dict[str, System] = {
             " to the framework that trains (the trainer here computes in float32 or bfloat16 and refuses "
             "fp16)"
         ),
-        watch=WATCH,
         related=("token_tis", "geo_mask"),
         reference="arXiv:2510.26788",
     ),
-    "tbik": System(
+    "tbik": engine(
         title="TBIK, tree-based invariant kernels",
         summary="partial sums are added in one fixed tree, however many GPUs share a matrix",
         mechanism="reductions that do not depend on tensor parallelism",
         target="engines with different tensor-parallel sizes",
         fails="removes this one cause; costs a few percent of throughput",
         where="the kernels of both engines",
-        watch=WATCH,
         related=("token_tis",),
         reference="arXiv:2511.17826",
     ),
-    "bitwise": System(
+    "bitwise": engine(
         title="Bitwise consistency",
         summary="every kernel of rollout and training engine gives the same bits",
         mechanism="audited kernels on both sides",
         target="all mismatch of the engines",
         fails="slow, and binds batch sizes, parallelism and fused kernels",
         where="the kernels of both engines; when it works, mismatch is 0, not small",
-        watch=WATCH,
         related=("ppo_clip", "grpo"),
         reference="Wasti et al., vLLM and TorchTitan, 2025",
     ),
-    "batch_invariant": System(
+    "batch_invariant": engine(
         title="Batch-invariant inference",
         summary="a prompt's log-probs do not depend on what else is in the batch",
         mechanism="fixed order of reductions",
         target="nondeterminism from batch composition",
         fails="makes one engine repeat itself, not two engines agree",
         where="the engine's kernels",
-        watch=WATCH,
         related=("token_tis",),
         reference="He et al., Thinking Machines Lab, 2025",
     ),
-    "sglang_deterministic": System(
+    "sglang_deterministic": engine(
         title="Deterministic inference in SGLang",
         summary="the same tokens under chunked prefill, CUDA graphs, radix cache and sampling with a seed",
         mechanism="deterministic kernels and sampler",
@@ -217,11 +214,10 @@ ENGINE_ROWS: dict[str, System] = {
             "the SGLang server, started with --enable-deterministic-inference: the engine openai draws from "
             "it, and `offdrift check` measures whether it repeats itself"
         ),
-        watch=WATCH,
         related=("token_tis",),
         reference="SGLang Team, 2025",
     ),
-    "tim_harness": System(
+    "tim_harness": engine(
         title="TIM harness (VeXact)",
         summary="same weights, same prompts, no update: what is left between the engines is their mismatch",
         aggregation="token",
@@ -238,7 +234,7 @@ ENGINE_ROWS: dict[str, System] = {
         reference="VeXact, arXiv:2605.14220",
     ),
     # -- quantization
-    "jet_rl": System(
+    "jet_rl": engine(
         title="Jet-RL",
         summary="one FP8 flow for the rollout and for training's forward pass: nothing is left to correct",
         aggregation="token",
@@ -247,11 +243,10 @@ ENGINE_ROWS: dict[str, System] = {
         model_class="dense",
         fails="training itself is then in low precision",
         where="the GEMMs of both engines",
-        watch=WATCH,
         related=("fp8_rl", "flashrl"),
         reference="arXiv:2601.14243",
     ),
-    "fp8_calibration": System(
+    "fp8_calibration": engine(
         title="FP8 KV calibration (of FP8-RL)",
         summary="scales of the FP8 KV cache are measured again after every weight synchronization",
         aggregation="token",
@@ -259,11 +254,10 @@ ENGINE_ROWS: dict[str, System] = {
         target="a cache quantized with old scales",
         fails="the rest of the quantization error stays: correct it",
         where="the engine: vLLM's own calibration; fp8_rl is the loss side",
-        watch=WATCH,
         related=("fp8_rl",),
         reference="FP8-RL, arXiv:2601.18150",
     ),
-    "qarl": System(
+    "qarl": engine(
         title="QaRL's forward pass",
         summary="training's forward pass uses the rollout's low-bit kernels, with a straight-through gradient",
         aggregation="the whole forward pass",
@@ -272,12 +266,11 @@ ENGINE_ROWS: dict[str, System] = {
         model_class="MoE",
         fails="a straight-through gradient is that of another function",
         where="the trainer's layers; tbpo is the loss that goes with it",
-        watch=WATCH,
         related=("tbpo",),
         reference="arXiv:2604.07853",
         status="secondary",
     ),
-    "uaq": System(
+    "uaq": engine(
         title="Invariant scaling (of QuRL)",
         summary="weights divided and activations multiplied by one factor: the same function on a finer grid",
         mechanism="an update-aware quantization grid",
@@ -285,12 +278,11 @@ ENGINE_ROWS: dict[str, System] = {
         model_class="dense",
         fails="the quantization error stays: qurl corrects it",
         where="the engine's quantizer",
-        watch=WATCH,
         related=("qurl",),
         reference="QuRL, arXiv:2602.13953",
         status="secondary",
     ),
-    "qerl": System(
+    "qerl": engine(
         title="QeRL",
         summary="4-bit rollouts with LoRA; quantization noise is wanted, as exploration, and annealed",
         aggregation="token",
@@ -305,15 +297,9 @@ ENGINE_ROWS: dict[str, System] = {
     ),
 }
 
-
-# Rows of `SYSTEMS` that act around the loss: asynchrony, buffers, the optimizer, the model.
-
-
-SCHEDULER_WATCH = ("version_lag/max", "staleness/k3")
-
 SCHEDULER_ROWS: dict[str, System] = {
     # -- how stale a rollout may be
-    "one_step_off": System(
+    "one_step_off": scheduler(
         title="One-step off-policy",
         summary="a batch is drawn while the one before it is trained on: every token is one update old",
         aggregation="batch",
@@ -321,12 +307,11 @@ SCHEDULER_ROWS: dict[str, System] = {
         target="engines that wait for each other",
         fails="a lag of one is mild, and still a lag",
         where="the scheduler; the lag itself can be had with --set lag.queue=1",
-        watch=SCHEDULER_WATCH,
         related=("bypass_ppo_clip", "bypass_pg_geo_rs"),
         reference="verl, one-step off-policy",
         status="implementation",
     ),
-    "verl_async": System(
+    "verl_async": scheduler(
         title="Fully asynchronous verl",
         summary="rollout and trainer run on their own clocks; a share of stale samples is the limit",
         aggregation="batch",
@@ -335,12 +320,11 @@ SCHEDULER_ROWS: dict[str, System] = {
         target="idle engines",
         fails="the share of stale samples is no version gap: the oldest may be very old",
         where="the scheduler; see --set lag.sync_every and lag.queue for its drift without its speed",
-        watch=SCHEDULER_WATCH,
         related=("decoupled_token_is", "bypass_ppo_clip"),
         reference="verl, fully asynchronous policy",
         status="implementation",
     ),
-    "areal_admission": System(
+    "areal_admission": scheduler(
         title="AReaL's staleness control",
         summary="no more rollouts are started than will be trained on before they are too old",
         aggregation="batch",
@@ -349,11 +333,10 @@ SCHEDULER_ROWS: dict[str, System] = {
         target="rollouts too old to use",
         fails="long answers are still the oldest",
         where="the scheduler; areal is the loss side",
-        watch=SCHEDULER_WATCH,
         related=("areal", "decoupled_ppo", "a3po"),
         reference="AReaL, arXiv:2505.24298",
     ),
-    "echo2_provisioning": System(
+    "echo2_provisioning": scheduler(
         title="ECHO-2's provisioning",
         summary="how much rollout throughput and broadcast delay a chosen staleness allows",
         aggregation="token",
@@ -362,12 +345,11 @@ SCHEDULER_ROWS: dict[str, System] = {
         target="staleness nobody chose",
         fails="the published rule could not be read, so none is here",
         where="the cluster's scheduler; echo2 rejects what is older than the bound",
-        watch=SCHEDULER_WATCH,
         related=("echo2",),
         reference="ECHO-2, arXiv:2602.02192",
         status="unverified",
     ),
-    "roll_flash_scheduler": System(
+    "roll_flash_scheduler": scheduler(
         title="ROLL Flash's asynchronous ratio",
         summary="a sample whose policy is too many versions old is aborted and drawn again",
         aggregation="sample",
@@ -376,11 +358,10 @@ SCHEDULER_ROWS: dict[str, System] = {
         target="staleness of single samples",
         fails="aborts long answers more often than short ones",
         where="the scheduler; roll_flash rejects in the loss what would have been aborted",
-        watch=SCHEDULER_WATCH,
         related=("roll_flash",),
         reference="ROLL Flash, arXiv:2510.11345",
     ),
-    "periodic_async": System(
+    "periodic_async": scheduler(
         title="Periodic Asynchrony",
         summary="rollout and training overlap inside a batch, and weights are synchronized after each one",
         aggregation="batch",
@@ -388,11 +369,10 @@ SCHEDULER_ROWS: dict[str, System] = {
         target="idle engines, without staleness",
         fails="the longest answer of a batch still delays the synchronization",
         where="the scheduler; when it works, the version lag is 0 everywhere",
-        watch=SCHEDULER_WATCH,
         related=("ppo_clip", "grpo"),
         reference="arXiv:2511.18871",
     ),
-    "seer": System(
+    "seer": scheduler(
         title="Seer",
         summary="synchronous rollouts made fast: answers divided, scheduled by context, drafted in groups",
         aggregation="batch",
@@ -404,7 +384,7 @@ SCHEDULER_ROWS: dict[str, System] = {
         related=("ppo_clip", "grpo"),
         reference="arXiv:2511.14617",
     ),
-    "dora": System(
+    "dora": scheduler(
         title="DORA",
         summary="several versions roll out at once, each answer by one version alone, none dropped for its length",
         aggregation="trajectory",
@@ -413,34 +393,31 @@ SCHEDULER_ROWS: dict[str, System] = {
         target="idle time of asynchrony, answers written by several versions",
         fails="several versions have to stay in memory",
         where="the engine's scheduler; the version that drew each token is recorded with the rollouts here",
-        watch=SCHEDULER_WATCH,
         related=("echo2", "roll_flash", "old_logits"),
         reference="arXiv:2604.26256",
     ),
-    "async_topologies": System(
+    "async_topologies": scheduler(
         title="LlamaRL, AsyncFlow, DistFlow, Laminar",
         summary="who sends weights and samples to whom: fewer waits, hence less lag",
         mechanism="topology",
         target="idle engines",
         fails="contains no correction: the lag that is left needs one",
         where="the cluster's scheduler",
-        watch=SCHEDULER_WATCH,
         related=("token_tis", "echo2"),
         reference="arXiv:2505.24034, 2507.01663, 2507.13833, 2510.12633",
     ),
-    "async_rlhf": System(
+    "async_rlhf": scheduler(
         title="Asynchronous RLHF",
         summary="how much lag is tolerable depends on the objective; online DPO tolerates most",
         mechanism="choice of the objective",
         target="asynchronous RLHF",
         fails="a finding, not a technique",
         where="the choice of the objective; preference losses are not in this table",
-        watch=SCHEDULER_WATCH,
         related=("oapl", "vespo"),
         reference="arXiv:2410.18252",
     ),
     # -- what is drawn again
-    "freshper": System(
+    "freshper": scheduler(
         title="Freshness-aware prioritized replay",
         summary="old rollouts are trained on again, with a priority that decays with their age",
         aggregation="sequence",
@@ -451,11 +428,10 @@ SCHEDULER_ROWS: dict[str, System] = {
         where=(
             "the replay buffer, which this trainer does not have; train on its batches with a method on the full ratio"
         ),
-        watch=SCHEDULER_WATCH,
         related=("seq_tis", "token_tis", "oapl"),
         reference="arXiv:2604.16918",
     ),
-    "replay_buffer": System(
+    "replay_buffer": scheduler(
         title="Experience replay",
         summary="rollouts are kept and used several times: staleness is traded for the cost of generation",
         aggregation="sequence",
@@ -464,11 +440,10 @@ SCHEDULER_ROWS: dict[str, System] = {
         target="the cost of generation",
         fails="diversity falls and variance grows with every use",
         where="the replay buffer, which this trainer does not have; --set optim.epochs=2 uses each batch twice",
-        watch=SCHEDULER_WATCH,
         related=("token_tis", "oapl", "vespo"),
         reference="arXiv:2604.08706",
     ),
-    "logit_fusion_rollouts": System(
+    "logit_fusion_rollouts": scheduler(
         title="Logit fusion of teacher and student",
         summary="tokens are drawn from mixed logits of teacher and student, and the mixture fades out",
         aggregation="token",
@@ -483,7 +458,7 @@ SCHEDULER_ROWS: dict[str, System] = {
         reference="Logit Fusion, 2026",
     ),
     # -- the optimizer and the model
-    "lr_surge": System(
+    "lr_surge": scheduler(
         title="Learning-rate scheduling on length surges",
         summary="when answers suddenly become longer, the learning rate is halved, again and again",
         mechanism="a learning rate that falls after a surge of length",
@@ -499,7 +474,7 @@ SCHEDULER_ROWS: dict[str, System] = {
         reference="arXiv:2602.01826",
         status="secondary",
     ),
-    "gac": System(
+    "gac": scheduler(
         title="GAC, gradient alignment control",
         summary="the part of a gradient that points along the previous one is taken out",
         aggregation="step",
@@ -513,7 +488,7 @@ SCHEDULER_ROWS: dict[str, System] = {
         reference="arXiv:2603.01501",
         status="unverified",
     ),
-    "alp": System(
+    "alp": scheduler(
         title="ALP, adaptive layerwise perturbation",
         summary="the updated policy is scored with learnable noise in each layer's input, which flattens ratios",
         aggregation="that of the loss it goes with",
@@ -530,7 +505,7 @@ SCHEDULER_ROWS: dict[str, System] = {
         reference="arXiv:2603.19470",
         status="implementation",
     ),
-    "compassmax": System(
+    "compassmax": scheduler(
         title="CompassMax's stack",
         summary="routing replay, ESPO, removal of prompts without variance, a generative judge and FP8 rollouts",
         aggregation="that of espo",
@@ -546,46 +521,22 @@ SCHEDULER_ROWS: dict[str, System] = {
     ),
 }
 
-
-# `SYSTEMS`: techniques that act in an engine, a kernel, a scheduler or an optimizer, not in a loss.
-#
-# They shrink the drift that methods correct, or bound it. Nothing here runs: a row says what the
-# technique does, who would have to do it, what this library has for it, and which numbers show that it
-# works. What is left of the drift is a method's business: see `related`.
-
-
 FAMILIES: dict[str, dict[str, System]] = {"in the engine": ENGINE_ROWS, "around the loss": SCHEDULER_ROWS}
 
 SYSTEMS: dict[str, System] = {n: row for rows in FAMILIES.values() for n, row in rows.items()}
 
 
+FACTS = (
+    "name kind family title summary unit ratio evidence sign stop_gradient certifies raises aggregate mechanism "
+    "is_treatment target model_class fails bias reference status experimental where here watch related"
+)
+"""What is said of a row, in this order; what a technique outside the loss does not have is None."""
+
+
 def facts(name: str, row: System) -> dict[str, Any]:
     """All that is known of a row, as plain data, with the keys that `axes.facts` has, too."""
-    return {
-        "name": name,
-        "kind": "system",
-        "family": next(title for title, rows in FAMILIES.items() if name in rows),
-        "title": row.title,
-        "summary": row.summary,
-        "unit": [],
-        "ratio": [],
-        "evidence": [],
-        "sign": None,
-        "stop_gradient": None,
-        "certifies": None,
-        "raises": None,
-        "aggregate": row.aggregation,
-        "mechanism": row.mechanism,
-        "is_treatment": row.is_treatment,
-        "target": row.target,
-        "model_class": row.model_class,
-        "fails": row.fails,
-        "bias": None,
-        "reference": row.reference,
-        "status": row.status,
-        "experimental": row.status == "unverified",
-        "where": row.where,
-        "here": list(row.here),
-        "watch": list(row.watch),
-        "related": list(row.related),
-    }
+    words = {k: list(x) if isinstance(x, tuple) else x for k, x in vars(row).items()}
+    words |= {"name": name, "kind": "system", "aggregate": row.aggregation, "experimental": row.status == "unverified"}
+    words |= {"family": next(title for title, rows in FAMILIES.items() if name in rows)}
+    words |= {"unit": [], "ratio": [], "evidence": []}
+    return {key: words.get(key) for key in FACTS.split()}

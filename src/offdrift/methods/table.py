@@ -1,25 +1,22 @@
-"""The 19 presets of verl's rollout correction, by the same names and with its default thresholds.
-
-Decoupled presets correct the mismatch ratio and leave the objective to be configured ("any"): here
-PPO with dual clip on staleness, verl's default. Bypass presets call the rollout policy old and
-correct the full ratio.
-"""
+"""`METHODS`: every named method, family by family; trust region masking, recipes and verl's presets are here."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import replace
+from typing import Any
 
-from offdrift.correction import Correction, Gate, LengthNeutralGate, Weight
+from offdrift.correction import Gate, LengthNeutralGate, Weight
 from offdrift.correction.compose import GateLike, WeightLike
+from offdrift.correction.gate import GateUnit
+from offdrift.correction.statistics import StatisticName
 from offdrift.errors import MethodError
 from offdrift.methods import clips, sequences, weighted
-from offdrift.methods.method import Bias, Method
+from offdrift.methods.method import Method, row
 from offdrift.objectives import Clipped, ImportanceSampled, Objective, Reinforce
 from offdrift.penalty import KLPenalty
 from offdrift.ratios import RatioName
 
-VERL = "verl 0.9, rollout correction preset"
 LENGTH_TRAP = "rejects long sequences at constant drift per token, and most sequences above a few hundred tokens"
 
 
@@ -47,25 +44,25 @@ def _product(on: RatioName) -> Gate:
     return Gate(statistic="ratio", on=on, unit="seq_sum", low=0.5, high=2.0)
 
 
-def _preset(
-    objective: Objective, summary: str, *parts: GateLike | WeightLike, fails: str, bias: Bias = "O(drift)"
-) -> Method:
-    correction = Correction()
-    for part in parts:
-        correction = correction & part
-    return Method(
-        objective=objective,
-        correction=correction,
+def _preset(objective: Objective, summary: str, *parts: GateLike | WeightLike, fails: str, **words: Any) -> Method:
+    rejects = any(isinstance(part, Gate) for part in parts)
+    return row(
+        objective,
+        *parts,
         aggregate="seq_mean_token_sum" if isinstance(objective, Reinforce) else "token_mean",
         summary=summary,
-        mechanism="rejection" if correction.gates else "PPO clip" if objective.on else "none",
+        mechanism="rejection" if rejects else "PPO clip" if objective.on else "none",
         target="mismatch of the engines" if objective.on != "full" else "off-policy data of any kind",
         fails=fails,
-        bias=bias,
-        reference=VERL,
+        reference="verl 0.9, rollout correction preset",
         status="implementation",
+        **words,
     )
 
+
+# The 19 presets of verl's rollout correction, by the same names and with its default thresholds. Decoupled presets
+# correct the mismatch ratio and leave the objective to be configured ("any"): here PPO with dual clip on staleness,
+# verl's default. Bypass presets call the rollout policy old and correct the full ratio.
 
 PPO = Clipped(on="staleness", dual_clip=3.0)
 BYPASS_PPO = Clipped(on="full", dual_clip=3.0)
@@ -115,22 +112,19 @@ FEW_ACCEPTED = "rejects almost everything once drift is strong; below 70 % accep
 DETECTOR = "a detector, not a guarantee: rare tokens give false alarms, unsampled tokens none"
 
 
-def _gate(statistic: str, unit: str, high: float) -> Gate:
-    return Gate(statistic=statistic, on="full", unit=unit, high=high)  # type: ignore[arg-type]
+def _gate(statistic: StatisticName, unit: GateUnit, high: float) -> Gate:
+    return Gate(statistic=statistic, on="full", unit=unit, high=high)
 
 
-def _trm(
-    *gates: GateLike, summary: str, fails: str, where: str = "section 4.3 and Algorithm 1", bias: Bias = "O(drift)"
-) -> Method:
-    return Method(
-        objective=ImportanceSampled(on="full"),
-        correction=Correction(gates),
-        summary=summary,
+def _trm(*gates: GateLike, where: str = "section 4.3 and Algorithm 1", **words: Any) -> Method:
+    return row(
+        ImportanceSampled(on="full"),
+        *gates,
+        aggregate="seq_mean_token_sum",
         mechanism="admission test of the whole sequence",
         target="one bad token corrupts its sequence",
-        fails=fails,
-        bias=bias,
         reference=f"{TRM}, {where}",
+        **words,
     )
 
 
@@ -217,21 +211,15 @@ RECIPE_ROWS: dict[str, Method] = {
         target="trillion-parameter MoE",
         reference="Ring-1T, arXiv:2510.18855, section 2.3",
     ),
-    "intellect3": Method(
-        objective=ImportanceSampled(on="full"),
-        correction=Correction(
-            (
-                Gate(statistic="ratio", on="full", unit="token", low=0.125, high=8.0),
-                Gate(statistic="ratio", on="full", unit="seq_max", low=1e-5),
-            )
-        ),
-        aggregate="token_mean",
+    "intellect3": row(
+        ImportanceSampled(on="full"),
+        Gate(statistic="ratio", on="full", unit="token", low=0.125, high=8.0),
+        Gate(statistic="ratio", on="full", unit="seq_max", low=1e-5),
         advantage="dr_grpo",
         summary="full-ratio surrogate, tokens outside [0.125, 8] masked, sequences with a ratio below 1e-5 rejected",
         mechanism="band mask and worst-token admission test",
         target="asynchronous rollouts, engines that differ",
-        fails="biased for sequence rewards; the bias grows with length and drift",
-        bias="O(drift)",
+        fails=weighted.TOKEN_BIAS,
         reference="INTELLECT-3, 2025; prime-rl (token band of an early revision)",
         status="implementation",
     ),
@@ -243,7 +231,7 @@ RECIPE_ROWS: dict[str, Method] = {
     ),
     "ppo_clip_geo_rs": replace(
         clips.ROWS["dual_clip"],
-        correction=Correction((Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.99, high=1.01),)),
+        correction=sequences.ROWS["geo_mask"].correction,
         summary=(
             "PPO's clip with dual clip 3; a sequence whose geometric mean of the mismatch leaves [0.99, 1.01]"
             " is rejected"
@@ -258,10 +246,7 @@ RECIPE_ROWS: dict[str, Method] = {
     ),
     "decoupled_geo": replace(
         clips.ROWS["decoupled_ppo"],
-        correction=Correction(
-            (Gate(statistic="ratio", on="mismatch", unit="seq_mean", low=0.99, high=1.01),),
-            (Weight(on="mismatch", cap=2.0),),
-        ),
+        correction=sequences.ROWS["geo_mask"].correction & Weight(on="mismatch", cap=2.0),
         objective=Clipped(eps_high=0.28, dual_clip=3.0),
         summary="decoupled PPO with DAPO's upper clip 0.28, token TIS at 2, geometric band [0.99, 1.01]",
         mechanism="ratio clip, two-sided admission test",

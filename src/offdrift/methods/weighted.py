@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from offdrift.correction import Correction, Gate, VariationalWeight, Weight
-from offdrift.methods.method import Method
+from offdrift.correction import Gate, VariationalWeight, Weight
+from offdrift.methods.method import Method, row
 from offdrift.objectives import Clipped, ImportanceSampled, Reinforce
 
 TIS = "Yao et al., Your efficient RL framework secretly brings you off-policy RL training, 2025"
@@ -12,30 +12,25 @@ TOKEN_BIAS = "biased for sequence rewards; the bias grows with length and drift"
 PRODUCT = "long sequences: the product vanishes or explodes"
 
 ROWS: dict[str, Method] = {
-    "none": Method(
-        objective=Reinforce(),
-        aggregate="token_mean",
+    "none": row(
+        Reinforce(),
         summary="no correction: the policy gradient as if the data were on-policy",
         mechanism="none",
         target="none",
         fails="whenever the policies differ",
-        bias="O(drift)",
         reference="Williams, 1992",
     ),
-    "token_tis": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="full", unit="token", cap=2.0),)),
-        aggregate="token_mean",
+    "token_tis": row(
+        Reinforce(), Weight(on="full", unit="token", cap=2.0),
         summary="each token weighted by its ratio, truncated at 2",
         mechanism="truncated weight",
         target="mismatch of the engines",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference=TIS,
     ),
-    "seq_tis": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="full", unit="sequence", cap=2.0),)),
+    "seq_tis": row(
+        Reinforce(), Weight(on="full", unit="sequence", cap=2.0),
+        aggregate="seq_mean_token_sum",
         summary="each sequence weighted by its product of ratios, truncated at 2",
         mechanism="truncated weight",
         target="bias of token-level correction",
@@ -43,9 +38,9 @@ ROWS: dict[str, Method] = {
         bias="none inside limits",
         reference=TIS,
     ),
-    "full_is": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="full", unit="sequence"),)),
+    "full_is": row(
+        Reinforce(), Weight(on="full", unit="sequence"),
+        aggregate="seq_mean_token_sum",
         summary="each sequence weighted by its product of ratios, untruncated: the oracle",
         mechanism="none",
         target="bias of every other correction",
@@ -53,18 +48,18 @@ ROWS: dict[str, Method] = {
         bias="none",
         reference="Kahn and Marshall, 1953; Li et al., arXiv:2512.23075v5, section 2",
     ),
-    "token_is": Method(
-        objective=ImportanceSampled(on="full"),
+    "token_is": row(
+        ImportanceSampled(on="full"),
+        aggregate="seq_mean_token_sum",
         summary="the surrogate itself: each token's ratio, differentiated, nothing limited",
         mechanism="none",
         target="mismatch of the engines",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference="Li et al., arXiv:2512.23075v5, eq. 2",
     ),
-    "seq_mis": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="full", unit="sequence", cap=3.0, outside="mask"),)),
+    "seq_mis": row(
+        Reinforce(), Weight(on="full", unit="sequence", cap=3.0, outside="mask"),
+        aggregate="seq_mean_token_sum",
         summary="sequence product, the whole sequence dropped above 3",
         mechanism="masked weight",
         target="outlier sequences that truncation keeps",
@@ -72,11 +67,9 @@ ROWS: dict[str, Method] = {
         bias="none inside limits",
         reference=f"{MIS}; cap 3: TRL's default",
     ),
-    "seq_mis_band": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            weights=(Weight(on="full", unit="sequence", floor=1 / 3, cap=3.0, outside="mask"),)
-        ),
+    "seq_mis_band": row(
+        Reinforce(), Weight(on="full", unit="sequence", floor=1 / 3, cap=3.0, outside="mask"),
+        aggregate="seq_mean_token_sum",
         summary="sequence product, dropped outside [1/3, 3]",
         mechanism="masked weight",
         target="outlier sequences on both sides",
@@ -84,84 +77,64 @@ ROWS: dict[str, Method] = {
         bias="none inside limits",
         reference=f"{MIS}, two-sided form of the geometric-masking post, 2026; no band is published",
     ),
-    "decoupled_seq_mis": Method(
-        objective=Clipped(),
-        correction=Correction(
-            weights=(Weight(on="mismatch", unit="sequence", cap=3.0, outside="mask"),)
-        ),
+    "decoupled_seq_mis": row(
+        Clipped(), Weight(on="mismatch", unit="sequence", cap=3.0, outside="mask"),
+        aggregate="seq_mean_token_sum",
         summary="PPO's clip, times the sequence product of the mismatch, the whole sequence dropped above 3",
         mechanism="masked weight, PPO clip",
         target="mismatch of the engines, without mixing it with staleness",
         fails=PRODUCT,
-        bias="O(drift)",
-        reference=(
-            "From Two Policies to Three, 2025, section on sequence-level MIS (no threshold is published; 3 is"
-            " TRL's default)"
-        ),
+        reference="From Two Policies to Three, 2025, section on sequence-level MIS (no threshold is published; 3 is"
+            " TRL's default)",
     ),
-    "token_mis": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            weights=(Weight(on="full", unit="token", floor=0.5, cap=5.0, outside="mask"),)
-        ),
-        aggregate="token_mean",
+    "token_mis": row(
+        Reinforce(), Weight(on="full", unit="token", floor=0.5, cap=5.0, outside="mask"),
         summary="each token's ratio, the token dropped outside [0.5, 5]",
         mechanism="masked weight",
         target="outlier tokens that truncation keeps",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference=f"{MIS}; per token as in FP8-RL, arXiv:2601.18150",
     ),
-    "geo_is": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="full", unit="geometric", cap=2.0),)),
+    "geo_is": row(
+        Reinforce(), Weight(on="full", unit="geometric", cap=2.0),
+        aggregate="seq_mean_token_sum",
         summary="each sequence weighted by the geometric mean of its ratios, truncated at 2",
         mechanism="truncated weight",
         target="length trap",
         fails="not an importance weight: a drift indicator that leaves the bias where it was",
-        bias="O(drift)",
         reference="sequence-level option of AReaL, NeMo-RL and SkyRL",
         status="implementation",
     ),
-    "prefix_is": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            weights=(Weight(on="full", unit="prefix", floor=0.97531, cap=1.05127, growth=0.5),)
-        ),
+    "prefix_is": row(
+        Reinforce(), Weight(on="full", unit="prefix", floor=0.97531, cap=1.05127, growth=0.5),
+        aggregate="seq_mean_token_sum",
         summary="each token weighted by the product of ratios up to it, log-limits growing with sqrt(t)",
         mechanism="truncated weight, sqrt(t) log-clip",
         target="prefix bias of token weights, variance of sequence weights",
         fails="a reward that comes after the token depends on ratios the prefix leaves out",
-        bias="O(drift)",
         reference="CTPO, arXiv:2605.07331, as a weight",
     ),
-    "minpro": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="full", unit="prefix_min"),)),
-        aggregate="token_mean",
+    "minpro": row(
+        Reinforce(), Weight(on="full", unit="prefix_min"),
         summary="each token weighted by its ratio times the smallest ratio before it",
         mechanism="prefix minimum",
         target="length trap, accumulated prefix bias",
         fails="one early outlier suppresses the rest of the response",
-        bias="O(drift)",
         reference="MinPRO, arXiv:2601.22718 (weight stated; gradient path and aggregate unverified)",
         status="unverified",
     ),
-    "segment_tis": Method(
-        objective=Clipped(),
-        correction=Correction(weights=(Weight(on="mismatch", unit="turn", cap=1.2),)),
-        aggregate="token_mean",
+    "segment_tis": row(
+        Clipped(), Weight(on="mismatch", unit="turn", cap=1.2),
         summary="each turn weighted by the geometric mean of its mismatch, truncated at 1.2",
         mechanism="truncated weight, PPO clip",
         target="multi-turn agents",
         fails="not an importance weight",
-        bias="O(drift)",
         reference="ROLL, segment-level correction",
         status="implementation",
     ),
-    "normalized_tis": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="full", unit="sequence", cap=2.0, normalize=True),)),
+    "normalized_tis": row(
+        Reinforce(), Weight(on="full", unit="sequence", cap=2.0, normalize=True),
+        aggregate="seq_mean_token_sum",
         summary="sequence TIS, divided by the mean weight of the step (over all ranks)",
         mechanism="truncated weight, self-normalized",
         target="scale of the step under drift",
@@ -170,10 +143,8 @@ ROWS: dict[str, Method] = {
         reference="verl, rollout_is_batch_normalize",
         status="implementation",
     ),
-    "shaped_is": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="full", saturation=0.1),)),
-        aggregate="token_mean",
+    "shaped_is": row(
+        Reinforce(), Weight(on="full", saturation=0.1),
         summary="each token weighted by w / (w + 0.1)",
         mechanism="saturating weight",
         target="small ratios under teacher mixing",
@@ -182,237 +153,176 @@ ROWS: dict[str, Method] = {
         reference="LUFFY, arXiv:2504.14945; option of Logit Fusion, 2026 (gamma unverified)",
         status="unverified",
     ),
-    "icepop": Method(
-        objective=Clipped(),
-        correction=Correction(weights=(Weight(on="mismatch", floor=0.5, cap=5.0, outside="mask"),)),
-        aggregate="token_mean",
+    "icepop": row(
+        Clipped(), Weight(on="mismatch", floor=0.5, cap=5.0, outside="mask"),
         summary="PPO; tokens whose mismatch ratio leaves [0.5, 5] get weight 0, the others their ratio",
         mechanism="band mask",
         target="train/inference discrepancy, first in MoE",
         fails="a band that masks more than 10 to 25 % of tokens has met its limit",
-        bias="O(drift)",
         reference="IcePop, Ring-1T report, arXiv:2510.18855, section 2.3",
     ),
-    "icepop_binary": Method(
-        objective=Clipped(),
-        correction=Correction((Gate(statistic="ratio", on="mismatch", unit="token", low=0.5, high=5.0),)),
-        aggregate="token_mean",
+    "icepop_binary": row(
+        Clipped(), Gate(statistic="ratio", on="mismatch", unit="token", low=0.5, high=5.0),
         summary="IcePop's band as a plain mask, without the ratio as coefficient",
         mechanism="band mask",
         target="train/inference discrepancy, first in MoE",
         fails="inside the band nothing is corrected",
-        bias="O(drift)",
         reference="From Two Policies to Three, 2025; SkyRL suggests the band 0.5 to 2",
     ),
-    "flashrl": Method(
-        objective=Clipped(),
-        correction=Correction(weights=(Weight(on="mismatch", cap=2.0),)),
-        aggregate="token_mean",
+    "flashrl": row(
+        Clipped(), Weight(on="mismatch", cap=2.0),
         summary="token TIS at 2 with log-probs from the quantized engine itself",
         mechanism="truncated weight, PPO clip",
         target="8-bit rollouts",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference="FlashRL, 2025 (recipes use 8)",
     ),
-    "fp8_rl": Method(
-        objective=Clipped(eps_high=0.28),
-        correction=Correction(weights=(Weight(on="mismatch", cap=2.0),)),
-        aggregate="token_mean",
+    "fp8_rl": row(
+        Clipped(eps_high=0.28), Weight(on="mismatch", cap=2.0),
         summary="token TIS at 2 over fp8 weights, activations and KV cache; the calibration is the engine's part",
         mechanism="truncated weight, PPO clip",
         target="quantized production stacks",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference="FP8-RL, arXiv:2601.18150 (loss side; the fp8 KV correction belongs to the engine)",
         status="secondary",
     ),
-    "cispo": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="staleness", floor=0.8, cap=1.2),)),
-        aggregate="token_mean",
+    "cispo": row(
+        Reinforce(), Weight(on="staleness", floor=0.8, cap=1.2),
         summary="the clipped ratio as a stopped coefficient of log pi: no token loses its gradient",
         mechanism="clipped coefficient",
         target="suppressed reflective tokens",
         fails="no trust region: updates can grow with the drift they cause",
-        bias="O(drift)",
         reference="CISPO, arXiv:2506.13585; both sides as in verl",
     ),
-    "cispo_upper": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(Weight(on="staleness", cap=5.0),)),
-        aggregate="token_mean",
+    "cispo_upper": row(
+        Reinforce(), Weight(on="staleness", cap=5.0),
         summary="CISPO with a cap alone, at 5",
         mechanism="clipped coefficient",
         target="suppressed reflective tokens",
         fails="no trust region: updates can grow with the drift they cause",
-        bias="O(drift)",
         reference="CISPO, arXiv:2506.13585; as in TRL and Liger, whose epsilon is the cap",
     ),
-    "dispo": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            weights=(
-                Weight(on="staleness", floor=0.8, cap=11.0, advantage="positive", outcome="correct"),
-                Weight(on="staleness", floor=0.8, cap=1.2, advantage="negative", outcome="correct"),
-                Weight(on="staleness", floor=0.9, cap=1.2, advantage="positive", outcome="incorrect"),
-                Weight(on="staleness", floor=0.9, cap=101.0, advantage="negative", outcome="incorrect"),
-            )
-        ),
-        aggregate="token_mean",
+    "dispo": row(
+        Reinforce(),
+        Weight(on="staleness", floor=0.8, cap=11.0, advantage="positive", outcome="correct"),
+        Weight(on="staleness", floor=0.8, cap=1.2, advantage="negative", outcome="correct"),
+        Weight(on="staleness", floor=0.9, cap=1.2, advantage="positive", outcome="incorrect"),
+        Weight(on="staleness", floor=0.9, cap=101.0, advantage="negative", outcome="incorrect"),
         summary="CISPO with limits of its own for each sign of the advantage and each outcome of the answer",
         mechanism="four clip regimes",
         target="sign-conditioned failures",
         fails="negatives may count a hundredfold; the floor 0.9 and the cap 1.2 are our reading of the survey's words",
-        bias="O(drift)",
         reference="DISPO, arXiv:2602.00983, as the survey describes it (unverified: best reading)",
         status="unverified",
     ),
-    "dispo_paper": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            weights=(
-                Weight(on="staleness", floor=0.8, cap=11.0, outcome="correct"),
-                Weight(on="staleness", floor=0.0, cap=101.0, outcome="incorrect"),
-            )
-        ),
-        aggregate="token_mean",
+    "dispo_paper": row(
+        Reinforce(),
+        Weight(on="staleness", floor=0.8, cap=11.0, outcome="correct"),
+        Weight(on="staleness", floor=0.0, cap=101.0, outcome="incorrect"),
         summary="CISPO with a floor and a cap for correct answers and others for incorrect ones",
         mechanism="four clip regimes: each outcome, each side of the ratio",
         target="sign-conditioned failures",
         fails="tokens of incorrect answers may count a hundredfold",
-        bias="O(drift)",
         reference="DISPO, arXiv:2602.00983, abstract (the four numbers are from a secondary source)",
         status="secondary",
     ),
-    "topr": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            weights=(Weight(on="full", unit="sequence", floor=0.0, cap=1.0, outcome="incorrect"),)
-        ),
+    "topr": row(
+        Reinforce(), Weight(on="full", unit="sequence", floor=0.0, cap=1.0, outcome="incorrect"),
+        aggregate="seq_mean_token_sum",
         summary="correct trajectories as they are, the others weighted by the sequence product truncated to [0, 1]",
         mechanism="none on correct trajectories, truncated IS on the others",
         target="over-suppression by negative trajectories",
         fails="correct trajectories are imitated however unlikely they have become",
-        bias="O(drift)",
-        reference=(
-            "TOPR, arXiv:2503.14286 (a reward of 0 counts as incorrect here, so that rewards of 0 and 1 are "
-            "told apart)"
-        ),
+        reference="TOPR, arXiv:2503.14286 (a reward of 0 counts as incorrect here, so that rewards of 0 and 1 are "
+            "told apart)",
     ),
-    "mini_rl": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            (Gate(statistic="ratio", on="staleness", unit="token", low=0.8, high=1.2, advantage="outward"),),
-            (Weight(on="mismatch", cap=5.0), Weight(on="staleness")),
-        ),
-        aggregate="token_mean",
+    "mini_rl": row(
+        Reinforce(),
+        Gate(statistic="ratio", on="staleness", unit="token", low=0.8, high=1.2, advantage="outward"),
+        Weight(on="mismatch", cap=5.0),
+        Weight(on="staleness"),
         summary="REINFORCE with mismatch and staleness as separate stopped weights and PPO's clip as a mask",
         mechanism="PPO-style mask",
         target="mixing of mismatch and staleness",
         fails=TOKEN_BIAS,
-        bias="O(drift)",
         reference="Zheng et al., Stabilizing RL with LLMs, arXiv:2512.01374 (defaults unverified)",
         status="secondary",
     ),
-    "dppo_tv": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            (Gate(statistic="binary_tv", on="full", unit="token", low=-0.15, high=0.15, advantage="outward"),),
-            (Weight(on="full", cap=20.0),),
-        ),
+    "dppo_tv": row(
+        Reinforce(),
+        Gate(statistic="binary_tv", on="full", unit="token", low=-0.15, high=0.15, advantage="outward"),
+        Weight(on="full", cap=20.0),
         aggregate="fixed",
         summary="tokens stop being pushed once their probability has moved by 0.15; ratio capped at 20",
         mechanism="bound on the binary TV",
         target="ratios as a poor proxy of divergence",
         fails="sees the sampled token alone: binary TV is at most the TV",
-        bias="O(drift)",
-        reference=(
-            "DPPO, arXiv:2602.04879 (anchor: rollout policy; over the whole vocabulary with "
-            "gate.statistic=tv, gate.low=None)"
-        ),
+        reference="DPPO, arXiv:2602.04879 (anchor: rollout policy; over the whole vocabulary with "
+            "gate.statistic=tv, gate.low=None)",
     ),
-    "dppo_kl": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            (Gate(statistic="binary_kl", on="full", unit="token", low=-0.05, high=0.05, advantage="outward"),),
-            (Weight(on="full", cap=20.0),),
-        ),
+    "dppo_kl": row(
+        Reinforce(),
+        Gate(statistic="binary_kl", on="full", unit="token", low=-0.05, high=0.05, advantage="outward"),
+        Weight(on="full", cap=20.0),
         aggregate="fixed",
         summary="the same with the binary KL and 0.05 nat",
         mechanism="bound on the binary KL",
         target="ratios as a poor proxy of divergence",
         fails="sees the sampled token alone: binary KL is at most the KL",
-        bias="O(drift)",
         reference="DPPO, arXiv:2602.04879 (over the whole vocabulary with gate.statistic=kl, gate.low=None)",
     ),
-    "dppo_tv_old": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            (Gate(statistic="binary_tv", on="staleness", unit="token", low=-0.15, high=0.15, advantage="outward"),),
-            (Weight(on="staleness", cap=20.0),),
-        ),
+    "dppo_tv_old": row(
+        Reinforce(),
+        Gate(statistic="binary_tv", on="staleness", unit="token", low=-0.15, high=0.15, advantage="outward"),
+        Weight(on="staleness", cap=20.0),
         aggregate="fixed",
         summary="DPPO with the binary TV to the old policy instead of the rollout policy",
         mechanism="bound on the binary TV",
         target="ratios as a poor proxy of divergence",
         fails="the engines' mismatch is left uncorrected; sees the sampled token alone",
-        bias="O(drift)",
         reference="DPPO, arXiv:2602.04879, anchored at the old policy as in verl",
         status="implementation",
     ),
-    "dppo_kl_old": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            (Gate(statistic="binary_kl", on="staleness", unit="token", low=-0.05, high=0.05, advantage="outward"),),
-            (Weight(on="staleness", cap=20.0),),
-        ),
+    "dppo_kl_old": row(
+        Reinforce(),
+        Gate(statistic="binary_kl", on="staleness", unit="token", low=-0.05, high=0.05, advantage="outward"),
+        Weight(on="staleness", cap=20.0),
         aggregate="fixed",
         summary="the same with the binary KL and 0.05 nat",
         mechanism="bound on the binary KL",
         target="ratios as a poor proxy of divergence",
         fails="the engines' mismatch is left uncorrected; sees the sampled token alone",
-        bias="O(drift)",
         reference="DPPO, arXiv:2602.04879, anchored at the old policy as in verl",
         status="implementation",
     ),
-    "dppo_tv_exact": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            (Gate(statistic="tv", on="staleness", unit="token", high=0.15, advantage="outward"),),
-            (Weight(on="staleness", cap=20.0),),
-        ),
+    "dppo_tv_exact": row(
+        Reinforce(),
+        Gate(statistic="tv", on="staleness", unit="token", high=0.15, advantage="outward"),
+        Weight(on="staleness", cap=20.0),
         aggregate="fixed",
         summary="DPPO with the TV of whole distributions to the old policy",
         mechanism="bound on the exact TV",
         target="binary divergences that see the sampled token alone",
         fails="needs the old policy's distributions; the engines' mismatch is left uncorrected",
-        bias="O(drift)",
         reference="DPPO, arXiv:2602.04879, over the whole vocabulary; the binary form's limit",
     ),
-    "dppo_kl_exact": Method(
-        objective=Reinforce(),
-        correction=Correction(
-            (Gate(statistic="kl", on="staleness", unit="token", high=0.05, advantage="outward"),),
-            (Weight(on="staleness", cap=20.0),),
-        ),
+    "dppo_kl_exact": row(
+        Reinforce(),
+        Gate(statistic="kl", on="staleness", unit="token", high=0.05, advantage="outward"),
+        Weight(on="staleness", cap=20.0),
         aggregate="fixed",
         summary="the same with the KL of whole distributions and 0.05 nat",
         mechanism="bound on the exact KL",
         target="binary divergences that see the sampled token alone",
         fails="needs the old policy's distributions; the engines' mismatch is left uncorrected",
-        bias="O(drift)",
         reference="DPPO, arXiv:2602.04879, over the whole vocabulary; the binary form's limit",
     ),
-    "vespo": Method(
-        objective=Reinforce(),
-        correction=Correction(weights=(VariationalWeight(),)),
-        aggregate="token_mean",
+    "vespo": row(
+        Reinforce(), VariationalWeight(),
         summary="a smooth kernel of the sequence ratio, vanishing in both tails, by the sign of the advantage",
         mechanism="variational reshaping kernel",
         target="variance of exact sequence weights",
         fails="long drifted sequences vanish silently: watch the limited fraction",
-        bias="O(drift)",
         reference="VESPO, arXiv:2602.10693, official code",
         status="implementation",
     ),
