@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offdrift.show.charts import points
-from offdrift.train.charts import QUANTITIES, all_charts, line_chart, moving_mean, reward_chart
+from offdrift.train.page import QUANTITIES, all_charts, line_chart, moving_mean, reward_chart
 from offdrift.train.stored import Arm, read_run
 from tests.show.synthetic import write_run
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offdrift.show.numbers import duration, fixed, percent, short
-from offdrift.train.stored import Arm, Run
-from offdrift.train.table import COLUMNS, verdict
+from offdrift.train.stored import COLUMNS, Arm, Run, verdict
 
 
 def arm(

@@ -26,10 +26,10 @@ def test_cutting_back_forgets_what_came_after_and_repeats_the_evaluation(tmp_pat
     for i in range(5):
         for name in ("metrics", "samples", "eval", "findings"):
             arm.append(name, {"update": i})
-    arm.log.mkdir()
+    (arm.path / "log").mkdir()
     for i in range(5):
         for part in ("", "-rank1"):
-            (arm.log / f"batch-{i:06d}{part}.parquet").touch()
+            (arm.path / "log" / f"batch-{i:06d}{part}.parquet").touch()
     (arm.log / "batch-notes.parquet").touch()
     arm.cut_back(2, batch=3)
     assert [r["update"] for r in arm.rows("metrics")] == [0, 1, 2]
@@ -37,7 +37,7 @@ def test_cutting_back_forgets_what_came_after_and_repeats_the_evaluation(tmp_pat
     assert [r["update"] for r in arm.rows("findings")] == [0, 1, 2]
     assert [r["update"] for r in arm.rows("eval")] == [0, 1]
     left = [f"batch-{i:06d}{part}.parquet" for i in range(3) for part in ("", "-rank1")]
-    assert sorted(f.name for f in arm.log.iterdir()) == sorted([*left, "batch-notes.parquet"])
+    assert sorted(f.name for f in (arm.path / "log").iterdir()) == sorted([*left, "batch-notes.parquet"])
 
 
 def test_an_arm_is_finished_when_its_summary_is_whole(tmp_path):

@@ -26,7 +26,7 @@ from offdrift.records.store import read
 from offdrift.train import old_policy
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
-from offdrift.train.scoring import score_batch
+from offdrift.train.old_policy import score_batch
 from tests.train.conftest import small_recipe
 from tests.train.test_loop import Stop, rows, stop_at, weights
 

@@ -28,7 +28,7 @@ from offdrift.stats import summarize
 from offdrift.train.batch import Batch
 from offdrift.train.loop import train
 from offdrift.train.models import tiny_qwen3_config
-from offdrift.train.scoring import score_batch
+from offdrift.train.old_policy import score_batch
 from offdrift.train.step import gather_evidence, train_step
 from tests.train.conftest import small_recipe
 

@@ -96,7 +96,7 @@ class Arm:
         changed = self.method.changes(self.run.recipe.row(self.name))
         position = Position(next_batch, self.version, source.waiting(), changed)
         self.old_policy.retain(source.versions(), self.model, self.version)
-        save_checkpoint(self.run.accelerator, self.files.checkpoints, position, also=self.old_policy.save)
+        save_checkpoint(self.run.accelerator, self.files.path / "checkpoints", position, also=self.old_policy.save)
 
     def report(self, kind: EventKind, text: str = "", metrics: Mapping[str, Any] | None = None) -> None:
         """Tell the run's watcher what happened at the current update."""
@@ -114,10 +114,11 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     The engine has the arm's weights afterwards.
     """
     accelerator, files = run.accelerator, run.folder.arm(name)
+    checkpoint_folder = files.path / "checkpoints"
     model = copy.deepcopy(run.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.recipe.optim.lr, betas=(0.9, 0.95), weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    stored = load_checkpoint(accelerator, files.checkpoints) if resume else None
+    stored = load_checkpoint(accelerator, checkpoint_folder) if resume else None
     position = stored or Position(0, 0)
     if accelerator.is_main_process:
         if stored is None:
@@ -150,14 +151,13 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         tokenizer=run.tokenizer,
         recipe=run.recipe,
         sampling=run.sampling,
-        folder=files.rollouts,
+        folder=files.path / "rollouts",
         shard=run.shard,
         start=position.batch,
         queued=position.waiting,
     )
     if position.batch > 0:
-        newest = checkpoints(files.checkpoints)[-1]
-        old_policy.load(newest, source.versions() - {position.version})
+        old_policy.load(checkpoints(checkpoint_folder)[-1], source.versions() - {position.version})
     return arm, source
 
 

@@ -1,12 +1,10 @@
-"""From rollouts to a batch: scores under the old and the reference policy, and advantages.
-
-Everything that a batch's updates read and that must be known before the first of them changes the weights.
-"""
+"""From rollouts to a batch: all that its updates read and that must be known before the first changes the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +18,7 @@ from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.penalty import penalized_rewards
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
 from offdrift.train.arm import Arm, needs_old
-from offdrift.train.scoring import PolicyScores, score_batch
+from offdrift.train.old_policy import PolicyScores, score_batch
 
 
 @dataclass(frozen=True)
@@ -57,33 +55,25 @@ class Batch:
         )
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Scores of a batch under several policies before its first update; None where nothing reads them."""
+def make_batch(arm: Arm, rollouts: Rollouts) -> Batch:
+    """Score rollouts under every policy that the arm's method and estimator read, and take their advantages.
 
-    trainer: PolicyScores | None = None
-    """The trainer as it is now: read by advantage estimators and by a penalty in the reward."""
-    old: PolicyScores | None = None
-    """The old policy."""
-    logp_ref: Float[Tensor, " n"] | None = None
-    """The frozen reference model: the weights that all arms start from."""
-    old_is_current: bool = False
-    """The step's own forward pass will be the old policy's, so none was made for it."""
+    Gradient: none.
 
-
-def score_before_update(arm: Arm, rollouts: Rollouts) -> Scores:
-    """Score a batch under every policy that the arm's method and estimator read. Gradient: none."""
-    method, optim = arm.method, arm.run.recipe.optim
-    options = {"token_budget": optim.token_budget, "tail_log_ratio_cap": arm.run.recipe.rollout.tail_log_ratio_cap}
-    trainer = old = logp_ref = None
-    estimator = ADVANTAGES[arm.estimator]
+    Raises: `BadValueError` if a reward is outside the recipe's `reward_range`.
+    """
+    recipe, method, estimator = arm.run.recipe, arm.method, ADVANTAGES[arm.estimator]
+    optim, cap = recipe.optim, recipe.rollout.tail_log_ratio_cap
+    options: dict[str, Any] = {"token_budget": optim.token_budget, "tail_log_ratio_cap": cap}
+    trainer = old = logp_ref = status = None
+    # The trainer as it is now: read by estimators, by a penalty in the reward, and by gates before the update.
     in_reward = method.penalty is not None and method.penalty.place == "reward"
     reads_trainer = {"logp_old", "sum_pi_squared"} & {*estimator.needs, *estimator.reads}
     if reads_trainer or in_reward or arm.advantages_read_gates:
         exact = arm.advantages_read_gates and any(g.exact for g in method.correction.gates)
         trainer = score_batch(arm.model, rollouts, exact=exact, **options)
     old_is_current = False
-    if needs_old(arm.method):
+    if needs_old(method):
         # One update by the very weights that drew the batch, in every process.
         stale = (rollouts.rollout_version != arm.version).any()
         exact_source = arm.old_settings.source in ("sampling", "second_model", "batch_start")
@@ -94,68 +84,56 @@ def score_before_update(arm: Arm, rollouts: Rollouts) -> Scores:
             old = arm.old_policy.score(arm.model, rollouts, arm.version, exact=exact, **options)
     if method.penalty is not None:
         logp_ref = score_batch(arm.run.model, rollouts, token_budget=optim.token_budget).logp
-    return Scores(trainer, old, logp_ref, old_is_current)
+    advantages = token_advantages(arm, rollouts, trainer, old, logp_ref)
+    if old is not None:
+        status = old.status(rollouts.rollout_version)
+    elif old_is_current or method.anchor is not None:
+        by_anchor = {type(None): "exact", RolloutAsOld: "missing", Interpolated: "approximated"}
+        status = torch.full_like(rollouts.rollout_version, OLD_STATUS.index(by_anchor[type(method.anchor)]))
+
+    def old_logits(piece: Rollouts) -> Tensor:
+        return arm.old_policy.logits(arm.model, piece, arm.version)
+
+    compared = old_logits if arm.compares_old else None
+    return Batch(rollouts, advantages, old, logp_ref, cap, status, old_is_current, compared)
 
 
-def token_advantages(arm: Arm, rollouts: Rollouts, scores: Scores) -> Float[Tensor, " n"]:
-    """Advantage of every token, by the arm's estimator.
-
-    Raises: `BadValueError` if a reward is outside the recipe's `reward_range`.
-    """
+def token_advantages(
+    arm: Arm,
+    rollouts: Rollouts,
+    trainer: PolicyScores | None,
+    old: PolicyScores | None,
+    logp_ref: Float[Tensor, " n"] | None,
+) -> Float[Tensor, " n"]:
+    """Advantage of every token, by the arm's estimator, from the scores of `make_batch`."""
     method, rewards, segments = arm.method, rollouts.rewards, rollouts.segments
     assert rewards is not None
     unit_rewards(rewards.double().numpy(), arm.run.recipe.reward_range)
-    trainer = scores.trainer
-    if method.penalty is not None and method.penalty.place == "reward":
-        assert trainer is not None
-        assert scores.logp_ref is not None
-        log_ratio = trainer.logp - rollouts.logp_rollout
-        kl = method.penalty(trainer.logp, scores.logp_ref, log_ratio=log_ratio)
-        rewards = penalized_rewards(rewards, segments, kl, method.penalty.coef)
-    options: dict = {"how": arm.estimator, "baseline_over": arm.run.recipe.optim.baseline_over, "total": arm.run.sum}
-    if trainer is not None:  # the policy whose gradients the estimator weighs
-        options |= {"logp_old": trainer.logp, "sum_pi_squared": trainer.sum_pi_squared}
+    options: dict[str, Any] = {
+        "how": arm.estimator,
+        "baseline_over": arm.run.recipe.optim.baseline_over,
+        "total": arm.run.sum,
+    }
+    if trainer is None:
+        return advantages(rewards, segments, **options)
+    # The trainer is the policy whose gradients the estimator weighs.
+    options |= {"logp_old": trainer.logp, "sum_pi_squared": trainer.sum_pi_squared}
     if arm.advantages_read_gates:
         # Gates and weights as they decide before the batch's first update.
-        assert trainer is not None
-        old = scores.old or trainer
+        old = old or trainer
         logprobs = LogProbs.pack(rollouts.logp_rollout, trainer.logp, old.logp, segments=segments)
         current = {name.replace("rollout_old", "rollout_current"): d for name, d in trainer.divergences.items()}
         batch_info = BatchInfo(
             divergences={**current, **old.divergences},
             entropy=old.entropy,
-            rewards=rollouts.rewards,
+            rewards=rewards,
             version_lag=arm.version - rollouts.rollout_version,
         )
         logprobs = logprobs if method.anchor is None else method.anchor(logprobs, batch_info)
-        assert rollouts.rewards is not None
-        plain = advantages(rollouts.rewards, segments, how="dr_grpo")
-        corrected = method.correction(logprobs, plain, batch_info)
+        corrected = method.correction(logprobs, advantages(rewards, segments, how="dr_grpo"), batch_info)
         options["weight"] = corrected.weight
         options["keep"] = segments.sum(corrected.keep.to(trainer.logp.dtype)) > 0
+    if logp_ref is not None and method.penalty is not None and method.penalty.place == "reward":
+        kl = method.penalty(trainer.logp, logp_ref, log_ratio=trainer.logp - rollouts.logp_rollout)
+        rewards = penalized_rewards(rewards, segments, kl, method.penalty.coef)
     return advantages(rewards, segments, **options)
-
-
-def make_batch(arm: Arm, rollouts: Rollouts, advantages: Float[Tensor, " n"], scores: Scores) -> Batch:
-    """The batch that the arm's next updates train on."""
-    status = None
-    if scores.old is not None:
-        status = scores.old.status(rollouts.rollout_version)
-    elif scores.old_is_current or arm.method.anchor is not None:
-        by_anchor = {type(None): "exact", RolloutAsOld: "missing", Interpolated: "approximated"}
-        name = by_anchor[type(arm.method.anchor)]
-        status = torch.full_like(rollouts.rollout_version, OLD_STATUS.index(name))
-
-    def old_logits(piece: Rollouts) -> Tensor:
-        return arm.old_policy.logits(arm.model, piece, arm.version)
-
-    return Batch(
-        rollouts,
-        advantages,
-        scores.old,
-        scores.logp_ref,
-        arm.run.recipe.rollout.tail_log_ratio_cap,
-        status,
-        scores.old_is_current,
-        old_logits if arm.compares_old else None,
-    )

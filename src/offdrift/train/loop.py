@@ -23,7 +23,7 @@ from torch import Tensor
 
 from offdrift.engines import make_engine
 from offdrift.train.arm import Arm, start_arm
-from offdrift.train.batch import make_batch, score_before_update, token_advantages
+from offdrift.train.batch import make_batch
 from offdrift.train.context import Event as Event
 from offdrift.train.context import RunContext, Watch, begin, model_facts, set_up
 from offdrift.train.models import save_for_engine
@@ -84,8 +84,7 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
         arm.announce(f"drawing batch {index + 1}")
         rollouts = source.next()
         # Advantages: from rewards, and from what old policy, trainer and reference say of the batch.
-        scores = score_before_update(arm, rollouts)
-        batch = make_batch(arm, rollouts, token_advantages(arm, rollouts, scores), scores)
+        batch = make_batch(arm, rollouts)
         arm.keep_old_weights(rollouts, source)
         # Optimizer steps.
         first_version, token_log = arm.version, TokenLog(batch)
@@ -109,12 +108,12 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
             arm.advance(update.method)
             # Record: metrics, certificate, findings, samples; for the audit, every token.
             if logged and update.tokens is not None:
-                token_log.add(sequences, update.tokens, version=version)
+                token_log.steps.append((sequences, update.tokens, version))
             record_update(
                 arm, minibatch.rollouts, update, batch=index, updates_before=version - first_version, sampled=sampled
             )
         if log.tokens:
-            token_log.write(arm.files.log, index, run.shard)
+            token_log.write(arm.files.path / "log" / run.shard.file_name(index))
         # Publish: the engine takes new weights as often as the lag says. A checkpoint is taken only
         # then, so that the engine's weights are the trainer's and need not be stored.
         done = index + 1

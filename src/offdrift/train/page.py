@@ -7,33 +7,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from offdrift.show.charts import SYMBOLS, chart_data
+from offdrift.show.charts import NUM_COLORS, SYMBOLS, Chart, Series, chart_data
 from offdrift.show.html import render_document, write_document
 from offdrift.show.numbers import flatten, kl_labels, kl_level, short
-from offdrift.train.charts import all_charts
-from offdrift.train.stored import Run, Sample, read_run
-from offdrift.train.table import COLUMNS, verdict
+from offdrift.train.stored import COLUMNS, Arm, Run, Sample, read_run, verdict
 
 FILE_NAME = "report.html"
 SAMPLES_PER_ARM = 8
 TOKENS_PER_SAMPLE = 600
-
-
 GLYPHS = dict(zip(SYMBOLS, "●■◆▲✚★⬢⬟"))
 """The plotted marker symbols as text, for legend and table."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` of a run, finished or not, and say where it is.
-
-    The file appears whole or not at all; an earlier report is replaced.
-
-    Args:
-        run_dir: folder of the run (`run.json`, `arms/<arm>/...`).
+    """Write `report.html` of a run, finished or not, whole or not at all; an earlier one is replaced.
 
     Returns: path of the page.
+
     Raises: `RecordError` if the folder is not a run, or cannot be written.
     """
     return write_document(render(read_run(run_dir)), run_dir / FILE_NAME)
@@ -75,14 +69,194 @@ def render(run: Run) -> str:
 
 
 def pick_samples(samples: Sequence[Sample], limit: int) -> list[Sample]:
-    """The latest samples, newest first, always with the one of largest KL among all.
-
-    Args:
-        limit: how many at most.
-    """
+    """The latest samples, newest first and at most `limit`, always with the one of largest KL among all."""
     newest = list(reversed(samples))
     picked = newest[:limit]
     worst = max(newest, key=lambda s: s.kl_max, default=None)
     if worst is not None and not any(s is worst for s in picked):
         picked[-1] = worst
     return picked
+
+
+# -- charts: metrics over updates, one line an arm ---------------------------------------------------
+
+SMOOTHING = 5
+"""Updates in the moving average of the reward."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What one chart shows: a metric over updates."""
+
+    id: str
+    title: str
+    unit: str
+    key: str
+    meaning: str
+    log: bool = False
+    share: bool = False
+    """Drawn from 0 to 100 %."""
+    line_at: float | None = None
+    """Where a horizontal reference line goes."""
+    digits: str = ".3g"
+
+
+REWARD = Quantity(
+    "reward",
+    "Reward",
+    "",
+    "reward/mean",
+    f"Mean reward of the training batch: faint as recorded, strong its mean over {SMOOTHING} "
+    "updates. Markers: held-out prompts. Higher is better.",
+)
+
+QUANTITIES = (
+    Quantity(
+        "acceptance",
+        "Acceptance",
+        "of sequences",
+        "gate/acceptance_seq",
+        "Share of sequences that passed the gate. The Trust Region Masking paper asks to watch for "
+        "less than the 70 % of the line (Remark 4.3).",
+        share=True,
+        line_at=0.7,
+        digits=".1%",
+    ),
+    Quantity(
+        "kl_mean",
+        "KL, mean over tokens",
+        "nat, log scale",
+        "divergence/kl_rollout_current_mean",
+        "KL(rollout || current) of a token. Lower is closer to on-policy.",
+        log=True,
+    ),
+    Quantity(
+        "kl_max",
+        "KL, worst token",
+        "nat, log scale",
+        "divergence/kl_rollout_current_max",
+        "Largest KL(rollout || current) in the batch: what the bounds depend on.",
+        log=True,
+    ),
+    Quantity(
+        "bound",
+        "KL of sequences",
+        "nat, log scale",
+        "certificate/kl_seq",
+        "KL(rollout || current) of whole sequences in the batch. Its expectation bounds how far the "
+        "surrogate is from the true change of the return, for any two policies. Lower is better.",
+        log=True,
+    ),
+    Quantity(
+        "gain_low",
+        "Certified change of the return",
+        "at least, at the run's confidence",
+        "certificate/gain_low",
+        "Lower end of J(current) − J(rollout) from this batch alone; above 0 is a certified "
+        "improvement. Only batches that were new to the policy count. The confidence (95 % unless the recipe says "
+        'otherwise) is that of all points of the run together; with certificate.looks = "once" it is each point\'s '
+        "own, and of many updates one in twenty may stand above 0 by chance.",
+        line_at=0.0,
+    ),
+    Quantity(
+        "ppl_gap",
+        "Perplexity gap",
+        "nat",
+        "full/log_ppl_gap",
+        "Mean over sequences of |mean log-prob, current − rollout| (eq. 25). Lower is better.",
+    ),
+    Quantity(
+        "ess",
+        "Effective sample size",
+        "of the batch",
+        "full/ess_frac",
+        "(Σw)² / Σw² over the count, w the raw token ratio of current to rollout policy: 100 % when they agree.",
+        share=True,
+        digits=".1%",
+    ),
+    Quantity(
+        "length",
+        "Response length",
+        "tokens",
+        "response/length_mean",
+        "Mean over the batch. A collapse or an explosion often precedes one of reward.",
+        digits=".1f",
+    ),
+    Quantity(
+        "version_lag",
+        "Version lag",
+        "updates",
+        "version_lag/mean",
+        "How many updates old the weights were that drew a token, mean over tokens.",
+        digits=".2f",
+    ),
+)
+
+
+def all_charts(arms: Sequence[Arm]) -> list[Chart]:
+    """Every chart of the report, in the order of the page."""
+    return [reward_chart(arms), *(line_chart(quantity, arms) for quantity in QUANTITIES)]
+
+
+def reward_chart(arms: Sequence[Arm]) -> Chart:
+    """Training reward, raw and smoothed, and held-out reward, for every arm."""
+    series = []
+    for look, arm in zip(_looks(arms), arms):
+        updates, rewards = arm.series(REWARD.key)
+        evaluated, held_out = arm.held_out()
+        series += [
+            Series(arm.name, updates, rewards, faint=True, **look),
+            Series(arm.name, updates, moving_mean(rewards, SMOOTHING), **look),
+            Series(f"{arm.name}, held out", evaluated, held_out, kind="dots", **look),
+        ]
+    return _chart(REWARD, series, wide=True)
+
+
+def line_chart(quantity: Quantity, arms: Sequence[Arm]) -> Chart:
+    """One metric over updates, a line an arm; arms that did not record it are left out."""
+    lines = [Series(a.name, *a.series(quantity.key), **look) for look, a in zip(_looks(arms), arms)]
+    return _chart(quantity, lines)
+
+
+def _looks(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """Color, dash and marker of each arm, the same in all charts."""
+    return [
+        {
+            "color": f"arm-{i % NUM_COLORS}",
+            "dash": "solid" if i < NUM_COLORS else "dash",
+            "symbol": SYMBOLS[i % NUM_COLORS],
+            "group": str(i),
+        }
+        for i in range(len(arms))
+    ]
+
+
+def _chart(quantity: Quantity, series: Sequence[Series], wide: bool = False) -> Chart:
+    q, at = quantity, quantity.line_at
+    return Chart(
+        q.title,
+        q.unit,
+        [replace(s, hover=q.digits) for s in series],
+        q.id,
+        q.meaning,
+        x_title="update",
+        log=q.log,
+        share=q.share,
+        lines=() if at is None else [(at, f"{at:.0%}" if q.share else f"{at:g}")],
+        wide=wide,
+    )
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Centered moving average; at the ends, of what is there.
+
+    Args:
+        window: how many values are averaged (odd).
+
+    Example:
+        >>> moving_mean([0.0, 3.0, 6.0, 3.0], 3)
+        [1.5, 3.0, 4.0, 4.5]
+    """
+    reach = window // 2
+    cuts = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(cut) / len(cut) for cut in cuts]

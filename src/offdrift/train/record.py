@@ -22,7 +22,6 @@ from offdrift.records.rollouts import OLD_STATUS, Rollouts
 from offdrift.stats.metrics import summarize
 from offdrift.train.arm import Arm
 from offdrift.train.batch import Batch
-from offdrift.train.source import Shard
 from offdrift.train.step import TokenView, Update
 from offdrift.train.stored import summary_numbers
 
@@ -131,30 +130,20 @@ class TokenLog:
     """
 
     batch: Batch
-    sequences: list[Tensor] = field(default_factory=list)
-    views: list[TokenView] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    steps: list[tuple[Tensor, TokenView, int]] = field(default_factory=list)
+    """Of each step: its sequences, their tokens, and the version of the weights that it was taken from."""
 
-    def add(self, sequences: Tensor, view: TokenView, *, version: int) -> None:
-        """Note a step on some of the sequences, taken from the weights of `version`."""
-        self.sequences.append(sequences)
-        self.views.append(view)
-        self.versions.append(version)
-
-    def write(self, folder: Path, index: int, shard: Shard) -> None:
+    def write(self, file: Path) -> None:
         """Write the batch's file, sequences in the order in which they were used.
 
         Raises: `RecordError` if it cannot be written.
         """
-        order = torch.cat(self.sequences)
-        batch, whole = self.batch, self.batch.rollouts
-        used = whole.with_(evidence=None).select(order)
-        rows = whole.segments.rows(order)
-        counts = torch.tensor([len(s) for s in self.sequences])
-        version = torch.tensor(self.versions).repeat_interleave(counts)
-        logp = torch.cat([v.logp for v in self.views])
-        old = batch.old
-        names = self.views[0].lower if all(v.exact for v in self.views) else ()
+        sequences, views, versions = zip(*self.steps, strict=True)
+        order, counts = torch.cat(sequences), torch.tensor([len(s) for s in sequences])
+        batch, whole, old = self.batch, self.batch.rollouts, self.batch.old
+        used, rows = whole.with_(evidence=None).select(order), whole.segments.rows(order)
+        version, logp = torch.tensor(versions).repeat_interleave(counts), torch.cat([v.logp for v in views])
+        names = views[0].lower if all(v.exact for v in views) else ()
         worst_status = None  # of each sequence, its worst token's
         if batch.old_status is not None:
             worst_status = used.segments.max(batch.old_status[rows].double()).long()
@@ -168,13 +157,13 @@ class TokenLog:
             rewards=used.rewards,
             rollout_version=used.rollout_version,
             version=version,
-            entropy=torch.cat([v.entropy for v in self.views]),
-            divergences={name: torch.cat([v.lower[name] for v in self.views]) for name in names},
+            entropy=torch.cat([v.entropy for v in views]),
+            divergences={name: torch.cat([v.lower[name] for v in views]) for name in names},
             old_status=worst_status,
             prompts=used.prompts,
             completions=used.completions,
         )
-        write_log(log, folder / shard.file_name(index))
+        write_log(log, file)
 
 
 def summarize_arm(

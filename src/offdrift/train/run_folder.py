@@ -34,8 +34,8 @@ from offdrift.errors import CheckpointError, RecordError
 from offdrift.records.atomic import plain as plain
 from offdrift.records.atomic import write_atomically
 from offdrift.records.atomic import write_json as write_json
+from offdrift.train.stored import FORMAT, read_lines
 
-FORMAT = 1
 LINE_FILES = ("metrics", "eval", "samples", "findings")
 
 
@@ -67,18 +67,6 @@ class ArmFolder:
 
     path: Path
 
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def summary(self) -> dict[str, Any] | None:
         """The arm's row of the table, or None if the arm has not finished."""
         try:
@@ -105,30 +93,15 @@ class ArmFolder:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a line file; a last line that a killed run left half written is dropped."""
-        file = self.path / f"{name}.jsonl"
-        if not file.exists():
-            return []
-        rows = []
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-        return rows
+        return read_lines(self.path / f"{name}.jsonl")[0]
 
     def cut_back(self, version: int, *, batch: int) -> None:
-        """Forget what happened after optimizer step `version`; evaluations at it are repeated.
-
-        Args:
-            batch: index of the first batch that will be trained on again.
-        """
+        """Forget what came after optimizer step `version`, and logs from `batch` on; evaluations are repeated."""
         for name in LINE_FILES:
             first_gone = version if name == "eval" else version + 1
-            kept = [r for r in self.rows(name) if r["update"] < first_gone]
-            text = "".join(json.dumps(r) + "\n" for r in kept)
-            file = self.path / f"{name}.jsonl"
-            write_atomically(file, lambda tmp, text=text: Path(tmp).write_text(text, "utf-8"))
-        for file in self.log.glob("batch-*.parquet"):
+            text = "".join(json.dumps(r) + "\n" for r in self.rows(name) if r["update"] < first_gone)
+            write_atomically(self.path / f"{name}.jsonl", lambda tmp, text=text: Path(tmp).write_text(text, "utf-8"))
+        for file in self.path.glob("log/batch-*.parquet"):
             number = re.match(r"batch-(\d+)", file.name)
             if number and int(number[1]) >= batch:
                 file.unlink()
@@ -163,10 +136,7 @@ class Position:
 def save_checkpoint(
     accelerator: Accelerator, folder: Path, position: Position, *, also: Callable[[Path], None] = lambda path: None
 ) -> None:
-    """Write a checkpoint; the older of more than two is removed.
-
-    Args:
-        also: writes more into the checkpoint's folder; called by the main process alone.
+    """Write a checkpoint, and in the main process whatever `also` adds to its folder; all but the newest two go.
 
     Raises: `RecordError` if it cannot be written; the previous checkpoint is untouched.
     """
@@ -223,9 +193,8 @@ def load_checkpoint(accelerator: Accelerator, folder: Path) -> Position | None:
         accelerator.load_state(str(newest))
     except Exception as e:  # whatever a damaged file provokes in the libraries that read it
         reason = str(e).splitlines()[0] if str(e) else "no message"
-        fall_back = "the arm starts over"
-        if len(stored_checkpoints) > 1:
-            fall_back = f"the run continues from {stored_checkpoints[-2].name}"
+        earlier = stored_checkpoints[-2:-1]
+        fall_back = f"the run continues from {earlier[0].name}" if earlier else "the arm starts over"
         raise CheckpointError(
             f"checkpoint {newest} cannot be read ({type(e).__name__}: {reason}); "
             f"remove that folder and --resume again: {fall_back}"

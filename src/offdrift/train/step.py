@@ -40,7 +40,7 @@ from offdrift.stats.drift import DriftStats, Tails
 from offdrift.stats.metrics import gradient_power
 from offdrift.stats.signature import signature
 from offdrift.train.batch import Batch
-from offdrift.train.scoring import PolicyScores, named_as_old
+from offdrift.train.old_policy import PolicyScores, named_as_old
 
 GROUPS_PER_PROCESS = 2**32
 

@@ -1,20 +1,25 @@
-"""A stored run, read back for its report; also while it still runs.
+"""A stored run, read back also while it still runs: its numbers, its table with an arm a row, and its verdict.
 
 Numbers that are missing, null or unknown stay absent. A line that cannot be read is skipped and counted.
-Only a folder without a run is refused.
+Only a folder without a run is refused. The verdict is built from the table's numbers: a lead that the number of
+held-out prompts cannot tell from chance is called that.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from offdrift.errors import RecordError
+from offdrift.judge import load_rules
 from offdrift.show.json_access import items, mapping, number
+from offdrift.show.numbers import duration, fixed, percent, short
 
 FORMAT = 1
 """The layout of run folders that this reader reads."""
@@ -77,10 +82,7 @@ class Sample:
         """A line of `samples.jsonl`."""
         tokens = tuple(map(str, items(row.get("tokens"))))
         accepted, update = row.get("accepted"), number(row.get("update"))
-        per_token = {
-            key: tuple(number(v) for _, v in itertools.zip_longest(tokens, items(row.get(key))[: len(tokens)]))
-            for key in ("kl", "tv", "logp_rollout", "weight")
-        }
+        columns = {key: items(row.get(key))[: len(tokens)] for key in ("kl", "tv", "logp_rollout", "weight")}
         return Sample(
             update=None if update is None else int(update),
             prompt=str(row.get("prompt") or ""),
@@ -88,7 +90,7 @@ class Sample:
             accepted=accepted if isinstance(accepted, bool) else None,
             finish=str(row.get("finish") or ""),
             tokens=tokens,
-            **per_token,
+            **{key: tuple(number(v) for _, v in itertools.zip_longest(tokens, x)) for key, x in columns.items()},
         )
 
     @property
@@ -216,9 +218,8 @@ def read_run(run_dir: Path) -> Run:
 
 
 def _read_arm(folder: Path, table: Mapping[str, Row]) -> Arm:
-    (metrics, evals, samples), skipped = zip(
-        *(_read_lines(folder / f"{name}.jsonl") for name in ("metrics", "eval", "samples")), strict=True
-    )
+    files = (folder / f"{name}.jsonl" for name in ("metrics", "eval", "samples"))
+    (metrics, evals, samples), skipped = zip(*map(read_lines, files), strict=True)
     summary: Row = {}
     with suppress(FileNotFoundError, ValueError):  # not written yet, or being written
         summary = mapping(json.loads((folder / "summary.json").read_text(encoding="utf-8")))
@@ -235,8 +236,8 @@ def _read_arm(folder: Path, table: Mapping[str, Row]) -> Arm:
     )
 
 
-def _read_lines(path: Path) -> tuple[list[Row], int]:
-    """The JSON objects of a file and how many lines before the last were not one."""
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of a line file, and how many lines before the last, which may be half written, were not one."""
     if not path.is_file():
         return [], 0
     # Split on \n alone: str.splitlines would also cut a text at a raw U+2028.
@@ -263,3 +264,214 @@ def _by_update(rows: Iterable[Row]) -> tuple[Row, ...]:
 def _points(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
     pairs = [(int(number(r["update"]) or 0), v) for r in rows if (v := number(r.get(key))) is not None]
     return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+# -- the table and the verdict ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell: its value, a smaller line under it, and whether it is marked."""
+
+    text: str
+    note: str = ""
+    flagged: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its name, unit and better direction, and how an arm fills it."""
+
+    id: str
+    title: str
+    unit: str
+    better: str
+    meaning: str
+    cell: Callable[[Arm], Cell]
+
+
+def _reward(arm: Arm) -> Cell:
+    before, after = arm.figure("reward_before"), arm.figure("reward_after")
+    if before is None or after is None:
+        return Cell(fixed(after if before is None else before))
+    change = after - before
+    return Cell(f"{fixed(before)} → {fixed(after)}", f"{'+' if change >= 0 else ''}{fixed(change)}")
+
+
+def _acceptance(arm: Arm) -> Cell:
+    share = arm.figure("acceptance")
+    floor = load_rules().limits["acceptance_low"]
+    low = share is not None and share < floor
+    return Cell(percent(share), f"below {100 * floor:g} %" if low else "", flagged=low)
+
+
+def _precondition(arm: Arm) -> Cell:
+    falsified = arm.figure("falsified_updates")
+    if falsified is None:
+        return Cell("–")
+    if falsified == 0:
+        return Cell("not falsified", f"in {arm.updates} updates")
+    return Cell("falsified", f"at {falsified:.0f} of {arm.updates} updates", flagged=True)
+
+
+def _speed(arm: Arm) -> Cell:
+    speed, seconds = arm.figure("tokens_per_s"), arm.figure("seconds")
+    text = "–" if speed is None else f"{speed:,.0f}"
+    return Cell(text, "" if seconds is None else duration(seconds))
+
+
+COLUMNS = (
+    Column(
+        "reward",
+        "Held-out reward",
+        "task",
+        "higher is better",
+        "Mean reward on held-out prompts before the first and after the last update, and the change.",
+        _reward,
+    ),
+    Column(
+        "kl_mean",
+        "KL mean",
+        "nat",
+        "lower is closer to on-policy",
+        "KL(rollout || current) of a token, averaged over all tokens and updates: how far the distribution that drew "
+        "the tokens is from the one being trained. Its grade is below it: exact, certified interval or sampled.",
+        lambda arm: Cell(short(arm.figure("kl_mean")), arm.label("grade")),
+    ),
+    Column(
+        "kl_max",
+        "KL max",
+        "nat",
+        "lower is closer to on-policy",
+        "Largest KL(rollout || current) of any token in the run. Trust Region Masking gates on this quantity.",
+        lambda arm: Cell(short(arm.figure("kl_max"))),
+    ),
+    Column(
+        "acceptance",
+        "Acceptance",
+        "of sequences",
+        "watch: 70 % or more",
+        "Share of sampled sequences that the gate let take part. The Trust Region Masking paper asks to watch for "
+        "less than 70 %; a high share is not evidence that masking changed little (Remark 4.3).",
+        _acceptance,
+    ),
+    Column(
+        "ess",
+        "ESS",
+        "of the batch",
+        "higher is better",
+        "Effective sample size (Σw)² / Σw² over the count, w the raw token ratio of current to "
+        "rollout policy: how much of the batch an importance-weighted update can use.",
+        lambda arm: Cell(percent(arm.figure("ess_frac"))),
+    ),
+    Column(
+        "ppl_gap",
+        "PPL gap",
+        "nat",
+        "lower is better",
+        "Mean over sequences of the absolute difference of mean log-prob between current and rollout policy (eq. 25).",
+        lambda arm: Cell(short(arm.figure("log_ppl_gap"))),
+    ),
+    Column(
+        "bound",
+        "KL of sequences",
+        "nat",
+        "lower is tighter",
+        "KL(rollout || current) of whole sequences, from exact evidence or upper ends; mean over "
+        "updates. Its expectation bounds how far the surrogate is from the true change of the return, "
+        "for any two policies and rewards in [0, 1]; this is an estimate of it.",
+        lambda arm: Cell(short(arm.figure("bound"))),
+    ),
+    Column(
+        "precondition",
+        "Precondition",
+        "",
+        "watch: not falsified",
+        "Whether some sampled token already had more divergence than the trust region allows at every "
+        "reachable context, and at how many updates. There the unified bound B* proves nothing.",
+        _precondition,
+    ),
+    Column(
+        "speed",
+        "Speed",
+        "tokens/s",
+        "higher is faster",
+        "Response tokens per second of wall time, all of training included, and the time the arm took.",
+        _speed,
+    ),
+)
+
+
+def verdict(run: Run) -> str:
+    """One sentence: who ended with the highest held-out reward, and whose acceptance is too low.
+
+    Example:
+        >>> arm = Arm("trm_max", True, {"reward_before": 0.25, "reward_after": 0.5})
+        >>> verdict(Run("demo", {}, "", None, {}, {}, (arm,)))
+        'trm_max went from 0.250 to 0.500 in held-out reward.'
+
+    Reference: Li et al., Trust Region Masking, Remark 4.3 (the 70 % diagnostic).
+    """
+    if not run.arms:
+        return "No arm has started yet."
+    running = [arm.name for arm in run.arms if not arm.finished]
+    opening = f"So far ({_listed(running)} still running): " if running else ""
+    outcome = _outcome(run.arms)
+    if not outcome:
+        outcome = f"{'no' if opening else 'No'} held-out reward has been recorded yet"
+    shares = [(arm.name, share) for arm in run.arms if (share := arm.figure("acceptance")) is not None]
+    floor = load_rules().limits["acceptance_low"]
+    if low := [f"{name} accepted {percent(share)}" for name, share in shares if share < floor]:
+        outcome += (
+            f"; {_listed(low)} of its sequences, less than the {100 * floor:g} % that the Trust Region Masking paper "
+            "asks to watch for (Remark 4.3)"
+        )
+    return f"{opening}{outcome}."
+
+
+def _outcome(arms: Sequence[Arm]) -> str:
+    scored = [(after, arm) for arm in arms if (after := arm.figure("reward_after")) is not None]
+    if not scored:
+        return ""
+    best, winner = max(scored, key=lambda pair: pair[0])
+    level = [arm.name for after, arm in scored if after == best]
+    if len(scored) == 1:
+        before = winner.figure("reward_before")
+        came = "ended at" if before is None else f"went from {fixed(before)} to"
+        return f"{winner.name} {came} {fixed(best)} in held-out reward"
+    if len(level) == len(scored):
+        return f"{_listed(level)} ended level, at {fixed(best)} in held-out reward"
+    if len(level) > 1:
+        return f"{_listed(level)} ended level, with the highest held-out reward, {fixed(best)}"
+    _, second = max((pair for pair in scored if pair[1] is not winner), key=lambda pair: pair[0])
+    error = _error_of_difference(winner, second)
+    lead = (winner.figure("reward_after") or 0.0) - (second.figure("reward_after") or 0.0)
+    clause = (
+        f"{winner.name} ended with the highest held-out reward, {fixed(best)}, {fixed(lead)} ahead of {second.name}"
+    )
+    if error is None or lead > 2 * error:
+        return clause
+    return (
+        f"{clause} (within the noise of {_prompts(winner):.0f} held-out prompts: two standard errors are "
+        f"{fixed(2 * error)})"
+    )
+
+
+def _error_of_difference(a: Arm, b: Arm) -> float | None:
+    """Standard error of a difference of mean rewards in [0, 1]: at most sqrt(Σ p(1 - p) / n)."""
+    variance = 0.0
+    for arm in (a, b):
+        reward, prompts = arm.figure("reward_after"), _prompts(arm)
+        if reward is None or not prompts or not 0 <= reward <= 1:
+            return None
+        variance += reward * (1 - reward) / prompts
+    return math.sqrt(variance)
+
+
+def _prompts(arm: Arm) -> float | None:
+    return number(arm.evals[-1].get("prompts")) if arm.evals else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names as prose: "a", "a and b", "a, b and c"."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

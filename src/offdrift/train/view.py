@@ -19,8 +19,7 @@ from offdrift.judge import load_rules
 from offdrift.show.findings import SEVERITY_STYLE
 from offdrift.show.json_access import number
 from offdrift.show.numbers import percent, short
-from offdrift.train.stored import Run
-from offdrift.train.table import COLUMNS, verdict
+from offdrift.train.stored import COLUMNS, Run, verdict
 
 if TYPE_CHECKING:  # importing it loads transformers
     from offdrift.train.context import Event
