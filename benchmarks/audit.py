@@ -40,13 +40,13 @@ from pathlib import Path
 import torch
 from measure import machine
 
-from offdrift.audit.tally.facets import Facets, runs
-from offdrift.audit.tally.tally import Tally
-from offdrift.audit.tally.worst import Worst
+from offdrift.audit.facets import Facets, runs
+from offdrift.audit.tally import Tally
+from offdrift.audit.worst import Worst
 from offdrift.ratios import stopped_log_ratio
 from offdrift.records.batch import Logged
-from offdrift.records.log import write_log
 from offdrift.records.readers import detect, pieces, read
+from offdrift.records.recorder import write_log
 from offdrift.stats import DriftStats, Histogram, signature, summarize
 from offdrift.stats.histogram import LOG_RATIO
 

@@ -14,7 +14,7 @@ import torch
 from offdrift.audit.charts import over_time
 from offdrift.audit.method_table import tried
 from offdrift.cli import audit as audit_command
-from offdrift.records.log import write_log
+from offdrift.records.recorder import write_log
 from offdrift.show.headline import headlines
 from tests.audit.logs import drawn as logged
 from tests.audit.test_proof import log as proof_log

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from offdrift.cli import application
 from offdrift.cli.exit_codes import MEANINGS, ExitCode
-from offdrift.records.log import write_log
+from offdrift.records.recorder import write_log
 from tests.audit.logs import drawn as logged
 from tests.command import command
 

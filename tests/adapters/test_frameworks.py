@@ -21,8 +21,8 @@ import torch
 from offdrift.errors import RecordError
 from offdrift.records import store
 from offdrift.records.batch import Logged
-from offdrift.records.log import write_log
 from offdrift.records.readers import detect
+from offdrift.records.recorder import write_log
 from tests.records.samples import (
     ADVANTAGES,
     LOGS,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offdrift.audit.partial import Part
 from offdrift.records.batch import Logged
 
 SCALES = (3e-4, 0.01, 0.1, 0.3, 0.8)
@@ -137,6 +138,12 @@ def make_log(
         chosen["completions"] = tuple("word " * max(1, k) for k in lengths)
     steps = steps if steps is not None else [1 + 3 * i // b for i in range(b)]
     return log_of(size, steps, logp_rollout=rollout.to(dtype), **chosen)
+
+
+def stored(statistics: Any) -> Any:
+    """A tally, a counterfactual or a proof after it was stored and read back."""
+    name = type(statistics).__name__.lower()
+    return getattr(Part.from_bytes(Part(**{name: statistics}).to_bytes()), name)
 
 
 def log_ratios(log: Logged, on: str) -> list[list[float]]:

@@ -7,17 +7,16 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from offdrift.audit.counterfactual import CANDIDATES, NUMBERS, Counterfactual, sampled
 from offdrift.audit.decisions import Decided, Decisions, View
-from offdrift.audit.tally.buckets import LENGTH_CUTS
+from offdrift.audit.facets import LENGTH_CUTS
 from offdrift.errors import EvidenceError, RecordError
 from offdrift.methods import METHODS
 from offdrift.records.batch import Logged
-from tests.audit.logs import log_of, logged
+from tests.audit.logs import log_of, logged, stored
 
 LENGTHS = (5, 1, 9, 0, 14, 30, 7, 22, 3, 60, 11, 2, 40, 16, 8)
 BATCH = logged(LENGTHS)
@@ -150,7 +149,7 @@ def test_any_split_between_steps_gives_what_one_pass_gives():
     batch = logged(LENGTHS, steps=[2, 7, 5] * 5)
     one = Counterfactual.of(batch)
     parts = [Counterfactual.of(batch.select((batch.step == s).nonzero().squeeze(-1))) for s in (5, 2, 7)]
-    a, b, c = (Counterfactual.from_arrays(p.to_arrays()) for p in parts)
+    a, b, c = map(stored, parts)
     columns = 17 * len(CANDIDATES)
     assert same(a.merge(b).merge(c).table(), one.table()) == columns
     assert same(a.merge(b.merge(c)).table(), one.table()) == columns
@@ -293,15 +292,12 @@ def test_a_value_that_no_policy_has_is_a_reason_not_an_exception():
         assert "logp_rollout of sequence 0" in row["why_not"]
 
 
-def test_arrays_are_plain_and_refused_if_of_other_methods(tmp_path):
+def test_stored_counts_come_back_and_are_refused_if_of_other_methods(monkeypatch):
     found = Counterfactual.of(BATCH)
-    np.savez(tmp_path / "x.npz", allow_pickle=False, **found.to_arrays())
-    with np.load(tmp_path / "x.npz", allow_pickle=False) as held:
-        arrays = dict(held)
-    assert Counterfactual.from_arrays(arrays).table() == found.table()
-    arrays["names"] = arrays["names"][::-1]
+    assert stored(found).table() == found.table()
+    monkeypatch.setattr("offdrift.audit.counterfactual.CANDIDATES", dict(reversed(CANDIDATES.items())))
     with pytest.raises(RecordError, match="other methods"):
-        Counterfactual.from_arrays(arrays)
+        stored(found)
 
 
 MANY = logged([2] * 4000, group=4, steps=[1 + i // 2000 for i in range(4000)])

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.audit.tally.buckets import AXES, LENGTH_CUTS
-from offdrift.audit.tally.facets import SEQUENCE_METRICS, TOKEN_METRICS, Facets
+from offdrift.audit.facets import AXES, LENGTH_CUTS, SEQUENCE_METRICS, TOKEN_METRICS, Facets
 from offdrift.records.batch import Logged
 from tests.audit.logs import by_bucket, log_ratios, make_log, token_metrics
 

@@ -19,7 +19,7 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
 from offdrift.segments import Segments
-from tests.audit.logs import logged
+from tests.audit.logs import logged, stored
 
 B, GROUP = 240, 3
 
@@ -104,7 +104,7 @@ def test_only_the_newest_rollouts_at_the_first_step_that_used_them_count():
 
 def pieces(whole: Logged, cuts: list[int]) -> list[Proof]:
     parts = [whole.select(torch.arange(a, b)) for a, b in zip([0, *cuts], [*cuts, B])]
-    return [Proof.from_arrays(Proof.of(p).to_arrays()) for p in parts]
+    return [stored(Proof.of(p)) for p in parts]
 
 
 @pytest.mark.parametrize("limit", [2**21, 100], ids=["all", "a share of the prompts"])
@@ -215,7 +215,7 @@ def test_what_is_missing_is_named_and_nothing_is_certified(changes: dict, reason
     assert reason in told["why_not"]
     assert told["verdict"].startswith("no certificate: ")
     assert told["certified"] is False
-    assert Proof.from_arrays(found.to_arrays()).as_dict() == told
+    assert stored(found).as_dict() == told
 
 
 def test_weights_that_changed_while_drawing_are_no_one_policy():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from offdrift.audit.run_context import run_context
+from offdrift.audit.conclude import run_context
 
 RUN = {
     "recipe": {"arms": {"plain": {"method": "none"}, "masked": {"method": "trm_max"}}, "rollout": {"temperature": 0.7}},

@@ -15,8 +15,8 @@ from offdrift.audit.conclude import conclude, read_audit, write_audit
 from offdrift.audit.partial import Job, Part
 from offdrift.audit.stream import audit, in_process, in_processes
 from offdrift.errors import RecordError
-from offdrift.records.log import write_log
 from offdrift.records.readers import detect, pieces
+from offdrift.records.recorder import write_log
 from tests.audit.logs import drawn as logged
 
 

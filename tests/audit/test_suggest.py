@@ -11,7 +11,7 @@ import torch
 
 from offdrift.audit.conclude import suggest
 from offdrift.audit.counterfactual import Counterfactual
-from offdrift.audit.tally.tally import Tally
+from offdrift.audit.tally import Tally
 from offdrift.judge import escalate, load_rules
 from offdrift.methods import METHODS, override
 from offdrift.records.batch import Logged

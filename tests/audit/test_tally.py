@@ -1,6 +1,5 @@
 """A tally: any split gives what one pass gives, and one order of parts the same bits."""
 
-import io
 import itertools
 import json
 import math
@@ -12,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from offdrift.audit.tally.facets import by_step, chunks
-from offdrift.audit.tally.tally import Tally
-from offdrift.audit.tally.timeline import MAX_POINTS, Timeline, width_for
+from offdrift.audit.facets import by_step, chunks
+from offdrift.audit.partial import Part
+from offdrift.audit.tally import MAX_POINTS, Tally, Timeline, width_for
 from offdrift.records.batch import Logged
 from offdrift.stats import DriftStats, signature, summarize
-from tests.audit.logs import ALL, log_ratios, make_log
+from tests.audit.logs import log_ratios, make_log, stored
 
 
 def split(log: Logged, sizes: list[int]) -> list[Logged]:
@@ -39,14 +38,6 @@ def close(a: Any, b: Any, where: str = "") -> int:
         return 1
     assert a == b, where
     return 1
-
-
-def stored(tally: Tally) -> Tally:
-    out = io.BytesIO()
-    np.savez(out, allow_pickle=False, **tally.to_arrays())
-    out.seek(0)
-    with np.load(out, allow_pickle=False) as arrays:
-        return Tally.from_arrays(dict(arrays))
 
 
 def text(tally: Tally) -> str:
@@ -95,17 +86,14 @@ def test_storing_loses_nothing():
         again = stored(tally)
         assert text(again) == text(tally)
         assert again.worst == tally.worst
-        arrays = again.to_arrays()
-        for name, x in tally.to_arrays().items():
-            assert np.array_equal(arrays[name], x), name
-            assert x.dtype.kind in "biuf", name
+        assert Part(tally=again).to_bytes() == Part(tally=tally).to_bytes()
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 10**6])
 def test_chunks_of_a_batch_are_an_inner_matter(monkeypatch, tokens):
     log = make_log(4, lengths=[0, 50, 0, 30, 200, 0, 0, 70, 0])
     whole = Tally.of(log).as_dict()
-    monkeypatch.setattr("offdrift.audit.tally.tally.chunks", lambda batch: chunks(batch, tokens=tokens))
+    monkeypatch.setattr("offdrift.audit.tally.chunks", lambda batch: chunks(batch, tokens=tokens))
     assert close(Tally.of(log).as_dict(), whole) > 1000
     cut = list(chunks(log, tokens=tokens))
     assert sum(c.num_sequences for c in cut) == 9
@@ -203,7 +191,7 @@ def test_logs_that_hold_different_fields_add_up_to_what_each_holds():
 
 
 def test_long_runs_are_binned_the_same_whatever_the_order(monkeypatch):
-    monkeypatch.setattr("offdrift.audit.tally.timeline.MAX_POINTS", 20)
+    monkeypatch.setattr("offdrift.audit.tally.MAX_POINTS", 20)
     log = make_log(0, lengths=[9] * 41, steps=[5 * i for i in range(41)], fields=("logp_old",))
     whole = Tally.of(log).as_dict()
     parts = [Tally.of(p) for p in split(log, [15, 15, 11])]
@@ -244,7 +232,7 @@ def test_order_of_steps_is_stable():
 
 
 def test_a_part_is_small_however_large_its_batch():
-    sizes = [sum(x.nbytes for x in Tally.of(make_log(0, lengths=[n] * 30, steps=[1] * 30, fields=ALL)).to_arrays().values()) for n in (1000, 4000)]  # fmt: skip
+    sizes = [len(Part(tally=Tally.of(make_log(0, lengths=[n] * 30, steps=[1] * 30))).to_bytes()) for n in (1000, 4000)]
     assert sizes[1] < 1.3 * sizes[0]
     assert sizes[1] < 1.5 * 2**20
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.audit.tally.facets import Facets, chunks
-from offdrift.audit.tally.tally import Tally
-from offdrift.audit.tally.worst import SEQUENCES, TOKENS, WINDOW, Worst
+from offdrift.audit.facets import Facets, chunks
+from offdrift.audit.tally import Tally
+from offdrift.audit.worst import SEQUENCES, TOKENS, WINDOW, Worst
 from offdrift.records.batch import Logged
 from tests.audit.logs import log_ratios, make_log
 
@@ -97,5 +97,5 @@ def test_text_is_kept_in_bounds_around_the_place():
 def test_a_batch_in_chunks_has_the_same_worst(monkeypatch):
     log = make_log(1, lengths=[50] * 40)
     whole = Tally.of(log, file="f").worst
-    monkeypatch.setattr("offdrift.audit.tally.tally.chunks", lambda batch: chunks(batch, tokens=300))
+    monkeypatch.setattr("offdrift.audit.tally.chunks", lambda batch: chunks(batch, tokens=300))
     assert Tally.of(log, file="f").worst == whole

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offdrift.audit.tally.tally import Tally
+from offdrift.audit.tally import Tally
 from offdrift.judge import Context, Finding, diagnose
 from offdrift.records.batch import Logged
 from offdrift.records.readers import detect, pieces, read

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from offdrift.advantages import advantages as estimated
 from offdrift.audit.counterfactual import CANDIDATES, Counterfactual
-from offdrift.audit.tally.tally import Tally
+from offdrift.audit.partial import Part
+from offdrift.audit.tally import Tally
 from offdrift.batch_info import BatchInfo, Observed
 from offdrift.correction import Correction, Weight
 from offdrift.methods import METHODS
@@ -212,7 +213,7 @@ def tallied(batch: Batch) -> list[Tally]:
     """Of the whole, merged of pieces, and what is stored of it."""
     parts = [Tally.of(logged(batch.chosen(which))) for which in SPLIT]
     merged = functools.reduce(Tally.merge, parts)
-    return [Tally.of(logged(batch)), merged, Tally.from_arrays(merged.to_arrays())]
+    return [Tally.of(logged(batch)), merged, Part.from_bytes(Part(tally=merged).to_bytes()).tally]
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
@@ -253,7 +254,7 @@ def test_nor_that_of_any_row_of_the_method_table(shift):
         half = batch.with_tokens(old=(batch.tokens["mu"] + batch.tokens["pi"]) / 2)
         parts = [Counterfactual.of(logged(half.chosen(which))) for which in SPLIT]
         merged = functools.reduce(Counterfactual.merge, parts)
-        again = Counterfactual.from_arrays(merged.to_arrays())
+        again = Part.from_bytes(Part(counterfactual=merged).to_bytes()).counterfactual
         assert again.table() == merged.table()
         return {r["name"]: r["ess_frac"] for r in merged.table() if r["why_not"] is None}
 

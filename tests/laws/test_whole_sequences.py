@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offdrift.audit.counterfactual import Counterfactual
-from offdrift.audit.tally.tally import Tally
+from offdrift.audit.tally import Tally
 from offdrift.batch_info import NO_INFO, BatchInfo, Observed
 from offdrift.check.recommend import THRESHOLDS
 from offdrift.correction import Weight

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offdrift.errors import RecordError
-from offdrift.records.log import write_log
 from offdrift.records.readers import detect, pieces, read
 from offdrift.records.readers.pickles import load_pickle
+from offdrift.records.recorder import write_log
 from tests.records.samples import LOGS, one, ragged, read_all
 
 GOOD = '{"logp_rollout": [-1.0, -2.0], "logp": [-1.5, -2.5]}'

@@ -11,8 +11,8 @@ import pytest
 
 from offdrift.errors import RecordError
 from offdrift.records import store
-from offdrift.records.log import write_log
 from offdrift.records.readers import detect, fingerprint, pieces, read
+from offdrift.records.recorder import write_log
 from tests.records.samples import LOGS, flat, one, ragged, read_all, rollouts
 
 ROW = json.dumps({"logp_rollout": [-1.0]}) + "\n"

@@ -25,10 +25,10 @@ import pytest
 import torch
 
 from offdrift.errors import RecordError
-from offdrift.records.log import write_log
 from offdrift.records.readers import detect, pickles, pieces, read
 from offdrift.records.readers.files import opened
 from offdrift.records.readers.pickles import load_pickle, load_torch
+from offdrift.records.recorder import write_log
 from tests.records.samples import LOGS, ragged, read_all
 
 ROOT = Path(__file__).parents[2]

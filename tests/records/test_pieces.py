@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from offdrift.records.log import write_log
 from offdrift.records.readers import Piece, detect, pieces, read
+from offdrift.records.recorder import write_log
 from tests.records.samples import flat, ragged, read_all
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from offdrift.errors import RecordError
-from offdrift.records.log import write_log
 from offdrift.records.readers import detect
+from offdrift.records.recorder import write_log
 from tests.records.samples import flat, one, ragged, same_groups, unscored
 
 ROWS: list[dict[str, Any]] = [

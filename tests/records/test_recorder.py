@@ -27,8 +27,7 @@ from offdrift.errors import OffdriftError, RecordError, ShapeError
 from offdrift.records import log as log_files
 from offdrift.records import recorder as module
 from offdrift.records.batch import Logged
-from offdrift.records.log import write_unclaimed
-from offdrift.records.recorder import Recorder, WhenFull, record
+from offdrift.records.recorder import Recorder, WhenFull, record, write_unclaimed
 from tests.command import command
 from tests.records.samples import at, flat, ragged, read_all
 

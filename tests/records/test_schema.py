@@ -41,7 +41,7 @@ exec(compile(source, "schema.py", "exec"), schema.__dict__)
 import pyarrow.parquet as pq
 import torch
 
-from offdrift.audit.tally.tally import Tally
+from offdrift.audit.tally import Tally
 from offdrift.records.readers import detect, pieces, read
 from offdrift.records.recorder import record
 

@@ -19,8 +19,8 @@ from offdrift.divergence.head import Head
 from offdrift.errors import RecordError, ShapeError
 from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK, store
 from offdrift.records.batch import Logged
-from offdrift.records.log import write_log
 from offdrift.records.readers import detect
+from offdrift.records.recorder import write_log
 from offdrift.records.rollouts import concatenate, pack_sequences
 from offdrift.records.schema import BY_TOKEN
 from tests.records.samples import one, ragged, same_groups

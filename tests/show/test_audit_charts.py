@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from offdrift.audit.charts import along, over_time
-from offdrift.audit.histogram import bars_of, histogram_chart, limits_of, place
+from offdrift.audit.charts import along, bars_of, histogram_chart, limits_of, over_time, place
 from offdrift.audit.method_table import FAMILIAR, length_curves, tried, untried
 from offdrift.audit.page import heats, render_audit
 from offdrift.audit.view import audit_view

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from offdrift.audit.tally.tally import Tally
+from offdrift.audit.tally import Tally
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
 from offdrift.segments import Segments

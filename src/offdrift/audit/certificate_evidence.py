@@ -137,19 +137,6 @@ class Proof:
             self.order, both, 0, self.reused or other.reused, self.masked or other.masked, self.why_not or other.why_not
         )._thinned(max(self.level, other.level))
 
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """Plain arrays, for `numpy.savez` without pickling."""
-        facts = [*self.order, self.level, int(self.reused), int(self.masked)]
-        return {**self.arrays, "told": np.array(facts, dtype=np.int64), "why_not": np.array(self.why_not)}
-
-    @staticmethod
-    def from_arrays(arrays: Mapping[str, np.ndarray]) -> Proof:
-        """What `to_arrays` gave."""
-        *order, level, reused, masked = (int(x) for x in arrays["told"])
-        columns = {k: x for k, x in arrays.items() if k in COLUMNS | PER_SEQUENCE}
-        why_not = str(arrays["why_not"])
-        return Proof((order[0], order[1], order[2]), columns, level, bool(reused), bool(masked), why_not)
-
     def as_dict(
         self, *, delta: float = 0.05, alpha: float = 0.05, of: int = 1, look: int | None = None
     ) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.audit.charts import best_kl
-from offdrift.audit.histogram import bars_of, ratio_ticks, steps_of
+from offdrift.audit.charts import bars_of, best_kl, ratio_ticks, steps_of
 from offdrift.audit.method_table import MethodColumn, asked_about, method_columns, tried
 from offdrift.audit.page import provenance
 from offdrift.judge.kl_choice import kl_metrics

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, UInt64
 from torch import Tensor
 
 from offdrift.audit.decisions import Decided, Decisions
-from offdrift.audit.tally.buckets import LENGTH_CUTS
+from offdrift.audit.facets import LENGTH_CUTS
 from offdrift.errors import RecordError
 from offdrift.methods import METHODS, Method, override
 from offdrift.methods.table import FAMILIES
@@ -71,6 +71,12 @@ class Counterfactual:
     """Logs of the sums of w and of w^2."""
     why_not: tuple[str, ...]
     """Per row, why it could not be tried on some batch; "" if it could always."""
+    names: tuple[str, ...] = tuple(CANDIDATES)
+    """Of the rows."""
+
+    def __post_init__(self) -> None:
+        if self.names != tuple(CANDIDATES) or self.sums.shape[1:] != (COLUMNS,):
+            raise RecordError("these counts are about other methods or columns than this version's; count again")
 
     @staticmethod
     @torch.no_grad()
@@ -125,27 +131,6 @@ class Counterfactual:
             np.logaddexp(self.logs, other.logs),
             tuple(a or b for a, b in zip(self.why_not, other.why_not, strict=True)),
         )
-
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """Plain arrays, for `numpy.savez` without pickling."""
-        return {
-            "names": np.array(list(CANDIDATES)),
-            "sums": self.sums,
-            "largest": self.largest,
-            "logs": self.logs,
-            "why_not": np.array(self.why_not, dtype=np.str_),
-        }
-
-    @staticmethod
-    def from_arrays(arrays: Mapping[str, np.ndarray]) -> Counterfactual:
-        """The counts that `to_arrays` gave.
-
-        Raises: `RecordError` if they are about other methods than this version's.
-        """
-        if arrays["names"].tolist() != list(CANDIDATES) or arrays["sums"].shape[1:] != (COLUMNS,):
-            raise RecordError("these counts are about other methods or columns than this version's; count again")
-        why_not = tuple(str(x) for x in arrays["why_not"])
-        return Counterfactual(arrays["sums"], arrays["largest"], arrays["logs"], why_not)
 
     def table(self) -> list[dict[str, Any]]:
         """One row per candidate, ready for JSON; numbers are None where `why_not` says why.

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offdrift.audit.charts import along, explorable, inhabited, labels, over_time
-from offdrift.audit.histogram import choices, histogram_chart
+from offdrift.audit.charts import along, choices, explorable, histogram_chart, inhabited, labels, over_time
 from offdrift.audit.method_table import method_columns, tried, untried
 from offdrift.audit.view import missing, unanswered
 from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Columns, chart_data, rounded

@@ -8,25 +8,29 @@ depend on how many workers read the log, to the last bit.
 from __future__ import annotations
 
 import io
+import json
+import math
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import reduce
 from typing import Any
 
 import numpy as np
+import torch
 
 from offdrift.audit.certificate_evidence import Proof
 from offdrift.audit.counterfactual import Counterfactual, sampled
-from offdrift.audit.tally.tally import Tally
+from offdrift.audit.facets import Facets
+from offdrift.audit.tally import Point, Tally, Timeline
+from offdrift.audit.worst import Worst
 from offdrift.errors import RecordError
 from offdrift.records.readers import BadRow, Detected, Piece, read
+from offdrift.stats import DriftStats, Histogram
+from offdrift.stats.histogram import Grid
 
 BAD_ROWS_KEPT = 100
 """Bad rows whose place and reason are kept; all are counted."""
-
-KINDS: dict[str, Any] = {"tally": Tally, "counterfactual": Counterfactual, "proof": Proof}
-"""What a part holds besides its counts: things with `merge`, `to_arrays` and `from_arrays`."""
 
 
 @dataclass(frozen=True)
@@ -84,45 +88,82 @@ class Part:
 
     def merge(self, other: Part) -> Part:
         """This part, and then the other."""
-        pairs = [(getattr(self, name), getattr(other, name)) for name in KINDS]
-        merged = (b if a is None else a if b is None else a.merge(b) for a, b in pairs)
-        return Part(self.unread.merge(other.unread), (self.bad + other.bad)[:BAD_ROWS_KEPT], *merged)
+
+        def both(a: Any, b: Any) -> Any:
+            return b if a is None else a if b is None else a.merge(b)
+
+        return Part(
+            self.unread.merge(other.unread),
+            (self.bad + other.bad)[:BAD_ROWS_KEPT],
+            both(self.tally, other.tally),
+            both(self.counterfactual, other.counterfactual),
+            both(self.proof, other.proof),
+        )
 
     def to_bytes(self) -> bytes:
-        """The part as an uncompressed `.npz` of plain arrays; nothing in it is executable."""
-        arrays = {
-            "unread": np.array(astuple(self.unread), dtype=np.int64),
-            "bad/file": np.array([b.file for b in self.bad], dtype=np.str_),
-            "bad/row": np.array([b.row for b in self.bad], dtype=np.int64),
-            "bad/reason": np.array([b.reason for b in self.bad], dtype=np.str_),
-            "bad/rows": np.array([b.rows for b in self.bad], dtype=np.int64),
-        }
-        for name in KINDS:
-            statistics = getattr(self, name)
-            if statistics is not None:
-                arrays |= {f"{name}/{k}": v for k, v in statistics.to_arrays().items()}
+        """The part as an uncompressed `.npz` of plain arrays and JSON; nothing in it is executable."""
+        arrays: dict[str, list[np.ndarray]] = {}
+        about = json.dumps(_described(self, arrays)).encode("ascii")
+        flat = {kind: np.concatenate(parts) for kind, parts in arrays.items()}
         out = io.BytesIO()
-        np.savez(out, allow_pickle=False, **arrays)
+        np.savez(out, allow_pickle=False, about=np.frombuffer(about, np.uint8), **flat)
         return out.getvalue()
 
     @staticmethod
     def from_bytes(stored: bytes) -> Part:
-        """A part that `to_bytes` wrote.
+        """A part that `to_bytes` wrote, to the last bit.
 
         Raises: `RecordError` if it is damaged, or of another version's layout.
         """
         try:
             with np.load(io.BytesIO(stored), allow_pickle=False) as file:
-                arrays = dict(file)
-            places = zip(*(arrays[f"bad/{name}"] for name in BadRow._fields))
-            statistics = []
-            for name, kind in KINDS.items():
-                own = {k.removeprefix(f"{name}/"): v for k, v in arrays.items() if k.startswith(f"{name}/")}
-                statistics.append(kind.from_arrays(own) if own else None)
-            bad = tuple(BadRow(str(f), int(row), str(why), int(n)) for f, row, why, n in places)
-            return Part(Unread(*arrays["unread"].tolist()), bad, *statistics)
-        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, TypeError) as e:
+                flat = dict(file)
+            part = _made(json.loads(flat.pop("about").tobytes()), flat)
+        except (ValueError, LookupError, OSError, EOFError, zipfile.BadZipFile, TypeError, AttributeError) as e:
             raise RecordError(f"a stored part of this audit cannot be read ({e!r})") from e
+        if not isinstance(part, Part):
+            raise RecordError(f"a stored part of this audit cannot be read (it holds a {type(part).__name__})")
+        return part
+
+
+OF_PARTS = (BadRow, Counterfactual, Part, Proof, Tally, Unread)
+OF_TALLIES = (DriftStats, Facets, Grid, Histogram, Point, Timeline, Worst)
+STORED: dict[str, Any] = {kind.__name__: kind for kind in OF_PARTS + OF_TALLIES}
+"""What a stored part is made of, besides plain data, arrays and tensors."""
+
+
+def _described(value: Any, arrays: dict[str, list[np.ndarray]]) -> Any:
+    """A value as JSON; its arrays are added to those of their type, end to end."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        array = np.asarray(value)
+        arrays.setdefault(array.dtype.str, []).append(array.reshape(-1))
+        return {"array": array.dtype.str, "shape": array.shape, "tensor": isinstance(value, torch.Tensor)}
+    if (name := type(value).__name__) in STORED:
+        names = getattr(value, "_fields", None) or [f.name for f in fields(value)]
+        return {"is": name, "of": [_described(getattr(value, n), arrays) for n in names]}
+    if isinstance(value, Mapping):
+        return {"map": [[key, _described(x, arrays)] for key, x in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [_described(x, arrays) for x in value]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    return value
+
+
+def _made(about: Any, flat: dict[str, np.ndarray]) -> Any:
+    """What `_described` was called on; takes its arrays off the front of `flat`."""
+    if isinstance(about, list):
+        return [_made(x, flat) for x in about]
+    if not isinstance(about, dict):
+        return about
+    if "array" in about:
+        kind, size = about["array"], math.prod(about["shape"])
+        array, flat[kind] = flat[kind][:size].reshape(about["shape"]), flat[kind][size:]
+        return torch.from_numpy(array) if about["tensor"] else array
+    if "map" in about:
+        return {key: _made(x, flat) for key, x in about["map"]}
+    if "tuple" in about:
+        return tuple(_made(x, flat) for x in about["tuple"])
+    return STORED[about["is"]](*(_made(x, flat) for x in about["of"]))
 
 
 def work(piece: Piece, job: Job) -> Part:

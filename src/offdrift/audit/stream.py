@@ -27,7 +27,7 @@ from offdrift.errors import RecordError
 from offdrift.records.atomic import write_atomically
 from offdrift.records.readers import Piece, fingerprint
 
-LAYOUT = 3
+LAYOUT = 4
 """Layout of stored parts; a part of another layout is made again."""
 
 Run = Callable[[Job, list[Piece]], Iterator[bytes]]

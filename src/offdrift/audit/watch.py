@@ -26,7 +26,7 @@ from rich.text import Text
 
 from offdrift.audit.coverage import unread_frac
 from offdrift.audit.partial import Unread
-from offdrift.audit.tally.tally import Tally, ageless, still
+from offdrift.audit.tally import Tally, ageless, still
 from offdrift.errors import RecordError
 from offdrift.records.readers import Detected, Piece, detect, pieces, read
 from offdrift.show.findings import SEVERITY_STYLE, finding_view

@@ -75,10 +75,9 @@ def audit(
     offdrift audit 's3://bucket/run/token_exports/*/rank_*.jsonl' --workers 8
     offdrift audit rollouts.jsonl --columns logp_rollout=vllm_lp --fail-on act
     """
-    from offdrift.audit.conclude import conclude, write_audit
+    from offdrift.audit.conclude import arms_of_run, conclude, run_context, write_audit
     from offdrift.audit.page import write_audit_page
     from offdrift.audit.partial import Job, Part
-    from offdrift.audit.run_context import arms_of_run, run_context
     from offdrift.audit.stream import audit as stream
     from offdrift.audit.stream import in_process, in_processes
     from offdrift.audit.view import audit_view

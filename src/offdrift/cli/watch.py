@@ -40,7 +40,7 @@ def watch(
     offdrift watch runs/tiny
     offdrift watch /data/run/token_exports --framework prime-rl --fail-on stop
     """
-    from offdrift.audit.run_context import run_context
+    from offdrift.audit.conclude import run_context
     from offdrift.audit.watch import LiveWatch, Log, Row, sources
     from offdrift.judge import Watcher, load_rules
 

@@ -17,7 +17,7 @@ from offdrift.certificate.looks import Looks
 from offdrift.judge import load_rules
 from offdrift.methods import Method
 from offdrift.records.batch import Logged
-from offdrift.records.log import write_log
+from offdrift.records.recorder import write_log
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
 from offdrift.stats.metrics import summarize
 from offdrift.train.arm import Arm

@@ -4,10 +4,10 @@
 """
 
 from offdrift.records.readers.detect import detect as detect
+from offdrift.records.readers.detect import pieces as pieces
+from offdrift.records.readers.detect import read as read
 from offdrift.records.readers.files import BadRow as BadRow
 from offdrift.records.readers.files import Detected as Detected
 from offdrift.records.readers.files import Piece as Piece
 from offdrift.records.readers.files import Read as Read
 from offdrift.records.readers.files import fingerprint as fingerprint
-from offdrift.records.readers.reader import pieces as pieces
-from offdrift.records.readers.reader import read as read
