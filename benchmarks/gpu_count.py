@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from offdrift.divergence import kernels, kernels_chunk, kernels_exact
+from offdrift.divergence import kernels, kernels_triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 POINTERS = {"tokens": "*i64", "total": "*fp64", "total_rollout": "*fp64", "new_total": "*fp64"}
@@ -20,14 +20,14 @@ ALIGNED = ("stride", "stride_rollout", "width")
 
 LINEAR = {"CAPPED": False, "ROUND": triton.language.float32}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "exact_rows": (kernels_exact.exact_rows, {"HAS_TOKENS": True}),
-    "update_rows": (kernels_chunk.update_rows, LINEAR),
+    "exact_rows": (kernels_triton.exact_rows, {"HAS_TOKENS": True}),
+    "update_rows": (kernels_triton.update_rows, LINEAR),
     "accumulate_rows": (
-        kernels_chunk.accumulate_rows,
+        kernels_triton.accumulate_rows,
         {f"{k}{of}": x for k, x in LINEAR.items() for of in ("", "_ROLLOUT")},
     ),
     **{
-        f"gradient_rows:{of}": (kernels_chunk.gradient_rows, {"OF": of})
+        f"gradient_rows:{of}": (kernels_triton.gradient_rows, {"OF": of})
         for of in ("kl_rollout_current", "kl_current_rollout", "entropy")
     },
 }

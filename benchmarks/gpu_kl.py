@@ -47,7 +47,7 @@ def our_step(logits_rollout: Tensor, logits: Tensor) -> Tensor:
     """Forward of everything, backward of the KL."""
     found, normalizers = kernels.with_normalizers(logits_rollout, logits)
     kl = found.kl_rollout_current
-    return kernels.kl_rollout_current_backward(torch.ones_like(kl), kl, logits_rollout, logits, normalizers)
+    return kernels.gradient("kl_rollout_current", torch.ones_like(kl), kl, logits_rollout, logits, normalizers)
 
 
 def policies(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -123,7 +123,7 @@ def from_logits(args: argparse.Namespace, dtype: torch.dtype, device: torch.devi
         compiled, compiled_step = torch.compile(naive), torch.compile(naive_step)
         exact["torch.compile"] = lambda: compiled(mu, pi)
         step["torch.compile"] = lambda: compiled_step(mu, pi)
-    exact |= our_arms(lambda: kernels.exact_divergences(mu, pi, tokens), args.warps)
+    exact |= our_arms(lambda: kernels.with_normalizers(mu, pi, tokens)[0], args.warps)
     step |= our_arms(lambda: our_step(mu, pi), args.warps)
     size = mu.nbytes
     forward = measured(exact, device, repeats=args.repeats)
@@ -164,7 +164,7 @@ def from_hidden(args: argparse.Namespace, dtype: torch.dtype, device: torch.devi
 def errors(device: torch.device, vocab: int, dtype: torch.dtype) -> dict[str, float]:
     """Largest relative distance from float64, of every field, on a few rows."""
     mu, pi, tokens = policies(8, vocab, dtype, device)
-    ours, truth = (kernels.exact_divergences(mu, pi, tokens), definition(mu.double(), pi.double(), tokens))
+    ours, truth = (kernels.with_normalizers(mu, pi, tokens)[0], definition(mu.double(), pi.double(), tokens))
     pairs = zip(truth._fields, ours, truth, strict=True)
     return {name: float(((a - b) / b).abs().max()) for name, a, b in pairs if a is not None and b is not None}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from offdrift.divergence import exact_divergences
+from offdrift.divergence.fused import exact_divergences
 from offdrift.engines import make_engine
 from offdrift.engines.score import chunks, score
 from offdrift.lab.length_bias import FOLDER, Stream, write_recording

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from measure import interleaved_medians, machine, peak_mib
 
-from offdrift.divergence import exact_divergences, topk_divergences
+from offdrift.divergence.fused import exact_divergences
+from offdrift.divergence.interval import topk_divergences
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:

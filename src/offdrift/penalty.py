@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.divergence import sampled
+from offdrift.divergence.evidence import k3
 from offdrift.divergence.exact import terms
 from offdrift.errors import EvidenceError, MethodError, ShapeError, check_choice, check_number
 from offdrift.numerics import LOG_RATIO_LIMIT, at_least_float32, ratio
@@ -105,7 +105,7 @@ def kl_estimate(
     if base in ("k1", "abs"):
         value = d if base == "k1" else d.abs()
     else:
-        value = d.square() / 2 if base == "k2" else sampled.k3(-d)
+        value = d.square() / 2 if base == "k2" else k3(-d)
     if value_limit is not None:
         value = value.clamp(-value_limit, value_limit)
     if estimator == "k3_corrected":

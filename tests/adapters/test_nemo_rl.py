@@ -25,7 +25,7 @@ from torch import Tensor
 from offdrift.adapters.contrib import nemo_rl
 from offdrift.adapters.contrib.nemo_rl import FULL, TOP_IDS, TOP_LOGP
 from offdrift.adapters.hooks import LossHook
-from offdrift.divergence import exact_divergences
+from offdrift.divergence.fused import exact_divergences
 from offdrift.errors import EvidenceError, MethodError, ShapeError
 from tests.adapters.hooked import (
     HORIZON,

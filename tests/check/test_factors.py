@@ -8,14 +8,13 @@ import math
 import pytest
 import torch
 
-from offdrift.check.bench import Bench
+from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.check import check
 from offdrift.check.factors import FACTORS
 from offdrift.check.factors.base import Setting, recorded_alike, self_difference
 from offdrift.check.factors.rollout import predicting
 from offdrift.check.measure import measure
 from offdrift.engines.hf import TransformersEngine
-from offdrift.engines.spec import EngineSpec, Pair
 from offdrift.records.rollouts import FullVocab, HiddenStates, Sampling
 from offdrift.train.models import tiny_tokenizer
 from tests.engines.contract import Forgetful

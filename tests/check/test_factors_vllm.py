@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import offdrift.engines.vllm.engine as vllm_engine_module
-from offdrift.check.bench import Bench
+from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.factors import FACTORS
 from offdrift.check.measure import measure
-from offdrift.engines.spec import EngineSpec, Pair
 from offdrift.engines.vllm.taps import runner_of
 from offdrift.records.rollouts import Sampling
 from offdrift.train.models import tiny_tokenizer

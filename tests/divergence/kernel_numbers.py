@@ -63,6 +63,11 @@ def pair(
     return logits.to(dtype).to(DEVICE), moved.to(dtype).to(DEVICE), tokens.to(DEVICE)
 
 
+def exact_of(*policies: Any) -> ExactDivergences:
+    """What the kernels say of two policies, their tokens and a temperature."""
+    return kernels.with_normalizers(*policies)[0]
+
+
 def stacked(logits_rollout: Tensor, logits: Tensor, tokens: Tensor, t: float = 1.0) -> Tensor:
     """The nine fields of `naive`."""
     return torch.stack(naive(logits_rollout, logits, tokens, t))
@@ -94,7 +99,7 @@ SIZES = [
 def test_float32_is_as_good_as_naive(n, v):
     temperature = 1 if v % 2 else 0.7
     mu, pi, tokens = pair(n, v, seed=v)
-    ours = torch.stack(kernels.exact_divergences(mu, pi, tokens, temperature))
+    ours = torch.stack(exact_of(mu, pi, tokens, temperature))
     truth = stacked(mu.double(), pi.double(), tokens, temperature)
     assert ours.dtype == torch.float32
     if v == 1:  # one token: everything is certain
@@ -108,7 +113,7 @@ def test_float32_is_as_good_as_naive(n, v):
 @pytest.mark.parametrize("v", [7, 4999])
 def test_half_precision_logits_are_read_as_they_are_and_summed_in_float32(dtype, v):
     mu, pi, tokens = pair(3, v, dtype=dtype)
-    ours = torch.stack(kernels.exact_divergences(mu, pi, tokens, 1.3))
+    ours = torch.stack(exact_of(mu, pi, tokens, 1.3))
     truth = stacked(mu.double(), pi.double(), tokens, 1.3)
     assert_as_good_as_naive(ours, truth, stacked(mu.float(), pi.float(), tokens, 1.3))
 
@@ -116,14 +121,14 @@ def test_half_precision_logits_are_read_as_they_are_and_summed_in_float32(dtype,
 def test_the_two_policies_may_have_different_dtypes_and_offsets():
     mu, pi, tokens = pair(3, 3000)
     mu, pi = mu.log_softmax(-1), (pi + 100).bfloat16()
-    ours = torch.stack(kernels.exact_divergences(mu, pi, tokens))
+    ours = torch.stack(exact_of(mu, pi, tokens))
     truth = stacked(mu.double(), pi.double(), tokens)
     assert_as_good_as_naive(ours, truth, stacked(mu, pi.float(), tokens))
 
 
 def test_a_small_drift_survives():
     mu, pi, tokens = pair(4, 5000, drift=1e-4)
-    ours = kernels.exact_divergences(mu, pi, tokens)
+    ours = exact_of(mu, pi, tokens)
     truth = definition(mu.double(), pi.double(), tokens)
     assert truth.kl_rollout_current.max() < 1e-8
     for name in ("kl_rollout_current", "kl_current_rollout", "chi2", "tv"):
@@ -133,14 +138,14 @@ def test_a_small_drift_survives():
 
 def test_equal_policies_are_at_distance_0():
     mu, _, tokens = pair(3, 3000)
-    found = kernels.exact_divergences(mu, mu.clone(), tokens)
+    found = exact_of(mu, mu.clone(), tokens)
     assert torch.stack(found[:4]).eq(0).all()
     assert found.logp.equal(found.logp_rollout)
 
 
 def test_without_tokens_there_are_no_log_probs():
     mu, pi, tokens = pair(3, 300)
-    found, with_tokens = (kernels.exact_divergences(mu, pi), kernels.exact_divergences(mu, pi, tokens))
+    found, with_tokens = (exact_of(mu, pi), exact_of(mu, pi, tokens))
     assert found.logp is None
     assert found.logp_rollout is None
     assert torch.stack(found[:7]).equal(torch.stack(with_tokens[:7]))
@@ -148,15 +153,15 @@ def test_without_tokens_there_are_no_log_probs():
 
 def test_no_tokens_no_rows():
     mu, pi, tokens = pair(0, 300)
-    assert [x.shape for x in kernels.exact_divergences(mu, pi, tokens)] == [(0,)] * 9
+    assert [x.shape for x in exact_of(mu, pi, tokens)] == [(0,)] * 9
 
 
 def test_rows_may_lie_apart_and_entries_too():
     mu, pi, tokens = pair(4, 1000)
-    expected = torch.stack(kernels.exact_divergences(mu, pi, tokens))
+    expected = torch.stack(exact_of(mu, pi, tokens))
     wide = torch.full((4, 1300), math.nan, device=mu.device)
     wide[:, 200:1200] = mu
-    apart = kernels.exact_divergences(wide[:, 200:1200], pi.T.contiguous().T, tokens)
+    apart = exact_of(wide[:, 200:1200], pi.T.contiguous().T, tokens)
     assert torch.stack(apart).equal(expected)
 
 
@@ -193,17 +198,17 @@ def test_infinities_and_rows_that_are_no_distribution(v, temperature):
 @pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter can tell which way a row took")
 @pytest.mark.parametrize("v", [7, 2048, 9001])
 def test_ordinary_rows_are_swept_twice_and_not_three_times(v, monkeypatch):
-    from offdrift.divergence import kernels_exact
+    from offdrift.divergence import kernels_triton
 
     def again(*_: Any) -> None:
         raise AssertionError("another sweep")
 
-    monkeypatch.setattr(kernels_exact, "_careful_fields", again)
-    monkeypatch.setattr(kernels_exact, "online_normalizer", again)
+    monkeypatch.setattr(kernels_triton, "_careful_fields", again)
+    monkeypatch.setattr(kernels_triton, "online_normalizer", again)
     mu, pi, tokens = pair(2, v, drift=0.5)
-    assert kernels.exact_divergences(mu, pi, tokens).tv.isfinite().all()
+    assert exact_of(mu, pi, tokens).tv.isfinite().all()
     with pytest.raises(Exception, match="another sweep"):
-        kernels.exact_divergences(mu, pi.index_fill(1, tokens, -INF), tokens)
+        exact_of(mu, pi.index_fill(1, tokens, -INF), tokens)
 
 
 def test_a_late_large_score_costs_another_sweep_and_no_digits():
@@ -211,7 +216,7 @@ def test_a_late_large_score_costs_another_sweep_and_no_digits():
     mu[:, 8000] += 200  # beyond float32 relative to anything in the first tile
     pi[:, 8000] += 198
     tokens[:] = 8000
-    ours = torch.stack(kernels.exact_divergences(mu, pi, tokens))
+    ours = torch.stack(exact_of(mu, pi, tokens))
     truth = torch.stack(definition(mu.double(), pi.double(), tokens))
     assert torch.allclose(ours.double(), truth, rtol=1e-5, atol=1e-30)
 
@@ -226,11 +231,7 @@ def truth_of_gradient(name: str, mu: Tensor, pi: Tensor, upstream: Tensor, t: fl
 
 def gradient(name: str, mu: Tensor, pi: Tensor, upstream: Tensor, t: float) -> Tensor:
     found, normalizers = kernels.with_normalizers(mu, pi, None, t)
-    value = getattr(found, name)
-    if name == "entropy":
-        return kernels.entropy_backward(upstream, value, pi, normalizers, t)
-    backward = getattr(kernels, f"{name}_backward")
-    return backward(upstream, value, mu, pi, normalizers, t)
+    return kernels.gradient(name, upstream, getattr(found, name), mu, pi, normalizers, t)
 
 
 LOSSES = ["kl_rollout_current", "kl_current_rollout", "entropy"]
@@ -373,9 +374,9 @@ def test_what_the_kernels_do_not_take():
     assert not kernels.available(device, torch.float64)
     wide = torch.zeros(2, 3, dtype=torch.float64, device=device)
     with pytest.raises(BadValueError, match="float64"):
-        kernels.exact_divergences(wide, wide)
+        exact_of(wide, wide)
     with pytest.raises(ShapeError, match="vocab"):
-        kernels.exact_divergences(*torch.zeros(2, 2, 0, device=device))
+        exact_of(*torch.zeros(2, 2, 0, device=device))
 
 
 def test_the_benchmark_runs(monkeypatch, tmp_path, capsys):

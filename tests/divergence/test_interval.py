@@ -392,9 +392,9 @@ def test_caps_that_mean_nothing_are_refused(cap):
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, INF, math.nan])
 def test_temperatures_that_mean_nothing_are_refused(temperature):
-    with pytest.raises(BadValueError, match="temperature="):
+    with pytest.raises(BadValueError, match="temperature is"):
         topk_divergences(*record(FX_V_MU.log(), 1, FX_V_TOKENS), FX_V_PI.log(), temperature=temperature)
-    with pytest.raises(BadValueError, match="temperature="):
+    with pytest.raises(BadValueError, match="temperature is"):
         tail_log_ratio(FX_V_MU.log(), FX_V_PI.log(), 1, temperature=temperature)
 
 

@@ -300,13 +300,14 @@ def test_a_gpu_keeps_the_normalizers_for_the_way_back(of, monkeypatch):
 
     monkeypatch.setattr(losses, "route_of", lambda *_, **__: "triton")
     monkeypatch.setattr(kernels, "with_normalizers", with_normalizers)
-    monkeypatch.setattr(kernels, f"{of}_backward", backward)
+    monkeypatch.setattr(kernels, "gradient", backward)
     value = LOSSES[of](mu, pi, temperature=0.7)
     torch.testing.assert_close(value, naive_loss(of, mu, pi, 0.7))
     assert gradient_of(value, pi, torch.ones(3).double()).unique().tolist() == [7.0]
-    policies = (pi,) if of == "entropy" else (mu, pi)
+    policies = (pi if of == "entropy" else mu, pi)
     assert [x.data_ptr() for x in seen["forward"][:2]] == [x.data_ptr() for x in (policies[0], pi)]
-    upstream, of_value, *given_policies, normalizers, temperature = seen["backward"]
+    which, upstream, of_value, *given_policies, normalizers, temperature = seen["backward"]
+    assert which == of
     assert upstream.tolist() == [1.0] * 3
     assert torch.equal(of_value, value)
     assert [x.data_ptr() for x in given_policies] == [x.data_ptr() for x in policies]

@@ -1,4 +1,4 @@
-"""What every rollout engine must keep (`offdrift.engines.base`), as one suite run on each engine.
+"""What every rollout engine must keep (`offdrift.engines`), as one suite run on each engine.
 
 A test class inherits from `EngineContract` and provides three fixtures: `engine`, `model` (the
 trainer's float32 model, whose weights the engine holds when a test begins and ends) and `exact`
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from offdrift.engines.base import Engine
+from offdrift.engines import Engine
 from offdrift.engines.output_head import deviations
 from offdrift.engines.verify_sync import FLOAT32_CAP, GROUPS, check_sync, verify_sync, weight_groups
 from offdrift.errors import EngineError, SyncError

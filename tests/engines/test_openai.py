@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offdrift.engines.server.capabilities import measured_mode
+from offdrift.engines.server.client import measured_mode
 from offdrift.engines.server.engine import OWN_METHOD, OpenAIEngine
 from offdrift.engines.verify_sync import verify_sync
 from offdrift.errors import EngineError, SyncError

@@ -28,8 +28,7 @@ import torch
 
 from offdrift.check.bench import Bench, EngineSpec
 from offdrift.engines import make_engine
-from offdrift.engines.server.capabilities import faithful, measured_mode
-from offdrift.engines.server.client import Server, StatusError
+from offdrift.engines.server.client import Server, StatusError, faithful, measured_mode
 from offdrift.engines.server.engine import OpenAIEngine
 from offdrift.errors import EngineError, RecipeError
 from offdrift.records.rollouts import Sampling

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import offdrift.engines.vllm.engine as vllm_engine_module
+from offdrift.engines.generate import request_seed
 from offdrift.engines.verify_sync import QUANTIZED_CAP, verify_sync
 from offdrift.engines.vllm.taps import runner_of
-from offdrift.engines.vllm.wire import request_seed
 from offdrift.errors import EngineError, NotOfferedError, SyncError
 from offdrift.records.rollouts import Sampling
 from tests.engines.contract import PLAIN, PROMPTS, EngineContract

@@ -18,8 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from offdrift.engines import make_engine
-from offdrift.engines.base import Engine
+from offdrift.engines import Engine, make_engine
 from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.judge import Context
 from offdrift.records.rollouts import EvidenceKind, FullVocab, Rollouts, Sampling

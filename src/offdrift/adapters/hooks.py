@@ -24,7 +24,7 @@ from offdrift.adapters import environment
 from offdrift.adapters.base import Adapter
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Corrected
-from offdrift.divergence.sampled import k3
+from offdrift.divergence.evidence import k3
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.judge import Context
 from offdrift.logprobs import LogProbs

@@ -1,4 +1,4 @@
-"""`Bench`: one set of weights in float32, and the rollout and training engines made of it.
+"""Engines by description, and `Bench`: one set of weights in float32, and the engines made of it.
 
 Starting an engine takes seconds and gigabytes. At most one of each kind is alive, and rollouts are kept for reuse.
 """
@@ -7,25 +7,118 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from offdrift.check.rescore import Scored, rescored
-from offdrift.engines import make_engine
-from offdrift.engines.base import Engine
-from offdrift.engines.output_head import compute_head_in
-from offdrift.engines.spec import EngineSpec as EngineSpec
-from offdrift.engines.spec import Option as Option
-from offdrift.engines.spec import Pair as Pair
-from offdrift.engines.spec import dtype_of
+from offdrift.engines import Engine, make_engine
+from offdrift.engines.output_head import recast
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
+
+Option = str | int | float | bool
+
+KINDS = {"vllm": "bfloat16", "transformers": "float32", "openai": "auto"}
+"""Engines there are, and the dtype that each has if none is named; "auto": what the server says."""
+
+DTYPES = {
+    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine and how it computes, one line of text: `vllm:bfloat16,kv_cache_dtype=fp8`.
+
+    Example:
+        >>> spec = EngineSpec.parse("vllm:bfloat16,kv_cache_dtype=fp8")
+        >>> spec.options["kv_cache_dtype"], str(spec.with_(enable_prefix_caching=False))
+        ('fp8', 'vllm:bfloat16,enable_prefix_caching=false,kv_cache_dtype=fp8')
+    """
+
+    kind: str
+    dtype: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise EngineError(
+                f"no engine is called {self.kind!r}; write one of "
+                + ", ".join(f'"{k}:{d}"' for k, d in KINDS.items()).replace("openai:auto", "openai:URL")
+            )
+        if self.dtype != KINDS[self.kind]:
+            object.__setattr__(self, "dtype", dtype_of(self.dtype))
+        object.__setattr__(self, "options", dict(sorted(self.options.items())))
+
+    @staticmethod
+    def parse(text: str) -> EngineSpec:
+        """`KIND[:DTYPE][,OPTION=VALUE ...]` or `openai:URL[,OPTION=VALUE ...]`, the inverse of `str`.
+
+        Values are true, false, whole numbers, numbers, or else words.
+
+        Raises: `EngineError` naming what cannot be read.
+        """
+        head, *options = text.strip().split(",")
+        kind, _, dtype = head.partition(":")
+        named: dict[str, Option] = {}
+        for each in options:
+            name, equals, value = each.partition("=")
+            if not (name.strip() and equals and value.strip()):
+                raise EngineError(f"{each!r} in {text!r} is no option; write NAME=VALUE")
+            named[name.strip()] = _value(value.strip())
+        kind, dtype = kind.strip(), dtype.strip()
+        if kind == "openai":
+            named["url"], dtype = dtype, str(named.pop("dtype", ""))
+        return EngineSpec(kind, dtype or KINDS.get(kind, "float32"), named)
+
+    def with_(self, *, dtype: str | None = None, **options: Option) -> EngineSpec:
+        """The same with another dtype, or with options added or replaced."""
+        return replace(self, dtype=dtype or self.dtype, options={**self.options, **options})
+
+    def __str__(self) -> str:
+        options = dict(self.options)
+        parts = [f"{self.kind}:{self.dtype}"]
+        if self.kind == "openai":
+            parts = [f"openai:{options.pop('url', '')}", f"dtype={self.dtype}"]
+        for name, value in options.items():
+            parts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+        return ",".join(parts)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+class Pair(NamedTuple):
+    """The engine that draws the tokens and the one that scores them."""
+
+    rollout: EngineSpec
+    train: EngineSpec
+
+
+def dtype_of(word: Option) -> str:
+    """A dtype by its full name. Raises: `EngineError` for an unknown one."""
+    if word not in DTYPES:
+        raise EngineError(f"no dtype {word!r}; choose one of {', '.join(sorted(set(DTYPES.values())))}")
+    return DTYPES[str(word)]
+
+
+def _value(word: str) -> Option:
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
 
 TRAIN_OPTIONS = ("attn_implementation", "experts_implementation", "head_dtype")
 """Options of a training engine; a rollout engine's are the arguments of its constructor."""
@@ -41,7 +134,7 @@ KEPT_BYTES = 512 * 2**20
 """Memory of rollouts kept to be used again, about."""
 
 
-class Bench:
+class Bench(AbstractContextManager):
     """One set of weights, some prompts, and the engines made of the weights.
 
     Args:
@@ -87,12 +180,7 @@ class Bench:
         self._copy: tuple[EngineSpec, nn.Module] | None = None
         self._draws: dict[tuple[object, ...], Rollouts] = {}
 
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -190,7 +278,12 @@ class Bench:
             return self.model
         if self._copy is None or self._copy[0] != spec:
             self._copy = None  # before the next one is made
-            self._copy = (spec, _copied(self.model, spec))
+            options: dict[str, Any] = dict(spec.options)
+            if "head_dtype" in options:
+                options["head_dtype"] = dtype_of(options["head_dtype"])
+            copied = copy.deepcopy(self.model)
+            recast(copied, spec.dtype, **options)
+            self._copy = (spec, copied.eval())
         return self._copy[1]
 
     def score(self, rollouts: Rollouts, spec: EngineSpec, *, details: bool = False) -> Scored:
@@ -221,22 +314,6 @@ class Bench:
             few = (min(LIKELIEST, self.vocab_size), "sampled")
             return ("full", *few) if entries <= FULL_ENTRIES["openai"] else few
         return ("full",) if filtered or entries <= FULL_ENTRIES[spec.kind] else ("hidden", "full")
-
-
-def _copied(model: nn.Module, spec: EngineSpec) -> nn.Module:
-    """A copy at another dtype, with other kernels, or with its output head at its own dtype."""
-    copied: Any = copy.deepcopy(model)
-    if "attn_implementation" in spec.options:
-        copied.set_attn_implementation(spec.options["attn_implementation"])
-    if "experts_implementation" in spec.options:
-        copied.set_experts_implementation(spec.options["experts_implementation"])
-    for parameter in copied.parameters():
-        # Parameters only: rotary frequencies are buffers, which real engines keep in float32.
-        parameter.requires_grad_(False).grad = None
-        parameter.data = parameter.data.to(getattr(torch, spec.dtype))
-    if "head_dtype" in spec.options:
-        compute_head_in(copied, getattr(torch, dtype_of(spec.options["head_dtype"])))
-    return copied.eval()
 
 
 def _size(rollouts: Rollouts) -> int:

@@ -16,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.batch_info import NO_INFO, BatchInfo
-from offdrift.divergence.evidence import Divergence
-from offdrift.divergence.sampled import abs_log_ratio, k2, k3
+from offdrift.divergence.evidence import Divergence, abs_log_ratio, k2, k3
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import LOG_RATIO_LIMIT, blocks, blockwise, clamped

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.errors import EvidenceError
+from offdrift.numerics import clamped
 
 
 class Grade(StrEnum):
@@ -169,3 +170,35 @@ class Divergence:
                 'policy with evidence="full" or "hidden" (exact), or evidence=k for its top k (interval)'
             )
         return self.hi
+
+
+# What one token drawn from *first* tells about two distributions, from l = log second(token) - log first(token)
+# clamped to +-20. Reference: J. Schulman, "Approximating KL divergence", 2020; Li et al., arXiv:2512.23075v5, App. E.
+
+
+def k1(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """-l: unbiased, signed estimate of KL(first || second), nats. Gradient: to `log_ratio`."""
+    return -clamped(log_ratio)
+
+
+def k2(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """l^2 / 2: treats a halved and a doubled probability alike. Gradient: to `log_ratio`."""
+    return clamped(log_ratio).square() / 2
+
+
+def k3(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """e^l - 1 - l: unbiased, non-negative. Gradient: to `log_ratio`.
+
+    Too low under top-k or top-p sampling, by the mass that second puts outside first's filter.
+
+    Example:
+        >>> k3(torch.tensor([0.0, 0.6931]))
+        tensor([0.0000, 0.3068])
+    """
+    limited = clamped(log_ratio)
+    return limited.expm1() - limited
+
+
+def abs_log_ratio(log_ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """|l|, nats: the same regions as k2, on a scale that reads as a factor. Gradient: its sign."""
+    return clamped(log_ratio).abs()

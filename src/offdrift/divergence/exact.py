@@ -1,9 +1,8 @@
-"""Exact divergences of two policies over the full vocabulary: the definition, in plain operators.
+"""Exact divergences of two policies over the full vocabulary: the definition, and its form for plain operators.
 
-`fused` runs this very function in pieces, compiled or not; call that one on anything large, because
-the function below holds about twenty `[tokens, vocab]` tensors at once.
-
-The sums are arranged so that rounding cannot drown a small divergence. With `x = log pi - log mu`,
+`fused` runs both in pieces; call that on anything large, because `definition` holds about twenty
+`[tokens, vocab]` tensors at once. The sums are arranged so that rounding cannot drown a small
+divergence. With `x = log pi - log mu`,
 
     KL(mu || pi) = sum_a mu (e^x - 1 - x)        TV(mu, pi) = 1/2 sum_a mu |e^x - 1|
     KL(pi || mu) = sum_a mu (x e^x - e^x + 1)    chi2       = sum_a mu (e^x - 1)^2
@@ -13,8 +12,7 @@ No term is negative, and an error in a log-normalizer enters squared or relative
 brackets come from one series, elsewhere from mu, pi and pi^2 / mu, which are also right where mu or
 pi is 0. The price is a second sweep: no term is known before both normalizers are.
 
-The inner functions are `no_type_check` because `fused` compiles through them, and run-time argument
-checkers cannot be compiled.
+Functions that are compiled are `no_type_check`: run-time argument checkers cannot be.
 
 Shape suffixes: n tokens, v vocabulary.
 """
@@ -93,49 +91,24 @@ def definition(
     Reference: Li et al., Trust Region Masking, arXiv:2512.23075v5, eq. 23 (KL) and
     Definition 2.2 (TV).
     """
-    log_mu_nv, log_pi_nv = log_policies(logits_rollout, logits, temperature)
-    mu, pi = log_mu_nv.exp(), log_pi_nv.exp()
-    kl, kl_back, tv, chi2 = (x.sum(-1) for x in all_terms(log_mu_nv, log_pi_nv, mu, pi))
-    return fields(
-        kl,
-        kl_back,
-        tv,
-        chi2,
-        -weighted(mu, log_mu_nv).sum(-1),
-        -weighted(pi, log_pi_nv).sum(-1),
-        (pi * pi).sum(-1),
-        log_mu_nv,
-        log_pi_nv,
-        tokens,
-    )
+    log_mu, log_pi = log_policies(logits_rollout, logits, temperature)
+    mu, pi = log_mu.exp(), log_pi.exp()
+    terms = (*all_terms(log_mu, log_pi, mu, pi), -weighted(mu, log_mu), -weighted(pi, log_pi), pi * pi)
+    return _fields([x.sum(-1) for x in terms], log_mu, log_pi, tokens)
 
 
 @no_type_check
-def fields(
-    kl_rollout_current: Float[Tensor, " n"],
-    kl_current_rollout: Float[Tensor, " n"],
-    tv: Float[Tensor, " n"],
-    chi2: Float[Tensor, " n"],
-    entropy_rollout: Float[Tensor, " n"],
-    entropy: Float[Tensor, " n"],
-    sum_pi_squared: Float[Tensor, " n"],
+def _fields(
+    sums: list[Float[Tensor, " n"]],
     log_mu: Float[Tensor, "n v"],
     log_pi: Float[Tensor, "n v"],
     tokens: Int[Tensor, " n"],
 ) -> ExactDivergences:
-    """The sums of a row as a result: one policy's NaN makes every field NaN."""
+    """The first seven fields as a result: one policy's NaN makes every field NaN."""
+    kl, kl_back, tv, chi2, *others = sums
+    others += [_picked(log_mu, tokens), _picked(log_pi, tokens)]
     nan_or_0 = 0.0 * tv  # also in those that the other policy alone would decide
-    return ExactDivergences(
-        kl_rollout_current,
-        kl_current_rollout,
-        tv.clamp(max=1.0),
-        chi2,
-        nan_or_0 + entropy_rollout,
-        nan_or_0 + entropy,
-        nan_or_0 + sum_pi_squared,
-        nan_or_0 + _picked(log_mu, tokens),
-        nan_or_0 + _picked(log_pi, tokens),
-    )
+    return ExactDivergences(kl, kl_back, tv.clamp(max=1.0), chi2, *[nan_or_0 + x for x in others])
 
 
 @no_type_check
@@ -223,3 +196,89 @@ def _expm1_minus(x: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
     """e^x - 1 - x for small x, by its Taylor series."""
     series = 1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040))))
     return x * x * (1 / 2 + x * series)
+
+
+# The same numbers in fewer passes, for ordinary operators. A compiler reads every entry once however long the
+# formula is; an operator at a time, each operation is another pass over memory, and a choice entry by entry
+# (`torch.where`) costs as much as an exponential. Here every exponential is taken once, nothing is chosen, and
+# where all entries have |x| < SERIES_BELOW only the series is summed:
+#
+#     sum mu (x e^x - e^x + 1) = sum (pi - mu) x - KL(mu || pi)
+#
+# Elsewhere the other way of writing the terms is added, with mu and pi set to 0 where the series holds.
+
+
+@torch.no_grad()
+def plain_divergences(
+    logits_rollout: Float[Tensor, "n v"],
+    logits: Float[Tensor, "n v"],
+    tokens: Int[Tensor, " n"],
+    temperature: Float[Tensor, ""],
+) -> ExactDivergences:
+    """What `definition` says of these rows."""
+    dtype = torch.promote_types(logits_rollout.dtype, logits.dtype)
+    log_mu, mu = plain_policy(logits_rollout.to(dtype), None)
+    log_pi, pi = plain_policy(logits.to(dtype), temperature)
+    kl, kl_back, tv, chi2 = _sums(log_mu, mu, log_pi, pi)
+    tv = tv + 0 * (mu[:, 0] + pi[:, 0])  # NaN of a row that is no distribution
+    sums = [kl, kl_back, tv, chi2, plain_entropy(log_mu, mu), plain_entropy(log_pi, pi), (pi * pi).sum(-1)]
+    return _fields(sums, log_mu, log_pi, tokens)
+
+
+def plain_policy(
+    scores: Float[Tensor, "n v"], temperature: Float[Tensor, ""] | None
+) -> tuple[Float[Tensor, "n v"], Float[Tensor, "n v"]]:
+    """Log-probabilities and probabilities, float32 or better, from one exponential."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    log_p = scores - scores.amax(-1, keepdim=True)
+    if temperature is not None and temperature != 1:
+        log_p /= temperature
+    p = log_p.exp()
+    total = p.sum(-1, keepdim=True)
+    log_p -= total.log()
+    p /= total
+    return log_p, p
+
+
+def plain_entropy(log_p: Float[Tensor, "n v"], p: Float[Tensor, "n v"]) -> Float[Tensor, " n"]:
+    return -weighted(p, log_p).sum(-1)
+
+
+def _sums(
+    log_mu: Float[Tensor, "n v"], mu: Float[Tensor, "n v"], log_pi: Float[Tensor, "n v"], pi: Float[Tensor, "n v"]
+) -> tuple[Float[Tensor, " n"], ...]:
+    """The sums of `all_terms` over the vocabulary."""
+    x = log_pi - log_mu
+    if not x.numel() or x.abs().amax() < SERIES_BELOW:
+        return _near(mu, x)
+    x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # neither can draw that token
+    lowest, highest = x.amin(-1), x.amax(-1)
+    far = (x.abs() >= SERIES_BELOW).to(x.dtype)
+    x.nan_to_num_(posinf=0.0, neginf=0.0)
+    x_far = x * far
+    sums = _near(mu, x - x_far)
+    mu, pi = mu * far, pi * far
+    squared = x.add_(log_pi).exp_().mul_(far)  # pi^2 / mu
+    moved = pi - mu
+    kl = torch.addcmul(moved, mu, x_far, value=-1).sum(-1)
+    kl_back = pi.mul_(x_far).sub_(moved).sum(-1)
+    chi2 = squared.sub_(moved, alpha=2).sub_(mu).sum(-1)
+    beyond = (kl, kl_back, moved.abs_().sum(-1) / 2, chi2)
+    # A token that one policy alone can draw.
+    lost, new = (torch.where(one.isinf(), math.inf, 0.0) for one in (lowest, highest))
+    return tuple(a + b + c for a, b, c in zip(sums, beyond, (lost, new, 0.0, new), strict=True))
+
+
+def _near(mu: Float[Tensor, "n v"], x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, " n"], ...]:
+    """The same where every x is below the limit, by the same series."""
+    first, *rest = (x.new_tensor(1 / math.factorial(i)) for i in (6, 5, 4, 3, 2))
+    series = torch.add(first, x, alpha=1 / math.factorial(7))
+    for coefficient in rest:
+        series = torch.addcmul(coefficient, series, x)
+    curved = series.mul_(x).mul_(x)  # e^x - 1 - x
+    rise = x + curved
+    kl = curved.mul_(mu).sum(-1)
+    moved = mu * rise
+    chi2 = rise.mul_(moved).sum(-1)
+    both = torch.mul(moved, x, out=rise).sum(-1)
+    return kl, both - kl, moved.abs_().sum(-1) / 2, chi2

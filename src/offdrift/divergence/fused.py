@@ -1,7 +1,7 @@
 """Exact divergences without a `[tokens, vocab]` temporary, by the fastest route of the device.
 
 One formula (`exact.definition`), three routes: on CUDA the Triton kernels; elsewhere, or where Triton
-is not installed, the definition itself a few rows at a time, compiled if that pays, else `plain`.
+is not installed, the definition a few rows at a time, compiled if that pays, else in its plain form.
 
 Each row of logits comes from memory once. It is read three times (largest entry, normalizer, sums),
 the second and third time from the cache: TV and the KL terms that rounding cannot drown need both
@@ -18,9 +18,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from offdrift.divergence import chunks, kernels, plain
-from offdrift.divergence.exact import ExactDivergences, definition
-from offdrift.errors import BadValueError, ShapeError
+from offdrift.divergence import chunks, kernels
+from offdrift.divergence.exact import ExactDivergences, definition, plain_divergences
+from offdrift.divergence.head import check_positive
+from offdrift.errors import ShapeError
 
 Route = Literal["triton", "compiled", "plain"]
 
@@ -94,11 +95,11 @@ def exact_divergences(
             "token that was drawn from each row"
         )
     if route_of(logits_rollout, logits, compiled=compiled) == "triton":
-        return kernels.exact_divergences(logits_rollout, logits, tokens, temperature)
+        return kernels.with_normalizers(logits_rollout, logits, tokens, temperature)[0]
     drawn = torch.zeros_like(logits[:, 0], dtype=torch.int64) if tokens is None else tokens.long()
     rows = (logits_rollout, logits, drawn)
     scale = temperature_of(logits, temperature)
-    fields = ExactDivergences(*chunks.by_rows(definition, rows, scale, compiled=compiled, plain=plain.divergences))
+    fields = ExactDivergences(*chunks.by_rows(definition, rows, scale, compiled=compiled, plain=plain_divergences))
     return fields if tokens is not None else fields._replace(logp_rollout=None, logp=None)
 
 
@@ -122,8 +123,4 @@ def check_pair(logits_rollout: Tensor, logits: Tensor, temperature: float | int)
             f"{tuple(logits.shape)}; both must be [tokens, vocab] over the same tokens and the same "
             "vocabulary (cut padding entries off the larger one)"
         )
-    if not 0 < temperature < float("inf"):
-        raise BadValueError(
-            f"temperature is {temperature}; the current policy's logits are divided by it, so give "
-            "the positive number the rollouts were sampled at"
-        )
+    check_positive(temperature=temperature)

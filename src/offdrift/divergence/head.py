@@ -19,6 +19,13 @@ from offdrift.errors import BadValueError, ShapeError
 from offdrift.numerics import at_least_float32
 
 
+def check_positive(**numbers: float | int | None) -> None:
+    """Raise `BadValueError` unless each of these is None or positive and finite."""
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
+            raise BadValueError(f"{name} is {value}; it must be positive and finite")
+
+
 @dataclass(frozen=True)
 class Head:
     """An output head, from hidden states to logits.
@@ -60,9 +67,7 @@ class Head:
                 f"bias has shape {tuple(self.bias.shape)}, weight has {tuple(self.weight.shape)}; "
                 "give one bias per row of the weight"
             )
-        for name, value in (("scale", self.scale), ("soft_cap", self.soft_cap)):
-            if value is not None and not 0 < value < math.inf:
-                raise BadValueError(f"{name} is {value}; it must be positive and finite")
+        check_positive(scale=self.scale, soft_cap=self.soft_cap)
 
     def scores(self, hidden: Float[Tensor, "n d"], rows: slice) -> Float[Tensor, "n c"]:
         """Logits of the tokens `rows` of the vocabulary: see the class.

@@ -33,6 +33,7 @@ from torch import Tensor
 from offdrift.divergence import chunks, fused, kernels
 from offdrift.divergence.exact import ExactDivergences, all_terms, weighted
 from offdrift.divergence.head import Head as Head
+from offdrift.divergence.head import check_positive
 from offdrift.errors import BadValueError, ShapeError
 
 CHUNK, CHUNK_ELSEWHERE = {"cpu": 2048}, 8192
@@ -141,8 +142,8 @@ def hidden_divergences(
     (TV); online normalizer: Milakov and Gimelshein, arXiv:1805.02867, algorithm 3.
     """
     _check(hidden_rollout, head_rollout, hidden, head, tokens)
-    _check_positive(temperature_rollout=temperature_rollout, temperature=temperature)
-    _check_positive(chunk=chunk, token_chunk=token_chunk)
+    check_positive(temperature_rollout=temperature_rollout, temperature=temperature)
+    check_positive(chunk=chunk, token_chunk=token_chunk)
     if not keep_mib >= 0:
         raise BadValueError(f"keep_mib is {keep_mib}; give 0 to keep no scores")
     n, vocab, device = len(hidden), len(head.weight), hidden.device
@@ -265,9 +266,3 @@ def _check(hidden_rollout: Tensor, head_rollout: Head, hidden: Tensor, head: Hea
             f"head_rollout has {len(head_rollout.weight)} tokens in its vocabulary, head has "
             f"{len(head.weight)}; cut the padding rows off the larger weight"
         )
-
-
-def _check_positive(**numbers: float | int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < math.inf:
-            raise BadValueError(f"{name} is {value}; it must be positive and finite")

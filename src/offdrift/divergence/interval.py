@@ -28,6 +28,7 @@ from torch import Tensor
 
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.exact import log_policy, terms
+from offdrift.divergence.head import check_positive
 from offdrift.divergence.tail import TIE, Tail, least, most, most_under_cap, sorted_tail
 from offdrift.errors import BadValueError, ShapeError
 
@@ -113,20 +114,25 @@ def topk_divergences(
     Reference: see the module.
     """
     _check(topk_ids, topk_logp, tokens, logp_rollout, logits)
-    _check_numbers(temperature, tail_log_ratio_cap)
+    check_positive(temperature=temperature)
+    cap = tail_log_ratio_cap
+    if cap is not None and (isinstance(cap, bool) or not 0 <= cap < math.inf):
+        raise BadValueError(
+            f"tail_log_ratio_cap={cap} must be finite and not negative (nats); None assumes nothing about the tail"
+        )
     record = _record(topk_ids, topk_logp, tokens, logp_rollout, vocab=logits.shape[1])
     rows = max(1, CHUNK.get(logits.device.type, CHUNK_ELSEWHERE) // logits.shape[1])
     pieces = zip(logits.split(rows), *(x.split(rows) for x in record), strict=True)
-    ends = (_ends(z, _Record(*r), temperature, tail_log_ratio_cap) for z, *r in pieces)
+    ends = (_ends(z, _Record(*r), temperature, cap) for z, *r in pieces)
     kl_lo, kl_hi, tv_lo, tv_hi, refuted = map(torch.cat, zip(*ends, strict=True))
 
     dtype = torch.promote_types(topk_logp.dtype, logits.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
     kl = (KL, _down(kl_lo, dtype), _up(kl_hi, dtype))
     tv = (TV, _down(tv_lo, dtype).clamp(max=1.0), _up(tv_hi, dtype).clamp(max=1.0))
-    if tail_log_ratio_cap is None:
+    if cap is None:
         return Divergence.interval(*kl), Divergence.interval(*tv)
-    assumes = f"|log mu - log pi| <= {tail_log_ratio_cap} nats outside the top {topk_ids.shape[1]}"
+    assumes = f"|log mu - log pi| <= {cap} nats outside the top {topk_ids.shape[1]}"
     return (
         Divergence.capped(*kl, assumes=assumes, refuted=refuted),
         Divergence.capped(*tv, assumes=assumes, refuted=refuted),
@@ -167,7 +173,7 @@ def tail_log_ratio(
             f"logp_rollout {tuple(logp_rollout.shape)} and logits {tuple(logits.shape)} must have "
             f"one shape, and k={k} be between 0 and its {logits.shape[1]} tokens"
         )
-    _check_numbers(temperature, None)
+    check_positive(temperature=temperature)
     rows = max(1, CHUNK.get(logits.device.type, CHUNK_ELSEWHERE) // logits.shape[1])
     pieces = zip(logp_rollout.split(rows), logits.split(rows), strict=True)
     return torch.cat([_largest_log_ratio(mu, z, k, temperature) for mu, z in pieces])
@@ -337,13 +343,4 @@ def _check(topk_ids: Tensor, topk_logp: Tensor, tokens: Tensor, logp_rollout: Te
             f"topk_ids {tuple(topk_ids.shape)}, topk_logp {tuple(topk_logp.shape)}, tokens "
             f"{tuple(tokens.shape)}, logp_rollout {tuple(logp_rollout.shape)} and logits "
             f"{tuple(logits.shape)} must describe the same tokens, and the first two the same k"
-        )
-
-
-def _check_numbers(temperature: float | int, cap: float | int | None) -> None:
-    if not 0 < temperature < math.inf:
-        raise BadValueError(f"temperature={temperature} must be positive and finite")
-    if cap is not None and (isinstance(cap, bool) or not 0 <= cap < math.inf):
-        raise BadValueError(
-            f"tail_log_ratio_cap={cap} must be finite and not negative (nats); None assumes nothing about the tail"
         )

@@ -1,9 +1,9 @@
 """Exact divergences on a GPU, in Triton: from logits, their gradients, and chunk by chunk.
 
 Same numbers as `exact.definition` to rounding, and no `[tokens, vocab]` tensor but the gradient that
-is asked for. Triton is imported at the first call; without it `available` says False and nothing else
-here works. `TRITON_INTERPRET=1`, set before that, runs the programs on CPU tensors, slowly, for tests.
-Why they are shaped as they are: `kernels_exact`. Not yet timed on a GPU: `benchmarks/gpu_kl.py`.
+is asked for. The programs are in `kernels_triton`, which is imported at the first call; without Triton
+`available` says False and nothing else here works. `TRITON_INTERPRET=1`, set before that, runs the
+programs on CPU tensors, slowly, for tests. Not yet timed on a GPU: `benchmarks/gpu_kl.py`.
 
 Shape suffixes: n tokens, v vocabulary, c vocabulary chunk.
 """
@@ -29,7 +29,7 @@ VECTOR = 16
 """Bytes that one thread loads at once; tiles give each thread that much of a row."""
 
 WARPS = 16
-"""The most warps per program: see `kernels_exact`."""
+"""The most warps per program: see `kernels_triton`."""
 
 # The compiler's own default differs between versions of Triton.
 OPTIONS = {"enable_fp_fusion": False}
@@ -74,21 +74,6 @@ def available(device: torch.device, *dtypes: torch.dtype) -> bool:
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def exact_divergences(
-    logits_rollout: Float[Tensor, "n v"],
-    logits: Float[Tensor, "n v"],
-    tokens: Int[Tensor, " n"] | None = None,
-    temperature: float | int = 1.0,
-) -> ExactDivergences:
-    """Every exact divergence of every row: `exact.definition`, in one launch.
-
-    Args: as `fused.exact_divergences`, which checks them; rows may lie apart in memory.
-
-    Returns: float32. Gradient: none. Raises: `BadValueError` for a dtype that is not in `DTYPES`.
-    """
-    return with_normalizers(logits_rollout, logits, tokens, temperature)[0]
-
-
 @torch.no_grad()
 def with_normalizers(
     logits_rollout: Float[Tensor, "n v"],
@@ -96,8 +81,13 @@ def with_normalizers(
     tokens: Int[Tensor, " n"] | None = None,
     temperature: float | int = 1.0,
 ) -> tuple[ExactDivergences, Normalizers]:
-    """`exact_divergences`, and what the `*_backward` functions want to know about the rows."""
-    from offdrift.divergence.kernels_exact import exact_rows
+    """Every exact divergence of every row, `exact.definition` in one launch, and what `gradient` needs to know.
+
+    Args: as `fused.exact_divergences`, which checks them; rows may lie apart in memory.
+
+    Returns: float32. Gradient: none. Raises: `BadValueError` for a dtype that is not in `DTYPES`.
+    """
+    from offdrift.divergence.kernels_triton import exact_rows
 
     both = (_readable(logits_rollout), _readable(logits))
     n, v = logits.shape
@@ -114,7 +104,9 @@ def with_normalizers(
     return ExactDivergences(*out[:7], *drawn), Normalizers(*out[9:])
 
 
-def kl_rollout_current_backward(
+@torch.no_grad()
+def gradient(
+    of: Literal["kl_rollout_current", "kl_current_rollout", "entropy"],
     upstream: Float[Tensor, " n"],
     value: Float[Tensor, " n"],
     logits_rollout: Float[Tensor, "n v"],
@@ -122,48 +114,34 @@ def kl_rollout_current_backward(
     normalizers: Normalizers,
     temperature: float | int = 1.0,
 ) -> Float[Tensor, "n v"]:
-    """upstream (pi - mu) / temperature, the gradient of KL(mu || pi), in the dtype of `logits`.
+    """The gradient of one of the exact divergences, times `upstream`, in the dtype of `logits`.
+
+        kl_rollout_current    upstream (pi - mu) / temperature
+        kl_current_rollout    upstream pi (log pi - log mu - KL) / temperature; NaN where the KL is infinite
+        entropy               -upstream pi (log pi + H) / temperature
 
     Args:
-        upstream: the gradient of the loss with respect to the KL of each token.
-        value: the KL.
-        logits_rollout, logits, temperature: as they were given to `with_normalizers`.
+        upstream: the gradient of the loss with respect to the divergence of each token.
+        value: the divergence.
+        logits_rollout, logits, temperature: as they were given to `with_normalizers`; the entropy does
+            not read the first.
         normalizers: what it returned.
 
     Returns: 0 where a logit is -inf and where upstream is 0.
     """
-    rows = (upstream, value, logits_rollout, logits)
-    return _gradient("kl_rollout_current", rows, normalizers, temperature)
+    from offdrift.divergence.kernels_triton import gradient_rows
 
-
-def kl_current_rollout_backward(
-    upstream: Float[Tensor, " n"],
-    value: Float[Tensor, " n"],
-    logits_rollout: Float[Tensor, "n v"],
-    logits: Float[Tensor, "n v"],
-    normalizers: Normalizers,
-    temperature: float | int = 1.0,
-) -> Float[Tensor, "n v"]:
-    """upstream pi (log pi - log mu - KL) / temperature, the gradient of KL(pi || mu).
-
-    Args and Returns: as `kl_rollout_current_backward`; NaN where the KL is infinite.
-    """
-    rows = (upstream, value, logits_rollout, logits)
-    return _gradient("kl_current_rollout", rows, normalizers, temperature)
-
-
-def entropy_backward(
-    upstream: Float[Tensor, " n"],
-    value: Float[Tensor, " n"],
-    logits: Float[Tensor, "n v"],
-    normalizers: Normalizers,
-    temperature: float | int = 1.0,
-) -> Float[Tensor, "n v"]:
-    """-upstream pi (log pi + H) / temperature, the gradient of the entropy.
-
-    Args and Returns: as `kl_rollout_current_backward`; of the normalizers only pi's are read.
-    """
-    return _gradient("entropy", (upstream, value, logits, logits), normalizers, temperature)
+    both = (_readable(logits_rollout), _readable(logits))
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _launch(
+        gradient_rows,
+        both,
+        *(upstream.contiguous(), value.contiguous(), *both, torch.stack(normalizers), out),
+        *(both[0].stride(0), both[1].stride(0), *out.shape),
+        *(1 / temperature, _bits(temperature)),
+        OF=of,
+    )
+    return out
 
 
 @torch.no_grad()
@@ -185,7 +163,7 @@ def update_normalizer(
 
     Returns: the new top and total, in the dtypes of the old.
     """
-    from offdrift.divergence.kernels_chunk import dtype_of, update_rows
+    from offdrift.divergence.kernels_triton import dtype_of, update_rows
 
     scores = _readable(scores)
     new_top, new_total = torch.empty_like(top), torch.empty_like(total)
@@ -221,7 +199,7 @@ def accumulate(
 
     Returns: new sums. NaN for a policy that is no distribution, though not in every field.
     """
-    from offdrift.divergence.kernels_chunk import accumulate_rows, dtype_of
+    from offdrift.divergence.kernels_triton import accumulate_rows, dtype_of
 
     both = (_readable(scores[0]), _readable(scores[1]))
     out = torch.empty_like(sums := sums.contiguous())
@@ -240,29 +218,6 @@ def accumulate(
         CAPPED=shapes[1].soft_cap is not None,
         ROUND_ROLLOUT=dtype_of(shapes[0].round_to),
         ROUND=dtype_of(shapes[1].round_to),
-    )
-    return out
-
-
-@torch.no_grad()
-def _gradient(
-    of: Literal["kl_rollout_current", "kl_current_rollout", "entropy"],
-    rows: tuple[Tensor, ...],
-    normalizers: Normalizers,
-    temperature: float | int,
-) -> Tensor:
-    from offdrift.divergence.kernels_chunk import gradient_rows
-
-    upstream, value, *scores = rows
-    both = tuple(_readable(x) for x in scores)
-    out = torch.empty(both[1].shape, dtype=both[1].dtype, device=both[1].device)
-    _launch(
-        gradient_rows,
-        both,
-        *(upstream.contiguous(), value.contiguous(), *both, torch.stack(normalizers), out),
-        *(both[0].stride(0), both[1].stride(0), *out.shape),
-        *(1 / temperature, _bits(temperature)),
-        OF=of,
     )
     return out
 

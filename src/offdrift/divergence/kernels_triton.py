@@ -1,7 +1,4 @@
-"""Triton functions that the GPU programs of `kernels` share.
-
-Imported by `kernels` alone, and only where Triton is. `no_type_check` keeps run-time argument
-checkers, which cannot be compiled, away from them.
+"""The GPU programs of `kernels`, which alone imports them, and only where Triton is.
 
 A program has one row, of the vocabulary or of a chunk of it, and walks it in tiles of LANES x R
 entries. R entries lie side by side in memory and belong to one thread; what a thread has found stays
@@ -14,11 +11,13 @@ Log-probabilities are in bits, because the hardware's exponential is 2^x:
 
 with a normalizer in two numbers, so that it is known better than one float32 can hold. `fma` is
 written out, so that the numbers do not depend on whether a compiler fuses on its own. The formulas
-are those of `exact.all_terms`.
+are those of `exact.all_terms`. `no_type_check` keeps run-time argument checkers, which cannot be
+compiled, away from them.
 """
 
 from typing import no_type_check
 
+import torch
 import triton
 import triton.language as tl
 
@@ -195,3 +194,349 @@ def fields_of(kl, kl_back, tv, chi2, plogp_rollout, plogp, squared):
         -whole(plogp) * LN2,
         whole(squared),
     )
+
+
+# Exact divergences from whole rows of logits: two sweeps over each row. What follows was reasoned, and counted
+# in the machine code that Triton's compiler writes for sm_90 (`benchmarks/gpu_kl.py --count` counts again). None
+# of it was timed on a GPU.
+#
+# Memory. A row of 151,936 bfloat16 scores is 297 KiB, twice that for both policies. No term is known
+# before both normalizers are, so a row is read twice: once from memory and, if it is still there, once
+# from the L2 cache (50 MiB on an H100). 132 programs, one per SM, have 77 MiB of rows in flight. The
+# second sweep runs backward and marks what it has read as the first to go, so that on average half of a
+# row must be kept: 38 MiB. Hence one program of 16 warps per SM, not two of 8, which would keep twice
+# that. Float32 scores are twice as large, and partly read twice from memory.
+#
+# Instructions. The loops compile to 10 + 34.4 per entry of a bfloat16 row pair, 4 of them exponentials;
+# no register is spilled (98 of 128). 132 SMs of 128 lanes at 1.75 GHz issue 29.6e12 per second: at most
+# 0.67e12 entries, 2.7 TB/s of bfloat16 scores counted once. An H100 reads 3.35 TB/s. So bfloat16 rows are
+# bound by instructions, float32 rows by memory, and nothing is in the loops that can be elsewhere: no
+# search for the largest score, no test for infinities. Rows that need either are swept again.
+
+# Rows with a larger log pi - log mu are left to the careful sweep: beyond it, tokens whose mu
+# underflows may still count in chi2.
+QUICK_BELOW = tl.constexpr(32.0)
+# log2 of a probability that is 0 and, unlike -inf, stays 0 when multiplied by its logarithm.
+NO_MASS = tl.constexpr(-1e4)
+
+
+@triton.jit
+@no_type_check
+def _weights(total, scores, bits, reference_bits):
+    return total + tl.exp2(tl.fma(scores, bits, -reference_bits))
+
+
+@triton.jit
+@no_type_check
+def _normalizer(row, width, total, reference, reference_bits, bits, LANES: tl.constexpr, R: tl.constexpr):
+    """High and low, from the lanes' weights, or from one more sweep where those say nothing."""
+    weight = tl.sum(tl.sum(total, 1), 0)
+    slip = -tl.fma(reference, bits, -reference_bits)  # what rounding the product lost
+    if (weight < float("inf")) & (tl.abs(slip) < 0.5):
+        reference, weight, slip = reference, weight, slip
+    else:
+        reference, weight = online_normalizer(row, width, bits, 1.0, 1.0, False, tl.float32, LANES, R)
+        slip = 0.0
+    return two_numbers(reference, weight, bits, slip)
+
+
+@triton.jit
+@no_type_check
+def _quick_tile(sums, mu, pi, inside, highs, lows, bits, MASKED: tl.constexpr):
+    """The sums with one tile of a row where both policies can draw every token.
+
+    mu and e^x are the only exponentials; the rest follows from rise = e^x - 1 and curved = rise - x.
+    """
+    kl, kl_both, tv, chi2, plogp_rollout, plogp, squared, largest = sums
+    log2_mu = log2_prob(mu, highs[0], lows[0], LOG2E)
+    log2_pi = log2_prob(pi, highs[1], lows[1], bits)
+    if MASKED:
+        log2_mu = tl.where(inside, log2_mu, NO_MASS)
+        log2_pi = tl.where(inside, log2_pi, NO_MASS)
+    log2_ratio = log2_pi - log2_mu
+    x = log2_ratio * LN2
+    mu = tl.exp2(log2_mu)
+    near = tl.abs(x) < SERIES_BELOW
+    curved = expm1_minus(x)
+    far_rise = tl.exp2(log2_ratio) - 1
+    rise = tl.where(near, x + curved, far_rise)
+    curved = tl.where(near, curved, far_rise - x)
+    moved = mu * rise
+    pi = mu + moved
+    return (
+        tl.fma(mu, curved, kl),
+        tl.fma(moved, x, kl_both),  # KL(mu || pi) + KL(pi || mu)
+        tv + tl.abs(moved),
+        tl.fma(moved, rise, chi2),
+        tl.fma(mu, log2_mu, plogp_rollout),
+        tl.fma(pi, log2_pi, plogp),
+        tl.fma(pi, pi, squared),
+        tl.maximum(largest, x),
+    )
+
+
+@triton.jit
+@no_type_check
+def _careful_fields(row_mu, row_pi, width, highs, lows, bits_mu, bits_pi, LANES: tl.constexpr, R: tl.constexpr):
+    """The seven fields of one row, whatever it holds."""
+    zero = tl.zeros([LANES, R], tl.float32)
+    sums = (zero, zero, zero, zero, zero, zero, zero)
+    for start in tl.range(0, width, LANES * R):
+        columns = columns_of(start, LANES, R)
+        inside = columns < width
+        mu = load_scores(row_mu, columns, width, True, False)
+        pi = load_scores(row_pi, columns, width, True, False)
+        # Beyond the row: tokens that neither policy has, also where a normalizer is infinite.
+        log2_mu = tl.where(inside, log2_prob(mu, highs[0], lows[0], bits_mu), -float("inf"))
+        log2_pi = tl.where(inside, log2_prob(pi, highs[1], lows[1], bits_pi), -float("inf"))
+        sums = careful_tile(sums, log2_mu, log2_pi)
+    return fields_of(sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6])
+
+
+@triton.jit
+@no_type_check
+def _token_log_prob(row, token, width, high, low, bits):
+    """Log-prob in nats of the drawn token; NaN for one that the row does not have."""
+    inside = (token >= 0) & (token < width)
+    score = tl.load(row + tl.where(inside, token, 0)).to(tl.float32)
+    log_prob = tl.minimum(log2_prob(score, high, low, bits) * LN2, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(inside, log_prob, float("nan"))
+
+
+@triton.jit
+@no_type_check
+def exact_rows(
+    scores_rollout,  # [n, v]
+    scores,  # [n, v]
+    tokens,  # [n], read only if HAS_TOKENS
+    out,  # [13, n]: seven fields, two log-probs, high and low of both policies
+    stride_rollout,
+    stride,
+    n,
+    width,
+    bits,  # log2(e) / temperature of the current policy
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+):
+    """Normalizers, then every sum, of one row of each policy.
+
+    Weights are relative to the largest score of the first tile: any score of the row will do unless
+    another is 88 nats above it, and searching for the largest would cost more than summing.
+    The second sweep runs backward: what the first read last is what the L2 still holds.
+    """
+    tile: tl.constexpr = LANES * R
+    row_mu = row_of(scores_rollout, stride_rollout)
+    row_pi = row_of(scores, stride)
+    tiles = width // tile
+    rest = columns_of(tiles * tile, LANES, R)
+
+    first = columns_of(0, LANES, R)
+    ref_mu = tl.max(tl.max(load_scores(row_mu, first, width, True, False), 1), 0)
+    ref_pi = tl.max(tl.max(load_scores(row_pi, first, width, True, False), 1), 0)
+    ref_mu_bits = ref_mu * LOG2E
+    ref_pi_bits = ref_pi * bits
+    total_mu = tl.zeros([LANES, R], tl.float32)
+    total_pi = tl.zeros([LANES, R], tl.float32)
+    for i in tl.range(0, tiles, loop_unroll_factor=4):
+        columns = columns_of(i * tile, LANES, R)
+        mu = load_scores(row_mu, columns, width, False, False)
+        pi = load_scores(row_pi, columns, width, False, False)
+        total_mu = _weights(total_mu, mu, LOG2E, ref_mu_bits)
+        total_pi = _weights(total_pi, pi, bits, ref_pi_bits)
+    if tiles * tile < width:
+        mu = load_scores(row_mu, rest, width, True, False)
+        pi = load_scores(row_pi, rest, width, True, False)
+        total_mu = _weights(total_mu, mu, LOG2E, ref_mu_bits)
+        total_pi = _weights(total_pi, pi, bits, ref_pi_bits)
+    high_mu, low_mu = _normalizer(row_mu, width, total_mu, ref_mu, ref_mu_bits, LOG2E, LANES, R)
+    high_pi, low_pi = _normalizer(row_pi, width, total_pi, ref_pi, ref_pi_bits, bits, LANES, R)
+    highs = (high_mu, high_pi)
+    lows = (low_mu, low_pi)
+
+    zero = tl.zeros([LANES, R], tl.float32)
+    sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+    if tiles * tile < width:
+        mu = load_scores(row_mu, rest, width, True, True)
+        pi = load_scores(row_pi, rest, width, True, True)
+        sums = _quick_tile(sums, mu, pi, rest < width, highs, lows, bits, True)
+    for i in tl.range(0, tiles):
+        columns = columns_of((tiles - 1 - i) * tile, LANES, R)
+        mu = load_scores(row_mu, columns, width, False, True)
+        pi = load_scores(row_pi, columns, width, False, True)
+        sums = _quick_tile(sums, mu, pi, True, highs, lows, bits, False)
+    largest = tl.max(tl.max(sums[7], 1), 0)
+    fields = fields_of(sums[0], sums[1] - sums[0], sums[2], sums[3], sums[4], sums[5], sums[6])
+    # An infinity anywhere in the row has made a sum NaN: 0 log 0, if nothing else.
+    sane = fields[0] + fields[1] + fields[2] + fields[3] + fields[4] + fields[5] + fields[6]
+    if (sane < float("inf")) & (largest < QUICK_BELOW):
+        fields = fields
+    else:
+        fields = _careful_fields(row_mu, row_pi, width, highs, lows, LOG2E, bits, LANES, R)
+
+    out += tl.program_id(0)
+    # One policy's NaN makes every field NaN, also those that the other alone would decide.
+    nan_or_0 = fields[2] * 0.0
+    for i in tl.static_range(7):
+        field = fields[i] + nan_or_0
+        if i == 2:  # rounding may not leave [0, 1], nor make an entropy negative
+            field = tl.minimum(field, 1.0, propagate_nan=tl.PropagateNan.ALL)
+        if i == 4 or i == 5:
+            field = tl.maximum(field, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out + i * n, field)
+    if HAS_TOKENS:
+        token = tl.load(tokens + tl.program_id(0))
+        logp_mu = _token_log_prob(row_mu, token, width, high_mu, low_mu, LOG2E)
+        logp_pi = _token_log_prob(row_pi, token, width, high_pi, low_pi, bits)
+        tl.store(out + 7 * n, logp_mu + nan_or_0)
+        tl.store(out + 8 * n, logp_pi + nan_or_0)
+    tl.store(out + 9 * n, high_mu)
+    tl.store(out + 10 * n, low_mu)
+    tl.store(out + 11 * n, high_pi)
+    tl.store(out + 12 * n, low_pi)
+
+
+# One vocabulary chunk of recomputed scores, and gradients.
+
+
+def dtype_of(dtype: torch.dtype | None) -> tl.dtype:
+    """Triton's name for a dtype of torch's; float32, which rounds nothing here, for None."""
+    return getattr(tl, str(dtype or torch.float32).removeprefix("torch."))
+
+
+@triton.jit
+@no_type_check
+def update_rows(
+    scores,  # [n, c]
+    top,  # [n], the largest score so far
+    total,  # [n], sum of e^((score - top) / temperature) so far
+    new_top,
+    new_total,
+    stride,
+    width,
+    bits,
+    scale,
+    soft_cap,
+    CAPPED: tl.constexpr,
+    ROUND: tl.constexpr,
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+):
+    """One policy's normalizers with one more chunk of scores. Totals meet in their own dtype."""
+    i = tl.program_id(0)
+    row = row_of(scores, stride)
+    chunk_top, chunk_total = online_normalizer(row, width, bits, scale, soft_cap, CAPPED, ROUND, LANES, R)
+    old_top = tl.load(top + i).to(tl.float32)
+    old_total = tl.load(total + i)
+    both = tl.maximum(old_top, chunk_top)
+    old_total = faded(old_total, old_top, both, bits)
+    chunk_total = faded(chunk_total, chunk_top, both, bits)
+    tl.store(new_top + i, both)
+    tl.store(new_total + i, old_total + chunk_total)
+
+
+@triton.jit
+@no_type_check
+def accumulate_rows(
+    scores_rollout,  # [n, c]
+    scores,  # [n, c]
+    top_rollout,
+    total_rollout,
+    top,
+    total,
+    sums,  # [7, n], read
+    out,  # [7, n], written
+    stride_rollout,
+    stride,
+    n,
+    width,
+    bits_rollout,
+    bits,
+    scale_rollout,
+    scale,
+    soft_cap_rollout,
+    soft_cap,
+    CAPPED_ROLLOUT: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ROUND_ROLLOUT: tl.constexpr,
+    ROUND: tl.constexpr,
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+):
+    """The seven sums with one more chunk of both policies, whose normalizers are final."""
+    i = tl.program_id(0)
+    row_mu = row_of(scores_rollout, stride_rollout)
+    row_pi = row_of(scores, stride)
+    total_mu = tl.load(total_rollout + i).to(tl.float32)
+    total_pi = tl.load(total + i).to(tl.float32)
+    high_mu, low_mu = two_numbers(tl.load(top_rollout + i).to(tl.float32), total_mu, bits_rollout, 0.0)
+    high_pi, low_pi = two_numbers(tl.load(top + i).to(tl.float32), total_pi, bits, 0.0)
+    zero = tl.zeros([LANES, R], tl.float32)
+    found = (zero, zero, zero, zero, zero, zero, zero)
+    for start in tl.range(0, width, LANES * R):
+        columns = columns_of(start, LANES, R)
+        mu = load_scores(row_mu, columns, width, True, True)
+        pi = load_scores(row_pi, columns, width, True, True)
+        mu = shaped(mu, scale_rollout, soft_cap_rollout, CAPPED_ROLLOUT, ROUND_ROLLOUT)
+        pi = shaped(pi, scale, soft_cap, CAPPED, ROUND)
+        # Beyond the chunk: tokens that neither policy has, also where a normalizer is infinite.
+        inside = columns < width
+        log2_mu = tl.where(inside, log2_prob(mu, high_mu, low_mu, bits_rollout), -float("inf"))
+        log2_pi = tl.where(inside, log2_prob(pi, high_pi, low_pi, bits), -float("inf"))
+        found = careful_tile(found, log2_mu, log2_pi)
+    fields = fields_of(found[0], found[1], found[2], found[3], found[4], found[5], found[6])
+    for k in tl.static_range(7):
+        tl.store(out + k * n + i, tl.load(sums + k * n + i) + fields[k])
+
+
+@triton.jit
+@no_type_check
+def gradient_rows(
+    upstream,  # [n]
+    value,  # [n], what is differentiated
+    scores_rollout,  # [n, v], not read for the entropy
+    scores,  # [n, v]
+    normalizers,  # [4, n]: high and low of both policies
+    out,  # [n, v], contiguous
+    stride_rollout,
+    stride,
+    n,
+    width,
+    over_t,
+    bits,
+    OF: tl.constexpr,  # "kl_rollout_current", "kl_current_rollout" or "entropy"
+    LANES: tl.constexpr,
+    R: tl.constexpr,
+):
+    """One sweep: the gradient of one number per row with respect to the current policy's scores.
+
+    0 where nothing is to be learned: a score of -inf, or an incoming gradient of 0.
+    """
+    i = tl.program_id(0)
+    row_mu = row_of(scores_rollout, stride_rollout)
+    row_pi = row_of(scores, stride)
+    row_out = row_of(out, width)
+    slope = tl.load(upstream + i).to(tl.float32)
+    known = tl.load(value + i).to(tl.float32)
+    high_mu = tl.load(normalizers + i)
+    low_mu = tl.load(normalizers + n + i)
+    high_pi = tl.load(normalizers + 2 * n + i)
+    low_pi = tl.load(normalizers + 3 * n + i)
+    if OF == "kl_current_rollout":  # no limit where pi draws what mu cannot
+        known = tl.where(known == float("inf"), float("nan"), known)
+    for start in tl.range(0, width, LANES * R):
+        columns = columns_of(start, LANES, R)
+        log2_pi = log2_prob(load_scores(row_pi, columns, width, True, True), high_pi, low_pi, bits)
+        pi = tl.exp2(log2_pi)
+        if OF == "entropy":
+            moved = tl.where(pi > 0, -pi * tl.fma(log2_pi, LN2, known), pi * 0.0)
+        else:
+            log2_mu = log2_prob(load_scores(row_mu, columns, width, True, True), high_mu, low_mu, LOG2E)
+            if OF == "kl_rollout_current":
+                moved = pi - tl.exp2(log2_mu)
+            else:
+                x = (log2_pi - log2_mu) * LN2
+                moved = tl.where(pi > 0, pi * (x - known), pi * 0.0)
+        gradient = tl.where(log2_pi == -float("inf"), 0.0, slope * moved * over_t)
+        gradient = tl.where(slope == 0, 0.0, gradient)
+        tl.store(row_out + columns, gradient.to(out.dtype.element_ty), mask=columns < width)

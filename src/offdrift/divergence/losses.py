@@ -21,9 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from offdrift.divergence import kernels, plain
+from offdrift.divergence import kernels
 from offdrift.divergence.chunks import RowFunction, by_rows
-from offdrift.divergence.exact import log_policies, log_policy, weighted
+from offdrift.divergence.exact import log_policies, log_policy, plain_entropy, plain_policy, weighted
 from offdrift.divergence.fused import check_pair, exact_divergences, route_of, temperature_of
 
 
@@ -140,7 +140,7 @@ class _Loss(torch.autograd.Function):
             value = getattr(fields, of)
         elif of == "entropy":
             scale = temperature_of(policies[0], temperature)
-            (value,) = by_rows(_entropy_rows, policies, scale, compiled=compiled, plain=plain.entropy)
+            (value,) = by_rows(_entropy_rows, policies, scale, compiled=compiled, plain=_plain_entropy_rows)
         else:  # the loss is the very number that is measured
             both = (policies[1], policies[0])
             fields = exact_divergences(*both, temperature=temperature, compiled=compiled)
@@ -158,9 +158,8 @@ class _Loss(torch.autograd.Function):
         policies, normalizers = saved[: ctx.num_policies], saved[ctx.num_policies :]
         logits, *others = policies
         if normalizers:
-            backward = getattr(kernels, f"{ctx.of}_backward")
-            arguments = (*others, logits, kernels.Normalizers(*normalizers))
-            gradient = backward(upstream, value, *arguments, ctx.temperature)
+            both, kept = (policies[-1], logits), kernels.Normalizers(*normalizers)
+            gradient = kernels.gradient(ctx.of, upstream, value, *both, kept, ctx.temperature)
         else:
             gradient = torch.empty_like(logits)
             rows = (upstream, value, gradient, *policies)
@@ -217,9 +216,53 @@ def _entropy_rows(logits: Tensor, temperature: Tensor) -> tuple[Tensor]:
     return (-weighted(log_pi.exp(), log_pi).sum(-1),)
 
 
+# The same for plain operators: see `exact`.
+
+
+def _plain_entropy_rows(logits: Tensor, temperature: Tensor) -> tuple[Tensor]:
+    return (plain_entropy(*plain_policy(logits, temperature)),)
+
+
+@torch.no_grad()
+def _plain_kl_rollout_current(
+    upstream: Tensor, _: Tensor, out: Tensor, logits: Tensor, rollout: Tensor, temperature: Tensor
+) -> tuple[()]:
+    moved = plain_policy(logits, temperature)[1].sub_(plain_policy(rollout, None)[1])
+    return _plain_write(out, upstream, moved, logits, temperature)
+
+
+@torch.no_grad()
+def _plain_kl_current_rollout(
+    upstream: Tensor, kl: Tensor, out: Tensor, logits: Tensor, rollout: Tensor, temperature: Tensor
+) -> tuple[()]:
+    dtype = torch.promote_types(logits.dtype, rollout.dtype)
+    log_pi, pi = plain_policy(logits.to(dtype), temperature)
+    log_mu, _ = plain_policy(rollout.to(dtype), None)
+    kl = torch.where(kl == math.inf, math.nan, kl)
+    slope = log_pi.sub_(log_mu).sub_(kl[:, None]).mul_(pi)
+    return _plain_write(out, upstream, slope, logits, temperature)
+
+
+@torch.no_grad()
+def _plain_entropy(upstream: Tensor, entropy: Tensor, out: Tensor, logits: Tensor, temperature: Tensor) -> tuple[()]:
+    log_pi, pi = plain_policy(logits, temperature)
+    slope = log_pi.add_(entropy[:, None]).mul_(pi).neg_()
+    return _plain_write(out, upstream, slope, logits, temperature)
+
+
+def _plain_write(out: Tensor, upstream: Tensor, slope: Tensor, logits: Tensor, temperature: Tensor) -> tuple[()]:
+    """`_write` in fewer passes; takes the slope."""
+    out.copy_(slope.mul_((upstream / temperature)[:, None]))
+    filtered = logits == -math.inf
+    if filtered.any():
+        out.masked_fill_(filtered, 0.0)
+    out[upstream == 0] = 0.0
+    return ()
+
+
 _WRITE_GRADIENT: dict[str, tuple[RowFunction, RowFunction]] = {
-    "kl_rollout_current": (_write_kl_rollout_current, plain.write_kl_rollout_current),
-    "kl_current_rollout": (_write_kl_current_rollout, plain.write_kl_current_rollout),
-    "entropy": (_write_entropy, plain.write_entropy),
+    "kl_rollout_current": (_write_kl_rollout_current, _plain_kl_rollout_current),
+    "kl_current_rollout": (_write_kl_current_rollout, _plain_kl_current_rollout),
+    "entropy": (_write_entropy, _plain_entropy),
 }
 """Compiled and plain, of rows of (incoming gradient, value, where to write, *policies), and the temperature."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -46,6 +47,19 @@ class Request(NamedTuple):
     def part(self, rows: slice) -> Request:
         """The same of some of the prompts."""
         return self._replace(prompts=self.prompts[rows], forced=self.forced and self.forced[rows])
+
+
+def request_seed(seed: int, index: int) -> int:
+    """A 63-bit seed of one request; pairs that differ give unrelated streams."""
+    mixed = np.random.SeedSequence([seed % 2**64, index]).generate_state(1, np.uint64)[0]
+    return int(mixed >> np.uint64(1))
+
+
+def entries(evidence: EvidenceKind, vocab_size: int) -> int:
+    """Log-probs per token: that of the sampled one, then those of the likeliest that were asked for."""
+    if isinstance(evidence, int):
+        return 1 + evidence
+    return 1 + vocab_size if evidence == "full" else 1
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 from offdrift.divergence.head import Head
 from offdrift.engines.generate import Drawing, Draws, Request, Tokens, pieces
-from offdrift.engines.output_head import HeadInput, compute_head_in, head_input, head_of, kept
+from offdrift.engines.output_head import HeadInput, head_input, head_of, kept, recast
 from offdrift.engines.routing import routes_of
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, HiddenStates, Rollouts, TopK
@@ -106,16 +106,9 @@ class TransformersEngine(Drawing):
         self._model: PreTrainedModel | None = model.eval()
         if getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()
-        for parameter in model.parameters():
-            # Parameters only: rotary frequencies are buffers, which real engines keep in float32.
-            parameter.requires_grad_(False).grad = None
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+        recast(model, dtype, head_dtype=head_dtype, attn_implementation=attn_implementation)
         # generate() fills whatever a request leaves open from here: top_k, penalties, stop tokens.
         model.generation_config = GenerationConfig()
-        if attn_implementation is not None:
-            model.set_attn_implementation(attn_implementation)
-        if head_dtype is not None:
-            compute_head_in(model, getattr(torch, head_dtype))
         if as_in_training:
             model.gradient_checkpointing_enable()
             model.train()

@@ -95,6 +95,19 @@ def compute_head_in(model: nn.Module, dtype: torch.dtype) -> RemovableHandle:
     return _output_layer(model).register_forward_hook(recompute)
 
 
+def recast(model: Any, dtype: str, *, head_dtype: str | None = None, **implementations: str | None) -> None:
+    """Change the dtype of a model's parameters and head, and its kernels (`attn_implementation`), in place."""
+    for parameter in model.parameters():
+        # Parameters only: rotary frequencies are buffers, which real engines keep in float32.
+        parameter.requires_grad_(False).grad = None
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    for name, value in implementations.items():
+        if value is not None:
+            getattr(model, f"set_{name}")(value)
+    if head_dtype is not None:
+        compute_head_in(model, getattr(torch, head_dtype))
+
+
 @torch.no_grad()
 def head_of(model: nn.Module) -> Head:
     """The model's output head with its bias, scale, soft cap and rounding; weights are not copied.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,15 +28,6 @@ from offdrift.segments import Segments
 
 ACTIVATIONS = ("softmax", "sigmoid")
 """What routers make of their logits before they pick and weigh experts."""
-
-
-@runtime_checkable
-class Routed(Protocol):
-    """An engine that reports its routing."""
-
-    def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
-        """Experts that this engine, as it is, chooses for these tokens."""
-        ...
 
 
 def routers(model: nn.Module) -> list[nn.Module]:

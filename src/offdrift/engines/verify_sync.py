@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from offdrift.engines.base import Engine
+from offdrift.engines import Engine
 from offdrift.engines.score import score
 from offdrift.errors import SyncError
 from offdrift.records.rollouts import Provenance, Rollouts, Sampling

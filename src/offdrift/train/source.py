@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from offdrift.engines.base import Engine
+from offdrift.engines import Engine
 from offdrift.records import store
 from offdrift.records.rollouts import Rollouts, Sampling
 from offdrift.train.models import prompt_ids

@@ -43,7 +43,9 @@ from offdrift.adapters.hooks import (
     zero_loss,
 )
 from offdrift.batch_info import NO_INFO, BatchInfo
-from offdrift.divergence import Divergence, exact_divergences, topk_divergences
+from offdrift.divergence.evidence import Divergence
+from offdrift.divergence.fused import exact_divergences
+from offdrift.divergence.interval import topk_divergences
 from offdrift.errors import EvidenceError, MethodError, ShapeError, check_choice
 from offdrift.logprobs import LogProbs
 

@@ -19,12 +19,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from offdrift.check.bench import Bench
+from offdrift.check.bench import Bench, EngineSpec, Option, Pair
 from offdrift.check.measure import NAN, Measured, measure, measured
 from offdrift.check.rescore import Scored
 from offdrift.divergence.fused import exact_divergences
-from offdrift.engines.base import Engine, Rescores
-from offdrift.engines.spec import EngineSpec, Option, Pair
+from offdrift.engines import Rescores
 from offdrift.errors import NotOfferedError
 from offdrift.numerics import one_thread
 from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
@@ -46,7 +45,7 @@ class Setting:
     baseline: Measured
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Any:
         """The rollout engine, unchanged."""
         return self.bench.engine(self.rollout)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from offdrift.check.bench import EngineSpec
 from offdrift.check.factors.base import (
     ENTRIES,
     LISTED,
@@ -37,10 +38,9 @@ from offdrift.check.factors.base import (
 )
 from offdrift.check.measure import measured
 from offdrift.check.rescore import Scored
-from offdrift.engines.base import CachesPrefixes, Rescores
-from offdrift.engines.routing import Routed, flip_rate, flips, replayed, route_lengths, routers, routes_of
+from offdrift.engines import Rescores
+from offdrift.engines.routing import flip_rate, flips, replayed, route_lengths, routers, routes_of
 from offdrift.engines.score import divergences, score
-from offdrift.engines.spec import EngineSpec
 from offdrift.errors import NotOfferedError, ShapeError
 from offdrift.judge import num_experts
 from offdrift.records.rollouts import Rollouts, concatenate
@@ -162,8 +162,6 @@ def _long_drawn(setting: Setting) -> Rollouts:
 def prefix_caching(setting: Setting) -> Effect:
     """Keys and values kept from an earlier request, perhaps computed in another shape."""
     drawn, engine = _long_drawn(setting), setting.engine
-    if not isinstance(engine, CachesPrefixes):
-        raise NotOfferedError(f"the {setting.rollout.kind} engine has no prefix cache")
     engine.drop_prefixes()
     cold = teacher_forced(setting, setting.rollout, drawn)
     before = engine.cached_tokens
@@ -200,10 +198,7 @@ def routing(setting: Setting) -> Effect:
     """A router picks experts by rank: a last-bit difference sends a token somewhere else."""
     bench = setting.bench
     drawn = few(setting.drawn, entries=2 * ENTRIES, v=bench.vocab_size)
-    engine = setting.engine
-    if not isinstance(engine, Routed):
-        raise NotOfferedError(f"the {setting.rollout.kind} engine does not record its routing")
-    theirs = engine.routes(drawn)
+    theirs = setting.engine.routes(drawn)
     model = bench.train_model(setting.train)
     ours = routes_of(model, drawn)
     flipped = flips(theirs, ours).double()

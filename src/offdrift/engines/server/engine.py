@@ -26,12 +26,20 @@ from jaxtyping import Int
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offdrift.engines.generate import check_request, prompts_of, responses_of, rollouts_from
+from offdrift.engines.generate import check_request, entries, prompts_of, request_seed, responses_of, rollouts_from
 from offdrift.engines.routing import route_lengths
-from offdrift.engines.server.capabilities import Mode, Served, check_model, faithful, identify, measured_mode, optional
-from offdrift.engines.server.client import Server, StatusError
+from offdrift.engines.server.client import (
+    Mode,
+    Served,
+    Server,
+    StatusError,
+    check_model,
+    faithful,
+    identify,
+    measured_mode,
+    optional,
+)
 from offdrift.engines.server.dialects import API, PATHS, Answer, read, request, size_limit
-from offdrift.engines.vllm.wire import entries, request_seed
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import EvidenceKind, Provenance, Rollouts, Sampling
 
@@ -139,7 +147,7 @@ class OpenAIEngine:
         return self._mode or "raw"  # unknown: nothing can be said here; the next prompt is asked again
 
     def routes(self, rollouts: Rollouts) -> Int[Tensor, "p layers k"]:
-        """Experts that the server sends these tokens to when it prefills them; see `routing.Routed`.
+        """Experts that the server sends these tokens to when it prefills them; see `engines.routing`.
 
         Raises: `EngineError` if the server does not say (`--enable-return-routed-experts`).
         """

@@ -17,7 +17,7 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
@@ -28,13 +28,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from offdrift.divergence.head import Head
-from offdrift.engines.generate import Drawing, Draws, Request, pieces, prompts_of, responses_of
+from offdrift.engines.generate import Drawing, Draws, Request, entries, pieces, prompts_of, request_seed, responses_of
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.routing import route_lengths
 from offdrift.engines.vllm.taps import IMPOSED, imposed, routes_tap, state_tap
-from offdrift.engines.vllm.wire import entries, read, sampling_params
 from offdrift.errors import EngineError, NotOfferedError
-from offdrift.records.rollouts import HiddenStates, Rollouts, Sampling
+from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling, TopK
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses higher ones."""
@@ -270,6 +269,46 @@ class VLLMEngine(Drawing):
                 f"sampling.temperature = {sampling.temperature}, vLLM samples up to "
                 f"{MAX_TEMPERATURE}; use the transformers engine for hotter policies"
             )
+
+
+def sampling_params(kind: Callable[..., Any], request: Request) -> list[Any]:
+    """One `vllm.SamplingParams` (`kind`) for each prompt."""
+    sampling = request.sampling
+    return [
+        kind(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            seed=request_seed(request.seed, index),
+            logprobs=-1 if request.evidence == "full" else entries(request.evidence, 0) - 1,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for index in range(len(request.prompts))
+    ]
+
+
+def read(outputs: Sequence[Any], evidence: EvidenceKind, vocab_size: int) -> Draws:
+    """vLLM's flat lists as tensors: per token the sampled entry, then the likeliest in order."""
+    lengths = torch.tensor([len(o.token_ids) for o in outputs])
+    tokens = torch.tensor([t for o in outputs for t in o.token_ids])
+    width = entries(evidence, vocab_size)
+    logp = torch.cat([torch.tensor(o.logprobs.logprobs, dtype=torch.float32) for o in outputs]).view(-1, width)
+    ids = torch.cat([torch.tensor(o.logprobs.token_ids, dtype=torch.int32) for o in outputs]).view(-1, width)
+    if not torch.equal(ids[:, 0].long(), tokens):
+        raise EngineError(
+            "vLLM's log-probs do not start with those of the sampled tokens; this vLLM version is not supported"
+        )
+    likeliest: Evidence | None = None
+    if evidence == "full":
+        rows = torch.empty(len(tokens), vocab_size)
+        likeliest = FullVocab(rows.scatter_(1, ids[:, 1:].long(), logp[:, 1:]))
+    elif isinstance(evidence, int):
+        likeliest = TopK(ids[:, 1:].clone(), logp[:, 1:].clone())
+    return Draws(tokens, lengths, logp[:, 0].clone(), likeliest)
 
 
 def build(vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **options: Any) -> Any:
