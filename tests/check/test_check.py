@@ -409,7 +409,8 @@ def test_the_floor_accepts_the_share_of_clean_sequences_and_no_less_will_do(base
     advice = recommended(baseline, level="ok")
     assert advice["method"] == "trm_max"
     floor = advice["floor"]["gate.high"]
-    worst_token = baseline.by_sequence["kl_max"]
+    log = baseline.logged
+    worst_token = log.segments.max(log.divergences["kl_rollout_old"])
     assert len(worst_token) == 16
     # ceil(0.99 * 16) = 16: all of them.
     assert int((worst_token <= floor).sum()) == 16

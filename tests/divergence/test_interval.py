@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offdrift.divergence import interval
 from offdrift.divergence.evidence import Grade
 from offdrift.divergence.exact import definition
-from offdrift.divergence.interval import OWN, OWN_ABSOLUTE, rounding, tail_log_ratio, topk_divergences
+from offdrift.divergence.interval import OWN, OWN_ABSOLUTE, rounding, topk_divergences
 from offdrift.errors import BadValueError, ShapeError
 from tests.divergence.pairs import FX_V_MU, FX_V_PI, FX_V_TOKENS, first_tokens, pairs, random_pair
 
@@ -183,7 +183,8 @@ def test_contains_the_exact_value_and_under_a_true_cap_too(dtype):
             assert (d.lo <= x).all()
             assert (x <= d.hi).all()
             compared += len(x)
-        needed = tail_log_ratio(log_mu, pi.double(), k, temperature=temperature)
+        apart = (log_mu - log_pi).abs().masked_fill(log_mu == log_pi, 0.0)  # also where both are -inf
+        needed = apart.scatter(1, log_mu.topk(k).indices, 0.0).amax(1)
         for cap in (0.0, 0.1, 1.0, 8.0):
             found = topk_divergences(*evidence, temperature=temperature, tail_log_ratio_cap=cap)
             true = needed <= cap
@@ -394,31 +395,6 @@ def test_caps_that_mean_nothing_are_refused(cap):
 def test_temperatures_that_mean_nothing_are_refused(temperature):
     with pytest.raises(BadValueError, match="temperature is"):
         topk_divergences(*record(FX_V_MU.log(), 1, FX_V_TOKENS), FX_V_PI.log(), temperature=temperature)
-    with pytest.raises(BadValueError, match="temperature is"):
-        tail_log_ratio(FX_V_MU.log(), FX_V_PI.log(), 1, temperature=temperature)
-
-
-def test_tail_log_ratio_by_hand():
-    got = [tail_log_ratio(FX_V_MU.log(), FX_V_PI.log(), k) for k in range(4)]
-    # mu (.7 .2 .1), (.5 .3 .2), (.9 .05 .05); pi (.6 .3 .1), (.5 .25 .25), (.8 .15 .05)
-    whole = [math.log(1.5), math.log(1.25), math.log(3)]
-    torch.testing.assert_close(got[0], torch.tensor(whole).double(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(got[1], torch.tensor(whole).double(), rtol=1e-6, atol=0)
-    assert got[2][:2].tolist() == pytest.approx([0.0, math.log(1.25)], abs=1e-12)
-    assert got[3].tolist() == [0.0] * 3
-
-
-def test_tail_log_ratio_of_zeros_and_nan(monkeypatch):
-    rows = [[0.0, -1.0, -INF], [0.0, -1.0, -INF], [0.0, -1.0, -2.0], [math.nan, 0.0, 0.0]]
-    others = [[0.0, -1.0, -INF], [0.0, -1.0, -2.0], [0.0, -1.0, -INF], [0.0, 0.0, 0.0]]
-    monkeypatch.setattr(interval, "CHUNK", {"cpu": 3})
-    mu = torch.tensor(rows).log_softmax(1)
-    got = tail_log_ratio(mu, torch.tensor(others), 1)
-    assert got.tolist() == pytest.approx([0.0, INF, INF, math.nan], nan_ok=True, abs=1e-6)
-    divided = tail_log_ratio(mu, torch.tensor(others) / 2, 1, temperature=0.5)
-    assert torch.equal(divided[:3], got[:3])
-    with pytest.raises(ShapeError, match="k=4"):
-        tail_log_ratio(mu, torch.tensor(others), 4)
 
 
 def test_arguments_must_describe_the_same_tokens():

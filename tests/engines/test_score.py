@@ -10,8 +10,8 @@ import torch
 
 from offdrift.divergence.head import Head
 from offdrift.divergence.hidden import hidden_divergences
-from offdrift.engines.output_head import head_of
-from offdrift.engines.score import divergences, last_states, score
+from offdrift.engines.output_head import head_input, head_of
+from offdrift.engines.score import divergences, left_right_padded, score
 from offdrift.errors import EvidenceError
 from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
 from offdrift.records.rollouts import pack_sequences
@@ -45,6 +45,14 @@ def model():
     torch.manual_seed(0)
     sizes = SMALLER | {"vocab_size": 16, "initializer_range": 0.3, "pad_token_id": 0}
     return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
+
+
+def last_states(model) -> torch.Tensor:
+    """What the model's output head consumes at every response token, packed."""
+    at = left_right_padded(rollouts())
+    with head_input(model) as consumed, torch.no_grad():
+        score(model, rollouts())
+    return consumed.last[at.rows, at.columns]
 
 
 def one_by_one(model, temperature: float) -> torch.Tensor:
@@ -115,7 +123,7 @@ def test_hidden_states_give_what_the_full_rows_give(model, temperature, monkeypa
         logits = score(model, rollouts(), temperature=temperature).logits
     sampling = Sampling(max_tokens=4, temperature=temperature)
     provenance = replace(rollouts().provenance, sampling=sampling)
-    evidence = HiddenStates(last_states(stale, rollouts()), head_of(stale))
+    evidence = HiddenStates(last_states(stale), head_of(stale))
     assert evidence.states.shape == (8, 32)
     found = divergences(rollouts(evidence=evidence, provenance=provenance), logits)
     exact = divergences(rollouts(evidence=FullVocab(rows), provenance=provenance), logits)
@@ -128,7 +136,7 @@ def test_hidden_states_give_what_the_full_rows_give(model, temperature, monkeypa
     both = hidden_divergences(
         evidence.states,
         evidence.head,
-        last_states(model, rollouts()),
+        last_states(model),
         head_of(model),
         temperature_rollout=temperature,
         temperature=temperature,

@@ -1,7 +1,4 @@
-"""Engines by description, and `Bench`: one set of weights in float32, and the engines made of it.
-
-Starting an engine takes seconds and gigabytes. At most one of each kind is alive, and rollouts are kept for reuse.
-"""
+"""Engines by description, and `Bench`: one set of weights in float32, and the engines made of it."""
 
 from __future__ import annotations
 
@@ -137,13 +134,14 @@ KEPT_BYTES = 512 * 2**20
 class Bench(AbstractContextManager):
     """One set of weights, some prompts, and the engines made of the weights.
 
+    Starting an engine takes seconds and gigabytes: at most one of each kind is alive, and rollouts are kept
+    for reuse.
+
     Args:
         model: a transformers causal language model in float32: the weights of both engines.
         tokenizer: its tokenizer; saved for engines that open a folder, never used to draw.
         prompts: token ids, one list per response wanted (repeat a prompt to draw several).
-        sampling: default sampling parameters.
-        seed: default sampling seed.
-        name: the model's name.
+        sampling, seed: defaults.
         folder: a checkpoint folder with exactly these weights; default: a temporary one, written when
             an engine needs it.
         save: writes a checkpoint into a folder; default: `save_pretrained` of model and tokenizer.
@@ -235,8 +233,7 @@ class Bench(AbstractContextManager):
 
         Args:
             sampling, prompts, seed: default to the bench's.
-            evidence: default: what makes divergences exact, which is the full vocabulary where it is
-                small, else hidden states, else (a filter, or a head of unknown form) the full one.
+            evidence: default: what makes divergences exact (full vocabulary where it is small, else hidden states).
             repeat: another number samples again with the same seed.
         """
         sampling = sampling or self.sampling
@@ -260,9 +257,7 @@ class Bench(AbstractContextManager):
         return self._draws[key]
 
     def train_model(self, spec: EngineSpec) -> nn.Module:
-        """The training engine: the weights at this dtype, with these options.
-
-        The model itself in float32 without options; otherwise a copy, of which the last is kept.
+        """The training engine: the weights at this dtype, with these options; the last copy is kept.
 
         Raises: `EngineError` if the specification is not of a transformers model.
         """
@@ -287,11 +282,7 @@ class Bench(AbstractContextManager):
         return self._copy[1]
 
     def score(self, rollouts: Rollouts, spec: EngineSpec, *, details: bool = False) -> Scored:
-        """Score sampled tokens with the training engine, at the temperature they were sampled at.
-
-        Args:
-            details: also the details of `Scored`; one more pass over the vocabulary.
-        """
+        """Score sampled tokens with the training engine, at the temperature they were sampled at; see `rescored`."""
         return rescored(self.train_model(spec), rollouts, details=details)
 
     def close(self) -> None:

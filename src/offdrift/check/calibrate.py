@@ -1,7 +1,7 @@
 """Thresholds from measured mismatch: the gate limits that accept a given share of clean data.
 
-Published thresholds fit their authors' engines. Between two engines with the same weights, everything that a gate
-rejects is a false positive; the threshold that accepts 99 % of such data shows where real drift begins.
+Published thresholds fit their authors' engines. Between two engines with the same weights, everything that a
+gate rejects is a false positive; the threshold that accepts 99 % of such data shows where real drift begins.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def _ratio_above(log_ratio: float) -> float:
     return 1 + rounded_up(excess)
 
 
-def rounded_up(x: float, digits: int = DIGITS) -> float:
-    """The next larger number with so many significant digits; 0 stays 0.
+def rounded_up(x: float) -> float:
+    """The next larger number with `DIGITS` significant digits; 0 stays 0.
 
     Example:
         >>> rounded_up(0.012341), rounded_up(7.0)
@@ -180,6 +180,6 @@ def rounded_up(x: float, digits: int = DIGITS) -> float:
     """
     if x == 0 or not math.isfinite(x):
         return x
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(abs(x))))
+    scale = 10.0 ** (DIGITS - 1 - math.floor(math.log10(abs(x))))
     up = math.ceil(x * scale) / scale
     return up if up >= x else math.nextafter(x, math.inf)

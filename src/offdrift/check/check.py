@@ -1,8 +1,7 @@
 """The zero-update check: the divergence of two engines with the same weights, and its causes.
 
 The rollout engine samples tokens and the training engine scores them. Nothing was learned in between,
-so every difference comes from the engines: its size, the noise of each engine alone, and the effect of
-each single factor.
+so every difference comes from the engines.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from offdrift.check.bench import Bench, EngineSpec, Pair
 from offdrift.check.factors.base import Factor, Outcome
 from offdrift.check.measure import Measured, measure
 from offdrift.check.recommend import Level, broken_record, defects, level_of, recommended, sentence, thresholds, worst
-from offdrift.errors import BadValueError, OffdriftError
+from offdrift.errors import BadValueError
 from offdrift.judge import Context, Rules, diagnose, load_rules, num_experts, verdict
 from offdrift.records.atomic import plain
 from offdrift.records.rollouts import Rollouts
-from offdrift.segments import Segments
 
 FORMAT = 1
 FILE_NAME = "check.json"
@@ -73,9 +72,7 @@ def check(
     `"interrupted": true`.
 
     Args:
-        bench: weights, prompts and sampling.
-        rollout: engine that samples the tokens.
-        train: engine that rescores them.
+        rollout, train: the engines that sample the tokens and that rescore them.
         factors: changed one at a time.
         left_out: factors that are not run, and how to run each; rows of status "skipped".
         noise: also measure each engine against itself.
@@ -84,9 +81,6 @@ def check(
         watch: called before each stage.
 
     Raises: `BadValueError` for a `max_kl` that is not positive; `EngineError` if an engine cannot be made.
-
-    Example:
-        check(bench, EngineSpec.parse("vllm:bfloat16"), EngineSpec.parse("transformers:float32"))
     """
     check_max_kl(max_kl)
     rules = rules or load_rules()  # a rule that cannot be read must not cost the measurements
@@ -106,7 +100,7 @@ def check(
             so_far.noise["null"] = null_pair(bench, train)
         for i, factor in enumerate(factors):
             watch(factor.name, total - len(factors) + i, total)
-            so_far.outcomes.append(outcome_of(factor, bench, pair, so_far.baseline))
+            so_far.outcomes.append(factor.run(bench, pair, so_far.baseline))
         watch("done", total, total)
     except KeyboardInterrupt:
         if so_far.baseline is None:
@@ -127,18 +121,6 @@ def check_max_kl(max_kl: float | None) -> None:
     """Raise `BadValueError` unless this is None or a positive number."""
     if max_kl is not None and not 0 < max_kl < math.inf:
         raise BadValueError(f"max_kl = {max_kl}; give the largest mean KL per token to pass with, in nats (0.02)")
-
-
-def outcome_of(factor: Factor, bench: Bench, pair: Pair, baseline: Measured) -> Outcome:
-    """One factor's row; an engine that raises costs only that row."""
-    started = time.monotonic()
-    try:
-        return factor.run(bench, pair, baseline)
-    except Exception as error:  # whatever an engine throws
-        why = (str(error).strip().splitlines() or [""])[0][:500]
-        why = why if isinstance(error, OffdriftError) else f"{type(error).__name__}: {why}"
-        bench.close_engine(pair.rollout.kind)  # its state is unknown
-        return Outcome.without(factor, "failed", why, seconds=time.monotonic() - started)
 
 
 def _content(
@@ -222,12 +204,16 @@ def repeated(first: Rollouts, second: Rollouts) -> dict[str, float]:
 
     Log-probs are compared where both draws have the same tokens up to and including this one.
     """
-    a, b = _rectangle(first, first.tokens, -1), _rectangle(second, second.tokens, -2)
+
+    def padded(rollouts: Rollouts, values: Tensor, fill: float | int) -> Tensor:
+        parts = list(values.split(rollouts.lengths.tolist()))
+        return pad_sequence(parts, batch_first=True, padding_value=fill)
+
+    a, b = padded(first, first.tokens, -1), padded(second, second.tokens, -2)
+    x, y = padded(first, first.logp_rollout, 0.0), padded(second, second.logp_rollout, 0.0)
     width = min(a.shape[1], b.shape[1])
     same = (a[:, :width] == b[:, :width]).cumprod(1).bool()
-    x = _rectangle(first, first.logp_rollout, 0.0)[:, :width]
-    y = _rectangle(second, second.logp_rollout, 0.0)[:, :width]
-    apart = (x - y).abs()[same]
+    apart = (x[:, :width] - y[:, :width]).abs()[same]
     identical = same.sum(1) == first.lengths
     return {
         "sequences": float(len(identical)),
@@ -251,11 +237,3 @@ def null_pair(bench: Bench, train: EngineSpec) -> dict[str, Any]:
     bench.close_engine("transformers")  # a copy of the model
     names = ("tokens", "kl_mean", "kl_max", "tv_max", "abs_log_ratio_max")
     return {"rollout": str(drawer), "train": str(train), **{name: getattr(null, name) for name in names}}
-
-
-def _rectangle(rollouts: Rollouts, x: Tensor, fill: float | int) -> Tensor:
-    """Values per token as a matrix, [sequences, longest response], padded with `fill`."""
-    segments = Segments(rollouts.cu_seqlens)
-    padded = x.new_full((rollouts.num_sequences, int(rollouts.lengths.max())), fill)
-    padded[segments.seq_ids, segments.position] = x
-    return padded

@@ -1,7 +1,6 @@
 """The zero-update mismatch of two engines: tokens that one sampled, scored by the other at the same weights.
 
-No update lies between sampling and scoring, so the old policy and the current policy are the same, and
-every difference from the recorded policy comes from the engines.
+No update lies between, so the old policy is the current one, and every difference comes from the engines.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.check.bench import Bench, EngineSpec
@@ -66,8 +65,6 @@ class Measured:
     delta_router: float = NAN
     """Share of a layer's experts whose membership differs between the engines, mean over positions and
     layers (`engines.routing.flip_rate`). NaN of dense models and where routing was not compared."""
-    by_sequence: Mapping[str, Shaped[Tensor, " b"]] = field(default_factory=dict, repr=False)
-    """Per sequence: `length`, `kl_mean`, `kl_max`, `tv_max`, `log_ratio_sum`, `abs_log_ratio_max`."""
     logged: Logged | None = field(default=None, repr=False)
     """The tokens as a training log would hold them, exact divergences included."""
 
@@ -75,14 +72,7 @@ class Measured:
 def measure(bench: Bench, rollouts: Rollouts, train: EngineSpec, *, details: bool = False) -> Measured:
     """Score rollouts with the training engine and measure the divergence of the two engines.
 
-    Args:
-        bench: makes the training engine.
-        rollouts: of the rollout engine; `Bench.rollouts` records what exact divergences need.
-        train: the training engine.
-        details: also `drawn_z` and the caps on the tail.
-
-    Example:
-        measure(bench, bench.rollouts(rollout), train).kl_mean
+    `Bench.rollouts` records what exact divergences need; `details` adds `drawn_z` and the caps on the tail.
     """
     return measured(rollouts, bench.score(rollouts, train, details=details))
 
@@ -92,15 +82,6 @@ def measured(rollouts: Rollouts, scored: Scored) -> Measured:
     log = logged(rollouts, scored)
     metrics = metrics_of(log)
     kl, tv = scored.kl, scored.tv
-    segments, log_ratio = log.segments, scored.logp - rollouts.logp_rollout
-    by_sequence = {
-        "length": segments.lengths,
-        "log_ratio_sum": segments.sum(log_ratio),
-        "abs_log_ratio_max": segments.max(log_ratio.abs()),
-    }
-    if kl is not None and tv is not None:
-        by_sequence["kl_mean"], by_sequence["kl_max"] = segments.mean(kl), segments.max(kl)
-        by_sequence["tv_max"] = segments.max(tv)
     deviation = None
     if scored.logp_recorded is not None:
         deviation = (scored.logp_recorded - rollouts.logp_rollout).abs()
@@ -127,7 +108,6 @@ def measured(rollouts: Rollouts, scored: Scored) -> Measured:
         drawn_z=surprise_z(scored),
         tail_log_ratio_cap=cap,
         tail_log_ratio_cap_all=cap_all,
-        by_sequence=by_sequence,
         logged=log,
     )
 

@@ -44,11 +44,7 @@ HALF, DOUBLE = 0.5, 2.0
 
 
 def write_check_page(check: Mapping[str, Any], folder: Path) -> Path:
-    """Write `check.html` of a check, atomically, and return its path.
-
-    Args:
-        check: content of `check.json`; missing parts are left out.
-        folder: where the page goes.
+    """Write `check.html` of a `check.json`, missing parts left out, atomically, and return its path.
 
     Raises: `RecordError` if it cannot be written.
     """

@@ -103,10 +103,8 @@ THRESHOLDS: tuple[Threshold, ...] = (
 def thresholds(baseline: Measured, limits: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
     """Every row whose number was measured, as it stands in `check.json`; NaN holds no threshold.
 
-    Correlation is left out where it is undefined (a single token, or equal probabilities).
-
-    Args:
-        limits: thresholds by name (`Rules.limits`), if not the built-in ones.
+    Correlation is left out where it is undefined (a single token, or equal probabilities). `limits` are
+    thresholds by name (`Rules.limits`), if not the built-in ones.
     """
     limits = load_rules().limits if limits is None else limits
     names = ("metric", "relation", "source", "level", "kind", "missed")
@@ -124,12 +122,7 @@ def level_of(rows: Sequence[dict[str, Any]]) -> Level:
 
 
 def worst(levels: Sequence[Level]) -> Level:
-    """The worst of some levels; "ok" of none.
-
-    Example:
-        >>> worst(["ok", "act", "watch"])
-        'act'
-    """
+    """The worst of some levels; "ok" of none."""
     return LEVELS[max((LEVELS.index(level) for level in levels), default=0)]
 
 
@@ -177,12 +170,7 @@ def defects(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def sentence(baseline: Measured, rows: Sequence[dict[str, Any]], *, pair: str, wrong: Sequence[str] = ()) -> str:
-    """The verdict in one to three sentences: how much the engines differ, and what that means.
-
-    Args:
-        pair: the two engines, in words.
-        wrong: of `defects`.
-    """
+    """The verdict in one to three sentences: how much the engines (`pair`) differ, and what that means."""
     missed = [r for r in rows if not r["holds"]]
     budget = [r for r in missed if r["kind"] == "budget"]
     missed = [r for r in missed if r["kind"] != "budget"]
@@ -228,14 +216,10 @@ LOWER = ("gate.low", "weight.floor")
 
 
 def recommended(baseline: Measured, *, level: Level, mixture_of_experts: bool = False) -> dict[str, Any]:
-    """The `recommended` entry of `check.json`.
+    """The `recommended` entry of `check.json`, given the level of the verdict.
 
     No correction is recommended for a pair that needs repair: it would hide the defect. Calibrated
     settings of all main methods are listed either way.
-
-    Args:
-        level: of the verdict.
-        mixture_of_experts: whether the model routes tokens.
     """
     table: list[Calibrated] = []
     if (log := baseline.logged) is not None:
@@ -275,12 +259,7 @@ def recommended(baseline: Measured, *, level: Level, mixture_of_experts: bool = 
 
 
 def published(name: str, paths: Iterable[str]) -> dict[str, float]:
-    """The published values of these settings, from the table of methods.
-
-    Example:
-        >>> published("trm_max", ["gate.high"])
-        {'gate.high': 0.05}
-    """
+    """The published values of these settings, from the table of methods."""
     correction: Any = METHODS[name].correction
     parts = {"gate": correction.gates, "weight": correction.weights}
     values = {}

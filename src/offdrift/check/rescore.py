@@ -1,14 +1,14 @@
 """Rescore rollouts with the training engine and compare it with the recorded policy, over whole vocabularies.
 
-A few tokens at a time are compared, so that memory does not grow with the number of rollouts. On a CPU the comparison
-uses one thread: its many small steps each fit in a core's cache, and a second thread costs more than it saves.
+A few tokens at a time are compared, so that memory does not grow with the number of rollouts. On a CPU the
+comparison uses one thread: its many small steps each fit in a core's cache, and a second thread costs more.
 
 Shape suffixes: c tokens of a chunk, v vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,8 +50,6 @@ class Scored(NamedTuple):
     """Entropy of pi, nats."""
     kl: Float[Tensor, " n"] | None = None
     """KL(mu || pi), nats, exact."""
-    kl_reverse: Float[Tensor, " n"] | None = None
-    """KL(pi || mu), nats, exact; +inf where mu was filtered."""
     tv: Float[Tensor, " n"] | None = None
     """TV(mu, pi), exact."""
     chi2: Float[Tensor, " n"] | None = None
@@ -72,12 +70,7 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
     """Score sampled tokens with a model, at the temperature they were sampled at.
 
     Filters are not replayed: a policy that cut its tail off differs from one that did not, and that is
-    part of what is measured.
-
-    Args:
-        model: a causal language model with the `transformers` call signature.
-        rollouts: with evidence of the whole vocabulary (full, or hidden states) for divergences.
-        details: see `Scored`.
+    part of what is measured. Divergences need evidence of the whole vocabulary (full, or hidden states).
 
     Raises: `EvidenceError` if the evidence is over another vocabulary.
     """
@@ -102,16 +95,20 @@ def rescored(model: nn.Module, rollouts: Rollouts, *, details: bool = False) -> 
         compared = [
             _compared(mu.to(device), scores.logits[at], part.tokens[at].to(device), details) for at, mu in recorded
         ]
-        columns = [torch.cat(x).cpu() if x[0] is not None else None for x in zip(*compared)]
-        parts.append(Scored(scores.logp.cpu(), scores.entropy.cpu(), *columns))
+        parts.append(Scored(scores.logp.cpu(), scores.entropy.cpu(), *_joined(compared)))
         rows.append(segments.rows(piece))
     order = torch.cat(rows)
-    fields: list[Tensor | None] = []
-    for column in zip(*parts, strict=True):
-        present = [x for x in column if x is not None]
-        together = torch.cat(present) if present else None
-        fields.append(None if together is None else torch.empty_like(together).index_copy_(0, order, together))
+    fields = (x if x is None else torch.empty_like(x).index_copy_(0, order, x) for x in joined(parts))
     return Scored(*fields)  # type: ignore[arg-type]
+
+
+def joined(parts: Sequence[Scored]) -> Scored:
+    """Scores of consecutive pieces as one."""
+    return Scored(*_joined(parts))  # type: ignore[arg-type]
+
+
+def _joined(parts: Sequence[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
+    return [None if x[0] is None else torch.cat(x).cpu() for x in zip(*parts)]
 
 
 def _compared(
@@ -122,7 +119,7 @@ def _compared(
         d = exact_divergences(mu, pi, tokens=tokens.long())
         assert d.logp_rollout is not None
         surprise = d.logp_rollout + d.entropy_rollout
-        plain = (d.kl_rollout_current, d.kl_current_rollout, d.tv, d.chi2, d.logp_rollout, surprise)
+        plain = (d.kl_rollout_current, d.tv, d.chi2, d.logp_rollout, surprise)
         if not details:
             return (*plain, None, None)
 
@@ -141,13 +138,6 @@ def surprise_cgf(log_mu: Float[Tensor, "c v"]) -> Float[Tensor, "c g"]:
     One exponential, of the smallest theta; the others are its squares, negative thetas its inverses.
 
     Returns: float64, positive thetas from the smallest, then their negatives.
-
-    Example:
-        >>> coin = surprise_cgf(torch.tensor([[0.9, 0.1]]).log())
-        >>> s = torch.tensor([0.9, 0.1]).double().log() + 0.32508297
-        >>> by_hand = (0.9 * (0.5 * s[0]).exp() + 0.1 * (0.5 * s[1]).exp()).log()
-        >>> abs(float(coin[0, THETAS.index(0.5)] - by_hand)) < 1e-6
-        True
     """
     log_mu = log_mu.double().log_softmax(-1)  # of float32, masses add up to 1 to 1e-7 only
     mu = log_mu.exp()

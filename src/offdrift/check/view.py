@@ -104,12 +104,7 @@ def _limit(row: Fields, *, negated: bool = False) -> str:
 
 
 def check_view(check: Fields, width: int = 100) -> RenderableType:
-    """The screen of `offdrift check`.
-
-    Args:
-        check: content of `check.json`.
-        width: columns of the terminal.
-    """
+    """The screen of `offdrift check`, from the content of `check.json`."""
     findings = in_order(check.get("findings"), OWN)
     parts: list[RenderableType] = [
         verdict_view(check.get("verdict"), width=width),

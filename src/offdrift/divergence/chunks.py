@@ -1,8 +1,7 @@
 """Functions of `[tokens, vocab]` matrices, run a few rows at a time: compiled if that pays, else plain.
 
-Compiled, a chunk goes through one generated kernel that keeps nothing but its results; plain, it goes
-through the ordinary operators, whose temporaries then stay in the cache. Large inputs are compiled if
-a compiler works, which is found out once, at the first large input; the numbers agree to rounding.
+Compiled, a chunk goes through one generated kernel that keeps nothing but its results; plain, through the
+ordinary operators, whose temporaries then stay in the cache. The numbers agree to rounding.
 """
 
 from __future__ import annotations
@@ -123,8 +122,7 @@ def _in_threads(
 ) -> tuple[Tensor, ...]:
     """`_in_chunks` with a share of the rows for each thread, whose operators stay on that thread.
 
-    Threads that share every operator wait for each other some thirty times per chunk, and where another
-    process is busy each wait can last until the system next lets the slower thread run.
+    Threads that share every operator wait for each other some thirty times per chunk.
     """
     threads = min(threads, len(rows[0]))
     started = threading.Barrier(threads + 1)

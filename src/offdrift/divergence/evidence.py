@@ -104,18 +104,10 @@ class Divergence:
 
     @staticmethod
     def joined(parts: Sequence[tuple[Int[Tensor, " r"], Divergence]], n: int) -> Divergence:
-        """One divergence of `n` tokens from parts, each with the tokens that it is about.
+        """One divergence of `n` tokens from parts, each with the tokens that it is about, which cover each token once.
 
         The weakest grade of the parts is the grade of the whole, and every assumption is stated,
         unless the whole is sampled: a sample has no upper end that could take something for granted.
-
-        Args:
-            parts: at least one; together they cover every token once.
-
-        Example:
-            >>> a, b = (Divergence.exact("tv", torch.tensor([x])) for x in (0.1, 0.2))
-            >>> Divergence.joined([(torch.tensor([1]), a), (torch.tensor([0]), b)], 2).lo
-            tensor([0.2000, 0.1000])
         """
         divergences = [d for _, d in parts]
         grade = Grade.weakest(d.grade for d in divergences)
@@ -136,13 +128,7 @@ class Divergence:
         return Divergence(name, grade, lo, hi, assumed, placed(list(flags)))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Divergence:
-        """The same of other tokens, or elsewhere: `function` applied to every tensor.
-
-        Example:
-            >>> tv = Divergence.exact("tv", torch.tensor([0.1, 0.2]))
-            >>> tv.map(lambda x: x[1:]).lo
-            tensor([0.2000])
-        """
+        """The same of other tokens, or elsewhere: `function` applied to every tensor."""
         lo = function(self.lo)
         hi = lo if self.hi is self.lo else function(self.hi)
         refuted = None if self.refuted is None else function(self.refuted)

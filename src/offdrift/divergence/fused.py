@@ -1,11 +1,8 @@
 """Exact divergences without a `[tokens, vocab]` temporary, by the fastest route of the device.
 
-One formula (`exact.definition`), three routes: on CUDA the Triton kernels; elsewhere, or where Triton
-is not installed, the definition a few rows at a time, compiled if that pays, else in its plain form.
-
-Each row of logits comes from memory once. It is read three times (largest entry, normalizer, sums),
-the second and third time from the cache: TV and the KL terms that rounding cannot drown need both
-normalizers before the first term.
+On CUDA the Triton kernels; elsewhere, or where Triton is not installed, `exact.definition` a few rows at a
+time, compiled if that pays, else in its plain form. Each row of logits comes from memory once, and is read
+three times (largest entry, normalizer, sums), the second and third time from the cache.
 
 Shape suffixes: n tokens, v vocabulary.
 """
@@ -33,10 +30,6 @@ def route(
 
     "triton" only if `compiled` leaves the choice open; "compiled" turns into "plain" once a compiler
     has failed in this process.
-
-    Example:
-        >>> route(torch.device("cpu"), torch.float32, entries=1000)
-        'plain'
     """
     if compiled is None and kernels.available(device, *dtypes):
         return "triton"

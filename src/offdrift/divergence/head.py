@@ -1,5 +1,4 @@
-"""The output head of a language model: from hidden states to logits, some tokens of the vocabulary at
-a time.
+"""The output head of a language model: from hidden states to logits, some tokens of the vocabulary at a time.
 
 Shape suffixes: n tokens, v vocabulary, d hidden size, c vocabulary chunk.
 """
@@ -70,11 +69,7 @@ class Head:
         check_positive(scale=self.scale, soft_cap=self.soft_cap)
 
     def scores(self, hidden: Float[Tensor, "n d"], rows: slice) -> Float[Tensor, "n c"]:
-        """Logits of the tokens `rows` of the vocabulary: see the class.
-
-        Args:
-            hidden: the states that the head is applied to, after the model's final norm.
-            rows: which tokens, a slice of the vocabulary.
+        """Logits of the tokens `rows` of the vocabulary, of states after the model's final norm: see the class.
 
         Returns: float32 or better. Gradient: none, it is evidence.
         """

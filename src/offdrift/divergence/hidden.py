@@ -8,11 +8,7 @@ block of `token_chunk` x `chunk` scores at a time. Two sweeps over the vocabular
        total' = total e^(top - top') + sum e^(z - top'), so that log Z = top + log total
     2. with both normalizers known, the per-token terms of `exact.all_terms`, summed
 
-The second sweep wants the scores of the first again. While they fit `keep_mib` they are kept, else
-the products are taken twice: time for memory, the same numbers.
-
-What *exact* means: the sums run over the whole vocabulary, in float32 or better, and nothing is
-sampled or truncated. The distribution is the softmax of `Head.scores`. An engine that samples from
+*Exact*: the sums run over the whole vocabulary, in float32 or better. An engine that samples from
 bfloat16 logits samples from other numbers than the exact product (a logit of 20 moves by up to 1/16);
 `Head.round_to` rounds where it rounds, after which only its order of summation is not ours.
 

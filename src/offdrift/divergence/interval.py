@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from offdrift.divergence.evidence import Divergence
-from offdrift.divergence.exact import log_policy, terms
+from offdrift.divergence.exact import terms
 from offdrift.divergence.head import check_positive
 from offdrift.divergence.tail import TIE, Tail, least, most, most_under_cap, sorted_tail
 from offdrift.errors import BadValueError, ShapeError
@@ -88,7 +88,7 @@ def topk_divergences(
         logp_rollout: their log mu, nats.
         logits: scores of the current policy, before its temperature.
         temperature: what the current policy's logits are divided by, > 0.
-        tail_log_ratio_cap: L, nats; None assumes nothing. `tail_log_ratio` measures it.
+        tail_log_ratio_cap: L, nats; None assumes nothing. `offdrift check` measures it.
 
     Returns: "kl_rollout_current" in nats and "tv_rollout_current", of grade interval, or capped
         interval; float32 or better, rounded outwards. A row with NaN in it gives NaN, and so does
@@ -137,56 +137,6 @@ def topk_divergences(
         Divergence.capped(*kl, assumes=assumes, refuted=refuted),
         Divergence.capped(*tv, assumes=assumes, refuted=refuted),
     )
-
-
-@torch.no_grad()
-def tail_log_ratio(
-    logp_rollout: Float[Tensor, "n v"], logits: Float[Tensor, "n v"], k: int, *, temperature: float | int = 1.0
-) -> Float[Tensor, " n"]:
-    """The smallest `tail_log_ratio_cap` that is true at each token, from the full vocabulary of both.
-
-        max |log mu_a - log pi_a|    over all a outside the top k of mu
-
-    A token that neither policy can draw counts 0, one that only one of them can draw +inf. That the
-    record also holds the drawn token can only lower what is needed.
-
-    Args:
-        logp_rollout: log mu over the whole vocabulary, nats.
-        logits: scores of the current policy, before its temperature.
-        k: how many top log-probs a record would hold.
-        temperature: what the current policy's logits are divided by, > 0.
-
-    Returns: nats, float32 or better; 0 where there is no tail, NaN where there is a NaN. Gradient:
-        none.
-
-    Raises:
-        ShapeError: the two differ in shape, or k is not within the vocabulary.
-        BadValueError: a temperature that is not positive.
-
-    Example:
-        >>> mu = torch.tensor([[0.7, 0.2, 0.1]]).log()
-        >>> tail_log_ratio(mu, torch.tensor([[0.6, 0.3, 0.1]]).log(), k=1)
-        tensor([0.4055])
-    """
-    if logp_rollout.shape != logits.shape or not 0 <= k <= logits.shape[1]:
-        raise ShapeError(
-            f"logp_rollout {tuple(logp_rollout.shape)} and logits {tuple(logits.shape)} must have "
-            f"one shape, and k={k} be between 0 and its {logits.shape[1]} tokens"
-        )
-    check_positive(temperature=temperature)
-    rows = max(1, CHUNK.get(logits.device.type, CHUNK_ELSEWHERE) // logits.shape[1])
-    pieces = zip(logp_rollout.split(rows), logits.split(rows), strict=True)
-    return torch.cat([_largest_log_ratio(mu, z, k, temperature) for mu, z in pieces])
-
-
-def _largest_log_ratio(
-    log_mu: Float[Tensor, "n v"], logits: Float[Tensor, "n v"], k: int, temperature: float | int
-) -> Float[Tensor, " n"]:
-    log_mu = log_mu.to(torch.promote_types(log_mu.dtype, torch.float32))
-    log_pi = log_policy(logits, temperature)
-    apart = (log_mu - log_pi).abs_().masked_fill_(log_mu == log_pi, 0.0)  # also where both are -inf
-    invalid = apart.isnan().any(1)
-    return apart.scatter_(1, log_mu.topk(k).indices, 0.0).amax(1).masked_fill_(invalid, math.nan)
 
 
 class _Record(NamedTuple):
@@ -285,8 +235,7 @@ def _conditional(log_pi: Float[Tensor, "n s"], record: _Record) -> tuple[Tensor,
 
         sum_S terms(mu_a, pi_a) = terms(mu(S), pi(S)) + mu(S) KL(mu(. | S) || pi(. | S))
 
-    What shifts all recorded log-probs alike changes mu(S) but not mu(. | S), which is therefore known
-    as well as single log-probs are.
+    What shifts all recorded log-probs alike changes mu(S) but not mu(. | S).
     """
     lo, hi = record.log_weight_lo, record.log_weight_hi
     log_mu_lo = lo - hi.logsumexp(1, keepdim=True)

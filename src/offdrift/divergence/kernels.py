@@ -62,10 +62,6 @@ def available(device: torch.device, *dtypes: torch.dtype) -> bool:
     """Whether the kernels run on tensors of this device and these dtypes.
 
     True on GPUs from Ampere on, where Triton is installed, and on CPUs if `TRITON_INTERPRET=1`.
-
-    Example:
-        >>> available(torch.device("cuda"), torch.float64), available(torch.device("meta"))
-        (False, False)
     """
     if not set(dtypes) <= set(DTYPES) or importlib.util.find_spec("triton") is None:
         return False
@@ -157,9 +153,7 @@ def update_normalizer(
     Args:
         top: before the first chunk -inf, or the lowest finite number.
         total: before the first chunk 0; of any float dtype, in which the chunks meet.
-        scores: the chunk, before `shape`.
-        temperature: what this policy's scores are divided by.
-        shape: what the head does to its product.
+        scores: the chunk, before `shape`, which is what the head does to its product.
 
     Returns: the new top and total, in the dtypes of the old.
     """
@@ -194,8 +188,6 @@ def accumulate(
         sums: so far, float32 or better. TV may end above 1, by rounding.
         scores: the same chunk of the rollout and of the current policy, before `shapes`.
         normalizers: the final (top, total) of each, from `update_normalizer` over all chunks.
-        temperatures: what each policy's scores are divided by.
-        shapes: what each head does to its product.
 
     Returns: new sums. NaN for a policy that is no distribution, though not in every field.
     """

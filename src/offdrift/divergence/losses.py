@@ -126,8 +126,7 @@ def entropy(
 class _Loss(torch.autograd.Function):
     """Forward and backward in row chunks, and nothing of `[tokens, vocab]` kept in between.
 
-    `of` is the field of `ExactDivergences` that this is; `policies` are the current policy's logits
-    and, for the KLs, the rollout policy's.
+    `of` is the field of `ExactDivergences` that this is; `policies` the current one's logits and the other's.
     """
 
     @staticmethod

@@ -85,12 +85,7 @@ def check_request(
 
     Full-vocabulary evidence takes `sequences * max_tokens * vocab_size` float32, top-k evidence
     `sequences * max_tokens * k` pairs of float32 and int32, hidden states `state_bytes` per token
-    (and one copy of the output head, which the limit does not count).
-
-    Args:
-        evidence: what is to be recorded per token.
-        state_bytes: bytes of one hidden state.
-        limit_mib: memory that the evidence may take, MiB.
+    (and one copy of the output head, which the limit does not count); `limit_mib` is what it may take.
 
     Raises: `EngineError` naming the prompt or the sampling parameter, its value and the way out.
     """
@@ -143,12 +138,9 @@ def check_request(
 
 
 def rollouts_from(draws: Sequence[Draws], prompts: Tokens, *, version: int, provenance: Provenance) -> Rollouts:
-    """One batch from the draws of consecutive chunks of `prompts`.
+    """One batch from the draws of consecutive chunks of `prompts`, all of one trainer `version`.
 
     Equal prompts share a group. A response ended with "stop" if its last token is a stop token.
-
-    Args:
-        version: trainer version of the weights that drew every token, optimizer steps.
 
     Raises: `EngineError` if a sampled token has a log-prob that is not finite.
     """
@@ -212,10 +204,7 @@ def _joined_evidence(parts: list[Any]) -> Evidence | None:
 
 
 class Drawing(ABC):
-    """`generate` and `rescore` of an engine: check, draw, pack.
-
-    A subclass sets the attributes and implements `_draws` and `_source`.
-    """
+    """`generate` and `rescore` of an engine (check, draw, pack), whose subclass has `_draws` and `_source`."""
 
     name: str
     version: int
@@ -230,9 +219,8 @@ class Drawing(ABC):
     ) -> Rollouts:
         """One response per prompt, in order; see `Engine.generate`.
 
-        Raises: `EngineError` if the request makes no sense, the engine is closed, the recorded
-            evidence outgrows the limit, or if hidden states are asked of a model or a backend that
-            does not show them.
+        Raises: `EngineError` if the request makes no sense, the engine is closed, the evidence outgrows the
+            limit, or if hidden states are asked of a model or a backend that does not show them.
         """
         return self._rollouts(Request(prompts, sampling, evidence, seed))
 
@@ -241,8 +229,7 @@ class Drawing(ABC):
     ) -> Rollouts:
         """The same tokens as this engine would have recorded them; see `Rescores`.
 
-        Raises: `EngineError` as `generate` does, if a filter excludes a token, or if the backend
-            cannot be made to follow tokens.
+        Raises: `EngineError` as `generate` does, if a filter excludes a token, or if it cannot follow tokens.
         """
         responses = responses_of(rollouts)
         sampling = replace(sampling or rollouts.provenance.sampling, max_tokens=max(map(len, responses)))
@@ -291,10 +278,5 @@ class Drawing(ABC):
 
 
 def pieces(count: int, size: int) -> list[slice]:
-    """Consecutive pieces of at most `size`, which together are `count`.
-
-    Example:
-        >>> pieces(5, 2)
-        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
-    """
+    """Consecutive pieces of at most `size`, which together are `count`."""
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]

@@ -1,12 +1,8 @@
 """A rollout engine on Hugging Face transformers: any causal language model, any device.
 
-It keeps its own copy of the model, always in eval mode and without gradient checkpointing, at its
-own dtype and, if asked, with every matrix on an int8 grid. So the trainer may be in train mode, in
-another dtype or several updates ahead: what is sampled is what this copy says, and what is
-recorded is the distribution of the sampler's own scores, after temperature, top-k and top-p.
-
-Reproducible for the same prompts in the same order and the same `batch_size`; in another batch
-the same seed draws other tokens, because the backend draws a whole batch from one random stream.
+It samples from its own copy of the model, in eval mode and at its own dtype, so the trainer may be in
+train mode, in another dtype or several updates ahead. Reproducible for the same prompts in the same
+order and the same `batch_size`: the backend draws a whole batch from one random stream.
 """
 
 from __future__ import annotations
@@ -232,9 +228,7 @@ PAD = 0
 class Recorder:
     """Records the scores that are sampled: the last processor, behind every filter.
 
-    Which token was drawn is known one step later, so one block of `[batch, vocab]` waits; with
-    full evidence all blocks are kept, with top-k evidence their k largest, with hidden evidence what
-    the head consumed to make them.
+    Which token was drawn is known one step later, so one block of `[batch, vocab]` waits.
     """
 
     def __init__(self, evidence: EvidenceKind, head: Head | None = None, consumed: HeadInput | None = None) -> None:
@@ -319,14 +313,9 @@ INT8_LEVELS = 127
 def int8_grid(weight: Float[Tensor, "*d"], *, dim: int) -> Float[Tensor, "*d"]:
     """The nearest weights on a symmetric int8 grid, one scale per output channel.
 
-    round(w / s) s with s = max|w| / 127, the maximum taken over the input dimension `dim`.
+        round(w / s) s with s = max|w| / 127, the maximum taken over the input dimension `dim`.
 
     Gradient: none is meant to flow through it.
-
-    Example:
-        >>> int8_grid(torch.tensor([[1.27, 0.004], [0.0, 0.0]]), dim=-1)
-        tensor([[1.2700, 0.0000],
-                [0.0000, 0.0000]])
     """
     scale = weight.abs().amax(dim, keepdim=True) / INT8_LEVELS
     return (weight / scale.clamp(min=torch.finfo(weight.dtype).tiny)).round() * scale

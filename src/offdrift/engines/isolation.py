@@ -1,8 +1,4 @@
-"""Isolate the trainer from a rollout backend in the same process.
-
-A library that seeds the world, replaces functions of torch or compiles unasked must not change how
-the trainer behaves.
-"""
+"""Isolate the trainer from a backend in its process that seeds the world, replaces functions or compiles unasked."""
 
 from __future__ import annotations
 
@@ -17,13 +13,10 @@ import torch
 
 @contextmanager
 def host_kept(*, compiling: bool = False) -> Iterator[None]:
-    """Run a backend, and undo what it does to random states and torch's threads.
+    """Run a backend (which may compile, if `compiling`), and undo what it does to its host.
 
     Restored: Python's, numpy's and torch's random states (all devices), `torch.set_num_threads`
     itself (vLLM replaces it) and the number of threads.
-
-    Args:
-        compiling: let the backend compile.
     """
     python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

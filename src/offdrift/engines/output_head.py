@@ -2,10 +2,9 @@
 
     logits = soft_cap tanh(scale (h W^T + b) / soft_cap)        log mu = log softmax(logits / temperature)
 
-What a model does between its head and its logits is written in code that differs from family to
-family (Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it). So its configuration
-only proposes scales and caps; the model's own logits on a few tokens decide which of them is true,
-and a model that none explains is refused.
+What stands between head and logits differs from family to family (Granite divides by `logits_scaling`,
+HyperCLOVA X multiplies by it). A configuration therefore only proposes scales and caps; the model's own
+logits on a few tokens decide which of them is true, and a model that none explains is refused.
 
 Shape suffixes: n tokens, v vocabulary, d hidden size.
 """
@@ -57,11 +56,6 @@ def head_input(model: nn.Module) -> Iterator[HeadInput]:
     """Note what the model's output head consumes while it runs: after the final norm, whatever else.
 
     Raises: `EngineError` if the model names no output head.
-
-    Example:
-        with head_input(model) as consumed:
-            model(input_ids=ids)
-        consumed.last  # Float[b t d]
     """
     consumed = HeadInput()
 
@@ -82,9 +76,6 @@ def compute_head_in(model: nn.Module, dtype: torch.dtype) -> RemovableHandle:
     tied and takes new weights. Call `remove()` on the result to undo it.
 
     Raises: `EngineError` if the model names no output head.
-
-    Example:
-        compute_head_in(model, torch.float32)
     """
 
     def recompute(layer: nn.Module, arguments: tuple[Any, ...], _: Tensor) -> Tensor:
@@ -112,15 +103,10 @@ def recast(model: Any, dtype: str, *, head_dtype: str | None = None, **implement
 def head_of(model: nn.Module) -> Head:
     """The model's output head with its bias, scale, soft cap and rounding; weights are not copied.
 
-    Runs the model on a few tokens: the head is the one that gives the model's own logits there.
-
-    Args:
-        model: a causal language model with the `transformers` call signature, unwrapped.
+    Runs the model (a causal language model of transformers, unwrapped) on a few tokens: the head is the one
+    that gives the model's own logits there.
 
     Raises: `EngineError` if no reading of the configuration reproduces the model's logits.
-
-    Example:
-        head_of(model).soft_cap  # 30.0 for Gemma 2
     """
     layer = _output_layer(model)
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
@@ -184,15 +170,7 @@ def deviations(
     Rounding alone in a sound batch: sums in another order, which now and then round a logit of a
     half-precision engine to its neighbor.
 
-    Args:
-        tokens: what was drawn.
-        logp_rollout: its log-prob as the engine reported it, nats.
-        temperature: at which it was drawn.
-
     Returns: nats per token. Gradient: none.
-
-    Example:
-        deviations(rollouts.evidence, rollouts.tokens, rollouts.logp_rollout).mean()
     """
     result = torch.empty(len(tokens), dtype=torch.float32)
     for piece, logits in logits_in_pieces(evidence, temperature=temperature):
@@ -211,8 +189,7 @@ def check_states(
 ) -> None:
     """Refuse states that do not belong to their tokens, or a head that is not the one that sampled.
 
-    Raises: `EngineError` if they miss the log-probs of `CHECKED` tokens by more than `GROSS` nats
-        on average.
+    Raises: `EngineError` if they miss the log-probs of `CHECKED` tokens by more than `GROSS` nats on average.
     """
     some = torch.linspace(0, len(tokens) - 1, min(CHECKED, len(tokens))).long()
     part = HiddenStates(evidence.states[some], evidence.head)

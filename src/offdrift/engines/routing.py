@@ -1,11 +1,8 @@
 """Routing of mixture-of-experts models: record it, compare it, replay it in another engine.
 
 A router's choice is discrete: two engines whose router logits differ in the last bit may send a
-token to different experts, and then differ by whole nats. Flips say how often; replaying one engine's
-choice in the other says how much of their mismatch that explains.
-
-Routes are packed like tokens: for each sequence its prompt and its response but the last token,
-which no engine computes; `p` positions in all.
+token to different experts, and then differ by whole nats. Routes are packed like tokens: for each
+sequence its prompt and its response but the last token, which no engine computes.
 
 Shape suffixes: p positions, k experts per token, b sequences, t columns of a padded batch.
 """
@@ -42,11 +39,7 @@ def route_lengths(rollouts: Rollouts) -> Int[Tensor, " b"]:
 
 @torch.no_grad()
 def routes_of(model: nn.Module, rollouts: Rollouts, *, token_budget: int = 8192) -> Int[Tensor, "p layers k"]:
-    """Experts that the model chooses when it scores these tokens.
-
-    Args:
-        model: a causal language model of transformers, whose routers return their choice.
-        token_budget: padded tokens of one forward pass.
+    """Experts that a model of transformers chooses when it scores these tokens, `token_budget` padded tokens at a time.
 
     Raises: `EngineError` if the model has no routers, or they keep their choice to themselves.
     """
@@ -67,7 +60,7 @@ def routes_of(model: nn.Module, rollouts: Rollouts, *, token_budget: int = 8192)
             part = rollouts.select(piece)
             chosen.clear()
             score(model, part)
-            at = _places(left_right_padded(part), part)
+            at = _places(left_right_padded(part))
             by_piece.append(torch.stack([experts.cpu()[at] for experts in chosen], dim=1))
             rows.append(segments.rows(piece))
     finally:
@@ -79,11 +72,7 @@ def routes_of(model: nn.Module, rollouts: Rollouts, *, token_budget: int = 8192)
 
 @contextmanager
 def replayed(model: nn.Module, rollouts: Rollouts, routes: Int[Tensor, "p layers k"]) -> Iterator[None]:
-    """Score exactly this batch, once, with these experts: their weights are the model's own.
-
-    Args:
-        rollouts: what `score` will be given; all of it in one forward pass.
-        routes: of these rollouts.
+    """Score exactly this batch, once and in one forward pass, with these experts: their weights are the model's own.
 
     Raises: `EngineError` if the number of layers differs, or a router weighs its experts in a way
         that cannot be repeated for others.
@@ -91,8 +80,7 @@ def replayed(model: nn.Module, rollouts: Rollouts, routes: Int[Tensor, "p layers
     layers = routers(model)
     if len(layers) != routes.shape[1]:
         raise EngineError(f"routes of {routes.shape[1]} layers, the model has {len(layers)}")
-    inputs = left_right_padded(rollouts)
-    at = _places(inputs, rollouts)
+    at = _places(left_right_padded(rollouts))
 
     def impose(layer: int) -> Any:
         def hook(module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
@@ -116,11 +104,6 @@ def flips(one: Int[Tensor, "p layers k"], other: Int[Tensor, "p layers k"]) -> B
 
     The mean of this is the share of routing decisions with any difference. It is not the survey's
     flip rate per expert, which is `flip_rate`.
-
-    Example:
-        >>> a, b = torch.tensor([[[0, 1]], [[2, 3]]]), torch.tensor([[[1, 0]], [[2, 4]]])
-        >>> flips(a, b).flatten().tolist()
-        [False, True]
     """
     return (one.sort(-1).values != other.sort(-1).values).any(-1)
 
@@ -194,14 +177,9 @@ def _weigher(
     )
 
 
-def _places(inputs: Padded, rollouts: Rollouts) -> Int[Tensor, " p"]:
-    """Cells of the padded batch, row after row, that hold the positions of routes."""
-    width = inputs.ids.shape[1]
-    cells = inputs.attention.flatten().nonzero().flatten().cpu()
-    # Of every row, all real cells but the last.
-    rows = cells // width
-    last = torch.ones_like(cells, dtype=torch.bool)
-    last[:-1] = rows[1:] != rows[:-1]
-    kept = cells[~last]
-    assert len(kept) == int(route_lengths(rollouts).sum())
-    return kept
+def _places(inputs: Padded) -> Int[Tensor, " p"]:
+    """Cells of the padded batch, row after row, that hold the positions of routes: all real ones but the last."""
+    real = inputs.attention.bool()
+    followed = real & real.roll(-1, 1)
+    followed[:, -1] = False
+    return followed.flatten().nonzero().flatten().cpu()

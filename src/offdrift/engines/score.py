@@ -1,12 +1,9 @@
 """Score tokens that were already drawn with the training engine (teacher forcing).
 
-Prompts are padded on the left, responses on the right, so that all responses begin
-in the same column and only those columns' logits are computed. Lengths decide what is real, never
-`ids != pad`: a policy can sample the pad id.
-
-Memory: the logits of one call are `rows x (longest response + 1) x vocabulary` in the model's dtype
-plus one float32 copy of the rows that hold response tokens; callers bound it by how many tokens they
-score at once (`chunks`).
+Prompts are padded on the left, responses on the right, so that all responses begin in the same column
+and only those columns' logits are computed. Lengths decide what is real, never `ids != pad`: a policy
+can sample the pad id. The logits of one call are `rows x (longest response + 1) x vocabulary` plus a
+float32 copy of the response tokens' rows; callers bound it by how many tokens they score (`chunks`).
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.fused import exact_divergences
 from offdrift.divergence.interval import topk_divergences
 from offdrift.divergence.losses import kl_rollout_current
-from offdrift.engines.output_head import head_input, logits_in_pieces
+from offdrift.engines.output_head import logits_in_pieces
 from offdrift.errors import EvidenceError
 from offdrift.numerics import at_least_float32
 from offdrift.records.rollouts import FullVocab, HiddenStates, Rollouts, TopK
@@ -54,49 +51,21 @@ def score(model: nn.Module, rollouts: Rollouts, *, temperature: float = 1.0, kee
         keep_graph: leave the logits attached, for penalties on whole distributions.
 
     Gradient: to the model's parameters through `logp`, and through `logits` with `keep_graph`.
-
-    Example:
-        score(model, rollouts).logp  # Float[n]
     """
-    rows_btv, inputs = _forward(model, rollouts)
+    inputs = left_right_padded(rollouts, device=next(model.parameters()).device)
+    rows_btv = model(  # column j predicts response token j
+        input_ids=inputs.ids,
+        attention_mask=inputs.attention,
+        position_ids=inputs.positions,
+        logits_to_keep=int(rollouts.lengths.max()) + 1,
+        use_cache=False,
+    ).logits
     logits = at_least_float32(rows_btv[inputs.rows, inputs.columns]) / temperature  # [n, v]
     tokens = rollouts.tokens.to(device=logits.device, dtype=torch.int64)
     log_total = logits.logsumexp(-1)
     logp = logits.gather(-1, tokens[:, None]).squeeze(-1) - log_total
     shown = logits if keep_graph else logits.detach()
     return Score(logp, *moments(logits.detach(), log_total.detach()), shown)
-
-
-@torch.no_grad()
-def last_states(model: nn.Module, rollouts: Rollouts) -> Float[Tensor, "n d"]:
-    """What the model's output head consumes at every response token, packed, in the model's dtype.
-
-    With `output_head.head_of(model)` the other half of `hidden_divergences`, for a loop that has no
-    logits: `hidden_divergences(evidence.states, evidence.head, last_states(model, rollouts),
-    head_of(model), ...)`.
-
-    Gradient: none.
-
-    Example:
-        last_states(model, rollouts)  # Float[n d]
-    """
-    with head_input(model) as consumed:
-        _, inputs = _forward(model, rollouts)
-    assert consumed.last is not None
-    return consumed.last[inputs.rows, inputs.columns]
-
-
-def _forward(model: nn.Module, rollouts: Rollouts) -> tuple[Float[Tensor, "b t v"], Padded]:
-    """Logits of the columns that predict responses: column j predicts response token j."""
-    inputs = left_right_padded(rollouts, device=next(model.parameters()).device)
-    output = model(
-        input_ids=inputs.ids,
-        attention_mask=inputs.attention,
-        position_ids=inputs.positions,
-        logits_to_keep=int(rollouts.lengths.max()) + 1,
-        use_cache=False,
-    )
-    return output.logits, inputs
 
 
 def moments(
@@ -144,7 +113,7 @@ def chunks(rollouts: Rollouts, *, token_budget: int) -> Iterator[Int[Tensor, " s
     """Cut a batch into pieces of at most `token_budget` padded tokens, similar lengths together.
 
     A piece costs `sequences x (widest prompt + longest response)`; a single sequence longer than
-    the budget is a piece of its own. Every sequence is in exactly one piece.
+    the budget is a piece of its own.
     """
     prompts, responses = rollouts.prompt_cu_seqlens.diff(), rollouts.lengths
     order = torch.argsort(prompts + responses, stable=True).tolist()
@@ -177,10 +146,9 @@ def divergences(
     and no evidence gives none.
 
     Args:
-        rollouts: the batch, with whatever evidence its engine recorded.
         logits: `Score.logits` of the same tokens.
         tail_log_ratio_cap: assume |log mu - log pi| <= this outside the recorded top k, nats; the
-            intervals' upper ends then rest on it, and say so. Other evidence has no use for it.
+            intervals' upper ends then rest on it, and say so.
 
     Raises: `EvidenceError` if the evidence is over another vocabulary.
     """

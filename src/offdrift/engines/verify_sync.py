@@ -4,16 +4,13 @@ Loading the same weights again proves nothing: a head or an expert layer that ig
 still agrees with weights that never changed. `verify_sync` therefore perturbs the trainer's weights,
 one group after another, loads them, samples with the engine and scores the tokens with the trainer.
 A group that stayed behind shows as a difference far above the noise between the two engines.
-`check_sync` is the cheap check for every later synchronization.
 
 A difference is |log-prob of the engine - log-prob of the trainer| of a token that the engine sampled,
-in nats, without top-k or top-p. Groups are judged by the median over tokens. Stale weights move nearly
-every token. Rounding moves every token by about the noise, and a few by whole nats, where a router
-chooses another expert; no share of tokens below one half moves the median beyond the others. So an
-honest engine of which no more than a quarter of the tokens exceed the limit is refused with a
-probability of at most (3/4)^(N/2), 1e-6 at N = 96 independent tokens (Chernoff's bound for half of N).
-A stale tensor that touches fewer than half of the tokens, or whose part of its group's effect is below
-`GroupSync.limit`, cannot be seen.
+in nats, without top-k or top-p. Groups are judged by the median over tokens: stale weights move nearly
+every token, rounding moves a few by whole nats, where a router chooses another expert. So an honest
+engine of which no more than a quarter of the tokens exceed the limit is refused with a probability of
+at most (3/4)^(N/2), 1e-6 at N = 96 independent tokens (Chernoff's bound for half of N). A stale tensor
+that touches fewer than half of the tokens, or whose effect is below `GroupSync.limit`, cannot be seen.
 """
 
 from __future__ import annotations
@@ -108,19 +105,15 @@ class SyncReport:
 def verify_sync(
     engine: Engine, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int
 ) -> SyncReport:
-    """Prove on a few prompts that `engine.load_weights` takes all of the trainer's weights.
+    """Prove on a few probe prompts that `engine.load_weights` takes all of the trainer's weights.
 
     Each group of weights w becomes w + f rms(w) N(0, 1), f growing until the trainer's log-probs
     move by `EFFECT_TO_NOISE` times the noise; engine and trainer must still agree then. The
     trainer's weights are restored bit for bit and the engine gets them again, whatever happens.
 
     Args:
-        model: the trainer's model; its `named_parameters` are what is loaded.
-        prompts: probe prompts, a handful; their number times `PROBE_TOKENS` tokens are compared.
-        sampling: of the run; the probe drops its filters and stop tokens.
+        sampling: of the run; the probe drops its filters and stop tokens, and draws `PROBE_TOKENS` at most.
         seed: of the perturbations and the samples.
-
-    Returns: noise, cap and what each group showed.
 
     Raises: `SyncError` naming the groups that stayed behind, with the differences in nats.
     """
@@ -184,10 +177,7 @@ def check_sync(
     seed: int,
     baseline: SyncReport,
 ) -> float:
-    """The cheap check after a later synchronization: sample, score, compare.
-
-    Args:
-        baseline: what `verify_sync` reported at the start of the run.
+    """The cheap check after a later synchronization: sample, score, compare with `verify_sync`'s first report.
 
     Returns: the mean difference in nats per token, single tokens counted up to `ONE_TOKEN`; at most
         min(cap, max(`DRIFT_TO_NOISE` noise, cap/10)).
@@ -285,8 +275,7 @@ class _Probe:
     def agrees_without(self, groups: dict[str, list[nn.Parameter]], name: str, cap: float) -> bool:
         """Whether the two sides agree once this group is zero, which is the same in every layout.
 
-        Only what adds to the residual stream can be taken out; without embeddings or norms every
-        token is equally likely, which any pair of engines would agree on.
+        Only what adds to the residual stream can be taken out: without embeddings or norms any engines agree.
         """
         with _restored(groups.get(name, [])) as originals, torch.no_grad():
             for weight in groups.get(name, []):
@@ -299,10 +288,6 @@ def next_fraction(fraction: float, effect: float, wanted: float) -> float:
     """The next size to try: where an effect in proportion to it suffices, the largest if none does.
 
     A skipped size would have fallen short, unless the effect grows faster than in proportion.
-
-    Example:
-        >>> next_fraction(0.02, effect=0.1, wanted=0.75)
-        0.16
     """
     enough = (f for f in FRACTIONS if f > fraction and f * effect >= fraction * wanted)
     return next(enough, FRACTIONS[-1])
@@ -332,15 +317,7 @@ def _restored(weights: list[nn.Parameter]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def perturbed(model: nn.Module, *, fraction: float, seed: int) -> Iterator[None]:
-    """The model with every weight w at w + fraction rms(w) N(0, 1), and afterwards as it was.
-
-    Args:
-        fraction: of the root-mean-square of each tensor, 1.
-
-    Example:
-        with perturbed(model, fraction=0.02, seed=0):
-            engine.load_weights(model.named_parameters(), version=1)
-    """
+    """The model with every weight w at w + fraction rms(w) N(0, 1), and afterwards as it was."""
     groups = [weights for weights in weight_groups(model).values() if weights]
     with ExitStack() as stack:
         for i, weights in enumerate(groups):

@@ -45,16 +45,10 @@ SECONDS: dict[Cost, str] = {"cheap": "2 to 25 s", "engine": "20 to 40 s", "compi
 def chosen(names: str, *, quick: bool = False, thorough: bool = False) -> list[Factor]:
     """The factors that a user names: "all", "none", or names separated by commas.
 
-    Args:
-        quick: of "all", only those that need no other engine.
-        thorough: of "all", also those that compile an engine.
+    Of "all", `quick` leaves out those that start another engine, and only `thorough` runs those that compile one.
 
     Raises: `BadValueError` for a name that no factor has, with those there are; if `quick` and
         `thorough` are both asked for.
-
-    Example:
-        >>> chosen("none")
-        []
     """
     if quick and thorough:
         raise BadValueError("quick leaves factors out that thorough asks for; give one of the two")
@@ -69,12 +63,7 @@ def chosen(names: str, *, quick: bool = False, thorough: bool = False) -> list[F
 
 
 def left_out(names: str, *, quick: bool = False, thorough: bool = False) -> Sequence[tuple[Factor, str]]:
-    """Factors that "all" leaves out because they are slow, and how to run each; none for other names.
-
-    Example:
-        >>> [(factor.name, how) for factor, how in left_out("all")]
-        [('compiled', 'compiles an engine (2 min); add --thorough, or --factors compiled')]
-    """
+    """Factors that "all" leaves out because they are slow, and how to run each; none for other names."""
     if names != "all":
         return []
     options = ((f, _how_to_run(f, quick, thorough)) for f in FACTORS)

@@ -1,9 +1,8 @@
 """A factor of a check: change one setting of an engine pair and measure the divergence again.
 
-Experiments keep the sampled tokens wherever the engine can rescore them (`Rescores`). Both measurements are then over
-the same contexts, so their difference is the factor's effect and not that of another sample. A factor that should
-change nothing (batch, caches, repeats, kernels) is also measured against the same engine without the change:
-`detail["self_kl_mean"]`, `detail["self_abs_log_ratio_max"]`.
+Experiments keep the sampled tokens wherever the engine can rescore them (`Rescores`): both measurements are
+then over the same contexts, and their difference is the factor's effect. A factor that should change nothing
+(batch, caches, repeats, kernels) is also measured against the same engine without the change.
 
 Shape suffixes: n tokens, v vocabulary.
 """
@@ -21,10 +20,9 @@ from torch import Tensor, nn
 
 from offdrift.check.bench import Bench, EngineSpec, Option, Pair
 from offdrift.check.measure import NAN, Measured, measure, measured
-from offdrift.check.rescore import Scored
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines import Rescores
-from offdrift.errors import NotOfferedError
+from offdrift.errors import NotOfferedError, OffdriftError
 from offdrift.numerics import one_thread
 from offdrift.records.rollouts import EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling
 
@@ -143,12 +141,7 @@ def needs(holds: Callable[[Bench, EngineSpec], object], reason: str) -> Requirem
 
 @dataclass(frozen=True)
 class Factor:
-    """One possible cause of drift, and the experiment that isolates it.
-
-    Example:
-        for factor in FACTORS:
-            print(factor.name, factor.run(bench, pair, baseline).kl_mean)
-    """
+    """One possible cause of drift, and the experiment that isolates it."""
 
     name: str
     what: str
@@ -165,10 +158,7 @@ class Factor:
     def run(self, bench: Bench, pair: Pair, baseline: Measured) -> Outcome:
         """Change this one thing and measure again; afterwards the bench has its weights still.
 
-        Args:
-            baseline: the pair without any change: `measure(bench, bench.rollouts(rollout), train)`.
-
-        Raises: any error of an engine that cannot do it; `check` makes a row of that.
+        An engine that raises, whatever it throws, costs only this row.
         """
         start = time.monotonic()
         reason = self.lacking(bench, pair.rollout)
@@ -178,6 +168,11 @@ class Factor:
             effect = self.experiment(Setting(bench, pair.rollout, pair.train, baseline))
         except NotOfferedError as error:
             return Outcome.without(self, "not offered", str(error))
+        except Exception as error:
+            why = (str(error).strip().splitlines() or [""])[0][:500]
+            why = why if isinstance(error, OffdriftError) else f"{type(error).__name__}: {why}"
+            bench.close_engine(pair.rollout.kind)  # its state is unknown
+            return Outcome.without(self, "failed", why, seconds=time.monotonic() - start)
         names = ("kl_mean", "kl_max", "tv_max", "abs_log_ratio_max", "pearson")
         return Outcome(
             self.name,
@@ -249,12 +244,7 @@ BACKENDS, IMPLEMENTATIONS = ("TRITON_ATTN", "FLASH_ATTN"), ("eager", "sdpa")
 
 
 def dtype_changed(spec: EngineSpec, model: nn.Module | None = None) -> Change:
-    """The whole engine at another precision.
-
-    Example:
-        >>> dtype_changed(EngineSpec.parse("vllm:bfloat16")).words
-        'float32 instead of bfloat16'
-    """
+    """The whole engine at another precision."""
     other = _other_dtype(spec.dtype)
     return Change(f"{other} instead of {spec.dtype}", spec.with_(dtype=other))
 
@@ -383,12 +373,6 @@ def few_prompts(
     length = min(sampling.max_tokens, max(8, tokens // 8))
     count = max(1, min(len(prompts), tokens // length))
     return [list(p) for p in prompts[:count]], replace(sampling, max_tokens=length)
-
-
-def joined(parts: Sequence[Scored]) -> Scored:
-    """Scores of consecutive pieces as one."""
-    columns = [torch.cat(x) if x[0] is not None else None for x in zip(*parts)]
-    return Scored(*columns)  # type: ignore[arg-type]
 
 
 def one_by_one(rollouts: Rollouts) -> list[Rollouts]:

@@ -26,7 +26,6 @@ from offdrift.check.factors.base import (
     few,
     few_prompts,
     head_changed,
-    joined,
     measured_by,
     needs,
     one_by_one,
@@ -37,7 +36,7 @@ from offdrift.check.factors.base import (
     variant,
 )
 from offdrift.check.measure import measured
-from offdrift.check.rescore import Scored
+from offdrift.check.rescore import Scored, joined
 from offdrift.engines import Rescores
 from offdrift.engines.routing import flip_rate, flips, replayed, route_lengths, routers, routes_of
 from offdrift.engines.score import divergences, score
@@ -232,22 +231,16 @@ def routing(setting: Setting) -> Effect:
 
 def predicting(rollouts: Rollouts, at: Tensor) -> Tensor:
     """Values at positions, for each response token the one at the position that predicts it."""
-    cuts = _route_cuts(rollouts)
+    cuts = Segments.from_lengths(route_lengths(rollouts))
     first = rollouts.prompt_cu_seqlens.diff() - 1
     segments = Segments(rollouts.cu_seqlens)
     return at[cuts.cu_seqlens[:-1][segments.seq_ids] + first[segments.seq_ids] + segments.position]
 
 
-def _route_cuts(rollouts: Rollouts) -> Segments:
-    """Boundaries of each sequence's routed positions."""
-    lengths = route_lengths(rollouts)
-    return Segments(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
-
-
 @torch.no_grad()
 def scored_with(model: nn.Module, rollouts: Rollouts, routes: Tensor | None) -> Scored:
     """Scores of a model, sequence by sequence, with these experts or its own."""
-    cuts = _route_cuts(rollouts)
+    cuts = Segments.from_lengths(route_lengths(rollouts))
     parts = []
     for i in range(rollouts.num_sequences):
         one = torch.tensor([i])

@@ -23,7 +23,6 @@ from offdrift.check.factors.base import (
     few,
     few_prompts,
     head_changed,
-    joined,
     measured_by,
     needs,
     one_by_one,
@@ -32,7 +31,7 @@ from offdrift.check.factors.base import (
     variant,
 )
 from offdrift.check.measure import measured
-from offdrift.check.rescore import rescored
+from offdrift.check.rescore import joined, rescored
 from offdrift.divergence.fused import exact_divergences
 from offdrift.engines import make_engine
 from offdrift.engines.score import score

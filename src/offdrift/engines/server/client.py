@@ -206,10 +206,7 @@ class Served:
 
 
 def identify(server: Server, model: str | None) -> Served:
-    """Ask a server what it is.
-
-    Args:
-        model: name of the model; absent: the only one that is served.
+    """Ask a server what it is; `model` may be absent where only one is served.
 
     Raises: `EngineError` if there is no server, it serves no such model, or it reports logits.
     """
@@ -236,27 +233,18 @@ def identify(server: Server, model: str | None) -> Served:
 
 
 def faithful(mode: Mode, sampling: Sampling) -> bool:
-    """Whether log-probs of this mode are those of the distribution that is sampled.
-
-    Example:
-        >>> faithful("tempered", Sampling(8, temperature=0.7)), faithful("raw", Sampling(8, top_p=0.9))
-        (True, False)
-    """
+    """Whether log-probs of this mode are those of the distribution that is sampled."""
     unfiltered = sampling.top_k == 0 and sampling.top_p == 1
     plain = unfiltered and sampling.temperature == 1
     return mode == "processed" or plain or (mode == "tempered" and unfiltered)
 
 
 def measured_mode(draw: Callable[[Sampling], Rollouts]) -> Mode | None:
-    """Which log-probs a server reports, from three tokens drawn after one prompt.
+    """Which log-probs a server reports, from three tokens drawn after one prompt; None where it is too flat to tell.
 
-    At half the temperature, differences of tempered log-probs are twice as large and raw ones are
-    as they were. With top_k = 1 the token has probability one, unless filters are ignored.
-
-    Args:
-        draw: one token after one fixed prompt, with top-k evidence.
-
-    Returns: None if the distribution is too flat to tell.
+    At half the temperature, differences of tempered log-probs are twice as large and raw ones are as they
+    were. With top_k = 1 the token has probability one, unless filters are ignored. `draw` gives one token
+    after one fixed prompt, with top-k evidence.
 
     Raises: `EngineError` if neither is the case.
     """

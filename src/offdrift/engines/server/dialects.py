@@ -5,8 +5,8 @@
   token which weights drew it.
 - "sglang": `/generate` of SGLang.
 
-Token ids go in and token ids come out. A server that answers with text alone is refused: text that
-is tokenized again may become other tokens. Answers are untrusted, so every number in them is checked.
+Text that is tokenized again may become other tokens: a server that answers with text alone is refused.
+Answers are untrusted, so every number in them is checked.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Every response is a request of its own with a seed of its own, so which token is drawn does not depend
 on how many are asked for at once (SGLang keeps to seeds under --enable-deterministic-inference alone).
-What the server computes with is its own affair and cannot be changed from here; what it says about it
-is recorded. Its weights are changed only if that was asked for (`sync`).
-
 vLLM is tested for real; SGLang against the contract of its 0.5 releases.
 """
 
@@ -277,13 +274,9 @@ DEV_MODE = "start vLLM with VLLM_SERVER_DEV_MODE=1"
 class Weights:
     """The weights that a server holds, by label.
 
-    The trainer writes one safetensors file; the server loads it in place and forgets what it cached.
-    From then on the label says which weights drew a token. A server that was restarted, or that
-    somebody else gave weights, has another label.
-
-    Args:
-        folder: where weight files are put for the server to read, on a disk that both see; absent: a
-            temporary one, for a server on this machine.
+    The trainer writes one safetensors file (into `folder`, on a disk that both see; a temporary one if absent);
+    the server loads it in place and forgets what it cached. From then on the label says which weights drew a
+    token: a server that was restarted, or that somebody else gave weights, has another.
     """
 
     def __init__(self, server: Server, served: Served, *, folder: str | None = None) -> None:

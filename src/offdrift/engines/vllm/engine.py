@@ -1,13 +1,9 @@
 """A rollout engine on vLLM, in this process. The only file that imports vllm.
 
-Log-probs come through vLLM's public interface, as processed log-probs: those of the distribution
-after temperature, top-k and top-p. What vLLM does to its host is undone (random state, a replaced
-`torch.set_num_threads`), and what it forgets in a weight synchronisation on CPUs is repaired
-(`load_weights`); `offdrift.engines.verify_sync` checks that nothing else was forgotten.
-
-Every request has its own random stream, so which token is drawn does not depend on what else is in
-the batch, up to the arithmetic of the kernels, which may. Several engines can live in one process,
-one after another or side by side.
+Log-probs come through vLLM's public interface, as processed log-probs. What vLLM does to its host is
+undone (`host_kept`), and what it forgets in a weight synchronisation on CPUs is repaired
+(`load_weights`). Every request has its own random stream, so which token is drawn does not depend on
+what else is in the batch, up to the arithmetic of the kernels. Several engines can live in one process.
 """
 
 from __future__ import annotations
@@ -315,8 +311,7 @@ def build(vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **
     """A `vllm.LLM` that reports processed log-probs, or an error that says why there is none.
 
     Args:
-        parallel_state: `vllm.distributed.parallel_state`.
-        core: `vllm.v1.engine.core`.
+        parallel_state, core: `vllm.distributed.parallel_state` and `vllm.v1.engine.core`.
         options: of `vllm.LLM`; None leaves the choice to it.
 
     Raises: `EngineError` if the model cannot be loaded so, or other log-probs are reported;
@@ -356,11 +351,7 @@ def build(vllm: Any, parallel_state: ModuleType, core: ModuleType, path: str, **
 
 
 def shut_down(llm: Any, core: ModuleType, *, keep: bool) -> None:
-    """End an engine; `keep` the process groups that others still use.
-
-    Args:
-        core: `vllm.v1.engine.core`.
-    """
+    """End an engine; `keep` the process groups that others still use. `core` is `vllm.v1.engine.core`."""
     name = "cleanup_dist_env_and_memory"
     clean_up = getattr(core, name)
     if keep:
@@ -372,12 +363,7 @@ def shut_down(llm: Any, core: ModuleType, *, keep: bool) -> None:
 
 
 def quantization_label(quantization: str | None, kv_cache_dtype: str) -> str | None:
-    """What a record says of both.
-
-    Example:
-        >>> quantization_label("fp8_per_channel", "fp8"), quantization_label(None, "auto")
-        ('fp8_per_channel+kv_fp8', None)
-    """
+    """What a record says of both, such as "fp8_per_channel+kv_fp8"."""
     parts = [quantization, None if kv_cache_dtype == "auto" else f"kv_{kv_cache_dtype}"]
     return "+".join(p for p in parts if p) or None
 
@@ -387,9 +373,6 @@ def own_groups(parallel_state: ModuleType) -> Iterator[None]:
     """Let a new engine make its own groups; if it fails, earlier engines find theirs again.
 
     Those of an earlier engine lack what a mixture-of-experts model needs.
-
-    Args:
-        parallel_state: `vllm.distributed.parallel_state`.
     """
     kinds = parallel_state.GroupCoordinator
     groups = {
@@ -412,13 +395,10 @@ def repacked(llm: Any) -> None:
 
 
 def repack(runner: Any) -> None:
-    """Redo what vLLM's CPU kernels derive from weights and its reload does not.
+    """Redo what vLLM's CPU kernels derive from weights and its reload does not (`runner`: a worker's `model_runner`).
 
     A tied output head multiplies with a packed copy, and expert kernels expect packed weights;
     the reload writes the one into the original only and the other unpacked.
-
-    Args:
-        runner: the `model_runner` of a vLLM worker.
     """
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform

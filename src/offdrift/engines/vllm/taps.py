@@ -1,19 +1,10 @@
-"""Hooks into vLLM in this process: forced tokens, expert routing, hidden states.
+"""Hooks into vLLM in this process: forced tokens, expert routing, hidden states. Nothing here imports vLLM.
 
-`imposed` forces every request along tokens that were drawn before. Only the outcome of the draw is
-replaced: the prompt is prefilled, each token goes through cache, kernels, head, temperature and
-filters as in any generation, and log-probs are reported through the same public fields.
-
-`routes_tap` records the experts of every token, where vLLM's own capture (which needs its second model
-runner, and a GPU) listens.
-
-`state_tap` records the hidden states that the output head consumes. vLLM has no request for them: its
-`extract_hidden_states` replaces the drafter of speculative decoding and writes files of prompts. But
-every model ends with one call, `logits_processor(lm_head, states)`, with one row per request of the
-batch, and that module can be hooked. The model runner says which row belongs to which request, and
-which rows it will throw away because a prompt was prefilled only in part.
-
-Nothing here imports vLLM.
+Forced tokens replace only the outcome of a draw; the rest goes as in any generation. Experts are taken
+where vLLM's own capture (which needs its second model runner, and a GPU) listens. Hidden states are those
+of the one call that ends every model, `logits_processor(lm_head, states)`, with one row per request of the
+batch; the model runner says which row is whose, and which it will throw away because a prompt was
+prefilled only in part.
 """
 
 from __future__ import annotations
@@ -44,10 +35,7 @@ def _unsupported(why: str) -> str:
 def runner_of(llm: Any, *paths: str, unsupported: Callable[[str], str] = _unsupported) -> Any:
     """The model runner in this process, if it has the attributes at these dotted paths.
 
-    Args:
-        unsupported: the message of an error, given what is missing.
-
-    Raises: `EngineError` naming what is missing.
+    Raises: `EngineError` naming what is missing, in the words of `unsupported`.
     """
     worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     runner = getattr(getattr(worker, "worker", worker), "model_runner", None)
@@ -175,11 +163,9 @@ class StateTap:
             self.head = _head(processor, inputs["lm_head"], inputs.get("embedding_bias"))
 
     def states(self, requests: Sequence[str], lengths: Sequence[int]) -> Float[Tensor, "n d"]:
-        """States of the tokens of these requests, packed in their order.
+        """States of the tokens of these requests (ids as `RequestOutput.request_id` has them), packed in their order.
 
-        Args:
-            requests: ids as `RequestOutput.request_id` has them.
-            lengths: tokens of each; later rows of a request are of tokens that were undone.
+        Later rows of a request than its `lengths` are of tokens that were undone.
 
         Raises: `EngineError` if a request has fewer states than tokens.
         """
