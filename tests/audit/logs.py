@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -138,6 +139,18 @@ def make_log(
         chosen["completions"] = tuple("word " * max(1, k) for k in lengths)
     steps = steps if steps is not None else [1 + 3 * i // b for i in range(b)]
     return log_of(size, steps, logp_rollout=rollout.to(dtype), **chosen)
+
+
+def close(a: Any, b: Any, *, rel: float = 1e-9, near: float = 1e-12, where: str = "") -> int:
+    """Compare nested data up to rounding; how many values were compared."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        return sum(close(a[k], b[k], rel=rel, near=near, where=f"{where}.{k}") for k in a)
+    if isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        return sum(close(x, y, rel=rel, near=near, where=f"{where}[{i}]") for i, (x, y) in enumerate(zip(a, b)))
+    assert a == (pytest.approx(b, rel=rel, abs=near, nan_ok=True) if isinstance(b, float) else b), where
+    return 1
 
 
 def stored(statistics: Any) -> Any:

@@ -19,7 +19,7 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
 from offdrift.segments import Segments
-from tests.audit.logs import logged, stored
+from tests.audit.logs import close, logged, stored
 
 B, GROUP = 240, 3
 
@@ -54,17 +54,8 @@ def compared(found: dict[str, Any], expected: dict[str, Any]) -> int:
     """Numbers and words that were compared; all but the verdict, which says more than `expected`'s."""
     assert found["verdict"].startswith(expected["verdict"])
     names = [k for k in expected if k != "verdict"]
-    for k in names:
-        assert close(found[k], expected[k]), k
+    close({k: found[k] for k in names}, {k: expected[k] for k in names})
     return len(names)
-
-
-def close(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(close(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(close(a, b) for a, b in zip(one, other))
-    return one == pytest.approx(other, rel=1e-9, abs=1e-12) if isinstance(one, float) else one == other  # fmt: skip
 
 
 def test_it_is_what_the_parts_certify_of_the_old_policy():

@@ -55,12 +55,6 @@ def test_ray_gives_what_one_process_gives_to_the_last_bit(log, whole, tmp_path):
     assert audit(*planned(log), folder=tmp_path, run=on_ray("local")).to_bytes() == whole.to_bytes()
 
 
-def test_a_part_comes_back_from_bytes_as_it_was(whole):
-    assert Part.from_bytes(whole.to_bytes()).to_bytes() == whole.to_bytes()
-    assert whole.tally is not None
-    assert whole.counterfactual is not None
-
-
 def test_damaged_bytes_are_refused_and_nothing_is_unpickled(whole):
     stored = whole.to_bytes()
     for damaged in (b"", b"not a zip", stored[: len(stored) // 2]):

@@ -24,10 +24,10 @@ import torch
 from offdrift.audit.watch import Log
 from offdrift.cli import watch as watch_command
 from offdrift.errors import OffdriftError, RecordError, ShapeError
-from offdrift.records import log as log_files
 from offdrift.records import recorder as module
 from offdrift.records.batch import Logged
 from offdrift.records.recorder import Recorder, WhenFull, record, write_unclaimed
+from tests.audit.logs import log_of
 from tests.command import command
 from tests.records.samples import at, flat, ragged, read_all
 
@@ -130,18 +130,12 @@ def test_batches_with_other_fields_or_names_have_files_of_their_own(tmp_path: Pa
 
 
 def test_dropped_tokens_keep_their_places_in_a_shared_file(tmp_path: Path) -> None:
-    whole, part = at(0), at(1)
+    full, part = at(0), at(1)
     keep = torch.arange(part.num_tokens) % 2 == 1
-    bare = {n: getattr(whole, n) for n in ("cu_seqlens", "step", "row", "response_lengths", "logp")}
-    whole = Logged(**bare)
-    thinned = Logged(
-        cu_seqlens=torch.cat([torch.zeros(1).long(), keep.cumsum(0)])[part.cu_seqlens],
-        step=part.step,
-        row=part.row,
-        response_lengths=part.response_lengths,
-        logp=part.logp[keep],
-        position=part.in_response[keep],
-    )
+    kept = torch.cat([torch.zeros(1).long(), keep.cumsum(0)])[part.cu_seqlens].diff()
+    whole = log_of(full.response_lengths, full.step, logp=full.logp)
+    places = {"response_lengths": part.response_lengths, "position": part.in_response[keep]}
+    thinned = log_of(kept, part.step, logp=part.logp[keep], **places)
     with Recorder(tmp_path, seconds=SOON) as recorder:
         recorder.add(whole)
         recorder.add(thinned)
@@ -455,7 +449,7 @@ def test_a_killed_process_leaves_whole_files_and_the_next_one_goes_on(tmp_path: 
     assert steps_in(tmp_path) == thrice([0, 1, 2, 2, 3, 4])
     assert all((tmp_path / name).read_bytes() == data for name, data in left.items())
     # What the killed process left is removed once no writer can be at it.
-    long_ago = time.time() - 2 * log_files.STALE_S
+    long_ago = time.time() - 2 * module.STALE_S
     for name in hidden:
         os.utime(tmp_path / name, (long_ago, long_ago))
     Recorder(tmp_path).close()

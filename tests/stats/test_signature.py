@@ -55,10 +55,8 @@ def test_neighbors_across_blocks_sequences_and_gaps():
     g = torch.Generator().manual_seed(0)
     n = 150_000  # more than two blocks
     x, y = (-torch.rand(2, n, generator=g, dtype=torch.float64)).unbind()
-    lengths, position = (
-        [70_000, 0, 79_999, 1],
-        torch.cat([torch.arange(70_000), torch.arange(79_999), torch.zeros(1, dtype=torch.int64)]),
-    )
+    lengths = [70_000, 0, 79_999, 1]
+    position = torch.cat([torch.arange(n) for n in lengths])
     position[100:70_000] += 5  # tokens between two others were dropped
     got = shape_of(pair(x, y, lengths), position=position)
     joined = torch.ones(n, dtype=torch.bool)

@@ -11,7 +11,7 @@ from offdrift.logprobs import LogProbs
 from offdrift.methods import METHODS as ROWS
 from offdrift.segments import Segments
 from offdrift.stats import METRICS, DriftStats, summarize
-from tests.oracles.fixtures import FX_V_KL, FX_V_TV, double, fx_a
+from tests.oracles.fixtures import FX_V_KL, FX_V_TV, double, fx_a, ragged
 
 FX_A = {
     "mismatch/k1": 0.104286,
@@ -76,19 +76,23 @@ def test_gate_metrics_count_sequences_and_tokens():
 
 def test_divergence_metrics_on_fx_v():
     lp = LogProbs.pack(double([-1.0] * 3), segments=Segments.from_lengths([3]))
-    stats = DriftStats.of(
-        lp,
-        divergences={
-            "kl_rollout_current": Divergence.exact("kl_rollout_current", double(FX_V_KL)),
-            "tv_rollout_current": Divergence.exact("tv_rollout_current", double(FX_V_TV)),
-        },
-    )
+    values = {"kl_rollout_current": FX_V_KL, "tv_rollout_current": FX_V_TV}
+    stats = DriftStats.of(lp, divergences={k: Divergence.exact(k, double(x)) for k, x in values.items()})
     got = summarize(stats)
     assert got["divergence/kl_rollout_current_mean"] == pytest.approx(0.02931811, abs=1e-7)
     assert got["divergence/kl_rollout_current_max"] == pytest.approx(0.05107412, abs=1e-7)
     assert got["divergence/tv_rollout_current_mean"] == pytest.approx(0.08333333, abs=1e-7)
     assert stats.by_position["tv_rollout_current"].tolist() == pytest.approx(FX_V_TV)
     assert stats.grade == "exact"
+    assert stats.merge(DriftStats.of(lp)).grade == "sampled"
+
+
+def test_pieces_that_know_different_policies_merge_to_what_each_knows():
+    lp = ragged(0)
+    some = LogProbs.pack(lp.logp_rollout, lp.current, segments=lp.segments)
+    merged, whole = summarize(DriftStats.of(lp).merge(DriftStats.of(some))), summarize(DriftStats.of(lp))
+    for name in ("full/k3", "mismatch/k3"):
+        assert merged[name] == pytest.approx(whole[name])
 
 
 def test_metrics_do_not_change_with_the_correction_chosen():

@@ -9,10 +9,10 @@ import torch
 
 from offdrift.audit.tally import Tally
 from offdrift.logprobs import LogProbs
-from offdrift.records.batch import Logged
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
 from offdrift.stats.drift import Tails
+from tests.audit.logs import log_of
 
 
 def share(lp: LogProbs, on: str = "full") -> float:
@@ -65,16 +65,7 @@ def test_it_agrees_with_what_an_audit_reads_off_its_histogram():
     mu = -torch.rand(20_000, generator=g) - 2
     pi = mu + 0.02 * torch.randn(20_000, generator=g)
     pi[::500] += 0.8
-    cuts = torch.arange(0, 20_001, 50)
-    b = len(cuts) - 1
-    log = Logged(
-        cu_seqlens=cuts,
-        step=torch.ones(b).long(),
-        row=torch.arange(b),
-        response_lengths=cuts.diff(),
-        logp_rollout=mu,
-        logp=pi,
-    )
+    log = log_of([50] * 400, logp_rollout=mu, logp=pi)
     held = Tally.of(log).as_dict()["overall"]["full/k3_top_share"]
     assert 0.5 < held < 1
     assert share(log.logprobs()) == pytest.approx(held, rel=0.02)

@@ -1,19 +1,14 @@
 """Evidence in a log for a certificate of the policy that was about to be trained on its newest rollouts.
 
-A certificate compares two policies by independent draws. In a log those are: the newest weights that
-drew rollouts, and the training policy at the first step that used them. That policy was scored before
-it learned from any of them; after that it has, and nothing would be certified (`fresh`). Rollouts of
-several weights are several samples and are never pooled, and a sampled estimate backs nothing.
-
-The policy that is judged is the old one where its exact divergences were logged: whatever minibatch
-a sequence was in, the old policy is the one before the step. Otherwise it is the current one, if the
-log says which version of the weights it was; of all that saw the rollouts, the first.
+A certificate compares two policies by independent draws: the newest weights that drew rollouts, and the training policy
+at the first step that used them, before it learned from any of them (`fresh`). That is the old policy where its exact
+divergences were logged, else the first current one whose version was. Rollouts of several weights are several samples
+and are never pooled, and a sampled estimate backs nothing.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +22,7 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.errors import OffdriftError
 from offdrift.logprobs import LogProbs
 from offdrift.records.batch import Logged
+from offdrift.records.rollouts import text_id
 from offdrift.segments import Segments
 
 KL, TV = "kl_rollout_current", "tv_rollout_current"
@@ -41,6 +37,8 @@ INCOMPLETE = (
 )
 COLUMNS = {"logp_rollout": np.float64, "logp": np.float64, KL: np.float64, TV: np.float64}
 PER_SEQUENCE = {"keys": np.uint64, "lengths": np.int64, "rewards": np.float64}
+DELTA, ALPHA = 0.05, 0.05
+"""Limit on KL(rollout || judged) that is certified, nats; largest probability that any of the certificates is wrong."""
 RANGES = ((0.0, 1.0), (-1.0, 1.0))
 """Ranges of rewards that are recognized."""
 
@@ -66,12 +64,8 @@ class Proof:
     def of(batch: Logged) -> Proof:
         """The evidence in a batch, or why there is none.
 
-        Prompts are known by their texts; without, by their group ids, whatever file holds them: ranks
-        that number their own prompts from 0 then share ids, which costs independent draws and never
-        counts one prompt twice.
-
-        Args:
-            batch: sequences, with exact divergences, rewards, prompt groups and versions.
+        Prompts are known by their texts; without, by their group ids, whatever file holds them: ranks that number their
+        own prompts from 0 then share ids, which costs independent draws and never counts one prompt twice.
         """
         why_not = _missing(batch)
         if why_not:
@@ -137,17 +131,12 @@ class Proof:
             self.order, both, 0, self.reused or other.reused, self.masked or other.masked, self.why_not or other.why_not
         )._thinned(max(self.level, other.level))
 
-    def as_dict(
-        self, *, delta: float = 0.05, alpha: float = 0.05, of: int = 1, look: int | None = None
-    ) -> dict[str, Any]:
+    def as_dict(self, *, of: int = 1, look: int | None = None) -> dict[str, Any]:
         """The certificate, ready for JSON; or `why_not`.
 
         Args:
-            delta: limit on KL(rollout || judged) that is certified, nats; chosen before the log was
-                read.
-            alpha: largest probability that a statement of any of the certificates is wrong.
-            of, look: policies that are audited by the same rollouts, and the number of this look at the run,
-                which share alpha: see `Looks`.
+            of, look: policies that are audited by the same rollouts, and the number of this look at the run, which
+                share `ALPHA`: see `Looks`.
         """
         if self.why_not:
             return _none(self.why_not)
@@ -162,13 +151,13 @@ class Proof:
         tensors = {k: torch.from_numpy(x) for k, x in self.arrays.items() if k != "keys"}
         ids = torch.from_numpy(self.arrays["keys"].view(np.int64))
         try:
-            region = TrustRegion(horizon=longest, delta=delta)
+            region = TrustRegion(horizon=longest, delta=DELTA)
             segments = Segments.from_lengths(tensors["lengths"], group_ids=ids)
             logprobs = LogProbs.pack(tensors["logp_rollout"], tensors["logp"], segments=segments)
             exact = {k: Divergence.exact(k, tensors[k]) for k in (KL, TV) if k in tensors}
             evidence = BatchEvidence.of(logprobs, tensors["rewards"], region=region, divergences=exact)
             looks = Looks(at=look, of=of)
-            proof = certify(evidence, reward_range=fits[0], alpha=alpha, looks=looks, fresh=True)
+            proof = certify(evidence, reward_range=fits[0], alpha=ALPHA, looks=looks, fresh=True)
         except OffdriftError as e:
             return _none(str(e))
         certificate = proof.as_dict()
@@ -247,8 +236,8 @@ def _keys(batch: Logged) -> UInt64[np.ndarray, " b"]:
     if batch.prompts is None:
         assert batch.group_ids is not None
         return mixed(batch.group_ids.numpy().astype(np.uint64))
-    digests = (hashlib.blake2b(p.encode(errors="surrogatepass"), digest_size=8).digest() for p in batch.prompts)
-    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+    ids = [text_id(p.encode(errors="surrogatepass")) for p in batch.prompts]
+    return np.array(ids, dtype=np.int64).view(np.uint64)
 
 
 def _divisible(keys: UInt64[np.ndarray, " b"], level: int) -> Bool[np.ndarray, " b"]:

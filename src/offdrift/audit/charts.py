@@ -269,7 +269,9 @@ Bar = tuple[float, float, float]
 
 
 def place(log_ratio: float) -> float:
-    """Where a log-ratio stands on the axis: sign(l) log10(1 + |l| / 1e-4).
+    """Where a log-ratio stands on the axis: sign(l) log10(1 + |l| / 1e-4), logarithmic towards 1 from both sides.
+
+    Ratios 0.999, 0.99, 0.9 and 0.5 are as far apart as their distances from 1 are in magnitude.
 
     Example:
         >>> [round(place(x), 3) for x in (0.0, 1e-4, -0.1)]
@@ -280,46 +282,34 @@ def place(log_ratio: float) -> float:
 
 def histogram_chart(histograms: object) -> Chart:
     """The ratios of every pair of policies that the audit holds."""
-    by_pair = mapping(histograms)
-    series, reach = [], 0.0
+    outlines = []
     for pair in PAIRS:
-        bars = bars_of(mapping(by_pair.get(pair)))
-        if not bars:
-            continue
-        series.append(steps_of(pair, bars, color=PAIR_COLORS[pair]))
-        reach = max(reach, abs(bars[0][0]), abs(bars[-1][1]))
-    pairs = "; ".join(f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s in series)
+        if bars := bars_of(mapping(mapping(histograms).get(pair))):
+            outlines.append((steps_of(pair, bars, color=PAIR_COLORS[pair], group=pair), bars))
+    pairs = "; ".join(f"{s.name}: {PAIR_WORDS[s.name].split(':')[0]}" for s, _ in outlines)
     meaning = (
         f"How many tokens have which ratio of probabilities; {pairs}. Both axes are logarithmic, the lower one "
         "towards 1 from both sides: equal ratios are in the middle, and the two humps stand at the usual size of a "
         "difference. Dashed lines are the limits of the chosen method."
     )
-    return Chart(
-        "Ratios of the sampled tokens",
-        "log scale",
-        series,
-        "ratios",
-        meaning,
-        log=True,
-        x_title="ratio",
-        wide=True,
-        x_ticks=ratio_ticks(reach),
-    )
+    return ratio_chart("ratios", "Ratios of the sampled tokens", meaning, outlines)
 
 
-def steps_of(name: str, bars: list[Bar], *, color: str) -> Series:
-    """A histogram as one outline in steps, with its counts as texts.
+def ratio_chart(id: str, title: str, meaning: str, outlines: list[tuple[Series, list[Bar]]]) -> Chart:
+    """Outlines of `steps_of` in one chart, on an axis that reaches as far as their bars."""
+    reach = max((abs(end) for _, bars in outlines for end in (bars[0][0], bars[-1][1])), default=0.0)
+    axis: dict[str, Any] = {"log": True, "x_title": "ratio", "wide": True, "x_ticks": ratio_ticks(reach)}
+    return Chart(title, "log scale", [s for s, _ in outlines], id, meaning, **axis)
 
-    Args:
-        name: of the series, and of what the legend's button hides.
-        bars: of `bars_of`.
-    """
+
+def steps_of(name: str, bars: list[Bar], **look: Any) -> Series:
+    """The bars of a histogram as one outline in steps, with their counts as texts."""
     total = sum(count for *_, count in bars)
     x = [place(low) for low, *_ in bars] + [place(bars[-1][1])]
     density = [c / total / (b - a) if c else None for (a, b), (*_, c) in zip(pairwise(x), bars)]
     words = [f"{_ratio(a)} to {_ratio(b)}: {c:,.0f} tokens ({percent(c / total)})" for a, b, c in bars]
     outline, texts = [*density, density[-1]], [*words, words[-1]]
-    return Series(name, x, outline, color=color, kind="steps", group=name, texts=texts)
+    return Series(name, x, outline, kind="steps", texts=texts, **look)
 
 
 def bars_of(histogram: Fields) -> list[Bar]:
@@ -356,11 +346,7 @@ def bars_of(histogram: Fields) -> list[Bar]:
 
 
 def ratio_ticks(reach: float) -> list[tuple[float, str]]:
-    """Where ratios that people know stand on the axis, and their texts.
-
-    Args:
-        reach: largest |l| drawn.
-    """
+    """Where ratios that people know stand on an axis that reaches to |l| = `reach`, and their texts."""
     below: list[float] = []  # from the middle outwards, so far apart that their texts do not touch
     for r in (0.999, 0.99, 0.9, 0.5, 0.1, 1e-2, 1e-3, 1e-4):
         last = place(math.log(below[0])) if below else 0.0
@@ -384,8 +370,9 @@ SELECTABLE = 40
 def choices(audit: Fields) -> dict[str, list[dict[str, Any]]]:
     """Methods with limits that can be drawn, and those limits; the suggested method first.
 
-    Each limit says on which pair of policies it is (`on`), where it stands on the histogram's axis
-    (`x`), and what happens there (`label`).
+    Each limit says on which pair of policies it is (`on`), where it stands on the histogram's axis (`x`), and what
+    happens there (`label`). Limits on a sequence's geometric mean say that they bind means; limits on products have no
+    place on this axis.
     """
     suggested = text(at(audit, "suggestion", "method"))
     settings = {text(r.get("name")): mapping(r.get("settings")) for r in rows(audit.get("methods"))}
@@ -397,11 +384,9 @@ def choices(audit: Fields) -> dict[str, list[dict[str, Any]]]:
 
 
 def limits_of(name: str, settings: Fields | None = None) -> list[dict[str, Any]]:
-    """The limits of one method of the table, under changed settings; none if it is unknown.
+    """The limits of one row of `METHODS` under changed settings, by the paths of `override`; none if it is unknown.
 
-    Args:
-        name: row of `METHODS`; what stands in parentheses after it is ignored.
-        settings: changes, by the paths of `offdrift.methods.override`; those it refuses are ignored.
+    What stands in parentheses after the name is ignored, and so are settings that are refused.
 
     Example:
         >>> [(l["on"], l["ratio"], l["label"]) for l in limits_of("decoupled_token_icepop")[:2]]

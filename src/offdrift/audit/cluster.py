@@ -1,7 +1,6 @@
 """Read the pieces of a log on a Ray cluster, through Ray Data; the only file that imports ray.
 
-Every node must be able to open the files by the names given here: a shared file system, or URLs of
-an object store. Parts come back to this process, which keeps them on its disk and merges them in
+Every node must be able to open the files by the names given here. Parts come back to this process, which merges them in
 order, so the result is that of one process, to the last bit.
 """
 
@@ -21,11 +20,7 @@ from offdrift.records.readers import Piece
 
 
 def on_ray(address: str) -> Run:
-    """Pieces as tasks of a Ray cluster.
-
-    Args:
-        address: "auto", "host:port" or "ray://host:port" of a running cluster; "local" starts one
-            on this machine and ends it afterwards.
+    """Pieces as tasks of the Ray cluster at "auto", "host:port" or "ray://host:port"; "local" starts one and ends it.
 
     Raises: `EngineError` if Ray is missing, or no cluster answers at the address.
     """

@@ -1,14 +1,14 @@
 """Two audits, number by number: which run drifts less, and what that changes about the methods.
 
-A difference of two numbers is judged by the direction that the metric table gives it; nothing here
-says whether it is more than noise between runs.
+A difference is judged by the direction that the metric table gives the number; nothing here says whether it is more
+than noise between runs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.audit.charts import bars_of, best_kl, ratio_ticks, steps_of
+from offdrift.audit.charts import PAIR_CHARTS, bars_of, best_kl, ratio_chart, steps_of
 from offdrift.audit.method_table import MethodColumn, asked_about, method_columns, tried
 from offdrift.audit.page import provenance
 from offdrift.judge.kl_choice import kl_metrics
@@ -41,12 +41,6 @@ METRICS_SHOWN, METHODS_SHOWN = 12, 8
 TELLING = ("ess_frac", "pearson", "chi2_token")
 """What stands first of the main pair of policies, after its KL."""
 
-PAIR_METRICS = (
-    ("ess_frac", "Effective sample size", "share"),
-    ("chi2_token", "χ² of token weights", "log scale"),
-    ("pearson", "Correlation of probabilities", ""),
-    ("abs_log_ratio_max", "Worst token, |log ratio|", "nat, log scale"),
-)
 RUN_METRICS = (
     ("reward/mean", "Reward", ""),
     ("response/length_mean", "Response length", "tokens"),
@@ -196,12 +190,7 @@ def sentence(a: Fields, b: Fields, names: tuple[str, str]) -> str:
 
 
 def write_comparison(a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str], path: Path) -> Path:
-    """Write two audits side by side as one page, whole or not at all, and say where it is.
-
-    Args:
-        a, b: contents of two `audit.json`.
-        names: what the runs are called.
-        path: the page, `compare.html` or what you like.
+    """Write two audits side by side as one page at `path`, whole or not at all, and return where it is.
 
     Raises: `RecordError` if it cannot be written.
     """
@@ -253,43 +242,29 @@ def _charts(audits: tuple[Fields, Fields], names: tuple[str, str]) -> list[Chart
             over_time(f"kl-{p}", f"KL per token, {p}", "nat, log scale", *(best_kl(t, p) for t in tables))
             for p in pairs
         ),
-        *(over_time(f"{m}-{p}", f"{t}, {p}", u, *[f"{p}/{m}"] * 2) for p in pairs[:1] for m, t, u in PAIR_METRICS),
+        *(
+            over_time(f"{c.metric}-{p}", f"{c.title}, {p}", "share" if c.share else c.unit, *[f"{p}/{c.metric}"] * 2)
+            for p in pairs[:1]
+            for c in PAIR_CHARTS[:4]
+        ),
         *(over_time(m.replace("/", "-"), t, u, m, m) for m, t, u in RUN_METRICS),
         *(_ratios(pair, audits, names) for pair in PAIRS),
     ]
 
 
 def _ratios(pair: str, audits: tuple[Fields, Fields], names: tuple[str, str]) -> Chart:
-    series, reach = [], 0.0
+    outlines = []
     for i, audit in enumerate(audits):
-        bars = bars_of(mapping(at(audit, "histograms", pair)))
-        if bars:
-            series.append(replace(steps_of(names[i], bars, color=COLORS[i]), group="ab"[i], dash=DASH[i]))
-            reach = max(reach, abs(bars[0][0]), abs(bars[-1][1]))
+        if bars := bars_of(mapping(at(audit, "histograms", pair))):
+            outlines.append((steps_of(names[i], bars, color=COLORS[i], group="ab"[i], dash=DASH[i]), bars))
     meaning = "How large a share of each run's tokens has which ratio of probabilities; both axes are logarithmic."
-    return Chart(
-        f"Ratios of the sampled tokens, {pair}",
-        "log scale",
-        series,
-        f"ratios-{pair}",
-        meaning,
-        log=True,
-        x_title="ratio",
-        wide=True,
-        x_ticks=ratio_ticks(reach),
-    )
+    return ratio_chart(f"ratios-{pair}", f"Ratios of the sampled tokens, {pair}", meaning, outlines)
 
 
 def comparison_view(
     a: Mapping[str, Any], b: Mapping[str, Any], names: tuple[str, str], width: int = 100
 ) -> RenderableType:
-    """Two audits side by side in the terminal: verdicts, the telling numbers, the familiar methods.
-
-    Args:
-        a, b: contents of two `audit.json`.
-        names: what the runs are called.
-        width: columns of the terminal.
-    """
+    """Two audits side by side in the terminal: verdicts, the telling numbers, the familiar methods."""
     parts: list[RenderableType] = [Text(safe(sentence(a, b, names)), style="bold"), Text()]
     for name, audit in zip(names, (a, b)):
         level, words = verdict_of(audit.get("verdict"))

@@ -1,8 +1,4 @@
-"""What an audit concludes: numbers, findings, a verdict, a suggestion and a certificate, as JSON.
-
-`audit.json` holds everything that the page and the comparison of two runs show; neither reads the
-log again.
-"""
+"""What an audit concludes: numbers, findings, a verdict, a suggestion and a certificate, as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ def conclude(
     of: int = 1,
     look: int | None = None,
 ) -> dict[str, Any]:
-    """The content of `audit.json`.
+    """The content of `audit.json`, which holds everything that the page and the comparison of two runs show.
 
     Args:
         part: everything that was read.
@@ -261,8 +257,17 @@ def run_context(
         0.7
     """
     options = {"method": method, "temperature": temperature, "mixture_of_experts": mixture_of_experts}
-    stored = _from_run(Path(path)) | {k: v for k, v in options.items() if v is not None}
-    return replace(Context(framework=framework), **stored)
+    run = _run(path)
+    recipe = run.get("recipe", {})
+    arms: dict[str, Any] = recipe.get("arms", {})
+    named = [arm for name, arm in arms.items() if name in Path(path).absolute().parts]
+    arm = named[0] if named else next(iter(arms.values())) if len(arms) == 1 else {}
+    stored = {
+        "method": arm.get("method"),
+        "temperature": recipe.get("rollout", {}).get("temperature"),
+        "mixture_of_experts": run.get("model", {}).get("experts"),
+    }
+    return Context(framework=framework, **{k: stored[k] if x is None else x for k, x in options.items()})
 
 
 def arms_of_run(path: str) -> int:
@@ -272,30 +277,14 @@ def arms_of_run(path: str) -> int:
         >>> arms_of_run("log.jsonl")
         1
     """
-    return max(1, len(_run(Path(path)).get("recipe", {}).get("arms", {})))
+    return max(1, len(_run(path).get("recipe", {}).get("arms", {})))
 
 
-def _run(path: Path) -> dict[str, Any]:
+def _run(path: str) -> dict[str, Any]:
     """The nearest `run.json` above a log; empty where there is none."""
-    for folder in (path, *path.absolute().parents[:FOLDERS_ABOVE]):
+    for folder in (Path(path), *Path(path).absolute().parents[:FOLDERS_ABOVE]):
         with suppress(OSError, ValueError):
             content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
             if isinstance(content, dict) and "recipe" in content:
                 return content
     return {}
-
-
-def _from_run(path: Path) -> dict[str, Any]:
-    """What the nearest `run.json` says: fields of `Context`, nothing where there is no run."""
-    run = _run(path)
-    if not run:
-        return {}
-    recipe = run.get("recipe", {})
-    arms: dict[str, Any] = recipe.get("arms", {})
-    named = [arm for name, arm in arms.items() if name in path.absolute().parts]
-    arm = named[0] if named else next(iter(arms.values())) if len(arms) == 1 else {}
-    return {
-        "method": arm.get("method"),
-        "temperature": recipe.get("rollout", {}).get("temperature"),
-        "mixture_of_experts": run.get("model", {}).get("experts"),
-    }

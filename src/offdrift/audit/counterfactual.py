@@ -1,13 +1,12 @@
 """What every method of the table would have done with a log: kept, weighted, and cost in sample size.
 
-Each row's own gates and weights decide about the logged tokens. Many rows share parts, so a part
-decides once per batch; what it decided is counted per row, as sums that can be added.
+Many rows share gates and weights, so each of these decides once per batch; what it decided is counted per row, as sums
+that can be added.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from offdrift.methods import METHODS, Method, override
 from offdrift.methods.table import FAMILIES
 from offdrift.numerics import log_sums, one_thread
 from offdrift.records.batch import Logged
+from offdrift.records.rollouts import text_id
 
 COUNTED = (
     "sequences", "tokens", "first_update", "kept_sequences", "kept_tokens", "length", "kept_length", "weight",
@@ -81,14 +81,11 @@ class Counterfactual:
     @staticmethod
     @torch.no_grad()
     def of(batch: Logged) -> Counterfactual:
-        """Try every candidate on a batch.
+        """Try every candidate on a batch; about 80 bytes per token are needed beside it.
 
-        Parts that look at a whole step are given what the batch holds of each step. In a log without
-        log-probs of the current policy, methods that read them are tried at the first update on the
-        rollouts, where the current policy is the old one.
-
-        Args:
-            batch: any number of sequences; about 80 bytes per token are needed beside it.
+        Parts that look at a whole step are given what the batch holds of each step. In a log without log-probs of
+        the current policy, methods that read them are tried at the first update, where the current policy is
+        the old one.
 
         Example:
             >>> one = torch.tensor([0, 1])
@@ -250,14 +247,10 @@ def _over(part: float, whole: float) -> float | None:
 
 
 def sampled(batch: Logged, rate: float, salt: str = "") -> Logged:
-    """The sequences of a random share of the prompts, whole groups, in their order.
+    """The sequences of a random share `rate` of the prompts, whole groups, in their order.
 
-    Chance is a hash of the salt, the step and the row at which the group begins: whoever samples,
+    Chance is a hash of the salt (the file's name), the step and the row at which the group begins: whoever samples,
     and however often, draws the same ones.
-
-    Args:
-        rate: share of prompts, in [0, 1].
-        salt: tells files apart, such as the file's name.
     """
     if rate >= 1:
         return batch
@@ -268,7 +261,7 @@ def sampled(batch: Logged, rate: float, salt: str = "") -> Logged:
         lowest = np.full(index.max(initial=-1) + 1, np.iinfo(np.int64).max)
         np.minimum.at(lowest, index.ravel(), first)
         first = lowest[index.ravel()]
-    seed = int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
+    seed = text_id(salt) & (2**64 - 1)
     with np.errstate(over="ignore"):
         steps = batch.step.numpy().astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
         keys = mixed(mixed(first.astype(np.uint64) ^ np.uint64(seed)) ^ steps)

@@ -1,8 +1,7 @@
 """How much of a log its audit covers: what is missing, dropped or unreadable, and which questions stay open.
 
-Numbers that are computed from the rest say nothing about the rest. So what was left out has metrics
-of its own, which the diagnosis judges by their share (`docs/rules.md`), and sentences that stand
-before every other.
+What was left out has metrics of its own, which the diagnosis judges by their share (`docs/rules.md`), and sentences
+that stand before every other.
 """
 
 from __future__ import annotations

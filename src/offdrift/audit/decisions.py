@@ -1,7 +1,7 @@
 """What the gates, weights and clips of methods decide about a logged batch; each part is evaluated once.
 
-A part is a frozen dataclass, so equal parts of different methods are one key. What a part cannot
-decide is a sentence, not an exception: a log that lacks something still answers the rest.
+Parts are frozen, so equal parts of different methods are one key. What a part cannot decide is a sentence, not an
+exception: a log that lacks something still answers the rest.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Decided(NamedTuple):
 class Decisions:
     """The decisions of any number of methods about one batch.
 
-    Gates and clips are remembered; of the weights only the last, so methods with the same weights
-    are best asked one after the other. A reason why not comes from the last view that was tried.
+    Gates and clips are remembered; of the weights only the last, so ask about methods with equal weights one after the
+    other. A reason why not comes from the last view that was tried.
     """
 
     def __init__(self, batch: Logged) -> None:

@@ -242,9 +242,8 @@ class Facets:
         """Summarize one batch, also by sequence for each of its ratios to the rollout policy."""
         if batch.logp_rollout is None or not batch.num_tokens:
             return Facets(_by_length(batch, {})), {}
-        sums = _Sums.of(batch)
-        tables, maxima, logs = sums.along_axes()
-        return Facets({**_by_length(batch, sums.per_sequence), **tables}, maxima, logs), sums.per_sequence
+        sums, maxima, logs, per_sequence = _summed(batch)
+        return Facets({**_by_length(batch, per_sequence), **sums}, maxima, logs), per_sequence
 
     def merge(self, other: Facets) -> Facets:
         """The sums of both."""
@@ -319,86 +318,61 @@ def _by_length(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> dict[s
     return sums
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over the cells of all axes: one pass, in blocks of whole sequences that stay in cache."""
+def _summed(batch: Logged) -> tuple[Tables, Tables, Tables, dict[str, PerSequence]]:
+    """Sums, maxima and logs of sums by bucket, and sums by sequence: one pass, in blocks that stay in cache."""
+    cells, second = Cells.known(batch), seconds(batch)
+    size = math.prod(cells.shape)
 
-    cells: Cells
-    tokens: Tensor
-    present: np.ndarray
-    near: dict[str, Tensor]
-    """`SUMS` and the count of tokens within `NEAR`, for each ratio."""
-    far: dict[str, Tensor]
-    """The same of the other tokens."""
-    logs: dict[str, LogTable]
-    """Of the other tokens."""
-    largest: dict[str, Tensor]
-    exact: dict[str, Tensor]
-    per_sequence: dict[str, PerSequence]
+    def table(rows: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.zeros(rows, size, dtype=dtype)
 
-    @staticmethod
-    def of(batch: Logged) -> _Sums:
-        cells, second = Cells.known(batch), seconds(batch)
-        size = math.prod(cells.shape)
+    tokens, present, parts = table(), np.zeros(64), {on: [] for on in second}
+    # `SUMS` and the count of tokens within `NEAR` and beyond; of those beyond, logs of sums as well.
+    near, far = ({on: table(len(SUMS) + 1) for on in second} for _ in range(2))
+    far_logs = {on: LogTable.empty(size, x.dtype) for on, x in second.items()}
+    largest = {on: table(dtype=x.dtype) for on, x in second.items()}
+    exact = {name: table() for name in batch.divergences}
+    for block in chunks(batch, tokens=2 * BLOCK):  # some sixty calls on each
+        assert block.logp_rollout is not None
+        cell, rollout = cells.of_tokens(block), at_least_float32(block.logp_rollout)
+        count = torch.bincount(cell, minlength=size)
+        tokens += count
+        present += cells.sequences(cell, block.cu_seqlens)
+        cell = cell.long()
+        for on, policy in seconds(block).items():
+            raw = policy - rollout
+            limited, size_of_l = clamped(raw), raw.abs()
+            excess = limited.expm1().double()  # the one exponential of a token
+            values = (excess, excess * excess, limited.double(), size_of_l.double(), excess.abs())
+            if not len(raw) or float(size_of_l.max()) <= NEAR:
+                _scatter(near[on], values, cell, count)
+            else:
+                beyond = size_of_l > NEAR
+                for into, those in ((near[on], ~beyond), (far[on], beyond)):
+                    _scatter(into, [x[those] for x in values], cell[those])
+                far_logs[on].add(raw[beyond], cell[beyond])
+            largest[on][0].scatter_reduce_(0, cell, size_of_l, "amax")
+            parts[on].append(PerSequence.sums(block.segments, raw, excess, size_of_l))
+        for name, x in block.divergences.items():
+            exact[name][0].scatter_add_(0, cell, x.double())
 
-        def table(rows: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.zeros(rows, size, dtype=dtype)
-
-        tokens, present, parts = table(), np.zeros(64), {on: [] for on in second}
-        near, far = ({on: table(len(SUMS) + 1) for on in second} for _ in range(2))
-        logs = {on: LogTable.empty(size, x.dtype) for on, x in second.items()}
-        largest = {on: table(dtype=x.dtype) for on, x in second.items()}
-        exact = {name: table() for name in batch.divergences}
-        for block in chunks(batch, tokens=2 * BLOCK):  # some sixty calls on each
-            assert block.logp_rollout is not None
-            cell, rollout = cells.of_tokens(block), at_least_float32(block.logp_rollout)
-            count = torch.bincount(cell, minlength=size)
-            tokens += count
-            present += cells.sequences(cell, block.cu_seqlens)
-            cell = cell.long()
-            for on, policy in seconds(block).items():
-                raw = policy - rollout
-                limited, size_of_l = clamped(raw), raw.abs()
-                excess = limited.expm1().double()  # the one exponential of a token
-                values = (excess, excess * excess, limited.double(), size_of_l.double(), excess.abs())
-                if not len(raw) or float(size_of_l.max()) <= NEAR:
-                    _scatter(near[on], values, cell, count)
-                else:
-                    beyond = size_of_l > NEAR
-                    for into, those in ((near[on], ~beyond), (far[on], beyond)):
-                        _scatter(into, [x[those] for x in values], cell[those])
-                    logs[on].add(raw[beyond], cell[beyond])
-                largest[on][0].scatter_reduce_(0, cell, size_of_l, "amax")
-                parts[on].append(PerSequence.sums(block.segments, raw, excess, size_of_l))
-            for name, x in block.divergences.items():
-                exact[name][0].scatter_add_(0, cell, x.double())
-        per_sequence = {on: PerSequence.cat(sums) for on, sums in parts.items()}
-        return _Sums(cells, tokens, present, near, far, logs, largest, exact, per_sequence)
-
-    def along_axes(self) -> tuple[Tables, Tables, Tables]:
-        """Sums, maxima and logs of sums by bucket, under `axis/column`."""
-        sums, maxima, logs = {}, {}, {}
-        for axis, counts in self.cells.named(self.present).items():
-            sums[f"{axis}/sequences"] = counts
-        for axis, (count,) in self.cells.along(self.tokens).items():
-            sums[f"{axis}/tokens"] = count
-            own = [*self.near, *(f"divergence/{name}" for name in self.exact)]
-            sums.update({f"{axis}/{name}/n": count for name in own})
-        for on, table in self.near.items():
-            for axis, columns in self.cells.along((table + self.far[on])[: len(SUMS)]).items():
-                sums.update({f"{axis}/{on}/{k}": x for k, x in zip(SUMS, columns, strict=True)})
-            for axis, (most,) in self.cells.along(self.largest[on], np.maximum).items():
-                maxima[f"{axis}/{on}/abs_max"] = most
-        for on, table in self.logs.items():
-            added = torch.logaddexp(table.logs(), _near_logs(self.near[on]))
-            for axis, columns in self.cells.log_added(added).items():
-                logs.update({f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, columns, strict=True)})
-        for name, table in self.exact.items():
-            for axis, (total,) in self.cells.along(table).items():
-                sums[f"{axis}/divergence/{name}"] = total
-        for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
-            del sums[f"length/{column}"]
-        return sums, maxima, logs
+    sums = {f"{axis}/sequences": counts for axis, counts in cells.named(present).items()}
+    maxima, logs = {}, {}
+    own = [*second, *(f"divergence/{name}" for name in exact)]
+    for axis, (count,) in cells.along(tokens).items():
+        sums |= {f"{axis}/tokens": count, **{f"{axis}/{name}/n": count for name in own}}
+    for on in second:
+        for axis, columns in cells.along((near[on] + far[on])[: len(SUMS)]).items():
+            sums |= {f"{axis}/{on}/{k}": x for k, x in zip(SUMS, columns, strict=True)}
+        for axis, (most,) in cells.along(largest[on], np.maximum).items():
+            maxima[f"{axis}/{on}/abs_max"] = most
+        for axis, columns in cells.log_added(torch.logaddexp(far_logs[on].logs(), _near_logs(near[on]))).items():
+            logs |= {f"{axis}/{on}/{k}": x for k, x in zip(TOKEN_LOGS, columns, strict=True)}
+    for name, total in exact.items():
+        sums |= {f"{axis}/divergence/{name}": x for axis, (x,) in cells.along(total).items()}
+    for column in ("sequences", "tokens"):  # of all sequences, scored or not: `_by_length`
+        del sums[f"length/{column}"]
+    return sums, maxima, logs, {on: PerSequence.cat(x) for on, x in parts.items()}
 
 
 def _scatter(

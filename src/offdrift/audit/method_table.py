@@ -1,8 +1,4 @@
-"""The counterfactual table: what each method would have kept, and at what price, on this log.
-
-One list of columns serves page, terminal and comparison. Methods that the log cannot answer for stand
-apart, by the reason.
-"""
+"""The counterfactual table as page, terminal and comparison show it: one list of columns, and the methods' rows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The HTML page of an audit, from `audit.json` alone.
 
-Sequences come from other people's logs: see `offdrift.show.html` for why none of them can run. The page
-holds aggregates and at most twenty short windows of tokens, whatever the size of the run. Tokens are
-coloured by log-ratio, on a scale with two directions, or by exact KL where the log holds it.
+Sequences come from other people's logs: `offdrift.show.html` says why none of them can run. The page holds aggregates
+and at most twenty short windows of tokens, coloured by log-ratio, or by exact KL where the log holds it.
 """
 
 from __future__ import annotations
@@ -119,11 +118,7 @@ def _heat(row: Fields) -> Heat:
 
 
 def write_audit_page(audit: Mapping[str, Any], folder: Path) -> Path:
-    """Write `report.html` of an audit, whole or not at all, and say where it is.
-
-    Args:
-        audit: content of `audit.json`; what it lacks is left out.
-        folder: where the page goes.
+    """Write `report.html` of an audit, whole or not at all, and return where it is; what the audit lacks is left out.
 
     Raises: `RecordError` if it cannot be written.
     """

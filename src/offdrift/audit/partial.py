@@ -1,8 +1,6 @@
 """`Part`: the statistics of some pieces of a log. Parts merge, and go to disk and back.
 
-A part is the unit of work, of transport and of resumption: one piece of a file becomes one part,
-wherever it is read. Parts are merged in the order of the pieces, so that an audit's numbers do not
-depend on how many workers read the log, to the last bit.
+A part is the unit of work, of transport and of resumption: one piece of a file becomes one part, wherever it is read.
 """
 
 from __future__ import annotations
@@ -57,11 +55,7 @@ class Unread:
 
     @staticmethod
     def of(bad: Sequence[BadRow], sizes: Mapping[str, int]) -> Unread:
-        """What some bad places lost.
-
-        Args:
-            sizes: bytes of each file.
-        """
+        """What some bad places lost, given the bytes of each file."""
         whole = {b.file for b in bad if b.row == 0}
         return Unread(
             sum(max(b.rows, 1) for b in bad),

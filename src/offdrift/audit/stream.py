@@ -1,10 +1,7 @@
-"""Read files larger than memory with any number of workers, and merge the parts of the result.
+"""Read files larger than memory with any number of workers, and merge the parts of the result in order.
 
-    pieces of the files -> parts (here, in processes, or on a Ray cluster) -> disk -> one merged part
-
-Each piece's part is on disk before it counts. Run again after Ctrl-C, a crash or with more files,
-an audit reads only what it has not read; a part belongs to a file's name, size and date, so a file
-that changed is read again.
+Each piece's part is on disk before it counts, so an audit that was interrupted, or is given more files, reads only what
+it has not read. A part belongs to a file's name, size and date: a file that changed is read again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`Tally`: everything that an audit counts in a log, as numbers that can be added.
 
-One batch of logged sequences becomes a tally in one pass; tallies merge. Merged in the order of the pieces of a log,
-the numbers are the same to the last bit whoever computed the parts: a batch is summed by one thread, in blocks whose
-bounds depend on the batch alone.
+A batch becomes a tally in one pass, by one thread, in blocks whose bounds depend on the batch alone; so tallies that
+are merged in the order of the pieces of a log are the same to the last bit whoever computed them.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ class Point:
 
     @staticmethod
     def of(batch: Logged, per_sequence: Mapping[str, PerSequence]) -> Point:
-        """Summarize the sequences of one step.
-
-        Args:
-            batch: what was logged.
-            per_sequence: sums of each sequence by ratio.
-        """
+        """Summarize the sequences of one step, given the sums of each sequence by ratio."""
         logprobs = None  # what ratios can be made of
         if batch.num_tokens and batch.logp_rollout is not None:
             logprobs = batch.logprobs()
@@ -93,10 +87,7 @@ class Point:
 
 
 def _scored(batch: Logged, logprobs: LogProbs | None, per_sequence: Mapping[str, PerSequence]) -> DriftStats:
-    """What the log-probs say.
-
-    Divergences by position are in the facets: a vector of the horizon at every step is not kept.
-    """
+    """What the log-probs say, without divergences by position: those are in the facets."""
     if logprobs is None:
         nothing, grade = (torch.zeros(2, dtype=torch.float64), "exact" if batch.divergences else "sampled")
         return DriftStats(("n", "b"), nothing, (), nothing[:0], (), nothing[:0], {}, grade)
@@ -256,12 +247,7 @@ class Tally:
 
     @staticmethod
     def over(batches: Sequence[Logged], *, file: str = "") -> Tally:
-        """Summarize batches of one reading, which may hold different fields.
-
-        Args:
-            batches: at least one with a sequence.
-            file: where they were logged.
-        """
+        """Summarize batches of one reading, which may hold different fields; at least one with a sequence."""
         filled = [b for b in batches if b.num_sequences]
         return functools.reduce(Tally.merge, (Tally.of(b, file=file) for b in filled))
 

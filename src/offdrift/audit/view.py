@@ -24,12 +24,7 @@ WIDE = 100
 
 
 def audit_view(audit: Fields, width: int = 100) -> RenderableType:
-    """What `offdrift audit` prints at its end.
-
-    Args:
-        audit: content of `audit.json`.
-        width: columns of the terminal.
-    """
+    """What `offdrift audit` prints at its end, given the content of `audit.json` and the terminal's columns."""
     framework = text(at(audit, "source", "framework"))
     findings = in_order(audit.get("findings"), framework)
     parts: list[RenderableType] = []
@@ -56,10 +51,7 @@ def audit_view(audit: Fields, width: int = 100) -> RenderableType:
 
 
 def spark(values: tuple[float | None, ...], width: int = 24) -> str:
-    """A series as a line of blocks, from its smallest value to its largest.
-
-    Args:
-        width: characters at most; longer series are averaged.
+    """A series as a line of at most `width` blocks, from its smallest value to its largest; longer ones are averaged.
 
     Example:
         >>> spark((0.0, 1.0, None, 2.0)), spark((1.0, 1.0)), spark(())

@@ -1,11 +1,9 @@
 """Follow a run that is being written: new metrics and log lines become rows, and are shown in the terminal.
 
-Two kinds of places are followed. A run of this library writes its metrics; its rows are taken as
-they are. Any other log is read by its framework's reader as it grows: whole lines only, whole files
-where a format is not made of lines. A step's row is produced once it is complete: in a file of lines when
-a later step appears; where several processes may each write files, when nothing was added for a while.
-Until then the file of one rank may take the place of another's that was read before: a pipeline's last
-stage writes the samples of the stages before it again, and it alone has the trainer's log-probs.
+A run of this library writes its metrics, which are taken as they are. Any other log is read by its framework's reader
+as it grows. A step's row is given once it is complete: in a file of lines when a later step appears; in whole files,
+which several processes may write, when nothing was added for a while. Until then the file of one rank may take the
+place of another's: a pipeline's last stage writes the samples of the stages before it again, with the log-probs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`Worst`: the sequences and tokens of a log that drifted most, with what is needed to look at them.
 
-A sequence ranks by its sum of e^l - 1 - l, an estimate in nats of how far the two policies are apart
-on the whole of it; a token by |l|. Ties go to the earlier place in the log, so that parts may be
-merged in any order.
+A sequence ranks by its sum of e^l - 1 - l, an estimate in nats of how far the two policies are apart on the whole of
+it; a token by |l|. Ties go to the earlier place in the log, so that parts may be merged in any order.
 """
 
 from __future__ import annotations
@@ -38,14 +37,7 @@ class Worst:
 
     @staticmethod
     def of(batch: Logged, on: str, per_sequence: PerSequence, *, file: str) -> Worst:
-        """The worst of one batch.
-
-        Args:
-            batch: what was logged.
-            on: the ratio that drift is judged by, "mismatch" or "full".
-            per_sequence: its sums by sequence.
-            file: where the batch was logged.
-        """
+        """The worst of one batch of a file, by the ratio `on` ("mismatch" or "full") and its sums by sequence."""
         score = (per_sequence.excess - per_sequence.total).where(per_sequence.lengths > 0, -torch.inf)
         largest = _largest(score, SEQUENCES).tolist()
         sequences = (_sequence(batch, on, i, float(score[i]), file) for i in largest)
@@ -87,10 +79,7 @@ def _log_ratio(batch: Logged, on: str, at: slice | Tensor) -> Float[Tensor, " k"
 
 
 def _worst_tokens(batch: Logged, on: str, per_sequence: PerSequence, file: str) -> tuple[Entry, ...]:
-    """The worst tokens, looked for only in sequences that can hold one.
-
-    The k-th largest |l| of all tokens is at least the k-th largest of the sequences' own maxima.
-    """
+    """The worst tokens: the k-th largest |l| is at least the k-th largest of the sequences' own maxima."""
     assert batch.logp_rollout is not None
     worst = per_sequence.worst
     least = worst.topk(min(TOKENS, len(worst))).values[-1]

@@ -1,8 +1,8 @@
 """Batches of logged sequences: `Logged`, as an audit reads them, and `Unpacked`, as a training loop has them.
 
-What a log does not hold is None, never a made-up number. Tokens whose log-probs are missing, a placeholder or not
-finite were dropped by the reader and counted in `unscored`; their sequences stay. Every token that is left can train
-and is scored by every field that is present: sequences that lack a field are in a batch of their own.
+What a log does not hold is None, never a made-up number. Tokens without a usable log-prob were dropped by the reader
+and counted in `unscored`; their sequences stay. Every token that is left can train and is scored by every field that is
+present: sequences that lack a field are in a batch of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -81,9 +80,9 @@ class Logged(LogValues):
 
     @cached_property
     def lag(self) -> Int[Tensor, " n"] | None:
-        """Updates between the weights that drew each token and those that were trained.
+        """Updates between the weights that drew each token and those that were trained; None if the log does not say.
 
-        None if the log does not say, or counts the two in different ways: no engine is ahead.
+        Also where it counts the two in different ways: no engine is ahead.
         """
         return None if self._age is None or self.ahead else self._age
 
@@ -119,9 +118,7 @@ class Logged(LogValues):
         )
 
     def trained(self) -> LogProbs:
-        """The trainer's two policies, the old one in the place of the rollout's.
-
-        For what compares those two alone: of a log without rollout log-probs, staleness.
+        """The trainer's two policies, the old one standing in for the rollout's: of a log without it, staleness.
 
         Raises: `EvidenceError` if the log lacks one of the two.
         """
@@ -161,12 +158,6 @@ class Logged(LogValues):
             unscored={name: x[sequences] for name, x in self.unscored.items()},
             **values,
         )
-
-
-def text_id(text: str | bytes) -> int:
-    """A number that equal texts share, in every process."""
-    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 _Values: Any = make_dataclass(

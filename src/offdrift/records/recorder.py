@@ -1,7 +1,7 @@
-"""`record` and `Recorder`: logs that can be audited, from any training loop, without making a step wait for a disk.
+"""Logs that can be audited, from any training loop: `record`, `Recorder`, and the writing of one file.
 
-A step hands over a batch, which is copied and queued. A thread of the recorder's own writes it, in the plain schema
-(`offdrift.records.recorder`). Files appear whole or not at all, and none is ever replaced.
+A step hands over a batch, which is copied and queued; a thread of the recorder's own writes it, in the plain schema of
+docs/logs.md. Files appear whole or not at all, and none is ever replaced, however many processes share a folder.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from torch import Tensor
 
 from offdrift.errors import BadValueError, RecordError, ShapeError, check_choice
 from offdrift.records.atomic import write_atomically
-from offdrift.records.batch import Logged, Unpacked, text_id
+from offdrift.records.batch import Logged, Unpacked
 from offdrift.records.outbox import LOG, OnError, Outbox, WhenFull
-from offdrift.records.rollouts import cumulative
+from offdrift.records.rollouts import cumulative, text_id
 from offdrift.records.schema import (
     ARGUMENTS,
     BY_SEQUENCE,
@@ -57,10 +57,9 @@ REPEATING = tuple(f.column for f in FIELDS if f.repeats)
 
 
 def write_log(batch: Logged, path: str | os.PathLike[str], *, framework: str = "offdrift") -> Path:
-    """Write a batch to `path` (Parquet), atomically.
+    """Write what a batch holds to `path` (Parquet), atomically.
 
     Args:
-        batch: what is None is not written; unscored tokens were dropped and stay so.
         path: of the file; its folder is made.
         framework: that the run belongs to; a diagnosis suggests fixes in its terms.
 

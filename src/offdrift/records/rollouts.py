@@ -1,18 +1,17 @@
 """`Rollouts`: what an engine sampled, how it sampled it, and the evidence it left.
 
-The layout is packed: one flat stream of response tokens, cut into sequences by `cu_seqlens`. That
-is also the layout of an Arrow list column, so a batch goes to disk and comes back without copies.
-Provenance travels with the tokens: which engine, at which precision, under which sampling, at which
-policy version, and whether the log-probs are those of the distribution that was really sampled.
+One flat stream of response tokens is cut into sequences by `cu_seqlens`, which is also the layout of an Arrow list
+column. Provenance travels with the tokens: engine, precision, sampling, policy version, and whether the log-probs are
+those of the distribution that was really sampled.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -94,10 +93,8 @@ class HiddenStates:
 
     def to(self, device: torch.device | str) -> HiddenStates:
         """On another device; itself if it is there."""
-        head, bias = self.head, self.head.bias
-        bias = None if bias is None else bias.to(device)
-        head = replace(head, weight=head.weight.to(device), bias=bias)
-        return HiddenStates(self.states.to(device), head)
+        bias = None if self.head.bias is None else self.head.bias.to(device)
+        return HiddenStates(self.states.to(device), replace(self.head, weight=self.head.weight.to(device), bias=bias))
 
 
 Evidence = FullVocab | TopK | HiddenStates
@@ -145,8 +142,7 @@ class Rollouts:
         64 bits of BLAKE2b; a million different prompts share one with probability 3e-8.
         """
         tokens, cuts = self.prompt_tokens.long().numpy(), self.prompt_cu_seqlens.tolist()
-        digests = (hashlib.blake2b(tokens[a:b].tobytes(), digest_size=8).digest() for a, b in pairwise(cuts))
-        return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], dtype=torch.int64)
+        return torch.tensor([text_id(tokens[a:b].tobytes()) for a, b in pairwise(cuts)], dtype=torch.int64)
 
     def with_(self, **changes: object) -> Rollouts:
         """The same rollouts with some fields replaced (rewards, group ids, texts, ...)."""
@@ -154,26 +150,21 @@ class Rollouts:
 
     def select(self, sequences: Int[Tensor, " s"]) -> Rollouts:
         """The given sequences, in the given order, as a batch of their own."""
-        rows = Segments(self.cu_seqlens).rows(sequences)
-        prompt_rows = Segments(self.prompt_cu_seqlens).rows(sequences)
-        order = sequences.tolist()
-        evidence = self.evidence
-        if evidence is not None:
-            evidence = replace(evidence, **{name: x[rows] for name, x in _per_token(evidence).items()})
-        return Rollouts(
-            tokens=self.tokens[rows],
-            logp_rollout=self.logp_rollout[rows],
+        rows, order = Segments(self.cu_seqlens).rows(sequences), sequences.tolist()
+        values: dict[str, Any] = {n: getattr(self, n)[rows] for n in ("tokens", "logp_rollout", "rollout_version")}
+        for name in ("group_ids", "finish", "rewards", "prompts", "completions"):
+            x = getattr(self, name)
+            if x is not None:
+                values[name] = tuple(x[i] for i in order) if isinstance(x, tuple) else x[sequences]
+        if self.evidence is not None:
+            evidence = {name: x[rows] for name, x in _per_token(self.evidence).items()}
+            values["evidence"] = replace(self.evidence, **evidence)
+        return replace(
+            self,
             cu_seqlens=cumulative(self.lengths[sequences]),
-            rollout_version=self.rollout_version[rows],
-            prompt_tokens=self.prompt_tokens[prompt_rows],
+            prompt_tokens=self.prompt_tokens[Segments(self.prompt_cu_seqlens).rows(sequences)],
             prompt_cu_seqlens=cumulative(self.prompt_cu_seqlens.diff()[sequences]),
-            group_ids=self.group_ids[sequences],
-            finish=tuple(self.finish[i] for i in order),
-            provenance=self.provenance,
-            evidence=evidence,
-            rewards=None if self.rewards is None else self.rewards[sequences],
-            prompts=None if self.prompts is None else tuple(self.prompts[i] for i in order),
-            completions=None if self.completions is None else tuple(self.completions[i] for i in order),
+            **values,
         )
 
 
@@ -242,3 +233,9 @@ def cumulative(lengths: Shaped[Tensor, " b"]) -> Int[Tensor, " cuts"]:
     cuts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, dtype=torch.int64, out=cuts[1:])
     return cuts
+
+
+def text_id(text: str | bytes) -> int:
+    """A number that equal texts share, in every process."""
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -1,8 +1,7 @@
 """The fields of a log: one table, from which whatever records, stores, reads or documents logs derives.
 
-`LogValues` is the table: each attribute is one row, with the tensor's type, what it is per, how files store it, the
-names that frameworks give it, and its description. `record`, `Unpacked`, `Logged`, the Parquet writer, the readers,
-the audit's list of fields and the table in docs/logs.md follow from it, so a new field is one attribute here.
+Each attribute of `LogValues` is one row, with the tensor's type, what it is per, how files store it, the names that
+frameworks give it, and its description; a new field is one attribute there.
 """
 
 # ruff: noqa: RUF009 (each call of `_row` makes a dataclass field of its own)

@@ -1,13 +1,11 @@
 """Rollouts on disk: one Parquet file per batch, written whole or not at all, read without copies.
 
 One row per sequence; token-valued columns are Arrow lists, whose flat value buffer *is* the packed stream and whose
-offsets *are* `cu_seqlens`. Provenance and format version are in the schema's metadata as JSON. Hidden states are
-fixed-size lists in the engine's own dtype. Nothing is unpickled and nothing is evaluated.
+offsets *are* `cu_seqlens`. Provenance and format version are JSON in the schema's metadata. Nothing is unpickled.
 
-The output head that hidden states belong to is `vocab x hidden` numbers, far more than the states of a batch, and
-often the same for many batches (drawn between two synchronizations, or with the head frozen). So it has a file of its
-own in `heads/` beside the batches, named by the SHA-256 of its bytes: equal heads are one file, and a file whose
-content is not what its name says is refused.
+The output head that hidden states belong to is far larger than the states of a batch, and often the same for many
+batches. So it has a file of its own in `heads/` beside them, named by the SHA-256 of its bytes: equal heads are one
+file, and a file whose content is not what its name says is refused.
 """
 
 from __future__ import annotations
@@ -228,9 +226,7 @@ ROUNDING = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.floa
 
 
 def write_head(head: Head, folder: Path) -> str:
-    """Write a head under `folder`, unless it is there already.
-
-    Returns: its name, the SHA-256 of the file's bytes in hexadecimal.
+    """Write a head under `folder`, unless it is there already; return its name, the SHA-256 of the file's bytes.
 
     Raises: `RecordError` naming the file if the disk is full or the folder cannot be written.
     """
@@ -249,12 +245,7 @@ def write_head(head: Head, folder: Path) -> str:
 
 
 def read_head(folder: Path, name: str, *, wanted_by: Path) -> Head:
-    """Read a head back, and check that it is the one that was written.
-
-    Args:
-        folder: of the batches.
-        name: what `write_head` returned.
-        wanted_by: the batch, for the message.
+    """Read back the head that `write_head` named, for the batch `wanted_by`, and check that it is the one written.
 
     Raises: `RecordError` naming both files if the head is missing or has other content.
     """

@@ -1,11 +1,9 @@
 """`DriftStats`: everything the metrics need from a batch, as numbers that can be added.
 
-Sums are added, extremes are compared, logs of sums are joined by `logaddexp`: micro-batches, ranks,
-files and workers all combine with the same `merge`, and any split gives what one pass gives. A sum of
-ratios that divides another is kept as its log, whatever its size; only sums that are shown by
-themselves have their exponentials limited. A batch is summarized on its own device in one pass and
-comes to the host in one transfer (`to_host`). Statistics describe the *sampled* tokens, before any
-gate; what gates and weights did is counted beside them.
+Sums are added, extremes are compared, logs of sums are joined by `logaddexp`, so that any split gives what one pass
+gives. A sum of ratios that divides another is kept as its log, whatever its size; only sums that are shown by
+themselves have their exponentials limited. Statistics describe the *sampled* tokens, before any gate; what gates and
+weights did is counted beside them.
 """
 
 from __future__ import annotations

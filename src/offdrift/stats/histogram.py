@@ -1,10 +1,8 @@
 """`Histogram`: mergeable counts on fixed edges, from which quantiles are read.
 
-Edges are fixed so that any two histograms of a grid add up. A grid is symmetric around 0, with four
-bins to each factor of two, so that a bin is found from the bits of a float32 without a search, and
-one bin around 0 for everything smaller than the grid's lowest edge. Beside its count a bin holds
-the sum and the sum of squares of its values, and is read as a uniform distribution of that mean and
-that width: values that all lie on one point of the bin (rewards of 0 and 1) give that very point.
+A grid is symmetric around 0, with four bins to each factor of two, so that a bin is found from the bits of a float32
+without a search, and one bin around 0 for everything smaller. A bin also holds the sum and the sum of squares of its
+values, and is read as a uniform distribution of that mean and width: values on one point give that very point.
 """
 
 from __future__ import annotations

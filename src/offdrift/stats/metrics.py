@@ -1,8 +1,7 @@
 """The metric table: name, unit, formula and better direction of every logged number.
 
-Each row computes one number from the host copy of `DriftStats`. A metric whose inputs are absent or
-empty is NaN, never 0, and never an exception. Metrics are computed on the raw ratios of all sampled
-tokens: they do not change with the correction that was chosen.
+A metric whose inputs are absent or empty is NaN, never 0, and never an exception. Metrics are computed on the raw
+ratios of all sampled tokens: they do not change with the correction that was chosen.
 """
 
 from __future__ import annotations
@@ -44,11 +43,6 @@ class Metric:
 def mean(name: str, count: str = "n") -> Formula:
     """sum / count; where the sum brought a count of its own (`x/n` beside `x`), that one."""
     return lambda s: s[name] / (s[f"{name}/n"] if f"{name}/n" in s else s[count])
-
-
-def second_moment(name: str, count: str) -> Formula:
-    """E[w^2] - 1: chi^2 of weights with mean 1."""
-    return lambda s: s[name] / s[count] - 1
 
 
 def std(total: str, square: str, count: str, *, ddof: int) -> Formula:
@@ -118,7 +112,7 @@ def drift(on: str, second: str, first: str) -> list[Metric]:
         Metric(f"{on}/abs_log_ratio_mean", "nat", "mean |l|", "worse", mean(f"{on}/abs", n)),
         Metric(f"{on}/abs_log_ratio_max", "nat", "max |l|", "worse",
                lambda s: max(s[f"{on}/l_max"], s[f"{on}/-l_min"])),
-        Metric(f"{on}/chi2_token", "1", "mean(e^2l) - 1", "worse", second_moment(f"{on}/w2", n)),
+        Metric(f"{on}/chi2_token", "1", "mean(e^2l) - 1", "worse", lambda s: s[f"{on}/w2"] / s[n] - 1),
         Metric(f"{on}/chi2_seq", "1", "mean over sequences(e^(2 sum l)) - 1", "worse", chi2(f"{on}/log_product2", b)),
         Metric(f"{on}/chi2_seq_largest", "1",
                "largest of mean(W^2) - 1, mean((W - 1)^2) and mean(W^2) / mean(W)^2 - 1 over sequences, W = "

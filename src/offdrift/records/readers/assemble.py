@@ -28,10 +28,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from offdrift.logprobs import POSITIVE_SLACK, UNSCORED_BELOW
-from offdrift.records.batch import Logged, text_id
+from offdrift.records.batch import Logged
 from offdrift.records.readers.columns import Columns, Lists, Numbers
 from offdrift.records.readers.files import BadRow
-from offdrift.records.rollouts import cumulative
+from offdrift.records.rollouts import cumulative, text_id
 from offdrift.records.schema import BY_SEQUENCE, BY_TOKEN, COLUMNS, DIVERGENCES, EITHER, LOGPS, POLICIES
 
 LOWEST = -9999.0
@@ -70,14 +70,7 @@ class Examined:
 
 
 def examined(lists: Mapping[str, Lists], numbers: Mapping[str, Numbers], cuts: Int[Tensor, " cuts"]) -> Examined:
-    """What can be compared.
-
-    Args:
-        lists: fields per token, of equal lengths, `mask` among them if the log has one; rows that
-            are `absent` hold anything.
-        numbers: fields per row that some rows may lack.
-        cuts: where rows begin and end.
-    """
+    """What can be compared of rows whose lists (fields per token) are of equal lengths, and of their `numbers`."""
     lengths = cuts.diff()
 
     def count(tokens: Tokens) -> Int[Tensor, " b"]:
@@ -176,10 +169,7 @@ def _unusable(name: str, values: Tensor, trains: Tokens | None) -> dict[str, Tok
 
 
 def _filled_in(logps: Mapping[str, Lists], trains: Tokens | None) -> dict[str, Tokens]:
-    """Exact zeros that were filled in: where another policy finds too many of them unlikely.
-
-    A token can be certain, and greedy ones are; the other policies then call it likely as well.
-    """
+    """Exact zeros that were filled in: another policy finds too many of them unlikely; certain tokens it does not."""
     compared = {name: x for name, x in logps.items() if name in POLICIES}
     compared = compared if len(compared) > 1 else logps
     filled = {}
@@ -237,10 +227,7 @@ STEP_STRIDE = 0x9E3779B97F4A7C15 - 2**64
 def assemble(columns: Columns, *, file: str, step: int | None = None) -> tuple[tuple[Logged, ...], tuple[BadRow, ...]]:
     """The rows as batches, those that lack a field apart, and the rows that are not usable.
 
-    Args:
-        columns: as decoded.
-        file: for the messages.
-        step: of rows that do not say; None: 0 if no row says.
+    Rows that state no step are of step `step`; None: of 0 if no row states one.
     """
     lists = {n: x for n, x in columns.lists.items() if x.absent is None or not x.absent.all()}
     columns, bad = _usable(replace(columns, lists=lists), file, step)

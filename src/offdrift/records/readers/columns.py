@@ -93,12 +93,7 @@ class Numbers:
         return self.values.masked_fill(self.missing(), 0).long()
 
     def per_token(self, lengths: Int[Tensor, " b"], *, whole: bool) -> Lists:
-        """Repeated for every token.
-
-        Args:
-            lengths: tokens of each row.
-            whole: whether the field holds integers.
-        """
+        """Repeated for every token of rows of these lengths; `whole`: as integers."""
         missing = torch.repeat_interleave(self.missing(), lengths) if whole else None
         values = torch.repeat_interleave(self.whole() if whole else self.values, lengths)
         return Lists(values, cumulative(lengths), None, missing)
@@ -171,13 +166,7 @@ LARGE = 2.0**63
 
 
 def pack(rows: Sequence[Row], numbers: Sequence[int], file: str) -> tuple[Columns, list[BadRow]]:
-    """Rows as columns, without those that hold a value of the wrong kind.
-
-    Args:
-        rows: by field; a field that is None or not there is missing in this row.
-        numbers: number of each row in its file.
-        file: for the messages.
-    """
+    """Rows (by field; None is missing) and their numbers in the file as columns, without those of a wrong kind."""
     # A column that has the name of a list per token, and a list in no row, is something else.
     names = {name for row in rows for name in LISTS if row.get(name) is not None}
     single = {n for n in names if not any(_is_list(row.get(n)) for row in rows)}

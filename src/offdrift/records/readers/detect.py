@@ -1,4 +1,4 @@
-"""Finding logs and telling which framework wrote them."""
+"""Finding logs, telling which framework wrote them, cutting them into pieces that fit memory, and reading a piece."""
 
 from __future__ import annotations
 
@@ -54,11 +54,8 @@ Malformed = (KeyError, IndexError, TypeError, ValueError, AttributeError, Overfl
 def pieces(detected: Detected, *, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
     """Every piece of the logs, in order; the files alone decide where the cuts are.
 
-    Args:
-        detected: what `detect` returned.
-        piece_bytes: how large a piece may be, decoded columns of Parquet or bytes of JSON lines; a single row may be
-            larger. `torch.save` files and pickles stay whole. At most a 64th of what a file may take: decoded, JSON
-            takes up to 25 times its bytes.
+    A piece has at most `piece_bytes` of decoded columns of Parquet or of JSON lines, unless one row is larger, and at
+    most a 64th of what a file may take: decoded, JSON takes up to 25 times its bytes. Other files stay whole.
 
     Raises: `RecordError` naming the file that is gone.
     """
@@ -145,13 +142,9 @@ def _decoded(piece: Piece, kind: Source, detected: Detected) -> tuple[Columns | 
 
 
 def payload(file: Bytes, name: str, limit: int, *, rows: bool = True) -> tuple[Source, list[Row]]:
-    """The kind of log that a file of `torch.save` or a pickle is, and its rows.
+    """The kind of log that a file of `torch.save` or a pickle is, by its name's suffix, and its rows if wanted.
 
-    Args:
-        file: opened for reading.
-        name: of the file; its suffix tells how it is read.
-        limit: bytes that it may take in memory, one list that is repeated in many rows counted in each of them.
-        rows: whether the rows are wanted.
+    A list that is repeated in many rows counts against `limit` in each of them.
 
     Raises: `RecordError` naming the file, whatever is wrong with it.
     """
@@ -256,12 +249,7 @@ class _Unknown(NamedTuple):
 
 
 def look(file: str, limit: int = LIMIT) -> Look:
-    """A first look at a file; `RecordError` if it cannot be read as what its name says.
-
-    Args:
-        file: its path.
-        limit: bytes that it may take in memory.
-    """
+    """A first look at a file; `RecordError` if it cannot be read as what its name says."""
     try:
         if file.endswith(".parquet"):
             return _look_at_parquet(file)

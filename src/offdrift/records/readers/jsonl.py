@@ -38,8 +38,8 @@ def compression(file: str) -> str | None:
 def cuts(file: str, piece_bytes: int, limit: int = LIMIT) -> Iterator[tuple[int, int, int]]:
     """(start, stop, number of the first line) of consecutive pieces that end where a line ends.
 
-    A file that cannot be read to its end has one byte more in its last piece, where its reader will find what stops
-    it. So has a compressed file that is larger than `limit`.
+    A file that cannot be read to its end, or is compressed and larger than `limit`, has one byte more in its last
+    piece, where its reader will find what stops it.
     """
     start, at, first, line, last = 0, 0, 1, 1, True
     packed = compression(file) is not None

@@ -51,13 +51,9 @@ def schema(file: str) -> pa.Schema:
 
 @contextmanager
 def _source(file: str, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
-    """A file to decode; `RecordError` if it is gone.
+    """A file to decode, `texts` as a dictionary and indices into it; `RecordError` if it is gone.
 
     Never memory-mapped: a file that is cut short while it is read would end the process.
-
-    Args:
-        file: its path.
-        texts: columns to decode as a dictionary and indices into it.
     """
     options: Any = {"page_checksum_verification": True, "read_dictionary": list(texts) or None}
     if is_url(file):
@@ -117,12 +113,7 @@ def _decoded(column: Any) -> int:
 def read_rows(
     file: str, start: int, stop: int, wanted: Callable[[pa.Schema], dict[str, str]], limit: int = LIMIT
 ) -> tuple[list[Columns], list[BadRow]]:
-    """Rows `start` to `stop` as columns; row groups that cannot be decoded are reported.
-
-    Args:
-        wanted: column by field, given what columns there are.
-        limit: bytes that a row group may decode to.
-    """
+    """Rows `start` to `stop` as columns, by `wanted` of the schema; row groups that cannot be decoded are reported."""
     return _decode(file, start, stop, wanted, limit, lambda at, table: to_columns(table, at, wanted(table.schema)))
 
 
@@ -141,11 +132,7 @@ def _decode(
     limit: int,
     convert: Callable[[int, pa.Table], Any],
 ) -> tuple[list[Any], list[BadRow]]:
-    """Converted parts of a range of rows, and what of it cannot be decoded.
-
-    Args:
-        convert: called with the place of a part's first row, from 0, and the part.
-    """
+    """A range of rows by `convert(place of the first row, from 0, part)`, and what of it cannot be decoded."""
     parts: list[Any] = []
     bad: list[BadRow] = []
 

@@ -1,9 +1,8 @@
 """Pickles of unknown origin, as data: nothing in them is called, and what they may take is bounded.
 
-A pickle is a program. Here its instructions are interpreted one by one: those that build numbers, texts, lists and
-dicts are known, those that could do anything else are refused. A name that the program asks for is looked up in a
-table of harmless stand-ins and never imported. What is built is charged to a budget before the next instruction, since
-a few bytes can ask for gigabytes: a declared length, an expanded tensor, one value that is repeated.
+A pickle is a program. Its instructions are interpreted one by one: those that build numbers, texts, lists and dicts are
+known, the others are refused. A name that it asks for is looked up in a table of harmless stand-ins and never imported.
+What is built is charged to a budget before the next instruction, since a few bytes can ask for gigabytes.
 """
 
 from __future__ import annotations
@@ -40,13 +39,6 @@ CONSTANTS = frozenset({
 OPCODES = {code.code: code for code in pickletools.opcodes}
 KEYS = (str, int, float, bytes, type(None))
 """What may be a key: the hash of a tuple follows it to any depth, and ends the process."""
-
-
-@dataclass(frozen=True)
-class Name:
-    """What a name of the pickle stands for: it may be called with data, and passed on."""
-
-    call: Callable[..., object]
 
 
 @dataclass
@@ -200,9 +192,9 @@ def decode(
                 stack.append(names[key])
             case "REDUCE":
                 args, function = stack.pop(), stack.pop()
-                if not isinstance(function, Name):
+                if not callable(function):  # nothing that a pickle builds can be called, but the values of `names`
                     raise RecordError("the pickle calls what is no function; it was refused")
-                made = function.call(*args)
+                made = function(*args)
                 budget.spend(sys.getsizeof(made))
                 stack.append(made)
             case "BUILD":
@@ -234,16 +226,16 @@ def _encoded(text: str, encoding: str) -> bytes:
 
 
 _BUILTIN: dict[tuple[str, str], object] = {
-    ("collections", "OrderedDict"): Name(lambda: {}),
-    ("builtins", "set"): Name(list),
-    ("__builtin__", "set"): Name(list),
-    ("torch", "device"): Name(lambda *args: "cpu"),
-    ("torch", "Size"): Name(lambda sizes: tuple(sizes)),
-    ("_codecs", "encode"): Name(_encoded),
-    ("numpy", "ndarray"): Name(_uncalled),
-    ("numpy", "dtype"): Name(lambda code, *flags: Dtype(code)),
+    ("collections", "OrderedDict"): lambda: {},
+    ("builtins", "set"): list,
+    ("__builtin__", "set"): list,
+    ("torch", "device"): lambda *args: "cpu",
+    ("torch", "Size"): tuple,
+    ("_codecs", "encode"): _encoded,
+    ("numpy", "ndarray"): _uncalled,
+    ("numpy", "dtype"): lambda code, *flags: Dtype(code),
     **{
-        (module, name): Name(call)
+        (module, name): call
         for module in ("numpy.core.multiarray", "numpy._core.multiarray")
         for name, call in (
             ("_reconstruct", lambda kind, shape, code: Array()),
@@ -254,8 +246,8 @@ _BUILTIN: dict[tuple[str, str], object] = {
 
 _SKYRL: Mapping[tuple[str, str], object] = MappingProxyType({
     **_BUILTIN,
-    ("skyrl", "_rebuild_tensor_batch"): Name(lambda kind, state: TensorBatch(state)),
-    **{("skyrl", n): Name(_uncalled) for n in ("TensorBatch", "TrainingInputBatch", "TrainingOutputBatch")},
+    ("skyrl", "_rebuild_tensor_batch"): lambda kind, state: TensorBatch(state),
+    **{("skyrl", n): _uncalled for n in ("TensorBatch", "TrainingInputBatch", "TrainingOutputBatch")},
 })  # fmt: skip
 """SkyRL's classes are only passed to `_rebuild_tensor_batch`."""
 
@@ -269,11 +261,7 @@ DTYPES = {
 def load_pickle(file: Bytes, limit: int = LIMIT) -> Any:
     """What a pickle holds.
 
-    Args:
-        file: opened for reading.
-        limit: bytes that it may take in memory.
-
-    Raises: `RecordError` if it asks for anything but data, or takes more than `limit`.
+    Raises: `RecordError` if it asks for anything but data, or takes more than `limit` bytes of memory.
     """
     if _size(file) > limit:
         raise RecordError(too_large("the pickle has", limit))
@@ -293,11 +281,7 @@ def load_torch(file: Bytes, limit: int = LIMIT) -> Any:
     compressed and not larger than the file together, and no tensor has more elements than its storage. `file` must
     still be open then.
 
-    Args:
-        file: opened for reading.
-        limit: bytes that all of it may take in memory, tensors that are never read left out.
-
-    Raises: `RecordError` naming what the file asks for beyond that.
+    Raises: `RecordError` naming what the file asks for beyond that, or beyond `limit` bytes of memory.
     """
     size, budget = _size(file), Budget(limit)
     try:
@@ -374,8 +358,8 @@ class Storage:
 
 _TORCH: Mapping[tuple[str, str], object] = MappingProxyType({
     **_BUILTIN,
-    ("torch._utils", "_rebuild_tensor_v2"): Name(
-        lambda storage, offset, size, stride, *_: storage.tensor(offset, tuple(size), tuple(stride))
+    ("torch._utils", "_rebuild_tensor_v2"): lambda storage, offset, size, stride, *_: storage.tensor(
+        offset, tuple(size), tuple(stride)
     ),
     **{("torch", f"{name}Storage"): dtype for name, dtype in DTYPES.items()},
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},

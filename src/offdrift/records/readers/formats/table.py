@@ -1,7 +1,7 @@
 """Every kind of log that is known, and how one is recognized.
 
-A row of the table says what a framework calls the fields of a log. Where more must be done, it names functions in the
-modules beside this one, which are imported when such a log is read.
+A row says what a framework calls the fields of a log. Where more must be done, it names functions in the modules beside
+this one, which are imported when such a log is read.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def function(name: str) -> Callable[..., Any]:
     return getattr(import_module(f"{__package__}.{module}"), attribute)
 
 
-PAYLOADS = {".pt": "slime.load", ".pkl": "skyrl.load"}
+PAYLOADS = {".pt": "dumps.slime", ".pkl": "dumps.skyrl"}
 """By suffix, what reads a file whose kind is told by its content."""
 
 ENGINE_ALONE = "it holds the engine's log-probs, none of the trainer's"
@@ -98,7 +98,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
             "logp_rollout": "inference_logprobs", "logp": "trainer_logprobs", "tokens": "token_ids",
             "mask": "loss_mask", "advantages": "advantages", "entropy": "entropy", "step": "step",
         },
-        adapt="prime_rl.adapt", step_in_name=r"(?:^|/)step_(\d+)/",
+        adapt="json_lines.prime_rl", step_in_name=r"(?:^|/)step_(\d+)/",
     ),
     Source(
         format="nemo-rl", framework="nemo-rl", what="NeMo-RL's training data",
@@ -108,7 +108,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
             "logp_rollout": "generation_logprobs", "logp_old": "prev_logprobs", "tokens": "token_ids",
             "mask": "token_loss_mask", "advantages": "advantages", "reward": "rewards", "completion": "content",
         },
-        adapt="nemo_rl.adapt", step_in_name=r"train_data_step(\d+)\.jsonl",
+        adapt="json_lines.nemo_rl", step_in_name=r"train_data_step(\d+)\.jsonl",
     ),
     Source(
         format="slime-train", framework="slime", what="slime's train dumps", because="the samples in the .pt files",
@@ -116,7 +116,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
     ),
     Source(
         format="miles-train", framework="miles", what="miles' train dumps",
-        because="the rollout_data in the .pt files", columns=SLIME_TRAIN_COLUMNS, distinct="slime.distinct",
+        because="the rollout_data in the .pt files", columns=SLIME_TRAIN_COLUMNS, distinct="dumps.distinct",
     ),
     Source(
         format="skyrl", framework="skyrl", what="SkyRL's dumped training batches", because="the class in the pickles",
@@ -149,7 +149,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
         format="miles-columns", framework="miles", what="miles' dashboard columns",
         because="the columns sample_index, total_length and rollout_log_probs",
         keys=frozenset({"sample_index", "total_length", "tokens", "rollout_log_probs"}),
-        columns={**SLIME_ROLLOUT_COLUMNS, "tokens": "tokens"}, adapt="slime.adapt_columns",
+        columns={**SLIME_ROLLOUT_COLUMNS, "tokens": "tokens"}, adapt="dumps.miles_columns",
         step_in_name=r"rollout_(\d+)\.parquet", note=ENGINE_ALONE,
     ),
     Source(
@@ -159,7 +159,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
             "logp_rollout": "logprobs", "advantages": "advantages", "logp_ref": "reference_logprobs",
             "tokens": "token_ids", "mask": "mask",
         },
-        adapt="prime_rl.adapt_traces", step_in_name=r"(?:^|/)step_(\d+)/",
+        adapt="json_lines.prime_rl_episode", step_in_name=r"(?:^|/)step_(\d+)/",
         note=f"{ENGINE_ALONE}; trainer.enable_token_export writes both",
     ),
     Source(
@@ -170,7 +170,7 @@ VERL_COLUMNS = {"prompt": "input", "completion": "output", "reward": "score"}
             "logp_rollout": "logprobs", "tokens": "response_tokens", "advantages": "advantage",
             "group_id": "prompt_idx", "truncated": "finish_reason",
         },
-        amend="open_instruct.without_tools", note=ENGINE_ALONE,
+        amend="json_lines.open_instruct", note=ENGINE_ALONE,
     ),
     Source(
         format="trl", framework="trl", what="TRL's completions",

@@ -1,13 +1,4 @@
-"""slime's and miles' debug dumps (`--save-debug-train-data`, `--save-debug-rollout-data`, `--dump-details`).
-
-`torch.save` files, one per rollout. Train dumps hold the trainer's log-probs beside the engine's, rollout dumps the
-engine's alone; token fields cover the response, `tokens` prompt and response. A sample with `remove_sample` trains
-on nothing; slime masks it after it has dumped the rollout. miles writes train dumps per rank: tensor-parallel ranks
-repeat the samples, pipeline stages before the last have no log-probs of the trainer, and with context parallelism a
-rank has slices only, which cannot be read alone. Its dumps of single calls of the policy loss (`policy_loss_debug`)
-are never read: every update and rank repeats the samples there.
-Source: slime 624b824, slime/observability/train_data_utils.py and slime/utils/types.py; miles 31f1ca9.
-"""
+"""Dumps of `torch.save` and pickles: slime's and miles' debug dumps, SkyRL's training input."""
 
 from __future__ import annotations
 
@@ -23,17 +14,26 @@ from offdrift.records.readers.formats import prompt_id
 from offdrift.records.readers.formats.table import (
     MILES_ROLLOUT,
     MILES_TRAIN,
+    SKYRL,
     SLIME_ROLLOUT,
     SLIME_ROLLOUT_COLUMNS,
     SLIME_TRAIN,
     SLIME_TRAIN_COLUMNS,
     Source,
 )
-from offdrift.records.readers.pickles import load_torch, plain
+from offdrift.records.readers.pickles import TensorBatch, load_pickle, load_torch, plain, tensor_of
 
 
-def load(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
-    """Which dump a file is, and its samples.
+def slime(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
+    """Which debug dump of slime or miles a file is, and its samples.
+
+    Train dumps hold the trainer's log-probs beside the engine's, rollout dumps the engine's alone; token fields cover
+    the response, `tokens` prompt and response. A sample with `remove_sample` trains on nothing; slime masks it after it
+    has dumped the rollout. miles writes train dumps per rank: tensor-parallel ranks repeat the samples, pipeline stages
+    before the last have no log-probs of the trainer, and with context parallelism a rank has slices only, which cannot
+    be read alone; nor are its dumps of single calls of the policy loss, which repeat the samples.
+
+    Source: slime 624b824, slime/observability/train_data_utils.py and slime/utils/types.py; miles 31f1ca9.
 
     Raises: `NotRead` for a dump that other dumps make superfluous; `RecordError` if the file asks for anything but
         data, takes more than `limit` bytes, or holds no samples.
@@ -69,9 +69,9 @@ def load(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
 
 
 def distinct(files: Sequence[str], limit: int) -> list[str]:
-    """Of miles' train dumps, those of ranks that hold every sample of a rollout once.
+    """Of miles' train dumps, those of ranks that hold every sample of a rollout once, those with log-probs first.
 
-    Ranks with the trainer's log-probs come first. A file that cannot be read stays, for the reader to report.
+    A file that cannot be read stays, for the reader to report.
     """
     ranks: dict[object, list[tuple[bool, int, frozenset[int]]]] = {}
     kept = set()
@@ -139,7 +139,7 @@ def _listed(values: Any) -> Any:
     return None if values is None or len(values) == 0 else plain(values)
 
 
-def adapt_columns(row: Mapping[str, Any]) -> Row:
+def miles_columns(row: Mapping[str, Any]) -> Row:
     """A row of miles' dashboard columns: `tokens` covers the prompt too."""
     begin = len(row["tokens"]) - int(row["response_length"])
     return {
@@ -148,3 +148,43 @@ def adapt_columns(row: Mapping[str, Any]) -> Row:
         "tokens": row["tokens"][begin:],
         "group_id": prompt_id(row["tokens"][:begin]),
     }
+
+
+def skyrl(file: Bytes, limit: int = LIMIT) -> tuple[Source, Iterator[Row]]:
+    """That a pickle is SkyRL's dumped training input (`trainer.dump_data_batch = true`), and its sequences.
+
+    Response tensors `[sequences, response]` are right-aligned under `response_mask`; `sequences` holds prompt and
+    response, right-aligned too. Rewards were removed before the dump, and the prompts' ids with them; the last
+    `pad_size` rows are copies that fill up the batch.
+
+    Source: SkyRL a956457, skyrl/backends/skyrl_train/training_batch.py and skyrl/train/trainer.py.
+
+    Raises: `RecordError` if the pickle is none of SkyRL's, or asks for anything but data.
+    """
+    batch = load_pickle(file, limit)
+    state = getattr(batch, "state", None)
+    if not isinstance(batch, TensorBatch) or not isinstance(state, Mapping):
+        raise RecordError("the pickle holds no training batch of SkyRL")
+    wanted = {*SKYRL.columns.values(), "response_mask", "sequences", "attention_mask", "rewards"}
+    tensors = {
+        name: tensor_of(x, limit)
+        for name, x in state["batch_dict"].items()
+        if name in wanted and x is not None and x.get("format") != "tensor_list"
+    }
+    padding = (state.get("metadata") or {}).get("pad_size") or 0
+    response = (tensors["response_mask"] if "response_mask" in tensors else tensors["loss_mask"]).bool()
+
+    def rows() -> Iterator[Row]:
+        for i in range(len(response) - padding):
+            row: dict[str, Any] = {n: tensors[c][i][response[i]] for n, c in SKYRL.columns.items() if c in tensors}
+            if "rewards" in tensors:
+                row["reward"] = float(tensors["rewards"][i].sum())
+            if "sequences" in tensors:
+                sequence = tensors["sequences"][i]
+                row["tokens"] = sequence[-len(response[i]) :][response[i]]
+                if "attention_mask" in tensors:
+                    sequence = sequence[tensors["attention_mask"][i].bool()]
+                row["group_id"] = prompt_id(sequence[: len(sequence) - int(response[i].sum())])
+            yield row
+
+    return SKYRL, rows()

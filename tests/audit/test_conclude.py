@@ -1,7 +1,8 @@
-"""The suggestion follows the survey's ladder, on what the table says about the user's own log."""
+"""What an audit concludes: the suggestion by the survey's ladder, the run's context, and the open questions."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from offdrift.audit.conclude import suggest
+from offdrift.audit.conclude import run_context, suggest
 from offdrift.audit.counterfactual import Counterfactual
+from offdrift.audit.coverage import LOG, QUESTIONS, questions
 from offdrift.audit.tally import Tally
 from offdrift.judge import escalate, load_rules
 from offdrift.methods import METHODS, override
@@ -217,3 +219,54 @@ def test_the_ladder_counts_a_low_correlation_as_the_rules_do():
     assert escalate(0.1, 0.0, **low, kl=0.021).action == "systems fix"
     assert escalate(0.1, 0.0, pearson=0.4, prob_diff_max=NAN).action == "systems fix"
     assert escalate(0.1, 0.0, pearson=NAN, ess_after_rs=NAN, kl=9.0).action == "rejection"
+
+
+RUN = {
+    "recipe": {"arms": {"plain": {"method": "none"}, "masked": {"method": "trm_max"}}, "rollout": {"temperature": 0.7}},
+    "model": {"experts": True},
+}
+
+
+def test_an_arm_of_ours_says_how_it_trains(tmp_path):
+    log = tmp_path / "arms" / "masked" / "log"
+    log.mkdir(parents=True)
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    found = run_context(str(log), "offdrift")
+    assert (found.method, found.temperature, found.mixture_of_experts) == ("trm_max", 0.7, True)
+    assert run_context(str(log), "offdrift", method="gspo").method == "gspo"
+
+
+def test_a_run_of_several_arms_has_no_one_method(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    assert run_context(str(tmp_path), "offdrift").method is None
+
+
+def test_a_foreign_log_is_known_by_what_is_said(tmp_path):
+    (tmp_path / "run.json").write_text("{half a file")
+    found = run_context(str(tmp_path / "log.jsonl"), "verl", mixture_of_experts=False)
+    assert (found.framework, found.method, found.temperature) == ("verl", None, None)
+    assert found.mixture_of_experts is False
+
+
+def test_a_full_log_answers_everything():
+    asked = questions(LOG)
+    assert len(asked) == len(QUESTIONS) >= 10
+    assert all(q["answered"] and not q["log"] for q in asked)
+
+
+def test_an_empty_log_answers_nothing_and_says_what_to_log():
+    asked = questions([])
+    assert not any(q["answered"] for q in asked)
+    assert all(q["because"].startswith("the log has no ") and q["log"] for q in asked)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: q.text[:30])
+def test_each_question_needs_exactly_what_it_names(question):
+    fields = {*question.needs, *question.either[:1]}
+    by_text = {q["question"]: q for q in questions(fields)}
+    assert by_text[question.text]["answered"]
+    for field in question.needs:
+        told = {q["question"]: q for q in questions(fields - {field})}[question.text]
+        assert not told["answered"]
+        assert LOG[field] in told["log"]
+    assert all(name in LOG for name in (*question.needs, *question.either))
