@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from offdrift.check.check import BUNDLED, encoded, read_prompts
 from offdrift.check.factors import FACTORS, SECONDS
-from offdrift.check.prompts import BUNDLED, encoded, read_prompts
 from offdrift.check.view import BUDGET, check_view
 from offdrift.cli import check as command_module
 from offdrift.errors import RecordError

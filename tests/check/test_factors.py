@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from offdrift.check.bench import Bench, EngineSpec, Pair
+from offdrift.check.bench import Pair
 from offdrift.check.check import check
 from offdrift.check.factors import FACTORS
 from offdrift.check.factors.base import Setting, recorded_alike, self_difference
@@ -16,29 +16,15 @@ from offdrift.check.factors.rollout import predicting
 from offdrift.check.measure import measure
 from offdrift.engines.hf import TransformersEngine
 from offdrift.records.rollouts import FullVocab, HiddenStates, Sampling
-from offdrift.train.models import tiny_tokenizer
+from tests.check.benches import BFLOAT16, FLOAT32, NULL, ROUNDED, bench_of, prompts_of, run
 from tests.engines.contract import Forgetful
-from tests.engines.models import VOCAB, tiny
+from tests.engines.models import VOCAB
 from tests.engines.oracles import logp_rows
 
-FLOAT32 = EngineSpec("transformers", "float32")
-BFLOAT16 = EngineSpec("transformers", "bfloat16")
-ROUNDED, NULL = Pair(BFLOAT16, FLOAT32), Pair(FLOAT32, FLOAT32)
-PROMPTS = [[4 + i, 13, 5 + i % 7][: 1 + i % 3] for i in range(12)]
-FACTOR = {f.name: f for f in FACTORS}
+PROMPTS = prompts_of(12)
 VLLM_ONLY = {"prefix_caching", "chunked_prefill", "kv_cache_dtype", "compiled"}
 NOISE = 1e-9
 """Mean KL of two float32 engines, at most, nats."""
-
-
-def bench_of(kind="dense", **changes) -> Bench:
-    options = {"sampling": Sampling(max_tokens=12), "name": "tiny", **changes}
-    return Bench(tiny(kind), tiny_tokenizer(), PROMPTS, **options)
-
-
-def run(name, bench, pair):
-    baseline = measure(bench, bench.rollouts(pair.rollout), pair.train)
-    return FACTOR[name].run(bench, pair, baseline)
 
 
 @pytest.fixture(scope="module")

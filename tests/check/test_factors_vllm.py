@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 
 import offdrift.engines.vllm.engine as vllm_engine_module
-from offdrift.check.bench import Bench, EngineSpec, Pair
-from offdrift.check.factors import FACTORS
+from offdrift.check.bench import EngineSpec, Pair
 from offdrift.check.measure import measure
 from offdrift.engines.vllm.taps import runner_of
 from offdrift.records.rollouts import Sampling
-from offdrift.train.models import tiny_tokenizer
-from tests.engines.models import FP8_CACHE, no_wide_vectors, tiny
+from tests.check import benches
+from tests.engines.models import FP8_CACHE, need_vllm, no_wide_vectors
 
 pytestmark = pytest.mark.vllm
 
-FACTOR = {f.name: f for f in FACTORS}
 PAIR = Pair(EngineSpec("vllm", "bfloat16"), EngineSpec("transformers", "float32"))
-PROMPTS = [[4 + i, 13, 5 + i % 7][: 1 + i % 3] for i in range(8)]
 
 
 def bench_of(kind):
-    if importlib.util.find_spec("vllm") is None:
-        if os.environ.get("CI"):
-            pytest.fail("vLLM is not installed; run `make install-vllm`", pytrace=False)
-        pytest.skip("vLLM is not installed; run `make install-vllm`")
-    return Bench(tiny(kind), tiny_tokenizer(), PROMPTS, sampling=Sampling(max_tokens=16))
+    need_vllm()
+    return benches.bench_of(kind, count=8, sampling=Sampling(max_tokens=16))
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +32,8 @@ def moe():
     torch.set_num_threads(threads)
 
 
-def run(name, bench, pair=PAIR):
-    baseline = measure(bench, bench.rollouts(pair.rollout), pair.train)
-    return FACTOR[name].run(bench, pair, baseline)
+def run(name, bench):
+    return benches.run(name, bench, PAIR)
 
 
 @pytest.mark.slow
@@ -63,7 +53,7 @@ def test_routing_of_the_real_engine_is_replayed(moe):
     # How many near ties the rounding of this processor turns, it may be none.
     assert 0 <= row.detail["flip_frac"] < 0.2
     assert row.kl_mean < row.baseline_kl_mean or row.detail["flip_frac"] == 0
-    assert row.detail["positions"] == 8 * 15 + sum(map(len, PROMPTS))
+    assert row.detail["positions"] == 8 * 15 + sum(map(len, benches.prompts_of(8)))
 
 
 @pytest.mark.slow
@@ -104,6 +94,6 @@ def test_a_cache_in_fp8_is_not_offered_on_a_processor_without_wide_vectors(monke
     with bench_of("dense") as bench:
         baseline = measure(bench, bench.rollouts(PAIR.rollout), PAIR.train)
         no_wide_vectors(monkeypatch)
-        row = FACTOR["kv_cache_dtype"].run(bench, PAIR, baseline)
+        row = benches.FACTOR["kv_cache_dtype"].run(bench, PAIR, baseline)
     assert row.status == "not offered"
     assert row.why.startswith("not offered on this machine: FP8 KV cache")

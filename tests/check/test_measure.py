@@ -9,41 +9,27 @@ import torch
 
 from offdrift.check import bench as pair
 from offdrift.check import rescore
-from offdrift.check.bench import Bench, EngineSpec
+from offdrift.check.bench import EngineSpec
 from offdrift.check.measure import Measured, clustered_error, logged, measure, measured, surprise_z
 from offdrift.check.rescore import THETAS, Scored, rescored, surprise_cgf, tail_caps
 from offdrift.divergence.interval import topk_divergences
+from offdrift.engines.generate import Draws, rollouts_from
 from offdrift.judge import load_rules
 from offdrift.records.rollouts import Provenance, Rollouts, Sampling
-from offdrift.train.models import tiny_tokenizer
-from tests.engines.models import VOCAB, tiny
-
-FLOAT32 = EngineSpec("transformers", "float32")
-BFLOAT16 = EngineSpec("transformers", "bfloat16")
-PROMPTS = [[4 + i, 13, 5 + i % 7][: 1 + i % 3] for i in range(12)]
+from tests.check.benches import BFLOAT16, FLOAT32, bench_of
+from tests.engines.models import VOCAB
 
 
 @pytest.fixture(scope="module")
 def bench():
-    with Bench(tiny("dense"), tiny_tokenizer(), PROMPTS, sampling=Sampling(max_tokens=16, stop_token_ids=(1,))) as made:  # fmt: skip
+    with bench_of(sampling=Sampling(max_tokens=16, stop_token_ids=(1,))) as made:
         yield made
 
 
 def made_up(logp: list[float], lengths: list[int]) -> Rollouts:
-    cuts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    n, b = len(logp), len(lengths)
-    sampling = Sampling(max_tokens=max(lengths))
-    return Rollouts(
-        tokens=torch.zeros(n, dtype=torch.int64),
-        logp_rollout=torch.tensor(logp),
-        cu_seqlens=cuts,
-        rollout_version=torch.zeros(n, dtype=torch.int64),
-        prompt_tokens=torch.zeros(b, dtype=torch.int64),
-        prompt_cu_seqlens=torch.arange(b + 1),
-        group_ids=torch.arange(b),
-        finish=("length",) * b,
-        provenance=Provenance("made up", "0", "none", "float32", None, sampling),
-    )
+    draws = Draws(torch.zeros(len(logp), dtype=torch.int64), torch.tensor(lengths), torch.tensor(logp), None)
+    provenance = Provenance("made up", "0", "none", "float32", None, Sampling(max_tokens=max(lengths)))
+    return rollouts_from([draws], [[i] for i in range(len(lengths))], version=0, provenance=provenance)
 
 
 def test_the_comparison_takes_one_thread_and_the_model_all(bench, monkeypatch):
@@ -143,20 +129,16 @@ def test_without_a_tail_there_is_no_cap():
     assert tail_caps(log_mu, log_pi, torch.zeros(3, dtype=torch.int64)).tolist() == [0.0] * 3
 
 
-def test_a_float32_engine_against_itself_differs_by_nothing(bench):
-    found = measure(bench, bench.rollouts(FLOAT32), FLOAT32, details=True)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+def test_a_float32_engine_against_itself_differs_by_nothing(bench, temperature):
+    sampling = Sampling(max_tokens=16, temperature=temperature, stop_token_ids=(1,))
+    found = measure(bench, bench.rollouts(FLOAT32, sampling=sampling), FLOAT32, details=True)
     assert found.tokens > 100
     assert found.kl_max < 1e-6
     assert found.tv_max < 1e-5
     assert found.abs_log_ratio_max < 1e-4
     assert found.record_deviation < 1e-5
     assert abs(found.drawn_z) < 5
-
-
-def test_tempered_rollouts_are_scored_tempered(bench):
-    for sampling in (Sampling(max_tokens=16, temperature=0.7), Sampling(max_tokens=16, temperature=1.5)):  # fmt: skip
-        found = measure(bench, bench.rollouts(FLOAT32, sampling=sampling), FLOAT32)
-        assert found.kl_max < 1e-6
 
 
 def test_a_filter_of_one_side_is_measured_as_the_mass_it_removed(bench):
@@ -186,13 +168,9 @@ def test_pieces_and_their_order_change_nothing(bench, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-6, msg=name)
     order = torch.randperm(rollouts.num_sequences, generator=torch.Generator().manual_seed(0))
     moved = rescored(bench.model, rollouts.select(order))
-    back = torch.cat([moved.kl[s:e] for s, e in _spans(rollouts.lengths[order])[order.argsort()]])
+    parts = moved.kl.split(rollouts.lengths[order].tolist())
+    back = torch.cat([parts[i] for i in order.argsort().tolist()])
     torch.testing.assert_close(back, whole.kl, rtol=1e-3, atol=2e-6)
-
-
-def _spans(lengths: torch.Tensor) -> torch.Tensor:
-    cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return torch.stack([cuts[:-1], cuts[1:]], 1)
 
 
 def test_the_surprise_of_a_token_has_mean_zero_and_the_stated_moments(bench):

@@ -12,10 +12,9 @@ from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import FullVocab, HiddenStates, Sampling
 from offdrift.train.models import tiny_tokenizer
+from tests.check.benches import BFLOAT16, FLOAT32
 from tests.engines.models import tiny
 
-FLOAT32 = EngineSpec("transformers", "float32")
-BFLOAT16 = EngineSpec("transformers", "bfloat16")
 PROMPTS = [[4, 13, 5], [7, 8], [9, 10, 11, 12]]
 
 
@@ -51,19 +50,12 @@ def test_options_are_ordered_so_that_equal_engines_are_one():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("sglang:bfloat16", "'sglang'"),
-        ("vllm:int4", "'int4'"),
-        ("vllm:bfloat16,kv", "'kv'"),
-        ("vllm:bfloat16,=3", "'=3'"),
-        ("", "''"),
-    ],
+    ("text", "words"),
+    [("sglang:bfloat16", "'sglang'"), ("vllm:int4", "'int4'"), ("vllm,kv", "'kv'"), ("vllm,=3", "'=3'"), ("", "''")],
 )
-def test_what_cannot_be_read_is_named(text, said):
-    with pytest.raises(EngineError) as error:
+def test_what_cannot_be_read_is_named(text, words):
+    with pytest.raises(EngineError, match=words):
         EngineSpec.parse(text)
-    assert said in str(error.value)
 
 
 def test_a_draw_is_made_once(bench):
@@ -108,11 +100,6 @@ def test_one_engine_of_a_kind_is_alive(bench):
         second.generate(PROMPTS, Sampling(max_tokens=1), seed=0)
 
 
-def test_an_option_that_no_engine_has_is_named(bench):
-    with pytest.raises(EngineError, match="no_such_thing"):
-        bench.engine(FLOAT32.with_(no_such_thing=1))
-
-
 def test_the_training_engine_is_the_model_itself_or_a_copy_at_another_dtype(bench):
     assert bench.train_model(FLOAT32) is bench.model
     half = bench.train_model(BFLOAT16)
@@ -125,49 +112,36 @@ def test_the_training_engine_is_the_model_itself_or_a_copy_at_another_dtype(benc
     assert bench.train_model(FLOAT32) is bench.model
 
 
-def test_the_output_head_can_compute_in_a_dtype_of_its_own(bench):
-    ids = torch.tensor([[4, 5, 6]])
-    mixed = bench.train_model(BFLOAT16.with_(head_dtype="fp32"))
+def test_heads_and_kernels_of_the_training_engine_can_be_others_without_touching_the_model(bench):
+    ids, before = torch.tensor([[4, 5, 6]]), bench.model.config._attn_implementation
+    mixed = bench.train_model(BFLOAT16.with_(head_dtype="fp32", attn_implementation="eager"))
     assert mixed(input_ids=ids).logits.dtype == torch.float32
-    assert bench.model(input_ids=ids).logits.dtype == torch.float32
     assert bench.train_model(BFLOAT16)(input_ids=ids).logits.dtype == torch.bfloat16
-
-
-def test_attention_can_be_another_implementation_without_touching_the_model(bench):
-    before = bench.model.config._attn_implementation
-    eager = bench.train_model(FLOAT32.with_(attn_implementation="eager"))
-    assert eager.config._attn_implementation == "eager"
+    assert mixed.config._attn_implementation == "eager"
     assert bench.model.config._attn_implementation == before != "eager"
 
 
-def test_what_cannot_score_is_refused(bench):
+def test_options_that_an_engine_does_not_have_are_named(bench):
+    with pytest.raises(EngineError, match="no_such_thing"):
+        bench.engine(FLOAT32.with_(no_such_thing=1))
     with pytest.raises(EngineError, match="transformers:bfloat16"):
         bench.train_model(EngineSpec("vllm", "bfloat16"))
     with pytest.raises(EngineError, match="kv_cache_dtype"):
         bench.train_model(FLOAT32.with_(kv_cache_dtype="fp8"))
 
 
-def test_a_checkpoint_is_written_once_and_goes_with_the_bench(tmp_path):
+@pytest.mark.parametrize("given", [False, True])
+def test_a_checkpoint_is_written_once_and_goes_with_the_bench_and_a_given_one_stays(given, tmp_path):
     saved: list[str] = []
-
-    def save(folder: str) -> None:
-        saved.append(folder)
-        (Path(folder) / "config.json").write_text("{}")
-
-    with Bench(tiny("dense"), tiny_tokenizer(), PROMPTS, sampling=Sampling(max_tokens=1), save=save) as made:  # fmt: skip
-        folder = made.folder
-        assert made.folder == folder
-        assert Path(folder).is_dir()
-    assert saved == [folder]
-    assert not Path(folder).exists()
-
-
-def test_a_checkpoint_that_was_given_is_used_and_stays(tmp_path):
     model = tiny("dense")
     assert checkpoint_of(model) is None
     model.save_pretrained(tmp_path)
     model.config.name_or_path = str(tmp_path)
     assert checkpoint_of(model) == str(tmp_path)
-    with Bench(model, tiny_tokenizer(), PROMPTS, sampling=Sampling(max_tokens=1), folder=str(tmp_path)) as made:  # fmt: skip
-        assert made.folder == str(tmp_path)
-    assert (tmp_path / "config.json").is_file()
+    folder = str(tmp_path) if given else None
+    with Bench(model, None, PROMPTS, sampling=Sampling(max_tokens=1), folder=folder, save=saved.append) as made:
+        folder = made.folder
+        assert made.folder == folder
+        assert Path(folder).is_dir()
+    assert saved == ([] if given else [folder])
+    assert Path(folder).exists() == given

@@ -88,30 +88,13 @@ def versions_of_half(rows: Rows) -> str:
     return lines(rows)
 
 
-def probabilities(rows: Rows) -> str:
-    return lines([{**r, "logp_old": [math.exp(x) for x in r["logp_old"]]} for r in rows])
-
-
-def negated(rows: Rows) -> str:
-    return lines([{**r, "logp_rollout": [-x for x in r["logp_rollout"]]} for r in rows])
-
-
-def all_missing(rows: Rows) -> str:
-    return lines([{**r, "logp_rollout": [None] * TOKENS} for r in rows])
-
-
-def newer_than_trained(rows: Rows) -> str:
-    return lines([{**r, "version": 1, "rollout_version": 2} for r in rows])
+def each(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Rows], str]:
+    """The same fault in every row."""
+    return lambda rows: lines([{**r, **change(r)} for r in rows])
 
 
 def zero_length(rows: Rows) -> str:
     return lines([*rows, *({**rows[0], "logp_rollout": [], "logp_old": []} for _ in range(40))])
-
-
-def extra_rewards(rows: Rows) -> str:
-    """Numbers per row under names of lists per token, as verl writes its reward function's extras."""
-    names = ("tokens", "entropy", "mask", "position", "logp")
-    return lines([{**r, **dict.fromkeys(names, 0.5)} for r in rows])
 
 
 def an_old_policy_with_gaps(rows: Rows) -> str:
@@ -145,6 +128,8 @@ class Planted:
     ratio: str = "mismatch"
 
 
+EXTRAS = ("tokens", "entropy", "mask", "position", "logp")
+"""Numbers per row under names of lists per token, as verl writes its reward function's extras."""
 PLANTED = {
     "clean": Planted(lines, "ok", (), "No drift that matters"),
     "placeholders": Planted(placeholders, "stop", ("unscored_most",), "1,440 a placeholder", N // 10),
@@ -155,12 +140,12 @@ PLANTED = {
     "greedy": Planted(greedy, "ok", (), "No drift that matters"),
     "advantages of one": Planted(advantages_of_one, "act", ("side_field_many",), "Only 1 of 80 sequences have advantages"),
     "versions of half": Planted(versions_of_half, "act", ("side_field_many",), "Only 40 of 80 sequences have version"),
-    "probabilities": Planted(probabilities, "stop", ("probabilities_logged",), "1,600 a probability", 0),
-    "negated": Planted(negated, "stop", ("negated_log_probs",), "1,600 with the sign changed", 0),
-    "all missing": Planted(all_missing, "stop", ("unscored_most",), "1,600 null or NaN", 0),
-    "newer than trained": Planted(newer_than_trained, "act", ("lag_below_zero_many",), "1,600 tokens have a version lag below 0"),
+    "probabilities": Planted(each(lambda r: {"logp_old": [math.exp(x) for x in r["logp_old"]]}), "stop", ("probabilities_logged",), "1,600 a probability", 0),
+    "negated": Planted(each(lambda r: {"logp_rollout": [-x for x in r["logp_rollout"]]}), "stop", ("negated_log_probs",), "1,600 with the sign changed", 0),
+    "all missing": Planted(each(lambda r: {"logp_rollout": [None] * TOKENS}), "stop", ("unscored_most",), "1,600 null or NaN", 0),
+    "newer than trained": Planted(each(lambda r: {"version": 1, "rollout_version": 2}), "act", ("lag_below_zero_many",), "1,600 tokens have a version lag below 0"),
     "zero length": Planted(zero_length, "ok", (), "40 responses have no token"),
-    "extra rewards": Planted(extra_rewards, "ok", (), "No drift that matters"),
+    "extra rewards": Planted(each(lambda r: dict.fromkeys(EXTRAS, 0.5)), "ok", (), "No drift that matters"),
     "an old policy with gaps": Planted(an_old_policy_with_gaps, "watch", ("partly_scored",), "1,200 null or NaN", ratio="full"),
     "no rollout policy": Planted(no_rollout_policy, "watch", ("rollout_not_logged",), "staleness is measured", ratio="staleness"),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from offdrift.divergence import kernels
 from offdrift.divergence.exact import ExactDivergences, definition
+from offdrift.divergence.head import Head
 from offdrift.errors import BadValueError, ShapeError
 from tests.divergence.definitions import naive
 from tests.divergence.pairs import STRANGE
@@ -291,24 +292,29 @@ def test_gradients_of_strange_rows():
         assert found[4].isnan().all()
 
 
+def head(*shape: Any) -> Head:
+    """A head with this scale, soft cap and rounding, of which the kernels take the products."""
+    return Head(torch.zeros(1, 1), None, *shape)
+
+
 def by_chunks(
     mu: Tensor,
     pi: Tensor,
     chunk: int,
     temperatures: tuple[float, float],
-    shapes: tuple[kernels.Shape, kernels.Shape] = (kernels.LINEAR, kernels.LINEAR),
+    heads: tuple[Head, Head] = (head(), head()),
 ) -> Tensor:
     n = len(mu)
     normalizers = []
-    for x, t, shape in zip((mu, pi), temperatures, shapes):
+    for x, t, of in zip((mu, pi), temperatures, heads):
         top = torch.full((n,), torch.finfo(torch.float32).min, device=mu.device)
         total = torch.zeros(n, dtype=torch.float64, device=mu.device)
         for scores in x.split(chunk, 1):
-            top, total = kernels.update_normalizer(top, total, scores, t, shape)
+            top, total = kernels.update_normalizer(top, total, scores, t, of)
         normalizers.append((top, total))
     sums = torch.zeros(7, n, device=mu.device)
     for scores in zip(mu.split(chunk, 1), pi.split(chunk, 1)):
-        sums = kernels.accumulate(sums, scores, tuple(normalizers), temperatures, shapes)
+        sums = kernels.accumulate(sums, scores, tuple(normalizers), temperatures, heads)
     return sums
 
 
@@ -337,7 +343,7 @@ def test_chunks_of_strange_rows():
 def test_heads_that_scale_and_cap(round_to):
     mu, pi, tokens = pair(3, 500, drift=0.3)
     mu[0, 3] = -INF  # stays out, however low the cap
-    shapes = (kernels.Shape(0.5, None, round_to), kernels.Shape(2, 4.0, round_to))
+    heads = (head(0.5, None, round_to), head(2, 4.0, round_to))
 
     def rounded(x: Tensor) -> Tensor:
         return x if round_to is None else x.to(round_to).to(x.dtype)
@@ -352,7 +358,7 @@ def test_heads_that_scale_and_cap(round_to):
     plain_b = capped(pi)
     plain_b[0, 3] = -INF
     plain = torch.stack(definition(rounded(0.5 * mu), plain_b, tokens)[:7])
-    ours = by_chunks(mu, pi, 128, (1.0, 1.0), shapes)
+    ours = by_chunks(mu, pi, 128, (1.0, 1.0), heads)
     assert_as_good_as_naive(ours, truth, plain)
 
 
@@ -361,7 +367,7 @@ def test_tanh_where_its_two_ways_meet():
     x = torch.tensor([[-9.0], [-0.3], [-0.25], [-1e-3], [0], [1e-6], [0.2499], [0.25], [0.3], [9]])
     scores = torch.cat([x, torch.zeros_like(x)], 1).to(DEVICE)
     top, total = torch.full((10,), -INF, device=DEVICE), torch.zeros(10, device=DEVICE)
-    top, total = kernels.update_normalizer(top, total, scores, 1, kernels.Shape(1, 1.0))
+    top, total = kernels.update_normalizer(top, total, scores, 1, head(1, 1.0))
     tanh = x[:, 0].double().tanh().to(DEVICE)
     assert torch.allclose(top.double(), tanh.clamp(min=0), rtol=4 * ULP, atol=0)
     assert torch.allclose(total.double(), 1 + (-tanh.abs()).exp(), rtol=4 * ULP, atol=0)

@@ -33,6 +33,19 @@ def test_exact_kl(benchmark_named, tmp_path):
             assert all(row["share_of_lm_head"] > 0 for row in table.values())
 
 
+def test_hidden_kl(benchmark_named, tmp_path):
+    path = tmp_path / "hidden_kl.json"
+    found = benchmark_named("hidden_kl").main(["--tiny", "--json", str(path)])
+    assert json.loads(path.read_text()) == found
+    cases = [table for name, table in found.items() if name.startswith("d=16")]
+    assert len(cases) == 2
+    for table in cases:
+        for way in ("ours", "ours, keep_mib=0"):
+            assert table[way]["kl_relative_error"] < 1e-4
+            assert table[way]["tv_error"] < 1e-6
+            assert 0 < table[way]["peak_mib"] < table["naive"]["peak_mib"]
+
+
 def test_correction(benchmark_named, tmp_path):
     path = tmp_path / "correction.json"
     correction = benchmark_named("correction")

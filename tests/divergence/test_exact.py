@@ -7,12 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offdrift.batch_info import BatchInfo
-from offdrift.correction.gate import Gate
-from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.exact import SERIES_BELOW, ExactDivergences, all_terms, definition, terms
-from offdrift.logprobs import LogProbs
-from offdrift.segments import Segments
 from tests.divergence.definitions import naive, truth
 from tests.divergence.pairs import FX_V_MU, FX_V_PI, FX_V_TOKENS, first_tokens, pairs, random_pair
 
@@ -219,24 +214,3 @@ def test_terms_of_a_partition_never_sum_to_more():
         assert (coarse.sum(1) <= whole + 1e-15).all()
     for coarse, whole in zip(all_terms(*lumped, *(y.exp() for y in lumped)), fine[:4], strict=True):
         assert (coarse.sum(1) <= whole + 1e-15).all()
-
-
-def test_a_gate_on_exact_kl_rejects_what_the_current_policy_cannot_draw():
-    # One token of the first sequence has an infinite KL, one of the second no distribution at all.
-    mu, pi = random_pair(6, 10, drift=0.01)
-    pi[1, 4], pi[3, 0] = -INF, NAN
-    kl = of(mu, pi).kl_rollout_current
-    assert kl.isinf().tolist() == [i == 1 for i in range(6)]
-    lp = LogProbs.pack(torch.full((6,), -1.0), segments=Segments.from_lengths([2, 2, 2]))
-    batch_info = BatchInfo(divergences={"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)})
-    for unit in ("seq_max", "seq_mean", "seq_sum"):
-        gate = Gate(statistic="kl", on="full", unit=unit, high=1e9)
-        assert gate.keep(lp, batch_info=batch_info).tolist() == [False] * 4 + [True] * 2
-    gate = Gate(statistic="kl", on="full", unit="token", high=1e9)
-    assert gate.keep(lp, batch_info=batch_info).tolist() == [True, False, True, False, True, True]
-
-
-def test_evidence_has_no_gradient():
-    mu, pi = (z.requires_grad_() for z in random_pair(2, 5, drift=0.1))
-    for x in of(mu, pi):
-        assert not x.requires_grad

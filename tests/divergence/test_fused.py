@@ -187,13 +187,6 @@ def test_temperature_and_dtypes_reach_the_definition(dtype):
     check_same(got, expected, n=9, rtol=1e-12 if dtype is torch.float64 else 1e-6)
 
 
-def test_rows_may_be_cut_from_a_padded_vocabulary():
-    mu, pi = random_pair(9, 70, drift=0.3)
-    padded = torch.cat([pi, torch.full((9, 10), 99.0).double()], dim=1)
-    expected = definition(mu, pi, first_tokens(mu))[:7]
-    check_same(exact_divergences(mu, padded[:, :70])[:7], expected, n=9)
-
-
 def test_memory_is_bounded_by_the_chunk_whatever_the_batch(monkeypatch):
     v = 2**10
     monkeypatch.setitem(chunks.PLAIN_CHUNK, "cpu", 4 * v)

@@ -2,13 +2,11 @@
 
 import importlib.util
 import inspect
-import json
 import math
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from offdrift.divergence import chunks
 from offdrift.divergence.exact import ExactDivergences, definition
-from offdrift.divergence.hidden import Head, accumulate, hidden_divergences, update_normalizer
+from offdrift.divergence.hidden import Head, hidden_divergences
 from offdrift.errors import BadValueError, OffdriftError, ShapeError
-from tests.divergence.pairs import FX_V_MU, FX_V_PI, FX_V_TOKENS
-from tests.divergence.test_fused import HAS_COMPILER
-from tests.oracles import divergence as oracle
+from tests.divergence.definitions import naive
+from tests.divergence.pairs import HAS_COMPILER, STRANGE
 
 INF, NAN = math.inf, math.nan
 F64 = torch.float64
@@ -46,11 +43,11 @@ def truth(h_mu, head_mu, h_pi, head_pi, tokens, t_mu=1.0, t_pi=1.0) -> ExactDive
     return definition(logits_of(h_mu, head_mu) / t_mu, logits_of(h_pi, head_pi), tokens, t_pi)
 
 
-def assert_fields(got: ExactDivergences, expected: ExactDivergences, **tolerance) -> None:
+def assert_fields(got: ExactDivergences, expected: ExactDivergences, of: str = "", **tolerance) -> None:
     for name, ours, exact in zip(got._fields, got, expected, strict=True):
         assert (ours is None) == (exact is None), name
         if ours is not None:
-            say = lambda message, name=name: f"{name}: {message}"  # noqa: E731
+            say = lambda message, name=name: f"{of} {name}: {message}"  # noqa: E731
             torch.testing.assert_close(ours, exact, equal_nan=True, msg=say, **tolerance)
 
 
@@ -102,75 +99,22 @@ def test_equals_the_definition_on_materialised_logits(case):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
-def test_golden_numbers_of_the_methods_table(chunk):
-    # FX-V: hidden states that are the log-probs, under the head that hands them on.
-    identity = Head(torch.eye(3, dtype=F64))
-    got = hidden_divergences(FX_V_MU.log(), identity, FX_V_PI.log(), identity, tokens=FX_V_TOKENS, chunk=chunk)
-    kl, tv = torch.tensor([0.02681245, 0.01006776, 0.05107412]), torch.tensor([0.1, 0.05, 0.1])
-    torch.testing.assert_close(got.kl_rollout_current, kl.double(), rtol=0, atol=1e-8)  # V.kl
-    torch.testing.assert_close(got.tv, tv.double(), rtol=0, atol=1e-8)  # V.tv
-    picked = FX_V_PI.gather(1, FX_V_TOKENS[:, None]).squeeze(1)
-    torch.testing.assert_close(got.logp.exp(), picked, rtol=1e-12, atol=0)
-
-
-def test_agrees_with_the_oracle_that_shares_no_code():
-    pair = policies(soft_cap=3.0)
-    got = hidden_divergences(*pair[:4], chunk=10, token_chunk=3, keep_mib=0)
-    rows = list(zip(logits_of(*pair[:2]).tolist(), logits_of(*pair[2:4]).tolist(), strict=True))
-    assert len(rows) == 7
-    kl, tv = (torch.tensor([f(*row) for row in rows], dtype=F64) for f in (oracle.kl, oracle.tv))
-    # The series of `exact` ends at 1e-8.
-    torch.testing.assert_close(got.kl_rollout_current, kl, rtol=1e-8, atol=0)
-    torch.testing.assert_close(got.tv, tv, rtol=1e-8, atol=0)
-
-
-@pytest.mark.parametrize("keep_mib", [0, 256])
-def test_one_tied_head_for_both_policies(keep_mib):
-    h, head, h2, _, tokens = policies()
-    got = hidden_divergences(h, head, h2, head, tokens=tokens, chunk=10, keep_mib=keep_mib)
-    assert_fields(got, truth(h, head, h2, head, tokens), rtol=1e-9, atol=1e-14)
-    same = hidden_divergences(h, head, h.clone(), head, chunk=10, keep_mib=keep_mib)
-    for x in (same.kl_rollout_current, same.kl_current_rollout, same.tv, same.chi2):
-        assert x.tolist() == [0.0] * 7
-    assert same.logp is None
-    assert same.logp_rollout is None
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_infinities_and_rows_that_are_no_distribution(chunk, dtype):
+    # One policy is a head whose bias is the row of logits.
+    one, drawn = torch.zeros(1, 1, dtype=dtype), torch.tensor([2])
+    for name, rows in STRANGE.items():
+        mu, pi = (torch.tensor([row], dtype=dtype) for row in rows)
+        heads = [Head(torch.zeros(4, 1, dtype=dtype), row[0]) for row in (mu, pi)]
+        for keep_mib in (0, 256):
+            got = hidden_divergences(one, heads[0], one, heads[1], tokens=drawn, chunk=chunk, keep_mib=keep_mib)
+            assert_fields(got, definition(mu, pi, drawn), rtol=1e-5, atol=1e-7, of=name)
 
 
 def test_kept_and_repeated_products_give_the_same_bits():
     pair = policies(n=9, v=100)
     kept, repeated = (hidden_divergences(*pair[:4], chunk=7, keep_mib=k) for k in (256, 0))
     assert all(torch.equal(a, b) for a, b in zip(kept[:7], repeated[:7], strict=True))
-
-
-# Where scores are infinite. Two tokens, d = 1, hidden state 1: the weight is the row of logits.
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("mu", "pi", "kl", "kl_back", "tv"),
-    [
-        ([0.0, -INF, 0.0], [0.0, -INF, 0.0], 0.0, 0.0, 0.0),
-        ([0.0, -INF, 0.0], [0.0, 0.0, 0.0], math.log(1.5), INF, 1 / 3),
-        ([0.0, 0.0, 0.0], [-INF, 0.0, 0.0], INF, math.log(1.5), 1 / 3),
-        ([-INF, -INF, 0.0], [0.0, -INF, -INF], INF, INF, 1.0),
-        ([0.0, -1e4, -1e4], [0.0, -INF, -1e4], INF, 0.0, 0.0),
-        ([1e4, -1e4, -1e4], [-1e4, 1e4, -1e4], 2e4, 2e4, 1.0),
-        ([0.0, 0.0, 0.0], [-INF, -INF, -INF], NAN, NAN, NAN),
-        ([-INF, -INF, -INF], [0.0, 0.0, 0.0], NAN, NAN, NAN),
-        ([0.0, 0.0, NAN], [0.0, 0.0, 0.0], NAN, NAN, NAN),
-        ([0.0, 0.0, 0.0], [INF, 0.0, 0.0], NAN, NAN, NAN),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_edges(mu, pi, kl, kl_back, tv, chunk, dtype):
-    one = torch.zeros(1, 1, dtype=dtype)
-    heads = [Head(torch.zeros(3, 1, dtype=dtype), torch.tensor(b, dtype=dtype)) for b in (mu, pi)]
-    drawn = torch.tensor([2])
-    for keep_mib in (0, 256):
-        got = hidden_divergences(one, heads[0], one, heads[1], tokens=drawn, chunk=chunk, keep_mib=keep_mib)
-        three = torch.stack([got.kl_rollout_current, got.kl_current_rollout, got.tv]).squeeze(1)
-        expected = torch.tensor([kl, kl_back, tv], dtype=dtype)
-        torch.testing.assert_close(three, expected, equal_nan=True, rtol=1e-6, atol=1e-7)
-        whole = definition(torch.tensor([mu], dtype=dtype), torch.tensor([pi], dtype=dtype), drawn)
-        assert_fields(got, whole, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -208,23 +152,9 @@ def test_tokens_outside_the_vocabulary_have_no_log_prob():
 # Precision.
 
 
-def naive(pair, tokens, dtype):
-    """Two whole products, log-softmax twice and reduce, in the working dtype."""
-    log_mu, log_pi = (
-        (h.to(dtype) @ head.weight.to(dtype).T).float().log_softmax(-1) for h, head in (pair[:2], pair[2:4])
-    )
-    mu, pi = log_mu.exp(), log_pi.exp()
-    logps = (x.gather(1, tokens[:, None]).squeeze(1) for x in (log_mu, log_pi))
-    return ExactDivergences(
-        (mu * (log_mu - log_pi)).sum(-1),
-        (pi * (log_pi - log_mu)).sum(-1),
-        (mu - pi).abs().sum(-1) / 2,
-        (pi * (log_pi - log_mu).exp()).sum(-1) - 1,
-        -(mu * log_mu).sum(-1),
-        -(pi * log_pi).sum(-1),
-        (pi * pi).sum(-1),
-        *logps,
-    )
+def products(h, head, h2, head2):
+    """Two whole matrices of logits in float32, for the naive way."""
+    return h.float() @ head.weight.float().T, h2.float() @ head2.weight.float().T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -232,7 +162,7 @@ def naive(pair, tokens, dtype):
 def test_no_further_from_the_truth_than_the_naive_way(dtype, drift):
     *pair, tokens = policies(n=16, v=3000, d=24, dtype=dtype, drift=drift)
     got = hidden_divergences(*pair, tokens=tokens, chunk=512, token_chunk=5)
-    obvious, exact = naive(pair, tokens, torch.float32), truth(*pair, tokens)
+    obvious, exact = naive(*products(*pair), tokens), truth(*pair, tokens)
     for name, ours, theirs, best in zip(got._fields, got, obvious, exact, strict=True):
         assert ours.dtype is torch.float32
         assert len(ours) == 16
@@ -250,7 +180,7 @@ def test_a_tiny_divergence_survives_float32():
     error = (got.kl_rollout_current - exact.kl_rollout_current).abs()
     # Float32 products of size 16 are off by 1e-6, and x here is 6e-5.
     assert (error <= 0.1 * exact.kl_rollout_current).all()
-    obvious = naive((h, head, h2, head), tokens, torch.float32).kl_rollout_current
+    obvious = naive(*products(h, head, h2, head), tokens).kl_rollout_current
     assert (obvious - exact.kl_rollout_current).abs().mean() > 10 * error.mean()
 
 
@@ -271,18 +201,6 @@ def test_rounded_scores_are_those_of_an_engine_of_that_dtype(dtype, extra, with_
     # One logit in thousands lies so near a tie that another order of summation rounds it elsewhere.
     assert (got != engine.float()).float().mean() < 5e-3
     assert (got - engine.float()).abs().max() <= 4 * torch.finfo(dtype).eps * got.abs().max()
-
-
-def test_rounding_is_what_tells_an_engine_from_its_exact_product():
-    # Both engines hold the same states and weights; one samples from bfloat16 logits.
-    h = numbers(8, 64, dtype=torch.bfloat16)
-    w = numbers(700, 64, seed=1, scale=0.4, dtype=torch.bfloat16)
-    rounded, exact = Head(w, round_to=torch.bfloat16), Head(w)
-    gap = hidden_divergences(h, rounded, h, exact).kl_rollout_current
-    logits = logits_of(h, exact)
-    want = definition(logits.bfloat16().double(), logits, torch.zeros(8, dtype=torch.int64))
-    assert (want.kl_rollout_current > 1e-6).all()
-    torch.testing.assert_close(gap.double(), want.kl_rollout_current, rtol=0.05, atol=0)
 
 
 def test_autocast_does_not_round_the_evidence():
@@ -414,18 +332,6 @@ def test_a_compiler_that_fails_leaves_the_plain_numbers(monkeypatch):
         hidden_divergences(*pair[:4], compiled=True)
 
 
-def test_the_steps_are_pure_functions_of_a_block():
-    z, one = numbers(4, 9), torch.ones((), dtype=F64)
-    top, total = torch.full((4,), -1e300, dtype=F64), torch.zeros(4, dtype=F64)
-    for block in z.split(4, dim=1):
-        top, total = update_normalizer(block, top, total, one)
-    torch.testing.assert_close(top + total.log(), z.logsumexp(1), rtol=1e-14, atol=0)
-    parts = [accumulate(b, b, top, total, top, total, one, one) for b in z.split(4, dim=1)]
-    entropy = sum(part[4] for part in parts)
-    log_p = z.log_softmax(1)
-    torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum(1), rtol=1e-12, atol=0)
-
-
 def test_evidence_has_no_gradient():
     h, head, h2, _, tokens = policies()
     leaf = Head(head.weight.clone().requires_grad_())
@@ -475,17 +381,3 @@ def test_numbers_that_mean_nothing_are_named(change):
 def test_heads_that_mean_nothing_are_refused(arguments, names):
     with pytest.raises((OffdriftError, TypeError), match=names):
         Head(**arguments)
-
-
-def test_the_benchmark_runs_and_its_numbers_agree(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    path = tmp_path / "hidden_kl.json"
-    found = importlib.import_module("hidden_kl").main(["--tiny", "--json", str(path)])
-    assert json.loads(path.read_text()) == found
-    cases = [table for name, table in found.items() if name.startswith("d=16")]
-    assert len(cases) == 2
-    for table in cases:
-        for way in ("ours", "ours, keep_mib=0"):
-            assert table[way]["kl_relative_error"] < 1e-4
-            assert table[way]["tv_error"] < 1e-6
-            assert 0 < table[way]["peak_mib"] < table["naive"]["peak_mib"]

@@ -81,20 +81,6 @@ def test_contains_the_exact_value(pair, data):
     assert (got_tv.hi <= 1).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("drift", [0.0, 1e-3, 0.1, 1.0])
-@pytest.mark.parametrize("k", [0, 1, 20, 200])
-def test_contains_the_exact_value_however_the_record_is_rounded(dtype, drift, k):
-    mu, pi = random_pair(16, 200, drift=drift, seed=k)
-    ids, logp, tokens, drawn = record(mu, k, torch.arange(16))
-    wobble = torch.linspace(-1, 1, 16).double() * 2**-17  # of float32 arithmetic; then it is stored
-    logp, drawn = (logp + wobble[:, None]).to(dtype), (drawn + wobble).to(dtype)
-    got_kl, got_tv = topk_divergences(ids, logp, tokens, drawn, pi)
-    for got, exact in zip((got_kl, got_tv), kl_and_tv(mu, pi), strict=True):
-        assert (got.lo <= exact + 1e-15).all()
-        assert (exact <= got.hi + 1e-15).all()
-
-
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_more_evidence_never_widens_the_interval(cap):
     mu, pi = random_pair(20, 60, drift=0.7)
@@ -246,13 +232,6 @@ def test_terms_of_one_size_that_all_round_in_one_direction_are_allowed_for(vocab
     off = (in_lanes(z).double() - z.double().log_softmax(-1))[0, 0].abs()
     own, shared = rounding(torch.tensor(-1.0), vocab=vocab)
     assert 0.9 * shared < off <= own + shared
-
-
-def test_rounding_in_lanes_is_more_than_128_epsilons():
-    """What a constant allowance would miss."""
-    z = 3.0 * torch.randn(6, 262_144, generator=torch.Generator().manual_seed(1))
-    off = (in_lanes(z).double() - z.double().log_softmax(-1)).abs().max()
-    assert off > interval.ROUNDING * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("vocab", [151_936, 262_144])

@@ -172,29 +172,21 @@ def test_nothing_leaks_out_of_a_bad_row(of, bad):
 
 
 @every_loss
-def test_pieces_change_nothing(of, monkeypatch):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pieces_and_threads_change_nothing(of, threads, monkeypatch):
     mu, pi = random_pair(11, 30, drift=0.5)
     pi.requires_grad_()
     whole = gradient_of(LOSSES[of](mu, pi, compiled=False), pi, upstream_for(pi))
-    monkeypatch.setitem(chunks.PLAIN_CHUNK, "cpu", 3 * 30)
-    pieces = gradient_of(LOSSES[of](mu, pi, compiled=False), pi, upstream_for(pi))
-    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-16)
-    assert whole.abs().sum(-1).count_nonzero() == 11
-
-
-@every_loss
-def test_threads_write_the_same_gradient(of, monkeypatch):
-    mu, pi = random_pair(11, 30, drift=0.5)
-    pi.requires_grad_()
-    whole = gradient_of(LOSSES[of](mu, pi, compiled=False), pi, upstream_for(pi))
-    before = torch.get_num_threads()
     monkeypatch.setattr(chunks, "THREADS_FROM", 1)
-    torch.set_num_threads(2)
+    monkeypatch.setitem(chunks.PLAIN_CHUNK, "cpu", 3 * 30)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
-        shared_out = gradient_of(LOSSES[of](mu, pi, compiled=False), pi, upstream_for(pi))
+        pieces = gradient_of(LOSSES[of](mu, pi, compiled=False), pi, upstream_for(pi))
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(shared_out, whole, rtol=1e-12, atol=1e-16)
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-16)
+    assert whole.abs().sum(-1).count_nonzero() == 11
 
 
 @every_loss
@@ -288,31 +280,26 @@ def test_a_gpu_keeps_the_normalizers_for_the_way_back(of, monkeypatch):
     mu, pi = random_pair(3, 6, drift=0.5)
     pi.requires_grad_()
     kept = kernels.Normalizers(*torch.arange(12.0).reshape(4, 3))
-    seen = {}
+    calls = []
 
-    def with_normalizers(logits_rollout, logits, tokens=None, temperature=1.0):
-        seen["forward"] = (logits_rollout, logits, temperature)
+    def with_normalizers(logits_rollout, logits, temperature):
+        calls.append((logits_rollout.data_ptr(), logits.data_ptr(), temperature))
         return definition(logits_rollout, logits, first_tokens(logits), temperature), kept
 
-    def backward(*arguments):
-        seen["backward"] = arguments
+    def gradient(which, upstream, value, logits_rollout, logits, normalizers, temperature):
+        calls.append((logits_rollout.data_ptr(), logits.data_ptr(), temperature))
+        assert (which, upstream.tolist()) == (of, [1.0] * 3)
+        torch.testing.assert_close(value, naive_loss(of, mu, pi.detach(), 0.7))
+        assert torch.equal(torch.stack(normalizers), torch.stack(kept))
         return torch.full_like(pi, 7.0)
 
     monkeypatch.setattr(losses, "route_of", lambda *_, **__: "triton")
     monkeypatch.setattr(kernels, "with_normalizers", with_normalizers)
-    monkeypatch.setattr(kernels, "gradient", backward)
+    monkeypatch.setattr(kernels, "gradient", gradient)
     value = LOSSES[of](mu, pi, temperature=0.7)
-    torch.testing.assert_close(value, naive_loss(of, mu, pi, 0.7))
     assert gradient_of(value, pi, torch.ones(3).double()).unique().tolist() == [7.0]
-    policies = (pi if of == "entropy" else mu, pi)
-    assert [x.data_ptr() for x in seen["forward"][:2]] == [x.data_ptr() for x in (policies[0], pi)]
-    which, upstream, of_value, *given_policies, normalizers, temperature = seen["backward"]
-    assert which == of
-    assert upstream.tolist() == [1.0] * 3
-    assert torch.equal(of_value, value)
-    assert [x.data_ptr() for x in given_policies] == [x.data_ptr() for x in policies]
-    assert torch.equal(torch.stack(normalizers), torch.stack(kept))
-    assert seen["forward"][2] == temperature == 0.7
+    rollout = pi if of == "entropy" else mu
+    assert calls == [(rollout.data_ptr(), pi.data_ptr(), 0.7)] * 2
 
 
 def test_bad_arguments_are_refused():

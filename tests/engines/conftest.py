@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 
-from tests.engines.models import tiny
+from tests.engines.models import need_vllm, tiny
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -33,10 +30,7 @@ def checkpoints(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vllm_engine(checkpoints):
     """A vLLM engine by checkpoint kind and options; one per combination and session."""
-    if importlib.util.find_spec("vllm") is None:
-        if os.environ.get("CI"):
-            pytest.fail("vLLM is not installed; run `make install-vllm`", pytrace=False)
-        pytest.skip("vLLM is not installed; run `make install-vllm`")
+    need_vllm()
     from offdrift.engines.vllm.engine import VLLMEngine
 
     built = {}

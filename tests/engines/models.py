@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
 from functools import cache
 
 import pytest
@@ -21,6 +23,16 @@ def no_wide_vectors(patch: pytest.MonkeyPatch) -> None:
     """Let vLLM, which asks torch, take this processor for one without AVX-512 and AMX."""
     for has in _WIDE_VECTORS:
         patch.setattr(torch.cpu, has, lambda: False)
+
+
+def need_vllm(*besides: str) -> None:
+    """Skip the test where vLLM, or a module that it needs besides, is missing; fail where CI should have it."""
+    missing = [name for name in ("vllm", *besides) if importlib.util.find_spec(name) is None]
+    if missing:
+        words = f"not installed: {', '.join(missing)}; run `make install-vllm`"
+        if os.environ.get("CI"):
+            pytest.fail(words, pytrace=False)
+        pytest.skip(words)
 
 
 SIZES = {

@@ -28,14 +28,12 @@ def test_the_factory_passes_options_on():
     assert (engine.name, engine.dtype, engine.vocab_size) == ("rollout", "bfloat16", 64)
 
 
-def test_an_unknown_kind_is_refused_by_name():
-    with pytest.raises(EngineError, match="'sglang'; there are"):
-        make_engine("sglang", "path")
-
-
-def test_a_model_is_not_a_checkpoint_folder():
-    with pytest.raises(EngineError, match="got Qwen3ForCausalLM; save the model"):
-        make_engine("vllm", tiny("dense"))
+@pytest.mark.parametrize(
+    ("kind", "words"), [("sglang", "'sglang'; there are"), ("vllm", "got Qwen3ForCausalLM; save the model")]
+)
+def test_what_cannot_be_made_is_refused_by_name(kind, words):
+    with pytest.raises(EngineError, match=words):
+        make_engine(kind, tiny("dense"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -22,11 +21,10 @@ from offdrift.engines.verify_sync import verify_sync
 from offdrift.errors import EngineError, SyncError
 from offdrift.train.models import save_for_engine, tiny_tokenizer
 from tests.engines.contract import PLAIN, PROMPTS, SAMPLINGS, EngineContract
-from tests.engines.models import VOCAB, tiny
+from tests.engines.models import VOCAB, need_vllm, tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-NEEDED = ("vllm", "uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")
 START_S = 300
 """Seconds that a start may take on a busy machine; 20 to 30 on a quiet one."""
 FLAGS = (
@@ -60,12 +58,7 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def url(folder, tmp_path_factory):
     """A vLLM server on that checkpoint; ended by its process id."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        words = f"a vLLM server needs {', '.join(missing)}; run `make install-vllm`"
-        if os.environ.get("CI"):
-            pytest.fail(words, pytrace=False)
-        pytest.skip(words)
+    need_vllm("uvicorn", "watchfiles", "prometheus_fastapi_instrumentator", "model_hosting_container_standards")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

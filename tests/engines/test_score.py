@@ -10,11 +10,11 @@ import torch
 
 from offdrift.divergence.head import Head
 from offdrift.divergence.hidden import hidden_divergences
+from offdrift.engines.generate import Draws, rollouts_from
 from offdrift.engines.output_head import head_input, head_of
 from offdrift.engines.score import divergences, left_right_padded, score
 from offdrift.errors import EvidenceError
 from offdrift.records import FullVocab, HiddenStates, Provenance, Rollouts, Sampling, TopK
-from offdrift.records.rollouts import pack_sequences
 from tests.engines.models import SMALLER
 
 PROMPTS = [[3], [4, 5, 6], [7, 8]]
@@ -22,20 +22,10 @@ RESPONSES = [[0, 0, 9, 2], [1], [5, 0, 0]]  # id 0 is the pad id of the model be
 
 
 def rollouts(**changes) -> Rollouts:
-    tokens, cu_seqlens = pack_sequences(RESPONSES)
-    prompt_tokens, prompt_cu_seqlens = pack_sequences(PROMPTS)
-    made = Rollouts(
-        tokens=tokens,
-        logp_rollout=torch.full((len(tokens),), -1.0),
-        cu_seqlens=cu_seqlens,
-        rollout_version=torch.zeros_like(tokens),
-        prompt_tokens=prompt_tokens,
-        prompt_cu_seqlens=prompt_cu_seqlens,
-        group_ids=torch.arange(3),
-        finish=("length",) * 3,
-        provenance=Provenance("t", "0", "m", "float32", None, Sampling(max_tokens=4)),
-    )
-    return made.with_(**changes)
+    tokens, lengths = torch.tensor([t for r in RESPONSES for t in r]), torch.tensor([len(r) for r in RESPONSES])
+    provenance = Provenance("t", "0", "m", "float32", None, Sampling(max_tokens=4))
+    draws = Draws(tokens, lengths, torch.full((len(tokens),), -1.0), None)
+    return rollouts_from([draws], PROMPTS, version=0, provenance=provenance).with_(**changes)
 
 
 @pytest.fixture(scope="module")

@@ -175,16 +175,15 @@ def _noise(check: Fields) -> list[RenderableType]:
 
 def _factors(check: Fields) -> list[RenderableType]:
     factors = rows(check.get("factors"))
-    settings, mistakes = by_kind(factors)
     parts: list[RenderableType] = []
-    if settings:
-        parts += [_heading("One setting changed at a time"), _factor_table(settings, check)]
-        if any(number(at(f, "detail", "self_kl_mean")) is not None for f in settings):
-            parts.append(Text(OWN_KL, style="dim"))
-        parts += _reasons(settings)
-    if mistakes:
-        parts += [_heading("What common mistakes would cost here"), _factor_table(mistakes)]
-        parts += _reasons(mistakes)
+    titles = ("One setting changed at a time", "What common mistakes would cost here")
+    for title, group, baseline in zip(titles, by_kind(factors), (check, None)):
+        if group:
+            parts += [_heading(title), _factor_table(group, baseline)]
+            if baseline and any(number(at(f, "detail", "self_kl_mean")) is not None for f in group):
+                parts.append(Text(OWN_KL, style="dim"))
+            why = ((_name(f), safe(text(f.get("why")))) for f in group)
+            parts += [Text.assemble((f"  {name}: ", "bold"), words) for name, words in why if words]
     for status, style in (("failed", "yellow"), ("not offered", "dim"), ("skipped", "dim")):
         parts += [
             Text(f"  {_name(f)} {status}: {safe(text(f.get('why')))}", style=style)
@@ -238,11 +237,6 @@ def _factor_table(factors: list[dict[str, Any]], check: Fields | None = None) ->
     return table
 
 
-def _reasons(factors: list[dict[str, Any]]) -> list[RenderableType]:
-    """The sentences of experiments about their numbers."""
-    return [Text.assemble((f"  {_name(f)}: ", "bold"), why) for f in factors if (why := safe(text(f.get("why"))))]
-
-
 def _name(factor: Fields) -> str:
     """Name of a factor, with spaces where a line may break."""
     return safe(text(factor.get("factor"))).replace("_", " ")
@@ -280,9 +274,8 @@ def _recommended(check: Fields) -> list[RenderableType]:
     name, why = safe(text(advice.get("method"))), safe(text(advice.get("why")))
     parts: list[RenderableType] = []
     if name:
-        changed = ", ".join(
-            f"{safe(path)} = {short(number(value))}" for path, value in mapping(advice.get("settings")).items()
-        )
+        settings = mapping(advice.get("settings")).items()
+        changed = ", ".join(f"{safe(path)} = {short(number(value))}" for path, value in settings)
         words = (("Recommended: ", "bold green"), (name, "bold"), f" ({changed}): {why}")
         parts.append(Text.assemble("\n", *words))
     elif why:

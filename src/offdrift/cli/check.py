@@ -88,11 +88,10 @@ def check(
     import torch
 
     from offdrift.check.bench import Bench, EngineSpec, checkpoint_of
-    from offdrift.check.check import FILE_NAME, check_max_kl
+    from offdrift.check.check import BUNDLED, FILE_NAME, check_max_kl, encoded, read_prompts
     from offdrift.check.check import check as measure_all
     from offdrift.check.factors import chosen, left_out
     from offdrift.check.page import write_check_page
-    from offdrift.check.prompts import BUNDLED, encoded, read_prompts
     from offdrift.check.view import check_view
     from offdrift.records.atomic import write_json
     from offdrift.records.rollouts import Sampling

@@ -197,16 +197,12 @@ class _Policy:
         drawn = block.gather(1, torch.where(inside, tokens - span.start, 0)[:, None]).squeeze(1)
         if self.route == "triton":
             drawn = self.head.shaped(drawn)
-            normalizer = kernels.update_normalizer(self.top, self.total, block, self.temperature, self.shape)
+            normalizer = kernels.update_normalizer(self.top, self.total, block, self.temperature, self.head)
         else:
             rows = (block, self.top, self.total)
             normalizer = self.by_rows(update_normalizer, rows, self.divisor)
         self.top, self.total = normalizer
         self.drawn = torch.where(inside, drawn.to(self.dtype), self.drawn)
-
-    @property
-    def shape(self) -> kernels.Shape:
-        return kernels.Shape(self.head.scale, self.head.soft_cap, self.head.round_to)
 
     def by_rows(self, function: chunks.RowFunction, rows: tuple[Tensor, ...], *shared: Tensor) -> tuple[Tensor, ...]:
         return chunks.by_rows(function, rows, *shared, compiled=self.route == "compiled")
@@ -232,8 +228,8 @@ def _fields(mu: _Policy, pi: _Policy, tokens: Tensor, spans: list[slice], *, kee
     for both in kept or blocks():
         normalizers = ((mu.top, mu.total), (pi.top, pi.total))
         if mu.route == "triton":
-            temperatures, shapes = (mu.temperature, pi.temperature), (mu.shape, pi.shape)
-            sums = kernels.accumulate(sums, both, normalizers, temperatures, shapes)
+            temperatures = (mu.temperature, pi.temperature)
+            sums = kernels.accumulate(sums, both, normalizers, temperatures, (mu.head, pi.head))
         else:
             rows = (*both, *normalizers[0], *normalizers[1])
             sums = sums + torch.stack(mu.by_rows(accumulate, rows, mu.divisor, pi.divisor))

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.divergence.exact import ExactDivergences
+from offdrift.divergence.head import Head
 from offdrift.errors import BadValueError, ShapeError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,20 +43,6 @@ class Normalizers(NamedTuple):
     low_rollout: Float[Tensor, " n"]
     high: Float[Tensor, " n"]
     low: Float[Tensor, " n"]
-
-
-class Shape(NamedTuple):
-    """What turns a product h W^T + b into a score: soft_cap tanh(scale x / soft_cap).
-
-    As in `hidden.Head`: every step is rounded to `round_to` if given, and -inf stays -inf.
-    """
-
-    scale: float | int = 1.0
-    soft_cap: float | int | None = None
-    round_to: torch.dtype | None = None
-
-
-LINEAR = Shape()
 
 
 def available(device: torch.device, *dtypes: torch.dtype) -> bool:
@@ -145,15 +132,15 @@ def update_normalizer(
     top: Float[Tensor, " n"],
     total: Float[Tensor, " n"],
     scores: Float[Tensor, "n c"],
-    temperature: float | int = 1.0,
-    shape: Shape = LINEAR,
+    temperature: float | int,
+    head: Head,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """The largest score so far and sum e^((score - top) / temperature), with one more chunk.
 
     Args:
         top: before the first chunk -inf, or the lowest finite number.
         total: before the first chunk 0; of any float dtype, in which the chunks meet.
-        scores: the chunk, before `shape`, which is what the head does to its product.
+        scores: the chunk, as `head.products` are.
 
     Returns: the new top and total, in the dtypes of the old.
     """
@@ -167,9 +154,9 @@ def update_normalizer(
         scores,
         *(top.contiguous(), total.contiguous(), new_top, new_total),
         *(scores.stride(0), scores.shape[1], _bits(temperature)),
-        *(shape.scale, shape.soft_cap or 1.0),
-        CAPPED=shape.soft_cap is not None,
-        ROUND=dtype_of(shape.round_to),
+        *(head.scale, head.soft_cap or 1.0),
+        CAPPED=head.soft_cap is not None,
+        ROUND=dtype_of(head.round_to),
     )
     return new_top, new_total
 
@@ -179,14 +166,14 @@ def accumulate(
     sums: Float[Tensor, "7 n"],
     scores: tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]],
     normalizers: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
-    temperatures: tuple[float | int, float | int] = (1.0, 1.0),
-    shapes: tuple[Shape, Shape] = (LINEAR, LINEAR),
+    temperatures: tuple[float | int, float | int],
+    heads: tuple[Head, Head],
 ) -> Float[Tensor, "7 n"]:
     """The first seven fields of `ExactDivergences`, with one more chunk of both policies' scores.
 
     Args:
         sums: so far, float32 or better. TV may end above 1, by rounding.
-        scores: the same chunk of the rollout and of the current policy, before `shapes`.
+        scores: the same chunk of the rollout and of the current policy, as `Head.products` are.
         normalizers: the final (top, total) of each, from `update_normalizer` over all chunks.
 
     Returns: new sums. NaN for a policy that is no distribution, though not in every field.
@@ -204,12 +191,12 @@ def accumulate(
         *(x.stride(0) for x in both),
         *both[0].shape,
         *(_bits(t) for t in temperatures),
-        *(shape.scale for shape in shapes),
-        *(shape.soft_cap or 1.0 for shape in shapes),
-        CAPPED_ROLLOUT=shapes[0].soft_cap is not None,
-        CAPPED=shapes[1].soft_cap is not None,
-        ROUND_ROLLOUT=dtype_of(shapes[0].round_to),
-        ROUND=dtype_of(shapes[1].round_to),
+        *(head.scale for head in heads),
+        *(head.soft_cap or 1.0 for head in heads),
+        CAPPED_ROLLOUT=heads[0].soft_cap is not None,
+        CAPPED=heads[1].soft_cap is not None,
+        ROUND_ROLLOUT=dtype_of(heads[0].round_to),
+        ROUND=dtype_of(heads[1].round_to),
     )
     return out
 

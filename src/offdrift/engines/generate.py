@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +18,10 @@ from offdrift.errors import EngineError
 from offdrift.records.rollouts import (
     Evidence,
     EvidenceKind,
-    FullVocab,
     HiddenStates,
     Provenance,
     Rollouts,
     Sampling,
-    TopK,
     pack_sequences,
 )
 
@@ -193,14 +191,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _joined_evidence(parts: list[Any]) -> Evidence | None:
     """One evidence from those of all parts, which are of one kind."""
-    match parts[0]:
-        case HiddenStates(head=head):
-            return HiddenStates(_joined([p.states for p in parts]), head)
-        case FullVocab():
-            return FullVocab(_joined([p.logp for p in parts]))
-        case TopK():
-            return TopK(_joined([p.ids for p in parts]), _joined([p.logp for p in parts]))
-    return None
+    if parts[0] is None:
+        return None
+    names = [f.name for f in fields(parts[0]) if isinstance(getattr(parts[0], f.name), Tensor)]
+    return replace(parts[0], **{name: _joined([getattr(p, name) for p in parts]) for name in names})
 
 
 class Drawing(ABC):

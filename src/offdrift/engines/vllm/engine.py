@@ -27,7 +27,7 @@ from offdrift.divergence.head import Head
 from offdrift.engines.generate import Drawing, Draws, Request, entries, pieces, prompts_of, request_seed, responses_of
 from offdrift.engines.isolation import host_kept
 from offdrift.engines.routing import route_lengths
-from offdrift.engines.vllm.taps import IMPOSED, imposed, routes_tap, state_tap
+from offdrift.engines.vllm.taps import IMPOSED, imposed, routes_tap, runner_of, state_tap
 from offdrift.errors import EngineError, NotOfferedError
 from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, HiddenStates, Rollouts, Sampling, TopK
 
@@ -390,8 +390,7 @@ def own_groups(parallel_state: ModuleType) -> Iterator[None]:
 
 def repacked(llm: Any) -> None:
     """`repack` of the model inside an in-process `vllm.LLM`."""
-    worker = llm.llm_engine.model_executor.driver_worker
-    repack(getattr(worker, "worker", worker).model_runner)
+    repack(runner_of(llm))
 
 
 def repack(runner: Any) -> None:
