@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offdrift.check.factors import rollout, sampling, train
+from offdrift.check.factors import rollout, train
 from offdrift.check.factors.base import Cost
 from offdrift.check.factors.base import Factor as Factor
 from offdrift.errors import BadValueError
@@ -14,11 +14,11 @@ FACTORS: tuple[Factor, ...] = (
     rollout.repeats,
     rollout.batch,
     rollout.prefix_caching,
-    sampling.temperature,
-    sampling.top_p,
-    sampling.raw_logprobs,
-    sampling.off_by_one,
-    sampling.tokenization,
+    train.temperature,
+    train.top_p,
+    train.raw_logprobs,
+    train.off_by_one,
+    train.tokenization,
     train.pad_id,
     rollout.routing,
     train.weight_sync,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -207,11 +207,8 @@ def only_vllm(feature: str) -> Requirement:
     return needs(lambda bench, rollout: rollout.kind == "vllm", f"the {{kind}} engine has no {feature}")
 
 
-class Change(NamedTuple):
-    """An engine with one setting changed, and the change in words."""
-
-    words: str
-    spec: EngineSpec
+Change = tuple[str, EngineSpec]
+"""The change in words, and an engine with that one setting changed."""
 
 
 def variant(
@@ -246,7 +243,7 @@ BACKENDS, IMPLEMENTATIONS = ("TRITON_ATTN", "FLASH_ATTN"), ("eager", "sdpa")
 def dtype_changed(spec: EngineSpec, model: nn.Module | None = None) -> Change:
     """The whole engine at another precision."""
     other = _other_dtype(spec.dtype)
-    return Change(f"{other} instead of {spec.dtype}", spec.with_(dtype=other))
+    return (f"{other} instead of {spec.dtype}", spec.with_(dtype=other))
 
 
 def head_changed(spec: EngineSpec, model: nn.Module | None = None) -> Change:
@@ -254,7 +251,7 @@ def head_changed(spec: EngineSpec, model: nn.Module | None = None) -> Change:
     now = str(spec.options.get("head_dtype", spec.dtype))
     other = _other_dtype(now)
     words = f"output head in {other} instead of {now}, the rest in {spec.dtype}"
-    return Change(words, spec.with_(head_dtype=other))
+    return (words, spec.with_(head_dtype=other))
 
 
 def attention_changed(spec: EngineSpec, model: nn.Module) -> Change:
@@ -266,7 +263,7 @@ def attention_changed(spec: EngineSpec, model: nn.Module) -> Change:
         default = str(getattr(model.config, "_attn_implementation", None) or second)
     now = spec.options.get(option, default)
     other = second if now == first else first
-    return Change(f"{other} instead of {now}", spec.with_(**{option: other}))
+    return (f"{other} instead of {now}", spec.with_(**{option: other}))
 
 
 def _other_dtype(now: str) -> str:

@@ -60,13 +60,13 @@ SETTABLE = needs(
 def _cache_changed(spec: EngineSpec, model: nn.Module) -> Change:
     now = str(spec.options.get("kv_cache_dtype", "auto"))
     other = "fp8" if now == "auto" else "auto"
-    return Change(f"kv_cache_dtype {other} instead of {now}", spec.with_(kv_cache_dtype=other))
+    return (f"kv_cache_dtype {other} instead of {now}", spec.with_(kv_cache_dtype=other))
 
 
 def _compilation_changed(spec: EngineSpec, model: nn.Module) -> Change:
     eager = bool(spec.options.get("enforce_eager", True))
     words = "compiled instead of eager" if eager else "eager instead of compiled"
-    return Change(words, spec.with_(enforce_eager=not eager))
+    return (words, spec.with_(enforce_eager=not eager))
 
 
 rollout_dtype = variant(
