@@ -1,8 +1,8 @@
 """What every rollout engine must keep (`offdrift.engines`), as one suite run on each engine.
 
-A test class inherits from `EngineContract` and provides three fixtures: `engine`, `model` (the
-trainer's float32 model, whose weights the engine holds when a test begins and ends) and `exact`
-(whether the engine computes in float32, so that it must agree with the oracle to rounding).
+A module with a class that inherits from `EngineContract` provides a fixture `built`: the trainer's
+float32 model, whose weights the engine holds when a test begins and ends, the engine, and whether it
+computes in float32, so that it must agree with the oracle to rounding.
 """
 
 from __future__ import annotations
@@ -55,6 +55,18 @@ class Forgetful:
 class EngineContract:
     DRAWS = 2000
     """Tokens whose frequencies are compared with the recorded distribution."""
+
+    @pytest.fixture
+    def model(self, built):
+        return built[0]
+
+    @pytest.fixture
+    def engine(self, built):
+        return built[1]
+
+    @pytest.fixture
+    def exact(self, built):
+        return built[2]
 
     # -- what is recorded is what was sampled --------------------------------------------------
 

@@ -92,19 +92,14 @@ def model():
     return tiny("dense")
 
 
-@pytest.fixture(scope="module")
-def exact() -> bool:
-    return True
-
-
 def _engine(url: str, **options) -> OpenAIEngine:
     return OpenAIEngine(url, **{"vocab_size": VOCAB, "sync": True, **options})
 
 
 @pytest.fixture(scope="module")
-def engine(url):
+def built(url, model):
     engine = _engine(url)
-    yield engine
+    yield model, engine, True
     engine.close()
 
 

@@ -27,17 +27,7 @@ def built(request):
 
 
 class TestContract(EngineContract):
-    @pytest.fixture
-    def model(self, built):
-        return built[0]
-
-    @pytest.fixture
-    def engine(self, built):
-        return built[1]
-
-    @pytest.fixture
-    def exact(self, built):
-        return built[2]
+    """All of it."""
 
 
 def exact_against(model, engine, sampling=PLAIN):

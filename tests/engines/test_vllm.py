@@ -31,17 +31,7 @@ def built(request, vllm_engine):
 
 
 class TestContract(EngineContract):
-    @pytest.fixture
-    def model(self, built):
-        return built[0]
-
-    @pytest.fixture
-    def engine(self, built):
-        return built[1]
-
-    @pytest.fixture
-    def exact(self, built):
-        return built[2]
+    """All of it."""
 
 
 @pytest.fixture
