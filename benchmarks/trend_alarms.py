@@ -21,9 +21,8 @@ from jaxtyping import Float
 
 from offdrift.judge import READINGS, Context, judge, load_rules
 from offdrift.judge.readings.trends import TRENDS
-from offdrift.judge.readings.view import View, read
+from offdrift.judge.readings.view import View, Window, read
 from offdrift.judge.watcher import PATIENCE
-from offdrift.judge.window import Window
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "trend_alarms.json"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-
 from offdrift.judge import READINGS, load_rules
-from offdrift.judge.readings import signatures
 from offdrift.judge.rules import LETTERS, Rule, Rules
 
 LETTER = {
@@ -75,13 +72,48 @@ BLIND = """## What cannot be seen
   temperature in the context, `untempered_trainer` may be that; agreement at lag 0 refutes it.
 """
 
+SIGNATURES = r"""## What tells one engine bug from another
+
+Write s for the distribution that drew the tokens, m for the one whose log-probs were recorded, p
+for the second policy, and l = log p - log m. If the record is honest (m = s) and p gives no mass to
+tokens that s cannot draw, then, *whatever the drift*,
+
+    E[e^l] = sum_a s(a) p(a) / s(a) = 1                                              (1)
+
+and E[-l] = KL(s || p) >= 0. The table turns this into tests that no amount of learning can fool.
+With k1 = mean(-l) and k3 = mean(e^l - 1 - l), both of which every framework logs,
+
+    mean e^l = 1 + k3 - k1                                                           (2)
+
+so (1) can be tested on logs that never recorded it.
+
+- **Raw log-probs** (recorded before the temperature, drawn after it; the trainer is right, p = s):
+  E[e^l] = sum s^2 / m = 1 + chi2(s || m) > 1, and k1 = -KL(s || m) < 0, for every temperature. A KL
+  that comes out negative is the same fact. A heavy tail that the sample missed errs the other way:
+  it makes the mean too small.
+- **Untempered trainer** (the record is honest, p forgot the temperature T): (1) holds, and
+  log p = T log s + a number of the context, so the regression of log p on log m has a slope between
+  T and 1 at high r2 (a spread of those numbers pulls it towards 1).
+- **One-sided filter** (top-p or top-k renormalized the rollout's side alone: m = p / Z inside a
+  nucleus of mass Z): l = log Z <= 0 on every token, E[e^l] = E[Z] < 1, and since l is small but
+  one-sided, k1 = E[-log Z] is first order in 1 - Z while k3 is second order: the share
+  (k1 - k3) / k1 is near 1. Drift of weights or precision has E[e^l] = 1, hence k1 = k3 and share 0.
+  Filtered on the other side alone, signs turn over: l >= 0 wherever it is finite.
+- **Off by one**: the second policy's log-probs match the rollout's neighbours better than its own.
+- **Router flips** are rare and large, precision is everywhere and small: compare the share of k3
+  that 1 % of the tokens carry. For Gaussian l it is 0.08; measured on SmolLM2, bfloat16 and int8
+  engines give 0.16 and 0.19.
+- **Wrong weights**: at claimed lag 0 the divergence grows as training goes on, for precision has no
+  reason to grow, and the weights of an engine that is not updated fall behind.
+"""
+
 
 def rules_page() -> str:
     """The page: signatures, rules, escalation, thresholds, readings."""
     rules = load_rules()
     parts = [
         INTRO,
-        _signatures(),
+        SIGNATURES,
         BLIND,
         "## Rules\n",
         *(_letter(x, rules) for x in LETTERS),
@@ -94,12 +126,6 @@ def rules_page() -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _signatures() -> str:
-    text = inspect.getdoc(signatures) or ""
-    _, _, rest = text.partition("\n\n")
-    return "## What tells one engine bug from another\n\n" + rest
 
 
 def _letter(letter: str, rules: Rules) -> str:

@@ -1,52 +1,96 @@
-"""The command line as a person uses it: in a subprocess, reading what it prints."""
+"""The command line as a shell sees it: exit statuses, messages, help, and what all commands have in common."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from offdrift.cli import application
+from offdrift.cli.exit_codes import MEANINGS, ExitCode
+from offdrift.records.recorder import write_log
+from tests.audit.logs import drawn as logged
+from tests.command import command
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--set", "warm_start.steps=0", "--set", "batches=4", "--set", "rollout.prompts=2", "--set", "rollout.samples=2", "--set", "log.eval_prompts=2", "--set", "lag.sync_every=1", "--set", "log.checkpoint_every=1"]  # fmt: skip
+TINY_CHECK = (
+    "check --model tiny-qwen3 --rollout transformers:bfloat16 --max-prompts 2 --max-tokens 4"
+    " --factors none --max-kl 1e-9"
+)
+SMALL = ("warm_start.steps=0", "batches=48", "rollout.prompts=2", "rollout.samples=2", "log.eval_prompts=2", "lag.sync_every=1", "log.checkpoint_every=1")  # fmt: skip
+"""Long enough that the second arm is still at it when the signal comes, on a busy machine too."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a log of much drift and an audit of it."""
+    place = tmp_path_factory.mktemp("shell")
+    write_log(logged(drift=2.0, sequences=120, steps=6), place / "log" / "batch-0.parquet")
+    assert shell("audit log --out audits/log -q", place).returncode == 0
+    return place
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", "TERM": "dumb", "NO_COLOR": "1", **more}
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    plain = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "140", "TERM": "dumb", "NO_COLOR": "1"}
+    return {**os.environ, **plain, **more}
 
 
-def offdrift(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "offdrift", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=180)
+def shell(words: str, cwd: Path, **more: str) -> subprocess.CompletedProcess:
+    """Run `offdrift WORDS` in a shell."""
+    line = f"{sys.executable} -m offdrift {words}"
+    return subprocess.run(["bash", "-c", line], cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=180)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("audit nowhere.jsonl", ExitCode.ERROR),
+        ("nix", ExitCode.USAGE),
+        ("watch log --until-idle 0.2 --every 0.05 --fail-on act", ExitCode.VERDICT),
+    ],
+)
+def test_a_shell_reads_the_exit_status(folder, words, code):
+    done = shell(words, folder)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["methods", "trm_mx"], 1, "MethodError: no method 'trm_mx'; did you mean trm_max"),
-        (["train", "nowhere.toml"], 1, "RecipeError: cannot read recipe nowhere.toml"),
-        (["train", "recipes/tiny.toml", "--set", "foo=1"], 1, "unknown key 'foo'"),
-        (
-            ["train", "recipes/tiny.toml", "--set", "arms.none.override.aggregate=x"],
-            1,
-            "arms.none: aggregate='x' is not one of",
-        ),
-        (["train", "recipes/tiny.toml", "--arms", "nope"], 2, "tiny has the arms none, trm_max"),
-        (["train", "recipes/tiny.toml", "--set", "method=gpso"], 1, "did you mean gspo"),
-        (["train", "recipes/tiny.toml", "--set", "override.gate.high=1"], 1, "override changes the values of method"),
-        (["bound", "--T", "0", "--delta", "1"], 1, "horizon"),
-        (["report", "nowhere"], 1, "RecordError"),
-        (["train", "no[/x]where[b].toml"], 1, "cannot read recipe no[/x]where[b].toml"),
+        ("bound --T 64 --delta 1e-4", ExitCode.FINE, ""),
+        ("audit log --out /proc/nowhere", ExitCode.ERROR, "/proc/nowhere"),
+        ("methods trm_mx", ExitCode.ERROR, "MethodError: no method 'trm_mx'; did you mean trm_max"),
+        ("train nowhere.toml", ExitCode.ERROR, "RecipeError: cannot read recipe nowhere.toml"),
+        ("train no[/x]where[b].toml", ExitCode.ERROR, "cannot read recipe no[/x]where[b].toml"),
+        ("train TINY --set foo=1", ExitCode.ERROR, "unknown key 'foo'"),
+        ("train TINY --set arms.none.override.aggregate=x", ExitCode.ERROR, "arms.none: aggregate='x' is not one of"),
+        ("train TINY --set method=gpso", ExitCode.ERROR, "did you mean gspo"),
+        ("train TINY --set override.gate.high=1", ExitCode.ERROR, "override changes the values of method"),
+        ("train TINY --arms nope", ExitCode.USAGE, "tiny has the arms none, trm_max"),
+        ("report nowhere", ExitCode.ERROR, "RecordError"),
+        ("bound", ExitCode.USAGE, "give --T"),
+        ("audit log --fail-on sometimes", ExitCode.USAGE, "sometimes"),
+        ("audit log --columns reward", ExitCode.USAGE, "reward"),
+        ("audit log --fail-on act", ExitCode.VERDICT, ""),
+        ("lab bounds --pairs 100 --plant 0.5 --adversarial-steps 0", ExitCode.VERDICT, ""),
+        (TINY_CHECK, ExitCode.VERDICT, ""),
     ],
 )
-def test_a_mistake_is_one_message_without_a_traceback(words, code, said):
-    done = offdrift(*words)
-    assert done.returncode == code
+def test_a_mistake_is_one_message_and_every_end_has_its_status(folder, monkeypatch, capsys, words, code, said):
+    monkeypatch.chdir(folder)
+    done = command(monkeypatch, capsys, *words.replace("TINY", str(ROOT / "recipes" / "tiny.toml")).split())
+    assert done.code == code, done.stdout + done.stderr
     assert said in re.sub(r"\s*│?\n│?\s*", " ", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -54,9 +98,8 @@ def test_a_mistake_is_one_message_without_a_traceback(words, code, said):
 @pytest.mark.slow
 def test_train_interrupt_and_resume(tmp_path):
     run = tmp_path / "run"
-    # Long enough that the second arm is still at it when the signal comes, on a busy machine too.
-    longer = [w.replace("batches=4", "batches=48") for w in SMALL]
-    words = ["train", "recipes/tiny.toml", *longer, "--out", str(run), "--arms", "none,trm_max"]
+    changes = [w for change in SMALL for w in ("--set", change)]
+    words = ["train", "recipes/tiny.toml", *changes, "--out", str(run), "--arms", "none,trm_max"]
     command = [sys.executable, "-u", "-m", "offdrift", *words]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:  # fmt: skip
         assert started.stdout is not None
@@ -71,17 +114,17 @@ def test_train_interrupt_and_resume(tmp_path):
     assert f"--arms none,trm_max --out {run} --resume" in printed, "the way back repeats the flags"
     assert "--set batches=48" in printed
     assert "Traceback" not in output
-    refused = offdrift(*words)
+    refused = shell(shlex.join(words), ROOT)
     assert refused.returncode == 2
     assert "already holds a run" in refused.stderr
-    done = offdrift(*words, "--resume")
+    done = shell(shlex.join([*words, "--resume"]), ROOT)
     assert done.returncode == 0, done.stderr
     assert "already finished" in done.stderr
     assert str(run / "report.html") in done.stdout.replace("\n", "")
     table = json.loads((run / "run.json").read_text())["table"]
     assert [row["arm"] for row in table] == ["none", "trm_max"]
     assert (run / "report.html").stat().st_size > 1_000_000
-    again = offdrift("report", str(run))
+    again = shell(f"report {run}", ROOT)
     assert again.returncode == 0
     assert "Held-out reward" in again.stdout
 
@@ -94,3 +137,124 @@ def test_threads_that_wait_leave_the_core_to_others_unless_the_user_says_otherwi
     done = subprocess.run([sys.executable, "-c", code], env=kept | own, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_with_130(folder):
+    command = [sys.executable, "-u", "-m", "offdrift", "watch", "log", "--every", "0.05", "--json"]
+    with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        started.send_signal(signal.SIGINT)
+        started.communicate(timeout=60)
+    assert started.returncode == ExitCode.INTERRUPTED
+
+
+def test_the_table_of_exit_statuses_is_in_the_help_and_in_the_docs(tmp_path):
+    text = " ".join(shell("--help", tmp_path).stdout.split())
+    page = (ROOT / "docs" / "command-line.md").read_text("utf-8")
+    for code, meaning in MEANINGS.items():
+        assert f"{code:d} {meaning}" in text
+        assert f"| {code:d} | {meaning}" in page
+
+
+# -- what all commands have in common -------------------------------------------------------------
+
+
+def commands() -> dict[str, Any]:
+    """Every command and group of commands by its words."""
+    root = get_command(application())
+    named = {"": root} | root.commands
+    return named | {f"lab {name}": c for name, c in root.commands["lab"].commands.items()}
+
+
+LEAVES = sorted(name for name in commands() if name not in ("", "lab"))
+
+
+def options(name: str) -> set[str]:
+    return {o for p in commands()[name].params for o in (*p.opts, *p.secondary_opts)}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_command_has_the_common_options(name):
+    assert {"--json", "--quiet", "-q", "--no-color"} <= options(name)
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_help_fits_80_columns_and_names_every_option_and_exit_status(monkeypatch, capsys, name):
+    done = command(monkeypatch, capsys, *name.split(), "--help", width=80)
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    assert done.code == 0
+    assert max(map(len, lines)) <= 80
+    for param in commands()[name].params:
+        word = param.opts[-1] if param.param_type_name == "option" else param.name
+        assert any(re.match(rf"  (-\w, )?{word}\b", line) for line in lines), f"{word} begins no row"
+    status = " ".join(done.stdout.partition("Exit status: ")[2].split())
+    told = {ExitCode(int(part.split()[0])) for part in status.split(" · ")}
+    assert told >= set(ExitCode) - {ExitCode.VERDICT}
+    decides = {"", "lab", "audit", "check", "watch", "lab bounds", "lab coverage"}
+    assert (ExitCode.VERDICT in told) == (name in decides)
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_the_examples_in_the_help_use_options_that_exist(monkeypatch, capsys, name):
+    text = command(monkeypatch, capsys, *name.split(), "--help", width=80).stdout
+    block = text.partition("Examples\n")[2].partition("\n\n")[0]
+    examples = [part for line in block.splitlines() for part in line.split("&&")]
+    assert examples
+    for words in map(shlex.split, examples):
+        assert words[0] == "offdrift"
+        used = {w.partition("=")[0] for w in words if w.startswith("--")}
+        other = next(n for n in LEAVES if words[1:][: len(n.split())] == n.split())
+        assert used <= options(other), words
+
+
+CHEAP = (
+    "audit log --out audits/again",
+    "compare audits/log audits/log",
+    "report audits/log",
+    "watch log --until-idle 0.2 --every 0.05",
+    "bound --T 64 --delta 1e-4",
+    "bound --T 64 --solve delta",
+    "lab length-bias --sequences 20",
+    "methods",
+    "methods gspo",
+)
+
+
+@pytest.mark.parametrize("words", CHEAP)
+def test_the_last_line_says_what_to_do_next_and_stdout_may_be_for_a_machine(folder, monkeypatch, capsys, words):
+    monkeypatch.chdir(folder)
+    assert command(monkeypatch, capsys, *words.split()).stderr.splitlines()[-1].startswith("next: ")
+    done = command(monkeypatch, capsys, *words.split(), "--quiet", "--json")
+    assert done.stderr == ""
+    texts = done.stdout.splitlines() if words.startswith("watch") else [done.stdout]
+    assert [json.loads(text) for text in texts]
+
+
+def test_no_color_is_plain(folder):
+    colored = shell("audit log --out audits/color", folder, FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="")
+    plain = shell("audit log --out audits/color --no-color", folder, FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="")  # fmt: skip
+    colors = ("\x1b[31", "\x1b[32", "\x1b[33", "\x1b[1;3", "\x1b[9", "\x1b[38")
+    assert any(c in colored.stdout for c in colors)
+    assert not any(c in plain.stdout + plain.stderr for c in colors)
+
+
+def test_a_shell_completes_commands(tmp_path):
+    done = shell("", tmp_path, _OFFDRIFT_COMPLETE="complete_bash", COMP_WORDS="offdrift co", COMP_CWORD="1")
+    assert done.stdout.split() == ["compare"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["methods"], ["methods", "gspo"], ["bound", "--T", "64", "--delta", "1"]]
+)
+def test_help_the_table_of_methods_and_bounds_do_not_wait_for_torch(words):
+    code = (
+        f"import sys; sys.argv = ['offdrift', *{words}]\n"
+        "from offdrift.cli import main\n"
+        "try: main()\n"
+        "finally: print({'torch', 'pyarrow', 'transformers'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert done.stderr.strip().splitlines()[-1] == "set()"
+    assert done.returncode == 0

@@ -47,11 +47,8 @@ def test_an_audit_says_what_it_detected_and_leaves_numbers_and_a_page(run, log, 
     page = (tmp_path / "found" / "report.html").read_text()
     assert page.startswith("<!doctype html>") or page.startswith("<!DOCTYPE html>")
     assert "report.html" in done.stdout.replace("\n", "")
-
-
-def test_json_is_the_stored_audit(run, log, tmp_path):
-    done = run("audit", str(log), "--out", "found", "--json")
-    assert json.loads(done.stdout) == json.loads((tmp_path / "found" / "audit.json").read_text())
+    again = run("audit", str(log), "--out", "found", "--json")
+    assert json.loads(again.stdout) == json.loads((tmp_path / "found" / "audit.json").read_text())
 
 
 def test_columns_of_any_name_are_mapped(run, tmp_path):

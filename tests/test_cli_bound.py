@@ -28,41 +28,16 @@ def answers(words: str) -> dict[str, dict]:
     return {row["constants"]: row for row in json.loads(done.stdout)}
 
 
-def test_the_table_and_where_it_becomes_vacuous(monkeypatch):
-    for width, present in ((120, True), (80, False)):
-        done = bound(TABLE_1, width, monkeypatch)
-        assert done.exit_code == 0
-        text = " ".join(done.stdout.split())
-        assert "B* reaches that range at no T (sharp), T = 1,000 (paper)" in text
-        assert "TV to token 3, KL to token 51, TV_seq to token 4,096" in text
-        assert ("eq. 12" in text) is present
-        assert "…" not in text
-    paper = bound(TABLE_1 + " --constants paper", 120, monkeypatch).stdout
-    assert "4.096" in paper
-    assert "sharp" not in paper
-
-
-def test_json_is_the_rows_as_before():
-    rows = json.loads(bound(TABLE_1 + " --json").stdout)
-    assert [r["bound"] for r in rows][-1] == "unified"
-    assert len(rows) == 11
-    assert rows[-1]["paper"] == pytest.approx(4.096)
-    assert rows[-1]["vacuous_from"] == {"paper": 1000, "sharp": None}
-
-
-def test_each_question_is_answered():
-    for constants, row in answers("--T 4096 --target 1 --solve delta").items():
-        value = tightest(all_bounds(horizon=4096, delta=row["value"], constants=constants)).value
-        assert value == pytest.approx(1, rel=1e-9)
-    for constants, row in answers("--T 4096 --delta 1e-2 --target 1 --solve eps").items():
-        value = tightest(all_bounds(horizon=4096, delta=1e-2, eps=row["value"], constants=constants)).value
-        assert value == pytest.approx(1, rel=1e-9)
-    for constants, row in answers("--T 4096 --delta 1e-2 --solve kl_seq").items():
-        value = tightest(all_bounds(horizon=4096, delta=1e-2, kl_seq=row["value"], constants=constants)).value
-        assert value == pytest.approx(1, rel=1e-9)
+def test_each_question_is_answered_for_both_constants_or_one():
     found = answers("--delta 1e-4 --solve T")
     assert (found["sharp"]["value"], found["paper"]["value"]) == (9999, 383)
     assert list(answers("--delta 1e-4 --solve T --constants sharp")) == ["sharp"]
+    known = {"delta": "--T 4096 --target 1", "eps": "--T 4096 --delta 1e-2", "kl_seq": "--T 4096 --delta 1e-2"}
+    for name, words in known.items():
+        for constants, row in answers(f"{words} --solve {name}").items():
+            limits = {"delta": 1e-2, name: row["value"]}
+            value = tightest(all_bounds(horizon=4096, **limits, constants=constants)).value
+            assert value == pytest.approx(1, rel=1e-9)
 
 
 def test_bounds_beyond_the_paper_and_their_questions_backwards():
@@ -97,22 +72,12 @@ def test_the_target_is_the_reward_range_unless_told():
     ("words", "said"),
     [
         ("--T 0 --delta 0.1", "horizon = 0"),
-        ("--T -5 --delta 0.1", "horizon = -5"),
-        ("--T 10 --delta nan", "delta = nan"),
-        ("--T 10 --delta inf --chi2 -1", "chi2 = -1"),
         ("--T 10 --delta inf --chi2 1 --reward-sd 0.6", "reward_sd = 0.6; rewards in a range of 1"),
         ("--T 10 --delta 1 --solve reward_sd", "solving for reward_sd needs chi2"),
-        ("--T 10 --delta -1", "delta = -1"),
         ("--T 10 --delta 0.1 --eps 1.5", "eps = 1.5; a total variation lies in [0, 1]"),
-        ("--T 10 --delta 0.1 --reward-range 0", "reward_range = 0"),
         ("--T 10 --delta 0.1 --kl-seq 0.1 --kl-rate 0.1", "kl_seq and kl_rate are both given"),
-        ("--T 10 --delta 0.1 --kl-rate nan", "kl_rate = nan"),
-        ("--T 10 --solve delta --target nan", "target = nan"),
-        ("--T 10 --solve delta --target -1", "target = -1"),
-        ("--T 0 --solve delta", "horizon = 0"),
         ("--T 10 --delta 0.1 --solve delta", "delta is given and solved for"),
         ("--T 10 --delta 0.1 --solve kl_seq --kl-rate 0.1", "kl_seq is solved for"),
-        ("--delta 0.1 --solve T --target 0", "target = 0"),
         ("--T 0 --delta 0.1 --chart nowhere.png", "horizon = 0"),
         ("--T 9 --delta 0.1 --chart bounds.pdf", "bounds.pdf ends in '.pdf'; a chart is a .html, .svg or .png file"),
         ("--from nowhere", "nowhere holds no measured drift"),

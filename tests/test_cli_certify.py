@@ -75,23 +75,16 @@ def test_an_arm_is_judged_by_its_own_model_and_not_fresh(arm):
     assert found["delta_seen"][1] > 1e-3, "it did move"
 
 
-def test_only_a_model_that_did_not_learn_from_the_rollouts_is_fresh(arm):
+def test_only_a_model_that_did_not_learn_from_the_rollouts_is_fresh(arm, tmp_path):
     model, rollouts = arm / "model", arm / "rollouts"
     assert answer(arm, "--model", "tiny-qwen3")["fresh"] is True
     assert answer(arm, "--model", "tiny-qwen3", "--trained-on")["fresh"] is False
     for paths in ([arm], [rollouts], [rollouts / "batch-1.parquet"]):
         assert answer(*paths, "--model", model)["fresh"] is False, "it is the arm's own"
     assert answer(rollouts / "batch-1.parquet", "--model", f"{arm}/../none/model")["fresh"] is False
-
-
-def test_a_link_hides_no_arm(arm, tmp_path):
-    (tmp_path / "model").symlink_to(arm / "model")
-    (tmp_path / "one.parquet").symlink_to(arm / "rollouts" / "batch-0.parquet")
-    found = answer(tmp_path / "one.parquet", "--model", tmp_path / "model")
-    assert found["fresh"] is False
-
-
-def test_rollouts_from_elsewhere_certify_the_model_of_an_arm(arm, tmp_path):
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "one.parquet").symlink_to(rollouts / "batch-0.parquet")
+    assert answer(tmp_path / "one.parquet", "--model", tmp_path / "model")["fresh"] is False, "a link hides no arm"
     elsewhere = write(read(arm / "rollouts" / "batch-0.parquet"), tmp_path / "fresh.parquet")
     found = answer(elsewhere, "--model", arm / "model")
     assert found["fresh"] is True
@@ -208,17 +201,9 @@ TINY = ("--model", "tiny-qwen3")
         ((), "--model is missing: name the checkpoint that is to be judged"),
         (("--model", "./nowhere"), "RecipeError: model = './nowhere' cannot be loaded"),
         ((*TINY, "--reward-range", 0, 0.01), "outside [0, 0.01]; give reward_range="),
-        ((*TINY, "--reward-range", 1, 0), "reward_range = (1.0, 0.0)"),
-        ((*TINY, "--T", LONGEST - 1), "has 5 tokens, horizon = 4; the horizon is the longest"),
-        ((*TINY, "--T", 0), "horizon = 0"),
         ((*TINY, "--alpha", 2), "alpha = 2.0; a probability of error lies in (0, 1)"),
-        ((*TINY, "--alpha", "nan"), "alpha = nan"),
-        ((*TINY, "--delta", -1), "delta = -1"),
-        ((*TINY, "--eps", 1.5), "eps = 1.5"),
-        ((*TINY, "--tau", "inf"), "tau = inf"),
         ((*TINY, "--constants", "half"), "'half' is not one of"),
         ((*TINY, "--of", 0), "greater than or equal to 1"),
-        ((*TINY, "--look", 0), "greater than or equal to 1"),
         ((*TINY, "--look", 2, "--anytime"), "give one of the two"),
     ],
 )  # fmt: skip
@@ -270,13 +255,6 @@ def test_what_the_confidence_covers_is_asked_for_and_said(arm, monkeypatch, word
     shown = " ".join(certify(arm, *TINY, "--alpha", 0.2, *words).stdout.replace("│", " ").split())
     assert f"probability of error 0.2 ({found['holds_for']})" in shown
     assert found["verdict"] in shown
-
-
-def test_one_of_many_is_promised_less(arm):
-    """The estimate stays, the interval is that of an eighth of alpha."""
-    alone, chosen = answer(arm, *TINY), answer(arm, *TINY, "--of", 8)
-    assert chosen["gain_low"] == answer(arm, *TINY, "--alpha", 0.05 / 8)["gain_low"] < alone["gain_low"]
-    assert chosen["estimates"]["gain"]["mean"] == alone["estimates"]["gain"]["mean"]
 
 
 def test_at_every_moment_what_was_said_of_the_first_files_stands(arm):
@@ -350,22 +328,8 @@ def test_interrupted_after_some_files_it_reports_those(arm, monkeypatch):
     assert done.exit_code == 130
     assert json.loads(done.stdout) == expected, "nothing but JSON"
     assert expected["files"] == 2
-    assert "interrupted after 2 of 3 files; the numbers are of those" in done.stderr
-    reading_until(2, monkeypatch)
-    shown = certify(arm, *TINY, "--T", LONGEST)
-    assert shown.exit_code == 130
-    assert "2 files, 60 tokens" in shown.stdout
-    assert "interrupted after 2 of 3 files" in shown.stderr
-
-
-def test_interrupted_before_the_first_file_there_is_nothing_to_say(arm, monkeypatch):
-    reading_until(0, monkeypatch)
+    assert "interrupted after 2 of 3 files" in done.stderr
+    reading_until(0, monkeypatch)  # before the first there is nothing to say
     done = certify(arm, *TINY, "--T", LONGEST, "--json")
     assert done.exit_code == 130
     assert done.stdout == ""
-
-
-def test_help_teaches():
-    text = certify("--help", env={"COLUMNS": "120"}).stdout
-    for words in ("offdrift certify runs/tiny/arms/trm_max", "--trained-on", "--json", "--of 8", "--look", "--anytime"):
-        assert words in text, words

@@ -1,4 +1,4 @@
-"""`offdrift lab frontier`, `length-bias` and `coverage`: what a person sees, and what a program reads."""
+"""`offdrift lab`: what a person sees, and what a program reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 from collections.abc import Callable
 from functools import partial
 
+import jaxtyping
 import pytest
 
+from offdrift.lab import pairs
+from offdrift.lab import search as adversary
 from tests.command import Done, command
 
 
@@ -20,7 +23,7 @@ def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
 FEW = ("--testbeds", "chain", "--horizons", "4,200", "--methods", "token_is,full_is,minpro", "--tokens", "20000", "--batch", "16")  # fmt: skip
 
 
-def test_frontier_shows_every_family_and_the_verdict(offdrift, tmp_path):
+def test_frontier_shows_every_family_the_verdict_and_how_each_number_was_found(offdrift, tmp_path):
     stem = tmp_path / "deep" / "frontier"
     done = offdrift("lab", "frontier", *FEW, "--out", str(stem))
     assert done.code == 0, done.stderr
@@ -28,14 +31,7 @@ def test_frontier_shows_every_family_and_the_verdict(offdrift, tmp_path):
         assert word in done.stdout
     assert (tmp_path / "deep" / "frontier.png").stat().st_size > 10_000
     assert "plotly" in (tmp_path / "deep" / "frontier.html").read_text().lower()
-    (stored,) = json.loads((tmp_path / "deep" / "frontier.json").read_text())
-    assert {e["horizon"] for e in stored["estimates"]} == {4, 200}
-    assert len(stored["estimates"]) == 6
-
-
-def test_frontier_as_json_says_how_each_number_was_found(offdrift):
-    done = offdrift("lab", "frontier", *FEW, "--json")
-    (found,) = json.loads(done.stdout)
+    (found,) = json.loads((tmp_path / "deep" / "frontier.json").read_text())
     how = {(e["method"], e["horizon"]): e["how"] for e in found["estimates"]}
     assert how == {
         ("token_is", 4): "enumeration", ("full_is", 4): "enumeration", ("minpro", 4): "enumeration",
@@ -49,6 +45,10 @@ def test_frontier_as_json_says_how_each_number_was_found(offdrift):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("bounds", "--pairs", "0"), "'--pairs'"),
+        (("bounds", "--plant", "nan"), "--plant nan"),
+        (("bounds", "--adversarial-steps", "-1"), "'--adversarial-steps'"),
+        (("bounds", "--restarts", "0"), "'--restarts'"),
         (("frontier", "--testbeds", "tree"), "tree"),
         (("frontier", "--horizons", "8,many"), "'many' is not a number"),
         (("frontier", "--methods", "token_iss"), "did you mean"),
@@ -65,6 +65,7 @@ def test_a_mistake_is_one_message(offdrift, words, said):
     assert done.code in (1, 2)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stdout == ""
 
 
 def test_ctrl_c_shows_what_is_finished(offdrift, monkeypatch):
@@ -94,11 +95,7 @@ def test_length_bias_tells_decay_from_constant(offdrift, tmp_path):
     assert "SmolLM2-135M" in done.stdout
     assert (tmp_path / "bias.png").exists()
     assert (tmp_path / "bias.html").exists()
-
-
-def test_length_bias_as_json(offdrift):
-    done = offdrift("lab", "length-bias", "--sequences", "300", "--json")
-    found = json.loads(done.stdout)
+    found = json.loads((tmp_path / "bias.json").read_text())
     worst = next(r for r in found if r["gate"] == "trm_max")
     assert worst["exponent"] == pytest.approx(1.0, abs=0.1)
     assert len(worst["lengths"]) == len(worst["acceptance"]) == 9
@@ -143,3 +140,72 @@ def test_coverage_counts_what_was_drawn_before_an_interrupt(offdrift, monkeypatc
     assert {row["repetitions"] for row in said["rows"]} == {3}
     assert set(said["worlds"]) == {"benign"}
     assert "interrupted" in done.stderr
+
+
+# -- bounds ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bounds(monkeypatch, capsys) -> Callable[..., Done]:
+    """`offdrift lab bounds` in this process, in a wide terminal, with horizons up to 16."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setattr(pairs, "HORIZONS", (16,))
+    monkeypatch.setattr(adversary, "arenas", lambda: [adversary.tree(2, t) for t in (2, 7)])
+    return partial(command, monkeypatch, capsys, "lab", "bounds", width=170)
+
+
+def test_no_violation_in_a_table_a_figure_and_a_file(bounds, tmp_path):
+    stem = tmp_path / "deep" / "bounds"
+    done = bounds("--pairs", "500", "--adversarial-steps", "2", "--restarts", "1", "--out", str(stem))
+    assert done.code == 0, done.stderr
+    for word in ("Coupling", "Masked, ratio region", "Variance (9)", "Hellinger (13)", "sharp", "paper", "T=16", "T=7"):
+        assert word in done.stdout, word
+    assert "No violation in 500 random pairs and 2 searches." in done.stdout
+    assert stem.with_suffix(".png").stat().st_size > 10_000
+    assert "plotly" in stem.with_suffix(".html").read_text().lower()
+    stored = json.loads(stem.with_suffix(".json").read_text())
+    assert stored["pairs"] == 500
+    assert stored["violations"] == 0
+    assert stored["complete"]
+    assert len(stored["random"]) == len(stored["searched"]) == 41
+    assert sum(rows[0]["checked"] for rows in stored["by_drift"].values()) == 500
+    assert sum(rows[0]["checked"] for rows in stored["by_horizon"].values()) == 500
+
+
+def test_a_planted_constant_is_found_and_fails(bounds):
+    done = bounds("--pairs", "600", "--plant", "0.9", "--adversarial-steps", "0", "--json")
+    assert done.code == 3
+    found = json.loads(done.stdout)
+    assert found["violations"] > 0
+    assert found["factor"] == 0.9
+    wrong = {r["bound"] for r in found["random"] if r["violations"]}
+    assert {"coupling", "two-sided identity: worst case over R"} <= wrong
+    assert found["searched"] == []
+
+
+def test_an_interrupt_shows_what_was_checked(bounds, monkeypatch):
+    whole = pairs.batches
+
+    def cut(count: int, *, seed: int):
+        for i, batch in enumerate(whole(count, seed=seed)):
+            if i == 20:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(pairs, "batches", cut)
+    done = bounds("--pairs", "1000")
+    assert done.code == 130
+    assert "interrupted" in done.stderr
+    assert "No violation in" in done.stdout
+    assert "1,000 random pairs" not in done.stdout
+
+
+def test_an_interrupt_before_the_first_pair(bounds, monkeypatch, tmp_path):
+    def cut(count: int, *, seed: int):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(pairs, "batches", cut)
+    done = bounds("--out", str(tmp_path / "none"))
+    assert done.code == 130
+    assert list(tmp_path.iterdir()) == []

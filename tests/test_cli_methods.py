@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -26,15 +23,6 @@ def offdrift(monkeypatch, capsys) -> Callable[..., Done]:
 def said(text: str) -> str:
     """What was said, without frames and line breaks."""
     return re.sub(r"[\s│]+", " ", text)
-
-
-def test_in_a_process_of_its_own_it_takes_the_terminals_width():
-    done = subprocess.run(
-        [sys.executable, "-m", "offdrift", "methods", "--unit", "geometric"],
-        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.startswith("method ")
-    assert 100 < max(map(len, done.stdout.splitlines())) <= 120
 
 
 def test_json_has_every_row_and_every_number(offdrift):
@@ -64,21 +52,6 @@ def test_it_fits_the_terminal(offdrift, width, words):
     lines = offdrift("methods", *words, width=width).stdout.splitlines()
     assert len(lines) > 14
     assert max(len(line.rstrip()) for line in lines) <= width
-
-
-def test_help_teaches_by_examples(offdrift):
-    text = said(offdrift("methods", "--help").stdout)
-    for words in ("offdrift methods trm_max", "offdrift methods R3", "--unit sequence --ratio full", "--json"):
-        assert words in text
-    for option in ("unit", "ratio", "evidence", "sign", "stop-gradient", "bias", "kind", "reference"):
-        assert f"--{option} " in text
-
-
-def test_one_method_in_full(offdrift):
-    text = said(offdrift("methods", "trm_max").stdout)
-    assert "section 4.3" in text
-    assert "override.gate.high 0.05" in text
-    assert "offdrift train recipes/tiny.toml --set method=trm_max" in text
 
 
 @pytest.mark.parametrize(

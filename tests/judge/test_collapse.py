@@ -1,4 +1,4 @@
-"""Collapse: label, features, score (conj.collapse, metric.chi2_tok_p95, conj.budget), proxies and the guard."""
+"""Collapse: label, features, score (conj.collapse, metric.chi2_tok_p95, conj.budget), and proxies of the noise."""
 
 import math
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from offdrift.errors import ShapeError
-from offdrift.judge import FeatureRecorder, ahead, auroc, collapse, lr_guard, variance_proxies
-from offdrift.methods.schedules import LengthSurge
+from offdrift.judge.collapse import FeatureRecorder, ahead, auroc, collapse
 from offdrift.segments import Segments
+from tests.judge.proxies import variance_proxies
 from tests.oracles.fixtures import fx_a
 
 
@@ -94,96 +94,37 @@ def test_features_predict_a_planted_collapse():
 
 
 FX_A, ADVANTAGES, _ = fx_a()
-SEGMENTS = FX_A.segments
-LOGP_OLD, LOGP_ROLLOUT = FX_A.old.detach(), FX_A.logp_rollout
-
 SUM_PI_SQUARED = torch.tensor([0.85, 0.35, 0.85, 0.2, 0.5, 0.6, 0.25], dtype=torch.float64)
+HALF, TWO = torch.tensor([0.5, 0.5]), Segments.from_lengths([1, 1])
 
 
-def proxies(**options):
-    return variance_proxies(SUM_PI_SQUARED, LOGP_OLD, ADVANTAGES, SEGMENTS, **options)
+def proxies(segments=FX_A.segments, **options) -> tuple[float, ...]:
+    """Signal, power, noise, mean A^2 and mean w."""
+    found = variance_proxies(SUM_PI_SQUARED, FX_A.old.detach(), ADVANTAGES, segments, **options)
+    assert list(found)[2] == "variance_proxy/proxy3_pure_noise"
+    return tuple(found.values())
 
 
 def test_golden_proxies_with_and_without_token_tis():
     """Entry metric.variance_proxies of the methods, on FX-A."""
     p = proxies(grad_norm=0.6)
-    assert (p.signal_strength, p.total_power, p.pure_noise) == pytest.approx((0.36, 1.100931, 0.740931), abs=1e-6)
-    assert p.expected_w == pytest.approx((1.820728 + 1.524532) / 2, abs=1e-6)
-    weight = (LOGP_OLD - LOGP_ROLLOUT).exp().clamp(max=2)
-    assert SEGMENTS.mean(weight).tolist() == pytest.approx([0.988699, 0.92034], abs=1e-6)
-    p = proxies(grad_norm=0.6, weight=weight)
-    assert (p.total_power, p.pure_noise) == pytest.approx((1.051318, 0.691318), abs=1e-6)
+    assert p[:3] == pytest.approx((0.36, 1.100931, 0.740931), abs=1e-6)
+    assert p[4] == pytest.approx((1.820728 + 1.524532) / 2, abs=1e-6)
+    assert proxies(Segments.from_lengths([4, 0, 3]), grad_norm=0.6) == p, "empty sequences do not count"
+    weight = (FX_A.old.detach() - FX_A.logp_rollout).exp().clamp(max=2)
+    assert FX_A.segments.mean(weight).tolist() == pytest.approx([0.988699, 0.92034], abs=1e-6)
+    assert proxies(grad_norm=0.6, weight=weight)[1:3] == pytest.approx((1.051318, 0.691318), abs=1e-6)
 
 
 def test_one_sequence_has_no_variance_and_noise_is_never_negative():
-    one = Segments.from_lengths([2])
-    half = torch.tensor([0.5, 0.5])
-    p = variance_proxies(half, half.log(), torch.ones(2), one, grad_norm=0.1)
-    assert math.isnan(p.pure_noise)
-    assert p.total_power == pytest.approx(1.0)
-    two = Segments.from_lengths([1, 1])
-    assert variance_proxies(half, half.log(), torch.ones(2), two, grad_norm=9.0).pure_noise == 0
+    _, power, noise, *_ = variance_proxies(HALF, HALF.log(), torch.ones(2), Segments.from_lengths([2]), grad_norm=0.1).values()  # fmt: skip
+    assert math.isnan(noise)
+    assert power == pytest.approx(1.0)
+    loud = variance_proxies(HALF, HALF.log(), torch.ones(2), TWO, grad_norm=9.0)
+    assert loud["variance_proxy/proxy3_pure_noise"] == 0
 
 
-def test_empty_sequences_do_not_count():
-    plain = proxies(grad_norm=0.6)
-    with_empty = Segments.from_lengths([4, 0, 3])
-    assert variance_proxies(SUM_PI_SQUARED, LOGP_OLD, ADVANTAGES, with_empty, grad_norm=0.6) == plain  # fmt: skip
-
-
-def test_lengths_are_checked_and_metrics_named():
-    short = (x[:6] for x in (SUM_PI_SQUARED, LOGP_OLD, ADVANTAGES))
+def test_lengths_are_checked():
+    short = (x[:6] for x in (SUM_PI_SQUARED, FX_A.old.detach(), ADVANTAGES))
     with pytest.raises(ShapeError, match="sum_pi_squared has 6 tokens, the segments 7"):
-        variance_proxies(*short, SEGMENTS, grad_norm=0.6)
-    p = proxies(grad_norm=0.6)
-    assert len(p.metrics()) == 5
-    assert p.metrics()["variance_proxy/proxy3_pure_noise"] == p.pure_noise
-
-
-def test_over_logits_alone_the_third_proxy_is_the_second():
-    """Sequences have logits of their own, so |mean g|^2 = mean |g|^2 / N, and the variance of the mean, too."""
-    p = proxies(grad_norm=0.0)
-    of_mean = math.sqrt(p.total_power / 2)
-    q = proxies(grad_norm=of_mean)
-    assert q.pure_noise == pytest.approx(p.total_power / 2)
-
-
-def history(*pieces):
-    return [{"response/length_mean": float(x)} for n, x in pieces for _ in range(n)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "factor"),
-    [
-        (history(), 1.0),
-        (history((99, 100), (1, 900)), 1.0),  # not a hundred steps yet
-        (history((100, 100), (1, 120)), 1.0),  # exactly 20 %
-        (history((100, 100), (1, 121)), 0.5),
-        (history((100, 100), (100, 121)), 0.5),  # one surge, not a hundred
-        (history((100, 100), (101, 130), (100, 130)), 0.5),
-        (history((100, 100), (101, 130), (5, 200)), 0.25),
-    ],
-)
-def test_factor_of_the_learning_rate(rows, factor):
-    assert lr_guard(rows) == factor
-
-
-def test_the_guard_never_ends_at_zero():
-    rows = history(*((101, 100 * 1.3**k) for k in range(9)))
-    assert lr_guard(rows) == 0.1
-
-
-def test_calling_the_guard_at_every_step_changes_nothing():
-    rows = history((100, 100), (50, 130))
-    factors = [lr_guard(rows[:i]) for i in range(len(rows) + 1)]
-    assert factors == [1.0] * 101 + [0.5] * 50
-
-
-def test_the_guard_passes_over_steps_without_a_length():
-    rows = [r for row in history((100, 100), (1, 121)) for r in (row, {"reward/mean": 1.0})]
-    assert lr_guard(rows) == 0.5
-
-
-def test_the_papers_periods():
-    rows = history((50, 100), (60, 400), (200, 400))
-    assert lr_guard(rows, LengthSurge()) == LengthSurge().periodic(310, 51)
+        variance_proxies(*short, FX_A.segments, grad_norm=0.6)

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.trend_alarms import ar1
 
 from offdrift.judge import READINGS, Context, Watcher, load_rules
+from offdrift.judge.readings.view import Window
 from offdrift.judge.scatter import Scatter, drift_of, line_of, moved, normal_score, shift_of, slope_over, walk_of
-from offdrift.judge.window import Window
 from tests.judge.histories import altered, both, clean
 
 LIMITS = load_rules().limits

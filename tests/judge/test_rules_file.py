@@ -215,7 +215,7 @@ def last_reading(rule, rules):
 @pytest.mark.parametrize("name", BUILT_IN.thresholds)
 def test_every_threshold_decides(name):
     """Out of reach, it turns a condition of some rule; what rules do not use, a reading, the check or the table does."""
-    users = [c for c in CONDITIONS if name in c.thresholds]
+    users = [c for c in CONDITIONS if any(x.threshold == name for branch in branches(c) for x in branch)]
     if name in WINDOWS | TRENDS:
         histories = ("length_surge", "clip_saturation", "surge_without_guard")
         values = (1, 500) if name in WINDOWS else (-1e12, 1e12)

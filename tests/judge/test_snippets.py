@@ -146,33 +146,20 @@ SLIME = {
 }  # fmt: skip
 
 
-@of("prime-rl")
-def test_prime_rl_keys(fix, where, text):
-    asked = dict(leaves(tomllib.loads(text)))
+READ = {
+    "prime-rl": (PRIME_RL, lambda text: dict(leaves(tomllib.loads(text)))),
+    "nemo-rl": (NEMO_RL, lambda text: dict(leaves(yaml.safe_load(text)))),
+    "skyrl": (SKYRL, lambda text: dict(re.fullmatch(r"([^=]+)=([^=]+)", line).groups() for line in text.splitlines())),
+    "slime": (SLIME, lambda text: [w for w in shlex.split(text, comments=True) if w.startswith("--")]),
+}
+
+
+@of(*READ)
+def test_keys_are_those_that_the_framework_reads(fix, where, text):
+    known, keys_of = READ[where]
+    asked = set(keys_of(text))
     assert asked
-    assert set(asked) <= PRIME_RL
-
-
-@of("nemo-rl")
-def test_nemo_rl_keys(fix, where, text):
-    asked = dict(leaves(yaml.safe_load(text)))
-    assert asked
-    assert set(asked) <= NEMO_RL
-
-
-@of("skyrl")
-def test_skyrl_overrides(fix, where, text):
-    pairs = [line.split("=") for line in text.splitlines()]
-    assert pairs
-    assert all(len(p) == 2 and p[1] for p in pairs)
-    assert {p[0] for p in pairs} <= SKYRL
-
-
-@of("slime")
-def test_slime_flags(fix, where, text):
-    flags = [word for word in shlex.split(text, comments=True) if word.startswith("--")]
-    assert flags
-    assert set(flags) <= SLIME
+    assert asked <= known
 
 
 @of("python")

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from offdrift.certificate import all_bounds
 from offdrift.errors import BadValueError, ShapeError
 from offdrift.lab import TabularPolicy, divergences, perturbed, random_policies, returns, worst_rewards
 from offdrift.lab.markov import drift_noise, last_tokens, product, random_markov, shifted, walk
@@ -35,27 +34,6 @@ def test_toy_divergences():
     assert float(d.tv_max) == pytest.approx(0.1)
     assert d.mean_tv[0].tolist() == pytest.approx([0.1, 0.1])
     assert float(d.tv_seq) == pytest.approx(0.12)
-
-
-def test_toy_bounds():
-    d = divergences(MU, PI)
-    rows = {
-        b.name: b.value
-        for b in all_bounds(
-            horizon=2,
-            delta=float(d.kl_max),
-            eps=float(d.tv_max),
-            kl_seq=float(d.kl_seq),
-            tv_seq=float(d.tv_seq),
-            mean_tv=d.mean_tv[0].numpy(),
-        )
-        if b.unified
-    }
-    names = ["pinsker_marginal_kl", "pinsker_marginal_tv", "mixed_kl", "mixed_tv", "coupling"]
-    assert [rows[n] for n in [*names, "adaptive"]] == pytest.approx(
-        [0.04320171, 0.04157004, 0.120103, 0.096, 0.04, 0.04], abs=1e-6
-    )
-    assert min(rows.values()) == pytest.approx(0.04)  # toy.Bstar; not certified: 0.0217 < 0.04
 
 
 def _by_loop(mu: TabularPolicy, pi: TabularPolicy, rewards: torch.Tensor, i: int) -> dict:

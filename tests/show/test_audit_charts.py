@@ -16,8 +16,7 @@ from offdrift.audit.method_table import FAMILIAR, length_curves, tried, untried
 from offdrift.audit.page import heats, render_audit
 from offdrift.audit.view import audit_view
 from offdrift.methods import METHODS
-from offdrift.show.headline import headlines
-from offdrift.show.page import all_numbers
+from offdrift.show.headline import all_numbers, headlines
 from tests.show.synthetic_audit import audit
 from tests.show.test_colors import contrast
 

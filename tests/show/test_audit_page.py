@@ -6,7 +6,6 @@ import html
 import io
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +14,10 @@ from rich.console import Console
 from offdrift.audit.coverage import LOG, questions
 from offdrift.audit.page import render_audit, write_audit_page
 from offdrift.audit.view import audit_view, unanswered
-from offdrift.errors import RecordError
 from offdrift.show.charts import MAX_POINTS
 from offdrift.stats.metrics import METRICS
-from tests.show.hostile import PAYLOADS, SHOWN
-from tests.show.hostile_audit import hostile
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic_audit import audit, little
-
-ALL = "".join(PAYLOADS)
 
 
 @pytest.fixture(scope="module")
@@ -34,46 +28,6 @@ def content() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def good(content: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Parsed:
     return parse(write_audit_page(content, tmp_path_factory.mktemp("good")))
-
-
-@pytest.fixture(scope="module")
-def bad(content: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Parsed:
-    return parse(write_audit_page(hostile(content, ALL), tmp_path_factory.mktemp("bad")))
-
-
-# -- texts from elsewhere ------------------------------------------------------------------------
-
-
-PLACES = (
-    "mask tokens outside [0.5, 5].", "at the same weights.", "with the learning rate.",
-    "truncated at 2.", "0.001 nat.", "arXiv:2510.26788", "snippet ", "column ", "/data/", "inside a string",
-    "112.jsonl", "Think step by step.", "no routing was logged", "in both engines", "no length is favored", "so the answer is",
-    "decoupled_geo_rs", "the log lacks", "the gain 0.004", "every token are there", "(0.1 to 0.5)",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_hostile_texts_are_shown_as_text(bad: Parsed, place: str) -> None:
-    """Of a prompt, a completion, a file name, a reason, a column, a finding: all as they are."""
-    assert f"{place}{''.join(SHOWN)}" in "".join(bad.text)
-
-
-def test_hostile_names_of_metrics_and_tokens_are_shown_as_text(bad: Parsed) -> None:
-    shown = "".join(SHOWN)
-    assert sum(shown in text for text in bad.text) > 100
-    assert bad.text.count(shown) >= 3, "as option, as metric, as tab"
-
-
-def test_data_for_the_script_is_json_without_markup(bad: Parsed) -> None:
-    block = bad.raw["script"][0]
-    assert not re.search("[<>&\u2028\u2029]", block)
-    data = json.loads(block)
-    assert len(data["charts"]) == 19
-    drawn = [s["name"] for c in data["charts"] for s in c["series"]]
-    texts = [t for c in data["columns"] for t in c if isinstance(t, str)]
-    assert len(drawn) > 40
-    assert len(texts) > 100
-    assert not any(re.search("<[a-z/]", text) for text in [*drawn, *texts]), "plotly reads markup"
 
 
 # -- size and shape ------------------------------------------------------------------------------
@@ -145,15 +99,6 @@ def test_a_log_without_log_probs_is_still_a_page() -> None:
     assert 'id="chart-ratios"' not in html
     assert "the log holds no rollout log-probs" in html
     assert "No verdict was recorded" in render_audit({})
-
-
-def test_the_same_audit_is_the_same_page_and_no_other_file_is_left(tmp_path: Path) -> None:
-    page = write_audit_page(little(), tmp_path)
-    assert page == tmp_path / "report.html"
-    assert page.read_text("utf-8") == render_audit(little())
-    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
-    with pytest.raises(RecordError, match="cannot write"):
-        write_audit_page(little(), page)
 
 
 def test_the_page_says_everything_of_the_first_screen(good: Parsed) -> None:

@@ -1,109 +1,313 @@
-"""What only a browser can tell: every chart is drawn, the page reacts, and no stored text runs."""
+"""Every page in a real browser: drawn, quick to the hand, and deaf to what was logged."""
 
 from __future__ import annotations
 
+import math
 import re
-from html import unescape
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from offdrift.audit.compare import write_comparison
+from offdrift.audit.page import write_audit_page
+from offdrift.check.page import write_check_page
+from offdrift.show.charts import Chart, Series, write_chart
+from offdrift.show.numbers import kl_level
 from offdrift.train.page import write_report
-from tests.show.browser import chromium, open_page
+from tests.show.browser import Browser, browser, chromium
 from tests.show.hostile import PAYLOADS, write_hostile_run
+from tests.show.hostile_audit import hostile
 from tests.show.synthetic import write_run
+from tests.show.synthetic_audit import SNIPPETS, audit, check, little
+from tests.show.test_figure import PANEL, X
 
+NAMES = ("baseline", "float16 in both engines")
+ALL = "".join(PAYLOADS)
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
-
-PROBE = """
-const state = document.documentElement.dataset;
-const key = k => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: k, bubbles: true}));
-const wait = () => new Promise(done => setTimeout(done, 300));
-(async () => {
-  while (!state.drawn) await wait();
-  const tip = document.getElementById("tip");
-  document.querySelector(".tokens").focus();
-  key("ArrowRight"); key("ArrowRight"); key("ArrowRight"); key("ArrowLeft");
-  state.token = tip.textContent;
-  key("Escape"); state.closed = tip.hidden;
-  document.querySelector("[data-tip]").focus(); state.hint = tip.textContent;
-  const lines = () => document.querySelectorAll("#chart-kl_max g.trace.scatter").length;
-  state.linesBefore = lines();
-  const button = document.querySelector(".legend button");
-  button.click(); await wait();
-  state.linesAfter = lines(); state.pressed = button.getAttribute("aria-pressed");
-  button.click(); await wait();
-  state.linesAgain = lines();
-  state.wide = document.documentElement.scrollWidth > innerWidth;
-})();
-"""
+BAD = Chart(
+    PAYLOADS[0],
+    PAYLOADS[0],
+    [Series(text, X, [1.0, 2.0, 3.0, i + 1.0]) for i, text in enumerate(PAYLOADS)],
+    x_title=PAYLOADS[1],
+    lines=[(1.0, PAYLOADS[0])],
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chromium()  # skips before any work is done
-    return tmp_path_factory.mktemp("browser")
+    return tmp_path_factory.mktemp("views")
 
 
-def traces(document: str) -> dict[str, int]:
-    """Drawn scatter traces of each chart."""
-    charts = re.split(r'id="chart-(\w+)"', document.split('<section aria-labelledby="samples')[0])[1:]
-    return {name: body.count('class="trace scatter') for name, body in zip(charts[::2], charts[1::2])}
+@pytest.fixture(scope="module")
+def chrome(folder: Path) -> Iterator[Browser]:
+    with browser(folder / "profile") as opened:
+        yield opened
 
 
-def altered(page: Path, name: str, *, keep_policy: bool, insert: str) -> Path:
-    """A copy of the page with markup inserted before its scripts, as if escaping had failed."""
-    document = page.read_text("utf-8")
+@pytest.fixture(scope="module")
+def pages(folder: Path) -> dict[str, Path]:
+    full = audit(steps=40)
+    return {
+        "report": write_report(write_run(folder / "report", updates=16)),
+        "hostile report": write_report(write_hostile_run(folder / "hostile report")),
+        "figure": write_chart(folder / "figure.html", [PANEL, PANEL], title="Two panels"),
+        "hostile figure": write_chart(folder / "bad.html", [BAD, PANEL], title=PAYLOADS[0], caption=PAYLOADS[1]),
+        "audit": write_audit_page(full, folder / "audit"),
+        "little": write_audit_page(little(), folder / "little"),
+        "empty": write_audit_page({}, folder / "empty"),
+        "check": write_check_page(check(), folder / "check"),
+        "compare": write_comparison(full, audit(steps=20, seed=1), NAMES, folder / "compare.html"),
+        "hostile audit": write_audit_page(hostile(full, ALL), folder / "hostile"),
+        "hostile check": write_check_page(hostile(check(), ALL), folder / "hostile"),
+        "hostile compare": write_comparison(hostile(full, ALL), hostile(little(), ALL), (ALL, f"b{ALL}"), folder / "hostile.html"),
+    }  # fmt: skip
+
+
+CHARTS = {"report": 10, "figure": 2, "audit": 20, "little": 3, "empty": 0, "check": 1, "compare": 14, "hostile report": 1,
+          "hostile figure": 2, "hostile audit": 20, "hostile check": 1, "hostile compare": 7}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_every_chart_is_drawn_and_the_console_stays_silent(chrome: Browser, pages: dict[str, Path], name: str) -> None:  # fmt: skip
+    chrome.open(pages[name])
+    drawn = chrome.run("[...document.querySelectorAll('.plot')].map(p => p.querySelectorAll('.trace, .points').length)")  # fmt: skip
+    assert len(drawn) == CHARTS[name]
+    assert all(count > 0 for count in drawn), drawn
+    assert chrome.console() == []
+    assert chrome.run("document.documentElement.dataset.pwned ?? window.__pwned ?? ''") == ""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", CHARTS)
+def test_nothing_sticks_out_of_a_narrow_screen(chrome: Browser, pages: dict[str, Path], name: str, dark: bool) -> None:  # fmt: skip
+    chrome.open(pages[name], width=390, height=844, dark=dark)
+    sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    for details in (False, True):
+        chrome.run(f"document.querySelectorAll('details').forEach(d => {{ d.open = d.open || {str(details).lower()}; }})")  # fmt: skip
+        content, window = chrome.run(sizes)
+        assert content <= window, f"unfolded: {details}"
+    back = chrome.run("getComputedStyle(document.body).backgroundColor")
+    assert (back == "rgb(16, 18, 22)") == dark
+    assert chrome.console() == []
+
+
+def test_the_first_screen_holds_the_verdict_the_numbers_and_the_fix(chrome: Browser, pages: dict[str, Path]) -> None:  # fmt: skip
+    chrome.open(pages["audit"], width=1280, height=800)
+    bottoms = chrome.run("['.verdict', '.tiles', '.fix', '.copy', '[role=tabpanel]'].map(s => document.querySelector(s).getBoundingClientRect().bottom)")  # fmt: skip
+    assert bottoms == sorted(bottoms, key=lambda b: b > 800), "all within 800 pixels"
+    assert max(bottoms) < 800
+
+
+COLUMN = "[...document.querySelectorAll('#methods-table tbody tr')].map(r => r.children[{}].dataset.sort)"
+
+
+def test_the_table_of_methods_is_sorted_by_click_and_by_key(chrome: Browser, pages: dict[str, Path]) -> None:  # fmt: skip
+    chrome.open(pages["audit"])
+    heads = chrome.run("[...document.querySelectorAll('#methods-table .sort .long')].map(e => e.textContent)")  # fmt: skip
+    assert heads[:2] == ["Tokens kept", "Sequences kept"]
+    button = "#methods-table th:nth-child(2) .sort"
+    before = chrome.run(COLUMN.format(1))
+    assert len(before) > 90
+    chrome.click(button)
+    falling = [float(v) for v in chrome.run(COLUMN.format(1))]
+    assert falling == sorted(map(float, before), reverse=True)
+    assert chrome.run(f"document.querySelector('{button}').parentElement.ariaSort") == "descending"
+    chrome.press("Enter")
+    assert [float(v) for v in chrome.run(COLUMN.format(1))] == falling[::-1]
+    assert chrome.run(f"document.querySelector('{button}').parentElement.ariaSort") == "ascending"
+    chrome.click("#methods-table th:nth-child(1) .sort")
+    names = chrome.run(COLUMN.format(0))
+    assert names == sorted(names)
+    assert chrome.run("document.querySelectorAll('#methods-table [aria-sort=ascending]').length") == 1  # fmt: skip
+
+
+def test_what_has_no_number_stands_at_the_end_in_either_order(chrome: Browser, folder: Path) -> None:  # fmt: skip
+    values = [0.2, None, 10.0, 9.0]
+    methods = [{"name": f"m{i}", "weight_max": v} for i, v in enumerate(values)]
+    chrome.open(write_audit_page({"methods": methods}, folder / "gaps"))
+    column = 6
+    assert chrome.run(f"document.querySelectorAll('#methods-table thead th')[{column}].innerText").startswith("Weight, max")  # fmt: skip
+    orders = []
+    for _ in range(2):
+        chrome.click(f"#methods-table th:nth-child({column + 1}) .sort")
+        orders.append(chrome.run(COLUMN.format(column)))
+    assert orders == [["10.0", "9.0", "0.2", ""], ["0.2", "9.0", "10.0", ""]]
+
+
+def test_the_filter_leaves_what_matches(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["audit"])
+    chrome.run("(i => { i.value = 'Decoupled RS'; i.dispatchEvent(new Event('input')); })(document.getElementById('filter'))")  # fmt: skip
+    left = chrome.run("[...document.querySelectorAll('#methods-table tbody tr:not([hidden]) .name')].map(e => e.textContent)")  # fmt: skip
+    assert 5 < len(left) < 20
+    assert "decoupled_k3_rs" in left
+    assert "ppo_clip" not in left
+    assert chrome.run("document.getElementById('filter-count').textContent").startswith(f"{len(left)} of ")  # fmt: skip
+
+
+def test_snippets_are_chosen_by_arrow_keys_and_copied(chrome: Browser, pages: dict[str, Path]) -> None:  # fmt: skip
+    chrome.open(pages["audit"])
+    for name in ("clipboardReadWrite", "clipboardSanitizedWrite"):
+        chrome.send("Browser.grantPermissions", permissions=[name])
+    shown = "[...document.querySelectorAll('#verdict [role=tabpanel]:not([hidden])')].map(p => p.textContent)"  # fmt: skip
+    (first,) = chrome.run(shown)
+    assert first == SNIPPETS["verl"].strip()
+    chrome.click("#verdict [role=tab]")
+    chrome.press("ArrowRight")
+    (second,) = chrome.run(shown)
+    assert second == SNIPPETS["trl"].strip()
+    assert chrome.run("document.activeElement.textContent") == "trl"
+    assert chrome.run("document.activeElement.ariaSelected") == "true"
+    chrome.press("ArrowLeft")
+    chrome.press("ArrowLeft")
+    assert chrome.run("document.activeElement.textContent") == "offdrift", "round the corner"
+    chrome.click("#verdict .copy")
+    chrome.wait("document.querySelector('#verdict .copy').textContent !== 'Copy'")
+    assert chrome.run("document.querySelector('#verdict .copy').textContent") == "Copied"
+
+
+def test_tokens_are_read_by_key_and_recolored(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["audit"])
+    chrome.run("document.querySelector('.tokens').focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
+        chrome.press(key)
+    tip = chrome.run("document.getElementById('tip').textContent")
+    assert re.fullmatch(r"“ We”  token 801\nlog-ratio \S+ nat, ratio \S+ \(mismatch\)\nrollout log-prob \S+ nat, probability \S+\nKL \S+ nat", tip)  # fmt: skip
+    chrome.press("Escape")
+    assert chrome.run("document.getElementById('tip').hidden")
+    classes = "[...document.querySelector('.tokens').children].map(t => t.className)"
+    numbers = "JSON.parse(document.getElementById('report-data').textContent).heat[0].values"
+    before, values = chrome.run(classes), chrome.run(numbers)
+    chrome.click("input[value=kl]")
+    kls = chrome.run(classes)
+    assert kls == [f"k{kl_level(kl)}" for *_, kl in values]
+    assert chrome.run("[...document.querySelectorAll('.scale')].map(s => s.hidden)") == [True, False]  # fmt: skip
+    chrome.click("input[value=ratio]")
+    assert chrome.run(classes) == before
+    assert len(set(before)) > 5
+
+
+def test_the_limits_of_the_chosen_method_are_drawn(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["audit"])
+    lines = "document.querySelectorAll('#chart-ratios .shapelayer path').length"
+    said = "document.getElementById('limits-said').textContent"
+    choose = "(s => {{ s.value = {!r}; s.dispatchEvent(new Event('change')); }})(document.getElementById('limits'))"  # fmt: skip
+    assert chrome.run(lines) == 4
+    assert "masked below 0.5" in chrome.run(said)
+    assert "masked above 4" in chrome.run(said), "the suggestion's own setting, not the table's 5"
+    chrome.run(choose.format("geo_mask"))
+    chrome.wait(f"{said}.includes('mean rejected')")
+    chrome.run(choose.format(""))
+    chrome.wait(f"{lines} === 0")
+    assert chrome.run(said) == ""
+
+
+def test_a_pair_is_hidden_in_all_charts_and_any_metric_is_drawn(chrome: Browser, pages: dict[str, Path]) -> None:  # fmt: skip
+    chrome.open(pages["audit"])
+    lines = "['kl', 'ratios', 'by-lag'].map(id => document.querySelectorAll(`#chart-${id} .trace.scatter`).length)"  # fmt: skip
+    assert chrome.run(lines) == [3, 3, 3]
+    chrome.click(".legend [data-group=full]")
+    chrome.wait(f"{lines}.join() === '2,2,2'")
+    assert chrome.run("document.querySelector('.legend [data-group=full]').ariaPressed") == "false"
+    chrome.run("(s => { s.value = 'reward/mean'; s.dispatchEvent(new Event('change')); })(document.getElementById('explore'))")  # fmt: skip
+    assert "mean reward" in chrome.run("document.getElementById('explore-meaning').dataset.tip")
+    assert chrome.run("document.getElementById('chart-explore').data[0].name") == "reward/mean"
+
+
+def test_the_tab_key_goes_down_the_page_in_the_order_of_reading(chrome: Browser, pages: dict[str, Path]) -> None:  # fmt: skip
+    chrome.open(pages["audit"])
+    seen = []
+    for _ in range(16):
+        chrome.press("Tab")
+        seen.append(chrome.run("(e => e.textContent.trim().slice(0, 24) || e.id || e.className)(document.activeElement)"))  # fmt: skip
+    assert seen[:6] == ["Skip to the verdict", "KL per token", "Effective sample size", "Correlation of probabili", "verl", "Copy"]  # fmt: skip
+    assert seen[6].startswith("algorithm:"), "a long snippet scrolls by key"
+    assert all(seen)
+    outline = chrome.run("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid", "the focus can be seen"
+
+
+def test_charts_follow_the_theme_while_the_page_is_open(chrome: Browser, pages: dict[str, Path]) -> None:  # fmt: skip
+    chrome.open(pages["audit"])
+    color = "document.getElementById('chart-kl').data[0].line.color"
+    light = chrome.run(color)
+    chrome.media(dark=True)
+    chrome.wait(f"{color} !== '{light}'")
+    assert (light, chrome.run(color)) == ("#0068b3", "#5bb3f0")
+
+
+def test_it_prints_unfolded_and_without_buttons(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["audit"])
+    chrome.media(media="print")
+    folded = "document.querySelectorAll('details:not([open])').length"
+    before = chrome.run(folded)
+    assert before > 5
+    chrome.run("dispatchEvent(new Event('beforeprint'))")
+    assert chrome.run(folded) == 0
+    assert chrome.run("getComputedStyle(document.querySelector('.copy')).display") == "none"
+    assert chrome.run("getComputedStyle(document.querySelector('.tall')).maxHeight") == "none"
+    chrome.run("dispatchEvent(new Event('afterprint'))")
+    assert chrome.run(folded) == before
+    pdf = chrome.send("Page.printToPDF", printBackground=True)["data"]
+    assert len(pdf) > 100_000
+
+
+def test_every_arm_is_drawn_and_a_button_hides_it_in_all_charts(chrome: Browser, pages: dict[str, Path]) -> None:
+    lines = "[...document.querySelectorAll('.plot')].map(p => p.querySelectorAll('g.trace.scatter').length)"
+    button = ".legend button"
+    chrome.open(pages["report"])
+    assert chrome.run(lines) == [12, *9 * [4]]
+    chrome.click(button)
+    chrome.wait(f"{lines}.join() === '9,' + Array(9).fill(3).join()")
+    assert chrome.run(f"document.querySelector('{button}').ariaPressed") == "false"
+    chrome.click(button)
+    chrome.wait(f"{lines}.join() === '12,' + Array(9).fill(4).join()")
+    # Per panel three lines and a band; "flat" is a line and a band.
+    chrome.open(pages["figure"])
+    assert chrome.run(lines) == [4, 4]
+    chrome.click(".legend button:nth-child(2)")
+    chrome.wait(f"{lines}.join() === '2,2'")
+    chrome.open(pages["hostile report"])
+    assert chrome.run(lines) == [2 * len(PAYLOADS)]
+
+
+def test_a_token_of_a_report_is_read_by_key(chrome: Browser, pages: dict[str, Path]) -> None:
+    chrome.open(pages["report"])
+    chrome.run("document.querySelector('.tokens').focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        chrome.press(key)
+    tip = "document.getElementById('tip')"
+    said = chrome.run(f"{tip}.textContent")
+    assert re.fullmatch(r"“ add”  token 2\nKL \S+ nat\nTV \S+\nlog-prob \(rollout\) −\S+ nat\nweight \S+", said)
+    chrome.press("Escape")
+    assert chrome.run(f"{tip}.hidden")
+    chrome.run("document.querySelector('[data-tip]').focus()")
+    assert chrome.run(f"{tip}.textContent").startswith("Mean reward on held-out prompts")
+
+
+@pytest.mark.parametrize("page", ["little", "report"])
+@pytest.mark.parametrize("keep_policy", [True, False], ids=["policy", "no policy"])
+def test_markup_that_slipped_through_runs_only_without_the_policy(
+    chrome: Browser, pages: dict[str, Path], keep_policy: bool, page: str
+) -> None:
+    document = pages[page].read_text("utf-8")
     if not keep_policy:
         document, removed = POLICY.subn("", document)
         assert removed == 1
-    head, tail = document.split("</main>")
-    copy = page.with_name(name)
-    copy.write_text(f"{head}</main>{insert}{tail}", encoding="utf-8")
-    return copy
+    slipped = pages[page].with_name("slipped.html")
+    slipped.write_text(document.replace("</main>", f"</main>{''.join(PAYLOADS[:2])}"), "utf-8")
+    chrome.open(slipped)
+    chrome.run("new Promise(done => setTimeout(done, 200))")
+    assert (chrome.run("window.__pwned ?? 0") == 1) != keep_policy
+    assert any("Content Security Policy" in line for line in chrome.console()) == keep_policy
 
 
-def test_every_chart_of_a_run_is_drawn_and_the_console_stays_silent(folder: Path) -> None:
-    page = write_report(write_run(folder / "good"))
-    document, console = open_page(page, folder / "profile-good")
-    assert 'data-drawn="10"' in document
-    assert traces(document) == {
-        "reward": 12, "acceptance": 4, "kl_mean": 4, "kl_max": 4, "bound": 4, "gain_low": 4,
-        "ppl_gap": 4, "ess": 4, "length": 4, "version_lag": 4,
-    }  # fmt: skip
-    assert console == []
-
-
-def test_the_page_answers_keys_and_clicks(folder: Path) -> None:
-    page = write_report(write_run(folder / "keys", updates=8))
-    probed = altered(page, "probed.html", keep_policy=False, insert=f"<script>{PROBE}</script>")
-    document, _ = open_page(probed, folder / "profile-keys")
-    (root,) = re.findall(r"<html[^>]*>", document)
-    state = {k: unescape(v) for k, v in re.findall(r'data-([\w-]+)="([^"]*)"', root)}
-    assert re.fullmatch(
-        r"“ add”  token 2\nKL \S+ nat\nTV \S+\nlog-prob \(rollout\) −\S+ nat\nweight \S+", state["token"]
-    )
-    assert state["closed"] == "true"
-    assert state["hint"].startswith("Mean reward on held-out prompts")
-    assert (state["lines-before"], state["lines-after"], state["lines-again"]) == ("4", "3", "4")
-    assert state["pressed"] == "false"
-    assert state["wide"] == "false", "nothing sticks out to the right"
-
-
-def test_no_stored_text_runs(folder: Path) -> None:
-    page = write_report(write_hostile_run(folder / "hostile"))
-    document, console = open_page(page, folder / "profile-hostile")
-    assert 'data-drawn="1"' in document
-    assert traces(document) == {"reward": 2 * len(PAYLOADS)}
-    assert "data-pwned" not in document
-    assert console == []
-
-
-@pytest.mark.parametrize("keep_policy", [True, False], ids=["policy", "no policy"])
-def test_markup_that_slipped_through_runs_only_without_the_policy(folder: Path, keep_policy: bool) -> None:
-    name = f"slipped-{keep_policy}"
-    page = write_report(write_run(folder / name, updates=2))
-    slipped = altered(page, "slipped.html", keep_policy=keep_policy, insert="".join(PAYLOADS[:2]))
-    document, console = open_page(slipped, folder / f"profile-{name}")
-    assert ("data-pwned" in document.split(">", 2)[1]) != keep_policy
-    assert any("Content Security Policy" in line for line in console) == keep_policy
+def test_rounding_far_below_does_not_press_a_curve_into_a_line(chrome: Browser, folder: Path) -> None:
+    levels = [3e-14, 0.002, 0.01, 0.05]
+    steps = [{"step": i, "full/k3": x, "full/k1": x} for i, x in enumerate(levels)]
+    chrome.open(write_audit_page({"steps": steps}, folder / "decades"))
+    low, high = chrome.run("document.getElementById('chart-kl').layout.yaxis.range")
+    assert high - low < 10
+    assert low < -7
+    assert high > math.log10(0.05)

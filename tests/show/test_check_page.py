@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import html
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offdrift.check.page import check_headlines, factor_chart, render_check, write_check_page
 from offdrift.check.view import threshold_rows
-from tests.show.hostile import PAYLOADS, SHOWN
-from tests.show.hostile_audit import hostile
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic_audit import SNIPPETS, check
-
-ALL = "".join(PAYLOADS)
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
     return parse(write_check_page(check(), tmp_path_factory.mktemp("good")))
-
-
-@pytest.fixture(scope="module")
-def bad(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
-    return parse(write_check_page(hostile(check(), ALL), tmp_path_factory.mktemp("bad")))
 
 
 def words(parsed: Parsed) -> str:
@@ -111,13 +101,6 @@ def test_the_three_numbers_follow_from_what_was_measured(baseline: dict, metrics
     assert [h.metric for h in check_headlines({"baseline": baseline})] == metrics
 
 
-def test_hostile_texts_are_text(bad: Parsed) -> None:
-    shown, text = "".join(SHOWN), "".join(bad.text)
-    for place in ("SmolLM2-135M", "vllm", "0.11.0", "nat a token.", "instead of bfloat16", "dtype alone changes.", "no experts",
-                  "section 4.3", "trm_max", "clean sequences", "weights.", "routing replay"):  # fmt: skip
-        assert f"{place}{shown}" in text, place
-
-
 @pytest.mark.parametrize("value", [None, [], {}, "x", 3, [{}], [None]], ids=str)
 def test_any_key_may_be_null_or_of_another_kind(value: object) -> None:
     whole: dict[str, Any] = check()
@@ -126,9 +109,3 @@ def test_any_key_may_be_null_or_of_another_kind(value: object) -> None:
     rows = {k: [{**v[0], key: value} for key in v[0]] for k, v in whole.items() if isinstance(v, list)}  # fmt: skip
     assert sum(map(len, rows.values())) > 30
     assert "</html>" in render_check({**whole, **rows})
-
-
-def test_the_file_is_there_whole_and_alone(tmp_path: Path) -> None:
-    assert write_check_page({}, tmp_path) == tmp_path / "check.html"
-    assert [p.name for p in tmp_path.iterdir()] == ["check.html"]
-    assert "No verdict was recorded" in (tmp_path / "check.html").read_text("utf-8")

@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-from html import unescape
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,11 +14,8 @@ import numpy as np
 import pytest
 
 from offdrift.errors import BadValueError, OffdriftError, RecordError, ShapeError
-from offdrift.show.charts import Chart, Series, chart_data, points, styled
-from offdrift.show.figure import figure_page, write_figure
+from offdrift.show.charts import Chart, Series, chart_data, figure_page, points, styled, write_figure
 from offdrift.show.png import palette, picture_of, spread
-from tests.show.browser import chromium, open_page
-from tests.show.hostile import PAYLOADS
 from tests.show.test_colors import DARK, LIGHT
 
 NAN, INF = math.nan, math.inf
@@ -228,24 +224,9 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(missing, tmp_path, mo
 
 
 def test_naming_a_figure_loads_no_drawing_library():
-    program = "import sys, offdrift.show.figure; print([m for m in ('matplotlib', 'plotly', 'pyarrow') if m in sys.modules])"  # fmt: skip
+    program = "import sys, offdrift.show.charts; print([m for m in ('matplotlib', 'plotly', 'pyarrow') if m in sys.modules])"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-# -- in a browser -----------------------------------------------------------------------------
-
-
-def test_the_page_is_drawn_and_nothing_written_in_it_runs(tmp_path):
-    chromium()
-    series = [Series(text, X, [1.0, 2.0, 3.0, i + 1.0]) for i, text in enumerate(PAYLOADS)]
-    chart = Chart(PAYLOADS[0], PAYLOADS[0], series, x_title=PAYLOADS[1], lines=[(1.0, PAYLOADS[0])])
-    _, page = write_figure(tmp_path / "bad", [chart, PANEL], title=PAYLOADS[0], caption=PAYLOADS[1])
-    document, console = open_page(page, tmp_path / "profile")
-    assert 'data-drawn="2"' in document
-    assert document.count('class="trace scatter') == len(PAYLOADS) + len(LINES) + 1  # and a band
-    assert "data-pwned" not in document
-    assert console == []
 
 
 def test_markup_in_a_name_is_shown_and_not_obeyed():
@@ -264,28 +245,3 @@ def test_markup_in_a_name_is_shown_and_not_obeyed():
         Chart("", "", [Series(bad, [bad, "x"], [1, 2], kind="bars")]),
     ):
         assert picture_of([chart], title=bad, caption=bad).startswith(b"\x89PNG")
-
-
-def test_a_series_can_be_hidden_and_nothing_sticks_out(tmp_path):
-    chromium()
-    _, page = write_figure(tmp_path / "probe", [PANEL, PANEL], title="Two panels")
-    probe = """<script>(async () => {
-      const state = document.documentElement.dataset, wait = () => new Promise(f => setTimeout(f, 300));
-      while (!state.drawn) await wait();
-      const lines = () => document.querySelectorAll("g.trace.scatter").length;
-      state.before = lines();
-      const button = document.querySelectorAll(".legend button")[1];
-      button.click(); await wait(); state.after = lines(); state.pressed = button.ariaPressed;
-      button.click(); await wait(); state.again = lines();
-      state.wide = document.documentElement.scrollWidth > innerWidth;
-    })();</script>"""
-    text, removed = re.subn(r'<meta http-equiv="Content-Sec[^>]*>', "", page.read_text("utf-8"))
-    assert removed == 1
-    page.write_text(text.replace("</main>", f"</main>{probe}"), encoding="utf-8")
-    document, _ = open_page(page, tmp_path / "profile")
-    (root,) = re.findall(r"<html[^>]*>", document)
-    state = {k: unescape(v) for k, v in re.findall(r'data-([\w-]+)="([^"]*)"', root)}
-    # per panel three lines and a band; "flat" is a line and a band
-    assert (state["before"], state["after"], state["again"]) == ("8", "4", "8")
-    assert state["pressed"] == "false"
-    assert state["wide"] == "false"

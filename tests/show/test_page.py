@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
 
 from offdrift.errors import RecordError
 from offdrift.methods.describe import raises
-from offdrift.show.numbers import KL_EDGES, flatten, kl_level
+from offdrift.show.numbers import flatten
 from offdrift.train.page import pick_samples, write_report
 from offdrift.train.stored import Arm, Sample
-from tests.show.hostile import PAYLOADS, SHOWN, write_hostile_run
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic import ARMS, write_lines, write_run
 
@@ -22,36 +20,6 @@ from tests.show.synthetic import ARMS, write_lines, write_run
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
     return parse(write_report(write_run(tmp_path_factory.mktemp("good"))))
-
-
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Parsed:
-    return parse(write_report(write_hostile_run(tmp_path_factory.mktemp("hostile"))))
-
-
-# Where a payload stands, as text before it, and how often: once an arm, or once a payload.
-PLACES = ("prompt ", "ended by finish ", "note ", "description ", "key ", "package ")
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("shown", SHOWN, ids=range(len(SHOWN)))
-def test_hostile_texts_are_shown_as_text(hostile: Parsed, place: str, shown: str) -> None:
-    assert f"{place}{shown}" in "".join(hostile.text)
-
-
-@pytest.mark.parametrize("shown", SHOWN, ids=range(len(SHOWN)))
-def test_hostile_tokens_and_arm_names_are_shown_as_text(hostile: Parsed, shown: str) -> None:
-    assert hostile.text.count(shown) >= len(PAYLOADS), "every arm's sample holds this token"
-    assert any(text.startswith("arm ") and text.rstrip().endswith(shown) for text in hostile.text)
-
-
-def test_data_for_the_scripts_is_json_without_markup(hostile: Parsed) -> None:
-    block = hostile.raw["script"][0]
-    assert not re.search("[<>&\u2028\u2029]", block)
-    data = json.loads(block)
-    assert len(data["charts"]) == 1
-    assert [len(arm) for arm in data["samples"]] == [1] * len(PAYLOADS)
-    assert [row[0] for row in data["samples"][0][0]][:3] == ["1.00", "0.100", "0.0100"]
 
 
 def test_the_page_shows_every_arm_sample_and_recipe_key(good: Parsed) -> None:
@@ -62,16 +30,6 @@ def test_the_page_shows_every_arm_sample_and_recipe_key(good: Parsed) -> None:
     assert samples == [f"{arm},{i}" for arm in range(4) for i in range(8)]
     for expected in (*ARMS, "rollout.dtype", "bfloat16", "transformers", "3,412,096 parameters"):
         assert expected in text
-
-
-def test_rebuilding_gives_the_same_bytes_and_leaves_no_other_file(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, updates=4)
-    before = {p.name for p in run_dir.iterdir()}
-    path = write_report(run_dir)
-    first = path.read_bytes()
-    assert write_report(run_dir) == run_dir / "report.html"
-    assert path.read_bytes() == first
-    assert {p.name for p in run_dir.iterdir()} - before == {"report.html"}
 
 
 def test_a_failed_write_keeps_the_earlier_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +72,6 @@ def test_the_latest_samples_are_picked_and_the_worst_is_always_among_them() -> N
     assert [s.update for s in pick_samples(samples, 3)] == [3, 2, 1]
     assert [s.update for s in pick_samples(samples, 9)] == [3, 2, 1, 0]
     assert pick_samples([], 2) == []
-
-
-def test_color_steps_begin_at_their_edges() -> None:
-    assert [kl_level(edge) for edge in KL_EDGES] == list(range(1, 10))
-    assert [kl_level(edge * 0.999) for edge in KL_EDGES] == list(range(9))
 
 
 def test_a_recipe_is_flattened_to_dotted_keys() -> None:

@@ -1,4 +1,4 @@
-"""What holds of every page: it trusts no text, loads nothing, and its parts refer to each other."""
+"""What holds of every page: it trusts no text, loads nothing, its parts refer to each other, and it is written whole."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import pytest
 from offdrift.audit.compare import write_comparison
 from offdrift.audit.page import write_audit_page
 from offdrift.check.page import write_check_page
-from offdrift.show.charts import Chart, Series
-from offdrift.show.figure import figure_page
+from offdrift.show.charts import Chart, Series, figure_page
 from offdrift.show.html import write_document
 from offdrift.train.page import write_report
-from tests.show.hostile import PAYLOADS, write_hostile_run
+from tests.show.hostile import PAYLOADS, SHOWN, write_hostile_run
 from tests.show.hostile_audit import hostile
 from tests.show.parsed import Parsed, parse
 from tests.show.synthetic import write_run
-from tests.show.synthetic_audit import audit, check
+from tests.show.synthetic_audit import audit, check, little
 
 ALL = "".join(PAYLOADS)
 NAMES = ("report", "audit", "check", "compare", "figure")
@@ -60,7 +59,55 @@ def test_hostile_texts_add_no_element_and_no_attribute(pages: dict, name: str) -
     assert [[tag for tag, _ in bad.tags].count(tag) for tag in ("script", "style", "img")] == [3, 1, 0]
     block = bad.raw["script"][0]
     assert not re.search("[<>&\u2028\u2029]", block)
-    assert json.loads(block)["charts"]
+    data = json.loads(block)
+    texts = [s["name"] for c in data["charts"] for s in c["series"]]
+    assert texts
+    texts += [x for column in data["columns"] for x in column if isinstance(x, str)]
+    assert not any(re.search("<[a-z/]", text) for text in texts), "plotly reads markup"
+
+
+EVERYTHING = "".join(SHOWN)
+PLACES = {
+    "report": [place + shown for place in ("prompt ", "ended by finish ", "note ", "description ", "key ", "package ") for shown in SHOWN],
+    "audit": [place + EVERYTHING for place in (
+        "mask tokens outside [0.5, 5].", "at the same weights.", "with the learning rate.", "truncated at 2.", "0.001 nat.",
+        "arXiv:2510.26788", "snippet ", "column ", "/data/", "inside a string", "112.jsonl", "Think step by step.",
+        "no routing was logged", "in both engines", "no length is favored", "so the answer is", "decoupled_geo_rs",
+        "the log lacks", "the gain 0.004", "every token are there", "(0.1 to 0.5)",
+    )],
+    "check": [place + EVERYTHING for place in (
+        "SmolLM2-135M", "vllm", "0.11.0", "nat a token.", "instead of bfloat16", "dtype alone changes.", "no experts",
+        "section 4.3", "trm_max", "clean sequences", "weights.", "routing replay",
+    )],
+    "compare": [place + EVERYTHING for place in ("a", "b", "outside [0.5, 5].", "same weights.", "snippet ", "/data/")],
+}  # fmt: skip
+"""What stands before a payload in each page, and what a reader sees of the payload."""
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_hostile_texts_are_shown_as_text(pages: dict, name: str) -> None:
+    _, bad = pages[name]
+    text = "".join(bad.text)
+    assert [words for words in PLACES[name] if words not in text] == []
+    for shown in SHOWN if name == "report" else [EVERYTHING]:  # tokens, metrics, options, tabs
+        assert bad.text.count(shown) >= (len(PAYLOADS) if name == "report" else 1)
+
+
+WRITERS = {
+    "report.html": lambda folder: write_report(write_run(folder, updates=2)),
+    "audit/report.html": lambda folder: write_audit_page(little(), folder / "audit"),
+    "check/check.html": lambda folder: write_check_page({}, folder / "check"),
+    "c.html": lambda folder: write_comparison(little(), {}, ("a", "b"), folder / "c.html"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_page_is_written_alone_and_the_same_each_time(tmp_path: Path, name: str) -> None:
+    page = WRITERS[name](tmp_path)
+    assert page == tmp_path / name
+    first = page.read_bytes()
+    assert WRITERS[name](tmp_path).read_bytes() == first
+    assert {p.name for p in page.parent.iterdir()} <= {page.name, "run.json", "arms"}
 
 
 def digest(text: str) -> str:

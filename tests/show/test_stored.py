@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from offdrift.errors import RecordError
-from offdrift.show.json_access import number
 from offdrift.train.stored import read_run
 from tests.show.synthetic import ARMS, write_lines, write_run
 
@@ -152,7 +151,3 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path, content: str | None, messa
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(RecordError, match=message):
         read_run(tmp_path)
-
-
-def test_numbers_are_numbers() -> None:
-    assert [number(v) for v in (1, 0.5, False, None, "1", float("inf"))] == [1.0, 0.5, 0.0, None, None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offdrift.show.sanitize import visible, visible_token
+from offdrift.show.json_access import visible, visible_token
 
 
 @pytest.mark.parametrize("text", ["a\tb\nc é 漢 ½ ∅", "👩\u200d🚀", "می\u200cخواهم", "\ufffd", ""])

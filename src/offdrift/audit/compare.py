@@ -23,11 +23,19 @@ from offdrift.audit.page import provenance
 from offdrift.judge.kl_choice import kl_metrics
 from offdrift.show.charts import Chart, Series, chart_data
 from offdrift.show.findings import WORDS, in_order, safe, verdict_of
-from offdrift.show.headline import PAIRS, headlines, kl_metric, main_pair, meaning_of, thresholds
+from offdrift.show.headline import (
+    PAIRS,
+    common_context,
+    count_words,
+    headlines,
+    kl_metric,
+    main_pair,
+    meaning_of,
+    thresholds,
+)
 from offdrift.show.html import render_document, write_document
 from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
 from offdrift.show.numbers import percent, short
-from offdrift.show.page import common_context, count_words
 from offdrift.stats.metrics import METRICS
 
 SHARES = ("kept_tokens", "ess_frac", "kept_length_ratio")

@@ -16,12 +16,10 @@ from offdrift.audit.charts import along, choices, explorable, histogram_chart, i
 from offdrift.audit.method_table import method_columns, tried, untried
 from offdrift.audit.view import missing, unanswered
 from offdrift.show.charts import PAIR_COLORS, PAIR_DASHES, Columns, chart_data, rounded
-from offdrift.show.headline import PAIRS, best_numbers, headlines, length_unit, meaning_of
+from offdrift.show.headline import PAIRS, all_numbers, best_numbers, common_context, headlines, length_unit, meaning_of
 from offdrift.show.html import render_document, write_document
-from offdrift.show.json_access import Fields, any_number, at, items, mapping, number, numbers, rows, text
+from offdrift.show.json_access import Fields, any_number, at, clipped, items, mapping, number, numbers, rows, text
 from offdrift.show.numbers import KL_EDGES, fixed, flatten, kl_labels, kl_level, short
-from offdrift.show.page import all_numbers, common_context
-from offdrift.show.sanitize import clipped
 
 RATIO_EDGES = (0.01, 0.05, 0.2, 1.0, 3.0)
 """|log-ratio| at which the color of a token changes, nats."""

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from offdrift.audit.method_table import familiar, method_columns, tried
 from offdrift.show.findings import WORDS, in_order, safe, shown_view, verdict_view
-from offdrift.show.headline import Headline, headlines
+from offdrift.show.headline import Headline, count_words, headlines
 from offdrift.show.json_access import Fields, at, items, mapping, number, rows, text
-from offdrift.show.page import count_words
 
 FINDINGS_SHOWN = 3
 BARS = "▁▂▃▄▅▆▇█"

@@ -8,11 +8,10 @@ from typing import Any
 
 from offdrift.check.view import BUDGET, OUTSIDE, by_kind, cited, correlation_or_short, threshold_rows, times
 from offdrift.show.charts import Chart, Series, chart_data
-from offdrift.show.headline import Headline, best_of, correlation, judged
+from offdrift.show.headline import Headline, all_numbers, best_of, common_context, correlation, judged
 from offdrift.show.html import STYLES, render_document, write_document
 from offdrift.show.json_access import Fields, at, mapping, number, rows, text
 from offdrift.show.numbers import duration, flatten, percent, short
-from offdrift.show.page import all_numbers, common_context
 
 FILE_NAME = "check.html"
 

@@ -23,7 +23,7 @@ Stem = Annotated[Path | None, typer.Option(metavar="STEM", help="Also write STEM
 def _write(out: Path, panels: Any, numbers: Any, screen: Screen, **texts: str) -> None:
     """Write a figure as a picture and a page, and its numbers beside them."""
     from offdrift.records.atomic import write_atomically
-    from offdrift.show.figure import write_figure
+    from offdrift.show.charts import write_figure
 
     picture, page = write_figure(out, panels, **texts)
     table, text = out.with_name(out.name + ".json"), json.dumps(numbers, indent=1, allow_nan=False)

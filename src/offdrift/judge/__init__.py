@@ -1,42 +1,14 @@
 """Diagnosis: from the metrics of a run to findings on what is wrong, how it is known, why, and what to do."""
 
-from offdrift.judge.collapse import (
-    FeatureRecorder,
-    Features,
-    VarianceProxies,
-    ahead,
-    auroc,
-    collapse,
-    lr_guard,
-    variance_proxies,
-)
-from offdrift.judge.findings import Context, Evidence, Finding, num_experts
-from offdrift.judge.ladder import Escalation, escalate
-from offdrift.judge.readings import READINGS
-from offdrift.judge.rules import Rules, load_rules
-from offdrift.judge.verdict import verdict
-from offdrift.judge.watcher import Watcher, diagnose, judge
-
-__all__ = [
-    "READINGS",
-    "Context",
-    "Escalation",
-    "Evidence",
-    "FeatureRecorder",
-    "Features",
-    "Finding",
-    "Rules",
-    "VarianceProxies",
-    "Watcher",
-    "ahead",
-    "auroc",
-    "collapse",
-    "diagnose",
-    "escalate",
-    "judge",
-    "load_rules",
-    "lr_guard",
-    "num_experts",
-    "variance_proxies",
-    "verdict",
-]
+from offdrift.judge.findings import Context as Context
+from offdrift.judge.findings import Evidence as Evidence
+from offdrift.judge.findings import Finding as Finding
+from offdrift.judge.findings import num_experts as num_experts
+from offdrift.judge.ladder import escalate as escalate
+from offdrift.judge.readings import READINGS as READINGS
+from offdrift.judge.rules import Rules as Rules
+from offdrift.judge.rules import load_rules as load_rules
+from offdrift.judge.verdict import verdict as verdict
+from offdrift.judge.watcher import Watcher as Watcher
+from offdrift.judge.watcher import diagnose as diagnose
+from offdrift.judge.watcher import judge as judge

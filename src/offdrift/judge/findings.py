@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names under which configurations of transformers give the number of experts in a layer."""
 Row = Mapping[str, Any]
 """Numbers by metric name; None, NaN, infinities and whatever is no number mean missing."""
+
+
+def number(row: Row, name: str) -> float | None:
+    """A finite number of the row; None if there is none of that name."""
+    value = row.get(name)
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +41,7 @@ class Context:
 
 
 def num_experts(model: Any) -> int:
-    """Experts in each layer of a mixture of experts, by the model's configuration; 0 for a dense model.
-
-    Example:
-        >>> num_experts(object())
-        0
-    """
+    """Experts in each layer of a mixture of experts, by the model's configuration; 0 for a dense model."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()

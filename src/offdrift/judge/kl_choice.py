@@ -1,6 +1,6 @@
 """Choice of the estimate of a KL: exact, else k3, else k1.
 
-k1 = mean(-l) and k3 = mean(e^l - 1 - l) have the same expectation where E[e^l] = 1 (signatures.py).
+k1 = mean(-l) and k3 = mean(e^l - 1 - l) have the same expectation where E[e^l] = 1 (docs/rules.md).
 Then k3, which is never negative and of second order in l, is far less noisy: a few sequences leave
 k1 at several times its size. Where the mean ratio is not 1 the record is not that of the sampled
 distribution, and k3 - k1 is the bias: k1 shows it, and the signatures find it.
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from offdrift.judge.findings import Row
-from offdrift.judge.window import number
+from offdrift.judge.findings import Row, number
 
 EXACT = {
     "mismatch": "divergence/kl_rollout_old_mean",

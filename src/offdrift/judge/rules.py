@@ -23,7 +23,7 @@ import math
 import operator
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -37,8 +37,6 @@ from offdrift.methods import METHODS
 
 HERE = Path(__file__).parent
 TABLES = ("thresholds", "rules", "fixes")
-TEXTS = ("cause", "symptom", "explanation", "fix", "refuted_by")
-FLAGS = ("data", "enabled", "transient", "whole")
 LETTERS = ("A", "A/B", "D", "B", "C", "E", "F", "")
 """Order of findings: the survey's order of fixes, which repairs the engines first."""
 
@@ -87,11 +85,6 @@ class Compared:
             return None
         return (Evidence(metric, value, self.relation, named.value, named.unit, named.source or source),)
 
-    @property
-    def thresholds(self) -> set[str]:
-        """Names of the thresholds that it compares with."""
-        return {self.threshold} if isinstance(self.threshold, str) else set()
-
     def describe(self, limits: Mapping[str, Threshold]) -> str:
         """The condition in one line, with the numbers that stand behind names."""
         if self.relation == "missing":
@@ -116,11 +109,6 @@ class Joined:
         if not holding or (self.how == "all" and len(holding) < len(each)):
             return None
         return tuple(dict.fromkeys(e for evidence in holding for e in evidence))
-
-    @property
-    def thresholds(self) -> set[str]:
-        """Names of the thresholds that its parts compare with."""
-        return set().union(*(part.thresholds for part in self.parts))
 
     def describe(self, limits: Mapping[str, Threshold]) -> str:
         """The condition in one line, with the numbers that stand behind names."""
@@ -185,13 +173,9 @@ class Rules:
 
 
 def load_rules(path: Path | None = None) -> Rules:
-    """The built-in rules, with a user's TOML file merged over them.
+    """The built-in rules, with a user's TOML file, if there is one, merged over them.
 
-    Args:
-        path: the user's file; None for the built-in rules alone.
-
-    Raises: `RecipeError` naming the file, the table, the key and the value that is wrong, and what it
-        could be.
+    Raises: `RecipeError` naming the file, the table, the key and the value that is wrong, and what it could be.
 
     Example:
         >>> rules = load_rules()
@@ -282,16 +266,14 @@ def _rule(where: str, row: Any, limits: Mapping[str, Threshold], fixes: Mapping[
     if not conditions:
         raise RecipeError(f"{where} has no condition; give it all = [...] or any = [...]")
     when = _joined(where, conditions, limits)
-    for key in TEXTS:
-        _of_kind(f"{where} {key}", row.get(key), str)
+    for f in fields(Rule):
+        if f.type in ("str", "bool") and (f.default is MISSING or f.name in row):
+            _of_kind(f"{where} {f.name}", row.get(f.name), str if f.type == "str" else bool)
     _in_table(f"{where} fix", row["fix"], sorted(fixes))
     words = {"severity": get_args(Severity), "confidence": get_args(Confidence), "letter": LETTERS}
     for key, choices in words.items():
         if key in row and row[key] not in choices:
             raise RecipeError(f"{where} {key} = {row[key]!r} must be one of {', '.join(map(repr, choices))}")
-    _of_kind(f"{where} source", row.get("source", ""), str)
-    for key in FLAGS:
-        _of_kind(f"{where} {key}", row.get(key, False), bool)
     suppressed = _of_kind(f"{where} suppressed_by", row.pop("suppressed_by", []), list)
     raised = _of_kind(f"{where} raised_by", row.pop("raised_by", []), list)
     return Rule(

@@ -1,29 +1,11 @@
 """Tests of whether the level of a series of autocorrelated steps changed by more than its own scatter.
 
-Steps of a run are no independent draws: what happened at one step is still there at the next. With
-the lag-1 autocorrelation phi, n steps say as much of a mean as n / f independent ones,
+With the lag-1 autocorrelation phi, n steps say as much of a mean as n / f independent ones,
 
     f = (1 + phi) / (1 - phi)        the long-run variance over the variance, for an AR(1) series
 
-A fit makes residuals look less correlated than the errors are, so phi is corrected for that, and taken
-one standard error higher: too small a phi is the error that raises false alarms. The variance counts
-independent steps, too: RSS / (n - fitted f). A series that is too short for its correlation, as smooth
-ones are, counts as a single draw: RSS itself, with f = n.
-
-Three tests say whether a level moved, and one is enough (`moved`):
-
-    shift     the last steps against the mean of the older part of the window, whose scatter they do
-              not share.
-    line      the slope of the least-squares line, once of the steps and once of means of several, and
-              the less sure of the two: a slow wander under fresh noise shows in the means only.
-    walk      the distance between two means k steps apart over sqrt(k) times the size of a step, or
-              the mean step over its own error. Both hold whatever phi is, up to a random walk; the
-              one is the sharper test where phi is large, the other sees what rises at every step.
-
-Few independent draws make Student's t heavy-tailed, so shift and line are normal scores of it, for
-n / f less the fitted parameters as degrees of freedom.
-
-What this costs and saves is measured in docs/diagnosis.md, by `benchmarks/trend_alarms.py`.
+A level has `moved` if a shift, a line or a walk says so. docs/diagnosis.md describes these tests, what they rest on
+and how often they are wrong (`benchmarks/trend_alarms.py`).
 """
 
 from __future__ import annotations
@@ -57,6 +39,9 @@ class Scatter(NamedTuple):
 
             phi = (n r + fitted) / (n - fitted - 2)        r = sum e_t e_{t-1} / sum e_t^2
             phi <- phi + sqrt((1 - phi^2) / n), within [0, 1)
+
+        A fit makes residuals look less correlated than the errors are, hence the first line; too small a phi raises
+        false alarms, hence the second. A series too short for its correlation counts as a single draw: f = n.
 
         Reference: M. Kendall, Biometrika 41 (1954), 403-404, for the bias (1 + 3 phi) / n of r about a
         mean; about a line it is (2 + 4 phi) / n.

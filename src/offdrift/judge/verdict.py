@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from offdrift.judge.findings import URGENCY, Finding, Row
+from offdrift.judge.findings import URGENCY, Finding, Row, number
 from offdrift.judge.kl_choice import kl_metrics
 from offdrift.judge.rules import load_rules
-from offdrift.judge.window import number
 
 
 def verdict(

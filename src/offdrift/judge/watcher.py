@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from offdrift.judge.findings import Confidence, Context, Finding, Row
-from offdrift.judge.readings import reading_of
+from offdrift.judge.readings import READINGS
 from offdrift.judge.readings.lag import at_same_weights
-from offdrift.judge.readings.view import Reading, View
+from offdrift.judge.readings.view import Reading, View, Window, read
 from offdrift.judge.rules import Rule, Rules, load_rules
-from offdrift.judge.window import Window
 
 PATIENCE = 3
 """Steps before a live run is judged: a level is a median, and one batch is none."""
 LEVELS: tuple[Confidence, ...] = get_args(Confidence)
+SHARED = ("cause", "letter", "severity", "symptom", "explanation", "refuted_by", "source")
+"""What a finding takes from its rule as it stands."""
 UNKNOWN = Context()
 
 
@@ -41,19 +42,13 @@ def judge(reading: Mapping[str, float], rules: Rules, context: Context = UNKNOWN
         raised = sum(c.holds(reading, rules.thresholds) is not None for c in rule.raised_by)
         findings.append(
             Finding(
+                **{key: getattr(rule, key) for key in SHARED},
                 rule=name,
-                cause=rule.cause,
-                letter=rule.letter,
-                severity=rule.severity,
                 confidence=LEVELS[min(len(LEVELS) - 1, LEVELS.index(rule.confidence) + raised)],
-                symptom=rule.symptom,
                 evidence=evidence,
-                explanation=rule.explanation,
                 fix=fix.do,
-                refuted_by=rule.refuted_by,
                 snippets=dict(sorted(fix.snippets.items(), key=lambda kv: kv[0] != context.framework)),
                 method=fix.method,
-                source=rule.source,
             )
         )
     return findings
@@ -117,7 +112,7 @@ class Watcher:
     def update(self, row: Row) -> list[Finding]:
         """Take one more step; returns the findings that fired for the first time."""
         self._window.add(row, same_weights=at_same_weights(row, self.context))
-        self.reading = reading_of(View(self._window, self.context, self._limits))
+        self.reading = read(View(self._window, self.context, self._limits), READINGS)
         if self._window.steps < self.patience:
             return []
         new = []
@@ -139,7 +134,7 @@ class Watcher:
         if not self._window.steps and not self.context.overall:
             return []
         view = View(self._window, self.context, self._limits, overall=self.context.overall)
-        whole = judge(reading_of(view), self.rules, self.context)
+        whole = judge(read(view, READINGS), self.rules, self.context)
         return self._report({f.rule: f for f in whole} if self.context.overall else {})
 
     def _report(self, whole: Mapping[str, Finding]) -> list[Finding]:

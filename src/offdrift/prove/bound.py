@@ -29,8 +29,7 @@ from offdrift.certificate.inverse import (
     vacuous_horizon,
 )
 from offdrift.errors import BadValueError
-from offdrift.show.charts import Chart, Series
-from offdrift.show.figure import write_chart
+from offdrift.show.charts import Chart, Series, write_chart
 from offdrift.show.numbers import short
 
 CONSTANTS = {"sharp": "sharp constants", "paper": "the paper's constants"}
@@ -341,7 +340,7 @@ def write_bound_chart(
 
     Returns: the path.
 
-    Raises: as in `offdrift.show.figure.write_chart` and `all_bounds`.
+    Raises: as in `offdrift.show.charts.write_chart` and `all_bounds`.
     """
     arguments = {"reward_range": 1.0, **divergences}
     chart = bound_chart(horizon=horizon, **arguments, constants=constants)

@@ -1,6 +1,6 @@
-"""The chart model of every page and picture: series of numbers, and the axes that they share.
+"""The chart model of every page and picture: series of numbers, the axes that they share, and figures as files.
 
-A page stores the columns of its charts once each and draws them by `assets/charts.js`; `figure.write_figure` also
+A page stores the columns of its charts once each and draws them by `assets/charts.js`; `write_figure` also
 draws them as a PNG. A point that is not a finite number, or not above 0 on a logarithmic axis, is a gap. A color is
 a name of `page.css`, so that a series looks the same in every picture and page, in the light and the dark theme.
 """
@@ -11,12 +11,13 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from offdrift.errors import BadValueError, ShapeError, check_choice
-from offdrift.show.sanitize import visible
+from offdrift.errors import BadValueError, OffdriftError, ShapeError, check_choice
+from offdrift.show.json_access import visible
 
 Values = Sequence[Any] | np.ndarray
 """One number per point; None, NaN and infinity are gaps. Along x also one text per point."""
@@ -82,7 +83,7 @@ class Chart:
     """Title of the y axis, beside the chart's own."""
     series: Sequence[Series]
     id: str = ""
-    """Name of the chart on its page; `write_figure` numbers those without."""
+    """Name of the chart on its page; `styled` numbers those without."""
     meaning: str = ""
     """What is drawn, and which direction is better, for a tooltip."""
     x_title: str = "step"
@@ -263,3 +264,72 @@ def thinned(values: list[Any], limit: int = MAX_POINTS) -> list[Any]:
     if len(values) <= limit:
         return values
     return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+def write_figure(stem: Path, charts: Sequence[Chart], *, title: str, caption: str = "") -> tuple[Path, Path]:
+    """Write `stem.png` and `stem.html`, as `write_chart` does, and say where they are.
+
+    Example:
+        >>> import tempfile
+        >>> squares = Series("T²", x=[1, 2, 4], y=[1.0, 4.0, 16.0])
+        >>> chart = Chart("Growth", "bound", [squares], x_title="T (tokens)", log_x=True, log=True)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     files = write_figure(Path(folder) / "growth", [chart], title="Two words")
+        >>> [f.name for f in files]
+        ['growth.png', 'growth.html']
+    """
+    picture, page = (stem.with_name(stem.name + ending) for ending in (".png", ".html"))
+    drawn, text = (_drawn(charts, kind, title=title, caption=caption) for kind in ("png", "html"))
+    return _write(picture, drawn), _write(page, text)
+
+
+def write_chart(path: Path, charts: Sequence[Chart], *, title: str, caption: str = "") -> Path:
+    """Write a page (.html) or a picture (.svg, .png), whole or not at all, and say where it is.
+
+    A page needs nothing but itself and follows the reader's light or dark theme.
+
+    Args:
+        path: its ending decides what is written; folders are made, an earlier file is replaced.
+        charts: one or more; series of one name have one color in all of them.
+        caption: what the reader should see in it, and where the numbers are from.
+
+    Raises: `BadValueError` for another ending, or without charts; `RecordError` if the file cannot be
+        written; `OffdriftError` if matplotlib or plotly is not installed.
+    """
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("html", "svg", "png"):
+        raise BadValueError(f"{path} ends in {path.suffix or 'nothing'!r}; a chart is a .html, .svg or .png file")
+    return _write(path, _drawn(charts, kind, title=title, caption=caption))
+
+
+def _drawn(charts: Sequence[Chart], kind: str, *, title: str, caption: str) -> bytes:
+    if not charts:
+        raise BadValueError("a figure without charts; give at least one")
+    try:
+        if kind == "html":
+            return figure_page(charts, title=title, caption=caption).encode()
+        from offdrift.show.png import picture_of
+    except ModuleNotFoundError as e:
+        raise OffdriftError(f"figures need {e.name}, which is not installed; pip install 'offdrift[train]'") from e
+    return picture_of(charts, kind=kind, title=title, caption=caption)
+
+
+def _write(path: Path, content: bytes) -> Path:
+    from offdrift.records.atomic import write_atomically
+
+    write_atomically(path, lambda partial: Path(partial).write_bytes(content))
+    return path
+
+
+def figure_page(charts: Sequence[Chart], *, title: str, caption: str = "") -> str:
+    """The page as text, the same for the same charts."""
+    from offdrift.show.html import render_document
+
+    charts = styled(charts)
+    legend = {s.name: s for chart in reversed(charts) for s in reversed(chart.series)}
+    order = dict.fromkeys(s.name for chart in charts for s in chart.series)
+    context = {"title": title, "caption": caption, "charts": charts, "legend": [legend[name] for name in order]}
+    return render_document("figure.html.j2", context, data=chart_data(charts))

@@ -16,9 +16,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from offdrift.show.json_access import Fields, mapping, number, rows, text
+from offdrift.show.json_access import Fields, mapping, number, rows, text, visible
 from offdrift.show.numbers import short
-from offdrift.show.sanitize import visible
 
 OWN = "offdrift"
 LEVELS = ("stop", "act", "watch", "info", "ok")

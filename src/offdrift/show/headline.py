@@ -1,4 +1,4 @@
-"""The three numbers that matter of an audit, chosen by what the log holds.
+"""What the views of an audit and of a check have in common; first the three numbers that matter, by what the log holds.
 
 With log-probs: how far apart the policies are (KL), how much of the batch an importance weight could
 use (ESS, which a few tokens ruin), and whether the engines agree on probabilities (Pearson); of the
@@ -9,14 +9,17 @@ rest of the log says. A number is only judged where the survey's tree has a thre
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from offdrift.judge import load_rules
 from offdrift.judge.kl_choice import EXACT, kl_metrics
 from offdrift.show.charts import thinned
-from offdrift.show.json_access import Fields, at, column, mapping, number, rows, text
+from offdrift.show.findings import WORDS, in_order, verdict_of
+from offdrift.show.json_access import Fields, at, clipped, column, items, mapping, number, rows, text
 from offdrift.show.numbers import percent, short
 from offdrift.stats.metrics import METRICS
 
@@ -29,7 +32,6 @@ PAIR_WORDS = {
 LENGTH_UNITS = {"character": "character", "mixed": "character or token"}
 """What lengths are counted in where it is not tokens: a log of texts alone has no tokens."""
 
-TREE = "decision tree of the rollout-mismatch survey, step 1"
 SPARK_POINTS = 120
 
 
@@ -58,12 +60,7 @@ def thresholds(audit: Fields) -> dict[str, float]:
 
 
 def judged(limits: Mapping[str, Any]) -> dict[str, Judged]:
-    """The numbers that are judged, by their slot on the first screen.
-
-    Args:
-        limits: thresholds by name, as an audit or a check stores them; the built-in ones stand for those
-            that are absent.
-    """
+    """The numbers that are judged, by their slot on the first screen; `limits` as an audit or a check stores them."""
     at = thresholds({"limits": limits})
     some, many = at["data_some"], at["data_many"]
     clean, large, half = at["kl_clean"], at["kl_large"], at["ess_half"]
@@ -186,15 +183,7 @@ def main_pair(audit: Fields) -> str:
 
 
 def kl_metric(fields: Fields, pair: str, limits: Mapping[str, float] | None = None) -> str:
-    """The best measure of the KL of a pair that is there, as the diagnosis chooses it; "" for none.
-
-    Args:
-        limits: thresholds by name, if not the built-in ones.
-
-    Example:
-        >>> kl_metric({"mismatch/k3": 0.1}, "mismatch"), kl_metric({}, "full")
-        ('mismatch/k3', '')
-    """
+    """The best measure of the KL of a pair that is there, as the diagnosis chooses it; "" for none."""
     if pair not in PAIRS:
         return ""
     limit = (limits or load_rules().limits)["ratio_mean_z"]
@@ -216,21 +205,12 @@ def best_numbers(table: list[dict[str, Any]]) -> list[str]:
 
 
 def length_unit(audit: Fields) -> str:
-    """What the lengths of an audit's responses are counted in.
-
-    Example:
-        >>> length_unit({}), length_unit({"counts": {"length_unit": "character"}})
-        ('token', 'character')
-    """
+    """What the lengths of an audit's responses are counted in."""
     return LENGTH_UNITS.get(text(at(audit, "counts", "length_unit")), "token")
 
 
 def unit_of(metric: str, length: str = "token") -> str:
-    """The unit of a metric; "" for a bare number.
-
-    Args:
-        length: what lengths of responses are counted in.
-    """
+    """The unit of a metric; "" for a bare number."""
     row = METRICS.get(metric)
     if row is None or row.unit == "1":
         return ""
@@ -238,11 +218,7 @@ def unit_of(metric: str, length: str = "token") -> str:
 
 
 def meaning_of(metric: str, length: str = "token") -> str:
-    """Formula, unit and better direction of a metric, for a tooltip.
-
-    Args:
-        length: what lengths of responses are counted in.
-    """
+    """Formula, unit and better direction of a metric, for a tooltip."""
     row = METRICS.get(metric)
     if row is None:
         return metric
@@ -284,3 +260,68 @@ _WITHOUT_DRIFT: list[_Wanted] = [
     ("lag", "Mean version lag", "version_lag/mean", "updates between sampling and training", short),
     ("entropy", "Entropy", "current/entropy", "of the training policy", short),
 ]
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+
+def count_words(audit: Fields) -> list[str]:
+    """How much was read, in words: sequences, tokens, steps, files."""
+    counts = mapping(audit.get("counts"))
+    totals = [(key, number(counts.get(key))) for key in ("sequences", "tokens", "steps")]
+    words = [f"{n:,.0f} {key if n != 1 else key[:-1]}" for key, n in totals if n is not None]
+    files = number(at(audit, "source", "files"))
+    return words + ([] if files is None else [f"{files:,.0f} file{'' if files == 1 else 's'}"])
+
+
+def common_context(fields: Fields) -> dict[str, Any]:
+    """What the pages of an audit and of a check show alike."""
+    framework = text(at(fields, "source", "framework"))
+    level, words = verdict_of(fields.get("verdict"))
+    return {
+        "verdict": words,
+        "level": level,
+        "words": WORDS,
+        "findings": in_order(fields.get("findings"), framework),
+        "counts": count_words(fields),
+        "created": text(fields.get("created")),
+        "version": text(fields.get("offdrift")),
+        "framework": framework,
+        "title": title_of(fields),
+        "pair_words": PAIR_WORDS,
+    }
+
+
+def title_of(audit: Fields) -> str:
+    """What the log is called: its file, or the folder that all of its files are in.
+
+    Example:
+        >>> title_of({"source": {"paths": ["runs/a/log/0.parquet", "runs/a/log/1.parquet"]}})
+        'a/log'
+    """
+    paths = [PurePath(text(p)) for p in items(at(audit, "source", "paths"))]
+    if not paths:
+        return "a log"
+    alone = len(paths) == 1 or len({p.anchor for p in paths}) > 1
+    name = paths[0] if alone else PurePath(os.path.commonpath([p.parent for p in paths]))
+    return clipped("/".join(name.parts[-2:]) or str(paths[0]), 200)
+
+
+def all_numbers(overall: Fields, length: str = "token") -> list[dict[str, str]]:
+    """Every metric of the whole log with unit, formula and better direction, in the table's order."""
+    order = {name: i for i, name in enumerate(METRICS)}
+    better = {"worse": "lower", "better": "higher", "neither": ""}
+    table = []
+    for name in sorted(overall, key=lambda n: (order.get(n, len(order)), n)):
+        value, row = number(overall[name]), METRICS.get(name)
+        table.append(
+            {
+                "name": name,
+                "value": short(value),
+                "sort": "" if value is None else repr(value),
+                "unit": unit_of(name, length),
+                "formula": row.formula if row else "",
+                "better": better[row.larger_is] if row else "",
+            }
+        )
+    return table

@@ -20,8 +20,8 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from offdrift.records.atomic import write_atomically
+from offdrift.show.json_access import visible, visible_token
 from offdrift.show.numbers import duration, fixed, percent, short
-from offdrift.show.sanitize import visible, visible_token
 
 _ASSETS = Path(__file__).parent / "assets"
 

@@ -1,12 +1,14 @@
-"""Reads what a JSON file holds without trusting its shape: what is absent or of another kind is empty.
+"""What a JSON file holds, read without trusting its shape or its texts.
 
-An audit may come from an older version, another machine or a log with almost nothing in it; a view
-of it leaves out what is not there, and never fails.
+An audit may come from an older version, another machine or a log with almost nothing in it: what is absent or of
+another kind is empty, and a view leaves it out. Escaping keeps a text from being markup; `visible` keeps it from
+deceiving: control characters, marks that reorder their neighbors, and half surrogates are written as their codes.
 """
 
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +16,7 @@ Fields = Mapping[str, Any]
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """The value if it is a mapping, else an empty one; keys are texts.
-
-    Example:
-        >>> mapping({"a": 1}), mapping(None), mapping([1])
-        ({'a': 1}, {}, {})
-    """
+    """The value if it is a mapping, else an empty one; keys are texts."""
     return {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
 
 
@@ -30,12 +27,12 @@ def rows(value: object) -> list[dict[str, Any]]:
         >>> rows([{"a": 1}, None, 3]), rows("text"), rows(None)
         ([{'a': 1}], [], [])
     """
-    return [mapping(x) for x in value if isinstance(x, Mapping)] if is_list(value) else []  # type: ignore[union-attr]
+    return [mapping(x) for x in items(value) if isinstance(x, Mapping)]
 
 
 def items(value: object) -> list[Any]:
     """A list as it is, anything else as an empty one."""
-    return list(value) if is_list(value) else []  # type: ignore[call-overload]
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def text(value: object) -> str:
@@ -49,12 +46,7 @@ def text(value: object) -> str:
 
 
 def numbers(value: object) -> list[float | None]:
-    """A list of numbers; what is not a finite one is None.
-
-    Example:
-        >>> numbers([1, "x", float("nan"), 2.5]), numbers(None)
-        ([1.0, None, None, 2.5], [])
-    """
+    """A list of numbers; what is not a finite one is None."""
     return [number(x) for x in items(value)]
 
 
@@ -76,11 +68,6 @@ def at(fields: Fields, *path: str) -> Any:
     return value
 
 
-def is_list(value: object) -> bool:
-    """Whether a value is what JSON calls an array."""
-    return isinstance(value, list | tuple)
-
-
 def any_number(values: list[float | None]) -> bool:
     """Whether there is a number among the values."""
     return any(v is not None for v in values)
@@ -100,3 +87,39 @@ def number(value: object) -> float | None:
     except OverflowError:  # an integer of more than 308 digits
         return None
     return as_float if math.isfinite(as_float) else None
+
+
+HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode categories without a look: control, format, surrogate, line and paragraph separator."""
+
+KEPT = frozenset("\n\t\u200c\u200d")
+"""Of those, what layout, scripts and emoji need."""
+
+
+def visible(text: str) -> str:
+    """The text with characters that have no look, or reorder others, written as their code.
+
+    Example:
+        >>> visible("a\\u202eb")
+        'a\\\\u202eb'
+    """
+    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in HIDDEN and c not in KEPT else c for c in text)
+
+
+def visible_token(text: str) -> str:
+    """A token as it is shown: a newline also as a sign, an empty token as one."""
+    return visible(text).replace("\n", "↵\n") or "∅"
+
+
+MAX_TEXT = 4000
+"""Characters of one text that a page holds."""
+
+
+def clipped(words: str, limit: int = MAX_TEXT) -> str:
+    """A text, cut where it is longer than a page should hold, saying so.
+
+    Example:
+        >>> clipped("abcdef", 4)
+        'abcd… (2 more characters)'
+    """
+    return words if len(words) <= limit else f"{words[:limit]}… ({len(words) - limit:,} more characters)"

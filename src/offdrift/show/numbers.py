@@ -80,7 +80,7 @@ def kl_level(kl: float | None) -> int:
     """Color step of a token, 0 (below the first edge, or unknown) to the number of edges.
 
     Example:
-        >>> kl_level(0.0), kl_level(2e-5), kl_level(0.5), kl_level(None)
+        >>> kl_level(0.9e-5), kl_level(1e-5), kl_level(0.1), kl_level(None)
         (0, 1, 9, 0)
     """
     return 0 if kl is None else bisect_right(KL_EDGES, kl)

@@ -22,7 +22,7 @@ from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FuncFormatter
 
 from offdrift.show.charts import SYMBOLS, Chart, Series, points, styled
-from offdrift.show.sanitize import visible
+from offdrift.show.json_access import visible
 
 WIDTH, HEIGHT, DPI = 6.0, 4.4, 150
 """Inches of one panel, and dots per inch."""

@@ -10,13 +10,7 @@ from __future__ import annotations
 
 from offdrift.judge.readings.lag import LAG
 from offdrift.judge.readings.levels import LEVELS
-from offdrift.judge.readings.signatures import SIGNATURES
 from offdrift.judge.readings.trends import TRENDS
-from offdrift.judge.readings.view import Definition, Reading, View, read
+from offdrift.judge.readings.view import Definition
 
-READINGS: dict[str, Definition] = {**LEVELS, **LAG, **TRENDS, **SIGNATURES}
-
-
-def reading_of(view: View) -> Reading:
-    """Every reading that this view allows."""
-    return read(view, READINGS)
+READINGS: dict[str, Definition] = {**LEVELS, **LAG, **TRENDS}

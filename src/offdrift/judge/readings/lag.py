@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from offdrift.judge.findings import Context, Row
+from offdrift.judge.findings import Context, Row, number
 from offdrift.judge.kl_choice import kl_metrics, kl_of
-from offdrift.judge.readings.signatures import ratio_mean_z
+from offdrift.judge.readings.levels import ratio_mean_z
 from offdrift.judge.readings.view import Measured, Table, View
-from offdrift.judge.window import number
 
 LAG = Table()
-LAG.levels({"kl_since_old": ("staleness/k3", "k3 of the current policy against the old one: `staleness/k3`")}, "nat")
-LAG.levels({"lag": ("version_lag/mean", "Mean version lag of the tokens: `version_lag/mean`")}, "update")
+LAG.rows({"lag": ("version_lag/mean", "Mean version lag of the tokens: `version_lag/mean`")}, "update")
 
 
 def at_same_weights(row: Row, context: Context) -> bool | None:
@@ -81,23 +79,23 @@ def kl(view: View) -> Measured | None:
     return _kl_on(view, view.on)
 
 
-@LAG.reading("nat")
-def k1(view: View) -> Measured | None:
-    """`{on}/k1`: mean(-l), which no record of the sampled distribution makes negative."""
-    return view.first("{on}/k1")
-
-
-@LAG.reading("nat")
-def kl_full(view: View) -> Measured | None:
-    """KL(rollout || current) per token, estimated as `kl` is."""
-    return _kl_on(view, "full")
-
-
-@LAG.reading()
-def same_ckpt(view: View) -> float | None:
-    """1 if this whole log was taken at the same weights (the context says so)."""
-    same = view.context.same_weights
-    return None if same is None else float(same)
+LAG.rows(
+    {
+        "k1": ("{on}/k1", "`{on}/k1`: mean(-l), which no record of the sampled distribution makes negative"),
+        "kl_full": (lambda v: _kl_on(v, "full"), "KL(rollout || current) per token, estimated as `kl` is"),
+        "kl_since_old": ("staleness/k3", "k3 of the current policy against the old one: `staleness/k3`"),
+    },
+    "nat",
+)
+LAG.rows(
+    {
+        "same_ckpt": (
+            lambda v: v.context.same_weights,
+            "1 if this whole log was taken at the same weights (the context says so)",
+        ),
+        "pearson_same_ckpt": (lambda v: _same(v, "pearson"), "`{on}/pearson` at the same weights"),
+    }
+)
 
 
 @LAG.reading("nat")
@@ -109,12 +107,6 @@ def kl_same_ckpt(view: View) -> Measured | None:
         if (estimate := kl_of(rows, view.on, view.limits["ratio_mean_z"])) is not None:
             return Measured(estimate[0], f"{estimate[1]} {label}")
     return None
-
-
-@LAG.reading()
-def pearson_same_ckpt(view: View) -> Measured | None:
-    """`{on}/pearson` at the same weights."""
-    return _same(view, "pearson")
 
 
 @LAG.reading()

@@ -1,6 +1,7 @@
-"""Readings of one moment: agreement, variance, what gates and weights do, and parts that never act.
+"""Readings of one moment: agreement, the signatures of each cause, what gates and weights do, and parts that never act.
 
-The method of the context says what is configured; without it, only what the metrics show is known.
+The method of the context says what is configured; without it, only what the metrics show is known. What the
+signatures rest on is in docs/rules.md.
 """
 
 from __future__ import annotations
@@ -13,37 +14,15 @@ from offdrift.correction.compose import Correction
 from offdrift.correction.gate import Gate
 from offdrift.correction.weight import Weight
 from offdrift.errors import MethodError
+from offdrift.judge.findings import number
+from offdrift.judge.kl_choice import joined_z
 from offdrift.judge.readings.view import Measured, Table, View
-from offdrift.judge.window import number
 from offdrift.methods import method
 
 FEW = 30
 """Sequences of which a share is worth comparing."""
 
 LEVELS = Table()
-LEVELS.levels({
-    "pearson": ("{on}/pearson", "Correlation of the two policies' probabilities: `{on}/pearson`"),
-    "ppl_ratio": ("{on}/ppl_ratio", "`{on}/ppl_ratio`"),
-    "rs_masked": ("gate/drop_frac_seq", "Share of sequences rejected whole: `gate/drop_frac_seq`"),
-    "acceptance": ("gate/acceptance_seq", "Share of sequences with a kept token: `gate/acceptance_seq`"),
-    "unread": ("data/unread_frac", "Share of a log's rows, or bytes, that could not be read: `data/unread_frac`"),
-    "cut_off": ("data/cuts", "Files of a log that ended early: `data/cuts`"),
-    "unscored": (
-        "batch/unscored_frac",
-        "Share of the tokens that may train which no two policies score: `batch/unscored_frac`",
-    ),
-    "lag_below_zero": ("data/ahead_frac", "Share of tokens whose version lag is below 0: `data/ahead_frac`"),
-    "partly_scored": (
-        "data/partly_frac",
-        "Share of the tokens that two policies score, and a third that the log has does not: `data/partly_frac`",
-    ),
-    "probabilities": ("data/probability", "1 if a column of log-probs holds probabilities: `data/probability`"),
-    "negated": ("data/negated", "1 if a column of log-probs holds their negatives: `data/negated`"),
-    "old_stale": (
-        "old/stale_frac",
-        "Share of tokens whose old log-prob was taken at other weights than those that drew them: `old/stale_frac`",
-    ),
-})  # fmt: skip
 
 
 @cache
@@ -61,6 +40,81 @@ def _weights(view: View) -> list[Weight] | None:
     return None if correction is None else [w for w in correction.weights if isinstance(w, Weight)]
 
 
+def _of_both(view: View, name: str) -> Measured | None:
+    """The larger level of the engine ratio and of the full one."""
+    return view.largest(f"{{on}}/{name}", f"full/{name}")
+
+
+def _lacking(view: View) -> Measured | None:
+    return view.largest(*(name for name in view.newest if name.startswith("data/lacking_frac/")))
+
+
+LEVELS.rows({
+    "pearson": ("{on}/pearson", "Correlation of the two policies' probabilities: `{on}/pearson`"),
+    "ppl_ratio": ("{on}/ppl_ratio", "`{on}/ppl_ratio`"),
+    "ppl_off": (lambda v: v.mapped("{on}/ppl_ratio", lambda x: abs(x - 1)), "Distance of `{on}/ppl_ratio` from 1"),
+    "chi2_token": (
+        lambda v: _of_both(v, "chi2_token"),
+        "`{on}/chi2_token` or `full/chi2_token`, the larger",
+    ),
+    "chi2_seq": (
+        lambda v: _of_both(v, "chi2_seq_largest") or _of_both(v, "chi2_seq"),
+        "`{on}/chi2_seq_largest` or `full/chi2_seq_largest`, the larger; `chi2_seq` where only that was logged",
+    ),
+    "rs_masked": ("gate/drop_frac_seq", "Share of sequences rejected whole: `gate/drop_frac_seq`"),
+    "acceptance": ("gate/acceptance_seq", "Share of sequences with a kept token: `gate/acceptance_seq`"),
+    "ess_after_rs": (
+        lambda v: v.first("weight/ess_frac") if (v.level("gate/drop_frac_seq") or 0.0) > 0 else None,
+        "`weight/ess_frac` where sequences are rejected",
+    ),
+    "weighted": (
+        lambda v: v.mapped("weight/std", lambda x: x > 0),
+        "1 if importance weights are in use: `weight/std` > 0",
+    ),
+    "unread": ("data/unread_frac", "Share of a log's rows, or bytes, that could not be read: `data/unread_frac`"),
+    "cut_off": ("data/cuts", "Files of a log that ended early: `data/cuts`"),
+    "unscored": (
+        "batch/unscored_frac",
+        "Share of the tokens that may train which no two policies score: `batch/unscored_frac`",
+    ),
+    "lag_below_zero": ("data/ahead_frac", "Share of tokens whose version lag is below 0: `data/ahead_frac`"),
+    "partly_scored": (
+        "data/partly_frac",
+        "Share of the tokens that two policies score, and a third that the log has does not: `data/partly_frac`",
+    ),
+    "side_field_lacking": (
+        _lacking,
+        "Share of sequences that lack a field which others of the log have, of the field that most lack: "
+        "`data/lacking_frac/FIELD`",
+    ),
+    "probabilities": ("data/probability", "1 if a column of log-probs holds probabilities: `data/probability`"),
+    "negated": ("data/negated", "1 if a column of log-probs holds their negatives: `data/negated`"),
+    "old_stale": (
+        "old/stale_frac",
+        "Share of tokens whose old log-prob was taken at other weights than those that drew them: `old/stale_frac`",
+    ),
+    "broken": (
+        lambda v: Measured(1.0, v.window.broken) if v.window.broken else None,
+        "1 if the loss or the gradient norm of the last step is NaN or infinite",
+    ),
+    "slope_r2": ("{on}/slope_r2", "Share of variance that this regression explains"),
+    "slope_off": (
+        lambda v: v.mapped("{on}/slope", lambda x: abs(x - 1)),
+        "Distance from 1 of the slope of the second policy's log-probs on the rollout's",
+    ),
+    "tail_share": ("{on}/k3_top_share", "Share of k3 that the 1 % of tokens with the largest k3 carry"),
+    "temperature_off": (
+        lambda v: None if v.context.temperature is None else abs(v.context.temperature - 1),
+        "Distance from 1 of the sampling temperature in the context",
+    ),
+    "delta_router": (
+        "router/delta_router",
+        "Share of a layer's experts whose membership differs between the engines, mean over tokens and layers: "
+        "`router/delta_router` (`engines.routing.flip_rate`)",
+    ),
+})  # fmt: skip
+
+
 @LEVELS.reading()
 def prob_diff_max(view: View) -> Measured | None:
     """Largest probability difference of the last `window_level` steps: `{on}/prob_diff_max`, never averaged."""
@@ -70,38 +124,12 @@ def prob_diff_max(view: View) -> Measured | None:
 
 
 @LEVELS.reading()
-def ppl_off(view: View) -> Measured | None:
-    """Distance of `{on}/ppl_ratio` from 1."""
-    ratio = view.first("{on}/ppl_ratio")
-    return None if ratio is None else Measured(abs(ratio.value - 1), ratio.metric)
-
-
-@LEVELS.reading()
-def chi2_token(view: View) -> Measured | None:
-    """`{on}/chi2_token` or `full/chi2_token`, the larger."""
-    return view.largest("{on}/chi2_token", "full/chi2_token")
-
-
-@LEVELS.reading()
-def chi2_seq(view: View) -> Measured | None:
-    """`{on}/chi2_seq_largest` or `full/chi2_seq_largest`, the larger; `chi2_seq` where only that was logged."""
-    largest = view.largest("{on}/chi2_seq_largest", "full/chi2_seq_largest")
-    return largest or view.largest("{on}/chi2_seq", "full/chi2_seq")
-
-
-@LEVELS.reading()
 def ess(view: View) -> Measured | None:
     """Effective share of tokens: of the weights that train (`weight/ess_frac`) where they differ, else of the
     raw ratios (`{on}/ess_frac`, `full/ess_frac`, the smaller)."""
     if (view.level("weight/std") or 0.0) > 0 and (trained := view.first("weight/ess_frac")) is not None:
         return trained
     return min(view.levels("{on}/ess_frac", "full/ess_frac"), key=lambda m: m.value, default=None)
-
-
-@LEVELS.reading()
-def ess_after_rs(view: View) -> Measured | None:
-    """`weight/ess_frac` where sequences are rejected."""
-    return view.first("weight/ess_frac") if (view.level("gate/drop_frac_seq") or 0.0) > 0 else None
 
 
 @LEVELS.reading()
@@ -140,13 +168,6 @@ def sequence_weights(view: View) -> float | None:
     return None if weights is None else float(any(w.unit == "sequence" for w in weights))
 
 
-@LEVELS.reading()
-def weighted(view: View) -> Measured | None:
-    """1 if importance weights are in use: `weight/std` > 0."""
-    std = view.first("weight/std")
-    return None if std is None else Measured(float(std.value > 0), std.metric)
-
-
 @LEVELS.reading("step")
 def idle_gate(view: View) -> Measured | None:
     """Steps of the run, if a reported gate rejected no token in any of them, else 0."""
@@ -170,20 +191,20 @@ def idle_cap(view: View) -> Measured | None:
 @LEVELS.reading()
 def inert_weights(view: View) -> Measured | None:
     """1 if the method has weights, its policies differ, and all weights are equal."""
-    weights, std = _weights(view), view.first("weight/std")
-    if not weights or std is None:
+    weights = _weights(view)
+    if not weights:
         return None
     differ = (view.level(f"{weights[0].on}/abs_log_ratio_mean") or 0.0) > 1e-6
-    return Measured(float(differ and std.value == 0), "weight/std")
+    return view.mapped("weight/std", lambda std: differ and std == 0)
 
 
 @LEVELS.reading()
 def averaged_max(view: View) -> Measured | None:
     """Sqrt(mean^2 + std^2) / max of the probability difference: above 1, the maximum is not one."""
-    mean, std, most = (view.level(f"{view.on}/prob_diff_{x}") for x in ("mean", "std", "max"))
-    if mean is None or std is None or not most:
+    mean, std = (view.level(f"{view.on}/prob_diff_{x}") for x in ("mean", "std"))
+    if mean is None or std is None or not view.level("{on}/prob_diff_max"):
         return None
-    return Measured(math.hypot(mean, std) / most, f"{view.on}/prob_diff_max")
+    return view.mapped("{on}/prob_diff_max", lambda most: math.hypot(mean, std) / most)
 
 
 @LEVELS.reading()
@@ -202,13 +223,59 @@ def ever_unscored(view: View) -> Measured | None:
 
 
 @LEVELS.reading()
-def side_field_lacking(view: View) -> Measured | None:
-    """Share of sequences that lack a field which others of the log have, of the field that most lack:
-    `data/lacking_frac/FIELD`."""
-    return view.largest(*(name for name in view.newest if name.startswith("data/lacking_frac/")))
+def ratio_mean(view: View) -> Measured | float | None:
+    """Mean of e^l over tokens: `{on}/ratio_mean`, else 1 + k3 - k1; 1 in expectation whatever the drift."""
+    if (logged := view.first("{on}/ratio_mean")) is not None:
+        return logged
+    k1, k3 = view.level("{on}/k1"), view.level("{on}/k3")
+    return None if k1 is None or k3 is None else 1 + k3 - k1
 
 
 @LEVELS.reading()
-def broken(view: View) -> Measured | None:
-    """1 if the loss or the gradient norm of the last step is NaN or infinite."""
-    return Measured(1.0, view.window.broken) if view.window.broken else None
+def ratio_mean_z(view: View, on: str | None = None) -> Measured | None:
+    """Its distance from 1 in standard errors clustered by sequence; of the last `window_trend` steps together,
+    sum z / sqrt(n)."""
+    metric = f"{on or view.on}/ratio_mean_z"
+    if view.overall is not None:
+        return view.first(metric)
+    z = joined_z(view.recent(metric))
+    return None if z is None else Measured(z, metric)
+
+
+@LEVELS.reading()
+def shift_gain(view: View) -> Measured | None:
+    """Best correlation of the rollout's log-probs with the second policy's one token before or after, minus that
+    at the same token."""
+    own = view.level("{on}/shift_corr")
+    best = view.largest("{on}/shift_corr_before", "{on}/shift_corr_after")
+    return None if own is None or best is None else Measured(best.value - own, best.metric)
+
+
+@LEVELS.reading()
+def asymmetry(view: View) -> float | None:
+    """(positive - negative) / (positive + negative) shares of tokens with |l| > 1e-3."""
+    up, down = view.level("{on}/positive_frac"), view.level("{on}/negative_frac")
+    return None if up is None or down is None or up + down == 0 else (up - down) / (up + down)
+
+
+@LEVELS.reading()
+def filter_share(view: View) -> float | None:
+    """(k1 - k3) / k1: 0 for drift, near 1 for a filter on the rollout's side; absent if k1 <= 0."""
+    k1, k3 = view.level("{on}/k1"), view.level("{on}/k3")
+    return None if k1 is None or k3 is None or k1 <= 0 else (k1 - k3) / k1
+
+
+@LEVELS.reading()
+def tail_ratio(view: View) -> float | None:
+    """Largest |l| over mean |l|."""
+    most, mean = view.level("{on}/abs_log_ratio_max"), view.level("{on}/abs_log_ratio_mean")
+    return None if most is None or not mean else most / mean
+
+
+@LEVELS.reading()
+def experts(view: View) -> float | None:
+    """1 if the model is a mixture of experts (the context says so, or routed flips are logged), 0 if the context
+    says not."""
+    if view.context.mixture_of_experts is not None:
+        return float(view.context.mixture_of_experts)
+    return 1.0 if view.levels("router/delta_router", "router/flip_frac") else None

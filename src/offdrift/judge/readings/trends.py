@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from offdrift.judge.readings.view import Measured, Table, View
+from offdrift.judge.readings.view import Mean, Measured, Table, View
 from offdrift.judge.scatter import moved, normal_score, slope_over
-from offdrift.judge.window import Mean
 
 CLIP = ("objective/clip_frac_active", "staleness/clip_frac")
 LENGTH, GRAD, REWARD = "response/length_mean", "optim/grad_norm", "reward/mean"
@@ -32,24 +31,24 @@ def _rising(view: View, *metrics: str) -> Measured | None:
     return None
 
 
-@TRENDS.reading()
-def clip_frac(view: View) -> Measured | None:
-    """Share of tokens whose loss the clip changed: `objective/clip_frac_active`, else `staleness/clip_frac`."""
-    return view.first(*CLIP)
-
-
-@TRENDS.reading()
-def clip_rising(view: View) -> Measured | None:
-    """1 if it rises: least-squares line over the last `window_long` steps (of a younger run, all; at least
-    `window_trend`) with relative change > `trend_change`, and its level moved by more than `trend_t`,
-    `trend_walk` or `trend_drift`, errors for autocorrelated steps."""
-    return _rising(view, *CLIP)
-
-
-@TRENDS.reading()
-def proxy3_rising(view: View) -> Measured | None:
-    """1 if gradient variance proxy 3, `variance_proxy/proxy3_pure_noise`, rises in the same sense."""
-    return _rising(view, "variance_proxy/proxy3_pure_noise", "optim/proxy3_pure_noise")
+TRENDS.rows(
+    {
+        "clip_frac": (
+            lambda v: v.first(*CLIP),
+            "Share of tokens whose loss the clip changed: `objective/clip_frac_active`, else `staleness/clip_frac`",
+        ),
+        "clip_rising": (
+            lambda v: _rising(v, *CLIP),
+            "1 if it rises: least-squares line over the last `window_long` steps (of a younger run, all; at least "
+            "`window_trend`) with relative change > `trend_change`, and its level moved by more than `trend_t`, "
+            "`trend_walk` or `trend_drift`, errors for autocorrelated steps",
+        ),
+        "proxy3_rising": (
+            lambda v: _rising(v, "variance_proxy/proxy3_pure_noise", "optim/proxy3_pure_noise"),
+            "1 if gradient variance proxy 3, `variance_proxy/proxy3_pure_noise`, rises in the same sense",
+        ),
+    }
+)
 
 
 @TRENDS.reading()
