@@ -69,7 +69,7 @@ def test_a_mistake_is_one_message(offdrift, words, said):
 
 
 def test_ctrl_c_shows_what_is_finished(offdrift, monkeypatch):
-    from offdrift.lab import testbeds
+    from offdrift.lab import frontier as testbeds
 
     make = testbeds.make_testbed
 

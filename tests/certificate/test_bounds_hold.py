@@ -13,10 +13,9 @@ import torch
 from offdrift.certificate import all_bounds
 from offdrift.certificate.bounds import ROWS
 from offdrift.lab import TabularPolicy, divergences, perturbed, random_policies, returns, tilted_pair, worst_rewards
-from offdrift.lab.markov import MarkovPolicy, counter
+from offdrift.lab.markov import MarkovPolicy, counter, markov_divergences, markov_returns, worst_state_rewards
 from offdrift.lab.pairs import batches
 from offdrift.lab.policy import Divergences
-from offdrift.lab.recursions import markov_divergences, markov_returns, worst_state_rewards
 from offdrift.lab.search import check, summarize
 from offdrift.lab.statements import LABELS
 

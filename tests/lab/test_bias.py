@@ -14,18 +14,20 @@ from torch import Tensor
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.correction.weight import Weighted
 from offdrift.errors import BadValueError, ShapeError
-from offdrift.lab import (
+from offdrift.lab import TabularPolicy, random_policies
+from offdrift.lab.bias import (
+    LARGE,
+    ROUNDING,
+    SMALL,
     Problem,
-    TabularPolicy,
     expected_gradient,
     measured_bias,
-    random_policies,
+    policy_of,
     random_problem,
     relative_bias,
     standard_problems,
     true_gradient,
 )
-from offdrift.lab.bias import LARGE, ROUNDING, SMALL, policy_of
 from offdrift.methods import METHODS, Method, method
 from offdrift.objectives import ImportanceSampled, Reinforce
 from offdrift.objectives.base import TokenLoss

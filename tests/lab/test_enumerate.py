@@ -8,9 +8,8 @@ import torch
 
 from offdrift.errors import BadValueError, ShapeError
 from offdrift.lab import TabularPolicy, divergences, perturbed, random_policies, returns, worst_rewards
-from offdrift.lab.markov import drift_noise, last_tokens, product, random_markov, shifted, walk
+from offdrift.lab.markov import drift_noise, last_tokens, product, random_markov, shifted, state_error_weights, walk
 from offdrift.lab.policy import error_weights, over_prompts, token_kl
-from offdrift.lab.recursions import state_error_weights
 
 # Two independent binary tokens, P(1) = .6, .3 under mu and .5, .4 under pi; reward
 # (2 y1 + 3 y2 + y1 y2) / 6. Methods table, keys toy.*.

@@ -10,9 +10,22 @@ import torch
 
 from offdrift.errors import BadValueError, MethodError
 from offdrift.lab import frontier as module
-from offdrift.lab.frontier import BETWEEN, Estimate, conjecture, family, frontier, known_moments, verdict
-from offdrift.lab.recursions import return_gradient
-from offdrift.lab.testbeds import TESTBEDS, all_sequences, coefficients, draw, gradients, make_testbed
+from offdrift.lab.frontier import (
+    BETWEEN,
+    TESTBEDS,
+    Estimate,
+    all_sequences,
+    coefficients,
+    conjecture,
+    draw,
+    family,
+    frontier,
+    gradients,
+    known_moments,
+    make_testbed,
+    verdict,
+)
+from offdrift.lab.markov import return_gradient
 from offdrift.methods import METHODS
 
 

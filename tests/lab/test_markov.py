@@ -17,22 +17,20 @@ from offdrift.lab.markov import (
     drift_tilt,
     from_logits,
     last_tokens,
+    markov_divergences,
+    markov_returns,
     memoryless,
     pattern,
     product,
     prompts,
     random_markov,
-    shifted,
-    walk,
-)
-from offdrift.lab.policy import divergences, returns
-from offdrift.lab.recursions import (
-    markov_divergences,
-    markov_returns,
     return_gradient,
+    shifted,
     state_error_weights,
+    walk,
     worst_state_rewards,
 )
+from offdrift.lab.policy import divergences, returns
 
 
 def _generator(seed: int = 0) -> torch.Generator:

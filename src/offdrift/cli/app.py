@@ -1,14 +1,16 @@
-"""The application that every command belongs to, its common options, and where a command prints."""
+"""The application that every command belongs to, options that commands share, and where a command prints."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
 import re
 import textwrap
 from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -81,7 +83,10 @@ class _Group(_Help, TyperGroup):
 
 
 class _Application(typer.Typer):
-    """Typer whose help texts are the paragraphs of docstrings, with the exit statuses below."""
+    """Typer whose help texts are the paragraphs of docstrings, with the exit statuses below.
+
+    Every command takes a `screen`; on the command line stand the options that all have in common.
+    """
 
     def command(self, name: str | None = None, verdict: str | None = None, **options: Any) -> Callable[..., Any]:
         """Add a command.
@@ -94,9 +99,26 @@ class _Application(typer.Typer):
             paragraphs = (inspect.getdoc(function) or "").split("\n\n")
             text = "\n\n".join(p if p.startswith("\b") else p.replace("\n", " ") for p in paragraphs)
             epilog = f"Exit status: {exit_codes_text(verdict)}"
-            return typer.Typer.command(self, name, cls=_Command, help=text, epilog=epilog, **options)(function)
+            add = typer.Typer.command(self, name, cls=_Command, help=text, epilog=epilog, **options)
+            return add(_on_screen(function))
 
         return register
+
+
+def _on_screen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with --json, --quiet and --no-color in place of its screen."""
+    signature = inspect.signature(function, eval_str=True)
+
+    @functools.wraps(function)
+    def run(as_json: bool, quiet: bool, no_color: bool, **options: Any) -> Any:
+        return function(screen=Screen(as_json, quiet), **options)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [p.replace(kind=keyword) for p in signature.parameters.values() if p.name != "screen"]
+    common = {"as_json": AsJson, "quiet": Quiet, "no_color": NoColor}
+    own += [inspect.Parameter(name, keyword, default=False, annotation=kind) for name, kind in common.items()]
+    run.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    return run
 
 
 app = _Application(
@@ -130,6 +152,70 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no h
 NoColor = Annotated[
     bool, typer.Option("--no-color", help="Plain text, as NO_COLOR=1.", callback=_no_color, is_eager=True)
 ]
+
+
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        help="Which column of the log holds which field: logp_old=lp,reward=score and so on. A "
+        "field without a column, as in entropy=, is not read."
+    ),
+]
+RulesFile = Annotated[Path | None, typer.Option(help="TOML with your own thresholds and rules; see docs/rules.md.")]
+MethodName = Annotated[str | None, typer.Option(help="The row of `offdrift methods` that the run trains with.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature of the rollouts.")]
+Experts = Annotated[bool | None, typer.Option("--moe/--dense", help="Whether the model routes tokens to experts.")]
+FailOn = Annotated[
+    Literal["watch", "act", "stop"] | None, typer.Option(help="End with exit status 3 at a finding this severe.")
+]
+Of = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="K",
+        help="This policy is one of K that you judge by these rollouts, or that you chose among by looking at them "
+        "in any way: a table of checkpoints, the best of a sweep. Each of the K spends a K-th of the probability of "
+        "error, so that the one you show is right. Say K also if you show only the best.",
+    ),
+]
+Look = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="t",
+        help="This is look t of a series, each at rollouts drawn after the one before, as for a checkpoint every day. "
+        "It spends 6/(pi t)^2 of the probability of error (.61, .15, .07, ...): all looks hold together, however "
+        "many there will be. Count every look, also those that certified nothing.",
+    ),
+]
+
+
+def reaches(severity: str, fail_on: str | None) -> bool:
+    """Whether a verdict is as severe as --fail-on asks."""
+    from offdrift.judge.findings import URGENCY
+
+    return fail_on is not None and severity in URGENCY[: URGENCY.index(fail_on) + 1]
+
+
+def pairs(columns: str | None) -> dict[str, str]:
+    """`a=b,c=d` as a mapping; `a=` maps to "". Raises: `typer.BadParameter` naming what is not a pair.
+
+    Example:
+        >>> pairs("logp_old=trainer.lp, reward=score, entropy=")
+        {'logp_old': 'trainer.lp', 'reward': 'score', 'entropy': ''}
+    """
+    names = {}
+    for pair in (columns or "").split(","):
+        ours, equals, theirs = (x.strip() for x in pair.partition("="))
+        if not pair.strip():
+            continue
+        if not (equals and ours):
+            raise typer.BadParameter(
+                f"--columns {pair!r}: write our name, =, and the log's column, or nothing behind the "
+                "= to leave our field out"
+            )
+        names[ours] = theirs
+    return names
 
 
 class Screen:

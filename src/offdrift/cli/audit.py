@@ -10,14 +10,27 @@ from typing import Annotated
 
 import typer
 
-from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.app import (
+    AFTER,
+    Columns,
+    Experts,
+    FailOn,
+    Look,
+    MethodName,
+    RulesFile,
+    Screen,
+    Temperature,
+    app,
+    pairs,
+    reaches,
+)
 from offdrift.cli.exit_codes import ExitCode
-from offdrift.cli.options import Columns, Experts, FailOn, Look, MethodName, RulesFile, Temperature, pairs, reaches
 from offdrift.errors import BadValueError
 
 
 @app.command(rich_help_panel=AFTER, verdict="a finding as severe as --fail-on")
 def audit(
+    screen: Screen,
     logs: Annotated[
         list[str],
         typer.Argument(help="What a run logged: files, folders, globs, URLs (s3://, gs://, ...), or an arm of a run."),
@@ -59,9 +72,6 @@ def audit(
         ),
     ] = None,
     look: Look = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """What happened in a run, from its logs: drift, its cause, and the smallest fix.
 
@@ -84,7 +94,6 @@ def audit(
     from offdrift.judge import load_rules
     from offdrift.records.readers import detect, pieces
 
-    screen = Screen(as_json, quiet)
     table = load_rules(rules)
     paths = [p for log in logs for p in _logs_of(log)]
     started = time.perf_counter()
@@ -124,7 +133,7 @@ def audit(
     result["source"]["seconds"] = time.perf_counter() - started
     file = write_audit(result, folder)
     page = write_audit_page(result, folder)
-    if as_json:
+    if screen.as_json:
         screen.json(result, indent=None)
     else:
         screen.show(audit_view(result, width=screen.width), "")

@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 import typer
 from rich.text import Text
 
-from offdrift.cli.app import THEORY, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.app import THEORY, Screen, app
 
 
 @app.command(rich_help_panel=THEORY)
 def bound(
+    screen: Screen,
     horizon: Annotated[int | None, typer.Option("--T", help="Horizon: tokens of the longest sequence.")] = None,
     delta: Annotated[
         float | None, typer.Option(help="Largest token KL(rollout || current), nat; inf if it is not known.")
@@ -66,9 +67,6 @@ def bound(
             metavar="FILE", help="Draw every bound for T from 1 to ten times --T: a .html, .svg or .png file."
         ),
     ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """How far can the surrogate objective be from the true return? Every proved bound, and the tightest, B*.
 
@@ -89,7 +87,6 @@ def bound(
     from offdrift.prove.bound import answer_rows, answer_table, bound_rows, bound_table, write_bound_chart
     from offdrift.prove.measured import measured_drift
 
-    screen = Screen(as_json, quiet)
     columns = ("paper", "sharp") if constants == "both" else (constants,)
     divergences = {
         "delta": delta,
@@ -132,7 +129,7 @@ def bound(
             raise typer.BadParameter("--T is given and solved for; leave one out")
         goal = reward_range if target is None else target
         rows = answer_rows(solve, target=goal, horizon=horizon, constants=columns, **divergences)
-        if as_json:
+        if screen.as_json:
             screen.json(rows)
         else:
             screen.show(answer_table(rows, target=goal, horizon=horizon))
@@ -141,7 +138,7 @@ def bound(
         screen.next("offdrift certify RUN/arms/NAME", "does a policy keep to it?")
         return
     assert horizon is not None
-    if as_json:
+    if screen.as_json:
         rows = bound_rows(horizon=horizon, **divergences)
         rows[-1]["source"] = source or None
         screen.json(rows)

@@ -12,13 +12,13 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.app import AFTER, Look, Of, Screen, app
 from offdrift.cli.exit_codes import ExitCode
-from offdrift.cli.options import Look, Of
 
 
 @app.command(rich_help_panel=AFTER)
 def certify(
+    screen: Screen,
     rollouts: Annotated[
         list[Path], typer.Argument(help="Rollouts: .parquet files, folders of them, or an arm of a run.")
     ],
@@ -71,9 +71,6 @@ def certify(
         bool, typer.Option("--power", help="Estimate how many prompts would certify the gain that was seen.")
     ] = False,
     token_budget: Annotated[int, typer.Option(help="Padded tokens per forward pass.")] = 4096,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """Is this policy better than the one that drew the rollouts, and how surely?
 
@@ -106,7 +103,6 @@ def certify(
     from offdrift.prove.certify import Judged, certificate_view, judge, longest_response, newest_policy, rollout_files
     from offdrift.train.models import load_model
 
-    screen = Screen(as_json, quiet)
     if anytime and look is not None:
         raise typer.BadParameter("--anytime and --look: what holds at every moment is one look; give one of the two")
     if anytime and power:
@@ -156,7 +152,7 @@ def certify(
         raise typer.Exit(ExitCode.INTERRUPTED)
     proof, raised = prove(judged.evidence), _raised_by(model)
     curve = power_of(judged.evidence, reward_range=reward_range, alpha=alpha, looks=looks) if power else {}
-    if as_json:
+    if screen.as_json:
         about = {
             "files": judged.files,
             "skipped": skipped,

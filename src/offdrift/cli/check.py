@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from offdrift.cli.app import BEFORE, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.app import BEFORE, Screen, app
 from offdrift.cli.exit_codes import ExitCode
 
 QUICK_PROMPTS, QUICK_TOKENS = 8, 32
@@ -21,6 +21,7 @@ QUICK_PROMPTS, QUICK_TOKENS = 8, 32
     verdict="the mean KL exceeds --max-kl, or the log-probs are not those of the distribution that was sampled",
 )
 def check(
+    screen: Screen,
     model: Annotated[
         str, typer.Option(help="A checkpoint folder, a hub id, or a name as in recipes.")
     ] = "smollm2-135m",
@@ -64,9 +65,6 @@ def check(
         str | None, typer.Option(help="Where the training engine runs; default cuda if there is one.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for check.json and check.html.")] = Path("check"),
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """Do your rollout and training engines agree, and if not, why?
 
@@ -97,7 +95,6 @@ def check(
     from offdrift.records.rollouts import Sampling
     from offdrift.train.models import load_model, save_for_engine
 
-    screen = Screen(as_json, quiet)
     check_max_kl(max_kl)
     table = chosen(factors, quick=quick, thorough=thorough)
     later = left_out(factors, quick=quick, thorough=thorough)
@@ -139,7 +136,7 @@ def check(
                 raise typer.Exit(ExitCode.INTERRUPTED) from None
     write_json(out / FILE_NAME, result)
     page = write_check_page(result, out)
-    if as_json:
+    if screen.as_json:
         screen.json(result)
     else:
         screen.show(check_view(result, width=screen.width), "")

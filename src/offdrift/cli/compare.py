@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
-from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.app import AFTER, Screen, app
 
 
 @app.command(rich_help_panel=AFTER)
 def compare(
+    screen: Screen,
     run_a: Annotated[Path, typer.Argument(help="An audit: the folder that `offdrift audit` wrote.")],
     run_b: Annotated[Path, typer.Argument(help="The audit to compare with it.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("compare.html"),
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """Two audited runs side by side: metrics, drift over time, findings, what each method would do.
 
@@ -28,14 +26,13 @@ def compare(
     from offdrift.audit.compare import comparison_view, differences, write_comparison
     from offdrift.audit.conclude import read_audit
 
-    screen = Screen(as_json, quiet)
     a, b = read_audit(run_a), read_audit(run_b)
     paths = run_a.resolve(), run_b.resolve()
     names = paths[0].name, paths[1].name
     if names[0] == names[1]:  # short names that differ
         names = f"{paths[0].parent.name}/{names[0]}", f"{paths[1].parent.name}/{names[1]}"
     page = write_comparison(a, b, names, out)
-    if as_json:
+    if screen.as_json:
         screen.json(differences(a, b), indent=None)
         return
     screen.show(comparison_view(a, b, names, width=screen.width), "")

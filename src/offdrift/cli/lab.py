@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.progress import Progress
 
-from offdrift.cli.app import AsJson, NoColor, Quiet, Screen, lab
+from offdrift.cli.app import Screen, lab
 from offdrift.cli.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def _write(out: Path, panels: Any, numbers: Any, screen: Screen, **texts: str) -
 
 @lab.command(verdict="a bound fails")
 def bounds(
+    screen: Screen,
     pairs: Annotated[int, typer.Option(help="Random pairs of policies.", min=1)] = 100_000,
     seed: Annotated[int, typer.Option(help="Seed of pairs and searches.")] = 0,
     adversarial_steps: Annotated[
@@ -41,9 +42,6 @@ def bounds(
     restarts: Annotated[int, typer.Option(help="Starts of each search, for every bound.", min=1)] = 8,
     plant: Annotated[float, typer.Option(help="Multiply every bound with this: below 1, does the check notice?")] = 1.0,
     out: Stem = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """Does any error bound fail, and how close do they come?
 
@@ -60,7 +58,6 @@ def bounds(
 
     if not 0 < plant < math.inf:
         raise typer.BadParameter(f"--plant {plant}: give a factor above 0; 1 leaves the bounds alone")
-    screen = Screen(as_json, quiet)
     outcomes: list[Outcome] = []
     searches: list[Outcome] = []
     interrupted = False
@@ -70,7 +67,7 @@ def bounds(
         except KeyboardInterrupt:
             interrupted = True
     result = {"seed": seed, "factor": plant, "complete": not interrupted, **bounds_rows(outcomes, searches)}
-    if as_json:
+    if screen.as_json:
         screen.json(result)
     elif outcomes or searches:
         wrong = violations([*outcomes, *searches])
@@ -132,6 +129,7 @@ def _check_bounds(
 
 @lab.command(verdict="a certificate is false too often")
 def coverage(
+    screen: Screen,
     worlds: Annotated[str | None, typer.Option(help="Names of worlds, comma-separated; absent for all.")] = None,
     repetitions: Annotated[int, typer.Option(help="Batches (or runs of several) of each world.", min=1)] = 600,
     alpha: Annotated[float, typer.Option(help="Probability of error that every certificate states.")] = 0.05,
@@ -144,9 +142,6 @@ def coverage(
         ),
     ] = "none",
     intervals: Annotated[bool, typer.Option("--intervals", help="Also show the interval of every estimate.")] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """How often is a certificate false, and how often does it certify?
 
@@ -166,7 +161,6 @@ def coverage(
         raise typer.BadParameter(f"--worlds: {wrong[0]!r} is none of {', '.join(WORLDS)}")
     if not 0 < 5 * alpha < 1:
         raise typer.BadParameter(f"--alpha {alpha}: a probability of error; here below 0.2")
-    screen = Screen(as_json, quiet)
     tallies: Tallies = {}
     interrupted = False
     with screen.progress() as progress:
@@ -182,7 +176,7 @@ def coverage(
             interrupted = True
     rows = summarize(tallies)
     refuted = sum(row.refuted for row in rows)
-    if as_json:
+    if screen.as_json:
         command = f"offdrift lab coverage --repetitions {repetitions} --alpha {alpha:g} --seed {seed}"
         command += f" --worlds {','.join(names)} --plant {plant} --json"
         about = {"command": command, "versions": {n: version(n) for n in ("offdrift", "torch", "numpy")}}
@@ -211,6 +205,7 @@ HORIZONS = "8,16,32,64,128,256,512,1024"
 
 @lab.command()
 def frontier(
+    screen: Screen,
     testbeds: Annotated[str, typer.Option(help="Names of testbeds, comma-separated.")] = "walk,chain,flip",
     horizons: Annotated[str, typer.Option(help="Tokens, comma-separated.")] = HORIZONS,
     kl: Annotated[float, typer.Option(help="Mean KL(rollout || current) of a token, nat, at every horizon.")] = 1e-3,
@@ -219,9 +214,6 @@ def frontier(
     methods: Annotated[str | None, typer.Option(help="Only these rows of the table, comma-separated.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of testbeds and samples.")] = 0,
     out: Stem = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """How biased and how noisy is each method's gradient as sequences get longer?
 
@@ -233,13 +225,11 @@ def frontier(
     offdrift lab frontier --testbeds chain --horizons 8,64,512
     offdrift lab frontier --methods token_is,full_is,minpro,vespo --kl 0.01
     """
-    from offdrift.lab.frontier import Estimate
+    from offdrift.lab.frontier import Estimate, make_testbed
     from offdrift.lab.frontier import frontier as estimates_of
-    from offdrift.lab.testbeds import make_testbed
     from offdrift.lab.views import frontier_panels, frontier_rows, frontier_table
     from offdrift.methods import METHODS, method
 
-    screen = Screen(as_json, quiet)
     rows = {n: method(n) for n in _words(methods)} if methods else METHODS
     if wrong := [h for h in _words(horizons) if not h.isdecimal()]:
         raise typer.BadParameter(f"--horizons: {wrong[0]!r} is not a number of tokens; give 8,64,512")
@@ -261,7 +251,7 @@ def frontier(
         except KeyboardInterrupt:
             interrupted = True
     results = [frontier_rows(name, es) for name, es in estimates.items()]
-    if as_json:
+    if screen.as_json:
         screen.json(results)
     else:
         for name, es in estimates.items():
@@ -290,6 +280,7 @@ LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @lab.command("length-bias")
 def length_bias(
+    screen: Screen,
     violation: Annotated[float, typer.Option(help="Probability that a drawn token violates the trust region.")] = 1e-3,
     sequences: Annotated[int, typer.Option(help="Drawn sequences.")] = 1000,
     same_at: Annotated[
@@ -300,9 +291,6 @@ def length_bias(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the drawn stream.")] = 0,
     out: Stem = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """Acceptance against length, for gates on the worst token, on means and on products.
 
@@ -332,9 +320,8 @@ def length_bias(
             thresholds = "published thresholds" if at is None else f"same at T = {at}"
             title = f"{stream.name}; {thresholds}"
             results.append((title, curves(stream, lengths=lengths, same_at=at)))
-    screen = Screen(as_json, quiet)
     rows = length_bias_rows(results)
-    if as_json:
+    if screen.as_json:
         screen.json(rows)
     else:
         for title, accepted in results:

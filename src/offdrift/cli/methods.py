@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from offdrift.cli.app import THEORY, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.app import THEORY, Screen, app
 
 
 @app.command(rich_help_panel=THEORY)
 def methods(
+    screen: Screen,
     name: Annotated[str | None, typer.Argument(help="One method or system, in full.")] = None,
     unit: Annotated[
         str | None, typer.Option(help="Over what policies are compared: token, turn, sequence, ...")
@@ -33,9 +34,6 @@ def methods(
     reference: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Part of where it is from: DeepSeek, 2512.23075, ...")
     ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """Every method: what it does, when it fails, where it is from, how to run it.
 
@@ -51,7 +49,6 @@ def methods(
     """
     from offdrift.show.method_table import find, method_list, method_page, select, stored
 
-    screen = Screen(as_json, quiet)
     filters = {
         "unit": unit,
         "ratio": ratio,
@@ -72,7 +69,7 @@ def methods(
         row = None
         rows = select(stored()["rows"], **filters)
         shown = method_list(rows, width=screen.width)
-    if as_json:
+    if screen.as_json:
         screen.json(rows)
     else:
         screen.show(shown)

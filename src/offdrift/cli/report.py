@@ -8,15 +8,13 @@ from typing import Annotated
 
 import typer
 
-from offdrift.cli.app import AFTER, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.app import AFTER, Screen, app
 
 
 @app.command(rich_help_panel=AFTER)
 def report(
+    screen: Screen,
     run: Annotated[Path, typer.Argument(help="A run folder, finished or not, or an audit.")],
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """Write the report.html of a run or an audit again from what it stored, and print its table.
 
@@ -26,7 +24,6 @@ def report(
     offdrift report runs/tiny
     offdrift report audits/tiny-none
     """
-    screen = Screen(as_json, quiet)
     if (run / "audit.json").is_file():
         from offdrift.audit.conclude import read_audit
         from offdrift.audit.page import write_audit_page
@@ -40,8 +37,8 @@ def report(
         from offdrift.train.view import run_summary
 
         page, view = write_report(run), run_summary(read_run(run), width=screen.width)
-        stored = json.loads((run / "run.json").read_text("utf-8")) if as_json else None
-    if as_json:
+        stored = json.loads((run / "run.json").read_text("utf-8")) if screen.as_json else None
+    if screen.as_json:
         screen.json(stored, indent=None)
     else:
         screen.show(view, "")

@@ -12,12 +12,13 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from offdrift.cli.app import DURING, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.app import DURING, Screen, app
 from offdrift.cli.exit_codes import ExitCode
 
 
 @app.command(rich_help_panel=DURING)
 def train(
+    screen: Screen,
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML); see recipes/ for examples.")],
     changes: Annotated[
         list[str] | None,
@@ -37,9 +38,6 @@ def train(
         bool,
         typer.Option("--resume", help="Continue the newest run of this recipe (or --out) from its last checkpoint."),
     ] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """Train each arm of a recipe under real drift, compare them, and write a report.
 
@@ -55,7 +53,7 @@ def train(
     offdrift train recipes/tiny.toml --resume
     """
     main_process = int(os.environ.get("RANK", "0")) == 0
-    screen = Screen(as_json or not main_process, quiet or not main_process)
+    screen = screen if main_process else Screen(as_json=True, quiet=True)
     with screen.err.status("loading PyTorch and transformers"):  # seconds, on a slow disk many
         if not screen.err.is_terminal:
             screen.note(f"{recipe}: loading PyTorch and transformers")
@@ -95,7 +93,7 @@ def train(
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     if main_process:
         page = write_report(folder)
-        if as_json:
+        if screen.as_json:
             screen.json(json.loads((folder / "run.json").read_text("utf-8")), indent=None)
         else:
             screen.show(run_summary(read_run(folder), width=screen.width), "")

@@ -8,14 +8,26 @@ from typing import Annotated
 
 import typer
 
-from offdrift.cli.app import DURING, AsJson, NoColor, Quiet, Screen, app
+from offdrift.cli.app import (
+    DURING,
+    Columns,
+    Experts,
+    FailOn,
+    MethodName,
+    RulesFile,
+    Screen,
+    Temperature,
+    app,
+    pairs,
+    reaches,
+)
 from offdrift.cli.exit_codes import ExitCode
-from offdrift.cli.options import Columns, Experts, FailOn, MethodName, RulesFile, Temperature, pairs, reaches
 from offdrift.errors import BadValueError
 
 
 @app.command(rich_help_panel=DURING, verdict="a finding as severe as --fail-on")
 def watch(
+    screen: Screen,
     run: Annotated[Path, typer.Argument(help="A run folder, one of its arms, or a log that grows.")],
     columns: Columns = None,
     rules: RulesFile = None,
@@ -26,9 +38,6 @@ def watch(
     every: Annotated[float, typer.Option(help="Seconds between looks.", min=0.05)] = 2.0,
     until_idle: Annotated[float | None, typer.Option(help="End when nothing was added for this many seconds.")] = None,
     fail_on: FailOn = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    no_color: NoColor = False,
 ) -> None:
     """Follow a run and alert in the terminal: what is wrong, how it is known, and the smallest fix.
 
@@ -44,7 +53,6 @@ def watch(
     from offdrift.audit.watch import LiveWatch, Log, Row, sources
     from offdrift.judge import Watcher, load_rules
 
-    screen = Screen(as_json, quiet)
     table, names = load_rules(rules), pairs(columns)
     followed, watchers = sources(run, columns=names), {}
     failed, last = False, time.monotonic()
@@ -73,7 +81,7 @@ def watch(
 
     if not run.exists():
         raise BadValueError(f"there is nothing at {run}; give the folder that the run writes to")
-    live = None if as_json else LiveWatch(screen.out, str(run), framework, table=not quiet)
+    live = None if screen.as_json else LiveWatch(screen.out, str(run), framework, table=not screen.quiet)
     stopped = False
     try:
         while not failed:

@@ -2,21 +2,11 @@
 
     g(pi) = E_mu[-grad loss]   against   grad J(pi) = grad sum_y pi(y) R(y)
 
-Both are sums over all sequences of a small tree. The step is the *population*: one prompt, and each
-sequence as often in the batch as the rollout policy draws it. For a method whose batch loss is the
-sum over its sequences, that is the expected gradient of a batch of any size. For one that looks at
-the whole step or prompt (mean weights, second moments, values) it is the limit of a large batch;
-their effect in small batches is not measured.
-
-Left out, so that every method is compared with the same gradient:
-
-    advantages   R(y) - J(mu): an exact constant baseline, which is itself without bias
-    lengths      all equal; normalizers are scaled so that on policy each token is pushed by its
-                 advantage, whatever the aggregate: its preference for some lengths is not counted
-    penalties    the KL to a reference is left out: it is another objective, not an error
-    steps        what adapts from step to step stays as the row has it; version lag is 1
-
-A constant factor on the gradient counts as bias: 0.9 grad J is 10 % off.
+Both are sums over all sequences of a small tree. The step is the *population*: one prompt, and each sequence as
+often as the rollout policy draws it. For a method that looks at the whole step (mean weights, second moments) that
+is the limit of a large batch. Advantages are R(y) - J(mu), an exact baseline; lengths are equal and normalizers
+scaled so that on policy each token is pushed by its advantage; penalties to a reference are left out; version lag
+is 1. A constant factor on the gradient counts as bias: 0.9 grad J is 10 % off.
 
 Reference: Li et al., arXiv:2512.23075v5, section 2 (J and its surrogate).
 """

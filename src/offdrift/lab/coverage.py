@@ -1,15 +1,9 @@
 """How often is a certificate wrong, and how often does it speak? Batches from worlds whose truth is known.
 
-A world is a few prompts with their probabilities and, for each, a rollout policy, a current policy and a
-reward for every sequence. J(pi) - J(mu) is then a finite sum, and so is every expectation that `certify` puts
-an interval around. Batches are drawn as rollouts are, `certify` judges them, and what it says is compared with
-the truth:
-
-    false     a statement that is not true: a lower bound above the gain, an interval that misses
-    speaks    an improvement is certified
-    width     distance of the end that is used from the truth (both ends of a two-sided interval)
-
-Repetition r of a world is the same whatever the number of repetitions and of worlds.
+A world is a few prompts with their probabilities and, for each, both policies and a reward for every sequence, so
+that every expectation that `certify` puts an interval around is a finite sum. A statement is false if a lower bound
+lies above the gain, or an interval misses; a certificate speaks if it certifies an improvement. Repetition r of a
+world is the same whatever the number of repetitions and of worlds.
 """
 
 from __future__ import annotations

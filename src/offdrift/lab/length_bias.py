@@ -1,12 +1,8 @@
 """Length bias of gates: the share of sequences that each accepts, against their length.
 
-A gate on the worst token has one more chance to reject with every token; a gate on a mean has not.
-Table 2 of the TRM paper states how each scales when violations are independent. Here the real gates
-run on streams of drift, cut to every length: drawn ones, whose tokens are independent, and recorded
-ones, whose violations come in clusters and at certain positions.
-
-Thresholds are compared twice: as published, and set so that every gate accepts the same share at
-one length, which leaves the growth with length as the only difference.
+A gate on the worst token has one more chance to reject with every token; a gate on a mean has not. Table 2 of the TRM
+paper states how each scales when violations are independent. Here the real gates run on drawn (independent) and
+recorded streams of drift, with thresholds as published, and set so that all accept the same share at one length.
 
 Reference: Li et al., arXiv:2512.23075v5, Appendix F, eq. 97 and Table 2.
 """

@@ -32,11 +32,13 @@ from offdrift.lab.markov import (
     drift_noise,
     drift_tilt,
     last_tokens,
+    markov_divergences,
     pattern,
     product,
     prompts,
     random_markov,
     shifted,
+    state_error_weights,
     walk,
 )
 from offdrift.lab.policy import (
@@ -50,7 +52,6 @@ from offdrift.lab.policy import (
     token_kl,
     weights_by_sequence,
 )
-from offdrift.lab.recursions import markov_divergences, state_error_weights
 from offdrift.lab.statements import STATEMENTS, Sides, all_sides
 
 
@@ -109,13 +110,8 @@ def _inside(rollout: TabularPolicy, current: TabularPolicy) -> tuple[Bool[Tensor
     return inside, total
 
 
-# Enumerated pairs have at most 8 tokens; their rewards are the worst of all rewards in [0, 1]. Markov
-# pairs have up to a thousand; their rewards are the worst functions of the last state, and TV of
-# sequences is the upper end of its interval, which keeps bounds that take it valid, if looser.
-#
-# Kinds of drift: independent noise on every context, on few of them (routing flips), a constant bias,
-# one position, rare tokens, filters that cut tokens off either policy, several prompts, or no relation
-# at all. Sizes span orders of magnitude.
+# Enumerated pairs have at most 8 tokens and the worst of all rewards in [0, 1]; Markov pairs have up to a thousand and
+# the worst functions of the last state, with the upper end of the TV of sequences. Sizes of drift span four decades.
 
 
 TREES = [(2, 2), (2, 3), (2, 4), (2, 5), (2, 6), (2, 8), (3, 2), (3, 3), (3, 4), (3, 6), (3, 8)]

@@ -48,10 +48,7 @@ class TabularPolicy:
                     f"levels[{t}] has shape {tuple(level.shape)}, expected "
                     f"{(pairs, vocab**t, vocab)}: one row of probabilities per context"
                 )
-            if not bool((level >= 0).all()) or not bool(((level.sum(-1) - 1).abs() < 1e-9).all()):
-                raise BadValueError(
-                    f"levels[{t}] holds a row that is not a distribution; every row must be non-negative and sum to 1"
-                )
+            refuse_rows(f"levels[{t}]", level)
 
     @staticmethod
     def independent(tokens: Sequence[Sequence[float]]) -> TabularPolicy:
@@ -156,26 +153,15 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor,
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-# Exact quantities of two tabular policies, by enumeration of all sequences.
+# Exact quantities of two policies: `mu` draws, `pi` is to be judged, rewards sit on whole sequences, and
 #
-# The rollout policy `mu` draws, the current policy `pi` is to be judged, rewards sit on whole
-# sequences. The surrogate is written without ratios,
+#     L'(pi) = sum_t (J(mu with position t drawn by pi) - J(mu)),
 #
-#     L'(pi) = sum_t (J(mu with position t drawn by pi) - J(mu)).
+# which is E_mu[R sum_t (w_t - 1)] where mu can draw whatever pi can, and its limit where it cannot. One pass down the
+# tree, without differences of large numbers: with d, e the probability of a context and how much likelier pi makes it,
+# and F the weight of its reward in the error,
 #
-# That is E_mu[R sum_t (w_t - 1)] where the rollout policy can draw whatever the current one can. Where
-# it cannot (top-k, top-p) it is its limit, and what a batch measures is smaller, by the reward of what
-# mu never draws.
-#
-# One pass down the tree; small drift is not computed as a difference of large numbers:
-# with d, e the probability of a context and how much likelier the current policy makes it, and F the
-# weight of its reward in the error,
-#
-#     d' = d mu,    e' = e pi + d (pi - mu),    F' = F mu + e (pi - mu),
-#
-# so an error of second order in the drift keeps its digits. Time and memory grow with p v^T: about
-# ten float64 arrays of that size, so 10^6 sequences take 0.1 GB for one pair; take many pairs in
-# slices (`TabularPolicy.select`).
+#     d' = d mu,    e' = e pi + d (pi - mu),    F' = F mu + e (pi - mu).
 #
 # Reference: Li et al., arXiv:2512.23075v5, Definitions 2.2-2.3, eqs. 3 and 9.
 
@@ -349,6 +335,15 @@ def worst_rewards(rollout: TabularPolicy, current: TabularPolicy) -> Float[Tenso
     rewards in [0, 1] is the sum of the positive weights.
     """
     return (error_weights(rollout, current) > 0).double()
+
+
+def refuse_rows(name: str, rows: Float[Tensor, "*_ v"]) -> None:
+    """Refuse rows of probabilities that are no distributions."""
+    rows = rows.detach()
+    if not bool((rows >= 0).all()) or not bool(((rows.sum(-1) - 1).abs() < 1e-9).all()):
+        raise BadValueError(
+            f"{name} holds a row that is not a distribution; every row must be non-negative and sum to 1"
+        )
 
 
 def refuse_rewards(

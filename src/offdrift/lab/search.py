@@ -1,14 +1,9 @@
 """Search for pairs of policies that violate a bound: random pairs, and gradient ascent on |Error| / bound.
 
 Bounds are the rows of Table 1, the guarantees without preconditions, and the statements of
-`offdrift.lab.statements`.
-
-Both policies of a pair are free; rewards need no search, because the worst ones are known in closed form
-(`worst_rewards`, `worst_state_rewards`). Many pairs start at random and climb side by side, with a smooth
-copy of the bounds in torch to give directions. What is reported is computed by the library's own bounds,
-pair by pair: tightness is |Error| / bound, at most 1 if the bound holds. The drift is a direction times
-a size that is learned on a logarithmic scale: some bounds are attained only as the drift goes to 0. It
-is kept above `SMALLEST`, where rounding is far away.
+`offdrift.lab.statements`. Rewards need no search: the worst ones are known in closed form. Many pairs climb side by
+side along a smooth copy of the bounds in torch; what is reported is computed by the library's own bounds, pair by
+pair. The drift is a direction times a size on a logarithmic scale: some bounds are attained only as it goes to 0.
 """
 
 from __future__ import annotations
