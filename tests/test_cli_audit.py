@@ -154,18 +154,6 @@ def test_watch_follows_a_log_and_ends_when_it_is_idle(run, tmp_path):
     assert run("watch", "log", "--until-idle", "0.3", "--every", "0.05", "--fail-on", "act").code == 3
 
 
-def test_files_that_cannot_be_read_are_in_the_audit(run, log, tmp_path):
-    os.mkfifo(log / "1.parquet")
-    (log / "2.parquet").symlink_to("gone")
-    done = run("audit", str(log), "--json")
-    told = json.loads(done.stdout)
-    assert told["counts"]["sequences"] == 80
-    assert told["counts"]["bad_rows"] == 2
-    files = {Path(b["file"]).name: b["reason"] for b in told["bad_rows"]}
-    assert files["1.parquet"] == "it is a pipe, no file"
-    assert "a link that leads nowhere" in files["2.parquet"]
-
-
 def test_what_one_file_may_take_is_an_option(run, tmp_path):
     row = {"logp_rollout": [-1.0] * 4, "logp": [-1.5] * 4}
     lines = [{**row, "completion": "x" * n} for n in (3, 3 << 19)]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from offdrift.check.check import BUNDLED, encoded, read_prompts
 from offdrift.check.factors import FACTORS, SECONDS
@@ -17,6 +15,7 @@ from offdrift.cli import check as command_module
 from offdrift.errors import RecordError
 from offdrift.train.models import load_model, tiny_tokenizer
 from tests.command import Done, command
+from tests.show.screens import printed
 
 TINY = ("check", "--model", "tiny-qwen3", "--rollout", "transformers:bfloat16", "--max-prompts", "6", "--max-tokens", "12")  # fmt: skip
 
@@ -210,9 +209,7 @@ def test_text_becomes_a_turn_where_there_is_a_template():
 
 
 def shown(check: dict, width: int) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, force_terminal=False).print(check_view(check, width=width))
-    return out.getvalue()
+    return printed(check_view(check, width=width), width)
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offdrift.correction import Correction, Gate, Weight
+from offdrift.correction import Correction, Weight
 from offdrift.correction.weight import Weighted
 from offdrift.errors import BadValueError, ShapeError
 from offdrift.lab import TabularPolicy, random_policies
@@ -180,34 +180,6 @@ def test_limits_are_neither_everywhere_nor_nowhere(i):
     assert any(max(y.kl) > 0.05 for y in many)
 
 
-@every_problem
-@pytest.mark.parametrize("on", ["full", "mismatch"])
-@pytest.mark.parametrize("statistic", ["kl", "tv"])
-def test_gates_see_exact_divergences_from_the_rollout_policy(statistic, on, i):
-    """The bound is the median over sequences, so that half of them are rejected."""
-    old, logits = PROBLEMS[i].drifted(LARGE)
-    other = policy_of(logits) if on == "full" else old
-    horizon, found = PROBLEMS[i].rollout.horizon, paths(PROBLEMS[i], LARGE)
-    means = [sum(divergences_along(y, PROBLEMS[i], other, statistic)) / horizon for y in found]
-    bound = sorted(means)[len(means) // 2] + 1e-9
-    gate = Gate(statistic=statistic, on=on, unit="seq_mean", high=bound)
-    row = Method(objective=ImportanceSampled(), correction=Correction((gate,)))
-    expected = by_loop(PROBLEMS[i], LARGE, lambda y: y.w if means[y.number] <= bound else same(0.0, y))
-    torch.testing.assert_close(gradient_of(row, PROBLEMS[i], LARGE), expected, rtol=0, atol=1e-12)
-    assert 0 < sum(x > bound for x in means) < len(means)
-
-
-def divergences_along(path: Path, problem: Problem, other: TabularPolicy, statistic: str) -> list[float]:
-    """Divergence mu || other at each context of a sequence."""
-    v, found = problem.rollout.vocab, []
-    for t in range(problem.rollout.horizon):
-        context = path.number // v ** (problem.rollout.horizon - t)
-        pairs = list(zip(*(x.levels[t][0, context].tolist() for x in (problem.rollout, other))))
-        kl = sum(m * math.log(m / p) for m, p in pairs)
-        found.append(kl if statistic == "kl" else sum(abs(m - p) for m, p in pairs) / 2)
-    return found
-
-
 @dataclass(frozen=True)
 class Probe:
     """REINFORCE that remembers what it was given."""
@@ -235,6 +207,15 @@ def test_batch_info_is_that_of_the_population():
         expected = torch.tensor([row[k] for row in by_token], dtype=torch.float64).log()
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-12)
     assert len(by_token) == 3 * 216
+    policies = {"rollout": problem.rollout, "old": old, "current": policy_of(logits)}
+    assert len(batch_info.divergences) == 6
+    for name, divergence in batch_info.divergences.items():
+        kind, *two = name.split("_")
+        levels = [policies[which].levels for which in two]
+        pairs = [[level[t][0, i // 3 ** (3 - t)].tolist() for level in levels] for i in numbers for t in range(3)]
+        kl = [sum(a * math.log(a / b) for a, b in zip(*pair)) for pair in pairs]
+        tv = [sum(abs(a - b) for a, b in zip(*pair)) / 2 for pair in pairs]
+        assert divergence.value.tolist() == pytest.approx(kl if kind == "kl" else tv, abs=1e-12), name
     rows = old.levels[0][0, 0]
     assert batch_info.entropy[0].item() == pytest.approx(-float((rows * rows.log()).sum()), abs=1e-12)
     assert (batch_info.version_lag == 1).all()

@@ -10,6 +10,7 @@ from offdrift.errors import BadValueError, ShapeError
 from offdrift.lab import TabularPolicy, divergences, perturbed, random_policies, returns, worst_rewards
 from offdrift.lab.markov import drift_noise, last_tokens, product, random_markov, shifted, state_error_weights, walk
 from offdrift.lab.policy import error_weights, over_prompts, token_kl
+from tests.lab.test_markov import final_states, tabular
 
 # Two independent binary tokens, P(1) = .6, .3 under mu and .5, .4 under pi; reward
 # (2 y1 + 3 y2 + y1 y2) / 6. Methods table, keys toy.*.
@@ -178,9 +179,9 @@ def test_a_million_sequences():
     mu = random_markov(machine, 1, horizon=horizon, generator=g)
     pi = shifted(mu, drift_noise(mu, generator=g), scale=0.1)
     start = int(machine.start.argmax())
-    weights = error_weights(mu.tabular(start), pi.tabular(start))
+    weights = error_weights(tabular(mu, start), tabular(pi, start))
     assert weights.shape == (1, 2**20)
-    ends = machine.final_states(start, horizon)
+    ends = final_states(machine, start, horizon)
     by_state = torch.zeros(machine.states, dtype=torch.float64).index_add(0, ends, weights[0])
     want = state_error_weights(mu, pi)[0]
     assert torch.allclose(by_state, want, rtol=0, atol=1e-15)

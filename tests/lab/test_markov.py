@@ -28,9 +28,25 @@ from offdrift.lab.markov import (
     shifted,
     state_error_weights,
     walk,
-    worst_state_rewards,
 )
-from offdrift.lab.policy import divergences, returns
+from offdrift.lab.policy import TabularPolicy, divergences, returns
+
+
+def tabular(policy: MarkovPolicy, start: int = 0) -> TabularPolicy:
+    """The same policies with every context written down, from one starting state."""
+    levels, states = [], torch.tensor([start])
+    for t in range(policy.horizon):
+        levels.append(policy.tokens[:, t if policy.tokens.shape[1] > 1 else 0][:, states])
+        states = policy.automaton.next_state[states].flatten()
+    return TabularPolicy(tuple(levels))
+
+
+def final_states(machine: Automaton, start: int, horizon: int) -> torch.Tensor:
+    """The last state of each of the v^horizon sequences, numbered in base v."""
+    states = torch.tensor([start])
+    for _ in range(horizon):
+        states = machine.next_state[states].flatten()
+    return states
 
 
 def _generator(seed: int = 0) -> torch.Generator:
@@ -62,8 +78,8 @@ def test_agrees_with_enumeration(name: str, stationary: bool):
     pi = shifted(mu, drift_noise(mu, generator=g), scale=0.6)
     rewards = torch.rand(6, machine.states, generator=g, dtype=torch.float64)
     start = int(machine.start.argmax())
-    tree_mu, tree_pi = mu.tabular(start), pi.tabular(start)
-    per_sequence = rewards[:, machine.final_states(start, horizon)]
+    tree_mu, tree_pi = tabular(mu, start), tabular(pi, start)
+    per_sequence = rewards[:, final_states(machine, start, horizon)]
     want, got = returns(tree_mu, tree_pi, per_sequence), markov_returns(mu, pi, rewards)
     for field in ("rollout", "current", "surrogate", "error"):
         assert torch.allclose(getattr(got, field), getattr(want, field), rtol=0, atol=1e-13), field
@@ -75,33 +91,11 @@ def test_agrees_with_enumeration(name: str, stationary: bool):
     assert torch.allclose(d.mean_kl.sum(1), d.kl_seq)
     law_mu, law_pi = tree_mu.law(), tree_pi.law()
     assert torch.allclose(d.hellinger, 1 - (law_mu * law_pi).sqrt().sum(1), rtol=0, atol=1e-12)
-    assert bool((d.tv_seq_low <= exact.tv_seq + 1e-12).all())
     assert bool((exact.tv_seq <= d.tv_seq_high + 1e-12).all())
-    worst = markov_returns(mu, pi, worst_state_rewards(mu, pi)).error
     weights = state_error_weights(mu, pi)
+    worst = markov_returns(mu, pi, (weights > 0).double()).error
     assert torch.allclose(worst, weights.clamp(min=0).sum(1), rtol=0, atol=1e-13)
     assert bool((worst >= got.error.abs() - 1e-13).all())
-
-
-def test_rewards_of_tokens_agree_with_enumeration():
-    machine, horizon, g = counter(3, 2), 4, _generator(4)
-    mu = random_markov(machine, 5, horizon=horizon, stationary=False, generator=g)
-    pi = shifted(mu, drift_noise(mu, generator=g))
-    each = torch.rand(5, horizon, 2, 3, generator=g, dtype=torch.float64) / (2 * horizon)
-    last = torch.rand(5, 2, generator=g, dtype=torch.float64) / 2
-    total = torch.zeros(5, 1, dtype=torch.float64)
-    states = torch.tensor([0])
-    for t in range(horizon):
-        total = (total[..., None] + each[:, t, states]).flatten(1)
-        states = machine.next_state[states].flatten()
-    want = returns(mu.tabular(), pi.tabular(), total + last[:, states])
-    got = markov_returns(mu, pi, last, each)
-    for field in ("rollout", "current", "surrogate", "error"):
-        assert torch.allclose(getattr(got, field), getattr(want, field), rtol=0, atol=1e-13), field
-    with pytest.raises(BadValueError, match=r"rewards go from .* outside \[0, 1\]"):
-        markov_returns(mu, pi, last, each * 10)
-    wide = markov_returns(mu, pi, last * 10, each * 10, within=(0, 10))
-    assert torch.allclose(wide.error, 10 * got.error, rtol=1e-12)
 
 
 def test_several_prompts_are_averaged_and_maxima_are_over_all():
@@ -114,8 +108,8 @@ def test_several_prompts_are_averaged_and_maxima_are_over_all():
     error, kl, kl_max = torch.zeros(3).double(), torch.zeros(3).double(), torch.zeros(3).double()
     for prompt, weight in enumerate(share):
         start = prompt * parity.states
-        trees = mu.tabular(start), pi.tabular(start)
-        each = returns(*trees, rewards[:, machine.final_states(start, horizon)])
+        trees = tabular(mu, start), tabular(pi, start)
+        each = returns(*trees, rewards[:, final_states(machine, start, horizon)])
         exact = divergences(*trees)
         error, kl = error + weight * each.error, kl + weight * exact.kl_seq
         kl_max = torch.maximum(kl_max, exact.kl_max)
@@ -208,7 +202,6 @@ def test_tv_interval_holds_the_exact_value_at_a_thousand_tokens():
     binomials = [Binomial(1000, policy.tokens[:, 0, 0, 1:]).log_prob(heads).exp() for policy in (mu, pi)]
     exact = (binomials[0] - binomials[1]).abs().sum(1) / 2
     d = markov_divergences(mu, pi)
-    assert bool((d.tv_seq_low <= exact).all())
     assert bool((exact <= d.tv_seq_high).all())
     assert float(d.tv_seq_high[0]) < 1.3 * float(exact[0])
 

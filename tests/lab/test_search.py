@@ -87,16 +87,16 @@ def test_every_bound_is_checked_on_every_pair():
         assert 150 < rows[key].checked < 600, key  # enumerated pairs on one prompt, most of full support
 
 
-@pytest.mark.parametrize("where", range(len(OTHERS) + len(LABELS)))
-def test_each_guarantee_without_preconditions_can_fail(where: int):
-    # A pair close to each bound, and the bound times a little less than how close it comes.
-    mine = [b for b in batches(900, seed=3, longest=8) if b.masked is not None]
-    name = (OTHERS + ROW_NAMES[-len(LABELS) :])[where]
-    row = next(r for r in summarize(map(check, mine)) if (r.bound, r.constants) == name)
-    assert (0.03 if name[0] == "Hellinger" else 0.2) < row.largest < 1 + 1e-9
-    assert row.violations == 0
-    planted = summarize(check(b, factor=0.95 * row.largest) for b in mine)
-    assert next(r for r in planted if (r.bound, r.constants) == name).violations > 0
+def test_each_guarantee_without_preconditions_can_fail():
+    """A pair comes close to each bound; times a little less than how close it comes, the bound is refuted."""
+    tried = [(b, check(b)) for b in batches(900, seed=3, longest=8) if b.masked is not None]
+    assert not any(outcome.violated.any() for _, outcome in tried)
+    for name in OTHERS + ROW_NAMES[-len(LABELS) :]:
+        column = ROW_NAMES.index(name)
+        largest = [np.nanmax(outcome.tightness[:, column], initial=0.0) for _, outcome in tried]
+        best = int(np.argmax(largest))
+        assert (0.03 if name[0] == "Hellinger" else 0.2) < largest[best] < 1 + 1e-9, name
+        assert check(tried[best][0], factor=0.95 * largest[best]).violated[:, column].any(), name
 
 
 @pytest.mark.parametrize("name", LABELS)
@@ -108,24 +108,6 @@ def test_a_statement_s_bound_that_is_not_a_number_is_a_violation(name: str):
     broken = replace(batch.sides[name], bound=torch.tensor([math.nan], dtype=torch.float64))
     outcome = check(replace(batch, sides={**batch.sides, name: broken}))
     assert outcome.violated[0].nonzero()[0].tolist() == [column]
-
-
-def test_ascent_on_a_statement_comes_close_to_it():
-    """Two tokens attain the variance form, the worst-case form, and the token ends of the two-sided one."""
-    found = check(attack(tree(2, 2), restarts=3, steps=100, seed=0))
-    assert not found.violated.any()
-    rows = {r.bound: r.largest for r in summarize([found])}
-    for name in (
-        "variance along sequences",
-        "variance from the largest chi-squared",
-        "two-sided identity: lower end, E[R sum k3(w_t)]",
-        "two-sided identity: upper end, E[(1-R) sum k3(w_t)]",
-        "two-sided identity: worst case over R",
-    ):
-        assert rows[name] > 0.99, name
-    assert rows["Hellinger"] > 2 / 37
-    # Half of the bound is what small drift tends to; an ascent that climbs rounding would report a multiple of it.
-    assert 0.49 < rows["trained objectives: no weights"] < 0.55
 
 
 def test_an_error_that_is_not_a_number_is_a_violation():
@@ -225,18 +207,29 @@ def test_a_region_that_no_sequence_enters_is_left_out():
     assert outcome.checked[0, [ROW_NAMES.index(k) for k in OTHERS[:2]]].tolist() == [False, False]
 
 
-def test_the_search_attains_the_sharp_constants_at_two_tokens():
-    found = check(attack(tree(2, 2), restarts=4, steps=120, seed=0))
+def test_the_search_attains_what_two_tokens_attain():
+    """The sharp constants; of statements the variance and worst-case forms, and the token ends of the two-sided one."""
+    batch = attack(tree(2, 2), restarts=3, steps=120, seed=0)
+    found = check(batch)
     assert not found.violated.any()
+    assert check(batch, factor=0.9).violated.any()
     rows = {r.bound: r.largest for r in summarize([found]) if r.constants == "sharp"}
-    for name in set(GOALS) - {"mixed_kl", "mixed_tv", "sequence_kl"}:
-        assert rows[name] > 0.99, name
+    attained = {name for name, share in rows.items() if share > 0.99}
+    assert attained >= {
+        *(set(GOALS) - {"mixed_kl", "mixed_tv", "sequence_kl"}),
+        "variance along sequences",
+        "variance from the largest chi-squared",
+        "two-sided identity: lower end, E[R sum k3(w_t)]",
+        "two-sided identity: upper end, E[(1-R) sum k3(w_t)]",
+        "two-sided identity: worst case over R",
+    }
     # The first position counts in the mixed bounds, although nothing can have shifted there.
     assert rows["mixed_tv"] == pytest.approx(0.5, abs=0.01)
     assert rows["mixed_kl"] < 0.51
     assert 0.4 < rows["sequence_kl"] <= 1
-    planted = check(attack(tree(2, 2), restarts=4, steps=120, seed=0), factor=0.9)
-    assert planted.violated.any()
+    assert rows["Hellinger"] > 2 / 37
+    # Half of the bound is what small drift tends to; an ascent that climbs rounding would report a multiple of it.
+    assert 0.49 < rows["trained objectives: no weights"] < 0.55
 
 
 def test_steps_find_more_than_starts():

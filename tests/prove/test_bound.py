@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from offdrift.certificate import Bound, all_bounds, tightest
 from offdrift.certificate.bounds import LABELS
@@ -16,14 +14,13 @@ from offdrift.errors import BadValueError
 from offdrift.prove.bound import answer_rows, answer_table, bound_chart, bound_rows, bound_table, write_bound_chart
 from offdrift.show.charts import Chart
 from offdrift.show.numbers import short
+from tests.show.screens import printed
 
 TABLE_1 = {"horizon": 4096, "delta": 1e-4, "eps": 5e-3, "kl_seq": 0.01, "tv_seq": 0.05}
 
 
 def shown(width: int = 100, **given: object) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(bound_table(**given))  # type: ignore[arg-type]
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return printed(bound_table(**given), width)  # type: ignore[arg-type]
 
 
 def numbers(text: str, label: str) -> list[str]:
@@ -245,9 +242,7 @@ def test_any_value_is_said_and_is_json():
 
 def test_an_answer_is_a_table():
     rows = answer_rows("delta", target=0.1, horizon=8192)
-    console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(answer_table(rows, target=0.1, horizon=8192))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = printed(answer_table(rows, target=0.1, horizon=8192), 80)
     assert "Largest token KL δ with B* ≤ 0.1 at T = 8,192" in text
     assert f"{rows[1]['value']:.6g}" in text
     assert "Pinsker-Marginal KL" in text

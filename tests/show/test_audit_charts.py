@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from offdrift.audit.charts import along, bars_of, histogram_chart, limits_of, over_time, place
 from offdrift.audit.method_table import FAMILIAR, length_curves, tried, untried
@@ -17,6 +15,7 @@ from offdrift.audit.page import heats, render_audit
 from offdrift.audit.view import audit_view
 from offdrift.methods import METHODS
 from offdrift.show.headline import all_numbers, headlines
+from tests.show.screens import printed
 from tests.show.synthetic_audit import audit
 from tests.show.test_colors import contrast
 
@@ -85,9 +84,7 @@ def test_lengths_are_said_in_the_unit_they_were_counted_in(stated: str | None, u
     assert charts["by-position"].x_title == "token"
     table = {n["name"]: n["unit"] for n in all_numbers(content["overall"], unit)}
     assert set(table.values()) == {unit}
-    terminal = io.StringIO()
-    Console(file=terminal, width=100).print(audit_view(content, 100))
-    assert f"51.7 {unit}" in terminal.getvalue()
+    assert f"51.7 {unit}" in printed(audit_view(content, 100))
     html = render_audit(content)
     assert f"<b>51.7</b> <small>{unit}</small>" in html
 

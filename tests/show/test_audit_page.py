@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import re
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from offdrift.audit.coverage import LOG, questions
 from offdrift.audit.page import render_audit, write_audit_page
@@ -17,6 +15,7 @@ from offdrift.audit.view import audit_view, unanswered
 from offdrift.show.charts import MAX_POINTS
 from offdrift.stats.metrics import METRICS
 from tests.show.parsed import Parsed, parse
+from tests.show.screens import printed
 from tests.show.synthetic_audit import audit, little
 
 
@@ -134,9 +133,7 @@ def test_what_to_log_is_said_once_with_the_questions_it_is_for() -> None:
         assert which == [i for i, q in enumerate(still, 1) if x in q["log"].split("; ")]
     content = little() | {"questions": asked}
     page = html.unescape(render_audit(content))
-    terminal = io.StringIO()
-    Console(file=terminal, width=2000).print(audit_view(content, 100))
-    for shown in (page, terminal.getvalue()):
+    for shown in (page, printed(audit_view(content, 100), 2000)):
         for x, which in found.log:
             assert shown.count(x) == 1
             assert which in shown

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from offdrift.certificate import Certificate, TrustRegion
 from offdrift.certificate.batch import BatchEvidence
@@ -18,6 +16,7 @@ from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
 from offdrift.prove.certify import NAMES, NOT_FRESH, certificate_view, number
 from offdrift.segments import Segments
+from tests.show.screens import flat, printed
 
 REGION = TrustRegion(horizon=4, delta=0.02, eps=0.08, tau=0.4)
 CAP = "|log mu - log pi| <= 0.5 nats outside the top 8, which is a long thing to assume"
@@ -70,15 +69,9 @@ CASES = {
 
 
 def shown(p: Certificate, width: int) -> str:
-    screen = io.StringIO()
-    Console(file=screen, width=width, color_system=None).print(certificate_view(p, width=width))
-    text = screen.getvalue()
+    text = printed(certificate_view(p, width=width), width)
     assert max(map(len, text.splitlines())) <= width
     return text
-
-
-def flat(text: str) -> str:
-    return " ".join(text.replace("│", " ").split())
 
 
 def row_of(text: str, *cells: str) -> bool:
@@ -183,15 +176,10 @@ def test_a_policy_that_learned_from_the_rollouts_is_called_so(width: int):
 
 
 def test_only_a_certificate_is_green():
-    def colored(p: Certificate) -> str:
-        screen = io.StringIO()
-        Console(file=screen, width=120, force_terminal=True, color_system="standard").print(certificate_view(p))
-        return screen.getvalue()
-
     green = "32m"
-    assert colored(CASES["certified"]).count(green) > 0
+    assert printed(certificate_view(CASES["certified"]), 120, color=True).count(green) > 0
     assert CASES["stale"].gain_of(CASES["stale"].guarantees[0]) > 0, "as if it were certified"
-    assert green not in colored(CASES["stale"])
+    assert green not in printed(certificate_view(CASES["stale"]), 120, color=True)
 
 
 def test_words_from_elsewhere_are_text():

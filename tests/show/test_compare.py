@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from offdrift.audit.compare import (
     Compared,
@@ -25,6 +23,7 @@ from offdrift.audit.compare import (
 from offdrift.show.numbers import short
 from offdrift.stats.metrics import METRICS
 from tests.show.parsed import parse
+from tests.show.screens import printed
 from tests.show.synthetic_audit import audit, little
 
 NAMES = ("baseline", "float16")
@@ -130,9 +129,7 @@ def test_one_of_the_two_may_hold_next_to_nothing(pair: tuple, other: dict) -> No
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_terminal_shows_both_and_fits(pair: tuple, width: int) -> None:
-    screen = io.StringIO()
-    Console(file=screen, width=width).print(comparison_view(*pair, NAMES, width))
-    text = screen.getvalue()
+    text = printed(comparison_view(*pair, NAMES, width), width)
     assert max(map(len, text.splitlines())) <= width
     for part in ("drifts less", "baseline  ▲ Act", "float16  ▲ Act", "mismatch/k3", "difference", "decoupled_token_icepop", "baseline → float16"):  # fmt: skip
         assert part in text, part

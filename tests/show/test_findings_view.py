@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console, RenderableType
 
 from offdrift.audit.compare import comparison_view
 from offdrift.audit.view import audit_view, spark
@@ -13,24 +10,13 @@ from offdrift.judge.findings import Evidence, Finding
 from offdrift.show.findings import CAUSES, SEVERITY_STYLE, finding_view, in_order, shown, verdict_of, verdict_view
 from tests.show.hostile import PAYLOADS
 from tests.show.hostile_audit import replaced
+from tests.show.screens import flat, printed
 from tests.show.synthetic_audit import SNIPPETS, audit, finding, little
-
-
-def drawn(what: RenderableType, width: int = 100, *, color: bool = False) -> str:
-    screen = io.StringIO()
-    console = Console(file=screen, width=width, force_terminal=color, color_system="standard" if color else None)  # fmt: skip
-    console.print(what)
-    return screen.getvalue()
-
-
-def flat(text: str) -> str:
-    """Without line breaks, so that wrapped words are found."""
-    return " ".join(text.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_finding_shows_everything_that_it_says(width: int) -> None:
-    text = drawn(finding_view(finding(), "verl", width), width)
+    text = printed(finding_view(finding(), "verl", width), width)
     words = flat(text)
     for part in ("▲ Act", "cause A", "correlate by 0.931", "0.0611 nat", "> 0.0500 nat", "not logged",
                  "Fix: Run both engines", "Refuted by:", "confidence high", "first at step 107"):  # fmt: skip
@@ -75,31 +61,31 @@ def test_what_can_wait_stands_last_and_the_order_of_repair_stays() -> None:
 def test_a_finding_with_next_to_nothing_is_shown(content: dict) -> None:
     s = shown(content)
     assert (s.level, s.snippets, s.when) == ("info", (), "")
-    assert "● Note" in drawn(finding_view(content))
+    assert "● Note" in printed(finding_view(content))
 
 
 def test_verdicts_that_are_not_there_are_called_that() -> None:
     assert verdict_of({"level": "odd", "text": None}) == ("", "No verdict was recorded.")
-    assert "No verdict" in drawn(verdict_view(None))
+    assert "No verdict" in printed(verdict_view(None))
 
 
 @pytest.mark.parametrize("payload", [*PAYLOADS, "[red]x[/red]", "[/]", "\x1b[31mred\x1b]0;title\x07"])
 def test_texts_are_neither_markup_nor_escape_sequences(payload: str) -> None:
     hostile = replaced(finding(), lambda text: payload + text)
-    text = drawn(finding_view(hostile, "verl", 100), color=True)
+    text = printed(finding_view(hostile, "verl", 100), color=True)
     controls = [c for c in text if ord(c) < 32 and c not in "\n\x1b"]
     assert controls == []
     assert "\x1b]" not in text
     assert "\x1b[31mred" not in text
     assert "\u202e" not in text
     if payload.startswith("["):
-        assert payload in flat(drawn(finding_view(hostile, "verl", 100)))
+        assert payload in flat(printed(finding_view(hostile, "verl", 100)))
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_view_of_an_audit_fits_and_holds_what_matters(width: int) -> None:
     content = audit(steps=30)
-    text = drawn(audit_view(content, width), width)
+    text = printed(audit_view(content, width), width)
     words = flat(text)
     assert max(map(len, text.splitlines())) <= width
     for part in ("▲ Act", "KL per token", "Effective sample size", "rollout_is_threshold: 2.0", "■ Stop",
@@ -110,18 +96,18 @@ def test_the_view_of_an_audit_fits_and_holds_what_matters(width: int) -> None:
 
 
 def test_the_view_of_a_log_without_log_probs_and_of_nothing() -> None:
-    words = flat(drawn(audit_view(little(), 80), 80))
+    words = flat(printed(audit_view(little(), 80), 80))
     assert "Mean reward" in words
     assert "KL per token" not in words
     assert "cannot tell whether there is drift" in words
-    assert "No verdict" in drawn(audit_view({}, 80), 80)
+    assert "No verdict" in printed(audit_view({}, 80), 80)
 
 
 @pytest.mark.parametrize("payload", [*PAYLOADS, "[red]x", "\x1b[2J"])
 def test_an_audit_full_of_hostile_texts_is_shown(payload: str) -> None:
     hostile = replaced(audit(steps=3), lambda text: text + payload)
     for view in (audit_view(hostile, 90), comparison_view(hostile, hostile, (payload, payload), 90)):
-        text = drawn(view, 90)
+        text = printed(view, 90)
         assert [c for c in text if (ord(c) < 32 and c != "\n") or c == "\u202e"] == []
         assert len(text) > 500
 

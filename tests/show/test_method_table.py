@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 
 import pytest
-from rich.console import Console
 
 from offdrift.methods import METHODS
 from offdrift.methods.describe import catalog, catalog_text
 from offdrift.methods.systems import SYSTEMS
 from offdrift.show.method_table import ABOUT, WIDE, find, method_list, method_page, select, shown, stored
 from offdrift.train.recipe import load_recipe
+from tests.show.screens import flat, printed
 
 WIDTHS = (60, 80, 100, 112, 120, 160, 200, 240)
 ROWS = catalog()
 
 
-def printed(what, width: int, *, color: bool = False) -> str:
-    screen = io.StringIO()
-    console = Console(file=screen, width=width, force_terminal=color, color_system="standard" if color else None)
-    console.print(what, highlight=False)
-    return screen.getvalue()
-
-
 def listed(width: int, **wanted: str) -> str:
     return printed(method_list(select(ROWS, **wanted), width=width), width)
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -46,9 +34,9 @@ def test_the_list_fits_and_holds_every_row_once(width):
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_below_its_axes_a_row_says_what_it_does(width):
-    text = words(listed(width))
+    text = flat(listed(width))
     for name, row in ROWS.items():
-        assert words(row["summary"]) in text, name
+        assert flat(row["summary"]) in text, name
     assert "token · full · sampled · bias O(drift)" in text
 
 
@@ -98,7 +86,7 @@ def test_a_choice_of_one_is_counted_as_one():
     text = listed(80, unit="prefix", stop_gradient="no")
     assert "1 method." in text
     assert "system" not in text.replace("systems", "")
-    assert "1 system." in words(listed(80, reference="2510.11370"))
+    assert "1 system." in flat(listed(80, reference="2510.11370"))
 
 
 def test_what_looks_like_markup_is_shown():
@@ -114,19 +102,19 @@ def test_a_page_says_all_there_is(name):
     row = find(name)
     text = printed(method_page(row), 80)
     assert max(map(len, text.splitlines())) <= 80
-    said = words(text)
+    said = flat(text)
     for key in ("summary", "mechanism", "target", "fails", "reference", "is_treatment"):
-        assert words(row[key]) in said, key
+        assert flat(row[key]) in said, key
     assert f"{row['status']}: " in said
     if row["kind"] == "system":
         assert "a system, not a method: nothing here runs it" in said
-        assert words(row["where"]) in said
+        assert flat(row["where"]) in said
         assert ", ".join(row["related"]) in said
         assert "--set method=" not in said
         return
     assert ("EXPERIMENTAL: the formula is unverified" in said) == (row["status"] == "unverified")
     for part in row["parts"]:
-        assert words(part["formula"]).removeprefix("weight ") in said
+        assert flat(part["formula"]).removeprefix("weight ") in said
     for path, value in row["settings"].items():
         assert re.search(rf"override\.{re.escape(path)} +{re.escape(shown(value))}\s", text), path
     for word in (*row["unit"], *row["ratio"], *row["evidence"]):
@@ -136,7 +124,7 @@ def test_a_page_says_all_there_is(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_commands_of_a_page_run(name):
-    said = words(printed(method_page(find(name)), 80))
+    said = flat(printed(method_page(find(name)), 80))
     command = re.search(r"offdrift train (\S+) --set (method=\S+) .*--set (override\.\S+)", said)
     assert command is not None
     path, *changes = command.groups()

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from offdrift.train.stored import read_run
 from offdrift.train.view import LIVE, LiveProgress, run_summary
+from tests.show.screens import printed
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ def test_the_table_and_the_notes_at_both_widths(tmp_path: Path, width: int):
     (tmp_path / "arms" / "trm_max").mkdir(parents=True)
     (tmp_path / "arms" / "trm_max" / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, "name": "x", "table": [summary]}))
-    screen = io.StringIO()
-    Console(file=screen, width=width, color_system=None).print(run_summary(read_run(tmp_path), width=width))
-    text = screen.getvalue()
+    text = printed(run_summary(read_run(tmp_path), width=width), width)
     assert max(map(len, text.splitlines())) <= width
     for words in ("0.600 → 0.700", "55.0 %", "below 70 %", "1.23", "falsified", "at 40 of 64", "something a reader must know", "Remark 4.3"):  # fmt: skip
         assert words in text, words

@@ -8,7 +8,8 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -227,7 +228,7 @@ class Screen:
     """
 
     def __init__(self, as_json: bool = False, quiet: bool = False) -> None:
-        self.as_json, self.quiet = as_json, quiet
+        self.as_json, self.quiet, self.interrupted = as_json, quiet, False
         self.out = Console(quiet=as_json)
         self.err = Console(stderr=True, quiet=quiet)
 
@@ -260,6 +261,15 @@ class Screen:
         """The line that a command ends with: what to do now."""
         if not self.as_json:
             self.err.print(f"next: [bold]{escape(command)}[/]  # {escape(purpose)}", highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def until_interrupted(self, unit: str = "") -> Iterator[Progress]:
+        """A progress bar; Ctrl-C ends what runs under it, and `interrupted` says so."""
+        with self.progress(unit) as progress:
+            try:
+                yield progress
+            except KeyboardInterrupt:
+                self.interrupted = True
 
     def progress(self, unit: str = "") -> Progress:
         """A bar on stderr that vanishes when it is done."""

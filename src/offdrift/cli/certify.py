@@ -125,8 +125,7 @@ def certify(
         certificate_of, reward_range=reward_range, alpha=alpha, looks=looks, constants=constants, fresh=not trained_on
     )
     judged: Judged | None = None
-    interrupted = False
-    with screen.progress("files") as progress:
+    with screen.until_interrupted("files") as progress:
         task = progress.add_task("reading", total=len(files))
 
         def watch(file: Path, so_far: Judged) -> None:
@@ -136,18 +135,15 @@ def certify(
             judged = so_far
             progress.update(task, description=escape(file.name), advance=1)
 
-        try:
-            judge(
-                files,
-                policy,
-                region=region,
-                token_budget=token_budget,
-                tail_log_ratio_cap=tail_log_ratio_cap,
-                arriving=anytime,
-                watch=watch,
-            )
-        except KeyboardInterrupt:
-            interrupted = True
+        judge(
+            files,
+            policy,
+            region=region,
+            token_budget=token_budget,
+            tail_log_ratio_cap=tail_log_ratio_cap,
+            arriving=anytime,
+            watch=watch,
+        )
     if judged is None:
         raise typer.Exit(ExitCode.INTERRUPTED)
     proof, raised = prove(judged.evidence), _raised_by(model)
@@ -185,7 +181,7 @@ def certify(
         if raised is not None:
             words = f"The certificate is about {ABOUT}. What the arm's steps raise ({raised['advantage']}): "
             screen.out.print(Text(f"{words}{raised['words']}.", style="dim" if raised["is_j"] else "yellow"))
-    if interrupted:
+    if screen.interrupted:
         screen.warn(f"interrupted after {judged.files} of {len(files)} files; the numbers are of those")
         raise typer.Exit(ExitCode.INTERRUPTED)
     screen.next(f"offdrift bound --T {longest} --solve delta --target 0.1", "drift for a useful bound")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.progress import Progress
 
 from offdrift.cli.app import Screen, lab
 from offdrift.cli.exit_codes import ExitCode
@@ -54,19 +54,27 @@ def bounds(
     offdrift lab bounds
     offdrift lab bounds --pairs 2000 --plant 0.9
     """
+    from offdrift.lab.pairs import batches
+    from offdrift.lab.search import arenas, attack, check
     from offdrift.lab.views import bounds_panels, bounds_rows, bounds_table, horizon_table, violations
 
     if not 0 < plant < math.inf:
         raise typer.BadParameter(f"--plant {plant}: give a factor above 0; 1 leaves the bounds alone")
     outcomes: list[Outcome] = []
     searches: list[Outcome] = []
-    interrupted = False
-    with screen.progress() as progress:
-        try:
-            _check_bounds(outcomes, searches, pairs, seed, adversarial_steps, restarts, plant, progress)
-        except KeyboardInterrupt:
-            interrupted = True
-    result = {"seed": seed, "factor": plant, "complete": not interrupted, **bounds_rows(outcomes, searches)}
+    with screen.until_interrupted() as progress:
+        task = progress.add_task("random pairs", total=pairs)
+        for batch in batches(pairs, seed=seed):
+            outcomes.append(check(batch, factor=plant))
+            progress.advance(task, len(outcomes[-1].eps))
+        places = arenas() if adversarial_steps else []
+        task = progress.add_task("", total=adversarial_steps * len(places))
+        for arena in places:
+            progress.update(task, description=f"search, {arena.name}")
+            tick = partial(progress.advance, task)
+            batch = attack(arena, restarts=restarts, steps=adversarial_steps, seed=seed, tick=tick)
+            searches.append(check(batch, factor=plant))
+    result = {"seed": seed, "factor": plant, "complete": not screen.interrupted, **bounds_rows(outcomes, searches)}
     if screen.as_json:
         screen.json(result)
     elif outcomes or searches:
@@ -85,12 +93,12 @@ def bounds(
         title = "How close do the bounds come to the worst error?"
         panels = bounds_panels(outcomes, searches)
         _write(out, panels, result, screen, title=title, caption=caption)
-    if interrupted:
+    if screen.interrupted:
         screen.warn("interrupted; what was not checked is left out")
     _next_picture(screen, out, "bounds")
     if result["violations"]:
         raise typer.Exit(ExitCode.VERDICT)
-    if interrupted:
+    if screen.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
@@ -99,32 +107,6 @@ def _next_picture(screen: Screen, out: Path | None, experiment: str) -> None:
         screen.next(f"offdrift lab {experiment} --out {experiment}", "the same as a picture and a page")
     else:
         screen.next(f"open {out}.html", "the figure, in a browser")
-
-
-def _check_bounds(
-    outcomes: list[Outcome],
-    searches: list[Outcome],
-    pairs: int,
-    seed: int,
-    steps: int,
-    restarts: int,
-    factor: float,
-    progress: Progress,
-) -> None:
-    """Fill both lists as results arrive, so that an interrupt keeps what was checked."""
-    from offdrift.lab.pairs import batches
-    from offdrift.lab.search import arenas, attack, check
-
-    task = progress.add_task("random pairs", total=pairs)
-    for batch in batches(pairs, seed=seed):
-        outcomes.append(check(batch, factor=factor))
-        progress.advance(task, len(outcomes[-1].eps))
-    places = arenas() if steps else []
-    task = progress.add_task("", total=steps * len(places))
-    for arena in places:
-        progress.update(task, description=f"search, {arena.name}")
-        batch = attack(arena, restarts=restarts, steps=steps, seed=seed, tick=lambda: progress.advance(task))
-        searches.append(check(batch, factor=factor))
 
 
 @lab.command(verdict="a certificate is false too often")
@@ -162,25 +144,21 @@ def coverage(
     if not 0 < 5 * alpha < 1:
         raise typer.BadParameter(f"--alpha {alpha}: a probability of error; here below 0.2")
     tallies: Tallies = {}
-    interrupted = False
-    with screen.progress() as progress:
+    with screen.until_interrupted() as progress:
         task = progress.add_task("", total=repetitions * len(names))
-        try:
-            for name in names:
-                progress.update(task, description=name)
-                world = WORLDS[name]()
-                for judgements in simulate(world, repetitions, alpha=alpha, seed=seed, plant=plant):
-                    count(tallies, world, judgements)
-                    progress.advance(task)
-        except KeyboardInterrupt:
-            interrupted = True
+        for name in names:
+            progress.update(task, description=name)
+            world = WORLDS[name]()
+            for judgements in simulate(world, repetitions, alpha=alpha, seed=seed, plant=plant):
+                count(tallies, world, judgements)
+                progress.advance(task)
     rows = summarize(tallies)
     refuted = sum(row.refuted for row in rows)
     if screen.as_json:
         command = f"offdrift lab coverage --repetitions {repetitions} --alpha {alpha:g} --seed {seed}"
         command += f" --worlds {','.join(names)} --plant {plant} --json"
         about = {"command": command, "versions": {n: version(n) for n in ("offdrift", "torch", "numpy")}}
-        about |= {"alpha": alpha, "seed": seed, "complete": not interrupted, "refuted": refuted}
+        about |= {"alpha": alpha, "seed": seed, "complete": not screen.interrupted, "refuted": refuted}
         screen.json(about | coverage_rows(rows))
     elif rows:
         result = coverage_rows(rows)
@@ -191,12 +169,12 @@ def coverage(
         screen.out.print(about, style="dim")
         words = f"[bold red]{refuted} certificates are[/]" if refuted else "[bold green]No certificate is[/]"
         screen.show(f"{words} false more often than stated (exact intervals, all rows judged together at 5 %).")
-    if interrupted:
+    if screen.interrupted:
         screen.warn("interrupted; the numbers are of what was drawn so far")
     screen.next("offdrift certify --help", "certify rollouts of yours")
     if refuted:
         raise typer.Exit(ExitCode.VERDICT)
-    if interrupted:
+    if screen.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
@@ -235,21 +213,17 @@ def frontier(
         raise typer.BadParameter(f"--horizons: {wrong[0]!r} is not a number of tokens; give 8,64,512")
     lengths = sorted({int(h) for h in _words(horizons)})
     estimates: dict[str, list[Estimate]] = {}
-    interrupted = False
-    with screen.progress() as progress:
+    with screen.until_interrupted() as progress:
         task = progress.add_task("", total=len(_words(testbeds)) * len(lengths) * len(rows))
-        try:
-            for name in _words(testbeds):
-                for horizon in lengths:
-                    progress.update(task, description=f"{name}, T = {horizon}")
-                    bed = make_testbed(name, horizon=horizon, kl_token=kl, seed=seed)
-                    done = []
-                    for e in estimates_of(bed, rows=rows, batch=batch, tokens=tokens, seed=seed):
-                        done.append(e)
-                        progress.advance(task)
-                    estimates.setdefault(name, []).extend(done)
-        except KeyboardInterrupt:
-            interrupted = True
+        for name in _words(testbeds):
+            for horizon in lengths:
+                progress.update(task, description=f"{name}, T = {horizon}")
+                bed = make_testbed(name, horizon=horizon, kl_token=kl, seed=seed)
+                done = []
+                for e in estimates_of(bed, rows=rows, batch=batch, tokens=tokens, seed=seed):
+                    done.append(e)
+                    progress.advance(task)
+                estimates.setdefault(name, []).extend(done)
     results = [frontier_rows(name, es) for name, es in estimates.items()]
     if screen.as_json:
         screen.json(results)
@@ -265,7 +239,7 @@ def frontier(
     if out is not None and estimates:
         title = "Bias and variance of every method"
         _write(out, frontier_panels(estimates), results, screen, title=title)
-    if interrupted:
+    if screen.interrupted:
         screen.warn("interrupted; horizons that were not finished are left out")
         raise typer.Exit(ExitCode.INTERRUPTED)
     _next_picture(screen, out, "frontier")

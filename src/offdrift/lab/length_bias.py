@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,7 +137,6 @@ def curves(
     lengths: Sequence[int],
     same_at: int | None = None,
     share: float = 0.9,
-    gates: Mapping[str, tuple[Callable[[float], AnyGate], float, str]] = GATES,
 ) -> list[Curve]:
     """Acceptance of every gate at every length.
 
@@ -162,7 +161,7 @@ def curves(
             f"{stream.kl.shape[1]} tokens; ask for lengths from 1 to that"
         )
     measured, sequences = [], len(stream.kl)
-    for name, (make, published, stated) in gates.items():
+    for name, (make, published, stated) in GATES.items():
         limit = published if same_at is None else _threshold(stream, make, same_at, share)
         counts = [int(stream.accepted(make(limit), n).sum()) for n in lengths]
         acceptance = tuple(k / sequences for k in counts)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from offdrift.errors import BadValueError, ShapeError
-from offdrift.lab.policy import Returns, TabularPolicy, refuse_rewards, refuse_rows, token_kl, token_tv
+from offdrift.lab.policy import Returns, refuse_rewards, refuse_rows, token_kl, token_tv
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,6 @@ class Automaton:
         """
         moves = weights.new_zeros(*weights.shape[:3], self.states)
         return moves.scatter_add(3, self.next_state.expand(weights.shape), weights)
-
-    def final_states(self, start: int, horizon: int) -> Int[Tensor, " y"]:
-        """The last state of each of the v^horizon sequences, numbered in base v."""
-        states = torch.tensor([start])
-        for _ in range(horizon):
-            states = self.next_state[states].flatten()
-        return states
 
 
 def memoryless(vocab: int) -> Automaton:
@@ -206,10 +199,6 @@ class MarkovPolicy:
         """States of the automaton, s."""
         return self.automaton.states
 
-    def at(self, t: int) -> Float[Tensor, "p s v"]:
-        """Probabilities at position `t`, from 0."""
-        return self.tokens[:, t if self.tokens.shape[1] > 1 else 0]
-
     def laws(self) -> Float[Tensor, "p t1 s"]:
         """d_t, the probability of every state before position t, for t = 1 .. T + 1.
 
@@ -253,18 +242,6 @@ class MarkovPolicy:
             states.append(state)
             state = self.automaton.next_state[state, token]
         return torch.stack(tokens, dim=1), torch.stack(states, dim=1)
-
-    def tabular(self, start: int = 0) -> TabularPolicy:
-        """The same policies with every context written down, from one starting state.
-
-        For horizons that can be enumerated: the last level has v^T entries per policy.
-        """
-        levels = []
-        states = torch.tensor([start])
-        for t in range(self.horizon):
-            levels.append(self.at(t)[:, states])
-            states = self.automaton.next_state[states].flatten()
-        return TabularPolicy(tuple(levels))
 
 
 def from_logits(automaton: Automaton, logits: Float[Tensor, "p t s v"], horizon: int) -> MarkovPolicy:
@@ -385,8 +362,6 @@ class MarkovDivergences:
     """KL(rollout || current) of whole sequences, nats."""
     hellinger: Float[Tensor, " p"]
     """Squared Hellinger distance of whole sequences, 1 - E_rollout[sqrt(w)]."""
-    tv_seq_low: Float[Tensor, " p"]
-    """At most the TV of whole sequences: TV of the last states, or the squared Hellinger."""
     tv_seq_high: Float[Tensor, " p"]
     """At least it: min(1, sum_t Dbar_t, sqrt(kl_seq / 2), sqrt(h (2 - h))) with h Hellinger's."""
 
@@ -407,14 +382,13 @@ def markov_divergences(rollout: MarkovPolicy, current: MarkovPolicy) -> MarkovDi
     """
     _same_tree(rollout, current)
     kl, tv = token_kl(rollout.tokens, current.tokens), token_tv(rollout.tokens, current.tokens)
-    laws, shift, _ = _together(rollout, current)
+    laws, _, _ = _together(rollout, current)
     reached = rollout.reached()
     either = torch.maximum(reached, current.reached())[:, :-1] > 0
     mean_kl = _mean_of(laws[:, :-1], kl, reached[:, :-1])
     mean_tv = _mean_of(laws[:, :-1], tv, reached[:, :-1])
     kl_seq, hellinger = mean_kl.sum(1), squared_hellinger(rollout, current)
     routes = [mean_tv.sum(1), (kl_seq / 2).sqrt(), (hellinger * (2 - hellinger)).sqrt()]
-    last = shift[:, -1].abs().sum(1) / 2
     return MarkovDivergences(
         kl_max=torch.where(either, kl, 0.0).amax((1, 2)),
         tv_max=torch.where(either, tv, 0.0).amax((1, 2)),
@@ -422,7 +396,6 @@ def markov_divergences(rollout: MarkovPolicy, current: MarkovPolicy) -> MarkovDi
         mean_tv=mean_tv,
         kl_seq=kl_seq,
         hellinger=hellinger,
-        tv_seq_low=torch.maximum(last, hellinger),
         tv_seq_high=torch.stack(routes).amin(0).clamp(max=1),
     )
 
@@ -431,7 +404,6 @@ def markov_returns(
     rollout: MarkovPolicy,
     current: MarkovPolicy,
     rewards: Float[Tensor, "#p s"],
-    token_rewards: Float[Tensor, "#p #t s v"] | None = None,
     *,
     within: tuple[float | int, float | int] = (0, 1),
 ) -> Returns:
@@ -439,7 +411,6 @@ def markov_returns(
 
     Args:
         rewards: reward of a sequence by its last state.
-        token_rewards: what each token adds to it.
         within: smallest and largest reward a sequence can have; bounds scale with their difference.
 
     Gradient: to both policies' tokens and the rewards.
@@ -448,16 +419,13 @@ def markov_returns(
         some sequence has a reward outside `within`.
     """
     _same_tree(rollout, current)
-    refuse_rewards(*_extremes(rollout, rewards, token_rewards), within)
+    refuse_rewards(rewards, within)
     machine, horizon = rollout.automaton, rollout.horizon
     moved = current.tokens - rollout.tokens
     final = rewards.expand(rollout.pairs, -1)
-    each = torch.zeros(1, 1, 1, 1) if token_rewards is None else token_rewards
-    own = (rollout.tokens * each).sum(-1).expand(-1, horizon, -1)
-    values = backward(machine.kernel(rollout.tokens), horizon, final=final, source=own)
+    values = backward(machine.kernel(rollout.tokens), horizon, final=final)
     # The advantage of one token by the current policy, the rest by the rollout policy: g_t.
     gain = (machine.kernel(moved) @ values[:, 1:].unsqueeze(-1)).squeeze(-1)
-    gain = gain + (moved * each).sum(-1)
     j_rollout = (machine.start * values[:, 0]).sum(1)
     laws, shift, _ = _together(rollout, current)
     surrogate = (laws[:, :-1] * gain).sum((1, 2))
@@ -471,11 +439,6 @@ def state_error_weights(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[T
     Gradient: to both policies' tokens.
     """
     return _together(rollout, current)[2][:, -1]
-
-
-def worst_state_rewards(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[Tensor, "p s"]:
-    """Among rewards of the last state in [0, 1], those with the largest error."""
-    return (state_error_weights(rollout, current) > 0).double()
 
 
 def squared_hellinger(rollout: MarkovPolicy, current: MarkovPolicy) -> Float[Tensor, " p"]:
@@ -544,16 +507,3 @@ def _same_tree(rollout: MarkovPolicy, current: MarkovPolicy) -> None:
     ours, theirs = rollout.automaton, current.automaton
     if not (torch.equal(ours.next_state, theirs.next_state) and torch.equal(ours.start, theirs.start)):
         raise ShapeError("rollout and current policy live on different automata; build both on the same one")
-
-
-def _extremes(
-    policy: MarkovPolicy, rewards: Float[Tensor, "#p s"], token_rewards: Float[Tensor, "#p #t s v"] | None
-) -> tuple[Float[Tensor, "#p s"], Float[Tensor, "#p s"]]:
-    """The smallest and the largest reward of any sequence, from each state."""
-    low = high = rewards.detach()
-    if token_rewards is not None:
-        each = token_rewards.detach().expand(-1, policy.horizon, -1, -1)
-        for t in reversed(range(policy.horizon)):
-            low = (each[:, t] + low[:, policy.automaton.next_state]).amin(-1)
-            high = (each[:, t] + high[:, policy.automaton.next_state]).amax(-1)
-    return low, high

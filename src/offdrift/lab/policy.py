@@ -94,10 +94,6 @@ class TabularPolicy:
         """This policy, with position `t` (from 0) drawn by `other`."""
         return TabularPolicy((*self.levels[:t], other.levels[t], *self.levels[t + 1 :]))
 
-    def select(self, rows: slice) -> TabularPolicy:
-        """Some of the policies."""
-        return TabularPolicy(tuple(level[rows] for level in self.levels))
-
 
 def random_policies(
     pairs: int, *, vocab: int, horizon: int, spread: float = 1.0, generator: torch.Generator
@@ -321,7 +317,7 @@ def returns(
             f"rewards has shape {tuple(rewards.shape)}, expected {expected}: "
             "one reward for every sequence of every pair"
         )
-    refuse_rewards(rewards, rewards, within)
+    refuse_rewards(rewards, within)
     shift, weights = weights_by_sequence(rollout, current)
     j_rollout = (rollout.law() * rewards).sum(1)
     gain, error = (shift * rewards).sum(1), (weights * rewards).sum(1)
@@ -346,11 +342,9 @@ def refuse_rows(name: str, rows: Float[Tensor, "*_ v"]) -> None:
         )
 
 
-def refuse_rewards(
-    low: Float[Tensor, "*_"], high: Float[Tensor, "*_"], within: tuple[float | int, float | int]
-) -> None:
-    """Refuse rewards from `low` to `high` that leave `within`."""
-    smallest, largest = float(low.detach().min()), float(high.detach().max())
+def refuse_rewards(rewards: Float[Tensor, "*_"], within: tuple[float | int, float | int]) -> None:
+    """Refuse rewards that leave `within`."""
+    smallest, largest = float(rewards.detach().min()), float(rewards.detach().max())
     if not (within[0] - 1e-9 <= smallest and largest <= within[1] + 1e-9):
         raise BadValueError(
             f"rewards go from {smallest:g} to {largest:g}, outside [{within[0]:g}, {within[1]:g}]; "

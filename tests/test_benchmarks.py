@@ -1,7 +1,9 @@
-"""The benchmark of the method table runs, knows every row, and computes what verl computes."""
+"""Benchmarks run: the method table knows every row and computes what verl does; the audit counts alike three ways."""
 
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,20 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = ["--sequences", "64", "--longest", "48", "--quick", "--threads", "1"]
 
 
-@pytest.fixture(scope="module")
-def benchmark():
+def imported(name):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("methods")
+        yield importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    yield from imported("methods")
+
+
+@pytest.fixture(scope="module")
+def audits():
+    yield from imported("audit")
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +174,71 @@ def test_only_divergences_that_a_row_reads_are_summarized(benchmark):
     batch = benchmark.make_batch(8, 16)
     wanted = {n: {*batch.batch_info_for(method(n)).divergences} for n in ("none", "trm_max", "trm_max_tv")}
     assert wanted == {"none": set(), "trm_max": {"kl_rollout_current"}, "trm_max_tv": {"tv_rollout_current"}}
+
+
+# -- the audit, and how peak memory is measured --------------------------------------------------
+
+
+def test_a_tiny_audit(audits, tmp_path, monkeypatch):
+    threads, path = torch.get_num_threads(), tmp_path / "audit.json"
+    processes = []
+    monkeypatch.setattr(audits, "peak_mib", lambda arm, file: processes.append(arm) or 1.0)
+    found = audits.main(["--tokens", "20000", "--steps", "2", "--repeats", "1", "--json", str(path)])
+    torch.set_num_threads(threads)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(found))
+    arms = audits.available()
+    assert found["parquet"].keys() == arms.keys() == found["peak_mib"].keys()
+    assert processes == [arm for arm in arms for _ in range(2)]
+    assert found["decoded"].keys() >= {"everything", "core statistics", "facets"}
+    assert all(x["tokens_per_second"] > 0 for part in ("decoded", "parquet") for x in found[part].values())
+    assert all(x < 1e-3 for x in found["disagreement"].values())
+
+
+def test_another_number_is_noticed(audits, tmp_path, monkeypatch):
+    pytest.importorskip("polars")
+    file = audits.write_log(audits.make_log(3000, steps=1), tmp_path / "log.parquet")
+    right = audits.core
+    monkeypatch.setattr(audits, "core", lambda path: {step: {**n, "k3": 1.01 * n["k3"] + 1e-4} for step, n in right(path).items()})  # fmt: skip
+    with pytest.raises(AssertionError, match="finds other numbers"):
+        audits.disagreement(file)
+
+
+def test_peak_memory_is_of_a_process_of_its_own(audits, tmp_path):
+    file = audits.write_log(audits.make_log(3000, steps=1), tmp_path / "log.parquet")
+    assert audits.peak_mib("reading alone", file) > 0
+
+
+SCRIPT = """
+import json
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+import torch
+from measure import peak_mib
+
+MIB = 2**18  # float32 numbers
+torch.ones(16 * MIB)  # freed at once: what it leaves behind must not be reused unseen
+
+def in_turn():
+    for _ in range(4):
+        torch.ones(8 * MIB)
+    return torch.ones(3 * MIB) + torch.ones(3 * MIB)
+
+def work(size, together):
+    block = torch.ones(size * MIB)
+    together.wait(10)
+    block.sum()
+
+def side_by_side():
+    together = Barrier(3)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, (4, 5, 6), [together] * 3))
+
+print(json.dumps([peak_mib(run) for run in (in_turn, side_by_side) * 2]))
+"""
+
+
+def test_blocks_of_every_thread_count_once_while_they_live():
+    # In a process of its own, as benchmarks are: threads of other tests have heaps of their own.
+    run = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(run, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == pytest.approx([9, 15, 9, 15], abs=0.6)
