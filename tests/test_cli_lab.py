@@ -147,33 +147,34 @@ def test_coverage_counts_what_was_drawn_before_an_interrupt(offdrift, monkeypatc
 
 @pytest.fixture
 def bounds(monkeypatch, capsys) -> Callable[..., Done]:
-    """`offdrift lab bounds` in this process, in a wide terminal, with horizons up to 16."""
+    """`offdrift lab bounds` in this process, in a wide terminal, on few kinds of pairs with horizons up to 16."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(pairs, "HORIZONS", (16,))
+    monkeypatch.setattr(pairs, "TREES", [(2, 2), (2, 4), (3, 3)])
     monkeypatch.setattr(adversary, "arenas", lambda: [adversary.tree(2, t) for t in (2, 7)])
     return partial(command, monkeypatch, capsys, "lab", "bounds", width=170)
 
 
 def test_no_violation_in_a_table_a_figure_and_a_file(bounds, tmp_path):
     stem = tmp_path / "deep" / "bounds"
-    done = bounds("--pairs", "500", "--adversarial-steps", "2", "--restarts", "1", "--out", str(stem))
+    done = bounds("--pairs", "200", "--adversarial-steps", "2", "--restarts", "1", "--out", str(stem))
     assert done.code == 0, done.stderr
     for word in ("Coupling", "Masked, ratio region", "Variance (9)", "Hellinger (13)", "sharp", "paper", "T=16", "T=7"):
         assert word in done.stdout, word
-    assert "No violation in 500 random pairs and 2 searches." in done.stdout
+    assert "No violation in 200 random pairs and 2 searches." in done.stdout
     assert stem.with_suffix(".png").stat().st_size > 10_000
     assert "plotly" in stem.with_suffix(".html").read_text().lower()
     stored = json.loads(stem.with_suffix(".json").read_text())
-    assert stored["pairs"] == 500
+    assert stored["pairs"] == 200
     assert stored["violations"] == 0
     assert stored["complete"]
     assert len(stored["random"]) == len(stored["searched"]) == 41
-    assert sum(rows[0]["checked"] for rows in stored["by_drift"].values()) == 500
-    assert sum(rows[0]["checked"] for rows in stored["by_horizon"].values()) == 500
+    assert sum(rows[0]["checked"] for rows in stored["by_drift"].values()) == 200
+    assert sum(rows[0]["checked"] for rows in stored["by_horizon"].values()) == 200
 
 
 def test_a_planted_constant_is_found_and_fails(bounds):
-    done = bounds("--pairs", "600", "--plant", "0.9", "--adversarial-steps", "0", "--json")
+    done = bounds("--pairs", "300", "--plant", "0.9", "--adversarial-steps", "0", "--json")
     assert done.code == 3
     found = json.loads(done.stdout)
     assert found["violations"] > 0
