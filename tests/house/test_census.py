@@ -7,14 +7,14 @@ import pytest
 from tests.house.census import AUDIT, Census, census, imported_by
 
 CEILINGS = {
-    "modules": 266,
+    "modules": 238,
     "longest file": 600,
-    "share of private helpers called once": 0.115,
+    "share of private helpers called once": 0.11,
     "share of functions with a local named by a riddle": 0.003,
     "small files with one importer": 3,
-    "formatter pragmas": 34,
+    "formatter pragmas": 33,
     "lines over 120 characters": 0,
-    "modules that an audit imports": 100,
+    "modules that an audit imports": 95,
 }
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from offdrift.errors import RecordError
 from offdrift.methods.describe import raises
-from offdrift.show.numbers import flatten
 from offdrift.train.page import pick_samples, write_report
 from offdrift.train.stored import Arm, Sample
 from tests.show.parsed import Parsed, parse
@@ -72,13 +71,6 @@ def test_the_latest_samples_are_picked_and_the_worst_is_always_among_them() -> N
     assert [s.update for s in pick_samples(samples, 3)] == [3, 2, 1]
     assert [s.update for s in pick_samples(samples, 9)] == [3, 2, 1, 0]
     assert pick_samples([], 2) == []
-
-
-def test_a_recipe_is_flattened_to_dotted_keys() -> None:
-    tree = {"a": {"b": {"c": 1}, "d": None}, "e": [], "f": {}, "g": True, "h": "x", "i": [{"j": 1}]}
-    assert dict(flatten(tree)) == {
-        "a.b.c": "1", "a.d": "null", "e": "[]", "f": "{}", "g": "true", "h": "x", "i": '[{"j": 1}]',
-    }  # fmt: skip
 
 
 def test_the_last_new_batch_of_every_arm_says_what_it_proves(tmp_path):
