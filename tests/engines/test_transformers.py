@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from offdrift.engines.hf import Recorder, TransformersEngine, int8_grid, matrices
+from offdrift.engines.decode import Recorder, inverted
+from offdrift.engines.hf import TransformersEngine, int8_grid, matrices
 from offdrift.engines.output_head import deviations
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Sampling
@@ -98,13 +99,48 @@ def test_a_checkpoint_folder_gives_the_same_engine_as_its_model(checkpoints):
     exact_against(tiny("moe"), TransformersEngine(checkpoints["moe"]))
 
 
-def test_a_batch_is_drawn_in_chunks_of_batch_size(monkeypatch):
-    engine = TransformersEngine(tiny("dense"), batch_size=3)
-    sizes = []
-    generate = engine.model.generate
-    monkeypatch.setattr(engine.model, "generate", lambda **kw: (sizes.append(len(kw["input_ids"])), generate(**kw))[1])
-    exact_against(tiny("dense"), engine, Sampling(max_tokens=5, stop_token_ids=tuple(range(9))))
-    assert sizes == [3, 3, 2]
+class Forwards:
+    """Input shapes of a model's forward passes."""
+
+    def __init__(self, model):
+        self.shapes = []
+        model.register_forward_pre_hook(
+            lambda _, args, kw: self.shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True
+        )
+
+
+def test_tokens_do_not_depend_on_the_batch_size():
+    sampling = Sampling(max_tokens=5, stop_token_ids=tuple(range(9)))
+    small, large = (TransformersEngine(tiny("dense"), batch_size=size) for size in (3, 8))
+    forwards = Forwards(small.model)
+    exact_against(tiny("dense"), small, sampling)
+    assert {rows for rows, _ in forwards.shapes} <= {1, 2, 3}
+    a, b = (engine.generate(PROMPTS, sampling, seed=7, evidence="full") for engine in (small, large))
+    assert torch.equal(a.tokens, b.tokens)
+    torch.testing.assert_close(a.evidence.logp, b.evidence.logp, atol=1e-5, rtol=0)
+
+
+def test_a_prompt_is_read_once_and_an_ended_response_is_not_continued():
+    engine = TransformersEngine(tiny("dense"))
+    forwards = Forwards(engine.model)
+    stops = tuple(range(0, VOCAB, 4))
+    rollouts = engine.generate([[3, 1, 4]] * 40 + [[1, 5]] * 24, Sampling(max_tokens=16, stop_token_ids=stops), seed=0)
+    assert forwards.shapes[0] == (2, 3)
+    running = torch.tensor([rows for rows, _ in forwards.shapes[1:]])
+    needed = (rollouts.lengths > torch.arange(1, len(running) + 1)[:, None]).sum(1)
+    assert (running >= needed).all()
+    assert running.sum() < 1.35 * needed.sum() < 64 * len(running)
+
+
+def test_tokens_are_drawn_with_their_probabilities_and_never_one_of_none():
+    logp = torch.tensor([0.5, 0.0, 0.25, 0.25, 0.0]).log()
+    g = torch.Generator().manual_seed(0)
+    drawn = inverted(logp.expand(40_000, 5), torch.rand(40_000, generator=g, dtype=torch.float64))
+    counts = torch.bincount(drawn, minlength=5)
+    assert counts[1] == counts[4] == 0
+    assert ((counts[[0, 2, 3]] / 40_000 - torch.tensor([0.5, 0.25, 0.25])).abs() < 0.012).all()
+    edge = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert inverted(logp.expand(2, 5), edge).tolist() == [0, 3]
 
 
 def test_a_closed_engine_says_so():
@@ -167,9 +203,11 @@ def test_states_of_other_tokens_are_refused(monkeypatch):
     engine.generate(PROMPTS, PLAIN, seed=0, evidence="hidden")
     pack = Recorder.draws
 
-    def late(self, tokens, lengths):
-        self.rows = self.rows[1:] + self.rows[:1]
-        return pack(self, tokens, lengths)
+    def late(self, lengths):
+        states = [step["evidence"] for step in self.steps]
+        for step, state in zip(self.steps, states[1:] + states[:1], strict=True):
+            step["evidence"] = state
+        return pack(self, lengths)
 
     monkeypatch.setattr(Recorder, "draws", late)
     with pytest.raises(EngineError, match=r"'transformers' .* miss the log-probs it reported by \d"):

@@ -2,15 +2,14 @@
 
 It samples from its own copy of the model, in eval mode and at its own dtype, so the trainer may be in
 train mode, in another dtype or several updates ahead. Reproducible for the same prompts in the same
-order and the same `batch_size`: the backend draws a whole batch from one random stream.
+order; see `decode`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import transformers
@@ -19,20 +18,17 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.utils import logging
 
 from offdrift.divergence.head import Head
-from offdrift.engines.generate import Drawing, Draws, Request, Tokens, pieces
-from offdrift.engines.output_head import HeadInput, head_input, head_of, kept, recast
+from offdrift.engines.decode import Recorder, decode, uniform_numbers
+from offdrift.engines.generate import Drawing, Draws, Request, pieces
+from offdrift.engines.output_head import head_input, head_of, kept, recast
 from offdrift.engines.routing import routes_of
 from offdrift.errors import EngineError
-from offdrift.records.rollouts import Evidence, EvidenceKind, FullVocab, HiddenStates, Rollouts, TopK
+from offdrift.records.rollouts import Rollouts
 
 
 class TransformersEngine(Drawing):
@@ -157,153 +153,28 @@ class TransformersEngine(Drawing):
         self._model = None
 
     def _draws(self, request: Request) -> list[Draws]:
-        device = self.model.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-            torch.default_generator.manual_seed(request.seed)
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(request.seed)
-            return [self._draw(request.part(p)) for p in pieces(len(request.prompts), self.batch_size)]
-
-    def _draw(self, request: Request) -> Draws:
-        if request.evidence != "hidden":
-            return self._drawn(request, Recorder(request.evidence))
-        self._head = self._head or kept(head_of(self.model))
-        with head_input(self.model) as consumed:
-            draws = self._drawn(request, Recorder("hidden", self._head, consumed))
-        return self._checked(draws, request.sampling)
-
-    def _drawn(self, request: Request, recorder: Recorder) -> Draws:
-        """Plain sampling behind separate filters, so that the recorder stands between the two."""
-        ids, mask = left_padded(request.prompts, self.model.device)
-        sampling, forced = request.sampling, request.forced
-        processors: list[Any] = []
-        if sampling.temperature != 1:
-            processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
-        if sampling.top_k:
-            processors.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            processors.append(TopPLogitsWarper(sampling.top_p))
-        processors.append(recorder)
-        if forced is not None:
-            processors.append(TeacherForcing(forced, self.model.device))
-            sampling = replace(sampling, max_tokens=max(map(len, forced)), stop_token_ids=())
-        plain = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=sampling.max_tokens,
-            eos_token_id=list(sampling.stop_token_ids) or None,
-            pad_token_id=PAD,
-            use_cache=True,
-        )
         level = logging.get_verbosity()
         if self.model.training:  # which is intended here, and which transformers warns of
             logging.set_verbosity_error()
         try:
-            output = self.model.generate(  # type: ignore[operator]
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=plain,
-                logits_processor=LogitsProcessorList(processors),
-            )
+            count = len(request.prompts)
+            uniforms = uniform_numbers(count, request.sampling.max_tokens, request.seed)
+            return [self._draw(request.part(p), uniforms[p]) for p in pieces(count, self.batch_size)]
         finally:
             logging.set_verbosity(level)
-        tokens = output[:, ids.shape[1] :]
-        if forced is None:
-            return recorder.draws(tokens, response_lengths(tokens, sampling.stop_token_ids))
-        return recorder.draws(tokens, torch.tensor(list(map(len, forced)), device=tokens.device))
+
+    def _draw(self, request: Request, uniforms: Tensor) -> Draws:
+        if request.evidence != "hidden":
+            return decode(self.model, request, Recorder(request.evidence), uniforms)
+        self._head = self._head or kept(head_of(self.model))
+        with head_input(self.model) as consumed:
+            draws = decode(self.model, request, Recorder("hidden", self._head, consumed), uniforms)
+        return self._checked(draws, request.sampling)
 
     @property
     def _source(self) -> tuple[str, str]:
         name = self.model.config.name_or_path or type(self.model).__name__
         return transformers.__version__, name
-
-
-PAD = 0
-"""Padding id. Lengths say which tokens are real, so any id will do."""
-
-
-class Recorder:
-    """Records the scores that are sampled: the last processor, behind every filter.
-
-    Which token was drawn is known one step later, so one block of `[batch, vocab]` waits.
-    """
-
-    def __init__(self, evidence: EvidenceKind, head: Head | None = None, consumed: HeadInput | None = None) -> None:
-        self.evidence, self.head, self.consumed = evidence, head, consumed
-        self.waiting: Tensor | None = None
-        self.logp: list[Tensor] = []  # per step: log-prob of the token drawn, [batch]
-        self.ids: list[Tensor] = []  # per step: ids of the k likeliest, [batch, k]
-        self.rows: list[Tensor] = []  # per step: log-probs or states, [batch, vocab, k or hidden]
-
-    def __call__(self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
-        self._settle(input_ids[:, -1])
-        self.waiting = block = scores.float().log_softmax(-1)
-        if self.evidence == "full":
-            self.rows.append(block)
-        elif isinstance(self.evidence, int):
-            top = block.topk(self.evidence, dim=-1)
-            self.rows.append(top.values)
-            self.ids.append(top.indices.int())
-        elif self.consumed is not None and self.consumed.last is not None:
-            # The last place of every prompt: a copy, where the forward pass kept all places.
-            self.rows.append(self.consumed.last[:, -1].clone())
-        return scores
-
-    def draws(self, tokens: Int[Tensor, "b t"], lengths: Int[Tensor, " b"]) -> Draws:
-        """What was drawn, packed, given the tokens that `generate` returned."""
-        steps = tokens.shape[1]
-        if len(self.logp) < steps:
-            self._settle(tokens[:, -1])
-        drawn = torch.arange(steps, device=tokens.device) < lengths[:, None]  # [b, t]
-
-        def packed(per_step: list[Tensor]) -> Tensor:
-            # A backend that checks for stops late records steps it then undoes: keep the rest.
-            return torch.stack(per_step[:steps], dim=1)[drawn].cpu()
-
-        evidence: Evidence | None = None
-        if self.ids:
-            evidence = TopK(packed(self.ids), packed(self.rows))
-        elif self.head is not None:
-            evidence = HiddenStates(packed(self.rows), self.head)
-        elif self.rows:
-            evidence = FullVocab(packed(self.rows))
-        return Draws(tokens[drawn].cpu(), lengths.cpu(), packed(self.logp), evidence)
-
-    def _settle(self, drawn: Int[Tensor, " b"]) -> None:
-        if self.waiting is not None:
-            self.logp.append(self.waiting.gather(1, drawn[:, None]).squeeze(1))
-
-
-class TeacherForcing:
-    """Forces the next token of a given response (teacher forcing); stands behind the recorder."""
-
-    def __init__(self, responses: Sequence[Sequence[int]], device: torch.device) -> None:
-        width = max(map(len, responses))
-        rows = [[*r, *[PAD] * (width - len(r))] for r in responses]
-        self.steps = iter(torch.tensor(rows, device=device).T)
-
-    def __call__(self, input_ids: Int[Tensor, "b t"], scores: Float[Tensor, "b v"]) -> Float[Tensor, "b v"]:
-        alone = torch.full_like(scores, -torch.inf)
-        return alone.scatter_(1, next(self.steps)[:, None], 0.0)
-
-
-def left_padded(prompts: Tokens, device: torch.device) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-    """Prompts flush right, and the mask of what is a prompt, by length."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in prompts], device=device)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    mask = torch.arange(width, device=device) >= width - lengths[:, None]
-    return ids, mask.long()
-
-
-def response_lengths(tokens: Int[Tensor, "b t"], stops: tuple[int, ...]) -> Int[Tensor, " b"]:
-    """Tokens up to and including the first stop token; all of them if there is none."""
-    is_stop = torch.isin(tokens, torch.tensor(stops, dtype=tokens.dtype, device=tokens.device))
-    first = is_stop.int().argmax(1) + 1
-    return first.where(is_stop.any(1), tokens.shape[1])
 
 
 INT8_LEVELS = 127
