@@ -52,6 +52,10 @@ class RecipeError(OffdriftError, ValueError):
     """A recipe or a rules file with an unknown key, a wrong type, or values that contradict each other."""
 
 
+class RewardError(OffdriftError, RuntimeError):
+    """A reward function of the user's that failed, or returned what is no reward."""
+
+
 class FrameworkError(OffdriftError, ImportError):
     """A training framework that is missing, or of a version that an adapter does not know."""
 

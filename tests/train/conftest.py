@@ -9,8 +9,9 @@ import pytest
 
 from offdrift.train import arm, loop, models
 from offdrift.train.models import tiny_qwen3_config
+from offdrift.train.problems import Problem
 from offdrift.train.recipe import Recipe, check_recipe
-from offdrift.train.tasks import TASKS, Problem
+from offdrift.train.tasks import TASKS
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from offdrift.train.models import (
     save_for_engine,
     tiny_tokenizer,
 )
-from offdrift.train.tasks import Problem, find_task
+from offdrift.train.problems import Problem
+from offdrift.train.tasks import find_task
 
 TINY = ["tiny-qwen3", "tiny-qwen3-moe"]
 

@@ -14,17 +14,9 @@ from reasoning_gym.factory import DATASETS
 
 from offdrift.errors import RecipeError
 from offdrift.train import tasks
-from offdrift.train.tasks import (
-    EVAL_SHARE,
-    TASKS,
-    Problem,
-    ProceduralTask,
-    Task,
-    evaluates,
-    exact_number,
-    find_task,
-    split_of,
-)
+from offdrift.train.problems import EVAL_SHARE, Problem, split_of
+from offdrift.train.rewards import exact_number
+from offdrift.train.tasks import TASKS, ProceduralTask, Task, evaluates, find_task
 
 NAMES = [*TASKS, "reasoning_gym:gcd"]
 
@@ -144,7 +136,8 @@ def test_no_text_breaks_a_verifier(name: str, text: str) -> None:
 
 
 HOSTILE = """
-from offdrift.train.tasks import Problem, exact_number
+from offdrift.train.problems import Problem
+from offdrift.train.rewards import exact_number
 hostile = ["1" * 10**6, "1," * 10**6, "1.-" * 10**6, "-" * 10**6, "\\\\boxed{" * 10**5]
 print([exact_number(text, Problem("12+34+5=", "51")) for text in hostile])
 """

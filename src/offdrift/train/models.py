@@ -34,7 +34,7 @@ from transformers import (
 from transformers.utils import logging
 
 from offdrift.errors import RecipeError
-from offdrift.train.tasks import Problem
+from offdrift.train.problems import Problem
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*/=() \nabcdefghijklmnopqrstuvwxyz.,:;?!<>[]{}_%^#"
@@ -89,18 +89,18 @@ def save_for_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def prompt_ids(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids a model is prompted with: plain text, or the chat template's user turn.
+    """The token ids a model is prompted with: plain text, or the chat template's turns.
 
     Raises: `RecipeError` if the problem is asked in chat form and the tokenizer has no template.
     """
-    if not problem.chat:
+    if not problem.chat or (problem.chat == "if_template" and not tokenizer.chat_template):
         return list(tokenizer.encode(problem.prompt, add_special_tokens=False))
     if not tokenizer.chat_template:
         raise RecipeError(
             f"the problem {problem.prompt[:40]!r} is asked in chat form and the model's tokenizer "
             'has no chat template; choose task = "arithmetic" or a chat model ("smollm2-135m")'
         )
-    turns = [{"role": "user", "content": problem.prompt}]
+    turns = [dict(m) for m in problem.messages] or [{"role": "user", "content": problem.prompt}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(str(text), add_special_tokens=False))
 

@@ -175,7 +175,11 @@ class Recipe(Part):
     model: str
     """tiny-qwen3, tiny-qwen3-moe, smollm2-135m, or any path or hub id of a causal LM."""
     task: str = "arithmetic"
-    """Task: arithmetic, chat-arithmetic, or reasoning_gym:NAME."""
+    """Task: arithmetic, chat-arithmetic, reasoning_gym:NAME, or a file of problems, NAME.jsonl: {"prompt": ...,
+    "answer": ...} a line (docs/tasks.md)."""
+    reward: str | None = None
+    """What a completion earns, in place of the task's own reward: "number", "exact", or a function of yours,
+    "rewards.py:score" or "module:function". A file of problems needs one."""
     seed: int = 0
     """Decides prompts, samples and initial weights; every arm sees the same."""
     batches: Positive
@@ -355,7 +359,21 @@ def load_recipe(path: str | Path, *, changes: Sequence[str] = ()) -> Recipe:
             table[last] = tomllib.loads(f"x = {text.strip()}")["x"]
         except tomllib.TOMLDecodeError:  # a bare word
             table[last] = text.strip()
-    return check_recipe(content, source=str(path))
+    for key in ("task", "reward"):
+        content[key] = _found_beside(path, content[key]) if isinstance(content.get(key), str) else content.get(key)
+    return check_recipe({k: x for k, x in content.items() if x is not None}, source=str(path))
+
+
+def _found_beside(recipe: Path, value: str) -> str:
+    """A task's or a reward's file as an absolute path: looked for in the working folder, then beside the recipe."""
+    name, colon, function = (value, "", "") if value.endswith(".jsonl") else value.partition(".py:")
+    name += ".py" if colon else ""
+    if not name.endswith((".jsonl", ".py")):
+        return value
+    path = Path(name).expanduser()
+    places = [path.absolute(), (recipe.parent / path).absolute()]
+    found = next((place for place in places if place.is_file()), places[0])
+    return f"{found}:{function}" if colon else str(found)
 
 
 def check_recipe(content: Mapping[str, Any], *, source: str) -> Recipe:

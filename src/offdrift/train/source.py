@@ -19,8 +19,9 @@ from offdrift.engines import Engine
 from offdrift.records import store
 from offdrift.records.rollouts import Rollouts, Sampling
 from offdrift.train.models import prompt_ids
+from offdrift.train.problems import Problem
 from offdrift.train.recipe import Recipe
-from offdrift.train.tasks import Problem, Task
+from offdrift.train.tasks import Task, rewards_of
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def rollout(
     responses = drawn.tokens.split(drawn.lengths.tolist())
     completions = tuple(str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses)
     asked = [p for p in problems for _ in range(samples)]
-    rewards = [task.reward(c, p) for c, p in zip(completions, asked, strict=True)]
+    rewards = rewards_of(task, completions, asked).total
     return drawn.with_(
         group_ids=torch.arange(len(problems)).repeat_interleave(samples),
         rewards=torch.tensor(rewards, dtype=torch.float32),

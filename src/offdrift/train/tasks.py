@@ -11,40 +11,22 @@ Completions are untrusted text. They are matched, never evaluated: a verifier th
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
-import re
+import math
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from offdrift.errors import RecipeError
-
-Split = Literal["train", "eval"]
-
-EVAL_SHARE = 10
-"""One prompt in this many belongs to the held-out split."""
+from offdrift.train.problems import EVAL_SHARE, Problem, ProblemFile, Split, digest, read_problems, split_of
+from offdrift.train.rewards import VERIFIERS, OwnReward, RewardFunction, Rewards, exact_number, find_reward
 
 _CHUNK = 64
-_LONGEST_NUMBER = 32
 _LONGEST_ANSWER = 10_000
-_NUMBER = re.compile(r"(?:(?<![\d)])-)?\d+(?:[.,]\d+)*", re.ASCII)
 _EVALUATORS = frozenset({"eval", "exec", "parse_expr", "parse_latex", "sympify"})
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One question with the answer that a verifier expects."""
-
-    prompt: str
-    answer: str
-    demonstration: str | None = None
-    """A completion that earns the full reward, for a supervised start; None if there is none."""
-    chat: bool = False
-    """Ask it as a user's turn of the model's chat template rather than as plain text."""
-    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @runtime_checkable
@@ -98,7 +80,7 @@ class ProceduralTask:
             if entry == 0:
                 # A generator seed of its own, far from the others: generators add the entry's index
                 # to it. Below 2**32, which is all that numpy's generators take.
-                chunk_seed = _digest("problems", self.name, split, seed, chunk) % (2**32 - _CHUNK)
+                chunk_seed = digest("problems", self.name, split, seed, chunk) % (2**32 - _CHUNK)
                 entries = self.dataset(chunk_seed, _CHUNK)
             problem = self.problem(entries[entry])
             if split_of(problem.prompt) == split:
@@ -115,43 +97,64 @@ class ProceduralTask:
         return self.score(completion, problem)
 
 
-def split_of(prompt: str) -> Split:
-    """Which split a prompt belongs to, for good: "eval" for one prompt in `EVAL_SHARE`."""
-    return "train" if _digest(prompt) % EVAL_SHARE else "eval"
+@dataclass(frozen=True)
+class OwnTask:
+    """Problems of a file or of another task, with a reward of the user's choice."""
+
+    name: str
+    problems: Task | ProblemFile
+    rewards: RewardFunction
+
+    def sample(self, n: int, *, seed: int, split: Split = "train") -> list[Problem]:
+        """Problems of one split; see `ProblemFile.sample`."""
+        return self.problems.sample(n, seed=seed, split=split)
+
+    def reward(self, completion: str, problem: Problem) -> float:
+        """Reward of one completion. Raises: `RewardError` if a function of the user's fails."""
+        return self.rewards([completion], [problem]).total[0]
 
 
-def last_number(completion: str) -> str | None:
-    """The last number written in a text, or None.
+def rewards_of(task: Task, completions: Sequence[str], problems: Sequence[Problem]) -> Rewards:
+    """Rewards of a batch, with their components where the task's reward has any."""
+    if isinstance(task, OwnTask):
+        return task.rewards(completions, problems)
+    return Rewards(tuple(map(task.reward, completions, problems)), {})
 
-    A minus counts as a sign unless it follows a digit or a closing bracket.
 
-    Example:
-        >>> last_number("46+5=51"), last_number("60-9"), last_number("so -9."), last_number("?")
-        ('51', '9', '-9', None)
+def find_task(
+    name: str,
+    reward: str | None = None,
+    *,
+    reward_range: tuple[float, float] = (-math.inf, math.inf),
+    folder: Path | None = None,
+) -> Task:
+    """The task of this name: a row of `TASKS`, `reasoning_gym:NAME`, or a file of problems, NAME.jsonl.
+
+    Args:
+        reward: what completions earn in place of the task's own reward; see `rewards.find_reward`.
+        reward_range: smallest and largest reward that a first trial of a function may return.
+        folder: where a function is looked for besides the working folder.
+
+    Raises: `RecipeError` if there is no such task or reward, or its scorer would evaluate completions;
+        `RewardError` if a function of the user's fails on a first problem.
     """
-    numbers = _NUMBER.findall(completion)
-    return numbers[-1] if numbers else None
+    is_file = name.endswith(".jsonl")
+    if is_file and reward is None:
+        raise RecipeError(
+            f"task = {name!r} is a file of problems and needs a reward: set reward to one of "
+            f'{", ".join(map(repr, VERIFIERS))}, or to a function of your own, "rewards.py:score"'
+        )
+    problems = read_problems(Path(name).expanduser()) if is_file else _named_task(name)
+    if reward is None:
+        assert not isinstance(problems, ProblemFile)
+        return problems
+    function = find_reward(reward, folder=folder)
+    if isinstance(function, OwnReward):
+        function.check(problems.sample(1, seed=0)[0], reward_range)
+    return OwnTask(name, problems, function)
 
 
-def exact_number(completion: str, problem: Problem) -> float:
-    """1 if the last number of the completion is the answer, exactly; otherwise 0.
-
-    Scored by reasoning-gym's decimal comparison without its partial credit: `051` and `51.0` are
-    51, `510` is not. Numbers longer than any answer earn 0 unread.
-    """
-    from reasoning_gym.utils import compute_decimal_reward
-
-    number = last_number(completion)
-    if number is None or len(number) > _LONGEST_NUMBER:
-        return 0.0
-    return float(compute_decimal_reward(number, problem.answer) == 1.0)
-
-
-def find_task(name: str) -> Task:
-    """The task of this name: a row of `TASKS`, or `reasoning_gym:NAME`.
-
-    Raises: `RecipeError` if there is no such task, or its scorer would evaluate completions.
-    """
+def _named_task(name: str) -> Task:
     if name in TASKS:
         return TASKS[name]
     family, _, dataset = name.partition(":")
@@ -159,7 +162,7 @@ def find_task(name: str) -> Task:
         return _reasoning_gym_task(dataset)
     raise RecipeError(
         f"task = {name!r} is not known; choose one of {', '.join(map(repr, sorted(TASKS)))}, "
-        '"reasoning_gym:NAME" for a data set of that package, or add a Task to '
+        '"reasoning_gym:NAME" for a data set of that package, a file of problems ("problems.jsonl"), or add a Task to '
         "offdrift.train.tasks.TASKS"
     )
 
@@ -239,11 +242,6 @@ def evaluates(function: Callable[..., Any]) -> bool:
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     names = (f.id if isinstance(f, ast.Name) else getattr(f, "attr", "") for f in calls)
     return not _EVALUATORS.isdisjoint(names)
-
-
-def _digest(*parts: object) -> int:
-    key = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
 
 
 _CHAT_SUMS = partial(_named, "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2)
