@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from offdrift.engines.decode import Recorder, inverted
 from offdrift.engines.hf import TransformersEngine, int8_grid, matrices
+from offdrift.engines.hf_decode import Recorder, inverted
 from offdrift.engines.output_head import deviations
 from offdrift.errors import EngineError
 from offdrift.records.rollouts import Sampling

@@ -2,7 +2,7 @@
 
 It samples from its own copy of the model, in eval mode and at its own dtype, so the trainer may be in
 train mode, in another dtype or several updates ahead. Reproducible for the same prompts in the same
-order; see `decode`.
+order; see `hf_decode`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from transformers import (
 from transformers.utils import logging
 
 from offdrift.divergence.head import Head
-from offdrift.engines.decode import Recorder, decode, uniform_numbers
 from offdrift.engines.generate import Drawing, Draws, Request, pieces
+from offdrift.engines.hf_decode import Recorder, decode, uniform_numbers
 from offdrift.engines.output_head import head_input, head_of, kept, recast
 from offdrift.engines.routing import routes_of
 from offdrift.errors import EngineError
