@@ -79,6 +79,11 @@ class Recorder:
         self.evidence, self.head, self.consumed = evidence, head, consumed
         self.steps: list[dict[str, Tensor]] = []
 
+    def state(self) -> Float[Tensor, "a d"] | None:
+        """What the head consumed at the last place of every response."""
+        last = None if self.consumed is None else self.consumed.last
+        return None if last is None else last[:, -1].clone()
+
     def add(self, logp: Float[Tensor, "a v"], drawn: Int[Tensor, " a"], rows: Int[Tensor, " a"], state: Tensor | None):
         """One step: the tempered and filtered log-probs of the responses `rows`, and the tokens drawn from them."""
         step = {"rows": rows, "tokens": drawn, "logp": logp.gather(1, drawn[:, None]).squeeze(1)}
@@ -118,9 +123,8 @@ def decode(model: PreTrainedModel, request: Request, recorder: Recorder, uniform
     count, filters = len(request.prompts), _filters(sampling)
     lengths = torch.full((count,), sampling.max_tokens, device=device)
     stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
-    if forced is None:
-        uniforms = uniforms.to(device)
-    else:
+    uniforms, given = uniforms.to(device), None
+    if forced is not None:
         given, lengths = right_padded(forced, device)
         stops = stops[:0]
     steps = int(lengths.max())
@@ -132,10 +136,9 @@ def decode(model: PreTrainedModel, request: Request, recorder: Recorder, uniform
     cache = _cache(model, ids.shape[1] + steps)
     forward = _Forward(model, cache)
     scores = forward(ids, mask, mask.cumsum(1) - 1)
-    consumed = recorder.consumed
-    state = None if consumed is None else consumed.last[:, -1]
+    state = recorder.state()
     if len(number) < count:
-        cache.reorder_cache(source)
+        cache.reorder_cache(source)  # type: ignore[arg-type]
         scores, mask, state = scores[source], mask[source], None if state is None else state[source]
     rows = torch.arange(count, device=device)
     for step in range(steps):
@@ -143,7 +146,7 @@ def decode(model: PreTrainedModel, request: Request, recorder: Recorder, uniform
         for apply in filters:
             scores = apply(None, scores)
         logp = scores.log_softmax(-1)
-        drawn = given[rows, step] if forced is not None else inverted(logp, uniforms[rows, step])
+        drawn = given[rows, step] if given is not None else inverted(logp, uniforms[rows, step])
         recorder.add(logp, drawn, rows, state)
         ended = torch.isin(drawn, stops)
         lengths[rows] = lengths[rows].where(~ended, lengths[rows].clamp(max=step + 1))
@@ -154,11 +157,11 @@ def decode(model: PreTrainedModel, request: Request, recorder: Recorder, uniform
             if len(alive) == 0:
                 break
             if len(alive) <= KEPT_SHARE * len(rows):
-                cache.reorder_cache(alive)
+                cache.reorder_cache(alive)  # type: ignore[arg-type]
                 rows, mask, drawn = rows[alive], mask[alive], drawn[alive]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
         scores = forward(drawn[:, None], mask, mask.sum(1, keepdim=True) - 1)
-        state = None if consumed is None else consumed.last[:, -1].clone()
+        state = recorder.state()
     return recorder.draws(lengths)
 
 
