@@ -95,7 +95,11 @@ def test_only_a_model_that_did_not_learn_from_the_rollouts_is_fresh(arm, tmp_pat
 def test_power_says_how_many_prompts_would_certify_the_gain_that_was_seen(arm, tmp_path):
     assert "power" not in answer(arm)
     batch = read(arm / "rollouts" / "batch-0.parquet")
-    certain = write(batch.with_(rewards=torch.ones(SEQUENCES)), tmp_path / "a.parquet")
+    # What the model makes likelier is what was right: a gain for certain, whatever was drawn.
+    rescored = TransformersEngine(str(arm / "model")).rescore(batch, evidence="sampled")
+    likelier = batch.segments.sum(rescored.logp_rollout - batch.logp_rollout) > 0
+    assert likelier.any()
+    certain = write(batch.with_(rewards=likelier.float()), tmp_path / "a.parquet")
     curve = answer(certain, "--model", arm / "model", "--power", "--T", LONGEST)["power"]
     assert len(curve) >= 3
     sizes, chances = zip(*((p["prompts"], p["probability"]) for p in curve))
