@@ -14,7 +14,7 @@ from offdrift.certificate.batch import BatchEvidence
 from offdrift.certificate.bounds import all_bounds
 from offdrift.certificate.certify import certify
 from offdrift.certificate.regions import TrustRegion
-from offdrift.certificate.samples import K3_CAP, SHARES, variables
+from offdrift.certificate.samples import K3_CAP, SHARES, unit_rewards, variables
 from offdrift.certificate.verdict import Certificate
 from offdrift.divergence.evidence import Divergence
 from offdrift.divergence.interval import topk_divergences
@@ -635,3 +635,13 @@ def test_top_k_evidence_that_says_nothing_says_what_to_record(kind: str):
     else:
         assert found.advice is None
         assert "Record the whole vocabulary" not in found.verdict
+
+
+def test_rewards_at_the_ends_of_their_range_may_be_rounded_to_float32():
+    stored = np.array([1.1, 0.3, -0.7, 0.0], np.float32).astype(np.float64)
+    assert stored[0] > 1.1
+    unit = unit_rewards(stored, (-0.7, 1.1))
+    assert unit[0] == 1.0
+    assert np.allclose(unit, (stored + 0.7) / 1.8, atol=1e-7)
+    with pytest.raises(BadValueError, match=r"sequence 0 is 1.10001"):
+        unit_rewards(np.array([1.10001]), (-0.7, 1.1))

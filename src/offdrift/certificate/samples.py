@@ -49,6 +49,8 @@ Column = Float[np.ndarray, " b"]
 def unit_rewards(rewards: Column, reward_range: tuple[float, float]) -> Column:
     """Rewards rescaled from their stated range to [0, 1].
 
+    Records keep rewards in float32, in which 1.1 is 1.1000000238: what lies outside by such rounding is at the end.
+
     Raises: `BadValueError` for an impossible range and for rewards that are NaN or outside of it.
 
     Example:
@@ -58,14 +60,15 @@ def unit_rewards(rewards: Column, reward_range: tuple[float, float]) -> Column:
     low, high = reward_range
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise BadValueError(f"reward_range = {reward_range}; give the smallest and the largest possible reward")
-    wrong = ~((rewards >= low) & (rewards <= high))
+    rounding = float(np.finfo(np.float32).eps) * max(abs(low), abs(high))
+    wrong = ~((rewards >= low - rounding) & (rewards <= high + rounding))
     if wrong.any():
         where = int(np.flatnonzero(wrong)[0])
         raise BadValueError(
             f"reward of sequence {where} is {rewards[where]}, outside [{low:g}, {high:g}]; give "
             "reward_range=(smallest possible, largest possible), and results are rescaled"
         )
-    return (rewards - low) / (high - low)
+    return ((rewards - low) / (high - low)).clip(0, 1)
 
 
 def reward_columns(host: HostEvidence, rewards: Column, accepted: Bool[np.ndarray, " b"]) -> dict[str, Column]:

@@ -1,0 +1,109 @@
+"""Drawing tokens with the transformers engine, beside transformers' own `generate` on the same prompts.
+
+    python benchmarks/generation.py [--model tiny-qwen3] [--prompts 32] [--samples 8] [--max-tokens 14] [--json PATH]
+
+`generate` samples as the engine does (the same stop tokens, temperature and batch) and keeps the logits of every step,
+from which its log-probs are taken; the engine also packs them and records evidence. "forward" reads the engine's
+responses once, all tokens at a time: what the model's arithmetic alone would cost. Tiny models get a supervised start,
+so that responses end at their own lengths.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from measure import interleaved_medians, machine
+from transformers import GenerationConfig
+
+from offdrift.engines import make_engine
+from offdrift.engines.hf_decode import left_padded
+from offdrift.engines.score import chunks, score
+from offdrift.records.rollouts import Sampling
+from offdrift.train.models import load_model, prompt_ids
+from offdrift.train.tasks import find_task
+from offdrift.train.warmstart import warm_start
+
+
+def main(argv: list[str] | None = None) -> dict[str, object]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny-qwen3")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=14)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--evidence", default="full")
+    parser.add_argument("--warm-start", type=int, default=300, help="supervised steps of a tiny model")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the numbers here too")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+
+    tiny = args.model.startswith("tiny")
+    model, tokenizer = load_model(args.model, seed=0)
+    task = find_task("arithmetic" if tiny else "chat-arithmetic")
+    if tiny:
+        warm_start(model, tokenizer, task, steps=args.warm_start, batch_size=128, lr=2e-3, seed=0)
+    ids = [prompt_ids(p, tokenizer) for p in task.sample(args.prompts, seed=1)]
+    prompts = [p for p in ids for _ in range(args.samples)]
+    stops = (tokenizer.eos_token_id,)
+    sampling = Sampling(max_tokens=args.max_tokens, stop_token_ids=stops)
+    engine = make_engine("transformers", model, dtype=args.dtype, batch_size=len(prompts))
+    own = engine.model
+    evidence = int(args.evidence) if args.evidence.isdigit() else args.evidence
+    plain = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=args.max_tokens,
+        eos_token_id=list(stops),
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    padded, mask = left_padded(prompts, own.device)
+
+    @torch.no_grad()
+    def generate() -> int:
+        out = own.generate(input_ids=padded, attention_mask=mask, generation_config=plain)
+        logp = torch.stack(out.logits, 1).float().log_softmax(-1)
+        tokens = out.sequences[:, padded.shape[1] :]
+        logp.gather(2, tokens[..., None])
+        ended = (tokens == stops[0]).int().cumsum(1) - (tokens == stops[0]).int()
+        return int((ended == 0).sum())
+
+    rollouts = engine.generate(prompts, sampling, seed=0, evidence="sampled")
+    pieces = list(chunks(rollouts, token_budget=2**20))
+
+    @torch.no_grad()
+    def forward() -> None:
+        for piece in pieces:
+            score(own, rollouts.select(piece), temperature=1.0)
+
+    drawn = {"engine": [], "generate": []}
+    seeds = iter(range(1, 10_000))
+    arms = {
+        "engine": lambda: drawn["engine"].append(
+            len(engine.generate(prompts, sampling, seed=next(seeds), evidence=evidence).tokens)
+        ),
+        "generate": lambda: drawn["generate"].append(generate()),
+        "forward": forward,
+    }
+    seconds = interleaved_medians(arms, repeats=args.repeats)
+    tokens = {name: sum(counts) / len(counts) for name, counts in drawn.items()} | {"forward": len(rollouts.tokens)}
+    rate = {name: tokens[name] / seconds[name] for name in arms}
+    result: dict[str, object] = vars(args) | {"json": None, "machine": machine(), "threads": args.threads}
+    result |= {"tokens_per_second": rate, "engine_over_generate": rate["engine"] / rate["generate"]}
+    result["engine_over_forward"] = rate["engine"] / rate["forward"]
+    print(f"{args.model}, {len(prompts)} responses of up to {args.max_tokens} tokens\n{result['machine']}")
+    for name in arms:
+        print(f"{name:10}{rate[name]:12,.0f} tokens/s")
+    print(f"the engine draws {result['engine_over_generate']:.2f} times as fast as generate")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()
