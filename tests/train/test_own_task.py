@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offdrift.advantages import advantages
 from offdrift.errors import CheckpointError, OffdriftError, RecipeError, RewardError
+from offdrift.records.store import read
 from offdrift.train.loop import train
 from offdrift.train.models import load_model, prompt_ids
 from offdrift.train.problems import Problem, read_problems
@@ -249,3 +252,67 @@ def test_a_mistake_is_found_before_a_model_is_loaded(folder, monkeypatch):
     monkeypatch.setattr("offdrift.train.context.load_model", lambda *a, **k: pytest.fail("loaded"))
     with pytest.raises(RecipeError, match="'gold'"):
         train(load_recipe("own.toml"), folder / "run")
+
+
+VARIED = "def score(completion): return {'variety': len(set(completion)) / 20, 'short': len(completion) / 100}"
+
+
+def run_of(folder, body=VARIED, **changes):
+    """Batches and metrics of a run on the folder's problems."""
+    (folder / "own.py").write_text(body)
+    (folder / "own.toml").write_text(RECIPE)
+    train(load_recipe("own.toml", changes=[f"{key}={value}" for key, value in changes.items()]), folder / "run")
+    arm = folder / "run/arms/none"
+    return (
+        [read(path) for path in sorted((arm / "rollouts").glob("*.parquet"))],
+        [json.loads(line) for line in (arm / "metrics.jsonl").read_text().splitlines()],
+    )
+
+
+def test_components_reach_records_metrics_and_the_estimator(folder, monkeypatch):
+    seen = []
+
+    def spy(rewards, segments, **options):
+        seen.append(options)
+        return advantages(rewards, segments, **options)
+
+    monkeypatch.setattr("offdrift.train.batch.advantages", spy)
+    weights = {"optim.advantage": "gdpo", "optim.component_weights": "{short = 3.0}"}
+    batches, metrics = run_of(folder, **weights)
+    for batch, row, options in zip(batches, metrics, seen, strict=True):
+        variety, short = batch.components["variety"], batch.components["short"]
+        assert torch.equal(variety, torch.tensor([len(set(c)) / 20 for c in batch.completions]))
+        torch.testing.assert_close(batch.rewards, variety + short)
+        assert row["component/short"] == pytest.approx(float(short.mean()))
+        assert torch.equal(options["components"], torch.stack([variety, short], 1))
+        assert options["component_weights"].tolist() == [1.0, 3.0]
+
+
+def test_remax_draws_a_greedy_response_to_every_prompt(folder):
+    (batch, _), _ = run_of(folder, **{"optim.advantage": "remax"})
+    model, tokenizer = load_model("tiny-qwen3", seed=0)
+    for first in range(0, batch.num_sequences, 4):
+        (ids,) = (batch.prompt_tokens[a:b] for a, b in [batch.prompt_cu_seqlens[first : first + 2].tolist()])
+        tokens = ids.tolist()
+        while len(tokens) < len(ids) + 4 and tokens[-1] != tokenizer.eos_token_id:
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        text = tokenizer.decode(tokens[len(ids) :], skip_special_tokens=True)
+        expected = len(set(text)) / 20 + len(text) / 100
+        assert batch.greedy_rewards[first : first + 4].tolist() == pytest.approx([expected] * 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "changes", "message"),
+    [
+        ("def score(completion): return 0.5", {"optim.advantage": "gdpo"}, r"returned none in a trial"),
+        (
+            VARIED,
+            {"optim.component_weights": "{long = 2.0}"},
+            r"has 'long'; the reward's components are variety, short",
+        ),
+        ("def score(completion): return {'a b': 0.5}", {}, r"an entry named 'a b'"),
+    ],
+)
+def test_components_that_are_not_there_are_refused(folder, body, changes, message):
+    with pytest.raises((RecipeError, RewardError), match=message):
+        run_of(folder, body, **changes)

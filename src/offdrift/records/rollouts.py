@@ -7,7 +7,7 @@ those of the distribution that was really sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -119,6 +119,10 @@ class Rollouts:
     provenance: Provenance
     evidence: Evidence | None = None
     rewards: Float[Tensor, " b"] | None = None
+    components: Mapping[str, Float[Tensor, " b"]] | None = None
+    """Named parts of the reward, where the task has them."""
+    greedy_rewards: Float[Tensor, " b"] | None = None
+    """Reward of a greedy response to the same prompt by the same weights, where one was drawn (ReMax's baseline)."""
     prompts: tuple[str, ...] | None = field(default=None, repr=False)
     completions: tuple[str, ...] | None = field(default=None, repr=False)
 
@@ -196,6 +200,8 @@ def concatenate(batches: Sequence[Rollouts]) -> Rollouts:
             if name.endswith("cu_seqlens"):
                 return cumulative(torch.cat([v.diff() for v in values]))
             return torch.cat(values)
+        if isinstance(values[0], Mapping):
+            return {k: torch.cat([v[k] for v in values]) for k in values[0]}
         if isinstance(values[0], Evidence):
             if not all(_same_head(values[0], v) for v in values[1:]):
                 raise ShapeError(

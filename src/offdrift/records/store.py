@@ -41,6 +41,9 @@ KEY = ROLLOUTS_KEY
 TOKEN_COLUMNS = {"tokens": pa.int32(), "logp_rollout": pa.float32(), "rollout_version": pa.int32()}
 """Per response token. `prompt_tokens` is cut by its own lengths; evidence is `width` per token."""
 
+COMPONENT = "reward/"
+"""Before the name of a reward's component in a column's name."""
+
 STATES = {torch.float32: torch.float32, torch.float16: torch.float16, torch.bfloat16: torch.uint16}
 """Dtypes of hidden states, and what their bits are stored as: Arrow has no bfloat16."""
 
@@ -63,6 +66,10 @@ def write(rollouts: Rollouts, path: str | os.PathLike[str]) -> Path:
     columns["finish"] = pa.array(rollouts.finish, pa.string())
     if rollouts.rewards is not None:
         columns["reward"] = pa.array(rollouts.rewards.numpy(), pa.float32())
+    if rollouts.greedy_rewards is not None:
+        columns["greedy_reward"] = pa.array(rollouts.greedy_rewards.numpy(), pa.float32())
+    for name, values in (rollouts.components or {}).items():
+        columns[COMPONENT + name] = pa.array(values.numpy(), pa.float32())
     for name, texts in (("prompt", rollouts.prompts), ("completion", rollouts.completions)):
         if texts is not None:
             # Model output may hold lone surrogates, which no Parquet string can.
@@ -111,6 +118,11 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             if not torch.equal(_stream(table, name)[1], cu_seqlens):
                 raise ValueError(f"{name} and tokens have different lengths")
         prompt_tokens, prompt_cu_seqlens = _stream(table, "prompt_tokens")
+        components = {n.removeprefix(COMPONENT): n for n in table.column_names if n.startswith(COMPONENT)}
+
+        def per_sequence(column: str) -> Tensor | None:
+            return _tensor(table.column(column).chunk(0)) if column in table.column_names else None
+
         return Rollouts(
             tokens=tokens,
             logp_rollout=_stream(table, "logp_rollout")[0],
@@ -122,7 +134,9 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             finish=tuple(table.column("finish").to_pylist()),
             provenance=_provenance(header),
             evidence=_evidence(table, header["evidence"], path),
-            rewards=_tensor(table.column("reward").chunk(0)) if "reward" in table.column_names else None,
+            rewards=per_sequence("reward"),
+            components={name: per_sequence(column) for name, column in components.items()} or None,
+            greedy_rewards=per_sequence("greedy_reward"),
             prompts=prompts,
             completions=completions,
         )

@@ -155,6 +155,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         shard=run.shard,
         start=position.batch,
         queued=position.waiting,
+        greedy="greedy_rewards" in ADVANTAGES[arm.estimator].needs,
     )
     if position.batch > 0:
         old_policy.load(checkpoints(checkpoint_folder)[-1], source.versions() - {position.version})

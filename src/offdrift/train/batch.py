@@ -113,7 +113,12 @@ def token_advantages(
         "how": arm.estimator,
         "baseline_over": arm.run.recipe.optim.baseline_over,
         "total": arm.run.sum,
+        "greedy_rewards": rollouts.greedy_rewards,
     }
+    if rollouts.components is not None:
+        weights = arm.run.recipe.optim.component_weights
+        options["components"] = torch.stack(list(rollouts.components.values()), 1)
+        options["component_weights"] = torch.tensor([weights.get(name, 1.0) for name in rollouts.components])
     if trainer is None:
         return advantages(rewards, segments, **options)
     # The trainer is the policy whose gradients the estimator weighs.

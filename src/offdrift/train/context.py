@@ -16,6 +16,7 @@ from accelerate.utils import ProjectConfiguration, gather_object
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from offdrift.advantages import ADVANTAGES
 from offdrift.engines import Engine, make_engine
 from offdrift.engines.verify_sync import SyncReport, verify_sync
 from offdrift.errors import CheckpointError, RecipeError
@@ -24,9 +25,10 @@ from offdrift.records.rollouts import Sampling
 from offdrift.train.models import load_model, prompt_ids, save_for_engine
 from offdrift.train.problems import read_problems
 from offdrift.train.recipe import Recipe
+from offdrift.train.rewards import OwnReward
 from offdrift.train.run_folder import RunFolder
 from offdrift.train.source import Shard
-from offdrift.train.tasks import Task, find_task
+from offdrift.train.tasks import OwnTask, Task, find_task
 from offdrift.train.warmstart import warm_start
 
 PROBES = 8
@@ -122,6 +124,7 @@ def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
 def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     """Load and warm-start the model, start the engine, and verify that it takes the trainer's weights."""
     task = find_task(recipe.task, recipe.reward, reward_range=recipe.reward_range)
+    _check_components(recipe, task)
     watch(Event("setup", text=f"loading {recipe.model}"))
     # Weights & Biases and others read their own environment; TensorBoard writes into the run.
     accelerator = Accelerator(
@@ -176,6 +179,22 @@ def set_up(recipe: Recipe, folder: RunFolder, watch: Watch) -> RunContext:
     watch(Event("setup", text="verifying weight synchronization with perturbed weights"))
     synced = verify_sync(engine, model, probes, sampling, seed=recipe.seed)
     return RunContext(recipe, folder, accelerator, model, tokenizer, task, sampling, engine, probes, synced, watch)
+
+
+def _check_components(recipe: Recipe, task: Task) -> None:
+    """Refuse an estimator of components, or weights of them, where the reward returns no such."""
+    function = task.rewards if isinstance(task, OwnTask) else None
+    named = function.components if isinstance(function, OwnReward) else ()
+    arm = next((n for n in recipe.arms if "components" in ADVANTAGES[recipe.estimator(recipe.row(n))].needs), None)
+    if arm is not None and not named:
+        raise RecipeError(
+            f"arms.{arm}: advantage {recipe.estimator(recipe.row(arm))!r} weighs the components of a reward, and "
+            f"reward = {recipe.reward!r} returned none in a trial; return numbers by name (docs/tasks.md)"
+        )
+    if unknown := sorted(set(recipe.optim.component_weights) - set(named)):
+        raise RecipeError(
+            f"optim.component_weights has {unknown[0]!r}; the reward's components are {', '.join(named) or 'none'}"
+        )
 
 
 def _check_launch(recipe: Recipe, accelerator: Accelerator) -> None:

@@ -29,7 +29,7 @@ FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position"}
+SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
 
 
@@ -120,6 +120,8 @@ class Optim(Part):
     """Padded tokens per forward pass; smaller is slower, uses less memory, and changes nothing else."""
     advantage: AdvantageName | Literal["method"] = "method"
     """Estimator of the advantage; "method": what the method was published with, else grpo."""
+    component_weights: dict[str, float] = {}
+    """gdpo: weight of each component of the reward, by name; 1 where none is given."""
     baseline_over: Literal["sampled", "kept"] = "sampled"
     """Whether siblings that a gate rejects count in their group's baseline ("sampled") or not."""
 
@@ -228,8 +230,13 @@ class Recipe(Part):
             if missing:
                 raise ValueError(
                     f"arms.{name}: advantage {how!r} needs {', '.join(missing)}, which this trainer "
-                    "does not produce (no critic, no greedy rollouts, one reward per sequence); set "
-                    "optim.advantage to another, or call offdrift.advantages from your own loop"
+                    "does not produce (it has no critic); set optim.advantage to another, or call offdrift.advantages "
+                    "from your own loop"
+                )
+            if "components" in ADVANTAGES[how].needs and ":" not in (self.reward or ""):
+                raise ValueError(
+                    f"arms.{name}: advantage {how!r} weighs the components of a reward, and reward = {self.reward!r} "
+                    'has none; set it to a function that returns numbers by name, "rewards.py:score" (docs/tasks.md)'
                 )
             recorded = any("rollout" in name for name in row.divergences)
             if recorded and self.rollout.evidence == "sampled":

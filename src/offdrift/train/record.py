@@ -56,6 +56,8 @@ def record_update(
         update.evidence, reward_range=run.recipe.reward_range, alpha=settings.alpha, looks=looks, fresh=fresh
     )
     metrics = summarize(update.stats)
+    sums = update.stats.to_host() if rollouts.components else {}
+    metrics |= {f"component/{name}": sums[f"component/{name}"] / sums["b"] for name in rollouts.components or ()}
     statuses = (name for name in reversed(OLD_STATUS) if metrics.get(f"old/{name}_frac"))
     row = {
         "update": arm.version,

@@ -35,6 +35,7 @@ TOTALS = ("reward", "score")
 """Entries of a returned mapping that are the reward itself."""
 
 _NUMBER = re.compile(r"(?:(?<![\d)])-)?\d+(?:[.,]\d+)*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}\Z")
 _LONGEST_NUMBER = 32
 _SHOWN = 400
 """Characters of a prompt or completion in an error."""
@@ -175,6 +176,8 @@ class OwnReward:
         self.names = {p.name for p in named}
         self.required = {p.name for p in named if p.default is p.empty}
         self.batched = "completions" in self.names
+        self.components: tuple[str, ...] = ()
+        """Names of the components that the trial of `check` returned."""
 
     def check(self, problem: Problem, reward_range: tuple[float, float]) -> None:
         """Score two completions of a problem, the right answer and an empty one, before a run depends on it.
@@ -189,7 +192,9 @@ class OwnReward:
                 f"{', '.join(sorted(fields))}"
             )
         low, high = reward_range
-        for completion, reward in zip(("answer", "empty text"), self([problem.answer, ""], [problem] * 2).total):
+        trial = self([problem.answer, ""], [problem] * 2)
+        self.components = tuple(trial.components)
+        for completion, reward in zip(("answer", "empty text"), trial.total):
             if not low <= reward <= high:
                 raise RecipeError(
                     f"reward = {self.spec!r} gave {reward:g} for the {completion} of {_short(problem.prompt)}, outside "
@@ -253,6 +258,11 @@ class OwnReward:
             return values["reward"], {}
         stated = next((values[name] for name in TOTALS if name in values), None)
         components = {name: x for name, x in values.items() if name not in TOTALS}
+        if bad := next((name for name in components if not _NAME.match(name)), None):
+            raise self._error(
+                f"returned an entry named {_short(bad)}; a name has letters, digits, '_', '-' or '.', at most 40",
+                (i, completions, problems),
+            )
         return (sum(components.values()) if stated is None else stated), components
 
     def _error(self, problem: str, sample: tuple[int, Sequence[str], Sequence[Problem]] | None) -> RewardError:

@@ -9,7 +9,7 @@ Every batch is on disk before it is trained on.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ class Source:
         folder: where batches are written, one Parquet file each.
         start: index of the first batch to return.
         queued: indices of batches that an interrupted run had already drawn and not yet used.
+        greedy: also draw a greedy response to every prompt, for its reward alone.
     """
 
     engine: Engine
@@ -56,6 +57,7 @@ class Source:
     shard: Shard = Shard()
     start: int = 0
     queued: tuple[int, ...] = ()
+    greedy: bool = False
     _waiting: deque[tuple[int, Rollouts]] = field(default_factory=deque, init=False)
     _drawn: int = field(default=0, init=False)
 
@@ -106,6 +108,18 @@ class Source:
             seed=batch_seed(self.recipe.seed, index, shard.rank),
             evidence=rollout_recipe.evidence,
         )
+        if self.greedy:
+            best = rollout(
+                self.engine,
+                problems[shard.rank :: shard.world],
+                self.task,
+                self.tokenizer,
+                replace(self.sampling, top_k=1),
+                samples=1,
+                seed=batch_seed(self.recipe.seed, index, shard.rank),
+            )
+            assert best.rewards is not None
+            rollouts = rollouts.with_(greedy_rewards=best.rewards.repeat_interleave(rollout_recipe.samples))
         # A group's id is its problem's index in the whole batch.
         rollouts = rollouts.with_(group_ids=rollouts.group_ids * shard.world + shard.rank)
         store.write(rollouts, self.path(index))
@@ -136,10 +150,11 @@ def rollout(
     responses = drawn.tokens.split(drawn.lengths.tolist())
     completions = tuple(str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses)
     asked = [p for p in problems for _ in range(samples)]
-    rewards = rewards_of(task, completions, asked).total
+    rewards = rewards_of(task, completions, asked)
     return drawn.with_(
         group_ids=torch.arange(len(problems)).repeat_interleave(samples),
-        rewards=torch.tensor(rewards, dtype=torch.float32),
+        rewards=torch.tensor(rewards.total, dtype=torch.float32),
+        components={k: torch.tensor(x, dtype=torch.float32) for k, x in rewards.components.items()} or None,
         prompts=tuple(p.prompt for p in asked),
         completions=completions,
     )

@@ -331,4 +331,4 @@ def _with_batch_stats(stats: DriftStats, batch: Batch, version: int) -> DriftSta
     stats = stats.with_max("length_max", rollouts.lengths.max())
     if rollouts.rewards is not None:
         stats = stats.plus({"reward": rollouts.rewards.sum(), "reward/n": float(len(rollouts.rewards))})
-    return stats
+    return stats.plus({f"component/{name}": x.sum() for name, x in (rollouts.components or {}).items()})
