@@ -1,9 +1,7 @@
 """Aggregation of per-token losses to one number; the denominator is always an argument.
 
-Nothing here divides by a count it took from its own micro-batch: `normalizer` counts what was
-*sampled* over all ranks and micro-batches of one optimizer step, so that the step does not depend
-on how the batch was split, and a rejected sequence contributes zero instead of enlarging the rest.
-`normalizer_of` gives one piece's share of that count; shares are added.
+`normalizer` counts what was *sampled* over all ranks and micro-batches of one optimizer step, so that the step does
+not depend on how the batch was split, and a rejected sequence contributes zero instead of enlarging the rest.
 """
 
 from __future__ import annotations

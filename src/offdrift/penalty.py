@@ -3,13 +3,9 @@
     place="reward"   r_t <- r_t - coef * kl_t     before the advantages; no gradient through kl
     place="loss"     L   <- L + coef * agg(kl)    a term of its own
 
-An estimate's value may be right and the gradient of that value wrong, or the other way round:
-`ESTIMATORS` says which. Two limits hold for every row. In the loss, a token is judged in the context
-it was sampled in: how it changes the contexts of later tokens is missed. In the reward, only k1
-gives the gradient of the KL of whole sequences: only its own gradient is 0 on average.
-
-prime-rl's `kl_tau * (log pi - log mu)^2` is no further estimator: it is k2 with the rollout policy
-as the reference and coef = 2 * kl_tau.
+`ESTIMATORS` says whose value and whose gradient are right. In the loss, a token is judged in the context it was
+sampled in; in the reward, only k1 gives the gradient of the KL of whole sequences. prime-rl's
+`kl_tau * (log pi - log mu)^2` is k2 with the rollout policy as the reference and coef = 2 * kl_tau.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from offdrift.divergence.evidence import k3
-from offdrift.divergence.exact import terms
 from offdrift.errors import EvidenceError, MethodError, ShapeError, check_choice, check_number
 from offdrift.numerics import LOG_RATIO_LIMIT, at_least_float32, ratio
 from offdrift.segments import Segments
@@ -124,29 +119,6 @@ def kl_estimate(
     return value
 
 
-def exact_kl(logits: Float[Tensor, "n v"], logits_ref: Float[Tensor, "n v"]) -> Tokens:
-    """KL(pi || ref) of every row over the whole vocabulary, nats, for a loss.
-
-        KL = sum_a pi(a) (log pi(a) - log ref(a))
-
-    Log-probs are floored at -10,000 nats, so a token that the reference cannot draw costs at most
-    that. It holds about ten `[n, v]` tensors: give it large vocabularies in pieces.
-
-    Args:
-        logits, logits_ref: scores after the temperature; -inf is a token that cannot be drawn.
-
-    Gradient: to `logits`, pi(a) (d(a) - KL). Raises: `ShapeError` if the shapes differ.
-
-    Example:
-        >>> exact_kl(torch.tensor([[0.2, -0.3, 0.5]]), torch.tensor([[0.5, 0.3, 0.2]]).log())
-        tensor([0.1667])
-    """
-    _check_same_shape(logits=logits, logits_ref=logits_ref)
-    log_pi = at_least_float32(logits).log_softmax(-1).clamp(min=-INFINITE)
-    log_ref = at_least_float32(logits_ref).detach().log_softmax(-1).clamp(min=-INFINITE)
-    return terms(log_pi, log_ref)[0].sum(-1)
-
-
 def penalized_rewards(rewards: Float[Tensor, " b"], segments: Segments, kl: Tokens, coef: Number) -> Tokens:
     """Token rewards: the sequence's reward on its last token, minus the penalty on every token.
 
@@ -169,15 +141,6 @@ def penalized_rewards(rewards: Float[Tensor, " b"], segments: Segments, kl: Toke
     _check_same_shape(kl=kl, tokens=segments.position)
     last = segments.position + 1 == segments.spread(segments.lengths)
     return segments.spread(rewards.detach()).where(last, 0.0) - coef * kl.detach()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fixed:
-    """A coefficient that never changes."""
-
-    def next(self, coef: Number, *, kl: Number, samples: int) -> float:
-        """The same coefficient."""
-        return float(coef)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +183,7 @@ class KLPenalty:
     Args:
         coef: weight of one nat, >= 0; the first one if a controller changes it.
         place: "loss" adds the estimate and its gradient; "reward" subtracts its value.
-        controller: what changes `coef` between steps; None is `Fixed()`.
+        controller: what changes `coef` between steps.
 
     Raises: `MethodError` for an unknown name, an impossible number, an option that the estimator
         does not read, k3_corrected in the reward, an adaptive coefficient that starts at 0.
@@ -236,7 +199,7 @@ class KLPenalty:
     cap: Number | None = None
     value_limit: Number | None = None
     ratio_gradient: bool = True
-    controller: Fixed | Adaptive | None = None
+    controller: Adaptive | None = None
 
     def __post_init__(self) -> None:
         check_choice("place", self.place, ("loss", "reward"))

@@ -2,10 +2,9 @@
 
     full = mismatch + staleness        log w = log rho + log r
 
-`mismatch` compares two engines at the same weights, `staleness` two versions of the weights in one
-engine, `full` the policy being trained with the policy that sampled. Every function that accepts
-"a ratio" takes `on=` and nothing guesses. All of it happens in log space: a product over a sequence
-is a sum of log-ratios, exponentiated once at the end (`numerics.ratio`).
+`mismatch` compares two engines at the same weights, `staleness` two versions of the weights in one engine, `full`
+the policy being trained with the policy that sampled; every function takes `on=` and nothing guesses. All of it
+happens in log space, exponentiated once at the end (`numerics.ratio`).
 """
 
 from __future__ import annotations
@@ -102,10 +101,10 @@ def per_unit(log_ratio: Float[Tensor, " n"], segments: Segments, *, unit: Unit) 
     return UNITS[unit](log_ratio, segments)
 
 
-def _prefix_min(x: Float[Tensor, " n"], segments: Segments) -> Float[Tensor, " n"]:
+def least_before(x: Float[Tensor, " n"], segments: Segments) -> Float[Tensor, " n"]:
+    """Smallest value of the segment before each token; 0 at its first. Gradient: to `x`."""
     least = segments.prefix_min(x)
-    before = torch.cat([least.new_zeros(1), least[:-1]])
-    return x + before.where(segments.position > 0, 0.0)
+    return torch.cat([least.new_zeros(1), least[:-1]]).where(segments.position > 0, 0.0)
 
 
 def turns_of(segments: Segments) -> Segments:
@@ -116,7 +115,7 @@ def turns_of(segments: Segments) -> Segments:
 UNITS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
     "token": lambda x, s: x,
     "prefix": lambda x, s: s.prefix_sum(x),
-    "prefix_min": _prefix_min,
+    "prefix_min": lambda x, s: x + least_before(x, s),
     "turn": lambda x, s: turns_of(s).spread(turns_of(s).mean(x)),
     "turn_product": lambda x, s: turns_of(s).spread(turns_of(s).sum(x)),
     "turn_arithmetic": lambda x, s: turns_of(s).spread(turns_of(s).log_mean_exp(x)),

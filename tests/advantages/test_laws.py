@@ -63,14 +63,6 @@ def test_rounding_of_equal_float32_rewards_is_not_an_advantage(how, reward, size
     assert (got == 0).all()
 
 
-@pytest.mark.parametrize("how", BY_SEQUENCE)
-def test_equal_float64_rewards_teach_nothing(how):
-    s = Segments.from_lengths([2, 2, 1], group_ids=torch.zeros(3).long())
-    rewards = double([0.7, 0.7, 0.7])
-    got = advantages(rewards, s, how=how, components=rewards[:, None])
-    assert got.abs().max() < 1e-9
-
-
 @pytest.mark.parametrize("how", ["optimal_token_baseline", "tir_optimal_token_baseline", "opob"])
 def test_equal_rewards_leave_the_optimal_baselines_their_epsilon(how):
     s = Segments.from_lengths([2, 2], group_ids=torch.zeros(2).long())

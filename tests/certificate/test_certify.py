@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.certificate.bounds import all_bounds
-from offdrift.certificate.certify import certify
+from offdrift.certificate.certify import LOGGED, certify
 from offdrift.certificate.regions import TrustRegion
 from offdrift.certificate.samples import K3_CAP, SHARES, unit_rewards, variables
 from offdrift.certificate.verdict import Certificate
@@ -72,6 +72,15 @@ class World:
         log_w, kl, tv = (torch.stack(x, 1).flatten() for x in zip(*found))
         return log_w, kl, tv
 
+    def every_sequence(self) -> tuple[LogProbs, dict[str, Divergence], Tensor, Tensor]:
+        """Every sequence of every prompt once: log-probs, exact evidence, probabilities under mu, and rewards."""
+        who = torch.arange(PROMPTS).repeat_interleave(3**HORIZON)
+        log_w, kl, tv = self.along(who, torch.arange(3**HORIZON).repeat(PROMPTS))
+        rollout = torch.full_like(log_w, -5.0)
+        lp = LogProbs(rollout, Segments.from_lengths([HORIZON] * len(who)), rollout + log_w)
+        exact = {k: Divergence.exact(k, x) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv))}
+        return lp, exact, self.mu.law().flatten(), self.rewards.flatten()
+
 
 @pytest.fixture
 def _without_shape_checks(monkeypatch: pytest.MonkeyPatch):
@@ -115,14 +124,9 @@ def test_no_statement_is_wrong_more_often_than_alpha(scale, answers, constants):
 def test_means_are_lower_ends_whichever_tokens_the_engine_did_not_score():
     """Enumerated: what is not scored depends on the token that was drawn, to each sum's disadvantage."""
     world = World(0.3, seed=5)
-    who = torch.arange(PROMPTS).repeat_interleave(3**HORIZON)
-    sequence = torch.arange(3**HORIZON).repeat(PROMPTS)
-    log_w, kl, tv = world.along(who, sequence)
-    k3 = log_w.expm1() - log_w
-    rollout = torch.full_like(log_w, -5.0)
-    scored = LogProbs(rollout, Segments.from_lengths([HORIZON] * len(who)), rollout + log_w)
-    exact = {k: Divergence.exact(k, x) for k, x in (("kl_rollout_current", kl), ("tv_rollout_current", tv))}
-    law, rewards = world.mu.law().flatten(), world.rewards.flatten()
+    scored, exact, law, rewards = world.every_sequence()
+    rollout, log_w = scored.logp_rollout, scored.current - scored.logp_rollout
+    kl, k3 = exact["kl_rollout_current"].lo, log_w.expm1() - log_w
     first = scored.segments.position == 0
     holes = {"first": first & (k3 < kl), "up": log_w > 0.2, "down": log_w < -0.2, "none": k3 < 0}
     for delta in (world.kl_max, float(kl.median())):
@@ -139,8 +143,11 @@ def test_means_are_lower_ends_whichever_tokens_the_engine_did_not_score():
             spent = (law * scored.segments.sum(k3) * accepted).view(PROMPTS, -1).sum(1)
             limit = (law * e.column("prefix_kl")).view(PROMPTS, -1).sum(1)
             assert (spent <= limit + 1e-12).all(), (name, delta)
-            omega = torch.tensor(region.weights()).repeat(len(who))
-            for rule in (accepted, accepted & (sequence % 3 > 0)):  # what lies inside, and less of it
+            omega = torch.tensor(region.weights()).repeat(len(rewards))
+            for rule in (
+                accepted,
+                accepted & (torch.arange(len(accepted)) % 3 > 0),
+            ):  # what lies inside, and less of it
                 host = e.to_host()
                 error = variables(host, rewards.numpy(), rule.numpy(), region)["prefix_error"].values
                 overstated = rule * rewards * (e.column("excess") - e.column("log_product").expm1())
@@ -154,13 +161,9 @@ def test_means_are_lower_ends_whichever_tokens_the_engine_did_not_score():
 def test_what_the_masked_surrogate_overstates_is_the_mean_of_its_variable(scale):
     """Enumerated, for (mu, pi'): L'_masked - E[M R (w - 1)], to every digit; and never less where sequences are cut."""
     world = World(scale, seed=5)
-    who = torch.arange(PROMPTS).repeat_interleave(3**HORIZON)
-    sequence = torch.arange(3**HORIZON).repeat(PROMPTS)
-    log_w, kl, _ = world.along(who, sequence)
-    rollout = torch.full_like(log_w, -5.0)
-    lp = LogProbs(rollout, Segments.from_lengths([HORIZON] * len(who)), rollout + log_w)
-    exact = {"kl_rollout_current": Divergence.exact("kl_rollout_current", kl)}
-    law, rewards = world.mu.law().flatten().numpy() / PROMPTS, world.rewards.flatten()
+    lp, exact, law, rewards = world.every_sequence()
+    law, kl = law.numpy() / PROMPTS, exact["kl_rollout_current"].lo
+    del exact["tv_rollout_current"]
     differs = 0
     for delta in (world.kl_max, float(kl.median())):
         region = TrustRegion(horizon=HORIZON, delta=delta)
@@ -272,11 +275,9 @@ def test_unseen_limits_what_the_batch_did_not_show():
     world = World(0.3, seed=5)
     per_prompt = torch.cat(world.kl, 1).amax(1).sort().values
     region = TrustRegion(horizon=HORIZON, delta=float(per_prompt[-2] + per_prompt[-1]) / 2)
-    law = world.mu.law()
-    every = torch.arange(3**HORIZON).repeat(PROMPTS)
-    _, kl, _ = world.along(torch.arange(PROMPTS).repeat_interleave(3**HORIZON), every)
-    leaves = (kl.reshape(PROMPTS, -1, HORIZON) > region.delta).any(-1)
-    q = float((law * leaves).sum(1).mean())
+    _, exact, law, _ = world.every_sequence()
+    leaves = (exact["kl_rollout_current"].lo.view(-1, HORIZON) > region.delta).any(-1)
+    q = float((law * leaves).sum() / PROMPTS)
     assert 0 < q < 0.1
     g, wrong, none_seen = torch.Generator().manual_seed(4), 0, 0
     for _ in range(RUNS):
@@ -532,11 +533,7 @@ def test_everything_is_json(made: BatchEvidence, constants: str):
 
 
 def test_every_logged_number_is_documented():
-    from offdrift.certificate.certify import LOGGED
-
-    lp = LogProbs.pack(torch.tensor([-1.0]), torch.tensor([-1.1]), segments=Segments.from_lengths([1]))
-    batch = BatchEvidence.of(lp, torch.ones(1), region=TrustRegion(horizon=2, delta=0.1))
-    assert list(certify(batch).as_metrics()) == list(LOGGED)
+    assert list(certify(batch()).as_metrics()) == list(LOGGED)
 
 
 def test_intervals_that_know_the_drawn_token_do_not_open_the_prefix_route():

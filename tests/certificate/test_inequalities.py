@@ -22,14 +22,11 @@ def test_each_inequality_holds_on_random_distributions():
     p, q = _random_rows(2000, 5)
     tv = np.abs(p - q).sum(1) / 2
     kl = np.where(p > 0, p * np.log(p / q), 0).sum(1)
-    kl_back = np.where(q > 0, q * np.log(q / p), 0).sum(1)
     chi2 = (q * q / p).sum(1) - 1  # E_p[(q/p)^2] - 1
     checked = 0
     for i in range(len(tv)):
         assert tv[i] <= ineq.pinsker(kl[i]) + 1e-12
-        assert tv[i] <= ineq.bretagnolle_huber(kl[i]) + 1e-12
         assert tv[i] <= ineq.tv_from_chi2(chi2[i]) + 1e-12
-        assert kl_back[i] <= ineq.kl_from_chi2(chi2[i]) + 1e-12
         checked += 1
     assert checked == 2000
     assert tv.max() > 0.5
@@ -41,18 +38,12 @@ def test_two_point_distributions_attain_them():
     e = 1e-3
     assert ineq.pinsker(-0.5 * math.log1p(-4 * e * e)) == pytest.approx(e, rel=2 * e * e)
     assert ineq.tv_from_chi2(4 * e * e) == pytest.approx(e, rel=1e-12)
-    # A point mass on a token of probability 1/c: KL = log c, chi2 = c - 1.
-    assert ineq.kl_from_chi2(8.0 - 1) == pytest.approx(math.log(8.0), rel=1e-12)
 
 
 def test_limits():
     assert ineq.pinsker(0.0) == 0
     assert ineq.pinsker(2.0) == 1
     assert ineq.pinsker(INF) == 1
-    assert ineq.bretagnolle_huber(INF) == 1
-    assert ineq.bretagnolle_huber(1e-20) == pytest.approx(1e-10)  # no cancellation
-    assert ineq.bretagnolle_huber(1.5) > ineq.pinsker(1.5)
-    assert ineq.bretagnolle_huber(1.7) < ineq.pinsker(1.7)
     assert ineq.tv_from_chi2(1e9) == 1
     assert ineq.marginal_kl(0, INF) == 0
     assert ineq.marginal_kl(3, 0.5) == 1.5

@@ -24,25 +24,6 @@ def best(**given) -> Bound:
 many = settings(max_examples=60, deadline=None)
 
 
-# -- what B* is the minimum of ----------------------------------------------------------------
-
-
-def test_sharp_rows_include_the_kl_of_sequences():
-    known = {"horizon": 50, "delta": 1e-3, "kl_seq": 0.02, "eps": 0.01, "tv_seq": 0.05}
-    paper, sharp = (all_bounds(**known, constants=c, reward_range=3) for c in ("paper", "sharp"))
-    assert not [b for b in paper if b.name == "sequence_kl"]
-    (row,) = [b for b in sharp if b.name == "sequence_kl"]
-    assert row.value == pytest.approx(3 * 0.02)
-    assert row.unified
-    loose = all_bounds(horizon=50, delta=1e-3, kl_seq=9.0, constants="sharp")[-1]
-    assert loose.value == pytest.approx(0.05)
-    assert loose.note.startswith("kl_seq = 9 exceeds horizon * delta = 0.05")
-    assert all_bounds(horizon=50, delta=INF, eps=0.1, constants="sharp")[-1].value == INF
-    # One token: the surrogate is exact where supports agree, and KL_seq bounds it where they do not.
-    one = all_bounds(horizon=1, delta=0.3, constants="sharp")
-    assert (one[-1].value, tightest(one).value) == (0.3, 0)
-
-
 # -- the largest divergence -------------------------------------------------------------------
 
 

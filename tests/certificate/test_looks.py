@@ -12,8 +12,7 @@ import torch
 
 from offdrift.certificate.batch import BatchEvidence
 from offdrift.certificate.certify import certify
-from offdrift.certificate.confidence import LARGEST_BET, betting
-from offdrift.certificate.looks import Looks
+from offdrift.certificate.confidence import LARGEST_BET, Looks, betting
 from offdrift.certificate.regions import TrustRegion
 from offdrift.divergence.evidence import Divergence
 from offdrift.errors import BadValueError, MethodError

@@ -22,12 +22,6 @@ def test_statistic_on_fx_a(name):
     torch.testing.assert_close(got, double(EXPECTED[name]), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_statistics_carry_no_gradient(name):
-    lp, _, _ = fx_a()
-    assert not statistic(name, lp, on="full").requires_grad
-
-
 def test_divergences_are_named_by_the_policies_they_compare():
     assert divergence_name("kl", "full") == "kl_rollout_current"
     assert divergence_name("tv", "mismatch") == "tv_rollout_old"

@@ -12,16 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from offdrift.audit.counterfactual import Counterfactual
-from offdrift.audit.tally import Tally
-from offdrift.batch_info import NO_INFO, BatchInfo, Observed
 from offdrift.check.recommend import THRESHOLDS
-from offdrift.correction import Weight
 from offdrift.judge import load_rules
 from offdrift.logprobs import LogProbs
-from offdrift.methods import METHODS
-from offdrift.methods.schedules import EssScale
-from offdrift.records.batch import Logged
 from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
 from tests.oracles.fixtures import double
@@ -91,33 +84,6 @@ def test_a_chi_squared_beyond_what_is_shown_is_a_number():
         assert found["full/chi2_seq"] == found["full/chi2_seq_largest"] == math.expm1(40)
 
 
-def test_the_method_table_of_an_audit_sees_it_too():
-    lp = drifted()
-    rows = {r["name"]: r for r in Counterfactual.of(logged(lp)).table()}
-    wanted = exact_ess(sums().clip(max=math.log(2.0)))
-    for name in ("seq_tis", "full_is", "seq_mis", "bypass_pg_is"):
-        assert rows[name]["ess_frac"] == pytest.approx(wanted, rel=1e-6), name
-        assert rows[name]["ess_frac"] < 0.05
-
-
-def test_the_tally_of_an_audit_sees_it_too():
-    told = Tally.of(logged(drifted())).as_dict()
-    assert told["overall"]["full/ess_seq_frac"] == pytest.approx(exact_ess(sums()), rel=1e-6)
-
-
-def logged(lp: LogProbs) -> Logged:
-    b = len(lp.segments)
-    return Logged(
-        cu_seqlens=lp.segments.cu_seqlens,
-        step=torch.zeros(b, dtype=torch.int64),
-        row=torch.arange(b),
-        response_lengths=lp.segments.lengths,
-        logp_rollout=lp.logp_rollout,
-        logp_old=lp.old,
-        logp=lp.current,
-    )
-
-
 def with_sums(values: list[float]) -> LogProbs:
     """Sequences of tokens of at most 500 nats with these sums of full log-ratios."""
     length = 2 * math.ceil(max(map(abs, values)) / 1000)
@@ -126,30 +92,3 @@ def with_sums(values: list[float]) -> LogProbs:
     return LogProbs.pack(
         top.minimum(-share) - 0.5, top.minimum(share) - 0.5, segments=Segments.from_lengths([length] * len(values))
     )
-
-
-NORMALIZED = [0.34857727, 0.94753127, 2.57565704, 0.12823441]
-"""4 e^s over their sum, s = -25, -24, -23, -26: 4 (e^-2, e^-1, 1, e^-3) / 1.5530018."""
-
-
-def test_normalized_sequence_weights_are_relative_to_each_other():
-    lp = with_sums([-25.0, -24.0, -23.0, -26.0])
-    for part in (Weight(on="full", unit="sequence", normalize=True), *METHODS["normalized_tis"].correction.weights):
-        got = part(lp).weight.reshape(4, 2)
-        torch.testing.assert_close(got[:, 0], double(NORMALIZED), rtol=1e-6, atol=0)
-        torch.testing.assert_close(got[:, 0], got[:, 1], rtol=0, atol=0)
-
-
-def test_they_are_when_each_sequence_is_a_piece_of_its_own():
-    part = Weight(on="full", unit="sequence", normalize=True)
-    pieces = [with_sums([s]) for s in (-25.0, -24.0, -23.0, -26.0)]
-    seen = functools.reduce(Observed.merge, [Observed({part: part.observe(p, None, NO_INFO)}) for p in pieces])
-    got = [float(part(p, None, BatchInfo(observed=seen)).weight[0]) for p in pieces]
-    assert got == pytest.approx(NORMALIZED, rel=1e-6)
-
-
-def test_the_brake_of_vcpo_holds_at_the_worst_drift():
-    """One weight in four carries all: ess 1/4, scale (1/4)^0.5."""
-    schedule = METHODS["vcpo"].lr_scale or EssScale()
-    lp = with_sums([-21.0, -40.0, -60.0, -80.0])
-    assert float(schedule.scale(schedule.observe(lp, None, NO_INFO))) == pytest.approx(0.5)

@@ -100,6 +100,5 @@ def test_a_batch_without_lags_is_refused():
 
 
 def test_it_says_what_it_needs_and_what_it_does():
-    assert Interpolated().needs_version_lag
     assert Interpolated.needs == ("version_lag",)
     assert Interpolated(at_zero_lag="behaviour").formula.endswith("rollout policy at d = 0")

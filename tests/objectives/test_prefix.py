@@ -54,22 +54,3 @@ def test_limits_of_the_prefix(gradient, l, v, flows):  # noqa: E741
     loss.backward()
     assert loss.item() == pytest.approx(v, rel=1e-12)
     assert leaf.grad.tolist() == pytest.approx([v * f for f in flows], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("advantage", "l", "clipped"),
-    [
-        (1.0, 0.049, False), (1.0, 0.051, True), (1.0, -1.0, False),
-        (-1.0, -0.024, False), (-1.0, -0.026, True),
-        (-1.0, 0.069, False), (-1.0, 0.071, True),
-    ],
-)  # fmt: skip
-def test_inside_and_beyond_each_limit_of_the_first_token(advantage, l, clipped):  # noqa: E741
-    old = double([-1.0])
-    leaf = (old + l).requires_grad_()
-    lp = LogProbs.pack(old, leaf, old, segments=Segments.from_lengths([1]))
-    got = PrefixClipped(dual_clip=0.07)(lp, double([advantage]))
-    got.loss.sum().backward()
-    assert got.clipped.item() == clipped
-    expected = 0.0 if clipped else -advantage * math.exp(l)
-    assert leaf.grad.item() == pytest.approx(expected, rel=1e-9)

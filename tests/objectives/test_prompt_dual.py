@@ -5,15 +5,10 @@ import math
 import pytest
 import torch
 
-from offdrift.batch_info import BatchInfo
-from offdrift.errors import EvidenceError
+from offdrift.objectives.base import StepPrompts
 from offdrift.objectives.prompt_dual import PromptDual, multipliers, tilt_kl
-from offdrift.objectives.prompts import StepPrompts
-from tests.objectives.checks import (
-    batch,
-    loss_and_grad,
-)
-from tests.oracles.fixtures import double, fx_a
+from tests.objectives.checks import batch, loss_and_grad
+from tests.oracles.fixtures import double
 
 REWARDS = double([1.0, 0.0, 0.0, 1.0, 0.0])
 
@@ -102,15 +97,3 @@ def test_the_coefficient_is_signed_and_the_gradient_is_the_score_alone(on):
     expected = -moved.exp() * (advantages - 0.4 * moved)
     torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-12)
     assert ((grad > 0) & (advantages > 0)).any()  # pushed back although rewarded
-
-
-def test_what_it_needs_is_named_and_a_given_multiplier_needs_nothing():
-    lp, advantages, _ = fx_a()
-    assert PromptDual().needs == ("rewards",)
-    assert PromptDual(multiplier=0.0).needs == ()
-    assert PromptDual(multiplier=0.0).observe(lp, advantages, BatchInfo()) == {}
-    with pytest.raises(EvidenceError, match="group_ids"):
-        PromptDual()(lp, advantages, BatchInfo(rewards=double([1.0, 0.0])))
-    grouped, advantages, _ = batch(0)
-    with pytest.raises(EvidenceError, match="rewards"):
-        PromptDual()(grouped, advantages)

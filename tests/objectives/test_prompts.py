@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from offdrift.errors import EvidenceError
-from offdrift.objectives.prompts import StepPrompts, prompt_ids
+from offdrift.objectives.base import StepPrompts, prompt_ids
 from offdrift.segments import Segments
 
 REDUCTIONS = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}

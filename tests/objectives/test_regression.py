@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from offdrift.batch_info import BatchInfo
-from offdrift.errors import EvidenceError
 from offdrift.logprobs import LogProbs
-from offdrift.objectives.prompts import StepPrompts
+from offdrift.objectives.base import StepPrompts
 from offdrift.objectives.regression import Quadratic, Regression, soft_value
 from offdrift.segments import Segments
-from tests.objectives.checks import (
-    batch,
-    loss_and_grad,
-    piece,
-)
-from tests.oracles.fixtures import double, fx_a
+from tests.objectives.checks import batch, loss_and_grad, piece
+from tests.oracles.fixtures import double
 
 # -- DRO -------------------------------------------------------------------------------------------
 
@@ -111,12 +106,3 @@ def test_advantages_are_not_read():
     second = loss_and_grad(Regression(), lp, advantages * float("nan"), batch_info)
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
-
-
-def test_what_it_needs_is_named():
-    lp, advantages, _ = fx_a()
-    assert "rewards" in Regression.needs
-    with pytest.raises(EvidenceError, match="group_ids"):
-        Regression()(lp, advantages, BatchInfo(rewards=double([1.0, 0.0])))
-    with pytest.raises(EvidenceError, match="rewards"):
-        Regression()(four([1, 1, 1, 1]), torch.zeros(4))

@@ -5,7 +5,6 @@ Where verl rounds to float32, or differs on purpose, a test asserts the differen
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from offdrift.advantages import ADVANTAGES, advantages, returns_to_go
 from tests.advantages.batches import Batch, random_batch
+from tests.parity.peers import load_verl
 
 OURS_ALONE = {"dr_grpo", "opob"}
 FLOAT32_IN_VERL = {"grpo_vectorized"}
@@ -29,14 +29,11 @@ WITHOUT_LONE = {"grpo_passk", "grpo", "gdpo"}
 
 @pytest.fixture(scope="module")
 def verl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from verl.trainer.config import AlgoConfig
-        from verl.trainer.ppo import core_algos
+    core_algos = load_verl().core_algos
     return SimpleNamespace(
         # offdrift is a plugin of verl and registers its own, too
         registry={n: f for n, f in core_algos.ADV_ESTIMATOR_REGISTRY.items() if not n.startswith("offdrift/")},
-        config=AlgoConfig(gamma=0.9, lam=0.8),
+        config=core_algos.AlgoConfig(gamma=0.9, lam=0.8),
     )
 
 

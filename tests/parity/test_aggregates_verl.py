@@ -9,14 +9,9 @@ import pytest
 from offdrift.aggregate import aggregate
 from offdrift.methods import METHODS
 from offdrift.objectives import Clipped, Reinforce
-from tests.parity.peers import MODES, actor, agree, load_verl, ours, random_batch, same, verl_loss
+from tests.parity.peers import MODES, actor, agree, ours, random_batch, same, verl_loss
 
 SEEDS = range(3)
-
-
-@pytest.fixture(scope="module")
-def verl():
-    return load_verl()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

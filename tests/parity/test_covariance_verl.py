@@ -15,15 +15,10 @@ import torch
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.methods import Method
 from offdrift.objectives.covariance import CovClipped, CovPenalized, covariance, token_keys
-from tests.parity.peers import MODES, Batch, agree, load_verl, ours, random_batch, same, verl_loss
+from tests.parity.peers import MODES, Batch, agree, ours, random_batch, same, verl_loss
 
 SEEDS = range(6)
 HOW = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
-
-
-@pytest.fixture(scope="module")
-def verl():
-    return load_verl()
 
 
 def theirs(verl, name: str, batch: Batch, how: str, counts: Batch | None = None, **policy_loss):

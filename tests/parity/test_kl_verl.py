@@ -1,12 +1,12 @@
 """The same numbers and gradients as verl's KL penalties and controllers, called in this process."""
 
 import math
-import warnings
 
 import pytest
 import torch
 
-from offdrift.penalty import Adaptive, Fixed, kl_estimate
+from offdrift.penalty import Adaptive, kl_estimate
+from tests.parity.peers import load_verl
 
 SAME = {
     "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
@@ -18,10 +18,7 @@ SAME = {
 
 @pytest.fixture(scope="module")
 def verl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from verl.trainer.ppo import core_algos
-    return core_algos
+    return load_verl().core_algos
 
 
 def batch(seed: int, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,9 +126,3 @@ def test_adaptive_controller_disagrees_where_verls_coefficient_is_lost(verl):
     theirs.update(math.nan, 64)
     assert math.isnan(theirs.value)
     assert Adaptive(target=0.1, horizon=10_000).next(0.001, kl=math.nan, samples=64) == 0.001
-
-
-def test_fixed_controller(verl):
-    theirs = verl.FixedKLController(kl_coef=0.001)
-    theirs.update(0.5, 64)
-    assert Fixed().next(0.001, kl=0.5, samples=64) == theirs.value == 0.001

@@ -18,30 +18,13 @@ from offdrift.objectives import Clipped
 from offdrift.objectives.base import Objective
 from offdrift.objectives.clipped import GeometricClipped, Soft
 from offdrift.objectives.regression import Quadratic
-from tests.parity.peers import (
-    MODES,
-    Batch,
-    actor,
-    agree,
-    differ,
-    load_verl,
-    one_sequence,
-    ours,
-    random_batch,
-    same,
-    verl_loss,
-)
+from tests.parity.peers import MODES, Batch, actor, agree, differ, one_sequence, ours, random_batch, same, verl_loss
 
 HOW = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 NEVER = 1e30
 """A dual clip that never acts; verl cannot switch it off."""
 GSPO = {"clip_ratio_low": 0.03, "clip_ratio_high": 0.04}
 CLIPS = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.25}
-
-
-@pytest.fixture(scope="module")
-def verl():
-    return load_verl()
 
 
 def dro(verl, beta: float):

@@ -14,14 +14,9 @@ from offdrift.correction import Correction, Weight, rejection
 from offdrift.logprobs import LogProbs
 from offdrift.stats.drift import DriftStats
 from offdrift.stats.metrics import summarize
-from tests.parity.peers import EMPTY_ROW, Batch, load_verl, random_batch, verl_correction
+from tests.parity.peers import EMPTY_ROW, Batch, random_batch, verl_correction
 
 SEEDS = range(6)
-
-
-@pytest.fixture(scope="module")
-def verl():
-    return load_verl()
 
 
 SAME_METRIC = {

@@ -21,29 +21,12 @@ from offdrift.methods import Method
 from offdrift.methods.table import PRESET_ROWS
 from offdrift.objectives import Clipped, Reinforce
 from offdrift.penalty import KLPenalty
-from tests.parity.peers import (
-    MODES,
-    Batch,
-    actor,
-    agree,
-    differ,
-    load_verl,
-    ours,
-    random_batch,
-    same,
-    theirs,
-    verl_loss,
-)
+from tests.parity.peers import MODES, Batch, actor, agree, differ, ours, random_batch, same, theirs, verl_loss
 
 SEEDS = range(3)
 REJECTING = [name for name, row in PRESET_ROWS.items() if row.correction.gates]
 WEIGHTED = [name for name, row in PRESET_ROWS.items() if row.correction.weights]
 GEOMETRIC = [name for name in PRESET_ROWS if "geo" in name]
-
-
-@pytest.fixture(scope="module")
-def verl():
-    return load_verl()
 
 
 def drifting(seed: int, name: str) -> Batch:

@@ -7,32 +7,18 @@ trainer (see `test_gates_verl` for what a mask of floats does). Losses without a
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from offdrift.correction import Correction, Weight, rejection
+from offdrift.correction import Weight, rejection
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, override
-from offdrift.methods.table import PRESET_ROWS as PRESETS
 from offdrift.objectives import Clipped
 from offdrift.stats.metrics import summarize
-from tests.parity.peers import (
-    MODES,
-    Batch,
-    actor,
-    agree,
-    differ,
-    load_verl,
-    one_sequence,
-    ours,
-    random_batch,
-    same,
-    verl_loss,
-)
+from tests.parity.peers import MODES, Batch, actor, agree, differ, one_sequence, ours, random_batch, same, verl_loss
 
 SEEDS = range(3)
 NEVER = 1e9
@@ -56,11 +42,6 @@ def weight_as(on: str, unit: str, threshold, normalize: bool = False) -> Weight:
         band["floor"] = ends[0]
     cap = None if ends[-1] == NEVER else ends[-1]
     return Weight(on=on, unit=unit, cap=cap, normalize=normalize, **band)
-
-
-@pytest.fixture(scope="module")
-def verl():
-    return load_verl()
 
 
 def weights_of(verl, batch: Batch, unit: str, threshold) -> Tensor:
@@ -327,13 +308,3 @@ def test_fraction_of_clipped_tokens(verl, seed):
     both = metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"]
     assert min(metrics["actor/pg_clipfrac"], metrics["actor/pg_clipfrac_lower"]) > 0
     assert summarize(out.stats)["objective/clip_frac_active"] == pytest.approx(both, rel=1e-6)
-
-
-def test_presets_and_rows_of_one_formula_are_one(verl):
-    """Names that differ and compositions that do not."""
-    batch = random_batch(8)
-    pairs = [("dual_clip", "disabled"), ("decoupled_ppo", "decoupled_token_is")]
-    for name, preset in pairs:
-        same(ours(METHODS[name], batch).gradient, ours(PRESETS[preset], batch).gradient)
-    assert inspect.signature(verl.core_algos.agg_loss).parameters["dp_size"].default == 1
-    assert Correction() == METHODS["dual_clip"].correction

@@ -20,14 +20,9 @@ from offdrift.objectives import Clipped, Reinforce
 from offdrift.objectives.clipped import GeometricClipped
 from offdrift.stats.metrics import summarize
 from tests.parity.peers import Batch, agree, differ, ours, random_batch, same
-from tests.parity.trl_trainer import HORIZON, LOSSES, Trainer, load_trl, sequence_batch
+from tests.parity.trl_trainer import HORIZON, LOSSES, Trainer, sequence_batch
 
 SEEDS = range(3)
-
-
-@pytest.fixture(scope="module")
-def trl():
-    return load_trl()
 
 
 # -- loss types -----------------------------------------------------------------------------------

@@ -19,14 +19,9 @@ from offdrift.errors import BadValueError
 from offdrift.methods import METHODS, override
 from offdrift.penalty import KLPenalty
 from tests.parity.peers import Batch, agree, differ, ours, random_batch, same
-from tests.parity.trl_trainer import HORIZON, LOSSES, Trainer, load_trl, sequence_batch
+from tests.parity.trl_trainer import HORIZON, LOSSES, Trainer, sequence_batch
 
 SEEDS = range(3)
-
-
-@pytest.fixture(scope="module")
-def trl():
-    return load_trl()
 
 
 # -- off-policy sequence mask ---------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Estimators that compare a sequence with its siblings: the other answers to the same prompt.
 
-Notation: R_i is a sequence's reward, T_i its number of trainable tokens; mean, std (with n - 1) and
-best are taken over the siblings that count, n of them, itself included. A group in which one
-sequence counts has mean 0 and std 1 unless a function says otherwise. Every token gets its
-sequence's advantage.
+R_i is a sequence's reward, T_i its number of trainable tokens; mean, std (with n - 1) and best are taken over the
+siblings that count, n of them, itself included. A group in which one sequence counts has mean 0 and std 1 unless a
+function says otherwise. Every token gets its sequence's advantage.
 """
 
 from __future__ import annotations
@@ -51,14 +50,10 @@ def dr_grpo(credit: Credit) -> Float[Tensor, " n"]:
     return credit.segments.spread(_centered(credit))
 
 
-def grpo_passk(credit: Credit, *, normalize: bool = True) -> Float[Tensor, " n"]:
+def grpo_passk(credit: Credit) -> Float[Tensor, " n"]:
     """Only the best sibling learns: its lead over the second best. Gradient: none.
 
         A_best = (R_best - R_second) / (std + 1e-6), all others 0; a tie for best gives 0
-
-    Args:
-        credit: the batch.
-        normalize: whether to divide by the standard deviation.
 
     Raises: `BadValueError` naming the group if a prompt has one sequence. If it has more and a gate
         kept fewer than two, nobody leads: 0.
@@ -74,7 +69,7 @@ def grpo_passk(credit: Credit, *, normalize: bool = True) -> Float[Tensor, " n"]
     _refuse_lone_sequences(credit)
     scores = credit.scores
     best, second = best_and_second(scores, credit)
-    lead = (scores - second) / (group_std(scores, credit) + EPS if normalize else 1.0)
+    lead = (scores - second) / (group_std(scores, credit) + EPS)
     leads = (scores == best) & (credit.counts > 0) & (credit.siblings > 1)
     return credit.segments.spread(lead.where(leads, 0.0))
 

@@ -20,7 +20,7 @@ EPS = 1e-8
 the largest weight of a group, or it is made so (`_of_order_one`)."""
 
 
-def optimal_token_baseline(credit: Credit, *, zero_tail: bool = True) -> Float[Tensor, " n"]:
+def optimal_token_baseline(credit: Credit) -> Float[Tensor, " n"]:
     """Reward-to-go minus a baseline of its own for each column of the group. Gradient: none.
 
         s_t = 1 - 2 pi_old(y_t) + sum_v pi_old(v)^2    (squared norm of onehot(y_t) - pi_old)
@@ -30,12 +30,8 @@ def optimal_token_baseline(credit: Credit, *, zero_tail: bool = True) -> Float[T
 
     A column is a token's place in the original response, `position`: after a tool's output,
     unrelated tokens meet (`tir_optimal_token_baseline` counts trainable tokens instead). A group in
-    which one sequence counts has no baseline.
-
-    Args:
-        credit: the batch, with `logp_old` and `sum_pi_squared`.
-        zero_tail: no baseline for the one longest sequence at columns that the second longest
-            is too short for (lengths in trainable tokens), where it would be its own baseline.
+    which one sequence counts has no baseline, and neither has the one longest sequence at columns that
+    the second longest is too short for (lengths in trainable tokens), where it would be its own.
 
     Raises: `EvidenceError` without `logp_old` or `sum_pi_squared`.
 
@@ -51,33 +47,17 @@ def optimal_token_baseline(credit: Credit, *, zero_tail: bool = True) -> Float[T
     Reference: OTB, arXiv:2602.07078.
     """
     column = credit.segments.position if credit.position is None else credit.position
-    return _apart_from_column(credit, column, "optimal_token_baseline", zero_tail)
+    return _apart_from_column(credit, column, "optimal_token_baseline")
 
 
-def tir_optimal_token_baseline(credit: Credit, *, zero_tail: bool = True) -> Float[Tensor, " n"]:
+def tir_optimal_token_baseline(credit: Credit) -> Float[Tensor, " n"]:
     """`optimal_token_baseline` with the t-th trainable token as column. Gradient: none.
 
-    For tool-integrated reasoning, where masked tool output stands between trainable tokens.
-
-    Args:
-        credit: the batch, with `logp_old` and `sum_pi_squared`; `position` is not read.
-        zero_tail: as there.
-
-    Raises: `EvidenceError` without `logp_old` or `sum_pi_squared`.
-
-    Example:
-        >>> import torch
-        >>> import offdrift as od
-        >>> s = od.Segments.from_lengths([1, 1], group_ids=torch.tensor([7, 7]))
-        >>> logp_old, squares = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.5, 0.5])
-        >>> od.advantages(torch.tensor([1.0, 0.0]), s, how="tir_optimal_token_baseline",
-        ...               logp_old=logp_old, sum_pi_squared=squares)
-        tensor([ 0.5000, -0.5000])
+    For tool-integrated reasoning, where masked tool output stands between trainable tokens; `position` is not read.
 
     Reference: OTB, arXiv:2602.07078, as in verl's variant for several turns.
     """
-    column = credit.segments.position
-    return _apart_from_column(credit, column, "tir_optimal_token_baseline", zero_tail)
+    return _apart_from_column(credit, credit.segments.position, "tir_optimal_token_baseline")
 
 
 def opob(credit: Credit) -> Float[Tensor, " n"]:
@@ -111,9 +91,7 @@ def opob(credit: Credit) -> Float[Tensor, " n"]:
     return credit.segments.spread(credit.scores - groups.spread(baseline))
 
 
-def _apart_from_column(
-    credit: Credit, column: Int[Tensor, " n"], estimator: str, zero_tail: bool
-) -> Float[Tensor, " n"]:
+def _apart_from_column(credit: Credit, column: Int[Tensor, " n"], estimator: str) -> Float[Tensor, " n"]:
     segments = credit.segments
     norm = _score_norm(credit, estimator)
     if credit.weight is not None:
@@ -125,13 +103,12 @@ def _apart_from_column(
     width = int(column.max()) + 1 if len(column) else 1
     cells = Groups.from_ids(segments.spread(segments.groups.index) * width + column)
     baseline = cells.sum(returns * energy) / (cells.sum(energy) + EPS)
-    has_baseline = segments.spread(credit.siblings > 1)
-    if zero_tail:
-        # Tokens of a group's one longest sequence at columns that no other reaches by its length.
-        lengths = segments.lengths.double()
-        longest, second = best_and_second(lengths, credit)
-        alone = (lengths == longest) & (longest > second) & (credit.counts > 0)
-        has_baseline = has_baseline & ~(segments.spread(alone) & (column >= segments.spread(second)))
+    # Tokens of a group's one longest sequence at columns that no other reaches by its length.
+    lengths = segments.lengths.double()
+    longest, second = best_and_second(lengths, credit)
+    alone = (lengths == longest) & (longest > second) & (credit.counts > 0)
+    tail = segments.spread(alone) & (column >= segments.spread(second))
+    has_baseline = segments.spread(credit.siblings > 1) & ~tail
     return returns - cells.spread(baseline).where(has_baseline, 0.0)
 
 

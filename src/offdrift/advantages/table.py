@@ -108,7 +108,7 @@ AdvantageName = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Estimator:
     """One row of `ADVANTAGES`."""
 
@@ -132,6 +132,7 @@ class Estimator:
     """Whether one number is taken off all tokens of a response, or one of its own off each."""
 
 
+GRPO = "arXiv:2402.03300, section 4.1"
 OTB = "arXiv:2602.07078"
 REINFORCE_PP = "arXiv:2501.03262"
 MANY = "many answers to each prompt"
@@ -139,68 +140,59 @@ LARGE = "a large batch"
 
 ADVANTAGES: dict[str, Estimator] = {
     "grpo": Estimator(
-        function=group.grpo,
-        summary="reward minus the group's mean, divided by its standard deviation",
-        reference="arXiv:2402.03300, section 4.1",
+        group.grpo,
+        "reward minus the group's mean, divided by its standard deviation",
+        GRPO,
         stands_for="R / sigma",
         provided=MANY,
     ),
     "grpo_vectorized": Estimator(
-        function=group.grpo,
-        summary="grpo: the same numbers; verl's implementation of this name rounds to float32",
-        reference="arXiv:2402.03300, section 4.1",
+        group.grpo,
+        "grpo: the same numbers; verl's implementation of this name rounds to float32",
+        GRPO,
         stands_for="R / sigma",
         provided=MANY,
     ),
-    "dr_grpo": Estimator(function=group.dr_grpo, summary="reward minus the group's mean", reference="arXiv:2503.20783"),
+    "dr_grpo": Estimator(group.dr_grpo, "reward minus the group's mean", "arXiv:2503.20783"),
     "grpo_passk": Estimator(
-        function=group.grpo_passk,
-        summary="the best sequence's lead over the second best, in standard deviations; others 0",
-        reference="arXiv:2503.19595",
+        group.grpo_passk,
+        "the best sequence's lead over the second best, in standard deviations; others 0",
+        "arXiv:2503.19595",
         stands_for="(1 - p)^(n - 1) R",
         provided="rewards are 0 or 1",
     ),
     "rloo": Estimator(
-        function=group.rloo,
-        summary="reward minus the mean of the others; a lone sequence keeps its reward",
-        reference="arXiv:2402.14740, eq. 8",
+        group.rloo, "reward minus the mean of the others; a lone sequence keeps its reward", "arXiv:2402.14740, eq. 8"
     ),
     "rloo_vectorized": Estimator(
-        function=group.rloo_vectorized,
-        summary="reward minus the mean of the others; a lone sequence gets 0",
-        reference="arXiv:2402.14740, eq. 8",
+        group.rloo_vectorized, "reward minus the mean of the others; a lone sequence gets 0", "arXiv:2402.14740, eq. 8"
     ),
-    "opo": Estimator(
-        function=group.opo,
-        summary="reward minus the group's mean weighted by length",
-        reference="arXiv:2505.23585",
-        provided=MANY,
-    ),
+    "opo": Estimator(group.opo, "reward minus the group's mean weighted by length", "arXiv:2505.23585", provided=MANY),
     "gpg": Estimator(
-        function=group.gpg,
-        summary="reward minus the group's mean, divided by the batch's share of nonzero rewards",
-        reference="arXiv:2504.02546",
+        group.gpg,
+        "reward minus the group's mean, divided by the batch's share of nonzero rewards",
+        "arXiv:2504.02546",
         provided=LARGE,
     ),
     "gdpo": Estimator(
-        function=group.gdpo,
-        summary="each reward component standardized in its group, added, whitened over the batch",
-        reference="arXiv:2601.05242",
+        group.gdpo,
+        "each reward component standardized in its group, added, whitened over the batch",
+        "arXiv:2601.05242",
         needs=("components",),
         reads=("component_weights",),
         stands_for="sum_k omega_k R_k / sigma_k",
         provided=f"{MANY}; {LARGE}",
     ),
     "reinforce_plus_plus_baseline": Estimator(
-        function=group.reinforce_plus_plus_baseline,
-        summary="reward minus the group's mean, whitened over the batch",
-        reference=REINFORCE_PP,
+        group.reinforce_plus_plus_baseline,
+        "reward minus the group's mean, whitened over the batch",
+        REINFORCE_PP,
         provided=LARGE,
     ),
     "gae": Estimator(
-        function=token.gae,
-        summary="generalized advantage estimation with a critic, whitened over the batch",
-        reference="arXiv:1506.02438, eq. 16",
+        token.gae,
+        "generalized advantage estimation with a critic, whitened over the batch",
+        "arXiv:1506.02438, eq. 16",
         needs=("values",),
         reads=("gamma", "lam"),
         siblings=False,
@@ -208,42 +200,42 @@ ADVANTAGES: dict[str, Estimator] = {
         baseline="token",
     ),
     "reinforce_plus_plus": Estimator(
-        function=token.reinforce_plus_plus,
-        summary="discounted reward-to-go, whitened over the batch",
-        reference=REINFORCE_PP,
+        token.reinforce_plus_plus,
+        "discounted reward-to-go, whitened over the batch",
+        REINFORCE_PP,
         reads=("gamma",),
         siblings=False,
         provided=f"gamma = 1; {LARGE}",
     ),
     "remax": Estimator(
-        function=token.remax,
-        summary="reward-to-go minus the reward of a greedy response",
-        reference="arXiv:2310.10505",
+        token.remax,
+        "reward-to-go minus the reward of a greedy response",
+        "arXiv:2310.10505",
         needs=("greedy_rewards",),
         siblings=False,
     ),
     "optimal_token_baseline": Estimator(
-        function=optimal.optimal_token_baseline,
-        summary="reward-to-go minus a least-variance baseline per column of the response",
-        reference=OTB,
+        optimal.optimal_token_baseline,
+        "reward-to-go minus a least-variance baseline per column of the response",
+        OTB,
         needs=("logp_old", "sum_pi_squared"),
         reads=("weight", "position"),
         provided=MANY,
         baseline="token",
     ),
     "tir_optimal_token_baseline": Estimator(
-        function=optimal.tir_optimal_token_baseline,
-        summary="reward-to-go minus a least-variance baseline per count of trainable tokens",
-        reference=OTB,
+        optimal.tir_optimal_token_baseline,
+        "reward-to-go minus a least-variance baseline per count of trainable tokens",
+        OTB,
         needs=("logp_old", "sum_pi_squared"),
         reads=("weight",),
         provided=MANY,
         baseline="token",
     ),
     "opob": Estimator(
-        function=optimal.opob,
-        summary="reward minus the least-variance baseline under importance weights",
-        reference="arXiv:2602.17616",
+        optimal.opob,
+        "reward minus the least-variance baseline under importance weights",
+        "arXiv:2602.17616",
         reads=("weight", "grad_norm_squared", "logp_old", "sum_pi_squared"),
         provided=MANY,
     ),

@@ -40,7 +40,7 @@ def conclude(
         part: everything that was read.
         context: what is known about the run besides its log.
         rules: the diagnosis' rules, if not the built-in ones.
-        of, look: which certificates share the probability of error, see `offdrift.certificate.looks.Looks`.
+        of, look: which certificates share the probability of error, see `offdrift.certificate.confidence.Looks`.
 
     Raises: `RecordError` if no row could be read, naming the first bad one.
     """

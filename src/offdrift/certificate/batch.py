@@ -1,15 +1,11 @@
 """`BatchEvidence`: what a certificate needs from a batch, as a few numbers per sequence.
 
-Confidence needs independent draws, so sums over the batch will not do: sequences keep a row each.
-Micro-batches and ranks combine by concatenation, in any order, and everything comes to the host in
-one transfer. Each row holds ends of what is known, never estimates of a divergence: a token without
-evidence has KL in [0, inf] and TV in [0, 1].
-
-Ratios are those of the current to the rollout policy ("full"). They are limited above, at e^20, and
-not below: a limit above can only lower the lower ends that guarantees use. The ratio of a token that
-the engine did not score (`LogProbs.unscored`) may be any number >= 0, so it counts as 0: means of
-ratios times rewards >= 0 are then lower ends. Nothing is taken from a record of such a token: its KL
-lies in [0, inf] and its TV in [0, 1].
+Confidence needs independent draws, so sequences keep a row each; micro-batches and ranks combine by concatenation,
+and everything comes to the host in one transfer. Rows hold ends of what is known, never estimates of a divergence.
+Ratios are those of the current to the rollout policy, limited above at e^20, which can only lower the lower ends that
+guarantees use. A token without evidence, or one that the engine did not score (`LogProbs.unscored`), has KL in
+[0, inf] and TV in [0, 1]; the ratio of an unscored one counts as 0, so that means of ratios times rewards >= 0 are
+lower ends.
 """
 
 from __future__ import annotations

@@ -1,20 +1,11 @@
 """All bounds on the error of the surrogate, with the paper's constants and with sharp ones.
 
-For rewards in [0, 1] and `Error = J(pi) - J(mu) - L'(pi)`, with the surrogate
-`L' = E_mu[R sum_t (w_t - 1)]` and a current policy that draws nothing the rollout policy cannot
-(otherwise L' is the sum over positions of what changes if that token alone is drawn by pi, and the
-measured one, which is smaller, keeps the lower bound J(pi) - J(mu) >= L' - B), each bound is
-`4 x advantage factor x summed context shift` in the paper. `constants="sharp"` puts 2 in place of 4:
-
-- `g_t(c) = sum_y (pi - mu)(y|c) Q_t(c, y)` does not change when a constant is taken off Q. With Q
-  in [0, 1] take 1/2: `|g_t| <= sum_y |pi - mu| / 2 = TV(c)`, where the paper has 2 TV(c).
-- In the adaptive route `|E_mu[R|c] - E_pi[R|c]|` is at most one TV of the two futures, not two.
-
-At T = 2 the sharp constants are attained, so they cannot be improved in general. Names: T horizon,
-delta and eps the largest token KL and TV, kl_seq and tv_seq those of whole sequences, mean_tv the
-mean TV per position; all are limits, checked and completed by `premises`. The functions for one
-bound are its formula and check nothing. Those of `BEYOND` are not in the paper; `sequence_kl`, `two_sided`
-and `sequence_hellinger` need none of the maxima.
+For rewards in [0, 1] and `Error = J(pi) - J(mu) - L'(pi)`, `L' = E_mu[R sum_t (w_t - 1)]`, each row of Table 1 is
+`4 x advantage factor x summed context shift` in the paper; `constants="sharp"` puts 2 in place of 4, attained at
+T = 2. Names: T horizon, delta and eps the largest token KL and TV, kl_seq and tv_seq those of whole sequences,
+mean_tv the mean TV per position; all are limits, checked and completed by `premises`. The functions for one bound
+are its formula and check nothing. Those of `BEYOND` are not in the paper. Proofs, and what holds where pi draws what
+mu cannot: docs/certificates.md.
 
 Reference: Li et al., arXiv:2512.23075v5, Sections 3.1-3.4 and Table 1.
 """
@@ -24,16 +15,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import numpy as np
 from jaxtyping import Float
 
 from offdrift.certificate.inequalities import pinsker, total_shift, weighted_shift
-from offdrift.certificate.premises import Number, premises
+from offdrift.certificate.premises import Limits, premises
 from offdrift.errors import MethodError
 
 CONSTANTS = {"paper": 4.0, "sharp": 2.0}
 """Factor of the product of advantage factor and context shift."""
+
+
+def check_constants(constants: str) -> None:
+    """Raise `MethodError` unless these are constants that bounds have."""
+    if constants not in CONSTANTS:
+        raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
 
 
 # -- worst-case bounds, Section 3.2 -----------------------------------------------------------
@@ -97,15 +95,10 @@ def pointwise(
 def sequence_kl(*, horizon: int, kl_seq: float, constants: str = "sharp") -> float:
     """KL(mu || pi) of whole sequences itself: no trust region, no horizon, one constant. Not in the paper.
 
-    With w = prod_t w_t over a sequence and k3(u) = u - 1 - log u >= 0, the logarithms cancel:
+        |Error| <= KL_seq,   since   sum_t (w_t - 1) - (w - 1) = sum_t k3(w_t) - k3(w),   w = prod_t w_t
 
-        sum_t (w_t - 1) - (w - 1) = sum_t k3(w_t) - k3(w)
-
-    Times R and averaged under mu, the left side is -Error. On the right both terms are >= 0 and have
-    the same mean, KL_seq (chain rule); with R in [0, 1] neither sign can exceed it. It holds for any
-    two policies; where mu cannot draw what pi can, the return that is missed is at most
-    1 - E_mu[w], by which E_mu[k3(w)] then falls short of KL_seq. Two tokens attain it (the first
-    rarely changes, the second reverses what follows), so the constant cannot be improved.
+    k3(u) = u - 1 - log u >= 0; times R and averaged under mu the left side is -Error, and both terms on the right
+    have the mean KL_seq. It holds for any two policies, and two tokens attain it.
 
     Args:
         kl_seq: sum over positions of the mean KL(rollout || current), nats.
@@ -211,11 +204,6 @@ def adaptive(*, horizon: int, delta: float, eps: float, mean_tv: MeanTV, constan
     return CONSTANTS[constants] * weighted_shift(mean_tv, horizon=horizon, delta=delta, eps=eps)
 
 
-def route_crossover(*, delta: float, eps: float) -> float:
-    """Remaining tokens beyond which the KL route beats the TV route, delta / (2 eps^2)."""
-    return delta / (2 * eps * eps) if eps else math.inf
-
-
 # -- closed forms: looser than the sums, easy to read -----------------------------------------
 
 
@@ -244,8 +232,9 @@ def coupling_upper(*, horizon: int, eps: float, constants: str = "paper") -> flo
 
 @dataclass(frozen=True)
 class Row:
-    """One row of Table 1: a formula, the premises it takes, and how it is listed."""
+    """One row of Table 1: its name on the screen, a formula, the premises it takes, and how it is listed."""
 
+    label: str
     formula: Callable[..., float]
     uses: tuple[str, ...]
     route: str
@@ -260,27 +249,44 @@ class Row:
 
 
 ROWS = {
-    "classical_kl": Row(classical_kl, ("delta",), "KL, no caps", "T²", "eq. 11", False),
-    "classical_tv": Row(classical_tv, ("eps",), "TV, no caps", "T²", "eq. 11", False),
-    "coupling": Row(coupling, ("eps",), "TV", "T", "eq. 17", closed=coupling_upper),
+    "classical_kl": Row("Classical KL", classical_kl, ("delta",), "KL, no caps", "T²", "eq. 11", False),
+    "classical_tv": Row("Classical TV", classical_tv, ("eps",), "TV, no caps", "T²", "eq. 11", False),
+    "coupling": Row("Coupling", coupling, ("eps",), "TV", "T", "eq. 17", closed=coupling_upper),
     "pinsker_marginal_kl": Row(
-        pinsker_marginal_kl, ("delta",), "KL", "T^1.5", "eq. 12", closed=pinsker_marginal_kl_upper
+        "Pinsker-Marginal KL",
+        pinsker_marginal_kl,
+        ("delta",),
+        "KL",
+        "T^1.5",
+        "eq. 12",
+        closed=pinsker_marginal_kl_upper,
     ),
     "pinsker_marginal_tv": Row(
-        pinsker_marginal_tv, ("delta", "eps"), "TV + KL", "T^1.5", "eq. 13", closed=pinsker_marginal_tv_upper
+        "Pinsker-Marginal TV",
+        pinsker_marginal_tv,
+        ("delta", "eps"),
+        "TV + KL",
+        "T^1.5",
+        "eq. 13",
+        closed=pinsker_marginal_tv_upper,
     ),
-    "mixed_kl": Row(mixed_kl, ("delta", "kl_seq"), "KL", "T", "eq. 15"),
-    "mixed_tv": Row(mixed_tv, ("eps", "tv_seq"), "TV", "T", "eq. 16"),
-    "adaptive_kl": Row(adaptive_kl, ("delta", "mean_tv"), "KL", "data", "eq. 18", False),
-    "adaptive_tv": Row(adaptive_tv, ("eps", "mean_tv"), "TV", "data", "eq. 19", False),
-    "adaptive": Row(adaptive, ("delta", "eps", "mean_tv"), "TV + KL", "data", "eq. 20"),
-    "pointwise": Row(pointwise, ("delta", "eps", "kl_seq", "tv_seq"), "TV + KL", "T", "eq. 10"),
-    "sequence_kl": Row(sequence_kl, ("kl_seq",), "KL", "data", ""),
-    "two_sided": Row(two_sided, ("kl_rewarded", "kl_unrewarded"), "KL by reward", "data", "", below="kl_rewarded"),
-    "variance": Row(variance, ("chi2", "reward_sd"), "χ²", "exp T", ""),
-    "sequence_hellinger": Row(sequence_hellinger, ("hellinger_seq",), "Hellinger", "data", ""),
+    "mixed_kl": Row("Mixed KL", mixed_kl, ("delta", "kl_seq"), "KL", "T", "eq. 15"),
+    "mixed_tv": Row("Mixed TV", mixed_tv, ("eps", "tv_seq"), "TV", "T", "eq. 16"),
+    "adaptive_kl": Row("Adaptive KL", adaptive_kl, ("delta", "mean_tv"), "KL", "data", "eq. 18", False),
+    "adaptive_tv": Row("Adaptive TV", adaptive_tv, ("eps", "mean_tv"), "TV", "data", "eq. 19", False),
+    "adaptive": Row("Adaptive", adaptive, ("delta", "eps", "mean_tv"), "TV + KL", "data", "eq. 20"),
+    "pointwise": Row("Pointwise", pointwise, ("delta", "eps", "kl_seq", "tv_seq"), "TV + KL", "T", "eq. 10"),
+    "sequence_kl": Row("Sequence KL", sequence_kl, ("kl_seq",), "KL", "data", ""),
+    "two_sided": Row(
+        "Two-sided", two_sided, ("kl_rewarded", "kl_unrewarded"), "KL by reward", "data", "", below="kl_rewarded"
+    ),
+    "variance": Row("Variance", variance, ("chi2", "reward_sd"), "χ²", "exp T", ""),
+    "sequence_hellinger": Row("Hellinger", sequence_hellinger, ("hellinger_seq",), "Hellinger", "data", ""),
 }
 """Every bound, in the order of Table 1; then those of `BEYOND`."""
+
+LABELS = {name: row.label for name, row in ROWS.items()} | {"unified": "Unified B*"}
+"""Names of the bounds on the screen."""
 
 BEYOND = frozenset({"pointwise", "sequence_kl", "two_sided", "variance", "sequence_hellinger"})
 """Bounds that are not in the paper: only with sharp constants."""
@@ -312,31 +318,13 @@ class Bound:
         return replace(self, value=factor * self.value, closed_form=closed, below=below)
 
 
-def all_bounds(
-    *,
-    horizon: int,
-    delta: Number,
-    eps: Number | None = None,
-    kl_seq: Number | None = None,
-    tv_seq: Number | None = None,
-    mean_tv: Float[np.ndarray, " t"] | Number | None = None,
-    constants: str = "paper",
-    reward_range: Number = 1.0,
-    **beyond: Number | None,
-) -> list[Bound]:
+def all_bounds(*, constants: str = "paper", **limits: Unpack[Limits]) -> list[Bound]:
     """Every bound on |J(pi) - J(mu) - L'(pi)| that the given divergences allow.
 
     Args:
-        horizon: tokens of the longest sequence.
-        delta: maximum over contexts of KL(rollout || current), nats; `inf` if not known.
-        eps: maximum over contexts of TV; absent, Pinsker's of `delta`.
-        kl_seq: KL of whole sequences, nats; absent, `horizon * delta`.
-        tv_seq: TV of whole sequences; absent, Pinsker's of `kl_seq`.
-        mean_tv: mean TV per position, or one number for all; absent, no adaptive rows.
         constants: "paper", or "sharp": half of them, and the rows of `BEYOND` too.
-        reward_range: largest minus smallest possible reward.
-        beyond: premises of bounds that are not in the paper, each of which is left out if its own are
-            absent: `chi2` and `reward_sd`, `hellinger_seq`, `kl_rewarded` and `kl_unrewarded`, as in `premises`.
+        limits: as in `premises`; without `mean_tv` there are no adaptive rows, and bounds that are not in the
+            paper are left out if their own premises are absent.
 
     Returns: one `Bound` per row, in the order of Table 1.
 
@@ -350,25 +338,15 @@ def all_bounds(
 
     Reference: Li et al., arXiv:2512.23075v5, Table 1.
     """
-    if constants not in CONSTANTS:
-        raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
-    limits = premises(
-        horizon=horizon,
-        delta=delta,
-        eps=eps,
-        kl_seq=kl_seq,
-        tv_seq=tv_seq,
-        mean_tv=mean_tv,
-        reward_range=reward_range,
-        **beyond,
-    )
-    unit = replace(limits, reward_sd=limits.reward_sd / reward_range)  # formulas are about rewards in [0, 1]
+    check_constants(constants)
+    checked, reward_range = premises(**limits), limits.get("reward_range", 1.0)
+    unit = replace(checked, reward_sd=checked.reward_sd / reward_range)  # formulas are about rewards in [0, 1]
     bounds = []
     for name, row in ROWS.items():
         inputs = {field: getattr(unit, field) for field in ("horizon", *row.uses)}
         if any(x is None for x in inputs.values()) or (name in BEYOND and constants == "paper"):
             continue
-        notes = (limits.notes[field] for field in row.uses if field in limits.notes)
+        notes = (checked.notes[field] for field in row.uses if field in checked.notes)
         about = (row.route, row.scaling, row.equation, row.unified)
         bound = Bound(
             name,
@@ -390,18 +368,7 @@ def tightest(bounds: list[Bound]) -> Bound:
     return min((b for b in bounds if b.unified), key=lambda b: b.value)
 
 
-def unified(
-    *,
-    horizon: int,
-    delta: Number,
-    eps: Number | None = None,
-    kl_seq: Number | None = None,
-    tv_seq: Number | None = None,
-    mean_tv: Float[np.ndarray, " t"] | Number | None = None,
-    constants: str = "paper",
-    reward_range: Number = 1.0,
-    **beyond: Number | None,
-) -> Bound:
+def unified(*, constants: str = "paper", **limits: Unpack[Limits]) -> Bound:
     """The unified bound B*, as the row that attains it; `L' - B* > 0` certifies improvement.
 
         B* = min{PM-KL, PM-TV, Mixed-KL, Mixed-TV, Coupling, Adaptive}
@@ -417,37 +384,4 @@ def unified(
 
     Reference: Li et al., arXiv:2512.23075v5, Theorem 3.8, eq. 21.
     """
-    return tightest(
-        all_bounds(
-            horizon=horizon,
-            delta=delta,
-            eps=eps,
-            kl_seq=kl_seq,
-            tv_seq=tv_seq,
-            mean_tv=mean_tv,
-            constants=constants,
-            reward_range=reward_range,
-            **beyond,
-        )
-    )
-
-
-LABELS = {
-    "classical_kl": "Classical KL",
-    "classical_tv": "Classical TV",
-    "coupling": "Coupling",
-    "pinsker_marginal_kl": "Pinsker-Marginal KL",
-    "pinsker_marginal_tv": "Pinsker-Marginal TV",
-    "mixed_kl": "Mixed KL",
-    "mixed_tv": "Mixed TV",
-    "adaptive_kl": "Adaptive KL",
-    "adaptive_tv": "Adaptive TV",
-    "adaptive": "Adaptive",
-    "pointwise": "Pointwise",
-    "sequence_kl": "Sequence KL",
-    "two_sided": "Two-sided",
-    "variance": "Variance",
-    "sequence_hellinger": "Hellinger",
-    "unified": "Unified B*",
-}
-"""Names of the bounds on the screen."""
+    return tightest(all_bounds(constants=constants, **limits))

@@ -8,19 +8,11 @@ reward >= 0 and is counted as 0.
     TRM      L'_masked - B*' - E_mu[(1 - M) R]              no premise: B* of accepted prefixes, exact KL
     masked   L'_masked - B_A - E_mu[(1 - M) R]              Proposition G.1, for limits on sampled ratios
 
-B*' is the smallest row of Table 1 for the pair (mu, pi'), pi' being pi as long as every context so far
-meets the limits and mu afterwards (docs/certificates.md, eq. 7): delta and eps are then limits by construction,
-and the KL and the adaptive sum are those of accepted prefixes. Of that KL both sides of the identity (eq. 10)
-say how much L'_masked overstates; where that is smaller, it takes the place of B*'. Where evidence is not exact,
-or with the paper's constants, TRM is Theorem 4.2 instead, L' - B*, provided KL <= delta everywhere.
-
-The direct guarantee has nearly all of alpha. Its variable begins at -1 and has the gain itself as its mean, while a
-surrogate begins at -T, pays for its error, and is no less noisy where it errs little. Large ratios are not cut: a
-lower end by betting needs no upper limit, and cutting the product at c takes E[R (w - c)+] off the mean.
-
-No baseline: E_mu[w] = 1 is known, so R - b has the same mean gain, but b (w - 1) is not bounded above, and what is
-cut there costs what b has gained. With exact divergences log w and its known mean limit that cost; measured, it
-does not pay (docs/certificates.md, "Coverage and power").
+B*' is the smallest row of Table 1 for the pair (mu, pi'), pi' being pi as long as every context so far meets the
+limits and mu afterwards (docs/certificates.md, eq. 7); where the measured overstatement is smaller, it takes the place
+of B*'. Where evidence is not exact, or with the paper's constants, TRM is Theorem 4.2 instead, L' - B*, provided
+KL <= delta everywhere. The direct guarantee has nearly all of alpha: its variable begins at -1 and has the gain itself
+as its mean. Large ratios are not cut, and there is no baseline (measured: docs, "Coverage and power").
 
 A sampled maximum is not a global one: `unseen` limits the probability that a fresh prompt leaves
 the region, by the number of independent prompts that did not.
@@ -35,24 +27,16 @@ from typing import NamedTuple
 import numpy as np
 
 from offdrift.certificate.batch import KL, TV, BatchEvidence, HostEvidence
-from offdrift.certificate.bounds import CONSTANTS, ROWS, Bound, all_bounds, tightest
-from offdrift.certificate.confidence import Estimate, check_alpha
+from offdrift.certificate.bounds import CONSTANTS, ROWS, Bound, all_bounds, check_constants, tightest
+from offdrift.certificate.confidence import Estimate, Looks, check_alpha
 from offdrift.certificate.guarantees import Guarantee, masked_guarantee
 from offdrift.certificate.inequalities import pinsker
-from offdrift.certificate.looks import Looks
 from offdrift.certificate.regions import TrustRegion, sample_ratio_error
-from offdrift.certificate.samples import (
-    OF_REWARDS,
-    estimates,
-    normal_intervals,
-    power_curve,
-    unit_rewards,
-    unseen,
-)
+from offdrift.certificate.samples import OF_REWARDS, estimates, normal_intervals, power_curve, unit_rewards, unseen
 from offdrift.certificate.verdict import Certificate as Certificate
 from offdrift.certificate.verdict import Status
 from offdrift.divergence.evidence import Grade
-from offdrift.errors import BadValueError, MethodError, check_choice
+from offdrift.errors import BadValueError, check_choice
 
 
 class Logged(NamedTuple):
@@ -183,8 +167,7 @@ def certify(
     check_alpha(alpha)
     looks, alpha_total = looks or Looks(), alpha
     alpha = looks.share(alpha_total)
-    if constants not in CONSTANTS:
-        raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
+    check_constants(constants)
     for name in assume:
         check_choice("assume", name, ("kl", "tv"))
     if len(batch) == 0:

@@ -1,8 +1,7 @@
-"""Confidence intervals for means that hold at any sample size, for variables known to be bounded.
+"""Confidence intervals for means that hold at any sample size, for variables known to be bounded; `Looks` shares alpha.
 
-The unit of independence is the *prompt group*: sequences that answer the same prompt share it, so
-they are not independent draws. Take `cluster_means` first; every function here counts one entry of
-its argument as one independent draw.
+The unit of independence is the *prompt group*: sequences that answer the same prompt share it. Take
+`cluster_means` first; every function here counts one entry of its argument as one independent draw.
 
 All of them assume independent, identically distributed draws inside the stated range, in an order
 that does not depend on their values. Nothing else: no normality, no known variance. `asymptotic`
@@ -166,36 +165,6 @@ def power(
     return reached / samples
 
 
-def bernstein(
-    x: Float[np.ndarray, " n"], *, low: float = 0.0, high: float = 1.0, alpha: float = 0.05, sides: str = "both"
-) -> Estimate:
-    """Interval for the mean of a bounded variable from its sample variance V, in closed form.
-
-        mean -+ (sqrt(2 V log(2/a) / n) + 7 (high - low) log(2/a) / (3 (n - 1))),   a = alpha per side
-
-    Wider than `betting`, but symmetric in the draws: any order will do.
-
-    Args, Raises: as in `betting`; both ends finite.
-
-    Example:
-        >>> round(bernstein(np.full(100, 0.5)).low, 3)
-        0.397
-
-    Reference: A. Maurer, M. Pontil, arXiv:0907.3740, Theorem 4.
-    """
-    share = _checked(x, low, high, alpha, sides)
-    n, ends = len(x), [low, high]
-    if n > 1 and math.isfinite(high - low):
-        log = math.log(2 / share)
-        half = math.sqrt(2 * float(x.var(ddof=1)) * log / n)
-        half += 7 * (high - low) * log / (3 * (n - 1))
-        if sides != "high":
-            ends[0] = max(low, float(x.mean()) - half)
-        if sides != "low":
-            ends[1] = min(high, float(x.mean()) + half)
-    return _estimate(x, ends, alpha, "bernstein")
-
-
 def asymptotic(x: Float[np.ndarray, " n"], *, alpha: float = 0.05, sides: str = "both") -> Estimate:
     """The normal interval mean -+ z s / sqrt(n): asymptotic, not a guarantee.
 
@@ -337,40 +306,6 @@ def rule_of_three(draws: int, *, alpha: float = 0.05) -> float:
     return -math.expm1(math.log(alpha) / draws) if draws else 1.0
 
 
-def missing_mass(singletons: int, draws: int, *, alpha: float = 0.05) -> Estimate:
-    """Upper end of the probability that the next draw is something never drawn so far (Good-Turing).
-
-        M <= N_1 / n + (1 + sqrt 2) sqrt(log(2 / alpha) / n)
-
-    N_1 things were drawn exactly once. The interval joins two tails of alpha / 2 each:
-    P(M > E M + t) <= exp(-n t^2), and, because one draw changes N_1 by at most 2,
-    P(N_1/n < E N_1/n - t) <= exp(-n t^2 / 2); E M <= E N_1/n. Of things that are never drawn twice
-    (long responses) it says 1, which is the truth.
-
-    Args:
-        singletons: different things drawn exactly once.
-        draws: independent draws; 0 gives 1.
-        alpha: largest probability that the mass is above `high`.
-
-    Raises: `BadValueError` unless 0 <= singletons <= draws.
-
-    Example:
-        >>> round(missing_mass(3, 1000).high, 4)
-        0.1496
-
-    Reference: I. Good, Biometrika 40 (1953); D. McAllester, L. Ortiz, JMLR 4 (2003), and D. Berend,
-    A. Kontorovich, ECP 18 (2013), for the first tail; McDiarmid's inequality for the second.
-    """
-    check_alpha(alpha)
-    if not 0 <= singletons <= draws:
-        raise BadValueError(f"singletons = {singletons} of draws = {draws}; they are some of the draws")
-    if draws == 0:
-        return Estimate(math.nan, 0.0, 1.0, 0, alpha, "Good-Turing")
-    seen_once = singletons / draws
-    slack = (1 + math.sqrt(2)) * math.sqrt(math.log(2 / alpha) / draws)
-    return Estimate(seen_once, 0.0, min(1.0, seen_once + slack), draws, alpha, "Good-Turing")
-
-
 def _upper_end(events: int, draws: int, alpha: float) -> float:
     """The largest p with P(Bin(draws, p) <= events) >= alpha, for events < draws."""
     if events == 0:
@@ -387,3 +322,82 @@ def _upper_end(events: int, draws: int, alpha: float) -> float:
         else:
             outside = p
     return outside
+
+
+# Several certificates.
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Which certificates share one probability of error and hold together; proofs: docs/certificates.md.
+
+        a series     alpha_t = 6 alpha / (pi^2 t^2)    looks 1, 2, ... at new rollouts, of however many policies
+        best of K    alpha / K                         K policies judged by the same rollouts, any of them then shown
+        anytime      `betting(anytime=True)`           one policy, looked at as often as rollouts arrive
+
+    The first two are union bounds, and multiply. The third spends nothing on looks: its bets are fair at every moment.
+
+    Raises: `BadValueError` for a look or a number of policies below 1; `MethodError` for a look of a series that
+        is anytime valid: such a series is one look.
+
+    Example:
+        >>> round(Looks(at=2, of=10).share(0.05), 6)  # 6 / (4 pi^2) of 0.05 / 10
+        0.00076
+        >>> sum(Looks(at=t).share(0.05) for t in range(1, 10_000)) < 0.05
+        True
+    """
+
+    at: int | None = None
+    """Number of this look in its series, from 1; None: there is no series."""
+    of: int = 1
+    """Policies that the same rollouts judge."""
+    anytime: bool = False
+    """Whether intervals hold at every moment of one growing sample."""
+    series: str = "this series"
+    """What the looks are looks of."""
+
+    def __post_init__(self) -> None:
+        for name, number in (("look", self.at), ("of", self.of)):
+            if number is not None and number < 1:
+                raise BadValueError(f"{name} = {number}; looks and policies are counted from 1")
+        if self.anytime and self.at is not None:
+            raise MethodError(
+                f"look = {self.at} of intervals that hold at every moment: however often you look is one look; give "
+                "either a look or anytime"
+            )
+
+    def share(self, alpha: float) -> float:
+        """What this certificate may spend of a probability of error: 6 alpha / (pi^2 at^2 of)."""
+        spent = alpha if self.at is None else 6 * alpha / (math.pi * self.at) ** 2
+        return spent / self.of
+
+    @property
+    def covers(self) -> str:
+        """What a confidence is about, in words to be shown beside it."""
+        one_of = f"one of {self.of} policies"
+        if self.at is not None:
+            at = f" at {one_of}" if self.of > 1 else ""
+            return f"all certificates of {self.series} together, this is look {self.at}{at}"
+        if self.anytime:
+            which = one_of if self.of > 1 else "one policy"
+            return f"{which}, however often you look as rollouts arrive"
+        return "one policy, one look" if self.of == 1 else f"whichever of {self.of} policies is shown, one look"
+
+    @property
+    def provided(self) -> str:
+        """What `covers` takes for granted."""
+        if self.at is not None:
+            what = "one policy each" if self.of == 1 else f"at most {self.of} policies each"
+            return f"looks are numbered 1, 2, ... without leaving one out, at rollouts of their own, and judge {what}"
+        what = "one policy" if self.of == 1 else f"at most {self.of} policies, fixed before they were looked at"
+        if self.anytime:
+            return (
+                f"they judge {what}, and count in order of arrival: a later look begins with the same files in the "
+                "same order"
+            )
+        if self.of > 1:
+            return f"they judge {what}, once (of several looks as rollouts arrive, each spends alpha)"
+        return (
+            "they judge one policy, once: of k certificates (of updates, checkpoints, regions, or of one policy as "
+            "rollouts arrive) one is false with probability up to k alpha"
+        )

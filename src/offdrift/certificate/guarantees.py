@@ -2,54 +2,26 @@
 
     J(pi) - J(mu) >= surrogate - error - price
 
-`error` bounds how much the surrogate overstates, `price` what rejected sequences may cost. Rewards
-lie in [0, 1].
+`error` bounds how much the surrogate overstates, `price` what rejected sequences may cost. Rewards lie in [0, 1].
+For any set of accepted sequences, M = 1 on it, and k3(u) = u - 1 - log u,
 
-**One inequality needs no trust region.** With w = prod_t w_t over a whole sequence and
-k3(u) = u - 1 - log u >= 0, the logarithm adds up over tokens:
+    J(pi) - J(mu) >= L'_masked - E_mu[M sum_t k3(w_t)] - E_mu[(1 - M) R]
 
-    sum_t (w_t - 1) - (w - 1) = sum_t k3(w_t) - k3(w)
+since rewards are >= 0 (docs/certificates.md, "Under a mask"): the price of rejecting is the reward that was
+rejected; the paper's TV_seq bounds the other side, which a lower bound does not need.
 
-Multiplied by R and averaged under mu, the left side is L' - (J(pi) - J(mu)), that is -Error. On the
-right both terms are >= 0 and have the same mean, E_mu sum_t k3(w_t) = E_mu k3(w) = KL_seq, by the
-chain rule. With R in [0, 1] neither sign can therefore exceed
-
-    |J(pi) - J(mu) - L'(pi)| <= KL_seq = KL(mu || pi) of whole sequences          (`bounds.sequence_kl`)
-
-for any two policies, however large their worst token's divergence and however long the sequences.
-(Where mu cannot draw what pi can, the return that is missed is at most 1 - E_mu[w], and by that much
-E_mu k3(w) falls short of KL_seq.) At the paper's own numbers, T = 4096 and KL_seq = 0.01 (2.4e-6 nat per
-token), it is 0.01 where the unified bound is 4.1; from the largest token KL alone, T delta = 0.41 against
-35. The constant cannot be improved: two tokens, the first rarely changing and the second reversing what
-follows it, come within 0.3 % of equality. For T = 2 and a constant drift the sharp coupling bound is half
-of it.
-
-**The same step under a mask.** For any set of accepted sequences, M = 1 on it,
-
-    J(pi) >= E_mu[M R w]       since rewards are >= 0, whatever the supports
-    J(pi) - J(mu) >= E_mu[M R (w - 1)] - E_mu[(1 - M) R]
-                  >= L'_masked - E_mu[M sum_t k3(w_t)] - E_mu[(1 - M) R]
-
-so the price of rejecting is the reward that was rejected, at most r; the paper's TV_seq bounds the
-other side, which a lower bound does not need. If M implies that every context of the sequence meets
-a condition, E_mu[M sum_t k3(w_t)] <= E_mu[sum_t 1(contexts 1 .. t meet it) KL(c_t)]: whether they
-do is known before token t is drawn. For KL(c_t) <= delta that is at most T delta, without any
-global precondition (`prefix_kl` in `offdrift.certificate.batch`).
-
-Reference: Li et al., arXiv:2512.23075v5, Theorem 4.2, Proposition G.1. The inequalities above are
-not there.
+Reference: Li et al., arXiv:2512.23075v5, Theorem 4.2, Proposition G.1. The inequality above is not there.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Unpack
 
-import numpy as np
-from jaxtyping import Float
-
-from offdrift.certificate.bounds import CONSTANTS, unified
-from offdrift.errors import BadValueError, MethodError
+from offdrift.certificate.bounds import check_constants, unified
+from offdrift.certificate.premises import Limits
+from offdrift.errors import BadValueError
 
 
 @dataclass(frozen=True)
@@ -79,16 +51,7 @@ class Guarantee:
         return replace(self, error=factor * self.error, price=factor * self.price)
 
 
-def trm_guarantee(
-    *,
-    horizon: int,
-    delta: float,
-    eps: float | None = None,
-    kl_seq: float | None = None,
-    tv_seq: float | None = None,
-    mean_tv: Float[np.ndarray, " t"] | float | None = None,
-    constants: str = "paper",
-) -> Guarantee:
+def trm_guarantee(*, constants: str = "paper", **limits: Unpack[Limits]) -> Guarantee:
     """Theorem 4.2: what masking sequences with a token of KL > delta guarantees.
 
     1. Accepted sequences have KL <= delta at every token: by construction.
@@ -107,11 +70,9 @@ def trm_guarantee(
 
     Reference: Li et al., arXiv:2512.23075v5, Theorem 4.2, Remark G.2.
     """
-    best = unified(
-        horizon=horizon, delta=delta, eps=eps, kl_seq=kl_seq, tv_seq=tv_seq, mean_tv=mean_tv, constants=constants
-    ).value
+    best, eps = unified(constants=constants, **limits).value, limits.get("eps")
     limit = "" if eps is None else f" and TV <= {eps:g}"
-    condition = f"KL(rollout || current) <= {delta:g}{limit} at every reachable context"
+    condition = f"KL(rollout || current) <= {limits['delta']:g}{limit} at every reachable context"
     return Guarantee("TRM", "surrogate", best, 0.0, (condition,))
 
 
@@ -140,8 +101,7 @@ def masked_guarantee(
 
     Reference: Li et al., arXiv:2512.23075v5, Proposition G.1, eq. 104.
     """
-    if constants not in CONSTANTS:
-        raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')
+    check_constants(constants)
     for name, value, largest in (("error", error, math.inf), ("rejected", rejected, 1.0)):
         if not 0 <= value <= largest:
             raise BadValueError(f"{name} = {value}; it lies in [0, {largest:g}]")
@@ -186,27 +146,3 @@ def three_policy(*, advantage: float, gamma: float, tv_mismatch: float, tv_stale
     factor = 2 * advantage * gamma / (1 - gamma) ** 2
     drift = min(1.0, tv_mismatch + tv_staleness)
     return Guarantee("three-policy", "surrogate", factor * drift, 0.0, ())
-
-
-def chi2_from_second_moment(second_moment: float, *, largest_ratio: float) -> float:
-    """The chi-squared divergence that a mean squared log-ratio allows where ratios are bounded.
-
-        chi2(pi || mu) <= R^2 E_mu[(log w)^2]   if 1/R <= w <= R
-
-    since |e^l - 1| <= R |l| for |l| <= log R.
-
-    Args:
-        second_moment: E_mu[(log w)^2].
-        largest_ratio: R >= 1, the ratio itself, not its logarithm.
-
-    Example:
-        >>> round(chi2_from_second_moment(0.04, largest_ratio=np.e), 6)
-        0.295562
-
-    Reference: M2PO, arXiv:2510.01161.
-    """
-    if not second_moment >= 0:
-        raise BadValueError(f"second_moment = {second_moment}; a mean square is not negative")
-    if not largest_ratio >= 1:
-        raise BadValueError(f"largest_ratio = {largest_ratio}; the larger of w and 1/w is >= 1")
-    return largest_ratio**2 * second_moment

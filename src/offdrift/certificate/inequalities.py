@@ -1,9 +1,7 @@
 """Inequalities between divergences, and the largest shift between the contexts of two policies.
 
-Everything here is worst-case mathematics on plain numbers: no batch, no estimate, no reward. The
-error bounds of `offdrift.certificate.bounds` are products of what this file returns. Divergences
-are in nats, total variation (TV) is half the L1 distance, `kl` is KL(rollout || current). An
-infinite `kl` is legal and means "not known": the TV routes still hold.
+Worst-case mathematics on plain numbers. Divergences are in nats, total variation (TV) is half the L1 distance, `kl`
+is KL(rollout || current); an infinite one is legal and means "not known": the TV routes still hold.
 """
 
 from __future__ import annotations
@@ -34,25 +32,6 @@ def pinsker(kl: float) -> float:
     return min(1.0, math.sqrt(kl / 2))
 
 
-def bretagnolle_huber(kl: float) -> float:
-    """The Bretagnolle-Huber inequality: below 1 for every finite KL, where Pinsker is not.
-
-        TV <= sqrt(1 - exp(-KL))
-
-    Tighter than Pinsker from about 1.6 nats upwards.
-
-    Args:
-        kl: KL divergence in either direction, nats.
-
-    Example:
-        >>> round(bretagnolle_huber(2.0), 4)
-        0.9299
-
-    Reference: C. Canonne, arXiv:2202.07198, Theorem 1.
-    """
-    return math.sqrt(-math.expm1(-kl))
-
-
 def tv_from_chi2(chi2: float) -> float:
     """The largest TV that a chi-squared divergence allows (Cauchy-Schwarz).
 
@@ -66,23 +45,6 @@ def tv_from_chi2(chi2: float) -> float:
         0.1
     """
     return min(1.0, math.sqrt(chi2) / 2)
-
-
-def kl_from_chi2(chi2: float) -> float:
-    """The largest KL(current || rollout) that chi2(current || rollout) allows (Jensen), nats.
-
-        KL <= log(1 + chi2)
-
-    The direction matters: this is not the KL(rollout || current) that the bounds take.
-
-    Args:
-        chi2: E[ratio^2] - 1 under the rollout policy, ratio = current / rollout.
-
-    Example:
-        >>> round(kl_from_chi2(0.04), 6)
-        0.039221
-    """
-    return math.log1p(chi2)
 
 
 def marginal_kl(horizon: int, delta: float) -> float:

@@ -1,8 +1,7 @@
 """Inverse bounds: the largest divergence and the longest horizon that keep B* below a target error.
 
-B*, the smallest of all bounds, never falls when a divergence or the horizon grows, so each question
-has one answer, found by bisection of B* itself. With the paper's constants B* is its unified bound;
-with sharp ones it is the minimum over `all_bounds`, KL_seq itself included.
+B*, the smallest of `all_bounds`, never falls when a divergence or the horizon grows, so each question has one
+answer, found by bisection of B* itself.
 """
 
 from __future__ import annotations
@@ -37,14 +36,10 @@ def largest(
     *,
     target: float | int,
     horizon: int,
-    delta: float | int | None = None,
-    eps: float | int | None = None,
-    kl_seq: float | int | None = None,
-    tv_seq: float | int | None = None,
     mean_tv: MeanTV = None,
     constants: str = "sharp",
     reward_range: float | int = 1.0,
-    **beyond: float | int | None,
+    **limits: float | int | None,
 ) -> float:
     """The largest divergence for which B* stays at or below a target.
 
@@ -58,8 +53,7 @@ def largest(
             of a bound that is not in the paper.
         target: largest error that is acceptable, in units of the reward.
         horizon: tokens of the longest sequence T.
-        delta: maximum over contexts of the token KL, nats; needed unless it is solved for.
-        eps, kl_seq, tv_seq, mean_tv, constants, reward_range, beyond: as in `all_bounds`.
+        mean_tv, constants, reward_range, limits: as in `all_bounds`; delta is needed unless it is solved for.
 
     Returns: the value, to a relative 1e-12 and never too large. `largest_possible` says that any
         value does: the other premises alone keep B* at the target. 0 says that none above 1e-150 does.
@@ -75,17 +69,16 @@ def largest(
         '2.862e-07'
     """
     check_choice("parameter", parameter, PARAMETERS)
-    others: dict[str, Any] = {"delta": delta, "eps": eps, "kl_seq": kl_seq, **beyond}
+    others: dict[str, Any] = {"delta": None, "eps": None, **limits}
     if others.pop(parameter, None) is not None:
         raise BadValueError(f"{parameter} is given and solved for; leave it out")
-    if parameter != "delta" and delta is None:
+    if parameter != "delta" and others["delta"] is None:
         raise BadValueError(f"solving for {parameter} needs delta; inf if no KL is known")
     needed = NEEDS.get(parameter)
     if needed is not None and others.get(needed) is None:
         raise BadValueError(f"solving for {parameter} needs {needed}: no bound depends on {parameter} alone")
     if not 0 <= target < math.inf:
         raise BadValueError(f"target = {target}; an error is not negative, and finite")
-    fixed: dict[str, Any] = {"horizon": horizon, "tv_seq": tv_seq, "constants": constants}
 
     def within(value: float) -> bool:
         tried: dict[str, Any] = others | {parameter: value}
@@ -93,8 +86,8 @@ def largest(
         if mean is not None and tried["eps"] is not None:
             lowered = np.minimum(mean, tried["eps"])
             mean = lowered if isinstance(mean, np.ndarray) else float(lowered)
-        rows = all_bounds(**fixed, **tried, mean_tv=mean, reward_range=reward_range)
-        return tightest(rows).value <= target
+        fixed: dict[str, Any] = {"horizon": horizon, "constants": constants, "reward_range": reward_range}
+        return tightest(all_bounds(**fixed, **tried, mean_tv=mean)).value <= target
 
     most = largest_possible(parameter, reward_range)
     if within(most):
@@ -117,16 +110,13 @@ def largest_possible(parameter: str, reward_range: float | int) -> float:
 
 def vacuous_horizon(
     *,
-    delta: float | int,
-    eps: float | int | None = None,
     kl_seq: float | int | None = None,
     kl_rate: float | int | None = None,
-    tv_seq: float | int | None = None,
     mean_tv: MeanTV = None,
     target: float | int | None = None,
     constants: str = "sharp",
     reward_range: float | int = 1.0,
-    **beyond: float | int | None,
+    **limits: float | int | None,
 ) -> int | None:
     """The shortest horizon at which B* is vacuous: not below the range of the reward.
 
@@ -138,11 +128,10 @@ def vacuous_horizon(
     without either it is T delta.
 
     Args:
-        delta, eps, kl_seq, tv_seq: as in `all_bounds`.
         kl_rate: mean token KL, nats per token; instead of `kl_seq`.
         mean_tv: one mean TV for all positions.
         target: smallest error at which the bound counts as vacuous.
-        constants, reward_range, beyond: as in `all_bounds`.
+        kl_seq, constants, reward_range, limits: as in `all_bounds`.
 
     Returns: tokens; None if the bound stays below the target up to 10^12 tokens.
 
@@ -160,12 +149,11 @@ def vacuous_horizon(
         raise BadValueError(f"target = {level}; give an error above 0")
     if isinstance(mean_tv, np.ndarray) and mean_tv.ndim:
         raise BadValueError(f"mean_tv has {mean_tv.size} positions and no continuation; give one number for all")
-    fixed: dict[str, Any] = {"delta": delta, "eps": eps, "tv_seq": tv_seq, "mean_tv": mean_tv, **beyond}
+    fixed: dict[str, Any] = {"mean_tv": mean_tv, "constants": constants, "reward_range": reward_range, **limits}
 
     def useful(horizon: int) -> bool:
         grown = kl_of_sequences(horizon, kl_seq, kl_rate)
-        rows = all_bounds(horizon=horizon, **fixed, kl_seq=grown, constants=constants, reward_range=reward_range)
-        return tightest(rows).value < level
+        return tightest(all_bounds(horizon=horizon, **fixed, kl_seq=grown)).value < level
 
     low, high = 0, 1
     while useful(high):

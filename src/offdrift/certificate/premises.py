@@ -1,15 +1,14 @@
 """`Premises`: upper limits on the divergence of two policies, checked and completed.
 
-The bounds of Table 1 take five divergences. Only the worst token KL is required; what is missing follows
-from Pinsker's inequality and the chain rule. Bounds beyond Table 1 take further premises, and are listed
-where those are given. All of them are upper limits, so where one is looser than another implies, the
-tighter one is used and `notes` says so. Numbers that no pair of policies can have are refused by name.
+Only the worst token KL is required; what is missing follows from Pinsker's inequality and the chain rule. All of
+them are upper limits, so where one is looser than another implies, the tighter one is used and `notes` says so.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Required, TypedDict
 
 import numpy as np
 from jaxtyping import Float
@@ -22,6 +21,23 @@ Number = float | int
 NOT_NEGATIVE = "a KL is never negative"
 
 _SLACK = 1e-6  # relative; a mean and a maximum taken in float32 may cross by a rounding
+
+
+class Limits(TypedDict, total=False):
+    """What `premises` takes, for functions that hand it on."""
+
+    horizon: Required[int]
+    delta: Required[Number]
+    eps: Number | None
+    kl_seq: Number | None
+    tv_seq: Number | None
+    mean_tv: Float[np.ndarray, " t"] | Number | None
+    chi2: Number | None
+    reward_sd: Number | None
+    hellinger_seq: Number | None
+    kl_rewarded: Number | None
+    kl_unrewarded: Number | None
+    reward_range: Number
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from offdrift.certificate.bounds import check_constants
 from offdrift.certificate.inequalities import context_shift, pinsker, total_shift
 from offdrift.certificate.premises import premises
-from offdrift.errors import BadValueError, MethodError
+from offdrift.errors import BadValueError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def length_neutral(mean_score: float, *, constants: str = "paper") -> float:
 
     Reference: Li et al., arXiv:2512.23075v5, Appendix F.2, eqs. 98-99, Proposition F.1.
     """
-    _check_constants(constants)
+    check_constants(constants)
     if not mean_score >= 0:
         raise BadValueError(f"mean_score = {mean_score}; a mean of |w - 1| is not negative")
     return mean_score * (2 if constants == "paper" else 1)
@@ -119,7 +120,7 @@ def sample_ratio_error(*, horizon: int, tau: float, constants: str = "paper") ->
 
     Reference: Li et al., arXiv:2512.23075v5, Remark G.2, second choice. The sharp one is not there.
     """
-    _check_constants(constants)
+    check_constants(constants)
     TrustRegion(horizon=horizon, delta=math.inf, tau=tau)
     if max(tau, horizon * tau if constants == "paper" else 0.0) > 700:
         return math.inf
@@ -130,35 +131,6 @@ def sample_ratio_error(*, horizon: int, tau: float, constants: str = "paper") ->
     return math.expm1(horizon * tau) - horizon * math.expm1(tau)
 
 
-def sample_ratio_error_measured(mean_excess: Float[np.ndarray, " t"], *, tau: float) -> float:
-    """`sample_ratio_error` of the paper, with measured ratio errors for the present token.
-
-        B_A = sum_t E_mu[M |w_t - 1|] (e^((T-t) tau) - 1)
-
-    Args:
-        mean_excess: E_mu[M |w_t - 1|] for t = 1 .. T, 0 where no sequence is that long.
-        tau: limit on |log w| of accepted tokens, nats.
-
-    Returns: B_A; infinite where the exponential overflows.
-
-    Example:
-        >>> float(np.round(sample_ratio_error_measured(np.full(4, 0.01), tau=0.05), 8))
-        0.00318276
-
-    Reference: Li et al., arXiv:2512.23075v5, Remark G.2.
-    """
-    TrustRegion(horizon=len(mean_excess), delta=math.inf, tau=tau)
-    wrong = ~((mean_excess >= 0) & (mean_excess < math.inf))
-    if wrong.any():
-        where = int(np.flatnonzero(wrong)[0])
-        raise BadValueError(f"mean_excess[{where}] = {mean_excess[where]}; a mean of |w - 1| is a number >= 0")
-    left = np.arange(len(mean_excess) - 1, -1, -1, dtype=np.float64)
-    counts = mean_excess > 0  # 0 * inf would be NaN
-    if float((left[counts] * tau).max(initial=0.0)) > 700:
-        return math.inf
-    return math.fsum(mean_excess[counts] * np.expm1(left[counts] * tau))
-
-
 def _sinh_excess(tau: float) -> float:
     """a log a - a + 1 for a = sinh(tau) / tau, without cancellation."""
     if tau < 0.1:
@@ -166,8 +138,3 @@ def _sinh_excess(tau: float) -> float:
         return h * h / 2 * (1 - h / 3) if h < 1e-4 else (1 + h) * math.log1p(h) - h
     a = math.sinh(tau) / tau
     return a * math.log(a) - a + 1
-
-
-def _check_constants(constants: str) -> None:
-    if constants not in ("paper", "sharp"):
-        raise MethodError(f'constants = {constants!r}; choose "paper" or "sharp"')

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
 from offdrift.certificate.bounds import Bound
-from offdrift.certificate.confidence import Estimate
+from offdrift.certificate.confidence import Estimate, Looks
 from offdrift.certificate.guarantees import Guarantee
-from offdrift.certificate.looks import Looks
 from offdrift.certificate.regions import TrustRegion
 
 Status = Literal["falsified", "not falsified", "known", "unknown"]
@@ -228,47 +227,28 @@ class Certificate:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON; infinite and missing numbers are None."""
-        return _plain(
-            {
-                "verdict": self.verdict,
-                "certified": self.certified,
-                "gain_low": self.gain_low,
-                "alpha": self.alpha,
-                "alpha_total": self.alpha_total,
-                "holds_for": self.holds_for,
-                "look": self.looks.at,
-                "of": self.looks.of,
-                "anytime": self.looks.anytime,
-                "about": ABOUT,
-                "constants": self.constants,
-                "region": vars(self.region),
-                "sequences": self.sequences,
-                "prompts": self.prompts,
-                "fresh": self.fresh,
-                "grades": dict(self.grades),
-                "assumes": sorted(self.assumes),
-                "refuted": self.refuted,
-                "unscored": self.unscored,
-                "premises": dict(self.premises),
-                "delta_seen": list(self.delta_seen),
-                "eps_seen": list(self.eps_seen),
-                "kl_seq": self.kl_seq,
-                "unseen": self.unseen,
-                "advice": self.advice,
-                "mean_tv": self.mean_tv.tolist(),
-                "estimates": {k: None if k in self.unfounded else vars(e) for k, e in self.estimates.items()},
-                "asymptotic": {k: vars(e) for k, e in self.asymptotic.items()},
-                "bound": None if self.bound is None else vars(self.bound),
-                "margin": self.margin,
-                "guarantees": [{**vars(g), "gain": self.gain_of(g)} for g in self.guarantees],
-            }
-        )
+        proven = {k: None if k in self.unfounded else e for k, e in self.estimates.items()}
+        other = {"look": self.looks.at, "of": self.looks.of, "anytime": self.looks.anytime, "about": ABOUT}
+        other |= {"estimates": proven, "guarantees": [{**vars(g), "gain": self.gain_of(g)} for g in self.guarantees]}
+        return _plain({name: other[name] if name in other else getattr(self, name) for name in FIELDS.split()})
+
+
+FIELDS = (
+    "verdict certified gain_low alpha alpha_total holds_for look of anytime about constants region sequences prompts "
+    "fresh grades assumes refuted unscored premises delta_seen eps_seen kl_seq unseen advice mean_tv estimates "
+    "asymptotic bound margin guarantees"
+)
+"""Keys of `Certificate.as_dict`, in its order."""
 
 
 def _plain(x: Any) -> Any:
-    """The same with None for numbers that are not finite, and lists for tuples."""
-    if isinstance(x, dict):
+    """The same as JSON has it: None for numbers that are not finite, dicts for dataclasses, lists for the rest."""
+    if is_dataclass(x):
+        x = vars(x)
+    if isinstance(x, Mapping):
         return {k: _plain(v) for k, v in x.items()}
-    if isinstance(x, list | tuple):
-        return [_plain(v) for v in x]
+    if isinstance(x, np.ndarray):
+        x = x.tolist()
+    if isinstance(x, list | tuple | frozenset):
+        return [_plain(v) for v in (sorted(x) if isinstance(x, frozenset) else x)]
     return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from offdrift.certificate.batch import KL, TV, BatchEvidence
 from offdrift.certificate.certify import certify
-from offdrift.certificate.confidence import Estimate, clopper_pearson
-from offdrift.certificate.looks import Looks
+from offdrift.certificate.confidence import Estimate, Looks, clopper_pearson
 from offdrift.certificate.regions import TrustRegion
 from offdrift.certificate.samples import variables
 from offdrift.certificate.verdict import Certificate

@@ -1,8 +1,7 @@
 """Stand-ins for the old policy that cost no forward pass.
 
-Scoring a batch with the old weights costs a forward pass. `Interpolated` (A-3PO) replaces the old
-policy by a point between the rollout and the current policy, the closer to the current one the older
-a token is; `RolloutAsOld` (bypass) by the rollout policy itself.
+`Interpolated` (A-3PO) puts it between the rollout and the current policy, the closer to the current one the older a
+token is; `RolloutAsOld` (bypass) takes the rollout policy itself.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class Interpolated:
 
     at_zero_lag: AtZeroLag = "current"
     needs = ("version_lag",)
-    needs_version_lag = True
 
     def __post_init__(self) -> None:
         check_choice("at_zero_lag", self.at_zero_lag, ("current", "behaviour"))

@@ -1,15 +1,9 @@
-"""What a method does, read off its parts, and look-ups over methods and systems.
+"""What a method does, read off its parts (nothing is typed in by hand for any row); look-ups over methods and systems.
 
-    unit           over what ratios, divergences and statistics are taken
-    ratio          which of the three ratios are read
-    evidence       how much of a distribution has to be recorded
-    sign           whether both signs of the advantage, and answers of either outcome, are treated alike
-    stop-gradient  whether the ratio is a constant to the gradient
-    certifies      whether the objective that is trained bounds the gain of a return from below
-    raises         which return that is: J, or another that aggregation and advantage make of it
-
-Nothing is typed in by hand for any row. `facts` holds all of it, for the terminal, for JSON and for
-docs/methods.md.
+`facts` holds all of it, for the terminal, for JSON and for docs/methods.md: over what ratios are taken (`units`),
+which are read (`ratios`), what has to be recorded (`evidence`), whether both signs of the advantage are treated alike
+(`sign`), whether ratios are constants to the gradient, what the trained objective `certifies`, and which return it
+`raises`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """PPO clipping and close relatives: GMPO clips before a mean, QuRL widens the clip, SAPO fades it out.
 
-A clip stops the push on a token once its ratio has moved far enough the way it is pushed: a token-level trust
-region. It does not bound the divergence of the policies (Li et al.,
-arXiv:2512.23075v5, section 4.1): with a negative advantage and a large ratio the loss is unclipped
-unless `dual_clip` caps it.
+A clip stops the push on a token once its ratio has moved far enough the way it is pushed. It does not bound the
+divergence of the policies (Li et al., arXiv:2512.23075v5, section 4.1): with a negative advantage and a large ratio
+the loss is unclipped unless `dual_clip` caps it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import MethodError, check_choice, check_number, check_positive, check_range
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, ratio
-from offdrift.objectives.base import PerToken, TokenLoss, larger
+from offdrift.objectives.base import PerToken, TokenLoss, capped, larger
 from offdrift.ratios import RatioName, Unit, log_ratio, per_unit, stopped_log_ratio, turns_of
 from offdrift.segments import Segments
 
@@ -65,12 +64,8 @@ def ppo_clip(
     clipped = limited > plain
     if negatives == "both":
         clipped = clipped | ((advantages < 0) & (limited < plain))
-    loss = limited.where(clipped, plain)
-    if dual_clip is not None:
-        ceiling = -advantages * dual_clip
-        capped = (advantages < 0) & (loss > ceiling)
-        loss, clipped = ceiling.where(capped, loss), clipped | capped
-    return TokenLoss(loss, clipped.detach())
+    pushed = TokenLoss(limited.where(clipped, plain), clipped.detach())
+    return pushed if dual_clip is None else capped(pushed, advantages, -advantages * dual_clip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +77,6 @@ class Clipped:
     and its own log-prob as the only path of the gradient (GSPO-token), with its own advantage.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         unit: token (PPO), geometric (GSPO), turn (turn-level PPO), ...; see `ratios.per_unit`.
 
     Example:
@@ -201,9 +195,6 @@ def geometric_clip(
 class GeometricClipped:
     """`geometric_clip` as an objective.
 
-    Args:
-        on: `staleness`, or `full` in bypass mode.
-
     Example:
         >>> GeometricClipped().formula
         'L = -A exp(mean_t m_t), m = log ratio(staleness), <= 0.4 where A > 0, >= -0.4 where A < 0'
@@ -283,8 +274,6 @@ class QuantizedClipped:
     Example:
         >>> QuantizedClipped().formula
         'L = W max(-A r, -A clip(r, 1 - 0.2, (1 + 0.2) rho / W)), W = min(rho, 2)'
-
-    Reference: QuRL, arXiv:2602.13953. Unverified: best reading.
     """
 
     on: RatioName = field(default="full", init=False)
@@ -359,16 +348,12 @@ class Soft:
     """`sapo` on the given ratio of each token; published with seq_mean_token_mean.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
-        tau_positive: see `sapo`.
         tau_negative: see `sapo`; larger than tau_positive, because a negative push raises the
             probability of every other token.
 
     Example:
         >>> Soft().formula
         'L = -A (4 / tau) sigmoid(tau (r - 1)), r = ratio(staleness), tau = 1 where A > 0 else 1.05'
-
-    Reference: SAPO, arXiv:2511.20347.
     """
 
     on: RatioName = "staleness"

@@ -1,12 +1,11 @@
 """Clip-Cov and KL-Cov: limits on the tokens whose covariance of log-prob and advantage is largest.
 
-Entropy falls with the covariance of log pi and the advantage, and a few tokens make up most of it.
-Clip-Cov removes some of them from the loss at random, KL-Cov keeps the highest where they are. Both
-need the whole step: its means, its number of tokens, and which tokens are chosen. No choice depends
-on how the step was split: chance is a key that every token computes from its own values.
+Entropy falls with that covariance, and a few tokens make up most of it: Clip-Cov removes some of them from the loss
+at random, KL-Cov keeps the highest where they are. Both need the whole step. No choice depends on how the step was
+split: chance is a key that every token computes from its own values.
 
-Reference: Cui et al., "The entropy mechanism of reinforcement learning for reasoning language
-models", arXiv:2505.22617.
+Reference: Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
+arXiv:2505.22617.
 """
 
 from __future__ import annotations
@@ -89,19 +88,12 @@ class CovClipped:
     Identical sequences are chosen together (see `token_keys`). `next` changes the seed.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         fraction: of the tokens of the step, (0, 1].
         cov_low: covariance above which a token may be chosen, nats times advantage.
         cov_high: covariance below which it may be.
         seed: of the choice; one per step.
 
     Gradient: to `logp`, as PPO where not chosen; none through the covariance.
-
-    Example:
-        >>> import textwrap
-        >>> print(textwrap.fill(CovClipped().formula, 100))
-        L = max(-A u, -A clip(u, 1 - 0.2, 1 + 0.2)), 0 on a random 0.0002 of the tokens with 1 < cov(A, log
-        pi) < 5, u = ratio(staleness)
 
     Reference: Cui et al., arXiv:2505.22617; verl, `clip_cov`, which chooses on every rank by itself.
     The authors' recipe has eps_high = 1. Aggregate as `token_mean`.
@@ -178,7 +170,6 @@ class CovPenalized:
     `token_keys`. A token of S with A = 0 carries the penalty alone.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         fraction: of the tokens of the step, (0, 1]; sources differ by orders of magnitude (verl
             2e-4; the authors `k_percent` 0.2, or 0.02 for the larger model).
         coef: weight of the penalty; verl documents 1 and ships 0.1.
@@ -186,10 +177,6 @@ class CovPenalized:
 
     Gradient: to `logp`, -A u, and on S coef times sign(log u), log u, or u - 1; the exact penalty's
     goes to the logits of the current policy, coef (pi - old).
-
-    Example:
-        >>> CovPenalized(coef=0.1).formula
-        'L = -A u + 0.1 |log u| on the 0.0002 of the tokens with the largest cov(A, log pi), u = ratio(staleness)'
 
     Reference: Cui et al., arXiv:2505.22617, eq. 14; verl, `kl_cov`, which chooses on every rank by itself.
     Aggregate as `token_mean`.

@@ -1,7 +1,5 @@
-"""ESPO: one geometric ratio for the uncertain tokens of a sequence, another for the rest.
-
-The few tokens of high entropy are where a response is decided; averaged with hundreds of confident
-tokens their drift disappears. Each group has its own ratio, and a clip as wide as its entropy.
+"""ESPO: one geometric ratio for the uncertain tokens of a sequence, another for the rest, each with a clip as wide as
+its entropy: averaged with hundreds of confident tokens, the drift of the few that decide would disappear.
 """
 
 from __future__ import annotations
@@ -86,17 +84,10 @@ class EntropyGrouped:
     sequences. A group of entropy 0 has a width of 0: any drift outwards is clipped.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         alpha: width of a clip at the highest possible entropy, as a distance from ratio 1.
         top_frac: share of a sequence's tokens in the group of high entropy, rounded up.
 
     Gradient: to `logp`, -A s times the factor where unclipped.
-
-    Example:
-        >>> import textwrap
-        >>> print(textwrap.fill(EntropyGrouped().formula, 100))
-        L = max(-A s, -A clip(s, 1 -+ 0.02 H / ln V)), s = geometric ratio(staleness) of top 20% and rest by
-        entropy, gradient through the token alone
 
     Reference: ESPO, arXiv:2512.00499. Its eq. 9 prints the old policy under the token's ratio; the
     form of GSPO-token is meant. The share of the top group is from a secondary source.

@@ -1,7 +1,7 @@
 """PPO-EWMA: the trust region is centered on an exponential average of the weights.
 
-Three policies: rollout (corrects the distribution), proximal (centers the clip), current. The
-proximal policy is scored with weights averaged by `ewma_update`; its log-probs enter as `logp_old`.
+The rollout policy corrects the distribution, the proximal one (scored with averaged weights, given as `logp_old`)
+centers the clip.
 """
 
 from __future__ import annotations
@@ -67,15 +67,9 @@ class ProximalEwma:
     averaged weights (`ewma_update`) instead of those that sampled. The trainer keeps them
     (`[old_policy] from = "ewma"`). Row `ppo_ewma_decoupled` uses the same weights in decoupled PPO.
 
-    Args:
-        eps: see `ppo_ewma`.
-        limit: see `ppo_ewma`.
-
     Example:
         >>> ProximalEwma().formula
         'L = max(-A w, -A w clip(r, 1 - 0.2, 1 + 0.2) / r), w = min(ratio(full), 100), r = ratio(staleness)'
-
-    Reference: Hilton et al., PPO-EWMA, arXiv:2110.00641.
     """
 
     eps: float = 0.2

@@ -1,9 +1,4 @@
-"""ASPO: positive advantages are weighted by 1/r, so that what already rose is pushed less.
-
-PPO weights a rewarded token by r: the more probable it has become, the harder it is pushed. Here
-that ratio is flipped, tokens that lag behind catch up, and both signs keep a bounded push where the
-weight would explode.
-"""
+"""ASPO: positive advantages are weighted by 1/r, so that what already rose is pushed less and what lags catches up."""
 
 from __future__ import annotations
 
@@ -97,10 +92,6 @@ class Flipped:
     """`aspo` on the given ratio of each token; published with token_mean.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
-        eps_low: see `aspo`.
-        eps_high: see `aspo`.
-        dual_clip: see `aspo`.
         eps_high_entropy: (low, high) in place of the above where the old policy's entropy lies above
             the `entropy_quantile` of its sequence; (0.4, 0.4) in the official code. None: one range
             for all. The code names its mask "high entropy" where it holds the low-entropy tokens and
@@ -109,14 +100,6 @@ class Flipped:
         entropy_quantile: see above.
 
     Raises: `EvidenceError` when called, if it needs entropy and the batch has none.
-
-    Example:
-        >>> import textwrap
-        >>> print(textwrap.fill(Flipped().formula, 100))
-        L = -A max(r, 1 - 0.2) where A < 0, -A / min(r, 1 + 0.2) where A > 0, -A 3 log pi where the factor
-        exceeds 3, r = ratio(staleness)
-
-    Reference: ASPO, arXiv:2510.06062.
     """
 
     on: RatioName = "staleness"

@@ -1,8 +1,7 @@
 """CTPO and MinPRO: clipping on the ratios of a prefix, their product or their minimum.
 
-The prefix product is the importance weight of a token's own term. Its log spreads like the square
-root of the position, and CTPO's trust region widens with it; MinPRO takes the token's own ratio and
-shrinks it by the worst one before it.
+The log of a prefix product spreads like the square root of the position, and CTPO's trust region widens with it;
+MinPRO takes the token's own ratio and shrinks it by the worst one before it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -18,9 +16,9 @@ from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.errors import MethodError, check_choice, check_number, check_positive, check_range
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped, ratio
-from offdrift.objectives.base import PerToken, TokenLoss
+from offdrift.objectives.base import PerToken, TokenLoss, capped, larger
 from offdrift.objectives.clipped import ppo_clip
-from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
+from offdrift.ratios import RatioName, least_before, log_ratio, stopped_log_ratio
 
 PREFIX_LIMIT = 10.0
 """Upper limit of a prefix log-ratio, nats (official code of CTPO)."""
@@ -49,6 +47,7 @@ def prefix_clip(
     Gradient: to `log_prefix`, -A v where unclipped; zero where clipped, above 10 and below -20.
 
     Example:
+        >>> import torch
         >>> c, s = torch.tensor([0.04, 0.08]), torch.tensor([1.0, 2.0]).sqrt()
         >>> prefix_clip(c, torch.ones(2), s).loss  # the second is clipped at exp(0.05 sqrt(2))
         tensor([-1.0408, -1.0733])
@@ -58,13 +57,8 @@ def prefix_clip(
     c = log_prefix.clamp(max=PREFIX_LIMIT)
     plain = -advantages * ratio(c)
     limited = -advantages * ratio(c.clamp(-eps_low * widths, eps_high * widths))
-    clipped = limited > plain
-    loss = limited.where(clipped, plain)
-    if dual_clip is not None:
-        ceiling = -advantages * ratio(dual_clip * widths)
-        capped = (advantages < 0) & (loss > ceiling)
-        loss, clipped = ceiling.where(capped, loss), clipped | capped
-    return TokenLoss(loss, clipped.detach())
+    pushed = larger(plain, limited)
+    return pushed if dual_clip is None else capped(pushed, advantages, -advantages * ratio(dual_clip * widths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +138,6 @@ class PrefixMinClipped:
 
     Gradient: to `logp`, through r_t alone, where unclipped; m is a constant.
 
-    Example:
-        >>> PrefixMinClipped().formula
-        'L = m max(-A r, -A clip(r, 1 - 0.2, 1 + 0.2)), m = least ratio before, r = token ratio(full)'
-
     Reference: MinPRO, arXiv:2601.22718. Unverified: best reading of where the clip acts and where
     the gradient goes; the weight m r is stated there. Average it over tokens ("token_mean").
     """
@@ -170,8 +160,7 @@ class PrefixMinClipped:
 
     def __call__(self, logprobs: LogProbs, advantages: PerToken, batch_info: BatchInfo = NO_INFO) -> TokenLoss:
         segments = logprobs.segments
-        least = segments.prefix_min(stopped_log_ratio(logprobs, on=self.on))
-        before = torch.cat([least.new_zeros(1), least[:-1]]).where(segments.position > 0, 0.0)
+        before = least_before(stopped_log_ratio(logprobs, on=self.on), segments)
         l = log_ratio(logprobs, on=self.on)  # noqa: E741
         loss, clipped, _ = ppo_clip(l, advantages, eps_low=self.eps_low, eps_high=self.eps_high)
         return TokenLoss(ratio(before) * loss, clipped)

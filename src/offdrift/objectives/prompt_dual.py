@@ -13,8 +13,7 @@ from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number, check_positive
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import clamped
-from offdrift.objectives.base import PerToken, TokenLoss
-from offdrift.objectives.prompts import StepPrompts, prompt_ids
+from offdrift.objectives.base import PerToken, StepPrompts, TokenLoss, prompt_ids
 from offdrift.ratios import RatioName, log_ratio
 
 BISECTIONS = 60
@@ -134,7 +133,6 @@ class PromptDual:
     Unverified: best reading.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         radius: see `multipliers`. None is published; 0.02 is this library's.
         floor: see `multipliers`.
         multiplier: the same for all prompts; then neither rewards nor groups are read. None: found.
@@ -144,8 +142,6 @@ class PromptDual:
     Example:
         >>> PromptDual().formula
         'L = -stop(r (A - lambda log r)) log pi, r = ratio(staleness), lambda of the prompt for KL 0.02, at least 0.001'
-
-    Reference: QUATRO, arXiv:2602.04620.
     """
 
     on: RatioName = "staleness"
@@ -190,9 +186,5 @@ class PromptDual:
 
     def prices(self, logprobs: LogProbs, batch_info: BatchInfo) -> Float[Tensor, " b"]:
         """The multiplier of each sequence's prompt, float64. Gradient: none."""
-        ids = prompt_ids(logprobs.segments)
-        observed = batch_info.seen_by(self, logprobs, None)
-        prompts = StepPrompts.of(observed["prompt"], ids)
-        rewards = observed["reward"].to(ids.device)
-        prices = multipliers(rewards, prompts, radius=self.radius, floor=self.floor)
-        return prompts.here(prices)
+        prompts, observed = StepPrompts.seen(self, logprobs, batch_info)
+        return prompts.here(multipliers(observed["reward"], prompts, radius=self.radius, floor=self.floor))

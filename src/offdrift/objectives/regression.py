@@ -16,8 +16,7 @@ from torch import Tensor
 from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import check_choice, check_positive
 from offdrift.logprobs import LogProbs
-from offdrift.objectives.base import PerToken, TokenLoss
-from offdrift.objectives.prompts import StepPrompts, prompt_ids
+from offdrift.objectives.base import PerToken, StepPrompts, TokenLoss, prompt_ids
 from offdrift.ratios import RatioName, log_ratio
 
 
@@ -97,14 +96,11 @@ class Quadratic:
     Gates and weights act on push and pull alike, as in verl: together they are one square.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         beta: see `dro`. No value is published; 0.1 is this library's.
 
     Example:
         >>> Quadratic(beta=0.05).formula
         'L = -(A log pi - 0.05 / 2 (log ratio(staleness))^2)'
-
-    Reference: DRO, arXiv:2405.19107; verl's `dro`.
     """
 
     on: RatioName = "staleness"
@@ -139,10 +135,6 @@ class Regression:
         unit: `geometric` takes the mean over tokens for s_i, as one implementation does.
 
     Raises: `EvidenceError` when called on a batch without rewards or group ids.
-
-    Example:
-        >>> Regression().formula
-        'L = (0.001 sum log ratio(full) - (R - V))^2, V = 1 log mean exp(R / 1) over the prompt'
 
     Reference: OAPL, arXiv:2602.19362.
     """
@@ -184,9 +176,6 @@ class Regression:
     def targets(self, logprobs: LogProbs, batch_info: BatchInfo) -> Float[Tensor, " b"]:
         """R - V* of each sequence, float64. Gradient: none."""
         with torch.no_grad():
-            ids = prompt_ids(logprobs.segments)
-            rewards = batch_info.required("rewards").double()
-            observed = batch_info.seen_by(self, logprobs, None)
-            prompts = StepPrompts.of(observed["prompt"], ids)
-            step = observed["reward"].to(rewards.device)
-            return rewards - prompts.here(soft_value(step, prompts, beta=self.beta_value))
+            prompts, observed = StepPrompts.seen(self, logprobs, batch_info)
+            values = prompts.here(soft_value(observed["reward"], prompts, beta=self.beta_value))
+            return batch_info.required("rewards").double() - values

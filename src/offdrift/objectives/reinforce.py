@@ -1,8 +1,5 @@
-"""The policy gradient in its two plain forms: score function, and importance-sampled ratio.
-
-They have the same gradient where the ratio is 1. `Reinforce` contains no ratio: correct it with a
-`Weight`. `ImportanceSampled` differentiates the ratio to the rollout policy itself: it is the
-surrogate of the Trust Region Masking paper, and needs no weight.
+"""The policy gradient in its two plain forms: score function (`Reinforce`, corrected by a `Weight`), and the surrogate
+of the Trust Region Masking paper (`ImportanceSampled`), which differentiates the ratio to the rollout policy itself.
 """
 
 from __future__ import annotations

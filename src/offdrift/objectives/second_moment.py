@@ -1,9 +1,7 @@
 """A clip, or a mask, that acts only once the second moment of a step's log-ratios exceeds a budget.
 
-PPO clips at fixed distances, however stale the data. M2PO measures the mean squared log-ratio of the
-tokens that are being pushed further out, over the whole step, and sets the distances from it: none
-while the step is within its budget, the loosest that restore it otherwise. If every ratio lies in
-[1/R, R], the second moment M2 bounds chi^2(pi || old) by R^2 M2; R bounds the ratio, not its log.
+M2PO measures the mean squared log-ratio of the tokens that are being pushed further out, over the whole step, and
+sets the clip's distances from it: none while the step is within its budget, the loosest that restore it otherwise.
 """
 
 from __future__ import annotations
@@ -131,7 +129,6 @@ class SecondMomentClipped:
         all_drop_largest:  L = -A u where (log u)^2 <= `largest_kept` of all squares, else 0
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         budget: second moment up to which nothing is clipped, nats^2.
         floor_low: smallest distance below 1 at which to clip.
         floor_high: smallest distance above 1 at which to clip.
@@ -140,12 +137,6 @@ class SecondMomentClipped:
             AReaL applies it to each micro-batch, on the mismatch, and clips what stays as PPO does.
 
     Gradient: to `logp`, -A u where unclipped; the bounds carry none.
-
-    Example:
-        >>> import textwrap
-        >>> print(textwrap.fill(SecondMomentClipped().formula, 100))
-        L = max(-A u, -A clip(u, 1 - max(1 - e^-tau, 0.3), 1 + max(e^tau - 1, 0.5))), u = ratio(staleness),
-        tau where the second moment of harmful tokens is 0.04
 
     Reference: M2PO, arXiv:2510.01161; AReaL. Aggregate as `token_mean`.
     """

@@ -1,8 +1,4 @@
-"""ST-PPO: turn-level PPO whose update shrinks with the size of what its clip removed.
-
-A clip drops terms of the policy gradient, and the dropped part is a bias. ST-PPO measures its size
-over the step and divides the update by it where it exceeds 1.
-"""
+"""ST-PPO: turn-level PPO whose update is divided by the size of what its clip removed, where that exceeds 1."""
 
 from __future__ import annotations
 
@@ -87,15 +83,10 @@ class TurnNormalized:
     towards C. Without recorded turns a sequence is one turn.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         unit: turn (geometric), turn_product, turn_arithmetic; or token (S-PPO). "renorm" needs
             token ratios: where a turn has one ratio, dividing by its clipped value changes nothing.
 
     Gradient: as PPO on the unit; |C| and the mean are constants.
-
-    Example:
-        >>> TurnNormalized().formula
-        'L = max(-A u, -A clip(u, 1 - 0.2, 1 + 0.2)) / max(1, |clipped u A|), u = turn ratio(staleness)'
 
     Reference: ST-PPO, arXiv:2511.20718. Unverified: best reading of the guard at 1, of `renorm` and
     of the turn's mean.

@@ -15,9 +15,8 @@ from offdrift.batch_info import NO_INFO, BatchInfo, Seen
 from offdrift.errors import MethodError, check_choice, check_number
 from offdrift.logprobs import LogProbs
 from offdrift.numerics import ratio
-from offdrift.objectives.base import PerToken, TokenLoss
+from offdrift.objectives.base import PerToken, StepPrompts, TokenLoss, prompt_ids
 from offdrift.objectives.clipped import ppo_clip
-from offdrift.objectives.prompts import StepPrompts, prompt_ids
 from offdrift.objectives.reinforce import importance_sampled
 from offdrift.ratios import RatioName, log_ratio, stopped_log_ratio
 
@@ -54,14 +53,9 @@ class VariancePenalized:
     first penalty is from a secondary source.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         penalty: price of one unit of variance, in units of the advantage.
         step: how fast the price moves per step and unit of violation; 0 holds it.
         target: variance allowed.
-
-    Example:
-        >>> VariancePenalized().formula
-        'L = -(A r - 0.04 (r - 1)^2), r = ratio(staleness), 0.04 moves by 0.1 (mean (r - 1)^2 - 0.01) per step'
 
     Reference: R2VPO, arXiv:2601.03320.
     """
@@ -113,17 +107,10 @@ class GroupClipped:
     Unverified: best reading of one sentence of a survey.
 
     Args:
-        on: `staleness`, or `full` in bypass mode.
         eps: range at the reference variance; between half and twice this is used.
         reference: variance at which the range is `eps`. None is published; 0.01 is this library's.
 
     Raises: `EvidenceError` when called on a batch without group ids.
-
-    Example:
-        >>> import textwrap
-        >>> print(textwrap.fill(GroupClipped().formula, 100))
-        L = max(-A r, -A clip(r, 1 - e, 1 + e)), r = ratio(staleness), e = 0.2 clip(sqrt(0.01 / Var r of the
-        prompt), 1/2, 2)
 
     Reference: the survey's reading of R2VPO, arXiv:2601.03320.
     """
@@ -169,9 +156,7 @@ class GroupClipped:
 
     def ranges(self, logprobs: LogProbs, batch_info: BatchInfo) -> Float[Tensor, " b"]:
         """eps_g of each sequence's prompt, float64. Gradient: none."""
-        ids = prompt_ids(logprobs.segments)
-        observed = {k: x.to(ids.device) for k, x in batch_info.seen_by(self, logprobs, None).items()}
-        prompts = StepPrompts.of(observed["prompt"], ids)
+        prompts, observed = StepPrompts.seen(self, logprobs, batch_info)
         count = prompts.sum(observed["count"]).clamp(min=1)
         mean = prompts.sum(observed["change"]) / count
         variance = prompts.sum(observed["square"]) / count - mean.square()

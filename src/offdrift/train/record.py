@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from offdrift.certificate.certify import certify
-from offdrift.certificate.looks import Looks
+from offdrift.certificate.confidence import Looks
 from offdrift.judge import load_rules
 from offdrift.methods import Method
 from offdrift.records.batch import Logged
