@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from offdrift.methods import METHODS
-from offdrift.methods.systems import SYSTEMS
+from offdrift.methods.table import SYSTEMS
 from tests.command import Done, command
 
 

@@ -5,7 +5,6 @@ The sharp constants are attained at two tokens, those of the TV routes at every 
 
 import math
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -33,13 +32,7 @@ def bound_values(d: Divergences, i: int, horizon: int, constants: str) -> dict[s
     return {b.name: b.value for b in rows}
 
 
-@pytest.fixture
-def _without_shape_checks(monkeypatch: pytest.MonkeyPatch):
-    """The checks cost many times the bounds themselves; every other test runs with them."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@pytest.mark.usefixtures("_without_shape_checks")
+@pytest.mark.usefixtures("without_shape_checks")
 def test_no_bound_is_violated():
     # `offdrift lab bounds` does this with 100,000 pairs, and searches for counterexamples.
     rows = summarize(check(batch) for batch in batches(4000, seed=1, longest=256))

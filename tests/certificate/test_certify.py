@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -82,16 +81,11 @@ class World:
         return lp, exact, self.mu.law().flatten(), self.rewards.flatten()
 
 
-@pytest.fixture
-def _without_shape_checks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
 RUNS, ALPHA = 150, 0.2
 MISSES = RUNS * ALPHA + 3 * math.sqrt(RUNS * ALPHA * (1 - ALPHA))
 
 
-@pytest.mark.usefixtures("_without_shape_checks")
+@pytest.mark.usefixtures("without_shape_checks")
 @pytest.mark.parametrize("constants", ["sharp", "paper"])
 @pytest.mark.parametrize(("scale", "answers"), [(0.05, 4), (0.3, 4), (1.0, 1)])
 def test_no_statement_is_wrong_more_often_than_alpha(scale, answers, constants):
@@ -210,7 +204,7 @@ def test_a_certificate_says_that_tokens_were_not_scored():
     assert holed.as_dict()["unscored"] == 200
 
 
-@pytest.mark.usefixtures("_without_shape_checks")
+@pytest.mark.usefixtures("without_shape_checks")
 def test_it_is_right_where_the_region_is_left_and_ratios_are_cut():
     # no premise holds: a third of all sequences leave the region, ratios exceed the cap
     world = World(1.0, seed=3)
@@ -247,7 +241,7 @@ def test_trm_needs_no_premise_where_short_answers_change_a_lot_and_whole_ratios_
     assert bounds["direct"] > 0.2
 
 
-@pytest.mark.usefixtures("_without_shape_checks")
+@pytest.mark.usefixtures("without_shape_checks")
 def test_a_real_improvement_is_certified_from_enough_prompts():
     world = World(0.5, better=True)
     assert world.gain > 0.1
@@ -269,7 +263,7 @@ def test_a_real_improvement_is_certified_from_enough_prompts():
     assert c.as_metrics()["certificate/certified"] == 1
 
 
-@pytest.mark.usefixtures("_without_shape_checks")
+@pytest.mark.usefixtures("without_shape_checks")
 def test_unseen_limits_what_the_batch_did_not_show():
     # one prompt in thirty has sequences outside a region that the others never leave
     world = World(0.3, seed=5)

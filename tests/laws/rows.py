@@ -14,6 +14,7 @@ from offdrift.objectives.variance import GroupClipped, VariancePenalized
 
 OBJECTIVES = {
     "clip_cov, a tenth": CovClipped(fraction=0.1, cov_low=0.0, cov_high=5.0),
+    "clip_cov, full": CovClipped(on="full"),
     "kl_cov, abs": CovPenalized(fraction=0.2, coef=0.7, penalty="abs"),
     "kl_cov, full": CovPenalized(on="full", fraction=0.2),
     "kl_cov, k2": CovPenalized(fraction=0.2, coef=0.7, penalty="k2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -147,9 +148,9 @@ def left_out(o: CovClipped, batch: Batch, got: torch.Tensor, expected: torch.Ten
     """The formula, with the loss of some candidates of high covariance gone by chance."""
     step = sequences_of(batch)
     candidates = [
-        o.cov_low < c < o.cov_high and not outward(2.718281828459045**x, a, 0.8, 1.2)
+        o.cov_low < c < o.cov_high and not outward(math.exp(x), a, 1 - o.eps_low, 1 + o.eps_high)
         for q, cov in zip(step, covariances(step))
-        for c, x, a in zip(cov, q.l("staleness"), q.a)
+        for c, x, a in zip(cov, q.l(o.on), q.a)
     ]
     gone = (got == 0) & (expected != 0)
     wanted = min(max(1, int(o.fraction * len(candidates))), sum(candidates))

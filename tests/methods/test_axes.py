@@ -17,8 +17,7 @@ from offdrift.methods import METHODS, Method, override, probe
 from offdrift.methods import describe as axes
 from offdrift.methods.describe import CHOICES, catalog
 from offdrift.methods.method import PLAIN, Bias, Status
-from offdrift.methods.systems import SYSTEMS
-from offdrift.methods.table import FAMILIES
+from offdrift.methods.table import FAMILIES, SYSTEMS
 from offdrift.objectives import Clipped, Reinforce, TokenLoss
 from offdrift.ratios import RatioName, Unit
 from offdrift.show.method_table import chosen, find, select

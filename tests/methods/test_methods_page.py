@@ -11,8 +11,7 @@ import pytest
 from offdrift.advantages import ADVANTAGES
 from offdrift.methods import METHODS
 from offdrift.methods import describe as axes
-from offdrift.methods.systems import SYSTEMS
-from offdrift.methods.table import FAMILIES
+from offdrift.methods.table import FAMILIES, SYSTEMS
 from offdrift.penalty import ESTIMATORS
 
 GENERATE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate.py"))

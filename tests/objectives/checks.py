@@ -14,7 +14,6 @@ from offdrift.objectives.base import Objective
 from offdrift.segments import Segments
 from tests.oracles.fixtures import ADVANTAGES, LOGP_ROLLOUT, MASK, MISMATCH, STALENESS, double, ragged
 
-SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0, 2, 4], [1, 3, 5]], [[5], [3], [0], [1], [4], [2]]]
 E_OLD = [[-1.0, 0.0], [-0.5, -0.7], [-51.0, -1.0]]
 E_CURRENT = [[-0.3, 0.0], [-0.4, -0.9], [-1.0, -51.0]]
 E_MASK = torch.tensor([[1, 0], [1, 1], [1, 1]])

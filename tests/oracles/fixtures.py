@@ -33,8 +33,6 @@ def fx_a() -> tuple[LogProbs, Tensor, Tensor]:
     return lp, lp.like_caller(double(ADVANTAGES)), leaf
 
 
-FX_V_ROLLOUT = [[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.9, 0.05, 0.05]]
-FX_V_CURRENT = [[0.6, 0.3, 0.1], [0.5, 0.25, 0.25], [0.8, 0.15, 0.05]]
 FX_V_KL = [0.02681245, 0.01006776, 0.05107412]
 FX_V_TV = [0.1, 0.05, 0.1]
 

@@ -9,7 +9,7 @@ import pytest
 
 from offdrift.methods import METHODS
 from offdrift.methods.describe import catalog, catalog_text
-from offdrift.methods.systems import SYSTEMS
+from offdrift.methods.table import SYSTEMS
 from offdrift.show.method_table import ABOUT, WIDE, find, method_list, method_page, select, shown, stored
 from offdrift.train.recipe import load_recipe
 from tests.show.screens import flat, printed

@@ -19,10 +19,9 @@ from typing import Any, get_args
 import torch
 
 from offdrift.advantages import ADVANTAGES
-from offdrift.methods import probe, systems
+from offdrift.methods import probe
 from offdrift.methods.method import PLAIN, SINGLE, Method
-from offdrift.methods.systems import SYSTEMS
-from offdrift.methods.table import FAMILIES, METHODS
+from offdrift.methods.table import FAMILIES, METHODS, SYSTEM_FAMILIES, SYSTEMS, System
 from offdrift.ratios import RatioName
 
 UNITS = {
@@ -347,6 +346,22 @@ def facts(name: str, row: Method) -> dict[str, Any]:
     }
 
 
+SYSTEM_FACTS = (
+    "name kind family title summary unit ratio evidence sign stop_gradient certifies raises aggregate mechanism "
+    "is_treatment target model_class fails bias reference status experimental where here watch related"
+)
+"""What is said of a row, in this order; what a technique outside the loss does not have is None."""
+
+
+def system_facts(name: str, row: System) -> dict[str, Any]:
+    """All that is known of a row, as plain data, with the keys that `facts` has, too."""
+    words = {k: list(x) if isinstance(x, tuple) else x for k, x in vars(row).items()}
+    words |= {"name": name, "kind": "system", "aggregate": row.aggregation, "experimental": row.status == "unverified"}
+    words |= {"family": next(title for title, rows in SYSTEM_FAMILIES.items() if name in rows)}
+    words |= {"unit": [], "ratio": [], "evidence": []}
+    return {key: words.get(key) for key in SYSTEM_FACTS.split()}
+
+
 # -- parts ----------------------------------------------------------------------------------------
 
 
@@ -449,7 +464,7 @@ def plain(x: Any) -> Any:
 
 Rows = dict[str, dict[str, Any]]
 
-KINDS = ("method", "system", *FAMILIES, *systems.FAMILIES)
+KINDS = ("method", "system", *FAMILIES, *SYSTEM_FAMILIES)
 CHOICES: dict[str, tuple[str, ...]] = {
     "unit": tuple(UNITS),
     "ratio": (*get_args(RatioName), "none"),
@@ -482,7 +497,7 @@ def catalog() -> Rows:
         ['exact']
     """
     methods = {name: facts(name, row) for name, row in METHODS.items()}
-    return methods | {name: systems.facts(name, row) for name, row in SYSTEMS.items()}
+    return methods | {name: system_facts(name, row) for name, row in SYSTEMS.items()}
 
 
 def catalog_text() -> str:

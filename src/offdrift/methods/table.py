@@ -1,10 +1,14 @@
-"""`METHODS`: every named method, family by family; trust region masking, recipes and verl's presets are here."""
+"""`METHODS`: every named method, family by family (trust region masking, recipes and verl's presets are here);
+`SYSTEMS`: techniques outside the loss, as systems.toml has them.
+"""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import replace
-from typing import Any
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 from offdrift.correction import Gate, LengthNeutralGate, Weight
 from offdrift.correction.compose import GateLike, WeightLike
@@ -12,7 +16,7 @@ from offdrift.correction.gate import GateUnit
 from offdrift.correction.statistics import StatisticName
 from offdrift.errors import MethodError
 from offdrift.methods import clips, sequences, weighted
-from offdrift.methods.method import Method, row
+from offdrift.methods.method import Method, Status, row
 from offdrift.objectives import Clipped, ImportanceSampled, Objective, Reinforce
 from offdrift.penalty import KLPenalty
 from offdrift.ratios import RatioName
@@ -289,3 +293,63 @@ def method(name: str) -> Method:
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise MethodError(f"no method {name!r}; {hint}`offdrift methods` lists all {len(METHODS)}")
     return METHODS[name]
+
+
+# `SYSTEMS`: what belongs to drift and is no method.
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A technique that acts in an engine, a kernel, a scheduler or an optimizer, and that no loss can contain.
+
+    It shrinks the drift that methods correct, or bounds it. Nothing of it runs here: its row in systems.toml says what
+    it does, who would have to do it, what this library has for it, and which numbers show that it works.
+
+    Example:
+        >>> from offdrift.methods.table import SYSTEMS
+        >>> SYSTEMS["tbik"].target
+        'engines with different tensor-parallel sizes'
+    """
+
+    title: str
+    summary: str
+    aggregation: str = "n/a"
+    """At what level it works, where it works at one."""
+    mechanism: str
+    is_treatment: str = "none"
+    target: str
+    model_class: Literal["dense", "MoE", "both"] = "both"
+    fails: str
+    where: str
+    """Who would have to implement it, and what part of it is here."""
+    here: tuple[str, ...] = ()
+    """Functions of this library that compute a part of it."""
+    watch: tuple[str, ...] = ()
+    """Metrics that show whether it works."""
+    related: tuple[str, ...] = ()
+    """Methods that correct what it leaves."""
+    reference: str
+    status: Status = "stated"
+
+
+WATCH = {
+    "in the engine": ("mismatch/k3", "mismatch/abs_log_ratio_max"),
+    "around the loss": ("version_lag/max", "staleness/k3"),
+}
+"""What most rows of a family are watched by."""
+
+_TABLES = tomllib.loads(Path(__file__).with_name("systems.toml").read_text(encoding="utf-8"))
+
+
+def _system(family: str, fields: dict[str, Any]) -> System:
+    tuples = {k: tuple(x) if isinstance(x, list) else x for k, x in fields.items()}
+    return System(**{"watch": WATCH[family], **tuples})
+
+
+SYSTEM_FAMILIES: dict[str, dict[str, System]] = {
+    family: {name: _system(family, fields) for name, fields in rows.items()} for family, rows in _TABLES.items()
+}
+"""Rows that act in an engine (what is replayed, which kernels, which precision), and around the loss (asynchrony,
+buffers, the optimizer, the model)."""
+
+SYSTEMS: dict[str, System] = {n: row for rows in SYSTEM_FAMILIES.values() for n, row in rows.items()}
