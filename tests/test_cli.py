@@ -232,8 +232,9 @@ CHEAP = (
 def test_the_last_line_says_what_to_do_next_and_stdout_may_be_for_a_machine(folder, monkeypatch, capsys, words):
     monkeypatch.chdir(folder)
     assert command(monkeypatch, capsys, *words.split()).stderr.splitlines()[-1].startswith("next: ")
-    done = command(monkeypatch, capsys, *words.split(), "--quiet", "--json")
-    assert done.stderr == ""
+    quiet = command(monkeypatch, capsys, *words.split(), "--quiet")
+    assert (quiet.stderr, quiet.stdout != "") == ("", True)
+    done = command(monkeypatch, capsys, *words.split(), "--json")
     texts = done.stdout.splitlines() if words.startswith("watch") else [done.stdout]
     assert [json.loads(text) for text in texts]
 
