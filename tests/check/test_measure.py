@@ -141,14 +141,6 @@ def test_a_float32_engine_against_itself_differs_by_nothing(bench, temperature):
     assert abs(found.drawn_z) < 5
 
 
-def test_a_filter_of_one_side_is_measured_as_the_mass_it_removed(bench):
-    """KL(mu || pi) = -log Z where mu is pi on a set of mass Z; the nucleus keeps at least top_p."""
-    sampling = Sampling(max_tokens=16, top_p=0.8)
-    found = measure(bench, bench.rollouts(FLOAT32, sampling=sampling), FLOAT32)
-    assert 0 < found.kl_mean <= -math.log(0.8) + 1e-6
-    assert found.kl_max <= -math.log(0.8) + 1e-6
-
-
 def test_hidden_states_and_full_distributions_measure_the_same(bench, monkeypatch):
     full = measure(bench, bench.rollouts(BFLOAT16), FLOAT32)
     monkeypatch.setitem(pair.FULL_ENTRIES, "transformers", 10)

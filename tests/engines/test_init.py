@@ -1,13 +1,18 @@
-"""The factory, and what importing the engines must not drag in."""
+"""The factory, what importing the engines must not drag in, and a host that is what it was before."""
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+import warnings
 
+import numpy as np
 import pytest
+import torch
 
 from offdrift.engines import Engine, make_engine
+from offdrift.engines.isolation import host_kept
 from offdrift.errors import EngineError
 from tests.engines.models import tiny
 
@@ -43,3 +48,27 @@ def test_a_missing_backend_says_how_to_install_it(kind, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(EngineError, match=r"pip install offdrift\[train\]"):
         make_engine(kind, "path")
+
+
+def test_what_a_backend_does_to_its_host_is_undone():
+    random.seed(2)
+    before = random.getstate(), torch.get_rng_state(), str(np.random.get_state())
+    threads = torch.get_num_threads()
+    with host_kept():
+        _ = random.random(), torch.rand(1), np.random.rand()
+        torch.set_num_threads(threads + 1)
+        torch.set_num_threads = lambda n: None
+    after = random.getstate(), torch.get_rng_state(), str(np.random.get_state())
+    assert torch.set_num_threads is torch._C.set_num_threads
+    assert torch.get_num_threads() == threads
+    assert (before[0], before[2]) == (after[0], after[2])
+    assert torch.equal(before[1], after[1])
+
+
+def test_deprecations_inside_a_backend_are_not_the_hosts(recwarn):
+    with host_kept():
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+        warnings.warn("soon", FutureWarning, stacklevel=1)
+    assert len(recwarn) == 0
+    with pytest.warns(FutureWarning, match="soon"):
+        warnings.warn("soon", FutureWarning, stacklevel=1)
