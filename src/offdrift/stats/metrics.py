@@ -56,6 +56,12 @@ def std(total: str, square: str, count: str, *, ddof: int) -> Formula:
     return value
 
 
+def _explained_variance(s: Numbers) -> float:
+    """Explained variance of the critic; NaN where returns do not vary."""
+    variance = std("critic/return", "critic/return_squared", "n", ddof=0)(s) ** 2
+    return 1 - std("critic/error", "critic/error_squared", "n", ddof=0)(s) ** 2 / variance
+
+
 def ess(total: str, square: str, count: str) -> Formula:
     """(sum w)^2 / (n sum w^2) from the logs of both sums; 0 where every weight is 0."""
 
@@ -421,6 +427,16 @@ _ROWS = [
     Metric("gate/drop_frac_token", "1", "share of tokens rejected", "worse",
            lambda s: 1 - s["gate/kept_tokens"] / s["n"]),
     Metric("reward/mean", "task", "mean reward of the batch's sequences", "better", mean("reward", "b")),
+    Metric("critic/vf_loss", "task^2", "mean over tokens of the critic's (clipped) squared error / 2", "neither",
+           mean("critic/vf")),
+    Metric("critic/vf_clip_frac", "1", "share of tokens whose value has moved past the critic's clip", "neither",
+           mean("critic/vf_clipped")),
+    Metric("critic/vf_explained_var", "1", "1 - Var[return - value] / Var[return], values as the batch arrived",
+           "better", _explained_variance),
+    Metric("critic/value_mean", "task", "mean value over tokens, as the batch arrived", "neither",
+           mean("critic/value")),
+    Metric("critic/grad_norm", "1", "the critic's gradient norm before clipping", "neither",
+           lambda s: s["critic/grad_norm"]),
     Metric("response/length_mean", "token", "mean response length", "neither", _mean_length),
     Metric("response/length_max", "token", "longest response", "neither", lambda s: s["length_max"]),
     Metric("response/truncated_frac", "1", "share of responses that the length limit cut off", "neither",

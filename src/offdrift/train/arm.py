@@ -23,6 +23,7 @@ from offdrift.methods import Method, override
 from offdrift.records.rollouts import Rollouts
 from offdrift.train import recipe
 from offdrift.train.context import Event, EventKind, RunContext
+from offdrift.train.critic import Critic
 from offdrift.train.old_policy import OldPolicy, make_old_policy, named_weights
 from offdrift.train.run_folder import ArmFolder, Position, checkpoints, load_checkpoint, save_checkpoint
 from offdrift.train.source import Source
@@ -39,6 +40,8 @@ class Arm:
     """Method of the next step; adaptive methods change it."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    critic: Critic | None
+    """Where the advantage estimator reads values."""
     old_settings: recipe.OldPolicy
     old_policy: OldPolicy
     diagnosis: LiveDiagnosis
@@ -118,6 +121,9 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
     model = copy.deepcopy(run.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.recipe.optim.lr, betas=(0.9, 0.95), weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
+    critic = None
+    if "values" in ADVANTAGES[run.recipe.estimator(run.recipe.row(name))].needs:
+        critic = Critic.start(run.model, run.recipe.critic, accelerator)
     stored = load_checkpoint(accelerator, checkpoint_folder) if resume else None
     position = stored or Position(0, 0)
     if accelerator.is_main_process:
@@ -141,7 +147,7 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         temperature=run.recipe.rollout.temperature,
     )
     diagnosis = LiveDiagnosis.of(files, context)
-    arm = Arm(run, name, files, method, model, optimizer, settings, old_policy, diagnosis, position.version)
+    arm = Arm(run, name, files, method, model, optimizer, critic, settings, old_policy, diagnosis, position.version)
     arm.announce("giving the engine the arm's weights")
     arm.publish()
     arm.report("arm", run.recipe.row(name).describe())

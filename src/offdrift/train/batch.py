@@ -41,6 +41,10 @@ class Batch:
     old_logits: Callable[[Rollouts], Tensor] | None = None
     """The old policy's tempered logits of a piece, `[n, v]`, where the method compares whole
     distributions of the old and the current policy: one more forward pass per piece."""
+    values: Float[Tensor, " n"] | None = None
+    """The critic's values when the batch arrived, where there is one."""
+    returns: Float[Tensor, " n"] | None = None
+    """Targets of the values."""
 
     def select(self, sequences: Tensor) -> Batch:
         """Some of the sequences, as a batch of their own."""
@@ -52,6 +56,8 @@ class Batch:
             old=None if self.old is None else self.old.select(rows),
             logp_ref=None if self.logp_ref is None else self.logp_ref[rows],
             old_status=None if self.old_status is None else self.old_status[rows],
+            values=None if self.values is None else self.values[rows],
+            returns=None if self.returns is None else self.returns[rows],
         )
 
 
@@ -84,7 +90,8 @@ def make_batch(arm: Arm, rollouts: Rollouts) -> Batch:
             old = arm.old_policy.score(arm.model, rollouts, arm.version, exact=exact, **options)
     if method.penalty is not None:
         logp_ref = score_batch(arm.run.model, rollouts, token_budget=optim.token_budget).logp
-    advantages = token_advantages(arm, rollouts, trainer, old, logp_ref)
+    values = None if arm.critic is None else arm.critic.values(rollouts, token_budget=optim.token_budget)
+    advantages, returns = token_advantages(arm, rollouts, trainer, old, logp_ref, values)
     if old is not None:
         status = old.status(rollouts.rollout_version)
     elif old_is_current or method.anchor is not None:
@@ -95,7 +102,7 @@ def make_batch(arm: Arm, rollouts: Rollouts) -> Batch:
         return arm.old_policy.logits(arm.model, piece, arm.version)
 
     compared = old_logits if arm.compares_old else None
-    return Batch(rollouts, advantages, old, logp_ref, cap, status, old_is_current, compared)
+    return Batch(rollouts, advantages, old, logp_ref, cap, status, old_is_current, compared, values, returns)
 
 
 def token_advantages(
@@ -104,8 +111,9 @@ def token_advantages(
     trainer: PolicyScores | None,
     old: PolicyScores | None,
     logp_ref: Float[Tensor, " n"] | None,
-) -> Float[Tensor, " n"]:
-    """Advantage of every token, by the arm's estimator, from the scores of `make_batch`."""
+    values: Float[Tensor, " n"] | None,
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
+    """Advantage of every token, by the arm's estimator, from the scores of `make_batch`; and the critic's targets."""
     method, rewards, segments = arm.method, rollouts.rewards, rollouts.segments
     assert rewards is not None
     unit_rewards(rewards.double().numpy(), arm.run.recipe.reward_range)
@@ -119,11 +127,10 @@ def token_advantages(
         weights = arm.run.recipe.optim.component_weights
         options["components"] = torch.stack(list(rollouts.components.values()), 1)
         options["component_weights"] = torch.tensor([weights.get(name, 1.0) for name in rollouts.components])
-    if trainer is None:
-        return advantages(rewards, segments, **options)
-    # The trainer is the policy whose gradients the estimator weighs.
-    options |= {"logp_old": trainer.logp, "sum_pi_squared": trainer.sum_pi_squared}
+    if trainer is not None:  # the policy whose gradients the estimator weighs
+        options |= {"logp_old": trainer.logp, "sum_pi_squared": trainer.sum_pi_squared}
     if arm.advantages_read_gates:
+        assert trainer is not None
         # Gates and weights as they decide before the batch's first update.
         old = old or trainer
         logprobs = LogProbs.pack(rollouts.logp_rollout, trainer.logp, old.logp, segments=segments)
@@ -139,6 +146,12 @@ def token_advantages(
         options["weight"] = corrected.weight
         options["keep"] = segments.sum(corrected.keep.to(trainer.logp.dtype)) > 0
     if logp_ref is not None and method.penalty is not None and method.penalty.place == "reward":
+        assert trainer is not None
         kl = method.penalty(trainer.logp, logp_ref, log_ratio=trainer.logp - rollouts.logp_rollout)
         rewards = penalized_rewards(rewards, segments, kl, method.penalty.coef)
-    return advantages(rewards, segments, **options)
+    returns = None
+    if arm.critic is not None:
+        assert values is not None
+        options |= {"values": values, "gamma": arm.critic.settings.gamma, "lam": arm.critic.settings.lam}
+        returns = arm.critic.returns(rewards, values, segments)
+    return advantages(rewards, segments, **options), returns

@@ -5,7 +5,7 @@
 `train` runs one arm after the other; `train_arm` is the update. `arm` has the state of an arm, `context` what all
 arms share.
 
-Simplified on purpose: one learning rate, no critic; sampling and training alternate in one process
+Simplified on purpose: one constant learning rate; sampling and training alternate in one process
 (`accelerate launch` runs several such processes side by side).
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch import Tensor
 
 from offdrift.engines import make_engine
 from offdrift.train.arm import Arm, start_arm
-from offdrift.train.batch import make_batch
+from offdrift.train.batch import Batch, make_batch
 from offdrift.train.context import Event as Event
 from offdrift.train.context import RunContext, Watch, begin, model_facts, set_up
+from offdrift.train.critic import critic_step
 from offdrift.train.models import save_for_engine
 from offdrift.train.recipe import Recipe
 from offdrift.train.record import TokenLog, record_update, summarize_arm
@@ -105,6 +107,8 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
                 view=sampled or logged,
                 region=arm.region,
             )
+            if arm.critic is not None:
+                update = replace(update, stats=update.stats.plus(*learn_values(arm, minibatch)))
             arm.advance(update.method)
             # Record: metrics, certificate, findings, samples; for the audit, every token.
             if logged and update.tokens is not None:
@@ -138,6 +142,23 @@ def minibatches(recipe: Recipe, index: int, sequences: int) -> Iterator[tuple[in
         g = torch.Generator().manual_seed(batch_seed(recipe.seed, index, epoch))
         for part in torch.randperm(sequences, generator=g).tensor_split(optim.minibatches):
             yield epoch, part
+
+
+def learn_values(arm: Arm, minibatch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The critic's step on a minibatch; its sums and maxima."""
+    optim, critic = arm.run.recipe.optim, arm.critic
+    assert critic is not None
+    assert minibatch.values is not None
+    assert minibatch.returns is not None
+    return critic_step(
+        arm.run.accelerator,
+        critic,
+        minibatch.rollouts,
+        minibatch.values,
+        minibatch.returns,
+        token_budget=optim.token_budget,
+        max_grad_norm=optim.max_grad_norm,
+    )
 
 
 def evaluate(arm: Arm) -> None:

@@ -29,7 +29,7 @@ FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components"}
+SUPPLIED = {"logp_old", "sum_pi_squared", "weight", "position", "greedy_rewards", "components", "values"}
 """Inputs of advantage estimators that the trainer has, besides rewards and groups."""
 
 
@@ -126,6 +126,19 @@ class Optim(Part):
     """Whether siblings that a gate rejects count in their group's baseline ("sampled") or not."""
 
 
+class Critic(Part):
+    """Read by advantage estimators that need a critic (gae); no other method has one."""
+
+    lr: PositiveFloat = 1e-4
+    """AdamW learning rate of the critic."""
+    clip: PositiveFloat | None = 0.2
+    """PPO's limit on how far a value moves from what it was when the batch arrived, in reward units."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Weight of longer returns in generalized advantage estimation; 1: the return minus the value."""
+
+
 class Log(Part):
     eval_every: Positive = 16
     """Rollout batches between evaluations on held-out prompts."""
@@ -195,6 +208,7 @@ class Recipe(Part):
     lag: Lag = Lag()
     old_policy: OldPolicy = OldPolicy()
     optim: Optim = Optim()
+    critic: Critic = Critic()
     log: Log = Log()
     certificate: Certificate = Certificate()
     arms: dict[FolderName, Arm] = Field(min_length=1)
@@ -230,8 +244,7 @@ class Recipe(Part):
             if missing:
                 raise ValueError(
                     f"arms.{name}: advantage {how!r} needs {', '.join(missing)}, which this trainer "
-                    "does not produce (it has no critic); set optim.advantage to another, or call offdrift.advantages "
-                    "from your own loop"
+                    "does not produce; set optim.advantage to another, or call offdrift.advantages from your own loop"
                 )
             if "components" in ADVANTAGES[how].needs and ":" not in (self.reward or ""):
                 raise ValueError(

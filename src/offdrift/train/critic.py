@@ -1,0 +1,170 @@
+"""The critic of PPO: a value of every prefix, learned beside the policy from the same batches.
+
+    V(s_t) = w . h_t + b,   h_t the last hidden state of a model of its own that has read the prompt and y_<t
+
+It begins as a copy of the policy's weights with a value of 0 everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from offdrift.advantages.base import Credit
+from offdrift.advantages.token import generalized_advantage
+from offdrift.engines.score import chunks, left_right_padded
+from offdrift.errors import EngineError
+from offdrift.records.rollouts import Rollouts
+from offdrift.segments import Segments
+from offdrift.train import recipe
+
+SUMS = tuple(
+    f"critic/{name}" for name in ("vf", "vf_clipped", "value", "return", "return_squared", "error", "error_squared")
+)
+"""Sums over tokens that the metrics of the critic are made of; `error` is the return minus the value before."""
+
+
+class ValueModel(nn.Module):
+    """A language model's body with one number per position in place of its logits."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = copy.deepcopy(model.base_model)
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, rollouts: Rollouts) -> Float[Tensor, " n"]:
+        """Value before each response token."""
+        inputs = left_right_padded(rollouts, device=self.head.weight.device)
+        states = self.body(
+            input_ids=inputs.ids, attention_mask=inputs.attention, position_ids=inputs.positions, use_cache=False
+        ).last_hidden_state
+        # The state at the last prompt token precedes the first response token.
+        first = int(rollouts.prompt_cu_seqlens.diff().max()) - 1
+        return self.head(states[inputs.rows, first + inputs.columns].to(self.head.weight.dtype)).squeeze(-1)
+
+
+class Critic(NamedTuple):
+    """A value model, prepared by accelerate, with its optimizer and settings."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    settings: recipe.Critic
+
+    @staticmethod
+    def start(model: PreTrainedModel, settings: recipe.Critic, accelerator: Accelerator) -> Critic:
+        """A critic that begins at the policy's weights."""
+        critic = ValueModel(model).to(accelerator.device)
+        optimizer = torch.optim.AdamW(critic.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        prepared, optimizer = accelerator.prepare(critic, optimizer)
+        return Critic(prepared, optimizer, settings)
+
+    @torch.no_grad()
+    def values(self, rollouts: Rollouts, *, token_budget: int) -> Float[Tensor, " n"]:
+        """Value before every response token, on the host. Gradient: none."""
+        self.model.eval()
+        values = torch.zeros(len(rollouts.tokens))
+        for sequences in chunks(rollouts, token_budget=token_budget):
+            values[rollouts.segments.rows(sequences)] = self.model(rollouts.select(sequences)).float().cpu()
+        return values
+
+    def returns(
+        self, rewards: Float[Tensor, " r"], values: Float[Tensor, " n"], segments: Segments
+    ) -> Float[Tensor, " n"]:
+        """Targets of the values: generalized advantages before whitening, plus the values themselves."""
+        gamma, lam = self.settings.gamma, self.settings.lam
+        token_rewards = Credit(rewards=rewards, segments=segments).token_rewards
+        return generalized_advantage(token_rewards, values, segments, gamma=gamma, lam=lam) + values
+
+
+def value_loss(
+    values: Float[Tensor, " n"],
+    old: Float[Tensor, " n"],
+    returns: Float[Tensor, " n"],
+    *,
+    clip: float | None = None,
+) -> Float[Tensor, " n"]:
+    """PPO's loss of each value, before averaging.
+
+        1/2 max((v - R)^2, (clamp(v, old - clip, old + clip) - R)^2)
+
+    Args:
+        values: the critic's values now.
+        old: its values when the batch arrived.
+        returns: their targets.
+        clip: how far a value may move before it gains nothing by moving on; None: 1/2 (v - R)^2.
+
+    Gradient: to `values`.
+
+    Example:
+        >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]), clip=0.2)
+        tensor([0.3200])
+
+    Reference: Proximal Policy Optimization, arXiv:1707.06347; the clipped form is of its authors' code.
+    """
+    error = (values - returns).square()
+    if clip is not None:
+        error = torch.maximum(error, (values.clamp(old - clip, old + clip) - returns).square())
+    return error / 2
+
+
+def critic_step(
+    accelerator: Accelerator,
+    critic: Critic,
+    rollouts: Rollouts,
+    old: Float[Tensor, " n"],
+    returns: Float[Tensor, " n"],
+    *,
+    token_budget: int,
+    max_grad_norm: float,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One optimizer step of the critic on a minibatch: the mean of `value_loss` over all its tokens.
+
+    Args:
+        old: values when the batch arrived, per token.
+        returns: their targets, per token.
+
+    Returns: sums and maxima over all processes, for the metrics `critic/...`.
+
+    Raises: `EngineError` if the gradient is not finite; the critic is left as it was.
+    """
+    world, model, clip = accelerator.num_processes, critic.model, critic.settings.clip
+    tokens = len(old) if world == 1 else sum(gather_object([len(old)]))
+    pieces = list(chunks(rollouts, token_budget=token_budget))
+    passes = len(pieces) if world == 1 else max(gather_object([len(pieces)]))
+    model.train()
+    critic.optimizer.zero_grad(set_to_none=True)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=accelerator.device)
+    for i in range(passes):
+        # As in the policy's step: processes with fewer pieces repeat their last without counting it.
+        counts, sequences = float(i < len(pieces)), pieces[min(i, len(pieces) - 1)]
+        rows = rollouts.segments.rows(sequences)
+        with contextlib.nullcontext() if i == passes - 1 else accelerator.no_sync(model):
+            values = model(rollouts.select(sequences)).float()
+            before, target = old[rows].to(values.device), returns[rows].to(values.device)
+            losses = value_loss(values, before, target, clip=clip)
+            accelerator.backward(counts * losses.sum() * world / tokens)
+        limited = (values - before).abs() > (math.inf if clip is None else clip)
+        error = target - before
+        terms = (losses, limited, before, target, target.square(), error, error.square())
+        sums += counts * torch.stack([x.detach().double().sum() for x in terms])
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = torch.as_tensor(0.0 if norm is None else norm).cpu()
+    if not bool(norm.isfinite()):
+        raise EngineError(
+            f"the critic's gradient norm is {norm.item()}; its step was not taken. Lower critic.lr, or look at the "
+            "rewards of the last batch"
+        )
+    critic.optimizer.step()
+    sums = sums.cpu() if world == 1 else torch.stack(gather_object([sums.cpu()])).sum(0)
+    return dict(zip(SUMS, sums, strict=True)), {"critic/grad_norm": norm}

@@ -1,0 +1,143 @@
+"""The critic: its values, targets and loss, and PPO with it in a run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from offdrift.engines import make_engine
+from offdrift.records.rollouts import Sampling
+from offdrift.segments import Segments
+from offdrift.train import recipe
+from offdrift.train.critic import Critic, ValueModel, critic_step, value_loss
+from offdrift.train.loop import train
+from offdrift.train.models import load_model
+from tests.train.conftest import small_recipe
+
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10], [3, 4]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("tiny-qwen3", seed=0)[0]
+
+
+@pytest.fixture(scope="module")
+def rollouts(model):
+    drawn = make_engine("transformers", model).generate(PROMPTS, Sampling(6, stop_token_ids=tuple(range(8))), seed=0)
+    assert len(set(drawn.lengths.tolist())) > 1
+    return drawn
+
+
+def critic_of(model, **settings):
+    torch.manual_seed(0)
+    critic = Critic.start(model, recipe.Critic(**settings), Accelerator(cpu=True))
+    torch.nn.init.normal_(critic.model.head.weight, std=0.02)
+    return critic
+
+
+def step(critic, rollouts, old, returns, **options):
+    return critic_step(
+        Accelerator(cpu=True), critic, rollouts, old, returns, **{"token_budget": 4096, "max_grad_norm": 1e9, **options}
+    )
+
+
+def test_a_value_is_of_the_prefix_before_its_token(model, rollouts):
+    critic = critic_of(model)
+    values = critic.values(rollouts, token_budget=4096)
+    for i, prompt in enumerate(PROMPTS):
+        a, b = rollouts.cu_seqlens[i : i + 2].tolist()
+        for t in range(b - a):
+            prefix = torch.tensor([prompt + rollouts.tokens[a : a + t].tolist()])
+            state = critic.model.body(input_ids=prefix).last_hidden_state[0, -1]
+            assert float(critic.model.head(state).detach()) == pytest.approx(float(values[a + t]), abs=1e-5)
+    torch.testing.assert_close(critic.values(rollouts, token_budget=8), values, atol=1e-5, rtol=0)
+
+
+def test_it_begins_at_the_policys_weights_with_no_opinion(model, rollouts):
+    fresh = ValueModel(model)
+    assert fresh(rollouts).abs().max() == 0
+    assert torch.equal(fresh.body.embed_tokens.weight, model.get_input_embeddings().weight)
+    assert fresh.body is not model.base_model
+
+
+def test_returns_are_rewards_to_go_where_lam_is_1_and_one_step_ahead_where_it_is_0(model):
+    segments, values = Segments.from_lengths([3, 1]), torch.tensor([0.5, 0.2, 0.7, 0.4])
+    rewards = torch.tensor([1.0, 0.25])
+    whole = critic_of(model, gamma=0.9, lam=1.0).returns(rewards, values, segments)
+    torch.testing.assert_close(whole, torch.tensor([0.81, 0.9, 1.0, 0.25]))
+    ahead = critic_of(model, gamma=0.9, lam=0.0).returns(rewards, values, segments)
+    torch.testing.assert_close(ahead, torch.tensor([0.18, 0.63, 1.0, 0.25]))
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient"),
+    [
+        (0.1, 0.0, 1.0, 0.405, -0.9),  # within the clip
+        (0.5, 0.0, 1.0, 0.32, 0.0),  # past it towards the target: nothing more to gain
+        (-0.5, 0.0, 1.0, 1.125, -1.5),  # past it away from the target: pulled back
+        (1.2, 1.1, 1.0, 0.02, 0.2),
+    ],
+)
+def test_a_clipped_value_gains_nothing_by_moving_on(value, old, target, loss, gradient):
+    v = torch.tensor([value], requires_grad=True)
+    found = value_loss(v, torch.tensor([old]), torch.tensor([target]), clip=0.2)
+    found.sum().backward()
+    assert found.item() == pytest.approx(loss)
+    assert v.grad.item() == pytest.approx(gradient)
+    assert value_loss(v, v.detach(), torch.tensor([target])).item() == pytest.approx((value - target) ** 2 / 2)
+
+
+def test_a_step_does_not_depend_on_the_token_budget(model, rollouts):
+    g = torch.Generator().manual_seed(0)
+    returns = torch.rand(len(rollouts.tokens), generator=g)
+    after = []
+    for budget in (4096, 9):
+        critic = critic_of(model, clip=None)
+        old = critic.values(rollouts, token_budget=4096)
+        sums, maxima = step(critic, rollouts, old, returns, token_budget=budget)
+        assert float(sums["critic/vf"]) == pytest.approx(float(((old - returns) ** 2 / 2).sum()), rel=1e-5)
+        assert float(sums["critic/error_squared"]) == pytest.approx(float(((old - returns) ** 2).sum()), rel=1e-5)
+        after.append((critic.model.head.weight.detach().clone(), maxima["critic/grad_norm"]))
+    torch.testing.assert_close(after[0], after[1], atol=2e-5, rtol=1e-3)
+
+
+def test_values_learn_what_returns_are(model, rollouts):
+    critic = critic_of(model, clip=None, lr=3e-3)
+    returns = (rollouts.tokens % 3).float()
+    error = []
+    for _ in range(40):
+        old = critic.values(rollouts, token_budget=4096)
+        error.append(float((old - returns).square().mean()))
+        step(critic, rollouts, old, returns)
+    assert error[-1] < 0.2 * error[0]
+
+
+def test_ppo_trains_with_a_critic_and_resumes_to_the_same_numbers(tmp_path):
+    changes = {"batches": 4, "optim": {"advantage": "gae", "lr": 1e-4}, "critic": {"lr": 1e-3, "lam": 0.95}}
+    recipe_ = small_recipe(**changes, arms={"ppo": {"method": "ppo_clip"}})
+    train(recipe_, tmp_path / "whole")
+    whole = metrics_of(tmp_path / "whole")
+    assert all(math.isfinite(row["critic/vf_loss"]) and row["critic/grad_norm"] > 0 for row in whole)
+    assert whole[0]["critic/value_mean"] == 0
+    assert whole[0]["critic/vf_explained_var"] == pytest.approx(0, abs=1e-6)
+    assert whole[-1]["critic/value_mean"] != 0
+
+    def interrupted(event):
+        if event.kind == "update" and event.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe_, tmp_path / "parts", watch=interrupted)
+    train(recipe_, tmp_path / "parts", resume=True)
+    for a, b in zip(whole, metrics_of(tmp_path / "parts"), strict=True):
+        for key in ("critic/vf_loss", "critic/vf_explained_var", "reward/mean", "optim/loss"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5, nan_ok=True), (a["update"], key)
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "arms/ppo/metrics.jsonl").read_text().splitlines()]
