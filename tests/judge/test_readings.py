@@ -203,6 +203,21 @@ def test_mean_ratio_follows_from_what_every_framework_logs():
     assert reading_after([row])["ratio_mean"] == pytest.approx(float(l.exp().mean()), abs=1e-12)
 
 
+def test_signatures_by_hand():
+    row = {
+        "positive_frac": 0.6,
+        "negative_frac": 0.2,
+        "k1": 0.05,
+        "k3": 0.01,
+        "abs_log_ratio_max": 5.0,
+        "abs_log_ratio_mean": 0.1,
+    }
+    row |= {"slope": 0.9, "shift_corr": 0.3, "shift_corr_before": 0.5, "shift_corr_after": 0.8}
+    reading = reading_after([{f"mismatch/{name}": x for name, x in row.items()}])
+    expected = {"asymmetry": 0.5, "filter_share": 0.8, "tail_ratio": 50, "slope_off": 0.1, "shift_gain": 0.5}
+    assert {name: reading[name] for name in expected} == pytest.approx(expected)
+
+
 def test_gates_and_weights_by_the_method():
     rows = altered({"weight/cap_frac": 0.2})
     assert reading_after(rows, Context(method="decoupled_token_icepop"))["icepop_oob"] == 0.2
