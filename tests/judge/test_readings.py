@@ -38,6 +38,8 @@ def test_engine_ratio_is_mismatch_where_there_is_one():
     full_alone = reading_after([{"full/pearson": 0.8}])
     assert (both_logged["pearson"], full_alone["pearson"]) == (0.9, 0.8)
     assert full_alone.metrics["pearson"] == "full/pearson"
+    heavy = reading_after([{"mismatch/k1": 0.1, "mismatch/chi2_token": 0.1, "full/chi2_token": 0.3}])
+    assert heavy["chi2_token"] == 0.3, "the larger of both"
 
 
 @pytest.mark.parametrize("nothing", [None, math.nan, math.inf, -math.inf, "0.9", [0.9], {}])
@@ -48,6 +50,7 @@ def test_what_is_not_a_number_is_missing(nothing):
 def test_broken_gradients_are_not_missing():
     assert reading_after([{"optim/grad_norm": math.inf}])["broken"] == 1
     assert "broken" not in reading_after([{"optim/grad_norm": 1.0}])
+    assert "broken" not in reading_after([{"optim/grad_norm": math.inf}, {"optim/grad_norm": 1.0}]), "of the last step"
     assert "broken" not in reading_after([{"optim/grad_norm": None}])
 
 
