@@ -20,8 +20,21 @@ from offdrift.records.batch import Logged
 SCALES = (3e-4, 0.01, 0.1, 0.3, 0.8)
 """Nats by which the tokens of a sequence drift, from mu to old and from old to pi."""
 LIMIT = 20.0
-ALL = ("logp_old", "logp", "advantages", "rewards", "group_ids", "rollout_version", "version", "entropy",
-       "divergences", "tokens", "old_status", "truncated", "texts")  # fmt: skip
+ALL = (
+    "logp_old",
+    "logp",
+    "advantages",
+    "rewards",
+    "group_ids",
+    "rollout_version",
+    "version",
+    "entropy",
+    "divergences",
+    "tokens",
+    "old_status",
+    "truncated",
+    "texts",
+)
 
 
 def log_of(lengths: Sequence[int] | Tensor, steps: Sequence[int] | Tensor | None = None, **fields: Any) -> Logged:

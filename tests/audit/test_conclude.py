@@ -28,7 +28,7 @@ def row(name: str, kept: float, ess: float) -> dict[str, Any]:
 
 
 def rows(kept: float, ess: float) -> list[dict[str, Any]]:
-    names = ("decoupled_geo_rs", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis")  # fmt: skip
+    names = ("decoupled_geo_rs", "decoupled_geo_rs_token_tis", "bypass_pg_geo_rs", "bypass_pg_geo_rs_token_tis")
     return [row(f"{name}(0.99_1.01)", kept, ess) for name in names]
 
 
@@ -58,8 +58,8 @@ def overall(on: str = "mismatch", **said: float | None) -> dict[str, float | Non
 def test_suggestion(said: dict, kept: float, ess: float, method: str | None, rung: str):
     for on, prefix in (("mismatch", "decoupled"), ("full", "bypass_pg")):
         found = suggest(rows(kept, ess), overall(on, **said))
-        expected = method if on == "mismatch" or method is None else method.replace("decoupled", prefix)  # fmt: skip
-        assert found["method"] == {"disabled": "disabled" if on == "mismatch" else "none"}.get(expected or "", expected)  # fmt: skip
+        expected = method if on == "mismatch" or method is None else method.replace("decoupled", prefix)
+        assert found["method"] == {"disabled": "disabled" if on == "mismatch" else "none"}.get(expected or "", expected)
         assert found["rung"] == rung
         if found["method"] is None:
             assert "repair the system" in found["why"]
@@ -118,7 +118,7 @@ def test_suggestions_on_logs_end_to_end(log: Logged, method: str | None):
         log = replace(log, logp=log.logp_old, logp_old=None) if current else log
         metrics = summarize(DriftStats.of(log.logprobs()))
         found = suggest(Counterfactual.of(log).table(), metrics)
-        renamed = None if method is None else method.replace("decoupled", "bypass_pg").replace("disabled", "none")  # fmt: skip
+        renamed = None if method is None else method.replace("decoupled", "bypass_pg").replace("disabled", "none")
         assert found["method"] == (renamed if current else method), found
 
 
@@ -191,7 +191,7 @@ def test_a_low_correlation_of_probabilities_near_one_is_no_reason_by_itself():
     """Probabilities within [0.9989, 0.9999] that differ by 5e-4 correlate badly and are equal."""
     near = overall(pearson=0.5, k1=1e-5, chi2_token=1e-6)
     assert suggest([], near | {"mismatch/prob_diff_max": 5e-4})["rung"] == "none"
-    for more in ({}, {"mismatch/prob_diff_max": 0.2}, {"mismatch/prob_diff_max": 5e-4, "mismatch/k1": 0.03}):  # fmt: skip
+    for more in ({}, {"mismatch/prob_diff_max": 0.2}, {"mismatch/prob_diff_max": 5e-4, "mismatch/k1": 0.03}):
         assert suggest(rows(1.0, 1.0), near | more)["rung"] == "systems fix"
 
 

@@ -228,12 +228,12 @@ def test_without_the_current_policy_the_first_update_is_tried():
     own = table(replace(BATCH, logp=BATCH.logp_old))
     marked = [name for name, row in rows.items() if row["on"].endswith(", at the first update")]
     assert {"token_tis", "cispo", "trm_max_k2", "bypass_ppo_clip", "vespo"} <= set(marked)
-    assert not {"decoupled_token_is", "geo_mask", "none", "disabled", "trm_max", "roll_flash"} & set(marked)  # fmt: skip
+    assert not {"decoupled_token_is", "geo_mask", "none", "disabled", "trm_max", "roll_flash"} & set(marked)
     for name, row in rows.items():
         for key in NUMBERS:
             if key != "clipped_frac":
                 assert row[key] == own[name][key], (name, key)
-    without = table(replace(BATCH, logp=None, divergences={k: x for k, x in BATCH.divergences.items() if "old" in k}))  # fmt: skip
+    without = table(replace(BATCH, logp=None, divergences={k: x for k, x in BATCH.divergences.items() if "old" in k}))
     assert without["trm_max"]["kept_tokens"] == told["trm_max"]["kept_tokens"]
     assert without["trm_max"]["on"] == "full, at the first update"
     assert rows["bypass_ppo_clip"]["clipped_frac"] == own["bypass_ppo_clip"]["clipped_frac"]

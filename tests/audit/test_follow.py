@@ -42,14 +42,15 @@ def test_a_step_is_given_once_a_later_one_appears(tmp_path):
     assert list(follow.poll()) == []
 
 
-def test_the_last_step_is_given_when_nothing_more_comes(tmp_path):
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_last_step_is_given_when_nothing_more_comes(tmp_path, finished):
     log, clock = tmp_path / "log.jsonl", Clock()
     log.write_text(line(1))
     follow = Log([str(log)], clock=clock, settle=10)
     assert list(follow.poll()) == []
-    clock.now = 11
-    (row,) = follow.poll()
-    assert row.numbers["step"] == 1
+    clock.now = 0 if finished else 11
+    assert [r.numbers["step"] for r in (follow.finish() if finished else follow.poll())] == [1]
+    assert list(follow.finish()) == []
 
 
 def test_half_a_line_waits_for_its_end(tmp_path):
@@ -64,23 +65,15 @@ def test_half_a_line_waits_for_its_end(tmp_path):
     assert follow.bad_rows == 0
 
 
-def test_a_row_of_a_step_that_was_given_is_counted_and_not_given_again(tmp_path):
+def test_a_row_of_a_step_that_was_given_is_counted_as_a_bad_line_is_and_not_given_again(tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text(line(1) + line(2))
     follow = Log([str(log)])
     assert len(list(follow.poll())) == 1
     with log.open("a") as f:
-        f.write(line(1) + line(3))
+        f.write(line(1) + "nonsense\n" + line(3))
     assert [r.numbers["step"] for r in follow.poll()] == [2]
-    assert follow.late_rows == 1
-
-
-def test_bad_lines_are_counted(tmp_path):
-    log = tmp_path / "log.jsonl"
-    log.write_text(line(1) + "nonsense\n" + line(2))
-    follow = Log([str(log)])
-    assert len(list(follow.poll())) == 1
-    assert follow.bad_rows == 1
+    assert (follow.late_rows, follow.bad_rows) == (1, 1)
 
 
 def test_a_run_of_ours_is_followed_by_its_metrics(tmp_path):
@@ -119,15 +112,6 @@ def test_a_log_that_was_written_anew_is_read_from_its_beginning(tmp_path):
     assert [r.numbers["step"] for r in follow.poll()] == [2, 3]
 
 
-def test_finishing_gives_the_step_that_was_waiting(tmp_path):
-    log = tmp_path / "log.jsonl"
-    log.write_text(line(1))
-    follow = Log([str(log)])
-    assert list(follow.poll()) == []
-    assert [r.numbers["step"] for r in follow.finish()] == [1]
-    assert list(follow.finish()) == []
-
-
 def aged(step: int, version: int, drawn: int) -> str:
     row = {**json.loads(line(step)), "version": version, "rollout_version": drawn}
     return json.dumps(row) + "\n"
@@ -159,7 +143,7 @@ def test_a_step_waits_for_the_files_of_other_ranks_and_memory_for_none(tmp_path)
         for recorder in recorders:
             for step in range(5 * block + 1, 5 * block + 6):
                 logp = torch.full((4, 6), -1.0)
-                record(recorder, step=step, logp_rollout=logp, logp=logp - 0.01, mask=torch.ones(4, 6))  # fmt: skip
+                record(recorder, step=step, logp_rollout=logp, logp=logp - 0.01, mask=torch.ones(4, 6))
             recorder.flush()
             follow_clock.now += 4
             rows += follow.poll()

@@ -71,7 +71,7 @@ def test_it_is_what_the_parts_certify_of_the_old_policy():
 
 def test_what_a_log_cannot_show_is_part_of_the_verdict():
     verdict = Proof.of(log()).as_dict()["verdict"]
-    assert verdict.endswith("rewards lie in [0, 1]; no response can be longer than the longest logged, 4 tokens")  # fmt: skip
+    assert verdict.endswith("rewards lie in [0, 1]; no response can be longer than the longest logged, 4 tokens")
     masked = replace(log(), response_lengths=log().response_lengths + 1)
     assert "were not drawn by the policy" in Proof.of(masked).as_dict()["verdict"]
     some, rest = masked.select(torch.arange(30)), log().select(torch.arange(30, B))
@@ -105,7 +105,7 @@ def test_any_split_between_groups_gives_what_one_pass_gives(limit: int, monkeypa
     whole = log([(8, 9, 10)[k] for k in kind], [(7, 7, 6)[k] for k in kind])
     one = Proof.of(whole)
     a, b, c, d = pieces(whole, [30, 90, 180])
-    for merged in (a.merge(b).merge(c).merge(d), a.merge(b.merge(c.merge(d))), d.merge(b).merge(a).merge(c)):  # fmt: skip
+    for merged in (a.merge(b).merge(c).merge(d), a.merge(b.merge(c.merge(d))), d.merge(b).merge(a).merge(c)):
         expected = one.as_dict()
         assert expected["why_not"] is None
         assert compared(merged.as_dict(), expected) == len(expected) - 1
@@ -180,7 +180,7 @@ def test_prompts_are_told_apart_by_their_texts():
     assert found["prompts"] == 8
     expected = direct(log(), ids=ids)
     assert found["estimates"].keys() == expected["estimates"].keys()
-    assert found["estimates"]["acceptance"]["mean"] == pytest.approx(expected["estimates"]["acceptance"]["mean"])  # fmt: skip
+    assert found["estimates"]["acceptance"]["mean"] == pytest.approx(expected["estimates"]["acceptance"]["mean"])
 
 
 SOME_UNSCORED = [0 if i == 5 else 2 + i % 3 for i in range(B)]
@@ -213,7 +213,7 @@ def test_weights_that_changed_while_drawing_are_no_one_policy():
     whole = log()
     mixed = whole.rollout_version.clone()
     mixed[0] = 6
-    assert "no one rollout policy" in Proof.of(replace(whole, rollout_version=mixed)).as_dict()["why_not"]  # fmt: skip
+    assert "no one rollout policy" in Proof.of(replace(whole, rollout_version=mixed)).as_dict()["why_not"]
     # One such sequence spoils whatever it is merged with, in any order; another version does not mind.
     a, b = whole.select(torch.arange(30)), whole.select(torch.arange(30, B))
     spoiled = replace(a, rollout_version=mixed[: a.num_tokens])
@@ -238,11 +238,11 @@ def test_nothing_is_no_evidence_and_gives_way_to_any():
     for merged in (Proof().merge(whole), whole.merge(Proof.of(empty))):
         assert merged.as_dict() == whole.as_dict()
     why = Proof.of(replace(log(), rewards=None))
-    assert Proof().merge(why).as_dict() == why.merge(Proof()).as_dict() == why.as_dict()  # fmt: skip
+    assert Proof().merge(why).as_dict() == why.merge(Proof()).as_dict() == why.as_dict()
 
 
 def test_sampled_estimates_under_other_names_back_nothing():
     """Only the four names of exact divergences count; k3 of the drawn tokens is none of them."""
     whole = log()
     sampled = {k.replace("kl", "k3"): x for k, x in whole.divergences.items() if "kl" in k}
-    assert "a sampled estimate proves nothing" in Proof.of(replace(whole, divergences=sampled)).as_dict()["why_not"]  # fmt: skip
+    assert "a sampled estimate proves nothing" in Proof.of(replace(whole, divergences=sampled)).as_dict()["why_not"]

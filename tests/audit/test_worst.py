@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offdrift.audit.facets import Facets, chunks
-from offdrift.audit.tally import Tally
+from offdrift.audit.facets import Facets
 from offdrift.audit.worst import SEQUENCES, TOKENS, WINDOW, Worst
 from offdrift.records.batch import Logged
 from tests.audit.logs import log_ratios, make_log
@@ -25,7 +24,7 @@ def test_the_worst_by_their_definition(on):
     order = sorted(drift, key=lambda i: -drift[i])[:SEQUENCES]
     assert [e["row"] for e in got.sequences] == [i + 1 for i in order]
     assert [e["k3_sum"] for e in got.sequences] == pytest.approx([drift[i] for i in order])
-    assert [e["k3_mean"] for e in got.sequences] == pytest.approx([drift[i] / len(ls[i]) for i in order])  # fmt: skip
+    assert [e["k3_mean"] for e in got.sequences] == pytest.approx([drift[i] / len(ls[i]) for i in order])
     assert [e["max_abs_log_ratio"] for e in got.sequences] == [max(map(abs, ls[i])) for i in order]
     places = [(i, t) for i, held in enumerate(ls) for t in range(len(held))]
     tokens = sorted(places, key=lambda p: -abs(ls[p[0]][p[1]]))[:TOKENS]
@@ -40,7 +39,7 @@ def test_ties_go_to_the_earlier_place_however_parts_are_merged():
     log = replace(log, logp_rollout=-one, logp_old=-1.5 * one)
     whole = worst_of(log)
     assert [e["row"] for e in whole.sequences] == list(range(1, SEQUENCES + 1))
-    assert [(e["row"], e["position"]) for e in whole.tokens] == [(1 + i // 5, i % 5) for i in range(TOKENS)]  # fmt: skip
+    assert [(e["row"], e["position"]) for e in whole.tokens] == [(1 + i // 5, i % 5) for i in range(TOKENS)]
     a, b, c = (worst_of(log.select(torch.arange(i, i + 20))) for i in (0, 20, 40))
     assert a.merge(b).merge(c) == c.merge(b).merge(a) == b.merge(a.merge(c))
     assert a.merge(b).merge(c).tokens == whole.tokens
@@ -92,10 +91,3 @@ def test_text_is_kept_in_bounds_around_the_place():
     assert "08050" in token["context"]
     assert token["context"].startswith("…")
     assert len(token["context"]) < 170
-
-
-def test_a_batch_in_chunks_has_the_same_worst(monkeypatch):
-    log = make_log(1, lengths=[50] * 40)
-    whole = Tally.of(log, file="f").worst
-    monkeypatch.setattr("offdrift.audit.tally.chunks", lambda batch: chunks(batch, tokens=300))
-    assert Tally.of(log, file="f").worst == whole

@@ -12,6 +12,7 @@ from torch import Tensor
 from offdrift.records import Provenance, Rollouts, Sampling
 from offdrift.records.batch import Logged
 from offdrift.records.readers import BadRow, Detected, detect, pieces, read
+from offdrift.records.schema import FIELDS
 
 LOGS = Path(__file__).parents[1] / "data" / "logs"
 
@@ -70,18 +71,10 @@ def unscored(batch: Logged) -> dict[str, int]:
 def flat(batches: Sequence[Logged]) -> dict[str, object]:
     """Batches as one, whatever the cuts: lists and numbers by name."""
     found: dict[str, object] = {"lengths": [n for b in batches for n in b.cu_seqlens.diff().tolist()]}
-    for name in (
-        "step", "row", "response_lengths", "logp_rollout", "logp_old", "logp", "logp_ref",
-        "advantages", "rewards", "rollout_version", "version", "entropy", "tokens", "old_status", "truncated",
-        "group_ids", "in_response",
-    ):  # fmt: skip
+    for name in (*(f.name for f in FIELDS if f.name not in ("position", "trainable")), "in_response"):
         parts = [getattr(b, name) for b in batches]
         if any(p is not None for p in parts):
-            found[name] = [x for p in parts for x in p.tolist()]
-    for name in ("prompts", "completions"):
-        parts = [getattr(b, name) for b in batches]
-        if any(p is not None for p in parts):
-            found[name] = [x for p in parts for x in p]
+            found[name] = [x for p in parts for x in (p if isinstance(p, tuple) else p.tolist())]
     for kind in {k for b in batches for k in b.divergences}:
         found[kind] = [x for b in batches for x in b.divergences[kind].tolist()]
     return found

@@ -70,15 +70,6 @@ def test_a_token_that_no_integer_can_hold_is_a_hole(tmp_path: Path, token: str) 
     assert hole.tokens is None
 
 
-def test_a_field_that_few_rows_have_does_not_cost_the_others(tmp_path: Path) -> None:
-    rows = [GOOD, GOOD, GOOD[:-1] + ', "entropy": [0.5, 0.5]}']
-    (tmp_path / "log.jsonl").write_text("\n".join(rows))
-    _, (without, having), bad = read_all(tmp_path)
-    assert bad == []
-    assert (without.row.tolist(), without.num_tokens, without.entropy) == ([1, 2], 4, None)
-    assert having.entropy.tolist() == [0.5, 0.5]
-
-
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(GOOD.encode() + b"\n\xff\xfe{}\n" + GOOD.encode())

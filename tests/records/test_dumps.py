@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +132,13 @@ def test_every_function_that_the_table_of_formats_names_is_there() -> None:
     assert all(callable(function(name)) for name in names)
 
 
-def nemo_rows() -> Iterator[dict[str, Any]]:
-    for line in (LOGS / "nemo_rl" / "train_data_step7.jsonl").read_text().splitlines():
-        yield json.loads(line)
-
-
 def test_rewards_of_dynamic_sampling_belong_to_the_rows(tmp_path: Path) -> None:
     """`rewards` are then those of every sequence that was drawn, in another order."""
     path = tmp_path / "train_data_step7.jsonl"
-    rows = [{**row, "filtered_rewards": row["rewards"], "rewards": [9.0]} for row in nemo_rows()]
+    own = map(json.loads, (LOGS / "nemo_rl" / path.name).read_text().splitlines())
+    rows = [{**row, "filtered_rewards": row["rewards"], "rewards": [9.0]} for row in own]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    expected = one(LOGS / "nemo_rl").rewards
-    found = one(path).rewards
-    assert torch.equal(found, expected)
+    assert torch.equal(one(path).rewards, one(LOGS / "nemo_rl").rewards)
 
 
 def test_a_folder_with_nemo_rls_validation_alone(tmp_path: Path) -> None:

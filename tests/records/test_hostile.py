@@ -113,7 +113,7 @@ def test_files_that_ask_for_gigabytes_are_refused(tmp_path: Path) -> None:
     for path, outcome in zip(expected, outcomes(*expected), strict=True):
         assert "error" in outcome, (path, outcome)
         assert str(path) in outcome["error"]
-        assert_matches(expected[path], outcome["error"])
+        assert re.search(expected[path], outcome["error"]), outcome
 
 
 def assert_matches(pattern: str, text: str) -> None:

@@ -21,7 +21,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from offdrift.audit.watch import Log
 from offdrift.cli import watch as watch_command
 from offdrift.errors import OffdriftError, RecordError, ShapeError
 from offdrift.records import recorder as module
@@ -679,38 +678,6 @@ def step_of(recorder: Recorder, step: int, *, drift: float = 0.01) -> None:
     record(
         recorder, step=step, logp_rollout=rollout, logp=(rollout + moved).clamp(max=0), mask=torch.ones(SEQUENCES, TIME)
     )
-
-
-def test_each_step_is_given_once_and_whole_while_the_log_is_written(tmp_path: Path) -> None:
-    log = Log([str(tmp_path)])
-    assert list(log.poll()) == []  # nothing is there yet
-    rows = []
-    with Recorder(tmp_path, seconds=600) as recorder:
-        for step in range(1, 10):
-            step_of(recorder, step)
-            if step % 3 == 0:
-                # A file may end in the middle of a step: the other half comes with the next one.
-                assert recorder.flush()
-                step_of(recorder, step)
-                rows += list(log.poll())
-    rows += [*log.poll(), *log.finish()]
-    assert [r.numbers["step"] for r in rows] == list(range(1, 10))
-    halves = [SEQUENCES * (2 if step % 3 == 0 else 1) for step in range(1, 10)]
-    assert [r.numbers["sequences"] for r in rows] == halves
-    assert (log.bad_rows, log.late_rows) == (0, 0)
-
-
-def test_what_a_writer_has_not_finished_is_not_read(tmp_path: Path) -> None:
-    with Recorder(tmp_path) as recorder:
-        step_of(recorder, 1)
-    (whole,) = tmp_path.iterdir()
-    data = whole.read_bytes()
-    (tmp_path / f".{whole.name}.1.tmp").write_bytes(data[: len(data) // 2])
-    (tmp_path / f".{whole.name}.claim").write_bytes(b"")
-    log = Log([str(tmp_path)])
-    rows = [*log.poll(), *log.finish()]
-    assert [(r.numbers["step"], r.numbers["sequences"]) for r in rows] == [(1, SEQUENCES)]
-    assert log.bad_rows == 0
 
 
 def test_the_command_follows_a_recorder_and_finds_an_engine_that_breaks(

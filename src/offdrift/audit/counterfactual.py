@@ -142,7 +142,7 @@ class Counterfactual:
             clipped_frac        share of tokens whose loss the objective's own clip changed
             acceptance_by_length   share of kept sequences by length bucket, see `LENGTH_CUTS`
 
-        Reference: definitions as in `stats.summary`; masked weights count as rejected here.
+        Reference: definitions as in `stats.metrics`; masked weights count as rejected here.
         """
         columns = (self.sums, self.largest, self.logs, self.why_not)
         return [_described(*row) for row in zip(CANDIDATES, *columns, strict=True)]

@@ -138,7 +138,8 @@ def _described(value: Any, arrays: dict[str, list[np.ndarray]]) -> Any:
     if isinstance(value, Mapping):
         return {"map": [[key, _described(x, arrays)] for key, x in value.items()]}
     if isinstance(value, list | tuple):
-        items = [_described(x, arrays) for x in value]
+        plain = all(isinstance(x, str | int | float) for x in value)
+        items = list(value) if plain else [_described(x, arrays) for x in value]
         return {"tuple": items} if isinstance(value, tuple) else items
     return value
 
@@ -146,7 +147,7 @@ def _described(value: Any, arrays: dict[str, list[np.ndarray]]) -> Any:
 def _made(about: Any, flat: dict[str, np.ndarray]) -> Any:
     """What `_described` was called on; takes its arrays off the front of `flat`."""
     if isinstance(about, list):
-        return [_made(x, flat) for x in about]
+        return [_made(x, flat) if isinstance(x, list | dict) else x for x in about]
     if not isinstance(about, dict):
         return about
     if "array" in about:
@@ -156,7 +157,7 @@ def _made(about: Any, flat: dict[str, np.ndarray]) -> Any:
     if "map" in about:
         return {key: _made(x, flat) for key, x in about["map"]}
     if "tuple" in about:
-        return tuple(_made(x, flat) for x in about["tuple"])
+        return tuple(_made(about["tuple"], flat))
     return STORED[about["is"]](*(_made(x, flat) for x in about["of"]))
 
 

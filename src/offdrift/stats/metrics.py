@@ -305,7 +305,7 @@ def noise(s: Numbers) -> float:
     """Proxy 3: what proxy 2 exceeds proxy 1 by, per further sequence; NaN for fewer than two sequences.
 
     The two norms are of different spaces, as in the source; over logits alone it would be proxy 2 / N
-    (`judge.proxies` says why).
+    (`judge.readings.trends` says why).
     """
     n = s["variance_proxy/n"]
     return max(0.0, (power(s) - signal(s)) / (n - 1)) if n > 1 else math.nan

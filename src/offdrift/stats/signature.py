@@ -87,7 +87,7 @@ class PerSequence:
         return PerSequence(*map(torch.cat, columns))
 
     def accepted(self) -> dict[str, Bool[Tensor, " b"]]:
-        """Which sequences with tokens each of `stats.pairs.GATES` lets through."""
+        """Which sequences with tokens each of `stats.metrics.GATES` lets through."""
         filled = self.lengths > 0
         return {
             "sum": filled & (self.total.abs() <= SUM_LIMIT),
@@ -103,7 +103,7 @@ def signature(
     position: Int[Tensor, " n"] | None = None,
     per_sequence: dict[str, PerSequence] | None = None,
 ) -> Named:
-    """Sums for the rows of `stats.pairs.shape`, and for `staleness/clip_frac`, by name.
+    """Sums for the rows of `stats.metrics.shape`, and for `staleness/clip_frac`, by name.
 
     Tokens that the engine did not score are in none of them.
 

@@ -80,6 +80,9 @@ def open_instruct(row: Mapping[str, Any], translated: Row) -> Row:
 def prime_rl(row: Mapping[str, Any]) -> Row:
     """The response of one of prime-rl's token exports (`trainer.enable_token_export = true`).
 
+    Prompt and response together; `trainer_logprobs[i]` and `inference_logprobs[i]` are both the log-prob of token i.
+    Non-finite numbers were written as null.
+
     Source: prime-rl 559b447, src/prime_rl/trainer/rl/token_export.py.
     """
     return response_of(row, PRIME_RL.columns)
