@@ -12,7 +12,8 @@ import torch
 
 from offdrift.audit.conclude import run_context, suggest
 from offdrift.audit.counterfactual import Counterfactual
-from offdrift.audit.coverage import LOG, QUESTIONS, questions
+from offdrift.audit.coverage import LOG, QUESTIONS, coverage, metrics, questions
+from offdrift.audit.partial import Part, Unread
 from offdrift.audit.tally import Tally
 from offdrift.judge import escalate, load_rules
 from offdrift.methods import METHODS, override
@@ -270,3 +271,24 @@ def test_each_question_needs_exactly_what_it_names(question):
         assert not told["answered"]
         assert LOG[field] in told["log"]
     assert all(name in LOG for name in (*question.needs, *question.either))
+
+
+def test_what_a_log_leaves_out_is_counted_by_its_share():
+    """Six sequences of five tokens that may train, four of them scored by two policies; and two of four tokens."""
+    mu, version = torch.full((24,), -1.0), torch.full((6,), 6)
+    holes = {"logp_rollout/missing": torch.ones(6).long(), "logp/absent": torch.tensor([2, 0, 0, 0, 0, 0])}
+    more = {"rewards": torch.ones(6), "version": version, "rollout_version": torch.full((24,), 7)}
+    log = log_of([4] * 6, logp_rollout=mu, logp_old=mu, trainable=version - 1, unscored=holes, **more)
+    tally = Tally.of(log).merge(Tally.of(log_of([4, 4], logp_rollout=mu[:8], logp_old=mu[:8])))
+    covered = coverage(Part(Unread(rows=4, cuts=1, files=1, bytes=50), tally=tally), files=4, size=100)
+    assert covered["causes"] == {"logp_rollout": {"missing": 6}, "logp": {"absent": 2}}
+    assert len(covered["said"]) == 6
+    assert len(covered["remarks"]) == 4
+    assert metrics(covered) == pytest.approx(
+        {
+            "batch/unscored_frac": 6 / 38, "batch/unscored_tokens": 6, "batch/trainable_tokens": 38,
+            "data/unread_frac": 0.5, "data/cuts": 1, "data/partly_frac": 2 / 38, "data/ahead_frac": 24 / 32,
+            "data/probability": 0, "data/negated": 0,
+            **{f"data/lacking_frac/{name}": 0.25 for name in ("rewards", "version", "rollout_version")},
+        }
+    )  # fmt: skip

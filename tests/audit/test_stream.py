@@ -146,6 +146,8 @@ def test_the_tally_equals_one_pass_over_everything(log, whole):
     lp = [logged(seed=i) for i in range(3)]
     ratio = torch.cat([x.logp_old - x.logp_rollout for x in lp]).double()
     assert told["counts"]["tokens"] == len(ratio)
-    assert {m["sampled_sequences"] for m in told["methods"]} == {72}
+    sampled = [m["sampled_sequences"] for m in told["methods"] if m["why_not"] is None]
+    assert set(sampled) == {72}
+    assert len(sampled) > 50
     assert told["overall"]["mismatch/k1"] == pytest.approx(float(-ratio.mean()), rel=1e-5)
     assert told["overall"]["mismatch/abs_log_ratio_max"] == pytest.approx(float(ratio.abs().max()), rel=1e-5)
