@@ -92,7 +92,10 @@ class Compared:
 
 def overall(a: Fields, b: Fields) -> list[Compared]:
     """Every metric that both runs have over their whole logs, the telling ones first."""
-    first, second = mapping(a.get("overall")), mapping(b.get("overall"))
+    first, second = (
+        {name: x for name, value in mapping(run.get("overall")).items() if (x := number(value)) is not None}
+        for run in (a, b)
+    )
     pair = main_pair(a) or main_pair(b)
     telling = [
         kl_metric(first, pair, thresholds(a)),
@@ -101,18 +104,9 @@ def overall(a: Fields, b: Fields) -> list[Compared]:
         "response/length_mean",
     ]
     order = {name: i for i, name in enumerate(dict.fromkeys([*telling, *METRICS]))}
-    both = [k for k in first if number(first[k]) is not None and number(second.get(k)) is not None]
-    return [
-        Compared(
-            name,
-            number(first[name]),
-            number(second[name]),
-            METRICS[name].larger_is if name in METRICS else "neither",
-            meaning_of(name),
-            short,
-        )
-        for name in sorted(both, key=lambda n: (order.get(n, len(order)), n))
-    ]
+    names = sorted(first.keys() & second.keys(), key=lambda n: (order.get(n, len(order)), n))
+    larger_is = {name: metric.larger_is for name, metric in METRICS.items()}
+    return [Compared(n, first[n], second[n], larger_is.get(n, "neither"), meaning_of(n), short) for n in names]
 
 
 def shares(audit: Fields) -> list[MethodColumn]:
@@ -124,20 +118,11 @@ def methods(a: Fields, b: Fields) -> list[tuple[str, list[Compared]]]:
     """What each method would have kept of either log, and at which effective sample size."""
     first, second = ({m.name: m.values for m in tried(x)} for x in (a, b))
     columns = shares(a)
-    return [
-        (
-            name,
-            [Compared(c.key, first[name][c.key], second[name][c.key], c.better, c.meaning, percent) for c in columns],
-        )
-        for name in first
-        if name in second
-    ]
 
+    def cells(name: str) -> list[Compared]:
+        return [Compared(c.key, first[name][c.key], second[name][c.key], c.better, c.meaning, percent) for c in columns]
 
-def familiar(compared: list[tuple[str, list[Compared]]]) -> list[tuple[str, list[Compared]]]:
-    """The methods that most people ask about; all if none of them is there."""
-    names = asked_about(name for name, _ in compared)
-    return [row for row in compared if row[0] in names] or compared[: len(names)]
+    return [(name, cells(name)) for name in first if name in second]
 
 
 def differences(a: Fields, b: Fields) -> dict[str, Any]:
@@ -290,7 +275,9 @@ def comparison_view(
             cells = [Text(c.write(v), style="green" if c.winner == w else "") for v, w in ((c.a, "a"), (c.b, "b"))]
             table.add_row(Text(safe(c.name)), *cells, c.change)
         parts.append(table)
-    if shown := familiar(methods(a, b))[:METHODS_SHOWN]:
+    compared = methods(a, b)
+    familiar = asked_about(name for name, _ in compared)
+    if shown := ([row for row in compared if row[0] in familiar] or compared)[:METHODS_SHOWN]:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("method", min_width=24, overflow="fold")
         for c in shares(a):

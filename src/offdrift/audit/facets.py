@@ -7,7 +7,7 @@ each axis. Only the tables by axis are kept: parts whose logs hold different fie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -248,9 +248,9 @@ class Facets:
     def merge(self, other: Facets) -> Facets:
         """The sums of both."""
         return Facets(
-            _joined(np.add, self.sums, other.sums),
-            _joined(np.maximum, self.maxima, other.maxima),
-            _joined(np.logaddexp, self.logs, other.logs),
+            joined(np.add, self.sums, other.sums),
+            joined(np.maximum, self.maxima, other.maxima),
+            joined(np.logaddexp, self.logs, other.logs),
         )
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
@@ -293,8 +293,8 @@ class Facets:
         return row
 
 
-def _joined(how: np.ufunc, mine: Tables, others: Tables) -> Tables:
-    """Tables of both, combined where both have one."""
+def joined(how: Callable[[Any, Any], Any], mine: Mapping[Any, Any], others: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The entries of both, combined where both have one."""
     return {**mine, **{k: how(mine[k], x) if k in mine else x for k, x in others.items()}}
 
 

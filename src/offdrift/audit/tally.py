@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from offdrift.audit.facets import Facets, by_step, chunks, runs
+from offdrift.audit.facets import Facets, by_step, chunks, joined, runs
 from offdrift.audit.worst import Worst
 from offdrift.divergence.evidence import Divergence
 from offdrift.logprobs import LogProbs
@@ -63,10 +63,7 @@ class Point:
 
     def merge(self, other: Point) -> Point:
         """Both together."""
-        histograms = dict(self.histograms)
-        for name, h in other.histograms.items():
-            histograms[name] = histograms[name].merge(h) if name in histograms else h
-        return Point(self.stats.merge(other.stats), histograms)
+        return Point(self.stats.merge(other.stats), joined(Histogram.merge, self.histograms, other.histograms))
 
     def metrics(self) -> dict[str, float]:
         """Every metric of the table that was logged."""
@@ -139,9 +136,7 @@ class Timeline:
     def merge(self, other: Timeline) -> Timeline:
         """Both together, on the wider grid of the two or, if that is too fine, a wider one."""
         width = max(self.width, other.width)
-        points = dict(self.widened(width).points)
-        for key, point in other.widened(width).points.items():
-            points[key] = points[key].merge(point) if key in points else point
+        points = joined(Point.merge, self.widened(width).points, other.widened(width).points)
         steps = np.union1d(self.steps, other.steps)[:MAX_STEPS_SEEN]
         merged = Timeline(width, points, steps)
         return merged.widened(width * width_for(np.fromiter(points, np.int64)))
@@ -158,10 +153,7 @@ class Timeline:
 
     def whole(self) -> Point:
         """Everything, added up in the order of steps."""
-        first, *rest = (self.points[key] for key in sorted(self.points))
-        for point in rest:
-            first = first.merge(point)
-        return first
+        return functools.reduce(Point.merge, (self.points[key] for key in sorted(self.points)))
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each point, in order: the first step in it, counts, metrics and quantiles."""

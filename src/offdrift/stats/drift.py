@@ -8,6 +8,7 @@ weights did is counted beside them.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -186,10 +187,7 @@ class DriftStats:
     @staticmethod
     def merge_all(stats: Iterable[DriftStats]) -> DriftStats:
         """Merge any number (at least one) of statistics."""
-        first, *rest = stats
-        for s in rest:
-            first = first.merge(s)
-        return first
+        return functools.reduce(DriftStats.merge, stats)
 
     def plus(
         self, sums: Mapping[str, Tensor | float], maxima: Mapping[str, Tensor | float] | None = None
