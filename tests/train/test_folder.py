@@ -30,7 +30,7 @@ def test_cutting_back_forgets_what_came_after_and_repeats_the_evaluation(tmp_pat
     for i in range(5):
         for part in ("", "-rank1"):
             (arm.path / "log" / f"batch-{i:06d}{part}.parquet").touch()
-    (arm.log / "batch-notes.parquet").touch()
+    (arm.path / "log" / "batch-notes.parquet").touch()
     arm.cut_back(2, batch=3)
     assert [r["update"] for r in arm.rows("metrics")] == [0, 1, 2]
     assert [r["update"] for r in arm.rows("samples")] == [0, 1, 2]
