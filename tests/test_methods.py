@@ -77,7 +77,7 @@ def test_overrides_change_one_value_and_leave_the_table_alone():
     [
         ("trm_max", "gate.hihg", "no 'hihg', only"),
         ("trm_max_avg", "gate.high", "has 2 gates, say which"),
-        ("trm_max", "gate.3.high", "numbered 0 to 0"),
+        ("trm_max", "gate.1.high", "numbered 0 to 0"),
         ("none", "weight.cap", "not a part of this method"),
         ("none", "learning_rate", "not a part of this method"),
     ],
