@@ -376,6 +376,9 @@ def test_intervals_falsify_by_their_lower_ends_and_bound_by_their_upper():
     assert wide.unseen == 1  # every token's upper end is above delta: none surely inside
     assert wide.estimates["acceptance"].mean == 0
     assert wide.delta_seen == (0.04, 1.0)
+    limited = certify(batch(copies=50, make=interval, delta=INF, eps=0.1))  # TV from 0.08 up to 1
+    assert (limited.premises, limited.unseen) == ({"tv": "not falsified"}, 1)
+    assert limited.estimates["acceptance"].mean == 0
 
 
 def capped(refuted: int | None):
