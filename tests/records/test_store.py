@@ -53,6 +53,11 @@ def made(evidence: str = "full", sequences: int = 3) -> Rollouts:
         provenance=PROVENANCE,
         evidence={"full": FullVocab(rows), "topk": TopK(top.indices, top.values), "none": None}[evidence],
         rewards=torch.tensor([0.0, 1.0, 0.5])[:sequences],
+        components={
+            "right": torch.tensor([0.0, 1.0, 0.0])[:sequences],
+            "short": torch.tensor([0.5, 0.0, 0.25])[:sequences],
+        },
+        greedy_rewards=torch.tensor([1.0, 0.0, 1.0])[:sequences],
         prompts=("a", "<script>", "c")[:sequences],
         completions=("x\ud800y", "\x00", "naïve 你好")[:sequences],
     )
@@ -65,6 +70,7 @@ def same(a: Rollouts, b: Rollouts, *, ulps: int = 0) -> int:
         torch.testing.assert_close(getattr(a, name), getattr(b, name), check_dtype=False, rtol=0, atol=0)
     assert (a.finish, a.prompts, a.provenance) == (b.finish, b.prompts, b.provenance)
     assert type(a.evidence) is type(b.evidence)
+    torch.testing.assert_close(a.components or {}, b.components or {}, rtol=0, atol=0)
     if a.evidence is not None:
         rtol = ulps * torch.finfo(b.evidence.logp.dtype).eps
         torch.testing.assert_close(a.evidence.logp, b.evidence.logp, rtol=rtol, atol=0)
@@ -77,16 +83,17 @@ def same(a: Rollouts, b: Rollouts, *, ulps: int = 0) -> int:
 def test_what_is_read_is_what_was_written(tmp_path, evidence):
     before = made(evidence)
     after = store.read(store.write(before, tmp_path / "new" / "x.parquet"))
-    assert same(after, before) == 8
+    assert same(after, before) == 9
     assert after.completions == ("x?y", "\x00", "naïve 你好")  # a lone surrogate is no text
 
 
 def test_parts_and_wholes():
     whole = made()
     parts = [whole.select(torch.tensor([i])) for i in (0, 1, 2)]
-    assert same(concatenate(parts), whole) == 8
+    assert same(concatenate(parts), whole) == 9
     back = whole.select(torch.tensor([2, 0]))
     assert back.tokens.tolist() == [8, 9, 10, 5, 6]
+    assert (back.greedy_rewards.tolist(), back.components["short"].tolist()) == ([1.0, 1.0], [0.25, 0.5])
     assert back.prompt_tokens.tolist() == [3, 1, 2]
     assert torch.equal(back.evidence.logp[3:], whole.evidence.logp[:2])
     with pytest.raises(ShapeError, match="different provenance"):
@@ -190,7 +197,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def test_every_bit_of_states_and_head_comes_back(tmp_path, dtype):
     before = hidden(dtype)
     after = store.read(store.write(before, tmp_path / "new" / "x.parquet"))
-    assert same(after.with_(evidence=None), before.with_(evidence=None)) == 8
+    assert same(after.with_(evidence=None), before.with_(evidence=None)) == 9
     a, b = after.evidence, before.evidence
     assert a.states.dtype == a.head.weight.dtype == a.head.bias.dtype == dtype
     for x, y in ((a.states, b.states), (a.head.weight, b.head.weight), (a.head.bias, b.head.bias)):
@@ -353,7 +360,7 @@ def test_files_of_the_first_format_are_still_read(name, kind):
     back = store.read(path)
     assert isinstance(back.evidence, kind)
     # Computed elsewhere: another processor adds up a softmax in another order.
-    assert same(back, made(name), ulps=4) == 8
+    assert same(back, made(name).with_(components=None, greedy_rewards=None), ulps=4) == 8
 
 
 # -- logs in the plain schema ---------------------------------------------------------------------

@@ -155,11 +155,15 @@ class Rollouts:
     def select(self, sequences: Int[Tensor, " s"]) -> Rollouts:
         """The given sequences, in the given order, as a batch of their own."""
         rows, order = Segments(self.cu_seqlens).rows(sequences), sequences.tolist()
-        values: dict[str, Any] = {n: getattr(self, n)[rows] for n in ("tokens", "logp_rollout", "rollout_version")}
-        for name in ("group_ids", "finish", "rewards", "prompts", "completions"):
+        values: dict[str, Any] = {}
+        for name in {f.name for f in fields(self)} - {"cu_seqlens", "prompt_tokens", "prompt_cu_seqlens"}:
             x = getattr(self, name)
-            if x is not None:
-                values[name] = tuple(x[i] for i in order) if isinstance(x, tuple) else x[sequences]
+            if isinstance(x, Tensor):
+                values[name] = x[rows if name in ("tokens", "logp_rollout", "rollout_version") else sequences]
+            elif isinstance(x, Mapping):
+                values[name] = {key: value[sequences] for key, value in x.items()}
+            elif isinstance(x, tuple):
+                values[name] = tuple(x[i] for i in order)
         if self.evidence is not None:
             evidence = {name: x[rows] for name, x in _per_token(self.evidence).items()}
             values["evidence"] = replace(self.evidence, **evidence)

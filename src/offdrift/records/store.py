@@ -135,7 +135,7 @@ def read(path: str | os.PathLike[str]) -> Rollouts:
             provenance=_provenance(header),
             evidence=_evidence(table, header["evidence"], path),
             rewards=per_sequence("reward"),
-            components={name: per_sequence(column) for name, column in components.items()} or None,
+            components={n: _tensor(table.column(column).chunk(0)) for n, column in components.items()} or None,
             greedy_rewards=per_sequence("greedy_reward"),
             prompts=prompts,
             completions=completions,
