@@ -199,6 +199,7 @@ def test_memory_is_bounded_by_the_chunk_whatever_the_batch(monkeypatch):
     assert peak_bytes(lambda: definition(*pairs[1], tokens)) > 20 * large  # so it can be seen
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 def test_compiled_equals_plain(monkeypatch):

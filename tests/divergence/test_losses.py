@@ -216,6 +216,7 @@ def test_the_backward_pass_allocates_the_gradient_and_one_chunk(of, monkeypatch)
     assert extra[1] - extra[0] < temporary
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 @every_loss

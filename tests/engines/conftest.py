@@ -38,7 +38,7 @@ def vllm_engine(checkpoints):
     def engine(kind: str, **options) -> VLLMEngine:
         key = (kind, *sorted(options.items()))
         if key not in built:
-            built[key] = VLLMEngine(checkpoints[kind], max_model_len=256, **options)
+            built[key] = VLLMEngine(checkpoints[kind], max_model_len=256, kv_cache_mib=128, **options)
         return built[key]
 
     yield engine

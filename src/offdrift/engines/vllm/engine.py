@@ -38,7 +38,6 @@ BYTES_PER_ENTRY = 128
 """Of a log-prob on its way through vLLM's lists: id, value, rank, pointers."""
 
 _ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -57,6 +56,7 @@ class VLLMEngine(Drawing):
         quantization: vLLM's name, for instance "fp8_per_channel".
         kv_cache_dtype: "auto" is `dtype`; "fp8" makes the cache a source of mismatch (on CPUs only
             those with AVX-512 or AMX offer it).
+        kv_cache_mib: memory of that cache on a CPU, MiB, unless $VLLM_CPU_KVCACHE_SPACE says otherwise.
         max_model_len: longest prompt and response together, tokens; absent: what the model allows.
         max_num_seqs: responses drawn at once.
         enforce_eager: False compiles the model: a slower start, other kernels.
@@ -87,6 +87,7 @@ class VLLMEngine(Drawing):
         dtype: str = "bfloat16",
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        kv_cache_mib: int = 1024,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         enforce_eager: bool = True,
@@ -126,6 +127,7 @@ class VLLMEngine(Drawing):
                 dtype=dtype,
                 quantization=quantization,
                 kv_cache_dtype=kv_cache_dtype,
+                kv_cache_memory_bytes=kv_cache_mib * 2**20 if is_cpu() else None,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 enforce_eager=enforce_eager,
