@@ -155,15 +155,16 @@ LOOKS_LATER = {"r2vpo": "what it sees sets the price of the next step"}
 def test_a_row_that_observes_needs_to(name):
     """Its pieces do not add up without what the others saw; else the laws above would prove nothing
     about how observations are put together."""
-    row, same = METHODS[name], True
+    row = METHODS[name]
     looks = seen(row, packed(draw(0))).parts.keys() - {row.lr_scale}
-    for seed in range(8):
+
+    def adds_up(seed: int) -> bool:
         batch = draw(seed)
         batch = batch.with_tokens(a=6 * batch.tokens["a"])  # ST-PPO ignores what is below 1
-        runs = [run(row, packed(batch.chosen([i]))) for i in range(8)]
-        alone = torch.cat([r.grad for r in runs])
-        same &= torch.allclose(alone, run(row, packed(batch)).grad, rtol=1e-9, atol=1e-12)
-    assert same == (not looks or name in LOOKS_LATER)
+        alone = torch.cat([run(row, packed(batch.chosen([i]))).grad for i in range(8)])
+        return torch.allclose(alone, run(row, packed(batch)).grad, rtol=1e-9, atol=1e-12)
+
+    assert all(map(adds_up, range(8))) == (not looks or name in LOOKS_LATER)
 
 
 @every_row
