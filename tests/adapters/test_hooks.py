@@ -22,14 +22,13 @@ def test_a_disk_that_fails_does_not_mix_two_steps(tmp_path: Path, monkeypatch: p
     hook = hook_of(HookConfig.of("plain", "token_tis", record=folder), divides=False)
     given = batch()
     logprobs = LogProbs.pack(given.rollout, given.current, given.old, mask=given.mask)
-    place = logprobs.like_caller(torch.arange(given.mask.shape[1]).expand(given.mask.shape))
     n = float(given.mask.sum())
 
     def refuse(_: object) -> None:
         raise RecordError("the disk is full")
 
     def step() -> None:
-        hook.loss(logprobs, logprobs.like_caller(given.advantages), place)
+        hook.loss(logprobs, given.advantages)
         optimizer_step()
 
     step()

@@ -14,8 +14,7 @@ import torch
 
 from offdrift.adapters import verl as plugin
 from offdrift.adapters.verl import losses as verl_losses
-from offdrift.adapters.verl.advantages import SKIPPED, advantage_named, estimator_names
-from offdrift.adapters.verl.driver import Driver, logged
+from offdrift.adapters.verl.driver import SKIPPED, Driver, advantage_named, estimator_names, logged
 from offdrift.adapters.verl.losses import driver_share
 from offdrift.errors import BadValueError, EvidenceError, LivenessError, MethodError, RecipeError
 from offdrift.logprobs import LogProbs

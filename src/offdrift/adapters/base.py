@@ -7,21 +7,20 @@ metrics, new findings and, the first time, a line for each configured part: whet
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.adapters.environment import OnIdle
-from offdrift.adapters.environment import settings_of as settings_of
-from offdrift.adapters.liveness import liveness, undecided
+from offdrift.adapters.liveness import liveness, log_states, undecided
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Corrected
-from offdrift.errors import LivenessError, check_choice
+from offdrift.errors import LivenessError, MethodError, check_choice
 from offdrift.judge import Context, Finding, Watcher, load_rules
 from offdrift.logprobs import LogProbs
 from offdrift.loss import PolicyLoss, policy_loss
@@ -38,8 +37,51 @@ if TYPE_CHECKING:
 
 PREFIX = "offdrift/"
 Gather = Callable[[Any], list[Any]]
+OnIdle = Literal["error", "warn"]
 LOUD = ("stop", "act")
 """Severities of findings that are logged as warnings; the others as information."""
+
+
+# Hooks without arguments of their own read OFFDRIFT_METHOD (a row of METHODS), OFFDRIFT_SETTINGS (single values:
+# "gate.high=0.02,weight.cap=5"), OFFDRIFT_RECORD (folder to record tokens in), OFFDRIFT_ON_IDLE ("error" or "warn").
+
+
+def environ(name: str) -> str | None:
+    """OFFDRIFT_`name`; None if it is not set."""
+    return os.environ.get(f"OFFDRIFT_{name}") or None
+
+
+def environ_settings() -> dict[str, Any]:
+    """OFFDRIFT_SETTINGS, as paths for `override`. Raises: `MethodError`."""
+    return settings_of(environ("SETTINGS") or "")
+
+
+def environ_on_idle() -> OnIdle:
+    """OFFDRIFT_ON_IDLE. Raises: `MethodError`."""
+    chosen: Any = environ("ON_IDLE") or "error"
+    check_choice("OFFDRIFT_ON_IDLE", chosen, get_args(OnIdle))
+    return chosen
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """Settings from "path=value" pairs with commas between them.
+
+    Raises: `MethodError` naming what is no pair.
+
+    Example:
+        >>> settings_of("gate.high=0.02, aggregate=token_mean")
+        {'gate.high': 0.02, 'aggregate': 'token_mean'}
+    """
+    settings = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        path, equals, value = (x.strip() for x in pair.partition("="))
+        if not (path and equals and value):
+            raise MethodError(f'{pair!r} is no setting; write "path=value", as in "weight.cap=5"')
+        try:
+            settings[path] = float(value)
+        except ValueError:
+            settings[path] = value
+    return settings
 
 
 class Adapter:
@@ -170,10 +212,7 @@ class Adapter:
         if not (self._checked or empty or undecided(numbers)):
             self._checked = True
             objective = self._computes_loss or not numbers
-            states = liveness(numbers, self.method, objective=objective, applied=self._applied)
-            for state in states:
-                self.log.log(logging.WARNING if state.dead else logging.INFO, "%s", state)
-            dead = "; ".join(str(state) for state in states if state.dead)
+            dead = log_states(self.log, liveness(numbers, self.method, objective=objective, applied=self._applied))
             if dead and self._on_idle == "error":
                 raise LivenessError(
                     f"a configured part never acts: {dead}. Give it the log-probs it compares (the engine's "

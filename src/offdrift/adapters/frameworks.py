@@ -1,7 +1,6 @@
 """Versions of frameworks that the adapters know, and how to change their modules.
 
-`after_import` is for hooks that a framework loads before the modules that they change: importing those
-at once would be slow, or circular.
+`after_import` is for hooks that a framework loads before the modules that they change.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -118,7 +117,7 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds what other finders find, and has the loader call back."""
+    """Finds what other finders find, and has the loader call back after the module was executed."""
 
     def __init__(self) -> None:
         self.queues: dict[str, Callbacks] = {}
@@ -133,36 +132,22 @@ class _Waiting(MetaPathFinder):
         if spec is None or spec.loader is None:
             self.queues[fullname] = queue
             return None
-        spec.loader = _CallingLoader(spec.loader, queue)
+        execute = spec.loader.exec_module
+
+        def then_call(module: ModuleType) -> None:
+            self.running[fullname] = queue
+            try:
+                execute(module)
+            except BaseException:
+                self.queues[fullname] = queue  # it may be tried again
+                raise
+            finally:
+                del self.running[fullname]
+            for then in queue:
+                then(module)
+
+        spec.loader.exec_module = then_call  # of this module's loader alone: every module has its own
         return spec
-
-
-class _CallingLoader(Loader):
-    """A loader that calls functions after the module was executed; otherwise the one it wraps."""
-
-    def __init__(self, loader: Loader, queue: Callbacks) -> None:
-        self._loader, self._queue = loader, queue
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        name = module.__name__
-        WAITING.running[name] = self._queue
-        try:
-            self._loader.exec_module(module)
-        except BaseException:
-            WAITING.queues[name] = self._queue  # it may be tried again
-            raise
-        finally:
-            del WAITING.running[name]
-        for then in self._queue:
-            then(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 WAITING = _Waiting()

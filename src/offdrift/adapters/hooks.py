@@ -1,9 +1,8 @@
 """Losses for frameworks that call a function per sequence or per micro-batch.
 
-Such a hook does not know the rest of its optimizer step. A step ends when an optimizer of this process
-has stepped, and methods that must see a whole step are refused. Every aggregate is exact where the
-framework passes the token and sequence counts of the step; elsewhere the loss is a sum over tokens,
-which the framework divides.
+Such a hook does not know the rest of its optimizer step: a step ends when an optimizer of this process has stepped, and
+methods that must see a whole step are refused. Every aggregate is exact where the framework passes the token and
+sequence counts of the step; elsewhere the loss is a sum over tokens, which the framework divides.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from offdrift.adapters import environment
-from offdrift.adapters.base import Adapter
+from offdrift.adapters.base import Adapter, environ, environ_on_idle, environ_settings
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Corrected
 from offdrift.divergence.evidence import k3
@@ -190,7 +188,7 @@ class HookConfig:
         on_idle: str | None = None,
         horizon: int | None = None,
     ) -> HookConfig:
-        """Arguments, or the environment (see `environment`) for those that are None.
+        """Arguments, or the environment (see `base.environ`) for those that are None.
 
         Args:
             method: a row of `METHODS`.
@@ -201,22 +199,16 @@ class HookConfig:
 
         Raises: `MethodError` if neither names a method, or for an unknown method or setting.
         """
-        name = method or environment.method()
+        name = method or environ("METHOD")
         if not name:
             raise MethodError(
                 f"{framework}'s hook needs a method: give method= or set OFFDRIFT_METHOD, for instance "
                 "OFFDRIFT_METHOD=token_tis; `offdrift methods` lists all rows"
             )
-        settings = environment.settings() if settings is None else settings
-        record = record or environment.record()
-        config = HookConfig(
-            framework,
-            name,
-            json.dumps(dict(settings), sort_keys=True),
-            None if record is None else os.fspath(record),
-            on_idle or environment.on_idle(),
-            horizon,
-        )
+        text = json.dumps(dict(environ_settings() if settings is None else settings), sort_keys=True)
+        record = record or environ("RECORD")
+        folder = None if record is None else os.fspath(record)
+        config = HookConfig(framework, name, text, folder, on_idle or environ_on_idle(), horizon)
         _ = config.row  # an unknown setting is an error here, not in another process
         return config
 
@@ -277,9 +269,9 @@ class LossHook:
     def loss(
         self,
         logprobs: LogProbs,
-        advantages: Float[Tensor, " n"],
-        column: Int[Tensor, " n"],
+        advantages: Float[Tensor, ...],
         *,
+        column: Int[Tensor, ...] | None = None,
         tokens: Tensor | float | int = 1.0,
         sequences: Tensor | float | int = 1.0,
         also: Mapping[str, Shaped[Tensor, " n"]] = {},
@@ -288,12 +280,14 @@ class LossHook:
         """This piece's part of the step's loss; parts are added.
 
         Args:
-            column: of each token in its row, for the record.
+            advantages: in the framework's shape, as `column` is.
+            column: of each token in its row, for the record; None for padded rows.
             tokens: trainable tokens of the whole step; 1 for a framework that divides.
             sequences: sequences of the whole step.
-            also: other fields of the record, per token (`tokens`, `rollout_version`).
+            also: other fields of the record, per trainable token (`tokens`, `rollout_version`).
             batch_info: as `policy_loss` takes it.
         """
+        advantages = logprobs.like_caller(advantages)
         aggregate = self.method.aggregate
         count = tokens if aggregate == "token_mean" else sequences
         count = count * self._horizon if aggregate == "fixed" and self._horizon else count
@@ -303,16 +297,16 @@ class LossHook:
         if self.adapter.records:
             names = ("logp_rollout", "logp_old", "logp")
             fields = {name: getattr(logprobs, name) for name in names}
+            if column is None:
+                assert logprobs.shape is not None
+                column = torch.arange(logprobs.shape[-1], device=advantages.device).expand(logprobs.shape)
+            column = logprobs.like_caller(column)
             fields |= {"advantages": advantages, **also, "lengths": logprobs.segments.lengths, "column": column}
             self._pieces.append({k: x.detach() for k, x in fields.items() if x is not None})
         return result
 
     def correct(self, logprobs: LogProbs, *, applied: bool = True) -> Corrected:
-        """Gates and weights of the method, for a framework that keeps its own loss.
-
-        Args:
-            applied: False if the framework measures with it and changes nothing.
-        """
+        """Gates and weights of the method, as `Adapter.correct`, for a framework that keeps its own loss."""
         self._open = True
         return self.adapter.correct(logprobs, applied=applied)
 
@@ -356,20 +350,11 @@ def decisions(logprobs: LogProbs, corrected: Corrected, *, on: RatioName) -> dic
 
 
 def metric_parts(result: PolicyLoss, tokens: Tensor | float | int) -> dict[str, float]:
-    """Metrics of one piece as parts of the step's: to be added over pieces and ranks.
-
-    Args:
-        tokens: trainable tokens of the whole step.
-    """
+    """Metrics of one piece as parts of the step's `tokens`: to be added over pieces and ranks."""
     numbers, n = result.stats.to_host(), max(float(tokens), 1.0)
     parts = {name: numbers[key] / n for name, key in METRIC_SUMS.items() if key in numbers}
     parts[DROPPED] = (numbers["n"] - numbers["gate/kept_tokens"]) / n
     return parts
-
-
-def columns(mask: Shaped[Tensor, "b t"], logprobs: LogProbs) -> Int[Tensor, " n"]:
-    """The column of each trainable token of a padded batch."""
-    return logprobs.like_caller(torch.arange(mask.shape[1], device=mask.device).expand(mask.shape))
 
 
 def zero_loss(x: Float[Tensor, ...]) -> Float[Tensor, ""]:

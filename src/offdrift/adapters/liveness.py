@@ -1,12 +1,12 @@
 """Liveness: whether each configured part of a method was called, on what, and what it changed.
 
-A correction that is configured and never acts is a common silent failure: its log-probs are missing
-or copies of each other, or an option needs another. A part whose ratio moves and that still changes
-nothing is healthy ("idle").
+A correction that never acts is a common silent failure: its log-probs are missing, or copies of each other. A part
+whose ratio moves and that still changes nothing is healthy ("idle").
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,12 +59,16 @@ class PartState:
         return f"{text}, {self.changed:,} of {self.tokens:,} tokens {verb}"
 
 
-def undecided(numbers: Mapping[str, float]) -> bool:
-    """Whether these tokens cannot tell copies from engines that agree.
+def log_states(log: logging.Logger, states: Iterable[PartState]) -> str:
+    """Log what each part did, dead ones as warnings; returns the dead ones as one text."""
+    states = list(states)
+    for state in states:
+        log.log(logging.WARNING if state.dead else logging.INFO, "%s", state)
+    return "; ".join(str(state) for state in states if state.dead)
 
-    Where the rollout policy was sure of every token, in a micro-batch of one word for instance, honest
-    log-probs of any engine are all 0.
-    """
+
+def undecided(numbers: Mapping[str, float]) -> bool:
+    """Whether copies cannot be told from engines that agree: honest log-probs of tokens that are certain are all 0."""
     sure = numbers.get("rollout/nll") == 0
     return sure and not (_moves(numbers, "mismatch") or _moves(numbers, "full"))
 
@@ -98,13 +102,10 @@ def liveness(
             state = "idle" if _moves_input(part, numbers) else "blind"
         return PartState(part.formula, kind, tokens, int(changed or 0), state, getattr(part, "on", None))
 
-    parts = []
-    for i, gate in enumerate(method.correction.gates):
-        parts.append(state_of(gate, "gate", numbers.get(f"gate/{i}/rejected_tokens")))
-    weights = method.correction.weights
+    gates, weights = method.correction.gates, method.correction.weights
+    parts = [state_of(gate, "gate", numbers.get(f"gate/{i}/rejected_tokens")) for i, gate in enumerate(gates)]
     for weight in weights:
-        # Weights multiply, and only their product is known; a ratio of 1 at every token has no part
-        # in it.
+        # Weights multiply, and only their product is known; a ratio of 1 at every token has no part in it.
         changed = numbers.get("weight/changed")
         alone = len(weights) == 1 or _moves_input(weight, numbers)
         parts.append(state_of(weight, "weight", changed if alone or changed is None else 0))

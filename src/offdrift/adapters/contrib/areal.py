@@ -8,12 +8,9 @@ AReaL has no registry of losses: names are rebound in the process that trains.
         - cmd: python -m offdrift.adapters.contrib.areal
           env_vars: {OFFDRIFT_METHOD: a3po}
 
-The command installs the method and goes on as AReaL's own worker; so does `install` in a process of
-one's own. AReaL weighs each micro-batch by its tokens: losses are token means over the step, whatever
-aggregate a method was published with.
-
-`keep="loss"` leaves AReaL its PPO loss and replaces `apply_rejection_sampling`: the method's gates and
-weights on the mismatch of the two engines, where `actor.rejection_sampling` is set.
+The command installs the method and goes on as AReaL's own worker. AReaL weighs each micro-batch by its tokens: losses
+are token means over the step, whatever aggregate a method was published with. `keep="loss"` leaves AReaL its PPO loss
+and replaces `apply_rejection_sampling`: the method's gates and weights, where `actor.rejection_sampling` is set.
 
 Reference: AReaL 1.0.4 (4aef98d8d), `trainer/ppo/actor.py`: `PPOActor._ppo_update`, `grpo_loss_fn`;
 `utils/functional/functional.py`: `apply_rejection_sampling`.
@@ -36,7 +33,6 @@ from offdrift.adapters.hooks import (
     HookConfig,
     LossHook,
     check_served,
-    columns,
     correction_only,
     hook_of,
     require_logprobs,
@@ -126,9 +122,6 @@ def _hook() -> LossHook:
     return hook_of(config, only=only, divides=False)
 
 
-# -- AReaL's functions ----------------------------------------------------------------------------
-
-
 def grpo_loss_fn(
     module: Any,
     logprobs: Float[Tensor, ...],
@@ -167,10 +160,6 @@ def grpo_loss_fn(
     old = require_logprobs(old, mask, "prox_logp", "set actor.use_decoupled_loss and recompute it", beside=logprobs)
     cuts = input_data.get("cu_seqlens")
     packed = _packed(rollout, logprobs, old, mask, cuts)
-    if mask.ndim == 1 and cuts is not None:
-        column = packed.like_caller(Segments(cuts.long()).position)
-    else:
-        column = columns(mask, packed)
     # AReaL shifts log-probs and masks to where a token is predicted, but neither ids nor versions:
     # those of the token that is predicted at t stand at t + 1, which is never in another sequence.
     also = {
@@ -183,8 +172,8 @@ def grpo_loss_fn(
         version_lag = (current_version - also["rollout_version"]).clamp(min=0)
     result = hook.loss(
         packed,
-        packed.like_caller(input_data["advantages"]),
-        column,
+        input_data["advantages"],
+        column=None if mask.ndim > 1 or cuts is None else Segments(cuts.long()).position,
         tokens=packed.segments.num_tokens,
         also=also,
         batch_info=BatchInfo(version_lag=version_lag),

@@ -5,13 +5,10 @@ In a launcher, before NeMo-RL's own:
     from offdrift.adapters.contrib import nemo_rl
     nemo_rl.install("dppo_tv", horizon=8192)
 
-`setup` of `nemo_rl.algorithms.grpo` then builds this loss instead of `ClippedPGLossFn`. It travels to
-the workers as a value. NeMo-RL's counts of valid tokens and sequences are the denominators, so the
-loss does not depend on micro-batches, sequence packing and ranks.
-
-With `reads="logit"` the loss sees the whole distribution of the current policy. If the data carries what
-the engine sampled from (all of it, or its top k), KL and TV between the two are exact, or an interval
-that contains them, at every token.
+`setup` of `nemo_rl.algorithms.grpo` then builds this loss instead of `ClippedPGLossFn`; it travels to the workers as
+a value. NeMo-RL's counts of valid tokens and sequences are the denominators. With `reads="logit"` the loss sees the
+whole distribution of the current policy: if the data carries what the engine sampled from (all of it, or its top k),
+KL and TV between the two are exact, or an interval that contains them, at every token.
 
 Reference: NeMo-RL 0.7.0 (81aa43dd) and its main branch (7ea279abf), `algorithms/loss/interfaces.py`:
 `LossFunction`; `algorithms/loss/utils.py`: `prepare_loss_input`; `algorithms/loss/loss_functions.py`:
@@ -36,7 +33,6 @@ from offdrift.adapters.hooks import (
     METRIC_SUMS,
     HookConfig,
     check_served,
-    columns,
     hook_of,
     metric_parts,
     require_logprobs,
@@ -197,8 +193,7 @@ class OffdriftLoss:
             `ShapeError`: the vocabulary is sharded.
         """
         hook = hook_of(self.config)
-        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        batch = Tokens(data, mask != 0)
+        batch = Tokens(data, (data["token_mask"][:, 1:] * data["sample_mask"][:, None]) != 0)
         count = float(data["sample_mask"].sum())
         scores = None if logits is None else score_rows(logits, batch, self.vocab)
         if scores is None and next_token_logprobs is None:
@@ -219,8 +214,7 @@ class OffdriftLoss:
         logprobs = LogProbs.pack(field("generation_logprobs"), logp, old, logp_ref=ref, mask=batch.mask)
         result = hook.loss(
             logprobs,
-            logprobs.like_caller(data["advantages"][:, 1:]),
-            columns(mask, logprobs),
+            data["advantages"][:, 1:],
             tokens=global_valid_toks,
             sequences=global_valid_seqs,
             also={"tokens": batch.ids},

@@ -7,10 +7,9 @@ process, as soon as OpenRLHF's actor is imported there. Ray runs it in every wor
       "worker_process_setup_hook": "offdrift.adapters.contrib.openrlhf.install",
       "env_vars": {"OFFDRIFT_METHOD": "icepop"}}' -- python -m openrlhf.cli.train_ppo_ray ...
 
-OpenRLHF records the engine's log-probs only with `--algo.advantage.is_correction_level` other than
-"off" (until 0.11.1 with `--algo.advantage.is_correction_enable`). The method replaces the correction
-named there, and all of OpenRLHF's loss but KL and entropy. The denominators are OpenRLHF's counts of
-tokens and sequences in the step.
+OpenRLHF records the engine's log-probs only with `--algo.advantage.is_correction_level` other than "off" (until 0.11.1
+with `--algo.advantage.is_correction_enable`). The method replaces the correction named there, and all of OpenRLHF's
+loss but KL and entropy. The denominators are OpenRLHF's counts of tokens and sequences in the step.
 
 Reference: OpenRLHF 0.11.2, `models/loss.py`: `PolicyLoss`, `aggregate_loss`;
 `trainer/ray/ppo_actor.py`: `ActorPPOTrainer`. Until 0.11.1 the loss returns four values, then five.
@@ -27,15 +26,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.adapters.frameworks import Replacements, after_import, require
-from offdrift.adapters.hooks import (
-    HookConfig,
-    LossHook,
-    check_served,
-    columns,
-    hook_of,
-    require_logprobs,
-    zero_loss,
-)
+from offdrift.adapters.hooks import HookConfig, LossHook, check_served, hook_of, require_logprobs, zero_loss
 from offdrift.errors import MethodError
 from offdrift.logprobs import LogProbs
 
@@ -147,8 +138,7 @@ class PolicyLoss(torch.nn.Module):
         lengths = logprobs.segments.lengths
         result = self.hook.loss(
             logprobs,
-            logprobs.like_caller(advantages),
-            columns(mask, logprobs),
+            advantages,
             tokens=lengths.sum() if batch_num_tokens is None else batch_num_tokens,
             sequences=(lengths > 0).sum() if global_batch_size is None else global_batch_size,
         )

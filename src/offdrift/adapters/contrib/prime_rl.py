@@ -5,13 +5,9 @@
     import_path = "offdrift.adapters.contrib.prime_rl.loss"
     kwargs = { method = "dppo_tv" }
 
-prime-rl calls the function once per sequence, adds the results up, and divides by the number of loss
-tokens of the whole step over all ranks: a token mean, whatever aggregate a method was published with.
-Methods that need statistics of a batch (weights divided by their mean, second-moment budgets, prompt
-groups) are refused by name.
-
-prime-rl hands over no log-probs of an old policy. With `old="current"` the policy at this, the only
-update of a batch stands for it: the mismatch is then current over rollout, and staleness is zero.
+prime-rl calls the function once per sequence, adds the results up, and divides by the number of loss tokens of the
+whole step over all ranks: a token mean, whatever aggregate a method was published with. It hands over no log-probs of
+an old policy. With `old="current"` the policy at this, the only update of a batch stands for it: staleness is zero.
 
 Reference: prime-rl 0.8.0 (559b447), `trainer/rl/loss.py`: `LossInputs`, `LossOutputs`, `compute_loss`.
 """
@@ -26,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import HookConfig, LossHook, check_served, columns, decision_names, decisions, hook_of
+from offdrift.adapters.hooks import HookConfig, LossHook, check_served, decision_names, decisions, hook_of
 from offdrift.errors import MethodError, check_choice
 from offdrift.logprobs import LogProbs
 
@@ -85,7 +81,7 @@ def loss(
         logp_ref=ref[None] if ref is not None else None,
         mask=mask[None],
     )
-    result = hook.loss(logprobs, logprobs.like_caller(advantages[None]), columns(mask[None], logprobs))
+    result = hook.loss(logprobs, advantages[None])
     return LossOutputs(loss=result.loss, metrics=decisions(logprobs, result.corrected, on="full"))
 
 

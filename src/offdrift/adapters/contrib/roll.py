@@ -9,14 +9,10 @@
       # offdrift.adapters.contrib.roll.CorrectingPGWorker          # the same under ROLL's pg_variant
       # offdrift.adapters.contrib.roll.AgenticCorrectingPGWorker
 
-A `Worker` replaces ROLL's loss; its counts of tokens and samples in the step are the denominators. A
-correcting worker replaces `compute_train_infer_correction`: the method's gates and weights on the
-mismatch of the two engines, in the worker, and in the pipeline where that corrects
-(`enable_old_logprobs_recompute`). It needs `train_infer_correction.is_weight.enabled: true`.
-
-Each inherits from the worker that ROLL's pipeline takes by default, the ones with PG in their name from
-the worker that reads `actor_train.pg_variant`, which ROLL leaves at None and then refuses. The classes
-are made when they are asked for.
+A `Worker` replaces ROLL's loss; its counts of tokens and samples in the step are the denominators. A correcting worker
+replaces `compute_train_infer_correction`: the method's gates and weights on the mismatch of the two engines, in the
+worker, and in the pipeline where that corrects (`enable_old_logprobs_recompute`). Each inherits from the worker that
+ROLL's pipeline takes by default, the ones with PG in their name from the worker that reads `actor_train.pg_variant`.
 
 Reference: ROLL 0.3.0 (8eb27cc2), `pipeline/rlvr/actor_worker.py`: `ActorWorker.loss_func`;
 `pipeline/rlvr/actor_pg_worker.py`; `pipeline/agentic/agentic_actor_worker.py`,
@@ -38,7 +34,6 @@ from offdrift.adapters.hooks import (
     HookConfig,
     LossHook,
     check_served,
-    columns,
     correction_only,
     hook_of,
     metric_parts,
@@ -108,9 +103,6 @@ def _import(name: str) -> Any:
         ) from e
 
 
-# -- the method's loss ----------------------------------------------------------------------------
-
-
 @functools.cache
 def _hook(whole: bool = False) -> LossHook:
     """The hook of this process: gates and weights alone, or the `whole` method."""
@@ -178,8 +170,7 @@ class _Loss:
         logprobs = LogProbs.pack(rollout, logp, old, logp_ref=ref[0] if ref else None, mask=mask)
         result = hook.loss(
             logprobs,
-            logprobs.like_caller(self._weighted(data, mask, hook)),
-            columns(mask, logprobs),
+            self._weighted(data, mask, hook),
             tokens=tokens,
             sequences=samples,
             also={"tokens": logprobs.like_caller(batch["input_ids"][:, 1:])},
@@ -204,9 +195,6 @@ class _Loss:
 
 def _variant(config: Any) -> str | None:
     return getattr(config.actor_train, "pg_variant", None)
-
-
-# -- the method's correction, ROLL's loss ---------------------------------------------------------
 
 
 class _Correction:

@@ -5,12 +5,9 @@ Add two overrides to SkyRL's usual command:
     trainer.override_entrypoint=offdrift.adapters.contrib.skyrl
     trainer.algorithm.policy_loss_type=offdrift/dppo_tv
 
-The entrypoint registers the method and hands over to SkyRL's own. A launcher of one's own calls
-`register("dppo_tv")` before `validate_cfg` instead.
-
-SkyRL divides the advantages by its denominators (`trainer.algorithm.loss_reduction`) and adds up the
-losses of unmasked tokens. Methods whose loss is not proportional to the advantage are refused, and so
-are methods that must see a whole step.
+The entrypoint registers the method and hands over to SkyRL's own; a launcher of one's own calls `register("dppo_tv")`
+before `validate_cfg` instead. SkyRL divides the advantages by its denominators (`trainer.algorithm.loss_reduction`) and
+adds up the losses of unmasked tokens: methods whose loss is not proportional to the advantage are refused.
 
 Reference: SkyRL 0.3.0 (a956457), `backends/skyrl_train/utils/ppo_utils.py`: `PolicyLossRegistry`,
 `apply_loss_reduction_to_advantages_minibatch`; `workers/worker.py`: `_forward_backward_micro`.
@@ -27,7 +24,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from offdrift.adapters.frameworks import require
-from offdrift.adapters.hooks import HookConfig, check_served, columns, hook_of, zero_loss
+from offdrift.adapters.hooks import HookConfig, check_served, hook_of, zero_loss
 from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.stats import summarize
@@ -92,9 +89,8 @@ class RegisteredLoss:
         configured = [name for name in OWN if getattr(theirs, name, None) is not None]
         if configured:
             raise MethodError(
-                f"trainer.algorithm.off_policy_correction.{configured[0]} is set, and has no effect "
-                "under a policy loss of offdrift; remove it, and choose a method with the correction "
-                "you want"
+                f"trainer.algorithm.off_policy_correction.{configured[0]} is set, and has no effect under a policy "
+                "loss of offdrift; remove it, and choose a method with the correction you want"
             )
         mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
         if rollout_logprobs is None:
@@ -105,8 +101,7 @@ class RegisteredLoss:
         if not bool(mask.any()):
             return zero_loss(log_probs), {PREFIX + name: 0.0 for name in METRICS.values()}
         logprobs = LogProbs.pack(rollout_logprobs, log_probs, old_log_probs, mask=mask)
-        advantages = logprobs.like_caller(advantages)
-        result = hook.loss(logprobs, advantages, columns(mask, logprobs))
+        result = hook.loss(logprobs, advantages)
         metrics = summarize(result.stats)
         return result.loss, {PREFIX + name: metrics.get(ours, 0.0) for ours, name in METRICS.items()}
 

@@ -14,8 +14,8 @@ takes any whole method that decides by token or sequence (slime only).
 records tokens, both log-probs, advantages and groups before each training phase, in the folder
 OFFDRIFT_RECORD, to which all training processes can write.
 
-The method is named by OFFDRIFT_METHOD, see `offdrift.adapters.environment`. Under context parallelism
-the TIS function gathers whole sequences over the group; the loss and the records are refused there.
+The method is named by OFFDRIFT_METHOD, see `offdrift.adapters.base`. Under context parallelism the TIS function gathers
+whole sequences over the group; the loss and the records are refused there.
 
 Reference: slime 0.3.1 (624b824), `backends/megatron_utils/loss.py`: `policy_loss_function`,
 `loss_function`; `cp_utils.py`; `actor.py`: `train_actor`; `ray/rollout.py`. miles 0.1.0 (31f1ca9),
@@ -35,8 +35,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.adapters import environment
-from offdrift.adapters.base import recorder_of
+from offdrift.adapters.base import environ, recorder_of
 from offdrift.adapters.frameworks import FRAMEWORKS, require
 from offdrift.adapters.hooks import (
     HookConfig,
@@ -181,8 +180,7 @@ def loss(
         if not args.calculate_per_token_loss:  # slime's denominators are in the advantages
             tokens = torch.stack([torch.as_tensor(n) for n in batch["rollout_mask_sums"]]).to(logp)
             advantages = advantages / segments.spread(tokens.clamp(min=1))
-        column = logprobs.like_caller(segments.position)
-        result = hook.loss(logprobs, logprobs.like_caller(advantages), column)
+        result = hook.loss(logprobs, advantages, column=segments.position)
         by_token = decisions(logprobs, result.corrected, on="full")
         total, metrics = result.loss, {name: logprobs.unpack(x) for name, x in by_token.items()}
     else:
@@ -192,9 +190,6 @@ def loss(
     total = total - args.entropy_coef * entropy
     reported = {"loss": total.detach(), "entropy_loss": entropy.detach()}
     return total, reported | {name: sum_of_sample_mean(x) for name, x in metrics.items()}
-
-
-# -- which method ---------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -213,9 +208,6 @@ def _hook(framework: str, whole: bool = False) -> LossHook:
 def _framework() -> str:
     """Which of the two loaded us: miles is a fork of slime, and has slime's hooks."""
     return "miles" if "miles" in sys.modules and "slime" not in sys.modules else "slime"
-
-
-# -- shapes ----------------------------------------------------------------------------------------
 
 
 def _context_parallel(
@@ -248,9 +240,6 @@ def cp_size(args: Any) -> int:
     return getattr(args, "context_parallel_size", 1)
 
 
-# -- records --------------------------------------------------------------------------------------
-
-
 def record(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
     """slime's hook on the data of a rollout before it is trained on: records it in OFFDRIFT_RECORD.
 
@@ -268,7 +257,7 @@ def record(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
     for name, way_out in (("rollout_log_probs", WITHOUT_MU), ("log_probs", WITHOUT_OLD)):
         if not rollout_data.get(name):
             raise EvidenceError(f"slime's rollout data holds no {name}; {way_out}")
-    folder = environment.record()
+    folder = environ("RECORD")
     if not folder:
         raise MethodError("recording slime's rollouts needs OFFDRIFT_RECORD, a folder")
     _recorder(folder).add(unpacked(args, rollout_id, rollout_data))  # type: ignore[union-attr]

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offdrift.adapters import environment
 from offdrift.adapters.frameworks import Replacements, after_import, require
 from offdrift.errors import FrameworkError
 
@@ -40,6 +39,12 @@ CORE = "verl.trainer.ppo.core_algos"
 HELPER = "verl.trainer.ppo.rollout_corr_helper"
 TRAINER = "verl.trainer.ppo.ray_trainer"
 TRAINER_V1 = "verl.trainer.ppo.v1.trainer_base"
+TAKEN_OVER = {
+    HELPER: "compute_rollout_correction_and_add_to_batch",
+    TRAINER: "compute_advantage",
+    TRAINER_V1: "_compute_advantage",
+}
+"""What a driver replaces in each module; in the last, a method of `PPOTrainer`."""
 FROM_BLOCK = "rollout_correction"
 """OFFDRIFT_METHOD that takes verl's own configuration block instead of a row."""
 
@@ -56,7 +61,7 @@ def register(core: ModuleType) -> None:
 
     Rows that need what verl does not pass are registered, too, and say so when they are called.
     """
-    from offdrift.adapters.verl.advantages import advantage_named, estimator_names
+    from offdrift.adapters.verl.driver import advantage_named, estimator_names
     from offdrift.adapters.verl.losses import modes, policy_loss_named
     from offdrift.methods import METHODS
 
@@ -109,7 +114,7 @@ def install(
     _STATE["driver"] = driver = Driver(
         method, settings=settings, record=record, context=context, rules=rules, on_idle=on_idle
     )
-    for home in (HELPER, TRAINER, TRAINER_V1):
+    for home in TAKEN_OVER:
         after_import(home, _take_over)
     LOG.info("installed in verl's driver: %s", driver.describe())
 
@@ -125,15 +130,9 @@ def uninstall() -> None:
 def _take_over(module: ModuleType) -> None:
     """Replace the function that one of verl's modules defines, once, if a driver is installed."""
     driver = _STATE.get("driver")
-    if driver is None:
-        return
     holder: Any = module.PPOTrainer if module.__name__ == TRAINER_V1 else module
-    name = {
-        HELPER: "compute_rollout_correction_and_add_to_batch",
-        TRAINER: "compute_advantage",
-        TRAINER_V1: "_compute_advantage",
-    }[module.__name__]
-    if (holder, name) in _REPLACED:
+    name = TAKEN_OVER[module.__name__]
+    if driver is None or (holder, name) in _REPLACED:
         return
     original = getattr(holder, name)
 
@@ -153,15 +152,11 @@ def _take_over(module: ModuleType) -> None:
             fields = sys.modules[TRAINER_V1].tq.kv_batch_get(
                 keys=[batch.keys[i] for i in real], partition_id=batch.partition_id, select_fields=RECORDED_V1
             )
-            fields = fields.to_padded_tensor()
+            fields, uids = fields.to_padded_tensor(), fields["uid"].tolist()
             versions = [batch.tags[i].get("min_global_steps") for i in real]
-            driver.record(
-                fields,
-                fields["uid"].tolist(),
-                step=self.global_steps,
-                version=self.global_steps - 1,
-                rollout_version=None if None in versions else torch.tensor(versions),
-            )
+            drawn_at = None if None in versions else torch.tensor(versions)
+            step = self.global_steps
+            driver.record(fields, uids, step=step, version=step - 1, rollout_version=drawn_at)
         return batch
 
     ours = {HELPER: correct, TRAINER: advantages, TRAINER_V1: advantages_v1}[module.__name__]
@@ -188,19 +183,17 @@ def _plug_in(module: ModuleType) -> None:
                 policy_loss_config["loss_mode"] = chosen
 
         Replacements().replace(module, "apply_bypass_mode", apply, everywhere=True)
-    name = environment.method()
-    if "driver" not in _STATE and (name or environment.record()):
-        options: dict[str, Any] = environment.options()
-        if name in (None, FROM_BLOCK):
-            options["settings"] = {}
-            install(**options)
-        else:
-            install(name, **options)
+    from offdrift.adapters.base import environ, environ_on_idle, environ_settings
+
+    name, folder = environ("METHOD"), environ("RECORD")
+    if "driver" not in _STATE and (name or folder):
+        row, settings = None if name == FROM_BLOCK else name, environ_settings()
+        install(row, settings=settings if row else {}, record=folder, on_idle=environ_on_idle())
 
 
 if LOG.level == logging.NOTSET:  # verl shows warnings alone, and liveness must be seen
     LOG.setLevel(logging.INFO)
 for _module in (CORE, HELPER):
     after_import(_module, _plug_in)
-for _module in (HELPER, TRAINER, TRAINER_V1):
+for _module in TAKEN_OVER:
     after_import(_module, _take_over)

@@ -1,8 +1,9 @@
 """verl's driver: the correction of the mismatch, advantages, and records.
 
-A rejected token keeps its place in the response mask and gets weight 0, unlike in verl: denominators
-count what was sampled, and a step from which everything was rejected is a step of size zero. A
-configured correction that verl does not call is an error.
+A rejected token keeps its place in the response mask and gets weight 0, unlike in verl: denominators count what was
+sampled, and a step from which everything was rejected is a step of size zero. A configured correction that verl does
+not call is an error. An estimator's baseline is over all siblings, or over the kept ones: sequences of which a token
+still has weight, neither taken out of the response mask nor given weight 0.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from offdrift.adapters.base import PREFIX, Adapter, OnIdle, recorder_of
-from offdrift.adapters.verl.advantages import advantage_named, dense
 from offdrift.adapters.verl.config import RolloutCorrection, read_rollout_correction
 from offdrift.adapters.verl.losses import configured, driver_share, loss_share, signed
-from offdrift.errors import LivenessError, MethodError, check_choice
-from offdrift.judge import Context
+from offdrift.advantages import advantages
+from offdrift.advantages.table import ADVANTAGES
+from offdrift.errors import BadValueError, EvidenceError, LivenessError, MethodError, check_choice
 from offdrift.logprobs import LogProbs
 from offdrift.methods import Method, method, override
 from offdrift.objectives import Reinforce
 from offdrift.records.batch import Logged
+from offdrift.segments import Segments
 
 if TYPE_CHECKING:
     from offdrift.records.recorder import Recorder
@@ -38,7 +42,7 @@ class Driver:
     Args:
         row: whose parts on the mismatch correct; None takes verl's `rollout_correction` block.
         settings: single values of the row.
-        record, context, rules, on_idle: as for `Adapter`.
+        record, on_idle, options: as for `Adapter`.
     """
 
     def __init__(
@@ -47,9 +51,8 @@ class Driver:
         *,
         settings: Mapping[str, Any] = {},
         record: Recorder | str | Path | None = None,
-        context: Context | None = None,
-        rules: Path | None = None,
         on_idle: OnIdle = "error",
+        **options: Any,
     ) -> None:
         chosen = method(row) if isinstance(row, str) else row
         self.row = None if chosen is None else override(chosen, settings)
@@ -63,8 +66,7 @@ class Driver:
                 f"{row} and OFFDRIFT_SETTINGS={pairs} for all processes "
                 "(ray_kwargs.ray_init.runtime_env.env_vars)"
             )
-        self._options: dict[str, Any] = {"context": context, "rules": rules, "on_idle": on_idle}
-        self._record, self._on_idle = record, on_idle
+        self._record, self._on_idle, self._options = record, on_idle, options
         self._adapter: Adapter | None = None
         self._recorder: Recorder | None = None
         self._steps, self._called = 0, False
@@ -95,7 +97,7 @@ class Driver:
         if self._adapter is None:
             block, wanted = self._wanted(config)
             LOG.info("algorithm.rollout_correction reads\n%s", block)
-            self._adapter = Adapter(wanted, framework="verl", **self._options)
+            self._adapter = Adapter(wanted, framework="verl", on_idle=self._on_idle, **self._options)
         adapter, self._called = self._adapter, True
         self._steps = int(batch.meta_info.get("global_steps", self._steps + 1))
         mask, old = tensors["response_mask"], tensors["old_log_probs"]
@@ -239,3 +241,89 @@ def logged(
         trainable=mask.sum(-1),
         unscored={"log-probs/missing": (mask & ~scored).sum(-1)},
     )
+
+
+# -- advantages ---------------------------------------------------------------------------------------
+
+KEPT = "/kept"
+SKIPPED = {
+    "gae": "verl's own also returns what its critic is trained on",
+    "gdpo": "its reward components are configured in verl's own",
+}
+"""Estimators that are not registered, and why."""
+
+BY_TOKEN = ("reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators that discount or sum rewards from a token on; the others read a sequence's total."""
+
+AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+
+
+def estimator_names() -> list[str]:
+    """What is registered: each estimator by name, and with its baseline over kept siblings.
+
+    Example:
+        >>> estimator_names()[:4]
+        ['grpo', 'grpo/kept', 'grpo_vectorized', 'grpo_vectorized/kept']
+    """
+    return [name + end for name in ADVANTAGES if name not in SKIPPED for end in ("", KEPT)]
+
+
+def advantage_named(name: str) -> AdvantageFn:
+    """The estimator as a function that verl's `register_adv_est` takes: padded in, padded out.
+
+    `install()` has it called with the whole batch; verl alone hands over rewards, mask and groups.
+    """
+    row = name.removesuffix(KEPT)
+
+    def estimate(
+        token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, config: Any = None, **batch: Any
+    ) -> tuple[Tensor, Tensor]:
+        rewards, mask = token_level_rewards, response_mask.bool()
+        if not len(mask):
+            raise BadValueError("empty batch: no sequence to estimate an advantage for")
+        if index is None and ADVANTAGES[row].siblings:
+            raise EvidenceError(
+                f"offdrift/{row} needs the prompt of each sequence: non_tensor_batch['uid'], which this batch lacks"
+            )
+        groups = None if index is None else dense(index).to(mask.device)
+        gamma = batch.pop("gamma", 1.0 if config is None else config.get("gamma", 1.0))
+        weights = batch.get("rollout_is_weights")
+        has_weight = mask if weights is None else mask & (weights != 0)
+        columns = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+
+        def tokens(key: str) -> Tensor | None:
+            x = batch.get(key)
+            return None if x is None else x[mask]
+
+        # verl pays a sequence's reward at its last token, which the mask may have lost.
+        total = rewards.where(mask | rewards.isfinite(), 0.0).sum(-1)
+        packed = advantages(
+            rewards[mask] if row in BY_TOKEN else total,
+            Segments.from_lengths(mask.sum(-1), group_ids=groups),
+            how=row,  # type: ignore[arg-type]
+            baseline_over="kept" if name.endswith(KEPT) else "sampled",
+            keep=has_weight.any(-1),
+            gamma=float(gamma),
+            greedy_rewards=batch.get("reward_baselines"),
+            logp_old=tokens("old_log_probs"),
+            sum_pi_squared=tokens("sum_pi_squared"),
+            weight=tokens("rollout_is_weights"),
+            position=columns[mask],
+        )
+        padded = torch.zeros_like(rewards)
+        padded[mask] = packed.to(padded.dtype)
+        return padded, padded.clone()
+
+    estimate.__name__ = estimate.__qualname__ = f"offdrift_{name.replace('/', '_')}"
+    return estimate
+
+
+def dense(uids: Any) -> Int[Tensor, " b"]:
+    """Numbers in place of verl's prompt ids, which are strings.
+
+    Example:
+        >>> dense(["b", "a", "b"])
+        tensor([1, 0, 1])
+    """
+    _, numbers = np.unique(np.asarray([str(x) for x in uids]), return_inverse=True)
+    return torch.as_tensor(numbers)

@@ -1,9 +1,8 @@
 """Methods as verl policy losses.
 
-In bypass mode verl's old policy *is* the rollout policy; in decoupled mode it is the training engine
-at the sampling weights, and the driver has turned the mismatch of the engines into
-`rollout_is_weights`. Those enter as a weight on the mismatch, and a method that contains that ratio
-already refuses them: nothing is counted twice.
+In bypass mode verl's old policy *is* the rollout policy; in decoupled mode it is the training engine at the sampling
+weights, and the driver has turned the mismatch of the engines into `rollout_is_weights`: a weight on the mismatch,
+which a method that contains that ratio already refuses. Nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from offdrift.adapters import environment
-from offdrift.adapters.liveness import liveness, undecided
+from offdrift.adapters.base import environ, environ_on_idle, environ_settings
+from offdrift.adapters.liveness import liveness, log_states, undecided
 from offdrift.batch_info import NO_INFO, BatchInfo
 from offdrift.correction import Correction
 from offdrift.correction.compose import WeightLike, factors
@@ -127,9 +126,8 @@ def policy_loss_named(name: str) -> PolicyLossFn:
 @functools.cache
 def configured(name: str) -> Method:
     """The row of that name, with `OFFDRIFT_SETTINGS` if those are meant for it."""
-    meant = environment.method() in (None, name)
-    settings = environment.settings() if meant else {}
-    return override(method(name), settings)
+    meant = environ("METHOD") in (None, name)
+    return override(method(name), environ_settings() if meant else {})
 
 
 def _check(name: str, row: Method, config: Any, weights: Tensor | None) -> None:
@@ -205,43 +203,36 @@ def _check_alive(name: str, share: Method, stats: DriftStats) -> None:
     """The first time that it can be told, log what each part of the loss did. Raises: `LivenessError`."""
     if name in _REPORTED:
         return
-    strict, numbers = environment.on_idle() == "error", stats.to_host()
+    strict, numbers = environ_on_idle() == "error", stats.to_host()
     if undecided(numbers):
         return
     _REPORTED.add(name)
     LOG.info("offdrift/%s: %s", name, share.describe())
-    parts = liveness(numbers, share)
-    for part in parts:
-        LOG.log(logging.WARNING if part.dead else logging.INFO, "%s", part)
-    dead = [str(p) for p in parts if p.dead]
+    dead = log_states(LOG, liveness(numbers, share))
     if dead and strict:
         raise LivenessError(
-            f"offdrift/{name}: {'; '.join(dead)}. verl's old log-probs equal the current ones: it recomputed "
+            f"offdrift/{name}: {dead}. verl's old log-probs equal the current ones: it recomputed "
             "them (bypass_mode=false), or the engines agree to the last bit; OFFDRIFT_ON_IDLE=warn goes on "
             "regardless"
         )
 
 
-# -- which part of a method runs where -------------------------------------------------------------
-#
-# verl's driver knows the rollout and the old policy. Its policy loss knows the old and the current
-# one, or in bypass mode the rollout and the current one. `driver_share` is a row's parts on the
-# mismatch, `loss_share` the rest.
+# Which part of a method runs where: verl's driver knows the rollout and the old policy; its policy loss the old and the
+# current one, or in bypass mode the rollout and the current one.
 
 
-def _parts(row: Method, *, on_mismatch: bool) -> Correction:
-    gates = tuple(gate for gate in row.correction.gates if (gate.on == "mismatch") == on_mismatch)
-    return Correction(gates, tuple(w for w in row.correction.weights if (w.on == "mismatch") == on_mismatch))
-
-
-def driver_share(row: Method) -> Correction:
-    """The gates and weights that verl's driver can apply: those on the mismatch."""
-    return _parts(row, on_mismatch=True)
+def driver_share(row: Method, *, on_mismatch: bool = True) -> Correction:
+    """The gates and weights that verl's driver can apply: those on the mismatch (or the others)."""
+    gates, weights = (
+        tuple(part for part in parts if (part.on == "mismatch") == on_mismatch)
+        for parts in (row.correction.gates, row.correction.weights)
+    )
+    return Correction(gates, weights)
 
 
 def loss_share(row: Method) -> Method:
     """The method without its driver's share."""
-    return replace(row, correction=_parts(row, on_mismatch=False))
+    return replace(row, correction=driver_share(row, on_mismatch=False))
 
 
 @functools.cache
