@@ -71,6 +71,33 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[hooks.LossHook]]:
     frameworks.require.cache_clear()
 
 
+def fake_site(site: Path, name: str, version: str, files: Mapping[str, str]) -> str:
+    """A folder with an installed package of these files (by path) and this library, as a PYTHONPATH."""
+    for path, text in files.items():
+        file = site / name / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    for folder in (site / name, *(p for p in (site / name).rglob("*") if p.is_dir())):
+        (folder / "__init__.py").touch()
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return f"{site}:{ROOT / 'src'}"
+
+
+def choose(
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    settings: Mapping[str, Any] = {},
+    on_idle: str = "warn",
+    record: str = "",
+) -> None:
+    """Name the method in the environment, as users of a hook without arguments do."""
+    text = ",".join(f"{path}={value}" for path, value in settings.items())
+    for name, value in {"METHOD": method, "SETTINGS": text, "RECORD": record, "ON_IDLE": on_idle}.items():
+        monkeypatch.setenv(f"OFFDRIFT_{name}", value)
+
+
 def optimizer_step() -> None:
     """An optimizer of this process takes a step."""
     weight = torch.nn.Parameter(torch.ones(1))

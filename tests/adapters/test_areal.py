@@ -30,7 +30,6 @@ from offdrift.adapters.frameworks import WAITING
 from offdrift.adapters.hooks import LossHook
 from offdrift.errors import LivenessError, MethodError, ShapeError
 from tests.adapters.hooked import (
-    ROOT,
     SOME,
     Batch,
     Correcting,
@@ -38,28 +37,19 @@ from tests.adapters.hooked import (
     Outcome,
     batch,
     counts,
+    fake_site,
     install,
     outcome,
-    process,
     rows,
 )
 from tests.records.samples import one
 
-__all__ = ["process"]
-
 REAL = importlib.util.find_spec("areal") is not None
 OPTIONS = {
-    "eps_clip": 0.2,
-    "eps_clip_higher": None,
-    "c_clip": None,
-    "rejection_sampling": None,
-    "m2_threshold": None,
-    "importance_sampling_level": "token",
-    "prox_logp_method": "recompute",
-    "use_sapo_loss": False,
-    "sapo_tau_pos": 1.0,
-    "sapo_tau_neg": 1.05,
-    "use_decoupled_loss": True,
+    **dict.fromkeys(("eps_clip_higher", "c_clip", "rejection_sampling", "m2_threshold")),
+    **{"eps_clip": 0.2, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05},
+    **{"importance_sampling_level": "token", "prox_logp_method": "recompute"},
+    **{"use_sapo_loss": False, "use_decoupled_loss": True},
 }
 
 
@@ -185,15 +175,13 @@ def pushed(of: Batch, tokens: float, **changed: Any) -> Outcome:
     return outcome(loss * data["loss_mask"].count_nonzero() / tokens, current, {})
 
 
-def run(
-    method: str | None, of: Batch, tokens: float, sequences: float = 1, *, on_idle: str = "warn", **options: Any
-) -> Outcome:
-    areal.install(method, on_idle=on_idle, **options)
+def run(method: str | None, of: Batch, tokens: float, sequences: float = 1, **options: Any) -> Outcome:
+    areal.install(method, **{"on_idle": "warn", **options})
     return pushed(of, tokens)
 
 
-def correct(method: str, of: Batch, *, on_idle: str = "warn", **options: Any) -> tuple[Tensor, Tensor]:
-    areal.install(method, keep="loss", on_idle=on_idle, **options)
+def correct(method: str, of: Batch, **options: Any) -> tuple[Tensor, Tensor]:
+    areal.install(method, **{"keep": "loss", "on_idle": "warn", **options})
     decided = functional().apply_rejection_sampling(of.old, of.rollout, of.mask, None, None)
     assert decided.loss_mask.dtype is torch.bool
     kept = (decided.behave_imp_weight > 0).sum() / of.mask.sum().clamp(min=1)
@@ -231,10 +219,8 @@ def test_ids_and_versions_are_those_of_the_predicted_tokens(
     process[-1].end_step()
     process[-1].adapter.close()
     record, versions = one(tmp_path), (torch.arange(of.mask.shape[1]) % 4).expand(of.mask.shape)[of.mask]
-    assert record.rollout_version is not None
     assert torch.equal(record.rollout_version, versions)
     ids = packed(of)["input_ids"].reshape(len(of.mask), -1)[:, 3:]
-    assert record.tokens is not None
     assert torch.equal(record.tokens, ids[of.mask])
     assert process[-1].metrics["offdrift/version_lag/mean"] == pytest.approx(float((5 - versions).float().mean()))
     assert bool(result.gradient.any())
@@ -285,16 +271,16 @@ def update(actor: Any, of: Batch | None = None, **changed: Any) -> Any:
     return tracker.kept if isinstance(tracker, Tracker) else tracker.export_all()
 
 
-def test_an_update_reports_metrics(actor: Any) -> None:
+def test_an_update_reports_metrics_and_what_contradicts_is_refused(actor: Any) -> None:
     areal.install("geo_mask", settings=SOME["geo_mask"])
     metrics = update(actor)
     (tokens,) = (x for name, x in metrics.items() if name.endswith("offdrift/batch/tokens"))
     (rejected,) = (x for name, x in metrics.items() if name.endswith("offdrift/gate/drop_frac_token"))
     assert tokens == float(batch().mask.sum())
     assert 0 < rejected < 1
-
-
-# -- the correction alone -------------------------------------------------------------------------
+    for changed in ({"use_sapo_loss": True}, {"m2_threshold": 0.1}, {"rejection_sampling": object()}):
+        with pytest.raises(MethodError, match="turn them off"):
+            pushed(batch(), 1.0, **changed)
 
 
 def functional() -> Any:
@@ -332,17 +318,6 @@ def test_a_share_without_a_trainable_token_is_no_dead_part(
     assert not [name for name in update(actor, of) if "offdrift" in name]
 
 
-# -- set-up ---------------------------------------------------------------------------------------
-
-
-def test_refusals(actor: Any) -> None:
-    areal.install("dapo")
-    of = batch()
-    for changed in ({"use_sapo_loss": True}, {"m2_threshold": 0.1}, {"rejection_sampling": object()}):
-        with pytest.raises(MethodError, match="turn them off"):
-            pushed(of, 1.0, **changed)
-
-
 def test_uninstall_gives_their_functions_back(actor: Any) -> None:
     before = actor.grpo_loss_fn, actor.PPOActor._ppo_update
     decide = functional().apply_rejection_sampling
@@ -358,17 +333,9 @@ def test_uninstall_gives_their_functions_back(actor: Any) -> None:
 
 def test_the_command_installs_and_goes_on_as_areals_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, with a stand-in for AReaL's server that says what it finds."""
-    server = tmp_path / "areal" / "infra" / "rpc"
-    server.mkdir(parents=True)
-    (tmp_path / "areal" / "__init__.py").touch()
-    (server / "rpc_server.py").write_text(
-        "import sys\nfrom offdrift.adapters.contrib import areal\n"
-        "print(__name__, sys.argv[1:], areal._INSTALLED[0][0].method)\n"
-    )
-    info = tmp_path / "areal-1.0.4.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: areal\nVersion: 1.0.4\n")
-    path = f"{tmp_path}:{ROOT / 'src'}"
+    server = "import sys\nfrom offdrift.adapters.contrib import areal\n"
+    server += "print(__name__, sys.argv[1:], areal._INSTALLED[0][0].method)\n"
+    path = fake_site(tmp_path, "areal", "1.0.4", {"infra/rpc/rpc_server.py": server})
     done = subprocess.run(
         [sys.executable, "-m", "offdrift.adapters.contrib.areal", "--port", "0"],
         env={**os.environ, "PYTHONPATH": path, "OFFDRIFT_METHOD": "a3po"},

@@ -43,13 +43,10 @@ from tests.adapters.hooked import (
     counts,
     filled,
     optimizer_step,
-    process,
     rows,
     unscored,
 )
 from tests.records.samples import read_all
-
-__all__ = ["process"]
 
 FRAMEWORKS: list[Framework] = [
     *(prime_rl.FRAMEWORK, skyrl.FRAMEWORK, slime.FRAMEWORK, nemo_rl.FRAMEWORK, areal.FRAMEWORK),
@@ -277,8 +274,6 @@ def test_an_old_version_is_refused(framework: Framework, monkeypatch: pytest.Mon
     with framework.stand_in(monkeypatch, "0.0.1"), pytest.raises(FrameworkError, match=older):
         framework.run("token_tis", of, *counts(of))
 
-
-# -- hooks that correct a framework's own loss ------------------------------------------------------
 
 CORRECTING: list[Correcting] = [slime.CORRECTING, areal.CORRECTING, roll.CORRECTING]
 

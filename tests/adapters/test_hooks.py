@@ -10,10 +10,8 @@ import torch
 from offdrift.adapters.hooks import HookConfig, hook_of
 from offdrift.errors import RecordError
 from offdrift.logprobs import LogProbs
-from tests.adapters.hooked import batch, optimizer_step, process
+from tests.adapters.hooked import batch, optimizer_step
 from tests.records.samples import read_all
-
-__all__ = ["process"]
 
 
 @pytest.mark.usefixtures("process")

@@ -30,53 +30,29 @@ from offdrift.errors import EvidenceError, LivenessError, MethodError
 from offdrift.methods import METHODS
 from tests.adapters.hooked import (
     HORIZON,
-    ROOT,
     SOME,
     Batch,
     Framework,
     Outcome,
     batch,
     counts,
+    fake_site,
     install,
     outcome,
-    process,
     rows,
 )
 
-__all__ = ["process"]
-
 
 class TheirLoss:
-    """The signature of OpenRLHF 0.11.2."""
+    """What tells OpenRLHF 0.11.2 from earlier versions: its switch of the correction."""
 
-    def __init__(
-        self,
-        clip_eps_low: float = 0.2,
-        clip_eps_high: float = 0.2,
-        dual_clip: float | None = None,
-        token_level_loss: bool = True,
-        policy_loss_type: str = "ppo",
-        is_correction_level: str = "off",
-        is_correction_mode: str = "mask",
-        is_correction_gating: str = "ratio",
-        is_correction_threshold: tuple[float, float] = (0.5, 5.0),
-    ) -> None: ...
+    def __init__(self, policy_loss_type: str = "ppo", is_correction_level: str = "off", **_: Any) -> None: ...
 
 
 class EarlierLoss:
-    """The signature until 0.11.1."""
+    """Until 0.11.1."""
 
-    def __init__(
-        self,
-        clip_eps_low: float = 0.2,
-        clip_eps_high: float = 0.2,
-        dual_clip: float | None = None,
-        token_level_loss: bool = True,
-        policy_loss_type: str = "ppo",
-        enable_vllm_is_correction: bool = False,
-        vllm_is_truncated_threshold: list[float] | None = None,
-        vllm_is_correction_type: str = "tis",
-    ) -> None: ...
+    def __init__(self, policy_loss_type: str = "ppo", enable_vllm_is_correction: bool = False, **_: Any) -> None: ...
 
 
 ACTOR = """
@@ -145,17 +121,8 @@ def pushed(loss: Any, of: Batch, tokens: float, sequences: float, *, values: int
     return outcome(out, current, {})
 
 
-def run(
-    values: int,
-    method: str | None,
-    of: Batch,
-    tokens: float,
-    sequences: float,
-    *,
-    on_idle: str = "warn",
-    **options: Any,
-) -> Outcome:
-    openrlhf.install(method, on_idle=on_idle, horizon=HORIZON, **options)
+def run(values: int, method: str | None, of: Batch, tokens: float, sequences: float, **options: Any) -> Outcome:
+    openrlhf.install(method, **{"on_idle": "warn", "horizon": HORIZON, **options})
     return pushed(imported().ActorPPOTrainer().actor_loss_fn, of, tokens, sequences, values=values)
 
 
@@ -203,6 +170,8 @@ def test_reported_values_by_hand(actor: Any) -> None:
 
 
 def test_installed_before_or_after_the_import_and_undone(actor: Any) -> None:
+    openrlhf.install("dapo")
+    openrlhf.uninstall()
     openrlhf.install("icepop")
     assert openrlhf.ACTOR not in sys.modules
     module = imported()
@@ -213,12 +182,10 @@ def test_installed_before_or_after_the_import_and_undone(actor: Any) -> None:
     assert module.ActorPPOTrainer().actor_loss_fn.hook.method.aggregate == "token_mean"
     openrlhf.uninstall()
     assert module.PolicyLoss is actor
-
-
-def test_uninstalled_before_the_import(actor: Any) -> None:
+    sys.modules.pop(openrlhf.ACTOR)
     openrlhf.install("icepop")
     openrlhf.uninstall()
-    assert imported().PolicyLoss is actor
+    assert imported().PolicyLoss is actor, "undone before the import"
 
 
 def test_a_training_step_reports_metrics(actor: Any) -> None:
@@ -234,7 +201,7 @@ def test_a_training_step_reports_metrics(actor: Any) -> None:
     assert 0 < status["offdrift/gate/drop_frac_token"] < 1
 
 
-def test_missing_log_probs_are_named_and_copies_end_the_run(actor: Any) -> None:
+def test_what_cannot_train_is_refused(actor: Any) -> None:
     openrlhf.install("icepop")
     trainer, of = imported().ActorPPOTrainer(), batch()
     with pytest.raises(EvidenceError, match=r"rollout_log_probs are missing.*is_correction_level"):
@@ -242,10 +209,6 @@ def test_missing_log_probs_are_named_and_copies_end_the_run(actor: Any) -> None:
     trainer.pieces = [(Batch(of.old, of.old, of.current, of.advantages, of.mask), {})]
     with pytest.raises(LivenessError, match="cannot act"):
         trainer.ppo_train(0.0)
-
-
-def test_what_contradicts_is_refused(actor: Any) -> None:
-    openrlhf.install("icepop")
     with pytest.raises(MethodError, match="policy_loss_type gspo"):
         imported().ActorPPOTrainer(policy_loss_type="gspo")
 
@@ -273,18 +236,9 @@ print("LOSS", ray.get(actor.loss.remote()))
 @pytest.mark.slow
 def test_ray_runs_it_in_the_actors_process(tmp_path: Path) -> None:
     """The runtime environment of the page's command, in a real Ray job, on a stand-in package."""
-    package = tmp_path / "site" / "openrlhf"
-    (package / "trainer" / "ray").mkdir(parents=True)
-    (package / "models").mkdir()
-    signature = "is_correction_level='off', **_"
-    theirs = f"class PolicyLoss:\n    def __init__(self, {signature}): ...\n"
-    (package / "models" / "__init__.py").write_text(theirs)
-    (package / "trainer" / "ray" / "ppo_actor.py").write_text(ACTOR)
-    for folder in (package, package / "trainer", package / "trainer" / "ray"):
-        (folder / "__init__.py").touch()
-    info = tmp_path / "site" / "openrlhf-0.11.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: openrlhf\nVersion: 0.11.2\n")
+    theirs = "class PolicyLoss:\n    def __init__(self, is_correction_level='off', **_): ...\n"
+    files = {"models/__init__.py": theirs, "trainer/ray/ppo_actor.py": ACTOR}
+    path = fake_site(tmp_path / "site", "openrlhf", "0.11.2", files)
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(RAY))
     environment = {
@@ -294,7 +248,7 @@ def test_ray_runs_it_in_the_actors_process(tmp_path: Path) -> None:
 
     env = {
         **os.environ,
-        "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT / 'src'}",
+        "PYTHONPATH": path,
         "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": environment, "metadata": {}}),
     }
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)

@@ -25,9 +25,7 @@ from offdrift.errors import EvidenceError, MethodError
 from offdrift.logprobs import LogProbs
 from offdrift.loss import policy_loss
 from offdrift.methods import METHODS
-from tests.adapters.hooked import Batch, Framework, Outcome, batch, code, counts, install, outcome, process
-
-__all__ = ["process"]
+from tests.adapters.hooked import Batch, Framework, Outcome, batch, code, counts, install, outcome
 
 
 @dataclass
@@ -67,18 +65,13 @@ def run(
     *,
     weights: Tensor | None = None,
     ref: Tensor | None = None,
-    on_idle: str | None = "warn",
     **options: Any,
 ) -> Outcome:
     """Part of a training step as prime-rl takes it."""
-    current = of.current.clone().requires_grad_()
+    current, options = of.current.clone().requires_grad_(), {"method": method, "on_idle": "warn", **options}
     columns = (current, of.rollout, ref, of.advantages, of.mask, weights)
-    outputs = [
-        prime_rl.loss(
-            LossInputs(*(None if x is None else x[i] for x in columns)), method=method, on_idle=on_idle, **options
-        )
-        for i in range(len(current))
-    ]
+    inputs = [LossInputs(*(None if x is None else x[i] for x in columns)) for i in range(len(current))]
+    outputs = [prime_rl.loss(one, **options) for one in inputs]
     metrics = {name: torch.cat([o.metrics[name] for o in outputs]) for name in outputs[0].metrics}
     return outcome(torch.stack([o.loss for o in outputs]).sum() / tokens, current, metrics)
 
@@ -134,22 +127,16 @@ def test_the_current_policy_may_stand_for_the_old_one() -> None:
         step(of, "icepop", old="yes")
 
 
-def test_a_penalty_reads_the_reference() -> None:
+def test_a_penalty_reads_the_reference_and_loss_weights_multiply_token_losses() -> None:
     of = batch()
     one, other = (step(of, "deepseek_v32", old="current", ref=ref).gradient for ref in (of.old, of.current))
     assert int((one != other).sum()) == int(of.mask.sum())
-
-
-def test_loss_weights_multiply_token_losses() -> None:
-    of = batch()
     weights = torch.rand(6, 11, generator=torch.Generator().manual_seed(3)) + 0.5
     weighted, plain = (step(of, "dapo", old="current", weights=w).gradient for w in (weights, None))
     torch.testing.assert_close(weighted, plain * weights, rtol=1e-5, atol=1e-8)
     assert int((plain != 0).sum()) > 5
-
-
-def test_a_loss_that_is_not_proportional_takes_weights_of_1_alone() -> None:
-    of, weights = batch(), torch.ones(6, 11)
+    # A loss that is not proportional to the advantage takes weights of 1 alone.
+    weights = torch.ones(6, 11)
     assert torch.equal(step(of, "prime_rl", weights=weights).gradient, step(of, "prime_rl").gradient)
     weights[0] = 0.5
     with pytest.raises(MethodError, match=r"rl_weights.*not proportional"):

@@ -17,10 +17,8 @@ from offdrift.adapters.contrib import areal, nemo_rl, openrlhf, roll
 from offdrift.adapters.frameworks import FRAMEWORKS, WAITING
 from offdrift.adapters.hooks import HookConfig
 from offdrift.errors import EvidenceError, FrameworkError
-from tests.adapters.hooked import ROOT, code, install, process
+from tests.adapters.hooked import ROOT, code, install
 from tests.adapters.test_nemo_rl import ClippedPGLossConfig
-
-__all__ = ["process"]
 
 PAGES = ROOT / "docs" / "integrations"
 

@@ -33,15 +33,13 @@ from tests.adapters.hooked import (
     Framework,
     Outcome,
     batch,
+    choose,
     counts,
     install,
     optimizer_step,
     outcome,
-    process,
     rows,
 )
-
-__all__ = ["process"]
 
 REAL = importlib.util.find_spec("roll") is not None
 
@@ -102,20 +100,8 @@ class PG(BaseWorker):
         raise ValueError(f"Unsupported pg_variant: {variant}")
 
 
-class ActorWorker(BaseWorker):
-    home = roll.RLVR
-
-
-class ActorPGWorker(PG):
-    home = roll.RLVR_PG
-
-
-class AgenticActorWorker(BaseWorker):
-    home = roll.AGENTIC
-
-
-class AgenticActorPGWorker(PG):
-    home = roll.AGENTIC_PG
+ActorWorker, AgenticActorWorker = (type("ActorWorker", (BaseWorker,), {"home": x}) for x in (roll.RLVR, roll.AGENTIC))
+ActorPGWorker, AgenticActorPGWorker = (type("PG", (PG,), {"home": x}) for x in (roll.RLVR_PG, roll.AGENTIC_PG))
 
 
 def theirs(*_: Any, **__: Any) -> Any:
@@ -154,21 +140,15 @@ def framework(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[None]:
 
 def configured(**changed: Any) -> Any:
     own = SimpleNamespace(is_weight=SimpleNamespace(enabled=False), filters=[])
+    off = ("use_kl_loss", "difficulty_loss_weight", "length_loss_weight", "use_pg_clip_range", "dual_clip_loss")
     plain = {
         "train_infer_correction": own,
-        "use_kl_loss": False,
-        "entropy_loss_coef": 0.0,
-        "rl_loss_coef": 1.0,
-        "difficulty_loss_weight": False,
-        "length_loss_weight": False,
-        "enable_old_logprobs_recompute": True,
         "actor_train": SimpleNamespace(pg_variant=None),  # `WorkerConfig`'s default
         "loss_agg_mode": "seq-mean-token-mean",
-        "importance_sampling": "token",
-        "ratio_type": "token",
-        "use_pg_clip_range": False,
-        "pg_clip": 0.2,
-        "dual_clip_loss": False,
+        "enable_old_logprobs_recompute": True,
+        **dict.fromkeys(off, False),
+        **dict.fromkeys(("importance_sampling", "ratio_type"), "token"),
+        **{"entropy_loss_coef": 0.0, "rl_loss_coef": 1.0, "pg_clip": 0.2},
     }
     return SimpleNamespace(**{**plain, **changed})
 
@@ -219,24 +199,11 @@ def logits_of(current: Tensor) -> Tensor:
     return torch.cat([current, torch.full_like(current[:, :1], torch.nan)], 1)
 
 
-def run(
-    name: str,
-    method: str | None,
-    of: Batch,
-    tokens: float,
-    sequences: float,
-    *,
-    settings: Any = None,
-    record: str = "",
-    on_idle: str = "warn",
-) -> Outcome:
+def run(name: str, method: str | None, of: Batch, tokens: float, sequences: float, **options: Any) -> Outcome:
     """A micro-batch through one of the workers that have the method's loss."""
     with pytest.MonkeyPatch.context() as environment:
         if method is not None:
-            text = ",".join(f"{path}={value}" for path, value in (settings or {}).items())
-            chosen = {"METHOD": method, "SETTINGS": text, "RECORD": record, "ON_IDLE": on_idle}
-            for variable, value in chosen.items():
-                environment.setenv(f"OFFDRIFT_{variable}", value)
+            choose(environment, method, **options)
         roll._hook.cache_clear()  # as a process that reads the environment now
         current = of.current.clone().requires_grad_()
         data = data_of(of, tokens, sequences, final=name == "Worker")
@@ -253,12 +220,10 @@ def compute() -> Any:
     return getattr(importlib.import_module(roll.CORRECTIONS), roll.COMPUTE)
 
 
-def correct(method: str, of: Batch, *, settings: Any = None, on_idle: str = "warn") -> tuple[Tensor, Tensor]:
+def correct(method: str, of: Batch, **options: Any) -> tuple[Tensor, Tensor]:
     """As a worker calls it, with the counts of the step."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OFFDRIFT_METHOD", method)
-        environment.setenv("OFFDRIFT_ON_IDLE", on_idle)
-        environment.setenv("OFFDRIFT_SETTINGS", ",".join(f"{k}={v}" for k, v in (settings or {}).items()))
+        choose(environment, method, **options)
         roll._hook.cache_clear()
         roll.install()
         weight, keep, metrics = compute()(ON, of.mask.long(), of.old, of.rollout, *counts(of))
@@ -273,19 +238,9 @@ FRAMEWORKS = [
 ]
 
 
-@pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def choose(method: str, **settings: Any) -> None:
-        monkeypatch.setenv("OFFDRIFT_METHOD", method)
-        text = ",".join(f"{k}={v}" for k, v in settings.items())
-        monkeypatch.setenv("OFFDRIFT_SETTINGS", text)
-
-    return choose
-
-
 @pytest.mark.skipif(REAL, reason="ROLL has weights of its own")
-def test_sample_weights_multiply_the_loss(choose: Any) -> None:
-    choose("dapo")
+def test_sample_weights_multiply_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, "dapo", on_idle="error")
     of = batch()
     data = data_of(of, *counts(of))
     data.non_tensor_batch["weights"] = torch.full((6,), 3.0)
@@ -293,14 +248,14 @@ def test_sample_weights_multiply_the_loss(choose: Any) -> None:
         worker(difficulty_loss_weight=x).loss_func(data, logits_of(of.current))[0] for x in (False, True)
     )
     assert float(weighted) == pytest.approx(3 * float(plain), rel=1e-5)
-    choose("prime_rl")  # its loss is not proportional to the advantage
+    choose(monkeypatch, "prime_rl", on_idle="error")  # its loss is not proportional to the advantage
     roll._hook.cache_clear()
     with pytest.raises(MethodError, match="difficulty_loss_weight"):
         worker(difficulty_loss_weight=True).loss_func(data, logits_of(of.current))
 
 
-def test_classes_can_be_named_and_travel(choose: Any) -> None:
-    choose("icepop")
+def test_classes_can_be_named_and_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, "icepop", on_idle="error")
     assert pickle.loads(pickle.dumps(roll.Worker)) is roll.Worker  # our own bytes
     bases = {}
     for name, (module, base, _) in roll.WORKERS.items():
@@ -324,9 +279,9 @@ def test_metrics_add_up_to_those_of_the_step(process: list[LossHook]) -> None:
         assert sum(p.get(name, 0.0) for p in parts) == pytest.approx(step[own], rel=1e-5)
 
 
-def test_missing_log_probs_are_named(choose: Any) -> None:
+def test_missing_log_probs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """ROLL would compare the old policy with itself."""
-    choose("icepop")
+    choose(monkeypatch, "icepop", on_idle="error")
     of = batch()
     data = data_of(of, *counts(of))
     del data.batch["infer_logprobs"]
@@ -348,19 +303,16 @@ OTHER_LOSSES = {
 
 
 @pytest.mark.parametrize("name", OTHER_LOSSES)
-def test_their_own_terms_and_correction_are_refused(choose: Any, name: str) -> None:
-    choose("icepop")
+def test_their_own_terms_and_correction_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    choose(monkeypatch, "icepop", on_idle="error")
     of, named = batch(), r"is_weight\.enabled, train_infer_correction\.filters" if "correction" in name else name
     with pytest.raises(MethodError, match=named):
         worker(**{name: OTHER_LOSSES[name]}).loss_func(data_of(of, *counts(of)), logits_of(of.current))
 
 
-# -- the correction alone -------------------------------------------------------------------------
-
-
-def test_a_pipeline_corrects_without_counts_and_that_is_a_step(choose: Any) -> None:
+def test_a_pipeline_corrects_without_counts_and_that_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """ROLL's token mean adds up whole rows whatever the mask says: the weight must reject."""
-    choose("geo_mask", **SOME["geo_mask"])
+    choose(monkeypatch, "geo_mask", SOME["geo_mask"], "error")
     roll.install()
     of = batch()
     weight, keep, metrics = compute()(ON, of.mask.long(), of.old, of.rollout)
@@ -374,9 +326,11 @@ CORRECTING_WORKERS = [name for name, (*_, ours) in roll.WORKERS.items() if ours 
 
 
 @pytest.mark.parametrize("name", CORRECTING_WORKERS)
-def test_a_correcting_worker_trains_rolls_loss_under_the_methods_weights(choose: Any, name: str) -> None:
+def test_a_correcting_worker_trains_rolls_loss_under_the_methods_weights(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """From the default configuration; a PG worker needs its variant, and has no default."""
-    choose("icepop")
+    choose(monkeypatch, "icepop", on_idle="error")
     of = batch(spread=0.6)
     variant = {"actor_train": SimpleNamespace(pg_variant="ppo")} if "PG" in name else {}
     made = worker(name, train_infer_correction=ON, enable_old_logprobs_recompute=False, **variant)
@@ -401,8 +355,8 @@ def test_a_correcting_worker_trains_rolls_loss_under_the_methods_weights(choose:
 
 
 @pytest.mark.parametrize("name", CORRECTING_WORKERS)
-def test_a_variant_is_named_where_it_is_read_and_nowhere_else(choose: Any, name: str) -> None:
-    choose("icepop")
+def test_a_variant_is_named_where_it_is_read_and_nowhere_else(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    choose(monkeypatch, "icepop", on_idle="error")
     of = batch()
     wrong = None if "PG" in name else "topr"
     made = worker(name, actor_train=SimpleNamespace(pg_variant=wrong), train_infer_correction=ON)
@@ -411,8 +365,8 @@ def test_a_variant_is_named_where_it_is_read_and_nowhere_else(choose: Any, name:
         made.loss_func(data, logits_of(of.current))
 
 
-def test_every_user_of_the_name_gets_it_and_gives_it_back(choose: Any) -> None:
-    choose("geo_mask")
+def test_every_user_of_the_name_gets_it_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, "geo_mask", on_idle="error")
     names = [roll.CORRECTIONS, roll.RLVR, roll.AGENTIC, roll.RLVR_PG, roll.AGENTIC_PG]
     modules = [importlib.import_module(n) for n in names]
     before = [getattr(m, roll.COMPUTE) for m in modules]
@@ -422,8 +376,8 @@ def test_every_user_of_the_name_gets_it_and_gives_it_back(choose: Any) -> None:
     assert [getattr(m, roll.COMPUTE) for m in modules] == before
 
 
-def test_a_correction_that_would_be_dropped_is_an_error(choose: Any) -> None:
-    choose("icepop")
+def test_a_correction_that_would_be_dropped_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, "icepop", on_idle="error")
     roll.install()
     of = batch()
     with pytest.raises(LivenessError, match=r"is_weight\.enabled: true"):
@@ -432,8 +386,8 @@ def test_a_correction_that_would_be_dropped_is_an_error(choose: Any) -> None:
         compute()(ON, of.mask, of.old, of.old)  # what ROLL does without infer_logprobs
 
 
-def test_another_package_called_roll_is_not_roll(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("dapo")
+def test_another_package_called_roll_is_not_roll(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(monkeypatch, "dapo", on_idle="error")
     monkeypatch.setitem(roll.WORKERS, "Worker", ("roll.no.such.module", "ActorWorker", roll._Loss))
     with pytest.raises(FrameworkError, match="PyPI is something else"):
         getattr(roll, "Worker")  # noqa: B009

@@ -23,9 +23,7 @@ from torch import Tensor
 from offdrift.adapters import hooks
 from offdrift.adapters.contrib import skyrl
 from offdrift.errors import EvidenceError, MethodError
-from tests.adapters.hooked import Batch, Framework, Outcome, batch, code, counts, install, outcome, process, rows
-
-__all__ = ["process"]
+from tests.adapters.hooked import Batch, Framework, Outcome, batch, code, counts, install, outcome, rows
 
 
 @dataclass
@@ -66,11 +64,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.3.0") -> Iterato
     yield made
 
 
-def run(
-    method: str, of: Batch, tokens: float, sequences: float = 1, *, on_idle: str = "warn", **options: Any
-) -> Outcome:
+def run(method: str, of: Batch, tokens: float, sequences: float = 1, **options: Any) -> Outcome:
     """A micro-batch as a worker takes it, with advantages divided by the tokens of the step."""
-    return pushed(skyrl.register(method, on_idle=on_idle, **options), of, of.advantages / tokens)
+    return pushed(skyrl.register(method, **{"on_idle": "warn", **options}), of, of.advantages / tokens)
 
 
 def pushed(name: str, of: Batch, advantages: Tensor) -> Outcome:
@@ -91,9 +87,6 @@ FRAMEWORK = Framework("skyrl", stand_in, run, served=88, by_environment=False)
 def registry(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[Registry]:
     with stand_in(monkeypatch) as made:
         yield made
-
-
-# -- parity -------------------------------------------------------------------------------------------
 
 
 def dppo(of: Batch, ratio: Tensor) -> Tensor:
@@ -136,9 +129,6 @@ def test_gradients_of_skyrls_own_losses(theirs: Any, name: str, settings: dict[s
     torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-7)
 
 
-# -- metrics, arguments, refusals ---------------------------------------------------------------------
-
-
 def test_metrics_have_the_same_keys_in_every_micro_batch() -> None:
     of = batch()
     parts = [run("decoupled_geo", rows(of, [i]), *counts(of)).metrics for i in range(6)]
@@ -152,16 +142,11 @@ def test_metrics_have_the_same_keys_in_every_micro_batch() -> None:
     assert rejected["offdrift/gate_drop_frac_seq"] == pytest.approx(1)
 
 
-def test_no_mask_means_every_token(registry: Registry) -> None:
+def test_a_missing_mask_means_every_token_and_missing_log_probs_are_named(registry: Registry) -> None:
     of = replace(batch(), mask=torch.ones(6, 11, dtype=torch.bool))
     function = registry.get(skyrl.register("token_tis", on_idle="warn"))
     loss, _ = function(of.current, of.old, of.advantages / 66, algorithm(), None, of.rollout)
     assert torch.equal(loss, run("token_tis", of, 66).loss)
-
-
-def test_missing_log_probs_are_named(registry: Registry) -> None:
-    of = batch()
-    function = registry.get(skyrl.register("token_tis", on_idle="warn"))
     with pytest.raises(EvidenceError, match=r"generator\.sampling_params\.logprobs=1"):
         function(of.current, of.old, of.advantages, algorithm(), of.mask.float())
     needs_old = registry.get(skyrl.register("decoupled_ppo", on_idle="warn"))
@@ -169,16 +154,13 @@ def test_missing_log_probs_are_named(registry: Registry) -> None:
         needs_old(of.current, None, of.advantages, algorithm(), of.mask, of.old)
 
 
-@pytest.mark.parametrize("switch", skyrl.OWN)
-def test_two_corrections_at_once_are_refused(registry: Registry, switch: str) -> None:
+def test_two_corrections_at_once_are_refused(registry: Registry) -> None:
     of = batch()
     function = registry.get(skyrl.register("token_tis", on_idle="warn"))
-    config = algorithm(**dict.fromkeys(skyrl.OWN) | {switch: 1.0})
-    with pytest.raises(MethodError, match=switch):
-        function(of.current, of.old, of.advantages, config, of.mask, of.rollout)
-
-
-# -- the registry, the entrypoint and the page --------------------------------------------------------
+    for switch in skyrl.OWN:
+        config = algorithm(**dict.fromkeys(skyrl.OWN) | {switch: 1.0})
+        with pytest.raises(MethodError, match=switch):
+            function(of.current, of.old, of.advantages, config, of.mask, of.rollout)
 
 
 def test_settings_travel_with_the_function(registry: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

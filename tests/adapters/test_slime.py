@@ -31,15 +31,13 @@ from tests.adapters.hooked import (
     Framework,
     Outcome,
     batch,
+    choose,
     code,
     install,
     optimizer_step,
     outcome,
-    process,
 )
 from tests.records.samples import one
-
-__all__ = ["process"]
 
 LENGTHS = [11, 7, 9, 4, 11, 5]
 PROMPTS = [3, 5, 2, 6, 1, 4]
@@ -47,20 +45,13 @@ PROMPTS = [3, 5, 2, 6, 1, 4]
 
 def options(**changed: Any) -> Any:
     """slime's arguments, as far as the hooks see them."""
-    defaults = {
-        "use_tis": True,
-        "calculate_per_token_loss": False,
-        "entropy_coef": 0.0,
-        "use_kl_loss": False,
-        "kl_loss_coef": 0.0,
-        "context_parallel_size": 1,
-        "n_samples_per_prompt": 2,
-    }
+    defaults = {"use_tis": True, "calculate_per_token_loss": False, "entropy_coef": 0.0, "context_parallel_size": 1}
+    defaults |= {"use_kl_loss": False, "kl_loss_coef": 0.0, "n_samples_per_prompt": 2}
     return SimpleNamespace(**(defaults | changed))
 
 
-def listed(x: Tensor) -> list[Tensor]:
-    return [row[:n] for row, n in zip(x, LENGTHS, strict=True)]
+def listed(x: Tensor, lengths: list[int] = LENGTHS) -> list[Tensor]:
+    return [row[:n] for row, n in zip(x, lengths, strict=True)]
 
 
 class Shares:
@@ -142,13 +133,8 @@ def forget() -> None:
 
 def loss_step(of: Batch, lengths: list[int] = LENGTHS, *, sums: list[Tensor] | None = None, **changed: Any) -> Outcome:
     """A micro-batch through the custom loss."""
-    args = options(**changed)
-    current = of.current.clone().requires_grad_()
-
-    def cut(x: Tensor) -> list[Tensor]:
-        return [row[:n] for row, n in zip(x, lengths, strict=True)]
-
-    masks = [m.int() for m in cut(of.mask)]
+    args, current = options(**changed), of.current.clone().requires_grad_()
+    masks = [m.int() for m in listed(of.mask, lengths)]
     sums = sums or [m.sum().float() for m in masks]
     fields = {"log_probs": of.old, "rollout_log_probs": of.rollout, "advantages": of.advantages}
     data = {
@@ -157,45 +143,33 @@ def loss_step(of: Batch, lengths: list[int] = LENGTHS, *, sums: list[Tensor] | N
         "response_lengths": lengths,
         "loss_masks": masks,
         "rollout_mask_sums": sums,
-        **{name: cut(x) for name, x in fields.items()},
+        **{name: listed(x, lengths) for name, x in fields.items()},
     }
     mean = reducer(masks, sums, per_token=args.calculate_per_token_loss)
-    loss, metrics = slime.loss(args, data, torch.cat(cut(current))[None, :, None], mean)
+    loss, metrics = slime.loss(args, data, torch.cat(listed(current, lengths))[None, :, None], mean)
     assert all(x.dim() == 0 and not x.requires_grad for x in metrics.values())
     return outcome(loss, current, metrics)
 
 
-def run(
-    method: str | None,
-    of: Batch,
-    tokens: float,
-    sequences: float = 1,
-    *,
-    settings: Any = None,
-    on_idle: str = "warn",
-) -> Outcome:
+def run(method: str | None, of: Batch, tokens: float, sequences: float = 1, **options: Any) -> Outcome:
     """Part of a step through the custom loss, summed by token and divided by the step's tokens."""
     with pytest.MonkeyPatch.context() as environment:
         if method is not None:
-            choose(environment, method, settings or {}, on_idle)
+            chosen(environment, method, **options)
         forget()  # as a process that reads the environment now
         part = replace(of, advantages=of.advantages / tokens)
         return loss_step(part, [of.mask.shape[1]] * len(of.mask), calculate_per_token_loss=True)
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, name: str, settings: Mapping[str, Any] = {}, on_idle: str = "warn") -> None:
-    monkeypatch.setenv("OFFDRIFT_METHOD", name)
-    monkeypatch.setenv("OFFDRIFT_SETTINGS", ",".join(f"{path}={value}" for path, value in settings.items()))
-    monkeypatch.setenv("OFFDRIFT_ON_IDLE", on_idle)
+def chosen(monkeypatch: pytest.MonkeyPatch, name: str, settings: Mapping[str, Any] = {}, **options: Any) -> None:
+    choose(monkeypatch, name, settings, **options)
     forget()
 
 
-def correct(
-    method: str, of: Batch, *, settings: Mapping[str, Any] = {}, on_idle: str = "warn"
-) -> tuple[Tensor, Tensor]:
+def correct(method: str, of: Batch, **options_: Any) -> tuple[Tensor, Tensor]:
     """What the TIS function makes of token losses of 1, and the masks."""
     with pytest.MonkeyPatch.context() as environment:
-        choose(environment, method, settings, on_idle)
+        chosen(environment, method, **options_)
         weight, kept, _ = slime.tis(
             options(),
             pg_loss=torch.ones(of.mask.numel()),
@@ -214,7 +188,7 @@ CORRECTING = Correcting("slime", stand_in, correct, mask_is_kept=True)
 
 @pytest.fixture(autouse=True)
 def framework(monkeypatch: pytest.MonkeyPatch, process: Any) -> Iterator[Shares]:
-    choose(monkeypatch, "decoupled_ppo")
+    chosen(monkeypatch, "decoupled_ppo")
     with stand_in(monkeypatch) as shares:
         yield shares
 
@@ -265,9 +239,6 @@ def weighted(of: Batch, weight: Tensor) -> Outcome:
     return outcome(torch.stack(parts).sum(), current, {})
 
 
-# -- the TIS function ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -279,7 +250,7 @@ def weighted(of: Batch, weight: Tensor) -> Outcome:
 def test_slimes_own_corrections(monkeypatch: pytest.MonkeyPatch, name: str, rule: Callable[[Tensor], Tensor]) -> None:
     """The last only measures, as `--get-mismatch-metrics` without `--use-tis` does, and changes nothing."""
     of, measured = batch(spread=0.8), name == "measured"
-    choose(monkeypatch, "decoupled_ppo" if measured else name)
+    chosen(monkeypatch, "decoupled_ppo" if measured else name)
     result, kept = tis_step(of, use_tis=not measured)
     w = (of.old - of.rollout).exp()
     torch.testing.assert_close(result[:2], weighted(of, rule(w))[:2])
@@ -295,7 +266,7 @@ def test_slimes_own_corrections(monkeypatch: pytest.MonkeyPatch, name: str, rule
 def test_a_part_that_is_only_measured_is_not_said_to_act(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, use_tis: bool, state: str
 ) -> None:
-    choose(monkeypatch, "decoupled_geo_rs_token_tis")
+    chosen(monkeypatch, "decoupled_geo_rs_token_tis")
     with caplog.at_level(logging.INFO, "offdrift.slime"):
         tis_step(batch(spread=0.8), use_tis=use_tis)
         optimizer_step()
@@ -311,7 +282,7 @@ def test_masks_lose_what_is_rejected_only_where_gates_govern_everything(
     monkeypatch: pytest.MonkeyPatch, scope: str
 ) -> None:
     of = batch()
-    choose(monkeypatch, "decoupled_geo", {"gate_scope": scope})
+    chosen(monkeypatch, "decoupled_geo", {"gate_scope": scope})
     result, kept = tis_step(of)
     rejected = int(result.metrics["offdrift/rejected"])
     assert rejected > 0
@@ -325,7 +296,7 @@ def test_context_parallel_shares_add_up_to_whole_sequences(
     monkeypatch: pytest.MonkeyPatch, framework: Shares, name: str, size: int
 ) -> None:
     of = batch()
-    choose(monkeypatch, name)
+    chosen(monkeypatch, name)
     whole, _ = tis_step(of)
     framework.__init__(size)
     covered = [framework.places(p + n, n, r) for p, n in zip(PROMPTS, LENGTHS, strict=True) for r in range(size)]
@@ -363,9 +334,6 @@ def test_bad_and_missing_log_probs_are_named() -> None:
         slime.tis(options(), pg_loss=torch.zeros(3), train_log_probs=[torch.zeros(3)], **empty)
 
 
-# -- the whole loss -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_whole_loss_has_slimes_denominators(per_token: bool, shared: bool) -> None:
@@ -395,9 +363,6 @@ def test_what_the_whole_loss_refuses() -> None:
     loss_step(batch(), use_kl_loss=True)  # only measured, as slime's examples do
 
 
-# -- records ------------------------------------------------------------------------------------------
-
-
 def rollout_data(of: Batch) -> dict[str, Any]:
     tokens = [torch.arange(p + n) + 100 * i for i, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))]
     fields = {"log_probs": of.old, "rollout_log_probs": of.rollout, "advantages": of.advantages}
@@ -420,54 +385,40 @@ def test_the_record_holds_tokens_and_both_log_probs(monkeypatch: pytest.MonkeyPa
     slime._recorder(str(tmp_path)).close()
     record, mask = one(tmp_path), torch.cat(listed(of.mask))
     tokens = torch.cat([torch.arange(n) + p + 100 * i for i, (p, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))])
-    assert record.tokens is not None
     assert torch.equal(record.tokens, tokens[mask])
     for name, x in (("logp_rollout", of.rollout), ("logp_old", of.old), ("advantages", of.advantages)):
         torch.testing.assert_close(getattr(record, name), torch.cat(listed(x))[mask])
     assert set(record.step.tolist()) == {7}
-    assert record.rewards is not None
     assert record.rewards.tolist() == [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
-    assert record.truncated is not None
     assert record.truncated.tolist() == [1, 0, 0, 0, 0, 0]
-    assert record.group_ids is not None
     groups = record.group_ids.tolist()
     assert groups[0] == groups[1] != groups[2] == groups[3]
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "match"),
-    [
+def test_what_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(MethodError, match="OFFDRIFT_RECORD"):
+        slime.record(options(), 1, rollout_data(batch()))
+    monkeypatch.setenv("OFFDRIFT_RECORD", str(tmp_path))
+    for changed, error, match in (
         ({"log_probs": None}, EvidenceError, "--get-mismatch-metrics"),
         ({"rollout_log_probs": None}, EvidenceError, r"Sample\.rollout_log_probs"),
         ({"context_parallel_size": 2}, MethodError, "context parallelism"),
-        ({"folder": None}, MethodError, "OFFDRIFT_RECORD"),
-    ],
-)
-def test_what_cannot_be_recorded_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, Any], error: type, match: str
-) -> None:
-    if "folder" not in changed:
-        monkeypatch.setenv("OFFDRIFT_RECORD", str(tmp_path))
-    with pytest.raises(error, match=match):
-        slime.record(options(**changed), 1, rollout_data(batch()) | changed)
-
-
-# -- the page -----------------------------------------------------------------------------------------
+    ):
+        with pytest.raises(error, match=match):
+            slime.record(options(**changed), 1, rollout_data(batch()) | changed)
 
 
 def test_flags_of_the_page_name_functions_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths, runs = (
-        0,
-        {
-            "--custom-tis-function-path": (slime.tis, tis_step),
-            "--custom-loss-function-path": (slime.loss, loss_step),
-            "--rollout-data-postprocess-path": (slime.record, lambda _: None),
-        },
-    )
+    paths = 0
+    runs = {
+        "--custom-tis-function-path": (slime.tis, tis_step),
+        "--custom-loss-function-path": (slime.loss, loss_step),
+        "--rollout-data-postprocess-path": (slime.record, lambda _: None),
+    }
     for block in code("slime.md", "bash"):
         words = shlex.split(block.replace("\\\n", " "), comments=True)
         env = dict(w.split("=", 1) for w in words if w.startswith("OFFDRIFT_"))
-        choose(monkeypatch, env["OFFDRIFT_METHOD"])
+        chosen(monkeypatch, env["OFFDRIFT_METHOD"])
         monkeypatch.setenv("OFFDRIFT_SETTINGS", env.get("OFFDRIFT_SETTINGS", ""))
         for flag, path in itertools.pairwise(words):
             if flag.endswith("-path"):

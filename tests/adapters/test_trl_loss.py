@@ -15,9 +15,8 @@ import torch
 from offdrift.adapters.trl.batch import piece_of
 from offdrift.correction import Correction, Gate, Weight
 from offdrift.errors import EvidenceError, LivenessError, MethodError
-from offdrift.loss import policy_loss
 from offdrift.methods import METHODS, Method, method, override
-from offdrift.objectives import Clipped, Reinforce
+from offdrift.objectives import Clipped
 from offdrift.penalty import KLPenalty
 from tests.adapters.trl_bare import LOSSES, generated, inputs_of, ours, pushed, theirs
 from tests.parity.peers import Batch, agree, differ, random_batch, same
@@ -37,21 +36,19 @@ def modes(loss_type: str) -> list[str]:
     return token if loss_type == "vespo" else [*token, "sequence_truncate", "sequence_mask"]
 
 
+def by_vllm(how: str, **limits: float) -> dict[str, Any]:
+    """TRL's own correction."""
+    numbers = {f"vllm_importance_sampling_{name}": x for name, x in limits.items()}
+    return {"use_vllm": True, "vllm_importance_sampling_mode": how, **numbers}
+
+
 PARITY = [(loss_type, how) for loss_type in LOSSES for how in modes(loss_type)]
 
 
 @pytest.mark.parametrize(("loss_type", "how"), PARITY)
 def test_weights_are_those_of_trl_where_it_has_them(loss_type, how):
-    batch = sequence_batch(2, sequences=20)
-    peer = theirs(
-        batch,
-        loss_type=loss_type,
-        beta=0.3,
-        use_vllm=True,
-        vllm_importance_sampling_mode=how,
-        vllm_importance_sampling_clip_max=1.2,
-        vllm_importance_sampling_clip_min=0.8,
-    )
+    batch, limits = sequence_batch(2, sequences=20), {"clip_max": 1.2, "clip_min": 0.8}
+    peer = theirs(batch, loss_type=loss_type, beta=0.3, **by_vllm(how, **limits))
     inputs = peer.generated()
     loss, gradient = peer.loss(inputs)
     mine = ours(batch, weight(how, cap=1.2, floor=0.8), loss_type=loss_type, beta=0.3)
@@ -71,13 +68,7 @@ def test_sequence_level_ratios(loss_type):
     fields = {"loss_type": loss_type, "importance_sampling_level": "sequence", "epsilon_high": 0.3}
     if loss_type == "luspo":
         fields |= {"beta": 0.1}
-    peer = theirs(
-        batch,
-        **fields,
-        use_vllm=True,
-        vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_max=1.2,
-    )
+    peer = theirs(batch, **fields, **by_vllm("token_truncate", clip_max=1.2))
     loss, gradient = peer.loss(peer.generated())
     mine = ours(batch, weight("token_truncate", cap=1.2), **fields)
     found, slope = pushed(mine, generated(mine))
@@ -110,9 +101,6 @@ def test_gates_on_any_ratio_and_weights_in_trls_loss_are_those_of_ours(loss_type
     assert inputs["advantages"].ndim == 1 + per_token  # ours are in a copy
 
 
-# -- our loss in place of TRL's -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("name", ["token_tis", "gspo", "trm_max_k2", "dppo_tv", "normalized_tis"])
 def test_our_loss_replaces_trls_whatever_its_type(name, loss_type):
@@ -140,8 +128,6 @@ def test_metrics_of_a_loss_that_is_not_used_are_not_logged():
         assert ("clip_ratio/low_mean" in metrics) is logged
         assert "entropy" in metrics
 
-
-# -- laws -----------------------------------------------------------------------------------------
 
 BOTH = [("correct", x) for x in LOSSES] + [("loss", "dapo")]
 
@@ -304,9 +290,6 @@ def test_evaluation_is_trls():
     assert mine.trainer.offdrift._stats is None
 
 
-# -- refusals -------------------------------------------------------------------------------------
-
-
 def made(row: Method, mode: str = "correct", **fields: Any) -> None:
     from offdrift.adapters.trl import refuse_method
 
@@ -332,19 +315,12 @@ def test_what_cannot_mean_anything_is_refused():
     made(replace(method("deepseek_v32"), penalty=None), "loss")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("off_policy_mask_threshold", 0.5),
-        ("top_entropy_quantile", 0.2),
-        ("importance_sampling_level", "sequence"),
-        ("delta", 4.0),
-    ],
-)
-def test_settings_that_our_loss_would_drop_are_refused(name, value):
-    with pytest.raises(MethodError, match=f"{name}.*correct"):
-        made(method("token_tis"), "loss", **{name: value})
-    made(METHODS["decoupled_token_is"], "correct", **{name: value})
+def test_settings_that_our_loss_would_drop_are_refused():
+    dropped = {"off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.2, "delta": 4.0}
+    for name, value in {**dropped, "importance_sampling_level": "sequence"}.items():
+        with pytest.raises(MethodError, match=f"{name}.*correct"):
+            made(method("token_tis"), "loss", **{name: value})
+        made(METHODS["decoupled_token_is"], "correct", **{name: value})
 
 
 def test_a_step_that_cannot_be_seen_whole_is_refused():
@@ -363,15 +339,3 @@ def test_a_correction_without_the_engines_log_probs_is_refused():
         with pytest.raises(LivenessError, match="use_vllm=True, or give a rollout_func"):
             made(method(row), mode, **blind)
     made(method("gspo"), "loss", **blind)  # reads the staleness alone
-
-
-def test_a_method_of_ones_own():
-    """Objectives with a ratio are this library's in mode="loss", without a row."""
-    row = Method(
-        objective=Reinforce(), correction=Correction() & Weight(on="full", cap=1.5), aggregate="seq_mean_token_mean"
-    )
-    batch = random_batch(9)
-    mine = ours(batch, row, "loss", loss_type="grpo")
-    agree(packed_loss(row, batch), *pushed(mine, inputs_of(mine)))
-    lp = batch.pack()
-    assert float(policy_loss(lp, row, lp.like_caller(batch.advantages)).loss) != 0

@@ -26,9 +26,6 @@ PAGE = Path("docs/integrations/verl.md").read_text()
 BLOCKS = dict(re.findall(r"<!-- (\w+) -->\n```yaml\n(.*?)```", PAGE, re.DOTALL))
 
 
-# -- the block ------------------------------------------------------------------------------------
-
-
 def test_keys_and_defaults_are_verls():
     verl = real_verl()
     fields = {f for f in verl.RolloutCorrectionConfig() if f != "_target_"}
@@ -58,13 +55,8 @@ def test_presets_read_from_verls_dataclass_and_from_omegaconf_are_the_rows(name)
 
 
 def test_the_table_has_a_line_for_every_key():
-    block = {
-        "rollout_is": "token",
-        "rollout_is_threshold": "0.5_5.0",
-        "rollout_is_batch_normalize": True,
-        "rollout_rs": "token_k1,seq_max_k2",
-        "rollout_rs_threshold": "0.5_2.0,0.1",
-    }
+    block = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_is_batch_normalize": True}
+    block |= {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.5_2.0,0.1"}
     lines = str(read_rollout_correction(block)).splitlines()
     assert [line.split()[0] for line in lines] == list(DEFAULTS)
     text = "\n".join(lines)
@@ -107,9 +99,6 @@ def test_weights_in_bypassed_ppo_are_said_to_be_nothing():
 def test_what_verl_would_refuse_is_refused(block, says):
     with pytest.raises(RecipeError, match=re.escape(says)):
         read_rollout_correction(block)
-
-
-# -- the page -------------------------------------------------------------------------------------
 
 
 def composed(*merged: str):
@@ -174,19 +163,24 @@ def spelled(value) -> str:
     return f"'{text}'" if "=" in text else text
 
 
-@pytest.mark.parametrize("name", ["decoupled", "bypass"])
-def test_configurations_of_the_page_are_composed_by_hydra(name):
-    """By verl's own hydra configuration, then as a worker gets its part: pickled, to dataclasses."""
+def by_hydra(overrides: list[str]):
+    """Overrides of the command line, composed with verl's own hydra configuration."""
     hydra = pytest.importorskip("hydra")
     import verl as package
-    from verl.utils.config import omega_conf_to_dataclass
 
     folder = str(Path(package.__file__).parent / "trainer" / "config")
-    overrides = [f"++{key}={spelled(value)}" for key, value in leaves(yaml.safe_load(BLOCKS[name]))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with hydra.initialize_config_dir(config_dir=folder, version_base=None):
-            cfg = hydra.compose("ppo_trainer", overrides=overrides)
+            return hydra.compose("ppo_trainer", overrides=overrides)
+
+
+@pytest.mark.parametrize("name", ["decoupled", "bypass"])
+def test_configurations_of_the_page_are_composed_by_hydra(name):
+    """Then as a worker gets its part: pickled, to dataclasses."""
+    cfg = by_hydra([f"++{key}={spelled(value)}" for key, value in leaves(yaml.safe_load(BLOCKS[name]))])
+    from verl.utils.config import omega_conf_to_dataclass
+
     worker = pickle.loads(pickle.dumps(cfg.actor_rollout_ref))
     actor = omega_conf_to_dataclass(worker.actor)
     assert actor.policy_loss.loss_mode.startswith("offdrift/")
@@ -196,17 +190,10 @@ def test_configurations_of_the_page_are_composed_by_hydra(name):
 
 def test_the_command_at_the_top_of_the_page_is_composed_by_hydra():
     """Its overrides, over verl's own configuration: the same choices as the first block's."""
-    hydra = pytest.importorskip("hydra")
-    import verl as package
-
     command = PAGE[PAGE.index("python3 -m verl.trainer.main_ppo") :].partition("```")[0]
     overrides = [word.strip(" \\") for word in command.splitlines()[1:] if word]
     assert len(overrides) == 4
-    folder = str(Path(package.__file__).parent / "trainer" / "config")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with hydra.initialize_config_dir(config_dir=folder, version_base=None):
-            cfg = hydra.compose("ppo_trainer", overrides=overrides)
+    cfg = by_hydra(overrides)
     block, whole = yaml.safe_load(BLOCKS["decoupled"]), real_verl().OmegaConf
     shared = [key for key, value in leaves(block) if whole.select(cfg, key) == value]
     assert len(shared) >= 8

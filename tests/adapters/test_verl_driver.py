@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -41,9 +42,6 @@ def corrected(helper, batch: Batch, block, **more):
     return data.batch.get("rollout_is_weights", None), data.batch["response_mask"], metrics
 
 
-# -- install --------------------------------------------------------------------------------------
-
-
 def test_install_replaces_verls_function_wherever_it_is_bound_and_uninstall_restores(helper):
     name = "compute_rollout_correction_and_add_to_batch"
     original = getattr(helper, name)
@@ -64,19 +62,12 @@ def test_install_replaces_verls_function_wherever_it_is_bound_and_uninstall_rest
         del sys.modules["my_trainer"]
 
 
-def test_install_says_what_it_does(helper, caplog):
+def test_install_says_what_it_does_and_a_block_that_contradicts_is_refused(helper, caplog):
     with caplog.at_level(logging.INFO, "offdrift.verl"):
         plugin.install("icepop")
     assert "weight token ratio(mismatch), mask below 0.5, mask above 5" in caplog.text
-
-
-def test_two_corrections_at_once_are_refused(helper):
-    plugin.install("icepop")
     with pytest.raises(MethodError, match="two corrections"):
         corrected(helper, random_batch(0), {"rollout_is": "token"})
-
-
-def test_unknown_keys_of_the_block_are_refused(helper):
     plugin.install()
     with pytest.raises(RecipeError, match="did you mean 'rollout_is_threshold'"):
         corrected(helper, random_batch(0), {"rollout_is_treshold": 3.0})
@@ -93,8 +84,6 @@ def test_settings_that_would_not_reach_the_workers_are_refused(helper, monkeypat
     plugin.install("decoupled_token_is", settings=changes)
     verl_losses.configured.cache_clear()
 
-
-# -- what it computes -----------------------------------------------------------------------------
 
 BLOCKS = [
     {"rollout_is": "token"},
@@ -136,17 +125,11 @@ def test_a_row_leaves_its_share_and_metrics_do_not_depend_on_it(helper):
         seen.append({k: v for k, v in metrics.items() if "/mismatch/" in k})
     assert seen[0] == seen[1] == seen[2]
     assert len(seen[0]) > 20
-
-
-def test_metrics_alone_write_no_weights(helper):
-    plugin.install()
+    plugin.install()  # metrics alone
     weights, mask, metrics = corrected(helper, random_batch(0), METRICS_ALONE)
     assert weights is None
     assert torch.equal(mask, random_batch(0).mask)
     assert metrics["offdrift/mismatch/k3"] > 0
-
-
-# -- laws -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["icepop", "geo_mask", "tbpo", "tic_filter", "decoupled_seq_is_rs"])
@@ -240,34 +223,20 @@ def test_which_of_verls_losses_a_weight_of_zero_rejects_in():
     batch = random_batch(1, far=False, per_token=False)
     weights = torch.ones_like(batch.old) * batch.mask
     weights[:, ::2] = 0
-    fields = {
-        "policy_loss": {
-            "loss_mode": "",
-            "dro_beta": 1.0,
-            "clip_cov_ratio": 0.1,
-            "kl_cov_ratio": 0.1,
-            "ppo_kl_coef": 0.0,
-            "clip_cov_lb": 1.0,
-            "clip_cov_ub": 5.0,
-        }
-    }
+    fields = {"dro_beta": 1.0, "clip_cov_ratio": 0.1, "kl_cov_ratio": 0.1, "ppo_kl_coef": 0.0}
+    fields |= {"clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
     tried = set()
     for name in real_verl().core_algos.POLICY_LOSS_REGISTRY:
         if name.startswith("offdrift/") or name == "bypass_mode":
             continue
         cfg = actor_config(name)
-        object.__setattr__(
-            cfg, "policy_loss", real_verl().OmegaConf.create(fields["policy_loss"] | {"loss_mode": name})
-        )
+        object.__setattr__(cfg, "policy_loss", real_verl().OmegaConf.create({**fields, "loss_mode": name}))
         gradient = pushed(cfg, batch, weights=weights, tokens=batch.tokens, sequences=14)[1]
         assert bool(gradient[:, ::2].any()) == (name in WITHOUT), name
         assert int(gradient[:, 1::2].count_nonzero()) > 10
         tried.add(name)
     assert {"vanilla", "gspo", "sapo", "gpg", "dro", "cispo", "geo_mean"} <= tried
     assert len(tried) == 11
-
-
-# -- refusals and liveness ------------------------------------------------------------------------
 
 
 def test_a_log_prob_that_no_policy_produces_is_named(helper):
@@ -333,19 +302,9 @@ def test_a_correction_that_verl_does_not_call_is_an_error():
 @pytest.mark.parametrize(("mode", "read"), [("vanilla", False), ("bypass_mode", True), ("offdrift/bypass_pg_is", True)])
 def test_a_block_that_the_loss_does_not_read_in_bypass_mode_is_an_error(mode, read):
     """verl's v1 trainer leaves `loss_mode` as it is; only "bypass_mode" looks at the block."""
-    root = real_verl().OmegaConf.create(
-        {
-            "algorithm": {
-                "rollout_correction": {
-                    "rollout_rs": "seq_mean_k3",
-                    "rollout_rs_threshold": 0.01,
-                    "bypass_mode": True,
-                    "loss_type": "reinforce",
-                }
-            },
-            "actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}}},
-        }
-    )
+    block = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01, "bypass_mode": True, "loss_type": "reinforce"}
+    actor = {"actor": {"policy_loss": {"loss_mode": mode}}}
+    root = real_verl().OmegaConf.create({"algorithm": {"rollout_correction": block}, "actor_rollout_ref": actor})
     data = proto(random_batch(0))
     if read:
         estimated(Driver(), data, config=root.algorithm)
@@ -357,12 +316,8 @@ def test_a_block_that_the_loss_does_not_read_in_bypass_mode_is_an_error(mode, re
 def test_bypass_mode_leaves_a_loss_of_ours_in_place(helper):
     verl = real_verl()
     block = verl.OmegaConf.create({"bypass_mode": True})
-    for installed, chosen, left in [
-        (False, "offdrift/trm_max_k2", "offdrift/trm_max_k2"),
-        (False, "vanilla", "bypass_mode"),
-        (True, "offdrift/trm_max_k2", "offdrift/trm_max_k2"),
-        (True, "vanilla", "bypass_mode"),
-    ]:
+    lefts = {"offdrift/trm_max_k2": "offdrift/trm_max_k2", "vanilla": "bypass_mode"}
+    for installed, (chosen, left) in itertools.product((False, True), lefts.items()):
         if installed:
             plugin.install()
         policy_loss, data = verl.OmegaConf.create({"loss_mode": chosen}), proto(random_batch(0))
@@ -373,18 +328,8 @@ def test_bypass_mode_leaves_a_loss_of_ours_in_place(helper):
         plugin.uninstall()
 
 
-# -- advantages -----------------------------------------------------------------------------------
-
-OWN = [
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus_baseline",
-    "reinforce_plus_plus",
-]
+OWN = ["grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"]
+OWN += ["reinforce_plus_plus_baseline", "reinforce_plus_plus"]
 
 
 def rewarded(seed: int = 0):
@@ -468,9 +413,6 @@ def test_advantages_ignore_padding_and_follow_the_rows(name):
     assert int(clean.count_nonzero()) > 20
 
 
-# -- records --------------------------------------------------------------------------------------
-
-
 def test_what_is_recorded_is_what_was_sampled(tmp_path, helper):
     """Tokens, both log-probs, advantages, versions and groups of all tokens, rejected or not."""
     batch = random_batch(3)
@@ -491,12 +433,8 @@ def test_what_is_recorded_is_what_was_sampled(tmp_path, helper):
     steps = torch.cat([b.step for b in found])
     assert steps.tolist() == [5] * 14 + [6] * 14
     kept = batch.mask.bool()
-    for field, expected in {
-        "tokens": tokens,
-        "logp_rollout": batch.rollout,
-        "logp_old": batch.old,
-        "advantages": batch.advantages,
-    }.items():
+    names = ("tokens", "logp_rollout", "logp_old", "advantages")
+    for field, expected in zip(names, (tokens, batch.rollout, batch.old, batch.advantages), strict=True):
         got = torch.cat([getattr(b, field) for b in found]).double()
         torch.testing.assert_close(got, expected[kept].double().repeat(2), rtol=1e-6, atol=1e-6)
     assert sum(b.num_tokens for b in found) == 2 * batch.tokens
@@ -506,29 +444,16 @@ def test_versions_groups_and_what_was_not_scored():
     batch = random_batch(4)
     broken = batch.rollout.clone()
     broken[0, 2] = math.nan
-    record = logged(
-        {
-            "response_mask": batch.mask,
-            "rollout_log_probs": broken,
-            "old_log_probs": batch.old,
-            "rm_scores": batch.mask.double(),
-        },
-        ["b", "a"] * 7,
-        step=9,
-        version=8,
-        rollout_version=torch.arange(14) % 3 + 5,
-    )
+    tensors = {"response_mask": batch.mask, "rollout_log_probs": broken, "old_log_probs": batch.old}
+    tensors["rm_scores"] = batch.mask.double()
+    drawn_at = torch.arange(14) % 3 + 5
+    record = logged(tensors, ["b", "a"] * 7, step=9, version=8, rollout_version=drawn_at)
     assert record.num_tokens == batch.tokens - 1
     assert record.unscored["log-probs/missing"].tolist() == [1] + [0] * 13
-    assert record.trainable is not None
     assert int(record.trainable.sum()) == batch.tokens
-    assert record.group_ids is not None
     assert record.group_ids.tolist() == [1, 0] * 7
-    assert record.lag is not None
     assert record.lag.tolist() == (8 - (record.segments.seq_ids % 3 + 5)).tolist()
-    assert record.position is not None
     assert record.position.tolist() == [c for r, c in batch.mask.nonzero().tolist() if (r, c) != (0, 2)]
-    assert record.rewards is not None
     assert record.rewards.tolist() == batch.mask.sum(-1).tolist()
 
 

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 from offdrift.adapters.frameworks import WAITING, after_import
+from tests.adapters.hooked import fake_site
 
 ENTRY = "[verl.plugins]\noffdrift = offdrift.adapters.verl\n"
 
 
 def installed(folder: Path) -> Path:
     """A folder that looks like an installed package with our entry point."""
-    info = folder / "offdrift_entry-0.0.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offdrift-entry\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text(ENTRY)
+    fake_site(folder, "offdrift_entry", "0.0.0", {"__init__.py": ""})
+    (folder / "offdrift_entry-0.0.0.dist-info" / "entry_points.txt").write_text(ENTRY)
     return folder
 
 
@@ -83,9 +82,6 @@ def test_by_module():
     """
     by_module = child(code, VERL_USE_EXTERNAL_MODULES="offdrift.adapters.verl", VERL_USE_EXTERNAL_PLUGINS="none")
     assert by_module.stdout.split() == ["True"], by_module.stderr
-
-
-# -- running code after an import -----------------------------------------------------------------
 
 
 @pytest.fixture

@@ -25,10 +25,8 @@ from torch import Tensor
 from offdrift.adapters.contrib import openrlhf
 from offdrift.adapters.frameworks import WAITING
 from offdrift.methods import METHODS
-from tests.adapters.hooked import Batch, code, process
+from tests.adapters.hooked import Batch, code
 from tests.foreign import real
-
-__all__ = ["process"]
 
 pytestmark = pytest.mark.foreign
 

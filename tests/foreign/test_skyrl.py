@@ -14,10 +14,8 @@ from torch import Tensor
 
 from offdrift.adapters.contrib import skyrl
 from offdrift.judge import load_rules
-from tests.adapters.hooked import Batch, code, process
+from tests.adapters.hooked import Batch, code
 from tests.foreign import real
-
-__all__ = ["process"]
 
 pytestmark = pytest.mark.foreign
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from offdrift.advantages import ADVANTAGES
 from offdrift.engines.hf import TransformersEngine
 from offdrift.errors import CheckpointError, RecipeError, RecordError, SyncError
-from offdrift.records import FullVocab, TopK
+from offdrift.records import TopK
 from offdrift.records.store import read
 from offdrift.train.context import set_up
 from offdrift.train.loop import Event, train, train_arm
@@ -73,17 +73,6 @@ def test_staleness_is_real_and_stored_with_every_token(finished: Path):
     assert kl[1] > 10 * kl[0], "one update old must be further away than freshly synchronized"
 
 
-def test_rollouts_carry_provenance_and_full_vocabulary_evidence(finished: Path):
-    r = read(finished / "arms" / "none" / "rollouts" / "batch-000001.parquet")
-    assert r.provenance.dtype == "bfloat16"
-    assert r.provenance.logprobs == "processed"
-    assert isinstance(r.evidence, FullVocab)
-    assert r.evidence.logp.shape == (len(r.tokens), 64)
-    picked = r.evidence.logp.gather(1, r.tokens.long()[:, None]).squeeze(1)
-    torch.testing.assert_close(picked, r.logp_rollout)
-    torch.testing.assert_close(r.evidence.logp.exp().sum(1), torch.ones(len(r.tokens)))
-
-
 def test_arms_see_the_same_first_batch_and_then_go_their_own_way(finished: Path):
     first, last = "batch-000000.parquet", "batch-000005.parquet"
     a, b = (finished / "arms" / arm / "rollouts" for arm in ("trm_max", "none"))
@@ -109,10 +98,7 @@ def test_every_batch_is_a_look_and_all_of_the_run_share_alpha(finished: Path):
         expected = [0.025 * 0.6079271018540267 / t**2 for t in range(1, 7)]
         assert [r["certificate/alpha"] for r in found] == pytest.approx(expected)
         for t, r in enumerate(found, 1):
-            assert (
-                f"all certificates of this run together, this is look {t} at one of 2 policies"
-                in r["certificate/holds_for"]
-            )
+            assert f"this is look {t} at one of 2 policies" in r["certificate/holds_for"]
             assert f"ith probability 0.95 ({r['certificate/holds_for']}; " in r["certificate/verdict"]
     page = render(read_run(finished))
     assert "The confidence is that of all\n    certificates of the run together" in page
@@ -208,6 +194,8 @@ def test_resuming_nothing_or_another_recipe_is_refused(finished, tmp_path):
         train(small_recipe(), tmp_path / "nowhere", resume=True)
     with pytest.raises(CheckpointError, match=r"another recipe .optim differ"):
         train(two_arms(optim={"lr": 5.0}), finished, resume=True)
+    with pytest.raises(CheckpointError, match=r"another recipe .arms differ"):
+        train(small_recipe(method="none"), finished, resume=True)
 
 
 def test_an_engine_that_ignores_weights_stops_the_run(tmp_path, monkeypatch):
@@ -266,12 +254,6 @@ def test_a_launch_that_would_silently_change_the_step_is_refused(tmp_path, monke
     assert not (tmp_path / "run" / "arms").exists()
 
 
-def test_old_log_probs_that_contain_lag_are_called_that(tmp_path):
-    arm = {"method": "token_tis", "override": {"weight.on": "mismatch"}, "old_policy": {"from": "batch_start"}}  # fmt: skip
-    (row,) = train(small_recipe(arms={"tis": arm}, batches=4), tmp_path / "run")
-    assert any("up to 1 updates after the weights that sampled" in note for note in row["notes"])
-
-
 def test_an_adaptive_method_resumes_with_what_it_had_become(tmp_path):
     recipe = small_recipe(arms={"r2vpo": {"method": "r2vpo", "override": {"objective.step": 50.0}}})
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -285,38 +267,26 @@ def test_an_adaptive_method_resumes_with_what_it_had_become(tmp_path):
     assert rows(cut, "r2vpo") == rows(whole, "r2vpo")
 
 
-def test_one_method_by_name_replaces_the_arms(tmp_path):
-    content = {"method": "gspo", "override": {"objective": {"eps_high": 0.3}}, "arms": {"none": {"method": "none"}}}  # fmt: skip
-    recipe = small_recipe(**content)
-    assert list(recipe.arms) == ["gspo"]
-    assert recipe.arms["gspo"].build().objective.eps_high == 0.3
-    (row,) = train(recipe, tmp_path / "run")
-    assert row["arm"] == "gspo"
-    with pytest.raises(CheckpointError, match=r"another recipe .arms differ"):
-        train(small_recipe(method="gspo"), tmp_path / "run", resume=True)
-
-
 def test_rejected_siblings_count_in_the_baseline_or_not_as_asked(tmp_path):
     """The gate splits groups; the advantages, and with them the first step, differ by the choice."""
     first = {}
     for over in ("sampled", "kept"):
-        recipe = small_recipe(batches=1, optim={"lr": 2e-4, "baseline_over": over}, arms={"trm": {"method": "trm_max", "override": {"gate.high": 1e-5}}})  # fmt: skip
-        train(recipe, tmp_path / over)
+        arm = {"method": "trm_max", "override": {"gate.high": 1e-5}}
+        train(small_recipe(batches=1, optim={"lr": 2e-4, "baseline_over": over}, arms={"trm": arm}), tmp_path / over)
         (first[over],) = rows(tmp_path / over, "trm")
     assert 0 < first["sampled"]["gate/acceptance_seq"] < 1
     assert first["sampled"]["gate/acceptance_seq"] == first["kept"]["gate/acceptance_seq"]
     assert first["sampled"]["optim/grad_norm"] != first["kept"]["optim/grad_norm"]
 
 
-SUPPLIED = [name for name, row in ADVANTAGES.items() if set(row.needs) <= {"logp_old", "sum_pi_squared", "weight", "position"}]  # fmt: skip
-
-
 @pytest.mark.slow
 def test_every_advantage_estimator_that_needs_no_critic_trains(tmp_path, monkeypatch):
-    assert len(SUPPLIED) >= 12
+    given = {"logp_old", "sum_pi_squared", "weight", "position"}
+    supplied = [name for name, row in ADVANTAGES.items() if set(row.needs) <= given]
+    assert len(supplied) >= 12
     short_arms(monkeypatch)
     run = set_up(small_recipe(batches=1, method="vcpo"), RunFolder(tmp_path), lambda event: None)
-    for how in SUPPLIED:
+    for how in supplied:
         recipe = small_recipe(batches=1, optim={"advantage": how}, method="vcpo")
         train_arm(replace(run, recipe=recipe, folder=RunFolder(tmp_path / how)), "vcpo", resume=False)
         (row,) = rows(tmp_path / how, "vcpo")
@@ -333,7 +303,9 @@ def test_an_estimator_whose_inputs_nobody_produces_is_refused_before_anything_st
 def test_a_penalty_in_the_reward_changes_the_advantages_and_reports_its_kl(tmp_path):
     loss = {}
     for place in ("loss", "reward"):
-        arm = {"method": "deepseek_v32", "override": {"penalty.place": place, "penalty.estimator": "k1" if place == "reward" else "k3_corrected", "penalty.coef": 0.5}}  # fmt: skip
+        estimator = "k1" if place == "reward" else "k3_corrected"
+        penalty = {"penalty.place": place, "penalty.estimator": estimator, "penalty.coef": 0.5}
+        arm = {"method": "deepseek_v32", "override": penalty}
         train(small_recipe(batches=4, arms={"v32": arm}), tmp_path / place)
         found = rows(tmp_path / place, "v32")
         assert found[0]["reference/kl"] == pytest.approx(0.0, abs=1e-6)

@@ -30,9 +30,10 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def worker(*words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
-    command = [sys.executable, *launcher, "-m", "tests.train.worker", *words]
-    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+def worker(*words: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.train.worker", *words]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **streams)
 
 
 @pytest.mark.slow
@@ -55,12 +56,9 @@ def test_a_process_killed_without_warning_is_resumed_step_for_step(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+LIMITS = {"weight.cap": 0.5, "gate.high": 8e-5}
 ARMS = {
-    "normalized_tis": {
-        "method": "normalized_tis",
-        "gates_of": "trm_max",
-        "override": {"weight.cap": 0.5, "gate.high": 8e-5},
-    },
+    "normalized_tis": {"method": "normalized_tis", "gates_of": "trm_max", "override": LIMITS},
     "vcpo": {"method": "vcpo"},
 }
 WHITENED = {"lr": 2e-4, "advantage": "reinforce_plus_plus_baseline"}

@@ -89,6 +89,13 @@ def test_values_on_the_command_line_are_toml_or_words():
     assert load_recipe(TINY, changes=["rollout.evidence=hidden"]).rollout.evidence == "hidden"
 
 
+def test_one_method_by_name_replaces_the_arms():
+    arms = {"none": {"method": "none"}}
+    recipe = small_recipe(method="gspo", override={"objective": {"eps_high": 0.3}}, arms=arms)
+    assert list(recipe.arms) == ["gspo"]
+    assert recipe.arms["gspo"].build().objective.eps_high == 0.3
+
+
 def test_a_recipe_is_frozen_and_counts_its_updates():
     recipe = small_recipe(batches=3, optim__epochs=2, optim__minibatches=4)
     assert recipe.updates == 24

@@ -34,6 +34,7 @@ def test_divergences_are_weighted_by_tokens_and_extremes_are_extremes():
     assert (got["reward_before"], got["reward_after"]) == (0.2, 0.6)
     assert got["tokens_per_s"] == 20.0
     assert got["notes"] == []
+    assert summary("trm_max", [metrics(**{"gate/acceptance_seq": 0.7})])["notes"] == [], "at the limit, not below"
 
 
 def test_what_was_not_measured_is_none():
@@ -72,7 +73,3 @@ def test_what_was_not_measured_is_none():
 )
 def test_notes(name, changes, words):
     assert words in summary(name, [metrics(**changes)])["notes"][0]
-
-
-def test_acceptance_at_seventy_percent_is_not_called_out():
-    assert summary("trm_max", [metrics(**{"gate/acceptance_seq": 0.7})])["notes"] == []

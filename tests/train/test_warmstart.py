@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 from transformers import PreTrainedModel
 
 from offdrift.errors import RecipeError
@@ -169,15 +170,10 @@ def test_every_step_draws_new_training_problems(tmp_path: Path) -> None:
     assert all(seed > 10**6 for seed, _ in drawn), "the trainer's own steps use small seeds"
 
 
-def test_zero_steps_change_nothing(tmp_path: Path) -> None:
+def test_zero_steps_change_nothing_and_a_task_without_demonstrations_is_refused(tmp_path: Path) -> None:
     model, losses = start(tmp_path, steps=0)
-    fresh, _ = load_model("tiny-qwen3", seed=0)
-    assert torch.equal(flat(model), flat(fresh))
-    assert losses == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_task_without_demonstrations_is_refused(tmp_path: Path) -> None:
+    assert torch.equal(flat(model), flat(load_model("tiny-qwen3", seed=0)[0]))
+    assert (losses, list(tmp_path.iterdir())) == ([], [])
     with pytest.raises(RecipeError, match=r"'fixed' shows no demonstrations.*steps to 0"):
         start(tmp_path, task=Fixed(replace(ONE, demonstration=None)))
 
@@ -198,76 +194,42 @@ class Renamed(Fixed):
     name = "another"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": 3},
-        {"batch_size": 5},
-        {"lr": 1e-3},
-        {"target": 0.6},
-        {"seed": 1},
-        {"model_seed": 1},
-        {"task": Renamed(ONE)},
-        {"task": Fixed(replace(ONE, demonstration="3\n"))},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_whatever_matters_is_in_the_key(change: dict, tmp_path: Path) -> None:
-    start(tmp_path, **({"task": Fixed(ONE)}))
-    _, losses = start(tmp_path, **({"task": Fixed(ONE)} | change))
-    assert losses, "taken from the cache of another start"
-    assert len(list((tmp_path / "warmstart").iterdir())) == 2
+def test_whatever_matters_is_in_the_key(tmp_path: Path) -> None:
+    changes = [{"steps": 3}, {"batch_size": 5}, {"lr": 1e-3}, {"target": 0.6}, {"seed": 1}, {"model_seed": 1}]
+    changes += [{"task": Renamed(ONE)}, {"task": Fixed(replace(ONE, demonstration="3\n"))}]
+    for i, change in enumerate([{}, *changes], 1):
+        _, losses = start(tmp_path, **({"task": Fixed(ONE)} | change))
+        assert losses, f"taken from the cache of another start: {change}"
+        assert len(list((tmp_path / "warmstart").iterdir())) == i
 
 
-@pytest.mark.parametrize(("name", "value"), [("CODE_VERSION", 10**6), ("torch.__version__", "99.1.0")])
-def test_versions_are_in_the_key(name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(tmp_path)
-    monkeypatch.setattr(f"offdrift.train.warmstart.{name}", value)
-    _, losses = start(tmp_path)
-    assert len(losses) == 2
-
-
-def test_a_config_without_weights_of_its_own_is_in_the_key() -> None:
+def test_versions_and_a_config_without_weights_of_its_own_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load_model("tiny-qwen3", seed=0)
-    before = warmstart._file_name(model, TOKENIZER, TASK, plan())
-    assert warmstart._file_name(model, TOKENIZER, TASK, plan()) == before
+    names = [warmstart._file_name(model, TOKENIZER, TASK, plan())]
+    assert warmstart._file_name(model, TOKENIZER, TASK, plan()) == names[0]
+    changed = [("CODE_VERSION", 10**6), ("torch.__version__", "99.1.0"), ("transformers.__version__", "99.1.0")]
+    for name, value in changed:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"offdrift.train.warmstart.{name}", value)
+            names.append(warmstart._file_name(model, TOKENIZER, TASK, plan()))
     model.config.rms_norm_eps = 0.1
-    assert warmstart._file_name(model, TOKENIZER, TASK, plan()) != before
+    names.append(warmstart._file_name(model, TOKENIZER, TASK, plan()))
+    assert len(set(names)) == 5
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [lambda whole: b"", lambda whole: whole[: len(whole) // 2], lambda whole: b"\xff" * len(whole)],
-    ids=["empty", "half", "noise"],
-)
-def test_a_damaged_cache_is_found_and_replaced(damage: object, tmp_path: Path) -> None:
-    first, _ = start(tmp_path)
-    (file,) = (tmp_path / "warmstart").iterdir()
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.warns(UserWarning, match=r"cannot be read.*training it again"):
-        second, losses = start(tmp_path)
-    assert len(losses) == 2
-    assert torch.equal(flat(first), flat(second))
-    _, losses = start(tmp_path)
-    assert losses == []
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda weights: {f"other.{name}": w for name, w in weights.items()},
-        lambda weights: weights | {list(weights)[-1]: torch.zeros(3)},
-    ],
-    ids=["names", "shapes"],
-)
-def test_the_cache_of_another_model_is_not_taken(other: Callable, tmp_path: Path) -> None:
+def test_a_damaged_cache_or_one_of_another_model_is_found_and_replaced(tmp_path: Path) -> None:
     """A file with other weights, or other shapes at the end, is refused before any is copied."""
     first, _ = start(tmp_path)
     (file,) = (tmp_path / "warmstart").iterdir()
-    warmstart.save_file(other(warmstart._named(first)), file)
-    with pytest.warns(UserWarning, match="weights of another model"):
-        second, _ = start(tmp_path)
-    assert torch.equal(flat(first), flat(second))
+    whole, named = file.read_bytes(), warmstart._named(first)
+    others = {f"other.{name}": w for name, w in named.items()}, named | {list(named)[-1]: torch.zeros(3)}
+    for damaged in (b"", whole[: len(whole) // 2], b"\xff" * len(whole), *map(save, others)):
+        file.write_bytes(damaged)
+        with pytest.warns(UserWarning, match=r"cannot be read.*training it again"):
+            second, losses = start(tmp_path)
+        assert len(losses) == 2
+        assert torch.equal(flat(first), flat(second))
+    assert start(tmp_path)[1] == []
 
 
 def test_an_interrupted_start_or_write_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

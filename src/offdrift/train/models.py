@@ -1,8 +1,7 @@
 """Models to train: two tiny built-in ones, SmolLM2 from its package, and any checkpoint.
 
-The tiny models are real Qwen3 and Qwen3-MoE architectures (engines, weight names, tied heads, routers) that
-train in minutes on two CPU cores. They need no download: their tokenizer is built here and their weights are
-drawn from a seed. Every model is loaded in float32 and in eval mode, so that dropout does not enter log-probs.
+The tiny models are real Qwen3 and Qwen3-MoE architectures that train in minutes on two CPU cores and need no download.
+Every model is loaded in float32 and in eval mode, so that dropout does not enter log-probs.
 """
 
 from __future__ import annotations

@@ -263,8 +263,7 @@ class Snapshots(OldPolicy):
     """The training engine at the weights that drew each token, from weights kept by version.
 
     The trainer's own weights are copied only when it moves on while rollouts of that version are still to be trained
-    on. With engine and trainer in step nothing is copied. A response that spans several versions is scored under each,
-    and each token keeps its own score.
+    on. A response that spans several versions is scored under each, and each token keeps its own score.
 
     Memory: one copy of the weights per version in flight, in host memory or on disk.
     """
@@ -396,11 +395,7 @@ class Averaged(OldPolicy):
 
 
 def make_old_policy(settings: recipe.OldPolicy, accelerator: Accelerator, folder: Path) -> OldPolicy:
-    """The old policy of a recipe's `[old_policy]`.
-
-    The sources without a forward pass (`rollout`, `interpolated`) are anchors of the method; other
-    scores that such a method needs are taken from the trainer when the batch arrives.
-    """
+    """The old policy of a recipe's `[old_policy]`; for anchors (`rollout`, `interpolated`) the trainer's own scores."""
     if settings.source == "sampling":
         return Snapshots(accelerator, folder, on_disk=settings.snapshots == "disk")
     if settings.source == "second_model":

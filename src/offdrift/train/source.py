@@ -1,9 +1,8 @@
 """Source of batches: an engine that lags behind the trainer on a schedule.
 
-Two kinds of staleness, both real: the engine takes new weights only every `sync_every` updates, and batches may wait
-in a queue of fixed length before they are trained on. A draw is a function of the recipe's seed, the batch's index
-and the engine's weights, without any random state: a resumed run draws what the uninterrupted one would have drawn.
-Every batch is on disk before it is trained on.
+The engine takes new weights every `sync_every` updates, and batches may wait in a queue before they are trained on.
+A draw is a function of the recipe's seed, the batch's index and the engine's weights: a resumed run draws what the
+uninterrupted one would have drawn. Every batch is on disk before it is trained on.
 """
 
 from __future__ import annotations
@@ -67,11 +66,7 @@ class Source:
         self._drawn = self.start + len(self.queued)
 
     def due(self, version: int) -> bool:
-        """Whether the engine must take new weights before the next batch.
-
-        Args:
-            version: optimizer steps the trainer has taken.
-        """
+        """Whether the engine must take new weights before the next batch, `version` steps having been taken."""
         return version - self.engine.version >= self.recipe.lag.sync_every
 
     def waiting(self) -> tuple[int, ...]:
@@ -141,15 +136,12 @@ def rollout(
     seed: int,
     evidence: int | str = "sampled",
 ) -> Rollouts:
-    """Draw `samples` responses per problem and reward them.
-
-    Returns: rollouts with texts, rewards, and the problem's index as group id.
-    """
-    prompts = [prompt_ids(p, tokenizer) for p in problems for _ in range(samples)]
+    """Draw `samples` responses per problem and reward them; the problem's index is the group id."""
+    asked = [p for p in problems for _ in range(samples)]
+    prompts = [prompt_ids(p, tokenizer) for p in asked]
     drawn = engine.generate(prompts, sampling, seed=seed, evidence=evidence)  # type: ignore[arg-type]
     responses = drawn.tokens.split(drawn.lengths.tolist())
     completions = tuple(str(tokenizer.decode(r.tolist(), skip_special_tokens=True)) for r in responses)
-    asked = [p for p in problems for _ in range(samples)]
     rewards = rewards_of(task, completions, asked)
     return drawn.with_(
         group_ids=torch.arange(len(problems)).repeat_interleave(samples),

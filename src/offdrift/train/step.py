@@ -1,11 +1,8 @@
 """One optimizer step: score, correct, take the loss and its gradient, piece by piece.
 
 Pieces are cut by a token budget, so that memory is bounded whatever the batch. Each adds its share of the gradient,
-divided by what was *sampled* over all pieces and all processes: the step does not depend on how the batch was cut,
-nor over how many processes it was spread.
-
-Methods that look at the whole step before they act (a normalized weight, a second moment, ...) take one more forward
-pass without gradient wherever the step is cut into several pieces.
+divided by what was *sampled* over all pieces and all processes: the step depends neither on how the batch was cut nor
+over how many processes it was spread. Methods that look at the whole step before they act take one more forward pass.
 
 Memory of a piece, beyond the model's own activations: about five float32 tensors of `response tokens x vocabulary`,
 at most `token_budget x vocabulary x 20` bytes.
@@ -66,25 +63,14 @@ class TokenView:
         return self.lower.get(name, torch.full_like(self.weight, torch.nan))
 
     @staticmethod
-    def joined(pieces: Sequence[tuple[Tensor, dict[str, Tensor], bool]]) -> TokenView:
-        """The view of a whole step, with one transfer to the host.
-
-        Args:
-            pieces: rows of a piece's tokens in the batch, its values by name, whether all
-                divergences among them are exact.
-        """
-        packed = torch.cat([torch.stack(list(values.values())) for _, values, _ in pieces], 1).cpu()
+    def joined(rows: Sequence[Tensor], values: Sequence[Mapping[str, Tensor]], *, exact: bool) -> TokenView:
+        """The view of a whole step, from each piece's values and their rows in the batch; one transfer to the host."""
+        packed = torch.cat([torch.stack(list(x.values())) for x in values], 1).cpu()
         ordered = torch.empty_like(packed)
-        ordered[:, torch.cat([rows for rows, _, _ in pieces])] = packed
-        columns = dict(zip(pieces[0][1], ordered, strict=True))
-        return TokenView(
-            columns.pop("keep") > 0,
-            columns.pop("weight"),
-            columns.pop("logp"),
-            columns.pop("entropy"),
-            lower=columns,
-            exact=all(exact for _, _, exact in pieces),
-        )
+        ordered[:, torch.cat(list(rows))] = packed
+        lower = dict(zip(values[0], ordered, strict=True))
+        keep, weight, logp, entropy = map(lower.pop, ("keep", "weight", "logp", "entropy"))
+        return TokenView(keep > 0, weight, logp, entropy, lower, exact)
 
 
 @dataclass(frozen=True)
@@ -143,8 +129,8 @@ def train_step(
         observed = functools.reduce(Observed.merge, parts).to(accelerator.device)
     stats: list[DriftStats] = []
     evidence: list[BatchEvidence] = []
-    token_values: list[tuple[Tensor, dict[str, Tensor], bool]] = []
-    tails = Tails()
+    token_values: list[dict[str, Tensor]] = []
+    tails, exact = Tails(), True
     for i in range(passes):
         # Every process makes the same number of backward passes: one that has fewer pieces repeats
         # its last without counting it.
@@ -160,8 +146,8 @@ def train_step(
         if region is not None:
             evidence.append(piece.evidence(region, result))
         if view:
-            rows = rollouts.segments.rows(sequences)
-            token_values.append((rows, piece.token_values(result), piece.exact))
+            token_values.append(piece.token_values(result))
+            exact &= all(d.grade is Grade.EXACT for d in piece.divergences.values())
         if observed is None and method.looks_ahead:
             observed = result.observed  # the only piece is the whole step
     norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -197,9 +183,10 @@ def train_step(
         kl = sums["reference/kl"] / sums["n"]
         coef = penalty.controller.next(penalty.coef, kl=kl, samples=int(sums["b"]))
         method = replace(method, penalty=replace(penalty, coef=coef))
+    rows = [rollouts.segments.rows(sequences) for sequences in pieces]
     return Update(
         total,
-        TokenView.joined(token_values) if view else None,
+        TokenView.joined(rows, token_values, exact=exact) if view else None,
         method,
         gather_evidence(accelerator, evidence) if evidence else None,
     )
@@ -254,11 +241,6 @@ class ScoredPiece:
             rewards=None if rollouts.rewards is None else rollouts.rewards.to(device),
             version_lag=(version - rollouts.rollout_version).to(device),
         )
-
-    @property
-    def exact(self) -> bool:
-        """Whether all divergences are known exactly."""
-        return all(d.grade is Grade.EXACT for d in self.divergences.values())
 
     def loss(self, method: Method, normalizer: float, observed: Observed | None) -> PolicyLoss:
         """Loss of the piece under a method, and its statistics.

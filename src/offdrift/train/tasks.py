@@ -1,20 +1,18 @@
 """Verifiable tasks: their problems, and the rewards of completions.
 
-A task is a pure function of its arguments: the same `(n, seed, split)` gives the same problems on any machine,
-and `sample(n)` is a prefix of `sample(n + 1)`. A hash of the prompt decides whether a problem is held out, so
-no "eval" problem can ever be trained on, whatever the seeds.
-
-Completions are untrusted text. They are matched, never evaluated: a verifier that evaluates what it reads
-(symbolic ones do) rewards a repetition of the question, since `12+34+5` *is* `51`.
+A task is a pure function of its arguments, and `sample(n)` is a prefix of `sample(n + 1)`. A hash of the prompt decides
+whether a problem is held out, so no "eval" problem can ever be trained on, whatever the seeds. Completions are
+untrusted text: they are matched, never evaluated, since to whoever evaluates it `12+34+5` *is* `51`.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -70,27 +68,23 @@ class ProceduralTask:
 
         Raises: `RecipeError` if the generator has too few different problems to fill the split.
         """
-        problems: list[Problem] = []
-        entries: Any = None
         limit = _CHUNK * 50 + 4 * EVAL_SHARE * n
-        for draw in range(limit):
-            if len(problems) == n:
-                break
-            chunk, entry = divmod(draw, _CHUNK)
-            if entry == 0:
-                # A generator seed of its own, far from the others: generators add the entry's index
-                # to it. Below 2**32, which is all that numpy's generators take.
-                chunk_seed = digest("problems", self.name, split, seed, chunk) % (2**32 - _CHUNK)
-                entries = self.dataset(chunk_seed, _CHUNK)
-            problem = self.problem(entries[entry])
-            if split_of(problem.prompt) == split:
-                problems.append(problem)
+        problems = list(itertools.islice(self._problems(seed, split, limit), n))
         if len(problems) < n:
             raise RecipeError(
                 f"task {self.name!r} gave {len(problems)} of {n} {split} problems in {limit} draws; it has too few "
                 "different questions for a held-out split: ask for fewer, or configure the generator to vary more"
             )
         return problems
+
+    def _problems(self, seed: int, split: Split, limit: int) -> Iterator[Problem]:
+        """Those of a split among the first `limit` draws."""
+        for chunk, first in enumerate(range(0, limit, _CHUNK)):
+            # A generator seed of its own, far from the others: generators add the entry's index to it. Below 2**32,
+            # which is all that numpy's generators take.
+            entries = self.dataset(digest("problems", self.name, split, seed, chunk) % (2**32 - _CHUNK), _CHUNK)
+            problems = (self.problem(entries[i]) for i in range(min(_CHUNK, limit - first)))
+            yield from (problem for problem in problems if split_of(problem.prompt) == split)
 
     def reward(self, completion: str, problem: Problem) -> float:
         """The completion's reward, in [0, 1]. Never raises, whatever the text."""

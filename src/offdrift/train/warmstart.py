@@ -1,13 +1,9 @@
 """Warm start: supervised training on a task's demonstrations, so that RL begins with some rewards.
 
-Reinforcement learning from random weights never samples a right answer. `warm_start` fits the task's
-demonstrations until a sampled completion is right about half of the time. Seeds differ by hundreds of steps in
-when that happens, and accuracy then rises from 0.2 to 0.9 within a hundred: hence a target, not a number of steps.
-
-Results are cached under a key of everything that shaped them: initial weights and configuration, the batches,
-the hyperparameters and the library versions.
-
-Simplified: batches are padded, one process trains, and there is no evaluation.
+`warm_start` fits the task's demonstrations until a sampled completion is right about half of the time. Seeds differ by
+hundreds of steps in when that happens, and accuracy then rises from 0.2 to 0.9 within a hundred: hence a target, not a
+number of steps. Results are cached under a key of everything that shaped them: initial weights and configuration, the
+batches, the hyperparameters and the library versions.
 """
 
 from __future__ import annotations

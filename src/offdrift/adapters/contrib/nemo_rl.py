@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -96,35 +96,7 @@ Reads = Literal["logprob", "logit"]
 Old = Literal["recorded", "current"]
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The trainable tokens of a micro-batch; index 0 of every field is padding."""
-
-    data: Mapping[str, Any]
-    mask: Bool[Tensor, "b s"]
-
-    def field(self, name: str) -> Tensor | None:
-        """A field `[b, s, ...]` without its padding at index 0; None if the data lack it."""
-        return self.data[name][:, 1:] if name in self.data else None
-
-    def rows(self, name: str) -> Tensor | None:
-        """A field of vectors at the trainable tokens."""
-        x = self.field(name)
-        return None if x is None else x[self.mask]
-
-    @functools.cached_property
-    def ids(self) -> Int[Tensor, " n"]:
-        """The trainable tokens themselves."""
-        return self.data["input_ids"][:, 1:][self.mask]
-
-    def unpack(self, x: Float[Tensor, " n"]) -> Float[Tensor, "b s"]:
-        """One number per trainable token, where the token stands; 0 elsewhere. Gradient: to `x`."""
-        empty = x.new_zeros(self.mask.numel())
-        at = self.mask.reshape(-1).nonzero().squeeze(1)
-        return empty.index_put((at,), x).reshape(self.mask.shape)
-
-
-def score_rows(logits: Tensor, batch: Tokens, vocab: int | None) -> Float[Tensor, "n v"]:
+def score_rows(logits: Tensor, mask: Bool[Tensor, "b s"], vocab: int | None) -> Float[Tensor, "n v"]:
     """The scores from which each trainable token was drawn. Gradient: to `logits`."""
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
@@ -133,7 +105,7 @@ def score_rows(logits: Tensor, batch: Tokens, vocab: int | None) -> Float[Tensor
             f"logits have {logits.shape[-1]} columns for a vocabulary of {vocab}: tensor parallelism "
             'has sharded it; set tensor_model_parallel_size=1, or reads="logprob"'
         )
-    return logits[:, : batch.mask.shape[1]][batch.mask]
+    return logits[:, : mask.shape[1]][mask]
 
 
 @dataclass(frozen=True)
@@ -180,65 +152,66 @@ class OffdriftLoss:
         """This micro-batch's part of the loss and of the metrics; NeMo-RL adds them up.
 
         Args:
-            data: `input_ids`, `token_mask`, `sample_mask`, `advantages`, `generation_logprobs`,
-                `prev_logprobs`, all `[batch, time]` (`sample_mask` `[batch]`); index 0 is padding.
+            data: `[batch, time]` fields (`sample_mask` `[batch]`); index 0 is padding.
             global_valid_seqs: valid sequences of the step, over all micro-batches and ranks.
             global_valid_toks: its valid tokens.
             next_token_logprobs: log pi of tokens 1, 2, ...; receives the gradient.
-            logits: scores of the current policy `[batch, time, vocab]`, after its temperature;
-                position t is about token t + 1. Receives the gradient.
+            logits: scores of the current policy `[batch, time, vocab]`, after its temperature; position t is about
+                token t + 1. Receives the gradient.
 
         Raises: `EvidenceError`: a log-prob field that the method needs is missing or a placeholder.
             `BadValueError`: NaN or a positive log-prob on a trainable token.
             `ShapeError`: the vocabulary is sharded.
         """
         hook = hook_of(self.config)
-        batch = Tokens(data, (data["token_mask"][:, 1:] * data["sample_mask"][:, None]) != 0)
-        count = float(data["sample_mask"].sum())
-        scores = None if logits is None else score_rows(logits, batch, self.vocab)
+        mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]) != 0
+        ids, count = data["input_ids"][:, 1:][mask], float(data["sample_mask"].sum())
+        scores = None if logits is None else score_rows(logits, mask, self.vocab)
         if scores is None and next_token_logprobs is None:
             raise EvidenceError(f'NeMo-RL gave no log-probs to a loss that reads="{self.reads}"')
-        if not bool(batch.mask.any()):
+        if not bool(mask.any()):
             graph = next_token_logprobs if scores is None else scores
             return zero_loss(graph), {"loss": 0.0, "num_valid_samples": count}  # type: ignore[arg-type]
         logp: Any = next_token_logprobs
         if scores is not None:  # log pi(token) = z(token) - log sum exp z
             z = scores.float()
-            logp = batch.unpack(z.gather(1, batch.ids[:, None].long()).squeeze(1) - z.logsumexp(1))
+            sampled = z.gather(1, ids[:, None].long()).squeeze(1) - z.logsumexp(1)
+            logp = z.new_zeros(mask.shape).masked_scatter(mask, sampled)
 
         def field(name: str) -> Tensor:
-            return require_logprobs(batch.field(name), batch.mask, name, WAYS_OUT[name], beside=logp)
+            x = data[name][:, 1:] if name in data else None
+            return require_logprobs(x, mask, name, WAYS_OUT[name], beside=logp)
 
         old = field("prev_logprobs") if self.old == "recorded" else logp.detach()
         ref = field("reference_policy_logprobs") if hook.method.penalty is not None else None
-        logprobs = LogProbs.pack(field("generation_logprobs"), logp, old, logp_ref=ref, mask=batch.mask)
+        logprobs = LogProbs.pack(field("generation_logprobs"), logp, old, logp_ref=ref, mask=mask)
+        batch_info = NO_INFO if scores is None else self._batch_info(scores.detach(), data, mask, logprobs)
         result = hook.loss(
             logprobs,
             data["advantages"][:, 1:],
             tokens=global_valid_toks,
             sequences=global_valid_seqs,
-            also={"tokens": batch.ids},
-            batch_info=NO_INFO if scores is None else self._batch_info(scores.detach(), batch, logprobs),
+            also={"tokens": ids},
+            batch_info=batch_info,
         )
         parts = metric_parts(result, global_valid_toks)
         metrics = {f"offdrift/{name}": x for name, x in parts.items()}
         metrics |= {"loss": float(result.loss.detach()), "num_valid_samples": count}
         return result.loss, metrics
 
-    def _batch_info(self, scores: Float[Tensor, "n v"], batch: Tokens, logprobs: LogProbs) -> BatchInfo:
-        """KL(mu || pi) and TV(mu, pi) at every token, exact or intervals, and entropies, where they are needed.
-
-        Raises: `EvidenceError` if the method needs divergences and the data lack the engine's distribution.
-        """
-        method, full = self.config.row, batch.rows(FULL)
-        ids, top = batch.rows(TOP_IDS), batch.rows(TOP_LOGP)
-        divergences, entropy = {}, None
-        if full is not None:
-            exact = exact_divergences(full, scores)
+    def _batch_info(
+        self, scores: Float[Tensor, "n v"], data: Mapping[str, Any], mask: Bool[Tensor, "b s"], logprobs: LogProbs
+    ) -> BatchInfo:
+        """KL(mu || pi) and TV(mu, pi) at every token, exact or intervals, and entropies, where they are needed."""
+        method, divergences, entropy = self.config.row, {}, None
+        at_tokens = {x: data[x][:, 1:][mask] for x in (FULL, TOP_IDS, TOP_LOGP, "input_ids") if x in data}
+        if FULL in at_tokens:
+            exact = exact_divergences(at_tokens[FULL], scores)
             values = {"kl_rollout_current": exact.kl_rollout_current, "tv_rollout_current": exact.tv}
             divergences = {name: Divergence.exact(name, x) for name, x in values.items()}
-        elif ids is not None and top is not None:
-            pair = topk_divergences(ids.long(), top, batch.ids.long(), logprobs.logp_rollout, scores)
+        elif TOP_IDS in at_tokens and TOP_LOGP in at_tokens:
+            ids, top_ids = (at_tokens[x].long() for x in ("input_ids", TOP_IDS))
+            pair = topk_divergences(top_ids, at_tokens[TOP_LOGP], ids, logprobs.logp_rollout, scores)
             divergences = {d.name: d for d in pair}
         elif method.needs_divergences:
             raise EvidenceError(f"this method needs divergences of whole distributions: {HINTS['divergences']}")
@@ -321,14 +294,10 @@ def _instead(
     if isinstance(cfg, Mapping):
         values, defaults = dict(cfg), absent
     else:
-        model = type(cfg).model_fields
-        values = {name: getattr(cfg, name) for name in model}
+        values, model = dict(cfg), type(cfg).model_fields
         defaults = {**{name: field.default for name, field in model.items()}, **OWN_TERMS}
-    dropped = {
-        name: value
-        for name, value in values.items()
-        if name not in (*STOOD_IN_FOR, *FOLLOWED) and value != defaults.get(name)
-    }
+    kept = {*STOOD_IN_FOR, *FOLLOWED}
+    dropped = {name: x for name, x in values.items() if name not in kept and x != defaults.get(name)}
     if dropped:
         named = ", ".join(f"loss_fn.{name}={value}" for name, value in dropped.items())
         raise MethodError(

@@ -212,8 +212,7 @@ class OffdriftMixin(Base):
         own = []
         with torch.no_grad():
             for inputs in window:
-                piece = self._piece(inputs, *self._score(model, inputs)[:2])
-                if piece is not None:
+                if (piece := self._piece(inputs, *self._score(model, inputs)[:2])) is not None:
                     lp, batch_info = piece.logprobs, piece.batch_info
                     anchored = lp if method.anchor is None else method.anchor(lp, batch_info)
                     own.append(method.observe(anchored, piece.advantages, batch_info).cpu())
@@ -310,7 +309,6 @@ IGNORED = {
 }
 """Settings of TRL's policy term with their defaults; mode="loss" would silently drop any other."""
 
-
 OF_TRLS_LOSS = ("clip_ratio/", "cispo_clip_ratio", "vespo/")
 """Metrics that describe a loss which mode="loss" does not use."""
 
@@ -361,11 +359,8 @@ def refuse_method(method: Method, mode: Mode) -> None:
 
 def refuse_settings(trainer: Any, method: Method, mode: Mode) -> None:
     """Raise `MethodError` if a setting of TRL would be ignored, or a step could not be seen whole."""
-    changed = {}
-    for name, default in IGNORED.items():
-        value = getattr(trainer, name, getattr(trainer.args, name, default))
-        if value != default:
-            changed[name] = value
+    values = {name: getattr(trainer, name, getattr(trainer.args, name, x)) for name, x in IGNORED.items()}
+    changed = {name: value for name, value in values.items() if value != IGNORED[name]}
     if mode == "loss" and changed:
         raise MethodError(
             f'{changed} belong to TRL\'s policy loss, which mode="loss" replaces; leave them at '

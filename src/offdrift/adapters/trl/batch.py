@@ -50,8 +50,7 @@ def marked(
         earlier: batches of this size that all processes drew before.
         group: completions to a prompt.
         version: optimizer steps taken before.
-        rewards: of all processes' sequences; NaN for one that no function scored, and then the
-            batch has none.
+        rewards: of all processes' sequences; with NaN, for one that no function scored, the batch has none.
     """
     b, device = len(output["completion_ids"]), output["completion_ids"].device
     places = torch.arange(process * b, (process + 1) * b, device=device)
@@ -77,16 +76,10 @@ def scored(inputs: Inputs) -> Bool[Tensor, "b t"]:
 def piece_of(
     inputs: Inputs, logp: Float[Tensor, "b t"], entropy: Float[Tensor, "b t"], *, vocab: int, version: int
 ) -> Piece | None:
-    """The micro-batch packed; None if it has no token that can be used.
+    """The micro-batch packed, at optimizer step `version`; None if it has no token that can be used.
 
     Without old log-probs the current ones are the old ones: TRL leaves them out where no update
     lies between generation and use. Without the engine's, the engine is taken to be the old policy.
-
-    Args:
-        logp: of the policy that is trained, nats.
-        entropy: of the same, nats.
-        vocab: tokens in the vocabulary.
-        version: optimizer steps taken before this one.
     """
     mask = scored(inputs)
     if not bool(mask.any()):
@@ -184,8 +177,6 @@ def recorded(
     """The micro-batch as a record, before it is masked or packed.
 
     Args:
-        logp: of the policy that is trained, nats.
-        entropy: of the same, nats.
         version: optimizer steps taken before the update that uses it, which TRL numbers one more.
         ends: token ids that end a completion.
         decode: token ids of some sequences to text.

@@ -66,7 +66,7 @@ class Driver:
                 f"{row} and OFFDRIFT_SETTINGS={pairs} for all processes "
                 "(ray_kwargs.ray_init.runtime_env.env_vars)"
             )
-        self._record, self._on_idle, self._options = record, on_idle, options
+        self._record, self._on_idle, self._options = record, on_idle, {**options, "on_idle": on_idle}
         self._adapter: Adapter | None = None
         self._recorder: Recorder | None = None
         self._steps, self._called = 0, False
@@ -97,7 +97,7 @@ class Driver:
         if self._adapter is None:
             block, wanted = self._wanted(config)
             LOG.info("algorithm.rollout_correction reads\n%s", block)
-            self._adapter = Adapter(wanted, framework="verl", on_idle=self._on_idle, **self._options)
+            self._adapter = Adapter(wanted, framework="verl", **self._options)
         adapter, self._called = self._adapter, True
         self._steps = int(batch.meta_info.get("global_steps", self._steps + 1))
         mask, old = tensors["response_mask"], tensors["old_log_probs"]

@@ -223,11 +223,8 @@ def _check_alive(name: str, share: Method, stats: DriftStats) -> None:
 
 def driver_share(row: Method, *, on_mismatch: bool = True) -> Correction:
     """The gates and weights that verl's driver can apply: those on the mismatch (or the others)."""
-    gates, weights = (
-        tuple(part for part in parts if (part.on == "mismatch") == on_mismatch)
-        for parts in (row.correction.gates, row.correction.weights)
-    )
-    return Correction(gates, weights)
+    gates = tuple(gate for gate in row.correction.gates if (gate.on == "mismatch") == on_mismatch)
+    return Correction(gates, tuple(w for w in row.correction.weights if (w.on == "mismatch") == on_mismatch))
 
 
 def loss_share(row: Method) -> Method:
