@@ -217,7 +217,7 @@ def test_ids_and_versions_are_those_of_the_predicted_tokens(
     of = batch()
     result = run("a3po", of, *counts(of), record=tmp_path)
     process[-1].end_step()
-    process[-1].adapter.close()
+    process[-1].adapter.recorder.close()
     record, versions = one(tmp_path), (torch.arange(of.mask.shape[1]) % 4).expand(of.mask.shape)[of.mask]
     assert torch.equal(record.rollout_version, versions)
     ids = packed(of)["input_ids"].reshape(len(of.mask), -1)[:, 3:]

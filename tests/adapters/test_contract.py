@@ -253,7 +253,7 @@ def test_the_record_is_what_was_trained_on(framework: Framework, process: list[L
     of = batch()
     framework.run("token_tis", of, *counts(of), record=str(tmp_path))
     optimizer_step()
-    process[-1].adapter.close()
+    process[-1].adapter.recorder.close()
     _, (record,), bad = read_all(tmp_path)
     assert not bad
     assert set(record.step.tolist()) == {1}

@@ -73,66 +73,52 @@ def check_rollout_side(batch: Logged, expected: list[tuple[int, int]], *, advant
         check(batch, advantages=values(expected, lambda s, t: ADVANTAGES[s]))
 
 
-def test_prime_rl() -> None:
-    # The trainer's log-prob of sequence 1's only token was -inf, which prime-rl writes as null.
-    left = places(without=[(1, 0)])
-    batch = one(LOGS / "prime_rl")
-    check_rollout_side(batch, left)
-    check(batch, logp=values(left, trainer_logp), logp_old=None, entropy=[0.5] * 6)
-    assert unscored(batch) == {"logp/missing": 1}
+ONE_HOLE = places(without=[(1, 0)])
+"""prime-rl wrote the trainer's log-prob of sequence 1's only token, which was -inf, as null; Python, the engine's of
+NeMo-RL as a bare NaN."""
+BOTH = {"logp_old": values(places(), trainer_logp), "logp_ref": values(places(), rollout_logp) - 0.25}
+SAMPLE = {"rollout_version": [6] * 7, "truncated": [0, 0, 1]}
+PROMPTS = ("1+1?", "1+1?", "2+2?")
+
+DUMPS: list[tuple[str, str, list[tuple[int, int]], dict[str, Any]]] = [
+    (
+        "prime_rl",
+        "prime-rl",
+        ONE_HOLE,
+        {"logp": values(ONE_HOLE, trainer_logp), "logp_old": None, "entropy": [0.5] * 6},
+    ),
+    ("prime_rl_traces", "prime-rl-traces", places(), {"rewards": REWARDS, **SAMPLE}),
+    (
+        "nemo_rl",
+        "nemo-rl",
+        ONE_HOLE,
+        {"logp_old": values(ONE_HOLE, trainer_logp), "rewards": REWARDS, "prompts": PROMPTS, "completions": TEXTS},
+    ),
+    ("slime", "slime-train", places(), {"rewards": REWARDS, **BOTH}),
+    ("miles", "miles-train", places(), BOTH),
+    ("skyrl", "skyrl", places(), BOTH),
+    ("slime/rollout_data", "slime-rollout", places(), {"logp_old": None, "completions": TEXTS, **SAMPLE}),
+    ("miles/dashboard_columns", "miles-columns", places(), {}),
+    ("open_instruct", "open-instruct", places(masked=False), {"truncated": [0, 0, 1]}),
+]
+"""Folder of a dump, its format, which tokens are left, and other fields."""
 
 
-def test_the_episodes_of_prime_rl() -> None:
-    log, (batch,), bad = read_all(LOGS / "prime_rl_traces")
-    assert (log.framework, log.format, bad) == ("prime-rl", "prime-rl-traces", [])
-    check_rollout_side(batch, places())
-    check(batch, rewards=REWARDS, rollout_version=[6] * 7, truncated=[0, 0, 1])
-
-
-def test_nemo_rl() -> None:
-    # Python wrote the engine's log-prob of sequence 1's only token as a bare NaN.
-    left = places(without=[(1, 0)])
-    batch = one(LOGS / "nemo_rl")
-    check_rollout_side(batch, left)
-    prompts = ("1+1?", "1+1?", "2+2?")
-    check(batch, logp_old=values(left, trainer_logp), rewards=REWARDS, prompts=prompts, completions=TEXTS)
-    assert unscored(batch) == {"logp_rollout/missing": 1}
-
-
-@pytest.mark.parametrize("framework", ["slime", "miles", "skyrl"])
-def test_train_dumps(framework: str) -> None:
-    log, (batch,), bad = read_all(LOGS / framework)
-    assert log.framework == framework
-    assert bad == []
-    check_rollout_side(batch, places())
-    check(batch, logp_old=values(places(), trainer_logp), logp_ref=values(places(), rollout_logp) - 0.25)
-    if framework == "slime":
-        check(batch, rewards=REWARDS)
-
-
-def test_rollout_dumps() -> None:
-    log, (batch,), bad = read_all(LOGS / "slime" / "rollout_data")
-    assert (log.format, bad) == ("slime-rollout", [])
-    check_rollout_side(batch, places(), advantages=False)
-    check(batch, logp_old=None, rollout_version=[6] * 7, truncated=[0, 0, 1], completions=TEXTS)
-    assert "evaluation" in log.said
-
-
-def test_the_dashboard_columns_of_miles() -> None:
-    log, (batch,), _ = read_all(LOGS / "miles" / "dashboard_columns")
-    assert (log.framework, log.format) == ("miles", "miles-columns")
-    check_rollout_side(batch, places(), advantages=False)
+@pytest.mark.parametrize(("folder", "named", "left", "fields"), DUMPS, ids=[name for name, *_ in DUMPS])
+def test_dumps(folder: str, named: str, left: list[tuple[int, int]], fields: dict[str, Any]) -> None:
+    log, (batch,), bad = read_all(LOGS / folder)
+    assert (log.format, bad) == (named, [])
+    assert named.startswith(log.framework)
+    check_rollout_side(batch, left, advantages=folder not in ("slime/rollout_data", "miles/dashboard_columns"))
+    check(batch, **fields)
+    hole = "logp/missing" if folder == "prime_rl" else "logp_rollout/missing"
+    assert unscored(batch) == ({hole: 1} if left is ONE_HOLE else {})
+    assert folder != "slime/rollout_data" or "evaluation" in log.said
 
 
 def test_slices_of_sequences_are_not_taken_for_sequences() -> None:
     with pytest.raises(RecordError, match="one of 2 context-parallel slices"):
         detect([str(LOGS / "miles_cp")])
-
-
-def test_open_instruct() -> None:
-    batch = one(LOGS / "open_instruct")
-    check_rollout_side(batch, places(masked=False))
-    check(batch, truncated=[0, 0, 1])
 
 
 def test_areal() -> None:

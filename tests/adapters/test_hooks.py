@@ -31,13 +31,13 @@ def test_a_disk_that_fails_does_not_mix_two_steps(tmp_path: Path, monkeypatch: p
 
     step()
     with monkeypatch.context() as full:
-        full.setattr(hook.adapter, "record", refuse)
+        full.setattr(hook.adapter.recorder, "add", refuse)
         with pytest.raises(RecordError, match="disk is full"):
             step()
     assert hook.metrics["offdrift/batch/tokens"] == n
     step()
     assert hook.metrics["offdrift/batch/tokens"] == n
-    hook.adapter.close()
+    hook.adapter.recorder.close()
     _, batches, _ = read_all(folder)
     steps, sequences = torch.cat([b.step for b in batches]).unique(return_counts=True)
     assert steps.tolist() == [1, 3]  # all but the step whose call raised

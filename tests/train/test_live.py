@@ -16,7 +16,7 @@ from tests.train.test_loop import Stop, rows, stop_at
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ARM = "none"
-FAST = {"optim": {"lr": 3e-2}, "lag": {"sync_every": 4}, "batches": 12, "arms": {ARM: {"method": ARM}}}  # fmt: skip
+FAST = {"optim": {"lr": 3e-2}, "lag": {"sync_every": 4}, "batches": 12, "arms": {ARM: {"method": ARM}}}
 """A learning rate at which the policy is far from the engine's within a few updates."""
 
 
@@ -65,7 +65,9 @@ def test_stored_rows_say_what_the_live_ones_said(drifting):
 
 
 def test_a_quiet_run_acts_on_nothing(tmp_path):
-    recipe = small_recipe(batches=8, lag={"sync_every": 1}, rollout={"prompts": 4, "samples": 4, "max_tokens": 6, "dtype": "float32"})  # fmt: skip
+    recipe = small_recipe(
+        batches=8, lag={"sync_every": 1}, rollout={"prompts": 4, "samples": 4, "max_tokens": 6, "dtype": "float32"}
+    )
     (summary,) = train(recipe, tmp_path / "run")
     assert [f for f in summary["findings"] if f["severity"] in ("act", "stop")] == []
 

@@ -82,43 +82,31 @@ def test_every_demonstration_earns_the_full_reward() -> None:
 
 
 ANSWER_51 = Problem("12+34+5=", "51")
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("46+5=51\n", 1.0),
-        ("51", 1.0),
-        ("so it is 51.", 1.0),
-        ("051", 1.0),
-        ("51.0", 1.0),
-        ("60-51", 1.0),
-        ("(60)-51", 1.0),
-        ("", 0.0),
-        ("46+5=", 0.0),
-        ("46+5=52", 0.0),
-        ("-51", 0.0),
-        ("510", 0.0),
-        ("151", 0.0),
-        ("5.1", 0.0),
-        ("1.51", 0.0),
-        ("5 1", 0.0),
-        ("51\n7", 0.0),
-        ("12+34+5", 0.0),  # worth 51 to whoever evaluates it
-        ("__import__('os').abort()", 0.0),
-        ("٥١", 0.0),
-        ("5" * 100_000, 0.0),
-        ("0" * 100_000 + "51", 0.0),
-        ("51e9", 0.0),
-    ],
+RIGHT = ("46+5=51\n", "51", "so it is 51.", "051", "51.0", "60-51", "(60)-51")
+WRONG = (
+    "",
+    "46+5=",
+    "46+5=52",
+    "-51",
+    "510",
+    "151",
+    "5.1",
+    "1.51",
+    "5 1",
+    "51\n7",
+    "__import__('os').abort()",
+    "٥١",
+    "51e9",
 )
-def test_the_last_number_must_be_the_answer(completion: str, reward: float) -> None:
-    assert exact_number(completion, ANSWER_51) == reward
+WRONG += ("12+34+5", "5" * 100_000, "0" * 100_000 + "51")
+"""The first of the last three is worth 51 to whoever evaluates it."""
 
 
-def test_negative_answers() -> None:
-    problem = Problem("5 - 9 =", "-4", chat=True)
-    assert (exact_number("5 - 9 = -4", problem), exact_number("The answer is 4", problem)) == (1.0, 0.0)
+def test_the_last_number_must_be_the_answer() -> None:
+    assert [exact_number(text, ANSWER_51) for text in RIGHT] == [1.0] * len(RIGHT)
+    assert [exact_number(text, ANSWER_51) for text in WRONG] == [0.0] * len(WRONG)
+    negative = Problem("5 - 9 =", "-4", chat=True)
+    assert [exact_number(text, negative) for text in ("5 - 9 = -4", "The answer is 4")] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "chat-arithmetic", "reasoning_gym:gcd"])

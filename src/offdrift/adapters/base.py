@@ -32,7 +32,6 @@ from offdrift.stats.drift import Tails
 from offdrift.stats.signature import signature
 
 if TYPE_CHECKING:
-    from offdrift.records.batch import Logged, Unpacked
     from offdrift.records.recorder import Recorder
 
 PREFIX = "offdrift/"
@@ -133,7 +132,8 @@ class Adapter:
         name = method if isinstance(method, str) else context.method
         context = replace(context, framework=framework, method=name)
         self._watcher = Watcher(context=context, rules=load_rules(rules))
-        self._recorder = recorder_of(record, framework)
+        self.recorder = recorder_of(record, framework)
+        """Where tokens are recorded; None records nothing."""
         self._stats: DriftStats | None = None
         self._tails = Tails()
         self._computes_loss = self._skipped = self._checked = False
@@ -233,26 +233,6 @@ class Adapter:
         severities = [finding.severity for finding in self.findings]
         counts = {f"findings_{s}": severities.count(s) for s in ("stop", "act", "watch")}
         return {f"{PREFIX}{name}": float(x) for name, x in {**metrics, **counts}.items()}
-
-    def record(self, batch: Logged | Unpacked) -> None:
-        """Record a batch, if there is a recorder; waits for the disk only if its queue is full."""
-        if self._recorder is not None:
-            self._recorder.add(batch)
-
-    @property
-    def records(self) -> bool:
-        """Whether `record` keeps anything: spares the caller the work of collecting it."""
-        return self._recorder is not None
-
-    def flush(self) -> None:
-        """Write what is still waiting, and go on. Raises: `RecordError` if it cannot be written."""
-        if self._recorder is not None:
-            self._recorder.flush()
-
-    def close(self) -> None:
-        """Write what is still waiting, and stop recording. Raises: `RecordError` if it cannot be written."""
-        if self._recorder is not None:
-            self._recorder.close()
 
     def _add(self, logprobs: LogProbs, stats: DriftStats, advantages: Tensor | None, batch_info: BatchInfo) -> None:
         with torch.no_grad():

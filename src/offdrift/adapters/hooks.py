@@ -294,7 +294,7 @@ class LossHook:
         divisor = torch.as_tensor(count, dtype=torch.float32, device=advantages.device)
         result = self.adapter.loss(logprobs, advantages, batch_info, normalizer=divisor)
         self._open = True
-        if self.adapter.records:
+        if self.adapter.recorder is not None:
             names = ("logp_rollout", "logp_old", "logp")
             fields = {name: getattr(logprobs, name) for name in names}
             if column is None:
@@ -316,8 +316,9 @@ class LossHook:
             return
         self.step, self._open = self.step + 1, False
         pieces, self._pieces = self._pieces, []
+        recorder = self.adapter.recorder
         try:
-            if pieces:
+            if pieces and recorder is not None:
                 fields = {k: torch.cat([piece[k] for piece in pieces]) for k in pieces[0]}
                 lengths, column = fields.pop("lengths"), fields.pop("column")
                 cuts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -331,7 +332,7 @@ class LossHook:
                     position=column - Segments(cuts).spread(first),  # counted from the row's first token
                     **fields,  # type: ignore[arg-type]
                 )
-                self.adapter.record(batch)
+                recorder.add(batch)
         finally:  # the next step begins empty, even if the disk failed
             self.metrics = self.adapter.end_step(self.step)
         self.adapter.log.debug("step %d: %s", self.step, self.metrics)

@@ -154,10 +154,10 @@ class OffdriftMixin(Base):
         piece = self._piece(inputs, logp, entropy)
         unscored = trl_batch.trainable(inputs).sum() - trl_batch.scored(inputs).sum()
         self._unscored = self._unscored.to(unscored.device) + unscored
-        if self.offdrift.records:
+        if self.offdrift.recorder is not None:
             decode = functools.partial(self._tokenizer.batch_decode, skip_special_tokens=True)
-            version, ends = self.state.global_step, self.eos_token_ids
-            self.offdrift.record(trl_batch.recorded(inputs, logp, entropy, version=version, ends=ends, decode=decode))
+            how = {"version": self.state.global_step, "ends": self.eos_token_ids, "decode": decode}
+            self.offdrift.recorder.add(trl_batch.recorded(inputs, logp, entropy, **how))
         own, changed, live = self._decide(inputs, piece)
         self._scored = trl_batch.harmless(changed, logp, live), entropy, aux
         loss = super()._compute_loss(model, changed)
@@ -193,7 +193,8 @@ class OffdriftMixin(Base):
         try:
             return super().train(*arguments, **named)
         finally:
-            self.offdrift.flush()
+            if self.offdrift.recorder is not None:
+                self.offdrift.recorder.flush()
 
     def _begin(self, model: Any) -> None:
         """Before the first micro-batch of a step: its denominator and the method's statistics of all of it."""
