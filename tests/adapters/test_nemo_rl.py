@@ -270,14 +270,11 @@ def test_placeholders_are_not_log_probs() -> None:
             call(made, {k: x for k, x in data.items() if k != name})
 
 
-def test_old_may_be_the_current_policy() -> None:
+def test_old_may_be_the_current_policy_and_reference_kl_needs_the_reference() -> None:
     data, of = fields(batch()), replace(batch(), old=batch().current)
     data["prev_logprobs"] = torch.zeros_like(data["prev_logprobs"])
     wanted = call(nemo_rl.loss("icepop"), fields(of))
     assert float(call(nemo_rl.loss("icepop", old="current"), data)) == pytest.approx(float(wanted), rel=1e-5)
-
-
-def test_reference_kl_needs_the_reference() -> None:
     data = fields(batch())
     ref = data.pop("reference_policy_logprobs")
     made = nemo_rl.loss("deepseek_v32")
@@ -356,18 +353,14 @@ def test_a_later_version_and_the_dictionary_of_0_6_are_read_as_well(grpo: Any) -
             grpo.ClippedPGLossFn({**plain, name: value})
 
 
-def test_their_numbers_are_named_and_kl_in_the_reward_is_theirs(grpo: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_install_has_setup_build_it(grpo: Any, caplog: pytest.LogCaptureFixture) -> None:
+    original = grpo.ClippedPGLossFn
     nemo_rl.install("icepop")
     with caplog.at_level(logging.INFO, "offdrift.nemo-rl"):
         grpo.ClippedPGLossFn(config(ratio_clip_max=0.28))
     assert "ratio_clip_max=0.28" in caplog.text
-    kept = config(reference_policy_kl_penalty=0.1, use_kl_in_reward=True)
+    kept = config(reference_policy_kl_penalty=0.1, use_kl_in_reward=True)  # KL in the reward is theirs
     assert grpo.ClippedPGLossFn(kept).config.method == "icepop"
-
-
-def test_install_has_setup_build_it(grpo: Any) -> None:
-    original = grpo.ClippedPGLossFn
-    nemo_rl.install("icepop")
     made = grpo.ClippedPGLossFn(config(), use_fused_linear_logprobs=True)
     assert made == nemo_rl.loss("icepop", use_fused_linear_logprobs=True)
     assert grpo.ClippedPGLossFn(config(force_on_policy_ratio=True)).old == "current"

@@ -112,15 +112,11 @@ def test_our_loss_replaces_trls_whatever_its_type(name, loss_type):
     agree(expected, found, slope)
 
 
-def test_trls_kl_is_added_to_our_loss():
+def test_trls_kl_is_added_to_our_loss_and_metrics_of_its_own_loss_are_not_logged():
     batch = sequence_batch(1)
     mine = ours(batch, METHODS["grpo"], "loss", loss_type="grpo", beta=0.3)
     row = replace(METHODS["grpo"], penalty=KLPenalty(estimator="k3", coef=0.3))
     agree(packed_loss(row, batch), *pushed(mine, inputs_of(mine)))
-
-
-def test_metrics_of_a_loss_that_is_not_used_are_not_logged():
-    batch = sequence_batch(1)
     for mode, logged in (("correct", True), ("loss", False)):
         mine = ours(batch, METHODS["decoupled_token_is"], mode, loss_type="dapo")
         pushed(mine, inputs_of(mine))
@@ -241,18 +237,15 @@ def test_a_token_that_the_engine_could_not_score_pushes_nothing_and_is_counted(m
     assert mine.trainer.offdrift.end_step(1)["offdrift/batch/tokens"] == batch.tokens - 1
 
 
-@pytest.mark.parametrize("unscored", [False, True])
 @pytest.mark.parametrize("mode", ["correct", "loss"])
-def test_a_micro_batch_without_any_token_that_trains(mode, unscored):
+def test_a_micro_batch_without_any_token_that_trains(mode):
     """As `mask_truncated_completions` makes it, or an engine that scored none."""
     batch = sequence_batch(0)
-    nothing = {"completion_mask": torch.zeros_like(batch.mask)}
-    if unscored:
-        nothing = {"sampling_per_token_logps": torch.full_like(batch.rollout, math.nan)}
-    mine = ours(batch, METHODS["decoupled_token_is"], mode, loss_type="grpo")
-    loss, gradient = pushed(mine, inputs_of(mine, **nothing))
-    assert float(loss) == 0
-    assert float(gradient.abs().max()) == 0
+    masked = {"completion_mask": torch.zeros_like(batch.mask)}
+    for nothing in (masked, {"sampling_per_token_logps": torch.full_like(batch.rollout, math.nan)}):
+        mine = ours(batch, METHODS["decoupled_token_is"], mode, loss_type="grpo")
+        loss, gradient = pushed(mine, inputs_of(mine, **nothing))
+        assert float(loss) == float(gradient.abs().max()) == 0
 
 
 def test_tools_split_turns():

@@ -211,13 +211,11 @@ def test_an_engine_that_ignores_weights_stops_the_run(tmp_path, monkeypatch):
         train(small_recipe(), tmp_path / "run")
 
 
-def test_a_run_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
+def test_what_cannot_be_written_stops_with_the_file_and_the_way_out(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RecordError, match=r"cannot write .*run.json"):
         train(small_recipe(), tmp_path / "file" / "run")
 
-
-def test_a_full_disk_stops_with_the_file_and_the_way_out(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -238,13 +236,10 @@ def test_seeds_decide_everything(tmp_path):
 
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
-    [
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps = 4"),
-        ("ACCELERATE_MIXED_PRECISION", "fp16", "fp16"),
-    ],
+    [("GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps = 4"), ("MIXED_PRECISION", "fp16", "fp16")],
 )
 def test_a_launch_that_would_silently_change_the_step_is_refused(tmp_path, monkeypatch, variable, value, words):
-    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv(f"ACCELERATE_{variable}", value)
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         with pytest.raises((RecipeError, ValueError), match=words):
@@ -314,20 +309,13 @@ def test_a_penalty_in_the_reward_changes_the_advantages_and_reports_its_kl(tmp_p
     assert loss["loss"] != loss["reward"]
 
 
-@pytest.mark.parametrize(
-    "arm",
-    [
-        {"method": "decoupled_ppo", "gates_of": "trm_max"},
-        {"method": "otb", "gates_of": "trm_max"},
-        {"method": "trm_max", "override": {"gate.on": "mismatch"}},
-        {"method": "normalized_tis", "gates_of": "echo2"},
-    ],
-    ids=lambda arm: arm["method"],
-)
-def test_old_policy_exact_gates_and_versions_go_together(tmp_path, arm):
+def test_old_policy_exact_gates_and_versions_go_together(tmp_path, monkeypatch):
     """What one part needs at the batch's start must not be asked of another that comes later."""
+    short_arms(monkeypatch)
+    arms = {name: {"method": name, "gates_of": "trm_max"} for name in ("decoupled_ppo", "otb")}
+    arms |= {"trm_max": {"method": "trm_max", "override": {"gate.on": "mismatch"}}}
+    arms |= {"normalized_tis": {"method": "normalized_tis", "gates_of": "echo2"}}
     for over in ("sampled", "kept"):
-        recipe = small_recipe(batches=2, optim={"lr": 2e-4, "baseline_over": over}, arms={"a": arm})
-        train(recipe, tmp_path / over)
-        assert all(math.isfinite(r["optim/loss"]) for r in rows(tmp_path / over, "a"))
-        assert len(rows(tmp_path / over, "a")) == 2
+        train(small_recipe(batches=2, optim={"lr": 2e-4, "baseline_over": over}, arms=arms), tmp_path / over)
+        for arm in arms:
+            assert [math.isfinite(r["optim/loss"]) for r in rows(tmp_path / over, arm)] == [True, True], arm

@@ -200,21 +200,13 @@ def test_a_missing_package_is_named(packaged: Path, monkeypatch: pytest.MonkeyPa
         load_model("smollm2-135m", seed=0)
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"OFFDRIFT_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
-        ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/offdrift"),
-        ({"HOME": "/c"}, "/c/.cache/offdrift"),
-        ({"OFFDRIFT_CACHE": "~/d", "HOME": "/c"}, "/c/d"),
-    ],
-)
-def test_where_the_cache_is(variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OFFDRIFT_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("OFFDRIFT_CACHE", raising=False)
+    settings = ("HOME", "/c", "/c/.cache/offdrift"), ("XDG_CACHE_HOME", "/b", "/b/offdrift")
+    for name, value, expected in (*settings, ("OFFDRIFT_CACHE", "/a", "/a"), ("OFFDRIFT_CACHE", "~/d", "/c/d")):
         monkeypatch.setenv(name, value)
-    assert default_cache_dir() == Path(expected)
+        assert default_cache_dir() == Path(expected)
 
 
 def test_publishing_is_all_or_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from offdrift.segments import Segments
 from offdrift.stats import DriftStats, summarize
 from offdrift.train.loop import train
 from offdrift.train.models import load_model
+from tests.records.samples import one
 from tests.train.conftest import small_recipe
 from tests.train.test_loop import Stop, rows, stop_at
 
@@ -23,24 +24,14 @@ ARM = "trm_max"
 
 def logs(run, arm: str = ARM) -> list[Logged]:
     """The arm's token logs, in the order of the batches, as an audit reads them."""
-    from offdrift.records.readers import detect, pieces, read
-
-    files = sorted((run / "arms" / arm / "log").glob("*.parquet"))
-    found = []
-    for file in files:
-        detected = detect([str(file)])
-        (piece,) = pieces(detected)
-        (batch,), bad = read(piece, detected)
-        assert not bad
-        found.append(batch)
-    return found
+    return [one(file) for file in sorted((run / "arms" / arm / "log").glob("*.parquet"))]
 
 
 def values(log: Logged) -> dict[str, object]:
     """Everything in a log, tensors as lists."""
-    held = {k: v for k, v in vars(log).items() if k in log.__dataclass_fields__}
-    held |= held.pop("divergences")
-    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in held.items()}
+    fields = {k: v for k, v in vars(log).items() if k in log.__dataclass_fields__}
+    fields |= fields.pop("divergences")
+    return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in fields.items()}
 
 
 def test_a_batchs_log_is_what_the_first_step_saw(tmp_path):
@@ -49,7 +40,7 @@ def test_a_batchs_log_is_what_the_first_step_saw(tmp_path):
     found, metrics = logs(tmp_path / "run"), rows(tmp_path / "run")
     assert len(found) == 3
     for index, (log, row) in enumerate(zip(found, metrics, strict=True)):
-        drawn = read_rollouts(tmp_path / "run" / "arms" / ARM / "rollouts" / f"batch-{index:06d}.parquet")  # fmt: skip
+        drawn = read_rollouts(tmp_path / "run" / "arms" / ARM / "rollouts" / f"batch-{index:06d}.parquet")
         for name in ("tokens", "logp_rollout", "rewards", "rollout_version"):
             assert torch.equal(getattr(log, name).double(), getattr(drawn, name).double()), name
         assert log.prompts == drawn.prompts

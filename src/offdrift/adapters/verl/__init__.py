@@ -130,9 +130,11 @@ def uninstall() -> None:
 def _take_over(module: ModuleType) -> None:
     """Replace the function that one of verl's modules defines, once, if a driver is installed."""
     driver = _STATE.get("driver")
+    if driver is None:
+        return
     holder: Any = module.PPOTrainer if module.__name__ == TRAINER_V1 else module
     name = TAKEN_OVER[module.__name__]
-    if driver is None or (holder, name) in _REPLACED:
+    if (holder, name) in _REPLACED:
         return
     original = getattr(holder, name)
 
