@@ -84,6 +84,7 @@ def test_copied_log_probs_end_the_run_and_warn_goes_on_and_says_it_once(caplog: 
     adapter.loss(batch(lag=0.2), torch.ones(N))
     with pytest.raises(LivenessError, match=r"equal at every token.*on_idle=\"warn\""):
         adapter.end_step(1)
+    caplog.clear()
     adapter = Adapter("decoupled_token_is", framework="plain", on_idle="warn")
     with caplog.at_level(logging.INFO, logger="offdrift.plain"):
         for step in (1, 2):
