@@ -60,6 +60,7 @@ def test_the_tiny_recipe_compares_the_four_arms_under_drift():
         ('arms={"/etc" = {method = "none"}}', "should match pattern"),
         ("delta", "expected key=value"),
         ("batches.x=1", "'batches' is a value, not a table"),
+        ("optim.advantage=gdpo", "weighs the components of a reward"),
     ],
 )
 def test_a_mistake_is_refused_with_key_and_expectation(change, words):

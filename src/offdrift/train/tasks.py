@@ -69,22 +69,22 @@ class ProceduralTask:
         Raises: `RecipeError` if the generator has too few different problems to fill the split.
         """
         limit = _CHUNK * 50 + 4 * EVAL_SHARE * n
-        problems = list(itertools.islice(self._problems(seed, split, limit), n))
+
+        def draws() -> Iterator[Problem]:
+            for chunk in itertools.count():
+                # A generator seed of its own, far from the others: generators add the entry's index to it. Below 2**32,
+                # which is all that numpy's generators take.
+                entries = self.dataset(digest("problems", self.name, split, seed, chunk) % (2**32 - _CHUNK), _CHUNK)
+                yield from (self.problem(entries[i]) for i in range(_CHUNK))
+
+        of_split = (p for p in itertools.islice(draws(), limit) if split_of(p.prompt) == split)
+        problems = list(itertools.islice(of_split, n))
         if len(problems) < n:
             raise RecipeError(
                 f"task {self.name!r} gave {len(problems)} of {n} {split} problems in {limit} draws; it has too few "
                 "different questions for a held-out split: ask for fewer, or configure the generator to vary more"
             )
         return problems
-
-    def _problems(self, seed: int, split: Split, limit: int) -> Iterator[Problem]:
-        """Those of a split among the first `limit` draws."""
-        for chunk, first in enumerate(range(0, limit, _CHUNK)):
-            # A generator seed of its own, far from the others: generators add the entry's index to it. Below 2**32,
-            # which is all that numpy's generators take.
-            entries = self.dataset(digest("problems", self.name, split, seed, chunk) % (2**32 - _CHUNK), _CHUNK)
-            problems = (self.problem(entries[i]) for i in range(min(_CHUNK, limit - first)))
-            yield from (problem for problem in problems if split_of(problem.prompt) == split)
 
     def reward(self, completion: str, problem: Problem) -> float:
         """The completion's reward, in [0, 1]. Never raises, whatever the text."""
