@@ -310,6 +310,7 @@ print(checked)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_the_gpu_kernels_give_the_plain_numbers():
     # In a process of its own: Triton decides at its first import whether it interprets.

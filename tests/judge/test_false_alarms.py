@@ -96,7 +96,7 @@ def test_a_noisy_first_batch_does_not_decide_a_run():
     assert diagnose(rows) == []
 
 
-@pytest.mark.parametrize("p", [0.004, 0.02, 0.1, 0.5])
+@pytest.mark.parametrize("p", [0.02, *(pytest.param(p, marks=pytest.mark.slow) for p in (0.004, 0.1, 0.5))])
 def test_rare_rewards_that_come_and_go_are_no_collapse(p):
     """200 steps of 16 sequences, rewarded with probability p, always."""
     for seed in range(2):

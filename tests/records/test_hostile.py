@@ -139,6 +139,7 @@ def test_what_takes_too_much_is_left_out_and_the_rest_is_read(tmp_path: Path) ->
         assert "more than 256 MiB, the most that it may; allow more with --max-file-mib" in reason
 
 
+@pytest.mark.slow
 def test_compressed_files_are_read_in_pieces_and_up_to_a_limit(tmp_path: Path) -> None:
     rows, line = tmp_path / "rows.jsonl.gz", tmp_path / "line.jsonl.gz"
     row = json.dumps({"logp_rollout": [-1.0] * 500, "logp": [-1.5] * 500}) + "\n"
@@ -237,6 +238,7 @@ def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         read(piece, found)
 
 
+@pytest.mark.slow
 def test_links_that_lead_back_do_not_multiply_a_glob(tmp_path: Path) -> None:
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / "a.jsonl").write_text(GOOD)

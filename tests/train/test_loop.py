@@ -125,7 +125,14 @@ def stop_at(arm: str, update: int):
     return watch
 
 
-@pytest.mark.parametrize(("arm", "update"), [("trm_max", 3), ("trm_max", 5), ("none", 4)])
+@pytest.mark.parametrize(
+    ("arm", "update"),
+    [
+        ("trm_max", 3),
+        pytest.param("trm_max", 5, marks=pytest.mark.slow),
+        pytest.param("none", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one_step_for_step(finished, tmp_path, arm, update):
     run = tmp_path / "run"
     with pytest.raises(Stop):

@@ -125,7 +125,9 @@ def test_a_log_may_say_it_in_words_and_anything_else_is_no_status(tmp_path: Path
     assert [overall[f"old/{name}_frac"] for name in OLD_STATUS] == [1 / 5, 2 / 5, 1 / 5, 1 / 5]
 
 
-@pytest.mark.parametrize(("source", "where"), [("second_model", "memory"), ("sampling", "disk")])
+@pytest.mark.parametrize(
+    ("source", "where"), [("second_model", "memory"), pytest.param("sampling", "disk", marks=pytest.mark.slow)]
+)
 def test_every_exact_source_gives_the_same_run(stale: Path, tmp_path: Path, source: str, where: str):
     train(lagging("ppo_clip", old_policy={"from": source, "snapshots": where}), tmp_path / "run")
     assert rows(tmp_path / "run", "arm") == rows(stale, "ppo_clip")
@@ -145,6 +147,7 @@ def test_a_second_model_is_too_new_for_batches_that_waited(tmp_path: Path):
     assert max(m["mismatch/abs_log_ratio_max"] for m in second) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_interpolated_and_the_rollout_policy_stand_in(tmp_path: Path):
     arms = {
         "a3po": {"method": "a3po"},
