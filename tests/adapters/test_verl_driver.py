@@ -88,7 +88,7 @@ def test_settings_that_would_not_reach_the_workers_are_refused(helper, monkeypat
 BLOCKS = [
     {"rollout_is": "token"},
     {"rollout_is": "sequence", "rollout_is_threshold": 3.0},
-    {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+    {"rollout_is": "token", "rollout_is_threshold": "0.6_5.0"},
     {"rollout_is": "token", "rollout_is_batch_normalize": True},
     {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
     {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"},

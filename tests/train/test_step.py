@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from offdrift.methods import METHODS, override
 from offdrift.penalty import Adaptive, KLPenalty
 from offdrift.records import Sampling, TopK
 from offdrift.stats import summarize
-from offdrift.train.batch import Batch
+from offdrift.train.arm import Arm
+from offdrift.train.batch import Batch, token_advantages
 from offdrift.train.loop import train
 from offdrift.train.models import tiny_qwen3_config
 from offdrift.train.old_policy import score_batch
@@ -272,6 +274,22 @@ def test_methods_that_adapt_hand_on_their_successor(world):
     _, update = step(world, "token_tis", token_budget=30)
     assert update.method == METHODS["token_tis"]
     assert update.evidence is None, "no region was given"
+
+
+def test_a_penalty_in_the_reward_is_paid_by_what_is_likelier_than_under_the_reference(world):
+    """R - 0.5 sum (log pi - log pi_ref) of each sequence, minus the mean of its group, by hand."""
+    model, rollouts = world[0], world[1].rollouts
+    trainer = score_batch(model, rollouts, token_budget=64)
+    ref = (trainer.logp - torch.rand(len(trainer.logp), generator=torch.Generator().manual_seed(1))).clamp(max=0.0)
+    settings = small_recipe().model_copy(update={"reward_range": (-5.0, 5.0)})
+    penalty = {"penalty.place": "reward", "penalty.estimator": "k1", "penalty.coef": 0.5}
+    arm = object.__new__(type("Bare", (Arm,), {"estimator": "dr_grpo", "advantages_read_gates": False}))
+    arm.method = override(METHODS["deepseek_v32"], penalty)
+    arm.run, arm.critic = SimpleNamespace(recipe=settings, sum=lambda x: x), None
+    found, _ = token_advantages(arm, rollouts, trainer, None, ref, None)
+    total = rollouts.rewards - 0.5 * rollouts.segments.sum(trainer.logp - ref)
+    centered = (total.view(3, 4) - total.view(3, 4).mean(1, keepdim=True)).flatten()
+    torch.testing.assert_close(found, rollouts.segments.spread(centered), rtol=1e-4, atol=1e-5)
 
 
 def test_a_penalty_pulls_to_the_reference_and_its_controller_moves(world):
