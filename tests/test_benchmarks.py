@@ -42,6 +42,7 @@ def run(benchmark, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_every_row_is_timed(run):
     assert list(run["rows"]) == list(METHODS)
     for name, row in run["rows"].items():

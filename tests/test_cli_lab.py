@@ -86,6 +86,7 @@ def test_ctrl_c_shows_what_is_finished(offdrift, monkeypatch):
     assert "interrupted" in done.stderr
 
 
+@pytest.mark.slow
 def test_length_bias_tells_decay_from_constant(offdrift, tmp_path):
     done = offdrift("lab", "length-bias", "--sequences", "300", "--out", str(tmp_path / "bias"))
     assert done.code == 0, done.stderr

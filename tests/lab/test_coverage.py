@@ -107,6 +107,7 @@ def test_a_planted_mistake_is_refuted(name, plant, statement):
     assert statement in {r.statement for r in rows if r.refuted}
 
 
+@pytest.mark.slow
 def test_certificates_of_a_run_hold_only_if_alpha_is_spent_over_it():
     rows = {r.statement: r for r in summarize(tallied("several-looks", 40))}
     spent, each = rows["any of the run, alpha spent"], rows["any of the run, alpha each"]

@@ -28,8 +28,12 @@ from offdrift.lab.frontier import (
 from offdrift.lab.markov import return_gradient
 from offdrift.methods import METHODS
 
+every_testbed = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "walk" else pytest.mark.slow) for name in TESTBEDS]
+)
 
-@pytest.mark.parametrize("name", TESTBEDS)
+
+@every_testbed
 @pytest.mark.parametrize("kl", [0.0, 1e-3, 0.05])
 def test_drift_per_token_is_what_was_asked_for_at_every_horizon(name, kl):
     for horizon in (2, 16, 128):
@@ -53,7 +57,7 @@ def test_all_drift_of_flip_is_in_one_state():
     assert moved.tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("name", TESTBEDS)
+@every_testbed
 @pytest.mark.parametrize("kl", [1e-3, 0.02])
 def test_recursions_equal_enumeration(name, kl):
     """Mean and variance of the rows that have a recursion, thresholds of gates acting included."""
@@ -79,7 +83,7 @@ def test_gates_act_in_the_recursions():
     assert float(walk["trm_ratio"].mean.norm()) > 1e-3
 
 
-@pytest.mark.parametrize("name", TESTBEDS)
+@every_testbed
 def test_sequence_importance_sampling_is_unbiased_at_any_horizon(name):
     for horizon in (2, 64, 256):
         bed = make_testbed(name, horizon=horizon)

@@ -69,6 +69,7 @@ def test_sharp_constants_times_nine_tenths_are_refuted_at_two_tokens():
     assert all(r.violations == 0 for r in rows if r.constants == "paper")
 
 
+@pytest.mark.slow
 def test_random_pairs_notice_a_planted_constant():
     outcomes = [check(b, factor=0.9) for b in batches(1500, seed=0, longest=16)]
     wrong = {r.bound for r in summarize(outcomes) if r.violations}
@@ -146,6 +147,7 @@ def test_rounding_never_hides_a_real_violation():
         assert all(wrong[ROW_NAMES.index((name, "sharp"))] for name in attained), eps
 
 
+@pytest.mark.slow
 def test_the_smooth_bounds_are_the_library_s():
     compared = 0
     for batch in batches(800, seed=4, longest=64):

@@ -32,6 +32,7 @@ def good(content: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> P
 # -- size and shape ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_of_a_hundred_million_tokens_is_a_page_under_ten_megabytes() -> None:
     """More steps, metrics, files and text than the audit stores."""
     large = audit(steps=2)

@@ -85,7 +85,9 @@ def test_arms_see_the_same_first_batch_and_then_go_their_own_way(finished: Path)
 def test_the_gate_acts_and_the_table_says_so(finished: Path):
     summary = json.loads((finished / "arms" / "trm_max" / "summary.json").read_text())
     assert 0 < summary["acceptance"] < 1
-    assert summary["falsified_updates"] == 0  # delta of the recipe is 0.05, the gate's 0.004
+    # The gate's limit is 0.004; the recipe's delta, which a certificate takes for granted, 0.05.
+    left = [row["divergence/kl_rollout_current_max"] > 0.05 for row in rows(finished)]
+    assert summary["falsified_updates"] == sum(left) < len(left)
     assert summary["bound"] > 0
     assert summary["grade"] == "exact"
 
@@ -310,6 +312,7 @@ def test_a_penalty_in_the_reward_changes_the_advantages_and_reports_its_kl(tmp_p
     assert loss["loss"] != loss["reward"]
 
 
+@pytest.mark.slow
 def test_old_policy_exact_gates_and_versions_go_together(tmp_path, monkeypatch):
     """What one part needs at the batch's start must not be asked of another that comes later."""
     short_arms(monkeypatch)

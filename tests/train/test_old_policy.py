@@ -107,6 +107,7 @@ def audited(log: Path, out: Path) -> dict[str, Any]:
     return conclude(audit(job, pieces(found), folder=out), job)
 
 
+@pytest.mark.slow
 def test_an_audit_reads_how_old_log_probs_were_come_by(stale: Path, tmp_path: Path):
     exact = audited(stale / "arms" / "ppo_clip" / "log", tmp_path / "a")
     assert exact["overall"]["old/exact_frac"] == 1
