@@ -1,7 +1,8 @@
 # make train        sets everything up and trains the tiny recipe: about five minutes on two cores
-# make test-quick   the laws, the core and one engine: about two minutes on two cores
+# make test-quick   the laws, the core and one engine: about a minute on two cores
 # make test         every test but the slow ones: what to run before a commit
-# make test-all     that, the slow ones, test-narrow and test-foreign: what continuous integration runs
+# make test-all     that with the shapes of every call checked, the slow ones, test-narrow and test-foreign: what
+#                   continuous integration runs
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512
 # make test-foreign the adapters and readers against other frameworks' own modules, from pinned wheels
 # make train-vllm   the same with real vLLM drawing the tokens of a tiny mixture of experts
@@ -37,13 +38,15 @@ train-smollm2: install install-smollm2
 	$(BIN)/offdrift train recipes/smollm2.toml
 
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Checking the shapes of every call doubles the time: test-all does it.
+UNCHECKED := -o addopts="-q --strict-markers --doctest-modules"
 QUICK := $(addprefix tests/,laws correction objectives advantages stats methods house $(QUICK_FILES))
 
 test-quick: install-test
-	$(PYTEST) -m "not slow and not vllm" $(QUICK)
+	$(PYTEST) $(UNCHECKED) -m "not slow and not vllm" $(QUICK)
 
 test: install-test
-	$(PYTEST) -m "not slow" tests src
+	$(PYTEST) $(UNCHECKED) -m "not slow" tests src
 
 test-all: install-test
 	$(PYTEST) tests src
