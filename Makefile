@@ -1,6 +1,6 @@
 # make train        sets everything up and trains the tiny recipe: about five minutes on two cores
 # make test-quick   the laws, the core and one engine: about a minute on two cores
-# make test         every test but the slow ones: what to run before a commit
+# make test         every test but the slow ones: what to run before a commit, six minutes on two cores
 # make test-all     that with the shapes of every call checked, the slow ones, test-narrow and test-foreign: what
 #                   continuous integration runs
 # make test-narrow  the numerical rooms and the laws again, on the vectors of a processor without AVX-512

@@ -41,5 +41,5 @@ def test_an_empty_sequence_counts_as_sampled():
 def test_fixed_needs_its_horizon_and_names_are_checked():
     with pytest.raises(MethodError, match="horizon="):
         normalizer_of(SEGMENTS, how="fixed")
-    with pytest.raises(Exception, match="how"):
+    with pytest.raises(Exception, match="mean"):
         aggregate(LOSSES, SEGMENTS, how="mean", normalizer=1.0)  # type: ignore[arg-type]
