@@ -97,9 +97,9 @@ def _engine(url: str, **options) -> OpenAIEngine:
 
 
 @pytest.fixture(scope="module")
-def built(url, model):
+def built(url):
     engine = _engine(url)
-    yield model, engine, True
+    yield tiny("dense"), engine, True
     engine.close()
 
 
