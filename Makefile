@@ -120,6 +120,7 @@ bench: install $(VENV)/.parity
 	$(BIN)/python benchmarks/correction.py
 	$(BIN)/python benchmarks/methods.py
 	$(BIN)/python benchmarks/audit.py
+	$(BIN)/python benchmarks/generation.py
 
 check: install-test
 	$(PIP) --editable '.[lint]'
