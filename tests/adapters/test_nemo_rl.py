@@ -200,7 +200,7 @@ def test_exact_kl_is_the_enumerated_one() -> None:
     p, q = (z[:, :-1][mask].double().softmax(-1) for z in (mu, pi))
     kl, tv = (p * (p / q).log()).sum(-1), (p - q).abs().sum(-1) / 2
     assert len(kl) > 30
-    assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(float(kl.mean()), rel=1e-5)
+    assert metrics["offdrift/divergence/kl_rollout_current_mean"] == pytest.approx(float(kl.mean()), rel=1e-6)
     assert metrics["offdrift/divergence/tv_rollout_current_mean"] == pytest.approx(float(tv.mean()), rel=1e-5)
     # The gate reads them: a threshold between the largest KL of two sequences tells them apart.
     worst = [float(kl[mask.nonzero()[:, 0] == i].max()) for i in range(5)]

@@ -86,3 +86,24 @@ def test_limits_that_cannot_mean_anything_are_refused(parts, words):
 def test_a_weight_that_depends_on_the_advantage_needs_one():
     with pytest.raises(MethodError, match="needs advantages"):
         Weight(on="full", advantage="positive")(fx_a()[0])
+
+
+def test_saturation():
+    q = double([0.2, 1.0, 4.0])
+    lp = LogProbs.pack(double([-5.0] * 3), q.log() - 5.0, segments=Segments.from_lengths([3]))
+    got = Weight(on="full", saturation=0.1)(lp).weight
+    torch.testing.assert_close(got, double([0.666667, 0.909091, 0.97561]), rtol=0, atol=1e-6)
+
+
+def test_untruncated_sequence_weights_are_unbiased_on_two_binary_tokens():
+    """FX-T: E_mu[prod w f] = E_pi[f] = 2.4, chi2 = 0.09126984, by enumeration of four sequences."""
+    mu, pi = [(0.4, 0.6), (0.7, 0.3)], [(0.5, 0.5), (0.6, 0.4)]
+    rows = [(a, b) for a in (0, 1) for b in (0, 1)]
+    first = double([[mu[0][a], mu[1][b]] for a, b in rows]).log()
+    second = double([[pi[0][a], pi[1][b]] for a, b in rows]).log()
+    lp = LogProbs.pack(first, second, mask=torch.ones(4, 2))
+    weight = Weight(on="full", unit="sequence")(lp).weight.reshape(4, 2)[:, 0]
+    law = first.sum(1).exp()
+    f = double([2 * a + 3 * b + a * b for a, b in rows])
+    assert (law * weight * f).sum().item() == pytest.approx(2.4, rel=1e-12)
+    assert (law * weight**2).sum().item() - 1 == pytest.approx(0.09126984, abs=1e-8)

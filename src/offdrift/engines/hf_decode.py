@@ -2,7 +2,7 @@
 
 - A prompt that several responses continue is read once; its keys and values are copied to each of them.
 - A response that has ended leaves the batch, so that no step computes what nobody reads.
-- Keys and values are written in place, into room for the longest response.
+- Keys and values are written in place, into room that doubles when it is full.
 - Every response draws from uniform numbers of its own, so its tokens depend on what else is in the batch
   only by rounding.
 """
@@ -35,7 +35,10 @@ CHECK_EVERY_ELSEWHERE = 16
 
 
 class InPlaceLayer(DynamicLayer):
-    """Keys and values of a layer, written in place into room for `capacity` tokens."""
+    """Keys and values of a layer, written in place into room that doubles as responses grow.
+
+    Memory: at most twice what is kept, and never more than `capacity` tokens per response.
+    """
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -43,7 +46,7 @@ class InPlaceLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self._room = [x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (key_states, value_states)]
+        self._room = [x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key_states, value_states)]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -52,10 +55,17 @@ class InPlaceLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin, self.length = self.length, self.length + key_states.shape[-2]
+        if self.length > self._room[0].shape[2]:
+            self._room = [self._larger(room, begin) for room in self._room]
         for room, new in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, begin : self.length] = new
         self.keys, self.values = (room[:, :, : self.length] for room in self._room)
         return self.keys, self.values
+
+    def _larger(self, room: Tensor, used: int) -> Tensor:
+        larger = room.new_empty(*room.shape[:2], max(self.length, min(2 * self.length, self.capacity)), room.shape[3])
+        larger[:, :, :used] = room[:, :, :used]
+        return larger
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """The cache of these rows, in this order; a row may be named several times."""
