@@ -56,16 +56,14 @@ class InPlaceLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         begin, self.length = self.length, self.length + key_states.shape[-2]
         if self.length > self._room[0].shape[2]:
-            self._room = [self._larger(room, begin) for room in self._room]
+            places = max(self.length, min(2 * self.length, self.capacity))
+            for i, room in enumerate(self._room):
+                self._room[i] = room.new_empty(*room.shape[:2], places, room.shape[3])
+                self._room[i][:, :, :begin] = room[:, :, :begin]
         for room, new in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, begin : self.length] = new
         self.keys, self.values = (room[:, :, : self.length] for room in self._room)
         return self.keys, self.values
-
-    def _larger(self, room: Tensor, used: int) -> Tensor:
-        larger = room.new_empty(*room.shape[:2], max(self.length, min(2 * self.length, self.capacity)), room.shape[3])
-        larger[:, :, :used] = room[:, :, :used]
-        return larger
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """The cache of these rows, in this order; a row may be named several times."""
