@@ -445,7 +445,7 @@ def test_a_pair_that_is_to_be_repaired_is_not_corrected(baseline, level):
 @pytest.mark.slow
 def test_vllm_against_transformers_for_real():
     need_vllm()
-    spec = EngineSpec.parse("vllm:bfloat16,max_model_len=128")
+    spec = EngineSpec.parse("vllm:bfloat16,max_model_len=128,kv_cache_mib=128")
     with bench_of() as bench:
         found = check(bench, spec, FLOAT32)
         assert found["rollout"]["engine"] == "vllm"

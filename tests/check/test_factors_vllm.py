@@ -15,7 +15,8 @@ from tests.engines.models import FP8_CACHE, need_vllm, no_wide_vectors
 
 pytestmark = pytest.mark.vllm
 
-PAIR = Pair(EngineSpec("vllm", "bfloat16"), EngineSpec("transformers", "float32"))
+# Several engines are there at once: the default cache, 1 GiB each, would be most of what the tests hold.
+PAIR = Pair(EngineSpec("vllm", "bfloat16", {"kv_cache_mib": 128}), EngineSpec("transformers", "float32"))
 
 
 def bench_of(kind):

@@ -170,11 +170,11 @@ def test_a_line_that_is_too_long_costs_itself(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_parquet_that_decodes_to_gigabytes_is_left_out(tmp_path: Path) -> None:
     """A run of equal log-probs takes no space, and a text that is in every row is stored once."""
-    n = 40_000_000
+    n = 34_000_000
     lists = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.array(np.zeros(n, np.float32)))
     tables = [
         pa.table({"logp_rollout": lists, "logp": lists}),
-        pa.table({"completion": ["x" * 1_000_000] * 400, "reward": [1.0] * 400}),
+        pa.table({"completion": ["x" * 1_000_000] * 270, "reward": [1.0] * 270}),
     ]
     paths = [tmp_path / f"{i}.parquet" for i in range(2)]
     for path, table in zip(paths, tables, strict=True):
