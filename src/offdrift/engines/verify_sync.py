@@ -37,6 +37,9 @@ Measured on tiny models with a sharp distribution: up to 1e-6, 0.02 and 0.18."""
 
 LEAST_NOISE = 1e-6
 """Nats that float32 log-probs of tokens that are all but certain cannot tell apart."""
+MEDIAN_TO_MEAN = 0.03
+"""Where most tokens are all but certain, the median of the noise is theirs alone, and grows a hundredfold as soon as
+perturbed weights are less certain: it counts as at least this share of the mean."""
 EFFECT_TO_NOISE = 15.0
 """A perturbation must move the trainer's own log-probs by this many times the noise."""
 LIMIT_TO_NOISE = 5.0
@@ -161,7 +164,7 @@ def examine_sync(
                     "these rollouts: use another engine version, or construct the engine anew from a "
                     "checkpoint"
                 )
-            typical = max(float(differences.median()), LEAST_NOISE)
+            typical = max(float(differences.median()), noise * MEDIAN_TO_MEAN, LEAST_NOISE)
             results = tuple(probe.perturb(name, groups[name], rollouts, before, typical) for name in groups)
         finally:
             engine.load_weights(model.named_parameters(), version=version)
