@@ -72,6 +72,9 @@ class BatchInfo:
     """Tokens in the vocabulary."""
     rewards: Float[Tensor, " b"] | None = None
     """Reward of each sequence, in the task's unit."""
+    sample_weight: Float[Tensor, " b"] | None = None
+    """Weight of each sequence's loss, whatever the method: what corrects for the probability with which a buffer
+    picked it."""
     version_lag: Float[Tensor, " n"] | Int[Tensor, " n"] | None = None
     """Updates between the weights that drew each token and the current ones."""
     observed: Observed | Literal["this_batch"] | None = None

@@ -54,14 +54,14 @@ def policy_loss(
     Rejected tokens contribute exactly zero to the first sum and stay in the normalizer (Algorithm 1
     divides by the number of sequences sampled, not accepted), unless `method.normalizer` says that
     peers' denominators are wanted. A token that the engine did not score (`LogProbs.unscored`) is
-    one of the rejected.
+    one of the rejected. `batch_info.sample_weight` multiplies the terms of both sums.
 
     Args:
         logprobs: packed log-probs; `logp` carries the gradient.
         method: a row of `METHODS`, by itself or by name, or any other composition.
         advantages: per token, signed, finite; no gradient is taken through them.
         batch_info: what else the method may need: divergences, entropy, vocab, rewards, version_lag,
-            observed (see `BatchInfo`).
+            observed, sample_weight (see `BatchInfo`).
         normalizer: what the sum is divided by, over all pieces and ranks of the step; None if this
             batch is the whole step.
         horizon: tokens per sequence, for aggregate="fixed".
@@ -116,6 +116,8 @@ def policy_loss(
             regularizer = regularizer.where(corrected.keep, 0.0)
             regularizer = regularizer if scale is None else regularizer * scale.to(regularizer.dtype)
         token_loss = token_loss + regularizer
+    if batch_info.sample_weight is not None:
+        token_loss = token_loss * segments.spread(batch_info.sample_weight).to(token_loss.dtype)
     if normalizer is None:
         normalizer = normalizer_of(segments, how=how, horizon=horizon) or 1.0
     loss = aggregate(token_loss, segments, how=how, normalizer=normalizer)
@@ -146,7 +148,7 @@ def _check(
             way = "make them with LogProbs.pack" if kind is LogProbs else "give a name or a Method"
             raise MethodError(f"{name} is a {type(x).__name__}, not a {kind.__name__}; {way}")
     n, b = logprobs.logp_rollout.shape, (len(logprobs.segments),)
-    shapes = {"advantages": n, "entropy": n, "version_lag": n, "rewards": b}
+    shapes = {"advantages": n, "entropy": n, "version_lag": n, "rewards": b, "sample_weight": b}
     inputs = {"advantages": advantages}
     inputs |= {k: x for k in list(shapes)[1:] if (x := getattr(batch_info, k)) is not None}
     for name, d in batch_info.divergences.items():
@@ -159,7 +161,7 @@ def _check(
                 f"{n[0]} tokens in {b[0]} sequences; spread per-sequence values with segments.spread, "
                 "pack padded ones with logprobs.like_caller"
             )
-    read = ("advantages", *(k for k in ("entropy", "rewards", "version_lag") if k in method.needs))
+    read = ("advantages", "sample_weight", *(k for k in ("entropy", "rewards", "version_lag") if k in method.needs))
     numbers = {k: x for k in read if (x := inputs.get(k)) is not None and len(x)}
     # A sum of finite numbers may overflow in half precision; the extremes do not.
     ends = [e.detach().double() for x in numbers.values() for e in torch.aminmax(x)]
@@ -182,7 +184,7 @@ def _check(
 def _raise_not_finite(name: str, x: Tensor, segments: Segments) -> None:
     at = int((~x.isfinite()).nonzero()[0])
     sequence, where = at, ""
-    if name != "rewards":
+    if name not in ("rewards", "sample_weight"):
         sequence = int(segments.seq_ids[at])
         where = f" at trainable token {at - int(segments.cu_seqlens[sequence])}"
     raise BadValueError(

@@ -33,18 +33,18 @@ def test_model_and_optimizer_come_back_and_old_ones_go(prepared, tmp_path):
     assert load_checkpoint(accelerator, tmp_path) is None
     for i in range(4):
         move(model, optimizer)
-        save_checkpoint(accelerator, tmp_path, Position(i, i + 1, (i, i + 1)))
+        save_checkpoint(accelerator, tmp_path, Position(i, i + 1, source={"drawn": i}))
     at_save = model.weight.clone()
     move(model, optimizer)
     after_one_more = model.weight.clone()
-    assert load_checkpoint(accelerator, tmp_path) == Position(3, 4, (3, 4))
+    assert load_checkpoint(accelerator, tmp_path) == Position(3, 4, source={"drawn": 3})
     assert torch.equal(model.weight, at_save)
     move(model, optimizer)
     assert torch.equal(model.weight, after_one_more), "Adam's moments must come back, too"
     assert [p.name for p in checkpoints(tmp_path)] == ["batch-000002", "batch-000003"]
 
 
-@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.bin", "position.json"])
+@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.bin", "position.json", "source-000.json"])
 def test_a_damaged_checkpoint_names_its_folder_and_the_way_out(prepared, tmp_path, damaged):
     accelerator = prepared[0]
     move(*prepared[1:])

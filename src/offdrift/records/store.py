@@ -234,6 +234,24 @@ def _tensor(array: pa.Array) -> Tensor:
     return torch.from_dlpack(array)
 
 
+def delete(path: Path) -> int:
+    """Delete a Parquet file, and its output head if it has one that no other file beside it refers to.
+
+    Returns: the bytes freed.
+    """
+
+    def head_of(batch: Path) -> str | None:
+        header = json.loads((pq.read_schema(batch).metadata or {}).get(KEY, b"{}"))
+        return (header.get("evidence") or {}).get("head")
+
+    head, freed = head_of(path), path.stat().st_size
+    path.unlink()
+    if head is not None and all(head_of(other) != head for other in path.parent.glob("*.parquet")):
+        freed += _path(path.parent, head).stat().st_size
+        _path(path.parent, head).unlink()
+    return freed
+
+
 FOLDER = "heads"
 ROUNDING = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.float16, torch.bfloat16)}
 """Dtypes that an engine's logits may have, by name."""

@@ -6,6 +6,7 @@ The order of an update's steps is in `loop`.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 
 from offdrift.advantages import ADVANTAGES
@@ -27,6 +29,8 @@ from offdrift.train.critic import Critic
 from offdrift.train.old_policy import OldPolicy, make_old_policy, named_weights
 from offdrift.train.run_folder import ArmFolder, Position, checkpoints, load_checkpoint, save_checkpoint
 from offdrift.train.source import Source
+
+MIB = 2**20
 
 
 @dataclass
@@ -97,9 +101,21 @@ class Arm:
     def save_checkpoint(self, next_batch: int, source: Source) -> None:
         """Store where the arm stands; the engine has the trainer's weights."""
         changed = self.method.changes(self.run.recipe.row(self.name))
-        position = Position(next_batch, self.version, source.waiting(), changed)
+        position = Position(next_batch, self.version, changed, source.state())
         self.old_policy.retain(source.versions(), self.model, self.version)
         save_checkpoint(self.run.accelerator, self.files.path / "checkpoints", position, also=self.old_policy.save)
+
+    def trim(self, source: Source) -> None:
+        """Delete the oldest batches on disk, where the recipe limits the space that they take."""
+        run, limit = self.run, self.run.recipe.log.disk_mib
+        if limit is None:
+            return
+        states = [json.loads(f.read_text()) for f in self.files.path.glob("checkpoints/batch-*/source-*.json")]
+        states += gather_object([source.state()]) if run.shard.world > 1 else [source.state()]
+        if run.accelerator.is_main_process:
+            self.files.trim(limit * MIB, set().union(*map(Source.needed, states)))
+        # Until then, no process writes a head whose batch is not there yet.
+        run.accelerator.wait_for_everyone()
 
     def report(self, kind: EventKind, text: str = "", metrics: Mapping[str, Any] | None = None) -> None:
         """Tell the run's watcher what happened at the current update."""
@@ -160,10 +176,10 @@ def start_arm(run: RunContext, name: str, *, resume: bool) -> tuple[Arm, Source]
         folder=files.path / "rollouts",
         shard=run.shard,
         start=position.batch,
-        queued=position.waiting,
         greedy="greedy_rewards" in ADVANTAGES[arm.estimator].needs,
     )
-    if position.batch > 0:
+    if stored is not None:
+        source.load(stored.source)
         old_policy.load(checkpoints(checkpoint_folder)[-1], source.versions() - {position.version})
     return arm, source
 

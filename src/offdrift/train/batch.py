@@ -18,6 +18,7 @@ from offdrift.methods.anchor import Interpolated, RolloutAsOld
 from offdrift.penalty import penalized_rewards
 from offdrift.records.rollouts import OLD_STATUS, Rollouts
 from offdrift.train.arm import Arm, needs_old
+from offdrift.train.buffer import Picked
 from offdrift.train.old_policy import PolicyScores, score_batch
 
 
@@ -45,6 +46,8 @@ class Batch:
     """The critic's values when the batch arrived, where there is one."""
     returns: Float[Tensor, " n"] | None = None
     """Targets of the values."""
+    sample_weight: Float[Tensor, " b"] | None = None
+    """Weight of each sequence's loss, where a buffer picked by priority."""
 
     def select(self, sequences: Tensor) -> Batch:
         """Some of the sequences, as a batch of their own."""
@@ -58,16 +61,18 @@ class Batch:
             old_status=None if self.old_status is None else self.old_status[rows],
             values=None if self.values is None else self.values[rows],
             returns=None if self.returns is None else self.returns[rows],
+            sample_weight=None if self.sample_weight is None else self.sample_weight[sequences],
         )
 
 
-def make_batch(arm: Arm, rollouts: Rollouts) -> Batch:
+def make_batch(arm: Arm, picked: Picked) -> Batch:
     """Score rollouts under every policy that the arm's method and estimator read, and take their advantages.
 
     Gradient: none.
 
     Raises: `BadValueError` if a reward is outside the recipe's `reward_range`.
     """
+    rollouts, weight = picked.rollouts, picked.sample_weight
     recipe, method, estimator = arm.run.recipe, arm.method, ADVANTAGES[arm.estimator]
     optim, cap = recipe.optim, recipe.rollout.tail_log_ratio_cap
     options: dict[str, Any] = {"token_budget": optim.token_budget, "tail_log_ratio_cap": cap}
@@ -102,7 +107,7 @@ def make_batch(arm: Arm, rollouts: Rollouts) -> Batch:
         return arm.old_policy.logits(arm.model, piece, arm.version)
 
     compared = old_logits if arm.compares_old else None
-    return Batch(rollouts, advantages, old, logp_ref, cap, status, old_is_current, compared, values, returns)
+    return Batch(rollouts, advantages, old, logp_ref, cap, status, old_is_current, compared, values, returns, weight)
 
 
 def token_advantages(

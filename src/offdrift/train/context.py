@@ -82,6 +82,10 @@ class RunContext:
             return x
         return torch.stack(gather_object([x.cpu()])).sum(0).to(x.device)
 
+    def sums(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers by name, each summed over all processes."""
+        return dict(zip(numbers, self.sum(torch.stack(list(numbers.values()))), strict=True))
+
 
 def begin(recipe: Recipe, folder: RunFolder, resume: bool) -> dict[str, Any]:
     """The head of `run.json`: a new one, or with `resume` the stored one.

@@ -84,9 +84,10 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
     for index in range(source.start, recipe.batches):
         # Draw: responses and rewards, from the engine's weights, which lag behind the trainer's.
         arm.announce(f"drawing batch {index + 1}")
-        rollouts = source.next()
+        picked = source.next(arm.version)
+        rollouts = picked.rollouts
         # Advantages: from rewards, and from what old policy, trainer and reference say of the batch.
-        batch = make_batch(arm, rollouts)
+        batch = make_batch(arm, picked)
         arm.keep_old_weights(rollouts, source)
         # Optimizer steps.
         first_version, token_log = arm.version, TokenLog(batch)
@@ -109,21 +110,33 @@ def train_arm(run: RunContext, name: str, *, resume: bool) -> dict[str, Any]:
             )
             if arm.critic is not None:
                 update = replace(update, stats=update.stats.plus(*learn_values(arm, minibatch)))
+            if source.buffer is not None:
+                update = replace(update, stats=update.stats.plus(run.sums(source.sums(picked, version))))
             arm.advance(update.method)
             # Record: metrics, certificate, findings, samples; for the audit, every token.
             if logged and update.tokens is not None:
                 token_log.steps.append((sequences, update.tokens, version))
-            record_update(
-                arm, minibatch.rollouts, update, batch=index, updates_before=version - first_version, sampled=sampled
+            metrics = record_update(
+                arm,
+                minibatch.rollouts,
+                update,
+                batch=index,
+                updates_before=version - first_version,
+                independent=picked.independent,
+                sampled=sampled,
             )
+            if source.buffer is not None:
+                source.buffer.learn(metrics)
         if log.tokens:
             token_log.write(arm.files.path / "log" / run.shard.file_name(index))
+        arm.trim(source)
         # Publish: the engine takes new weights as often as the lag says. A checkpoint is taken only
         # then, so that the engine's weights are the trainer's and need not be stored.
         done = index + 1
         if done < recipe.batches and source.due(arm.version):
             arm.announce("giving the engine new weights")
             arm.publish()
+            source.synchronized()
             if done - checkpointed >= log.checkpoint_every:
                 arm.save_checkpoint(done, source)
                 checkpointed = done

@@ -87,6 +87,35 @@ class Lag(Part):
     """Batches drawn ahead of the one being trained on: every batch is this many batches stale."""
 
 
+class Buffer(Part):
+    """Groups of responses that are trained on more than once, or not in the order in which they were drawn; and
+    what a synchronization does to responses that are waiting."""
+
+    capacity: Positive | None = None
+    """Groups held, over all processes: every batch is picked from them. Absent: no buffer, batches are trained on as
+    they were drawn."""
+    reuse: Positive = 1
+    """Batches trained on per batch drawn: 4 saves three quarters of the cost of generation."""
+    max_age: Natural | None = None
+    """Groups leave when their oldest token is more updates old than this."""
+    max_uses: Positive | None = None
+    """Groups leave when they have been part of so many batches."""
+    pick: Literal["uniform", "freshness"] = "uniform"
+    """uniform: every group alike (experience replay, arXiv:2604.08706); freshness: by priority times
+    exp(-age / tau), losses weighted for it (arXiv:2604.16918)."""
+    priority: Literal["reward", "advantage"] = "reward"
+    """freshness: mean over the group of |reward|, or of |reward - mean reward of the group|."""
+    tau: Literal["ess"] | PositiveFloat = "ess"
+    """freshness: updates after which a priority has fallen by a factor of e; "ess": as fast as the effective sample
+    size of the importance weights really falls with age. 500 in the paper."""
+    alpha: Annotated[float, Field(ge=0)] = 0.6
+    """freshness: power of priorities; 0 picks uniformly."""
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """freshness: power of the weights that correct for priorities, at the start; it rises to 1 over the run."""
+    clear_at_sync: bool = False
+    """When the engine takes new weights, discard all that older weights drew, in the buffer or waiting (OAPL)."""
+
+
 OldPolicySource = Literal["sampling", "second_model", "batch_start", "ewma", "rollout", "interpolated"]
 
 
@@ -150,6 +179,9 @@ class Log(Part):
     """Updates between sample rollouts kept for the report; coprime to the lag shows every staleness."""
     tokens: bool = True
     """Keep every batch as it was trained on, for `offdrift audit`: arms/NAME/log/, 10 to 40 bytes per token."""
+    disk_mib: Positive | None = None
+    """Largest size of an arm's rollouts and token logs, MiB: the oldest batches are deleted, but none that a checkpoint
+    or a buffer still needs. Absent: every batch is kept. Checkpoints take two models with their optimizers besides."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """accelerate trackers by name: tensorboard, wandb, mlflow, trackio, ..."""
 
@@ -206,6 +238,7 @@ class Recipe(Part):
     warm_start: WarmStart = WarmStart()
     rollout: Rollout = Rollout()
     lag: Lag = Lag()
+    buffer: Buffer = Buffer()
     old_policy: OldPolicy = OldPolicy()
     optim: Optim = Optim()
     critic: Critic = Critic()
@@ -277,11 +310,38 @@ class Recipe(Part):
                 f"rollout.tail_log_ratio_cap = {cap} is about the tail of top-k evidence, but rollout.evidence = "
                 f'"{evidence}" has none; set rollout.evidence = 20 (or another k), or leave the cap out'
             )
+        self._check_buffer()
         if (sequences := rollout.prompts * rollout.samples) < self.optim.minibatches:
             raise ValueError(
                 f"optim.minibatches = {self.optim.minibatches} is more than the {sequences} sequences of a batch"
             )
         return self
+
+    def _check_buffer(self) -> None:
+        """Refuse a buffer that cannot fill a batch, or settings of one that is not there."""
+        buffer, lag, prompts = self.buffer, self.lag, self.rollout.prompts
+        changed = {name for name, field in Buffer.model_fields.items() if getattr(buffer, name) != field.default}
+        if buffer.capacity is None:
+            if inert := sorted(changed - {"clear_at_sync"}):
+                raise ValueError(
+                    f"buffer.{inert[0]} does nothing without a buffer; set buffer.capacity, for instance {4 * prompts}"
+                )
+            return
+        if buffer.capacity < prompts:
+            raise ValueError(f"buffer.capacity = {buffer.capacity} is less than the {prompts} groups of a batch")
+        if self.rollout.evidence == "hidden" and not buffer.clear_at_sync:
+            raise ValueError(
+                'rollout.evidence = "hidden" belongs to one version of the output head, and a buffer mixes versions; '
+                'use "full", "sampled" or a number of top log-probs, or buffer.clear_at_sync = true'
+            )
+        youngest = lag.sync_every - 1 + lag.queue * self.optim.epochs * self.optim.minibatches
+        if buffer.max_age is not None and buffer.max_age < youngest:
+            raise ValueError(
+                f"buffer.max_age = {buffer.max_age}, but with lag.sync_every = {lag.sync_every} and lag.queue = "
+                f"{lag.queue} responses may be {youngest} updates old when they arrive; allow at least that"
+            )
+        if buffer.pick == "uniform" and (inert := {"priority", "tau", "alpha", "beta"} & changed):
+            raise ValueError(f'buffer.{min(inert)} does nothing with buffer.pick = "uniform"; set it to "freshness"')
 
     def _check_old_policy(self, name: str) -> None:
         """Refuse an old policy that leaves a part of the method without effect."""

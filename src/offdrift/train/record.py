@@ -32,21 +32,29 @@ KEPT = 4
 
 
 def record_update(
-    arm: Arm, rollouts: Rollouts, update: Update, *, batch: int, updates_before: int, sampled: bool
-) -> None:
+    arm: Arm,
+    rollouts: Rollouts,
+    update: Update,
+    *,
+    batch: int,
+    updates_before: int,
+    independent: bool,
+    sampled: bool,
+) -> dict[str, Any]:
     """Store and show an update that the arm has just taken.
 
     Args:
         rollouts: what the step trained on.
         batch: index of the rollout batch.
         updates_before: earlier updates on the same batch.
+        independent: whether the policy knew nothing of the batch when it arrived; it does where a buffer gave it again.
         sampled: whether some sequences go to the report.
     """
     run, now = arm.run, time.perf_counter()
     seconds, arm.last_time = now - arm.last_time, now
     assert update.evidence is not None
     # After a batch's first update the policy has learned from its prompts: no certificate covers it.
-    fresh = updates_before == 0
+    fresh = independent and updates_before == 0
     # A batch is a look. Its number follows from the batch's, so that a resumed run goes on counting where its
     # checkpoint stands.
     settings, looks = run.recipe.certificate, Looks()
@@ -88,6 +96,7 @@ def record_update(
             arm.files.append("findings", {"update": arm.version, **fields})
         where = f"{arm.name}: update {arm.version}, {finding.severity}"
         arm.report("finding", f"{where}: {finding.symptom} {finding.fix}", fields)
+    return row
 
 
 def samples(

@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from offdrift.errors import CheckpointError, RecordError
+from offdrift.records import store
 from offdrift.records.atomic import plain as plain
 from offdrift.records.atomic import write_atomically
 from offdrift.records.atomic import write_json as write_json
@@ -106,6 +108,23 @@ class ArmFolder:
             if number and int(number[1]) >= batch:
                 file.unlink()
 
+    def trim(self, limit: int, needed: AbstractSet[int]) -> None:
+        """Delete the oldest rollouts and token logs until they take at most `limit` bytes.
+
+        Rollouts of the batches in `needed` stay, and so does the newest batch, whatever their size.
+        """
+        rollouts = self.path / "rollouts"
+        files = [*rollouts.glob("batch-*.parquet"), *self.path.glob("log/batch-*.parquet")]
+        by_age = sorted(files, key=lambda f: (f.stat().st_mtime_ns, f.name))
+        excess = sum(f.stat().st_size for f in [*files, *rollouts.glob("heads/*")]) - limit
+        for file in by_age:
+            index = file.name.removeprefix("batch-")[:6]
+            stays = file.parent == rollouts and int(index) in needed
+            if excess <= 0:
+                return
+            if not stays and index not in by_age[-1].name:
+                excess -= store.delete(file)
+
     def clear(self) -> None:
         """Forget everything: the arm starts over."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -127,10 +146,10 @@ class Position:
     """Index of the next batch."""
     version: int
     """Optimizer steps taken."""
-    waiting: tuple[int, ...] = ()
-    """Batches already drawn and not yet trained on."""
     method: dict[str, float] = field(default_factory=dict)
     """Changes that an adaptive method made to itself, as overrides."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """Where this process's source of batches stands; every process stores its own."""
 
 
 def save_checkpoint(
@@ -156,10 +175,13 @@ def save_checkpoint(
             accelerator.save_state(str(partial))
         finally:
             log.setLevel(level)
+        common = asdict(position)
+        own = partial / f"source-{accelerator.process_index:03d}.json"
+        own.write_text(json.dumps(common.pop("source")))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             also(partial)
-            (partial / "position.json").write_text(json.dumps(asdict(position)))
+            (partial / "position.json").write_text(json.dumps(common))
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
             for old in checkpoints(folder)[:-KEPT]:
@@ -188,8 +210,8 @@ def load_checkpoint(accelerator: Accelerator, folder: Path) -> Position | None:
         return None
     newest = stored_checkpoints[-1]
     try:
-        stored = json.loads((newest / "position.json").read_text())
-        position = Position(**{**stored, "waiting": tuple(stored["waiting"])})
+        own = newest / f"source-{accelerator.process_index:03d}.json"
+        position = Position(**json.loads((newest / "position.json").read_text()), source=json.loads(own.read_text()))
         accelerator.load_state(str(newest))
     except Exception as e:  # whatever a damaged file provokes in the libraries that read it
         reason = str(e).splitlines()[0] if str(e) else "no message"

@@ -239,6 +239,7 @@ class ScoredPiece:
             entropy=None if old is None else old.entropy,
             vocab=self.scored.logits.shape[1],
             rewards=None if rollouts.rewards is None else rollouts.rewards.to(device),
+            sample_weight=None if batch.sample_weight is None else batch.sample_weight.to(device),
             version_lag=(version - rollouts.rollout_version).to(device),
         )
 
