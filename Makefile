@@ -121,6 +121,7 @@ bench: install $(VENV)/.parity
 	$(BIN)/python benchmarks/methods.py
 	$(BIN)/python benchmarks/audit.py
 	$(BIN)/python benchmarks/generation.py
+	$(BIN)/python benchmarks/step.py
 
 check: install-test
 	$(PIP) --editable '.[lint]'

@@ -225,8 +225,8 @@ class Recipe(Part):
     """Task: arithmetic, chat-arithmetic, reasoning_gym:NAME, or a file of problems, NAME.jsonl: {"prompt": ...,
     "answer": ...} a line (docs/tasks.md)."""
     reward: str | None = None
-    """What a completion earns, in place of the task's own reward: "number", "exact", or a function of yours,
-    "rewards.py:score" or "module:function". A file of problems needs one."""
+    """What a completion earns, in place of the task's own reward: "number", "exact", "math", or a function of
+    yours, "rewards.py:score" or "module:function". A file of problems needs one."""
     seed: int = 0
     """Decides prompts, samples and initial weights; every arm sees the same."""
     batches: Positive

@@ -1,6 +1,7 @@
 """Rewards: verifiers by name, and functions of the user's own.
 
     reward = "number"                 # the last number of the completion is the answer
+    reward = "math"                   # the last formula of the completion equals the answer (math-verify)
     reward = "rewards.py:score"       # a function in a file, or "module:function"
 
 A function says by the names of its parameters what it wants, for one sample or for a whole batch:
@@ -29,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from offdrift.errors import RecipeError, RewardError
+from offdrift.train.math_answers import MathVerifier
 from offdrift.train.problems import Problem
 
 TOTALS = ("reward", "score")
@@ -91,7 +93,11 @@ def exact_text(completion: str, problem: Problem) -> float:
     return float(" ".join(completion.split()).casefold() == " ".join(problem.answer.split()).casefold())
 
 
-VERIFIERS: dict[str, Callable[[str, Problem], float]] = {"number": exact_number, "exact": exact_text}
+VERIFIERS: dict[str, Callable[[str, Problem], float]] = {
+    "number": exact_number,
+    "exact": exact_text,
+    "math": MathVerifier(),
+}
 """Verifiers by the name that a recipe's `reward` gives."""
 
 
